@@ -1,0 +1,27 @@
+#include "backend/backend.h"
+
+#include "backend/common.h"
+
+namespace hororing {
+
+size_t Batch::bytes() const {
+  size_t elements = 0;
+  for (const BatchEntry& entry : entries) elements += entry.elements;
+  return elements * ElementSize(reduce.dtype);
+}
+
+std::string TraceLabel(const Batch& batch) {
+  const size_t count = batch.entries.size();
+  return count == 1 ? batch.entries[0].name : std::to_string(count) + " tensors";
+}
+
+void ReduceAlone(const Batch& batch, TraceSink& trace) {
+  StageSpan span(trace, Stage::kReduce, batch);
+  for (const BatchEntry& entry : batch.entries) {
+    if (entry.elements == 0) continue;
+    ReduceMany(batch.reduce, 1, entry.output, &entry.input, 1, entry.elements);
+  }
+  span.End(batch.bytes());
+}
+
+}  // namespace hororing

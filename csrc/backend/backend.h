@@ -1,0 +1,52 @@
+// Backend: runs one agreed batch on one kind of memory. Knows nothing of names' meaning,
+// negotiation or the engine; errors are completed with tensor names by the engine.
+//
+// Thread-safety: loop thread only. Every rank of the world runs the same batches in the same
+// order; which backend runs a batch is a pure function of the batch.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "base/clock.h"
+#include "base/reduce.h"
+#include "base/status.h"
+#include "base/types.h"
+
+namespace hororing {
+
+class TraceSink;
+
+// One tensor of a batch.
+struct BatchEntry {
+  std::string name;            // for the timeline only
+  const void* input = nullptr;
+  void* output = nullptr;      // allreduce, broadcast: as large as the input, may equal it
+  size_t elements = 0;         // of this rank's input
+  // Allgather only: bytes that each rank contributes, in rank order. `output` holds their sum.
+  std::vector<size_t> gathered_bytes;
+};
+
+// Invariant: all entries share collective, reduce spec (allreduce) and root (broadcast).
+struct Batch {
+  Collective kind = Collective::kAllreduce;
+  ReduceSpec reduce;  // allreduce; for the others only `dtype` is meaningful
+  int root = 0;
+  std::vector<BatchEntry> entries;
+
+  size_t bytes() const;  // of this rank's inputs
+};
+
+class Backend {
+ public:
+  virtual ~Backend() = default;
+  virtual const char* name() const = 0;  // "host", "shm_direct"
+  virtual bool Supports(const Batch& batch) const = 0;
+  // Blocks until this rank's outputs are complete. `deadline` bounds every wait on a peer.
+  virtual Status Run(const Batch& batch, TimeNs deadline, TraceSink& trace) = 0;
+  // Bytes of scratch memory held at the moment (fusion buffer, receive buffers).
+  virtual size_t scratch_bytes() const = 0;
+};
+
+}  // namespace hororing

@@ -1,0 +1,42 @@
+// What the backends share: how a batch is called in the timeline, and the world of one rank.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "backend/backend.h"
+#include "base/clock.h"
+#include "trace/trace.h"
+
+namespace hororing {
+
+constexpr size_t kEntryAlign = 64;  // a cache line, and a multiple of every element size
+
+inline size_t RoundUp(size_t value, size_t unit) { return (value + unit - 1) / unit * unit; }
+
+// "layer1.weight", or "17 tensors".
+std::string TraceLabel(const Batch& batch);
+
+// Puts a span of a stage on the loop's row, from construction to End; free of cost while the
+// timeline is off.
+class StageSpan {
+ public:
+  StageSpan(TraceSink& trace, Stage stage, const Batch& batch)
+      : trace_(trace), batch_(batch), stage_(stage), begin_ns_(trace.enabled() ? NowNs() : 0) {}
+  void End(size_t bytes) {
+    if (begin_ns_ == 0 || !trace_.enabled()) return;
+    trace_.Span(stage_, Track::kLoop, TraceLabel(batch_), begin_ns_, NowNs(),
+                static_cast<int64_t>(bytes));
+  }
+
+ private:
+  TraceSink& trace_;
+  const Batch& batch_;
+  const Stage stage_;
+  const TimeNs begin_ns_;
+};
+
+// An allreduce among one rank: only factors are left to apply.
+void ReduceAlone(const Batch& batch, TraceSink& trace);
+
+}  // namespace hororing

@@ -1,0 +1,42 @@
+// HostBackend: runs any batch on host memory over any Transport. An allreduce of several
+// tensors is packed into the fusion buffer, reduced there and unpacked; a single tensor is
+// reduced where it lies. Allgathers and broadcasts of several small tensors travel together in
+// the same way.
+#pragma once
+
+#include <vector>
+
+#include "backend/backend.h"
+#include "collective/allreduce.h"
+#include "transport/transport.h"
+
+namespace hororing {
+
+class HostBackend final : public Backend {
+ public:
+  struct Options {
+    bool reproducible = false;  // rank-order sums everywhere
+  };
+  HostBackend(Transport& transport, const Options& options);
+
+  const char* name() const override { return "host"; }
+  bool Supports(const Batch& batch) const override;
+  Status Run(const Batch& batch, TimeNs deadline, TraceSink& trace) override;
+  size_t scratch_bytes() const override;
+
+ private:
+  Status RunAllreduce(const Batch& batch, TimeNs deadline, TraceSink& trace);
+  Status RunAllgather(const Batch& batch, TimeNs deadline, TraceSink& trace);
+  Status RunBroadcast(const Batch& batch, TimeNs deadline, TraceSink& trace);
+  Status BroadcastTogether(const Batch& batch, const std::vector<const BatchEntry*>& entries,
+                           TimeNs deadline, TraceSink& trace);
+  // The fusion buffer, at least `bytes` long.
+  Status Fuse(size_t bytes, std::byte** buffer);
+
+  Transport& transport_;
+  const Options options_;
+  Scratch fusion_buffer_;
+  Scratch receive_buffer_;
+};
+
+}  // namespace hororing

@@ -1,0 +1,44 @@
+// ShmDirectBackend: allreduce among ranks that map one segment. The batch is one virtual
+// buffer (its tensors back to back, each padded to 64 bytes) that is walked in blocks small
+// enough to stay in cache:
+//
+//   PACK    rank r copies what others need of block k into its slot     packed[r] = k + 1
+//   REDUCE  rank r combines slice r of all ranks, in rank order         reduced[r] = k + 1
+//   UNPACK  rank r copies the others' slices to its outputs             consumed[r] = k + 1
+//
+// Slots hold two or more blocks, so that the stages of neighbouring blocks overlap. No fusion
+// buffer, no pairwise copies, one rounding, the same bits in every run.
+//
+// Batches of a few KB take a short cut: each rank packs all of its input and reduces all of the
+// block itself, which saves the second wait for the peers and gives the same bits.
+//
+// Invariants
+//   1. Block k of a slot is overwritten only when consumed[q] shows that every q is done with
+//      the block that lay there before.
+//   2. Block numbers never restart: they count on over all batches of the transport's life.
+#pragma once
+
+#include "backend/backend.h"
+#include "transport/shm_transport.h"
+
+namespace hororing {
+
+class ShmDirectBackend final : public Backend {
+ public:
+  // REQUIRES: HasRoom(transport.segment().geometry()). At most one per transport.
+  explicit ShmDirectBackend(ShmTransport& transport);
+  // True when the slots can hold two blocks of at least a cache line.
+  static bool HasRoom(const ShmSegment::Geometry& geometry);
+
+  const char* name() const override { return "shm_direct"; }
+  bool Supports(const Batch& batch) const override;
+  Status Run(const Batch& batch, TimeNs deadline, TraceSink& trace) override;
+  // This rank's slot.
+  size_t scratch_bytes() const override;
+
+ private:
+  ShmTransport& transport_;
+  uint64_t next_block_ = 0;
+};
+
+}  // namespace hororing

@@ -1,0 +1,28 @@
+// The one clock: CLOCK_MONOTONIC, which all processes of a host share, in nanoseconds.
+// Rooms that must be testable without waiting take time as an argument instead.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+
+namespace hororing {
+
+using TimeNs = int64_t;
+constexpr TimeNs kForever = std::numeric_limits<TimeNs>::max();
+constexpr TimeNs kMicrosecond = 1000;
+constexpr TimeNs kMillisecond = 1000 * 1000;
+constexpr TimeNs kSecond = 1000 * 1000 * 1000;
+
+TimeNs NowNs();
+
+// Seconds as the user gave them; zero or less means "never".
+inline TimeNs SecondsToNs(double seconds) {
+  return seconds <= 0 ? kForever : static_cast<TimeNs>(seconds * 1e9);
+}
+
+// now + span without overflowing past kForever.
+inline TimeNs After(TimeNs now, TimeNs span) {
+  return span >= kForever - now ? kForever : now + span;
+}
+
+}  // namespace hororing

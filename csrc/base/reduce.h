@@ -1,0 +1,68 @@
+// Reduction kernels: elementwise arithmetic on contiguous memory, vectorised, chosen once at
+// run time for the processor at hand (portable, AVX2+F16C, AVX-512 with BF16 where present).
+//
+// Pure functions of their arguments, callable from any thread. Pointers need the alignment
+// of their element type only.
+//
+// Numerics
+//   1. float16 and bfloat16 are accumulated in float32 and rounded once (to nearest even).
+//   2. Sources are combined in the order given, so equal inputs give equal bits.
+//   3. An average divides once, at the end, in the accumulation type; integers are summed
+//      exactly (128 bit for 64-bit integers) and the quotient is truncated toward zero.
+//   4. prescale is applied to every source element, postscale to the result, in the
+//      accumulation type; for integers each application goes through float64 and truncates.
+//   5. Sums and products of integers wrap modulo 2^bits. For bool, Sum and Max are "or",
+//      Product and Min are "and"; Average and scale factors are not defined (see Check()).
+//   6. Min and Max propagate NaN, whichever source holds it.
+#pragma once
+
+#include <cstddef>
+
+#include "base/status.h"
+#include "base/types.h"
+
+namespace hororing {
+
+// How the sources of one result element are combined. Two batches with equal specs may share
+// a buffer.
+struct ReduceSpec {
+  DataType dtype = DataType::kFloat32;
+  ReduceOp op = ReduceOp::kSum;  // never kAdasum here
+  double prescale = 1.0;
+  double postscale = 1.0;
+
+  bool operator==(const ReduceSpec& other) const {
+    return dtype == other.dtype && op == other.op && prescale == other.prescale &&
+           postscale == other.postscale;
+  }
+};
+
+// kInvalidArgument with a reason when `spec` makes no sense (Average of bool, ...).
+Status Check(const ReduceSpec& spec);
+
+// True when partial results must not be rounded to the element type between two sources:
+// 16-bit floats, and integer averages. Pairwise algorithms must then use ReduceMany.
+bool NeedsWideAccumulator(const ReduceSpec& spec);
+
+// accumulator[i] = accumulator[i] op source[i] for i < n; an Average adds. No factors.
+// REQUIRES: !NeedsWideAccumulator(spec). The ranges are equal or do not overlap.
+void ReduceInto(const ReduceSpec& spec, void* accumulator, const void* source, size_t n);
+
+// result[i] = finish(start(sources[0][i]) op start(sources[1][i]) op ...): prescale on every
+// source, the operation in source order, division by `divisor` for an Average, postscale.
+// `result` may equal any of the sources. REQUIRES: count >= 1.
+void ReduceMany(const ReduceSpec& spec, int divisor, void* result, const void* const* sources,
+                int count, size_t n);
+
+// The two ends of ReduceMany for algorithms that combine with ReduceInto in between.
+// In place (result == source) or not. Start applies prescale; Finish divides and postscales.
+// A plain copy, or nothing when in place, where there is nothing to apply.
+void Start(const ReduceSpec& spec, void* result, const void* source, size_t n);
+void Finish(const ReduceSpec& spec, int divisor, void* result, const void* source, size_t n);
+
+// The instruction set in use: "avx512", "avx2" or "portable"; and, for tests, a way to force
+// one. SetKernels returns false, and changes nothing, when the processor lacks it.
+const char* KernelsInUse();
+bool SetKernels(const char* name);
+
+}  // namespace hororing

@@ -1,0 +1,64 @@
+// The words that every room shares: element types, reduce operations, collectives, and a
+// tensor as the core sees it. Knows no framework, no memory owner and no rank.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace hororing {
+
+// Values are part of the C interface and of the wire protocol: append only.
+enum class DataType : uint8_t {
+  kUint8 = 0,
+  kInt8 = 1,
+  kUint16 = 2,
+  kInt16 = 3,
+  kInt32 = 4,
+  kInt64 = 5,
+  kFloat16 = 6,
+  kFloat32 = 7,
+  kFloat64 = 8,
+  kBool = 9,
+  kBfloat16 = 10,
+};
+constexpr int kDataTypeCount = 11;
+
+// The numbers of Horovod's public constants (hvd.Average == 0, ...).
+enum class ReduceOp : uint8_t {
+  kAverage = 0,
+  kSum = 1,
+  kAdasum = 2,
+  kMin = 3,
+  kMax = 4,
+  kProduct = 5,
+};
+
+enum class Collective : uint8_t {
+  kAllreduce = 0,
+  kAllgather = 1,
+  kBroadcast = 2,
+  kBarrier = 3,
+};
+
+size_t ElementSize(DataType dtype);
+const char* Name(DataType dtype);      // "float32"
+const char* Name(ReduceOp op);         // "Average"
+const char* Name(Collective kind);     // "allreduce"
+const char* UpperName(Collective kind);  // "ALLREDUCE", as in the timeline
+std::string ShapeText(const std::vector<int64_t>& shape);  // "[256, 128]"
+
+// A tensor as the core sees it: contiguous host memory that somebody else owns and keeps
+// alive until the handle that it was submitted under has completed.
+struct TensorView {
+  const void* input = nullptr;
+  void* output = nullptr;  // may equal `input`; null where the core allocates the result
+  DataType dtype = DataType::kFloat32;
+  std::vector<int64_t> shape;
+
+  int64_t elements() const;
+  size_t bytes() const { return static_cast<size_t>(elements()) * ElementSize(dtype); }
+};
+
+}  // namespace hororing

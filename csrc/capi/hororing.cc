@@ -1,0 +1,452 @@
+// The C interface: turns C structs into the core's values and back. Holds the one engine of
+// the process; everything else is in the rooms below.
+#include "capi/hororing.h"
+
+#include <pthread.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/clock.h"
+#include "base/log.h"
+#include "base/reduce.h"
+#include "engine/engine.h"
+#include "transport/factory.h"
+
+#define HR_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace hororing {
+namespace {
+
+#ifndef HORORING_VERSION
+#error "HORORING_VERSION comes from the build"
+#endif
+
+// The process's engine. `engine` is replaced under the mutex and shared by calls in progress,
+// so that a shutdown on another thread cannot pull it away from under them.
+struct Process {
+  std::mutex mutex;
+  std::shared_ptr<Engine> engine;  // GUARDED_BY(mutex)
+  std::shared_ptr<HandleTable> handles = std::make_shared<HandleTable>();
+};
+
+// Never destroyed: handles may be asked for until the very end of the process.
+Process& TheProcess() {
+  static Process* process = new Process();
+  return *process;
+}
+
+// In a forked child the engine's thread does not exist and locks may be held by nobody:
+// nothing of the parent's state is touched there.
+std::atomic<bool> in_forked_child{false};
+
+void WatchForks() {
+  static std::once_flag once;
+  std::call_once(once, [] {
+    pthread_atfork(nullptr, nullptr, [] { in_forked_child.store(true); });
+  });
+}
+
+thread_local std::string last_error;
+thread_local int last_error_rank = -1;
+
+int Remember(const Status& status) {
+  if (status.ok()) return HR_OK;
+  last_error = status.message();
+  last_error_rank = status.rank();
+  return static_cast<int>(status.code());
+}
+
+Status NotInitialized() {
+  if (in_forked_child.load()) {
+    return Status(Code::kNotInitialized,
+                  "hororing has not been initialized in this process, which was forked from one "
+                  "that is: communicate in the parent, or start workers with the 'spawn' method");
+  }
+  return Status(Code::kNotInitialized,
+                "hororing has not been initialized; use hvd.init().");
+}
+
+std::shared_ptr<Engine> CurrentEngine() {
+  if (in_forked_child.load(std::memory_order_relaxed)) return nullptr;
+  Process& process = TheProcess();
+  std::lock_guard<std::mutex> lock(process.mutex);
+  return process.engine;
+}
+
+std::string Text(const char* text) { return text != nullptr ? text : ""; }
+
+// Milliseconds and microseconds of the configuration; zero means none at all.
+TimeNs Scaled(double value, TimeNs unit) {
+  return value <= 0 ? 0 : static_cast<TimeNs>(value * static_cast<double>(unit));
+}
+
+EngineConfig EngineConfigFrom(const hr_config& from) {
+  EngineConfig config;
+  config.fusion_bytes = from.fusion_bytes;
+  config.hold_ns = Scaled(from.cycle_time_ms, kMillisecond);
+  config.cache_capacity = from.cache_capacity;
+  config.reproducible = from.reproducible != 0;
+  config.fingerprint = Text(from.fingerprint);
+  config.backend = Text(from.backend);
+  config.stall.warning_ns = SecondsToNs(from.stall_warning_s);
+  config.stall.shutdown_ns = SecondsToNs(from.stall_shutdown_s);
+  config.timeout_ns = SecondsToNs(from.timeout_s);
+  config.cpu = from.cpu;
+  config.watch_parent = from.watch_parent != 0;
+  config.timeline = Text(from.timeline);
+  config.timeline_cycles = from.timeline_mark_cycles != 0;
+  return config;
+}
+
+WorldOptions WorldOptionsFrom(const hr_config& from) {
+  WorldOptions options;
+  options.launched = from.launched != 0;
+  options.transport = Text(from.transport);
+  options.mpi_library_path = Text(from.mpi_library);
+  options.mpi.communicator = from.mpi_communicator;
+  if (from.ranks != nullptr) options.mpi.ranks.assign(from.ranks, from.ranks + from.ranks_count);
+  options.spin_ns = Scaled(from.spin_us, kMicrosecond);
+  options.timeout_ns = SecondsToNs(from.timeout_s);
+  return options;
+}
+
+Status Invalid(const Request& request, const std::string& what) {
+  return Status(Code::kInvalidArgument, std::string(Name(request.kind)) + " '" + request.name +
+                                            "' (SUBMIT): " + what);
+}
+
+// What can be seen to be wrong on this rank alone.
+Status CheckLocally(const TensorEntry& entry, int size) {
+  const Request& request = entry.request;
+  for (const TensorView& view : entry.views) {
+    for (int64_t dimension : view.shape) {
+      if (dimension < 0) return Invalid(request, "shape " + ShapeText(view.shape) + " is negative");
+    }
+    const bool written = request.kind != Collective::kAllgather;
+    if (view.elements() > 0 &&
+        (view.input == nullptr || (written && view.output == nullptr))) {
+      return Invalid(request, "a tensor with elements has no memory");
+    }
+    if (request.kind == Collective::kAllgather && view.shape.empty()) {
+      return Invalid(request, "a tensor without dimensions cannot be gathered; reshape it to [1]");
+    }
+    if (request.kind == Collective::kAllreduce) {
+      const Status spec =
+          Check(ReduceSpec{view.dtype, request.op, request.prescale, request.postscale});
+      if (!spec.ok()) return Invalid(request, spec.message());
+    }
+  }
+  if (request.kind == Collective::kBroadcast && (request.root < 0 || request.root >= size)) {
+    return Invalid(request, "root rank " + std::to_string(request.root) +
+                                " is not a rank of this job, which has ranks 0 to " +
+                                std::to_string(size - 1));
+  }
+  if (request.kind != Collective::kBarrier && entry.views.empty()) {
+    return Invalid(request, "there is no tensor");
+  }
+  return Status::Ok();
+}
+
+Status EntryFrom(const hr_request& from, TensorEntry* entry) {
+  Request& request = entry->request;
+  request.name = Text(from.name);
+  if (from.collective < HR_ALLREDUCE || from.collective > HR_BARRIER) {
+    return Status(Code::kInvalidArgument,
+                  "there is no collective number " + std::to_string(from.collective));
+  }
+  request.kind = static_cast<Collective>(from.collective);
+  if (request.name.empty()) return Invalid(request, "the name is empty");
+  if (request.kind == Collective::kAllreduce) {
+    if (from.op < HR_AVERAGE || from.op > HR_PRODUCT) {
+      return Invalid(request, "there is no reduce operation number " + std::to_string(from.op));
+    }
+    if (from.op == HR_ADASUM) {
+      return Invalid(request, "op=Adasum is not available; use Average or Sum");
+    }
+    request.op = static_cast<ReduceOp>(from.op);
+    request.prescale = from.prescale;
+    request.postscale = from.postscale;
+  }
+  if (request.kind == Collective::kBroadcast) request.root = from.root;
+  for (int32_t i = 0; i < from.tensors_count; ++i) {
+    const hr_tensor& tensor = from.tensors[i];
+    if (tensor.dtype < 0 || tensor.dtype >= kDataTypeCount) {
+      return Invalid(request, "there is no data type number " + std::to_string(tensor.dtype));
+    }
+    TensorView view;
+    view.input = reinterpret_cast<const void*>(tensor.input);
+    view.output = reinterpret_cast<void*>(tensor.output);
+    view.dtype = static_cast<DataType>(tensor.dtype);
+    view.shape.assign(tensor.shape, tensor.shape + tensor.ndim);
+    request.tensors.push_back({view.dtype, view.shape});
+    entry->views.push_back(std::move(view));
+  }
+  return Status::Ok();
+}
+
+Status Submit(const hr_request& from, int64_t* handle) {
+  const std::shared_ptr<Engine> engine = CurrentEngine();
+  if (engine == nullptr) return NotInitialized();
+  auto entry = std::make_unique<TensorEntry>();
+  HORORING_RETURN_IF_ERROR(EntryFrom(from, entry.get()));
+  HORORING_RETURN_IF_ERROR(CheckLocally(*entry, engine->topology().size));
+  return engine->Submit(std::move(entry), handle);
+}
+
+// Takes the engine out of the process and ends it. An engine whose loop does not end in time
+// (a peer is frozen, say) is leaked with its thread: the process is about to end anyway, and
+// anything else could hang or crash.
+int EndEngine(const std::function<bool(Engine&)>& end) {
+  if (in_forked_child.load()) return HR_OK;
+  Process& process = TheProcess();
+  std::shared_ptr<Engine> engine;
+  {
+    std::lock_guard<std::mutex> lock(process.mutex);
+    engine = std::exchange(process.engine, nullptr);
+  }
+  if (engine == nullptr) return HR_OK;
+  if (end(*engine)) return HR_OK;
+  new std::shared_ptr<Engine>(std::move(engine));
+  return Remember(Status(Code::kStalled,
+                         "shutdown: the engine did not end in time; a peer may be frozen"));
+}
+
+}  // namespace
+}  // namespace hororing
+
+using namespace hororing;  // the functions below are the only ones outside the namespace
+
+HR_EXPORT int hr_abi_version(void) { return HR_ABI_VERSION; }
+HR_EXPORT const char* hr_version(void) { return HORORING_VERSION; }
+
+HR_EXPORT int hr_init(const hr_config* config) {
+  WatchForks();
+  if (in_forked_child.load()) return Remember(NotInitialized());
+  Process& process = TheProcess();
+  {
+    std::lock_guard<std::mutex> lock(process.mutex);
+    if (process.engine != nullptr) return HR_OK;
+  }
+  SetLogLevel(static_cast<LogLevel>(config->log_level));
+  const std::string kernels = Text(config->kernels);
+  if (kernels != "auto" && !SetKernels(kernels.c_str())) {
+    return Remember(Status(Code::kInvalidArgument,
+                           "KERNELS=" + kernels + ": this processor, or this build, lacks them; "
+                           "use auto"));
+  }
+  const WorldOptions world = WorldOptionsFrom(*config);
+  std::unique_ptr<Engine> engine;
+  const Status status =
+      Engine::Start(EngineConfigFrom(*config),
+                    [world](World* made) { return MakeWorld(world, made); }, process.handles,
+                    &engine);
+  if (!status.ok()) return Remember(status);
+  std::lock_guard<std::mutex> lock(process.mutex);
+  process.engine = std::move(engine);
+  return HR_OK;
+}
+
+HR_EXPORT int hr_shutdown(const char* reason, double timeout_s) {
+  return EndEngine([&](Engine& engine) {
+    return engine.Shutdown(Text(reason), SecondsToNs(timeout_s));
+  });
+}
+
+HR_EXPORT int hr_abort(const char* reason) {
+  return EndEngine([&](Engine& engine) { return engine.Abort(Text(reason), 2 * kSecond); });
+}
+
+HR_EXPORT void hr_finalize(void) {
+  if (!in_forked_child.load()) FinalizeMpi();
+}
+
+HR_EXPORT int hr_state_now(void) {
+  const std::shared_ptr<Engine> engine = CurrentEngine();
+  if (engine == nullptr) return HR_STATE_NONE;
+  switch (engine->state()) {
+    case Engine::State::kStarting:
+    case Engine::State::kRunning:
+      return HR_STATE_RUNNING;
+    case Engine::State::kStopped:
+      return HR_STATE_STOPPED;
+    case Engine::State::kFailed:
+      break;
+  }
+  return HR_STATE_FAILED;
+}
+
+HR_EXPORT int hr_topology_now(hr_topology* topology) {
+  const std::shared_ptr<Engine> engine = CurrentEngine();
+  if (engine == nullptr) return Remember(NotInitialized());
+  const Topology& from = engine->topology();
+  *topology = hr_topology{from.rank,       from.size,       from.local_rank, from.local_size,
+                          from.cross_rank, from.cross_size, from.homogeneous};
+  return HR_OK;
+}
+
+HR_EXPORT const char* hr_host_name(int32_t rank) {
+  const std::shared_ptr<Engine> engine = CurrentEngine();
+  if (engine == nullptr || rank < 0 || rank >= engine->topology().size) return nullptr;
+  const Topology& topology = engine->topology();
+  thread_local std::string host;
+  host = topology.hosts[static_cast<size_t>(topology.host_of[static_cast<size_t>(rank)])];
+  return host.c_str();
+}
+
+HR_EXPORT const char* hr_last_error(void) { return last_error.c_str(); }
+HR_EXPORT int32_t hr_last_error_rank(void) { return last_error_rank; }
+
+HR_EXPORT int64_t hr_submit(const hr_request* request) {
+  int64_t handle = 0;
+  const Status status = Submit(*request, &handle);
+  return status.ok() ? handle : -Remember(status);
+}
+
+HR_EXPORT int64_t hr_allreduce(const char* name, uintptr_t input, uintptr_t output, int32_t dtype,
+                               int32_t ndim, const int64_t* shape, int32_t op, double prescale,
+                               double postscale) {
+  const hr_tensor tensor{input, output, dtype, ndim, shape};
+  const hr_request request{HR_ALLREDUCE, name, op, 0, prescale, postscale, 1, &tensor};
+  return hr_submit(&request);
+}
+
+HR_EXPORT int hr_poll(int64_t handle) {
+  if (in_forked_child.load()) return -Remember(NotInitialized());
+  switch (TheProcess().handles->Poll(handle)) {
+    case HandleTable::Look::kPending:
+      return 0;
+    case HandleTable::Look::kDone:
+      return 1;
+    case HandleTable::Look::kUnknown:
+      break;
+  }
+  return -Remember(Status(Code::kInvalidArgument,
+                          "there is no handle " + std::to_string(handle)));
+}
+
+HR_EXPORT int hr_wait(int64_t handle, double timeout_s) {
+  if (in_forked_child.load()) return Remember(NotInitialized());
+  Status status;
+  const TimeNs timeout = timeout_s < 0 ? kForever : Scaled(timeout_s, kSecond);
+  switch (TheProcess().handles->Wait(handle, timeout, &status)) {
+    case HandleTable::Look::kPending:
+      return HR_PENDING;
+    case HandleTable::Look::kDone:
+      return Remember(status);
+    case HandleTable::Look::kUnknown:
+      break;
+  }
+  return Remember(Status(Code::kInvalidArgument, "there is no handle " + std::to_string(handle)));
+}
+
+HR_EXPORT int hr_take_result(int64_t handle, int32_t index, hr_result* result) {
+  if (in_forked_child.load()) return Remember(NotInitialized());
+  GatheredTensor gathered;
+  const Status status = TheProcess().handles->Take(handle, static_cast<size_t>(index), &gathered);
+  if (!status.ok()) return Remember(status);
+  result->bytes = static_cast<int64_t>(gathered.bytes());
+  result->rows = gathered.rows();
+  result->data = reinterpret_cast<uintptr_t>(gathered.Release());
+  return HR_OK;
+}
+
+HR_EXPORT void hr_free(uintptr_t data) { std::free(reinterpret_cast<void*>(data)); }
+
+HR_EXPORT int hr_release(int64_t handle) {
+  if (in_forked_child.load()) return Remember(NotInitialized());
+  if (TheProcess().handles->Release(handle)) return HR_OK;
+  return Remember(Status(Code::kInvalidArgument, "there is no handle " + std::to_string(handle)));
+}
+
+HR_EXPORT int hr_timeline_start(const char* path, int32_t mark_cycles) {
+  const std::shared_ptr<Engine> engine = CurrentEngine();
+  if (engine == nullptr) return Remember(NotInitialized());
+  return Remember(engine->StartTimeline(Text(path), mark_cycles != 0));
+}
+
+HR_EXPORT int hr_timeline_stop(void) {
+  const std::shared_ptr<Engine> engine = CurrentEngine();
+  if (engine == nullptr) return Remember(NotInitialized());
+  return Remember(engine->StopTimeline(10 * kSecond));
+}
+
+HR_EXPORT int hr_timeline_enabled(void) {
+  const std::shared_ptr<Engine> engine = CurrentEngine();
+  return engine != nullptr && engine->trace().enabled();
+}
+
+HR_EXPORT int64_t hr_now_ns(void) { return NowNs(); }
+
+HR_EXPORT void hr_trace_span(int32_t stage, const char* tensor, int64_t begin_ns, int64_t end_ns,
+                             int64_t bytes) {
+  const std::shared_ptr<Engine> engine = CurrentEngine();
+  if (engine == nullptr || stage < static_cast<int32_t>(Stage::kHook) ||
+      stage > static_cast<int32_t>(Stage::kSubmit)) {
+    return;
+  }
+  engine->trace().Span(static_cast<Stage>(stage), Track::kCaller, Text(tensor), begin_ns, end_ns,
+                       bytes);
+}
+
+HR_EXPORT int hr_log_next(double timeout_s, hr_log_record* record) {
+  LogRecord taken;
+  switch (TakeLog(Scaled(timeout_s, kSecond), &taken)) {
+    case LogTake::kClosed:
+      return -1;
+    case LogTake::kNothing:
+      return 0;
+    case LogTake::kRecord:
+      break;
+  }
+  record->level = static_cast<int32_t>(taken.level);
+  record->time = taken.time_s;
+  constexpr size_t kRoom = sizeof record->text - 1;
+  if (taken.text.size() > kRoom) taken.text.replace(kRoom - 3, std::string::npos, "...");
+  std::memcpy(record->text, taken.text.c_str(), taken.text.size() + 1);
+  return 1;
+}
+
+HR_EXPORT void hr_log_close(void) { CloseLog(); }
+HR_EXPORT void hr_log_open(void) { OpenLog(); }
+
+HR_EXPORT void hr_stats_now(hr_stats* stats) {
+  *stats = hr_stats{};
+  const std::shared_ptr<Engine> engine = CurrentEngine();
+  if (engine == nullptr) return;
+  const Stats& from = engine->stats();
+  stats->submitted = from.submitted;
+  stats->completed = from.completed;
+  stats->batches = from.batches;
+  stats->tensors = from.tensors;
+  stats->bytes = from.bytes;
+  stats->cache_hits = from.cache_hits;
+  stats->cache_misses = from.cache_misses;
+  stats->control_messages_sent = from.control_messages_sent;
+  stats->control_messages_received = from.control_messages_received;
+  stats->loop_wakeups = from.loop_wakeups;
+  stats->scratch_bytes = from.scratch_bytes;
+  stats->trace_events_dropped = engine->trace().dropped();
+}
+
+HR_EXPORT const char* hr_kernels(void) { return KernelsInUse(); }
+
+HR_EXPORT int hr_describe_mpi(const char* mpi_library, char* text, int32_t text_bytes) {
+  MpiInfo info;
+  const Status status = DescribeMpi(Text(mpi_library), &info);
+  if (!status.ok()) return Remember(status);
+  const std::string described = info.library + "\n" + info.thread_level;
+  const size_t bytes = std::min(described.size(), static_cast<size_t>(text_bytes) - 1);
+  std::memcpy(text, described.data(), bytes);
+  text[bytes] = '\0';
+  return HR_OK;
+}

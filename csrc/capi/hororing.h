@@ -1,0 +1,227 @@
+/* The C interface of hororing: the only boundary between the core and everything else (the
+ * Python package through cffi, a TensorFlow plug-in, any program).
+ *
+ * Plain C, no preprocessor beyond the guard: cffi reads its declarations from this file.
+ *
+ * One engine per process. Every function may be called from any thread, except that hr_init,
+ * hr_shutdown and hr_finalize must not run at the same time as one another. Nothing here calls
+ * back. Functions that can fail return an hr_code (0 is success) or, where they return a
+ * handle, a negative hr_code; hr_last_error() then tells why, on the calling thread.
+ *
+ * Memory: pointers in requests belong to the caller and must stay valid until the handle is
+ * complete (hr_poll != 0 or hr_wait != HR_PENDING). Results that the core allocates pass to
+ * the caller with hr_take_result and are freed with hr_free.
+ *
+ * After fork() the child is not initialised: every function that needs the engine returns
+ * HR_NOT_INITIALIZED there, and hr_shutdown and hr_finalize do nothing. */
+#ifndef HORORING_CAPI_HORORING_H_
+#define HORORING_CAPI_HORORING_H_
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Grows with every incompatible change of this file. */
+enum { HR_ABI_VERSION = 1 };
+
+/* The values of hororing::Code, and one more. */
+typedef enum hr_code {
+  HR_PENDING = -1,
+  HR_OK = 0,
+  HR_INVALID_ARGUMENT = 1,
+  HR_MISMATCH = 2,
+  HR_DUPLICATE_NAME = 3,
+  HR_NOT_INITIALIZED = 4,
+  HR_SHUT_DOWN = 5,
+  HR_PEER_LOST = 6,
+  HR_STALLED = 7,
+  HR_TRANSPORT = 8,
+  HR_INTERNAL = 9
+} hr_code;
+
+typedef enum hr_dtype {
+  HR_UINT8 = 0,
+  HR_INT8 = 1,
+  HR_UINT16 = 2,
+  HR_INT16 = 3,
+  HR_INT32 = 4,
+  HR_INT64 = 5,
+  HR_FLOAT16 = 6,
+  HR_FLOAT32 = 7,
+  HR_FLOAT64 = 8,
+  HR_BOOL = 9,
+  HR_BFLOAT16 = 10
+} hr_dtype;
+
+typedef enum hr_op {
+  HR_AVERAGE = 0,
+  HR_SUM = 1,
+  HR_ADASUM = 2,
+  HR_MIN = 3,
+  HR_MAX = 4,
+  HR_PRODUCT = 5
+} hr_op;
+
+typedef enum hr_collective {
+  HR_ALLREDUCE = 0,
+  HR_ALLGATHER = 1,
+  HR_BROADCAST = 2,
+  HR_BARRIER = 3
+} hr_collective;
+
+typedef enum hr_state {
+  HR_STATE_NONE = 0,     /* never initialised, shut down, or a forked child */
+  HR_STATE_RUNNING = 1,
+  HR_STATE_STOPPED = 2,  /* another rank has shut down; rank() and size() still answer */
+  HR_STATE_FAILED = 3    /* a peer was lost or the engine broke; shutdown() still returns */
+} hr_state;
+
+/* Everything the engine is told; filled from hororing/config.py. Strings are copied. */
+typedef struct hr_config {
+  /* The world. */
+  int32_t launched;           /* nonzero: started by mpirun or the like, so use MPI to find peers */
+  const char *transport;      /* "auto", "shm", "mpi" */
+  const char *backend;        /* "auto", "host", "shm_direct" */
+  const char *mpi_library;    /* path of libhororing_mpi */
+  int32_t mpi_communicator;   /* Fortran handle of the communicator to duplicate; -1: the world */
+  const int32_t *ranks;       /* the sub-job of these ranks of it, or NULL */
+  int32_t ranks_count;
+  /* Rank-visible: every rank must hold the same values. */
+  int64_t fusion_bytes;       /* most bytes fused into one batch; 0: no fusion */
+  double cycle_time_ms;       /* longest that a burst is held back to be fused */
+  int32_t cache_capacity;     /* entries of the response cache; 0: none */
+  int32_t reproducible;       /* same bits in every run */
+  const char *fingerprint;    /* "knob=value" lines compared over the ranks at init */
+  /* Local. */
+  double stall_warning_s;     /* <= 0: never */
+  double stall_shutdown_s;    /* <= 0: never */
+  double timeout_s;           /* longest wait for a peer inside a collective; <= 0: for ever */
+  double spin_us;             /* how long the engine polls before it sleeps */
+  int32_t cpu;                /* core for the engine's thread; -1: not bound */
+  int32_t watch_parent;       /* nonzero: fail, then end the process, when its parent dies */
+  const char *kernels;        /* "auto", "portable", "avx2", "avx512" */
+  int32_t log_level;          /* least level kept: 10 debug, 20 info, 30 warning, 40 error */
+  const char *timeline;       /* path of the timeline, or NULL; rank 0's counts */
+  int32_t timeline_mark_cycles;
+} hr_config;
+
+typedef struct hr_topology {
+  int32_t rank, size, local_rank, local_size, cross_rank, cross_size;
+  int32_t homogeneous;
+} hr_topology;
+
+/* One tensor of a request: contiguous host memory. */
+typedef struct hr_tensor {
+  uintptr_t input;            /* 0 only where it has no elements */
+  uintptr_t output;           /* may equal input; 0 for HR_ALLGATHER: the core allocates */
+  int32_t dtype;              /* hr_dtype */
+  int32_t ndim;
+  const int64_t *shape;       /* ndim entries; copied */
+} hr_tensor;
+
+typedef struct hr_request {
+  int32_t collective;         /* hr_collective */
+  const char *name;           /* unique among requests in flight on this rank, equal on all ranks */
+  int32_t op;                 /* hr_op; HR_ALLREDUCE */
+  int32_t root;               /* HR_BROADCAST */
+  double prescale, postscale; /* HR_ALLREDUCE */
+  int32_t tensors_count;      /* 0 for HR_BARRIER; more than one: a group, all or nothing */
+  const hr_tensor *tensors;
+} hr_request;
+
+typedef struct hr_result {
+  uintptr_t data;             /* malloc'ed; 0 when bytes == 0 */
+  int64_t bytes;
+  int64_t rows;               /* the first dimension of the gathered tensor */
+} hr_result;
+
+typedef struct hr_stats {
+  int64_t submitted;          /* requests */
+  int64_t completed;          /* with or without success */
+  int64_t batches;
+  int64_t tensors;            /* that went through batches */
+  int64_t bytes;              /* of this rank's inputs in batches */
+  int64_t cache_hits, cache_misses;       /* reports sent as an id, reports sent in full */
+  int64_t control_messages_sent, control_messages_received;
+  int64_t loop_wakeups;       /* times that the engine's thread came out of a sleep */
+  int64_t scratch_bytes;      /* fusion and receive buffers held now */
+  int64_t trace_events_dropped;
+} hr_stats;
+
+typedef struct hr_log_record {
+  int32_t level;              /* 10 debug, 20 info, 30 warning, 40 error */
+  double time;                /* seconds since the epoch */
+  char text[4096];            /* zero-terminated; longer texts are cut and end in "..." */
+} hr_log_record;
+
+int hr_abi_version(void);
+const char *hr_version(void);
+
+/* Blocks until all ranks have started their engines, or fails on all of them. HR_OK, and
+ * nothing more, when already initialised. */
+int hr_init(const hr_config *config);
+/* Ends the engine: everything that all ranks had submitted before is carried out, everything
+ * else pending fails with HR_SHUT_DOWN on every rank, `reason` in the text ("" for none).
+ * Returns within about timeout_s also when peers are dead. hr_init works again afterwards. */
+int hr_shutdown(const char *reason, double timeout_s);
+/* As hr_shutdown, without waiting for anybody: peers fail with HR_PEER_LOST and `reason`. For
+ * a process that is about to die. */
+int hr_abort(const char *reason);
+/* Finalises MPI if this library initialised it. At the end of the process only. */
+void hr_finalize(void);
+
+int hr_state_now(void);
+int hr_topology_now(hr_topology *topology);
+const char *hr_host_name(int32_t rank);   /* NULL when there is no such rank or no engine */
+
+/* Text of the last failure on the calling thread, and the rank to blame or -1. */
+const char *hr_last_error(void);
+int32_t hr_last_error_rank(void);
+
+/* A handle > 0, or a negative hr_code. Never blocks on peers. */
+int64_t hr_submit(const hr_request *request);
+/* hr_submit for one tensor, HR_ALLREDUCE: what a gradient hook calls. */
+int64_t hr_allreduce(const char *name, uintptr_t input, uintptr_t output, int32_t dtype,
+                     int32_t ndim, const int64_t *shape, int32_t op, double prescale,
+                     double postscale);
+/* 1 when complete, 0 when pending, HR_INVALID_ARGUMENT negated when there is no such handle. */
+int hr_poll(int64_t handle);
+/* Waits at most timeout_s (< 0: for ever): HR_PENDING, or the handle's final code. The handle
+ * stays valid until hr_release. */
+int hr_wait(int64_t handle, double timeout_s);
+/* Moves the result of tensor `index` out of a complete HR_ALLGATHER handle. */
+int hr_take_result(int64_t handle, int32_t index, hr_result *result);
+void hr_free(uintptr_t data);
+/* Forgets the handle. A pending one is forgotten when it completes; its memory must stay
+ * valid until then. */
+int hr_release(int64_t handle);
+
+/* The timeline. Collective in effect: rank 0's call starts it on all ranks; other ranks' calls
+ * only check that the engine runs. */
+int hr_timeline_start(const char *path, int32_t mark_cycles);
+int hr_timeline_stop(void);
+int hr_timeline_enabled(void);
+int64_t hr_now_ns(void);
+/* stage: 0 HOOK, 1 VIEW, 2 SUBMIT (trace/trace.h); drawn on the caller's row. */
+void hr_trace_span(int32_t stage, const char *tensor, int64_t begin_ns, int64_t end_ns,
+                   int64_t bytes);
+
+/* Waits at most timeout_s for a log record: 1 with a record, 0 without one, -1 when
+ * hr_log_close was called. Works without an engine. */
+int hr_log_next(double timeout_s, hr_log_record *record);
+void hr_log_close(void);
+void hr_log_open(void);
+
+void hr_stats_now(hr_stats *stats);
+/* "avx512", "avx2" or "portable". */
+const char *hr_kernels(void);
+/* Library version and thread level of the MPI behind `mpi_library`, without initialising it:
+ * "Open MPI v5.0.11, ...\nserialized" (second line empty before initialisation). */
+int hr_describe_mpi(const char *mpi_library, char *text, int32_t text_bytes);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

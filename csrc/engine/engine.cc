@@ -1,0 +1,237 @@
+#include "engine/engine.h"
+
+#include <pthread.h>
+#include <sched.h>
+
+#include <chrono>
+#include <exception>
+#include <utility>
+
+#include "backend/factory.h"
+#include "base/log.h"
+#include "engine/handshake.h"
+#include "engine/loop.h"
+
+namespace hororing {
+namespace {
+
+void BindToCpu(int cpu) {
+  if (cpu < 0) return;
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  CPU_SET(static_cast<size_t>(cpu), &set);
+  if (pthread_setaffinity_np(pthread_self(), sizeof set, &set) != 0) {
+    Log(LogLevel::kWarning, "the engine's thread could not be bound to core " +
+                                std::to_string(cpu) + "; it runs on any");
+  }
+}
+
+}  // namespace
+
+Engine::Engine(const EngineConfig& config, std::shared_ptr<HandleTable> handles)
+    : config_(config), handles_(std::move(handles)) {}
+
+Engine::~Engine() {
+  if (thread_.joinable()) thread_.join();
+}
+
+Status Engine::Start(const EngineConfig& config, WorldMaker make_world,
+                     std::shared_ptr<HandleTable> handles, std::unique_ptr<Engine>* engine) {
+  std::unique_ptr<Engine> starting(new Engine(config, std::move(handles)));
+  Engine* raw = starting.get();
+  starting->thread_ =
+      std::thread([raw, make_world = std::move(make_world)] { raw->ThreadMain(make_world); });
+  std::unique_lock<std::mutex> lock(starting->mutex_);
+  starting->changed_.wait(lock, [&] { return starting->started_; });
+  const Status status = starting->start_status_;
+  lock.unlock();
+  if (!status.ok()) return status;
+  if (!config.timeline.empty() && raw->topology_.rank == 0) {
+    const Status timeline = raw->StartTimeline(config.timeline, config.timeline_cycles);
+    if (!timeline.ok()) Log(LogLevel::kError, "no timeline: " + timeline.message());
+  }
+  *engine = std::move(starting);
+  return Status::Ok();
+}
+
+void Engine::ThreadMain(const WorldMaker& make_world) {
+  pthread_setname_np(pthread_self(), "hororing");
+  Status final_status;
+  // The thread never lets an exception escape: out of memory becomes a failure of this rank,
+  // which its peers hear of.
+  try {
+    World world;
+    const Status prepared = PrepareWorld(make_world, &world);
+    std::vector<std::unique_ptr<Backend>> backends;
+    std::vector<TimeNs> clock_offsets;
+    Status status = prepared;
+    if (status.ok()) {
+      status = MakeBackends(config_.backend, config_.reproducible, *world.transport, &backends);
+    }
+    if (status.ok()) {
+      status = MeasureClocks(*world.transport, world.topology,
+                             After(NowNs(), config_.timeout_ns), &clock_offsets);
+    }
+    if (!status.ok()) {
+      Finish(status);
+      return Started(status);
+    }
+    Loop loop(*this, world, std::move(backends), std::move(clock_offsets));
+    {
+      std::lock_guard<std::mutex> lock(wake_mutex_);
+      wake_target_ = world.transport.get();
+    }
+    state_ = State::kRunning;
+    Started(Status::Ok());
+    try {
+      final_status = loop.Run();
+    } catch (const std::exception& error) {
+      final_status = Status(Code::kInternal, std::string("the engine broke: ") + error.what());
+      world.transport->AnnounceFailure(final_status.message());
+    }
+    {
+      std::lock_guard<std::mutex> lock(wake_mutex_);
+      wake_target_ = nullptr;
+    }
+    Finish(final_status);
+  } catch (const std::exception& error) {
+    final_status = Status(Code::kInternal, std::string("the engine could not start: ") + error.what());
+    Finish(final_status);
+    Started(final_status);
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  ended_ = true;
+  changed_.notify_all();
+}
+
+Status Engine::PrepareWorld(const WorldMaker& make_world, World* world) {
+  BindToCpu(config_.cpu);
+  HORORING_RETURN_IF_ERROR(make_world(world));
+  topology_ = world->topology;
+  transport_name_ = world->transport->name();
+  return CompareFingerprints(*world->transport, config_.fingerprint,
+                             After(NowNs(), config_.timeout_ns));
+}
+
+void Engine::Started(Status status) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (started_) return;
+  started_ = true;
+  start_status_ = std::move(status);
+  if (!start_status_.ok()) ended_ = true;
+  changed_.notify_all();
+}
+
+// Everything that is left fails with `why`, and so does everything that comes later.
+void Engine::Finish(const Status& why) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    final_status_ = why;
+    command_waiting_ = false;
+    command_done_ = true;
+    command_status_ = why;
+    changed_.notify_all();
+  }
+  state_ = why.code() == Code::kShutDown ? State::kStopped : State::kFailed;
+  for (std::unique_ptr<TensorEntry>& entry : tensors_.Close(why)) {
+    ++stats_.completed;
+    handles_->Complete(entry->handle, During(*entry, why), {});
+  }
+}
+
+Status Engine::Submit(std::unique_ptr<TensorEntry> entry, int64_t* handle) {
+  entry->submitted_ns = NowNs();
+  *handle = entry->handle = handles_->Create();
+  TensorEntry* const raw = entry.get();
+  const std::string tensor = trace_.enabled() ? raw->request.name : std::string();
+  const int64_t bytes = trace_.enabled() ? raw->request.bytes() : 0;
+  const TimeNs begin = raw->submitted_ns;
+  // From Add on the entry belongs to the loop.
+  Status status = tensors_.Add(std::move(entry));
+  if (!status.ok()) {
+    handles_->Release(*handle);
+    handles_->Complete(*handle, status, {});
+    *handle = 0;
+    return status;
+  }
+  ++stats_.submitted;
+  Wake();
+  trace_.Span(Stage::kSubmit, Track::kCaller, tensor, begin, NowNs(), bytes);
+  return Status::Ok();
+}
+
+// Under the lock, so that the transport cannot vanish meanwhile; Transport::Wake never blocks.
+void Engine::Wake() {
+  std::lock_guard<std::mutex> lock(wake_mutex_);
+  if (wake_target_ != nullptr) wake_target_->Wake();
+}
+
+bool Engine::Shutdown(const std::string& reason, TimeNs timeout_ns) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (stop_reason_.empty()) stop_reason_ = reason;
+  }
+  leave_ = true;
+  Wake();
+  return JoinBefore(timeout_ns);
+}
+
+bool Engine::Abort(const std::string& reason, TimeNs timeout_ns) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    stop_reason_ = reason;
+  }
+  abort_ = true;
+  Wake();
+  return JoinBefore(timeout_ns);
+}
+
+bool Engine::JoinBefore(TimeNs timeout_ns) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  const auto ended = [&] { return ended_; };
+  if (timeout_ns == kForever) {
+    changed_.wait(lock, ended);
+    return true;
+  }
+  return changed_.wait_for(lock, std::chrono::nanoseconds(timeout_ns), ended);
+}
+
+Status Engine::StoppedStatus() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return final_status_;
+}
+
+Status Engine::StartTimeline(const std::string& path, bool mark_cycles) {
+  if (state() != State::kRunning) return StoppedStatus();
+  if (topology_.rank != 0) return Status::Ok();
+  HORORING_RETURN_IF_ERROR(StopTimeline(config_.timeout_ns));
+  return RunCommand({Command::Kind::kStartTimeline, path, mark_cycles}, config_.timeout_ns);
+}
+
+Status Engine::StopTimeline(TimeNs timeout_ns) {
+  if (state() != State::kRunning) return StoppedStatus();
+  if (topology_.rank != 0) return Status::Ok();
+  return RunCommand({Command::Kind::kStopTimeline, "", false}, timeout_ns);
+}
+
+Status Engine::RunCommand(const Command& command, TimeNs timeout_ns) {
+  std::lock_guard<std::mutex> one_at_a_time(command_mutex_);
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (!final_status_.ok()) return final_status_;
+  command_ = command;
+  command_done_ = false;
+  command_waiting_ = true;
+  lock.unlock();
+  Wake();
+  lock.lock();
+  const auto done = [&] { return command_done_; };
+  if (timeout_ns == kForever) {
+    changed_.wait(lock, done);
+  } else if (!changed_.wait_for(lock, std::chrono::nanoseconds(timeout_ns), done)) {
+    command_waiting_ = false;
+    return Status(Code::kStalled, "timeline: the other ranks did not send their last events");
+  }
+  return command_status_;
+}
+
+}  // namespace hororing

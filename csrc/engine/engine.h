@@ -1,0 +1,137 @@
+// Engine: one rank's background thread and what the callers share with it. A value, not a
+// global: a test world is several engines in one process.
+//
+//   callers      Submit -> TensorTable, wake the loop          HandleTable -> wait
+//   loop thread  report -> NEGOTIATE -> agreement -> PLAN .. COMPLETE (engine/loop.h)
+//
+// States: Starting -> Running -> Stopped (some rank shut down) or Failed (a peer was lost, or
+// worse). In the last two every request fails at once, with the reason.
+//
+// Thread-safety: everything but Start and the destructor from any thread. See docs/threading.md.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/clock.h"
+#include "base/status.h"
+#include "engine/handle_table.h"
+#include "engine/stats.h"
+#include "engine/tensor_table.h"
+#include "negotiation/stall_inspector.h"
+#include "trace/trace.h"
+#include "transport/factory.h"
+
+namespace hororing {
+
+struct EngineConfig {
+  // Rank-visible.
+  int64_t fusion_bytes = 64 << 20;
+  TimeNs hold_ns = kMillisecond;
+  int cache_capacity = 1024;
+  bool reproducible = false;
+  std::string fingerprint;  // see CompareFingerprints
+  // Local.
+  std::string backend = "auto";
+  StallInspector::Options stall;
+  TimeNs timeout_ns = kForever;  // for every wait on a peer
+  int cpu = -1;                  // core for the loop thread; -1: any
+  bool watch_parent = false;     // end the process when its parent dies
+  std::string timeline;          // path; rank 0's counts
+  bool timeline_cycles = false;
+};
+
+class Engine {
+ public:
+  enum class State { kStarting, kRunning, kStopped, kFailed };
+  // Called once, on the loop thread, so that one thread does all the communication.
+  using WorldMaker = std::function<Status(World*)>;
+
+  // Blocks until the loop runs on every rank, or fails (alike on all ranks, where they can still
+  // talk). `handles` may be shared by engines that follow one another.
+  static Status Start(const EngineConfig& config, WorldMaker make_world,
+                      std::shared_ptr<HandleTable> handles, std::unique_ptr<Engine>* engine);
+  // REQUIRES: the loop has ended (Shutdown or Abort returned true).
+  ~Engine();
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  // `entry` without handle and times; its request matches its views.
+  Status Submit(std::unique_ptr<TensorEntry> entry, int64_t* handle);
+
+  // Asks all ranks to stop; see hr_shutdown. False when the loop did not end in time: the
+  // engine must then be leaked, not destroyed.
+  bool Shutdown(const std::string& reason, TimeNs timeout_ns);
+  // Fails this rank and tells the peers, without their consent; see hr_abort. As Shutdown.
+  bool Abort(const std::string& reason, TimeNs timeout_ns);
+
+  // Rank 0 starts and stops the timeline of all ranks; on others a check of the state.
+  Status StartTimeline(const std::string& path, bool mark_cycles);
+  Status StopTimeline(TimeNs timeout_ns);
+
+  State state() const { return state_.load(); }
+  const Topology& topology() const { return topology_; }
+  const std::string& transport_name() const { return transport_name_; }
+  TraceSink& trace() { return trace_; }
+  const Stats& stats() const { return stats_; }
+
+  // What callers ask of the loop. One at a time; later ones wait.
+  struct Command {
+    enum class Kind { kNone, kStartTimeline, kStopTimeline };
+    Kind kind = Kind::kNone;
+    std::string path;
+    bool mark_cycles = false;
+  };
+
+ private:
+  friend class Loop;
+  Engine(const EngineConfig& config, std::shared_ptr<HandleTable> handles);
+
+  void ThreadMain(const WorldMaker& make_world);
+  Status PrepareWorld(const WorldMaker& make_world, World* world);
+  void Started(Status status);
+  void Finish(const Status& why);
+  bool JoinBefore(TimeNs timeout_ns);
+  Status RunCommand(const Command& command, TimeNs timeout_ns);
+  Status StoppedStatus() const;
+
+  const EngineConfig config_;
+  const std::shared_ptr<HandleTable> handles_;
+  TensorTable tensors_;
+  TraceSink trace_;
+  Stats stats_;
+  std::atomic<State> state_{State::kStarting};
+
+  // Written by the loop thread before `started_`, constant afterwards.
+  Topology topology_;
+  std::string transport_name_;
+
+  std::mutex wake_mutex_;
+  Transport* wake_target_ = nullptr;  // GUARDED_BY(wake_mutex_); null while there is none
+  void Wake();
+
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  bool started_ = false;       // GUARDED_BY(mutex_)
+  bool ended_ = false;         // GUARDED_BY(mutex_)
+  Status start_status_;        // GUARDED_BY(mutex_)
+  Status final_status_;        // GUARDED_BY(mutex_)
+  std::string stop_reason_;    // GUARDED_BY(mutex_)
+  Command command_;            // GUARDED_BY(mutex_)
+  bool command_done_ = false;  // GUARDED_BY(mutex_)
+  Status command_status_;      // GUARDED_BY(mutex_)
+  std::mutex command_mutex_;   // serialises callers of RunCommand
+  std::atomic<bool> leave_{false};
+  std::atomic<bool> abort_{false};
+  std::atomic<bool> command_waiting_{false};
+
+  std::thread thread_;
+};
+
+}  // namespace hororing

@@ -1,0 +1,71 @@
+// HandleTable: the only completion concept. A handle is made when a request is submitted, is
+// completed exactly once by the engine's thread (stage COMPLETE), and lives until released.
+//
+// Thread-safe. Outlives the engine, so that handles that a shutdown failed can still be asked.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+#include <vector>
+
+#include "base/clock.h"
+#include "base/status.h"
+
+namespace hororing {
+
+// A result that the core allocated, because its size is known only after negotiation.
+class GatheredTensor {
+ public:
+  GatheredTensor() = default;
+  ~GatheredTensor();
+  GatheredTensor(GatheredTensor&& other) noexcept;
+  GatheredTensor& operator=(GatheredTensor&& other) noexcept;
+
+  // False when memory is short. `rows` is the first dimension of the result.
+  bool Allocate(size_t bytes, int64_t rows);
+  void* data() const { return data_; }
+  size_t bytes() const { return bytes_; }
+  int64_t rows() const { return rows_; }
+  void* Release();  // the caller frees it with free()
+
+ private:
+  void* data_ = nullptr;
+  size_t bytes_ = 0;
+  int64_t rows_ = 0;
+};
+
+class HandleTable {
+ public:
+  enum class Look { kUnknown, kPending, kDone };
+
+  int64_t Create();
+  // REQUIRES: `handle` is pending. Releases it if its owner has done so already.
+  void Complete(int64_t handle, Status status, std::vector<GatheredTensor> results);
+
+  Look Poll(int64_t handle) const;
+  // Waits at most `timeout_ns`; fills `status` when done.
+  Look Wait(int64_t handle, TimeNs timeout_ns, Status* status);
+  // Result `index` of a handle that is done; kInvalidArgument for anything else.
+  Status Take(int64_t handle, size_t index, GatheredTensor* result);
+  // False when there is no such handle.
+  bool Release(int64_t handle);
+
+ private:
+  struct Slot {
+    bool done = false;
+    bool released = false;
+    Status status;
+    std::vector<GatheredTensor> results;
+  };
+
+  mutable std::mutex mutex_;
+  std::condition_variable completed_;
+  std::unordered_map<int64_t, Slot> slots_;  // GUARDED_BY(mutex_)
+  int64_t next_ = 1;                         // GUARDED_BY(mutex_)
+  int waiters_ = 0;                          // GUARDED_BY(mutex_)
+};
+
+}  // namespace hororing

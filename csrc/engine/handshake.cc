@@ -1,0 +1,113 @@
+#include "engine/handshake.h"
+
+#include <cstring>
+#include <map>
+
+#include "collective/collectives.h"
+#include "negotiation/validate.h"
+
+namespace hororing {
+namespace {
+
+std::map<std::string, std::string> ParseLines(const std::string& text) {
+  std::map<std::string, std::string> values;
+  for (size_t begin = 0; begin < text.size();) {
+    size_t end = text.find('\n', begin);
+    if (end == std::string::npos) end = text.size();
+    const std::string line = text.substr(begin, end - begin);
+    const size_t equals = line.find('=');
+    if (equals != std::string::npos) values[line.substr(0, equals)] = line.substr(equals + 1);
+    begin = end + 1;
+  }
+  return values;
+}
+
+Status GatherTexts(Transport& transport, const std::string& mine, TimeNs deadline,
+                   std::vector<std::string>* texts) {
+  const size_t size = static_cast<size_t>(transport.size());
+  const uint64_t my_bytes = mine.size();
+  std::vector<uint64_t> bytes(size);
+  HORORING_RETURN_IF_ERROR(AllgatherV(transport, &my_bytes,
+                                      std::vector<size_t>(size, sizeof my_bytes), bytes.data(),
+                                      deadline));
+  size_t total = 0;
+  for (uint64_t each : bytes) total += each;
+  std::string all(total, '\0');
+  HORORING_RETURN_IF_ERROR(AllgatherV(transport, mine.data(),
+                                      std::vector<size_t>(bytes.begin(), bytes.end()), all.data(),
+                                      deadline));
+  texts->clear();
+  size_t at = 0;
+  for (uint64_t each : bytes) {
+    texts->push_back(all.substr(at, each));
+    at += each;
+  }
+  return Status::Ok();
+}
+
+}  // namespace
+
+Status CompareFingerprints(Transport& transport, const std::string& fingerprint,
+                           TimeNs deadline) {
+  std::vector<std::string> texts;
+  HORORING_RETURN_IF_ERROR(GatherTexts(transport, fingerprint, deadline, &texts));
+  std::vector<std::map<std::string, std::string>> values;
+  std::map<std::string, bool> knobs;
+  for (const std::string& text : texts) {
+    values.push_back(ParseLines(text));
+    for (const auto& [knob, value] : values.back()) knobs[knob] = true;
+  }
+  std::string differences;
+  for (const auto& [knob, unused] : knobs) {
+    const auto value_of = [&, name = knob](int rank) {
+      const auto& of_rank = values[static_cast<size_t>(rank)];
+      const auto value = of_rank.find(name);
+      return value == of_rank.end() ? std::string("unknown there") : value->second;
+    };
+    const std::string grouped = GroupedByRank(transport.size(), value_of);
+    if (grouped.find(';') == std::string::npos) continue;
+    differences += (differences.empty() ? "" : " | ") + knob + ": " + grouped;
+  }
+  if (differences.empty()) return Status::Ok();
+  return Status(Code::kMismatch,
+                "init: the ranks are configured differently: " + differences +
+                    ". Set the same value on every rank (mpirun -x NAME forwards a variable to "
+                    "other hosts) and install the same version everywhere.");
+}
+
+Status MeasureClocks(Transport& transport, const Topology& topology, TimeNs deadline,
+                     std::vector<TimeNs>* offsets) {
+  constexpr int kRounds = 8;
+  offsets->assign(static_cast<size_t>(topology.size), 0);
+  for (int peer = 1; peer < topology.size; ++peer) {
+    if (topology.host_of[static_cast<size_t>(peer)] == topology.host_of[0]) continue;
+    if (topology.rank != 0 && topology.rank != peer) continue;
+    TimeNs best_round_trip = kForever;
+    for (int round = 0; round < kRounds; ++round) {
+      TimeNs theirs = 0;
+      if (topology.rank == peer) {
+        char ping = 0;
+        HORORING_RETURN_IF_ERROR(
+            transport.Wait(transport.Receive(0, &ping, sizeof ping), deadline));
+        theirs = NowNs();
+        HORORING_RETURN_IF_ERROR(
+            transport.Wait(transport.Send(0, &theirs, sizeof theirs), deadline));
+        continue;
+      }
+      const char ping = 0;
+      const TimeNs asked = NowNs();
+      HORORING_RETURN_IF_ERROR(
+          transport.Wait(transport.Send(peer, &ping, sizeof ping), deadline));
+      HORORING_RETURN_IF_ERROR(
+          transport.Wait(transport.Receive(peer, &theirs, sizeof theirs), deadline));
+      const TimeNs answered = NowNs();
+      if (answered - asked < best_round_trip) {
+        best_round_trip = answered - asked;
+        (*offsets)[static_cast<size_t>(peer)] = asked + (answered - asked) / 2 - theirs;
+      }
+    }
+  }
+  return Status::Ok();
+}
+
+}  // namespace hororing

@@ -1,0 +1,24 @@
+// Handshake: what the ranks make sure of before the first request.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "base/clock.h"
+#include "base/status.h"
+#include "transport/factory.h"
+#include "transport/transport.h"
+
+namespace hororing {
+
+// Compares "knob=value" lines over all ranks; a difference is kMismatch on every rank, with a
+// text that names the knob and the ranks. Blocks until all ranks have called it.
+Status CompareFingerprints(Transport& transport, const std::string& fingerprint, TimeNs deadline);
+
+// What to add to rank r's clock to get rank 0's, on rank 0 (zeros elsewhere). Ranks of rank 0's
+// host share its clock; the others are asked a few times and the quickest answer counts: half
+// of the round trip is the error bound (Cristian, "Probabilistic clock synchronization", 1989).
+Status MeasureClocks(Transport& transport, const Topology& topology, TimeNs deadline,
+                     std::vector<TimeNs>* offsets);
+
+}  // namespace hororing

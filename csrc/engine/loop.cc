@@ -1,0 +1,305 @@
+#include "engine/loop.h"
+
+#include <csignal>
+#include <exception>
+#include <unistd.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "base/log.h"
+#include "negotiation/codec.h"
+
+namespace hororing {
+namespace {
+
+// How often a rank that has nothing to do looks whether its peers and its parent are alive.
+constexpr TimeNs kHouseInterval = 250 * kMillisecond;
+// How long the last messages (the agreement to stop, the end of the timeline) may take.
+constexpr TimeNs kFarewellTime = 2 * kSecond;
+
+Coordinator::Options CoordinatorOptions(const EngineConfig& config, int size) {
+  Coordinator::Options options;
+  options.size = size;
+  options.fusion_bytes = config.fusion_bytes;
+  options.hold_ns = config.hold_ns;
+  options.cache_capacity = config.cache_capacity;
+  options.stall = config.stall;
+  return options;
+}
+
+}  // namespace
+
+Loop::Loop(Engine& engine, World& world, std::vector<std::unique_ptr<Backend>> backends,
+           std::vector<TimeNs> clock_offsets)
+    : engine_(engine),
+      transport_(*world.transport),
+      topology_(world.topology),
+      timeline_(*world.transport, world.topology, std::move(clock_offsets), engine.trace_),
+      runner_({world.topology.size, engine.config_.fusion_bytes, engine.config_.timeout_ns},
+              std::move(backends), engine.tensors_, *engine.handles_, engine.trace_,
+              engine.stats_),
+      parent_pid_(getppid()) {
+  if (topology_.rank == 0) coordinator_.emplace(CoordinatorOptions(engine.config_, topology_.size));
+}
+
+Status Loop::Run() {
+  while (!final_) {
+    bool busy = false;
+    if (engine_.abort_.load()) {
+      std::lock_guard<std::mutex> lock(engine_.mutex_);
+      End(Status(Code::kPeerLost, "this rank failed: " + engine_.stop_reason_, topology_.rank));
+      break;
+    }
+    busy |= Report();
+    busy |= Receive();
+    if (!final_ && coordinator_) busy |= Decide();
+    if (!final_) busy |= ServeCommands();
+    if (!final_) KeepHouse(NowNs());
+    if (!final_ && !busy) {
+      transport_.Sleep(NextDeadline());
+      ++engine_.stats_.loop_wakeups;
+    }
+  }
+  Farewell();
+  return *final_;
+}
+
+// SUBMIT -> NEGOTIATE: what callers have submitted since the last time.
+bool Loop::Report() {
+  struct Report report;
+  report.applied = applied_;
+  const TimeNs now = NowNs();
+  for (TensorEntry* entry : engine_.tensors_.TakeSubmitted()) {
+    entry->reported_ns = now;
+    const uint32_t id = cache_.Find(entry->request);
+    if (id != 0) {
+      report.cached.push_back(id);
+    } else {
+      report.fresh.push_back(entry->request);
+    }
+  }
+  engine_.stats_.cache_hits += static_cast<int64_t>(report.cached.size());
+  engine_.stats_.cache_misses += static_cast<int64_t>(report.fresh.size());
+  if (engine_.leave_.load() && !left_) {
+    std::lock_guard<std::mutex> lock(engine_.mutex_);
+    report.leaving = left_ = true;
+    report.reason = engine_.stop_reason_;
+  }
+  if (report.cached.empty() && report.fresh.empty() && !report.leaving) return false;
+  if (coordinator_) {
+    coordinator_->Receive(0, report, now);
+  } else {
+    transport_.Post(0, Encode(report));
+    ++engine_.stats_.control_messages_sent;
+  }
+  return true;
+}
+
+bool Loop::Receive() {
+  bool any = false;
+  int peer = 0;
+  std::string message;
+  while (!final_ && transport_.Poll(&peer, &message)) {
+    any = true;
+    ++engine_.stats_.control_messages_received;
+    MessageKind kind = MessageKind::kReport;
+    bool understood = KindOf(message, &kind);
+    if (understood && kind == MessageKind::kReport && coordinator_) {
+      struct Report report;
+      understood = Decode(message, &report);
+      if (understood) coordinator_->Receive(peer, report, NowNs());
+    } else if (understood && kind == MessageKind::kAgreement && peer == 0) {
+      Agreement agreement;
+      understood = Decode(message, &agreement);
+      if (understood) Apply(agreement);
+    } else if (understood && kind == MessageKind::kTrace) {
+      std::string events;
+      bool last = false;
+      understood = DecodeTrace(message, &events, &last);
+      if (understood) timeline_.Receive(peer, events, last);
+    } else {
+      understood = false;
+    }
+    if (!understood) {
+      End(Status(Code::kInternal, "malformed control message from rank " + std::to_string(peer),
+                 peer));
+    }
+  }
+  return any;
+}
+
+bool Loop::Decide() {
+  const std::string warning = coordinator_->InspectStalls(NowNs());
+  if (!warning.empty()) Log(LogLevel::kWarning, "stall: " + warning);
+  const std::optional<Agreement> agreement = coordinator_->Decide(NowNs());
+  if (!agreement) return false;
+  const std::string message = Encode(*agreement);
+  for (int peer = 1; peer < topology_.size; ++peer) {
+    transport_.Post(peer, message);
+    ++engine_.stats_.control_messages_sent;
+  }
+  Apply(*agreement);
+  return true;
+}
+
+void Loop::Apply(const Agreement& agreement) {
+  engine_.trace_.CycleStart(NowNs());
+  if (agreement.sequence != applied_ + 1) {
+    return End(Status(Code::kInternal, "agreement " + std::to_string(agreement.sequence) +
+                                           " came after " + std::to_string(applied_)));
+  }
+  std::vector<Work> work;
+  const auto run = [&] {
+    if (work.empty() || final_) return;
+    const Status status = runner_.Run(std::exchange(work, {}));
+    if (!status.ok()) End(status);
+  };
+  for (const Decision& decision : agreement.decisions) {
+    switch (decision.kind) {
+      case Decision::Kind::kRun: {
+        std::optional<Work> agreed = Agreed(decision);
+        if (!agreed) return;
+        work.push_back(std::move(*agreed));
+        break;
+      }
+      case Decision::Kind::kFail:
+        Fail(decision);
+        break;
+      case Decision::Kind::kTimeline:
+        run();
+        timeline_.Switch(decision.timeline_on, decision.timeline_cycles);
+        break;
+      case Decision::Kind::kLeave:
+      case Decision::Kind::kAbort:
+        run();
+        if (!final_) End(decision.status);
+        break;
+    }
+    if (final_) return;
+  }
+  run();
+  for (uint32_t id : agreement.evicted) cache_.Evict(id);
+  applied_ = agreement.sequence;
+}
+
+std::optional<Work> Loop::Agreed(const Decision& decision) {
+  Work work;
+  const bool cached = decision.name.empty();
+  const ResponseCache::Record* record = cached ? cache_.Lookup(decision.cache_id) : nullptr;
+  if (!cached || record != nullptr) {
+    work.entry = engine_.tensors_.Find(cached ? record->request.name : decision.name);
+  }
+  if (work.entry == nullptr) {
+    End(Status(Code::kInternal, "agreement on a request that this rank does not have: '" +
+                                    decision.name + "', id " +
+                                    std::to_string(decision.cache_id)));
+    return std::nullopt;
+  }
+  work.rows = cached ? record->rows : decision.rows;
+  if (!cached && decision.cache_id != 0) {
+    cache_.Define(decision.cache_id, work.entry->request, decision.rows);
+  }
+  TraceNegotiation(*work.entry, NowNs());
+  return work;
+}
+
+void Loop::Fail(const Decision& decision) {
+  const std::unique_ptr<TensorEntry> entry = engine_.tensors_.Remove(decision.name);
+  if (entry == nullptr) return;
+  TraceNegotiation(*entry, NowNs());
+  ++engine_.stats_.completed;
+  engine_.handles_->Complete(entry->handle, decision.status, {});
+}
+
+void Loop::TraceNegotiation(const TensorEntry& entry, TimeNs end) {
+  if (!engine_.trace_.enabled()) return;
+  const std::string name = std::string("NEGOTIATE_") + UpperName(entry.request.kind);
+  for (size_t i = 0; i < std::max<size_t>(entry.views.size(), 1); ++i) {
+    engine_.trace_.Add({name, TensorName(entry.request, i), Track::kNegotiate, false,
+                        entry.reported_ns, end,
+                        entry.views.empty() ? 0 : static_cast<int64_t>(entry.views[i].bytes())});
+  }
+}
+
+bool Loop::ServeCommands() {
+  if (!engine_.command_waiting_.load()) return false;
+  std::unique_lock<std::mutex> lock(engine_.mutex_);
+  Engine::Command command = engine_.command_;
+  lock.unlock();
+  Status status;
+  bool done = true;
+  if (command.kind == Engine::Command::Kind::kStartTimeline) {
+    status = timeline_.Open(command.path);
+    if (status.ok()) coordinator_->SwitchTimeline(true, command.mark_cycles);
+  } else {
+    done = timeline_.closed();
+    if (!done && command.kind == Engine::Command::Kind::kStopTimeline) {
+      coordinator_->SwitchTimeline(false, false);
+      command.kind = Engine::Command::Kind::kNone;  // from now on only wait for the last events
+    }
+  }
+  lock.lock();
+  if (done) {
+    engine_.command_waiting_ = false;
+    engine_.command_done_ = true;
+    engine_.command_status_ = status;
+    engine_.changed_.notify_all();
+  } else {
+    const bool first = engine_.command_.kind != command.kind;
+    engine_.command_ = command;
+    return first;
+  }
+  return true;
+}
+
+void Loop::KeepHouse(TimeNs now) {
+  timeline_.Ship(now);
+  if (now < next_house_ns_) return;
+  next_house_ns_ = After(now, kHouseInterval);
+  const Status peers = transport_.CheckPeers();
+  if (!peers.ok()) return End(peers);
+  if (engine_.config_.watch_parent && getppid() != parent_pid_) {
+    End(Status(Code::kPeerLost, "the launcher of this rank has ended"));
+    kill(getpid(), SIGTERM);
+  }
+}
+
+TimeNs Loop::NextDeadline() const {
+  TimeNs next = std::min(next_house_ns_, timeline_.NextDeadline());
+  if (coordinator_) next = std::min(next, coordinator_->NextDeadline());
+  return next;
+}
+
+void Loop::End(Status why) {
+  if (!final_) final_ = std::move(why);
+}
+
+// The last words: peers must learn that this rank takes no further part, and rank 0 wants the
+// events that are still on their way.
+void Loop::Farewell() {
+  if (final_->code() != Code::kShutDown) {
+    transport_.AnnounceFailure(final_->message());
+    if (topology_.size > 1) {
+      Log(LogLevel::kError, "the engine has failed: " + final_->message());
+    }
+  }
+  timeline_.Switch(false, false);
+  const TimeNs deadline = After(NowNs(), kFarewellTime);
+  transport_.Flush(deadline);
+  if (!timeline_.closed() && final_->code() == Code::kShutDown) {
+    int peer = 0;
+    std::string message, events;
+    bool last = false;
+    while (!timeline_.closed() && NowNs() < deadline && transport_.CheckPeers().ok()) {
+      if (!transport_.Poll(&peer, &message)) {
+        transport_.Sleep(std::min(deadline, After(NowNs(), 20 * kMillisecond)));
+      } else if (DecodeTrace(message, &events, &last)) {
+        timeline_.Receive(peer, events, last);
+      }
+    }
+  }
+  timeline_.CloseNow();
+}
+
+}  // namespace hororing

@@ -1,0 +1,25 @@
+// Stats: counters of one engine. Written by the loop thread (and `submitted` by callers), read
+// by anyone; each counter is exact, the set is not a snapshot.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+namespace hororing {
+
+struct Stats {
+  using Counter = std::atomic<int64_t>;
+  Counter submitted{0};
+  Counter completed{0};
+  Counter batches{0};
+  Counter tensors{0};
+  Counter bytes{0};
+  Counter cache_hits{0};
+  Counter cache_misses{0};
+  Counter control_messages_sent{0};
+  Counter control_messages_received{0};
+  Counter loop_wakeups{0};
+  Counter scratch_bytes{0};
+};
+
+}  // namespace hororing

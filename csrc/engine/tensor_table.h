@@ -1,0 +1,58 @@
+// TensorTable: requests between SUBMIT and COMPLETE, by name. The caller adds, the engine's
+// thread takes and removes.
+//
+// Thread-safety: Add from any thread; everything else from the loop thread. Entries that
+// Find returns belong to the loop thread until Remove.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "base/clock.h"
+#include "base/status.h"
+#include "base/types.h"
+#include "engine/handle_table.h"
+#include "negotiation/messages.h"
+
+namespace hororing {
+
+struct TensorEntry {
+  Request request;
+  std::vector<TensorView> views;  // one per tensor of the request
+  int64_t handle = 0;
+  TimeNs submitted_ns = 0;
+  // Loop thread only.
+  TimeNs reported_ns = 0;
+  const char* stage = "NEGOTIATE";  // for error texts: "during REDUCE"
+  size_t unfinished = 0;  // tensors of this entry that still have to go through a batch
+  std::vector<GatheredTensor> results;
+};
+
+// "allreduce 'layer1.weight' (REDUCE): text", with the code and rank of `status`.
+Status During(const TensorEntry& entry, const Status& status);
+
+class TensorTable {
+ public:
+  // kDuplicateName while a request of that name is in flight; the status of Close after it.
+  Status Add(std::unique_ptr<TensorEntry> entry);
+
+  // Everything added since the last call, in order.
+  std::vector<TensorEntry*> TakeSubmitted();
+  TensorEntry* Find(const std::string& name);
+  std::unique_ptr<TensorEntry> Remove(const std::string& name);
+  // Refuses every later Add with `why`, and hands out all that is left.
+  std::vector<std::unique_ptr<TensorEntry>> Close(const Status& why);
+  bool empty() const;
+
+ private:
+  mutable std::mutex mutex_;
+  std::unordered_map<std::string, std::unique_ptr<TensorEntry>> entries_;  // GUARDED_BY(mutex_)
+  std::vector<TensorEntry*> submitted_;                                    // GUARDED_BY(mutex_)
+  Status closed_;                                                          // GUARDED_BY(mutex_)
+};
+
+}  // namespace hororing

@@ -1,0 +1,54 @@
+// Timeline: brings the events of all ranks into rank 0's file. Every rank ships what it has
+// collected a few times a second over the control plane; rank 0 appends as it arrives.
+//
+// Loop thread only, except sink(), which is thread-safe.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "base/clock.h"
+#include "base/status.h"
+#include "trace/trace.h"
+#include "trace/writer.h"
+#include "transport/factory.h"
+#include "transport/transport.h"
+
+namespace hororing {
+
+class Timeline {
+ public:
+  Timeline(Transport& transport, const Topology& topology, std::vector<TimeNs> clock_offsets,
+           TraceSink& sink);
+
+  // Rank 0, before the switch is agreed.
+  Status Open(const std::string& path);
+  // The agreed switch. Off: ships the last events; rank 0 closes the file when the last events
+  // of all ranks are there.
+  void Switch(bool on, bool mark_cycles);
+  // Rank 0: events of `rank`.
+  void Receive(int rank, const std::string& events, bool last);
+  // Ships if it is time.
+  void Ship(TimeNs now);
+  // When Ship wants to be called next; kForever while there is nothing to ship.
+  TimeNs NextDeadline() const;
+  // Rank 0: false while a file is open.
+  bool closed() const { return !writer_.is_open(); }
+  // Rank 0: closes without waiting for the missing ranks (they are gone, or too late).
+  void CloseNow();
+
+ private:
+  void ShipAll(bool last);
+  void Accept(int rank, const std::vector<TraceEvent>& events, bool last);
+  void Check(const Status& status);
+
+  Transport& transport_;
+  const Topology& topology_;
+  const std::vector<TimeNs> clock_offsets_;
+  TraceSink& sink_;
+  TraceWriter writer_;
+  std::vector<char> ended_;  // rank 0: whose last events have arrived
+  TimeNs next_ship_ns_ = 0;
+};
+
+}  // namespace hororing

@@ -1,0 +1,272 @@
+#include "negotiation/codec.h"
+
+#include <cstring>
+
+namespace hororing {
+namespace {
+
+class Writer {
+ public:
+  explicit Writer(MessageKind kind) { bytes_.push_back(static_cast<char>(kind)); }
+
+  void Unsigned(uint64_t value) {
+    while (value >= 0x80) {
+      bytes_.push_back(static_cast<char>(value | 0x80));
+      value >>= 7;
+    }
+    bytes_.push_back(static_cast<char>(value));
+  }
+  void Signed(int64_t value) {
+    Unsigned((static_cast<uint64_t>(value) << 1) ^ static_cast<uint64_t>(value >> 63));
+  }
+  void Double(double value) {
+    uint64_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    for (int i = 0; i < 8; ++i) bytes_.push_back(static_cast<char>(bits >> (8 * i)));
+  }
+  void Text(const std::string& value) {
+    Unsigned(value.size());
+    bytes_.append(value);
+  }
+  std::string Take() { return std::move(bytes_); }
+
+ private:
+  std::string bytes_;
+};
+
+// Reads until the first malformed item; from then on everything is zero and ok() is false.
+class Reader {
+ public:
+  explicit Reader(const std::string& bytes)
+      : next_(bytes.data()), end_(bytes.data() + bytes.size()) {}
+
+  bool Expect(MessageKind kind) {
+    return Byte() == static_cast<uint8_t>(kind) && ok_;
+  }
+  uint64_t Unsigned() {
+    uint64_t value = 0;
+    for (int shift = 0; shift < 64; shift += 7) {
+      const uint8_t byte = Byte();
+      value |= static_cast<uint64_t>(byte & 0x7f) << shift;
+      if ((byte & 0x80) == 0) return value;
+    }
+    ok_ = false;
+    return 0;
+  }
+  int64_t Signed() {
+    const uint64_t value = Unsigned();
+    return static_cast<int64_t>((value >> 1) ^ (~(value & 1) + 1));
+  }
+  double Double() {
+    uint64_t bits = 0;
+    for (int i = 0; i < 8; ++i) bits |= static_cast<uint64_t>(Byte()) << (8 * i);
+    double value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+  }
+  std::string Text() {
+    const size_t size = Count();
+    std::string value(next_, size);
+    next_ += size;
+    return value;
+  }
+  // A number of items that take at least one byte each, so it is bounded by what is left.
+  size_t Count() {
+    const uint64_t count = Unsigned();
+    if (count > static_cast<uint64_t>(end_ - next_)) {
+      ok_ = false;
+      return 0;
+    }
+    return static_cast<size_t>(count);
+  }
+  template <typename Enum>
+  Enum Choice(Enum last) {
+    const uint8_t value = Byte();
+    if (value > static_cast<uint8_t>(last)) ok_ = false;
+    return ok_ ? static_cast<Enum>(value) : static_cast<Enum>(0);
+  }
+  uint8_t Byte() {
+    if (next_ == end_) {
+      ok_ = false;
+      return 0;
+    }
+    return static_cast<uint8_t>(*next_++);
+  }
+  bool ok() const { return ok_; }
+  bool complete() const { return ok_ && next_ == end_; }
+
+ private:
+  const char* next_;
+  const char* end_;
+  bool ok_ = true;
+};
+
+void Put(Writer& out, const Request& request) {
+  out.Text(request.name);
+  out.Unsigned(static_cast<uint8_t>(request.kind));
+  out.Unsigned(static_cast<uint8_t>(request.op));
+  out.Signed(request.root);
+  out.Double(request.prescale);
+  out.Double(request.postscale);
+  out.Unsigned(request.tensors.size());
+  for (const Request::Tensor& tensor : request.tensors) {
+    out.Unsigned(static_cast<uint8_t>(tensor.dtype));
+    out.Unsigned(tensor.shape.size());
+    for (int64_t dimension : tensor.shape) out.Signed(dimension);
+  }
+}
+
+Request GetRequest(Reader& in) {
+  Request request;
+  request.name = in.Text();
+  request.kind = in.Choice(Collective::kBarrier);
+  request.op = in.Choice(ReduceOp::kProduct);
+  request.root = static_cast<int32_t>(in.Signed());
+  request.prescale = in.Double();
+  request.postscale = in.Double();
+  request.tensors.resize(in.Count());
+  for (Request::Tensor& tensor : request.tensors) {
+    tensor.dtype = in.Choice(DataType::kBfloat16);
+    tensor.shape.resize(in.Count());
+    for (int64_t& dimension : tensor.shape) dimension = in.Signed();
+  }
+  return request;
+}
+
+void Put(Writer& out, const Status& status) {
+  out.Unsigned(static_cast<uint64_t>(status.code()));
+  out.Signed(status.rank());
+  out.Text(status.message());
+}
+
+Status GetStatus(Reader& in) {
+  const Code code = in.Choice(Code::kInternal);
+  const int rank = static_cast<int>(in.Signed());
+  return Status(code, in.Text(), rank);
+}
+
+void Put(Writer& out, const Decision& decision) {
+  out.Unsigned(static_cast<uint8_t>(decision.kind));
+  switch (decision.kind) {
+    case Decision::Kind::kRun:
+      out.Unsigned(decision.cache_id);
+      out.Text(decision.name);
+      out.Unsigned(decision.rows.size());
+      for (int64_t rows : decision.rows) out.Signed(rows);
+      break;
+    case Decision::Kind::kFail:
+      out.Text(decision.name);
+      Put(out, decision.status);
+      break;
+    case Decision::Kind::kLeave:
+    case Decision::Kind::kAbort:
+      Put(out, decision.status);
+      break;
+    case Decision::Kind::kTimeline:
+      out.Unsigned(decision.timeline_on);
+      out.Unsigned(decision.timeline_cycles);
+      break;
+  }
+}
+
+Decision GetDecision(Reader& in) {
+  Decision decision;
+  decision.kind = in.Choice(Decision::Kind::kTimeline);
+  switch (decision.kind) {
+    case Decision::Kind::kRun:
+      decision.cache_id = static_cast<uint32_t>(in.Unsigned());
+      decision.name = in.Text();
+      decision.rows.resize(in.Count());
+      for (int64_t& rows : decision.rows) rows = in.Signed();
+      break;
+    case Decision::Kind::kFail:
+      decision.name = in.Text();
+      decision.status = GetStatus(in);
+      break;
+    case Decision::Kind::kLeave:
+    case Decision::Kind::kAbort:
+      decision.status = GetStatus(in);
+      break;
+    case Decision::Kind::kTimeline:
+      decision.timeline_on = in.Unsigned() != 0;
+      decision.timeline_cycles = in.Unsigned() != 0;
+      break;
+  }
+  return decision;
+}
+
+}  // namespace
+
+std::string Encode(const Report& report) {
+  Writer out(MessageKind::kReport);
+  out.Unsigned(report.applied);
+  out.Unsigned(report.cached.size());
+  for (uint32_t id : report.cached) out.Unsigned(id);
+  out.Unsigned(report.fresh.size());
+  for (const Request& request : report.fresh) Put(out, request);
+  out.Unsigned(report.leaving);
+  out.Text(report.reason);
+  return out.Take();
+}
+
+std::string Encode(const Agreement& agreement) {
+  Writer out(MessageKind::kAgreement);
+  out.Unsigned(agreement.sequence);
+  out.Unsigned(agreement.decisions.size());
+  for (const Decision& decision : agreement.decisions) Put(out, decision);
+  out.Unsigned(agreement.evicted.size());
+  for (uint32_t id : agreement.evicted) out.Unsigned(id);
+  return out.Take();
+}
+
+std::string EncodeTrace(const std::string& events, bool last) {
+  Writer out(MessageKind::kTrace);
+  out.Unsigned(last);
+  out.Text(events);
+  return out.Take();
+}
+
+bool KindOf(const std::string& message, MessageKind* kind) {
+  if (message.empty()) return false;
+  const uint8_t byte = static_cast<uint8_t>(message[0]);
+  if (byte < static_cast<uint8_t>(MessageKind::kReport) ||
+      byte > static_cast<uint8_t>(MessageKind::kTrace)) {
+    return false;
+  }
+  *kind = static_cast<MessageKind>(byte);
+  return true;
+}
+
+bool Decode(const std::string& message, Report* report) {
+  Reader in(message);
+  if (!in.Expect(MessageKind::kReport)) return false;
+  report->applied = static_cast<uint32_t>(in.Unsigned());
+  report->cached.resize(in.Count());
+  for (uint32_t& id : report->cached) id = static_cast<uint32_t>(in.Unsigned());
+  report->fresh.resize(in.Count());
+  for (Request& request : report->fresh) request = GetRequest(in);
+  report->leaving = in.Unsigned() != 0;
+  report->reason = in.Text();
+  return in.complete();
+}
+
+bool Decode(const std::string& message, Agreement* agreement) {
+  Reader in(message);
+  if (!in.Expect(MessageKind::kAgreement)) return false;
+  agreement->sequence = static_cast<uint32_t>(in.Unsigned());
+  agreement->decisions.resize(in.Count());
+  for (Decision& decision : agreement->decisions) decision = GetDecision(in);
+  agreement->evicted.resize(in.Count());
+  for (uint32_t& id : agreement->evicted) id = static_cast<uint32_t>(in.Unsigned());
+  return in.complete();
+}
+
+bool DecodeTrace(const std::string& message, std::string* events, bool* last) {
+  Reader in(message);
+  if (!in.Expect(MessageKind::kTrace)) return false;
+  *last = in.Unsigned() != 0;
+  *events = in.Text();
+  return in.complete();
+}
+
+}  // namespace hororing

@@ -1,0 +1,31 @@
+// Codec: the bytes of negotiation messages. Hand-written and versioned through
+// kProtocolVersion, which ranks compare at init (ADR 0008): integers are LEB128 (zigzag where
+// they may be negative), doubles eight bytes little-endian, strings length-prefixed.
+//
+// Decoding never trusts its input: a truncated or malformed message is an error, not a crash.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "negotiation/messages.h"
+
+namespace hororing {
+
+constexpr uint32_t kProtocolVersion = 1;
+
+// The first byte of every control message.
+enum class MessageKind : uint8_t { kReport = 1, kAgreement = 2, kTrace = 3 };
+
+std::string Encode(const Report& report);
+std::string Encode(const Agreement& agreement);
+// Trace events (already bytes); `last`: the sender will send no more.
+std::string EncodeTrace(const std::string& events, bool last);
+
+// False when `message` is not a well-formed message of the kind asked for.
+bool KindOf(const std::string& message, MessageKind* kind);
+bool Decode(const std::string& message, Report* report);
+bool Decode(const std::string& message, Agreement* agreement);
+bool DecodeTrace(const std::string& message, std::string* events, bool* last);
+
+}  // namespace hororing

@@ -1,0 +1,110 @@
+// Coordinator: reports of all ranks in, agreements out. Lives on rank 0.
+//
+// A sans-IO state machine: no threads, no transport, no clock; what it decides depends on the
+// calls made, in their order, alone.
+//
+// Invariants
+//   1. A request is decided once all ranks have reported it: exactly one kRun or kFail.
+//   2. A mismatch fails the one name it concerns and nothing else.
+//   3. A cache id is never reused; what an evicted id stood for is remembered until no report
+//      can mention it any more (every rank has applied the eviction).
+//   4. After a kLeave or kAbort nothing more is decided.
+//
+// Cost: O(1) per reported tensor and rank; nothing is proportional to tensors that nobody
+// reports. See docs/architecture.md, stage NEGOTIATE.
+#pragma once
+
+#include <cstdint>
+#include <list>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "base/clock.h"
+#include "negotiation/messages.h"
+#include "negotiation/stall_inspector.h"
+
+namespace hororing {
+
+class Coordinator {
+ public:
+  struct Options {
+    int size = 1;
+    int64_t fusion_bytes = 0;   // a burst of this size is not held back any longer
+    TimeNs hold_ns = 0;         // the longest that a burst is held back
+    int cache_capacity = 0;     // 0: no cache
+    StallInspector::Options stall;
+  };
+  explicit Coordinator(const Options& options);
+
+  void Receive(int rank, const Report& report, TimeNs now);
+  // Queues a switch of the timeline, in order with everything else.
+  void SwitchTimeline(bool on, bool mark_cycles);
+
+  // What is decided by now, if anything. Requests that are ready wait at most `hold_ns` for
+  // others that some rank has reported already, so that a burst becomes one batch; a lone
+  // request does not wait.
+  std::optional<Agreement> Decide(TimeNs now);
+  // When Decide or InspectStalls has something to do although no report comes; kForever: never.
+  TimeNs NextDeadline() const;
+
+  // A warning for the log, if it is time for one. A stall that lasts longer than the shutdown
+  // time becomes a kAbort of the next agreement.
+  std::string InspectStalls(TimeNs now);
+  // Everything that waits for some rank, in the order of the names.
+  std::vector<Waiting> AllWaiting() const;
+
+ private:
+  // What is known of a request that was agreed before.
+  struct Record {
+    uint32_t id = 0;
+    Request request;            // of rank 0; other ranks may differ in `rows`
+    std::vector<int64_t> rows;  // as in Decision::rows
+    std::list<uint32_t>::iterator recency;
+  };
+  // A request that at least one rank has reported, and not yet all.
+  struct Pending {
+    uint32_t id = 0;            // the record that all reports so far named; 0: one came in full
+    TimeNs since_ns = 0;
+    int count = 0;
+    std::vector<char> reported;     // per rank
+    std::vector<Request> requests;  // per rank, filled once a report came in full
+    const Record* record = nullptr; // of `id`
+  };
+
+  void ReportCached(int rank, uint32_t id, TimeNs now);
+  void ReportFresh(int rank, const Request& request, TimeNs now);
+  Pending& PendingFor(const std::string& name, TimeNs now);
+  void Expand(Pending& pending);
+  void Count(int rank, const std::string& name, Pending& pending, TimeNs now);
+  void Complete(const std::string& name, Pending& pending, TimeNs now);
+  void Ready(Decision decision, int64_t bytes, bool urgent, TimeNs now);
+  Request RequestOf(const Record& record, int rank) const;
+  uint32_t Remember(const Request& request, const std::vector<int64_t>& rows);
+  void ForgetRetired();
+
+  const Options options_;
+  StallInspector stall_inspector_;
+  std::unordered_map<std::string, Pending> pending_;
+
+  uint32_t next_id_ = 1;
+  std::unordered_map<uint32_t, std::unique_ptr<Record>> records_;
+  std::unordered_map<std::string, uint32_t> ids_;  // of live records
+  std::list<uint32_t> recency_;                    // live ids, most recent first
+  std::vector<uint32_t> evicted_;                  // to announce in the next agreement
+  std::map<uint32_t, uint32_t> retired_;           // id -> sequence of the announcing agreement
+
+  std::vector<uint32_t> applied_;  // per rank: the last agreement it has applied
+  uint32_t sequence_ = 0;
+  std::vector<Decision> ready_;
+  int64_t ready_bytes_ = 0;
+  TimeNs ready_since_ns_ = 0;
+  bool urgent_ = false;   // something in ready_ must not be held back
+  TimeNs stall_check_ns_ = kForever;
+  bool stopped_ = false;  // a kLeave or kAbort is in ready_ or has been sent
+};
+
+}  // namespace hororing

@@ -1,0 +1,77 @@
+#include "negotiation/stall_inspector.h"
+
+#include <algorithm>
+#include <map>
+#include <utility>
+
+#include "negotiation/validate.h"
+
+namespace hororing {
+namespace {
+
+constexpr size_t kNamesPerGroup = 6;
+
+std::string Describe(const std::vector<const Waiting*>& stalled) {
+  // Requests that wait for the same ranks share a line.
+  std::map<std::pair<std::vector<int>, std::vector<int>>, std::vector<const Waiting*>> groups;
+  for (const Waiting* request : stalled) {
+    groups[{request->missing, request->submitted}].push_back(request);
+  }
+  std::string text;
+  for (const auto& [ranks, requests] : groups) {
+    if (!text.empty()) text += "; ";
+    for (size_t i = 0; i < std::min(requests.size(), kNamesPerGroup); ++i) {
+      text += (i > 0 ? ", " : "") + requests[i]->collective + " '" + requests[i]->name + "'";
+    }
+    if (requests.size() > kNamesPerGroup) {
+      text += " and " + std::to_string(requests.size() - kNamesPerGroup) + " more";
+    }
+    text += ": submitted by " + RanksText(ranks.second) + ", missing " + RanksText(ranks.first);
+  }
+  return text;
+}
+
+std::string Seconds(TimeNs span) { return std::to_string(span / kSecond) + " s"; }
+
+}  // namespace
+
+StallInspector::Finding StallInspector::Inspect(const std::vector<Waiting>& waiting, TimeNs now) {
+  Finding finding;
+  std::unordered_map<std::string, TimeNs> still_waiting;
+  std::vector<const Waiting*> to_warn, to_abort;
+  TimeNs longest = 0;
+  for (const Waiting& request : waiting) {
+    const TimeNs age = now - request.since_ns;
+    const auto known = next_warning_.find(request.name);
+    TimeNs next = known != next_warning_.end() ? known->second
+                                               : After(request.since_ns, options_.warning_ns);
+    if (now >= next) {
+      to_warn.push_back(&request);
+      longest = std::max(longest, age);
+      next = After(request.since_ns, age > kForever / 2 ? kForever : 2 * age);
+    }
+    still_waiting[request.name] = next;
+    if (age >= options_.shutdown_ns) to_abort.push_back(&request);
+  }
+  next_warning_ = std::move(still_waiting);
+  if (!to_abort.empty()) {
+    finding.abort = Status(
+        Code::kStalled,
+        "stalled for more than " + Seconds(options_.shutdown_ns) + ": " + Describe(to_abort) +
+            ". Every rank must submit every tensor; a rank may have taken another branch, have "
+            "fewer batches, or be stuck outside the library.",
+        to_abort.front()->missing.front());
+  } else if (!to_warn.empty()) {
+    finding.warning = "waiting for up to " + Seconds(longest) + ": " + Describe(to_warn) +
+                      ". A rank may have taken another branch, have fewer batches, or be busy.";
+  }
+  return finding;
+}
+
+TimeNs StallInspector::interval_ns() const {
+  const TimeNs first = std::min(options_.warning_ns, options_.shutdown_ns);
+  return first == kForever ? kForever
+                           : std::clamp<TimeNs>(first / 4, 10 * kMillisecond, kSecond);
+}
+
+}  // namespace hororing

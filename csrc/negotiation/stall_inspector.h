@@ -1,0 +1,46 @@
+// StallInspector: notices requests that some ranks have made and others have not, for too
+// long. Pure: time is an argument, texts are the result.
+#pragma once
+
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "base/clock.h"
+#include "base/status.h"
+
+namespace hororing {
+
+// A request that waits for some rank.
+struct Waiting {
+  std::string name;
+  std::string collective;
+  TimeNs since_ns = 0;         // first report
+  std::vector<int> submitted;  // ranks, ascending
+  std::vector<int> missing;
+};
+
+class StallInspector {
+ public:
+  struct Options {
+    TimeNs warning_ns = kForever;
+    TimeNs shutdown_ns = kForever;
+  };
+  explicit StallInspector(const Options& options) : options_(options) {}
+
+  struct Finding {
+    std::string warning;  // empty: nothing (new) to say
+    Status abort;         // kStalled: fail the job
+  };
+  // Call every interval_ns() while anything waits. Each request is warned about after the warning time, then
+  // at intervals that double, so that a long validation phase does not flood the log.
+  Finding Inspect(const std::vector<Waiting>& waiting, TimeNs now);
+
+  TimeNs interval_ns() const;
+
+ private:
+  const Options options_;
+  std::unordered_map<std::string, TimeNs> next_warning_;  // by request name
+};
+
+}  // namespace hororing

@@ -1,0 +1,175 @@
+#include "negotiation/validate.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <utility>
+
+namespace hororing {
+namespace {
+
+std::string NumberText(double value) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.17g", value);
+  // The shortest form that reads back as the same value.
+  for (int digits = 1; digits < 17; ++digits) {
+    char shorter[32];
+    std::snprintf(shorter, sizeof shorter, "%.*g", digits, value);
+    double parsed = 0;
+    if (std::sscanf(shorter, "%lf", &parsed) == 1 && parsed == value) return shorter;
+  }
+  return text;
+}
+
+// One thing that ranks must agree on: its plural for the text, how to show a rank's value
+// (equal texts mean equal values), and what to do about a difference.
+struct Check {
+  std::string what;
+  std::function<std::string(const Request&)> value;
+  std::string remedy;
+};
+
+std::vector<Check> ChecksOfTensor(const Request& first, size_t index) {
+  const std::string which =
+      first.tensors.size() > 1 ? " of tensor " + std::to_string(index) + " of the group" : "";
+  std::vector<Check> checks;
+  checks.push_back({"data types" + which,
+                    [index](const Request& r) { return std::string(Name(r.tensors[index].dtype)); },
+                    "Every rank must pass the same data type; convert it before the call."});
+  if (first.kind == Collective::kAllgather) {
+    checks.push_back({"numbers of dimensions" + which,
+                      [index](const Request& r) {
+                        return std::to_string(r.tensors[index].shape.size()) + " dimensions";
+                      },
+                      "Gathered tensors may differ in their first dimension only."});
+    checks.push_back({"trailing dimensions" + which,
+                      [index](const Request& r) {
+                        const std::vector<int64_t>& shape = r.tensors[index].shape;
+                        std::string text = ShapeText(shape);
+                        // Only what follows the first dimension counts.
+                        return shape.empty() ? text
+                                             : "[*" + (shape.size() > 1 ? ", " : std::string()) +
+                                                   ShapeText({shape.begin() + 1, shape.end()})
+                                                       .substr(1);
+                      },
+                      "Gathered tensors may differ in their first dimension only."});
+  } else {
+    checks.push_back({"shapes" + which,
+                      [index](const Request& r) { return ShapeText(r.tensors[index].shape); },
+                      "Every rank must pass the same shape; check that the model and the batch "
+                      "are built identically on every rank."});
+  }
+  return checks;
+}
+
+std::vector<Check> ChecksOfRequest(const Request& first) {
+  std::vector<Check> checks;
+  if (first.kind == Collective::kAllreduce) {
+    checks.push_back({"scale factors",
+                      [](const Request& r) {
+                        return "prescale " + NumberText(r.prescale) + ", postscale " +
+                               NumberText(r.postscale);
+                      },
+                      "Every rank must pass the same prescale_factor and postscale_factor."});
+    checks.push_back({"reduce operations", [](const Request& r) { return std::string(Name(r.op)); },
+                      "Every rank must pass the same op."});
+  }
+  if (first.kind == Collective::kBroadcast) {
+    checks.push_back({"root ranks", [](const Request& r) { return "root " + std::to_string(r.root); },
+                      "Every rank must pass the same root_rank."});
+  }
+  return checks;
+}
+
+Status Compare(const std::vector<const Request*>& requests, const Check& check) {
+  const std::string reference = check.value(*requests[0]);
+  const bool equal = std::all_of(requests.begin() + 1, requests.end(), [&](const Request* request) {
+    return check.value(*request) == reference;
+  });
+  if (equal) return Status::Ok();
+  const Request& first = *requests[0];
+  const std::string values = GroupedByRank(
+      static_cast<int>(requests.size()),
+      [&](int rank) { return check.value(*requests[static_cast<size_t>(rank)]); });
+  return Status(Code::kMismatch, std::string(Name(first.kind)) + " '" + first.name +
+                                     "' (NEGOTIATE): " + check.what + " differ: " + values + ". " +
+                                     check.remedy);
+}
+
+// Cheap exact comparison, so that the texts above are made only when something is wrong.
+bool Compatible(const Request& a, const Request& b) {
+  if (a.kind != Collective::kAllgather) return a == b;
+  if (a.kind != b.kind || a.tensors.size() != b.tensors.size()) return false;
+  for (size_t i = 0; i < a.tensors.size(); ++i) {
+    const Request::Tensor &x = a.tensors[i], &y = b.tensors[i];
+    if (x.dtype != y.dtype || x.shape.size() != y.shape.size()) return false;
+    if (!x.shape.empty() &&
+        !std::equal(x.shape.begin() + 1, x.shape.end(), y.shape.begin() + 1)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+}  // namespace
+
+Status Validate(const std::vector<const Request*>& requests) {
+  const Request& first = *requests[0];
+  const bool compatible =
+      std::all_of(requests.begin() + 1, requests.end(),
+                  [&](const Request* request) { return Compatible(first, *request); });
+  if (compatible) return Status::Ok();
+
+  HORORING_RETURN_IF_ERROR(Compare(
+      requests, {"operations", [](const Request& r) { return std::string(Name(r.kind)); },
+                 "A name stands for one operation; give different operations different names, "
+                 "and call them in the same order on every rank where they have none."}));
+  HORORING_RETURN_IF_ERROR(Compare(
+      requests,
+      {"numbers of tensors in the group",
+       [](const Request& r) { return std::to_string(r.tensors.size()) + " tensors"; },
+       "Every rank must pass the same group."}));
+  for (size_t i = 0; i < first.tensors.size(); ++i) {
+    for (const Check& check : ChecksOfTensor(first, i)) {
+      HORORING_RETURN_IF_ERROR(Compare(requests, check));
+    }
+  }
+  for (const Check& check : ChecksOfRequest(first)) {
+    HORORING_RETURN_IF_ERROR(Compare(requests, check));
+  }
+  return Status::Ok();
+}
+
+std::string RanksText(const std::vector<int>& ranks) {
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (size_t i = 0; i < ranks.size();) {
+    size_t last = i;
+    while (last + 1 < ranks.size() && ranks[last + 1] == ranks[last] + 1) ++last;
+    if (i > 0) text += ",";
+    text += std::to_string(ranks[i]);
+    if (last > i) text += (last == i + 1 ? "," : "-") + std::to_string(ranks[last]);
+    i = last + 1;
+  }
+  return text;
+}
+
+std::string GroupedByRank(int size, const std::function<std::string(int rank)>& value) {
+  std::vector<std::pair<std::string, std::vector<int>>> groups;
+  for (int rank = 0; rank < size; ++rank) {
+    const std::string text = value(rank);
+    const auto group = std::find_if(groups.begin(), groups.end(),
+                                    [&](const auto& g) { return g.first == text; });
+    if (group == groups.end()) {
+      groups.push_back({text, {rank}});
+    } else {
+      group->second.push_back(rank);
+    }
+  }
+  std::string text;
+  for (const auto& [shown, ranks] : groups) {
+    if (!text.empty()) text += "; ";
+    text += RanksText(ranks) + ": " + shown;
+  }
+  return text;
+}
+
+}  // namespace hororing

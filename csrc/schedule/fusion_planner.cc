@@ -1,0 +1,45 @@
+#include "schedule/fusion_planner.h"
+
+namespace hororing {
+namespace {
+
+struct Open {
+  FusionKey key;
+  size_t batch;
+  int64_t bytes;
+};
+
+int64_t Padded(int64_t bytes) {
+  return (bytes + kFusionAlignment - 1) / kFusionAlignment * kFusionAlignment;
+}
+
+}  // namespace
+
+std::vector<std::vector<size_t>> PlanFusion(const std::vector<FusionItem>& items,
+                                            int64_t fusion_bytes) {
+  std::vector<std::vector<size_t>> batches;
+  std::vector<Open> open;
+  for (size_t i = 0; i < items.size(); ++i) {
+    const FusionItem& item = items[i];
+    const int64_t bytes = Padded(item.bytes);
+    Open* fitting = nullptr;
+    for (Open& candidate : open) {
+      if (candidate.key == item.key) fitting = &candidate;
+    }
+    if (fitting != nullptr && fitting->bytes + bytes <= fusion_bytes) {
+      batches[fitting->batch].push_back(i);
+      fitting->bytes += bytes;
+      continue;
+    }
+    batches.push_back({i});
+    const Open fresh{item.key, batches.size() - 1, bytes};
+    if (fitting != nullptr) {
+      *fitting = fresh;
+    } else if (fusion_bytes > 0) {
+      open.push_back(fresh);
+    }
+  }
+  return batches;
+}
+
+}  // namespace hororing

@@ -1,0 +1,49 @@
+// FusionPlanner: groups agreed tensors into batches that share one collective call.
+//
+// Pure: the result depends only on the arguments, so every rank that holds the same agreement
+// computes the same batches. Knows nothing about memory, threads or time.
+//
+// Invariants
+//   1. Every item is in exactly one batch; within a batch the order of the items is kept.
+//   2. A batch has one (collective, dtype, op, factors, root) and at most `fusion_bytes` bytes,
+//      padding included, unless it holds a single larger tensor.
+//   3. Batches are ordered by their first items.
+//
+// Cost: O(items x open batches), where open batches are as many as there are different keys.
+// See docs/architecture.md, stage PLAN.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "base/reduce.h"
+#include "base/types.h"
+
+namespace hororing {
+
+// What decides whether two tensors may share a batch.
+struct FusionKey {
+  Collective kind = Collective::kAllreduce;
+  ReduceSpec reduce;
+  int root = 0;
+
+  bool operator==(const FusionKey& other) const {
+    return kind == other.kind && reduce == other.reduce && root == other.root;
+  }
+};
+
+struct FusionItem {
+  FusionKey key;
+  int64_t bytes = 0;
+};
+
+// Each tensor starts on such a boundary of a fused buffer: a cache line, and a multiple of
+// every element size.
+constexpr int64_t kFusionAlignment = 64;
+
+// Batches as lists of indices into `items`. fusion_bytes == 0: every item alone.
+std::vector<std::vector<size_t>> PlanFusion(const std::vector<FusionItem>& items,
+                                            int64_t fusion_bytes);
+
+}  // namespace hororing

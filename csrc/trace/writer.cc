@@ -1,0 +1,270 @@
+#include "trace/writer.h"
+
+#include <fcntl.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cinttypes>
+#include <cstdio>
+#include <cstring>
+
+namespace hororing {
+namespace {
+
+constexpr char kTail[] = "\n]\n";
+constexpr int kTidsPerRank = 16;
+constexpr size_t kRowMemory = 64;  // spans of a row that a later one is compared with
+
+// Length of the well-formed UTF-8 sequence at text[at] (RFC 3629), 0 where there is none.
+size_t Utf8Length(const std::string& text, size_t at) {
+  const auto byte = [&](size_t i) -> unsigned {
+    return i < text.size() ? static_cast<unsigned char>(text[i]) : 0u;
+  };
+  const unsigned lead = byte(at);
+  if (lead < 0x80) return 1;
+  size_t length = 0;
+  unsigned low = 0x80, high = 0xBF;  // of the second byte: no overlong form, no surrogate
+  if (lead >= 0xC2 && lead <= 0xDF) {
+    length = 2;
+  } else if (lead >= 0xE0 && lead <= 0xEF) {
+    length = 3;
+    if (lead == 0xE0) low = 0xA0;
+    if (lead == 0xED) high = 0x9F;
+  } else if (lead >= 0xF0 && lead <= 0xF4) {
+    length = 4;
+    if (lead == 0xF0) low = 0x90;
+    if (lead == 0xF4) high = 0x8F;
+  } else {
+    return 0;
+  }
+  if (byte(at + 1) < low || byte(at + 1) > high) return 0;
+  for (size_t i = 2; i < length; ++i) {
+    if (byte(at + i) < 0x80 || byte(at + i) > 0xBF) return 0;
+  }
+  return length;
+}
+
+// `text` as a JSON string (RFC 8259); what is not UTF-8 becomes U+FFFD.
+std::string Quoted(const std::string& text) {
+  std::string out = "\"";
+  for (size_t i = 0; i < text.size();) {
+    const size_t length = Utf8Length(text, i);
+    const char c = text[i];
+    if (length == 0) {
+      out += "\\ufffd";
+      ++i;
+      continue;
+    }
+    if (c == '"' || c == '\\') {
+      out += '\\';
+      out += c;
+    } else if (length == 1 && (static_cast<unsigned char>(c) < 0x20 || c == 0x7f)) {
+      char escape[8];
+      std::snprintf(escape, sizeof(escape), "\\u%04x", static_cast<unsigned>(c));
+      out += escape;
+    } else {
+      out.append(text, i, length);
+    }
+    i += length;
+  }
+  return out + '"';
+}
+
+// Microseconds with three decimals: exact, so that rounding cannot make spans cross.
+std::string Micros(TimeNs ns) {
+  const uint64_t size = ns < 0 ? 0 - static_cast<uint64_t>(ns) : static_cast<uint64_t>(ns);
+  char text[32];
+  std::snprintf(text, sizeof(text), "%s%" PRIu64 ".%03" PRIu64, ns < 0 ? "-" : "", size / 1000,
+                size % 1000);
+  return text;
+}
+
+int Tid(int rank, Track track) {
+  return kTidsPerRank * rank + static_cast<int>(track) + 1;
+}
+
+std::string Head(const std::string& name, const char* phase, int rank, int tid) {
+  return ",\n{\"name\":" + Quoted(name) + ",\"ph\":\"" + phase +
+         "\",\"pid\":" + std::to_string(rank + 1) + ",\"tid\":" + std::to_string(tid);
+}
+
+// `args` is the inside of a JSON object.
+std::string Metadata(const char* name, int rank, int tid, const std::string& args) {
+  return Head(name, "M", rank, tid) + ",\"args\":{" + args + "}}";
+}
+
+std::string ThreadName(int rank, int tid, const std::string& name, int order) {
+  return Metadata("thread_name", rank, tid, "\"name\":" + Quoted(name)) +
+         Metadata("thread_sort_index", rank, tid, "\"sort_index\":" + std::to_string(order));
+}
+
+std::string Arguments(const TraceEvent& event) {
+  std::string args;
+  if (!event.tensor.empty()) args += "\"tensor\":" + Quoted(event.tensor);
+  if (event.bytes >= 0) {
+    args += (args.empty() ? "\"bytes\":" : ",\"bytes\":") + std::to_string(event.bytes);
+  }
+  return args.empty() ? args : ",\"args\":{" + args + "}";
+}
+
+}  // namespace
+
+TraceWriter::~TraceWriter() {
+  if (fd_ >= 0) close(fd_);  // the file is complete already; nobody is left to tell of errors
+}
+
+Status TraceWriter::Open(const std::string& path, const std::vector<std::string>& hosts) {
+  HORORING_RETURN_IF_ERROR(Close());
+  fd_ = open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+  if (fd_ < 0) {
+    return Status(Code::kInvalidArgument, "cannot write the timeline '" + path + "': " +
+                                              std::strerror(errno) +
+                                              "; give a path in a writable directory");
+  }
+  path_ = path;
+  tail_ = 0;
+  next_async_id_ = 1;
+  caller_rows_.assign(hosts.size(), std::vector<Row>(1));
+  timespec wall{};
+  clock_gettime(CLOCK_REALTIME, &wall);
+  origin_ns_ = NowNs();
+  const int64_t epoch_us = static_cast<int64_t>(wall.tv_sec) * 1000000 + wall.tv_nsec / 1000;
+
+  std::string text;
+  for (size_t r = 0; r < hosts.size(); ++r) {
+    const int rank = static_cast<int>(r);
+    const int first_tid = Tid(rank, Track::kCaller);
+    std::string args =
+        "\"name\":" + Quoted("rank " + std::to_string(rank) + " (" + hosts[r] + ")");
+    if (rank == 0) args += ",\"start_time_since_epoch_in_micros\":" + std::to_string(epoch_us);
+    text += Metadata("process_name", rank, first_tid, args);
+    text += Metadata("process_sort_index", rank, first_tid,
+                     "\"sort_index\":" + std::to_string(rank));
+    text += ThreadName(rank, first_tid, "caller", 0);
+    text += ThreadName(rank, Tid(rank, Track::kLoop), "engine", 1);
+    text += ThreadName(rank, Tid(rank, Track::kNegotiate), "negotiation", 2);
+    caller_rows_[r][0].named = true;
+  }
+  // The array opens where the first record's comma would stand.
+  text = text.empty() ? "[" : "[" + text.substr(1);
+  const Status status = WriteTail(text);
+  if (!status.ok()) {
+    close(fd_);
+    fd_ = -1;
+  }
+  return status;
+}
+
+// False, and nothing added, when the span would cross one of the row.
+bool TraceWriter::Row::Add(TimeNs begin_ns, TimeNs end_ns) {
+  // Spans arrive ordered by their end (see Append), so an earlier one lies inside this one,
+  // before it, or across its begin.
+  size_t inside = outermost.size();
+  while (inside > 0 && outermost[inside - 1].begin_ns >= begin_ns) --inside;
+  if (inside > 0 && outermost[inside - 1].end_ns > begin_ns) return false;
+  if (inside < outermost.size() && outermost.back().end_ns > end_ns) return false;
+  outermost.resize(inside);
+  if (outermost.size() >= kRowMemory) outermost.erase(outermost.begin());
+  outermost.push_back({begin_ns, end_ns});
+  return true;
+}
+
+int TraceWriter::CallerTid(int rank, TimeNs begin_ns, TimeNs end_ns, std::string* text) {
+  // Rows beyond the first use the tids after the last track's.
+  constexpr size_t kMaxRows = kTidsPerRank - 2;
+  std::vector<Row>& rows = caller_rows_[static_cast<size_t>(rank)];
+  size_t row = 0;
+  while (row < rows.size() && !rows[row].Add(begin_ns, end_ns)) ++row;
+  if (row == rows.size()) {
+    if (rows.size() == kMaxRows) return Tid(rank, Track::kCaller);
+    rows.resize(row + 1);
+    rows[row].Add(begin_ns, end_ns);
+  }
+  const int tid =
+      row == 0 ? Tid(rank, Track::kCaller) : Tid(rank, Track::kNegotiate) + static_cast<int>(row);
+  if (!rows[row].named) {
+    rows[row].named = true;
+    *text += ThreadName(rank, tid, "caller " + std::to_string(row + 1), 2 + static_cast<int>(row));
+  }
+  return tid;
+}
+
+Status TraceWriter::Append(int rank, TimeNs clock_offset_ns,
+                           const std::vector<TraceEvent>& events) {
+  if (fd_ < 0) return Status(Code::kInternal, "the timeline is not open");
+  if (rank < 0 || static_cast<size_t>(rank) >= caller_rows_.size()) {
+    return Status(Code::kInternal, "no rank " + std::to_string(rank) + " in the timeline '" +
+                                       path_ + "' of " + std::to_string(caller_rows_.size()) + " ranks");
+  }
+  if (events.empty()) return Status::Ok();
+  std::vector<const TraceEvent*> ordered;
+  ordered.reserve(events.size());
+  for (const TraceEvent& event : events) ordered.push_back(&event);
+  std::stable_sort(ordered.begin(), ordered.end(), [](const TraceEvent* a, const TraceEvent* b) {
+    return a->end_ns < b->end_ns;
+  });
+
+  std::string text;
+  for (const TraceEvent* event : ordered) {
+    const TimeNs begin = event->begin_ns + clock_offset_ns - origin_ns_;
+    const TimeNs end = std::max(begin, event->end_ns + clock_offset_ns - origin_ns_);
+    if (event->instant) {
+      text += Head(event->name, "i", rank, Tid(rank, event->track)) + ",\"ts\":" + Micros(begin) +
+              ",\"s\":\"g\"" + Arguments(*event) + "}";
+    } else if (event->track == Track::kNegotiate) {
+      // An asynchronous pair: negotiations of different tensors overlap without nesting.
+      const std::string id =
+          ",\"cat\":\"negotiate\",\"id\":\"" + std::to_string(next_async_id_++) + "\",\"ts\":";
+      const int tid = Tid(rank, event->track);
+      text += Head(event->name, "b", rank, tid) + id + Micros(begin) + Arguments(*event) + "}";
+      text += Head(event->name, "e", rank, tid) + id + Micros(end) + "}";
+    } else {
+      const int tid = event->track == Track::kCaller ? CallerTid(rank, begin, end, &text)
+                                                     : Tid(rank, event->track);
+      text += Head(event->name, "X", rank, tid) + ",\"ts\":" + Micros(begin) +
+              ",\"dur\":" + Micros(end - begin) + Arguments(*event) + "}";
+    }
+  }
+  return WriteTail(text);
+}
+
+// Puts `text` where the closing bracket is and closes the array again, in one write: a process
+// that is killed before or after it leaves a whole file.
+Status TraceWriter::WriteTail(const std::string& text) {
+  const std::string block = text + kTail;
+  size_t done = 0;
+  while (done < block.size()) {
+    const ssize_t n = pwrite(fd_, block.data() + done, block.size() - done,
+                             static_cast<off_t>(tail_) + static_cast<off_t>(done));
+    if (n < 0 && errno == EINTR) continue;
+    if (n <= 0) {
+      const std::string reason = n < 0 ? std::strerror(errno) : "no space";
+      // Puts the bracket back over what was written of `text`; if even that fails, the file
+      // stays as it is.
+      if (ftruncate(fd_, static_cast<off_t>(tail_)) == 0) {
+        const ssize_t restored =
+            pwrite(fd_, kTail, sizeof(kTail) - 1, static_cast<off_t>(tail_));
+        static_cast<void>(restored);
+      }
+      return Status(Code::kInternal, "cannot write to the timeline '" + path_ + "': " + reason);
+    }
+    done += static_cast<size_t>(n);
+  }
+  tail_ += static_cast<int64_t>(text.size());
+  return Status::Ok();
+}
+
+Status TraceWriter::Close() {
+  if (fd_ < 0) return Status::Ok();
+  const int fd = fd_;
+  fd_ = -1;
+  if (close(fd) != 0) {
+    return Status(Code::kInternal,
+                  "cannot close the timeline '" + path_ + "': " + std::strerror(errno));
+  }
+  return Status::Ok();
+}
+
+}  // namespace hororing

@@ -1,0 +1,64 @@
+// TraceWriter: one Chrome-trace JSON file for the whole job, written by rank 0 as events
+// arrive. The file is a complete JSON array after every Append (the closing bracket is
+// overwritten by the next one, in a single write), so a killed job leaves a readable file.
+//
+// pid = rank + 1, tid = 16 * rank + track + 1: viewers drop pid 0 and tid 0, and tids must be
+// unique over the whole file (facts/frameworks.md, section 7).
+//
+// Viewers demand that the spans of one tid nest. Those of the loop do; callers may be several
+// threads, so a caller's span that would cross another one moves to a further row of its rank
+// ("caller 2", ...; there is room for 14 rows).
+//
+// Thread-safety: none; the engine's loop thread owns it.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "base/status.h"
+#include "trace/trace.h"
+
+namespace hororing {
+
+class TraceWriter {
+ public:
+  TraceWriter() = default;
+  ~TraceWriter();
+  TraceWriter(const TraceWriter&) = delete;
+  TraceWriter& operator=(const TraceWriter&) = delete;
+
+  // Creates or truncates `path` and writes the metadata (process and thread names, sort
+  // order, wall-clock time of timestamp 0). `hosts[r]` is the host name of rank r. A file that
+  // was open before is closed.
+  Status Open(const std::string& path, const std::vector<std::string>& hosts);
+  bool is_open() const { return fd_ >= 0; }
+
+  // `clock_offset_ns` is added to every time stamp: the difference between rank 0's clock and
+  // that of `rank`'s host. Times in the file are microseconds since Open.
+  Status Append(int rank, TimeNs clock_offset_ns, const std::vector<TraceEvent>& events);
+  Status Close();
+
+ private:
+  // One row of the viewer: the outermost of the latest spans, disjoint and ordered by time.
+  struct Row {
+    struct Interval {
+      TimeNs begin_ns, end_ns;
+    };
+    bool named = false;
+    std::vector<Interval> outermost;
+
+    bool Add(TimeNs begin_ns, TimeNs end_ns);
+  };
+  int CallerTid(int rank, TimeNs begin_ns, TimeNs end_ns, std::string* text);
+  Status WriteTail(const std::string& text);
+
+  int fd_ = -1;
+  std::string path_;
+  int64_t tail_ = 0;  // offset of the closing bracket's line
+  TimeNs origin_ns_ = 0;
+  uint64_t next_async_id_ = 1;
+  std::vector<std::vector<Row>> caller_rows_;  // per rank
+};
+
+}  // namespace hororing

@@ -1,0 +1,53 @@
+// The one place that decides which transport a job gets, and works out its topology.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/status.h"
+#include "transport/mpi_transport.h"
+#include "transport/transport.h"
+
+namespace hororing {
+
+// Where the ranks live. Hosts are numbered in the order of their lowest rank.
+struct Topology {
+  int rank = 0, size = 1;
+  int local_rank = 0, local_size = 1;  // among the ranks of this host
+  int cross_rank = 0, cross_size = 1;  // among the ranks with this local rank
+  bool homogeneous = true;             // the same number of ranks on each host
+  std::vector<int> host_of;            // per rank
+  std::vector<std::string> hosts;      // names, per host
+};
+
+// `host_ids[r]` identifies the host of rank r; equal ids share memory.
+Topology MakeTopology(int rank, const std::vector<std::string>& host_ids);
+
+struct World {
+  std::unique_ptr<Transport> transport;  // what the engine talks over
+  Topology topology;
+};
+
+struct WorldOptions {
+  bool launched = false;         // by mpirun or the like: there may be other ranks
+  std::string transport;         // "auto", "shm" or "mpi"
+  std::string mpi_library_path;  // of libhororing_mpi
+  MpiWorld mpi;
+  TimeNs spin_ns = 0;
+  TimeNs timeout_ns = kForever;  // for the exchange at start
+};
+
+// auto: one rank -> inproc; all ranks on one host -> shared memory (named through MPI at
+// start, MPI idle afterwards); several hosts -> MPI. "shm" over several hosts is an error that
+// names the hosts.
+Status MakeWorld(const WorldOptions& options, World* world);
+
+// N ranks inside this process, for tests: element r belongs to the thread that plays rank r.
+std::vector<std::unique_ptr<Transport>> MakeInprocWorld(int size, TimeNs spin_ns);
+
+// Ends what MakeWorld may have begun with MPI; see HororingMpiFinalize.
+void FinalizeMpi();
+Status DescribeMpi(const std::string& mpi_library_path, MpiInfo* info);
+
+}  // namespace hororing

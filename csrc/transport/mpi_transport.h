@@ -1,0 +1,47 @@
+// MpiTransport: a Transport over an MPI communicator of its own (a duplicate of what it was
+// given). The one room that includes <mpi.h> is mpi_transport.cc, compiled into a library of
+// its own (libhororing_mpi) that the core loads only when a job has more than one rank: a job
+// of one rank neither needs nor initialises MPI.
+//
+// Only the loop thread calls MPI. If somebody else initialised MPI with less than
+// MPI_THREAD_MULTIPLE, creation is refused: two threads inside a SERIALIZED Open MPI crash
+// (facts/mpi.md, section 3).
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/status.h"
+#include "transport/transport.h"
+
+namespace hororing {
+
+// Which ranks take part.
+struct MpiWorld {
+  // A communicator as its Fortran handle (mpi4py: comm.py2f()), or kWorld.
+  static constexpr int kWorld = -1;
+  int communicator = kWorld;
+  // If not empty: the sub-job of these ranks of that communicator, in this order. A rank that
+  // is not listed gets kInvalidArgument.
+  std::vector<int> ranks;
+};
+
+struct MpiInfo {
+  std::string library;       // MPI_Get_library_version, first line
+  std::string thread_level;  // "single", "funneled", "serialized", "multiple"; "" if not initialised
+  bool initialized = false;
+};
+
+// The entry points of libhororing_mpi, resolved with dlsym by transport/factory.cc.
+extern "C" {
+// Initialises MPI if nobody has (SERIALIZED), else checks the thread level.
+using HororingMpiOpen = int (*)(const MpiWorld* world, Transport** transport, Status* status);
+// Does not initialise MPI.
+using HororingMpiDescribe = void (*)(MpiInfo* info);
+// MPI_Finalize if and only if HororingMpiOpen had initialised MPI and nobody has finalised it
+// since. Once per process, at its very end: MPI cannot be initialised again.
+using HororingMpiFinalize = void (*)();
+}
+
+}  // namespace hororing

@@ -1,0 +1,14 @@
+#include "transport/transport.h"
+
+namespace hororing {
+
+Status SendReceive(Transport& transport, int to, const void* data, size_t bytes, int from,
+                   void* buffer, size_t buffer_bytes, TimeNs deadline) {
+  const Transport::Request sending = transport.Send(to, data, bytes);
+  const Transport::Request receiving = transport.Receive(from, buffer, buffer_bytes);
+  const Status received = transport.Wait(receiving, deadline);
+  const Status sent = transport.Wait(sending, deadline);
+  return received.ok() ? sent : received;
+}
+
+}  // namespace hororing

@@ -1,0 +1,94 @@
+// ShmSegment: the memory that all ranks of one world map, and its layout. Lives either in a
+// POSIX shared-memory object (processes) or on the heap (ranks as threads in tests): the code
+// above it cannot tell.
+//
+//   | header | RankState 0 .. N-1 | pipes (src, dst) | slots of rank 0 .. N-1 |
+//
+// A name in /dev/shm exists only between Create and Unlink, which the factory calls as soon as
+// all ranks have attached: afterwards nothing can be left behind, not even by SIGKILL. The
+// pages are reserved at creation (posix_fallocate), so that a full /dev/shm is an error at
+// init and not a SIGBUS in the middle of training.
+//
+// Thread-safety: the struct is shared between processes; every field says who writes it.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "base/status.h"
+
+namespace hororing {
+
+constexpr size_t kCacheLine = 64;
+
+// One rank's place in the segment.
+struct alignas(kCacheLine) RankState {
+  // Bumped by anybody who changed something that this rank may sleep on; a futex word.
+  std::atomic<uint32_t> doorbell{0};
+  // Nonzero while this rank is in, or about to enter, futex_wait: saves wakers the system call.
+  std::atomic<uint32_t> sleeping{0};
+  std::atomic<int32_t> pid{0};             // written by this rank at attach
+  std::atomic<int64_t> start_time{0};      // of the process, in clock ticks: guards against pid reuse
+  std::atomic<uint32_t> attached{0};
+  std::atomic<uint32_t> failed{0};         // set after `reason` is complete
+  char reason[208] = {};                   // why, zero-terminated
+  // Shared-memory direct allreduce (backend/shm_direct.h): blocks published so far.
+  alignas(kCacheLine) std::atomic<uint64_t> packed{0};    // this rank's block lies in its slot
+  alignas(kCacheLine) std::atomic<uint64_t> reduced{0};   // its slice of the block is reduced
+  alignas(kCacheLine) std::atomic<uint64_t> consumed{0};  // it has read all slices of the block
+};
+
+// A one-way byte stream between two ranks: one writer process, one reader process.
+struct alignas(kCacheLine) Pipe {
+  alignas(kCacheLine) std::atomic<uint64_t> written{0};  // by the source
+  alignas(kCacheLine) std::atomic<uint64_t> read{0};     // by the destination
+};
+
+class ShmSegment {
+ public:
+  struct Geometry {
+    int ranks = 1;
+    size_t control_pipe_bytes = 0;  // a power of two, per ordered pair
+    size_t data_pipe_bytes = 0;     // a power of two, per ordered pair
+    size_t slot_bytes = 0;          // per rank: the blocks of the direct allreduce
+    static Geometry For(int ranks);
+    size_t total_bytes() const;
+  };
+
+  // On the heap, zeroed and constructed, for ranks that are threads of this process.
+  static std::shared_ptr<ShmSegment> OnHeap(const Geometry& geometry);
+  // A fresh object under a new unique name (see name()).
+  static Status Create(const Geometry& geometry, std::shared_ptr<ShmSegment>* segment);
+  static Status Attach(const std::string& name, const Geometry& geometry,
+                       std::shared_ptr<ShmSegment>* segment);
+  ~ShmSegment();
+  ShmSegment(const ShmSegment&) = delete;
+  ShmSegment& operator=(const ShmSegment&) = delete;
+
+  // Removes the name; the memory lives until the last rank unmaps it. Idempotent.
+  void Unlink();
+
+  const std::string& name() const { return name_; }
+  const Geometry& geometry() const { return geometry_; }
+  bool process_shared() const { return !name_.empty(); }
+
+  RankState& rank_state(int rank);
+  Pipe& control_pipe(int source, int destination);
+  Pipe& data_pipe(int source, int destination);
+  std::byte* control_pipe_data(int source, int destination);
+  std::byte* data_pipe_data(int source, int destination);
+  std::byte* slot(int rank);
+
+ private:
+  ShmSegment(const Geometry& geometry, void* base, std::string name);
+
+  Geometry geometry_;
+  std::byte* base_ = nullptr;
+  std::string name_;
+  bool unlinked_ = false;
+};
+
+}  // namespace hororing

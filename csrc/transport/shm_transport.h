@@ -1,0 +1,113 @@
+// ShmTransport: a Transport over one ShmSegment: byte streams between pairs of ranks, and a
+// doorbell per rank. Serves processes of one host ("shm") and threads of one process
+// ("inproc"), so that the sanitizers see the code that users run.
+//
+// While it waits, it moves whatever else is in flight (outgoing data, queued control
+// messages), so that two ranks that wait for one another's bytes always make progress.
+#pragma once
+
+#include <cstddef>
+#include <deque>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "transport/shm_segment.h"
+#include "transport/transport.h"
+
+namespace hororing {
+
+class ShmTransport final : public Transport {
+ public:
+  // `spin_ns`: how long a wait polls before it sleeps on the futex.
+  ShmTransport(std::shared_ptr<ShmSegment> segment, int rank, TimeNs spin_ns);
+  ~ShmTransport() override;
+
+  int rank() const override { return rank_; }
+  int size() const override { return size_; }
+  const char* name() const override { return segment_->process_shared() ? "shm" : "inproc"; }
+
+  Request Send(int peer, const void* data, size_t bytes) override;
+  Request Receive(int peer, void* data, size_t bytes) override;
+  Status Wait(Request request, TimeNs deadline) override;
+  void Post(int peer, std::string message) override;
+  bool Poll(int* peer, std::string* message) override;
+  void Sleep(TimeNs deadline) override;
+  void Wake() override;
+  Status CheckPeers() override;
+  void AnnounceFailure(const std::string& reason) override;
+  bool Flush(TimeNs deadline) override;
+
+  // For backend/shm_direct, which shares the segment and this rank's doorbell.
+  ShmSegment& segment() { return *segment_; }
+  // Rings every peer's doorbell; a system call only for those that sleep.
+  void RingPeers();
+  void Ring(int peer);
+
+  // Blocks until ready() is true: progress, spin, then sleep on the doorbell; ends early when
+  // a peer has died or failed, or at the deadline (kTransport, naming the ranks that lagging()
+  // lists, as text). `ready` reads only shared atomics whose writers ring this rank's doorbell.
+  template <typename Ready, typename Lagging>
+  Status WaitUntil(Ready ready, Lagging lagging, TimeNs deadline) {
+    WaitState wait(spin_ns_);
+    for (;;) {
+      const uint32_t bell = Bell();
+      if (ready()) return Status::Ok();
+      if (Progress()) continue;
+      HORORING_RETURN_IF_ERROR(Pause(wait, bell, deadline));
+      if (wait.expired) return NoProgress(lagging(), wait);
+    }
+  }
+
+ private:
+  // How far a wait has got: it spins, then yields, then sleeps, and looks at its peers.
+  struct WaitState {
+    explicit WaitState(TimeNs spin_ns);
+    TimeNs begin_ns;
+    TimeNs spin_until_ns;
+    TimeNs next_check_ns;
+    bool expired = false;
+  };
+  // A transfer that is not complete.
+  struct Job {
+    std::byte* data;
+    size_t left;
+  };
+  // What this rank has under way with one peer.
+  struct Peer {
+    std::deque<Job> sends, receives;
+    uint64_t sends_posted = 0, sends_done = 0;
+    uint64_t receives_posted = 0, receives_done = 0;
+    std::deque<std::string> outbox;  // framed messages
+    size_t outbox_offset = 0;        // of the first message: bytes that are already sent
+    std::string inbox;               // of the message that is arriving: frame and body
+    size_t inbox_wanted = kFrameBytes;
+  };
+  static constexpr size_t kFrameBytes = sizeof(uint64_t);
+
+  uint32_t Bell() const;
+  bool Progress();
+  bool Push(int peer);
+  bool Pull(int peer);
+  bool PushControl(int peer);
+  bool PullControl(int peer);
+  size_t Write(Pipe& pipe, std::byte* ring, size_t capacity, const std::byte* data, size_t bytes);
+  size_t Read(Pipe& pipe, const std::byte* ring, size_t capacity, std::byte* data, size_t bytes);
+  Status Pause(WaitState& wait, uint32_t bell, TimeNs deadline);
+  void SleepOnBell(uint32_t bell, TimeNs timeout_ns);
+  Status NoProgress(const std::string& ranks, const WaitState& wait);
+  bool PeerProcessIsGone(int peer) const;
+
+  const std::shared_ptr<ShmSegment> segment_;
+  const int rank_;
+  const int size_;
+  const TimeNs spin_ns_;
+  RankState& self_;
+  std::vector<Peer> peers_;
+  std::deque<std::pair<int, std::string>> received_;  // complete control messages
+  uint32_t last_sleep_bell_ = 0;  // doorbell as the last Sleep left it: a later Wake shows
+  Status broken_;                 // first data-plane error
+};
+
+}  // namespace hororing

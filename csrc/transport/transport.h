@@ -1,0 +1,74 @@
+// Transport: moves bytes between the ranks of one world. Knows neither element types nor
+// what is negotiated.
+//
+// Thread-safety: everything belongs to the engine's loop thread, except Wake() and the
+// constant rank()/size().
+//
+// Two planes over the same wires:
+//   data     sizes known on both sides; messages of one ordered pair of ranks match in the
+//            order in which they were posted.
+//   control  messages of any size, from anybody, at any time; posting never blocks.
+//
+// Invariants
+//   1. Every request is waited for exactly once, on error paths too; Wait returns only when
+//      the transport will not touch the buffer again.
+//   2. Every wait ends: by completion, by the death of a peer (kPeerLost with its rank), by a
+//      peer that announced its failure, or by the deadline (kTransport, naming the peer).
+//   3. After the first error the data plane is broken: every later Wait fails at once with
+//      that same error. The control plane goes on as far as it can.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "base/clock.h"
+#include "base/status.h"
+
+namespace hororing {
+
+class Transport {
+ public:
+  // A posted data transfer. Small and copyable; the meaning of `slot` is the transport's.
+  struct Request {
+    uint64_t slot = 0;
+  };
+
+  virtual ~Transport() = default;
+
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+  virtual const char* name() const = 0;  // "inproc", "shm", "mpi"
+
+  // Data plane. `data` stays valid and, for Receive, untouched until the Wait returns.
+  // Zero bytes are legal. `peer` is never this rank.
+  virtual Request Send(int peer, const void* data, size_t bytes) = 0;
+  virtual Request Receive(int peer, void* data, size_t bytes) = 0;
+  virtual Status Wait(Request request, TimeNs deadline) = 0;
+
+  // Control plane. Post takes the message over and delivers it in order per peer; it may be
+  // sent later, while waiting or sleeping. Poll returns one received message, if there is one.
+  virtual void Post(int peer, std::string message) = 0;
+  virtual bool Poll(int* peer, std::string* message) = 0;
+
+  // Returns when a control message may be there, after a Wake() (also one that came before
+  // the call, since the last Sleep), or at `deadline`. Spins briefly, then sleeps without
+  // burning CPU. May return early.
+  virtual void Sleep(TimeNs deadline) = 0;
+  // Any thread. Ends the current or the next Sleep.
+  virtual void Wake() = 0;
+
+  // Ok while every peer is alive. Cheap enough for a few calls a second.
+  virtual Status CheckPeers() = 0;
+  // Tells the peers that this rank will take no further part: their waits on it end with an
+  // error that quotes `reason` (truncated to 200 bytes).
+  virtual void AnnounceFailure(const std::string& reason) = 0;
+  // Sends what Post has queued, until `deadline`; true when nothing is left.
+  virtual bool Flush(TimeNs deadline) = 0;
+};
+
+// Send and receive at the same time, with one peer each: the step of most collectives.
+Status SendReceive(Transport& transport, int to, const void* data, size_t bytes, int from,
+                   void* buffer, size_t buffer_bytes, TimeNs deadline);
+
+}  // namespace hororing

@@ -1,0 +1,351 @@
+// Rung 1: coordinator, cache, codec, stall inspector and the texts of mismatches, without
+// threads, transports or time.
+#include <algorithm>
+#include <random>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "check.h"
+#include "negotiation/codec.h"
+#include "negotiation/coordinator.h"
+#include "negotiation/response_cache.h"
+#include "negotiation/validate.h"
+
+using namespace hororing;
+
+namespace {
+
+Request Allreduce(const std::string& name, std::vector<int64_t> shape = {4},
+                  DataType dtype = DataType::kFloat32) {
+  Request request;
+  request.name = name;
+  request.tensors = {{dtype, std::move(shape)}};
+  return request;
+}
+
+Request Allgather(const std::string& name, int64_t rows) {
+  Request request = Allreduce(name, {rows, 3});
+  request.kind = Collective::kAllgather;
+  return request;
+}
+
+Report Fresh(std::vector<Request> requests) {
+  Report report;
+  report.fresh = std::move(requests);
+  return report;
+}
+
+Coordinator::Options Options(int size) {
+  Coordinator::Options options;
+  options.size = size;
+  options.fusion_bytes = 1 << 20;
+  options.cache_capacity = 8;
+  return options;
+}
+
+bool Contains(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+}  // namespace
+
+TEST(a_request_is_agreed_once_every_rank_has_reported_it) {
+  Coordinator coordinator(Options(3));
+  coordinator.Receive(2, Fresh({Allreduce("x")}), 0);
+  coordinator.Receive(0, Fresh({Allreduce("x")}), 0);
+  CHECK(!coordinator.Decide(1).has_value());
+  coordinator.Receive(1, Fresh({Allreduce("x")}), 2);
+  const auto agreement = coordinator.Decide(3);
+  CHECK(agreement.has_value());
+  CHECK_EQ(agreement->decisions.size(), size_t{1});
+  CHECK(agreement->decisions[0].kind == Decision::Kind::kRun);
+  CHECK_EQ(agreement->decisions[0].name, std::string("x"));
+  CHECK(!coordinator.Decide(4).has_value());
+}
+
+TEST(cached_reports_are_agreed_by_id_and_mix_with_full_ones) {
+  Coordinator coordinator(Options(2));
+  for (int rank : {0, 1}) coordinator.Receive(rank, Fresh({Allreduce("x")}), 0);
+  const uint32_t id = coordinator.Decide(0)->decisions[0].cache_id;
+  CHECK(id != 0);
+  Report cached;
+  cached.cached = {id};
+  for (int rank : {1, 0}) coordinator.Receive(rank, cached, 1);
+  auto agreement = coordinator.Decide(1);
+  CHECK_EQ(agreement->decisions[0].cache_id, id);
+  CHECK(agreement->decisions[0].name.empty());
+
+  // Rank 1 changes the shape: rank 0's id still stands for the old one.
+  coordinator.Receive(0, cached, 2);
+  coordinator.Receive(1, Fresh({Allreduce("x", {5})}), 2);
+  agreement = coordinator.Decide(2);
+  CHECK(agreement->decisions[0].kind == Decision::Kind::kFail);
+  CHECK(Contains(agreement->decisions[0].status.message(), "rank 0: [4]; rank 1: [5]"));
+
+  // Both change it: a new id.
+  for (int rank : {0, 1}) coordinator.Receive(rank, Fresh({Allreduce("x", {5})}), 3);
+  agreement = coordinator.Decide(3);
+  CHECK(agreement->decisions[0].kind == Decision::Kind::kRun);
+  CHECK(agreement->decisions[0].cache_id != id);
+}
+
+TEST(gathered_rows_travel_with_the_agreement_and_are_cached) {
+  Coordinator coordinator(Options(2));
+  coordinator.Receive(0, Fresh({Allgather("g", 2)}), 0);
+  coordinator.Receive(1, Fresh({Allgather("g", 0)}), 0);
+  auto agreement = coordinator.Decide(0);
+  CHECK(agreement->decisions[0].rows == (std::vector<int64_t>{2, 0}));
+  const uint32_t id = agreement->decisions[0].cache_id;
+  // Rank 1 gathers more rows this time, rank 0 as many as before.
+  Report cached;
+  cached.cached = {id};
+  coordinator.Receive(0, cached, 1);
+  coordinator.Receive(1, Fresh({Allgather("g", 7)}), 1);
+  agreement = coordinator.Decide(1);
+  CHECK(agreement->decisions[0].rows == (std::vector<int64_t>{2, 7}));
+}
+
+TEST(evicted_ids_are_understood_until_every_rank_knows) {
+  Coordinator::Options options = Options(2);
+  options.cache_capacity = 1;
+  Coordinator coordinator(options);
+  for (int rank : {0, 1}) coordinator.Receive(rank, Fresh({Allreduce("a")}), 0);
+  const uint32_t a = coordinator.Decide(0)->decisions[0].cache_id;
+  for (int rank : {0, 1}) coordinator.Receive(rank, Fresh({Allreduce("b")}), 1);
+  auto agreement = coordinator.Decide(1);
+  CHECK(agreement->evicted == std::vector<uint32_t>{a});
+  // Both reports of `a` were on their way when the eviction was agreed.
+  Report late;
+  late.applied = 1;
+  late.cached = {a};
+  for (int rank : {0, 1}) coordinator.Receive(rank, late, 2);
+  agreement = coordinator.Decide(2);
+  CHECK_EQ(agreement->decisions[0].name, std::string("a"));
+  CHECK_EQ(agreement->decisions[0].cache_id, uint32_t{0});
+}
+
+TEST(a_mismatch_names_the_tensor_and_groups_values_by_rank) {
+  const Request good = Allreduce("layer3.weight", {256, 128});
+  const Request bad = Allreduce("layer3.weight", {256, 64});
+  const Status status = Validate({&good, &good, &bad, &good});
+  CHECK(status.code() == Code::kMismatch);
+  CHECK(Contains(status.message(),
+                 "allreduce 'layer3.weight' (NEGOTIATE): shapes differ: ranks 0,1,3: [256, 128]; "
+                 "rank 2: [256, 64]. Every rank must pass the same shape"));
+}
+
+TEST(every_property_that_must_agree_is_checked) {
+  const Request base = Allreduce("x");
+  std::vector<std::pair<Request, std::string>> others;
+  const auto add = [&](auto change, const std::string& what) {
+    Request other = base;
+    change(other);
+    others.push_back({other, what});
+  };
+  add([](Request& r) { r.kind = Collective::kBroadcast; }, "operations differ");
+  add([](Request& r) { r.tensors[0].dtype = DataType::kInt64; }, "data types differ");
+  add([](Request& r) { r.tensors[0].shape = {2, 2}; }, "shapes differ");
+  add([](Request& r) { r.op = ReduceOp::kMax; }, "reduce operations differ: rank 0: Sum; rank 1: Max");
+  add([](Request& r) { r.prescale = 0.5; }, "scale factors differ");
+  add([](Request& r) { r.tensors.push_back(r.tensors[0]); }, "numbers of tensors");
+  for (const auto& [other, what] : others) {
+    const Status status = Validate({&base, &other});
+    CHECK(status.code() == Code::kMismatch);
+    if (!Contains(status.message(), what)) CHECK_EQ(status.message(), what);
+  }
+  Request root0 = base, root1 = base;
+  root0.kind = root1.kind = Collective::kBroadcast;
+  root1.root = 1;
+  CHECK(Contains(Validate({&root0, &root1}).message(), "root ranks differ"));
+  Request wide = Allgather("g", 2), deep = Allgather("g", 2);
+  wide.tensors[0].shape = {2, 4};
+  CHECK(Contains(Validate({&deep, &wide}).message(), "rank 0: [*, 3]; rank 1: [*, 4]"));
+  const Request more = Allgather("g", 9);
+  CHECK(Validate({&deep, &more}).ok());
+}
+
+TEST(a_burst_is_held_back_for_what_others_have_reported_but_a_lone_request_is_not) {
+  Coordinator::Options options = Options(2);
+  options.hold_ns = 100;
+  Coordinator coordinator(options);
+  coordinator.Receive(0, Fresh({Allreduce("a"), Allreduce("b")}), 0);
+  coordinator.Receive(1, Fresh({Allreduce("a")}), 10);
+  CHECK(!coordinator.Decide(20).has_value());
+  CHECK_EQ(coordinator.NextDeadline(), TimeNs{110});
+  coordinator.Receive(1, Fresh({Allreduce("b")}), 30);
+  CHECK_EQ(coordinator.Decide(30)->decisions.size(), size_t{2});
+
+  coordinator.Receive(0, Fresh({Allreduce("c"), Allreduce("d")}), 40);
+  coordinator.Receive(1, Fresh({Allreduce("c")}), 50);
+  CHECK(!coordinator.Decide(149).has_value());
+  CHECK(coordinator.Decide(150).has_value());
+}
+
+TEST(leaving_fails_nothing_that_was_ready_before) {
+  Coordinator coordinator(Options(2));
+  for (int rank : {0, 1}) coordinator.Receive(rank, Fresh({Allreduce("a")}), 0);
+  Report leaving;
+  leaving.leaving = true;
+  leaving.reason = "KeyError: 'x'";
+  coordinator.Receive(1, leaving, 0);
+  const auto agreement = coordinator.Decide(0);
+  CHECK_EQ(agreement->decisions.size(), size_t{2});
+  CHECK(agreement->decisions[0].kind == Decision::Kind::kRun);
+  CHECK(agreement->decisions[1].kind == Decision::Kind::kLeave);
+  CHECK_EQ(agreement->decisions[1].status.message(),
+           std::string("rank 1 has shut down (KeyError: 'x')"));
+  coordinator.Receive(0, Fresh({Allreduce("b")}), 1);
+  CHECK(!coordinator.Decide(2).has_value());
+}
+
+TEST(stalls_are_warned_about_at_doubling_intervals_and_then_abort) {
+  Coordinator::Options options = Options(3);
+  options.stall.warning_ns = 8 * kSecond;
+  options.stall.shutdown_ns = 60 * kSecond;
+  Coordinator coordinator(options);
+  coordinator.Receive(0, Fresh({Allreduce("x"), Allreduce("y")}), 0);
+  coordinator.Receive(2, Fresh({Allreduce("x")}), 0);
+  std::vector<TimeNs> warned;
+  std::string text;
+  bool aborted = false;
+  for (TimeNs now = 0; now <= 70 * kSecond && !aborted; now += kSecond) {
+    const std::string warning = coordinator.InspectStalls(now);
+    if (!warning.empty()) {
+      warned.push_back(now / kSecond);
+      text = warning;
+    }
+    const auto agreement = coordinator.Decide(now);
+    if (!agreement) continue;
+    CHECK(agreement->decisions[0].kind == Decision::Kind::kAbort);
+    CHECK(agreement->decisions[0].status.code() == Code::kStalled);
+    CHECK(Contains(agreement->decisions[0].status.message(), "allreduce 'x'"));
+    aborted = true;
+    CHECK(now >= 60 * kSecond && now <= 62 * kSecond);
+  }
+  CHECK(aborted);
+  CHECK(warned == (std::vector<TimeNs>{8, 16, 32}));
+  CHECK(Contains(text, "allreduce 'x': submitted by ranks 0,2, missing rank 1"));
+  CHECK(Contains(text, "allreduce 'y': submitted by rank 0, missing ranks 1,2"));
+}
+
+TEST(ranks_are_listed_shortly) {
+  CHECK_EQ(RanksText({2}), std::string("rank 2"));
+  CHECK_EQ(RanksText({0, 1}), std::string("ranks 0,1"));
+  CHECK_EQ(RanksText({0, 1, 2, 5}), std::string("ranks 0-2,5"));
+}
+
+// Any interleaving of reports: every request is decided exactly once, with the same ids on
+// members that apply the agreements, under caches of any size.
+TEST(random_schedules_decide_everything_exactly_once) {
+  std::mt19937 random(hororing_test::Seed());
+  for (int round = 0; round < 200; ++round) {
+    const int size = 1 + static_cast<int>(random() % 4);
+    Coordinator::Options options = Options(size);
+    options.cache_capacity = static_cast<int>(random() % 4);
+    options.hold_ns = random() % 3;
+    Coordinator coordinator(options);
+    struct Member {
+      ResponseCache cache;
+      std::vector<std::string> todo;
+      std::set<std::string> in_flight;
+      uint32_t applied = 0;
+      std::vector<Agreement> inbox;
+    };
+    std::vector<Member> members(static_cast<size_t>(size));
+    const int names = 1 + static_cast<int>(random() % 5);
+    for (Member& member : members) {
+      for (int step = 0; step < 4; ++step) {
+        for (int n = 0; n < names; ++n) member.todo.push_back("t" + std::to_string(n));
+      }
+    }
+    int decided = 0;
+    TimeNs now = 0;
+    for (int moves = 0; moves < 20000; ++moves) {
+      ++now;
+      Member& member = members[random() % members.size()];
+      const int rank = static_cast<int>(&member - members.data());
+      if (random() % 2 == 0) {  // report some
+        Report report;
+        report.applied = member.applied;
+        for (size_t i = 0; i < member.todo.size(); ++i) {
+          const std::string name = member.todo[i];
+          if (member.in_flight.count(name) != 0 || random() % 2 == 0) continue;
+          const Request request = Allreduce(name);
+          const uint32_t id = member.cache.Find(request);
+          if (id != 0) {
+            report.cached.push_back(id);
+          } else {
+            report.fresh.push_back(request);
+          }
+          member.in_flight.insert(name);
+          member.todo.erase(member.todo.begin() + static_cast<std::ptrdiff_t>(i));
+          break;
+        }
+        Report decoded;
+        CHECK(Decode(Encode(report), &decoded));
+        coordinator.Receive(rank, decoded, now);
+      } else if (!member.inbox.empty()) {  // apply one agreement
+        const Agreement agreement = member.inbox.front();
+        member.inbox.erase(member.inbox.begin());
+        CHECK_EQ(agreement.sequence, member.applied + 1);
+        for (const Decision& decision : agreement.decisions) {
+          CHECK(decision.kind == Decision::Kind::kRun);
+          std::string name = decision.name;
+          if (name.empty()) {
+            const ResponseCache::Record* record = member.cache.Lookup(decision.cache_id);
+            CHECK(record != nullptr);
+            name = record->request.name;
+          } else if (decision.cache_id != 0) {
+            member.cache.Define(decision.cache_id, Allreduce(name), decision.rows);
+          }
+          CHECK_EQ(member.in_flight.erase(name), size_t{1});
+        }
+        for (uint32_t id : agreement.evicted) member.cache.Evict(id);
+        CHECK(static_cast<int>(member.cache.size()) <= options.cache_capacity);
+        member.applied = agreement.sequence;
+      }
+      if (const auto agreement = coordinator.Decide(now)) {
+        Agreement decoded;
+        CHECK(Decode(Encode(*agreement), &decoded));
+        decided += static_cast<int>(decoded.decisions.size());
+        for (Member& each : members) each.inbox.push_back(decoded);
+      }
+      const bool done = std::all_of(members.begin(), members.end(), [](const Member& each) {
+        return each.todo.empty() && each.in_flight.empty();
+      });
+      if (done) break;
+    }
+    CHECK_EQ(decided, 4 * names);
+    CHECK(coordinator.AllWaiting().empty());
+  }
+}
+
+TEST(truncated_and_random_messages_are_refused_not_trusted) {
+  std::mt19937 random(hororing_test::Seed());
+  Report report = Fresh({Allreduce("x", {3, 4}), Allgather("g", 2)});
+  report.cached = {1, 300, 70000};
+  report.leaving = true;
+  report.reason = "why";
+  const std::string whole = Encode(report);
+  Report decoded;
+  CHECK(Decode(whole, &decoded));
+  CHECK(decoded.fresh == report.fresh);
+  CHECK(decoded.cached == report.cached);
+  CHECK_EQ(decoded.reason, report.reason);
+  for (size_t bytes = 0; bytes < whole.size(); ++bytes) {
+    Report ignored;
+    CHECK(!Decode(whole.substr(0, bytes), &ignored));
+  }
+  for (int i = 0; i < 20000; ++i) {
+    std::string noise(random() % 64, '\0');
+    for (char& byte : noise) byte = static_cast<char>(random());
+    Report ignored_report;
+    Agreement ignored_agreement;
+    std::string events;
+    bool last = false;
+    (void)Decode(noise, &ignored_report);
+    (void)Decode(noise, &ignored_agreement);
+    (void)DecodeTrace(noise, &events, &last);
+  }
+}

