@@ -1,11 +1,12 @@
 // How quick is the direct allreduce through shared memory, without the engine around it?
 //
-//   shm_direct [--ranks N]... [--bytes B]... [--seconds S] [--spin-us U]
+//   shm_direct [--ranks N]... [--bytes B]... [--tensors T] [--seconds S] [--spin-us U]
 //
-// Per rank count and size: in-place float32 sums among N processes, a copy of as many bytes by
-// all N processes at once, and their medians on rank 0 in microseconds. The copy goes to other
-// memory, as a collective through copies must at least. algbw = size / time; busbw = algbw *
-// 2 (N-1) / N, as nccl-tests define them.
+// Per rank count and size: in-place float32 sums of one tensor (or of T equal ones that make up
+// the size together) among N processes, and a copy of as many bytes by all N processes at once;
+// medians on rank 0 in microseconds. The copy goes to other memory, as a collective through
+// copies must at least. algbw = size / time; busbw = algbw * 2 (N-1) / N, as nccl-tests define
+// them. Without --spin-us: 50, or 5 where the ranks outnumber the cores.
 
 #include <sys/mman.h>
 #include <sys/wait.h>
@@ -33,8 +34,9 @@ using namespace hororing;
 struct Options {
   std::vector<int> ranks;
   std::vector<size_t> bytes;
+  size_t tensors = 1;
   double seconds = 1.0;  // per line
-  TimeNs spin_ns = 50 * kMicrosecond;
+  TimeNs spin_ns = -1;
 };
 
 double Median(std::vector<double> values) {
@@ -48,14 +50,16 @@ struct Shared {
   std::atomic<int> wrong{0};
 };
 
-bool Reduce(ShmDirectBackend& backend, float* data, size_t elements) {
+bool Reduce(ShmDirectBackend& backend, float* data, size_t elements, size_t tensors = 1) {
   static TraceSink trace;
   Batch batch;
-  BatchEntry entry;
-  entry.name = "benchmark";
-  entry.input = entry.output = data;
-  entry.elements = elements;
-  batch.entries.push_back(entry);
+  for (size_t t = 0; t < tensors; ++t) {
+    BatchEntry entry;
+    entry.name = "benchmark";
+    entry.elements = elements * (t + 1) / tensors - elements * t / tensors;
+    entry.input = entry.output = data + elements * t / tensors;
+    batch.entries.push_back(entry);
+  }
   const Status status = backend.Run(batch, After(NowNs(), 20 * kSecond), trace);
   if (!status.ok()) std::fprintf(stderr, "%s\n", status.message().c_str());
   return status.ok();
@@ -70,7 +74,9 @@ int RunRank(const Options& options, const std::string& name, int rank, int ranks
     return 1;
   }
   segment->rank_state(rank).pid = getpid();
-  ShmTransport transport(segment, rank, options.spin_ns);
+  const bool crowded = ranks > sysconf(_SC_NPROCESSORS_ONLN);
+  const TimeNs spin_ns = options.spin_ns >= 0 ? options.spin_ns : (crowded ? 5 : 50) * kMicrosecond;
+  ShmTransport transport(segment, rank, spin_ns);
   ShmDirectBackend backend(transport);
   for (size_t bytes : options.bytes) {
     const size_t elements = std::max<size_t>(bytes / 4, 1);
@@ -88,21 +94,21 @@ int RunRank(const Options& options, const std::string& name, int rank, int ranks
     };
 
     for (size_t i = 0; i < elements; ++i) data[i] = static_cast<float>(i % 1000 + 1);
-    if (!Reduce(backend, data.data(), elements)) return 1;
+    if (!Reduce(backend, data.data(), elements, options.tensors)) return 1;
     for (size_t i = 0; i < elements; ++i) {
       if (data[i] != static_cast<float>(ranks) * static_cast<float>(i % 1000 + 1)) ++shared.wrong;
     }
     std::fill(data.begin(), data.end(), 0.0f);
     TimeNs begin = NowNs();
     for (int i = 0; i < 3; ++i) {
-      if (!Reduce(backend, data.data(), elements)) return 1;
+      if (!Reduce(backend, data.data(), elements, options.tensors)) return 1;
     }
     int rounds = rounds_for(seconds_since(begin) / 3);
     if (rounds < 0) return 1;
     std::vector<double> reduce_us, copy_us;
     for (int i = 0; i < rounds; ++i) {
       begin = NowNs();
-      if (!Reduce(backend, data.data(), elements)) return 1;
+      if (!Reduce(backend, data.data(), elements, options.tensors)) return 1;
       reduce_us.push_back(seconds_since(begin) * 1e6);
     }
     std::memcpy(copy.data(), data.data(), bytes);
@@ -133,8 +139,8 @@ int RunWorld(const Options& options, int ranks) {
     std::fprintf(stderr, "%s\n", created.message().c_str());
     return 1;
   }
-  void* memory = mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE,
-                      MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  void* memory =
+      mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) return 1;
   Shared* shared = new (memory) Shared;
   std::vector<pid_t> children;
@@ -167,6 +173,8 @@ int main(int argc, char** argv) {
       options.ranks.push_back(std::atoi(value));
     } else if (flag == "--bytes") {
       options.bytes.push_back(std::strtoull(value, nullptr, 0));
+    } else if (flag == "--tensors") {
+      options.tensors = std::max<size_t>(std::strtoull(value, nullptr, 0), 1);
     } else if (flag == "--seconds") {
       options.seconds = std::atof(value);
     } else if (flag == "--spin-us") {
@@ -179,8 +187,9 @@ int main(int argc, char** argv) {
   if (options.ranks.empty()) options.ranks = {2, 4};
   if (options.bytes.empty()) options.bytes = {4, 16 << 10, 1 << 20, 4 << 20, 64 << 20};
   std::printf("kernels %s, times in us\n", KernelsInUse());
-  std::printf("ranks       bytes      median         min         p90        copy    algbw    "
-              "busbw rounds\n");
+  std::printf(
+      "ranks       bytes      median         min         p90        copy    algbw    "
+      "busbw rounds\n");
   std::fflush(stdout);
   int result = 0;
   for (int ranks : options.ranks) result |= RunWorld(options, ranks);

@@ -20,10 +20,10 @@ class TraceSink;
 
 // One tensor of a batch.
 struct BatchEntry {
-  std::string name;            // for the timeline only
+  std::string name;  // for the timeline only
   const void* input = nullptr;
-  void* output = nullptr;      // allreduce, broadcast: as large as the input, may equal it
-  size_t elements = 0;         // of this rank's input
+  void* output = nullptr;  // allreduce, broadcast: as large as the input, may equal it
+  size_t elements = 0;     // of this rank's input
   // Allgather only: bytes that each rank contributes, in rank order. `output` holds their sum.
   std::vector<size_t> gathered_bytes;
 };

@@ -120,8 +120,8 @@ Status HostBackend::RunAllgather(const Batch& batch, TimeNs deadline, TraceSink&
   for (size_t bytes : bytes_per_rank) total += bytes;
   if (total == 0) return Status::Ok();
   if (batch.entries.size() == 1) {
-    return AllgatherV(transport_, batch.entries[0].input, bytes_per_rank,
-                      batch.entries[0].output, deadline);
+    return AllgatherV(transport_, batch.entries[0].input, bytes_per_rank, batch.entries[0].output,
+                      deadline);
   }
 
   std::byte* buffer = nullptr;

@@ -31,12 +31,10 @@
 namespace hororing {
 namespace {
 
-// Measured with benchmarks/shm_direct.cc: see there for what larger and smaller ones cost.
+// Measured with benchmarks/shm_direct.cc on 2 and 4 ranks: 128 KiB costs 10 to 30 % at 64 MiB
+// (more waits), 1 MiB up to 50 % where the second-level cache has 1 MiB. Cutting smaller batches
+// into more blocks than needed, for the stages to overlap, gains nothing.
 constexpr size_t kMaxBlock = 512 << 10;
-constexpr size_t kMinBlock = 64 << 10;
-// A batch is cut into at least so many blocks, if they are not below kMinBlock, for the ranks
-// to overlap their stages.
-constexpr size_t kBlocksWanted = 4;
 // Up to here every rank reduces everything itself: one wait for the peers instead of two.
 constexpr size_t kSmallBatch = 32 << 10;
 // Reduced at a time: the result is still in the first-level cache when it is copied to the slot.
@@ -58,14 +56,14 @@ struct Range {
 // What all ranks compute alike from the batch and the segment.
 struct Plan {
   std::vector<Place> places;
-  size_t total = 0;         // bytes of the virtual buffer
-  size_t capacity = 0;      // bytes of one block's room in a slot
-  size_t depth = 0;         // such rooms in a slot
+  size_t total = 0;     // bytes of the virtual buffer
+  size_t capacity = 0;  // bytes of one block's room in a slot
+  size_t depth = 0;     // such rooms in a slot
   size_t block_bytes = 0;
   uint64_t blocks = 0;
   bool small = false;
 
-  Plan(const Batch& batch, size_t slot_bytes, size_t ranks) {
+  Plan(const Batch& batch, size_t slot_bytes) {
     const size_t element = ElementSize(batch.reduce.dtype);
     places.reserve(batch.entries.size());
     for (const BatchEntry& entry : batch.entries) {
@@ -78,8 +76,7 @@ struct Plan {
     capacity = std::min(kMaxBlock, slot_bytes / 2) / kEntryAlign * kEntryAlign;
     depth = slot_bytes / capacity;
     small = total <= std::min(kSmallBatch, capacity);
-    const size_t wanted = RoundUp(total / kBlocksWanted, kEntryAlign * ranks);
-    block_bytes = small ? total : std::min(std::max(wanted, kMinBlock), capacity);
+    block_bytes = std::min(total, capacity);
     blocks = total == 0 ? 0 : (total + block_bytes - 1) / block_bytes;
   }
 };
@@ -113,9 +110,9 @@ class Walk {
       } else if (CanPack()) {
         Pack();
       } else {
-        HORORING_RETURN_IF_ERROR(transport_.WaitUntil(
-            [this] { return CanReduce() || CanUnpack() || CanPack(); },
-            [this] { return Lagging(); }, deadline_));
+        HORORING_RETURN_IF_ERROR(
+            transport_.WaitUntil([this] { return CanReduce() || CanUnpack() || CanPack(); },
+                                 [this] { return Lagging(); }, deadline_));
       }
     }
     return Status::Ok();
@@ -139,8 +136,8 @@ class Walk {
   }
 
   bool CanPack() const {
-    return packed_ < end_ && (packed_ < plan_.depth ||
-                              PeersReached(&RankState::consumed, packed_ + 1 - plan_.depth));
+    return packed_ < end_ &&
+           (packed_ < plan_.depth || PeersReached(&RankState::consumed, packed_ + 1 - plan_.depth));
   }
   bool CanReduce() const {
     return reduced_ < packed_ && PeersReached(&RankState::packed, reduced_ + 1);
@@ -151,10 +148,10 @@ class Walk {
 
   // The peers that the oldest unfinished block waits for, as text.
   std::string Lagging() const {
-    const Counter counter = consumed_ < reduced_  ? &RankState::reduced
+    const Counter counter = consumed_ < reduced_ ? &RankState::reduced
                             : reduced_ < packed_ ? &RankState::packed
                                                  : &RankState::consumed;
-    const uint64_t value = consumed_ < reduced_  ? consumed_ + 1
+    const uint64_t value = consumed_ < reduced_ ? consumed_ + 1
                            : reduced_ < packed_ ? reduced_ + 1
                                                 : packed_ + 1 - plan_.depth;
     std::string ranks;
@@ -262,9 +259,9 @@ class Walk {
   template <typename Visit>
   void ForEachPiece(const Range& range, Visit visit) const {
     if (range.begin >= range.end) return;
-    auto place = std::upper_bound(
-        plan_.places.begin(), plan_.places.end(), range.begin,
-        [](size_t offset, const Place& each) { return offset < each.begin; });
+    auto place =
+        std::upper_bound(plan_.places.begin(), plan_.places.end(), range.begin,
+                         [](size_t offset, const Place& each) { return offset < each.begin; });
     for (--place; place != plan_.places.end() && place->begin < range.end; ++place) {
       const size_t begin = std::max(range.begin, place->begin);
       const size_t end = std::min(range.end, place->begin + place->bytes);
@@ -307,11 +304,12 @@ Status ShmDirectBackend::Run(const Batch& batch, TimeNs deadline, TraceSink& tra
     ReduceAlone(batch, trace);
     return Status::Ok();
   }
-  const Plan plan(batch, transport_.segment().geometry().slot_bytes,
-                  static_cast<size_t>(transport_.size()));
+  HORORING_RETURN_IF_ERROR(broken_);
+  const Plan plan(batch, transport_.segment().geometry().slot_bytes);
   const uint64_t first = next_block_;
   next_block_ += plan.blocks;
-  return Walk(transport_, batch, plan, first, deadline, trace).Run();
+  broken_ = Walk(transport_, batch, plan, first, deadline, trace).Run();
+  return broken_;
 }
 
 size_t ShmDirectBackend::scratch_bytes() const {

@@ -39,6 +39,7 @@ class ShmDirectBackend final : public Backend {
  private:
   ShmTransport& transport_;
   uint64_t next_block_ = 0;
+  Status broken_;  // the first error: the ranks' counters no longer agree, every later Run fails
 };
 
 }  // namespace hororing

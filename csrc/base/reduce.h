@@ -10,10 +10,12 @@
 //   3. An average divides once, at the end, in the accumulation type; integers are summed
 //      exactly (128 bit for 64-bit integers) and the quotient is truncated toward zero.
 //   4. prescale is applied to every source element, postscale to the result, in the
-//      accumulation type; for integers each application goes through float64 and truncates.
+//      accumulation type; for integers each application goes through float64, truncates toward
+//      zero and saturates at the ends of the element type (not-a-number becomes 0).
 //   5. Sums and products of integers wrap modulo 2^bits. For bool, Sum and Max are "or",
 //      Product and Min are "and"; Average and scale factors are not defined (see Check()).
 //   6. Min and Max propagate NaN, whichever source holds it.
+//   7. All instruction sets give the same bits, except for the payload of a NaN where two meet.
 #pragma once
 
 #include <cstddef>
@@ -41,7 +43,8 @@ struct ReduceSpec {
 Status Check(const ReduceSpec& spec);
 
 // True when partial results must not be rounded to the element type between two sources:
-// 16-bit floats, and integer averages. Pairwise algorithms must then use ReduceMany.
+// 16-bit floats, and integer averages. Pairwise algorithms must then use ReduceMany, or the
+// partial results below.
 bool NeedsWideAccumulator(const ReduceSpec& spec);
 
 // accumulator[i] = accumulator[i] op source[i] for i < n; an Average adds. No factors.
@@ -59,6 +62,18 @@ void ReduceMany(const ReduceSpec& spec, int divisor, void* result, const void* c
 // A plain copy, or nothing when in place, where there is nothing to apply.
 void Start(const ReduceSpec& spec, void* result, const void* source, size_t n);
 void Finish(const ReduceSpec& spec, int divisor, void* result, const void* source, size_t n);
+
+// Partial results, for algorithms that combine pairwise and send what they have so far: the
+// accumulation type, float32 for 16-bit floats, int64 or a 128-bit integer for integer averages,
+// and the element type otherwise. The three steps equal one ReduceMany where the combinations
+// are made in its order. Partials are aligned to PartialSize; ranges do not overlap.
+size_t PartialSize(const ReduceSpec& spec);  // bytes per element
+void StartPartial(const ReduceSpec& spec, void* partial, const void* source, size_t n);
+// accumulator[i] = first[i] op second[i]; `accumulator` may equal either.
+void CombinePartials(const ReduceSpec& spec, void* accumulator, const void* first,
+                     const void* second, size_t n);
+void FinishPartial(const ReduceSpec& spec, int divisor, void* result, const void* partial,
+                   size_t n);
 
 // The instruction set in use: "avx512", "avx2" or "portable"; and, for tests, a way to force
 // one. SetKernels returns false, and changes nothing, when the processor lacks it.

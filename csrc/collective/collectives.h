@@ -11,7 +11,7 @@
 
 namespace hororing {
 
-// Returns when every rank has entered. Dissemination: ceil(log2 N) rounds of empty messages.
+// Returns when every rank has entered. Dissemination: ceil(log2 N) rounds of one-byte messages.
 Status Barrier(Transport& transport, TimeNs deadline);
 
 // `data` of `root` ends up in `data` of all. A binomial tree for small payloads; a pipelined

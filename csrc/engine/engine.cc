@@ -87,7 +87,7 @@ void Engine::ThreadMain(const WorldMaker& make_world) {
       final_status = loop.Run();
     } catch (const std::exception& error) {
       final_status = Status(Code::kInternal, std::string("the engine broke: ") + error.what());
-      world.transport->AnnounceFailure(final_status.message());
+      world.transport->AnnounceFailure(final_status.message(), -1);
     }
     {
       std::lock_guard<std::mutex> lock(wake_mutex_);
@@ -109,6 +109,7 @@ Status Engine::PrepareWorld(const WorldMaker& make_world, World* world) {
   HORORING_RETURN_IF_ERROR(make_world(world));
   topology_ = world->topology;
   transport_name_ = world->transport->name();
+  if (!world->note.empty()) Log(LogLevel::kWarning, world->note);
   return CompareFingerprints(*world->transport, config_.fingerprint,
                              After(NowNs(), config_.timeout_ns));
 }

@@ -48,7 +48,7 @@ Status Loop::Run() {
     bool busy = false;
     if (engine_.abort_.load()) {
       std::lock_guard<std::mutex> lock(engine_.mutex_);
-      End(Status(Code::kPeerLost, "this rank failed: " + engine_.stop_reason_, topology_.rank));
+      End(Status(Code::kPeerLost, engine_.stop_reason_, topology_.rank));
       break;
     }
     busy |= Report();
@@ -279,7 +279,7 @@ void Loop::End(Status why) {
 // events that are still on their way.
 void Loop::Farewell() {
   if (final_->code() != Code::kShutDown) {
-    transport_.AnnounceFailure(final_->message());
+    transport_.AnnounceFailure(final_->message(), final_->rank());
     if (topology_.size > 1) {
       Log(LogLevel::kError, "the engine has failed: " + final_->message());
     }

@@ -81,9 +81,7 @@ std::string Micros(TimeNs ns) {
   return text;
 }
 
-int Tid(int rank, Track track) {
-  return kTidsPerRank * rank + static_cast<int>(track) + 1;
-}
+int Tid(int rank, Track track) { return kTidsPerRank * rank + static_cast<int>(track) + 1; }
 
 std::string Head(const std::string& name, const char* phase, int rank, int tid) {
   return ",\n{\"name\":" + Quoted(name) + ",\"ph\":\"" + phase +
@@ -119,8 +117,8 @@ Status TraceWriter::Open(const std::string& path, const std::vector<std::string>
   HORORING_RETURN_IF_ERROR(Close());
   fd_ = open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
   if (fd_ < 0) {
-    return Status(Code::kInvalidArgument, "cannot write the timeline '" + path + "': " +
-                                              std::strerror(errno) +
+    return Status(Code::kInvalidArgument, "cannot write the timeline '" + path +
+                                              "': " + std::strerror(errno) +
                                               "; give a path in a writable directory");
   }
   path_ = path;
@@ -136,12 +134,11 @@ Status TraceWriter::Open(const std::string& path, const std::vector<std::string>
   for (size_t r = 0; r < hosts.size(); ++r) {
     const int rank = static_cast<int>(r);
     const int first_tid = Tid(rank, Track::kCaller);
-    std::string args =
-        "\"name\":" + Quoted("rank " + std::to_string(rank) + " (" + hosts[r] + ")");
+    std::string args = "\"name\":" + Quoted("rank " + std::to_string(rank) + " (" + hosts[r] + ")");
     if (rank == 0) args += ",\"start_time_since_epoch_in_micros\":" + std::to_string(epoch_us);
     text += Metadata("process_name", rank, first_tid, args);
-    text += Metadata("process_sort_index", rank, first_tid,
-                     "\"sort_index\":" + std::to_string(rank));
+    text +=
+        Metadata("process_sort_index", rank, first_tid, "\"sort_index\":" + std::to_string(rank));
     text += ThreadName(rank, first_tid, "caller", 0);
     text += ThreadName(rank, Tid(rank, Track::kLoop), "engine", 1);
     text += ThreadName(rank, Tid(rank, Track::kNegotiate), "negotiation", 2);
@@ -196,15 +193,15 @@ Status TraceWriter::Append(int rank, TimeNs clock_offset_ns,
   if (fd_ < 0) return Status(Code::kInternal, "the timeline is not open");
   if (rank < 0 || static_cast<size_t>(rank) >= caller_rows_.size()) {
     return Status(Code::kInternal, "no rank " + std::to_string(rank) + " in the timeline '" +
-                                       path_ + "' of " + std::to_string(caller_rows_.size()) + " ranks");
+                                       path_ + "' of " + std::to_string(caller_rows_.size()) +
+                                       " ranks");
   }
   if (events.empty()) return Status::Ok();
   std::vector<const TraceEvent*> ordered;
   ordered.reserve(events.size());
   for (const TraceEvent& event : events) ordered.push_back(&event);
-  std::stable_sort(ordered.begin(), ordered.end(), [](const TraceEvent* a, const TraceEvent* b) {
-    return a->end_ns < b->end_ns;
-  });
+  std::stable_sort(ordered.begin(), ordered.end(),
+                   [](const TraceEvent* a, const TraceEvent* b) { return a->end_ns < b->end_ns; });
 
   std::string text;
   for (const TraceEvent* event : ordered) {
@@ -244,8 +241,7 @@ Status TraceWriter::WriteTail(const std::string& text) {
       // Puts the bracket back over what was written of `text`; if even that fails, the file
       // stays as it is.
       if (ftruncate(fd_, static_cast<off_t>(tail_)) == 0) {
-        const ssize_t restored =
-            pwrite(fd_, kTail, sizeof(kTail) - 1, static_cast<off_t>(tail_));
+        const ssize_t restored = pwrite(fd_, kTail, sizeof(kTail) - 1, static_cast<off_t>(tail_));
         static_cast<void>(restored);
       }
       return Status(Code::kInternal, "cannot write to the timeline '" + path_ + "': " + reason);

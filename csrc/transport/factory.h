@@ -25,8 +25,11 @@ struct Topology {
 Topology MakeTopology(int rank, const std::vector<std::string>& host_ids);
 
 struct World {
+  // MPI, when it only served to find the other ranks. Destroyed after the transport.
+  std::unique_ptr<Transport> bootstrap;
   std::unique_ptr<Transport> transport;  // what the engine talks over
   Topology topology;
+  std::string note;  // why not the transport that one would expect; empty: nothing to say
 };
 
 struct WorldOptions {
@@ -39,8 +42,9 @@ struct WorldOptions {
 };
 
 // auto: one rank -> inproc; all ranks on one host -> shared memory (named through MPI at
-// start, MPI idle afterwards); several hosts -> MPI. "shm" over several hosts is an error that
-// names the hosts.
+// start, MPI idle afterwards), or MPI with a note where that fails; several hosts -> MPI. "shm"
+// over several hosts is an error that names the hosts. The ranks decide alike, and fail with the
+// same text, as long as MPI connects them.
 Status MakeWorld(const WorldOptions& options, World* world);
 
 // N ranks inside this process, for tests: element r belongs to the thread that plays rank r.

@@ -3,15 +3,20 @@
 // its own (libhororing_mpi) that the core loads only when a job has more than one rank: a job
 // of one rank neither needs nor initialises MPI.
 //
-// Only the loop thread calls MPI. If somebody else initialised MPI with less than
+// Only the loop thread calls MPI (Wake does not). If somebody else initialised MPI with less than
 // MPI_THREAD_MULTIPLE, creation is refused: two threads inside a SERIALIZED Open MPI crash
-// (facts/mpi.md, section 3).
+// (measured: a segmentation fault in its progress engine).
+//
+// A peer's death is noticed where MPI reports it (fault tolerance, "ULFM") or kills the job, which
+// is what mpirun does otherwise; a failure that a peer announces, at once; a silent peer, at the
+// deadline. SIGPIPE must be ignored, as Python does: MPI writes to sockets of dead peers.
 #pragma once
 
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "base/clock.h"
 #include "base/status.h"
 #include "transport/transport.h"
 
@@ -35,12 +40,16 @@ struct MpiInfo {
 
 // The entry points of libhororing_mpi, resolved with dlsym by transport/factory.cc.
 extern "C" {
-// Initialises MPI if nobody has (SERIALIZED), else checks the thread level.
-using HororingMpiOpen = int (*)(const MpiWorld* world, Transport** transport, Status* status);
+// Initialises MPI if nobody has (asking for MULTIPLE, content with SERIALIZED), else checks the
+// thread level. Waits for the other ranks until `deadline`, as far as MPI lets it: MPI_Init_thread
+// and, for `world.ranks`, MPI_Comm_create_group have no deadline.
+using HororingMpiOpen = void (*)(const MpiWorld* world, TimeNs spin_ns, TimeNs deadline,
+                                 Transport** transport, Status* status);
 // Does not initialise MPI.
 using HororingMpiDescribe = void (*)(MpiInfo* info);
-// MPI_Finalize if and only if HororingMpiOpen had initialised MPI and nobody has finalised it
-// since. Once per process, at its very end: MPI cannot be initialised again.
+// MPI_Finalize if and only if HororingMpiOpen had initialised MPI, nobody has finalised it since,
+// and no rank has failed (it would wait for that rank). Once per process, at its very end: MPI
+// cannot be initialised again.
 using HororingMpiFinalize = void (*)();
 }
 

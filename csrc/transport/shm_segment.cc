@@ -2,23 +2,34 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cerrno>
-#include <cstdlib>
+#include <cstdio>
 #include <cstring>
 #include <new>
 #include <random>
+#include <utility>
 
 namespace hororing {
 namespace {
 
-constexpr size_t kHeaderBytes = 4096;
 constexpr size_t kPage = 4096;
+constexpr uint64_t kMagic = 0x676e69726f726f68;  // "hororing", little-endian
 
-size_t RoundUpTo(size_t value, size_t unit) { return (value + unit - 1) / unit * unit; }
+// The first page. `magic` is the last thing that Create writes.
+struct Header {
+  std::atomic<uint64_t> magic;
+  uint64_t total_bytes;
+};
+static_assert(sizeof(Header) <= kPage);
+static_assert(std::atomic<uint64_t>::is_always_lock_free &&
+                  std::atomic<uint32_t>::is_always_lock_free,
+              "a lock inside an atomic would be private to one process");
+
+size_t RoundUpToPage(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 
 // A name that no other job can guess or have left behind.
 std::string UniqueName() {
@@ -29,86 +40,192 @@ std::string UniqueName() {
   return text;
 }
 
-std::string ErrorText(int error) { return std::strerror(error); }
+std::string ErrorText(int error) {
+  char text[128] = {};
+  return strerror_r(error, text, sizeof text);  // GNU's: returns the text, wherever it lies
+}
+
+// Whole KiB or MiB, rounded up.
+std::string SizeText(uint64_t bytes) {
+  return bytes < (1 << 20) ? std::to_string((bytes + 1023) >> 10) + " KiB"
+                           : std::to_string((bytes + (1 << 20) - 1) >> 20) + " MiB";
+}
+
+Status NoRoom(size_t bytes, int error) {
+  struct statvfs volume = {};
+  std::string text = "shared memory: cannot reserve " + SizeText(bytes) + " in /dev/shm: " +
+                     ErrorText(error);
+  if (statvfs("/dev/shm", &volume) == 0) {
+    text += " (its size is " + SizeText(volume.f_blocks * volume.f_frsize) + ", of which " +
+            SizeText(volume.f_bavail * volume.f_frsize) + " are free)";
+  }
+  return Status(Code::kTransport,
+                text + "; enlarge it (docker run --shm-size=1g, or mount -o remount,size=1g "
+                       "/dev/shm), remove what others have left in it, or use "
+                       "HORORING_TRANSPORT=mpi");
+}
+
+Status Failed(const std::string& what, const std::string& name, int error) {
+  return Status(Code::kTransport, "shared memory: cannot " + what + " /dev/shm" + name + ": " +
+                                      ErrorText(error) + "; HORORING_TRANSPORT=mpi does without");
+}
+
+// Maps the whole segment; null when that fails, with errno.
+void* Map(int fd, size_t bytes) {
+  void* const base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
+                          fd < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED, fd, 0);
+  return base == MAP_FAILED ? nullptr : base;
+}
 
 }  // namespace
 
 ShmSegment::Geometry ShmSegment::Geometry::For(int ranks) {
-  // Pipes exist per ordered pair: they shrink so that all together stay below 64 MiB.
+  // Pipes exist per ordered pair, so they shrink as the ranks grow in number. The three budgets
+  // keep the segment of up to 64 ranks below the 64 MiB that a container's /dev/shm has.
+  constexpr size_t kMinPipe = 4 << 10;
+  constexpr size_t kDataBudget = 16 << 20, kControlBudget = 8 << 20, kSlotBudget = 16 << 20;
+  const size_t n = static_cast<size_t>(ranks);
+  const auto shrink = [](size_t bytes, size_t least, size_t count, size_t budget) {
+    while (bytes > least && bytes * count > budget) bytes /= 2;
+    return bytes;
+  };
   Geometry geometry;
   geometry.ranks = ranks;
-  const size_t pairs = static_cast<size_t>(ranks) * static_cast<size_t>(ranks);
-  geometry.data_pipe_bytes = 256 << 10;
-  while (geometry.data_pipe_bytes > (4 << 10) && geometry.data_pipe_bytes * pairs > (32 << 20)) {
-    geometry.data_pipe_bytes /= 2;
-  }
-  geometry.control_pipe_bytes = 64 << 10;
-  while (geometry.control_pipe_bytes > (4 << 10) &&
-         geometry.control_pipe_bytes * pairs > (16 << 20)) {
-    geometry.control_pipe_bytes /= 2;
-  }
-  geometry.slot_bytes = ranks <= 8 ? (2 << 20) : (1 << 20);
+  geometry.data_pipe_bytes = shrink(256 << 10, kMinPipe, n * n, kDataBudget);
+  geometry.control_pipe_bytes = shrink(64 << 10, kMinPipe, n * n, kControlBudget);
+  geometry.slot_bytes = shrink(2 << 20, 64 << 10, n, kSlotBudget);
   return geometry;
 }
 
-size_t ShmSegment::Geometry::total_bytes() const {
-  const size_t n = static_cast<size_t>(ranks);
-  return kHeaderBytes + RoundUpTo(n * sizeof(RankState), kPage) +
-         RoundUpTo(2 * n * n * sizeof(Pipe), kPage) +
-         n * n * (control_pipe_bytes + data_pipe_bytes) + n * slot_bytes;
+ShmSegment::Layout::Layout(const Geometry& geometry) {
+  const size_t n = static_cast<size_t>(geometry.ranks);
+  states = kPage;
+  pipes = states + RoundUpToPage(n * sizeof(RankState));
+  control_data = pipes + RoundUpToPage(2 * n * n * sizeof(Pipe));
+  data_data = control_data + n * n * geometry.control_pipe_bytes;
+  slots = data_data + n * n * geometry.data_pipe_bytes;
+  end = slots + n * geometry.slot_bytes;
 }
 
+size_t ShmSegment::Geometry::total_bytes() const { return Layout(*this).end; }
+
 ShmSegment::ShmSegment(const Geometry& geometry, void* base, std::string name)
-    : geometry_(geometry), base_(static_cast<std::byte*>(base)), name_(std::move(name)) {}
+    : geometry_(geometry),
+      layout_(geometry),
+      base_(static_cast<std::byte*>(base)),
+      name_(std::move(name)) {}
 
 ShmSegment::~ShmSegment() {
-  if (process_shared()) {
-    munmap(base_, geometry_.total_bytes());
-  } else {
-    std::free(base_);
+  Unlink();
+  munmap(base_, layout_.end);
+}
+
+// The memory is zero already; constructing the atomics makes that official.
+void ShmSegment::Construct() {
+  const size_t n = static_cast<size_t>(geometry_.ranks);
+  for (size_t rank = 0; rank < n; ++rank) {
+    new (base_ + layout_.states + rank * sizeof(RankState)) RankState;
   }
+  for (size_t pipe = 0; pipe < 2 * n * n; ++pipe) {
+    new (base_ + layout_.pipes + pipe * sizeof(Pipe)) Pipe;
+  }
+  Header* const header = new (base_) Header;
+  header->total_bytes = layout_.end;
+  header->magic = kMagic;
 }
 
 std::shared_ptr<ShmSegment> ShmSegment::OnHeap(const Geometry& geometry) {
-  void* base = nullptr;
-  if (posix_memalign(&base, kPage, geometry.total_bytes()) != 0) return nullptr;
-  std::memset(base, 0, geometry.total_bytes());
-  return std::shared_ptr<ShmSegment>(new ShmSegment(geometry, base, ""));
+  // Not from malloc: untouched pages of large worlds cost nothing this way.
+  void* const base = Map(-1, geometry.total_bytes());
+  if (base == nullptr) throw std::bad_alloc();
+  std::shared_ptr<ShmSegment> segment(new ShmSegment(geometry, base, ""));
+  segment->Construct();
+  return segment;
 }
 
 Status ShmSegment::Create(const Geometry& geometry, std::shared_ptr<ShmSegment>* segment) {
   const std::string name = UniqueName();
   const size_t bytes = geometry.total_bytes();
   const int fd = shm_open(name.c_str(), O_RDWR | O_CREAT | O_EXCL, 0600);
-  if (fd < 0) {
-    return Status(Code::kTransport, "shared memory: cannot create " + name + " in /dev/shm: " + ErrorText(errno) + "; use HORORING_TRANSPORT=mpi");
+  if (fd < 0) return Failed("create", name, errno);
+  int error = ftruncate(fd, static_cast<off_t>(bytes)) == 0 ? 0 : errno;
+  // EINTR: a signal to the process may hit this thread, and nothing is reserved then.
+  if (error == 0) {
+    do {
+      error = posix_fallocate(fd, 0, static_cast<off_t>(bytes));
+    } while (error == EINTR);
   }
-  const int reserved = posix_fallocate(fd, 0, static_cast<off_t>(bytes));
-  void* base = reserved == 0 ? mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0) : MAP_FAILED;
+  void* const base = error == 0 ? Map(fd, bytes) : nullptr;
+  if (error == 0 && base == nullptr) error = errno;
   close(fd);
-  if (base == MAP_FAILED) {
+  if (base == nullptr) {
     shm_unlink(name.c_str());
-    return Status(Code::kTransport, "shared memory: no room for " + std::to_string(bytes >> 20) + " MiB in /dev/shm: " + ErrorText(reserved));
+    return NoRoom(bytes, error);
   }
   segment->reset(new ShmSegment(geometry, base, name));
+  (*segment)->owns_name_ = true;
+  (*segment)->Construct();
   return Status::Ok();
 }
-Status ShmSegment::Attach(const std::string& name, const Geometry& geometry, std::shared_ptr<ShmSegment>* segment) {
+
+Status ShmSegment::Attach(const std::string& name, const Geometry& geometry,
+                          std::shared_ptr<ShmSegment>* segment) {
+  const size_t bytes = geometry.total_bytes();
   const int fd = shm_open(name.c_str(), O_RDWR, 0600);
-  if (fd < 0) return Status(Code::kTransport, "shared memory: cannot open " + name + ": " + ErrorText(errno));
-  void* base = mmap(nullptr, geometry.total_bytes(), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  if (fd < 0) return Failed("open", name, errno);
+  struct stat file = {};
+  const bool fits = fstat(fd, &file) == 0 && file.st_size == static_cast<off_t>(bytes);
+  void* const base = fits ? Map(fd, bytes) : nullptr;
+  const int error = errno;
   close(fd);
-  if (base == MAP_FAILED) return Status(Code::kTransport, "shared memory: cannot map " + name + ": " + ErrorText(errno));
-  segment->reset(new ShmSegment(geometry, base, name));
+  if (fits && base == nullptr) return Failed("map", name, error);
+  if (fits) segment->reset(new ShmSegment(geometry, base, name));
+  if (!fits || reinterpret_cast<Header*>(base)->magic != kMagic ||
+      reinterpret_cast<Header*>(base)->total_bytes != bytes) {
+    segment->reset();
+    return Status(Code::kTransport,
+                  "shared memory: /dev/shm" + name +
+                      " is laid out differently; install the same version of hororing for every "
+                      "rank");
+  }
   return Status::Ok();
 }
-void ShmSegment::Unlink() { if (process_shared() && !unlinked_) shm_unlink(name_.c_str()); unlinked_ = true; }
-RankState& ShmSegment::rank_state(int rank) { return reinterpret_cast<RankState*>(base_ + kHeaderBytes)[rank]; }
-static size_t PipesAt(const ShmSegment::Geometry& g) { return kHeaderBytes + RoundUpTo(static_cast<size_t>(g.ranks) * sizeof(RankState), kPage); }
-Pipe& ShmSegment::control_pipe(int s, int d) { return reinterpret_cast<Pipe*>(base_ + PipesAt(geometry_))[s * geometry_.ranks + d]; }
-Pipe& ShmSegment::data_pipe(int s, int d) { return reinterpret_cast<Pipe*>(base_ + PipesAt(geometry_))[geometry_.ranks * geometry_.ranks + s * geometry_.ranks + d]; }
-static size_t DataAt(const ShmSegment::Geometry& g) { return PipesAt(g) + RoundUpTo(2 * static_cast<size_t>(g.ranks) * static_cast<size_t>(g.ranks) * sizeof(Pipe), kPage); }
-std::byte* ShmSegment::control_pipe_data(int s, int d) { return base_ + DataAt(geometry_) + static_cast<size_t>(s * geometry_.ranks + d) * geometry_.control_pipe_bytes; }
-std::byte* ShmSegment::data_pipe_data(int s, int d) { const size_t n = static_cast<size_t>(geometry_.ranks); return base_ + DataAt(geometry_) + n * n * geometry_.control_pipe_bytes + static_cast<size_t>(s * geometry_.ranks + d) * geometry_.data_pipe_bytes; }
-std::byte* ShmSegment::slot(int rank) { const size_t n = static_cast<size_t>(geometry_.ranks); return base_ + DataAt(geometry_) + n * n * (geometry_.control_pipe_bytes + geometry_.data_pipe_bytes) + static_cast<size_t>(rank) * geometry_.slot_bytes; }
+
+void ShmSegment::Unlink() {
+  if (owns_name_) shm_unlink(name_.c_str());
+  owns_name_ = false;
+}
+
+size_t ShmSegment::Pair(int source, int destination) const {
+  return static_cast<size_t>(source) * static_cast<size_t>(geometry_.ranks) +
+         static_cast<size_t>(destination);
+}
+
+RankState& ShmSegment::rank_state(int rank) {
+  return reinterpret_cast<RankState*>(base_ + layout_.states)[rank];
+}
+
+Pipe& ShmSegment::control_pipe(int source, int destination) {
+  return reinterpret_cast<Pipe*>(base_ + layout_.pipes)[Pair(source, destination)];
+}
+
+Pipe& ShmSegment::data_pipe(int source, int destination) {
+  const size_t pairs = Pair(geometry_.ranks, 0);
+  return reinterpret_cast<Pipe*>(base_ + layout_.pipes)[pairs + Pair(source, destination)];
+}
+
+std::byte* ShmSegment::control_pipe_data(int source, int destination) {
+  return base_ + layout_.control_data +
+         Pair(source, destination) * geometry_.control_pipe_bytes;
+}
+
+std::byte* ShmSegment::data_pipe_data(int source, int destination) {
+  return base_ + layout_.data_data +
+         Pair(source, destination) * geometry_.data_pipe_bytes;
+}
+
+std::byte* ShmSegment::slot(int rank) {
+  return base_ + layout_.slots + static_cast<size_t>(rank) * geometry_.slot_bytes;
+}
+
 }  // namespace hororing

@@ -2,7 +2,9 @@
 // POSIX shared-memory object (processes) or on the heap (ranks as threads in tests): the code
 // above it cannot tell.
 //
-//   | header | RankState 0 .. N-1 | pipes (src, dst) | slots of rank 0 .. N-1 |
+//   | header | RankState 0 .. N-1 | Pipe (src, dst) | their bytes | slots of rank 0 .. N-1 |
+//
+// The pipes of a pair are two: control and data; those of the pairs (r, r) stay unused.
 //
 // A name in /dev/shm exists only between Create and Unlink, which the factory calls as soon as
 // all ranks have attached: afterwards nothing can be left behind, not even by SIGKILL. The
@@ -30,11 +32,15 @@ struct alignas(kCacheLine) RankState {
   std::atomic<uint32_t> doorbell{0};
   // Nonzero while this rank is in, or about to enter, futex_wait: saves wakers the system call.
   std::atomic<uint32_t> sleeping{0};
-  std::atomic<int32_t> pid{0};             // written by this rank at attach
-  std::atomic<int64_t> start_time{0};      // of the process, in clock ticks: guards against pid reuse
-  std::atomic<uint32_t> attached{0};
-  std::atomic<uint32_t> failed{0};         // set after `reason` is complete
-  char reason[208] = {};                   // why, zero-terminated
+  // Set by a peer that has failed or left, before it rings: look at all peers now.
+  std::atomic<uint32_t> alarm{0};
+  // The rest of the line is written by this rank only.
+  std::atomic<int32_t> pid{0};
+  std::atomic<int64_t> start_time{0};  // of the process, in clock ticks: guards against pid reuse
+  std::atomic<uint32_t> attached{0};   // 1 from construction of the transport on, 2 when it ends
+  // 0, or 1 + the rank to blame, once this rank has failed; set after `reason` is complete.
+  std::atomic<uint32_t> failed{0};
+  char reason[208] = {};  // why, zero-terminated
   // Shared-memory direct allreduce (backend/shm_direct.h): blocks published so far.
   alignas(kCacheLine) std::atomic<uint64_t> packed{0};    // this rank's block lies in its slot
   alignas(kCacheLine) std::atomic<uint64_t> reduced{0};   // its slice of the block is reduced
@@ -54,11 +60,11 @@ class ShmSegment {
     size_t control_pipe_bytes = 0;  // a power of two, per ordered pair
     size_t data_pipe_bytes = 0;     // a power of two, per ordered pair
     size_t slot_bytes = 0;          // per rank: the blocks of the direct allreduce
-    static Geometry For(int ranks);
+    static Geometry For(int ranks);  // below 64 MiB in total for up to 64 ranks
     size_t total_bytes() const;
   };
 
-  // On the heap, zeroed and constructed, for ranks that are threads of this process.
+  // In private memory, for ranks that are threads of this process.
   static std::shared_ptr<ShmSegment> OnHeap(const Geometry& geometry);
   // A fresh object under a new unique name (see name()).
   static Status Create(const Geometry& geometry, std::shared_ptr<ShmSegment>* segment);
@@ -68,7 +74,8 @@ class ShmSegment {
   ShmSegment(const ShmSegment&) = delete;
   ShmSegment& operator=(const ShmSegment&) = delete;
 
-  // Removes the name; the memory lives until the last rank unmaps it. Idempotent.
+  // By the creator: removes the name; the memory lives until the last rank unmaps it. The
+  // destructor does it at the latest. Nothing on other ranks, or the second time.
   void Unlink();
 
   const std::string& name() const { return name_; }
@@ -83,12 +90,22 @@ class ShmSegment {
   std::byte* slot(int rank);
 
  private:
-  ShmSegment(const Geometry& geometry, void* base, std::string name);
+  // Offsets of the parts of the picture above.
+  struct Layout {
+    explicit Layout(const Geometry& geometry);
+    size_t states, pipes, control_data, data_data, slots, end;
+  };
 
-  Geometry geometry_;
-  std::byte* base_ = nullptr;
-  std::string name_;
-  bool unlinked_ = false;
+  // Takes the mapping over.
+  ShmSegment(const Geometry& geometry, void* base, std::string name);
+  void Construct();
+  size_t Pair(int source, int destination) const;
+
+  const Geometry geometry_;
+  const Layout layout_;
+  std::byte* const base_;
+  const std::string name_;  // of the shared-memory object, "/..."; empty in private memory
+  bool owns_name_ = false;
 };
 
 }  // namespace hororing

@@ -2,6 +2,9 @@
 // doorbell per rank. Serves processes of one host ("shm") and threads of one process
 // ("inproc"), so that the sanitizers see the code that users run.
 //
+// A world must attach all its ranks before one of them waits for another: a rank that has not
+// attached cannot be seen to die. Ends of processes are noticed within 50 ms of waiting.
+//
 // While it waits, it moves whatever else is in flight (outgoing data, queued control
 // messages), so that two ranks that wait for one another's bytes always make progress.
 #pragma once
@@ -35,8 +38,8 @@ class ShmTransport final : public Transport {
   bool Poll(int* peer, std::string* message) override;
   void Sleep(TimeNs deadline) override;
   void Wake() override;
-  Status CheckPeers() override;
-  void AnnounceFailure(const std::string& reason) override;
+  Status CheckPeers() override { return CheckPeers(""); }
+  void AnnounceFailure(const std::string& reason, int blamed) override;
   bool Flush(TimeNs deadline) override;
 
   // For backend/shm_direct, which shares the segment and this rank's doorbell.
@@ -46,17 +49,29 @@ class ShmTransport final : public Transport {
   void Ring(int peer);
 
   // Blocks until ready() is true: progress, spin, then sleep on the doorbell; ends early when
-  // a peer has died or failed, or at the deadline (kTransport, naming the ranks that lagging()
-  // lists, as text). `ready` reads only shared atomics whose writers ring this rank's doorbell.
+  // a peer has died or failed, when one that is lagging has shut down, or at the deadline
+  // (kTransport). lagging() lists the ranks that it waits for as text, "1, 3". `ready` reads only
+  // shared atomics whose writers ring this rank's doorbell.
   template <typename Ready, typename Lagging>
   Status WaitUntil(Ready ready, Lagging lagging, TimeNs deadline) {
     WaitState wait(spin_ns_);
     for (;;) {
       const uint32_t bell = Bell();
       if (ready()) return Status::Ok();
-      if (Progress()) continue;
-      HORORING_RETURN_IF_ERROR(Pause(wait, bell, deadline));
-      if (wait.expired) return NoProgress(lagging(), wait);
+      const bool moved = Progress();
+      switch (Pause(wait, bell, moved, deadline)) {
+        case Next::kTry:
+          break;
+        case Next::kLook: {
+          const Status peers = CheckPeers(lagging());
+          if (peers.ok()) break;
+          // What a peer wrote before it went counts.
+          Progress();
+          return ready() ? Status::Ok() : peers;
+        }
+        case Next::kGiveUp:
+          return NoProgress(lagging(), wait);
+      }
     }
   }
 
@@ -66,9 +81,9 @@ class ShmTransport final : public Transport {
     explicit WaitState(TimeNs spin_ns);
     TimeNs begin_ns;
     TimeNs spin_until_ns;
-    TimeNs next_check_ns;
-    bool expired = false;
+    TimeNs next_look_ns;
   };
+  enum class Next { kTry, kLook, kGiveUp };
   // A transfer that is not complete.
   struct Job {
     std::byte* data;
@@ -81,23 +96,29 @@ class ShmTransport final : public Transport {
     uint64_t receives_posted = 0, receives_done = 0;
     std::deque<std::string> outbox;  // framed messages
     size_t outbox_offset = 0;        // of the first message: bytes that are already sent
-    std::string inbox;               // of the message that is arriving: frame and body
-    size_t inbox_wanted = kFrameBytes;
+    // Of the message that is arriving: its frame, then its body.
+    uint64_t inbox_bytes = 0;
+    std::string inbox;
+    size_t inbox_offset = 0;  // bytes that are here, of frame and body
   };
+  // The frame of a control message: the size of its body, uint64.
   static constexpr size_t kFrameBytes = sizeof(uint64_t);
 
-  uint32_t Bell() const;
+  uint32_t Bell() const { return self_.doorbell.load(); }
   bool Progress();
   bool Push(int peer);
   bool Pull(int peer);
   bool PushControl(int peer);
   bool PullControl(int peer);
-  size_t Write(Pipe& pipe, std::byte* ring, size_t capacity, const std::byte* data, size_t bytes);
-  size_t Read(Pipe& pipe, const std::byte* ring, size_t capacity, std::byte* data, size_t bytes);
-  Status Pause(WaitState& wait, uint32_t bell, TimeNs deadline);
+  Next Pause(WaitState& wait, uint32_t bell, bool moved, TimeNs deadline);
   void SleepOnBell(uint32_t bell, TimeNs timeout_ns);
-  Status NoProgress(const std::string& ranks, const WaitState& wait);
+  Status CheckPeers(const std::string& lagging);
+  Status NoProgress(const std::string& lagging, const WaitState& wait);
   bool PeerProcessIsGone(int peer) const;
+  bool PeerListensNoMore(int peer) const;
+  void AnnounceArrival();
+  void AnnounceLeave();
+  void SoundAlarm();
 
   const std::shared_ptr<ShmSegment> segment_;
   const int rank_;
@@ -106,6 +127,8 @@ class ShmTransport final : public Transport {
   RankState& self_;
   std::vector<Peer> peers_;
   std::deque<std::pair<int, std::string>> received_;  // complete control messages
+  // The doorbell before the last Progress: while it stays, no pipe has changed.
+  uint32_t progress_bell_ = 0;
   uint32_t last_sleep_bell_ = 0;  // doorbell as the last Sleep left it: a later Wake shows
   Status broken_;                 // first data-plane error
 };

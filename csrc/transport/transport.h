@@ -60,12 +60,17 @@ class Transport {
 
   // Ok while every peer is alive. Cheap enough for a few calls a second.
   virtual Status CheckPeers() = 0;
-  // Tells the peers that this rank will take no further part: their waits on it end with an
-  // error that quotes `reason` (truncated to 200 bytes).
-  virtual void AnnounceFailure(const std::string& reason) = 0;
+  // Tells the peers that this rank will take no further part: their waits end with kPeerLost and
+  // `reason` (cut at about 200 bytes). `blamed` is the rank whose fault it is: this one, or the
+  // one that it has lost.
+  virtual void AnnounceFailure(const std::string& reason, int blamed) = 0;
   // Sends what Post has queued, until `deadline`; true when nothing is left.
   virtual bool Flush(TimeNs deadline) = 0;
 };
+
+// What peers are told: "rank 1 failed: ..." where rank 1 tells of itself, else the reason as it
+// is, since it names the rank that was lost.
+std::string FailureText(const std::string& reason, int blamed, int announcing_rank);
 
 // Send and receive at the same time, with one peer each: the step of most collectives.
 Status SendReceive(Transport& transport, int to, const void* data, size_t bytes, int from,

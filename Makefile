@@ -1,0 +1,97 @@
+# The front door: `make help`. Needs Python 3.10 to 3.13, a C++17 compiler, make and pip.
+#
+#   PYTHON=python3.12 make test    another interpreter
+#   MPICC=/opt/mpi/bin/mpicc make  another MPI than the one in PATH or from pip
+
+PYTHON ?= python3
+VENV ?= .venv
+JOBS ?= $(shell nproc)
+BIN := $(CURDIR)/$(VENV)/bin
+SOURCES := hororing buildtools setup.py tests/python examples benchmarks
+
+# Tools of the environment first: mpirun, cmake, pybind11 come from it where the machine has none.
+export PATH := $(BIN):$(PATH)
+
+# What mpirun of Open MPI needs to run anywhere: as root (containers), with more ranks than cores,
+# and with room for the engine's thread. Other MPIs ignore it.
+export OMPI_ALLOW_RUN_AS_ROOT := 1
+export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
+export PRTE_MCA_rmaps_default_mapping_policy := slot:oversubscribe
+export PRTE_MCA_hwloc_default_binding_policy := none
+
+# ThreadSanitizer of older compilers cannot live with much address randomisation.
+NO_ASLR := $(shell setarch -R true 2>/dev/null && echo setarch -R)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo dev build test test-cpp test-py tsan asan lint format typecheck bench docs clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.demo  ## train a CNN on real digits with two processes
+	mpirun -np 2 python examples/torch_digits.py
+
+dev: $(VENV)/.dev  ## .venv with all tools, the package built in place
+	@echo "now: source $(VENV)/bin/activate"
+
+build: $(VENV)/.dev  ## build the core in place again
+	pip install --quiet --no-build-isolation --no-deps --editable .
+
+test: test-cpp tsan asan test-py  ## all tests
+
+test-cpp: $(VENV)/.dev  ## C++ tests, as installed
+	$(call ctest,release)
+
+tsan: $(VENV)/.dev  ## C++ tests under ThreadSanitizer
+	$(call ctest,tsan,$(NO_ASLR))
+
+asan: $(VENV)/.dev  ## C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
+	$(call ctest,asan)
+
+test-py: build  ## Python tests (with the test module of test-cpp, if it was built)
+	pytest
+
+lint: $(VENV)/.dev typecheck  ## everything that pre-commit checks
+	ruff check $(wildcard $(SOURCES))
+	ruff format --check $(wildcard $(SOURCES))
+	git ls-files -co --exclude-standard '*.cc' '*.h' '*.inc' | xargs clang-format --dry-run -Werror
+	codespell $$(git ls-files -co --exclude-standard)
+
+typecheck: $(VENV)/.dev  ## mypy, strict
+	mypy
+
+format: $(VENV)/.dev  ## ruff and clang-format, in place
+	ruff check --fix $(wildcard $(SOURCES))
+	ruff format $(wildcard $(SOURCES))
+	git ls-files -co --exclude-standard '*.cc' '*.h' '*.inc' | xargs clang-format -i
+
+bench: build  ## allreduce against MPI_Allreduce and gloo on 2 ranks (minutes)
+	python benchmarks/allreduce.py
+
+docs: build  ## docs/configuration.md from the table of knobs
+	python -m hororing config --markdown > docs/configuration.md.new
+	mv docs/configuration.md.new docs/configuration.md
+
+clean:  ## everything that was built, the environment too
+	rm -rf build dist *.egg-info hororing/lib hororing/_core*.so $(VENV)
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# ctest(preset, prefix)
+define ctest
+	cmake --preset $(1)
+	cmake --build --preset $(1) --parallel $(JOBS)
+	$(2) ctest --preset $(1)
+endef
+
+$(VENV)/bin/python:
+	$(PYTHON) -c 'import sys; assert (3, 10) <= sys.version_info, "Python 3.10 or later"'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: $(VENV)/bin/python pyproject.toml
+	$(BIN)/python -m pip install torch==2.13.0 scikit-learn tqdm
+	$(BIN)/python -m pip install --editable '.[torch]'
+	touch $@
+
+$(VENV)/.dev: $(VENV)/bin/python pyproject.toml
+	$(BIN)/python -m pip install --editable '.[dev]'
+	touch $@ $(VENV)/.demo

@@ -1,0 +1,15 @@
+#include "base/clock.h"
+
+#include <time.h>
+
+namespace hororing {
+
+TimeNs NowNs() {
+  // Not std::chrono::steady_clock: which clock that is, is the library's business, and the
+  // times of several processes are compared with one another.
+  timespec now{};
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return static_cast<TimeNs>(now.tv_sec) * kSecond + now.tv_nsec;
+}
+
+}  // namespace hororing

@@ -1,0 +1,241 @@
+#include "base/reduce.h"
+
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <string>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
+#include "base/reduce_integers.h"
+#include "base/reduce_kernels.h"
+
+namespace hororing {
+namespace {
+
+// ---- which kernels ----------------------------------------------------------------------
+
+// Best first. Null where the processor lacks the instructions.
+constexpr int kSets = 3;
+struct KernelSets {
+  const KernelTable* tables[kSets];
+};
+
+#if defined(__x86_64__)
+bool HasF16c() {
+  // Not every compiler's __builtin_cpu_supports knows the word.
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
+}
+KernelSets FindKernels() {
+  __builtin_cpu_init();
+  // -mfma is among the flags of both files.
+  const bool avx2 =
+      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && HasF16c();
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
+                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+                      __builtin_cpu_supports("avx512vl");
+  return {{avx512 ? &kAvx512Kernels : nullptr, avx2 ? &kAvx2Kernels : nullptr,
+           &kPortableKernels}};
+}
+#else
+KernelSets FindKernels() { return {{nullptr, nullptr, &kPortableKernels}}; }
+#endif
+
+const KernelSets& Available() {
+  static const KernelSets sets = FindKernels();
+  return sets;
+}
+
+// Not an engine's: tests alone change it, and every choice gives the same bits.
+std::atomic<const KernelTable*>& Chosen() {
+  static std::atomic<const KernelTable*> chosen{[] {
+    for (const KernelTable* table : Available().tables) {
+      if (table != nullptr) return table;
+    }
+    return &kPortableKernels;
+  }()};
+  return chosen;
+}
+
+const KernelTable& Kernels() { return *Chosen().load(std::memory_order_relaxed); }
+
+// ---- the spec ---------------------------------------------------------------------------
+
+bool IsShortFloat(DataType dtype) {
+  return dtype == DataType::kFloat16 || dtype == DataType::kBfloat16;
+}
+bool IsFloat(DataType dtype) {
+  return IsShortFloat(dtype) || dtype == DataType::kFloat32 || dtype == DataType::kFloat64;
+}
+bool IsInteger(DataType dtype) { return !IsFloat(dtype) && dtype != DataType::kBool; }
+bool IsIntegerAverage(const ReduceSpec& spec) {
+  return spec.op == ReduceOp::kAverage && IsInteger(spec.dtype);
+}
+
+Arithmetic ArithmeticOf(ReduceOp op) {
+  switch (op) {
+    case ReduceOp::kMin: return Arithmetic::kMin;
+    case ReduceOp::kMax: return Arithmetic::kMax;
+    case ReduceOp::kProduct: return Arithmetic::kProduct;
+    case ReduceOp::kAverage:
+    case ReduceOp::kSum:
+    case ReduceOp::kAdasum: break;
+  }
+  return Arithmetic::kSum;
+}
+
+// `divisor` where the spec has one.
+int DivisorOf(const ReduceSpec& spec, int divisor) {
+  return spec.op == ReduceOp::kAverage ? divisor : 1;
+}
+
+void Reduce(DataType dtype, Arithmetic arithmetic, const Factors& factors, void* result,
+            const void* const* sources, int count, size_t n) {
+  Kernels().reduce[static_cast<int>(dtype)][static_cast<int>(arithmetic)](factors, result,
+                                                                          sources, count, n);
+}
+
+// The type and the operation of partial results that are combined by the common kernels.
+DataType PartialType(const ReduceSpec& spec) {
+  return IsShortFloat(spec.dtype) ? DataType::kFloat32 : spec.dtype;
+}
+
+}  // namespace
+
+Status Check(const ReduceSpec& spec) {
+  const std::string what = std::string(Name(spec.op)) + " of " + Name(spec.dtype);
+  if (static_cast<int>(spec.dtype) >= kDataTypeCount) {
+    return Status(Code::kInvalidArgument,
+                  "there is no dtype number " + std::to_string(static_cast<int>(spec.dtype)));
+  }
+  switch (spec.op) {
+    case ReduceOp::kAverage:
+    case ReduceOp::kSum:
+    case ReduceOp::kMin:
+    case ReduceOp::kMax:
+    case ReduceOp::kProduct: break;
+    case ReduceOp::kAdasum:
+      return Status(Code::kInvalidArgument,
+                    "Adasum is not supported here; use Average, Sum, Min, Max or Product");
+    default:
+      return Status(Code::kInvalidArgument,
+                    "there is no reduce op number " + std::to_string(static_cast<int>(spec.op)));
+  }
+  if (!std::isfinite(spec.prescale) || !std::isfinite(spec.postscale)) {
+    return Status(Code::kInvalidArgument,
+                  what + ": the scale factors must be finite, not prescale " +
+                      std::to_string(spec.prescale) + " and postscale " +
+                      std::to_string(spec.postscale));
+  }
+  if (spec.dtype == DataType::kBool) {
+    if (spec.op == ReduceOp::kAverage) {
+      return Status(Code::kInvalidArgument,
+                    "the Average of bool is not defined; use Sum or Max for 'or', Product or Min "
+                    "for 'and', or convert the tensor to a number type");
+    }
+    if (spec.prescale != 1.0 || spec.postscale != 1.0) {
+      return Status(Code::kInvalidArgument,
+                    what + ": bool cannot be scaled; leave the scale factors at 1, or convert the "
+                           "tensor to a number type");
+    }
+  }
+  return Status::Ok();
+}
+
+bool NeedsWideAccumulator(const ReduceSpec& spec) {
+  return IsShortFloat(spec.dtype) || IsIntegerAverage(spec);
+}
+
+void ReduceInto(const ReduceSpec& spec, void* accumulator, const void* source, size_t n) {
+  const void* const sources[] = {accumulator, source};
+  Reduce(spec.dtype, ArithmeticOf(spec.op), Factors{}, accumulator, sources, 2, n);
+}
+
+void ReduceMany(const ReduceSpec& spec, int divisor, void* result, const void* const* sources,
+                int count, size_t n) {
+  const Factors factors{spec.prescale, spec.postscale, DivisorOf(spec, divisor)};
+  const bool scaled =
+      factors.prescale != 1.0 || factors.postscale != 1.0 || factors.divisor != 1;
+  if (count == 1 && !scaled) {
+    if (result != sources[0] && n > 0) std::memcpy(result, sources[0], n * ElementSize(spec.dtype));
+    return;
+  }
+  if (IsInteger(spec.dtype) && (scaled || IsIntegerAverage(spec))) {
+    IntegerKernelsOf(spec.dtype)
+        .reduce(factors, ArithmeticOf(spec.op), spec.op == ReduceOp::kAverage, result, sources,
+                count, n);
+    return;
+  }
+  Reduce(spec.dtype, ArithmeticOf(spec.op), factors, result, sources, count, n);
+}
+
+void Start(const ReduceSpec& spec, void* result, const void* source, size_t n) {
+  ReduceSpec start = spec;
+  start.postscale = 1.0;
+  ReduceMany(start, 1, result, &source, 1, n);
+}
+
+void Finish(const ReduceSpec& spec, int divisor, void* result, const void* source, size_t n) {
+  ReduceSpec finish = spec;
+  finish.prescale = 1.0;
+  ReduceMany(finish, divisor, result, &source, 1, n);
+}
+
+size_t PartialSize(const ReduceSpec& spec) {
+  return IsIntegerAverage(spec) ? IntegerKernelsOf(spec.dtype).wide_bytes
+                                : ElementSize(PartialType(spec));
+}
+
+void StartPartial(const ReduceSpec& spec, void* partial, const void* source, size_t n) {
+  const Factors factors{spec.prescale, 1.0, 1};
+  if (spec.dtype == DataType::kFloat16) {
+    Kernels().widen_float16(factors, partial, &source, 1, n);
+  } else if (spec.dtype == DataType::kBfloat16) {
+    Kernels().widen_bfloat16(factors, partial, &source, 1, n);
+  } else if (IsIntegerAverage(spec)) {
+    IntegerKernelsOf(spec.dtype).start(factors, partial, source, n);
+  } else {
+    Start(spec, partial, source, n);
+  }
+}
+
+void CombinePartials(const ReduceSpec& spec, void* accumulator, const void* first,
+                     const void* second, size_t n) {
+  if (IsIntegerAverage(spec)) {
+    IntegerKernelsOf(spec.dtype).add(accumulator, first, second, n);
+    return;
+  }
+  const void* const sources[] = {first, second};
+  Reduce(PartialType(spec), ArithmeticOf(spec.op), Factors{}, accumulator, sources, 2, n);
+}
+
+void FinishPartial(const ReduceSpec& spec, int divisor, void* result, const void* partial,
+                   size_t n) {
+  const Factors factors{1.0, spec.postscale, DivisorOf(spec, divisor)};
+  if (spec.dtype == DataType::kFloat16) {
+    Kernels().narrow_float16(factors, result, &partial, 1, n);
+  } else if (spec.dtype == DataType::kBfloat16) {
+    Kernels().narrow_bfloat16(factors, result, &partial, 1, n);
+  } else if (IsIntegerAverage(spec)) {
+    IntegerKernelsOf(spec.dtype).finish(factors, result, partial, n);
+  } else {
+    Finish(spec, divisor, result, partial, n);
+  }
+}
+
+const char* KernelsInUse() { return Kernels().name; }
+
+bool SetKernels(const char* name) {
+  for (const KernelTable* table : Available().tables) {
+    if (table != nullptr && std::strcmp(table->name, name) == 0) {
+      Chosen().store(table, std::memory_order_relaxed);
+      return true;
+    }
+  }
+  return false;
+}
+
+}  // namespace hororing

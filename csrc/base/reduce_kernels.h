@@ -1,0 +1,38 @@
+// What reduce.cc knows of the kernels: a table of functions per instruction set. The functions
+// share one source (reduce_kernels.inc), compiled once per set with that set's compiler flags.
+#pragma once
+
+#include <cstddef>
+
+#include "base/types.h"
+
+namespace hororing {
+
+// What happens around the operation; 1 means nothing.
+struct Factors {
+  double prescale = 1.0;
+  double postscale = 1.0;
+  int divisor = 1;  // of an Average
+};
+
+// result[i] = finish(start(sources[0][i]) op start(sources[1][i]) op ...) for i < n.
+// Integers and bool ignore the factors: reduce_integers.h has them.
+using ReduceFunction = void (*)(const Factors& factors, void* result, const void* const* sources,
+                                int count, size_t n);
+
+enum class Arithmetic : int { kSum = 0, kMin = 1, kMax = 2, kProduct = 3 };  // Average is a sum
+constexpr int kArithmeticCount = 4;
+
+struct KernelTable {
+  const char* name;
+  ReduceFunction reduce[kDataTypeCount][kArithmeticCount];
+  // 16-bit floats, one source: to a float32 accumulator and back. Start and finish of Partials.
+  ReduceFunction widen_float16, widen_bfloat16;
+  ReduceFunction narrow_float16, narrow_bfloat16;
+};
+
+extern const KernelTable kPortableKernels;
+extern const KernelTable kAvx2Kernels;    // x86-64 only: AVX2, F16C
+extern const KernelTable kAvx512Kernels;  // x86-64 only: AVX-512 F, BW, DQ, VL
+
+}  // namespace hororing

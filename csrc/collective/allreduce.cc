@@ -1,0 +1,37 @@
+// The choice among the allreduce algorithms: a pure function of (world size, spec, bytes,
+// reproducible), which are equal on all ranks.
+//
+// Where recursive doubling ends: with alpha seconds per message and beta seconds per byte it takes
+// log2(N) (alpha + S beta), the others 2(N-1) (alpha + S/N beta). They meet at
+//
+//   S = alpha / beta * (2(N-1) - log2 N) / (log2 N - 2(N-1)/N)
+//
+// which is 8 alpha / beta for 4 ranks, 9 for 8, and grows from there (for 2 ranks only the
+// arithmetic speaks for the others: they combine half as much). alpha / beta is 8 to 25 KB for MPI
+// over shared memory and more over networks, so 64 KiB of partial results is on the safe side
+// everywhere.
+
+#include "collective/allreduce.h"
+
+namespace hororing {
+namespace {
+
+constexpr size_t kRecursiveDoublingBytes = 64 << 10;
+
+}  // namespace
+
+Status Allreduce(Transport& transport, const ReduceBuffer& buffer, bool reproducible,
+                 Scratch& scratch, TimeNs deadline) {
+  // Not even recursive doubling's fixed tree: whether a tensor is in a small batch is not
+  // reproducible.
+  if (reproducible) return RankOrderAllreduce(transport, buffer, scratch, deadline);
+  if (buffer.elements <= kRecursiveDoublingBytes / PartialSize(buffer.spec)) {
+    return RecursiveDoublingAllreduce(transport, buffer, scratch, deadline);
+  }
+  if (NeedsWideAccumulator(buffer.spec)) {
+    return RankOrderAllreduce(transport, buffer, scratch, deadline);
+  }
+  return RingAllreduce(transport, buffer, scratch, deadline);
+}
+
+}  // namespace hororing

@@ -1,0 +1,126 @@
+// How the collectives cut their data, and how they keep track of what is under way.
+//
+//   chunk     one rank's part of the data; sizes differ by at most one element
+//   segment   what travels as one message: while one is combined, the next ones arrive
+//
+// Every rank computes the same cuts from the sizes alone. Empty chunks have no segments: nobody
+// sends or expects a message for them.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <deque>
+#include <vector>
+
+#include "base/clock.h"
+#include "base/status.h"
+#include "transport/transport.h"
+
+namespace hororing {
+
+// In whatever unit the caller counts: elements or bytes.
+struct Span {
+  size_t begin = 0;
+  size_t size = 0;
+};
+
+// Chunk `index` of `count`: begin = index * floor(total / count) + min(index, total mod count).
+inline Span Chunk(size_t total, int count, int index) {
+  const size_t parts = static_cast<size_t>(count), i = static_cast<size_t>(index);
+  const size_t each = total / parts, larger = total % parts;
+  return {i * each + std::min(i, larger), each + (i < larger ? 1 : 0)};
+}
+
+// Bytes of a segment for chunks of at most `chunk_bytes`. 256 KiB stay in the second-level cache
+// between arrival and combination, and hide a message's latency at any speed of interest; a
+// larger chunk gets larger segments, so that it has at most 128 of them up to 256 MiB.
+inline size_t SegmentBytes(size_t chunk_bytes) {
+  constexpr size_t kLeast = 256 << 10, kMost = 2 << 20, kMessages = 128;
+  return std::clamp(chunk_bytes / kMessages / kLeast * kLeast, kLeast, kMost);
+}
+
+// Visits the segments of `steps` chunks, going down from chunk `first` (modulo their number):
+// the order in which a ring sends them, and its successor receives them.
+class RingWalk {
+ public:
+  struct Place {
+    int step = 0;
+    Span span;
+  };
+
+  // `chunks` is borrowed.
+  RingWalk(const std::vector<Span>& chunks, size_t segment, int first, int steps)
+      : chunks_(chunks), segment_(segment), first_(first), steps_(steps) {}
+
+  // False, and *place unchanged, at the end.
+  bool Next(Place* place) {
+    const int count = static_cast<int>(chunks_.size());
+    for (; step_ < steps_; ++step_, done_ = 0) {
+      const int index = ((first_ - step_) % count + count) % count;
+      const Span& chunk = chunks_[static_cast<size_t>(index)];
+      if (done_ == chunk.size) continue;
+      const size_t size = std::min(segment_, chunk.size - done_);
+      *place = {step_, {chunk.begin + done_, size}};
+      done_ += size;
+      return true;
+    }
+    return false;
+  }
+
+ private:
+  const std::vector<Span>& chunks_;
+  const size_t segment_;
+  const int first_;
+  const int steps_;
+  int step_ = 0;
+  size_t done_ = 0;  // of the chunk of step_
+};
+
+// Requests that are waited for in the order of their posting, each exactly once: those left over
+// when a function returns early, by the destructor.
+class Inflight {
+ public:
+  Inflight(Transport& transport, TimeNs deadline) : transport_(transport), deadline_(deadline) {}
+  // The transport remembers its first error, which the caller is already returning.
+  ~Inflight() { (void)WaitAll().ok(); }
+  Inflight(const Inflight&) = delete;
+  Inflight& operator=(const Inflight&) = delete;
+
+  void Add(Transport::Request request) {
+    requests_.push_back(request);
+    ++added_;
+  }
+  size_t added() const { return added_; }
+  bool empty() const { return requests_.empty(); }
+
+  // REQUIRES: !empty().
+  Status WaitOldest() {
+    const Transport::Request oldest = requests_.front();
+    requests_.pop_front();
+    return transport_.Wait(oldest, deadline_);
+  }
+  // Of everything that was ever added, the first `count`. Goes on after an error, which it
+  // returns.
+  Status WaitFirst(size_t count) {
+    Status first;
+    while (added_ - requests_.size() < count && !empty()) {
+      Status status = WaitOldest();
+      if (first.ok()) first = std::move(status);
+    }
+    return first;
+  }
+  Status WaitAll() { return WaitFirst(added_); }
+
+ private:
+  Transport& transport_;
+  const TimeNs deadline_;
+  std::deque<Transport::Request> requests_;
+  size_t added_ = 0;
+};
+
+// The second half of several algorithms: chunk r of `data` is complete on rank r, and will be on
+// all ranks. Spans are in bytes; see allgather.cc. REQUIRES: no other transfer touches `data`.
+Status GatherAround(Transport& transport, std::byte* data, const std::vector<Span>& chunks,
+                    TimeNs deadline);
+
+}  // namespace hororing

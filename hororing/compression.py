@@ -1,0 +1,38 @@
+"""Gradient compression: what a compressor is. The adapters add those that need a framework."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class Compressor:
+    """Base of compressors; sub-class it to make your own.
+
+    Compressed tensors are reduced element by element, so compression must commute with the
+    reduction: a cast does, sparsification does not. The data type and shape of the compressed
+    tensor must be the same on every rank.
+    """
+
+    @staticmethod
+    def compress(tensor: Any) -> tuple[Any, Any]:
+        """Return the tensor to send and whatever `decompress` needs to undo it."""
+        raise NotImplementedError("a Compressor needs compress(tensor) -> (tensor, context)")
+
+    @staticmethod
+    def decompress(tensor: Any, ctx: Any) -> Any:
+        """Return the reduced tensor in its original form."""
+        raise NotImplementedError("a Compressor needs decompress(tensor, context) -> tensor")
+
+
+class NoneCompressor(Compressor):
+    """Sends tensors as they are."""
+
+    @staticmethod
+    def compress(tensor: Any) -> tuple[Any, Any]:
+        """Return `tensor` itself."""
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: Any, ctx: Any) -> Any:
+        """Return `tensor` itself."""
+        return tensor

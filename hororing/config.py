@@ -1,0 +1,478 @@
+"""The one table of knobs: environment variables in, one checked `Config` out.
+
+Every knob is a variable HORORING_<name>. Where Horovod has the same knob, its HOROVOD_* name is
+accepted too; ours wins when both are set. An empty variable counts as not set. From `KNOBS` come
+parsing, `python -m hororing config`, docs/configuration.md, and the values that all ranks must
+share. Defaults are written here only.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+PREFIX = "HORORING_"
+
+_TRUE = ("1", "true", "yes", "on")
+_FALSE = ("0", "false", "no", "off")
+_SIZES = {"": 1, "B": 1, "K": 10**3, "M": 10**6, "G": 10**9}
+_SIZES |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_LEVELS = {"trace": 10, "debug": 10, "info": 20, "warning": 30, "error": 40, "fatal": 50}
+
+
+class BadText(Exception):
+    """A text is not of the accepted form; `load` says which and where."""
+
+
+# ---------------------------------------------------------------------------------------------
+# Forms of values
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a text becomes a value."""
+
+    accepted: str  # ends "expected ..."
+    parse: Callable[[str], Any]
+    show: Callable[[Any], str] = str
+
+
+def _number(text: str, kind: type, least: float, most: float) -> Any:
+    try:
+        value = kind(text)
+    except ValueError:
+        raise BadText from None
+    if not (math.isfinite(value) and least <= value <= most):
+        raise BadText
+    return value
+
+
+def integer(least: int, most: int) -> Form:
+    """Whole numbers of a range."""
+    return Form(
+        f"a whole number from {least} to {most}", lambda text: _number(text, int, least, most)
+    )
+
+
+def number(least: float, most: float) -> Form:
+    """Numbers of a range."""
+    return Form(
+        f"a number from {least:g} to {most:g}",
+        lambda text: _number(text, float, least, most),
+        lambda value: f"{value:g}",
+    )
+
+
+def choice(*names: str) -> Form:
+    """One of some words."""
+
+    def parse(text: str) -> str:
+        if text.lower() not in names:
+            raise BadText
+        return text.lower()
+
+    return Form("one of " + ", ".join(names), parse)
+
+
+def _parse_bool(text: str) -> bool:
+    if text.lower() in _TRUE:
+        return True
+    if text.lower() in _FALSE:
+        return False
+    raise BadText
+
+
+def _parse_bytes(text: str) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text)
+    if found is None or found[2].upper() not in _SIZES:
+        raise BadText
+    value = float(found[1]) * _SIZES[found[2].upper()]
+    if value != int(value) or value > 2**40:
+        raise BadText
+    return int(value)
+
+
+def _show_bytes(value: int) -> str:
+    for unit in ("GiB", "MiB", "KiB"):
+        if value and value % _SIZES[unit.upper()] == 0:
+            return f"{value // _SIZES[unit.upper()]}{unit}"
+    return str(value)
+
+
+def _parse_cores(text: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(re.fullmatch(r"\d{1,5}", part) for part in parts):
+        raise BadText
+    return tuple(int(part) for part in parts)
+
+
+def _parse_level(text: str) -> str:
+    name = {"warn": "warning", "critical": "fatal"}.get(text.lower(), text.lower())
+    if name not in _LEVELS:
+        raise BadText
+    return name
+
+
+BOOL = Form(f"one of {', '.join(_TRUE + _FALSE)}", _parse_bool, lambda value: str(int(value)))
+BYTES = Form(
+    "bytes, as 67108864, 64MiB (1024 * 1024) or 64MB (1000 * 1000), at most 1024GiB",
+    _parse_bytes,
+    _show_bytes,
+)
+PATH = Form("a path", str)
+CORES = Form(
+    "core numbers with commas between them, one for each rank of a host",
+    _parse_cores,
+    lambda cores: ",".join(map(str, cores)),
+)
+LEVEL = Form("one of " + ", ".join(_LEVELS), _parse_level)
+
+
+# ---------------------------------------------------------------------------------------------
+# The table
+
+
+@dataclass(frozen=True)
+class Alias:
+    """Horovod's variable for a knob. `parse` returns None where it asks for the default."""
+
+    name: str
+    parse: Callable[[str], Any]
+    accepted: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Knob:
+    """One row."""
+
+    name: str
+    form: Form
+    default: Any
+    help: str
+    unit: str = ""
+    shared: bool = False  # every rank must hold the same value; compared at init
+    aliases: tuple[Alias, ...] = field(default=())
+
+    @property
+    def variable(self) -> str:
+        """Name of the environment variable."""
+        return PREFIX + self.name
+
+    def show(self, value: Any) -> str:
+        """Text of `value`, which parses back to it."""
+        return "" if value is None else self.form.show(value)
+
+
+def _same(name: str, form: Form) -> Alias:
+    return Alias(name, form.parse, form.accepted)
+
+
+def _horovod_fusion(text: str) -> int:
+    return int(_number(text, int, 0, 2**40))
+
+
+def _horovod_timeline(text: str) -> str | None:
+    return None if text.upper() == "DYNAMIC" else text
+
+
+_SECONDS = number(0, 1e9)
+_COUNT = integer(0, 2**31 - 1)
+
+KNOBS: tuple[Knob, ...] = (
+    Knob(
+        "FUSION_BYTES",
+        BYTES,
+        64 * 2**20,
+        "most bytes of tensors that are reduced together; 0: each by itself",
+        unit="bytes",
+        shared=True,
+        aliases=(
+            Alias(
+                "HOROVOD_FUSION_THRESHOLD", _horovod_fusion, "a whole number of bytes up to 2^40"
+            ),
+        ),
+    ),
+    Knob(
+        "CYCLE_TIME_MS",
+        number(0, 1e4),
+        1.0,
+        "longest that a burst of tensors is held back to be reduced together; a lone tensor is "
+        "never held back",
+        unit="ms",
+        shared=True,
+        aliases=(_same("HOROVOD_CYCLE_TIME", number(0, 1e4)),),
+    ),
+    Knob(
+        "CACHE_CAPACITY",
+        _COUNT,
+        1024,
+        "tensors whose negotiation is remembered; 0: none",
+        shared=True,
+        aliases=(_same("HOROVOD_CACHE_CAPACITY", _COUNT),),
+    ),
+    Knob(
+        "REPRODUCIBLE",
+        BOOL,
+        False,
+        "the same bits in every run, whatever arrives when (sums in rank order); costs some speed "
+        "over a network",
+        shared=True,
+    ),
+    Knob(
+        "TRANSPORT",
+        choice("auto", "shm", "mpi"),
+        "auto",
+        "how bytes travel; auto: shared memory where all ranks are on one host, else MPI",
+        shared=True,
+    ),
+    Knob(
+        "BACKEND",
+        choice("auto", "host", "shm_direct"),
+        "auto",
+        "how batches are reduced; auto: shm_direct where the transport is shared memory",
+        shared=True,
+    ),
+    Knob(
+        "STALL_WARNING_S",
+        _SECONDS,
+        60.0,
+        "a tensor that waits this long for some ranks is logged, with their numbers; 0: never",
+        unit="s",
+        aliases=(
+            Alias(
+                "HOROVOD_STALL_CHECK_DISABLE",
+                lambda text: 0.0 if BOOL.parse(text) else None,
+                BOOL.accepted,
+                "true means 0",
+            ),
+            _same("HOROVOD_STALL_CHECK_TIME_SECONDS", _SECONDS),
+        ),
+    ),
+    Knob(
+        "STALL_SHUTDOWN_S",
+        _SECONDS,
+        0.0,
+        "a tensor that waits this long for some ranks ends the job with StalledError; 0: never",
+        unit="s",
+        aliases=(_same("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", _SECONDS),),
+    ),
+    Knob(
+        "TIMEOUT_S",
+        _SECONDS,
+        300.0,
+        "longest wait for another rank inside init or a collective; 0: for ever",
+        unit="s",
+    ),
+    Knob(
+        "SPIN_US",
+        number(0, 1e6),
+        50.0,
+        "how long the engine polls before it sleeps",
+        unit="us",
+    ),
+    Knob(
+        "CPU",
+        CORES,
+        None,
+        "cores that the engines' threads of this host are bound to, in order of local rank; "
+        "unset: not bound",
+        aliases=(_same("HOROVOD_THREAD_AFFINITY", CORES),),
+    ),
+    Knob(
+        "KERNELS",
+        choice("auto", "portable", "avx2", "avx512"),
+        "auto",
+        "instruction set of the arithmetic; all give the same bits",
+    ),
+    Knob(
+        "LOG_LEVEL",
+        LEVEL,
+        "warning",
+        "least level that is logged, to Python's logger 'hororing'",
+        aliases=(_same("HOROVOD_LOG_LEVEL", LEVEL),),
+    ),
+    Knob(
+        "LOG_HIDE_TIME",
+        BOOL,
+        False,
+        "no time in log lines (where the script has configured no logging of its own)",
+        aliases=(_same("HOROVOD_LOG_HIDE_TIME", BOOL),),
+    ),
+    Knob(
+        "TIMELINE",
+        PATH,
+        None,
+        "file for the timeline of all ranks, written by rank 0; unset: none until start_timeline()",
+        aliases=(
+            Alias(
+                "HOROVOD_TIMELINE",
+                _horovod_timeline,
+                "a path, or DYNAMIC",
+                "DYNAMIC means unset: start_timeline() always works here",
+            ),
+        ),
+    ),
+    Knob(
+        "TIMELINE_MARK_CYCLES",
+        BOOL,
+        False,
+        "CYCLE_START events in the timeline",
+        aliases=(_same("HOROVOD_TIMELINE_MARK_CYCLES", BOOL),),
+    ),
+)
+
+# ---------------------------------------------------------------------------------------------
+# Values
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The value of one knob and where it comes from: a variable's name, or "default"."""
+
+    value: Any
+    source: str = "default"
+
+
+class Config(Mapping[str, Any]):
+    """The values by knob name: ``config["FUSION_BYTES"]``."""
+
+    def __init__(self, settings: Mapping[str, Setting]) -> None:
+        self.settings = dict(settings)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.settings[name].value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.settings)
+
+    def __len__(self) -> int:
+        return len(self.settings)
+
+    def log_level(self) -> int:
+        """LOG_LEVEL as a number of Python's logging."""
+        return _LEVELS[self["LOG_LEVEL"]]
+
+    def core_for(self, local_rank: int) -> int:
+        """Core of CPU for a rank of this host; -1 where none was given."""
+        cores = self["CPU"]
+        if cores is None:
+            return -1
+        if local_rank >= len(cores):
+            setting = self.settings["CPU"]
+            raise ValueError(
+                f"{setting.source}={CORES.show(cores)!r} has no core for local rank {local_rank}: "
+                f"give {CORES.accepted}"
+            )
+        return int(cores[local_rank])
+
+    def fingerprint(self) -> str:
+        """Lines "variable=value" of what all ranks must share."""
+        return "\n".join(
+            f"{knob.variable}={knob.show(self[knob.name])}" for knob in KNOBS if knob.shared
+        )
+
+
+def load(environ: Mapping[str, str] | None = None) -> Config:
+    """Read every knob from the environment.
+
+    Raises
+    ------
+    ValueError : a text that is not of the accepted form, or an unknown HORORING_* variable.
+    """
+    env = os.environ if environ is None else environ
+    _refuse_unknown(env)
+    return Config({knob.name: _read(knob, env) for knob in KNOBS})
+
+
+def _read(knob: Knob, env: Mapping[str, str]) -> Setting:
+    own = Alias(knob.variable, knob.form.parse, knob.form.accepted)
+    for alias in (own, *knob.aliases):
+        text = env.get(alias.name, "").strip()
+        if not text:
+            continue
+        try:
+            value = alias.parse(text)
+        except BadText:
+            raise ValueError(
+                f"{alias.name}={text!r} is not understood: expected {alias.accepted}"
+            ) from None
+        if value is not None:
+            return Setting(value, alias.name)
+    return Setting(knob.default)
+
+
+def _refuse_unknown(env: Mapping[str, str]) -> None:
+    known = [knob.variable for knob in KNOBS]
+    unknown = [name for name in env if name.startswith(PREFIX) and name not in known]
+    if unknown:
+        nearest = difflib.get_close_matches(unknown[0], known, n=1, cutoff=0)[0]
+        raise ValueError(
+            f"unknown variable {unknown[0]}={env[unknown[0]]!r}; did you mean {nearest}? "
+            "All are listed by: python -m hororing config"
+        )
+
+
+# ---------------------------------------------------------------------------------------------
+# Documentation
+
+
+def table(config: Config) -> str:
+    """Effective values, one line per knob."""
+    rows = [
+        (knob.variable, knob.show(value) or "(unset)", knob.unit, setting.source)
+        for knob in KNOBS
+        for setting in (config.settings[knob.name],)
+        for value in (setting.value,)
+    ]
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    return "\n".join(
+        "  ".join(
+            [*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]
+        ).rstrip()
+        for row in rows
+    )
+
+
+def markdown() -> str:
+    """docs/configuration.md, which a test compares with this."""
+    lines = [
+        "# Configuration",
+        "",
+        "    $ python -m hororing config    # every setting, its value and where it comes from",
+        "",
+        "<!-- Generated: python -m hororing config --markdown > docs/configuration.md -->",
+        "",
+        "Everything is an environment variable. A value that is not understood and an unknown",
+        f"`{PREFIX}*` variable are errors at `init()`. An empty variable counts as not set.",
+        "Horovod's name is accepted where ours is not set. Variables marked *all* must be the same",
+        "on every rank, which `init()` checks; with several hosts, `mpirun -x NAME` sends them.",
+        "",
+        "| variable | default | unit | ranks | meaning |",
+        "|---|---|---|---|---|",
+    ]
+    for knob in KNOBS:
+        default = f"`{knob.show(knob.default)}`" if knob.default is not None else "unset"
+        ranks = "all" if knob.shared else "each"
+        lines.append(
+            f"| `{knob.variable}` | {default} | {knob.unit} | {ranks} | {knob.help}. "
+            f"Accepts {knob.form.accepted}. |"
+        )
+    lines += ["", "| Horovod's name | ours | |", "|---|---|---|"]
+    for knob in KNOBS:
+        for alias in knob.aliases:
+            lines.append(f"| `{alias.name}` | `{knob.variable}` | {alias.note} |")
+    lines += [
+        "",
+        "Other `HOROVOD_*` variables have no meaning here and are ignored.",
+        "",
+        "Before MPI is initialised, `init()` sets `OMPI_MCA_btl=self,sm,tcp`, `OMPI_MCA_pml=ob1`",
+        "and `OMPI_MCA_osc=^ucx` where they are not set, if Open MPI's `mpirun` started the job",
+        "and all its ranks are on one host: MPI then starts in a tenth of the time.",
+    ]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,126 @@
+"""The exceptions of hororing, and how failures of the core become them.
+
+================================  ==========================  ====================
+exception                         fails                       the engine afterwards
+================================  ==========================  ====================
+ValueError, TypeError             this call                   running
+DuplicateNameError                this call                   running
+MismatchError                     this tensor, on every rank  running
+NotInitializedError               this call                   unchanged
+ShutDownError                     everything pending          stopped
+PeerLostError, StalledError,      everything pending          failed
+TransportError
+HororingInternalError (itself)    everything pending          failed (our defect)
+================================  ==========================  ====================
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from hororing._core import lib
+
+
+class HororingInternalError(RuntimeError):
+    """A collective failed. The base of what elastic training recovers from."""
+
+
+# Horovod's name.
+HorovodInternalError = HororingInternalError
+
+
+class MismatchError(HororingInternalError, ValueError):
+    """Ranks disagree about one tensor; the text lists their values. The job goes on.
+
+    A defect of the script, so elastic training does not retry it.
+    """
+
+
+class DuplicateNameError(ValueError):
+    """A request of that name is in flight on this rank."""
+
+
+class NotInitializedError(HororingInternalError, ValueError):
+    """`init()` was not called, or `shutdown()` was; or this process was forked."""
+
+    def __init__(self, text: str = "hororing has not been initialized; use hvd.init().") -> None:
+        super().__init__(text)
+
+
+class ShutDownError(HororingInternalError):
+    """Some rank has shut down or reached the end of its script."""
+
+
+class PeerLostError(HororingInternalError):
+    """A rank died, or ended with an exception.
+
+    Attributes
+    ----------
+    rank : the rank that was lost; -1 where it is not known.
+    """
+
+    def __init__(self, text: str, rank: int = -1) -> None:
+        super().__init__(text)
+        self.rank = rank
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Keep `rank` when the exception is pickled."""
+        return type(self), (str(self), self.rank)
+
+
+class StalledError(HororingInternalError):
+    """A tensor waited for some ranks longer than HORORING_STALL_SHUTDOWN_S."""
+
+
+class TransportError(HororingInternalError):
+    """No progress for HORORING_TIMEOUT_S, or MPI or shared memory reported an error."""
+
+
+class HostsUpdatedInterrupt(RuntimeError):  # not an error: the name is Horovod's
+    """Elastic training: hosts were added or removed.
+
+    Attributes
+    ----------
+    skip_sync : no state needs to be sent, since hosts were only removed.
+    """
+
+    def __init__(self, skip_sync: bool = False) -> None:
+        super().__init__("the hosts of the job have changed")
+        self.skip_sync = skip_sync
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Keep `skip_sync` when the exception is pickled."""
+        return type(self), (self.skip_sync,)
+
+
+_CLASSES: dict[int, type[Exception]] = {
+    lib.HR_INVALID_ARGUMENT: ValueError,
+    lib.HR_MISMATCH: MismatchError,
+    lib.HR_DUPLICATE_NAME: DuplicateNameError,
+    lib.HR_NOT_INITIALIZED: NotInitializedError,
+    lib.HR_SHUT_DOWN: ShutDownError,
+    lib.HR_STALLED: StalledError,
+    lib.HR_TRANSPORT: TransportError,
+    lib.HR_INTERNAL: HororingInternalError,
+}
+
+
+def error_for(code: int, text: str, rank: int = -1) -> Exception:
+    """Make the exception for a failure of the core.
+
+    Parameters
+    ----------
+    code : a positive hr_code.
+    text : what the core says, as hr_last_error().
+    rank : whom it blames, as hr_last_error_rank().
+    """
+    if code == lib.HR_PEER_LOST:
+        return PeerLostError(text, rank)
+    if code not in _CLASSES:
+        return HororingInternalError(f"{text} (unknown code {code} of the core)")
+    return _CLASSES[code](text)
+
+
+def raise_for(code: int, text: str, rank: int = -1) -> NoReturn:
+    """Raise `error_for` of the same arguments."""
+    raise error_for(code, text, rank)

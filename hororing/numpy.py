@@ -1,0 +1,148 @@
+"""The verbs on NumPy arrays: ``import hororing.numpy as hvd``.
+
+No framework needed beyond NumPy. Arrays must be in native byte order; bfloat16 arrays of the
+package ml_dtypes are understood.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hororing import collectives
+from hororing.collectives import Average, Max, Min, Product, Sum
+from hororing.objects import allgather_object, broadcast_object
+from hororing.runtime import (
+    cross_rank,
+    cross_size,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    rank,
+    shutdown,
+    size,
+    start_timeline,
+    stop_timeline,
+)
+from hororing.verbs import Verbs, barrier, poll, synchronize
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class NumpyAdapter:
+    """`hororing.verbs.Adapter` for `numpy.ndarray`."""
+
+    def check(self, tensor: object, verb: str) -> Array:
+        """Accept arrays and NumPy scalars."""
+        if isinstance(tensor, np.generic):
+            tensor = np.asarray(tensor)
+        if not isinstance(tensor, np.ndarray):
+            raise TypeError(
+                f"{verb} of hororing.numpy takes NumPy arrays, not {type(tensor).__name__}; "
+                "use numpy.asarray(...)"
+            )
+        if tensor.dtype.name not in collectives.DTYPES or not tensor.dtype.isnative:
+            raise ValueError(
+                f"{verb}: arrays of {tensor.dtype.newbyteorder('=')!s}"
+                f"{'' if tensor.dtype.isnative else ' in foreign byte order'} are not supported; "
+                f"use one of {', '.join(collectives.DTYPES)}"
+            )
+        return tensor
+
+    def check_writable(self, tensor: Array, verb: str) -> None:
+        """Refuse read-only arrays."""
+        if not tensor.flags.writeable:
+            raise ValueError(f"{verb}: the array is read-only; use the verb without underscore")
+
+    def dense(self, tensor: Array) -> Array:
+        """Return C order, aligned."""
+        if tensor.flags.c_contiguous and tensor.flags.aligned:
+            return tensor
+        return np.array(tensor, order="C", copy=True)
+
+    def empty_like(self, tensor: Array) -> Array:
+        """Return a plain array."""
+        return np.empty(tensor.shape, tensor.dtype)
+
+    def describe(self, tensor: Array) -> tuple[int, int, tuple[int, ...]]:
+        """Address, data type, shape."""
+        return tensor.ctypes.data, collectives.DTYPES[tensor.dtype.name], tensor.shape
+
+    def copy(self, target: Array, source: Array) -> None:
+        """Copy elements."""
+        np.copyto(target, source)
+
+    def mark_written(self, tensors: Sequence[Array]) -> None:
+        """Nothing: NumPy keeps no account of writes."""
+
+    def gathered(self, result: collectives.Gathered, like: Array) -> Array:
+        """Wrap the core's memory."""
+        shape = (result.rows, *like.shape[1:])
+        if result.buffer is None:
+            return np.empty(shape, like.dtype)
+        return np.frombuffer(result.buffer, like.dtype).reshape(shape)
+
+
+_verbs: Verbs[Array] = Verbs(NumpyAdapter())
+
+allreduce = _verbs.allreduce
+allreduce_ = _verbs.allreduce_
+allreduce_async = _verbs.allreduce_async
+allreduce_async_ = _verbs.allreduce_async_
+grouped_allreduce = _verbs.grouped_allreduce
+grouped_allreduce_ = _verbs.grouped_allreduce_
+grouped_allreduce_async = _verbs.grouped_allreduce_async
+grouped_allreduce_async_ = _verbs.grouped_allreduce_async_
+broadcast = _verbs.broadcast
+broadcast_ = _verbs.broadcast_
+broadcast_async = _verbs.broadcast_async
+broadcast_async_ = _verbs.broadcast_async_
+allgather = _verbs.allgather
+allgather_async = _verbs.allgather_async
+grouped_allgather = _verbs.grouped_allgather
+grouped_allgather_async = _verbs.grouped_allgather_async
+
+__all__ = [
+    "Average",
+    "Max",
+    "Min",
+    "Product",
+    "Sum",
+    "allgather",
+    "allgather_async",
+    "allgather_object",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "broadcast_object",
+    "cross_rank",
+    "cross_size",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "poll",
+    "rank",
+    "shutdown",
+    "size",
+    "start_timeline",
+    "stop_timeline",
+    "synchronize",
+]

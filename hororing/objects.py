@@ -1,0 +1,105 @@
+"""Any Python object to all ranks, or from all ranks, by cloudpickle.
+
+Sizes travel first, as int64, then the payload as bytes. Without `name` all ranks use one
+default name, whatever types their objects have.
+"""
+
+from __future__ import annotations
+
+import array
+from typing import Any
+
+import cloudpickle
+
+from hororing import collectives, runtime
+from hororing.collectives import DTYPES, View
+
+# Sent in place of a size by a rank whose object cannot be pickled, so that nobody waits for it.
+_CANNOT_PICKLE = -1
+
+
+def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
+    """Return, on every rank, the object that rank `root_rank` passes.
+
+    Other ranks' `obj` is ignored. The root gets its own object back, not a copy.
+
+    Raises
+    ------
+    ValueError : on the other ranks, when the root's object cannot be pickled; the root itself
+        raises what pickle raised.
+    """
+    name = collectives.default_name("broadcast_object") if name is None else name
+    is_root = runtime.rank() == root_rank
+    payload, failure = _dump(obj) if is_root else (bytearray(), None)
+    size = array.array("q", [_CANNOT_PICKLE if failure else len(payload)])
+    _broadcast(size, "int64", 1, root_rank, f"{name}.sz")
+    if failure is not None:
+        raise failure
+    if size[0] == _CANNOT_PICKLE:
+        raise ValueError(f"broadcast_object '{name}': rank {root_rank} cannot pickle its object")
+    if not is_root:
+        payload = bytearray(size[0])
+    _broadcast(payload, "uint8", size[0], root_rank, f"{name}.t")
+    return obj if is_root else cloudpickle.loads(payload)
+
+
+def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
+    """Return a list of the objects of all ranks, in rank order.
+
+    Raises
+    ------
+    ValueError : on the other ranks, when some rank's object cannot be pickled; that rank raises
+        what pickle raised.
+    """
+    name = collectives.default_name("allgather_object") if name is None else name
+    payload, failure = _dump(obj)
+    mine = array.array("q", [_CANNOT_PICKLE if failure else len(payload)])
+    sizes = array.array("q", bytes(_allgather(mine, "int64", 1, f"{name}.sz")))
+    if failure is not None:
+        raise failure
+    broken = [rank for rank, size in enumerate(sizes) if size == _CANNOT_PICKLE]
+    if broken:
+        raise ValueError(
+            f"allgather_object '{name}': rank{'s' if broken[1:] else ''} "
+            f"{', '.join(map(str, broken))} cannot pickle their object"
+        )
+    gathered = memoryview(_allgather(payload, "uint8", len(payload), f"{name}.t"))
+    objects, begin = [], 0
+    for size in sizes:
+        objects.append(cloudpickle.loads(gathered[begin : begin + size]))
+        begin += size
+    return objects
+
+
+def _dump(obj: Any) -> tuple[bytearray, BaseException | None]:
+    try:
+        return bytearray(cloudpickle.dumps(obj)), None
+    except Exception as error:  # whatever an object's own __reduce__ may raise
+        return bytearray(), error
+
+
+def _broadcast(buffer: Any, dtype: str, count: int, root_rank: int, name: str) -> None:
+    address = collectives.address_of(buffer)
+    view = View(address, address, DTYPES[dtype], (count,))
+    collectives.wait(
+        collectives.submit(
+            collectives.BROADCAST, name, [view], keep=buffer, finish=_nothing, root=root_rank
+        )
+    )
+
+
+def _allgather(buffer: Any, dtype: str, count: int, name: str) -> Any:
+    view = View(collectives.address_of(buffer), 0, DTYPES[dtype], (count,))
+    return collectives.wait(
+        collectives.submit(
+            collectives.ALLGATHER,
+            name,
+            [view],
+            keep=buffer,
+            finish=lambda handle: collectives.take(handle, 0).buffer,
+        )
+    )
+
+
+def _nothing(_: int) -> None:
+    return None

@@ -1,0 +1,473 @@
+"""Life of the engine in this process, and where it stands: `init`, `rank`, `shutdown`, ...
+
+The only module with global mutable state. There is one engine per process; a forked child has
+none, and none of the hooks below act there.
+
+How a process ends decides what its peers see:
+
+* the script returns, or calls `sys.exit` with whatever code: `shutdown()`, then MPI is finalised
+  if we had initialised it. Peers that go on get ShutDownError. (Python tells exit hooks nothing
+  about the code of a `sys.exit`, so a failure reported in that way alone looks like an end;
+  mpirun still sees the code.)
+* an uncaught exception: peers get PeerLostError with this rank and the exception's text. MPI is
+  not finalised, since that would wait for ranks which may compute for hours: mpirun ends the job.
+* killed: peers notice.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+from hororing import config as configuration
+from hororing import errors, launch
+from hororing._core import ffi, lib
+from hororing.launch.environment import Launch, is_spawned_worker
+from hororing.logs import Forwarder, logger
+
+# Longest that shutdown() waits for what all ranks had submitted. A peer that is frozen must not
+# keep this process from ending.
+_SHUTDOWN_TIMEOUT_S = 30.0
+
+_WORLD = -1  # as hr_config.mpi_communicator
+
+_FORKED = (
+    "hororing has not been initialized in this process, which was forked from one that is; use "
+    "hvd.init() in the parent only, or start workers with the 'spawn' method"
+)
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Where this rank is. Local: on this host; cross: over hosts, among equal local ranks."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+    homogeneous: bool
+
+
+@dataclass
+class _Process:
+    """The state. Everything is written by `init` and `shutdown` under `lock`."""
+
+    pid: int = 0  # of the process that called init
+    topology: Topology | None = None
+    launched: bool = False  # MPI found the peers
+    hooked: bool = False  # atexit and excepthook are installed
+    broken: bool = False  # the job failed here: MPI must not be finalised
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    at_init: list[Callable[[], None]] = field(default_factory=list)
+
+
+_process = _Process()
+_log = Forwarder()
+
+
+def _raise(code: int) -> NoReturn:
+    text = ffi.string(lib.hr_last_error()).decode("utf-8", "replace")
+    errors.raise_for(abs(code), text, int(lib.hr_last_error_rank()))
+
+
+def mpi_library() -> Path:
+    """Where the MPI transport is, if it was built."""
+    return Path(__file__).parent / "lib" / "libhororing_mpi.so"
+
+
+def at_init(callback: Callable[[], None]) -> None:
+    """Call `callback` whenever an engine starts; for what all ranks must begin anew."""
+    _process.at_init.append(callback)
+
+
+# ---------------------------------------------------------------------------------------------
+# Init
+
+
+def init(comm: Any = None, process_sets: Any = None) -> None:
+    """Start the engine and find the other ranks. Blocks until all ranks have called it.
+
+    Does nothing when already initialised. `shutdown()` and `init()` may follow one another.
+
+    Parameters
+    ----------
+    comm : None for all ranks that mpirun started; a list of ranks for a job of these alone; or
+        an mpi4py communicator.
+    process_sets : not available yet.
+
+    Raises
+    ------
+    ValueError : a bad argument or environment variable, or this rank is not in `comm`.
+    MismatchError : ranks are configured differently.
+    TransportError : the ranks cannot reach one another, or not all came within HORORING_TIMEOUT_S.
+    """
+    if process_sets is not None:
+        raise ValueError(
+            f"init: process_sets={process_sets!r} is not available yet; leave it out (to use a "
+            "part of the ranks only, pass their list as comm)"
+        )
+    start(launch.detect(), comm)
+
+
+def start(started_by: Launch, comm: Any = None) -> None:
+    """Do what `init` does, in a job that was launched as told."""
+    with _process.lock:
+        _refuse_forked()
+        if is_initialized():
+            return
+        settings = configuration.load()
+        communicator, ranks, others = _parse_comm(comm, started_by)
+        launched = started_by.launched or others
+        if launched and is_spawned_worker():
+            raise ValueError(
+                "init: called in a worker process of multiprocessing, which inherits the rank of "
+                "its parent; put the script's code under if __name__ == '__main__':"
+            )
+        if launched:
+            launch.prepare_mpi(started_by)
+        level = _log.configure(
+            settings.log_level(),
+            chosen=settings.settings["LOG_LEVEL"].source != "default",
+            hide_time=settings["LOG_HIDE_TIME"],
+        )
+        _log.open(started_by.rank if launched else 0)
+        keep, c_config = _c_config(settings, started_by, launched, level)
+        c_config.mpi_communicator = communicator
+        if ranks is not None:
+            c_ranks = ffi.new("int32_t[]", ranks)
+            c_config.ranks, c_config.ranks_count = c_ranks, len(ranks)
+        _process.pid = os.getpid()
+        _process.launched = launched
+        _process.broken = True  # until it is known to be whole
+        _install_hooks()
+        code = int(lib.hr_init(c_config))
+        if code != lib.HR_OK:
+            # A rank that is not in `comm` does not take part, but nothing is wrong with MPI.
+            _process.broken = code != lib.HR_INVALID_ARGUMENT
+            _raise(code)
+        del keep
+        _process.broken = False
+        _process.topology = _read_topology()
+        _log.set_rank(_process.topology.rank)
+        logger.debug("running as rank %d of %d", _process.topology.rank, _process.topology.size)
+        for callback in _process.at_init:
+            callback()
+
+
+def _refuse_forked() -> None:
+    if _process.pid not in (0, os.getpid()):
+        raise errors.NotInitializedError(_FORKED)
+
+
+def _parse_comm(comm: Any, started_by: Launch) -> tuple[int, list[int] | None, bool]:
+    """Fortran handle, ranks, and whether the communicator has several ranks."""
+    if comm is None:
+        return _WORLD, None, False
+    if isinstance(comm, (list, tuple, range)):
+        ranks = list(comm)
+        if not ranks or not all(type(rank) is int and rank >= 0 for rank in ranks):
+            raise ValueError(f"init: comm={comm!r} is not a list of ranks: use integers from 0")
+        if len(set(ranks)) != len(ranks):
+            raise ValueError(f"init: comm={comm!r} lists a rank twice")
+        if not started_by.launched and ranks != [0]:
+            raise ValueError(
+                f"init: comm={comm!r} lists ranks that do not exist: this job has one rank, 0, "
+                "since no launcher that we know started it (use mpirun)"
+            )
+        return _WORLD, ranks if started_by.launched else None, False
+    if callable(getattr(comm, "py2f", None)) and callable(getattr(comm, "Get_size", None)):
+        if not comm:
+            raise ValueError("init: comm is MPI.COMM_NULL: this rank is not in it")
+        handle = int(comm.py2f())
+        size = int(comm.Get_size())
+        return handle, None, size > 1
+    raise ValueError(
+        f"init: comm={comm!r} is neither None, nor a list of ranks, nor an mpi4py communicator"
+    )
+
+
+def _c_config(
+    settings: configuration.Config, started_by: Launch, launched: bool, log_level: int
+) -> tuple[list[Any], Any]:
+    """hr_config, and what owns its strings."""
+    keep: list[Any] = []
+
+    def text(value: str | os.PathLike[str] | None) -> Any:
+        if value is None:
+            return ffi.NULL
+        keep.append(ffi.new("char[]", os.fsencode(value)))
+        return keep[-1]
+
+    library = mpi_library()
+    fingerprint = f"version={ffi.string(lib.hr_version()).decode()}\n{settings.fingerprint()}"
+    c_config = ffi.new("hr_config *")
+    c_config.launched = launched
+    c_config.transport = text(settings["TRANSPORT"])
+    c_config.backend = text(settings["BACKEND"])
+    c_config.mpi_library = text(library if library.exists() else "")
+    c_config.fusion_bytes = settings["FUSION_BYTES"]
+    c_config.cycle_time_ms = settings["CYCLE_TIME_MS"]
+    c_config.cache_capacity = settings["CACHE_CAPACITY"]
+    c_config.reproducible = settings["REPRODUCIBLE"]
+    c_config.fingerprint = text(fingerprint)
+    c_config.stall_warning_s = settings["STALL_WARNING_S"]
+    c_config.stall_shutdown_s = settings["STALL_SHUTDOWN_S"]
+    c_config.timeout_s = settings["TIMEOUT_S"]
+    c_config.spin_us = settings["SPIN_US"]
+    c_config.cpu = settings.core_for(started_by.local_rank or 0)
+    c_config.watch_parent = launched
+    c_config.kernels = text(settings["KERNELS"])
+    c_config.log_level = log_level
+    c_config.timeline = text(settings["TIMELINE"])
+    c_config.timeline_mark_cycles = settings["TIMELINE_MARK_CYCLES"]
+    return keep, c_config
+
+
+def _read_topology() -> Topology:
+    now = ffi.new("hr_topology *")
+    code = int(lib.hr_topology_now(now))
+    if code != lib.HR_OK:
+        _raise(code)
+    return Topology(
+        now.rank,
+        now.size,
+        now.local_rank,
+        now.local_size,
+        now.cross_rank,
+        now.cross_size,
+        bool(now.homogeneous),
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# The end
+
+
+def shutdown() -> None:
+    """End the engine. Does nothing when there is none.
+
+    What all ranks had submitted is carried out; everything else pending fails with ShutDownError,
+    on every rank. Returns also when peers are dead. `init()` works again afterwards.
+    """
+    _shutdown("shutdown() was called")
+
+
+def _shutdown(reason: str) -> None:
+    if not is_initialized():  # also in a forked child, where the lock may be held by nobody
+        return
+    with _process.lock:
+        if not is_initialized():
+            return
+        _process.broken |= lib.hr_state_now() == lib.HR_STATE_FAILED
+        code = int(lib.hr_shutdown(reason.encode(), _SHUTDOWN_TIMEOUT_S))
+        _process.topology = None
+        if code != lib.HR_OK:
+            _process.broken = True
+            logger.warning(ffi.string(lib.hr_last_error()).decode("utf-8", "replace"))
+
+
+def _install_hooks() -> None:
+    if _process.hooked:
+        return
+    _process.hooked = True
+    atexit.register(_at_exit)
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+        # The peers first: mpirun may end this process as soon as something is printed.
+        _abort(kind, value)
+        previous(kind, value, trace)
+
+    sys.excepthook = hook
+
+
+def _abort(kind: type[BaseException], value: BaseException) -> None:
+    if _process.pid != os.getpid():
+        return
+    _process.broken = True
+    try:
+        reason = f"{kind.__name__}: {value}"
+    except Exception:  # a broken __str__ must not hide the exception itself
+        reason = kind.__name__
+    lib.hr_abort(reason.encode("utf-8", "replace"))
+    _process.topology = None
+
+
+def _at_exit() -> None:
+    if _process.pid != os.getpid():
+        return
+    _shutdown("the script has ended")
+    if not _process.broken:
+        lib.hr_finalize()
+    _log.close()
+    if _process.broken and _process.launched and _mpi4py_would_finalize():
+        # mpi4py finalises MPI after every hook of Python, and would wait there for peers that
+        # are lost or busy. mpirun sees the exit code and ends the job.
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+        os._exit(1)
+
+
+def _mpi4py_would_finalize() -> bool:
+    mpi = sys.modules.get("mpi4py.MPI")
+    return mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized()
+
+
+# ---------------------------------------------------------------------------------------------
+# Queries
+
+
+def is_initialized() -> bool:
+    """Whether `init()` has returned and `shutdown()` has not been called since. Never raises."""
+    return _process.topology is not None and _process.pid == os.getpid()
+
+
+def topology() -> Topology:
+    """All of the following at once. NotInitializedError before `init()`."""
+    known = _process.topology
+    if known is None:
+        raise errors.NotInitializedError
+    if _process.pid != os.getpid():
+        raise errors.NotInitializedError(_FORKED)
+    return known
+
+
+def rank() -> int:
+    """Return the number of this process in the job, from 0."""
+    return topology().rank
+
+
+def size() -> int:
+    """Return the number of processes in the job."""
+    return topology().size
+
+
+def local_rank() -> int:
+    """Return the number of this process among those of its host."""
+    return topology().local_rank
+
+
+def local_size() -> int:
+    """Return the number of processes on this host."""
+    return topology().local_size
+
+
+def cross_rank() -> int:
+    """Return the number of this host among those that have this local rank."""
+    return topology().cross_rank
+
+
+def cross_size() -> int:
+    """Return the number of hosts that have this local rank."""
+    return topology().cross_size
+
+
+def is_homogeneous() -> bool:
+    """Whether every host has the same number of processes."""
+    return topology().homogeneous
+
+
+def mpi_built() -> bool:
+    """Whether the MPI transport was built."""
+    return mpi_library().exists()
+
+
+def mpi_enabled() -> bool:
+    """Whether the ranks of this job found one another through MPI. False for a job of one rank."""
+    return is_initialized() and _process.launched
+
+
+def describe_mpi() -> tuple[str, str]:
+    """Library version of MPI, and its thread level ("" before it is initialised).
+
+    TransportError where it cannot be loaded. Does not initialise it.
+    """
+    text = ffi.new("char[]", 1024)
+    library = os.fsencode(mpi_library()) if mpi_built() else b""
+    code = int(lib.hr_describe_mpi(library, text, len(text)))
+    if code != lib.HR_OK:
+        _raise(code)
+    version, _, level = ffi.string(text).decode("utf-8", "replace").partition("\n")
+    return version, level.strip()
+
+
+def mpi_threads_supported() -> bool:
+    """Whether MPI may be called from several threads, as by mpi4py beside the engine.
+
+    ValueError where the job does not use MPI.
+    """
+    topology()
+    if not mpi_enabled():
+        raise ValueError("MPI is not enabled: this is a job of one rank, which needs none")
+    return describe_mpi()[1] == "multiple"
+
+
+def gloo_enabled() -> bool:
+    """Return False: there is no Gloo in hororing."""
+    return False
+
+
+def gloo_built() -> bool:
+    """Return False: there is no Gloo in hororing."""
+    return False
+
+
+def nccl_built() -> int:
+    """Return the version of NCCL in use as a number; 0, since there is no NCCL backend yet."""
+    return 0
+
+
+def ddl_built() -> bool:
+    """Return False: there is no DDL in hororing."""
+    return False
+
+
+def ccl_built() -> bool:
+    """Return False: there is no oneCCL in hororing."""
+    return False
+
+
+def cuda_built() -> bool:
+    """Return False: tensors in GPU memory are not supported yet."""
+    return False
+
+
+def rocm_built() -> bool:
+    """Return False: tensors in GPU memory are not supported yet."""
+    return False
+
+
+# ---------------------------------------------------------------------------------------------
+# Timeline
+
+
+def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
+    """Write what all ranks do into `file_path` from now on.
+
+    Rank 0's call counts; on other ranks it does nothing. A timeline that is being written is
+    finished first. `mark_cycles` adds CYCLE_START events.
+    """
+    topology()
+    code = int(lib.hr_timeline_start(os.fsencode(file_path), mark_cycles))
+    if code != lib.HR_OK:
+        _raise(code)
+
+
+def stop_timeline() -> None:
+    """Finish the timeline; returns when the file is complete. Nothing where there is none."""
+    topology()
+    code = int(lib.hr_timeline_stop())
+    if code != lib.HR_OK:
+        _raise(code)

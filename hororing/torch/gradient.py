@@ -1,0 +1,299 @@
+"""One gradient on its way: from the hook into the core and back into `param.grad`.
+
+A `Slot` per parameter holds all that can be computed once, so that the hook (thread: whichever
+runs autograd) does little: count the pass, look at the gradient, one call of the core. A `Group`
+joins slots that are reduced together.
+
+Ownership: parameter -> hook -> slot -> (in flight only) gradient. Slots hold no parameter, so
+nothing here keeps a model alive. See hororing/torch/reducer.py for who drives them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from operator import itemgetter
+from typing import NamedTuple
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from hororing import collectives
+from hororing.collectives import PreparedAllreduce
+from hororing.compression import Compressor, NoneCompressor
+from hororing.torch.adapter import DTYPES
+from hororing.torch.ops import start_sparse_allreduce, synchronize, verbs
+
+
+class Options(NamedTuple):
+    """How gradients are reduced."""
+
+    compression: type[Compressor]
+    op: int
+    predivide: float
+    sparse_as_dense: bool
+
+    @property
+    def factors(self) -> tuple[float, float]:
+        """Factors before and after the reduction."""
+        return 1.0 / self.predivide, self.predivide
+
+
+class Shared:
+    """What the slots of one optimizer have in common."""
+
+    __slots__ = ("fresh", "options", "passes", "synchronized", "tracing")
+
+    def __init__(self, options: Options, passes: int) -> None:
+        self.options = options
+        self.passes = passes  # backward passes per step
+        self.fresh = True  # no hook has fired since the last synchronize
+        self.synchronized = False  # gradients are reduced, and no hook has fired since
+        self.tracing = False
+
+    def first_hook(self) -> None:
+        """Begin a step."""
+        self.fresh = False
+        self.synchronized = False
+        self.tracing = collectives.timeline_enabled()
+
+
+class Group:
+    """Slots whose gradients are reduced together, when the last of them is there."""
+
+    def __init__(self, name: str, slots: list[Slot]) -> None:
+        self._name = name
+        self._count = len(slots)
+        self._waiting: dict[int, torch.Tensor] = {}  # by position
+        self._handle = 0
+        self._results: dict[int, torch.Tensor] = {}
+        # Autograd may run hooks on several threads.
+        self._lock = threading.Lock()
+        for position, slot in enumerate(slots):
+            slot.group, slot.position = self, position
+
+    def add(self, position: int, tensor: torch.Tensor, options: Options) -> None:
+        """Take the gradient of one member; send all when it is the last."""
+        with self._lock:
+            self._waiting[position] = tensor
+            if len(self._waiting) == self._count:
+                self._submit(options)
+
+    def flush(self, options: Options) -> None:
+        """Send what is there: the other members are frozen."""
+        with self._lock:
+            if self._waiting:
+                self._submit(options)
+
+    def _submit(self, options: Options) -> None:
+        order = sorted(self._waiting)  # ranks must agree on it, and arrival differs
+        tensors = [self._waiting[position] for position in order]
+        self._waiting = {}
+        self._results = dict(zip(order, tensors, strict=True))
+        self._handle = verbs.reduce_async(
+            "grouped_allreduce", tensors, True, self._name, options.op, *options.factors
+        )
+
+    def finish(self, position: int) -> torch.Tensor:
+        """Wait for the group, if nobody has yet; its error is raised once."""
+        if self._handle:
+            try:
+                synchronize(self._handle)
+            except Exception:
+                self._handle = 0
+                raise
+            self._handle = 0
+        return self._results.pop(position)
+
+    def abandon(self) -> None:
+        """Forget what is there and what is in flight."""
+        if self._handle:
+            collectives.abandon(self._handle, None)
+        self._handle = 0
+        self._waiting, self._results = {}, {}
+
+
+class Slot:
+    """The gradient of one parameter."""
+
+    __slots__ = (
+        "dtype", "finish_general", "group", "handle", "hook", "left", "name", "position",
+        "prepared", "sent", "shared", "sparse",
+    )  # fmt: skip
+
+    def __init__(self, name: str, param: torch.Tensor, shared: Shared) -> None:
+        self.name = name
+        self.shared = shared
+        self.left = shared.passes  # backward passes until the gradient is sent
+        self.sent = False
+        self.sparse = False  # gradients of this parameter have been sparse
+        self.hook: RemovableHandle | None = None
+        self.group: Group | None = None
+        self.position = 0  # in the group
+        self.dtype = param.dtype
+        # In flight by the general way: its handle (0 in a group) and how to end it.
+        self.handle = 0
+        self.finish_general: Callable[[], torch.Tensor] | None = None
+        self.prepared: PreparedAllreduce | None = None
+        options = shared.options
+        plain = options.compression is NoneCompressor and param.device.type == "cpu"
+        if plain and param.dtype in DTYPES:
+            self.prepared = PreparedAllreduce(
+                name, DTYPES[param.dtype], param.shape, options.op, *options.factors
+            )
+
+    # -- in the hook --------------------------------------------------------------------------
+
+    def on_gradient(self, param: torch.Tensor) -> None:
+        """Take note of an accumulated gradient; send it when it is the step's last."""
+        shared = self.shared
+        if self.sent:
+            raise AssertionError(
+                f"gradient of '{self.name}' was computed more than backward_passes_per_step "
+                f"({shared.passes}) times before step() or synchronize(); raise "
+                "backward_passes_per_step, or call synchronize() before another loss uses this "
+                "parameter"
+            )
+        if shared.fresh:
+            shared.first_hook()
+        self.left -= 1
+        if self.left > 0:
+            return
+        try:
+            if shared.tracing:
+                begin_ns = collectives.now_ns()
+                self.send(param)
+                collectives.trace_hook(self.name, begin_ns)
+            else:
+                self.send(param)
+        except Exception as error:
+            passed = shared.passes - self.left
+            place = f"gradient of '{self.name}', backward pass {passed} of {shared.passes}"
+            error.args = (f"{error} (in the hook: {place})", *error.args[1:])
+            raise
+
+    def send(self, param: torch.Tensor) -> None:
+        """Start the reduction of `param.grad`."""
+        grad = param.grad
+        assert grad is not None
+        prepared = self.prepared
+        if (
+            prepared is None
+            or self.group is not None
+            or grad.layout is not torch.strided
+            or grad.dtype is not self.dtype
+            or not grad.is_contiguous()
+        ):
+            self._send_general(grad)
+        elif self.shared.tracing:
+            begin_ns = collectives.now_ns()
+            address, size_bytes = grad.data_ptr(), grad.nbytes
+            collectives.trace_view(self.name, begin_ns, size_bytes)
+            prepared.start(address, grad)
+        else:
+            prepared.start(grad.data_ptr(), grad)
+        self.sent = True
+
+    @torch.no_grad()
+    def _send_general(self, grad: torch.Tensor) -> None:
+        """Do as `send` for all but dense contiguous gradients that go one by one as they are."""
+        options = self.shared.options
+        is_sparse = grad.layout is torch.sparse_coo
+        if is_sparse:
+            self.sparse = True
+            if not options.sparse_as_dense:
+                self._send_sparse(grad)
+                return
+        compression, group = options.compression, self.group
+        dense, context = compression.compress(grad.to_dense() if is_sparse else grad)
+        reduced: Callable[[], torch.Tensor]
+        if group is not None:
+            group.add(self.position, dense, options)
+            reduced = partial(group.finish, self.position)
+        else:
+            self.handle = verbs.reduce_async(
+                "allreduce", [dense], True, self.name, options.op, *options.factors, itemgetter(0)
+            )
+            reduced = partial(synchronize, self.handle)
+
+        def finish() -> torch.Tensor:
+            result: torch.Tensor = compression.decompress(reduced(), context)
+            return result.to_sparse() if is_sparse else result
+
+        self.finish_general = finish
+
+    def _send_sparse(self, grad: torch.Tensor) -> None:
+        options = self.shared.options
+        if self.group is not None:
+            raise ValueError(
+                f"gradient of '{self.name}' is sparse and in a group; pass sparse_as_dense=True "
+                "or leave the parameter out of `groups`"
+            )
+        before, after = options.factors
+        compression = options.compression
+        values, context = compression.compress(grad._values() * before)
+        self.handle, gathered = start_sparse_allreduce(
+            torch.sparse_coo_tensor(grad._indices(), values, grad.shape, check_invariants=False),
+            self.name,
+            options.op,
+        )
+
+        def finish() -> torch.Tensor:
+            result = gathered()
+            values = compression.decompress(result._values(), context) * after
+            return torch.sparse_coo_tensor(
+                result._indices(), values, result.shape, check_invariants=False
+            )
+
+        self.finish_general = finish
+
+    # -- in synchronize -----------------------------------------------------------------------
+
+    def send_late(self, param: torch.Tensor) -> None:
+        """Send what the hook did not: a zero where this rank has no gradient."""
+        if param.grad is None:
+            param.grad = (
+                torch.zeros_like(param, layout=torch.sparse_coo)
+                if self.sparse and not self.shared.options.sparse_as_dense
+                else torch.zeros_like(param)
+            )
+        self.send(param)
+
+    def finish(self, param: torch.Tensor) -> None:
+        """Wait for the reduced gradient and leave it in `param.grad`."""
+        prepared = self.prepared
+        try:
+            if prepared is not None and prepared.handle:
+                reduced = prepared.keep
+                prepared.finish()
+            else:
+                assert self.finish_general is not None
+                reduced = self.finish_general()
+        except Exception:
+            self.rest()
+            raise
+        self.rest()
+        if reduced is param.grad:
+            return
+        if param.grad is not None and param.grad.layout is torch.strided is reduced.layout:
+            param.grad.copy_(reduced)
+        else:
+            param.grad = reduced
+
+    def rest(self) -> None:
+        """Be ready for the next step. REQUIRES: nothing is in flight."""
+        self.sent = False
+        self.left = self.shared.passes
+        self.handle = 0
+        self.finish_general = None
+
+    def abandon(self) -> None:
+        """Forget what is in flight."""
+        if self.prepared is not None:
+            self.prepared.abandon()
+        if self.handle:
+            collectives.abandon(self.handle, None)
+        if self.group is not None:
+            self.group.abandon()
+        self.rest()

@@ -1,0 +1,152 @@
+"""Reducer: sends the gradients of one optimizer while backward still runs.
+
+What the hooks did not send, `Reducer.synchronize` sends; hooks only make it earlier. So a
+parameter without a hook (unfrozen a moment ago, or shared with another optimizer) is reduced as
+well. Knows nothing of optimizer steps; see hororing/torch/optimizer.py for those.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from hororing.torch.gradient import Group, Options, Shared, Slot
+
+# Which reducers want to hook a parameter, by id(parameter). An entry is alive as long as one of
+# its reducers is, and reducers hold their parameters, so an id is never mistaken.
+_wanted_by: dict[int, weakref.WeakSet[Reducer]] = {}
+
+
+class Reducer:
+    """Reduces the gradients of the parameters of one optimizer.
+
+    `named` gives names to parameters by identity, `prefix` to those that are not in it.
+    `groups` are lists of parameters that are reduced together. All must be the same on every
+    rank. Not thread-safe but for the hooks.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        passes: int,
+        param_groups: list[dict[str, Any]],
+        named: Sequence[tuple[str, torch.Tensor]],
+        prefix: str,
+        groups: Iterable[Sequence[torch.Tensor]],
+    ) -> None:
+        self._shared = Shared(options, passes)
+        self._names = {id(param): (name, param) for name, param in named}
+        self._prefix = prefix
+        self._slots: dict[int, tuple[torch.Tensor, Slot]] = {}  # by id(parameter)
+        self._groups: list[Group] = []
+        self.follow(param_groups)
+        for index, members in enumerate(groups):
+            slots = [self._slots[id(param)][1] for param in members]
+            group = Group(f"{prefix}.group.{index}:{slots[0].name}..{slots[-1].name}", slots)
+            self._groups.append(group)
+        weakref.finalize(self, _release, self._slots).atexit = False
+
+    def follow(self, param_groups: list[dict[str, Any]]) -> list[tuple[torch.Tensor, Slot]]:
+        """Return the slots of the optimizer's parameters as they are now, new ones included."""
+        entries = []
+        for number, group in enumerate(param_groups):
+            for index, param in enumerate(group["params"]):
+                entry = self._slots.get(id(param))
+                if entry is None:
+                    name, _ = self._names.get(id(param), (f"{self._prefix}.{number}.{index}", None))
+                    entry = (param, Slot(name, param, self._shared))
+                    self._slots[id(param)] = entry
+                if entry[1].hook is None and param.requires_grad:
+                    self._hook(*entry)
+                entries.append(entry)
+        return entries
+
+    def _hook(self, param: torch.Tensor, slot: Slot) -> None:
+        rivals = _wanted_by.setdefault(id(param), weakref.WeakSet())
+        rivals.add(self)
+        if len(rivals) == 1:
+            register: Any = param.register_post_accumulate_grad_hook  # torch declares no type
+            slot.hook = register(slot.on_gradient)
+            return
+        # Nobody can know for which of them a backward pass is: each reduces when it steps.
+        for other in rivals:
+            _unhook(other._slots[id(param)][1])
+
+    def synchronize(self, param_groups: list[dict[str, Any]]) -> None:
+        """Send what the hooks did not, wait for everything, leave it in the gradients.
+
+        An error is raised when nothing is in flight any more; gradients without an error are
+        reduced then.
+        """
+        entries = self.follow(param_groups)
+        failures: list[Exception] = []
+        with torch.no_grad():
+            for param, slot in entries:
+                if not slot.sent and param.requires_grad:
+                    with _collect(failures):
+                        slot.send_late(param)
+            for group in self._groups:
+                with _collect(failures):
+                    group.flush(self._shared.options)
+            for param, slot in entries:
+                if slot.sent:
+                    with _collect(failures):
+                        slot.finish(param)
+                else:
+                    slot.rest()
+        self._shared.fresh = True
+        self._shared.synchronized = not failures
+        if failures:
+            raise failures[0]
+
+    @property
+    def synchronized(self) -> bool:
+        """Whether all gradients are reduced and no newer ones have come since."""
+        return self._shared.synchronized
+
+    @property
+    def in_flight(self) -> list[str]:
+        """Names of the parameters whose gradients are being reduced."""
+        return [slot.name for _, slot in self._slots.values() if slot.sent]
+
+    def restart(self, passes: int | None = None) -> None:
+        """Count backward passes from the beginning; gradients are no longer synchronized."""
+        self._shared.synchronized = False
+        self._shared.passes = passes or self._shared.passes
+        for _, slot in self._slots.values():
+            if not slot.sent:
+                slot.left = self._shared.passes
+
+    def abandon(self) -> None:
+        """Forget everything in flight."""
+        for _, slot in self._slots.values():
+            slot.abandon()
+        self._shared.fresh = True
+        self._shared.synchronized = False
+
+
+@contextlib.contextmanager
+def _collect(failures: list[Exception]) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # re-raised by synchronize
+        failures.append(error)
+
+
+def _unhook(slot: Slot) -> None:
+    if slot.hook is not None:
+        slot.hook.remove()
+        slot.hook = None
+
+
+def _release(slots: dict[int, tuple[torch.Tensor, Slot]]) -> None:
+    """Undo what a reducer did to parameters and core."""
+    for key, (_, slot) in slots.items():
+        _unhook(slot)
+        slot.abandon()
+        if not _wanted_by.get(key, True):
+            del _wanted_by[key]

@@ -1,0 +1,214 @@
+"""The same parameters, optimizer state and objects on every rank."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from hororing import collectives
+from hororing.objects import allgather_object, broadcast_object
+from hororing.runtime import rank
+from hororing.torch.ops import verbs
+
+
+def broadcast_parameters(
+    params: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor] | torch.Tensor],
+    root_rank: int,
+) -> None:
+    """Overwrite `params` with those of rank `root_rank`, in place.
+
+    Parameters
+    ----------
+    params : ``model.state_dict()``, a list of (name, tensor) pairs, or a list of tensors.
+
+    Raises
+    ------
+    ValueError : not one of these; a generator such as ``model.named_parameters()`` must be made
+        a list. On every rank: when ranks do not hold the same names.
+    TypeError : a value is not a tensor; use `broadcast_object` for it.
+    """
+    named = _named(params)
+    for name, tensor in named:
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(
+                f"broadcast_parameters: '{name}' is not a tensor but {type(tensor).__name__}; "
+                "leave it out and send it with broadcast_object"
+            )
+    _check_same_names([name for name, _ in named])
+    collectives.wait_all(
+        [verbs.broadcast_async_(tensor, root_rank, name) for name, tensor in named]
+    )
+
+
+def _named(params: Any) -> list[tuple[str, Any]]:
+    if isinstance(params, Mapping):
+        return sorted(params.items())
+    if isinstance(params, list | tuple):
+        return [
+            pair if isinstance(pair, tuple) else (f"broadcast_parameters.{index}", pair)
+            for index, pair in enumerate(params)
+        ]
+    raise ValueError(
+        f"invalid params of type {type(params).__name__}: broadcast_parameters takes a state_dict, "
+        "a list of (name, tensor) pairs or a list of tensors; wrap a generator in list(...)"
+    )
+
+
+def _check_same_names(names: list[str]) -> None:
+    """Say which ranks hold which names, instead of waiting for a tensor that never comes."""
+    digest = zlib.crc32("\n".join(names).encode("utf-8", "backslashreplace"))
+    digests = verbs.allgather(torch.tensor([digest]), "broadcast_parameters.names")
+    if bool((digests == digests[0]).all()):
+        return
+    by_rank = [set(other) for other in allgather_object(names, "broadcast_parameters.names")]
+    everywhere = set.intersection(*by_rank)
+    extra = "; ".join(
+        f"rank {index}: {sorted(held - everywhere)}"
+        for index, held in enumerate(by_rank)
+        if held != everywhere
+    )
+    raise ValueError(
+        "broadcast_parameters: ranks hold different names. Not on every rank: "
+        f"{extra or 'none, but their order differs'}. Every rank must pass the same parameters; "
+        "check that the model is built identically"
+    )
+
+
+class _Spec(NamedTuple):
+    """Stands for a tensor in the description of a state; the tensor itself travels apart."""
+
+    position: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
+) -> None:
+    """Give every rank the state and the options of rank `root_rank`'s optimizer, in place.
+
+    Nothing else changes: no step is taken, parameters and gradients stay as they are. Options
+    (learning rate, betas, ...) travel also when there is no state yet.
+
+    Parameters
+    ----------
+    optimizer : plain or distributed; of the same class with the same groups on every rank.
+    model : without effect; Horovod's function needs it, to step sparse embeddings.
+
+    Raises
+    ------
+    ValueError : for LBFGS, whose state is no set of tensors per parameter; on every rank, when
+        the groups differ.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("cannot broadcast torch.optim.LBFGS state; broadcast parameters only")
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    description: Any = None
+    tensors: list[torch.Tensor] = []
+    if rank() == root_rank:
+        description = _describe(optimizer, parameters, tensors)
+    description = broadcast_object(description, root_rank, "broadcast_optimizer_state")
+    _check_same_groups(optimizer, description, root_rank)
+
+    if rank() != root_rank:
+        tensors = _adopt(optimizer, parameters, description)
+    collectives.wait_all(
+        [
+            verbs.broadcast_async_(tensor, root_rank, f"broadcast_optimizer_state.{index}")
+            for index, tensor in enumerate(tensors)
+        ]
+    )
+
+
+def _describe(
+    optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor], tensors: list[torch.Tensor]
+) -> dict[str, Any]:
+    """Return state and options with each tensor moved to `tensors` and a _Spec in its place."""
+
+    def replace(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+            return _Spec(len(tensors) - 1, tuple(value.shape), value.dtype)
+        return _rebuilt(value, replace)
+
+    return {
+        "class": type(optimizer).__name__,
+        "sizes": [len(group["params"]) for group in optimizer.param_groups],
+        "state": [replace(optimizer.state.get(p)) for p in parameters],
+        "options": [replace(_options(group)) for group in optimizer.param_groups],
+    }
+
+
+def _adopt(
+    optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor], description: dict[str, Any]
+) -> list[torch.Tensor]:
+    """Take over state and options; return the tensors that are still to be received."""
+    tensors: dict[int, torch.Tensor] = {}
+
+    def restore(value: Any, old: Any) -> Any:
+        if isinstance(value, _Spec):
+            fits = (
+                isinstance(old, torch.Tensor)
+                and old.dtype is value.dtype
+                and tuple(old.shape) == value.shape
+            )
+            tensors[value.position] = old if fits else torch.empty(value.shape, dtype=value.dtype)
+            return tensors[value.position]
+        if isinstance(value, dict):
+            held = old if isinstance(old, dict) else {}
+            return {key: restore(item, held.get(key)) for key, item in value.items()}
+        return _rebuilt(value, lambda item: restore(item, None))
+
+    for parameter, state in zip(parameters, description["state"], strict=True):
+        if state is None:
+            optimizer.state.pop(parameter, None)
+        else:
+            optimizer.state[parameter] = restore(state, optimizer.state.get(parameter))
+    for group, options in zip(optimizer.param_groups, description["options"], strict=True):
+        group.update(restore(options, _options(group)))
+    return [tensors[index] for index in range(len(tensors))]
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _rebuilt(value: Any, convert: Any) -> Any:
+    """Return `value` with `convert` applied to what a dict, list or tuple holds."""
+    if isinstance(value, dict):
+        return {key: convert(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(convert(item) for item in value)
+    return value
+
+
+def _check_same_groups(
+    optimizer: torch.optim.Optimizer, description: dict[str, Any], root_rank: int
+) -> None:
+    mine = (type(optimizer).__name__, [len(group["params"]) for group in optimizer.param_groups])
+    roots = (description["class"], description["sizes"])
+    same = verbs.allreduce(
+        torch.tensor([mine == roots]), name="broadcast_optimizer_state.same", op=collectives.Min
+    )
+    if bool(same):
+        return
+    by_rank = allgather_object(mine, "broadcast_optimizer_state.groups")
+    values = "; ".join(
+        f"rank {index}: {name} with groups of {sizes} parameters"
+        for index, (name, sizes) in enumerate(by_rank)
+    )
+    raise ValueError(
+        f"broadcast_optimizer_state: optimizers differ from that of rank {root_rank}: {values}. "
+        "Build the optimizer identically on every rank"
+    )
+
+
+__all__ = [
+    "allgather_object",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+]

@@ -1,0 +1,127 @@
+// A small test harness (ADR 0009): TEST registers a case, CHECK* record failures and go on, and
+// main() runs all cases, or those whose name contains the first argument.
+//
+//   ./engine_test                       all
+//   ./engine_test mismatch --seed 7     some, with the randomness of an earlier run
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <exception>
+#include <sstream>
+#include <string>
+#include <vector>
+
+namespace hororing_test {
+
+struct Case {
+  const char* name;
+  void (*body)();
+};
+
+inline std::vector<Case>& Cases() {
+  static std::vector<Case> cases;
+  return cases;
+}
+
+inline std::atomic<int>& Failures() {
+  static std::atomic<int> failures{0};
+  return failures;
+}
+
+inline unsigned& MutableSeed() {
+  static unsigned seed =
+      static_cast<unsigned>(std::chrono::system_clock::now().time_since_epoch().count() % 1000000);
+  return seed;
+}
+
+// Of all randomness in a run; printed at its start.
+inline unsigned Seed() { return MutableSeed(); }
+
+struct Registration {
+  Registration(const char* name, void (*body)()) { Cases().push_back({name, body}); }
+};
+
+// Callable from any thread of a test.
+inline void Fail(const char* file, int line, const std::string& what) {
+  ++Failures();
+  std::fprintf(stderr, "%s:%d: %s\n", file, line, what.c_str());
+}
+
+template <typename T>
+std::string Show(const T& value) {
+  std::ostringstream text;
+  text.precision(17);
+  text << value;
+  return text.str();
+}
+
+template <typename A, typename B>
+void CheckEqual(const char* file, int line, const char* what, const A& a, const B& b) {
+  if (!(a == b)) Fail(file, line, std::string(what) + ": " + Show(a) + " != " + Show(b));
+}
+
+template <typename A, typename B, typename Tolerance>
+void CheckNear(const char* file, int line, const char* what, A a, B b, Tolerance tolerance) {
+  if (!(std::abs(a - b) <= tolerance)) {
+    Fail(file, line, std::string(what) + ": " + Show(a) + " is not near " + Show(b));
+  }
+}
+
+inline int RunAll(int argc, char** argv) {
+  const char* only = "";
+  for (int i = 1; i < argc; ++i) {
+    if (std::strcmp(argv[i], "--seed") == 0 && i + 1 < argc) {
+      MutableSeed() = static_cast<unsigned>(std::atoi(argv[++i]));
+    } else {
+      only = argv[i];
+    }
+  }
+  std::printf("seed %u\n", Seed());
+  int passed = 0, failed = 0;
+  for (const Case& each : Cases()) {
+    if (std::strstr(each.name, only) == nullptr) continue;
+    std::printf("%s ...\n", each.name);
+    std::fflush(stdout);
+    const int before = Failures();
+    try {
+      each.body();
+    } catch (const std::exception& error) {
+      Fail(each.name, 0, std::string("exception: ") + error.what());
+    }
+    (Failures() == before ? passed : failed) += 1;
+    if (Failures() != before) std::printf("FAILED %s\n", each.name);
+  }
+  std::printf("%d passed, %d failed\n", passed, failed);
+  return failed == 0 && passed > 0 ? 0 : 1;
+}
+
+}  // namespace hororing_test
+
+#define TEST(name)                                                              \
+  static void name();                                                           \
+  static const hororing_test::Registration registration_of_##name(#name, name); \
+  static void name()
+
+#define CHECK(condition)                                                                \
+  do {                                                                                  \
+    if (!(condition)) hororing_test::Fail(__FILE__, __LINE__, "CHECK(" #condition ")"); \
+  } while (false)
+#define CHECK_EQ(a, b) \
+  hororing_test::CheckEqual(__FILE__, __LINE__, "CHECK_EQ(" #a ", " #b ")", (a), (b))
+#define CHECK_NEAR(a, b, tolerance) \
+  hororing_test::CheckNear(__FILE__, __LINE__, "CHECK_NEAR(" #a ", " #b ")", (a), (b), (tolerance))
+#define CHECK_OK(status)                                                         \
+  do {                                                                           \
+    const auto& checked_status = (status);                                       \
+    if (!checked_status.ok()) {                                                  \
+      hororing_test::Fail(__FILE__, __LINE__,                                    \
+                          "CHECK_OK(" #status "): " + checked_status.message()); \
+    }                                                                            \
+  } while (false)
+
+int main(int argc, char** argv) { return hororing_test::RunAll(argc, argv); }

@@ -1,0 +1,631 @@
+// The collectives over worlds of threads, on two transports: ours and the strict one of
+// queue_transport.h. The arithmetic of the kernels is the subject of reduce_test.cc; here the
+// numbers are such that every order of combination is exact, so that one naive oracle serves all
+// algorithms bit by bit.
+
+#include "collective/collectives.h"
+
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "base/half.h"
+#include "base/reduce.h"
+#include "check.h"
+#include "collective/allreduce.h"
+#include "collective/segments.h"
+#include "faulty_transport.h"
+#include "queue_transport.h"
+#include "world.h"
+
+namespace hororing {
+namespace {
+
+using hororing_test::CheckedTransport;
+using hororing_test::Fault;
+using hororing_test::FaultyTransport;
+using hororing_test::QueueTransport;
+using hororing_test::Rank;
+using Bytes = std::vector<unsigned char>;
+using Transports = std::vector<std::unique_ptr<Transport>>;
+
+constexpr int kSizes[] = {1, 2, 3, 5, 8};
+constexpr const char* kKinds[] = {"inproc", "queue"};
+constexpr DataType kTypes[] = {DataType::kUint8,   DataType::kInt8,    DataType::kUint16,
+                               DataType::kInt16,   DataType::kInt32,   DataType::kInt64,
+                               DataType::kFloat16, DataType::kFloat32, DataType::kFloat64,
+                               DataType::kBool,    DataType::kBfloat16};
+constexpr ReduceOp kOps[] = {ReduceOp::kAverage, ReduceOp::kSum, ReduceOp::kMin, ReduceOp::kMax,
+                             ReduceOp::kProduct};
+
+TimeNs Soon() { return After(NowNs(), 100 * kSecond); }
+
+// Every transport is checked; rank `faulty` has a fault beneath.
+Transports MakeWorld(const std::string& kind, int size, int faulty = -1, Fault fault = {}) {
+  Transports world = kind == "queue" ? QueueTransport::MakeWorld(size)
+                                     : MakeInprocWorld(size, hororing_test::kDefaultSpin);
+  for (int r = 0; r < size; ++r) {
+    auto& transport = world[static_cast<size_t>(r)];
+    if (r == faulty) transport = std::make_unique<FaultyTransport>(std::move(transport), fault);
+    transport = std::make_unique<CheckedTransport>(std::move(transport));
+  }
+  return world;
+}
+
+size_t Open(Transport& transport) { return dynamic_cast<CheckedTransport&>(transport).open(); }
+
+enum class Algorithm { kRing, kRankOrder, kRecursiveDoubling, kChosen, kReproducible };
+constexpr Algorithm kAlgorithms[] = {Algorithm::kRing, Algorithm::kRankOrder,
+                                     Algorithm::kRecursiveDoubling, Algorithm::kChosen,
+                                     Algorithm::kReproducible};
+const char* Name(Algorithm algorithm) {
+  switch (algorithm) {
+    case Algorithm::kRing: return "ring";
+    case Algorithm::kRankOrder: return "rank order";
+    case Algorithm::kRecursiveDoubling: return "recursive doubling";
+    case Algorithm::kChosen: return "chosen";
+    case Algorithm::kReproducible: return "reproducible";
+  }
+  return "";
+}
+bool Takes(Algorithm algorithm, const ReduceSpec& spec) {
+  return algorithm != Algorithm::kRing || !NeedsWideAccumulator(spec);
+}
+Status Run(Algorithm algorithm, Transport& transport, const ReduceBuffer& buffer,
+           Scratch& scratch) {
+  switch (algorithm) {
+    case Algorithm::kRing: return RingAllreduce(transport, buffer, scratch, Soon());
+    case Algorithm::kRankOrder: return RankOrderAllreduce(transport, buffer, scratch, Soon());
+    case Algorithm::kRecursiveDoubling:
+      return RecursiveDoublingAllreduce(transport, buffer, scratch, Soon());
+    case Algorithm::kChosen: return Allreduce(transport, buffer, false, scratch, Soon());
+    case Algorithm::kReproducible: return Allreduce(transport, buffer, true, scratch, Soon());
+  }
+  return Status(Code::kInternal, "no such algorithm");
+}
+
+// ---- numbers ----
+
+template <typename T>
+void Put(Bytes& data, size_t i, T value) {
+  std::memcpy(data.data() + i * sizeof(T), &value, sizeof(T));
+}
+// Converts like a cast in numpy would: a small whole number, or (for results) any number.
+void Put(DataType dtype, Bytes& data, size_t i, double value) {
+  const auto whole = static_cast<int64_t>(value);
+  switch (dtype) {
+    case DataType::kBool: Put(data, i, static_cast<uint8_t>(value != 0)); break;
+    case DataType::kUint8: Put(data, i, static_cast<uint8_t>(whole)); break;
+    case DataType::kInt8: Put(data, i, static_cast<int8_t>(whole)); break;
+    case DataType::kUint16: Put(data, i, static_cast<uint16_t>(whole)); break;
+    case DataType::kInt16: Put(data, i, static_cast<int16_t>(whole)); break;
+    case DataType::kInt32: Put(data, i, static_cast<int32_t>(whole)); break;
+    case DataType::kInt64: Put(data, i, whole); break;
+    case DataType::kFloat16: Put(data, i, FloatToHalf(static_cast<float>(value))); break;
+    case DataType::kBfloat16: Put(data, i, FloatToBfloat16(static_cast<float>(value))); break;
+    case DataType::kFloat32: Put(data, i, static_cast<float>(value)); break;
+    case DataType::kFloat64: Put(data, i, value); break;
+  }
+}
+
+bool IsUnsigned(DataType dtype) {
+  return dtype == DataType::kUint8 || dtype == DataType::kUint16 || dtype == DataType::kBool;
+}
+// Rank r's i-th number, small and whole: sums of eight are exact in every type, and so are
+// products, since only the factors 1, -1 and 2 occur in them.
+double Number(const ReduceSpec& spec, int rank, size_t i) {
+  const size_t mixed = (i * 2654435761u + static_cast<size_t>(rank) * 40503u) >> 3;
+  if (spec.dtype == DataType::kBool) return mixed % 4 == 0 ? 0 : 1;
+  if (spec.op == ReduceOp::kProduct) {
+    const double number = mixed % 5 == 0 ? 2 : 1;
+    return !IsUnsigned(spec.dtype) && mixed % 2 == 0 ? -number : number;
+  }
+  const double number = static_cast<double>(mixed % 6);
+  return !IsUnsigned(spec.dtype) && mixed % 7 < 3 ? -number : number;
+}
+
+Bytes Input(const ReduceSpec& spec, int rank, size_t n) {
+  Bytes data(n * ElementSize(spec.dtype));
+  for (size_t i = 0; i < n; ++i) Put(spec.dtype, data, i, Number(spec, rank, i));
+  return data;
+}
+
+// The naive way, in float64. Prescale is a whole number and postscale a power of two here, so
+// that the only rounding is the division's: of float64 for float64, else of float32 first.
+double Expected(const ReduceSpec& spec, int size, size_t i) {
+  double result = 0;
+  for (int r = 0; r < size; ++r) {
+    const double next = Number(spec, r, i) * spec.prescale;
+    if (r == 0) result = next;
+    else if (spec.op == ReduceOp::kMin) result = std::min(result, next);
+    else if (spec.op == ReduceOp::kMax) result = std::max(result, next);
+    else if (spec.op == ReduceOp::kProduct) result *= next;
+    else result += next;
+  }
+  if (spec.dtype == DataType::kBool) {
+    int trues = 0;
+    for (int r = 0; r < size; ++r) trues += Number(spec, r, i) != 0 ? 1 : 0;
+    const bool any = spec.op == ReduceOp::kSum || spec.op == ReduceOp::kMax;
+    return any ? trues > 0 : trues == size;
+  }
+  const bool is_float = spec.dtype == DataType::kFloat16 || spec.dtype == DataType::kBfloat16 ||
+                        spec.dtype == DataType::kFloat32 || spec.dtype == DataType::kFloat64;
+  if (spec.op == ReduceOp::kAverage) {
+    result /= size;
+    if (!is_float) result = std::trunc(result);
+    else if (spec.dtype != DataType::kFloat64) {
+      result = static_cast<double>(static_cast<float>(result));
+    }
+  }
+  return result * spec.postscale;
+}
+Bytes Expected(const ReduceSpec& spec, int size, Bytes data) {
+  const size_t n = data.size() / ElementSize(spec.dtype);
+  for (size_t i = 0; i < n; ++i) Put(spec.dtype, data, i, Expected(spec, size, i));
+  return data;
+}
+
+// ---- allreduce ----
+
+void CheckAllreduce(Rank& rank, Algorithm algorithm, const ReduceSpec& spec, size_t n,
+                    Scratch& scratch) {
+  if (!Takes(algorithm, spec)) return;
+  rank.Enter(Name(algorithm));
+  Bytes data = Input(spec, rank.rank(), n);
+  const Bytes expected = Expected(spec, rank.size(), data);
+  data.push_back(0xA5);
+  CHECK_OK(Run(algorithm, rank.transport, {data.data(), n, spec}, scratch));
+  CHECK_EQ(Open(rank.transport), 0u);
+  const bool equal = std::memcmp(data.data(), expected.data(), expected.size()) == 0;
+  if (!equal || data.back() != 0xA5) {
+    hororing_test::Fail(__FILE__, __LINE__,
+                        std::string(rank.transport.name()) + ": " + Name(algorithm) + ", rank " +
+                            std::to_string(rank.rank()) + " of " + std::to_string(rank.size()) +
+                            ", " + Name(spec.op) + " of " + std::to_string(n) + " " +
+                            Name(spec.dtype));
+  }
+}
+
+TEST(every_algorithm_type_and_op_gives_the_oracles_bits) {
+  for (const char* kind : kKinds) {
+    for (const int size : kSizes) {
+      hororing_test::RunWorld(MakeWorld(kind, size), [](Rank& rank) {
+        Scratch scratch;
+        for (const DataType dtype : kTypes) {
+          for (const ReduceOp op : kOps) {
+            const ReduceSpec spec{dtype, op, 1, 1};
+            if (!Check(spec).ok()) continue;
+            for (const Algorithm algorithm : kAlgorithms) {
+              CheckAllreduce(rank, algorithm, spec, 61, scratch);
+            }
+          }
+        }
+      });
+    }
+  }
+}
+
+TEST(every_count_works_also_fewer_elements_than_ranks) {
+  for (const char* kind : kKinds) {
+    for (const int size : kSizes) {
+      hororing_test::RunWorld(MakeWorld(kind, size), [size](Rank& rank) {
+        Scratch scratch;
+        const size_t ranks = static_cast<size_t>(size);
+        for (const size_t n : {size_t{0}, size_t{1}, ranks - 1, ranks, ranks + 1, size_t{1009}}) {
+          for (const ReduceSpec& spec : {ReduceSpec{DataType::kFloat32, ReduceOp::kSum, 1, 1},
+                                         ReduceSpec{DataType::kFloat16, ReduceOp::kAverage, 1, 1},
+                                         ReduceSpec{DataType::kInt64, ReduceOp::kAverage, 1, 1},
+                                         ReduceSpec{DataType::kInt8, ReduceOp::kMin, 1, 1}}) {
+            for (const Algorithm algorithm : kAlgorithms) {
+              CheckAllreduce(rank, algorithm, spec, n, scratch);
+            }
+          }
+        }
+      });
+    }
+  }
+}
+
+TEST(scale_factors_are_applied_once_each) {
+  for (const int size : {1, 2, 3}) {
+    hororing_test::RunWorld(MakeWorld("queue", size), [](Rank& rank) {
+      Scratch scratch;
+      for (const DataType dtype : {DataType::kFloat32, DataType::kFloat64, DataType::kBfloat16,
+                                   DataType::kInt32}) {
+        for (const ReduceOp op : kOps) {
+          for (const Algorithm algorithm : kAlgorithms) {
+            CheckAllreduce(rank, algorithm, {dtype, op, 3, 4}, 47, scratch);
+          }
+        }
+      }
+    });
+  }
+}
+
+TEST(large_buffers_travel_in_segments) {
+  // 2 MiB and a bit: several segments per chunk, more than are posted ahead where there are two
+  // ranks, and chunks that do not end with a segment.
+  for (const char* kind : kKinds) {
+    for (const int size : kSizes) {
+      hororing_test::RunWorld(MakeWorld(kind, size), [](Rank& rank) {
+        Scratch scratch;
+        for (const Algorithm algorithm : kAlgorithms) {
+          CheckAllreduce(rank, algorithm, {DataType::kFloat32, ReduceOp::kAverage, 1, 1}, 700001,
+                         scratch);
+          CheckAllreduce(rank, algorithm, {DataType::kBfloat16, ReduceOp::kSum, 1, 1}, 1000003,
+                         scratch);
+        }
+      });
+    }
+  }
+}
+
+TEST(all_ranks_hold_the_same_bits_and_rank_order_is_reproducible) {
+  // Numbers whose sum depends on the order.
+  constexpr size_t kCount = 50021, kPart = 1234;
+  const unsigned seed = hororing_test::Seed();
+  for (const int size : kSizes) {
+    for (const DataType dtype : {DataType::kFloat32, DataType::kFloat16}) {
+      const ReduceSpec spec{dtype, ReduceOp::kSum, 1, 1};
+      std::vector<Bytes> inputs;
+      std::vector<const void*> sources;
+      for (int r = 0; r < size; ++r) {
+        std::mt19937 random(seed + static_cast<unsigned>(r));
+        Bytes input(kCount * ElementSize(dtype));
+        for (size_t i = 0; i < kCount; ++i) {
+          const double exponent = static_cast<double>(random() % 12);
+          Put(dtype, input, i, (static_cast<double>(random() % 2001) - 1000) / std::exp2(exponent));
+        }
+        inputs.push_back(input);
+      }
+      for (const Bytes& input : inputs) sources.push_back(input.data());
+      Bytes in_rank_order(inputs[0].size());
+      ReduceMany(spec, size, in_rank_order.data(), sources.data(), size, kCount);
+
+      for (const Algorithm algorithm : kAlgorithms) {
+        if (!Takes(algorithm, spec)) continue;
+        std::vector<Bytes> results(static_cast<size_t>(size)), parts = results;
+        hororing_test::RunWorld(MakeWorld("inproc", size), [&](Rank& rank) {
+          Scratch scratch;
+          const size_t r = static_cast<size_t>(rank.rank());
+          results[r] = inputs[r];
+          CHECK_OK(Run(algorithm, rank.transport, {results[r].data(), kCount, spec}, scratch));
+          parts[r].assign(inputs[r].begin(),
+                          inputs[r].begin() + static_cast<std::ptrdiff_t>(
+                                                  kPart * ElementSize(dtype)));
+          CHECK_OK(Run(algorithm, rank.transport, {parts[r].data(), kPart, spec}, scratch));
+        });
+        for (int r = 0; r < size; ++r) {
+          CHECK(results[static_cast<size_t>(r)] == results[0]);
+          CHECK(parts[static_cast<size_t>(r)] == parts[0]);
+        }
+        if (algorithm == Algorithm::kRankOrder || algorithm == Algorithm::kReproducible) {
+          CHECK(results[0] == in_rank_order);
+          // Whatever an element is fused with.
+          CHECK_EQ(std::memcmp(parts[0].data(), results[0].data(), parts[0].size()), 0);
+        }
+      }
+    }
+  }
+}
+
+TEST(ring_and_recursive_doubling_stay_within_the_bound_of_summation) {
+  // |error| <= (N - 1) u sum|x|, u = 2^-24 for float32 (Higham, Accuracy and Stability, 4.2), in
+  // any order; terms are at most 1, so sum|x| <= N.
+  for (const int size : {2, 5, 8}) {
+    for (const Algorithm algorithm : {Algorithm::kRing, Algorithm::kRecursiveDoubling}) {
+      hororing_test::RunWorld(MakeWorld("inproc", size), [&](Rank& rank) {
+        Scratch scratch;
+        constexpr size_t kCount = 4099;
+        std::vector<float> data(kCount);
+        std::vector<double> exact(kCount, 0);
+        for (int r = 0; r < size; ++r) {
+          std::mt19937 random(hororing_test::Seed() + static_cast<unsigned>(r));
+          for (size_t i = 0; i < kCount; ++i) {
+            const float number = static_cast<float>(random()) / 4294967296.0f;
+            exact[i] += static_cast<double>(number);
+            if (r == rank.rank()) data[i] = number;
+          }
+        }
+        const ReduceSpec spec{DataType::kFloat32, ReduceOp::kSum, 1, 1};
+        CHECK_OK(Run(algorithm, rank.transport, {data.data(), kCount, spec}, scratch));
+        const double bound = (size - 1) * std::exp2(-24) * size;
+        for (size_t i = 0; i < kCount; ++i) {
+          CHECK_NEAR(static_cast<double>(data[i]), exact[i], bound);
+        }
+      });
+    }
+  }
+}
+
+TEST(scratch_is_bounded_whatever_the_size) {
+  for (const int size : {2, 8}) {
+    hororing_test::RunWorld(MakeWorld("inproc", size), [](Rank& rank) {
+      const size_t n = 3 << 20;
+      std::vector<float> data(n, 1.0f);
+      const ReduceSpec spec{DataType::kFloat32, ReduceOp::kSum, 1, 1};
+      for (const Algorithm algorithm : {Algorithm::kRing, Algorithm::kRankOrder}) {
+        Scratch scratch;
+        CHECK_OK(Run(algorithm, rank.transport, {data.data(), n, spec}, scratch));
+        CHECK(scratch.bytes() <= (8u << 20) + 64);
+      }
+    });
+  }
+}
+
+// ---- the others ----
+
+unsigned char Content(size_t rank, size_t i) {
+  return static_cast<unsigned char>(i * 31 + (i >> 8) * 7 + rank * 101 + 1);
+}
+
+TEST(allgather_joins_ragged_contributions_in_rank_order) {
+  for (const char* kind : kKinds) {
+    for (const int size : kSizes) {
+      hororing_test::RunWorld(MakeWorld(kind, size), [](Rank& rank) {
+        const size_t ranks = static_cast<size_t>(rank.size());
+        const size_t me = static_cast<size_t>(rank.rank());
+        std::vector<std::vector<size_t>> cases;
+        cases.emplace_back(ranks, size_t{0});
+        cases.emplace_back(ranks, size_t{1});
+        cases.emplace_back(ranks, size_t{0});  // one rank alone has something
+        cases.back()[ranks - 1] = 700001;
+        cases.emplace_back();
+        for (size_t r = 0; r < ranks; ++r) cases.back().push_back(r % 2 == 0 ? 0 : 1000 * r + 3);
+        cases.emplace_back();
+        for (size_t r = 0; r < ranks; ++r) cases.back().push_back(300000 * (r % 3) + r);
+        for (const std::vector<size_t>& sizes : cases) {
+          rank.Enter("allgather");
+          Bytes expected;
+          size_t begin = 0;
+          for (size_t r = 0; r < ranks; ++r) {
+            if (r == me) begin = expected.size();
+            for (size_t i = 0; i < sizes[r]; ++i) expected.push_back(Content(r, i));
+          }
+          Bytes input(sizes[me]);
+          for (size_t i = 0; i < input.size(); ++i) input[i] = Content(me, i);
+          for (const bool in_place : {false, true}) {
+            Bytes result(expected.size() + 1, 0xA5);
+            const void* from = input.data();
+            if (in_place && !input.empty()) {
+              std::memcpy(result.data() + begin, input.data(), input.size());
+              from = result.data() + begin;
+            }
+            CHECK_OK(AllgatherV(rank.transport, from, sizes, result.data(), Soon()));
+            CHECK_EQ(Open(rank.transport), 0u);
+            CHECK_EQ(result.back(), 0xA5);
+            result.pop_back();
+            CHECK(result == expected);
+          }
+        }
+      });
+    }
+  }
+}
+
+TEST(allgather_refuses_sizes_for_another_number_of_ranks) {
+  hororing_test::RunWorld(MakeWorld("inproc", 2), [](Rank& rank) {
+    char byte = 0;
+    CHECK(!AllgatherV(rank.transport, &byte, {1, 1, 1}, &byte, Soon()).ok());
+  });
+}
+
+TEST(broadcast_works_from_every_root_at_every_size) {
+  for (const char* kind : kKinds) {
+    for (const int size : kSizes) {
+      hororing_test::RunWorld(MakeWorld(kind, size), [](Rank& rank) {
+        for (int root = 0; root < rank.size(); ++root) {
+          // Up to several segments, so that trees and chains are among them.
+          for (const size_t bytes : {size_t{0}, size_t{1}, size_t{1000}, size_t{300001},
+                                     size_t{6 << 20} + 1}) {
+            if (bytes > 1000000 && root != rank.size() / 2) continue;
+            rank.Enter("broadcast");
+            Bytes data(bytes + 1, 0xA5);
+            for (size_t i = 0; i < bytes && rank.rank() == root; ++i) {
+              data[i] = Content(static_cast<size_t>(root), i);
+            }
+            CHECK_OK(Broadcast(rank.transport, root, data.data(), bytes, Soon()));
+            CHECK_EQ(Open(rank.transport), 0u);
+            size_t wrong = 0;
+            for (size_t i = 0; i < bytes; ++i) {
+              wrong += data[i] == Content(static_cast<size_t>(root), i) ? 0 : 1;
+            }
+            CHECK_EQ(wrong, 0u);
+            CHECK_EQ(data[bytes], 0xA5);
+          }
+        }
+      });
+    }
+  }
+}
+
+TEST(broadcast_refuses_a_root_that_is_no_rank) {
+  hororing_test::RunWorld(MakeWorld("inproc", 2), [](Rank& rank) {
+    char byte = 0;
+    for (const int root : {-1, 2}) {
+      const Status status = Broadcast(rank.transport, root, &byte, 1, Soon());
+      CHECK_EQ(static_cast<int>(status.code()), static_cast<int>(Code::kInvalidArgument));
+    }
+  });
+}
+
+TEST(nobody_leaves_a_barrier_before_all_have_entered) {
+  for (const char* kind : kKinds) {
+    for (const int size : kSizes) {
+      std::atomic<int> entered{0};
+      hororing_test::RunWorld(MakeWorld(kind, size), [&](Rank& rank) {
+        for (int round = 1; round <= 50; ++round) {
+          ++entered;
+          CHECK_OK(Barrier(rank.transport, Soon()));
+          CHECK(entered >= round * rank.size());
+          CHECK_OK(Barrier(rank.transport, Soon()));
+        }
+      });
+    }
+  }
+}
+
+// ---- failures ----
+
+struct Collectives {
+  const char* name;
+  Status (*run)(Transport&);
+};
+
+template <Algorithm algorithm, size_t n>
+Status RunOnOnes(Transport& transport) {
+  std::vector<float> data(n, 1.0f);
+  Scratch scratch;
+  return Run(algorithm, transport, {data.data(), n, {DataType::kFloat32, ReduceOp::kSum, 1, 1}},
+             scratch);
+}
+template <size_t bytes>
+Status RunBroadcast(Transport& transport) {
+  Bytes data(bytes);
+  return Broadcast(transport, 0, data.data(), bytes, Soon());
+}
+Status RunAllgather(Transport& transport) {
+  const std::vector<size_t> sizes(static_cast<size_t>(transport.size()), 400000);
+  Bytes input(400000), result(sizes.size() * 400000);
+  return AllgatherV(transport, input.data(), sizes, result.data(), Soon());
+}
+Status RunBarrier(Transport& transport) { return Barrier(transport, Soon()); }
+
+constexpr Collectives kCollectives[] = {
+    {"ring", &RunOnOnes<Algorithm::kRing, 600000>},
+    {"rank order", &RunOnOnes<Algorithm::kRankOrder, 600000>},
+    {"recursive doubling", &RunOnOnes<Algorithm::kRecursiveDoubling, 100>},
+    {"allgather", &RunAllgather},
+    {"broadcast, tree", &RunBroadcast<1000>},
+    {"broadcast, chain", &RunBroadcast<2000000>},
+    {"barrier", &RunBarrier}};
+
+// CheckedTransport and the sanitizers tell when a request is left open, waited for twice, or its
+// memory freed too early; the watchdog tells when somebody hangs.
+TEST(a_transport_that_fails_at_operation_k_is_an_error_there_and_no_hang_elsewhere) {
+  constexpr int kFaulty = 1;
+  for (const char* kind : kKinds) {
+    for (const int size : {2, 3}) {
+      for (const Collectives& collective : kCollectives) {
+        uint64_t operations = 0;
+        hororing_test::RunWorld(MakeWorld(kind, size), [&](Rank& rank) {
+          rank.Enter(collective.name);
+          CHECK_OK(collective.run(rank.transport));
+          if (rank.rank() == kFaulty) {
+            operations = dynamic_cast<CheckedTransport&>(rank.transport).operations();
+          }
+        });
+        CHECK(operations > 0);
+        for (uint64_t at = 0; at < operations; ++at) {
+          Fault fault;
+          fault.kind = Fault::Kind::kFail;
+          fault.at = at;
+          hororing_test::RunWorld(MakeWorld(kind, size, kFaulty, fault), [&](Rank& rank) {
+            rank.Enter(collective.name);
+            const Status status = collective.run(rank.transport);
+            CHECK_EQ(Open(rank.transport), 0u);
+            if (rank.rank() == kFaulty) {
+              CHECK(!status.ok());
+              CHECK(status.message().find("injected fault") != std::string::npos);
+              rank.transport.AnnounceFailure(status.message(), kFaulty);
+            } else if (!status.ok()) {
+              // It hears of the fault from the rank itself, or from one that has heard of it.
+              CHECK_EQ(static_cast<int>(status.code()), static_cast<int>(Code::kPeerLost));
+              CHECK_EQ(status.rank(), kFaulty);
+              rank.transport.AnnounceFailure(status.message(), status.rank());
+            }
+          });
+        }
+      }
+    }
+  }
+}
+
+TEST(a_deadline_ends_a_collective_that_a_peer_does_not_join) {
+  for (const char* kind : kKinds) {
+    hororing_test::RunWorld(MakeWorld(kind, 2), [](Rank& rank) {
+      if (rank.rank() == 1) return;
+      std::vector<float> data(100, 1.0f);
+      Scratch scratch;
+      const ReduceSpec spec{DataType::kFloat32, ReduceOp::kSum, 1, 1};
+      const Status status = RingAllreduce(rank.transport, {data.data(), data.size(), spec}, scratch,
+                                          After(NowNs(), 20 * kMillisecond));
+      CHECK(!status.ok());
+      CHECK_EQ(Open(rank.transport), 0u);
+    });
+  }
+}
+
+// ---- parts ----
+
+TEST(chunks_cover_everything_once_and_differ_by_one_at_most) {
+  for (const size_t total : {size_t{0}, size_t{1}, size_t{7}, size_t{64}, size_t{1000003},
+                             std::numeric_limits<size_t>::max() / 2}) {
+    for (const int count : {1, 2, 3, 5, 8, 1000}) {
+      size_t at = 0;
+      for (int i = 0; i < count; ++i) {
+        const Span chunk = Chunk(total, count, i);
+        CHECK_EQ(chunk.begin, at);
+        CHECK(chunk.size <= Chunk(total, count, 0).size);
+        CHECK(chunk.size + 1 >= Chunk(total, count, 0).size);
+        at += chunk.size;
+      }
+      CHECK_EQ(at, total);
+    }
+  }
+}
+
+TEST(a_ring_walk_visits_what_the_predecessor_sends) {
+  // Rank r's receives in all steps are its predecessor's sends: the own chunk, then what that
+  // one received itself in the step before.
+  for (const int size : {2, 3, 5}) {
+    std::vector<Span> chunks;
+    for (int r = 0; r < size; ++r) chunks.push_back(Chunk(11, size, r));
+    for (int rank = 0; rank < size; ++rank) {
+      RingWalk receives(chunks, 2, rank - 1, size - 1);
+      RingWalk sends(chunks, 2, rank - 1 + size, size - 1);
+      RingWalk::Place received, sent;
+      size_t elements = 0;
+      while (receives.Next(&received)) {
+        CHECK(sends.Next(&sent));
+        CHECK_EQ(received.span.begin, sent.span.begin);
+        CHECK_EQ(received.span.size, sent.span.size);
+        CHECK(received.span.size >= 1 && received.span.size <= 2);
+        elements += received.span.size;
+      }
+      CHECK(!sends.Next(&sent));
+      CHECK_EQ(elements, 11 - chunks[static_cast<size_t>(rank)].size);
+    }
+  }
+}
+
+TEST(segments_stay_between_256_kib_and_2_mib) {
+  CHECK_EQ(SegmentBytes(0), size_t{256} << 10);
+  CHECK_EQ(SegmentBytes(size_t{32} << 20), size_t{256} << 10);
+  CHECK_EQ(SegmentBytes(size_t{128} << 20), size_t{1} << 20);
+  CHECK_EQ(SegmentBytes(size_t{8} << 30), size_t{2} << 20);
+}
+
+TEST(scratch_grows_is_aligned_and_survives_a_refusal) {
+  Scratch scratch;
+  CHECK_EQ(scratch.bytes(), 0u);
+  void* small = scratch.Reserve(10);
+  CHECK(small != nullptr);
+  CHECK_EQ(scratch.Reserve(5), small);
+  void* large = scratch.Reserve(1 << 20);
+  CHECK(large != nullptr);
+  CHECK_EQ(reinterpret_cast<uintptr_t>(large) % 64, 0u);
+  CHECK(scratch.bytes() >= 1 << 20);
+  std::memset(large, 1, 1 << 20);
+  CHECK(scratch.Reserve(std::numeric_limits<size_t>::max()) == nullptr);
+  CHECK_EQ(scratch.bytes(), 0u);
+  CHECK(scratch.Reserve(100) != nullptr);
+}
+
+}  // namespace
+}  // namespace hororing

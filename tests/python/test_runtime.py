@@ -1,0 +1,329 @@
+"""init, shutdown and the queries in a job of one process, without a launcher."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from hororing import errors, runtime
+from hororing.launch import Launch, detect, prepare_mpi
+
+QUERIES = [
+    runtime.rank,
+    runtime.size,
+    runtime.local_rank,
+    runtime.local_size,
+    runtime.cross_rank,
+    runtime.cross_size,
+    runtime.is_homogeneous,
+]
+
+
+@pytest.fixture
+def engine():
+    runtime.start(Launch())
+    yield
+    runtime.shutdown()
+
+
+def run(script: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, **environ},
+    )
+
+
+@pytest.mark.parametrize("query", QUERIES)
+def test_a_query_before_init_raises_both_kinds(query):
+    assert not runtime.is_initialized()
+    with pytest.raises(ValueError, match=r"has not been initialized; use hvd\.init\(\)\."):
+        query()
+    with pytest.raises(errors.HororingInternalError):
+        query()
+
+
+@pytest.mark.usefixtures("engine")
+def test_one_process_is_rank_0_of_1():
+    assert runtime.is_initialized()
+    assert runtime.topology() == runtime.Topology(0, 1, 0, 1, 0, 1, True)
+    assert [query() for query in QUERIES] == [0, 1, 0, 1, 0, 1, True]
+
+
+@pytest.mark.usefixtures("engine")
+def test_a_second_init_does_nothing():
+    runtime.init()
+    assert runtime.size() == 1
+
+
+def test_init_works_again_after_shutdown():
+    for _ in range(3):
+        runtime.init()
+        assert runtime.size() == 1
+        runtime.shutdown()
+        assert not runtime.is_initialized()
+    runtime.shutdown()  # nothing to do, and no error
+
+
+def test_callbacks_run_at_every_init(monkeypatch: pytest.MonkeyPatch):
+    calls: list[int] = []
+    monkeypatch.setattr(runtime._process, "at_init", [])
+    runtime.at_init(lambda: calls.append(1))
+    for _ in range(2):
+        runtime.init()
+        runtime.shutdown()
+    assert calls == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("comm", "text"),
+    [
+        ("world", "neither None, nor a list of ranks"),
+        (3, "neither None, nor a list of ranks"),
+        ([], "not a list of ranks"),
+        ([0, "1"], "not a list of ranks"),
+        ([-1], "not a list of ranks"),
+        ([True], "not a list of ranks"),
+        ([0, 0], "lists a rank twice"),
+        ([0, 1], "ranks that do not exist"),
+    ],
+)
+def test_a_bad_comm_is_a_value_error(comm: object, text: str):
+    with pytest.raises(ValueError, match=text):
+        runtime.init(comm=comm)
+    assert not runtime.is_initialized()
+
+
+def test_the_list_of_the_only_rank_is_the_world():
+    runtime.init(comm=[0])
+    assert runtime.size() == 1
+    runtime.shutdown()
+
+
+def test_process_sets_are_refused_by_name():
+    with pytest.raises(ValueError, match=r"process_sets=\[\[0\]\] is not available yet"):
+        runtime.init(process_sets=[[0]])
+    assert not runtime.is_initialized()
+
+
+def test_a_bad_variable_fails_init_and_leaves_no_engine(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HORORING_FUSION_BYTES", "lots")
+    with pytest.raises(ValueError, match="HORORING_FUSION_BYTES='lots'"):
+        runtime.init()
+    assert not runtime.is_initialized()
+
+
+def test_what_is_built():
+    assert runtime.gloo_built() is False
+    assert runtime.gloo_enabled() is False
+    assert type(runtime.nccl_built()) is int
+    assert runtime.nccl_built() == 0
+    for query in (runtime.ddl_built, runtime.ccl_built, runtime.cuda_built, runtime.rocm_built):
+        assert query() is False
+    assert isinstance(runtime.mpi_built(), bool)
+
+
+@pytest.mark.usefixtures("engine")
+def test_one_process_does_not_use_mpi():
+    assert runtime.mpi_enabled() is False
+    with pytest.raises(ValueError, match="MPI is not enabled"):
+        runtime.mpi_threads_supported()
+
+
+def test_mpi_threads_supported_before_init_is_an_error():
+    with pytest.raises(ValueError, match="has not been initialized"):
+        runtime.mpi_threads_supported()
+
+
+@pytest.mark.usefixtures("engine")
+def test_a_forked_child_has_no_engine_and_ends():
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            runtime.shutdown()  # does nothing
+            runtime.rank()
+        except errors.NotInitializedError as error:
+            os.write(writer, str(error).encode())
+        finally:
+            runtime._at_exit()
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        assert "forked" in pipe.read()
+    assert os.waitpid(child, 0)[1] == 0
+    assert runtime.size() == 1
+
+
+def test_a_forked_child_that_ends_by_sys_exit_ends():
+    script = """
+import os, sys
+import hororing.runtime as r
+r.init()
+child = os.fork()
+if child == 0:
+    sys.exit(5)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
+assert r.is_initialized()
+print("fine")
+"""
+    done = run(script)
+    assert (done.returncode, done.stdout) == (0, "fine\n"), done.stderr
+
+
+def test_a_script_that_does_not_shut_down_ends():
+    done = run("import hororing.runtime as r; r.init(); print(r.rank())")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
+
+
+def test_an_exception_is_shown_and_ends_the_script():
+    done = run("import hororing.runtime as r; r.init(); raise KeyError('lost')")
+    assert done.returncode == 1
+    assert "KeyError: 'lost'" in done.stderr
+
+
+def test_hooks_of_the_script_are_kept():
+    script = """
+import sys
+sys.excepthook = lambda *a: print("mine", a[0].__name__)
+import hororing.runtime as r
+r.init()
+raise KeyError
+"""
+    assert run(script).stdout == "mine KeyError\n"
+
+
+def test_import_starts_no_thread_and_loads_no_mpi():
+    script = """
+import threading, hororing.runtime
+assert threading.active_count() == 1
+assert "libmpi" not in open("/proc/self/maps").read()
+hororing.runtime.init()
+assert "libmpi" not in open("/proc/self/maps").read()
+"""
+    assert run(script).returncode == 0
+
+
+def test_init_from_several_threads_makes_one_engine():
+    failures: list[BaseException] = []
+
+    def play() -> None:
+        try:
+            runtime.init()
+            assert runtime.size() == 1
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=play) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    runtime.shutdown()
+    assert failures == []
+
+
+@pytest.mark.usefixtures("engine")
+def test_every_log_line_names_its_rank(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.WARNING, logger="hororing"):
+        logging.getLogger("hororing").warning("%d per cent is 100%%", 5)
+    assert caplog.messages == ["[rank 0] 5 per cent is 100%"]
+
+
+def test_log_lines_of_the_core_reach_stderr_before_the_end():
+    done = run("import hororing.runtime as r; r.init()", HORORING_TIMELINE="/no/such/folder/t.json")
+    assert done.returncode == 0
+    (line,) = done.stderr.splitlines()
+    assert re.match(r"\d{4}-.* ERROR hororing: \[rank 0\] no timeline: .*/no/such/folder", line)
+
+
+def test_the_time_can_be_left_out():
+    environ = {"HORORING_TIMELINE": "/no/such/folder/t.json", "HORORING_LOG_HIDE_TIME": "1"}
+    done = run("import hororing.runtime as r; r.init()", **environ)
+    assert done.stderr.startswith("ERROR hororing: [rank 0] ")
+
+
+def test_the_scripts_own_logging_gets_the_lines_alone():
+    script = """
+import logging
+logging.basicConfig(format="MINE %(message)s")
+import hororing.runtime as r
+r.init()
+"""
+    (line,) = run(script, HORORING_TIMELINE="/no/such/folder/t.json").stderr.splitlines()
+    assert line.startswith("MINE [rank 0] no timeline: ")
+
+
+def test_the_level_is_that_of_the_variable():
+    script = "import hororing.runtime as r; r.init()"
+    quiet = run(script, HORORING_TIMELINE="/no/such/folder/t.json", HORORING_LOG_LEVEL="fatal")
+    assert quiet.stderr == ""
+    loud = run(script, HORORING_LOG_LEVEL="debug")
+    assert "[rank 0] running as rank 0 of 1" in loud.stderr
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected", "launched"),
+    [
+        ({}, Launch(), False),
+        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, Launch(), False),
+        (
+            {
+                "OMPI_COMM_WORLD_SIZE": "4",
+                "OMPI_COMM_WORLD_RANK": "3",
+                "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+                "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+                "PMIX_RANK": "3",
+            },
+            Launch("Open MPI", 3, 4, 1, 2),
+            True,
+        ),
+        (
+            {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"},
+            Launch("Open MPI", 0, 1),
+            False,
+        ),
+        (
+            {"PMI_SIZE": "2", "PMI_RANK": "1", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
+            Launch("PMI", 1, 2, 1, 2),
+            True,
+        ),
+        (
+            {"PMIX_RANK": "2", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"},
+            Launch("Slurm", 2, 8, 0),
+            True,
+        ),
+        ({"PMIX_RANK": "0"}, Launch("PMIx", 0), True),
+    ],
+)
+def test_launchers_are_recognised(environ: dict[str, str], expected: Launch, launched: bool):
+    assert detect(environ) == expected
+    assert detect(environ).launched is launched
+
+
+def test_mpi_is_prepared_for_one_host_and_the_users_settings_win():
+    one_host = Launch("Open MPI", 0, 2, 0, 2)
+    environ = {"OMPI_MCA_btl": "self,tcp"}
+    prepare_mpi(one_host, environ)
+    assert environ == {
+        "OMPI_MCA_btl": "self,tcp",
+        "OMPI_MCA_pml": "ob1",
+        "OMPI_MCA_osc": "^ucx",
+    }
+
+
+@pytest.mark.parametrize(
+    "started_by", [Launch("Open MPI", 0, 4, 0, 2), Launch("PMI", 0, 2), Launch()]
+)
+def test_other_mpis_and_several_hosts_keep_their_defaults(started_by: Launch):
+    environ: dict[str, str] = {}
+    prepare_mpi(started_by, environ)
+    assert environ == {}
