@@ -2,10 +2,13 @@
 
     mpirun -np 2 python benchmarks/allreduce.py --json result.json
 
-All contestants run in the same processes on the same memory; for every size their repetitions
-are interleaved in random order, so that what else the machine does hits all of them alike. A
-repetition's time is that of the slowest rank. `algbw` is bytes / time and `busbw` is
-algbw * 2 (N - 1) / N, as in nccl-tests. Only ratios mean anything on a shared machine.
+All contestants run in the same processes on the same memory. For every size they take turns, in
+random order, with short series of calls, so that what else the machine does hits all of them
+alike. A series begins on all ranks at one instant of their common clock, after a call that does
+not count; before it they sleep, since a barrier that spins would take the cores away from those
+who work in threads. A call's time is that of the series by its length, on the slowest rank. `algbw`
+is bytes / time and `busbw` is algbw * 2 (N - 1) / N, as in nccl-tests. Only ratios mean anything
+on a shared machine.
 """
 
 from __future__ import annotations
@@ -47,26 +50,44 @@ def contestants() -> dict[str, Callable[[torch.Tensor], object]]:
     }
 
 
+def series_length(nbytes: int) -> int:
+    """Calls of about two milliseconds in all, if a call takes 20 us and a byte 0.2 ns."""
+    return max(1, min(50, int(2e-3 / (20e-6 + 0.2e-9 * nbytes))))
+
+
 def repetitions(nbytes: int, seconds: float) -> int:
-    """As many as fit the time if a byte takes a nanosecond, but enough for a median."""
-    return max(7, min(400, int(seconds / (3e-4 + 1.5e-9 * nbytes))))
+    """As many series as fit the time, roughly, but enough for a median."""
+    return max(9, min(200, int(seconds / (3e-3 + 1e-9 * nbytes))))
+
+
+def start_together(run: Callable[[torch.Tensor], object], tensor: torch.Tensor) -> float:
+    """Wait, asleep, for all ranks; return at the same instant everywhere, with warm caches."""
+    everybody = MPI.COMM_WORLD.Ibarrier()
+    while not everybody.Test():
+        time.sleep(20e-6)
+    run(tensor)
+    start = MPI.COMM_WORLD.bcast(time.perf_counter() + 100e-6)
+    while time.perf_counter() < start:
+        pass
+    return start
 
 
 def measure(nbytes: int, runs: dict[str, Callable], order: random.Random, seconds: float) -> dict:
     tensor = torch.zeros(max(1, nbytes // 4), dtype=torch.float32)
     tensor.fill_(0.0)
     times: dict[str, list[float]] = {name: [] for name in runs}
-    count = repetitions(nbytes, seconds)
-    for repetition in range(-2, count):  # the first two warm up
+    length = series_length(nbytes)
+    for repetition in range(-1, repetitions(nbytes, seconds)):  # the first warms up
         names = list(runs)
         order.shuffle(names)
         for name in names:
-            MPI.COMM_WORLD.Barrier()
-            begin = time.perf_counter()
-            runs[name](tensor)
+            run = runs[name]
+            begin = start_together(run, tensor)
+            for _ in range(length):
+                run(tensor)
             elapsed = time.perf_counter() - begin
             if repetition >= 0:
-                times[name].append(elapsed)
+                times[name].append(elapsed / length)
     slowest = {
         name: np.max(MPI.COMM_WORLD.allgather(np.array(series)), axis=0)
         for name, series in times.items()
@@ -78,7 +99,8 @@ def summary(nbytes: int, seconds: np.ndarray) -> dict:
     median = statistics.median(seconds)
     size = hvd.size()
     return {
-        "repetitions": len(seconds),
+        "series": len(seconds),
+        "calls_per_series": series_length(nbytes),
         "median_us": median * 1e6,
         "p10_us": float(np.percentile(seconds, 10)) * 1e6,
         "p90_us": float(np.percentile(seconds, 90)) * 1e6,

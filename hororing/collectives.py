@@ -168,11 +168,13 @@ def submit(
     root: int = 0,
     prescale: float = 1.0,
     postscale: float = 1.0,
+    wait_follows: bool = False,
 ) -> int:
     """Hand one request to the core and return its handle, an int for `poll` and `wait`.
 
     Several views are a group: reduced when all ranks have submitted all of it. `keep` stays
     alive until the handle is complete; `finish` makes the result when it is waited for.
+    `wait_follows`: this thread calls `wait` next, and does the engine's work there.
     """
     encoded = encode_name(name)
     # One array of dimensions for all tensors; the core copies them.
@@ -196,6 +198,7 @@ def submit(
     request.postscale = postscale
     request.tensors_count = len(views)
     request.tensors = tensors
+    request.wait_follows = wait_follows
 
     token = next(_submit_count)
     _submitting[token] = keep
@@ -292,7 +295,7 @@ def take(handle: int, index: int) -> Gathered:
 def barrier() -> None:
     """Block until every rank has called `barrier`."""
     # One fixed name: barriers match in the order they are called, whatever else ranks count.
-    wait(submit(BARRIER, "barrier.noname", (), keep=None, finish=lambda _: None))
+    wait(submit(BARRIER, "barrier.noname", (), keep=None, finish=lambda _: None, wait_follows=True))
 
 
 def address_of(buffer: Any) -> int:

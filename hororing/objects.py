@@ -83,7 +83,13 @@ def _broadcast(buffer: Any, dtype: str, count: int, root_rank: int, name: str) -
     view = View(address, address, DTYPES[dtype], (count,))
     collectives.wait(
         collectives.submit(
-            collectives.BROADCAST, name, [view], keep=buffer, finish=_nothing, root=root_rank
+            collectives.BROADCAST,
+            name,
+            [view],
+            keep=buffer,
+            finish=_nothing,
+            root=root_rank,
+            wait_follows=True,
         )
     )
 
@@ -97,6 +103,7 @@ def _allgather(buffer: Any, dtype: str, count: int, name: str) -> Any:
             [view],
             keep=buffer,
             finish=lambda handle: collectives.take(handle, 0).buffer,
+            wait_follows=True,
         )
     )
 

@@ -87,8 +87,9 @@ class Verbs(Generic[T]):
         compressed, context = compression.compress(tensor)
         chosen = collectives.choose_op(op, average)
         handle = self.reduce_async(
-            "allreduce", [compressed], False, name, chosen, prescale_factor, postscale_factor
-        )
+            "allreduce", [compressed], False, name, chosen, prescale_factor, postscale_factor,
+            wait_follows=True,
+        )  # fmt: skip
         result: T = compression.decompress(collectives.wait(handle)[0], context)
         return result
 
@@ -104,8 +105,9 @@ class Verbs(Generic[T]):
         """Do as `allreduce`, into `tensor` itself, and return it."""
         chosen = collectives.choose_op(op, average)
         handle = self.reduce_async(
-            "allreduce", [tensor], True, name, chosen, prescale_factor, postscale_factor, _first
-        )
+            "allreduce", [tensor], True, name, chosen, prescale_factor, postscale_factor, _first,
+            wait_follows=True,
+        )  # fmt: skip
         result: T = collectives.wait(handle)
         return result
 
@@ -160,7 +162,7 @@ class Verbs(Generic[T]):
         chosen = collectives.choose_op(op, average)
         handle = self.reduce_async(
             "grouped_allreduce", [tensor for tensor, _ in packed], False, name, chosen,
-            prescale_factor, postscale_factor,
+            prescale_factor, postscale_factor, wait_follows=True,
         )  # fmt: skip
         results = collectives.wait(handle)
         return [
@@ -181,7 +183,7 @@ class Verbs(Generic[T]):
         chosen = collectives.choose_op(op, average)
         handle = self.reduce_async(
             "grouped_allreduce", tensors, True, name, chosen, prescale_factor, postscale_factor,
-            tuple,
+            tuple, wait_follows=True,
         )  # fmt: skip
         result: tuple[T, ...] = collectives.wait(handle)
         return result
@@ -227,8 +229,13 @@ class Verbs(Generic[T]):
         prescale: float,
         postscale: float,
         pack: Callable[[list[T]], Any] = list,
+        *,
+        wait_follows: bool = False,
     ) -> int:
-        """Start what the verbs above describe; `pack` shapes the result."""
+        """Start what the verbs above describe; `pack` shapes the result.
+
+        `wait_follows` as for `collectives.submit`.
+        """
         adapter = self.adapter
         targets = self._checked(tensors, verb, writable=in_place)
         sources = [adapter.dense(tensor) for tensor in targets]
@@ -246,6 +253,7 @@ class Verbs(Generic[T]):
             op=op,
             prescale=prescale,
             postscale=postscale,
+            wait_follows=wait_follows,
         )
 
     # -- broadcast ----------------------------------------------------------------------------
@@ -255,12 +263,16 @@ class Verbs(Generic[T]):
 
         `tensor` has the same shape and data type on every rank.
         """
-        result: T = collectives.wait(self.broadcast_async(tensor, root_rank, name))
+        result: T = collectives.wait(
+            self._broadcast(tensor, root_rank, name, in_place=False, wait_follows=True)
+        )
         return result
 
     def broadcast_(self, tensor: T, root_rank: int, name: str | None = None) -> T:
         """Do as `broadcast`, into `tensor` itself, and return it."""
-        result: T = collectives.wait(self.broadcast_async_(tensor, root_rank, name))
+        result: T = collectives.wait(
+            self._broadcast(tensor, root_rank, name, in_place=True, wait_follows=True)
+        )
         return result
 
     def broadcast_async(self, tensor: T, root_rank: int, name: str | None = None) -> int:
@@ -271,7 +283,15 @@ class Verbs(Generic[T]):
         """Start a `broadcast_`; `tensor` must not be touched before `synchronize(handle)`."""
         return self._broadcast(tensor, root_rank, name, in_place=True)
 
-    def _broadcast(self, tensor: T, root_rank: int, name: str | None, *, in_place: bool) -> int:
+    def _broadcast(
+        self,
+        tensor: T,
+        root_rank: int,
+        name: str | None,
+        *,
+        in_place: bool,
+        wait_follows: bool = False,
+    ) -> int:
         targets = self._checked([tensor], "broadcast", writable=in_place)
         sources = [self.adapter.dense(target) for target in targets]
         outputs = (
@@ -286,6 +306,7 @@ class Verbs(Generic[T]):
             keep=(sources, outputs),
             finish=lambda _: (self._written(targets, outputs) if in_place else outputs)[0],
             root=root_rank,
+            wait_follows=wait_follows,
         )
 
     # -- allgather ----------------------------------------------------------------------------
@@ -296,7 +317,9 @@ class Verbs(Generic[T]):
         First dimensions may differ between ranks and may be 0; the others must be equal. A
         tensor without dimensions is a ValueError.
         """
-        result: T = collectives.wait(self.allgather_async(tensor, name))
+        result: T = collectives.wait(
+            self.gather_async("allgather", [tensor], name, _first, wait_follows=True)
+        )
         return result
 
     def allgather_async(self, tensor: T, name: str | None = None) -> int:
@@ -305,7 +328,9 @@ class Verbs(Generic[T]):
 
     def grouped_allgather(self, tensors: Iterable[T], name: str | None = None) -> tuple[T, ...]:
         """Do as `allgather` for several tensors under one name, all or none of them."""
-        result: tuple[T, ...] = collectives.wait(self.grouped_allgather_async(tensors, name))
+        result: tuple[T, ...] = collectives.wait(
+            self.gather_async("grouped_allgather", tensors, name, wait_follows=True)
+        )
         return result
 
     def grouped_allgather_async(self, tensors: Iterable[T], name: str | None = None) -> int:
@@ -318,8 +343,10 @@ class Verbs(Generic[T]):
         tensors: Iterable[T],
         name: str | None,
         pack: Callable[[list[T]], Any] = tuple,
+        *,
+        wait_follows: bool = False,
     ) -> int:
-        """Start what the verbs above describe; `pack` shapes the result."""
+        """Start what the verbs above describe; the last two as for `reduce_async`."""
         adapter = self.adapter
         inputs = [adapter.dense(tensor) for tensor in self._checked(tensors, verb)]
 
@@ -337,6 +364,7 @@ class Verbs(Generic[T]):
             [self._view(tensor) for tensor in inputs],
             keep=inputs,
             finish=finish,
+            wait_follows=wait_follows,
         )
 
     # -- shared -------------------------------------------------------------------------------

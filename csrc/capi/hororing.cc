@@ -200,7 +200,7 @@ Status Submit(const hr_request& from, int64_t* handle) {
   auto entry = std::make_unique<TensorEntry>();
   HORORING_RETURN_IF_ERROR(EntryFrom(from, entry.get()));
   HORORING_RETURN_IF_ERROR(CheckLocally(*entry, engine->topology().size));
-  return engine->Submit(std::move(entry), handle);
+  return engine->Submit(std::move(entry), from.wait_follows != 0, handle);
 }
 
 // Takes the engine out of the process and ends it. An engine whose loop does not end in time
@@ -316,7 +316,7 @@ HR_EXPORT int64_t hr_allreduce(const char* name, uintptr_t input, uintptr_t outp
                                int32_t ndim, const int64_t* shape, int32_t op, double prescale,
                                double postscale) {
   const hr_tensor tensor{input, output, dtype, ndim, shape};
-  const hr_request request{HR_ALLREDUCE, name, op, 0, prescale, postscale, 1, &tensor};
+  const hr_request request{HR_ALLREDUCE, name, op, 0, prescale, postscale, 1, &tensor, 0};
   return hr_submit(&request);
 }
 
@@ -338,7 +338,14 @@ HR_EXPORT int hr_wait(int64_t handle, double timeout_s) {
   if (in_forked_child.load()) return Remember(NotInitialized());
   Status status;
   const TimeNs timeout = timeout_s < 0 ? kForever : Scaled(timeout_s, kSecond);
-  switch (TheProcess().handles->Wait(handle, timeout, &status)) {
+  const std::shared_ptr<Engine> engine = CurrentEngine();
+  HandleTable::Look look;
+  if (engine != nullptr) {
+    look = engine->Wait(handle, timeout, &status);
+  } else {
+    look = TheProcess().handles->Wait(handle, timeout, &status);
+  }
+  switch (look) {
     case HandleTable::Look::kPending:
       return HR_PENDING;
     case HandleTable::Look::kDone:

@@ -129,6 +129,7 @@ typedef struct hr_request {
   double prescale, postscale; /* HR_ALLREDUCE */
   int32_t tensors_count;      /* 0 for HR_BARRIER; more than one: a group, all or nothing */
   const hr_tensor *tensors;
+  int32_t wait_follows;       /* nonzero: this thread calls hr_wait next; saves waking the engine */
 } hr_request;
 
 typedef struct hr_result {

@@ -3,6 +3,7 @@
 #include <pthread.h>
 #include <sched.h>
 
+#include <algorithm>
 #include <chrono>
 #include <exception>
 #include <utility>
@@ -83,12 +84,16 @@ void Engine::ThreadMain(const WorldMaker& make_world) {
     }
     state_ = State::kRunning;
     Started(Status::Ok());
+    std::unique_lock<std::mutex> turn(turn_);
+    loop_ = &loop;
     try {
-      final_status = loop.Run();
+      final_status = loop.Run(turn);
     } catch (const std::exception& error) {
       final_status = Status(Code::kInternal, std::string("the engine broke: ") + error.what());
       world.transport->AnnounceFailure(final_status.message(), -1);
     }
+    loop_ = nullptr;
+    turn.unlock();
     {
       std::lock_guard<std::mutex> lock(wake_mutex_);
       wake_target_ = nullptr;
@@ -109,6 +114,7 @@ Status Engine::PrepareWorld(const WorldMaker& make_world, World* world) {
   HORORING_RETURN_IF_ERROR(make_world(world));
   topology_ = world->topology;
   transport_name_ = world->transport->name();
+  drivable_ = world->transport->turns() != nullptr;
   if (!world->note.empty()) Log(LogLevel::kWarning, world->note);
   return CompareFingerprints(*world->transport, config_.fingerprint,
                              After(NowNs(), config_.timeout_ns));
@@ -140,7 +146,7 @@ void Engine::Finish(const Status& why) {
   }
 }
 
-Status Engine::Submit(std::unique_ptr<TensorEntry> entry, int64_t* handle) {
+Status Engine::Submit(std::unique_ptr<TensorEntry> entry, bool wait_follows, int64_t* handle) {
   entry->submitted_ns = NowNs();
   *handle = entry->handle = handles_->Create();
   TensorEntry* const raw = entry.get();
@@ -156,15 +162,41 @@ Status Engine::Submit(std::unique_ptr<TensorEntry> entry, int64_t* handle) {
     return status;
   }
   ++stats_.submitted;
-  Wake();
+  if (!wait_follows || !drivable_) Wake();
   trace_.Span(Stage::kSubmit, Track::kCaller, tensor, begin, NowNs(), bytes);
   return Status::Ok();
+}
+
+HandleTable::Look Engine::Wait(int64_t handle, TimeNs timeout_ns, Status* status) {
+  if (!drivable_ || handles_->Poll(handle) != HandleTable::Look::kPending) {
+    return handles_->Wait(handle, timeout_ns, status);
+  }
+  const TimeNs deadline = After(NowNs(), timeout_ns);
+  std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);
+  if (turn.owns_lock() && loop_ != nullptr && loop_->drivable()) {
+    const auto done = [&] { return handles_->Poll(handle) != HandleTable::Look::kPending; };
+    const Loop::Left left = loop_->Drive(done, deadline);
+    turn.unlock();
+    // Only now: what rings before the turn is free wakes a thread that cannot take it.
+    left.wake ? Wake() : WakeUnless(left.bell);
+  } else {
+    if (turn.owns_lock()) turn.unlock();
+    Wake();  // a request that was submitted without may have been overlooked
+  }
+  const TimeNs now = NowNs();
+  return handles_->Wait(handle, deadline == kForever ? kForever : std::max<TimeNs>(0, deadline - now),
+                        status);
 }
 
 // Under the lock, so that the transport cannot vanish meanwhile; Transport::Wake never blocks.
 void Engine::Wake() {
   std::lock_guard<std::mutex> lock(wake_mutex_);
   if (wake_target_ != nullptr) wake_target_->Wake();
+}
+
+void Engine::WakeUnless(uint32_t bell) {
+  std::lock_guard<std::mutex> lock(wake_mutex_);
+  if (wake_target_ != nullptr && wake_target_->turns()->Bell() != bell) wake_target_->Wake();
 }
 
 bool Engine::Shutdown(const std::string& reason, TimeNs timeout_ns) {

@@ -1,8 +1,10 @@
 // Engine: one rank's background thread and what the callers share with it. A value, not a
 // global: a test world is several engines in one process.
 //
-//   callers      Submit -> TensorTable, wake the loop          HandleTable -> wait
+//   callers      Submit -> TensorTable, wake the loop          Wait -> HandleTable
 //   loop thread  report -> NEGOTIATE -> agreement -> PLAN .. COMPLETE (engine/loop.h)
+//
+// A caller in Wait takes the loop over while it waits, if its thread is asleep (ADR 0012).
 //
 // States: Starting -> Running -> Stopped (some rank shut down) or Failed (a peer was lost, or
 // worse). In the last two every request fails at once, with the reason.
@@ -47,6 +49,8 @@ struct EngineConfig {
   bool timeline_cycles = false;
 };
 
+class Loop;
+
 class Engine {
  public:
   enum class State { kStarting, kRunning, kStopped, kFailed };
@@ -62,8 +66,11 @@ class Engine {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  // `entry` without handle and times; its request matches its views.
-  Status Submit(std::unique_ptr<TensorEntry> entry, int64_t* handle);
+  // `entry` without handle and times; its request matches its views. `wait_follows`: this thread
+  // calls Wait(*handle) next, so nobody else needs to be woken.
+  Status Submit(std::unique_ptr<TensorEntry> entry, bool wait_follows, int64_t* handle);
+  // As HandleTable::Wait.
+  HandleTable::Look Wait(int64_t handle, TimeNs timeout_ns, Status* status);
 
   // Asks all ranks to stop; see hr_shutdown. False when the loop did not end in time: the
   // engine must then be leaked, not destroyed.
@@ -115,6 +122,12 @@ class Engine {
   std::mutex wake_mutex_;
   Transport* wake_target_ = nullptr;  // GUARDED_BY(wake_mutex_); null while there is none
   void Wake();
+  void WakeUnless(uint32_t bell);  // where the bell still is what it was
+
+  std::mutex turn_;       // held by whoever runs the loop; see Transport
+  Loop* loop_ = nullptr;  // GUARDED_BY(turn_); null before it begins and after it has ended
+  // Whether callers may drive the loop. Constant once `started_`.
+  bool drivable_ = false;
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;

@@ -34,6 +34,7 @@ Loop::Loop(Engine& engine, World& world, std::vector<std::unique_ptr<Backend>> b
            std::vector<TimeNs> clock_offsets)
     : engine_(engine),
       transport_(*world.transport),
+      turns_(world.transport->turns()),
       topology_(world.topology),
       timeline_(*world.transport, world.topology, std::move(clock_offsets), engine.trace_),
       runner_({world.topology.size, engine.config_.fusion_bytes, engine.config_.timeout_ns},
@@ -43,26 +44,67 @@ Loop::Loop(Engine& engine, World& world, std::vector<std::unique_ptr<Backend>> b
   if (topology_.rank == 0) coordinator_.emplace(CoordinatorOptions(engine.config_, topology_.size));
 }
 
-Status Loop::Run() {
+Status Loop::Run(std::unique_lock<std::mutex>& turn) {
   while (!final_) {
-    bool busy = false;
-    if (engine_.abort_.load()) {
-      std::lock_guard<std::mutex> lock(engine_.mutex_);
-      End(Status(Code::kPeerLost, engine_.stop_reason_, topology_.rank));
-      break;
-    }
-    busy |= Report();
-    busy |= Receive();
-    if (!final_ && coordinator_) busy |= Decide();
-    if (!final_) busy |= ServeCommands();
-    if (!final_) KeepHouse(NowNs());
-    if (!final_ && !busy) {
+    const uint32_t bell = turns_ != nullptr ? turns_->Bell() : 0;
+    if (Step() || final_) continue;
+    if (turns_ != nullptr) {
+      Doze(turn, bell);
+    } else {
       transport_.Sleep(NextDeadline());
-      ++engine_.stats_.loop_wakeups;
     }
+    ++engine_.stats_.loop_wakeups;
   }
   Farewell();
   return *final_;
+}
+
+// Sleeps without the turn, and comes back with it when there is something to do and nobody who
+// does it: a driver rings the bell if it leaves anything behind.
+void Loop::Doze(std::unique_lock<std::mutex>& turn, uint32_t bell) {
+  const TimeNs until = doze_until_ns_ = NextDeadline();
+  turn.unlock();
+  for (;;) {
+    turns_->Doze(bell, until);
+    if (NowNs() >= until) return turn.lock();
+    bell = turns_->Bell();  // before the attempt: what comes after it rings again
+    if (turn.try_lock()) return;
+  }
+}
+
+Loop::Left Loop::Drive(const std::function<bool()>& done, TimeNs deadline) {
+  turns_->BeginDriving();
+  uint32_t bell = 0;
+  try {
+    for (;;) {
+      bell = turns_->Bell();
+      const bool busy = Step();
+      if (final_ || done()) break;
+      if (busy) continue;
+      if (NowNs() >= deadline) break;
+      transport_.Sleep(std::min(deadline, NextDeadline()));
+      ++engine_.stats_.loop_wakeups;
+    }
+  } catch (const std::exception& error) {
+    End(Status(Code::kInternal, std::string("the engine broke: ") + error.what()));
+  }
+  turns_->EndDriving();
+  return {bell, final_ || NextDeadline() < doze_until_ns_};
+}
+
+// One look at everything; true when there was something to do.
+bool Loop::Step() {
+  if (engine_.abort_.load()) {
+    std::lock_guard<std::mutex> lock(engine_.mutex_);
+    End(Status(Code::kPeerLost, engine_.stop_reason_, topology_.rank));
+    return true;
+  }
+  bool busy = Report();
+  busy |= Receive();
+  if (!final_ && coordinator_) busy |= Decide();
+  if (!final_) busy |= ServeCommands();
+  if (!final_) KeepHouse(NowNs());
+  return busy;
 }
 
 // SUBMIT -> NEGOTIATE: what callers have submitted since the last time.

@@ -1,10 +1,15 @@
-// Loop: what an engine's thread does, from the first report to the last.
+// Loop: what an engine does, from the first report to the last.
 //
-// Event-driven: it sleeps in Transport::Sleep until a request is submitted, a control message
-// arrives or a deadline comes; there is no cycle. See docs/threading.md.
+// Event-driven: it sleeps until a request is submitted, a control message arrives or a deadline
+// comes; there is no cycle. Runs on the engine's thread; where the transport permits it, a caller
+// that waits for a request drives it meanwhile, which saves two changes of threads (ADR 0012).
+//
+// Thread-safety: everything under Engine::turn_, whoever calls.
 #pragma once
 
+#include <functional>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
@@ -23,9 +28,21 @@ class Loop {
        std::vector<TimeNs> clock_offsets);
 
   // Until a rank shuts down (kShutDown) or something breaks; tells the peers, and returns why.
-  Status Run();
+  // `turn` is held, but while the thread sleeps.
+  Status Run(std::unique_lock<std::mutex>& turn);
+
+  // What a driver leaves to the engine's thread, which may be asleep.
+  struct Left {
+    uint32_t bell;  // as it was before the driver's last look
+    bool wake;      // in any case: the end, or an earlier deadline than it sleeps to
+  };
+  // Does the same, for a caller that waits, until done() or `deadline`. REQUIRES: drivable().
+  Left Drive(const std::function<bool()>& done, TimeNs deadline);
+  bool drivable() const { return turns_ != nullptr && !final_; }
 
  private:
+  bool Step();
+  void Doze(std::unique_lock<std::mutex>& turn, uint32_t bell);
   // Each of the steps returns true when there was something to do, and sets final_ to end.
   bool Report();
   bool Receive();
@@ -42,6 +59,7 @@ class Loop {
 
   Engine& engine_;
   Transport& transport_;
+  Turns* const turns_;  // null: only the engine's thread may use the transport
   const Topology& topology_;
   Timeline timeline_;
   BatchRunner runner_;
@@ -50,6 +68,7 @@ class Loop {
   uint32_t applied_ = 0;
   bool left_ = false;  // this rank's leaving has been reported
   TimeNs next_house_ns_ = 0;
+  TimeNs doze_until_ns_ = 0;  // when the engine's thread wakes by itself
   const int parent_pid_;
   std::optional<Status> final_;
 };

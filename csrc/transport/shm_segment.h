@@ -30,8 +30,9 @@ constexpr size_t kCacheLine = 64;
 struct alignas(kCacheLine) RankState {
   // Bumped by anybody who changed something that this rank may sleep on; a futex word.
   std::atomic<uint32_t> doorbell{0};
-  // Nonzero while this rank is in, or about to enter, futex_wait: saves wakers the system call.
-  std::atomic<uint32_t> sleeping{0};
+  // Bits: who of this rank is in, or about to enter, futex_wait, and whether a caller drives its
+  // loop. Says whom to wake, and saves wakers the system call where there is nobody.
+  std::atomic<uint32_t> sleepers{0};
   // Set by a peer that has failed or left, before it rings: look at all peers now.
   std::atomic<uint32_t> alarm{0};
   // The rest of the line is written by this rank only.

@@ -20,6 +20,10 @@ constexpr TimeNs kIdleLookInterval = 500 * kMillisecond;
 // How long a wait polls without offering its core to others: about a change of threads.
 constexpr TimeNs kKeepCore = 3 * kMicrosecond;
 
+// RankState::sleepers. kWorker: the thread that has the turn; kDozer: the loop thread while it has
+// not. They are also the bits of the futex by which each is woken.
+constexpr uint32_t kWorker = 1, kDozer = 2, kDriven = 4;
+
 void CpuRelax() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
@@ -160,11 +164,14 @@ void ShmTransport::Wake() { Ring(rank_); }
 void ShmTransport::Ring(int peer) {
   RankState& state = segment_->rank_state(peer);
   // Sequentially consistent here and in SleepOnBell: either the sleeper sees the new value and
-  // does not sleep, or we see that it sleeps.
+  // does not sleep, or we see that it sleeps. The same goes for a driver that is leaving.
   state.doorbell.fetch_add(1);
-  if (state.sleeping.load() == 0) return;
-  const int operation = segment_->process_shared() ? FUTEX_WAKE : FUTEX_WAKE_PRIVATE;
-  syscall(SYS_futex, &state.doorbell, operation, INT_MAX, nullptr, nullptr, 0);
+  const uint32_t sleepers = state.sleepers.load();
+  const uint32_t whom = (sleepers & kDriven) != 0 ? sleepers & kWorker
+                                                  : sleepers & (kWorker | kDozer);
+  if (whom == 0) return;
+  const int scope = segment_->process_shared() ? 0 : FUTEX_PRIVATE_FLAG;
+  syscall(SYS_futex, &state.doorbell, FUTEX_WAKE_BITSET | scope, INT_MAX, nullptr, nullptr, whom);
 }
 
 void ShmTransport::RingPeers() {
@@ -193,20 +200,40 @@ ShmTransport::Next ShmTransport::Pause(WaitState& wait, uint32_t bell, bool move
     wait.next_look_ns = After(now, kLookInterval);
     return Next::kLook;
   }
-  SleepOnBell(bell, std::min(deadline, wait.next_look_ns) - now);
+  SleepOnBell(bell, std::min(deadline, wait.next_look_ns), kWorker);
   return Next::kTry;
 }
 
-void ShmTransport::SleepOnBell(uint32_t bell, TimeNs timeout_ns) {
-  self_.sleeping.store(1);
+void ShmTransport::SleepOnBell(uint32_t bell, TimeNs deadline, uint32_t sleeper) {
+  self_.sleepers.fetch_or(sleeper);
   if (self_.doorbell.load() == bell) {
-    const timespec timeout{static_cast<time_t>(timeout_ns / kSecond),
-                           static_cast<long>(timeout_ns % kSecond)};
-    const int operation = segment_->process_shared() ? FUTEX_WAIT : FUTEX_WAIT_PRIVATE;
-    syscall(SYS_futex, &self_.doorbell, operation, bell, &timeout, nullptr, 0);
+    // The kernel's time here is absolute, by the clock that NowNs() reads.
+    const timespec until{static_cast<time_t>(deadline / kSecond),
+                         static_cast<long>(deadline % kSecond)};
+    const int scope = segment_->process_shared() ? 0 : FUTEX_PRIVATE_FLAG;
+    syscall(SYS_futex, &self_.doorbell, FUTEX_WAIT_BITSET | scope, bell, &until, nullptr, sleeper);
   }
-  self_.sleeping.store(0);
+  self_.sleepers.fetch_and(~sleeper);
 }
+
+// Reads shared atomics only: somebody else may be using the transport meanwhile.
+void ShmTransport::Doze(uint32_t seen, TimeNs deadline) {
+  const TimeNs begin = NowNs(), spin_until = std::min(deadline, After(begin, spin_ns_));
+  while (self_.doorbell.load() == seen) {
+    const TimeNs now = NowNs();
+    if (now >= spin_until || (self_.sleepers.load() & kDriven) != 0) {
+      return SleepOnBell(seen, deadline, kDozer);
+    }
+    if (now - begin < kKeepCore) {
+      for (int i = 0; i < 16; ++i) CpuRelax();
+    } else {
+      sched_yield();
+    }
+  }
+}
+
+void ShmTransport::BeginDriving() { self_.sleepers.fetch_or(kDriven); }
+void ShmTransport::EndDriving() { self_.sleepers.fetch_and(~kDriven); }
 
 bool ShmTransport::Flush(TimeNs deadline) {
   WaitState wait(spin_ns_);

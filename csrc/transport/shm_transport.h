@@ -21,7 +21,7 @@
 
 namespace hororing {
 
-class ShmTransport final : public Transport {
+class ShmTransport final : public Transport, private Turns {
  public:
   // `spin_ns`: how long a wait polls before it sleeps on the futex.
   ShmTransport(std::shared_ptr<ShmSegment> segment, int rank, TimeNs spin_ns);
@@ -38,6 +38,7 @@ class ShmTransport final : public Transport {
   bool Poll(int* peer, std::string* message) override;
   void Sleep(TimeNs deadline) override;
   void Wake() override;
+  Turns* turns() override { return this; }
   Status CheckPeers() override { return CheckPeers(""); }
   void AnnounceFailure(const std::string& reason, int blamed) override;
   bool Flush(TimeNs deadline) override;
@@ -104,14 +105,17 @@ class ShmTransport final : public Transport {
   // The frame of a control message: the size of its body, uint64.
   static constexpr size_t kFrameBytes = sizeof(uint64_t);
 
-  uint32_t Bell() const { return self_.doorbell.load(); }
+  uint32_t Bell() const override { return self_.doorbell.load(); }
+  void Doze(uint32_t seen, TimeNs deadline) override;
+  void BeginDriving() override;
+  void EndDriving() override;
   bool Progress();
   bool Push(int peer);
   bool Pull(int peer);
   bool PushControl(int peer);
   bool PullControl(int peer);
   Next Pause(WaitState& wait, uint32_t bell, bool moved, TimeNs deadline);
-  void SleepOnBell(uint32_t bell, TimeNs timeout_ns);
+  void SleepOnBell(uint32_t bell, TimeNs deadline, uint32_t sleeper);
   Status CheckPeers(const std::string& lagging);
   Status NoProgress(const std::string& lagging, const WaitState& wait);
   bool PeerProcessIsGone(int peer) const;

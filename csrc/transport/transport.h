@@ -1,8 +1,8 @@
 // Transport: moves bytes between the ranks of one world. Knows neither element types nor
 // what is negotiated.
 //
-// Thread-safety: everything belongs to the engine's loop thread, except Wake() and the
-// constant rank()/size().
+// Thread-safety: one thread at a time, except Wake() and the constant rank()/size(). Where
+// turns() is null that is the same thread from the beginning to the end.
 //
 // Two planes over the same wires:
 //   data     sizes known on both sides; messages of one ordered pair of ranks match in the
@@ -26,6 +26,24 @@
 #include "base/status.h"
 
 namespace hororing {
+
+// How two threads take turns at one transport: the loop thread, and a caller that drives the loop
+// while it waits for its own request (docs/threading.md). Whose turn it is, they settle by a lock
+// of their own; this is about sleeping and waking.
+class Turns {
+ public:
+  virtual ~Turns() = default;
+
+  // Any thread. Changes whenever something may have happened: read it before looking for work.
+  virtual uint32_t Bell() const = 0;
+  // The loop thread, while it does not have the turn: polls briefly, then sleeps, until the bell
+  // is no longer `seen`, but not woken while somebody drives; or until `deadline`. May return
+  // early.
+  virtual void Doze(uint32_t seen, TimeNs deadline) = 0;
+  // Around another thread's turn. Between them the bell does not wake the loop thread.
+  virtual void BeginDriving() = 0;
+  virtual void EndDriving() = 0;
+};
 
 class Transport {
  public:
@@ -57,6 +75,8 @@ class Transport {
   virtual void Sleep(TimeNs deadline) = 0;
   // Any thread. Ends the current or the next Sleep.
   virtual void Wake() = 0;
+  // Null where one thread must do everything, as with MPI.
+  virtual Turns* turns() { return nullptr; }
 
   // Ok while every peer is alive. Cheap enough for a few calls a second.
   virtual Status CheckPeers() = 0;

@@ -57,7 +57,9 @@ class _Allreduce(torch.autograd.Function):
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.arguments = verb, f"{name}.grad", op, factors
-        handle = verbs.reduce_async(verb, tensors, False, name, op, *factors, tuple)
+        handle = verbs.reduce_async(
+            verb, tensors, False, name, op, *factors, tuple, wait_follows=True
+        )
         results: tuple[torch.Tensor, ...] = collectives.wait(handle)
         # Integers of a mixed group have no gradient.
         ctx.mark_non_differentiable(*(r for r in results if not r.is_floating_point()))
@@ -77,7 +79,7 @@ class _Allgather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, verb: str, name: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         results: tuple[torch.Tensor, ...] = collectives.wait(
-            verbs.gather_async(verb, tensors, name)
+            verbs.gather_async(verb, tensors, name, wait_follows=True)
         )
         ctx.name, ctx.rows = name, [tensor.shape[0] for tensor in tensors]
         ctx.mark_non_differentiable(*(r for r in results if not r.is_floating_point()))

@@ -27,7 +27,8 @@ struct Player {
   int size = 1;
 
   // One float tensor, in place.
-  Status Submit(const std::string& name, std::vector<float>& data, ReduceOp op, int64_t* handle) {
+  Status Submit(const std::string& name, std::vector<float>& data, ReduceOp op, int64_t* handle,
+                bool wait_follows = false) {
     auto entry = std::make_unique<TensorEntry>();
     entry->request.name = name;
     entry->request.op = op;
@@ -36,7 +37,7 @@ struct Player {
     view.shape = {static_cast<int64_t>(data.size())};
     entry->request.tensors = {{view.dtype, view.shape}};
     entry->views = {view};
-    return engine->Submit(std::move(entry), handle);
+    return engine->Submit(std::move(entry), wait_follows, handle);
   }
   Status Gather(const std::string& name, std::vector<float>& data, int64_t* handle) {
     auto entry = std::make_unique<TensorEntry>();
@@ -47,12 +48,14 @@ struct Player {
     view.shape = {static_cast<int64_t>(data.size())};
     entry->request.tensors = {{view.dtype, view.shape}};
     entry->views = {view};
-    return engine->Submit(std::move(entry), handle);
+    return engine->Submit(std::move(entry), /*wait_follows=*/false, handle);
   }
-  Status Wait(int64_t handle) {
+  // Looks up every `slice`, as Python does for its signals.
+  Status Wait(int64_t handle, TimeNs slice = kPatience) {
     Status status;
-    if (handles->Wait(handle, kPatience, &status) != HandleTable::Look::kDone) {
-      return Status(Code::kInternal, "the test waited for ever");
+    const TimeNs deadline = After(NowNs(), kPatience);
+    while (engine->Wait(handle, slice, &status) != HandleTable::Look::kDone) {
+      if (NowNs() >= deadline) return Status(Code::kInternal, "the test waited for ever");
     }
     handles->Release(handle);
     return status;
@@ -60,7 +63,7 @@ struct Player {
   Status Allreduce(const std::string& name, std::vector<float>& data,
                    ReduceOp op = ReduceOp::kSum) {
     int64_t handle = 0;
-    const Status submitted = Submit(name, data, op, &handle);
+    const Status submitted = Submit(name, data, op, &handle, /*wait_follows=*/true);
     return submitted.ok() ? Wait(handle) : submitted;
   }
 };
@@ -280,6 +283,46 @@ TEST(submitting_from_many_threads_is_safe) {
       });
     }
     for (std::thread& thread : threads) thread.join();
+  });
+}
+
+TEST(callers_and_loop_thread_take_turns) {
+  const unsigned seed = hororing_test::Seed();
+  for (int size : {1, 2, 3}) {
+    Play(size, {}, [&](Player& player) {
+      std::vector<std::thread> threads;
+      for (int t = 0; t < 3; ++t) {
+        threads.emplace_back([&, t] {
+          std::mt19937 random(seed + static_cast<unsigned>(10 * player.rank + t));
+          for (int step = 0; step < 100; ++step) {
+            std::vector<float> ours(10, 1.0f), others(10, 2.0f);
+            const std::string name = std::to_string(t);
+            const bool early = random() % 2 == 0;
+            int64_t first = 0, second = 0;
+            CHECK_OK(player.Submit("a" + name, ours, ReduceOp::kSum, &first, random() % 2 == 0));
+            if (early) CHECK_OK(player.Wait(first, 50 * kMicrosecond));
+            CHECK_OK(player.Submit("b" + name, others, ReduceOp::kSum, &second, true));
+            CHECK_OK(player.Wait(second, random() % 2 == 0 ? 0 : kPatience));
+            if (!early) CHECK_OK(player.Wait(first));
+            CHECK_EQ(ours[9], static_cast<float>(player.size));
+            CHECK_EQ(others[9], static_cast<float>(2 * player.size));
+          }
+        });
+      }
+      for (std::thread& thread : threads) thread.join();
+    });
+  }
+}
+
+TEST(a_wait_that_was_announced_and_does_not_come_holds_nothing_up) {
+  Play(2, {}, [](Player& player) {
+    std::vector<float> data(4, 1.0f);
+    int64_t handle = 0;
+    CHECK_OK(player.Submit("x", data, ReduceOp::kSum, &handle, /*wait_follows=*/true));
+    Status status;
+    CHECK(player.handles->Wait(handle, kPatience, &status) == HandleTable::Look::kDone);
+    CHECK_EQ(data[0], 2.0f);
+    CHECK_OK(player.Allreduce("both have waited", data));
   });
 }
 
