@@ -54,7 +54,9 @@ class BuildCore(build_ext):
         """Build everything; into the source tree for an editable installation."""
         # setuptools gives editable installations a fresh folder each time; ours makes the second
         # one quick.
-        build = ROOT / "build/editable" if self.inplace else Path(self.build_temp).resolve() / "core"
+        build = (
+            ROOT / "build/editable" if self.inplace else Path(self.build_temp).resolve() / "core"
+        )
         self._cmake(build)
         target = ROOT / "hororing" if self.inplace else Path(self.build_lib) / "hororing"
         self._copy_libraries(build, target / "lib")

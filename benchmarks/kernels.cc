@@ -66,8 +66,10 @@ void Measure(DataType dtype, ReduceOp op, int count, size_t bytes, double second
   std::printf("%-9s %-8s %7d %9zu", Name(dtype), Name(op), count, bytes >> 10);
   for (size_t s = 0; s < times.size(); ++s) {
     const double moved = static_cast<double>(bytes) * (s < sets.size() ? count + 1 : 2);
-    if (times[s].empty()) std::printf(" %9s", "-");
-    else std::printf(" %9.1f", moved / Median(times[s]) / 1e9);
+    if (times[s].empty())
+      std::printf(" %9s", "-");
+    else
+      std::printf(" %9.1f", moved / Median(times[s]) / 1e9);
   }
   std::printf("\n");
   std::fflush(stdout);

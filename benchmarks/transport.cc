@@ -64,9 +64,9 @@ double StreamGigabytesPerSecond(Transport& transport) {
   for (int i = 0; i < kStreams; ++i) {
     DataRoundTrip(transport);
     const TimeNs begin = NowNs();
-    const Transport::Request request =
-        transport.rank() == 0 ? transport.Send(1, bytes.data(), bytes.size())
-                              : transport.Receive(0, bytes.data(), bytes.size());
+    const Transport::Request request = transport.rank() == 0
+                                           ? transport.Send(1, bytes.data(), bytes.size())
+                                           : transport.Receive(0, bytes.data(), bytes.size());
     Must(transport.Wait(request, Deadline()));
     best = std::max(best, static_cast<double>(bytes.size()) / static_cast<double>(NowNs() - begin));
   }
@@ -105,8 +105,8 @@ void Measure(const std::string& name, const std::string& library) {
     std::puts("         8 B data us       8 B control us    64 MiB GB/s  idle CPU %");
   }
   const size_t median = data.size() / 2, p99 = data.size() * 99 / 100;
-  std::printf("%-6s  %6.2f (%7.2f)  %6.2f (%7.2f)  %8.2f  %10.3f\n", transport.name(),
-              data[median], data[p99], control[median], control[p99], stream, idle);
+  std::printf("%-6s  %6.2f (%7.2f)  %6.2f (%7.2f)  %8.2f  %10.3f\n", transport.name(), data[median],
+              data[p99], control[median], control[p99], stream, idle);
   std::fflush(stdout);
 }
 

@@ -40,6 +40,7 @@ class NumpyAdapter:
         """Accept arrays and NumPy scalars."""
         if isinstance(tensor, np.generic):
             tensor = np.asarray(tensor)
+            tensor.flags.writeable = False  # as the scalar is
         if not isinstance(tensor, np.ndarray):
             raise TypeError(
                 f"{verb} of hororing.numpy takes NumPy arrays, not {type(tensor).__name__}; "

@@ -77,9 +77,7 @@ static inline Bits Bfloat16BitsFromFloat(Float value) {
 }
 
 // One number at a time.
-static inline float HalfToFloat(uint16_t half) {
-  return FloatFromHalfBits<float, uint32_t>(half);
-}
+static inline float HalfToFloat(uint16_t half) { return FloatFromHalfBits<float, uint32_t>(half); }
 static inline uint16_t FloatToHalf(float value) {
   return static_cast<uint16_t>(HalfBitsFromFloat<uint32_t>(value));
 }

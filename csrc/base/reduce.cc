@@ -32,13 +32,11 @@ bool HasF16c() {
 KernelSets FindKernels() {
   __builtin_cpu_init();
   // -mfma is among the flags of both files.
-  const bool avx2 =
-      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && HasF16c();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && HasF16c();
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
                       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
                       __builtin_cpu_supports("avx512vl");
-  return {{avx512 ? &kAvx512Kernels : nullptr, avx2 ? &kAvx2Kernels : nullptr,
-           &kPortableKernels}};
+  return {{avx512 ? &kAvx512Kernels : nullptr, avx2 ? &kAvx2Kernels : nullptr, &kPortableKernels}};
 }
 #else
 KernelSets FindKernels() { return {{nullptr, nullptr, &kPortableKernels}}; }
@@ -94,8 +92,8 @@ int DivisorOf(const ReduceSpec& spec, int divisor) {
 
 void Reduce(DataType dtype, Arithmetic arithmetic, const Factors& factors, void* result,
             const void* const* sources, int count, size_t n) {
-  Kernels().reduce[static_cast<int>(dtype)][static_cast<int>(arithmetic)](factors, result,
-                                                                          sources, count, n);
+  Kernels().reduce[static_cast<int>(dtype)][static_cast<int>(arithmetic)](factors, result, sources,
+                                                                          count, n);
 }
 
 // The type and the operation of partial results that are combined by the common kernels.
@@ -125,10 +123,10 @@ Status Check(const ReduceSpec& spec) {
                     "there is no reduce op number " + std::to_string(static_cast<int>(spec.op)));
   }
   if (!std::isfinite(spec.prescale) || !std::isfinite(spec.postscale)) {
-    return Status(Code::kInvalidArgument,
-                  what + ": the scale factors must be finite, not prescale " +
-                      std::to_string(spec.prescale) + " and postscale " +
-                      std::to_string(spec.postscale));
+    return Status(Code::kInvalidArgument, what +
+                                              ": the scale factors must be finite, not prescale " +
+                                              std::to_string(spec.prescale) + " and postscale " +
+                                              std::to_string(spec.postscale));
   }
   if (spec.dtype == DataType::kBool) {
     if (spec.op == ReduceOp::kAverage) {
@@ -138,8 +136,9 @@ Status Check(const ReduceSpec& spec) {
     }
     if (spec.prescale != 1.0 || spec.postscale != 1.0) {
       return Status(Code::kInvalidArgument,
-                    what + ": bool cannot be scaled; leave the scale factors at 1, or convert the "
-                           "tensor to a number type");
+                    what +
+                        ": bool cannot be scaled; leave the scale factors at 1, or convert the "
+                        "tensor to a number type");
     }
   }
   return Status::Ok();
@@ -157,8 +156,7 @@ void ReduceInto(const ReduceSpec& spec, void* accumulator, const void* source, s
 void ReduceMany(const ReduceSpec& spec, int divisor, void* result, const void* const* sources,
                 int count, size_t n) {
   const Factors factors{spec.prescale, spec.postscale, DivisorOf(spec, divisor)};
-  const bool scaled =
-      factors.prescale != 1.0 || factors.postscale != 1.0 || factors.divisor != 1;
+  const bool scaled = factors.prescale != 1.0 || factors.postscale != 1.0 || factors.divisor != 1;
   if (count == 1 && !scaled) {
     if (result != sources[0] && n > 0) std::memcpy(result, sources[0], n * ElementSize(spec.dtype));
     return;

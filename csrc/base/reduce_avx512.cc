@@ -22,8 +22,8 @@ inline Floats FloatsFromHalfs(Shorts halfs) {
   return BitCast<Floats>(_mm512_maskz_cvtph_ps(0xFFFF, BitCast<__m256i>(halfs)));
 }
 inline Shorts HalfsFromFloats(Floats floats) {
-  return BitCast<Shorts>(_mm512_maskz_cvtps_ph(0xFFFF, BitCast<__m512>(floats),
-                                                 _MM_FROUND_TO_NEAREST_INT));
+  return BitCast<Shorts>(
+      _mm512_maskz_cvtps_ph(0xFFFF, BitCast<__m512>(floats), _MM_FROUND_TO_NEAREST_INT));
 }
 inline Bits Widen(Shorts shorts) {
   return BitCast<Bits>(_mm512_maskz_cvtepu16_epi32(0xFFFF, BitCast<__m256i>(shorts)));

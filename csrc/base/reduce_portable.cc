@@ -16,12 +16,8 @@ typedef uint16_t Shorts __attribute__((vector_size(kVectorBytes / 2)));
 
 inline Bits Widen(Shorts shorts) { return __builtin_convertvector(shorts, Bits); }
 inline Shorts Narrow(Bits bits) { return __builtin_convertvector(bits, Shorts); }
-inline Floats FloatsFromHalfs(Shorts halfs) {
-  return FloatFromHalfBits<Floats>(Widen(halfs));
-}
-inline Shorts HalfsFromFloats(Floats floats) {
-  return Narrow(HalfBitsFromFloat<Bits>(floats));
-}
+inline Floats FloatsFromHalfs(Shorts halfs) { return FloatFromHalfBits<Floats>(Widen(halfs)); }
+inline Shorts HalfsFromFloats(Floats floats) { return Narrow(HalfBitsFromFloat<Bits>(floats)); }
 
 }  // namespace
 }  // namespace hororing

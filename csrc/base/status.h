@@ -45,8 +45,8 @@ class [[nodiscard]] Status {
 }  // namespace hororing
 
 // Leaves the enclosing function with the first Status that is not ok.
-#define HORORING_RETURN_IF_ERROR(expression)       \
-  do {                                             \
-    ::hororing::Status status_ = (expression);     \
-    if (!status_.ok()) return status_;             \
+#define HORORING_RETURN_IF_ERROR(expression)   \
+  do {                                         \
+    ::hororing::Status status_ = (expression); \
+    if (!status_.ok()) return status_;         \
   } while (false)

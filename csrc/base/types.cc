@@ -9,19 +9,15 @@ size_t ElementSize(DataType dtype) {
   switch (dtype) {
     case DataType::kUint8:
     case DataType::kInt8:
-    case DataType::kBool:
-      return 1;
+    case DataType::kBool: return 1;
     case DataType::kUint16:
     case DataType::kInt16:
     case DataType::kFloat16:
-    case DataType::kBfloat16:
-      return 2;
+    case DataType::kBfloat16: return 2;
     case DataType::kInt32:
-    case DataType::kFloat32:
-      return 4;
+    case DataType::kFloat32: return 4;
     case DataType::kInt64:
-    case DataType::kFloat64:
-      return 8;
+    case DataType::kFloat64: return 8;
   }
   return 0;
 }

@@ -43,10 +43,10 @@ enum class Collective : uint8_t {
 };
 
 size_t ElementSize(DataType dtype);
-const char* Name(DataType dtype);      // "float32"
-const char* Name(ReduceOp op);         // "Average"
-const char* Name(Collective kind);     // "allreduce"
-const char* UpperName(Collective kind);  // "ALLREDUCE", as in the timeline
+const char* Name(DataType dtype);                          // "float32"
+const char* Name(ReduceOp op);                             // "Average"
+const char* Name(Collective kind);                         // "allreduce"
+const char* UpperName(Collective kind);                    // "ALLREDUCE", as in the timeline
 std::string ShapeText(const std::vector<int64_t>& shape);  // "[256, 128]"
 
 // A tensor as the core sees it: contiguous host memory that somebody else owns and keeps

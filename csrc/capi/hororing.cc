@@ -51,9 +51,8 @@ std::atomic<bool> in_forked_child{false};
 
 void WatchForks() {
   static std::once_flag once;
-  std::call_once(once, [] {
-    pthread_atfork(nullptr, nullptr, [] { in_forked_child.store(true); });
-  });
+  std::call_once(once,
+                 [] { pthread_atfork(nullptr, nullptr, [] { in_forked_child.store(true); }); });
 }
 
 thread_local std::string last_error;
@@ -72,8 +71,7 @@ Status NotInitialized() {
                   "hororing has not been initialized in this process, which was forked from one "
                   "that is: communicate in the parent, or start workers with the 'spawn' method");
   }
-  return Status(Code::kNotInitialized,
-                "hororing has not been initialized; use hvd.init().");
+  return Status(Code::kNotInitialized, "hororing has not been initialized; use hvd.init().");
 }
 
 std::shared_ptr<Engine> CurrentEngine() {
@@ -121,8 +119,8 @@ WorldOptions WorldOptionsFrom(const hr_config& from) {
 }
 
 Status Invalid(const Request& request, const std::string& what) {
-  return Status(Code::kInvalidArgument, std::string(Name(request.kind)) + " '" + request.name +
-                                            "' (SUBMIT): " + what);
+  return Status(Code::kInvalidArgument,
+                std::string(Name(request.kind)) + " '" + request.name + "' (SUBMIT): " + what);
 }
 
 // What can be seen to be wrong on this rank alone.
@@ -133,8 +131,7 @@ Status CheckLocally(const TensorEntry& entry, int size) {
       if (dimension < 0) return Invalid(request, "shape " + ShapeText(view.shape) + " is negative");
     }
     const bool written = request.kind != Collective::kAllgather;
-    if (view.elements() > 0 &&
-        (view.input == nullptr || (written && view.output == nullptr))) {
+    if (view.elements() > 0 && (view.input == nullptr || (written && view.output == nullptr))) {
       return Invalid(request, "a tensor with elements has no memory");
     }
     if (request.kind == Collective::kAllgather && view.shape.empty()) {
@@ -217,8 +214,8 @@ int EndEngine(const std::function<bool(Engine&)>& end) {
   if (engine == nullptr) return HR_OK;
   if (end(*engine)) return HR_OK;
   new std::shared_ptr<Engine>(std::move(engine));
-  return Remember(Status(Code::kStalled,
-                         "shutdown: the engine did not end in time; a peer may be frozen"));
+  return Remember(
+      Status(Code::kStalled, "shutdown: the engine did not end in time; a peer may be frozen"));
 }
 
 }  // namespace
@@ -240,16 +237,16 @@ HR_EXPORT int hr_init(const hr_config* config) {
   SetLogLevel(static_cast<LogLevel>(config->log_level));
   const std::string kernels = Text(config->kernels);
   if (kernels != "auto" && !SetKernels(kernels.c_str())) {
-    return Remember(Status(Code::kInvalidArgument,
-                           "KERNELS=" + kernels + ": this processor, or this build, lacks them; "
-                           "use auto"));
+    return Remember(
+        Status(Code::kInvalidArgument, "KERNELS=" + kernels +
+                                           ": this processor, or this build, lacks them; "
+                                           "use auto"));
   }
   const WorldOptions world = WorldOptionsFrom(*config);
   std::unique_ptr<Engine> engine;
-  const Status status =
-      Engine::Start(EngineConfigFrom(*config),
-                    [world](World* made) { return MakeWorld(world, made); }, process.handles,
-                    &engine);
+  const Status status = Engine::Start(
+      EngineConfigFrom(*config), [world](World* made) { return MakeWorld(world, made); },
+      process.handles, &engine);
   if (!status.ok()) return Remember(status);
   std::lock_guard<std::mutex> lock(process.mutex);
   process.engine = std::move(engine);
@@ -257,9 +254,8 @@ HR_EXPORT int hr_init(const hr_config* config) {
 }
 
 HR_EXPORT int hr_shutdown(const char* reason, double timeout_s) {
-  return EndEngine([&](Engine& engine) {
-    return engine.Shutdown(Text(reason), SecondsToNs(timeout_s));
-  });
+  return EndEngine(
+      [&](Engine& engine) { return engine.Shutdown(Text(reason), SecondsToNs(timeout_s)); });
 }
 
 HR_EXPORT int hr_abort(const char* reason) {
@@ -275,12 +271,9 @@ HR_EXPORT int hr_state_now(void) {
   if (engine == nullptr) return HR_STATE_NONE;
   switch (engine->state()) {
     case Engine::State::kStarting:
-    case Engine::State::kRunning:
-      return HR_STATE_RUNNING;
-    case Engine::State::kStopped:
-      return HR_STATE_STOPPED;
-    case Engine::State::kFailed:
-      break;
+    case Engine::State::kRunning: return HR_STATE_RUNNING;
+    case Engine::State::kStopped: return HR_STATE_STOPPED;
+    case Engine::State::kFailed: break;
   }
   return HR_STATE_FAILED;
 }
@@ -323,15 +316,11 @@ HR_EXPORT int64_t hr_allreduce(const char* name, uintptr_t input, uintptr_t outp
 HR_EXPORT int hr_poll(int64_t handle) {
   if (in_forked_child.load()) return -Remember(NotInitialized());
   switch (TheProcess().handles->Poll(handle)) {
-    case HandleTable::Look::kPending:
-      return 0;
-    case HandleTable::Look::kDone:
-      return 1;
-    case HandleTable::Look::kUnknown:
-      break;
+    case HandleTable::Look::kPending: return 0;
+    case HandleTable::Look::kDone: return 1;
+    case HandleTable::Look::kUnknown: break;
   }
-  return -Remember(Status(Code::kInvalidArgument,
-                          "there is no handle " + std::to_string(handle)));
+  return -Remember(Status(Code::kInvalidArgument, "there is no handle " + std::to_string(handle)));
 }
 
 HR_EXPORT int hr_wait(int64_t handle, double timeout_s) {
@@ -346,12 +335,9 @@ HR_EXPORT int hr_wait(int64_t handle, double timeout_s) {
     look = TheProcess().handles->Wait(handle, timeout, &status);
   }
   switch (look) {
-    case HandleTable::Look::kPending:
-      return HR_PENDING;
-    case HandleTable::Look::kDone:
-      return Remember(status);
-    case HandleTable::Look::kUnknown:
-      break;
+    case HandleTable::Look::kPending: return HR_PENDING;
+    case HandleTable::Look::kDone: return Remember(status);
+    case HandleTable::Look::kUnknown: break;
   }
   return Remember(Status(Code::kInvalidArgument, "there is no handle " + std::to_string(handle)));
 }
@@ -408,12 +394,9 @@ HR_EXPORT void hr_trace_span(int32_t stage, const char* tensor, int64_t begin_ns
 HR_EXPORT int hr_log_next(double timeout_s, hr_log_record* record) {
   LogRecord taken;
   switch (TakeLog(Scaled(timeout_s, kSecond), &taken)) {
-    case LogTake::kClosed:
-      return -1;
-    case LogTake::kNothing:
-      return 0;
-    case LogTake::kRecord:
-      break;
+    case LogTake::kClosed: return -1;
+    case LogTake::kNothing: return 0;
+    case LogTake::kRecord: break;
   }
   record->level = static_cast<int32_t>(taken.level);
   record->time = taken.time_s;

@@ -72,38 +72,38 @@ typedef enum hr_collective {
 } hr_collective;
 
 typedef enum hr_state {
-  HR_STATE_NONE = 0,     /* never initialised, shut down, or a forked child */
+  HR_STATE_NONE = 0, /* never initialised, shut down, or a forked child */
   HR_STATE_RUNNING = 1,
-  HR_STATE_STOPPED = 2,  /* another rank has shut down; rank() and size() still answer */
-  HR_STATE_FAILED = 3    /* a peer was lost or the engine broke; shutdown() still returns */
+  HR_STATE_STOPPED = 2, /* another rank has shut down; rank() and size() still answer */
+  HR_STATE_FAILED = 3   /* a peer was lost or the engine broke; shutdown() still returns */
 } hr_state;
 
 /* Everything the engine is told; filled from hororing/config.py. Strings are copied. */
 typedef struct hr_config {
   /* The world. */
-  int32_t launched;           /* nonzero: started by mpirun or the like, so use MPI to find peers */
-  const char *transport;      /* "auto", "shm", "mpi" */
-  const char *backend;        /* "auto", "host", "shm_direct" */
-  const char *mpi_library;    /* path of libhororing_mpi */
-  int32_t mpi_communicator;   /* Fortran handle of the communicator to duplicate; -1: the world */
-  const int32_t *ranks;       /* the sub-job of these ranks of it, or NULL */
+  int32_t launched;         /* nonzero: started by mpirun or the like, so use MPI to find peers */
+  const char* transport;    /* "auto", "shm", "mpi" */
+  const char* backend;      /* "auto", "host", "shm_direct" */
+  const char* mpi_library;  /* path of libhororing_mpi */
+  int32_t mpi_communicator; /* Fortran handle of the communicator to duplicate; -1: the world */
+  const int32_t* ranks;     /* the sub-job of these ranks of it, or NULL */
   int32_t ranks_count;
   /* Rank-visible: every rank must hold the same values. */
-  int64_t fusion_bytes;       /* most bytes fused into one batch; 0: no fusion */
-  double cycle_time_ms;       /* longest that a burst is held back to be fused */
-  int32_t cache_capacity;     /* entries of the response cache; 0: none */
-  int32_t reproducible;       /* same bits in every run */
-  const char *fingerprint;    /* "knob=value" lines compared over the ranks at init */
+  int64_t fusion_bytes;    /* most bytes fused into one batch; 0: no fusion */
+  double cycle_time_ms;    /* longest that a burst is held back to be fused */
+  int32_t cache_capacity;  /* entries of the response cache; 0: none */
+  int32_t reproducible;    /* same bits in every run */
+  const char* fingerprint; /* "knob=value" lines compared over the ranks at init */
   /* Local. */
-  double stall_warning_s;     /* <= 0: never */
-  double stall_shutdown_s;    /* <= 0: never */
-  double timeout_s;           /* longest wait for a peer inside a collective; <= 0: for ever */
-  double spin_us;             /* how long the engine polls before it sleeps */
-  int32_t cpu;                /* core for the engine's thread; -1: not bound */
-  int32_t watch_parent;       /* nonzero: fail, then end the process, when its parent dies */
-  const char *kernels;        /* "auto", "portable", "avx2", "avx512" */
-  int32_t log_level;          /* least level kept: 10 debug, 20 info, 30 warning, 40 error */
-  const char *timeline;       /* path of the timeline, or NULL; rank 0's counts */
+  double stall_warning_s;  /* <= 0: never */
+  double stall_shutdown_s; /* <= 0: never */
+  double timeout_s;        /* longest wait for a peer inside a collective; <= 0: for ever */
+  double spin_us;          /* how long the engine polls before it sleeps */
+  int32_t cpu;             /* core for the engine's thread; -1: not bound */
+  int32_t watch_parent;    /* nonzero: fail, then end the process, when its parent dies */
+  const char* kernels;     /* "auto", "portable", "avx2", "avx512" */
+  int32_t log_level;       /* least level kept: 10 debug, 20 info, 30 warning, 40 error */
+  const char* timeline;    /* path of the timeline, or NULL; rank 0's counts */
   int32_t timeline_mark_cycles;
 } hr_config;
 
@@ -114,78 +114,78 @@ typedef struct hr_topology {
 
 /* One tensor of a request: contiguous host memory. */
 typedef struct hr_tensor {
-  uintptr_t input;            /* 0 only where it has no elements */
-  uintptr_t output;           /* may equal input; 0 for HR_ALLGATHER: the core allocates */
-  int32_t dtype;              /* hr_dtype */
+  uintptr_t input;  /* 0 only where it has no elements */
+  uintptr_t output; /* may equal input; 0 for HR_ALLGATHER: the core allocates */
+  int32_t dtype;    /* hr_dtype */
   int32_t ndim;
-  const int64_t *shape;       /* ndim entries; copied */
+  const int64_t* shape; /* ndim entries; copied */
 } hr_tensor;
 
 typedef struct hr_request {
   int32_t collective;         /* hr_collective */
-  const char *name;           /* unique among requests in flight on this rank, equal on all ranks */
+  const char* name;           /* unique among requests in flight on this rank, equal on all ranks */
   int32_t op;                 /* hr_op; HR_ALLREDUCE */
   int32_t root;               /* HR_BROADCAST */
   double prescale, postscale; /* HR_ALLREDUCE */
   int32_t tensors_count;      /* 0 for HR_BARRIER; more than one: a group, all or nothing */
-  const hr_tensor *tensors;
-  int32_t wait_follows;       /* nonzero: this thread calls hr_wait next; saves waking the engine */
+  const hr_tensor* tensors;
+  int32_t wait_follows; /* nonzero: this thread calls hr_wait next; saves waking the engine */
 } hr_request;
 
 typedef struct hr_result {
-  uintptr_t data;             /* malloc'ed; 0 when bytes == 0 */
+  uintptr_t data; /* malloc'ed; 0 when bytes == 0 */
   int64_t bytes;
-  int64_t rows;               /* the first dimension of the gathered tensor */
+  int64_t rows; /* the first dimension of the gathered tensor */
 } hr_result;
 
 typedef struct hr_stats {
-  int64_t submitted;          /* requests */
-  int64_t completed;          /* with or without success */
+  int64_t submitted; /* requests */
+  int64_t completed; /* with or without success */
   int64_t batches;
-  int64_t tensors;            /* that went through batches */
-  int64_t bytes;              /* of this rank's inputs in batches */
-  int64_t cache_hits, cache_misses;       /* reports sent as an id, reports sent in full */
+  int64_t tensors;                  /* that went through batches */
+  int64_t bytes;                    /* of this rank's inputs in batches */
+  int64_t cache_hits, cache_misses; /* reports sent as an id, reports sent in full */
   int64_t control_messages_sent, control_messages_received;
-  int64_t loop_wakeups;       /* times that the engine's thread came out of a sleep */
-  int64_t scratch_bytes;      /* fusion and receive buffers held now */
+  int64_t loop_wakeups;  /* times that the engine's thread came out of a sleep */
+  int64_t scratch_bytes; /* fusion and receive buffers held now */
   int64_t trace_events_dropped;
 } hr_stats;
 
 typedef struct hr_log_record {
-  int32_t level;              /* 10 debug, 20 info, 30 warning, 40 error */
-  double time;                /* seconds since the epoch */
-  char text[4096];            /* zero-terminated; longer texts are cut and end in "..." */
+  int32_t level;   /* 10 debug, 20 info, 30 warning, 40 error */
+  double time;     /* seconds since the epoch */
+  char text[4096]; /* zero-terminated; longer texts are cut and end in "..." */
 } hr_log_record;
 
 int hr_abi_version(void);
-const char *hr_version(void);
+const char* hr_version(void);
 
 /* Blocks until all ranks have started their engines, or fails on all of them. HR_OK, and
  * nothing more, when already initialised. */
-int hr_init(const hr_config *config);
+int hr_init(const hr_config* config);
 /* Ends the engine: everything that all ranks had submitted before is carried out, everything
  * else pending fails with HR_SHUT_DOWN on every rank, `reason` in the text ("" for none).
  * Returns within about timeout_s also when peers are dead. hr_init works again afterwards. */
-int hr_shutdown(const char *reason, double timeout_s);
+int hr_shutdown(const char* reason, double timeout_s);
 /* As hr_shutdown, without waiting for anybody: peers fail with HR_PEER_LOST and `reason`. For
  * a process that is about to die. */
-int hr_abort(const char *reason);
+int hr_abort(const char* reason);
 /* Finalises MPI if this library initialised it. At the end of the process only. */
 void hr_finalize(void);
 
 int hr_state_now(void);
-int hr_topology_now(hr_topology *topology);
-const char *hr_host_name(int32_t rank);   /* NULL when there is no such rank or no engine */
+int hr_topology_now(hr_topology* topology);
+const char* hr_host_name(int32_t rank); /* NULL when there is no such rank or no engine */
 
 /* Text of the last failure on the calling thread, and the rank to blame or -1. */
-const char *hr_last_error(void);
+const char* hr_last_error(void);
 int32_t hr_last_error_rank(void);
 
 /* A handle > 0, or a negative hr_code. Never blocks on peers. */
-int64_t hr_submit(const hr_request *request);
+int64_t hr_submit(const hr_request* request);
 /* hr_submit for one tensor, HR_ALLREDUCE: what a gradient hook calls. */
-int64_t hr_allreduce(const char *name, uintptr_t input, uintptr_t output, int32_t dtype,
-                     int32_t ndim, const int64_t *shape, int32_t op, double prescale,
+int64_t hr_allreduce(const char* name, uintptr_t input, uintptr_t output, int32_t dtype,
+                     int32_t ndim, const int64_t* shape, int32_t op, double prescale,
                      double postscale);
 /* 1 when complete, 0 when pending, HR_INVALID_ARGUMENT negated when there is no such handle. */
 int hr_poll(int64_t handle);
@@ -193,7 +193,7 @@ int hr_poll(int64_t handle);
  * stays valid until hr_release. */
 int hr_wait(int64_t handle, double timeout_s);
 /* Moves the result of tensor `index` out of a complete HR_ALLGATHER handle. */
-int hr_take_result(int64_t handle, int32_t index, hr_result *result);
+int hr_take_result(int64_t handle, int32_t index, hr_result* result);
 void hr_free(uintptr_t data);
 /* Forgets the handle. A pending one is forgotten when it completes; its memory must stay
  * valid until then. */
@@ -201,26 +201,26 @@ int hr_release(int64_t handle);
 
 /* The timeline. Collective in effect: rank 0's call starts it on all ranks; other ranks' calls
  * only check that the engine runs. */
-int hr_timeline_start(const char *path, int32_t mark_cycles);
+int hr_timeline_start(const char* path, int32_t mark_cycles);
 int hr_timeline_stop(void);
 int hr_timeline_enabled(void);
 int64_t hr_now_ns(void);
 /* stage: 0 HOOK, 1 VIEW, 2 SUBMIT (trace/trace.h); drawn on the caller's row. */
-void hr_trace_span(int32_t stage, const char *tensor, int64_t begin_ns, int64_t end_ns,
+void hr_trace_span(int32_t stage, const char* tensor, int64_t begin_ns, int64_t end_ns,
                    int64_t bytes);
 
 /* Waits at most timeout_s for a log record: 1 with a record, 0 without one, -1 when
  * hr_log_close was called. Works without an engine. */
-int hr_log_next(double timeout_s, hr_log_record *record);
+int hr_log_next(double timeout_s, hr_log_record* record);
 void hr_log_close(void);
 void hr_log_open(void);
 
-void hr_stats_now(hr_stats *stats);
+void hr_stats_now(hr_stats* stats);
 /* "avx512", "avx2" or "portable". */
-const char *hr_kernels(void);
+const char* hr_kernels(void);
 /* Library version and thread level of the MPI behind `mpi_library`, without initialising it:
  * "Open MPI v5.0.11, ...\nserialized" (second line empty before initialisation). */
-int hr_describe_mpi(const char *mpi_library, char *text, int32_t text_bytes);
+int hr_describe_mpi(const char* mpi_library, char* text, int32_t text_bytes);
 
 #ifdef __cplusplus
 }

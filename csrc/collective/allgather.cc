@@ -78,9 +78,8 @@ Status AllgatherV(Transport& transport, const void* input,
   const size_t size = static_cast<size_t>(transport.size());
   const size_t rank = static_cast<size_t>(transport.rank());
   if (bytes_per_rank.size() != size) {
-    return Status(Code::kInternal, "allgather: sizes for " +
-                                       std::to_string(bytes_per_rank.size()) + " ranks in a job of " +
-                                       std::to_string(size));
+    return Status(Code::kInternal, "allgather: sizes for " + std::to_string(bytes_per_rank.size()) +
+                                       " ranks in a job of " + std::to_string(size));
   }
   std::vector<Span> chunks;
   size_t total = 0;

@@ -16,8 +16,7 @@ Status Barrier(Transport& transport, TimeNs deadline) {
     const int from = static_cast<int>((rank + size - distance) % size);
     const char token = 1;
     char heard = 0;
-    HORORING_RETURN_IF_ERROR(
-        SendReceive(transport, to, &token, 1, from, &heard, 1, deadline));
+    HORORING_RETURN_IF_ERROR(SendReceive(transport, to, &token, 1, from, &heard, 1, deadline));
   }
   return Status::Ok();
 }

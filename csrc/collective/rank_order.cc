@@ -69,8 +69,7 @@ class Exchange {
     for (size_t round = 0; round < rounds; ++round) {
       const Span own = Segment(rank_, round);
       if (own.size > 0) {
-        HORORING_RETURN_IF_ERROR(
-            receives_.WaitFirst((round + 1) * static_cast<size_t>(size_ - 1)));
+        HORORING_RETURN_IF_ERROR(receives_.WaitFirst((round + 1) * static_cast<size_t>(size_ - 1)));
         Combine(own, round);
       }
       HORORING_RETURN_IF_ERROR(sends_.WaitFirst(sent_before));
@@ -89,7 +88,8 @@ class Exchange {
   }
   // Where the contribution of the i-th rank before this one lies, i = 1 .. N-1.
   std::byte* Slot(size_t round, int i) {
-    const size_t slot = round % kRounds * static_cast<size_t>(size_ - 1) + static_cast<size_t>(i) - 1;
+    const size_t slot =
+        round % kRounds * static_cast<size_t>(size_ - 1) + static_cast<size_t>(i) - 1;
     return scratch_ + slot * segment_ * element_;
   }
 

@@ -56,8 +56,9 @@ Status RecursiveDoublingAllreduce(Transport& transport, const ReduceBuffer& buff
   const size_t room = (bytes + kAlign - 1) / kAlign * kAlign;
   std::byte* sum = static_cast<std::byte*>(scratch.Reserve(2 * room));
   if (sum == nullptr) {
-    return Status(Code::kInternal, "recursive doubling allreduce: no memory for partial results of " +
-                                       std::to_string(2 * room) + " bytes");
+    return Status(Code::kInternal,
+                  "recursive doubling allreduce: no memory for partial results of " +
+                      std::to_string(2 * room) + " bytes");
   }
   std::byte* other = sum + room;
 

@@ -92,8 +92,8 @@ class ReduceScatter {
     RingWalk::Place place;
     const size_t target = combined_ + kAhead;
     while (receives_.added() < target && to_post_.Next(&place)) {
-      receives_.Add(transport_.Receive(previous_, Slot(receives_.added()),
-                                       place.span.size * element_));
+      receives_.Add(
+          transport_.Receive(previous_, Slot(receives_.added()), place.span.size * element_));
     }
   }
 
@@ -151,8 +151,7 @@ Status RingAllreduce(Transport& transport, const ReduceBuffer& buffer, Scratch& 
     chunks_in_bytes.push_back({chunk.begin * element, chunk.size * element});
   }
   // Chunk 0 is the largest.
-  const size_t segment =
-      std::min(SegmentBytes(chunks_in_bytes[0].size) / element, chunks[0].size);
+  const size_t segment = std::min(SegmentBytes(chunks_in_bytes[0].size) / element, chunks[0].size);
   const size_t scratch_bytes = kAhead * segment * element;
   void* memory = scratch.Reserve(scratch_bytes);
   if (memory == nullptr) {

@@ -34,8 +34,7 @@ FusionItem Describe(const Item& item) {
     described.bytes = static_cast<int64_t>(view.bytes());
   }
   if (request.kind == Collective::kAllreduce) {
-    described.key.reduce =
-        ReduceSpec{view.dtype, request.op, request.prescale, request.postscale};
+    described.key.reduce = ReduceSpec{view.dtype, request.op, request.prescale, request.postscale};
   }
   return described;
 }
@@ -61,8 +60,7 @@ std::string TensorName(const Request& request, size_t index) {
 }
 
 BatchRunner::BatchRunner(const Options& options, std::vector<std::unique_ptr<Backend>> backends,
-                         TensorTable& tensors, HandleTable& handles, TraceSink& trace,
-                         Stats& stats)
+                         TensorTable& tensors, HandleTable& handles, TraceSink& trace, Stats& stats)
     : options_(options),
       backends_(std::move(backends)),
       tensors_(tensors),
@@ -112,9 +110,8 @@ Status BatchRunner::Run(std::vector<Work> work) {
       BatchEntry entry;
       entry.name = TensorName(item.entry->request, item.index);
       entry.input = view.input;
-      entry.output = batch.kind == Collective::kAllgather
-                         ? item.entry->results[item.index].data()
-                         : view.output;
+      entry.output = batch.kind == Collective::kAllgather ? item.entry->results[item.index].data()
+                                                          : view.output;
       entry.elements = static_cast<size_t>(view.elements());
       entry.gathered_bytes = std::move(item.gathered_bytes);
       batch.reduce.dtype = view.dtype;
@@ -137,9 +134,8 @@ Status BatchRunner::Allocate(Work& work) {
     for (size_t rank = 0; rank < size; ++rank) rows += work.rows[i * size + rank];
     const size_t bytes = static_cast<size_t>(rows) * RowBytes(entry->views[i]);
     if (!entry->results[i].Allocate(bytes, rows)) {
-      return Status(Code::kInternal, "no memory for the result of '" + entry->request.name +
-                                         "', " + std::to_string(bytes) +
-                                         " bytes; gather less at a time");
+      return Status(Code::kInternal, "no memory for the result of '" + entry->request.name + "', " +
+                                         std::to_string(bytes) + " bytes; gather less at a time");
     }
   }
   return Status::Ok();

@@ -70,8 +70,8 @@ void Engine::ThreadMain(const WorldMaker& make_world) {
       status = MakeBackends(config_.backend, config_.reproducible, *world.transport, &backends);
     }
     if (status.ok()) {
-      status = MeasureClocks(*world.transport, world.topology,
-                             After(NowNs(), config_.timeout_ns), &clock_offsets);
+      status = MeasureClocks(*world.transport, world.topology, After(NowNs(), config_.timeout_ns),
+                             &clock_offsets);
     }
     if (!status.ok()) {
       Finish(status);
@@ -100,7 +100,8 @@ void Engine::ThreadMain(const WorldMaker& make_world) {
     }
     Finish(final_status);
   } catch (const std::exception& error) {
-    final_status = Status(Code::kInternal, std::string("the engine could not start: ") + error.what());
+    final_status =
+        Status(Code::kInternal, std::string("the engine could not start: ") + error.what());
     Finish(final_status);
     Started(final_status);
   }
@@ -184,8 +185,8 @@ HandleTable::Look Engine::Wait(int64_t handle, TimeNs timeout_ns, Status* status
     Wake();  // a request that was submitted without may have been overlooked
   }
   const TimeNs now = NowNs();
-  return handles_->Wait(handle, deadline == kForever ? kForever : std::max<TimeNs>(0, deadline - now),
-                        status);
+  return handles_->Wait(
+      handle, deadline == kForever ? kForever : std::max<TimeNs>(0, deadline - now), status);
 }
 
 // Under the lock, so that the transport cannot vanish meanwhile; Transport::Wake never blocks.

@@ -88,8 +88,8 @@ Status HandleTable::Take(int64_t handle, size_t index, GatheredTensor* result) {
   std::lock_guard<std::mutex> lock(mutex_);
   const auto slot = slots_.find(handle);
   if (slot == slots_.end() || !slot->second.done || index >= slot->second.results.size()) {
-    return Status(Code::kInvalidArgument, "handle " + std::to_string(handle) +
-                                              " has no result " + std::to_string(index));
+    return Status(Code::kInvalidArgument,
+                  "handle " + std::to_string(handle) + " has no result " + std::to_string(index));
   }
   *result = std::move(slot->second.results[index]);
   return Status::Ok();

@@ -27,9 +27,8 @@ Status GatherTexts(Transport& transport, const std::string& mine, TimeNs deadlin
   const size_t size = static_cast<size_t>(transport.size());
   const uint64_t my_bytes = mine.size();
   std::vector<uint64_t> bytes(size);
-  HORORING_RETURN_IF_ERROR(AllgatherV(transport, &my_bytes,
-                                      std::vector<size_t>(size, sizeof my_bytes), bytes.data(),
-                                      deadline));
+  HORORING_RETURN_IF_ERROR(AllgatherV(
+      transport, &my_bytes, std::vector<size_t>(size, sizeof my_bytes), bytes.data(), deadline));
   size_t total = 0;
   for (uint64_t each : bytes) total += each;
   std::string all(total, '\0');
@@ -47,8 +46,7 @@ Status GatherTexts(Transport& transport, const std::string& mine, TimeNs deadlin
 
 }  // namespace
 
-Status CompareFingerprints(Transport& transport, const std::string& fingerprint,
-                           TimeNs deadline) {
+Status CompareFingerprints(Transport& transport, const std::string& fingerprint, TimeNs deadline) {
   std::vector<std::string> texts;
   HORORING_RETURN_IF_ERROR(GatherTexts(transport, fingerprint, deadline, &texts));
   std::vector<std::map<std::string, std::string>> values;
@@ -96,8 +94,7 @@ Status MeasureClocks(Transport& transport, const Topology& topology, TimeNs dead
       }
       const char ping = 0;
       const TimeNs asked = NowNs();
-      HORORING_RETURN_IF_ERROR(
-          transport.Wait(transport.Send(peer, &ping, sizeof ping), deadline));
+      HORORING_RETURN_IF_ERROR(transport.Wait(transport.Send(peer, &ping, sizeof ping), deadline));
       HORORING_RETURN_IF_ERROR(
           transport.Wait(transport.Receive(peer, &theirs, sizeof theirs), deadline));
       const TimeNs answered = NowNs();

@@ -1,10 +1,10 @@
 #include "engine/loop.h"
 
-#include <csignal>
-#include <exception>
+#include <signal.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <exception>
 #include <utility>
 
 #include "base/log.h"
@@ -38,8 +38,7 @@ Loop::Loop(Engine& engine, World& world, std::vector<std::unique_ptr<Backend>> b
       topology_(world.topology),
       timeline_(*world.transport, world.topology, std::move(clock_offsets), engine.trace_),
       runner_({world.topology.size, engine.config_.fusion_bytes, engine.config_.timeout_ns},
-              std::move(backends), engine.tensors_, *engine.handles_, engine.trace_,
-              engine.stats_),
+              std::move(backends), engine.tensors_, *engine.handles_, engine.trace_, engine.stats_),
       parent_pid_(getppid()) {
   if (topology_.rank == 0) coordinator_.emplace(CoordinatorOptions(engine.config_, topology_.size));
 }
@@ -205,9 +204,7 @@ void Loop::Apply(const Agreement& agreement) {
         work.push_back(std::move(*agreed));
         break;
       }
-      case Decision::Kind::kFail:
-        Fail(decision);
-        break;
+      case Decision::Kind::kFail: Fail(decision); break;
       case Decision::Kind::kTimeline:
         run();
         timeline_.Switch(decision.timeline_on, decision.timeline_cycles);
@@ -234,8 +231,7 @@ std::optional<Work> Loop::Agreed(const Decision& decision) {
   }
   if (work.entry == nullptr) {
     End(Status(Code::kInternal, "agreement on a request that this rank does not have: '" +
-                                    decision.name + "', id " +
-                                    std::to_string(decision.cache_id)));
+                                    decision.name + "', id " + std::to_string(decision.cache_id)));
     return std::nullopt;
   }
   work.rows = cached ? record->rows : decision.rows;

@@ -19,8 +19,7 @@ Status TensorTable::Add(std::unique_ptr<TensorEntry> entry) {
   if (!added) {
     return Status(Code::kDuplicateName,
                   std::string(Name(request.kind)) + " '" + request.name +
-                      "' (SUBMIT): a request of that name (" +
-                      Name(place->second->request.kind) +
+                      "' (SUBMIT): a request of that name (" + Name(place->second->request.kind) +
                       ") is still in flight on this rank; wait for it, or use another name");
   }
   submitted_.push_back(entry.get());

@@ -28,7 +28,7 @@ struct TensorEntry {
   // Loop thread only.
   TimeNs reported_ns = 0;
   const char* stage = "NEGOTIATE";  // for error texts: "during REDUCE"
-  size_t unfinished = 0;  // tensors of this entry that still have to go through a batch
+  size_t unfinished = 0;            // tensors of this entry that still have to go through a batch
   std::vector<GatheredTensor> results;
 };
 

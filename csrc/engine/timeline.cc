@@ -86,8 +86,7 @@ void Timeline::ShipAll(bool last) {
   auto next = events.begin();
   do {
     const auto end = next + std::min<std::ptrdiff_t>(events.end() - next, kEventsPerMessage);
-    const std::vector<TraceEvent> part(std::make_move_iterator(next),
-                                       std::make_move_iterator(end));
+    const std::vector<TraceEvent> part(std::make_move_iterator(next), std::make_move_iterator(end));
     next = end;
     transport_.Post(0, EncodeTrace(EncodeEvents(part), last && next == events.end()));
   } while (next != events.end());

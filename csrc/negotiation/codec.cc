@@ -40,9 +40,7 @@ class Reader {
   explicit Reader(const std::string& bytes)
       : next_(bytes.data()), end_(bytes.data() + bytes.size()) {}
 
-  bool Expect(MessageKind kind) {
-    return Byte() == static_cast<uint8_t>(kind) && ok_;
-  }
+  bool Expect(MessageKind kind) { return Byte() == static_cast<uint8_t>(kind) && ok_; }
   uint64_t Unsigned() {
     uint64_t value = 0;
     for (int shift = 0; shift < 64; shift += 7) {
@@ -159,9 +157,7 @@ void Put(Writer& out, const Decision& decision) {
       Put(out, decision.status);
       break;
     case Decision::Kind::kLeave:
-    case Decision::Kind::kAbort:
-      Put(out, decision.status);
-      break;
+    case Decision::Kind::kAbort: Put(out, decision.status); break;
     case Decision::Kind::kTimeline:
       out.Unsigned(decision.timeline_on);
       out.Unsigned(decision.timeline_cycles);
@@ -184,9 +180,7 @@ Decision GetDecision(Reader& in) {
       decision.status = GetStatus(in);
       break;
     case Decision::Kind::kLeave:
-    case Decision::Kind::kAbort:
-      decision.status = GetStatus(in);
-      break;
+    case Decision::Kind::kAbort: decision.status = GetStatus(in); break;
     case Decision::Kind::kTimeline:
       decision.timeline_on = in.Unsigned() != 0;
       decision.timeline_cycles = in.Unsigned() != 0;

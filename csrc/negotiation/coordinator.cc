@@ -193,10 +193,9 @@ std::vector<Waiting> Coordinator::AllWaiting() const {
       const size_t r = static_cast<size_t>(rank);
       (pending.reported[r] ? waiting.submitted : waiting.missing).push_back(rank);
     }
-    const Request& any =
-        pending.record != nullptr
-            ? pending.record->request
-            : pending.requests[static_cast<size_t>(waiting.submitted.front())];
+    const Request& any = pending.record != nullptr
+                             ? pending.record->request
+                             : pending.requests[static_cast<size_t>(waiting.submitted.front())];
     waiting.collective = Name(any.kind);
     all.push_back(std::move(waiting));
   }

@@ -33,9 +33,9 @@ class Coordinator {
  public:
   struct Options {
     int size = 1;
-    int64_t fusion_bytes = 0;   // a burst of this size is not held back any longer
-    TimeNs hold_ns = 0;         // the longest that a burst is held back
-    int cache_capacity = 0;     // 0: no cache
+    int64_t fusion_bytes = 0;  // a burst of this size is not held back any longer
+    TimeNs hold_ns = 0;        // the longest that a burst is held back
+    int cache_capacity = 0;    // 0: no cache
     StallInspector::Options stall;
   };
   explicit Coordinator(const Options& options);
@@ -67,12 +67,12 @@ class Coordinator {
   };
   // A request that at least one rank has reported, and not yet all.
   struct Pending {
-    uint32_t id = 0;            // the record that all reports so far named; 0: one came in full
+    uint32_t id = 0;  // the record that all reports so far named; 0: one came in full
     TimeNs since_ns = 0;
     int count = 0;
-    std::vector<char> reported;     // per rank
-    std::vector<Request> requests;  // per rank, filled once a report came in full
-    const Record* record = nullptr; // of `id`
+    std::vector<char> reported;      // per rank
+    std::vector<Request> requests;   // per rank, filled once a report came in full
+    const Record* record = nullptr;  // of `id`
   };
 
   void ReportCached(int rank, uint32_t id, TimeNs now);
@@ -102,7 +102,7 @@ class Coordinator {
   std::vector<Decision> ready_;
   int64_t ready_bytes_ = 0;
   TimeNs ready_since_ns_ = 0;
-  bool urgent_ = false;   // something in ready_ must not be held back
+  bool urgent_ = false;  // something in ready_ must not be held back
   TimeNs stall_check_ns_ = kForever;
   bool stopped_ = false;  // a kLeave or kAbort is in ready_ or has been sent
 };

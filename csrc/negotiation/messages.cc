@@ -3,9 +3,8 @@
 namespace hororing {
 
 bool Request::operator==(const Request& other) const {
-  return kind == other.kind && op == other.op && root == other.root &&
-         prescale == other.prescale && postscale == other.postscale && name == other.name &&
-         tensors == other.tensors;
+  return kind == other.kind && op == other.op && root == other.root && prescale == other.prescale &&
+         postscale == other.postscale && name == other.name && tensors == other.tensors;
 }
 
 int64_t Request::bytes() const {

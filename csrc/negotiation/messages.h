@@ -28,7 +28,7 @@ struct Request {
   int32_t root = 0;              // broadcast
   double prescale = 1.0;         // allreduce
   double postscale = 1.0;
-  std::vector<Tensor> tensors;   // several: a group, all or nothing; none: barrier
+  std::vector<Tensor> tensors;  // several: a group, all or nothing; none: barrier
 
   bool operator==(const Request& other) const;
   int64_t bytes() const;  // of all tensors together
@@ -36,11 +36,11 @@ struct Request {
 
 // From a rank to the coordinator: what has been submitted since the last report.
 struct Report {
-  uint32_t applied = 0;               // sequence of the last agreement that this rank has applied
-  std::vector<uint32_t> cached;       // requests known by their cache id
-  std::vector<Request> fresh;         // requests in full
-  bool leaving = false;               // the rank is shutting down ...
-  std::string reason;                 // ... and why, if it said so
+  uint32_t applied = 0;          // sequence of the last agreement that this rank has applied
+  std::vector<uint32_t> cached;  // requests known by their cache id
+  std::vector<Request> fresh;    // requests in full
+  bool leaving = false;          // the rank is shutting down ...
+  std::string reason;            // ... and why, if it said so
 };
 
 // One item of an agreement. Every rank carries out the decisions of all agreements in the same
@@ -54,12 +54,12 @@ struct Decision {
     kTimeline = 4,  // switch the timeline
   };
   Kind kind = Kind::kRun;
-  std::string name;        // kRun of an uncached request, kFail
-  uint32_t cache_id = 0;   // kRun: nonzero if the request is, or (with a name) becomes, cached
-  Status status;           // kFail, kLeave, kAbort
+  std::string name;       // kRun of an uncached request, kFail
+  uint32_t cache_id = 0;  // kRun: nonzero if the request is, or (with a name) becomes, cached
+  Status status;          // kFail, kLeave, kAbort
   // kRun of an allgather, unless cached: first dimensions, [tensor * ranks + rank].
   std::vector<int64_t> rows;
-  bool timeline_on = false;     // kTimeline
+  bool timeline_on = false;  // kTimeline
   bool timeline_cycles = false;
 };
 

@@ -43,8 +43,8 @@ StallInspector::Finding StallInspector::Inspect(const std::vector<Waiting>& wait
   for (const Waiting& request : waiting) {
     const TimeNs age = now - request.since_ns;
     const auto known = next_warning_.find(request.name);
-    TimeNs next = known != next_warning_.end() ? known->second
-                                               : After(request.since_ns, options_.warning_ns);
+    TimeNs next =
+        known != next_warning_.end() ? known->second : After(request.since_ns, options_.warning_ns);
     if (now >= next) {
       to_warn.push_back(&request);
       longest = std::max(longest, age);
@@ -70,8 +70,7 @@ StallInspector::Finding StallInspector::Inspect(const std::vector<Waiting>& wait
 
 TimeNs StallInspector::interval_ns() const {
   const TimeNs first = std::min(options_.warning_ns, options_.shutdown_ns);
-  return first == kForever ? kForever
-                           : std::clamp<TimeNs>(first / 4, 10 * kMillisecond, kSecond);
+  return first == kForever ? kForever : std::clamp<TimeNs>(first / 4, 10 * kMillisecond, kSecond);
 }
 
 }  // namespace hororing

@@ -32,8 +32,8 @@ class StallInspector {
     std::string warning;  // empty: nothing (new) to say
     Status abort;         // kStalled: fail the job
   };
-  // Call every interval_ns() while anything waits. Each request is warned about after the warning time, then
-  // at intervals that double, so that a long validation phase does not flood the log.
+  // Call every interval_ns() while anything waits. Each request is warned about after the warning
+  // time, then at intervals that double, so that a long validation phase does not flood the log.
   Finding Inspect(const std::vector<Waiting>& waiting, TimeNs now);
 
   TimeNs interval_ns() const;

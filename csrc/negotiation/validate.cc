@@ -46,10 +46,10 @@ std::vector<Check> ChecksOfTensor(const Request& first, size_t index) {
                         const std::vector<int64_t>& shape = r.tensors[index].shape;
                         std::string text = ShapeText(shape);
                         // Only what follows the first dimension counts.
-                        return shape.empty() ? text
-                                             : "[*" + (shape.size() > 1 ? ", " : std::string()) +
-                                                   ShapeText({shape.begin() + 1, shape.end()})
-                                                       .substr(1);
+                        return shape.empty()
+                                   ? text
+                                   : "[*" + (shape.size() > 1 ? ", " : std::string()) +
+                                         ShapeText({shape.begin() + 1, shape.end()}).substr(1);
                       },
                       "Gathered tensors may differ in their first dimension only."});
   } else {
@@ -74,7 +74,8 @@ std::vector<Check> ChecksOfRequest(const Request& first) {
                       "Every rank must pass the same op."});
   }
   if (first.kind == Collective::kBroadcast) {
-    checks.push_back({"root ranks", [](const Request& r) { return "root " + std::to_string(r.root); },
+    checks.push_back({"root ranks",
+                      [](const Request& r) { return "root " + std::to_string(r.root); },
                       "Every rank must pass the same root_rank."});
   }
   return checks;
@@ -87,9 +88,9 @@ Status Compare(const std::vector<const Request*>& requests, const Check& check) 
   });
   if (equal) return Status::Ok();
   const Request& first = *requests[0];
-  const std::string values = GroupedByRank(
-      static_cast<int>(requests.size()),
-      [&](int rank) { return check.value(*requests[static_cast<size_t>(rank)]); });
+  const std::string values = GroupedByRank(static_cast<int>(requests.size()), [&](int rank) {
+    return check.value(*requests[static_cast<size_t>(rank)]);
+  });
   return Status(Code::kMismatch, std::string(Name(first.kind)) + " '" + first.name +
                                      "' (NEGOTIATE): " + check.what + " differ: " + values + ". " +
                                      check.remedy);
@@ -102,8 +103,7 @@ bool Compatible(const Request& a, const Request& b) {
   for (size_t i = 0; i < a.tensors.size(); ++i) {
     const Request::Tensor &x = a.tensors[i], &y = b.tensors[i];
     if (x.dtype != y.dtype || x.shape.size() != y.shape.size()) return false;
-    if (!x.shape.empty() &&
-        !std::equal(x.shape.begin() + 1, x.shape.end(), y.shape.begin() + 1)) {
+    if (!x.shape.empty() && !std::equal(x.shape.begin() + 1, x.shape.end(), y.shape.begin() + 1)) {
       return false;
     }
   }
@@ -124,10 +124,9 @@ Status Validate(const std::vector<const Request*>& requests) {
                  "A name stands for one operation; give different operations different names, "
                  "and call them in the same order on every rank where they have none."}));
   HORORING_RETURN_IF_ERROR(Compare(
-      requests,
-      {"numbers of tensors in the group",
-       [](const Request& r) { return std::to_string(r.tensors.size()) + " tensors"; },
-       "Every rank must pass the same group."}));
+      requests, {"numbers of tensors in the group",
+                 [](const Request& r) { return std::to_string(r.tensors.size()) + " tensors"; },
+                 "Every rank must pass the same group."}));
   for (size_t i = 0; i < first.tensors.size(); ++i) {
     for (const Check& check : ChecksOfTensor(first, i)) {
       HORORING_RETURN_IF_ERROR(Compare(requests, check));
@@ -156,8 +155,8 @@ std::string GroupedByRank(int size, const std::function<std::string(int rank)>& 
   std::vector<std::pair<std::string, std::vector<int>>> groups;
   for (int rank = 0; rank < size; ++rank) {
     const std::string text = value(rank);
-    const auto group = std::find_if(groups.begin(), groups.end(),
-                                    [&](const auto& g) { return g.first == text; });
+    const auto group =
+        std::find_if(groups.begin(), groups.end(), [&](const auto& g) { return g.first == text; });
     if (group == groups.end()) {
       groups.push_back({text, {rank}});
     } else {

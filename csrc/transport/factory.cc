@@ -80,7 +80,8 @@ Status ShareTexts(Transport& transport, const std::string& mine, TimeNs deadline
   if (transport.rank() != 0) {
     HORORING_RETURN_IF_ERROR(
         transport.Wait(transport.Send(0, place(transport.rank()), kWidth), deadline));
-    HORORING_RETURN_IF_ERROR(transport.Wait(transport.Receive(0, all.data(), all.size()), deadline));
+    HORORING_RETURN_IF_ERROR(
+        transport.Wait(transport.Receive(0, all.data(), all.size()), deadline));
   } else {
     for (int peer = 1; peer < transport.size(); ++peer) {
       HORORING_RETURN_IF_ERROR(
@@ -135,8 +136,8 @@ bool IsKnown(const std::string& transport) {
 }
 
 Status UnknownTransport(const std::string& transport) {
-  return Status(Code::kInvalidArgument, "HORORING_TRANSPORT=" + transport +
-                                            " is unknown; choose auto, shm or mpi");
+  return Status(Code::kInvalidArgument,
+                "HORORING_TRANSPORT=" + transport + " is unknown; choose auto, shm or mpi");
 }
 
 // Every rank must want the same transport, or they would wait for one another on different ones.

@@ -63,9 +63,9 @@ Status MpiError(const char* call, int error, int peer) {
   return Status(Code::kPeerLost, who + " died (" + what + ")", peer);
 }
 
-#define RETURN_IF_MPI_ERROR(call)                                      \
-  do {                                                                 \
-    const int mpi_error = (call);                                      \
+#define RETURN_IF_MPI_ERROR(call)                                        \
+  do {                                                                   \
+    const int mpi_error = (call);                                        \
     if (mpi_error != MPI_SUCCESS) return MpiError(#call, mpi_error, -1); \
   } while (false)
 
@@ -275,8 +275,8 @@ class MpiTransport final : public Transport {
       Piece piece{TakeBuffer(), MPI_REQUEST_NULL, nullptr, bytes, bytes == job.left};
       if (bytes > 0) std::memcpy(piece.buffer.get(), job.data, bytes);
       NoteDataError("MPI_Isend",
-                    MPI_Isend(piece.buffer.get(), static_cast<int>(bytes), MPI_BYTE, peer,
-                              kDataTag, data_, &piece.request),
+                    MPI_Isend(piece.buffer.get(), static_cast<int>(bytes), MPI_BYTE, peer, kDataTag,
+                              data_, &piece.request),
                     peer);
       job.data += bytes;
       job.left -= bytes;
@@ -295,8 +295,8 @@ class MpiTransport final : public Transport {
       const size_t bytes = std::min(job.left, kPieceBytes);
       Piece piece{TakeBuffer(), MPI_REQUEST_NULL, job.data, bytes, bytes == job.left};
       NoteDataError("MPI_Irecv",
-                    MPI_Irecv(piece.buffer.get(), static_cast<int>(bytes), MPI_BYTE, peer,
-                              kDataTag, data_, &piece.request),
+                    MPI_Irecv(piece.buffer.get(), static_cast<int>(bytes), MPI_BYTE, peer, kDataTag,
+                              data_, &piece.request),
                     peer);
       job.data += bytes;
       job.left -= bytes;
@@ -437,11 +437,10 @@ class MpiTransport final : public Transport {
     int bytes = 0;
     MPI_Get_count(&status, MPI_BYTE, &bytes);
     std::deque<Message>& arriving = PeerOf(status.MPI_SOURCE).arriving;
-    arriving.push_back({std::string(static_cast<size_t>(bytes), '\0'), MPI_REQUEST_NULL,
-                        status.MPI_TAG});
+    arriving.push_back(
+        {std::string(static_cast<size_t>(bytes), '\0'), MPI_REQUEST_NULL, status.MPI_TAG});
     Message& message = arriving.back();
-    const int error =
-        MPI_Imrecv(message.text.data(), bytes, MPI_BYTE, matched, &message.request);
+    const int error = MPI_Imrecv(message.text.data(), bytes, MPI_BYTE, matched, &message.request);
     if (error != MPI_SUCCESS) NoteFailure(MpiError("MPI_Imrecv", error, status.MPI_SOURCE));
   }
 
@@ -450,8 +449,8 @@ class MpiTransport final : public Transport {
     if (message.tag == kFailureTag) {
       state.failed = true;
       const size_t space = message.text.find(' ');
-      NoteFailure(Status(Code::kPeerLost, message.text.substr(space + 1),
-                         std::atoi(message.text.c_str())));
+      NoteFailure(
+          Status(Code::kPeerLost, message.text.substr(space + 1), std::atoi(message.text.c_str())));
       return;
     }
     if (message.tag == kMoreTag) {
@@ -535,9 +534,10 @@ Status Select(const MpiWorld& world, MPI_Comm* selected, bool* owned) {
   std::set<int> seen;
   for (int each : world.ranks) {
     if (each < 0 || each >= size || !seen.insert(each).second) {
-      return Status(Code::kInvalidArgument,
-                    "init: rank " + std::to_string(each) + " of comm=[...] is not a rank of this "
-                    "job of " + std::to_string(size) + ", or is listed twice");
+      return Status(Code::kInvalidArgument, "init: rank " + std::to_string(each) +
+                                                " of comm=[...] is not a rank of this "
+                                                "job of " +
+                                                std::to_string(size) + ", or is listed twice");
     }
   }
   if (seen.count(rank) == 0) {

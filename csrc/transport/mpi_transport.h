@@ -33,8 +33,9 @@ struct MpiWorld {
 };
 
 struct MpiInfo {
-  std::string library;       // MPI_Get_library_version, first line
-  std::string thread_level;  // "single", "funneled", "serialized", "multiple"; "" if not initialised
+  std::string library;  // MPI_Get_library_version, first line
+  std::string
+      thread_level;  // "single", "funneled", "serialized", "multiple"; "" if not initialised
   bool initialized = false;
 };
 

@@ -72,7 +72,8 @@ Status ShmTransport::NoProgress(const std::string& lagging, const WaitState& wai
   HORORING_RETURN_IF_ERROR(CheckPeers(lagging));
   const std::vector<int> ranks = RanksIn(lagging);
   char seconds[32];
-  std::snprintf(seconds, sizeof seconds, "%.3g", static_cast<double>(NowNs() - wait.begin_ns) / 1e9);
+  std::snprintf(seconds, sizeof seconds, "%.3g",
+                static_cast<double>(NowNs() - wait.begin_ns) / 1e9);
   return Status(Code::kTransport,
                 "no progress from rank(s) " + lagging + " for " + seconds +
                     " s; they may be stopped, or their machine overloaded (HORORING_TIMEOUT_S "
@@ -84,8 +85,8 @@ bool ShmTransport::PeerProcessIsGone(int peer) const {
   const RankState& state = segment_->rank_state(peer);
   const int pid = state.pid.load();
   if (!segment_->process_shared() || pid == 0) return false;
-  const bool lives = (kill(pid, 0) == 0 || errno != ESRCH) &&
-                     StartTime(pid) == state.start_time.load();
+  const bool lives =
+      (kill(pid, 0) == 0 || errno != ESRCH) && StartTime(pid) == state.start_time.load();
   // Looked at last: it may have left in peace and ended meanwhile.
   return !lives && state.attached.load() != kDetached;
 }
@@ -114,10 +115,10 @@ Status ShmTransport::CheckPeers(const std::string& lagging) {
     // It may have told and ended since we looked.
     HORORING_RETURN_IF_ERROR(told(true));
     if (state.failed.load() != 0) continue;
-    return Status(Code::kPeerLost,
-                  "rank " + std::to_string(peer) + " (pid " + std::to_string(state.pid.load()) +
-                      ") died",
-                  peer);
+    return Status(
+        Code::kPeerLost,
+        "rank " + std::to_string(peer) + " (pid " + std::to_string(state.pid.load()) + ") died",
+        peer);
   }
   HORORING_RETURN_IF_ERROR(told(false));
   for (int peer : RanksIn(lagging)) {

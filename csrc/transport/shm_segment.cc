@@ -53,16 +53,17 @@ std::string SizeText(uint64_t bytes) {
 
 Status NoRoom(size_t bytes, int error) {
   struct statvfs volume = {};
-  std::string text = "shared memory: cannot reserve " + SizeText(bytes) + " in /dev/shm: " +
-                     ErrorText(error);
+  std::string text =
+      "shared memory: cannot reserve " + SizeText(bytes) + " in /dev/shm: " + ErrorText(error);
   if (statvfs("/dev/shm", &volume) == 0) {
     text += " (its size is " + SizeText(volume.f_blocks * volume.f_frsize) + ", of which " +
             SizeText(volume.f_bavail * volume.f_frsize) + " are free)";
   }
   return Status(Code::kTransport,
-                text + "; enlarge it (docker run --shm-size=1g, or mount -o remount,size=1g "
-                       "/dev/shm), remove what others have left in it, or use "
-                       "HORORING_TRANSPORT=mpi");
+                text +
+                    "; enlarge it (docker run --shm-size=1g, or mount -o remount,size=1g "
+                    "/dev/shm), remove what others have left in it, or use "
+                    "HORORING_TRANSPORT=mpi");
 }
 
 Status Failed(const std::string& what, const std::string& name, int error) {
@@ -215,13 +216,11 @@ Pipe& ShmSegment::data_pipe(int source, int destination) {
 }
 
 std::byte* ShmSegment::control_pipe_data(int source, int destination) {
-  return base_ + layout_.control_data +
-         Pair(source, destination) * geometry_.control_pipe_bytes;
+  return base_ + layout_.control_data + Pair(source, destination) * geometry_.control_pipe_bytes;
 }
 
 std::byte* ShmSegment::data_pipe_data(int source, int destination) {
-  return base_ + layout_.data_data +
-         Pair(source, destination) * geometry_.data_pipe_bytes;
+  return base_ + layout_.data_data + Pair(source, destination) * geometry_.data_pipe_bytes;
 }
 
 std::byte* ShmSegment::slot(int rank) {

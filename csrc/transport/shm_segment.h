@@ -58,9 +58,9 @@ class ShmSegment {
  public:
   struct Geometry {
     int ranks = 1;
-    size_t control_pipe_bytes = 0;  // a power of two, per ordered pair
-    size_t data_pipe_bytes = 0;     // a power of two, per ordered pair
-    size_t slot_bytes = 0;          // per rank: the blocks of the direct allreduce
+    size_t control_pipe_bytes = 0;   // a power of two, per ordered pair
+    size_t data_pipe_bytes = 0;      // a power of two, per ordered pair
+    size_t slot_bytes = 0;           // per rank: the blocks of the direct allreduce
     static Geometry For(int ranks);  // below 64 MiB in total for up to 64 ranks
     size_t total_bytes() const;
   };

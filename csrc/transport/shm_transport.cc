@@ -167,8 +167,8 @@ void ShmTransport::Ring(int peer) {
   // does not sleep, or we see that it sleeps. The same goes for a driver that is leaving.
   state.doorbell.fetch_add(1);
   const uint32_t sleepers = state.sleepers.load();
-  const uint32_t whom = (sleepers & kDriven) != 0 ? sleepers & kWorker
-                                                  : sleepers & (kWorker | kDozer);
+  const uint32_t whom =
+      (sleepers & kDriven) != 0 ? sleepers & kWorker : sleepers & (kWorker | kDozer);
   if (whom == 0) return;
   const int scope = segment_->process_shared() ? 0 : FUTEX_PRIVATE_FLAG;
   syscall(SYS_futex, &state.doorbell, FUTEX_WAKE_BITSET | scope, INT_MAX, nullptr, nullptr, whom);
@@ -327,11 +327,11 @@ bool ShmTransport::PushControl(int peer) {
   bool moved = false;
   while (!state.outbox.empty()) {
     const std::string& message = state.outbox.front();
-    const size_t bytes = Write(
-        segment_->control_pipe(rank_, peer), segment_->control_pipe_data(rank_, peer),
-        segment_->geometry().control_pipe_bytes,
-        reinterpret_cast<const std::byte*>(message.data()) + state.outbox_offset,
-        message.size() - state.outbox_offset);
+    const size_t bytes =
+        Write(segment_->control_pipe(rank_, peer), segment_->control_pipe_data(rank_, peer),
+              segment_->geometry().control_pipe_bytes,
+              reinterpret_cast<const std::byte*>(message.data()) + state.outbox_offset,
+              message.size() - state.outbox_offset);
     if (bytes == 0) break;
     moved = true;
     state.outbox_offset += bytes;

@@ -61,8 +61,7 @@ class ShmTransport final : public Transport, private Turns {
       if (ready()) return Status::Ok();
       const bool moved = Progress();
       switch (Pause(wait, bell, moved, deadline)) {
-        case Next::kTry:
-          break;
+        case Next::kTry: break;
         case Next::kLook: {
           const Status peers = CheckPeers(lagging());
           if (peers.ok()) break;
@@ -70,8 +69,7 @@ class ShmTransport final : public Transport, private Turns {
           Progress();
           return ready() ? Status::Ok() : peers;
         }
-        case Next::kGiveUp:
-          return NoProgress(lagging(), wait);
+        case Next::kGiveUp: return NoProgress(lagging(), wait);
       }
     }
   }

@@ -141,11 +141,16 @@ double Expected(const ReduceSpec& spec, int size, size_t i) {
   double result = 0;
   for (int r = 0; r < size; ++r) {
     const double next = Number(spec, r, i) * spec.prescale;
-    if (r == 0) result = next;
-    else if (spec.op == ReduceOp::kMin) result = std::min(result, next);
-    else if (spec.op == ReduceOp::kMax) result = std::max(result, next);
-    else if (spec.op == ReduceOp::kProduct) result *= next;
-    else result += next;
+    if (r == 0)
+      result = next;
+    else if (spec.op == ReduceOp::kMin)
+      result = std::min(result, next);
+    else if (spec.op == ReduceOp::kMax)
+      result = std::max(result, next);
+    else if (spec.op == ReduceOp::kProduct)
+      result *= next;
+    else
+      result += next;
   }
   if (spec.dtype == DataType::kBool) {
     int trues = 0;
@@ -157,7 +162,8 @@ double Expected(const ReduceSpec& spec, int size, size_t i) {
                         spec.dtype == DataType::kFloat32 || spec.dtype == DataType::kFloat64;
   if (spec.op == ReduceOp::kAverage) {
     result /= size;
-    if (!is_float) result = std::trunc(result);
+    if (!is_float)
+      result = std::trunc(result);
     else if (spec.dtype != DataType::kFloat64) {
       result = static_cast<double>(static_cast<float>(result));
     }
@@ -235,8 +241,8 @@ TEST(scale_factors_are_applied_once_each) {
   for (const int size : {1, 2, 3}) {
     hororing_test::RunWorld(MakeWorld("queue", size), [](Rank& rank) {
       Scratch scratch;
-      for (const DataType dtype : {DataType::kFloat32, DataType::kFloat64, DataType::kBfloat16,
-                                   DataType::kInt32}) {
+      for (const DataType dtype :
+           {DataType::kFloat32, DataType::kFloat64, DataType::kBfloat16, DataType::kInt32}) {
         for (const ReduceOp op : kOps) {
           for (const Algorithm algorithm : kAlgorithms) {
             CheckAllreduce(rank, algorithm, {dtype, op, 3, 4}, 47, scratch);
@@ -295,9 +301,8 @@ TEST(all_ranks_hold_the_same_bits_and_rank_order_is_reproducible) {
           const size_t r = static_cast<size_t>(rank.rank());
           results[r] = inputs[r];
           CHECK_OK(Run(algorithm, rank.transport, {results[r].data(), kCount, spec}, scratch));
-          parts[r].assign(inputs[r].begin(),
-                          inputs[r].begin() + static_cast<std::ptrdiff_t>(
-                                                  kPart * ElementSize(dtype)));
+          parts[r].assign(inputs[r].begin(), inputs[r].begin() + static_cast<std::ptrdiff_t>(
+                                                                     kPart * ElementSize(dtype)));
           CHECK_OK(Run(algorithm, rank.transport, {parts[r].data(), kPart, spec}, scratch));
         });
         for (int r = 0; r < size; ++r) {
@@ -421,8 +426,8 @@ TEST(broadcast_works_from_every_root_at_every_size) {
       hororing_test::RunWorld(MakeWorld(kind, size), [](Rank& rank) {
         for (int root = 0; root < rank.size(); ++root) {
           // Up to several segments, so that trees and chains are among them.
-          for (const size_t bytes : {size_t{0}, size_t{1}, size_t{1000}, size_t{300001},
-                                     size_t{6 << 20} + 1}) {
+          for (const size_t bytes :
+               {size_t{0}, size_t{1}, size_t{1000}, size_t{300001}, size_t{6 << 20} + 1}) {
             if (bytes > 1000000 && root != rank.size() / 2) continue;
             rank.Enter("broadcast");
             Bytes data(bytes + 1, 0xA5);

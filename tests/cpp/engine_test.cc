@@ -142,8 +142,8 @@ TEST(tensors_submitted_in_random_orders_are_matched_by_name) {
           }
           std::vector<int64_t> handles(kTensors);
           for (size_t t : sequence) {
-            CHECK_OK(player.Submit("t" + std::to_string(t), data[t], ReduceOp::kAverage,
-                                   &handles[t]));
+            CHECK_OK(
+                player.Submit("t" + std::to_string(t), data[t], ReduceOp::kAverage, &handles[t]));
           }
           for (size_t t : sequence) CHECK_OK(player.Wait(handles[t]));
           for (size_t t = 0; t < kTensors; ++t) {

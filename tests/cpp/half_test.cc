@@ -42,11 +42,9 @@ double ValueOf(const Format& format, uint16_t bits) {
   const int exponent = (bits & 0x7FFF) >> format.fraction_bits;
   const int fraction = bits & ((1 << format.fraction_bits) - 1);
   const int bias = (1 << (format.exponent_bits - 1)) - 1;
-  const double size =
-      exponent == 0
-          ? std::ldexp(fraction, 1 - bias - format.fraction_bits)
-          : std::ldexp(fraction + (1 << format.fraction_bits),
-                       exponent - bias - format.fraction_bits);
+  const double size = exponent == 0 ? std::ldexp(fraction, 1 - bias - format.fraction_bits)
+                                    : std::ldexp(fraction + (1 << format.fraction_bits),
+                                                 exponent - bias - format.fraction_bits);
   return (bits & 0x8000) != 0 ? -size : size;
 }
 

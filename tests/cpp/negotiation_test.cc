@@ -146,7 +146,8 @@ TEST(every_property_that_must_agree_is_checked) {
   add([](Request& r) { r.kind = Collective::kBroadcast; }, "operations differ");
   add([](Request& r) { r.tensors[0].dtype = DataType::kInt64; }, "data types differ");
   add([](Request& r) { r.tensors[0].shape = {2, 2}; }, "shapes differ");
-  add([](Request& r) { r.op = ReduceOp::kMax; }, "reduce operations differ: rank 0: Sum; rank 1: Max");
+  add([](Request& r) { r.op = ReduceOp::kMax; },
+      "reduce operations differ: rank 0: Sum; rank 1: Max");
   add([](Request& r) { r.prescale = 0.5; }, "scale factors differ");
   add([](Request& r) { r.tensors.push_back(r.tensors[0]); }, "numbers of tensors");
   for (const auto& [other, what] : others) {

@@ -88,16 +88,16 @@ class QueueTransport final : public hororing::Transport {
     if (deadline == hororing::kForever) {
       world_->changed.wait(lock, ended);
     } else {
-      const auto until = std::chrono::steady_clock::now() +
-                         std::chrono::nanoseconds(deadline - hororing::NowNs());
+      const auto until =
+          std::chrono::steady_clock::now() + std::chrono::nanoseconds(deadline - hororing::NowNs());
       if (!world_->changed.wait_until(lock, until, ended)) {
         broken_ = hororing::Status(hororing::Code::kTransport, "queue: deadline");
       }
     }
     if (broken_.ok() && transfer->done) return hororing::Status::Ok();
     if (broken_.ok()) {
-      broken_ = hororing::Status(hororing::Code::kPeerLost,
-                                 world_->failures.at(FailedPeer()), world_->blamed);
+      broken_ = hororing::Status(hororing::Code::kPeerLost, world_->failures.at(FailedPeer()),
+                                 world_->blamed);
     }
     Withdraw(transfer);
     return broken_;
@@ -124,10 +124,10 @@ class QueueTransport final : public hororing::Transport {
     if (deadline == hororing::kForever) {
       world_->changed.wait(lock, ready);
     } else {
-      world_->changed.wait_until(lock,
-                                 std::chrono::steady_clock::now() +
-                                     std::chrono::nanoseconds(deadline - hororing::NowNs()),
-                                 ready);
+      world_->changed.wait_until(
+          lock,
+          std::chrono::steady_clock::now() + std::chrono::nanoseconds(deadline - hororing::NowNs()),
+          ready);
     }
     world_->woken[self] = false;
   }
@@ -140,8 +140,7 @@ class QueueTransport final : public hororing::Transport {
     std::lock_guard<std::mutex> lock(world_->mutex);
     const int failed = FailedPeer();
     if (failed < 0) return hororing::Status::Ok();
-    return hororing::Status(hororing::Code::kPeerLost, world_->failures.at(failed),
-                            world_->blamed);
+    return hororing::Status(hororing::Code::kPeerLost, world_->failures.at(failed), world_->blamed);
   }
   void AnnounceFailure(const std::string& reason, int blamed) override {
     std::lock_guard<std::mutex> lock(world_->mutex);
@@ -156,7 +155,7 @@ class QueueTransport final : public hororing::Transport {
     return world_->wires[static_cast<size_t>(source * world_->size + destination)];
   }
 
-  Request Begin(Wire& wire, std::deque<TransferPtr> Wire::*side, void* data, size_t bytes) {
+  Request Begin(Wire& wire, std::deque<TransferPtr> Wire::* side, void* data, size_t bytes) {
     std::lock_guard<std::mutex> lock(world_->mutex);
     auto transfer = std::make_shared<Transfer>();
     transfer->data = data;

@@ -79,8 +79,7 @@ void WriteReal(DataType dtype, void* data, size_t i, double value) {
   }
 }
 double RoundReal(DataType dtype, double value) {
-  return dtype == DataType::kFloat64 ? value
-                                     : static_cast<double>(static_cast<float>(value));
+  return dtype == DataType::kFloat64 ? value : static_cast<double>(static_cast<float>(value));
 }
 double CombineReal(ReduceOp op, double a, double b) {
   switch (op) {
@@ -149,14 +148,20 @@ Int128 OneInteger(const ReduceSpec& spec, int divisor, const std::vector<Bytes>&
                   size_t i) {
   Int128 result = 0;
   for (size_t s = 0; s < sources.size(); ++s) {
-    const Int128 next = Scale(spec.dtype, ReadInteger(spec.dtype, sources[s].data(), i),
-                              spec.prescale);
-    if (s == 0) result = next;
-    else if (spec.op == ReduceOp::kMin) result = next < result ? next : result;
-    else if (spec.op == ReduceOp::kMax) result = next > result ? next : result;
-    else if (spec.op == ReduceOp::kProduct) result = Wrap(spec.dtype, result * next);
-    else if (spec.op == ReduceOp::kSum) result = Wrap(spec.dtype, result + next);
-    else result += next;
+    const Int128 next =
+        Scale(spec.dtype, ReadInteger(spec.dtype, sources[s].data(), i), spec.prescale);
+    if (s == 0)
+      result = next;
+    else if (spec.op == ReduceOp::kMin)
+      result = next < result ? next : result;
+    else if (spec.op == ReduceOp::kMax)
+      result = next > result ? next : result;
+    else if (spec.op == ReduceOp::kProduct)
+      result = Wrap(spec.dtype, result * next);
+    else if (spec.op == ReduceOp::kSum)
+      result = Wrap(spec.dtype, result + next);
+    else
+      result += next;
   }
   if (spec.op == ReduceOp::kAverage) result /= divisor;
   return Scale(spec.dtype, result, spec.postscale);
@@ -207,8 +212,7 @@ Bytes RandomValues(DataType dtype, size_t n, std::mt19937& random) {
       values[i] = static_cast<unsigned char>(random() % 3 == 0 ? 0 : 1);
     } else if (IsFloat(dtype)) {
       const double ordinary = (static_cast<double>(random() % 2000001) - 1e6) / 65536.0;
-      WriteReal(dtype, values.data(), i,
-                random() % 16 == 0 ? special[random() % 10] : ordinary);
+      WriteReal(dtype, values.data(), i, random() % 16 == 0 ? special[random() % 10] : ordinary);
     } else {
       const Range range = RangeOf(dtype);
       const uint64_t bits = static_cast<uint64_t>(random()) << 32 | random();
@@ -249,7 +253,8 @@ TEST(reduce_many_equals_the_oracle_for_every_set_type_op_and_factor) {
   const std::vector<std::string> sets = Sets();
   for (const ReduceSpec& spec : AllSpecs()) {
     for (const int count : {1, 2, 3, 4, 5, 8}) {
-      for (const size_t n : {size_t{0}, size_t{1}, size_t{7}, size_t{64}, size_t{193}, size_t{8500}}) {
+      for (const size_t n :
+           {size_t{0}, size_t{1}, size_t{7}, size_t{64}, size_t{193}, size_t{8500}}) {
         const bool tiles = n > 1000;  // beyond a tile (reduce_kernels.inc) of any type
         if (tiles && count != 3 && count != 5) continue;
         std::vector<Bytes> sources;
@@ -290,9 +295,9 @@ TEST(all_sets_give_the_same_bits_at_every_length_and_misalignment) {
         ReduceMany(spec, 3, result.data(), pointers.data(), 3, n);
         if (first.empty()) first = result;
         if (!Same(spec.dtype, first.data(), result.data(), n)) {
-          hororing_test::Fail(__FILE__, __LINE__,
-                              set + " differs from " + sets[0] + ": " + Text(spec) + ", n " +
-                                  std::to_string(n));
+          hororing_test::Fail(
+              __FILE__, __LINE__,
+              set + " differs from " + sets[0] + ": " + Text(spec) + ", n " + std::to_string(n));
         }
       }
     }

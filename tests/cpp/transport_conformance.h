@@ -83,9 +83,9 @@ inline void ExchangeRandomMessages(Rank& rank, unsigned seed, int messages, size
   };
   for (int i = 0; i < messages; ++i) {
     const int from = static_cast<int>(plan() % static_cast<unsigned>(rank.size()));
-    const int to = static_cast<int>((static_cast<unsigned>(from) + 1 +
-                                     plan() % static_cast<unsigned>(rank.size() - 1)) %
-                                    static_cast<unsigned>(rank.size()));
+    const int to = static_cast<int>(
+        (static_cast<unsigned>(from) + 1 + plan() % static_cast<unsigned>(rank.size() - 1)) %
+        static_cast<unsigned>(rank.size()));
     // Sizes of all magnitudes.
     const size_t bytes = plan() % (size_t{1} << (plan() % 24)) % (max_bytes + 1);
     if (from != rank.rank() && to != rank.rank()) continue;

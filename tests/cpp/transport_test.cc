@@ -92,9 +92,8 @@ bool Meet(ShmTransport& transport) {
 TEST(random_messages_between_random_pairs_arrive_intact) {
   for (int size : kWorldSizes) {
     for (unsigned round = 0; round < 3; ++round) {
-      RunWorld(size, [&](Rank& rank) {
-        ExchangeRandomMessages(rank, Seed() + round, 400, 600 << 10);
-      });
+      RunWorld(size,
+               [&](Rank& rank) { ExchangeRandomMessages(rank, Seed() + round, 400, 600 << 10); });
     }
   }
 }
@@ -132,18 +131,21 @@ TEST(a_million_wakes_are_not_lost) {
 
 TEST(messages_wake_ranks_that_sleep_without_spinning) {
   // A token goes round; everybody else is on the futex. A lost wake shows as a hang.
-  RunWorld(3, [](Rank& rank) {
-    rank.Enter("token");
-    const int next = (rank.rank() + 1) % 3;
-    if (rank.rank() == 0) rank.transport.Post(next, "token");
-    for (int round = 0; round < 5000; ++round) {
-      int peer = -1;
-      std::string message;
-      while (!rank.transport.Poll(&peer, &message)) rank.transport.Sleep(kForever);
-      if (rank.rank() != 0 || round < 4999) rank.transport.Post(next, message);
-    }
-    Barrier(rank);
-  }, 0);
+  RunWorld(
+      3,
+      [](Rank& rank) {
+        rank.Enter("token");
+        const int next = (rank.rank() + 1) % 3;
+        if (rank.rank() == 0) rank.transport.Post(next, "token");
+        for (int round = 0; round < 5000; ++round) {
+          int peer = -1;
+          std::string message;
+          while (!rank.transport.Poll(&peer, &message)) rank.transport.Sleep(kForever);
+          if (rank.rank() != 0 || round < 4999) rank.transport.Post(next, message);
+        }
+        Barrier(rank);
+      },
+      0);
 }
 
 TEST(an_idle_sleep_ends_in_time_and_costs_no_processor) {
@@ -164,8 +166,7 @@ TEST(an_announced_failure_ends_every_wait_with_the_reason) {
       // Also on a peer that has not failed, and asleep.
       const int peer = rank.rank() == 0 ? rank.size() - 1 : 0;
       if (rank.rank() % 2 == 0) {
-        const Status status =
-            rank.transport.Wait(rank.transport.Receive(peer, &byte, 1), kForever);
+        const Status status = rank.transport.Wait(rank.transport.Receive(peer, &byte, 1), kForever);
         CHECK(status.code() == Code::kPeerLost);
         CHECK_EQ(status.rank(), 1);
         CHECK_EQ(status.message(), std::string("rank 1 failed: the disk is full"));
@@ -285,9 +286,8 @@ TEST(ranks_may_be_slow) {
   std::vector<std::unique_ptr<Transport>> transports = MakeInprocWorld(3, kDefaultSpin);
   const Fault slow{Fault::Kind::kNone, 0, 2 * kMillisecond};
   transports[2] = std::make_unique<FaultyTransport>(std::move(transports[2]), slow);
-  RunWorld(std::move(transports), [](Rank& rank) {
-    ExchangeRandomMessages(rank, Seed(), 100, 300 << 10);
-  });
+  RunWorld(std::move(transports),
+           [](Rank& rank) { ExchangeRandomMessages(rank, Seed(), 100, 300 << 10); });
 }
 
 TEST(processes_over_a_shared_segment_talk_and_leave_nothing) {

@@ -125,6 +125,10 @@ def agree(result: Any, wanted: Array, largest: float = 0.0) -> None:
 
 def array_of(rank: int, dtype: np.dtype[Any], shape: Any, *key: int) -> Array:
     """What `rank` passes: whole ranges of integers, multiples of 1/8 up to 4."""
+    return np.asarray(_values_of(rank, dtype, shape, *key))  # no scalars
+
+
+def _values_of(rank: int, dtype: np.dtype[Any], shape: Any, *key: int) -> Any:
     rng = np.random.default_rng([mpirun.seed(), rank, *key])
     if dtype == BOOL:
         return rng.integers(0, 3, shape) > 0
@@ -234,12 +238,10 @@ def case_factors_agree_with_numpy() -> None:
             )
             bound = 12.0 ** (hvd.size() if op == hvd.Product else 1) * hvd.size()
             agree(result, expected(arrays, op, float(pre), float(post)), 2 * bound)
-    six = hvd.allreduce(
-        np.array([6, 10, 14]) // (1 if hvd.size() == 1 else 2),
-        op=hvd.Sum,
-        postscale_factor=0.3 if hvd.size() < 3 else 0.6 / hvd.size(),
-    )
-    assert six.tolist()[1:] == [3, 4]
+    sums = np.array([6, 10, 14]) * (hvd.rank() == 0)
+    assert hvd.allreduce(sums, op=hvd.Sum, postscale_factor=0.3).tolist() == [1, 3, 4]
+    halves = hvd.allreduce(np.array([3, 5, -7]), op=hvd.Sum, prescale_factor=0.5)
+    assert halves.tolist() == [hvd.size(), 2 * hvd.size(), -3 * hvd.size()]
     with raises(ValueError, "bool cannot be scaled"):
         hvd.allreduce(np.ones(2, BOOL), op=hvd.Sum, prescale_factor=2.0)
     for bad in (float("nan"), float("inf")):
@@ -541,6 +543,7 @@ def case_arrays_that_are_read_only() -> None:
         lambda: hvd.grouped_allreduce_([np.ones(1), mine]),
         lambda: hvd.broadcast_(mine, 0),
         lambda: hvd.broadcast_async_(same, 0),
+        lambda: hvd.allreduce_(np.float64(3)),
     ):
         with raises(ValueError, "read-only"):
             call()
