@@ -33,6 +33,8 @@ FusionItem Describe(const Item& item) {
   } else {
     described.bytes = static_cast<int64_t>(view.bytes());
   }
+  // The type is part of every key: a batch counts its bytes by one element size.
+  described.key.reduce.dtype = view.dtype;
   if (request.kind == Collective::kAllreduce) {
     described.key.reduce = ReduceSpec{view.dtype, request.op, request.prescale, request.postscale};
   }

@@ -16,6 +16,9 @@
 namespace hororing {
 namespace {
 
+// How long ranks wait for one another when they all stop.
+constexpr TimeNs kCloseTime = 5 * kSecond;
+
 void BindToCpu(int cpu) {
   if (cpu < 0) return;
   cpu_set_t set;
@@ -99,6 +102,11 @@ void Engine::ThreadMain(const WorldMaker& make_world) {
       wake_target_ = nullptr;
     }
     Finish(final_status);
+    if (final_status.code() == Code::kShutDown) {
+      const TimeNs deadline = After(NowNs(), kCloseTime);
+      world.transport->Close(deadline);
+      if (world.bootstrap != nullptr) world.bootstrap->Close(deadline);
+    }
   } catch (const std::exception& error) {
     final_status =
         Status(Code::kInternal, std::string("the engine could not start: ") + error.what());

@@ -41,7 +41,8 @@ constexpr size_t kWindow = 4, kSharedWindow = 16;
 constexpr size_t kControlWindow = 16;
 // Longer control messages travel in several: MPI counts in ints.
 constexpr size_t kControlBytes = 64 << 20;
-constexpr int kDataTag = 1, kControlTag = 2, kMoreTag = 3, kFailureTag = 4, kGroupTag = 5;
+constexpr int kDataTag = 1, kControlTag = 2, kMoreTag = 3, kFailureTag = 4, kGroupTag = 5,
+              kCloseTag = 6;
 // A rank that waits for data is woken by nobody, so it looks often.
 constexpr TimeNs kLongestDataSleep = 100 * kMicrosecond, kLongestIdleSleep = kMillisecond;
 // Looks at the data between two looks at the control messages, while waiting for data.
@@ -101,9 +102,34 @@ class MpiTransport final : public Transport {
     if (!idle) {
       // Moved with their elements in place: MPI holds pointers to them.
       Bury(std::make_shared<std::vector<Peer>>(std::move(peers_)));
-    } else if (finalized == 0 && broken_.ok() && failure_.ok() && !announced_) {
+    } else if (finalized == 0 && closed_) {
       MPI_Comm_free(&data_);
       MPI_Comm_free(&control_);
+    }
+  }
+
+  // A communicator that is freed may come back as another one, with what is under way in it: so
+  // every rank first takes all that every other has sent.
+  void Close(TimeNs deadline) override {
+    int finalized = 0;
+    MPI_Finalized(&finalized);
+    if (finalized != 0 || announced_ || !failure_.ok() || !broken_.ok()) return;
+    if (!Flush(deadline)) return;
+    for (int peer = 0; peer < size_; ++peer) {
+      if (peer != rank_) StartControl(peer, "", 0, 0, kCloseTag);
+    }
+    Backoff backoff(spin_ns_, kLongestDataSleep);
+    const auto all_have = [this] {
+      for (int peer = 0; peer < size_; ++peer) {
+        const Peer& state = PeerOf(peer);
+        if (peer != rank_ && (!state.closed || !state.outgoing.empty())) return false;
+      }
+      return true;
+    };
+    while (!(closed_ = all_have())) {
+      const uint32_t seen = bell_.count();
+      const bool moved = ProgressControl() | ProgressData();
+      if (!failure_.ok() || !backoff.Pause(bell_, seen, moved, deadline)) return;
     }
   }
 
@@ -245,6 +271,7 @@ class MpiTransport final : public Transport {
     std::deque<Message> outgoing, arriving;
     std::string partial;  // the parts so far of a control message of several
     bool failed = false;  // it has told so
+    bool closed = false;  // its Close was its last word
   };
 
   static uint64_t Slot(int peer, bool receive, uint64_t sequence) {
@@ -453,6 +480,10 @@ class MpiTransport final : public Transport {
           Status(Code::kPeerLost, message.text.substr(space + 1), std::atoi(message.text.c_str())));
       return;
     }
+    if (message.tag == kCloseTag) {
+      state.closed = true;
+      return;
+    }
     if (message.tag == kMoreTag) {
       state.partial += message.text;
       return;
@@ -476,6 +507,7 @@ class MpiTransport final : public Transport {
   WakeBell bell_;
   uint32_t last_sleep_bell_ = 0;  // as the last Sleep left it: a later Wake shows
   bool announced_ = false;
+  bool closed_ = false;         // every rank has taken all messages
   bool failure_shown_ = false;  // a Sleep has ended because of it
   Status failure_;              // the first that a peer announced, or that control calls met
   Status data_error_;           // the first that data calls met

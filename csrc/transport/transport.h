@@ -86,6 +86,10 @@ class Transport {
   virtual void AnnounceFailure(const std::string& reason, int blamed) = 0;
   // Sends what Post has queued, until `deadline`; true when nothing is left.
   virtual bool Flush(TimeNs deadline) = 0;
+  // The last call, where the world ends in peace: on every rank, so that no message of this world
+  // can be taken for one of the next. What is still arriving is dropped. Waits for the peers'
+  // calls until `deadline`.
+  virtual void Close(TimeNs /*deadline*/) {}
 };
 
 // What peers are told: "rank 1 failed: ..." where rank 1 tells of itself, else the reason as it

@@ -51,7 +51,7 @@ class TorchAdapter:
 
     def check_writable(self, tensor: torch.Tensor, verb: str) -> None:
         """Refuse tensors of which several elements share memory."""
-        if any(
+        if tensor.numel() > 0 and any(
             stride == 0 and extent > 1
             for stride, extent in zip(tensor.stride(), tensor.shape, strict=True)
         ):

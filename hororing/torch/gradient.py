@@ -119,7 +119,7 @@ class Slot:
 
     __slots__ = (
         "dtype", "finish_general", "group", "handle", "hook", "left", "name", "position",
-        "prepared", "sent", "shared", "sparse",
+        "prepared", "sent", "shared", "sparse_dims",
     )  # fmt: skip
 
     def __init__(self, name: str, param: torch.Tensor, shared: Shared) -> None:
@@ -127,7 +127,7 @@ class Slot:
         self.shared = shared
         self.left = shared.passes  # backward passes until the gradient is sent
         self.sent = False
-        self.sparse = False  # gradients of this parameter have been sparse
+        self.sparse_dims = 0  # of the latest gradient that was sparse
         self.hook: RemovableHandle | None = None
         self.group: Group | None = None
         self.position = 0  # in the group
@@ -201,7 +201,7 @@ class Slot:
         options = self.shared.options
         is_sparse = grad.layout is torch.sparse_coo
         if is_sparse:
-            self.sparse = True
+            self.sparse_dims = grad.sparse_dim()
             if not options.sparse_as_dense:
                 self._send_sparse(grad)
                 return
@@ -219,7 +219,7 @@ class Slot:
 
         def finish() -> torch.Tensor:
             result: torch.Tensor = compression.decompress(reduced(), context)
-            return result.to_sparse() if is_sparse else result
+            return result.to_sparse(self.sparse_dims) if is_sparse else result
 
         self.finish_general = finish
 
@@ -253,12 +253,19 @@ class Slot:
     def send_late(self, param: torch.Tensor) -> None:
         """Send what the hook did not: a zero where this rank has no gradient."""
         if param.grad is None:
-            param.grad = (
-                torch.zeros_like(param, layout=torch.sparse_coo)
-                if self.sparse and not self.shared.options.sparse_as_dense
-                else torch.zeros_like(param)
-            )
+            sparse = self.sparse_dims > 0 and not self.shared.options.sparse_as_dense
+            param.grad = self._sparse_zero(param) if sparse else torch.zeros_like(param)
         self.send(param)
+
+    def _sparse_zero(self, param: torch.Tensor) -> torch.Tensor:
+        # With as many sparse dimensions as the other ranks' gradients have.
+        dims = self.sparse_dims
+        return torch.sparse_coo_tensor(
+            torch.zeros(dims, 0, dtype=torch.int64, device=param.device),
+            param.new_zeros(0, *param.shape[dims:]),
+            param.shape,
+            check_invariants=False,
+        )
 
     def finish(self, param: torch.Tensor) -> None:
         """Wait for the reduced gradient and leave it in `param.grad`."""

@@ -129,11 +129,11 @@ def allreduce(
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
     """Differentiable `Verbs.allreduce`."""
+    chosen = collectives.choose_op(op, average)
     if not _recorded([tensor]):
         return verbs.allreduce(
-            tensor, average, name, compression, op, prescale_factor, postscale_factor
+            tensor, None, name, compression, chosen, prescale_factor, postscale_factor
         )
-    chosen = collectives.choose_op(op, average)
     compressed, context = compression.compress(tensor)
     (result,) = _reduced(
         "allreduce", name or default_name("allreduce"), chosen,
@@ -152,12 +152,12 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
     """Differentiable `Verbs.grouped_allreduce`."""
+    chosen = collectives.choose_op(op, average)
     tensors = list(tensors)
     if not _recorded(tensors):
         return verbs.grouped_allreduce(
-            tensors, average, name, compression, op, prescale_factor, postscale_factor
+            tensors, None, name, compression, chosen, prescale_factor, postscale_factor
         )
-    chosen = collectives.choose_op(op, average)
     packed = [compression.compress(tensor) for tensor in tensors]
     results = _reduced(
         "grouped_allreduce", name or default_name("grouped_allreduce"), chosen,

@@ -52,7 +52,8 @@ class _Distributed(torch.optim.Optimizer):
         """Start to reduce gradients; `extra` names parameters that may be added later."""
         settings = self._settings
         params = _parameters(self)
-        named = list(zip(settings.names, params, strict=True))
+        # Parameters of later groups have no names there.
+        named = list(zip(settings.names, params, strict=False))
         self.backward_passes_per_step = passes
         self._parameter_names = {param: name for name, param in named}
         self._should_synchronize = True
@@ -69,9 +70,10 @@ class _Distributed(torch.optim.Optimizer):
             )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # copy.deepcopy comes here, with new parameters.
         super().__setstate__(state)
-        self._become_distributed(type(self)._passes_of_copies, [])
+        # copy.deepcopy comes here with new parameters, load_state_dict with those we know.
+        if "_reducer" not in self.__dict__:
+            self._become_distributed(type(self)._passes_of_copies, [])
 
     _passes_of_copies = 1
 
@@ -124,18 +126,23 @@ class _Distributed(torch.optim.Optimizer):
         reducer = self._reducer
         if reducer is None:
             return super().step(closure, **kwargs)
-        if reducer.in_flight:
-            self._reduce()
+        # Ranks may differ in whether they have gradients, and must agree on when to reduce them.
+        if self._on_any_rank("in_flight", bool(reducer.in_flight)):
+            reducer.synchronize(self.param_groups)
 
         def reduced() -> Any:
             loss = closure()
-            # Not _reduce(): ranks whose closure gives no gradient take part as well.
-            reducer.synchronize(self.param_groups)
+            if self._on_any_rank("new", not reducer.synchronized):
+                reducer.synchronize(self.param_groups)
             return self._reduced_loss(loss)
 
         result = super().step(reduced, **kwargs)
         self._start_over()
         return result
+
+    def _on_any_rank(self, what: str, here: bool) -> bool:
+        name = f"{self._settings.names[0]}.closure_{what}"
+        return bool(verbs.allreduce(torch.tensor(here), name=name, op=collectives.Max))
 
     def _reduced_loss(self, loss: Any) -> Any:
         name, op = f"{self._settings.names[0]}.closure_loss", self._settings.options.op
@@ -182,6 +189,7 @@ class _Distributed(torch.optim.Optimizer):
         """Forget gradients in flight, then load."""
         if self._reducer is not None:
             self._reducer.abandon()
+        self._start_over()
         super().load_state_dict(*args, **kwargs)
 
 
@@ -221,7 +229,8 @@ def DistributedOptimizer(
     num_groups : deprecated; use `groups`.
     groups : a number of groups, or lists of parameters; a group is reduced in one go when all
         its gradients are there. Parameters in no list are reduced one by one.
-    sparse_as_dense : reduce sparse gradients as dense ones.
+    sparse_as_dense : reduce sparse gradients as dense ones. Needed where a rank may lack one
+        before it has had any, for then it cannot know that it is sparse (MismatchError).
 
     Examples
     --------

@@ -1,0 +1,310 @@
+"""What the ranks of test_job_endings.py do: one function per kind of end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+
+import numpy as np
+
+import hororing.numpy as hvd
+from hororing import errors
+
+
+def say(word: str, *rest: object) -> None:
+    print(word, *rest, flush=True)
+
+
+def begin() -> None:
+    say("pid", os.getpid())
+    # Lets a survivor tell what it saw before mpirun's SIGKILL, which comes a second after SIGTERM.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    hvd.init()
+    hvd.barrier()
+    say("ready")
+
+
+def tell(error: Exception, since: float) -> None:
+    facts = {
+        "kind": type(error).__name__,
+        "text": str(error),
+        "rank": getattr(error, "rank", None),
+        "seconds": time.monotonic() - since,
+    }
+    say("failed", json.dumps(facts))
+
+
+def fail_with(collective) -> None:
+    """Run `collective`, tell how it failed, and end as a script would that does not catch it."""
+    began = time.monotonic()
+    try:
+        collective()
+    except errors.HororingInternalError as error:
+        tell(error, began)
+        raise
+    say("no error")
+
+
+def the_last_one() -> bool:
+    return hvd.rank() == hvd.size() - 1
+
+
+# -- killed ------------------------------------------------------------------------------------
+
+
+def die_idle() -> None:
+    """The last rank is killed from outside while the others wait for it."""
+    begin()
+    if the_last_one():
+        time.sleep(1000)
+    fail_with(lambda: hvd.allreduce(np.ones(4), name="x"))
+
+
+def die_in_a_large_allreduce() -> None:
+    """The last rank kills itself when the first of its numbers are reduced, the last not yet."""
+    begin()
+    numbers = np.ones(32 << 20, np.float32)
+    if the_last_one():
+        handle = hvd.allreduce_async_(numbers, name="large", op=hvd.Sum)
+        while numbers[0] == 1 and not hvd.poll(handle):
+            pass
+        assert numbers[-1] == 1, "too fast to be killed in the middle"
+        os.kill(os.getpid(), signal.SIGKILL)
+    fail_with(lambda: hvd.allreduce_(numbers, name="large", op=hvd.Sum))
+
+
+def die_before_init() -> None:
+    say("pid", os.getpid())
+    if int(os.environ["OMPI_COMM_WORLD_RANK"]) == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    hvd.init()
+    say("initialised")
+
+
+def die_while_others_compute() -> None:
+    """Nobody waits for the dead rank when it dies; the next collective tells."""
+    begin()
+    if the_last_one():
+        time.sleep(1000)
+    while "dead" not in os.listdir(sys.argv[2]):
+        time.sleep(0.01)
+    fail_with(lambda: hvd.allreduce(np.ones(4), name="x"))
+
+
+# -- told to end -------------------------------------------------------------------------------
+
+
+def work() -> None:
+    """Go on until somebody ends it: collectives on all ranks, with Python's own signals."""
+    begin()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    numbers = np.ones(1 << 20, np.float32)
+    for step in range(1_000_000):
+        hvd.allreduce(numbers, name="x")
+        if step == 10:
+            say("working")
+
+
+def wait_in_vain() -> None:
+    """Rank 0 waits for a tensor that the others never submit."""
+    begin()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    say("working")
+    if hvd.rank() == 0:
+        began = time.monotonic()
+        try:
+            hvd.allreduce(np.ones(4), name="x")
+        except KeyboardInterrupt:
+            say("interrupted", time.monotonic() - began)
+            raise
+    else:
+        fail_with(lambda: hvd.allreduce(np.ones(4), name="another"))
+
+
+def compute() -> None:
+    """No collective at all, and no look at any of ours."""
+    begin()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    say("working")
+    while True:
+        sum(range(1000))
+
+
+def compute_alone() -> None:
+    """As `compute`, before init()."""
+    say("pid", os.getpid())
+    say("working")
+    while True:
+        sum(range(1000))
+
+
+# -- ends by itself ----------------------------------------------------------------------------
+
+
+def end_without_shutdown() -> None:
+    hvd.init()
+    result = hvd.allreduce(np.ones(4), name="x", op=hvd.Sum)
+    assert result[0] == hvd.size()
+
+
+def end_at_different_times() -> None:
+    """Rank 0 is early, the others do something else for a while, without collectives."""
+    hvd.init()
+    hvd.barrier()
+    time.sleep(0.3 * hvd.rank())
+
+
+def exit_3() -> None:
+    begin()
+    if the_last_one():
+        sys.exit(3)
+    fail_with(lambda: hvd.allreduce(np.ones(4), name="x"))
+
+
+def raise_an_exception() -> None:
+    begin()
+    if the_last_one():
+        raise OverflowError("the loss is 7.5e99, größer als alles")
+    fail_with(lambda: hvd.allreduce(np.ones(4), name="x"))
+
+
+def raise_without_text() -> None:
+    class BrokenError(Exception):
+        def __str__(self) -> str:
+            raise ValueError
+
+    begin()
+    if the_last_one():
+        raise BrokenError
+    fail_with(lambda: hvd.allreduce(np.ones(4), name="x"))
+
+
+def end_early() -> None:
+    """The last rank is at its end while the others go on; later verbs fail alike, at once."""
+    begin()
+    if the_last_one():
+        return
+    for attempt in range(2):
+        began = time.monotonic()
+        try:
+            hvd.allreduce(np.ones(4), name=f"x{attempt}")
+        except errors.HororingInternalError as error:
+            tell(error, began)
+    assert hvd.is_initialized()
+    assert hvd.size() == int(sys.argv[2])
+    hvd.shutdown()
+    assert not hvd.is_initialized()
+
+
+def shut_down_early() -> None:
+    begin()
+    if the_last_one():
+        hvd.shutdown()
+        try:
+            hvd.rank()
+        except errors.NotInitializedError:
+            say("not", "initialized")
+        return
+    fail_with(lambda: hvd.allreduce(np.ones(4), name="x"))
+
+
+# -- stopped -----------------------------------------------------------------------------------
+
+
+def stop_in_a_large_allreduce() -> None:
+    begin()
+    numbers = np.ones(32 << 20, np.float32)
+    if the_last_one():
+        handle = hvd.allreduce_async_(numbers, name="large", op=hvd.Sum)
+        while numbers[0] == 1 and not hvd.poll(handle):
+            pass
+        os.kill(os.getpid(), signal.SIGSTOP)
+    fail_with(lambda: hvd.allreduce_(numbers, name="large", op=hvd.Sum))
+
+
+def stop_before_submitting() -> None:
+    begin()
+    if the_last_one():
+        os.kill(os.getpid(), signal.SIGSTOP)
+    fail_with(lambda: hvd.allreduce(np.ones(4), name="x"))
+
+
+def never_call_init() -> None:
+    """MPI is initialised everywhere, by mpi4py, but the last rank does not call init()."""
+    from mpi4py import MPI
+
+    say("pid", os.getpid())
+    if MPI.COMM_WORLD.rank == MPI.COMM_WORLD.size - 1:
+        time.sleep(1000)
+    fail_with(hvd.init)
+
+
+# -- children ----------------------------------------------------------------------------------
+
+
+def fork() -> None:
+    """Children between collectives: one that does nothing of ours, one that tries."""
+    import multiprocessing
+
+    begin()
+    context = multiprocessing.get_context("fork")
+    for step in range(5):
+        handle = hvd.allreduce_async(np.full(1000, hvd.rank() + 1.0), name="x", op=hvd.Sum)
+        child = os.fork()
+        if child == 0:
+            sys.exit(step)  # runs exit hooks, those of hororing among them
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == step
+        queue = context.SimpleQueue()
+        worker = context.Process(target=try_everything, args=(queue,))
+        worker.start()
+        assert queue.get() == ["NotInitializedError"] * 5, "in the child"
+        worker.join()
+        assert worker.exitcode == 0
+        expected = hvd.size() * (hvd.size() + 1) / 2
+        assert (hvd.synchronize(handle) == expected).all()
+    say("fine")
+
+
+def try_everything(queue) -> None:
+    kinds = []
+    for verb in (
+        hvd.rank,
+        hvd.size,
+        hvd.barrier,
+        hvd.init,
+        lambda: hvd.allreduce(np.ones(4), name="x"),
+    ):
+        try:
+            verb()
+        except Exception as error:
+            kinds.append(type(error).__name__)
+    assert not hvd.is_initialized()
+    hvd.shutdown()  # does nothing
+    queue.put(kinds)
+
+
+def spawn() -> None:
+    """A spawned worker inherits this rank's variables, and must not take its place."""
+    import multiprocessing
+
+    begin()
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        text = pool.apply(init_in_a_worker)
+    assert "called in a worker process of multiprocessing" in text, text
+    assert hvd.allreduce(np.ones(1), op=hvd.Sum)[0] == hvd.size()
+    say("fine")
+
+
+def init_in_a_worker() -> str:
+    try:
+        hvd.init()
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]]()

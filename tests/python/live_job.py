@@ -1,0 +1,164 @@
+"""A job under mpirun that a test watches and acts upon while it runs: kill this, stop that.
+
+The processes of a job are found by a mark in their environment, so that one which has lost its
+parents is found as well. A file in /dev/shm counts as left behind when it is new and nobody who
+lives has it mapped: other jobs of this machine do not disturb.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+import mpirun
+
+T = TypeVar("T")
+MARK = "TEST_JOB"
+SHM = Path("/dev/shm")
+# Seconds that a state may take to come. Far above what it takes, for busy machines.
+PATIENCE_S = 30.0
+
+
+def poll(look: Callable[[], T], timeout_s: float = PATIENCE_S) -> T:
+    """Call `look` until it returns something true, or the time is over; return the last answer."""
+    deadline = time.monotonic() + timeout_s
+    while not (answer := look()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return answer
+
+
+def processes_marked(mark: str) -> list[int]:
+    """Everything alive (zombies are not) with `mark` in its environment."""
+    wanted = f"{MARK}={mark}\0".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                if wanted in (entry / "environ").read_bytes():
+                    found.append(int(entry.name))
+            except OSError:  # it has ended meanwhile, or is not ours
+                continue
+    return found
+
+
+def _unmapped(names: Iterable[str]) -> set[str]:
+    left = set(names)
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            text = maps.read_text(errors="replace")
+        except OSError:
+            continue
+        left -= {name for name in left if f"{SHM}/{name}" in text}
+    return left
+
+
+class LiveJob:
+    """Runs `function` of a file of rank scripts (`file FUNCTION ARGS`) on `size` ranks."""
+
+    def __init__(
+        self,
+        file: Path,
+        size: int,
+        function: str,
+        *args: str,
+        options: Iterable[str] = (),
+        **environment: str,
+    ) -> None:
+        self.size = size
+        self.mark = uuid.uuid4().hex
+        self._folder = tempfile.TemporaryDirectory()
+        self.out = Path(self._folder.name)
+        self._shm_before = set(os.listdir(SHM))
+        launcher = shutil.which("mpirun", path=os.pathsep.join(
+            [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
+        ))  # fmt: skip
+        assert launcher, "mpirun is not on the PATH"
+        command = [launcher, *options, "-np", str(size), sys.executable, mpirun.__file__]
+        with open(self.out / "launcher.out", "wb") as output:
+            self.launcher = subprocess.Popen(
+                [*command, str(self.out), "--script", str(file), function, *args],
+                env={**os.environ, **mpirun.LAUNCH_ENVIRONMENT, MARK: self.mark, **environment},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> LiveJob:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, _: TracebackType | None
+    ) -> None:
+        for pid in self.alive():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        self.launcher.wait()
+        if value is not None:
+            print(self.report())
+        self._folder.cleanup()
+
+    def printed(self, rank: int) -> str:
+        """What a rank has printed so far."""
+        file = self.out / f"{rank}.out"
+        return file.read_text(errors="replace") if file.exists() else ""
+
+    def said(self, rank: int, word: str) -> str:
+        """The rest of the line of a rank that begins with `word`; waits for it."""
+
+        def look() -> str | None:
+            for line in self.printed(rank).splitlines(keepends=True):
+                if line.endswith("\n") and line.split()[:1] == [word]:
+                    return line
+            return None
+
+        line = poll(look)
+        assert line is not None, f"rank {rank} did not say {word!r}\n{self.report()}"
+        return line.partition(word)[2].strip()
+
+    def pid(self, rank: int) -> int:
+        """Process id of a rank, as it says."""
+        return int(self.said(rank, "pid"))
+
+    def wait_until_all_say(self, word: str) -> None:
+        for rank in range(self.size):
+            self.said(rank, word)
+
+    def alive(self) -> list[int]:
+        """The processes of this job, mpirun among them."""
+        return processes_marked(self.mark)
+
+    def end(self, timeout_s: float = PATIENCE_S) -> int:
+        """Wait for mpirun, check that no process is left, and return mpirun's exit code."""
+        code = poll(lambda: [self.launcher.poll()] if self.launcher.poll() is not None else None)
+        assert code, f"mpirun is still there\n{self.report()}"
+        left = poll(lambda: not self.alive(), timeout_s) or self.alive()
+        assert left is True, f"processes are left: {left}\n{self.report()}"
+        return code[0]
+
+    def files_left(self, prefix: str = "") -> set[str]:
+        """New files in /dev/shm which nobody uses; waits for them to vanish."""
+
+        def left() -> set[str]:
+            new = set(os.listdir(SHM)) - self._shm_before
+            return _unmapped(name for name in new if name.startswith(prefix))
+
+        poll(lambda: not left(), 5)
+        return left()
+
+    def report(self) -> str:
+        """Everything there is to know about a failure."""
+        launcher = (self.out / "launcher.out").read_text(errors="replace")
+        printed = [f"--- rank {rank} printed\n{self.printed(rank)}" for rank in range(self.size)]
+        return "\n".join([*printed, f"--- mpirun printed\n{launcher}"])

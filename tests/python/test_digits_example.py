@@ -1,0 +1,57 @@
+"""examples/torch_digits.py learns, on any number of ranks, and in the same steps."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import mpirun
+import pytest
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "torch_digits.py"
+LAST_LINE = re.compile(r"^test accuracy (\d\.\d+) after (\d+) steps on (\d+) ranks$", re.MULTILINE)
+
+
+def run(size: int, *args: str) -> mpirun.Job:
+    job = mpirun.run(EXAMPLE, size, *args, timeout_s=110)
+    assert job.returncode == 0, job.report()
+    return job
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_it_classifies_97_of_100_images(size: int):
+    job = run(size)
+    ((accuracy, steps, ranks),) = LAST_LINE.findall(job.outputs[0])
+    assert float(accuracy) >= 0.97, job.report()
+    assert int(ranks) == size
+    # Twenty epochs over 1,438 images: N ranks take an N-th of the steps.
+    assert int(steps) == 20 * (1438 // (32 * size))
+    # Only rank 0 speaks, and shows its progress to the end.
+    assert re.search(rf"train: 100%.* {steps}/{steps} ", job.outputs[0])
+    assert job.outputs[1:] == [""] * (size - 1), job.report()
+
+
+def losses(size: int, batch: int, steps: int, directory: Path) -> list[float]:
+    file = directory / f"loss{size}"
+    run(
+        size, "--float64", "--steps", str(steps), "--batch-size", str(batch // size),
+        "--loss-log", str(file),
+    )  # fmt: skip
+    return [float(line) for line in file.read_text().split()]
+
+
+def test_two_ranks_with_half_the_batch_take_the_steps_of_one(tmp_path: Path):
+    # 50 steps of 64 images are two epochs and a third one's beginning.
+    alone = losses(1, 64, 50, tmp_path)
+    together = losses(2, 64, 50, tmp_path)
+    assert len(alone) == 50
+    assert together == pytest.approx(alone, rel=1e-5)
+    assert alone[-1] < 0.6 * alone[0]  # it learns meanwhile, so equality means something
+
+
+def test_the_distributed_lines_are_marked_and_few():
+    lines = EXAMPLE.read_text().splitlines()
+    code = [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    marked = [line for line in code if line.endswith("# hvd")]
+    assert all(line in marked for line in code if "hvd." in line and "print(" not in line)
+    assert len(marked) <= 20

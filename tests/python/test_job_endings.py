@@ -1,0 +1,246 @@
+"""How jobs end: killed, stopped, interrupted, by an exception, early, quietly.
+
+Whatever happens, no process and no file in shared memory is left, and those ranks that go on are
+told why they cannot.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from live_job import LiveJob, poll
+
+RANKS = Path(__file__).with_name("ending_ranks.py")
+pytest.importorskip("numpy")
+
+# mpirun lets the survivors of a rank that has died go on, so that they can say what they saw
+# also on a machine that is too busy to let them do it before mpirun ends the job.
+PATIENT = ["--runtime-options", "recoverable"]
+
+
+def failure(job: LiveJob, rank: int) -> dict:
+    return json.loads(job.said(rank, "failed"))
+
+
+def check_end(job: LiveJob, *, failed: bool = True) -> int:
+    code = job.end()
+    assert (code != 0) is failed, f"mpirun's exit code is {code}\n{job.report()}"
+    assert job.files_left() == set()
+    return code
+
+
+# ---------------------------------------------------------------------------------------------
+# Killed
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_killed_rank_is_named_to_the_others_within_seconds(size: int):
+    with LiveJob(RANKS, size, "die_idle", options=PATIENT) as job:
+        job.wait_until_all_say("ready")
+        victim = job.pid(size - 1)
+        os.kill(victim, signal.SIGKILL)
+        for rank in range(size - 1):
+            seen = failure(job, rank)
+            assert (seen["kind"], seen["rank"]) == ("PeerLostError", size - 1)
+            assert f"rank {size - 1} (pid {victim}) died" in seen["text"]
+            assert "allreduce 'x'" in seen["text"]
+            assert seen["seconds"] < 5
+        check_end(job)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("transport", ["auto", "mpi"])
+def test_a_rank_killed_in_a_large_allreduce_is_named_to_the_others(size: int, transport: str):
+    environ = {"HORORING_TRANSPORT": transport, "HORORING_TIMEOUT_S": "10"}
+    with LiveJob(RANKS, size, "die_in_a_large_allreduce", options=PATIENT, **environ) as job:
+        for rank in range(size - 1):
+            seen = failure(job, rank)
+            assert (seen["kind"], seen["rank"]) == ("PeerLostError", size - 1), seen
+            assert "allreduce 'large' (REDUCE): " in seen["text"]
+            assert seen["seconds"] < 5
+        check_end(job)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("how", ["die_idle", "die_in_a_large_allreduce"])
+def test_mpirun_ends_a_job_that_has_lost_a_rank(size: int, how: str):
+    with LiveJob(RANKS, size, how) as job:
+        if how == "die_idle":
+            job.wait_until_all_say("ready")
+            os.kill(job.pid(size - 1), signal.SIGKILL)
+        check_end(job)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_rank_killed_before_init_ends_the_job(size: int):
+    with LiveJob(RANKS, size, "die_before_init") as job:
+        check_end(job)
+        assert "initialised" not in job.report()
+
+
+def test_a_death_that_nobody_waited_for_is_told_by_the_next_verb(tmp_path: Path):
+    arguments = ("die_while_others_compute", str(tmp_path))
+    with LiveJob(RANKS, 2, *arguments, options=PATIENT) as job:
+        job.wait_until_all_say("ready")
+        os.kill(job.pid(1), signal.SIGKILL)
+        assert poll(lambda: job.pid(1) not in job.alive())
+        (tmp_path / "dead").touch()
+        seen = failure(job, 0)
+        assert (seen["kind"], seen["rank"]) == ("PeerLostError", 1)
+        check_end(job)
+
+
+# ---------------------------------------------------------------------------------------------
+# Told to end
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("doing", ["work", "wait_in_vain", "compute"])
+def test_a_signal_to_mpirun_ends_everything(size: int, how: int, doing: str):
+    if size == 4 and doing != "work":
+        pytest.skip("on 2 ranks only")
+    with LiveJob(RANKS, size, doing) as job:
+        job.wait_until_all_say("working")
+        os.kill(job.launcher.pid, how)
+        check_end(job)
+
+
+def test_an_interrupted_rank_answers_while_it_waits_and_tells_the_others():
+    with LiveJob(RANKS, 2, "wait_in_vain", options=PATIENT) as job:
+        job.wait_until_all_say("working")
+        os.kill(job.pid(0), signal.SIGINT)
+        job.said(0, "interrupted")
+        seen = failure(job, 1)
+        assert (seen["kind"], seen["rank"]) == ("PeerLostError", 0)
+        assert "KeyboardInterrupt" in seen["text"]
+        check_end(job)
+
+
+@pytest.mark.parametrize("doing", ["work", "wait_in_vain", "compute"])
+def test_ranks_end_by_themselves_when_mpirun_is_killed(doing: str):
+    with LiveJob(RANKS, 2, doing) as job:
+        job.wait_until_all_say("working")
+        os.kill(job.launcher.pid, signal.SIGKILL)
+        job.end()
+        # What mpirun itself would have removed is not ours.
+        assert job.files_left("hororing.") == set()
+
+
+# ---------------------------------------------------------------------------------------------
+# By itself
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("how", ["end_without_shutdown", "end_at_different_times"])
+def test_a_script_that_does_not_shut_down_ends_quietly(size: int, how: str):
+    with LiveJob(RANKS, size, how) as job:
+        assert check_end(job, failed=False) == 0
+        printed = [job.printed(rank) for rank in range(size)]
+        assert [*printed, (job.out / "launcher.out").read_text()] == [""] * (size + 1)
+
+
+def test_the_exit_code_of_one_rank_is_that_of_mpirun():
+    with LiveJob(RANKS, 2, "exit_3", options=PATIENT) as job:
+        seen = failure(job, 0)
+        assert seen["kind"] == "ShutDownError"
+        check_end(job)
+    with LiveJob(RANKS, 1, "exit_3") as job:
+        assert check_end(job) == 3
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_text_of_an_uncaught_exception_reaches_every_rank(size: int):
+    with LiveJob(RANKS, size, "raise_an_exception", options=PATIENT) as job:
+        for rank in range(size - 1):
+            seen = failure(job, rank)
+            assert (seen["kind"], seen["rank"]) == ("PeerLostError", size - 1)
+            assert "OverflowError: the loss is 7.5e99, größer als alles" in seen["text"]
+            assert f"rank {size - 1}" in seen["text"]
+            assert seen["seconds"] < 5
+        check_end(job)
+        assert "OverflowError: the loss is 7.5e99" in job.printed(size - 1)
+
+
+def test_an_exception_that_cannot_be_shown_has_a_name_at_least():
+    with LiveJob(RANKS, 2, "raise_without_text", options=PATIENT) as job:
+        seen = failure(job, 0)
+        assert (seen["kind"], seen["rank"]) == ("PeerLostError", 1)
+        assert "BrokenError" in seen["text"]
+        check_end(job)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_an_early_end_of_one_rank_is_a_shut_down_to_the_others(size: int):
+    with LiveJob(RANKS, size, "end_early", str(size)) as job:
+        assert check_end(job, failed=False) == 0
+        for rank in range(size - 1):
+            lines = [line for line in job.printed(rank).splitlines() if line.startswith("failed")]
+            seen = [json.loads(line.partition(" ")[2]) for line in lines]
+            assert [each["kind"] for each in seen] == ["ShutDownError"] * 2
+            assert f"rank {size - 1}" in seen[0]["text"]
+            assert "the script has ended" in seen[0]["text"]
+            assert max(each["seconds"] for each in seen) < 5
+
+
+def test_shutdown_in_one_rank_is_told_to_the_others():
+    with LiveJob(RANKS, 2, "shut_down_early", options=PATIENT) as job:
+        seen = failure(job, 0)
+        assert seen["kind"] == "ShutDownError"
+        assert "rank 1" in seen["text"]
+        assert "shutdown() was called" in seen["text"]
+        job.said(1, "not")
+        check_end(job)
+
+
+# ---------------------------------------------------------------------------------------------
+# Stopped
+
+
+@pytest.mark.parametrize("transport", ["auto", "mpi"])
+def test_a_stopped_rank_is_named_at_the_time_limit(transport: str):
+    environ = {"HORORING_TIMEOUT_S": "2", "HORORING_TRANSPORT": transport}
+    with LiveJob(RANKS, 3, "stop_in_a_large_allreduce", **environ) as job:
+        for rank in range(2):
+            seen = failure(job, rank)
+            # One of the two is the first to notice; the other may be told by it.
+            assert seen["kind"] in ("TransportError", "PeerLostError"), seen
+            assert seen["rank"] in (None, 2)
+            assert "rank(s) 2" in seen["text"]
+            assert 1.5 < seen["seconds"] < 10
+        check_end(job)
+
+
+def test_a_rank_stopped_before_it_submits_is_a_stall():
+    environ = {"HORORING_STALL_WARNING_S": "0.5", "HORORING_STALL_SHUTDOWN_S": "1.5"}
+    with LiveJob(RANKS, 2, "stop_before_submitting", **environ) as job:
+        seen = failure(job, 0)
+        assert seen["kind"] == "StalledError", seen
+        assert "'x'" in seen["text"]
+        assert "rank 1" in seen["text"] or "ranks 1" in seen["text"]
+        assert 1 < seen["seconds"] < 10
+        check_end(job)
+
+
+def test_init_ends_at_the_time_limit_when_a_rank_does_not_come():
+    pytest.importorskip("mpi4py")
+    with LiveJob(RANKS, 2, "never_call_init", HORORING_TIMEOUT_S="2") as job:
+        seen = failure(job, 0)
+        assert seen["kind"] == "TransportError", seen
+        assert 1.5 < seen["seconds"] < 15
+        check_end(job)
+
+
+# ---------------------------------------------------------------------------------------------
+# Children
+
+
+@pytest.mark.parametrize("how", ["fork", "spawn"])
+def test_children_of_a_rank_do_not_disturb_it_and_have_no_engine(how: str):
+    with LiveJob(RANKS, 2, how) as job:
+        assert check_end(job, failed=False) == 0
+        job.wait_until_all_say("fine")

@@ -1,0 +1,514 @@
+"""Ranks that disagree, and ranks that never come: errors that say who, on every rank."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import random
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import mpirun
+import numpy as np
+import pytest
+
+import hororing.numpy as hvd
+from hororing import errors
+
+Call = Callable[[], Any]
+
+
+def ones(*shape: int, dtype: str = "float32") -> Any:
+    return np.ones(shape, dtype)
+
+
+def values_by_rank(text: str) -> dict[int, str]:
+    """What an error says of each rank: "rank 0: [2]; ranks 1-3: [3]. Every ..."."""
+    values: dict[int, str] = {}
+    listed = text[text.index(" differ: ") + len(" differ: ") :]
+    for ranks, value in re.findall(r"ranks? ([\d,-]+): (.*?)(?=; ranks? \d|\. [A-Z])", listed):
+        for part in ranks.split(","):
+            first, _, last = part.partition("-")
+            for rank in range(int(first), int(last or first) + 1):
+                assert rank not in values, f"rank {rank} occurs twice in: {text}"
+                values[rank] = value
+    return values
+
+
+def disagree(call: Call, name: str, what: str, wanted: dict[int, str]) -> str:
+    """Fail unless `call` raises, on all ranks, one text with these values."""
+    with pytest.raises(errors.MismatchError) as caught:
+        call()
+    assert isinstance(caught.value, ValueError)
+    assert isinstance(caught.value, errors.HororingInternalError)
+    text = str(caught.value)
+    assert f"'{name}'" in text
+    assert f"{what} differ: " in text
+    assert values_by_rank(text) == wanted, text
+    # The very same text everywhere, and the job goes on.
+    assert set(hvd.allgather_object(text, name="compare texts")) == {text}
+    return text
+
+
+def all_odd_ranks() -> Iterator[tuple[int, bool]]:
+    """Each rank in turn is the odd one; with whether it is this rank."""
+    for odd in range(hvd.size()):
+        yield odd, odd == hvd.rank()
+
+
+def by_rank(odd: int, usual: str, other: str) -> dict[int, str]:
+    return {rank: other if rank == odd else usual for rank in range(hvd.size())}
+
+
+# ---------------------------------------------------------------------------------------------
+# Cases, on every rank
+
+# What differs, how the text calls it, (call, shown value) of most ranks and of the odd one.
+ALLREDUCE: list[tuple[str, tuple[Call, str], tuple[Call, str]]] = [
+    (
+        "shapes",
+        (lambda: hvd.allreduce(ones(2, 3), name="n"), "[2, 3]"),
+        (lambda: hvd.allreduce(ones(3, 2), name="n"), "[3, 2]"),
+    ),
+    (
+        "shapes",
+        (lambda: hvd.allreduce(ones(6), name="n"), "[6]"),
+        (lambda: hvd.allreduce_(ones(6, 1), name="n"), "[6, 1]"),
+    ),
+    (
+        "shapes",
+        (lambda: hvd.allreduce(ones(1), name="n"), "[1]"),
+        (lambda: hvd.allreduce(ones(), name="n"), "[]"),
+    ),
+    (
+        "shapes",
+        (lambda: hvd.allreduce(ones(4), name="n"), "[4]"),
+        (lambda: hvd.allreduce(ones(0), name="n"), "[0]"),
+    ),
+    (
+        "data types",
+        (lambda: hvd.allreduce(ones(5), name="n"), "float32"),
+        (lambda: hvd.allreduce(ones(5, dtype="int32"), name="n"), "int32"),
+    ),
+    (
+        "data types",  # comes first
+        (lambda: hvd.allreduce(ones(5), name="n"), "float32"),
+        (lambda: hvd.allreduce(ones(9, dtype="uint16"), name="n", op=hvd.Max), "uint16"),
+    ),
+    (
+        "reduce operations",
+        (lambda: hvd.allreduce(ones(5), name="n"), "Average"),
+        (lambda: hvd.allreduce(ones(5), name="n", op=hvd.Sum), "Sum"),
+    ),
+    (
+        "reduce operations",
+        (lambda: hvd.allreduce(ones(5), name="n", op=hvd.Min), "Min"),
+        (lambda: hvd.allreduce(ones(5), name="n", op=hvd.Product), "Product"),
+    ),
+    (
+        "scale factors",
+        (lambda: hvd.allreduce(ones(5), name="n"), "prescale 1, postscale 1"),
+        (
+            lambda: hvd.allreduce(ones(5), name="n", prescale_factor=0.1),
+            "prescale 0.1, postscale 1",
+        ),
+    ),
+    (
+        "scale factors",
+        (
+            lambda: hvd.allreduce(ones(5), name="n", postscale_factor=1 / 3),
+            "prescale 1, postscale 0.3333333333333333",
+        ),
+        (
+            lambda: hvd.allreduce(ones(5), name="n", postscale_factor=-2.5),
+            "prescale 1, postscale -2.5",
+        ),
+    ),
+]
+GROUPED: list[tuple[str, tuple[Call, str], tuple[Call, str]]] = [
+    (
+        "numbers of tensors in the group",
+        (lambda: hvd.grouped_allreduce([ones(2)] * 3, name="n"), "3 tensors"),
+        (lambda: hvd.grouped_allreduce([ones(2)] * 2, name="n"), "2 tensors"),
+    ),
+    (
+        "shapes of tensor 1 of the group",
+        (lambda: hvd.grouped_allreduce([ones(2), ones(3)], name="n"), "[3]"),
+        (lambda: hvd.grouped_allreduce([ones(2), ones(4)], name="n"), "[4]"),
+    ),
+    (
+        "data types of tensor 0 of the group",
+        (lambda: hvd.grouped_allreduce_([ones(2), ones(2)], name="n"), "float32"),
+        (
+            lambda: hvd.grouped_allreduce_([ones(2, dtype="float64"), ones(2)], name="n"),
+            "float64",
+        ),
+    ),
+    (
+        "numbers of tensors in the group",
+        (lambda: hvd.grouped_allgather([ones(2)] * 2, name="n"), "2 tensors"),
+        (lambda: hvd.allgather(ones(2), name="n"), "1 tensors"),
+    ),
+    (
+        "trailing dimensions of tensor 1 of the group",
+        (lambda: hvd.grouped_allgather([ones(2), ones(7, 3)], name="n"), "[*, 3]"),
+        (lambda: hvd.grouped_allgather([ones(2), ones(7, 4)], name="n"), "[*, 4]"),
+    ),
+]
+OTHERS: list[tuple[str, tuple[Call, str], tuple[Call, str]]] = [
+    (
+        "shapes",
+        (lambda: hvd.broadcast(ones(2, 3), 0, name="n"), "[2, 3]"),
+        (lambda: hvd.broadcast_(ones(2, 4), 0, name="n"), "[2, 4]"),
+    ),
+    (
+        "data types",
+        (lambda: hvd.broadcast(ones(2), 0, name="n"), "float32"),
+        (lambda: hvd.broadcast(ones(2, dtype="bool"), 0, name="n"), "bool"),
+    ),
+    (
+        "root ranks",
+        (lambda: hvd.broadcast(ones(2), 0, name="n"), "root 0"),
+        (lambda: hvd.broadcast(ones(2), 1, name="n"), "root 1"),
+    ),
+    (
+        "data types",
+        (lambda: hvd.allgather(ones(2), name="n"), "float32"),
+        (lambda: hvd.allgather(ones(2, dtype="float16"), name="n"), "float16"),
+    ),
+    (
+        "numbers of dimensions",
+        (lambda: hvd.allgather(ones(2), name="n"), "1 dimensions"),
+        (lambda: hvd.allgather(ones(2, 1), name="n"), "2 dimensions"),
+    ),
+    (
+        "trailing dimensions",
+        (lambda: hvd.allgather(ones(2, 5, 7), name="n"), "[*, 5, 7]"),
+        (lambda: hvd.allgather(ones(9, 5, 8), name="n"), "[*, 5, 8]"),
+    ),
+    (
+        "operations",
+        (lambda: hvd.allreduce(ones(2), name="n"), "allreduce"),
+        (lambda: hvd.broadcast(ones(2), 0, name="n"), "broadcast"),
+    ),
+    (
+        "operations",
+        (lambda: hvd.broadcast(ones(2), 0, name="n"), "broadcast"),
+        (lambda: hvd.allgather(ones(2), name="n"), "allgather"),
+    ),
+    (
+        "operations",
+        (lambda: hvd.allgather(ones(2), name="n"), "allgather"),
+        (lambda: hvd.grouped_allreduce([ones(2)] * 2, name="n"), "allreduce"),
+    ),
+    (
+        "operations",
+        (hvd.barrier, "barrier"),
+        (lambda: hvd.allreduce(ones(2), name="barrier.noname"), "allreduce"),
+    ),
+]
+
+
+def _play(table: list[tuple[str, tuple[Call, str], tuple[Call, str]]]) -> None:
+    for (what, usual, other), (odd, is_odd) in itertools.product(table, all_odd_ranks()):
+        name = "barrier.noname" if usual[0] is hvd.barrier else "n"
+        text = disagree(
+            other[0] if is_odd else usual[0], name, what, by_rank(odd, usual[1], other[1])
+        )
+        assert "Every rank must" in text or "Gathered tensors may" in text or "A name" in text
+        usual[0]()  # the same name, and now all agree
+    hvd.barrier()
+
+
+def case_init() -> None:
+    hvd.init()
+
+
+def case_allreduces_that_differ() -> None:
+    _play(ALLREDUCE)
+
+
+def case_groups_that_differ() -> None:
+    _play(GROUPED)
+
+
+def case_broadcasts_allgathers_and_verbs_that_differ() -> None:
+    _play(OTHERS)
+
+
+def case_an_agreed_name_may_change_only_together() -> None:
+    """What was agreed before is remembered; a rank that departs from it is still found."""
+    for odd, is_odd in all_odd_ranks():
+        for turn in range(3):
+            assert (hvd.allreduce(ones(4), name="known", op=hvd.Sum) == hvd.size()).all()
+            made = hvd.allgather(np.full((hvd.rank() + 1, 2), turn), name="rows")
+            assert made.shape == (sum(range(hvd.size() + 1)), 2)
+        disagree(
+            lambda n=5 if is_odd else 4: hvd.allreduce(ones(n), name="known", op=hvd.Sum),
+            "known",
+            "shapes",
+            by_rank(odd, "[4]", "[5]"),
+        )
+        disagree(
+            lambda n=3 if is_odd else 2: hvd.allgather(ones(1, n, dtype="int64"), name="rows"),
+            "rows",
+            "trailing dimensions",
+            by_rank(odd, "[*, 2]", "[*, 3]"),
+        )
+        # All together: another shape is no mismatch, nor are other numbers of rows.
+        assert hvd.allreduce(ones(5), name="known").shape == (5,)
+        assert len(hvd.allgather(ones(2, 3), name="rows")) == 2 * hvd.size()
+
+
+def case_each_ranks_value_is_listed() -> None:
+    rank, size = hvd.rank(), hvd.size()
+    disagree(
+        lambda: hvd.allreduce(ones(rank // 2, 7), name="stairs"),
+        "stairs",
+        "shapes",
+        {r: f"[{r // 2}, 7]" for r in range(size)},
+    ) if size > 2 else None
+    disagree(
+        lambda: hvd.broadcast(ones(3), rank, name="roots"),
+        "roots",
+        "root ranks",
+        {r: f"root {r}" for r in range(size)},
+    )
+    dtypes = ["int8", "bool", "float64", "uint16"]
+    disagree(
+        lambda: hvd.allgather(ones(rank, dtype=dtypes[rank]), name="types"),
+        "types",
+        "data types",
+        {r: dtypes[r] for r in range(size)},
+    )
+
+
+def case_a_mismatch_writes_nothing() -> None:
+    rank = hvd.rank()
+    group = [np.full(3, 10.0 + rank), np.full(4 + (rank == 0), 20.0 + rank)]
+    with pytest.raises(errors.MismatchError):
+        hvd.grouped_allreduce_(group, name="nothing")
+    assert (group[0] == 10 + rank).all()
+    assert (group[1] == 20 + rank).all()
+    mine = np.full(3 + rank, 30 + rank)
+    with pytest.raises(errors.MismatchError):
+        hvd.broadcast_(mine, 0, name="nothing")
+    assert (mine == 30 + rank).all()
+
+
+def case_a_mismatch_fails_its_tensor_alone() -> None:
+    rank, size = hvd.rank(), hvd.size()
+    for turn in range(5):
+        starts: dict[str, Callable[[], int]] = {
+            f"good.{i}": lambda i=i: hvd.allreduce_async(
+                np.full(50, i + rank), op=hvd.Max, name=f"good.{i}"
+            )
+            for i in range(10)
+        }
+        for i in range(3):
+            starts[f"bad.{i}"] = lambda i=i: hvd.allreduce_async(
+                ones(2 + (rank == i % size)), name=f"bad.{i}"
+            )
+        order = list(starts)
+        random.Random(mpirun.seed() + turn + rank).shuffle(order)
+        handles = {name: starts[name]() for name in order}
+        for name in starts:
+            if name.startswith("good"):
+                result = hvd.synchronize(handles[name])
+                assert (result == int(name[5:]) + size - 1).all()
+            else:
+                with pytest.raises(errors.MismatchError, match=f"'{name}'"):
+                    hvd.synchronize(handles[name])
+                with pytest.raises(ValueError, match="there is no handle"):
+                    hvd.synchronize(handles[name])  # used up by its error
+
+
+def case_unnamed_calls_that_differ_name_their_number() -> None:
+    odd = hvd.size() - 1
+    with pytest.raises(errors.MismatchError, match=r"'allreduce\.noname\.\d+'") as caught:
+        hvd.allreduce(ones(2 if hvd.rank() == odd else 1))
+    assert values_by_rank(str(caught.value)) == by_rank(odd, "[1]", "[2]")
+    assert hvd.allreduce(ones(2)).tolist() == [1, 1]
+
+
+def case_an_argument_wrong_on_one_rank_fails_there_alone() -> None:
+    """The others wait until that rank comes with the right one."""
+    for odd, is_odd in all_odd_ranks():
+        for bad in (
+            lambda: hvd.broadcast(ones(3), -1, name="alone"),
+            lambda: hvd.broadcast(ones(3), hvd.size(), name="alone"),
+            lambda: hvd.allgather(ones(), name="alone"),
+            lambda: hvd.allreduce(ones(3, dtype="bool"), name="alone"),
+            lambda: hvd.allreduce(ones(3, dtype="complex64"), name="alone"),
+        ):
+            if is_odd:
+                with pytest.raises(ValueError) as caught:  # noqa: PT011
+                    bad()
+                assert not isinstance(caught.value, errors.HororingInternalError)
+            sent = hvd.broadcast(np.full(3, hvd.rank()), odd, name="alone")
+            assert sent.tolist() == [odd] * 3
+
+
+def case_a_duplicate_leaves_the_first_alone() -> None:
+    rank, last = hvd.rank(), hvd.size() - 1
+    handle = 0
+    if rank != last:
+        handle = hvd.allreduce_async(np.full(3, rank), op=hvd.Sum, name="once")
+        for other in (
+            lambda: hvd.allreduce_async(ones(4), name="once"),
+            lambda: hvd.broadcast_async(ones(4), 0, name="once"),
+            lambda: hvd.grouped_allgather_async([ones(4)] * 2, name="once"),
+        ):
+            with pytest.raises(errors.DuplicateNameError, match="'once'"):
+                other()
+    hvd.barrier()
+    handle = handle or hvd.allreduce_async(np.full(3, rank), op=hvd.Sum, name="once")
+    assert hvd.synchronize(handle).tolist() == [sum(range(hvd.size()))] * 3
+
+
+def case_shutdown() -> None:
+    hvd.shutdown()
+
+
+@pytest.mark.parametrize("case", mpirun.case_names(globals()))
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_case(case: str, size: int):
+    mpirun.cases_of(__file__, size).check(case)
+
+
+# ---------------------------------------------------------------------------------------------
+# Ranks that never come. Signs are files, since the library is what is under test.
+
+
+class Signs:
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+
+    def give(self, sign: str) -> None:
+        (self.folder / sign).touch()
+
+    def wait(self, sign: str) -> None:
+        deadline = time.monotonic() + 30
+        while not (self.folder / sign).exists():
+            assert time.monotonic() < deadline, f"{sign} was not given"
+            time.sleep(0.002)
+
+
+def _stall(signs: Signs, missing: list[int]) -> None:
+    """Those that are missing come when the others have failed."""
+    rank = hvd.rank()
+    told: list[str] = []
+    if rank in missing:
+        for peer in set(range(hvd.size())) - set(missing):
+            signs.wait(f"failed.{peer}")
+    else:
+        handles = [
+            hvd.allreduce_async(ones(3), name="forgotten"),
+            hvd.broadcast_async(ones(3), 0, name="also forgotten"),
+        ]
+        for handle in handles:
+            with pytest.raises(errors.StalledError) as caught:
+                hvd.synchronize(handle)
+            assert isinstance(caught.value, errors.HororingInternalError)
+            told.append(str(caught.value))
+        signs.give(f"failed.{rank}")
+    with pytest.raises(errors.StalledError) as caught:  # from now on
+        hvd.allreduce(ones(3), name="forgotten")
+    told.append(str(caught.value))
+    hvd.shutdown()
+    print("TOLD " + json.dumps(told), flush=True)
+    # mpirun ends the job as soon as one rank ends without MPI_Finalize.
+    signs.give(f"done.{rank}")
+    for peer in range(hvd.size()):
+        signs.wait(f"done.{peer}")
+
+
+def _late(signs: Signs, missing: list[int]) -> None:
+    """Those that are missing come when rank 0 has been warned."""
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "waiting for" in record.getMessage():
+                signs.give("warned")
+
+    logging.getLogger("hororing").addHandler(Handler())
+    if hvd.rank() in missing:
+        signs.wait("warned")
+    assert hvd.allreduce(ones(3), name="late", op=hvd.Sum).tolist() == [hvd.size()] * 3
+    hvd.barrier()
+    print("TOLD []", flush=True)
+    hvd.shutdown()
+
+
+def _told(job: mpirun.Job) -> list[list[str]]:
+    told = [re.findall(r"^TOLD (.*)$", output, re.MULTILINE) for output in job.outputs]
+    assert all(len(each) == 1 for each in told), job.report()
+    return [json.loads(each[0]) for each in told]
+
+
+@pytest.mark.parametrize(
+    ("size", "missing", "transport"),
+    [(2, [0], "auto"), (2, [1], "mpi"), (3, [1], "auto"), (4, [0, 2, 3], "auto")],
+)
+def test_a_rank_that_never_submits_is_named_and_fails_all(
+    size: int, missing: list[int], transport: str, tmp_path: Path
+):
+    job = mpirun.run(
+        __file__,
+        size,
+        "stall",
+        str(tmp_path),
+        json.dumps(missing),
+        timeout_s=60,
+        environment={
+            "HORORING_STALL_WARNING_S": "0.3",
+            "HORORING_STALL_SHUTDOWN_S": "1.2",
+            "HORORING_TRANSPORT": transport,
+        },
+    )
+    submitted = [rank for rank in range(size) if rank not in missing]
+    # "missing ranks 0,2,3" or "missing rank 1"
+    wanted = rf"submitted by {_pattern(submitted)}, missing {_pattern(missing)}\b"
+    for told in _told(job):
+        for text in told:
+            assert re.search(wanted, text), text
+            assert "stalled for more than 1 s" in text
+            assert "'forgotten'" in text
+            assert "allreduce 'forgotten'" in text
+            assert "broadcast 'also forgotten'" in text
+    (warning,) = [line for line in job.outputs[0].splitlines() if "waiting for up to" in line][:1]
+    assert "WARNING" in warning
+    assert "[rank 0]" in warning
+    assert "allreduce 'forgotten'" in warning
+    assert re.search(wanted, warning), warning
+
+
+def _pattern(ranks: list[int]) -> str:
+    return {"[0]": "rank 0", "[1]": "rank 1", "[0, 2]": "ranks 0,2", "[0, 2, 3]": "ranks 0,2,3"}[
+        str(ranks)
+    ]
+
+
+def test_a_rank_that_is_late_causes_a_warning_and_no_error(tmp_path: Path):
+    job = mpirun.run(
+        __file__,
+        3,
+        "late",
+        str(tmp_path),
+        "[1, 2]",
+        timeout_s=60,
+        environment={"HORORING_STALL_WARNING_S": "0.2", "HORORING_STALL_SHUTDOWN_S": "0"},
+    )
+    assert _told(job) == [[]] * 3
+    assert job.returncode == 0, job.report()
+    assert "allreduce 'late': submitted by rank 0, missing ranks 1,2." in job.outputs[0]
+
+
+if __name__ == "__main__":
+    hvd.init()
+    {"stall": _stall, "late": _late}[sys.argv[1]](Signs(sys.argv[2]), json.loads(sys.argv[3]))

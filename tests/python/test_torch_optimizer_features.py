@@ -1,0 +1,987 @@
+"""DistributedOptimizer and what scripts do with an optimizer: branches, freezing, schedulers,
+scalers, closures, checkpoints, copies, sparse gradients, mistakes.
+
+Oracles as in test_torch_optimizer.py: every rank computes what all ranks compute.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import io
+import json
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import mpirun
+import pytest
+import torch
+from test_torch_optimizer import (
+    BATCH,
+    assert_equal_on_all_ranks,
+    assert_same,
+    batches,
+    network,
+    plain_sgd,
+    sgd,
+    share,
+    squares,
+    start,
+    train,
+    train_alone,
+)
+from torch import nn
+
+import hororing.torch as hvd
+from hororing.errors import MismatchError
+
+RankLoss = Callable[[nn.Module, int], torch.Tensor]
+WAIT_S = 30
+
+
+def average_gradients(twin: nn.Module, loss: RankLoss) -> None:
+    """Leave the average of all ranks' gradients in `twin`; zero where there is none."""
+    sums = [torch.zeros_like(param) for param in twin.parameters()]
+    for rank in range(hvd.size()):
+        twin.zero_grad()
+        value = loss(twin, rank)
+        if value.requires_grad:
+            value.backward()
+        for total, param in zip(sums, twin.parameters(), strict=True):
+            if param.grad is not None:
+                total += param.grad
+    for total, param in zip(sums, twin.parameters(), strict=True):
+        if param.requires_grad:
+            param.grad = total / hvd.size()
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(5, 4)
+        self.heads = nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 3)])
+        self.idle = nn.Linear(4, 2)
+
+    def forward(self, inputs: torch.Tensor, head: int) -> torch.Tensor:
+        return self.heads[head](torch.tanh(self.body(inputs)))
+
+
+# ---------------------------------------------------------------------------------------------
+# Which parameters have gradients
+
+
+def case_start():
+    start()
+
+
+def case_ranks_may_run_different_branches():
+    for options in ({}, {"groups": 2}, {"groups": 1}, {"compression": hvd.Compression.none}):
+        model = TwoHeads()
+        twin = copy.deepcopy(model)
+        if hvd.size() == 1:
+            break  # one rank leaves gradients that are not there alone
+        optimizer = hvd.DistributedOptimizer(
+            sgd(model.parameters(), weight_decay=0.1), model.named_parameters(), **options
+        )
+        plain = sgd(twin.parameters(), weight_decay=0.1)
+        for step, (inputs, _) in enumerate(batches()):
+
+            def loss(module, rank, step=step, inputs=inputs):
+                return module(share(inputs, rank), (rank + step) % 2).square().mean()
+
+            optimizer.zero_grad()
+            loss(model, hvd.rank()).backward()
+            optimizer.step()
+            assert not model.idle.weight.grad.any()
+            average_gradients(twin, loss)
+            plain.step()
+        assert_same(model, twin)
+
+
+def case_a_rank_may_have_no_gradient_at_all():
+    if hvd.size() == 1:
+        return
+    model = network()
+    twin = copy.deepcopy(model)
+    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+    plain = sgd(twin.parameters())
+    for inputs, targets in batches():
+
+        def loss(module, rank, inputs=inputs, targets=targets):
+            if rank == 0:
+                return torch.zeros(())
+            return squares(module, share(inputs, rank), share(targets, rank))
+
+        optimizer.zero_grad()
+        if hvd.rank() > 0:
+            loss(model, hvd.rank()).backward()
+        optimizer.step()
+        average_gradients(twin, loss)
+        plain.step()
+    assert_same(model, twin)
+
+
+def case_a_listed_group_waits_for_nobody_who_has_no_gradient():
+    if hvd.size() == 1:
+        return
+    model = TwoHeads()
+    twin = copy.deepcopy(model)
+    first, second = model.heads
+    groups = [[first.weight, second.weight], [second.bias, model.body.bias, first.bias]]
+    optimizer = hvd.DistributedOptimizer(
+        plain_sgd(model.parameters()), model.named_parameters(), groups=groups
+    )
+    plain = plain_sgd(twin.parameters())
+    for inputs, _ in batches(3):
+
+        def loss(module, rank, inputs=inputs):
+            return module(share(inputs, rank), 0 if rank == 0 else 1).square().mean()
+
+        optimizer.zero_grad()
+        loss(model, hvd.rank()).backward()
+        optimizer.step()
+        average_gradients(twin, loss)
+        plain.step()
+    assert_same(model, twin)
+
+
+def case_a_step_without_any_backward_pass_is_harmless():
+    model = network()
+    before = copy.deepcopy(model)
+    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.step()
+    assert_same(model, before, tolerance=0)
+
+
+def case_frozen_parameters_may_thaw_and_freeze_again():
+    for options in ({}, {"groups": 2}):
+        model = network()
+        twin = copy.deepcopy(model)
+        model[0].requires_grad_(False)
+        twin[0].requires_grad_(False)
+        optimizer = hvd.DistributedOptimizer(
+            plain_sgd(model.parameters()), model.named_parameters(), **options
+        )
+        plain = plain_sgd(twin.parameters())
+        for layer, live in ((0, False), (0, True), (2, False), (2, True)):
+            model[layer].requires_grad_(live)
+            twin[layer].requires_grad_(live)
+            data = batches(2)
+            train(model, optimizer, data)
+            train_alone(twin, plain, data)
+            assert_same(model, twin)
+        if hvd.size() > 1 and not options:
+            # A thawed parameter has its hook again.
+            squares(model, *batches(1)[0]).backward()
+            with pytest.raises(AssertionError, match="6 gradients"):
+                optimizer.zero_grad()
+            optimizer.step()
+
+
+def case_odd_tensors_are_parameters_too():
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scalar = nn.Parameter(torch.tensor(2.0))
+            self.empty = nn.Parameter(torch.zeros(0, 3))
+            self.short = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+            self.single = nn.Parameter(torch.ones(2, 2, dtype=torch.float32))
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            parts = (self.empty.sum(), self.short.sum().double(), self.single.sum().double())
+            return self.scalar * inputs.mean() + sum(parts) * inputs.mean()
+
+    for options in ({}, {"groups": 1}):
+        model = Odd()
+        optimizer = hvd.DistributedOptimizer(
+            plain_sgd(model.parameters()), model.named_parameters(), **options
+        )
+        model(torch.full((2,), float(hvd.rank()))).backward()
+        optimizer.synchronize()
+        mean = (hvd.size() - 1) / 2
+        for param in model.parameters():
+            assert param.grad.dtype is param.dtype
+            torch.testing.assert_close(param.grad, torch.full_like(param, mean))
+
+
+def case_gradients_need_not_have_the_layout_of_their_parameter():
+    inputs = torch.randn(BATCH, 3, 6, 6)
+    for options in ({}, {"groups": 2}, {"compression": hvd.Compression.fp16}):
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Conv2d(4, 2, 3))
+        twin = copy.deepcopy(model)
+        if hvd.rank() % 2 == 0:
+            model.to(memory_format=torch.channels_last)
+        optimizer = hvd.DistributedOptimizer(
+            plain_sgd(model.parameters()), model.named_parameters(), **options
+        )
+        plain = plain_sgd(twin.parameters())
+        for _ in range(3):
+            optimizer.zero_grad()
+            given = share(inputs)
+            if hvd.rank() % 2 == 0:
+                given = given.contiguous(memory_format=torch.channels_last)
+            model(given).square().mean().backward()
+            optimizer.step()
+            plain.zero_grad()
+            twin(inputs).square().mean().backward()
+            plain.step()
+        assert_same(model, twin, 1e-3 if "compression" in options else 1e-12)
+
+
+def case_a_gradient_may_be_a_view_with_holes():
+    param = nn.Parameter(torch.zeros(4, 3))
+    optimizer = hvd.DistributedOptimizer(plain_sgd([param]), op=hvd.Sum)
+    owner = torch.full((3, 8), 7.0)
+    param.grad = owner.t()[::2]
+    param.grad.fill_(0.0)
+    (param.sum() * (hvd.rank() + 1)).backward()
+    optimizer.step()
+    total = hvd.size() * (hvd.size() + 1) / 2
+    assert torch.equal(param.grad, torch.full((4, 3), total))
+    assert torch.equal(owner.t()[1::2], torch.full((4, 3), 7.0))  # what lies between is not ours
+
+
+# ---------------------------------------------------------------------------------------------
+# Sparse gradients
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 4, sparse=True)
+        self.out = nn.Linear(4, 2)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.out(self.table(words))
+
+
+def word_batches(steps: int) -> list[torch.Tensor]:
+    return [torch.randint(0, 10, (BATCH,)) for _ in range(steps)]
+
+
+def case_sparse_gradients_are_reduced():
+    for options in (
+        {},
+        {"sparse_as_dense": True},
+        {"sparse_as_dense": True, "groups": 2},
+        {"gradient_predivide_factor": 2.0},
+        {"op": hvd.Sum},
+        {"backward_passes_per_step": 2},
+    ):
+        model = Words()
+        twin = copy.deepcopy(model)
+        optimizer = hvd.DistributedOptimizer(
+            plain_sgd(model.parameters()), model.named_parameters(), **options
+        )
+        plain = plain_sgd(twin.parameters())
+        factor = hvd.size() if options.get("op") == hvd.Sum else 1
+        for _ in range(3):
+            optimizer.zero_grad()
+            plain.zero_grad()
+            for words in word_batches(options.get("backward_passes_per_step", 1)):
+                model(share(words)).square().mean().backward()
+                (factor * twin(words).square().mean()).backward()
+            optimizer.step()
+            plain.step()
+            assert model.table.weight.grad.is_sparse
+            assert_same(model, twin)
+
+
+def case_sparse_adam_works():
+    model, twin = (nn.Embedding(10, 4, sparse=True) for _ in range(2))
+    twin.load_state_dict(model.state_dict())
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SparseAdam(model.parameters()), model.named_parameters()
+    )
+    plain = torch.optim.SparseAdam(twin.parameters())
+    for words in word_batches(4):
+        optimizer.zero_grad()
+        plain.zero_grad()
+        model(share(words)).square().mean().backward()
+        twin(words).square().mean().backward()
+        optimizer.step()
+        plain.step()
+    assert_same(model, twin)
+
+
+def case_a_rank_without_a_sparse_gradient_takes_part():
+    if hvd.size() == 1:
+        return
+    for as_dense in (True, False):
+        model = Words()
+        twin = copy.deepcopy(model)
+        optimizer = hvd.DistributedOptimizer(
+            plain_sgd(model.parameters()), model.named_parameters(), sparse_as_dense=as_dense
+        )
+        plain = plain_sgd(twin.parameters())
+        for step, words in enumerate(word_batches(4)):
+
+            def loss(module, rank, step=step, words=words):
+                if rank == 0 and step % 2 == 1:
+                    return module.out.weight.square().mean()
+                return module(share(words, rank)).square().mean()
+
+            optimizer.zero_grad()
+            loss(model, hvd.rank()).backward()
+            optimizer.step()
+            average_gradients(twin, loss)
+            plain.step()
+            assert_same(model, twin)
+
+
+def case_a_rank_that_never_had_a_sparse_gradient_gets_an_error_with_the_others():
+    if hvd.size() == 1:
+        return
+    model = Words()
+    optimizer = hvd.DistributedOptimizer(plain_sgd(model.parameters()), model.named_parameters())
+    words = word_batches(1)[0]
+    loss = model.out.weight.square().mean() if hvd.rank() == 0 else model(words).square().mean()
+    loss.backward()
+    with pytest.raises(MismatchError, match=r"table\.weight"):
+        optimizer.step()
+    optimizer.zero_grad()
+    model(words).square().mean().backward()
+    optimizer.step()
+
+
+def case_a_sparse_gradient_in_a_group_is_refused():
+    if hvd.size() == 1:
+        return
+    model = Words()
+    optimizer = hvd.DistributedOptimizer(
+        plain_sgd(model.parameters()), model.named_parameters(), groups=1
+    )
+    with pytest.raises(ValueError, match=r"'table\.weight' is sparse and in a group"):
+        model(word_batches(1)[0]).square().mean().backward()
+    with pytest.raises(ValueError, match="sparse_as_dense=True"):
+        optimizer.step()
+
+
+# ---------------------------------------------------------------------------------------------
+# Several optimizers
+
+
+def case_two_optimizers_train_two_models():
+    models = [network(), network()]
+    twins = copy.deepcopy(models)
+    optimizers = [
+        hvd.DistributedOptimizer(
+            make(model.parameters()), [(f"{index}.{n}", p) for n, p in model.named_parameters()]
+        )
+        for index, (make, model) in enumerate(zip((sgd, plain_sgd), models, strict=True))
+    ]
+    plains = [make(twin.parameters()) for make, twin in zip((sgd, plain_sgd), twins, strict=True)]
+
+    def chained(pair: Sequence[nn.Module], inputs, targets) -> torch.Tensor:
+        return sum(squares(model, inputs, targets) for model in pair)
+
+    for inputs, targets in batches():
+        for optimizer in (*optimizers, *plains):
+            optimizer.zero_grad()
+        chained(models, share(inputs), share(targets)).backward()
+        chained(twins, inputs, targets).backward()
+        for optimizer in (*reversed(optimizers), *plains):
+            optimizer.step()
+    for model, twin in zip(models, twins, strict=True):
+        assert_same(model, twin)
+
+
+def case_two_optimizers_may_share_a_parameter():
+    model = network()
+    twin = copy.deepcopy(model)
+
+    def two(module: nn.Module, wrap) -> list[torch.optim.Optimizer]:
+        head, tail = [*module[0].parameters()], [*module[2].parameters(), *module[4].parameters()]
+        return [wrap(sgd([*head, tail[0]])), wrap(plain_sgd(tail))]
+
+    optimizers = two(
+        model, lambda given: hvd.DistributedOptimizer(given, list(model.named_parameters()))
+    )
+    plains = two(twin, lambda given: given)
+    for turn, (inputs, targets) in enumerate(batches()):
+        model.zero_grad()
+        twin.zero_grad()
+        squares(model, share(inputs), share(targets)).backward()
+        squares(twin, inputs, targets).backward()
+        for index in (turn % 2, 1 - turn % 2):
+            optimizers[index].step()
+            plains[index].step()
+    assert_same(model, twin)
+
+
+def case_one_model_may_change_its_optimizer():
+    model = network()
+    twin = copy.deepcopy(model)
+    for make in (sgd, plain_sgd, functools.partial(torch.optim.Adam, lr=0.01)):
+        # The old one is gone when the new one is made, or only after it.
+        optimizer = hvd.DistributedOptimizer(make(model.parameters()), model.named_parameters())
+        gc.collect()
+        data = batches(3)
+        train(model, optimizer, data)
+        train_alone(twin, make(twin.parameters()), data)
+        assert_same(model, twin)
+
+
+def case_an_optimizer_that_is_gone_leaves_nothing_behind():
+    model = network()
+    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+    inputs, targets = batches(1)[0]
+    squares(model, inputs, targets).backward()  # in flight when it goes
+    del optimizer
+    gc.collect()
+    assert not any(param._post_accumulate_grad_hooks for param in model.parameters())
+    model.zero_grad()
+    squares(model, inputs, targets).backward()
+    hvd.barrier()
+    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+    train(model, optimizer, batches(2))
+    assert_equal_on_all_ranks(*model.parameters())
+
+
+# ---------------------------------------------------------------------------------------------
+# What else works on optimizers
+
+
+def case_it_is_still_an_instance_of_its_class():
+    given = sgd(network().parameters())
+    optimizer = hvd.DistributedOptimizer(given)
+    assert optimizer is given
+    assert isinstance(optimizer, torch.optim.SGD)
+    assert type(optimizer).__name__ == "SGD"
+    assert type(optimizer).__doc__ == torch.optim.SGD.__doc__
+    assert not isinstance(sgd(network().parameters()), type(optimizer))
+
+
+def case_schedulers_work_and_do_not_warn():
+    kinds = torch.optim.lr_scheduler
+    makes = (
+        lambda optimizer: kinds.StepLR(optimizer, 2, gamma=0.5),
+        lambda optimizer: kinds.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+        lambda optimizer: kinds.OneCycleLR(optimizer, max_lr=0.1, total_steps=20),
+    )
+    for make, scheduler_first in ((make, first) for make in makes for first in (True, False)):
+        model = network()
+        twin = copy.deepcopy(model)
+        optimizer, plain = sgd(model.parameters()), sgd(twin.parameters())
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            if scheduler_first:
+                scheduler = make(optimizer)
+            hvd.DistributedOptimizer(optimizer, model.named_parameters())
+            if not scheduler_first:
+                scheduler = make(optimizer)
+            also = kinds.ExponentialLR(optimizer, 0.9)
+            schedulers = (scheduler, also, make(plain), kinds.ExponentialLR(plain, 0.9))
+            for batch in batches(4):
+                train(model, optimizer, [batch])
+                train_alone(twin, plain, [batch])
+                for each in schedulers:
+                    each.step()
+        assert optimizer.param_groups[0]["lr"] == plain.param_groups[0]["lr"]
+        assert_same(model, twin)
+
+
+def case_a_scheduler_before_the_first_step_still_warns():
+    for scheduler_first in (True, False):
+        optimizer = sgd(network().parameters())
+        if scheduler_first:
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        hvd.DistributedOptimizer(optimizer)
+        if not scheduler_first:
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        with pytest.warns(UserWarning, match="before `optimizer.step"):
+            scheduler.step()
+
+
+def case_step_hooks_see_reduced_gradients():
+    model = network()
+    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+    seen: list[torch.Tensor] = []
+    optimizer.register_step_pre_hook(
+        lambda optimizer, args, kwargs: seen.append(model[0].weight.grad.clone())
+    )
+    optimizer.register_step_post_hook(lambda *_: seen.append(model[0].weight.grad.clone()))
+    train(model, optimizer, batches(2))
+    assert len(seen) == 4
+    assert_equal_on_all_ranks(*seen)
+
+
+def case_a_scaler_makes_all_ranks_skip_the_same_steps():
+    for pattern in ("step", "unscale", "synchronize"):
+        model = network().float()
+        twin = copy.deepcopy(model)
+        optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+        plain = sgd(twin.parameters())
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+        scale = 1024.0
+        for step, (inputs, targets) in enumerate(batches()):
+            inputs, targets = inputs.float(), targets.float()
+            overflows = step in (1, 4)
+            poison = float("inf") if overflows and hvd.rank() == hvd.size() - 1 else 1.0
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                optimizer.zero_grad()
+                loss = squares(model, share(inputs), share(targets))
+                scaler.scale(loss * poison).backward()
+                if pattern == "synchronize":
+                    optimizer.synchronize()
+                if pattern != "step":
+                    scaler.unscale_(optimizer)
+                    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+                if pattern == "synchronize":
+                    with optimizer.skip_synchronize():
+                        scaler.step(optimizer)
+                else:
+                    scaler.step(optimizer)
+                scaler.update()
+            plain.zero_grad()
+            squares(twin, inputs, targets).backward()
+            if overflows:
+                scale /= 2
+            else:
+                if pattern != "step":
+                    nn.utils.clip_grad_norm_(twin.parameters(), 0.05)
+                plain.step()
+            assert scaler.get_scale() == scale
+            assert_same(model, twin, 2e-6)  # float32
+
+
+def case_a_scaler_that_is_off_changes_nothing():
+    model = network()
+    twin = copy.deepcopy(model)
+    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    data = batches(3)
+    for inputs, targets in data:
+        optimizer.zero_grad()
+        scaler.scale(squares(model, share(inputs), share(targets))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    train_alone(twin, sgd(twin.parameters()), data)
+    assert_same(model, twin)
+
+
+def case_scalers_of_other_optimizers_are_left_alone():
+    model = network()
+    optimizer = sgd(model.parameters())
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(torch.ones(2, 5)).sum()).backward()
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def closure_of(
+    module: nn.Module, optimizer: torch.optim.Optimizer, inputs, targets, calls: list, plain: bool
+) -> Callable[[], float | torch.Tensor]:
+    def closure() -> float | torch.Tensor:
+        calls.append(module)
+        optimizer.zero_grad()
+        loss = squares(module, inputs, targets)
+        loss.backward()
+        return loss.item() if plain else loss
+
+    return closure
+
+
+def case_a_closure_is_called_as_often_as_in_one_process():
+    for make in (
+        functools.partial(torch.optim.LBFGS, lr=0.5, max_iter=8, line_search_fn="strong_wolfe"),
+        functools.partial(torch.optim.LBFGS, lr=0.1, max_iter=4),
+        sgd,
+    ):
+        model = network()
+        twin = copy.deepcopy(model)
+        optimizer = hvd.DistributedOptimizer(make(model.parameters()), model.named_parameters())
+        plain = make(twin.parameters())
+        calls: list[nn.Module] = []
+        for number, (inputs, targets) in enumerate(batches(3)):
+            mine = closure_of(
+                model, optimizer, share(inputs), share(targets), calls, plain=number > 0
+            )
+            theirs = closure_of(twin, plain, inputs, targets, calls, plain=False)
+            losses = [torch.as_tensor(optimizer.step(mine)), torch.as_tensor(plain.step(theirs))]
+            torch.testing.assert_close(losses[0].detach(), losses[1].detach(), rtol=1e-9, atol=0)
+        assert calls.count(model) == calls.count(twin)
+        assert_same(model, twin, 1e-8)  # L-BFGS divides by differences
+
+
+def case_a_closure_without_backward_does_not_reduce_again():
+    model = network()
+    twin = copy.deepcopy(model)
+    optimizer = hvd.DistributedOptimizer(
+        sgd(model.parameters()), model.named_parameters(), op=hvd.Sum
+    )
+    plain = sgd(twin.parameters())
+    for turn, (inputs, targets) in enumerate(batches(4)):
+        optimizer.zero_grad()
+        loss = squares(model, share(inputs), share(targets))
+        loss.backward()
+        if turn % 2 == 1:
+            optimizer.synchronize()
+        optimizer.step(lambda loss=loss: loss)
+        plain.zero_grad()
+        (hvd.size() * squares(twin, inputs, targets)).backward()
+        plain.step()
+    assert_same(model, twin)
+
+
+def case_a_closure_without_backward_finds_gradients_of_some_ranks():
+    if hvd.size() == 1:
+        return
+    model = network()
+    twin = copy.deepcopy(model)
+    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+    plain = sgd(twin.parameters())
+    for inputs, targets in batches(2):
+
+        def loss_of(module, rank, inputs=inputs, targets=targets):
+            if rank == 0:
+                return torch.zeros(())
+            return squares(module, share(inputs, rank), share(targets, rank))
+
+        optimizer.zero_grad()
+        loss = loss_of(model, hvd.rank())
+        if loss.requires_grad:
+            loss.backward()
+        optimizer.step(lambda loss=loss: loss)
+        average_gradients(twin, loss_of)
+        plain.step()
+    assert_same(model, twin)
+
+
+def case_closures_may_have_no_gradient_on_some_ranks():
+    if hvd.size() == 1:
+        return
+    model = network()
+    twin = copy.deepcopy(model)
+    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+    plain = sgd(twin.parameters())
+    for inputs, targets in batches(3):
+
+        def loss_of(module, rank, inputs=inputs, targets=targets):
+            if rank == 1:
+                return torch.zeros(())
+            return squares(module, share(inputs, rank), share(targets, rank))
+
+        def closure(loss_of=loss_of):
+            optimizer.zero_grad()
+            loss = loss_of(model, hvd.rank())
+            if loss.requires_grad:
+                loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        average_gradients(twin, loss_of)
+        plain.step()
+    assert_same(model, twin)
+
+
+# ---------------------------------------------------------------------------------------------
+# Checkpoints, copies, more parameters
+
+
+def trained(**options) -> tuple[nn.Module, torch.optim.Optimizer, nn.Module, torch.optim.Optimizer]:
+    model = network()
+    twin = copy.deepcopy(model)
+    optimizer = hvd.DistributedOptimizer(
+        sgd(model.parameters()), model.named_parameters(), **options
+    )
+    plain = sgd(twin.parameters())
+    data = batches(2)
+    train(model, optimizer, data)
+    train_alone(twin, plain, data)
+    return model, optimizer, twin, plain
+
+
+def case_state_survives_a_checkpoint():
+    for options in ({}, {"groups": 2}):
+        model, optimizer, twin, plain = trained(**options)
+        file = io.BytesIO()
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+        saved, data = file.getvalue(), batches(3)
+        train(model, optimizer, data)  # go astray, then come back
+        for fresh in (False, True):
+            checkpoint = torch.load(io.BytesIO(saved), weights_only=True)
+            if fresh:
+                model = network()
+                optimizer = hvd.DistributedOptimizer(
+                    sgd(model.parameters(), lr=9.0), model.named_parameters(), **options
+                )
+            model.load_state_dict(checkpoint["model"])
+            optimizer.load_state_dict(checkpoint["optimizer"])
+            copied, copied_plain = copy.deepcopy((twin, plain))
+            train(model, optimizer, data)
+            train_alone(copied, copied_plain, data)
+            assert_same(model, copied)
+
+
+def case_a_checkpoint_of_a_plain_optimizer_fits():
+    model, optimizer, twin, plain = trained()
+    assert optimizer.state_dict().keys() == plain.state_dict().keys()
+    # load_state_dict does not copy tensors.
+    optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))
+    plain.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    data = batches(2)
+    train(model, optimizer, data)
+    train_alone(twin, plain, data)
+    assert_same(model, twin)
+
+
+def case_loading_keeps_what_was_set_since():
+    model, optimizer, _, _ = trained(backward_passes_per_step=1)
+    optimizer.set_backward_passes_per_step(2)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.backward_passes_per_step == 2
+    inputs, targets = batches(1)[0]
+    for _ in range(2):
+        squares(model, inputs, targets).backward()
+    optimizer.step()
+
+
+def case_loading_forgets_gradients_in_flight():
+    model, optimizer, _, _ = trained()
+    inputs, targets = batches(1)[0]
+    squares(model, inputs, targets).backward()
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.zero_grad()
+    hvd.barrier()  # what was in flight has landed everywhere
+    train(model, optimizer, batches(2))
+    assert_equal_on_all_ranks(*model.parameters())
+
+
+def case_a_deep_copy_is_distributed_too():
+    model, optimizer, twin, plain = trained()
+    copied, copied_optimizer = copy.deepcopy((model, optimizer))
+    assert copied_optimizer.param_groups[0]["params"][0] is copied[0].weight
+    assert isinstance(copied_optimizer, torch.optim.SGD)
+    data, more = batches(2), batches(2)
+    copied_twin, copied_plain = copy.deepcopy((twin, plain))
+    train(copied, copied_optimizer, data)
+    train(model, optimizer, more)
+    train_alone(copied_twin, copied_plain, data)
+    train_alone(twin, plain, more)
+    assert_same(copied, copied_twin)
+    assert_same(model, twin)
+
+
+def case_added_parameters_are_reduced():
+    for named in (True, False):
+        model = network()
+        twin = copy.deepcopy(model)
+        optimizer, plain = sgd(model[0].parameters()), sgd(twin[0].parameters())
+        hvd.DistributedOptimizer(optimizer, model.named_parameters() if named else None)
+        for layer in (2, 4):
+            optimizer.add_param_group({"params": model[layer].parameters(), "lr": 0.01})
+            plain.add_param_group({"params": twin[layer].parameters(), "lr": 0.01})
+            data = batches(2)
+            train(model, optimizer, data)
+            train_alone(twin, plain, data)
+            assert_same(model, twin)
+            # Checkpoints and copies know them as well.
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            model, optimizer = copy.deepcopy((model, optimizer))
+        train(model, optimizer, data)
+        train_alone(twin, plain, data)
+        assert_same(model, twin)
+
+
+# ---------------------------------------------------------------------------------------------
+# Sent while backward runs; errors
+
+
+def wait_until_equal(tensor: torch.Tensor, value: float) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not bool((tensor == value).all()):
+        assert time.monotonic() < deadline, f"got {tensor}, not {value}"
+
+
+def case_the_last_layer_is_reduced_before_backward_ends():
+    if hvd.size() == 1:
+        return
+    for options in ({}, {"groups": 3}):
+        model = network()
+        optimizer = hvd.DistributedOptimizer(
+            plain_sgd(model.parameters()), model.named_parameters(), op=hvd.Sum, **options
+        )
+        hidden = model[1](model[0](torch.ones(4, 5)))
+        seen = []
+
+        def wait(_: torch.Tensor, model=model, seen=seen) -> None:
+            # Autograd is here when the last two layers are done and the first is not.
+            assert model[0].weight.grad is None
+            wait_until_equal(model[4].bias.grad, 4.0 * sum(range(hvd.size() + 1)))
+            seen.append(model[4].bias.grad.clone())
+
+        hidden.register_hook(wait)
+        (model[2:](hidden).sum() * (hvd.rank() + 1)).backward()
+        optimizer.step()
+        assert torch.equal(seen[0], model[4].bias.grad)
+
+
+class Careless(hvd.Compression.none):
+    """Sends another type on rank 0, when it is told to."""
+
+    broken = False
+
+    @classmethod
+    def compress(cls, tensor):
+        return (tensor.float() if cls.broken and tensor.shape == (6, 7) else tensor), None
+
+    @classmethod
+    def decompress(cls, tensor, ctx):
+        return tensor.double()
+
+
+def case_a_mismatch_is_raised_on_every_rank_and_the_next_step_works():
+    if hvd.size() == 1:
+        return
+    for options in ({}, {"groups": 2}):
+        model = network()
+        optimizer = hvd.DistributedOptimizer(
+            sgd(model.parameters()), model.named_parameters(), compression=Careless, **options
+        )
+        twin = copy.deepcopy(model)
+        plain = sgd(twin.parameters())
+        for step, (inputs, targets) in enumerate(batches(4)):
+            optimizer.zero_grad()
+            Careless.broken = step % 2 == 1 and hvd.rank() == 0
+            squares(model, share(inputs), share(targets)).backward()
+            if step % 2 == 1:
+                with pytest.raises(MismatchError, match=r"2\.weight"):
+                    optimizer.step()
+            else:
+                optimizer.step()
+                train_alone(twin, plain, [(inputs, targets)])
+            assert_same(model, twin)  # a failed step changes nothing
+
+
+def case_ranks_that_ask_for_different_operations_hear_of_it():
+    if hvd.size() == 1:
+        return
+    model = network()
+    optimizer = hvd.DistributedOptimizer(
+        sgd(model.parameters()),
+        model.named_parameters(),
+        op=hvd.Sum if hvd.rank() == 0 else hvd.Average,
+    )
+    squares(model, *batches(1)[0]).backward()
+    with pytest.raises(MismatchError, match=r"(?s)'\d\.\w+'.*rank"):
+        optimizer.step()
+    del optimizer
+    gc.collect()
+    model.zero_grad()
+    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+    train(model, optimizer, batches(2))
+    assert_equal_on_all_ranks(*model.parameters())
+
+
+def case_bad_arguments_are_refused_before_anything_is_changed():
+    model = network()
+    params, named = list(model.parameters()), list(model.named_parameters())
+    bad: list[tuple[dict, type[Exception], str]] = [
+        (
+            {"named_parameters": [*named[:5], ("0.weight", params[5])]},
+            ValueError,
+            "'0.weight' more",
+        ),
+        ({"named_parameters": named[:4]}, ValueError, r"lacks 2 .* \[4, 5\]"),
+        ({"named_parameters": []}, ValueError, "lacks 6"),
+        ({"named_parameters": params}, ValueError, r"\(name, parameter\) pairs"),
+        ({"named_parameters": dict(named)}, ValueError, "pairs"),
+        ({"op": hvd.Sum, "gradient_predivide_factor": 2.0}, ValueError, "op=Average only"),
+        ({"gradient_predivide_factor": 0.0}, ValueError, "must be positive"),
+        ({"op": 2}, ValueError, "Adasum"),
+        ({"op": 17}, ValueError, "17"),
+        ({"backward_passes_per_step": 0}, ValueError, "at least 1"),
+        ({"groups": 0}, ValueError, "positive number"),
+        ({"groups": -1}, ValueError, "positive number"),
+        ({"groups": [params[0]]}, ValueError, "lists of parameters"),
+        ({"groups": [[]]}, ValueError, "non-empty"),
+        ({"groups": [["0.weight"]]}, ValueError, "holds a str"),
+        ({"groups": [params[:2], params[1:]]}, ValueError, "twice"),
+        ({"groups": [[nn.Parameter(torch.ones(1))]]}, ValueError, "does not have"),
+    ]
+    for arguments, kind, text in bad:
+        optimizer = sgd(params)
+        with pytest.raises(kind, match=text):
+            hvd.DistributedOptimizer(optimizer, **arguments)
+        assert type(optimizer) is torch.optim.SGD
+        assert not any(param._post_accumulate_grad_hooks for param in params)
+    with pytest.raises(TypeError, match="not Linear"):
+        hvd.DistributedOptimizer(model[0])
+    optimizer = hvd.DistributedOptimizer(sgd(params), named)
+    with pytest.raises(ValueError, match="wrap it once"):
+        hvd.DistributedOptimizer(optimizer)
+    with pytest.raises(ValueError, match="passes_per_step=0"):
+        optimizer.set_backward_passes_per_step(0)
+
+
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("case", mpirun.case_names(globals()))
+def test_on_ranks(case: str, size: int):
+    mpirun.cases_of(__file__, size).check(case)
+
+
+def test_a_distributed_optimizer_needs_init():
+    with pytest.raises(ValueError, match="has not been initialized"):
+        hvd.DistributedOptimizer(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0))
+
+
+OVERLAP = """
+import time
+import torch
+import hororing.torch as hvd
+
+hvd.init()
+model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), op=hvd.Sum)
+hidden = model[0](torch.ones(1, 8))
+deadline = time.monotonic() + 30
+
+def wait(gradient):
+    while not (model[2].bias.grad == hvd.size()).all():
+        assert time.monotonic() < deadline
+
+hidden.register_hook(wait)
+model[1:](hidden).sum().backward()
+optimizer.step()
+hvd.shutdown()
+"""
+
+
+def test_the_timeline_shows_reductions_before_the_last_hook(tmp_path: Path):
+    script, file = tmp_path / "overlap.py", tmp_path / "timeline.json"
+    script.write_text(OVERLAP)
+    job = mpirun.run(script, 2, environment={"HORORING_TIMELINE": str(file)})
+    assert job.returncode == 0, job.report()
+    spans = [record for record in json.loads(file.read_text()) if record["ph"] in "Xb"]
+
+    def begins(pid: int, name: str, tensor: str) -> list[float]:
+        return [
+            record["ts"]
+            for record in spans
+            if (record["pid"], record["name"]) == (pid, name)
+            and tensor in record["args"]["tensor"].split(", ")
+        ]
+
+    for pid in (1, 2):
+        hooks = [record for record in spans if (record["pid"], record["name"]) == (pid, "HOOK")]
+        hooks.sort(key=lambda record: record["ts"])
+        layers = [record["args"]["tensor"].split(".")[0] for record in hooks]
+        assert layers == ["2", "2", "1", "1", "0", "0"]
+        for name in ("NEGOTIATE_ALLREDUCE", "ALLREDUCE"):
+            (early,) = begins(pid, name, "2.bias")
+            (late,) = begins(pid, name, "0.weight")
+            assert hooks[0]["ts"] < early < hooks[4]["ts"] < late
+        reductions = [record["ts"] for record in spans if record["name"] == "REDUCE"]
+        assert min(reductions) < hooks[4]["ts"]
