@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ def broadcast_parameters(
     Raises
     ------
     ValueError : not one of these; a generator such as ``model.named_parameters()`` must be made
-        a list. On every rank: when ranks do not hold the same names.
+        a list. A name that occurs twice. On every rank: when ranks do not hold the same names.
     TypeError : a value is not a tensor; use `broadcast_object` for it.
     """
     named = _named(params)
@@ -37,6 +38,10 @@ def broadcast_parameters(
                 f"broadcast_parameters: '{name}' is not a tensor but {type(tensor).__name__}; "
                 "leave it out and send it with broadcast_object"
             )
+    counts = Counter(name for name, _ in named)
+    twice = [name for name, count in counts.items() if count > 1]
+    if twice:
+        raise ValueError(f"broadcast_parameters: the name '{twice[0]}' occurs more than once")
     _check_same_names([name for name, _ in named])
     collectives.wait_all(
         [verbs.broadcast_async_(tensor, root_rank, name) for name, tensor in named]

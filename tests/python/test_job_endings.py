@@ -53,10 +53,8 @@ def test_a_killed_rank_is_named_to_the_others_within_seconds(size: int):
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("transport", ["auto", "mpi"])
-def test_a_rank_killed_in_a_large_allreduce_is_named_to_the_others(size: int, transport: str):
-    environ = {"HORORING_TRANSPORT": transport, "HORORING_TIMEOUT_S": "10"}
-    with LiveJob(RANKS, size, "die_in_a_large_allreduce", options=PATIENT, **environ) as job:
+def test_a_rank_killed_in_a_large_allreduce_is_named_to_the_others(size: int):
+    with LiveJob(RANKS, size, "die_in_a_large_allreduce", options=PATIENT) as job:
         for rank in range(size - 1):
             seen = failure(job, rank)
             assert (seen["kind"], seen["rank"]) == ("PeerLostError", size - 1), seen
@@ -66,9 +64,10 @@ def test_a_rank_killed_in_a_large_allreduce_is_named_to_the_others(size: int, tr
 
 
 @pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("transport", ["auto", "mpi"])
 @pytest.mark.parametrize("how", ["die_idle", "die_in_a_large_allreduce"])
-def test_mpirun_ends_a_job_that_has_lost_a_rank(size: int, how: str):
-    with LiveJob(RANKS, size, how) as job:
+def test_mpirun_ends_a_job_that_has_lost_a_rank(size: int, transport: str, how: str):
+    with LiveJob(RANKS, size, how, HORORING_TRANSPORT=transport) as job:
         if how == "die_idle":
             job.wait_until_all_say("ready")
             os.kill(job.pid(size - 1), signal.SIGKILL)
@@ -98,12 +97,11 @@ def test_a_death_that_nobody_waited_for_is_told_by_the_next_verb(tmp_path: Path)
 # Told to end
 
 
-@pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("doing", ["work", "wait_in_vain", "compute"])
+@pytest.mark.parametrize(
+    ("size", "doing"), [(4, "work"), (2, "wait_in_vain"), (2, "compute"), (2, "compute_alone")]
+)
 def test_a_signal_to_mpirun_ends_everything(size: int, how: int, doing: str):
-    if size == 4 and doing != "work":
-        pytest.skip("on 2 ranks only")
     with LiveJob(RANKS, size, doing) as job:
         job.wait_until_all_say("working")
         os.kill(job.launcher.pid, how)
@@ -205,13 +203,15 @@ def test_shutdown_in_one_rank_is_told_to_the_others():
 def test_a_stopped_rank_is_named_at_the_time_limit(transport: str):
     environ = {"HORORING_TIMEOUT_S": "2", "HORORING_TRANSPORT": transport}
     with LiveJob(RANKS, 3, "stop_in_a_large_allreduce", **environ) as job:
-        for rank in range(2):
-            seen = failure(job, rank)
+        both = [failure(job, rank) for rank in range(2)]
+        for seen in both:
             # One of the two is the first to notice; the other may be told by it.
             assert seen["kind"] in ("TransportError", "PeerLostError"), seen
             assert seen["rank"] in (None, 2)
-            assert "rank(s) 2" in seen["text"]
             assert 1.5 < seen["seconds"] < 10
+        named = ["rank(s) 2" in seen["text"] for seen in both]
+        # Over MPI a rank knows only that its neighbour in the ring is silent.
+        assert all(named) if transport == "auto" else any(named)
         check_end(job)
 
 

@@ -867,7 +867,7 @@ def case_after_shutdown_every_verb_says_so() -> None:
 # Tests
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _job(transport: str, size: int) -> mpirun.Job:
     return mpirun.run(
         __file__,

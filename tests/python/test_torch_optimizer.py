@@ -259,10 +259,12 @@ def case_compressed_gradients_are_rounded_no_more_than_their_type_must():
                 assert mine.dtype is torch.float64
                 if hvd.size() > 1:
                     assert torch.equal(mine, mine.to(dtype).double())  # they really travelled so
-                # Rounded once before and once after the sum, relative to the largest; where the
-                # sum cancels, the parts' error stays.
-                eps = torch.finfo(dtype).eps
-                bound = eps * torch.stack(parts).abs().amax(dim=0) + 2 * torch.finfo(dtype).tiny
+                # Rounded once before and once after the sum, each by half an eps of the largest
+                # part at most (a little more, as the second rounds what the first has raised), or
+                # by half of the smallest number there is.
+                limits = torch.finfo(dtype)
+                largest = torch.stack(parts).abs().amax(dim=0)
+                bound = limits.eps * (1 + limits.eps) * largest + limits.tiny * limits.eps
                 assert bool(((mine - torch.stack(parts).mean(dim=0)).abs() <= bound).all())
 
 

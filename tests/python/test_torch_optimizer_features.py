@@ -744,6 +744,19 @@ def case_loading_keeps_what_was_set_since():
     optimizer.step()
 
 
+def case_loading_keeps_the_names_of_parameters_that_are_added_later():
+    if hvd.size() == 1:
+        return
+    model = network()
+    optimizer = hvd.DistributedOptimizer(sgd(model[4].parameters()), model.named_parameters())
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.add_param_group({"params": model[0].parameters()})
+    squares(model[0], torch.ones(2, 5), torch.ones(2, 7)).backward()
+    with pytest.raises(AssertionError, match=r"2 gradients, '0\.weight'"):
+        optimizer.zero_grad()
+    optimizer.step()
+
+
 def case_loading_forgets_gradients_in_flight():
     model, optimizer, _, _ = trained()
     inputs, targets = batches(1)[0]
