@@ -67,6 +67,7 @@ class _Process:
     launched: bool = False  # MPI found the peers
     hooked: bool = False  # atexit and excepthook are installed
     broken: bool = False  # the job failed here: MPI must not be finalised
+    timeline: str = ""  # the latest file that was asked for
     lock: threading.Lock = field(default_factory=threading.Lock)
     at_init: list[Callable[[], None]] = field(default_factory=list)
 
@@ -158,6 +159,7 @@ def start(started_by: Launch, comm: Any = None) -> None:
         del keep
         _process.broken = False
         _process.topology = _read_topology()
+        _process.timeline = _absolute(settings["TIMELINE"] or "")
         _log.set_rank(_process.topology.rank)
         logger.debug("running as rank %d of %d", _process.topology.rank, _process.topology.size)
         for callback in _process.at_init:
@@ -453,16 +455,24 @@ def rocm_built() -> bool:
 # Timeline
 
 
+def _absolute(path: str | os.PathLike[str]) -> str:
+    return os.path.abspath(os.fsdecode(path))
+
+
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
     """Write what all ranks do into `file_path` from now on.
 
     Rank 0's call counts; on other ranks it does nothing. A timeline that is being written is
-    finished first. `mark_cycles` adds CYCLE_START events.
+    finished first; if it is the same file, it just goes on. `mark_cycles` adds CYCLE_START events.
     """
     topology()
-    code = int(lib.hr_timeline_start(os.fsencode(file_path), mark_cycles))
+    path = _absolute(file_path)
+    if path == _process.timeline and lib.hr_timeline_enabled():
+        return
+    code = int(lib.hr_timeline_start(os.fsencode(path), mark_cycles))
     if code != lib.HR_OK:
         _raise(code)
+    _process.timeline = path
 
 
 def stop_timeline() -> None:

@@ -1,0 +1,457 @@
+"""The timeline of whole jobs: what it shows, on one clock, and that it is always readable."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import itertools
+import json
+import os
+import re
+import signal
+import tempfile
+import threading
+from pathlib import Path
+
+import mpirun
+import numpy as np
+import pytest
+from live_job import LiveJob, poll
+from timeline_ranks import LAYERS, ROWS, STEPS, WIDTH
+
+import hororing.numpy as hvd
+
+RANKS = Path(__file__).with_name("timeline_ranks.py")
+SIZES = [2, 3]
+GRADIENTS = [f"{2 * layer}.{kind}" for layer in range(LAYERS) for kind in ("weight", "bias")]
+
+
+@dataclasses.dataclass
+class Span:
+    """Times in microseconds."""
+
+    name: str
+    tensor: str
+    row: str
+    begin: float
+    end: float
+    bytes: int | None = None
+
+    def overlaps(self, other: Span) -> bool:
+        return self.begin < other.end and other.begin < self.end
+
+    def covers(self, other: Span) -> bool:
+        return self.begin <= other.begin and other.end <= self.end
+
+
+class Timeline:
+    """A timeline file, read back without a viewer."""
+
+    def __init__(self, path: Path) -> None:
+        self.events: list[dict] = json.loads(path.read_text(encoding="utf-8"))
+        self.rows = {
+            (event["pid"], event["tid"]): event["args"]["name"]
+            for event in self.events
+            if event["name"] == "thread_name"
+        }
+        self.processes = {
+            event["pid"]: event["args"]["name"]
+            for event in self.events
+            if event["name"] == "process_name"
+        }
+
+    def spans(self, rank: int, name: str = "") -> list[Span]:
+        """The spans of a rank in the order of their begins; `name` may be a prefix."""
+        found = []
+        opened: dict[str, Span] = {}
+        for event in self.events:
+            if event["pid"] != rank + 1 or not event["name"].startswith(name):
+                continue
+            row = self.rows.get((event["pid"], event["tid"]), "")
+            arguments = event.get("args", {})
+            span = Span(
+                event["name"],
+                arguments.get("tensor", ""),
+                row,
+                event.get("ts", 0),
+                event.get("ts", 0) + event.get("dur", 0),
+                arguments.get("bytes"),
+            )
+            if event["ph"] == "X":
+                found.append(span)
+            elif event["ph"] == "b":
+                opened[event["id"]] = span
+            elif event["ph"] == "e":
+                opened[event["id"]].end = event["ts"]
+                found.append(opened.pop(event["id"]))
+        assert opened == {}
+        return sorted(found, key=lambda span: (span.begin, -span.end))
+
+    def tensors(self, rank: int, name: str) -> collections.Counter[str]:
+        return collections.Counter(span.tensor for span in self.spans(rank, name))
+
+    def marks(self) -> list[dict]:
+        return [event for event in self.events if event["name"] == "CYCLE_START"]
+
+
+@functools.cache
+def trained(size: int, **environment: str) -> Timeline:
+    """The timeline of one training."""
+    pytest.importorskip("torch")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "timeline.json")
+        environ = {"HORORING_TIMELINE": str(path), **environment}
+        job = mpirun.run(RANKS, size, "train", environment=environ)
+        assert job.returncode == 0, job.report()
+        assert job.outputs == [""] * size, job.report()
+        return Timeline(path)
+
+
+@pytest.fixture(params=SIZES)
+def size(request: pytest.FixtureRequest) -> int:
+    return request.param
+
+
+# ---------------------------------------------------------------------------------------------
+# A training
+
+
+def test_every_rank_is_a_process_and_every_row_has_a_name(size: int):
+    timeline = trained(size)
+    assert sorted(timeline.processes) == list(range(1, size + 1))
+    for pid, name in timeline.processes.items():
+        assert re.fullmatch(rf"rank {pid - 1} \(.+\)", name)
+    tids = {event["tid"]: event["pid"] for event in timeline.events}
+    assert min(tids) >= 1
+    used = {(event["pid"], event["tid"]) for event in timeline.events}
+    assert len(used) == len(tids), "a tid belongs to one process only"
+    assert used == set(timeline.rows)
+    for rank in range(size):
+        names = [name for (pid, _), name in timeline.rows.items() if pid == rank + 1]
+        assert len(set(names)) == len(names)
+        assert {"caller", "engine", "negotiation"} <= set(names)
+
+
+def test_events_have_what_the_format_asks_for(size: int):
+    for event in trained(size).events:
+        assert isinstance(event["name"], str)
+        assert isinstance(event["pid"], int)
+        assert isinstance(event["tid"], int)
+        if event["ph"] != "M":
+            assert event["ts"] >= 0
+        if event["ph"] == "X":
+            assert event["dur"] >= 0
+        if event["ph"] in "be":
+            assert event["cat"]
+            assert event["id"]
+        assert event["ph"] in "MXbei"
+
+
+def gradients(timeline: Timeline, rank: int, stage: str) -> dict[str, list[Span]]:
+    """The spans of a stage by gradient. Parameters are broadcast under the same names first."""
+    begin = timeline.spans(rank, "HOOK")[0].begin
+    found: dict[str, list[Span]] = {}
+    for span in timeline.spans(rank, stage):
+        if span.begin >= begin and span.tensor in GRADIENTS:
+            found.setdefault(span.tensor, []).append(span)
+    return found
+
+
+def test_every_gradient_goes_through_every_stage_on_every_rank(size: int):
+    timeline = trained(size)
+    for rank in range(size):
+        for stage in ("HOOK", "VIEW", "SUBMIT", "NEGOTIATE_ALLREDUCE"):
+            counted = {name: len(spans) for name, spans in gradients(timeline, rank, stage).items()}
+            assert counted == dict.fromkeys(GRADIENTS, STEPS), stage
+        assert timeline.spans(rank, "PLAN")
+        for stage in ("ALLREDUCE", "PACK", "REDUCE", "UNPACK", "COMPLETE"):
+            shown = " ".join(span.tensor for span in timeline.spans(rank, stage))
+            assert f"{2 * LAYERS - 2}." in shown, (stage, shown)
+
+
+def test_other_collectives_are_shown_like_gradients(size: int):
+    timeline = trained(size)
+    for rank in range(size):
+        for other in ("BROADCAST", "ALLGATHER"):
+            assert timeline.spans(rank, other)
+            assert timeline.spans(rank, f"NEGOTIATE_{other}")
+        assert timeline.tensors(rank, "NEGOTIATE_BROADCAST")["0.weight"] == 1
+        assert timeline.tensors(rank, "SUBMIT")[ROWS] == 1
+
+
+def test_stages_say_how_many_bytes_they_move(size: int):
+    timeline = trained(size)
+    for rank in range(size):
+        for stage in ("VIEW", "SUBMIT", "NEGOTIATE_ALLREDUCE"):
+            for name, spans in gradients(timeline, rank, stage).items():
+                expected = 4 * WIDTH * (WIDTH if name.endswith("weight") else 1)
+                assert {span.bytes for span in spans} == {expected}, (stage, name)
+        total = sum(span.bytes for span in timeline.spans(rank, "ALLREDUCE"))
+        assert total == STEPS * LAYERS * 4 * (WIDTH * WIDTH + WIDTH)
+        mine = [s.bytes for s in timeline.spans(rank, "NEGOTIATE_ALLGATHER") if s.tensor == ROWS]
+        assert mine == [8 * (rank + 1)]
+
+
+def test_the_stages_of_a_gradient_follow_one_another(size: int):
+    timeline = trained(size)
+    for rank in range(size):
+        stages = ("HOOK", "VIEW", "SUBMIT", "NEGOTIATE_ALLREDUCE")
+        found = [gradients(timeline, rank, stage) for stage in stages]
+        for name in GRADIENTS:
+            for step in range(STEPS):
+                hook, view, submit, negotiation = (spans[name][step] for spans in found)
+                assert hook.covers(view)
+                assert hook.covers(submit)
+                assert view.end <= submit.begin <= negotiation.begin <= negotiation.end
+                assert {hook.row, view.row, submit.row} == {hook.row}
+                assert negotiation.row == "negotiation"
+
+
+def test_the_engines_stages_lie_inside_their_batch(size: int):
+    timeline = trained(size)
+    for rank in range(size):
+        engine = [span for span in timeline.spans(rank) if span.row == "engine"]
+        batches = [span for span in engine if span.name in ("ALLREDUCE", "BROADCAST", "ALLGATHER")]
+        assert {span.name for span in engine} == {
+            *("PLAN", "ALLREDUCE", "BROADCAST", "ALLGATHER", "PACK", "REDUCE", "UNPACK"),
+            "COMPLETE",
+        }
+        for span in engine:
+            if span.name in ("PACK", "REDUCE", "UNPACK"):
+                assert any(batch.covers(span) for batch in batches), span
+        for earlier, later in itertools.pairwise(batches):
+            assert earlier.end <= later.begin
+
+
+def test_all_ranks_are_on_one_clock(size: int):
+    """An allreduce ends nowhere before it has begun everywhere."""
+    timeline = trained(size)
+    batches = [timeline.spans(rank, "ALLREDUCE") for rank in range(size)]
+    assert len({tuple(span.tensor for span in each) for each in batches}) == 1
+    for same in zip(*batches, strict=True):
+        for one in same:
+            assert all(one.overlaps(other) for other in same), same
+    # What comes before it on one rank cannot end after what comes after it on another.
+    first, last = (timeline.spans(0, "ALLREDUCE")[at] for at in (0, -1))
+    for rank in range(size):
+        mine = timeline.spans(rank, "ALLREDUCE")
+        assert mine[0].overlaps(first)
+        assert mine[-1].overlaps(last)
+        assert mine[0].end < last.begin
+
+
+def test_gradients_travel_while_backward_still_runs(size: int):
+    """Some batch of a step is reduced before the step's last gradient is there."""
+    timeline = trained(size)
+    for rank in range(size):
+        hooks = timeline.spans(rank, "HOOK")
+        steps = [hooks[at : at + 2 * LAYERS] for at in range(0, len(hooks), 2 * LAYERS)]
+        assert len(steps) == STEPS
+        batches = timeline.spans(rank, "ALLREDUCE")
+        overlapping = [
+            step
+            for step in steps
+            if any(step[0].begin < batch.begin < step[-1].begin for batch in batches)
+        ]
+        assert len(overlapping) >= STEPS // 2, f"rank {rank}: in {len(overlapping)} steps only"
+
+
+def test_cycles_are_marked_when_asked_for():
+    assert trained(2).marks() == []
+    marks = trained(2, HORORING_TIMELINE_MARK_CYCLES="1").marks()
+    assert {(mark["ph"], mark["s"], mark["pid"]) for mark in marks} == {
+        ("i", "g", 1),
+        ("i", "g", 2),
+    }
+    assert len(marks) >= 2 * STEPS
+
+
+# ---------------------------------------------------------------------------------------------
+# The job is killed
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_killed_job_leaves_a_whole_file(size: int, tmp_path: Path):
+    path = tmp_path / "timeline.json"
+    with LiveJob(RANKS, size, "work_on", HORORING_TIMELINE=str(path)) as job:
+        pids = [job.pid(rank) for rank in range(size)]
+        reduced = [f'"name":"REDUCE","ph":"X","pid":{rank + 1},' for rank in range(size)]
+        assert poll(lambda: path.exists() and all(map(path.read_text().__contains__, reduced)))
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        job.end()
+        assert job.files_left() == set()
+    timeline = Timeline(path)
+    for rank in range(size):
+        assert timeline.spans(rank, "REDUCE")
+        assert any(tensor.startswith("tensor ") for tensor in timeline.tensors(rank, "SUBMIT"))
+
+
+# ---------------------------------------------------------------------------------------------
+# At run time: cases run on every rank
+
+
+def paths(*names: str) -> list[Path]:
+    """Files in a new folder, the same on every rank."""
+    folder = tempfile.mkdtemp() if hvd.rank() == 0 else ""
+    return [Path(hvd.broadcast_object(folder, root_rank=0), name) for name in names]
+
+
+def reduce(name: str) -> None:
+    assert hvd.allreduce(np.ones(4), name=name, op=hvd.Sum)[0] == hvd.size()
+
+
+def seen(path: Path) -> list[set[str]]:
+    """What each rank has submitted, as the file tells."""
+    timeline = Timeline(path)
+    return [
+        {tensor for tensor in timeline.tensors(rank, "SUBMIT") if tensor.startswith("t ")}
+        for rank in range(hvd.size())
+    ]
+
+
+def case_before_init_there_is_no_timeline() -> None:
+    for call in (lambda: hvd.start_timeline("/nowhere/t.json"), hvd.stop_timeline):
+        with pytest.raises(ValueError, match="has not been initialized"):
+            call()
+    hvd.init()
+
+
+def case_a_timeline_holds_what_is_between_start_and_stop() -> None:
+    (path,) = paths("t.json")
+    reduce("t before")
+    hvd.start_timeline(path)  # on all ranks; that of rank 0 counts
+    hvd.barrier()
+    for name in ("t one", "t two"):
+        reduce(name)
+    hvd.barrier()
+    hvd.stop_timeline()
+    if hvd.rank() == 0:
+        # Complete as soon as it returns.
+        assert seen(path) == [{"t one", "t two"}] * hvd.size()
+        assert Timeline(path).marks() == []
+    hvd.stop_timeline()  # nothing to do
+    hvd.barrier()
+    reduce("t after")
+    if hvd.rank() == 0:
+        assert seen(path) == [{"t one", "t two"}] * hvd.size()
+
+
+def case_start_while_started_goes_on_in_the_new_file() -> None:
+    first, second = paths("first.json", "second.json")
+    if hvd.rank() == 0:
+        hvd.start_timeline(str(first))
+    hvd.barrier()
+    reduce("t first")
+    hvd.barrier()
+    if hvd.rank() == 0:
+        hvd.start_timeline(str(second), mark_cycles=True)
+        assert seen(first) == [{"t first"}] * hvd.size()
+    hvd.barrier()
+    reduce("t second")
+    hvd.barrier()
+    if hvd.rank() == 0:
+        hvd.stop_timeline()
+        assert seen(second) == [{"t second"}] * hvd.size()
+        assert Timeline(first).marks() == []
+        assert Timeline(second).marks() != []
+
+
+def case_start_with_the_path_in_use_is_ignored() -> None:
+    (path,) = paths("t.json")
+    hvd.start_timeline(path)
+    hvd.barrier()
+    reduce("t first")
+    hvd.barrier()
+    hvd.start_timeline(path)
+    hvd.barrier()
+    reduce("t second")
+    hvd.barrier()
+    hvd.stop_timeline()
+    if hvd.rank() == 0:
+        assert seen(path) == [{"t first", "t second"}] * hvd.size()
+
+
+def case_an_earlier_file_is_begun_anew() -> None:
+    (path,) = paths("t.json")
+    for name in ("t long ago", "t now"):
+        hvd.start_timeline(path)
+        hvd.barrier()
+        reduce(name)
+        hvd.barrier()
+        hvd.stop_timeline()
+        hvd.barrier()
+    if hvd.rank() == 0:
+        assert seen(path) == [{"t now"}] * hvd.size()
+
+
+def case_a_path_that_cannot_be_written_is_an_error_on_rank_0() -> None:
+    missing, good = paths("no/such/folder/t.json", "good.json")
+    if hvd.rank() == 0:
+        with pytest.raises(ValueError, match=r"cannot write the timeline '.*no/such/folder"):
+            hvd.start_timeline(missing)
+        with pytest.raises(ValueError, match="cannot write the timeline"):
+            hvd.start_timeline(missing.parents[2])  # a folder
+    else:
+        hvd.start_timeline(missing)
+    hvd.barrier()
+    assert not missing.exists()
+    hvd.stop_timeline()
+    hvd.start_timeline(good)
+    hvd.barrier()
+    reduce("t good")
+    hvd.barrier()
+    hvd.stop_timeline()
+    if hvd.rank() == 0:
+        assert seen(good) == [{"t good"}] * hvd.size()
+
+
+def case_several_threads_have_rows_of_their_own_and_a_strange_name_is_kept() -> None:
+    (path,) = paths("t.json")
+    hvd.start_timeline(path)
+    hvd.barrier()
+    strange = 't "quoted" \\ \t </script> größer 数'
+
+    def play(number: int) -> None:
+        for step in range(20):
+            reduce(f"t {number}.{step}")
+
+    threads = [threading.Thread(target=play, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    reduce(strange)
+    hvd.barrier()
+    hvd.stop_timeline()
+    if hvd.rank() == 0:
+        names = {f"t {number}.{step}" for number in range(4) for step in range(20)}
+        assert seen(path) == [names | {strange}] * hvd.size()
+        timeline = Timeline(path)
+        for rank in range(hvd.size()):
+            rows: dict[str, list[Span]] = {}
+            for span in timeline.spans(rank, "SUBMIT"):
+                rows.setdefault(span.row, []).append(span)
+            for row in rows.values():
+                for earlier, later in itertools.pairwise(row):
+                    assert earlier.end <= later.begin or earlier.covers(later)
+
+
+def case_a_timeline_may_be_running_at_shutdown() -> None:
+    (path,) = paths("t.json")
+    hvd.start_timeline(path)
+    hvd.barrier()
+    reduce("t last")
+    hvd.barrier()
+    hvd.shutdown()
+    hvd.init()
+    if hvd.rank() == 0:
+        assert seen(path) == [{"t last"}] * hvd.size()
+    hvd.barrier()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("case", mpirun.case_names(globals()))
+def test_at_run_time(case: str, ranks: int):
+    mpirun.cases_of(__file__, ranks).check(case)
