@@ -643,7 +643,7 @@ HORORING_EXPORT void hororing_mpi_describe(hororing::MpiInfo* info) {
   char text[MPI_MAX_LIBRARY_VERSION_STRING] = {};
   int bytes = 0, initialized = 0, finalized = 0;
   MPI_Get_library_version(text, &bytes);
-  info->library = std::string(text, static_cast<size_t>(bytes));
+  info->library = text;  // not by its length, in which Open MPI counts the zero
   info->library.erase(std::min(info->library.find('\n'), info->library.size()));
   MPI_Initialized(&initialized);
   MPI_Finalized(&finalized);

@@ -226,6 +226,7 @@ TEST(over_mpi_an_announced_failure_ends_every_wait_with_the_reason) {
 TEST(over_mpi_the_end) {
   MpiInfo info;
   CHECK_OK(DescribeMpi(HORORING_MPI_LIBRARY, &info));
+  CHECK(info.library.find('\0') == std::string::npos);
   CHECK(!info.library.empty());
   CHECK(info.initialized);
   CHECK_EQ(info.thread_level, std::string("multiple"));

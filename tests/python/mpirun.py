@@ -125,7 +125,7 @@ def _text(path: Path) -> str:
     return path.read_text(errors="replace") if path.exists() else ""
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def cases_of(file: str, size: int) -> Job:
     """Run the cases of a test file, once."""
     return run(file, size, script=False, timeout_s=110)

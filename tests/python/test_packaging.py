@@ -69,7 +69,7 @@ def test_declarations_have_no_preprocessor_and_no_braces_of_cplusplus():
     text = core_ffi.declarations((ROOT / "csrc/capi/hororing.h").read_text())
     assert "#" not in text
     assert "extern" not in text
-    assert "int hr_init(const hr_config *config);" in text
+    assert "int hr_init(const hr_config* config);" in text
 
 
 def test_a_wrapper_of_the_wheel_is_recognised(tmp_path: Path):

@@ -217,17 +217,19 @@ def case_views_of_all_kinds() -> None:
 
 def case_tensors_with_a_pending_negation() -> None:
     rank, size = hvd.rank(), hvd.size()
-    numbers = torch.complex(torch.arange(4.0), torch.arange(4.0) + rank)
-    negated = numbers.conj().imag
-    assert negated.is_neg()
-    values = (-torch.arange(4.0)).tolist()
-    total = [size * value - sum(range(size)) for value in values]
-    assert hvd.allreduce(negated, op=hvd.Sum).tolist() == total
-    assert hvd.allgather(negated)[:4].tolist() == values
-    assert hvd.broadcast(negated, 0).tolist() == values
-    assert hvd.allreduce_(negated, op=hvd.Sum).tolist() == total
-    assert numbers.imag.tolist() == [-value for value in total]
-    assert numbers.real.tolist() == [0, 1, 2, 3]
+    for count in (1, 4):  # a single element is contiguous as well
+        numbers = torch.complex(torch.arange(count) + 2.0, torch.arange(count) + 1.0 + rank)
+        negated = numbers.conj().imag
+        assert negated.is_neg()
+        assert negated.is_contiguous() == (count == 1)
+        firsts = [-1.0 - i for i in range(count)]  # what rank 0 passes
+        total = [size * value - sum(range(size)) for value in firsts]
+        assert hvd.allreduce(negated, op=hvd.Sum).tolist() == total
+        assert hvd.allgather(negated)[:count].tolist() == firsts
+        assert hvd.broadcast(negated, 0).tolist() == firsts
+        assert hvd.allreduce_(negated, op=hvd.Sum).tolist() == total
+        assert numbers.imag.tolist() == [-value for value in total]
+        assert numbers.real.tolist() == [i + 2 for i in range(count)]
 
 
 def case_expanded_tensors() -> None:
@@ -415,13 +417,14 @@ def case_gradients_of_allgather() -> None:
     leaf = torch.ones(2, 3, dtype=torch.float64, requires_grad=True)
     assert gradient(hvd.allgather(leaf), leaf) == [(size + 1) / 2]
     # Each row of the result has its own weight, and each rank its own number of rows.
-    leaf = torch.ones(2 * rank, 3, dtype=torch.float64, requires_grad=True)
-    result = hvd.allgather(leaf)
-    weights = torch.arange(len(result), dtype=torch.float64)[:, None]
-    (result * weights * (rank + 1)).sum().backward()
-    first = sum(2 * r for r in range(rank))
-    wanted = weights[first : first + 2 * rank].expand(-1, 3) * (size + 1) / 2
-    torch.testing.assert_close(leaf.grad, wanted, rtol=1e-14, atol=0)
+    for rows in ([r + 2 for r in range(size)], [2 * r for r in range(size)]):
+        leaf = torch.ones(rows[rank], 3, dtype=torch.float64, requires_grad=True)
+        result = hvd.allgather(leaf)
+        weights = torch.arange(len(result), dtype=torch.float64)[:, None]
+        (result * weights * (rank + 1)).sum().backward()
+        first = sum(rows[:rank])
+        wanted = weights[first : first + rows[rank]].expand(-1, 3) * (size + 1) / 2
+        torch.testing.assert_close(leaf.grad, wanted, rtol=1e-14, atol=0)
 
 
 def case_gradients_of_broadcast() -> None:
