@@ -65,8 +65,13 @@ format: $(VENV)/.dev  ## ruff and clang-format, in place
 	ruff format $(wildcard $(SOURCES))
 	git ls-files -co --exclude-standard '*.cc' '*.h' '*.inc' | xargs clang-format -i
 
-bench: build  ## allreduce against MPI_Allreduce and gloo on 2 ranks (minutes)
-	python benchmarks/allreduce.py
+bench: build  ## allreduce against MPI_Allreduce and gloo, and memory, on 2 and 4 ranks (minutes)
+	for ranks in 2 4; do \
+	  mpirun -np $$ranks python benchmarks/allreduce.py \
+	    --json benchmarks/results/allreduce-$$ranks.json && \
+	  mpirun -np $$ranks python benchmarks/memory.py || exit 1; \
+	done
+	python benchmarks/table.py benchmarks/results/allreduce-2.json benchmarks/results/allreduce-4.json
 
 docs: build  ## docs/configuration.md from the table of knobs
 	python -m hororing config --markdown > docs/configuration.md.new

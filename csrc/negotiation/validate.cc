@@ -7,6 +7,10 @@
 namespace hororing {
 namespace {
 
+std::string Counted(size_t count, const char* what) {
+  return std::to_string(count) + " " + what + (count == 1 ? "" : "s");
+}
+
 std::string NumberText(double value) {
   char text[32];
   std::snprintf(text, sizeof text, "%.17g", value);
@@ -36,11 +40,10 @@ std::vector<Check> ChecksOfTensor(const Request& first, size_t index) {
                     [index](const Request& r) { return std::string(Name(r.tensors[index].dtype)); },
                     "Every rank must pass the same data type; convert it before the call."});
   if (first.kind == Collective::kAllgather) {
-    checks.push_back({"numbers of dimensions" + which,
-                      [index](const Request& r) {
-                        return std::to_string(r.tensors[index].shape.size()) + " dimensions";
-                      },
-                      "Gathered tensors may differ in their first dimension only."});
+    checks.push_back(
+        {"numbers of dimensions" + which,
+         [index](const Request& r) { return Counted(r.tensors[index].shape.size(), "dimension"); },
+         "Gathered tensors may differ in their first dimension only."});
     checks.push_back({"trailing dimensions" + which,
                       [index](const Request& r) {
                         const std::vector<int64_t>& shape = r.tensors[index].shape;
@@ -123,10 +126,10 @@ Status Validate(const std::vector<const Request*>& requests) {
       requests, {"operations", [](const Request& r) { return std::string(Name(r.kind)); },
                  "A name stands for one operation; give different operations different names, "
                  "and call them in the same order on every rank where they have none."}));
-  HORORING_RETURN_IF_ERROR(Compare(
-      requests, {"numbers of tensors in the group",
-                 [](const Request& r) { return std::to_string(r.tensors.size()) + " tensors"; },
-                 "Every rank must pass the same group."}));
+  HORORING_RETURN_IF_ERROR(
+      Compare(requests, {"numbers of tensors in the group",
+                         [](const Request& r) { return Counted(r.tensors.size(), "tensor"); },
+                         "Every rank must pass the same group."}));
   for (size_t i = 0; i < first.tensors.size(); ++i) {
     for (const Check& check : ChecksOfTensor(first, i)) {
       HORORING_RETURN_IF_ERROR(Compare(requests, check));

@@ -38,6 +38,9 @@ def broadcast_parameters(
                 f"broadcast_parameters: '{name}' is not a tensor but {type(tensor).__name__}; "
                 "leave it out and send it with broadcast_object"
             )
+        # Before any is on its way.
+        verbs.adapter.check(tensor, f"broadcast_parameters of '{name}'")
+        verbs.adapter.check_writable(tensor, f"broadcast_parameters of '{name}'")
     counts = Counter(name for name, _ in named)
     twice = [name for name, count in counts.items() if count > 1]
     if twice:

@@ -152,7 +152,7 @@ GROUPED: list[tuple[str, tuple[Call, str], tuple[Call, str]]] = [
     (
         "numbers of tensors in the group",
         (lambda: hvd.grouped_allgather([ones(2)] * 2, name="n"), "2 tensors"),
-        (lambda: hvd.allgather(ones(2), name="n"), "1 tensors"),
+        (lambda: hvd.allgather(ones(2), name="n"), "1 tensor"),
     ),
     (
         "trailing dimensions of tensor 1 of the group",
@@ -183,7 +183,7 @@ OTHERS: list[tuple[str, tuple[Call, str], tuple[Call, str]]] = [
     ),
     (
         "numbers of dimensions",
-        (lambda: hvd.allgather(ones(2), name="n"), "1 dimensions"),
+        (lambda: hvd.allgather(ones(2), name="n"), "1 dimension"),
         (lambda: hvd.allgather(ones(2, 1), name="n"), "2 dimensions"),
     ),
     (
@@ -404,6 +404,7 @@ def _stall(signs: Signs, missing: list[int]) -> None:
     """Those that are missing come when the others have failed."""
     rank = hvd.rank()
     told: list[str] = []
+    hvd.barrier()
     if rank in missing:
         for peer in set(range(hvd.size())) - set(missing):
             signs.wait(f"failed.{peer}")
@@ -479,14 +480,13 @@ def test_a_rank_that_never_submits_is_named_and_fails_all(
         for text in told:
             assert re.search(wanted, text), text
             assert "stalled for more than 1 s" in text
-            assert "'forgotten'" in text
+            # The other one may be a moment younger than the limit.
             assert "allreduce 'forgotten'" in text
-            assert "broadcast 'also forgotten'" in text
-    (warning,) = [line for line in job.outputs[0].splitlines() if "waiting for up to" in line][:1]
-    assert "WARNING" in warning
-    assert "[rank 0]" in warning
-    assert "allreduce 'forgotten'" in warning
-    assert re.search(wanted, warning), warning
+    warnings = [line for line in job.outputs[0].splitlines() if "waiting for up to" in line]
+    assert all("WARNING" in line and "[rank 0]" in line for line in warnings)
+    assert any("allreduce 'forgotten'" in line and re.search(wanted, line) for line in warnings), (
+        job.report()
+    )
 
 
 def _pattern(ranks: list[int]) -> str:
