@@ -295,6 +295,7 @@ def spawn() -> None:
     import multiprocessing
 
     begin()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # which the pool ends its workers with
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         text = pool.apply(init_in_a_worker)
     assert "called in a worker process of multiprocessing" in text, text
@@ -308,6 +309,48 @@ def init_in_a_worker() -> str:
     except ValueError as error:
         return str(error)
     return "no error"
+
+
+class Squares:
+    """A data set; its items are made in worker processes."""
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, index: int) -> float:
+        assert not hvd.is_initialized()
+        return float(index * index)
+
+
+def train_with_workers() -> None:
+    """DataLoader workers, forked or spawned, beside gradients in flight; two epochs."""
+    import torch
+
+    import hororing.torch as hvd_torch
+
+    begin()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    data = Squares()
+    sampler = torch.utils.data.DistributedSampler(
+        data, num_replicas=hvd_torch.size(), rank=hvd_torch.rank(), shuffle=False
+    )
+    loader = torch.utils.data.DataLoader(
+        data, batch_size=4, sampler=sampler, num_workers=2, multiprocessing_context=sys.argv[2]
+    )
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    optimizer = hvd_torch.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    hvd_torch.broadcast_parameters(model.state_dict(), root_rank=0)
+    seen = 0.0
+    for _ in range(2):
+        for batch in loader:
+            optimizer.zero_grad()
+            model(batch.float()[:, None]).mean().backward()
+            optimizer.step()
+            seen += float(batch.sum())
+    total = hvd_torch.allreduce(torch.tensor(seen, dtype=torch.float64), op=hvd_torch.Sum)
+    assert total == 2 * sum(index * index for index in range(48))
+    say("fine")
 
 
 if __name__ == "__main__":
