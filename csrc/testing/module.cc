@@ -101,6 +101,18 @@ std::vector<std::vector<Tensor>> PlayWorld(const std::vector<std::vector<Tensor>
   return results;
 }
 
+// As Python wants it: strings would be taken for UTF-8.
+std::vector<std::vector<std::pair<std::string, py::bytes>>> PlayWorldInBytes(
+    const std::vector<std::vector<Tensor>>& submissions, const ReduceSpec& spec,
+    int64_t fusion_bytes, int cache_capacity, int steps) {
+  std::vector<std::vector<std::pair<std::string, py::bytes>>> results;
+  for (const auto& mine : PlayWorld(submissions, spec, fusion_bytes, cache_capacity, steps)) {
+    results.emplace_back();
+    for (const auto& [name, bytes] : mine) results.back().emplace_back(name, py::bytes(bytes));
+  }
+  return results;
+}
+
 }  // namespace
 }  // namespace hororing
 
@@ -114,7 +126,7 @@ PYBIND11_MODULE(_testing, module) {
   module.def("reduce", &ReduceBytes, py::arg("spec"), py::arg("sources"));
   module.def("set_kernels", [](const std::string& name) { return SetKernels(name.c_str()); });
   module.def("kernels_in_use", [] { return std::string(KernelsInUse()); });
-  module.def("play_world", &PlayWorld, py::arg("submissions"), py::arg("spec"),
+  module.def("play_world", &PlayWorldInBytes, py::arg("submissions"), py::arg("spec"),
              py::arg("fusion_bytes"), py::arg("cache_capacity"), py::arg("steps") = 1);
 
   module.def("plan_fusion", [](const std::vector<std::pair<int, int64_t>>& items, int64_t fusion) {

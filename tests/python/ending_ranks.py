@@ -335,7 +335,12 @@ def train_with_workers() -> None:
         data, num_replicas=hvd_torch.size(), rank=hvd_torch.rank(), shuffle=False
     )
     loader = torch.utils.data.DataLoader(
-        data, batch_size=4, sampler=sampler, num_workers=2, multiprocessing_context=sys.argv[2]
+        data,
+        batch_size=4,
+        sampler=sampler,
+        num_workers=2,
+        multiprocessing_context=sys.argv[2],
+        persistent_workers=sys.argv[2] == "spawn",  # they take long to start
     )
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)

@@ -325,6 +325,7 @@ def case_init_and_shutdown_may_follow_one_another() -> None:
 
 def case_what_is_in_flight_at_shutdown_ends_as_well() -> None:
     handle = hvd.allreduce_async(np.ones(1000), name=f"only on rank {hvd.rank()}")
+    hvd.barrier()
     hvd.shutdown()
     with pytest.raises((errors.ShutDownError, errors.NotInitializedError)):
         hvd.synchronize(handle)

@@ -8,7 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import mpirun
 import pytest
+from timeline_ranks import LAYERS, STEPS
 from timeline_viewer import Model, ViewerMissingError, open_timeline
 
 
@@ -158,3 +160,30 @@ def test_timeline_of_a_real_job_opens_without_warnings(tmp_path: Path) -> None:
     for row in model.processes[1].rows.values():
         negotiations.update(row.async_slices)
     assert negotiations == {"NEGOTIATE_ALLREDUCE": 3, "NEGOTIATE_BROADCAST": 1}
+
+
+def test_timeline_of_two_ranks_that_train_opens_without_warnings(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    path = tmp_path / "timeline.json"
+    ranks = Path(__file__).with_name("timeline_ranks.py")
+    environment = {"HORORING_TIMELINE": str(path), "HORORING_TIMELINE_MARK_CYCLES": "1"}
+    job = mpirun.run(ranks, 2, "train", environment=environment)
+    assert job.returncode == 0, job.report()
+    model = open_or_skip(path)
+    assert model.warnings == []
+    assert list(model.processes) == [1, 2]
+    assert model.instants["CYCLE_START"] >= 2 * STEPS
+    gradients = 2 * LAYERS * STEPS
+    for rank in range(2):
+        process = model.processes[rank + 1]
+        assert process.name is not None
+        assert process.name.startswith(f"rank {rank} (")
+        assert process.sort_index == rank
+        rows = {row.name: row for row in process.rows.values()}
+        hooks = sum(row.slices.get("HOOK", 0) for row in rows.values())
+        assert hooks == gradients
+        assert {"PLAN", "ALLREDUCE", "PACK", "REDUCE", "UNPACK", "COMPLETE"} <= set(
+            rows["engine"].slices
+        )
+        assert rows["engine"].deepest >= 1  # PACK, REDUCE and UNPACK inside ALLREDUCE
+        assert rows["negotiation"].async_slices["NEGOTIATE_ALLREDUCE"] == gradients
