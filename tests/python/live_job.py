@@ -157,6 +157,12 @@ class LiveJob:
         poll(lambda: not left(), 5)
         return left()
 
+    def remove_files_of_mpi(self) -> None:
+        """After a job whose mpirun could not do it."""
+        for name in _unmapped(set(os.listdir(SHM)) - self._shm_before):
+            if name.startswith("sm_segment."):
+                (SHM / name).unlink(missing_ok=True)
+
     def report(self) -> str:
         """Everything there is to know about a failure."""
         launcher = (self.out / "launcher.out").read_text(errors="replace")

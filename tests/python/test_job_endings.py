@@ -133,6 +133,7 @@ def test_ranks_end_by_themselves_when_mpirun_is_killed(doing: str):
         job.end()
         # What mpirun itself would have removed is not ours.
         assert job.files_left("hororing.") == set()
+        job.remove_files_of_mpi()
 
 
 # ---------------------------------------------------------------------------------------------
