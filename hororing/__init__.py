@@ -14,10 +14,15 @@ try:
     from hororing._core import ffi as _ffi
     from hororing._core import lib as _lib
 except ImportError as error:  # a source tree that was not built, or a damaged installation
-    raise ImportError(
-        f"hororing's core cannot be loaded ({error}); build it with: pip install ."
-        " (in a source tree: pip install -e .)"
-    ) from error
+    from pathlib import Path as _Path
+
+    _remedy = "install it again: pip install ."
+    if (_Path(__file__).parents[1] / "CMakeLists.txt").exists():
+        _remedy = (
+            "this is the source folder, which hides an installed hororing: run from another "
+            "folder, or build in place with pip install -e ."
+        )
+    raise ImportError(f"hororing's core cannot be loaded ({error}); {_remedy}") from error
 
 __version__: str = _ffi.string(_lib.hr_version()).decode()
 

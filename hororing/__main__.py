@@ -16,9 +16,9 @@ from hororing.launch import Launch
 
 # Package, how to get it, and whether its adapter is part of this version.
 _FRAMEWORKS = (
-    ("torch", "pip install 'hororing[torch]'", True),
-    ("tensorflow", "pip install 'hororing[tensorflow]'", False),
-    ("keras", "pip install 'hororing[keras]'", False),
+    ("torch", "pip install torch", True),
+    ("tensorflow", "", False),
+    ("keras", "", False),
 )
 
 _SHARED_MEMORY = "/dev/shm"
@@ -47,7 +47,7 @@ def info() -> int:
         ("allreduce", result),
     ]
     if not works:
-        missing.append("one-process allreduce: see the error above; please report it")
+        missing.append(f"one-process allreduce: {result.removeprefix('FAILED: ')}")
     width = max(len(name) for name, _ in lines)
     for name, value in lines:
         print(f"{name.ljust(width)}  {value}")
@@ -131,7 +131,8 @@ def _frameworks(missing: list[str]) -> list[tuple[str, str]]:
             version = metadata.version(name if name != "tensorflow" else _tensorflow())
         except metadata.PackageNotFoundError:
             version = "not installed"
-            missing.append(f"{name}: {way}")
+            if way:
+                missing.append(f"{name}: {way}")
         lines.append((name, version if has_adapter else f"{version} (no adapter for it yet)"))
     return lines
 

@@ -14,6 +14,7 @@ Callable from any thread. Only `wait` blocks, in slices, so that Ctrl-C is answe
 from __future__ import annotations
 
 import itertools
+import operator
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -99,6 +100,26 @@ def check_op(op: int) -> int:
         raise ValueError("op=Adasum is not available; use op=Average or op=Sum")
     known = ", ".join(f"{name} ({number})" for number, name in _OP_NAMES.items())
     raise ValueError(f"there is no reduce operation {op!r}; use one of {known}")
+
+
+def check_root(root_rank: int, verb: str) -> int:
+    """Return `root_rank` if it is an integer."""
+    try:
+        return operator.index(root_rank)
+    except TypeError:
+        raise TypeError(
+            f"{verb}: root_rank must be an int, not {type(root_rank).__name__} ({root_rank!r})"
+        ) from None
+
+
+def check_factors(prescale: float, postscale: float, verb: str) -> tuple[float, float]:
+    """Return the factors if they are numbers."""
+    for name, factor in (("prescale_factor", prescale), ("postscale_factor", postscale)):
+        if isinstance(factor, str) or not hasattr(factor, "__float__"):
+            raise TypeError(
+                f"{verb}: {name} must be a number, not {type(factor).__name__} ({factor!r})"
+            )
+    return float(prescale), float(postscale)
 
 
 def op_name(op: int) -> str:

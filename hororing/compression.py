@@ -36,3 +36,14 @@ class NoneCompressor(Compressor):
     def decompress(tensor: Any, ctx: Any) -> Any:
         """Return `tensor` itself."""
         return tensor
+
+
+def check_compression(compression: object) -> None:
+    """Raise TypeError unless `compression` can be used as a compressor."""
+    if not callable(getattr(compression, "compress", None)) or not callable(
+        getattr(compression, "decompress", None)
+    ):
+        raise TypeError(
+            f"compression={compression!r} is not a compressor; use one of Compression, such as "
+            "hvd.Compression.fp16, or a class derived from Compressor"
+        )

@@ -156,7 +156,8 @@ class Knob:
     default: Any
     help: str
     unit: str = ""
-    shared: bool = False  # every rank must hold the same value; compared at init
+    # Whose value counts: "all" must be equal, which init compares; "rank 0"; or "each" its own.
+    scope: str = "each"
     aliases: tuple[Alias, ...] = field(default=())
 
     @property
@@ -191,7 +192,7 @@ KNOBS: tuple[Knob, ...] = (
         64 * 2**20,
         "most bytes of tensors that are reduced together; 0: each by itself",
         unit="bytes",
-        shared=True,
+        scope="all",
         aliases=(
             Alias(
                 "HOROVOD_FUSION_THRESHOLD", _horovod_fusion, "a whole number of bytes up to 2^40"
@@ -205,7 +206,7 @@ KNOBS: tuple[Knob, ...] = (
         "longest that a burst of tensors is held back to be reduced together; a lone tensor is "
         "never held back",
         unit="ms",
-        shared=True,
+        scope="all",
         aliases=(_same("HOROVOD_CYCLE_TIME", number(0, 1e4)),),
     ),
     Knob(
@@ -213,7 +214,7 @@ KNOBS: tuple[Knob, ...] = (
         _COUNT,
         1024,
         "tensors whose negotiation is remembered; 0: none",
-        shared=True,
+        scope="all",
         aliases=(_same("HOROVOD_CACHE_CAPACITY", _COUNT),),
     ),
     Knob(
@@ -222,21 +223,21 @@ KNOBS: tuple[Knob, ...] = (
         False,
         "the same bits in every run, whatever arrives when (sums in rank order); costs some speed "
         "over a network",
-        shared=True,
+        scope="all",
     ),
     Knob(
         "TRANSPORT",
         choice("auto", "shm", "mpi"),
         "auto",
         "how bytes travel; auto: shared memory where all ranks are on one host, else MPI",
-        shared=True,
+        scope="all",
     ),
     Knob(
         "BACKEND",
         choice("auto", "host", "shm_direct"),
         "auto",
         "how batches are reduced; auto: shm_direct where the transport is shared memory",
-        shared=True,
+        scope="all",
     ),
     Knob(
         "STALL_WARNING_S",
@@ -244,6 +245,7 @@ KNOBS: tuple[Knob, ...] = (
         60.0,
         "a tensor that waits this long for some ranks is logged, with their numbers; 0: never",
         unit="s",
+        scope="rank 0",
         aliases=(
             Alias(
                 "HOROVOD_STALL_CHECK_DISABLE",
@@ -260,6 +262,7 @@ KNOBS: tuple[Knob, ...] = (
         0.0,
         "a tensor that waits this long for some ranks ends the job with StalledError; 0: never",
         unit="s",
+        scope="rank 0",
         aliases=(_same("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", _SECONDS),),
     ),
     Knob(
@@ -309,6 +312,7 @@ KNOBS: tuple[Knob, ...] = (
         PATH,
         None,
         "file for the timeline of all ranks, written by rank 0; unset: none until start_timeline()",
+        scope="rank 0",
         aliases=(
             Alias(
                 "HOROVOD_TIMELINE",
@@ -323,6 +327,7 @@ KNOBS: tuple[Knob, ...] = (
         BOOL,
         False,
         "CYCLE_START events in the timeline",
+        scope="rank 0",
         aliases=(_same("HOROVOD_TIMELINE_MARK_CYCLES", BOOL),),
     ),
 )
@@ -374,7 +379,7 @@ class Config(Mapping[str, Any]):
     def fingerprint(self) -> str:
         """Lines "variable=value" of what all ranks must share."""
         return "\n".join(
-            f"{knob.variable}={knob.show(self[knob.name])}" for knob in KNOBS if knob.shared
+            f"{knob.variable}={knob.show(self[knob.name])}" for knob in KNOBS if knob.scope == "all"
         )
 
 
@@ -451,16 +456,16 @@ def markdown() -> str:
         "Everything is an environment variable. A value that is not understood and an unknown",
         f"`{PREFIX}*` variable are errors at `init()`. An empty variable counts as not set.",
         "Horovod's name is accepted where ours is not set. Variables marked *all* must be the same",
-        "on every rank, which `init()` checks; with several hosts, `mpirun -x NAME` sends them.",
+        "on every rank, which `init()` checks; of those marked *rank 0*, that rank's value counts.",
+        "With several hosts, `mpirun -x NAME` sends a variable to all ranks.",
         "",
         "| variable | default | unit | ranks | meaning |",
         "|---|---|---|---|---|",
     ]
     for knob in KNOBS:
         default = f"`{knob.show(knob.default)}`" if knob.default is not None else "unset"
-        ranks = "all" if knob.shared else "each"
         lines.append(
-            f"| `{knob.variable}` | {default} | {knob.unit} | {ranks} | {knob.help}. "
+            f"| `{knob.variable}` | {default} | {knob.unit} | {knob.scope} | {knob.help}. "
             f"Accepts {knob.form.accepted}. |"
         )
     lines += ["", "| Horovod's name | ours | |", "|---|---|---|"]

@@ -13,6 +13,17 @@ import numpy as np
 
 from hororing import collectives
 from hororing.collectives import Average, Max, Min, Product, Sum
+from hororing.errors import (
+    DuplicateNameError,
+    HororingInternalError,
+    HorovodInternalError,
+    MismatchError,
+    NotInitializedError,
+    PeerLostError,
+    ShutDownError,
+    StalledError,
+    TransportError,
+)
 from hororing.objects import allgather_object, broadcast_object
 from hororing.runtime import (
     cross_rank,
@@ -46,6 +57,8 @@ class NumpyAdapter:
                 f"{verb} of hororing.numpy takes NumPy arrays, not {type(tensor).__name__}; "
                 "use numpy.asarray(...)"
             )
+        if isinstance(tensor, np.ma.MaskedArray):
+            raise ValueError(f"{verb}: masked arrays are not supported; use array.filled(...)")
         if tensor.dtype.name not in collectives.DTYPES or not tensor.dtype.isnative:
             raise ValueError(
                 f"{verb}: arrays of {tensor.dtype.newbyteorder('=')!s}"
@@ -109,10 +122,19 @@ grouped_allgather_async = _verbs.grouped_allgather_async
 
 __all__ = [
     "Average",
+    "DuplicateNameError",
+    "HororingInternalError",
+    "HorovodInternalError",
     "Max",
     "Min",
+    "MismatchError",
+    "NotInitializedError",
+    "PeerLostError",
     "Product",
+    "ShutDownError",
+    "StalledError",
     "Sum",
+    "TransportError",
     "allgather",
     "allgather_async",
     "allgather_object",

@@ -28,6 +28,7 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> A
     ValueError : on the other ranks, when the root's object cannot be pickled; the root itself
         raises what pickle raised.
     """
+    root_rank = collectives.check_root(root_rank, "broadcast_object")
     name = collectives.default_name("broadcast_object") if name is None else name
     is_root = runtime.rank() == root_rank
     payload, failure = _dump(obj) if is_root else (bytearray(), None)

@@ -161,7 +161,6 @@ def start(started_by: Launch, comm: Any = None) -> None:
         _process.topology = _read_topology()
         _process.timeline = _absolute(settings["TIMELINE"] or "")
         _log.set_rank(_process.topology.rank)
-        logger.debug("running as rank %d of %d", _process.topology.rank, _process.topology.size)
         for callback in _process.at_init:
             callback()
 
@@ -298,7 +297,7 @@ def _abort(kind: type[BaseException], value: BaseException) -> None:
         return
     _process.broken = True
     try:
-        reason = f"{kind.__name__}: {value}"
+        reason = f"{kind.__name__}: {value}".removesuffix(": ")
     except Exception:  # a broken __str__ must not hide the exception itself
         reason = kind.__name__
     lib.hr_abort(reason.encode("utf-8", "replace"))

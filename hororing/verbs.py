@@ -14,7 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from hororing import collectives
 from hororing.collectives import View
-from hororing.compression import Compressor, NoneCompressor
+from hororing.compression import Compressor, NoneCompressor, check_compression
 
 T = TypeVar("T")
 
@@ -84,6 +84,7 @@ class Verbs(Generic[T]):
             truncated toward zero; bool has no average.
         prescale_factor, postscale_factor : applied to every rank's tensor, and to the result.
         """
+        check_compression(compression)
         compressed, context = compression.compress(tensor)
         chosen = collectives.choose_op(op, average)
         handle = self.reduce_async(
@@ -158,6 +159,7 @@ class Verbs(Generic[T]):
 
         Data types and shapes may differ within the group. Returns a list.
         """
+        check_compression(compression)
         packed = [compression.compress(tensor) for tensor in tensors]
         chosen = collectives.choose_op(op, average)
         handle = self.reduce_async(
@@ -237,6 +239,7 @@ class Verbs(Generic[T]):
         `wait_follows` as for `collectives.submit`.
         """
         adapter = self.adapter
+        prescale, postscale = collectives.check_factors(prescale, postscale, verb)
         targets = self._checked(tensors, verb, writable=in_place)
         sources = [adapter.dense(tensor) for tensor in targets]
         # A tensor that had to be copied is reduced inside its copy: nobody else sees that.
@@ -292,6 +295,7 @@ class Verbs(Generic[T]):
         in_place: bool,
         wait_follows: bool = False,
     ) -> int:
+        root_rank = collectives.check_root(root_rank, "broadcast")
         targets = self._checked([tensor], "broadcast", writable=in_place)
         sources = [self.adapter.dense(target) for target in targets]
         outputs = (

@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <cmath>
+#include <cstdio>
 #include <cstring>
 #include <string>
 
@@ -101,6 +102,12 @@ DataType PartialType(const ReduceSpec& spec) {
   return IsShortFloat(spec.dtype) ? DataType::kFloat32 : spec.dtype;
 }
 
+std::string Text(double factor) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%g", factor);
+  return text;
+}
+
 }  // namespace
 
 Status Check(const ReduceSpec& spec) {
@@ -123,10 +130,9 @@ Status Check(const ReduceSpec& spec) {
                     "there is no reduce op number " + std::to_string(static_cast<int>(spec.op)));
   }
   if (!std::isfinite(spec.prescale) || !std::isfinite(spec.postscale)) {
-    return Status(Code::kInvalidArgument, what +
-                                              ": the scale factors must be finite, not prescale " +
-                                              std::to_string(spec.prescale) + " and postscale " +
-                                              std::to_string(spec.postscale));
+    return Status(Code::kInvalidArgument,
+                  what + ": the scale factors must be finite, not prescale " + Text(spec.prescale) +
+                      " and postscale " + Text(spec.postscale));
   }
   if (spec.dtype == DataType::kBool) {
     if (spec.op == ReduceOp::kAverage) {

@@ -10,6 +10,7 @@
 
 #include "backend/factory.h"
 #include "base/log.h"
+#include "base/reduce.h"
 #include "engine/handshake.h"
 #include "engine/loop.h"
 
@@ -18,6 +19,17 @@ namespace {
 
 // How long ranks wait for one another when they all stop.
 constexpr TimeNs kCloseTime = 5 * kSecond;
+// What steps of the start with time limits of their own, which know more, get beyond it.
+constexpr TimeNs kStartGrace = 2 * kSecond;
+
+// "shm_direct, host"
+std::string Names(const std::vector<std::unique_ptr<Backend>>& backends) {
+  std::string names;
+  for (const std::unique_ptr<Backend>& backend : backends) {
+    names += (names.empty() ? "" : ", ") + std::string(backend->name());
+  }
+  return names;
+}
 
 void BindToCpu(int cpu) {
   if (cpu < 0) return;
@@ -46,7 +58,21 @@ Status Engine::Start(const EngineConfig& config, WorldMaker make_world,
   starting->thread_ =
       std::thread([raw, make_world = std::move(make_world)] { raw->ThreadMain(make_world); });
   std::unique_lock<std::mutex> lock(starting->mutex_);
-  starting->changed_.wait(lock, [&] { return starting->started_; });
+  const auto started = [&] { return starting->started_; };
+  if (config.timeout_ns == kForever) {
+    starting->changed_.wait(lock, started);
+  } else if (!starting->changed_.wait_for(
+                 lock, std::chrono::nanoseconds(After(config.timeout_ns, kStartGrace)), started)) {
+    // Inside MPI_Init, which nothing can end. Should it come out of there, the loop tells the
+    // others and ends; until then the thread needs its engine, which is therefore leaked.
+    raw->stop_reason_ = "init had given up waiting for the other ranks";
+    raw->abort_ = true;
+    lock.unlock();
+    static_cast<void>(starting.release());
+    return Status(Code::kTransport,
+                  "init: not all ranks of the job have called it in time (HORORING_TIMEOUT_S sets "
+                  "the limit); every process that mpirun starts must call init");
+  }
   const Status status = starting->start_status_;
   lock.unlock();
   if (!status.ok()) return status;
@@ -80,6 +106,11 @@ void Engine::ThreadMain(const WorldMaker& make_world) {
       Finish(status);
       return Started(status);
     }
+    Log(LogLevel::kDebug,
+        "running as rank " + std::to_string(topology_.rank) + " of " +
+            std::to_string(topology_.size) + ", " + std::to_string(topology_.local_rank) + " of " +
+            std::to_string(topology_.local_size) + " on its host; transport " + transport_name_ +
+            "; backends " + Names(backends) + "; kernels " + KernelsInUse());
     Loop loop(*this, world, std::move(backends), std::move(clock_offsets));
     {
       std::lock_guard<std::mutex> lock(wake_mutex_);

@@ -34,6 +34,7 @@ void Coordinator::Receive(int rank, const Report& report, TimeNs now) {
   if (report.leaving) {
     std::string text = "rank " + std::to_string(rank) + " has shut down";
     if (!report.reason.empty()) text += " (" + report.reason + ")";
+    text += "; every rank must make the same calls: see whether it had fewer batches, say";
     Decision leave;
     leave.kind = Decision::Kind::kLeave;
     leave.status = Status(Code::kShutDown, text, rank);

@@ -11,7 +11,17 @@ hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 from __future__ import annotations
 
 from hororing.collectives import Adasum, Average, Max, Min, Product, Sum
-from hororing.errors import HororingInternalError, HorovodInternalError
+from hororing.errors import (
+    DuplicateNameError,
+    HororingInternalError,
+    HorovodInternalError,
+    MismatchError,
+    NotInitializedError,
+    PeerLostError,
+    ShutDownError,
+    StalledError,
+    TransportError,
+)
 from hororing.runtime import (
     ccl_built,
     cross_rank,
@@ -72,12 +82,19 @@ __all__ = [
     "Average",
     "Compression",
     "DistributedOptimizer",
+    "DuplicateNameError",
     "HororingInternalError",
     "HorovodInternalError",
     "Max",
     "Min",
+    "MismatchError",
+    "NotInitializedError",
+    "PeerLostError",
     "Product",
+    "ShutDownError",
+    "StalledError",
     "Sum",
+    "TransportError",
     "allgather",
     "allgather_async",
     "allgather_object",

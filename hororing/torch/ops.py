@@ -20,7 +20,7 @@ import torch
 
 from hororing import collectives
 from hororing.collectives import Average, default_name
-from hororing.compression import Compressor, NoneCompressor
+from hororing.compression import Compressor, NoneCompressor, check_compression
 from hororing.runtime import rank, size
 from hororing.torch.adapter import TorchAdapter
 from hororing.verbs import Verbs, barrier, poll, synchronize
@@ -134,6 +134,7 @@ def allreduce(
         return verbs.allreduce(
             tensor, None, name, compression, chosen, prescale_factor, postscale_factor
         )
+    check_compression(compression)
     compressed, context = compression.compress(tensor)
     (result,) = _reduced(
         "allreduce", name or default_name("allreduce"), chosen,
@@ -158,6 +159,7 @@ def grouped_allreduce(
         return verbs.grouped_allreduce(
             tensors, None, name, compression, chosen, prescale_factor, postscale_factor
         )
+    check_compression(compression)
     packed = [compression.compress(tensor) for tensor in tensors]
     results = _reduced(
         "grouped_allreduce", name or default_name("grouped_allreduce"), chosen,

@@ -22,7 +22,7 @@ import torch
 
 from hororing import collectives
 from hororing.collectives import Average
-from hororing.compression import Compressor, NoneCompressor
+from hororing.compression import Compressor, NoneCompressor, check_compression
 from hororing.runtime import size
 from hororing.torch.gradient import Options
 from hororing.torch.ops import verbs
@@ -241,6 +241,7 @@ def DistributedOptimizer(
     if isinstance(optimizer, _Distributed):
         raise ValueError("optimizer is distributed already; wrap it once")
     collectives.check_op(op)
+    check_compression(compression)
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor is for op=Average only; leave it out")
     if not gradient_predivide_factor > 0:

@@ -195,7 +195,8 @@ TEST(leaving_fails_nothing_that_was_ready_before) {
   CHECK(agreement->decisions[0].kind == Decision::Kind::kRun);
   CHECK(agreement->decisions[1].kind == Decision::Kind::kLeave);
   CHECK_EQ(agreement->decisions[1].status.message(),
-           std::string("rank 1 has shut down (KeyError: 'x')"));
+           std::string("rank 1 has shut down (KeyError: 'x'); every rank must make the same calls: "
+                       "see whether it had fewer batches, say"));
   coordinator.Receive(0, Fresh({Allreduce("b")}), 1);
   CHECK(!coordinator.Decide(2).has_value());
 }

@@ -126,7 +126,7 @@ def test_an_empty_variable_counts_as_not_set():
 def test_the_fingerprint_holds_what_ranks_must_share_and_nothing_else():
     lines = config.load({"HORORING_FUSION_BYTES": "1MiB"}).fingerprint().splitlines()
     assert "HORORING_FUSION_BYTES=1MiB" in lines
-    assert len(lines) == sum(knob.shared for knob in config.KNOBS)
+    assert len(lines) == sum(knob.scope == "all" for knob in config.KNOBS)
     assert not any("LOG_LEVEL" in line or "TIMEOUT" in line for line in lines)
 
 
