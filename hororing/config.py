@@ -269,7 +269,7 @@ KNOBS: tuple[Knob, ...] = (
         "TIMEOUT_S",
         _SECONDS,
         300.0,
-        "longest wait for another rank inside init or a collective; 0: for ever",
+        "longest that init, or one batch of tensors, may wait for other ranks; 0: for ever",
         unit="s",
     ),
     Knob(

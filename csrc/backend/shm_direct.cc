@@ -173,7 +173,7 @@ class Walk {
       CopyIn({own.end, block.end});
     }
     Publish(&RankState::packed, ++packed_);
-    transport_.RingPeers();
+    transport_.RingWorkers();
     span.End(block.bytes());
   }
 
@@ -189,7 +189,7 @@ class Walk {
       Combine(Slice(block, rank_), reduced_, /*publish_result=*/true);
       Publish(&RankState::reduced, ++reduced_);
     }
-    transport_.RingPeers();
+    transport_.RingWorkers();
     span.End(block.bytes());
   }
 
@@ -205,7 +205,7 @@ class Walk {
       });
     }
     Publish(&RankState::consumed, ++consumed_);
-    transport_.RingPeers();
+    transport_.RingWorkers();
     span.End(block.bytes());
   }
 

@@ -97,8 +97,10 @@ Status BatchRunner::Run(std::vector<Work> work) {
   std::vector<FusionItem> described;
   for (const Item& item : items) described.push_back(Describe(item));
   const std::vector<std::vector<size_t>> plan = PlanFusion(described, options_.fusion_bytes);
-  trace_.Span(Stage::kPlan, Track::kLoop, std::to_string(items.size()) + " tensors", plan_begin,
-              NowNs());
+  if (trace_.enabled()) {
+    trace_.Span(Stage::kPlan, Track::kLoop, std::to_string(items.size()) + " tensors", plan_begin,
+                NowNs());
+  }
 
   for (const std::vector<size_t>& indices : plan) {
     Batch batch;
@@ -165,7 +167,9 @@ Status BatchRunner::RunBatch(const Batch& batch, const std::vector<TensorEntry*>
   for (TensorEntry* entry : entries) {
     if (--entry->unfinished == 0) Complete(entry);
   }
-  trace_.Span(Stage::kComplete, Track::kLoop, NamesOf(batch), end, NowNs());
+  if (trace_.enabled()) {
+    trace_.Span(Stage::kComplete, Track::kLoop, NamesOf(batch), end, NowNs());
+  }
   return Status::Ok();
 }
 

@@ -55,8 +55,10 @@ Status Engine::Start(const EngineConfig& config, WorldMaker make_world,
                      std::shared_ptr<HandleTable> handles, std::unique_ptr<Engine>* engine) {
   std::unique_ptr<Engine> starting(new Engine(config, std::move(handles)));
   Engine* raw = starting.get();
-  starting->thread_ =
-      std::thread([raw, make_world = std::move(make_world)] { raw->ThreadMain(make_world); });
+  starting->thread_ = std::thread([raw, make_world = std::move(make_world)] {
+    raw->ThreadMain(make_world);
+    raw->Ended();
+  });
   std::unique_lock<std::mutex> lock(starting->mutex_);
   const auto started = [&] { return starting->started_; };
   if (config.timeout_ns == kForever) {
@@ -84,69 +86,75 @@ Status Engine::Start(const EngineConfig& config, WorldMaker make_world,
   return Status::Ok();
 }
 
+// The thread never lets an exception escape: out of memory becomes a failure of this rank, which
+// its peers hear of.
 void Engine::ThreadMain(const WorldMaker& make_world) {
   pthread_setname_np(pthread_self(), "hororing");
-  Status final_status;
-  // The thread never lets an exception escape: out of memory becomes a failure of this rank,
-  // which its peers hear of.
+  World world;
+  Status status;
   try {
-    World world;
-    const Status prepared = PrepareWorld(make_world, &world);
-    std::vector<std::unique_ptr<Backend>> backends;
-    std::vector<TimeNs> clock_offsets;
-    Status status = prepared;
-    if (status.ok()) {
-      status = MakeBackends(config_.backend, config_.reproducible, *world.transport, &backends);
-    }
-    if (status.ok()) {
-      status = MeasureClocks(*world.transport, world.topology, After(NowNs(), config_.timeout_ns),
-                             &clock_offsets);
-    }
-    if (!status.ok()) {
-      Finish(status);
-      return Started(status);
-    }
-    Log(LogLevel::kDebug,
-        "running as rank " + std::to_string(topology_.rank) + " of " +
-            std::to_string(topology_.size) + ", " + std::to_string(topology_.local_rank) + " of " +
-            std::to_string(topology_.local_size) + " on its host; transport " + transport_name_ +
-            "; backends " + Names(backends) + "; kernels " + KernelsInUse());
-    Loop loop(*this, world, std::move(backends), std::move(clock_offsets));
-    {
-      std::lock_guard<std::mutex> lock(wake_mutex_);
-      wake_target_ = world.transport.get();
-    }
-    state_ = State::kRunning;
-    Started(Status::Ok());
-    std::unique_lock<std::mutex> turn(turn_);
-    loop_ = &loop;
-    try {
-      final_status = loop.Run(turn);
-    } catch (const std::exception& error) {
-      final_status = Status(Code::kInternal, std::string("the engine broke: ") + error.what());
-      world.transport->AnnounceFailure(final_status.message(), -1);
-    }
-    loop_ = nullptr;
-    turn.unlock();
-    {
-      std::lock_guard<std::mutex> lock(wake_mutex_);
-      wake_target_ = nullptr;
-    }
-    Finish(final_status);
-    if (final_status.code() == Code::kShutDown) {
-      const TimeNs deadline = After(NowNs(), kCloseTime);
-      world.transport->Close(deadline);
-      if (world.bootstrap != nullptr) world.bootstrap->Close(deadline);
-    }
+    std::optional<Loop> loop;
+    status = Prepare(make_world, &world, &loop);
+    if (status.ok()) return Serve(world, *loop);
   } catch (const std::exception& error) {
-    final_status =
-        Status(Code::kInternal, std::string("the engine could not start: ") + error.what());
-    Finish(final_status);
-    Started(final_status);
+    status = Status(Code::kInternal, std::string("the engine could not start: ") + error.what());
   }
-  std::lock_guard<std::mutex> lock(mutex_);
-  ended_ = true;
-  changed_.notify_all();
+  AnnounceFailedStart(world, status);
+  Finish(status);
+  Started(status);
+}
+
+// A world that all ranks have reached, and the loop over it.
+Status Engine::Prepare(const WorldMaker& make_world, World* world, std::optional<Loop>* loop) {
+  HORORING_RETURN_IF_ERROR(PrepareWorld(make_world, world));
+  std::vector<std::unique_ptr<Backend>> backends;
+  HORORING_RETURN_IF_ERROR(
+      MakeBackends(config_.backend, config_.reproducible, *world->transport, &backends));
+  std::vector<TimeNs> clock_offsets;
+  HORORING_RETURN_IF_ERROR(MeasureClocks(*world->transport, world->topology,
+                                         After(NowNs(), config_.timeout_ns), &clock_offsets));
+  Log(LogLevel::kDebug,
+      "running as rank " + std::to_string(topology_.rank) + " of " +
+          std::to_string(topology_.size) + ", " + std::to_string(topology_.local_rank) + " of " +
+          std::to_string(topology_.local_size) + " on its host; transport " + transport_name_ +
+          "; backends " + Names(backends) + "; kernels " + KernelsInUse());
+  loop->emplace(*this, *world, std::move(backends), std::move(clock_offsets));
+  return Status::Ok();
+}
+
+void Engine::Serve(World& world, Loop& loop) {
+  SetWakeTarget(world.transport.get());
+  std::unique_lock<std::mutex> turn(turn_);
+  loop_ = &loop;
+  state_ = State::kRunning;
+  Started(Status::Ok());
+  Status why;
+  try {
+    why = loop.Run(turn);
+  } catch (const std::exception& error) {  // from its last words: the loop itself catches
+    why = Status(Code::kInternal, std::string("the engine broke: ") + error.what());
+  }
+  loop_ = nullptr;
+  turn.unlock();
+  SetWakeTarget(nullptr);
+  Finish(why);
+  if (why.code() != Code::kShutDown) return;
+  const TimeNs deadline = After(NowNs(), kCloseTime);
+  world.transport->Close(deadline);
+  if (world.bootstrap != nullptr) world.bootstrap->Close(deadline);
+}
+
+void Engine::SetWakeTarget(Transport* target) {
+  std::lock_guard<std::mutex> lock(wake_mutex_);
+  wake_target_ = target;
+}
+
+// Peers may have started already, and to them who goes without a word has left in peace. Not where
+// ranks are configured differently: each finds that out by itself, with the values.
+void Engine::AnnounceFailedStart(World& world, const Status& why) {
+  if (world.transport == nullptr || why.code() == Code::kMismatch) return;
+  world.transport->AnnounceFailure("init: " + why.message(), why.rank());
+  world.transport->Flush(After(NowNs(), kStartGrace));
 }
 
 Status Engine::PrepareWorld(const WorldMaker& make_world, World* world) {
@@ -165,7 +173,12 @@ void Engine::Started(Status status) {
   if (started_) return;
   started_ = true;
   start_status_ = std::move(status);
-  if (!start_status_.ok()) ended_ = true;
+  changed_.notify_all();
+}
+
+void Engine::Ended() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  ended_ = true;
   changed_.notify_all();
 }
 
@@ -278,20 +291,22 @@ Status Engine::StartTimeline(const std::string& path, bool mark_cycles) {
   if (state() != State::kRunning) return StoppedStatus();
   if (topology_.rank != 0) return Status::Ok();
   HORORING_RETURN_IF_ERROR(StopTimeline(config_.timeout_ns));
-  return RunCommand({Command::Kind::kStartTimeline, path, mark_cycles}, config_.timeout_ns);
+  return RunCommand({Command::Kind::kStartTimeline, path, mark_cycles, 0}, config_.timeout_ns);
 }
 
 Status Engine::StopTimeline(TimeNs timeout_ns) {
   if (state() != State::kRunning) return StoppedStatus();
   if (topology_.rank != 0) return Status::Ok();
-  return RunCommand({Command::Kind::kStopTimeline, "", false}, timeout_ns);
+  return RunCommand({Command::Kind::kStopTimeline, "", false, 0}, timeout_ns);
 }
 
 Status Engine::RunCommand(const Command& command, TimeNs timeout_ns) {
   std::lock_guard<std::mutex> one_at_a_time(command_mutex_);
   std::unique_lock<std::mutex> lock(mutex_);
   if (!final_status_.ok()) return final_status_;
+  const int64_t number = command_.number + 1;
   command_ = command;
+  command_.number = number;
   command_done_ = false;
   command_waiting_ = true;
   lock.unlock();

@@ -17,6 +17,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -94,6 +95,7 @@ class Engine {
     Kind kind = Kind::kNone;
     std::string path;
     bool mark_cycles = false;
+    int64_t number = 0;  // unique
   };
 
  private:
@@ -101,8 +103,12 @@ class Engine {
   Engine(const EngineConfig& config, std::shared_ptr<HandleTable> handles);
 
   void ThreadMain(const WorldMaker& make_world);
+  Status Prepare(const WorldMaker& make_world, World* world, std::optional<Loop>* loop);
+  void Serve(World& world, Loop& loop);
+  void Ended();
   Status PrepareWorld(const WorldMaker& make_world, World* world);
   void Started(Status status);
+  static void AnnounceFailedStart(World& world, const Status& why);
   void Finish(const Status& why);
   bool JoinBefore(TimeNs timeout_ns);
   Status RunCommand(const Command& command, TimeNs timeout_ns);
@@ -121,6 +127,7 @@ class Engine {
 
   std::mutex wake_mutex_;
   Transport* wake_target_ = nullptr;  // GUARDED_BY(wake_mutex_); null while there is none
+  void SetWakeTarget(Transport* target);
   void Wake();
   void WakeUnless(uint32_t bell);  // where the bell still is what it was
 

@@ -43,11 +43,11 @@ void HandleTable::Complete(int64_t handle, Status status, std::vector<GatheredTe
     if (slot == slots_.end()) return;
     if (slot->second.released) {
       slots_.erase(slot);
-      return;
+    } else {
+      slot->second.done = true;
+      slot->second.status = std::move(status);
+      slot->second.results = std::move(results);
     }
-    slot->second.done = true;
-    slot->second.status = std::move(status);
-    slot->second.results = std::move(results);
     wake = waiters_ > 0;
   }
   if (wake) completed_.notify_all();
@@ -103,6 +103,7 @@ bool HandleTable::Release(int64_t handle) {
     slots_.erase(slot);
   } else {
     slot->second.released = true;
+    if (waiters_ > 0) completed_.notify_all();  // whoever waits for it waits in vain
   }
   return true;
 }

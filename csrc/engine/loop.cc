@@ -44,15 +44,19 @@ Loop::Loop(Engine& engine, World& world, std::vector<std::unique_ptr<Backend>> b
 }
 
 Status Loop::Run(std::unique_lock<std::mutex>& turn) {
-  while (!final_) {
-    const uint32_t bell = turns_ != nullptr ? turns_->Bell() : 0;
-    if (Step() || final_) continue;
-    if (turns_ != nullptr) {
-      Doze(turn, bell);
-    } else {
-      transport_.Sleep(NextDeadline());
+  try {
+    while (!final_) {
+      const uint32_t bell = turns_ != nullptr ? turns_->Bell() : 0;
+      if (Step() || final_) continue;
+      if (turns_ != nullptr) {
+        Doze(turn, bell);
+      } else {
+        transport_.Sleep(NextDeadline());
+      }
+      ++engine_.stats_.loop_wakeups;
     }
-    ++engine_.stats_.loop_wakeups;
+  } catch (const std::exception& error) {
+    Broke(error);
   }
   Farewell();
   return *final_;
@@ -72,20 +76,28 @@ void Loop::Doze(std::unique_lock<std::mutex>& turn, uint32_t bell) {
 }
 
 Loop::Left Loop::Drive(const std::function<bool()>& done, TimeNs deadline) {
+  // Peers ring while the last batch is under way. Another look finds that this was all, mostly,
+  // and spares the engine's thread to be woken for it.
+  constexpr int kLastLooks = 3;
   turns_->BeginDriving();
   uint32_t bell = 0;
+  int last_looks = 0;
   try {
     for (;;) {
       bell = turns_->Bell();
       const bool busy = Step();
-      if (final_ || done()) break;
+      if (final_) break;
+      if (done()) {
+        if (++last_looks > kLastLooks || turns_->Bell() == bell) break;
+        continue;
+      }
       if (busy) continue;
       if (NowNs() >= deadline) break;
       transport_.Sleep(std::min(deadline, NextDeadline()));
       ++engine_.stats_.loop_wakeups;
     }
   } catch (const std::exception& error) {
-    End(Status(Code::kInternal, std::string("the engine broke: ") + error.what()));
+    Broke(error);
   }
   turns_->EndDriving();
   return {bell, final_ || NextDeadline() < doze_until_ns_};
@@ -113,7 +125,7 @@ bool Loop::Report() {
   const TimeNs now = NowNs();
   for (TensorEntry* entry : engine_.tensors_.TakeSubmitted()) {
     entry->reported_ns = now;
-    const uint32_t id = cache_.Find(entry->request);
+    const uint64_t id = cache_.Find(entry->request);
     if (id != 0) {
       report.cached.push_back(id);
     } else {
@@ -218,7 +230,7 @@ void Loop::Apply(const Agreement& agreement) {
     if (final_) return;
   }
   run();
-  for (uint32_t id : agreement.evicted) cache_.Evict(id);
+  for (uint64_t id : agreement.evicted) cache_.Evict(id);
   applied_ = agreement.sequence;
 }
 
@@ -243,9 +255,11 @@ std::optional<Work> Loop::Agreed(const Decision& decision) {
 }
 
 void Loop::Fail(const Decision& decision) {
+  if (const TensorEntry* failed = engine_.tensors_.Find(decision.name)) {
+    TraceNegotiation(*failed, NowNs());
+  }
   const std::unique_ptr<TensorEntry> entry = engine_.tensors_.Remove(decision.name);
   if (entry == nullptr) return;
-  TraceNegotiation(*entry, NowNs());
   ++engine_.stats_.completed;
   engine_.handles_->Complete(entry->handle, decision.status, {});
 }
@@ -278,6 +292,8 @@ bool Loop::ServeCommands() {
     }
   }
   lock.lock();
+  // Its caller may have given up meanwhile, and another command may be there.
+  if (engine_.command_.number != command.number) return true;
   if (done) {
     engine_.command_waiting_ = false;
     engine_.command_done_ = true;
@@ -307,6 +323,10 @@ TimeNs Loop::NextDeadline() const {
   TimeNs next = std::min(next_house_ns_, timeline_.NextDeadline());
   if (coordinator_) next = std::min(next, coordinator_->NextDeadline());
   return next;
+}
+
+void Loop::Broke(const std::exception& error) {
+  End(Status(Code::kInternal, std::string("the engine broke: ") + error.what()));
 }
 
 void Loop::End(Status why) {

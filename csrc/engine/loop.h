@@ -7,6 +7,7 @@
 // Thread-safety: everything under Engine::turn_, whoever calls.
 #pragma once
 
+#include <exception>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -54,6 +55,7 @@ class Loop {
   void KeepHouse(TimeNs now);
   void TraceNegotiation(const TensorEntry& entry, TimeNs end);
   void End(Status why);
+  void Broke(const std::exception& error);
   void Farewell();
   TimeNs NextDeadline() const;
 
@@ -65,7 +67,7 @@ class Loop {
   BatchRunner runner_;
   std::optional<Coordinator> coordinator_;  // on rank 0
   ResponseCache cache_;
-  uint32_t applied_ = 0;
+  uint64_t applied_ = 0;
   bool left_ = false;  // this rank's leaving has been reported
   TimeNs next_house_ns_ = 0;
   TimeNs doze_until_ns_ = 0;  // when the engine's thread wakes by itself

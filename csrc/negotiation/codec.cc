@@ -170,7 +170,7 @@ Decision GetDecision(Reader& in) {
   decision.kind = in.Choice(Decision::Kind::kTimeline);
   switch (decision.kind) {
     case Decision::Kind::kRun:
-      decision.cache_id = static_cast<uint32_t>(in.Unsigned());
+      decision.cache_id = in.Unsigned();
       decision.name = in.Text();
       decision.rows.resize(in.Count());
       for (int64_t& rows : decision.rows) rows = in.Signed();
@@ -195,7 +195,7 @@ std::string Encode(const Report& report) {
   Writer out(MessageKind::kReport);
   out.Unsigned(report.applied);
   out.Unsigned(report.cached.size());
-  for (uint32_t id : report.cached) out.Unsigned(id);
+  for (uint64_t id : report.cached) out.Unsigned(id);
   out.Unsigned(report.fresh.size());
   for (const Request& request : report.fresh) Put(out, request);
   out.Unsigned(report.leaving);
@@ -209,7 +209,7 @@ std::string Encode(const Agreement& agreement) {
   out.Unsigned(agreement.decisions.size());
   for (const Decision& decision : agreement.decisions) Put(out, decision);
   out.Unsigned(agreement.evicted.size());
-  for (uint32_t id : agreement.evicted) out.Unsigned(id);
+  for (uint64_t id : agreement.evicted) out.Unsigned(id);
   return out.Take();
 }
 
@@ -234,9 +234,9 @@ bool KindOf(const std::string& message, MessageKind* kind) {
 bool Decode(const std::string& message, Report* report) {
   Reader in(message);
   if (!in.Expect(MessageKind::kReport)) return false;
-  report->applied = static_cast<uint32_t>(in.Unsigned());
+  report->applied = in.Unsigned();
   report->cached.resize(in.Count());
-  for (uint32_t& id : report->cached) id = static_cast<uint32_t>(in.Unsigned());
+  for (uint64_t& id : report->cached) id = in.Unsigned();
   report->fresh.resize(in.Count());
   for (Request& request : report->fresh) request = GetRequest(in);
   report->leaving = in.Unsigned() != 0;
@@ -247,11 +247,11 @@ bool Decode(const std::string& message, Report* report) {
 bool Decode(const std::string& message, Agreement* agreement) {
   Reader in(message);
   if (!in.Expect(MessageKind::kAgreement)) return false;
-  agreement->sequence = static_cast<uint32_t>(in.Unsigned());
+  agreement->sequence = in.Unsigned();
   agreement->decisions.resize(in.Count());
   for (Decision& decision : agreement->decisions) decision = GetDecision(in);
   agreement->evicted.resize(in.Count());
-  for (uint32_t& id : agreement->evicted) id = static_cast<uint32_t>(in.Unsigned());
+  for (uint64_t& id : agreement->evicted) id = in.Unsigned();
   return in.complete();
 }
 

@@ -29,7 +29,7 @@ void Coordinator::Receive(int rank, const Report& report, TimeNs now) {
   if (stopped_) return;
   applied_[static_cast<size_t>(rank)] = report.applied;
   ForgetRetired();
-  for (uint32_t id : report.cached) ReportCached(rank, id, now);
+  for (uint64_t id : report.cached) ReportCached(rank, id, now);
   for (const Request& request : report.fresh) ReportFresh(rank, request, now);
   if (report.leaving) {
     std::string text = "rank " + std::to_string(rank) + " has shut down";
@@ -52,7 +52,7 @@ void Coordinator::SwitchTimeline(bool on, bool mark_cycles) {
   Ready(std::move(decision), 0, /*urgent=*/true, 0);
 }
 
-void Coordinator::ReportCached(int rank, uint32_t id, TimeNs now) {
+void Coordinator::ReportCached(int rank, uint64_t id, TimeNs now) {
   const auto found = records_.find(id);
   if (found == records_.end()) return;  // excluded by invariant 3
   const Record& record = *found->second;
@@ -155,7 +155,7 @@ std::optional<Agreement> Coordinator::Decide(TimeNs now) {
   agreement.sequence = ++sequence_;
   agreement.evicted = std::move(evicted_);
   agreement.decisions = std::move(ready_);
-  for (uint32_t id : agreement.evicted) retired_[id] = sequence_;
+  for (uint64_t id : agreement.evicted) retired_[id] = sequence_;
   evicted_.clear();
   ready_.clear();
   ready_bytes_ = 0;
@@ -217,7 +217,7 @@ Request Coordinator::RequestOf(const Record& record, int rank) const {
 
 // Gives `request` an id, in place of the one that its name may have had; evicts the request
 // that was agreed longest ago when the cache is full.
-uint32_t Coordinator::Remember(const Request& request, const std::vector<int64_t>& rows) {
+uint64_t Coordinator::Remember(const Request& request, const std::vector<int64_t>& rows) {
   if (options_.cache_capacity <= 0 || request.kind == Collective::kBarrier) return 0;
   const auto older = ids_.find(request.name);
   if (older != ids_.end()) {
@@ -226,14 +226,14 @@ uint32_t Coordinator::Remember(const Request& request, const std::vector<int64_t
     records_.erase(older->second);
     ids_.erase(older);
   } else if (static_cast<int>(ids_.size()) >= options_.cache_capacity) {
-    const uint32_t victim = recency_.back();
+    const uint64_t victim = recency_.back();
     recency_.pop_back();
     ids_.erase(records_.at(victim)->request.name);
     evicted_.push_back(victim);
     // Announced with the next agreement; until then "retired at the sequence to come".
     retired_[victim] = sequence_ + 1;
   }
-  const uint32_t id = next_id_++;
+  const uint64_t id = next_id_++;
   recency_.push_front(id);
   records_[id] = std::make_unique<Record>(Record{id, request, rows, recency_.begin()});
   ids_[request.name] = id;
@@ -242,7 +242,7 @@ uint32_t Coordinator::Remember(const Request& request, const std::vector<int64_t
 
 void Coordinator::ForgetRetired() {
   if (retired_.empty()) return;
-  const uint32_t applied_by_all = *std::min_element(applied_.begin(), applied_.end());
+  const uint64_t applied_by_all = *std::min_element(applied_.begin(), applied_.end());
   for (auto retired = retired_.begin(); retired != retired_.end();) {
     const auto record = records_.find(retired->first);
     const auto pending = pending_.find(record->second->request.name);

@@ -60,14 +60,14 @@ class Coordinator {
  private:
   // What is known of a request that was agreed before.
   struct Record {
-    uint32_t id = 0;
+    uint64_t id = 0;
     Request request;            // of rank 0; other ranks may differ in `rows`
     std::vector<int64_t> rows;  // as in Decision::rows
-    std::list<uint32_t>::iterator recency;
+    std::list<uint64_t>::iterator recency;
   };
   // A request that at least one rank has reported, and not yet all.
   struct Pending {
-    uint32_t id = 0;  // the record that all reports so far named; 0: one came in full
+    uint64_t id = 0;  // the record that all reports so far named; 0: one came in full
     TimeNs since_ns = 0;
     int count = 0;
     std::vector<char> reported;      // per rank
@@ -75,7 +75,7 @@ class Coordinator {
     const Record* record = nullptr;  // of `id`
   };
 
-  void ReportCached(int rank, uint32_t id, TimeNs now);
+  void ReportCached(int rank, uint64_t id, TimeNs now);
   void ReportFresh(int rank, const Request& request, TimeNs now);
   Pending& PendingFor(const std::string& name, TimeNs now);
   void Expand(Pending& pending);
@@ -83,22 +83,22 @@ class Coordinator {
   void Complete(const std::string& name, Pending& pending, TimeNs now);
   void Ready(Decision decision, int64_t bytes, bool urgent, TimeNs now);
   Request RequestOf(const Record& record, int rank) const;
-  uint32_t Remember(const Request& request, const std::vector<int64_t>& rows);
+  uint64_t Remember(const Request& request, const std::vector<int64_t>& rows);
   void ForgetRetired();
 
   const Options options_;
   StallInspector stall_inspector_;
   std::unordered_map<std::string, Pending> pending_;
 
-  uint32_t next_id_ = 1;
-  std::unordered_map<uint32_t, std::unique_ptr<Record>> records_;
-  std::unordered_map<std::string, uint32_t> ids_;  // of live records
-  std::list<uint32_t> recency_;                    // live ids, most recent first
-  std::vector<uint32_t> evicted_;                  // to announce in the next agreement
-  std::map<uint32_t, uint32_t> retired_;           // id -> sequence of the announcing agreement
+  uint64_t next_id_ = 1;
+  std::unordered_map<uint64_t, std::unique_ptr<Record>> records_;
+  std::unordered_map<std::string, uint64_t> ids_;  // of live records
+  std::list<uint64_t> recency_;                    // live ids, most recent first
+  std::vector<uint64_t> evicted_;                  // to announce in the next agreement
+  std::map<uint64_t, uint64_t> retired_;           // id -> sequence of the announcing agreement
 
-  std::vector<uint32_t> applied_;  // per rank: the last agreement it has applied
-  uint32_t sequence_ = 0;
+  std::vector<uint64_t> applied_;  // per rank: the last agreement it has applied
+  uint64_t sequence_ = 0;
   std::vector<Decision> ready_;
   int64_t ready_bytes_ = 0;
   TimeNs ready_since_ns_ = 0;

@@ -36,8 +36,8 @@ struct Request {
 
 // From a rank to the coordinator: what has been submitted since the last report.
 struct Report {
-  uint32_t applied = 0;          // sequence of the last agreement that this rank has applied
-  std::vector<uint32_t> cached;  // requests known by their cache id
+  uint64_t applied = 0;          // sequence of the last agreement that this rank has applied
+  std::vector<uint64_t> cached;  // requests known by their cache id
   std::vector<Request> fresh;    // requests in full
   bool leaving = false;          // the rank is shutting down ...
   std::string reason;            // ... and why, if it said so
@@ -55,7 +55,7 @@ struct Decision {
   };
   Kind kind = Kind::kRun;
   std::string name;       // kRun of an uncached request, kFail
-  uint32_t cache_id = 0;  // kRun: nonzero if the request is, or (with a name) becomes, cached
+  uint64_t cache_id = 0;  // kRun: nonzero if the request is, or (with a name) becomes, cached
   Status status;          // kFail, kLeave, kAbort
   // kRun of an allgather, unless cached: first dimensions, [tensor * ranks + rank].
   std::vector<int64_t> rows;
@@ -65,9 +65,9 @@ struct Decision {
 
 // From the coordinator to every rank.
 struct Agreement {
-  uint32_t sequence = 0;
+  uint64_t sequence = 0;
   std::vector<Decision> decisions;
-  std::vector<uint32_t> evicted;  // cache ids to forget once the decisions are carried out
+  std::vector<uint64_t> evicted;  // cache ids to forget once the decisions are carried out
 };
 
 }  // namespace hororing

@@ -22,17 +22,17 @@ class ResponseCache {
   };
 
   // The id under which exactly this request is cached, or 0.
-  uint32_t Find(const Request& request) const;
+  uint64_t Find(const Request& request) const;
   // Null when `id` is not cached.
-  const Record* Lookup(uint32_t id) const;
+  const Record* Lookup(uint64_t id) const;
   // A name has at most one id: an older one is forgotten.
-  void Define(uint32_t id, Request request, std::vector<int64_t> rows);
-  void Evict(uint32_t id);
+  void Define(uint64_t id, Request request, std::vector<int64_t> rows);
+  void Evict(uint64_t id);
   size_t size() const { return records_.size(); }
 
  private:
-  std::unordered_map<uint32_t, Record> records_;
-  std::unordered_map<std::string, uint32_t> ids_;
+  std::unordered_map<uint64_t, Record> records_;
+  std::unordered_map<std::string, uint64_t> ids_;
 };
 
 }  // namespace hororing

@@ -176,7 +176,7 @@ PYBIND11_MODULE(_testing, module) {
       .def(
           "receive",
           [](Coordinator& coordinator, int rank, std::vector<Request> fresh,
-             std::vector<uint32_t> cached, bool leaving, TimeNs now) {
+             std::vector<uint64_t> cached, bool leaving, TimeNs now) {
             Report report;
             report.fresh = std::move(fresh);
             report.cached = std::move(cached);
@@ -186,7 +186,7 @@ PYBIND11_MODULE(_testing, module) {
             coordinator.Receive(rank, travelled, now);
           },
           py::arg("rank"), py::arg("fresh") = std::vector<Request>{},
-          py::arg("cached") = std::vector<uint32_t>{}, py::arg("leaving") = false,
+          py::arg("cached") = std::vector<uint64_t>{}, py::arg("leaving") = false,
           py::arg("now") = 0)
       .def("decide",
            [](Coordinator& coordinator, TimeNs now) {

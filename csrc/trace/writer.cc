@@ -14,6 +14,9 @@ namespace hororing {
 namespace {
 
 constexpr char kTail[] = "\n]\n";
+constexpr int64_t kTailBytes = sizeof(kTail) - 1;
+constexpr size_t kPage = 4096;  // or a multiple of it
+constexpr int64_t kLeastReserve = 64 << 10, kMostReserve = 1 << 20;
 constexpr int kTidsPerRank = 16;
 constexpr size_t kRowMemory = 64;  // spans of a row that a later one is compared with
 
@@ -122,7 +125,7 @@ Status TraceWriter::Open(const std::string& path, const std::vector<std::string>
                                               "; give a path in a writable directory");
   }
   path_ = path;
-  tail_ = 0;
+  tail_ = end_ = 0;
   next_async_id_ = 1;
   caller_rows_.assign(hosts.size(), std::vector<Row>(1));
   timespec wall{};
@@ -146,7 +149,7 @@ Status TraceWriter::Open(const std::string& path, const std::vector<std::string>
   }
   // The array opens where the first record's comma would stand.
   text = text.empty() ? "[" : "[" + text.substr(1);
-  const Status status = WriteTail(text);
+  const Status status = Write(text);
   if (!status.ok()) {
     close(fd_);
     fd_ = -1;
@@ -224,43 +227,74 @@ Status TraceWriter::Append(int rank, TimeNs clock_offset_ns,
               ",\"dur\":" + Micros(end - begin) + Arguments(*event) + "}";
     }
   }
-  return WriteTail(text);
+  return Write(text);
 }
 
-// Puts `text` where the closing bracket is and closes the array again, in one write: a process
-// that is killed before or after it leaves a whole file.
-Status TraceWriter::WriteTail(const std::string& text) {
-  const std::string block = text + kTail;
+// `records` begin with ",\n{" each, which occurs nowhere else in them (the first one of the file
+// with a bracket in place of the comma).
+Status TraceWriter::Write(const std::string& records) {
+  std::string block;
+  for (size_t at = 0; at < records.size();) {
+    const size_t next = std::min(records.find(",\n{", at + 1), records.size());
+    const size_t room = kPage - (static_cast<size_t>(tail_) + block.size()) % kPage;
+    if (next - at > room && next - at <= kPage) block.append(room, ' ');
+    block.append(records, at, next - at);
+    at = next;
+  }
+  const int64_t needed = tail_ + static_cast<int64_t>(block.size());
+  if (needed > end_) {
+    const int64_t reserve = std::clamp(needed / 4, kLeastReserve, kMostReserve);
+    HORORING_RETURN_IF_ERROR(MoveEnd(needed + reserve));
+  }
+  HORORING_RETURN_IF_ERROR(WriteAt(block, tail_));
+  tail_ = needed;
+  return Status::Ok();
+}
+
+// White space behind the end does no harm, so only the brackets must change at once.
+Status TraceWriter::MoveEnd(int64_t end) {
+  const int64_t old_end = end_;
+  const int64_t from = tail_ == 0 ? 0 : old_end + kTailBytes;
+  HORORING_RETURN_IF_ERROR(WriteAt(std::string(static_cast<size_t>(end - from), ' '), from));
+  HORORING_RETURN_IF_ERROR(WriteAt(kTail, end));
+  end_ = end;
+  return tail_ == 0 ? Status::Ok() : WriteAt(std::string(kTailBytes, ' '), old_end);
+}
+
+Status TraceWriter::WriteAt(const std::string& bytes, int64_t at) {
   size_t done = 0;
-  while (done < block.size()) {
-    const ssize_t n = pwrite(fd_, block.data() + done, block.size() - done,
-                             static_cast<off_t>(tail_) + static_cast<off_t>(done));
+  while (done < bytes.size()) {
+    const ssize_t n = pwrite(fd_, bytes.data() + done, bytes.size() - done,
+                             static_cast<off_t>(at) + static_cast<off_t>(done));
     if (n < 0 && errno == EINTR) continue;
     if (n <= 0) {
       const std::string reason = n < 0 ? std::strerror(errno) : "no space";
-      // Puts the bracket back over what was written of `text`; if even that fails, the file
-      // stays as it is.
-      if (ftruncate(fd_, static_cast<off_t>(tail_)) == 0) {
-        const ssize_t restored = pwrite(fd_, kTail, sizeof(kTail) - 1, static_cast<off_t>(tail_));
+      // The bracket right behind the last record; if even that fails, the file stays as it is.
+      if (tail_ > 0 && ftruncate(fd_, static_cast<off_t>(tail_)) == 0) {
+        const ssize_t restored = pwrite(fd_, kTail, kTailBytes, static_cast<off_t>(tail_));
         static_cast<void>(restored);
+        end_ = tail_;
       }
       return Status(Code::kInternal, "cannot write to the timeline '" + path_ + "': " + reason);
     }
     done += static_cast<size_t>(n);
   }
-  tail_ += static_cast<int64_t>(text.size());
   return Status::Ok();
 }
 
 Status TraceWriter::Close() {
   if (fd_ < 0) return Status::Ok();
+  Status status;
+  if (tail_ > 0 && tail_ < end_ && ftruncate(fd_, static_cast<off_t>(tail_)) == 0) {
+    status = WriteAt(kTail, tail_);
+  }
   const int fd = fd_;
   fd_ = -1;
-  if (close(fd) != 0) {
+  if (close(fd) != 0 && status.ok()) {
     return Status(Code::kInternal,
                   "cannot close the timeline '" + path_ + "': " + std::strerror(errno));
   }
-  return Status::Ok();
+  return status;
 }
 
 }  // namespace hororing

@@ -1,6 +1,15 @@
 // TraceWriter: one Chrome-trace JSON file for the whole job, written by rank 0 as events
-// arrive. The file is a complete JSON array after every Append (the closing bracket is
-// overwritten by the next one, in a single write), so a killed job leaves a readable file.
+// arrive. A job that is killed, at whatever moment, leaves a whole JSON array.
+//
+// Note [Whole at every moment]: the array's end is written ahead, behind a reserve of white
+// space, and records go into the reserve:
+//
+//   [ record, record, record            ...white space...            ]
+//                           ^ tail_                                  ^ end_
+//
+// Linux looks for SIGKILL between the pages of a write, so no record crosses a page (those that
+// are longer than one do). What remains is a microsecond between the two writes that move the
+// end, once per reserve.
 //
 // pid = rank + 1, tid = 16 * rank + track + 1: viewers drop pid 0 and tid 0, and tids must be
 // unique over the whole file (facts/frameworks.md, section 7).
@@ -51,11 +60,14 @@ class TraceWriter {
     bool Add(TimeNs begin_ns, TimeNs end_ns);
   };
   int CallerTid(int rank, TimeNs begin_ns, TimeNs end_ns, std::string* text);
-  Status WriteTail(const std::string& text);
+  Status Write(const std::string& records);
+  Status MoveEnd(int64_t end);
+  Status WriteAt(const std::string& bytes, int64_t at);
 
   int fd_ = -1;
   std::string path_;
-  int64_t tail_ = 0;  // offset of the closing bracket's line
+  int64_t tail_ = 0;  // offsets: behind the last record,
+  int64_t end_ = 0;   // and of the closing bracket's line
   TimeNs origin_ns_ = 0;
   uint64_t next_async_id_ = 1;
   std::vector<std::vector<Row>> caller_rows_;  // per rank

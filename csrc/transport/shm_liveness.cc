@@ -15,16 +15,17 @@
 namespace hororing {
 namespace {
 
+constexpr int64_t kUnknownStart = -1;  // for want of a file descriptor, say
 constexpr uint32_t kAttached = 1, kDetached = 2;
 
 // The kernel's idea of when a process began, in clock ticks since boot; 0 when it is gone or a
-// zombie. Field 22 of /proc/<pid>/stat, see proc(5); the name in field 2 may hold anything, so
-// parsing starts behind its closing bracket.
+// zombie, kUnknownStart when it could not be asked. Field 22 of /proc/<pid>/stat, see proc(5); the
+// name in field 2 may hold anything, so parsing starts behind its closing bracket.
 int64_t StartTime(int pid) {
   char path[64], text[1024];
   std::snprintf(path, sizeof path, "/proc/%d/stat", pid);
   std::FILE* file = std::fopen(path, "re");
-  if (file == nullptr) return 0;
+  if (file == nullptr) return errno == ENOENT || errno == ESRCH ? 0 : kUnknownStart;
   const size_t bytes = std::fread(text, 1, sizeof text - 1, file);
   std::fclose(file);
   text[bytes] = '\0';
@@ -63,9 +64,10 @@ void ShmTransport::AnnounceLeave() {
 
 void ShmTransport::SoundAlarm() {
   for (int peer = 0; peer < size_; ++peer) {
-    if (peer != rank_) segment_->rank_state(peer).alarm.store(1);
+    if (peer == rank_) continue;
+    segment_->rank_state(peer).alarm.store(1);
+    Ring(peer);
   }
-  RingPeers();
 }
 
 Status ShmTransport::NoProgress(const std::string& lagging, const WaitState& wait) {
@@ -85,8 +87,11 @@ bool ShmTransport::PeerProcessIsGone(int peer) const {
   const RankState& state = segment_->rank_state(peer);
   const int pid = state.pid.load();
   if (!segment_->process_shared() || pid == 0) return false;
+  const auto same = [](int64_t began, int64_t known) {
+    return began == known || began == kUnknownStart || known == kUnknownStart;
+  };
   const bool lives =
-      (kill(pid, 0) == 0 || errno != ESRCH) && StartTime(pid) == state.start_time.load();
+      (kill(pid, 0) == 0 || errno != ESRCH) && same(StartTime(pid), state.start_time.load());
   // Looked at last: it may have left in peace and ended meanwhile.
   return !lives && state.attached.load() != kDetached;
 }

@@ -161,22 +161,22 @@ void ShmTransport::Sleep(TimeNs deadline) {
 
 void ShmTransport::Wake() { Ring(rank_); }
 
-void ShmTransport::Ring(int peer) {
+void ShmTransport::Ring(int peer, bool dozers_too) {
   RankState& state = segment_->rank_state(peer);
   // Sequentially consistent here and in SleepOnBell: either the sleeper sees the new value and
   // does not sleep, or we see that it sleeps. The same goes for a driver that is leaving.
   state.doorbell.fetch_add(1);
   const uint32_t sleepers = state.sleepers.load();
-  const uint32_t whom =
-      (sleepers & kDriven) != 0 ? sleepers & kWorker : sleepers & (kWorker | kDozer);
+  const bool everybody = dozers_too && (sleepers & kDriven) == 0;
+  const uint32_t whom = sleepers & (everybody ? kWorker | kDozer : kWorker);
   if (whom == 0) return;
   const int scope = segment_->process_shared() ? 0 : FUTEX_PRIVATE_FLAG;
   syscall(SYS_futex, &state.doorbell, FUTEX_WAKE_BITSET | scope, INT_MAX, nullptr, nullptr, whom);
 }
 
-void ShmTransport::RingPeers() {
+void ShmTransport::RingWorkers() {
   for (int peer = 0; peer < size_; ++peer) {
-    if (peer != rank_) Ring(peer);
+    if (peer != rank_) Ring(peer, /*dozers_too=*/false);
   }
 }
 

@@ -45,9 +45,9 @@ class ShmTransport final : public Transport, private Turns {
 
   // For backend/shm_direct, which shares the segment and this rank's doorbell.
   ShmSegment& segment() { return *segment_; }
-  // Rings every peer's doorbell; a system call only for those that sleep.
-  void RingPeers();
-  void Ring(int peer);
+  // Rings the doorbell of every peer that takes part in a batch; a system call only for those
+  // that sleep. A loop thread that dozes has no batch under way, and is left alone.
+  void RingWorkers();
 
   // Blocks until ready() is true: progress, spin, then sleep on the doorbell; ends early when
   // a peer has died or failed, when one that is lagging has shut down, or at the deadline
@@ -103,6 +103,7 @@ class ShmTransport final : public Transport, private Turns {
   // The frame of a control message: the size of its body, uint64.
   static constexpr size_t kFrameBytes = sizeof(uint64_t);
 
+  void Ring(int peer, bool dozers_too = true);
   uint32_t Bell() const override { return self_.doorbell.load(); }
   void Doze(uint32_t seen, TimeNs deadline) override;
   void BeginDriving() override;

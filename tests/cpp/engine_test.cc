@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "check.h"
+#include "collective/collectives.h"
 #include "engine/engine.h"
 #include "transport/factory.h"
 
@@ -309,6 +310,57 @@ TEST(different_settings_are_refused_on_every_rank_with_the_knob_and_the_ranks) {
         config.fingerprint = "FUSION_BYTES=" + std::to_string(rank == 1 ? 1 : 2) + "\nOTHER=x\n";
       });
   CHECK_EQ(refused.load(), 3);
+}
+
+TEST(a_rank_that_gives_up_starting_is_heard_of_by_those_who_have_started) {
+  // Rank 1 takes part in the start up to its last message, which rank 2 then lacks.
+  auto transports = MakeInprocWorld(3, 0);
+  std::thread stuck([&] {
+    Transport& transport = *transports[1];
+    uint64_t mine = 3, sizes[3];
+    CHECK_OK(AllgatherV(transport, &mine, {8, 8, 8}, sizes, kForever));
+    char text[] = "a=1", other[3];
+    CHECK_OK(transport.Wait(transport.Send(2, text, 3), kForever));
+    CHECK_OK(transport.Wait(transport.Receive(0, other, 3), kForever));
+  });
+  Player players[3];
+  const auto start = [&](int rank) {
+    EngineConfig config;
+    config.timeout_ns = kSecond;
+    config.fingerprint = "a=1";
+    const auto make_world = [&, rank](World* world) {
+      world->transport = std::move(transports[static_cast<size_t>(rank)]);
+      world->topology = MakeTopology(rank, {"host", "host", "host"});
+      return Status::Ok();
+    };
+    return Engine::Start(config, make_world, players[rank].handles, &players[rank].engine);
+  };
+  std::thread gives_up([&] { CHECK(!start(2).ok()); });
+  const Status started = start(0);
+  if (started.ok()) {
+    std::vector<float> data(1, 1.0f);
+    CHECK(players[0].Allreduce("x", data).code() == Code::kPeerLost);
+    CHECK(players[0].engine->Shutdown("", kPatience));
+  }
+  gives_up.join();
+  stuck.join();
+}
+
+TEST(a_waiter_for_a_handle_that_is_released_is_told) {
+  HandleTable table;
+  const int64_t handle = table.Create();
+  std::atomic<bool> waits{false};
+  std::thread waiter([&] {
+    Status status;
+    waits = true;
+    CHECK(table.Wait(handle, kPatience, &status) == HandleTable::Look::kUnknown);
+  });
+  while (!waits) std::this_thread::yield();
+  const TimeNs begin = NowNs();
+  CHECK(table.Release(handle));
+  waiter.join();
+  CHECK(NowNs() - begin < kPatience / 2);
+  table.Complete(handle, Status::Ok(), {});
 }
 
 TEST(submitting_from_many_threads_is_safe) {

@@ -67,7 +67,7 @@ TEST(a_request_is_agreed_once_every_rank_has_reported_it) {
 TEST(cached_reports_are_agreed_by_id_and_mix_with_full_ones) {
   Coordinator coordinator(Options(2));
   for (int rank : {0, 1}) coordinator.Receive(rank, Fresh({Allreduce("x")}), 0);
-  const uint32_t id = coordinator.Decide(0)->decisions[0].cache_id;
+  const uint64_t id = coordinator.Decide(0)->decisions[0].cache_id;
   CHECK(id != 0);
   Report cached;
   cached.cached = {id};
@@ -96,7 +96,7 @@ TEST(gathered_rows_travel_with_the_agreement_and_are_cached) {
   coordinator.Receive(1, Fresh({Allgather("g", 0)}), 0);
   auto agreement = coordinator.Decide(0);
   CHECK(agreement->decisions[0].rows == (std::vector<int64_t>{2, 0}));
-  const uint32_t id = agreement->decisions[0].cache_id;
+  const uint64_t id = agreement->decisions[0].cache_id;
   // Rank 1 gathers more rows this time, rank 0 as many as before.
   Report cached;
   cached.cached = {id};
@@ -111,10 +111,10 @@ TEST(evicted_ids_are_understood_until_every_rank_knows) {
   options.cache_capacity = 1;
   Coordinator coordinator(options);
   for (int rank : {0, 1}) coordinator.Receive(rank, Fresh({Allreduce("a")}), 0);
-  const uint32_t a = coordinator.Decide(0)->decisions[0].cache_id;
+  const uint64_t a = coordinator.Decide(0)->decisions[0].cache_id;
   for (int rank : {0, 1}) coordinator.Receive(rank, Fresh({Allreduce("b")}), 1);
   auto agreement = coordinator.Decide(1);
-  CHECK(agreement->evicted == std::vector<uint32_t>{a});
+  CHECK(agreement->evicted == std::vector<uint64_t>{a});
   // Both reports of `a` were on their way when the eviction was agreed.
   Report late;
   late.applied = 1;
@@ -122,7 +122,7 @@ TEST(evicted_ids_are_understood_until_every_rank_knows) {
   for (int rank : {0, 1}) coordinator.Receive(rank, late, 2);
   agreement = coordinator.Decide(2);
   CHECK_EQ(agreement->decisions[0].name, std::string("a"));
-  CHECK_EQ(agreement->decisions[0].cache_id, uint32_t{0});
+  CHECK_EQ(agreement->decisions[0].cache_id, uint64_t{0});
 }
 
 TEST(a_mismatch_names_the_tensor_and_groups_values_by_rank) {
@@ -251,7 +251,7 @@ TEST(random_schedules_decide_everything_exactly_once) {
       ResponseCache cache;
       std::vector<std::string> todo;
       std::set<std::string> in_flight;
-      uint32_t applied = 0;
+      uint64_t applied = 0;
       std::vector<Agreement> inbox;
     };
     std::vector<Member> members(static_cast<size_t>(size));
@@ -274,7 +274,7 @@ TEST(random_schedules_decide_everything_exactly_once) {
           const std::string name = member.todo[i];
           if (member.in_flight.count(name) != 0 || random() % 2 == 0) continue;
           const Request request = Allreduce(name);
-          const uint32_t id = member.cache.Find(request);
+          const uint64_t id = member.cache.Find(request);
           if (id != 0) {
             report.cached.push_back(id);
           } else {
@@ -303,7 +303,7 @@ TEST(random_schedules_decide_everything_exactly_once) {
           }
           CHECK_EQ(member.in_flight.erase(name), size_t{1});
         }
-        for (uint32_t id : agreement.evicted) member.cache.Evict(id);
+        for (uint64_t id : agreement.evicted) member.cache.Evict(id);
         CHECK(static_cast<int>(member.cache.size()) <= options.cache_capacity);
         member.applied = agreement.sequence;
       }

@@ -240,6 +240,72 @@ TEST(killed_process_leaves_a_readable_file) {
   CHECK_EQ(WithPhase(file.Records(), "X").size(), size_t{5000});
 }
 
+TEST(process_killed_in_the_middle_of_writing_leaves_a_readable_file) {
+  for (int round = 0; round < 20; ++round) {
+    TemporaryFile file;
+    const pid_t child = fork();
+    if (child == 0) {
+      TraceWriter writer;
+      if (!writer.Open(file.path(), {"a"}).ok()) _exit(1);
+      for (TimeNs i = 0;; ++i) {
+        std::vector<TraceEvent> events;
+        for (size_t j = 0; j < 3000; ++j) {
+          events.push_back(Span("REDUCE", Track::kLoop, i, i + 1));
+          events.back().tensor = std::string(j % 200, 'x');
+        }
+        if (!writer.Append(0, 0, events).ok()) _exit(1);
+      }
+    }
+    // Any moment will do, so how long this really takes does not matter.
+    const timespec moment{0, (2 + round * 7 % 40) * 1000 * 1000};
+    nanosleep(&moment, nullptr);
+    kill(child, SIGKILL);
+    int status = 0;
+    CHECK_EQ(waitpid(child, &status, 0), child);
+    json::Value array;
+    const std::string text = file.Read();
+    CHECK(text.empty() || json::Parse(text, &array));
+  }
+}
+
+TEST(no_record_crosses_a_page) {
+  TemporaryFile file;
+  TraceWriter writer;
+  CHECK_OK(writer.Open(file.path(), {"a", "b"}));
+  for (size_t i = 0; i < 50; ++i) {
+    std::vector<TraceEvent> events;
+    for (size_t j = 0; j < i; ++j) {
+      events.push_back(Span("REDUCE", Track::kLoop, 1, 2));
+      events.back().tensor = std::string((i * 131 + j * 17) % 3000, 'x');
+    }
+    CHECK_OK(writer.Append(0, 0, events));
+  }
+  // What a write that ends at a page leaves, in front of the white space.
+  const std::string text = file.Read();
+  for (size_t page = 4096; page < text.size(); page += 4096) {
+    json::Value array;
+    const std::string left = text.substr(0, page);
+    CHECK(json::Parse(left + "]", &array) || json::Parse(left, &array));
+  }
+}
+
+TEST(records_longer_than_a_page_and_the_last_bytes_are_written_well) {
+  TemporaryFile file;
+  TraceWriter writer;
+  CHECK_OK(writer.Open(file.path(), {"a"}));
+  const size_t first = file.Records().size();
+  for (size_t i = 1; i <= 40; ++i) {
+    std::vector<TraceEvent> events(1, Span("REDUCE", Track::kLoop, 1, 2));
+    events[0].tensor = std::string(i * 997, 'y');
+    CHECK_OK(writer.Append(0, 0, events));
+    CHECK_EQ(file.Records().size(), first + i);
+  }
+  CHECK_OK(writer.Close());
+  CHECK_EQ(file.Records().size(), first + 40);
+  const std::string text = file.Read();
+  CHECK_EQ(text.substr(text.size() - 4), std::string("}\n]\n"));
+}
+
 TEST(times_are_microseconds_since_open_on_rank_zeros_clock) {
   TemporaryFile file;
   TraceWriter writer;
