@@ -55,11 +55,6 @@ def series_length(nbytes: int) -> int:
     return max(1, min(50, int(2e-3 / (20e-6 + 0.2e-9 * nbytes))))
 
 
-def repetitions(nbytes: int, seconds: float) -> int:
-    """As many series as fit the time, roughly, but enough for a median."""
-    return max(9, min(200, int(seconds / (3e-3 + 1e-9 * nbytes))))
-
-
 def start_together(run: Callable[[torch.Tensor], object], tensor: torch.Tensor) -> float:
     """Wait, asleep, for all ranks; return at the same instant everywhere, with warm caches."""
     everybody = MPI.COMM_WORLD.Ibarrier()
@@ -77,7 +72,9 @@ def measure(nbytes: int, runs: dict[str, Callable], order: random.Random, second
     tensor.fill_(0.0)
     times: dict[str, list[float]] = {name: [] for name in runs}
     length = series_length(nbytes)
-    for repetition in range(-1, repetitions(nbytes, seconds)):  # the first warms up
+    repetition, count = -1, 1  # the first round warms up, and says how many fit the time
+    while repetition < count:
+        round_begin = time.perf_counter()
         names = list(runs)
         order.shuffle(names)
         for name in names:
@@ -88,6 +85,10 @@ def measure(nbytes: int, runs: dict[str, Callable], order: random.Random, second
             elapsed = time.perf_counter() - begin
             if repetition >= 0:
                 times[name].append(elapsed / length)
+        if repetition < 0:
+            fitting = len(runs) * seconds / (time.perf_counter() - round_begin)
+            count = MPI.COMM_WORLD.bcast(max(9, min(200, int(fitting))))
+        repetition += 1
     slowest = {
         name: np.max(MPI.COMM_WORLD.allgather(np.array(series)), axis=0)
         for name, series in times.items()
