@@ -172,7 +172,7 @@ def exit_3() -> None:
 def raise_an_exception() -> None:
     begin()
     if the_last_one():
-        raise OverflowError("the loss is 7.5e99, größer als alles")
+        raise OverflowError("the loss is 7.5e99, größer geht es nicht")
     fail_with(lambda: hvd.allreduce(np.ones(4), name="x"))
 
 

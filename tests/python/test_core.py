@@ -363,7 +363,7 @@ class Ranks:
         return outcomes
 
 
-WHATS = st.tuples(st.sampled_from([7, 8]), st.lists(st.integers(1, 4), max_size=2).map(tuple))
+METADATA = st.tuples(st.sampled_from([7, 8]), st.lists(st.integers(1, 4), max_size=2).map(tuple))
 
 
 @settings(deadline=None, max_examples=200)
@@ -373,14 +373,14 @@ def test_every_request_is_decided_once_when_all_ranks_have_reported_it(data: st.
     capacity = data.draw(st.integers(0, 4))
     ranks = Ranks(load_core(), size, cache_capacity=capacity, hold_ns=0)
     names = [f"n{i}" for i in range(data.draw(st.integers(1, 6)))]
-    what = {name: data.draw(WHATS) for name in names}
+    what = {name: data.draw(METADATA) for name in names}
     for _ in range(data.draw(st.integers(1, 4))):
         # Some requests change, on all ranks or on one.
         for name in data.draw(st.sets(st.sampled_from(names))):
-            what[name] = data.draw(WHATS)
+            what[name] = data.draw(METADATA)
         wanted = {name: dict.fromkeys(range(size), what[name]) for name in names}
         for name in data.draw(st.sets(st.sampled_from(names))):
-            wanted[name][data.draw(st.integers(0, size - 1))] = data.draw(WHATS)
+            wanted[name][data.draw(st.integers(0, size - 1))] = data.draw(METADATA)
         reports = data.draw(st.permutations([(r, name) for r in range(size) for name in names]))
         count: collections.Counter[str] = collections.Counter()
         outcomes: dict[str, str] = {}
