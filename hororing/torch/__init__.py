@@ -1,11 +1,11 @@
-"""hororing for PyTorch.
+"""hororing for PyTorch::
 
-import hororing.torch as hvd
+    import hororing.torch as hvd
 
-hvd.init()
-optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
-hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    hvd.init()
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 """
 
 from __future__ import annotations
