@@ -6,6 +6,8 @@
     optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+
+All names and recipes: docs/pytorch.md.
 """
 
 from __future__ import annotations
