@@ -22,6 +22,17 @@ constexpr TimeNs kCloseTime = 5 * kSecond;
 // What steps of the start with time limits of their own, which know more, get beyond it.
 constexpr TimeNs kStartGrace = 2 * kSecond;
 
+// Waits for the others, as long as all are alive.
+void CloseAll(World& world) {
+  const TimeNs deadline = After(NowNs(), kCloseTime);
+  for (Transport* transport : {world.transport.get(), world.bootstrap.get()}) {
+    if (transport == nullptr) continue;
+    while (!transport->Close(After(NowNs(), 50 * kMillisecond))) {
+      if (NowNs() >= deadline || !world.transport->CheckPeers().ok()) return;
+    }
+  }
+}
+
 // "shm_direct, host"
 std::string Names(const std::vector<std::unique_ptr<Backend>>& backends) {
   std::string names;
@@ -138,10 +149,7 @@ void Engine::Serve(World& world, Loop& loop) {
   turn.unlock();
   SetWakeTarget(nullptr);
   Finish(why);
-  if (why.code() != Code::kShutDown) return;
-  const TimeNs deadline = After(NowNs(), kCloseTime);
-  world.transport->Close(deadline);
-  if (world.bootstrap != nullptr) world.bootstrap->Close(deadline);
+  if (why.code() == Code::kShutDown) CloseAll(world);
 }
 
 void Engine::SetWakeTarget(Transport* target) {

@@ -110,14 +110,16 @@ class MpiTransport final : public Transport {
 
   // A communicator that is freed may come back as another one, with what is under way in it: so
   // every rank first takes all that every other has sent.
-  void Close(TimeNs deadline) override {
+  bool Close(TimeNs deadline) override {
     int finalized = 0;
     MPI_Finalized(&finalized);
-    if (finalized != 0 || announced_ || !failure_.ok() || !broken_.ok()) return;
-    if (!Flush(deadline)) return;
-    for (int peer = 0; peer < size_; ++peer) {
+    // There will be no peace: waiting again helps nobody.
+    if (finalized != 0 || announced_ || !failure_.ok() || !broken_.ok()) return true;
+    if (!Flush(deadline)) return false;
+    for (int peer = 0; peer < size_ && !close_sent_; ++peer) {
       if (peer != rank_) StartControl(peer, "", 0, 0, kCloseTag);
     }
+    close_sent_ = true;
     Backoff backoff(spin_ns_, kLongestDataSleep);
     const auto all_have = [this] {
       for (int peer = 0; peer < size_; ++peer) {
@@ -129,8 +131,10 @@ class MpiTransport final : public Transport {
     while (!(closed_ = all_have())) {
       const uint32_t seen = bell_.count();
       const bool moved = ProgressControl() | ProgressData();
-      if (!failure_.ok() || !backoff.Pause(bell_, seen, moved, deadline)) return;
+      if (!failure_.ok()) return true;
+      if (!backoff.Pause(bell_, seen, moved, deadline)) return false;
     }
+    return true;
   }
 
   int rank() const override { return rank_; }
@@ -507,6 +511,7 @@ class MpiTransport final : public Transport {
   WakeBell bell_;
   uint32_t last_sleep_bell_ = 0;  // as the last Sleep left it: a later Wake shows
   bool announced_ = false;
+  bool close_sent_ = false;
   bool closed_ = false;         // every rank has taken all messages
   bool failure_shown_ = false;  // a Sleep has ended because of it
   Status failure_;              // the first that a peer announced, or that control calls met

@@ -88,8 +88,8 @@ class Transport {
   virtual bool Flush(TimeNs deadline) = 0;
   // The last call, where the world ends in peace: on every rank, so that no message of this world
   // can be taken for one of the next. What is still arriving is dropped. Waits for the peers'
-  // calls until `deadline`.
-  virtual void Close(TimeNs /*deadline*/) {}
+  // calls until `deadline`; true when all have come, or are not needed. May be called again.
+  virtual bool Close(TimeNs /*deadline*/) { return true; }
 };
 
 // What peers are told: "rank 1 failed: ..." where rank 1 tells of itself, else the reason as it
