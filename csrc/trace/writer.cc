@@ -149,7 +149,8 @@ Status TraceWriter::Open(const std::string& path, const std::vector<std::string>
   }
   // The array opens where the first record's comma would stand.
   text = text.empty() ? "[" : "[" + text.substr(1);
-  const Status status = Write(text);
+  const Status status = WriteAt(text + kTail, 0);
+  tail_ = end_ = static_cast<int64_t>(text.size());
   if (!status.ok()) {
     close(fd_);
     fd_ = -1;
@@ -230,8 +231,7 @@ Status TraceWriter::Append(int rank, TimeNs clock_offset_ns,
   return Write(text);
 }
 
-// `records` begin with ",\n{" each, which occurs nowhere else in them (the first one of the file
-// with a bracket in place of the comma).
+// `records` begin with ",\n{" each, which occurs nowhere else in them.
 Status TraceWriter::Write(const std::string& records) {
   std::string block;
   for (size_t at = 0; at < records.size();) {
@@ -254,11 +254,11 @@ Status TraceWriter::Write(const std::string& records) {
 // White space behind the end does no harm, so only the brackets must change at once.
 Status TraceWriter::MoveEnd(int64_t end) {
   const int64_t old_end = end_;
-  const int64_t from = tail_ == 0 ? 0 : old_end + kTailBytes;
+  const int64_t from = old_end + kTailBytes;
   HORORING_RETURN_IF_ERROR(WriteAt(std::string(static_cast<size_t>(end - from), ' '), from));
   HORORING_RETURN_IF_ERROR(WriteAt(kTail, end));
   end_ = end;
-  return tail_ == 0 ? Status::Ok() : WriteAt(std::string(kTailBytes, ' '), old_end);
+  return WriteAt(std::string(kTailBytes, ' '), old_end);
 }
 
 Status TraceWriter::WriteAt(const std::string& bytes, int64_t at) {
