@@ -54,7 +54,7 @@ def test_a_killed_rank_is_named_to_the_others_within_seconds(size: int):
             assert (seen["kind"], seen["rank"]) == ("PeerLostError", size - 1)
             assert f"rank {size - 1} (pid {victim}) died" in seen["text"]
             assert "allreduce 'x'" in seen["text"]
-            assert seen["seconds"] < 5
+            assert seen["seconds"] < 20
         check_end(job)
 
 
@@ -65,7 +65,7 @@ def test_a_rank_killed_in_a_large_allreduce_is_named_to_the_others(size: int):
             seen = failure(job, rank)
             assert (seen["kind"], seen["rank"]) == ("PeerLostError", size - 1), seen
             assert "allreduce 'large' (REDUCE): " in seen["text"]
-            assert seen["seconds"] < 5
+            assert seen["seconds"] < 20
         check_end(job)
 
 
@@ -166,7 +166,7 @@ def test_the_text_of_an_uncaught_exception_reaches_every_rank(size: int):
             assert (seen["kind"], seen["rank"]) == ("PeerLostError", size - 1)
             assert "OverflowError: the loss is 7.5e99, größer geht es nicht" in seen["text"]
             assert f"rank {size - 1}" in seen["text"]
-            assert seen["seconds"] < 5
+            assert seen["seconds"] < 20
         check_end(job)
         assert "OverflowError: the loss is 7.5e99" in job.printed(size - 1)
 
@@ -189,7 +189,7 @@ def test_an_early_end_of_one_rank_is_a_shut_down_to_the_others(size: int):
             assert [each["kind"] for each in seen] == ["ShutDownError"] * 2
             assert f"rank {size - 1}" in seen[0]["text"]
             assert "the script has ended" in seen[0]["text"]
-            assert max(each["seconds"] for each in seen) < 5
+            assert max(each["seconds"] for each in seen) < 20
 
 
 def test_shutdown_in_one_rank_is_told_to_the_others():
@@ -215,7 +215,7 @@ def test_a_stopped_rank_is_named_at_the_time_limit(transport: str):
             # One of the two is the first to notice; the other may be told by it.
             assert seen["kind"] in ("TransportError", "PeerLostError"), seen
             assert seen["rank"] in (None, 2)
-            assert 1.5 < seen["seconds"] < 10
+            assert 1.5 < seen["seconds"] < 30
         named = ["rank(s) 2" in seen["text"] for seen in both]
         # Over MPI a rank knows only that its neighbour in the ring is silent.
         assert all(named) if transport == "auto" else any(named)
@@ -229,7 +229,7 @@ def test_a_rank_stopped_before_it_submits_is_a_stall():
         assert seen["kind"] == "StalledError", seen
         assert "'x'" in seen["text"]
         assert "rank 1" in seen["text"] or "ranks 1" in seen["text"]
-        assert 1 < seen["seconds"] < 10
+        assert 1 < seen["seconds"] < 30
         check_end(job)
 
 
@@ -238,7 +238,7 @@ def test_init_ends_at_the_time_limit_when_a_rank_does_not_come():
     with LiveJob(RANKS, 2, "never_call_init", HORORING_TIMEOUT_S="2") as job:
         seen = failure(job, 0)
         assert seen["kind"] == "TransportError", seen
-        assert 1.5 < seen["seconds"] < 15
+        assert 1.5 < seen["seconds"] < 30
         check_end(job)
 
 
