@@ -24,14 +24,20 @@ struct BatchEntry {
   const void* input = nullptr;
   void* output = nullptr;  // allreduce, broadcast: as large as the input, may equal it
   size_t elements = 0;     // of this rank's input
-  // Allgather only: bytes that each rank contributes, in rank order. `output` holds their sum.
-  std::vector<size_t> gathered_bytes;
+  // Allgather, alltoall: bytes that come from each rank, in rank order; `output` holds their sum.
+  std::vector<size_t> receive_bytes;
+  // Alltoall: bytes that go to each rank, in rank order, back to back in `input`.
+  std::vector<size_t> send_bytes;
+  // Reduce-scatter: elements of each rank's part of the input, in rank order; `output` holds this
+  // rank's part of the result and does not overlap `input`.
+  std::vector<size_t> parts;
 };
 
-// Invariant: all entries share collective, reduce spec (allreduce) and root (broadcast).
+// Invariant: all entries share collective, reduce spec (allreduce, reduce-scatter) and root
+// (broadcast).
 struct Batch {
   Collective kind = Collective::kAllreduce;
-  ReduceSpec reduce;  // allreduce; for the others only `dtype` is meaningful
+  ReduceSpec reduce;  // allreduce, reduce-scatter; for the others only `dtype` is meaningful
   int root = 0;
   std::vector<BatchEntry> entries;
 

@@ -37,6 +37,7 @@ Status HostBackend::Run(const Batch& batch, TimeNs deadline, TraceSink& trace) {
     case Collective::kAllgather: return RunAllgather(batch, deadline, trace);
     case Collective::kBroadcast: return RunBroadcast(batch, deadline, trace);
     case Collective::kBarrier: return Barrier(transport_, deadline);
+    default: break;
   }
   return Status(Code::kInternal, "a batch of an unknown collective");
 }
@@ -110,12 +111,12 @@ Status HostBackend::RunAllgather(const Batch& batch, TimeNs deadline, TraceSink&
   std::vector<size_t> bytes_per_rank(size, 0);
   size_t total = 0;
   for (const BatchEntry& entry : batch.entries) {
-    if (entry.gathered_bytes.size() != size ||
-        entry.gathered_bytes[rank] != entry.elements * element) {
+    if (entry.receive_bytes.size() != size ||
+        entry.receive_bytes[rank] != entry.elements * element) {
       return Status(Code::kInternal, "allgather of '" + entry.name +
                                          "': the agreed sizes do not fit this rank's tensor");
     }
-    for (size_t r = 0; r < size; ++r) bytes_per_rank[r] += entry.gathered_bytes[r];
+    for (size_t r = 0; r < size; ++r) bytes_per_rank[r] += entry.receive_bytes[r];
   }
   for (size_t bytes : bytes_per_rank) total += bytes;
   if (total == 0) return Status::Ok();
@@ -131,7 +132,7 @@ Status HostBackend::RunAllgather(const Batch& batch, TimeNs deadline, TraceSink&
   for (size_t r = 0; r < rank; ++r) own += bytes_per_rank[r];
   std::byte* to = own;
   for (const BatchEntry& entry : batch.entries) {
-    const size_t bytes = entry.gathered_bytes[rank];
+    const size_t bytes = entry.receive_bytes[rank];
     CopyIfMoved(to, entry.input, bytes);
     to += bytes;
   }
@@ -144,7 +145,7 @@ Status HostBackend::RunAllgather(const Batch& batch, TimeNs deadline, TraceSink&
   for (size_t r = 0; r < size; ++r) {
     for (size_t i = 0; i < batch.entries.size(); ++i) {
       const BatchEntry& entry = batch.entries[i];
-      const size_t bytes = entry.gathered_bytes[r];
+      const size_t bytes = entry.receive_bytes[r];
       CopyIfMoved(static_cast<std::byte*>(entry.output) + filled[i], from, bytes);
       filled[i] += bytes;
       from += bytes;

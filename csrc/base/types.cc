@@ -57,6 +57,11 @@ const char* Name(Collective kind) {
     case Collective::kAllgather: return "allgather";
     case Collective::kBroadcast: return "broadcast";
     case Collective::kBarrier: return "barrier";
+    case Collective::kAlltoall: return "alltoall";
+    case Collective::kReducescatter: return "reducescatter";
+    case Collective::kJoin: return "join";
+    case Collective::kAddProcessSet: return "add_process_set";
+    case Collective::kRemoveProcessSet: return "remove_process_set";
   }
   return "unknown collective";
 }
@@ -67,6 +72,11 @@ const char* UpperName(Collective kind) {
     case Collective::kAllgather: return "ALLGATHER";
     case Collective::kBroadcast: return "BROADCAST";
     case Collective::kBarrier: return "BARRIER";
+    case Collective::kAlltoall: return "ALLTOALL";
+    case Collective::kReducescatter: return "REDUCESCATTER";
+    case Collective::kJoin: return "JOIN";
+    case Collective::kAddProcessSet: return "ADD_PROCESS_SET";
+    case Collective::kRemoveProcessSet: return "REMOVE_PROCESS_SET";
   }
   return "UNKNOWN COLLECTIVE";
 }

@@ -40,6 +40,12 @@ enum class Collective : uint8_t {
   kAllgather = 1,
   kBroadcast = 2,
   kBarrier = 3,
+  kAlltoall = 4,
+  kReducescatter = 5,
+  // The rest moves no tensors.
+  kJoin = 6,
+  kAddProcessSet = 7,
+  kRemoveProcessSet = 8,
 };
 
 size_t ElementSize(DataType dtype);

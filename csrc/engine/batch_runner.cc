@@ -12,7 +12,7 @@ namespace {
 struct Item {
   TensorEntry* entry;
   size_t index;
-  std::vector<size_t> gathered_bytes;  // allgather
+  std::vector<size_t> receive_bytes;  // allgather
 };
 
 size_t RowBytes(const TensorView& view) {
@@ -29,7 +29,7 @@ FusionItem Describe(const Item& item) {
   described.key.root = request.root;
   // Every rank must come to the same number, so for an allgather it is the result's size.
   if (request.kind == Collective::kAllgather) {
-    for (size_t bytes : item.gathered_bytes) described.bytes += static_cast<int64_t>(bytes);
+    for (size_t bytes : item.receive_bytes) described.bytes += static_cast<int64_t>(bytes);
   } else {
     described.bytes = static_cast<int64_t>(view.bytes());
   }
@@ -87,7 +87,7 @@ Status BatchRunner::Run(std::vector<Work> work) {
       if (entry->request.kind == Collective::kAllgather) {
         const size_t size = static_cast<size_t>(options_.size);
         for (size_t rank = 0; rank < size; ++rank) {
-          item.gathered_bytes.push_back(static_cast<size_t>(each.rows[i * size + rank]) *
+          item.receive_bytes.push_back(static_cast<size_t>(each.rows[i * size + rank]) *
                                         RowBytes(entry->views[i]));
         }
       }
@@ -117,7 +117,7 @@ Status BatchRunner::Run(std::vector<Work> work) {
       entry.output = batch.kind == Collective::kAllgather ? item.entry->results[item.index].data()
                                                           : view.output;
       entry.elements = static_cast<size_t>(view.elements());
-      entry.gathered_bytes = std::move(item.gathered_bytes);
+      entry.receive_bytes = std::move(item.receive_bytes);
       batch.reduce.dtype = view.dtype;
       batch.entries.push_back(std::move(entry));
       entries.push_back(item.entry);

@@ -212,7 +212,7 @@ TEST(allgather_concatenates_ragged_parts_in_rank_order) {
             entry.input = inputs[t].data();
             entry.output = outputs[t].data();
             entry.elements = inputs[t].size();
-            entry.gathered_bytes = sizes[t];
+            entry.receive_bytes = sizes[t];
             batch.entries.push_back(entry);
           }
           CHECK_OK(rank.host->Run(batch, After(NowNs(), kLimit), rank.trace));
@@ -229,7 +229,7 @@ TEST(allgather_with_sizes_that_do_not_fit_is_refused) {
   batch.kind = Collective::kAllgather;
   BatchEntry entry;
   entry.elements = 3;
-  entry.gathered_bytes = {8};
+  entry.receive_bytes = {8};
   batch.entries.push_back(entry);
   TraceSink trace;
   CHECK(world.rank(0).host->Run(batch, kForever, trace).code() == Code::kInternal);
