@@ -29,7 +29,8 @@ namespace hororing {
 // a buffer.
 struct ReduceSpec {
   DataType dtype = DataType::kFloat32;
-  ReduceOp op = ReduceOp::kSum;  // never kAdasum here
+  // kAdasum: only FillNeutral and collective/adasum know it.
+  ReduceOp op = ReduceOp::kSum;
   double prescale = 1.0;
   double postscale = 1.0;
 
@@ -74,6 +75,10 @@ void CombinePartials(const ReduceSpec& spec, void* accumulator, const void* firs
                      const void* second, size_t n);
 void FinishPartial(const ReduceSpec& spec, int divisor, void* result, const void* partial,
                    size_t n);
+
+// What leaves the other sources of a reduction as they are: 0, 1, the largest or the smallest value
+// (infinite where there is infinity). Not for Min, Max and Product with a prescale.
+void FillNeutral(const ReduceSpec& spec, void* data, size_t n);
 
 // The instruction set in use: "avx512", "avx2" or "portable"; and, for tests, a way to force
 // one. SetKernels returns false, and changes nothing, when the processor lacks it.

@@ -19,6 +19,7 @@
 #include "base/clock.h"
 #include "base/log.h"
 #include "base/reduce.h"
+#include "capi/requests.h"
 #include "engine/engine.h"
 #include "transport/factory.h"
 
@@ -118,85 +119,11 @@ WorldOptions WorldOptionsFrom(const hr_config& from) {
   return options;
 }
 
-Status Invalid(const Request& request, const std::string& what) {
-  return Status(Code::kInvalidArgument,
-                std::string(Name(request.kind)) + " '" + request.name + "' (SUBMIT): " + what);
-}
-
-// What can be seen to be wrong on this rank alone.
-Status CheckLocally(const TensorEntry& entry, int size) {
-  const Request& request = entry.request;
-  for (const TensorView& view : entry.views) {
-    for (int64_t dimension : view.shape) {
-      if (dimension < 0) return Invalid(request, "shape " + ShapeText(view.shape) + " is negative");
-    }
-    const bool written = request.kind != Collective::kAllgather;
-    if (view.elements() > 0 && (view.input == nullptr || (written && view.output == nullptr))) {
-      return Invalid(request, "a tensor with elements has no memory");
-    }
-    if (request.kind == Collective::kAllgather && view.shape.empty()) {
-      return Invalid(request, "a tensor without dimensions cannot be gathered; reshape it to [1]");
-    }
-    if (request.kind == Collective::kAllreduce) {
-      const Status spec =
-          Check(ReduceSpec{view.dtype, request.op, request.prescale, request.postscale});
-      if (!spec.ok()) return Invalid(request, spec.message());
-    }
-  }
-  if (request.kind == Collective::kBroadcast && (request.root < 0 || request.root >= size)) {
-    return Invalid(request, "root rank " + std::to_string(request.root) +
-                                " is not a rank of this job, which has ranks 0 to " +
-                                std::to_string(size - 1));
-  }
-  if (request.kind != Collective::kBarrier && entry.views.empty()) {
-    return Invalid(request, "there is no tensor");
-  }
-  return Status::Ok();
-}
-
-Status EntryFrom(const hr_request& from, TensorEntry* entry) {
-  Request& request = entry->request;
-  request.name = Text(from.name);
-  if (from.collective < HR_ALLREDUCE || from.collective > HR_BARRIER) {
-    return Status(Code::kInvalidArgument,
-                  "there is no collective number " + std::to_string(from.collective));
-  }
-  request.kind = static_cast<Collective>(from.collective);
-  if (request.name.empty()) return Invalid(request, "the name is empty");
-  if (request.kind == Collective::kAllreduce) {
-    if (from.op < HR_AVERAGE || from.op > HR_PRODUCT) {
-      return Invalid(request, "there is no reduce operation number " + std::to_string(from.op));
-    }
-    if (from.op == HR_ADASUM) {
-      return Invalid(request, "op=Adasum is not available; use Average or Sum");
-    }
-    request.op = static_cast<ReduceOp>(from.op);
-    request.prescale = from.prescale;
-    request.postscale = from.postscale;
-  }
-  if (request.kind == Collective::kBroadcast) request.root = from.root;
-  for (int32_t i = 0; i < from.tensors_count; ++i) {
-    const hr_tensor& tensor = from.tensors[i];
-    if (tensor.dtype < 0 || tensor.dtype >= kDataTypeCount) {
-      return Invalid(request, "there is no data type number " + std::to_string(tensor.dtype));
-    }
-    TensorView view;
-    view.input = reinterpret_cast<const void*>(tensor.input);
-    view.output = reinterpret_cast<void*>(tensor.output);
-    view.dtype = static_cast<DataType>(tensor.dtype);
-    view.shape.assign(tensor.shape, tensor.shape + tensor.ndim);
-    request.tensors.push_back({view.dtype, view.shape});
-    entry->views.push_back(std::move(view));
-  }
-  return Status::Ok();
-}
-
 Status Submit(const hr_request& from, int64_t* handle) {
   const std::shared_ptr<Engine> engine = CurrentEngine();
   if (engine == nullptr) return NotInitialized();
   auto entry = std::make_unique<TensorEntry>();
-  HORORING_RETURN_IF_ERROR(EntryFrom(from, entry.get()));
-  HORORING_RETURN_IF_ERROR(CheckLocally(*entry, engine->topology().size));
+  HORORING_RETURN_IF_ERROR(MakeEntry(from, engine->sets(), engine->topology().rank, entry.get()));
   return engine->Submit(std::move(entry), from.wait_follows != 0, handle);
 }
 
@@ -305,11 +232,12 @@ HR_EXPORT int64_t hr_submit(const hr_request* request) {
   return status.ok() ? handle : -Remember(status);
 }
 
-HR_EXPORT int64_t hr_allreduce(const char* name, uintptr_t input, uintptr_t output, int32_t dtype,
-                               int32_t ndim, const int64_t* shape, int32_t op, double prescale,
-                               double postscale) {
+HR_EXPORT int64_t hr_allreduce(const char* name, int32_t process_set, uintptr_t input,
+                               uintptr_t output, int32_t dtype, int32_t ndim, const int64_t* shape,
+                               int32_t op, double prescale, double postscale) {
   const hr_tensor tensor{input, output, dtype, ndim, shape};
-  const hr_request request{HR_ALLREDUCE, name, op, 0, prescale, postscale, 1, &tensor, 0};
+  const hr_request request{HR_ALLREDUCE, name, process_set, op,      0, prescale,
+                           postscale,    1,    &tensor,     nullptr, 0, 0};
   return hr_submit(&request);
 }
 

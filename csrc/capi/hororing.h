@@ -24,7 +24,7 @@ extern "C" {
 #endif
 
 /* Grows with every incompatible change of this file. */
-enum { HR_ABI_VERSION = 1 };
+enum { HR_ABI_VERSION = 2 };
 
 /* The values of hororing::Code, and one more. */
 typedef enum hr_code {
@@ -68,8 +68,16 @@ typedef enum hr_collective {
   HR_ALLREDUCE = 0,
   HR_ALLGATHER = 1,
   HR_BROADCAST = 2,
-  HR_BARRIER = 3
+  HR_BARRIER = 3,
+  HR_ALLTOALL = 4,
+  HR_REDUCESCATTER = 5,
+  HR_JOIN = 6,              /* all ranks; its one result is the last rank to join */
+  HR_ADD_PROCESS_SET = 7,   /* all ranks; its one result is the set's id */
+  HR_REMOVE_PROCESS_SET = 8 /* all ranks; its one result is 1, or 0 when there was no such set */
 } hr_collective;
+
+/* The process set of all ranks. */
+enum { HR_WORLD_SET = 0 };
 
 typedef enum hr_state {
   HR_STATE_NONE = 0, /* never initialised, shut down, or a forked child */
@@ -115,7 +123,8 @@ typedef struct hr_topology {
 /* One tensor of a request: contiguous host memory. */
 typedef struct hr_tensor {
   uintptr_t input;  /* 0 only where it has no elements */
-  uintptr_t output; /* may equal input; 0 for HR_ALLGATHER: the core allocates */
+  uintptr_t output; /* HR_ALLREDUCE, HR_BROADCAST: may equal input. HR_REDUCESCATTER: this rank's
+                       rows of the result. HR_ALLGATHER, HR_ALLTOALL: 0, the core allocates */
   int32_t dtype;    /* hr_dtype */
   int32_t ndim;
   const int64_t* shape; /* ndim entries; copied */
@@ -123,19 +132,25 @@ typedef struct hr_tensor {
 
 typedef struct hr_request {
   int32_t collective;         /* hr_collective */
-  const char* name;           /* unique among requests in flight on this rank, equal on all ranks */
-  int32_t op;                 /* hr_op; HR_ALLREDUCE */
-  int32_t root;               /* HR_BROADCAST */
-  double prescale, postscale; /* HR_ALLREDUCE */
-  int32_t tensors_count;      /* 0 for HR_BARRIER; more than one: a group, all or nothing */
+  const char* name;           /* unique among the set's requests in flight, equal on its ranks */
+  int32_t process_set;        /* this rank is a member of it */
+  int32_t op;                 /* hr_op; HR_ALLREDUCE, HR_REDUCESCATTER */
+  int32_t root;               /* HR_BROADCAST: a rank of the job; HR_REMOVE_PROCESS_SET: the set */
+  double prescale, postscale; /* HR_ALLREDUCE, HR_REDUCESCATTER */
+  int32_t tensors_count; /* 0 for HR_BARRIER and from HR_JOIN on; one for HR_ALLTOALL; more than
+                            one otherwise: a group, all or nothing */
   const hr_tensor* tensors;
+  /* HR_ALLTOALL: rows for each rank of the set, in rank order; NULL: equally many for each. Rows
+   * beyond their sum are not sent. HR_ADD_PROCESS_SET: the ranks. */
+  const int64_t* integers;
+  int32_t integers_count;
   int32_t wait_follows; /* nonzero: this thread calls hr_wait next; saves waking the engine */
 } hr_request;
 
 typedef struct hr_result {
   uintptr_t data; /* malloc'ed; 0 when bytes == 0 */
   int64_t bytes;
-  int64_t rows; /* the first dimension of the gathered tensor */
+  int64_t rows; /* the first dimension */
 } hr_result;
 
 typedef struct hr_stats {
@@ -184,15 +199,17 @@ int32_t hr_last_error_rank(void);
 /* A handle > 0, or a negative hr_code. Never blocks on peers. */
 int64_t hr_submit(const hr_request* request);
 /* hr_submit for one tensor, HR_ALLREDUCE: what a gradient hook calls. */
-int64_t hr_allreduce(const char* name, uintptr_t input, uintptr_t output, int32_t dtype,
-                     int32_t ndim, const int64_t* shape, int32_t op, double prescale,
+int64_t hr_allreduce(const char* name, int32_t process_set, uintptr_t input, uintptr_t output,
+                     int32_t dtype, int32_t ndim, const int64_t* shape, int32_t op, double prescale,
                      double postscale);
 /* 1 when complete, 0 when pending, HR_INVALID_ARGUMENT negated when there is no such handle. */
 int hr_poll(int64_t handle);
 /* Waits at most timeout_s (< 0: for ever): HR_PENDING, or the handle's final code. The handle
  * stays valid until hr_release. */
 int hr_wait(int64_t handle, double timeout_s);
-/* Moves the result of tensor `index` out of a complete HR_ALLGATHER handle. */
+/* Moves result `index` out of a complete handle. HR_ALLGATHER: one per tensor. HR_ALLTOALL: the
+ * tensor, then the rows received from each rank. Numbers (those rows; what HR_JOIN and later ones
+ * tell) are int64. */
 int hr_take_result(int64_t handle, int32_t index, hr_result* result);
 void hr_free(uintptr_t data);
 /* Forgets the handle. A pending one is forgotten when it completes; its memory must stay

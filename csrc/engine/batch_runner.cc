@@ -1,8 +1,10 @@
 #include "engine/batch_runner.h"
 
 #include <algorithm>
+#include <numeric>
 #include <utility>
 
+#include "collective/segments.h"
 #include "schedule/fusion_planner.h"
 
 namespace hororing {
@@ -12,7 +14,7 @@ namespace {
 struct Item {
   TensorEntry* entry;
   size_t index;
-  std::vector<size_t> receive_bytes;  // allgather
+  BatchEntry sizes;  // only what the agreement says of them
 };
 
 size_t RowBytes(const TensorView& view) {
@@ -21,21 +23,68 @@ size_t RowBytes(const TensorView& view) {
   return bytes;
 }
 
-FusionItem Describe(const Item& item) {
+// `count` numbers of rows from `first` on, `stride` apart, in bytes.
+std::vector<size_t> InBytes(const std::vector<int64_t>& rows, size_t first, size_t stride,
+                            size_t count, size_t row_bytes) {
+  std::vector<size_t> bytes;
+  for (size_t i = 0; i < count; ++i) {
+    bytes.push_back(static_cast<size_t>(rows[first + i * stride]) * row_bytes);
+  }
+  return bytes;
+}
+
+// What every rank gets or gives of tensor `index`.
+BatchEntry SizesOf(const Work& work, size_t index, const Channel& channel) {
+  BatchEntry sizes;
+  const TensorView& view = work.entry->views[index];
+  const size_t size = channel.ranks.size(), own = static_cast<size_t>(channel.rank);
+  switch (work.entry->request.kind) {
+    case Collective::kAllgather:
+      sizes.receive_bytes = InBytes(work.rows, index * size, 1, size, RowBytes(view));
+      break;
+    case Collective::kAlltoall:
+      sizes.send_bytes = InBytes(work.rows, own * size, 1, size, RowBytes(view));
+      sizes.receive_bytes = InBytes(work.rows, own, size, size, RowBytes(view));
+      break;
+    case Collective::kReducescatter:
+      for (int rank = 0; rank < channel.size(); ++rank) {
+        const size_t row_elements = RowBytes(view) / ElementSize(view.dtype);
+        const size_t rows = Chunk(static_cast<size_t>(view.shape[0]), channel.size(), rank).size;
+        sizes.parts.push_back(rows * row_elements);
+      }
+      break;
+    default: break;
+  }
+  return sizes;
+}
+
+bool IsReduction(Collective kind) {
+  return kind == Collective::kAllreduce || kind == Collective::kReducescatter;
+}
+
+// Whether the core allocates the result.
+bool IsGathering(Collective kind) {
+  return kind == Collective::kAllgather || kind == Collective::kAlltoall;
+}
+
+// Every rank must come to the same description.
+FusionItem Describe(const Work& work, size_t index, const Item& item) {
   const Request& request = item.entry->request;
-  const TensorView& view = item.entry->views[item.index];
+  const TensorView& view = item.entry->views[index];
   FusionItem described;
+  described.key.process_set = request.process_set;
   described.key.kind = request.kind;
   described.key.root = request.root;
-  // Every rank must come to the same number, so for an allgather it is the result's size.
   if (request.kind == Collective::kAllgather) {
-    for (size_t bytes : item.receive_bytes) described.bytes += static_cast<int64_t>(bytes);
+    for (size_t bytes : item.sizes.receive_bytes) described.bytes += static_cast<int64_t>(bytes);
+  } else if (request.kind == Collective::kAlltoall) {
+    for (int64_t rows : work.rows) described.bytes += rows * static_cast<int64_t>(RowBytes(view));
   } else {
     described.bytes = static_cast<int64_t>(view.bytes());
   }
   // The type is part of every key: a batch counts its bytes by one element size.
   described.key.reduce.dtype = view.dtype;
-  if (request.kind == Collective::kAllreduce) {
+  if (IsReduction(request.kind)) {
     described.key.reduce = ReduceSpec{view.dtype, request.op, request.prescale, request.postscale};
   }
   return described;
@@ -61,18 +110,16 @@ std::string TensorName(const Request& request, size_t index) {
          std::to_string(request.tensors.size());
 }
 
-BatchRunner::BatchRunner(const Options& options, std::vector<std::unique_ptr<Backend>> backends,
-                         TensorTable& tensors, HandleTable& handles, TraceSink& trace, Stats& stats)
-    : options_(options),
-      backends_(std::move(backends)),
-      tensors_(tensors),
-      handles_(handles),
-      trace_(trace),
-      stats_(stats) {}
+BatchRunner::BatchRunner(const Options& options, Channel world, TensorTable& tensors,
+                         HandleTable& handles, TraceSink& trace, Stats& stats)
+    : options_(options), tensors_(tensors), handles_(handles), trace_(trace), stats_(stats) {
+  AddSet(kWorldSet, std::move(world));
+}
 
 Status BatchRunner::Run(std::vector<Work> work) {
   const TimeNs plan_begin = NowNs();
   std::vector<Item> items;
+  std::vector<FusionItem> described;
   for (Work& each : work) {
     TensorEntry* entry = each.entry;
     entry->unfinished = entry->views.size();
@@ -83,19 +130,10 @@ Status BatchRunner::Run(std::vector<Work> work) {
     entry->stage = "PLAN";
     HORORING_RETURN_IF_ERROR(Allocate(each));
     for (size_t i = 0; i < entry->views.size(); ++i) {
-      Item item{entry, i, {}};
-      if (entry->request.kind == Collective::kAllgather) {
-        const size_t size = static_cast<size_t>(options_.size);
-        for (size_t rank = 0; rank < size; ++rank) {
-          item.receive_bytes.push_back(static_cast<size_t>(each.rows[i * size + rank]) *
-                                        RowBytes(entry->views[i]));
-        }
-      }
-      items.push_back(std::move(item));
+      items.push_back({entry, i, SizesOf(each, i, channels_.at(entry->request.process_set))});
+      described.push_back(Describe(each, i, items.back()));
     }
   }
-  std::vector<FusionItem> described;
-  for (const Item& item : items) described.push_back(Describe(item));
   const std::vector<std::vector<size_t>> plan = PlanFusion(described, options_.fusion_bytes);
   if (trace_.enabled()) {
     trace_.Span(Stage::kPlan, Track::kLoop, std::to_string(items.size()) + " tensors", plan_begin,
@@ -103,52 +141,67 @@ Status BatchRunner::Run(std::vector<Work> work) {
   }
 
   for (const std::vector<size_t>& indices : plan) {
+    const FusionKey& key = described[indices[0]].key;
+    Channel& channel = channels_.at(key.process_set);
     Batch batch;
-    batch.kind = described[indices[0]].key.kind;
-    batch.reduce = described[indices[0]].key.reduce;
-    batch.root = described[indices[0]].key.root;
+    batch.kind = key.kind;
+    batch.reduce = key.reduce;
+    if (batch.kind == Collective::kBroadcast) {
+      const auto root = std::find(channel.ranks.begin(), channel.ranks.end(), key.root);
+      batch.root = static_cast<int>(root - channel.ranks.begin());
+    }
     std::vector<TensorEntry*> entries;
     for (size_t i : indices) {
       Item& item = items[i];
       const TensorView& view = item.entry->views[item.index];
-      BatchEntry entry;
+      BatchEntry entry = std::move(item.sizes);
       entry.name = TensorName(item.entry->request, item.index);
       entry.input = view.input;
-      entry.output = batch.kind == Collective::kAllgather ? item.entry->results[item.index].data()
-                                                          : view.output;
+      entry.output = IsGathering(batch.kind) ? item.entry->results[item.index].data() : view.output;
       entry.elements = static_cast<size_t>(view.elements());
-      entry.receive_bytes = std::move(item.receive_bytes);
-      batch.reduce.dtype = view.dtype;
       batch.entries.push_back(std::move(entry));
       entries.push_back(item.entry);
     }
-    HORORING_RETURN_IF_ERROR(RunBatch(batch, entries));
+    HORORING_RETURN_IF_ERROR(RunBatch(channel, batch, entries));
   }
   return Status::Ok();
 }
 
-// The memory of gathered results; its size is known only now.
+// The memory of gathered results; its size is known only now. After an alltoall's tensor come the
+// rows received from each rank.
 Status BatchRunner::Allocate(Work& work) {
   TensorEntry* entry = work.entry;
-  if (entry->request.kind != Collective::kAllgather) return Status::Ok();
-  const size_t size = static_cast<size_t>(options_.size);
+  const Request& request = entry->request;
+  if (!IsGathering(request.kind)) return Status::Ok();
+  const Channel& channel = channels_.at(request.process_set);
+  const size_t size = channel.ranks.size(), own = static_cast<size_t>(channel.rank);
   entry->results.resize(entry->views.size());
   for (size_t i = 0; i < entry->views.size(); ++i) {
-    int64_t rows = 0;
-    for (size_t rank = 0; rank < size; ++rank) rows += work.rows[i * size + rank];
+    std::vector<int64_t> received;
+    for (size_t rank = 0; rank < size; ++rank) {
+      received.push_back(request.kind == Collective::kAllgather ? work.rows[i * size + rank]
+                                                                : work.rows[rank * size + own]);
+    }
+    const int64_t rows = std::accumulate(received.begin(), received.end(), int64_t{0});
     const size_t bytes = static_cast<size_t>(rows) * RowBytes(entry->views[i]);
-    if (!entry->results[i].Allocate(bytes, rows)) {
-      return Status(Code::kInternal, "no memory for the result of '" + entry->request.name + "', " +
+    bool allocated = entry->results[i].Allocate(bytes, rows);
+    if (request.kind == Collective::kAlltoall) {
+      entry->results.emplace_back();
+      allocated = allocated && entry->results.back().Hold(received);
+    }
+    if (!allocated) {
+      return Status(Code::kInternal, "no memory for the result of '" + request.name + "', " +
                                          std::to_string(bytes) + " bytes; gather less at a time");
     }
   }
   return Status::Ok();
 }
 
-Status BatchRunner::RunBatch(const Batch& batch, const std::vector<TensorEntry*>& entries) {
+Status BatchRunner::RunBatch(Channel& channel, const Batch& batch,
+                             const std::vector<TensorEntry*>& entries) {
   for (TensorEntry* entry : entries) entry->stage = "REDUCE";
   const TimeNs begin = NowNs();
-  const auto backend = std::find_if(backends_.begin(), backends_.end(),
+  const auto backend = std::find_if(channel.backends.begin(), channel.backends.end(),
                                     [&](const auto& each) { return each->Supports(batch); });
   const Status status = (*backend)->Run(batch, After(begin, options_.timeout_ns), trace_);
   const TimeNs end = NowNs();
@@ -160,7 +213,9 @@ Status BatchRunner::RunBatch(const Batch& batch, const std::vector<TensorEntry*>
   stats_.tensors += static_cast<int64_t>(batch.entries.size());
   stats_.bytes += static_cast<int64_t>(batch.bytes());
   size_t scratch = 0;
-  for (const auto& each : backends_) scratch += each->scratch_bytes();
+  for (const auto& [id, each] : channels_) {
+    for (const auto& holder : each.backends) scratch += holder->scratch_bytes();
+  }
   stats_.scratch_bytes = static_cast<int64_t>(scratch);
 
   if (!status.ok()) return status;
@@ -174,7 +229,8 @@ Status BatchRunner::RunBatch(const Batch& batch, const std::vector<TensorEntry*>
 }
 
 void BatchRunner::Complete(TensorEntry* entry) {
-  const std::unique_ptr<TensorEntry> owned = tensors_.Remove(entry->request.name);
+  if (entry->stands_in()) return;
+  const std::unique_ptr<TensorEntry> owned = tensors_.Remove(Key(entry->request));
   ++stats_.completed;
   handles_.Complete(owned->handle, Status::Ok(), std::move(owned->results));
 }

@@ -5,7 +5,9 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "backend/backend.h"
@@ -14,37 +16,51 @@
 #include "engine/stats.h"
 #include "engine/tensor_table.h"
 #include "trace/trace.h"
+#include "transport/transport.h"
 
 namespace hororing {
 
-// A request that all ranks have agreed to carry out now.
+// A request that all its ranks have agreed to carry out now.
 struct Work {
   TensorEntry* entry = nullptr;
   std::vector<int64_t> rows;  // as in Decision::rows
 };
 
+// What runs the batches of one process set that this rank is a member of.
+struct Channel {
+  std::vector<int> ranks;                // of the job
+  std::unique_ptr<Transport> transport;  // null: the engine's own
+  std::vector<std::unique_ptr<Backend>> backends;
+  int rank = 0;  // the place of this rank among them
+
+  int size() const { return static_cast<int>(ranks.size()); }
+};
+
 class BatchRunner {
  public:
   struct Options {
-    int size = 1;
     int64_t fusion_bytes = 0;
     TimeNs timeout_ns = kForever;  // for every wait on a peer
   };
-  BatchRunner(const Options& options, std::vector<std::unique_ptr<Backend>> backends,
-              TensorTable& tensors, HandleTable& handles, TraceSink& trace, Stats& stats);
+  BatchRunner(const Options& options, Channel world, TensorTable& tensors, HandleTable& handles,
+              TraceSink& trace, Stats& stats);
+
+  void AddSet(int32_t id, Channel channel) { channels_[id] = std::move(channel); }
+  void RemoveSet(int32_t id) { channels_.erase(id); }
 
   // Runs `work` in as few batches as the fusion threshold allows and completes the entries as
   // their last tensors are done. An error leaves the world broken; what is not complete then
   // stays in the table, with the stage that it had reached.
   Status Run(std::vector<Work> work);
+  // Of an entry that has no tensors, or none left to do.
+  void Complete(TensorEntry* entry);
 
  private:
   Status Allocate(Work& work);
-  Status RunBatch(const Batch& batch, const std::vector<TensorEntry*>& entries);
-  void Complete(TensorEntry* entry);
+  Status RunBatch(Channel& channel, const Batch& batch, const std::vector<TensorEntry*>& entries);
 
   const Options options_;
-  const std::vector<std::unique_ptr<Backend>> backends_;
+  std::map<int32_t, Channel> channels_;  // by process set
   TensorTable& tensors_;
   HandleTable& handles_;
   TraceSink& trace_;

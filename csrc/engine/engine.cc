@@ -169,6 +169,7 @@ Status Engine::PrepareWorld(const WorldMaker& make_world, World* world) {
   BindToCpu(config_.cpu);
   HORORING_RETURN_IF_ERROR(make_world(world));
   topology_ = world->topology;
+  sets_.Reset(topology_.rank, topology_.size);
   transport_name_ = world->transport->name();
   drivable_ = world->transport->turns() != nullptr;
   if (!world->note.empty()) Log(LogLevel::kWarning, world->note);

@@ -25,6 +25,7 @@
 #include "base/clock.h"
 #include "base/status.h"
 #include "engine/handle_table.h"
+#include "engine/shared_process_sets.h"
 #include "engine/stats.h"
 #include "engine/tensor_table.h"
 #include "negotiation/stall_inspector.h"
@@ -79,6 +80,9 @@ class Engine {
   // Fails this rank and tells the peers, without their consent; see hr_abort. As Shutdown.
   bool Abort(const std::string& reason, TimeNs timeout_ns);
 
+  // The process sets that this rank is a member of, or knows of.
+  const SharedProcessSets& sets() const { return sets_; }
+
   // Rank 0 starts and stops the timeline of all ranks; on others a check of the state.
   Status StartTimeline(const std::string& path, bool mark_cycles);
   Status StopTimeline(TimeNs timeout_ns);
@@ -117,6 +121,7 @@ class Engine {
   const EngineConfig config_;
   const std::shared_ptr<HandleTable> handles_;
   TensorTable tensors_;
+  SharedProcessSets sets_;
   TraceSink trace_;
   Stats stats_;
   std::atomic<State> state_{State::kStarting};

@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <cstdlib>
+#include <cstring>
 #include <string>
 #include <utility>
 
@@ -24,6 +25,13 @@ bool GatheredTensor::Allocate(size_t bytes, int64_t rows) {
   data_ = std::malloc(bytes);
   bytes_ = data_ != nullptr ? bytes : 0;
   return data_ != nullptr;
+}
+
+bool GatheredTensor::Hold(const std::vector<int64_t>& numbers) {
+  const size_t bytes = numbers.size() * sizeof(int64_t);
+  if (!Allocate(bytes, static_cast<int64_t>(numbers.size()))) return false;
+  if (bytes > 0) std::memcpy(data_, numbers.data(), bytes);
+  return true;
 }
 
 void* GatheredTensor::Release() { return std::exchange(data_, nullptr); }

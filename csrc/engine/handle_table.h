@@ -26,6 +26,7 @@ class GatheredTensor {
 
   // False when memory is short. `rows` is the first dimension of the result.
   bool Allocate(size_t bytes, int64_t rows);
+  bool Hold(const std::vector<int64_t>& numbers);
   void* data() const { return data_; }
   size_t bytes() const { return bytes_; }
   int64_t rows() const { return rows_; }

@@ -2,6 +2,7 @@
 
 #include <cstring>
 #include <map>
+#include <numeric>
 
 #include "collective/collectives.h"
 #include "negotiation/validate.h"
@@ -55,14 +56,16 @@ Status CompareFingerprints(Transport& transport, const std::string& fingerprint,
     values.push_back(ParseLines(text));
     for (const auto& [knob, value] : values.back()) knobs[knob] = true;
   }
+  std::vector<int> ranks(texts.size());
+  std::iota(ranks.begin(), ranks.end(), 0);
   std::string differences;
   for (const auto& [knob, unused] : knobs) {
-    const auto value_of = [&, name = knob](int rank) {
-      const auto& of_rank = values[static_cast<size_t>(rank)];
+    const auto value_of = [&, name = knob](size_t rank) {
+      const auto& of_rank = values[rank];
       const auto value = of_rank.find(name);
       return value == of_rank.end() ? std::string("unknown there") : value->second;
     };
-    const std::string grouped = GroupedByRank(transport.size(), value_of);
+    const std::string grouped = GroupedByRank(ranks, value_of);
     if (grouped.find(';') == std::string::npos) continue;
     differences += (differences.empty() ? "" : " | ") + knob + ": " + grouped;
   }

@@ -5,10 +5,14 @@
 
 #include <algorithm>
 #include <exception>
+#include <numeric>
 #include <utility>
 
+#include "backend/factory.h"
 #include "base/log.h"
+#include "base/reduce.h"
 #include "negotiation/codec.h"
+#include "transport/subgroup.h"
 
 namespace hororing {
 namespace {
@@ -28,6 +32,19 @@ Coordinator::Options CoordinatorOptions(const EngineConfig& config, int size) {
   return options;
 }
 
+Status RemovedStatus() {
+  return Status(Code::kInvalidArgument, "the process set has been removed");
+}
+
+Channel WorldChannel(const World& world, std::vector<std::unique_ptr<Backend>> backends) {
+  Channel channel;
+  channel.ranks.resize(static_cast<size_t>(world.topology.size));
+  std::iota(channel.ranks.begin(), channel.ranks.end(), 0);
+  channel.rank = world.topology.rank;
+  channel.backends = std::move(backends);
+  return channel;
+}
+
 }  // namespace
 
 Loop::Loop(Engine& engine, World& world, std::vector<std::unique_ptr<Backend>> backends,
@@ -37,8 +54,9 @@ Loop::Loop(Engine& engine, World& world, std::vector<std::unique_ptr<Backend>> b
       turns_(world.transport->turns()),
       topology_(world.topology),
       timeline_(*world.transport, world.topology, std::move(clock_offsets), engine.trace_),
-      runner_({world.topology.size, engine.config_.fusion_bytes, engine.config_.timeout_ns},
-              std::move(backends), engine.tensors_, *engine.handles_, engine.trace_, engine.stats_),
+      runner_({engine.config_.fusion_bytes, engine.config_.timeout_ns},
+              WorldChannel(world, std::move(backends)), engine.tensors_, *engine.handles_,
+              engine.trace_, engine.stats_),
       parent_pid_(getppid()) {
   if (topology_.rank == 0) coordinator_.emplace(CoordinatorOptions(engine.config_, topology_.size));
 }
@@ -124,6 +142,10 @@ bool Loop::Report() {
   report.applied = applied_;
   const TimeNs now = NowNs();
   for (TensorEntry* entry : engine_.tensors_.TakeSubmitted()) {
+    if (!engine_.sets_.Holds(entry->request.process_set)) {  // removed since it was submitted
+      FailEntry(engine_.tensors_.Remove(Key(entry->request)), RemovedStatus());
+      continue;
+    }
     entry->reported_ns = now;
     const uint64_t id = cache_.Find(entry->request);
     if (id != 0) {
@@ -187,9 +209,16 @@ bool Loop::Decide() {
   if (!warning.empty()) Log(LogLevel::kWarning, "stall: " + warning);
   const std::optional<Agreement> agreement = coordinator_->Decide(NowNs());
   if (!agreement) return false;
-  const std::string message = Encode(*agreement);
+  const bool to_all = coordinator_->world_only();
+  const std::string message = to_all ? Encode(*agreement) : std::string();
   for (int peer = 1; peer < topology_.size; ++peer) {
-    transport_.Post(peer, message);
+    if (to_all) {
+      transport_.Post(peer, message);
+    } else {
+      const std::optional<Agreement> part = coordinator_->PartFor(peer, *agreement);
+      if (!part) continue;
+      transport_.Post(peer, Encode(*part));
+    }
     ++engine_.stats_.control_messages_sent;
   }
   Apply(*agreement);
@@ -198,53 +227,71 @@ bool Loop::Decide() {
 
 void Loop::Apply(const Agreement& agreement) {
   engine_.trace_.CycleStart(NowNs());
-  if (agreement.sequence != applied_ + 1) {
+  // Not always the next one: agreements that do not concern this rank are not sent to it.
+  if (agreement.sequence <= applied_) {
     return End(Status(Code::kInternal, "agreement " + std::to_string(agreement.sequence) +
                                            " came after " + std::to_string(applied_)));
   }
   std::vector<Work> work;
-  const auto run = [&] {
-    if (work.empty() || final_) return;
-    const Status status = runner_.Run(std::exchange(work, {}));
-    if (!status.ok()) End(status);
-  };
   for (const Decision& decision : agreement.decisions) {
     switch (decision.kind) {
       case Decision::Kind::kRun: {
         std::optional<Work> agreed = Agreed(decision);
-        if (!agreed) return;
-        work.push_back(std::move(*agreed));
+        if (!agreed) break;
+        if (agreed->entry->views.empty()) {
+          // In its place among the batches, since it may be about who takes part in them.
+          Run(&work);
+          if (!final_) Settle(*agreed);
+        } else {
+          work.push_back(std::move(*agreed));
+        }
         break;
       }
       case Decision::Kind::kFail: Fail(decision); break;
       case Decision::Kind::kTimeline:
-        run();
+        Run(&work);
         timeline_.Switch(decision.timeline_on, decision.timeline_cycles);
         break;
       case Decision::Kind::kLeave:
       case Decision::Kind::kAbort:
-        run();
+        Run(&work);
         if (!final_) End(decision.status);
         break;
     }
     if (final_) return;
   }
-  run();
+  Run(&work);
   for (uint64_t id : agreement.evicted) cache_.Evict(id);
   applied_ = agreement.sequence;
 }
 
+void Loop::Run(std::vector<Work>* work) {
+  if (work->empty() || final_) return;
+  const Status status = runner_.Run(std::exchange(*work, {}));
+  stand_ins_.clear();
+  if (!status.ok()) End(status);
+}
+
+// What this rank has to do of a decision; nothing, where it does not take part.
 std::optional<Work> Loop::Agreed(const Decision& decision) {
+  if (!engine_.sets_.Holds(decision.process_set)) return std::nullopt;
   Work work;
   const bool cached = decision.name.empty();
   const ResponseCache::Record* record = cached ? cache_.Lookup(decision.cache_id) : nullptr;
-  if (!cached || record != nullptr) {
-    work.entry = engine_.tensors_.Find(cached ? record->request.name : decision.name);
-  }
+  const std::string key = cached ? (record != nullptr ? Key(record->request) : std::string())
+                                 : Key(decision.process_set, decision.name);
+  work.entry = engine_.tensors_.Find(key);
   if (work.entry == nullptr) {
-    End(Status(Code::kInternal, "agreement on a request that this rank does not have: '" +
-                                    decision.name + "', id " + std::to_string(decision.cache_id)));
-    return std::nullopt;
+    if (decision.stand_in) {
+      work.entry = StandIn(*decision.stand_in);
+    } else if (record != nullptr) {
+      work.entry = StandIn(record->request);
+    } else {
+      End(Status(Code::kInternal, "agreement on a request that this rank does not have: '" +
+                                      decision.name + "', id " +
+                                      std::to_string(decision.cache_id)));
+    }
+    if (work.entry == nullptr) return std::nullopt;
   }
   work.rows = cached ? record->rows : decision.rows;
   if (!cached && decision.cache_id != 0) {
@@ -254,14 +301,87 @@ std::optional<Work> Loop::Agreed(const Decision& decision) {
   return work;
 }
 
+// This rank has joined, and contributes what leaves the others' values as they are.
+TensorEntry* Loop::StandIn(const Request& request) {
+  auto entry = std::make_unique<TensorEntry>();
+  entry->request = request;
+  entry->reported_ns = NowNs();
+  for (const Request::Tensor& tensor : request.tensors) {
+    TensorView view;
+    view.dtype = tensor.dtype;
+    view.shape = tensor.shape;
+    GatheredTensor memory;
+    if (!memory.Allocate(view.bytes(), 0)) {
+      End(Status(Code::kInternal, "no memory to take part in " + request.Title() + " after join, " +
+                                      std::to_string(view.bytes()) + " bytes"));
+      return nullptr;
+    }
+    view.input = view.output = memory.data();
+    FillNeutral({tensor.dtype, request.op, request.prescale, request.postscale}, memory.data(),
+                static_cast<size_t>(view.elements()));
+    entry->views.push_back(std::move(view));
+    entry->results.push_back(std::move(memory));
+  }
+  stand_ins_.push_back(std::move(entry));
+  return stand_ins_.back().get();
+}
+
+// A request without tensors: that all ranks have agreed is all there is to it, mostly.
+void Loop::Settle(const Work& work) {
+  const Request& request = work.entry->request;
+  if (request.kind == Collective::kAddProcessSet) {
+    AddSet(static_cast<int32_t>(work.rows[0]), request.ranks);
+  } else if (request.kind == Collective::kRemoveProcessSet && work.rows[0] != 0) {
+    RemoveSet(request.root);
+  }
+  if (!work.rows.empty()) {
+    work.entry->results.emplace_back();
+    if (!work.entry->results.back().Hold(work.rows)) {
+      return End(Status(Code::kInternal, "no memory for the result of " + request.Title()));
+    }
+  }
+  runner_.Complete(work.entry);
+  stand_ins_.clear();
+}
+
+void Loop::AddSet(int32_t id, const std::vector<int32_t>& ranks) {
+  engine_.sets_.Add(id, ranks);
+  const ProcessSet set = *engine_.sets_.Find(id);
+  const int place = set.IndexOf(topology_.rank);
+  if (place < 0) return;
+  Channel channel;
+  channel.ranks = set.ranks;
+  channel.rank = place;
+  channel.transport = std::make_unique<Subgroup>(transport_, set.ranks);
+  const Status made =
+      MakeBackends("auto", engine_.config_.reproducible, *channel.transport, &channel.backends);
+  if (!made.ok()) return End(made);
+  runner_.AddSet(id, std::move(channel));
+}
+
+void Loop::RemoveSet(int32_t id) {
+  engine_.sets_.Remove(id);
+  for (std::unique_ptr<TensorEntry>& entry : engine_.tensors_.RemoveSet(id)) {
+    FailEntry(std::move(entry), RemovedStatus());
+  }
+  cache_.ForgetSet(id);
+  runner_.RemoveSet(id);
+}
+
 void Loop::Fail(const Decision& decision) {
-  if (const TensorEntry* failed = engine_.tensors_.Find(decision.name)) {
+  const std::string key = Key(decision.process_set, decision.name);
+  if (const TensorEntry* failed = engine_.tensors_.Find(key)) {
     TraceNegotiation(*failed, NowNs());
   }
-  const std::unique_ptr<TensorEntry> entry = engine_.tensors_.Remove(decision.name);
+  std::unique_ptr<TensorEntry> entry = engine_.tensors_.Remove(key);
   if (entry == nullptr) return;
   ++engine_.stats_.completed;
   engine_.handles_->Complete(entry->handle, decision.status, {});
+}
+
+void Loop::FailEntry(std::unique_ptr<TensorEntry> entry, const Status& status) {
+  ++engine_.stats_.completed;
+  engine_.handles_->Complete(entry->handle, During(*entry, status), {});
 }
 
 void Loop::TraceNegotiation(const TensorEntry& entry, TimeNs end) {

@@ -50,8 +50,14 @@ class Loop {
   bool Decide();
   bool ServeCommands();
   void Apply(const Agreement& agreement);
+  void Run(std::vector<Work>* work);
   std::optional<Work> Agreed(const Decision& decision);
+  TensorEntry* StandIn(const Request& request);
+  void Settle(const Work& work);
+  void AddSet(int32_t id, const std::vector<int32_t>& ranks);
+  void RemoveSet(int32_t id);
   void Fail(const Decision& decision);
+  void FailEntry(std::unique_ptr<TensorEntry> entry, const Status& status);
   void KeepHouse(TimeNs now);
   void TraceNegotiation(const TensorEntry& entry, TimeNs end);
   void End(Status why);
@@ -67,6 +73,8 @@ class Loop {
   BatchRunner runner_;
   std::optional<Coordinator> coordinator_;  // on rank 0
   ResponseCache cache_;
+  // Of the batches under way: what this rank contributes although it has joined.
+  std::vector<std::unique_ptr<TensorEntry>> stand_ins_;
   uint64_t applied_ = 0;
   bool left_ = false;  // this rank's leaving has been reported
   TimeNs next_house_ns_ = 0;

@@ -1,27 +1,29 @@
 #include "engine/tensor_table.h"
 
+#include <algorithm>
 #include <utility>
 
 namespace hororing {
 
 Status During(const TensorEntry& entry, const Status& status) {
   return Status(status.code(),
-                std::string(Name(entry.request.kind)) + " '" + entry.request.name + "' (" +
-                    entry.stage + "): " + status.message(),
+                entry.request.Title() + " (" + entry.stage + "): " + status.message(),
                 status.rank());
 }
 
 Status TensorTable::Add(std::unique_ptr<TensorEntry> entry) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (!closed_.ok()) return closed_;
-  const Request& request = entry->request;
-  const auto [place, added] = entries_.try_emplace(request.name);
+  entry->stage = "SUBMIT";
+  if (!closed_.ok()) return During(*entry, closed_);
+  const auto [place, added] = entries_.try_emplace(Key(entry->request));
   if (!added) {
-    return Status(Code::kDuplicateName,
-                  std::string(Name(request.kind)) + " '" + request.name +
-                      "' (SUBMIT): a request of that name (" + Name(place->second->request.kind) +
-                      ") is still in flight on this rank; wait for it, or use another name");
+    return During(
+        *entry, Status(Code::kDuplicateName,
+                       std::string("a request of that name (") + Name(place->second->request.kind) +
+                           ") is still in flight on this rank; wait for it, or use "
+                           "another name"));
   }
+  entry->stage = "NEGOTIATE";
   submitted_.push_back(entry.get());
   place->second = std::move(entry);
   return Status::Ok();
@@ -32,18 +34,34 @@ std::vector<TensorEntry*> TensorTable::TakeSubmitted() {
   return std::exchange(submitted_, {});
 }
 
-TensorEntry* TensorTable::Find(const std::string& name) {
+TensorEntry* TensorTable::Find(const std::string& key) {
   std::lock_guard<std::mutex> lock(mutex_);
-  const auto entry = entries_.find(name);
+  const auto entry = entries_.find(key);
   return entry == entries_.end() ? nullptr : entry->second.get();
 }
 
-std::unique_ptr<TensorEntry> TensorTable::Remove(const std::string& name) {
+std::unique_ptr<TensorEntry> TensorTable::Remove(const std::string& key) {
   std::lock_guard<std::mutex> lock(mutex_);
-  const auto entry = entries_.find(name);
+  const auto entry = entries_.find(key);
   if (entry == entries_.end()) return nullptr;
   std::unique_ptr<TensorEntry> removed = std::move(entry->second);
   entries_.erase(entry);
+  return removed;
+}
+
+std::vector<std::unique_ptr<TensorEntry>> TensorTable::RemoveSet(int32_t process_set) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<std::unique_ptr<TensorEntry>> removed;
+  for (auto entry = entries_.begin(); entry != entries_.end();) {
+    if (entry->second->request.process_set == process_set) {
+      submitted_.erase(std::remove(submitted_.begin(), submitted_.end(), entry->second.get()),
+                       submitted_.end());
+      removed.push_back(std::move(entry->second));
+      entry = entries_.erase(entry);
+    } else {
+      ++entry;
+    }
+  }
   return removed;
 }
 

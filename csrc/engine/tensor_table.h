@@ -1,5 +1,5 @@
-// TensorTable: requests between SUBMIT and COMPLETE, by name. The caller adds, the engine's
-// thread takes and removes.
+// TensorTable: requests between SUBMIT and COMPLETE, by process set and name. The caller adds, the
+// engine's thread takes and removes.
 //
 // Thread-safety: Add from any thread; everything else from the loop thread. Entries that
 // Find returns belong to the loop thread until Remove.
@@ -29,7 +29,10 @@ struct TensorEntry {
   TimeNs reported_ns = 0;
   const char* stage = "NEGOTIATE";  // for error texts: "during REDUCE"
   size_t unfinished = 0;            // tensors of this entry that still have to go through a batch
-  std::vector<GatheredTensor> results;
+  std::vector<GatheredTensor> results;  // memory of the core: what is gathered, numbers
+
+  // Takes part for a rank that has joined: nobody submitted it, nobody waits for it.
+  bool stands_in() const { return handle == 0; }
 };
 
 // "allreduce 'layer1.weight' (REDUCE): text", with the code and rank of `status`.
@@ -42,8 +45,11 @@ class TensorTable {
 
   // Everything added since the last call, in order.
   std::vector<TensorEntry*> TakeSubmitted();
-  TensorEntry* Find(const std::string& name);
-  std::unique_ptr<TensorEntry> Remove(const std::string& name);
+  // By Key(process set, name).
+  TensorEntry* Find(const std::string& key);
+  std::unique_ptr<TensorEntry> Remove(const std::string& key);
+  // All requests of a process set.
+  std::vector<std::unique_ptr<TensorEntry>> RemoveSet(int32_t process_set);
   // Refuses every later Add with `why`, and hands out all that is left.
   std::vector<std::unique_ptr<TensorEntry>> Close(const Status& why);
   bool empty() const;

@@ -99,8 +99,21 @@ class Reader {
   bool ok_ = true;
 };
 
+template <typename Integer>
+void Put(Writer& out, const std::vector<Integer>& integers) {
+  out.Unsigned(integers.size());
+  for (Integer integer : integers) out.Signed(integer);
+}
+
+template <typename Integer>
+void Get(Reader& in, std::vector<Integer>* integers) {
+  integers->resize(in.Count());
+  for (Integer& integer : *integers) integer = static_cast<Integer>(in.Signed());
+}
+
 void Put(Writer& out, const Request& request) {
   out.Text(request.name);
+  out.Signed(request.process_set);
   out.Unsigned(static_cast<uint8_t>(request.kind));
   out.Unsigned(static_cast<uint8_t>(request.op));
   out.Signed(request.root);
@@ -109,15 +122,17 @@ void Put(Writer& out, const Request& request) {
   out.Unsigned(request.tensors.size());
   for (const Request::Tensor& tensor : request.tensors) {
     out.Unsigned(static_cast<uint8_t>(tensor.dtype));
-    out.Unsigned(tensor.shape.size());
-    for (int64_t dimension : tensor.shape) out.Signed(dimension);
+    Put(out, tensor.shape);
   }
+  Put(out, request.splits);
+  Put(out, request.ranks);
 }
 
 Request GetRequest(Reader& in) {
   Request request;
   request.name = in.Text();
-  request.kind = in.Choice(Collective::kBarrier);
+  request.process_set = static_cast<int32_t>(in.Signed());
+  request.kind = in.Choice(Collective::kRemoveProcessSet);
   request.op = in.Choice(ReduceOp::kProduct);
   request.root = static_cast<int32_t>(in.Signed());
   request.prescale = in.Double();
@@ -125,9 +140,10 @@ Request GetRequest(Reader& in) {
   request.tensors.resize(in.Count());
   for (Request::Tensor& tensor : request.tensors) {
     tensor.dtype = in.Choice(DataType::kBfloat16);
-    tensor.shape.resize(in.Count());
-    for (int64_t& dimension : tensor.shape) dimension = in.Signed();
+    Get(in, &tensor.shape);
   }
+  Get(in, &request.splits);
+  Get(in, &request.ranks);
   return request;
 }
 
@@ -149,11 +165,14 @@ void Put(Writer& out, const Decision& decision) {
     case Decision::Kind::kRun:
       out.Unsigned(decision.cache_id);
       out.Text(decision.name);
-      out.Unsigned(decision.rows.size());
-      for (int64_t rows : decision.rows) out.Signed(rows);
+      out.Signed(decision.process_set);
+      Put(out, decision.rows);
+      out.Unsigned(decision.stand_in.has_value());
+      if (decision.stand_in) Put(out, *decision.stand_in);
       break;
     case Decision::Kind::kFail:
       out.Text(decision.name);
+      out.Signed(decision.process_set);
       Put(out, decision.status);
       break;
     case Decision::Kind::kLeave:
@@ -172,11 +191,13 @@ Decision GetDecision(Reader& in) {
     case Decision::Kind::kRun:
       decision.cache_id = in.Unsigned();
       decision.name = in.Text();
-      decision.rows.resize(in.Count());
-      for (int64_t& rows : decision.rows) rows = in.Signed();
+      decision.process_set = static_cast<int32_t>(in.Signed());
+      Get(in, &decision.rows);
+      if (in.Unsigned() != 0) decision.stand_in = GetRequest(in);
       break;
     case Decision::Kind::kFail:
       decision.name = in.Text();
+      decision.process_set = static_cast<int32_t>(in.Signed());
       decision.status = GetStatus(in);
       break;
     case Decision::Kind::kLeave:

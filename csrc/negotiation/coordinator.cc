@@ -1,6 +1,7 @@
 #include "negotiation/coordinator.h"
 
 #include <algorithm>
+#include <numeric>
 #include <utility>
 
 #include "negotiation/validate.h"
@@ -8,12 +9,17 @@
 namespace hororing {
 namespace {
 
-// First dimensions of gathered tensors, [tensor * ranks + rank]; empty for other collectives.
+// As in Decision::rows, of requests that carry some.
 std::vector<int64_t> RowsOf(const std::vector<const Request*>& requests) {
   std::vector<int64_t> rows;
-  if (requests[0]->kind != Collective::kAllgather) return rows;
-  for (size_t tensor = 0; tensor < requests[0]->tensors.size(); ++tensor) {
-    for (const Request* request : requests) rows.push_back(request->tensors[tensor].shape[0]);
+  if (requests[0]->kind == Collective::kAllgather) {
+    for (size_t tensor = 0; tensor < requests[0]->tensors.size(); ++tensor) {
+      for (const Request* request : requests) rows.push_back(request->tensors[tensor].shape[0]);
+    }
+  } else if (requests[0]->kind == Collective::kAlltoall) {
+    for (const Request* request : requests) {
+      rows.insert(rows.end(), request->splits.begin(), request->splits.end());
+    }
   }
   return rows;
 }
@@ -23,6 +29,8 @@ std::vector<int64_t> RowsOf(const std::vector<const Request*>& requests) {
 Coordinator::Coordinator(const Options& options)
     : options_(options),
       stall_inspector_(options.stall),
+      sets_(options.size),
+      joined_(static_cast<size_t>(options.size), 0),
       applied_(static_cast<size_t>(options.size), 0) {}
 
 void Coordinator::Receive(int rank, const Report& report, TimeNs now) {
@@ -52,91 +60,133 @@ void Coordinator::SwitchTimeline(bool on, bool mark_cycles) {
   Ready(std::move(decision), 0, /*urgent=*/true, 0);
 }
 
+const Request& Coordinator::Pending::any() const {
+  if (record != nullptr) return record->request;
+  const auto first = std::find(reported.begin(), reported.end(), 1);
+  return requests[static_cast<size_t>(first - reported.begin())];
+}
+
+// A record that is not there belongs to a process set that was removed: its requests have failed.
 void Coordinator::ReportCached(int rank, uint64_t id, TimeNs now) {
   const auto found = records_.find(id);
-  if (found == records_.end()) return;  // excluded by invariant 3
+  if (found == records_.end()) return;
   const Record& record = *found->second;
-  const std::string& name = record.request.name;
-  Pending& pending = PendingFor(name, now);
+  const ProcessSet& set = *sets_.Find(record.request.process_set);
+  const std::string key = Key(record.request);
+  Pending& pending = PendingFor(key, set, now);
   if (pending.count == 0) {
     pending.id = id;
     pending.record = &record;
   } else if (pending.id != id) {
     Expand(pending);
   }
-  if (pending.id == 0) pending.requests[static_cast<size_t>(rank)] = RequestOf(record, rank);
-  Count(rank, name, pending, now);
+  if (pending.id == 0) {
+    const int member = set.IndexOf(rank);
+    pending.requests[static_cast<size_t>(member)] = RequestOf(record, member);
+  }
+  Count(rank, key, pending, now);
 }
 
 void Coordinator::ReportFresh(int rank, const Request& request, TimeNs now) {
-  Pending& pending = PendingFor(request.name, now);
+  const ProcessSet* set = sets_.Find(request.process_set);
+  if (set == nullptr || set->IndexOf(rank) < 0) return;  // removed meanwhile, as above
+  if (request.kind == Collective::kJoin) Join(rank, now);
+  const std::string key = Key(request);
+  Pending& pending = PendingFor(key, *set, now);
   Expand(pending);
-  pending.requests[static_cast<size_t>(rank)] = request;
-  Count(rank, request.name, pending, now);
+  pending.requests[static_cast<size_t>(set->IndexOf(rank))] = request;
+  Count(rank, key, pending, now);
 }
 
-Coordinator::Pending& Coordinator::PendingFor(const std::string& name, TimeNs now) {
+Coordinator::Pending& Coordinator::PendingFor(const std::string& key, const ProcessSet& set,
+                                              TimeNs now) {
   if (pending_.empty()) stall_check_ns_ = After(now, stall_inspector_.interval_ns());
-  Pending& pending = pending_[name];
-  if (pending.reported.empty()) {
-    pending.reported.resize(static_cast<size_t>(options_.size));
+  Pending& pending = pending_[key];
+  if (pending.set == nullptr) {
+    pending.set = &set;
+    pending.reported.resize(set.ranks.size());
     pending.since_ns = now;
   }
   return pending;
 }
 
-// From "all reports so far named one cached request" to one request per rank.
+// From "all reports so far named one cached request" to one request per member.
 void Coordinator::Expand(Pending& pending) {
-  if (pending.requests.empty()) pending.requests.resize(static_cast<size_t>(options_.size));
+  if (pending.requests.empty()) pending.requests.resize(pending.reported.size());
   if (pending.id == 0) return;
-  for (int rank = 0; rank < options_.size; ++rank) {
-    const size_t r = static_cast<size_t>(rank);
-    if (pending.reported[r]) pending.requests[r] = RequestOf(*pending.record, rank);
+  for (size_t member = 0; member < pending.reported.size(); ++member) {
+    if (!pending.reported[member]) continue;
+    pending.requests[member] = RequestOf(*pending.record, static_cast<int>(member));
   }
   pending.id = 0;
   pending.record = nullptr;
 }
 
-void Coordinator::Count(int rank, const std::string& name, Pending& pending, TimeNs now) {
-  char& reported = pending.reported[static_cast<size_t>(rank)];
+void Coordinator::Count(int rank, const std::string& key, Pending& pending, TimeNs now) {
+  char& reported = pending.reported[static_cast<size_t>(pending.set->IndexOf(rank))];
   pending.count += reported ? 0 : 1;
   reported = 1;
-  if (pending.count == options_.size) Complete(name, pending, now);
+  if (AllHere(pending)) Complete(key, pending, now);
 }
 
-void Coordinator::Complete(const std::string& name, Pending& pending, TimeNs now) {
-  Decision decision;
+void Coordinator::Complete(const std::string& key, Pending& pending, TimeNs now) {
   int64_t bytes = 0;
-  bool urgent = true;
-  if (pending.id != 0) {
-    const auto record = records_.find(pending.id);
-    decision.cache_id = pending.id;
-    bytes = record->second->request.bytes();
-    urgent = record->second->request.kind != Collective::kAllreduce;
+  Decision decision = Agree(pending, &bytes);
+  const Request& request = pending.any();
+  decision.process_set = request.process_set;
+  const bool urgent = request.kind != Collective::kAllreduce;
+  if (decision.status.ok() && (request.kind == Collective::kAddProcessSet ||
+                               request.kind == Collective::kRemoveProcessSet)) {
+    decision.status = ChangeSets(request, &decision.rows, now);
+  }
+  if (decision.status.ok() && request.kind == Collective::kJoin) {
+    decision.rows = {last_joined_};
+    std::fill(joined_.begin(), joined_.end(), 0);
+    joined_count_ = 0;
+  }
+  if (!decision.status.ok()) {
+    decision.kind = Decision::Kind::kFail;
+    decision.name = request.name;
+    decision.cache_id = 0;
+  }
+  pending_.erase(std::string(key));  // `key` may live in what is erased
+  Ready(std::move(decision), bytes, urgent, now);
+}
+
+// What becomes of a request that all members have reported, or cannot report any more.
+Decision Coordinator::Agree(Pending& pending, int64_t* bytes) {
+  Decision decision;
+  const std::vector<int> joined = JoinedAmong(pending);
+  if (!joined.empty()) decision.status = CheckJoined(joined, pending.any());
+  if (pending.id == 0) {
+    std::vector<const Request*> requests;
+    std::vector<int> ranks;
+    for (size_t member = 0; member < pending.reported.size(); ++member) {
+      if (!pending.reported[member]) continue;
+      requests.push_back(&pending.requests[member]);
+      ranks.push_back(pending.set->ranks[member]);
+    }
+    const Status valid = Validate(requests, ranks);
+    if (!valid.ok()) decision.status = valid;
+    decision.name = requests[0]->name;
+    if (!decision.status.ok()) return decision;
+    decision.rows = RowsOf(requests);
+    decision.cache_id = Remember(*requests[0], decision.rows);
+  } else if (decision.status.ok()) {
+    const Record& record = *records_.at(pending.id);
     if (retired_.count(pending.id) == 0) {
-      recency_.splice(recency_.begin(), recency_, record->second->recency);
+      decision.cache_id = pending.id;
+      recency_.splice(recency_.begin(), recency_, record.recency);
     } else {
       // The ranks have forgotten the id, or are about to.
-      decision.cache_id = 0;
-      decision.name = record->second->request.name;
-      decision.rows = record->second->rows;
-    }
-  } else {
-    std::vector<const Request*> requests;
-    for (const Request& request : pending.requests) requests.push_back(&request);
-    decision.name = name;
-    decision.status = Validate(requests);
-    if (decision.status.ok()) {
-      decision.rows = RowsOf(requests);
-      decision.cache_id = Remember(*requests[0], decision.rows);
-      bytes = requests[0]->bytes();
-      urgent = requests[0]->kind != Collective::kAllreduce;
-    } else {
-      decision.kind = Decision::Kind::kFail;
+      decision.name = record.request.name;
+      decision.rows = record.rows;
     }
   }
-  pending_.erase(pending_.find(decision.name.empty() ? name : decision.name));
-  Ready(std::move(decision), bytes, urgent, now);
+  *bytes = pending.any().bytes();
+  // An id that all know now, joined members got with a stand-in.
+  if (!joined.empty() && !decision.name.empty()) decision.stand_in = pending.any();
+  return decision;
 }
 
 void Coordinator::Ready(Decision decision, int64_t bytes, bool urgent, TimeNs now) {
@@ -148,7 +198,9 @@ void Coordinator::Ready(Decision decision, int64_t bytes, bool urgent, TimeNs no
 
 std::optional<Agreement> Coordinator::Decide(TimeNs now) {
   if (ready_.empty()) return std::nullopt;
-  const bool hold = !urgent_ && !pending_.empty() && ready_bytes_ < options_.fusion_bytes &&
+  // What waits for ranks to join may wait for long.
+  const size_t joins = joined_count_ > 0 ? 1 : 0;
+  const bool hold = !urgent_ && pending_.size() > joins && ready_bytes_ < options_.fusion_bytes &&
                     now < After(ready_since_ns_, options_.hold_ns);
   if (hold) return std::nullopt;
   Agreement agreement;
@@ -186,31 +238,43 @@ std::string Coordinator::InspectStalls(TimeNs now) {
 
 std::vector<Waiting> Coordinator::AllWaiting() const {
   std::vector<Waiting> all;
-  for (const auto& [name, pending] : pending_) {
+  for (const auto& [key, pending] : pending_) {
+    const Request& request = pending.any();
+    if (request.kind == Collective::kJoin) continue;  // it may take as long as it likes
     Waiting waiting;
-    waiting.name = name;
+    waiting.name = request.name;
+    waiting.title = request.Title();
     waiting.since_ns = pending.since_ns;
-    for (int rank = 0; rank < options_.size; ++rank) {
-      const size_t r = static_cast<size_t>(rank);
-      (pending.reported[r] ? waiting.submitted : waiting.missing).push_back(rank);
+    for (size_t member = 0; member < pending.reported.size(); ++member) {
+      const int rank = pending.set->ranks[member];
+      if (pending.reported[member]) {
+        waiting.submitted.push_back(rank);
+      } else if (!joined_[static_cast<size_t>(rank)]) {
+        waiting.missing.push_back(rank);
+      }
     }
-    const Request& any = pending.record != nullptr
-                             ? pending.record->request
-                             : pending.requests[static_cast<size_t>(waiting.submitted.front())];
-    waiting.collective = Name(any.kind);
     all.push_back(std::move(waiting));
   }
   std::sort(all.begin(), all.end(),
-            [](const Waiting& a, const Waiting& b) { return a.name < b.name; });
+            [](const Waiting& a, const Waiting& b) { return a.title < b.title; });
   return all;
 }
 
-Request Coordinator::RequestOf(const Record& record, int rank) const {
+// The request of one member of the record's process set.
+Request Coordinator::RequestOf(const Record& record, int member) const {
   Request request = record.request;
   if (record.rows.empty()) return request;
+  const size_t size = sets_.Find(request.process_set)->ranks.size();
+  const size_t index = static_cast<size_t>(member);
+  if (request.kind == Collective::kAlltoall) {
+    const auto first = record.rows.begin() + static_cast<std::ptrdiff_t>(index * size);
+    request.splits.assign(first, first + static_cast<std::ptrdiff_t>(size));
+    request.tensors[0].shape[0] =
+        std::accumulate(request.splits.begin(), request.splits.end(), int64_t{0});
+    return request;
+  }
   for (size_t tensor = 0; tensor < request.tensors.size(); ++tensor) {
-    request.tensors[tensor].shape[0] =
-        record.rows[tensor * static_cast<size_t>(options_.size) + static_cast<size_t>(rank)];
+    request.tensors[tensor].shape[0] = record.rows[tensor * size + index];
   }
   return request;
 }
@@ -218,17 +282,17 @@ Request Coordinator::RequestOf(const Record& record, int rank) const {
 // Gives `request` an id, in place of the one that its name may have had; evicts the request
 // that was agreed longest ago when the cache is full.
 uint64_t Coordinator::Remember(const Request& request, const std::vector<int64_t>& rows) {
-  if (options_.cache_capacity <= 0 || request.kind == Collective::kBarrier) return 0;
-  const auto older = ids_.find(request.name);
+  if (options_.cache_capacity <= 0 || request.tensors.empty()) return 0;
+  const auto older = ids_.find(Key(request));
   if (older != ids_.end()) {
-    // All ranks have reported the name just now, so no report of the old id is on its way.
+    // All members have reported the name just now, so no report of the old id is on its way.
     recency_.erase(records_.at(older->second)->recency);
     records_.erase(older->second);
     ids_.erase(older);
   } else if (static_cast<int>(ids_.size()) >= options_.cache_capacity) {
     const uint64_t victim = recency_.back();
     recency_.pop_back();
-    ids_.erase(records_.at(victim)->request.name);
+    ids_.erase(Key(records_.at(victim)->request));
     evicted_.push_back(victim);
     // Announced with the next agreement; until then "retired at the sequence to come".
     retired_[victim] = sequence_ + 1;
@@ -236,18 +300,21 @@ uint64_t Coordinator::Remember(const Request& request, const std::vector<int64_t
   const uint64_t id = next_id_++;
   recency_.push_front(id);
   records_[id] = std::make_unique<Record>(Record{id, request, rows, recency_.begin()});
-  ids_[request.name] = id;
+  ids_[Key(request)] = id;
   return id;
 }
 
 void Coordinator::ForgetRetired() {
-  if (retired_.empty()) return;
-  const uint64_t applied_by_all = *std::min_element(applied_.begin(), applied_.end());
   for (auto retired = retired_.begin(); retired != retired_.end();) {
     const auto record = records_.find(retired->first);
-    const auto pending = pending_.find(record->second->request.name);
+    const Request& request = record->second->request;
+    const auto pending = pending_.find(Key(request));
     const bool in_use = pending != pending_.end() && pending->second.id == retired->first;
-    if (retired->second <= applied_by_all && !in_use) {
+    const std::vector<int>& members = sets_.Find(request.process_set)->ranks;
+    const bool applied = std::all_of(members.begin(), members.end(), [&](int rank) {
+      return applied_[static_cast<size_t>(rank)] >= retired->second;
+    });
+    if (applied && !in_use) {
       records_.erase(record);
       retired = retired_.erase(retired);
     } else {

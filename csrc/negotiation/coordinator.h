@@ -4,14 +4,18 @@
 // calls made, in their order, alone.
 //
 // Invariants
-//   1. A request is decided once all ranks have reported it: exactly one kRun or kFail.
+//   1. A request is decided once all members of its process set have reported it or have joined:
+//      exactly one kRun or kFail.
 //   2. A mismatch fails the one name it concerns and nothing else.
 //   3. A cache id is never reused; what an evicted id stood for is remembered until no report
-//      can mention it any more (every rank has applied the eviction).
+//      can mention it any more (every member of its set has applied the eviction).
 //   4. After a kLeave or kAbort nothing more is decided.
+//   5. The decisions of all process sets have one order, and every rank carries out those that
+//      concern it in that order: sets that overlap cannot wait for one another in a circle
+//      (ADR 0013).
 //
 // Cost: O(1) per reported tensor and rank; nothing is proportional to tensors that nobody
-// reports. See docs/architecture.md, stage NEGOTIATE.
+// reports, but for what a join completes. See docs/architecture.md, stage NEGOTIATE.
 #pragma once
 
 #include <cstdint>
@@ -25,6 +29,7 @@
 
 #include "base/clock.h"
 #include "negotiation/messages.h"
+#include "negotiation/process_sets.h"
 #include "negotiation/stall_inspector.h"
 
 namespace hororing {
@@ -48,6 +53,10 @@ class Coordinator {
   // others that some rank has reported already, so that a burst becomes one batch; a lone
   // request does not wait.
   std::optional<Agreement> Decide(TimeNs now);
+  // What of the agreement just decided concerns `rank`; nothing: it need not be sent there.
+  std::optional<Agreement> PartFor(int rank, const Agreement& agreement) const;
+  // Whether every agreement concerns every rank.
+  bool world_only() const { return sets_.count() == 1; }
   // When Decide or InspectStalls has something to do although no report comes; kForever: never.
   TimeNs NextDeadline() const;
 
@@ -61,38 +70,54 @@ class Coordinator {
   // What is known of a request that was agreed before.
   struct Record {
     uint64_t id = 0;
-    Request request;            // of rank 0; other ranks may differ in `rows`
+    Request request;            // of some member; the others may differ in `rows`
     std::vector<int64_t> rows;  // as in Decision::rows
     std::list<uint64_t>::iterator recency;
   };
-  // A request that at least one rank has reported, and not yet all.
+  // A request that at least one member has reported, and not yet all. Vectors are per member.
   struct Pending {
+    const ProcessSet* set = nullptr;
     uint64_t id = 0;  // the record that all reports so far named; 0: one came in full
     TimeNs since_ns = 0;
     int count = 0;
-    std::vector<char> reported;      // per rank
-    std::vector<Request> requests;   // per rank, filled once a report came in full
+    std::vector<char> reported;
+    std::vector<Request> requests;   // filled once a report came in full
     const Record* record = nullptr;  // of `id`
+    const Request& any() const;      // of those reported
   };
 
   void ReportCached(int rank, uint64_t id, TimeNs now);
   void ReportFresh(int rank, const Request& request, TimeNs now);
-  Pending& PendingFor(const std::string& name, TimeNs now);
+  Pending& PendingFor(const std::string& key, const ProcessSet& set, TimeNs now);
   void Expand(Pending& pending);
-  void Count(int rank, const std::string& name, Pending& pending, TimeNs now);
-  void Complete(const std::string& name, Pending& pending, TimeNs now);
+  void Count(int rank, const std::string& key, Pending& pending, TimeNs now);
+  void Complete(const std::string& key, Pending& pending, TimeNs now);
+  Decision Agree(Pending& pending, int64_t* bytes);
+  Status ChangeSets(const Request& request, std::vector<int64_t>* rows, TimeNs now);
+  void RemoveSet(int32_t id, TimeNs now);
   void Ready(Decision decision, int64_t bytes, bool urgent, TimeNs now);
-  Request RequestOf(const Record& record, int rank) const;
+  Request RequestOf(const Record& record, int member) const;
   uint64_t Remember(const Request& request, const std::vector<int64_t>& rows);
   void ForgetRetired();
 
+  // Join (uneven data).
+  void Join(int rank, TimeNs now);
+  bool AllHere(const Pending& pending) const;
+  std::vector<int> JoinedAmong(const Pending& pending) const;
+  // Whether a request can be carried out although these members contribute nothing.
+  static Status CheckJoined(const std::vector<int>& joined, const Request& request);
+
   const Options options_;
   StallInspector stall_inspector_;
-  std::unordered_map<std::string, Pending> pending_;
+  ProcessSets sets_;
+  std::unordered_map<std::string, Pending> pending_;  // by Key
+  std::vector<char> joined_;                          // per rank
+  int joined_count_ = 0;
+  int last_joined_ = -1;
 
   uint64_t next_id_ = 1;
   std::unordered_map<uint64_t, std::unique_ptr<Record>> records_;
-  std::unordered_map<std::string, uint64_t> ids_;  // of live records
+  std::unordered_map<std::string, uint64_t> ids_;  // of live records, by Key
   std::list<uint64_t> recency_;                    // live ids, most recent first
   std::vector<uint64_t> evicted_;                  // to announce in the next agreement
   std::map<uint64_t, uint64_t> retired_;           // id -> sequence of the announcing agreement

@@ -4,7 +4,8 @@ namespace hororing {
 
 bool Request::operator==(const Request& other) const {
   return kind == other.kind && op == other.op && root == other.root && prescale == other.prescale &&
-         postscale == other.postscale && name == other.name && tensors == other.tensors;
+         postscale == other.postscale && process_set == other.process_set && name == other.name &&
+         tensors == other.tensors && splits == other.splits && ranks == other.ranks;
 }
 
 int64_t Request::bytes() const {
@@ -15,6 +16,17 @@ int64_t Request::bytes() const {
     total += elements * static_cast<int64_t>(ElementSize(tensor.dtype));
   }
   return total;
+}
+
+std::string Request::Title() const {
+  std::string title = std::string(Name(kind)) + " '" + name + "'";
+  if (process_set != kWorldSet) title += " of process set " + std::to_string(process_set);
+  return title;
+}
+
+// No name holds a zero character: they come through C strings.
+std::string Key(int32_t process_set, const std::string& name) {
+  return process_set == kWorldSet ? name : name + '\0' + std::to_string(process_set);
 }
 
 }  // namespace hororing

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -11,8 +12,11 @@
 
 namespace hororing {
 
-// What one rank wants done under one name. Ranks must agree on everything but the first
-// dimension of tensors to be gathered.
+// The process set of all ranks.
+constexpr int32_t kWorldSet = 0;
+
+// What one rank wants done under one name. The members of the process set must agree on everything
+// but the first dimensions of tensors to be gathered, and the splits of an alltoall.
 struct Request {
   struct Tensor {
     DataType dtype = DataType::kFloat32;
@@ -23,16 +27,26 @@ struct Request {
   };
 
   std::string name;
+  int32_t process_set = kWorldSet;
   Collective kind = Collective::kAllreduce;
-  ReduceOp op = ReduceOp::kSum;  // allreduce
-  int32_t root = 0;              // broadcast
-  double prescale = 1.0;         // allreduce
+  ReduceOp op = ReduceOp::kSum;  // allreduce, reduce-scatter
+  int32_t root = 0;              // broadcast: a rank of the job; remove_process_set: the set
+  double prescale = 1.0;         // allreduce, reduce-scatter
   double postscale = 1.0;
-  std::vector<Tensor> tensors;  // several: a group, all or nothing; none: barrier
+  std::vector<Tensor> tensors;  // several: a group, all or nothing; none: barrier and the like
+  // Alltoall: rows for each member of the set, in rank order; their sum is the first dimension.
+  std::vector<int64_t> splits;
+  std::vector<int32_t> ranks;  // add_process_set
 
   bool operator==(const Request& other) const;
   int64_t bytes() const;  // of all tensors together
+  // "allreduce 'layer1.weight'", "allgather 'x' of process set 2"
+  std::string Title() const;
 };
+
+// What a rank knows a request by: names are scoped by process set.
+std::string Key(int32_t process_set, const std::string& name);
+inline std::string Key(const Request& request) { return Key(request.process_set, request.name); }
 
 // From a rank to the coordinator: what has been submitted since the last report.
 struct Report {
@@ -54,11 +68,16 @@ struct Decision {
     kTimeline = 4,  // switch the timeline
   };
   Kind kind = Kind::kRun;
-  std::string name;       // kRun of an uncached request, kFail
+  std::string name;                 // kRun of an uncached request, kFail
+  int32_t process_set = kWorldSet;  // of `name`
   uint64_t cache_id = 0;  // kRun: nonzero if the request is, or (with a name) becomes, cached
   Status status;          // kFail, kLeave, kAbort
-  // kRun of an allgather, unless cached: first dimensions, [tensor * ranks + rank].
+  // kRun, unless cached. Allgather: first dimensions, [tensor * members + member]; alltoall:
+  // splits, [sender * members + receiver]; join: the last rank to join; add_process_set: the set.
   std::vector<int64_t> rows;
+  // kRun of an uncached allreduce: what is carried out, for members that have joined and so have
+  // no request of their own.
+  std::optional<Request> stand_in;
   bool timeline_on = false;  // kTimeline
   bool timeline_cycles = false;
 };

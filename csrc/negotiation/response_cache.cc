@@ -5,7 +5,7 @@
 namespace hororing {
 
 uint64_t ResponseCache::Find(const Request& request) const {
-  const auto id = ids_.find(request.name);
+  const auto id = ids_.find(Key(request));
   if (id == ids_.end()) return 0;
   return records_.at(id->second).request == request ? id->second : 0;
 }
@@ -16,17 +16,28 @@ const ResponseCache::Record* ResponseCache::Lookup(uint64_t id) const {
 }
 
 void ResponseCache::Define(uint64_t id, Request request, std::vector<int64_t> rows) {
-  const auto older = ids_.find(request.name);
+  const auto older = ids_.find(Key(request));
   if (older != ids_.end()) records_.erase(older->second);
-  ids_[request.name] = id;
+  ids_[Key(request)] = id;
   records_[id] = Record{std::move(request), std::move(rows)};
 }
 
 void ResponseCache::Evict(uint64_t id) {
   const auto record = records_.find(id);
   if (record == records_.end()) return;
-  ids_.erase(record->second.request.name);
+  ids_.erase(Key(record->second.request));
   records_.erase(record);
+}
+
+void ResponseCache::ForgetSet(int32_t process_set) {
+  for (auto record = records_.begin(); record != records_.end();) {
+    if (record->second.request.process_set == process_set) {
+      ids_.erase(Key(record->second.request));
+      record = records_.erase(record);
+    } else {
+      ++record;
+    }
+  }
 }
 
 }  // namespace hororing

@@ -28,11 +28,13 @@ class ResponseCache {
   // A name has at most one id: an older one is forgotten.
   void Define(uint64_t id, Request request, std::vector<int64_t> rows);
   void Evict(uint64_t id);
+  // The process set is no more.
+  void ForgetSet(int32_t process_set);
   size_t size() const { return records_.size(); }
 
  private:
   std::unordered_map<uint64_t, Record> records_;
-  std::unordered_map<std::string, uint64_t> ids_;
+  std::unordered_map<std::string, uint64_t> ids_;  // by Key
 };
 
 }  // namespace hororing

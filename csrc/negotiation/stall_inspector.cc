@@ -21,7 +21,7 @@ std::string Describe(const std::vector<const Waiting*>& stalled) {
   for (const auto& [ranks, requests] : groups) {
     if (!text.empty()) text += "; ";
     for (size_t i = 0; i < std::min(requests.size(), kNamesPerGroup); ++i) {
-      text += (i > 0 ? ", " : "") + requests[i]->collective + " '" + requests[i]->name + "'";
+      text += (i > 0 ? ", " : "") + requests[i]->title;
     }
     if (requests.size() > kNamesPerGroup) {
       text += " and " + std::to_string(requests.size() - kNamesPerGroup) + " more";
@@ -42,7 +42,7 @@ StallInspector::Finding StallInspector::Inspect(const std::vector<Waiting>& wait
   TimeNs longest = 0;
   for (const Waiting& request : waiting) {
     const TimeNs age = now - request.since_ns;
-    const auto known = next_warning_.find(request.name);
+    const auto known = next_warning_.find(request.title);
     TimeNs next =
         known != next_warning_.end() ? known->second : After(request.since_ns, options_.warning_ns);
     if (now >= next) {
@@ -50,7 +50,7 @@ StallInspector::Finding StallInspector::Inspect(const std::vector<Waiting>& wait
       longest = std::max(longest, age);
       next = After(request.since_ns, age > kForever / 2 ? kForever : 2 * age);
     }
-    still_waiting[request.name] = next;
+    still_waiting[request.title] = next;
     if (age >= options_.shutdown_ns) to_abort.push_back(&request);
   }
   next_warning_ = std::move(still_waiting);

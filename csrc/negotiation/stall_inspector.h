@@ -14,7 +14,7 @@ namespace hororing {
 // A request that waits for some rank.
 struct Waiting {
   std::string name;
-  std::string collective;
+  std::string title;           // Request::Title
   TimeNs since_ns = 0;         // first report
   std::vector<int> submitted;  // ranks, ascending
   std::vector<int> missing;
@@ -40,7 +40,7 @@ class StallInspector {
 
  private:
   const Options options_;
-  std::unordered_map<std::string, TimeNs> next_warning_;  // by request name
+  std::unordered_map<std::string, TimeNs> next_warning_;  // by title
 };
 
 }  // namespace hororing

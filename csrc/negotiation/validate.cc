@@ -32,6 +32,11 @@ struct Check {
   std::string remedy;
 };
 
+// First dimensions, and splits.
+bool MayDifferInRows(Collective kind) {
+  return kind == Collective::kAllgather || kind == Collective::kAlltoall;
+}
+
 std::vector<Check> ChecksOfTensor(const Request& first, size_t index) {
   const std::string which =
       first.tensors.size() > 1 ? " of tensor " + std::to_string(index) + " of the group" : "";
@@ -39,11 +44,11 @@ std::vector<Check> ChecksOfTensor(const Request& first, size_t index) {
   checks.push_back({"data types" + which,
                     [index](const Request& r) { return std::string(Name(r.tensors[index].dtype)); },
                     "Every rank must pass the same data type; convert it before the call."});
-  if (first.kind == Collective::kAllgather) {
+  if (MayDifferInRows(first.kind)) {
     checks.push_back(
         {"numbers of dimensions" + which,
          [index](const Request& r) { return Counted(r.tensors[index].shape.size(), "dimension"); },
-         "Gathered tensors may differ in their first dimension only."});
+         "The tensors may differ in their first dimension only."});
     checks.push_back({"trailing dimensions" + which,
                       [index](const Request& r) {
                         const std::vector<int64_t>& shape = r.tensors[index].shape;
@@ -54,7 +59,7 @@ std::vector<Check> ChecksOfTensor(const Request& first, size_t index) {
                                    : "[*" + (shape.size() > 1 ? ", " : std::string()) +
                                          ShapeText({shape.begin() + 1, shape.end()}).substr(1);
                       },
-                      "Gathered tensors may differ in their first dimension only."});
+                      "The tensors may differ in their first dimension only."});
   } else {
     checks.push_back({"shapes" + which,
                       [index](const Request& r) { return ShapeText(r.tensors[index].shape); },
@@ -66,7 +71,7 @@ std::vector<Check> ChecksOfTensor(const Request& first, size_t index) {
 
 std::vector<Check> ChecksOfRequest(const Request& first) {
   std::vector<Check> checks;
-  if (first.kind == Collective::kAllreduce) {
+  if (first.kind == Collective::kAllreduce || first.kind == Collective::kReducescatter) {
     checks.push_back({"scale factors",
                       [](const Request& r) {
                         return "prescale " + NumberText(r.prescale) + ", postscale " +
@@ -81,27 +86,35 @@ std::vector<Check> ChecksOfRequest(const Request& first) {
                       [](const Request& r) { return "root " + std::to_string(r.root); },
                       "Every rank must pass the same root_rank."});
   }
+  if (first.kind == Collective::kAddProcessSet) {
+    checks.push_back({"ranks of the set",
+                      [](const Request& r) { return ShapeText({r.ranks.begin(), r.ranks.end()}); },
+                      "Every rank must add the same process sets in the same order."});
+  }
+  if (first.kind == Collective::kRemoveProcessSet) {
+    checks.push_back({"process sets",
+                      [](const Request& r) { return "process set " + std::to_string(r.root); },
+                      "Every rank must remove the same process sets in the same order."});
+  }
   return checks;
 }
 
-Status Compare(const std::vector<const Request*>& requests, const Check& check) {
+Status Compare(const std::vector<const Request*>& requests, const std::vector<int>& ranks,
+               const Check& check) {
   const std::string reference = check.value(*requests[0]);
   const bool equal = std::all_of(requests.begin() + 1, requests.end(), [&](const Request* request) {
     return check.value(*request) == reference;
   });
   if (equal) return Status::Ok();
-  const Request& first = *requests[0];
-  const std::string values = GroupedByRank(static_cast<int>(requests.size()), [&](int rank) {
-    return check.value(*requests[static_cast<size_t>(rank)]);
-  });
-  return Status(Code::kMismatch, std::string(Name(first.kind)) + " '" + first.name +
-                                     "' (NEGOTIATE): " + check.what + " differ: " + values + ". " +
-                                     check.remedy);
+  const std::string values =
+      GroupedByRank(ranks, [&](size_t i) { return check.value(*requests[i]); });
+  return Status(Code::kMismatch, requests[0]->Title() + " (NEGOTIATE): " + check.what +
+                                     " differ: " + values + ". " + check.remedy);
 }
 
 // Cheap exact comparison, so that the texts above are made only when something is wrong.
 bool Compatible(const Request& a, const Request& b) {
-  if (a.kind != Collective::kAllgather) return a == b;
+  if (!MayDifferInRows(a.kind)) return a == b;
   if (a.kind != b.kind || a.tensors.size() != b.tensors.size()) return false;
   for (size_t i = 0; i < a.tensors.size(); ++i) {
     const Request::Tensor &x = a.tensors[i], &y = b.tensors[i];
@@ -115,28 +128,30 @@ bool Compatible(const Request& a, const Request& b) {
 
 }  // namespace
 
-Status Validate(const std::vector<const Request*>& requests) {
+Status Validate(const std::vector<const Request*>& requests, const std::vector<int>& ranks) {
   const Request& first = *requests[0];
   const bool compatible =
       std::all_of(requests.begin() + 1, requests.end(),
                   [&](const Request* request) { return Compatible(first, *request); });
   if (compatible) return Status::Ok();
 
-  HORORING_RETURN_IF_ERROR(Compare(
-      requests, {"operations", [](const Request& r) { return std::string(Name(r.kind)); },
-                 "A name stands for one operation; give different operations different names, "
-                 "and call them in the same order on every rank where they have none."}));
   HORORING_RETURN_IF_ERROR(
-      Compare(requests, {"numbers of tensors in the group",
-                         [](const Request& r) { return Counted(r.tensors.size(), "tensor"); },
-                         "Every rank must pass the same group."}));
+      Compare(requests, ranks,
+              {"operations", [](const Request& r) { return std::string(Name(r.kind)); },
+               "A name stands for one operation; give different operations different names, "
+               "and call them in the same order on every rank where they have none."}));
+  HORORING_RETURN_IF_ERROR(
+      Compare(requests, ranks,
+              {"numbers of tensors in the group",
+               [](const Request& r) { return Counted(r.tensors.size(), "tensor"); },
+               "Every rank must pass the same group."}));
   for (size_t i = 0; i < first.tensors.size(); ++i) {
     for (const Check& check : ChecksOfTensor(first, i)) {
-      HORORING_RETURN_IF_ERROR(Compare(requests, check));
+      HORORING_RETURN_IF_ERROR(Compare(requests, ranks, check));
     }
   }
   for (const Check& check : ChecksOfRequest(first)) {
-    HORORING_RETURN_IF_ERROR(Compare(requests, check));
+    HORORING_RETURN_IF_ERROR(Compare(requests, ranks, check));
   }
   return Status::Ok();
 }
@@ -154,22 +169,23 @@ std::string RanksText(const std::vector<int>& ranks) {
   return text;
 }
 
-std::string GroupedByRank(int size, const std::function<std::string(int rank)>& value) {
+std::string GroupedByRank(const std::vector<int>& ranks,
+                          const std::function<std::string(size_t i)>& value) {
   std::vector<std::pair<std::string, std::vector<int>>> groups;
-  for (int rank = 0; rank < size; ++rank) {
-    const std::string text = value(rank);
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    const std::string text = value(i);
     const auto group =
         std::find_if(groups.begin(), groups.end(), [&](const auto& g) { return g.first == text; });
     if (group == groups.end()) {
-      groups.push_back({text, {rank}});
+      groups.push_back({text, {ranks[i]}});
     } else {
-      group->second.push_back(rank);
+      group->second.push_back(ranks[i]);
     }
   }
   std::string text;
-  for (const auto& [shown, ranks] : groups) {
+  for (const auto& [shown, holders] : groups) {
     if (!text.empty()) text += "; ";
-    text += RanksText(ranks) + ": " + shown;
+    text += RanksText(holders) + ": " + shown;
   }
   return text;
 }

@@ -14,13 +14,15 @@ namespace hororing {
 // rank, whatever the order in which the reports arrived:
 //   allreduce 'layer3.weight' (NEGOTIATE): shapes differ: ranks 0,1,3: [256, 128]; rank 2:
 //   [256, 64]. Every rank must pass ...
-// `requests[r]` is rank r's; all have the same name.
-Status Validate(const std::vector<const Request*>& requests);
+// `requests[i]` is that of rank `ranks[i]`; all have the same name and process set.
+Status Validate(const std::vector<const Request*>& requests, const std::vector<int>& ranks);
 
 // "rank 2", "ranks 0,1,3", "ranks 0-2,5".
 std::string RanksText(const std::vector<int>& ranks);
 
-// "float32 [4]: ranks 0,1; float64 [4]: rank 2" with the groups in order of their lowest rank.
-std::string GroupedByRank(int size, const std::function<std::string(int rank)>& value);
+// "ranks 0,1: float32 [4]; rank 2: float64 [4]" with the groups in order of their first rank;
+// `value(i)` is that of rank `ranks[i]`.
+std::string GroupedByRank(const std::vector<int>& ranks,
+                          const std::function<std::string(size_t i)>& value);
 
 }  // namespace hororing

@@ -5,7 +5,8 @@
 //
 // Invariants
 //   1. Every item is in exactly one batch; within a batch the order of the items is kept.
-//   2. A batch has one (collective, dtype, op, factors, root) and at most `fusion_bytes` bytes,
+//   2. A batch has one (process set, collective, dtype, op, factors, root) and at most
+//   `fusion_bytes` bytes,
 //      padding included, unless it holds a single larger tensor.
 //   3. Batches are ordered by their first items.
 //
@@ -27,9 +28,11 @@ struct FusionKey {
   Collective kind = Collective::kAllreduce;
   ReduceSpec reduce;
   int root = 0;
+  int process_set = 0;
 
   bool operator==(const FusionKey& other) const {
-    return kind == other.kind && reduce == other.reduce && root == other.root;
+    return kind == other.kind && reduce == other.reduce && root == other.root &&
+           process_set == other.process_set;
   }
 };
 

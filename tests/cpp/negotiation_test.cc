@@ -128,7 +128,7 @@ TEST(evicted_ids_are_understood_until_every_rank_knows) {
 TEST(a_mismatch_names_the_tensor_and_groups_values_by_rank) {
   const Request good = Allreduce("layer3.weight", {256, 128});
   const Request bad = Allreduce("layer3.weight", {256, 64});
-  const Status status = Validate({&good, &good, &bad, &good});
+  const Status status = Validate({&good, &good, &bad, &good}, {0, 1, 2, 3});
   CHECK(status.code() == Code::kMismatch);
   CHECK(Contains(status.message(),
                  "allreduce 'layer3.weight' (NEGOTIATE): shapes differ: ranks 0,1,3: [256, 128]; "
@@ -151,19 +151,19 @@ TEST(every_property_that_must_agree_is_checked) {
   add([](Request& r) { r.prescale = 0.5; }, "scale factors differ");
   add([](Request& r) { r.tensors.push_back(r.tensors[0]); }, "numbers of tensors");
   for (const auto& [other, what] : others) {
-    const Status status = Validate({&base, &other});
+    const Status status = Validate({&base, &other}, {0, 1});
     CHECK(status.code() == Code::kMismatch);
     if (!Contains(status.message(), what)) CHECK_EQ(status.message(), what);
   }
   Request root0 = base, root1 = base;
   root0.kind = root1.kind = Collective::kBroadcast;
   root1.root = 1;
-  CHECK(Contains(Validate({&root0, &root1}).message(), "root ranks differ"));
+  CHECK(Contains(Validate({&root0, &root1}, {0, 1}).message(), "root ranks differ"));
   Request wide = Allgather("g", 2), deep = Allgather("g", 2);
   wide.tensors[0].shape = {2, 4};
-  CHECK(Contains(Validate({&deep, &wide}).message(), "rank 0: [*, 3]; rank 1: [*, 4]"));
+  CHECK(Contains(Validate({&deep, &wide}, {0, 1}).message(), "rank 0: [*, 3]; rank 1: [*, 4]"));
   const Request more = Allgather("g", 9);
-  CHECK(Validate({&deep, &more}).ok());
+  CHECK(Validate({&deep, &more}, {0, 1}).ok());
 }
 
 TEST(a_burst_is_held_back_for_what_others_have_reported_but_a_lone_request_is_not) {

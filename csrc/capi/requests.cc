@@ -1,0 +1,185 @@
+#include "capi/requests.h"
+
+#include <algorithm>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "base/reduce.h"
+#include "negotiation/validate.h"
+
+namespace hororing {
+namespace {
+
+Status Invalid(const Request& request, const std::string& what) {
+  return Status(Code::kInvalidArgument, request.Title() + " (SUBMIT): " + what);
+}
+
+bool IsReduction(Collective kind) {
+  return kind == Collective::kAllreduce || kind == Collective::kReducescatter;
+}
+
+Status CheckSet(const Request& request, const std::optional<ProcessSet>& set, int rank) {
+  if (!set) return Invalid(request, "there is no such process set, or it has been removed");
+  if (set->IndexOf(rank) >= 0) return Status::Ok();
+  return Invalid(request, "rank " + std::to_string(rank) +
+                              " is not a member of the process set, which has " +
+                              (set->ranks.empty() ? "no ranks" : RanksText(set->ranks)));
+}
+
+// Which rows of an alltoall go where.
+Status Split(const hr_request& from, const ProcessSet& set, TensorEntry* entry) {
+  Request& request = entry->request;
+  if (request.kind != Collective::kAlltoall) return Status::Ok();
+  if (entry->views.size() != 1) return Invalid(request, "takes one tensor");
+  TensorView& view = entry->views[0];
+  if (view.shape.empty()) {
+    return Invalid(request, "a tensor without dimensions has no rows to send; reshape it to [1]");
+  }
+  const int64_t rows = view.shape[0], size = set.size();
+  const std::string shape = "a tensor of shape " + ShapeText(view.shape);
+  if (from.integers == nullptr) {
+    if (rows % size != 0) {
+      return Invalid(request, shape + " cannot be split evenly over " + std::to_string(size) +
+                                  " ranks; pass splits");
+    }
+    request.splits.assign(set.ranks.size(), rows / size);
+    return Status::Ok();
+  }
+  request.splits.assign(from.integers, from.integers + from.integers_count);
+  const std::string splits = "splits " + ShapeText(request.splits);
+  if (from.integers_count != size) {
+    return Invalid(request,
+                   splits + " must have one entry for each of " + std::to_string(size) + " ranks");
+  }
+  int64_t sum = 0;
+  for (int64_t split : request.splits) {
+    if (split < 0) return Invalid(request, splits + " must not be negative");
+    if (split > rows - sum) {
+      return Invalid(request, splits + " ask for more rows than there are in " + shape);
+    }
+    sum += split;
+  }
+  view.shape[0] = request.tensors[0].shape[0] = sum;
+  return Status::Ok();
+}
+
+Status CheckAdasum(const ReduceSpec& spec, int size) {
+  if (spec.dtype != DataType::kFloat16 && spec.dtype != DataType::kBfloat16 &&
+      spec.dtype != DataType::kFloat32 && spec.dtype != DataType::kFloat64) {
+    return Status(Code::kInvalidArgument, std::string("op=Adasum is not defined for ") +
+                                              Name(spec.dtype) +
+                                              "; convert the tensor to floating point");
+  }
+  if ((size & (size - 1)) != 0) {
+    return Status(Code::kInvalidArgument,
+                  "op=Adasum needs a number of ranks that is a power of two, not " +
+                      std::to_string(size) + "; use Average");
+  }
+  return Status::Ok();
+}
+
+Status CheckReduction(const Request& request, const TensorView& view, int size) {
+  const ReduceSpec spec{view.dtype, request.op, request.prescale, request.postscale};
+  if (request.kind == Collective::kReducescatter) {
+    if (view.shape.empty()) {
+      return Invalid(request, "a tensor without dimensions has no rows to scatter; use allreduce");
+    }
+    if (request.op != ReduceOp::kAverage && request.op != ReduceOp::kSum) {
+      return Invalid(request, std::string("op=") + Name(request.op) +
+                                  " is not supported; use Average or Sum, or allreduce");
+    }
+  }
+  const Status status = request.op == ReduceOp::kAdasum ? CheckAdasum(spec, size) : Check(spec);
+  return status.ok() ? status : Invalid(request, status.message());
+}
+
+// What can be seen to be wrong on this rank alone.
+Status CheckLocally(const TensorEntry& entry, const ProcessSet& set) {
+  const Request& request = entry.request;
+  const bool allocated =
+      request.kind == Collective::kAllgather || request.kind == Collective::kAlltoall;
+  for (const TensorView& view : entry.views) {
+    for (int64_t dimension : view.shape) {
+      if (dimension < 0) return Invalid(request, "shape " + ShapeText(view.shape) + " is negative");
+    }
+    // A reduce-scatter may leave nothing for this rank.
+    const bool written = !allocated && request.kind != Collective::kReducescatter;
+    if (view.elements() > 0 && (view.input == nullptr || (written && view.output == nullptr))) {
+      return Invalid(request, "a tensor with elements has no memory");
+    }
+    if (request.kind == Collective::kAllgather && view.shape.empty()) {
+      return Invalid(request, "a tensor without dimensions cannot be gathered; reshape it to [1]");
+    }
+    if (IsReduction(request.kind)) {
+      HORORING_RETURN_IF_ERROR(CheckReduction(request, view, set.size()));
+    }
+  }
+  if (request.kind == Collective::kBroadcast && set.IndexOf(request.root) < 0) {
+    return Invalid(request, "root rank " + std::to_string(request.root) +
+                                (request.process_set == kWorldSet
+                                     ? " is not a rank of this job, which has ranks 0 to " +
+                                           std::to_string(set.size() - 1)
+                                     : " is not a member of the process set, which has " +
+                                           RanksText(set.ranks)));
+  }
+  const bool takes_tensors =
+      request.kind != Collective::kBarrier && request.kind < Collective::kJoin;
+  if (takes_tensors && entry.views.empty()) return Invalid(request, "there is no tensor");
+  if (!takes_tensors && !entry.views.empty()) return Invalid(request, "takes no tensors");
+  return Status::Ok();
+}
+
+Status EntryFrom(const hr_request& from, TensorEntry* entry) {
+  Request& request = entry->request;
+  request.name = from.name != nullptr ? from.name : "";
+  if (from.collective < HR_ALLREDUCE || from.collective > HR_REMOVE_PROCESS_SET) {
+    return Status(Code::kInvalidArgument,
+                  "there is no collective number " + std::to_string(from.collective));
+  }
+  request.kind = static_cast<Collective>(from.collective);
+  if (request.name.empty()) return Invalid(request, "the name is empty");
+  request.process_set = from.process_set;
+  if (IsReduction(request.kind)) {
+    if (from.op < HR_AVERAGE || from.op > HR_PRODUCT) {
+      return Invalid(request, "there is no reduce operation number " + std::to_string(from.op));
+    }
+    request.op = static_cast<ReduceOp>(from.op);
+    request.prescale = from.prescale;
+    request.postscale = from.postscale;
+  }
+  if (request.kind == Collective::kBroadcast || request.kind == Collective::kRemoveProcessSet) {
+    request.root = from.root;
+  }
+  if (request.kind == Collective::kAddProcessSet) {
+    request.ranks.assign(from.integers, from.integers + from.integers_count);
+    std::sort(request.ranks.begin(), request.ranks.end());
+  }
+  for (int32_t i = 0; i < from.tensors_count; ++i) {
+    const hr_tensor& tensor = from.tensors[i];
+    if (tensor.dtype < 0 || tensor.dtype >= kDataTypeCount) {
+      return Invalid(request, "there is no data type number " + std::to_string(tensor.dtype));
+    }
+    TensorView view;
+    view.input = reinterpret_cast<const void*>(tensor.input);
+    view.output = reinterpret_cast<void*>(tensor.output);
+    view.dtype = static_cast<DataType>(tensor.dtype);
+    view.shape.assign(tensor.shape, tensor.shape + tensor.ndim);
+    request.tensors.push_back({view.dtype, view.shape});
+    entry->views.push_back(std::move(view));
+  }
+  return Status::Ok();
+}
+
+}  // namespace
+
+Status MakeEntry(const hr_request& from, const SharedProcessSets& sets, int rank,
+                 TensorEntry* entry) {
+  HORORING_RETURN_IF_ERROR(EntryFrom(from, entry));
+  const std::optional<ProcessSet> set = sets.Find(entry->request.process_set);
+  HORORING_RETURN_IF_ERROR(CheckSet(entry->request, set, rank));
+  HORORING_RETURN_IF_ERROR(Split(from, *set, entry));
+  return CheckLocally(*entry, *set);
+}
+
+}  // namespace hororing

@@ -1,0 +1,16 @@
+// From the C interface's request to the engine's, and what one rank alone can see to be wrong in
+// it.
+#pragma once
+
+#include "base/status.h"
+#include "capi/hororing.h"
+#include "engine/shared_process_sets.h"
+#include "engine/tensor_table.h"
+
+namespace hororing {
+
+// kInvalidArgument, naming the request, when it makes no sense.
+Status MakeEntry(const hr_request& from, const SharedProcessSets& sets, int rank,
+                 TensorEntry* entry);
+
+}  // namespace hororing

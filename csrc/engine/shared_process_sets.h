@@ -1,0 +1,53 @@
+// SharedProcessSets: the process sets of the job as this rank knows them. The loop changes them,
+// callers look.
+//
+// Thread-safe.
+#pragma once
+
+#include <cstdint>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/status.h"
+#include "negotiation/process_sets.h"
+
+namespace hororing {
+
+class SharedProcessSets {
+ public:
+  // Before anything else.
+  void Reset(int rank, int size) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    rank_ = rank;
+    sets_.emplace(size);
+  }
+  void Add(int32_t id, const std::vector<int32_t>& ranks) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    sets_->Add(id, ranks);
+  }
+  void Remove(int32_t id) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    sets_->Remove(id);
+  }
+  std::optional<ProcessSet> Find(int32_t id) const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const ProcessSet* set = sets_->Find(id);
+    return set == nullptr ? std::nullopt : std::optional<ProcessSet>(*set);
+  }
+  // Whether there is such a set and this rank is a member.
+  bool Holds(int32_t id) const {
+    if (id == kWorldSet) return true;
+    std::lock_guard<std::mutex> lock(mutex_);
+    const ProcessSet* set = sets_->Find(id);
+    return set != nullptr && set->IndexOf(rank_) >= 0;
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  int rank_ = 0;                     // GUARDED_BY(mutex_)
+  std::optional<ProcessSets> sets_;  // GUARDED_BY(mutex_)
+};
+
+}  // namespace hororing

@@ -1,0 +1,134 @@
+// Coordinator, second half: who takes part. Process sets come and go, and ranks that have run out
+// of data join.
+
+#include <algorithm>
+#include <utility>
+
+#include "negotiation/coordinator.h"
+#include "negotiation/validate.h"
+
+namespace hororing {
+
+// Adds or removes a process set. `rows` as in Decision.
+Status Coordinator::ChangeSets(const Request& request, std::vector<int64_t>* rows, TimeNs now) {
+  if (request.kind == Collective::kAddProcessSet) {
+    const Status possible = sets_.Check(request.ranks);
+    if (!possible.ok()) {
+      return Status(possible.code(), request.Title() + " (NEGOTIATE): " + possible.message());
+    }
+    const int32_t id = sets_.NextId();
+    sets_.Add(id, request.ranks);
+    *rows = {id};
+    return Status::Ok();
+  }
+  const int32_t id = request.root;
+  const bool there = id != kWorldSet && sets_.Find(id) != nullptr;
+  if (there) RemoveSet(id, now);
+  *rows = {there ? 1 : 0};
+  return Status::Ok();
+}
+
+void Coordinator::RemoveSet(int32_t id, TimeNs now) {
+  const ProcessSet* set = sets_.Find(id);
+  for (auto pending = pending_.begin(); pending != pending_.end();) {
+    if (pending->second.set != set) {
+      ++pending;
+      continue;
+    }
+    const Request& request = pending->second.any();
+    Decision fail;
+    fail.kind = Decision::Kind::kFail;
+    fail.name = request.name;
+    fail.process_set = id;
+    fail.status = Status(Code::kMismatch, request.Title() + " (NEGOTIATE): the process set was " +
+                                              "removed before all of its ranks had made this call");
+    pending = pending_.erase(pending);
+    Ready(std::move(fail), 0, /*urgent=*/true, now);
+  }
+  for (auto record = records_.begin(); record != records_.end();) {
+    if (record->second->request.process_set != id) {
+      ++record;
+      continue;
+    }
+    if (retired_.erase(record->first) == 0) {
+      recency_.erase(record->second->recency);
+      ids_.erase(Key(record->second->request));
+    }
+    evicted_.erase(std::remove(evicted_.begin(), evicted_.end(), record->first), evicted_.end());
+    record = records_.erase(record);
+  }
+  sets_.Remove(id);
+}
+
+// From now on the rank contributes neutral elements to whatever the others reduce.
+void Coordinator::Join(int rank, TimeNs now) {
+  char& joined = joined_[static_cast<size_t>(rank)];
+  if (joined) return;
+  joined = 1;
+  ++joined_count_;
+  last_joined_ = rank;
+  std::vector<std::string> complete;
+  for (const auto& [key, pending] : pending_) {
+    if (AllHere(pending)) complete.push_back(key);
+  }
+  std::sort(complete.begin(), complete.end());
+  for (const std::string& key : complete) Complete(key, pending_.at(key), now);
+}
+
+bool Coordinator::AllHere(const Pending& pending) const {
+  const size_t count = static_cast<size_t>(pending.count);
+  if (count == pending.reported.size()) return true;
+  if (joined_count_ == 0 || pending.any().kind == Collective::kJoin) return false;
+  return count + JoinedAmong(pending).size() == pending.reported.size();
+}
+
+// Members that have joined and have not reported: ranks of the job.
+std::vector<int> Coordinator::JoinedAmong(const Pending& pending) const {
+  std::vector<int> joined;
+  if (joined_count_ == 0) return joined;
+  for (size_t member = 0; member < pending.reported.size(); ++member) {
+    const int rank = pending.set->ranks[member];
+    if (!pending.reported[member] && joined_[static_cast<size_t>(rank)]) joined.push_back(rank);
+  }
+  return joined;
+}
+
+Status Coordinator::CheckJoined(const std::vector<int>& joined, const Request& request) {
+  if (request.kind == Collective::kBarrier) return Status::Ok();
+  const std::string title = request.Title() + " (NEGOTIATE): ";
+  const std::string who = RanksText(joined) + (joined.size() == 1 ? " has" : " have") + " joined";
+  if (request.kind != Collective::kAllreduce) {
+    return Status(Code::kMismatch, title + Name(request.kind) + " is not supported with join: " +
+                                       who + " and can contribute to allreduce only; call it " +
+                                       "before the first rank joins, or after join has returned");
+  }
+  const bool scaled = request.prescale != 1.0;
+  if (scaled && (request.op == ReduceOp::kMin || request.op == ReduceOp::kMax ||
+                 request.op == ReduceOp::kProduct)) {
+    return Status(Code::kMismatch, title + "op=" + Name(request.op) +
+                                       " with a prescale_factor is " +
+                                       "not supported with join, since nothing neutral would " +
+                                       "remain so: " + who + "; scale the tensor before the call");
+  }
+  return Status::Ok();
+}
+
+std::optional<Agreement> Coordinator::PartFor(int rank, const Agreement& agreement) const {
+  // A set that has been removed in this agreement concerns whoever may have been in it.
+  const auto concerns = [&](int32_t process_set) {
+    const ProcessSet* set = sets_.Find(process_set);
+    return set == nullptr || set->IndexOf(rank) >= 0;
+  };
+  Agreement part;
+  part.sequence = agreement.sequence;
+  for (const Decision& decision : agreement.decisions) {
+    if (concerns(decision.process_set)) part.decisions.push_back(decision);
+  }
+  for (uint64_t id : agreement.evicted) {
+    if (concerns(records_.at(id)->request.process_set)) part.evicted.push_back(id);
+  }
+  if (part.decisions.empty() && part.evicted.empty()) return std::nullopt;
+  return part;
+}
+
+}  // namespace hororing

@@ -1,0 +1,64 @@
+#include "negotiation/process_sets.h"
+
+#include <algorithm>
+#include <numeric>
+
+namespace hororing {
+
+int ProcessSet::IndexOf(int rank) const {
+  const auto place = std::lower_bound(ranks.begin(), ranks.end(), rank);
+  if (place == ranks.end() || *place != rank) return -1;
+  return static_cast<int>(place - ranks.begin());
+}
+
+ProcessSets::ProcessSets(int size) : size_(size) {
+  ProcessSet world;
+  world.ranks.resize(static_cast<size_t>(size));
+  std::iota(world.ranks.begin(), world.ranks.end(), 0);
+  sets_[kWorldSet] = std::move(world);
+}
+
+Status ProcessSets::Check(const std::vector<int32_t>& ranks) const {
+  std::vector<int> sorted(ranks.begin(), ranks.end());
+  std::sort(sorted.begin(), sorted.end());
+  const std::string given =
+      "a process set of ranks " + ShapeText({sorted.begin(), sorted.end()}) + " is not possible: ";
+  for (size_t i = 0; i < sorted.size(); ++i) {
+    if (sorted[i] < 0 || sorted[i] >= size_) {
+      return Status(Code::kInvalidArgument,
+                    given + "rank " + std::to_string(sorted[i]) +
+                        " is not a rank of this job, which has ranks 0 to " +
+                        std::to_string(size_ - 1));
+    }
+    if (i > 0 && sorted[i] == sorted[i - 1]) {
+      return Status(Code::kInvalidArgument,
+                    given + "rank " + std::to_string(sorted[i]) + " occurs twice");
+    }
+  }
+  for (const auto& [id, set] : sets_) {
+    if (set.ranks != sorted) continue;
+    return Status(Code::kInvalidArgument, given + "process set " + std::to_string(id) +
+                                              " has these ranks already, and a duplicate would "
+                                              "only be another name for it");
+  }
+  return Status::Ok();
+}
+
+int32_t ProcessSets::NextId() const {
+  int32_t id = kWorldSet + 1;
+  while (sets_.count(id) != 0) ++id;
+  return id;
+}
+
+void ProcessSets::Add(int32_t id, const std::vector<int32_t>& ranks) {
+  ProcessSet& set = sets_[id];
+  set.ranks.assign(ranks.begin(), ranks.end());
+  std::sort(set.ranks.begin(), set.ranks.end());
+}
+
+const ProcessSet* ProcessSets::Find(int32_t id) const {
+  const auto set = sets_.find(id);
+  return set == sets_.end() ? nullptr : &set->second;
+}
+
+}  // namespace hororing

@@ -1,0 +1,53 @@
+// Subgroup: some ranks of a transport as a transport of their own, over the same wires.
+//
+// Sound because of how it is used (ADR 0013): all ranks carry out the batches of all process sets
+// in one order, so that messages of any two ranks match in the order of their posting, whatever
+// subgroups they are posted for. Only the data plane exists: negotiation has one control plane.
+#pragma once
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "transport/transport.h"
+
+namespace hororing {
+
+class Subgroup final : public Transport {
+ public:
+  // `ranks` of `parent`, ascending, the parent's own among them. The parent is borrowed.
+  Subgroup(Transport& parent, std::vector<int> ranks);
+
+  int rank() const override { return rank_; }
+  int size() const override { return static_cast<int>(ranks_.size()); }
+  const char* name() const override { return parent_.name(); }
+
+  Request Send(int peer, const void* data, size_t bytes) override {
+    return parent_.Send(Parents(peer), data, bytes);
+  }
+  Request Receive(int peer, void* data, size_t bytes) override {
+    return parent_.Receive(Parents(peer), data, bytes);
+  }
+  Status Wait(Request request, TimeNs deadline) override { return parent_.Wait(request, deadline); }
+
+  void Post(int peer, std::string message) override {
+    parent_.Post(Parents(peer), std::move(message));
+  }
+  bool Poll(int* /*peer*/, std::string* /*message*/) override { return false; }
+  void Sleep(TimeNs deadline) override { parent_.Sleep(deadline); }
+  void Wake() override { parent_.Wake(); }
+  Status CheckPeers() override { return parent_.CheckPeers(); }
+  void AnnounceFailure(const std::string& reason, int blamed) override {
+    parent_.AnnounceFailure(reason, blamed);
+  }
+  bool Flush(TimeNs deadline) override { return parent_.Flush(deadline); }
+
+ private:
+  int Parents(int peer) const { return ranks_[static_cast<size_t>(peer)]; }
+
+  Transport& parent_;
+  const std::vector<int> ranks_;
+  const int rank_;
+};
+
+}  // namespace hororing
