@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from hororing import horovod_variables
+
 PREFIX = "HORORING_"
 
 _TRUE = ("1", "true", "yes", "on")
@@ -174,8 +176,21 @@ def _same(name: str, form: Form) -> Alias:
     return Alias(name, form.parse, form.accepted)
 
 
+def _horovod_bool(name: str) -> Alias:
+    return Alias(name, horovod_variables.is_true, "a whole number")
+
+
 def _horovod_fusion(text: str) -> int:
     return int(_number(text, int, 0, 2**40))
+
+
+def _horovod_stall_check(note: str) -> Alias:
+    return Alias(
+        "HOROVOD_STALL_CHECK_DISABLE",
+        lambda text: 0.0 if horovod_variables.is_true(text) else None,
+        "a whole number",
+        note,
+    )
 
 
 def _horovod_timeline(text: str) -> str | None:
@@ -226,6 +241,14 @@ KNOBS: tuple[Knob, ...] = (
         scope="all",
     ),
     Knob(
+        "DYNAMIC_PROCESS_SETS",
+        BOOL,
+        False,
+        "allow add_process_set and remove_process_set after init",
+        scope="all",
+        aliases=(_horovod_bool("HOROVOD_DYNAMIC_PROCESS_SETS"),),
+    ),
+    Knob(
         "TRANSPORT",
         choice("auto", "shm", "mpi"),
         "auto",
@@ -247,12 +270,7 @@ KNOBS: tuple[Knob, ...] = (
         unit="s",
         scope="rank 0",
         aliases=(
-            Alias(
-                "HOROVOD_STALL_CHECK_DISABLE",
-                lambda text: 0.0 if BOOL.parse(text) else None,
-                BOOL.accepted,
-                "true means 0",
-            ),
+            _horovod_stall_check("true means 0"),
             _same("HOROVOD_STALL_CHECK_TIME_SECONDS", _SECONDS),
         ),
     ),
@@ -263,7 +281,10 @@ KNOBS: tuple[Knob, ...] = (
         "a tensor that waits this long for some ranks ends the job with StalledError; 0: never",
         unit="s",
         scope="rank 0",
-        aliases=(_same("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", _SECONDS),),
+        aliases=(
+            _horovod_stall_check("true means 0"),
+            _same("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", _SECONDS),
+        ),
     ),
     Knob(
         "TIMEOUT_S",
@@ -305,7 +326,7 @@ KNOBS: tuple[Knob, ...] = (
         BOOL,
         False,
         "no time in log lines (where the script has configured no logging of its own)",
-        aliases=(_same("HOROVOD_LOG_HIDE_TIME", BOOL),),
+        aliases=(_horovod_bool("HOROVOD_LOG_HIDE_TIME"),),
     ),
     Knob(
         "TIMELINE",
@@ -328,7 +349,7 @@ KNOBS: tuple[Knob, ...] = (
         False,
         "CYCLE_START events in the timeline",
         scope="rank 0",
-        aliases=(_same("HOROVOD_TIMELINE_MARK_CYCLES", BOOL),),
+        aliases=(_horovod_bool("HOROVOD_TIMELINE_MARK_CYCLES"),),
     ),
 )
 
@@ -393,6 +414,12 @@ def load(environ: Mapping[str, str] | None = None) -> Config:
     env = os.environ if environ is None else environ
     _refuse_unknown(env)
     return Config({knob.name: _read(knob, env) for knob in KNOBS})
+
+
+def horovod_notes(environ: Mapping[str, str] | None = None) -> list[tuple[int, str]]:
+    """What to log about Horovod's variables that no knob reads: level and text."""
+    used = frozenset(alias.name for knob in KNOBS for alias in knob.aliases)
+    return list(horovod_variables.notes(os.environ if environ is None else environ, used))
 
 
 def _read(knob: Knob, env: Mapping[str, str]) -> Setting:
@@ -474,7 +501,15 @@ def markdown() -> str:
             lines.append(f"| `{alias.name}` | `{knob.variable}` | {alias.note} |")
     lines += [
         "",
-        "Other `HOROVOD_*` variables have no meaning here and are ignored.",
+        "Horovod's booleans follow its rule: true is what begins with a positive number, so that",
+        "`true` is false. `HOROVOD_FUSION_THRESHOLD` is not rounded.",
+        "",
+        "| no effect here, which rank 0 logs as a warning | what happens instead |",
+        "|---|---|",
+        *(f"| `{row.name}` | {row.instead} |" for row in horovod_variables.UNUSED),
+        "",
+        "All other `HOROVOD_*` variables have no meaning here and are ignored; rank 0 names those",
+        "that are set in one line of level info.",
         "",
         "Before MPI is initialised, `init()` sets `OMPI_MCA_btl=self,sm,tcp`, `OMPI_MCA_pml=ob1`",
         "and `OMPI_MCA_osc=^ucx` where they are not set, if Open MPI's `mpirun` started the job",

@@ -161,6 +161,9 @@ def start(started_by: Launch, comm: Any = None) -> None:
         _process.topology = _read_topology()
         _process.timeline = _absolute(settings["TIMELINE"] or "")
         _log.set_rank(_process.topology.rank)
+        if _process.topology.rank == 0:
+            for log_level, note in configuration.horovod_notes():
+                logger.log(log_level, note)
         for callback in _process.at_init:
             callback()
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import string
 from pathlib import Path
 
@@ -61,7 +62,6 @@ def test_bytes_with_and_without_units(text: str, expected: int):
         ("HORORING_LOG_LEVEL", "loud"),
         ("HORORING_CPU", "0,,1"),
         ("HOROVOD_FUSION_THRESHOLD", "64MB"),
-        ("HOROVOD_STALL_CHECK_DISABLE", "perhaps"),
     ],
 )
 def test_an_error_quotes_the_variable_the_text_and_the_accepted_form(variable: str, text: str):
@@ -102,10 +102,18 @@ def test_horovods_names_are_accepted_and_ours_wins():
         ({"HOROVOD_STALL_CHECK_DISABLE": "0"}, "STALL_WARNING_S", 60),
         ({"HOROVOD_STALL_CHECK_TIME_SECONDS": "5"}, "STALL_WARNING_S", 5),
         ({"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "7"}, "STALL_SHUTDOWN_S", 7),
+        (
+            {"HOROVOD_STALL_CHECK_DISABLE": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "7"},
+            "STALL_SHUTDOWN_S",
+            0,
+        ),
+        ({"HOROVOD_FUSION_THRESHOLD": "0"}, "FUSION_BYTES", 0),
         ({"HOROVOD_TIMELINE": "/tmp/t.json"}, "TIMELINE", "/tmp/t.json"),
         ({"HOROVOD_TIMELINE": "DYNAMIC"}, "TIMELINE", None),
         ({"HOROVOD_TIMELINE_MARK_CYCLES": "1"}, "TIMELINE_MARK_CYCLES", True),
         ({"HOROVOD_LOG_LEVEL": "TRACE"}, "LOG_LEVEL", "trace"),
+        ({"HOROVOD_LOG_LEVEL": "fatal"}, "LOG_LEVEL", "fatal"),
+        ({"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}, "DYNAMIC_PROCESS_SETS", True),
         ({"HOROVOD_LOG_HIDE_TIME": "1"}, "LOG_HIDE_TIME", True),
         ({"HOROVOD_THREAD_AFFINITY": "0,2"}, "CPU", (0, 2)),
     ],
@@ -114,8 +122,43 @@ def test_horovods_units_are_converted(environ: dict[str, str], name: str, expect
     assert config.load(environ)[name] == expected
 
 
-def test_horovods_variables_without_a_meaning_are_ignored():
-    assert config.load({"HOROVOD_AUTOTUNE": "1", "HOROVOD_GPU_OPERATIONS": "NCCL"})
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("1", True), ("2", True), ("1 day", True), ("0", False), ("-1", False), ("true", False)],
+)
+def test_horovods_booleans_are_true_when_they_begin_with_a_positive_number(
+    text: str, expected: bool
+):
+    assert value("LOG_HIDE_TIME", HOROVOD_LOG_HIDE_TIME=text) is expected
+
+
+def test_who_asks_for_what_there_is_not_is_told_what_happens_instead():
+    environ = {"HOROVOD_AUTOTUNE": "1", "HOROVOD_CPU_OPERATIONS": "CCL"}
+    assert config.load(environ)
+    notes = config.horovod_notes(environ)
+    assert [level for level, _ in notes] == [logging.WARNING] * 2
+    assert "HOROVOD_AUTOTUNE=1 has no effect here: nothing is tuned" in notes[0][1]
+    assert "HOROVOD_CPU_OPERATIONS=CCL" in notes[1][1]
+
+
+def test_other_variables_without_a_meaning_share_one_line_that_has_no_values():
+    environ = {
+        "HOROVOD_NUM_NCCL_STREAMS": "4",
+        "HOROVOD_SECRET_KEY": "abc",
+        # What asks for nothing special, what is empty, what is honoured: not a word.
+        "HOROVOD_AUTOTUNE": "0",
+        "HOROVOD_CONTROLLER": "mpi",
+        "HOROVOD_ELASTIC": " ",
+        "HOROVOD_CYCLE_TIME": "2",
+    }
+    assert config.horovod_notes(environ) == [
+        (
+            logging.INFO,
+            "ignored, since they have no meaning here: HOROVOD_NUM_NCCL_STREAMS, "
+            "HOROVOD_SECRET_KEY",
+        )
+    ]
+    assert config.horovod_notes({}) == []
 
 
 def test_an_empty_variable_counts_as_not_set():

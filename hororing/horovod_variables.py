@@ -1,0 +1,87 @@
+"""Horovod's environment variables that no knob stands for, and what happens instead.
+
+Those that a knob stands for are in `hororing.config`. None of these is an error: a job script for
+Horovod runs as it is. Where it asks for something that it does not get, it is told so.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+PREFIX = "HOROVOD_"
+
+
+def is_true(text: str) -> bool:
+    """Horovod's rule for booleans: the number that the text begins with is positive."""
+    found = re.match(r"\s*([+-]?\d+)", text)
+    return found is not None and int(found[1]) > 0
+
+
+@dataclass(frozen=True)
+class Unused:
+    """A variable whose user may miss something."""
+
+    name: str
+    instead: str
+    asks: Callable[[str], bool] = is_true  # whether a value asks for what there is not
+
+
+def _other_than(*words: str) -> Callable[[str], bool]:
+    return lambda text: text.lower() not in words
+
+
+UNUSED = (
+    Unused(
+        "HOROVOD_AUTOTUNE",
+        "nothing is tuned; HORORING_FUSION_BYTES and HORORING_CYCLE_TIME_MS keep their values",
+    ),
+    Unused(
+        "HOROVOD_HIERARCHICAL_ALLREDUCE",
+        "all ranks reduce through shared memory on one host, in one ring over several",
+    ),
+    Unused("HOROVOD_HIERARCHICAL_ALLGATHER", "one all-gather over all ranks"),
+    Unused(
+        "HOROVOD_TORUS_ALLREDUCE",
+        "all ranks reduce through shared memory on one host, in one ring over several",
+    ),
+    Unused("HOROVOD_DISABLE_GROUP_FUSION", "groups may share a batch with other tensors"),
+    Unused(
+        "HOROVOD_MPI_THREADS_DISABLE",
+        "MPI is asked for MPI_THREAD_MULTIPLE, though only the engine's thread calls it",
+    ),
+    Unused(
+        "HOROVOD_CONTROLLER",
+        "ranks negotiate through shared memory or MPI: HORORING_TRANSPORT",
+        _other_than("mpi"),
+    ),
+    Unused(
+        "HOROVOD_CPU_OPERATIONS",
+        "arithmetic is hororing's own; bytes travel through shared memory or MPI",
+        _other_than("mpi"),
+    ),
+    Unused("HOROVOD_ENABLE_XLA_OPS", "no operation is compiled by XLA"),
+    Unused("HOROVOD_ELASTIC", "a lost rank ends the job; start it again from a checkpoint"),
+    Unused("HOROVOD_SIZE", "ranks are the processes that mpirun started", lambda text: True),
+)
+
+
+def notes(environ: Mapping[str, str], used: frozenset[str]) -> Iterator[tuple[int, str]]:
+    """What to log about the variables of `environ`: level of Python's logging, and text.
+
+    Parameters
+    ----------
+    used : names that knobs read.
+    """
+    given = {
+        name: text.strip()
+        for name, text in sorted(environ.items())
+        if name.startswith(PREFIX) and name not in used and text.strip()
+    }
+    for row in UNUSED:
+        if row.name in given and row.asks(text := given.pop(row.name)):
+            yield logging.WARNING, f"{row.name}={text} has no effect here: {row.instead}"
+    if given:
+        yield logging.INFO, f"ignored, since they have no meaning here: {', '.join(given)}"
