@@ -71,6 +71,7 @@ class _Lib:
     def hr_allreduce(
         self,
         name: Any,
+        process_set: int,
         input: int,
         output: int,
         dtype: int,

@@ -18,6 +18,7 @@ import operator
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, Final, NamedTuple, NoReturn
 
 from hororing import errors, runtime
@@ -30,7 +31,14 @@ Min: Final = 3
 Max: Final = 4
 Product: Final = 5
 
-_OP_NAMES: Final = {Average: "Average", Sum: "Sum", Min: "Min", Max: "Max", Product: "Product"}
+_OP_NAMES: Final = {
+    Average: "Average",
+    Sum: "Sum",
+    Adasum: "Adasum",
+    Min: "Min",
+    Max: "Max",
+    Product: "Product",
+}
 
 # Data types by the name that NumPy, torch and TensorFlow share.
 DTYPES: Final[dict[str, int]] = {
@@ -51,6 +59,14 @@ ALLREDUCE: Final = int(lib.HR_ALLREDUCE)
 ALLGATHER: Final = int(lib.HR_ALLGATHER)
 BROADCAST: Final = int(lib.HR_BROADCAST)
 BARRIER: Final = int(lib.HR_BARRIER)
+ALLTOALL: Final = int(lib.HR_ALLTOALL)
+REDUCESCATTER: Final = int(lib.HR_REDUCESCATTER)
+_JOIN: Final = int(lib.HR_JOIN)
+_ADD_PROCESS_SET: Final = int(lib.HR_ADD_PROCESS_SET)
+_REMOVE_PROCESS_SET: Final = int(lib.HR_REMOVE_PROCESS_SET)
+
+# The process set of all ranks. What sets are: hororing.process_sets; here they are numbers.
+WORLD_SET: Final = int(lib.HR_WORLD_SET)
 
 # Seconds between two looks at Python's signals while waiting.
 _WAIT_SLICE_S: Final = 0.2
@@ -60,13 +76,13 @@ class View(NamedTuple):
     """One tensor of a request: contiguous memory that somebody else owns."""
 
     input: int  # address; 0 only where there are no elements
-    output: int  # address, may equal `input`; 0 for an allgather, whose result the core allocates
+    output: int  # address, may equal `input`; 0 where the core allocates the result
     dtype: int  # a value of DTYPES
     shape: tuple[int, ...]
 
 
 class Gathered(NamedTuple):
-    """Result of an allgather. Whoever holds `buffer` keeps the core's memory alive."""
+    """A result in memory of the core. Whoever holds `buffer` keeps it alive."""
 
     buffer: Any  # writable buffer object, None where there are no bytes
     rows: int  # first dimension of the result
@@ -93,13 +109,33 @@ def choose_op(op: int | None, average: bool | None, *, stacklevel: int = 3) -> i
 
 
 def check_op(op: int) -> int:
-    """Return `op` if allreduce can do it."""
+    """Return `op` if there is such an operation."""
     if op in _OP_NAMES:
         return op
-    if op == Adasum:
-        raise ValueError("op=Adasum is not available; use op=Average or op=Sum")
     known = ", ".join(f"{name} ({number})" for number, name in _OP_NAMES.items())
-    raise ValueError(f"there is no reduce operation {op!r}; use one of {known}")
+    raise errors.UnsupportedOpError(f"there is no reduce operation {op!r}; use one of {known}")
+
+
+def check_scatter_op(op: int, verb: str) -> None:
+    """Raise UnsupportedOpError unless reduce-scatter can do `op`."""
+    if check_op(op) not in (Average, Sum):
+        raise errors.UnsupportedOpError(
+            f"{verb}: op={op_name(op)} is not supported; use Average or Sum, or allreduce"
+        )
+
+
+def check_adasum(process_set: int, verb: str) -> None:
+    """Raise NotImplementedError where Adasum cannot be done, as Horovod does."""
+    if process_set != WORLD_SET:
+        raise NotImplementedError(
+            f"{verb}: op=Adasum works among all ranks only, not in a process set; use op=Average"
+        )
+    size = runtime.size()
+    if size & (size - 1):
+        raise NotImplementedError(
+            f"{verb}: op=Adasum needs a number of ranks that is a power of two, not {size}; use "
+            "op=Average"
+        )
 
 
 def check_root(root_rank: int, verb: str) -> int:
@@ -122,17 +158,33 @@ def check_factors(prescale: float, postscale: float, verb: str) -> tuple[float, 
     return float(prescale), float(postscale)
 
 
+def check_splits(splits: Any, dimensions: int = 1, dtype: str = "int32") -> list[int]:
+    """Return the splits of an alltoall as a list. How many and how large, the core checks."""
+    if dimensions != 1:
+        raise ValueError(f"alltoall: splits must have one dimension, not {dimensions}")
+    if dtype != "int32":
+        raise ValueError(f"alltoall: splits must be int32, not {dtype}; convert the tensor")
+    try:
+        return [operator.index(split) for split in splits]
+    except TypeError:
+        raise ValueError(f"alltoall: splits must be a list of integers, not {splits!r}") from None
+
+
 def op_name(op: int) -> str:
     """Name of a valid operation, for messages."""
     return _OP_NAMES[op]
 
 
-_counters: defaultdict[str, Iterator[int]] = defaultdict(lambda: itertools.count(1))
+_Counters = defaultdict[tuple[str, int], Iterator[int]]
+_counters: _Counters = defaultdict(lambda: itertools.count(1))
 
 
-def default_name(verb: str) -> str:
-    """The next name of an unnamed `verb`: equal on ranks that make equally many such calls."""
-    return f"{verb}.noname.{next(_counters[verb])}"
+def default_name(verb: str, process_set: int = WORLD_SET) -> str:
+    """The next name of an unnamed `verb`: equal on ranks that make equally many such calls.
+
+    Each process set counts by itself, since only its members call.
+    """
+    return f"{verb}.noname.{next(_counters[verb, process_set])}"
 
 
 def restart_default_names() -> None:
@@ -185,17 +237,20 @@ def submit(
     *,
     keep: object,
     finish: Callable[[int], Any],
+    process_set: int = WORLD_SET,
     op: int = Sum,
     root: int = 0,
     prescale: float = 1.0,
     postscale: float = 1.0,
+    integers: Sequence[int] | None = None,
     wait_follows: bool = False,
 ) -> int:
     """Hand one request to the core and return its handle, an int for `poll` and `wait`.
 
     Several views are a group: reduced when all ranks have submitted all of it. `keep` stays
     alive until the handle is complete; `finish` makes the result when it is waited for.
-    `wait_follows`: this thread calls `wait` next, and does the engine's work there.
+    `integers` are the splits of an alltoall. `wait_follows`: this thread calls `wait` next, and
+    does the engine's work there.
     """
     encoded = encode_name(name)
     # One array of dimensions for all tensors; the core copies them.
@@ -213,12 +268,16 @@ def submit(
     request = ffi.new("hr_request *")
     request.collective = collective
     request.name = c_name
+    request.process_set = process_set
     request.op = op
     request.root = root
     request.prescale = prescale
     request.postscale = postscale
     request.tensors_count = len(views)
     request.tensors = tensors
+    if integers is not None:
+        c_integers = ffi.new("int64_t[]", [*integers, 0])  # never NULL, which has a meaning
+        request.integers, request.integers_count = c_integers, len(integers)
     request.wait_follows = wait_follows
 
     token = next(_submit_count)
@@ -301,7 +360,7 @@ def _sweep() -> None:
 
 
 def take(handle: int, index: int) -> Gathered:
-    """Move the result of tensor `index` out of a complete allgather. For `finish` functions."""
+    """Move result `index` out of a complete request. For `finish` functions."""
     result = ffi.new("hr_result *")
     code = int(lib.hr_take_result(handle, index, result))
     if code != lib.HR_OK:
@@ -313,10 +372,45 @@ def take(handle: int, index: int) -> Gathered:
     return Gathered(ffi.buffer(owner, size), int(result.rows))
 
 
-def barrier() -> None:
-    """Block until every rank has called `barrier`."""
-    # One fixed name: barriers match in the order they are called, whatever else ranks count.
-    wait(submit(BARRIER, "barrier.noname", (), keep=None, finish=lambda _: None, wait_follows=True))
+def take_numbers(handle: int, index: int) -> list[int]:
+    """Move result `index`, which is numbers, out of a complete request."""
+    buffer = take(handle, index).buffer
+    return [] if buffer is None else memoryview(buffer).cast("q").tolist()
+
+
+def barrier(process_set: int = WORLD_SET) -> None:
+    """Block until every rank of the set has called `barrier`."""
+    _control(BARRIER, "barrier.noname", process_set=process_set)
+
+
+def join() -> int:
+    """Block until every rank has called `join`; return the last one to do so."""
+    return _control(_JOIN, "join.noname")
+
+
+def add_process_set(ranks: Sequence[int]) -> int:
+    """Return the id of a new set. All ranks call it."""
+    return _control(_ADD_PROCESS_SET, "add_process_set.noname", integers=ranks)
+
+
+def remove_process_set(process_set: int) -> bool:
+    """Whether there was such a set. All ranks call it."""
+    return bool(_control(_REMOVE_PROCESS_SET, "remove_process_set.noname", root=process_set))
+
+
+def _control(collective: int, name: str, **arguments: Any) -> int:
+    """Carry out a request without tensors, and return the number that it comes to, if any.
+
+    It has one fixed name: such requests match in the order they are called, whatever else ranks
+    count.
+    """
+    finish = partial(_number, collective != BARRIER)
+    handle = submit(collective, name, (), keep=None, finish=finish, wait_follows=True, **arguments)
+    return int(wait(handle))
+
+
+def _number(has_one: bool, handle: int) -> int:
+    return take_numbers(handle, 0)[0] if has_one else 0
 
 
 def address_of(buffer: Any) -> int:
@@ -345,8 +439,9 @@ class PreparedAllreduce:
         op: int,
         prescale: float,
         postscale: float,
+        process_set: int = WORLD_SET,
     ) -> None:
-        self._name = encode_name(name)
+        self._name = (encode_name(name), process_set)
         self._arguments = (dtype, len(shape), ffi.new("int64_t[]", list(shape) or [0]))
         self._factors = (op, prescale, postscale)
         self.handle = 0  # 0: not in flight
@@ -355,7 +450,7 @@ class PreparedAllreduce:
     def start(self, address: int, keep: object) -> None:
         """Submit the tensor at `address`, which `keep` owns."""
         self.keep = keep
-        handle = lib.hr_allreduce(self._name, address, address, *self._arguments, *self._factors)
+        handle = lib.hr_allreduce(*self._name, address, address, *self._arguments, *self._factors)
         if handle <= 0:
             self.keep = None
             fail(handle)

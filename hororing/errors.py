@@ -4,6 +4,7 @@
 exception                         fails                       the engine afterwards
 ================================  ==========================  ====================
 ValueError, TypeError             this call                   running
+UnsupportedOpError                this call                   running
 DuplicateNameError                this call                   running
 MismatchError                     this tensor, on every rank  running
 NotInitializedError               this call                   unchanged
@@ -34,6 +35,10 @@ class MismatchError(HororingInternalError, ValueError):
 
     A defect of the script, so elastic training does not retry it.
     """
+
+
+class UnsupportedOpError(HororingInternalError, ValueError):
+    """The verb has no such reduce operation. (Horovod raises HorovodInternalError.)"""
 
 
 class DuplicateNameError(ValueError):

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hororing import collectives
-from hororing.collectives import Average, Max, Min, Product, Sum
+from hororing.collectives import Adasum, Average, Max, Min, Product, Sum
 from hororing.errors import (
     DuplicateNameError,
     HororingInternalError,
@@ -23,8 +23,15 @@ from hororing.errors import (
     ShutDownError,
     StalledError,
     TransportError,
+    UnsupportedOpError,
 )
 from hororing.objects import allgather_object, broadcast_object
+from hororing.process_sets import (
+    ProcessSet,
+    add_process_set,
+    global_process_set,
+    remove_process_set,
+)
 from hororing.runtime import (
     cross_rank,
     cross_size,
@@ -39,7 +46,7 @@ from hororing.runtime import (
     start_timeline,
     stop_timeline,
 )
-from hororing.verbs import Verbs, barrier, poll, synchronize
+from hororing.verbs import Verbs, barrier, join, poll, synchronize
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -95,10 +102,24 @@ class NumpyAdapter:
 
     def gathered(self, result: collectives.Gathered, like: Array) -> Array:
         """Wrap the core's memory."""
-        shape = (result.rows, *like.shape[1:])
         if result.buffer is None:
-            return np.empty(shape, like.dtype)
-        return np.frombuffer(result.buffer, like.dtype).reshape(shape)
+            return self.empty_rows(like, result.rows)
+        return np.frombuffer(result.buffer, like.dtype).reshape(result.rows, *like.shape[1:])
+
+    def empty_rows(self, tensor: Array, rows: int) -> Array:
+        """Return a plain array."""
+        return np.empty((rows, *tensor.shape[1:]), tensor.dtype)
+
+    def splits(self, splits: object) -> list[int]:
+        """Accept sequences of integers and int32 arrays."""
+        array = np.asarray(splits)
+        if isinstance(splits, np.ndarray):
+            return collectives.check_splits(array.tolist(), array.ndim, array.dtype.name)
+        return collectives.check_splits(splits)
+
+    def int32s(self, numbers: list[int]) -> Array:
+        """Return a plain array."""
+        return np.array(numbers, np.int32)
 
 
 _verbs: Verbs[Array] = Verbs(NumpyAdapter())
@@ -119,8 +140,15 @@ allgather = _verbs.allgather
 allgather_async = _verbs.allgather_async
 grouped_allgather = _verbs.grouped_allgather
 grouped_allgather_async = _verbs.grouped_allgather_async
+alltoall = _verbs.alltoall
+alltoall_async = _verbs.alltoall_async
+reducescatter = _verbs.reducescatter
+reducescatter_async = _verbs.reducescatter_async
+grouped_reducescatter = _verbs.grouped_reducescatter
+grouped_reducescatter_async = _verbs.grouped_reducescatter_async
 
 __all__ = [
+    "Adasum",
     "Average",
     "DuplicateNameError",
     "HororingInternalError",
@@ -130,11 +158,14 @@ __all__ = [
     "MismatchError",
     "NotInitializedError",
     "PeerLostError",
+    "ProcessSet",
     "Product",
     "ShutDownError",
     "StalledError",
     "Sum",
     "TransportError",
+    "UnsupportedOpError",
+    "add_process_set",
     "allgather",
     "allgather_async",
     "allgather_object",
@@ -142,6 +173,8 @@ __all__ = [
     "allreduce_",
     "allreduce_async",
     "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
     "barrier",
     "broadcast",
     "broadcast_",
@@ -150,19 +183,26 @@ __all__ = [
     "broadcast_object",
     "cross_rank",
     "cross_size",
+    "global_process_set",
     "grouped_allgather",
     "grouped_allgather_async",
     "grouped_allreduce",
     "grouped_allreduce_",
     "grouped_allreduce_async",
     "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
     "init",
     "is_homogeneous",
     "is_initialized",
+    "join",
     "local_rank",
     "local_size",
     "poll",
     "rank",
+    "reducescatter",
+    "reducescatter_async",
+    "remove_process_set",
     "shutdown",
     "size",
     "start_timeline",

@@ -67,6 +67,7 @@ class _Process:
     launched: bool = False  # MPI found the peers
     hooked: bool = False  # atexit and excepthook are installed
     broken: bool = False  # the job failed here: MPI must not be finalised
+    dynamic: bool = False  # process sets may come and go after init
     timeline: str = ""  # the latest file that was asked for
     lock: threading.Lock = field(default_factory=threading.Lock)
     at_init: list[Callable[[], None]] = field(default_factory=list)
@@ -104,7 +105,8 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     ----------
     comm : None for all ranks that mpirun started; a list of ranks for a job of these alone; or
         an mpi4py communicator.
-    process_sets : not available yet.
+    process_sets : a list of `ProcessSet` or of lists of ranks, registered with ids from 1 in this
+        order; or "dynamic", which allows `add_process_set` afterwards.
 
     Raises
     ------
@@ -112,16 +114,24 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     MismatchError : ranks are configured differently.
     TransportError : the ranks cannot reach one another, or not all came within HORORING_TIMEOUT_S.
     """
-    if process_sets is not None:
-        raise ValueError(
-            f"init: process_sets={process_sets!r} is not available yet; leave it out (to use a "
-            "part of the ranks only, pass their list as comm)"
-        )
-    start(launch.detect(), comm)
+    start(launch.detect(), comm, process_sets)
 
 
-def start(started_by: Launch, comm: Any = None) -> None:
+def start(started_by: Launch, comm: Any = None, process_sets: Any = None) -> None:
     """Do what `init` does, in a job that was launched as told."""
+    from hororing import process_sets as sets  # it needs this module
+
+    static = sets.parse(process_sets)
+    if is_initialized():
+        sets.adopt_static(static)
+        return
+    dynamic = isinstance(process_sets, str)
+    compared = "dynamic" if dynamic else str([each.ranks for each in static])
+    _start(started_by, comm, dynamic, compared)
+    sets.register_static(static)
+
+
+def _start(started_by: Launch, comm: Any, dynamic: bool, process_sets: str) -> None:
     with _process.lock:
         _refuse_forked()
         if is_initialized():
@@ -142,7 +152,8 @@ def start(started_by: Launch, comm: Any = None) -> None:
             hide_time=settings["LOG_HIDE_TIME"],
         )
         _log.open(started_by.rank if launched else 0)
-        keep, c_config = _c_config(settings, started_by, launched, level)
+        _process.dynamic = dynamic or settings["DYNAMIC_PROCESS_SETS"]
+        keep, c_config = _c_config(settings, started_by, launched, level, process_sets)
         c_config.mpi_communicator = communicator
         if ranks is not None:
             c_ranks = ffi.new("int32_t[]", ranks)
@@ -201,7 +212,11 @@ def _parse_comm(comm: Any, started_by: Launch) -> tuple[int, list[int] | None, b
 
 
 def _c_config(
-    settings: configuration.Config, started_by: Launch, launched: bool, log_level: int
+    settings: configuration.Config,
+    started_by: Launch,
+    launched: bool,
+    log_level: int,
+    process_sets: str,
 ) -> tuple[list[Any], Any]:
     """hr_config, and what owns its strings."""
     keep: list[Any] = []
@@ -213,7 +228,10 @@ def _c_config(
         return keep[-1]
 
     library = mpi_library()
-    fingerprint = f"version={ffi.string(lib.hr_version()).decode()}\n{settings.fingerprint()}"
+    fingerprint = (
+        f"version={ffi.string(lib.hr_version()).decode()}\ninit(process_sets)={process_sets}\n"
+        f"{settings.fingerprint()}"
+    )
     c_config = ffi.new("hr_config *")
     c_config.launched = launched
     c_config.transport = text(settings["TRANSPORT"])
@@ -381,6 +399,12 @@ def cross_size() -> int:
 def is_homogeneous() -> bool:
     """Whether every host has the same number of processes."""
     return topology().homogeneous
+
+
+def process_sets_are_dynamic() -> bool:
+    """Whether `add_process_set` and `remove_process_set` are allowed."""
+    topology()
+    return _process.dynamic
 
 
 def mpi_built() -> bool:

@@ -2,8 +2,6 @@
 
 `Verbs` knows how verbs behave; an `Adapter` knows one framework's arrays. A framework module
 makes one `Verbs` and publishes its methods.
-
-Later issues append `process_set` to the signatures; its place stays free at their ends.
 """
 
 from __future__ import annotations
@@ -15,6 +13,8 @@ from typing import Any, Generic, Protocol, TypeVar
 from hororing import collectives
 from hororing.collectives import View
 from hororing.compression import Compressor, NoneCompressor, check_compression
+from hororing.process_sets import ProcessSet, check_member, global_process_set
+from hororing.runtime import rank, size
 
 T = TypeVar("T")
 
@@ -44,7 +44,16 @@ class Adapter(Protocol[T]):
         """Tell the framework that the core wrote into `tensors`."""
 
     def gathered(self, result: collectives.Gathered, like: T) -> T:
-        """Wrap the result of an allgather of `like` without a copy."""
+        """Wrap a result in the core's memory without a copy: rows like those of `like`."""
+
+    def empty_rows(self, tensor: T, rows: int) -> T:
+        """Return new contiguous memory of the same type and shape, but for the first dimension."""
+
+    def splits(self, splits: object) -> list[int]:
+        """Return what `alltoall` was given; ValueError unless one-dimensional int32 or a list."""
+
+    def int32s(self, numbers: list[int]) -> T:
+        """Return a new one-dimensional int32 array."""
 
 
 class Verbs(Generic[T]):
@@ -52,7 +61,8 @@ class Verbs(Generic[T]):
 
     Every verb is collective: all ranks must call it with the same `name` (or make their unnamed
     calls in the same order). Blocking ones block with the GIL released. Errors, for all:
-    ValueError and TypeError for arguments that are wrong on this rank alone; MismatchError, on
+    ValueError and TypeError for arguments that are wrong on this rank alone, a process set that
+    it is not a member of among them; MismatchError, on
     every rank, when ranks disagree (the job goes on afterwards); NotInitializedError before
     `init`; ShutDownError, PeerLostError, StalledError and TransportError when the job ends.
     """
@@ -71,6 +81,7 @@ class Verbs(Generic[T]):
         op: int | None = None,
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
+        process_set: ProcessSet = global_process_set,
     ) -> T:
         """Combine `tensor` over all ranks and return the result, the same bits on every rank.
 
@@ -80,16 +91,18 @@ class Verbs(Generic[T]):
         average : deprecated; True is op=Average, False op=Sum.
         name : unique among tensors in flight; made from the order of calls when omitted.
         compression : how the tensor travels, e.g. ``Compression.fp16``.
-        op : Average (the default), Sum, Min, Max or Product. An average of integers is
-            truncated toward zero; bool has no average.
+        op : Average (the default), Sum, Min, Max, Product, or Adasum (floating point, among all
+            ranks, whose number is a power of two). An average of integers is truncated toward
+            zero; bool has no average.
         prescale_factor, postscale_factor : applied to every rank's tensor, and to the result.
+        process_set : the ranks that take part; all of the job when omitted.
         """
         check_compression(compression)
         compressed, context = compression.compress(tensor)
         chosen = collectives.choose_op(op, average)
         handle = self.reduce_async(
             "allreduce", [compressed], False, name, chosen, prescale_factor, postscale_factor,
-            wait_follows=True,
+            process_set=process_set, wait_follows=True,
         )  # fmt: skip
         result: T = compression.decompress(collectives.wait(handle)[0], context)
         return result
@@ -102,12 +115,13 @@ class Verbs(Generic[T]):
         op: int | None = None,
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
+        process_set: ProcessSet = global_process_set,
     ) -> T:
         """Do as `allreduce`, into `tensor` itself, and return it."""
         chosen = collectives.choose_op(op, average)
         handle = self.reduce_async(
             "allreduce", [tensor], True, name, chosen, prescale_factor, postscale_factor, _first,
-            wait_follows=True,
+            process_set=process_set, wait_follows=True,
         )  # fmt: skip
         result: T = collectives.wait(handle)
         return result
@@ -120,6 +134,7 @@ class Verbs(Generic[T]):
         op: int | None = None,
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
+        process_set: ProcessSet = global_process_set,
     ) -> int:
         """Start an `allreduce`; `synchronize(handle)` returns its result.
 
@@ -127,8 +142,9 @@ class Verbs(Generic[T]):
         """
         chosen = collectives.choose_op(op, average)
         return self.reduce_async(
-            "allreduce", [tensor], False, name, chosen, prescale_factor, postscale_factor, _first
-        )
+            "allreduce", [tensor], False, name, chosen, prescale_factor, postscale_factor, _first,
+            process_set=process_set,
+        )  # fmt: skip
 
     def allreduce_async_(
         self,
@@ -138,12 +154,14 @@ class Verbs(Generic[T]):
         op: int | None = None,
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
+        process_set: ProcessSet = global_process_set,
     ) -> int:
         """Start an `allreduce_`; `tensor` must not be touched before `synchronize(handle)`."""
         chosen = collectives.choose_op(op, average)
         return self.reduce_async(
-            "allreduce", [tensor], True, name, chosen, prescale_factor, postscale_factor, _first
-        )
+            "allreduce", [tensor], True, name, chosen, prescale_factor, postscale_factor, _first,
+            process_set=process_set,
+        )  # fmt: skip
 
     def grouped_allreduce(
         self,
@@ -154,6 +172,7 @@ class Verbs(Generic[T]):
         op: int | None = None,
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
+        process_set: ProcessSet = global_process_set,
     ) -> list[T]:
         """Do as `allreduce` for several tensors under one name, all or none of them.
 
@@ -164,7 +183,7 @@ class Verbs(Generic[T]):
         chosen = collectives.choose_op(op, average)
         handle = self.reduce_async(
             "grouped_allreduce", [tensor for tensor, _ in packed], False, name, chosen,
-            prescale_factor, postscale_factor, wait_follows=True,
+            prescale_factor, postscale_factor, process_set=process_set, wait_follows=True,
         )  # fmt: skip
         results = collectives.wait(handle)
         return [
@@ -180,12 +199,13 @@ class Verbs(Generic[T]):
         op: int | None = None,
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
+        process_set: ProcessSet = global_process_set,
     ) -> tuple[T, ...]:
         """Do as `grouped_allreduce`, into the tensors themselves; returns a tuple of them."""
         chosen = collectives.choose_op(op, average)
         handle = self.reduce_async(
             "grouped_allreduce", tensors, True, name, chosen, prescale_factor, postscale_factor,
-            tuple, wait_follows=True,
+            tuple, process_set=process_set, wait_follows=True,
         )  # fmt: skip
         result: tuple[T, ...] = collectives.wait(handle)
         return result
@@ -198,12 +218,14 @@ class Verbs(Generic[T]):
         op: int | None = None,
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
+        process_set: ProcessSet = global_process_set,
     ) -> int:
         """Start a `grouped_allreduce`: one handle for the group, one list from `synchronize`."""
         chosen = collectives.choose_op(op, average)
         return self.reduce_async(
-            "grouped_allreduce", tensors, False, name, chosen, prescale_factor, postscale_factor
-        )
+            "grouped_allreduce", tensors, False, name, chosen, prescale_factor, postscale_factor,
+            process_set=process_set,
+        )  # fmt: skip
 
     def grouped_allreduce_async_(
         self,
@@ -213,12 +235,13 @@ class Verbs(Generic[T]):
         op: int | None = None,
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
+        process_set: ProcessSet = global_process_set,
     ) -> int:
         """Start a `grouped_allreduce_`: one handle for the group, one tuple from `synchronize`."""
         chosen = collectives.choose_op(op, average)
         return self.reduce_async(
             "grouped_allreduce", tensors, True, name, chosen, prescale_factor, postscale_factor,
-            tuple,
+            tuple, process_set=process_set,
         )  # fmt: skip
 
     def reduce_async(
@@ -232,6 +255,7 @@ class Verbs(Generic[T]):
         postscale: float,
         pack: Callable[[list[T]], Any] = list,
         *,
+        process_set: ProcessSet = global_process_set,
         wait_follows: bool = False,
     ) -> int:
         """Start what the verbs above describe; `pack` shapes the result.
@@ -239,6 +263,9 @@ class Verbs(Generic[T]):
         `wait_follows` as for `collectives.submit`.
         """
         adapter = self.adapter
+        members = check_member(process_set, verb)
+        if op == collectives.Adasum:
+            collectives.check_adasum(members, verb)
         prescale, postscale = collectives.check_factors(prescale, postscale, verb)
         targets = self._checked(tensors, verb, writable=in_place)
         sources = [adapter.dense(tensor) for tensor in targets]
@@ -249,10 +276,11 @@ class Verbs(Generic[T]):
         ]
         return collectives.submit(
             collectives.ALLREDUCE,
-            collectives.default_name(verb) if name is None else name,
+            collectives.default_name(verb, members) if name is None else name,
             [self._view(*pair) for pair in zip(sources, outputs, strict=True)],
             keep=(sources, outputs),
             finish=lambda _: pack(self._written(targets, outputs) if in_place else outputs),
+            process_set=members,
             op=op,
             prescale=prescale,
             postscale=postscale,
@@ -261,40 +289,67 @@ class Verbs(Generic[T]):
 
     # -- broadcast ----------------------------------------------------------------------------
 
-    def broadcast(self, tensor: T, root_rank: int, name: str | None = None) -> T:
+    def broadcast(
+        self,
+        tensor: T,
+        root_rank: int,
+        name: str | None = None,
+        process_set: ProcessSet = global_process_set,
+    ) -> T:
         """Return, on every rank, the tensor that rank `root_rank` passes.
 
-        `tensor` has the same shape and data type on every rank.
+        `tensor` has the same shape and data type on every rank. `root_rank` counts among all ranks
+        of the job, also within a process set.
         """
         result: T = collectives.wait(
-            self._broadcast(tensor, root_rank, name, in_place=False, wait_follows=True)
+            self._broadcast(tensor, root_rank, name, process_set, in_place=False, wait_follows=True)
         )
         return result
 
-    def broadcast_(self, tensor: T, root_rank: int, name: str | None = None) -> T:
+    def broadcast_(
+        self,
+        tensor: T,
+        root_rank: int,
+        name: str | None = None,
+        process_set: ProcessSet = global_process_set,
+    ) -> T:
         """Do as `broadcast`, into `tensor` itself, and return it."""
         result: T = collectives.wait(
-            self._broadcast(tensor, root_rank, name, in_place=True, wait_follows=True)
+            self._broadcast(tensor, root_rank, name, process_set, in_place=True, wait_follows=True)
         )
         return result
 
-    def broadcast_async(self, tensor: T, root_rank: int, name: str | None = None) -> int:
+    def broadcast_async(
+        self,
+        tensor: T,
+        root_rank: int,
+        name: str | None = None,
+        process_set: ProcessSet = global_process_set,
+    ) -> int:
         """Start a `broadcast`; `synchronize(handle)` returns its result."""
-        return self._broadcast(tensor, root_rank, name, in_place=False)
+        return self._broadcast(tensor, root_rank, name, process_set, in_place=False)
 
-    def broadcast_async_(self, tensor: T, root_rank: int, name: str | None = None) -> int:
+    def broadcast_async_(
+        self,
+        tensor: T,
+        root_rank: int,
+        name: str | None = None,
+        process_set: ProcessSet = global_process_set,
+    ) -> int:
         """Start a `broadcast_`; `tensor` must not be touched before `synchronize(handle)`."""
-        return self._broadcast(tensor, root_rank, name, in_place=True)
+        return self._broadcast(tensor, root_rank, name, process_set, in_place=True)
 
     def _broadcast(
         self,
         tensor: T,
         root_rank: int,
         name: str | None,
+        process_set: ProcessSet,
         *,
         in_place: bool,
         wait_follows: bool = False,
     ) -> int:
+        members = check_member(process_set, "broadcast")
         root_rank = collectives.check_root(root_rank, "broadcast")
         targets = self._checked([tensor], "broadcast", writable=in_place)
         sources = [self.adapter.dense(target) for target in targets]
@@ -305,41 +360,60 @@ class Verbs(Generic[T]):
         )
         return collectives.submit(
             collectives.BROADCAST,
-            collectives.default_name("broadcast") if name is None else name,
+            collectives.default_name("broadcast", members) if name is None else name,
             [self._view(*pair) for pair in zip(sources, outputs, strict=True)],
             keep=(sources, outputs),
             finish=lambda _: (self._written(targets, outputs) if in_place else outputs)[0],
+            process_set=members,
             root=root_rank,
             wait_follows=wait_follows,
         )
 
     # -- allgather ----------------------------------------------------------------------------
 
-    def allgather(self, tensor: T, name: str | None = None) -> T:
+    def allgather(
+        self, tensor: T, name: str | None = None, process_set: ProcessSet = global_process_set
+    ) -> T:
         """Concatenate the tensors of all ranks along the first dimension, in rank order.
 
         First dimensions may differ between ranks and may be 0; the others must be equal. A
         tensor without dimensions is a ValueError.
         """
         result: T = collectives.wait(
-            self.gather_async("allgather", [tensor], name, _first, wait_follows=True)
+            self.gather_async(
+                "allgather", [tensor], name, _first, process_set=process_set, wait_follows=True
+            )
         )
         return result
 
-    def allgather_async(self, tensor: T, name: str | None = None) -> int:
+    def allgather_async(
+        self, tensor: T, name: str | None = None, process_set: ProcessSet = global_process_set
+    ) -> int:
         """Start an `allgather`; `synchronize(handle)` returns its result."""
-        return self.gather_async("allgather", [tensor], name, _first)
+        return self.gather_async("allgather", [tensor], name, _first, process_set=process_set)
 
-    def grouped_allgather(self, tensors: Iterable[T], name: str | None = None) -> tuple[T, ...]:
+    def grouped_allgather(
+        self,
+        tensors: Iterable[T],
+        name: str | None = None,
+        process_set: ProcessSet = global_process_set,
+    ) -> tuple[T, ...]:
         """Do as `allgather` for several tensors under one name, all or none of them."""
         result: tuple[T, ...] = collectives.wait(
-            self.gather_async("grouped_allgather", tensors, name, wait_follows=True)
+            self.gather_async(
+                "grouped_allgather", tensors, name, process_set=process_set, wait_follows=True
+            )
         )
         return result
 
-    def grouped_allgather_async(self, tensors: Iterable[T], name: str | None = None) -> int:
+    def grouped_allgather_async(
+        self,
+        tensors: Iterable[T],
+        name: str | None = None,
+        process_set: ProcessSet = global_process_set,
+    ) -> int:
         """Start a `grouped_allgather`: one handle for the group."""
-        return self.gather_async("grouped_allgather", tensors, name)
+        return self.gather_async("grouped_allgather", tensors, name, process_set=process_set)
 
     def gather_async(
         self,
@@ -348,9 +422,11 @@ class Verbs(Generic[T]):
         name: str | None,
         pack: Callable[[list[T]], Any] = tuple,
         *,
+        process_set: ProcessSet = global_process_set,
         wait_follows: bool = False,
     ) -> int:
-        """Start what the verbs above describe; the last two as for `reduce_async`."""
+        """Start what the verbs above describe; the last three as for `reduce_async`."""
+        members = check_member(process_set, verb)
         adapter = self.adapter
         inputs = [adapter.dense(tensor) for tensor in self._checked(tensors, verb)]
 
@@ -364,10 +440,197 @@ class Verbs(Generic[T]):
 
         return collectives.submit(
             collectives.ALLGATHER,
-            collectives.default_name(verb) if name is None else name,
+            collectives.default_name(verb, members) if name is None else name,
             [self._view(tensor) for tensor in inputs],
             keep=inputs,
             finish=finish,
+            process_set=members,
+            wait_follows=wait_follows,
+        )
+
+    # -- alltoall -----------------------------------------------------------------------------
+
+    def alltoall(
+        self,
+        tensor: T,
+        splits: Any = None,
+        name: str | None = None,
+        process_set: ProcessSet = global_process_set,
+    ) -> T | tuple[T, T]:
+        """Send rows of `tensor` to every rank, and return the rows that all ranks sent here.
+
+        Parameters
+        ----------
+        tensor : rows for rank 0, then those for rank 1, ...; ranks may differ in the first
+            dimension only.
+        splits : how many rows each rank of the set gets: a list, or a one-dimensional tensor of
+            int32. Rows beyond their sum are not sent. Equally many when omitted.
+
+        Returns the rows in the order of the ranks they come from; with `splits`, also how many
+        came from each, as int32.
+        """
+        handle = self._alltoall(tensor, splits, name, process_set, wait_follows=True)
+        received, received_splits = collectives.wait(handle)
+        return received if splits is None else (received, received_splits)
+
+    def alltoall_async(
+        self,
+        tensor: T,
+        splits: Any = None,
+        name: str | None = None,
+        process_set: ProcessSet = global_process_set,
+    ) -> int:
+        """Start an `alltoall`; `synchronize(handle)` returns rows and received splits."""
+        return self._alltoall(tensor, splits, name, process_set)
+
+    def _alltoall(
+        self,
+        tensor: T,
+        splits: Any,
+        name: str | None,
+        process_set: ProcessSet,
+        *,
+        wait_follows: bool = False,
+    ) -> int:
+        members = check_member(process_set, "alltoall")
+        adapter = self.adapter
+        rows = None if splits is None else adapter.splits(splits)
+        (checked,) = self._checked([tensor], "alltoall")
+        source = adapter.dense(checked)
+
+        def finish(handle: int) -> tuple[T, T]:
+            received = adapter.gathered(collectives.take(handle, 0), source)
+            return received, adapter.int32s(collectives.take_numbers(handle, 1))
+
+        return collectives.submit(
+            collectives.ALLTOALL,
+            collectives.default_name("alltoall", members) if name is None else name,
+            [self._view(source)],
+            keep=source,
+            finish=finish,
+            process_set=members,
+            integers=rows,
+            wait_follows=wait_follows,
+        )
+
+    # -- reducescatter ------------------------------------------------------------------------
+
+    def reducescatter(
+        self,
+        tensor: T,
+        name: str | None = None,
+        compression: type[Compressor] = NoneCompressor,
+        op: int = collectives.Average,
+        process_set: ProcessSet = global_process_set,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+    ) -> T:
+        """Combine `tensor` over all ranks and return this rank's rows of the result.
+
+        The first dimension is split over the ranks in order; where it does not divide evenly, the
+        first ranks get one row more. `op` is Average or Sum; the rest as for `allreduce`.
+        """
+        check_compression(compression)
+        compressed, context = compression.compress(tensor)
+        handle = self.scatter_async(
+            "reducescatter", [compressed], name, op, process_set,
+            prescale_factor, postscale_factor, _first, wait_follows=True,
+        )  # fmt: skip
+        result: T = compression.decompress(collectives.wait(handle), context)
+        return result
+
+    def reducescatter_async(
+        self,
+        tensor: T,
+        name: str | None = None,
+        op: int = collectives.Average,
+        process_set: ProcessSet = global_process_set,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+    ) -> int:
+        """Start a `reducescatter`; `synchronize(handle)` returns its result."""
+        return self.scatter_async(
+            "reducescatter", [tensor], name, op, process_set,
+            prescale_factor, postscale_factor, _first,
+        )  # fmt: skip
+
+    def grouped_reducescatter(
+        self,
+        tensors: Iterable[T],
+        name: str | None = None,
+        compression: type[Compressor] = NoneCompressor,
+        op: int = collectives.Average,
+        process_set: ProcessSet = global_process_set,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+    ) -> list[T]:
+        """Do as `reducescatter` for several tensors under one name, all or none of them."""
+        check_compression(compression)
+        packed = [compression.compress(tensor) for tensor in tensors]
+        handle = self.scatter_async(
+            "grouped_reducescatter", [tensor for tensor, _ in packed], name, op, process_set,
+            prescale_factor, postscale_factor, wait_follows=True,
+        )  # fmt: skip
+        results = collectives.wait(handle)
+        return [
+            compression.decompress(result, context)
+            for result, (_, context) in zip(results, packed, strict=True)
+        ]
+
+    def grouped_reducescatter_async(
+        self,
+        tensors: Iterable[T],
+        name: str | None = None,
+        op: int = collectives.Average,
+        process_set: ProcessSet = global_process_set,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+    ) -> int:
+        """Start a `grouped_reducescatter`: one handle for the group."""
+        return self.scatter_async(
+            "grouped_reducescatter", tensors, name, op, process_set,
+            prescale_factor, postscale_factor,
+        )  # fmt: skip
+
+    def scatter_async(
+        self,
+        verb: str,
+        tensors: Iterable[T],
+        name: str | None,
+        op: int,
+        process_set: ProcessSet,
+        prescale: float,
+        postscale: float,
+        pack: Callable[[list[T]], Any] = list,
+        *,
+        wait_follows: bool = False,
+    ) -> int:
+        """Start what the verbs above describe; the last two as for `reduce_async`."""
+        members = check_member(process_set, verb)
+        prescale, postscale = collectives.check_factors(prescale, postscale, verb)
+        collectives.check_scatter_op(op, verb)
+        adapter = self.adapter
+        inputs = [adapter.dense(tensor) for tensor in self._checked(tensors, verb)]
+        shapes = [adapter.describe(tensor)[2] for tensor in inputs]
+        if not all(shapes):
+            raise ValueError(
+                f"{verb}: a tensor without dimensions has no rows to scatter; use allreduce"
+            )
+        place, size = _place_and_size(process_set)
+        outputs = [
+            adapter.empty_rows(tensor, rows_of(shape[0], size, place))
+            for tensor, shape in zip(inputs, shapes, strict=True)
+        ]
+        return collectives.submit(
+            collectives.REDUCESCATTER,
+            collectives.default_name(verb, members) if name is None else name,
+            [self._view(*pair) for pair in zip(inputs, outputs, strict=True)],
+            keep=(inputs, outputs),
+            finish=lambda _: pack(outputs),
+            process_set=members,
+            op=op,
+            prescale=prescale,
+            postscale=postscale,
             wait_follows=wait_follows,
         )
 
@@ -400,6 +663,17 @@ class Verbs(Generic[T]):
 _first = itemgetter(0)
 
 
+def rows_of(rows: int, size: int, place: int) -> int:
+    """How many of `rows` rows the rank at `place` gets when `size` ranks share them."""
+    return rows // size + (place < rows % size)
+
+
+def _place_and_size(process_set: ProcessSet) -> tuple[int, int]:
+    if process_set is global_process_set:
+        return rank(), size()
+    return process_set.ranks.index(rank()), len(process_set.ranks)
+
+
 def poll(handle: int) -> bool:
     """Whether `synchronize(handle)` would return at once. ValueError for an unknown handle."""
     return collectives.poll(handle)
@@ -413,6 +687,24 @@ def synchronize(handle: int) -> Any:
     return collectives.wait(handle)
 
 
-def barrier() -> None:
-    """Block until every rank has called `barrier`."""
-    collectives.barrier()
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Block until every rank of the process set has called `barrier`."""
+    collectives.barrier(check_member(process_set, "barrier"))
+
+
+def join(device: int = -1) -> int:
+    """Block until every rank has called `join`; return the last one to do so.
+
+    For ranks that have run out of data. Until it returns this rank takes part in whatever the
+    others allreduce, with values that leave theirs as they are: zeros for Sum, Average and Adasum
+    (an Average still divides by the number of all ranks), the neutral element for the rest. Other
+    collectives than allreduce and barrier fail with MismatchError meanwhile, on every rank, and so
+    do Min, Max and Product with a prescale_factor.
+
+    `device` is Horovod's: the GPU whose memory holds the zeros. Ours are in host memory.
+    """
+    if device != -1:
+        raise ValueError(
+            f"join: device={device}: there is no GPU memory to use in this version; leave it out"
+        )
+    return collectives.join()

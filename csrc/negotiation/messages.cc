@@ -19,6 +19,7 @@ int64_t Request::bytes() const {
 }
 
 std::string Request::Title() const {
+  if (kind >= Collective::kJoin) return Name(kind);  // names there mean nothing to the user
   std::string title = std::string(Name(kind)) + " '" + name + "'";
   if (process_set != kWorldSet) title += " of process set " + std::to_string(process_set);
   return title;

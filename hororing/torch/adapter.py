@@ -85,7 +85,22 @@ class TorchAdapter:
 
     def gathered(self, result: collectives.Gathered, like: torch.Tensor) -> torch.Tensor:
         """Wrap the core's memory."""
-        shape = (result.rows, *like.shape[1:])
         if result.buffer is None:
-            return torch.empty(shape, dtype=like.dtype)
-        return torch.frombuffer(result.buffer, dtype=like.dtype).reshape(shape)
+            return self.empty_rows(like, result.rows)
+        flat = torch.frombuffer(result.buffer, dtype=like.dtype)
+        return flat.reshape(result.rows, *like.shape[1:])
+
+    def empty_rows(self, tensor: torch.Tensor, rows: int) -> torch.Tensor:
+        """Return a plain tensor in C order."""
+        return torch.empty((rows, *tensor.shape[1:]), dtype=tensor.dtype)
+
+    def splits(self, splits: object) -> list[int]:
+        """Accept sequences of integers and int32 tensors."""
+        if isinstance(splits, torch.Tensor):
+            dtype = str(splits.dtype).removeprefix("torch.")
+            return collectives.check_splits(splits.tolist(), splits.dim(), dtype)
+        return collectives.check_splits(splits)
+
+    def int32s(self, numbers: list[int]) -> torch.Tensor:
+        """Return a plain tensor."""
+        return torch.tensor(numbers, dtype=torch.int32)

@@ -1,0 +1,214 @@
+"""Process sets: some of the ranks, which reduce, gather and wait among themselves.
+
+All ranks of the job know all sets, members or not. Tensor names are scoped by set, and sets may
+overlap: ranks may use them in any order. See docs/process_sets.md.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+from hororing import collectives, runtime
+
+
+class ProcessSet:
+    """Some ranks of the job.
+
+    Attributes
+    ----------
+    ranks : their numbers in the job, ascending.
+    process_set_id : None until the set is registered, by `init(process_sets=...)` or
+        `add_process_set`, and after it was removed.
+    mpi_comm : None; the sets of hororing need no communicator of MPI.
+    """
+
+    mpi_comm = None
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        try:
+            self.ranks: list[int] = sorted(operator.index(rank) for rank in ranks)
+        except TypeError:
+            raise ValueError(f"ProcessSet({ranks!r}): must be a sequence of ranks") from None
+        self.process_set_id: int | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm=None)"
+        )
+
+    def size(self) -> int | None:
+        """Return the number of ranks in the set; None while it is not registered."""
+        return None if self.process_set_id is None else len(self.ranks)
+
+    def rank(self) -> int | None:
+        """Return this process's place among the ranks of the set; None while not registered.
+
+        ValueError where this process is not a member.
+        """
+        if self.process_set_id is None:
+            return None
+        if not self.included():
+            raise ValueError(f"rank {runtime.rank()} is not part of provided process set {self}")
+        return self.ranks.index(runtime.rank())
+
+    def included(self) -> bool:
+        """Whether this process is a member."""
+        return runtime.rank() in self.ranks
+
+
+class _WorldSet(ProcessSet):
+    """All ranks of the job."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self.process_set_id = collectives.WORLD_SET
+
+
+global_process_set: Final[ProcessSet] = _WorldSet()
+_registered: dict[int, ProcessSet] = {collectives.WORLD_SET: global_process_set}
+
+
+def _restart() -> None:
+    """Forget the sets of an engine that is no more."""
+    for process_set in _registered.values():
+        if process_set is not global_process_set:
+            process_set.process_set_id = None
+    _registered.clear()
+    _registered[collectives.WORLD_SET] = global_process_set
+    global_process_set.ranks = list(range(runtime.size()))
+
+
+runtime.at_init(_restart)
+
+
+def register(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Do as `add_process_set`, also where sets are not dynamic: for layers that need their own."""
+    if not isinstance(process_set, ProcessSet):
+        process_set = ProcessSet(process_set)
+    runtime.topology()
+    if process_set.process_set_id is not None:
+        raise ValueError(f"Attempted to add a duplicate process set: {process_set}")
+    process_set.process_set_id = collectives.add_process_set(process_set.ranks)
+    _registered[process_set.process_set_id] = process_set
+    return process_set
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Register a set while the job runs, and return it with its id.
+
+    All ranks of the job call it, members or not, with the same ranks and in the same order.
+
+    Raises
+    ------
+    ValueError : on every rank, for ranks that do not exist or occur twice, for a set that exists
+        already, and when ranks pass different sets. On this rank, for what is not a sequence of
+        ranks, and unless ``HORORING_DYNAMIC_PROCESS_SETS=1`` or ``init(process_sets="dynamic")``.
+    """
+    if not runtime.process_sets_are_dynamic():
+        raise ValueError(
+            "add_process_set: set HORORING_DYNAMIC_PROCESS_SETS=1 (HOROVOD_DYNAMIC_PROCESS_SETS "
+            'is understood too) or call init(process_sets="dynamic") to add process sets after '
+            "init; or list them in init(process_sets=[...])"
+        )
+    return register(process_set)
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Remove a set. All ranks of the job call it, in the same order.
+
+    Returns whether there was something to remove: False for the global set and for a set that is
+    not registered. What is in flight in the set fails. ValueError as for `add_process_set`.
+    """
+    if not runtime.process_sets_are_dynamic():
+        raise ValueError(
+            "remove_process_set: set HORORING_DYNAMIC_PROCESS_SETS=1 or call "
+            'init(process_sets="dynamic") to remove process sets after init'
+        )
+    return unregister(process_set)
+
+
+def unregister(process_set: ProcessSet) -> bool:
+    """Do as `remove_process_set`, also where sets are not dynamic."""
+    process_set_id = process_set.process_set_id
+    if process_set_id is None or process_set is global_process_set:
+        return False
+    removed = collectives.remove_process_set(process_set_id)
+    _registered.pop(process_set_id, None)
+    process_set.process_set_id = None
+    return removed
+
+
+def ids_and_ranks() -> dict[int, list[int]]:
+    """Return the ranks of every registered set by its id."""
+    return {number: list(_registered[number].ranks) for number in sorted(_registered)}
+
+
+def check_member(process_set: ProcessSet, verb: str) -> int:
+    """Return the id under which `verb` can use the set on this rank.
+
+    Raises
+    ------
+    TypeError : not a ProcessSet, or not registered.
+    ValueError : this rank is not a member.
+    """
+    if process_set is global_process_set:
+        return collectives.WORLD_SET
+    if not isinstance(process_set, ProcessSet):
+        raise TypeError(
+            f"{verb}: process_set must be a ProcessSet, not {type(process_set).__name__}; "
+            "add_process_set returns one"
+        )
+    if process_set.process_set_id is None:
+        raise TypeError(
+            f"{verb}: {process_set} is not registered; pass it to init(process_sets=[...]) or "
+            "add_process_set first"
+        )
+    if not process_set.included():
+        raise ValueError(
+            f"{verb}: rank {runtime.rank()} is not a member of the provided process set "
+            f"{process_set}"
+        )
+    return process_set.process_set_id
+
+
+def parse(given: Any) -> list[ProcessSet]:
+    """Return the static sets that `init(process_sets=...)` asks for."""
+    if given is None or (isinstance(given, str) and given.lower() == "dynamic"):
+        return []
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise ValueError(
+            f"init: process_sets={given!r} is neither a list of process sets or of lists of ranks, "
+            'nor "dynamic"'
+        )
+    return [each if isinstance(each, ProcessSet) else ProcessSet(each) for each in given]
+
+
+def register_static(sets: Sequence[ProcessSet]) -> None:
+    """Register the sets of `init(process_sets=...)`: ids from 1 in the order of the list."""
+    for number, process_set in enumerate(sets):
+        try:
+            register(process_set)
+        except ValueError as error:
+            raise ValueError(f"init: entry {number} of process_sets: {error}") from None
+
+
+def adopt_static(sets: Sequence[ProcessSet]) -> None:
+    """Give the sets of a further `init(process_sets=...)` the ids that they have."""
+    known = {tuple(ranks): number for number, ranks in ids_and_ranks().items()}
+    for number, process_set in enumerate(sets):
+        if tuple(process_set.ranks) not in known:
+            raise ValueError(
+                f"init: entry {number} of process_sets: {process_set} is new, but hororing is "
+                "initialized already; use add_process_set"
+            )
+        process_set.process_set_id = known[tuple(process_set.ranks)]
+
+
+__all__ = [
+    "ProcessSet",
+    "add_process_set",
+    "global_process_set",
+    "remove_process_set",
+]
