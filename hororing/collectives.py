@@ -429,7 +429,7 @@ class PreparedAllreduce:
     tensor meanwhile.
     """
 
-    __slots__ = ("_arguments", "_factors", "_name", "handle", "keep")
+    __slots__ = ("_arguments", "_factors", "_name", "_process_set", "handle", "keep")
 
     def __init__(
         self,
@@ -441,7 +441,8 @@ class PreparedAllreduce:
         postscale: float,
         process_set: int = WORLD_SET,
     ) -> None:
-        self._name = (encode_name(name), process_set)
+        self._name = encode_name(name)
+        self._process_set = process_set
         self._arguments = (dtype, len(shape), ffi.new("int64_t[]", list(shape) or [0]))
         self._factors = (op, prescale, postscale)
         self.handle = 0  # 0: not in flight
@@ -450,7 +451,9 @@ class PreparedAllreduce:
     def start(self, address: int, keep: object) -> None:
         """Submit the tensor at `address`, which `keep` owns."""
         self.keep = keep
-        handle = lib.hr_allreduce(*self._name, address, address, *self._arguments, *self._factors)
+        handle = lib.hr_allreduce(
+            self._name, self._process_set, address, address, *self._arguments, *self._factors
+        )
         if handle <= 0:
             self.keep = None
             fail(handle)

@@ -1,8 +1,6 @@
-// Rung 2: whole worlds in one process: N engines, each with its own loop thread, over the
-// in-process transport; the test threads play the training scripts.
+// Rung 2: one engine per rank, in whole worlds.
 #include <atomic>
 #include <chrono>
-#include <functional>
 #include <memory>
 #include <numeric>
 #include <random>
@@ -12,98 +10,10 @@
 
 #include "check.h"
 #include "collective/collectives.h"
-#include "engine/engine.h"
-#include "transport/factory.h"
+#include "engine_world.h"
 
 using namespace hororing;
-
-namespace {
-
-constexpr TimeNs kPatience = 60 * kSecond;  // sanitizers are slow; a hang is a failure
-
-struct Player {
-  std::unique_ptr<Engine> engine;
-  std::shared_ptr<HandleTable> handles = std::make_shared<HandleTable>();
-  int rank = 0;
-  int size = 1;
-
-  // One float tensor, in place.
-  Status Submit(const std::string& name, std::vector<float>& data, ReduceOp op, int64_t* handle,
-                bool wait_follows = false) {
-    auto entry = std::make_unique<TensorEntry>();
-    entry->request.name = name;
-    entry->request.op = op;
-    TensorView view;
-    view.input = view.output = data.data();
-    view.shape = {static_cast<int64_t>(data.size())};
-    entry->request.tensors = {{view.dtype, view.shape}};
-    entry->views = {view};
-    return engine->Submit(std::move(entry), wait_follows, handle);
-  }
-  Status Gather(const std::string& name, std::vector<float>& data, int64_t* handle) {
-    auto entry = std::make_unique<TensorEntry>();
-    entry->request.name = name;
-    entry->request.kind = Collective::kAllgather;
-    TensorView view;
-    view.input = data.data();
-    view.shape = {static_cast<int64_t>(data.size())};
-    entry->request.tensors = {{view.dtype, view.shape}};
-    entry->views = {view};
-    return engine->Submit(std::move(entry), /*wait_follows=*/false, handle);
-  }
-  // Looks up every `slice`, as Python does for its signals.
-  Status Wait(int64_t handle, TimeNs slice = kPatience) {
-    Status status;
-    const TimeNs deadline = After(NowNs(), kPatience);
-    while (engine->Wait(handle, slice, &status) != HandleTable::Look::kDone) {
-      if (NowNs() >= deadline) return Status(Code::kInternal, "the test waited for ever");
-    }
-    handles->Release(handle);
-    return status;
-  }
-  Status Allreduce(const std::string& name, std::vector<float>& data,
-                   ReduceOp op = ReduceOp::kSum) {
-    int64_t handle = 0;
-    const Status submitted = Submit(name, data, op, &handle, /*wait_follows=*/true);
-    return submitted.ok() ? Wait(handle) : submitted;
-  }
-};
-
-// Runs `script` on every rank of a world of `size`, each in a thread with an engine of its own.
-void Play(int size, const EngineConfig& base, const std::function<void(Player&)>& script,
-          const std::function<void(int, EngineConfig&)>& adjust = {}) {
-  auto transports = MakeInprocWorld(size, 20 * kMicrosecond);
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < size; ++rank) {
-    threads.emplace_back([&, rank] {
-      EngineConfig config = base;
-      config.timeout_ns = kPatience;
-      if (adjust) adjust(rank, config);
-      Player player;
-      player.rank = rank;
-      player.size = size;
-      const auto make_world = [&](World* world) {
-        world->transport = std::move(transports[static_cast<size_t>(rank)]);
-        world->topology =
-            MakeTopology(rank, std::vector<std::string>(static_cast<size_t>(size), "host"));
-        return Status::Ok();
-      };
-      const Status started = Engine::Start(config, make_world, player.handles, &player.engine);
-      if (!started.ok()) {
-        player.engine = nullptr;
-      }
-      script(player);
-      if (player.engine != nullptr) CHECK(player.engine->Shutdown("", kPatience));
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-}
-
-bool Contains(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
-}
-
-}  // namespace
+using namespace hororing_test;
 
 TEST(sums_are_right_in_every_world_size) {
   for (int size : {1, 2, 3, 5, 8}) {

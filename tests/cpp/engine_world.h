@@ -1,0 +1,134 @@
+// What the tests of whole worlds share: N engines in one process, each with its own loop thread,
+// over the in-process transport; the test threads play the training scripts.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "check.h"
+#include "engine/engine.h"
+#include "transport/factory.h"
+
+namespace hororing_test {
+
+using namespace hororing;
+
+inline constexpr TimeNs kPatience = 60 * kSecond;  // sanitizers are slow; a hang is a failure
+
+struct Player {
+  std::unique_ptr<Engine> engine;
+  std::shared_ptr<HandleTable> handles = std::make_shared<HandleTable>();
+  int rank = 0;
+  int size = 1;
+
+  // One float tensor, in place.
+  Status Submit(const std::string& name, std::vector<float>& data, ReduceOp op, int64_t* handle,
+                bool wait_follows = false, int32_t process_set = kWorldSet) {
+    auto entry = std::make_unique<TensorEntry>();
+    entry->request.name = name;
+    entry->request.process_set = process_set;
+    entry->request.op = op;
+    TensorView view;
+    view.input = view.output = data.data();
+    view.shape = {static_cast<int64_t>(data.size())};
+    entry->request.tensors = {{view.dtype, view.shape}};
+    entry->views = {view};
+    return engine->Submit(std::move(entry), wait_follows, handle);
+  }
+  Status Gather(const std::string& name, std::vector<float>& data, int64_t* handle) {
+    auto entry = std::make_unique<TensorEntry>();
+    entry->request.name = name;
+    entry->request.kind = Collective::kAllgather;
+    TensorView view;
+    view.input = data.data();
+    view.shape = {static_cast<int64_t>(data.size())};
+    entry->request.tensors = {{view.dtype, view.shape}};
+    entry->views = {view};
+    return engine->Submit(std::move(entry), /*wait_follows=*/false, handle);
+  }
+  // Looks up every `slice`, as Python does for its signals.
+  Status Wait(int64_t handle, TimeNs slice = kPatience) {
+    Status status;
+    const TimeNs deadline = After(NowNs(), kPatience);
+    while (engine->Wait(handle, slice, &status) != HandleTable::Look::kDone) {
+      if (NowNs() >= deadline) return Status(Code::kInternal, "the test waited for ever");
+    }
+    handles->Release(handle);
+    return status;
+  }
+  Status Allreduce(const std::string& name, std::vector<float>& data, ReduceOp op = ReduceOp::kSum,
+                   int32_t process_set = kWorldSet) {
+    int64_t handle = 0;
+    const Status submitted = Submit(name, data, op, &handle, /*wait_follows=*/true, process_set);
+    return submitted.ok() ? Wait(handle) : submitted;
+  }
+  // A request without tensors; `number` receives what it comes to.
+  Status Control(Collective kind, int64_t* number, std::vector<int32_t> ranks = {},
+                 int32_t root = 0) {
+    auto entry = std::make_unique<TensorEntry>();
+    entry->request.name = Name(kind);
+    entry->request.kind = kind;
+    entry->request.ranks = std::move(ranks);
+    entry->request.root = root;
+    int64_t handle = 0;
+    const Status submitted = engine->Submit(std::move(entry), /*wait_follows=*/true, &handle);
+    if (!submitted.ok()) return submitted;
+    Status status;
+    if (engine->Wait(handle, kPatience, &status) != HandleTable::Look::kDone) {
+      return Status(Code::kInternal, "the test waited for ever");
+    }
+    GatheredTensor result;
+    if (status.ok() && handles->Take(handle, 0, &result).ok()) {
+      *number = *static_cast<const int64_t*>(result.data());
+    }
+    handles->Release(handle);
+    return status;
+  }
+  Status AddSet(std::vector<int32_t> ranks, int64_t* id) {
+    return Control(Collective::kAddProcessSet, id, std::move(ranks));
+  }
+  Status RemoveSet(int64_t id, int64_t* removed) {
+    return Control(Collective::kRemoveProcessSet, removed, {}, static_cast<int32_t>(id));
+  }
+  Status Join(int64_t* last) { return Control(Collective::kJoin, last); }
+};
+
+// Runs `script` on every rank of a world of `size`, each in a thread with an engine of its own.
+inline void Play(int size, const EngineConfig& base, const std::function<void(Player&)>& script,
+                 const std::function<void(int, EngineConfig&)>& adjust = {}) {
+  auto transports = MakeInprocWorld(size, 20 * kMicrosecond);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < size; ++rank) {
+    threads.emplace_back([&, rank] {
+      EngineConfig config = base;
+      config.timeout_ns = kPatience;
+      if (adjust) adjust(rank, config);
+      Player player;
+      player.rank = rank;
+      player.size = size;
+      const auto make_world = [&](World* world) {
+        world->transport = std::move(transports[static_cast<size_t>(rank)]);
+        world->topology =
+            MakeTopology(rank, std::vector<std::string>(static_cast<size_t>(size), "host"));
+        return Status::Ok();
+      };
+      const Status started = Engine::Start(config, make_world, player.handles, &player.engine);
+      if (!started.ok()) {
+        player.engine = nullptr;
+      }
+      script(player);
+      if (player.engine != nullptr) CHECK(player.engine->Shutdown("", kPatience));
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+inline bool Contains(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+}  // namespace hororing_test

@@ -1,0 +1,285 @@
+// Rungs 1 and 2: who takes part: process sets and ranks that have joined, in the coordinator alone
+// and in whole worlds.
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/reduce.h"
+#include "check.h"
+#include "engine_world.h"
+#include "negotiation/codec.h"
+#include "negotiation/coordinator.h"
+
+using namespace hororing;
+using namespace hororing_test;
+
+namespace {
+
+Request Allreduce(const std::string& name, int32_t process_set = kWorldSet) {
+  Request request;
+  request.name = name;
+  request.process_set = process_set;
+  request.tensors = {{DataType::kFloat32, {4}}};
+  return request;
+}
+
+Request Control(Collective kind, std::vector<int32_t> ranks = {}, int32_t root = 0) {
+  Request request;
+  request.name = Name(kind);
+  request.kind = kind;
+  request.ranks = std::move(ranks);
+  request.root = root;
+  return request;
+}
+
+// Through the codec, as on the wire.
+void Tell(Coordinator& coordinator, int rank, std::vector<Request> fresh,
+          std::vector<uint64_t> cached = {}, uint64_t applied = 0) {
+  Report report, travelled;
+  report.fresh = std::move(fresh);
+  report.cached = std::move(cached);
+  report.applied = applied;
+  CHECK(Decode(Encode(report), &travelled));
+  coordinator.Receive(rank, travelled, 0);
+}
+
+std::vector<Decision> Decisions(Coordinator& coordinator) {
+  const auto agreement = coordinator.Decide(0);
+  if (!agreement) return {};
+  Agreement travelled;
+  CHECK(Decode(Encode(*agreement), &travelled));
+  return travelled.decisions;
+}
+
+Coordinator MakeCoordinator(int size) {
+  Coordinator::Options options;
+  options.size = size;
+  options.fusion_bytes = 1 << 20;
+  options.cache_capacity = 8;
+  return Coordinator(options);
+}
+
+int64_t AddSet(Coordinator& coordinator, int size, std::vector<int32_t> ranks) {
+  for (int rank = 0; rank < size; ++rank) {
+    Tell(coordinator, rank, {Control(Collective::kAddProcessSet, ranks)});
+  }
+  const std::vector<Decision> decisions = Decisions(coordinator);
+  CHECK_EQ(decisions.size(), size_t{1});
+  CHECK(decisions[0].kind == Decision::Kind::kRun);
+  return decisions[0].rows.at(0);
+}
+
+}  // namespace
+
+TEST(a_set_is_added_once_and_its_id_is_used_again_after_its_removal) {
+  Coordinator coordinator = MakeCoordinator(3);
+  CHECK_EQ(AddSet(coordinator, 3, {0, 2}), int64_t{1});
+  CHECK_EQ(AddSet(coordinator, 3, {1}), int64_t{2});
+  CHECK_EQ(AddSet(coordinator, 3, {}), int64_t{3});
+  for (const auto& [ranks, text] : std::vector<std::pair<std::vector<int32_t>, std::string>>{
+           {{2, 0}, "process set 1 has these ranks already"},
+           {{0, 1, 2}, "process set 0 has these ranks already"},
+           {{1, 1}, "rank 1 occurs twice"},
+           {{0, 3}, "rank 3 is not a rank of this job"},
+           {{-1}, "rank -1 is not a rank of this job"}}) {
+    for (int rank : {0, 1, 2}) {
+      Tell(coordinator, rank, {Control(Collective::kAddProcessSet, ranks)});
+    }
+    const std::vector<Decision> decisions = Decisions(coordinator);
+    CHECK(decisions.at(0).kind == Decision::Kind::kFail);
+    CHECK(decisions[0].status.code() == Code::kInvalidArgument);
+    CHECK(Contains(decisions[0].status.message(), text));
+  }
+  for (int rank : {0, 1, 2}) {
+    Tell(coordinator, rank, {Control(Collective::kRemoveProcessSet, {}, 1)});
+  }
+  CHECK_EQ(Decisions(coordinator).at(0).rows.at(0), int64_t{1});
+  for (int rank : {0, 1, 2}) {
+    Tell(coordinator, rank, {Control(Collective::kRemoveProcessSet, {}, 1)});
+  }
+  CHECK_EQ(Decisions(coordinator).at(0).rows.at(0), int64_t{0});
+  CHECK_EQ(AddSet(coordinator, 3, {0, 1}), int64_t{1});
+}
+
+TEST(ranks_that_add_different_sets_are_told_of_one_another) {
+  Coordinator coordinator = MakeCoordinator(2);
+  Tell(coordinator, 0, {Control(Collective::kAddProcessSet, {0})});
+  Tell(coordinator, 1, {Control(Collective::kAddProcessSet, {0, 1})});
+  const Decision decision = Decisions(coordinator).at(0);
+  CHECK(decision.status.code() == Code::kMismatch);
+  CHECK(Contains(decision.status.message(), "rank 0: [0]; rank 1: [0, 1]"));
+}
+
+TEST(a_set_decides_without_the_others_and_concerns_only_its_members) {
+  Coordinator coordinator = MakeCoordinator(4);
+  CHECK(coordinator.world_only());
+  const int32_t set = static_cast<int32_t>(AddSet(coordinator, 4, {1, 3}));
+  CHECK(!coordinator.world_only());
+  Tell(coordinator, 0, {Allreduce("x")});  // of the world: another tensor
+  Tell(coordinator, 3, {Allreduce("x", set)});
+  CHECK(!coordinator.Decide(0).has_value());
+  Tell(coordinator, 1, {Allreduce("x", set)});
+  const auto agreement = coordinator.Decide(kSecond);
+  CHECK_EQ(agreement->decisions.size(), size_t{1});
+  CHECK_EQ(agreement->decisions[0].process_set, set);
+  CHECK(!coordinator.PartFor(0, *agreement).has_value());
+  CHECK(!coordinator.PartFor(2, *agreement).has_value());
+  CHECK_EQ(coordinator.PartFor(3, *agreement)->sequence, agreement->sequence);
+  const std::vector<Waiting> waiting = coordinator.AllWaiting();
+  CHECK_EQ(waiting.size(), size_t{1});
+  CHECK(waiting[0].missing == (std::vector<int>{1, 2, 3}));
+}
+
+TEST(removing_a_set_fails_what_waits_in_it_and_forgets_its_cached_requests) {
+  Coordinator coordinator = MakeCoordinator(2);
+  const int32_t set = static_cast<int32_t>(AddSet(coordinator, 2, {0}));
+  Tell(coordinator, 0, {Allreduce("x", set)});
+  const uint64_t id = Decisions(coordinator).at(0).cache_id;
+  CHECK(id != 0);
+  CHECK_EQ(AddSet(coordinator, 2, {1}), int64_t{2});
+  for (int rank : {0, 1}) {
+    Tell(coordinator, rank, {Control(Collective::kRemoveProcessSet, {}, set)});
+  }
+  CHECK(Decisions(coordinator).at(0).kind == Decision::Kind::kRun);
+  Tell(coordinator, 0, {}, {id});               // was on its way
+  Tell(coordinator, 0, {Allreduce("y", set)});  // likewise
+  CHECK(coordinator.AllWaiting().empty());
+
+  const int32_t again = static_cast<int32_t>(AddSet(coordinator, 2, {0}));
+  CHECK_EQ(again, set);
+  Tell(coordinator, 0, {Allreduce("x", again)});
+  CHECK(Decisions(coordinator).at(0).cache_id > id);
+}
+
+TEST(a_joined_rank_is_waited_for_no_more_and_told_what_it_takes_part_in) {
+  Coordinator coordinator = MakeCoordinator(3);
+  Tell(coordinator, 0, {Allreduce("early")});
+  Tell(coordinator, 1, {Allreduce("early")});
+  CHECK(Decisions(coordinator).empty());
+  Tell(coordinator, 2, {Control(Collective::kJoin)});
+  std::vector<Decision> decisions = Decisions(coordinator);
+  CHECK_EQ(decisions.size(), size_t{1});
+  CHECK_EQ(decisions[0].name, std::string("early"));
+  CHECK(decisions[0].stand_in.has_value());
+  CHECK(*decisions[0].stand_in == Allreduce("early"));
+  // Known by its id from now on, also to the rank that has joined.
+  const uint64_t id = decisions[0].cache_id;
+  Tell(coordinator, 0, {}, {id});
+  Tell(coordinator, 1, {}, {id});
+  decisions = Decisions(coordinator);
+  CHECK_EQ(decisions.at(0).cache_id, id);
+  CHECK(!decisions[0].stand_in.has_value());
+
+  Request gather = Allreduce("g");
+  gather.kind = Collective::kAllgather;
+  for (int rank : {0, 1}) Tell(coordinator, rank, {gather});
+  decisions = Decisions(coordinator);
+  CHECK(decisions.at(0).kind == Decision::Kind::kFail);
+  CHECK(decisions[0].status.code() == Code::kMismatch);
+  CHECK(Contains(decisions[0].status.message(), "rank 2 has joined"));
+  CHECK(coordinator.AllWaiting().empty());  // a join is no stall
+
+  Tell(coordinator, 0, {Control(Collective::kJoin)});
+  CHECK(Decisions(coordinator).empty());
+  Tell(coordinator, 1, {Control(Collective::kJoin)});
+  CHECK(Decisions(coordinator).at(0).rows == (std::vector<int64_t>{1}));
+  // Over: all are waited for again.
+  Tell(coordinator, 0, {}, {id});
+  CHECK(Decisions(coordinator).empty());
+}
+
+TEST(neutral_elements_leave_the_others_as_they_are) {
+  std::mt19937 random(hororing_test::Seed());
+  for (int number = 0; number < kDataTypeCount; ++number) {
+    const DataType dtype = static_cast<DataType>(number);
+    for (const ReduceOp op : {ReduceOp::kSum, ReduceOp::kMin, ReduceOp::kMax, ReduceOp::kProduct}) {
+      constexpr size_t kElements = 33;
+      const size_t bytes = kElements * ElementSize(dtype);
+      std::vector<uint8_t> value(bytes), neutral(bytes), result(bytes);
+      // Any bits but those of not-a-number; of bool 0 and 1 alone.
+      for (uint8_t& byte : value) byte = static_cast<uint8_t>(random() % 2);
+      const ReduceSpec spec{dtype, op, 1.0, 1.0};
+      FillNeutral(spec, neutral.data(), kElements);
+      const void* sources[] = {value.data(), neutral.data()};
+      ReduceMany(spec, 2, result.data(), sources, 2, kElements);
+      CHECK(std::memcmp(result.data(), value.data(), bytes) == 0);
+    }
+  }
+}
+
+TEST(overlapping_sets_in_opposite_orders_do_not_wait_for_one_another) {
+  const unsigned seed = hororing_test::Seed();
+  for (const int64_t fusion : {int64_t{0}, int64_t{64} << 20}) {
+    EngineConfig config;
+    config.fusion_bytes = fusion;
+    Play(4, config, [&](Player& player) {
+      const std::vector<std::vector<int32_t>> members = {{0, 1, 2, 3}, {0, 1},    {1, 2}, {2, 3},
+                                                         {0, 3},       {0, 2, 3}, {1}};
+      for (size_t s = 1; s < members.size(); ++s) {
+        int64_t id = 0;
+        CHECK_OK(player.AddSet(members[s], &id));
+        CHECK_EQ(id, static_cast<int64_t>(s));
+      }
+      std::mt19937 random(seed + static_cast<unsigned>(player.rank));
+      for (int step = 0; step < 20; ++step) {
+        std::vector<size_t> order;
+        for (size_t s = 0; s < members.size(); ++s) {
+          const auto& ranks = members[s];
+          if (std::find(ranks.begin(), ranks.end(), player.rank) != ranks.end()) order.push_back(s);
+        }
+        std::shuffle(order.begin(), order.end(), random);
+        std::vector<std::vector<float>> data(order.size());
+        std::vector<int64_t> handles(order.size());
+        for (size_t i = 0; i < order.size(); ++i) {
+          data[i].assign(1 + order[i] * 100, static_cast<float>(player.rank + 1));
+          CHECK_OK(player.Submit("x", data[i], ReduceOp::kSum, &handles[i], false,
+                                 static_cast<int32_t>(order[i])));
+        }
+        for (size_t i = 0; i < order.size(); ++i) {
+          CHECK_OK(player.Wait(handles[i]));
+          float sum = 0;
+          for (int32_t rank : members[order[i]]) sum += static_cast<float>(rank + 1);
+          for (float value : data[i]) CHECK_EQ(value, sum);
+        }
+      }
+      int64_t removed = 0;
+      CHECK_OK(player.RemoveSet(2, &removed));
+      CHECK_EQ(removed, int64_t{1});
+      std::vector<float> last(3, 1.0f);
+      CHECK_OK(player.Allreduce("last", last));
+      CHECK_EQ(last[0], 4.0f);
+    });
+  }
+}
+
+TEST(uneven_data_ends_with_the_last_rank_to_join) {
+  for (int size : {1, 2, 3, 5}) {
+    EngineConfig config;
+    config.cache_capacity = size % 2 == 0 ? 1024 : 2;
+    Play(size, config, [&](Player& player) {
+      for (int epoch = 0; epoch < 3; ++epoch) {
+        // Rank r has r + 1 batches of three tensors.
+        for (int batch = 0; batch <= player.rank; ++batch) {
+          std::vector<float> sum(5, 1.0f), least(7, 3.0f), product(300, 2.0f);
+          int64_t handle = 0;
+          CHECK_OK(player.Submit("sum", sum, ReduceOp::kSum, &handle));
+          CHECK_OK(player.Allreduce("least", least, ReduceOp::kMin));
+          CHECK_OK(player.Allreduce("product", product, ReduceOp::kProduct));
+          CHECK_OK(player.Wait(handle));
+          const int alive = size - batch;
+          CHECK_EQ(sum[4], static_cast<float>(alive));
+          CHECK_EQ(least[6], 3.0f);
+          CHECK_EQ(product[299], static_cast<float>(1 << alive));
+        }
+        int64_t last = -1;
+        CHECK_OK(player.Join(&last));
+        CHECK_EQ(last, int64_t{size - 1});
+      }
+    });
+  }
+}
