@@ -26,7 +26,8 @@ struct BatchEntry {
   size_t elements = 0;     // of this rank's input
   // Allgather, alltoall: bytes that come from each rank, in rank order; `output` holds their sum.
   std::vector<size_t> receive_bytes;
-  // Alltoall: bytes that go to each rank, in rank order, back to back in `input`.
+  // Alltoall: bytes that go to each rank, in rank order, back to back in `input`, which does not
+  // overlap `output`.
   std::vector<size_t> send_bytes;
   // Reduce-scatter: elements of each rank's part of the input, in rank order; `output` holds this
   // rank's part of the result and does not overlap `input`.

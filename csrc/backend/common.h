@@ -36,7 +36,7 @@ class StageSpan {
   const TimeNs begin_ns_;
 };
 
-// An allreduce among one rank: only factors are left to apply.
+// An allreduce or a reduce-scatter among one rank: only factors are left to apply.
 void ReduceAlone(const Batch& batch, TraceSink& trace);
 
 }  // namespace hororing

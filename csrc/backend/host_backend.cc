@@ -4,7 +4,9 @@
 #include <string>
 
 #include "backend/common.h"
+#include "backend/parts.h"
 #include "collective/collectives.h"
+#include "collective/segments.h"
 
 namespace hororing {
 namespace {
@@ -14,32 +16,38 @@ namespace {
 // needs no further step.
 constexpr size_t kGrowth = 4 << 20;
 constexpr size_t kSlack = 256 << 10;
-// Tensors from this size on are broadcast from where they lie: copying them in and out would
-// cost more than a further tree.
-constexpr size_t kBroadcastAlone = 256 << 10;
-
-void CopyIfMoved(void* to, const void* from, size_t bytes) {
-  if (to != from && bytes > 0) std::memcpy(to, from, bytes);
-}
 
 }  // namespace
 
 HostBackend::HostBackend(Transport& transport, const Options& options)
     : transport_(transport), options_(options) {}
 
-bool HostBackend::Supports(const Batch& batch) const {
-  return batch.kind != Collective::kAllreduce || batch.reduce.op != ReduceOp::kAdasum;
-}
+bool HostBackend::Supports(const Batch&) const { return true; }
 
 Status HostBackend::Run(const Batch& batch, TimeNs deadline, TraceSink& trace) {
   switch (batch.kind) {
-    case Collective::kAllreduce: return RunAllreduce(batch, deadline, trace);
+    case Collective::kAllreduce:
+      return batch.reduce.op == ReduceOp::kAdasum ? RunAdasum(batch, deadline, trace)
+                                                  : RunAllreduce(batch, deadline, trace);
     case Collective::kAllgather: return RunAllgather(batch, deadline, trace);
     case Collective::kBroadcast: return RunBroadcast(batch, deadline, trace);
     case Collective::kBarrier: return Barrier(transport_, deadline);
-    default: break;
+    case Collective::kAlltoall: return RunAlltoall(batch, deadline, trace);
+    case Collective::kReducescatter: return RunReducescatter(batch, deadline, trace);
+    case Collective::kJoin:
+    case Collective::kAddProcessSet:
+    case Collective::kRemoveProcessSet: break;
   }
-  return Status(Code::kInternal, "a batch of an unknown collective");
+  return Status(Code::kInternal,
+                std::string(Name(batch.kind)) + " is nothing for a backend to run");
+}
+
+// A tensor that is reduced where its result belongs.
+void HostBackend::MoveToOutput(const Batch& batch, const BatchEntry& entry, TraceSink& trace) {
+  if (entry.output == entry.input) return;
+  StageSpan span(trace, Stage::kPack, batch);
+  std::memcpy(entry.output, entry.input, entry.elements * ElementSize(batch.reduce.dtype));
+  span.End(batch.bytes());
 }
 
 Status HostBackend::RunAllreduce(const Batch& batch, TimeNs deadline, TraceSink& trace) {
@@ -79,11 +87,7 @@ Status HostBackend::RunAllreduce(const Batch& batch, TimeNs deadline, TraceSink&
   } else {
     buffer.data = entries[0]->output;
     buffer.elements = entries[0]->elements;
-    if (entries[0]->output != entries[0]->input) {
-      StageSpan span(trace, Stage::kPack, batch);
-      CopyIfMoved(entries[0]->output, entries[0]->input, entries[0]->elements * element);
-      span.End(batch.bytes());
-    }
+    MoveToOutput(batch, *entries[0], trace);
   }
   {
     StageSpan span(trace, Stage::kReduce, batch);
@@ -103,110 +107,104 @@ Status HostBackend::RunAllreduce(const Batch& batch, TimeNs deadline, TraceSink&
   return Status::Ok();
 }
 
-// Several tensors travel as one message per rank: its parts of all of them, back to back.
-Status HostBackend::RunAllgather(const Batch& batch, TimeNs deadline, TraceSink& trace) {
+Status HostBackend::RunAdasum(const Batch& batch, TimeNs deadline, TraceSink& trace) {
+  const int size = transport_.size();
+  HORORING_RETURN_IF_ERROR(CheckAdasum(batch.reduce, size));
+  if (size == 1) {
+    ReduceAlone(batch, trace);
+    return Status::Ok();
+  }
+  ReduceBuffer buffer;
+  buffer.spec = batch.reduce;
+  std::vector<size_t> tensors;
+  const BatchEntry* only = nullptr;
+  for (const BatchEntry& entry : batch.entries) {
+    if (entry.elements == 0) continue;
+    tensors.push_back(entry.elements);
+    buffer.elements += entry.elements;
+    only = &entry;
+  }
+  if (tensors.empty()) return Status::Ok();
+
+  const size_t ranks = static_cast<size_t>(size);
+  const bool fused = tensors.size() > 1;
+  const auto chunk = [&](const BatchEntry& entry, size_t r) {
+    return Chunk(entry.elements, size, static_cast<int>(r)).size * ElementSize(batch.reduce.dtype);
+  };
+  if (fused) {
+    StageSpan span(trace, Stage::kPack, batch);
+    std::byte* packed = nullptr;
+    HORORING_RETURN_IF_ERROR(Fuse(batch.bytes(), &packed));
+    PackParts(batch.entries, ranks, chunk, packed);
+    buffer.data = packed;
+    span.End(batch.bytes());
+  } else {
+    buffer.data = only->output;
+    MoveToOutput(batch, *only, trace);
+  }
+  {
+    StageSpan span(trace, Stage::kReduce, batch);
+    HORORING_RETURN_IF_ERROR(
+        AdasumAllreduce(transport_, buffer, tensors, receive_buffer_, deadline));
+    span.End(batch.bytes());
+  }
+  if (!fused) return Status::Ok();
+  StageSpan span(trace, Stage::kUnpack, batch);
+  UnpackParts(batch.entries, ranks, chunk, static_cast<const std::byte*>(buffer.data));
+  span.End(batch.bytes());
+  return Status::Ok();
+}
+
+Status HostBackend::RunReducescatter(const Batch& batch, TimeNs deadline, TraceSink& trace) {
+  HORORING_RETURN_IF_ERROR(Check(batch.reduce));
   const size_t size = static_cast<size_t>(transport_.size());
   const size_t rank = static_cast<size_t>(transport_.rank());
   const size_t element = ElementSize(batch.reduce.dtype);
-  std::vector<size_t> bytes_per_rank(size, 0);
-  size_t total = 0;
+  ScatterBuffer buffer;
+  buffer.spec = batch.reduce;
+  buffer.parts.assign(size, 0);
   for (const BatchEntry& entry : batch.entries) {
-    if (entry.receive_bytes.size() != size ||
-        entry.receive_bytes[rank] != entry.elements * element) {
-      return Status(Code::kInternal, "allgather of '" + entry.name +
-                                         "': the agreed sizes do not fit this rank's tensor");
+    size_t elements = 0;
+    for (const size_t part : entry.parts) elements += part;
+    if (entry.parts.size() != size || elements != entry.elements) {
+      return Status(Code::kInternal, "reducescatter of '" + entry.name +
+                                         "': the agreed parts do not fit this rank's tensor");
     }
-    for (size_t r = 0; r < size; ++r) bytes_per_rank[r] += entry.receive_bytes[r];
+    for (size_t r = 0; r < size; ++r) buffer.parts[r] += entry.parts[r];
   }
-  for (size_t bytes : bytes_per_rank) total += bytes;
-  if (total == 0) return Status::Ok();
-  if (batch.entries.size() == 1) {
-    return AllgatherV(transport_, batch.entries[0].input, bytes_per_rank, batch.entries[0].output,
-                      deadline);
+  if (batch.bytes() == 0) return Status::Ok();
+  if (size == 1) {
+    ReduceAlone(batch, trace);
+    return Status::Ok();
   }
 
-  std::byte* buffer = nullptr;
-  HORORING_RETURN_IF_ERROR(Fuse(total, &buffer));
-  StageSpan pack(trace, Stage::kPack, batch);
-  std::byte* own = buffer;
-  for (size_t r = 0; r < rank; ++r) own += bytes_per_rank[r];
-  std::byte* to = own;
-  for (const BatchEntry& entry : batch.entries) {
-    const size_t bytes = entry.receive_bytes[rank];
-    CopyIfMoved(to, entry.input, bytes);
-    to += bytes;
-  }
-  pack.End(bytes_per_rank[rank]);
-  HORORING_RETURN_IF_ERROR(AllgatherV(transport_, own, bytes_per_rank, buffer, deadline));
-
-  StageSpan unpack(trace, Stage::kUnpack, batch);
-  std::vector<size_t> filled(batch.entries.size(), 0);
-  const std::byte* from = buffer;
-  for (size_t r = 0; r < size; ++r) {
-    for (size_t i = 0; i < batch.entries.size(); ++i) {
-      const BatchEntry& entry = batch.entries[i];
-      const size_t bytes = entry.receive_bytes[r];
-      CopyIfMoved(static_cast<std::byte*>(entry.output) + filled[i], from, bytes);
-      filled[i] += bytes;
-      from += bytes;
-    }
-  }
-  unpack.End(total);
-  return Status::Ok();
-}
-
-Status HostBackend::RunBroadcast(const Batch& batch, TimeNs deadline, TraceSink& trace) {
-  const bool is_root = transport_.rank() == batch.root;
-  const size_t element = ElementSize(batch.reduce.dtype);
-  std::vector<const BatchEntry*> alone, together;
-  for (const BatchEntry& entry : batch.entries) {
-    const size_t bytes = entry.elements * element;
-    if (bytes == 0) continue;
-    if (is_root) CopyIfMoved(entry.output, entry.input, bytes);
-    (bytes < kBroadcastAlone ? together : alone).push_back(&entry);
-  }
-  if (transport_.size() == 1) return Status::Ok();
-  if (together.size() == 1) {
-    alone.push_back(together[0]);
-  } else if (!together.empty()) {
-    HORORING_RETURN_IF_ERROR(BroadcastTogether(batch, together, deadline, trace));
-  }
-  for (const BatchEntry* entry : alone) {
-    HORORING_RETURN_IF_ERROR(
-        Broadcast(transport_, batch.root, entry->output, entry->elements * element, deadline));
-  }
-  return Status::Ok();
-}
-
-Status HostBackend::BroadcastTogether(const Batch& batch,
-                                      const std::vector<const BatchEntry*>& entries,
-                                      TimeNs deadline, TraceSink& trace) {
-  const bool is_root = transport_.rank() == batch.root;
-  const size_t element = ElementSize(batch.reduce.dtype);
-  size_t total = 0;
-  for (const BatchEntry* entry : entries) total += entry->elements * element;
-  std::byte* buffer = nullptr;
-  HORORING_RETURN_IF_ERROR(Fuse(total, &buffer));
-  if (is_root) {
+  const bool fused = batch.entries.size() > 1;
+  if (fused) {
     StageSpan span(trace, Stage::kPack, batch);
-    std::byte* to = buffer;
-    for (const BatchEntry* entry : entries) {
-      const size_t bytes = entry->elements * element;
-      std::memcpy(to, entry->output, bytes);
-      to += bytes;
-    }
-    span.End(total);
+    std::byte* packed = nullptr;
+    HORORING_RETURN_IF_ERROR(Fuse(batch.bytes(), &packed));
+    PackParts(
+        batch.entries, size,
+        [&](const BatchEntry& entry, size_t r) { return entry.parts[r] * element; }, packed);
+    buffer.input = packed;
+    buffer.result = packed + BackToBack(buffer.parts)[rank].begin * element;
+    span.End(batch.bytes());
+  } else {
+    buffer.input = batch.entries[0].input;
+    buffer.result = batch.entries[0].output;
   }
-  HORORING_RETURN_IF_ERROR(Broadcast(transport_, batch.root, buffer, total, deadline));
-  if (is_root) return Status::Ok();
+  {
+    StageSpan span(trace, Stage::kReduce, batch);
+    HORORING_RETURN_IF_ERROR(RankOrderReduceScatter(transport_, buffer, receive_buffer_, deadline));
+    span.End(batch.bytes());
+  }
+  if (!fused) return Status::Ok();
   StageSpan span(trace, Stage::kUnpack, batch);
-  const std::byte* from = buffer;
-  for (const BatchEntry* entry : entries) {
-    const size_t bytes = entry->elements * element;
-    std::memcpy(entry->output, from, bytes);
-    from += bytes;
-  }
-  span.End(total);
+  UnpackParts(
+      batch.entries, 1,
+      [&](const BatchEntry& entry, size_t) { return entry.parts[rank] * element; },
+      static_cast<const std::byte*>(buffer.result));
+  span.End(buffer.parts[rank] * element);
   return Status::Ok();
 }
 

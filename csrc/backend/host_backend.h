@@ -1,7 +1,7 @@
 // HostBackend: runs any batch on host memory over any Transport. An allreduce of several
 // tensors is packed into the fusion buffer, reduced there and unpacked; a single tensor is
-// reduced where it lies. Allgathers and broadcasts of several small tensors travel together in
-// the same way.
+// reduced where it lies. The other collectives of several tensors travel together in the same
+// way, broadcasts where the tensors are small.
 #pragma once
 
 #include <vector>
@@ -26,10 +26,16 @@ class HostBackend final : public Backend {
 
  private:
   Status RunAllreduce(const Batch& batch, TimeNs deadline, TraceSink& trace);
+  Status RunAdasum(const Batch& batch, TimeNs deadline, TraceSink& trace);
+  Status RunReducescatter(const Batch& batch, TimeNs deadline, TraceSink& trace);
+  // In host_moves.cc.
   Status RunAllgather(const Batch& batch, TimeNs deadline, TraceSink& trace);
+  Status RunAlltoall(const Batch& batch, TimeNs deadline, TraceSink& trace);
   Status RunBroadcast(const Batch& batch, TimeNs deadline, TraceSink& trace);
   Status BroadcastTogether(const Batch& batch, const std::vector<const BatchEntry*>& entries,
                            TimeNs deadline, TraceSink& trace);
+
+  void MoveToOutput(const Batch& batch, const BatchEntry& entry, TraceSink& trace);
   // The fusion buffer, at least `bytes` long.
   Status Fuse(size_t bytes, std::byte** buffer);
 

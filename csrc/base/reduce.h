@@ -29,7 +29,7 @@ namespace hororing {
 // a buffer.
 struct ReduceSpec {
   DataType dtype = DataType::kFloat32;
-  // kAdasum: only FillNeutral and collective/adasum know it.
+  // kAdasum: only for FillNeutral, and for the factors of one source; see collective/adasum.cc.
   ReduceOp op = ReduceOp::kSum;
   double prescale = 1.0;
   double postscale = 1.0;

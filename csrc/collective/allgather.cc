@@ -38,9 +38,7 @@ Status GatherAround(Transport& transport, std::byte* data, const std::vector<Spa
   const int size = transport.size(), rank = transport.rank();
   if (size == 1) return Status::Ok();
   const int next = (rank + 1) % size, previous = (rank + size - 1) % size;
-  size_t largest = 0;
-  for (const Span& chunk : chunks) largest = std::max(largest, chunk.size);
-  const size_t segment = SegmentBytes(largest);
+  const size_t segment = SegmentBytes(LargestSize(chunks));
 
   Inflight receives(transport, deadline), sends(transport, deadline);
   RingWalk to_post(chunks, segment, rank - 1, size - 1);
@@ -81,13 +79,8 @@ Status AllgatherV(Transport& transport, const void* input,
     return Status(Code::kInternal, "allgather: sizes for " + std::to_string(bytes_per_rank.size()) +
                                        " ranks in a job of " + std::to_string(size));
   }
-  std::vector<Span> chunks;
-  size_t total = 0;
-  for (const size_t bytes : bytes_per_rank) {
-    chunks.push_back({total, bytes});
-    total += bytes;
-  }
-  if (total == 0) return Status::Ok();
+  const std::vector<Span> chunks = BackToBack(bytes_per_rank);
+  if (LargestSize(chunks) == 0) return Status::Ok();
   std::byte* data = static_cast<std::byte*>(result);
   if (chunks[rank].size > 0 && data + chunks[rank].begin != input) {
     std::memcpy(data + chunks[rank].begin, input, chunks[rank].size);

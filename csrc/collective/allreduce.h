@@ -1,16 +1,20 @@
-// Allreduce algorithms over a Transport. Stateless: scratch memory is handed in, and nothing
-// is remembered between calls. All ranks call with equal arguments except `data` and
-// `scratch`; all ranks end with identical bits.
+// Collectives with arithmetic over a Transport: allreduce and reduce-scatter. Stateless: scratch
+// memory is handed in, and nothing is remembered between calls. All ranks call with equal
+// arguments except `scratch` and the addresses of their data; an allreduce ends with identical
+// bits on all ranks.
 //
-//   algorithm            messages      bytes sent per rank   rounding, order
-//   RingAllreduce        2(N-1)        2(N-1)/N * S          ring order, differs per chunk
-//   RecursiveDoubling    log2(N) (+2)  S * log2(N)           a fixed tree
-//   RankOrderAllreduce   2(N-1)        2(N-1)/N * S          rank order, wide accumulator
+//   algorithm               messages          bytes sent per rank   rounding, order
+//   RingAllreduce           2(N-1)            2(N-1)/N * S          ring order, differs per chunk
+//   RecursiveDoubling       log2(N) (+2)      S * log2(N)           a fixed tree
+//   RankOrderAllreduce      2(N-1)            2(N-1)/N * S          rank order, wide accumulator
+//   RankOrderReduceScatter  N-1               S less its own part   rank order, wide accumulator
+//   AdasumAllreduce         about 2 log2(N)   2(N-1)/N * S          a fixed tree of pairs
 //
 // Each file explains its algorithm with a picture, the index formula and the byte count.
 #pragma once
 
 #include <cstddef>
+#include <vector>
 
 #include "base/clock.h"
 #include "base/reduce.h"
@@ -59,5 +63,27 @@ Status RecursiveDoublingAllreduce(Transport& transport, const ReduceBuffer& buff
 // demands the same bits in every run whatever is fused with what: rank order everywhere.
 Status Allreduce(Transport& transport, const ReduceBuffer& buffer, bool reproducible,
                  Scratch& scratch, TimeNs deadline);
+
+// What is reduced and scattered: parts[r] elements of spec.dtype for each rank r, back to back at
+// `input`; this rank's part of the result goes to `result`, which is parts[rank] elements long and
+// either does not overlap `input` or is this rank's place in it.
+struct ScatterBuffer {
+  const void* input = nullptr;
+  std::vector<size_t> parts;
+  void* result = nullptr;
+  ReduceSpec spec;
+};
+
+// Any spec.
+Status RankOrderReduceScatter(Transport& transport, const ScatterBuffer& buffer, Scratch& scratch,
+                              TimeNs deadline);
+
+// kInvalidArgument with a reason where an Adasum of `spec` among `size` ranks is not defined.
+Status CheckAdasum(const ReduceSpec& spec, int size);
+// Adaptive summation of several tensors, each with coefficients of its own. tensors[t] elements
+// belong to tensor t; they lie in `buffer` chunk by chunk: Chunk(tensors[t], N, 0) of every t, then
+// Chunk(tensors[t], N, 1) of every t, and so on. The same bits whatever a tensor is fused with.
+Status AdasumAllreduce(Transport& transport, const ReduceBuffer& buffer,
+                       const std::vector<size_t>& tensors, Scratch& scratch, TimeNs deadline);
 
 }  // namespace hororing

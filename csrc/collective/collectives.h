@@ -1,5 +1,5 @@
 // The collectives that move data without arithmetic, over a Transport. Stateless; all ranks
-// call with equal sizes and roots.
+// call with the sizes and roots that fit those of the others.
 #pragma once
 
 #include <cstddef>
@@ -22,5 +22,11 @@ Status Broadcast(Transport& transport, int root, void* data, size_t bytes, TimeN
 // rank order. `input` may point to this rank's place inside `result`.
 Status AllgatherV(Transport& transport, const void* input,
                   const std::vector<size_t>& bytes_per_rank, void* result, TimeNs deadline);
+
+// Rank r sends send_bytes[q] to rank q and receives receive_bytes[q] from it, in both memories
+// back to back in rank order. REQUIRES: send_bytes[q] of rank r is receive_bytes[r] of rank q;
+// `input` and `result` do not overlap.
+Status AlltoallV(Transport& transport, const void* input, const std::vector<size_t>& send_bytes,
+                 void* result, const std::vector<size_t>& receive_bytes, TimeNs deadline);
 
 }  // namespace hororing

@@ -1,163 +1,37 @@
-// Allreduce whose every element is combined in rank order, in one go, with a wide accumulator:
-// the same bits whatever the element is fused with, and one rounding for 16-bit floats.
+// Allreduce whose every element is combined in rank order: the same bits whatever the element is
+// fused with, and one rounding for 16-bit floats.
 //
-// Reduce-scatter by pairwise exchange, then all-gather around a ring (allgather.cc). Chunk c of
-// every rank's data goes straight to rank c:
+// Reduce-scatter in place (reduce_scatter.cc), then all-gather around a ring (allgather.cc):
 //
 //                rank 0          rank 1          rank 2
 //   begin        a0 b0 c0        a1 b1 c1        a2 b2 c2
-//   exchange     a0 a1 a2        b0 b1 b2        c0 c1 c2       in scratch, but for its own
-//   combine      a               b               c              ReduceMany, in rank order
+//   scatter      a  b0 c0        a1 b  c1        a2 b2 c        chunk r complete on rank r
 //   gather       a  b  c         a  b  c         a  b  c
-//
-// In round k = 0, 1, ... rank r sends segment k of chunk r + i (modulo N) to rank r + i, and
-// receives segment k of chunk r from rank r - i, for i = 1 .. N-1: at each i everybody sends to
-// somebody else. Two rounds are under way: one is combined while the next one arrives, so the
-// scratch is 2 (N-1) segments, bounded by kScratchBytes.
 //
 // Cost per rank: N-1 messages at once and N-1 one after the other, 2(N-1)/N * S bytes sent and
 // as many received, S bytes combined.
-//
-// No deadlock: a wait of round k needs of the others only that they have posted round k, which
-// they do before they wait for it.
-//
-// Source: the pairwise-exchange reduce-scatter of R. Thakur, R. Rabenseifner, W. Gropp,
-// "Optimization of collective communication operations in MPICH", Int. J. High Perform. Comput.
-// Appl. 19 (2005) 49-66, doi:10.1177/1094342005051521; the order of summation and
-// the segments are ours.
 
-#include <algorithm>
-#include <string>
 #include <vector>
 
 #include "collective/allreduce.h"
 #include "collective/segments.h"
 
 namespace hororing {
-namespace {
-
-constexpr size_t kRounds = 2;  // under way
-constexpr size_t kScratchBytes = 8 << 20;
-constexpr size_t kLeastSegmentBytes = 4 << 10;
-
-size_t RoundBytes(size_t chunk_bytes, int size) {
-  const size_t share = kScratchBytes / kRounds / static_cast<size_t>(size - 1);
-  return std::max(kLeastSegmentBytes, std::min(SegmentBytes(chunk_bytes), share / 64 * 64));
-}
-
-class Exchange {
- public:
-  Exchange(Transport& transport, const ReduceBuffer& buffer, const std::vector<Span>& chunks,
-           size_t segment, std::byte* scratch, TimeNs deadline)
-      : transport_(transport),
-        spec_(buffer.spec),
-        data_(static_cast<std::byte*>(buffer.data)),
-        scratch_(scratch),
-        element_(ElementSize(buffer.spec.dtype)),
-        segment_(segment),
-        chunks_(chunks),
-        size_(transport.size()),
-        rank_(transport.rank()),
-        sources_(static_cast<size_t>(size_)),
-        receives_(transport, deadline),
-        sends_(transport, deadline) {}
-
-  Status Run() {
-    const size_t rounds = (chunks_[0].size + segment_ - 1) / segment_;  // chunk 0 is the largest
-    for (size_t round = 0; round < std::min(kRounds, rounds); ++round) Post(round);
-    size_t sent_before = 0;  // by the end of the previous round
-    for (size_t round = 0; round < rounds; ++round) {
-      const Span own = Segment(rank_, round);
-      if (own.size > 0) {
-        HORORING_RETURN_IF_ERROR(receives_.WaitFirst((round + 1) * static_cast<size_t>(size_ - 1)));
-        Combine(own, round);
-      }
-      HORORING_RETURN_IF_ERROR(sends_.WaitFirst(sent_before));
-      sent_before = sends_.added();
-      if (round + kRounds < rounds) Post(round + kRounds);
-    }
-    return sends_.WaitAll();
-  }
-
- private:
-  // Segment `round` of rank `owner`'s chunk; empty beyond its end.
-  Span Segment(int owner, size_t round) const {
-    const Span& chunk = chunks_[static_cast<size_t>(owner)];
-    const size_t begin = std::min(chunk.size, round * segment_);
-    return {chunk.begin + begin, std::min(segment_, chunk.size - begin)};
-  }
-  // Where the contribution of the i-th rank before this one lies, i = 1 .. N-1.
-  std::byte* Slot(size_t round, int i) {
-    const size_t slot =
-        round % kRounds * static_cast<size_t>(size_ - 1) + static_cast<size_t>(i) - 1;
-    return scratch_ + slot * segment_ * element_;
-  }
-
-  void Post(size_t round) {
-    const Span own = Segment(rank_, round);
-    for (int i = 1; i < size_ && own.size > 0; ++i) {
-      const int from = (rank_ + size_ - i) % size_;
-      receives_.Add(transport_.Receive(from, Slot(round, i), own.size * element_));
-    }
-    for (int i = 1; i < size_; ++i) {
-      const int to = (rank_ + i) % size_;
-      const Span theirs = Segment(to, round);
-      if (theirs.size == 0) continue;
-      sends_.Add(transport_.Send(to, data_ + theirs.begin * element_, theirs.size * element_));
-    }
-  }
-
-  void Combine(const Span& own, size_t round) {
-    std::byte* result = data_ + own.begin * element_;
-    sources_[static_cast<size_t>(rank_)] = result;
-    for (int i = 1; i < size_; ++i) {
-      sources_[static_cast<size_t>((rank_ + size_ - i) % size_)] = Slot(round, i);
-    }
-    ReduceMany(spec_, size_, result, sources_.data(), size_, own.size);
-  }
-
-  Transport& transport_;
-  const ReduceSpec& spec_;
-  std::byte* const data_;
-  std::byte* const scratch_;  // kRounds * (N-1) segments
-  const size_t element_;
-  const size_t segment_;  // elements
-  const std::vector<Span>& chunks_;
-  const int size_, rank_;
-  std::vector<const void*> sources_;
-  Inflight receives_, sends_;
-};
-
-}  // namespace
 
 Status RankOrderAllreduce(Transport& transport, const ReduceBuffer& buffer, Scratch& scratch,
                           TimeNs deadline) {
-  const int size = transport.size();
-  if (size == 1 || buffer.elements == 0) {
-    ReduceMany(buffer.spec, size, buffer.data, &buffer.data, 1, buffer.elements);
-    return Status::Ok();
+  const std::vector<Span> chunks =
+      Scaled(Chunks(buffer.elements, transport.size()), ElementSize(buffer.spec.dtype));
+  std::byte* data = static_cast<std::byte*>(buffer.data);
+  ScatterBuffer scatter;
+  scatter.input = data;
+  for (int r = 0; r < transport.size(); ++r) {
+    scatter.parts.push_back(Chunk(buffer.elements, transport.size(), r).size);
   }
-  const size_t element = ElementSize(buffer.spec.dtype);
-  std::vector<Span> chunks, chunks_in_bytes;
-  for (int r = 0; r < size; ++r) {
-    const Span chunk = Chunk(buffer.elements, size, r);
-    chunks.push_back(chunk);
-    chunks_in_bytes.push_back({chunk.begin * element, chunk.size * element});
-  }
-  const size_t segment =
-      std::min(RoundBytes(chunks_in_bytes[0].size, size) / element, chunks[0].size);
-  const size_t scratch_bytes = kRounds * static_cast<size_t>(size - 1) * segment * element;
-  void* memory = scratch.Reserve(scratch_bytes);
-  if (memory == nullptr) {
-    return Status(Code::kInternal, "rank-order allreduce: no memory for receive buffers of " +
-                                       std::to_string(scratch_bytes) + " bytes");
-  }
-  {
-    Exchange exchange(transport, buffer, chunks, segment, static_cast<std::byte*>(memory),
-                      deadline);
-    HORORING_RETURN_IF_ERROR(exchange.Run());
-  }
-  return GatherAround(transport, static_cast<std::byte*>(buffer.data), chunks_in_bytes, deadline);
+  scatter.result = data + chunks[static_cast<size_t>(transport.rank())].begin;
+  scatter.spec = buffer.spec;
+  HORORING_RETURN_IF_ERROR(RankOrderReduceScatter(transport, scatter, scratch, deadline));
+  return GatherAround(transport, data, chunks, deadline);
 }
 
 }  // namespace hororing

@@ -144,14 +144,9 @@ Status RingAllreduce(Transport& transport, const ReduceBuffer& buffer, Scratch& 
     return Status::Ok();
   }
   const size_t element = ElementSize(buffer.spec.dtype);
-  std::vector<Span> chunks, chunks_in_bytes;
-  for (int r = 0; r < size; ++r) {
-    const Span chunk = Chunk(buffer.elements, size, r);
-    chunks.push_back(chunk);
-    chunks_in_bytes.push_back({chunk.begin * element, chunk.size * element});
-  }
-  // Chunk 0 is the largest.
-  const size_t segment = std::min(SegmentBytes(chunks_in_bytes[0].size) / element, chunks[0].size);
+  const std::vector<Span> chunks = Chunks(buffer.elements, size);
+  const size_t largest = LargestSize(chunks);
+  const size_t segment = std::min(SegmentBytes(largest * element) / element, largest);
   const size_t scratch_bytes = kAhead * segment * element;
   void* memory = scratch.Reserve(scratch_bytes);
   if (memory == nullptr) {
@@ -163,7 +158,8 @@ Status RingAllreduce(Transport& transport, const ReduceBuffer& buffer, Scratch& 
                                  static_cast<std::byte*>(memory), deadline);
     HORORING_RETURN_IF_ERROR(reduce_scatter.Run());
   }
-  return GatherAround(transport, static_cast<std::byte*>(buffer.data), chunks_in_bytes, deadline);
+  return GatherAround(transport, static_cast<std::byte*>(buffer.data), Scaled(chunks, element),
+                      deadline);
 }
 
 }  // namespace hororing

@@ -1,6 +1,7 @@
 // How the collectives cut their data, and how they keep track of what is under way.
 //
-//   chunk     one rank's part of the data; sizes differ by at most one element
+//   chunk     one rank's part of the data; sizes differ by at most one element where the cuts are
+//             ours (Chunks), and are any where the caller says them (BackToBack)
 //   segment   what travels as one message: while one is combined, the next ones arrive
 //
 // Every rank computes the same cuts from the sizes alone. Empty chunks have no segments: nobody
@@ -29,6 +30,36 @@ inline Span Chunk(size_t total, int count, int index) {
   const size_t parts = static_cast<size_t>(count), i = static_cast<size_t>(index);
   const size_t each = total / parts, larger = total % parts;
   return {i * each + std::min(i, larger), each + (i < larger ? 1 : 0)};
+}
+
+// All of them.
+inline std::vector<Span> Chunks(size_t total, int count) {
+  std::vector<Span> chunks;
+  for (int i = 0; i < count; ++i) chunks.push_back(Chunk(total, count, i));
+  return chunks;
+}
+
+// Spans of the given sizes, one after the other.
+inline std::vector<Span> BackToBack(const std::vector<size_t>& sizes) {
+  std::vector<Span> spans;
+  size_t total = 0;
+  for (const size_t size : sizes) {
+    spans.push_back({total, size});
+    total += size;
+  }
+  return spans;
+}
+
+// The same spans in a unit of which `factor` make one: elements as bytes.
+inline std::vector<Span> Scaled(std::vector<Span> spans, size_t factor) {
+  for (Span& span : spans) span = {span.begin * factor, span.size * factor};
+  return spans;
+}
+
+inline size_t LargestSize(const std::vector<Span>& spans) {
+  size_t largest = 0;
+  for (const Span& span : spans) largest = std::max(largest, span.size);
+  return largest;
 }
 
 // Bytes of a segment for chunks of at most `chunk_bytes`. 256 KiB stay in the second-level cache

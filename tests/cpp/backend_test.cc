@@ -1,5 +1,5 @@
-// Both backends over worlds of threads: every result against what rank order gives, bit by bit
-// where the backend promises bits.
+// Allreduce on both backends over worlds of threads: every result against what rank order gives,
+// bit by bit where the backend promises bits.
 
 #include <algorithm>
 #include <atomic>
@@ -16,10 +16,6 @@ namespace hororing {
 namespace {
 
 constexpr int kWorldSizes[] = {1, 2, 3, 5, 8};
-constexpr DataType kAllTypes[] = {DataType::kUint8,   DataType::kInt8,    DataType::kUint16,
-                                  DataType::kInt16,   DataType::kInt32,   DataType::kInt64,
-                                  DataType::kFloat16, DataType::kFloat32, DataType::kFloat64,
-                                  DataType::kBool,    DataType::kBfloat16};
 
 std::vector<size_t> RandomSizes(int ranks, std::mt19937& random) {
   const size_t n = static_cast<size_t>(ranks);
@@ -28,20 +24,6 @@ std::vector<size_t> RandomSizes(int ranks, std::mt19937& random) {
   for (size_t& size : sizes) size = choices[random() % std::size(choices)];
   if (random() % 6 == 0) sizes[random() % sizes.size()] = 150001;
   return sizes;
-}
-
-std::vector<ReduceSpec> AllSpecs() {
-  std::vector<ReduceSpec> specs;
-  for (DataType dtype : kAllTypes) {
-    for (ReduceOp op :
-         {ReduceOp::kAverage, ReduceOp::kSum, ReduceOp::kMin, ReduceOp::kMax, ReduceOp::kProduct}) {
-      for (bool factors : {false, true}) {
-        const ReduceSpec spec{dtype, op, factors ? 0.5 : 1.0, factors ? 1.25 : 1.0};
-        if (Check(spec).ok()) specs.push_back(spec);
-      }
-    }
-  }
-  return specs;
 }
 
 void RandomBatches(const std::string& backend, bool reproducible, bool exact) {
@@ -166,127 +148,75 @@ TEST(meaningless_specs_are_refused) {
   CHECK(world.rank(0).direct->Run(batch, kForever, trace).code() == Code::kInvalidArgument);
   CHECK(world.rank(0).host->Run(batch, kForever, trace).code() == Code::kInvalidArgument);
   batch.reduce.op = ReduceOp::kAdasum;
-  CHECK(!world.rank(0).direct->Supports(batch));
-  CHECK(!world.rank(0).host->Supports(batch));
-  batch.kind = Collective::kBroadcast;
-  CHECK(!world.rank(0).direct->Supports(batch));
-  CHECK(world.rank(0).host->Supports(batch));
-}
-
-// The bytes that rank r contributes to tensor t: ragged, sometimes nothing.
-Bytes Contribution(int rank, size_t tensor) {
-  const size_t bytes = (static_cast<size_t>(rank) * 7 + tensor * 13) % 5 * (tensor + 1) * 100;
-  Bytes data(bytes);
-  for (size_t i = 0; i < bytes; ++i) {
-    data[i] = static_cast<unsigned char>(static_cast<size_t>(rank) * 31 + tensor * 17 + i);
-  }
-  return data;
-}
-
-TEST(allgather_concatenates_ragged_parts_in_rank_order) {
-  for (int ranks : kWorldSizes) {
-    for (size_t tensors : {size_t{1}, size_t{2}, size_t{9}}) {
-      TestWorld world(ranks);
-      std::vector<Bytes> expected(tensors);
-      std::vector<std::vector<size_t>> sizes(tensors);
-      for (size_t t = 0; t < tensors; ++t) {
-        for (int r = 0; r < ranks; ++r) {
-          const Bytes part = Contribution(r, t);
-          sizes[t].push_back(part.size());
-          expected[t].insert(expected[t].end(), part.begin(), part.end());
-        }
-      }
-      world.Run([&](int r, Rank& rank) {
-        for (int round = 0; round < 3; ++round) {
-          std::vector<Bytes> inputs, outputs;
-          for (size_t t = 0; t < tensors; ++t) {
-            inputs.push_back(Contribution(r, t));
-            outputs.emplace_back(expected[t].size(), static_cast<unsigned char>(0xEE));
-          }
-          Batch batch;
-          batch.kind = Collective::kAllgather;
-          batch.reduce.dtype = DataType::kUint8;
-          for (size_t t = 0; t < tensors; ++t) {
-            BatchEntry entry;
-            entry.name = "g" + std::to_string(t);
-            entry.input = inputs[t].data();
-            entry.output = outputs[t].data();
-            entry.elements = inputs[t].size();
-            entry.receive_bytes = sizes[t];
-            batch.entries.push_back(entry);
-          }
-          CHECK_OK(rank.host->Run(batch, After(NowNs(), kLimit), rank.trace));
-          for (size_t t = 0; t < tensors; ++t) CHECK(outputs[t] == expected[t]);
-        }
-      });
-    }
+  CHECK(world.rank(0).host->Run(batch, kForever, trace).code() == Code::kInvalidArgument);
+  batch.kind = Collective::kReducescatter;
+  CHECK(world.rank(0).host->Run(batch, kForever, trace).code() == Code::kInvalidArgument);
+  for (const Collective kind :
+       {Collective::kJoin, Collective::kAddProcessSet, Collective::kRemoveProcessSet}) {
+    batch.kind = kind;
+    CHECK(world.rank(0).host->Run(batch, kForever, trace).code() == Code::kInternal);
   }
 }
 
-TEST(allgather_with_sizes_that_do_not_fit_is_refused) {
+TEST(shm_direct_leaves_all_but_elementwise_allreduces_to_the_host_backend) {
   TestWorld world(1);
   Batch batch;
-  batch.kind = Collective::kAllgather;
-  BatchEntry entry;
-  entry.elements = 3;
-  entry.receive_bytes = {8};
-  batch.entries.push_back(entry);
-  TraceSink trace;
-  CHECK(world.rank(0).host->Run(batch, kForever, trace).code() == Code::kInternal);
+  CHECK(world.rank(0).direct->Supports(batch));
+  batch.reduce.op = ReduceOp::kAdasum;
+  CHECK(!world.rank(0).direct->Supports(batch));
+  CHECK(world.rank(0).host->Supports(batch));
+  batch.reduce.op = ReduceOp::kSum;
+  for (const Collective kind : {Collective::kAllgather, Collective::kBroadcast,
+                                Collective::kAlltoall, Collective::kReducescatter}) {
+    batch.kind = kind;
+    CHECK(!world.rank(0).direct->Supports(batch));
+    CHECK(world.rank(0).host->Supports(batch));
+  }
 }
 
-TEST(broadcast_brings_the_roots_tensors_to_all_ranks) {
-  for (int ranks : kWorldSizes) {
+// Against itself: adasum_test.cc has the oracle.
+TEST(adasum_gives_a_tensor_the_same_bits_alone_and_fused_in_place_or_not) {
+  std::mt19937 random(hororing_test::Seed());
+  for (int ranks : {1, 2, 4, 8}) {
     TestWorld world(ranks);
-    // Empty, small ones that travel together, and one that travels alone.
-    for (const std::vector<size_t>& sizes :
-         std::vector<std::vector<size_t>>{{1000}, {0, 1, 1009, 70000}, {5, 300007, 0, 64}, {0}}) {
-      for (int root = 0; root < ranks; ++root) {
-        const bool in_place = (root + static_cast<int>(sizes.size())) % 2 == 0;
+    for (const DataType dtype :
+         {DataType::kFloat16, DataType::kBfloat16, DataType::kFloat32, DataType::kFloat64}) {
+      const ReduceSpec spec{dtype, ReduceOp::kAdasum, 0.5, 3};
+      const auto run = [&](Case& c) {
         world.Run([&](int r, Rank& rank) {
-          std::vector<Bytes> inputs, outputs;
-          Batch batch;
-          batch.kind = Collective::kBroadcast;
-          batch.reduce.dtype = DataType::kUint8;
-          batch.root = root;
-          for (size_t size : sizes) {
-            inputs.emplace_back(size, static_cast<unsigned char>(r + 1));
-            outputs.emplace_back(size, static_cast<unsigned char>(0xEE));
-          }
-          for (size_t t = 0; t < sizes.size(); ++t) {
-            BatchEntry entry;
-            entry.name = "b" + std::to_string(t);
-            entry.input = inputs[t].data();
-            entry.output = in_place ? inputs[t].data() : outputs[t].data();
-            entry.elements = sizes[t];
-            batch.entries.push_back(entry);
-          }
-          CHECK_OK(rank.host->Run(batch, After(NowNs(), kLimit), rank.trace));
-          for (size_t t = 0; t < sizes.size(); ++t) {
-            const Bytes expected(sizes[t], static_cast<unsigned char>(root + 1));
-            CHECK((in_place ? inputs[t] : outputs[t]) == expected);
-            if (!in_place) CHECK(inputs[t] == Bytes(sizes[t], static_cast<unsigned char>(r + 1)));
-          }
+          CHECK_OK(rank.host->Run(c.BatchOf(r), After(NowNs(), kLimit), rank.trace));
         });
+      };
+      Case fused(spec, {0, 1, 1009, 7, 30011}, ranks, random);
+      run(fused);
+      for (const Case::Tensor& tensor : fused.tensors) {
+        Case alone(spec, {tensor.elements}, ranks, random);
+        alone.tensors[0].original = tensor.original;
+        alone.Restore();
+        run(alone);
+        const auto result = [&](const Case::Tensor& of, size_t r) {
+          Guarded memory = of.in_place ? of.inputs[r] : of.outputs[r];
+          CHECK(memory.intact());
+          return Bytes(memory.data(), memory.data() + tensor.original[r].size());
+        };
+        for (size_t r = 0; r < tensor.original.size(); ++r) {
+          CHECK(result(tensor, r) == result(alone.tensors[0], 0));
+          CHECK(result(alone.tensors[0], r) == result(alone.tensors[0], 0));
+        }
       }
     }
   }
 }
 
-TEST(barrier_waits_for_everybody) {
-  for (int ranks : kWorldSizes) {
-    TestWorld world(ranks);
-    std::atomic<int> entered{0};
-    world.Run([&](int, Rank& rank) {
-      Batch batch;
-      batch.kind = Collective::kBarrier;
-      for (int round = 1; round <= 20; ++round) {
-        ++entered;
-        CHECK_OK(rank.host->Run(batch, After(NowNs(), kLimit), rank.trace));
-        CHECK(entered >= round * ranks);
-      }
-    });
-  }
+TEST(adasum_of_unlike_pairs_is_refused_with_the_number_of_ranks) {
+  std::mt19937 random(hororing_test::Seed());
+  TestWorld world(3);
+  Case c({DataType::kFloat32, ReduceOp::kAdasum, 1, 1}, {5}, 3, random);
+  world.Run([&](int r, Rank& rank) {
+    const Status status = rank.host->Run(c.BatchOf(r), After(NowNs(), kLimit), rank.trace);
+    CHECK(status.code() == Code::kInvalidArgument);
+    CHECK(status.message().find("3 ranks") != std::string::npos);
+  });
 }
 
 TEST(timeline_shows_pack_reduce_unpack_with_names_and_bytes) {

@@ -173,6 +173,26 @@ inline void Fill(DataType dtype, unsigned char* data, size_t elements, std::mt19
   }
 }
 
+constexpr DataType kAllTypes[] = {DataType::kUint8,   DataType::kInt8,    DataType::kUint16,
+                                  DataType::kInt16,   DataType::kInt32,   DataType::kInt64,
+                                  DataType::kFloat16, DataType::kFloat32, DataType::kFloat64,
+                                  DataType::kBool,    DataType::kBfloat16};
+
+// Every dtype and op that go together, with factors and without.
+inline std::vector<ReduceSpec> AllSpecs() {
+  std::vector<ReduceSpec> specs;
+  for (DataType dtype : kAllTypes) {
+    for (ReduceOp op :
+         {ReduceOp::kAverage, ReduceOp::kSum, ReduceOp::kMin, ReduceOp::kMax, ReduceOp::kProduct}) {
+      for (bool factors : {false, true}) {
+        const ReduceSpec spec{dtype, op, factors ? 0.5 : 1.0, factors ? 1.25 : 1.0};
+        if (Check(spec).ok()) specs.push_back(spec);
+      }
+    }
+  }
+  return specs;
+}
+
 // One batch as all ranks agree on it; inputs and outputs of all ranks are kept here.
 struct Case {
   struct Tensor {

@@ -1,7 +1,5 @@
-// The collectives over worlds of threads, on two transports: ours and the strict one of
-// queue_transport.h. The arithmetic of the kernels is the subject of reduce_test.cc; here the
-// numbers are such that every order of combination is exact, so that one naive oracle serves all
-// algorithms bit by bit.
+// The collectives over worlds of threads: allreduce, allgather, broadcast, barrier; failures of
+// all; and what they are made of. The arithmetic of the kernels is the subject of reduce_test.cc.
 
 #include "collective/collectives.h"
 
@@ -9,55 +7,19 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <limits>
 #include <random>
 #include <string>
 #include <vector>
 
-#include "base/half.h"
-#include "base/reduce.h"
 #include "check.h"
 #include "collective/allreduce.h"
 #include "collective/segments.h"
-#include "faulty_transport.h"
-#include "queue_transport.h"
-#include "world.h"
+#include "collective_world.h"
 
 namespace hororing {
 namespace {
-
-using hororing_test::CheckedTransport;
-using hororing_test::Fault;
-using hororing_test::FaultyTransport;
-using hororing_test::QueueTransport;
-using hororing_test::Rank;
-using Bytes = std::vector<unsigned char>;
-using Transports = std::vector<std::unique_ptr<Transport>>;
-
-constexpr int kSizes[] = {1, 2, 3, 5, 8};
-constexpr const char* kKinds[] = {"inproc", "queue"};
-constexpr DataType kTypes[] = {DataType::kUint8,   DataType::kInt8,    DataType::kUint16,
-                               DataType::kInt16,   DataType::kInt32,   DataType::kInt64,
-                               DataType::kFloat16, DataType::kFloat32, DataType::kFloat64,
-                               DataType::kBool,    DataType::kBfloat16};
-constexpr ReduceOp kOps[] = {ReduceOp::kAverage, ReduceOp::kSum, ReduceOp::kMin, ReduceOp::kMax,
-                             ReduceOp::kProduct};
-
-TimeNs Soon() { return After(NowNs(), 100 * kSecond); }
-
-// Every transport is checked; rank `faulty` has a fault beneath.
-Transports MakeWorld(const std::string& kind, int size, int faulty = -1, Fault fault = {}) {
-  Transports world = kind == "queue" ? QueueTransport::MakeWorld(size)
-                                     : MakeInprocWorld(size, hororing_test::kDefaultSpin);
-  for (int r = 0; r < size; ++r) {
-    auto& transport = world[static_cast<size_t>(r)];
-    if (r == faulty) transport = std::make_unique<FaultyTransport>(std::move(transport), fault);
-    transport = std::make_unique<CheckedTransport>(std::move(transport));
-  }
-  return world;
-}
-
-size_t Open(Transport& transport) { return dynamic_cast<CheckedTransport&>(transport).open(); }
 
 enum class Algorithm { kRing, kRankOrder, kRecursiveDoubling, kChosen, kReproducible };
 constexpr Algorithm kAlgorithms[] = {Algorithm::kRing, Algorithm::kRankOrder,
@@ -87,93 +49,6 @@ Status Run(Algorithm algorithm, Transport& transport, const ReduceBuffer& buffer
     case Algorithm::kReproducible: return Allreduce(transport, buffer, true, scratch, Soon());
   }
   return Status(Code::kInternal, "no such algorithm");
-}
-
-// ---- numbers ----
-
-template <typename T>
-void Put(Bytes& data, size_t i, T value) {
-  std::memcpy(data.data() + i * sizeof(T), &value, sizeof(T));
-}
-// Converts like a cast in numpy would: a small whole number, or (for results) any number.
-void Put(DataType dtype, Bytes& data, size_t i, double value) {
-  const auto whole = static_cast<int64_t>(value);
-  switch (dtype) {
-    case DataType::kBool: Put(data, i, static_cast<uint8_t>(value != 0)); break;
-    case DataType::kUint8: Put(data, i, static_cast<uint8_t>(whole)); break;
-    case DataType::kInt8: Put(data, i, static_cast<int8_t>(whole)); break;
-    case DataType::kUint16: Put(data, i, static_cast<uint16_t>(whole)); break;
-    case DataType::kInt16: Put(data, i, static_cast<int16_t>(whole)); break;
-    case DataType::kInt32: Put(data, i, static_cast<int32_t>(whole)); break;
-    case DataType::kInt64: Put(data, i, whole); break;
-    case DataType::kFloat16: Put(data, i, FloatToHalf(static_cast<float>(value))); break;
-    case DataType::kBfloat16: Put(data, i, FloatToBfloat16(static_cast<float>(value))); break;
-    case DataType::kFloat32: Put(data, i, static_cast<float>(value)); break;
-    case DataType::kFloat64: Put(data, i, value); break;
-  }
-}
-
-bool IsUnsigned(DataType dtype) {
-  return dtype == DataType::kUint8 || dtype == DataType::kUint16 || dtype == DataType::kBool;
-}
-// Rank r's i-th number, small and whole: sums of eight are exact in every type, and so are
-// products, since only the factors 1, -1 and 2 occur in them.
-double Number(const ReduceSpec& spec, int rank, size_t i) {
-  const size_t mixed = (i * 2654435761u + static_cast<size_t>(rank) * 40503u) >> 3;
-  if (spec.dtype == DataType::kBool) return mixed % 4 == 0 ? 0 : 1;
-  if (spec.op == ReduceOp::kProduct) {
-    const double number = mixed % 5 == 0 ? 2 : 1;
-    return !IsUnsigned(spec.dtype) && mixed % 2 == 0 ? -number : number;
-  }
-  const double number = static_cast<double>(mixed % 6);
-  return !IsUnsigned(spec.dtype) && mixed % 7 < 3 ? -number : number;
-}
-
-Bytes Input(const ReduceSpec& spec, int rank, size_t n) {
-  Bytes data(n * ElementSize(spec.dtype));
-  for (size_t i = 0; i < n; ++i) Put(spec.dtype, data, i, Number(spec, rank, i));
-  return data;
-}
-
-// The naive way, in float64. Prescale is a whole number and postscale a power of two here, so
-// that the only rounding is the division's: of float64 for float64, else of float32 first.
-double Expected(const ReduceSpec& spec, int size, size_t i) {
-  double result = 0;
-  for (int r = 0; r < size; ++r) {
-    const double next = Number(spec, r, i) * spec.prescale;
-    if (r == 0)
-      result = next;
-    else if (spec.op == ReduceOp::kMin)
-      result = std::min(result, next);
-    else if (spec.op == ReduceOp::kMax)
-      result = std::max(result, next);
-    else if (spec.op == ReduceOp::kProduct)
-      result *= next;
-    else
-      result += next;
-  }
-  if (spec.dtype == DataType::kBool) {
-    int trues = 0;
-    for (int r = 0; r < size; ++r) trues += Number(spec, r, i) != 0 ? 1 : 0;
-    const bool any = spec.op == ReduceOp::kSum || spec.op == ReduceOp::kMax;
-    return any ? trues > 0 : trues == size;
-  }
-  const bool is_float = spec.dtype == DataType::kFloat16 || spec.dtype == DataType::kBfloat16 ||
-                        spec.dtype == DataType::kFloat32 || spec.dtype == DataType::kFloat64;
-  if (spec.op == ReduceOp::kAverage) {
-    result /= size;
-    if (!is_float)
-      result = std::trunc(result);
-    else if (spec.dtype != DataType::kFloat64) {
-      result = static_cast<double>(static_cast<float>(result));
-    }
-  }
-  return result * spec.postscale;
-}
-Bytes Expected(const ReduceSpec& spec, int size, Bytes data) {
-  const size_t n = data.size() / ElementSize(spec.dtype);
-  for (size_t i = 0; i < n; ++i) Put(spec.dtype, data, i, Expected(spec, size, i));
-  return data;
 }
 
 // ---- allreduce ----
@@ -365,10 +240,6 @@ TEST(scratch_is_bounded_whatever_the_size) {
 
 // ---- the others ----
 
-unsigned char Content(size_t rank, size_t i) {
-  return static_cast<unsigned char>(i * 31 + (i >> 8) * 7 + rank * 101 + 1);
-}
-
 TEST(allgather_joins_ragged_contributions_in_rank_order) {
   for (const char* kind : kKinds) {
     for (const int size : kSizes) {
@@ -499,6 +370,28 @@ Status RunAllgather(Transport& transport) {
   Bytes input(400000), result(sizes.size() * 400000);
   return AllgatherV(transport, input.data(), sizes, result.data(), Soon());
 }
+Status RunAlltoall(Transport& transport) {
+  const std::vector<size_t> sizes(static_cast<size_t>(transport.size()), 400000);
+  Bytes input(sizes.size() * 400000), result(sizes.size() * 400000);
+  return AlltoallV(transport, input.data(), sizes, result.data(), sizes, Soon());
+}
+Status RunReduceScatter(Transport& transport) {
+  // Parts of several segments, of one, and of none.
+  std::vector<size_t> parts = {200000, 50000, 0, 10};
+  parts.resize(static_cast<size_t>(transport.size()));
+  std::vector<float> input(250010, 1.0f), result(200000);
+  Scratch scratch;
+  const ReduceSpec spec{DataType::kFloat32, ReduceOp::kSum, 1, 1};
+  return RankOrderReduceScatter(transport, {input.data(), parts, result.data(), spec}, scratch,
+                                Soon());
+}
+Status RunAdasum(Transport& transport) {
+  std::vector<float> data(1000, 1.0f);
+  Scratch scratch;
+  const ReduceSpec spec{DataType::kFloat32, ReduceOp::kAdasum, 1, 1};
+  return AdasumAllreduce(transport, {data.data(), data.size(), spec}, {data.size()}, scratch,
+                         Soon());
+}
 Status RunBarrier(Transport& transport) { return Barrier(transport, Soon()); }
 
 constexpr Collectives kCollectives[] = {
@@ -508,6 +401,9 @@ constexpr Collectives kCollectives[] = {
     {"allgather", &RunAllgather},
     {"broadcast, tree", &RunBroadcast<1000>},
     {"broadcast, chain", &RunBroadcast<2000000>},
+    {"alltoall", &RunAlltoall},
+    {"reduce-scatter", &RunReduceScatter},
+    {"Adasum", &RunAdasum},
     {"barrier", &RunBarrier}};
 
 // CheckedTransport and the sanitizers tell when a request is left open, waited for twice, or its
@@ -515,8 +411,9 @@ constexpr Collectives kCollectives[] = {
 TEST(a_transport_that_fails_at_operation_k_is_an_error_there_and_no_hang_elsewhere) {
   constexpr int kFaulty = 1;
   for (const char* kind : kKinds) {
-    for (const int size : {2, 3}) {
+    for (const int size : {2, 3, 4}) {
       for (const Collectives& collective : kCollectives) {
+        if (size == 3 && collective.run == &RunAdasum) continue;  // powers of two only
         uint64_t operations = 0;
         hororing_test::RunWorld(MakeWorld(kind, size), [&](Rank& rank) {
           rank.Enter(collective.name);
@@ -552,17 +449,35 @@ TEST(a_transport_that_fails_at_operation_k_is_an_error_there_and_no_hang_elsewhe
 }
 
 TEST(a_deadline_ends_a_collective_that_a_peer_does_not_join) {
+  const TimeNs limit = 20 * kMillisecond;
+  std::vector<float> data(100, 1.0f), result(100);
+  const ReduceSpec sum{DataType::kFloat32, ReduceOp::kSum, 1, 1};
+  const ReduceSpec adasum{DataType::kFloat32, ReduceOp::kAdasum, 1, 1};
+  const std::vector<std::function<Status(Transport&, Scratch&)>> collectives = {
+      [&](Transport& transport, Scratch& scratch) {
+        return RingAllreduce(transport, {data.data(), 100, sum}, scratch, After(NowNs(), limit));
+      },
+      [&](Transport& transport, Scratch& scratch) {
+        return RankOrderReduceScatter(transport, {data.data(), {50, 50}, result.data(), sum},
+                                      scratch, After(NowNs(), limit));
+      },
+      [&](Transport& transport, Scratch& scratch) {
+        return AdasumAllreduce(transport, {data.data(), 100, adasum}, {100}, scratch,
+                               After(NowNs(), limit));
+      },
+      [&](Transport& transport, Scratch&) {
+        return AlltoallV(transport, data.data(), {100, 300}, result.data(), {100, 300},
+                         After(NowNs(), limit));
+      }};
   for (const char* kind : kKinds) {
-    hororing_test::RunWorld(MakeWorld(kind, 2), [](Rank& rank) {
-      if (rank.rank() == 1) return;
-      std::vector<float> data(100, 1.0f);
-      Scratch scratch;
-      const ReduceSpec spec{DataType::kFloat32, ReduceOp::kSum, 1, 1};
-      const Status status = RingAllreduce(rank.transport, {data.data(), data.size(), spec}, scratch,
-                                          After(NowNs(), 20 * kMillisecond));
-      CHECK(!status.ok());
-      CHECK_EQ(Open(rank.transport), 0u);
-    });
+    for (const auto& collective : collectives) {
+      hororing_test::RunWorld(MakeWorld(kind, 2), [&](Rank& rank) {
+        if (rank.rank() == 1) return;
+        Scratch scratch;
+        CHECK(!collective(rank.transport, scratch).ok());
+        CHECK_EQ(Open(rank.transport), 0u);
+      });
+    }
   }
 }
 

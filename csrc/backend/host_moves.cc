@@ -1,0 +1,166 @@
+// HostBackend's collectives without arithmetic.
+
+#include <cstring>
+#include <numeric>
+#include <string>
+
+#include "backend/common.h"
+#include "backend/host_backend.h"
+#include "backend/parts.h"
+#include "collective/collectives.h"
+
+namespace hororing {
+namespace {
+
+// Tensors from this size on are broadcast from where they lie: copying them in and out would
+// cost more than a further tree.
+constexpr size_t kBroadcastAlone = 256 << 10;
+
+void CopyIfMoved(void* to, const void* from, size_t bytes) {
+  if (to != from && bytes > 0) std::memcpy(to, from, bytes);
+}
+
+size_t Sum(const std::vector<size_t>& sizes) {
+  return std::accumulate(sizes.begin(), sizes.end(), size_t{0});
+}
+
+}  // namespace
+
+// Several tensors travel as one message per rank: its parts of all of them, back to back.
+Status HostBackend::RunAllgather(const Batch& batch, TimeNs deadline, TraceSink& trace) {
+  const size_t size = static_cast<size_t>(transport_.size());
+  const size_t rank = static_cast<size_t>(transport_.rank());
+  const size_t element = ElementSize(batch.reduce.dtype);
+  std::vector<size_t> bytes_per_rank(size, 0);
+  for (const BatchEntry& entry : batch.entries) {
+    if (entry.receive_bytes.size() != size ||
+        entry.receive_bytes[rank] != entry.elements * element) {
+      return Status(Code::kInternal, "allgather of '" + entry.name +
+                                         "': the agreed sizes do not fit this rank's tensor");
+    }
+    for (size_t r = 0; r < size; ++r) bytes_per_rank[r] += entry.receive_bytes[r];
+  }
+  const size_t total = Sum(bytes_per_rank);
+  if (total == 0) return Status::Ok();
+  if (batch.entries.size() == 1) {
+    return AllgatherV(transport_, batch.entries[0].input, bytes_per_rank, batch.entries[0].output,
+                      deadline);
+  }
+
+  std::byte* buffer = nullptr;
+  HORORING_RETURN_IF_ERROR(Fuse(total, &buffer));
+  StageSpan pack(trace, Stage::kPack, batch);
+  std::byte* own = buffer;
+  for (size_t r = 0; r < rank; ++r) own += bytes_per_rank[r];
+  std::byte* to = own;
+  for (const BatchEntry& entry : batch.entries) {
+    const size_t bytes = entry.receive_bytes[rank];
+    CopyIfMoved(to, entry.input, bytes);
+    to += bytes;
+  }
+  pack.End(bytes_per_rank[rank]);
+  HORORING_RETURN_IF_ERROR(AllgatherV(transport_, own, bytes_per_rank, buffer, deadline));
+
+  StageSpan unpack(trace, Stage::kUnpack, batch);
+  UnpackParts(
+      batch.entries, size, [](const BatchEntry& entry, size_t r) { return entry.receive_bytes[r]; },
+      buffer);
+  unpack.End(total);
+  return Status::Ok();
+}
+
+// Several tensors travel as one message per pair of ranks.
+Status HostBackend::RunAlltoall(const Batch& batch, TimeNs deadline, TraceSink& trace) {
+  const size_t size = static_cast<size_t>(transport_.size());
+  const size_t element = ElementSize(batch.reduce.dtype);
+  std::vector<size_t> send_bytes(size, 0), receive_bytes(size, 0);
+  for (const BatchEntry& entry : batch.entries) {
+    if (entry.send_bytes.size() != size || entry.receive_bytes.size() != size ||
+        Sum(entry.send_bytes) != entry.elements * element) {
+      return Status(Code::kInternal, "alltoall of '" + entry.name +
+                                         "': the agreed sizes do not fit this rank's tensor");
+    }
+    for (size_t r = 0; r < size; ++r) {
+      send_bytes[r] += entry.send_bytes[r];
+      receive_bytes[r] += entry.receive_bytes[r];
+    }
+  }
+  if (batch.entries.size() == 1) {
+    return AlltoallV(transport_, batch.entries[0].input, send_bytes, batch.entries[0].output,
+                     receive_bytes, deadline);
+  }
+
+  const size_t sent = Sum(send_bytes), received = Sum(receive_bytes);
+  std::byte* buffer = nullptr;
+  HORORING_RETURN_IF_ERROR(Fuse(sent + received, &buffer));
+  StageSpan pack(trace, Stage::kPack, batch);
+  PackParts(
+      batch.entries, size, [](const BatchEntry& entry, size_t r) { return entry.send_bytes[r]; },
+      buffer);
+  pack.End(sent);
+  HORORING_RETURN_IF_ERROR(
+      AlltoallV(transport_, buffer, send_bytes, buffer + sent, receive_bytes, deadline));
+  StageSpan unpack(trace, Stage::kUnpack, batch);
+  UnpackParts(
+      batch.entries, size, [](const BatchEntry& entry, size_t r) { return entry.receive_bytes[r]; },
+      buffer + sent);
+  unpack.End(received);
+  return Status::Ok();
+}
+
+Status HostBackend::RunBroadcast(const Batch& batch, TimeNs deadline, TraceSink& trace) {
+  const bool is_root = transport_.rank() == batch.root;
+  const size_t element = ElementSize(batch.reduce.dtype);
+  std::vector<const BatchEntry*> alone, together;
+  for (const BatchEntry& entry : batch.entries) {
+    const size_t bytes = entry.elements * element;
+    if (bytes == 0) continue;
+    if (is_root) CopyIfMoved(entry.output, entry.input, bytes);
+    (bytes < kBroadcastAlone ? together : alone).push_back(&entry);
+  }
+  if (transport_.size() == 1) return Status::Ok();
+  if (together.size() == 1) {
+    alone.push_back(together[0]);
+  } else if (!together.empty()) {
+    HORORING_RETURN_IF_ERROR(BroadcastTogether(batch, together, deadline, trace));
+  }
+  for (const BatchEntry* entry : alone) {
+    HORORING_RETURN_IF_ERROR(
+        Broadcast(transport_, batch.root, entry->output, entry->elements * element, deadline));
+  }
+  return Status::Ok();
+}
+
+Status HostBackend::BroadcastTogether(const Batch& batch,
+                                      const std::vector<const BatchEntry*>& entries,
+                                      TimeNs deadline, TraceSink& trace) {
+  const bool is_root = transport_.rank() == batch.root;
+  const size_t element = ElementSize(batch.reduce.dtype);
+  size_t total = 0;
+  for (const BatchEntry* entry : entries) total += entry->elements * element;
+  std::byte* buffer = nullptr;
+  HORORING_RETURN_IF_ERROR(Fuse(total, &buffer));
+  if (is_root) {
+    StageSpan span(trace, Stage::kPack, batch);
+    std::byte* to = buffer;
+    for (const BatchEntry* entry : entries) {
+      const size_t bytes = entry->elements * element;
+      std::memcpy(to, entry->output, bytes);
+      to += bytes;
+    }
+    span.End(total);
+  }
+  HORORING_RETURN_IF_ERROR(Broadcast(transport_, batch.root, buffer, total, deadline));
+  if (is_root) return Status::Ok();
+  StageSpan span(trace, Stage::kUnpack, batch);
+  const std::byte* from = buffer;
+  for (const BatchEntry* entry : entries) {
+    const size_t bytes = entry->elements * element;
+    std::memcpy(entry->output, from, bytes);
+    from += bytes;
+  }
+  span.End(total);
+  return Status::Ok();
+}
+
+}  // namespace hororing

@@ -1,0 +1,175 @@
+// The collectives by pairwise exchange over worlds of threads: alltoall and reduce-scatter.
+
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "check.h"
+#include "collective/allreduce.h"
+#include "collective/collectives.h"
+#include "collective_world.h"
+
+namespace hororing {
+namespace {
+
+constexpr int kWorldSizes[] = {1, 2, 3, 4, 5, 8};
+
+// ---- alltoall ----
+
+using Sizes = std::vector<std::vector<size_t>>;  // [from][to], bytes
+
+std::vector<Sizes> AlltoallCases(size_t ranks) {
+  std::vector<Sizes> cases(5, Sizes(ranks, std::vector<size_t>(ranks, 0)));
+  for (size_t from = 0; from < ranks; ++from) {
+    for (size_t to = 0; to < ranks; ++to) {  // case 0: nothing at all
+      cases[1][from][to] = 1;
+      cases[2][from][to] = (from * 7 + to * 13) % 5 * 100 + from % 2;  // ragged, also empty
+      cases[3][from][to] = (from + 2 * to) % 3 == 0 ? 700001 + from : to;
+    }
+  }
+  cases[4][0][ranks - 1] = 300001;  // one pair alone has something
+  return cases;
+}
+
+TEST(alltoall_transposes_ragged_parts) {
+  for (const char* kind : kKinds) {
+    for (const int size : kWorldSizes) {
+      hororing_test::RunWorld(MakeWorld(kind, size), [](Rank& rank) {
+        const size_t ranks = static_cast<size_t>(rank.size());
+        const size_t me = static_cast<size_t>(rank.rank());
+        for (const Sizes& sizes : AlltoallCases(ranks)) {
+          rank.Enter("alltoall");
+          Bytes input, expected;
+          std::vector<size_t> received;
+          for (size_t q = 0; q < ranks; ++q) {
+            for (size_t i = 0; i < sizes[me][q]; ++i) input.push_back(Content(me * 16 + q, i));
+            for (size_t i = 0; i < sizes[q][me]; ++i) expected.push_back(Content(q * 16 + me, i));
+            received.push_back(sizes[q][me]);
+          }
+          const Bytes before = input;
+          Bytes result(expected.size() + 1, 0xA5);
+          CHECK_OK(
+              AlltoallV(rank.transport, input.data(), sizes[me], result.data(), received, Soon()));
+          CHECK_EQ(Open(rank.transport), 0u);
+          CHECK_EQ(result.back(), 0xA5);
+          result.pop_back();
+          CHECK(result == expected);
+          CHECK(input == before);
+        }
+      });
+    }
+  }
+}
+
+TEST(alltoall_refuses_sizes_that_cannot_be) {
+  hororing_test::RunWorld(MakeWorld("inproc", 2), [](Rank& rank) {
+    Bytes data(4), result(4);
+    for (const std::vector<size_t>& sizes :
+         {std::vector<size_t>{1, 1, 1}, std::vector<size_t>{2, 2}, std::vector<size_t>{1}}) {
+      CHECK(!AlltoallV(rank.transport, data.data(), sizes, result.data(), {1, 1}, Soon()).ok());
+    }
+  });
+}
+
+// ---- reduce-scatter ----
+
+void CheckReduceScatter(Rank& rank, const ReduceSpec& spec, const std::vector<size_t>& parts,
+                        bool in_place, Scratch& scratch) {
+  rank.Enter("reduce-scatter");
+  const size_t element = ElementSize(spec.dtype), me = static_cast<size_t>(rank.rank());
+  size_t n = 0, begin = 0;
+  for (size_t r = 0; r < parts.size(); ++r) {
+    if (r == me) begin = n;
+    n += parts[r];
+  }
+  Bytes input = Input(spec, rank.rank(), n);
+  const Bytes before = input;
+  const Bytes whole = Expected(spec, rank.size(), input);
+  const auto at = [&](const Bytes& data, size_t i) {
+    return data.begin() + static_cast<std::ptrdiff_t>(i * element);
+  };
+  const Bytes expected(at(whole, begin), at(whole, begin + parts[me]));
+  Bytes result(expected.size() + 1, 0xA5);
+  void* to = in_place ? input.data() + begin * element : result.data();
+  CHECK_OK(
+      RankOrderReduceScatter(rank.transport, {input.data(), parts, to, spec}, scratch, Soon()));
+  CHECK_EQ(Open(rank.transport), 0u);
+  CHECK_EQ(result.back(), 0xA5);
+  Bytes wanted = before;
+  if (in_place) {
+    std::copy(expected.begin(), expected.end(),
+              wanted.begin() + (at(whole, begin) - whole.begin()));
+  }
+  result.pop_back();
+  if (input != wanted || (!in_place && result != expected)) {
+    std::string what = std::string(rank.transport.name()) + ": rank " + std::to_string(me) + ", " +
+                       Name(spec.op) + " of " + Name(spec.dtype) + ", parts";
+    for (const size_t part : parts) what += " " + std::to_string(part);
+    hororing_test::Fail(__FILE__, __LINE__, what);
+  }
+}
+
+TEST(reduce_scatter_of_every_type_and_op_gives_the_oracles_bits) {
+  for (const char* kind : kKinds) {
+    for (const int size : kWorldSizes) {
+      hororing_test::RunWorld(MakeWorld(kind, size), [](Rank& rank) {
+        Scratch scratch;
+        std::vector<size_t> parts;
+        for (int r = 0; r < rank.size(); ++r) parts.push_back(static_cast<size_t>(13 + r % 2));
+        for (const DataType dtype : kTypes) {
+          for (const ReduceOp op : kOps) {
+            if (!Check({dtype, op, 1, 1}).ok()) continue;
+            CheckReduceScatter(rank, {dtype, op, 1, 1}, parts, false, scratch);
+            if (dtype == DataType::kFloat32 || dtype == DataType::kBfloat16 ||
+                dtype == DataType::kInt32) {
+              CheckReduceScatter(rank, {dtype, op, 3, 4}, parts, true, scratch);
+            }
+          }
+        }
+      });
+    }
+  }
+}
+
+TEST(reduce_scatter_takes_parts_of_any_size) {
+  for (const char* kind : kKinds) {
+    for (const int size : kWorldSizes) {
+      hororing_test::RunWorld(MakeWorld(kind, size), [](Rank& rank) {
+        Scratch scratch;
+        const size_t ranks = static_cast<size_t>(rank.size());
+        std::vector<std::vector<size_t>> cases;
+        cases.emplace_back(ranks, size_t{0});
+        cases.emplace_back(ranks, size_t{1});
+        cases.emplace_back(ranks, size_t{0});  // one rank alone has something, in segments
+        cases.back()[ranks - 1] = 300007;
+        cases.emplace_back();  // the first parts are not the largest
+        for (size_t r = 0; r < ranks; ++r) cases.back().push_back(r % 2 == 0 ? 0 : 1000 * r + 3);
+        cases.emplace_back();  // parts of several segments, two, one, none
+        for (size_t r = 0; r < ranks; ++r) cases.back().push_back(100003 * (r % 4));
+        for (const std::vector<size_t>& parts : cases) {
+          for (const bool in_place : {false, true}) {
+            CheckReduceScatter(rank, {DataType::kFloat32, ReduceOp::kAverage, 1, 1}, parts,
+                               in_place, scratch);
+            CheckReduceScatter(rank, {DataType::kFloat16, ReduceOp::kSum, 1, 1}, parts, in_place,
+                               scratch);
+            CheckReduceScatter(rank, {DataType::kInt64, ReduceOp::kAverage, 1, 1}, parts, in_place,
+                               scratch);
+          }
+        }
+      });
+    }
+  }
+}
+
+TEST(reduce_scatter_refuses_parts_for_another_number_of_ranks) {
+  hororing_test::RunWorld(MakeWorld("inproc", 2), [](Rank& rank) {
+    float data[3] = {1, 1, 1}, result = 0;
+    Scratch scratch;
+    const ReduceSpec spec{DataType::kFloat32, ReduceOp::kSum, 1, 1};
+    const ScatterBuffer buffer{data, {1, 1, 1}, &result, spec};
+    CHECK(!RankOrderReduceScatter(rank.transport, buffer, scratch, Soon()).ok());
+  });
+}
+
+}  // namespace
+}  // namespace hororing
