@@ -89,7 +89,7 @@ def register(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         process_set = ProcessSet(process_set)
     runtime.topology()
     if process_set.process_set_id is not None:
-        raise ValueError(f"Attempted to add a duplicate process set: {process_set}")
+        raise ValueError(f"attempted to add a duplicate process set: {process_set} is registered")
     process_set.process_set_id = collectives.add_process_set(process_set.ranks)
     _registered[process_set.process_set_id] = process_set
     return process_set

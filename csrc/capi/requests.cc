@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/reduce.h"
+#include "collective/allreduce.h"
 #include "negotiation/validate.h"
 
 namespace hororing {
@@ -61,21 +62,6 @@ Status Split(const hr_request& from, const ProcessSet& set, TensorEntry* entry) 
     sum += split;
   }
   view.shape[0] = request.tensors[0].shape[0] = sum;
-  return Status::Ok();
-}
-
-Status CheckAdasum(const ReduceSpec& spec, int size) {
-  if (spec.dtype != DataType::kFloat16 && spec.dtype != DataType::kBfloat16 &&
-      spec.dtype != DataType::kFloat32 && spec.dtype != DataType::kFloat64) {
-    return Status(Code::kInvalidArgument, std::string("op=Adasum is not defined for ") +
-                                              Name(spec.dtype) +
-                                              "; convert the tensor to floating point");
-  }
-  if ((size & (size - 1)) != 0) {
-    return Status(Code::kInvalidArgument,
-                  "op=Adasum needs a number of ranks that is a power of two, not " +
-                      std::to_string(size) + "; use Average");
-  }
   return Status::Ok();
 }
 

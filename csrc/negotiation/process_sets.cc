@@ -37,9 +37,9 @@ Status ProcessSets::Check(const std::vector<int32_t>& ranks) const {
   }
   for (const auto& [id, set] : sets_) {
     if (set.ranks != sorted) continue;
-    return Status(Code::kInvalidArgument, given + "process set " + std::to_string(id) +
-                                              " has these ranks already, and a duplicate would "
-                                              "only be another name for it");
+    return Status(Code::kInvalidArgument,
+                  "attempted to add a duplicate process set: process set " + std::to_string(id) +
+                      " has the ranks " + ShapeText({sorted.begin(), sorted.end()}) + " already");
   }
   return Status::Ok();
 }

@@ -82,8 +82,8 @@ TEST(a_set_is_added_once_and_its_id_is_used_again_after_its_removal) {
   CHECK_EQ(AddSet(coordinator, 3, {1}), int64_t{2});
   CHECK_EQ(AddSet(coordinator, 3, {}), int64_t{3});
   for (const auto& [ranks, text] : std::vector<std::pair<std::vector<int32_t>, std::string>>{
-           {{2, 0}, "process set 1 has these ranks already"},
-           {{0, 1, 2}, "process set 0 has these ranks already"},
+           {{2, 0}, "process set 1 has the ranks [0, 2] already"},
+           {{0, 1, 2}, "process set 0 has the ranks [0, 1, 2] already"},
            {{1, 1}, "rank 1 occurs twice"},
            {{0, 3}, "rank 3 is not a rank of this job"},
            {{-1}, "rank -1 is not a rank of this job"}}) {

@@ -108,10 +108,18 @@ def test_the_list_of_the_only_rank_is_the_world():
     runtime.shutdown()
 
 
-def test_process_sets_are_refused_by_name():
-    with pytest.raises(ValueError, match=r"process_sets=\[\[0\]\] is not available yet"):
+def test_a_process_set_that_cannot_be_leaves_the_engine_running():
+    with pytest.raises(ValueError, match="entry 0 of process_sets.*duplicate process set"):
         runtime.init(process_sets=[[0]])
-    assert not runtime.is_initialized()
+    assert runtime.is_initialized()
+    runtime.shutdown()
+
+
+def test_what_is_no_list_of_process_sets_is_refused_before_anything_starts():
+    for bad in ("all", 3, [["a"]], [1.5]):
+        with pytest.raises(ValueError, match="process_sets|ProcessSet"):
+            runtime.init(process_sets=bad)
+        assert not runtime.is_initialized()
 
 
 def test_a_bad_variable_fails_init_and_leaves_no_engine(monkeypatch: pytest.MonkeyPatch):
