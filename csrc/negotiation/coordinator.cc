@@ -71,9 +71,8 @@ void Coordinator::ReportCached(int rank, uint64_t id, TimeNs now) {
   const auto found = records_.find(id);
   if (found == records_.end()) return;
   const Record& record = *found->second;
-  const ProcessSet& set = *sets_.Find(record.request.process_set);
   const std::string key = Key(record.request);
-  Pending& pending = PendingFor(key, set, now);
+  Pending& pending = PendingFor(record.request, key, now);
   if (pending.count == 0) {
     pending.id = id;
     pending.record = &record;
@@ -81,7 +80,7 @@ void Coordinator::ReportCached(int rank, uint64_t id, TimeNs now) {
     Expand(pending);
   }
   if (pending.id == 0) {
-    const int member = set.IndexOf(rank);
+    const int member = pending.set->IndexOf(rank);
     pending.requests[static_cast<size_t>(member)] = RequestOf(record, member);
   }
   Count(rank, key, pending, now);
@@ -92,20 +91,22 @@ void Coordinator::ReportFresh(int rank, const Request& request, TimeNs now) {
   if (set == nullptr || set->IndexOf(rank) < 0) return;  // removed meanwhile, as above
   if (request.kind == Collective::kJoin) Join(rank, now);
   const std::string key = Key(request);
-  Pending& pending = PendingFor(key, *set, now);
+  Pending& pending = PendingFor(request, key, now);
   Expand(pending);
   pending.requests[static_cast<size_t>(set->IndexOf(rank))] = request;
   Count(rank, key, pending, now);
 }
 
-Coordinator::Pending& Coordinator::PendingFor(const std::string& key, const ProcessSet& set,
+Coordinator::Pending& Coordinator::PendingFor(const Request& request, const std::string& key,
                                               TimeNs now) {
   if (pending_.empty()) stall_check_ns_ = After(now, stall_inspector_.interval_ns());
   Pending& pending = pending_[key];
   if (pending.set == nullptr) {
-    pending.set = &set;
-    pending.reported.resize(set.ranks.size());
+    pending.set = sets_.Find(request.process_set);
+    pending.reported.resize(pending.set->ranks.size());
     pending.since_ns = now;
+    pending.fusable = request.kind == Collective::kAllreduce;
+    if (pending.fusable) ++fusable_[request.process_set];
   }
   return pending;
 }
@@ -149,7 +150,7 @@ void Coordinator::Complete(const std::string& key, Pending& pending, TimeNs now)
     decision.name = request.name;
     decision.cache_id = 0;
   }
-  pending_.erase(std::string(key));  // `key` may live in what is erased
+  Forget(pending_.find(key));
   Ready(std::move(decision), bytes, urgent, now);
 }
 
@@ -196,12 +197,26 @@ void Coordinator::Ready(Decision decision, int64_t bytes, bool urgent, TimeNs no
   urgent_ = urgent_ || urgent;
 }
 
+void Coordinator::Forget(std::unordered_map<std::string, Pending>::iterator pending) {
+  if (pending->second.fusable) {
+    const auto count = fusable_.find(pending->second.any().process_set);
+    if (--count->second == 0) fusable_.erase(count);
+  }
+  pending_.erase(pending);
+}
+
+// Whether nothing is pending that what is ready could share a batch with.
+bool Coordinator::BurstIsComplete() const {
+  if (fusable_.empty()) return true;
+  return std::none_of(ready_.begin(), ready_.end(), [this](const Decision& decision) {
+    return fusable_.count(decision.process_set) != 0;
+  });
+}
+
 std::optional<Agreement> Coordinator::Decide(TimeNs now) {
   if (ready_.empty()) return std::nullopt;
-  // What waits for ranks to join may wait for long.
-  const size_t joins = joined_count_ > 0 ? 1 : 0;
-  const bool hold = !urgent_ && pending_.size() > joins && ready_bytes_ < options_.fusion_bytes &&
-                    now < After(ready_since_ns_, options_.hold_ns);
+  const bool hold = !urgent_ && ready_bytes_ < options_.fusion_bytes &&
+                    now < After(ready_since_ns_, options_.hold_ns) && !BurstIsComplete();
   if (hold) return std::nullopt;
   Agreement agreement;
   agreement.sequence = ++sequence_;

@@ -49,9 +49,9 @@ class Coordinator {
   // Queues a switch of the timeline, in order with everything else.
   void SwitchTimeline(bool on, bool mark_cycles);
 
-  // What is decided by now, if anything. Requests that are ready wait at most `hold_ns` for
-  // others that some rank has reported already, so that a burst becomes one batch; a lone
-  // request does not wait.
+  // What is decided by now, if anything. Allreduces that are ready wait at most `hold_ns` for
+  // others of their process set that some rank has reported already, so that a burst becomes one
+  // batch; a lone request does not wait.
   std::optional<Agreement> Decide(TimeNs now);
   // What of the agreement just decided concerns `rank`; nothing: it need not be sent there.
   std::optional<Agreement> PartFor(int rank, const Agreement& agreement) const;
@@ -80,6 +80,7 @@ class Coordinator {
     uint64_t id = 0;  // the record that all reports so far named; 0: one came in full
     TimeNs since_ns = 0;
     int count = 0;
+    bool fusable = false;  // ready allreduces of its set may wait for it a little
     std::vector<char> reported;
     std::vector<Request> requests;   // filled once a report came in full
     const Record* record = nullptr;  // of `id`
@@ -88,7 +89,9 @@ class Coordinator {
 
   void ReportCached(int rank, uint64_t id, TimeNs now);
   void ReportFresh(int rank, const Request& request, TimeNs now);
-  Pending& PendingFor(const std::string& key, const ProcessSet& set, TimeNs now);
+  Pending& PendingFor(const Request& request, const std::string& key, TimeNs now);
+  void Forget(std::unordered_map<std::string, Pending>::iterator pending);
+  bool BurstIsComplete() const;
   void Expand(Pending& pending);
   void Count(int rank, const std::string& key, Pending& pending, TimeNs now);
   void Complete(const std::string& key, Pending& pending, TimeNs now);
@@ -111,6 +114,7 @@ class Coordinator {
   StallInspector stall_inspector_;
   ProcessSets sets_;
   std::unordered_map<std::string, Pending> pending_;  // by Key
+  std::map<int32_t, int> fusable_;                    // how many of pending_, by process set
   std::vector<char> joined_;                          // per rank
   int joined_count_ = 0;
   int last_joined_ = -1;

@@ -42,7 +42,7 @@ void Coordinator::RemoveSet(int32_t id, TimeNs now) {
     fail.process_set = id;
     fail.status = Status(Code::kMismatch, request.Title() + " (NEGOTIATE): the process set was " +
                                               "removed before all of its ranks had made this call");
-    pending = pending_.erase(pending);
+    Forget(pending++);
     Ready(std::move(fail), 0, /*urgent=*/true, now);
   }
   for (auto record = records_.begin(); record != records_.end();) {
