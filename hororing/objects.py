@@ -13,58 +13,71 @@ import cloudpickle
 
 from hororing import collectives, runtime
 from hororing.collectives import DTYPES, View
+from hororing.process_sets import ProcessSet, check_member, global_process_set
 
 # Sent in place of a size by a rank whose object cannot be pickled, so that nobody waits for it.
 _CANNOT_PICKLE = -1
 
 
-def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
+def broadcast_object(
+    obj: Any,
+    root_rank: int = 0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
     """Return, on every rank, the object that rank `root_rank` passes.
 
-    Other ranks' `obj` is ignored. The root gets its own object back, not a copy.
+    Other ranks' `obj` is ignored. `root_rank` counts among all ranks of the job. The root
+    gets its own object back, not a copy.
 
     Raises
     ------
     ValueError : on the other ranks, when the root's object cannot be pickled; the root itself
         raises what pickle raised.
     """
+    members = check_member(process_set, "broadcast_object")
     root_rank = collectives.check_root(root_rank, "broadcast_object")
-    name = collectives.default_name("broadcast_object") if name is None else name
+    name = collectives.default_name("broadcast_object", members) if name is None else name
     is_root = runtime.rank() == root_rank
     payload, failure = _dump(obj) if is_root else (bytearray(), None)
     size = array.array("q", [_CANNOT_PICKLE if failure else len(payload)])
-    _broadcast(size, "int64", 1, root_rank, f"{name}.sz")
+    _broadcast(size, "int64", 1, root_rank, f"{name}.sz", members)
     if failure is not None:
         raise failure
     if size[0] == _CANNOT_PICKLE:
         raise ValueError(f"broadcast_object '{name}': rank {root_rank} cannot pickle its object")
     if not is_root:
         payload = bytearray(size[0])
-    _broadcast(payload, "uint8", size[0], root_rank, f"{name}.t")
+    _broadcast(payload, "uint8", size[0], root_rank, f"{name}.t", members)
     return obj if is_root else cloudpickle.loads(payload)
 
 
-def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
-    """Return a list of the objects of all ranks, in rank order.
+def allgather_object(
+    obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Any]:
+    """Return a list of the objects of all ranks of the process set, in rank order.
 
     Raises
     ------
     ValueError : on the other ranks, when some rank's object cannot be pickled; that rank raises
         what pickle raised.
     """
-    name = collectives.default_name("allgather_object") if name is None else name
+    members = check_member(process_set, "allgather_object")
+    name = collectives.default_name("allgather_object", members) if name is None else name
     payload, failure = _dump(obj)
     mine = array.array("q", [_CANNOT_PICKLE if failure else len(payload)])
-    sizes = array.array("q", bytes(_allgather(mine, "int64", 1, f"{name}.sz")))
+    sizes = array.array("q", bytes(_allgather(mine, "int64", 1, f"{name}.sz", members)))
     if failure is not None:
         raise failure
-    broken = [rank for rank, size in enumerate(sizes) if size == _CANNOT_PICKLE]
+    broken = [
+        rank for rank, size in zip(process_set.ranks, sizes, strict=True) if size == _CANNOT_PICKLE
+    ]
     if broken:
         raise ValueError(
             f"allgather_object '{name}': rank{'s' if broken[1:] else ''} "
             f"{', '.join(map(str, broken))} cannot pickle their object"
         )
-    gathered = memoryview(_allgather(payload, "uint8", len(payload), f"{name}.t"))
+    gathered = memoryview(_allgather(payload, "uint8", len(payload), f"{name}.t", members))
     objects, begin = [], 0
     for size in sizes:
         objects.append(cloudpickle.loads(gathered[begin : begin + size]))
@@ -79,7 +92,9 @@ def _dump(obj: Any) -> tuple[bytearray, BaseException | None]:
         return bytearray(), error
 
 
-def _broadcast(buffer: Any, dtype: str, count: int, root_rank: int, name: str) -> None:
+def _broadcast(
+    buffer: Any, dtype: str, count: int, root_rank: int, name: str, members: int
+) -> None:
     address = collectives.address_of(buffer)
     view = View(address, address, DTYPES[dtype], (count,))
     collectives.wait(
@@ -89,13 +104,14 @@ def _broadcast(buffer: Any, dtype: str, count: int, root_rank: int, name: str) -
             [view],
             keep=buffer,
             finish=_nothing,
+            process_set=members,
             root=root_rank,
             wait_follows=True,
         )
     )
 
 
-def _allgather(buffer: Any, dtype: str, count: int, name: str) -> Any:
+def _allgather(buffer: Any, dtype: str, count: int, name: str, members: int) -> Any:
     view = View(collectives.address_of(buffer), 0, DTYPES[dtype], (count,))
     return collectives.wait(
         collectives.submit(
@@ -104,6 +120,7 @@ def _allgather(buffer: Any, dtype: str, count: int, name: str) -> Any:
             [view],
             keep=buffer,
             finish=lambda handle: collectives.take(handle, 0).buffer,
+            process_set=members,
             wait_follows=True,
         )
     )

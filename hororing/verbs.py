@@ -469,7 +469,7 @@ class Verbs(Generic[T]):
         Returns the rows in the order of the ranks they come from; with `splits`, also how many
         came from each, as int32.
         """
-        handle = self._alltoall(tensor, splits, name, process_set, wait_follows=True)
+        handle = self.exchange_async(tensor, splits, name, process_set, wait_follows=True)
         received, received_splits = collectives.wait(handle)
         return received if splits is None else (received, received_splits)
 
@@ -481,9 +481,9 @@ class Verbs(Generic[T]):
         process_set: ProcessSet = global_process_set,
     ) -> int:
         """Start an `alltoall`; `synchronize(handle)` returns rows and received splits."""
-        return self._alltoall(tensor, splits, name, process_set)
+        return self.exchange_async(tensor, splits, name, process_set)
 
-    def _alltoall(
+    def exchange_async(
         self,
         tensor: T,
         splits: Any,
@@ -492,6 +492,7 @@ class Verbs(Generic[T]):
         *,
         wait_follows: bool = False,
     ) -> int:
+        """Start what the verbs above describe; `wait_follows` as for `reduce_async`."""
         members = check_member(process_set, "alltoall")
         adapter = self.adapter
         rows = None if splits is None else adapter.splits(splits)
@@ -616,7 +617,7 @@ class Verbs(Generic[T]):
             raise ValueError(
                 f"{verb}: a tensor without dimensions has no rows to scatter; use allreduce"
             )
-        place, size = _place_and_size(process_set)
+        place, size = place_and_size(process_set)
         outputs = [
             adapter.empty_rows(tensor, rows_of(shape[0], size, place))
             for tensor, shape in zip(inputs, shapes, strict=True)
@@ -668,7 +669,8 @@ def rows_of(rows: int, size: int, place: int) -> int:
     return rows // size + (place < rows % size)
 
 
-def _place_and_size(process_set: ProcessSet) -> tuple[int, int]:
+def place_and_size(process_set: ProcessSet) -> tuple[int, int]:
+    """Return this rank's place among the ranks of the set, and how many those are."""
     if process_set is global_process_set:
         return rank(), size()
     return process_set.ranks.index(rank()), len(process_set.ranks)

@@ -23,7 +23,8 @@ from hororing import collectives
 from hororing.collectives import PreparedAllreduce
 from hororing.compression import Compressor, NoneCompressor
 from hororing.torch.adapter import DTYPES
-from hororing.torch.ops import start_sparse_allreduce, synchronize, verbs
+from hororing.torch.ops import start_sparse_allreduce, synchronize
+from hororing.torch.verbs import verbs
 
 
 class Options(NamedTuple):

@@ -1,52 +1,19 @@
-"""Horovod's name for `hororing.torch.ops` and the functions of `hororing.runtime`."""
+"""Horovod's name for the verbs and what belongs to them. `hororing.torch` has the same names."""
 
+from types import SimpleNamespace
+
+from hororing import process_sets, runtime
 from hororing.collectives import Adasum, Average, Max, Min, Product, Sum
 from hororing.errors import HororingInternalError, HorovodInternalError
-from hororing.runtime import (
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rank,
-    rocm_built,
-    shutdown,
-    size,
-    start_timeline,
-    stop_timeline,
-)
-from hororing.torch.ops import (
-    allgather,
-    allgather_async,
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    barrier,
-    broadcast,
-    broadcast_,
-    broadcast_async,
-    broadcast_async_,
-    grouped_allgather,
-    grouped_allgather_async,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-    poll,
-    sparse_allreduce_async,
-    synchronize,
+from hororing.process_sets import *  # noqa: F403
+from hororing.runtime import *  # noqa: F403
+from hororing.torch import ops
+from hororing.torch.ops import *  # noqa: F403
+
+# Horovod's scripts and tests ask this object too.
+_basics = SimpleNamespace(
+    **{name: getattr(runtime, name) for name in runtime.__all__},
+    _get_process_set_ids_and_ranks=process_sets.ids_and_ranks,
 )
 
 __all__ = [
@@ -58,46 +25,7 @@ __all__ = [
     "Min",
     "Product",
     "Sum",
-    "allgather",
-    "allgather_async",
-    "allreduce",
-    "allreduce_",
-    "allreduce_async",
-    "allreduce_async_",
-    "barrier",
-    "broadcast",
-    "broadcast_",
-    "broadcast_async",
-    "broadcast_async_",
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
-    "gloo_built",
-    "gloo_enabled",
-    "grouped_allgather",
-    "grouped_allgather_async",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "grouped_allreduce_async",
-    "grouped_allreduce_async_",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "poll",
-    "rank",
-    "rocm_built",
-    "shutdown",
-    "size",
-    "sparse_allreduce_async",
-    "start_timeline",
-    "stop_timeline",
-    "synchronize",
 ]
+__all__ += ops.__all__
+__all__ += process_sets.__all__
+__all__ += runtime.__all__

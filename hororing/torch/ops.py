@@ -1,31 +1,25 @@
 """The verbs on torch tensors. See `hororing.verbs.Verbs` for what each does.
 
-The blocking verbs that return new tensors are differentiable:
-
-* allreduce: the gradient is reduced with the same operation and factors (which for Min, Max and
-  Product is not the mathematical gradient, but what Horovod does);
-* allgather: the average of the whole gradient, of which each rank takes its own rows;
-* broadcast: the average of the gradient on the root, zero elsewhere.
-
-The requests of a backward pass are named after those of the forward pass, so ranks may run
-their graphs in any order. Verbs that write in place and asynchronous ones are not recorded.
+The blocking verbs that return new tensors are differentiable: `hororing.torch.autograd` says how.
+Verbs that write in place and asynchronous ones are not recorded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 
 from hororing import collectives
-from hororing.collectives import Average, default_name
+from hororing.collectives import default_name
 from hororing.compression import Compressor, NoneCompressor, check_compression
-from hororing.runtime import rank, size
-from hororing.torch.adapter import TorchAdapter
-from hororing.verbs import Verbs, barrier, poll, synchronize
-
-verbs: Verbs[torch.Tensor] = Verbs(TorchAdapter())
+from hororing.process_sets import ProcessSet, check_member, global_process_set
+from hororing.torch import autograd
+from hororing.torch.autograd import Request
+from hororing.torch.verbs import verbs
+from hororing.verbs import Verbs, barrier, join, place_and_size, poll, synchronize
 
 allreduce_ = verbs.allreduce_
 allreduce_async = verbs.allreduce_async
@@ -38,6 +32,9 @@ broadcast_async = verbs.broadcast_async
 broadcast_async_ = verbs.broadcast_async_
 allgather_async = verbs.allgather_async
 grouped_allgather_async = verbs.grouped_allgather_async
+alltoall_async = verbs.alltoall_async
+reducescatter_async = verbs.reducescatter_async
+grouped_reducescatter_async = verbs.grouped_reducescatter_async
 
 
 def _recorded(tensors: Iterable[object]) -> bool:
@@ -46,77 +43,31 @@ def _recorded(tensors: Iterable[object]) -> bool:
     )
 
 
-class _Allreduce(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        verb: str,
-        name: str,
-        op: int,
-        factors: tuple[float, float],
-        *tensors: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.arguments = verb, f"{name}.grad", op, factors
-        handle = verbs.reduce_async(
-            verb, tensors, False, name, op, *factors, tuple, wait_follows=True
-        )
-        results: tuple[torch.Tensor, ...] = collectives.wait(handle)
-        # Integers of a mixed group have no gradient.
-        ctx.mark_non_differentiable(*(r for r in results if not r.is_floating_point()))
-        ctx.recorded = [index for index, r in enumerate(results) if r.is_floating_point()]
-        return results
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        mine: list[torch.Tensor | None] = [None] * len(gradients)
-        reduced = _reduced(*ctx.arguments, *(gradients[i] for i in ctx.recorded))
-        for index, gradient in zip(ctx.recorded, reduced, strict=True):
-            mine[index] = gradient
-        return (None, None, None, None, *mine)
+def _request(
+    verb: str,
+    name: str | None,
+    process_set: ProcessSet,
+    op: int = collectives.Average,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+) -> Request:
+    """Name the request now: its gradient is named after it."""
+    members = check_member(process_set, verb)
+    if name is None:
+        name = default_name(verb, members)
+    return Request(verb, name, process_set, op, (prescale, postscale))
 
 
-class _Allgather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, verb: str, name: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        results: tuple[torch.Tensor, ...] = collectives.wait(
-            verbs.gather_async(verb, tensors, name, wait_follows=True)
-        )
-        ctx.name, ctx.rows = name, [tensor.shape[0] for tensor in tensors]
-        ctx.mark_non_differentiable(*(r for r in results if not r.is_floating_point()))
-        ctx.recorded = [index for index, r in enumerate(results) if r.is_floating_point()]
-        return results
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        averaged = _reduced(
-            "grouped_allreduce", f"{ctx.name}.grad", Average, (1.0, 1.0),
-            *(gradients[i] for i in ctx.recorded),
-        )  # fmt: skip
-        # rows[r][i]: rows of tensor i on rank r
-        rows = verbs.allgather(torch.tensor([ctx.rows]), f"{ctx.name}.rows")
-        before = rows[: rank()].sum(dim=0).tolist()
-        mine: list[torch.Tensor | None] = [None] * len(gradients)
-        for index, gradient in zip(ctx.recorded, averaged, strict=True):
-            mine[index] = gradient.narrow(0, before[index], ctx.rows[index])
-        return (None, None, *mine)
-
-
-class _Broadcast(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, root_rank: int, name: str) -> torch.Tensor:
-        ctx.root_rank, ctx.name = root_rank, name
-        return verbs.broadcast(tensor, root_rank, name)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        (averaged,) = _reduced("allreduce", f"{ctx.name}.grad", Average, (1.0, 1.0), gradient)
-        return averaged if rank() == ctx.root_rank else torch.zeros_like(averaged), None, None
-
-
-# torch does not declare the type of `apply`.
-_reduced: Any = _Allreduce.apply
-_gathered: Any = _Allgather.apply
-_sent: Any = _Broadcast.apply
+def _compressed(
+    compression: type[Compressor], tensors: Iterable[torch.Tensor], call: Callable[..., Any]
+) -> list[torch.Tensor]:
+    check_compression(compression)
+    packed = [compression.compress(tensor) for tensor in tensors]
+    results = call(*(tensor for tensor, _ in packed))
+    return [
+        compression.decompress(result, context)
+        for result, (_, context) in zip(results, packed, strict=True)
+    ]
 
 
 def allreduce(
@@ -127,20 +78,15 @@ def allreduce(
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """Differentiable `Verbs.allreduce`."""
     chosen = collectives.choose_op(op, average)
+    factors = prescale_factor, postscale_factor
     if not _recorded([tensor]):
-        return verbs.allreduce(
-            tensor, None, name, compression, chosen, prescale_factor, postscale_factor
-        )
-    check_compression(compression)
-    compressed, context = compression.compress(tensor)
-    (result,) = _reduced(
-        "allreduce", name or default_name("allreduce"), chosen,
-        (prescale_factor, postscale_factor), compressed,
-    )  # fmt: skip
-    return compression.decompress(result, context)  # type: ignore[no-any-return]
+        return verbs.allreduce(tensor, None, name, compression, chosen, *factors, process_set)
+    request = _request("allreduce", name, process_set, chosen, *factors)
+    return _compressed(compression, [tensor], partial(autograd.allreduce, request))[0]
 
 
 def grouped_allreduce(
@@ -151,59 +97,118 @@ def grouped_allreduce(
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """Differentiable `Verbs.grouped_allreduce`."""
     chosen = collectives.choose_op(op, average)
+    factors = prescale_factor, postscale_factor
     tensors = list(tensors)
     if not _recorded(tensors):
         return verbs.grouped_allreduce(
-            tensors, None, name, compression, chosen, prescale_factor, postscale_factor
+            tensors, None, name, compression, chosen, *factors, process_set
         )
-    check_compression(compression)
-    packed = [compression.compress(tensor) for tensor in tensors]
-    results = _reduced(
-        "grouped_allreduce", name or default_name("grouped_allreduce"), chosen,
-        (prescale_factor, postscale_factor), *(compressed for compressed, _ in packed),
-    )  # fmt: skip
-    return [
-        compression.decompress(result, context)
-        for result, (_, context) in zip(results, packed, strict=True)
-    ]
+    request = _request("grouped_allreduce", name, process_set, chosen, *factors)
+    return _compressed(compression, tensors, partial(autograd.allreduce, request))
 
 
-def allgather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
+def allgather(
+    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor:
     """Differentiable `Verbs.allgather`."""
     if not _recorded([tensor]):
-        return verbs.allgather(tensor, name)
-    (result,) = _gathered("allgather", name or default_name("allgather"), tensor)
+        return verbs.allgather(tensor, name, process_set)
+    (result,) = autograd.allgather(_request("allgather", name, process_set), tensor)
     return result  # type: ignore[no-any-return]
 
 
 def grouped_allgather(
-    tensors: Iterable[torch.Tensor], name: str | None = None
+    tensors: Iterable[torch.Tensor],
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> tuple[torch.Tensor, ...]:
     """Differentiable `Verbs.grouped_allgather`."""
     tensors = list(tensors)
     if not _recorded(tensors):
-        return verbs.grouped_allgather(tensors, name)
-    name = name or default_name("grouped_allgather")
-    return _gathered("grouped_allgather", name, *tensors)  # type: ignore[no-any-return]
+        return verbs.grouped_allgather(tensors, name, process_set)
+    request = _request("grouped_allgather", name, process_set)
+    return autograd.allgather(request, *tensors)  # type: ignore[no-any-return]
 
 
-def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:
+def broadcast(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
     """Differentiable `Verbs.broadcast`."""
     if not _recorded([tensor]):
-        return verbs.broadcast(tensor, root_rank, name)
-    return _sent(tensor, root_rank, name or default_name("broadcast"))  # type: ignore[no-any-return]
+        return verbs.broadcast(tensor, root_rank, name, process_set)
+    request = _request("broadcast", name, process_set)
+    return autograd.broadcast(request, root_rank, tensor)  # type: ignore[no-any-return]
+
+
+def alltoall(
+    tensor: torch.Tensor,
+    splits: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Differentiable `Verbs.alltoall`."""
+    if not _recorded([tensor]):
+        return verbs.alltoall(tensor, splits, name, process_set)
+    request = _request("alltoall", name, process_set)
+    received, received_splits = autograd.alltoall(request, splits, tensor)
+    return received if splits is None else (received, received_splits)
+
+
+def reducescatter(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    compression: type[Compressor] = NoneCompressor,
+    op: int = collectives.Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> torch.Tensor:
+    """Differentiable `Verbs.reducescatter`."""
+    factors = prescale_factor, postscale_factor
+    if not _recorded([tensor]):
+        return verbs.reducescatter(tensor, name, compression, op, process_set, *factors)
+    request = _request("reducescatter", name, process_set, op, *factors)
+    return _compressed(compression, [tensor], partial(autograd.reducescatter, request))[0]
+
+
+def grouped_reducescatter(
+    tensors: Iterable[torch.Tensor],
+    name: str | None = None,
+    compression: type[Compressor] = NoneCompressor,
+    op: int = collectives.Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[torch.Tensor]:
+    """Differentiable `Verbs.grouped_reducescatter`."""
+    factors = prescale_factor, postscale_factor
+    tensors = list(tensors)
+    if not _recorded(tensors):
+        return verbs.grouped_reducescatter(tensors, name, compression, op, process_set, *factors)
+    request = _request("grouped_reducescatter", name, process_set, op, *factors)
+    return _compressed(compression, tensors, partial(autograd.reducescatter, request))
 
 
 # Their parameters and results are those of the verbs.
-for _function in (allreduce, grouped_allreduce, allgather, grouped_allgather, broadcast):
+for _function in (
+    allreduce, grouped_allreduce, allgather, grouped_allgather, broadcast, alltoall,
+    reducescatter, grouped_reducescatter,
+):  # fmt: skip
     _function.__doc__ = getattr(Verbs, _function.__name__).__doc__
 
 
 def sparse_allreduce_async(
-    tensor: torch.Tensor, name: str | None, op: int
+    tensor: torch.Tensor,
+    name: str | None,
+    op: int,
+    process_set: ProcessSet = global_process_set,
 ) -> Callable[[], torch.Tensor]:
     """Start the sum or average of sparse COO tensors and return a function that finishes it.
 
@@ -214,12 +219,15 @@ def sparse_allreduce_async(
     ------
     ValueError : on every rank, from the returned function, when the dense shapes differ.
     """
-    _, finish = start_sparse_allreduce(tensor, name, op)
+    _, finish = start_sparse_allreduce(tensor, name, op, process_set)
     return finish
 
 
 def start_sparse_allreduce(
-    tensor: torch.Tensor, name: str | None, op: int
+    tensor: torch.Tensor,
+    name: str | None,
+    op: int,
+    process_set: ProcessSet = global_process_set,
 ) -> tuple[int, Callable[[], torch.Tensor]]:
     """Return the handle as well, for those who may abandon it."""
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.sparse_coo:
@@ -234,7 +242,7 @@ def start_sparse_allreduce(
         )
     # Gathering joins along the first dimension: one row per stored value, one row of the shape.
     rows = [tensor._indices().t(), tensor._values(), torch.tensor([tensor.shape])]
-    handle = verbs.gather_async("sparse_allreduce", rows, name)
+    handle = verbs.gather_async("sparse_allreduce", rows, name, process_set=process_set)
     shape = tensor.shape
 
     def finish() -> torch.Tensor:
@@ -245,7 +253,7 @@ def start_sparse_allreduce(
                 "rank must pass the same dense shape"
             )
         if op == collectives.Average:
-            values = values / size()
+            values = values / place_and_size(process_set)[1]
         return torch.sparse_coo_tensor(indices.t(), values, shape, check_invariants=False)
 
     return handle, finish
@@ -258,6 +266,8 @@ __all__ = [
     "allreduce_",
     "allreduce_async",
     "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
     "barrier",
     "broadcast",
     "broadcast_",
@@ -269,7 +279,12 @@ __all__ = [
     "grouped_allreduce_",
     "grouped_allreduce_async",
     "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
+    "join",
     "poll",
+    "reducescatter",
+    "reducescatter_async",
     "sparse_allreduce_async",
     "synchronize",
 ]

@@ -25,8 +25,8 @@ from hororing.collectives import Average
 from hororing.compression import Compressor, NoneCompressor, check_compression
 from hororing.runtime import size
 from hororing.torch.gradient import Options
-from hororing.torch.ops import verbs
 from hororing.torch.reducer import Reducer
+from hororing.torch.verbs import verbs
 
 
 class _Settings(NamedTuple):

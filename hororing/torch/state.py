@@ -12,7 +12,7 @@ import torch
 from hororing import collectives
 from hororing.objects import allgather_object, broadcast_object
 from hororing.runtime import rank
-from hororing.torch.ops import verbs
+from hororing.torch.verbs import verbs
 
 
 def broadcast_parameters(
