@@ -31,7 +31,7 @@
 namespace hororing {
 namespace {
 
-constexpr size_t kAhead = 16;
+constexpr size_t kAhead = 8;
 
 }  // namespace
 
