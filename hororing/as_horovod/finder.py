@@ -1,0 +1,142 @@
+"""Makes Python's import system find hororing's modules under Horovod's names.
+
+The finder stands before all others and answers for every name that begins with "horovod": with our
+own module object, of which there is never a second copy, or with an ImportError that names what
+does not exist. A Horovod that is installed beside us is hidden, not touched.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from multiprocessing import spawn
+from types import ModuleType
+from typing import Any
+
+import hororing
+from hororing.as_horovod.names import MODULES, WAYS_OUT, way_out
+
+_HOROVODS_NAME = {ours: name for name, ours in MODULES.items()}
+
+
+def _not_here(name: str) -> str:
+    return f"{name} is not part of hororing {hororing.__version__}: {way_out(name)}"
+
+
+class _Loader(Loader):
+    """Loads a module of ours for Horovod's name."""
+
+    def __init__(self, ours: str) -> None:
+        self.ours = ours
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return None  # an empty module, which nobody keeps
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert module.__spec__ is not None
+        name = module.__spec__.name
+        ours = importlib.import_module(self.ours)
+        if hasattr(ours, "__path__") and "__getattr__" not in vars(ours):
+            ours.__getattr__ = _submodules_of(name)  # type: ignore[method-assign]
+        # The import system takes what it finds here for the module.
+        sys.modules[name] = ours
+
+
+def _submodules_of(package: str) -> Callable[[str], Any]:
+    """`__getattr__` of a package: its modules are there without importing them, as in Horovod."""
+
+    def get(attribute: str) -> Any:
+        name = f"{package}.{attribute}"
+        if name in MODULES and _finder.our_spec(name) is not None:
+            return importlib.import_module(name)
+        if name in MODULES or name in WAYS_OUT:
+            raise AttributeError(_not_here(name))
+        raise AttributeError(f"module {package!r} has no attribute {attribute!r}")
+
+    return get
+
+
+class _Finder(MetaPathFinder):
+    """Answers for Horovod's modules."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname.partition(".")[0] != "horovod":
+            self._refuse_attribute(fullname)
+            return None
+        ours = self.our_spec(fullname)
+        if ours is None:
+            # Not a ModuleNotFoundError, which `from package import module` replaces by its own.
+            raise ImportError(_not_here(fullname), name=fullname)
+        is_package = ours.submodule_search_locations is not None
+        return ModuleSpec(fullname, _Loader(ours.name), origin=ours.origin, is_package=is_package)
+
+    def _refuse_attribute(self, fullname: str) -> None:
+        """`from horovod.torch import elastic` asks for hororing.torch.elastic."""
+        parent, _, child = fullname.rpartition(".")
+        if parent not in _HOROVODS_NAME:
+            return
+        name = f"{_HOROVODS_NAME[parent]}.{child}"
+        if (name in MODULES or name in WAYS_OUT) and self.our_spec(name) is None:
+            raise ImportError(_not_here(name), name=name)
+
+    def our_spec(self, name: str) -> ModuleSpec | None:
+        """Look for our module by the other finders; None where there is none."""
+        ours = MODULES.get(name)
+        if ours is None:
+            return None
+        package = importlib.import_module(ours.rpartition(".")[0])
+        for finder in sys.meta_path:
+            spec = None if finder is self else finder.find_spec(ours, package.__path__)
+            if spec is not None:
+                return spec
+        return None
+
+
+_finder = _Finder()
+
+
+class _InstallOnArrival:
+    """Installs the finder in the process in which it is unpickled."""
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        return install, ()
+
+
+def install() -> None:
+    """Let ``import horovod`` and its modules mean hororing, in this process and its workers.
+
+    Does nothing the second time.
+
+    Raises
+    ------
+    ImportError : another horovod has been imported already.
+    """
+    if _finder in sys.meta_path:
+        return
+    imported = sys.modules.get("horovod")
+    if imported is not None:
+        raise ImportError(
+            f"a horovod has been imported already, from {getattr(imported, '__file__', None)}: "
+            "call hororing.as_horovod.install() before the first `import horovod`, or start the "
+            "script with python -m hororing.as_horovod"
+        )
+    sys.meta_path.insert(0, _finder)
+    _reach_workers()
+
+
+def _reach_workers() -> None:
+    """Workers that multiprocessing spawns import the script again, and horovod with it.
+
+    They unpickle their preparation data before that.
+    """
+    prepare = spawn.get_preparation_data
+
+    def get_preparation_data(name: str) -> dict[str, Any]:
+        return {**prepare(name), "hororing.as_horovod": _InstallOnArrival()}
+
+    spawn.get_preparation_data = get_preparation_data

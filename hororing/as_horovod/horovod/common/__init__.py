@@ -1,0 +1,1 @@
+"""What `import horovod.common` gives: its modules."""

@@ -1,0 +1,70 @@
+"""The table: which module of Horovod is which of ours. Modules only; what they hold is theirs."""
+
+from __future__ import annotations
+
+# A module of ours that does not exist is an error when somebody imports it under Horovod's name,
+# and works by itself from the day on which it does.
+MODULES = {
+    "horovod": "hororing.as_horovod.horovod",
+    "horovod.common": "hororing.as_horovod.horovod.common",
+    "horovod.common.basics": "hororing.runtime",
+    "horovod.common.elastic": "hororing.elastic",
+    "horovod.common.exceptions": "hororing.as_horovod.horovod.common.exceptions",
+    "horovod.common.process_sets": "hororing.process_sets",
+    "horovod.common.util": "hororing.as_horovod.horovod.common.util",
+    "horovod.torch": "hororing.torch",
+    "horovod.torch.compression": "hororing.torch.compression",
+    "horovod.torch.elastic": "hororing.torch.elastic",
+    "horovod.torch.elastic.sampler": "hororing.torch.elastic.sampler",
+    "horovod.torch.elastic.state": "hororing.torch.elastic.state",
+    "horovod.torch.functions": "hororing.torch.functions",
+    "horovod.torch.mpi_ops": "hororing.torch.mpi_ops",
+    "horovod.torch.optimizer": "hororing.torch.optimizer",
+    "horovod.torch.sync_batch_norm": "hororing.torch.sync_batch_norm",
+    "horovod.tensorflow": "hororing.tensorflow",
+    "horovod.tensorflow.compression": "hororing.tensorflow.compression",
+    "horovod.tensorflow.elastic": "hororing.tensorflow.elastic",
+    "horovod.tensorflow.functions": "hororing.tensorflow.functions",
+    "horovod.tensorflow.keras": "hororing.tensorflow.keras",
+    "horovod.tensorflow.keras.callbacks": "hororing.tensorflow.keras.callbacks",
+    "horovod.tensorflow.keras.elastic": "hororing.tensorflow.keras.elastic",
+    "horovod.tensorflow.mpi_ops": "hororing.tensorflow.mpi_ops",
+    "horovod.tensorflow.sync_batch_norm": "hororing.tensorflow.sync_batch_norm",
+    "horovod.keras": "hororing.keras",
+    "horovod.keras.callbacks": "hororing.keras.callbacks",
+    "horovod.keras.elastic": "hororing.keras.elastic",
+}
+
+_ELASTIC = "to survive a lost rank, write checkpoints and start the job again from the last one"
+_LAUNCH = (
+    "start the script with mpirun: mpirun -np 4 python -m hororing.as_horovod train.py "
+    "(several hosts: -H host1:2,host2:2)"
+)
+_NEUTRAL = "hororing.numpy has the same collectives on any framework's arrays"
+
+# The way out, for what does not exist: a name and all names below it.
+WAYS_OUT = {
+    "horovod.run": _LAUNCH,
+    "horovod.runner": _LAUNCH,
+    "horovod.spark": f"run it without Spark; {_LAUNCH}",
+    "horovod.ray": f"run it without Ray; {_LAUNCH}",
+    "horovod.data": "use a DataLoader with num_workers, which reads ahead as well",
+    "horovod.mxnet": f"MXNet is retired; {_NEUTRAL}",
+    "horovod.common.elastic": _ELASTIC,
+    "horovod.torch.elastic": _ELASTIC,
+    "horovod.tensorflow": _NEUTRAL,
+    "horovod.tensorflow.data": "give every rank its part of the data with Dataset.shard()",
+    "horovod.tensorflow.elastic": _ELASTIC,
+    "horovod.tensorflow.keras.elastic": _ELASTIC,
+    "horovod.keras": _NEUTRAL,
+    "horovod.keras.elastic": _ELASTIC,
+}
+
+
+def way_out(name: str) -> str:
+    """What to do about a name that does not exist here."""
+    while name:
+        if name in WAYS_OUT:
+            return WAYS_OUT[name]
+        name = name.rpartition(".")[0]
+    return "docs/migrating.md lists what there is"
