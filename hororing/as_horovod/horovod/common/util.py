@@ -31,7 +31,7 @@ def _adapter_exists(framework: str) -> bool:
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
     """Whether hororing's adapter for "torch", "tensorflow" or "keras" works here."""
-    return _said(_adapter_exists(ext_base_name), f"an adapter for {ext_base_name}", verbose)
+    return _said(_adapter_exists(ext_base_name), f"adapter for {ext_base_name}", verbose)
 
 
 def check_extension(ext_name: str, *build: object) -> None:
@@ -82,7 +82,7 @@ def ccl_built(verbose: bool = False) -> bool:
 
 def _said(there: bool, what: str, verbose: bool) -> bool:
     if verbose:
-        print(f"hororing has {'' if there else 'no '}{what}")
+        print(f"{what}: {'yes' if there else 'no'}")
     return there
 
 
