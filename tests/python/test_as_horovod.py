@@ -606,3 +606,9 @@ def test_rank_0_says_what_horovods_variables_do_not_do():
     assert "HOROVOD_AUTOTUNE=1 has no effect here: nothing is tuned" in said[0]
     assert "INFO" in said[1]
     assert said[1].endswith("ignored, since they have no meaning here: HOROVOD_NUM_NCCL_STREAMS")
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_uneven_data_trains_with_join(size: int):
+    done = job(size, SCRIPTS / "uneven_data.py")
+    assert finished(done) == f"done: 3 epochs, {size} ranks"
