@@ -77,7 +77,7 @@ int RunRank(const Options& options, const std::string& name, int rank, int ranks
   const bool crowded = ranks > sysconf(_SC_NPROCESSORS_ONLN);
   const TimeNs spin_ns = options.spin_ns >= 0 ? options.spin_ns : (crowded ? 5 : 50) * kMicrosecond;
   ShmTransport transport(segment, rank, spin_ns);
-  ShmDirectBackend backend(transport);
+  ShmDirectBackend backend(transport, Members::World(transport.size()));
   for (size_t bytes : options.bytes) {
     const size_t elements = std::max<size_t>(bytes / 4, 1);
     std::vector<float> data(elements), copy(elements);

@@ -4,6 +4,12 @@
 
 namespace hororing {
 
+Members Members::World(int size) {
+  Members world;
+  for (int rank = 0; rank < size; ++rank) world.ranks.push_back(rank);
+  return world;
+}
+
 size_t Batch::bytes() const {
   size_t elements = 0;
   for (const BatchEntry& entry : entries) elements += entry.elements;

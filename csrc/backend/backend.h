@@ -45,6 +45,15 @@ struct Batch {
   size_t bytes() const;  // of this rank's inputs
 };
 
+// Which ranks of a transport run batches together: those of one process set.
+struct Members {
+  std::vector<int> ranks;   // ascending
+  int set = 0;              // 0: all ranks
+  uint64_t generation = 0;  // tells the set from earlier ones of that number
+
+  static Members World(int size);
+};
+
 class Backend {
  public:
   virtual ~Backend() = default;

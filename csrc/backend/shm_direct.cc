@@ -24,6 +24,7 @@
 #include <algorithm>
 #include <cstring>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "backend/common.h"
@@ -52,6 +53,9 @@ struct Range {
   size_t begin, end;
   size_t bytes() const { return end - begin; }
 };
+
+// The number of the first block in a set's life. Above it there is room for 2^40 more.
+uint64_t FirstBlock(const Members& members) { return members.generation << 40; }
 
 // What all ranks compute alike from the batch and the segment.
 struct Plan {
@@ -84,15 +88,16 @@ struct Plan {
 // One batch on its way through the slots. `first` is the number of its first block.
 class Walk {
  public:
-  Walk(ShmTransport& transport, const Batch& batch, const Plan& plan, uint64_t first,
-       TimeNs deadline, TraceSink& trace)
+  Walk(ShmTransport& transport, const Members& members, int place, const Batch& batch,
+       const Plan& plan, uint64_t first, TimeNs deadline, TraceSink& trace)
       : transport_(transport),
         segment_(transport.segment()),
+        members_(members),
         batch_(batch),
         plan_(plan),
         trace_(trace),
-        rank_(transport.rank()),
-        size_(transport.size()),
+        rank_(place),
+        size_(static_cast<int>(members.ranks.size())),
         deadline_(deadline),
         end_(first + plan.blocks),
         first_(first),
@@ -119,45 +124,48 @@ class Walk {
   }
 
  private:
-  using Counter = std::atomic<uint64_t> RankState::*;
+  using Counter = std::atomic<uint64_t> DirectProgress::*;
+
+  DirectProgress& Progress(int member) const {
+    return segment_.rank_state(JobRank(member)).direct[members_.set];
+  }
+  int JobRank(int member) const { return members_.ranks[static_cast<size_t>(member)]; }
 
   // True when `counter` of every peer has reached `value`.
   bool PeersReached(Counter counter, uint64_t value) const {
     for (int peer = 0; peer < size_; ++peer) {
       if (peer == rank_) continue;
-      if ((segment_.rank_state(peer).*counter).load(std::memory_order_acquire) < value) {
-        return false;
-      }
+      if ((Progress(peer).*counter).load(std::memory_order_acquire) < value) return false;
     }
     return true;
   }
   void Publish(Counter counter, uint64_t value) {
-    (segment_.rank_state(rank_).*counter).store(value, std::memory_order_release);
+    (Progress(rank_).*counter).store(value, std::memory_order_release);
   }
 
   bool CanPack() const {
-    return packed_ < end_ &&
-           (packed_ < plan_.depth || PeersReached(&RankState::consumed, packed_ + 1 - plan_.depth));
+    return packed_ < end_ && (packed_ < FirstBlock(members_) + plan_.depth ||
+                              PeersReached(&DirectProgress::consumed, packed_ + 1 - plan_.depth));
   }
   bool CanReduce() const {
-    return reduced_ < packed_ && PeersReached(&RankState::packed, reduced_ + 1);
+    return reduced_ < packed_ && PeersReached(&DirectProgress::packed, reduced_ + 1);
   }
   bool CanUnpack() const {
-    return consumed_ < reduced_ && PeersReached(&RankState::reduced, consumed_ + 1);
+    return consumed_ < reduced_ && PeersReached(&DirectProgress::reduced, consumed_ + 1);
   }
 
   // The peers that the oldest unfinished block waits for, as text.
   std::string Lagging() const {
-    const Counter counter = consumed_ < reduced_ ? &RankState::reduced
-                            : reduced_ < packed_ ? &RankState::packed
-                                                 : &RankState::consumed;
+    const Counter counter = consumed_ < reduced_ ? &DirectProgress::reduced
+                            : reduced_ < packed_ ? &DirectProgress::packed
+                                                 : &DirectProgress::consumed;
     const uint64_t value = consumed_ < reduced_ ? consumed_ + 1
                            : reduced_ < packed_ ? reduced_ + 1
                                                 : packed_ + 1 - plan_.depth;
     std::string ranks;
     for (int peer = 0; peer < size_; ++peer) {
-      if (peer == rank_ || (segment_.rank_state(peer).*counter).load() >= value) continue;
-      ranks += (ranks.empty() ? "" : ", ") + std::to_string(peer);
+      if (peer == rank_ || (Progress(peer).*counter).load() >= value) continue;
+      ranks += (ranks.empty() ? "" : ", ") + std::to_string(JobRank(peer));
     }
     return ranks;
   }
@@ -172,8 +180,8 @@ class Walk {
       CopyIn({block.begin, own.begin});
       CopyIn({own.end, block.end});
     }
-    Publish(&RankState::packed, ++packed_);
-    transport_.RingWorkers();
+    Publish(&DirectProgress::packed, ++packed_);
+    transport_.RingWorkers(members_.ranks);
     span.End(block.bytes());
   }
 
@@ -183,13 +191,13 @@ class Walk {
     if (plan_.small) {
       Combine(block, reduced_, /*publish_result=*/false);
       // Nothing is left to unpack.
-      Publish(&RankState::reduced, ++reduced_);
-      Publish(&RankState::consumed, ++consumed_);
+      Publish(&DirectProgress::reduced, ++reduced_);
+      Publish(&DirectProgress::consumed, ++consumed_);
     } else {
       Combine(Slice(block, rank_), reduced_, /*publish_result=*/true);
-      Publish(&RankState::reduced, ++reduced_);
+      Publish(&DirectProgress::reduced, ++reduced_);
     }
-    transport_.RingWorkers();
+    transport_.RingWorkers(members_.ranks);
     span.End(block.bytes());
   }
 
@@ -204,8 +212,8 @@ class Walk {
         std::memcpy(place.output + (at - place.begin), from + (at - block.begin), bytes);
       });
     }
-    Publish(&RankState::consumed, ++consumed_);
-    transport_.RingWorkers();
+    Publish(&DirectProgress::consumed, ++consumed_);
+    transport_.RingWorkers(members_.ranks);
     span.End(block.bytes());
   }
 
@@ -239,7 +247,8 @@ class Walk {
   }
 
   std::byte* Room(int rank, uint64_t number) const {
-    return segment_.slot(rank) + static_cast<size_t>(number % plan_.depth) * plan_.capacity;
+    return segment_.slot(JobRank(rank)) +
+           static_cast<size_t>(number % plan_.depth) * plan_.capacity;
   }
   // Where block `number` lies in the virtual buffer.
   Range Block(uint64_t number) const {
@@ -271,10 +280,11 @@ class Walk {
 
   ShmTransport& transport_;
   ShmSegment& segment_;
+  const Members& members_;
   const Batch& batch_;
   const Plan& plan_;
   TraceSink& trace_;
-  const int rank_;
+  const int rank_;  // and the ranks below: places among the members
   const int size_;
   const TimeNs deadline_;
   const uint64_t end_;
@@ -286,9 +296,33 @@ class Walk {
   std::vector<const void*> sources_;
 };
 
+int PlaceOf(int rank, const std::vector<int>& ranks) {
+  return static_cast<int>(std::find(ranks.begin(), ranks.end(), rank) - ranks.begin());
+}
+
+// Until nobody reads this rank's slot any more. No rank waits here for ever: what the readers have
+// to do, they can do without this one, which has done its part.
+Status WaitForReaders(ShmTransport& transport, TimeNs deadline) {
+  const ShmTransport::SlotReaders& readers = transport.slot_readers();
+  const auto lagging = [&] {
+    std::string ranks;
+    for (const int rank : readers.ranks) {
+      const RankState& state = transport.segment().rank_state(rank);
+      const uint64_t consumed = state.direct[readers.set].consumed.load(std::memory_order_acquire);
+      if (consumed < readers.end) ranks += (ranks.empty() ? "" : ", ") + std::to_string(rank);
+    }
+    return ranks;
+  };
+  return transport.WaitUntil([&] { return lagging().empty(); }, lagging, deadline);
+}
+
 }  // namespace
 
-ShmDirectBackend::ShmDirectBackend(ShmTransport& transport) : transport_(transport) {}
+ShmDirectBackend::ShmDirectBackend(ShmTransport& transport, Members members)
+    : transport_(transport),
+      members_(std::move(members)),
+      place_(PlaceOf(transport.rank(), members_.ranks)),
+      next_block_(FirstBlock(members_)) {}
 
 bool ShmDirectBackend::HasRoom(const ShmSegment::Geometry& geometry) {
   return geometry.slot_bytes >= 2 * kEntryAlign;
@@ -300,7 +334,7 @@ bool ShmDirectBackend::Supports(const Batch& batch) const {
 
 Status ShmDirectBackend::Run(const Batch& batch, TimeNs deadline, TraceSink& trace) {
   HORORING_RETURN_IF_ERROR(Check(batch.reduce));
-  if (transport_.size() == 1) {
+  if (members_.ranks.size() == 1) {
     ReduceAlone(batch, trace);
     return Status::Ok();
   }
@@ -308,12 +342,17 @@ Status ShmDirectBackend::Run(const Batch& batch, TimeNs deadline, TraceSink& tra
   const Plan plan(batch, transport_.segment().geometry().slot_bytes);
   const uint64_t first = next_block_;
   next_block_ += plan.blocks;
-  broken_ = Walk(transport_, batch, plan, first, deadline, trace).Run();
+  ShmTransport::SlotReaders& readers = transport_.slot_readers();
+  const bool others = readers.set != members_.set || readers.generation != members_.generation;
+  if (others) broken_ = WaitForReaders(transport_, deadline);
+  if (!broken_.ok() || plan.blocks == 0) return broken_;
+  broken_ = Walk(transport_, members_, place_, batch, plan, first, deadline, trace).Run();
+  readers = {members_.ranks, members_.set, members_.generation, next_block_};
   return broken_;
 }
 
 size_t ShmDirectBackend::scratch_bytes() const {
-  return transport_.segment().geometry().slot_bytes;
+  return members_.set == 0 ? transport_.segment().geometry().slot_bytes : 0;
 }
 
 }  // namespace hororing

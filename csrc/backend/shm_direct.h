@@ -15,7 +15,10 @@
 // Invariants
 //   1. Block k of a slot is overwritten only when consumed[q] shows that every q is done with
 //      the block that lay there before.
-//   2. Block numbers never restart: they count on over all batches of the transport's life.
+//   2. Block numbers never restart: they count on over all batches of the set's life, and a later
+//      set of the same number begins above them.
+//   3. A rank's slot serves one set at a time: before another one's batch writes to it, the
+//      readers of the latest one are waited for.
 #pragma once
 
 #include "backend/backend.h"
@@ -25,8 +28,9 @@ namespace hororing {
 
 class ShmDirectBackend final : public Backend {
  public:
-  // REQUIRES: HasRoom(transport.segment().geometry()). At most one per transport.
-  explicit ShmDirectBackend(ShmTransport& transport);
+  // REQUIRES: HasRoom(transport.segment().geometry()) and members.set < kDirectSets. At most one
+  // per set of a transport.
+  ShmDirectBackend(ShmTransport& transport, Members members);
   // True when the slots can hold two blocks of at least a cache line.
   static bool HasRoom(const ShmSegment::Geometry& geometry);
 
@@ -38,7 +42,9 @@ class ShmDirectBackend final : public Backend {
 
  private:
   ShmTransport& transport_;
-  uint64_t next_block_ = 0;
+  const Members members_;
+  const int place_;  // of this rank among the members
+  uint64_t next_block_;
   Status broken_;  // the first error: the ranks' counters no longer agree, every later Run fails
 };
 

@@ -346,6 +346,7 @@ void Loop::Settle(const Work& work) {
 
 void Loop::AddSet(int32_t id, const std::vector<int32_t>& ranks) {
   engine_.sets_.Add(id, ranks);
+  ++sets_added_;
   const ProcessSet set = *engine_.sets_.Find(id);
   const int place = set.IndexOf(topology_.rank);
   if (place < 0) return;
@@ -353,9 +354,8 @@ void Loop::AddSet(int32_t id, const std::vector<int32_t>& ranks) {
   channel.ranks = set.ranks;
   channel.rank = place;
   channel.transport = std::make_unique<Subgroup>(transport_, set.ranks);
-  const Status made =
-      MakeBackends("auto", engine_.config_.reproducible, *channel.transport, &channel.backends);
-  if (!made.ok()) return End(made);
+  channel.backends = MakeSetBackends(engine_.config_.backend, engine_.config_.reproducible,
+                                     transport_, *channel.transport, {set.ranks, id, sets_added_});
   runner_.AddSet(id, std::move(channel));
 }
 

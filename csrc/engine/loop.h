@@ -76,7 +76,8 @@ class Loop {
   // Of the batches under way: what this rank contributes although it has joined.
   std::vector<std::unique_ptr<TensorEntry>> stand_ins_;
   uint64_t applied_ = 0;
-  bool left_ = false;  // this rank's leaving has been reported
+  uint64_t sets_added_ = 0;  // equal on all ranks
+  bool left_ = false;        // this rank's leaving has been reported
   TimeNs next_house_ns_ = 0;
   TimeNs doze_until_ns_ = 0;  // when the engine's thread wakes by itself
   const int parent_pid_;

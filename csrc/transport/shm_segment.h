@@ -26,6 +26,15 @@ namespace hororing {
 
 constexpr size_t kCacheLine = 64;
 
+// How far one rank has come with the batches of one process set in the direct allreduce
+// (backend/shm_direct.h): blocks published so far. Written by that rank only.
+struct DirectProgress {
+  alignas(kCacheLine) std::atomic<uint64_t> packed{0};    // its block lies in its slot
+  alignas(kCacheLine) std::atomic<uint64_t> reduced{0};   // its slice of the block is reduced
+  alignas(kCacheLine) std::atomic<uint64_t> consumed{0};  // it has read all slices of the block
+};
+constexpr int kDirectSets = 16;  // the world and 15 more at a time; the rest goes by pipes
+
 // One rank's place in the segment.
 struct alignas(kCacheLine) RankState {
   // Bumped by anybody who changed something that this rank may sleep on; a futex word.
@@ -42,10 +51,7 @@ struct alignas(kCacheLine) RankState {
   // 0, or 1 + the rank to blame, once this rank has failed; set after `reason` is complete.
   std::atomic<uint32_t> failed{0};
   char reason[208] = {};  // why, zero-terminated
-  // Shared-memory direct allreduce (backend/shm_direct.h): blocks published so far.
-  alignas(kCacheLine) std::atomic<uint64_t> packed{0};    // this rank's block lies in its slot
-  alignas(kCacheLine) std::atomic<uint64_t> reduced{0};   // its slice of the block is reduced
-  alignas(kCacheLine) std::atomic<uint64_t> consumed{0};  // it has read all slices of the block
+  DirectProgress direct[kDirectSets];
 };
 
 // A one-way byte stream between two ranks: one writer process, one reader process.

@@ -174,8 +174,8 @@ void ShmTransport::Ring(int peer, bool dozers_too) {
   syscall(SYS_futex, &state.doorbell, FUTEX_WAKE_BITSET | scope, INT_MAX, nullptr, nullptr, whom);
 }
 
-void ShmTransport::RingWorkers() {
-  for (int peer = 0; peer < size_; ++peer) {
+void ShmTransport::RingWorkers(const std::vector<int>& ranks) {
+  for (const int peer : ranks) {
     if (peer != rank_) Ring(peer, /*dozers_too=*/false);
   }
 }

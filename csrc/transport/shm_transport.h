@@ -45,9 +45,18 @@ class ShmTransport final : public Transport, private Turns {
 
   // For backend/shm_direct, which shares the segment and this rank's doorbell.
   ShmSegment& segment() { return *segment_; }
-  // Rings the doorbell of every peer that takes part in a batch; a system call only for those
-  // that sleep. A loop thread that dozes has no batch under way, and is left alone.
-  void RingWorkers();
+  // Rings the doorbell of the other ranks of a batch; a system call only for those that sleep. A
+  // loop thread that dozes has no batch under way, and is left alone.
+  void RingWorkers(const std::vector<int>& ranks);
+  // Who may still read this rank's slot: the ranks of the latest direct batch, until all have
+  // consumed its blocks before `end`.
+  struct SlotReaders {
+    std::vector<int> ranks;
+    int set = 0;  // as in RankState::direct
+    uint64_t generation = 0;
+    uint64_t end = 0;
+  };
+  SlotReaders& slot_readers() { return slot_readers_; }
 
   // Blocks until ready() is true: progress, spin, then sleep on the doorbell; ends early when
   // a peer has died or failed, when one that is lagging has shut down, or at the deadline
@@ -134,6 +143,7 @@ class ShmTransport final : public Transport, private Turns {
   uint32_t progress_bell_ = 0;
   uint32_t last_sleep_bell_ = 0;  // doorbell as the last Sleep left it: a later Wake shows
   Status broken_;                 // first data-plane error
+  SlotReaders slot_readers_;
 };
 
 }  // namespace hororing

@@ -47,7 +47,7 @@ class TestWorld {
       auto rank = std::make_unique<Rank>();
       rank->transport = std::move(transport);
       auto& shared = dynamic_cast<ShmTransport&>(*rank->transport);
-      rank->direct = std::make_unique<ShmDirectBackend>(shared);
+      rank->direct = std::make_unique<ShmDirectBackend>(shared, Members::World(shared.size()));
       HostBackend::Options options;
       options.reproducible = reproducible;
       rank->host = std::make_unique<HostBackend>(*rank->transport, options);
