@@ -32,6 +32,7 @@ from hororing.torch.state import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
+from hororing.torch.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
     "Compression",
@@ -42,6 +43,7 @@ __all__ = [
     "PeerLostError",
     "ShutDownError",
     "StalledError",
+    "SyncBatchNorm",
     "TransportError",
     "UnsupportedOpError",
     "allgather_object",

@@ -1,0 +1,283 @@
+"""SyncBatchNorm: batch normalisation over the batches of several ranks.
+
+Every rank reduces its batch to count, mean and sum of squared deviations (M2) per channel; one
+allgather and Chan's formula make them those of the whole batch
+
+    count = sum n_r,  mean = sum n_r mean_r / count,  M2 = sum (M2_r + n_r (mean_r - mean)^2)
+
+(Chan, Golub, LeVeque: Updating formulae and a pairwise algorithm for computing sample variances,
+1979.) Unlike sum and sum of squares, which one allreduce could add up, nothing here is a small
+difference of large numbers, whatever the mean is, and unequal or empty batches are nothing
+special. What is gathered is float64, so that counts are exact and merging rounds nothing away: a
+message has 8 (2 C + 1) bytes per rank. The backward pass adds up two sums per channel in one
+allreduce.
+
+Sums are of float32 for float16 and bfloat16 inputs, else of the input's own type.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from hororing.collectives import Sum
+from hororing.runtime import size
+from hororing.torch.ops import verbs
+
+# Type of the sums, by that of the input.
+_SUMS: Final = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.float32: torch.float32,
+    torch.float64: torch.float64,
+}
+
+_layer_numbers = itertools.count(1)
+
+# By the name of a request, which must not be in flight twice. A layer that two threads use at
+# once sends one after the other. (A number in the name would not do: ranks disagree about which
+# call found the name in use.)
+_locks: dict[str, threading.Lock] = {}
+
+
+class SyncBatchNorm(_BatchNorm):
+    """Batch normalisation of inputs (N, C, ...) with the statistics of several ranks' batches.
+
+    Does what torch's BatchNorm1d, 2d and 3d would do with the batches of all ranks joined, which
+    may differ in length; some may be empty. In training every forward pass sends one request, and
+    so does every backward pass that computes the gradient of the input: all ranks must make them
+    in the same order. In evaluation, and where a group is one rank, nothing is sent.
+
+    Gradients of weight and bias are this rank's part of the sum, as in torch.nn.SyncBatchNorm:
+    DistributedOptimizer reduces them like any other.
+
+    Parameters
+    ----------
+    num_features, eps, momentum, affine, track_running_stats, device, dtype, bias : as for
+        torch.nn.BatchNorm2d.
+    name : of its requests, equal on all ranks; when omitted, unnamed layers are numbered as they
+        are made. Copies of a layer share it.
+
+    Raises
+    ------
+    ValueError : on every rank, from forward, when the batches of all ranks have fewer than two
+        values per channel in training.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        bias: bool = True,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
+        if not bias:  # not every torch has this argument in the base
+            self.register_parameter("bias", None)
+        self.name = f"sync_batch_norm.{next(_layer_numbers)}" if name is None else name
+
+    @classmethod
+    def convert_sync_batchnorm(cls, module: nn.Module) -> nn.Module:
+        """Replace every BatchNorm layer in `module`, and return it.
+
+        The new layers have the very parameters and buffers, the mode and the qconfig of the old
+        ones. If `module` itself is a BatchNorm layer, a new module is returned.
+        """
+        done: dict[nn.Module, nn.Module] = {}  # a layer in several places stays one layer
+
+        def convert(old: nn.Module) -> nn.Module:
+            if old not in done:
+                done[old] = cls._like(old) if isinstance(old, _BatchNorm) else old
+                for name, child in old._modules.items():
+                    if child is not None:
+                        old._modules[name] = convert(child)
+            return done[old]
+
+        return convert(module)
+
+    @classmethod
+    def _like(cls, old: _BatchNorm) -> SyncBatchNorm:
+        if isinstance(old, LazyModuleMixin) and old.has_uninitialized_params():
+            raise ValueError(
+                f"convert_sync_batchnorm: {type(old).__name__} does not know its channels yet; "
+                "pass a batch through the model first"
+            )
+        new = cls(old.num_features, old.eps, old.momentum, old.affine, old.track_running_stats)
+        for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
+            setattr(new, name, getattr(old, name))
+        if hasattr(old, "qconfig"):
+            new.qconfig = old.qconfig
+        new.train(old.training)
+        return new
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Normalise `input`; in training also update the running statistics."""
+        self._check_input_dim(input)
+        result: torch.Tensor
+        if self.training and size() > 1:
+            result = self._forward_synchronized(input)
+        else:
+            if self.training:
+                self._check_count(input.numel() // max(input.size(1), 1))
+            result = super().forward(input)
+        return result
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        shape = tuple(input.shape)
+        if len(shape) < 2 or shape[1] != self.num_features:
+            raise ValueError(
+                f"SyncBatchNorm '{self.name}' takes inputs of shape (N, {self.num_features}, ...), "
+                f"not {shape}"
+            )
+        if input.dtype not in _SUMS:
+            raise TypeError(
+                f"SyncBatchNorm '{self.name}' takes inputs of type {', '.join(map(str, _SUMS))}, "
+                f"not {input.dtype}"
+            )
+
+    def _check_count(self, count: int) -> None:
+        if count < 2:
+            raise ValueError(
+                f"SyncBatchNorm '{self.name}': the batches of all its ranks have {count} values "
+                "per channel; training needs at least 2. Pass larger batches, or call eval()"
+            )
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # it leaves Python's world
+    def _forward_synchronized(self, input: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            count, mean, m2 = self._gather(*_local_statistics(input))
+            if self.track_running_stats:
+                self._track(mean, m2 / (count - 1))
+        result: torch.Tensor = _normalize(
+            input, self.weight, self.bias, mean, m2 / count, count, self
+        )
+        return result
+
+    def _gather(
+        self, count: int, mean: torch.Tensor, m2: torch.Tensor
+    ) -> tuple[int, torch.Tensor, torch.Tensor]:
+        """Make the statistics of this rank's batch those of all batches."""
+        channels = len(mean)
+        mine = torch.cat([mean, m2, mean.new_tensor([count])])[None].cpu()
+        name = f"{self.name}.forward"
+        with _locks.setdefault(name, threading.Lock()):
+            rows = verbs.allgather(mine, name=name).to(mean.device)
+        means, m2s, counts = rows[:, :channels], rows[:, channels:-1], rows[:, -1:]
+        count = int(counts.sum())
+        self._check_count(count)
+        mean = (counts * means).sum(0) / count
+        return count, mean, (m2s + counts * (means - mean).square()).sum(0)
+
+    def _track(self, mean: torch.Tensor, unbiased_variance: torch.Tensor) -> None:
+        weight = self.momentum or 0.0
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:
+                weight = 1 / int(self.num_batches_tracked)
+        for running, new in ((self.running_mean, mean), (self.running_var, unbiased_variance)):
+            if running is not None:
+                running.copy_(running.double().lerp(new, weight))
+
+    def _add_up(self, sums: torch.Tensor) -> torch.Tensor:
+        """Sum over the ranks, in a backward pass."""
+        name = f"{self.name}.backward"
+        with _locks.setdefault(name, threading.Lock()):
+            return verbs.allreduce(sums.cpu(), name=name, op=Sum).to(sums.device)
+
+
+def _local_statistics(input: torch.Tensor) -> tuple[int, torch.Tensor, torch.Tensor]:
+    """Count, mean and M2 of one batch. All are 0 for an empty one."""
+    values = input.to(_SUMS[input.dtype])
+    others = _all_but_channels(values)
+    count = math.prod(values.shape[dim] for dim in others)
+    divisor = max(count, 1)
+    mean = values.sum(others) / divisor
+    deviations = values - _per_channel(mean, values)
+    # The mean was rounded. What the deviations sum up to corrects both (the corrected two-pass
+    # algorithm of the same authors).
+    rest = deviations.sum(others).double()
+    m2 = deviations.square_().sum(others).double() - rest.square() / divisor
+    return count, mean.double() + rest / divisor, m2.clamp_(min=0)
+
+
+def _all_but_channels(tensor: torch.Tensor) -> list[int]:
+    return [0, *range(2, tensor.dim())]
+
+
+def _per_channel(vector: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return vector.view(-1, *[1] * (like.dim() - 2))
+
+
+class _Normalize(torch.autograd.Function):
+    """Normalisation of one rank's batch by given statistics, which depend on all batches."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        mean: torch.Tensor,
+        variance: torch.Tensor,
+        count: int,
+        layer: SyncBatchNorm,
+    ) -> torch.Tensor:
+        sums = _SUMS[input.dtype]
+        inverse = (variance + layer.eps).rsqrt().to(sums)
+        mean = mean.to(sums)
+        ctx.save_for_backward(input, weight, mean, inverse)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.count, ctx.layer = count, layer
+        return functional.batch_norm(
+            input,
+            mean,
+            variance.to(sums),
+            None if weight is None else weight.to(sums),
+            None if bias is None else bias.to(sums),
+            eps=layer.eps,
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
+        # With x' = x - mean, r = 1 / sqrt(variance + eps), sums S and Q over all ranks:
+        #   S = sum dy,  Q = sum dy x',  dx = weight r (dy - S / count - x' r^2 Q / count)
+        # (Ioffe, Szegedy: Batch normalization, 2015, section 3.)
+        input, weight, mean, inverse = ctx.saved_tensors
+        grad_output = grad_output.to(mean.dtype)
+        others = _all_but_channels(input)
+        centred = input.to(mean.dtype) - _per_channel(mean, input)
+        sums = torch.stack([grad_output.sum(others), (grad_output * centred).sum(others)])
+        grad_input = grad_weight = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            mean_gradient, slope = ctx.layer._add_up(sums) / ctx.count
+            scale = inverse if weight is None else inverse * weight.to(mean.dtype)
+            grad_input = torch.addcmul(
+                grad_output - _per_channel(mean_gradient, input),
+                centred,
+                _per_channel(-slope * inverse.square(), input),
+            )
+            grad_input = grad_input.mul_(_per_channel(scale, input)).to(input.dtype)
+        if ctx.needs_input_grad[1]:
+            grad_weight = (sums[1] * inverse).to(weight.dtype)
+        if ctx.needs_input_grad[2]:
+            grad_bias = sums[0].to(ctx.bias_dtype)
+        return grad_input, grad_weight, grad_bias, None, None, None, None
+
+
+_normalize: Any = _Normalize.apply  # torch does not declare its type

@@ -1,0 +1,636 @@
+"""SyncBatchNorm on 1 to 4 ranks against torch's BatchNorm over all batches in one process."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import mpirun
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import hororing.torch as hvd
+from hororing import errors
+from hororing.torch.ops import verbs
+
+CHANNELS = 3
+EXACT = 1e-10
+TAILS = [(), (5,), (2, 3), (2, 1, 3)]  # after (N, C)
+
+
+class WholeBatchNorm(nn.modules.batchnorm._BatchNorm):
+    """The oracle: torch's batch normalisation, of inputs of any number of dimensions."""
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        pass
+
+
+def batches(rows: Sequence[int], tail: tuple[int, ...], *key: int) -> list[torch.Tensor]:
+    """One batch per rank, float64; means and scales differ between ranks and channels."""
+    rng = np.random.default_rng([mpirun.seed(), *key])
+    scale = torch.arange(1, CHANNELS + 1).view(-1, *[1] * len(tail)).double()
+    return [
+        torch.from_numpy(rng.normal(rank, 1 + rank, (n, CHANNELS, *tail))) * scale + scale
+        for rank, n in enumerate(rows)
+    ]
+
+
+def uneven_rows() -> list[int]:
+    return [2 + 3 * rank % 5 for rank in range(hvd.size())]
+
+
+def pair(**options: Any) -> tuple[hvd.SyncBatchNorm, WholeBatchNorm]:
+    """A layer and its oracle, with equal parameters unlike 1 and 0."""
+    options = {"dtype": torch.float64, **options}
+    layer = hvd.SyncBatchNorm(CHANNELS, **options)
+    for name in ("group_size", "process_set"):
+        options.pop(name, None)
+    whole = WholeBatchNorm(CHANNELS, **options)
+    with torch.no_grad():
+        for model in (layer, whole):
+            for number, parameter in enumerate(model.parameters()):
+                parameter.copy_(torch.linspace(-1, 2, CHANNELS) + number)
+    return layer, whole
+
+
+def close(actual: torch.Tensor | None, wanted: torch.Tensor | None, tolerance: float) -> None:
+    if actual is None or wanted is None:
+        assert actual is wanted
+        return
+    torch.testing.assert_close(actual.double(), wanted.double(), rtol=tolerance, atol=tolerance)
+
+
+def weights_of(outputs: torch.Tensor) -> torch.Tensor:
+    """Gradients of the outputs: unlike in each element, equal for an element of equal value."""
+    return torch.cos(3 * outputs.detach())
+
+
+def agree(
+    layer: nn.Module,
+    whole: nn.Module,
+    parts: list[torch.Tensor],
+    tolerance: float = EXACT,
+    members: Sequence[int] | None = None,
+    process_set: Any = None,
+) -> torch.Tensor:
+    """Compare one training step, with all that it computes or changes, and return the output.
+
+    `parts` are the members' batches, `whole` gets them joined.
+    """
+    members = range(hvd.size()) if members is None else members
+    position = list(members).index(hvd.rank())
+    for parameter in (*layer.parameters(), *whole.parameters()):
+        parameter.grad = None
+    joined = torch.cat(parts).requires_grad_()
+    wanted = whole(joined)
+    wanted.backward(weights_of(wanted))
+    bounds = np.cumsum([0, *(len(part) for part in parts)])
+    mine = slice(bounds[position], bounds[position + 1])
+
+    input = parts[position].detach().requires_grad_()
+    output = layer(input)
+    assert output.shape == input.shape
+    assert output.dtype == input.dtype
+    output.backward(weights_of(wanted[mine]).to(output.dtype))
+    close(output, wanted[mine], tolerance)
+    close(input.grad, joined.grad[mine], tolerance)
+    kwargs = {} if process_set is None else {"process_set": process_set}
+    for ours, theirs in zip(layer.parameters(), whole.parameters(), strict=True):
+        assert ours.grad.dtype == ours.dtype
+        total = hvd.allreduce(ours.grad.double(), op=hvd.Sum, **kwargs)
+        close(total, theirs.grad, tolerance * max(1, len(joined)))
+    close_buffers(layer, whole, tolerance)
+    return output
+
+
+def close_buffers(layer: nn.Module, whole: nn.Module, tolerance: float = EXACT) -> None:
+    ours, theirs = dict(layer.named_buffers()), dict(whole.named_buffers())
+    assert ours.keys() == theirs.keys()
+    for name, buffer in ours.items():
+        assert buffer.dtype == theirs[name].dtype or tolerance > EXACT
+        close(buffer, theirs[name], tolerance)
+
+
+class Requests:
+    """Records the names of what is sent while it is active."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def __enter__(self) -> list[str]:
+        def recording(method: Callable[..., Any]) -> Callable[..., Any]:
+            def record(tensor: torch.Tensor, *, name: str, **kwargs: Any) -> Any:
+                self.names.append(name)
+                return method(tensor, name=name, **kwargs)
+
+            return record
+
+        self.patches = [
+            mock.patch.object(verbs, verb, recording(getattr(verbs, verb)))
+            for verb in ("allgather", "allreduce")
+        ]
+        for patch in self.patches:
+            patch.start()
+        return self.names
+
+    def __exit__(self, *_: object) -> None:
+        for patch in self.patches:
+            patch.stop()
+
+
+# ---------------------------------------------------------------------------------------------
+# Cases, on every rank
+
+
+def case_before_init() -> None:
+    layer = hvd.SyncBatchNorm(CHANNELS)
+    with pytest.raises(errors.NotInitializedError, match=r"use hvd\.init\(\)"):
+        layer(torch.ones(4, CHANNELS))
+    assert int(layer.num_batches_tracked) == 0
+    layer.eval()(torch.ones(4, CHANNELS))
+    hvd.init()
+    torch.set_num_threads(1)
+    agree(*pair(), batches(uneven_rows(), ()))
+
+
+def case_equals_one_large_batch() -> None:
+    options = [
+        {},
+        {"affine": False},
+        {"momentum": None},
+        {"momentum": 1.0, "eps": 0.5},
+        {"momentum": 0.0},
+        {"track_running_stats": False},
+        {"track_running_stats": False, "affine": False, "momentum": None},
+        *([{"bias": False}] if "bias" in inspect.signature(WholeBatchNorm).parameters else []),
+    ]
+    for key, chosen in enumerate(options):
+        for tail in TAILS:
+            layer, whole = pair(**chosen)
+            for step in range(3):
+                rows = uneven_rows()
+                agree(layer, whole, batches(rows[step:] + rows[:step], tail, key, step))
+            input = batches([4], tail, key)[0]
+            close(layer.eval()(input), whole.eval()(input), EXACT)
+
+
+def case_layouts() -> None:
+    rank = hvd.rank()
+
+    def channels_last(part: torch.Tensor) -> torch.Tensor:
+        return part.contiguous(memory_format=torch.channels_last)
+
+    views: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        channels_last,
+        lambda part: part.transpose(2, 3).contiguous().transpose(2, 3),
+        lambda part: torch.stack([part, part], dim=-1)[..., 0],
+        lambda part: part[:1].expand(len(part), *part.shape[1:]),
+        lambda part: channels_last(part) if rank % 2 else part,
+    ]
+    for view in views:
+        layer, whole = pair()
+        parts = [view(part) for part in batches(uneven_rows(), (4, 2), 1)]
+        output = agree(layer, whole, parts)
+        if view is channels_last:
+            assert output.is_contiguous(memory_format=torch.channels_last)
+    # The gradient that comes back may be expanded, as that of a sum.
+    layer, whole = pair()
+    parts = batches(uneven_rows(), (4,), 2)
+    joined, mine = torch.cat(parts).requires_grad_(), parts[rank].clone().requires_grad_()
+    (whole(joined).sum() * 2).backward()
+    (layer(mine).sum() * 2).backward()
+    before = sum(map(len, parts[:rank]))
+    close(mine.grad, joined.grad[before : before + len(mine)], EXACT)
+
+
+def case_float32_is_exact_far_from_zero() -> None:
+    # Sums of squares lose all digits of the variance here: (1e4 / 1)^2 * 2^-24 is 6.
+    for offset in (1e3, 1e4):
+        parts = [(torch.randn(50, CHANNELS, 4, generator=torch.Generator().manual_seed(
+            mpirun.seed() % 2**31 + rank)) + offset) for rank in range(hvd.size())]  # fmt: skip
+        layer = hvd.SyncBatchNorm(CHANNELS, momentum=1.0)
+        layer(parts[hvd.rank()])
+        joined = torch.cat(parts).double()
+        if hvd.size() > 1:  # a single rank computes as torch does
+            close(layer.running_var, joined.var((0, 2)), 1e-6)
+        close(layer.running_mean / offset, joined.mean((0, 2)) / offset, 1e-6)
+
+
+def case_half_precision_has_float32_statistics() -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        unit = torch.finfo(dtype).eps
+        for parameters in (torch.float32, dtype):
+            layer, _ = pair(dtype=parameters)
+            _, whole = pair()
+            parts = [part.to(dtype) for part in batches([300] * hvd.size(), (2,), 3)]
+            bounds = [part.double() for part in parts]
+            mine = parts[hvd.rank()].clone().requires_grad_()
+            joined = torch.cat(bounds).requires_grad_()
+            wanted = whole(joined)
+            wanted.backward(torch.ones_like(wanted) + joined.detach())
+            output = layer(mine)
+            output.backward(torch.ones_like(output) + mine.detach())
+            rows = slice(300 * hvd.rank(), 300 * (hvd.rank() + 1))
+            assert output.dtype == mine.grad.dtype == dtype
+            assert layer.running_var.dtype == layer.weight.grad.dtype == parameters
+            close(output, wanted[rows], 4 * unit)
+            scale = wanted.abs().max().item()
+            close(mine.grad / scale, joined.grad[rows] / scale, 20 * unit)
+            buffers = 1e-5 if parameters is torch.float32 else 4 * unit
+            close(layer.running_mean, whole.running_mean, buffers)
+            close(layer.running_var, whole.running_var, buffers)
+            assert layer(mine.detach()).dtype == dtype
+    layer = hvd.SyncBatchNorm(CHANNELS)
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden = nn.Conv1d(2, CHANNELS, 1)(torch.randn(8, 2, 5))
+        assert layer(hidden).dtype == torch.bfloat16
+    assert layer.running_mean.dtype == torch.float32
+
+
+def case_some_batches_are_empty() -> None:
+    size = hvd.size()
+    for empty in range(size):
+        layer, whole = pair()
+        for tail in TAILS:
+            one = [0 if rank == empty and size > 1 else 2 + rank for rank in range(size)]
+            agree(layer, whole, batches(one, tail, 4))
+            others = [3 if rank == empty else 0 for rank in range(size)]
+            agree(layer, whole, batches(others, tail, 5))
+        single_values = [0 if rank != empty else 2 for rank in range(size)]
+        agree(layer, whole, batches(single_values, (), 6))
+    # Rows without elements.
+    for dtype in (torch.float64, torch.float32, torch.float16):
+        layer = hvd.SyncBatchNorm(CHANNELS, dtype=dtype)
+        shape = (2, CHANNELS, 0) if hvd.rank() > 0 else (2, CHANNELS, 4)
+        input = torch.ones(shape, dtype=dtype, requires_grad=True)
+        layer(input).sum().backward()
+        assert input.grad.shape == shape
+        assert layer.weight.grad.shape == (CHANNELS,)
+
+
+def case_too_few_values_fail_on_every_rank() -> None:
+    for only in (0, 1):  # values per channel, on the last rank
+        layer = hvd.SyncBatchNorm(CHANNELS, name="few")
+        rows = only if hvd.rank() == hvd.size() - 1 else 0
+        with pytest.raises(ValueError, match=f"'few': the batches .* have {only} values? per"):
+            layer(torch.ones(rows, CHANNELS, requires_grad=True))
+        assert int(layer.num_batches_tracked) == 0
+        assert layer.running_mean.tolist() == [0] * CHANNELS
+        agree(*pair(), batches(uneven_rows(), ()))
+    # One value on each rank is enough when there are several.
+    if hvd.size() > 1:
+        agree(*pair(), batches([1] * hvd.size(), (), 7))
+
+
+def case_evaluation_sends_nothing() -> None:
+    layer, whole = pair()
+    agree(layer, whole, batches(uneven_rows(), (), 8))
+    forgetful, whole_forgetful = pair(track_running_stats=False)
+    with Requests() as names:
+        if hvd.rank() == 0:
+            input = batches([4], (), 9)[0].requires_grad_()
+            output = layer.eval()(input)
+            output.sum().backward()
+            close(output, whole.eval()(input), EXACT)
+            # As in torch.nn.SyncBatchNorm: statistics of this rank's batch.
+            close(forgetful.eval()(input), whole_forgetful.eval()(input), EXACT)
+    assert names == []
+    hvd.barrier()
+
+
+def case_one_request_per_pass_under_names_that_repeat() -> None:
+    first, second = hvd.SyncBatchNorm(CHANNELS), hvd.SyncBatchNorm(CHANNELS, name="mine")
+    number = int(first.name.removeprefix("sync_batch_norm."))
+    assert hvd.SyncBatchNorm(CHANNELS).name == f"sync_batch_norm.{number + 1}"
+    for _ in range(3):
+        with Requests() as names:
+            input = torch.randn(4, CHANNELS, requires_grad=True)
+            second(first(input)).square().sum().backward()
+        one_step = [f"{first.name}.forward", "mine.forward", "mine.backward"]
+        assert names == ([*one_step, f"{first.name}.backward"] if hvd.size() > 1 else [])
+
+
+def case_one_layer_twice_in_a_model() -> None:
+    class Twice(nn.Module):
+        def __init__(self, norm: nn.Module) -> None:
+            super().__init__()
+            self.norm = norm
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(torch.tanh(self.norm(x)) * 2 + x)
+
+    layer, whole = pair(momentum=None)
+    for step in range(3):
+        agree(Twice(layer), Twice(whole), batches(uneven_rows(), (2,), 10, step), 1e-9)
+    assert int(layer.num_batches_tracked) == 6
+
+
+def case_layers_run_at_the_same_time_in_any_order() -> None:
+    pairs = [pair() for _ in range(4)]
+    parts = [batches(uneven_rows(), (), 11, number) for number in range(4)]
+    results: dict[int, torch.Tensor] = {}
+
+    def work(number: int) -> None:
+        layer = pairs[number][0]
+        for _ in range(20):
+            input = parts[number][hvd.rank()].clone().requires_grad_()
+            output = layer(input)
+            output.square().sum().backward()
+        results[number] = output.detach()
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    order = np.random.default_rng([mpirun.seed(), hvd.rank()]).permutation(4)
+    for number in order:
+        threads[number].start()
+    for thread in threads:
+        thread.join()
+    for number, (layer, whole) in enumerate(pairs):
+        for _ in range(20):
+            wanted = whole(torch.cat(parts[number]))
+        before = sum(map(len, parts[number][: hvd.rank()]))
+        close(results[number], wanted[before : before + len(results[number])], EXACT)
+        close_buffers(layer, whole)
+
+
+def case_one_layer_in_several_threads() -> None:
+    layer, whole = pair(track_running_stats=False)
+    parts = batches(uneven_rows(), (), 12)
+    wanted = whole(torch.cat(parts))
+    before = sum(map(len, parts[: hvd.rank()]))
+    outputs: list[torch.Tensor] = []
+
+    def work() -> None:
+        for _ in range(20):
+            input = parts[hvd.rank()].clone().requires_grad_()
+            output = layer(input)
+            output.sum().backward()
+            outputs.append(output.detach())
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(outputs) == 60
+    for output in outputs:
+        close(output, wanted[before : before + len(output)], EXACT)
+
+
+def case_parts_that_need_no_gradient() -> None:
+    parts = batches(uneven_rows(), (2,), 13)
+    for frozen in ("weight", "bias"):
+        layer, whole = pair()
+        getattr(layer, frozen).requires_grad_(False)
+        agree_partly(layer, whole, parts)
+        assert getattr(layer, frozen).grad is None
+    # Statistics of data: nothing is sent back, so one rank alone may go back.
+    layer, whole = pair()
+    output = layer(parts[hvd.rank()])
+    if hvd.rank() == 0:
+        with Requests() as names:
+            output.square().sum().backward()
+        assert names == []
+        wanted = whole(torch.cat(parts))
+        wanted[: len(parts[0])].square().sum().backward()
+        close(layer.weight.grad, whole.weight.grad, 1e-9)
+        close(layer.bias.grad, whole.bias.grad, 1e-9)
+    # A forward pass that is not recorded updates running statistics.
+    layer, whole = pair()
+    with torch.no_grad():
+        output = layer(parts[hvd.rank()].requires_grad_())
+        whole(torch.cat(parts))
+    assert not output.requires_grad
+    close_buffers(layer, whole)
+
+
+def agree_partly(layer: nn.Module, whole: nn.Module, parts: list[torch.Tensor]) -> None:
+    joined = torch.cat(parts).requires_grad_()
+    wanted = whole(joined)
+    wanted.backward(weights_of(wanted))
+    before = sum(map(len, parts[: hvd.rank()]))
+    mine = parts[hvd.rank()].clone().requires_grad_()
+    rows = slice(before, before + len(mine))
+    layer(mine).backward(weights_of(wanted[rows]))
+    close(mine.grad, joined.grad[rows], EXACT)
+    for ours, theirs in zip(layer.parameters(), whole.parameters(), strict=True):
+        if ours.requires_grad:
+            close(hvd.allreduce(ours.grad, op=hvd.Sum), theirs.grad, 1e-9)
+
+
+def case_recomputation() -> None:
+    for reentrant in (False, True):
+        layer, whole = pair(momentum=1.0)
+        model = nn.Sequential(nn.Linear(4, 4), layer).double()
+        reference = nn.Sequential(copy.deepcopy(model[0]), whole)
+        hvd.broadcast_parameters(model.state_dict(), 0)
+        reference[0].load_state_dict(model[0].state_dict())
+        parts = [part.mT for part in batches(uneven_rows(), (3,), 14)]
+        parts = [torch.cat([part, part[..., :1]], dim=-1) for part in parts]
+
+        class Recomputed(nn.Module):
+            def __init__(self, inner: nn.Module, reentrant: bool) -> None:
+                super().__init__()
+                self.inner, self.reentrant = inner, reentrant
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return checkpoint(self.inner, x, use_reentrant=self.reentrant)
+
+            def named_buffers(self, *args: Any, **kwargs: Any) -> Any:
+                return iter(())  # the recomputation updates them once more, as in torch
+
+        agree(Recomputed(model, reentrant), Recomputed(reference, reentrant), parts, 1e-9)
+
+
+def case_gradients_equal_finite_differences() -> None:
+    layer, _ = pair(momentum=None)
+    synchronized = layer._forward_synchronized  # on one rank, too
+    base = [part[:2] for part in batches([2] * hvd.size(), (2,), 15)]
+    factors = weights_of(batches([2 * hvd.size()], (2,), 16)[0]).chunk(hvd.size())[hvd.rank()]
+
+    def loss(input: torch.Tensor) -> torch.Tensor:
+        return (synchronized(input).sin() * factors).sum()
+
+    mine = base[hvd.rank()].clone().requires_grad_()
+    loss(mine).backward()
+    step = 1e-6
+    for owner in range(hvd.size()):
+        for index in np.ndindex(*base[owner].shape):
+            difference = 0.0
+            for sign in (1, -1):
+                input = base[hvd.rank()].clone()
+                if hvd.rank() == owner:
+                    input[index] += sign * step
+                difference += sign * hvd.allreduce(loss(input), op=hvd.Sum).item()
+            if hvd.rank() == owner:
+                # Truncation errs by step^2, rounding by 1e-16 / step.
+                assert abs(difference / (2 * step) - mine.grad[index].item()) < 1e-7
+    if hvd.size() == 1:
+        assert torch.autograd.gradcheck(
+            lambda x, w, b: torch.func.functional_call(
+                Synchronized(layer), {"layer.weight": w, "layer.bias": b}, (x,)
+            ),
+            (mine, layer.weight, layer.bias),
+        )
+    (gradient,) = torch.autograd.grad(loss(mine), mine, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+class Synchronized(nn.Module):
+    """Takes the path of several ranks, on one as well."""
+
+    def __init__(self, layer: hvd.SyncBatchNorm) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer._forward_synchronized(x)
+
+
+def case_one_rank_takes_the_path_of_several() -> None:
+    if hvd.size() > 1:
+        return
+    for tail in TAILS:
+        layer, whole = pair()
+        outer, outer_whole = Synchronized(layer), nn.Sequential(whole)
+        with mock.patch.object(outer, "named_buffers", layer.named_buffers), \
+                mock.patch.object(outer_whole, "named_buffers", whole.named_buffers):  # fmt: skip
+            agree(outer, outer_whole, batches([7], tail, 17))
+
+
+def case_convert() -> None:
+    shared = nn.BatchNorm1d(4)
+    model = nn.ModuleDict(
+        {
+            "first": nn.BatchNorm2d(4, eps=0.25, momentum=None, dtype=torch.float64),
+            "plain": nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4, affine=False), nn.ReLU()),
+            "once": shared,
+            "again": nn.Sequential(shared, shared),
+            "forgetful": nn.BatchNorm3d(4, track_running_stats=False),
+            "sync": nn.SyncBatchNorm(4),
+            "instance": nn.InstanceNorm1d(4),
+        }
+    )
+    with torch.no_grad():
+        model["first"].weight.fill_(3)
+    model["first"].qconfig = "a configuration"
+    model["first"].weight.requires_grad_(False)
+    model["once"].eval()
+    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    state = copy.deepcopy(model.state_dict())
+    converted = hvd.SyncBatchNorm.convert_sync_batchnorm(model)
+    assert converted is model
+    for name in ("first", "once", "forgetful", "sync"):
+        assert type(model[name]) is hvd.SyncBatchNorm
+    assert type(model["plain"][1]) is hvd.SyncBatchNorm
+    assert type(model["instance"]) is nn.InstanceNorm1d
+    assert model["again"][0] is model["again"][1] is model["once"]
+    after = dict(model.named_parameters())
+    assert after.keys() == parameters.keys()
+    assert all(after[name] is parameters[name] for name in after)
+    after = dict(model.named_buffers())
+    assert after.keys() == buffers.keys()
+    assert all(after[name] is buffers[name] for name in after)
+    assert (model["first"].eps, model["first"].momentum) == (0.25, None)
+    assert model["first"].qconfig == "a configuration"
+    assert not hasattr(model["plain"][1], "qconfig")
+    assert model["first"].training
+    assert not model["once"].training
+    assert model["plain"][1].weight is None
+    assert model["forgetful"].running_mean is None
+    model.load_state_dict(state)
+    # A layer by itself, and one that is ours already.
+    alone = nn.BatchNorm1d(CHANNELS)
+    ours = hvd.SyncBatchNorm.convert_sync_batchnorm(alone)
+    assert ours.weight is alone.weight
+    assert type(hvd.SyncBatchNorm.convert_sync_batchnorm(ours)) is hvd.SyncBatchNorm
+    with pytest.raises(ValueError, match="LazyBatchNorm1d does not know its channels yet"):
+        hvd.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.LazyBatchNorm1d()))
+
+
+def case_bad_inputs() -> None:
+    layer = hvd.SyncBatchNorm(CHANNELS, name="bad")
+    for mode in (True, False):
+        layer.train(mode)
+        for shape in ((), (CHANNELS,), (2, CHANNELS + 1), (4, 1, CHANNELS)):
+            with pytest.raises(ValueError, match=r"'bad' takes inputs of shape \(N, 3, \.\.\.\)"):
+                layer(torch.ones(shape))
+        for dtype in (torch.int64, torch.complex64):
+            with pytest.raises(TypeError, match=f"'bad' takes inputs of type .*, not {dtype}"):
+                layer(torch.ones(2, CHANNELS, dtype=dtype))
+    assert int(layer.num_batches_tracked) == 0
+    if hvd.size() > 1:
+        channels = CHANNELS + (hvd.rank() == 1)
+        uneven = hvd.SyncBatchNorm(channels, name="channels")
+        with pytest.raises(errors.MismatchError, match=r"channels\.forward"):
+            uneven(torch.ones(2, channels))
+    agree(*pair(), batches(uneven_rows(), ()))
+
+
+def case_copies_and_files() -> None:
+    layer, whole = pair()
+    agree(layer, whole, batches(uneven_rows(), (), 18))
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    for twin in (copy.deepcopy(layer), torch.load(file, weights_only=False)):
+        assert "eps=1e-05" in repr(twin)
+        agree(twin, copy.deepcopy(whole), batches(uneven_rows(), (), 19))
+    plain = nn.BatchNorm1d(CHANNELS, dtype=torch.float64)
+    plain.load_state_dict(layer.state_dict())
+
+
+def case_compiled() -> None:
+    layer, whole = pair()
+    compiled = torch.compile(nn.Sequential(nn.Identity(), layer, nn.Tanh()), backend="eager")
+    plain = nn.Sequential(nn.Identity(), whole, nn.Tanh())
+    for step in range(2):
+        parts = batches(uneven_rows(), (), 20, step)
+        joined = torch.cat(parts)
+        before = sum(map(len, parts[: hvd.rank()]))
+        mine = parts[hvd.rank()].clone().requires_grad_()
+        output = compiled(mine)
+        output.sum().backward()
+        close(output, plain(joined)[before : before + len(mine)], EXACT)
+    close_buffers(layer, whole)
+
+
+def case_training_equals_one_process() -> None:
+    def network() -> nn.Module:
+        torch.manual_seed(mpirun.seed() % 2**31)
+        return nn.Sequential(
+            nn.Conv1d(CHANNELS, 4, 3), nn.BatchNorm1d(4), nn.ReLU(), nn.Conv1d(4, 4, 1),
+            nn.BatchNorm1d(4), nn.Flatten(), nn.Linear(12, 2),
+        ).double()  # fmt: skip
+
+    plain, model = network(), hvd.SyncBatchNorm.convert_sync_batchnorm(network())
+    alone = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model.named_parameters()
+    )
+    for step in range(5):
+        parts = batches([4] * hvd.size(), (5,), 21, step)
+        alone.zero_grad()
+        plain(torch.cat(parts)).square().mean().backward()
+        alone.step()
+        optimizer.zero_grad()
+        model(parts[hvd.rank()]).square().mean().backward()
+        optimizer.step()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        close(ours, theirs, 1e-8)
+    for ours, theirs in zip(model.buffers(), plain.buffers(), strict=True):
+        close(ours, theirs, 1e-8)
+
+
+@pytest.mark.parametrize("case", mpirun.case_names(globals()))
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_case(case: str, size: int):
+    mpirun.cases_of(__file__, size).check(case)
