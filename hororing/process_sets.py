@@ -38,6 +38,14 @@ class ProcessSet:
             f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm=None)"
         )
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ProcessSet:
+        """Return itself: the copy of a model communicates where the model does."""
+        return self
+
+    def __reduce__(self) -> Any:
+        """Keep the ranks when pickled: whoever reads that registers them in its own job."""
+        return ProcessSet, (self.ranks,)
+
     def size(self) -> int | None:
         """Return the number of ranks in the set; None while it is not registered."""
         return None if self.process_set_id is None else len(self.ranks)
@@ -64,6 +72,9 @@ class _WorldSet(ProcessSet):
     def __init__(self) -> None:
         super().__init__([])
         self.process_set_id = collectives.WORLD_SET
+
+    def __reduce__(self) -> Any:
+        return "global_process_set"
 
 
 global_process_set: Final[ProcessSet] = _WorldSet()
@@ -93,6 +104,14 @@ def register(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     process_set.process_set_id = collectives.add_process_set(process_set.ranks)
     _registered[process_set.process_set_id] = process_set
     return process_set
+
+
+def obtain(ranks: Sequence[int]) -> ProcessSet:
+    """Return the registered set of these ranks; where there is none, `register` it."""
+    for process_set in _registered.values():
+        if process_set.ranks == list(ranks):
+            return process_set
+    return register(ranks)
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:

@@ -29,8 +29,9 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from hororing import process_sets, runtime
 from hororing.collectives import Sum
-from hororing.runtime import size
+from hororing.process_sets import ProcessSet, global_process_set
 from hororing.torch.ops import verbs
 
 # Type of the sums, by that of the input.
@@ -60,17 +61,26 @@ class SyncBatchNorm(_BatchNorm):
     Gradients of weight and bias are this rank's part of the sum, as in torch.nn.SyncBatchNorm:
     DistributedOptimizer reduces them like any other.
 
+    With `group_size`, ranks share statistics with their group only, and so the running statistics
+    of groups differ: average them before evaluation and checkpoints. Groups are process sets, which
+    the first layer that has them registers when it is made. Therefore all ranks of the job, members
+    of `process_set` or not, must make such layers alike, after `init()`. (After a further `init()`,
+    or in a layer that was read from a file, the next forward pass in training does it.)
+
     Parameters
     ----------
     num_features, eps, momentum, affine, track_running_stats, device, dtype, bias : as for
         torch.nn.BatchNorm2d.
+    process_set : the ranks that share statistics.
+    group_size : divide `process_set` into groups of this many consecutive ranks. It must divide the
+        size of the set; 1 means no communication.
     name : of its requests, equal on all ranks; when omitted, unnamed layers are numbered as they
         are made. Copies of a layer share it.
 
     Raises
     ------
-    ValueError : on every rank, from forward, when the batches of all ranks have fewer than two
-        values per channel in training.
+    ValueError : from forward in training, on every rank of the group, when their batches have fewer
+        than two values per channel; and on a rank that is not in `process_set`.
     """
 
     def __init__(
@@ -84,15 +94,32 @@ class SyncBatchNorm(_BatchNorm):
         dtype: Any = None,
         *,
         bias: bool = True,
+        process_set: ProcessSet = global_process_set,
+        group_size: int | None = None,
         name: str | None = None,
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
         if not bias:  # not every torch has this argument in the base
             self.register_parameter("bias", None)
         self.name = f"sync_batch_norm.{next(_layer_numbers)}" if name is None else name
+        if not isinstance(process_set, ProcessSet):
+            raise TypeError(
+                f"SyncBatchNorm '{self.name}': process_set must be a ProcessSet, not "
+                f"{type(process_set).__name__}; add_process_set returns one"
+            )
+        self.process_set = process_set
+        self.group_size = group_size
+        self._group: ProcessSet | None = None
+        if group_size is not None:
+            self._register_groups(group_size)
 
     @classmethod
-    def convert_sync_batchnorm(cls, module: nn.Module) -> nn.Module:
+    def convert_sync_batchnorm(
+        cls,
+        module: nn.Module,
+        process_set: ProcessSet = global_process_set,
+        group_size: int | None = None,
+    ) -> nn.Module:
         """Replace every BatchNorm layer in `module`, and return it.
 
         The new layers have the very parameters and buffers, the mode and the qconfig of the old
@@ -102,7 +129,9 @@ class SyncBatchNorm(_BatchNorm):
 
         def convert(old: nn.Module) -> nn.Module:
             if old not in done:
-                done[old] = cls._like(old) if isinstance(old, _BatchNorm) else old
+                done[old] = (
+                    cls._like(old, process_set, group_size) if isinstance(old, _BatchNorm) else old
+                )
                 for name, child in old._modules.items():
                     if child is not None:
                         old._modules[name] = convert(child)
@@ -111,13 +140,18 @@ class SyncBatchNorm(_BatchNorm):
         return convert(module)
 
     @classmethod
-    def _like(cls, old: _BatchNorm) -> SyncBatchNorm:
+    def _like(
+        cls, old: _BatchNorm, process_set: ProcessSet, group_size: int | None
+    ) -> SyncBatchNorm:
         if isinstance(old, LazyModuleMixin) and old.has_uninitialized_params():
             raise ValueError(
                 f"convert_sync_batchnorm: {type(old).__name__} does not know its channels yet; "
                 "pass a batch through the model first"
             )
-        new = cls(old.num_features, old.eps, old.momentum, old.affine, old.track_running_stats)
+        new = cls(
+            old.num_features, old.eps, old.momentum, old.affine, old.track_running_stats,
+            process_set=process_set, group_size=group_size,
+        )  # fmt: skip
         for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
             setattr(new, name, getattr(old, name))
         if hasattr(old, "qconfig"):
@@ -128,14 +162,51 @@ class SyncBatchNorm(_BatchNorm):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalise `input`; in training also update the running statistics."""
         self._check_input_dim(input)
-        result: torch.Tensor
-        if self.training and size() > 1:
-            result = self._forward_synchronized(input)
-        else:
-            if self.training:
-                self._check_count(input.numel() // max(input.size(1), 1))
-            result = super().forward(input)
+        result: torch.Tensor = self._train(input) if self.training else super().forward(input)
         return result
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # nothing to trace
+    def _train(self, input: torch.Tensor) -> torch.Tensor:
+        group = self._sharing()
+        if group is not None and len(group.ranks) > 1:
+            return self._synchronized(input, group)
+        self._check_count(input.numel() // max(input.size(1), 1))
+        result: torch.Tensor = super().forward(input)
+        return result
+
+    def extra_repr(self) -> str:
+        """Describe the layer, and who shares its statistics where that is not everybody."""
+        text: str = super().extra_repr()  # type: ignore[no-untyped-call]
+        if self.process_set is not global_process_set:
+            text += f", process_set={self.process_set.ranks}"
+        return text if self.group_size is None else f"{text}, group_size={self.group_size}"
+
+    def _sharing(self) -> ProcessSet | None:
+        """Return the ranks that share statistics with this one; None for nobody."""
+        runtime.topology()
+        process_sets.check_member(self.process_set, f"SyncBatchNorm '{self.name}'")
+        if self.group_size is None:
+            return self.process_set
+        group = self._group
+        if group and (group.process_set_id is None or len(group.ranks) != self.group_size):
+            self._register_groups(self.group_size)  # the old ones are of another job or init()
+        return self._group
+
+    def _register_groups(self, group_size: int) -> None:
+        runtime.topology()
+        ranks = self.process_set.ranks
+        if type(group_size) is not int or group_size < 1 or len(ranks) % group_size:
+            raise ValueError(
+                f"SyncBatchNorm '{self.name}': group_size={group_size!r} does not divide the "
+                f"{len(ranks)} ranks of its process set; use one of "
+                f"{[n for n in range(1, len(ranks) + 1) if len(ranks) % n == 0]}"
+            )
+        if group_size == 1:
+            return
+        for first in range(0, len(ranks), group_size):
+            group = process_sets.obtain(ranks[first : first + group_size])
+            if group.included():
+                self._group = group
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         shape = tuple(input.shape)
@@ -153,30 +224,29 @@ class SyncBatchNorm(_BatchNorm):
     def _check_count(self, count: int) -> None:
         if count < 2:
             raise ValueError(
-                f"SyncBatchNorm '{self.name}': the batches of all its ranks have {count} values "
+                f"SyncBatchNorm '{self.name}': the batches of all ranks have {count} values "
                 "per channel; training needs at least 2. Pass larger batches, or call eval()"
             )
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # it leaves Python's world
-    def _forward_synchronized(self, input: torch.Tensor) -> torch.Tensor:
+    def _synchronized(self, input: torch.Tensor, group: ProcessSet) -> torch.Tensor:
         with torch.no_grad():
-            count, mean, m2 = self._gather(*_local_statistics(input))
+            count, mean, m2 = self._gather(*_local_statistics(input), group)
             if self.track_running_stats:
                 self._track(mean, m2 / (count - 1))
         result: torch.Tensor = _normalize(
-            input, self.weight, self.bias, mean, m2 / count, count, self
+            input, self.weight, self.bias, mean, m2 / count, count, self, group
         )
         return result
 
     def _gather(
-        self, count: int, mean: torch.Tensor, m2: torch.Tensor
+        self, count: int, mean: torch.Tensor, m2: torch.Tensor, group: ProcessSet
     ) -> tuple[int, torch.Tensor, torch.Tensor]:
         """Make the statistics of this rank's batch those of all batches."""
         channels = len(mean)
         mine = torch.cat([mean, m2, mean.new_tensor([count])])[None].cpu()
         name = f"{self.name}.forward"
         with _locks.setdefault(name, threading.Lock()):
-            rows = verbs.allgather(mine, name=name).to(mean.device)
+            rows = verbs.allgather(mine, name=name, process_set=group).to(mean.device)
         means, m2s, counts = rows[:, :channels], rows[:, channels:-1], rows[:, -1:]
         count = int(counts.sum())
         self._check_count(count)
@@ -193,11 +263,12 @@ class SyncBatchNorm(_BatchNorm):
             if running is not None:
                 running.copy_(running.double().lerp(new, weight))
 
-    def _add_up(self, sums: torch.Tensor) -> torch.Tensor:
+    def _add_up(self, sums: torch.Tensor, group: ProcessSet) -> torch.Tensor:
         """Sum over the ranks, in a backward pass."""
         name = f"{self.name}.backward"
         with _locks.setdefault(name, threading.Lock()):
-            return verbs.allreduce(sums.cpu(), name=name, op=Sum).to(sums.device)
+            total = verbs.allreduce(sums.cpu(), name=name, op=Sum, process_set=group)
+        return total.to(sums.device)
 
 
 def _local_statistics(input: torch.Tensor) -> tuple[int, torch.Tensor, torch.Tensor]:
@@ -236,13 +307,14 @@ class _Normalize(torch.autograd.Function):
         variance: torch.Tensor,
         count: int,
         layer: SyncBatchNorm,
+        group: ProcessSet,
     ) -> torch.Tensor:
         sums = _SUMS[input.dtype]
         inverse = (variance + layer.eps).rsqrt().to(sums)
         mean = mean.to(sums)
         ctx.save_for_backward(input, weight, mean, inverse)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.count, ctx.layer = count, layer
+        ctx.count, ctx.layer, ctx.group = count, layer, group
         return functional.batch_norm(
             input,
             mean,
@@ -265,7 +337,7 @@ class _Normalize(torch.autograd.Function):
         sums = torch.stack([grad_output.sum(others), (grad_output * centred).sum(others)])
         grad_input = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
-            mean_gradient, slope = ctx.layer._add_up(sums) / ctx.count
+            mean_gradient, slope = ctx.layer._add_up(sums, ctx.group) / ctx.count
             scale = inverse if weight is None else inverse * weight.to(mean.dtype)
             grad_input = torch.addcmul(
                 grad_output - _per_channel(mean_gradient, input),
@@ -277,7 +349,7 @@ class _Normalize(torch.autograd.Function):
             grad_weight = (sums[1] * inverse).to(weight.dtype)
         if ctx.needs_input_grad[2]:
             grad_bias = sums[0].to(ctx.bias_dtype)
-        return grad_input, grad_weight, grad_bias, None, None, None, None
+        return grad_input, grad_weight, grad_bias, None, None, None, None, None
 
 
 _normalize: Any = _Normalize.apply  # torch does not declare its type

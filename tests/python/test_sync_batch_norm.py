@@ -6,6 +6,7 @@ import copy
 import inspect
 import io
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hororing.torch as hvd
 from hororing import errors
+from hororing.process_sets import ProcessSet, add_process_set, global_process_set
 from hororing.torch.ops import verbs
 
 CHANNELS = 3
@@ -79,7 +81,7 @@ def agree(
     parts: list[torch.Tensor],
     tolerance: float = EXACT,
     members: Sequence[int] | None = None,
-    process_set: Any = None,
+    process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """Compare one training step, with all that it computes or changes, and return the output.
 
@@ -102,10 +104,9 @@ def agree(
     output.backward(weights_of(wanted[mine]).to(output.dtype))
     close(output, wanted[mine], tolerance)
     close(input.grad, joined.grad[mine], tolerance)
-    kwargs = {} if process_set is None else {"process_set": process_set}
     for ours, theirs in zip(layer.parameters(), whole.parameters(), strict=True):
         assert ours.grad.dtype == ours.dtype
-        total = hvd.allreduce(ours.grad.double(), op=hvd.Sum, **kwargs)
+        total = verbs.allreduce(ours.grad.double(), op=hvd.Sum, process_set=process_set)
         close(total, theirs.grad, tolerance * max(1, len(joined)))
     close_buffers(layer, whole, tolerance)
     return output
@@ -156,7 +157,9 @@ def case_before_init() -> None:
         layer(torch.ones(4, CHANNELS))
     assert int(layer.num_batches_tracked) == 0
     layer.eval()(torch.ones(4, CHANNELS))
-    hvd.init()
+    with pytest.raises(errors.NotInitializedError):
+        hvd.SyncBatchNorm(CHANNELS, group_size=1)
+    hvd.init(process_sets="dynamic")
     torch.set_num_threads(1)
     agree(*pair(), batches(uneven_rows(), ()))
 
@@ -452,7 +455,7 @@ def case_recomputation() -> None:
 
 def case_gradients_equal_finite_differences() -> None:
     layer, _ = pair(momentum=None)
-    synchronized = layer._forward_synchronized  # on one rank, too
+    synchronized = Synchronized(layer)
     base = [part[:2] for part in batches([2] * hvd.size(), (2,), 15)]
     factors = weights_of(batches([2 * hvd.size()], (2,), 16)[0]).chunk(hvd.size())[hvd.rank()]
 
@@ -493,7 +496,7 @@ class Synchronized(nn.Module):
         self.layer = layer
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer._forward_synchronized(x)
+        return self.layer._synchronized(x, global_process_set)
 
 
 def case_one_rank_takes_the_path_of_several() -> None:
@@ -591,17 +594,21 @@ def case_copies_and_files() -> None:
 
 def case_compiled() -> None:
     layer, whole = pair()
-    compiled = torch.compile(nn.Sequential(nn.Identity(), layer, nn.Tanh()), backend="eager")
+    model = nn.Sequential(nn.Identity(), layer, nn.Tanh())
+    compiled = torch.compile(model, backend="eager")
     plain = nn.Sequential(nn.Identity(), whole, nn.Tanh())
     for step in range(2):
         parts = batches(uneven_rows(), (), 20, step)
-        joined = torch.cat(parts)
         before = sum(map(len, parts[: hvd.rank()]))
         mine = parts[hvd.rank()].clone().requires_grad_()
-        output = compiled(mine)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="Dynamo does not know how to trace")
+            output = compiled(mine)
         output.sum().backward()
-        close(output, plain(joined)[before : before + len(mine)], EXACT)
+        close(output, plain(torch.cat(parts))[before : before + len(mine)], EXACT)
     close_buffers(layer, whole)
+    in_one_graph = torch.compile(model.eval(), backend="eager", fullgraph=True)
+    close(in_one_graph(mine), plain.eval()(mine), EXACT)
 
 
 def case_training_equals_one_process() -> None:
@@ -631,7 +638,134 @@ def case_training_equals_one_process() -> None:
         close(ours, theirs, 1e-8)
 
 
+def agree_in_groups(ranks: Sequence[int], group_size: int, **options: Any) -> None:
+    layer, whole = pair(group_size=group_size, momentum=None, **options)
+    if hvd.rank() not in ranks:
+        return
+    place = ranks.index(hvd.rank()) // group_size * group_size
+    members = ranks[place : place + group_size]
+    for step in range(3):
+        parts = batches(uneven_rows(), (2,), 22, step)
+        chosen = [parts[rank] for rank in members]
+        if group_size > 1:
+            agree(layer, whole, chosen, members=members, process_set=layer._group)
+        else:
+            with Requests() as names:
+                close(layer(chosen[0]), whole(chosen[0]), EXACT)
+            assert names == []
+            close_buffers(layer, whole)
+
+
+def case_groups() -> None:
+    size = hvd.size()
+    for group_size in range(1, size + 1):
+        if size % group_size == 0:
+            agree_in_groups(range(size), group_size)
+    for bad in (0, -1, size + 1, 3 if size == 4 else 2 * size, 1.0, "2"):
+        with pytest.raises(ValueError, match=f"group_size={bad!r} does not divide the {size} "):
+            hvd.SyncBatchNorm(CHANNELS, group_size=bad)
+    group_size = 2 if size % 2 == 0 else size
+    model = nn.Sequential(nn.BatchNorm1d(CHANNELS))
+    layer = hvd.SyncBatchNorm.convert_sync_batchnorm(model, group_size=group_size)[0]
+    assert f"group_size={group_size}" in repr(layer)
+    layer(torch.randn(4, CHANNELS))
+    # In a group that has too few values, and only there.
+    if size > group_size:
+        rows = 4 if hvd.rank() < group_size else 0
+        if rows:
+            layer(torch.randn(rows, CHANNELS))
+        else:
+            with pytest.raises(ValueError, match="have 0 values per channel"):
+                layer(torch.randn(rows, CHANNELS))
+
+
+def case_groups_that_were_process_sets_before() -> None:
+    if hvd.size() == 4:
+        removable = ProcessSet([0, 2])
+        add_process_set(removable)
+        with pytest.raises(ValueError, match="duplicate"):
+            add_process_set([0, 2])
+        layer = hvd.SyncBatchNorm(CHANNELS, process_set=removable, group_size=2)
+        assert layer._group is (removable if hvd.rank() in (0, 2) else None)
+
+
+def case_process_sets() -> None:
+    size = hvd.size()
+    if size == 1:
+        return
+    low, high = ProcessSet(range(size - 1)), ProcessSet(range(1, size))
+    stranger = hvd.SyncBatchNorm(CHANNELS, process_set=low)
+    with pytest.raises(TypeError, match="is not registered"):
+        stranger(torch.ones(2, CHANNELS))
+    with pytest.raises(TypeError, match="must be a ProcessSet, not list"):
+        hvd.SyncBatchNorm(CHANNELS, process_set=[0])
+    for process_set in (low, high):
+        add_process_set(process_set)
+    layers = [(process_set, *pair(process_set=process_set)) for process_set in (low, high)]
+    for step in range(3):
+        for process_set, layer, whole in layers:
+            parts = batches(uneven_rows(), (), 23, step)
+            if process_set.included():
+                chosen = [parts[rank] for rank in process_set.ranks]
+                agree(layer, whole, chosen, EXACT, process_set.ranks, process_set)
+            else:
+                with pytest.raises(ValueError, match=f"rank {hvd.rank()} is not a member"):
+                    layer(parts[0])
+                assert int(layer.num_batches_tracked) == 0
+                layer.eval()(parts[0])
+                layer.train()
+    assert f"process_set={low.ranks}" in repr(layers[0][1])
+    for process_set, layer, whole in layers:
+        twin = copy.deepcopy(layer)
+        assert twin.process_set is process_set
+        if process_set.included():
+            chosen = [parts[rank] for rank in process_set.ranks]
+            agree(twin, copy.deepcopy(whole), chosen, EXACT, process_set.ranks, process_set)
+    hvd.barrier()
+
+
+def case_init_again() -> None:
+    size = hvd.size()
+    group_size = 2 if size % 2 == 0 else size
+    members = range(hvd.rank() // group_size * group_size, size)[:group_size]
+    layer, whole = pair(group_size=group_size)
+    file = io.BytesIO()
+    torch.save(layer, file)
+    hvd.shutdown()
+    with pytest.raises(errors.NotInitializedError):
+        layer(torch.ones(2, CHANNELS))
+    hvd.init()
+    file.seek(0)
+    parts = [batches(uneven_rows(), (), 24)[rank] for rank in members]
+    for each in (torch.load(file, weights_only=False), layer):
+        each(parts[members.index(hvd.rank())])
+        each.load_state_dict(whole.state_dict())
+        if group_size > 1:
+            agree(each, copy.deepcopy(whole), parts, members=members, process_set=each._group)
+    hvd.barrier()
+
+
+def groups_of_some_ranks() -> None:
+    hvd.init(process_sets=[[0, 1, 3, 4]])
+    process_set = ProcessSet([0, 1, 3, 4])
+    hvd.init(process_sets=[process_set])
+    agree_in_groups([0, 1, 3, 4], 2, process_set=process_set)
+    agree_in_groups([0, 1, 3, 4], 4, process_set=process_set)
+    with pytest.raises(ValueError, match="group_size=3 does not divide the 4 ranks"):
+        hvd.SyncBatchNorm(CHANNELS, process_set=process_set, group_size=3)
+    hvd.barrier()
+
+
+def test_groups_of_some_ranks() -> None:
+    job = mpirun.run(__file__, 5)
+    assert job.returncode == 0, job.report()
+
+
 @pytest.mark.parametrize("case", mpirun.case_names(globals()))
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_case(case: str, size: int):
     mpirun.cases_of(__file__, size).check(case)
+
+
+if __name__ == "__main__":
+    groups_of_some_ranks()
