@@ -32,7 +32,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from hororing import process_sets, runtime
 from hororing.collectives import Sum
 from hororing.process_sets import ProcessSet, global_process_set
-from hororing.torch.ops import verbs
+from hororing.torch.verbs import verbs
 
 # Type of the sums, by that of the input.
 _SUMS: Final = {

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import hororing.torch as hvd
 from hororing import errors
 from hororing.process_sets import ProcessSet, add_process_set, global_process_set
-from hororing.torch.ops import verbs
+from hororing.torch.verbs import verbs
 
 CHANNELS = 3
 EXACT = 1e-10
@@ -593,6 +593,8 @@ def case_copies_and_files() -> None:
 
 
 def case_compiled() -> None:
+    if hvd.size() > 2:
+        return  # importing the compiler takes every rank seconds
     layer, whole = pair()
     model = nn.Sequential(nn.Identity(), layer, nn.Tanh())
     compiled = torch.compile(model, backend="eager")
