@@ -3,6 +3,7 @@
 
 #include "collective/collectives.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstdint>
@@ -62,7 +63,7 @@ void CheckAllreduce(Rank& rank, Algorithm algorithm, const ReduceSpec& spec, siz
   data.push_back(0xA5);
   CHECK_OK(Run(algorithm, rank.transport, {data.data(), n, spec}, scratch));
   CHECK_EQ(Open(rank.transport), 0u);
-  const bool equal = std::memcmp(data.data(), expected.data(), expected.size()) == 0;
+  const bool equal = std::equal(expected.begin(), expected.end(), data.begin());
   if (!equal || data.back() != 0xA5) {
     hororing_test::Fail(__FILE__, __LINE__,
                         std::string(rank.transport.name()) + ": " + Name(algorithm) + ", rank " +
