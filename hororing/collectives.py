@@ -388,9 +388,10 @@ def join() -> int:
     return _control(_JOIN, "join.noname")
 
 
-def add_process_set(ranks: Sequence[int]) -> int:
-    """Return the id of a new set. All ranks call it."""
-    return _control(_ADD_PROCESS_SET, "add_process_set.noname", integers=ranks)
+def add_process_set(ranks: Sequence[int], *, internal: bool = False) -> int:
+    """Return the id of a new set. All ranks call it. Internal ones may be duplicates."""
+    name = "add_process_set.noname"
+    return _control(_ADD_PROCESS_SET, name, integers=ranks, root=int(internal))
 
 
 def remove_process_set(process_set: int) -> bool:

@@ -81,37 +81,43 @@ global_process_set: Final[ProcessSet] = _WorldSet()
 _registered: dict[int, ProcessSet] = {collectives.WORLD_SET: global_process_set}
 
 
-def _restart() -> None:
-    """Forget the sets of an engine that is no more."""
+def _know_the_world() -> None:
+    global_process_set.ranks = list(range(runtime.size()))
+
+
+def _forget_all() -> None:
     for process_set in _registered.values():
         if process_set is not global_process_set:
             process_set.process_set_id = None
     _registered.clear()
     _registered[collectives.WORLD_SET] = global_process_set
-    global_process_set.ranks = list(range(runtime.size()))
 
 
-runtime.at_init(_restart)
+runtime.at_init(_know_the_world)
+runtime.at_shutdown(_forget_all)
 
 
-def register(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Do as `add_process_set`, also where sets are not dynamic: for layers that need their own."""
+def register(process_set: ProcessSet | Sequence[int], *, internal: bool = False) -> ProcessSet:
+    """Do as `add_process_set`, also where sets are not dynamic.
+
+    `internal`: for a layer that needs a set of its own. The user may add the same ranks.
+    """
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
     runtime.topology()
     if process_set.process_set_id is not None:
         raise ValueError(f"attempted to add a duplicate process set: {process_set} is registered")
-    process_set.process_set_id = collectives.add_process_set(process_set.ranks)
+    process_set.process_set_id = collectives.add_process_set(process_set.ranks, internal=internal)
     _registered[process_set.process_set_id] = process_set
     return process_set
 
 
 def obtain(ranks: Sequence[int]) -> ProcessSet:
-    """Return the registered set of these ranks; where there is none, `register` it."""
+    """Return the registered set of these ranks; where there is none, an internal one."""
     for process_set in _registered.values():
         if process_set.ranks == list(ranks):
             return process_set
-    return register(ranks)
+    return register(ranks, internal=True)
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:

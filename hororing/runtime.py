@@ -71,6 +71,7 @@ class _Process:
     timeline: str = ""  # the latest file that was asked for
     lock: threading.Lock = field(default_factory=threading.Lock)
     at_init: list[Callable[[], None]] = field(default_factory=list)
+    at_shutdown: list[Callable[[], None]] = field(default_factory=list)
 
 
 _process = _Process()
@@ -90,6 +91,11 @@ def mpi_library() -> Path:
 def at_init(callback: Callable[[], None]) -> None:
     """Call `callback` whenever an engine starts; for what all ranks must begin anew."""
     _process.at_init.append(callback)
+
+
+def at_shutdown(callback: Callable[[], None]) -> None:
+    """Call `callback` whenever an engine has ended."""
+    _process.at_shutdown.append(callback)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -296,6 +302,8 @@ def _shutdown(reason: str) -> None:
         if code != lib.HR_OK:
             _process.broken = True
             logger.warning(ffi.string(lib.hr_last_error()).decode("utf-8", "replace"))
+        for callback in _process.at_shutdown:
+            callback()
 
 
 def _install_hooks() -> None:

@@ -135,7 +135,8 @@ typedef struct hr_request {
   const char* name;           /* unique among the set's requests in flight, equal on its ranks */
   int32_t process_set;        /* this rank is a member of it */
   int32_t op;                 /* hr_op; HR_ALLREDUCE, HR_REDUCESCATTER */
-  int32_t root;               /* HR_BROADCAST: a rank of the job; HR_REMOVE_PROCESS_SET: the set */
+  int32_t root;               /* HR_BROADCAST: a rank of the job; HR_REMOVE_PROCESS_SET: the set;
+                                 HR_ADD_PROCESS_SET: 1 for one that may be a duplicate */
   double prescale, postscale; /* HR_ALLREDUCE, HR_REDUCESCATTER */
   int32_t tensors_count; /* 0 for HR_BARRIER and from HR_JOIN on; one for HR_ALLTOALL; more than
                             one otherwise: a group, all or nothing */

@@ -134,7 +134,7 @@ Status EntryFrom(const hr_request& from, TensorEntry* entry) {
     request.prescale = from.prescale;
     request.postscale = from.postscale;
   }
-  if (request.kind == Collective::kBroadcast || request.kind == Collective::kRemoveProcessSet) {
+  if (request.kind == Collective::kBroadcast || request.kind >= Collective::kAddProcessSet) {
     request.root = from.root;
   }
   if (request.kind == Collective::kAddProcessSet) {

@@ -330,7 +330,7 @@ TensorEntry* Loop::StandIn(const Request& request) {
 void Loop::Settle(const Work& work) {
   const Request& request = work.entry->request;
   if (request.kind == Collective::kAddProcessSet) {
-    AddSet(static_cast<int32_t>(work.rows[0]), request.ranks);
+    AddSet(static_cast<int32_t>(work.rows[0]), request);
   } else if (request.kind == Collective::kRemoveProcessSet && work.rows[0] != 0) {
     RemoveSet(request.root);
   }
@@ -344,8 +344,8 @@ void Loop::Settle(const Work& work) {
   stand_ins_.clear();
 }
 
-void Loop::AddSet(int32_t id, const std::vector<int32_t>& ranks) {
-  engine_.sets_.Add(id, ranks);
+void Loop::AddSet(int32_t id, const Request& request) {
+  engine_.sets_.Add(id, request.ranks, request.root != 0);
   ++sets_added_;
   const ProcessSet set = *engine_.sets_.Find(id);
   const int place = set.IndexOf(topology_.rank);

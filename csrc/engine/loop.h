@@ -54,7 +54,7 @@ class Loop {
   std::optional<Work> Agreed(const Decision& decision);
   TensorEntry* StandIn(const Request& request);
   void Settle(const Work& work);
-  void AddSet(int32_t id, const std::vector<int32_t>& ranks);
+  void AddSet(int32_t id, const Request& request);
   void RemoveSet(int32_t id);
   void Fail(const Decision& decision);
   void FailEntry(std::unique_ptr<TensorEntry> entry, const Status& status);

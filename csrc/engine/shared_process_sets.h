@@ -23,9 +23,9 @@ class SharedProcessSets {
     rank_ = rank;
     sets_.emplace(size);
   }
-  void Add(int32_t id, const std::vector<int32_t>& ranks) {
+  void Add(int32_t id, const std::vector<int32_t>& ranks, bool internal) {
     std::lock_guard<std::mutex> lock(mutex_);
-    sets_->Add(id, ranks);
+    sets_->Add(id, ranks, internal);
   }
   void Remove(int32_t id) {
     std::lock_guard<std::mutex> lock(mutex_);

@@ -12,12 +12,12 @@ namespace hororing {
 // Adds or removes a process set. `rows` as in Decision.
 Status Coordinator::ChangeSets(const Request& request, std::vector<int64_t>* rows, TimeNs now) {
   if (request.kind == Collective::kAddProcessSet) {
-    const Status possible = sets_.Check(request.ranks);
+    const Status possible = sets_.Check(request.ranks, request.root != 0);
     if (!possible.ok()) {
       return Status(possible.code(), request.Title() + " (NEGOTIATE): " + possible.message());
     }
     const int32_t id = sets_.NextId();
-    sets_.Add(id, request.ranks);
+    sets_.Add(id, request.ranks, request.root != 0);
     *rows = {id};
     return Status::Ok();
   }

@@ -30,7 +30,8 @@ struct Request {
   int32_t process_set = kWorldSet;
   Collective kind = Collective::kAllreduce;
   ReduceOp op = ReduceOp::kSum;  // allreduce, reduce-scatter
-  int32_t root = 0;              // broadcast: a rank of the job; remove_process_set: the set
+  int32_t root = 0;              // broadcast: a rank of the job; remove_process_set: the set;
+                                 // add_process_set: 1 when it is internal
   double prescale = 1.0;         // allreduce, reduce-scatter
   double postscale = 1.0;
   std::vector<Tensor> tensors;  // several: a group, all or nothing; none: barrier and the like

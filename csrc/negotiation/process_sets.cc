@@ -18,7 +18,7 @@ ProcessSets::ProcessSets(int size) : size_(size) {
   sets_[kWorldSet] = std::move(world);
 }
 
-Status ProcessSets::Check(const std::vector<int32_t>& ranks) const {
+Status ProcessSets::Check(const std::vector<int32_t>& ranks, bool internal) const {
   std::vector<int> sorted(ranks.begin(), ranks.end());
   std::sort(sorted.begin(), sorted.end());
   const std::string given =
@@ -36,7 +36,7 @@ Status ProcessSets::Check(const std::vector<int32_t>& ranks) const {
     }
   }
   for (const auto& [id, set] : sets_) {
-    if (set.ranks != sorted) continue;
+    if (internal || set.internal || set.ranks != sorted) continue;
     return Status(Code::kInvalidArgument,
                   "attempted to add a duplicate process set: process set " + std::to_string(id) +
                       " has the ranks " + ShapeText({sorted.begin(), sorted.end()}) + " already");
@@ -50,8 +50,9 @@ int32_t ProcessSets::NextId() const {
   return id;
 }
 
-void ProcessSets::Add(int32_t id, const std::vector<int32_t>& ranks) {
+void ProcessSets::Add(int32_t id, const std::vector<int32_t>& ranks, bool internal) {
   ProcessSet& set = sets_[id];
+  set.internal = internal;
   set.ranks.assign(ranks.begin(), ranks.end());
   std::sort(set.ranks.begin(), set.ranks.end());
 }

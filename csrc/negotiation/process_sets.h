@@ -14,6 +14,7 @@ namespace hororing {
 
 struct ProcessSet {
   std::vector<int> ranks;  // of the job, ascending
+  bool internal = false;   // a layer's own: users may add the same ranks
 
   int size() const { return static_cast<int>(ranks.size()); }
   // The place of `rank` among them, or -1.
@@ -26,11 +27,12 @@ class ProcessSets {
   explicit ProcessSets(int size);
 
   // kInvalidArgument with a reason when no such set can be added: ranks that the job does not have
-  // or that occur twice, or a set that is there already.
-  Status Check(const std::vector<int32_t>& ranks) const;
-  // The lowest free id. REQUIRES: Check(ranks).ok().
+  // or that occur twice, or, unless it is internal, a set that is there already.
+  Status Check(const std::vector<int32_t>& ranks, bool internal) const;
+  // The lowest free id.
   int32_t NextId() const;
-  void Add(int32_t id, const std::vector<int32_t>& ranks);
+  // REQUIRES: Check(ranks, internal).ok().
+  void Add(int32_t id, const std::vector<int32_t>& ranks, bool internal);
   void Remove(int32_t id) { sets_.erase(id); }
   // Null when there is none; valid until Remove.
   const ProcessSet* Find(int32_t id) const;

@@ -106,6 +106,17 @@ TEST(a_set_is_added_once_and_its_id_is_used_again_after_its_removal) {
   CHECK_EQ(AddSet(coordinator, 3, {0, 1}), int64_t{1});
 }
 
+TEST(the_set_of_a_layer_leaves_its_ranks_to_the_user) {
+  Coordinator coordinator = MakeCoordinator(2);
+  for (int64_t id : {1, 2}) {
+    for (int rank : {0, 1}) {
+      Tell(coordinator, rank, {Control(Collective::kAddProcessSet, {0}, /*internal*/ 1)});
+    }
+    CHECK_EQ(Decisions(coordinator).at(0).rows.at(0), id);
+  }
+  CHECK_EQ(AddSet(coordinator, 2, {0}), int64_t{3});
+}
+
 TEST(ranks_that_add_different_sets_are_told_of_one_another) {
   Coordinator coordinator = MakeCoordinator(2);
   Tell(coordinator, 0, {Control(Collective::kAddProcessSet, {0})});
