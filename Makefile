@@ -23,7 +23,7 @@ export PRTE_MCA_hwloc_default_binding_policy := none
 NO_ASLR := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo dev build test test-cpp test-py tsan asan lint format typecheck bench docs clean
+.PHONY: help demo dev build test test-cpp test-py tsan asan soak lint format typecheck bench docs clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,6 +50,9 @@ asan: $(VENV)/.dev  ## C++ tests under AddressSanitizer and UndefinedBehaviorSan
 
 test-py: build  ## Python tests (with the test module of test-cpp, if it was built)
 	pytest
+
+soak: build  ## random schedules of collectives, new ones for ten minutes
+	python tests/python/schedules.py --ranks 4 --minutes 10
 
 lint: $(VENV)/.dev typecheck  ## everything that pre-commit checks
 	ruff check $(wildcard $(SOURCES))

@@ -391,7 +391,11 @@ def join() -> int:
 def add_process_set(ranks: Sequence[int], *, internal: bool = False) -> int:
     """Return the id of a new set. All ranks call it. Internal ones may be duplicates."""
     name = "add_process_set.noname"
-    return _control(_ADD_PROCESS_SET, name, integers=ranks, root=int(internal))
+    added = _control(_ADD_PROCESS_SET, name, integers=ranks, root=int(internal))
+    # The id may have been that of another set, in which other ranks called.
+    for counted in [key for key in list(_counters) if key[1] == added]:
+        _counters.pop(counted, None)
+    return added
 
 
 def remove_process_set(process_set: int) -> bool:

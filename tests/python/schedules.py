@@ -1,0 +1,598 @@
+"""Random schedules of collectives, each result compared with NumPy.
+
+    python tests/python/schedules.py --ranks 4 --minutes 10        a soak, of new schedules
+    python tests/python/schedules.py --ranks 4 --seed 123          that schedule again
+
+A schedule is drawn from a seed, alike on every rank: rounds of calls in the world and in process
+sets that overlap and come and go, then ranks that run out of data one by one and join. Within a
+round every rank submits in an order of its own. HORORING_* variables choose what is tested.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import itertools
+import json
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import mpirun
+import numpy as np
+import oracle
+
+import hororing.numpy as hvd
+from hororing import errors
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Ranks = tuple[int, ...]
+
+OPTIONS = ("ranks", "seed", "calls", "schedules", "minutes")
+
+ROUND_CALLS = 12  # at most
+NAMES = 16  # in every process set; few, so that the response cache is of use
+OPS = [hvd.Average, hvd.Sum, hvd.Min, hvd.Max, hvd.Product, hvd.Adasum]
+REDUCTIONS = ("allreduce", "reducescatter")
+VERBS = ["allreduce"] * 6 + ["allgather", "broadcast", "alltoall", "reducescatter"] * 2
+MISMATCHES = ["dtype", "shape", "verb", "op", "factor", "root", "group"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One collective of all `members`."""
+
+    step: int
+    verb: str
+    members: Ranks
+    name: str | None  # None: unnamed, or a barrier
+    dtypes: tuple[str, ...] = ()  # of each tensor
+    shapes: tuple[tuple[int, ...], ...] = ()  # of each tensor; rows of an allgather: see `rows`
+    rows: tuple[tuple[int, ...], ...] = ()  # allgather: of each member, of each tensor
+    splits: tuple[tuple[int, ...] | None, ...] = ()  # alltoall: of each member
+    op: int = hvd.Sum
+    factors: tuple[float, float] = (1.0, 1.0)
+    root: int = 0
+    grouped: bool = False
+    in_place: bool = False
+    blocking: bool = True
+    strided: bool = False  # arrays that are not contiguous
+    spoiled: int | None = None  # the member whose call differs
+    refused: bool = False  # every member gets a MismatchError
+
+    def shape(self, index: int, member: int) -> tuple[int, ...]:
+        """What this member's tensor looks like."""
+        place = self.members.index(member)
+        if self.verb == "allgather":
+            return (self.rows[place][index], *self.shapes[index][1:])
+        return self.shapes[index]
+
+    def kept_out(self) -> Call:
+        """The same call, refused."""
+        return dataclasses.replace(self, refused=True)
+
+
+# ---------------------------------------------------------------------------------------------
+# Drawing, alike on every rank
+
+
+class Drawer:
+    """Draws the calls of one schedule."""
+
+    def __init__(self, rng: random.Random, size: int) -> None:
+        self.rng = rng
+        self.size = size
+        self.step = 0
+        self.known: dict[tuple[Ranks, str], Call] = {}
+
+    def some(self, ranks: Ranks, least: int = 0) -> Ranks:
+        """A part of the ranks."""
+        return tuple(sorted(self.rng.sample(ranks, self.rng.randint(least, len(ranks)))))
+
+    def call(self, members: Ranks, name: str | None) -> Call:
+        """A call like the last one of that name, or a new one."""
+        self.step += 1
+        before = self.known.get((members, name or ""))
+        if before is not None and self.rng.random() < 0.7:
+            way = self.rng.random() < 0.4
+            call = dataclasses.replace(before, step=self.step, blocking=way)
+        else:
+            call = self.fresh(members, name)
+            if name is not None:
+                self.known[members, name] = call
+        if name is not None and len(members) > 1 and self.rng.random() < 0.02:
+            return dataclasses.replace(call, spoiled=self.rng.choice(members), refused=True)
+        return call
+
+    def fresh(self, members: Ranks, name: str | None, verb: str = "") -> Call:
+        """Any call that is right."""
+        rng = self.rng
+        verb = verb or rng.choice(VERBS)
+        if name is None and rng.random() < 0.1:
+            return Call(self.step, "barrier", members, None)
+        grouped = verb not in ("broadcast", "alltoall") and rng.random() < 0.25
+        count = rng.randint(1, 5) if grouped else 1
+        op = rng.choice(self.ops(members) if verb == "allreduce" else [hvd.Average, hvd.Sum])
+        factors = (1.0, 1.0)
+        if verb in REDUCTIONS and rng.random() < 0.3:
+            factors = (rng.choice([0.5, 1.0, -1.75, 0.0]), rng.choice([1.0, 0.3, 2.0]))
+        scaled = factors != (1.0, 1.0)
+        dtypes = [
+            dtype
+            for dtype in oracle.DTYPES
+            if (verb not in REDUCTIONS or dtype != "bool" or (op != hvd.Average and not scaled))
+            and (op != hvd.Adasum or dtype in oracle.FLOATS)
+        ]
+        shapes = tuple(
+            self.shape(verb != "allreduce" and verb != "broadcast") for _ in range(count)
+        )
+        rows: tuple[tuple[int, ...], ...] = ()
+        splits: tuple[tuple[int, ...] | None, ...] = ()
+        if verb == "allgather":
+            rows = tuple(tuple(rng.choice([0, 1, 2, 3, 17, 400]) for _ in shapes) for _ in members)
+        if verb == "alltoall":
+            shapes, splits = self.split(shapes[0], len(members))
+        return Call(
+            self.step, verb, members, name,
+            dtypes=tuple(rng.choice(dtypes) for _ in range(count)),
+            shapes=shapes, rows=rows, splits=splits, op=op, factors=factors,
+            root=rng.choice(members), grouped=grouped,
+            in_place=verb in ("allreduce", "broadcast") and rng.random() < 0.4,
+            blocking=rng.random() < 0.4, strided=rng.random() < 0.15,
+        )  # fmt: skip
+
+    def ops(self, members: Ranks) -> list[int]:
+        """What allreduce can do among them."""
+        adasum = len(members) == self.size and not self.size & (self.size - 1)
+        return OPS if adasum else OPS[:-1]
+
+    def shape(self, with_rows: bool) -> tuple[int, ...]:
+        """Empty and without dimensions, too."""
+        rng = self.rng
+        kind = rng.random()
+        if kind < 0.1 and not with_rows:
+            return ()
+        if kind < 0.2:
+            return rng.choice([(0,), (3, 0), (0, 2)])
+        if kind < 0.24:
+            return (rng.randint(5_000, 40_000),)
+        return tuple(rng.choice([1, 2, 3, 5, 7, 16]) for _ in range(rng.randint(1, 3)))
+
+    def split(self, shape: tuple[int, ...], size: int) -> Any:
+        """Shape and splits of an alltoall. Members may pass none, and keep rows to themselves."""
+        rng = self.rng
+        each = rng.choice([0, 1, 2, 3, 100])
+        rows = size * each
+        splits: list[tuple[int, ...] | None] = []
+        for _ in range(size):
+            cuts = sorted(rng.randint(0, rows) for _ in range(size))
+            drawn = tuple(b - a for a, b in itertools.pairwise([0, *cuts]))
+            splits.append(None if rng.random() < 0.3 else drawn)
+        return ((rows, *shape[1:]),), tuple(splits)
+
+    def spoil(self, call: Call) -> Call:
+        """The call of the member that differs from the others."""
+        kinds = {
+            "allreduce": ["dtype", "shape", "verb", "op", "factor", "group"],
+            "reducescatter": ["dtype", "shape", "verb", "factor", "group"],
+            "broadcast": ["dtype", "shape", "verb", "root"],
+            "allgather": ["dtype", "trailing", "verb", "group"],
+            "alltoall": ["dtype", "trailing", "verb"],
+        }[call.verb]
+        kind = random.Random(call.step).choice(kinds)
+        first = call.shapes[0]
+        if kind == "dtype":
+            other = "float64" if call.dtypes[0] != "float64" else "float32"
+            return dataclasses.replace(call, dtypes=(other, *call.dtypes[1:]))
+        if kind in ("shape", "trailing"):
+            return dataclasses.replace(call, shapes=((*first, 2), *call.shapes[1:]))
+        if kind == "verb":
+            if call.verb == "broadcast":
+                return dataclasses.replace(call, verb="allreduce", op=hvd.Sum)
+            return dataclasses.replace(
+                call, verb="broadcast", shapes=call.shapes[:1], dtypes=call.dtypes[:1],
+                root=call.members[0], grouped=False,
+            )  # fmt: skip
+        if kind == "op":
+            return dataclasses.replace(call, op=hvd.Max if call.op == hvd.Sum else hvd.Sum)
+        if kind == "factor" and "bool" not in call.dtypes:
+            return dataclasses.replace(call, factors=(call.factors[0], 7.5))
+        if kind == "root" and len(call.members) > 1:
+            other_root = next(member for member in call.members if member != call.root)
+            return dataclasses.replace(call, root=other_root)
+        return dataclasses.replace(
+            call, grouped=True, dtypes=(*call.dtypes, call.dtypes[0]),
+            shapes=(*call.shapes, first), rows=tuple((*rows, 1) for rows in call.rows),
+        )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------
+# What members pass, and what they ought to get
+
+
+def passed(seed: int, call: Call, member: int) -> list[Array]:
+    """The arrays of one member."""
+    return [
+        oracle.values(
+            np.random.default_rng([seed, call.step, member, index]),
+            dtype,
+            call.shape(index, member),
+        )
+        for index, dtype in enumerate(call.dtypes)
+    ]
+
+
+def check(seed: int, call: Call, rank: int, results: list[Array], joined: Ranks = ()) -> None:
+    """Raise AssertionError unless these are the results on this rank."""
+    of_members = [passed(seed, call, member) for member in call.members]
+    absent = [place for place, member in enumerate(call.members) if member in joined]
+    place, size = call.members.index(rank), len(call.members)
+    for index, result in enumerate(results[: len(call.dtypes)]):
+        arrays = [tensors[index] for tensors in of_members]
+        if call.verb in REDUCTIONS:
+            wanted = oracle.reduced(arrays, call.op, *call.factors, absent)
+            if call.verb == "reducescatter":
+                wanted = wanted.rows(*oracle.share(arrays[0].shape[0], size, place))
+            wanted.compare(result)
+            continue
+        if call.verb == "broadcast":
+            moved = arrays[call.members.index(call.root)]
+        elif call.verb == "allgather":
+            moved = np.concatenate(arrays)
+        else:
+            moved, received = oracle.exchanged(arrays, call.splits, place)
+            assert results[1].dtype == np.int32
+            assert results[1].tolist() == received
+        oracle.equal(result, moved)
+
+
+# ---------------------------------------------------------------------------------------------
+# Carrying out, on one rank
+
+
+class Player:
+    """Carries out one schedule."""
+
+    def __init__(self, seed: int, calls: int) -> None:
+        self.seed = seed
+        self.calls = calls
+        self.rank, self.size = hvd.rank(), hvd.size()
+        self.world = tuple(range(self.size))
+        self.shared = random.Random(seed)  # draws alike on every rank
+        self.own = random.Random(f"{seed} {self.rank}")
+        self.drawer = Drawer(self.shared, self.size)
+        self.sets = {self.world: hvd.global_process_set}
+        self.counts: collections.Counter[str] = collections.Counter()
+
+    def play(self) -> None:
+        """All of it."""
+        while self.drawer.step < self.calls:
+            if self.size > 1 and self.shared.random() < 0.3:
+                self.change_sets()
+            self.round()
+        self.run_out()
+        self.run_out()
+
+    # -- process sets -------------------------------------------------------------------------
+
+    def change_sets(self) -> None:
+        """Add one, remove one, or fail to."""
+        rng = self.shared
+        what = rng.random()
+        removable = sorted(set(self.sets) - {self.world})
+        if what < 0.2 and self.size > 1:
+            known = rng.choice(sorted(self.sets))
+            bad = rng.choice([[0, 0], [0, self.size], [-1], list(known)])
+            self.fails(ValueError, lambda: hvd.add_process_set(bad))
+        elif removable and (what < 0.4 or len(self.sets) > 6):
+            gone = rng.choice(removable)
+            orphans = self.orphans(gone)
+            assert hvd.remove_process_set(self.sets.pop(gone))
+            for key in [key for key in self.drawer.known if key[0] == gone]:
+                del self.drawer.known[key]
+            for handle in orphans:
+                self.fails(errors.HororingInternalError, lambda h=handle: hvd.synchronize(h))
+        else:
+            members = self.drawer.some(self.world)
+            if members in self.sets:
+                self.fails(ValueError, lambda: hvd.add_process_set(members))
+                return
+            order = self.own.sample(members, len(members))
+            self.sets[members] = hvd.add_process_set(order)
+            assert self.sets[members].ranks == list(members)
+
+    def orphans(self, members: Ranks) -> list[int]:
+        """Handles of calls that some members make and others do not."""
+        if len(members) < 2 or self.shared.random() < 0.5:
+            return []
+        callers = self.shared.sample(members, self.shared.randint(1, len(members) - 1))
+        if self.rank not in callers:
+            return []
+        one = np.ones(3, np.float32)
+        return [hvd.allreduce_async(one, name="t0", process_set=self.sets[members])]
+
+    @staticmethod
+    def fails(kind: type[Exception], call: Callable[[], Any]) -> None:
+        """Fail unless `call` does."""
+        try:
+            result = call()
+        except kind:
+            return
+        raise AssertionError(f"{kind.__name__} expected, not {result!r}")
+
+    # -- rounds -------------------------------------------------------------------------------
+
+    def round(self) -> None:
+        """Some calls: in one order everywhere where they must be, else in this rank's own."""
+        rng = self.shared
+        ordered, free = [], []
+        names = {ranks: rng.sample(range(NAMES), NAMES) for ranks in self.sets}
+        used = [ranks for ranks in sorted(self.sets) if ranks]
+        for _ in range(rng.randint(1, ROUND_CALLS)):
+            ranks = self.world if rng.random() < 0.4 else rng.choice(used)
+            name = f"t{names[ranks].pop()}" if rng.random() < 0.8 and names[ranks] else None
+            call = self.drawer.call(ranks, name)
+            (ordered if call.blocking or name is None else free).append(call)
+        threaded = rng.random() < 0.15
+        ordered = [call for call in ordered if self.rank in call.members]
+        free = [call for call in free if self.rank in call.members]
+        self.own.shuffle(free)
+        handles: list[Started] = []
+        if threaded:
+            handles += [self.start(call) for call in free]
+            self.in_threads(ordered)
+        else:
+            while ordered or free:
+                from_ordered = ordered and (not free or self.own.random() < 0.5)
+                call = ordered.pop(0) if from_ordered else free.pop()
+                if call.blocking:
+                    self.finish(self.start(call))
+                else:
+                    handles.append(self.start(call))
+        self.own.shuffle(handles)
+        for started in handles:
+            self.finish(started)
+
+    def in_threads(self, calls: list[Call]) -> None:
+        """The calls of every set in a thread of their own."""
+        failures: list[BaseException] = []
+
+        def work(mine: list[Call]) -> None:
+            try:
+                for call in mine:
+                    self.finish(self.start(call))
+            except BaseException as failure:
+                failures.append(failure)
+
+        by_set = collections.defaultdict(list)
+        for call in calls:
+            by_set[call.members].append(call)
+        threads = [threading.Thread(target=work, args=(mine,)) for mine in by_set.values()]
+        self.own.shuffle(threads)
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if failures:
+            raise failures[0]
+
+    # -- one call -----------------------------------------------------------------------------
+
+    def start(self, call: Call) -> Started:
+        """Make the call, wholly if it is blocking."""
+        mine = self.drawer.spoil(call) if call.spoiled == self.rank else call
+        self.counts[call.verb] += 1
+        tensors = [self.laid_out(mine, array) for array in passed(self.seed, mine, self.rank)]
+        started = Started(call, mine, tensors, [tensor.copy() for tensor in tensors])
+        try:
+            started.outcome = self.invoke(mine, tensors)
+        except errors.MismatchError as failure:
+            started.failure = failure
+        except Exception as failure:
+            raise AssertionError(self.about(call)) from failure
+        return started
+
+    def laid_out(self, call: Call, array: Array) -> Array:
+        """The same array, elsewhere in memory."""
+        if not call.strided or not array.ndim:
+            return array
+        wide = np.zeros((*array.shape[:-1], 2 * array.shape[-1]), array.dtype)
+        wide[..., ::2] = array
+        return wide[..., ::2]
+
+    def invoke(self, call: Call, tensors: list[Array]) -> Any:
+        """The call of the library."""
+        process_set = self.sets[call.members]
+        if call.verb == "barrier":
+            hvd.barrier(process_set)
+            return None
+        arguments: dict[str, Any] = {"name": call.name, "process_set": process_set}
+        if call.verb in REDUCTIONS:
+            pre, post = call.factors
+            arguments.update(op=call.op, prescale_factor=pre, postscale_factor=post)
+        if call.verb == "broadcast":
+            arguments["root_rank"] = call.root
+        if call.verb == "alltoall":
+            arguments["splits"] = call.splits[call.members.index(self.rank)]
+        verb = ("grouped_" if call.grouped else "") + call.verb
+        verb += ("" if call.blocking else "_async") + ("_" if call.in_place else "")
+        return getattr(hvd, verb)(tensors if call.grouped else tensors[0], **arguments)
+
+    def finish(self, started: Started, joined: Ranks = ()) -> None:
+        """Wait, and compare."""
+        call, outcome, failure = started.call, started.outcome, started.failure
+        if call.verb == "barrier":
+            return
+        try:
+            if failure is None and not call.blocking:
+                if self.own.random() < 0.3:
+                    hvd.poll(outcome)
+                outcome = hvd.synchronize(outcome)
+        except errors.MismatchError as mismatch:
+            failure = mismatch
+        except Exception as other:
+            raise AssertionError(self.about(call)) from other
+        try:
+            if call.refused:
+                assert failure is not None, f"no MismatchError, but {outcome!r}"
+                return
+            if failure is not None:
+                raise failure
+            pair = call.verb == "alltoall" and isinstance(outcome, tuple)
+            results = list(outcome) if call.grouped or pair else [outcome]
+            if call.in_place:
+                assert all(a is b for a, b in zip(results, started.tensors, strict=True))
+            else:
+                for tensor, before in zip(started.tensors, started.before, strict=True):
+                    oracle.equal(tensor, before)  # nobody wrote into what was passed
+            if call.verb == "alltoall" and not pair:
+                _, received = oracle.exchanged(
+                    [passed(self.seed, call, member)[0] for member in call.members],
+                    call.splits, call.members.index(self.rank),
+                )  # fmt: skip
+                results.append(np.array(received, np.int32))
+            check(self.seed, call, self.rank, results, joined)
+        except Exception as wrong:
+            raise AssertionError(self.about(call)) from wrong
+
+    def about(self, call: Call) -> str:
+        """What to know of a failure."""
+        return (
+            f"schedule seed {self.seed}, {self.size} ranks, rank {self.rank}, step {call.step}: "
+            f"{call}\nagain: python tests/python/schedules.py --ranks {self.size} "
+            f"--seed {self.seed} --calls {self.calls}"
+        )
+
+    # -- uneven data --------------------------------------------------------------------------
+
+    def run_out(self) -> None:
+        """Each rank reduces until its data are used up, and joins."""
+        rng = self.shared
+        steps = [rng.randint(0, 12) for _ in self.world]
+        for number in range(max(steps)):
+            joined = tuple(rank for rank in self.world if steps[rank] <= number)
+            batch = [self.draw_uneven(joined, number, index) for index in range(rng.randint(1, 3))]
+            if self.rank in joined:
+                continue
+            mine = [call for call in batch if self.rank in call.members]
+            for started in [self.start(call) for call in mine]:
+                self.finish(started, joined)
+            if number % 5 == 4:
+                hvd.barrier()
+        last = hvd.join()
+        assert steps[last] == max(steps), f"join returned {last}, steps were {steps}"
+        assert set(hvd.allgather_object(last)) == {last}
+
+    def draw_uneven(self, joined: Ranks, number: int, index: int) -> Call:
+        """A call while some have joined; the first of each number is of all ranks."""
+        rng, drawer = self.shared, self.drawer
+        drawer.step += 1
+        able = [ranks for ranks in sorted(self.sets) if set(ranks) - set(joined)]
+        members = self.world if index == 0 else rng.choice(able)
+        affected = bool(set(members) & set(joined))
+        name = f"u{index}.{number % 3}"
+        if affected and rng.random() < 0.2:
+            verb = rng.choice(["allgather", "broadcast", "alltoall", "reducescatter"])
+            return drawer.fresh(members, name, verb).kept_out()
+        call = drawer.known.get((members, name))
+        if call is None or rng.random() < 0.3:
+            call = drawer.fresh(members, name, "allreduce")
+            drawer.known[members, name] = call
+        call = dataclasses.replace(call, step=drawer.step)
+        scaled = call.factors[0] != 1.0 and call.op in (hvd.Min, hvd.Max, hvd.Product)
+        return call.kept_out() if affected and scaled else call
+
+
+@dataclasses.dataclass
+class Started:
+    """A call under way, or over."""
+
+    call: Call
+    mine: Call
+    tensors: list[Array]
+    before: list[Array]
+    outcome: Any = None  # a handle, or the result
+    failure: errors.MismatchError | None = None
+
+
+# ---------------------------------------------------------------------------------------------
+# Schedules one after the other
+
+
+def play(seed: int, calls: int, ranks: int) -> collections.Counter[str]:
+    """One schedule, from init to shutdown."""
+    print(f"schedule seed {seed}", flush=True)
+    rng = random.Random(f"sets of {seed}")
+    parts = [tuple(rank for rank in range(ranks) if rng.random() < 0.6) for _ in range(4)]
+    static = [hvd.ProcessSet(part) for part in sorted(set(parts)) if len(part) < ranks]
+    hvd.init(process_sets=static)
+    assert hvd.size() == ranks
+    player = Player(seed, calls)
+    player.sets |= {tuple(process_set.ranks): process_set for process_set in static}
+    player.play()
+    hvd.shutdown()
+    return player.counts + collections.Counter(collectives=player.drawer.step)
+
+
+def _on_a_rank(arguments: argparse.Namespace) -> None:
+    began, done = time.monotonic(), collections.Counter[str]()
+    schedules = itertools.count() if arguments.minutes else range(arguments.schedules)
+    for number in schedules:
+        done += play(arguments.seed + number, arguments.calls, arguments.ranks)
+        hvd.init()
+        enough = time.monotonic() - began > 60 * arguments.minutes if arguments.minutes else False
+        enough = hvd.broadcast_object(enough, 0)
+        rank = hvd.rank()
+        hvd.shutdown()
+        if enough:
+            break
+    took = time.monotonic() - began
+    print(json.dumps({"rank": rank, "took_s": round(took, 1), **done}), flush=True)
+
+
+def parse(given: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--seed", type=int, default=random.randrange(2**31), help="of the first")
+    parser.add_argument(
+        "--calls", type=int, default=600, help="collectives of a schedule, before joins"
+    )
+    parser.add_argument("--schedules", type=int, default=1, help="how many")
+    parser.add_argument("--minutes", type=float, default=0.0, help="as many as there is time for")
+    parser.add_argument("--on-a-rank", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args(given)
+
+
+def run(arguments: argparse.Namespace) -> mpirun.Job:
+    """Run schedules under mpirun."""
+    options = [f"--{name}={getattr(arguments, name)}" for name in OPTIONS]
+    return mpirun.run(
+        __file__, arguments.ranks, "--on-a-rank", *options,
+        timeout_s=100 + 60 * arguments.minutes * 1.2,
+        environment={"HORORING_DYNAMIC_PROCESS_SETS": "1"},
+    )  # fmt: skip
+
+
+def main() -> int:
+    """The program."""
+    arguments = parse()
+    if arguments.on_a_rank:
+        _on_a_rank(arguments)
+        return 0
+    print(f"seed {arguments.seed}, {arguments.ranks} ranks", flush=True)
+    job = run(arguments)
+    if job.returncode:
+        print(job.report())
+        return 1
+    for output in job.outputs:
+        print(output.splitlines()[-1])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
