@@ -385,7 +385,10 @@ def barrier(process_set: int = WORLD_SET) -> None:
 
 def join() -> int:
     """Block until every rank has called `join`; return the last one to do so."""
-    return _control(_JOIN, "join.noname")
+    last = _control(_JOIN, "join.noname")
+    # Ranks have made different numbers of unnamed calls. All of them are over.
+    restart_default_names()
+    return last
 
 
 def add_process_set(ranks: Sequence[int], *, internal: bool = False) -> int:
