@@ -270,14 +270,18 @@ def submit(
     request.name = c_name
     request.process_set = process_set
     request.op = op
-    request.root = root
     request.prescale = prescale
     request.postscale = postscale
     request.tensors_count = len(views)
     request.tensors = tensors
-    if integers is not None:
-        c_integers = ffi.new("int64_t[]", [*integers, 0])  # never NULL, which has a meaning
-        request.integers, request.integers_count = c_integers, len(integers)
+    try:
+        request.root = root
+        if integers is not None:
+            c_integers = ffi.new("int64_t[]", [*integers, 0])  # never NULL, which has a meaning
+            request.integers, request.integers_count = c_integers, len(integers)
+    except OverflowError:  # a rank or a split far beyond any
+        given = root if integers is None else list(integers)
+        raise ValueError(f"'{name}' (SUBMIT): {given} is out of range") from None
     request.wait_follows = wait_follows
 
     token = next(_submit_count)
