@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from hororing import collectives
 from hororing.collectives import PreparedAllreduce
 from hororing.compression import Compressor, NoneCompressor
+from hororing.process_sets import ProcessSet, check_member
 from hororing.torch.adapter import DTYPES
 from hororing.torch.ops import start_sparse_allreduce, synchronize
 from hororing.torch.verbs import verbs
@@ -34,6 +35,7 @@ class Options(NamedTuple):
     op: int
     predivide: float
     sparse_as_dense: bool
+    process_set: ProcessSet
 
     @property
     def factors(self) -> tuple[float, float]:
@@ -44,10 +46,11 @@ class Options(NamedTuple):
 class Shared:
     """What the slots of one optimizer have in common."""
 
-    __slots__ = ("fresh", "options", "passes", "synchronized", "tracing")
+    __slots__ = ("fresh", "members", "options", "passes", "synchronized", "tracing")
 
     def __init__(self, options: Options, passes: int) -> None:
         self.options = options
+        self.members = check_member(options.process_set, "DistributedOptimizer")
         self.passes = passes  # backward passes per step
         self.fresh = True  # no hook has fired since the last synchronize
         self.synchronized = False  # gradients are reduced, and no hook has fired since
@@ -55,9 +58,18 @@ class Shared:
 
     def first_hook(self) -> None:
         """Begin a step."""
+        self.check_set()
         self.fresh = False
         self.synchronized = False
         self.tracing = collectives.timeline_enabled()
+
+    def check_set(self) -> None:
+        """Raise unless the process set is the one that it was: numbers of sets are used again."""
+        if check_member(self.options.process_set, "DistributedOptimizer") != self.members:
+            raise ValueError(
+                f"DistributedOptimizer: its process set was removed and registered again, now as "
+                f"{self.options.process_set}; make the optimizer again, too"
+            )
 
 
 class Group:
@@ -67,7 +79,7 @@ class Group:
         self._name = name
         self._count = len(slots)
         self._waiting: dict[int, torch.Tensor] = {}  # by position
-        self._handle = 0
+        self.handle = 0
         self._results: dict[int, torch.Tensor] = {}
         # Autograd may run hooks on several threads.
         self._lock = threading.Lock()
@@ -92,26 +104,27 @@ class Group:
         tensors = [self._waiting[position] for position in order]
         self._waiting = {}
         self._results = dict(zip(order, tensors, strict=True))
-        self._handle = verbs.reduce_async(
-            "grouped_allreduce", tensors, True, self._name, options.op, *options.factors
-        )
+        self.handle = verbs.reduce_async(
+            "grouped_allreduce", tensors, True, self._name, options.op, *options.factors,
+            process_set=options.process_set,
+        )  # fmt: skip
 
     def finish(self, position: int) -> torch.Tensor:
         """Wait for the group, if nobody has yet; its error is raised once."""
-        if self._handle:
+        if self.handle:
             try:
-                synchronize(self._handle)
+                synchronize(self.handle)
             except Exception:
-                self._handle = 0
+                self.handle = 0
                 raise
-            self._handle = 0
+            self.handle = 0
         return self._results.pop(position)
 
     def abandon(self) -> None:
         """Forget what is there and what is in flight."""
-        if self._handle:
-            collectives.abandon(self._handle, None)
-        self._handle = 0
+        if self.handle:
+            collectives.abandon(self.handle, None)
+        self.handle = 0
         self._waiting, self._results = {}, {}
 
 
@@ -141,8 +154,9 @@ class Slot:
         plain = options.compression is NoneCompressor and param.device.type == "cpu"
         if plain and param.dtype in DTYPES:
             self.prepared = PreparedAllreduce(
-                name, DTYPES[param.dtype], param.shape, options.op, *options.factors
-            )
+                name, DTYPES[param.dtype], param.shape, options.op, *options.factors,
+                process_set=shared.members,
+            )  # fmt: skip
 
     # -- in the hook --------------------------------------------------------------------------
 
@@ -153,8 +167,7 @@ class Slot:
             raise AssertionError(
                 f"gradient of '{self.name}' was computed more than backward_passes_per_step "
                 f"({shared.passes}) times before step() or synchronize(); raise "
-                "backward_passes_per_step, or call synchronize() before another loss uses this "
-                "parameter"
+                "backward_passes_per_step, or call step() before another loss uses this parameter"
             )
         if shared.fresh:
             shared.first_hook()
@@ -164,19 +177,18 @@ class Slot:
         try:
             if shared.tracing:
                 begin_ns = collectives.now_ns()
-                self.send(param)
+                self.send(param.grad)
                 collectives.trace_hook(self.name, begin_ns)
             else:
-                self.send(param)
+                self.send(param.grad)
         except Exception as error:
             passed = shared.passes - self.left
             place = f"gradient of '{self.name}', backward pass {passed} of {shared.passes}"
             error.args = (f"{error} (in the hook: {place})", *error.args[1:])
             raise
 
-    def send(self, param: torch.Tensor) -> None:
-        """Start the reduction of `param.grad`."""
-        grad = param.grad
+    def send(self, grad: torch.Tensor | None) -> None:
+        """Start the reduction of `grad`, in place if it is dense and not compressed."""
         assert grad is not None
         prepared = self.prepared
         if (
@@ -214,8 +226,9 @@ class Slot:
             reduced = partial(group.finish, self.position)
         else:
             self.handle = verbs.reduce_async(
-                "allreduce", [dense], True, self.name, options.op, *options.factors, itemgetter(0)
-            )
+                "allreduce", [dense], True, self.name, options.op, *options.factors, itemgetter(0),
+                process_set=options.process_set,
+            )  # fmt: skip
             reduced = partial(synchronize, self.handle)
 
         def finish() -> torch.Tensor:
@@ -238,6 +251,7 @@ class Slot:
             torch.sparse_coo_tensor(grad._indices(), values, grad.shape, check_invariants=False),
             self.name,
             options.op,
+            options.process_set,
         )
 
         def finish() -> torch.Tensor:
@@ -256,7 +270,7 @@ class Slot:
         if param.grad is None:
             sparse = self.sparse_dims > 0 and not self.shared.options.sparse_as_dense
             param.grad = self._sparse_zero(param) if sparse else torch.zeros_like(param)
-        self.send(param)
+        self.send(param.grad)
 
     def _sparse_zero(self, param: torch.Tensor) -> torch.Tensor:
         # With as many sparse dimensions as the other ranks' gradients have.
@@ -268,12 +282,12 @@ class Slot:
             check_invariants=False,
         )
 
-    def finish(self, param: torch.Tensor) -> None:
-        """Wait for the reduced gradient and leave it in `param.grad`."""
+    def wait(self) -> torch.Tensor:
+        """Return what `send` was given, reduced."""
         prepared = self.prepared
         try:
             if prepared is not None and prepared.handle:
-                reduced = prepared.keep
+                reduced: torch.Tensor = prepared.keep
                 prepared.finish()
             else:
                 assert self.finish_general is not None
@@ -282,12 +296,24 @@ class Slot:
             self.rest()
             raise
         self.rest()
+        return reduced
+
+    def finish(self, param: torch.Tensor) -> None:
+        """Wait for the reduced gradient and leave it in `param.grad`."""
+        reduced = self.wait()
         if reduced is param.grad:
             return
         if param.grad is not None and param.grad.layout is torch.strided is reduced.layout:
             param.grad.copy_(reduced)
         else:
             param.grad = reduced
+
+    @property
+    def handle_in_flight(self) -> int:
+        """The core's handle of what `send` was given."""
+        if self.group is not None:
+            return self.group.handle
+        return self.handle or (self.prepared.handle if self.prepared is not None else 0)
 
     def rest(self) -> None:
         """Be ready for the next step. REQUIRES: nothing is in flight."""

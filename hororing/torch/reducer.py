@@ -29,6 +29,8 @@ class Reducer:
     rank. Not thread-safe but for the hooks.
     """
 
+    slot_type = Slot
+
     def __init__(
         self,
         options: Options,
@@ -58,7 +60,7 @@ class Reducer:
                 entry = self._slots.get(id(param))
                 if entry is None:
                     name, _ = self._names.get(id(param), (f"{self._prefix}.{number}.{index}", None))
-                    entry = (param, Slot(name, param, self._shared))
+                    entry = (param, self.slot_type(name, param, self._shared))
                     self._slots[id(param)] = entry
                 if entry[1].hook is None and param.requires_grad:
                     self._hook(*entry)
@@ -82,19 +84,20 @@ class Reducer:
         An error is raised when nothing is in flight any more; gradients without an error are
         reduced then.
         """
+        self._shared.check_set()
         entries = self.follow(param_groups)
         failures: list[Exception] = []
         with torch.no_grad():
             for param, slot in entries:
                 if not slot.sent and param.requires_grad:
-                    with _collect(failures):
+                    with collect(failures):
                         slot.send_late(param)
             for group in self._groups:
-                with _collect(failures):
+                with collect(failures):
                     group.flush(self._shared.options)
             for param, slot in entries:
                 if slot.sent:
-                    with _collect(failures):
+                    with collect(failures):
                         slot.finish(param)
                 else:
                     slot.rest()
@@ -113,6 +116,11 @@ class Reducer:
         """Names of the parameters whose gradients are being reduced."""
         return [slot.name for _, slot in self._slots.values() if slot.sent]
 
+    @property
+    def handles(self) -> dict[torch.Tensor, int]:
+        """The handle of each gradient that is being reduced; 0 until its group is complete."""
+        return {param: slot.handle_in_flight for param, slot in self._slots.values() if slot.sent}
+
     def restart(self, passes: int | None = None) -> None:
         """Count backward passes from the beginning; gradients are no longer synchronized."""
         self._shared.synchronized = False
@@ -130,10 +138,11 @@ class Reducer:
 
 
 @contextlib.contextmanager
-def _collect(failures: list[Exception]) -> Iterator[None]:
+def collect(failures: list[Exception]) -> Iterator[None]:
+    """Put an error into `failures` instead of raising it."""
     try:
         yield
-    except Exception as error:  # re-raised by synchronize
+    except Exception as error:  # the caller raises it
         failures.append(error)
 
 

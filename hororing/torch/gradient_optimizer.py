@@ -1,0 +1,236 @@
+"""What a distributed optimizer adds to its class: gradients that are reduced before each step.
+
+See hororing/torch/optimizer.py for how an optimizer becomes one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from hororing import collectives
+from hororing.process_sets import ProcessSet
+from hororing.torch.gradient import Options
+from hororing.torch.reducer import Reducer
+from hororing.torch.verbs import verbs
+
+
+class Settings(NamedTuple):
+    """What a copy of the optimizer needs to become distributed like it. Positions count all
+    parameters in the order of the groups.
+    """
+
+    options: Options
+    prefix: str
+    names: tuple[str, ...]  # by position
+    groups: tuple[tuple[int, ...], ...]  # positions
+
+
+class Distributed(torch.optim.Optimizer):
+    """What distributed optimizers add to their class."""
+
+    _settings: Settings  # of the class, which serves one optimizer and its copies
+    _reducer_type: type[Reducer] = Reducer
+    _reducer: Reducer | None  # None where this rank reduces with nobody
+    backward_passes_per_step: int
+    _parameter_names: dict[torch.Tensor, str]
+
+    def _become_distributed(self, passes: int, extra: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Start to reduce gradients; `extra` names parameters that may be added later."""
+        settings = self._settings
+        params = parameters(self)
+        # Parameters of later groups have no names there.
+        named = list(zip(settings.names, params, strict=False))
+        self.backward_passes_per_step = passes
+        self._parameter_names = {param: name for name, param in named}
+        self._should_synchronize = True
+        self._synchronized_by_user = False
+        self._reducer = None
+        if reduces(settings.options.process_set):
+            self._reducer = self._reducer_type(
+                settings.options,
+                passes,
+                self.param_groups,
+                [*extra, *named],
+                settings.prefix,
+                [[params[position] for position in group] for group in settings.groups],
+            )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # copy.deepcopy comes here with new parameters, load_state_dict with those we know.
+        if "_reducer" not in self.__dict__:
+            self._become_distributed(type(self)._passes_of_copies, [])
+
+    _passes_of_copies = 1
+
+    # -- what scripts written for Horovod look at -----------------------------------------------
+
+    @property
+    def _requires_update(self) -> set[torch.Tensor]:
+        """The parameters whose gradients are reduced."""
+        params = parameters(self) if self._reducer is not None else []
+        return {param for param in params if param.requires_grad}
+
+    @property
+    def _handles(self) -> dict[torch.Tensor, tuple[int | None, None]]:
+        """The handle of each gradient in flight; None while it waits for others of its group."""
+        handles = {} if self._reducer is None else self._reducer.handles
+        return {param: (handle or None, None) for param, handle in handles.items()}
+
+    @property
+    def _groups(self) -> list[list[torch.Tensor]] | None:
+        """The parameters of each group; None without groups."""
+        params = parameters(self)
+        return [[params[at] for at in group] for group in self._settings.groups] or None
+
+    # ---------------------------------------------------------------------------------------------
+
+    def synchronize(self) -> None:
+        """Wait until all gradients are reduced; use it before clipping them.
+
+        Parameters that have no gradient on this rank get a zero one and are reduced as well.
+        """
+        self._reduce()
+        self._synchronized_by_user = True
+
+    def _reduce(self) -> None:
+        if self._reducer is not None and not self._reducer.synchronized:
+            self._synchronized_by_user = False
+            self._reducer.synchronize(self.param_groups)
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Make `step()` inside the context not wait for gradients: `synchronize()` has done so."""
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Wait until all gradients are reduced, then take the wrapped optimizer's step.
+
+        Gradients that `closure` computes are reduced each time it is called, and its loss is
+        reduced like them, so that all ranks decide alike.
+        """
+        self._opt_called = True  # learning rate schedulers look at it
+        if closure is not None:
+            return self._step_with_closure(closure, **kwargs)
+        if self._should_synchronize:
+            if self._reducer is not None and self._synchronized_by_user:
+                warnings.warn(
+                    "optimizer.step() was called without optimizer.skip_synchronize() after "
+                    "optimizer.synchronize(); gradients are not reduced a second time. Write "
+                    "`with optimizer.skip_synchronize(): optimizer.step()`",
+                    stacklevel=2,
+                )
+            self._reduce()
+        else:
+            self._check_nothing_in_flight("step() inside skip_synchronize()")
+        self._start_over()
+        return super().step(**kwargs)
+
+    def _step_with_closure(self, closure: Callable[[], Any], **kwargs: Any) -> Any:
+        reducer = self._reducer
+        if reducer is None:
+            return super().step(closure, **kwargs)
+        # Ranks may differ in whether they have gradients, and must agree on when to reduce them.
+        if self._on_any_rank("closure_in_flight", bool(reducer.in_flight)):
+            reducer.synchronize(self.param_groups)
+
+        def reduced() -> Any:
+            loss = closure()
+            if self._on_any_rank("closure_new", not reducer.synchronized):
+                reducer.synchronize(self.param_groups)
+            return self._reduced_loss(loss)
+
+        result = super().step(reduced, **kwargs)
+        self._start_over()
+        return result
+
+    def _on_any_rank(self, what: str, here: bool) -> bool:
+        name = f"{self._settings.names[0]}.{what}"
+        return bool(self._agree(torch.tensor(here), name, collectives.Max))
+
+    def _reduced_loss(self, loss: Any) -> Any:
+        name, op = f"{self._settings.names[0]}.closure_loss", self._settings.options.op
+        if isinstance(loss, float | int):
+            return self._agree(torch.tensor(loss, dtype=torch.float64), name, op).item()
+        if isinstance(loss, torch.Tensor):
+            return self._agree(loss.detach(), name, op)
+        return loss  # None, or something that only the caller understands
+
+    def _agree(self, value: torch.Tensor, name: str, op: int) -> torch.Tensor:
+        members = self._settings.options.process_set
+        return verbs.allreduce(value, name=name, op=op, process_set=members)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients; AssertionError while some are being reduced."""
+        self._check_nothing_in_flight("zero_grad() after backward()")
+        self._start_over()
+        super().zero_grad(set_to_none)
+
+    def _check_nothing_in_flight(self, what: str) -> None:
+        in_flight = self._reducer.in_flight if self._reducer is not None else []
+        if in_flight:
+            raise AssertionError(
+                f"optimizer: {what} while {len(in_flight)} gradients, '{in_flight[0]}' the first, "
+                f"{self._why_not}"
+            )
+
+    _why_not = (
+        "are being reduced, which would be a race; call optimizer.step() or "
+        "optimizer.synchronize() before"
+    )
+
+    def _start_over(self) -> None:
+        self._synchronized_by_user = False
+        if self._reducer is not None:
+            self._reducer.restart()
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Reduce gradients after every `passes` backward passes from now on."""
+        self.backward_passes_per_step = passes = checked_passes(passes)
+        type(self)._passes_of_copies = passes
+        if self._reducer is not None:
+            self._reducer.restart(passes)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters; their gradients are reduced from now on."""
+        super().add_param_group(param_group)
+        if self._reducer is not None:
+            self._reducer.follow(self.param_groups)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Forget gradients in flight, then load."""
+        if self._reducer is not None:
+            self._reducer.abandon()
+        self._start_over()
+        super().load_state_dict(*args, **kwargs)
+
+
+# torch wraps the `step` of every class to call its hooks. Ours calls a wrapped one.
+Distributed.step.hooked = True  # type: ignore[attr-defined]
+
+
+def reduces(process_set: ProcessSet) -> bool:
+    """Whether this rank has somebody to reduce with."""
+    return process_set.included() and len(process_set.ranks) > 1
+
+
+def parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """All parameters, in the order of the groups."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def checked_passes(passes: int) -> int:
+    """Return the number of backward passes per step if it is one."""
+    if operator.index(passes) < 1:
+        raise ValueError(f"backward_passes_per_step={passes} must be at least 1")
+    return passes

@@ -1,0 +1,413 @@
+"""DistributedOptimizer in process sets: members train as one process on what all members have,
+the others as if they were alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterator, Sequence
+
+import mpirun
+import pytest
+import torch
+from test_torch_optimizer import (
+    BATCH,
+    TOLERANCE,
+    batches,
+    network,
+    plain_sgd,
+    sgd,
+    squares,
+    start,
+)
+from test_torch_optimizer_features import Words, word_batches
+from torch import nn
+
+import hororing.torch as hvd
+from hororing.errors import MismatchError
+from hororing.process_sets import ProcessSet, global_process_set, register, unregister
+from hororing.runtime import rank, size
+
+_sets: dict[tuple[int, ...], ProcessSet] = {}
+
+
+def set_of(ranks: Sequence[int]) -> ProcessSet:
+    """The set of these ranks, registered once. Called by all ranks."""
+    key = tuple(ranks)
+    if key == tuple(range(size())):
+        return global_process_set
+    if key not in _sets:
+        _sets[key] = register(ProcessSet(key))
+    return _sets[key]
+
+
+def some_sets() -> Iterator[ProcessSet]:
+    """One rank, every second one, all but one, all."""
+    choices = {(size() - 1,), tuple(range(0, size(), 2)), tuple(range(1, size())) or (0,)}
+    for ranks in sorted(choices | {tuple(range(size()))}):
+        yield set_of(ranks)
+
+
+def company(process_set: ProcessSet) -> list[int]:
+    """The ranks that this rank trains with."""
+    return process_set.ranks if process_set.included() else [rank()]
+
+
+def share(whole: torch.Tensor, ranks: Sequence[int], of: int | None = None) -> torch.Tensor:
+    return whole[ranks.index(rank() if of is None else of) :: len(ranks)]
+
+
+def assert_same(model: nn.Module, twin: nn.Module, tolerance: float = TOLERANCE) -> None:
+    for (name, mine), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(
+            mine, theirs, rtol=tolerance, atol=tolerance, msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+def assert_trains_as_one(process_set: ProcessSet, make=sgd, named=True, **options) -> None:
+    model = network()
+    twin = copy.deepcopy(model)
+    optimizer, plain = make(model.parameters()), make(twin.parameters())
+    names = model.named_parameters() if named else None
+    hvd.DistributedOptimizer(optimizer, names, process_set=process_set, **options)
+    ranks = company(process_set)
+    factor = len(ranks) if options.get("op") == hvd.Sum else 1
+    passes = options.get("backward_passes_per_step", 1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        plain.zero_grad()
+        for inputs, targets in batches(passes):
+            squares(model, share(inputs, ranks), share(targets, ranks)).backward()
+            (factor * squares(twin, inputs, targets)).backward()
+        optimizer.step()
+        plain.step()
+    assert_same(model, twin)
+
+
+class Same(hvd.Compression.none):
+    """Makes gradients take the way of compressed ones."""
+
+
+def case_start():
+    start()
+
+
+def case_members_train_as_one_process_and_others_alone():
+    for process_set in some_sets():
+        for options in (
+            {},
+            {"named": False},
+            {"groups": 2},
+            {"gradient_predivide_factor": 3.0},
+            {"gradient_predivide_factor": 3.0, "groups": 1},
+            {"compression": Same},
+            {"op": hvd.Sum},
+            {"backward_passes_per_step": 2},
+            {"make": functools.partial(torch.optim.Adam, lr=0.02), "groups": 1},
+        ):
+            assert_trains_as_one(process_set, **options)
+
+
+def case_sparse_gradients_are_reduced_among_members():
+    for process_set in some_sets():
+        ranks = company(process_set)
+        for options in ({}, {"sparse_as_dense": True}, {"sparse_as_dense": True, "groups": 2}):
+            model = Words()
+            twin = copy.deepcopy(model)
+            optimizer = hvd.DistributedOptimizer(
+                plain_sgd(model.parameters()),
+                model.named_parameters(),
+                process_set=process_set,
+                **options,
+            )
+            plain = plain_sgd(twin.parameters())
+            for words in word_batches(3):
+                optimizer.zero_grad()
+                plain.zero_grad()
+                model(share(words, ranks)).square().mean().backward()
+                twin(words).square().mean().backward()
+                optimizer.step()
+                plain.step()
+                assert model.table.weight.grad.is_sparse
+            assert_same(model, twin)
+
+
+def case_a_member_may_have_no_gradient():
+    for process_set in some_sets():
+        ranks = company(process_set)
+        model = network()
+        twin = copy.deepcopy(model)
+        optimizer = hvd.DistributedOptimizer(
+            plain_sgd(model.parameters()), model.named_parameters(), process_set=process_set
+        )
+        plain = plain_sgd(twin.parameters())
+        inputs, targets = batches(1)[0]
+        if len(ranks) == 1:
+            continue
+        if rank() != ranks[0]:
+            squares(model, share(inputs, ranks), share(targets, ranks)).backward()
+        optimizer.step()
+        for other in ranks[1:]:
+            parts = share(inputs, ranks, other), share(targets, ranks, other)
+            (squares(twin, *parts) / len(ranks)).backward()
+        plain.step()
+        assert_same(model, twin)
+
+
+def case_two_sets_may_use_the_same_names_at_once():
+    """Each rank submits and waits in an order of its own."""
+    if size() == 1:
+        return
+    wholes = [set_of(range(size())), set_of(range(1, size())), set_of(range(size() - 1))]
+    for options in ({}, {"groups": 2}, {"compression": Same}):
+        models = [network() for _ in wholes]
+        twins = copy.deepcopy(models)
+        optimizers = [
+            hvd.DistributedOptimizer(
+                sgd(model.parameters()), model.named_parameters(), process_set=whole, **options
+            )
+            for model, whole in zip(models, wholes, strict=True)
+        ]
+        plains = [sgd(twin.parameters()) for twin in twins]
+        for turn, (inputs, targets) in enumerate(batches(4)):
+            order = [(index + rank() + turn) % 3 for index in range(3)]
+            for index in order:
+                optimizers[index].zero_grad()
+                ranks = company(wholes[index])
+                squares(models[index], share(inputs, ranks), share(targets, ranks)).backward()
+            for index in reversed(order):
+                optimizers[index].step()
+            for twin, plain in zip(twins, plains, strict=True):
+                plain.zero_grad()
+                squares(twin, inputs, targets).backward()
+                plain.step()
+        for model, twin in zip(models, twins, strict=True):
+            assert_same(model, twin)
+
+
+def case_disjoint_sets_need_not_step_equally_often():
+    if size() < 4:
+        return
+    halves = set_of([0, 1]), set_of([2, 3])
+    mine = halves[rank() // 2]
+    model = network()
+    twin = copy.deepcopy(model)
+    optimizer = hvd.DistributedOptimizer(
+        sgd(model.parameters()), model.named_parameters(), process_set=mine
+    )
+    plain = sgd(twin.parameters())
+    for inputs, targets in batches(2 + 3 * (rank() // 2)):
+        optimizer.zero_grad()
+        plain.zero_grad()
+        squares(model, share(inputs, mine.ranks), share(targets, mine.ranks)).backward()
+        squares(twin, inputs, targets).backward()
+        optimizer.step()
+        plain.step()
+    assert_same(model, twin)
+    start()  # ranks have drawn different numbers of batches
+
+
+def case_ranks_outside_communicate_never():
+    """They step while members wait for something else."""
+    if size() == 1:
+        return
+    inside = set_of([size() - 1])
+    model = network()
+    optimizer = hvd.DistributedOptimizer(
+        sgd(model.parameters()), model.named_parameters(), process_set=inside
+    )
+    inputs, targets = batches(1)[0]
+    if rank() == 0:
+        for _ in range(2):
+            optimizer.zero_grad()
+            squares(model, inputs, targets).backward()
+            assert optimizer._handles == {}
+            assert optimizer._requires_update == set()
+            optimizer.synchronize()
+            with optimizer.skip_synchronize():
+                optimizer.step()
+            optimizer.step(lambda: squares(model, inputs, targets))
+    hvd.barrier()
+
+
+def case_gradients_in_flight_are_guarded_among_members_only():
+    if size() == 1:
+        return
+    pair = set_of([0, 1])
+    model = network()
+    optimizer = hvd.DistributedOptimizer(
+        sgd(model.parameters()), model.named_parameters(), process_set=pair
+    )
+    inputs, targets = batches(1)[0]
+    squares(model, inputs, targets).backward()
+    if pair.included():
+        assert len(optimizer._handles) == 6
+        with pytest.raises(AssertionError, match="zero_grad"):
+            optimizer.zero_grad()
+        with pytest.raises(AssertionError, match="more than backward_passes_per_step"):
+            squares(model, inputs, targets).backward()
+        optimizer.synchronize()
+    optimizer.zero_grad()
+
+
+def case_closures_agree_among_members():
+    for process_set in some_sets():
+        ranks = company(process_set)
+        model = network()
+        twin = copy.deepcopy(model)
+        make = functools.partial(torch.optim.LBFGS, lr=0.1, max_iter=4)
+        optimizer = hvd.DistributedOptimizer(
+            make(model.parameters()), model.named_parameters(), process_set=process_set
+        )
+        plain = make(twin.parameters())
+
+        def closure(module, optimizer, inputs, targets):
+            optimizer.zero_grad()
+            loss = squares(module, inputs, targets)
+            loss.backward()
+            return loss
+
+        for inputs, targets in batches(2):
+            mine = share(inputs, ranks), share(targets, ranks)
+            optimizer.step(functools.partial(closure, model, optimizer, *mine))
+            plain.step(functools.partial(closure, twin, plain, inputs, targets))
+        assert_same(model, twin, 1e-8)
+
+
+def case_scalers_agree_among_members():
+    if size() < 3:
+        return
+    pair = set_of([0, 1])
+    model = network().float()
+    optimizer = hvd.DistributedOptimizer(
+        sgd(model.parameters()), model.named_parameters(), process_set=pair
+    )
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    inputs, targets = (each.float() for each in batches(1)[0])
+    poison = float("inf") if rank() == 1 else 1.0
+    scaler.scale(squares(model, inputs, targets) * poison).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == (512.0 if rank() < 2 else 1024.0)
+    optimizer.zero_grad()
+
+
+def case_copies_and_new_parameters_stay_in_the_set():
+    for process_set in some_sets():
+        ranks = company(process_set)
+        model = network()
+        twin = copy.deepcopy(model)
+        optimizer = hvd.DistributedOptimizer(
+            sgd(model[0].parameters()), model.named_parameters(), process_set=process_set
+        )
+        plain = sgd(twin[0].parameters())
+        for more in (False, True):
+            if more:
+                optimizer.add_param_group({"params": model[2:].parameters()})
+                plain.add_param_group({"params": twin[2:].parameters()})
+            model, optimizer = copy.deepcopy((model, optimizer))
+            for inputs, targets in batches(2):
+                model.zero_grad()
+                twin.zero_grad()
+                squares(model, share(inputs, ranks), share(targets, ranks)).backward()
+                squares(twin, inputs, targets).backward()
+                optimizer.step()
+                plain.step()
+        assert_same(model, twin)
+
+
+class Careless(hvd.Compression.none):
+    """Sends another type on the last rank."""
+
+    @classmethod
+    def compress(cls, tensor):
+        odd = rank() == size() - 1 and tensor.shape == (6, 7)
+        return (tensor.float() if odd else tensor), None
+
+
+def case_a_mismatch_is_raised_on_members():
+    if size() == 1:
+        return
+    process_set = set_of(range(size() - 2, size()))
+    model = network()
+    optimizer = hvd.DistributedOptimizer(
+        sgd(model.parameters()),
+        model.named_parameters(),
+        compression=Careless,
+        process_set=process_set,
+    )
+    squares(model, *batches(1)[0]).backward()
+    if process_set.included():
+        with pytest.raises(MismatchError, match=rf"(?s)'2\.weight'.*rank {size() - 1}"):
+            optimizer.step()
+    else:
+        optimizer.step()
+    hvd.barrier()
+
+
+def case_sets_that_cannot_be_used_are_refused():
+    model = network()
+    optimizer = sgd(model.parameters())
+    for wrong, text in (
+        (ProcessSet([0]), "is not registered"),
+        (ProcessSet(range(size(), size() + 1)), "is not registered"),
+        ([0], "must be a ProcessSet, not list"),
+        (None, "must be a ProcessSet"),
+    ):
+        with pytest.raises(TypeError, match=text):
+            hvd.DistributedOptimizer(optimizer, process_set=wrong)
+    assert type(optimizer) is torch.optim.SGD
+
+
+def case_a_removed_set_is_noticed():
+    if size() < 3:
+        return
+    inputs, targets = batches(1)[0]
+    removed = set_of([0, 2])
+    models = [network() for _ in range(2)]
+    optimizers = [
+        hvd.DistributedOptimizer(
+            sgd(model.parameters()), model.named_parameters(), process_set=removed
+        )
+        for model in models
+    ]
+    del _sets[0, 2]
+    inside = removed.included()
+    unregister(removed)
+    if inside:
+        with pytest.raises(TypeError, match="not registered"):
+            squares(models[0], inputs, targets).backward()
+        with pytest.raises(TypeError, match="not registered"):
+            optimizers[1].step()
+    # Its number may belong to other ranks by now, and then to itself again.
+    others = register(ProcessSet([0, 1])) if (0, 1) not in _sets else None
+    register(removed)
+    if inside and others is not None and others.process_set_id != removed.process_set_id:
+        with pytest.raises(ValueError, match="registered again"):
+            squares(models[0], inputs, targets).backward()
+    unregister(removed)
+    if others is not None:
+        unregister(others)
+    hvd.barrier()
+
+
+def case_unnamed_optimizers_are_counted_in_their_set():
+    if size() == 1:
+        return
+    pair = set_of([0, 1])
+    if pair.included():  # others do not even make one
+        extra = hvd.DistributedOptimizer(sgd(network().parameters()), process_set=pair)
+    for process_set in (pair, global_process_set):
+        assert_trains_as_one(process_set, named=False)
+    if pair.included():
+        del extra
+
+
+assert BATCH % 12 == 0  # every set's share is whole
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("case", mpirun.case_names(globals()))
+def test_on_ranks(case: str, size: int):
+    mpirun.cases_of(__file__, size).check(case)
