@@ -135,17 +135,21 @@ def _describe(
     optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor], tensors: list[torch.Tensor]
 ) -> dict[str, Any]:
     """Return state and options with each tensor moved to `tensors` and a _Spec in its place."""
+    specs: dict[int, _Spec] = {}  # by id: what is shared (a learning rate, say) stays shared
 
     def replace(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            tensors.append(value)
-            return _Spec(len(tensors) - 1, tuple(value.shape), value.dtype)
+            if id(value) not in specs:
+                specs[id(value)] = _Spec(len(tensors), tuple(value.shape), value.dtype)
+                tensors.append(value)
+            return specs[id(value)]
         return _rebuilt(value, replace)
 
     return {
         "class": type(optimizer).__name__,
         "sizes": [len(group["params"]) for group in optimizer.param_groups],
         "state": [replace(optimizer.state.get(p)) for p in parameters],
+        "shared state": replace(_shared_state(optimizer)),
         "options": [replace(_options(group)) for group in optimizer.param_groups],
     }
 
@@ -155,15 +159,20 @@ def _adopt(
 ) -> list[torch.Tensor]:
     """Take over state and options; return the tensors that are still to be received."""
     tensors: dict[int, torch.Tensor] = {}
+    taken: set[int] = set()
 
     def restore(value: Any, old: Any) -> Any:
         if isinstance(value, _Spec):
-            fits = (
-                isinstance(old, torch.Tensor)
-                and old.dtype is value.dtype
-                and tuple(old.shape) == value.shape
-            )
-            tensors[value.position] = old if fits else torch.empty(value.shape, dtype=value.dtype)
+            if value.position not in tensors:
+                fits = (
+                    isinstance(old, torch.Tensor)
+                    and old.dtype is value.dtype
+                    and tuple(old.shape) == value.shape
+                    and id(old) not in taken
+                )
+                new = old if fits else torch.empty(value.shape, dtype=value.dtype)
+                taken.add(id(new))
+                tensors[value.position] = new
             return tensors[value.position]
         if isinstance(value, dict):
             held = old if isinstance(old, dict) else {}
@@ -175,9 +184,20 @@ def _adopt(
             optimizer.state.pop(parameter, None)
         else:
             optimizer.state[parameter] = restore(state, optimizer.state.get(parameter))
+    held = _shared_state(optimizer)
+    for key in held.keys() - description["shared state"].keys():
+        del optimizer.state[key]
+    optimizer.state.update(restore(description["shared state"], held))
     for group, options in zip(optimizer.param_groups, description["options"], strict=True):
         group.update(restore(options, _options(group)))
     return [tensors[index] for index in range(len(tensors))]
+
+
+def _shared_state(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+    """Return what some optimizers keep in their state for all parameters, under a name."""
+    return {
+        key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)
+    }
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:

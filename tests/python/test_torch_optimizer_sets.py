@@ -396,8 +396,9 @@ def case_unnamed_optimizers_are_counted_in_their_set():
     if size() == 1:
         return
     pair = set_of([0, 1])
+    model = network()
     if pair.included():  # others do not even make one
-        extra = hvd.DistributedOptimizer(sgd(network().parameters()), process_set=pair)
+        extra = hvd.DistributedOptimizer(sgd(model.parameters()), process_set=pair)
     for process_set in (pair, global_process_set):
         assert_trains_as_one(process_set, named=False)
     if pair.included():
