@@ -72,7 +72,8 @@ class Reducer:
         rivals.add(self)
         if len(rivals) == 1:
             register: Any = param.register_post_accumulate_grad_hook  # torch declares no type
-            slot.hook = register(slot.on_gradient)
+            # Backward may run inside a function that torch.compile traces.
+            slot.hook = register(torch.compiler.disable(slot.on_gradient))
             return
         # Nobody can know for which of them a backward pass is: each reduces when it steps.
         for other in rivals:

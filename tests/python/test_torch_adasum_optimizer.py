@@ -583,6 +583,25 @@ def case_a_step_that_fails_leaves_the_parameters_as_they_were():
         assert_equal_on_all_ranks(*model.parameters())
 
 
+def case_compiled_steps_work():
+    if not works():
+        return
+    model = network()
+    oracle = Oracle(model, of_module(sgd))
+    optimizer = distributed(model, sgd)
+
+    @functools.partial(torch.compile, backend="aot_eager")
+    def step(inputs, targets):
+        optimizer.zero_grad()
+        squares(model, inputs, targets).backward()
+        optimizer.step()
+
+    for inputs, targets in batches(3):
+        step(share(inputs), share(targets))
+        oracle.step(share_loss(inputs, targets))
+    assert_same(model, oracle.models[0], TOLERANCE)
+
+
 def case_it_is_still_an_instance_of_its_class():
     if not works():
         return

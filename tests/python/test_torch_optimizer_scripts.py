@@ -1,0 +1,325 @@
+"""What scripts written for Horovod's DistributedOptimizer rely on: names, attributes, uneven data
+with join, compiled models, fused optimizers with a scaler.
+
+Oracles as in test_torch_optimizer.py: every rank computes what all ranks compute.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import pickle
+
+import mpirun
+import pytest
+import torch
+from test_torch_optimizer import (
+    assert_equal_on_all_ranks,
+    assert_same,
+    batches,
+    network,
+    plain_sgd,
+    sgd,
+    share,
+    squares,
+    start,
+    train,
+    train_alone,
+)
+from torch import nn
+
+import hororing.torch as hvd
+from hororing.collectives import Adasum
+from hororing.verbs import join
+
+
+def case_start():
+    start()
+
+
+def case_the_first_unnamed_optimizer_has_the_names_of_horovod():
+    model = network()
+    params = list(model.parameters())
+    groups = [{"params": params[:2]}, {"params": params[2:]}]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(groups, lr=0.1))
+    assert [optimizer._parameter_names[param] for param in params] == [
+        "allreduce.noname.0.0", "allreduce.noname.0.1",
+        "allreduce.noname.1.0", "allreduce.noname.1.1",
+        "allreduce.noname.1.2", "allreduce.noname.1.3",
+    ]  # fmt: skip
+    # Unnamed calls in between do not collide with them, nor do further optimizers.
+    another = hvd.DistributedOptimizer(plain_sgd(network().parameters()))
+    assert not {*optimizer._parameter_names.values()} & {*another._parameter_names.values()}
+    squares(model, *batches(1)[0]).backward()
+    handles = [hvd.allreduce_async(torch.ones(2)) for _ in range(3)]
+    optimizer.step()
+    for handle in handles:
+        assert hvd.synchronize(handle).tolist() == [1, 1]
+
+
+def case_attributes_mean_what_they_do_in_horovod():
+    model = network()
+    params = list(model.parameters())
+    model[0].requires_grad_(False)
+    optimizer = hvd.DistributedOptimizer(
+        sgd(params), model.named_parameters(), backward_passes_per_step=2
+    )
+    several = hvd.size() > 1
+    assert optimizer.backward_passes_per_step == 2
+    assert optimizer._parameter_names == {p: n for n, p in model.named_parameters()}
+    assert optimizer._requires_update == (set(params[2:]) if several else set())
+    assert optimizer._groups is None
+    assert optimizer._handles == {}
+    inputs, targets = batches(1)[0]
+    squares(model, inputs, targets).backward()
+    assert optimizer._handles == {}  # the first of two passes
+    squares(model, inputs, targets).backward()
+    assert set(optimizer._handles) == optimizer._requires_update
+    for handle, context in optimizer._handles.values():
+        assert handle > 0
+        assert context is None
+    optimizer.synchronize()
+    assert optimizer._handles == {}
+    optimizer.zero_grad()
+    del optimizer  # two that share parameters send nothing early
+
+    for groups in ([params[2:4], params[4:5]], 1):
+        gc.collect()
+        grouped = hvd.DistributedOptimizer(sgd(params), model.named_parameters(), groups=groups)
+        expected = groups if isinstance(groups, list) else [params[2:]]
+        assert [list(map(id, group)) for group in grouped._groups] == [
+            list(map(id, group)) for group in expected
+        ]
+        if several:
+            squares(model[2:], torch.ones(4, 7), torch.ones(4, 3)).backward()
+            handles = grouped._handles
+            assert handles[params[2]] == handles[params[3]]
+            assert handles[params[2]][0] > 0
+        grouped.step()
+        grouped.zero_grad()
+        del grouped
+
+
+def case_it_cannot_be_pickled_but_its_state_can():
+    model = network()
+    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+    train(model, optimizer, batches(1))
+    with pytest.raises((pickle.PicklingError, AttributeError)):
+        pickle.dumps(optimizer)
+    assert pickle.loads(pickle.dumps(optimizer.state_dict()))["param_groups"]
+
+
+def case_numbers_of_passes_must_be_whole():
+    optimizer = sgd(network().parameters())
+    for wrong in (2.5, "2", None):
+        with pytest.raises(TypeError):
+            hvd.DistributedOptimizer(optimizer, backward_passes_per_step=wrong)
+    assert type(optimizer) is torch.optim.SGD
+    hvd.DistributedOptimizer(optimizer)
+    with pytest.raises(TypeError):
+        optimizer.set_backward_passes_per_step(1.5)
+    with pytest.raises(ValueError, match="at least 1"):
+        optimizer.set_backward_passes_per_step(-1)
+    assert optimizer.backward_passes_per_step == 1
+
+
+def case_ranks_may_have_different_numbers_of_batches_and_join():
+    """Rank r has r + 2 batches. Who has joined sends zeros, and averages are over all ranks."""
+    for options in (
+        {},
+        {"named": False},
+        {"groups": 2},
+        {"op": hvd.Sum},
+        {"compression": hvd.Compression.none, "gradient_predivide_factor": 2.0},
+        {"backward_passes_per_step": 2},
+    ):
+        options = dict(options)
+        passes = options.get("backward_passes_per_step", 1)
+        model = network()
+        twin = copy.deepcopy(model)
+        names = model.named_parameters() if options.pop("named", True) else None
+        optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), names, **options)
+        plain = sgd(twin.parameters())
+        divisor = 1 if options.get("op") == hvd.Sum else hvd.size()
+        data = batches((hvd.size() + 1) * passes)
+        for step in range(hvd.size() + 1):
+            now = data[step * passes : (step + 1) * passes]
+            if step < hvd.rank() + 2:
+                optimizer.zero_grad()
+                for inputs, targets in now:
+                    squares(model, share(inputs), share(targets)).backward()
+                optimizer.step()
+            plain.zero_grad()
+            for inputs, targets in now:
+                for rank in range(max(step - 1, 0), hvd.size()):
+                    part = squares(twin, share(inputs, rank), share(targets, rank))
+                    (part / divisor).backward()
+            plain.step()
+        last = join()
+        assert last == hvd.size() - 1
+        hvd.broadcast_parameters(model.state_dict(), last)
+        hvd.broadcast_optimizer_state(optimizer, last)
+        assert_same(model, twin)
+        # The next epoch.
+        optimizer.zero_grad()
+        more = batches(passes)
+        for inputs, targets in more:
+            squares(model, share(inputs), share(targets)).backward()
+        optimizer.step()
+        assert_equal_on_all_ranks(*model.parameters())
+
+
+def case_changes_of_parameters_join_as_well():
+    if hvd.size() == 3:
+        return
+    model = network()
+    optimizer = hvd.DistributedOptimizer(
+        plain_sgd(model.parameters()), model.named_parameters(), op=Adasum
+    )
+    for step, (inputs, targets) in enumerate(batches(hvd.size() + 1)):
+        if step < hvd.rank() + 2:
+            twin = copy.deepcopy(model)
+            train(model, optimizer, [(inputs, targets)])
+            if step == hvd.size():  # all others have joined: what this rank does is done
+                plain = plain_sgd(twin.parameters())
+                squares(twin, share(inputs), share(targets)).backward()
+                plain.step()
+                for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+                    torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+    hvd.broadcast_parameters(model.state_dict(), join())
+    assert_equal_on_all_ranks(*model.parameters())
+
+
+def case_compiled_models_train_as_others():
+    """Backends that need no compiler; what matters is how gradients come about."""
+    for options in ({}, {"groups": 2}, {"backward_passes_per_step": 2}):
+        for compile_first in (True, False):
+            model = network()
+            twin = copy.deepcopy(model)
+            compile_ = functools.partial(torch.compile, backend="aot_eager")
+            compiled = compile_(model) if compile_first else model
+            optimizer = hvd.DistributedOptimizer(
+                sgd(model.parameters()), compiled.named_parameters(), **options
+            )
+            compiled = compiled if compile_first else compile_(model)
+            plain = sgd(twin.parameters())
+            passes = options.get("backward_passes_per_step", 1)
+            for _ in range(2):
+                optimizer.zero_grad()
+                plain.zero_grad()
+                for inputs, targets in batches(passes):
+                    squares(compiled, share(inputs), share(targets)).backward()
+                    squares(twin, inputs, targets).backward()
+                if hvd.size() > 1:
+                    assert len(optimizer._handles) == 6  # sent by the hooks
+                optimizer.step()
+                plain.step()
+            assert_same(model, twin)
+
+
+def case_compiled_steps_work():
+    compile_ = functools.partial(torch.compile, backend="aot_eager")
+
+    @compile_
+    def forward_and_backward(module, optimizer, inputs, targets):
+        loss = squares(module, inputs, targets)
+        loss.backward()
+        return loss.detach()
+
+    @compile_
+    def everything(module, optimizer, inputs, targets):
+        optimizer.zero_grad()
+        loss = squares(module, inputs, targets)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    @compile_
+    def clipped(module, optimizer, inputs, targets):
+        optimizer.zero_grad()
+        loss = squares(module, inputs, targets)
+        loss.backward()
+        optimizer.synchronize()
+        nn.utils.clip_grad_norm_(module.parameters(), 100.0)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        return loss.detach()
+
+    for step in (forward_and_backward, everything, clipped):
+        model = network()
+        twin = copy.deepcopy(model)
+        optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+        data = batches(3)
+        for inputs, targets in data:
+            if step is forward_and_backward:
+                optimizer.zero_grad()
+            step(model, optimizer, share(inputs), share(targets))
+            if step is forward_and_backward:
+                optimizer.step()
+        train_alone(twin, sgd(twin.parameters()), data)
+        assert_same(model, twin)
+
+
+def case_fused_optimizers_and_scalers_skip_the_same_steps():
+    for op in (hvd.Average, Adasum):
+        if op == Adasum and hvd.size() == 3:
+            continue
+        model = network().float()
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.AdamW(model.parameters(), lr=0.01, fused=True),
+            model.named_parameters(),
+            op=op,
+        )
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+        for step, (inputs, targets) in enumerate(batches(4)):
+            before = copy.deepcopy(model)
+            poison = float("inf") if step == 2 and hvd.rank() == 0 else 1.0
+            optimizer.zero_grad()
+            loss = squares(model, share(inputs.float()), share(targets.float()))
+            scaler.scale(loss * poison).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            assert_equal_on_all_ranks(*model.parameters())
+            skipped = torch.equal(before[0].weight, model[0].weight)
+            assert skipped == (step == 2 and (op == hvd.Average or hvd.size() == 1))
+
+
+def case_clipping_and_accumulation_in_a_plain_loop():
+    """Gradients are summed over passes and averaged over ranks, then clipped."""
+    model = network()
+    twin = copy.deepcopy(model)
+    optimizer = hvd.DistributedOptimizer(
+        sgd(model.parameters()), model.named_parameters(), backward_passes_per_step=2
+    )
+    plain = sgd(twin.parameters())
+    data = batches(7)  # the last step has one pass only
+    for first in range(0, 7, 2):
+        optimizer.zero_grad()
+        plain.zero_grad()
+        for inputs, targets in data[first : first + 2]:
+            (squares(model, share(inputs), share(targets)) / 2).backward()
+            (squares(twin, inputs, targets) / 2).backward()
+        optimizer.synchronize()
+        for module in (model, twin):
+            nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        plain.step()
+    assert_same(model, twin)
+
+
+def case_operations_other_than_sums_see_zeros_of_ranks_without_a_gradient():
+    for op, expected in ((hvd.Min, -2.0), (hvd.Max, 0.0), (hvd.Product, 0.0)):
+        param = nn.Parameter(torch.ones(3))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], lr=1.0), op=op)
+        if hvd.rank() == 0:
+            (param * -2.0).sum().backward()
+        optimizer.step()
+        assert param.grad.tolist() == [expected if hvd.size() > 1 else -2.0] * 3
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("case", mpirun.case_names(globals()))
+def test_on_ranks(case: str, size: int):
+    mpirun.cases_of(__file__, size).check(case)
