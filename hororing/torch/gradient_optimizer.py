@@ -60,6 +60,7 @@ class Distributed(torch.optim.Optimizer):
                 settings.prefix,
                 [[params[position] for position in group] for group in settings.groups],
             )
+            self._parameter_names = self._reducer.names
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -206,6 +207,7 @@ class Distributed(torch.optim.Optimizer):
         super().add_param_group(param_group)
         if self._reducer is not None:
             self._reducer.follow(self.param_groups)
+            self._parameter_names = self._reducer.names
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Forget gradients in flight, then load."""

@@ -103,10 +103,9 @@ def DistributedOptimizer(
             raise ValueError("num_groups and groups exclude each other; use groups")
         groups = num_groups
     size()  # raises before `init`
-    if not isinstance(process_set, ProcessSet) or process_set.included() or not process_set.size():
-        check_member(process_set, "DistributedOptimizer")
-    members = process_set.process_set_id
-    assert members is not None
+    members = getattr(process_set, "process_set_id", None)
+    if members is None or process_set.included():  # ranks outside it may have it as well
+        members = check_member(process_set, "DistributedOptimizer")
     if op == Adasum:
         collectives.check_adasum(members, "DistributedOptimizer")
 
@@ -114,8 +113,8 @@ def DistributedOptimizer(
     positions = _positions(groups, params)
     named = _checked_names(named_parameters, params)
     # The first optimizer's names are those of Horovod, which has them for all.
-    number = collectives.default_name("optimizer", members).rpartition(".")[2]
-    prefix = "allreduce.noname" if number == "1" else f"allreduce.noname.{number}"
+    count = collectives.default_name("optimizer", members).rpartition(".")[2]
+    prefix = "allreduce.noname" if count == "1" else f"allreduce.noname.{count}"
     if named is None:
         names = [
             f"{prefix}.{number}.{index}"

@@ -118,6 +118,11 @@ class Reducer:
         return [slot.name for _, slot in self._slots.values() if slot.sent]
 
     @property
+    def names(self) -> dict[torch.Tensor, str]:
+        """The name of each parameter."""
+        return {param: slot.name for param, slot in self._slots.values()}
+
+    @property
     def handles(self) -> dict[torch.Tensor, int]:
         """The handle of each gradient that is being reduced; 0 until its group is complete."""
         return {param: slot.handle_in_flight for param, slot in self._slots.values() if slot.sent}

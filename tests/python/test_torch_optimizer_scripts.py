@@ -101,6 +101,21 @@ def case_attributes_mean_what_they_do_in_horovod():
         del grouped
 
 
+def case_parameters_that_are_added_have_names():
+    for named in (True, False):
+        model = network()
+        optimizer = hvd.DistributedOptimizer(
+            sgd(model[0].parameters()), model.named_parameters() if named else None
+        )
+        optimizer.add_param_group({"params": model[2].parameters()})
+        if hvd.size() > 1:
+            for each, module in ((optimizer, model), copy.deepcopy((optimizer, model))):
+                names = [each._parameter_names[p] for p in module[:3].parameters()]
+                assert len(set(names)) == 4
+                if named and each is optimizer:
+                    assert names == ["0.weight", "0.bias", "2.weight", "2.bias"]
+
+
 def case_it_cannot_be_pickled_but_its_state_can():
     model = network()
     optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
