@@ -129,7 +129,7 @@ class Distributed(torch.optim.Optimizer):
                     "optimizer.step() was called without optimizer.skip_synchronize() after "
                     "optimizer.synchronize(); gradients are not reduced a second time. Write "
                     "`with optimizer.skip_synchronize(): optimizer.step()`",
-                    stacklevel=2,
+                    stacklevel=3,  # torch.compiler.disable is between
                 )
             self._reduce()
         else:

@@ -134,13 +134,14 @@ def DistributedOptimizer(
         "_settings": Settings(options, prefix, tuple(names), positions),
         "_passes_of_copies": backward_passes_per_step,
     }
+    # They may be called inside a function that torch.compile traces.
+    untraced: Any = torch.compiler.disable  # torch declares no type
+    for method in ("step", "synchronize", "zero_grad"):
+        namespace[method] = untraced(getattr(mixin, method))
     if hasattr(optimizer.__dict__.get("step"), "_wrapped_by_lr_sched"):
         # A scheduler wrapped the step of this instance, to see whether it is called. Ours tells
         # it so as well, and must not be hidden by the old one.
         del optimizer.__dict__["step"]
-        namespace["step"] = functools.wraps(mixin.step)(
-            lambda self, *args, **kwargs: mixin.step(self, *args, **kwargs)
-        )
         namespace["step"]._wrapped_by_lr_sched = True
     distributed: Any = type(base.__name__, (mixin, base), namespace)
     optimizer.__class__ = distributed

@@ -71,9 +71,11 @@ class Reducer:
         rivals = _wanted_by.setdefault(id(param), weakref.WeakSet())
         rivals.add(self)
         if len(rivals) == 1:
-            register: Any = param.register_post_accumulate_grad_hook  # torch declares no type
+            # torch declares no types.
+            register: Any = param.register_post_accumulate_grad_hook
+            untraced: Any = torch.compiler.disable
             # Backward may run inside a function that torch.compile traces.
-            slot.hook = register(torch.compiler.disable(slot.on_gradient))
+            slot.hook = register(untraced(slot.on_gradient))
             return
         # Nobody can know for which of them a backward pass is: each reduces when it steps.
         for other in rivals:
