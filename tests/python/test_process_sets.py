@@ -207,14 +207,14 @@ def case_bad_sets_are_refused_on_every_rank() -> None:
             ([0, 0], "rank 0 occurs twice"),
             ([size], f"rank {size} is not a rank of this job"),
             ([-1], "rank -1 is not a rank of this job"),
-            (ranks(), "process set 0 has these ranks already"),
-            ([], "process set 1 has these ranks already"),
+            (ranks(), "duplicate process set: process set 0 has the ranks"),
+            ([], "duplicate process set: process set 1 has the ranks"),
         ):
             with raises(ValueError, text):
                 hvd.add_process_set(bad)
             works()
         one = hvd.ProcessSet([])
-        with raises(ValueError, "these ranks already"):
+        with raises(ValueError, "duplicate process set"):
             hvd.add_process_set(one)
         assert one.process_set_id is None
         with raises(ValueError, "duplicate process set"):
