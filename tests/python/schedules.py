@@ -111,9 +111,9 @@ class Drawer:
     def fresh(self, members: Ranks, name: str | None, verb: str = "") -> Call:
         """Any call that is right."""
         rng = self.rng
-        verb = verb or rng.choice(VERBS)
-        if name is None and rng.random() < 0.1:
+        if name is None and not verb and rng.random() < 0.1:
             return Call(self.step, "barrier", members, None)
+        verb = verb or rng.choice(VERBS)
         grouped = verb not in ("broadcast", "alltoall") and rng.random() < 0.25
         count = rng.randint(1, 5) if grouped else 1
         op = rng.choice(self.ops(members) if verb == "allreduce" else [hvd.Average, hvd.Sum])
@@ -494,14 +494,15 @@ class Player:
         able = [ranks for ranks in sorted(self.sets) if set(ranks) - set(joined)]
         members = self.world if index == 0 else rng.choice(able)
         affected = bool(set(members) & set(joined))
-        name = f"u{index}.{number % 3}"
+        name = f"u{index}.{number % 3}" if rng.random() < 0.8 else None
         if affected and rng.random() < 0.2:
             verb = rng.choice(["allgather", "broadcast", "alltoall", "reducescatter"])
             return drawer.fresh(members, name, verb).kept_out()
-        call = drawer.known.get((members, name))
+        call = drawer.known.get((members, name or ""))
         if call is None or rng.random() < 0.3:
             call = drawer.fresh(members, name, "allreduce")
-            drawer.known[members, name] = call
+            if name is not None:
+                drawer.known[members, name] = call
         call = dataclasses.replace(call, step=drawer.step)
         scaled = call.factors[0] != 1.0 and call.op in (hvd.Min, hvd.Max, hvd.Product)
         return call.kept_out() if affected and scaled else call
