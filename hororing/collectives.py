@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import itertools
 import operator
+import threading
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple, NoReturn
 
@@ -175,21 +176,47 @@ def op_name(op: int) -> str:
     return _OP_NAMES[op]
 
 
-_Counters = defaultdict[tuple[str, int], Iterator[int]]
-_counters: _Counters = defaultdict(lambda: itertools.count(1))
+# How many unnamed calls of a verb were made in a process set.
+_counters: defaultdict[tuple[str, int], int] = defaultdict(int)
+_counters_lock = threading.Lock()
 
 
-def default_name(verb: str, process_set: int = WORLD_SET) -> str:
+class DefaultName(str):
+    """A name that was counted; `submit` says when it is out of this rank's hands."""
+
+    __slots__ = ("counter", "number", "submitted")
+
+    counter: tuple[str, int]
+    number: int
+    submitted: bool
+
+
+def default_name(verb: str, process_set: int = WORLD_SET) -> DefaultName:
     """The next name of an unnamed `verb`: equal on ranks that make equally many such calls.
 
-    Each process set counts by itself, since only its members call.
+    Each process set counts by itself, since only its members call. Calls that this rank alone
+    finds wrong do not count: see `take_back`.
     """
-    return f"{verb}.noname.{next(_counters[verb, process_set])}"
+    with _counters_lock:
+        _counters[verb, process_set] += 1
+        number = _counters[verb, process_set]
+    name = DefaultName(f"{verb}.noname.{number}")
+    name.counter, name.number, name.submitted = (verb, process_set), number, False
+    return name
+
+
+def take_back(name: str) -> None:
+    """Uncount a default name of a call that has failed before other ranks could hear of it."""
+    if isinstance(name, DefaultName) and not name.submitted:
+        with _counters_lock:
+            if _counters[name.counter] == name.number:
+                _counters[name.counter] -= 1
 
 
 def restart_default_names() -> None:
     """Count from 1 again: ranks that start together begin with equal counts."""
-    _counters.clear()
+    with _counters_lock:
+        _counters.clear()
 
 
 runtime.at_init(restart_default_names)
@@ -252,6 +279,35 @@ def submit(
     `integers` are the splits of an alltoall. `wait_follows`: this thread calls `wait` next, and
     does the engine's work there.
     """
+    try:
+        request, owners = _request(
+            collective, name, views, process_set, op, root, prescale, postscale, integers
+        )
+        request.wait_follows = wait_follows
+        handle = _hand_over(request, keep, finish)
+    except BaseException:
+        take_back(name)
+        raise
+    del owners
+    if isinstance(name, DefaultName):
+        name.submitted = True
+    if _abandoned:
+        _sweep()
+    return handle
+
+
+def _request(
+    collective: int,
+    name: str,
+    views: Sequence[View],
+    process_set: int,
+    op: int,
+    root: int,
+    prescale: float,
+    postscale: float,
+    integers: Sequence[int] | None,
+) -> tuple[Any, tuple[Any, ...]]:
+    """Return an hr_request, and what owns its memory."""
     encoded = encode_name(name)
     # One array of dimensions for all tensors; the core copies them.
     dimensions = ffi.new("int64_t[]", [d for view in views for d in view.shape] or [0])
@@ -274,6 +330,7 @@ def submit(
     request.postscale = postscale
     request.tensors_count = len(views)
     request.tensors = tensors
+    c_integers = None
     try:
         request.root = root
         if integers is not None:
@@ -282,8 +339,10 @@ def submit(
     except OverflowError:  # a rank or a split far beyond any
         given = root if integers is None else list(integers)
         raise ValueError(f"'{name}' (SUBMIT): {given} is out of range") from None
-    request.wait_follows = wait_follows
+    return request, (dimensions, tensors, c_name, c_integers)
 
+
+def _hand_over(request: Any, keep: object, finish: Callable[[int], Any]) -> int:
     token = next(_submit_count)
     _submitting[token] = keep
     handle = int(lib.hr_submit(request))
@@ -292,8 +351,6 @@ def submit(
     del _submitting[token]
     if handle <= 0:
         fail(handle)
-    if _abandoned:
-        _sweep()
     return handle
 
 
@@ -400,8 +457,9 @@ def add_process_set(ranks: Sequence[int], *, internal: bool = False) -> int:
     name = "add_process_set.noname"
     added = _control(_ADD_PROCESS_SET, name, integers=ranks, root=int(internal))
     # The id may have been that of another set, in which other ranks called.
-    for counted in [key for key in list(_counters) if key[1] == added]:
-        _counters.pop(counted, None)
+    with _counters_lock:
+        for counter in [counter for counter in _counters if counter[1] == added]:
+            del _counters[counter]
     return added
 
 

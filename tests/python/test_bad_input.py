@@ -468,6 +468,29 @@ def case_arguments_that_are_wrong_on_one_rank_only() -> None:
                 front.allreduce(front.ones(2), name="n")
 
 
+def case_unnamed_calls_that_only_one_rank_refuses_do_not_count() -> None:
+    for front in fronts():
+        size = front.size()
+        inputs = [front.rows()]
+        if front.name == "torch":
+            inputs.append(front.rows().requires_grad_())
+        for odd in range(size):
+            for rows in inputs:
+                if front.rank() == odd:
+                    with refused("splits", ValueError):
+                        front.alltoall(rows, [-1] * size)
+                    with refused("root", ValueError):
+                        front.broadcast(rows, root_rank=size)
+                    with refused("operation", ValueError):
+                        front.reducescatter(rows, op=front.Max)
+                    with refused("factor", TypeError):
+                        front.allreduce(rows, prescale_factor="2")
+                front.alltoall(rows)
+                front.broadcast(rows, root_rank=0)
+                front.reducescatter(rows)
+                front.allreduce(rows)
+
+
 def case_ranks_that_disagree() -> None:
     for front in fronts():
         size = front.size()
