@@ -19,16 +19,28 @@ DTYPES: Final[dict[torch.dtype, int]] = {
     if hasattr(torch, name)
 }
 
+# Complex numbers travel as pairs of these.
+_PARTS: Final[dict[torch.dtype, torch.dtype]] = {
+    torch.complex32: torch.float16,
+    torch.complex64: torch.float32,
+    torch.complex128: torch.float64,
+}
+
 
 class TorchAdapter:
     """Dense CPU tensors, contiguous or not."""
 
     def check(self, tensor: object, verb: str) -> torch.Tensor:
-        """Accept strided CPU tensors of the supported types."""
+        """Accept strided CPU tensors of the supported types, and complex ones."""
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(
                 f"{verb} of hororing.torch takes torch tensors, not {type(tensor).__name__}; "
                 "use torch.as_tensor(...)"
+            )
+        if tensor.is_nested:
+            raise ValueError(
+                f"{verb}: nested tensors are not supported; use the tensors of tensor.unbind(), "
+                "or tensor.values()"
             )
         if tensor.layout is not torch.strided:
             remedy = (
@@ -42,15 +54,29 @@ class TorchAdapter:
                 f"{verb}: {tensor.device.type.upper()} tensors need a copy in host memory in this "
                 "version; use tensor.cpu() and copy the result back"
             )
-        if tensor.dtype not in DTYPES:
-            raise ValueError(
-                f"{verb}: tensors of type {tensor.dtype} are not supported; use one of "
-                f"{', '.join(map(str, DTYPES))}"
+        if tensor.dtype in _PARTS:
+            # A number alone is a row of two parts to the core, which must not be split.
+            if tensor.dim() == 0 and verb.endswith(("allgather", "alltoall", "reducescatter")):
+                raise ValueError(
+                    f"{verb}: a tensor without dimensions has no rows; use tensor.reshape(1)"
+                )
+        elif tensor.dtype not in DTYPES:
+            remedy = (
+                "cast it, or pass compression=Compression.fp16 or Compression.bf16 to those verbs "
+                "that reduce"
+                if "float8" in str(tensor.dtype)
+                else f"use one of {', '.join(map(str, DTYPES))}"
             )
+            raise ValueError(f"{verb}: tensors of type {tensor.dtype} are not supported; {remedy}")
         return tensor
 
     def check_writable(self, tensor: torch.Tensor, verb: str) -> None:
-        """Refuse tensors of which several elements share memory."""
+        """Refuse tensors of which several elements share memory, and those that torch protects."""
+        if tensor.is_inference() and not torch.is_inference_mode_enabled():
+            raise ValueError(
+                f"{verb}: torch allows no writing to a tensor of inference_mode outside of that "
+                "mode; use tensor.clone()"
+            )
         if tensor.numel() > 0 and any(
             stride == 0 and extent > 1
             for stride, extent in zip(tensor.stride(), tensor.shape, strict=True)
@@ -61,10 +87,10 @@ class TorchAdapter:
             )
 
     def dense(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return C order, detached from autograd, with no pending negation."""
-        if tensor.is_contiguous() and not tensor.is_neg():
+        """Return C order, detached from autograd, with no pending negation or conjugation."""
+        if tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
             return tensor
-        return tensor.detach().resolve_neg().contiguous()
+        return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a plain tensor in C order."""
@@ -72,16 +98,19 @@ class TorchAdapter:
 
     def describe(self, tensor: torch.Tensor) -> tuple[int, int, tuple[int, ...]]:
         """Address, data type, shape."""
-        return tensor.data_ptr(), DTYPES[tensor.dtype], tuple(tensor.shape)
+        number = DTYPES.get(tensor.dtype)
+        if number is None:
+            return tensor.data_ptr(), DTYPES[_PARTS[tensor.dtype]], (*tensor.shape, 2)
+        return tensor.data_ptr(), number, tuple(tensor.shape)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy elements, unseen by autograd."""
-        with torch.no_grad():
+        with torch.inference_mode() if target.is_inference() else torch.no_grad():
             target.copy_(source)
 
     def mark_written(self, tensors: Sequence[torch.Tensor]) -> None:
         """Let autograd notice when a tensor that it saved has been written to."""
-        torch.autograd.graph.increment_version(tensors)
+        torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
 
     def gathered(self, result: collectives.Gathered, like: torch.Tensor) -> torch.Tensor:
         """Wrap the core's memory."""

@@ -2,9 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 
+from hororing import collectives
 from hororing.torch.adapter import TorchAdapter
 from hororing.verbs import Verbs
 
-verbs: Verbs[torch.Tensor] = Verbs(TorchAdapter())
+
+class TorchVerbs(Verbs[torch.Tensor]):
+    """Knows which operations are defined for complex numbers, which travel as pairs."""
+
+    def reduce_async(
+        self, verb: str, tensors: Iterable[Any], in_place: bool, name: str | None, op: int,
+        *rest: Any, **options: Any,
+    ) -> int:  # fmt: skip
+        """Refuse what would treat the two parts of a number separately."""
+        tensors = list(tensors)
+        if op not in (collectives.Average, collectives.Sum):
+            for tensor in tensors:
+                if isinstance(tensor, torch.Tensor) and tensor.is_complex():
+                    raise ValueError(
+                        f"{verb}: op={collectives.op_name(op)} is not defined for {tensor.dtype}; "
+                        "use Average or Sum"
+                    )
+        return super().reduce_async(verb, tensors, in_place, name, op, *rest, **options)
+
+
+verbs: Verbs[torch.Tensor] = TorchVerbs(TorchAdapter())
