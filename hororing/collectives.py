@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import sys
 import threading
 import warnings
 from collections import defaultdict
@@ -93,7 +94,7 @@ class Gathered(NamedTuple):
 # Arguments
 
 
-def choose_op(op: int | None, average: bool | None, *, stacklevel: int = 3) -> int:
+def choose_op(op: int | None, average: bool | None) -> int:
     """The operation that `op` and the deprecated `average` ask for together."""
     if average is not None:
         if op is not None:
@@ -103,10 +104,18 @@ def choose_op(op: int | None, average: bool | None, *, stacklevel: int = 3) -> i
         warnings.warn(
             "parameter `average` is deprecated; use op=Average or op=Sum",
             DeprecationWarning,
-            stacklevel=stacklevel,
+            stacklevel=_frames_to_script(),
         )
         return Average if average else Sum
     return check_op(Average if op is None else op)
+
+
+def _frames_to_script() -> int:
+    """How many frames above the caller the first one is that is not the library's or torch's."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back and frame.f_globals["__name__"].partition(".")[0] in ("hororing", "torch"):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def check_op(op: int) -> int:

@@ -13,28 +13,34 @@ from typing import Any
 import torch
 
 from hororing import collectives
+from hororing import verbs as neutral
 from hororing.collectives import default_name
 from hororing.compression import Compressor, NoneCompressor, check_compression
 from hororing.process_sets import ProcessSet, check_member, global_process_set
 from hororing.torch import autograd
 from hororing.torch.autograd import Request
+from hororing.torch.uncompiled import uncompiled
 from hororing.torch.verbs import verbs
-from hororing.verbs import Verbs, barrier, join, place_and_size, poll, synchronize
+from hororing.verbs import Verbs, place_and_size
 
-allreduce_ = verbs.allreduce_
-allreduce_async = verbs.allreduce_async
-allreduce_async_ = verbs.allreduce_async_
-grouped_allreduce_ = verbs.grouped_allreduce_
-grouped_allreduce_async = verbs.grouped_allreduce_async
-grouped_allreduce_async_ = verbs.grouped_allreduce_async_
-broadcast_ = verbs.broadcast_
-broadcast_async = verbs.broadcast_async
-broadcast_async_ = verbs.broadcast_async_
-allgather_async = verbs.allgather_async
-grouped_allgather_async = verbs.grouped_allgather_async
-alltoall_async = verbs.alltoall_async
-reducescatter_async = verbs.reducescatter_async
-grouped_reducescatter_async = verbs.grouped_reducescatter_async
+allreduce_ = uncompiled(verbs.allreduce_)
+allreduce_async = uncompiled(verbs.allreduce_async)
+allreduce_async_ = uncompiled(verbs.allreduce_async_)
+grouped_allreduce_ = uncompiled(verbs.grouped_allreduce_)
+grouped_allreduce_async = uncompiled(verbs.grouped_allreduce_async)
+grouped_allreduce_async_ = uncompiled(verbs.grouped_allreduce_async_)
+broadcast_ = uncompiled(verbs.broadcast_)
+broadcast_async = uncompiled(verbs.broadcast_async)
+broadcast_async_ = uncompiled(verbs.broadcast_async_)
+allgather_async = uncompiled(verbs.allgather_async)
+grouped_allgather_async = uncompiled(verbs.grouped_allgather_async)
+alltoall_async = uncompiled(verbs.alltoall_async)
+reducescatter_async = uncompiled(verbs.reducescatter_async)
+grouped_reducescatter_async = uncompiled(verbs.grouped_reducescatter_async)
+barrier = uncompiled(neutral.barrier)
+join = uncompiled(neutral.join)
+poll = uncompiled(neutral.poll)
+synchronize = uncompiled(neutral.synchronize)
 
 
 def _recorded(tensors: Iterable[object]) -> bool:
@@ -70,6 +76,7 @@ def _compressed(
     ]
 
 
+@uncompiled
 def allreduce(
     tensor: torch.Tensor,
     average: bool | None = None,
@@ -89,6 +96,7 @@ def allreduce(
     return _compressed(compression, [tensor], partial(autograd.allreduce, request))[0]
 
 
+@uncompiled
 def grouped_allreduce(
     tensors: Iterable[torch.Tensor],
     average: bool | None = None,
@@ -111,6 +119,7 @@ def grouped_allreduce(
     return _compressed(compression, tensors, partial(autograd.allreduce, request))
 
 
+@uncompiled
 def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
@@ -121,6 +130,7 @@ def allgather(
     return result  # type: ignore[no-any-return]
 
 
+@uncompiled
 def grouped_allgather(
     tensors: Iterable[torch.Tensor],
     name: str | None = None,
@@ -134,6 +144,7 @@ def grouped_allgather(
     return autograd.allgather(request, *tensors)  # type: ignore[no-any-return]
 
 
+@uncompiled
 def broadcast(
     tensor: torch.Tensor,
     root_rank: int,
@@ -147,6 +158,7 @@ def broadcast(
     return autograd.broadcast(request, root_rank, tensor)  # type: ignore[no-any-return]
 
 
+@uncompiled
 def alltoall(
     tensor: torch.Tensor,
     splits: Any = None,
@@ -161,6 +173,7 @@ def alltoall(
     return received if splits is None else (received, received_splits)
 
 
+@uncompiled
 def reducescatter(
     tensor: torch.Tensor,
     name: str | None = None,
@@ -178,6 +191,7 @@ def reducescatter(
     return _compressed(compression, [tensor], partial(autograd.reducescatter, request))[0]
 
 
+@uncompiled
 def grouped_reducescatter(
     tensors: Iterable[torch.Tensor],
     name: str | None = None,
@@ -204,6 +218,7 @@ for _function in (
     _function.__doc__ = getattr(Verbs, _function.__name__).__doc__
 
 
+@uncompiled
 def sparse_allreduce_async(
     tensor: torch.Tensor,
     name: str | None,
