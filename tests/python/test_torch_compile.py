@@ -1,0 +1,165 @@
+"""torch.compile of functions that call verbs, and of a model with a distributed optimizer.
+
+Verbs interrupt graphs. What counts: every call happens, once, in its order, under its name, also
+where some ranks compile and others do not.
+"""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import mpirun
+import pytest
+import torch
+
+import hororing.torch as hvd
+from hororing import collectives
+
+BACKENDS = ["eager", "aot_eager"]
+
+
+def every_verb(x: Any, w: Any) -> Any:
+    size = hvd.size()
+    hvd.allreduce(x)  # nobody uses the result
+    first = hvd.allreduce(x * w, op=hvd.Sum, prescale_factor=0.5)
+    hvd.allreduce(x * w, op=hvd.Sum, prescale_factor=0.5)  # the same again
+    second, third = hvd.grouped_allreduce([x, w * 2], name="group", op=hvd.Sum)
+    sent = hvd.broadcast(x * w, size - 1)
+    part = hvd.reducescatter(x * w, op=hvd.Sum, postscale_factor=3.0)
+    parts = hvd.grouped_reducescatter([x, w * w])
+    rows = hvd.allgather(x * 2)
+    swapped, counts = hvd.alltoall(x + w, [1] * size)
+    later = hvd.synchronize(hvd.allreduce_async(x.detach() * 2))
+    here = torch.ones(3) * hvd.rank()
+    hvd.allreduce_(here)
+    results = [first * first, second * third, sent * x, part * part, *parts, rows, swapped, later]
+    return sum((r * r).sum() for r in results) + here.sum() + counts.sum()
+
+
+def run(function: Callable[[Any, Any], Any], rows: int) -> list[torch.Tensor]:
+    x = (torch.arange(3.0 * rows).reshape(rows, 3) + hvd.rank()).div(8).requires_grad_()
+    w = (torch.arange(3.0 * rows).reshape(rows, 3) - 2 * hvd.rank()).div(8).requires_grad_()
+    loss = function(x, w)
+    loss.backward()
+    return [loss.detach(), x.grad, w.grad]
+
+
+def counts() -> dict[tuple[str, int], int]:
+    """How many unnamed calls there were."""
+    return {key: int(repr(counter)[6:-1]) for key, counter in collectives._counters.items()}
+
+
+def case_init() -> None:
+    hvd.init()
+
+
+def case_every_call_happens_once() -> None:
+    for backend in BACKENDS:
+        torch._dynamo.reset()
+        compiled = torch.compile(every_verb, backend=backend)
+        for rows in (5, 5, 7):
+            before = counts()
+            wanted = run(every_verb, rows)
+            once = {key: number - before.get(key, 1) for key, number in counts().items()}
+            before = counts()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                results = run(compiled, rows)
+            assert {key: number - before[key] for key, number in counts().items()} == once
+            for result, value in zip(results, wanted, strict=True):
+                torch.testing.assert_close(result, value)
+
+
+def case_one_rank_compiles_and_others_do_not() -> None:
+    for backend in BACKENDS:
+        torch._dynamo.reset()
+        compiled = torch.compile(every_verb, backend=backend)
+        wanted = run(every_verb, 4)
+        for _ in range(2):
+            results = run(compiled if hvd.rank() == 0 else every_verb, 4)
+            for result, value in zip(results, wanted, strict=True):
+                torch.testing.assert_close(result, value)
+
+
+def case_a_graph_is_refused_where_it_must_be_whole() -> None:
+    torch._dynamo.reset()
+    whole = torch.compile(lambda x: hvd.allreduce(x) + 1, backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        whole(torch.ones(2))
+    assert hvd.allreduce(torch.ones(2)).tolist() == [1, 1]
+
+
+def case_errors_arrive_as_they_are() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x, op: hvd.allreduce(x * 2, op=op) + 1, backend="eager")
+    with pytest.raises(ValueError, match="no reduce operation 99"):
+        compiled(torch.ones(2), 99)
+    if hvd.size() > 1:
+        with pytest.raises(hvd.MismatchError, match="shapes"):
+            compiled(torch.ones(2 + hvd.rank()), hvd.Sum)
+    assert compiled(torch.ones(2), hvd.Sum).tolist() == [2 * hvd.size() + 1] * 2
+
+
+def train(step_of: Callable[[Any, Any], Callable[[Any, Any], Any]]) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    step = step_of(model, optimizer)
+    generator = torch.Generator().manual_seed(hvd.rank())
+    for _ in range(4):
+        step(torch.randn(6, 5, generator=generator), torch.randn(6, 1, generator=generator))
+    return [copy.deepcopy(p.detach()) for p in model.parameters()]
+
+
+def plain(model: Any, optimizer: Any) -> Callable[[Any, Any], Any]:
+    def step(x: Any, y: Any) -> None:
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+    return step
+
+
+def case_a_model_and_a_whole_step() -> None:
+    wanted = train(plain)
+    for backend in BACKENDS:
+        for step_of in (
+            lambda model, opt, b=backend: plain(torch.compile(model, backend=b), opt),
+            lambda model, opt, b=backend: torch.compile(plain(model, opt), backend=b),
+        ):
+            torch._dynamo.reset()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                results = train(step_of)
+            for result, value in zip(results, wanted, strict=True):
+                torch.testing.assert_close(result, value)
+
+
+def case_inductor() -> None:
+    if hvd.size() != 2 or not (shutil.which("g++") or shutil.which("c++")):
+        return
+    torch._dynamo.reset()
+
+    def function(x: Any, w: Any) -> Any:
+        hvd.allreduce(x)
+        total = hvd.allreduce(x * w, op=hvd.Sum)
+        return (hvd.broadcast(total * x, 0) * hvd.allreduce(x * w, op=hvd.Sum)).sum()
+
+    wanted = run(function, 3)
+    for result, value in zip(run(torch.compile(function), 3), wanted, strict=True):
+        torch.testing.assert_close(result, value)
+
+
+def case_shutdown() -> None:
+    hvd.shutdown()
+
+
+@pytest.mark.parametrize("case", mpirun.case_names(globals()))
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_case(case: str, size: int):
+    mpirun.cases_of(__file__, size).check(case)
