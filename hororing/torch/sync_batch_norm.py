@@ -32,6 +32,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from hororing import process_sets, runtime
 from hororing.collectives import Sum
 from hororing.process_sets import ProcessSet, global_process_set
+from hororing.torch.uncompiled import uncompiled
 from hororing.torch.verbs import verbs
 
 # Type of the sums, by that of the input.
@@ -165,7 +166,7 @@ class SyncBatchNorm(_BatchNorm):
         result: torch.Tensor = self._train(input) if self.training else super().forward(input)
         return result
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # nothing to trace
+    @uncompiled
     def _train(self, input: torch.Tensor) -> torch.Tensor:
         group = self._sharing()
         if group is not None and len(group.ranks) > 1:

@@ -316,7 +316,6 @@ def case_what_is_not_supported_is_refused_by_name() -> None:
         for what, text in (
             (torch.eye(2).to_sparse(), "sparse_allreduce_async"),
             (torch.eye(2).to_sparse_csr(), r"use tensor\.to_dense\(\)"),
-            (torch.ones(2, dtype=torch.complex64), "complex64 are not supported.*bfloat16"),
             (torch.ones(2, device="meta"), "META tensors"),
         ):
             with pytest.raises(ValueError, match=text):
@@ -327,8 +326,11 @@ def case_what_is_not_supported_is_refused_by_name() -> None:
         hvd.allreduce(torch.ones(1), average=True, op=hvd.Sum)
     with pytest.raises(ValueError, match="no reduce operation 99"):
         hvd.allreduce(torch.ones(1, requires_grad=True), op=99)
-    with pytest.raises(ValueError, match="Adasum is not available"):
-        hvd.allreduce(torch.ones(1), op=hvd.Adasum)
+    if hvd.size() == 3:
+        with pytest.raises(NotImplementedError, match="a power of two, not 3"):
+            hvd.allreduce(torch.ones(1), op=hvd.Adasum)
+    else:
+        assert hvd.allreduce(torch.ones(1), op=hvd.Adasum).tolist() == [1]
     with pytest.raises(ValueError, match="is not a rank of this job"):
         hvd.broadcast(torch.ones(1, requires_grad=True), hvd.size())
 
