@@ -6,7 +6,8 @@ Verbs that write in place and asynchronous ones are not recorded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -49,6 +50,7 @@ def _recorded(tensors: Iterable[object]) -> bool:
     )
 
 
+@contextlib.contextmanager
 def _request(
     verb: str,
     name: str | None,
@@ -56,12 +58,16 @@ def _request(
     op: int = collectives.Average,
     prescale: float = 1.0,
     postscale: float = 1.0,
-) -> Request:
+) -> Iterator[Request]:
     """Name the request now: its gradient is named after it."""
     members = check_member(process_set, verb)
     if name is None:
         name = default_name(verb, members)
-    return Request(verb, name, process_set, op, (prescale, postscale))
+    try:
+        yield Request(verb, name, process_set, op, (prescale, postscale))
+    except BaseException:
+        collectives.take_back(name)
+        raise
 
 
 def _compressed(
@@ -92,8 +98,8 @@ def allreduce(
     factors = prescale_factor, postscale_factor
     if not _recorded([tensor]):
         return verbs.allreduce(tensor, None, name, compression, chosen, *factors, process_set)
-    request = _request("allreduce", name, process_set, chosen, *factors)
-    return _compressed(compression, [tensor], partial(autograd.allreduce, request))[0]
+    with _request("allreduce", name, process_set, chosen, *factors) as request:
+        return _compressed(compression, [tensor], partial(autograd.allreduce, request))[0]
 
 
 @uncompiled
@@ -115,8 +121,8 @@ def grouped_allreduce(
         return verbs.grouped_allreduce(
             tensors, None, name, compression, chosen, *factors, process_set
         )
-    request = _request("grouped_allreduce", name, process_set, chosen, *factors)
-    return _compressed(compression, tensors, partial(autograd.allreduce, request))
+    with _request("grouped_allreduce", name, process_set, chosen, *factors) as request:
+        return _compressed(compression, tensors, partial(autograd.allreduce, request))
 
 
 @uncompiled
@@ -126,8 +132,9 @@ def allgather(
     """Differentiable `Verbs.allgather`."""
     if not _recorded([tensor]):
         return verbs.allgather(tensor, name, process_set)
-    (result,) = autograd.allgather(_request("allgather", name, process_set), tensor)
-    return result  # type: ignore[no-any-return]
+    with _request("allgather", name, process_set) as request:
+        (result,) = autograd.allgather(request, tensor)
+        return result  # type: ignore[no-any-return]
 
 
 @uncompiled
@@ -140,8 +147,8 @@ def grouped_allgather(
     tensors = list(tensors)
     if not _recorded(tensors):
         return verbs.grouped_allgather(tensors, name, process_set)
-    request = _request("grouped_allgather", name, process_set)
-    return autograd.allgather(request, *tensors)  # type: ignore[no-any-return]
+    with _request("grouped_allgather", name, process_set) as request:
+        return autograd.allgather(request, *tensors)  # type: ignore[no-any-return]
 
 
 @uncompiled
@@ -154,8 +161,8 @@ def broadcast(
     """Differentiable `Verbs.broadcast`."""
     if not _recorded([tensor]):
         return verbs.broadcast(tensor, root_rank, name, process_set)
-    request = _request("broadcast", name, process_set)
-    return autograd.broadcast(request, root_rank, tensor)  # type: ignore[no-any-return]
+    with _request("broadcast", name, process_set) as request:
+        return autograd.broadcast(request, root_rank, tensor)  # type: ignore[no-any-return]
 
 
 @uncompiled
@@ -168,9 +175,9 @@ def alltoall(
     """Differentiable `Verbs.alltoall`."""
     if not _recorded([tensor]):
         return verbs.alltoall(tensor, splits, name, process_set)
-    request = _request("alltoall", name, process_set)
-    received, received_splits = autograd.alltoall(request, splits, tensor)
-    return received if splits is None else (received, received_splits)
+    with _request("alltoall", name, process_set) as request:
+        received, received_splits = autograd.alltoall(request, splits, tensor)
+        return received if splits is None else (received, received_splits)
 
 
 @uncompiled
@@ -187,8 +194,8 @@ def reducescatter(
     factors = prescale_factor, postscale_factor
     if not _recorded([tensor]):
         return verbs.reducescatter(tensor, name, compression, op, process_set, *factors)
-    request = _request("reducescatter", name, process_set, op, *factors)
-    return _compressed(compression, [tensor], partial(autograd.reducescatter, request))[0]
+    with _request("reducescatter", name, process_set, op, *factors) as request:
+        return _compressed(compression, [tensor], partial(autograd.reducescatter, request))[0]
 
 
 @uncompiled
@@ -206,8 +213,8 @@ def grouped_reducescatter(
     tensors = list(tensors)
     if not _recorded(tensors):
         return verbs.grouped_reducescatter(tensors, name, compression, op, process_set, *factors)
-    request = _request("grouped_reducescatter", name, process_set, op, *factors)
-    return _compressed(compression, tensors, partial(autograd.reducescatter, request))
+    with _request("grouped_reducescatter", name, process_set, op, *factors) as request:
+        return _compressed(compression, tensors, partial(autograd.reducescatter, request))
 
 
 # Their parameters and results are those of the verbs.

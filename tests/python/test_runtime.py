@@ -109,7 +109,7 @@ def test_the_list_of_the_only_rank_is_the_world():
 
 
 def test_a_process_set_that_cannot_be_leaves_the_engine_running():
-    with pytest.raises(ValueError, match="entry 0 of process_sets.*duplicate process set"):
+    with pytest.raises(ValueError, match=r"entry 0 of process_sets.*duplicate process set"):
         runtime.init(process_sets=[[0]])
     assert runtime.is_initialized()
     runtime.shutdown()
@@ -117,7 +117,7 @@ def test_a_process_set_that_cannot_be_leaves_the_engine_running():
 
 def test_what_is_no_list_of_process_sets_is_refused_before_anything_starts():
     for bad in ("all", 3, [["a"]], [1.5]):
-        with pytest.raises(ValueError, match="process_sets|ProcessSet"):
+        with pytest.raises(ValueError, match=r"process_sets|ProcessSet"):
             runtime.init(process_sets=bad)
         assert not runtime.is_initialized()
 
