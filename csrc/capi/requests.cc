@@ -1,7 +1,7 @@
 #include "capi/requests.h"
 
 #include <algorithm>
-#include <optional>
+#include <memory>
 #include <string>
 #include <utility>
 
@@ -20,8 +20,9 @@ bool IsReduction(Collective kind) {
   return kind == Collective::kAllreduce || kind == Collective::kReducescatter;
 }
 
-Status CheckSet(const Request& request, const std::optional<ProcessSet>& set, int rank) {
-  if (!set) return Invalid(request, "there is no such process set, or it has been removed");
+Status CheckSet(const Request& request, const ProcessSet* set, int rank) {
+  if (set == nullptr)
+    return Invalid(request, "there is no such process set, or it has been removed");
   if (set->IndexOf(rank) >= 0) return Status::Ok();
   return Invalid(request, "rank " + std::to_string(rank) +
                               " is not a member of the process set, which has " +
@@ -162,8 +163,8 @@ Status EntryFrom(const hr_request& from, TensorEntry* entry) {
 Status MakeEntry(const hr_request& from, const SharedProcessSets& sets, int rank,
                  TensorEntry* entry) {
   HORORING_RETURN_IF_ERROR(EntryFrom(from, entry));
-  const std::optional<ProcessSet> set = sets.Find(entry->request.process_set);
-  HORORING_RETURN_IF_ERROR(CheckSet(entry->request, set, rank));
+  const std::shared_ptr<const ProcessSet> set = sets.Find(entry->request.process_set);
+  HORORING_RETURN_IF_ERROR(CheckSet(entry->request, set.get(), rank));
   HORORING_RETURN_IF_ERROR(Split(from, *set, entry));
   return CheckLocally(*entry, *set);
 }

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -31,10 +32,10 @@ class SharedProcessSets {
     std::lock_guard<std::mutex> lock(mutex_);
     sets_->Remove(id);
   }
-  std::optional<ProcessSet> Find(int32_t id) const {
+  // Null when there is none.
+  std::shared_ptr<const ProcessSet> Find(int32_t id) const {
     std::lock_guard<std::mutex> lock(mutex_);
-    const ProcessSet* set = sets_->Find(id);
-    return set == nullptr ? std::nullopt : std::optional<ProcessSet>(*set);
+    return sets_->Share(id);
   }
   // Whether there is such a set and this rank is a member.
   bool Holds(int32_t id) const {

@@ -12,9 +12,9 @@ int ProcessSet::IndexOf(int rank) const {
 }
 
 ProcessSets::ProcessSets(int size) : size_(size) {
-  ProcessSet world;
-  world.ranks.resize(static_cast<size_t>(size));
-  std::iota(world.ranks.begin(), world.ranks.end(), 0);
+  auto world = std::make_shared<ProcessSet>();
+  world->ranks.resize(static_cast<size_t>(size));
+  std::iota(world->ranks.begin(), world->ranks.end(), 0);
   sets_[kWorldSet] = std::move(world);
 }
 
@@ -36,7 +36,7 @@ Status ProcessSets::Check(const std::vector<int32_t>& ranks, bool internal) cons
     }
   }
   for (const auto& [id, set] : sets_) {
-    if (internal || set.internal || set.ranks != sorted) continue;
+    if (internal || set->internal || set->ranks != sorted) continue;
     return Status(Code::kInvalidArgument,
                   "attempted to add a duplicate process set: process set " + std::to_string(id) +
                       " has the ranks " + ShapeText({sorted.begin(), sorted.end()}) + " already");
@@ -51,15 +51,21 @@ int32_t ProcessSets::NextId() const {
 }
 
 void ProcessSets::Add(int32_t id, const std::vector<int32_t>& ranks, bool internal) {
-  ProcessSet& set = sets_[id];
-  set.internal = internal;
-  set.ranks.assign(ranks.begin(), ranks.end());
-  std::sort(set.ranks.begin(), set.ranks.end());
+  auto set = std::make_shared<ProcessSet>();
+  set->internal = internal;
+  set->ranks.assign(ranks.begin(), ranks.end());
+  std::sort(set->ranks.begin(), set->ranks.end());
+  sets_[id] = std::move(set);
 }
 
 const ProcessSet* ProcessSets::Find(int32_t id) const {
   const auto set = sets_.find(id);
-  return set == sets_.end() ? nullptr : &set->second;
+  return set == sets_.end() ? nullptr : set->second.get();
+}
+
+std::shared_ptr<const ProcessSet> ProcessSets::Share(int32_t id) const {
+  const auto set = sets_.find(id);
+  return set == sets_.end() ? nullptr : set->second;
 }
 
 }  // namespace hororing

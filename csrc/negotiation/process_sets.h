@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -36,11 +37,13 @@ class ProcessSets {
   void Remove(int32_t id) { sets_.erase(id); }
   // Null when there is none; valid until Remove.
   const ProcessSet* Find(int32_t id) const;
+  // The same, for those who need it longer.
+  std::shared_ptr<const ProcessSet> Share(int32_t id) const;
   size_t count() const { return sets_.size(); }
 
  private:
   const int size_;
-  std::map<int32_t, ProcessSet> sets_;
+  std::map<int32_t, std::shared_ptr<const ProcessSet>> sets_;
 };
 
 }  // namespace hororing
