@@ -1,7 +1,7 @@
 // MpiTransport: a Transport over an MPI communicator of its own (a duplicate of what it was
-// given). The one room that includes <mpi.h> is mpi_transport.cc, compiled into a library of
-// its own (libhororing_mpi) that the core loads only when a job has more than one rank: a job
-// of one rank neither needs nor initialises MPI.
+// given). Only the folder transport/mpi includes <mpi.h>; it is a library of its own
+// (libhororing_mpi) that the core loads only when a job has more than one rank: a job of one rank
+// neither needs nor initialises MPI.
 //
 // Only the loop thread calls MPI (Wake does not). If somebody else initialised MPI with less than
 // MPI_THREAD_MULTIPLE, creation is refused: two threads inside a SERIALIZED Open MPI crash

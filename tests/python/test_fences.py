@@ -47,13 +47,14 @@ def test_the_fences_see_the_files():
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_room_includes_only_the_rooms_below_it(room: str):
-    for file in (ROOT / "csrc" / room).iterdir():
+    for file in (ROOT / "csrc" / room).rglob("*.*"):
         included = set(re.findall(r'#include "([a-z_]+)/', file.read_text()))
         assert included <= ROOMS[room] | {room}, file
 
 
-def test_mpi_has_one_file():
-    assert users(CORE, r"#include [<\"]mpi") == {"csrc/transport/mpi_transport.cc"}
+def test_mpi_has_one_folder_that_nobody_else_includes():
+    files = users(CORE, r"#include [<\"](mpi|transport/mpi/)")
+    assert {str(Path(file).parent) for file in files} == {"csrc/transport/mpi"}
 
 
 def test_nccl_and_cuda_have_at_most_one_file():

@@ -1,0 +1,240 @@
+// The control plane of MpiTransport: messages, announcements of failures, and the end.
+//
+// Control messages travel on a communicator of their own and are received whenever a rank waits
+// for anything; so are the announcements of failures.
+#include <algorithm>
+#include <cstdlib>
+
+#include "transport/mpi/failure.h"
+#include "transport/mpi/transport.h"
+
+namespace hororing {
+namespace {
+
+// Control messages that MPI holds for one peer; the others queue here.
+constexpr size_t kControlWindow = 16;
+// Longer control messages travel in several: MPI counts in ints.
+constexpr size_t kControlBytes = 64 << 20;
+constexpr int kControlTag = 2, kMoreTag = 3, kFailureTag = 4, kCloseTag = 5;
+
+}  // namespace
+
+MpiTransport::MpiTransport(MPI_Comm data, MPI_Comm control, TimeNs spin_ns)
+    : data_(data), control_(control), spin_ns_(spin_ns) {
+  MPI_Comm_rank(data_, &rank_);
+  MPI_Comm_size(data_, &size_);
+  peers_ = std::vector<Peer>(static_cast<size_t>(size_));
+}
+
+MpiTransport::~MpiTransport() {
+  int finalized = 0;
+  MPI_Finalized(&finalized);
+  if (finalized == 0) {
+    ProgressControl();
+    ProgressData();
+  }
+  const bool idle = std::all_of(peers_.begin(), peers_.end(), [](const Peer& peer) {
+    return peer.outgoing.empty() && peer.arriving.empty() && peer.sending.empty() &&
+           peer.receiving.empty();
+  });
+  if (!idle) {
+    // Moved with their elements in place: MPI holds pointers to them.
+    Bury(std::make_shared<std::vector<Peer>>(std::move(peers_)));
+  } else if (finalized == 0 && closed_) {
+    MPI_Comm_free(&data_);
+    MPI_Comm_free(&control_);
+  }
+}
+
+// A communicator that is freed may come back as another one, with what is under way in it: so
+// every rank first takes all that every other has sent.
+bool MpiTransport::Close(TimeNs deadline) {
+  int finalized = 0;
+  MPI_Finalized(&finalized);
+  // There will be no peace: waiting again helps nobody.
+  if (finalized != 0 || announced_ || !failure_.ok() || !broken_.ok()) return true;
+  if (!Flush(deadline)) return false;
+  for (int peer = 0; peer < size_ && !close_sent_; ++peer) {
+    if (peer != rank_) StartControl(peer, "", 0, 0, kCloseTag);
+  }
+  close_sent_ = true;
+  Backoff backoff(spin_ns_, kLongestDataSleep);
+  const auto all_have = [this] {
+    for (int peer = 0; peer < size_; ++peer) {
+      const Peer& state = PeerOf(peer);
+      if (peer != rank_ && (!state.closed || !state.outgoing.empty())) return false;
+    }
+    return true;
+  };
+  while (!(closed_ = all_have())) {
+    const uint32_t seen = bell_.count();
+    const bool moved = ProgressControl() | ProgressData();
+    if (!failure_.ok()) return true;
+    if (!backoff.Pause(bell_, seen, moved, deadline)) return false;
+  }
+  return true;
+}
+
+void MpiTransport::Post(int peer, std::string message) {
+  PeerOf(peer).outbox.push_back(std::move(message));
+  SendControl(peer);
+}
+
+bool MpiTransport::Poll(int* peer, std::string* message) {
+  if (inbox_.empty()) ProgressControl();
+  if (inbox_.empty()) return false;
+  *peer = inbox_.front().first;
+  *message = std::move(inbox_.front().second);
+  inbox_.pop_front();
+  return true;
+}
+
+void MpiTransport::Sleep(TimeNs deadline) {
+  Backoff backoff(spin_ns_, kLongestIdleSleep);
+  for (;;) {
+    const uint32_t seen = bell_.count();
+    // Data too: a peer may wait for pieces that this rank has staged.
+    const bool moved = ProgressControl() | ProgressData();
+    if (!inbox_.empty() || seen != last_sleep_bell_ || (!failure_.ok() && !failure_shown_)) {
+      last_sleep_bell_ = seen;
+      failure_shown_ = !failure_.ok();
+      return;
+    }
+    if (!backoff.Pause(bell_, seen, moved, deadline)) return;
+  }
+}
+
+Status MpiTransport::CheckPeers() {
+  ProgressControl();
+  return failure_.ok() ? data_error_ : failure_;
+}
+
+// Ahead of what is queued: a peer that takes nothing must not keep others from knowing.
+void MpiTransport::AnnounceFailure(const std::string& reason, int blamed) {
+  if (std::exchange(announced_, true)) return;
+  broken_here = true;
+  const std::string text = FailureText(reason, blamed, rank_).substr(0, 200);
+  const std::string message = std::to_string(blamed < 0 ? rank_ : blamed) + " " + text;
+  for (int peer = 0; peer < size_; ++peer) {
+    if (peer != rank_) StartControl(peer, message, 0, message.size(), kFailureTag);
+  }
+}
+
+bool MpiTransport::Flush(TimeNs deadline) {
+  Backoff backoff(spin_ns_, kLongestDataSleep);
+  for (;;) {
+    const uint32_t seen = bell_.count();
+    const bool moved = ProgressControl() | ProgressData();
+    bool unsent = false, deaf = false;
+    for (const Peer& peer : peers_) {
+      if (peer.outbox.empty() && peer.outgoing.empty()) continue;
+      (peer.failed ? deaf : unsent) = true;
+    }
+    if (!unsent) return !deaf;
+    if (!backoff.Pause(bell_, seen, moved, deadline)) return false;
+  }
+}
+
+void MpiTransport::StartControl(int peer, const std::string& text, size_t at, size_t bytes,
+                                int tag) {
+  // In place before it is sent: MPI holds a pointer to the text.
+  std::deque<Message>& outgoing = PeerOf(peer).outgoing;
+  outgoing.push_back({text.substr(at, bytes), MPI_REQUEST_NULL, tag});
+  Message& message = outgoing.back();
+  const int error = MPI_Isend(message.text.data(), static_cast<int>(bytes), MPI_BYTE, peer, tag,
+                              control_, &message.request);
+  if (error != MPI_SUCCESS) NoteFailure(MpiError("MPI_Isend", error, peer));
+}
+
+void MpiTransport::SendControl(int peer) {
+  Peer& state = PeerOf(peer);
+  while (!state.outbox.empty() && state.outgoing.size() < kControlWindow) {
+    const std::string message = std::move(state.outbox.front());
+    state.outbox.pop_front();
+    size_t at = 0;
+    for (; message.size() - at > kControlBytes; at += kControlBytes) {
+      StartControl(peer, message, at, kControlBytes, kMoreTag);
+    }
+    StartControl(peer, message, at, message.size() - at, kControlTag);
+  }
+}
+
+bool MpiTransport::ProgressControl() {
+  bool moved = false;
+  for (int peer = 0; peer < size_; ++peer) {
+    Peer& state = PeerOf(peer);
+    while (!state.outgoing.empty() && ControlDone(state.outgoing.front(), peer)) {
+      state.outgoing.pop_front();
+      moved = true;
+    }
+    SendControl(peer);
+  }
+  int arrived = 0;
+  do {
+    MPI_Message matched;
+    MPI_Status status;
+    const int error =
+        MPI_Improbe(MPI_ANY_SOURCE, MPI_ANY_TAG, control_, &arrived, &matched, &status);
+    if (error != MPI_SUCCESS) {
+      NoteFailure(MpiError("MPI_Improbe", error, -1));
+      arrived = 0;
+    }
+    if (arrived != 0) Accept(&matched, status);
+  } while (arrived != 0);
+  for (int peer = 0; peer < size_; ++peer) {
+    std::deque<Message>& arriving = PeerOf(peer).arriving;
+    while (!arriving.empty() && ControlDone(arriving.front(), peer)) {
+      Message message = std::move(arriving.front());
+      arriving.pop_front();
+      Deliver(peer, std::move(message));
+      moved = true;
+    }
+  }
+  return moved;
+}
+
+bool MpiTransport::ControlDone(Message& message, int peer) {
+  int done = 0;
+  const int error = MPI_Test(&message.request, &done, MPI_STATUS_IGNORE);
+  if (error != MPI_SUCCESS) NoteFailure(MpiError("control message", error, peer));
+  return error == MPI_SUCCESS && done != 0;
+}
+
+void MpiTransport::Accept(MPI_Message* matched, const MPI_Status& status) {
+  int bytes = 0;
+  MPI_Get_count(&status, MPI_BYTE, &bytes);
+  std::deque<Message>& arriving = PeerOf(status.MPI_SOURCE).arriving;
+  arriving.push_back(
+      {std::string(static_cast<size_t>(bytes), '\0'), MPI_REQUEST_NULL, status.MPI_TAG});
+  Message& message = arriving.back();
+  const int error = MPI_Imrecv(message.text.data(), bytes, MPI_BYTE, matched, &message.request);
+  if (error != MPI_SUCCESS) NoteFailure(MpiError("MPI_Imrecv", error, status.MPI_SOURCE));
+}
+
+void MpiTransport::Deliver(int peer, Message message) {
+  Peer& state = PeerOf(peer);
+  if (message.tag == kFailureTag) {
+    state.failed = true;
+    const size_t space = message.text.find(' ');
+    NoteFailure(
+        Status(Code::kPeerLost, message.text.substr(space + 1), std::atoi(message.text.c_str())));
+    return;
+  }
+  if (message.tag == kCloseTag) {
+    state.closed = true;
+    return;
+  }
+  if (message.tag == kMoreTag) {
+    state.partial += message.text;
+    return;
+  }
+  if (!state.partial.empty()) message.text.insert(0, std::exchange(state.partial, {}));
+  inbox_.emplace_back(peer, std::move(message.text));
+}
+
+void MpiTransport::NoteFailure(Status failure) {
+  broken_here = true;
+  if (failure_.ok()) failure_ = std::move(failure);
+}
+
+}  // namespace hororing

@@ -1,0 +1,198 @@
+// The data plane of MpiTransport.
+//
+// Data travels in pieces of kPieceBytes through staging buffers of our own, because MPI offers no
+// way to take a started transfer back: a send cannot be cancelled, nor a receive whose first
+// bytes have arrived. After a failure the staging buffers are given up (kept for ever), and the
+// callers' memory is free. It costs one copy on each side, which overlaps with the transfer of
+// the pieces before. Both sides cut a message alike, so pieces need no headers.
+//
+//   caller's memory -> staging -> MPI_Isend ~~~> MPI_Irecv -> staging -> caller's memory
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+
+#include "transport/mpi/failure.h"
+#include "transport/mpi/transport.h"
+
+namespace hororing {
+namespace {
+
+constexpr size_t kPieceBytes = 256 << 10;
+// Pieces under way with one peer; with fewer when so many are under way with all together, but
+// never less than one, or ranks could wait for one another.
+constexpr size_t kWindow = 4, kSharedWindow = 16;
+constexpr int kDataTag = 1;
+// Looks at the data between two looks at the control messages, while waiting for data.
+constexpr unsigned kDataLooks = 8;
+
+uint64_t Slot(int peer, bool receive, uint64_t sequence) {
+  return sequence << 17 | static_cast<uint64_t>(peer) << 1 | (receive ? 1 : 0);
+}
+
+}  // namespace
+
+Transport::Request MpiTransport::Send(int peer, const void* data, size_t bytes) {
+  Peer& state = PeerOf(peer);
+  const uint64_t sequence = ++state.sends_posted;
+  if (broken_.ok()) {
+    // A Job is used in both directions; that of a send is only read.
+    state.sends.push_back({static_cast<std::byte*>(const_cast<void*>(data)), bytes});
+    StartSends(peer);
+  }
+  return {Slot(peer, false, sequence)};
+}
+
+Transport::Request MpiTransport::Receive(int peer, void* data, size_t bytes) {
+  Peer& state = PeerOf(peer);
+  const uint64_t sequence = ++state.receives_posted;
+  if (broken_.ok()) {
+    state.receives.push_back({static_cast<std::byte*>(data), bytes});
+    StartReceives(peer);
+  }
+  return {Slot(peer, true, sequence)};
+}
+
+Status MpiTransport::Wait(Request request, TimeNs deadline) {
+  const int peer = static_cast<int>(request.slot >> 1 & 0xffff);
+  const uint64_t sequence = request.slot >> 17;
+  const Peer& state = PeerOf(peer);
+  const uint64_t& done = (request.slot & 1) != 0 ? state.receives_done : state.sends_done;
+  Backoff backoff(spin_ns_, kLongestDataSleep);
+  for (unsigned look = 1; broken_.ok(); ++look) {
+    const uint32_t seen = bell_.count();
+    if (done >= sequence) return Status::Ok();
+    const bool moved = ProgressData();
+    if (done >= sequence && data_error_.ok()) return Status::Ok();
+    if (look % kDataLooks == 0) ProgressControl();
+    if (!failure_.ok()) {
+      broken_ = failure_;
+    } else if (!data_error_.ok()) {
+      broken_ = data_error_;
+    } else if (!backoff.Pause(bell_, seen, moved, deadline)) {
+      broken_ = NoProgress(peer, backoff);
+    }
+  }
+  Abandon();
+  return broken_;
+}
+
+bool MpiTransport::MayStart(const std::deque<Piece>& under_way) const {
+  return under_way.empty() || (under_way.size() < kWindow && pieces_ < kSharedWindow);
+}
+
+MpiTransport::Buffer MpiTransport::TakeBuffer() {
+  ++pieces_;
+  if (spare_.empty()) return Buffer(new std::byte[kPieceBytes]);
+  Buffer buffer = std::move(spare_.back());
+  spare_.pop_back();
+  return buffer;
+}
+
+void MpiTransport::GiveBack(Buffer buffer) {
+  --pieces_;
+  if (spare_.size() < kSharedWindow) spare_.push_back(std::move(buffer));
+}
+
+void MpiTransport::StartSends(int peer) {
+  Peer& state = PeerOf(peer);
+  while (!state.sends.empty() && MayStart(state.sending) && data_error_.ok()) {
+    Job& job = state.sends.front();
+    const size_t bytes = std::min(job.left, kPieceBytes);
+    Piece piece{TakeBuffer(), MPI_REQUEST_NULL, nullptr, bytes, bytes == job.left};
+    if (bytes > 0) std::memcpy(piece.buffer.get(), job.data, bytes);
+    NoteDataError("MPI_Isend",
+                  MPI_Isend(piece.buffer.get(), static_cast<int>(bytes), MPI_BYTE, peer, kDataTag,
+                            data_, &piece.request),
+                  peer);
+    job.data += bytes;
+    job.left -= bytes;
+    if (piece.last) {
+      state.sends.pop_front();
+      ++state.sends_done;
+    }
+    state.sending.push_back(std::move(piece));
+  }
+}
+
+void MpiTransport::StartReceives(int peer) {
+  Peer& state = PeerOf(peer);
+  while (!state.receives.empty() && MayStart(state.receiving) && data_error_.ok()) {
+    Job& job = state.receives.front();
+    const size_t bytes = std::min(job.left, kPieceBytes);
+    Piece piece{TakeBuffer(), MPI_REQUEST_NULL, job.data, bytes, bytes == job.left};
+    NoteDataError("MPI_Irecv",
+                  MPI_Irecv(piece.buffer.get(), static_cast<int>(bytes), MPI_BYTE, peer, kDataTag,
+                            data_, &piece.request),
+                  peer);
+    job.data += bytes;
+    job.left -= bytes;
+    if (piece.last) state.receives.pop_front();
+    state.receiving.push_back(std::move(piece));
+  }
+}
+
+bool MpiTransport::Done(MPI_Request* request, const char* what, int peer) {
+  int done = 0;
+  NoteDataError(what, MPI_Test(request, &done, MPI_STATUS_IGNORE), peer);
+  return done != 0 && data_error_.ok();
+}
+
+bool MpiTransport::ProgressData() {
+  bool moved = false;
+  if (!broken_.ok()) return false;
+  for (int peer = 0; peer < size_; ++peer) {
+    Peer& state = PeerOf(peer);
+    while (!state.receiving.empty() && Done(&state.receiving.front().request, "receive", peer)) {
+      Piece& piece = state.receiving.front();
+      Buffer buffer = std::move(piece.buffer);
+      if (piece.bytes > 0) std::memcpy(piece.into, buffer.get(), piece.bytes);
+      if (piece.last) ++state.receives_done;
+      state.receiving.pop_front();
+      GiveBack(std::move(buffer));
+      StartReceives(peer);
+      moved = true;
+    }
+    while (!state.sending.empty() && Done(&state.sending.front().request, "send", peer)) {
+      Buffer buffer = std::move(state.sending.front().buffer);
+      state.sending.pop_front();
+      GiveBack(std::move(buffer));
+      moved = true;
+    }
+    // Also when nothing has moved here: another peer may have made room.
+    StartSends(peer);
+    StartReceives(peer);
+  }
+  return moved;
+}
+
+void MpiTransport::NoteDataError(const char* call, int error, int peer) {
+  if (error != MPI_SUCCESS && data_error_.ok()) data_error_ = MpiError(call, error, peer);
+}
+
+Status MpiTransport::NoProgress(int peer, const Backoff& backoff) const {
+  char seconds[32];
+  std::snprintf(seconds, sizeof seconds, "%.3g",
+                static_cast<double>(NowNs() - backoff.begin_ns()) / 1e9);
+  return Status(Code::kTransport,
+                "no progress from rank(s) " + std::to_string(peer) + " for " + seconds +
+                    " s; they may be stopped, their machine overloaded or the network cut "
+                    "(HORORING_TIMEOUT_S sets the limit)",
+                peer);
+}
+
+// After a failure: the callers' memory is theirs again, the staging buffers are MPI's.
+void MpiTransport::Abandon() {
+  broken_here = true;
+  for (Peer& peer : peers_) {
+    peer.sends.clear();
+    peer.receives.clear();
+    if (peer.sending.empty() && peer.receiving.empty()) continue;
+    for (Piece& piece : peer.receiving) {
+      if (piece.request != MPI_REQUEST_NULL) MPI_Cancel(&piece.request);
+    }
+    Bury(std::make_shared<std::deque<Piece>>(std::exchange(peer.sending, {})));
+    Bury(std::make_shared<std::deque<Piece>>(std::exchange(peer.receiving, {})));
+  }
+}
+
+}  // namespace hororing

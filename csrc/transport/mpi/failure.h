@@ -1,0 +1,21 @@
+// What a failed call of MPI means, and what a failure leaves behind. Loop thread only, except that
+// any thread may read broken_here.
+#pragma once
+
+#include <atomic>
+#include <memory>
+
+#include "base/status.h"
+
+namespace hororing {
+
+// Some transport of this process has lost a peer: MPI_Finalize could wait for ever.
+extern std::atomic<bool> broken_here;
+
+// `peer`: whom the call was about, or -1.
+Status MpiError(const char* call, int error, int peer);
+
+// Memory that MPI may still use, after a failure: until the process ends.
+void Bury(std::shared_ptr<void> memory);
+
+}  // namespace hororing

@@ -1,0 +1,126 @@
+// MpiTransport, as the files of this folder see it; everybody else sees transport/mpi_transport.h.
+//
+//   data_plane.cc     Send, Receive, Wait: through staging buffers, on a communicator of its own
+//   control_plane.cc  Post, Poll, Sleep, announcements of failures, Close: on another one
+//   world.cc          starts MPI and makes the communicators; what libhororing_mpi exports
+//
+// Whoever waits in one plane also looks after the other: a peer may wait for what is under way
+// there.
+#pragma once
+
+#include <mpi.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/clock.h"
+#include "base/status.h"
+#include "transport/polling.h"
+#include "transport/transport.h"
+
+namespace hororing {
+
+// A rank that waits for data is woken by nobody, so it looks often.
+constexpr TimeNs kLongestDataSleep = 100 * kMicrosecond, kLongestIdleSleep = kMillisecond;
+
+class MpiTransport final : public Transport {
+ public:
+  // Takes the communicators over.
+  MpiTransport(MPI_Comm data, MPI_Comm control, TimeNs spin_ns);
+  ~MpiTransport() override;
+
+  int rank() const override { return rank_; }
+  int size() const override { return size_; }
+  const char* name() const override { return "mpi"; }
+
+  Request Send(int peer, const void* data, size_t bytes) override;
+  Request Receive(int peer, void* data, size_t bytes) override;
+  Status Wait(Request request, TimeNs deadline) override;
+
+  void Post(int peer, std::string message) override;
+  bool Poll(int* peer, std::string* message) override;
+  void Sleep(TimeNs deadline) override;
+  void Wake() override { bell_.Ring(); }
+  Status CheckPeers() override;
+  void AnnounceFailure(const std::string& reason, int blamed) override;
+  bool Flush(TimeNs deadline) override;
+  bool Close(TimeNs deadline) override;
+
+ private:
+  using Buffer = std::unique_ptr<std::byte[]>;
+  // A transfer that the caller waits for, as far as it is not staged (sends) or started.
+  struct Job {
+    std::byte* data;
+    size_t left;
+  };
+  struct Piece {
+    Buffer buffer;
+    MPI_Request request;
+    std::byte* into;  // receives: where the bytes belong
+    size_t bytes;
+    bool last;  // of its job
+  };
+  struct Message {
+    std::string text;
+    MPI_Request request;
+    int tag;
+  };
+  struct Peer {
+    std::deque<Job> sends, receives;
+    std::deque<Piece> sending, receiving;
+    uint64_t sends_posted = 0, sends_done = 0;
+    uint64_t receives_posted = 0, receives_done = 0;
+    std::deque<std::string> outbox;  // not yet given to MPI
+    std::deque<Message> outgoing, arriving;
+    std::string partial;  // the parts so far of a control message of several
+    bool failed = false;  // it has told so
+    bool closed = false;  // its Close was its last word
+  };
+
+  Peer& PeerOf(int peer) { return peers_[static_cast<size_t>(peer)]; }
+
+  // data_plane.cc
+  bool MayStart(const std::deque<Piece>& under_way) const;
+  Buffer TakeBuffer();
+  void GiveBack(Buffer buffer);
+  void StartSends(int peer);
+  void StartReceives(int peer);
+  bool Done(MPI_Request* request, const char* what, int peer);
+  bool ProgressData();  // true if anything moved
+  void NoteDataError(const char* call, int error, int peer);
+  Status NoProgress(int peer, const Backoff& backoff) const;
+  void Abandon();
+
+  // control_plane.cc
+  void StartControl(int peer, const std::string& text, size_t at, size_t bytes, int tag);
+  void SendControl(int peer);
+  bool ProgressControl();  // true if anything moved
+  bool ControlDone(Message& message, int peer);
+  void Accept(MPI_Message* matched, const MPI_Status& status);
+  void Deliver(int peer, Message message);
+  void NoteFailure(Status failure);
+
+  MPI_Comm data_, control_;
+  const TimeNs spin_ns_;
+  int rank_ = 0, size_ = 1;
+  std::vector<Peer> peers_;
+  std::vector<Buffer> spare_;
+  size_t pieces_ = 0;  // buffers in use
+  std::deque<std::pair<int, std::string>> inbox_;
+  WakeBell bell_;
+  uint32_t last_sleep_bell_ = 0;  // as the last Sleep left it: a later Wake shows
+  bool announced_ = false;
+  bool close_sent_ = false;
+  bool closed_ = false;         // every rank has taken all messages
+  bool failure_shown_ = false;  // a Sleep has ended because of it
+  Status failure_;              // the first that a peer announced, or that control calls met
+  Status data_error_;           // the first that data calls met
+  Status broken_;               // what every Wait returns from now on
+};
+
+}  // namespace hororing

