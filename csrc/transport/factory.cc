@@ -9,6 +9,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <sstream>
 #include <utility>
 
 #include "transport/shm_transport.h"
@@ -153,6 +154,24 @@ Status CompareWishes(const std::vector<std::string>& wishes) {
                                      "); set the same value on every rank");
 }
 
+// MPI tells nobody when a process ends, but on this host it can be seen.
+Status WatchNeighbours(Transport& transport, const std::vector<std::string>& host_ids,
+                       TimeNs deadline) {
+  const ProcessIdentity self = ThisProcess();
+  std::vector<std::string> texts;
+  HORORING_RETURN_IF_ERROR(
+      ShareTexts(transport, std::to_string(self.pid) + " " + std::to_string(self.start_time),
+                 deadline, &texts));
+  std::vector<ProcessIdentity> processes(texts.size());
+  const std::string& here = host_ids[static_cast<size_t>(transport.rank())];
+  for (size_t rank = 0; rank < texts.size(); ++rank) {
+    if (host_ids[rank] != here || static_cast<int>(rank) == transport.rank()) continue;
+    std::istringstream(texts[rank]) >> processes[rank].pid >> processes[rank].start_time;
+  }
+  transport.WatchProcesses(std::move(processes));
+  return Status::Ok();
+}
+
 }  // namespace
 
 Topology MakeTopology(int rank, const std::vector<std::string>& host_ids) {
@@ -208,6 +227,7 @@ Status MakeWorld(const WorldOptions& options, World* world) {
   HORORING_RETURN_IF_ERROR(ShareTexts(*over_mpi, HostId(), deadline, &host_ids));
   HORORING_RETURN_IF_ERROR(ShareTexts(*over_mpi, options.transport, deadline, &wishes));
   HORORING_RETURN_IF_ERROR(CompareWishes(wishes));
+  HORORING_RETURN_IF_ERROR(WatchNeighbours(*over_mpi, host_ids, deadline));
   world->topology = MakeTopology(over_mpi->rank(), host_ids);
   if (options.transport == "mpi") {
     world->transport = std::move(over_mpi);

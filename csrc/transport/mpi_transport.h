@@ -7,9 +7,10 @@
 // MPI_THREAD_MULTIPLE, creation is refused: two threads inside a SERIALIZED Open MPI crash
 // (measured: a segmentation fault in its progress engine).
 //
-// A peer's death is noticed where MPI reports it (fault tolerance, "ULFM") or kills the job, which
-// is what mpirun does otherwise; a failure that a peer announces, at once; a silent peer, at the
-// deadline. SIGPIPE must be ignored, as Python does: MPI writes to sockets of dead peers.
+// A peer's death is noticed on its own host, whose ranks tell the others; elsewhere where MPI
+// reports it (fault tolerance, "ULFM") or kills the job, which is what mpirun does otherwise. A
+// failure that a peer announces is noticed at once, and a peer that is silent while data is due, at
+// the deadline. SIGPIPE must be ignored, as Python does: MPI writes to sockets of dead peers.
 #pragma once
 
 #include <memory>

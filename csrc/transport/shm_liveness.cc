@@ -1,41 +1,18 @@
 // ShmTransport's other half: who is alive, who has failed, and what a rank says of itself.
-#include <signal.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <string>
 #include <vector>
 
+#include "base/process.h"
 #include "transport/shm_transport.h"
 
 namespace hororing {
 namespace {
 
-constexpr int64_t kUnknownStart = -1;  // for want of a file descriptor, say
 constexpr uint32_t kAttached = 1, kDetached = 2;
-
-// The kernel's idea of when a process began, in clock ticks since boot; 0 when it is gone or a
-// zombie, kUnknownStart when it could not be asked. Field 22 of /proc/<pid>/stat, see proc(5); the
-// name in field 2 may hold anything, so parsing starts behind its closing bracket.
-int64_t StartTime(int pid) {
-  char path[64], text[1024];
-  std::snprintf(path, sizeof path, "/proc/%d/stat", pid);
-  std::FILE* file = std::fopen(path, "re");
-  if (file == nullptr) return errno == ENOENT || errno == ESRCH ? 0 : kUnknownStart;
-  const size_t bytes = std::fread(text, 1, sizeof text - 1, file);
-  std::fclose(file);
-  text[bytes] = '\0';
-  const char* at = std::strrchr(text, ')');
-  if (at == nullptr || std::strlen(at) < 4) return 0;
-  const char state = at[2];  // field 3
-  for (int field = 2; field < 22 && at != nullptr; ++field) at = std::strchr(at + 1, ' ');
-  if (state == 'Z' || state == 'X' || at == nullptr) return 0;
-  return std::strtoll(at, nullptr, 10);
-}
 
 // The numbers in "1, 3".
 std::vector<int> RanksIn(const std::string& text) {
@@ -52,8 +29,9 @@ std::vector<int> RanksIn(const std::string& text) {
 }  // namespace
 
 void ShmTransport::AnnounceArrival() {
-  self_.start_time = StartTime(getpid());
-  self_.pid = getpid();
+  const ProcessIdentity self = ThisProcess();
+  self_.start_time = self.start_time;
+  self_.pid = self.pid;
   self_.attached = kAttached;
 }
 
@@ -85,15 +63,11 @@ Status ShmTransport::NoProgress(const std::string& lagging, const WaitState& wai
 
 bool ShmTransport::PeerProcessIsGone(int peer) const {
   const RankState& state = segment_->rank_state(peer);
-  const int pid = state.pid.load();
-  if (!segment_->process_shared() || pid == 0) return false;
-  const auto same = [](int64_t began, int64_t known) {
-    return began == known || began == kUnknownStart || known == kUnknownStart;
-  };
-  const bool lives =
-      (kill(pid, 0) == 0 || errno != ESRCH) && same(StartTime(pid), state.start_time.load());
+  if (!segment_->process_shared() || !IsGone({state.pid.load(), state.start_time.load()})) {
+    return false;
+  }
   // Looked at last: it may have left in peace and ended meanwhile.
-  return !lives && state.attached.load() != kDetached;
+  return state.attached.load() != kDetached;
 }
 
 bool ShmTransport::PeerListensNoMore(int peer) const {

@@ -21,8 +21,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "base/clock.h"
+#include "base/process.h"
 #include "base/status.h"
 
 namespace hororing {
@@ -78,6 +80,9 @@ class Transport {
   // Null where one thread must do everything, as with MPI.
   virtual Turns* turns() { return nullptr; }
 
+  // The processes of all ranks, as far as they are on this machine: for transports that cannot see
+  // by themselves that one ends.
+  virtual void WatchProcesses(std::vector<ProcessIdentity> /*of_ranks*/) {}
   // Ok while every peer is alive. Cheap enough for a few calls a second.
   virtual Status CheckPeers() = 0;
   // Tells the peers that this rank will take no further part: their waits end with kPeerLost and

@@ -432,9 +432,12 @@ def test_sets_on_several_ranks(case, size):
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2, 3])
-def test_the_death_of_a_member_is_told_to_all_sets(victim):
-    options = ["--runtime-options", "recoverable"]
-    with LiveJob(Path(__file__), 4, "work_in_sets", str(victim), options=options) as running:
+@pytest.mark.parametrize("transport", ["auto", "mpi"])
+def test_the_death_of_a_member_is_told_to_all_sets(transport, victim):
+    with LiveJob(
+        Path(__file__), 4, "work_in_sets", str(victim),
+        options=["--runtime-options", "recoverable"], HORORING_TRANSPORT=transport,
+    ) as running:  # fmt: skip
         running.wait_until_all_say("working")
         os.kill(running.pid(victim), signal.SIGKILL)
         for rank in {0, 1, 2, 3} - {victim}:

@@ -15,6 +15,8 @@ namespace {
 constexpr size_t kControlWindow = 16;
 // Longer control messages travel in several: MPI counts in ints.
 constexpr size_t kControlBytes = 64 << 20;
+// Between two looks whether the peers' processes are there.
+constexpr TimeNs kLookInterval = 100 * kMillisecond;
 constexpr int kControlTag = 2, kMoreTag = 3, kFailureTag = 4, kCloseTag = 5;
 
 }  // namespace
@@ -104,8 +106,30 @@ void MpiTransport::Sleep(TimeNs deadline) {
   }
 }
 
+void MpiTransport::WatchProcesses(std::vector<ProcessIdentity> of_ranks) {
+  processes_ = std::move(of_ranks);
+}
+
+// Cheap between two looks, for loops that wait.
+void MpiTransport::LookAtProcesses() {
+  const TimeNs now = NowNs();
+  if (now < next_look_ns_) return;
+  next_look_ns_ = After(now, kLookInterval);
+  for (int peer = 0; peer < static_cast<int>(processes_.size()); ++peer) {
+    const ProcessIdentity& process = processes_[static_cast<size_t>(peer)];
+    if (!IsGone(process)) continue;
+    // It may have told, or left in peace.
+    while (ProgressControl()) continue;
+    if (PeerOf(peer).failed || PeerOf(peer).closed) continue;
+    NoteFailure(Status(
+        Code::kPeerLost,
+        "rank " + std::to_string(peer) + " (pid " + std::to_string(process.pid) + ") died", peer));
+  }
+}
+
 Status MpiTransport::CheckPeers() {
   ProgressControl();
+  LookAtProcesses();
   return failure_.ok() ? data_error_ : failure_;
 }
 

@@ -63,7 +63,10 @@ Status MpiTransport::Wait(Request request, TimeNs deadline) {
     if (done >= sequence) return Status::Ok();
     const bool moved = ProgressData();
     if (done >= sequence && data_error_.ok()) return Status::Ok();
-    if (look % kDataLooks == 0) ProgressControl();
+    if (look % kDataLooks == 0) {
+      ProgressControl();
+      LookAtProcesses();
+    }
     if (!failure_.ok()) {
       broken_ = failure_;
     } else if (!data_error_.ok()) {

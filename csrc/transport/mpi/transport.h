@@ -46,6 +46,7 @@ class MpiTransport final : public Transport {
   bool Poll(int* peer, std::string* message) override;
   void Sleep(TimeNs deadline) override;
   void Wake() override { bell_.Ring(); }
+  void WatchProcesses(std::vector<ProcessIdentity> of_ranks) override;
   Status CheckPeers() override;
   void AnnounceFailure(const std::string& reason, int blamed) override;
   bool Flush(TimeNs deadline) override;
@@ -104,6 +105,7 @@ class MpiTransport final : public Transport {
   void Accept(MPI_Message* matched, const MPI_Status& status);
   void Deliver(int peer, Message message);
   void NoteFailure(Status failure);
+  void LookAtProcesses();
 
   MPI_Comm data_, control_;
   const TimeNs spin_ns_;
@@ -112,6 +114,8 @@ class MpiTransport final : public Transport {
   std::vector<Buffer> spare_;
   size_t pieces_ = 0;  // buffers in use
   std::deque<std::pair<int, std::string>> inbox_;
+  std::vector<ProcessIdentity> processes_;  // per rank; of those that cannot be seen, none
+  TimeNs next_look_ns_ = 0;
   WakeBell bell_;
   uint32_t last_sleep_bell_ = 0;  // as the last Sleep left it: a later Wake shows
   bool announced_ = false;
