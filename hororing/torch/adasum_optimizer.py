@@ -119,7 +119,7 @@ class DeltaDistributed(Distributed):
         """Do nothing: gradients stay those of this rank, and `step()` waits for all there is."""
 
     def _reduce(self) -> None:
-        pass
+        """Do nothing: `step()` reduces the changes."""
 
     def skip_synchronize(self) -> NoReturn:
         """Raise AssertionError: there is no step without a reduction."""
