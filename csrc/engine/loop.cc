@@ -239,8 +239,9 @@ void Loop::Apply(const Agreement& agreement) {
         std::optional<Work> agreed = Agreed(decision);
         if (!agreed) break;
         if (agreed->entry->views.empty()) {
-          // In its place among the batches, since it may be about who takes part in them.
-          Run(&work);
+          // In its place among the batches, since it is about who takes part in them. Not so a
+          // barrier: ranks that do not hear of it must come to the same batches.
+          if (agreed->entry->request.kind != Collective::kBarrier) Run(&work);
           if (!final_) Settle(*agreed);
         } else {
           work.push_back(std::move(*agreed));
@@ -261,6 +262,7 @@ void Loop::Apply(const Agreement& agreement) {
     if (final_) return;
   }
   Run(&work);
+  stand_ins_.clear();
   for (uint64_t id : agreement.evicted) cache_.Evict(id);
   applied_ = agreement.sequence;
 }
@@ -268,7 +270,6 @@ void Loop::Apply(const Agreement& agreement) {
 void Loop::Run(std::vector<Work>* work) {
   if (work->empty() || final_) return;
   const Status status = runner_.Run(std::exchange(*work, {}));
-  stand_ins_.clear();
   if (!status.ok()) End(status);
 }
 
@@ -341,7 +342,6 @@ void Loop::Settle(const Work& work) {
     }
   }
   runner_.Complete(work.entry);
-  stand_ins_.clear();
 }
 
 void Loop::AddSet(int32_t id, const Request& request) {

@@ -73,7 +73,7 @@ class Loop {
   BatchRunner runner_;
   std::optional<Coordinator> coordinator_;  // on rank 0
   ResponseCache cache_;
-  // Of the batches under way: what this rank contributes although it has joined.
+  // Of the agreement under way: what this rank contributes although it has joined.
   std::vector<std::unique_ptr<TensorEntry>> stand_ins_;
   uint64_t applied_ = 0;
   uint64_t sets_added_ = 0;  // equal on all ranks

@@ -288,6 +288,52 @@ TEST(overlapping_sets_in_opposite_orders_do_not_wait_for_one_another) {
   }
 }
 
+// Rank by rank in one report, so that an agreement holds several decisions.
+TEST(a_barrier_of_some_ranks_leaves_the_batches_of_all_alike) {
+  Play(3, EngineConfig(), [&](Player& player) {
+    int64_t set = 0;
+    CHECK_OK(player.AddSet({0, 1}, &set));
+    for (int step = 0; step < 50; ++step) {
+      std::vector<float> before(20, 1.0f), after(30, 2.0f);
+      int64_t handles[3] = {};
+      CHECK_OK(player.Submit("before", before, ReduceOp::kSum, &handles[0], true));
+      if (player.rank != 2) {
+        auto entry = std::make_unique<TensorEntry>();
+        entry->request = Control(Collective::kBarrier);
+        entry->request.process_set = static_cast<int32_t>(set);
+        CHECK_OK(player.engine->Submit(std::move(entry), true, &handles[1]));
+      }
+      CHECK_OK(player.Submit("after", after, ReduceOp::kSum, &handles[2], true));
+      for (const int64_t handle : handles) {
+        if (handle != 0) CHECK_OK(player.Wait(handle));
+      }
+      for (const float value : before) CHECK_EQ(value, 3.0f);
+      for (const float value : after) CHECK_EQ(value, 6.0f);
+    }
+  });
+}
+
+TEST(a_joined_rank_takes_part_in_a_barrier_between_allreduces) {
+  Play(3, EngineConfig(), [&](Player& player) {
+    for (int epoch = 0; epoch < 10; ++epoch) {
+      for (int step = 0; player.rank != 2 && step < 5; ++step) {
+        std::vector<float> before(20, 1.0f), after(30, 2.0f);
+        int64_t handles[3] = {};
+        CHECK_OK(player.Submit("before", before, ReduceOp::kSum, &handles[0], true));
+        auto entry = std::make_unique<TensorEntry>();
+        entry->request = Control(Collective::kBarrier);
+        CHECK_OK(player.engine->Submit(std::move(entry), true, &handles[1]));
+        CHECK_OK(player.Submit("after", after, ReduceOp::kMax, &handles[2], true));
+        for (const int64_t handle : handles) CHECK_OK(player.Wait(handle));
+        CHECK(before[19] >= 2.0f);  // rank 2 may have joined
+        CHECK_EQ(after[29], 2.0f);
+      }
+      int64_t last = -1;
+      CHECK_OK(player.Join(&last));
+    }
+  });
+}
+
 TEST(uneven_data_ends_with_the_last_rank_to_join) {
   for (int size : {1, 2, 3, 5}) {
     EngineConfig config;
