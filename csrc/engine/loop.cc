@@ -8,11 +8,8 @@
 #include <numeric>
 #include <utility>
 
-#include "backend/factory.h"
 #include "base/log.h"
-#include "base/reduce.h"
 #include "negotiation/codec.h"
-#include "transport/subgroup.h"
 
 namespace hororing {
 namespace {
@@ -30,10 +27,6 @@ Coordinator::Options CoordinatorOptions(const EngineConfig& config, int size) {
   options.cache_capacity = config.cache_capacity;
   options.stall = config.stall;
   return options;
-}
-
-Status RemovedStatus() {
-  return Status(Code::kInvalidArgument, "the process set has been removed");
 }
 
 Channel WorldChannel(const World& world, std::vector<std::unique_ptr<Backend>> backends) {
@@ -143,7 +136,7 @@ bool Loop::Report() {
   const TimeNs now = NowNs();
   for (TensorEntry* entry : engine_.tensors_.TakeSubmitted()) {
     if (!engine_.sets_.Holds(entry->request.process_set)) {  // removed since it was submitted
-      FailEntry(engine_.tensors_.Remove(Key(entry->request)), RemovedStatus());
+      FailRemoved(engine_.tensors_.Remove(Key(entry->request)));
       continue;
     }
     entry->reported_ns = now;
@@ -223,175 +216,6 @@ bool Loop::Decide() {
   }
   Apply(*agreement);
   return true;
-}
-
-void Loop::Apply(const Agreement& agreement) {
-  engine_.trace_.CycleStart(NowNs());
-  // Not always the next one: agreements that do not concern this rank are not sent to it.
-  if (agreement.sequence <= applied_) {
-    return End(Status(Code::kInternal, "agreement " + std::to_string(agreement.sequence) +
-                                           " came after " + std::to_string(applied_)));
-  }
-  std::vector<Work> work;
-  for (const Decision& decision : agreement.decisions) {
-    switch (decision.kind) {
-      case Decision::Kind::kRun: {
-        std::optional<Work> agreed = Agreed(decision);
-        if (!agreed) break;
-        if (agreed->entry->views.empty()) {
-          // In its place among the batches, since it is about who takes part in them. Not so a
-          // barrier: ranks that do not hear of it must come to the same batches.
-          if (agreed->entry->request.kind != Collective::kBarrier) Run(&work);
-          if (!final_) Settle(*agreed);
-        } else {
-          work.push_back(std::move(*agreed));
-        }
-        break;
-      }
-      case Decision::Kind::kFail: Fail(decision); break;
-      case Decision::Kind::kTimeline:
-        Run(&work);
-        timeline_.Switch(decision.timeline_on, decision.timeline_cycles);
-        break;
-      case Decision::Kind::kLeave:
-      case Decision::Kind::kAbort:
-        Run(&work);
-        if (!final_) End(decision.status);
-        break;
-    }
-    if (final_) return;
-  }
-  Run(&work);
-  stand_ins_.clear();
-  for (uint64_t id : agreement.evicted) cache_.Evict(id);
-  applied_ = agreement.sequence;
-}
-
-void Loop::Run(std::vector<Work>* work) {
-  if (work->empty() || final_) return;
-  const Status status = runner_.Run(std::exchange(*work, {}));
-  if (!status.ok()) End(status);
-}
-
-// What this rank has to do of a decision; nothing, where it does not take part.
-std::optional<Work> Loop::Agreed(const Decision& decision) {
-  if (!engine_.sets_.Holds(decision.process_set)) return std::nullopt;
-  Work work;
-  const bool cached = decision.name.empty();
-  const ResponseCache::Record* record = cached ? cache_.Lookup(decision.cache_id) : nullptr;
-  const std::string key = cached ? (record != nullptr ? Key(record->request) : std::string())
-                                 : Key(decision.process_set, decision.name);
-  work.entry = engine_.tensors_.Find(key);
-  if (work.entry == nullptr) {
-    if (decision.stand_in) {
-      work.entry = StandIn(*decision.stand_in);
-    } else if (record != nullptr) {
-      work.entry = StandIn(record->request);
-    } else {
-      End(Status(Code::kInternal, "agreement on a request that this rank does not have: '" +
-                                      decision.name + "', id " +
-                                      std::to_string(decision.cache_id)));
-    }
-    if (work.entry == nullptr) return std::nullopt;
-  }
-  work.rows = cached ? record->rows : decision.rows;
-  if (!cached && decision.cache_id != 0) {
-    cache_.Define(decision.cache_id, work.entry->request, decision.rows);
-  }
-  TraceNegotiation(*work.entry, NowNs());
-  return work;
-}
-
-// This rank has joined, and contributes what leaves the others' values as they are.
-TensorEntry* Loop::StandIn(const Request& request) {
-  auto entry = std::make_unique<TensorEntry>();
-  entry->request = request;
-  entry->reported_ns = NowNs();
-  for (const Request::Tensor& tensor : request.tensors) {
-    TensorView view;
-    view.dtype = tensor.dtype;
-    view.shape = tensor.shape;
-    GatheredTensor memory;
-    if (!memory.Allocate(view.bytes(), 0)) {
-      End(Status(Code::kInternal, "no memory to take part in " + request.Title() + " after join, " +
-                                      std::to_string(view.bytes()) + " bytes"));
-      return nullptr;
-    }
-    view.input = view.output = memory.data();
-    FillNeutral({tensor.dtype, request.op, request.prescale, request.postscale}, memory.data(),
-                static_cast<size_t>(view.elements()));
-    entry->views.push_back(std::move(view));
-    entry->results.push_back(std::move(memory));
-  }
-  stand_ins_.push_back(std::move(entry));
-  return stand_ins_.back().get();
-}
-
-// A request without tensors: that all ranks have agreed is all there is to it, mostly.
-void Loop::Settle(const Work& work) {
-  const Request& request = work.entry->request;
-  if (request.kind == Collective::kAddProcessSet) {
-    AddSet(static_cast<int32_t>(work.rows[0]), request);
-  } else if (request.kind == Collective::kRemoveProcessSet && work.rows[0] != 0) {
-    RemoveSet(request.root);
-  }
-  if (!work.rows.empty()) {
-    work.entry->results.emplace_back();
-    if (!work.entry->results.back().Hold(work.rows)) {
-      return End(Status(Code::kInternal, "no memory for the result of " + request.Title()));
-    }
-  }
-  runner_.Complete(work.entry);
-}
-
-void Loop::AddSet(int32_t id, const Request& request) {
-  engine_.sets_.Add(id, request.ranks, request.root != 0);
-  ++sets_added_;
-  const ProcessSet set = *engine_.sets_.Find(id);
-  const int place = set.IndexOf(topology_.rank);
-  if (place < 0) return;
-  Channel channel;
-  channel.ranks = set.ranks;
-  channel.rank = place;
-  channel.transport = std::make_unique<Subgroup>(transport_, set.ranks);
-  channel.backends = MakeSetBackends(engine_.config_.backend, engine_.config_.reproducible,
-                                     transport_, *channel.transport, {set.ranks, id, sets_added_});
-  runner_.AddSet(id, std::move(channel));
-}
-
-void Loop::RemoveSet(int32_t id) {
-  engine_.sets_.Remove(id);
-  for (std::unique_ptr<TensorEntry>& entry : engine_.tensors_.RemoveSet(id)) {
-    FailEntry(std::move(entry), RemovedStatus());
-  }
-  cache_.ForgetSet(id);
-  runner_.RemoveSet(id);
-}
-
-void Loop::Fail(const Decision& decision) {
-  const std::string key = Key(decision.process_set, decision.name);
-  if (const TensorEntry* failed = engine_.tensors_.Find(key)) {
-    TraceNegotiation(*failed, NowNs());
-  }
-  std::unique_ptr<TensorEntry> entry = engine_.tensors_.Remove(key);
-  if (entry == nullptr) return;
-  ++engine_.stats_.completed;
-  engine_.handles_->Complete(entry->handle, decision.status, {});
-}
-
-void Loop::FailEntry(std::unique_ptr<TensorEntry> entry, const Status& status) {
-  ++engine_.stats_.completed;
-  engine_.handles_->Complete(entry->handle, During(*entry, status), {});
-}
-
-void Loop::TraceNegotiation(const TensorEntry& entry, TimeNs end) {
-  if (!engine_.trace_.enabled()) return;
-  const std::string name = std::string("NEGOTIATE_") + UpperName(entry.request.kind);
-  for (size_t i = 0; i < std::max<size_t>(entry.views.size(), 1); ++i) {
-    engine_.trace_.Add({name, TensorName(entry.request, i), Track::kNegotiate, false,
-                        entry.reported_ns, end,
-                        entry.views.empty() ? 0 : static_cast<int64_t>(entry.views[i].bytes())});
-  }
 }
 
 bool Loop::ServeCommands() {

@@ -49,6 +49,7 @@ class Loop {
   bool Receive();
   bool Decide();
   bool ServeCommands();
+  // apply.cc
   void Apply(const Agreement& agreement);
   void Run(std::vector<Work>* work);
   std::optional<Work> Agreed(const Decision& decision);
@@ -57,9 +58,10 @@ class Loop {
   void AddSet(int32_t id, const Request& request);
   void RemoveSet(int32_t id);
   void Fail(const Decision& decision);
-  void FailEntry(std::unique_ptr<TensorEntry> entry, const Status& status);
-  void KeepHouse(TimeNs now);
+  void FailRemoved(std::unique_ptr<TensorEntry> entry);
   void TraceNegotiation(const TensorEntry& entry, TimeNs end);
+  // loop.cc
+  void KeepHouse(TimeNs now);
   void End(Status why);
   void Broke(const std::exception& error);
   void Farewell();
