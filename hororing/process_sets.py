@@ -79,6 +79,8 @@ class _WorldSet(ProcessSet):
 
 global_process_set: Final[ProcessSet] = _WorldSet()
 _registered: dict[int, ProcessSet] = {collectives.WORLD_SET: global_process_set}
+# Further objects for the same sets.
+_adopted: list[ProcessSet] = []
 
 
 def _know_the_world() -> None:
@@ -86,9 +88,10 @@ def _know_the_world() -> None:
 
 
 def _forget_all() -> None:
-    for process_set in _registered.values():
+    for process_set in (*_registered.values(), *_adopted):
         if process_set is not global_process_set:
             process_set.process_set_id = None
+    _adopted.clear()
     _registered.clear()
     _registered[collectives.WORLD_SET] = global_process_set
 
@@ -157,11 +160,13 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 def unregister(process_set: ProcessSet) -> bool:
     """Do as `remove_process_set`, also where sets are not dynamic."""
     process_set_id = process_set.process_set_id
-    if process_set_id is None or process_set is global_process_set:
+    if process_set_id in (None, collectives.WORLD_SET):
         return False
     removed = collectives.remove_process_set(process_set_id)
     _registered.pop(process_set_id, None)
-    process_set.process_set_id = None
+    for each in (process_set, *_adopted):
+        if each.process_set_id == process_set_id:
+            each.process_set_id = None
     return removed
 
 
@@ -229,6 +234,7 @@ def adopt_static(sets: Sequence[ProcessSet]) -> None:
                 "initialized already; use add_process_set"
             )
         process_set.process_set_id = known[tuple(process_set.ranks)]
+        _adopted.append(process_set)
 
 
 __all__ = [

@@ -223,6 +223,7 @@ std::optional<Agreement> Coordinator::Decide(TimeNs now) {
   agreement.evicted = std::move(evicted_);
   agreement.decisions = std::move(ready_);
   for (uint64_t id : agreement.evicted) retired_[id] = sequence_;
+  removed_now_ = std::exchange(removed_, {});
   evicted_.clear();
   ready_.clear();
   ready_bytes_ = 0;

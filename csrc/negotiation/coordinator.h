@@ -23,6 +23,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -114,6 +115,8 @@ class Coordinator {
   StallInspector stall_inspector_;
   ProcessSets sets_;
   std::unordered_map<std::string, Pending> pending_;  // by Key
+  std::set<int32_t> removed_;                         // sets, by what is in ready_
+  std::set<int32_t> removed_now_;                     // by the latest agreement
   std::map<int32_t, int> fusable_;                    // how many of pending_, by process set
   std::vector<char> joined_;                          // per rank
   int joined_count_ = 0;

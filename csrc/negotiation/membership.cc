@@ -58,6 +58,7 @@ void Coordinator::RemoveSet(int32_t id, TimeNs now) {
     record = records_.erase(record);
   }
   sets_.Remove(id);
+  removed_.insert(id);
 }
 
 // From now on the rank contributes neutral elements to whatever the others reduce.
@@ -114,10 +115,11 @@ Status Coordinator::CheckJoined(const std::vector<int>& joined, const Request& r
 }
 
 std::optional<Agreement> Coordinator::PartFor(int rank, const Agreement& agreement) const {
-  // A set that has been removed in this agreement concerns whoever may have been in it.
+  // A set that is removed in this agreement concerns whoever may have been in it; its number may be
+  // that of another one by now.
   const auto concerns = [&](int32_t process_set) {
     const ProcessSet* set = sets_.Find(process_set);
-    return set == nullptr || set->IndexOf(rank) >= 0;
+    return set == nullptr || removed_now_.count(process_set) != 0 || set->IndexOf(rank) >= 0;
   };
   Agreement part;
   part.sequence = agreement.sequence;

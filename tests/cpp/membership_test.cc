@@ -106,6 +106,23 @@ TEST(a_set_is_added_once_and_its_id_is_used_again_after_its_removal) {
   CHECK_EQ(AddSet(coordinator, 3, {0, 1}), int64_t{1});
 }
 
+TEST(what_was_ready_before_its_set_was_removed_reaches_the_old_members) {
+  Coordinator::Options options;
+  options.size = 2;
+  options.fusion_bytes = 1 << 20;
+  options.hold_ns = kSecond;
+  Coordinator coordinator(options);
+  const int32_t set = static_cast<int32_t>(AddSet(coordinator, 2, {1}));
+  Tell(coordinator, 1, {Allreduce("x", set)});
+  for (int rank : {0, 1}) {
+    Tell(coordinator, rank, {Control(Collective::kRemoveProcessSet, {}, set)});
+    Tell(coordinator, rank, {Control(Collective::kAddProcessSet, {0})});
+  }
+  const auto agreement = coordinator.Decide(0);
+  CHECK_EQ(agreement->decisions.size(), size_t{3});
+  CHECK_EQ(coordinator.PartFor(1, *agreement)->decisions.size(), size_t{3});
+}
+
 TEST(the_set_of_a_layer_leaves_its_ranks_to_the_user) {
   Coordinator coordinator = MakeCoordinator(2);
   for (int64_t id : {1, 2}) {
