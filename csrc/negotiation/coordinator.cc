@@ -327,10 +327,12 @@ void Coordinator::ForgetRetired() {
     const auto pending = pending_.find(Key(request));
     const bool in_use = pending != pending_.end() && pending->second.id == retired->first;
     const std::vector<int>& members = sets_.Find(request.process_set)->ranks;
+    // A rank that has joined reports nothing before it has applied all there is by then.
     const bool applied = std::all_of(members.begin(), members.end(), [&](int rank) {
-      return applied_[static_cast<size_t>(rank)] >= retired->second;
+      const size_t r = static_cast<size_t>(rank);
+      return joined_[r] || applied_[r] >= retired->second;
     });
-    if (applied && !in_use) {
+    if (retired->second <= sequence_ && applied && !in_use) {
       records_.erase(record);
       retired = retired_.erase(retired);
     } else {

@@ -8,7 +8,7 @@
 //      exactly one kRun or kFail.
 //   2. A mismatch fails the one name it concerns and nothing else.
 //   3. A cache id is never reused; what an evicted id stood for is remembered until no report
-//      can mention it any more (every member of its set has applied the eviction).
+//      can mention it any more (every member of its set has applied the eviction, or has joined).
 //   4. After a kLeave or kAbort nothing more is decided.
 //   5. The decisions of all process sets have one order, and every rank carries out those that
 //      concern it in that order: sets that overlap cannot wait for one another in a circle

@@ -239,6 +239,25 @@ TEST(a_joined_rank_is_waited_for_no_more_and_told_what_it_takes_part_in) {
   CHECK(Decisions(coordinator).empty());
 }
 
+TEST(what_was_evicted_is_forgotten_although_a_rank_has_joined) {
+  Coordinator coordinator = MakeCoordinator(3);
+  for (int rank : {0, 1, 2}) Tell(coordinator, rank, {Allreduce("x")});
+  const uint64_t id = Decisions(coordinator).at(0).cache_id;
+  Tell(coordinator, 2, {Control(Collective::kJoin)});
+  uint64_t sequence = 0;
+  for (int i = 0; i < 8; ++i) {
+    for (int rank : {0, 1}) Tell(coordinator, rank, {Allreduce("y" + std::to_string(i))});
+    sequence = coordinator.Decide(0)->sequence;
+  }
+  Tell(coordinator, 0, {}, {id}, sequence);  // may still come: rank 1 has not applied the eviction
+  CHECK_EQ(coordinator.AllWaiting().size(), size_t{1});
+  Tell(coordinator, 1, {}, {id}, sequence);
+  CHECK_EQ(Decisions(coordinator).at(0).name, std::string("x"));
+  Tell(coordinator, 0, {}, {}, sequence);
+  Tell(coordinator, 0, {}, {id}, sequence);
+  CHECK(coordinator.AllWaiting().empty());
+}
+
 TEST(neutral_elements_leave_the_others_as_they_are) {
   std::mt19937 random(hororing_test::Seed());
   for (int number = 0; number < kDataTypeCount; ++number) {
