@@ -139,7 +139,13 @@ Status EntryFrom(const hr_request& from, TensorEntry* entry) {
     request.root = from.root;
   }
   if (request.kind == Collective::kAddProcessSet) {
-    request.ranks.assign(from.integers, from.integers + from.integers_count);
+    for (int32_t i = 0; i < from.integers_count; ++i) {
+      const int64_t rank = from.integers[i];
+      if (rank != static_cast<int32_t>(rank)) {
+        return Invalid(request, "there is no rank " + std::to_string(rank));
+      }
+      request.ranks.push_back(static_cast<int32_t>(rank));
+    }
     std::sort(request.ranks.begin(), request.ranks.end());
   }
   for (int32_t i = 0; i < from.tensors_count; ++i) {

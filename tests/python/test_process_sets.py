@@ -207,6 +207,7 @@ def case_bad_sets_are_refused_on_every_rank() -> None:
             ([0, 0], "rank 0 occurs twice"),
             ([size], f"rank {size} is not a rank of this job"),
             ([-1], "rank -1 is not a rank of this job"),
+            ([2**32], "there is no rank 4294967296"),
             (ranks(), "duplicate process set: process set 0 has the ranks"),
             ([], "duplicate process set: process set 1 has the ranks"),
         ):
