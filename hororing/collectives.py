@@ -209,9 +209,19 @@ def default_name(verb: str, process_set: int = WORLD_SET) -> DefaultName:
     with _counters_lock:
         _counters[verb, process_set] += 1
         number = _counters[verb, process_set]
-    name = DefaultName(f"{verb}.noname.{number}")
-    name.counter, name.number, name.submitted = (verb, process_set), number, False
+    return _counted(f"{verb}.noname.{number}", (verb, process_set), number)
+
+
+def _counted(text: str, counter: tuple[str, int], number: int) -> DefaultName:
+    name = DefaultName(text)
+    name.counter, name.number, name.submitted = counter, number, False
     return name
+
+
+def extended(name: str, suffix: str) -> str:
+    """`name` of the first of several requests that are one call; counted like `name`."""
+    longer = f"{name}{suffix}"
+    return _counted(longer, name.counter, name.number) if isinstance(name, DefaultName) else longer
 
 
 def take_back(name: str) -> None:

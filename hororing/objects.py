@@ -41,7 +41,7 @@ def broadcast_object(
     is_root = runtime.rank() == root_rank
     payload, failure = _dump(obj) if is_root else (bytearray(), None)
     size = array.array("q", [_CANNOT_PICKLE if failure else len(payload)])
-    _broadcast(size, "int64", 1, root_rank, f"{name}.sz", members)
+    _broadcast(size, "int64", 1, root_rank, collectives.extended(name, ".sz"), members)
     if failure is not None:
         raise failure
     if size[0] == _CANNOT_PICKLE:
@@ -66,7 +66,8 @@ def allgather_object(
     name = collectives.default_name("allgather_object", members) if name is None else name
     payload, failure = _dump(obj)
     mine = array.array("q", [_CANNOT_PICKLE if failure else len(payload)])
-    sizes = array.array("q", bytes(_allgather(mine, "int64", 1, f"{name}.sz", members)))
+    sizes_name = collectives.extended(name, ".sz")
+    sizes = array.array("q", bytes(_allgather(mine, "int64", 1, sizes_name, members)))
     if failure is not None:
         raise failure
     broken = [

@@ -485,6 +485,9 @@ def case_unnamed_calls_that_only_one_rank_refuses_do_not_count() -> None:
                         front.reducescatter(rows, op=front.Max)
                     with refused("factor", TypeError):
                         front.allreduce(rows, prescale_factor="2")
+                    with refused("root of an object", ValueError):
+                        front.broadcast_object(odd, root_rank=size)
+                assert front.broadcast_object(odd) == odd
                 front.alltoall(rows)
                 front.broadcast(rows, root_rank=0)
                 front.reducescatter(rows)
