@@ -702,6 +702,7 @@ def join(device: int = -1) -> int:
     (an Average still divides by the number of all ranks), the neutral element for the rest. Other
     collectives than allreduce and barrier fail with MismatchError meanwhile, on every rank, and so
     do Min, Max and Product with a prescale_factor.
+    Calls of other threads of this rank are a ValueError until it returns.
 
     `device` is Horovod's: the GPU whose memory holds the zeros. Ours are in host memory.
     """

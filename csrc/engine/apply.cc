@@ -155,11 +155,11 @@ void Loop::RemoveSet(int32_t id) {
 
 void Loop::Fail(const Decision& decision) {
   const std::string key = Key(decision.process_set, decision.name);
-  if (const TensorEntry* failed = engine_.tensors_.Find(key)) {
-    TraceNegotiation(*failed, NowNs());
-  }
-  std::unique_ptr<TensorEntry> entry = engine_.tensors_.Remove(key);
-  if (entry == nullptr) return;
+  const TensorEntry* failed = engine_.tensors_.Find(key);
+  // One that is not reported yet, in a set that is removed, is for RemoveSet.
+  if (failed == nullptr || failed->reported_ns == 0) return;
+  TraceNegotiation(*failed, NowNs());
+  const std::unique_ptr<TensorEntry> entry = engine_.tensors_.Remove(key);
   ++engine_.stats_.completed;
   engine_.handles_->Complete(entry->handle, decision.status, {});
 }

@@ -15,6 +15,12 @@ Status TensorTable::Add(std::unique_ptr<TensorEntry> entry) {
   std::lock_guard<std::mutex> lock(mutex_);
   entry->stage = "SUBMIT";
   if (!closed_.ok()) return During(*entry, closed_);
+  // What takes part for this rank is a stand-in, and must not meet a request of the same name.
+  if (joining_) {
+    return During(*entry, Status(Code::kInvalidArgument,
+                                 "this rank has called join; no other call is possible, in any "
+                                 "thread, until join has returned"));
+  }
   const auto [place, added] = entries_.try_emplace(Key(entry->request));
   if (!added) {
     return During(
@@ -24,6 +30,7 @@ Status TensorTable::Add(std::unique_ptr<TensorEntry> entry) {
                            "another name"));
   }
   entry->stage = "NEGOTIATE";
+  joining_ = entry->request.kind == Collective::kJoin;
   submitted_.push_back(entry.get());
   place->second = std::move(entry);
   return Status::Ok();
@@ -46,6 +53,7 @@ std::unique_ptr<TensorEntry> TensorTable::Remove(const std::string& key) {
   if (entry == entries_.end()) return nullptr;
   std::unique_ptr<TensorEntry> removed = std::move(entry->second);
   entries_.erase(entry);
+  if (removed->request.kind == Collective::kJoin) joining_ = false;
   return removed;
 }
 

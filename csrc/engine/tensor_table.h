@@ -40,7 +40,8 @@ Status During(const TensorEntry& entry, const Status& status);
 
 class TensorTable {
  public:
-  // kDuplicateName while a request of that name is in flight; the status of Close after it.
+  // kDuplicateName while a request of that name is in flight; kInvalidArgument while a join is;
+  // the status of Close after it.
   Status Add(std::unique_ptr<TensorEntry> entry);
 
   // Everything added since the last call, in order.
@@ -59,6 +60,7 @@ class TensorTable {
   std::unordered_map<std::string, std::unique_ptr<TensorEntry>> entries_;  // GUARDED_BY(mutex_)
   std::vector<TensorEntry*> submitted_;                                    // GUARDED_BY(mutex_)
   Status closed_;                                                          // GUARDED_BY(mutex_)
+  bool joining_ = false;  // a join is in entries_; GUARDED_BY(mutex_)
 };
 
 }  // namespace hororing

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -292,6 +293,37 @@ def case_sets_do_not_change_while_someone_has_joined() -> None:
 
         uneven(joined, work)
     assert hvd.remove_process_set(hvd.add_process_set([]))
+
+
+def case_other_threads_hear_that_their_rank_has_joined() -> None:
+    """Or what they call would be mistaken for the part that the rank takes in others' calls."""
+    rank, size = hvd.rank(), hvd.size()
+    if size == 1:
+        return
+    tensor = np.ones(4, np.float32)
+    refused: list[str] = []
+
+    def other() -> None:
+        while not refused:
+            try:
+                hvd.synchronize(hvd.allreduce_async(tensor, name="x", op=hvd.Sum))
+            except ValueError as error:
+                refused.append(str(error))
+
+    for _ in range(5):
+        refused.clear()
+        if rank == 1:
+            thread = threading.Thread(target=other)
+            thread.start()
+            hvd.join()
+            refused.append("")  # not before join returned
+            thread.join()
+        else:
+            for _ in range(100):
+                total = hvd.allreduce(tensor, name="x", op=hvd.Sum)
+                assert size - 1 <= total[0] <= size
+            hvd.join()
+        hvd.join()
 
 
 def case_a_shutdown_ends_a_join() -> None:
