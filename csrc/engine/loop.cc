@@ -282,7 +282,8 @@ void Loop::End(Status why) {
 void Loop::Farewell() {
   if (final_->code() != Code::kShutDown) {
     transport_.AnnounceFailure(final_->message(), final_->rank());
-    if (topology_.size > 1) {
+    // What this rank's own script has broken off, its traceback tells.
+    if (topology_.size > 1 && !engine_.abort_.load()) {
       Log(LogLevel::kError, "the engine has failed: " + final_->message());
     }
   }
