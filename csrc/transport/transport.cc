@@ -3,8 +3,13 @@
 namespace hororing {
 
 std::string FailureText(const std::string& reason, int blamed, int announcing_rank) {
-  if (blamed >= 0 && blamed != announcing_rank) return reason;
-  return "rank " + std::to_string(announcing_rank) + " failed: " + reason;
+  constexpr size_t kRoom = 200;
+  std::string text = reason;
+  if (blamed < 0 || blamed == announcing_rank) {
+    text = "rank " + std::to_string(announcing_rank) + " failed: " + reason;
+  }
+  if (text.size() > kRoom) text.replace(kRoom - 3, std::string::npos, "...");
+  return text;
 }
 
 Status SendReceive(Transport& transport, int to, const void* data, size_t bytes, int from,

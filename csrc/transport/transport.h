@@ -98,7 +98,7 @@ class Transport {
 };
 
 // What peers are told: "rank 1 failed: ..." where rank 1 tells of itself, else the reason as it
-// is, since it names the rank that was lost.
+// is, since it names the rank that was lost. At most 200 bytes; what was cut ends in "...".
 std::string FailureText(const std::string& reason, int blamed, int announcing_rank);
 
 // Send and receive at the same time, with one peer each: the step of most collectives.

@@ -137,7 +137,7 @@ Status MpiTransport::CheckPeers() {
 void MpiTransport::AnnounceFailure(const std::string& reason, int blamed) {
   if (std::exchange(announced_, true)) return;
   broken_here = true;
-  const std::string text = FailureText(reason, blamed, rank_).substr(0, 200);
+  const std::string text = FailureText(reason, blamed, rank_);
   const std::string message = std::to_string(blamed < 0 ? rank_ : blamed) + " " + text;
   for (int peer = 0; peer < size_; ++peer) {
     if (peer != rank_) StartControl(peer, message, 0, message.size(), kFailureTag);
