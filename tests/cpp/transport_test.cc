@@ -188,6 +188,7 @@ TEST(long_reasons_are_cut) {
     if (rank.rank() == 1) return rank.transport.AnnounceFailure(std::string(5000, 'y'), -1);
     while (rank.transport.CheckPeers().ok()) rank.transport.Sleep(kForever);
     CHECK(Contains(rank.transport.CheckPeers().message(), "rank 1 failed: yyyy"));
+    CHECK(Contains(rank.transport.CheckPeers().message(), "yyy..."));
     CHECK(rank.transport.CheckPeers().message().size() < 256);
   });
 }
