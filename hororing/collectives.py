@@ -185,6 +185,9 @@ def op_name(op: int) -> str:
     return _OP_NAMES[op]
 
 
+# What `default_name` counts beside verbs.
+OPTIMIZER: Final = "optimizer"
+
 # How many unnamed calls of a verb were made in a process set.
 _counters: defaultdict[tuple[str, int], int] = defaultdict(int)
 _counters_lock = threading.Lock()
@@ -230,6 +233,12 @@ def take_back(name: str) -> None:
         with _counters_lock:
             if _counters[name.counter] == name.number:
                 _counters[name.counter] -= 1
+
+
+def _forget_counts(which: Callable[[str, int], bool]) -> None:
+    with _counters_lock:
+        for counter in [counter for counter in _counters if which(*counter)]:
+            del _counters[counter]
 
 
 def restart_default_names() -> None:
@@ -466,8 +475,9 @@ def barrier(process_set: int = WORLD_SET) -> None:
 def join() -> int:
     """Block until every rank has called `join`; return the last one to do so."""
     last = _control(_JOIN, "join.noname")
-    # Ranks have made different numbers of unnamed calls. All of them are over.
-    restart_default_names()
+    # Ranks have made different numbers of unnamed calls. All of them are over, but optimizers
+    # still have the names that they got from theirs.
+    _forget_counts(lambda verb, _: verb != OPTIMIZER)
     return last
 
 
@@ -476,9 +486,7 @@ def add_process_set(ranks: Sequence[int], *, internal: bool = False) -> int:
     name = "add_process_set.noname"
     added = _control(_ADD_PROCESS_SET, name, integers=ranks, root=int(internal))
     # The id may have been that of another set, in which other ranks called.
-    with _counters_lock:
-        for counter in [counter for counter in _counters if counter[1] == added]:
-            del _counters[counter]
+    _forget_counts(lambda _, process_set: process_set == added)
     return added
 
 

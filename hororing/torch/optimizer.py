@@ -113,7 +113,7 @@ def DistributedOptimizer(
     positions = _positions(groups, params)
     named = _checked_names(named_parameters, params)
     # The first optimizer's names are those of Horovod, which has them for all.
-    count = collectives.default_name("optimizer", members).rpartition(".")[2]
+    count = collectives.default_name(collectives.OPTIMIZER, members).rpartition(".")[2]
     prefix = "allreduce.noname" if count == "1" else f"allreduce.noname.{count}"
     if named is None:
         names = [

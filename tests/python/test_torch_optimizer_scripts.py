@@ -185,6 +185,18 @@ def case_ranks_may_have_different_numbers_of_batches_and_join():
         assert_equal_on_all_ranks(*model.parameters())
 
 
+def case_an_optimizer_made_after_a_join_has_names_of_its_own():
+    layers = [nn.Linear(3, 3), nn.Linear(3, 3)]
+    optimizers = []
+    for layer in layers:
+        optimizers.append(hvd.DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1)))
+        hvd.join()
+    # Gradients of both are in flight.
+    layers[1](layers[0](torch.ones(2, 3))).sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+
+
 def case_changes_of_parameters_join_as_well():
     if hvd.size() == 3:
         return
