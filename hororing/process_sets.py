@@ -221,7 +221,10 @@ def register_static(sets: Sequence[ProcessSet]) -> None:
         try:
             register(process_set)
         except ValueError as error:
-            raise ValueError(f"init: entry {number} of process_sets: {error}") from None
+            why = str(error).removeprefix(
+                "add_process_set (NEGOTIATE): "
+            )  # the user did not call it
+            raise ValueError(f"init: entry {number} of process_sets: {why}") from None
 
 
 def adopt_static(sets: Sequence[ProcessSet]) -> None:

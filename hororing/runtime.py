@@ -442,12 +442,14 @@ def describe_mpi() -> tuple[str, str]:
 def mpi_threads_supported() -> bool:
     """Whether MPI may be called from several threads, as by mpi4py beside the engine.
 
-    ValueError where the job does not use MPI.
+    True in a job of one rank, where the engine calls no MPI. ValueError where MPI was not built.
     """
     topology()
-    if not mpi_enabled():
-        raise ValueError("MPI is not enabled: this is a job of one rank, which needs none")
-    return describe_mpi()[1] == "multiple"
+    if not mpi_built():
+        raise ValueError(
+            "MPI is not enabled: hororing was built without; see docs/troubleshooting.md"
+        )
+    return not mpi_enabled() or describe_mpi()[1] == "multiple"
 
 
 def gloo_enabled() -> bool:

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <tuple>
 #include <utility>
 
 #include "negotiation/validate.h"
@@ -271,8 +272,9 @@ std::vector<Waiting> Coordinator::AllWaiting() const {
     }
     all.push_back(std::move(waiting));
   }
-  std::sort(all.begin(), all.end(),
-            [](const Waiting& a, const Waiting& b) { return a.title < b.title; });
+  std::sort(all.begin(), all.end(), [](const Waiting& a, const Waiting& b) {
+    return std::tie(a.since_ns, a.title) < std::tie(b.since_ns, b.title);
+  });
   return all;
 }
 

@@ -64,7 +64,7 @@ class Coordinator {
   // A warning for the log, if it is time for one. A stall that lasts longer than the shutdown
   // time becomes a kAbort of the next agreement.
   std::string InspectStalls(TimeNs now);
-  // Everything that waits for some rank, in the order of the names.
+  // Everything that waits for some rank, what has waited longest first.
   std::vector<Waiting> AllWaiting() const;
 
  private:

@@ -140,8 +140,10 @@ def test_what_is_built():
 
 
 @pytest.mark.usefixtures("engine")
-def test_one_process_does_not_use_mpi():
-    assert runtime.mpi_enabled() is False
+def test_mpi_threads_are_no_matter_in_a_job_of_one_rank(monkeypatch: pytest.MonkeyPatch):
+    runtime.init()
+    assert runtime.mpi_threads_supported()
+    monkeypatch.setattr(runtime, "mpi_built", lambda: False)
     with pytest.raises(ValueError, match="MPI is not enabled"):
         runtime.mpi_threads_supported()
 
