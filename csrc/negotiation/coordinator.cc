@@ -141,8 +141,11 @@ void Coordinator::Complete(const std::string& key, Pending& pending, TimeNs now)
                                request.kind == Collective::kRemoveProcessSet)) {
     decision.status = ChangeSets(request, &decision.rows, now);
   }
-  if (decision.status.ok() && request.kind == Collective::kJoin) {
-    decision.rows = {last_joined_};
+  const bool joins =
+      std::any_of(pending.requests.begin(), pending.requests.end(),
+                  [](const Request& each) { return each.kind == Collective::kJoin; });
+  if (joins) {  // of all ranks; or nobody's, where some rank did something else under its name
+    if (decision.status.ok()) decision.rows = {last_joined_};
     std::fill(joined_.begin(), joined_.end(), 0);
     joined_count_ = 0;
   }

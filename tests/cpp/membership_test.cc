@@ -258,6 +258,15 @@ TEST(what_was_evicted_is_forgotten_although_a_rank_has_joined) {
   CHECK(coordinator.AllWaiting().empty());
 }
 
+TEST(a_join_that_meets_another_call_of_its_name_is_over_for_all) {
+  Coordinator coordinator = MakeCoordinator(2);
+  Tell(coordinator, 1, {Control(Collective::kJoin)});
+  Tell(coordinator, 0, {Allreduce(Name(Collective::kJoin))});
+  CHECK(Decisions(coordinator).at(0).status.code() == Code::kMismatch);
+  Tell(coordinator, 0, {Allreduce("x")});
+  CHECK(Decisions(coordinator).empty());
+}
+
 TEST(neutral_elements_leave_the_others_as_they_are) {
   std::mt19937 random(hororing_test::Seed());
   for (int number = 0; number < kDataTypeCount; ++number) {
