@@ -562,8 +562,9 @@ def case_what_is_not_supported_is_refused_by_name() -> None:
         hvd.allreduce(np.ones(2), average=True, op=hvd.Sum)
     with raises(ValueError, "no reduce operation 99"):
         hvd.allreduce(np.ones(2), op=99)
-    with raises(ValueError, "Adasum is not available"):
-        hvd.allreduce(np.ones(2), op=2)
+    if hvd.size() != 3:  # where there is none at all
+        with raises(ValueError, "Adasum of int32"):
+            hvd.allreduce(np.ones(2, np.int32), op=hvd.Adasum)
     with raises(TypeError, "name must be a str"):
         hvd.allreduce(np.ones(2), name=3)  # type: ignore[arg-type]
     for name in ("", "a\0b"):
