@@ -255,12 +255,16 @@ void Loop::KeepHouse(TimeNs now) {
   timeline_.Ship(now);
   if (now < next_house_ns_) return;
   next_house_ns_ = After(now, kHouseInterval);
+  FollowParent();
+  if (final_) return;
   const Status peers = transport_.CheckPeers();
-  if (!peers.ok()) return End(peers);
-  if (engine_.config_.watch_parent && getppid() != parent_pid_) {
-    End(Status(Code::kPeerLost, "the launcher of this rank has ended"));
-    kill(getpid(), SIGTERM);
-  }
+  if (!peers.ok()) End(peers);
+}
+
+void Loop::FollowParent() {
+  if (!engine_.config_.watch_parent || getppid() == parent_pid_) return;
+  End(Status(Code::kPeerLost, "the launcher of this rank has ended"));
+  kill(getpid(), SIGTERM);
 }
 
 TimeNs Loop::NextDeadline() const {
@@ -280,6 +284,7 @@ void Loop::End(Status why) {
 // The last words: peers must learn that this rank takes no further part, and rank 0 wants the
 // events that are still on their way.
 void Loop::Farewell() {
+  FollowParent();  // a peer may have died of the same, and have been noticed first
   if (final_->code() != Code::kShutDown) {
     transport_.AnnounceFailure(final_->message(), final_->rank());
     // What this rank's own script has broken off, its traceback tells.

@@ -62,6 +62,7 @@ class Loop {
   void TraceNegotiation(const TensorEntry& entry, TimeNs end);
   // loop.cc
   void KeepHouse(TimeNs now);
+  void FollowParent();
   void End(Status why);
   void Broke(const std::exception& error);
   void Farewell();
