@@ -1,0 +1,67 @@
+"""What an allreduce in a process set costs on one host, by either of its two ways.
+
+    mpirun -np 3 python benchmarks/process_sets.py
+
+    direct     blocks in the slots of shared memory: the world and the first 15 sets
+    pairwise   rings over the pipes between two ranks: further sets
+    world      all ranks, for comparison; the set has all but the last, which does nothing then
+
+The three take turns. Milliseconds per blocking sum of float32 in place: median, and 10th to 90th
+percentile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import numpy as np
+
+import hororing.numpy as hvd
+from hororing.process_sets import register
+
+DIRECT_SETS = 15  # kDirectSets of csrc/transport/shm_segment.h, without the world
+
+
+def seconds(tensor: np.ndarray, process_set: hvd.ProcessSet, name: str) -> float:
+    begin = time.perf_counter()
+    hvd.allreduce_(tensor, op=hvd.Max, name=name, process_set=process_set)
+    return time.perf_counter() - begin
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--mib", type=float, nargs="+", default=[0.0625, 1, 16, 64])
+    options = parser.parse_args()
+    hvd.init()
+    if hvd.size() < 3:
+        raise SystemExit("a set of some ranks needs at least 3: mpirun -np 3 ...")
+    members = range(hvd.size() - 1)
+    direct = register(members, internal=True)
+    for _ in range(DIRECT_SETS - 1):
+        register([0], internal=True)
+    ways = {
+        "direct": direct,
+        "pairwise": register(members, internal=True),
+        "world": hvd.global_process_set,
+    }
+    for mib in options.mib:
+        tensor = np.ones(int(mib * 2**18), np.float32)
+        times: dict[str, list[float]] = {way: [] for way in ways}
+        for _ in range(options.rounds + 1):
+            for way, process_set in ways.items():
+                hvd.barrier()
+                if process_set.included():
+                    times[way].append(1e3 * seconds(tensor, process_set, way))
+        if hvd.rank() == 0:
+            for way, samples in times.items():
+                low, middle, high = np.percentile(samples[1:], [10, 50, 90])  # without the first
+                print(f"{mib:8g} MiB  {way:9} {middle:9.3f} ms  {low:9.3f} .. {high:9.3f}")
+    hvd.barrier()
+
+
+if __name__ == "__main__":
+    main()
