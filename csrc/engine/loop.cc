@@ -255,10 +255,10 @@ void Loop::KeepHouse(TimeNs now) {
   timeline_.Ship(now);
   if (now < next_house_ns_) return;
   next_house_ns_ = After(now, kHouseInterval);
-  FollowParent();
-  if (final_) return;
+  // The last words of a peer that broke off say more than the end of the launcher that they caused.
   const Status peers = transport_.CheckPeers();
   if (!peers.ok()) End(peers);
+  FollowParent();
 }
 
 void Loop::FollowParent() {

@@ -15,7 +15,8 @@ from hororing import errors
 
 
 def say(word: str, *rest: object) -> None:
-    print(word, *rest, flush=True)
+    line = " ".join(map(str, [word, *rest]))
+    os.write(1, f"{line}\n".encode())  # at once: the engine writes lines of its own
 
 
 def begin() -> None:

@@ -76,7 +76,7 @@ class LiveJob:
     ) -> None:
         self.size = size
         self.mark = uuid.uuid4().hex
-        self._folder = tempfile.TemporaryDirectory()
+        self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         self.out = Path(self._folder.name)
         self._shm_before = set(os.listdir(SHM))
         launcher = shutil.which("mpirun", path=os.pathsep.join(
@@ -87,7 +87,12 @@ class LiveJob:
         with open(self.out / "launcher.out", "wb") as output:
             self.launcher = subprocess.Popen(
                 [*command, str(self.out), "--script", str(file), function, *args],
-                env={**os.environ, **mpirun.LAUNCH_ENVIRONMENT, MARK: self.mark, **environment},
+                env={
+                    **os.environ,
+                    **mpirun.launch_environment(self._folder.name),
+                    MARK: self.mark,
+                    **environment,
+                },
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

@@ -37,6 +37,17 @@ LAUNCH_ENVIRONMENT = {
     "OMPI_MCA_osc": "^ucx",
     "OMP_NUM_THREADS": "1",
 }
+
+
+def launch_environment(folder: str) -> dict[str, str]:
+    """The variables of a job that keeps its files in `folder`.
+
+    mpirun's own folder has its process id in its name, and stays when mpirun is killed. Another
+    one that gets the same id fails to start: "The PMIx server's listener thread failed to start".
+    """
+    return {**LAUNCH_ENVIRONMENT, "TMPDIR": folder}
+
+
 # A rank that waits in vain says so soon, instead of running into the job's time limit.
 STALL_ENVIRONMENT = {"HORORING_STALL_WARNING_S": "10", "HORORING_STALL_SHUTDOWN_S": "30"}
 
@@ -80,7 +91,7 @@ def run(
 ) -> Job:
     """Run `file` on `size` ranks; also without mpirun, when that is one."""
     seed = int(os.environ.get("HORORING_TEST_SEED", random.randrange(2**32)))
-    with tempfile.TemporaryDirectory() as out:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as out:
         command = [sys.executable, __file__, out, *(["--script"] if script else []), str(file)]
         if size > 1:
             mpirun = shutil.which("mpirun", path=os.pathsep.join(
@@ -92,7 +103,7 @@ def run(
             [*command, *args],
             env={
                 **os.environ,
-                **LAUNCH_ENVIRONMENT,
+                **launch_environment(out),
                 **STALL_ENVIRONMENT,
                 "TEST_SEED": str(seed),
                 **(environment or {}),
