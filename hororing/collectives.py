@@ -1,4 +1,4 @@
-"""What every framework adapter needs and none may repeat: operations, names, handles, submit.
+"""What every framework adapter needs and none may repeat: requests, handles, waiting.
 
 Framework-neutral: a tensor is a `View` (addresses, data type number, shape). The adapters turn
 their arrays into views and keep nothing else of this; `hororing.verbs` builds the public
@@ -14,33 +14,21 @@ Callable from any thread. Only `wait` blocks, in slices, so that Ctrl-C is answe
 from __future__ import annotations
 
 import itertools
-import operator
-import sys
-import threading
-import warnings
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple, NoReturn
 
-from hororing import errors, runtime
+from hororing import errors
 from hororing._core import ffi, lib
-
-Average: Final = 0
-Sum: Final = 1
-Adasum: Final = 2
-Min: Final = 3
-Max: Final = 4
-Product: Final = 5
-
-_OP_NAMES: Final = {
-    Average: "Average",
-    Sum: "Sum",
-    Adasum: "Adasum",
-    Min: "Min",
-    Max: "Max",
-    Product: "Product",
-}
+from hororing.arguments import Sum
+from hororing.names import (
+    OPTIMIZER,
+    WORLD_SET,
+    DefaultName,
+    encode_name,
+    forget_counts,
+    take_back,
+)
 
 # Data types by the name that NumPy, torch and TensorFlow share.
 DTYPES: Final[dict[str, int]] = {
@@ -67,9 +55,6 @@ _JOIN: Final = int(lib.HR_JOIN)
 _ADD_PROCESS_SET: Final = int(lib.HR_ADD_PROCESS_SET)
 _REMOVE_PROCESS_SET: Final = int(lib.HR_REMOVE_PROCESS_SET)
 
-# The process set of all ranks. What sets are: hororing.process_sets; here they are numbers.
-WORLD_SET: Final = int(lib.HR_WORLD_SET)
-
 # Seconds between two looks at Python's signals while waiting.
 _WAIT_SLICE_S: Final = 0.2
 
@@ -88,175 +73,6 @@ class Gathered(NamedTuple):
 
     buffer: Any  # writable buffer object, None where there are no bytes
     rows: int  # first dimension of the result
-
-
-# ---------------------------------------------------------------------------------------------
-# Arguments
-
-
-def choose_op(op: int | None, average: bool | None) -> int:
-    """The operation that `op` and the deprecated `average` ask for together."""
-    if average is not None:
-        if op is not None:
-            raise ValueError(
-                "allreduce: the op parameter supersedes average; please provide only one of them"
-            )
-        warnings.warn(
-            "parameter `average` is deprecated; use op=Average or op=Sum",
-            DeprecationWarning,
-            stacklevel=_frames_to_script(),
-        )
-        return Average if average else Sum
-    return check_op(Average if op is None else op)
-
-
-def _frames_to_script() -> int:
-    """How many frames above the caller the first one is that is not the library's or torch's."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back and frame.f_globals["__name__"].partition(".")[0] in ("hororing", "torch"):
-        frame, level = frame.f_back, level + 1
-    return level
-
-
-def check_op(op: int) -> int:
-    """Return `op` if there is such an operation."""
-    if op in _OP_NAMES:
-        return op
-    known = ", ".join(f"{name} ({number})" for number, name in _OP_NAMES.items())
-    raise errors.UnsupportedOpError(f"there is no reduce operation {op!r}; use one of {known}")
-
-
-def check_scatter_op(op: int, verb: str) -> None:
-    """Raise UnsupportedOpError unless reduce-scatter can do `op`."""
-    if check_op(op) not in (Average, Sum):
-        raise errors.UnsupportedOpError(
-            f"{verb}: op={op_name(op)} is not supported; use Average or Sum, or allreduce"
-        )
-
-
-def check_adasum(process_set: int, verb: str) -> None:
-    """Raise NotImplementedError where Adasum cannot be done, as Horovod does."""
-    if process_set != WORLD_SET:
-        raise NotImplementedError(
-            f"{verb}: op=Adasum works among all ranks only, not in a process set; use op=Average"
-        )
-    size = runtime.size()
-    if size & (size - 1):
-        raise NotImplementedError(
-            f"{verb}: op=Adasum needs a number of ranks that is a power of two, not {size}; use "
-            "op=Average"
-        )
-
-
-def check_root(root_rank: int, verb: str) -> int:
-    """Return `root_rank` if it is an integer."""
-    try:
-        return operator.index(root_rank)
-    except TypeError:
-        raise TypeError(
-            f"{verb}: root_rank must be an int, not {type(root_rank).__name__} ({root_rank!r})"
-        ) from None
-
-
-def check_factors(prescale: float, postscale: float, verb: str) -> tuple[float, float]:
-    """Return the factors if they are numbers."""
-    for name, factor in (("prescale_factor", prescale), ("postscale_factor", postscale)):
-        if isinstance(factor, str) or not hasattr(factor, "__float__"):
-            raise TypeError(
-                f"{verb}: {name} must be a number, not {type(factor).__name__} ({factor!r})"
-            )
-    return float(prescale), float(postscale)
-
-
-def check_splits(splits: Any, dimensions: int = 1, dtype: str = "int32") -> list[int]:
-    """Return the splits of an alltoall as a list. How many and how large, the core checks."""
-    if dimensions != 1:
-        raise ValueError(f"alltoall: splits must have one dimension, not {dimensions}")
-    if dtype != "int32":
-        raise ValueError(f"alltoall: splits must be int32, not {dtype}; convert the tensor")
-    try:
-        return [operator.index(split) for split in splits]
-    except TypeError:
-        raise ValueError(f"alltoall: splits must be a list of integers, not {splits!r}") from None
-
-
-def op_name(op: int) -> str:
-    """Name of a valid operation, for messages."""
-    return _OP_NAMES[op]
-
-
-# What `default_name` counts beside verbs.
-OPTIMIZER: Final = "optimizer"
-
-# How many unnamed calls of a verb were made in a process set.
-_counters: defaultdict[tuple[str, int], int] = defaultdict(int)
-_counters_lock = threading.Lock()
-
-
-class DefaultName(str):
-    """A name that was counted; `submit` says when it is out of this rank's hands."""
-
-    __slots__ = ("counter", "number", "submitted")
-
-    counter: tuple[str, int]
-    number: int
-    submitted: bool
-
-
-def default_name(verb: str, process_set: int = WORLD_SET) -> DefaultName:
-    """The next name of an unnamed `verb`: equal on ranks that make equally many such calls.
-
-    Each process set counts by itself, since only its members call. Calls that this rank alone
-    finds wrong do not count: see `take_back`.
-    """
-    with _counters_lock:
-        _counters[verb, process_set] += 1
-        number = _counters[verb, process_set]
-    return _counted(f"{verb}.noname.{number}", (verb, process_set), number)
-
-
-def _counted(text: str, counter: tuple[str, int], number: int) -> DefaultName:
-    name = DefaultName(text)
-    name.counter, name.number, name.submitted = counter, number, False
-    return name
-
-
-def extended(name: str, suffix: str) -> str:
-    """`name` of the first of several requests that are one call; counted like `name`."""
-    longer = f"{name}{suffix}"
-    return _counted(longer, name.counter, name.number) if isinstance(name, DefaultName) else longer
-
-
-def take_back(name: str) -> None:
-    """Uncount a default name of a call that has failed before other ranks could hear of it."""
-    if isinstance(name, DefaultName) and not name.submitted:
-        with _counters_lock:
-            if _counters[name.counter] == name.number:
-                _counters[name.counter] -= 1
-
-
-def _forget_counts(which: Callable[[str, int], bool]) -> None:
-    with _counters_lock:
-        for counter in [counter for counter in _counters if which(*counter)]:
-            del _counters[counter]
-
-
-def restart_default_names() -> None:
-    """Count from 1 again: ranks that start together begin with equal counts."""
-    with _counters_lock:
-        _counters.clear()
-
-
-runtime.at_init(restart_default_names)
-
-
-def encode_name(name: str) -> bytes:
-    """The bytes the core knows a tensor by."""
-    if not isinstance(name, str):
-        raise TypeError(f"name must be a str, not {type(name).__name__}")
-    if "\0" in name:
-        raise ValueError(f"name {name!r} holds a zero character")
-    return name.encode("utf-8", "backslashreplace")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -477,7 +293,7 @@ def join() -> int:
     last = _control(_JOIN, "join.noname")
     # Ranks have made different numbers of unnamed calls. All of them are over, but optimizers
     # still have the names that they got from theirs.
-    _forget_counts(lambda verb, _: verb != OPTIMIZER)
+    forget_counts(lambda verb, _: verb != OPTIMIZER)
     return last
 
 
@@ -486,7 +302,7 @@ def add_process_set(ranks: Sequence[int], *, internal: bool = False) -> int:
     name = "add_process_set.noname"
     added = _control(_ADD_PROCESS_SET, name, integers=ranks, root=int(internal))
     # The id may have been that of another set, in which other ranks called.
-    _forget_counts(lambda _, process_set: process_set == added)
+    forget_counts(lambda _, process_set: process_set == added)
     return added
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from hororing import collectives
-from hororing.collectives import Adasum, Average, Max, Min, Product, Sum
+from hororing import arguments, collectives
+from hororing.arguments import Adasum, Average, Max, Min, Product, Sum
 from hororing.errors import (
     DuplicateNameError,
     HororingInternalError,
@@ -114,8 +114,8 @@ class NumpyAdapter:
         """Accept sequences of integers and int32 arrays."""
         array = np.asarray(splits)
         if isinstance(splits, np.ndarray):
-            return collectives.check_splits(array.tolist(), array.ndim, array.dtype.name)
-        return collectives.check_splits(splits)
+            return arguments.check_splits(array.tolist(), array.ndim, array.dtype.name)
+        return arguments.check_splits(splits)
 
     def int32s(self, numbers: list[int]) -> Array:
         """Return a plain array."""

@@ -11,8 +11,9 @@ from typing import Any
 
 import cloudpickle
 
-from hororing import collectives, runtime
+from hororing import arguments, collectives, runtime
 from hororing.collectives import DTYPES, View
+from hororing.names import default_name, extended
 from hororing.process_sets import ProcessSet, check_member, global_process_set
 
 # Sent in place of a size by a rank whose object cannot be pickled, so that nobody waits for it.
@@ -36,12 +37,12 @@ def broadcast_object(
         raises what pickle raised.
     """
     members = check_member(process_set, "broadcast_object")
-    root_rank = collectives.check_root(root_rank, "broadcast_object")
-    name = collectives.default_name("broadcast_object", members) if name is None else name
+    root_rank = arguments.check_root(root_rank, "broadcast_object")
+    name = default_name("broadcast_object", members) if name is None else name
     is_root = runtime.rank() == root_rank
     payload, failure = _dump(obj) if is_root else (bytearray(), None)
     size = array.array("q", [_CANNOT_PICKLE if failure else len(payload)])
-    _broadcast(size, "int64", 1, root_rank, collectives.extended(name, ".sz"), members)
+    _broadcast(size, "int64", 1, root_rank, extended(name, ".sz"), members)
     if failure is not None:
         raise failure
     if size[0] == _CANNOT_PICKLE:
@@ -63,10 +64,10 @@ def allgather_object(
         what pickle raised.
     """
     members = check_member(process_set, "allgather_object")
-    name = collectives.default_name("allgather_object", members) if name is None else name
+    name = default_name("allgather_object", members) if name is None else name
     payload, failure = _dump(obj)
     mine = array.array("q", [_CANNOT_PICKLE if failure else len(payload)])
-    sizes_name = collectives.extended(name, ".sz")
+    sizes_name = extended(name, ".sz")
     sizes = array.array("q", bytes(_allgather(mine, "int64", 1, sizes_name, members)))
     if failure is not None:
         raise failure

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from hororing import collectives, runtime
+from hororing.names import WORLD_SET
 
 
 class ProcessSet:
@@ -71,14 +72,14 @@ class _WorldSet(ProcessSet):
 
     def __init__(self) -> None:
         super().__init__([])
-        self.process_set_id = collectives.WORLD_SET
+        self.process_set_id = WORLD_SET
 
     def __reduce__(self) -> Any:
         return "global_process_set"
 
 
 global_process_set: Final[ProcessSet] = _WorldSet()
-_registered: dict[int, ProcessSet] = {collectives.WORLD_SET: global_process_set}
+_registered: dict[int, ProcessSet] = {WORLD_SET: global_process_set}
 # Further objects for the same sets.
 _adopted: list[ProcessSet] = []
 
@@ -93,7 +94,7 @@ def _forget_all() -> None:
             process_set.process_set_id = None
     _adopted.clear()
     _registered.clear()
-    _registered[collectives.WORLD_SET] = global_process_set
+    _registered[WORLD_SET] = global_process_set
 
 
 runtime.at_init(_know_the_world)
@@ -160,7 +161,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 def unregister(process_set: ProcessSet) -> bool:
     """Do as `remove_process_set`, also where sets are not dynamic."""
     process_set_id = process_set.process_set_id
-    if process_set_id in (None, collectives.WORLD_SET):
+    if process_set_id in (None, WORLD_SET):
         return False
     removed = collectives.remove_process_set(process_set_id)
     _registered.pop(process_set_id, None)
@@ -184,7 +185,7 @@ def check_member(process_set: ProcessSet, verb: str) -> int:
     ValueError : this rank is not a member.
     """
     if process_set is global_process_set:
-        return collectives.WORLD_SET
+        return WORLD_SET
     if not isinstance(process_set, ProcessSet):
         raise TypeError(
             f"{verb}: process_set must be a ProcessSet, not {type(process_set).__name__}; "

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
 from typing import Any, Generic, Protocol, TypeVar
 
-from hororing import collectives
+from hororing import arguments, collectives
 from hororing.collectives import View
 from hororing.compression import Compressor, NoneCompressor, check_compression
+from hororing.names import default_name
 from hororing.process_sets import ProcessSet, check_member, global_process_set
 from hororing.runtime import rank, size
 
@@ -99,7 +100,7 @@ class Verbs(Generic[T]):
         """
         check_compression(compression)
         compressed, context = compression.compress(tensor)
-        chosen = collectives.choose_op(op, average)
+        chosen = arguments.choose_op(op, average)
         handle = self.reduce_async(
             "allreduce", [compressed], False, name, chosen, prescale_factor, postscale_factor,
             process_set=process_set, wait_follows=True,
@@ -118,7 +119,7 @@ class Verbs(Generic[T]):
         process_set: ProcessSet = global_process_set,
     ) -> T:
         """Do as `allreduce`, into `tensor` itself, and return it."""
-        chosen = collectives.choose_op(op, average)
+        chosen = arguments.choose_op(op, average)
         handle = self.reduce_async(
             "allreduce", [tensor], True, name, chosen, prescale_factor, postscale_factor, _first,
             process_set=process_set, wait_follows=True,
@@ -140,7 +141,7 @@ class Verbs(Generic[T]):
 
         `tensor` must not be written to before that.
         """
-        chosen = collectives.choose_op(op, average)
+        chosen = arguments.choose_op(op, average)
         return self.reduce_async(
             "allreduce", [tensor], False, name, chosen, prescale_factor, postscale_factor, _first,
             process_set=process_set,
@@ -157,7 +158,7 @@ class Verbs(Generic[T]):
         process_set: ProcessSet = global_process_set,
     ) -> int:
         """Start an `allreduce_`; `tensor` must not be touched before `synchronize(handle)`."""
-        chosen = collectives.choose_op(op, average)
+        chosen = arguments.choose_op(op, average)
         return self.reduce_async(
             "allreduce", [tensor], True, name, chosen, prescale_factor, postscale_factor, _first,
             process_set=process_set,
@@ -180,7 +181,7 @@ class Verbs(Generic[T]):
         """
         check_compression(compression)
         packed = [compression.compress(tensor) for tensor in tensors]
-        chosen = collectives.choose_op(op, average)
+        chosen = arguments.choose_op(op, average)
         handle = self.reduce_async(
             "grouped_allreduce", [tensor for tensor, _ in packed], False, name, chosen,
             prescale_factor, postscale_factor, process_set=process_set, wait_follows=True,
@@ -202,7 +203,7 @@ class Verbs(Generic[T]):
         process_set: ProcessSet = global_process_set,
     ) -> tuple[T, ...]:
         """Do as `grouped_allreduce`, into the tensors themselves; returns a tuple of them."""
-        chosen = collectives.choose_op(op, average)
+        chosen = arguments.choose_op(op, average)
         handle = self.reduce_async(
             "grouped_allreduce", tensors, True, name, chosen, prescale_factor, postscale_factor,
             tuple, process_set=process_set, wait_follows=True,
@@ -221,7 +222,7 @@ class Verbs(Generic[T]):
         process_set: ProcessSet = global_process_set,
     ) -> int:
         """Start a `grouped_allreduce`: one handle for the group, one list from `synchronize`."""
-        chosen = collectives.choose_op(op, average)
+        chosen = arguments.choose_op(op, average)
         return self.reduce_async(
             "grouped_allreduce", tensors, False, name, chosen, prescale_factor, postscale_factor,
             process_set=process_set,
@@ -238,7 +239,7 @@ class Verbs(Generic[T]):
         process_set: ProcessSet = global_process_set,
     ) -> int:
         """Start a `grouped_allreduce_`: one handle for the group, one tuple from `synchronize`."""
-        chosen = collectives.choose_op(op, average)
+        chosen = arguments.choose_op(op, average)
         return self.reduce_async(
             "grouped_allreduce", tensors, True, name, chosen, prescale_factor, postscale_factor,
             tuple, process_set=process_set,
@@ -264,9 +265,9 @@ class Verbs(Generic[T]):
         """
         adapter = self.adapter
         members = check_member(process_set, verb)
-        if op == collectives.Adasum:
-            collectives.check_adasum(members, verb)
-        prescale, postscale = collectives.check_factors(prescale, postscale, verb)
+        if op == arguments.Adasum:
+            arguments.check_adasum(members, verb)
+        prescale, postscale = arguments.check_factors(prescale, postscale, verb)
         targets = self._checked(tensors, verb, writable=in_place)
         sources = [adapter.dense(tensor) for tensor in targets]
         # A tensor that had to be copied is reduced inside its copy: nobody else sees that.
@@ -276,7 +277,7 @@ class Verbs(Generic[T]):
         ]
         return collectives.submit(
             collectives.ALLREDUCE,
-            collectives.default_name(verb, members) if name is None else name,
+            default_name(verb, members) if name is None else name,
             [self._view(*pair) for pair in zip(sources, outputs, strict=True)],
             keep=(sources, outputs),
             finish=lambda _: pack(self._written(targets, outputs) if in_place else outputs),
@@ -350,7 +351,7 @@ class Verbs(Generic[T]):
         wait_follows: bool = False,
     ) -> int:
         members = check_member(process_set, "broadcast")
-        root_rank = collectives.check_root(root_rank, "broadcast")
+        root_rank = arguments.check_root(root_rank, "broadcast")
         targets = self._checked([tensor], "broadcast", writable=in_place)
         sources = [self.adapter.dense(target) for target in targets]
         outputs = (
@@ -360,7 +361,7 @@ class Verbs(Generic[T]):
         )
         return collectives.submit(
             collectives.BROADCAST,
-            collectives.default_name("broadcast", members) if name is None else name,
+            default_name("broadcast", members) if name is None else name,
             [self._view(*pair) for pair in zip(sources, outputs, strict=True)],
             keep=(sources, outputs),
             finish=lambda _: (self._written(targets, outputs) if in_place else outputs)[0],
@@ -440,7 +441,7 @@ class Verbs(Generic[T]):
 
         return collectives.submit(
             collectives.ALLGATHER,
-            collectives.default_name(verb, members) if name is None else name,
+            default_name(verb, members) if name is None else name,
             [self._view(tensor) for tensor in inputs],
             keep=inputs,
             finish=finish,
@@ -505,7 +506,7 @@ class Verbs(Generic[T]):
 
         return collectives.submit(
             collectives.ALLTOALL,
-            collectives.default_name("alltoall", members) if name is None else name,
+            default_name("alltoall", members) if name is None else name,
             [self._view(source)],
             keep=source,
             finish=finish,
@@ -521,7 +522,7 @@ class Verbs(Generic[T]):
         tensor: T,
         name: str | None = None,
         compression: type[Compressor] = NoneCompressor,
-        op: int = collectives.Average,
+        op: int = arguments.Average,
         process_set: ProcessSet = global_process_set,
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
@@ -544,7 +545,7 @@ class Verbs(Generic[T]):
         self,
         tensor: T,
         name: str | None = None,
-        op: int = collectives.Average,
+        op: int = arguments.Average,
         process_set: ProcessSet = global_process_set,
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
@@ -560,7 +561,7 @@ class Verbs(Generic[T]):
         tensors: Iterable[T],
         name: str | None = None,
         compression: type[Compressor] = NoneCompressor,
-        op: int = collectives.Average,
+        op: int = arguments.Average,
         process_set: ProcessSet = global_process_set,
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
@@ -582,7 +583,7 @@ class Verbs(Generic[T]):
         self,
         tensors: Iterable[T],
         name: str | None = None,
-        op: int = collectives.Average,
+        op: int = arguments.Average,
         process_set: ProcessSet = global_process_set,
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
@@ -608,8 +609,8 @@ class Verbs(Generic[T]):
     ) -> int:
         """Start what the verbs above describe; the last two as for `reduce_async`."""
         members = check_member(process_set, verb)
-        prescale, postscale = collectives.check_factors(prescale, postscale, verb)
-        collectives.check_scatter_op(op, verb)
+        prescale, postscale = arguments.check_factors(prescale, postscale, verb)
+        arguments.check_scatter_op(op, verb)
         adapter = self.adapter
         inputs = [adapter.dense(tensor) for tensor in self._checked(tensors, verb)]
         shapes = [adapter.describe(tensor)[2] for tensor in inputs]
@@ -624,7 +625,7 @@ class Verbs(Generic[T]):
         ]
         return collectives.submit(
             collectives.REDUCESCATTER,
-            collectives.default_name(verb, members) if name is None else name,
+            default_name(verb, members) if name is None else name,
             [self._view(*pair) for pair in zip(inputs, outputs, strict=True)],
             keep=(inputs, outputs),
             finish=lambda _: pack(outputs),

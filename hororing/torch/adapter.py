@@ -10,7 +10,7 @@ from typing import Final
 
 import torch
 
-from hororing import collectives
+from hororing import arguments, collectives
 
 # Old releases of torch lack uint16.
 DTYPES: Final[dict[torch.dtype, int]] = {
@@ -127,8 +127,8 @@ class TorchAdapter:
         """Accept sequences of integers and int32 tensors."""
         if isinstance(splits, torch.Tensor):
             dtype = str(splits.dtype).removeprefix("torch.")
-            return collectives.check_splits(splits.tolist(), splits.dim(), dtype)
-        return collectives.check_splits(splits)
+            return arguments.check_splits(splits.tolist(), splits.dim(), dtype)
+        return arguments.check_splits(splits)
 
     def int32s(self, numbers: list[int]) -> torch.Tensor:
         """Return a plain tensor."""

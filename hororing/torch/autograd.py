@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hororing import collectives
-from hororing.collectives import Average
+from hororing import arguments, collectives
+from hororing.arguments import Average
 from hororing.process_sets import ProcessSet
 from hororing.runtime import rank
 from hororing.torch.verbs import verbs
@@ -157,7 +157,7 @@ class _Reducescatter(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         _, name, process_set, op, (prescale, postscale) = ctx.request
         factor = prescale * postscale
-        if op == collectives.Sum:
+        if op == arguments.Sum:
             factor *= place_and_size(process_set)[1]
         mine = [gradient * factor for gradient in _recorded(ctx, gradients)]
         whole = allgather(Request("grouped_allgather", f"{name}.grad", process_set), *mine)

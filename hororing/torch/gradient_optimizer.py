@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hororing import collectives
+from hororing import arguments
 from hororing.process_sets import ProcessSet
 from hororing.torch.gradient import Options
 from hororing.torch.reducer import Reducer
@@ -157,7 +157,7 @@ class Distributed(torch.optim.Optimizer):
 
     def _on_any_rank(self, what: str, here: bool) -> bool:
         name = f"{self._settings.names[0]}.{what}"
-        return bool(self._agree(torch.tensor(here), name, collectives.Max))
+        return bool(self._agree(torch.tensor(here), name, arguments.Max))
 
     def _reduced_loss(self, loss: Any) -> Any:
         name, op = f"{self._settings.names[0]}.closure_loss", self._settings.options.op

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from hororing import process_sets, runtime
-from hororing.collectives import Adasum, Average, Max, Min, Product, Sum
+from hororing.arguments import Adasum, Average, Max, Min, Product, Sum
 from hororing.errors import HororingInternalError, HorovodInternalError
 from hororing.process_sets import *  # noqa: F403
 from hororing.runtime import *  # noqa: F403

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from hororing import collectives
+from hororing import arguments
 from hororing import verbs as neutral
-from hororing.collectives import default_name
 from hororing.compression import Compressor, NoneCompressor, check_compression
+from hororing.names import default_name, take_back
 from hororing.process_sets import ProcessSet, check_member, global_process_set
 from hororing.torch import autograd
 from hororing.torch.autograd import Request
@@ -55,7 +55,7 @@ def _request(
     verb: str,
     name: str | None,
     process_set: ProcessSet,
-    op: int = collectives.Average,
+    op: int = arguments.Average,
     prescale: float = 1.0,
     postscale: float = 1.0,
 ) -> Iterator[Request]:
@@ -66,7 +66,7 @@ def _request(
     try:
         yield Request(verb, name, process_set, op, (prescale, postscale))
     except BaseException:
-        collectives.take_back(name)
+        take_back(name)
         raise
 
 
@@ -94,7 +94,7 @@ def allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """Differentiable `Verbs.allreduce`."""
-    chosen = collectives.choose_op(op, average)
+    chosen = arguments.choose_op(op, average)
     factors = prescale_factor, postscale_factor
     if not _recorded([tensor]):
         return verbs.allreduce(tensor, None, name, compression, chosen, *factors, process_set)
@@ -114,7 +114,7 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """Differentiable `Verbs.grouped_allreduce`."""
-    chosen = collectives.choose_op(op, average)
+    chosen = arguments.choose_op(op, average)
     factors = prescale_factor, postscale_factor
     tensors = list(tensors)
     if not _recorded(tensors):
@@ -185,7 +185,7 @@ def reducescatter(
     tensor: torch.Tensor,
     name: str | None = None,
     compression: type[Compressor] = NoneCompressor,
-    op: int = collectives.Average,
+    op: int = arguments.Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -203,7 +203,7 @@ def grouped_reducescatter(
     tensors: Iterable[torch.Tensor],
     name: str | None = None,
     compression: type[Compressor] = NoneCompressor,
-    op: int = collectives.Average,
+    op: int = arguments.Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -257,9 +257,9 @@ def start_sparse_allreduce(
         raise TypeError(
             f"sparse_allreduce_async takes sparse COO tensors, not {given}; use allreduce_async"
         )
-    if op not in (collectives.Average, collectives.Sum):
+    if op not in (arguments.Average, arguments.Sum):
         raise ValueError(
-            f"sparse_allreduce_async: op={collectives.op_name(collectives.check_op(op))} is not "
+            f"sparse_allreduce_async: op={arguments.op_name(arguments.check_op(op))} is not "
             "defined for sparse tensors; use Average or Sum"
         )
     # Gathering joins along the first dimension: one row per stored value, one row of the shape.
@@ -274,7 +274,7 @@ def start_sparse_allreduce(
                 f"sparse allreduce '{name}': shapes differ; by rank: {shapes.tolist()}. Every "
                 "rank must pass the same dense shape"
             )
-        if op == collectives.Average:
+        if op == arguments.Average:
             values = values / place_and_size(process_set)[1]
         return torch.sparse_coo_tensor(indices.t(), values, shape, check_invariants=False)
 

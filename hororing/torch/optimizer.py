@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 
-from hororing import collectives
-from hororing.collectives import Adasum, Average
+from hororing import arguments
+from hororing.arguments import Adasum, Average
 from hororing.compression import Compressor, NoneCompressor, check_compression
+from hororing.names import OPTIMIZER, default_name
 from hororing.process_sets import ProcessSet, check_member, global_process_set
 from hororing.runtime import size
 from hororing.torch.adasum_optimizer import DeltaDistributed
@@ -88,7 +89,7 @@ def DistributedOptimizer(
         raise TypeError(f"optimizer must be a torch Optimizer, not {type(optimizer).__name__}")
     if isinstance(optimizer, Distributed):
         raise ValueError("optimizer is distributed already; wrap it once")
-    collectives.check_op(op)
+    arguments.check_op(op)
     check_compression(compression)
     if gradient_predivide_factor != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor is for op=Average only; leave it out")
@@ -107,13 +108,13 @@ def DistributedOptimizer(
     if members is None or process_set.included():  # ranks outside it may have it as well
         members = check_member(process_set, "DistributedOptimizer")
     if op == Adasum:
-        collectives.check_adasum(members, "DistributedOptimizer")
+        arguments.check_adasum(members, "DistributedOptimizer")
 
     params = parameters(optimizer)
     positions = _positions(groups, params)
     named = _checked_names(named_parameters, params)
     # The first optimizer's names are those of Horovod, which has them for all.
-    count = collectives.default_name(collectives.OPTIMIZER, members).rpartition(".")[2]
+    count = default_name(OPTIMIZER, members).rpartition(".")[2]
     prefix = "allreduce.noname" if count == "1" else f"allreduce.noname.{count}"
     if named is None:
         names = [

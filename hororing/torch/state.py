@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hororing import collectives
+from hororing import arguments, collectives
 from hororing.objects import allgather_object, broadcast_object
 from hororing.runtime import rank
 from hororing.torch.verbs import verbs
@@ -219,7 +219,7 @@ def _check_same_groups(
     mine = (type(optimizer).__name__, [len(group["params"]) for group in optimizer.param_groups])
     roots = (description["class"], description["sizes"])
     same = verbs.allreduce(
-        torch.tensor([mine == roots]), name="broadcast_optimizer_state.same", op=collectives.Min
+        torch.tensor([mine == roots]), name="broadcast_optimizer_state.same", op=arguments.Min
     )
     if bool(same):
         return

@@ -30,7 +30,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from hororing import process_sets, runtime
-from hororing.collectives import Sum
+from hororing.arguments import Sum
 from hororing.process_sets import ProcessSet, global_process_set
 from hororing.torch.uncompiled import uncompiled
 from hororing.torch.verbs import verbs

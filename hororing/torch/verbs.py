@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hororing import collectives
+from hororing import arguments
 from hororing.torch.adapter import TorchAdapter
 from hororing.verbs import Verbs
 
@@ -21,11 +21,11 @@ class TorchVerbs(Verbs[torch.Tensor]):
     ) -> int:  # fmt: skip
         """Refuse what would treat the two parts of a number separately."""
         tensors = list(tensors)
-        if op not in (collectives.Average, collectives.Sum):
+        if op not in (arguments.Average, arguments.Sum):
             for tensor in tensors:
                 if isinstance(tensor, torch.Tensor) and tensor.is_complex():
                     raise ValueError(
-                        f"{verb}: op={collectives.op_name(op)} is not defined for {tensor.dtype}; "
+                        f"{verb}: op={arguments.op_name(op)} is not defined for {tensor.dtype}; "
                         "use Average or Sum"
                     )
         return super().reduce_async(verb, tensors, in_place, name, op, *rest, **options)

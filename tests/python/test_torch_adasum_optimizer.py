@@ -31,7 +31,7 @@ from test_torch_optimizer import (
 from torch import nn
 
 import hororing.torch as hvd
-from hororing.collectives import Adasum
+from hororing.arguments import Adasum
 from hororing.errors import MismatchError
 from hororing.process_sets import ProcessSet, register, unregister
 from hororing.runtime import size

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import hororing.torch as hvd
-from hororing import collectives
+from hororing import names
 
 BACKENDS = ["eager", "aot_eager"]
 
@@ -50,7 +50,7 @@ def run(function: Callable[[Any, Any], Any], rows: int) -> list[torch.Tensor]:
 
 def counts() -> dict[tuple[str, int], int]:
     """How many unnamed calls there were."""
-    return dict(collectives._counters)
+    return dict(names._counters)
 
 
 def case_init() -> None:

@@ -30,7 +30,7 @@ from test_torch_optimizer import (
 from torch import nn
 
 import hororing.torch as hvd
-from hororing.collectives import Adasum
+from hororing.arguments import Adasum
 from hororing.verbs import join
 
 

@@ -1,0 +1,121 @@
+"""Reduce operations, and checks of what verbs are given beside tensors.
+
+Framework-neutral. What concerns sizes, ranks and process sets, the core checks.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+import warnings
+from typing import Any, Final
+
+from hororing import errors, runtime
+from hororing.names import WORLD_SET
+
+Average: Final = 0
+Sum: Final = 1
+Adasum: Final = 2
+Min: Final = 3
+Max: Final = 4
+Product: Final = 5
+
+_OP_NAMES: Final = {
+    Average: "Average",
+    Sum: "Sum",
+    Adasum: "Adasum",
+    Min: "Min",
+    Max: "Max",
+    Product: "Product",
+}
+
+
+def choose_op(op: int | None, average: bool | None) -> int:
+    """The operation that `op` and the deprecated `average` ask for together."""
+    if average is not None:
+        if op is not None:
+            raise ValueError(
+                "allreduce: the op parameter supersedes average; please provide only one of them"
+            )
+        warnings.warn(
+            "parameter `average` is deprecated; use op=Average or op=Sum",
+            DeprecationWarning,
+            stacklevel=_frames_to_script(),
+        )
+        return Average if average else Sum
+    return check_op(Average if op is None else op)
+
+
+def _frames_to_script() -> int:
+    """How many frames above the caller the first one is that is not the library's or torch's."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back and frame.f_globals["__name__"].partition(".")[0] in ("hororing", "torch"):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def check_op(op: int) -> int:
+    """Return `op` if there is such an operation."""
+    if op in _OP_NAMES:
+        return op
+    known = ", ".join(f"{name} ({number})" for number, name in _OP_NAMES.items())
+    raise errors.UnsupportedOpError(f"there is no reduce operation {op!r}; use one of {known}")
+
+
+def check_scatter_op(op: int, verb: str) -> None:
+    """Raise UnsupportedOpError unless reduce-scatter can do `op`."""
+    if check_op(op) not in (Average, Sum):
+        raise errors.UnsupportedOpError(
+            f"{verb}: op={op_name(op)} is not supported; use Average or Sum, or allreduce"
+        )
+
+
+def check_adasum(process_set: int, verb: str) -> None:
+    """Raise NotImplementedError where Adasum cannot be done, as Horovod does."""
+    if process_set != WORLD_SET:
+        raise NotImplementedError(
+            f"{verb}: op=Adasum works among all ranks only, not in a process set; use op=Average"
+        )
+    size = runtime.size()
+    if size & (size - 1):
+        raise NotImplementedError(
+            f"{verb}: op=Adasum needs a number of ranks that is a power of two, not {size}; use "
+            "op=Average"
+        )
+
+
+def check_root(root_rank: int, verb: str) -> int:
+    """Return `root_rank` if it is an integer."""
+    try:
+        return operator.index(root_rank)
+    except TypeError:
+        raise TypeError(
+            f"{verb}: root_rank must be an int, not {type(root_rank).__name__} ({root_rank!r})"
+        ) from None
+
+
+def check_factors(prescale: float, postscale: float, verb: str) -> tuple[float, float]:
+    """Return the factors if they are numbers."""
+    for name, factor in (("prescale_factor", prescale), ("postscale_factor", postscale)):
+        if isinstance(factor, str) or not hasattr(factor, "__float__"):
+            raise TypeError(
+                f"{verb}: {name} must be a number, not {type(factor).__name__} ({factor!r})"
+            )
+    return float(prescale), float(postscale)
+
+
+def check_splits(splits: Any, dimensions: int = 1, dtype: str = "int32") -> list[int]:
+    """Return the splits of an alltoall as a list. How many and how large, the core checks."""
+    if dimensions != 1:
+        raise ValueError(f"alltoall: splits must have one dimension, not {dimensions}")
+    if dtype != "int32":
+        raise ValueError(f"alltoall: splits must be int32, not {dtype}; convert the tensor")
+    try:
+        return [operator.index(split) for split in splits]
+    except TypeError:
+        raise ValueError(f"alltoall: splits must be a list of integers, not {splits!r}") from None
+
+
+def op_name(op: int) -> str:
+    """Name of a valid operation, for messages."""
+    return _OP_NAMES[op]

@@ -1,0 +1,92 @@
+"""Names of requests: ranks know by them what belongs together.
+
+Names are scoped by process set. Who gives none gets one that is made from the number of such calls
+so far, which is equal on all ranks that make the same calls.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Final
+
+from hororing import runtime
+from hororing._core import lib
+
+# The process set of all ranks. What sets are: hororing.process_sets; here they are numbers.
+WORLD_SET: Final = int(lib.HR_WORLD_SET)
+
+# What `default_name` counts beside verbs.
+OPTIMIZER: Final = "optimizer"
+
+# How many unnamed calls of a verb were made in a process set.
+_counters: defaultdict[tuple[str, int], int] = defaultdict(int)
+_counters_lock = threading.Lock()
+
+
+class DefaultName(str):
+    """A name that was counted; `submit` says when it is out of this rank's hands."""
+
+    __slots__ = ("counter", "number", "submitted")
+
+    counter: tuple[str, int]
+    number: int
+    submitted: bool
+
+
+def default_name(verb: str, process_set: int = WORLD_SET) -> DefaultName:
+    """The next name of an unnamed `verb`: equal on ranks that make equally many such calls.
+
+    Each process set counts by itself, since only its members call. Calls that this rank alone
+    finds wrong do not count: see `take_back`.
+    """
+    with _counters_lock:
+        _counters[verb, process_set] += 1
+        number = _counters[verb, process_set]
+    return _counted(f"{verb}.noname.{number}", (verb, process_set), number)
+
+
+def _counted(text: str, counter: tuple[str, int], number: int) -> DefaultName:
+    name = DefaultName(text)
+    name.counter, name.number, name.submitted = counter, number, False
+    return name
+
+
+def extended(name: str, suffix: str) -> str:
+    """`name` of the first of several requests that are one call; counted like `name`."""
+    longer = f"{name}{suffix}"
+    return _counted(longer, name.counter, name.number) if isinstance(name, DefaultName) else longer
+
+
+def take_back(name: str) -> None:
+    """Uncount a default name of a call that has failed before other ranks could hear of it."""
+    if isinstance(name, DefaultName) and not name.submitted:
+        with _counters_lock:
+            if _counters[name.counter] == name.number:
+                _counters[name.counter] -= 1
+
+
+def forget_counts(which: Callable[[str, int], bool]) -> None:
+    """Count from 1 again where `which(verb, process set)` is true."""
+    with _counters_lock:
+        for counter in [counter for counter in _counters if which(*counter)]:
+            del _counters[counter]
+
+
+def restart_default_names() -> None:
+    """Count from 1 again: ranks that start together begin with equal counts."""
+    with _counters_lock:
+        _counters.clear()
+
+
+runtime.at_init(restart_default_names)
+
+
+def encode_name(name: str) -> bytes:
+    """The bytes the core knows a tensor by."""
+    if not isinstance(name, str):
+        raise TypeError(f"name must be a str, not {type(name).__name__}")
+    if "\0" in name:
+        raise ValueError(f"name {name!r} holds a zero character")
+    return name.encode("utf-8", "backslashreplace")
