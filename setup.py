@@ -5,6 +5,7 @@ All else about the package is in pyproject.toml. Results:
     hororing/_core.abi3.so             what Python imports, linked to
     hororing/lib/libhororing.so        the core, which loads for jobs of several ranks
     hororing/lib/libhororing_mpi.so    the MPI transport (not without an MPI)
+    hororing/lib/libhororing_tensorflow.so   operations for TensorFlow's graphs
 """
 
 from __future__ import annotations
@@ -95,7 +96,11 @@ class BuildCore(build_ext):
         ]
         cores = len(os.sched_getaffinity(0))
         # Libraries only: tests and the test module are the Makefile's business.
-        libraries = ["hororing"] if wrapper is None else ["hororing", "hororing_mpi"]
+        libraries = [
+            "hororing",
+            "hororing_tensorflow",
+            *([] if wrapper is None else ["hororing_mpi"]),
+        ]
         make = [cmake, "--build", str(build), "--parallel", str(cores), "--target", *libraries]
         for command in (configure, make):
             print("+", shlex.join(command), flush=True)

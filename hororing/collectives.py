@@ -210,7 +210,7 @@ def poll(handle: int) -> bool:
 def wait(handle: int) -> Any:
     """Block until `handle` is complete, forget it, and return its result or raise its error."""
     pending = _known(handle)
-    code = _wait_core(handle)
+    code = block_until_complete(handle)
     if _pending.pop(handle, None) is None:
         raise ValueError(f"handle {handle} was synchronized by another thread meanwhile")
     try:
@@ -245,7 +245,8 @@ def _known(handle: int) -> _Pending:
     return pending
 
 
-def _wait_core(handle: int) -> int:
+def block_until_complete(handle: int) -> int:
+    """Block until the core's request is complete, whoever submitted it; return its code."""
     while True:
         code = int(lib.hr_wait(handle, _WAIT_SLICE_S))
         if code != lib.HR_PENDING:
@@ -374,7 +375,7 @@ class PreparedAllreduce:
 
     def finish(self) -> None:
         """Wait for what `start` submitted."""
-        code = _wait_core(self.handle)
+        code = block_until_complete(self.handle)
         lib.hr_release(self.handle)
         self.handle = 0
         self.keep = None

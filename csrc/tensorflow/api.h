@@ -1,0 +1,123 @@
+// What the plug-in needs of TensorFlow's C interface, declared by ourselves.
+//
+// No header of TensorFlow is included and no library linked: the functions are looked up in the
+// process that has TensorFlow loaded, so that one binary serves every version that has them (2.18
+// to 2.21 were tried). Signatures: tensorflow/c/{ops,kernels,tf_tensor,tf_status,tf_datatype}.h,
+// whose stability TensorFlow promises.
+#ifndef HORORING_TENSORFLOW_API_H_
+#define HORORING_TENSORFLOW_API_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+// TensorFlow's own types, all of them opaque.
+struct TF_Status;
+struct TF_Tensor;
+struct TF_OpDefinitionBuilder;
+struct TF_ShapeInferenceContext;
+struct TF_KernelBuilder;
+struct TF_OpKernelConstruction;
+struct TF_OpKernelContext;
+
+namespace hororing::tensorflow {
+
+// Values of TF_Code.
+enum class TfCode : int {
+  kOk = 0,
+  kInvalidArgument = 3,
+  kDeadlineExceeded = 4,
+  kFailedPrecondition = 9,
+  kAborted = 10,
+};
+
+// Values of TF_DataType.
+enum class TfType : int {
+  kFloat = 1,
+  kDouble = 2,
+  kInt32 = 3,
+  kUint8 = 4,
+  kInt16 = 5,
+  kInt8 = 6,
+  kInt64 = 9,
+  kBool = 10,
+  kBfloat16 = 14,
+  kUint16 = 17,
+  kHalf = 19,
+};
+
+// The functions, by their names without the prefix TF_.
+struct Api {
+  TF_Status* (*NewStatus)();
+  void (*DeleteStatus)(TF_Status*);
+  void (*SetStatus)(TF_Status*, TfCode, const char* text);
+  TfCode (*GetCode)(const TF_Status*);
+  const char* (*Message)(const TF_Status*);
+
+  TF_Tensor* (*NewTensor)(TfType, const int64_t* shape, int ndim, void* data, size_t bytes,
+                          void (*deallocator)(void* data, size_t bytes, void* argument),
+                          void* argument);
+  void (*DeleteTensor)(TF_Tensor*);
+  TfType (*TensorType)(const TF_Tensor*);
+  int (*NumDims)(const TF_Tensor*);
+  int64_t (*Dim)(const TF_Tensor*, int index);
+  size_t (*TensorByteSize)(const TF_Tensor*);
+  void* (*TensorData)(const TF_Tensor*);
+
+  TF_OpDefinitionBuilder* (*NewOpDefinitionBuilder)(const char* name);
+  void (*OpDefinitionBuilderAddAttr)(TF_OpDefinitionBuilder*, const char* spec);
+  void (*OpDefinitionBuilderAddInput)(TF_OpDefinitionBuilder*, const char* spec);
+  void (*OpDefinitionBuilderAddOutput)(TF_OpDefinitionBuilder*, const char* spec);
+  void (*OpDefinitionBuilderSetIsStateful)(TF_OpDefinitionBuilder*, bool);
+  void (*OpDefinitionBuilderSetShapeInferenceFunction)(TF_OpDefinitionBuilder*,
+                                                       void (*)(TF_ShapeInferenceContext*,
+                                                                TF_Status*));
+  void (*RegisterOpDefinition)(TF_OpDefinitionBuilder*, TF_Status*);
+  void (*ShapeInferenceContextSetUnknownShape)(TF_ShapeInferenceContext*, TF_Status*);
+
+  TF_KernelBuilder* (*NewKernelBuilder)(const char* op, const char* device,
+                                        void* (*create)(TF_OpKernelConstruction*),
+                                        void (*compute)(void* kernel, TF_OpKernelContext*),
+                                        void (*destroy)(void* kernel));
+  void (*RegisterKernelBuilder)(const char* name, TF_KernelBuilder*, TF_Status*);
+  void (*OpKernelConstruction_GetAttrInt64)(TF_OpKernelConstruction*, const char* name,
+                                            int64_t* value, TF_Status*);
+  void (*OpKernelConstruction_Failure)(TF_OpKernelConstruction*, TF_Status*);
+
+  int (*NumInputs)(TF_OpKernelContext*);
+  int (*NumOutputs)(TF_OpKernelContext*);
+  void (*GetInput)(TF_OpKernelContext*, int index, TF_Tensor**, TF_Status*);
+  void (*SetOutput)(TF_OpKernelContext*, int index, const TF_Tensor*, TF_Status*);
+  TF_Tensor* (*AllocateOutput)(TF_OpKernelContext*, int index, TfType, const int64_t* shape,
+                               int ndim, size_t bytes, TF_Status*);
+  TF_Tensor* (*ForwardInputOrAllocateOutput)(TF_OpKernelContext*, const int* candidates,
+                                             int candidates_count, int output, const int64_t* shape,
+                                             int ndim, int* forwarded, TF_Status*);
+  void (*OpKernelContext_Failure)(TF_OpKernelContext*, TF_Status*);
+};
+
+// Looks the functions up; false, with the reason, where one is missing. Once, while the plug-in is
+// loaded; `api` may be used afterwards, from any thread.
+bool LoadApi(std::string* problem);
+
+extern Api api;
+
+// Owns a TF_Status for the length of a call.
+class TfStatus {
+ public:
+  TfStatus() : status_(api.NewStatus()) {}
+  ~TfStatus() { api.DeleteStatus(status_); }
+  TfStatus(const TfStatus&) = delete;
+  TfStatus& operator=(const TfStatus&) = delete;
+
+  bool ok() const { return api.GetCode(status_) == TfCode::kOk; }
+  void Set(TfCode code, const std::string& text) { api.SetStatus(status_, code, text.c_str()); }
+  TF_Status* get() { return status_; }
+
+ private:
+  TF_Status* const status_;
+};
+
+}  // namespace hororing::tensorflow
+
+#endif  // HORORING_TENSORFLOW_API_H_

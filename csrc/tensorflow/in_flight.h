@@ -1,0 +1,43 @@
+// The requests that were submitted and not waited for, with the tensors whose memory they use.
+//
+// The core reads and writes that memory until a request is complete, whether or not the graph that
+// submitted it still runs: when another operation of the graph fails, TensorFlow drops the tensors
+// of the rest. So references are held here.
+//
+// Callable from any thread.
+#ifndef HORORING_TENSORFLOW_IN_FLIGHT_H_
+#define HORORING_TENSORFLOW_IN_FLIGHT_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "tensorflow/api.h"
+
+namespace hororing::tensorflow {
+
+struct DeleteTensor {
+  void operator()(TF_Tensor* tensor) const { api.DeleteTensor(tensor); }
+};
+using Tensor = std::unique_ptr<TF_Tensor, DeleteTensor>;  // a reference, not the memory
+
+struct InFlight {
+  int64_t collective;           // hr_collective
+  std::string key;              // process set and name: one request of them at a time
+  std::vector<Tensor> inputs;   // null where the output took the memory over
+  std::vector<Tensor> outputs;  // none where the core allocates results
+};
+
+// Takes over what `handle` uses. What has the same key and is complete is forgotten: its graph was
+// cancelled, or nobody could use the name again.
+void Keep(int64_t handle, InFlight request);
+
+// Blocks until `handle` is complete, and forgets it. 0 or an hr_code; hr_last_error() tells why on
+// this thread. `collect` sees a request that has succeeded before the core forgets it.
+int Finish(int64_t handle, const std::function<void(const InFlight&)>& collect);
+
+}  // namespace hororing::tensorflow
+
+#endif  // HORORING_TENSORFLOW_IN_FLIGHT_H_

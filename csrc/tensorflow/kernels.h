@@ -1,0 +1,52 @@
+// The operations of the plug-in. A graph reduces tensors in two phases, so that all gradients of a
+// step are in flight together while the rest of the graph runs:
+//
+//   HororingStep   -> token             stateful: TensorFlow may neither drop nor precompute it,
+//                                       and so neither what depends on the token
+//   HororingSubmit token, name, tensors -> handle
+//                                       stateless: runs as soon as its tensors are there, in any
+//                                       order. Token and name together are like no other's, so
+//                                       that equal ones are not merged
+//   HororingWait   handles -> results   stateful; blocks one thread of the inter-op pool. All that
+//                                       it waits for has been submitted: a pool of one is enough
+//
+// See docs/adr/0014-tensorflow-plug-in.md.
+#ifndef HORORING_TENSORFLOW_KERNELS_H_
+#define HORORING_TENSORFLOW_KERNELS_H_
+
+#include <string>
+
+#include "tensorflow/api.h"
+
+namespace hororing::tensorflow {
+
+// Each registers one operation and its kernel.
+void RegisterStep(TfStatus* status);
+void RegisterSubmit(TfStatus* status);
+void RegisterWait(TfStatus* status);
+
+// What registering one takes: specifications as in TensorFlow's REGISTER_OP.
+struct Operation {
+  const char* name;
+  const char* const* attributes;  // these three end with nullptr
+  const char* const* inputs;
+  const char* const* outputs;
+  bool stateful;
+  void* (*create)(TF_OpKernelConstruction*);
+  void (*compute)(void* kernel, TF_OpKernelContext*);
+  void (*destroy)(void* kernel);
+};
+void Register(const Operation& operation, TfStatus* status);
+
+// Why an operation fails.
+struct Failure {
+  TfCode code;
+  std::string text;
+};
+// What the core's last failure on this thread, `code`, is to TensorFlow.
+Failure OfCore(int code);
+void Fail(TF_OpKernelContext* context, const Failure& failure);
+
+}  // namespace hororing::tensorflow
+
+#endif  // HORORING_TENSORFLOW_KERNELS_H_

@@ -1,0 +1,251 @@
+// HororingSubmit: hands tensors to the engine and returns a handle at once.
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "capi/hororing.h"
+#include "tensorflow/in_flight.h"
+#include "tensorflow/kernels.h"
+
+namespace hororing::tensorflow {
+namespace {
+
+// Inputs: a token, then these, then the tensors. The name is an input because TensorFlow keeps a
+// kernel for every combination of attributes that eager calls have.
+constexpr int kName = 1;
+constexpr int kSplits = 2;
+constexpr int kFirstTensor = 3;
+
+// The attributes of one node of a graph.
+struct Submit {
+  int64_t collective, process_set, op, root;
+  double prescale, postscale;
+  int64_t part, parts;  // this rank's place among the ranks that share the rows of a reduce-scatter
+  int64_t has_splits, wait_follows;
+
+  bool preallocates() const { return collective != HR_ALLGATHER && collective != HR_ALLTOALL; }
+};
+
+class Reader {
+ public:
+  explicit Reader(TF_OpKernelConstruction* construction) : construction_(construction) {}
+
+  int64_t Integer(const char* name) {
+    int64_t value = 0;
+    if (status_.ok()) {
+      api.OpKernelConstruction_GetAttrInt64(construction_, name, &value, status_.get());
+    }
+    return value;
+  }
+
+  // An attribute float has 32 bits only, so doubles come as integers of the same bits.
+  double Double(const char* name) {
+    const int64_t bits = Integer(name);
+    double value;
+    std::memcpy(&value, &bits, sizeof(value));
+    return value;
+  }
+
+  TfStatus* status() { return &status_; }
+
+ private:
+  TF_OpKernelConstruction* const construction_;
+  TfStatus status_;
+};
+
+void* Create(TF_OpKernelConstruction* construction) {
+  Reader read(construction);
+  auto submit = std::make_unique<Submit>();
+  submit->collective = read.Integer("collective");
+  submit->process_set = read.Integer("process_set");
+  submit->op = read.Integer("op");
+  submit->root = read.Integer("root");
+  submit->prescale = read.Double("prescale_bits");
+  submit->postscale = read.Double("postscale_bits");
+  submit->part = read.Integer("part");
+  submit->parts = read.Integer("parts");
+  submit->has_splits = read.Integer("has_splits");
+  submit->wait_follows = read.Integer("wait_follows");
+  if (read.status()->ok()) return submit.release();
+  api.OpKernelConstruction_Failure(construction, read.status()->get());
+  return nullptr;
+}
+
+// hr_dtype; -1 for what the core does not know.
+int32_t DtypeOf(TfType type) {
+  switch (type) {
+    case TfType::kUint8: return HR_UINT8;
+    case TfType::kInt8: return HR_INT8;
+    case TfType::kUint16: return HR_UINT16;
+    case TfType::kInt16: return HR_INT16;
+    case TfType::kInt32: return HR_INT32;
+    case TfType::kInt64: return HR_INT64;
+    case TfType::kHalf: return HR_FLOAT16;
+    case TfType::kFloat: return HR_FLOAT32;
+    case TfType::kDouble: return HR_FLOAT64;
+    case TfType::kBool: return HR_BOOL;
+    case TfType::kBfloat16: return HR_BFLOAT16;
+  }
+  return -1;
+}
+
+std::vector<int64_t> ShapeOf(const TF_Tensor* tensor) {
+  std::vector<int64_t> shape;
+  for (int d = 0; d < api.NumDims(tensor); ++d) shape.push_back(api.Dim(tensor, d));
+  return shape;
+}
+
+uintptr_t AddressOf(const Tensor& tensor) {
+  return tensor ? reinterpret_cast<uintptr_t>(api.TensorData(tensor.get())) : 0;
+}
+
+// One execution of a node.
+class Execution {
+ public:
+  Execution(const Submit& submit, TF_OpKernelContext* context)
+      : submit_(submit), context_(context) {}
+
+  void Run() {
+    const int count = api.NumInputs(context_) - kFirstTensor;
+    ReadName();
+    shapes_.reserve(static_cast<size_t>(count));  // the core's views point into it
+    for (int i = 0; i < count && status_.ok(); ++i) AddTensor(i);
+    const Tensor splits = status_.ok() ? Input(kSplits) : nullptr;
+    // Allocated first: nothing may fail once the core has the request.
+    const Tensor handle(status_.ok()
+                            ? api.AllocateOutput(context_, submit_.preallocates() ? count : 0,
+                                                 TfType::kInt64, nullptr, 0, sizeof(int64_t),
+                                                 status_.get())
+                            : nullptr);
+    if (!status_.ok()) return api.OpKernelContext_Failure(context_, status_.get());
+    const int64_t submitted = HandOver(splits);
+    if (submitted <= 0) return Fail(context_, OfCore(static_cast<int>(-submitted)));
+    *static_cast<int64_t*>(api.TensorData(handle.get())) = submitted;
+    Keep(submitted, std::move(in_flight_));
+  }
+
+ private:
+  Tensor Input(int index) {
+    TF_Tensor* tensor = nullptr;
+    api.GetInput(context_, index, &tensor, status_.get());
+    return Tensor(status_.ok() ? tensor : nullptr);
+  }
+
+  void ReadName() {
+    const Tensor name = Input(kName);
+    if (!name) return;
+    name_.assign(static_cast<const char*>(api.TensorData(name.get())),
+                 api.TensorByteSize(name.get()));
+  }
+
+  void AddTensor(int i) {
+    Tensor input = Input(kFirstTensor + i);
+    if (!status_.ok()) return;
+    const TfType type = api.TensorType(input.get());
+    shapes_.push_back(ShapeOf(input.get()));
+    const std::vector<int64_t>& shape = shapes_.back();
+    Tensor output;
+    if (submit_.collective == HR_REDUCESCATTER) {
+      output = AllocateRows(i, type, shape, api.TensorByteSize(input.get()));
+    } else if (submit_.preallocates()) {
+      output = TakeOverOrAllocate(i, shape, &input);
+    }
+    hr_tensor view{};
+    view.output = AddressOf(output);
+    view.input = input ? AddressOf(input) : view.output;
+    view.dtype = DtypeOf(type);
+    view.ndim = static_cast<int32_t>(shape.size());
+    view.shape = shape.data();
+    if (view.dtype < 0) {
+      status_.Set(TfCode::kInvalidArgument,
+                  "ValueError: '" + name_ + "': tensors of this type are not supported");
+    }
+    views_.push_back(view);
+    in_flight_.inputs.push_back(std::move(input));
+    in_flight_.outputs.push_back(std::move(output));
+  }
+
+  Tensor AllocateRows(int i, TfType type, std::vector<int64_t> shape, size_t bytes) {
+    if (shape.empty()) return nullptr;  // the core says that it has no rows
+    const int64_t rows = shape[0];
+    shape[0] = rows / submit_.parts + (submit_.part < rows % submit_.parts ? 1 : 0);
+    const size_t size = rows == 0 ? 0 : bytes / static_cast<size_t>(rows);
+    return Tensor(api.AllocateOutput(context_, i, type, shape.data(),
+                                     static_cast<int>(shape.size()),
+                                     size * static_cast<size_t>(shape[0]), status_.get()));
+  }
+
+  // Where nobody else needs the input any more, the result goes into its memory; TensorFlow finds
+  // out by counting references, ours among them. *input is null then.
+  Tensor TakeOverOrAllocate(int i, const std::vector<int64_t>& shape, Tensor* input) {
+    const int candidate = kFirstTensor + i;
+    int forwarded = -1;
+    input->reset();
+    Tensor output(api.ForwardInputOrAllocateOutput(context_, &candidate, 1, i, shape.data(),
+                                                   static_cast<int>(shape.size()), &forwarded,
+                                                   status_.get()));
+    if (status_.ok() && forwarded < 0) *input = Input(candidate);
+    return output;
+  }
+
+  int64_t HandOver(const Tensor& splits) {
+    if (!submit_.preallocates()) in_flight_.outputs.clear();
+    in_flight_.collective = submit_.collective;
+    in_flight_.key = std::to_string(submit_.process_set) + "/" + name_;
+    hr_request request{};
+    request.collective = static_cast<int32_t>(submit_.collective);
+    request.name = name_.c_str();
+    request.process_set = static_cast<int32_t>(submit_.process_set);
+    request.op = static_cast<int32_t>(submit_.op);
+    request.root = static_cast<int32_t>(submit_.root);
+    request.prescale = submit_.prescale;
+    request.postscale = submit_.postscale;
+    request.tensors_count = static_cast<int32_t>(views_.size());
+    request.tensors = views_.data();
+    if (submit_.has_splits != 0) {
+      // Never NULL, which has a meaning: an empty list has too few.
+      static const int64_t kNone = 0;
+      request.integers_count = static_cast<int32_t>(api.Dim(splits.get(), 0));
+      request.integers = request.integers_count == 0
+                             ? &kNone
+                             : static_cast<const int64_t*>(api.TensorData(splits.get()));
+    }
+    request.wait_follows = static_cast<int32_t>(submit_.wait_follows);
+    return hr_submit(&request);
+  }
+
+  const Submit& submit_;
+  TF_OpKernelContext* const context_;
+  TfStatus status_;
+  std::string name_;
+  std::vector<std::vector<int64_t>> shapes_;
+  std::vector<hr_tensor> views_;
+  InFlight in_flight_;
+};
+
+void Compute(void* kernel, TF_OpKernelContext* context) {
+  Execution(*static_cast<const Submit*>(kernel), context).Run();
+}
+
+void Destroy(void* kernel) { delete static_cast<Submit*>(kernel); }
+
+}  // namespace
+
+void RegisterSubmit(TfStatus* status) {
+  static const char* const attributes[] = {
+      "T: list(type) >= 1",  // the core knows which types it takes
+      "P: list(type) >= 0",  // T where results are as large as the core is told; else none
+      "collective: int",    "process_set: int",    "op: int",   "root: int",
+      "prescale_bits: int", "postscale_bits: int", "part: int", "parts: int",
+      "has_splits: int",    "wait_follows: int",   nullptr,
+  };
+  static const char* const inputs[] = {"token: int64", "request_name: uint8", "splits: int64",
+                                       "tensors: T", nullptr};
+  // `pending` is where results will be. Nobody looks at it: HororingWait hands them out.
+  static const char* const outputs[] = {"pending: P", "handle: int64", nullptr};
+  Register({"HororingSubmit", attributes, inputs, outputs, false, Create, Compute, Destroy},
+           status);
+}
+
+}  // namespace hororing::tensorflow

@@ -1,0 +1,31 @@
+"""Horovod's name for the verbs and what belongs to them, all of it in `hororing.tensorflow` too."""
+
+from types import SimpleNamespace
+
+from hororing import process_sets, runtime
+from hororing.arguments import Adasum, Average, Max, Min, Product, Sum
+from hororing.errors import HororingInternalError, HorovodInternalError
+from hororing.process_sets import *  # noqa: F403
+from hororing.runtime import *  # noqa: F403
+from hororing.tensorflow import verbs
+from hororing.tensorflow.verbs import *  # noqa: F403
+
+# Horovod's scripts and tests ask this object too.
+_basics = SimpleNamespace(
+    **{name: getattr(runtime, name) for name in runtime.__all__},
+    _get_process_set_ids_and_ranks=process_sets.ids_and_ranks,
+)
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "HororingInternalError",
+    "HorovodInternalError",
+    "Max",
+    "Min",
+    "Product",
+    "Sum",
+]
+__all__ += verbs.__all__
+__all__ += process_sets.__all__
+__all__ += runtime.__all__

@@ -1,0 +1,49 @@
+"""Names of the requests that TensorFlow code makes without giving any.
+
+In eager mode calls are counted, as everywhere. While a graph is built the name is made of the
+graph's own name (the traced function's) and a count within it: tracing again, which not all ranks
+need do at the same time, gives the same names.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import Counter
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import tensorflow as tf
+
+from hororing.names import default_name
+from hororing.process_sets import ProcessSet, check_member
+
+_counts: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def request_name(verb: str, name: str | None, process_set: ProcessSet) -> str:
+    """Return `name`, or the next default name of `verb`, if this rank may call it.
+
+    NotInitializedError before `init`, ValueError outside of the process set.
+    """
+    members = check_member(process_set, verb)
+    if name is not None:
+        if not isinstance(name, str):
+            raise TypeError(f"{verb}: name must be a str, not {type(name).__name__}")
+        return name
+    if tf.executing_eagerly():
+        return default_name(verb, members)
+    return in_graph(verb)
+
+
+def in_graph(what: str) -> str:
+    """The next name for `what` in the graph that is being built."""
+    graph = tf.compat.v1.get_default_graph()
+    with _lock:
+        count = _counts.setdefault(graph, Counter())
+        count[what] += 1
+        number = count[what]
+    # Names of branches and loop bodies end in numbers that differ between ranks.
+    function = re.sub(r"(_\d+)+$", "", getattr(graph, "name", "graph"))
+    return f"{function}/{what}.{number}"

@@ -1,0 +1,240 @@
+"""The seam between TensorFlow and the core: requests in, result tensors out.
+
+What several requests of one `carry_out` have to do is in flight together, and the rest of the
+graph goes on meanwhile: each is submitted as soon as its tensors are there, and one operation waits
+for all. It works the same way in eager mode, where the wait is Python's, so that Ctrl-C is
+answered and errors are hororing's own exceptions. In graphs they are TensorFlow's, with the text.
+
+XLA can neither compile our operations nor `tf.numpy_function`.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any, Final, NamedTuple, TypeVar
+
+import numpy as np
+import tensorflow as tf
+
+from hororing import collectives, errors, numpy
+from hororing.arguments import Sum
+from hororing.collectives import ALLGATHER, ALLREDUCE, ALLTOALL, BROADCAST, REDUCESCATTER
+from hororing.names import encode_name
+from hororing.process_sets import ProcessSet, check_member, global_process_set
+from hororing.tensorflow import plugin
+from hororing.verbs import Verbs, place_and_size, rows_of
+
+T = TypeVar("T")
+
+_verbs: Final = Verbs(numpy.NumpyAdapter())
+
+
+class Request(NamedTuple):
+    """One request of the core. Several tensors are a group: all of them or none."""
+
+    collective: int  # one of collectives.ALLREDUCE, ALLGATHER, BROADCAST, ALLTOALL, REDUCESCATTER
+    name: str
+    tensors: Sequence[tf.Tensor]
+    process_set: ProcessSet = global_process_set
+    op: int = Sum
+    factors: tuple[float, float] = (1.0, 1.0)  # prescale, postscale
+    root: int = 0
+    splits: tf.Tensor | None = None  # int64, one-dimensional; of an alltoall
+
+    @property
+    def result_dtypes(self) -> list[tf.DType]:
+        """Types of the results: those of the tensors, and int32 for received splits."""
+        dtypes = [tensor.dtype for tensor in self.tensors]
+        return [*dtypes, tf.int32] if self.collective == ALLTOALL else dtypes
+
+    def result_shapes(self) -> list[tf.TensorShape]:
+        """What is known of the results' shapes before they are there."""
+        shapes = [tensor.shape for tensor in self.tensors]
+        if self.collective in (ALLREDUCE, BROADCAST):
+            return shapes
+        place, size = place_and_size(self.process_set)
+        return [
+            *(self._rows(shape, place, size) for shape in shapes),
+            *([tf.TensorShape([size])] if self.collective == ALLTOALL else []),
+        ]
+
+    def _rows(self, shape: tf.TensorShape, place: int, size: int) -> tf.TensorShape:
+        if not shape.rank:  # unknown, or wrong, which the core says
+            return tf.TensorShape(None)
+        known = self.collective == REDUCESCATTER and shape[0] is not None
+        return tf.TensorShape([rows_of(shape[0], size, place) if known else None]) + shape[1:]
+
+
+def carry_out(requests: Sequence[Request]) -> list[list[tf.Tensor]]:
+    """Submit all requests, wait for all, and return the results of each.
+
+    In a graph this adds the operations that do it. Not differentiable.
+    """
+    eager = tf.executing_eagerly()
+    if not eager:
+        _refuse_xla(requests[0].name)
+    operations = plugin.operations()
+    if operations is None:
+        flat = _by_numpy(requests, eager)
+    elif eager:
+        flat = _as_ours(lambda: _by_plugin(operations, requests))
+    else:
+        flat = _in_graph(operations, requests)
+    return _regrouped(requests, iter(flat))
+
+
+def _regrouped(requests: Sequence[Request], flat: Iterator[tf.Tensor]) -> list[list[tf.Tensor]]:
+    results = []
+    for request in requests:
+        mine = list(islice(flat, len(request.result_dtypes)))
+        for tensor, shape in zip(mine, request.result_shapes(), strict=True):
+            if not tf.executing_eagerly():
+                tensor.set_shape(shape)
+        results.append(mine)
+    return results
+
+
+# -- by the plug-in ------------------------------------------------------------------------------
+
+
+def _in_graph(operations: Any, requests: Sequence[Request]) -> list[tf.Tensor]:
+    token = operations.hororing_step()
+    return _wait(operations, requests, [_submit(operations, token, each) for each in requests])
+
+
+def _by_plugin(operations: Any, requests: Sequence[Request]) -> list[tf.Tensor]:
+    token = tf.constant(0, tf.int64)
+    alone = len(requests) == 1
+    handles = [_submit(operations, token, each, wait_follows=alone) for each in requests]
+    for handle in handles:
+        collectives.block_until_complete(int(handle))
+    return _wait(operations, requests, handles)
+
+
+def _submit(
+    operations: Any, token: tf.Tensor, request: Request, *, wait_follows: bool = False
+) -> tf.Tensor:
+    process_set = request.process_set
+    place, size = place_and_size(process_set)
+    dtypes = [tensor.dtype for tensor in request.tensors]
+    preallocated = request.collective not in (ALLGATHER, ALLTOALL)
+    splits = request.splits
+    with tf.device("CPU:0"):
+        return operations.hororing_submit(
+            token=token,
+            splits=tf.zeros([0], tf.int64) if splits is None else splits,
+            request_name=tf.constant(np.frombuffer(encode_name(request.name), np.uint8)),
+            tensors=request.tensors,
+            P=dtypes if preallocated else [],
+            collective=request.collective,
+            process_set=check_member(process_set, request.name),
+            op=request.op,
+            root=request.root,
+            prescale_bits=_bits(request.factors[0]),
+            postscale_bits=_bits(request.factors[1]),
+            part=place,
+            parts=size,
+            has_splits=splits is not None,
+            wait_follows=wait_follows,
+        ).handle
+
+
+def _bits(number: float) -> int:
+    """The double as an integer: TensorFlow's attributes have floats of 32 bits only."""
+    (bits,) = struct.unpack("<q", struct.pack("<d", number))
+    return int(bits)
+
+
+def _wait(
+    operations: Any, requests: Sequence[Request], handles: list[tf.Tensor]
+) -> list[tf.Tensor]:
+    dtypes = [dtype for request in requests for dtype in request.result_dtypes]
+    with tf.device("CPU:0"):
+        return list(operations.hororing_wait(handles=handles, R=dtypes))
+
+
+_FAILURE: Final = re.compile(r"^(?:{{.*?}} )?(?:\w+: )?(.*) \[hororing (\d+) (-?\d+)\]", re.DOTALL)
+
+
+def _as_ours(call: Callable[[], T]) -> T:
+    """Raise what the core's failure is in Python (csrc/tensorflow/kernels.cc writes the text)."""
+    try:
+        return call()
+    except tf.errors.OpError as error:
+        failure = _FAILURE.match(error.message)
+        if failure is None:
+            raise
+        text, code, rank = failure.groups()
+    raise errors.error_for(int(code), text, int(rank))
+
+
+def _refuse_xla(name: str) -> None:
+    graph = tf.compat.v1.get_default_graph()
+    while graph is not None:
+        context = graph._get_control_flow_context()
+        while context is not None:
+            if context.IsXLAContext():
+                raise ValueError(
+                    f"'{name}': XLA cannot compile communication between processes; use "
+                    "jit_compile=False (in model.compile, in tf.function), and tf.function("
+                    "jit_compile=True) around what computes only"
+                )
+            context = context.outer_context
+        graph = getattr(graph, "outer_graph", None)
+
+
+# -- by tf.numpy_function --------------------------------------------------------------------------
+
+
+def _by_numpy(requests: Sequence[Request], eager: bool) -> list[tf.Tensor]:
+    tensors = [tensor for request in requests for tensor in request.tensors]
+    splits = [request.splits for request in requests if request.splits is not None]
+    if eager:
+        arrays = _run([*_arrays(tensors), *_arrays(splits)], requests)
+        return [tf.convert_to_tensor(array) for array in arrays]
+    dtypes = [dtype for request in requests for dtype in request.result_dtypes]
+    known = [request._replace(tensors=[None] * len(request.tensors)) for request in requests]
+    results = tf.numpy_function(
+        lambda *arrays: _run([np.asarray(array) for array in arrays], known),
+        [*tensors, *splits],
+        dtypes,
+    )
+    return list(results)
+
+
+def _arrays(tensors: Sequence[tf.Tensor]) -> list[numpy.Array]:
+    return [np.asarray(tensor.numpy()) for tensor in tensors]
+
+
+def _run(arrays: list[numpy.Array], requests: Sequence[Request]) -> list[numpy.Array]:
+    count = sum(len(request.tensors) for request in requests)
+    tensors, splits = iter(arrays[:count]), iter(arrays[count:])
+    handles = [
+        _start(
+            request._replace(
+                tensors=list(islice(tensors, len(request.tensors))),
+                splits=None if request.splits is None else next(splits).astype(np.int32),
+            )
+        )
+        for request in requests
+    ]
+    return [array for results in collectives.wait_all(handles) for array in results]
+
+
+def _start(request: Request) -> int:
+    collective, name, tensors, process_set, op, factors, root, splits = request
+    if collective == ALLREDUCE:
+        return _verbs.reduce_async(
+            "allreduce", tensors, False, name, op, *factors, process_set=process_set
+        )
+    if collective == ALLGATHER:
+        return _verbs.gather_async("allgather", tensors, name, list, process_set=process_set)
+    if collective == REDUCESCATTER:
+        return _verbs.scatter_async("reducescatter", tensors, name, op, process_set, *factors)
+    if collective == ALLTOALL:
+        return _verbs.exchange_async(tensors[0], splits, name, process_set)
+    assert collective == BROADCAST
+    return _verbs.broadcast_async(tensors[0], root, name, process_set)
