@@ -4,8 +4,7 @@
 // process that has TensorFlow loaded, so that one binary serves every version that has them (2.18
 // to 2.21 were tried). Signatures: tensorflow/c/{ops,kernels,tf_tensor,tf_status,tf_datatype}.h,
 // whose stability TensorFlow promises.
-#ifndef HORORING_TENSORFLOW_API_H_
-#define HORORING_TENSORFLOW_API_H_
+#pragma once
 
 #include <cstddef>
 #include <cstdint>
@@ -119,5 +118,3 @@ class TfStatus {
 };
 
 }  // namespace hororing::tensorflow
-
-#endif  // HORORING_TENSORFLOW_API_H_

@@ -5,8 +5,7 @@
 // of the rest. So references are held here.
 //
 // Callable from any thread.
-#ifndef HORORING_TENSORFLOW_IN_FLIGHT_H_
-#define HORORING_TENSORFLOW_IN_FLIGHT_H_
+#pragma once
 
 #include <cstdint>
 #include <functional>
@@ -39,5 +38,3 @@ void Keep(int64_t handle, InFlight request);
 int Finish(int64_t handle, const std::function<void(const InFlight&)>& collect);
 
 }  // namespace hororing::tensorflow
-
-#endif  // HORORING_TENSORFLOW_IN_FLIGHT_H_

@@ -11,8 +11,7 @@
 //                                       it waits for has been submitted: a pool of one is enough
 //
 // See docs/adr/0014-tensorflow-plug-in.md.
-#ifndef HORORING_TENSORFLOW_KERNELS_H_
-#define HORORING_TENSORFLOW_KERNELS_H_
+#pragma once
 
 #include <string>
 
@@ -48,5 +47,3 @@ Failure OfCore(int code);
 void Fail(TF_OpKernelContext* context, const Failure& failure);
 
 }  // namespace hororing::tensorflow
-
-#endif  // HORORING_TENSORFLOW_KERNELS_H_
