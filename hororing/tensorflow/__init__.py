@@ -3,6 +3,11 @@
     import hororing.tensorflow as hvd
 
     hvd.init()
+    with tf.GradientTape() as tape:
+        loss = loss_of(model(images), labels)
+    tape = hvd.DistributedGradientTape(tape)
+    gradients = tape.gradient(loss, model.trainable_variables)
+    hvd.broadcast_variables(model.variables, root_rank=0)
 
 All names and recipes: docs/tensorflow.md.
 """
@@ -22,16 +27,35 @@ from hororing.errors import (
 from hororing.tensorflow import mpi_ops
 from hororing.tensorflow.compression import Compression
 from hororing.tensorflow.mpi_ops import *  # noqa: F403
+from hororing.tensorflow.state import (
+    BroadcastGlobalVariablesHook,
+    allgather_object,
+    broadcast_,
+    broadcast_global_variables,
+    broadcast_object,
+    broadcast_object_fn,
+    broadcast_variables,
+)
+from hororing.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
 
 __all__ = [
+    "BroadcastGlobalVariablesHook",
     "Compression",
+    "DistributedGradientTape",
     "DuplicateNameError",
     "MismatchError",
     "NotInitializedError",
+    "PartialDistributedGradientTape",
     "PeerLostError",
     "ShutDownError",
     "StalledError",
     "TransportError",
     "UnsupportedOpError",
+    "allgather_object",
+    "broadcast_",
+    "broadcast_global_variables",
+    "broadcast_object",
+    "broadcast_object_fn",
+    "broadcast_variables",
 ]
 __all__ += mpi_ops.__all__

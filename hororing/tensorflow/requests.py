@@ -221,7 +221,12 @@ def _run(arrays: list[numpy.Array], requests: Sequence[Request]) -> list[numpy.A
         )
         for request in requests
     ]
-    return [array for results in collectives.wait_all(handles) for array in results]
+    results = collectives.wait_all(handles)
+    return [
+        array
+        for request, result in zip(requests, results, strict=True)
+        for array in ([result] if request.collective == BROADCAST else result)
+    ]
 
 
 def _start(request: Request) -> int:

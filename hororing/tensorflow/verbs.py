@@ -44,7 +44,7 @@ def _as_it_is(function: F) -> F:
 # -- tensors -------------------------------------------------------------------------------------
 
 
-def _checked(tensor: Any, verb: str) -> tf.Tensor:
+def checked_tensor(tensor: Any, verb: str) -> tf.Tensor:
     """Return what was given as a tensor that the core can take."""
     if isinstance(tensor, (tf.SparseTensor, tf.RaggedTensor, tf.IndexedSlices)):
         remedy = (
@@ -68,7 +68,7 @@ def _checked(tensor: Any, verb: str) -> tf.Tensor:
 
 
 def _checked_list(tensors: Iterable[Any], verb: str) -> list[tf.Tensor]:
-    checked = [_checked(tensor, verb) for tensor in tensors]
+    checked = [checked_tensor(tensor, verb) for tensor in tensors]
     if not checked:
         raise ValueError(f"{verb}: there are no tensors; pass at least one")
     return checked
@@ -241,7 +241,7 @@ def _compressed(
     ]
 
 
-def _check_devices(*devices: str) -> None:
+def check_devices(*devices: str) -> None:
     for device in devices:
         if not isinstance(device, str):
             raise TypeError(f"a device must be a str, not {type(device).__name__} ({device!r})")
@@ -278,7 +278,7 @@ def allreduce(
     process_set : the ranks that take part; all of the job when omitted.
     device_dense, device_sparse, ignore_name_scope : Horovod's, of no effect here.
     """
-    _check_devices(device_dense, device_sparse)
+    check_devices(device_dense, device_sparse)
     chosen = arguments.choose_op(op, average)
     if isinstance(tensor, tf.IndexedSlices):
         factors = prescale_factor, postscale_factor
@@ -310,7 +310,7 @@ def _allreduce_sparse(
             "scale its values, or use tf.convert_to_tensor"
         )
     call = _Call(request_name("allreduce", name, process_set), process_set)
-    values, indices = _checked(slices.values, "allreduce"), slices.indices
+    values, indices = checked_tensor(slices.values, "allreduce"), slices.indices
     check_compression(compression)
     packed, context = compression.compress(values)
     all_values, all_indices = _allgather(call, [packed, indices])
@@ -368,7 +368,7 @@ def grouped_allreduce(
     Types and shapes may differ within the group; tf.IndexedSlices among them are reduced beside
     it. Returns a list; an empty list or None is returned as it is.
     """
-    _check_devices(device_dense, device_sparse)
+    check_devices(device_dense, device_sparse)
     chosen = arguments.choose_op(op, average)
     if not isinstance(tensors, tf.Tensor) and not tensors:
         return tensors
@@ -504,7 +504,7 @@ def reducescatter(
     The first dimension is split over the ranks in order; where it does not divide evenly, the first
     ranks get one row more. `op` is Average or Sum; the rest as for `allreduce`.
     """
-    _check_devices(device_dense)
+    check_devices(device_dense)
     factors = prescale_factor, postscale_factor
     (result,) = _scattered("reducescatter", [tensor], name, compression, op, process_set, factors)
     return result
@@ -522,7 +522,7 @@ def grouped_reducescatter(
     name: str | None = None,
 ) -> list[tf.Tensor]:
     """Do as `reducescatter` for several tensors under one name, all or none of them."""
-    _check_devices(device_dense)
+    check_devices(device_dense)
     factors = prescale_factor, postscale_factor
     return _scattered("grouped_reducescatter", tensors, name, compression, op, process_set, factors)
 

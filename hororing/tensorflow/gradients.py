@@ -1,0 +1,285 @@
+"""Reducing the gradients of one step: what tapes and optimizers share.
+
+All gradients of a call are one `carry_out`: in a graph each is sent as soon as it is computed, and
+one operation waits for all of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from hororing import arguments
+from hororing.arguments import Adasum, Average, Sum
+from hororing.collectives import ALLGATHER, ALLREDUCE
+from hororing.compression import Compressor, NoneCompressor, check_compression
+from hororing.process_sets import ProcessSet, check_member, global_process_set
+from hororing.runtime import size
+from hororing.tensorflow.names import in_graph
+from hororing.tensorflow.requests import Request, carry_out
+from hororing.tensorflow.verbs import averaged_slices
+
+# A tensor, slices of one, or nothing: what a gradient may be.
+Gradient = Any
+
+
+class Options(NamedTuple):
+    """How gradients are reduced; checked."""
+
+    op: int = Average
+    predivide: float = 1.0
+    compression: type[Compressor] = NoneCompressor
+    sparse_as_dense: bool = False
+    groups: int | tuple[tuple[Any, ...], ...] = 0  # a number, or keys of variables; 0: none
+    process_set: ProcessSet = global_process_set
+    scale_local_gradients: bool = True
+
+    @property
+    def factors(self) -> tuple[float, float]:
+        """Factors before and after the reduction."""
+        return 1.0 / self.predivide, self.predivide
+
+    @property
+    def reduces(self) -> bool:
+        """Whether this rank has somebody to reduce with."""
+        return self.process_set.included() and len(self.process_set.ranks) > 1
+
+
+def checked_options(
+    what: str,
+    *,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    compression: type[Compressor] = NoneCompressor,
+    sparse_as_dense: bool = False,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[Any]] | None = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Options:
+    """Make options of a user's arguments. ValueError and TypeError for wrong ones.
+
+    `groups` is a number of groups, or lists of variables; `num_groups` is its deprecated form.
+    """
+    arguments.check_op(op)
+    check_compression(compression)
+    if gradient_predivide_factor != 1.0 and op != Average:
+        raise ValueError(f"{what}: gradient_predivide_factor is for op=Average only; leave it out")
+    if not gradient_predivide_factor > 0:
+        raise ValueError(
+            f"{what}: gradient_predivide_factor={gradient_predivide_factor} must be positive"
+        )
+    if num_groups != 0:
+        warnings.warn(
+            "parameter `num_groups` is deprecated; use `groups`", DeprecationWarning, stacklevel=3
+        )
+        if groups is not None:
+            raise ValueError(f"{what}: num_groups and groups exclude each other; use groups")
+        groups = num_groups
+    size()  # raises before `init`
+    members = getattr(process_set, "process_set_id", None)
+    if members is None or process_set.included():  # ranks outside it may have it as well
+        members = check_member(process_set, what)
+    if op == Adasum:
+        arguments.check_adasum(members, what)
+    return Options(
+        op,
+        float(gradient_predivide_factor),
+        compression,
+        bool(sparse_as_dense),
+        _checked_groups(what, groups),
+        process_set,
+        bool(scale_local_gradients),
+    )
+
+
+def _checked_groups(
+    what: str, groups: int | Sequence[Sequence[Any]] | None
+) -> int | tuple[tuple[Any, ...], ...]:
+    if groups is None:
+        return 0
+    if isinstance(groups, int) and not isinstance(groups, bool):
+        if groups < 1:
+            raise ValueError(f"{what}: groups={groups} must be at least 1, or lists of variables")
+        return groups
+    if not isinstance(groups, (list, tuple)) or any(
+        not isinstance(group, (list, tuple)) for group in groups
+    ):
+        raise ValueError(f"{what}: groups must be a number, or a list of lists of variables")
+    keys = tuple(tuple(variable_key(variable) for variable in group) for group in groups)
+    repeated = [
+        key for key, count in Counter(k for group in keys for k in group).items() if count > 1
+    ]
+    if repeated:
+        raise ValueError(f"{what}: a variable is in groups more than once")
+    return keys
+
+
+def variable_key(variable: Any) -> Any:
+    """What is the same for a Keras variable and the TensorFlow variable inside it.
+
+    Names would not do: in Keras 3 every layer has a "kernel".
+    """
+    inner = getattr(variable, "value", None)
+    inner = variable if inner is None or callable(inner) else inner
+    return inner.ref() if hasattr(inner, "ref") else id(inner)
+
+
+def variable_name(variable: Any) -> str:
+    """What to call a variable, or another source of gradients; it need not be unique."""
+    name = getattr(variable, "path", None)
+    if not isinstance(name, str):
+        try:
+            name = variable.name
+        except AttributeError:  # eager tensors have none
+            name = "source"
+    return str(name).partition(":")[0]
+
+
+def unique_names(prefix: str, sources: Iterable[Any]) -> list[str]:
+    """Names of requests for `sources`, in their order, equal on all ranks that have the same."""
+    seen: Counter[str] = Counter()
+    names = []
+    for source in sources:
+        name = variable_name(source)
+        seen[name] += 1
+        names.append(f"{prefix}/{name}" + (f".{seen[name]}" if seen[name] > 1 else ""))
+    return names
+
+
+def step_prefix(what: str) -> str:
+    """A prefix for the names of one call's requests: of the graph that is built, or `what`."""
+    return what if tf.executing_eagerly() else in_graph(what)
+
+
+def reduce_gradients(
+    gradients: Sequence[Gradient],
+    names: Sequence[str],
+    options: Options,
+    *,
+    keys: Sequence[Any] = (),
+    local: Collection[Any] = (),
+) -> list[Gradient]:
+    """Return the gradients reduced over the ranks of the process set.
+
+    Parameters
+    ----------
+    gradients : tensors, tf.IndexedSlices, or None, which stays None: ranks must agree on which.
+    names : of the requests, one per gradient.
+    keys : `variable_key` of each gradient's variable, for groups given as lists and for `local`.
+    local : keys of variables whose gradients are not reduced, but divided by the number of ranks
+        if `scale_local_gradients` is set: then they weigh as much as averaged ones.
+    """
+    results = list(gradients)
+    if not options.reduces:
+        return results
+    plan = _Plan(options)
+    for at, gradient in enumerate(gradients):
+        if gradient is None:
+            continue
+        if keys and keys[at] in local:
+            results[at] = _local(gradient, options)
+        elif isinstance(gradient, tf.IndexedSlices) and not options.sparse_as_dense:
+            plan.add_sparse(at, gradient, names[at])
+        else:
+            plan.add_dense(at, tf.convert_to_tensor(gradient), names[at], keys[at] if keys else at)
+    plan.carry_out(results)
+    return results
+
+
+def _local(gradient: Gradient, options: Options) -> Gradient:
+    if not options.scale_local_gradients:
+        return gradient
+    ranks = len(options.process_set.ranks)
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(gradient.values / ranks, gradient.indices, gradient.dense_shape)
+    return gradient / ranks
+
+
+class _Dense(NamedTuple):
+    at: int
+    tensor: tf.Tensor  # compressed
+    context: Any
+    name: str
+    key: Any
+
+
+class _Sparse(NamedTuple):
+    at: int
+    slices: tf.IndexedSlices
+    values: tf.Tensor  # compressed
+    context: Any
+    name: str
+
+
+class _Plan:
+    """Which requests a step's gradients become, and where the results go."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.dense: list[_Dense] = []
+        self.sparse: list[_Sparse] = []
+
+    def add_dense(self, at: int, tensor: tf.Tensor, name: str, key: Any) -> None:
+        self.dense.append(_Dense(at, *self.options.compression.compress(tensor), name, key))
+
+    def add_sparse(self, at: int, slices: tf.IndexedSlices, name: str) -> None:
+        if self.options.op not in (Average, Sum):
+            raise NotImplementedError(
+                f"'{name}': op={arguments.op_name(self.options.op)} is not defined for sparse "
+                "gradients (tf.IndexedSlices); use sparse_as_dense=True, or op=Average"
+            )
+        compressed = self.options.compression.compress(slices.values)
+        self.sparse.append(_Sparse(at, slices, *compressed, name))
+
+    def carry_out(self, results: list[Gradient]) -> None:
+        """Reduce everything and put it into `results`."""
+        options = self.options
+        groups = self._grouped()
+        requests = [
+            Request(
+                ALLREDUCE,
+                group[0].name if len(group) == 1 else f"{group[0].name}+{len(group) - 1}",
+                [each.tensor for each in group],
+                options.process_set,
+                options.op,
+                options.factors,
+            )
+            for group in groups
+        ]
+        requests += [
+            Request(ALLGATHER, each.name, [each.values, each.slices.indices], options.process_set)
+            for each in self.sparse
+        ]
+        if not requests:
+            return
+        answers = carry_out(requests)
+        for group, tensors in zip(groups, answers, strict=False):
+            for each, tensor in zip(group, tensors, strict=True):
+                results[each.at] = options.compression.decompress(tensor, each.context)
+        for sparse, (values, indices) in zip(self.sparse, answers[len(groups) :], strict=True):
+            values = options.compression.decompress(values, sparse.context)
+            results[sparse.at] = averaged_slices(
+                values, indices, sparse.slices, options.op, options.process_set
+            )
+
+    def _grouped(self) -> list[list[_Dense]]:
+        """Dense gradients that are sent together, those without a group alone, in order."""
+        groups = self.options.groups
+        if isinstance(groups, int):
+            if groups == 0:
+                return [[each] for each in self.dense]
+            count = len(self.dense)
+            bounds = [count * number // groups for number in range(groups + 1)]
+            parts = [self.dense[begin:end] for begin, end in itertools.pairwise(bounds)]
+            return [part for part in parts if part]
+        group_of = {key: number for number, group in enumerate(groups) for key in group}
+        members: dict[Any, list[_Dense]] = {}
+        for each in self.dense:
+            members.setdefault(group_of.get(each.key, ("alone", each.at)), []).append(each)
+        return list(members.values())

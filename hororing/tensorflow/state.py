@@ -1,0 +1,194 @@
+"""Variables and objects from one rank to all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+import tensorflow as tf
+
+from hororing import arguments, objects
+from hororing.collectives import BROADCAST
+from hororing.process_sets import ProcessSet, check_member, global_process_set
+from hororing.tensorflow.gradients import step_prefix, unique_names
+from hororing.tensorflow.requests import Request, carry_out
+from hororing.tensorflow.verbs import checked_tensor
+
+# The states of random generators: these travel as numbers of the same bits.
+_SIGNED: Final = {tf.uint32: tf.int32, tf.uint64: tf.int64}
+
+
+def broadcast_variables(
+    variables: Iterable[Any],
+    root_rank: int,
+    process_set: ProcessSet = global_process_set,
+    inplace: bool = False,
+) -> Any:
+    """Give the variables of all ranks the values that those of rank `root_rank` have.
+
+    Parameters
+    ----------
+    variables : TensorFlow or Keras variables, in the same order on every rank, such as
+        ``model.variables`` or ``optimizer.variables``; build both before.
+    root_rank : counts among all ranks of the job, also within a process set.
+    inplace : Horovod's; variables are assigned either way, and nothing is copied twice.
+
+    Returns None in eager mode, and an operation in a graph of TensorFlow 1.
+    """
+    return _assigned("broadcast_variables", variables, root_rank, process_set)
+
+
+def broadcast_(
+    variables: Iterable[Any],
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> list[Any]:
+    """Do as `broadcast_variables`, and return the variables.
+
+    Raises
+    ------
+    ValueError : for reference variables of TensorFlow 1 beside resource variables.
+    """
+    variables = list(variables)
+    kinds = {
+        isinstance(variable, tf.compat.v1.Variable) and variable.dtype._is_ref_dtype
+        for variable in variables
+    }
+    if len(kinds) > 1:
+        raise ValueError("broadcast_: reference and resource variables cannot be mixed")
+    _assigned("broadcast_" if name is None else name, variables, root_rank, process_set)
+    return variables
+
+
+def _assigned(
+    prefix: str, variables: Iterable[Any], root_rank: int, process_set: ProcessSet
+) -> Any:
+    check_member(process_set, prefix)
+    root_rank = arguments.check_root(root_rank, prefix)
+    variables = list(variables)
+    for variable in variables:
+        if not hasattr(variable, "assign"):
+            raise TypeError(
+                f"{prefix} takes variables, not {type(variable).__name__}; use broadcast for "
+                "tensors"
+            )
+    if not variables:
+        return None
+    names = unique_names(step_prefix(prefix), variables)
+    values = [tf.convert_to_tensor(variable) for variable in variables]
+    signed = [
+        checked_tensor(
+            tf.bitcast(value, _SIGNED[value.dtype]) if value.dtype in _SIGNED else value, name
+        )
+        for value, name in zip(values, names, strict=True)
+    ]
+    results = carry_out(
+        [
+            Request(BROADCAST, name, [value], process_set, root=root_rank)
+            for name, value in zip(names, signed, strict=True)
+        ]
+    )
+    assigned = [
+        variable.assign(tf.bitcast(result, value.dtype) if value.dtype in _SIGNED else result)
+        for variable, value, (result,) in zip(variables, values, results, strict=True)
+    ]
+    if tf.executing_eagerly() or tf.inside_function():
+        return None
+    return tf.group(*assigned)
+
+
+def _signed(value: tf.Tensor) -> tf.Tensor:
+    return tf.bitcast(value, _SIGNED[value.dtype]) if value.dtype in _SIGNED else value
+
+
+def broadcast_global_variables(root_rank: int) -> Any:
+    """Return the operation that broadcasts all global variables of a graph of TensorFlow 1.
+
+    Raises
+    ------
+    RuntimeError : in eager mode, where variables are not registered anywhere.
+    """
+    if tf.executing_eagerly():
+        raise RuntimeError(
+            "broadcast_global_variables: there are no global variables in eager mode; use "
+            "broadcast_variables(model.variables, root_rank), or BroadcastGlobalVariablesCallback "
+            "with model.fit"
+        )
+    return broadcast_variables(tf.compat.v1.global_variables(), root_rank)
+
+
+class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]
+    """Broadcasts all global variables when a session of TensorFlow 1 is created.
+
+    Parameters
+    ----------
+    root_rank : whose values count.
+    device : Horovod's, of no effect here.
+    """
+
+    def __init__(self, root_rank: int, device: str = "") -> None:
+        super().__init__()
+        self.root_rank = root_rank
+        self.device = device
+        self._operation: Any = None
+        self._graph: Any = None
+
+    def begin(self) -> None:
+        """Add the operation to the graph that is about to be used."""
+        graph = tf.compat.v1.get_default_graph()
+        if self._graph is not graph:
+            self._graph, self._operation = graph, broadcast_global_variables(self.root_rank)
+
+    def after_create_session(self, session: Any, coord: Any) -> None:
+        """Run it."""
+        if self._operation is not None:
+            session.run(self._operation)
+
+
+def broadcast_object(
+    obj: Any,
+    root_rank: int = 0,
+    session: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Return, on every rank, the object that rank `root_rank` passes.
+
+    Any object that cloudpickle can carry. `session` is Horovod's: no session is needed.
+    """
+    return objects.broadcast_object(obj, root_rank, name, process_set)
+
+
+def broadcast_object_fn(
+    root_rank: int = 0,
+    session: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Callable[[Any], Any]:
+    """Return a function that does as `broadcast_object` with its argument."""
+    return lambda obj: objects.broadcast_object(obj, root_rank, name, process_set)
+
+
+def allgather_object(
+    obj: Any,
+    session: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> list[Any]:
+    """Return a list of the objects of all ranks of the process set, in rank order.
+
+    `session` is Horovod's: no session is needed.
+    """
+    return objects.allgather_object(obj, name, process_set)
+
+
+__all__ = [
+    "BroadcastGlobalVariablesHook",
+    "allgather_object",
+    "broadcast_",
+    "broadcast_global_variables",
+    "broadcast_object",
+    "broadcast_object_fn",
+    "broadcast_variables",
+]

@@ -1,0 +1,180 @@
+"""DistributedGradientTape: a tf.GradientTape whose gradients are reduced over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hororing.arguments import Average
+from hororing.compression import Compressor, NoneCompressor
+from hororing.process_sets import ProcessSet, global_process_set
+from hororing.tensorflow.gradients import (
+    Options,
+    checked_options,
+    reduce_gradients,
+    step_prefix,
+    unique_names,
+    variable_key,
+)
+from hororing.tensorflow.verbs import check_devices
+
+
+class _DistributedTape(tf.GradientTape):  # type: ignore[misc]
+    """Shares everything with the tape it was made of, except how gradients are made."""
+
+    _options: Options
+    _local: set[Any]  # keys of variables
+
+    def gradient(
+        self,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        use_generic_names: bool = False,
+        *,
+        unconnected_gradients: tf.UnconnectedGradients = tf.UnconnectedGradients.NONE,
+    ) -> Any:
+        """Return the gradients of `target`, reduced, in the structure of `sources`.
+
+        Gradients that are None stay None: ranks must agree on which. With `use_generic_names`
+        requests are named after positions, not after variables. The result is not differentiable.
+        """
+        gradients = super().gradient(target, sources, output_gradients, unconnected_gradients)
+        flat = tf.nest.flatten(sources)
+        names = unique_names(
+            step_prefix("gradients"),
+            [_Generic(at) for at in range(len(flat))] if use_generic_names else flat,
+        )
+        # A gradient in slices is one gradient, though it consists of tensors.
+        reduced = reduce_gradients(
+            tf.nest.flatten(gradients),
+            names,
+            self._options,
+            keys=[variable_key(source) for source in flat],
+            local=self._local,
+        )
+        return tf.nest.pack_sequence_as(sources, reduced)
+
+    def register_local_source(self, source: Any) -> None:
+        """Leave the gradient of `source`, a variable, on this rank."""
+        self._local.add(variable_key(source))
+
+    def get_local_and_global_gradients(
+        self, gradients: Sequence[Any], sources: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Return the gradients of local sources, and those of the others."""
+        pairs = list(zip(gradients, sources, strict=True))
+        return (
+            [gradient for gradient, source in pairs if variable_key(source) in self._local],
+            [gradient for gradient, source in pairs if variable_key(source) not in self._local],
+        )
+
+
+class _Generic:
+    def __init__(self, position: int) -> None:
+        self.path = f"grad_{position}"
+
+
+def DistributedGradientTape(
+    gradtape: tf.GradientTape,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = NoneCompressor,
+    sparse_as_dense: bool = False,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[Any]] | None = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """Return a tape that records and watches what `gradtape` does, and reduces its gradients.
+
+    Parameters
+    ----------
+    gradtape : a tf.GradientTape, before or after it was used. It itself stays as it is.
+    compression : how gradients travel: Compression.none, .fp16, .bf16 or your own Compressor.
+    sparse_as_dense : reduce tf.IndexedSlices as dense tensors instead of gathering them.
+    op : Average, Sum, Min, Max, Product or Adasum.
+    gradient_predivide_factor : with op=Average, divide by this before the sum and multiply by it
+        after: against overflow of 16-bit floats.
+    num_groups : deprecated; use `groups`.
+    groups : a number of groups, or lists of variables; a group is reduced in one go when all its
+        gradients are there. Variables in no list are reduced one by one.
+    process_set : the ranks that reduce with each other; others keep their own gradients.
+    scale_local_gradients : divide gradients of local sources by the number of ranks.
+    device_dense, device_sparse : Horovod's, of no effect here.
+
+    Examples
+    --------
+    >>> with tf.GradientTape() as tape:
+    ...     loss = loss_of(model(images), labels)
+    >>> tape = hvd.DistributedGradientTape(tape)
+    >>> gradients = tape.gradient(loss, model.trainable_variables)
+    """
+    if not isinstance(gradtape, tf.GradientTape):
+        raise TypeError(f"gradtape must be a tf.GradientTape, not {type(gradtape).__name__}")
+    if isinstance(gradtape, _DistributedTape):
+        raise ValueError("gradtape is distributed already; wrap it once")
+    check_devices(device_dense, device_sparse)
+    options = checked_options(
+        "DistributedGradientTape",
+        op=op,
+        gradient_predivide_factor=gradient_predivide_factor,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        num_groups=num_groups,
+        groups=groups,
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
+    )
+    # Of the very class of the tape, which a user may have derived. The state is one: what either
+    # records, both have.
+    kind = type(gradtape)
+    kind = type(kind.__name__, (_DistributedTape, kind), {"_options": options, "_local": set()})
+    tape = object.__new__(kind)
+    tape.__dict__ = gradtape.__dict__
+    return tape
+
+
+def PartialDistributedGradientTape(
+    gradtape: tf.GradientTape,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = NoneCompressor,
+    sparse_as_dense: bool = False,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[Any]] | None = None,
+    process_set: ProcessSet = global_process_set,
+    local_layers: Any = None,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """Do as `DistributedGradientTape`, but leave the gradients of `local_layers` on this rank.
+
+    `local_layers` is a Keras layer, or a list of them; their trainable weights are local.
+    """
+    tape = DistributedGradientTape(
+        gradtape, device_dense, device_sparse, compression, sparse_as_dense, op,
+        gradient_predivide_factor, num_groups, groups, process_set, scale_local_gradients,
+    )  # fmt: skip
+    for variable in weights_of(local_layers):
+        tape.register_local_source(variable)
+    return tape
+
+
+def weights_of(layers: Any) -> Iterable[Any]:
+    """Return the trainable weights of a layer, or of several."""
+    if layers is None:
+        return []
+    several = layers if isinstance(layers, (list, tuple)) else [layers]
+    for layer in several:
+        if not hasattr(layer, "trainable_weights"):
+            raise ValueError(f"local_layers must be Keras layers, not {type(layer).__name__}")
+    return [weight for layer in several for weight in layer.trainable_weights]
+
+
+__all__ = ["DistributedGradientTape", "PartialDistributedGradientTape"]
