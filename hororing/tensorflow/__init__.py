@@ -27,6 +27,7 @@ from hororing.errors import (
 from hororing.tensorflow import mpi_ops
 from hororing.tensorflow.compression import Compression
 from hororing.tensorflow.mpi_ops import *  # noqa: F403
+from hororing.tensorflow.optimizer import DistributedOptimizer
 from hororing.tensorflow.state import (
     BroadcastGlobalVariablesHook,
     allgather_object,
@@ -42,6 +43,7 @@ __all__ = [
     "BroadcastGlobalVariablesHook",
     "Compression",
     "DistributedGradientTape",
+    "DistributedOptimizer",
     "DuplicateNameError",
     "MismatchError",
     "NotInitializedError",

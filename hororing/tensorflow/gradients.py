@@ -175,21 +175,35 @@ def reduce_gradients(
     local : keys of variables whose gradients are not reduced, but divided by the number of ranks
         if `scale_local_gradients` is set: then they weigh as much as averaged ones.
     """
-    results = list(gradients)
+    results = [
+        _checked_sparse(each, name, options) if isinstance(each, tf.IndexedSlices) else each
+        for each, name in zip(gradients, names, strict=True)
+    ]
     if not options.reduces:
         return results
     plan = _Plan(options)
-    for at, gradient in enumerate(gradients):
+    for at, gradient in enumerate(results):
         if gradient is None:
             continue
         if keys and keys[at] in local:
             results[at] = _local(gradient, options)
-        elif isinstance(gradient, tf.IndexedSlices) and not options.sparse_as_dense:
+        elif isinstance(gradient, tf.IndexedSlices):
             plan.add_sparse(at, gradient, names[at])
         else:
-            plan.add_dense(at, tf.convert_to_tensor(gradient), names[at], keys[at] if keys else at)
+            plan.add_dense(at, gradient, names[at], keys[at] if keys else at)
     plan.carry_out(results)
     return results
+
+
+def _checked_sparse(slices: tf.IndexedSlices, name: str, options: Options) -> Gradient:
+    if options.sparse_as_dense:
+        return tf.convert_to_tensor(slices)
+    if options.op not in (Average, Sum):
+        raise NotImplementedError(
+            f"'{name}': op={arguments.op_name(options.op)} is not defined for sparse gradients "
+            "(tf.IndexedSlices); use sparse_as_dense=True, or op=Average"
+        )
+    return slices
 
 
 def _local(gradient: Gradient, options: Options) -> Gradient:
@@ -229,11 +243,6 @@ class _Plan:
         self.dense.append(_Dense(at, *self.options.compression.compress(tensor), name, key))
 
     def add_sparse(self, at: int, slices: tf.IndexedSlices, name: str) -> None:
-        if self.options.op not in (Average, Sum):
-            raise NotImplementedError(
-                f"'{name}': op={arguments.op_name(self.options.op)} is not defined for sparse "
-                "gradients (tf.IndexedSlices); use sparse_as_dense=True, or op=Average"
-            )
         compressed = self.options.compression.compress(slices.values)
         self.sparse.append(_Sparse(at, slices, *compressed, name))
 

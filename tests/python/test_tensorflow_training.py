@@ -1,0 +1,326 @@
+"""Tapes, optimizers of TensorFlow 1, variables and objects, in eager mode and in tf.function.
+
+What the verbs do is in conformance/, what graphs do to them in test_tensorflow_graphs.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import mpirun
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hororing.tensorflow as hvd
+from hororing import errors
+
+SHAPES = [(3, 4), (4,), (), (2, 1, 3)]
+
+
+def values(rank: int, position: int) -> np.ndarray:
+    """What `rank` computes as a gradient: small multiples of 1/4, so that no sum is rounded."""
+    rng = np.random.default_rng([mpirun.seed(), rank, position])
+    return rng.integers(-40, 41, SHAPES[position]) / 4
+
+
+def mean_of(position: int, ranks: Any = None) -> np.ndarray:
+    ranks = range(hvd.size()) if ranks is None else ranks
+    return np.mean([values(rank, position) for rank in ranks], axis=0)
+
+
+def variables() -> list[tf.Variable]:
+    # Two of them have one name, as the layers of Keras 3 have.
+    return [tf.Variable(np.zeros(shape), name="kernel") for shape in SHAPES]
+
+
+def gradients_by(
+    wrap: Callable[[tf.GradientTape], Any],
+    sources: list[tf.Variable],
+    step: int = 0,
+    **options: Any,
+) -> list[Any]:
+    """The gradients of a loss that has `values` for its gradients."""
+    mine = [tf.constant(values(hvd.rank(), at)) for at in range(len(sources))]
+    with tf.GradientTape() as tape:
+        loss = tf.add_n([tf.reduce_sum(v * x) for v, x in zip(sources, mine, strict=True)])
+    return wrap(tape).gradient(loss, sources, **options)
+
+
+def check_both(function: Callable[..., Any], check: Callable[[Any], None]) -> None:
+    """Run it eagerly, then twice in a graph that is traced once."""
+    check(function())
+    graph = tf.function(function)
+    check(graph())
+    check(graph())
+
+
+def case_init() -> None:
+    hvd.init(process_sets="dynamic")
+
+
+def case_a_tape_averages_gradients() -> None:
+    sources = variables()
+
+    def check(gradients: list[tf.Tensor]) -> None:
+        assert [g.shape for g in gradients] == [v.shape for v in sources]
+        for at, gradient in enumerate(gradients):
+            np.testing.assert_array_equal(gradient, mean_of(at))
+
+    for options in ({}, {"groups": 1}, {"groups": 3}, {"groups": 99},
+                    {"groups": [[sources[2], sources[0]], [sources[3]]]},
+                    {"gradient_predivide_factor": 2.0}):  # fmt: skip
+        check_both(
+            lambda o=options: gradients_by(lambda t: hvd.DistributedGradientTape(t, **o), sources),
+            check,
+        )
+    check_both(
+        lambda: gradients_by(hvd.DistributedGradientTape, sources, use_generic_names=True), check
+    )
+
+
+def case_other_operations_and_compression() -> None:
+    sources = variables()
+    ranks = range(hvd.size())
+    for op, combine in ((hvd.Sum, np.sum), (hvd.Min, np.min), (hvd.Max, np.max),
+                        (hvd.Product, np.prod)):  # fmt: skip
+        reduced = gradients_by(lambda t, op=op: hvd.DistributedGradientTape(t, op=op), sources)
+        for at, gradient in enumerate(reduced):
+            np.testing.assert_array_equal(gradient, combine([values(r, at) for r in ranks], axis=0))
+    for compression in (hvd.Compression.fp16, hvd.Compression.bf16):
+        reduced = gradients_by(
+            lambda t, c=compression: hvd.DistributedGradientTape(t, compression=c), sources
+        )
+        for at, gradient in enumerate(reduced):
+            assert gradient.dtype == tf.float64
+            np.testing.assert_allclose(gradient, mean_of(at), rtol=2e-2, atol=0.2)
+
+
+def case_the_structure_of_sources_is_kept() -> None:
+    a, b = tf.Variable(2.0), tf.Variable(3.0)
+
+    def gradients(sources: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = a * (hvd.rank() + 1.0)
+        return hvd.DistributedGradientTape(tape).gradient(loss, sources)
+
+    average = (hvd.size() + 1) / 2
+    assert float(gradients(a)) == average
+    found = gradients({"a": a, "rest": [b, (a,)]})
+    assert float(found["a"]) == float(found["rest"][1][0]) == average
+    assert found["rest"][0] is None
+
+
+def case_a_wrapped_tape_shares_its_records() -> None:
+    x = tf.Variable(1.0)
+    with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
+        tape.watch(x)
+        y = x * x * (hvd.rank() + 1.0)
+    distributed = hvd.DistributedGradientTape(tape)
+    assert isinstance(distributed, tf.GradientTape)
+    for _ in range(2):
+        assert float(distributed.gradient(y, x)) == hvd.size() + 1
+    assert float(tape.gradient(y, x)) == 2 * (hvd.rank() + 1)
+    # Around the block, too.
+    with hvd.DistributedGradientTape(tf.GradientTape()) as tape:
+        y = x * (hvd.rank() + 1.0)
+    assert float(tape.gradient(y, x)) == (hvd.size() + 1) / 2
+
+
+def case_embeddings_send_rows() -> None:
+    table = tf.Variable(np.zeros((6, 2)))
+    mine = [hvd.rank(), 5]
+
+    def gradient(**options: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.gather(table, mine)) * (hvd.rank() + 1.0)
+        return hvd.DistributedGradientTape(tape, **options).gradient(loss, table)
+
+    wanted = np.zeros((6, 2))
+    for rank in range(hvd.size()):
+        wanted[[rank, 5]] += rank + 1.0
+    for sparse_as_dense in (False, True):
+
+        def check(found: Any, dense: bool = sparse_as_dense) -> None:
+            assert isinstance(found, tf.IndexedSlices) is not dense
+            np.testing.assert_allclose(tf.convert_to_tensor(found), wanted / hvd.size())
+
+        check_both(lambda d=sparse_as_dense: gradient(sparse_as_dense=d), check)
+    assert gradient(op=hvd.Sum).values.shape == (2 * hvd.size(), 2)
+    with pytest.raises(NotImplementedError, match="sparse_as_dense"):
+        gradient(op=hvd.Max)
+
+
+def case_local_sources_stay_here() -> None:
+    size = hvd.size()
+    for scale in (True, False):
+        sources = variables()
+
+        def wrap(tape: tf.GradientTape, scale: bool = scale, local: Any = sources[1]) -> Any:
+            tape = hvd.DistributedGradientTape(tape, scale_local_gradients=scale)
+            tape.register_local_source(local)
+            return tape
+
+        reduced = gradients_by(wrap, sources)
+        np.testing.assert_array_equal(reduced[0], mean_of(0))
+        np.testing.assert_allclose(reduced[1], values(hvd.rank(), 1) / (size if scale else 1))
+        local, others = wrap(tf.GradientTape()).get_local_and_global_gradients(reduced, sources)
+        assert local[0] is reduced[1]
+        assert len(others) == 3
+
+
+def case_local_layers_stay_here() -> None:
+    layers = [tf.keras.layers.Dense(2, dtype="float64") for _ in range(3)]
+    for layer in layers:
+        layer.build((None, 2))
+    weights = [weight for layer in layers for weight in layer.trainable_weights]
+    for local, kept in ((layers[1], {2, 3}), ([layers[0], layers[2]], {0, 1, 4, 5}), (None, set())):
+        with tf.GradientTape() as tape:
+            loss = tf.add_n([tf.reduce_sum(weight) for weight in weights]) * (hvd.rank() + 1.0)
+        tape = hvd.PartialDistributedGradientTape(tape, local_layers=local)
+        found = [float(tf.reduce_max(gradient)) for gradient in tape.gradient(loss, weights)]
+        average = (hvd.size() + 1) / 2
+        mine = (hvd.rank() + 1) / hvd.size()
+        assert found == [mine if at in kept else average for at in range(6)]
+    with pytest.raises(ValueError, match="local_layers"):
+        hvd.PartialDistributedGradientTape(tf.GradientTape(), local_layers=[3])
+
+
+def case_sets_reduce_among_themselves() -> None:
+    if hvd.size() == 1:
+        return  # that set is there already
+    evens = hvd.add_process_set(range(0, hvd.size(), 2))
+    sources = variables()
+    reduced = gradients_by(
+        lambda tape: hvd.DistributedGradientTape(tape, process_set=evens), sources
+    )
+    for at, gradient in enumerate(reduced):
+        wanted = mean_of(at, ranks=evens.ranks) if evens.included() else values(hvd.rank(), at)
+        np.testing.assert_array_equal(gradient, wanted)
+    hvd.remove_process_set(evens)
+
+
+def case_wrong_arguments_are_told() -> None:
+    tape = tf.GradientTape()
+    variable = tf.Variable(1.0)
+    for error, options, text in (
+        (ValueError, {"op": hvd.Sum, "gradient_predivide_factor": 2.0}, "op=Average only"),
+        (ValueError, {"gradient_predivide_factor": 0.0}, "positive"),
+        (ValueError, {"groups": 0}, "at least 1"),
+        (ValueError, {"groups": [variable]}, "list of lists"),
+        (ValueError, {"groups": [[variable], [variable]]}, "more than once"),
+        (errors.UnsupportedOpError, {"op": 99}, "no reduce operation 99"),
+        (TypeError, {"compression": 3}, "not a compressor"),
+        (TypeError, {"device_dense": 3}, "device"),
+    ):
+        with pytest.raises(error, match=text):
+            hvd.DistributedGradientTape(tape, **options)
+    with pytest.raises(TypeError, match="GradientTape, not int"):
+        hvd.DistributedGradientTape(3)
+    with pytest.raises(ValueError, match="distributed already"):
+        hvd.DistributedGradientTape(hvd.DistributedGradientTape(tape))
+    with pytest.warns(DeprecationWarning, match="num_groups"):
+        hvd.DistributedGradientTape(tape, num_groups=2)
+    with pytest.raises(ValueError, match="optimizer of Keras"):
+        hvd.DistributedOptimizer(object())
+
+
+def case_ranks_that_differ_in_a_gradient_hear_of_it_and_go_on() -> None:
+    if hvd.size() == 1:
+        return
+    sources = variables()
+    shape = [3] if hvd.rank() == 0 else [4]
+    other = tf.Variable(np.zeros(shape), name="other")
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(other) + tf.reduce_sum(sources[0])
+    with pytest.raises(errors.MismatchError, match=r"gradients/other.*rank 0: \[3\]"):
+        hvd.DistributedGradientTape(tape).gradient(loss, [sources[0], other])
+    for at, gradient in enumerate(gradients_by(hvd.DistributedGradientTape, sources)):
+        np.testing.assert_array_equal(gradient, mean_of(at))
+
+
+def case_variables_become_those_of_the_root() -> None:
+    rank, size = hvd.rank(), hvd.size()
+    root = size - 1
+    kinds = [tf.float16, tf.float32, tf.float64, tf.int64, tf.bool, tf.uint32, tf.uint64]
+
+    def mine(of: int) -> list[np.ndarray]:
+        return [np.full([2, at], of + 1, kind.as_numpy_dtype) for at, kind in enumerate(kinds)]
+
+    for broadcast in (
+        hvd.broadcast_variables,
+        lambda v, root: hvd.broadcast_variables(v, root, inplace=True),
+        tf.function(lambda v, root: hvd.broadcast_variables(v, root)),
+        hvd.broadcast_,
+    ):
+        made = [tf.Variable(value) for value in mine(rank)]
+        assert broadcast(made, root) in (None, made)
+        for variable, wanted in zip(made, mine(root), strict=True):
+            np.testing.assert_array_equal(variable.numpy(), wanted)
+    layer = tf.keras.layers.Dense(3)
+    layer.build((None, 2))
+    hvd.broadcast_variables(layer.variables, root_rank=root)
+    everybody = hvd.allgather(tf.reshape(layer.kernel, [1, -1])).numpy()
+    assert (everybody == everybody[0]).all()
+    assert hvd.broadcast_variables([], 0) is None
+    with pytest.raises(TypeError, match="takes variables"):
+        hvd.broadcast_variables([tf.ones(2)], 0)
+    with pytest.raises(TypeError, match="root_rank"):
+        hvd.broadcast_variables(made, "first")
+    with pytest.raises(RuntimeError, match="broadcast_variables"):
+        hvd.broadcast_global_variables(0)
+
+
+def case_objects_travel() -> None:
+    assert hvd.broadcast_object({"rank": hvd.rank()}, hvd.size() - 1) == {"rank": hvd.size() - 1}
+    assert hvd.broadcast_object_fn(root_rank=0)(hvd.rank()) == 0
+    assert hvd.allgather_object(hvd.rank()) == list(range(hvd.size()))
+
+
+def case_the_topology_is_asked_when_the_graph_runs() -> None:
+    def ask() -> list[tf.Tensor]:
+        return [
+            hvd.rank_op(), hvd.size_op(), hvd.local_rank_op(), hvd.local_size_op(),
+            hvd.process_set_included_op(), hvd.size_op(0, name="how_many"),
+        ]  # fmt: skip
+
+    wanted = [hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), 1, hvd.size()]
+    check_both(ask, lambda found: np.testing.assert_array_equal(found, wanted))
+    with pytest.raises(ValueError, match="no process set 7"):
+        hvd.size_op(7)
+
+
+def case_sessions_of_tensorflow_1() -> None:
+    v1 = tf.compat.v1
+    with tf.Graph().as_default():
+        variable = v1.get_variable("v", initializer=[1.0 + hvd.rank(), 2.0])
+        other = v1.get_variable("other", initializer=2.0)
+        optimizer = v1.train.GradientDescentOptimizer(1.0)
+        assert hvd.DistributedOptimizer(optimizer) is optimizer
+        assert isinstance(optimizer, v1.train.GradientDescentOptimizer)
+        optimizer.register_local_var(other)
+        loss = tf.reduce_sum(variable) * (hvd.rank() + 1.0) + other
+        train = optimizer.minimize(loss)
+        hook = hvd.BroadcastGlobalVariablesHook(hvd.size() - 1)
+        with v1.train.MonitoredTrainingSession(hooks=[hook]) as session:
+            assert session.run(variable).tolist() == [hvd.size(), 2.0]
+            session.run(train)
+            step = (hvd.size() + 1) / 2
+            assert session.run(variable).tolist() == [hvd.size() - step, 2.0 - step]
+            assert session.run(other) == 2.0 - 1 / hvd.size()
+        with pytest.raises(ValueError, match="optimizer of Keras"):
+            hvd.DistributedOptimizer(v1.train.AdamOptimizer(), backward_passes_per_step=2)
+        with pytest.raises(ValueError, match="op=Adasum"):
+            hvd.DistributedOptimizer(v1.train.AdamOptimizer(), op=hvd.Adasum)
+        with pytest.raises(ValueError, match="distributed already"):
+            hvd.DistributedOptimizer(optimizer)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("case", mpirun.case_names(globals()))
+def test_training(case: str, size: int):
+    mpirun.cases_of(__file__, size).check(case)
