@@ -10,7 +10,7 @@ import itertools
 import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import tensorflow as tf
 
@@ -26,6 +26,12 @@ from hororing.tensorflow.verbs import averaged_slices
 
 # A tensor, slices of one, or nothing: what a gradient may be.
 Gradient = Any
+
+# An operation of TensorFlow costs about as much as reducing some ten KiB, so small gradients
+# share one with their neighbours. Ranks agree: it depends on shapes only.
+_SMALL_BYTES: Final = 64 * 2**10
+_BUNDLE_BYTES: Final = 256 * 2**10
+_BUNDLE_COUNT: Final = 32
 
 
 class Options(NamedTuple):
@@ -253,7 +259,7 @@ class _Plan:
         requests = [
             Request(
                 ALLREDUCE,
-                group[0].name if len(group) == 1 else f"{group[0].name}+{len(group) - 1}",
+                ",".join(each.name for each in group),
                 [each.tensor for each in group],
                 options.process_set,
                 options.op,
@@ -278,11 +284,11 @@ class _Plan:
             )
 
     def _grouped(self) -> list[list[_Dense]]:
-        """Dense gradients that are sent together, those without a group alone, in order."""
+        """Dense gradients that are sent together, in order."""
         groups = self.options.groups
         if isinstance(groups, int):
             if groups == 0:
-                return [[each] for each in self.dense]
+                return _bundled(self.dense)
             count = len(self.dense)
             bounds = [count * number // groups for number in range(groups + 1)]
             parts = [self.dense[begin:end] for begin, end in itertools.pairwise(bounds)]
@@ -292,3 +298,22 @@ class _Plan:
         for each in self.dense:
             members.setdefault(group_of.get(each.key, ("alone", each.at)), []).append(each)
         return list(members.values())
+
+
+def _bundled(gradients: Sequence[_Dense]) -> list[list[_Dense]]:
+    """Join small neighbours, from the last one on: backward makes them in that order."""
+    bundles: list[list[_Dense]] = []
+    room = 0
+    for each in reversed(gradients):
+        count = each.tensor.shape.num_elements()
+        size = _BUNDLE_BYTES if count is None else count * each.tensor.dtype.size
+        if size > _SMALL_BYTES:
+            bundles.append([each])
+            room = 0
+        elif size <= room and len(bundles[-1]) < _BUNDLE_COUNT:
+            bundles[-1].append(each)
+            room -= size
+        else:
+            bundles.append([each])
+            room = _BUNDLE_BYTES - size
+    return bundles
