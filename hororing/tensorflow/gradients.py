@@ -286,9 +286,9 @@ class _Plan:
     def _grouped(self) -> list[list[_Dense]]:
         """Dense gradients that are sent together, in order."""
         groups = self.options.groups
+        if not groups:
+            return _bundled(self.dense)
         if isinstance(groups, int):
-            if groups == 0:
-                return _bundled(self.dense)
             count = len(self.dense)
             bounds = [count * number // groups for number in range(groups + 1)]
             parts = [self.dense[begin:end] for begin, end in itertools.pairwise(bounds)]
