@@ -402,6 +402,13 @@ def timeline_enabled() -> bool:
     return bool(lib.hr_timeline_enabled())
 
 
+def submitted() -> int:
+    """How many requests this rank has submitted since `init`."""
+    stats = ffi.new("hr_stats *")
+    lib.hr_stats_now(stats)
+    return int(stats.submitted)
+
+
 def now_ns() -> int:
     """The timeline's clock."""
     return int(lib.hr_now_ns())

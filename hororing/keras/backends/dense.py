@@ -1,0 +1,48 @@
+"""What backends without sparse gradients and graphs of their own share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hororing import collectives
+from hororing.keras.settings import Settings
+
+
+def reduce_all(
+    verbs: Any,
+    tensors: Sequence[Any],
+    names: Sequence[str],
+    groups: Sequence[Sequence[int]],
+    settings: Settings,
+) -> list[Any]:
+    """Reduce tensors by the asynchronous verbs of a module such as hororing.torch.
+
+    All are started, then waited for; an error is raised when nothing is in flight any more.
+    """
+    grouped = {at for group in groups for at in group}
+    parts = [*groups, *([at] for at in range(len(tensors)) if at not in grouped)]
+    results = list(tensors)
+    handles: list[int] = []
+    failures: list[Exception] = []
+    try:
+        for part in parts:
+            name = names[part[0]] if len(part) == 1 else f"{names[part[0]]}+{len(part) - 1}"
+            handle = verbs.grouped_allreduce_async(
+                [tensors[at] for at in part], None, name, settings.op, *settings.factors,
+                settings.process_set,
+            )  # fmt: skip
+            handles.append(handle)
+    except BaseException:
+        for handle in handles:
+            collectives.abandon(handle, None)
+        raise
+    for part, handle in zip(parts, handles, strict=True):
+        try:
+            for at, result in zip(part, verbs.synchronize(handle), strict=True):
+                results[at] = result
+        except Exception as error:
+            failures.append(error)
+    if failures:
+        raise failures[0]
+    return results

@@ -1,0 +1,124 @@
+"""Keras on JAX: gradients pass through the host, by callbacks that JAX keeps in order.
+
+There is no hororing.jax; arrays are reduced as NumPy's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import io_callback
+
+import hororing.numpy as hvd
+from hororing.keras.backends.dense import reduce_all
+from hororing.keras.settings import Settings
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+def reduce(
+    gradients: Sequence[Any],
+    names: Sequence[str],
+    groups: Sequence[Sequence[int]],
+    settings: Settings,
+) -> list[Any]:
+    """See `Backend`."""
+    packed = [settings.compression.compress(gradient) for gradient in gradients]
+
+    def on_host(*arrays: Array) -> list[Array]:
+        return reduce_all(hvd, arrays, names, groups, settings)
+
+    tensors = [tensor for tensor, _ in packed]
+    reduced = _call(on_host, [_like(tensor) for tensor in tensors], tensors)
+    return [
+        settings.compression.decompress(tensor, context)
+        for tensor, (_, context) in zip(reduced, packed, strict=True)
+    ]
+
+
+class HostAccumulator:
+    """`Accumulator` in host memory: a traced train step can assign no variables."""
+
+    def __init__(self, maxima: Sequence[bool], settings: Settings) -> None:
+        self._maxima = maxima
+        self._passes = settings.passes
+        self._average = settings.average_passes
+        self._sums: dict[int, Array] = {}  # by place
+        self._count = 0
+
+    def add(
+        self, gradients: Sequence[Any], places: Sequence[int]
+    ) -> tuple[Any, Callable[[], list[Any]]]:
+        """See `Accumulator`."""
+        live = [at for at, gradient in enumerate(gradients) if gradient is not None]
+        tensors = [gradients[at] for at in live]
+
+        def on_host(*arrays: Array) -> list[Any]:
+            return self._add(arrays, [places[at] for at in live])
+
+        flag = jax.ShapeDtypeStruct((), np.bool_)
+        due, *totals = _call(on_host, [flag, *map(_like, tensors)], tensors)
+
+        def take() -> list[Any]:
+            results = list(gradients)
+            for at, total in zip(live, totals, strict=True):
+                results[at] = total
+            return results
+
+        return due, take
+
+    def _add(self, arrays: Sequence[Array], places: Sequence[int]) -> list[Any]:
+        for array, place in zip(arrays, places, strict=True):
+            if place not in self._sums:
+                self._sums[place] = np.array(array)
+            elif self._maxima[place]:
+                np.maximum(self._sums[place], array, out=self._sums[place])
+            else:
+                self._sums[place] += array
+        self._count += 1
+        if self._count < self._passes:
+            return [np.asarray(False), *arrays]
+        totals = [
+            (self._sums[place] / self._passes).astype(array.dtype)
+            if self._average and not self._maxima[place]
+            else self._sums[place]
+            for array, place in zip(arrays, places, strict=True)
+        ]
+        self._sums, self._count = {}, 0
+        return [np.asarray(True), *totals]
+
+
+def accumulator(
+    variables: Sequence[Any], maxima: Sequence[bool], settings: Settings
+) -> HostAccumulator:
+    """See `Backend`."""
+    return HostAccumulator(maxima, settings)
+
+
+def choose(due: Any, update: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
+    """See `Backend`."""
+    if isinstance(due, jax.core.Tracer):
+        return jax.lax.cond(due, update, otherwise)
+    return update() if due else otherwise()
+
+
+def prepare(model: Any) -> None:
+    """Do nothing: JAX compiles callbacks."""
+
+
+def _like(tensor: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(tensor.shape, tensor.dtype)
+
+
+def _call(function: Callable[..., list[Any]], results: list[Any], tensors: list[Any]) -> list[Any]:
+    """Call `function` with arrays: now, or whenever what is being traced runs."""
+    if any(isinstance(tensor, jax.core.Tracer) for tensor in tensors):
+
+        def with_arrays(*values: Any) -> list[Any]:
+            return function(*(np.asarray(value) for value in values))
+
+        return list(io_callback(with_arrays, results, *tensors, ordered=True))
+    return [jax.numpy.asarray(each) for each in function(*map(np.asarray, tensors))]

@@ -1,0 +1,64 @@
+"""Keras on TensorFlow: eager, or in the function that Keras makes of a train step."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+from keras import ops
+
+from hororing.keras.backends.accumulator import VariableAccumulator
+from hororing.keras.settings import Settings
+from hororing.runtime import rank
+from hororing.tensorflow.gradients import Options, reduce_gradients
+
+
+def reduce(
+    gradients: Sequence[Any],
+    names: Sequence[str],
+    groups: Sequence[Sequence[int]],
+    settings: Settings,
+) -> list[Any]:
+    """See `Backend`."""
+    options = Options(
+        op=settings.op,
+        predivide=settings.predivide,
+        compression=settings.compression,
+        sparse_as_dense=settings.sparse_as_dense,
+        groups=tuple(tuple(group) for group in groups),
+        process_set=settings.process_set,
+    )
+    return reduce_gradients(gradients, names, options, keys=range(len(gradients)))
+
+
+def accumulator(
+    variables: Sequence[Any], maxima: Sequence[bool], settings: Settings
+) -> VariableAccumulator:
+    """See `Backend`."""
+    return VariableAccumulator(variables, maxima, settings, tf.convert_to_tensor)
+
+
+def choose(due: Any, update: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
+    """See `Backend`."""
+    return ops.cond(due, update, otherwise)
+
+
+def prepare(model: Any) -> None:
+    """Turn XLA off where it may be Keras that has chosen it."""
+    if not model.jit_compile:
+        return
+    if all(device.device_type == "CPU" for device in tf.config.list_physical_devices()):
+        raise ValueError(
+            "XLA cannot compile communication between processes: call model.compile with "
+            "jit_compile=False, or leave it out"
+        )
+    # jit_compile="auto" means True on a machine with a GPU, and cannot be told from it.
+    model.jit_compile = False
+    if rank() == 0:
+        warnings.warn(
+            "XLA cannot compile communication between processes, so jit_compile is False for this "
+            "model; pass jit_compile=False to model.compile to silence this",
+            stacklevel=2,
+        )

@@ -1,0 +1,54 @@
+"""Keras on PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+import hororing.torch as hvd
+from hororing.keras.backends.accumulator import VariableAccumulator
+from hororing.keras.backends.dense import reduce_all
+from hororing.keras.settings import Settings
+
+# torch declares no types.
+_untraced: Any = torch.compiler.disable
+_no_grad: Any = torch.no_grad()
+
+
+@_untraced  # type: ignore[untyped-decorator]
+@_no_grad  # type: ignore[untyped-decorator]
+def reduce(
+    gradients: Sequence[Any],
+    names: Sequence[str],
+    groups: Sequence[Sequence[int]],
+    settings: Settings,
+) -> list[Any]:
+    """See `Backend`. Out of place: the gradients given are the caller's."""
+    packed = [settings.compression.compress(_dense(gradient)) for gradient in gradients]
+    reduced = reduce_all(hvd, [tensor for tensor, _ in packed], names, groups, settings)
+    return [
+        settings.compression.decompress(tensor, context)
+        for tensor, (_, context) in zip(reduced, packed, strict=True)
+    ]
+
+
+def accumulator(
+    variables: Sequence[Any], maxima: Sequence[bool], settings: Settings
+) -> VariableAccumulator:
+    """See `Backend`."""
+    return VariableAccumulator(variables, maxima, settings, _dense)
+
+
+def choose(due: Any, update: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
+    """See `Backend`."""
+    return update() if due else otherwise()
+
+
+def prepare(model: Any) -> None:
+    """Do nothing: torch.compile leaves the reduction out of what it compiles."""
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient if gradient.layout is torch.strided else gradient.to_dense()

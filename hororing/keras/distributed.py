@@ -1,0 +1,326 @@
+"""What a distributed optimizer adds to its class: gradients that are reduced before each update.
+
+Keras calls an optimizer through `apply` (TensorFlow, torch) or `stateless_apply` (JAX), and through
+nothing else; both are overridden here. Reduced gradients go to the optimizer's own methods, so
+that clipping, unscaling, the test for infinities, Keras' own accumulation of gradients and
+schedules see what one process with the whole batch would.
+
+Source of op=Adasum, which reduces what the optimizer changed instead: S. Maleki et al., "Scaling
+distributed training with adaptive summation", 2020, arXiv:2006.02924.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import keras
+from keras import ops
+
+from hororing.arguments import Adasum, Max
+from hororing.keras.backends import Accumulator, backend
+from hororing.keras.settings import Settings
+
+Update = Callable[[list[Any]], Any]
+
+
+class _State:
+    """What a distributed optimizer knows beside what Keras saves and tracks."""
+
+    def __init__(self, first_iteration: int = 0) -> None:
+        self.first_iteration = first_iteration  # when it became distributed
+        self.reached = False  # Keras has called `apply` or `stateless_apply`
+        self.within = False  # `stateless_apply` is about to call `apply`
+        self.local_variables: list[Any] = []
+        self.local_layers: Sequence[Any] = ()
+        self.accumulator: Accumulator | None = None
+
+
+class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no types
+    """What distributed optimizers add to their class."""
+
+    _settings: Settings  # of the class, which serves one optimizer and its copies
+    built: bool
+
+    @property
+    def _hororing(self) -> _State:
+        state: _State = self.__dict__.setdefault("_hororing_state", _State())
+        return state
+
+    def _become_distributed(self, local_layers: Sequence[Any]) -> None:
+        self.__dict__["_hororing_state"] = _State(int(ops.convert_to_numpy(self.iterations)))
+        self._hororing.local_layers = local_layers
+        if self.built:
+            self._make_accumulator(self._trainable_variables)
+
+    def register_local_var(self, var: Any) -> None:
+        """Leave the gradient of a variable out of the reduction: each rank has its own."""
+        self._hororing.local_variables.append(var)
+
+    # -- what Keras calls -----------------------------------------------------------------------
+
+    def build(self, variables: Any) -> None:
+        """Make the optimizer's variables."""
+        super().build(variables)
+        self._make_accumulator(variables)
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        """Reduce the gradients and update the variables."""
+        state = self._hororing
+        grads = list(grads)
+        if trainable_variables is not None:
+            trainable_variables = list(trainable_variables)
+        apply = super().apply
+        if state.within or not grads or (trainable_variables is None and not self.built):
+            apply(grads, trainable_variables)
+            return
+        state.reached = True
+        if not self.built:
+            with keras.name_scope(self.name, caller=self):
+                self.build(trainable_variables)
+            self.built = True
+        variables = (
+            self._trainable_variables if trainable_variables is None else trainable_variables
+        )
+
+        def update(totals: list[Any]) -> None:
+            if self._settings.op != Adasum or not self._settings.reduces:
+                apply(self._reduced(totals, variables), trainable_variables)
+                return
+            totals = self._reduced_maxima(totals, variables)
+            combined = self._combined_variables(variables)
+            before = [ops.copy(variable) for variable in combined]
+            apply(totals, trainable_variables)
+            after = self._combine_changes(before, combined, combined)
+            for variable, value in zip(combined, after, strict=True):
+                variable.assign(value)
+
+        self._every_nth(grads, variables, update, lambda: None)
+
+    def stateless_apply(
+        self, optimizer_variables: Any, grads: Any, trainable_variables: Any
+    ) -> tuple[list[Any], list[Any]]:
+        """Reduce the gradients and return updated values."""
+        state = self._hororing
+        state.reached = True
+        stateless_apply = super().stateless_apply
+        before, own = list(trainable_variables), list(optimizer_variables)
+        variables = self._trainable_variables
+
+        def plain(totals: list[Any]) -> tuple[list[Any], list[Any]]:
+            state.within = True
+            try:
+                weights, others = stateless_apply(own, totals, before)
+            finally:
+                state.within = False
+            return list(weights), list(others)
+
+        def update(totals: list[Any]) -> tuple[list[Any], list[Any]]:
+            if self._settings.op != Adasum or not self._settings.reduces:
+                return plain(self._reduced(totals, variables))
+            weights, others = plain(self._reduced_maxima(totals, variables))
+            combined = self._combined_variables(variables)
+            places = [at for at, each in enumerate(variables) if any(each is c for c in combined)]
+            after = self._combine_changes(
+                [before[at] for at in places], [weights[at] for at in places], combined
+            )
+            for at, value in zip(places, after, strict=True):
+                weights[at] = value
+            return weights, others
+
+        result: tuple[list[Any], list[Any]] = self._every_nth(
+            list(grads), variables, update, lambda: (before, own)
+        )
+        return result
+
+    def finalize_variable_values(self, var_list: Any) -> None:
+        """End `model.fit`. RuntimeError if it has trained without a single reduction."""
+        super().finalize_variable_values(var_list)
+        state = self._hororing
+        steps = int(ops.convert_to_numpy(self.iterations)) - state.first_iteration
+        if steps > 0 and not state.reached and self._settings.reduces:
+            raise RuntimeError(NOTHING_REDUCED)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # What LossScaleOptimizer does to the optimizer that it is given, when it is made.
+        if name == "loss_scale_factor":
+            caller = sys._getframe(1).f_locals.get("self")
+            if caller is not self and isinstance(caller, keras.optimizers.LossScaleOptimizer):
+                raise ValueError(WRONG_ORDER)
+        super().__setattr__(name, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return an optimizer like it, as Keras does: without variables yet. Distributed, too."""
+        return type(self).from_config(self.get_config())
+
+    # -- the parts of an update -----------------------------------------------------------------
+
+    def _make_accumulator(self, variables: Any) -> None:
+        if self._settings.passes > 1 and self._hororing.accumulator is None:
+            maxima = [_is_maximum(variable) for variable in variables]
+            self._hororing.accumulator = backend().accumulator(variables, maxima, self._settings)
+
+    def _every_nth(
+        self,
+        grads: list[Any],
+        variables: Sequence[Any],
+        update: Update,
+        otherwise: Callable[[], Any],
+    ) -> Any:
+        """Add up gradients; every so many calls `update` with the totals."""
+        accumulator = self._hororing.accumulator
+        if accumulator is None:
+            return update(grads)
+        places = [self._get_variable_index(variable) for variable in variables]
+        due, take = accumulator.add(grads, places)
+        return backend().choose(due, lambda: update(take()), otherwise)
+
+    def _reduced(self, grads: list[Any], variables: Sequence[Any]) -> list[Any]:
+        """Return the gradients reduced over the ranks, but for those of local variables."""
+        settings = self._settings
+        if not settings.reduces:
+            return grads
+        local = self._local_keys()
+        results = self._reduced_maxima(grads, variables)
+        weights = []
+        for at, (grad, variable) in enumerate(zip(grads, variables, strict=True)):
+            if grad is None or _is_maximum(variable):
+                continue
+            if self._var_key(variable) not in local:
+                weights.append(at)
+            elif settings.scale_local:
+                results[at] = ops.divide(grad, len(settings.process_set.ranks))
+        self._reduce_at(weights, results, variables, settings)
+        return results
+
+    def _reduced_maxima(self, grads: list[Any], variables: Sequence[Any]) -> list[Any]:
+        """Reduce only what is no gradient but replaces its variable: scales of float8.
+
+        As Keras does where it accumulates them, the largest counts.
+        """
+        results = list(grads)
+        maxima = [
+            at
+            for at, (grad, variable) in enumerate(zip(grads, variables, strict=True))
+            if grad is not None and _is_maximum(variable)
+        ]
+        self._reduce_at(maxima, results, variables, self._settings.for_maxima(Max))
+        return results
+
+    def _reduce_at(
+        self, places: list[int], results: list[Any], variables: Sequence[Any], settings: Settings
+    ) -> None:
+        if not places:
+            return
+        chosen = [variables[at] for at in places]
+        reduced = backend().reduce(
+            [results[at] for at in places], self._names(chosen), self._groups(chosen, settings),
+            settings,
+        )  # fmt: skip
+        for at, result in zip(places, reduced, strict=True):
+            results[at] = result
+
+    def _combined_variables(self, variables: Sequence[Any]) -> list[Any]:
+        """Which variables' changes op=Adasum combines."""
+        local = self._local_keys()
+        return [v for v in variables if not _is_maximum(v) and self._var_key(v) not in local]
+
+    def _combine_changes(
+        self, before: Sequence[Any], after: Sequence[Any], variables: Sequence[Any]
+    ) -> list[Any]:
+        """Return the values before plus the Adasum of what every rank's own update changed."""
+        changes = [ops.subtract(new, old) for new, old in zip(after, before, strict=True)]
+        settings = self._settings
+        combined = backend().reduce(
+            changes, self._names(variables), self._groups(variables, settings), settings
+        )
+        values = [ops.add(old, change) for old, change in zip(before, combined, strict=True)]
+        return [
+            value if getattr(variable, "constraint", None) is None else variable.constraint(value)
+            for value, variable in zip(values, variables, strict=True)
+        ]
+
+    def _local_keys(self) -> set[Any]:
+        state = self._hororing
+        layers = (weight for layer in state.local_layers for weight in layer.trainable_weights)
+        return {self._var_key(variable) for variable in (*state.local_variables, *layers)}
+
+    def _names(self, variables: Sequence[Any]) -> list[str]:
+        """Equal on all ranks, whatever Keras has numbered: by place, and a word to know it by."""
+        return [
+            f"{self._settings.name}/{self._get_variable_index(variable)}."
+            f"{str(variable.name).partition(':')[0].rpartition('/')[2]}"
+            for variable in variables
+        ]
+
+    def _groups(self, variables: Sequence[Any], settings: Settings) -> list[list[int]]:
+        """Places among `variables` that are reduced in one go."""
+        groups = settings.groups
+        if isinstance(groups, int):
+            bounds = [number * len(variables) // max(groups, 1) for number in range(groups + 1)]
+            parts = [list(range(*pair)) for pair in itertools.pairwise(bounds)]
+            return [part for part in parts if part]
+        place_of = {self._var_key(variable): at for at, variable in enumerate(variables)}
+        known = {self._var_key(variable) for variable in self._trainable_variables}
+        result: list[list[int]] = []
+        for number, group in enumerate(groups):
+            keys = [self._var_key(variable) for variable in group]
+            if not known.issuperset(keys):
+                raise ValueError(f"groups[{number}] holds a variable that is not the optimizer's")
+            if any(place_of.get(key) in each for key in keys for each in result):
+                raise ValueError(f"a variable of groups[{number}] occurs in groups twice")
+            result.append([place_of[key] for key in keys if key in place_of])
+        return [part for part in result if part]
+
+
+def _is_maximum(variable: Any) -> bool:
+    return bool(getattr(variable, "overwrite_with_gradient", False))
+
+
+NOTHING_REDUCED = (
+    "the model was trained, but no gradient went through hororing's DistributedOptimizer: ranks "
+    "train apart. Pass what DistributedOptimizer returns to model.compile; a copy of a model "
+    "(clone_model, a loaded file) has a plain optimizer, to be wrapped again"
+)
+
+WRONG_ORDER = (
+    "a LossScaleOptimizer around a distributed optimizer would let one rank skip a reduction that "
+    "the others wait for; wrap the other way round: DistributedOptimizer(LossScaleOptimizer("
+    "optimizer)). Under the policy mixed_float16, set it before DistributedOptimizer is called, "
+    "which then does that itself"
+)
+
+
+def wrapped(optimizer: Any, settings: Settings, local_layers: Iterable[Any] = ()) -> Any:
+    """Make `optimizer` itself distributed and return it, or its LossScaleOptimizer."""
+    if not isinstance(optimizer, keras.Optimizer):
+        raise TypeError(
+            f"optimizer must be an optimizer of Keras 3, not {type(optimizer).__name__} "
+            f"({optimizer!r})"
+        )
+    if isinstance(optimizer, Distributed):
+        raise ValueError("optimizer is distributed already; wrap it once")
+    scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    if scales and isinstance(optimizer.inner_optimizer, Distributed):
+        raise ValueError(WRONG_ORDER)
+    if settings.op == Adasum and getattr(optimizer, "inner_optimizer", optimizer).use_ema:
+        raise ValueError(
+            "use_ema cannot be used with op=Adasum: averages would differ between ranks"
+        )
+    if not scales and keras.config.dtype_policy().name == "mixed_float16":
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+    base = type(optimizer)
+    namespace = {
+        "__module__": base.__module__,
+        "__doc__": base.__doc__,
+        "_settings": settings,
+        # Keras writes this class into files, which then load without us; `isinstance` and
+        # `type` see the real one.
+        "__class__": property(lambda self: base),
+    }
+    # Not by Keras' __setattr__, which would compare classes first.
+    object.__setattr__(optimizer, "__class__", type(base.__name__, (Distributed, base), namespace))
+    optimizer._become_distributed(tuple(local_layers))
+    return optimizer

@@ -1,0 +1,162 @@
+"""The functions that make an optimizer distributed, and load a model with one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+
+from hororing.arguments import Average
+from hororing.compression import Compressor, NoneCompressor
+from hororing.keras.distributed import wrapped
+from hororing.keras.settings import checked_settings
+from hororing.process_sets import ProcessSet, global_process_set
+
+
+def DistributedOptimizer(
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = NoneCompressor,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: int = Average,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[Any]] | None = None,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """Make `optimizer` reduce its gradients over all ranks, and return it.
+
+    The given optimizer itself becomes distributed; it keeps its state, and files hold it as it was:
+    whoever loads them has a plain optimizer, to be passed to this function again. So have
+    models that were copied (clone_model, deepcopy); a copy of the optimizer alone is distributed.
+    Ranks must agree on which variables have no gradient.
+
+    Under the policy mixed_float16 the result is a LossScaleOptimizer around the given one, as
+    ``model.compile`` would make it, but inside out: infinities on one rank are seen by all.
+
+    Parameters
+    ----------
+    optimizer : any optimizer of Keras 3.
+    name : what the names of its requests begin with, in messages and the timeline.
+    device_dense, device_sparse : Horovod's, for its GPU kernels; without a meaning here.
+    compression : how gradients travel: Compression.none, .fp16, .bf16 or your own Compressor.
+    sparse_as_dense : reduce gradients of embeddings as dense tensors. On TensorFlow they are
+        gathered otherwise; other backends have dense ones.
+    gradient_predivide_factor : with op=Average, divide by this before the sum and multiply by
+        it after: against overflow of 16-bit floats.
+    op : Average, Sum, Min, Max or Product; or Adasum: each rank updates its variables with its own
+        gradients, and what that changed is combined. Optimizer variables then differ between ranks.
+    num_groups : deprecated; use `groups`.
+    groups : a number of groups, or lists of variables; a group is reduced in one go. Variables in
+        no list are reduced one by one.
+    backward_passes_per_step : so many batches make one update: gradients are added up, then
+        reduced. `iterations`, and so schedules, count updates. Keras' own
+        ``gradient_accumulation_steps`` works, too, but reduces every batch's gradients.
+    average_aggregated_gradients : divide the sum by the number of batches.
+    process_set : the ranks that reduce with each other. Ranks outside it train by themselves.
+    scale_local_gradients : divide gradients of local variables (`register_local_var` of the
+        optimizer) by the number of ranks: they then weigh as much as averaged ones.
+
+    Examples
+    --------
+    >>> optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.001 * hvd.size()))
+    >>> model.compile(optimizer, loss="mse")
+    >>> model.fit(x, y, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+    """
+    settings = checked_settings(
+        name=name,
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        gradient_predivide_factor=gradient_predivide_factor,
+        op=op,
+        backward_passes_per_step=backward_passes_per_step,
+        average_aggregated_gradients=average_aggregated_gradients,
+        num_groups=num_groups,
+        groups=groups,
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
+    )
+    return wrapped(optimizer, settings)
+
+
+def PartialDistributedOptimizer(
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = NoneCompressor,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: int = Average,
+    groups: int | Sequence[Sequence[Any]] | None = None,
+    process_set: ProcessSet = global_process_set,
+    local_layers: Any = None,
+    scale_local_gradients: bool = True,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+) -> Any:
+    """Do as `DistributedOptimizer`, but leave out what `local_layers` train.
+
+    `local_layers` is a layer, or a list of layers, each rank has for itself. Copies of the
+    optimizer do not know them.
+    """
+    if local_layers is None:
+        local_layers = ()
+    elif isinstance(local_layers, keras.Layer):
+        local_layers = (local_layers,)
+    for layer in local_layers:
+        if not isinstance(layer, keras.Layer):
+            raise TypeError(f"local_layers must be Keras layers, not {type(layer).__name__}")
+    settings = checked_settings(
+        name=name,
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        gradient_predivide_factor=gradient_predivide_factor,
+        op=op,
+        backward_passes_per_step=backward_passes_per_step,
+        average_aggregated_gradients=average_aggregated_gradients,
+        groups=groups,
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
+    )
+    return wrapped(optimizer, settings, local_layers)
+
+
+def load_model(
+    filepath: str | os.PathLike[str],
+    custom_optimizers: Sequence[type] | None = None,
+    custom_objects: Mapping[str, Any] | None = None,
+    compression: type[Compressor] = NoneCompressor,
+    legacy_opts: bool = False,
+) -> Any:
+    """Load a Keras model, and make its optimizer distributed; its state is kept.
+
+    Parameters
+    ----------
+    filepath : a file of ``model.save``, with or without hororing.
+    custom_optimizers : classes of optimizers that the file may hold beside those of Keras.
+    custom_objects : as for ``keras.models.load_model``.
+    compression : as for `DistributedOptimizer`. For its other arguments use
+        ``keras.models.load_model``, and ``DistributedOptimizer(model.optimizer, ...)`` after it.
+    legacy_opts : must be False: Keras 3 has no legacy optimizers.
+    """
+    if legacy_opts:
+        raise ValueError(
+            "load_model: legacy_opts=True: Keras 3 has no legacy optimizers; leave it out"
+        )
+    named = {each.__name__: each for each in custom_optimizers or ()}
+    model = keras.models.load_model(filepath, custom_objects={**named, **(custom_objects or {})})
+    if getattr(model, "optimizer", None) is not None:
+        DistributedOptimizer(model.optimizer, compression=compression)
+    return model

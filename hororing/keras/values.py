@@ -1,0 +1,122 @@
+"""Values from and to all ranks, outside of training: NumPy arrays and numbers, and variables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+import keras
+import numpy as np
+from keras import ops
+
+import hororing.numpy as hvd
+from hororing import arguments
+from hororing.arguments import Average
+from hororing.collectives import DTYPES
+from hororing.compression import Compressor, NoneCompressor
+from hororing.names import default_name
+
+
+def _array(value: Any) -> Any:
+    if isinstance(value, np.ndarray | np.generic):
+        return np.asarray(value)
+    if ops.is_tensor(value) or isinstance(value, keras.Variable):
+        return np.asarray(ops.convert_to_numpy(value))
+    return np.asarray(value)
+
+
+def _value(array: Any) -> Any:
+    """Return arrays as they are, and those without dimensions as NumPy's numbers."""
+    return np.asarray(array)[()]
+
+
+def allreduce(
+    value: Any,
+    name: str | None = None,
+    average: bool | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    op: int | None = None,
+    compression: type[Compressor] = NoneCompressor,
+) -> Any:
+    """Combine `value` over all ranks and return the result.
+
+    `value` is a number, an array or a tensor; the result is NumPy's. `average` is deprecated; the
+    rest is as for hororing.numpy.allreduce. An average of integers is truncated: pass floats.
+    """
+    op = arguments.choose_op(op, average)
+    return _value(
+        hvd.allreduce(
+            _array(value), name=name, compression=compression, op=op,
+            prescale_factor=prescale_factor, postscale_factor=postscale_factor,
+        )
+    )  # fmt: skip
+
+
+def allgather(value: Any, name: str | None = None) -> Any:
+    """Concatenate the arrays of all ranks along the first dimension, in rank order."""
+    return _value(hvd.allgather(_array(value), name=name))
+
+
+def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
+    """Return, on every rank, what rank `root_rank` passes. Shapes and types must be equal."""
+    return _value(hvd.broadcast(_array(value), root_rank, name=name))
+
+
+def reducescatter(value: Any, name: str | None = None, op: int = Average) -> Any:
+    """Combine `value` over all ranks and return this rank's rows of the result."""
+    return _value(hvd.reducescatter(_array(value), name=name, op=op))
+
+
+def broadcast_variables(variables: Iterable[Any], root_rank: int) -> None:
+    """Give Keras variables of all ranks the values that those of rank `root_rank` have.
+
+    The same variables on every rank, in the same order, such as ``model.weights`` or
+    ``optimizer.variables``; build both before.
+    """
+    root_rank = arguments.check_root(root_rank, "broadcast_variables")
+    variables = list(variables)
+    for variable in variables:
+        if not hasattr(variable, "assign"):
+            raise TypeError(
+                f"broadcast_variables takes variables, not {type(variable).__name__}; use "
+                "broadcast for values"
+            )
+    prefix = default_name("broadcast_variables")
+    handles, arrays = [], []
+    for number, variable in enumerate(variables):
+        array = np.array(ops.convert_to_numpy(variable))
+        # Random states are unsigned, weights may have 8 bits: those travel as bytes.
+        known = array.dtype.name in DTYPES
+        sent = array if known else np.frombuffer(bytearray(array.tobytes()), np.uint8)
+        handles.append(hvd.broadcast_async_(sent, root_rank, name=f"{prefix}.{number}"))
+        arrays.append((sent, array.dtype, array.shape))
+    failures: list[Exception] = []
+    for variable, handle, (sent, dtype, shape) in zip(variables, handles, arrays, strict=True):
+        try:
+            hvd.synchronize(handle)
+        except Exception as error:
+            failures.append(error)
+        else:
+            variable.assign(sent.view(dtype).reshape(shape))
+    if failures:
+        raise failures[0]
+
+
+def broadcast_global_variables(root_rank: int) -> NoReturn:
+    """Raise RuntimeError: Keras 3 has no global variables, it runs eagerly outside of `fit`."""
+    raise RuntimeError(
+        f"broadcast_global_variables({root_rank}): there are no global variables in eager mode; "
+        "use broadcast_variables(model.weights, root_rank), or "
+        "callbacks.BroadcastGlobalVariablesCallback(root_rank) with model.fit"
+    )
+
+
+__all__ = [
+    "allgather",
+    "allreduce",
+    "broadcast",
+    "broadcast_global_variables",
+    "broadcast_variables",
+    "reducescatter",
+]

@@ -1,0 +1,103 @@
+"""hororing.keras as Horovod's users of tf.keras know it: the same, but for the order of arguments.
+
+Keras runs on TensorFlow then. All names and recipes: docs/keras.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hororing import process_sets, runtime
+from hororing.arguments import Adasum, Average, Max, Min, Product, Sum
+from hororing.compression import Compressor, NoneCompressor
+from hororing.errors import (
+    DuplicateNameError,
+    HororingInternalError,
+    HorovodInternalError,
+    MismatchError,
+    NotInitializedError,
+    PeerLostError,
+    ShutDownError,
+    StalledError,
+    TransportError,
+    UnsupportedOpError,
+)
+from hororing.keras import optimizer as _optimizer
+from hororing.keras import values
+from hororing.keras.compression import Compression
+from hororing.keras.optimizer import PartialDistributedOptimizer, load_model
+from hororing.keras.values import *  # noqa: F403
+from hororing.objects import allgather_object, broadcast_object
+from hororing.process_sets import *  # noqa: F403
+from hororing.process_sets import ProcessSet, global_process_set
+from hororing.runtime import *  # noqa: F403
+from hororing.tensorflow.keras import callbacks
+from hororing.verbs import barrier, join
+
+
+def DistributedOptimizer(
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = NoneCompressor,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: int = Average,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[Any]] | None = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """Do as hororing.keras.DistributedOptimizer."""
+    return _optimizer.DistributedOptimizer(
+        optimizer,
+        name=name,
+        device_dense=device_dense,
+        device_sparse=device_sparse,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        gradient_predivide_factor=gradient_predivide_factor,
+        op=op,
+        backward_passes_per_step=backward_passes_per_step,
+        average_aggregated_gradients=average_aggregated_gradients,
+        num_groups=num_groups,
+        groups=groups,
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
+    )
+
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "Compression",
+    "DistributedOptimizer",
+    "DuplicateNameError",
+    "HororingInternalError",
+    "HorovodInternalError",
+    "Max",
+    "Min",
+    "MismatchError",
+    "NotInitializedError",
+    "PartialDistributedOptimizer",
+    "PeerLostError",
+    "Product",
+    "ShutDownError",
+    "StalledError",
+    "Sum",
+    "TransportError",
+    "UnsupportedOpError",
+    "allgather_object",
+    "barrier",
+    "broadcast_object",
+    "callbacks",
+    "join",
+    "load_model",
+]
+__all__ += process_sets.__all__
+__all__ += runtime.__all__
+__all__ += values.__all__
