@@ -1,0 +1,636 @@
+"""What hororing.keras does on every backend of Keras: cases for test_keras_*.py.
+
+Imported on the ranks only, when KERAS_BACKEND is set. Every rank knows the data of all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+import keras
+import mpirun
+import numpy as np
+import pytest
+from keras import ops
+
+import hororing.keras as hvd
+from hororing import errors
+from hororing.keras.distributed import Distributed
+from hororing.names import default_name
+
+BACKEND = keras.backend.backend()
+STEPS, BATCH = 20, 12
+FEATURES, OUTPUTS = 5, 2
+Broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback
+
+hvd.init()
+keras.config.set_floatx("float64")
+RANDOM = np.random.default_rng(mpirun.seed())
+X = RANDOM.normal(size=(STEPS * BATCH, FEATURES))
+Y = RANDOM.normal(size=(STEPS * BATCH, OUTPUTS))
+
+
+def mine(data: np.ndarray, steps: int = STEPS) -> np.ndarray:
+    """This rank's part of every batch."""
+    rank, size = hvd.rank(), hvd.size()
+    batches = data[: steps * BATCH].reshape(steps, size, BATCH // size, *data.shape[1:])
+    return batches[:, rank].reshape(-1, *data.shape[1:])
+
+
+def network(seed: int = 0, built: bool = True) -> keras.Model:
+    keras.utils.set_random_seed(seed)
+    layers = [keras.layers.Dense(7, activation="tanh"), keras.layers.Dense(OUTPUTS)]
+    return keras.Sequential([*([keras.Input((FEATURES,))] if built else []), *layers])
+
+
+def fit(model, optimizer, steps=STEPS, parts=1, callbacks=(), alone=False, **options):
+    """Train on this rank's part of the batches, each cut into `parts`; or `alone` on all of it."""
+    model.compile(optimizer, "mse")
+    x, y, size = (X[: steps * BATCH], Y[: steps * BATCH], 1) if alone else (
+        mine(X, steps), mine(Y, steps), hvd.size()
+    )  # fmt: skip
+    return model.fit(
+        x, y, batch_size=BATCH // size // parts, shuffle=False, verbose=0,
+        callbacks=list(callbacks), **options,
+    )  # fmt: skip
+
+
+def assert_same_weights(model, expected, rtol=1e-6) -> None:
+    for weight, other in zip(model.get_weights(), expected.get_weights(), strict=True):
+        np.testing.assert_allclose(weight, other, rtol=rtol, atol=1e-6)
+
+
+def assert_equal_on_all_ranks(model) -> None:
+    for weights in hvd.allgather_object(model.get_weights()):
+        for weight, other in zip(weights, model.get_weights(), strict=True):
+            np.testing.assert_array_equal(weight, other)
+
+
+def sgd(**options):
+    return keras.optimizers.SGD(0.1, momentum=0.9, **options)
+
+
+@contextlib.contextmanager
+def folder():
+    """One folder for all ranks."""
+    with tempfile.TemporaryDirectory() as own:
+        yield Path(hvd.broadcast_object(own))
+        hvd.barrier()
+
+
+class Straight(keras.Model):
+    """y = x w, of which the gradient is known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = keras.layers.Dense(OUTPUTS, use_bias=False, kernel_initializer="zeros")
+        self.build((None, FEATURES))
+
+    def build(self, shape) -> None:
+        self.layer.build(shape)
+        self.built = True
+
+    def call(self, x):
+        return self.layer(x)
+
+
+def gradient_at(w: np.ndarray, step: int) -> np.ndarray:
+    x, y = (data[step * BATCH : (step + 1) * BATCH] for data in (X, Y))
+    return 2 / (BATCH * OUTPUTS) * x.T @ (x @ w - y)
+
+
+# -- training ------------------------------------------------------------------------------------
+
+
+def case_training_equals_one_process_with_the_large_batch():
+    for make in (sgd, lambda: keras.optimizers.Adam(0.01, clipnorm=0.5)):
+        model = network(seed=hvd.rank())
+        fit(model, hvd.DistributedOptimizer(make()), callbacks=[Broadcast(0)])
+        expected = network()
+        fit(expected, make(), alone=True)
+        assert_same_weights(model, expected)
+        assert_equal_on_all_ranks(model)
+        assert int(model.optimizer.iterations) == STEPS
+
+
+def case_a_model_that_is_not_built_is_broadcast_after_its_first_batch():
+    model = network(seed=hvd.rank(), built=False)
+    callback = Broadcast(hvd.size() - 1)
+    fit(model, hvd.DistributedOptimizer(sgd()), steps=3, callbacks=[callback])
+    assert callback._done
+    assert_equal_on_all_ranks(model)
+
+
+def case_a_broadcast_leaves_out_local_variables_and_random_states():
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2), keras.layers.Dropout(0.5)])
+    model.set_weights([np.full_like(weight, hvd.rank()) for weight in model.get_weights()])
+    seeds = [variable for variable in model.variables if "seed" in variable.path]
+    assert seeds
+    for seed in seeds:
+        seed.assign(np.full(seed.shape, 7 + hvd.rank()))
+    model.compile(hvd.DistributedOptimizer(sgd()), "mse")
+    callback = Broadcast(0, local_variables=[model.layers[0].bias])
+    callback.set_model(model)
+    callback.on_train_begin()
+    kernel, bias = model.get_weights()
+    assert (kernel == 0).all()
+    assert (bias == hvd.rank()).all()
+    assert all((ops.convert_to_numpy(seed) == 7 + hvd.rank()).all() for seed in seeds)
+
+
+def case_passes_are_added_up_before_they_are_reduced():
+    for averaged in (True, False):
+        rate = 0.1 if averaged else 0.05
+        optimizer = hvd.DistributedOptimizer(
+            keras.optimizers.SGD(rate, momentum=0.9),
+            backward_passes_per_step=2,
+            average_aggregated_gradients=averaged,
+        )
+        model = network()
+        fit(model, optimizer, parts=2, callbacks=[Broadcast(0)])
+        expected = network()
+        fit(expected, sgd(), alone=True)
+        assert_same_weights(model, expected)
+        assert int(optimizer.iterations) == STEPS
+
+
+def case_schedules_count_updates_and_not_passes():
+    schedule = keras.optimizers.schedules.PiecewiseConstantDecay([0], [0.1, 0.0])
+    model = network()
+    optimizer = hvd.DistributedOptimizer(
+        keras.optimizers.SGD(schedule), backward_passes_per_step=3, average_aggregated_gradients=True
+    )
+    fit(model, optimizer, steps=2, parts=2)  # the second update is not there yet
+    assert int(optimizer.iterations) == 1
+    once = model.get_weights()
+    assert_equal_on_all_ranks(model)
+    model.fit(mine(X, 2), mine(Y, 2), batch_size=BATCH // hvd.size() // 2, verbose=0)
+    assert int(optimizer.iterations) == 2
+    for weight, other in zip(model.get_weights(), once, strict=True):
+        np.testing.assert_array_equal(weight, other)
+
+
+def case_the_accumulation_of_keras_works():
+    model = network()
+    optimizer = hvd.DistributedOptimizer(sgd(gradient_accumulation_steps=2))
+    fit(model, optimizer, parts=2, callbacks=[Broadcast(0)])
+    expected = network()
+    fit(expected, sgd(), alone=True)
+    assert_same_weights(model, expected)
+    assert int(optimizer.iterations) == STEPS
+
+
+def case_an_overflow_on_one_rank_makes_all_skip():
+    keras.config.set_floatx("float32")
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        model = network()
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+        assert isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+        model.compile(optimizer, "mse")
+        assert model.optimizer is optimizer
+        x, y = mine(X, 3), mine(Y, 3)
+        if hvd.rank() == hvd.size() - 1:
+            x[BATCH // hvd.size()] = np.inf  # in the second of three batches
+        model.fit(
+            x, y, batch_size=BATCH // hvd.size(), shuffle=False, verbose=0,
+            callbacks=[Broadcast(0)],
+        )  # fmt: skip
+        assert int(optimizer.iterations) == 2
+        assert float(optimizer.dynamic_scale) == 2.0**14
+        assert all(np.isfinite(weight).all() for weight in model.get_weights())
+        assert_equal_on_all_ranks(model)
+        with pytest.raises(ValueError, match="other way round"):
+            keras.optimizers.LossScaleOptimizer(optimizer.inner_optimizer.__class__(0.1)).apply(
+                keras.optimizers.LossScaleOptimizer(hvd.DistributedOptimizer(sgd()))
+            )
+    finally:
+        keras.config.set_dtype_policy("float64")
+        keras.config.set_floatx("float64")
+
+
+def case_adasum_combines_what_each_rank_changes():
+    if hvd.size() not in (1, 2):
+        return
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.1), op=hvd.Adasum)
+    model = Straight()
+    fit(model, optimizer, steps=4, callbacks=[Broadcast(0)])
+    twins = [Straight() for _ in range(hvd.size())]
+    inner = [keras.optimizers.Adam(0.1) for _ in twins]
+    w = np.zeros((FEATURES, OUTPUTS))
+    for step in range(4):
+        changes = []
+        for rank, (twin, each) in enumerate(zip(twins, inner, strict=True)):
+            twin.set_weights([w])
+            rows = slice(step * BATCH + rank * BATCH // hvd.size(),
+                         step * BATCH + (rank + 1) * BATCH // hvd.size())  # fmt: skip
+            x, y = X[rows], Y[rows]
+            gradient = 2 / y.size * x.T @ (x @ w - y)
+            each.apply([ops.convert_to_tensor(gradient)], twin.trainable_variables)
+            changes.append(twin.get_weights()[0] - w)
+        a, b = changes if len(changes) == 2 else (changes[0], changes[0] * 0)
+        dot = (a * b).sum()
+        left, right = (1 - dot / (2 * (c * c).sum()) if c.any() else 1.0 for c in (a, b))
+        w = w + left * a + right * b
+    np.testing.assert_allclose(model.get_weights()[0], w, rtol=1e-6, atol=1e-9)
+
+
+# -- single steps ----------------------------------------------------------------------------------
+
+
+def variables(*shapes):
+    return [keras.Variable(np.zeros(shape), dtype="float64") for shape in shapes]
+
+
+def step(optimizer, gradients, weights) -> None:
+    tensors = [None if g is None else ops.convert_to_tensor(g, "float64") for g in gradients]
+    optimizer.apply(tensors, weights)
+
+
+def assert_values(weights, expected) -> None:
+    for weight, value in zip(weights, expected, strict=True):
+        np.testing.assert_allclose(ops.convert_to_numpy(weight), value, rtol=1e-3, atol=1e-12)
+
+
+def gradients_of(rank: int) -> list[np.ndarray]:
+    return [np.full(3, 1.0 + rank), np.full((2, 2), 10.0 * (rank + 1))]
+
+
+def case_options_of_the_reduction():
+    size = hvd.size()
+    average = np.mean([1.0 + rank for rank in range(size)])
+    weights = variables(3, (2, 2))
+    for options in (
+        {},
+        {"groups": 1},
+        {"groups": 5},
+        {"groups": [[weights[1], weights[0]]]},
+        {"groups": [[weights[1]]]},
+        {"compression": hvd.Compression.fp16},
+        {"compression": hvd.Compression.bf16, "groups": 1},
+        {"gradient_predivide_factor": 2.0},
+        {"name": "mine", "device_dense": "/cpu:0", "device_sparse": "/gpu:0"},
+        {"op": hvd.Sum},
+        {"op": hvd.Max},
+    ):
+        factor = {hvd.Sum: average * size, hvd.Max: size}.get(options.get("op"), average)
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), **options)
+        for weight in weights:
+            weight.assign(ops.zeros_like(weight))
+        step(optimizer, gradients_of(hvd.rank()), weights)
+        assert_values(weights, [-factor, -10 * factor])
+    with pytest.warns(DeprecationWarning, match="num_groups"):
+        hvd.DistributedOptimizer(sgd(), num_groups=2)
+
+
+def case_ranks_outside_of_the_process_set_train_by_themselves():
+    if hvd.size() < 2:
+        return
+    from hororing.process_sets import register
+
+    alone = register([0])
+    weights = variables(3)
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), process_set=alone)
+    step(optimizer, [np.full(3, 1.0 + hvd.rank())], weights)
+    assert_values(weights, [-1.0 - hvd.rank()])
+
+
+def case_variables_without_gradients_and_those_that_are_replaced():
+    weights = variables(3, 2, ())
+    weights[2].overwrite_with_gradient = True
+    optimizer = hvd.DistributedOptimizer(
+        keras.optimizers.SGD(1.0), compression=hvd.Compression.fp16
+    )
+    with pytest.warns(UserWarning, match="Gradients do not exist"):
+        step(optimizer, [np.full(3, 1.0 + hvd.rank()), None, 5.0 - hvd.rank()], weights)
+    average = np.mean([1.0 + rank for rank in range(hvd.size())])
+    assert_values(weights, [-average, 0.0, 5.0])
+
+
+def case_passes_add_up_maxima_as_maxima():
+    weights = variables(3, ())
+    weights[1].overwrite_with_gradient = True
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), backward_passes_per_step=2)
+    step(optimizer, [np.full(3, 1.0 + hvd.rank()), 8.0], weights)
+    assert_values(weights, [0.0, 0.0])
+    step(optimizer, [np.full(3, 1.0 + hvd.rank()), 5.0], weights)
+    average = np.mean([1.0 + rank for rank in range(hvd.size())])
+    assert_values(weights, [-2 * average, 8.0])
+    assert int(optimizer.iterations) == 1
+
+
+def case_local_variables_are_not_reduced():
+    for scale in (True, False):
+        weights = variables(3, 2)
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), scale_local_gradients=scale)
+        optimizer.register_local_var(weights[1])
+        gradients = [np.full(3, 1.0 + hvd.rank()), np.full(2, 1.0 + hvd.rank())]
+        step(optimizer, gradients, weights)
+        average = np.mean([1.0 + rank for rank in range(hvd.size())])
+        assert_values(weights, [-average, -(1.0 + hvd.rank()) / (hvd.size() if scale else 1)])
+
+
+def case_local_layers_are_not_reduced():
+    model = network()
+    optimizer = hvd.PartialDistributedOptimizer(sgd(), local_layers=model.layers[0])
+    fit(model, optimizer, steps=2, callbacks=[Broadcast(0)])
+    first = hvd.allgather_object(model.layers[0].get_weights())
+    assert hvd.size() == 1 or (first[0][0] != first[1][0]).any()
+    with pytest.raises(TypeError, match="local_layers must be Keras layers, not str"):
+        hvd.PartialDistributedOptimizer(sgd(), local_layers=["dense"])
+
+
+def case_a_mismatch_names_the_ranks_and_the_job_goes_on():
+    if hvd.size() == 1:
+        return
+    weights = variables(3 + hvd.rank())
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), name="uneven")
+    with pytest.raises(errors.MismatchError, match=r"uneven/0.*rank"):
+        step(optimizer, [np.zeros(3 + hvd.rank())], weights)
+    assert hvd.allreduce(1.0, op=hvd.Sum) == hvd.size()
+
+
+# -- what an optimizer is --------------------------------------------------------------------------
+
+
+def case_the_optimizer_stays_what_it_was():
+    plain = keras.optimizers.Adam(0.01)
+    optimizer = hvd.DistributedOptimizer(plain)
+    assert optimizer is plain
+    assert isinstance(optimizer, keras.optimizers.Adam)
+    assert isinstance(optimizer, Distributed)
+    optimizer.learning_rate = 0.5
+    assert float(optimizer.learning_rate) == 0.5
+    saved = keras.optimizers.serialize(optimizer)
+    assert saved == keras.optimizers.serialize(keras.optimizers.Adam(0.5, name=optimizer.name))
+
+
+def case_a_copy_of_the_optimizer_is_distributed():
+    for options in ({}, {"backward_passes_per_step": 2}):
+        twin = copy.deepcopy(hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), **options))
+        weights = variables(3)
+        for _ in range(options.get("backward_passes_per_step", 1)):
+            step(twin, [np.full(3, 1.0 + hvd.rank())], weights)
+        average = np.mean([1.0 + rank for rank in range(hvd.size())])
+        assert_values(weights, [-average * options.get("backward_passes_per_step", 1)])
+
+
+LOAD_WITHOUT_US = """
+import sys
+sys.modules["hororing"] = None
+import keras, numpy as np
+model = keras.models.load_model(sys.argv[1])
+print("loaded", type(model.optimizer).__name__, int(model.optimizer.iterations), sum(
+    float(abs(keras.ops.convert_to_numpy(v)).sum()) for v in model.optimizer.variables))
+"""
+
+
+def case_a_saved_model_loads_without_us_and_goes_on_with_us():
+    straight = network()
+    fit(straight, hvd.DistributedOptimizer(sgd()), steps=6)
+    model = network()
+    fit(model, hvd.DistributedOptimizer(sgd(), backward_passes_per_step=1), steps=3)
+    with folder() as where:
+        path = where / "model.keras"
+        if hvd.rank() == 0:
+            model.save(path)
+            with zipfile.ZipFile(path) as archive:
+                assert "hororing" not in archive.read("config.json").decode()
+                assert json.loads(archive.read("config.json"))
+            state = sum(
+                float(abs(ops.convert_to_numpy(v)).sum()) for v in model.optimizer.variables
+            )
+            environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI", "PMI"))}
+            done = subprocess.run(
+                [sys.executable, "-c", LOAD_WITHOUT_US, str(path)],
+                capture_output=True, text=True, env=environment,
+            )  # fmt: skip
+            loaded = done.stdout.rpartition("loaded SGD 3 ")[2]
+            assert loaded, done.stdout + done.stderr
+            np.testing.assert_allclose(float(loaded), state, rtol=1e-6)
+        hvd.barrier()
+        loaded = hvd.load_model(path)
+    assert isinstance(loaded.optimizer, Distributed)
+    assert int(loaded.optimizer.iterations) == 3
+    rest = slice(3 * BATCH // hvd.size(), None)
+    loaded.fit(
+        mine(X, 6)[rest], mine(Y, 6)[rest], batch_size=BATCH // hvd.size(), shuffle=False,
+        verbose=0, callbacks=[Broadcast(0)],
+    )  # fmt: skip
+    assert_same_weights(loaded, straight)
+    with pytest.raises(ValueError, match="legacy"):
+        hvd.load_model("model.keras", legacy_opts=True)
+
+
+# -- nobody trains without a reduction ---------------------------------------------------------------
+
+
+def case_a_plain_optimizer_is_an_error_after_the_first_batch():
+    if hvd.size() == 1:
+        return
+    for model in (network(), keras.models.clone_model(network())):
+        with pytest.raises(RuntimeError, match="no gradient went through"):
+            fit(model, sgd(), steps=2, callbacks=[Broadcast(0)])
+        assert int(model.optimizer.iterations) == 1
+
+
+def case_a_way_around_the_optimizer_is_an_error_at_the_end():
+    if hvd.size() == 1:
+        return
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    cls = type(optimizer)
+    cls.apply, cls.stateless_apply = (
+        cls.__mro__[2].apply, cls.__mro__[2].stateless_apply
+    )  # fmt: skip
+    with pytest.raises(RuntimeError, match="no gradient went through"):
+        fit(network(), optimizer, steps=1)
+    with pytest.raises(RuntimeError, match="no gradient went through"):
+        fit(network(), optimizer.__class__(0.1), steps=1, callbacks=[Broadcast(0)])
+
+
+def case_wrong_use():
+    distributed = hvd.DistributedOptimizer(sgd())
+    for error, text, arguments in (
+        (TypeError, "not str", {"optimizer": "adam"}),
+        (ValueError, "distributed already", {"optimizer": distributed}),
+        (ValueError, "must be at least 1", {"backward_passes_per_step": 0}),
+        (ValueError, "op=Average only", {"gradient_predivide_factor": 2.0, "op": hvd.Sum}),
+        (ValueError, "must be positive", {"gradient_predivide_factor": -1.0}),
+        (ValueError, "exclude each other", {"num_groups": 2, "groups": 2}),
+        (ValueError, "at least 1", {"groups": 0}),
+        (ValueError, "non-empty lists of variables", {"groups": [[]]}),
+        (TypeError, "device_dense must be a str", {"device_dense": 0}),
+        (TypeError, "name must be a str", {"name": 5}),
+        (TypeError, "not a compressor", {"compression": 16}),
+        (ValueError, "no reduce operation", {"op": 17}),
+        (ValueError, "op=Adasum", {"op": hvd.Adasum, "average_aggregated_gradients": True}),
+        (ValueError, "use_ema", {"op": hvd.Adasum, "optimizer": sgd(use_ema=True)}),
+    ):
+        if arguments.get("op") == hvd.Adasum and hvd.size() == 3:
+            continue
+        with pytest.raises(error, match=text):
+            hvd.DistributedOptimizer(**{"optimizer": sgd(), **arguments})
+    with pytest.raises(ValueError, match="other way round"):
+        keras.optimizers.LossScaleOptimizer(distributed)
+    with pytest.raises(RuntimeError, match=r"broadcast_variables\(model.weights"):
+        hvd.broadcast_global_variables(0)
+    with pytest.raises(TypeError, match="root_rank"):
+        Broadcast("0")
+    with pytest.raises(TypeError, match="takes variables, not int"):
+        hvd.broadcast_variables([3], 0)
+    weights = variables(2)
+    stranger = hvd.DistributedOptimizer(sgd(), groups=[variables(3)])
+    if hvd.size() > 1:
+        with pytest.raises(ValueError, match=r"groups\[0\] holds a variable that is not"):
+            step(stranger, [np.zeros(2)], weights)
+    # Errors on one rank alone must not make default names differ.
+    number = default_name("optimizer")
+    assert len(set(hvd.allgather_object(str(number)))) == 1
+
+
+# -- callbacks -------------------------------------------------------------------------------------
+
+
+def simulated(rates: list[float], momentum: float, corrected: bool) -> np.ndarray:
+    """SGD on `Straight`, whose velocity contains the rate."""
+    w = np.zeros((FEATURES, OUTPUTS))
+    velocity = np.zeros_like(w)
+    before = rates[0]
+    for number, rate in enumerate(rates):
+        if corrected:
+            velocity = velocity * (rate / before)
+        velocity = momentum * velocity - rate * gradient_at(w, number)
+        w, before = w + velocity, rate
+    return w
+
+
+def case_warmup_raises_the_rate_batch_by_batch():
+    for corrected in (True, False):
+        model = Straight()
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.5, momentum=0.9))
+        warmup = hvd.callbacks.LearningRateWarmupCallback(
+            0.1, warmup_epochs=2, momentum_correction=corrected, verbose=1
+        )
+        model.compile(optimizer, "mse")
+        printed = io.StringIO()
+        rates, weights = [], []
+
+        class Watch(keras.callbacks.Callback):
+            def on_train_batch_begin(self, batch, logs=None, rates=rates):
+                rates.append(float(self.model.optimizer.learning_rate))
+
+            def on_train_batch_end(self, batch, logs=None):
+                pass
+
+        per_epoch = 4
+        with contextlib.redirect_stdout(printed):
+            for epoch in range(3):  # by hand: each epoch has other data
+                rows = slice(epoch * per_epoch * BATCH // hvd.size(), None)
+                model.fit(
+                    mine(X)[rows], mine(Y)[rows], batch_size=BATCH // hvd.size(), shuffle=False,
+                    verbose=0, initial_epoch=epoch, epochs=epoch + 1, steps_per_epoch=per_epoch,
+                    callbacks=[Broadcast(0), warmup, Watch()],
+                )  # fmt: skip
+        weights = model.get_weights()[0]
+        n = hvd.size()
+        expected = [
+            0.1 / n * (min(batch + 1, 8) / per_epoch * (n - 1) / 2 + 1) for batch in range(12)
+        ]
+        np.testing.assert_allclose(rates, expected)
+        np.testing.assert_allclose(
+            weights, simulated(expected, 0.9, corrected), rtol=1e-6, atol=1e-9
+        )
+        assert ("at 0.1" in printed.getvalue()) == (hvd.rank() == 0)
+
+
+def case_a_schedule_has_a_rate_for_each_epoch():
+    model = Straight()
+    schedule = hvd.callbacks.LearningRateScheduleCallback(
+        0.1, lambda epoch: 0.5**epoch, start_epoch=1, end_epoch=3
+    )
+    constant = hvd.callbacks.LearningRateScheduleCallback(0.1, 3.0, start_epoch=3)
+    history = fit(
+        model, hvd.DistributedOptimizer(sgd()), steps=2, epochs=4,
+        callbacks=[Broadcast(0), schedule, constant],
+    )  # fmt: skip
+    np.testing.assert_allclose(history.history["lr"], [0.1, 0.05, 0.025, 0.3])
+    unknown = hvd.callbacks.LearningRateScheduleCallback(0.1, lambda epoch: 1, staircase=False)
+    unknown.set_params({"steps": None})
+    with pytest.raises(ValueError, match="pass steps_per_epoch"):
+        unknown.on_train_begin()
+
+
+def case_rates_that_other_callbacks_set_reach_the_optimizer():
+    model = Straight()
+    fit(
+        model, hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), steps=1,
+        callbacks=[Broadcast(0), keras.callbacks.LearningRateScheduler(lambda epoch: 0.25)],
+    )  # fmt: skip
+    w = np.zeros((FEATURES, OUTPUTS))
+    np.testing.assert_allclose(
+        model.get_weights()[0], -0.25 * gradient_at(w, 0), rtol=1e-6, atol=1e-12
+    )
+
+
+def case_metrics_are_averaged_and_the_best_model_is_saved_by_rank_0():
+    with folder() as where:
+        average = hvd.callbacks.MetricAverageCallback()
+        logs = {"loss": 1.0 + hvd.rank(), "accuracy": np.float32(hvd.rank())}
+        average.on_epoch_end(0, logs)
+        size = hvd.size()
+        assert logs == {"loss": (size + 1) / 2, "accuracy": (size - 1) / 2}
+        best = hvd.callbacks.BestModelCheckpoint(monitor="loss")
+        with pytest.raises(ValueError, match="set its filepath"):
+            best.on_train_begin()
+        best.filepath = where / f"best{hvd.rank()}.keras"
+        model = network()
+        history = fit(
+            model, hvd.DistributedOptimizer(sgd()), steps=2, epochs=2,
+            callbacks=[Broadcast(0), average, best],
+        )  # fmt: skip
+        losses = hvd.allgather_object(history.history["loss"])
+        assert all(each == losses[0] for each in losses)
+        hvd.barrier()
+        assert [path.name for path in where.iterdir()] == ["best0.keras"]
+
+
+# -- values ----------------------------------------------------------------------------------------
+
+
+def case_values_are_numpys():
+    rank, size = hvd.rank(), hvd.size()
+    total = sum(range(size))
+    assert hvd.allreduce(rank + 0.5) == total / size + 0.5
+    assert hvd.allreduce(rank, op=hvd.Sum) == total
+    assert isinstance(hvd.allreduce(np.ones((2, 2)), name="ones"), np.ndarray)
+    with pytest.warns(DeprecationWarning):
+        assert hvd.allreduce(1.0, average=False) == size
+    assert hvd.allreduce(1.0, prescale_factor=2, postscale_factor=3, op=hvd.Sum) == 6 * size
+    assert hvd.allreduce(np.float32(1.5), compression=hvd.Compression.bf16).dtype == np.float32
+    assert hvd.allreduce(ops.ones(3), op=hvd.Sum).tolist() == [size] * 3
+    assert hvd.broadcast(rank, size - 1) == size - 1
+    assert hvd.allgather(np.full((rank + 1, 2), rank)).shape == (size * (size + 1) // 2, 2)
+    assert hvd.reducescatter(np.arange(size, dtype=float)).tolist() == [rank]
+    assert hvd.broadcast_object({"a": rank}) == {"a": 0}
+
+
+def case_variables_of_all_types_are_broadcast():
+    kinds = ["float16", "bfloat16", "float32", "int32", "uint8", "bool", "uint32", "float8_e4m3fn"]
+    if BACKEND == "torch":  # Keras has no unsigned ones there
+        kinds.remove("uint32")
+    values = [keras.Variable(np.ones(3) * hvd.rank(), dtype=kind) for kind in kinds]
+    values.append(keras.Variable(float(hvd.rank())))
+    hvd.broadcast_variables(values, hvd.size() - 1)
+    for kind, value in zip([*kinds, "a number"], values, strict=True):
+        expected = np.ones(value.shape) * (hvd.size() - 1)
+        array = ops.convert_to_numpy(value).astype("float64")
+        np.testing.assert_array_equal(array, expected.astype(bool) if kind == "bool" else expected)
