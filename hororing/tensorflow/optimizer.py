@@ -111,9 +111,9 @@ def DistributedOptimizer(
             f"DistributedOptimizer takes an optimizer of Keras or of tf.compat.v1.train, not "
             f"{type(optimizer).__name__}; with a loop of your own use DistributedGradientTape"
         )
-    from hororing.tensorflow import keras  # imports Keras, which not everybody here uses
+    import hororing.tensorflow.keras as of_keras  # imports Keras, which not everybody here uses
 
-    return keras.DistributedOptimizer(
+    return of_keras.DistributedOptimizer(
         optimizer,
         name,
         backward_passes_per_step=backward_passes_per_step,
