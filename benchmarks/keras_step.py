@@ -1,0 +1,172 @@
+"""What a training step of Keras costs over one without communication, on one host.
+
+    mpirun -np 2 python benchmarks/keras_step.py
+
+Ways, on the same model, batches and processes:
+
+    plain      no communication: the others' times are given as more than this
+    hororing   DistributedOptimizer
+    mwms       tf.distribute.MultiWorkerMirroredStrategy with its ring over gRPC
+
+`--loop fit` is model.fit, in which Keras 3 does not run MultiWorkerMirroredStrategy (its
+compute_loss gets a PerReplica value: ValueError); `--loop custom` is the same step in a
+tf.function, for all three.
+
+The ways take turns, a series of steps each, begun together. A series' time is that of the slowest
+rank; printed are the median over the series and the 10th to 90th percentile, in ms per step, and
+the median of the difference to plain's series of the same round. Only ratios mean anything on a
+shared machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import hororing.numpy as hvd_numpy
+import hororing.tensorflow as hvd
+import hororing.tensorflow.keras as hvd_keras
+
+BATCH = 32
+
+
+def layers_200() -> tuple[keras.Model, tuple[int, ...]]:
+    """200 small layers: 402 gradients, 3.3 MB."""
+    dense = [keras.layers.Dense(64, activation="relu") for _ in range(200)]
+    return keras.Sequential([keras.Input((64,)), *dense, keras.layers.Dense(10)]), (64,)
+
+
+def convolutional() -> tuple[keras.Model, tuple[int, ...]]:
+    """A convolutional model of 11 MB."""
+    layers: list[Any] = [keras.Input((32, 32, 3))]
+    for filters in (32, 64, 128, 256):
+        for _ in range(2):
+            layers += [
+                keras.layers.Conv2D(filters, 3, padding="same", use_bias=False),
+                keras.layers.BatchNormalization(),
+                keras.layers.ReLU(),
+            ]
+        layers.append(keras.layers.MaxPooling2D())
+    layers += [keras.layers.Flatten(), keras.layers.Dense(384, activation="relu")]
+    return keras.Sequential([*layers, keras.layers.Dense(10)]), (32, 32, 3)
+
+
+MODELS = {"layers": layers_200, "conv": convolutional}
+
+
+def strategy_of_tensorflow() -> tf.distribute.Strategy:
+    """Join the processes of this job by TensorFlow's own means, before anything else."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    os.environ["TF_CONFIG"] = json.dumps(
+        {
+            "cluster": {"worker": hvd.allgather_object(address)},
+            "task": {"type": "worker", "index": hvd.rank()},
+        }
+    )
+    ring = tf.distribute.experimental.CommunicationImplementation.RING
+    return tf.distribute.MultiWorkerMirroredStrategy(
+        communication_options=tf.distribute.experimental.CommunicationOptions(implementation=ring)
+    )
+
+
+def compiled(model: keras.Model, optimizer: Any) -> keras.Model:
+    loss = keras.losses.SparseCategoricalCrossentropy(
+        from_logits=True, reduction="sum_over_batch_size"
+    )
+    model.compile(optimizer, loss, jit_compile=False)
+    return model
+
+
+def custom_loop(model: keras.Model, strategy: Any, x: Any, y: Any) -> Callable[[int], None]:
+    """Return a function that takes so many steps."""
+
+    def step(images: tf.Tensor, labels: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            loss = model.compute_loss(images, labels, model(images, training=True))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        model.optimizer.apply(gradients, model.trainable_variables)
+        return loss
+
+    traced = tf.function(
+        step if strategy is None else lambda *batch: strategy.run(step, batch), jit_compile=False
+    )
+    batch = tf.constant(x[:BATCH]), tf.constant(y[:BATCH])
+
+    def run(steps: int) -> None:
+        for _ in range(steps):
+            traced(*batch)
+
+    return run
+
+
+def fit_loop(model: keras.Model, x: Any, y: Any) -> Callable[[int], None]:
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH).repeat()
+    return lambda steps: model.fit(data, steps_per_epoch=steps, verbose=0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--model", choices=MODELS, default="layers")
+    parser.add_argument("--loop", choices=["fit", "custom"], default="fit")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=20, help="in a series")
+    options = parser.parse_args()
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    hvd.init()
+    strategy = strategy_of_tensorflow() if options.loop == "custom" else None
+    make = MODELS[options.model]
+    plain, shape = make()
+    ours, _ = make()
+    models = {
+        "plain": compiled(plain, keras.optimizers.SGD(0.001)),
+        "hororing": compiled(ours, hvd_keras.DistributedOptimizer(keras.optimizers.SGD(0.001))),
+    }
+    rng = np.random.default_rng(hvd.rank())
+    x = rng.standard_normal((BATCH * options.steps, *shape)).astype(np.float32)
+    y = rng.integers(0, 10, BATCH * options.steps)
+    if strategy is None:
+        ways = {way: fit_loop(model, x, y) for way, model in models.items()}
+    else:
+        ways = {way: custom_loop(model, None, x, y) for way, model in models.items()}
+        with strategy.scope():
+            mirrored = compiled(make()[0], keras.optimizers.SGD(0.001))
+        ways["mwms"] = custom_loop(mirrored, strategy, x, y)
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(options.rounds + 2):
+        for way, run in ways.items():
+            hvd_numpy.barrier()
+            begin = time.perf_counter()
+            run(options.steps)
+            mine = np.array(1e3 * (time.perf_counter() - begin) / options.steps)
+            times[way].append(float(hvd_numpy.allreduce(mine, op=hvd.Max)))
+    if hvd.rank() == 0:
+        print(f"{options.model}, {options.loop}, {hvd.size()} ranks, ms per step")
+        base = np.array(times["plain"][2:])  # without the first two, which trace
+        for way, series in times.items():
+            samples = np.array(series[2:])
+            low, middle, high = np.percentile(samples, [10, 50, 90])
+            print(
+                f"  {way:9} {middle:8.2f}  {low:8.2f} .. {high:8.2f}   over plain: "
+                f"{np.median(samples - base):8.2f}"
+            )
+    hvd_numpy.barrier()
+
+
+if __name__ == "__main__":
+    main()
