@@ -25,54 +25,18 @@ from typing import Any
 import mpirun
 import numpy as np
 import oracle
+from conformance.calls import REDUCTIONS, Call, Caller, Ranks, Started
+from conformance.players import PLAYERS, Player, player_of
 
 import hororing.numpy as hvd
 from hororing import errors
 
-Array = np.ndarray[Any, np.dtype[Any]]
-Ranks = tuple[int, ...]
-
-OPTIONS = ("ranks", "seed", "calls", "schedules", "minutes")
+OPTIONS = ("player", "ranks", "seed", "calls", "schedules", "minutes")
 
 ROUND_CALLS = 12  # at most
 NAMES = 16  # in every process set; few, so that the response cache is of use
 OPS = [hvd.Average, hvd.Sum, hvd.Min, hvd.Max, hvd.Product, hvd.Adasum]
-REDUCTIONS = ("allreduce", "reducescatter")
 VERBS = ["allreduce"] * 6 + ["allgather", "broadcast", "alltoall", "reducescatter"] * 2
-
-
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """One collective of all `members`."""
-
-    step: int
-    verb: str
-    members: Ranks
-    name: str | None  # None: unnamed, or a barrier
-    dtypes: tuple[str, ...] = ()  # of each tensor
-    shapes: tuple[tuple[int, ...], ...] = ()  # of each tensor; rows of an allgather: see `rows`
-    rows: tuple[tuple[int, ...], ...] = ()  # allgather: of each member, of each tensor
-    splits: tuple[tuple[int, ...] | None, ...] = ()  # alltoall: of each member
-    op: int = hvd.Sum
-    factors: tuple[float, float] = (1.0, 1.0)
-    root: int = 0
-    grouped: bool = False
-    in_place: bool = False
-    blocking: bool = True
-    strided: bool = False  # arrays that are not contiguous
-    spoiled: int | None = None  # the member whose call differs
-    refused: bool = False  # every member gets a MismatchError
-
-    def shape(self, index: int, member: int) -> tuple[int, ...]:
-        """What this member's tensor looks like."""
-        place = self.members.index(member)
-        if self.verb == "allgather":
-            return (self.rows[place][index], *self.shapes[index][1:])
-        return self.shapes[index]
-
-    def kept_out(self) -> Call:
-        """The same call, refused."""
-        return dataclasses.replace(self, refused=True)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -210,61 +174,21 @@ class Drawer:
 
 
 # ---------------------------------------------------------------------------------------------
-# What members pass, and what they ought to get
-
-
-def passed(seed: int, call: Call, member: int) -> list[Array]:
-    """The arrays of one member."""
-    return [
-        oracle.values(
-            np.random.default_rng([seed, call.step, member, index]),
-            dtype,
-            call.shape(index, member),
-        )
-        for index, dtype in enumerate(call.dtypes)
-    ]
-
-
-def check(seed: int, call: Call, rank: int, results: list[Array], joined: Ranks = ()) -> None:
-    """Raise AssertionError unless these are the results on this rank."""
-    of_members = [passed(seed, call, member) for member in call.members]
-    absent = [place for place, member in enumerate(call.members) if member in joined]
-    place, size = call.members.index(rank), len(call.members)
-    for index, result in enumerate(results[: len(call.dtypes)]):
-        arrays = [tensors[index] for tensors in of_members]
-        if call.verb in REDUCTIONS:
-            wanted = oracle.reduced(arrays, call.op, *call.factors, absent)
-            if call.verb == "reducescatter":
-                wanted = wanted.rows(*oracle.share(arrays[0].shape[0], size, place))
-            wanted.compare(result)
-            continue
-        if call.verb == "broadcast":
-            moved = arrays[call.members.index(call.root)]
-        elif call.verb == "allgather":
-            moved = np.concatenate(arrays)
-        else:
-            moved, received = oracle.exchanged(arrays, call.splits, place)
-            assert results[1].dtype == np.int32
-            assert results[1].tolist() == received
-        oracle.equal(result, moved)
-
-
-# ---------------------------------------------------------------------------------------------
 # Carrying out, on one rank
 
 
-class Player:
+class Schedule(Caller):
     """Carries out one schedule."""
 
-    def __init__(self, seed: int, calls: int) -> None:
-        self.seed = seed
+    def __init__(self, player: Player, seed: int, calls: int) -> None:
+        super().__init__(player, seed)
         self.calls = calls
-        self.rank, self.size = hvd.rank(), hvd.size()
-        self.world = tuple(range(self.size))
+        self.again = (
+            f"again: python tests/python/schedules.py --player {player.name} "
+            f"--ranks {self.size} --seed {seed} --calls {calls}"
+        )
         self.shared = random.Random(seed)  # draws alike on every rank
-        self.own = random.Random(f"{seed} {self.rank}")
         self.drawer = Drawer(self.shared, self.size)
-        self.sets = {self.world: hvd.global_process_set}
         self.counts: collections.Counter[str] = collections.Counter()
 
     def play(self) -> None:
@@ -340,9 +264,14 @@ class Player:
         threaded = rng.random() < 0.15
         ordered = [call for call in ordered if self.rank in call.members]
         free = [call for call in free if self.rank in call.members]
+        if not self.player.asynchronous:
+            ordered.extend(free)
+            free.clear()
         self.own.shuffle(free)
         handles: list[Started] = []
-        if threaded:
+        if self.player.traced:
+            self.together(ordered)
+        elif threaded:
             handles += [self.start(call) for call in free]
             self.in_threads(ordered)
         else:
@@ -380,92 +309,10 @@ class Player:
         if failures:
             raise failures[0]
 
-    # -- one call -----------------------------------------------------------------------------
-
-    def start(self, call: Call) -> Started:
-        """Make the call, wholly if it is blocking."""
-        mine = self.drawer.spoil(call) if call.spoiled == self.rank else call
+    def own_version(self, call: Call) -> Call:
+        """The call, or what the member that is to spoil it does instead."""
         self.counts[call.verb] += 1
-        tensors = [self.laid_out(mine, array) for array in passed(self.seed, mine, self.rank)]
-        started = Started(call, tensors, [tensor.copy() for tensor in tensors])
-        try:
-            started.outcome = self.invoke(mine, tensors)
-        except errors.MismatchError as failure:
-            started.failure = failure
-        except Exception as failure:
-            raise AssertionError(self.about(call)) from failure
-        return started
-
-    def laid_out(self, call: Call, array: Array) -> Array:
-        """The same array, elsewhere in memory."""
-        if not call.strided or not array.ndim:
-            return array
-        wide = np.zeros((*array.shape[:-1], 2 * array.shape[-1]), array.dtype)
-        wide[..., ::2] = array
-        return wide[..., ::2]
-
-    def invoke(self, call: Call, tensors: list[Array]) -> Any:
-        """The call of the library."""
-        process_set = self.sets[call.members]
-        if call.verb == "barrier":
-            hvd.barrier(process_set)
-            return None
-        arguments: dict[str, Any] = {"name": call.name, "process_set": process_set}
-        if call.verb in REDUCTIONS:
-            pre, post = call.factors
-            arguments.update(op=call.op, prescale_factor=pre, postscale_factor=post)
-        if call.verb == "broadcast":
-            arguments["root_rank"] = call.root
-        if call.verb == "alltoall":
-            arguments["splits"] = call.splits[call.members.index(self.rank)]
-        verb = ("grouped_" if call.grouped else "") + call.verb
-        verb += ("" if call.blocking else "_async") + ("_" if call.in_place else "")
-        return getattr(hvd, verb)(tensors if call.grouped else tensors[0], **arguments)
-
-    def finish(self, started: Started, joined: Ranks = ()) -> None:
-        """Wait, and compare."""
-        call, outcome, failure = started.call, started.outcome, started.failure
-        if call.verb == "barrier":
-            return
-        try:
-            if failure is None and not call.blocking:
-                if self.own.random() < 0.3:
-                    hvd.poll(outcome)
-                outcome = hvd.synchronize(outcome)
-        except errors.MismatchError as mismatch:
-            failure = mismatch
-        except Exception as other:
-            raise AssertionError(self.about(call)) from other
-        try:
-            if call.refused:
-                assert failure is not None, f"no MismatchError, but {outcome!r}"
-                return
-            if failure is not None:
-                raise failure
-            pair = call.verb == "alltoall" and isinstance(outcome, tuple)
-            results = list(outcome) if call.grouped or pair else [outcome]
-            if call.in_place:
-                assert all(a is b for a, b in zip(results, started.tensors, strict=True))
-            else:
-                for tensor, before in zip(started.tensors, started.before, strict=True):
-                    oracle.equal(tensor, before)  # nobody wrote into what was passed
-            if call.verb == "alltoall" and not pair:
-                _, received = oracle.exchanged(
-                    [passed(self.seed, call, member)[0] for member in call.members],
-                    call.splits, call.members.index(self.rank),
-                )  # fmt: skip
-                results.append(np.array(received, np.int32))
-            check(self.seed, call, self.rank, results, joined)
-        except Exception as wrong:
-            raise AssertionError(self.about(call)) from wrong
-
-    def about(self, call: Call) -> str:
-        """What to know of a failure."""
-        return (
-            f"schedule seed {self.seed}, {self.size} ranks, rank {self.rank}, step {call.step}: "
-            f"{call}\nagain: python tests/python/schedules.py --ranks {self.size} "
-            f"--seed {self.seed} --calls {self.calls}"
-        )
+        return self.drawer.spoil(call) if call.spoiled == self.rank else call
 
     # -- uneven data --------------------------------------------------------------------------
 
@@ -479,11 +326,10 @@ class Player:
             if self.rank in joined:
                 continue
             mine = [call for call in batch if self.rank in call.members]
-            for started in [self.start(call) for call in mine]:
-                self.finish(started, joined)
+            self.together(mine, joined)
             if number % 5 == 4:
                 hvd.barrier()
-        last = hvd.join()
+        last = self.player.join()
         assert steps[last] == max(steps), f"join returned {last}, steps were {steps}"
         assert set(hvd.allgather_object(last)) == {last}
 
@@ -508,22 +354,11 @@ class Player:
         return call.kept_out() if affected and scaled else call
 
 
-@dataclasses.dataclass
-class Started:
-    """A call under way, or over."""
-
-    call: Call
-    tensors: list[Array]
-    before: list[Array]
-    outcome: Any = None  # a handle, or the result
-    failure: errors.MismatchError | None = None
-
-
 # ---------------------------------------------------------------------------------------------
 # Schedules one after the other
 
 
-def play(seed: int, calls: int, ranks: int) -> collections.Counter[str]:
+def play(player: Player, seed: int, calls: int, ranks: int) -> collections.Counter[str]:
     """One schedule, from init to shutdown."""
     print(f"schedule seed {seed}", flush=True)
     rng = random.Random(f"sets of {seed}")
@@ -531,18 +366,19 @@ def play(seed: int, calls: int, ranks: int) -> collections.Counter[str]:
     static = [hvd.ProcessSet(part) for part in sorted(set(parts)) if len(part) < ranks]
     hvd.init(process_sets=static)
     assert hvd.size() == ranks
-    player = Player(seed, calls)
-    player.sets |= {tuple(process_set.ranks): process_set for process_set in static}
-    player.play()
+    schedule = Schedule(player, seed, calls)
+    schedule.sets |= {tuple(process_set.ranks): process_set for process_set in static}
+    schedule.play()
     hvd.shutdown()
-    return player.counts + collections.Counter(collectives=player.drawer.step)
+    return schedule.counts + collections.Counter(collectives=schedule.drawer.step)
 
 
 def _on_a_rank(arguments: argparse.Namespace) -> None:
     began, done = time.monotonic(), collections.Counter[str]()
     schedules = itertools.count() if arguments.minutes else range(arguments.schedules)
     for number in schedules:
-        done += play(arguments.seed + number, arguments.calls, arguments.ranks)
+        seed, player = arguments.seed + number, player_of(arguments.player)
+        done += play(player, seed, arguments.calls, arguments.ranks)
         hvd.init()
         enough = time.monotonic() - began > 60 * arguments.minutes if arguments.minutes else False
         enough = hvd.broadcast_object(enough, 0)
@@ -557,6 +393,7 @@ def _on_a_rank(arguments: argparse.Namespace) -> None:
 def parse(given: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--player", choices=sorted(PLAYERS), default="numpy")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--seed", type=int, default=random.randrange(2**31), help="of the first")
     parser.add_argument(

@@ -1,0 +1,242 @@
+"""The adapters, as cases play them: NumPy arrays in and out, and the framework's between."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Body = Callable[..., Any]  # of tensors, to tensors in lists and tuples
+
+
+class Player:
+    """NumPy's, and the base of the others."""
+
+    name = "numpy"
+    module = "hororing.numpy"
+    asynchronous = True  # has handles, and verbs that write into tensors
+    differentiable = False
+    traced = False  # bodies become graphs
+
+    def __init__(self) -> None:
+        self.hvd: Any = importlib.import_module(self.module)
+
+    # -- tensors ------------------------------------------------------------------------------
+
+    def tensor(self, array: Array) -> Any:
+        """A tensor of one's own."""
+        return array.copy()
+
+    def ones(self, *shape: int, dtype: str = "float32") -> Any:
+        return self.tensor(np.ones(shape, ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype))
+
+    def strided(self, array: Array) -> Any:
+        """Every other element of a larger tensor."""
+        wide = np.zeros((*array.shape[:-1], 2 * array.shape[-1]), array.dtype)
+        wide[..., ::2] = array
+        return self.tensor(wide)[..., ::2]
+
+    def array(self, tensor: Any) -> Array:
+        """The array of what must be a tensor."""
+        assert isinstance(tensor, np.ndarray), type(tensor)
+        return tensor
+
+    def arrays(self, results: Any) -> Any:
+        """The same for lists and tuples of tensors."""
+        if isinstance(results, (list, tuple)):
+            return [self.arrays(result) for result in results]
+        return None if results is None else self.array(results)
+
+    # -- bodies -------------------------------------------------------------------------------
+
+    def run(self, body: Body, *inputs: Array) -> Any:
+        """What `body` makes of these, which it must leave as they are."""
+        tensors = [self.tensor(array) for array in inputs]
+        results = self.arrays(self.called(body, *tensors))
+        for tensor, before in zip(tensors, inputs, strict=True):
+            assert self.array(tensor).tobytes() == before.tobytes()
+        return results
+
+    def called(self, body: Body, *tensors: Any) -> Any:
+        """The body, as this mode calls it."""
+        return body(*tensors)
+
+    def join(self) -> int:
+        return int(self.hvd.join())
+
+    @contextlib.contextmanager
+    def refuses(self, about: str, kind: Any, *texts: str) -> Iterator[None]:
+        """Fail unless the block raises that, and all texts occur in its message."""
+        with pytest.raises(Exception) as caught:  # noqa: PT011
+            yield
+        error = caught.value
+        told = f"{self.name}, {about}: {type(error).__name__}: {error}"
+        assert isinstance(error, self.raised_for(kind)), told
+        missing = [text for text in texts if text not in str(error)]
+        assert not missing, f"{missing} not in {told}"
+
+    def raised_for(self, kind: Any) -> Any:
+        """What becomes of our exceptions of this kind."""
+        return kind
+
+    # -- gradients ----------------------------------------------------------------------------
+
+    def derivative(self, body: Body, above: Any, leaves: Sequence[Any]) -> list[Any]:
+        """Tensors: the gradients of sum(results * above), to be called within a body.
+
+        `above` is a number for all results, or a list of numbers and tensors.
+        """
+        raise NotImplementedError
+
+    def gradients(self, body: Body, above: Any, *leaves: Array) -> list[Array]:
+        """The gradients, as arrays; None for leaves that have none."""
+        return self.run(lambda *tensors: self.derivative(body, above, tensors), *leaves)
+
+
+class Torch(Player):
+    name = "torch"
+    module = "hororing.torch"
+    differentiable = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.torch = importlib.import_module("torch")
+
+    def tensor(self, array: Array) -> Any:
+        if array.dtype == ml_dtypes.bfloat16:
+            return self.tensor(array.view(np.int16)).view(self.torch.bfloat16)
+        return self.torch.from_numpy(array.copy())
+
+    def array(self, tensor: Any) -> Array:
+        assert isinstance(tensor, self.torch.Tensor), type(tensor)
+        tensor = tensor.detach()
+        if tensor.dtype == self.torch.bfloat16:
+            return tensor.contiguous().view(self.torch.int16).numpy().view(ml_dtypes.bfloat16)
+        return tensor.numpy()
+
+    def derivative(self, body: Body, above: Any, leaves: Sequence[Any]) -> list[Any]:
+        floats = [leaf for leaf in leaves if leaf.is_floating_point()]
+        for leaf in floats:
+            if leaf.is_leaf:
+                leaf.requires_grad_()
+        results = _list(body(*leaves))
+        assert all(each.requires_grad == each.is_floating_point() for each in results)
+        seeds = [
+            self.torch.full_like(result, seed) if isinstance(seed, (int, float)) else seed
+            for result, seed in _seeds(results, above)
+        ]
+        pairs = [(r, s) for r, s in zip(results, seeds, strict=True) if r.is_floating_point()]
+        found = iter(
+            self.torch.autograd.grad(
+                [result for result, _ in pairs], floats, [seed for _, seed in pairs],
+                allow_unused=True, create_graph=True,
+            )
+        )  # fmt: skip
+        return [next(found) if leaf.is_floating_point() else None for leaf in leaves]
+
+
+def _list(results: Any) -> list[Any]:
+    return list(results) if isinstance(results, (list, tuple)) else [results]
+
+
+def _seeds(results: list[Any], above: Any) -> Any:
+    seeds = above if isinstance(above, list) else [above] * len(results)
+    return zip(results, seeds, strict=True)
+
+
+class TensorFlow(Player):
+    """In eager mode."""
+
+    name = "tensorflow"
+    module = "hororing.tensorflow"
+    asynchronous = False
+    differentiable = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tf = importlib.import_module("tensorflow")
+
+    def tensor(self, array: Array) -> Any:
+        return self.tf.constant(array)
+
+    def array(self, tensor: Any) -> Array:
+        assert isinstance(tensor, self.tf.Tensor), type(tensor)
+        return np.asarray(tensor.numpy())
+
+    def derivative(self, body: Body, above: Any, leaves: Sequence[Any]) -> list[Any]:
+        tf = self.tf
+        floats = [leaf for leaf in leaves if leaf.dtype.is_floating]
+        with tf.GradientTape() as tape:
+            tape.watch(floats)
+            results = _list(body(*leaves))
+        pairs = [
+            (result, tf.zeros_like(result) + tf.cast(seed, result.dtype))
+            for result, seed in _seeds(results, above)
+            if result.dtype.is_floating
+        ]
+        found = iter(
+            tape.gradient(
+                [result for result, _ in pairs], floats, [seed for _, seed in pairs]
+            )
+        )  # fmt: skip
+        return [next(found) if leaf.dtype.is_floating else None for leaf in leaves]
+
+
+class Function(TensorFlow):
+    """In tf.function: every body is traced once and run twice."""
+
+    name = "function"
+    traced = True
+
+    def called(self, body: Body, *tensors: Any) -> Any:
+        """The results of the second run, if they are those of the first one."""
+        # A graph returns no None.
+        kept: list[Any] = []
+
+        def without_none(*tensors: Any) -> list[Any]:
+            structure = self.tf.nest.flatten(results := body(*tensors))
+            kept.append(results)
+            return [tensor for tensor in structure if tensor is not None]
+
+        function = self.tf.function(without_none, autograph=False)
+        first, second = function(*tensors), function(*tensors)
+        assert len(kept) == 1, "traced again"
+        for one, other in zip(first, second, strict=True):
+            assert self.array(one).tobytes() == self.array(other).tobytes()
+        found = iter(second)
+        return _mapped(lambda tensor: None if tensor is None else next(found), kept[0])
+
+    def join(self) -> int:
+        return int(self.tf.function(self.hvd.join)())
+
+    def raised_for(self, kind: Any) -> Any:
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        return (*kinds, self.tf.errors.OpError)
+
+
+def _mapped(function: Callable[[Any], Any], results: Any) -> Any:
+    if isinstance(results, (list, tuple)):
+        return [_mapped(function, result) for result in results]
+    return function(results)
+
+
+PLAYERS = {player.name: player for player in (Player, Torch, TensorFlow, Function)}
+
+
+@functools.cache
+def player_of(name: str) -> Player:
+    return PLAYERS[name]()
+
+
+def available(name: str) -> bool:
+    """Whether its framework is installed (and its adapter there)."""
+    framework = {"function": "tensorflow"}.get(name, name)
+    return all(map(importlib.util.find_spec, (framework, f"hororing.{framework}")))

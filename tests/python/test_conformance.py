@@ -1,0 +1,84 @@
+"""The conformance suite, by every adapter on 1 to 4 ranks. See conformance/."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+import mpirun
+import pytest
+from conformance import gradients, results
+from conformance.players import PLAYERS, Player, available, player_of
+
+import hororing.numpy as hvd
+
+# TensorFlow takes seconds to import: its two modes share processes, and there is no job of 4.
+JOBS = [
+    *(("numpy torch", "auto", size) for size in (1, 2, 3, 4)),
+    ("numpy", "mpi", 3),
+    *(("tensorflow function", "auto", size) for size in (1, 2, 3)),
+]
+
+
+def begin(player: Player) -> None:
+    hvd.init(process_sets="dynamic")
+
+
+def end(player: Player) -> None:
+    hvd.shutdown()
+
+
+def cases() -> dict[str, Any]:
+    """Every case by its name, in their order."""
+    rooms = (results, gradients)
+    found = {
+        name: case
+        for room in rooms
+        for name, case in vars(room).items()
+        if name.startswith("case_")
+    }
+    return {"case_begin": begin, **found, "case_end": end}
+
+
+def applies(case: str, player: str) -> bool:
+    return PLAYERS[player].differentiable or not getattr(gradients, case, None)
+
+
+def play(player: str, case: str) -> None:
+    cases()[case](player_of(player))
+
+
+# What the ranks find here: cases of the players of their job.
+for _player in os.environ.get("CONFORMANCE_PLAYERS", " ".join(PLAYERS)).split():
+    for _case in cases():
+        if applies(_case, _player):
+            globals()[f"{_case}_by_{_player}"] = functools.partial(play, _player, _case)
+
+
+@functools.cache
+def job(players: str, transport: str, size: int) -> mpirun.Job:
+    return mpirun.run(
+        __file__, size, script=False, timeout_s=110,
+        environment={
+            "CONFORMANCE_PLAYERS": players,
+            "HORORING_TRANSPORT": transport,
+            "TF_CPP_MIN_LOG_LEVEL": "2",
+        },
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("players", "transport", "size", "player", "case"),
+    [
+        pytest.param(*each, player, case, id=f"{player}-{each[1]}-{each[2]}-{case[5:]}")
+        for each in JOBS
+        for player in each[0].split()
+        for case in cases()
+        if applies(case, player)
+    ],
+)
+def test_case(players: str, transport: str, size: int, player: str, case: str):
+    if not available(player):
+        pytest.skip(f"{player} is not installed")
+    job(players, transport, size).check(f"{case}_by_{player}")
