@@ -8,7 +8,8 @@ from typing import Any
 
 import mpirun
 import pytest
-from conformance import gradients, results
+import schedules
+from conformance import gradients, refusals, results
 from conformance.players import PLAYERS, Player, available, player_of
 
 import hororing.numpy as hvd
@@ -22,23 +23,31 @@ JOBS = [
 
 
 def begin(player: Player) -> None:
-    hvd.init(process_sets="dynamic")
+    refusals.not_initialized(player)
+    hvd.init()
+
+
+def random_calls(player: Player) -> None:
+    """Two schedules of their own, each from init to shutdown."""
+    world = hvd.size()
+    hvd.shutdown()
+    for number in range(2):
+        schedules.play(player, mpirun.seed() + number, 60 if player.traced else 250, world)
 
 
 def end(player: Player) -> None:
-    hvd.shutdown()
+    refusals.not_initialized(player)
 
 
 def cases() -> dict[str, Any]:
     """Every case by its name, in their order."""
-    rooms = (results, gradients)
     found = {
         name: case
-        for room in rooms
+        for room in (results, gradients, refusals)
         for name, case in vars(room).items()
         if name.startswith("case_")
     }
-    return {"case_begin": begin, **found, "case_end": end}
+    return {"case_begin": begin, **found, "case_random_calls": random_calls, "case_end": end}
 
 
 def applies(case: str, player: str) -> bool:
@@ -63,6 +72,7 @@ def job(players: str, transport: str, size: int) -> mpirun.Job:
         environment={
             "CONFORMANCE_PLAYERS": players,
             "HORORING_TRANSPORT": transport,
+            "HORORING_DYNAMIC_PROCESS_SETS": "1",
             "TF_CPP_MIN_LOG_LEVEL": "2",
         },
     )  # fmt: skip

@@ -49,6 +49,15 @@ class Player:
         assert isinstance(tensor, np.ndarray), type(tensor)
         return tensor
 
+    def not_tensors(self) -> Iterator[tuple[Any, type[Exception], str]]:
+        """What no verb takes, the exception, and what its text holds."""
+        for other in (1.5, [1.0, 2.0], "text", None, (np.ones(2),)):
+            yield other, TypeError, type(other).__name__
+        for dtype in ("complex64", "uint32", "uint64", "U3", "O", "datetime64[s]", "i4,f4"):
+            yield np.zeros(2, dtype), ValueError, "not supported"
+        yield np.ones(2, np.dtype(np.float32).newbyteorder()), ValueError, "foreign byte order"
+        yield np.ma.masked_array(np.ones(2)), ValueError, "masked"
+
     def arrays(self, results: Any) -> Any:
         """The same for lists and tuples of tensors."""
         if isinstance(results, (list, tuple)):
@@ -122,6 +131,15 @@ class Torch(Player):
             return tensor.contiguous().view(self.torch.int16).numpy().view(ml_dtypes.bfloat16)
         return tensor.numpy()
 
+    def not_tensors(self) -> Iterator[tuple[Any, type[Exception], str]]:
+        for other in (1.5, [1.0, 2.0], "text", None, np.ones(2)):
+            yield other, TypeError, type(other).__name__
+        ones = self.ones(2)
+        yield ones.to(self.torch.float8_e5m2), ValueError, "float8_e5m2"
+        yield ones.to_sparse(), ValueError, "sparse"
+        yield self.torch.eye(2).to_sparse_csr(), ValueError, "use tensor.to_dense()"
+        yield ones.to("meta"), ValueError, "META"
+
     def derivative(self, body: Body, above: Any, leaves: Sequence[Any]) -> list[Any]:
         floats = [leaf for leaf in leaves if leaf.is_floating_point()]
         for leaf in floats:
@@ -170,6 +188,14 @@ class TensorFlow(Player):
     def array(self, tensor: Any) -> Array:
         assert isinstance(tensor, self.tf.Tensor), type(tensor)
         return np.asarray(tensor.numpy())
+
+    def not_tensors(self) -> Iterator[tuple[Any, type[Exception], str]]:
+        for other in ("text", None):
+            yield other, TypeError, type(other).__name__
+        yield self.tf.constant(["text"]), ValueError, "string"
+        yield self.tf.constant([1, 2], self.tf.uint32), ValueError, "uint32"
+        yield self.tf.sparse.from_dense([1.0]), ValueError, "SparseTensor"
+        yield self.tf.ragged.constant([[1.0], []]), ValueError, "RaggedTensor"
 
     def derivative(self, body: Body, above: Any, leaves: Sequence[Any]) -> list[Any]:
         tf = self.tf
