@@ -67,8 +67,14 @@ def checked_tensor(tensor: Any, verb: str) -> tf.Tensor:
     return tensor
 
 
+def _members(tensors: Iterable[Any]) -> list[Any]:
+    """The tensors of a group; one tensor is the group of its rows."""
+    # A tensor of a graph cannot be iterated over.
+    return tf.unstack(tensors) if isinstance(tensors, (tf.Tensor, tf.Variable)) else list(tensors)
+
+
 def _checked_list(tensors: Iterable[Any], verb: str) -> list[tf.Tensor]:
-    checked = [checked_tensor(tensor, verb) for tensor in tensors]
+    checked = [checked_tensor(tensor, verb) for tensor in _members(tensors)]
     if not checked:
         raise ValueError(f"{verb}: there are no tensors; pass at least one")
     return checked
@@ -370,9 +376,9 @@ def grouped_allreduce(
     """
     check_devices(device_dense, device_sparse)
     chosen = arguments.choose_op(op, average)
-    if not isinstance(tensors, tf.Tensor) and not tensors:
+    results = [] if tensors is None else _members(tensors)
+    if not results:
         return tensors
-    results: list[Any] = list(tensors)
     dense = [at for at, each in enumerate(results) if not isinstance(each, tf.IndexedSlices)]
     sparse = [at for at in range(len(results)) if at not in dense]
     factors = prescale_factor, postscale_factor
