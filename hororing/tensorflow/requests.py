@@ -117,7 +117,9 @@ def _by_plugin(operations: Any, requests: Sequence[Request]) -> list[tf.Tensor]:
 def _submit(
     operations: Any, token: tf.Tensor, request: Request, *, wait_follows: bool = False
 ) -> tf.Tensor:
-    process_set = request.process_set
+    process_set, root = request.process_set, request.root
+    if not -(2**31) <= root < 2**31:  # the core's integers
+        raise ValueError(f"'{request.name}' (SUBMIT): root rank {root} is out of range")
     place, size = place_and_size(process_set)
     dtypes = [tensor.dtype for tensor in request.tensors]
     preallocated = request.collective not in (ALLGATHER, ALLTOALL)
@@ -132,7 +134,7 @@ def _submit(
             collective=request.collective,
             process_set=check_member(process_set, request.name),
             op=request.op,
-            root=request.root,
+            root=root,
             prescale_bits=_bits(request.factors[0]),
             postscale_bits=_bits(request.factors[1]),
             part=place,

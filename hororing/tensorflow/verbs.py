@@ -490,7 +490,11 @@ def _checked_splits(splits: Any) -> tf.Tensor:
         dimensions = 1 if tensor.shape.rank is None else tensor.shape.rank
         arguments.check_splits([], dimensions, tensor.dtype.name)
         return tf.cast(tensor, tf.int64)
-    return tf.constant(arguments.check_splits(splits), tf.int64)
+    numbers = arguments.check_splits(splits)
+    try:
+        return tf.constant(numbers, tf.int64)
+    except (ValueError, OverflowError):  # far beyond any number of rows
+        raise ValueError(f"alltoall: splits {numbers} are out of range") from None
 
 
 @_as_it_is

@@ -148,7 +148,7 @@ def splits_rows(size: int) -> list[Row]:
         ("none at all", [], ("'n'", f"one entry for each of {size}")),
         ("negative", [-1] + [0] * (size - 1), ("'n'", "negative", "-1")),
         ("sum overflows", [2**62] * size, ("'n'", "more rows")),
-        ("beyond 64 bits", [2**70] + [0] * (size - 1), ("'n'", str(2**70))),
+        ("beyond 64 bits", [2**70] + [0] * (size - 1), (str(2**70),)),
         ("floats", [1.0] * size, ("list of integers",)),
         ("text", ["1"] * size, ("list of integers",)),
         ("two dimensions", [[1]] * size, ("list of integers",)),
