@@ -101,8 +101,23 @@ def _regrouped(requests: Sequence[Request], flat: Iterator[tf.Tensor]) -> list[l
 
 
 def _in_graph(operations: Any, requests: Sequence[Request]) -> list[tf.Tensor]:
-    token = operations.hororing_step()
+    token = _token(operations)
     return _wait(operations, requests, [_submit(operations, token, each) for each in requests])
+
+
+def _token(operations: Any) -> tf.Tensor:
+    """The token that all requests of this graph share.
+
+    Steps and waits run one after the other, as stateful operations do: with a step each, requests
+    would wait for those before them, and ranks that make them in another order for each other.
+    """
+    graph = tf.compat.v1.get_default_graph()
+    known = [token for token in graph.get_collection("hororing_step") if token.graph is graph]
+    if known:
+        return known[0]
+    token = operations.hororing_step()
+    graph.add_to_collection("hororing_step", token)
+    return token
 
 
 def _by_plugin(operations: Any, requests: Sequence[Request]) -> list[tf.Tensor]:
