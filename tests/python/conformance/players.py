@@ -181,6 +181,8 @@ class TensorFlow(Player):
     def __init__(self) -> None:
         super().__init__()
         self.tf = importlib.import_module("tensorflow")
+        # One thread waits in a graph, and another one submits, also on a machine with one core.
+        self.tf.config.threading.set_inter_op_parallelism_threads(2)
 
     def tensor(self, array: Array) -> Any:
         return self.tf.constant(array)

@@ -344,7 +344,7 @@ def case_names_of_all_kinds(player: Player) -> None:
 
 
 def case_named_calls_in_any_order(player: Player) -> None:
-    """Handles in one thread, or calls that block threads of their own."""
+    """Handles in one thread, one graph, or calls that block threads of their own."""
     for turn in range(3):
         calls = Book(player)
         for number in range(12):
@@ -354,7 +354,7 @@ def case_named_calls_in_any_order(player: Player) -> None:
             rows = ((shape[0],),) * hvd.size()
             calls.write(verb, dtype, shape, name=name, rows=rows, blocking=False)
         order = calls.own.sample(calls.calls, len(calls.calls))
-        if player.asynchronous:
+        if player.asynchronous or player.traced:
             calls.together(order)
             continue
         failures: list[BaseException] = []
