@@ -158,9 +158,9 @@ def unique_names(prefix: str, sources: Iterable[Any]) -> list[str]:
     return names
 
 
-def step_prefix(what: str) -> str:
+def step_prefix(what: str, process_set: ProcessSet) -> str:
     """A prefix for the names of one call's requests: of the graph that is built, or `what`."""
-    return what if tf.executing_eagerly() else in_graph(what)
+    return what if tf.executing_eagerly() else in_graph(what, process_set.process_set_id)
 
 
 def reduce_gradients(

@@ -18,7 +18,7 @@ import tensorflow as tf
 from hororing.names import default_name
 from hororing.process_sets import ProcessSet, check_member
 
-_counts: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
+_counts: WeakKeyDictionary[Any, Counter[tuple[str, int | None]]] = WeakKeyDictionary()
 _lock = threading.Lock()
 
 
@@ -34,16 +34,19 @@ def request_name(verb: str, name: str | None, process_set: ProcessSet) -> str:
         return name
     if tf.executing_eagerly():
         return default_name(verb, members)
-    return in_graph(verb)
+    return in_graph(verb, members)
 
 
-def in_graph(what: str) -> str:
-    """The next name for `what` in the graph that is being built."""
+def in_graph(what: str, process_set: int | None) -> str:
+    """The next name for `what` of a process set in the graph that is being built.
+
+    Sets count for themselves: not all ranks are members of all.
+    """
     graph = tf.compat.v1.get_default_graph()
     with _lock:
         count = _counts.setdefault(graph, Counter())
-        count[what] += 1
-        number = count[what]
+        count[what, process_set] += 1
+        number = count[what, process_set]
     # Names of branches and loop bodies end in numbers that differ between ranks.
     function = re.sub(r"(_\d+)+$", "", getattr(graph, "name", "graph"))
     return f"{function}/{what}.{number}"

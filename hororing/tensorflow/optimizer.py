@@ -35,7 +35,7 @@ class _DistributedV1(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
         variables = [variable for _, variable in pairs]
         reduced = reduce_gradients(
             [gradient for gradient, _ in pairs],
-            unique_names(step_prefix("gradients"), variables),
+            unique_names(step_prefix("gradients", self._options.process_set), variables),
             self._options,
             keys=[variable_key(variable) for variable in variables],
             local=self._local,

@@ -75,7 +75,7 @@ def _assigned(
             )
     if not variables:
         return None
-    names = unique_names(step_prefix(prefix), variables)
+    names = unique_names(step_prefix(prefix, process_set), variables)
     values = [tf.convert_to_tensor(variable) for variable in variables]
     signed = [
         checked_tensor(

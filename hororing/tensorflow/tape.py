@@ -44,7 +44,7 @@ class _DistributedTape(tf.GradientTape):  # type: ignore[misc]
         gradients = super().gradient(target, sources, output_gradients, unconnected_gradients)
         flat = tf.nest.flatten(sources)
         names = unique_names(
-            step_prefix("gradients"),
+            step_prefix("gradients", self._options.process_set),
             [_Generic(at) for at in range(len(flat))] if use_generic_names else flat,
         )
         # A gradient in slices is one gradient, though it consists of tensors.
