@@ -435,6 +435,12 @@ def case_arguments_that_are_wrong_here(player: Player) -> None:
         with player.refuses(label, kind, *texts):
             run(player, call)
     works(player)
+    if player.asynchronous:
+        for verb in ("grouped_allreduce", "grouped_allreduce_"):
+            with player.refuses("no tensors", ValueError, "grouped_allreduce: there are no"):
+                getattr(player.hvd, verb)([])
+    else:  # Horovod's
+        assert player.hvd.grouped_allreduce([]) == []
     for splits, texts in typed_splits(size, player.ones):
         with player.refuses(f"splits {splits}", ValueError, *texts):
             run(player, lambda h, x, s=splits: h.alltoall(x(size), splits=s, name="n"))
