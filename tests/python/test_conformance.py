@@ -72,7 +72,7 @@ for _player in os.environ.get("CONFORMANCE_PLAYERS", " ".join(PLAYERS)).split():
 @functools.cache
 def job(players: str, transport: str, size: int) -> mpirun.Job:
     return mpirun.run(
-        __file__, size, script=False, timeout_s=110,
+        __file__, size, script=False, timeout_s=240,
         environment={
             "CONFORMANCE_PLAYERS": players,
             "HORORING_TRANSPORT": transport,
@@ -82,6 +82,7 @@ def job(players: str, transport: str, size: int) -> mpirun.Job:
     )  # fmt: skip
 
 
+@pytest.mark.timeout(250)  # the first test of a job waits for all of it
 @pytest.mark.parametrize(
     ("players", "transport", "size", "player", "case"),
     [
