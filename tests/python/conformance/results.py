@@ -53,8 +53,11 @@ class Book(Caller):
         self.calls.append(Call(step, verb, dtypes=dtypes, shapes=shapes, **{**drawn, **more}))
 
     def play(self) -> None:
-        """Those that this rank takes part in."""
-        self.together([call for call in self.calls if self.rank in call.members])
+        """Those that this rank takes part in; of graphs, which take their time, a half of them."""
+        calls = self.calls
+        if self.player.traced:
+            calls = [call for call in calls if self.rng.random() < 0.5]
+        self.together([call for call in calls if self.rank in call.members])
 
 
 @contextlib.contextmanager
