@@ -2,7 +2,9 @@
 //
 // The core reads and writes that memory until a request is complete, whether or not the graph that
 // submitted it still runs: when another operation of the graph fails, TensorFlow drops the tensors
-// of the rest. So references are held here.
+// of the rest. So references are held here. It drops the handle, too, which is how a request is
+// known to be abandoned: it goes on, since other ranks take part in it, and is forgotten once it is
+// complete.
 //
 // Callable from any thread.
 #pragma once
@@ -29,12 +31,18 @@ struct InFlight {
   std::vector<Tensor> outputs;  // none where the core allocates results
 };
 
-// Takes over what `handle` uses. What has the same key and is complete is forgotten: its graph was
-// cancelled, or nobody could use the name again.
+// Takes over what `handle` uses.
 void Keep(int64_t handle, InFlight request);
 
 // Blocks until `handle` is complete, and forgets it. 0 or an hr_code; hr_last_error() tells why on
 // this thread. `collect` sees a request that has succeeded before the core forgets it.
 int Finish(int64_t handle, const std::function<void(const InFlight&)>& collect);
+
+// Blocks until the request of this key is complete, if there is one and it was abandoned.
+void FinishAbandoned(const std::string& key);
+
+// A tensor for a handle, to be filled in. The request is abandoned when TensorFlow frees it before
+// anybody has called Finish.
+Tensor NewHandle();
 
 }  // namespace hororing::tensorflow

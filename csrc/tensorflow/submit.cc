@@ -1,5 +1,4 @@
 // HororingSubmit: hands tensors to the engine and returns a handle at once.
-#include <cstring>
 #include <memory>
 #include <string>
 #include <vector>
@@ -11,18 +10,19 @@
 namespace hororing::tensorflow {
 namespace {
 
-// Inputs: a token, then these, then the tensors. The name is an input because TensorFlow keeps a
-// kernel for every combination of attributes that eager calls have.
+// Inputs: a token, then these, then the tensors. Name and factors are inputs because
+// TensorFlow keeps a kernel for every combination of attributes that eager calls have.
 constexpr int kName = 1;
-constexpr int kSplits = 2;
-constexpr int kFirstTensor = 3;
+constexpr int kFactors = 2;
+constexpr int kSplits = 3;
+constexpr int kFirstTensor = 4;
 
 // The attributes of one node of a graph.
 struct Submit {
   int64_t collective, process_set, op, root;
-  double prescale, postscale;
   int64_t part, parts;  // this rank's place among the ranks that share the rows of a reduce-scatter
   int64_t has_splits, wait_follows;
+  int64_t awaits_abandoned;  // an earlier request of this name; not in eager mode: Ctrl-C
 
   bool preallocates() const { return collective != HR_ALLGATHER && collective != HR_ALLTOALL; }
 };
@@ -36,14 +36,6 @@ class Reader {
     if (status_.ok()) {
       api.OpKernelConstruction_GetAttrInt64(construction_, name, &value, status_.get());
     }
-    return value;
-  }
-
-  // An attribute float has 32 bits only, so doubles come as integers of the same bits.
-  double Double(const char* name) {
-    const int64_t bits = Integer(name);
-    double value;
-    std::memcpy(&value, &bits, sizeof(value));
     return value;
   }
 
@@ -61,12 +53,11 @@ void* Create(TF_OpKernelConstruction* construction) {
   submit->process_set = read.Integer("process_set");
   submit->op = read.Integer("op");
   submit->root = read.Integer("root");
-  submit->prescale = read.Double("prescale_bits");
-  submit->postscale = read.Double("postscale_bits");
   submit->part = read.Integer("part");
   submit->parts = read.Integer("parts");
   submit->has_splits = read.Integer("has_splits");
   submit->wait_follows = read.Integer("wait_follows");
+  submit->awaits_abandoned = read.Integer("awaits_abandoned");
   if (read.status()->ok()) return submit.release();
   api.OpKernelConstruction_Failure(construction, read.status()->get());
   return nullptr;
@@ -111,15 +102,15 @@ class Execution {
     ReadName();
     shapes_.reserve(static_cast<size_t>(count));  // the core's views point into it
     for (int i = 0; i < count && status_.ok(); ++i) AddTensor(i);
+    const Tensor factors = status_.ok() ? Input(kFactors) : nullptr;
     const Tensor splits = status_.ok() ? Input(kSplits) : nullptr;
-    // Allocated first: nothing may fail once the core has the request.
-    const Tensor handle(status_.ok()
-                            ? api.AllocateOutput(context_, submit_.preallocates() ? count : 0,
-                                                 TfType::kInt64, nullptr, 0, sizeof(int64_t),
-                                                 status_.get())
-                            : nullptr);
+    // Made first: nothing may fail once the core has the request.
+    const Tensor handle = status_.ok() ? NewHandle() : nullptr;
+    if (status_.ok()) {
+      api.SetOutput(context_, submit_.preallocates() ? count : 0, handle.get(), status_.get());
+    }
     if (!status_.ok()) return api.OpKernelContext_Failure(context_, status_.get());
-    const int64_t submitted = HandOver(splits);
+    const int64_t submitted = HandOver(factors, splits);
     if (submitted <= 0) return Fail(context_, OfCore(static_cast<int>(-submitted)));
     *static_cast<int64_t*>(api.TensorData(handle.get())) = submitted;
     Keep(submitted, std::move(in_flight_));
@@ -189,18 +180,19 @@ class Execution {
     return output;
   }
 
-  int64_t HandOver(const Tensor& splits) {
+  int64_t HandOver(const Tensor& factors, const Tensor& splits) {
     if (!submit_.preallocates()) in_flight_.outputs.clear();
     in_flight_.collective = submit_.collective;
     in_flight_.key = std::to_string(submit_.process_set) + "/" + name_;
+    if (submit_.awaits_abandoned != 0) FinishAbandoned(in_flight_.key);
     hr_request request{};
     request.collective = static_cast<int32_t>(submit_.collective);
     request.name = name_.c_str();
     request.process_set = static_cast<int32_t>(submit_.process_set);
     request.op = static_cast<int32_t>(submit_.op);
     request.root = static_cast<int32_t>(submit_.root);
-    request.prescale = submit_.prescale;
-    request.postscale = submit_.postscale;
+    request.prescale = static_cast<const double*>(api.TensorData(factors.get()))[0];
+    request.postscale = static_cast<const double*>(api.TensorData(factors.get()))[1];
     request.tensors_count = static_cast<int32_t>(views_.size());
     request.tensors = views_.data();
     if (submit_.has_splits != 0) {
@@ -236,12 +228,19 @@ void RegisterSubmit(TfStatus* status) {
   static const char* const attributes[] = {
       "T: list(type) >= 1",  // the core knows which types it takes
       "P: list(type) >= 0",  // T where results are as large as the core is told; else none
-      "collective: int",    "process_set: int",    "op: int",   "root: int",
-      "prescale_bits: int", "postscale_bits: int", "part: int", "parts: int",
-      "has_splits: int",    "wait_follows: int",   nullptr,
+      "collective: int",
+      "process_set: int",
+      "op: int",
+      "root: int",
+      "part: int",
+      "parts: int",
+      "has_splits: int",
+      "wait_follows: int",
+      "awaits_abandoned: int",
+      nullptr,
   };
-  static const char* const inputs[] = {"token: int64", "request_name: uint8", "splits: int64",
-                                       "tensors: T", nullptr};
+  static const char* const inputs[] = {"token: int64",  "request_name: uint8", "factors: double",
+                                       "splits: int64", "tensors: T",          nullptr};
   // `pending` is where results will be. Nobody looks at it: HororingWait hands them out.
   static const char* const outputs[] = {"pending: P", "handle: int64", nullptr};
   Register({"HororingSubmit", attributes, inputs, outputs, false, Create, Compute, Destroy},

@@ -11,7 +11,6 @@ XLA can neither compile our operations nor `tf.numpy_function`.
 from __future__ import annotations
 
 import re
-import struct
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any, Final, NamedTuple, TypeVar
@@ -142,6 +141,7 @@ def _submit(
     with tf.device("CPU:0"):
         return operations.hororing_submit(
             token=token,
+            factors=tf.constant(request.factors, tf.float64),
             splits=tf.zeros([0], tf.int64) if splits is None else splits,
             request_name=tf.constant(np.frombuffer(encode_name(request.name), np.uint8)),
             tensors=request.tensors,
@@ -150,19 +150,12 @@ def _submit(
             process_set=check_member(process_set, request.name),
             op=request.op,
             root=root,
-            prescale_bits=_bits(request.factors[0]),
-            postscale_bits=_bits(request.factors[1]),
             part=place,
             parts=size,
             has_splits=splits is not None,
             wait_follows=wait_follows,
+            awaits_abandoned=not tf.executing_eagerly(),
         ).handle
-
-
-def _bits(number: float) -> int:
-    """The double as an integer: TensorFlow's attributes have floats of 32 bits only."""
-    (bits,) = struct.unpack("<q", struct.pack("<d", number))
-    return int(bits)
 
 
 def _wait(
