@@ -214,6 +214,20 @@ HR_EXPORT int hr_topology_now(hr_topology* topology) {
   return HR_OK;
 }
 
+HR_EXPORT int hr_place_now(int32_t process_set, int32_t* place, int32_t* size) {
+  const std::shared_ptr<Engine> engine = CurrentEngine();
+  if (engine == nullptr) return Remember(NotInitialized());
+  const std::shared_ptr<const ProcessSet> set = engine->sets().Find(process_set);
+  const int found = set == nullptr ? -1 : set->IndexOf(engine->topology().rank);
+  if (found < 0) {
+    return Remember(Status(Code::kInvalidArgument,
+                           "this rank is in no process set " + std::to_string(process_set)));
+  }
+  *place = found;
+  *size = set->size();
+  return HR_OK;
+}
+
 HR_EXPORT const char* hr_host_name(int32_t rank) {
   const std::shared_ptr<Engine> engine = CurrentEngine();
   if (engine == nullptr || rank < 0 || rank >= engine->topology().size) return nullptr;

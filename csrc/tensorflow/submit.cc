@@ -20,7 +20,6 @@ constexpr int kFirstTensor = 4;
 // The attributes of one node of a graph.
 struct Submit {
   int64_t collective, process_set, op, root;
-  int64_t part, parts;  // this rank's place among the ranks that share the rows of a reduce-scatter
   int64_t has_splits, wait_follows;
   int64_t awaits_abandoned;  // an earlier request of this name; not in eager mode: Ctrl-C
 
@@ -53,8 +52,6 @@ void* Create(TF_OpKernelConstruction* construction) {
   submit->process_set = read.Integer("process_set");
   submit->op = read.Integer("op");
   submit->root = read.Integer("root");
-  submit->part = read.Integer("part");
-  submit->parts = read.Integer("parts");
   submit->has_splits = read.Integer("has_splits");
   submit->wait_follows = read.Integer("wait_follows");
   submit->awaits_abandoned = read.Integer("awaits_abandoned");
@@ -157,10 +154,15 @@ class Execution {
     in_flight_.outputs.push_back(std::move(output));
   }
 
+  // Of the ranks as they are now, which may be others than when the graph was made.
   Tensor AllocateRows(int i, TfType type, std::vector<int64_t> shape, size_t bytes) {
-    if (shape.empty()) return nullptr;  // the core says that it has no rows
+    int32_t place = 0, parts = 1;
+    const auto process_set = static_cast<int32_t>(submit_.process_set);
+    if (shape.empty() || hr_place_now(process_set, &place, &parts) != HR_OK) {
+      return nullptr;  // the core says what is wrong
+    }
     const int64_t rows = shape[0];
-    shape[0] = rows / submit_.parts + (submit_.part < rows % submit_.parts ? 1 : 0);
+    shape[0] = rows / parts + (place < rows % parts ? 1 : 0);
     const size_t size = rows == 0 ? 0 : bytes / static_cast<size_t>(rows);
     return Tensor(api.AllocateOutput(context_, i, type, shape.data(),
                                      static_cast<int>(shape.size()),

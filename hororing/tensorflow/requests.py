@@ -135,7 +135,6 @@ def _submit(
     process_set, root = request.process_set, request.root
     if not -(2**31) <= root < 2**31:  # the core's integers
         raise ValueError(f"'{request.name}' (SUBMIT): root rank {root} is out of range")
-    place, size = place_and_size(process_set)
     dtypes = [tensor.dtype for tensor in request.tensors]
     preallocated = request.collective not in (ALLGATHER, ALLTOALL)
     splits = request.splits
@@ -151,8 +150,6 @@ def _submit(
             process_set=check_member(process_set, request.name),
             op=request.op,
             root=root,
-            part=place,
-            parts=size,
             has_splits=splits is not None,
             wait_follows=wait_follows,
             awaits_abandoned=not tf.executing_eagerly(),
