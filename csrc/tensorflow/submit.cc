@@ -234,8 +234,6 @@ void RegisterSubmit(TfStatus* status) {
       "process_set: int",
       "op: int",
       "root: int",
-      "part: int",
-      "parts: int",
       "has_splits: int",
       "wait_follows: int",
       "awaits_abandoned: int",

@@ -1,0 +1,781 @@
+"""What graphs do to collectives, and collectives to graphs: tf.function, XLA, failures, SavedModel.
+
+What the verbs compute is in conformance/, what tapes and optimizers do in
+test_tensorflow_training.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+if os.environ.get("TEST_TORCH_FIRST"):
+    import torch  # noqa: F401
+
+import mpirun
+import numpy as np
+import pytest
+import tensorflow as tf
+from live_job import LiveJob
+
+import hororing.tensorflow as hvd
+from hororing import errors
+from hororing._core import ffi, lib
+from hororing.collectives import ALLREDUCE
+from hororing.tensorflow import plugin, requests
+from hororing.tensorflow.requests import Request, carry_out
+
+# The fallback has no operations of its own and reduces all at once.
+PLUGIN = os.environ.get("HORORING_TENSORFLOW_PLUGIN") != "off"
+ONE_THREAD = bool(os.environ.get("TEST_ONE_THREAD"))
+if ONE_THREAD:
+    tf.config.threading.set_inter_op_parallelism_threads(1)
+
+JOBS = {
+    "plug-in, 2 ranks": (2, {}),
+    "plug-in, 2 ranks, one thread, torch first": (
+        2,
+        {"TEST_ONE_THREAD": "1", "TEST_TORCH_FIRST": "1"},
+    ),
+    "fallback, 2 ranks": (2, {"HORORING_TENSORFLOW_PLUGIN": "off"}),
+    "plug-in, 1 rank": (1, {}),
+}
+
+
+def submitted() -> int:
+    """How many requests this rank has submitted."""
+    stats = ffi.new("hr_stats *")
+    lib.hr_stats_now(stats)
+    return int(stats.submitted)
+
+
+@contextlib.contextmanager
+def requests_made(count: int) -> Iterator[None]:
+    before = submitted()
+    yield
+    assert submitted() - before == count
+
+
+def total(tensor: Any, **options: Any) -> tf.Tensor:
+    return hvd.allreduce(tensor, op=hvd.Sum, **options)
+
+
+def of_all(value: Callable[[int], Any]) -> Any:
+    """The sum over all ranks of what each passes."""
+    return sum(np.asarray(value(rank)) for rank in range(hvd.size()))
+
+
+def agree(result: Any, wanted: Any) -> None:
+    np.testing.assert_allclose(np.asarray(result), np.asarray(wanted), rtol=1e-6)
+
+
+def rss_mib() -> int:
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") >> 20
+
+
+def case_start() -> None:
+    hvd.init()
+
+
+# -- what runs, how often, and when ----------------------------------------------------------------
+
+
+def case_requests_are_in_flight_together_while_the_graph_goes_on() -> None:
+    # The last tensor of either rank is made only when the other one has been submitted, which
+    # another rank submits last: one after the other, or all at the end, neither would come.
+    if hvd.size() == 1 or ONE_THREAD or not PLUGIN:
+        return
+    seen = []
+
+    def when_the_other_is_submitted(value: np.ndarray) -> np.ndarray:
+        deadline = time.monotonic() + 20
+        while submitted() == before and time.monotonic() < deadline:
+            time.sleep(0.001)
+        seen.append(submitted() - before)
+        return value
+
+    @tf.function
+    def step(x: tf.Tensor) -> Any:
+        late = tf.numpy_function(when_the_other_is_submitted, [x], tf.float32, stateful=False)
+        late = tf.ensure_shape(late, [3])
+        both = (x, late) if hvd.rank() == 0 else (late, x)
+        return carry_out(
+            [Request(ALLREDUCE, name, [each]) for name, each in zip("ab", both, strict=True)]
+        )
+
+    for _ in range(3):
+        before = submitted()
+        for (result,) in step(tf.fill([3], 1.0 + hvd.rank())):
+            agree(result, of_all(lambda rank: np.full(3, 1.0 + rank)))
+    assert seen == [1, 1, 1]
+
+
+def case_nothing_is_folded_pruned_or_merged() -> None:
+    @tf.function
+    def step(x: tf.Tensor) -> Any:
+        total(x)  # nobody uses it
+        constant = total(tf.constant([1.0, 2.0]))
+        total(tf.constant([1.0, 2.0]))
+        twice = total(x), total(x)
+        carry_out([Request(ALLREDUCE, name, [x]) for name in ("left", "right")])
+        return constant, twice
+
+    x = tf.constant([1.0, 2.0])
+    step(x)
+    for _ in range(3):
+        with requests_made(7):
+            constant, twice = step(x)
+        for result in (constant, *twice):
+            agree(result, [hvd.size(), 2 * hvd.size()])
+
+
+def case_loops() -> None:
+    size, rank = hvd.size(), hvd.rank()
+
+    @tf.function
+    def while_loop() -> tf.Tensor:
+        def body(i: tf.Tensor, results: tf.TensorArray) -> Any:
+            value = tf.cast(10 * i + rank, tf.float32)
+            if rank == 0:  # iterations take different times on different ranks
+                work = tf.linalg.matmul(tf.ones([200, 200]) * value, tf.ones([200, 200]))
+                value = tf.cond(i % 2 == 0, lambda: work[0, 0] / 200, lambda: value)
+            return i + 1, results.write(i, total(value))
+
+        array = tf.TensorArray(tf.float32, 12)
+        _, results = tf.while_loop(
+            lambda i, _: i < 12, body, [0, array], parallel_iterations=10
+        )  # fmt: skip
+        return results.stack()
+
+    @tf.function
+    def mapped(x: tf.Tensor) -> tf.Tensor:
+        return tf.map_fn(total, x, parallel_iterations=10)
+
+    @tf.function
+    def folded(x: tf.Tensor) -> tf.Tensor:
+        return tf.foldl(lambda done, each: done + total(each), x)
+
+    @tf.function
+    def autograph(x: tf.Tensor) -> tf.Tensor:
+        done = tf.zeros([])
+        for each in x:
+            if each > 3:
+                done += total(each)
+            else:
+                done -= total(2 * each)
+        return done
+
+    for _ in range(3):
+        with requests_made(12):
+            agree(while_loop(), of_all(lambda r: 10 * np.arange(12) + r))
+    numbers = tf.range(20.0)
+    with requests_made(20):
+        agree(mapped(numbers + rank), of_all(lambda r: np.arange(20) + r))
+    with requests_made(19):
+        agree(folded(numbers), size * np.sum(np.arange(20)))
+    with requests_made(20):
+        agree(autograph(numbers), size * (sum(range(4, 20)) - 2 * sum(range(4))))
+
+
+def case_branches() -> None:
+    @tf.function
+    def branches(x: tf.Tensor, which: tf.Tensor) -> tf.Tensor:
+        first = tf.cond(which, lambda: total(x), lambda: total(2 * x))
+        second = tf.switch_case(tf.cast(which, tf.int32), [lambda: total(3 * x), lambda: x])
+        return tf.stack([first, second])
+
+    with requests_made(1):
+        agree(branches(tf.constant(1.0), tf.constant(True)), [hvd.size(), 1])
+    with requests_made(2):
+        agree(branches(tf.constant(1.0), tf.constant(False)), [2 * hvd.size(), 3 * hvd.size()])
+
+
+def case_functions_in_functions() -> None:
+    @tf.function
+    def inner(x: tf.Tensor) -> tf.Tensor:
+        return total(x)
+
+    @tf.function
+    def outer(x: tf.Tensor) -> list[tf.Tensor]:
+        return [inner(factor * x) for factor in range(10)] + [inner(tf.ones([3]))[0]]
+
+    for _ in range(3):
+        with requests_made(11):
+            agree(outer(tf.constant(1.0)), [*(hvd.size() * np.arange(10)), hvd.size()])
+
+
+def case_functions_of_one_name() -> None:
+    def make(factor: float) -> Callable[[tf.Tensor], tf.Tensor]:
+        @tf.function
+        def step(x: tf.Tensor) -> tf.Tensor:
+            return total(factor * x)
+
+        return step
+
+    steps = [make(1.0), make(2.0), make(3.0)]
+    together = tf.function(lambda x: [step(x) for step in steps])
+    agree([step(tf.constant(1.0)) for step in steps], hvd.size() * np.array([1, 2, 3]))
+    agree(together(tf.constant(1.0)), hvd.size() * np.array([1, 2, 3]))
+
+
+def case_one_rank_traces_more_often() -> None:
+    for reduce_retracing in (False, True):
+
+        @functools.partial(tf.function, reduce_retracing=reduce_retracing)
+        def step(x: tf.Tensor) -> tf.Tensor:
+            return total(total(x) + tf.cond(x[0] > 0, lambda: total(x), lambda: x))
+
+        for length in (1, 2, 3):
+            if hvd.rank() == 1:
+                step.get_concrete_function(tf.TensorSpec([length + 5]))
+                step.get_concrete_function(tf.TensorSpec([None], tf.float32))
+            with requests_made(3):
+                agree(step(tf.ones([length])), np.full(length, 2 * hvd.size() ** 2))
+
+
+def case_threads() -> None:
+    failures: list[BaseException] = []
+
+    def work(number: int) -> None:
+        @tf.function
+        def step(x: tf.Tensor) -> tf.Tensor:
+            return total(x, name=f"graph{number}")
+
+        try:
+            for i in range(40):
+                x = tf.fill([3], float(i + number))
+                agree(step(x), hvd.size() * x.numpy())
+                agree(total(x, name=f"eager{number}"), hvd.size() * x.numpy())
+        except BaseException as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+# -- gradients -------------------------------------------------------------------------------------
+
+
+def case_gradients_of_functions() -> None:
+    # With s ranks of equal x: y = sum (s x^2)^2, and each gradient is summed over the ranks.
+    s = hvd.size()
+    values = np.array([1.0, 2.0])
+    x = tf.constant(values)
+
+    def loss(x: tf.Tensor) -> tf.Tensor:
+        return tf.reduce_sum(total(x * x) ** 2)
+
+    def first(function: Any, x: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        with tf.GradientTape(persistent=True) as tape:
+            tape.watch(x)
+            y = function(x)
+        return tape.gradient(y, x), tape.gradient(y, x)
+
+    def second(function: Any, x: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            gradient, _ = first(function, x)
+        return tape.gradient(gradient, x)
+
+    wanted = 4 * s**2 * values**3
+    for function in (loss, tf.function(loss)):
+        for run in (first, tf.function(first)):
+            for gradient in run(function, x):
+                agree(gradient, wanted)
+        for run in (second, tf.function(second)):
+            agree(run(function, x), 12 * s**2 * values**2)
+
+
+def case_recomputed_gradients() -> None:
+    weights = tf.Variable([1.0, 2.0])
+
+    @tf.recompute_grad
+    def layer(x: tf.Tensor) -> tf.Tensor:
+        return total(x * weights * weights)
+
+    @tf.function
+    def gradient(x: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(layer(x) ** 2)
+        return tape.gradient(loss, weights)
+
+    for _ in range(2):
+        with requests_made(3):  # forward, again, backward
+            agree(gradient(tf.ones([2])), 4 * hvd.size() ** 2 * np.array([1.0, 8.0]))
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def case_inputs_are_not_written_to() -> None:
+    values = np.arange(64, dtype=np.float32) + 1
+    given = tf.constant(values)
+    view = np.asarray(given)
+    variable = tf.Variable(values)
+    shared = values.copy()
+    verbs: list[Callable[[Any], Any]] = [
+        total,
+        lambda x: hvd.grouped_allreduce([x, x], op=hvd.Sum),
+        lambda x: hvd.allreduce(x, op=hvd.Product, prescale_factor=3.0),
+        lambda x: hvd.broadcast(x * 1.0, hvd.size() - 1),
+        lambda x: hvd.broadcast(x, 0),
+        hvd.allgather,
+        hvd.alltoall,
+        lambda x: hvd.reducescatter(x, op=hvd.Sum),
+        lambda x: carry_out([Request(ALLREDUCE, name, [x]) for name in ("c", "d")]),
+    ]
+
+    def unchanged(*tensors: Any) -> None:
+        for tensor in (given, view, variable, shared, *tensors):
+            np.testing.assert_array_equal(np.asarray(tensor), values)
+
+    for verb in verbs:
+
+        @tf.function
+        def step(argument: tf.Tensor, verb: Callable[[Any], Any] = verb) -> Any:
+            constant = tf.constant(values)
+            read = variable.read_value()
+            temporary = argument + 1
+            foreign = tf.numpy_function(lambda: shared, [], tf.float32)
+            foreign.set_shape([64])
+            for tensor in (constant, read, variable, argument, temporary, foreign):
+                verb(tensor)
+            return constant, read, argument, temporary - 1
+
+        for each in (given, tf.identity(given), variable, variable.read_value(), values):
+            verb(each)
+            unchanged()
+        for _ in range(2):
+            unchanged(*step(given))
+
+
+def case_temporaries_become_results() -> None:
+    if not PLUGIN:
+        return
+    elements = 1 << 24  # 64 MiB
+
+    @tf.function
+    def step(x: tf.Tensor, elements: tf.Tensor) -> tf.Tensor:
+        return total(tf.fill([elements], x))[0]
+
+    def peak_mib(count: int) -> float:
+        Path("/proc/self/clear_refs").write_text("5")  # forget the high-water mark
+        before = rss_mib()
+        agree(step(tf.constant(1.0), tf.constant(count)), hvd.size())
+        (line,) = (
+            line
+            for line in Path("/proc/self/status").read_text().splitlines()
+            if line.startswith("VmHWM")
+        )
+        return int(line.split()[1]) / 1024 - before
+
+    try:
+        peak_mib(elements)  # whatever the engine keeps
+    except OSError:
+        return  # containers may forbid it
+    assert peak_mib(elements) < 1.5 * 64
+
+
+def case_eager_calls_do_not_grow_memory() -> None:
+    x = tf.ones([4])
+    hvd.allreduce(x)
+    before = rss_mib()
+    for i in range(1500):
+        hvd.allreduce(x, name=f"x{i}", prescale_factor=1.0 + i)
+        hvd.allreduce(x)
+    assert rss_mib() - before < 20
+
+
+# -- failures --------------------------------------------------------------------------------------
+
+
+def case_a_graph_that_fails_with_requests_in_flight() -> None:
+    if not PLUGIN:
+        return
+    operations = plugin.operations()
+
+    @tf.function
+    def step(x: tf.Tensor, fail: tf.Tensor) -> list[tf.Tensor]:
+        # As carry_out, but the graph fails when all has been submitted but nothing waited for.
+        token = operations.hororing_step()
+        made = [
+            Request(ALLREDUCE, f"part{i}", [tf.fill([1 << 18], x + float(i))]) for i in range(4)
+        ]
+        handles = [requests._submit(operations, token, each) for each in made]
+        with tf.control_dependencies(handles):
+            checked = tf.debugging.check_numerics(tf.where(fail, np.nan, x), "as told")
+        with tf.control_dependencies([checked]):
+            handles = [tf.identity(handle) for handle in handles]
+        return [result[0] for result in requests._wait(operations, made, handles)]
+
+    one = tf.constant(1.0)
+    before = 0
+    for i in range(200):
+        if i == 40:
+            before = rss_mib()
+        if i % 10 == 0 and i // 10 % max(2, hvd.size()) == hvd.rank():
+            time.sleep(0.005)  # now this rank is late, now that one
+        with requests_made(4), pytest.raises(tf.errors.InvalidArgumentError, match=r"as told"):
+            step(one, tf.constant(True))
+    assert rss_mib() - before < 40  # each time 4 MiB were dropped
+    agree(step(one, tf.constant(False)), hvd.size() * np.array([1, 2, 3, 4]))
+
+
+def case_errors_of_the_core_in_graphs() -> None:
+    size, rank = hvd.size(), hvd.rank()
+
+    @tf.function(reduce_retracing=True)
+    def step(x: tf.Tensor) -> tf.Tensor:
+        return total(x, name="mismatched")
+
+    kind = tf.errors.FailedPreconditionError if PLUGIN else tf.errors.OpError
+    if size > 1:
+        for _ in range(3):
+            with pytest.raises(kind, match=r"MismatchError: allreduce 'mismatched'") as caught:
+                step(tf.ones([2 + rank]))
+            assert "rank 0: [2]; rank 1: [3]" in caught.value.message
+            agree(step(tf.ones([2])), [size, size])
+            with pytest.raises(errors.MismatchError, match=r"'mismatched' .*rank 0: .2"):
+                total(tf.ones([2 + rank]), name="mismatched")
+
+    @tf.function
+    def twice(x: tf.Tensor) -> Any:
+        return carry_out([Request(ALLREDUCE, "same", [each]) for each in (x, x + 1)])
+
+    if size > 1 and PLUGIN and rank == 0:  # rank 1 does not come before rank 0 has failed
+        with pytest.raises(tf.errors.InvalidArgumentError, match=r"DuplicateNameError: .*'same'"):
+            twice(tf.ones([2]))
+    hvd.allreduce(tf.ones([1]))
+    if size > 1 and PLUGIN and rank > 0:
+        total(tf.ones([2]), name="same")  # what rank 0 had submitted
+    agree(total(tf.ones([2]), name="same"), [size, size])
+
+    @tf.function
+    def wrong(splits: tf.Tensor) -> Any:
+        return hvd.alltoall(tf.ones([2]), splits, name="exchange")
+
+    kind = tf.errors.InvalidArgumentError if PLUGIN else tf.errors.OpError
+    with pytest.raises(kind, match=r"ValueError: .*'exchange'.*\[-1"):
+        wrong(tf.constant([-1] * size))
+    with pytest.raises(ValueError, match=r"'exchange'.*\[-1"):
+        hvd.alltoall(tf.ones([2]), [-1] * size, name="exchange")
+    agree(wrong(tf.constant([2] + [0] * (size - 1)))[0], np.ones(2 * size if rank == 0 else 0))
+
+
+def case_process_sets_and_ranks_may_change_under_a_graph() -> None:
+    # Rows of a reduce-scatter are counted when it runs, or they were written beyond its result.
+    rows = 600
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 64], tf.float64)])
+    def step(x: tf.Tensor) -> tf.Tensor:
+        return tf.reduce_sum(hvd.reducescatter(x, op=hvd.Sum, name="rows"))
+
+    x = tf.ones([rows, 64], tf.float64)
+    agree(step(x), rows * 64)
+    hvd.shutdown()
+    hvd.init(comm=[hvd_rank_of_the_job()])
+    agree(step(x), rows * 64)
+    hvd.shutdown()
+    hvd.init()
+
+
+def hvd_rank_of_the_job() -> int:
+    return int(os.environ.get("OMPI_COMM_WORLD_RANK", "0"))  # after shutdown()
+
+
+# -- XLA -------------------------------------------------------------------------------------------
+
+
+def case_xla_is_refused_with_the_remedy() -> None:
+    @tf.function
+    def inner(x: tf.Tensor) -> tf.Tensor:
+        return hvd.allreduce(x)
+
+    compiled = tf.function(lambda x: inner(x), jit_compile=True)
+    for function in (tf.function(hvd.allreduce, jit_compile=True), compiled):
+        with pytest.raises(ValueError, match=r"XLA cannot compile .* use jit_compile=False"):
+            function(tf.ones([2]))
+    inner(tf.ones([2]))
+    # Traced before: the words are XLA's, but it quotes a name of ours.
+    words = "needs_jit_compile_False" if PLUGIN else "PyFunc"
+    with pytest.raises(tf.errors.InvalidArgumentError, match=words):
+        compiled(tf.ones([2]))
+
+
+def case_xla_may_compile_what_is_around() -> None:
+    dense = tf.function(lambda x: tf.nn.relu(x @ x) + 1.0, jit_compile=True)
+
+    @tf.function
+    def step(x: tf.Tensor) -> tf.Tensor:
+        return tf.reduce_sum(dense(total(dense(x))))
+
+    x = np.eye(8, dtype=np.float32)
+    middle = (np.maximum(x @ x, 0) + 1) * hvd.size()
+    wanted = np.sum(np.maximum(middle @ middle, 0) + 1)
+    agree(step(x), wanted)
+    tf.config.optimizer.set_jit(True)
+    try:
+        with requests_made(2):
+            for _ in range(2):
+                agree(tf.function(step.python_function)(tf.constant(x)), wanted)
+    finally:
+        tf.config.optimizer.set_jit(False)
+
+
+# -- without the plug-in ---------------------------------------------------------------------------
+
+
+def case_a_broken_plugin_is_told_once() -> None:
+    told: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            told.append(record.getMessage())
+
+    listener, library = Listener(), plugin.LIBRARY
+    logging.getLogger("hororing").addHandler(listener)
+    plugin.operations.cache_clear()
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            plugin.LIBRARY = Path(folder) / "libhororing_tensorflow.so"
+            plugin.LIBRARY.write_bytes(b"no library")
+            step = tf.function(lambda x: total(total(x)))
+            for function in (step, total):
+                function(tf.ones([2]))
+            agree(step(tf.ones([2])), [hvd.size() ** 2] * 2)
+    finally:
+        plugin.LIBRARY = library
+        plugin.operations.cache_clear()
+        logging.getLogger("hororing").removeHandler(listener)
+    if PLUGIN:
+        (text,) = told
+        assert "cannot be used" in text
+        assert "tf.numpy_function" in text
+        assert "libhororing_tensorflow.so" in text
+    else:  # as wanted
+        assert told == []
+
+
+# -- with others -----------------------------------------------------------------------------------
+
+
+def case_torch_in_the_same_process() -> None:
+    import torch
+
+    import hororing.torch as hvd_torch
+
+    step = tf.function(lambda x: total(x))
+    for i in range(3):
+        x = float(i + hvd.rank())
+        wanted = of_all(lambda rank, i=i: float(i + rank))
+        agree(step(tf.constant(x)), wanted)
+        handle = hvd_torch.allreduce_async(torch.tensor([x]), op=hvd_torch.Sum)
+        agree(total(tf.constant(x)), wanted)
+        agree(hvd_torch.synchronize(handle), [wanted])
+
+
+def case_saved_models() -> None:
+    folder = tempfile.mkdtemp()
+    if hvd.rank() == 0:
+        module = tf.Module()
+        module.weights = tf.Variable([2.0, 3.0])
+        module.reduce = tf.function(
+            lambda x: total(x * module.weights, name="saved"), [tf.TensorSpec([2])]
+        )
+
+        def rows(x: tf.Tensor) -> tf.Tensor:
+            return hvd.reducescatter(x, op=hvd.Sum, name="rows")
+
+        module.rows = tf.function(rows, [tf.TensorSpec([None, 64])])
+        model = tf.Module()
+        model.weights = module.weights
+        model.call = tf.function(lambda x: tf.reduce_sum(x * model.weights), [tf.TensorSpec([2])])
+        tf.saved_model.save(module, f"{folder}/module")
+        tf.saved_model.save(model, f"{folder}/model")
+        code = f"""
+import sys
+import tensorflow as tf
+sys.modules["hororing"] = None  # not installed
+assert tf.saved_model.load("{folder}/model").call(tf.constant([1.0, 1.0])).numpy() == 5
+del sys.modules["hororing"]
+import hororing.tensorflow as hvd
+module = tf.saved_model.load("{folder}/module")
+hvd.init()
+assert module.reduce(tf.constant([1.0, 1.0])).numpy().tolist() == [2, 3]
+assert module.rows(tf.ones([600, 64])).numpy().sum() == 600 * 64
+"""
+        if PLUGIN:
+            # Not a rank of this job.
+            environment = {
+                key: value for key, value in os.environ.items()
+                if not key.startswith(("OMPI_", "PMIX_", "PRTE_"))
+            }  # fmt: skip
+            ended = subprocess.run(
+                [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+            )
+            assert ended.returncode == 0, ended.stderr
+    shutil.rmtree(folder)
+    hvd.allreduce(tf.ones([1]), name="the other one has saved")
+
+
+# -- ends ------------------------------------------------------------------------------------------
+
+
+def case_stalls() -> None:
+    if hvd.size() == 1:
+        return
+    for graph in (True, False):
+        hvd.shutdown()
+        usual = {key: os.environ[key] for key in mpirun.STALL_ENVIRONMENT}
+        os.environ.update(HORORING_STALL_WARNING_S="0.2", HORORING_STALL_SHUTDOWN_S="0.5")
+        hvd.init()
+        os.environ.update(usual)
+        alone = functools.partial(total, name=f"only {hvd.rank()}")
+        kind: Any = errors.StalledError
+        if graph:
+            alone = tf.function(alone)
+            kind = tf.errors.DeadlineExceededError if PLUGIN else tf.errors.OpError
+        with pytest.raises(kind, match=r"allreduce 'only") as caught:
+            alone(tf.ones([2]))
+        assert not graph or "StalledError: " in caught.value.message
+    hvd.shutdown()
+    hvd.init()
+
+
+def case_another_rank_shuts_down() -> None:
+    if hvd.size() == 1:
+        return
+    for graph in (True, False):
+        if hvd.rank() == 1:
+            hvd.shutdown()
+        else:
+            kind: Any = errors.ShutDownError
+            if graph:
+                kind = tf.errors.AbortedError if PLUGIN else tf.errors.OpError
+            with pytest.raises(kind, match=r"rank 1 has shut down") as caught:
+                (tf.function(total) if graph else total)(tf.ones([2]))
+            assert not graph or "ShutDownError: " in caught.value.message
+            hvd.shutdown()
+        hvd.init()
+
+
+def case_shutdown() -> None:
+    step = tf.function(lambda x: total(x))
+    agree(step(tf.ones([2])), [hvd.size()] * 2)
+    hvd.shutdown()
+    kind = tf.errors.FailedPreconditionError if PLUGIN else tf.errors.OpError
+    with pytest.raises(kind, match=r"NotInitializedError: .*use hvd.init\(\)"):
+        step(tf.ones([2]))
+    for again in (total, tf.function(total)):
+        with pytest.raises(errors.NotInitializedError, match=r"init"):
+            again(tf.ones([2]))
+
+
+@functools.cache
+def _job(name: str) -> mpirun.Job:
+    size, environment = JOBS[name]
+    return mpirun.run(__file__, size, script=False, timeout_s=110, environment=environment)
+
+
+@pytest.mark.parametrize("case", mpirun.case_names(globals()))
+@pytest.mark.parametrize("job", JOBS)
+def test_graphs(job: str, case: str):
+    _job(job).check(case)
+
+
+# -- lost peers, Ctrl-C ----------------------------------------------------------------------------
+
+
+def say(word: str, *rest: object) -> None:
+    os.write(1, " ".join(map(str, [word, *rest, "\n"])).encode())
+
+
+def lose_a_peer() -> None:
+    say("pid", os.getpid())
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # mpirun's, while survivors speak
+    hvd.init()
+    hvd.allreduce(tf.ones([1]))
+    say("ready")
+    if hvd.rank() == 1:
+        while True:
+            time.sleep(1)
+    try:
+        total(tf.ones([2]), name="interrupted")
+    except KeyboardInterrupt:
+        say("interrupted")
+    try:
+        tf.function(total)(tf.ones([2]))
+    except tf.errors.OpError as failure:
+        say("graph", json.dumps([type(failure).__name__, failure.message]))
+    try:
+        total(tf.ones([2]))
+    except errors.PeerLostError as failure:
+        say("eager", json.dumps([failure.rank, str(failure)]))
+
+
+def test_an_interrupt_is_answered_and_a_lost_peer_is_named():
+    options = ["--runtime-options", "recoverable"]
+    with LiveJob(Path(__file__), 2, "lose_a_peer", options=options) as job:
+        job.wait_until_all_say("ready")
+        os.kill(job.pid(0), signal.SIGINT)
+        job.said(0, "interrupted")
+        os.kill(job.pid(1), signal.SIGKILL)
+        kind, text = json.loads(job.said(0, "graph"))
+        assert kind == "AbortedError"
+        assert "PeerLostError: " in text
+        assert "rank 1" in text
+        rank, text = json.loads(job.said(0, "eager"))
+        assert rank == 1
+        assert "rank 1" in text
+
+
+# -- other TensorFlows -----------------------------------------------------------------------------
+
+PROBLEM = """
+import ctypes, sys
+if len(sys.argv) > 2:
+    ctypes.CDLL("libtensorflow_framework.so.2")
+problem = ctypes.CDLL(sys.argv[1]).hororing_tensorflow_problem
+problem.restype = ctypes.c_char_p
+print(problem().decode())
+"""
+
+
+def test_the_plugin_says_what_a_tensorflow_lacks(tmp_path: Path):
+    # Some other library by the name of TensorFlow's.
+    shutil.copy(
+        plugin.LIBRARY.with_name("libhororing.so"), tmp_path / "libtensorflow_framework.so.2"
+    )
+    command = [sys.executable, "-c", PROBLEM, str(plugin.LIBRARY)]
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
+    say = functools.partial(subprocess.check_output, env=environment, text=True)
+    assert say(command).strip() == "libtensorflow_framework.so.2 is not loaded in this process"
+    assert say([*command, "fake"]).strip() == (
+        "libtensorflow_framework.so.2 of this TensorFlow has no function TF_NewStatus"
+    )
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]]()
