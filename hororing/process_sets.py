@@ -116,12 +116,14 @@ def register(process_set: ProcessSet | Sequence[int], *, internal: bool = False)
     return process_set
 
 
+def find(ranks: Sequence[int]) -> ProcessSet | None:
+    """Return the registered set of these ranks, which are ascending, if there is one."""
+    return next((each for each in _registered.values() if each.ranks == list(ranks)), None)
+
+
 def obtain(ranks: Sequence[int]) -> ProcessSet:
     """Return the registered set of these ranks; where there is none, an internal one."""
-    for process_set in _registered.values():
-        if process_set.ranks == list(ranks):
-            return process_set
-    return register(ranks, internal=True)
+    return find(ranks) or register(ranks, internal=True)
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:

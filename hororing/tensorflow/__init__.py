@@ -37,6 +37,7 @@ from hororing.tensorflow.state import (
     broadcast_object_fn,
     broadcast_variables,
 )
+from hororing.tensorflow.sync_batch_norm import SyncBatchNormalization
 from hororing.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
 
 __all__ = [
@@ -51,6 +52,7 @@ __all__ = [
     "PeerLostError",
     "ShutDownError",
     "StalledError",
+    "SyncBatchNormalization",
     "TransportError",
     "UnsupportedOpError",
     "allgather_object",

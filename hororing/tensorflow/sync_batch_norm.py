@@ -1,0 +1,278 @@
+"""SyncBatchNormalization: Keras' batch normalisation over the batches of several ranks.
+
+Keras' layer does all but the moments in training. These are merged, and sent, as in
+hororing/torch/sync_batch_norm.py: one allgather of count, mean and sum of squared deviations (M2)
+per channel as float64, and Chan's formula. The backward pass adds up over the ranks what comes
+back to mean and variance, in one allreduce; for an element x of any rank's batch then
+
+    dx = dmean / count + dvariance 2 (x - mean) / count
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hororing import process_sets, runtime
+from hororing.arguments import Sum
+from hororing.collectives import ALLGATHER, ALLREDUCE
+from hororing.process_sets import ProcessSet, global_process_set
+from hororing.tensorflow.names import in_graph
+from hororing.tensorflow.requests import Request, carry_out
+
+
+@keras.saving.register_keras_serializable(package="hororing")
+class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[misc]
+    """Batch normalisation with the statistics of several ranks' batches.
+
+    Does what keras.layers.BatchNormalization would do with the batches of all ranks joined, which
+    may differ in length; some may be empty. In training every call of the layer sends one request,
+    and so does every backward pass through it to what is trained before it: all ranks must make
+    them in the same order. In inference, with ``trainable = False``, and where a group is one rank,
+    nothing is sent, and the layer is Keras' own.
+
+    Gradients of gamma and beta are this rank's part of the sum: DistributedOptimizer and
+    DistributedGradientTape reduce them like any other.
+
+    With `group_size`, ranks share statistics with their group only, and so the moving statistics of
+    groups differ: average them before evaluation and checkpoints. Groups are process sets, which
+    the first layer that has them registers when it is made. Therefore all ranks of the job, members
+    of `process_set` or not, must make such layers alike, after `init()`. (After a further `init()`,
+    or in a layer that comes from a file or a config, its next call in training does it.)
+
+    Parameters
+    ----------
+    fused : False; Horovod's argument. A fused kernel computes the moments of one rank.
+    process_set : the ranks that share statistics. A saved layer holds their numbers.
+    group_size : divide `process_set` into groups of this many consecutive ranks. It must divide the
+        size of the set; 1 means no communication.
+    **kwargs : of keras.layers.BatchNormalization. `name` is also that of the requests: equal on all
+        ranks.
+
+    Raises
+    ------
+    ValueError : for `fused` other than False, `synchronized`, which is tf.distribute's, and on
+        another backend of Keras than TensorFlow. From calls in training: on every rank of the
+        group, when their batches have no values at all (in a graph it is TensorFlow's
+        InvalidArgumentError); and on a rank that is not in `process_set`.
+    """
+
+    def __init__(
+        self,
+        fused: bool = False,
+        *,
+        process_set: ProcessSet = global_process_set,
+        group_size: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        _check_keras()
+        if fused is not False:
+            raise ValueError(
+                f"SyncBatchNormalization: fused={fused!r} is not supported: a fused kernel "
+                "computes the moments of one rank; leave it out"
+            )
+        if kwargs.get("synchronized"):
+            raise ValueError(
+                "SyncBatchNormalization: synchronized=True is for tf.distribute; leave it out"
+            )
+        if not isinstance(process_set, ProcessSet):
+            raise TypeError(
+                "SyncBatchNormalization: process_set must be a ProcessSet, not "
+                f"{type(process_set).__name__}; add_process_set returns one"
+            )
+        super().__init__(**kwargs)
+        self.supports_jit = False  # XLA cannot compile communication
+        self.process_set = process_set
+        self.group_size = group_size
+        self._group: ProcessSet | None = None
+        if group_size is not None:
+            self._register_groups(group_size)
+
+    def get_config(self) -> dict[str, Any]:
+        """Return what makes an equal layer."""
+        everybody = self.process_set is global_process_set
+        return {
+            **super().get_config(),
+            "process_set": None if everybody else list(self.process_set.ranks),
+            "group_size": self.group_size,
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> SyncBatchNormalization:
+        """Make a layer of `get_config()`. It communicates no sooner than in training."""
+        config = dict(config)
+        ranks, group_size = config.pop("process_set", None), config.pop("group_size", None)
+        layer: SyncBatchNormalization = super().from_config(config)
+        if ranks is not None:
+            layer.process_set = process_sets.find(ranks) or ProcessSet(ranks)
+        layer.group_size = group_size
+        return layer
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def _moments(self, inputs: tf.Tensor, mask: tf.Tensor | None) -> tuple[tf.Tensor, tf.Tensor]:
+        # Keras calls this in training, with float32 or float64, and expects biased variances.
+        group = self._sharing()
+        if group is None or len(group.ranks) == 1:
+            moments: tuple[tf.Tensor, tf.Tensor] = super()._moments(inputs, mask)
+            return moments
+        if mask is not None:
+            mask = tf.cast(tf.expand_dims(mask, -1), tf.bool)
+            mask = tf.broadcast_to(mask, tf.shape(inputs))
+        mean, variance, count = self._whole_batch(inputs, mask, group)
+        if mask is not None:
+            # Keras divides by count + epsilon where there is a mask, and so has no moments of
+            # nothing, but zeros.
+            share = count / (count + keras.backend.epsilon())
+            mean, variance = share * mean, share * (variance + tf.square((1 - share) * mean))
+        return mean, variance
+
+    def _sharing(self) -> ProcessSet | None:
+        """Return the ranks that share statistics with this one; None for nobody."""
+        runtime.topology()
+        if self.process_set.process_set_id is None:  # it may have been registered by its ranks
+            self.process_set = process_sets.find(self.process_set.ranks) or self.process_set
+        process_sets.check_member(self.process_set, self._title())
+        if self.group_size is None:
+            return self.process_set
+        group = self._group
+        if group is None or group.process_set_id is None or len(group.ranks) != self.group_size:
+            self._register_groups(self.group_size)  # there are none of this job and init()
+        return self._group
+
+    def _title(self) -> str:
+        return f"SyncBatchNormalization '{self.path or self.name}'"
+
+    def _register_groups(self, group_size: int) -> None:
+        runtime.topology()
+        ranks = self.process_set.ranks
+        if type(group_size) is not int or group_size < 1 or len(ranks) % group_size:
+            raise ValueError(
+                f"{self._title()}: group_size={group_size!r} does not divide the "
+                f"{len(ranks)} ranks of its process set; use one of "
+                f"{[n for n in range(1, len(ranks) + 1) if len(ranks) % n == 0]}"
+            )
+        if group_size == 1:
+            return
+        for first in range(0, len(ranks), group_size):
+            group = process_sets.obtain(ranks[first : first + group_size])
+            if group.included():
+                self._group = group
+
+    def _whole_batch(
+        self, inputs: tf.Tensor, mask: tf.Tensor | None, group: ProcessSet
+    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """Mean, biased variance and count per channel of all batches; differentiable once."""
+        axes, dtype = self._reduction_axes, inputs.dtype
+        per_channel = [1] * len(inputs.shape)
+        per_channel[self.axis] = inputs.shape[self.axis]
+
+        @tf.custom_gradient  # type: ignore[untyped-decorator]
+        def moments(values: tf.Tensor) -> Any:
+            rows = self._request(ALLGATHER, _local_statistics(values, mask, axes)[None], group)
+            counts, means, m2s = rows[:, 0], rows[:, 1], rows[:, 2]
+            count = tf.reduce_sum(counts, 0)
+            if mask is None:
+                count = self._checked(count)
+            whole_mean = tf.math.divide_no_nan(tf.reduce_sum(counts * means, 0), count)
+            m2 = tf.reduce_sum(m2s + counts * tf.square(means - whole_mean), 0)
+            mean, divisor = tf.cast(whole_mean, dtype), tf.cast(count, dtype)
+            variance = tf.cast(tf.math.divide_no_nan(m2, count), dtype)
+
+            def gradient(mean_gradient: Any, variance_gradient: Any, _: Any) -> tf.Tensor:
+                mine = tf.stack([mean_gradient, variance_gradient])
+                total = self._request(ALLREDUCE, mine, group)
+                constant, slope = tf.unstack(tf.math.divide_no_nan(total, divisor))
+                centred = values - tf.reshape(mean, per_channel)
+                result = tf.reshape(constant, per_channel) + (
+                    2 * tf.reshape(slope, per_channel) * centred
+                )
+                return _differentiated(result if mask is None else _masked(result, mask))
+
+            return (mean, variance, divisor), gradient
+
+        return moments(inputs)  # type: ignore[no-any-return]
+
+    def _request(self, collective: int, tensor: tf.Tensor, group: ProcessSet) -> tf.Tensor:
+        name = f"{self.path}.{'forward' if collective == ALLGATHER else 'backward'}"
+        # Calls of one layer are one after the other in eager mode, but not in a graph.
+        name = name if tf.executing_eagerly() else in_graph(name)
+        ((result,),) = carry_out([Request(collective, name, [tensor], group, Sum)])
+        return result
+
+    def _checked(self, count: tf.Tensor) -> tf.Tensor:
+        problem = (
+            f"{self._title()}: the batches of all ranks are empty; training needs values. Pass "
+            "larger batches, or call the layer with training=False"
+        )
+        if not tf.executing_eagerly():
+            with tf.control_dependencies([tf.debugging.Assert(count[0] > 0, [problem])]):
+                return tf.identity(count)
+        if int(count[0]) == 0:
+            raise ValueError(problem)
+        return count
+
+
+def _check_keras() -> None:
+    backend = keras.backend.backend()
+    if backend == "torch":
+        raise ValueError(
+            "SyncBatchNormalization is for the TensorFlow backend of Keras, and this is torch; "
+            "use hororing.torch.SyncBatchNorm, which Keras takes as a layer"
+        )
+    if backend != "tensorflow":
+        raise ValueError(
+            f"SyncBatchNormalization is for the TensorFlow backend of Keras, and this is "
+            f"{backend}; set KERAS_BACKEND=tensorflow before importing keras, or use "
+            "keras.layers.BatchNormalization, with statistics of each rank's own batches"
+        )
+    if not hasattr(keras.layers.BatchNormalization, "_moments"):
+        raise NotImplementedError(
+            f"SyncBatchNormalization does not know the BatchNormalization of Keras "
+            f"{keras.__version__}, which would use each rank's own statistics; use Keras 3.15"
+        )
+
+
+def _local_statistics(values: tf.Tensor, mask: tf.Tensor | None, axes: Sequence[int]) -> tf.Tensor:
+    """Rows of count, mean and M2 of one batch, as float64. All are 0 for an empty one."""
+    total = partial(tf.reduce_sum, axis=axes, keepdims=True)
+    sums = total(_masked(values, mask))
+    if mask is None:
+        count = tf.fill(tf.shape(sums), tf.size(values, tf.int64) // tf.size(sums, tf.int64))
+    else:
+        count = total(tf.cast(mask, tf.int64))
+    divisor = tf.maximum(count, 1)
+    mean = sums / tf.cast(divisor, values.dtype)
+    deviations = _masked(values - mean, mask)
+    # The mean was rounded. What the deviations sum up to corrects both (the corrected two-pass
+    # algorithm of the same authors).
+    squares = tf.cast(total(tf.square(deviations)), tf.float64)
+    rest, divisor = tf.cast(total(deviations), tf.float64), tf.cast(divisor, tf.float64)
+    mean = tf.cast(mean, tf.float64) + rest / divisor
+    m2 = tf.maximum(squares - tf.square(rest) / divisor, 0)
+    return tf.reshape(tf.stack([tf.cast(count, tf.float64), mean, m2]), [3, -1])
+
+
+def _masked(tensor: tf.Tensor, mask: tf.Tensor | None) -> tf.Tensor:
+    return tensor if mask is None else tf.where(mask, tensor, tf.zeros([], tensor.dtype))
+
+
+@tf.custom_gradient  # type: ignore[untyped-decorator]
+def _differentiated(tensor: tf.Tensor) -> Any:
+    """Return a gradient that has none itself: it would have to be communicated, too."""
+
+    def gradient(upstream: tf.Tensor) -> tf.Tensor:
+        problem = (
+            "SyncBatchNormalization has no second-order gradients; use "
+            "keras.layers.BatchNormalization in what is differentiated twice"
+        )
+        if tf.executing_eagerly():
+            raise NotImplementedError(problem)
+        # Graphs of gradients are built in case that somebody asks for them.
+        with tf.control_dependencies([tf.debugging.Assert(False, [problem])]):
+            return tf.identity(upstream)
+
+    return tf.identity(tensor), gradient
