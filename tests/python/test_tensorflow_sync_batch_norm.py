@@ -306,6 +306,8 @@ def case_inference_sends_nothing() -> None:
 
 
 def case_one_request_per_pass_under_the_name_of_the_layer() -> None:
+    if hvd.size() > 2:
+        return  # graphs take seconds to build, and nothing here depends on the size
     layer, other = pair(name="mine")[0], pair(name="mine")[0]
     inner = keras.Sequential([keras.layers.Dense(CHANNELS), other])
     model = keras.Sequential([keras.Input((CHANNELS,)), layer, inner])
@@ -364,6 +366,8 @@ def case_traced_functions_called_twice_in_a_graph() -> None:
 
 
 def case_tapes_around_graphs() -> None:
+    if hvd.size() > 2:
+        return  # graphs take seconds to build, and nothing here depends on the size
     layer, whole = pair()
     forward = tf.function(lambda input: layer(input, training=True))
     part, joined = (
@@ -384,8 +388,8 @@ def case_tapes_around_graphs() -> None:
 
 
 def case_no_second_order_gradients() -> None:
-    if hvd.size() == 1:
-        return  # the layer is Keras' own
+    if hvd.size() != 2:
+        return  # a layer alone is Keras' own
     layer, _ = pair()
     forward = tf.function(lambda input: layer(input, training=True))
     input = tf.constant(batches(uneven_rows(), (), 16)[hvd.rank()])
@@ -464,6 +468,9 @@ def case_configs_and_files() -> None:
 
 
 def case_fit_equals_one_process() -> None:
+    if hvd.size() > 2:
+        return  # graphs take seconds to build, and nothing here depends on the size
+
     class Averaging(keras.optimizers.SGD):
         def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
             return super().apply(hvd.grouped_allreduce(grads), trainable_variables)
