@@ -221,7 +221,7 @@ def _check_keras() -> None:
     if backend == "torch":
         raise ValueError(
             "SyncBatchNormalization is for the TensorFlow backend of Keras, and this is torch; "
-            "use hororing.torch.SyncBatchNorm, which Keras takes as a layer"
+            "use hororing.torch.SyncBatchNorm"
         )
     if backend != "tensorflow":
         raise ValueError(
