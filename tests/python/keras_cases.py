@@ -8,8 +8,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
-import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -28,6 +28,8 @@ from hororing.keras.distributed import Distributed
 from hororing.names import default_name
 
 BACKEND = keras.backend.backend()
+# Keras on torch computes losses in float32, whatever floatx is.
+TOLERANCE = {"rtol": 1e-6, "atol": 1e-6 if BACKEND == "torch" else 1e-9}
 STEPS, BATCH = 20, 12
 FEATURES, OUTPUTS = 5, 2
 Broadcast = hvd.callbacks.BroadcastGlobalVariablesCallback
@@ -64,9 +66,9 @@ def fit(model, optimizer, steps=STEPS, parts=1, callbacks=(), alone=False, **opt
     )  # fmt: skip
 
 
-def assert_same_weights(model, expected, rtol=1e-6) -> None:
+def assert_same_weights(model, expected) -> None:
     for weight, other in zip(model.get_weights(), expected.get_weights(), strict=True):
-        np.testing.assert_allclose(weight, other, rtol=rtol, atol=1e-6)
+        np.testing.assert_allclose(weight, other, **TOLERANCE)
 
 
 def assert_equal_on_all_ranks(model) -> None:
@@ -167,7 +169,9 @@ def case_schedules_count_updates_and_not_passes():
     schedule = keras.optimizers.schedules.PiecewiseConstantDecay([0], [0.1, 0.0])
     model = network()
     optimizer = hvd.DistributedOptimizer(
-        keras.optimizers.SGD(schedule), backward_passes_per_step=3, average_aggregated_gradients=True
+        keras.optimizers.SGD(schedule),
+        backward_passes_per_step=3,
+        average_aggregated_gradients=True,
     )
     fit(model, optimizer, steps=2, parts=2)  # the second update is not there yet
     assert int(optimizer.iterations) == 1
@@ -209,10 +213,6 @@ def case_an_overflow_on_one_rank_makes_all_skip():
         assert float(optimizer.dynamic_scale) == 2.0**14
         assert all(np.isfinite(weight).all() for weight in model.get_weights())
         assert_equal_on_all_ranks(model)
-        with pytest.raises(ValueError, match="other way round"):
-            keras.optimizers.LossScaleOptimizer(optimizer.inner_optimizer.__class__(0.1)).apply(
-                keras.optimizers.LossScaleOptimizer(hvd.DistributedOptimizer(sgd()))
-            )
     finally:
         keras.config.set_dtype_policy("float64")
         keras.config.set_floatx("float64")
@@ -241,7 +241,7 @@ def case_adasum_combines_what_each_rank_changes():
         dot = (a * b).sum()
         left, right = (1 - dot / (2 * (c * c).sum()) if c.any() else 1.0 for c in (a, b))
         w = w + left * a + right * b
-    np.testing.assert_allclose(model.get_weights()[0], w, rtol=1e-6, atol=1e-9)
+    np.testing.assert_allclose(model.get_weights()[0], w, **TOLERANCE)
 
 
 # -- single steps ----------------------------------------------------------------------------------
@@ -285,7 +285,7 @@ def case_options_of_the_reduction():
         factor = {hvd.Sum: average * size, hvd.Max: size}.get(options.get("op"), average)
         optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), **options)
         for weight in weights:
-            weight.assign(ops.zeros_like(weight))
+            weight.assign(np.zeros(weight.shape))
         step(optimizer, gradients_of(hvd.rank()), weights)
         assert_values(weights, [-factor, -10 * factor])
     with pytest.warns(DeprecationWarning, match="num_groups"):
@@ -387,6 +387,8 @@ def case_a_copy_of_the_optimizer_is_distributed():
 LOAD_WITHOUT_US = """
 import sys
 sys.modules["hororing"] = None
+if sys.argv[2] != "tensorflow":
+    sys.modules["tensorflow"] = None  # for speed
 import keras, numpy as np
 model = keras.models.load_model(sys.argv[1])
 print("loaded", type(model.optimizer).__name__, int(model.optimizer.iterations), sum(
@@ -394,29 +396,19 @@ print("loaded", type(model.optimizer).__name__, int(model.optimizer.iterations),
 """
 
 
-def case_a_saved_model_loads_without_us_and_goes_on_with_us():
+LOADING: list[tuple[subprocess.Popen, tempfile.TemporaryDirectory, float]] = []
+
+
+def case_a_saved_model_goes_on_with_us():
     straight = network()
     fit(straight, hvd.DistributedOptimizer(sgd()), steps=6)
     model = network()
-    fit(model, hvd.DistributedOptimizer(sgd(), backward_passes_per_step=1), steps=3)
+    fit(model, hvd.DistributedOptimizer(sgd()), steps=3)
     with folder() as where:
         path = where / "model.keras"
         if hvd.rank() == 0:
             model.save(path)
-            with zipfile.ZipFile(path) as archive:
-                assert "hororing" not in archive.read("config.json").decode()
-                assert json.loads(archive.read("config.json"))
-            state = sum(
-                float(abs(ops.convert_to_numpy(v)).sum()) for v in model.optimizer.variables
-            )
-            environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI", "PMI"))}
-            done = subprocess.run(
-                [sys.executable, "-c", LOAD_WITHOUT_US, str(path)],
-                capture_output=True, text=True, env=environment,
-            )  # fmt: skip
-            loaded = done.stdout.rpartition("loaded SGD 3 ")[2]
-            assert loaded, done.stdout + done.stderr
-            np.testing.assert_allclose(float(loaded), state, rtol=1e-6)
+            load_without_us(path, model.optimizer)
         hvd.barrier()
         loaded = hvd.load_model(path)
     assert isinstance(loaded.optimizer, Distributed)
@@ -431,7 +423,22 @@ def case_a_saved_model_loads_without_us_and_goes_on_with_us():
         hvd.load_model("model.keras", legacy_opts=True)
 
 
-# -- nobody trains without a reduction ---------------------------------------------------------------
+def load_without_us(path: Path, optimizer) -> None:
+    """Load a file in a process that has no hororing; it starts slowly, so others go on."""
+    with zipfile.ZipFile(path) as archive:
+        assert b"hororing" not in archive.read("config.json")
+    own = tempfile.TemporaryDirectory()
+    shutil.copy(path, own.name)
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMPI", "PMI"))}
+    process = subprocess.Popen(
+        [sys.executable, "-c", LOAD_WITHOUT_US, str(Path(own.name, path.name)), BACKEND],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
+    )  # fmt: skip
+    state = sum(float(abs(ops.convert_to_numpy(v)).sum()) for v in optimizer.variables)
+    LOADING.append((process, own, state))
+
+
+# -- nobody trains without a reduction -------------------------------------------------------------
 
 
 def case_a_plain_optimizer_is_an_error_after_the_first_batch():
@@ -546,9 +553,7 @@ def case_warmup_raises_the_rate_batch_by_batch():
             0.1 / n * (min(batch + 1, 8) / per_epoch * (n - 1) / 2 + 1) for batch in range(12)
         ]
         np.testing.assert_allclose(rates, expected)
-        np.testing.assert_allclose(
-            weights, simulated(expected, 0.9, corrected), rtol=1e-6, atol=1e-9
-        )
+        np.testing.assert_allclose(weights, simulated(expected, 0.9, corrected), **TOLERANCE)
         assert ("at 0.1" in printed.getvalue()) == (hvd.rank() == 0)
 
 
@@ -576,9 +581,7 @@ def case_rates_that_other_callbacks_set_reach_the_optimizer():
         callbacks=[Broadcast(0), keras.callbacks.LearningRateScheduler(lambda epoch: 0.25)],
     )  # fmt: skip
     w = np.zeros((FEATURES, OUTPUTS))
-    np.testing.assert_allclose(
-        model.get_weights()[0], -0.25 * gradient_at(w, 0), rtol=1e-6, atol=1e-12
-    )
+    np.testing.assert_allclose(model.get_weights()[0], -0.25 * gradient_at(w, 0), **TOLERANCE)
 
 
 def case_metrics_are_averaged_and_the_best_model_is_saved_by_rank_0():
@@ -612,7 +615,7 @@ def case_values_are_numpys():
     assert hvd.allreduce(rank + 0.5) == total / size + 0.5
     assert hvd.allreduce(rank, op=hvd.Sum) == total
     assert isinstance(hvd.allreduce(np.ones((2, 2)), name="ones"), np.ndarray)
-    with pytest.warns(DeprecationWarning):
+    with pytest.warns(DeprecationWarning, match="average"):
         assert hvd.allreduce(1.0, average=False) == size
     assert hvd.allreduce(1.0, prescale_factor=2, postscale_factor=3, op=hvd.Sum) == 6 * size
     assert hvd.allreduce(np.float32(1.5), compression=hvd.Compression.bf16).dtype == np.float32
@@ -627,10 +630,22 @@ def case_variables_of_all_types_are_broadcast():
     kinds = ["float16", "bfloat16", "float32", "int32", "uint8", "bool", "uint32", "float8_e4m3fn"]
     if BACKEND == "torch":  # Keras has no unsigned ones there
         kinds.remove("uint32")
-    values = [keras.Variable(np.ones(3) * hvd.rank(), dtype=kind) for kind in kinds]
-    values.append(keras.Variable(float(hvd.rank())))
+    values = [
+        keras.Variable(np.ones(3) * hvd.rank(), dtype=kind, trainable=False) for kind in kinds
+    ]
+    values[2:2] = [keras.Variable(float(hvd.rank()))]
+    kinds[2:2] = ["a number"]
     hvd.broadcast_variables(values, hvd.size() - 1)
-    for kind, value in zip([*kinds, "a number"], values, strict=True):
+    for kind, value in zip(kinds, values, strict=True):
         expected = np.ones(value.shape) * (hvd.size() - 1)
         array = ops.convert_to_numpy(value).astype("float64")
         np.testing.assert_array_equal(array, expected.astype(bool) if kind == "bool" else expected)
+
+
+def case_the_saved_model_has_loaded_without_us():
+    for process, own, state in LOADING:
+        output, _ = process.communicate()
+        own.cleanup()
+        loaded = output.rpartition("loaded SGD 3 ")[2]
+        assert loaded, output
+        np.testing.assert_allclose(float(loaded), state, rtol=1e-6)

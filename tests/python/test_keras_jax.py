@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
+import sys
 from pathlib import Path
 
 import mpirun
@@ -11,6 +13,8 @@ import pytest
 
 if __name__ == "cases":  # on the ranks
     os.environ["KERAS_BACKEND"] = "jax"
+    os.environ["JAX_ENABLE_X64"] = "1"
+    sys.modules["tensorflow"] = None  # Keras imports it where it is, which takes long
     from keras_cases import *  # noqa: F403
 
 CASES = re.findall(
@@ -20,6 +24,7 @@ CASES = re.findall(
 )
 
 
+@pytest.mark.skipif(not importlib.util.find_spec("jax"), reason="jax is not installed")
 @pytest.mark.parametrize("case", CASES)
 def test_keras_on_jax(case: str):
     mpirun.cases_of(__file__, 2).check(case)

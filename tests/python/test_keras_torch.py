@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from pathlib import Path
 
 import mpirun
@@ -11,6 +12,7 @@ import pytest
 
 if __name__ == "cases":  # on the ranks
     os.environ["KERAS_BACKEND"] = "torch"
+    sys.modules["tensorflow"] = None  # Keras imports it where it is, which takes long
     from keras_cases import *  # noqa: F403
 
 CASES = re.findall(
