@@ -139,8 +139,9 @@ class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no t
         """End `model.fit`. RuntimeError if it has trained without a single reduction."""
         super().finalize_variable_values(var_list)
         state = self._hororing
-        steps = int(ops.convert_to_numpy(self.iterations)) - state.first_iteration
-        if steps > 0 and not state.reached and self._settings.reduces:
+        if state.reached or not self._settings.reduces:
+            return
+        if int(ops.convert_to_numpy(self.iterations)) > state.first_iteration:
             raise RuntimeError(NOTHING_REDUCED)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -316,6 +317,7 @@ def wrapped(optimizer: Any, settings: Settings, local_layers: Iterable[Any] = ()
         "__module__": base.__module__,
         "__doc__": base.__doc__,
         "_settings": settings,
+        "apply": backend().as_written(Distributed.apply),
         # Keras writes this class into files, which then load without us; `isinstance` and
         # `type` see the real one.
         "__class__": property(lambda self: base),

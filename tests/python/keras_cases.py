@@ -628,8 +628,8 @@ def case_values_are_numpys():
 
 def case_variables_of_all_types_are_broadcast():
     kinds = ["float16", "bfloat16", "float32", "int32", "uint8", "bool", "uint32", "float8_e4m3fn"]
-    if BACKEND == "torch":  # Keras has no unsigned ones there
-        kinds.remove("uint32")
+    if BACKEND == "torch":  # Keras has no unsigned ones there, and cannot read floats of 8 bits
+        kinds = kinds[:-2]
     values = [
         keras.Variable(np.ones(3) * hvd.rank(), dtype=kind, trainable=False) for kind in kinds
     ]

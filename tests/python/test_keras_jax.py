@@ -28,3 +28,29 @@ CASES = re.findall(
 @pytest.mark.parametrize("case", CASES)
 def test_keras_on_jax(case: str):
     mpirun.cases_of(__file__, 2).check(case)
+
+
+# -- this backend alone ----------------------------------------------------------------------------
+
+
+def case_eager_steps():
+    expected = network()
+    fit(expected, sgd(), steps=2, alone=True)
+    model = network()
+    optimizer = hvd.DistributedOptimizer(
+        sgd(), backward_passes_per_step=2, average_aggregated_gradients=True
+    )
+    model.compile(optimizer, "mse", run_eagerly=True)
+    model.fit(
+        mine(X, 2), mine(Y, 2), batch_size=BATCH // hvd.size() // 2, shuffle=False, verbose=0,
+        callbacks=[Broadcast(0)],
+    )  # fmt: skip
+    assert_same_weights(model, expected)
+
+
+def case_a_mismatch_in_a_train_step_tells_what_hororing_says():
+    model = keras.Sequential([keras.Input((2 + hvd.rank(),)), keras.layers.Dense(1)])
+    model.compile(hvd.DistributedOptimizer(sgd(), name="differ"), "mse")
+    with pytest.raises(Exception, match=r"differ/0.kernel"):
+        model.fit(np.ones((4, 2 + hvd.rank())), np.ones((4, 1)), verbose=0)
+    assert hvd.allreduce(1.0, op=hvd.Sum) == hvd.size()

@@ -13,6 +13,7 @@ import pytest
 if __name__ == "cases":  # on the ranks
     os.environ["KERAS_BACKEND"] = "torch"
     sys.modules["tensorflow"] = None  # Keras imports it where it is, which takes long
+    import torch
     from keras_cases import *  # noqa: F403
 
 CASES = re.findall(
@@ -22,6 +23,30 @@ CASES = re.findall(
 )
 
 
+@pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("case", CASES)
-def test_keras_on_torch(case: str):
-    mpirun.cases_of(__file__, 2).check(case)
+def test_keras_on_torch(case: str, size: int):
+    mpirun.cases_of(__file__, size).check(case)
+
+
+# -- this backend alone ----------------------------------------------------------------------------
+
+
+def case_loops_of_ones_own():
+    expected = network()
+    fit(expected, sgd(), steps=4, alone=True)
+    model = network()
+    optimizer = hvd.DistributedOptimizer(sgd())
+    part = BATCH // hvd.size()
+    x, y = mine(X, 4), mine(Y, 4)
+    for begin in range(0, len(x), part):
+        model.zero_grad()
+        rows = slice(begin, begin + part)
+        ((model(x[rows]) - ops.convert_to_tensor(y[rows])) ** 2).mean().backward()
+        weights = model.trainable_weights
+        gradients = [weight.value.grad for weight in weights]
+        before = [gradient.clone() for gradient in gradients]
+        with torch.no_grad():
+            optimizer.apply(gradients, weights)
+        assert all(map(torch.equal, gradients, before))  # they are the caller's
+    assert_same_weights(model, expected)

@@ -8,12 +8,13 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import keras
 
 from hororing.keras.settings import Settings
 
+F = TypeVar("F", bound=Callable[..., Any])
 # Whether the totals of gradients are due, and how to get them (and begin anew).
 Totals = tuple[Any, Callable[[], list[Any]]]
 
@@ -48,6 +49,9 @@ class Backend(Protocol):
 
     def choose(self, due: Any, update: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
         """Call `update` if `due`, else `otherwise`, and return the result."""
+
+    def as_written(self, function: F) -> F:
+        """Return `function`, safe from tools that rewrite Python while they trace."""
 
     def prepare(self, model: Any) -> None:
         """See to it that the train step can be compiled, before it is; ValueError if it cannot."""

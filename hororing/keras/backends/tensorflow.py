@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import tensorflow as tf
 from keras import ops
@@ -13,6 +13,8 @@ from hororing.keras.backends.accumulator import VariableAccumulator
 from hororing.keras.settings import Settings
 from hororing.runtime import rank
 from hororing.tensorflow.gradients import Options, reduce_gradients
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def reduce(
@@ -43,6 +45,11 @@ def accumulator(
 def choose(due: Any, update: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
     """See `Backend`."""
     return ops.cond(due, update, otherwise)
+
+
+def as_written(function: F) -> F:
+    """Spare AutoGraph the search for Python conditionals on tensors: there are none."""
+    return tf.autograph.experimental.do_not_convert(function)  # type: ignore[no-any-return]
 
 
 def prepare(model: Any) -> None:

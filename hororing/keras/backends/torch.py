@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -11,6 +11,8 @@ import hororing.torch as hvd
 from hororing.keras.backends.accumulator import VariableAccumulator
 from hororing.keras.backends.dense import reduce_all
 from hororing.keras.settings import Settings
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 # torch declares no types.
 _untraced: Any = torch.compiler.disable
@@ -44,6 +46,11 @@ def accumulator(
 def choose(due: Any, update: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
     """See `Backend`."""
     return update() if due else otherwise()
+
+
+def as_written(function: F) -> F:
+    """Return it: torch.compile may compile what stands around the reduction."""
+    return function
 
 
 def prepare(model: Any) -> None:
