@@ -199,7 +199,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
     def _request(self, collective: int, tensor: tf.Tensor, group: ProcessSet) -> tf.Tensor:
         name = f"{self.path}.{'forward' if collective == ALLGATHER else 'backward'}"
         # Calls of one layer are one after the other in eager mode, but not in a graph.
-        name = name if tf.executing_eagerly() else in_graph(name)
+        name = name if tf.executing_eagerly() else in_graph(name, group.process_set_id)
         ((result,),) = carry_out([Request(collective, name, [tensor], group, Sum)])
         return result
 
