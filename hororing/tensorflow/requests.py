@@ -111,9 +111,11 @@ def _token(operations: Any) -> tf.Tensor:
     would wait for those before them, and ranks that make them in another order for each other.
     """
     graph = tf.compat.v1.get_default_graph()
-    known = [token for token in graph.get_collection("hororing_step") if token.graph is graph]
-    if known:
-        return known[0]
+    # A branch or a loop of TensorFlow 1 is part of its graph, and its tensors stay within it.
+    context = graph._get_control_flow_context()
+    for token in graph.get_collection("hororing_step"):
+        if token.graph is graph and token.op._get_control_flow_context() is context:
+            return token
     # XLA, which cannot compile it, names it in its error.
     token = operations.hororing_step(name="HororingStep_needs_jit_compile_False")
     graph.add_to_collection("hororing_step", token)
