@@ -1,4 +1,5 @@
-"""hororing.keras on jax: the cases of keras_cases.py, and those of this backend alone."""
+"""hororing.keras on JAX: the cases of keras_cases.py, and those of this backend alone."""
+# ruff: noqa: F405  # cases use what keras_cases.py has
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""hororing.keras on tensorflow: the cases of keras_cases.py, and those of this backend alone."""
+"""hororing.keras on TensorFlow: the cases of keras_cases.py, and those of this backend alone."""
+# ruff: noqa: F405  # cases use what keras_cases.py has
 
 from __future__ import annotations
 
