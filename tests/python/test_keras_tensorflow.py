@@ -59,9 +59,9 @@ def case_xla_is_refused_and_names_the_remedy():
     assert hvd.allreduce(1.0, op=hvd.Sum) == hvd.size()
 
 
-def case_xla_is_turned_off_where_keras_has_chosen_it(monkeypatch=pytest.MonkeyPatch()):
+def case_xla_is_turned_off_where_keras_has_chosen_it():
     model = network()
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         devices = [SimpleNamespace(device_type="GPU"), SimpleNamespace(device_type="CPU")]
         patch.setattr(tf.config, "list_physical_devices", lambda *_: devices)
         model.compile(hvd.DistributedOptimizer(sgd()), "mse", jit_compile="auto")

@@ -15,11 +15,9 @@ from hororing.keras.settings import Settings
 F = TypeVar("F", bound=Callable[..., Any])
 
 # torch declares no types.
-_untraced: Any = torch.compiler.disable
 _no_grad: Any = torch.no_grad()
 
 
-@_untraced  # type: ignore[untyped-decorator]
 @_no_grad  # type: ignore[untyped-decorator]
 def reduce(
     gradients: Sequence[Any],
@@ -49,12 +47,13 @@ def choose(due: Any, update: Callable[[], Any], otherwise: Callable[[], Any]) ->
 
 
 def as_written(function: F) -> F:
-    """Return it: torch.compile may compile what stands around the reduction."""
-    return function
+    """Let torch.compile compile what stands around it."""
+    untraced: Any = torch.compiler.disable
+    return untraced(function)  # type: ignore[no-any-return]
 
 
 def prepare(model: Any) -> None:
-    """Do nothing: torch.compile leaves the reduction out of what it compiles."""
+    """Do nothing: torch.compile leaves out what it cannot compile."""
 
 
 def _dense(gradient: torch.Tensor) -> torch.Tensor:
