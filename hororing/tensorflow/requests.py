@@ -101,7 +101,17 @@ def _regrouped(requests: Sequence[Request], flat: Iterator[tf.Tensor]) -> list[l
 
 def _in_graph(operations: Any, requests: Sequence[Request]) -> list[tf.Tensor]:
     token = _token(operations)
-    return _wait(operations, requests, [_submit(operations, token, each) for each in requests])
+    handles = [_submit(operations, token, each) for each in requests]
+    graph = token.graph
+    name = getattr(graph, "name", "")  # graphs of sessions have none
+    if not name.startswith("__backward_") or graph._add_control_dependencies:
+        return _wait(operations, requests, handles)
+    # TensorFlow keeps waits in order, and calls of functions that hold any, but not in functions
+    # that a tape makes: calls of one would use the same names at once.
+    with tf.control_dependencies(graph.control_outputs[-1:]):
+        results = _wait(operations, requests, handles)
+    graph.control_outputs.append(results[0].op)
+    return results
 
 
 def _token(operations: Any) -> tf.Tensor:

@@ -618,7 +618,8 @@ def case_saved_models() -> None:
 import sys
 import tensorflow as tf
 sys.modules["hororing"] = None  # not installed
-assert tf.saved_model.load("{folder}/model").call(tf.constant([1.0, 1.0])).numpy() == 5
+model = tf.saved_model.load("{folder}/model")
+assert model.call(tf.constant([1.0, 1.0])).numpy() == 5
 del sys.modules["hororing"]
 import hororing.tensorflow as hvd
 module = tf.saved_model.load("{folder}/module")
