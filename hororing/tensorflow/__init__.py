@@ -24,7 +24,7 @@ from hororing.errors import (
     TransportError,
     UnsupportedOpError,
 )
-from hororing.tensorflow import mpi_ops
+from hororing.tensorflow import mpi_ops, plugin
 from hororing.tensorflow.compression import Compression
 from hororing.tensorflow.mpi_ops import *  # noqa: F403
 from hororing.tensorflow.optimizer import DistributedOptimizer
@@ -63,3 +63,5 @@ __all__ = [
     "broadcast_variables",
 ]
 __all__ += mpi_ops.__all__
+
+plugin.operations()  # at once: TensorFlow can load a SavedModel that holds them from now on

@@ -1,7 +1,7 @@
 """Loads the operations that csrc/tensorflow registers with TensorFlow.
 
-They are looked for once, when the first request is made. Where they cannot be had, requests go
-through `tf.numpy_function` instead (hororing/tensorflow/requests.py).
+They are looked for once, when hororing.tensorflow is imported. Where they cannot be had, requests
+go through `tf.numpy_function` instead (hororing/tensorflow/requests.py).
 """
 
 from __future__ import annotations
