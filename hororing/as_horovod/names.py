@@ -30,6 +30,7 @@ MODULES = {
     "horovod.tensorflow.keras.elastic": "hororing.tensorflow.keras.elastic",
     "horovod.tensorflow.mpi_ops": "hororing.tensorflow.mpi_ops",
     "horovod.tensorflow.sync_batch_norm": "hororing.tensorflow.sync_batch_norm",
+    "horovod.tensorflow.util": "hororing.tensorflow.util",
     "horovod.keras": "hororing.keras",
     "horovod.keras.callbacks": "hororing.keras.callbacks",
     "horovod.keras.elastic": "hororing.keras.elastic",
@@ -40,7 +41,6 @@ _LAUNCH = (
     "start the script with mpirun: mpirun -np 4 python -m hororing.as_horovod train.py "
     "(several hosts: -H host1:2,host2:2)"
 )
-_NEUTRAL = "hororing.numpy has the same collectives on any framework's arrays"
 
 # The way out, for what does not exist: a name and all names below it.
 WAYS_OUT = {
@@ -49,14 +49,14 @@ WAYS_OUT = {
     "horovod.spark": f"run it without Spark; {_LAUNCH}",
     "horovod.ray": f"run it without Ray; {_LAUNCH}",
     "horovod.data": "use a DataLoader with num_workers, which reads ahead as well",
-    "horovod.mxnet": f"MXNet is retired; {_NEUTRAL}",
+    "horovod.mxnet": "MXNet is retired; hororing.numpy has the same collectives on arrays",
     "horovod.common.elastic": _ELASTIC,
     "horovod.torch.elastic": _ELASTIC,
-    "horovod.tensorflow": _NEUTRAL,
     "horovod.tensorflow.data": "give every rank its part of the data with Dataset.shard()",
     "horovod.tensorflow.elastic": _ELASTIC,
+    "horovod.tensorflow.gradient_aggregation": "pass backward_passes_per_step= to "
+    "DistributedOptimizer of horovod.keras, or add gradients up before the tape's are asked for",
     "horovod.tensorflow.keras.elastic": _ELASTIC,
-    "horovod.keras": _NEUTRAL,
     "horovod.keras.elastic": _ELASTIC,
 }
 

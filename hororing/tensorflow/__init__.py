@@ -24,7 +24,7 @@ from hororing.errors import (
     TransportError,
     UnsupportedOpError,
 )
-from hororing.tensorflow import mpi_ops, plugin
+from hororing.tensorflow import mpi_ops, plugin, util
 from hororing.tensorflow.compression import Compression
 from hororing.tensorflow.mpi_ops import *  # noqa: F403
 from hororing.tensorflow.optimizer import DistributedOptimizer
@@ -39,6 +39,8 @@ from hororing.tensorflow.state import (
 )
 from hororing.tensorflow.sync_batch_norm import SyncBatchNormalization
 from hororing.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
+from hororing.tensorflow.util import *  # noqa: F403
+from hororing.tensorflow.util import _executing_eagerly as _executing_eagerly
 
 __all__ = [
     "BroadcastGlobalVariablesHook",
@@ -63,5 +65,6 @@ __all__ = [
     "broadcast_variables",
 ]
 __all__ += mpi_ops.__all__
+__all__ += util.__all__
 
 plugin.operations()  # at once: TensorFlow can load a SavedModel that holds them from now on

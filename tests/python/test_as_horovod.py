@@ -91,9 +91,10 @@ def exists(ours: str) -> bool:
 
 def test_a_module_of_horovod_is_our_module_itself():
     pytest.importorskip("torch")
+    pytest.importorskip("tensorflow")
     names = [name for name, ours in MODULES.items() if exists(ours)]
-    names = [name for name in names if "tensorflow" not in name and "keras" not in name]
     assert {"horovod", "horovod.torch", "horovod.torch.mpi_ops", "horovod.common.util"} <= {*names}
+    assert {"horovod.tensorflow", "horovod.tensorflow.keras.callbacks", "horovod.keras"} <= {*names}
     program = (
         "import importlib, json, sys\n"
         "ours = json.loads(sys.argv[1])\n"
@@ -139,9 +140,21 @@ REFUSED = (
     ("from horovod.torch import elastic", "horovod.torch.elastic", "checkpoint"),
     ("import horovod.torch.elastic.sampler", "horovod.torch.elastic", "checkpoint"),
     ("from horovod.common.elastic import State", "horovod.common.elastic", "checkpoint"),
-    ("import horovod.tensorflow as hvd", "horovod.tensorflow", "hororing.numpy"),
-    ("import horovod.tensorflow.keras.callbacks", "horovod.tensorflow", "hororing.numpy"),
-    ("import horovod.keras", "horovod.keras", "hororing.numpy"),
+    ("import horovod.tensorflow.elastic", "horovod.tensorflow.elastic", "checkpoint"),
+    ("from horovod.tensorflow import elastic", "horovod.tensorflow.elastic", "checkpoint"),
+    (
+        "import horovod.tensorflow.data.compute_service",
+        "horovod.tensorflow.data",
+        "Dataset.shard()",
+    ),
+    (
+        "from horovod.tensorflow.gradient_aggregation import LocalGradientAggregationHelper",
+        "horovod.tensorflow.gradient_aggregation",
+        "backward_passes_per_step",
+    ),
+    ("import horovod.tensorflow.keras.elastic", "horovod.tensorflow.keras.elastic", "checkpoint"),
+    ("import horovod.keras as hvd; hvd.elastic.run", "horovod.keras.elastic", "checkpoint"),
+    ("import horovod.keras.nonsense", "horovod.keras.nonsense", "docs/migrating.md"),
 )
 
 
@@ -149,6 +162,7 @@ REFUSED = (
 def refusals() -> list[tuple[str, str]]:
     """Kind and text of the exception of every statement."""
     pytest.importorskip("torch")
+    pytest.importorskip("tensorflow")
     program = (
         "import json, sys\n"
         "for statement in json.loads(sys.argv[1]):\n"
@@ -187,24 +201,16 @@ def test_hasattr_and_find_spec_answer_for_what_does_not_exist():
     assert printed(program).split() == ["False", "False", "horovod.spark"]
 
 
-def test_an_adapter_is_found_from_the_day_on_which_it_exists(tmp_path: Path):
-    write(
-        tmp_path / "tensorflow",
-        {
-            "__init__.py": "mark = 1",
-            "keras/__init__.py": "mark = 2",
-            "keras/callbacks.py": "mark = 3",
-        },
-    )
+def test_a_module_is_found_from_the_day_on_which_it_exists(tmp_path: Path):
+    write(tmp_path, {"elastic.py": "mark = 1"})
     program = (
         "import sys, hororing\n"
         "hororing.__path__.insert(0, sys.argv[1])\n"
-        "import horovod.tensorflow.keras.callbacks as callbacks\n"
-        "import horovod.tensorflow as hvd\n"
-        "print(hvd.mark, hvd.keras.mark, callbacks.mark)\n"
-        "assert sys.modules['hororing.tensorflow.keras'] is hvd.keras\n"
+        "import horovod.common.elastic as elastic\n"
+        "print(elastic.mark)\n"
+        "assert sys.modules['hororing.elastic'] is elastic\n"
     )
-    assert printed(program, str(tmp_path)) == "1 2 3"
+    assert printed(program, str(tmp_path)) == "1"
 
 
 def test_another_horovod_is_hidden(tmp_path: Path):
@@ -240,7 +246,7 @@ def test_the_table_has_ways_out_for_modules_only_and_no_row_twice():
     assert len(set(MODULES.values())) == len(MODULES)
     assert all(name.partition(".")[0] == "horovod" for name in [*MODULES, *WAYS_OUT])
     # What can be missing and has no parent that can: the user is told more than "no".
-    missing = {name for name, ours in MODULES.items() if ".elastic" in ours or "keras" in ours}
+    missing = {name for name, ours in MODULES.items() if ".elastic" in ours}
     assert all(any(name.startswith(way) for way in WAYS_OUT) for name in missing)
 
 
@@ -612,3 +618,19 @@ def test_rank_0_says_what_horovods_variables_do_not_do():
 def test_uneven_data_trains_with_join(size: int):
     done = job(size, SCRIPTS / "uneven_data.py")
     assert finished(done) == f"done: 3 epochs, {size} ranks"
+
+
+def test_a_tensorflow_loop_trains_and_leaves_a_checkpoint(tmp_path: Path):
+    pytest.importorskip("tensorflow")
+    done = job(2, SCRIPTS / "tensorflow_loop.py", "--checkpoints", tmp_path)
+    assert finished(done) == "done: 60 steps, 2 ranks", done.stderr
+    assert len([*tmp_path.glob("*.index")]) == 1
+
+
+def test_a_keras_script_with_callbacks_trains_and_goes_on_from_its_checkpoint(tmp_path: Path):
+    pytest.importorskip("tensorflow")
+    done = job(2, SCRIPTS / "keras_fit.py", "--checkpoints", tmp_path)
+    assert finished(done) == "done: 6 epochs, 2 ranks", done.stderr
+    names = sorted(file.name for file in tmp_path.iterdir())
+    assert names == [f"epoch-{number}.keras" for number in range(1, 7)]
+    assert "learning rate warmup is over" in done.stdout
