@@ -1,4 +1,4 @@
-"""examples/torch_digits.py learns, on any number of ranks, and in the same steps."""
+"""The examples learn digits; torch_digits.py on any number of ranks, and in the same steps."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from pathlib import Path
 import mpirun
 import pytest
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "torch_digits.py"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+EXAMPLE = EXAMPLES / "torch_digits.py"
 LAST_LINE = re.compile(r"^test accuracy (\d\.\d+) after (\d+) steps on (\d+) ranks$", re.MULTILINE)
 
 
-def run(size: int, *args: str) -> mpirun.Job:
-    job = mpirun.run(EXAMPLE, size, *args, timeout_s=110)
+def run(size: int, *args: str, example: Path = EXAMPLE) -> mpirun.Job:
+    job = mpirun.run(example, size, *args, timeout_s=110, environment={"TF_CPP_MIN_LOG_LEVEL": "2"})
     assert job.returncode == 0, job.report()
     return job
 
@@ -49,8 +50,35 @@ def test_two_ranks_with_half_the_batch_take_the_steps_of_one(tmp_path: Path):
     assert alone[-1] < 0.6 * alone[0]  # it learns meanwhile, so equality means something
 
 
-def test_the_distributed_lines_are_marked_and_few():
-    lines = EXAMPLE.read_text().splitlines()
+def test_a_loop_of_tensorflow_classifies_97_of_100_images():
+    pytest.importorskip("tensorflow")
+    job = run(2, example=EXAMPLES / "tensorflow_digits.py")
+    ((accuracy, steps, ranks),) = LAST_LINE.findall(job.outputs[0])
+    assert float(accuracy) >= 0.97, job.report()
+    assert (int(steps), int(ranks)) == (20 * (1438 // 64), 2)
+    assert re.search(rf"train: 100%.* {steps}/{steps} ", job.outputs[0])
+    assert "test accuracy" not in job.outputs[1]
+
+
+def test_keras_classifies_97_of_100_images_also_after_a_restart(tmp_path: Path):
+    pytest.importorskip("tensorflow")
+    file = str(tmp_path / "last.keras")
+    first = run(2, "--checkpoint", file, "--epochs", "3", example=EXAMPLES / "keras_digits.py")
+    ((before, steps, _),) = LAST_LINE.findall(first.outputs[0])
+    assert int(steps) == 3 * (1438 // 64)
+    second = run(2, "--checkpoint", file, "--resume", example=EXAMPLES / "keras_digits.py")
+    ((after, steps, ranks),) = LAST_LINE.findall(second.outputs[0])
+    assert float(after) >= 0.97, second.report()
+    assert float(after) > float(before)
+    assert (int(steps), int(ranks)) == (20 * (1438 // 64), 2)  # of which three were there
+    epochs = re.findall(r"^Epoch (\d+)/20", second.outputs[0], re.MULTILINE)
+    assert [int(epoch) for epoch in epochs] == list(range(4, 21))
+    assert "Epoch" not in second.outputs[1]
+
+
+@pytest.mark.parametrize("name", ["torch_digits.py", "tensorflow_digits.py", "keras_digits.py"])
+def test_the_distributed_lines_are_marked_and_few(name: str):
+    lines = (EXAMPLES / name).read_text().splitlines()
     code = [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
     marked = [line for line in code if line.endswith("# hvd")]
     assert all(line in marked for line in code if "hvd." in line and "print(" not in line)
