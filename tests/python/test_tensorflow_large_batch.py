@@ -125,12 +125,8 @@ def case_sgd_with_momentum_takes_the_steps_of_the_large_batch() -> None:
     check("SGD", by_the_tape())
 
 
-def case_adam_takes_the_steps_of_the_large_batch() -> None:
-    check("Adam", by_the_tape())
-
-
-def case_no_compression_and_groups_change_nothing() -> None:
-    check("SGD", by_the_tape(compression=hvd.Compression.none, groups=2))
+def case_adam_takes_the_steps_of_the_large_batch_in_groups_without_compression() -> None:
+    check("Adam", by_the_tape(compression=hvd.Compression.none, groups=2))
 
 
 def case_accumulation_by_hand_changes_nothing() -> None:
