@@ -37,16 +37,29 @@ def request_name(verb: str, name: str | None, process_set: ProcessSet) -> str:
     return in_graph(verb, members)
 
 
+def alone_in_graph(name: str, process_set: ProcessSet) -> str:
+    """`name`, with a number if the graph that is being built has a request of this name before.
+
+    A persistent tape makes the same gradients twice, say. They may be in flight together.
+    """
+    _, number = _count(name, check_member(process_set, name))
+    return name if number == 1 else f"{name}.{number}"
+
+
 def in_graph(what: str, process_set: int | None) -> str:
     """The next name for `what` of a process set in the graph that is being built.
 
     Sets count for themselves: not all ranks are members of all.
     """
+    graph, number = _count(f"/{what}", process_set)
+    # Names of branches and loop bodies end in numbers that differ between ranks.
+    function = re.sub(r"(_\d+)+$", "", getattr(graph, "name", "graph"))
+    return f"{function}/{what}.{number}"
+
+
+def _count(what: str, process_set: int | None) -> tuple[tf.Graph, int]:
     graph = tf.compat.v1.get_default_graph()
     with _lock:
         count = _counts.setdefault(graph, Counter())
         count[what, process_set] += 1
-        number = count[what, process_set]
-    # Names of branches and loop bodies end in numbers that differ between ranks.
-    function = re.sub(r"(_\d+)+$", "", getattr(graph, "name", "graph"))
-    return f"{function}/{what}.{number}"
+        return graph, count[what, process_set]

@@ -24,6 +24,7 @@ from hororing.collectives import ALLGATHER, ALLREDUCE, ALLTOALL, BROADCAST, REDU
 from hororing.names import encode_name
 from hororing.process_sets import ProcessSet, check_member, global_process_set
 from hororing.tensorflow import plugin
+from hororing.tensorflow.names import alone_in_graph
 from hororing.verbs import Verbs, place_and_size, rows_of
 
 T = TypeVar("T")
@@ -75,6 +76,9 @@ def carry_out(requests: Sequence[Request]) -> list[list[tf.Tensor]]:
     eager = tf.executing_eagerly()
     if not eager:
         _refuse_xla(requests[0].name)
+        requests = [
+            each._replace(name=alone_in_graph(each.name, each.process_set)) for each in requests
+        ]
     operations = plugin.operations()
     if operations is None:
         flat = _by_numpy(requests, eager)
@@ -102,14 +106,21 @@ def _regrouped(requests: Sequence[Request], flat: Iterator[tf.Tensor]) -> list[l
 def _in_graph(operations: Any, requests: Sequence[Request]) -> list[tf.Tensor]:
     token = _token(operations)
     handles = [_submit(operations, token, each) for each in requests]
-    graph = token.graph
+    return _in_order(lambda: _wait(operations, requests, handles))
+
+
+def _in_order(wait: Callable[[], list[tf.Tensor]]) -> list[tf.Tensor]:
+    """Add an operation that waits; after those of this graph before it, and before those of others.
+
+    TensorFlow does that, and keeps calls of functions in order that hold such operations, but not
+    in functions that a tape makes: two calls of one would use the same names at once.
+    """
+    graph = tf.compat.v1.get_default_graph()
     name = getattr(graph, "name", "")  # graphs of sessions have none
     if not name.startswith("__backward_") or graph._add_control_dependencies:
-        return _wait(operations, requests, handles)
-    # TensorFlow keeps waits in order, and calls of functions that hold any, but not in functions
-    # that a tape makes: calls of one would use the same names at once.
+        return wait()
     with tf.control_dependencies(graph.control_outputs[-1:]):
-        results = _wait(operations, requests, handles)
+        results = wait()
     graph.control_outputs.append(results[0].op)
     return results
 
@@ -217,12 +228,15 @@ def _by_numpy(requests: Sequence[Request], eager: bool) -> list[tf.Tensor]:
         return [tf.convert_to_tensor(array) for array in arrays]
     dtypes = [dtype for request in requests for dtype in request.result_dtypes]
     known = [request._replace(tensors=[None] * len(request.tensors)) for request in requests]
-    results = tf.numpy_function(
-        lambda *arrays: _run([np.asarray(array) for array in arrays], known),
-        [*tensors, *splits],
-        dtypes,
+    return _in_order(
+        lambda: list(
+            tf.numpy_function(
+                lambda *arrays: _run([np.asarray(array) for array in arrays], known),
+                [*tensors, *splits],
+                dtypes,
+            )
+        )
     )
-    return list(results)
 
 
 def _arrays(tensors: Sequence[tf.Tensor]) -> list[numpy.Array]:
