@@ -9,6 +9,11 @@ JOBS ?= $(shell nproc)
 BIN := $(CURDIR)/$(VENV)/bin
 SOURCES := hororing buildtools setup.py tests/python examples benchmarks
 
+# What `make test-tensorflow TF=2.19.1` runs, and where.
+TF ?= 2.19.1
+OTHER := $(CURDIR)/build/tensorflow-$(TF)
+TENSORFLOW_TESTS := $(wildcard tests/python/test_tensorflow_*.py) tests/python/test_conformance.py
+
 # Tools of the environment first: mpirun, cmake, pybind11 come from it where the machine has none.
 export PATH := $(BIN):$(PATH)
 
@@ -23,10 +28,10 @@ export PRTE_MCA_hwloc_default_binding_policy := none
 NO_ASLR := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo dev build test test-cpp test-py tsan asan soak lint format typecheck bench docs clean
+.PHONY: help demo dev build test test-cpp test-py test-tensorflow tsan asan soak lint format typecheck bench docs clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.demo  ## train a CNN on real digits with two processes
 	mpirun -np 2 python examples/torch_digits.py
@@ -50,6 +55,10 @@ asan: $(VENV)/.dev  ## C++ tests under AddressSanitizer and UndefinedBehaviorSan
 
 test-py: build  ## Python tests (with the test module of test-cpp, if it was built)
 	pytest
+
+# Nothing is built for it: one plug-in serves all versions.
+test-tensorflow: build $(OTHER)/.ready  ## Python tests of TensorFlow's adapter on another one: TF=2.19.1
+	PATH="$(OTHER)/bin:$$PATH" $(OTHER)/bin/python -m pytest -k tensorflow $(TENSORFLOW_TESTS)
 
 soak: build  ## random schedules of collectives, new ones for ten minutes
 	python tests/python/schedules.py --ranks 4 --minutes 10
@@ -103,3 +112,10 @@ $(VENV)/.demo: $(VENV)/bin/python pyproject.toml
 $(VENV)/.dev: $(VENV)/bin/python pyproject.toml
 	$(BIN)/python -m pip install --editable '.[dev]'
 	touch $@ $(VENV)/.demo
+
+$(OTHER)/.ready: $(VENV)/bin/python
+	$(BIN)/python -m venv $(OTHER)
+	$(OTHER)/bin/pip install --quiet tensorflow-cpu==$(TF) 'cffi>=1.15' cloudpickle ml-dtypes \
+	  scikit-learn psutil pytest pytest-timeout hypothesis
+	echo $(CURDIR) > "$$($(OTHER)/bin/python -c 'import site; print(site.getsitepackages()[0])')/hororing.pth"
+	touch $@

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import importlib.util
 import json
 import logging
 import os
@@ -25,7 +26,8 @@ from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
-if os.environ.get("TEST_TORCH_FIRST"):
+HAS_TORCH = importlib.util.find_spec("torch") is not None  # `make test-tensorflow` has none
+if HAS_TORCH and os.environ.get("TEST_TORCH_FIRST"):
     import torch  # noqa: F401
 
 import mpirun
@@ -593,7 +595,7 @@ def case_a_broken_plugin_is_told_once() -> None:
 
 
 def case_torch_in_the_same_process() -> None:
-    if not FIRST_JOB and "torch" not in sys.modules:
+    if not HAS_TORCH or not (FIRST_JOB or "torch" in sys.modules):
         return
     import torch
 
