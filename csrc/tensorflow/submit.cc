@@ -230,14 +230,8 @@ void RegisterSubmit(TfStatus* status) {
   static const char* const attributes[] = {
       "T: list(type) >= 1",  // the core knows which types it takes
       "P: list(type) >= 0",  // T where results are as large as the core is told; else none
-      "collective: int",
-      "process_set: int",
-      "op: int",
-      "root: int",
-      "has_splits: int",
-      "wait_follows: int",
-      "awaits_abandoned: int",
-      nullptr,
+      "collective: int",    "process_set: int",      "op: int", "root: int", "has_splits: int",
+      "wait_follows: int",  "awaits_abandoned: int", nullptr,
   };
   static const char* const inputs[] = {"token: int64",  "request_name: uint8", "factors: double",
                                        "splits: int64", "tensors: T",          nullptr};

@@ -3,6 +3,7 @@
 What the verbs compute is in conformance/, what tapes and optimizers do in
 test_tensorflow_training.py.
 """
+# ruff: noqa: E402  # torch may have to come first
 
 from __future__ import annotations
 
