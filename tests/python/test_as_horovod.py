@@ -123,6 +123,26 @@ def test_modules_are_attributes_of_their_packages_without_importing_them():
     assert printed(program).split() == ["True"] * 3
 
 
+def test_small_names_of_horovod_tensorflow_are_there():
+    pytest.importorskip("tensorflow")
+    program = (
+        "import horovod.tensorflow as hvd, keras, tensorflow as tf\n"
+        "from horovod.tensorflow import util\n"
+        "plain, kerass = tf.Variable(1.0), keras.Variable([2.0])\n"
+        "refs = hvd.vars_to_refs([plain, [kerass]])\n"
+        "assert len({refs, util.vars_to_refs((plain, (kerass,)))}) == 1\n"
+        "found, (inner,) = hvd.refs_to_vars(refs)\n"
+        "assert found is plain and inner.numpy() == [2]\n"
+        "assert hvd._executing_eagerly()\n"
+        "assert not tf.function(util._executing_eagerly)()\n"
+        "assert [n for n in range(9) if hvd.check_num_rank_power_of_2(n)] == [1, 2, 4, 8]\n"
+        "choose = hvd.handle_average_backwards_compatibility\n"
+        "assert choose(None, None) == hvd.Average and choose(None, False) == hvd.Sum\n"
+        "print(hasattr(hvd, 'LocalGradientAggregationHelper'))"
+    )
+    assert printed(program) == "False"
+
+
 REFUSED = (
     ("import horovod.spark", "horovod.spark", "mpirun"),
     ("import horovod.spark.keras.store", "horovod.spark", "mpirun"),
