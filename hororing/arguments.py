@@ -47,9 +47,10 @@ def choose_op(op: int | None, average: bool | None) -> int:
 
 
 def _frames_to_script() -> int:
-    """How many frames above the caller the first one is that is not the library's or torch's."""
+    """How many frames above the caller the first one is that is neither ours nor a framework's."""
     frame, level = sys._getframe(1), 1
-    while frame.f_back and frame.f_globals["__name__"].partition(".")[0] in ("hororing", "torch"):
+    ours = ("hororing", "torch", "tensorflow", "keras")
+    while frame.f_back and frame.f_globals["__name__"].partition(".")[0] in ours:
         frame, level = frame.f_back, level + 1
     return level
 
