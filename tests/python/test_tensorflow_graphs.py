@@ -7,7 +7,6 @@ test_tensorflow_training.py.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import gc
 import importlib.util
@@ -395,7 +394,6 @@ def case_temporaries_become_results() -> None:
         return total(tf.fill([elements], x))[0]
 
     def peak_mib(count: int) -> float:
-        ctypes.CDLL(None).malloc_trim(0)  # what was freed is not there to be used again
         Path("/proc/self/clear_refs").write_text("5")  # forget the high-water mark
         before = rss_mib()
         agree(step(tf.constant(1.0), tf.constant(count)), hvd.size())
@@ -407,10 +405,11 @@ def case_temporaries_become_results() -> None:
         return int(line.split()[1]) / 1024 - before
 
     try:
-        peak_mib(elements)  # whatever the engine keeps
+        peak_mib(16)
     except OSError:
         return  # containers may forbid it
-    assert peak_mib(elements) < 1.5 * 64
+    # Once: TensorFlow keeps the memory for later.
+    assert 48 <= peak_mib(elements) < 1.5 * 64
 
 
 def case_eager_calls_do_not_grow_memory() -> None:
