@@ -553,7 +553,10 @@ def case_warmup_raises_the_rate_batch_by_batch():
             0.1 / n * (min(batch + 1, 8) / per_epoch * (n - 1) / 2 + 1) for batch in range(12)
         ]
         np.testing.assert_allclose(rates, expected)
-        np.testing.assert_allclose(weights, simulated(expected, 0.9, corrected), **TOLERANCE)
+        # Keras rounds constants to float32 (momentum on TensorFlow, the loss's divisor on JAX): in
+        # one process, without us, these 12 steps are 3e-8 apart.
+        close = {**TOLERANCE, "atol": 1e-6}
+        np.testing.assert_allclose(weights, simulated(rates, 0.9, corrected), **close)
         assert ("at 0.1" in printed.getvalue()) == (hvd.rank() == 0)
 
 
