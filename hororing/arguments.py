@@ -40,13 +40,13 @@ def choose_op(op: int | None, average: bool | None) -> int:
         warnings.warn(
             "parameter `average` is deprecated; use op=Average or op=Sum",
             DeprecationWarning,
-            stacklevel=_frames_to_script(),
+            stacklevel=frames_to_script(),
         )
         return Average if average else Sum
     return check_op(Average if op is None else op)
 
 
-def _frames_to_script() -> int:
+def frames_to_script() -> int:
     """How many frames above the caller the first one is that is neither ours nor a framework's."""
     frame, level = sys._getframe(1), 1
     ours = ("hororing", "torch", "tensorflow", "keras")

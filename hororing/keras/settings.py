@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from hororing import arguments
 from hororing.arguments import Adasum, Average
-from hororing.compression import Compressor, NoneCompressor, check_compression
+from hororing.compression import Compressor, NoneCompressor
 from hororing.names import OPTIMIZER, default_name
-from hororing.process_sets import ProcessSet, check_member, global_process_set
-from hororing.runtime import size
+from hororing.process_sets import ProcessSet, global_process_set
+from hororing.reduction import check_reduction, checked_passes, choose_groups
 
 WHAT = "DistributedOptimizer"
 
@@ -69,35 +66,13 @@ def checked_settings(
         check_text(argument, value)
     if name is not None:
         check_text("name", name)
-    arguments.check_op(op)
-    check_compression(compression)
-    if gradient_predivide_factor != 1.0 and op != Average:
-        raise ValueError(f"{WHAT}: gradient_predivide_factor is for op=Average only; leave it out")
-    if not gradient_predivide_factor > 0:
-        raise ValueError(
-            f"{WHAT}: gradient_predivide_factor={gradient_predivide_factor} must be positive"
-        )
-    if operator.index(backward_passes_per_step) < 1:
-        raise ValueError(
-            f"{WHAT}: backward_passes_per_step={backward_passes_per_step} must be at least 1"
-        )
-    if num_groups != 0:
-        warnings.warn(
-            "parameter `num_groups` is deprecated; use `groups`", DeprecationWarning, stacklevel=3
-        )
-        if groups is not None:
-            raise ValueError(f"{WHAT}: num_groups and groups exclude each other; use groups")
-        groups = num_groups
+    checked_passes(backward_passes_per_step)
+    members = check_reduction(WHAT, op, gradient_predivide_factor, compression, process_set)
+    groups = choose_groups(WHAT, num_groups, groups)
     if op == Adasum and average_aggregated_gradients:
         raise ValueError(
             f"{WHAT}: average_aggregated_gradients cannot be used with op=Adasum; leave it out"
         )
-    size()  # raises before `init`
-    members = getattr(process_set, "process_set_id", None)
-    if members is None or process_set.included():  # ranks outside it may have it as well
-        members = check_member(process_set, WHAT)
-    if op == Adasum:
-        arguments.check_adasum(members, WHAT)
     if name is None:  # not Keras' own, which differ where a rank has made more optimizers
         name = f"{WHAT}.{default_name(OPTIMIZER, members).rpartition('.')[2]}"
     return Settings(

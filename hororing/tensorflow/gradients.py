@@ -7,7 +7,6 @@ one operation waits for all of them.
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Final, NamedTuple
@@ -15,11 +14,11 @@ from typing import Any, Final, NamedTuple
 import tensorflow as tf
 
 from hororing import arguments
-from hororing.arguments import Adasum, Average, Sum
+from hororing.arguments import Average, Sum
 from hororing.collectives import ALLGATHER, ALLREDUCE
-from hororing.compression import Compressor, NoneCompressor, check_compression
-from hororing.process_sets import ProcessSet, check_member, global_process_set
-from hororing.runtime import size
+from hororing.compression import Compressor, NoneCompressor
+from hororing.process_sets import ProcessSet, global_process_set
+from hororing.reduction import check_reduction, choose_groups
 from hororing.tensorflow.names import in_graph
 from hororing.tensorflow.requests import Request, carry_out
 from hororing.tensorflow.verbs import averaged_slices
@@ -72,27 +71,8 @@ def checked_options(
 
     `groups` is a number of groups, or lists of variables; `num_groups` is its deprecated form.
     """
-    arguments.check_op(op)
-    check_compression(compression)
-    if gradient_predivide_factor != 1.0 and op != Average:
-        raise ValueError(f"{what}: gradient_predivide_factor is for op=Average only; leave it out")
-    if not gradient_predivide_factor > 0:
-        raise ValueError(
-            f"{what}: gradient_predivide_factor={gradient_predivide_factor} must be positive"
-        )
-    if num_groups != 0:
-        warnings.warn(
-            "parameter `num_groups` is deprecated; use `groups`", DeprecationWarning, stacklevel=3
-        )
-        if groups is not None:
-            raise ValueError(f"{what}: num_groups and groups exclude each other; use groups")
-        groups = num_groups
-    size()  # raises before `init`
-    members = getattr(process_set, "process_set_id", None)
-    if members is None or process_set.included():  # ranks outside it may have it as well
-        members = check_member(process_set, what)
-    if op == Adasum:
-        arguments.check_adasum(members, what)
+    check_reduction(what, op, gradient_predivide_factor, compression, process_set)
+    groups = choose_groups(what, num_groups, groups)
     return Options(
         op,
         float(gradient_predivide_factor),

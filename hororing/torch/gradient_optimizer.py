@@ -6,7 +6,6 @@ See hororing/torch/optimizer.py for how an optimizer becomes one.
 from __future__ import annotations
 
 import contextlib
-import operator
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ import torch
 
 from hororing import arguments
 from hororing.process_sets import ProcessSet
+from hororing.reduction import checked_passes
 from hororing.torch.gradient import Options
 from hororing.torch.reducer import Reducer
 from hororing.torch.verbs import verbs
@@ -229,10 +229,3 @@ def reduces(process_set: ProcessSet) -> bool:
 def parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """All parameters, in the order of the groups."""
     return [param for group in optimizer.param_groups for param in group["params"]]
-
-
-def checked_passes(passes: int) -> int:
-    """Return the number of backward passes per step if it is one."""
-    if operator.index(passes) < 1:
-        raise ValueError(f"backward_passes_per_step={passes} must be at least 1")
-    return passes

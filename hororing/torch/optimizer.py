@@ -13,24 +13,22 @@ from __future__ import annotations
 
 import functools
 import itertools
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
-from hororing import arguments
 from hororing.arguments import Adasum, Average
-from hororing.compression import Compressor, NoneCompressor, check_compression
+from hororing.compression import Compressor, NoneCompressor
 from hororing.names import OPTIMIZER, default_name
-from hororing.process_sets import ProcessSet, check_member, global_process_set
+from hororing.process_sets import ProcessSet, global_process_set
+from hororing.reduction import check_reduction, checked_passes, choose_groups
 from hororing.runtime import size
 from hororing.torch.adasum_optimizer import DeltaDistributed
 from hororing.torch.gradient import Options
 from hororing.torch.gradient_optimizer import (
     Distributed,
     Settings,
-    checked_passes,
     parameters,
 )
 
@@ -89,26 +87,10 @@ def DistributedOptimizer(
         raise TypeError(f"optimizer must be a torch Optimizer, not {type(optimizer).__name__}")
     if isinstance(optimizer, Distributed):
         raise ValueError("optimizer is distributed already; wrap it once")
-    arguments.check_op(op)
-    check_compression(compression)
-    if gradient_predivide_factor != 1.0 and op != Average:
-        raise ValueError("gradient_predivide_factor is for op=Average only; leave it out")
-    if not gradient_predivide_factor > 0:
-        raise ValueError(f"gradient_predivide_factor={gradient_predivide_factor} must be positive")
+    what = "DistributedOptimizer"
     checked_passes(backward_passes_per_step)
-    if num_groups != 0:
-        warnings.warn(
-            "parameter `num_groups` is deprecated; use `groups`", DeprecationWarning, stacklevel=2
-        )
-        if groups is not None:
-            raise ValueError("num_groups and groups exclude each other; use groups")
-        groups = num_groups
-    size()  # raises before `init`
-    members = getattr(process_set, "process_set_id", None)
-    if members is None or process_set.included():  # ranks outside it may have it as well
-        members = check_member(process_set, "DistributedOptimizer")
-    if op == Adasum:
-        arguments.check_adasum(members, "DistributedOptimizer")
+    members = check_reduction(what, op, gradient_predivide_factor, compression, process_set)
+    groups = choose_groups(what, num_groups, groups)
 
     params = parameters(optimizer)
     positions = _positions(groups, params)
