@@ -691,7 +691,10 @@ def synchronize(handle: int) -> Any:
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Block until every rank of the process set has called `barrier`."""
+    """Block until every rank of the process set has called `barrier`.
+
+    What all of them had submitted to the set by then has landed when it returns.
+    """
     collectives.barrier(check_member(process_set, "barrier"))
 
 

@@ -23,10 +23,11 @@ void Loop::Apply(const Agreement& agreement) {
       case Decision::Kind::kRun: {
         std::optional<Work> agreed = Agreed(decision);
         if (!agreed) break;
-        if (agreed->entry->views.empty()) {
+        const Collective kind = agreed->entry->request.kind;
+        if (agreed->entry->views.empty() && kind != Collective::kBarrier) {
           // In its place among the batches, since it is about who takes part in them. Not so a
           // barrier: ranks that do not hear of it must come to the same batches.
-          if (agreed->entry->request.kind != Collective::kBarrier) Run(&work);
+          Run(&work);
           if (!final_) Settle(*agreed);
         } else {
           work.push_back(std::move(*agreed));

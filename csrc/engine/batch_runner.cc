@@ -120,11 +120,12 @@ Status BatchRunner::Run(std::vector<Work> work) {
   const TimeNs plan_begin = NowNs();
   std::vector<Item> items;
   std::vector<FusionItem> described;
+  std::vector<TensorEntry*> barriers;
   for (Work& each : work) {
     TensorEntry* entry = each.entry;
     entry->unfinished = entry->views.size();
-    if (entry->unfinished == 0) {  // a barrier: that all ranks have agreed is all there is to it
-      Complete(entry);
+    if (entry->unfinished == 0) {
+      barriers.push_back(entry);
       continue;
     }
     entry->stage = "PLAN";
@@ -135,7 +136,7 @@ Status BatchRunner::Run(std::vector<Work> work) {
     }
   }
   const std::vector<std::vector<size_t>> plan = PlanFusion(described, options_.fusion_bytes);
-  if (trace_.enabled()) {
+  if (trace_.enabled() && !items.empty()) {
     trace_.Span(Stage::kPlan, Track::kLoop, std::to_string(items.size()) + " tensors", plan_begin,
                 NowNs());
   }
@@ -164,6 +165,8 @@ Status BatchRunner::Run(std::vector<Work> work) {
     }
     HORORING_RETURN_IF_ERROR(RunBatch(channel, batch, entries));
   }
+  // Last: what a rank has submitted before a barrier has landed when the barrier lets it go on.
+  for (TensorEntry* barrier : barriers) Complete(barrier);
   return Status::Ok();
 }
 

@@ -98,6 +98,26 @@ TEST(a_name_in_flight_is_refused_and_leaves_the_first_one_alone) {
   });
 }
 
+TEST(what_was_submitted_before_a_barrier_has_landed_after_it) {
+  EngineConfig config;
+  config.hold_ns = kPatience;
+  Play(3, config, [](Player& player) {
+    for (int step = 0; step < 10; ++step) {
+      std::vector<float> data(300000, 1.0f), later(1, 1.0f);
+      int64_t handle = 0, held_for = 0, none = 0;
+      // `data` is held for the sake of `later`, and goes with the barrier.
+      if (player.rank == 0) CHECK_OK(player.Submit("later", later, ReduceOp::kSum, &held_for));
+      CHECK_OK(player.Submit("data", data, ReduceOp::kSum, &handle));
+      CHECK_OK(player.Control(Collective::kBarrier, &none));
+      CHECK_EQ(data.back(), 3.0f);
+      CHECK(player.handles->Poll(handle) == HandleTable::Look::kDone);
+      CHECK_OK(player.Wait(handle));
+      if (player.rank != 0) CHECK_OK(player.Submit("later", later, ReduceOp::kSum, &held_for));
+      CHECK_OK(player.Wait(held_for));
+    }
+  });
+}
+
 TEST(gathered_tensors_may_differ_in_rows) {
   Play(3, {}, [](Player& player) {
     for (int step = 0; step < 4; ++step) {
