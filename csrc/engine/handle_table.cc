@@ -1,12 +1,19 @@
 #include "engine/handle_table.h"
 
 #include <chrono>
+#include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <string>
 #include <utility>
 
 namespace hororing {
+namespace {
+
+// Of any vector unit, so that frameworks take results as they are: TensorFlow copies others.
+constexpr size_t kAlignment = 64;
+
+}  // namespace
 
 GatheredTensor::~GatheredTensor() { std::free(data_); }
 
@@ -22,7 +29,8 @@ GatheredTensor& GatheredTensor::operator=(GatheredTensor&& other) noexcept {
 bool GatheredTensor::Allocate(size_t bytes, int64_t rows) {
   rows_ = rows;
   if (bytes == 0) return true;
-  data_ = std::malloc(bytes);
+  if (bytes > SIZE_MAX - kAlignment) return false;
+  data_ = std::aligned_alloc(kAlignment, (bytes + kAlignment - 1) / kAlignment * kAlignment);
   bytes_ = data_ != nullptr ? bytes : 0;
   return data_ != nullptr;
 }
