@@ -31,7 +31,10 @@ std::string Describe(const std::vector<const Waiting*>& stalled) {
   return text;
 }
 
-std::string Seconds(TimeNs span) { return std::to_string(span / kSecond) + " s"; }
+std::string Seconds(TimeNs span) {
+  if (span < kSecond) return std::to_string(span / kMillisecond) + " ms";
+  return std::to_string(span / kSecond) + " s";
+}
 
 }  // namespace
 
