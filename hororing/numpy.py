@@ -50,6 +50,11 @@ from hororing.verbs import Verbs, barrier, join, poll, synchronize
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
+# NumPy's own types; others are found by their names.
+_NUMBERS = {
+    np.dtype(name): number for name, number in collectives.DTYPES.items() if name != "bfloat16"
+}
+
 
 class NumpyAdapter:
     """`hororing.verbs.Adapter` for `numpy.ndarray`."""
@@ -85,13 +90,23 @@ class NumpyAdapter:
             return tensor
         return np.array(tensor, order="C", copy=True)
 
+    def plain(self, tensor: Array) -> tuple[int, int, tuple[int, ...]] | None:
+        """Describe what none of the checks above would refuse or copy."""
+        if type(tensor) is not np.ndarray or not tensor.flags.carray:
+            return None
+        number = _NUMBERS.get(tensor.dtype)
+        return None if number is None else (tensor.ctypes.data, number, tensor.shape)
+
     def empty_like(self, tensor: Array) -> Array:
         """Return a plain array."""
         return np.empty(tensor.shape, tensor.dtype)
 
     def describe(self, tensor: Array) -> tuple[int, int, tuple[int, ...]]:
         """Address, data type, shape."""
-        return tensor.ctypes.data, collectives.DTYPES[tensor.dtype.name], tensor.shape
+        number = _NUMBERS.get(tensor.dtype)
+        if number is None:
+            number = collectives.DTYPES[tensor.dtype.name]
+        return tensor.ctypes.data, number, tensor.shape
 
     def copy(self, target: Array, source: Array) -> None:
         """Copy elements."""

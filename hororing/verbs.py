@@ -19,6 +19,8 @@ from hororing.runtime import rank, size
 
 T = TypeVar("T")
 
+_MOST_TEMPLATES = 1024
+
 
 class Adapter(Protocol[T]):
     """What `Verbs` asks of a framework. Nothing here blocks."""
@@ -31,6 +33,9 @@ class Adapter(Protocol[T]):
 
     def dense(self, tensor: T) -> T:
         """Return `tensor` if its elements lie contiguously in order, else a copy that does."""
+
+    def plain(self, tensor: T) -> tuple[int, int, tuple[int, ...]] | None:
+        """Describe a tensor that can be read and written where it lies; None for all else."""
 
     def empty_like(self, tensor: T) -> T:
         """Return new contiguous memory of the same shape and type."""
@@ -70,6 +75,8 @@ class Verbs(Generic[T]):
 
     def __init__(self, adapter: Adapter[T]) -> None:
         self.adapter = adapter
+        # Not those in use: whoever needs one takes it out.
+        self._templates: dict[Any, collectives.Template] = {}
 
     # -- allreduce ----------------------------------------------------------------------------
 
@@ -101,6 +108,14 @@ class Verbs(Generic[T]):
         check_compression(compression)
         compressed, context = compression.compress(tensor)
         chosen = arguments.choose_op(op, average)
+        plain = self.adapter.plain(compressed)
+        if plain is not None and chosen != arguments.Adasum:
+            output = self.adapter.empty_like(compressed)
+            self._reduce_now(
+                plain, self.adapter.describe(output)[0], (compressed, output), name, chosen,
+                prescale_factor, postscale_factor, process_set,
+            )  # fmt: skip
+            return compression.decompress(output, context)  # type: ignore[no-any-return]
         handle = self.reduce_async(
             "allreduce", [compressed], False, name, chosen, prescale_factor, postscale_factor,
             process_set=process_set, wait_follows=True,
@@ -120,12 +135,48 @@ class Verbs(Generic[T]):
     ) -> T:
         """Do as `allreduce`, into `tensor` itself, and return it."""
         chosen = arguments.choose_op(op, average)
+        plain = self.adapter.plain(tensor)
+        if plain is not None and chosen != arguments.Adasum:
+            self._reduce_now(
+                plain, plain[0], tensor, name, chosen, prescale_factor, postscale_factor,
+                process_set,
+            )  # fmt: skip
+            self.adapter.mark_written((tensor,))
+            return tensor
         handle = self.reduce_async(
             "allreduce", [tensor], True, name, chosen, prescale_factor, postscale_factor, _first,
             process_set=process_set, wait_follows=True,
         )  # fmt: skip
         result: T = collectives.wait(handle)
         return result
+
+    def _reduce_now(
+        self,
+        source: tuple[int, int, tuple[int, ...]],
+        output: int,
+        keep: object,
+        name: str | None,
+        op: int,
+        prescale: float,
+        postscale: float,
+        process_set: ProcessSet,
+    ) -> None:
+        """Do as `reduce_async` with one plain tensor, and wait: small ones are for the latency."""
+        members = check_member(process_set, "allreduce")
+        prescale, postscale = arguments.check_factors(prescale, postscale, "allreduce")
+        address, dtype, shape = source
+        key = (dtype, shape, members, op, prescale, postscale)
+        template = self._templates.pop(key, None)
+        if template is None:
+            template = collectives.Template(
+                collectives.ALLREDUCE, dtype, shape, members, op, prescale, postscale
+            )
+            if len(self._templates) >= _MOST_TEMPLATES:
+                self._templates.clear()
+        template.carry_out(
+            default_name("allreduce", members) if name is None else name, address, output, keep
+        )
+        self._templates[key] = template
 
     def allreduce_async(
         self,

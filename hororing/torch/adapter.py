@@ -92,6 +92,21 @@ class TorchAdapter:
             return tensor
         return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
+    def plain(self, tensor: torch.Tensor) -> tuple[int, int, tuple[int, ...]] | None:
+        """Describe what none of the checks above would refuse or copy."""
+        if (
+            type(tensor) in (torch.Tensor, torch.nn.Parameter)
+            and tensor.is_cpu
+            and tensor.layout is torch.strided
+            and not tensor.is_nested
+            and tensor.is_contiguous()
+            and not tensor.is_neg()
+            and not tensor.is_inference()
+        ):
+            number = DTYPES.get(tensor.dtype)
+            return None if number is None else (tensor.data_ptr(), number, tuple(tensor.shape))
+        return None
+
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a plain tensor in C order."""
         return torch.empty(tensor.shape, dtype=tensor.dtype)
