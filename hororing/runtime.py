@@ -243,6 +243,7 @@ def _c_config(
     c_config.transport = text(settings["TRANSPORT"])
     c_config.backend = text(settings["BACKEND"])
     c_config.mpi_library = text(library if library.exists() else "")
+    c_config.arena_bytes = settings["ARENA_BYTES"]
     c_config.fusion_bytes = settings["FUSION_BYTES"]
     c_config.cycle_time_ms = settings["CYCLE_TIME_MS"]
     c_config.cache_capacity = settings["CACHE_CAPACITY"]

@@ -19,11 +19,10 @@
 #include "base/clock.h"
 #include "base/log.h"
 #include "base/reduce.h"
+#include "capi/process.h"
 #include "capi/requests.h"
 #include "engine/engine.h"
 #include "transport/factory.h"
-
-#define HR_EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace hororing {
 namespace {
@@ -59,6 +58,8 @@ void WatchForks() {
 thread_local std::string last_error;
 thread_local int last_error_rank = -1;
 
+}  // namespace
+
 int Remember(const Status& status) {
   if (status.ok()) return HR_OK;
   last_error = status.message();
@@ -67,7 +68,7 @@ int Remember(const Status& status) {
 }
 
 Status NotInitialized() {
-  if (in_forked_child.load()) {
+  if (InForkedChild()) {
     return Status(Code::kNotInitialized,
                   "hororing has not been initialized in this process, which was forked from one "
                   "that is: communicate in the parent, or start workers with the 'spawn' method");
@@ -75,12 +76,16 @@ Status NotInitialized() {
   return Status(Code::kNotInitialized, "hororing has not been initialized; use hvd.init().");
 }
 
+bool InForkedChild() { return in_forked_child.load(std::memory_order_relaxed); }
+
 std::shared_ptr<Engine> CurrentEngine() {
-  if (in_forked_child.load(std::memory_order_relaxed)) return nullptr;
+  if (InForkedChild()) return nullptr;
   Process& process = TheProcess();
   std::lock_guard<std::mutex> lock(process.mutex);
   return process.engine;
 }
+
+namespace {
 
 std::string Text(const char* text) { return text != nullptr ? text : ""; }
 
@@ -115,6 +120,7 @@ WorldOptions WorldOptionsFrom(const hr_config& from) {
   options.mpi.communicator = from.mpi_communicator;
   if (from.ranks != nullptr) options.mpi.ranks.assign(from.ranks, from.ranks + from.ranks_count);
   options.spin_ns = Scaled(from.spin_us, kMicrosecond);
+  options.arena_bytes = static_cast<size_t>(std::max<int64_t>(from.arena_bytes, 0));
   options.timeout_ns = SecondsToNs(from.timeout_s);
   return options;
 }

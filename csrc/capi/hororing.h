@@ -24,7 +24,7 @@ extern "C" {
 #endif
 
 /* Grows with every incompatible change of this file. */
-enum { HR_ABI_VERSION = 2 };
+enum { HR_ABI_VERSION = 3 };
 
 /* The values of hororing::Code, and one more. */
 typedef enum hr_code {
@@ -96,6 +96,7 @@ typedef struct hr_config {
   int32_t mpi_communicator; /* Fortran handle of the communicator to duplicate; -1: the world */
   const int32_t* ranks;     /* the sub-job of these ranks of it, or NULL */
   int32_t ranks_count;
+  int64_t arena_bytes; /* most that hr_arena_allocate gives a rank; rank 0's counts; 0: none */
   /* Rank-visible: every rank must hold the same values. */
   int64_t fusion_bytes;    /* most bytes fused into one batch; 0: no fusion */
   double cycle_time_ms;    /* longest that a burst is held back to be fused */
@@ -218,6 +219,15 @@ void hr_free(uintptr_t data);
 /* Forgets the handle. A pending one is forgotten when it completes; its memory must stay
  * valid until then. */
 int hr_release(int64_t handle);
+
+/* Memory of this rank that the other ranks of the host see, aligned to a page and zeroed: an
+ * allreduce in place on it copies nothing. 0 where there is none, or no more (hr_last_error()
+ * tells why): private memory does as well, at the price of two copies. No other rank needs to
+ * allocate anything. Valid until hr_arena_free, also after hr_shutdown; but only the engine that
+ * was running when it was allocated works in it without copies. Not freed while a request uses
+ * it. After fork() the child sees the parent's memory, and hr_arena_free does nothing there. */
+uintptr_t hr_arena_allocate(int64_t bytes);
+void hr_arena_free(uintptr_t memory);
 
 /* The timeline. Collective in effect: rank 0's call starts it on all ranks; other ranks' calls
  * only check that the engine runs. */

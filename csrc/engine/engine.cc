@@ -171,6 +171,7 @@ Status Engine::PrepareWorld(const WorldMaker& make_world, World* world) {
   topology_ = world->topology;
   sets_.Reset(topology_.rank, topology_.size);
   transport_name_ = world->transport->name();
+  arena_ = world->transport->arena();
   drivable_ = world->transport->turns() != nullptr;
   if (!world->note.empty()) Log(LogLevel::kWarning, world->note);
   return CompareFingerprints(*world->transport, config_.fingerprint,

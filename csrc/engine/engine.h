@@ -92,6 +92,8 @@ class Engine {
   const std::string& transport_name() const { return transport_name_; }
   TraceSink& trace() { return trace_; }
   const Stats& stats() const { return stats_; }
+  // Null where the ranks share no memory.
+  std::shared_ptr<Arena> arena() const { return arena_; }
 
   // What callers ask of the loop. One at a time; later ones wait.
   struct Command {
@@ -129,6 +131,7 @@ class Engine {
   // Written by the loop thread before `started_`, constant afterwards.
   Topology topology_;
   std::string transport_name_;
+  std::shared_ptr<Arena> arena_;
 
   std::mutex wake_mutex_;
   Transport* wake_target_ = nullptr;  // GUARDED_BY(wake_mutex_); null while there is none

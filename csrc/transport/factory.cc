@@ -2,6 +2,7 @@
 
 #include <dlfcn.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -98,10 +99,18 @@ Status ShareTexts(Transport& transport, const std::string& mine, TimeNs deadline
   return Status::Ok();
 }
 
+// More than this no arena can hold.
+size_t SharedVolumeBytes() {
+  struct statvfs volume = {};
+  if (statvfs("/dev/shm", &volume) != 0) return SIZE_MAX;
+  return volume.f_blocks * volume.f_frsize;
+}
+
 // The transport over a segment that rank 0 creates and all map, or the same error on every rank.
-Status ShareMemory(Transport& bootstrap, TimeNs spin_ns, TimeNs deadline,
+Status ShareMemory(Transport& bootstrap, const WorldOptions& options, TimeNs deadline,
                    std::unique_ptr<Transport>* transport) {
-  const ShmSegment::Geometry geometry = ShmSegment::Geometry::For(bootstrap.size());
+  ShmSegment::Geometry geometry = ShmSegment::Geometry::For(bootstrap.size());
+  geometry.arena_bytes = std::min(options.arena_bytes, SharedVolumeBytes());
   std::shared_ptr<ShmSegment> segment;
   Status mine;
   std::string name;
@@ -118,7 +127,7 @@ Status ShareMemory(Transport& bootstrap, TimeNs spin_ns, TimeNs deadline,
   // Before the ranks meet again: from then on each can see whether the others live.
   std::unique_ptr<Transport> shared;
   if (segment != nullptr) {
-    shared = std::make_unique<ShmTransport>(segment, bootstrap.rank(), spin_ns);
+    shared = std::make_unique<ShmTransport>(segment, bootstrap.rank(), options.spin_ns);
   }
   const Status met = ShareTexts(bootstrap, mine.message(), deadline, &texts);
   if (segment != nullptr) segment->Unlink();
@@ -251,7 +260,7 @@ Status MakeWorld(const WorldOptions& options, World* world) {
                   "HORORING_TRANSPORT=shm, but the ranks do not share memory, they are on: " +
                       hosts + "; use auto or mpi");
   }
-  const Status shared = ShareMemory(*over_mpi, options.spin_ns, deadline, &world->transport);
+  const Status shared = ShareMemory(*over_mpi, options, deadline, &world->transport);
   if (shared.ok()) {
     world->bootstrap = std::move(over_mpi);
     return Status::Ok();
@@ -262,8 +271,11 @@ Status MakeWorld(const WorldOptions& options, World* world) {
   return Status::Ok();
 }
 
-std::vector<std::unique_ptr<Transport>> MakeInprocWorld(int size, TimeNs spin_ns) {
-  const std::shared_ptr<ShmSegment> segment = ShmSegment::OnHeap(ShmSegment::Geometry::For(size));
+std::vector<std::unique_ptr<Transport>> MakeInprocWorld(int size, TimeNs spin_ns,
+                                                        size_t arena_bytes) {
+  ShmSegment::Geometry geometry = ShmSegment::Geometry::For(size);
+  geometry.arena_bytes = arena_bytes;
+  const std::shared_ptr<ShmSegment> segment = ShmSegment::OnHeap(geometry);
   std::vector<std::unique_ptr<Transport>> world;
   for (int rank = 0; rank < size; ++rank) {
     world.push_back(std::make_unique<ShmTransport>(segment, rank, spin_ns));

@@ -81,6 +81,7 @@ ShmTransport::ShmTransport(std::shared_ptr<ShmSegment> segment, int rank, TimeNs
       size_(segment_->geometry().ranks),
       spin_ns_(spin_ns),
       self_(segment_->rank_state(rank)),
+      arena_(size_ > 1 ? std::make_shared<Arena>(segment_, rank) : nullptr),
       peers_(static_cast<size_t>(size_)) {
   AnnounceArrival();
 }

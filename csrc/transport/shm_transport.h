@@ -16,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "transport/arena.h"
 #include "transport/shm_segment.h"
 #include "transport/transport.h"
 
@@ -39,6 +40,7 @@ class ShmTransport final : public Transport, private Turns {
   void Sleep(TimeNs deadline) override;
   void Wake() override;
   Turns* turns() override { return this; }
+  std::shared_ptr<Arena> arena() const override { return arena_; }
   Status CheckPeers() override { return CheckPeers(""); }
   void AnnounceFailure(const std::string& reason, int blamed) override;
   bool Flush(TimeNs deadline) override;
@@ -137,6 +139,7 @@ class ShmTransport final : public Transport, private Turns {
   const int size_;
   const TimeNs spin_ns_;
   RankState& self_;
+  const std::shared_ptr<Arena> arena_;  // null in a world of one rank
   std::vector<Peer> peers_;
   std::deque<std::pair<int, std::string>> received_;  // complete control messages
   // The doorbell before the last Progress: while it stays, no pipe has changed.

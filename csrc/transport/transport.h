@@ -20,6 +20,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -46,6 +47,8 @@ class Turns {
   virtual void BeginDriving() = 0;
   virtual void EndDriving() = 0;
 };
+
+class Arena;
 
 class Transport {
  public:
@@ -79,6 +82,8 @@ class Transport {
   virtual void Wake() = 0;
   // Null where one thread must do everything, as with MPI.
   virtual Turns* turns() { return nullptr; }
+  // Memory of this rank that all others see; null where there can be none. Any thread.
+  virtual std::shared_ptr<Arena> arena() const { return nullptr; }
 
   // The processes of all ranks, as far as they are on this machine: for transports that cannot see
   // by themselves that one ends.

@@ -1,0 +1,21 @@
+// What the files of the C interface share: the process's engine, and the thread's last error.
+#pragma once
+
+#include <memory>
+
+#include "base/status.h"
+#include "engine/engine.h"
+
+#define HR_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace hororing {
+
+// Nothing of the parent's state may be touched in a forked child: locks may be held by nobody.
+bool InForkedChild();
+// Null before hr_init and after hr_shutdown.
+std::shared_ptr<Engine> CurrentEngine();
+Status NotInitialized();
+// For hr_last_error; returns the code.
+int Remember(const Status& status);
+
+}  // namespace hororing
