@@ -3,10 +3,13 @@
 //   shm_direct [--ranks N]... [--bytes B]... [--tensors T] [--seconds S] [--spin-us U]
 //
 // Per rank count and size: in-place float32 sums of one tensor (or of T equal ones that make up
-// the size together) among N processes, and a copy of as many bytes by all N processes at once;
-// medians on rank 0 in microseconds. The copy goes to other memory, as a collective through
-// copies must at least. algbw = size / time; busbw = algbw * 2 (N-1) / N, as nccl-tests define
-// them. Without --spin-us: 50, or 5 where the ranks outnumber the cores.
+// the size together) among N processes, in private memory ("packed") and in the arenas
+// ("arena"), and a copy of as many bytes by all N processes at once to other memory, until the
+// last has done; round by round in turns, medians on rank 0 in microseconds. "limit" is the time in which the memory
+// would move what an allreduce in arenas must: each rank reads S and writes S bytes, and the copy
+// reads S, and reads and writes S where it goes to; so 2/3 of the copy, where neither fits the
+// caches. "of limit" is limit / arena. algbw = size / time of arena. Without --spin-us: 50, or 5
+// where the ranks outnumber the cores.
 
 #include <sys/mman.h>
 #include <sys/wait.h>
@@ -65,10 +68,24 @@ bool Reduce(ShmDirectBackend& backend, float* data, size_t elements, size_t tens
   return status.ok();
 }
 
+struct Times {
+  std::vector<double> us;
+  void Add(TimeNs begin) { us.push_back(static_cast<double>(NowNs() - begin) / 1e3); }
+  double median() const { return Median(us); }
+};
+
+// A geometry with room for a tensor of the largest size in each arena.
+ShmSegment::Geometry GeometryFor(const Options& options, int ranks) {
+  ShmSegment::Geometry geometry = ShmSegment::Geometry::For(ranks);
+  geometry.arena_bytes =
+      *std::max_element(options.bytes.begin(), options.bytes.end()) + (size_t{4} << 20);
+  return geometry;
+}
+
 // One rank's life. Rank 0 prints.
 int RunRank(const Options& options, const std::string& name, int rank, int ranks, Shared& shared) {
   std::shared_ptr<ShmSegment> segment;
-  const Status attached = ShmSegment::Attach(name, ShmSegment::Geometry::For(ranks), &segment);
+  const Status attached = ShmSegment::Attach(name, GeometryFor(options, ranks), &segment);
   if (!attached.ok()) {
     std::fprintf(stderr, "%s\n", attached.message().c_str());
     return 1;
@@ -82,51 +99,58 @@ int RunRank(const Options& options, const std::string& name, int rank, int ranks
     const size_t elements = std::max<size_t>(bytes / 4, 1);
     std::vector<float> data(elements), copy(elements);
     float go = 0;
-    // All start together, and all agree on the number of rounds.
-    const auto rounds_for = [&](double once_s) {
-      float rounds = static_cast<float>(std::clamp(options.seconds / once_s / 2, 5.0, 20000.0));
-      if (rank != 0) rounds = 0;
-      if (!Reduce(backend, &rounds, 1)) return -1;
-      return static_cast<int>(rounds);
-    };
-    const auto seconds_since = [](TimeNs begin) {
-      return static_cast<double>(NowNs() - begin) / 1e9;
-    };
-
-    for (size_t i = 0; i < elements; ++i) data[i] = static_cast<float>(i % 1000 + 1);
-    if (!Reduce(backend, data.data(), elements, options.tensors)) return 1;
-    for (size_t i = 0; i < elements; ++i) {
-      if (data[i] != static_cast<float>(ranks) * static_cast<float>(i % 1000 + 1)) ++shared.wrong;
+    if (!Reduce(backend, &go, 1)) return 1;  // all have attached
+    void* memory = nullptr;
+    const Status allocated = transport.arena()->Allocate(elements * 4, &memory);
+    if (!allocated.ok()) {
+      std::fprintf(stderr, "%s\n", allocated.message().c_str());
+      return 1;
     }
-    std::fill(data.begin(), data.end(), 0.0f);
-    TimeNs begin = NowNs();
+    float* const in_arena = static_cast<float*>(memory);
+    const auto reduce = [&](float* tensor) {
+      return Reduce(backend, tensor, elements, options.tensors);
+    };
+    for (float* tensor : {data.data(), in_arena}) {
+      for (size_t i = 0; i < elements; ++i) tensor[i] = static_cast<float>(i % 1000 + 1);
+      if (!reduce(tensor)) return 1;
+      for (size_t i = 0; i < elements; ++i) {
+        if (tensor[i] != static_cast<float>(ranks) * static_cast<float>(i % 1000 + 1)) {
+          ++shared.wrong;
+        }
+      }
+      std::fill(tensor, tensor + elements, 0.0f);
+    }
+    const TimeNs warm_up = NowNs();
     for (int i = 0; i < 3; ++i) {
-      if (!Reduce(backend, data.data(), elements, options.tensors)) return 1;
+      if (!reduce(data.data()) || !reduce(in_arena)) return 1;
     }
-    int rounds = rounds_for(seconds_since(begin) / 3);
-    if (rounds < 0) return 1;
-    std::vector<double> reduce_us, copy_us;
-    for (int i = 0; i < rounds; ++i) {
+    // All agree on the number of rounds.
+    const double once_s = static_cast<double>(NowNs() - warm_up) / 3e9;
+    float rounds = static_cast<float>(std::clamp(options.seconds / once_s / 2, 5.0, 20000.0));
+    if (rank != 0) rounds = 0;
+    if (!Reduce(backend, &rounds, 1)) return 1;
+    Times packed, arena, copied;
+    for (int i = 0; i < static_cast<int>(rounds); ++i) {
+      TimeNs begin = NowNs();
+      if (!reduce(data.data())) return 1;
+      packed.Add(begin);
+      if (!Reduce(backend, &go, 1)) return 1;
       begin = NowNs();
-      if (!Reduce(backend, data.data(), elements, options.tensors)) return 1;
-      reduce_us.push_back(seconds_since(begin) * 1e6);
-    }
-    std::memcpy(copy.data(), data.data(), bytes);
-    for (int i = 0; i < rounds; ++i) {
-      if (i % 16 == 0 && !Reduce(backend, &go, 1)) return 1;
+      if (!reduce(in_arena)) return 1;
+      arena.Add(begin);
+      if (!Reduce(backend, &go, 1)) return 1;
       begin = NowNs();
       std::memcpy(copy.data(), data.data(), bytes);
       asm volatile("" : : "r"(copy.data()) : "memory");
-      copy_us.push_back(seconds_since(begin) * 1e6);
+      if (!Reduce(backend, &go, 1)) return 1;  // until all have copied
+      copied.Add(begin);
     }
-    if (!Reduce(backend, &go, 1)) return 1;
+    transport.arena()->Free(memory);
     if (rank != 0) continue;
-    const double t = Median(reduce_us), c = Median(copy_us);
-    std::sort(reduce_us.begin(), reduce_us.end());
-    const double gbps = static_cast<double>(bytes) / t / 1e3;
-    std::printf("%5d %11zu %11.2f %11.2f %11.2f %11.2f %8.2f %8.2f %6d\n", ranks, bytes, t,
-                reduce_us.front(), reduce_us[reduce_us.size() * 9 / 10], c, gbps,
-                gbps * 2 * (ranks - 1) / ranks, rounds);
+    const double limit = copied.median() * 2 / 3;
+    std::printf("%5d %11zu %11.2f %11.2f %11.2f %11.2f %8.2f %8.2f %6d\n", ranks, bytes,
+                packed.median(), arena.median(), copied.median(), limit, limit / arena.median(),
+                static_cast<double>(bytes) / arena.median() / 1e3, static_cast<int>(rounds));
     std::fflush(stdout);
   }
   return 0;
@@ -134,7 +158,7 @@ int RunRank(const Options& options, const std::string& name, int rank, int ranks
 
 int RunWorld(const Options& options, int ranks) {
   std::shared_ptr<ShmSegment> segment;
-  const Status created = ShmSegment::Create(ShmSegment::Geometry::For(ranks), &segment);
+  const Status created = ShmSegment::Create(GeometryFor(options, ranks), &segment);
   if (!created.ok()) {
     std::fprintf(stderr, "%s\n", created.message().c_str());
     return 1;
@@ -188,8 +212,8 @@ int main(int argc, char** argv) {
   if (options.bytes.empty()) options.bytes = {4, 16 << 10, 1 << 20, 4 << 20, 64 << 20};
   std::printf("kernels %s, times in us\n", KernelsInUse());
   std::printf(
-      "ranks       bytes      median         min         p90        copy    algbw    "
-      "busbw rounds\n");
+      "ranks       bytes      packed       arena        copy       limit of limit    algbw "
+      "rounds\n");
   std::fflush(stdout);
   int result = 0;
   for (int ranks : options.ranks) result |= RunWorld(options, ranks);

@@ -374,6 +374,8 @@ HR_EXPORT void hr_stats_now(hr_stats* stats) {
   stats->loop_wakeups = from.loop_wakeups;
   stats->scratch_bytes = from.scratch_bytes;
   stats->trace_events_dropped = engine->trace().dropped();
+  stats->in_place_bytes = from.in_place_bytes;
+  stats->packed_bytes = from.packed_bytes;
 }
 
 HR_EXPORT const char* hr_kernels(void) { return KernelsInUse(); }

@@ -166,6 +166,8 @@ typedef struct hr_stats {
   int64_t loop_wakeups;  /* times that the engine's thread came out of a sleep */
   int64_t scratch_bytes; /* fusion and receive buffers held now */
   int64_t trace_events_dropped;
+  int64_t in_place_bytes; /* of HR_ALLREDUCE among several ranks: reduced where they lay */
+  int64_t packed_bytes;   /* and copied to where they were reduced */
 } hr_stats;
 
 typedef struct hr_log_record {

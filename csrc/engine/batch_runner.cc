@@ -206,6 +206,7 @@ Status BatchRunner::RunBatch(Channel& channel, const Batch& batch,
   const TimeNs begin = NowNs();
   const auto backend = std::find_if(channel.backends.begin(), channel.backends.end(),
                                     [&](const auto& each) { return each->Supports(batch); });
+  const int64_t in_place_before = (*backend)->in_place_bytes();
   const Status status = (*backend)->Run(batch, After(begin, options_.timeout_ns), trace_);
   const TimeNs end = NowNs();
   if (trace_.enabled()) {
@@ -215,6 +216,11 @@ Status BatchRunner::RunBatch(Channel& channel, const Batch& batch,
   ++stats_.batches;
   stats_.tensors += static_cast<int64_t>(batch.entries.size());
   stats_.bytes += static_cast<int64_t>(batch.bytes());
+  if (batch.kind == Collective::kAllreduce && channel.size() > 1) {
+    const int64_t in_place = (*backend)->in_place_bytes() - in_place_before;
+    stats_.in_place_bytes += in_place;
+    stats_.packed_bytes += static_cast<int64_t>(batch.bytes()) - in_place;
+  }
   size_t scratch = 0;
   for (const auto& [id, each] : channels_) {
     for (const auto& holder : each.backends) scratch += holder->scratch_bytes();
