@@ -42,8 +42,8 @@ struct Rank {
 
 class TestWorld {
  public:
-  explicit TestWorld(int size, bool reproducible = false) {
-    for (std::unique_ptr<Transport>& transport : MakeInprocWorld(size, 20 * kMicrosecond)) {
+  explicit TestWorld(int size, bool reproducible = false, size_t arena_bytes = 0) {
+    for (auto& transport : MakeInprocWorld(size, 20 * kMicrosecond, arena_bytes)) {
       auto rank = std::make_unique<Rank>();
       rank->transport = std::move(transport);
       auto& shared = dynamic_cast<ShmTransport&>(*rank->transport);
