@@ -3,10 +3,10 @@
 //   shm_direct [--ranks N]... [--bytes B]... [--tensors T] [--seconds S] [--spin-us U]
 //
 // Per rank count and size: in-place float32 sums of one tensor (or of T equal ones that make up
-// the size together) among N processes, in private memory ("packed") and in the arenas
-// ("arena"), and a copy of as many bytes by all N processes at once to other memory, until the
-// last has done; round by round in turns, medians on rank 0 in microseconds. "limit" is the time in which the memory
-// would move what an allreduce in arenas must: each rank reads S and writes S bytes, and the copy
+// the size together) among N processes, in private memory ("packed") and in the arenas ("arena"),
+// and a copy of as many bytes by all N processes at once to other memory, until the last has done;
+// round by round in turns, medians on rank 0 in microseconds. "limit" is the time in which memory
+// moves what an allreduce in arenas must: each rank reads S and writes S bytes, while the copy
 // reads S, and reads and writes S where it goes to; so 2/3 of the copy, where neither fits the
 // caches. "of limit" is limit / arena. algbw = size / time of arena. Without --spin-us: 50, or 5
 // where the ranks outnumber the cores.

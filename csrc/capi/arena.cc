@@ -31,6 +31,10 @@ Status Allocate(int64_t bytes, void** memory) {
     return Status(Code::kInvalidArgument,
                   "arena: " + std::to_string(bytes) + " bytes cannot be allocated");
   }
+  // Where a batch has failed, a peer may not know yet, and still write to what is freed.
+  if (engine->state() != Engine::State::kRunning) {
+    return Status(Code::kTransport, "arena: the job has ended or failed");
+  }
   const std::shared_ptr<Arena> arena = engine->arena();
   if (arena == nullptr) {
     return Status(Code::kTransport, "arena: the ranks of this job share no memory (transport " +

@@ -24,9 +24,9 @@ Status CheckVolume(size_t bytes) {
   struct statvfs volume = {};
   if (statvfs("/dev/shm", &volume) != 0) return Status::Ok();
   const size_t size = volume.f_blocks * volume.f_frsize, left = volume.f_bavail * volume.f_frsize;
-  if (size == 0 || (left >= bytes && left - bytes >= size / 4)) return Status::Ok();
-  return Status(Code::kTransport, "shared memory: " + InMiB(bytes) + " would leave less than a " +
-                                      "quarter of /dev/shm free (its size is " + InMiB(size) +
+  if (size == 0 || (left >= bytes && left - bytes >= size / 2)) return Status::Ok();
+  return Status(Code::kTransport, "shared memory: " + InMiB(bytes) + " would leave less than " +
+                                      "half of /dev/shm free (its size is " + InMiB(size) +
                                       ", of which " + InMiB(left) + " are free); enlarge it");
 }
 

@@ -27,7 +27,7 @@ class Arena {
   Arena(std::shared_ptr<ShmSegment> segment, int rank);
 
   // `bytes` of zeroed memory, aligned to a page, from 2 MiB on to a huge page. Fails where a
-  // rank does not see the arenas, where the arena is full, and where less than a quarter of
+  // rank does not see the arenas, where the arena is full, and where less than half of
   // /dev/shm would stay free, which data loaders and MPI need too.
   // REQUIRES: all ranks have attached; bytes > 0.
   Status Allocate(size_t bytes, void** memory);
