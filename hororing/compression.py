@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 
 class Compressor:
@@ -36,6 +36,38 @@ class NoneCompressor(Compressor):
     def decompress(tensor: Any, ctx: Any) -> Any:
         """Return `tensor` itself."""
         return tensor
+
+
+class CastCompressor(Compressor):
+    """Sends floating-point tensors as another type, and integers as they are.
+
+    Adapters set `dtype`, in their framework's terms, and how to cast.
+    """
+
+    dtype: ClassVar[Any]
+
+    @staticmethod
+    def float_type(tensor: Any) -> Any:
+        """Return the type of a tensor, or None if it has no floating-point type."""
+        raise NotImplementedError
+
+    @staticmethod
+    def cast(tensor: Any, dtype: Any) -> Any:
+        """Return the tensor as another type."""
+        raise NotImplementedError
+
+    @classmethod
+    def compress(cls, tensor: Any) -> tuple[Any, Any]:
+        """Cast, if that changes anything."""
+        before = cls.float_type(tensor)
+        if before is None or before == cls.dtype:
+            return tensor, None
+        return cls.cast(tensor, cls.dtype), before
+
+    @classmethod
+    def decompress(cls, tensor: Any, ctx: Any) -> Any:
+        """Cast back."""
+        return tensor if ctx is None else cls.cast(tensor, ctx)
 
 
 def check_compression(compression: object) -> None:

@@ -8,51 +8,32 @@ import ml_dtypes
 import numpy as np
 from keras import backend, ops
 
-from hororing.compression import Compressor, NoneCompressor
-
-_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+from hororing.compression import CastCompressor, Compressor, NoneCompressor
 
 
-def _cast(tensor: Any, dtype: str) -> Any:
-    if isinstance(tensor, np.ndarray | np.generic):
-        return tensor.astype(_BFLOAT16 if dtype == "bfloat16" else dtype)
-    return ops.cast(tensor, dtype)
+class _Cast(CastCompressor):
+    @staticmethod
+    def float_type(tensor: Any) -> str | None:
+        dtype: str = backend.standardize_dtype(tensor.dtype)
+        return dtype if backend.is_float_dtype(dtype) else None
+
+    @staticmethod
+    def cast(tensor: Any, dtype: str) -> Any:
+        if isinstance(tensor, np.ndarray | np.generic):
+            return tensor.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+        return ops.cast(tensor, dtype)
 
 
-def _compress(tensor: Any, dtype: str) -> tuple[Any, str | None]:
-    # Integers and tensors that already have the type go as they are.
-    before = backend.standardize_dtype(tensor.dtype)
-    if not backend.is_float_dtype(before) or before == dtype:
-        return tensor, None
-    return _cast(tensor, dtype), before
-
-
-class FP16Compressor(Compressor):
+class FP16Compressor(_Cast):
     """Sends floating-point tensors as float16. Values beyond 65504 become infinite."""
 
-    @staticmethod
-    def compress(tensor: Any) -> tuple[Any, Any]:
-        """Cast to float16."""
-        return _compress(tensor, "float16")
-
-    @staticmethod
-    def decompress(tensor: Any, ctx: Any) -> Any:
-        """Cast back."""
-        return tensor if ctx is None else _cast(tensor, ctx)
+    dtype = "float16"
 
 
-class BF16Compressor(Compressor):
+class BF16Compressor(_Cast):
     """Sends floating-point tensors as bfloat16: the range of float32, 8 bits of precision."""
 
-    @staticmethod
-    def compress(tensor: Any) -> tuple[Any, Any]:
-        """Cast to bfloat16."""
-        return _compress(tensor, "bfloat16")
-
-    @staticmethod
-    def decompress(tensor: Any, ctx: Any) -> Any:
-        """Cast back."""
-        return tensor if ctx is None else _cast(tensor, ctx)
+    dtype = "bfloat16"
 
 
 class Compression:

@@ -6,43 +6,30 @@ from typing import Any
 
 import tensorflow as tf
 
-from hororing.compression import Compressor, NoneCompressor
+from hororing.compression import CastCompressor, Compressor, NoneCompressor
 
 
-def _cast(tensor: Any, dtype: tf.DType) -> tuple[tf.Tensor, tf.DType | None]:
-    # Integers and tensors that already have the type go as they are.
-    tensor = tf.convert_to_tensor(tensor)
-    if not tensor.dtype.is_floating or tensor.dtype == dtype:
-        return tensor, None
-    return tf.cast(tensor, dtype), tensor.dtype
+class _Cast(CastCompressor):
+    @staticmethod
+    def float_type(tensor: Any) -> tf.DType | None:
+        dtype = tf.as_dtype(tensor.dtype)
+        return dtype if dtype.is_floating else None
+
+    @staticmethod
+    def cast(tensor: Any, dtype: tf.DType) -> tf.Tensor:
+        return tf.cast(tensor, dtype)
 
 
-class FP16Compressor(Compressor):
+class FP16Compressor(_Cast):
     """Sends floating-point tensors as float16. Values beyond 65504 become infinite."""
 
-    @staticmethod
-    def compress(tensor: Any) -> tuple[tf.Tensor, Any]:
-        """Cast to float16."""
-        return _cast(tensor, tf.float16)
-
-    @staticmethod
-    def decompress(tensor: tf.Tensor, ctx: Any) -> tf.Tensor:
-        """Cast back."""
-        return tensor if ctx is None else tf.cast(tensor, ctx)
+    dtype = tf.float16
 
 
-class BF16Compressor(Compressor):
+class BF16Compressor(_Cast):
     """Sends floating-point tensors as bfloat16: the range of float32, 8 bits of precision."""
 
-    @staticmethod
-    def compress(tensor: Any) -> tuple[tf.Tensor, Any]:
-        """Cast to bfloat16."""
-        return _cast(tensor, tf.bfloat16)
-
-    @staticmethod
-    def decompress(tensor: tf.Tensor, ctx: Any) -> tf.Tensor:
-        """Cast back."""
-        return tensor if ctx is None else tf.cast(tensor, ctx)
+    dtype = tf.bfloat16
 
 
 class Compression:

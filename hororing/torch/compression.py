@@ -2,46 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from hororing.compression import Compressor, NoneCompressor
+from hororing.compression import CastCompressor, Compressor, NoneCompressor
 
 
-def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.dtype | None]:
-    # Integers and tensors that already have the type go as they are.
-    if not tensor.is_floating_point() or tensor.dtype is dtype:
-        return tensor, None
-    return tensor.to(dtype), tensor.dtype
+class _Cast(CastCompressor):
+    @staticmethod
+    def float_type(tensor: torch.Tensor) -> torch.dtype | None:
+        return tensor.dtype if tensor.is_floating_point() else None
+
+    @staticmethod
+    def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return tensor.to(dtype)
 
 
-class FP16Compressor(Compressor):
+class FP16Compressor(_Cast):
     """Sends floating-point tensors as float16. Values beyond 65504 become infinite."""
 
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Cast to float16."""
-        return _cast(tensor, torch.float16)
-
-    @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """Cast back."""
-        return tensor if ctx is None else tensor.to(ctx)
+    dtype = torch.float16
 
 
-class BF16Compressor(Compressor):
+class BF16Compressor(_Cast):
     """Sends floating-point tensors as bfloat16: the range of float32, 8 bits of precision."""
 
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Cast to bfloat16."""
-        return _cast(tensor, torch.bfloat16)
-
-    @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """Cast back."""
-        return tensor if ctx is None else tensor.to(ctx)
+    dtype = torch.bfloat16
 
 
 class Compression:
