@@ -7,7 +7,8 @@ from hororing.arguments import Adasum, Average, Max, Min, Product, Sum
 from hororing.errors import HororingInternalError, HorovodInternalError
 from hororing.process_sets import *  # noqa: F403
 from hororing.runtime import *  # noqa: F403
-from hororing.tensorflow import verbs
+from hororing.tensorflow import topology, verbs
+from hororing.tensorflow.topology import *  # noqa: F403
 from hororing.tensorflow.verbs import *  # noqa: F403
 
 # Horovod's scripts and tests ask this object too.
@@ -27,5 +28,6 @@ __all__ = [
     "Sum",
 ]
 __all__ += verbs.__all__
+__all__ += topology.__all__
 __all__ += process_sets.__all__
 __all__ += runtime.__all__

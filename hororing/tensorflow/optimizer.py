@@ -22,7 +22,7 @@ from hororing.tensorflow.gradients import (
     unique_names,
     variable_key,
 )
-from hororing.tensorflow.verbs import check_devices
+from hororing.tensorflow.tensors import check_devices
 
 
 class _DistributedV1(tf.compat.v1.train.Optimizer):  # type: ignore[misc]

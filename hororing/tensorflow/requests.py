@@ -10,6 +10,7 @@ XLA can neither compile our operations nor `tf.numpy_function`.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
@@ -144,7 +145,7 @@ def _token(operations: Any) -> tf.Tensor:
 
 
 def _by_plugin(operations: Any, requests: Sequence[Request]) -> list[tf.Tensor]:
-    token = tf.constant(0, tf.int64)
+    token = _constant(0, tf.int64)
     alone = len(requests) == 1
     handles = [_submit(operations, token, each, wait_follows=alone) for each in requests]
     for handle in handles:
@@ -164,8 +165,8 @@ def _submit(
     with tf.device("CPU:0"):
         return operations.hororing_submit(
             token=token,
-            factors=tf.constant(request.factors, tf.float64),
-            splits=tf.zeros([0], tf.int64) if splits is None else splits,
+            factors=_constant(request.factors, tf.float64),
+            splits=_constant((), tf.int64) if splits is None else splits,
             request_name=tf.constant(np.frombuffer(encode_name(request.name), np.uint8)),
             tensors=request.tensors,
             P=dtypes if preallocated else [],
@@ -177,6 +178,17 @@ def _submit(
             wait_follows=wait_follows,
             awaits_abandoned=not tf.executing_eagerly(),
         ).handle
+
+
+def _constant(value: Any, dtype: tf.DType) -> tf.Tensor:
+    return _kept(value, dtype) if tf.executing_eagerly() else tf.constant(value, dtype)
+
+
+@functools.lru_cache(maxsize=64)
+def _kept(value: Any, dtype: tf.DType) -> tf.Tensor:
+    """Return an eager constant; to make one costs a good part of what a call does."""
+    with tf.device("CPU:0"):
+        return tf.constant(value, dtype)
 
 
 def _wait(

@@ -18,7 +18,7 @@ from hororing.tensorflow.gradients import (
     unique_names,
     variable_key,
 )
-from hororing.tensorflow.verbs import check_devices
+from hororing.tensorflow.tensors import check_devices
 
 
 class _DistributedTape(tf.GradientTape):  # type: ignore[misc]

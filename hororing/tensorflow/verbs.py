@@ -1,9 +1,4 @@
-"""The verbs on TensorFlow tensors, in eager mode and in graphs.
-
-Gradients are those of torch's verbs (hororing/torch/autograd.py): an allreduce's is reduced like
-it; an allgather's is averaged, and each rank takes its own rows; a broadcast's is averaged on the
-root and zero elsewhere; rows of an alltoall go back to where they came from; those of a
-reducescatter are gathered.
+"""The verbs on TensorFlow tensors, in eager mode and in graphs. Their gradients: autograd.py.
 
 Arguments that are Horovod's and have no meaning here: `device_dense` and `device_sparse` (the core
 works in host memory, and TensorFlow copies what is on a GPU) and `ignore_name_scope` (default names
@@ -14,24 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import tensorflow as tf
 
-from hororing import arguments, collectives, runtime
+from hororing import arguments, collectives
 from hororing.arguments import Adasum, Average, Sum
-from hororing.collectives import ALLGATHER, ALLREDUCE, ALLTOALL, BROADCAST, REDUCESCATTER
 from hororing.compression import Compressor, NoneCompressor, check_compression
-from hororing.names import take_back
-from hororing.process_sets import ProcessSet, check_member, global_process_set, ids_and_ranks
+from hororing.process_sets import ProcessSet, check_member, global_process_set
+from hororing.tensorflow import autograd
 from hororing.tensorflow.names import request_name
-from hororing.tensorflow.requests import Request, carry_out
+from hororing.tensorflow.tensors import (
+    check_devices,
+    checked_list,
+    checked_tensor,
+    members,
+    refuse_lone_parts,
+)
+from hororing.tensorflow.topology import at_run_time
 from hororing.verbs import place_and_size
-
-# Complex numbers travel as pairs of these.
-_PARTS: Final = {tf.complex64: tf.float32, tf.complex128: tf.float64}
-
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -39,198 +36,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 def _as_it_is(function: F) -> F:
     """Spare AutoGraph the search for Python conditionals on tensors: there are none here."""
     return tf.autograph.experimental.do_not_convert(function)  # type: ignore[no-any-return]
-
-
-# -- tensors -------------------------------------------------------------------------------------
-
-
-def checked_tensor(tensor: Any, verb: str) -> tf.Tensor:
-    """Return what was given as a tensor that the core can take."""
-    if isinstance(tensor, (tf.SparseTensor, tf.RaggedTensor, tf.IndexedSlices)):
-        remedy = (
-            "use tf.sparse.to_dense" if isinstance(tensor, tf.SparseTensor)
-            else "use tensor.to_tensor()" if isinstance(tensor, tf.RaggedTensor)
-            else "use allreduce, or tf.convert_to_tensor"
-        )  # fmt: skip
-        text = f"{verb}: {type(tensor).__name__} is not supported; {remedy}"
-        if isinstance(tensor, tf.IndexedSlices):
-            raise NotImplementedError(text)
-        raise ValueError(text)
-    if isinstance(tensor, (str, bytes)) or tensor is None:
-        raise TypeError(f"{verb} takes tensors, not {type(tensor).__name__}")
-    tensor = tf.convert_to_tensor(tensor)
-    if tensor.dtype not in _PARTS and tensor.dtype.name not in collectives.DTYPES:
-        raise ValueError(
-            f"{verb}: tensors of type {tensor.dtype.name} are not supported; cast it, or use one "
-            f"of {', '.join([*collectives.DTYPES, *(dtype.name for dtype in _PARTS)])}"
-        )
-    return tensor
-
-
-def _members(tensors: Iterable[Any]) -> list[Any]:
-    """The tensors of a group; one tensor is the group of its rows."""
-    # A tensor of a graph cannot be iterated over.
-    return tf.unstack(tensors) if isinstance(tensors, (tf.Tensor, tf.Variable)) else list(tensors)
-
-
-def _checked_list(tensors: Iterable[Any], verb: str) -> list[tf.Tensor]:
-    checked = [checked_tensor(tensor, verb) for tensor in _members(tensors)]
-    if not checked:
-        raise ValueError(f"{verb}: there are no tensors; pass at least one")
-    return checked
-
-
-def _as_parts(tensor: tf.Tensor) -> tf.Tensor:
-    return tf.bitcast(tensor, _PARTS[tensor.dtype]) if tensor.dtype in _PARTS else tensor
-
-
-def _from_parts(tensor: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    return tf.bitcast(tensor, dtype) if dtype in _PARTS else tensor
-
-
-# -- requests with gradients -----------------------------------------------------------------------
-
-
-class _Call(NamedTuple):
-    """What is asked of a verb, beside the tensors."""
-
-    name: str
-    process_set: ProcessSet
-    op: int = Average
-    factors: tuple[float, float] = (1.0, 1.0)
-    root: int = 0
-
-    def request(
-        self, collective: int, tensors: Sequence[tf.Tensor], splits: Any = None
-    ) -> tuple[tf.Tensor, ...]:
-        """Carry it out for these tensors, which may be complex."""
-        parts = [_as_parts(tensor) for tensor in tensors]
-        name, process_set, op, factors, root = self
-        (results,) = carry_out(
-            [Request(collective, name, parts, process_set, op, factors, root, splits)]
-        )
-        whole = [
-            _from_parts(result, tensor.dtype)
-            for result, tensor in zip(results, tensors, strict=False)
-        ]
-        return (*whole, *results[len(whole) :])
-
-    def backward(self, **changes: Any) -> _Call:
-        """Ask the same of the gradients."""
-        return self._replace(name=f"{self.name}.grad", **changes)
-
-
-Forward = Callable[[Sequence[tf.Tensor]], tuple[tf.Tensor, ...]]
-# Gradients of the differentiable results in, gradients of the differentiable tensors out.
-Backward = Callable[[list[tf.Tensor]], Sequence[tf.Tensor]]
-
-
-def _recorded(
-    call: _Call, forward: Forward, backward: Backward, tensors: Sequence[tf.Tensor]
-) -> tuple[tf.Tensor, ...]:
-    """Return `forward(tensors)`, differentiable where the tensors are numbers with gradients."""
-    smooth = [index for index, tensor in enumerate(tensors) if _is_smooth(tensor)]
-    try:
-        if not smooth:
-            return forward(tensors)
-
-        @tf.custom_gradient  # type: ignore[untyped-decorator]
-        def recorded(*given: tf.Tensor) -> Any:
-            together = list(tensors)
-            for index, tensor in zip(smooth, given, strict=True):
-                together[index] = tensor
-            results = forward(together)
-            recorded_results = [at for at, result in enumerate(results) if _is_smooth(result)]
-
-            def gradient(*upstream: tf.Tensor) -> Any:
-                return list(
-                    backward([tf.convert_to_tensor(upstream[at]) for at in recorded_results])
-                )
-
-            return results, gradient
-
-        return tuple(recorded(*(tensors[index] for index in smooth)))
-    except BaseException:
-        take_back(call.name)
-        raise
-
-
-def _is_smooth(tensor: tf.Tensor) -> bool:
-    return bool(tensor.dtype.is_floating or tensor.dtype.is_complex)
-
-
-def _allreduce(call: _Call, tensors: Sequence[tf.Tensor]) -> tuple[tf.Tensor, ...]:
-    if call.op not in (Average, Sum):
-        for tensor in tensors:
-            if tensor.dtype in _PARTS:
-                raise ValueError(
-                    f"'{call.name}': op={arguments.op_name(call.op)} is not defined for "
-                    f"{tensor.dtype.name}; use Average or Sum"
-                )
-    return _recorded(
-        call, partial(call.request, ALLREDUCE), partial(_allreduce, call.backward()), tensors
-    )
-
-
-def _allgather(call: _Call, tensors: Sequence[tf.Tensor]) -> tuple[tf.Tensor, ...]:
-    smooth = [tensor for tensor in tensors if _is_smooth(tensor)]
-
-    def backward(gradients: list[tf.Tensor]) -> list[tf.Tensor]:
-        whole = _allreduce(call.backward(op=Average), gradients)
-        mine = tf.stack([tf.shape(tensor, tf.int64)[0] for tensor in smooth])
-        # rows[r][i]: rows of tensor i on rank r
-        (rows,) = _Call(f"{call.name}.rows", call.process_set).request(ALLGATHER, [mine[None]])
-        place, _ = place_and_size(call.process_set)
-        before = tf.reduce_sum(rows[:place], 0)
-        return [
-            gradient[before[index] : before[index] + mine[index]]
-            for index, gradient in enumerate(whole)
-        ]
-
-    return _recorded(call, partial(call.request, ALLGATHER), backward, tensors)
-
-
-def _broadcast(call: _Call, tensors: Sequence[tf.Tensor]) -> tuple[tf.Tensor, ...]:
-    def backward(gradients: list[tf.Tensor]) -> list[tf.Tensor]:
-        (averaged,) = _allreduce(call.backward(op=Average), gradients)
-        return [averaged if runtime.rank() == call.root else tf.zeros_like(averaged)]
-
-    return _recorded(call, partial(call.request, BROADCAST), backward, tensors)
-
-
-def _alltoall(
-    call: _Call, splits: tf.Tensor | None, tensors: Sequence[tf.Tensor]
-) -> tuple[tf.Tensor, ...]:
-    (tensor,) = tensors
-    received_splits: list[tf.Tensor] = []
-
-    def forward(given: Sequence[tf.Tensor]) -> tuple[tf.Tensor, ...]:
-        results = call.request(ALLTOALL, given, splits)
-        received_splits[:] = results[1:]
-        return results
-
-    def backward(gradients: list[tf.Tensor]) -> list[tf.Tensor]:
-        back = tf.cast(received_splits[0], tf.int64)
-        returned, _ = _alltoall(call.backward(), back, gradients)
-        not_sent = tf.shape(tensor)[0] - tf.shape(returned)[0]
-        zeros = tf.zeros(tf.concat([[not_sent], tf.shape(returned)[1:]], 0), returned.dtype)
-        return [tf.ensure_shape(tf.concat([returned, zeros], 0), tensor.shape)]
-
-    return _recorded(call, forward, backward, tensors)
-
-
-def _reducescatter(call: _Call, tensors: Sequence[tf.Tensor]) -> tuple[tf.Tensor, ...]:
-    def backward(gradients: list[tf.Tensor]) -> tuple[tf.Tensor, ...]:
-        factor = call.factors[0] * call.factors[1]
-        if call.op == Sum:
-            factor *= place_and_size(call.process_set)[1]
-        mine = [gradient * tf.cast(factor, gradient.dtype) for gradient in gradients]
-        return _allgather(call.backward(factors=(1.0, 1.0)), mine)
-
-    return _recorded(call, partial(call.request, REDUCESCATTER), backward, tensors)
-
-
-# -- the verbs -------------------------------------------------------------------------------------
 
 
 def _compressed(
@@ -245,12 +50,6 @@ def _compressed(
         compression.decompress(result, context)
         for result, (_, context) in zip(results, packed, strict=True)
     ]
-
-
-def check_devices(*devices: str) -> None:
-    for device in devices:
-        if not isinstance(device, str):
-            raise TypeError(f"a device must be a str, not {type(device).__name__} ({device!r})")
 
 
 @_as_it_is
@@ -315,11 +114,11 @@ def _allreduce_sparse(
             "allreduce: there is no prescale_factor and no postscale_factor for tf.IndexedSlices; "
             "scale its values, or use tf.convert_to_tensor"
         )
-    call = _Call(request_name("allreduce", name, process_set), process_set)
+    call = autograd.Call(request_name("allreduce", name, process_set), process_set)
     values, indices = checked_tensor(slices.values, "allreduce"), slices.indices
     check_compression(compression)
     packed, context = compression.compress(values)
-    all_values, all_indices = _allgather(call, [packed, indices])
+    all_values, all_indices = autograd.allgather(call, [packed, indices])
     return averaged_slices(
         compression.decompress(all_values, context), all_indices, slices, op, process_set
     )
@@ -347,12 +146,12 @@ def _grouped_allreduce(
     factors: tuple[float, float],
     process_set: ProcessSet,
 ) -> list[tf.Tensor]:
-    checked = _checked_list(tensors, verb)
+    checked = checked_list(tensors, verb)
     factors = arguments.check_factors(*factors, verb)
     if op == Adasum:
         arguments.check_adasum(check_member(process_set, verb), verb)
-    call = _Call(request_name(verb, name, process_set), process_set, op, factors)
-    return _compressed(compression, checked, partial(_allreduce, call))
+    call = autograd.Call(request_name(verb, name, process_set), process_set, op, factors)
+    return _compressed(compression, checked, partial(autograd.allreduce, call))
 
 
 @_as_it_is
@@ -376,7 +175,7 @@ def grouped_allreduce(
     """
     check_devices(device_dense, device_sparse)
     chosen = arguments.choose_op(op, average)
-    results = [] if tensors is None else _members(tensors)
+    results = [] if tensors is None else members(tensors)
     if not results:
         return tensors
     dense = [at for at, each in enumerate(results) if not isinstance(each, tf.IndexedSlices)]
@@ -426,15 +225,10 @@ def grouped_allgather(
 def _gathered(
     verb: str, tensors: Iterable[Any], name: str | None, process_set: ProcessSet
 ) -> tuple[tf.Tensor, ...]:
-    checked = _checked_list(tensors, verb)
-    _refuse_lone_parts(checked, verb)
-    return _allgather(_Call(request_name(verb, name, process_set), process_set), checked)
-
-
-def _refuse_lone_parts(tensors: Sequence[tf.Tensor], verb: str) -> None:
-    # A number alone is a row of two parts to the core, which must not be split.
-    if any(tensor.dtype in _PARTS and tensor.shape.rank == 0 for tensor in tensors):
-        raise ValueError(f"{verb}: a tensor without dimensions has no rows; use tf.reshape(x, [1])")
+    checked = checked_list(tensors, verb)
+    refuse_lone_parts(checked, verb)
+    call = autograd.Call(request_name(verb, name, process_set), process_set)
+    return autograd.allgather(call, checked)
 
 
 @_as_it_is
@@ -451,9 +245,9 @@ def broadcast(
     job, also within a process set.
     """
     root_rank = arguments.check_root(root_rank, "broadcast")
-    checked = _checked_list([tensor], "broadcast")
-    call = _Call(request_name("broadcast", name, process_set), process_set, root=root_rank)
-    (result,) = _broadcast(call, checked)
+    checked = checked_list([tensor], "broadcast")
+    call = autograd.Call(request_name("broadcast", name, process_set), process_set, root=root_rank)
+    (result,) = autograd.broadcast(call, checked)
     return result
 
 
@@ -476,11 +270,11 @@ def alltoall(
     Returns the rows in the order of the ranks they come from; with `splits`, also how many came
     from each, as int32.
     """
-    checked = _checked_list([tensor], "alltoall")
-    _refuse_lone_parts(checked, "alltoall")
+    checked = checked_list([tensor], "alltoall")
+    refuse_lone_parts(checked, "alltoall")
     rows = None if splits is None else _checked_splits(splits)
-    call = _Call(request_name("alltoall", name, process_set), process_set)
-    received, received_splits = _alltoall(call, rows, checked)
+    call = autograd.Call(request_name("alltoall", name, process_set), process_set)
+    received, received_splits = autograd.alltoall(call, rows, checked)
     return received if splits is None else (received, received_splits)
 
 
@@ -546,15 +340,15 @@ def _scattered(
     process_set: ProcessSet,
     factors: tuple[float, float],
 ) -> list[tf.Tensor]:
-    checked = _checked_list(tensors, verb)
+    checked = checked_list(tensors, verb)
     factors = arguments.check_factors(*factors, verb)
     arguments.check_scatter_op(op, verb)
     if any(tensor.shape.rank == 0 for tensor in checked):
         raise ValueError(
             f"{verb}: a tensor without dimensions has no rows to scatter; use allreduce"
         )
-    call = _Call(request_name(verb, name, process_set), process_set, op, factors)
-    return _compressed(compression, checked, partial(_reducescatter, call))
+    call = autograd.Call(request_name(verb, name, process_set), process_set, op, factors)
+    return _compressed(compression, checked, partial(autograd.reducescatter, call))
 
 
 @_as_it_is
@@ -564,52 +358,7 @@ def join() -> tf.Tensor:
     Until then this rank takes part in what the others allreduce, with values that leave theirs as
     they are (docs/uneven_data.md).
     """
-    if tf.executing_eagerly():
-        return tf.constant(collectives.join(), tf.int32)
-    return _at_run_time(collectives.join, "join")
-
-
-# -- the topology, asked when the graph runs -------------------------------------------------------
-
-
-def _at_run_time(answer: Callable[[], int], name: str | None) -> tf.Tensor:
-    if tf.executing_eagerly():
-        return tf.constant(answer(), tf.int32)
-    result = tf.numpy_function(lambda: np.int32(answer()), [], tf.int32, name=name)
-    result.set_shape([])
-    return result
-
-
-def _set_of(process_set_id: int) -> list[int]:
-    sets = ids_and_ranks()
-    if process_set_id not in sets:
-        raise ValueError(f"there is no process set {process_set_id}; there are {sorted(sets)}")
-    return sets[process_set_id]
-
-
-def rank_op(name: str | None = None) -> tf.Tensor:
-    """`rank()` when the graph runs, not when it is built. (An elastic job changes it.)"""
-    return _at_run_time(runtime.rank, name)
-
-
-def local_rank_op(name: str | None = None) -> tf.Tensor:
-    """`local_rank()` when the graph runs."""
-    return _at_run_time(runtime.local_rank, name)
-
-
-def local_size_op(name: str | None = None) -> tf.Tensor:
-    """`local_size()` when the graph runs."""
-    return _at_run_time(runtime.local_size, name)
-
-
-def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
-    """Return the number of ranks of a process set when the graph runs."""
-    return _at_run_time(lambda: len(_set_of(process_set_id)), name)
-
-
-def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
-    """Whether this rank is in a process set when the graph runs: 1 or 0."""
-    return _at_run_time(lambda: int(runtime.rank() in _set_of(process_set_id)), name)
+    return at_run_time(collectives.join, "join")
 
 
 __all__ = [
@@ -621,10 +370,5 @@ __all__ = [
     "grouped_allreduce",
     "grouped_reducescatter",
     "join",
-    "local_rank_op",
-    "local_size_op",
-    "process_set_included_op",
-    "rank_op",
     "reducescatter",
-    "size_op",
 ]

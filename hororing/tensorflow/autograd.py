@@ -1,0 +1,177 @@
+"""The gradients of the verbs: those of torch's (hororing/torch/autograd.py).
+
+An allreduce's is reduced like it; an allgather's is averaged, and each rank takes its own rows; a
+broadcast's is averaged on the root and zero elsewhere; rows of an alltoall go back to where they
+came from; those of a reducescatter are gathered.
+
+Here arguments are checked already, and tensors are those that travel: compressed, say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+from tensorflow.python.ops.gradients_util import PossibleTapeGradientTypes
+
+from hororing import arguments, runtime
+from hororing.arguments import Average, Sum
+from hororing.collectives import ALLGATHER, ALLREDUCE, ALLTOALL, BROADCAST, REDUCESCATTER
+from hororing.names import take_back
+from hororing.process_sets import ProcessSet
+from hororing.tensorflow.requests import Request, carry_out
+from hororing.tensorflow.tensors import PARTS, as_parts, from_parts
+from hororing.verbs import place_and_size
+
+
+class Call(NamedTuple):
+    """What is asked of a verb, beside the tensors."""
+
+    name: str
+    process_set: ProcessSet
+    op: int = Average
+    factors: tuple[float, float] = (1.0, 1.0)
+    root: int = 0
+
+    def request(
+        self, collective: int, tensors: Sequence[tf.Tensor], splits: Any = None
+    ) -> tuple[tf.Tensor, ...]:
+        """Carry it out for these tensors, which may be complex."""
+        parts = [as_parts(tensor) for tensor in tensors]
+        name, process_set, op, factors, root = self
+        (results,) = carry_out(
+            [Request(collective, name, parts, process_set, op, factors, root, splits)]
+        )
+        whole = [
+            from_parts(result, tensor.dtype)
+            for result, tensor in zip(results, tensors, strict=False)
+        ]
+        return (*whole, *results[len(whole) :])
+
+    def backward(self, **changes: Any) -> Call:
+        """Ask the same of the gradients."""
+        return self._replace(name=f"{self.name}.grad", **changes)
+
+
+Forward = Callable[[Sequence[tf.Tensor]], tuple[tf.Tensor, ...]]
+# Gradients of the differentiable results in, gradients of the differentiable tensors out.
+Backward = Callable[[list[tf.Tensor]], Sequence[tf.Tensor]]
+
+
+def _recorded(
+    call: Call, forward: Forward, backward: Backward, tensors: Sequence[tf.Tensor]
+) -> tuple[tf.Tensor, ...]:
+    """Return `forward(tensors)`, differentiable where the tensors are numbers with gradients."""
+    smooth = [index for index, tensor in enumerate(tensors) if _is_smooth(tensor)]
+    try:
+        if not smooth or not _may_be_asked(tensors):
+            return forward(tensors)
+
+        @tf.custom_gradient  # type: ignore[untyped-decorator]
+        def recorded(*given: tf.Tensor) -> Any:
+            together = list(tensors)
+            for index, tensor in zip(smooth, given, strict=True):
+                together[index] = tensor
+            results = forward(together)
+            recorded_results = [at for at, result in enumerate(results) if _is_smooth(result)]
+
+            def gradient(*upstream: tf.Tensor) -> Any:
+                return list(
+                    backward([tf.convert_to_tensor(upstream[at]) for at in recorded_results])
+                )
+
+            return results, gradient
+
+        return tuple(recorded(*(tensors[index] for index in smooth)))
+    except BaseException:
+        take_back(call.name)
+        raise
+
+
+def _may_be_asked(tensors: Sequence[tf.Tensor]) -> bool:
+    """Whether somebody may want gradients. Not without a tape; that halves an eager call."""
+    return not tf.executing_eagerly() or bool(PossibleTapeGradientTypes(tensors))
+
+
+def _is_smooth(tensor: tf.Tensor) -> bool:
+    return bool(tensor.dtype.is_floating or tensor.dtype.is_complex)
+
+
+def allreduce(call: Call, tensors: Sequence[tf.Tensor]) -> tuple[tf.Tensor, ...]:
+    """Combine tensors over the ranks."""
+    if call.op not in (Average, Sum):
+        for tensor in tensors:
+            if tensor.dtype in PARTS:
+                raise ValueError(
+                    f"'{call.name}': op={arguments.op_name(call.op)} is not defined for "
+                    f"{tensor.dtype.name}; use Average or Sum"
+                )
+    return _recorded(
+        call, partial(call.request, ALLREDUCE), partial(allreduce, call.backward()), tensors
+    )
+
+
+def allgather(call: Call, tensors: Sequence[tf.Tensor]) -> tuple[tf.Tensor, ...]:
+    """Concatenate the tensors of all ranks."""
+    smooth = [tensor for tensor in tensors if _is_smooth(tensor)]
+
+    def backward(gradients: list[tf.Tensor]) -> list[tf.Tensor]:
+        whole = allreduce(call.backward(op=Average), gradients)
+        mine = tf.stack([tf.shape(tensor, tf.int64)[0] for tensor in smooth])
+        # rows[r][i]: rows of tensor i on rank r
+        (rows,) = Call(f"{call.name}.rows", call.process_set).request(ALLGATHER, [mine[None]])
+        place, _ = place_and_size(call.process_set)
+        before = tf.reduce_sum(rows[:place], 0)
+        return [
+            gradient[before[index] : before[index] + mine[index]]
+            for index, gradient in enumerate(whole)
+        ]
+
+    return _recorded(call, partial(call.request, ALLGATHER), backward, tensors)
+
+
+def broadcast(call: Call, tensors: Sequence[tf.Tensor]) -> tuple[tf.Tensor, ...]:
+    """Return the root's tensor."""
+
+    def backward(gradients: list[tf.Tensor]) -> list[tf.Tensor]:
+        (averaged,) = allreduce(call.backward(op=Average), gradients)
+        return [averaged if runtime.rank() == call.root else tf.zeros_like(averaged)]
+
+    return _recorded(call, partial(call.request, BROADCAST), backward, tensors)
+
+
+def alltoall(
+    call: Call, splits: tf.Tensor | None, tensors: Sequence[tf.Tensor]
+) -> tuple[tf.Tensor, ...]:
+    """Exchange rows; with how many came from each rank."""
+    (tensor,) = tensors
+    received_splits: list[tf.Tensor] = []
+
+    def forward(given: Sequence[tf.Tensor]) -> tuple[tf.Tensor, ...]:
+        results = call.request(ALLTOALL, given, splits)
+        received_splits[:] = results[1:]
+        return results
+
+    def backward(gradients: list[tf.Tensor]) -> list[tf.Tensor]:
+        back = tf.cast(received_splits[0], tf.int64)
+        returned, _ = alltoall(call.backward(), back, gradients)
+        not_sent = tf.shape(tensor)[0] - tf.shape(returned)[0]
+        zeros = tf.zeros(tf.concat([[not_sent], tf.shape(returned)[1:]], 0), returned.dtype)
+        return [tf.ensure_shape(tf.concat([returned, zeros], 0), tensor.shape)]
+
+    return _recorded(call, forward, backward, tensors)
+
+
+def reducescatter(call: Call, tensors: Sequence[tf.Tensor]) -> tuple[tf.Tensor, ...]:
+    """Combine tensors, and return this rank's rows."""
+
+    def backward(gradients: list[tf.Tensor]) -> tuple[tf.Tensor, ...]:
+        factor = call.factors[0] * call.factors[1]
+        if call.op == Sum:
+            factor *= place_and_size(call.process_set)[1]
+        mine = [gradient * tf.cast(factor, gradient.dtype) for gradient in gradients]
+        return allgather(call.backward(factors=(1.0, 1.0)), mine)
+
+    return _recorded(call, partial(call.request, REDUCESCATTER), backward, tensors)
