@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 import sys
 import warnings
+from collections.abc import Iterable
 from typing import Any, Final
 
 from hororing import errors, runtime
@@ -93,6 +94,19 @@ def check_root(root_rank: int, verb: str) -> int:
         raise TypeError(
             f"{verb}: root_rank must be an int, not {type(root_rank).__name__} ({root_rank!r})"
         ) from None
+
+
+def check_variables(variables: Iterable[Any], verb: str) -> list[Any]:
+    """Return the variables, of any framework, as a list if they are some."""
+    if hasattr(variables, "assign"):
+        raise TypeError(f"{verb} takes a list of variables; pass [variable]")
+    checked = list(variables)
+    for variable in checked:
+        if not hasattr(variable, "assign"):
+            raise TypeError(
+                f"{verb} takes variables, not {type(variable).__name__}; use broadcast for tensors"
+            )
+    return checked
 
 
 def check_factors(prescale: float, postscale: float, verb: str) -> tuple[float, float]:

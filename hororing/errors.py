@@ -26,6 +26,11 @@ class HororingInternalError(RuntimeError):
     """A collective failed. The base of what elastic training recovers from."""
 
 
+# TensorFlow raises errors again that a function meets while it is traced, with places in the script
+# added to the text: as the same type if it is initialised like this.
+HororingInternalError.__init__ = Exception.__init__  # type: ignore[method-assign]
+
+
 # Horovod's name.
 HorovodInternalError = HororingInternalError
 
@@ -48,8 +53,8 @@ class DuplicateNameError(ValueError):
 class NotInitializedError(HororingInternalError, ValueError):
     """`init()` was not called, or `shutdown()` was; or this process was forked."""
 
-    def __init__(self, text: str = "hororing has not been initialized; use hvd.init().") -> None:
-        super().__init__(text)
+    def __str__(self) -> str:
+        return super().__str__() or "hororing has not been initialized; use hvd.init()."
 
 
 class ShutDownError(HororingInternalError):

@@ -53,6 +53,12 @@ def choose_groups(
 
 def checked_passes(passes: int) -> int:
     """Return the number of backward passes per step if it is one."""
-    if operator.index(passes) < 1:
+    try:
+        number = operator.index(passes)
+    except TypeError:
+        raise TypeError(
+            f"backward_passes_per_step must be an int, not {type(passes).__name__} ({passes!r})"
+        ) from None
+    if number < 1:
         raise ValueError(f"backward_passes_per_step={passes} must be at least 1")
     return passes

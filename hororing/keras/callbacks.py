@@ -163,6 +163,11 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
         steps_per_epoch: int | None = None,
     ) -> None:
         super().__init__()
+        if not callable(multiplier) and not isinstance(multiplier, int | float | np.number):
+            raise TypeError(
+                f"{type(self).__name__}: multiplier must be a number or a function, not "
+                f"{type(multiplier).__name__} ({multiplier!r})"
+            )
         self.initial_lr = float(initial_lr)
         self.start_epoch = start_epoch
         self.end_epoch = end_epoch

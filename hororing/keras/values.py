@@ -75,13 +75,7 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int) -> None:
     ``optimizer.variables``; build both before.
     """
     root_rank = arguments.check_root(root_rank, "broadcast_variables")
-    variables = list(variables)
-    for variable in variables:
-        if not hasattr(variable, "assign"):
-            raise TypeError(
-                f"broadcast_variables takes variables, not {type(variable).__name__}; use "
-                "broadcast for values"
-            )
+    variables = arguments.check_variables(variables, "broadcast_variables")
     prefix = default_name("broadcast_variables")
     handles, arrays = [], []
     for number, variable in enumerate(variables):

@@ -12,7 +12,7 @@ from hororing.collectives import BROADCAST
 from hororing.process_sets import ProcessSet, check_member, global_process_set
 from hororing.tensorflow.gradients import step_prefix, unique_names
 from hororing.tensorflow.requests import Request, carry_out
-from hororing.tensorflow.verbs import checked_tensor
+from hororing.tensorflow.tensors import checked_tensor
 
 # The states of random generators: these travel as numbers of the same bits.
 _SIGNED: Final = {tf.uint32: tf.int32, tf.uint64: tf.int64}
@@ -50,7 +50,7 @@ def broadcast_(
     ------
     ValueError : for reference variables of TensorFlow 1 beside resource variables.
     """
-    variables = list(variables)
+    variables = arguments.check_variables(variables, "broadcast_")
     kinds = {
         isinstance(variable, tf.compat.v1.Variable) and variable.dtype._is_ref_dtype
         for variable in variables
@@ -66,13 +66,7 @@ def _assigned(
 ) -> Any:
     check_member(process_set, prefix)
     root_rank = arguments.check_root(root_rank, prefix)
-    variables = list(variables)
-    for variable in variables:
-        if not hasattr(variable, "assign"):
-            raise TypeError(
-                f"{prefix} takes variables, not {type(variable).__name__}; use broadcast for "
-                "tensors"
-            )
+    variables = arguments.check_variables(variables, prefix)
     if not variables:
         return None
     names = unique_names(step_prefix(prefix, process_set), variables)
@@ -96,10 +90,6 @@ def _assigned(
     if tf.executing_eagerly() or tf.inside_function():
         return None
     return tf.group(*assigned)
-
-
-def _signed(value: tf.Tensor) -> tf.Tensor:
-    return tf.bitcast(value, _SIGNED[value.dtype]) if value.dtype in _SIGNED else value
 
 
 def broadcast_global_variables(root_rank: int) -> Any:
@@ -146,6 +136,14 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: 
             session.run(self._operation)
 
 
+def _refuse_functions(verb: str) -> None:
+    if tf.inside_function():
+        raise RuntimeError(
+            f"{verb}: call it outside of tf.function, which would do it while it is traced: "
+            "not each time, and not at the same time on all ranks"
+        )
+
+
 def broadcast_object(
     obj: Any,
     root_rank: int = 0,
@@ -157,6 +155,7 @@ def broadcast_object(
 
     Any object that cloudpickle can carry. `session` is Horovod's: no session is needed.
     """
+    _refuse_functions("broadcast_object")
     return objects.broadcast_object(obj, root_rank, name, process_set)
 
 
@@ -167,7 +166,7 @@ def broadcast_object_fn(
     process_set: ProcessSet = global_process_set,
 ) -> Callable[[Any], Any]:
     """Return a function that does as `broadcast_object` with its argument."""
-    return lambda obj: objects.broadcast_object(obj, root_rank, name, process_set)
+    return lambda obj: broadcast_object(obj, root_rank, session, name, process_set)
 
 
 def allgather_object(
@@ -180,6 +179,7 @@ def allgather_object(
 
     `session` is Horovod's: no session is needed.
     """
+    _refuse_functions("allgather_object")
     return objects.allgather_object(obj, name, process_set)
 
 

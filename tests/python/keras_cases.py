@@ -471,6 +471,7 @@ def case_wrong_use():
         (TypeError, "not str", {"optimizer": "adam"}),
         (ValueError, "distributed already", {"optimizer": distributed}),
         (ValueError, "must be at least 1", {"backward_passes_per_step": 0}),
+        (TypeError, "backward_passes_per_step", {"backward_passes_per_step": 2.5}),
         (ValueError, "op=Average only", {"gradient_predivide_factor": 2.0, "op": hvd.Sum}),
         (ValueError, "must be positive", {"gradient_predivide_factor": -1.0}),
         (ValueError, "exclude each other", {"num_groups": 2, "groups": 2}),
@@ -495,6 +496,10 @@ def case_wrong_use():
         Broadcast("0")
     with pytest.raises(TypeError, match="takes variables, not int"):
         hvd.broadcast_variables([3], 0)
+    with pytest.raises(TypeError, match=r"\[variable\]"):
+        hvd.broadcast_variables(variables(2)[0], 0)
+    with pytest.raises(TypeError, match="multiplier must be"):
+        hvd.callbacks.LearningRateScheduleCallback(0.1, "half")
     weights = variables(2)
     stranger = hvd.DistributedOptimizer(sgd(), groups=[variables(3)])
     if hvd.size() > 1:

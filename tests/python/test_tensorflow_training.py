@@ -60,6 +60,9 @@ def check_both(function: Callable[..., Any], check: Callable[[Any], None]) -> No
 
 
 def case_init() -> None:
+    for ask in (hvd.rank_op, hvd.size_op, hvd.process_set_included_op):
+        with pytest.raises(errors.NotInitializedError, match="not been initialized"):
+            ask()
     hvd.init(process_sets="dynamic")
 
 
@@ -229,6 +232,23 @@ def case_wrong_arguments_are_told() -> None:
         hvd.DistributedOptimizer(object())
 
 
+def case_wrong_arguments_are_told_by_the_same_exceptions_while_functions_are_traced() -> None:
+    @tf.function
+    def step(op: int) -> tf.Tensor:
+        return hvd.allreduce(tf.ones([2]), op=op)
+
+    with pytest.raises(errors.UnsupportedOpError, match="no reduce operation 99"):
+        step(99)
+    with pytest.raises(errors.NotInitializedError, match="not been initialized"):
+        tf.function(lambda: raise_now(errors.NotInitializedError))()
+    with pytest.raises(RuntimeError, match=r"allgather_object: .* tf\.function"):
+        tf.function(lambda: hvd.allgather_object(1))()
+
+
+def raise_now(error: type[Exception]) -> None:
+    raise error
+
+
 def case_ranks_that_differ_in_a_gradient_hear_of_it_and_go_on() -> None:
     if hvd.size() == 1:
         return
@@ -269,6 +289,8 @@ def case_variables_become_those_of_the_root() -> None:
     assert hvd.broadcast_variables([], 0) is None
     with pytest.raises(TypeError, match="takes variables"):
         hvd.broadcast_variables([tf.ones(2)], 0)
+    with pytest.raises(TypeError, match=r"\[variable\]"):
+        hvd.broadcast_variables(made[0], 0)
     with pytest.raises(TypeError, match="root_rank"):
         hvd.broadcast_variables(made, "first")
     with pytest.raises(RuntimeError, match="broadcast_variables"):
