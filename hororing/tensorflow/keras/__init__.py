@@ -8,32 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hororing import process_sets, runtime
-from hororing.arguments import Adasum, Average, Max, Min, Product, Sum
+from hororing.arguments import Average
 from hororing.compression import Compressor, NoneCompressor
-from hororing.errors import (
-    DuplicateNameError,
-    HororingInternalError,
-    HorovodInternalError,
-    MismatchError,
-    NotInitializedError,
-    PeerLostError,
-    ShutDownError,
-    StalledError,
-    TransportError,
-    UnsupportedOpError,
-)
+from hororing.keras import exports
 from hororing.keras import optimizer as _optimizer
-from hororing.keras import values
-from hororing.keras.compression import Compression
-from hororing.keras.optimizer import PartialDistributedOptimizer, load_model
-from hororing.keras.values import *  # noqa: F403
-from hororing.objects import allgather_object, broadcast_object
-from hororing.process_sets import *  # noqa: F403
+from hororing.keras.exports import *  # noqa: F403
 from hororing.process_sets import ProcessSet, global_process_set
-from hororing.runtime import *  # noqa: F403
 from hororing.tensorflow.keras import callbacks
-from hororing.verbs import barrier, join
 
 
 def DistributedOptimizer(
@@ -71,33 +52,5 @@ def DistributedOptimizer(
     )
 
 
-__all__ = [
-    "Adasum",
-    "Average",
-    "Compression",
-    "DistributedOptimizer",
-    "DuplicateNameError",
-    "HororingInternalError",
-    "HorovodInternalError",
-    "Max",
-    "Min",
-    "MismatchError",
-    "NotInitializedError",
-    "PartialDistributedOptimizer",
-    "PeerLostError",
-    "Product",
-    "ShutDownError",
-    "StalledError",
-    "Sum",
-    "TransportError",
-    "UnsupportedOpError",
-    "allgather_object",
-    "barrier",
-    "broadcast_object",
-    "callbacks",
-    "join",
-    "load_model",
-]
-__all__ += process_sets.__all__
-__all__ += runtime.__all__
-__all__ += values.__all__
+__all__ = ["DistributedOptimizer", "callbacks"]
+__all__ += exports.__all__

@@ -1,0 +1,55 @@
+"""The names that hororing.keras and hororing.tensorflow.keras have in common."""
+
+from __future__ import annotations
+
+from hororing import process_sets, runtime
+from hororing.arguments import Adasum, Average, Max, Min, Product, Sum
+from hororing.errors import (
+    DuplicateNameError,
+    HororingInternalError,
+    HorovodInternalError,
+    MismatchError,
+    NotInitializedError,
+    PeerLostError,
+    ShutDownError,
+    StalledError,
+    TransportError,
+    UnsupportedOpError,
+)
+from hororing.keras import values
+from hororing.keras.compression import Compression
+from hororing.keras.optimizer import PartialDistributedOptimizer, load_model
+from hororing.keras.values import *  # noqa: F403
+from hororing.objects import allgather_object, broadcast_object
+from hororing.process_sets import *  # noqa: F403
+from hororing.runtime import *  # noqa: F403
+from hororing.verbs import barrier, join
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "Compression",
+    "DuplicateNameError",
+    "HororingInternalError",
+    "HorovodInternalError",
+    "Max",
+    "Min",
+    "MismatchError",
+    "NotInitializedError",
+    "PartialDistributedOptimizer",
+    "PeerLostError",
+    "Product",
+    "ShutDownError",
+    "StalledError",
+    "Sum",
+    "TransportError",
+    "UnsupportedOpError",
+    "allgather_object",
+    "barrier",
+    "broadcast_object",
+    "join",
+    "load_model",
+]
+__all__ += process_sets.__all__
+__all__ += runtime.__all__
+__all__ += values.__all__
