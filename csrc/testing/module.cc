@@ -7,6 +7,7 @@
 
 #include <cstring>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
@@ -17,6 +18,8 @@
 #include "negotiation/coordinator.h"
 #include "negotiation/response_cache.h"
 #include "negotiation/validate.h"
+#include "schedule/bucket_plan.h"
+#include "schedule/cost_model.h"
 #include "schedule/fusion_planner.h"
 #include "transport/factory.h"
 
@@ -113,6 +116,20 @@ std::vector<std::vector<std::pair<std::string, py::bytes>>> PlayWorldInBytes(
   return results;
 }
 
+std::vector<PlanItem> PlanItems(const std::vector<double>& ready_s,
+                                const std::vector<int64_t>& bytes) {
+  if (ready_s.size() != bytes.size()) throw std::invalid_argument("as many times as sizes");
+  std::vector<PlanItem> items;
+  for (size_t i = 0; i < ready_s.size(); ++i) items.push_back({ready_s[i], bytes[i]});
+  return items;
+}
+
+// By the table where there is one, else by the line.
+BucketCost CostOf(double alpha_s, double beta_s_per_byte, const CostTable& table) {
+  const CostLine line = table.empty() ? CostLine{alpha_s, beta_s_per_byte} : FitLine(table);
+  return [table, line](int64_t bytes) { return Interpolate(table, line, bytes); };
+}
+
 }  // namespace
 }  // namespace hororing
 
@@ -138,6 +155,29 @@ PYBIND11_MODULE(_testing, module) {
       described.push_back(item);
     }
     return PlanFusion(described, fusion);
+  });
+
+  // Ends of the buckets of a step, in seconds and bytes; see schedule/bucket_plan.h.
+  module.def(
+      "bucket_plan",
+      [](const std::vector<double>& ready_s, const std::vector<int64_t>& bytes, double alpha_s,
+         double beta, const CostTable& table, int64_t limit) {
+        return PlanBuckets(PlanItems(ready_s, bytes), CostOf(alpha_s, beta, table), limit);
+      },
+      py::arg("ready_s"), py::arg("bytes"), py::arg("alpha_s") = 0.0,
+      py::arg("beta_s_per_byte") = 0.0, py::arg("table") = CostTable{},
+      py::arg("limit_bytes") = int64_t{64} << 20);
+  module.def(
+      "plan_end",
+      [](const std::vector<double>& ready_s, const std::vector<int64_t>& bytes,
+         const std::vector<size_t>& ends, double alpha_s, double beta, const CostTable& table) {
+        return PlanEnd(PlanItems(ready_s, bytes), ends, CostOf(alpha_s, beta, table));
+      },
+      py::arg("ready_s"), py::arg("bytes"), py::arg("ends"), py::arg("alpha_s") = 0.0,
+      py::arg("beta_s_per_byte") = 0.0, py::arg("table") = CostTable{});
+  module.def("fit_line", [](const CostTable& table) {
+    const CostLine line = FitLine(table);
+    return std::make_pair(line.alpha_s, line.beta_s_per_byte);
   });
 
   py::class_<Request>(module, "Request")
