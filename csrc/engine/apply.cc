@@ -38,6 +38,7 @@ void Loop::Apply(const Agreement& agreement) {
       case Decision::Kind::kTimeline:
         Run(&work);
         timeline_.Switch(decision.timeline_on, decision.timeline_cycles);
+        if (coordinator_) TracePlan(coordinator_->Plan());
         break;
       case Decision::Kind::kLeave:
       case Decision::Kind::kAbort:

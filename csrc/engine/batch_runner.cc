@@ -143,7 +143,7 @@ Status BatchRunner::Run(std::vector<Work> work) {
 
   for (const std::vector<size_t>& indices : plan) {
     const FusionKey& key = described[indices[0]].key;
-    Channel& channel = channels_.at(key.process_set);
+    const Channel& channel = channels_.at(key.process_set);
     Batch batch;
     batch.kind = key.kind;
     batch.reduce = key.reduce;
@@ -163,7 +163,7 @@ Status BatchRunner::Run(std::vector<Work> work) {
       batch.entries.push_back(std::move(entry));
       entries.push_back(item.entry);
     }
-    HORORING_RETURN_IF_ERROR(RunBatch(channel, batch, entries));
+    HORORING_RETURN_IF_ERROR(RunBatch(key.process_set, batch, entries));
   }
   // Last: what a rank has submitted before a barrier has landed when the barrier lets it go on.
   for (TensorEntry* barrier : barriers) Complete(barrier);
@@ -200,8 +200,9 @@ Status BatchRunner::Allocate(Work& work) {
   return Status::Ok();
 }
 
-Status BatchRunner::RunBatch(Channel& channel, const Batch& batch,
+Status BatchRunner::RunBatch(int32_t process_set, const Batch& batch,
                              const std::vector<TensorEntry*>& entries) {
+  Channel& channel = channels_.at(process_set);
   for (TensorEntry* entry : entries) entry->stage = "REDUCE";
   const TimeNs begin = NowNs();
   const auto backend = std::find_if(channel.backends.begin(), channel.backends.end(),
@@ -212,6 +213,9 @@ Status BatchRunner::RunBatch(Channel& channel, const Batch& batch,
   if (trace_.enabled()) {
     trace_.Add({UpperName(batch.kind), NamesOf(batch), Track::kLoop, false, begin, end,
                 static_cast<int64_t>(batch.bytes())});
+  }
+  if (options_.record && batch.kind == Collective::kAllreduce) {
+    ran_.push_back({process_set, static_cast<int64_t>(batch.bytes()), begin, end});
   }
   ++stats_.batches;
   stats_.tensors += static_cast<int64_t>(batch.entries.size());

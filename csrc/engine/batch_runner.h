@@ -41,12 +41,22 @@ class BatchRunner {
   struct Options {
     int64_t fusion_bytes = 0;
     TimeNs timeout_ns = kForever;  // for every wait on a peer
+    bool record = false;           // for TakeRan
   };
   BatchRunner(const Options& options, Channel world, TensorTable& tensors, HandleTable& handles,
               TraceSink& trace, Stats& stats);
 
   void AddSet(int32_t id, Channel channel) { channels_[id] = std::move(channel); }
   void RemoveSet(int32_t id) { channels_.erase(id); }
+
+  // An allreduce batch that was carried out.
+  struct Ran {
+    int32_t process_set;
+    int64_t bytes;
+    TimeNs begin, end;
+  };
+  // Those since the last call. REQUIRES: options.record.
+  std::vector<Ran> TakeRan() { return std::exchange(ran_, {}); }
 
   // Runs `work` in as few batches as the fusion threshold allows and completes the entries as
   // their last tensors are done. An error leaves the world broken; what is not complete then
@@ -57,9 +67,11 @@ class BatchRunner {
 
  private:
   Status Allocate(Work& work);
-  Status RunBatch(Channel& channel, const Batch& batch, const std::vector<TensorEntry*>& entries);
+  Status RunBatch(int32_t process_set, const Batch& batch,
+                  const std::vector<TensorEntry*>& entries);
 
   const Options options_;
+  std::vector<Ran> ran_;
   std::map<int32_t, Channel> channels_;  // by process set
   TensorTable& tensors_;
   HandleTable& handles_;

@@ -292,6 +292,11 @@ bool Engine::JoinBefore(TimeNs timeout_ns) {
   return changed_.wait_for(lock, std::chrono::nanoseconds(timeout_ns), ended);
 }
 
+std::vector<std::vector<std::string>> Engine::plan() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return plan_;
+}
+
 Status Engine::StoppedStatus() const {
   std::lock_guard<std::mutex> lock(mutex_);
   return final_status_;

@@ -29,6 +29,7 @@
 #include "engine/stats.h"
 #include "engine/tensor_table.h"
 #include "negotiation/stall_inspector.h"
+#include "schedule/tuner.h"
 #include "trace/trace.h"
 #include "transport/factory.h"
 
@@ -40,6 +41,10 @@ struct EngineConfig {
   TimeNs hold_ns = kMillisecond;
   int cache_capacity = 1024;
   bool reproducible = false;
+  bool plan = false;  // buckets, once the steps are known
+  // Finds fusion_bytes and hold_ns by trying. Its initial setting is those.
+  std::optional<Tuner::Options> tune;
+  std::string tune_log;     // path, for rank 0; empty: none
   std::string fingerprint;  // see CompareFingerprints
   // Local.
   std::string backend = "auto";
@@ -94,6 +99,8 @@ class Engine {
   const Stats& stats() const { return stats_; }
   // Null where the ranks share no memory.
   std::shared_ptr<Arena> arena() const { return arena_; }
+  // The buckets that rank 0 plans by now, as names; empty on other ranks.
+  std::vector<std::vector<std::string>> plan() const;
 
   // What callers ask of the loop. One at a time; later ones wait.
   struct Command {
@@ -146,15 +153,16 @@ class Engine {
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;
-  bool started_ = false;       // GUARDED_BY(mutex_)
-  bool ended_ = false;         // GUARDED_BY(mutex_)
-  Status start_status_;        // GUARDED_BY(mutex_)
-  Status final_status_;        // GUARDED_BY(mutex_)
-  std::string stop_reason_;    // GUARDED_BY(mutex_)
-  Command command_;            // GUARDED_BY(mutex_)
-  bool command_done_ = false;  // GUARDED_BY(mutex_)
-  Status command_status_;      // GUARDED_BY(mutex_)
-  std::mutex command_mutex_;   // serialises callers of RunCommand
+  bool started_ = false;                        // GUARDED_BY(mutex_)
+  bool ended_ = false;                          // GUARDED_BY(mutex_)
+  Status start_status_;                         // GUARDED_BY(mutex_)
+  std::vector<std::vector<std::string>> plan_;  // GUARDED_BY(mutex_)
+  Status final_status_;                         // GUARDED_BY(mutex_)
+  std::string stop_reason_;                     // GUARDED_BY(mutex_)
+  Command command_;                             // GUARDED_BY(mutex_)
+  bool command_done_ = false;                   // GUARDED_BY(mutex_)
+  Status command_status_;                       // GUARDED_BY(mutex_)
+  std::mutex command_mutex_;                    // serialises callers of RunCommand
   std::atomic<bool> leave_{false};
   std::atomic<bool> abort_{false};
   std::atomic<bool> command_waiting_{false};

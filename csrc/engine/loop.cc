@@ -14,6 +14,8 @@
 namespace hororing {
 namespace {
 
+// A request's age is told from here on; below, it was reported as it came.
+constexpr TimeNs kAgeWorthTelling = 100 * kMicrosecond;
 // How often a rank that has nothing to do looks whether its peers and its parent are alive.
 constexpr TimeNs kHouseInterval = 250 * kMillisecond;
 // How long the last messages (the agreement to stop, the end of the timeline) may take.
@@ -22,12 +24,16 @@ constexpr TimeNs kFarewellTime = 2 * kSecond;
 Coordinator::Options CoordinatorOptions(const EngineConfig& config, int size) {
   Coordinator::Options options;
   options.size = size;
-  options.fusion_bytes = config.fusion_bytes;
-  options.hold_ns = config.hold_ns;
+  options.queue.fusion_bytes = config.fusion_bytes;
+  options.queue.hold_ns = config.hold_ns;
+  options.queue.plan = config.plan;
+  options.queue.tune = config.tune;
   options.cache_capacity = config.cache_capacity;
   options.stall = config.stall;
   return options;
 }
+
+bool Learns(const EngineConfig& config) { return config.plan || config.tune; }
 
 Channel WorldChannel(const World& world, std::vector<std::unique_ptr<Backend>> backends) {
   Channel channel;
@@ -47,11 +53,18 @@ Loop::Loop(Engine& engine, World& world, std::vector<std::unique_ptr<Backend>> b
       turns_(world.transport->turns()),
       topology_(world.topology),
       timeline_(*world.transport, world.topology, std::move(clock_offsets), engine.trace_),
-      runner_({engine.config_.fusion_bytes, engine.config_.timeout_ns},
+      runner_({engine.config_.fusion_bytes, engine.config_.timeout_ns,
+               Learns(engine.config_) && world.topology.rank == 0},
               WorldChannel(world, std::move(backends)), engine.tensors_, *engine.handles_,
               engine.trace_, engine.stats_),
       parent_pid_(getppid()) {
-  if (topology_.rank == 0) coordinator_.emplace(CoordinatorOptions(engine.config_, topology_.size));
+  if (topology_.rank != 0) return;
+  coordinator_.emplace(CoordinatorOptions(engine.config_, topology_.size));
+  if (!engine.config_.tune_log.empty()) {
+    tune_log_.open(engine.config_.tune_log);
+    if (!tune_log_) Log(LogLevel::kError, "autotune: cannot write " + engine.config_.tune_log);
+  }
+  ShowSchedule();
 }
 
 Status Loop::Run(std::unique_lock<std::mutex>& turn) {
@@ -134,6 +147,7 @@ bool Loop::Report() {
   struct Report report;
   report.applied = applied_;
   const TimeNs now = NowNs();
+  TimeNs oldest = 0;
   for (TensorEntry* entry : engine_.tensors_.TakeSubmitted()) {
     if (!engine_.sets_.Holds(entry->request.process_set)) {  // removed since it was submitted
       FailRemoved(engine_.tensors_.Remove(Key(entry->request)));
@@ -143,10 +157,16 @@ bool Loop::Report() {
     const uint64_t id = cache_.Find(entry->request);
     if (id != 0) {
       report.cached.push_back(id);
+      if (Learns(engine_.config_)) {
+        const TimeNs age = std::max<TimeNs>(0, now - entry->submitted_ns);
+        oldest = std::max(oldest, age);
+        report.ages_us.push_back(age / kMicrosecond);
+      }
     } else {
       report.fresh.push_back(entry->request);
     }
   }
+  if (oldest < kAgeWorthTelling) report.ages_us.clear();
   engine_.stats_.cache_hits += static_cast<int64_t>(report.cached.size());
   engine_.stats_.cache_misses += static_cast<int64_t>(report.fresh.size());
   if (engine_.leave_.load() && !left_) {
@@ -200,22 +220,68 @@ bool Loop::Receive() {
 bool Loop::Decide() {
   const std::string warning = coordinator_->InspectStalls(NowNs());
   if (!warning.empty()) Log(LogLevel::kWarning, "stall: " + warning);
-  const std::optional<Agreement> agreement = coordinator_->Decide(NowNs());
-  if (!agreement) return false;
+  std::vector<Agreement> agreed;  // several where rank 0 alone knows where batches end
+  while (std::optional<Agreement> agreement = coordinator_->Decide(NowNs())) {
+    Send(*agreement);
+    agreed.push_back(std::move(*agreement));
+  }
+  for (const Agreement& agreement : agreed) {
+    if (!final_) Apply(agreement);
+  }
+  if (!agreed.empty() && Learns(engine_.config_)) ShowSchedule();
+  return !agreed.empty();
+}
+
+void Loop::Send(const Agreement& agreement) {
   const bool to_all = coordinator_->world_only();
-  const std::string message = to_all ? Encode(*agreement) : std::string();
+  const std::string message = to_all ? Encode(agreement) : std::string();
   for (int peer = 1; peer < topology_.size; ++peer) {
     if (to_all) {
       transport_.Post(peer, message);
     } else {
-      const std::optional<Agreement> part = coordinator_->PartFor(peer, *agreement);
+      const std::optional<Agreement> part = coordinator_->PartFor(peer, agreement);
       if (!part) continue;
       transport_.Post(peer, Encode(*part));
     }
     ++engine_.stats_.control_messages_sent;
   }
-  Apply(*agreement);
-  return true;
+}
+
+// Rank 0: what batches cost goes to the coordinator; what comes of it to callers, logs, timeline.
+void Loop::ShowSchedule() {
+  for (const BatchRunner::Ran& ran : runner_.TakeRan()) {
+    coordinator_->Ran(ran.process_set, ran.bytes, ran.begin, ran.end);
+  }
+  ReadyQueue& queue = coordinator_->queue();
+  const ReadyQueue::Counts counts = queue.counts();
+  engine_.stats_.plans = counts.plans;
+  engine_.stats_.departures = counts.departures;
+  engine_.stats_.fusion_bytes = queue.fusion_bytes();
+  engine_.stats_.hold_ns = queue.hold_ns();
+  if (Tuner* tuner = queue.tuner()) {
+    const std::vector<std::string> lines = tuner->TakeLog();
+    for (const std::string& line : lines) tune_log_ << line << std::endl;
+    if (tuner->done() && !lines.empty()) {
+      Log(LogLevel::kInfo, "autotune: settled on HORORING_FUSION_BYTES=" +
+                               std::to_string(queue.fusion_bytes()) + " HORORING_CYCLE_TIME_MS=" +
+                               std::to_string(static_cast<double>(queue.hold_ns()) / kMillisecond));
+    }
+  }
+  if (counts.version == plan_version_) return;
+  plan_version_ = counts.version;
+  std::vector<std::vector<std::string>> plan = coordinator_->Plan();
+  TracePlan(plan);
+  std::lock_guard<std::mutex> lock(engine_.mutex_);
+  engine_.plan_ = std::move(plan);
+}
+
+void Loop::TracePlan(const std::vector<std::vector<std::string>>& plan) {
+  const TimeNs now = NowNs();
+  for (size_t i = 0; i < plan.size() && engine_.trace_.enabled(); ++i) {
+    std::string names = std::to_string(i + 1) + " of " + std::to_string(plan.size()) + ":";
+    for (const std::string& name : plan[i]) names += " " + name;
+    engine_.trace_.Add({"BUCKET_PLAN", names, Track::kLoop, true, now, now, -1});
+  }
 }
 
 bool Loop::ServeCommands() {

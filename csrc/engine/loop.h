@@ -8,6 +8,7 @@
 #pragma once
 
 #include <exception>
+#include <fstream>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -61,6 +62,9 @@ class Loop {
   void FailRemoved(std::unique_ptr<TensorEntry> entry);
   void TraceNegotiation(const TensorEntry& entry, TimeNs end);
   // loop.cc
+  void Send(const Agreement& agreement);
+  void ShowSchedule();
+  void TracePlan(const std::vector<std::vector<std::string>>& plan);
   void KeepHouse(TimeNs now);
   void FollowParent();
   void End(Status why);
@@ -75,6 +79,8 @@ class Loop {
   Timeline timeline_;
   BatchRunner runner_;
   std::optional<Coordinator> coordinator_;  // on rank 0
+  int64_t plan_version_ = 0;                // that was shown
+  std::ofstream tune_log_;                  // on rank 0
   ResponseCache cache_;
   // Of the agreement under way: what this rank contributes although it has joined.
   std::vector<std::unique_ptr<TensorEntry>> stand_ins_;

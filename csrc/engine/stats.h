@@ -22,6 +22,11 @@ struct Stats {
   Counter control_messages_received{0};
   Counter loop_wakeups{0};
   Counter scratch_bytes{0};
+  // On rank 0, of its schedule.
+  Counter plans{0};
+  Counter departures{0};
+  Counter fusion_bytes{0};  // the threshold in use
+  Counter hold_ns{0};
 };
 
 }  // namespace hororing

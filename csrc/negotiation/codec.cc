@@ -1,9 +1,13 @@
 #include "negotiation/codec.h"
 
+#include <algorithm>
 #include <cstring>
 
 namespace hororing {
 namespace {
+
+// Of a request, in microseconds: an hour. What is older is as old.
+constexpr uint64_t kLongestAge = uint64_t{3600} * 1000 * 1000;
 
 class Writer {
  public:
@@ -217,6 +221,8 @@ std::string Encode(const Report& report) {
   out.Unsigned(report.applied);
   out.Unsigned(report.cached.size());
   for (uint64_t id : report.cached) out.Unsigned(id);
+  out.Unsigned(report.ages_us.size());
+  for (int64_t age : report.ages_us) out.Unsigned(static_cast<uint64_t>(age));
   out.Unsigned(report.fresh.size());
   for (const Request& request : report.fresh) Put(out, request);
   out.Unsigned(report.leaving);
@@ -258,11 +264,16 @@ bool Decode(const std::string& message, Report* report) {
   report->applied = in.Unsigned();
   report->cached.resize(in.Count());
   for (uint64_t& id : report->cached) id = in.Unsigned();
+  report->ages_us.resize(in.Count());
+  for (int64_t& age : report->ages_us) {
+    age = static_cast<int64_t>(std::min(in.Unsigned(), kLongestAge));
+  }
   report->fresh.resize(in.Count());
   for (Request& request : report->fresh) request = GetRequest(in);
   report->leaving = in.Unsigned() != 0;
   report->reason = in.Text();
-  return in.complete();
+  const bool matched = report->ages_us.empty() || report->ages_us.size() == report->cached.size();
+  return in.complete() && matched;
 }
 
 bool Decode(const std::string& message, Agreement* agreement) {

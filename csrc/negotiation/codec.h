@@ -12,7 +12,7 @@
 
 namespace hororing {
 
-constexpr uint32_t kProtocolVersion = 2;
+constexpr uint32_t kProtocolVersion = 3;
 
 // The first byte of every control message.
 enum class MessageKind : uint8_t { kReport = 1, kAgreement = 2, kTrace = 3 };

@@ -1,6 +1,7 @@
 #include "negotiation/coordinator.h"
 
 #include <algorithm>
+#include <limits>
 #include <numeric>
 #include <tuple>
 #include <utility>
@@ -9,6 +10,9 @@
 
 namespace hororing {
 namespace {
+
+// In place of the sequence of an agreement: of one that is to come.
+constexpr uint64_t kNotAnnounced = std::numeric_limits<uint64_t>::max();
 
 // As in Decision::rows, of requests that carry some.
 std::vector<int64_t> RowsOf(const std::vector<const Request*>& requests) {
@@ -32,13 +36,17 @@ Coordinator::Coordinator(const Options& options)
       stall_inspector_(options.stall),
       sets_(options.size),
       joined_(static_cast<size_t>(options.size), 0),
-      applied_(static_cast<size_t>(options.size), 0) {}
+      applied_(static_cast<size_t>(options.size), 0),
+      queue_(options.queue) {}
 
 void Coordinator::Receive(int rank, const Report& report, TimeNs now) {
   if (stopped_) return;
   applied_[static_cast<size_t>(rank)] = report.applied;
   ForgetRetired();
-  for (uint64_t id : report.cached) ReportCached(rank, id, now);
+  for (size_t i = 0; i < report.cached.size(); ++i) {
+    const TimeNs age = report.ages_us.empty() ? 0 : report.ages_us[i] * kMicrosecond;
+    ReportCached(rank, report.cached[i], now - age, now);
+  }
   for (const Request& request : report.fresh) ReportFresh(rank, request, now);
   if (report.leaving) {
     std::string text = "rank " + std::to_string(rank) + " has shut down";
@@ -47,7 +55,7 @@ void Coordinator::Receive(int rank, const Report& report, TimeNs now) {
     Decision leave;
     leave.kind = Decision::Kind::kLeave;
     leave.status = Status(Code::kShutDown, text, rank);
-    Ready(std::move(leave), 0, /*urgent=*/true, now);
+    queue_.PushUrgent(std::move(leave), now);
     stopped_ = true;
   }
 }
@@ -58,7 +66,7 @@ void Coordinator::SwitchTimeline(bool on, bool mark_cycles) {
   decision.kind = Decision::Kind::kTimeline;
   decision.timeline_on = on;
   decision.timeline_cycles = mark_cycles;
-  Ready(std::move(decision), 0, /*urgent=*/true, 0);
+  queue_.PushUrgent(std::move(decision), 0);
 }
 
 const Request& Coordinator::Pending::any() const {
@@ -68,12 +76,12 @@ const Request& Coordinator::Pending::any() const {
 }
 
 // A record that is not there belongs to a process set that was removed: its requests have failed.
-void Coordinator::ReportCached(int rank, uint64_t id, TimeNs now) {
+void Coordinator::ReportCached(int rank, uint64_t id, TimeNs submitted, TimeNs now) {
   const auto found = records_.find(id);
   if (found == records_.end()) return;
   const Record& record = *found->second;
   const std::string key = Key(record.request);
-  Pending& pending = PendingFor(record.request, key, now);
+  Pending& pending = PendingFor(record.request, key, id, submitted, now);
   if (pending.count == 0) {
     pending.id = id;
     pending.record = &record;
@@ -92,14 +100,15 @@ void Coordinator::ReportFresh(int rank, const Request& request, TimeNs now) {
   if (set == nullptr || set->IndexOf(rank) < 0) return;  // removed meanwhile, as above
   if (request.kind == Collective::kJoin) Join(rank, now);
   const std::string key = Key(request);
-  Pending& pending = PendingFor(request, key, now);
+  Pending& pending = PendingFor(request, key, 0, now, now);
   Expand(pending);
   pending.requests[static_cast<size_t>(set->IndexOf(rank))] = request;
   Count(rank, key, pending, now);
 }
 
+// `id` and `submitted`: of the report, which counts from now on.
 Coordinator::Pending& Coordinator::PendingFor(const Request& request, const std::string& key,
-                                              TimeNs now) {
+                                              uint64_t id, TimeNs submitted, TimeNs now) {
   if (pending_.empty()) stall_check_ns_ = After(now, stall_inspector_.interval_ns());
   Pending& pending = pending_[key];
   if (pending.set == nullptr) {
@@ -107,8 +116,9 @@ Coordinator::Pending& Coordinator::PendingFor(const Request& request, const std:
     pending.reported.resize(pending.set->ranks.size());
     pending.since_ns = now;
     pending.fusable = request.kind == Collective::kAllreduce;
-    if (pending.fusable) ++fusable_[request.process_set];
+    if (pending.fusable) queue_.Announced(request.process_set, id, submitted);
   }
+  pending.submitted_ns = std::max(pending.submitted_ns, submitted);
   return pending;
 }
 
@@ -136,7 +146,9 @@ void Coordinator::Complete(const std::string& key, Pending& pending, TimeNs now)
   Decision decision = Agree(pending, &bytes);
   const Request& request = pending.any();
   decision.process_set = request.process_set;
-  const bool urgent = request.kind != Collective::kAllreduce;
+  const bool fusable = pending.fusable;
+  const uint64_t id = pending.id;
+  const TimeNs submitted = pending.submitted_ns;
   if (decision.status.ok() && (request.kind == Collective::kAddProcessSet ||
                                request.kind == Collective::kRemoveProcessSet)) {
     decision.status = ChangeSets(request, &decision.rows, now);
@@ -155,7 +167,11 @@ void Coordinator::Complete(const std::string& key, Pending& pending, TimeNs now)
     decision.cache_id = 0;
   }
   Forget(pending_.find(key));
-  Ready(std::move(decision), bytes, urgent, now);
+  if (fusable && decision.kind == Decision::Kind::kRun) {
+    queue_.PushAllreduce(std::move(decision), id, bytes, submitted, now);
+  } else {
+    queue_.PushUrgent(std::move(decision), now);
+  }
 }
 
 // What becomes of a request that all members have reported, or cannot report any more.
@@ -194,51 +210,40 @@ Decision Coordinator::Agree(Pending& pending, int64_t* bytes) {
   return decision;
 }
 
-void Coordinator::Ready(Decision decision, int64_t bytes, bool urgent, TimeNs now) {
-  if (ready_.empty()) ready_since_ns_ = now;
-  ready_.push_back(std::move(decision));
-  ready_bytes_ += bytes;
-  urgent_ = urgent_ || urgent;
-}
-
 void Coordinator::Forget(std::unordered_map<std::string, Pending>::iterator pending) {
-  if (pending->second.fusable) {
-    const auto count = fusable_.find(pending->second.any().process_set);
-    if (--count->second == 0) fusable_.erase(count);
-  }
+  if (pending->second.fusable) queue_.Withdrawn(pending->second.any().process_set);
   pending_.erase(pending);
 }
 
-// Whether nothing is pending that what is ready could share a batch with.
-bool Coordinator::BurstIsComplete() const {
-  if (fusable_.empty()) return true;
-  return std::none_of(ready_.begin(), ready_.end(), [this](const Decision& decision) {
-    return fusable_.count(decision.process_set) != 0;
-  });
+std::optional<Agreement> Coordinator::Decide(TimeNs now) {
+  Agreement agreement;
+  agreement.decisions = queue_.Take(now);
+  if (agreement.decisions.empty()) return std::nullopt;
+  agreement.sequence = ++sequence_;
+  removed_now_ = std::exchange(removed_, {});
+  // What is still in the queue may mean a request by an id that is evicted.
+  if (queue_.empty()) agreement.evicted = std::exchange(evicted_, {});
+  for (uint64_t id : agreement.evicted) retired_[id] = sequence_;
+  return agreement;
 }
 
-std::optional<Agreement> Coordinator::Decide(TimeNs now) {
-  if (ready_.empty()) return std::nullopt;
-  const bool hold = !urgent_ && ready_bytes_ < options_.fusion_bytes &&
-                    now < After(ready_since_ns_, options_.hold_ns) && !BurstIsComplete();
-  if (hold) return std::nullopt;
-  Agreement agreement;
-  agreement.sequence = ++sequence_;
-  agreement.evicted = std::move(evicted_);
-  agreement.decisions = std::move(ready_);
-  for (uint64_t id : agreement.evicted) retired_[id] = sequence_;
-  removed_now_ = std::exchange(removed_, {});
-  evicted_.clear();
-  ready_.clear();
-  ready_bytes_ = 0;
-  urgent_ = false;
-  return agreement;
+std::vector<std::vector<std::string>> Coordinator::Plan() const {
+  std::vector<std::vector<std::string>> named;
+  for (const StepPlanner::Buckets& buckets : queue_.Plans()) {
+    for (const std::vector<uint64_t>& bucket : buckets) {
+      named.emplace_back();
+      for (const uint64_t id : bucket) {
+        const auto record = records_.find(id);
+        if (record != records_.end()) named.back().push_back(record->second->request.name);
+      }
+    }
+  }
+  return named;
 }
 
 TimeNs Coordinator::NextDeadline() const {
   if (stopped_) return kForever;
-  TimeNs next = kForever;
-  if (!ready_.empty()) next = After(ready_since_ns_, options_.hold_ns);
+  const TimeNs next = queue_.NextDeadline();
   return pending_.empty() ? next : std::min(next, stall_check_ns_);
 }
 
@@ -250,7 +255,7 @@ std::string Coordinator::InspectStalls(TimeNs now) {
     Decision abort;
     abort.kind = Decision::Kind::kAbort;
     abort.status = finding.abort;
-    Ready(std::move(abort), 0, /*urgent=*/true, now);
+    queue_.PushUrgent(std::move(abort), now);
     stopped_ = true;
   }
   return finding.warning;
@@ -315,8 +320,7 @@ uint64_t Coordinator::Remember(const Request& request, const std::vector<int64_t
     recency_.pop_back();
     ids_.erase(Key(records_.at(victim)->request));
     evicted_.push_back(victim);
-    // Announced with the next agreement; until then "retired at the sequence to come".
-    retired_[victim] = sequence_ + 1;
+    retired_[victim] = kNotAnnounced;
   }
   const uint64_t id = next_id_++;
   recency_.push_front(id);

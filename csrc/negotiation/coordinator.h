@@ -31,6 +31,7 @@
 #include "base/clock.h"
 #include "negotiation/messages.h"
 #include "negotiation/process_sets.h"
+#include "negotiation/ready_queue.h"
 #include "negotiation/stall_inspector.h"
 
 namespace hororing {
@@ -39,9 +40,8 @@ class Coordinator {
  public:
   struct Options {
     int size = 1;
-    int64_t fusion_bytes = 0;  // a burst of this size is not held back any longer
-    TimeNs hold_ns = 0;        // the longest that a burst is held back
-    int cache_capacity = 0;    // 0: no cache
+    ReadyQueue::Options queue;
+    int cache_capacity = 0;  // 0: no cache
     StallInspector::Options stall;
   };
   explicit Coordinator(const Options& options);
@@ -50,14 +50,19 @@ class Coordinator {
   // Queues a switch of the timeline, in order with everything else.
   void SwitchTimeline(bool on, bool mark_cycles);
 
-  // What is decided by now, if anything. Allreduces that are ready wait at most `hold_ns` for
-  // others of their process set that some rank has reported already, so that a burst becomes one
-  // batch; a lone request does not wait.
+  // What is decided by now and goes, if anything; see ReadyQueue.
   std::optional<Agreement> Decide(TimeNs now);
   // What of the agreement just decided concerns `rank`; nothing: it need not be sent there.
   std::optional<Agreement> PartFor(int rank, const Agreement& agreement) const;
   // Whether every agreement concerns every rank.
   bool world_only() const { return sets_.count() == 1; }
+  // A batch of allreduces was carried out on this rank.
+  void Ran(int32_t process_set, int64_t bytes, TimeNs begin, TimeNs end) {
+    queue_.Ran(process_set, bytes, begin, end);
+  }
+  // The buckets that are planned now, by names.
+  std::vector<std::vector<std::string>> Plan() const;
+  ReadyQueue& queue() { return queue_; }
   // When Decide or InspectStalls has something to do although no report comes; kForever: never.
   TimeNs NextDeadline() const;
 
@@ -80,26 +85,26 @@ class Coordinator {
     const ProcessSet* set = nullptr;
     uint64_t id = 0;  // the record that all reports so far named; 0: one came in full
     TimeNs since_ns = 0;
+    TimeNs submitted_ns = 0;  // by the latest of those that have
     int count = 0;
-    bool fusable = false;  // ready allreduces of its set may wait for it a little
+    bool fusable = false;  // an allreduce, which the queue expects
     std::vector<char> reported;
     std::vector<Request> requests;   // filled once a report came in full
     const Record* record = nullptr;  // of `id`
     const Request& any() const;      // of those reported
   };
 
-  void ReportCached(int rank, uint64_t id, TimeNs now);
+  void ReportCached(int rank, uint64_t id, TimeNs submitted, TimeNs now);
   void ReportFresh(int rank, const Request& request, TimeNs now);
-  Pending& PendingFor(const Request& request, const std::string& key, TimeNs now);
+  Pending& PendingFor(const Request& request, const std::string& key, uint64_t id, TimeNs submitted,
+                      TimeNs now);
   void Forget(std::unordered_map<std::string, Pending>::iterator pending);
-  bool BurstIsComplete() const;
   void Expand(Pending& pending);
   void Count(int rank, const std::string& key, Pending& pending, TimeNs now);
   void Complete(const std::string& key, Pending& pending, TimeNs now);
   Decision Agree(Pending& pending, int64_t* bytes);
   Status ChangeSets(const Request& request, std::vector<int64_t>* rows, TimeNs now);
   void RemoveSet(int32_t id, TimeNs now);
-  void Ready(Decision decision, int64_t bytes, bool urgent, TimeNs now);
   Request RequestOf(const Record& record, int member) const;
   uint64_t Remember(const Request& request, const std::vector<int64_t>& rows);
   void ForgetRetired();
@@ -115,9 +120,8 @@ class Coordinator {
   StallInspector stall_inspector_;
   ProcessSets sets_;
   std::unordered_map<std::string, Pending> pending_;  // by Key
-  std::set<int32_t> removed_;                         // sets, by what is in ready_
+  std::set<int32_t> removed_;                         // sets, by what is in queue_
   std::set<int32_t> removed_now_;                     // by the latest agreement
-  std::map<int32_t, int> fusable_;                    // how many of pending_, by process set
   std::vector<char> joined_;                          // per rank
   int joined_count_ = 0;
   int last_joined_ = -1;
@@ -126,17 +130,14 @@ class Coordinator {
   std::unordered_map<uint64_t, std::unique_ptr<Record>> records_;
   std::unordered_map<std::string, uint64_t> ids_;  // of live records, by Key
   std::list<uint64_t> recency_;                    // live ids, most recent first
-  std::vector<uint64_t> evicted_;                  // to announce in the next agreement
+  std::vector<uint64_t> evicted_;                  // to announce once nothing decided names them
   std::map<uint64_t, uint64_t> retired_;           // id -> sequence of the announcing agreement
 
   std::vector<uint64_t> applied_;  // per rank: the last agreement it has applied
   uint64_t sequence_ = 0;
-  std::vector<Decision> ready_;
-  int64_t ready_bytes_ = 0;
-  TimeNs ready_since_ns_ = 0;
-  bool urgent_ = false;  // something in ready_ must not be held back
+  ReadyQueue queue_;
   TimeNs stall_check_ns_ = kForever;
-  bool stopped_ = false;  // a kLeave or kAbort is in ready_ or has been sent
+  bool stopped_ = false;  // a kLeave or kAbort is in queue_ or has been sent
 };
 
 }  // namespace hororing

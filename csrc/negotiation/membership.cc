@@ -30,6 +30,7 @@ Status Coordinator::ChangeSets(const Request& request, std::vector<int64_t>* row
 
 void Coordinator::RemoveSet(int32_t id, TimeNs now) {
   const ProcessSet* set = sets_.Find(id);
+  queue_.ForgetSet(id);
   for (auto pending = pending_.begin(); pending != pending_.end();) {
     if (pending->second.set != set) {
       ++pending;
@@ -43,7 +44,7 @@ void Coordinator::RemoveSet(int32_t id, TimeNs now) {
     fail.status = Status(Code::kMismatch, request.Title() + " (NEGOTIATE): the process set was " +
                                               "removed before all of its ranks had made this call");
     Forget(pending++);
-    Ready(std::move(fail), 0, /*urgent=*/true, now);
+    queue_.PushUrgent(std::move(fail), now);
   }
   for (auto record = records_.begin(); record != records_.end();) {
     if (record->second->request.process_set != id) {

@@ -53,6 +53,7 @@ inline std::string Key(const Request& request) { return Key(request.process_set,
 struct Report {
   uint64_t applied = 0;          // sequence of the last agreement that this rank has applied
   std::vector<uint64_t> cached;  // requests known by their cache id
+  std::vector<int64_t> ages_us;  // of `cached`, since their submission; empty: just now
   std::vector<Request> fresh;    // requests in full
   bool leaving = false;          // the rank is shutting down ...
   std::string reason;            // ... and why, if it said so

@@ -19,7 +19,7 @@ std::vector<size_t> PlanBuckets(const std::vector<PlanItem>& items, const Bucket
     int64_t bytes = 0;
     for (size_t j = i; j-- > 0;) {
       bytes += items[j].bytes;
-      if (j + 1 < i && bytes > limit_bytes) break;
+      if (j + 1 < i && (bytes > limit_bytes || items[j + 1].starts)) break;
       const double end = std::max(end_s[j], items[i - 1].ready_s) + cost(bytes);
       if (j + 1 < i && end > end_s[i] * kRounding) continue;
       end_s[i] = end;

@@ -25,6 +25,7 @@ namespace hororing {
 struct PlanItem {
   double ready_s = 0;
   int64_t bytes = 0;
+  bool starts = false;  // a bucket, in any case: what was before it must not wait for it
 };
 
 // Seconds that a bucket of so many bytes takes.

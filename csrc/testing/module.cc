@@ -207,8 +207,8 @@ PYBIND11_MODULE(_testing, module) {
              Coordinator::Options options;
              options.size = size;
              options.cache_capacity = cache_capacity;
-             options.fusion_bytes = fusion_bytes;
-             options.hold_ns = hold_ns;
+             options.queue.fusion_bytes = fusion_bytes;
+             options.queue.hold_ns = hold_ns;
              return std::make_unique<Coordinator>(options);
            }),
            py::arg("size"), py::arg("cache_capacity") = 8, py::arg("fusion_bytes") = 1 << 20,

@@ -59,7 +59,7 @@ std::vector<Decision> Decisions(Coordinator& coordinator) {
 Coordinator MakeCoordinator(int size) {
   Coordinator::Options options;
   options.size = size;
-  options.fusion_bytes = 1 << 20;
+  options.queue.fusion_bytes = 1 << 20;
   options.cache_capacity = 8;
   return Coordinator(options);
 }
@@ -109,8 +109,8 @@ TEST(a_set_is_added_once_and_its_id_is_used_again_after_its_removal) {
 TEST(what_was_ready_before_its_set_was_removed_reaches_the_old_members) {
   Coordinator::Options options;
   options.size = 2;
-  options.fusion_bytes = 1 << 20;
-  options.hold_ns = kSecond;
+  options.queue.fusion_bytes = 1 << 20;
+  options.queue.hold_ns = kSecond;
   Coordinator coordinator(options);
   const int32_t set = static_cast<int32_t>(AddSet(coordinator, 2, {1}));
   Tell(coordinator, 1, {Allreduce("x", set)});
@@ -166,8 +166,8 @@ TEST(a_set_decides_without_the_others_and_concerns_only_its_members) {
 TEST(what_waits_in_another_set_or_is_no_allreduce_holds_no_burst_back) {
   Coordinator::Options options;
   options.size = 2;
-  options.fusion_bytes = 1 << 20;
-  options.hold_ns = kSecond;
+  options.queue.fusion_bytes = 1 << 20;
+  options.queue.hold_ns = kSecond;
   Coordinator coordinator(options);
   const int32_t set = static_cast<int32_t>(AddSet(coordinator, 2, {0}));
   Tell(coordinator, 1, {Allreduce("of the world"), Control(Collective::kBarrier)});

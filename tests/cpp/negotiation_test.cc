@@ -39,7 +39,7 @@ Report Fresh(std::vector<Request> requests) {
 Coordinator::Options Options(int size) {
   Coordinator::Options options;
   options.size = size;
-  options.fusion_bytes = 1 << 20;
+  options.queue.fusion_bytes = 1 << 20;
   options.cache_capacity = 8;
   return options;
 }
@@ -168,7 +168,7 @@ TEST(every_property_that_must_agree_is_checked) {
 
 TEST(a_burst_is_held_back_for_what_others_have_reported_but_a_lone_request_is_not) {
   Coordinator::Options options = Options(2);
-  options.hold_ns = 100;
+  options.queue.hold_ns = 100;
   Coordinator coordinator(options);
   coordinator.Receive(0, Fresh({Allreduce("a"), Allreduce("b")}), 0);
   coordinator.Receive(1, Fresh({Allreduce("a")}), 10);
@@ -245,7 +245,7 @@ TEST(random_schedules_decide_everything_exactly_once) {
     const int size = 1 + static_cast<int>(random() % 4);
     Coordinator::Options options = Options(size);
     options.cache_capacity = static_cast<int>(random() % 4);
-    options.hold_ns = random() % 3;
+    options.queue.hold_ns = random() % 3;
     Coordinator coordinator(options);
     struct Member {
       ResponseCache cache;

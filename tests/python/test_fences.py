@@ -18,8 +18,8 @@ ROOMS = {
     "transport": {"base"},
     "collective": {"base", "transport"},
     "backend": {"base", "transport", "collective", "trace"},
-    "negotiation": {"base", "transport"},
     "schedule": {"base"},
+    "negotiation": {"base", "transport", "schedule"},
 }
 ROOMS["engine"] = set(ROOMS) | {"engine"}
 ROOMS["capi"] = set(ROOMS)

@@ -1,0 +1,103 @@
+// ReadyQueue: decisions on their way into an agreement. What goes now, what waits for others to
+// share a batch with, and how long. The rules, each as in docs/scheduling.md:
+//
+//   ready  allreduces wait at most `hold_ns` for others of their process set that some rank has
+//          reported already, and not at all once they fill a batch
+//   plan   once the steps are known, an allreduce waits for the others of its bucket; a step that
+//          departs from the plan goes by the rule above
+//   tune   threshold and hold time of the first rule are tried out and then kept
+//
+// Everything but allreduces goes at once, and takes with it whatever is there, so that the order
+// of decisions is the order of calls. Nothing waits longer than NextDeadline says.
+//
+// Sans-IO, as the coordinator that owns it.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/clock.h"
+#include "negotiation/messages.h"
+#include "schedule/step_planner.h"
+#include "schedule/step_watch.h"
+#include "schedule/tuner.h"
+
+namespace hororing {
+
+class ReadyQueue {
+ public:
+  struct Options {
+    int64_t fusion_bytes = 0;
+    TimeNs hold_ns = 0;
+    bool plan = false;
+    std::optional<Tuner::Options> tune;  // its initial setting is the one above
+  };
+  explicit ReadyQueue(const Options& options);
+
+  // Some rank has reported an allreduce, submitted at `when`; `id` is 0 unless it is cached.
+  void Announced(int32_t process_set, uint64_t id, TimeNs when);
+  // It became a decision, or failed.
+  void Withdrawn(int32_t process_set);
+
+  void PushUrgent(Decision decision, TimeNs now);
+  // The last rank submitted it at `when`.
+  void PushAllreduce(Decision decision, uint64_t id, int64_t bytes, TimeNs when, TimeNs now);
+  // What goes into the next agreement; empty: nothing yet.
+  std::vector<Decision> Take(TimeNs now);
+  bool empty() const { return ready_.empty() && held_ == 0; }
+  // When Take has something to give although nothing comes; kForever: never.
+  TimeNs NextDeadline() const;
+
+  // A batch of allreduces was carried out on this rank.
+  void Ran(int32_t process_set, int64_t bytes, TimeNs begin, TimeNs end);
+  // Its decisions are as those of any other set from now on.
+  void ForgetSet(int32_t process_set);
+
+  // The buckets of all sets that have a plan, and a number that grows when that changes.
+  std::vector<StepPlanner::Buckets> Plans() const;
+  struct Counts {
+    int64_t version = 0, plans = 0, departures = 0;
+  };
+  Counts counts() const;
+  Tuner* tuner() { return tuner_ ? &*tuner_ : nullptr; }
+  int64_t fusion_bytes() const { return fusion_bytes_; }
+  TimeNs hold_ns() const { return hold_ns_; }
+
+ private:
+  struct Item {
+    Decision decision;
+    int64_t bytes = 0;
+  };
+  // The steps of one process set, where something is learned of them.
+  struct Steps {
+    StepWatch watch;
+    std::unique_ptr<StepPlanner> planner;        // null: no plans
+    std::map<size_t, std::vector<Item>> held{};  // by bucket
+    TimeNs deadline() const;                     // for the first of them; kForever: none
+  };
+
+  Steps* StepsOf(int32_t process_set);
+  void Learn(int32_t process_set, Steps& steps, const Step& step);
+  void Add(Item item, TimeNs now);
+  void Release(Steps& steps, TimeNs now);
+  bool BurstIsComplete() const;
+
+  const Options options_;
+  int64_t fusion_bytes_;
+  TimeNs hold_ns_;
+  std::optional<Tuner> tuner_;
+  std::map<int32_t, Steps> steps_;   // by process set
+  std::map<int32_t, int> expected_;  // allreduces reported by some ranks, by process set
+  std::vector<Item> ready_;
+  size_t held_ = 0;  // items in all of steps_
+  int64_t ready_bytes_ = 0;
+  TimeNs ready_since_ns_ = 0;
+  bool go_ = false;   // what is in ready_ must not wait
+  Counts forgotten_;  // of sets that were removed
+};
+
+}  // namespace hororing

@@ -1,0 +1,72 @@
+// Tuner: finds the fusion threshold and the hold time with which a job's steps communicate the
+// fastest, by successive halving (K. Jamieson, A. Talwalkar, "Non-stochastic best arm
+// identification and hyperparameter optimization", AISTATS 2016, arXiv:1502.07943): every
+// candidate is tried for a little while, the better half twice as long, and so on until one is
+// left, which stays. Within a round the candidates take turns, so that a machine that is slow for
+// a while is slow for all of them.
+//
+// Score: bytes reduced per second of busy step time, from the first tensor of a step to the end
+// of its last batch; of a candidate, the median over its samples.
+//
+// Pure: time is an argument. On rank 0.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "base/clock.h"
+#include "schedule/step_watch.h"
+
+namespace hororing {
+
+class Tuner {
+ public:
+  struct Setting {
+    int64_t fusion_bytes = 0;
+    TimeNs hold_ns = 0;
+  };
+  struct Options {
+    Setting initial;          // also the largest threshold that is tried
+    bool tune_fusion = true;  // false: as in `initial`
+    bool tune_hold = true;
+    int warmup_samples = 3;  // with the initial setting, and forgotten
+    int steps_per_sample = 10;
+  };
+  explicit Tuner(const Options& options);
+
+  // A step is over; see `setting` for what the next one uses.
+  void Learn(const Step& step);
+
+  const Setting& setting() const { return current_; }
+  bool done() const { return done_; }
+  // Lines of the log (CSV) since the last call, the header first.
+  std::vector<std::string> TakeLog();
+
+ private:
+  struct Candidate {
+    Setting setting;
+    std::vector<double> scores;  // of this round
+    double score() const;        // bytes per second
+  };
+  void Sampled(double score);
+  void Halve();
+  void Log(const std::string& phase, const Setting& setting, double score);
+
+  const Options options_;
+  std::vector<Candidate> candidates_;
+  Setting current_;
+  bool done_ = false;
+  int warmup_left_;
+  int round_ = 1;
+  size_t turn_ = 0;  // of the round
+  // Of the sample under way.
+  int steps_ = 0;
+  int64_t bytes_ = 0;
+  TimeNs busy_ns_ = 0;
+  int samples_ = 0;
+  std::vector<std::string> log_;
+};
+
+}  // namespace hororing
