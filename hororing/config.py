@@ -120,6 +120,10 @@ def _parse_level(text: str) -> str:
     return name
 
 
+def _parse_fusion(text: str) -> str | int:
+    return text.lower() if text.lower() in ("ready", "plan") else _parse_bytes(text)
+
+
 BOOL = Form(f"one of {', '.join(_TRUE + _FALSE)}", _parse_bool, lambda value: str(int(value)))
 BYTES = Form(
     "bytes, as 67108864, 64MiB (1024 * 1024) or 64MB (1000 * 1000), at most 1024GiB",
@@ -131,6 +135,11 @@ CORES = Form(
     "core numbers with commas between them, one for each rank of a host",
     _parse_cores,
     lambda cores: ",".join(map(str, cores)),
+)
+FUSION = Form(
+    f"ready, plan, or {BYTES.accepted}",
+    _parse_fusion,
+    lambda value: value if isinstance(value, str) else _show_bytes(value),
 )
 LEVEL = Form("one of " + ", ".join(_LEVELS), _parse_level)
 
@@ -202,6 +211,15 @@ _COUNT = integer(0, 2**31 - 1)
 
 KNOBS: tuple[Knob, ...] = (
     Knob(
+        "FUSION",
+        FUSION,
+        "ready",
+        "which tensors are reduced together; ready: what is ready, up to FUSION_BYTES; plan: "
+        "buckets that end the step earliest, learned from its first steps; a number of bytes: "
+        "ready, with that as FUSION_BYTES",
+        scope="all",
+    ),
+    Knob(
         "FUSION_BYTES",
         BYTES,
         64 * 2**20,
@@ -223,6 +241,39 @@ KNOBS: tuple[Knob, ...] = (
         unit="ms",
         scope="all",
         aliases=(_same("HOROVOD_CYCLE_TIME", number(0, 1e4)),),
+    ),
+    Knob(
+        "AUTOTUNE",
+        BOOL,
+        False,
+        "find the fastest FUSION_BYTES (not above the default) and CYCLE_TIME_MS by trying, unless "
+        "they are set",
+        scope="all",
+        aliases=(_horovod_bool("HOROVOD_AUTOTUNE"),),
+    ),
+    Knob(
+        "AUTOTUNE_LOG",
+        PATH,
+        None,
+        "file for what was tried, as CSV; unset: none",
+        scope="rank 0",
+        aliases=(_same("HOROVOD_AUTOTUNE_LOG", PATH),),
+    ),
+    Knob(
+        "AUTOTUNE_WARMUP_SAMPLES",
+        _COUNT,
+        3,
+        "samples before anything is tried",
+        scope="rank 0",
+        aliases=(_same("HOROVOD_AUTOTUNE_WARMUP_SAMPLES", _COUNT),),
+    ),
+    Knob(
+        "AUTOTUNE_STEPS_PER_SAMPLE",
+        integer(1, 10**6),
+        10,
+        "steps of training over which something is tried",
+        scope="rank 0",
+        aliases=(_same("HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE", integer(1, 10**6)),),
     ),
     Knob(
         "CACHE_CAPACITY",
@@ -429,7 +480,22 @@ def load(environ: Mapping[str, str] | None = None) -> Config:
     """
     env = os.environ if environ is None else environ
     _refuse_unknown(env)
-    return Config({knob.name: _read(knob, env) for knob in KNOBS})
+    settings = {knob.name: _read(knob, env) for knob in KNOBS}
+    _threshold(settings)
+    return Config(settings)
+
+
+# FUSION may be a threshold itself: there is one.
+def _threshold(settings: dict[str, Setting]) -> None:
+    fusion, threshold = settings["FUSION"], settings["FUSION_BYTES"]
+    if isinstance(fusion.value, str):
+        return
+    if threshold.source == PREFIX + "FUSION_BYTES" and threshold.value != fusion.value:
+        raise ValueError(
+            f"{fusion.source}={FUSION.show(fusion.value)} contradicts {threshold.source}="
+            f"{BYTES.show(threshold.value)}: set one of them"
+        )
+    settings["FUSION_BYTES"] = fusion
 
 
 def horovod_notes(environ: Mapping[str, str] | None = None) -> list[tuple[int, str]]:

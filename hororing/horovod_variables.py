@@ -35,8 +35,13 @@ def _other_than(*words: str) -> Callable[[str], bool]:
 
 UNUSED = (
     Unused(
-        "HOROVOD_AUTOTUNE",
-        "nothing is tuned; HORORING_FUSION_BYTES and HORORING_CYCLE_TIME_MS keep their values",
+        "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES",
+        "HORORING_AUTOTUNE halves its candidates until one is left",
+    ),
+    Unused(
+        "HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE",
+        "HORORING_AUTOTUNE compares medians",
+        lambda text: True,
     ),
     Unused(
         "HOROVOD_HIERARCHICAL_ALLREDUCE",

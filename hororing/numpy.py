@@ -44,6 +44,7 @@ from hororing.runtime import (
     shutdown,
     size,
     start_timeline,
+    statistics,
     stop_timeline,
 )
 from hororing.verbs import Verbs, barrier, join, poll, synchronize
@@ -221,6 +222,7 @@ __all__ = [
     "shutdown",
     "size",
     "start_timeline",
+    "statistics",
     "stop_timeline",
     "synchronize",
 ]

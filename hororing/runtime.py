@@ -259,6 +259,14 @@ def _c_config(
     c_config.log_level = log_level
     c_config.timeline = text(settings["TIMELINE"])
     c_config.timeline_mark_cycles = settings["TIMELINE_MARK_CYCLES"]
+    c_config.plan = settings["FUSION"] == "plan"
+    c_config.tune = settings["AUTOTUNE"]
+    # What was chosen is not tuned.
+    c_config.tune_fusion = settings.settings["FUSION_BYTES"].source == "default"
+    c_config.tune_hold = settings.settings["CYCLE_TIME_MS"].source == "default"
+    c_config.tune_warmup_samples = settings["AUTOTUNE_WARMUP_SAMPLES"]
+    c_config.tune_steps_per_sample = settings["AUTOTUNE_STEPS_PER_SAMPLE"]
+    c_config.tune_log = text(settings["AUTOTUNE_LOG"])
     return keep, c_config
 
 
@@ -489,7 +497,41 @@ def rocm_built() -> bool:
 
 
 # ---------------------------------------------------------------------------------------------
-# Timeline
+# Statistics and timeline
+
+
+def statistics() -> dict[str, Any]:
+    """What the engine of this process has done since `init`, by name.
+
+    Never blocks. The numbers are counters, read one after another while the engine goes on; what
+    each counts is in docs/scheduling.md. ``"plan"`` holds the buckets in use on rank 0 as lists of
+    tensor names (HORORING_FUSION=plan); it is empty on other ranks and where there is no plan.
+
+    Examples
+    --------
+    >>> before = hvd.statistics()["bytes"]
+    >>> optimizer.step()
+    >>> reduced = hvd.statistics()["bytes"] - before
+    """
+    topology()
+    counters = ffi.new("hr_stats *")
+    lib.hr_stats_now(counters)
+    found: dict[str, Any] = {name: getattr(counters, name) for name in dir(counters)}
+    found["plan"] = _plan()
+    return found
+
+
+def _plan() -> list[list[str]]:
+    room = 0
+    while True:  # it may change between two calls
+        names = ffi.new("char[]", room)
+        size = int(lib.hr_plan_now(names, room))
+        if size <= room:
+            break
+        room = size
+    text = ffi.buffer(names, size)[:].decode("utf-8", "replace")
+    return [bucket.split("\0") for bucket in text.split("\0\0")[:-1]]
+
 
 
 def _absolute(path: str | os.PathLike[str]) -> str:
@@ -543,5 +585,6 @@ __all__ = [
     "shutdown",
     "size",
     "start_timeline",
+    "statistics",
     "stop_timeline",
 ]

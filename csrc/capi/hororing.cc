@@ -100,6 +100,15 @@ EngineConfig EngineConfigFrom(const hr_config& from) {
   config.hold_ns = Scaled(from.cycle_time_ms, kMillisecond);
   config.cache_capacity = from.cache_capacity;
   config.reproducible = from.reproducible != 0;
+  config.plan = from.plan != 0;
+  if (from.tune != 0) {
+    config.tune.emplace();
+    config.tune->tune_fusion = from.tune_fusion != 0;
+    config.tune->tune_hold = from.tune_hold != 0;
+    config.tune->warmup_samples = from.tune_warmup_samples;
+    config.tune->steps_per_sample = from.tune_steps_per_sample;
+    config.tune_log = Text(from.tune_log);
+  }
   config.fingerprint = Text(from.fingerprint);
   config.backend = Text(from.backend);
   config.stall.warning_ns = SecondsToNs(from.stall_warning_s);
@@ -376,6 +385,21 @@ HR_EXPORT void hr_stats_now(hr_stats* stats) {
   stats->trace_events_dropped = engine->trace().dropped();
   stats->in_place_bytes = from.in_place_bytes;
   stats->packed_bytes = from.packed_bytes;
+  stats->fusion_bytes = from.fusion_bytes;
+  stats->cycle_time_ns = from.hold_ns;
+  stats->plans_made = from.plans;
+  stats->plan_departures = from.departures;
+}
+
+HR_EXPORT int64_t hr_plan_now(char* names, int64_t room) {
+  const std::shared_ptr<Engine> engine = CurrentEngine();
+  std::string text;
+  for (const auto& bucket : engine != nullptr ? engine->plan() : decltype(engine->plan()){}) {
+    for (const std::string& name : bucket) text.append(name.c_str(), name.size() + 1);
+    text.push_back('\0');
+  }
+  std::memcpy(names, text.data(), std::min(text.size(), static_cast<size_t>(room)));
+  return static_cast<int64_t>(text.size());
 }
 
 HR_EXPORT const char* hr_kernels(void) { return KernelsInUse(); }

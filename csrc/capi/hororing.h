@@ -102,6 +102,8 @@ typedef struct hr_config {
   double cycle_time_ms;    /* longest that a burst is held back to be fused */
   int32_t cache_capacity;  /* entries of the response cache; 0: none */
   int32_t reproducible;    /* same bits in every run */
+  int32_t plan;            /* nonzero: tensors wait for buckets, once the steps are known */
+  int32_t tune;            /* nonzero: find fusion_bytes and cycle_time_ms by trying */
   const char* fingerprint; /* "knob=value" lines compared over the ranks at init */
   /* Local. */
   double stall_warning_s;  /* <= 0: never */
@@ -114,6 +116,11 @@ typedef struct hr_config {
   int32_t log_level;       /* least level kept: 10 debug, 20 info, 30 warning, 40 error */
   const char* timeline;    /* path of the timeline, or NULL; rank 0's counts */
   int32_t timeline_mark_cycles;
+  int32_t tune_fusion; /* of `tune`, on rank 0: nonzero: smaller fusion_bytes, too */
+  int32_t tune_hold;   /* nonzero: other cycle_time_ms, too */
+  int32_t tune_warmup_samples;
+  int32_t tune_steps_per_sample;
+  const char* tune_log; /* path of its CSV log, or NULL */
 } hr_config;
 
 typedef struct hr_topology {
@@ -168,6 +175,10 @@ typedef struct hr_stats {
   int64_t trace_events_dropped;
   int64_t in_place_bytes; /* of HR_ALLREDUCE among several ranks: reduced where they lay */
   int64_t packed_bytes;   /* and copied to where they were reduced */
+  int64_t fusion_bytes;    /* the threshold in use; the tuner's on rank 0 */
+  int64_t cycle_time_ns;   /* likewise the time that bursts are held */
+  int64_t plans_made;      /* rank 0: how often buckets were planned ... */
+  int64_t plan_departures; /* ... and steps departed from the plan */
 } hr_stats;
 
 typedef struct hr_log_record {
@@ -248,6 +259,10 @@ void hr_log_close(void);
 void hr_log_open(void);
 
 void hr_stats_now(hr_stats* stats);
+/* The buckets that are planned now, on rank 0; none elsewhere. The names of a bucket, each with its
+ * zero, then one more zero. Returns how many bytes that takes, and writes as many as there is
+ * room for. */
+int64_t hr_plan_now(char* names, int64_t room);
 /* "avx512", "avx2" or "portable". */
 const char* hr_kernels(void);
 /* Library version and thread level of the MPI behind `mpi_library`, without initialising it:

@@ -58,6 +58,8 @@ Loop::Loop(Engine& engine, World& world, std::vector<std::unique_ptr<Backend>> b
               WorldChannel(world, std::move(backends)), engine.tensors_, *engine.handles_,
               engine.trace_, engine.stats_),
       parent_pid_(getppid()) {
+  engine_.stats_.fusion_bytes = engine_.config_.fusion_bytes;
+  engine_.stats_.hold_ns = engine_.config_.hold_ns;
   if (topology_.rank != 0) return;
   coordinator_.emplace(CoordinatorOptions(engine.config_, topology_.size));
   if (!engine.config_.tune_log.empty()) {

@@ -22,11 +22,10 @@ struct Stats {
   Counter control_messages_received{0};
   Counter loop_wakeups{0};
   Counter scratch_bytes{0};
-  // On rank 0, of its schedule.
-  Counter plans{0};
-  Counter departures{0};
-  Counter fusion_bytes{0};  // the threshold in use
+  Counter fusion_bytes{0};  // in use, as far as this rank knows: rank 0 tunes
   Counter hold_ns{0};
+  Counter plans{0};  // on rank 0
+  Counter departures{0};
 };
 
 }  // namespace hororing

@@ -621,7 +621,7 @@ def test_rank_0_says_what_horovods_variables_do_not_do():
         "hvd.barrier()"
     )
     done = job(
-        2, "-c", program, HOROVOD_AUTOTUNE="1", HOROVOD_NUM_NCCL_STREAMS="2",
+        2, "-c", program, HOROVOD_ENABLE_XLA_OPS="1", HOROVOD_NUM_NCCL_STREAMS="2",
         HOROVOD_LOG_LEVEL="INFO", HOROVOD_FUSION_THRESHOLD="4096",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -629,7 +629,7 @@ def test_rank_0_says_what_horovods_variables_do_not_do():
     assert len(said) == 2, done.stderr
     assert all("[rank 0] " in line for line in said)
     assert "WARNING" in said[0]
-    assert "HOROVOD_AUTOTUNE=1 has no effect here: nothing is tuned" in said[0]
+    assert "HOROVOD_ENABLE_XLA_OPS=1 has no effect here: no operation is" in said[0]
     assert "INFO" in said[1]
     assert said[1].endswith("ignored, since they have no meaning here: HOROVOD_NUM_NCCL_STREAMS")
 

@@ -108,6 +108,10 @@ def test_horovods_names_are_accepted_and_ours_wins():
             0,
         ),
         ({"HOROVOD_FUSION_THRESHOLD": "0"}, "FUSION_BYTES", 0),
+        ({"HOROVOD_AUTOTUNE": "1"}, "AUTOTUNE", True),
+        ({"HOROVOD_AUTOTUNE_LOG": "/tmp/tried.csv"}, "AUTOTUNE_LOG", "/tmp/tried.csv"),
+        ({"HOROVOD_AUTOTUNE_WARMUP_SAMPLES": "0"}, "AUTOTUNE_WARMUP_SAMPLES", 0),
+        ({"HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE": "5"}, "AUTOTUNE_STEPS_PER_SAMPLE", 5),
         ({"HOROVOD_TIMELINE": "/tmp/t.json"}, "TIMELINE", "/tmp/t.json"),
         ({"HOROVOD_TIMELINE": "DYNAMIC"}, "TIMELINE", None),
         ({"HOROVOD_TIMELINE_MARK_CYCLES": "1"}, "TIMELINE_MARK_CYCLES", True),
@@ -133,12 +137,12 @@ def test_horovods_booleans_are_true_when_they_begin_with_a_positive_number(
 
 
 def test_who_asks_for_what_there_is_not_is_told_what_happens_instead():
-    environ = {"HOROVOD_AUTOTUNE": "1", "HOROVOD_CPU_OPERATIONS": "CCL"}
+    environ = {"HOROVOD_ENABLE_XLA_OPS": "1", "HOROVOD_CPU_OPERATIONS": "CCL"}
     assert config.load(environ)
     notes = config.horovod_notes(environ)
     assert [level for level, _ in notes] == [logging.WARNING] * 2
-    assert "HOROVOD_AUTOTUNE=1 has no effect here: nothing is tuned" in notes[0][1]
-    assert "HOROVOD_CPU_OPERATIONS=CCL" in notes[1][1]
+    assert "HOROVOD_CPU_OPERATIONS=CCL" in notes[0][1]
+    assert "HOROVOD_ENABLE_XLA_OPS=1 has no effect here: no operation is" in notes[1][1]
 
 
 def test_other_variables_without_a_meaning_share_one_line_that_has_no_values():
@@ -146,7 +150,7 @@ def test_other_variables_without_a_meaning_share_one_line_that_has_no_values():
         "HOROVOD_NUM_NCCL_STREAMS": "4",
         "HOROVOD_SECRET_KEY": "abc",
         # What asks for nothing special, what is empty, what is honoured: not a word.
-        "HOROVOD_AUTOTUNE": "0",
+        "HOROVOD_ENABLE_XLA_OPS": "0",
         "HOROVOD_CONTROLLER": "mpi",
         "HOROVOD_ELASTIC": " ",
         "HOROVOD_CYCLE_TIME": "2",
@@ -159,6 +163,23 @@ def test_other_variables_without_a_meaning_share_one_line_that_has_no_values():
         )
     ]
     assert config.horovod_notes({}) == []
+
+
+def test_fusion_is_a_rule_or_a_threshold():
+    assert config.load({})["FUSION"] == "ready"
+    assert config.load({"HORORING_FUSION": "PLAN"})["FUSION"] == "plan"
+    loaded = config.load({"HORORING_FUSION": "4MiB", "HOROVOD_FUSION_THRESHOLD": "7"})
+    assert loaded["FUSION"] == loaded["FUSION_BYTES"] == 4 * 2**20
+    assert loaded.settings["FUSION_BYTES"].source == "HORORING_FUSION"
+    planned = config.load({"HORORING_FUSION": "plan", "HORORING_FUSION_BYTES": "1MiB"})
+    assert (planned["FUSION"], planned["FUSION_BYTES"]) == ("plan", 2**20)
+
+
+def test_two_thresholds_that_differ_are_an_error():
+    same = {"HORORING_FUSION": "4MiB", "HORORING_FUSION_BYTES": "4194304"}
+    assert config.load(same)["FUSION_BYTES"] == 4 * 2**20
+    with pytest.raises(ValueError, match=r"HORORING_FUSION=4MiB contradicts HORORING_FUSION_BYTES"):
+        config.load({**same, "HORORING_FUSION_BYTES": "1MiB"})
 
 
 def test_an_empty_variable_counts_as_not_set():
