@@ -203,21 +203,24 @@ PYBIND11_MODULE(_testing, module) {
       .def_property_readonly("message", [](const Decision& d) { return d.status.message(); });
 
   py::class_<Coordinator>(module, "Coordinator")
-      .def(py::init([](int size, int cache_capacity, int64_t fusion_bytes, int64_t hold_ns) {
-             Coordinator::Options options;
-             options.size = size;
-             options.cache_capacity = cache_capacity;
-             options.queue.fusion_bytes = fusion_bytes;
-             options.queue.hold_ns = hold_ns;
-             return std::make_unique<Coordinator>(options);
-           }),
+      .def(py::init(
+               [](int size, int cache_capacity, int64_t fusion_bytes, int64_t hold_ns, bool plan) {
+                 Coordinator::Options options;
+                 options.size = size;
+                 options.cache_capacity = cache_capacity;
+                 options.queue.fusion_bytes = fusion_bytes;
+                 options.queue.hold_ns = hold_ns;
+                 options.queue.plan = plan;
+                 return std::make_unique<Coordinator>(options);
+               }),
            py::arg("size"), py::arg("cache_capacity") = 8, py::arg("fusion_bytes") = 1 << 20,
-           py::arg("hold_ns") = 0)
+           py::arg("hold_ns") = 0, py::arg("plan") = false)
       .def(
           "receive",
           [](Coordinator& coordinator, int rank, std::vector<Request> fresh,
-             std::vector<uint64_t> cached, bool leaving, TimeNs now) {
+             std::vector<uint64_t> cached, bool leaving, TimeNs now, std::vector<int64_t> ages_us) {
             Report report;
+            report.ages_us = std::move(ages_us);
             report.fresh = std::move(fresh);
             report.cached = std::move(cached);
             report.leaving = leaving;
@@ -227,12 +230,20 @@ PYBIND11_MODULE(_testing, module) {
           },
           py::arg("rank"), py::arg("fresh") = std::vector<Request>{},
           py::arg("cached") = std::vector<uint64_t>{}, py::arg("leaving") = false,
-          py::arg("now") = 0)
+          py::arg("now") = 0, py::arg("ages_us") = std::vector<int64_t>{})
       .def("decide",
            [](Coordinator& coordinator, TimeNs now) {
              const auto agreement = coordinator.Decide(now);
              return agreement ? agreement->decisions : std::vector<Decision>{};
            })
+      // What a simulated batch took, on the clock of `now`.
+      .def("ran", &Coordinator::Ran, py::arg("process_set"), py::arg("bytes"), py::arg("begin_ns"),
+           py::arg("end_ns"))
+      .def("plan", &Coordinator::Plan)
+      .def("next_deadline", &Coordinator::NextDeadline)
+      .def_property_readonly(
+          "departures",
+          [](Coordinator& coordinator) { return coordinator.queue().counts().departures; })
       .def("waiting", [](const Coordinator& coordinator) {
         std::vector<std::string> names;
         for (const Waiting& waiting : coordinator.AllWaiting()) names.push_back(waiting.name);
