@@ -1,0 +1,208 @@
+"""What is reduced together, and when: the rules of HORORING_FUSION, autotune, statistics."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import json
+import os
+import random
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import mpirun
+import numpy as np
+import pytest
+
+import hororing.numpy as hvd
+
+SIZES = [2, 3]
+STEPS = 400  # at most, until something is learned: machines are busy
+
+
+@contextlib.contextmanager
+def engine(**knobs: object) -> Iterator[None]:
+    """An engine that is configured so."""
+    os.environ.update({f"HORORING_{name}": str(value) for name, value in knobs.items()})
+    hvd.init()
+    try:
+        yield
+    finally:
+        hvd.shutdown()
+        for name in knobs:
+            del os.environ[f"HORORING_{name}"]
+
+
+def shared_folder() -> Path:
+    """A new folder of rank 0's, for all ranks of this host."""
+    return Path(hvd.broadcast_object(tempfile.mkdtemp() if hvd.rank() == 0 else None, 0))
+
+
+def compute(seconds: float) -> None:
+    """A backward pass of so long."""
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass
+
+
+def gradients(step: int, names: list[str], rank: int) -> dict[str, np.ndarray]:
+    """Whole numbers, so that sums are exact in any order."""
+    draw = np.random.default_rng([mpirun.seed(), step, rank])
+    return {
+        name: draw.integers(-1000, 1000, 10 + 700 * i).astype(np.float32)
+        for i, name in enumerate(names)
+    }
+
+
+def reduce_step(step: int, names: list[str], pause: float = 0.0) -> None:
+    """One step, checked against NumPy; ranks submit in orders of their own where they may."""
+    mine = gradients(step, names, hvd.rank())
+    order = list(names)
+    if not pause:
+        random.Random(step * 100 + hvd.rank()).shuffle(order)
+    handles = {}
+    for name in order:
+        compute(pause)
+        handles[name] = hvd.allreduce_async(mine[name], name=name, op=hvd.Sum)
+    everywhere = [gradients(step, names, rank) for rank in range(hvd.size())]
+    for name, handle in handles.items():
+        expected = sum(each[name] for each in everywhere)
+        np.testing.assert_array_equal(hvd.synchronize(handle), expected, err_msg=name)
+
+
+def case_every_rule_gives_the_same_results():
+    names = [f"layer{i}" for i in range(12)]
+    for knobs in (
+        {"FUSION": "ready"},
+        {"FUSION": "plan"},
+        {"FUSION": "plan", "CYCLE_TIME_MS": 0},
+        {"FUSION": "4KiB"},
+        {"FUSION": "0"},
+        {"AUTOTUNE": 1, "AUTOTUNE_STEPS_PER_SAMPLE": 1},
+        {"AUTOTUNE": 1, "AUTOTUNE_STEPS_PER_SAMPLE": 1, "FUSION": "plan"},
+        {"FUSION": "plan", "CACHE_CAPACITY": 4},
+        {"FUSION": "plan", "REPRODUCIBLE": 1, "BACKEND": "host"},
+    ):
+        with engine(**knobs):
+            for step in range(70):
+                # Now and then a tensor stays away, or another one comes.
+                missing = step % 13 == 12
+                more = ["more"] if step % 17 == 16 else []
+                reduce_step(step, names[: -1 if missing else None] + more)
+
+
+def case_a_plan_is_learned_and_kept_to():
+    names = [f"layer{i}" for i in range(6)]
+    with engine(FUSION="plan"):
+        assert hvd.statistics()["plan"] == []
+        plans = 0
+        for step in range(STEPS):
+            reduce_step(step, names, pause=1e-3)
+            plans = hvd.broadcast_object(hvd.statistics()["plans_made"], 0)
+            if plans:
+                break
+        assert plans == 1
+        found = hvd.statistics()["plan"]
+        if hvd.rank() == 0:
+            assert sorted(name.rpartition(".")[2] for bucket in found for name in bucket) == names
+            assert all(bucket for bucket in found)
+        else:
+            assert found == []
+        # Nothing waits for ever, whatever the rest of the step looks like.
+        for step in range(10):
+            reduce_step(step, names[: 1 + step % 5])
+
+
+def case_the_plan_is_in_the_timeline():
+    names = [f"layer{i}" for i in range(6)]
+    with engine(FUSION="plan"):
+        path = shared_folder() / "timeline.json"
+        for step in range(STEPS):
+            reduce_step(step, names, pause=1e-3)
+            if hvd.broadcast_object(hvd.statistics()["plans_made"], 0):
+                break
+        hvd.start_timeline(path)
+        reduce_step(0, names)
+        planned = hvd.statistics()["plan"]
+        hvd.stop_timeline()
+        hvd.barrier()
+        if hvd.rank() == 0 and planned:
+            events = json.loads(path.read_text())
+            shown = [e["args"]["tensor"] for e in events if e["name"] == "BUCKET_PLAN"]
+            texts = [
+                f"{i + 1} of {len(planned)}: {' '.join(bucket)}" for i, bucket in enumerate(planned)
+            ]
+            assert shown[: len(texts)] == texts, (shown, texts)
+
+
+def train(steps: int) -> np.ndarray:
+    """Weights of a regression, each column a tensor of its own."""
+    draw = np.random.default_rng([7, hvd.rank()])
+    inputs = draw.normal(size=(64, 20)).astype(np.float32)
+    targets = draw.normal(size=(64, 8)).astype(np.float32)
+    weights = np.zeros((20, 8), np.float32)
+    for _ in range(steps):
+        errors = inputs @ weights - targets
+        handles = [
+            hvd.allreduce_async(inputs.T @ errors[:, i] / 64, name=f"column{i}") for i in range(8)
+        ]
+        step = np.stack([hvd.synchronize(handle) for handle in handles], axis=1)
+        weights -= np.float32(0.05) * step
+    return weights
+
+
+def case_autotune_changes_no_bit_and_writes_down_what_it_tried():
+    with engine():
+        expected = train(100)
+        folder = shared_folder()
+    log = folder / "tried.csv"
+    tuned = {"AUTOTUNE": 1, "AUTOTUNE_LOG": log, "AUTOTUNE_STEPS_PER_SAMPLE": 1}
+    with engine(**tuned, AUTOTUNE_WARMUP_SAMPLES=2):
+        np.testing.assert_array_equal(train(100), expected)
+        settled = hvd.statistics()
+        hvd.barrier()
+    if hvd_rank_was_0():
+        rows = list(csv.DictReader(log.open()))
+        assert [row["phase"] for row in rows[:2]] == ["warmup", "warmup"]
+        assert rows[-1]["phase"] == "best"
+        assert all(float(row["score_mb_per_s"]) > 0 for row in rows)
+        assert settled["fusion_bytes"] == int(rows[-1]["fusion_bytes"])
+        assert settled["cycle_time_ns"] == round(float(rows[-1]["cycle_time_ms"]) * 1e6)
+
+
+def hvd_rank_was_0() -> bool:
+    """Whether this is rank 0, between two engines."""
+    return os.environ.get("OMPI_COMM_WORLD_RANK", "0") == "0"
+
+
+def case_what_was_set_is_not_tuned():
+    with engine(AUTOTUNE=1, AUTOTUNE_STEPS_PER_SAMPLE=1, FUSION_BYTES="1MiB", CYCLE_TIME_MS=2):
+        for step in range(40):
+            reduce_step(step, ["a", "b"])
+            now = hvd.statistics()
+            assert (now["fusion_bytes"], now["cycle_time_ns"]) == (2**20, 2_000_000)
+
+
+def case_statistics_count_what_was_done():
+    with engine():
+        before = hvd.statistics()
+        for _ in range(3):
+            hvd.allreduce(np.zeros(1000, np.float32), name="x")
+        hvd.allgather(np.zeros(10, np.float32))
+        after = hvd.statistics()
+        assert after["submitted"] - before["submitted"] == 4
+        assert after["completed"] - before["completed"] == 4
+        assert after["bytes"] - before["bytes"] == 12040
+        assert after["cache_hits"] - before["cache_hits"] == 2
+        assert after["plan"] == []
+        assert all(isinstance(value, int) for name, value in after.items() if name != "plan")
+    with pytest.raises(ValueError, match="not been initialized"):
+        hvd.statistics()
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("case", mpirun.case_names(globals()))
+def test_scheduling(case: str, size: int):
+    mpirun.cases_of(__file__, size).check(case)
