@@ -48,6 +48,8 @@ def launch_environment(folder: str) -> dict[str, str]:
     return {**LAUNCH_ENVIRONMENT, "TMPDIR": folder}
 
 
+HOSTS = Path(__file__).parents[1] / "hosts.sh"
+
 # A rank that waits in vain says so soon, instead of running into the job's time limit.
 STALL_ENVIRONMENT = {"HORORING_STALL_WARNING_S": "10", "HORORING_STALL_SHUTDOWN_S": "30"}
 
@@ -88,26 +90,30 @@ def run(
     script: bool = True,
     timeout_s: float = 90,
     environment: dict[str, str] | None = None,
+    hosts: str = "",
 ) -> Job:
-    """Run `file` on `size` ranks; also without mpirun, when that is one."""
+    """Run `file` on `size` ranks; also without mpirun, when that is one.
+
+    `hosts`: how many of them each pretend host has, as "2,2", and options of hosts.sh.
+    """
     seed = int(os.environ.get("HORORING_TEST_SEED", random.randrange(2**32)))
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as out:
         command = [sys.executable, __file__, out, *(["--script"] if script else []), str(file)]
+        variables = {**STALL_ENVIRONMENT, "TEST_SEED": str(seed), **(environment or {})}
         if size > 1:
             mpirun = shutil.which("mpirun", path=os.pathsep.join(
                 [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
             ))  # fmt: skip
             assert mpirun, "mpirun is not on the PATH"
-            command = [mpirun, "-np", str(size), *command]
+            if hosts:
+                # Variables reach another host only when they are named.
+                names = [word for name in ("OMP_NUM_THREADS", *variables) for word in ("-x", name)]
+                command = [str(HOSTS), *hosts.split(), mpirun, *names, *command]
+            else:
+                command = [mpirun, "-np", str(size), *command]
         process = subprocess.Popen(
             [*command, *args],
-            env={
-                **os.environ,
-                **launch_environment(out),
-                **STALL_ENVIRONMENT,
-                "TEST_SEED": str(seed),
-                **(environment or {}),
-            },
+            env={**os.environ, **launch_environment(out), **variables},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -118,7 +124,7 @@ def run(
             launcher_output, _ = process.communicate(timeout=timeout_s)
             code = process.returncode
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGKILL)  # hosts end with the script that made them
             launcher_output, _ = process.communicate()
             code = None
         files = [Path(out, f"{rank}") for rank in range(size)]
@@ -137,9 +143,16 @@ def _text(path: Path) -> str:
 
 
 @functools.cache
-def cases_of(file: str, size: int) -> Job:
+def cases_of(file: str, size: int, hosts: str = "", **environment: str) -> Job:
     """Run the cases of a test file, once."""
-    return run(file, size, script=False, timeout_s=110)
+    return run(file, size, script=False, timeout_s=110, hosts=hosts, environment=environment)
+
+
+@functools.cache
+def why_no_hosts() -> str:
+    """Why this machine cannot pretend to be several hosts; "": it can."""
+    check = subprocess.run([str(HOSTS), "--check"], capture_output=True, text=True, check=False)
+    return "" if check.returncode == 0 else check.stderr.strip() or "hosts.sh does not run"
 
 
 def case_names(namespace: dict[str, object]) -> list[str]:

@@ -1,0 +1,170 @@
+"""Jobs across several hosts, which hosts.sh pretends: the collectives against the oracle."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import mpirun
+import numpy as np
+import oracle
+import pytest
+from live_job import poll
+
+import hororing.numpy as hvd
+from hororing.arguments import Average, Max, Min, Product, Sum
+
+Array = oracle.Array
+
+LAYOUTS = ["2,2", "1,2", "2,1,1"]
+OPS = [Average, Sum, Min, Max, Product]
+
+
+def arrays(dtype: str, shape: tuple[int, ...], *key: int) -> list[Array]:
+    """What all ranks pass."""
+    return [
+        oracle.values(np.random.default_rng([mpirun.seed(), rank, *key]), dtype, shape)
+        for rank in range(hvd.size())
+    ]
+
+
+def applicable(dtype: str) -> Iterator[int]:
+    yield from (op for op in OPS if dtype != "bool" or op != Average)
+
+
+def check_equal_on_all_ranks(result: Array) -> None:
+    everybody = hvd.allgather_object(result.tobytes(), name="bits")
+    assert all(bits == everybody[0] for bits in everybody), "ranks hold different bits"
+
+
+# ---------------------------------------------------------------------------------------------
+# On the ranks
+
+
+def case_the_layout_is_that_of_the_hosts() -> None:
+    hvd.init()
+    layout = [int(ranks) for ranks in os.environ["TEST_LAYOUT"].split(",")]
+    name = os.uname().nodename
+    host = int(name.removeprefix("host"))
+    assert hvd.size() == sum(layout)
+    assert hvd.local_size() == layout[host]
+    assert hvd.is_homogeneous() is (len(set(layout)) == 1)
+    names = hvd.allgather_object(name)
+    wanted = [f"host{k}" for k, ranks in enumerate(layout) for _ in range(ranks)]
+    if "TEST_INTERLEAVED" not in os.environ:
+        assert names == wanted
+    assert hvd.local_rank() == names[: hvd.rank()].count(name)
+
+
+def case_allreduce_of_every_type_and_operation() -> None:
+    for number, dtype in enumerate(oracle.DTYPES):
+        for op in applicable(dtype):
+            passed = arrays(dtype, (5, 17), number, op)
+            result = hvd.allreduce(passed[hvd.rank()], op=op, name=f"{dtype} {op}")
+            oracle.reduced(passed, op, 1.0, 1.0).compare(result)
+
+
+def case_allreduce_of_every_size() -> None:
+    for dtype in ("float32", "float16", "int32"):
+        for elements in (0, 1, 3, 1009, 30_011, 400_009, 1 << 20):
+            passed = arrays(dtype, (elements,), elements)
+            op = Sum if dtype == "int32" else Average
+            result = hvd.allreduce(passed[hvd.rank()], op=op, name=f"{dtype} {elements}")
+            oracle.reduced(passed, op, 1.0, 1.0).compare(result)
+            check_equal_on_all_ranks(result)
+
+
+def case_allreduce_with_factors_and_many_tensors_at_once() -> None:
+    shapes = [(7,), (33, 1000), (0, 3), (250_003,), (1,)]
+    passed = [arrays("float32", shape, index) for index, shape in enumerate(shapes)]
+    mine = [of_ranks[hvd.rank()].copy() for of_ranks in passed]
+    results = hvd.grouped_allreduce(
+        mine, op=Sum, prescale_factor=0.5, postscale_factor=3.0, name="many"
+    )
+    for of_ranks, result in zip(passed, results, strict=True):
+        oracle.reduced(of_ranks, Sum, 0.5, 3.0).compare(result)
+        check_equal_on_all_ranks(result)
+
+
+def case_the_other_collectives() -> None:
+    rank, size = hvd.rank(), hvd.size()
+    rows = [np.full((place + 1, 1000), place, np.float32) for place in range(size)]
+    oracle.equal(hvd.allgather(rows[rank], name="gather"), np.concatenate(rows))
+    for root in range(size):
+        passed = arrays("float64", (70_001,), root)
+        result = hvd.broadcast(passed[rank], root_rank=root, name=f"broadcast {root}")
+        oracle.equal(result, passed[root])
+    passed = arrays("float32", (4 * size + 1, 300), 77)
+    first, last = oracle.share(4 * size + 1, size, rank)
+    oracle.reduced(passed, Sum, 1.0, 1.0).rows(first, last).compare(
+        hvd.reducescatter(passed[rank], op=Sum, name="scatter")
+    )
+    passed = arrays("int64", (3 * size, 500), 78)
+    received, _ = oracle.exchanged(passed, [None] * size, rank)
+    result = hvd.alltoall(passed[rank], name="exchange")
+    oracle.equal(result[0] if isinstance(result, tuple) else result, received)
+    hvd.barrier()
+
+
+def case_a_set_of_one_rank_per_host() -> None:
+    names = hvd.allgather_object(os.uname().nodename)
+    leaders = sorted({names.index(name) for name in names})
+    chosen = hvd.add_process_set(leaders)
+    passed = arrays("float32", (50_000,), 5)
+    if chosen.included():
+        result = hvd.allreduce(passed[hvd.rank()], op=Sum, name="leaders", process_set=chosen)
+        oracle.reduced([passed[rank] for rank in leaders], Sum, 1.0, 1.0).compare(result)
+    hvd.remove_process_set(chosen)
+    hvd.shutdown()
+
+
+# ---------------------------------------------------------------------------------------------
+# The tests
+
+needs_hosts = pytest.mark.skipif(bool(mpirun.why_no_hosts()), reason=mpirun.why_no_hosts())
+
+
+@needs_hosts
+@pytest.mark.parametrize("case", mpirun.case_names(globals()))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_across_hosts(case: str, layout: str) -> None:
+    size = sum(map(int, layout.split(",")))
+    variables = {"TEST_LAYOUT": layout, "HORORING_DYNAMIC_PROCESS_SETS": "1"}
+    mpirun.cases_of(__file__, size, layout, **variables).check(case)
+
+
+@needs_hosts
+def test_hosts_end_with_the_script_that_made_them(tmp_path: Path) -> None:
+    script = tmp_path / "say.py"
+    script.write_text(
+        "import json, os, sys, time\n"
+        "spaces = os.readlink('/proc/self/ns/net'), os.readlink('/proc/self/ns/mnt')\n"
+        "print(json.dumps(spaces), flush=True)\ntime.sleep(1000)\n"
+    )
+    process = subprocess.Popen(
+        [mpirun.HOSTS, "1,1", "mpirun", sys.executable, script],
+        env={**os.environ, **mpirun.launch_environment(str(tmp_path))},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    spaces = [json.loads(process.stdout.readline()) for _ in range(2)]
+    assert spaces[0][0] != spaces[1][0]
+    process.kill()
+    process.wait()
+
+    def users() -> list[Path]:
+        found = []
+        for link in Path("/proc").glob("[0-9]*/ns/net"):
+            try:
+                if os.readlink(link) in {space[0] for space in spaces}:
+                    found.append(link)
+            except OSError:
+                continue
+        return found
+
+    assert poll(lambda: not users()), users()
