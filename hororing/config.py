@@ -314,6 +314,15 @@ KNOBS: tuple[Knob, ...] = (
         scope="all",
     ),
     Knob(
+        "ALGORITHM",
+        choice("auto", "ring", "recursive_doubling", "three_phase", "leader"),
+        "auto",
+        "how allreduces go over several hosts; auto: the cheapest for their size, by what a "
+        "message costs between the hosts, measured at init; three_phase and leader need shared "
+        "memory on each host, and REPRODUCIBLE=1 prefers rank order to all of them",
+        scope="all",
+    ),
+    Knob(
         "STALL_WARNING_S",
         _SECONDS,
         60.0,

@@ -242,6 +242,7 @@ def _c_config(
     c_config.launched = launched
     c_config.transport = text(settings["TRANSPORT"])
     c_config.backend = text(settings["BACKEND"])
+    c_config.algorithm = text(settings["ALGORITHM"])
     c_config.mpi_library = text(library if library.exists() else "")
     c_config.arena_bytes = settings["ARENA_BYTES"]
     c_config.fusion_bytes = settings["FUSION_BYTES"]

@@ -101,7 +101,8 @@ printf '#!/bin/bash\nexec %q agent %q %q "$@"\n' "$(readlink -f "$0")" "${holder
 chmod +x "$tmp/agent"
 export PRTE_MCA_plm_ssh_agent="$tmp/agent" PRTE_MCA_plm_ssh_no_tree_spawn=1
 # Fills one host before the next; ":oversubscribe" alone puts all ranks on the first.
-export PRTE_MCA_rmaps_default_mapping_policy=slot:oversubscribe PRTE_MCA_hwloc_default_binding_policy=none
+: "${PRTE_MCA_rmaps_default_mapping_policy:=slot:oversubscribe}"
+export PRTE_MCA_rmaps_default_mapping_policy PRTE_MCA_hwloc_default_binding_policy=none
 # The hosts share the cores, which Open MPI cannot know: it must always yield.
 export OMPI_MCA_mpi_yield_when_idle=1
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1

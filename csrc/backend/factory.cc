@@ -1,5 +1,6 @@
 #include "backend/factory.h"
 
+#include "backend/hierarchical.h"
 #include "backend/host_backend.h"
 #include "backend/shm_direct.h"
 #include "transport/shm_transport.h"
@@ -16,8 +17,10 @@ ShmTransport* SharedBy(Transport& transport) {
 
 }  // namespace
 
-Status MakeBackends(const std::string& name, bool reproducible, Transport& transport,
+Status MakeBackends(const BackendOptions& options, const World& world,
                     std::vector<std::unique_ptr<Backend>>* backends) {
+  const std::string& name = options.name;
+  Transport& transport = *world.transport;
   if (name != "auto" && name != "host" && name != "shm_direct") {
     return Status(Code::kInvalidArgument,
                   "unknown backend '" + name + "'; choose auto, host or shm_direct");
@@ -34,23 +37,34 @@ Status MakeBackends(const std::string& name, bool reproducible, Transport& trans
     backends->push_back(
         std::make_unique<ShmDirectBackend>(*shared, Members::World(transport.size())));
   }
-  HostBackend::Options options;
-  options.reproducible = reproducible;
-  backends->push_back(std::make_unique<HostBackend>(transport, options));
+  ShmTransport* const local = dynamic_cast<ShmTransport*>(world.local.get());
+  // Rank order, which reproducible runs must keep, knows no hosts.
+  if (local != nullptr && name != "host" && !options.reproducible) {
+    backends->push_back(std::make_unique<HierarchicalBackend>(
+        transport, *local, world.topology,
+        HierarchicalBackend::Options{options.algorithm, options.wire}));
+  }
+  HostBackend::Options host;
+  host.reproducible = options.reproducible;
+  host.algorithm = options.algorithm;
+  host.ranks_on = world.topology.ranks_on();
+  host.wire = options.wire;
+  backends->push_back(std::make_unique<HostBackend>(transport, host));
   return Status::Ok();
 }
 
-std::vector<std::unique_ptr<Backend>> MakeSetBackends(const std::string& name, bool reproducible,
+std::vector<std::unique_ptr<Backend>> MakeSetBackends(const BackendOptions& options,
                                                       Transport& world, Transport& subgroup,
                                                       const Members& members) {
   std::vector<std::unique_ptr<Backend>> backends;
   ShmTransport* shared = SharedBy(world);
-  if (shared != nullptr && name != "host" && members.set < kDirectSets) {
+  if (shared != nullptr && options.name != "host" && members.set < kDirectSets) {
     backends.push_back(std::make_unique<ShmDirectBackend>(*shared, members));
   }
-  HostBackend::Options options;
-  options.reproducible = reproducible;
-  backends.push_back(std::make_unique<HostBackend>(subgroup, options));
+  HostBackend::Options host;
+  host.reproducible = options.reproducible;
+  host.algorithm = options.algorithm;
+  backends.push_back(std::make_unique<HostBackend>(subgroup, host));
   return backends;
 }
 

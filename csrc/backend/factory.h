@@ -2,19 +2,30 @@
 #pragma once
 
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "backend/backend.h"
+#include "collective/algorithm.h"
+#include "transport/factory.h"
 #include "transport/transport.h"
 
 namespace hororing {
 
-// For batches of all ranks. `name` is "auto", "host" or "shm_direct"; the last one is an error
-// where the transport shares no memory. The last backend of the list supports every batch.
-Status MakeBackends(const std::string& name, bool reproducible, Transport& transport,
+struct BackendOptions {
+  // "auto", "host" or "shm_direct"; the last one is an error where the ranks share no memory.
+  std::string name = "auto";
+  bool reproducible = false;
+  // Of allreduces over several hosts.
+  Algorithm algorithm = Algorithm::kAuto;
+  WireCost wire;
+};
+
+// For batches of all ranks. The last backend of the list supports every batch.
+Status MakeBackends(const BackendOptions& options, const World& world,
                     std::vector<std::unique_ptr<Backend>>* backends);
-// For batches of some ranks of `world`, which `subgroup` connects: what `name` permits.
-std::vector<std::unique_ptr<Backend>> MakeSetBackends(const std::string& name, bool reproducible,
+// For batches of some ranks of `world`, which `subgroup` connects: what the options permit.
+std::vector<std::unique_ptr<Backend>> MakeSetBackends(const BackendOptions& options,
                                                       Transport& world, Transport& subgroup,
                                                       const Members& members);
 

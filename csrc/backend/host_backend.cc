@@ -1,12 +1,15 @@
 #include "backend/host_backend.h"
 
+#include <algorithm>
 #include <cstring>
 #include <string>
+#include <utility>
 
 #include "backend/common.h"
 #include "backend/parts.h"
 #include "collective/collectives.h"
 #include "collective/segments.h"
+#include "transport/subgroup.h"
 
 namespace hororing {
 namespace {
@@ -17,10 +20,35 @@ namespace {
 constexpr size_t kGrowth = 4 << 20;
 constexpr size_t kSlack = 256 << 10;
 
+// The ranks of one host after those of another, so that a ring enters and leaves every host once;
+// null where they already lie so.
+std::unique_ptr<Transport> HostByHost(Transport& transport,
+                                      const std::vector<std::vector<int>>& ranks_on) {
+  std::vector<int> order;
+  for (const std::vector<int>& ranks : ranks_on) {
+    order.insert(order.end(), ranks.begin(), ranks.end());
+  }
+  if (std::is_sorted(order.begin(), order.end())) return nullptr;
+  return std::make_unique<Subgroup>(transport, std::move(order));
+}
+
 }  // namespace
 
 HostBackend::HostBackend(Transport& transport, const Options& options)
-    : transport_(transport), options_(options) {}
+    : transport_(transport),
+      options_(options),
+      shape_(ShapeOf(options.ranks_on)),
+      by_host_(HostByHost(transport, options.ranks_on)) {}
+
+Algorithm HostBackend::Choose(const ReduceBuffer& buffer) const {
+  switch (options_.algorithm) {
+    case Algorithm::kRing:
+    case Algorithm::kRecursiveDoubling: return options_.algorithm;
+    default: break;  // where three phases cannot be had
+  }
+  if (shape_.hosts == 1) return Algorithm::kAuto;
+  return Cheapest(buffer.elements, buffer.spec, shape_, options_.wire);
+}
 
 bool HostBackend::Supports(const Batch&) const { return true; }
 
@@ -91,8 +119,9 @@ Status HostBackend::RunAllreduce(const Batch& batch, TimeNs deadline, TraceSink&
   }
   {
     StageSpan span(trace, Stage::kReduce, batch);
-    HORORING_RETURN_IF_ERROR(
-        Allreduce(transport_, buffer, options_.reproducible, receive_buffer_, deadline));
+    HORORING_RETURN_IF_ERROR(Allreduce(transport_, buffer,
+                                       {options_.reproducible, Choose(buffer), by_host_.get()},
+                                       receive_buffer_, deadline));
     span.End(batch.bytes());
   }
   if (!fused) return Status::Ok();

@@ -4,6 +4,7 @@
 // way, broadcasts where the tensors are small.
 #pragma once
 
+#include <memory>
 #include <vector>
 
 #include "backend/backend.h"
@@ -15,7 +16,11 @@ namespace hororing {
 class HostBackend final : public Backend {
  public:
   struct Options {
-    bool reproducible = false;  // rank-order sums everywhere
+    bool reproducible = false;               // rank-order sums everywhere
+    Algorithm algorithm = Algorithm::kAuto;  // of allreduces
+    // Several hosts: where the ranks lie, and what the wire costs. Empty: by rules of thumb.
+    std::vector<std::vector<int>> ranks_on;
+    WireCost wire;
   };
   HostBackend(Transport& transport, const Options& options);
 
@@ -35,12 +40,15 @@ class HostBackend final : public Backend {
   Status BroadcastTogether(const Batch& batch, const std::vector<const BatchEntry*>& entries,
                            TimeNs deadline, TraceSink& trace);
 
+  Algorithm Choose(const ReduceBuffer& buffer) const;
   void MoveToOutput(const Batch& batch, const BatchEntry& entry, TraceSink& trace);
   // The fusion buffer, at least `bytes` long.
   Status Fuse(size_t bytes, std::byte** buffer);
 
   Transport& transport_;
   const Options options_;
+  const HostShape shape_;
+  const std::unique_ptr<Transport> by_host_;  // null where the ranks' own order is as good
   Scratch fusion_buffer_;
   Scratch receive_buffer_;
 };

@@ -185,10 +185,13 @@ HR_EXPORT int hr_init(const hr_config* config) {
                                            "use auto"));
   }
   const WorldOptions world = WorldOptionsFrom(*config);
+  EngineConfig engine_config = EngineConfigFrom(*config);
+  const Status parsed = Parse(Text(config->algorithm), &engine_config.algorithm);
+  if (!parsed.ok()) return Remember(parsed);
   std::unique_ptr<Engine> engine;
   const Status status = Engine::Start(
-      EngineConfigFrom(*config), [world](World* made) { return MakeWorld(world, made); },
-      process.handles, &engine);
+      engine_config, [world](World* made) { return MakeWorld(world, made); }, process.handles,
+      &engine);
   if (!status.ok()) return Remember(status);
   std::lock_guard<std::mutex> lock(process.mutex);
   process.engine = std::move(engine);

@@ -104,6 +104,7 @@ typedef struct hr_config {
   int32_t reproducible;    /* same bits in every run */
   int32_t plan;            /* nonzero: tensors wait for buckets, once the steps are known */
   int32_t tune;            /* nonzero: find fusion_bytes and cycle_time_ms by trying */
+  const char* algorithm;   /* "auto", "ring", "recursive_doubling", "three_phase", "leader" */
   const char* fingerprint; /* "knob=value" lines compared over the ranks at init */
   /* Local. */
   double stall_warning_s;  /* <= 0: never */

@@ -9,7 +9,8 @@
 // which is 8 alpha / beta for 4 ranks, 9 for 8, and grows from there (for 2 ranks only the
 // arithmetic speaks for the others: they combine half as much). alpha / beta is 8 to 25 KB for MPI
 // over shared memory and more over networks, so 64 KiB of partial results is on the safe side
-// everywhere.
+// everywhere. Several hosts measure alpha and beta at start (collective/algorithm.h), and the
+// caller says what came out.
 
 #include "collective/allreduce.h"
 
@@ -20,18 +21,22 @@ constexpr size_t kRecursiveDoublingBytes = 64 << 10;
 
 }  // namespace
 
-Status Allreduce(Transport& transport, const ReduceBuffer& buffer, bool reproducible,
+Status Allreduce(Transport& transport, const ReduceBuffer& buffer, const FlatOptions& options,
                  Scratch& scratch, TimeNs deadline) {
   // Not even recursive doubling's fixed tree: whether a tensor is in a small batch is not
   // reproducible.
-  if (reproducible) return RankOrderAllreduce(transport, buffer, scratch, deadline);
-  if (buffer.elements <= kRecursiveDoublingBytes / PartialSize(buffer.spec)) {
+  if (options.reproducible) return RankOrderAllreduce(transport, buffer, scratch, deadline);
+  const bool small = options.algorithm == Algorithm::kAuto
+                         ? buffer.elements <= kRecursiveDoublingBytes / PartialSize(buffer.spec)
+                         : options.algorithm == Algorithm::kRecursiveDoubling;
+  if (small) {
     return RecursiveDoublingAllreduce(transport, buffer, scratch, deadline);
   }
   if (NeedsWideAccumulator(buffer.spec)) {
     return RankOrderAllreduce(transport, buffer, scratch, deadline);
   }
-  return RingAllreduce(transport, buffer, scratch, deadline);
+  return RingAllreduce(options.ring != nullptr ? *options.ring : transport, buffer, scratch,
+                       deadline);
 }
 
 }  // namespace hororing

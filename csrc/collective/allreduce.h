@@ -19,6 +19,7 @@
 #include "base/clock.h"
 #include "base/reduce.h"
 #include "base/status.h"
+#include "collective/algorithm.h"
 #include "transport/transport.h"
 
 namespace hororing {
@@ -59,9 +60,16 @@ Status RankOrderAllreduce(Transport& transport, const ReduceBuffer& buffer, Scra
 Status RecursiveDoublingAllreduce(Transport& transport, const ReduceBuffer& buffer,
                                   Scratch& scratch, TimeNs deadline);
 
-// The choice among them, from the bytes, the spec and the world size alone. `reproducible`
-// demands the same bits in every run whatever is fused with what: rank order everywhere.
-Status Allreduce(Transport& transport, const ReduceBuffer& buffer, bool reproducible,
+struct FlatOptions {
+  // Demands the same bits in every run whatever is fused with what: rank order everywhere.
+  bool reproducible = false;
+  // kRing or kRecursiveDoubling; kAuto: from the bytes, the spec and the world size alone.
+  Algorithm algorithm = Algorithm::kAuto;
+  // The same ranks in an order that goes from host to host as seldom as can be; null: as they are.
+  Transport* ring = nullptr;
+};
+// The choice among them.
+Status Allreduce(Transport& transport, const ReduceBuffer& buffer, const FlatOptions& options,
                  Scratch& scratch, TimeNs deadline);
 
 // What is reduced and scattered: parts[r] elements of spec.dtype for each rank r, back to back at

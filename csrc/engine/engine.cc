@@ -8,7 +8,6 @@
 #include <exception>
 #include <utility>
 
-#include "backend/factory.h"
 #include "base/log.h"
 #include "base/reduce.h"
 #include "engine/handshake.h"
@@ -118,9 +117,11 @@ void Engine::ThreadMain(const WorldMaker& make_world) {
 // A world that all ranks have reached, and the loop over it.
 Status Engine::Prepare(const WorldMaker& make_world, World* world, std::optional<Loop>* loop) {
   HORORING_RETURN_IF_ERROR(PrepareWorld(make_world, world));
+  backend_options_ = {config_.backend, config_.reproducible, config_.algorithm, WireCost()};
+  HORORING_RETURN_IF_ERROR(MeasureWire(*world->transport, world->topology,
+                                       After(NowNs(), config_.timeout_ns), &backend_options_.wire));
   std::vector<std::unique_ptr<Backend>> backends;
-  HORORING_RETURN_IF_ERROR(
-      MakeBackends(config_.backend, config_.reproducible, *world->transport, &backends));
+  HORORING_RETURN_IF_ERROR(MakeBackends(backend_options_, *world, &backends));
   std::vector<TimeNs> clock_offsets;
   HORORING_RETURN_IF_ERROR(MeasureClocks(*world->transport, world->topology,
                                          After(NowNs(), config_.timeout_ns), &clock_offsets));

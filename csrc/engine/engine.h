@@ -22,8 +22,10 @@
 #include <thread>
 #include <vector>
 
+#include "backend/factory.h"
 #include "base/clock.h"
 #include "base/status.h"
+#include "collective/algorithm.h"
 #include "engine/handle_table.h"
 #include "engine/shared_process_sets.h"
 #include "engine/stats.h"
@@ -41,6 +43,7 @@ struct EngineConfig {
   TimeNs hold_ns = kMillisecond;
   int cache_capacity = 1024;
   bool reproducible = false;
+  Algorithm algorithm = Algorithm::kAuto;  // of allreduces over several hosts
   bool plan = false;  // buckets, once the steps are known
   // Finds fusion_bytes and hold_ns by trying. Its initial setting is those.
   std::optional<Tuner::Options> tune;
@@ -131,6 +134,7 @@ class Engine {
   const std::shared_ptr<HandleTable> handles_;
   TensorTable tensors_;
   SharedProcessSets sets_;
+  BackendOptions backend_options_;  // loop thread
   TraceSink trace_;
   Stats stats_;
   std::atomic<State> state_{State::kStarting};

@@ -6,6 +6,7 @@
 
 #include "base/clock.h"
 #include "base/status.h"
+#include "collective/algorithm.h"
 #include "transport/factory.h"
 #include "transport/transport.h"
 
@@ -20,5 +21,10 @@ Status CompareFingerprints(Transport& transport, const std::string& fingerprint,
 // of the round trip is the error bound (Cristian, "Probabilistic clock synchronization", 1989).
 Status MeasureClocks(Transport& transport, const Topology& topology, TimeNs deadline,
                      std::vector<TimeNs>* offsets);
+
+// What a message between hosts takes, the same on all ranks: the first rank of every host sends to
+// that of the next one, at the same time, a few short messages and two longer ones. Nothing where
+// there is one host.
+Status MeasureWire(Transport& transport, const Topology& topology, TimeNs deadline, WireCost* cost);
 
 }  // namespace hororing

@@ -106,28 +106,39 @@ size_t SharedVolumeBytes() {
   return volume.f_blocks * volume.f_frsize;
 }
 
-// The transport over a segment that rank 0 creates and all map, or the same error on every rank.
-Status ShareMemory(Transport& bootstrap, const WorldOptions& options, TimeNs deadline,
-                   std::unique_ptr<Transport>* transport) {
-  ShmSegment::Geometry geometry = ShmSegment::Geometry::For(bootstrap.size());
-  geometry.arena_bytes = std::min(options.arena_bytes, SharedVolumeBytes());
+// The transport among the ranks of a host, over a segment that its first one creates and all map,
+// or the same error on every rank of the job.
+Status ShareMemory(Transport& bootstrap, const Topology& topology, const WorldOptions& options,
+                   TimeNs deadline, std::unique_ptr<Transport>* transport) {
+  size_t most = 0;
+  for (const std::vector<int>& ranks : topology.ranks_on()) most = std::max(most, ranks.size());
+  ShmSegment::Geometry geometry =
+      topology.hosts.size() == 1
+          ? ShmSegment::Geometry::For(topology.size)
+          : ShmSegment::Geometry::OfHost(topology.local_size, static_cast<int>(most));
+  // Over several hosts nothing is reduced where it lies.
+  if (topology.hosts.size() == 1) {
+    geometry.arena_bytes = std::min(options.arena_bytes, SharedVolumeBytes());
+  }
+  const int host = topology.host_of[static_cast<size_t>(topology.rank)];
+  const int first = topology.ranks_on()[static_cast<size_t>(host)][0];
   std::shared_ptr<ShmSegment> segment;
   Status mine;
   std::string name;
-  if (bootstrap.rank() == 0) {
+  if (bootstrap.rank() == first) {
     mine = ShmSegment::Create(geometry, &segment);
     if (mine.ok()) name = segment->name();
   }
   std::vector<std::string> texts;
   HORORING_RETURN_IF_ERROR(ShareTexts(bootstrap, name, deadline, &texts));
-  const std::string& created = texts[0];
-  if (bootstrap.rank() != 0 && !created.empty()) {
+  const std::string& created = texts[static_cast<size_t>(first)];
+  if (bootstrap.rank() != first && !created.empty()) {
     mine = ShmSegment::Attach(created, geometry, &segment);
   }
   // Before the ranks meet again: from then on each can see whether the others live.
   std::unique_ptr<Transport> shared;
   if (segment != nullptr) {
-    shared = std::make_unique<ShmTransport>(segment, bootstrap.rank(), options.spin_ns);
+    shared = std::make_unique<ShmTransport>(segment, topology.local_rank, options.spin_ns);
   }
   const Status met = ShareTexts(bootstrap, mine.message(), deadline, &texts);
   if (segment != nullptr) segment->Unlink();
@@ -215,6 +226,14 @@ Topology MakeTopology(int rank, const std::vector<std::string>& host_ids) {
   return topology;
 }
 
+std::vector<std::vector<int>> Topology::ranks_on() const {
+  std::vector<std::vector<int>> ranks(hosts.size());
+  for (int each = 0; each < size; ++each) {
+    ranks[static_cast<size_t>(host_of[static_cast<size_t>(each)])].push_back(each);
+  }
+  return ranks;
+}
+
 Status MakeWorld(const WorldOptions& options, World* world) {
   if (!options.launched) {
     if (!IsKnown(options.transport)) return UnknownTransport(options.transport);
@@ -249,6 +268,17 @@ Status MakeWorld(const WorldOptions& options, World* world) {
   }
   if (world->topology.hosts.size() > 1) {
     if (options.transport == "auto") {
+      const bool alone = static_cast<size_t>(over_mpi->size()) == world->topology.hosts.size();
+      if (!alone) {
+        const Status local =
+            ShareMemory(*over_mpi, world->topology, options.spin_ns, deadline, &world->local);
+        if (!local.ok() && !over_mpi->CheckPeers().ok()) return local;
+        if (!local.ok()) {
+          world->note =
+              "ranks of one host talk through MPI, which is slower there than shared memory: " +
+              local.message();
+        }
+      }
       world->transport = std::move(over_mpi);
       return Status::Ok();
     }
@@ -260,7 +290,8 @@ Status MakeWorld(const WorldOptions& options, World* world) {
                   "HORORING_TRANSPORT=shm, but the ranks do not share memory, they are on: " +
                       hosts + "; use auto or mpi");
   }
-  const Status shared = ShareMemory(*over_mpi, options, deadline, &world->transport);
+  const Status shared =
+      ShareMemory(*over_mpi, world->topology, options, deadline, &world->transport);
   if (shared.ok()) {
     world->bootstrap = std::move(over_mpi);
     return Status::Ok();

@@ -19,6 +19,8 @@ struct Topology {
   bool homogeneous = true;             // the same number of ranks on each host
   std::vector<int> host_of;            // per rank
   std::vector<std::string> hosts;      // names, per host
+
+  std::vector<std::vector<int>> ranks_on() const;  // per host, ascending: by local rank
 };
 
 // `host_ids[r]` identifies the host of rank r; equal ids share memory.
@@ -28,6 +30,9 @@ struct World {
   // MPI, when it only served to find the other ranks. Destroyed after the transport.
   std::unique_ptr<Transport> bootstrap;
   std::unique_ptr<Transport> transport;  // what the engine talks over
+  // Several hosts: shared memory of the ranks of this one, by local rank, for its slots only. Null
+  // where some host has none, or none has two ranks.
+  std::unique_ptr<Transport> local;
   Topology topology;
   std::string note;  // why not the transport that one would expect; empty: nothing to say
 };
@@ -43,7 +48,8 @@ struct WorldOptions {
 };
 
 // auto: one rank -> inproc; all ranks on one host -> shared memory (named through MPI at
-// start, MPI idle afterwards), or MPI with a note where that fails; several hosts -> MPI. "shm"
+// start, MPI idle afterwards), or MPI with a note where that fails; several hosts -> MPI, and
+// shared memory on each of them for what does not leave it, or a note where that fails. "shm"
 // over several hosts is an error that names the hosts. The ranks decide alike, and fail with the
 // same text, as long as MPI connects them.
 Status MakeWorld(const WorldOptions& options, World* world);

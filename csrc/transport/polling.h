@@ -58,8 +58,9 @@ class Backoff {
   TimeNs begin_ns() const { return begin_ns_; }
 
   // To be called after a look that found nothing (`moved` false), or something but not what the
-  // wait is for. False once the deadline has passed.
-  bool Pause(WakeBell& bell, uint32_t seen, bool moved, TimeNs deadline) {
+  // wait is for. False once the deadline has passed. `Bell` is WakeBell, or sleeps as it does.
+  template <typename Bell>
+  bool Pause(Bell& bell, uint32_t seen, bool moved, TimeNs deadline) {
     const TimeNs now = NowNs();
     if (now >= deadline) return false;
     if (moved) {

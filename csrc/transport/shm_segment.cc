@@ -123,6 +123,19 @@ ShmSegment::Geometry ShmSegment::Geometry::For(int ranks) {
   return geometry;
 }
 
+ShmSegment::Geometry ShmSegment::Geometry::OfHost(int ranks, int most) {
+  constexpr size_t kNoPipe = kCacheLine, kSlotBudget = 32 << 20;
+  Geometry geometry;
+  geometry.ranks = ranks;
+  geometry.data_pipe_bytes = geometry.control_pipe_bytes = kNoPipe;
+  geometry.slot_bytes = 8 << 20;
+  while (geometry.slot_bytes > (256 << 10) &&
+         geometry.slot_bytes * static_cast<size_t>(most) > kSlotBudget) {
+    geometry.slot_bytes /= 2;
+  }
+  return geometry;
+}
+
 ShmSegment::Layout::Layout(const Geometry& geometry) {
   const size_t n = static_cast<size_t>(geometry.ranks);
   states = kPage;

@@ -128,6 +128,14 @@ Status ShmTransport::Wait(Request request, TimeNs deadline) {
   return broken_;
 }
 
+bool ShmTransport::Done(Request request) {
+  const Peer& state = peers_[static_cast<size_t>(request.slot >> 1 & 0xffff)];
+  const uint64_t sequence = request.slot >> 17;
+  const uint64_t& done = (request.slot & 1) != 0 ? state.receives_done : state.sends_done;
+  if (done < sequence) Progress();
+  return done >= sequence || !broken_.ok();
+}
+
 void ShmTransport::Post(int peer, std::string message) {
   const uint64_t bytes = message.size();
   message.insert(0, reinterpret_cast<const char*>(&bytes), kFrameBytes);
@@ -203,6 +211,10 @@ ShmTransport::Next ShmTransport::Pause(WaitState& wait, uint32_t bell, bool move
   }
   SleepOnBell(bell, std::min(deadline, wait.next_look_ns), kWorker);
   return Next::kTry;
+}
+
+void ShmTransport::SleepUnless(uint32_t seen, TimeNs span_ns) {
+  SleepOnBell(seen, After(NowNs(), span_ns), kWorker);
 }
 
 void ShmTransport::SleepOnBell(uint32_t bell, TimeNs deadline, uint32_t sleeper) {

@@ -35,6 +35,7 @@ class ShmTransport final : public Transport, private Turns {
   Request Send(int peer, const void* data, size_t bytes) override;
   Request Receive(int peer, void* data, size_t bytes) override;
   Status Wait(Request request, TimeNs deadline) override;
+  bool Done(Request request) override;
   void Post(int peer, std::string message) override;
   bool Poll(int* peer, std::string* message) override;
   void Sleep(TimeNs deadline) override;
@@ -50,6 +51,9 @@ class ShmTransport final : public Transport, private Turns {
   // Rings the doorbell of the other ranks of a batch; a system call only for those that sleep. A
   // loop thread that dozes has no batch under way, and is left alone.
   void RingWorkers(const std::vector<int>& ranks);
+  // For a worker that waits for other things as well, as a bell of Backoff (transport/polling.h).
+  uint32_t Bell() const override { return self_.doorbell.load(); }
+  void SleepUnless(uint32_t seen, TimeNs span_ns);
   // Who may still read this rank's slot: the ranks of the latest direct batch, until all have
   // consumed its blocks before `end`.
   struct SlotReaders {
@@ -115,7 +119,6 @@ class ShmTransport final : public Transport, private Turns {
   static constexpr size_t kFrameBytes = sizeof(uint64_t);
 
   void Ring(int peer, bool dozers_too = true);
-  uint32_t Bell() const override { return self_.doorbell.load(); }
   void Doze(uint32_t seen, TimeNs deadline) override;
   void BeginDriving() override;
   void EndDriving() override;

@@ -15,7 +15,8 @@ namespace hororing {
 
 class Subgroup final : public Transport {
  public:
-  // `ranks` of `parent`, ascending, the parent's own among them. The parent is borrowed.
+  // `ranks` of `parent`, in the order that they shall have here, the parent's own among them. The
+  // parent is borrowed.
   Subgroup(Transport& parent, std::vector<int> ranks);
 
   int rank() const override { return rank_; }
@@ -29,6 +30,7 @@ class Subgroup final : public Transport {
     return parent_.Receive(Parents(peer), data, bytes);
   }
   Status Wait(Request request, TimeNs deadline) override { return parent_.Wait(request, deadline); }
+  bool Done(Request request) override { return parent_.Done(request); }
 
   void Post(int peer, std::string message) override {
     parent_.Post(Parents(peer), std::move(message));

@@ -68,6 +68,10 @@ class Transport {
   virtual Request Send(int peer, const void* data, size_t bytes) = 0;
   virtual Request Receive(int peer, void* data, size_t bytes) = 0;
   virtual Status Wait(Request request, TimeNs deadline) = 0;
+  // Moves what is in flight, and never blocks: true when a Wait for the request, which is still
+  // due, would return at once. For those that wait for other things as well; they look for lost
+  // peers by themselves (CheckPeers).
+  virtual bool Done(Request request) = 0;
 
   // Control plane. Post takes the message over and delivers it in order per peer; it may be
   // sent later, while waiting or sleeping. Poll returns one received message, if there is one.

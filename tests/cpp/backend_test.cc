@@ -275,6 +275,7 @@ class PlainTransport final : public Transport {
   Request Send(int, const void*, size_t) override { return {}; }
   Request Receive(int, void*, size_t) override { return {}; }
   Status Wait(Request, TimeNs) override { return Status(Code::kTransport, "no wire"); }
+  bool Done(Request) override { return true; }
   void Post(int, std::string) override {}
   bool Poll(int*, std::string*) override { return false; }
   void Sleep(TimeNs) override {}
@@ -290,22 +291,29 @@ TEST(factory_prefers_shared_memory_and_says_what_is_wrong) {
     for (const auto& backend : backends) text += std::string(backend->name()) + " ";
     return text;
   };
-  TestWorld world(2);
-  Transport& shared = *world.rank(0).transport;
-  PlainTransport plain;
+  const auto options = [](const char* name, bool reproducible) {
+    BackendOptions chosen;
+    chosen.name = name;
+    chosen.reproducible = reproducible;
+    return chosen;
+  };
+  World shared, plain;
+  std::vector<std::unique_ptr<Transport>> ranks = MakeInprocWorld(2, 0);
+  shared.transport = std::move(ranks[0]);
+  plain.transport = std::make_unique<PlainTransport>();
   std::vector<std::unique_ptr<Backend>> backends;
-  CHECK_OK(MakeBackends("auto", false, shared, &backends));
+  CHECK_OK(MakeBackends(options("auto", false), shared, &backends));
   CHECK_EQ(names(backends), std::string("shm_direct host "));
-  CHECK_OK(MakeBackends("shm_direct", false, shared, &backends));
+  CHECK_OK(MakeBackends(options("shm_direct", false), shared, &backends));
   CHECK_EQ(names(backends), std::string("shm_direct host "));
-  CHECK_OK(MakeBackends("host", true, shared, &backends));
+  CHECK_OK(MakeBackends(options("host", true), shared, &backends));
   CHECK_EQ(names(backends), std::string("host "));
-  CHECK_OK(MakeBackends("auto", false, plain, &backends));
+  CHECK_OK(MakeBackends(options("auto", false), plain, &backends));
   CHECK_EQ(names(backends), std::string("host "));
-  const Status refused = MakeBackends("shm_direct", false, plain, &backends);
+  const Status refused = MakeBackends(options("shm_direct", false), plain, &backends);
   CHECK(refused.code() == Code::kInvalidArgument);
   CHECK(refused.message().find("plain") != std::string::npos);
-  const Status unknown = MakeBackends("fast", false, shared, &backends);
+  const Status unknown = MakeBackends(options("fast", false), shared, &backends);
   CHECK(unknown.code() == Code::kInvalidArgument);
   CHECK(unknown.message().find("fast") != std::string::npos);
 }

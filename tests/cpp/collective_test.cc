@@ -22,39 +22,41 @@
 namespace hororing {
 namespace {
 
-enum class Algorithm { kRing, kRankOrder, kRecursiveDoubling, kChosen, kReproducible };
-constexpr Algorithm kAlgorithms[] = {Algorithm::kRing, Algorithm::kRankOrder,
-                                     Algorithm::kRecursiveDoubling, Algorithm::kChosen,
-                                     Algorithm::kReproducible};
-const char* Name(Algorithm algorithm) {
+enum class Which { kRing, kRankOrder, kRecursiveDoubling, kChosen, kReproducible };
+constexpr Which kAlgorithms[] = {Which::kRing, Which::kRankOrder, Which::kRecursiveDoubling,
+                                 Which::kChosen, Which::kReproducible};
+const char* Name(Which algorithm) {
   switch (algorithm) {
-    case Algorithm::kRing: return "ring";
-    case Algorithm::kRankOrder: return "rank order";
-    case Algorithm::kRecursiveDoubling: return "recursive doubling";
-    case Algorithm::kChosen: return "chosen";
-    case Algorithm::kReproducible: return "reproducible";
+    case Which::kRing: return "ring";
+    case Which::kRankOrder: return "rank order";
+    case Which::kRecursiveDoubling: return "recursive doubling";
+    case Which::kChosen: return "chosen";
+    case Which::kReproducible: return "reproducible";
   }
   return "";
 }
-bool Takes(Algorithm algorithm, const ReduceSpec& spec) {
-  return algorithm != Algorithm::kRing || !NeedsWideAccumulator(spec);
+bool Takes(Which algorithm, const ReduceSpec& spec) {
+  return algorithm != Which::kRing || !NeedsWideAccumulator(spec);
 }
-Status Run(Algorithm algorithm, Transport& transport, const ReduceBuffer& buffer,
-           Scratch& scratch) {
+Status Run(Which algorithm, Transport& transport, const ReduceBuffer& buffer, Scratch& scratch) {
   switch (algorithm) {
-    case Algorithm::kRing: return RingAllreduce(transport, buffer, scratch, Soon());
-    case Algorithm::kRankOrder: return RankOrderAllreduce(transport, buffer, scratch, Soon());
-    case Algorithm::kRecursiveDoubling:
+    case Which::kRing: return RingAllreduce(transport, buffer, scratch, Soon());
+    case Which::kRankOrder: return RankOrderAllreduce(transport, buffer, scratch, Soon());
+    case Which::kRecursiveDoubling:
       return RecursiveDoublingAllreduce(transport, buffer, scratch, Soon());
-    case Algorithm::kChosen: return Allreduce(transport, buffer, false, scratch, Soon());
-    case Algorithm::kReproducible: return Allreduce(transport, buffer, true, scratch, Soon());
+    case Which::kChosen: return Allreduce(transport, buffer, {}, scratch, Soon());
+    case Which::kReproducible: {
+      FlatOptions options;
+      options.reproducible = true;
+      return Allreduce(transport, buffer, options, scratch, Soon());
+    }
   }
   return Status(Code::kInternal, "no such algorithm");
 }
 
 // ---- allreduce ----
 
-void CheckAllreduce(Rank& rank, Algorithm algorithm, const ReduceSpec& spec, size_t n,
+void CheckAllreduce(Rank& rank, Which algorithm, const ReduceSpec& spec, size_t n,
                     Scratch& scratch) {
   if (!Takes(algorithm, spec)) return;
   rank.Enter(Name(algorithm));
@@ -82,7 +84,7 @@ TEST(every_algorithm_type_and_op_gives_the_oracles_bits) {
           for (const ReduceOp op : kOps) {
             const ReduceSpec spec{dtype, op, 1, 1};
             if (!Check(spec).ok()) continue;
-            for (const Algorithm algorithm : kAlgorithms) {
+            for (const Which algorithm : kAlgorithms) {
               CheckAllreduce(rank, algorithm, spec, 61, scratch);
             }
           }
@@ -103,7 +105,7 @@ TEST(every_count_works_also_fewer_elements_than_ranks) {
                                          ReduceSpec{DataType::kFloat16, ReduceOp::kAverage, 1, 1},
                                          ReduceSpec{DataType::kInt64, ReduceOp::kAverage, 1, 1},
                                          ReduceSpec{DataType::kInt8, ReduceOp::kMin, 1, 1}}) {
-            for (const Algorithm algorithm : kAlgorithms) {
+            for (const Which algorithm : kAlgorithms) {
               CheckAllreduce(rank, algorithm, spec, n, scratch);
             }
           }
@@ -120,7 +122,7 @@ TEST(scale_factors_are_applied_once_each) {
       for (const DataType dtype :
            {DataType::kFloat32, DataType::kFloat64, DataType::kBfloat16, DataType::kInt32}) {
         for (const ReduceOp op : kOps) {
-          for (const Algorithm algorithm : kAlgorithms) {
+          for (const Which algorithm : kAlgorithms) {
             CheckAllreduce(rank, algorithm, {dtype, op, 3, 4}, 47, scratch);
           }
         }
@@ -136,7 +138,7 @@ TEST(large_buffers_travel_in_segments) {
     for (const int size : kSizes) {
       hororing_test::RunWorld(MakeWorld(kind, size), [](Rank& rank) {
         Scratch scratch;
-        for (const Algorithm algorithm : kAlgorithms) {
+        for (const Which algorithm : kAlgorithms) {
           CheckAllreduce(rank, algorithm, {DataType::kFloat32, ReduceOp::kAverage, 1, 1}, 700001,
                          scratch);
           CheckAllreduce(rank, algorithm, {DataType::kBfloat16, ReduceOp::kSum, 1, 1}, 1000003,
@@ -169,7 +171,7 @@ TEST(all_ranks_hold_the_same_bits_and_rank_order_is_reproducible) {
       Bytes in_rank_order(inputs[0].size());
       ReduceMany(spec, size, in_rank_order.data(), sources.data(), size, kCount);
 
-      for (const Algorithm algorithm : kAlgorithms) {
+      for (const Which algorithm : kAlgorithms) {
         if (!Takes(algorithm, spec)) continue;
         std::vector<Bytes> results(static_cast<size_t>(size)), parts = results;
         hororing_test::RunWorld(MakeWorld("inproc", size), [&](Rank& rank) {
@@ -185,7 +187,7 @@ TEST(all_ranks_hold_the_same_bits_and_rank_order_is_reproducible) {
           CHECK(results[static_cast<size_t>(r)] == results[0]);
           CHECK(parts[static_cast<size_t>(r)] == parts[0]);
         }
-        if (algorithm == Algorithm::kRankOrder || algorithm == Algorithm::kReproducible) {
+        if (algorithm == Which::kRankOrder || algorithm == Which::kReproducible) {
           CHECK(results[0] == in_rank_order);
           // Whatever an element is fused with.
           CHECK_EQ(std::memcmp(parts[0].data(), results[0].data(), parts[0].size()), 0);
@@ -199,7 +201,7 @@ TEST(ring_and_recursive_doubling_stay_within_the_bound_of_summation) {
   // |error| <= (N - 1) u sum|x|, u = 2^-24 for float32 (Higham, Accuracy and Stability, 4.2), in
   // any order; terms are at most 1, so sum|x| <= N.
   for (const int size : {2, 5, 8}) {
-    for (const Algorithm algorithm : {Algorithm::kRing, Algorithm::kRecursiveDoubling}) {
+    for (const Which algorithm : {Which::kRing, Which::kRecursiveDoubling}) {
       hororing_test::RunWorld(MakeWorld("inproc", size), [&](Rank& rank) {
         Scratch scratch;
         constexpr size_t kCount = 4099;
@@ -230,7 +232,7 @@ TEST(scratch_is_bounded_whatever_the_size) {
       const size_t n = 3 << 20;
       std::vector<float> data(n, 1.0f);
       const ReduceSpec spec{DataType::kFloat32, ReduceOp::kSum, 1, 1};
-      for (const Algorithm algorithm : {Algorithm::kRing, Algorithm::kRankOrder}) {
+      for (const Which algorithm : {Which::kRing, Which::kRankOrder}) {
         Scratch scratch;
         CHECK_OK(Run(algorithm, rank.transport, {data.data(), n, spec}, scratch));
         CHECK(scratch.bytes() <= (8u << 20) + 64);
@@ -354,7 +356,7 @@ struct Collectives {
   Status (*run)(Transport&);
 };
 
-template <Algorithm algorithm, size_t n>
+template <Which algorithm, size_t n>
 Status RunOnOnes(Transport& transport) {
   std::vector<float> data(n, 1.0f);
   Scratch scratch;
@@ -396,9 +398,9 @@ Status RunAdasum(Transport& transport) {
 Status RunBarrier(Transport& transport) { return Barrier(transport, Soon()); }
 
 constexpr Collectives kCollectives[] = {
-    {"ring", &RunOnOnes<Algorithm::kRing, 600000>},
-    {"rank order", &RunOnOnes<Algorithm::kRankOrder, 600000>},
-    {"recursive doubling", &RunOnOnes<Algorithm::kRecursiveDoubling, 100>},
+    {"ring", &RunOnOnes<Which::kRing, 600000>},
+    {"rank order", &RunOnOnes<Which::kRankOrder, 600000>},
+    {"recursive doubling", &RunOnOnes<Which::kRecursiveDoubling, 100>},
     {"allgather", &RunAllgather},
     {"broadcast, tree", &RunBroadcast<1000>},
     {"broadcast, chain", &RunBroadcast<2000000>},

@@ -46,6 +46,7 @@ class FaultyTransport final : public hororing::Transport {
     if (request.slot != 0) (void)inner_->Wait(request, 0).ok();
     return Broken();
   }
+  bool Done(Request request) override { return Faulty() || inner_->Done(request); }
   void Post(int peer, std::string message) override {
     if (!Dead()) inner_->Post(peer, std::move(message));
   }

@@ -103,6 +103,13 @@ class QueueTransport final : public hororing::Transport {
     return broken_;
   }
 
+  bool Done(Request request) override {
+    std::lock_guard<std::mutex> lock(world_->mutex);
+    const auto found = open_.find(request.slot);
+    if (found == open_.end()) return true;  // Wait tells
+    return found->second->done || !broken_.ok() || FailedPeer() >= 0;
+  }
+
   void Post(int peer, std::string message) override {
     std::lock_guard<std::mutex> lock(world_->mutex);
     world_->inboxes[static_cast<size_t>(peer)].emplace_back(rank_, std::move(message));
@@ -219,6 +226,7 @@ class CheckedTransport final : public hororing::Transport {
   const char* name() const override { return inner_->name(); }
 
   Request Send(int peer, const void* data, size_t bytes) override {
+    sent_to_.push_back(peer);
     return Open(peer, inner_->Send(peer, data, bytes));
   }
   Request Receive(int peer, void* data, size_t bytes) override {
@@ -232,6 +240,11 @@ class CheckedTransport final : public hororing::Transport {
     open_.erase(found);
     return inner_->Wait(inner, deadline);
   }
+  bool Done(Request request) override {
+    const auto found = open_.find(request.slot);
+    CHECK(found != open_.end());
+    return found == open_.end() || inner_->Done(found->second);
+  }
   void Post(int peer, std::string message) override { inner_->Post(peer, std::move(message)); }
   bool Poll(int* peer, std::string* message) override { return inner_->Poll(peer, message); }
   void Sleep(hororing::TimeNs deadline) override { inner_->Sleep(deadline); }
@@ -244,6 +257,7 @@ class CheckedTransport final : public hororing::Transport {
 
   size_t open() const { return open_.size(); }
   size_t operations() const { return last_; }
+  const std::vector<int>& sent_to() const { return sent_to_; }  // of every send
 
  private:
   Request Open(int peer, Request inner) {
@@ -255,6 +269,7 @@ class CheckedTransport final : public hororing::Transport {
   const std::unique_ptr<hororing::Transport> inner_;
   std::map<uint64_t, Request> open_;
   uint64_t last_ = 0;
+  std::vector<int> sent_to_;
 };
 
 }  // namespace hororing_test

@@ -20,7 +20,8 @@ from hororing.arguments import Average, Max, Min, Product, Sum
 
 Array = oracle.Array
 
-LAYOUTS = ["2,2", "1,2", "2,1,1"]
+# Ranks of each host; "by node": rank 0 on the first, 1 on the second, and so on.
+LAYOUTS = ["2,2", "1,2", "2,2 by node"]
 OPS = [Average, Sum, Min, Max, Product]
 
 
@@ -55,8 +56,8 @@ def case_the_layout_is_that_of_the_hosts() -> None:
     assert hvd.is_homogeneous() is (len(set(layout)) == 1)
     names = hvd.allgather_object(name)
     wanted = [f"host{k}" for k, ranks in enumerate(layout) for _ in range(ranks)]
-    if "TEST_INTERLEAVED" not in os.environ:
-        assert names == wanted
+    interleaved = "TEST_INTERLEAVED" in os.environ
+    assert names == (["host0", "host1"] * 2 if interleaved else wanted)
     assert hvd.local_rank() == names[: hvd.rank()].count(name)
 
 
@@ -132,9 +133,14 @@ needs_hosts = pytest.mark.skipif(bool(mpirun.why_no_hosts()), reason=mpirun.why_
 @pytest.mark.parametrize("case", mpirun.case_names(globals()))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_across_hosts(case: str, layout: str) -> None:
-    size = sum(map(int, layout.split(",")))
-    variables = {"TEST_LAYOUT": layout, "HORORING_DYNAMIC_PROCESS_SETS": "1"}
-    mpirun.cases_of(__file__, size, layout, **variables).check(case)
+    hosts, _, interleaved = layout.partition(" by ")
+    size = sum(map(int, hosts.split(",")))
+    variables = {"TEST_LAYOUT": hosts, "HORORING_DYNAMIC_PROCESS_SETS": "1"}
+    if interleaved:
+        variables["TEST_INTERLEAVED"] = "1"
+        variables["PRTE_MCA_rmaps_default_mapping_policy"] = "node:oversubscribe"
+        variables["HORORING_ALGORITHM"] = "ring"
+    mpirun.cases_of(__file__, size, hosts, **variables).check(case)
 
 
 @needs_hosts

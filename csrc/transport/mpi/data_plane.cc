@@ -79,6 +79,14 @@ Status MpiTransport::Wait(Request request, TimeNs deadline) {
   return broken_;
 }
 
+bool MpiTransport::Done(Request request) {
+  const uint64_t sequence = request.slot >> 17;
+  const Peer& state = PeerOf(static_cast<int>(request.slot >> 1 & 0xffff));
+  const uint64_t& done = (request.slot & 1) != 0 ? state.receives_done : state.sends_done;
+  if (done < sequence) ProgressData();
+  return done >= sequence || !broken_.ok() || !failure_.ok() || !data_error_.ok();
+}
+
 bool MpiTransport::MayStart(const std::deque<Piece>& under_way) const {
   return under_way.empty() || (under_way.size() < kWindow && pieces_ < kSharedWindow);
 }

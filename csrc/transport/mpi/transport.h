@@ -41,6 +41,7 @@ class MpiTransport final : public Transport {
   Request Send(int peer, const void* data, size_t bytes) override;
   Request Receive(int peer, void* data, size_t bytes) override;
   Status Wait(Request request, TimeNs deadline) override;
+  bool Done(Request request) override;
 
   void Post(int peer, std::string message) override;
   bool Poll(int* peer, std::string* message) override;

@@ -1,0 +1,106 @@
+#include "collective/algorithm.h"
+
+#include <algorithm>
+#include <iterator>
+
+namespace hororing {
+namespace {
+
+constexpr const char* kNames[] = {"auto", "ring", "recursive_doubling", "three_phase", "leader"};
+
+// What a message or a wait for the others takes within a host, and combining a byte.
+constexpr double kLocalAlpha = 5e-6, kGamma = 0.2e-9;
+
+int Log2(int n) {
+  int rounds = 0;
+  while ((int64_t{1} << rounds) < n) ++rounds;
+  return rounds;
+}
+
+}  // namespace
+
+HostShape ShapeOf(const std::vector<std::vector<int>>& ranks_on) {
+  HostShape shape;
+  if (ranks_on.empty()) return shape;
+  shape.hosts = static_cast<int>(ranks_on.size());
+  shape.ranks = 0;
+  shape.most = shape.least = static_cast<int>(ranks_on[0].size());
+  for (const std::vector<int>& ranks : ranks_on) {
+    const int count = static_cast<int>(ranks.size());
+    shape.ranks += count;
+    shape.most = std::max(shape.most, count);
+    shape.least = std::min(shape.least, count);
+  }
+  return shape;
+}
+
+const char* Name(Algorithm algorithm) { return kNames[static_cast<size_t>(algorithm)]; }
+
+Status Parse(const std::string& name, Algorithm* algorithm) {
+  for (size_t i = 0; i < std::size(kNames); ++i) {
+    if (name != kNames[i]) continue;
+    *algorithm = static_cast<Algorithm>(i);
+    return Status::Ok();
+  }
+  return Status(Code::kInvalidArgument,
+                "unknown algorithm '" + name +
+                    "'; choose auto, ring, recursive_doubling, three_phase or leader");
+}
+
+bool GoesWhole(size_t elements, const ReduceSpec& spec, int hosts, const WireCost& wire) {
+  const double others = hosts - 1, count = static_cast<double>(elements);
+  const double partial = static_cast<double>(PartialSize(spec));
+  const double element = static_cast<double>(ElementSize(spec.dtype));
+  const double whole = others * count * partial;
+  const double there_and_back = others / hosts * count * (partial + element);
+  return (whole - there_and_back) * wire.beta_s <= wire.alpha_s;
+}
+
+double Cost(Algorithm algorithm, size_t elements, const ReduceSpec& spec, const HostShape& shape,
+            const WireCost& wire) {
+  const double partial = static_cast<double>(elements * PartialSize(spec));
+  const double bytes = static_cast<double>(elements * ElementSize(spec.dtype));
+  const double hosts = shape.hosts, ranks = shape.ranks, most = shape.most;
+  switch (algorithm) {
+    case Algorithm::kRing: {
+      const double steps = NeedsWideAccumulator(spec) ? ranks : 2 * (ranks - 1);
+      // In rank order every rank of a host sends to every rank of the others by itself.
+      const double sent = NeedsWideAccumulator(spec)
+                              ? bytes * (most * (ranks - most) + ranks - 1) / ranks
+                              : 2 * bytes * (ranks - 1) / ranks;
+      return steps * wire.alpha_s + sent * wire.beta_s + bytes * kGamma;
+    }
+    case Algorithm::kRecursiveDoubling: {
+      const int between = Log2(shape.hosts), within = Log2(shape.ranks) - between;
+      return between * (wire.alpha_s + most * partial * wire.beta_s) + within * kLocalAlpha +
+             Log2(shape.ranks) * partial * kGamma;
+    }
+    case Algorithm::kThreePhase:
+    case Algorithm::kLeader: {
+      const bool leader = algorithm == Algorithm::kLeader;
+      const bool whole = GoesWhole(elements, spec, shape.hosts, wire);
+      const double sent = whole ? (hosts - 1) * partial : (hosts - 1) / hosts * (partial + bytes);
+      // A rank that reduces alone keeps the wire waiting for it.
+      return (whole ? 1 : 2) * wire.alpha_s + sent * wire.beta_s + 2 * kLocalAlpha +
+             (leader ? most : 1) * bytes * kGamma;
+    }
+    case Algorithm::kAuto: break;
+  }
+  return Cost(Cheapest(elements, spec, shape, wire), elements, spec, shape, wire);
+}
+
+Algorithm Cheapest(size_t elements, const ReduceSpec& spec, const HostShape& shape,
+                   const WireCost& wire) {
+  Algorithm best = Algorithm::kRecursiveDoubling;
+  double least = Cost(best, elements, spec, shape, wire);
+  for (const Algorithm each : {Algorithm::kRing, Algorithm::kThreePhase, Algorithm::kLeader}) {
+    if (each != Algorithm::kRing && !shape.shared) continue;
+    const double cost = Cost(each, elements, spec, shape, wire);
+    if (cost >= least) continue;
+    best = each;
+    least = cost;
+  }
+  return best;
+}
+
+}  // namespace hororing

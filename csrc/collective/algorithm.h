@@ -1,0 +1,55 @@
+// Which algorithm an allreduce over several hosts takes: a pure function of what all ranks know.
+//
+// Thread-safety: pure functions.
+#pragma once
+
+#include <cstddef>
+#include <string>
+#include <vector>
+
+#include "base/reduce.h"
+#include "base/status.h"
+
+namespace hororing {
+
+enum class Algorithm {
+  kAuto,               // the cheapest
+  kRing,               // around all ranks; rank order where it must round once
+  kRecursiveDoubling,  // among all ranks
+  kThreePhase,         // in each host, between the hosts by as many ranks as each has, in each host
+  kLeader,             // the same with one rank of each host between the hosts
+};
+
+const char* Name(Algorithm algorithm);
+// kInvalidArgument where `name` is none.
+Status Parse(const std::string& name, Algorithm* algorithm);
+
+// What a message between two hosts takes: alpha + bytes * beta.
+struct WireCost {
+  double alpha_s = 50e-6;
+  double beta_s = 1 / 1.25e9;  // 10 Gbit/s
+};
+
+// How the ranks lie.
+struct HostShape {
+  int hosts = 1;
+  int ranks = 1;
+  int most = 1;  // ranks of one host
+  int least = 1;
+  bool shared = false;  // the ranks of each host share memory
+};
+
+// Of the ranks on each host; without shared memory. Nothing given: one host.
+HostShape ShapeOf(const std::vector<std::vector<int>>& ranks_on);
+
+// Seconds, by the formulas of docs/algorithms.md. `elements` of `spec`.
+double Cost(Algorithm algorithm, size_t elements, const ReduceSpec& spec, const HostShape& shape,
+            const WireCost& wire);
+// The cheapest of those that can run: the last two only with shared memory.
+Algorithm Cheapest(size_t elements, const ReduceSpec& spec, const HostShape& shape,
+                   const WireCost& wire);
+
+// Whether a slice between hosts goes whole to every other one, which saves the way back.
+bool GoesWhole(size_t elements, const ReduceSpec& spec, int hosts, const WireCost& wire);
+
+}  // namespace hororing

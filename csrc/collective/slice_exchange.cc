@@ -1,0 +1,161 @@
+#include "collective/slice_exchange.h"
+
+#include <utility>
+
+#include "collective/segments.h"
+
+namespace hororing {
+namespace {
+
+constexpr size_t kAlign = 64;
+
+size_t RoundUpToLine(size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
+
+}  // namespace
+
+SliceExchange::SliceExchange(Transport& wire, Plan plan, TimeNs deadline)
+    : wire_(wire),
+      plan_(std::move(plan)),
+      deadline_(deadline),
+      lead_(plan_.depth / 2),
+      partial_(PartialSize(plan_.spec)),
+      element_(ElementSize(plan_.spec.dtype)),
+      partial_room_(RoundUpToLine(plan_.most_elements * partial_)),
+      arrival_room_(plan_.whole
+                        ? partial_room_
+                        : RoundUpToLine(Chunk(plan_.most_elements, hosts(), 0).size * partial_)) {}
+
+SliceExchange::~SliceExchange() {
+  for (Slice& slice : under_way_) {
+    for (auto* transfers : {&slice.there, &slice.back, &slice.sends}) {
+      // The transport remembers its first error, which the caller is already returning.
+      for (Transfer& each : *transfers) (void)wire_.Wait(each.request, deadline_).ok();
+    }
+  }
+}
+
+Status SliceExchange::Reserve(Scratch& scratch) {
+  const size_t bytes =
+      plan_.depth * (partial_room_ + static_cast<size_t>(hosts() - 1) * arrival_room_);
+  partials_ = static_cast<std::byte*>(scratch.Reserve(bytes));
+  if (partials_ == nullptr) {
+    return Status(Code::kInternal, "allreduce between hosts: no memory for partial sums of " +
+                                       std::to_string(bytes) + " bytes");
+  }
+  arrivals_ = partials_ + plan_.depth * partial_room_;
+  return Status::Ok();
+}
+
+bool SliceExchange::CanBegin() const {
+  return begun_ < plan_.slices && begun_ <= turned_ + lead_ && begun_ < completed_ + plan_.depth;
+}
+
+void SliceExchange::Send(Slice& slice, int host, const std::byte* data, size_t bytes) {
+  const int rank = plan_.ranks[static_cast<size_t>(host)];
+  if (bytes > 0) slice.sends.push_back({wire_.Send(rank, data, bytes), rank});
+}
+
+void SliceExchange::Begin(size_t elements, std::byte* result) {
+  const size_t others = static_cast<size_t>(hosts() - 1);
+  under_way_.emplace_back();
+  Slice& slice = under_way_.back();
+  slice.elements = elements;
+  slice.partial = Partial();
+  slice.arrived = arrivals_ + begun_ % plan_.depth * others * arrival_room_;
+  slice.result = result;
+  ++begun_;
+  const Span own = plan_.whole ? Span{0, elements} : Chunk(elements, hosts(), plan_.place);
+  // At each distance everybody sends to somebody else.
+  for (int i = 1; i < hosts() && own.size > 0; ++i) {
+    const int from = (plan_.place + hosts() - i) % hosts();
+    const size_t place = static_cast<size_t>(from < plan_.place ? from : from - 1);
+    const int rank = plan_.ranks[static_cast<size_t>(from)];
+    slice.there.push_back(
+        {wire_.Receive(rank, slice.arrived + place * arrival_room_, own.size * partial_), rank});
+  }
+  for (int i = 1; i < hosts(); ++i) {
+    const int to = (plan_.place + i) % hosts();
+    const Span part = plan_.whole ? own : Chunk(elements, hosts(), to);
+    Send(slice, to, slice.partial + part.begin * partial_, part.size * partial_);
+  }
+}
+
+// Into memory of an arrival: the own sums may still be on their way.
+void SliceExchange::Combine(Slice& slice) {
+  const Span own =
+      plan_.whole ? Span{0, slice.elements} : Chunk(slice.elements, hosts(), plan_.place);
+  if (own.size == 0) return;
+  const auto source = [&](int host) {
+    return host == plan_.place
+               ? slice.partial + own.begin * partial_
+               : slice.arrived +
+                     static_cast<size_t>(host < plan_.place ? host : host - 1) * arrival_room_;
+  };
+  std::byte* const sum = source(plan_.place == 0 ? 1 : 0);
+  CombinePartials(plan_.spec, sum, source(0), source(1), own.size);
+  for (int host = 2; host < hosts(); ++host) {
+    CombinePartials(plan_.spec, sum, sum, source(host), own.size);
+  }
+  FinishPartial(plan_.spec, plan_.divisor, slice.result + own.begin * element_, sum, own.size);
+}
+
+void SliceExchange::SendBack(Slice& slice) {
+  if (plan_.whole) return;
+  const Span own = Chunk(slice.elements, hosts(), plan_.place);
+  for (int i = 1; i < hosts(); ++i) {
+    const int from = (plan_.place + hosts() - i) % hosts();
+    const Span part = Chunk(slice.elements, hosts(), from);
+    const int rank = plan_.ranks[static_cast<size_t>(from)];
+    if (part.size == 0) continue;
+    slice.back.push_back(
+        {wire_.Receive(rank, slice.result + part.begin * element_, part.size * element_), rank});
+  }
+  for (int i = 1; i < hosts(); ++i) {
+    Send(slice, (plan_.place + i) % hosts(), slice.result + own.begin * element_,
+         own.size * element_);
+  }
+}
+
+// The first ones that are done; their order is that in which they are expected.
+Status SliceExchange::TakeDone(std::deque<Transfer>* transfers, bool* moved) {
+  while (!transfers->empty() && wire_.Done(transfers->front().request)) {
+    const Transport::Request request = transfers->front().request;
+    transfers->pop_front();
+    HORORING_RETURN_IF_ERROR(wire_.Wait(request, deadline_));
+    *moved = true;
+  }
+  return Status::Ok();
+}
+
+Status SliceExchange::Step(bool* moved) {
+  while (turned_ < begun_ && (begun_ > turned_ + lead_ || begun_ == plan_.slices)) {
+    Slice& slice = under_way_[static_cast<size_t>(turned_ - completed_)];
+    HORORING_RETURN_IF_ERROR(TakeDone(&slice.there, moved));
+    if (!slice.there.empty()) break;
+    Combine(slice);
+    SendBack(slice);
+    ++turned_;
+    *moved = true;
+  }
+  while (completed_ < turned_) {
+    Slice& slice = under_way_.front();
+    HORORING_RETURN_IF_ERROR(TakeDone(&slice.back, moved));
+    if (slice.back.empty()) HORORING_RETURN_IF_ERROR(TakeDone(&slice.sends, moved));
+    if (!slice.back.empty() || !slice.sends.empty()) break;
+    under_way_.pop_front();
+    ++completed_;
+    *moved = true;
+  }
+  return Status::Ok();
+}
+
+std::string SliceExchange::Lagging() const {
+  for (const Slice& slice : under_way_) {
+    for (const auto* transfers : {&slice.there, &slice.back, &slice.sends}) {
+      if (!transfers->empty()) return std::to_string(transfers->front().rank);
+    }
+  }
+  return "";
+}
+
+}  // namespace hororing

@@ -1,0 +1,104 @@
+// SliceExchange: allreduces of slices among one rank of every host, several under way at a time.
+// The part of an allreduce over several hosts that goes over the wire; never blocks.
+//
+// What a rank brings is the sum of its host, as partial results (base/reduce.h); what it gets is
+// finished: divided, scaled and rounded once. Hosts are summed in their order, so that bits depend
+// neither on the cuts nor on time.
+//
+//                   host 0           host 1           host 2         chunks a b c of one slice
+//   begin           a0 b0 c0         a1 b1 c1         a2 b2 c2       sums of each host
+//   there           a0 a1 a2         b0 b1 b2         c0 c1 c2       chunk h to host h
+//   combine         a                b                c              in the order of the hosts
+//   and back        a  b  c          a  b  c          a  b  c        to all others
+//
+// Each host sends (H-1)/H of the slice as partial results and as much as finished elements, like a
+// ring (the least possible), but with 2 latencies instead of 2(H-1). A slice that is so small that
+// a latency costs more than its bytes goes there whole, to every other host, and not back.
+//
+// Messages of two ranks match in the order of their posting, so it must be the same everywhere,
+// whatever arrives when: slice t + lead goes there before slice t comes back, and before slice
+// t + lead + 1 goes there.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <string>
+#include <vector>
+
+#include "base/clock.h"
+#include "base/reduce.h"
+#include "collective/allreduce.h"
+#include "transport/transport.h"
+
+namespace hororing {
+
+class SliceExchange {
+ public:
+  struct Plan {
+    std::vector<int> ranks;  // of `wire`: one per host, in the order of the hosts
+    int place = 0;           // of this rank among them
+    ReduceSpec spec;
+    int divisor = 1;           // ranks of the job
+    bool whole = false;        // there whole, and not back
+    uint64_t slices = 0;       // that will begin
+    size_t most_elements = 0;  // of a slice
+    uint64_t depth = 2;        // slices under way at most, at least 2
+  };
+
+  SliceExchange(Transport& wire, Plan plan, TimeNs deadline);
+  // Waits for what is still under way.
+  ~SliceExchange();
+  SliceExchange(const SliceExchange&) = delete;
+  SliceExchange& operator=(const SliceExchange&) = delete;
+
+  // First of all. kInternal where memory is short.
+  Status Reserve(Scratch& scratch);
+  bool CanBegin() const;
+  // REQUIRES: CanBegin(). Where the host's sum of the next slice goes, as partial results.
+  std::byte* Partial() { return partials_ + begun_ % plan_.depth * partial_room_; }
+  // The next slice, which lies in Partial(); `result` is written until it is complete.
+  void Begin(size_t elements, std::byte* result);
+  // Goes on as far as it can; *moved where it could.
+  Status Step(bool* moved);
+  // Slices that are complete: the first ones.
+  uint64_t completed() const { return completed_; }
+  bool idle() const { return begun_ == completed_; }
+  // The ranks that it waits for, "1, 3".
+  std::string Lagging() const;
+
+ private:
+  struct Transfer {
+    Transport::Request request;
+    int rank;
+  };
+  struct Slice {
+    size_t elements;
+    std::byte* partial;
+    std::byte* arrived;  // of the other hosts, in their order
+    std::byte* result;
+    std::deque<Transfer> there, back, sends;
+  };
+
+  int hosts() const { return static_cast<int>(plan_.ranks.size()); }
+  Status TakeDone(std::deque<Transfer>* transfers, bool* moved);
+  void Combine(Slice& slice);
+  void SendBack(Slice& slice);
+  void Send(Slice& slice, int host, const std::byte* data, size_t bytes);
+
+  Transport& wire_;
+  const Plan plan_;
+  const TimeNs deadline_;
+  const uint64_t lead_;
+  const size_t partial_, element_;  // bytes of one
+  const size_t partial_room_;       // bytes of the longest slice
+  const size_t arrival_room_;       // bytes of what comes from one host
+  std::byte* partials_ = nullptr;
+  std::byte* arrivals_ = nullptr;
+  std::deque<Slice> under_way_;  // slices completed_ .. begun_
+  uint64_t begun_ = 0;
+  uint64_t turned_ = 0;  // combined, and on the way back
+  uint64_t completed_ = 0;
+};
+
+}  // namespace hororing

@@ -1,0 +1,397 @@
+// HierarchicalBackend, and the flat algorithms beside it, among ranks on pretended hosts: threads
+// whose hosts have a segment each, and whose wire is a strict queue or a byte stream.
+
+#include "backend/hierarchical.h"
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "backend/factory.h"
+#include "backend_world.h"
+#include "faulty_transport.h"
+#include "queue_transport.h"
+#include "world.h"
+
+namespace hororing {
+namespace {
+
+using hororing_test::CheckedTransport;
+using hororing_test::Fault;
+using hororing_test::FaultyTransport;
+using hororing_test::QueueTransport;
+using hororing_test::Watchdog;
+
+// The host of every rank.
+using Hosts = std::vector<int>;
+const std::vector<Hosts> kLayouts = {
+    {0, 0, 1, 1}, {0, 1, 2, 3}, {0, 1, 1, 1}, {0, 1, 2, 0, 1, 2, 0}, {0, 0, 0, 1, 1}};
+
+std::string Text(const Hosts& hosts) {
+  std::string text = "hosts";
+  for (const int host : hosts) text += " " + std::to_string(host);
+  return text;
+}
+
+std::vector<std::string> HostIds(const Hosts& hosts) {
+  std::vector<std::string> ids;
+  for (const int host : hosts) ids.push_back("host" + std::to_string(host));
+  return ids;
+}
+
+// What rank `faulty` meets on the wire.
+struct Trouble {
+  int faulty = -1;
+  Fault fault;
+};
+
+// N ranks, each with a World of its own over shared wires and segments.
+class HostsWorld {
+ public:
+  HostsWorld(const std::string& kind, const Hosts& hosts, const Trouble& trouble = {},
+             size_t slot_bytes = 0) {
+    auto wires = kind == "queue" ? QueueTransport::MakeWorld(static_cast<int>(hosts.size()))
+                                 : MakeInprocWorld(static_cast<int>(hosts.size()), kSpin);
+    std::vector<std::shared_ptr<ShmSegment>> segments;
+    for (size_t r = 0; r < hosts.size(); ++r) {
+      World world;
+      world.topology = MakeTopology(static_cast<int>(r), HostIds(hosts));
+      if (segments.empty()) segments = Segments(world.topology, slot_bytes);
+      auto wire = std::move(wires[r]);
+      if (static_cast<int>(r) == trouble.faulty) {
+        wire = std::make_unique<FaultyTransport>(std::move(wire), trouble.fault);
+      }
+      world.transport = std::make_unique<CheckedTransport>(std::move(wire));
+      world.local =
+          std::make_unique<ShmTransport>(segments[static_cast<size_t>(world.topology.host_of[r])],
+                                         world.topology.local_rank, kSpin);
+      worlds_.push_back(std::move(world));
+    }
+  }
+
+  int size() const { return static_cast<int>(worlds_.size()); }
+  World& world(int rank) { return worlds_[static_cast<size_t>(rank)]; }
+  CheckedTransport& wire(int rank) {
+    return dynamic_cast<CheckedTransport&>(*world(rank).transport);
+  }
+  std::unique_ptr<HierarchicalBackend> Backend(int rank, Algorithm algorithm,
+                                               WireCost wire_cost = {}) {
+    return std::make_unique<HierarchicalBackend>(
+        *world(rank).transport, dynamic_cast<ShmTransport&>(*world(rank).local),
+        world(rank).topology, HierarchicalBackend::Options{algorithm, wire_cost});
+  }
+  // body(rank) on a thread each.
+  void Run(const std::function<void(int)>& body) {
+    Watchdog watchdog(size(), hororing_test::kWorldLimit);
+    std::vector<std::thread> threads;
+    for (int r = 0; r < size(); ++r) {
+      threads.emplace_back([&, r] {
+        watchdog.Enter(r, "body");
+        body(r);
+        watchdog.Enter(r, "done");
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+  }
+
+ private:
+  static constexpr TimeNs kSpin = 20 * kMicrosecond;
+
+  static std::vector<std::shared_ptr<ShmSegment>> Segments(const Topology& topology,
+                                                           size_t slot_bytes) {
+    size_t most = 0;
+    for (const auto& ranks : topology.ranks_on()) most = std::max(most, ranks.size());
+    std::vector<std::shared_ptr<ShmSegment>> segments;
+    for (const auto& ranks : topology.ranks_on()) {
+      auto geometry =
+          ShmSegment::Geometry::OfHost(static_cast<int>(ranks.size()), static_cast<int>(most));
+      if (slot_bytes > 0) geometry.slot_bytes = slot_bytes;
+      segments.push_back(ShmSegment::OnHeap(geometry));
+    }
+    return segments;
+  }
+
+  std::vector<World> worlds_;
+};
+
+// One host after the other, each in rank order: what the sum must be, bit by bit.
+std::string Check(HostsWorld& world, std::vector<std::unique_ptr<HierarchicalBackend>>& backends,
+                  const ReduceSpec& spec, const std::vector<size_t>& sizes, std::mt19937& random) {
+  Case c(spec, sizes, world.size(), random);
+  world.Run([&](int r) {
+    TraceSink trace;
+    const Batch batch = c.BatchOf(r);
+    auto& backend = *backends[static_cast<size_t>(r)];
+    CHECK(backend.Supports(batch));
+    CHECK_OK(backend.Run(batch, After(NowNs(), kLimit), trace));
+    CHECK_EQ(world.wire(r).open(), 0u);
+  });
+  return c.Judge(/*exact=*/false);
+}
+
+std::vector<std::unique_ptr<HierarchicalBackend>> Backends(HostsWorld& world, Algorithm algorithm,
+                                                           WireCost cost = {}) {
+  std::vector<std::unique_ptr<HierarchicalBackend>> backends;
+  for (int r = 0; r < world.size(); ++r) backends.push_back(world.Backend(r, algorithm, cost));
+  return backends;
+}
+
+TEST(every_type_and_operation_on_every_layout) {
+  std::mt19937 random(hororing_test::Seed());
+  for (const char* kind : {"queue", "inproc"}) {
+    for (const Hosts& hosts : kLayouts) {
+      for (const Algorithm algorithm : {Algorithm::kThreePhase, Algorithm::kLeader}) {
+        // Slots of 16 KiB: many blocks. No latency: nothing goes whole.
+        HostsWorld world(kind, hosts, {}, 16 << 10);
+        auto backends = Backends(world, algorithm, {0, 1e-9});
+        for (const ReduceSpec& spec : AllSpecs()) {
+          const std::vector<size_t> sizes = {random() % 3000, 0, 1, random() % 9000};
+          const std::string verdict = Check(world, backends, spec, sizes, random);
+          if (verdict.empty()) continue;
+          CHECK_EQ(Text(hosts) + ", " + Name(algorithm) + ", " +
+                       Describe(spec, sizes, world.size()) + ": " + verdict,
+                   std::string("right"));
+        }
+      }
+    }
+  }
+}
+
+TEST(every_size_there_and_back_and_whole) {
+  std::mt19937 random(hororing_test::Seed());
+  const ReduceSpec specs[] = {{DataType::kFloat32, ReduceOp::kAverage, 1, 1},
+                              {DataType::kFloat16, ReduceOp::kSum, 1, 1},
+                              {DataType::kInt8, ReduceOp::kAverage, 1, 1}};
+  for (const Hosts& hosts : kLayouts) {
+    for (const double alpha : {0.0, 1.0}) {  // a second of latency: everything goes whole
+      HostsWorld world("inproc", hosts);
+      auto backends = Backends(world, Algorithm::kThreePhase, {alpha, 1e-9});
+      for (const ReduceSpec& spec : specs) {
+        for (const size_t n : {size_t{0}, size_t{1}, size_t{2}, size_t{31}, size_t{1009},
+                               size_t{65536}, size_t{200003}}) {
+          const std::string verdict = Check(world, backends, spec, {n}, random);
+          CHECK_EQ(Text(hosts) + ", " + Describe(spec, {n}, world.size()) + ": " + verdict,
+                   Text(hosts) + ", " + Describe(spec, {n}, world.size()) + ": ");
+        }
+      }
+    }
+  }
+}
+
+TEST(large_batches_wrap_around_the_slots) {
+  std::mt19937 random(hororing_test::Seed());
+  const ReduceSpec sum{DataType::kFloat32, ReduceOp::kSum, 1, 1};
+  for (const Hosts& hosts : {Hosts{0, 0, 1, 1}, Hosts{0, 1, 1}}) {
+    HostsWorld world("inproc", hosts);
+    auto backends = Backends(world, Algorithm::kThreePhase);
+    for (int round = 0; round < 2; ++round) {
+      CHECK_EQ(Check(world, backends, sum, {6000000, 77, 300001}, random), std::string());
+    }
+  }
+}
+
+TEST(sixteen_bit_floats_are_rounded_once) {
+  // 1 + 1/2048 of each of three ranks is exact in float32 and not in float16; in pairs it would
+  // be rounded away.
+  const ReduceSpec sum{DataType::kFloat16, ReduceOp::kSum, 1, 1};
+  HostsWorld world("inproc", {0, 0, 1, 1});
+  auto backends = Backends(world, Algorithm::kThreePhase, {0, 1e-9});
+  constexpr size_t kN = 5000;
+  const uint16_t inputs[] = {0x3c00, 0x1000, 0x1000, 0x0000};  // 1, 2^-11, 2^-11, 0
+  std::vector<std::vector<uint16_t>> data;
+  for (const uint16_t value : inputs) data.emplace_back(kN, value);
+  world.Run([&](int r) {
+    Batch batch;
+    batch.reduce = sum;
+    BatchEntry entry;
+    entry.input = entry.output = data[static_cast<size_t>(r)].data();
+    entry.elements = kN;
+    batch.entries.push_back(entry);
+    TraceSink trace;
+    CHECK_OK(backends[static_cast<size_t>(r)]->Run(batch, After(NowNs(), kLimit), trace));
+  });
+  for (const auto& result : data) {
+    for (const uint16_t bits : result) CHECK_EQ(bits, 0x3c01);  // 1 + 2^-10
+  }
+}
+
+TEST(bits_do_not_depend_on_what_a_tensor_is_fused_with) {
+  std::mt19937 random(hororing_test::Seed());
+  const ReduceSpec sum{DataType::kFloat32, ReduceOp::kSum, 1, 1};
+  constexpr size_t kN = 40000;
+  HostsWorld world("inproc", {0, 0, 1, 1, 2});
+  auto backends = Backends(world, Algorithm::kThreePhase);
+  std::vector<Bytes> values;
+  for (int r = 0; r < world.size(); ++r) {
+    values.emplace_back(kN * 4);
+    Fill(sum.dtype, values.back().data(), kN, random);
+  }
+  const auto reduce = [&](size_t before) {
+    std::vector<Bytes> first(values.size(), Bytes(before * 4)), results(values.size());
+    world.Run([&](int r) {
+      const size_t place = static_cast<size_t>(r);
+      results[place].resize(kN * 4);
+      Batch batch;
+      batch.reduce = sum;
+      BatchEntry other, entry;
+      other.input = other.output = first[place].data();
+      other.elements = before;
+      entry.input = values[place].data();
+      entry.output = results[place].data();
+      entry.elements = kN;
+      batch.entries = {other, entry};
+      TraceSink trace;
+      CHECK_OK(backends[place]->Run(batch, After(NowNs(), kLimit), trace));
+    });
+    return results[0];
+  };
+  const Bytes alone = reduce(0);
+  for (const size_t before : {1, 1000, 123457}) CHECK(reduce(before) == alone);
+}
+
+// CheckedTransport and the sanitizers tell when a request is left open; the watchdog when somebody
+// hangs.
+TEST(a_rank_that_fails_in_any_phase_is_an_error_there_and_no_hang_elsewhere) {
+  const ReduceSpec sum{DataType::kFloat32, ReduceOp::kSum, 1, 1};
+  for (const Hosts& hosts : {Hosts{0, 0, 1, 1}, Hosts{0, 1, 1, 2}}) {
+    for (const Algorithm algorithm : {Algorithm::kThreePhase, Algorithm::kLeader}) {
+      std::mt19937 random(1);
+      const int faulty = 1;
+      uint64_t operations = 0;
+      const auto run = [&](HostsWorld& world, const std::function<void(int, Status)>& ended) {
+        auto backends = Backends(world, algorithm, {0, 1e-9});
+        Case c(sum, {20000}, world.size(), random);
+        world.Run([&](int r) {
+          TraceSink trace;
+          ended(r,
+                backends[static_cast<size_t>(r)]->Run(c.BatchOf(r), After(NowNs(), kLimit), trace));
+        });
+      };
+      HostsWorld sound("inproc", hosts, {}, 16 << 10);
+      run(sound, [&](int r, const Status& status) {
+        CHECK_OK(status);
+        if (r == faulty) operations = sound.wire(r).operations();
+      });
+      // A rank that owns no slice sends nothing that could go wrong.
+      CHECK(operations > 0 || algorithm == Algorithm::kLeader);
+      for (uint64_t at = 0; at < operations; at += 1 + operations / 12) {
+        Fault fault;
+        fault.kind = Fault::Kind::kFail;
+        fault.at = at;
+        HostsWorld world("inproc", hosts, {faulty, fault}, 16 << 10);
+        run(world, [&](int r, const Status& status) {
+          CHECK_EQ(world.wire(r).open(), 0u);
+          Transport& wire = world.wire(r);
+          if (r == faulty) {
+            CHECK(status.message().find("injected fault") != std::string::npos);
+            wire.AnnounceFailure(status.message(), faulty);
+          } else if (!status.ok()) {
+            CHECK_EQ(static_cast<int>(status.code()), static_cast<int>(Code::kPeerLost));
+            CHECK_EQ(status.rank(), faulty);
+            wire.AnnounceFailure(status.message(), status.rank());
+          }
+        });
+      }
+    }
+  }
+}
+
+TEST(a_rank_that_does_not_come_is_named_on_its_host_and_on_others) {
+  const ReduceSpec sum{DataType::kFloat32, ReduceOp::kSum, 1, 1};
+  std::mt19937 random(hororing_test::Seed());
+  for (const int absent : {0, 1, 3}) {
+    HostsWorld world("inproc", {0, 0, 1, 1});
+    auto backends = Backends(world, Algorithm::kThreePhase);
+    Case c(sum, {1000}, world.size(), random);
+    world.Run([&](int r) {
+      if (r == absent) return;
+      TraceSink trace;
+      auto& backend = *backends[static_cast<size_t>(r)];
+      const Status status = backend.Run(c.BatchOf(r), After(NowNs(), 50 * kMillisecond), trace);
+      CHECK_EQ(static_cast<int>(status.code()), static_cast<int>(Code::kTransport));
+      CHECK(status.message().find("no progress from rank(s) ") != std::string::npos);
+      const bool same_host = r / 2 == absent / 2;
+      if (same_host) CHECK_EQ(status.rank(), absent);
+      // The slots' counters no longer agree: it stays broken.
+      CHECK_EQ(backend.Run(c.BatchOf(r), After(NowNs(), kLimit), trace).message(),
+               status.message());
+    });
+  }
+}
+
+TEST(the_factory_offers_it_where_hosts_have_shared_memory) {
+  HostsWorld world("queue", {0, 0, 1});
+  const auto names = [&](const BackendOptions& options) {
+    std::vector<std::unique_ptr<Backend>> backends;
+    CHECK_OK(MakeBackends(options, world.world(0), &backends));
+    std::string text;
+    for (const auto& backend : backends) text += std::string(backend->name()) + " ";
+    return text;
+  };
+  BackendOptions options;
+  CHECK_EQ(names(options), std::string("hierarchical host "));
+  options.reproducible = true;
+  CHECK_EQ(names(options), std::string("host "));
+  options.reproducible = false;
+  options.name = "host";
+  CHECK_EQ(names(options), std::string("host "));
+}
+
+TEST(a_ring_goes_host_by_host_whatever_the_order_of_the_ranks) {
+  // Counts the messages that leave a host.
+  std::mt19937 random(hororing_test::Seed());
+  const Hosts hosts = {0, 1, 0, 1, 0, 1};
+  const ReduceSpec sum{DataType::kFloat32, ReduceOp::kSum, 1, 1};
+  HostsWorld world("queue", hosts);
+  Case c(sum, {60000}, world.size(), random);
+  std::atomic<int> crossing{0};
+  world.Run([&](int r) {
+    HostBackend::Options options;
+    options.algorithm = Algorithm::kRing;
+    options.ranks_on = world.world(r).topology.ranks_on();
+    HostBackend backend(*world.world(r).transport, options);
+    TraceSink trace;
+    CHECK_OK(backend.Run(c.BatchOf(r), After(NowNs(), kLimit), trace));
+    for (const int peer : world.wire(r).sent_to()) {
+      if (hosts[static_cast<size_t>(peer)] != hosts[static_cast<size_t>(r)]) ++crossing;
+    }
+  });
+  CHECK_EQ(c.Judge(false), std::string());
+  // One rank of each host sends to the other: 2 (N-1) messages each.
+  CHECK_EQ(crossing.load(), 2 * 2 * (world.size() - 1));
+}
+
+// ---- which one ----
+
+TEST(the_cheapest_algorithm_follows_the_costs) {
+  const ReduceSpec sum{DataType::kFloat32, ReduceOp::kSum, 1, 1};
+  HostShape shape{2, 8, 4, 4, true};
+  const WireCost gigabit{100e-6, 8e-9};
+  CHECK(Cheapest(16 << 20, sum, shape, gigabit) == Algorithm::kThreePhase);
+  // Bytes on the wire alone: 2 (N-1)/N against 2 (H-1)/H.
+  const double flat = Cost(Algorithm::kRing, 16 << 20, sum, shape, gigabit);
+  const double phases = Cost(Algorithm::kThreePhase, 16 << 20, sum, shape, gigabit);
+  CHECK_NEAR(flat / phases, 1.75, 0.05);
+  shape.shared = false;
+  CHECK(Cheapest(16 << 20, sum, shape, gigabit) == Algorithm::kRing);
+  CHECK(Cheapest(1, sum, shape, gigabit) == Algorithm::kRecursiveDoubling);
+  // Two hosts that exchange all: no more bytes than there and back, and half of the latency.
+  CHECK(GoesWhole(1 << 20, sum, 2, gigabit));
+  CHECK(!GoesWhole(1 << 20, sum, 4, gigabit));
+  CHECK(GoesWhole(100, sum, 4, gigabit));
+}
+
+TEST(algorithms_have_names) {
+  for (const Algorithm each : {Algorithm::kAuto, Algorithm::kRing, Algorithm::kRecursiveDoubling,
+                               Algorithm::kThreePhase, Algorithm::kLeader}) {
+    Algorithm parsed = Algorithm::kAuto;
+    CHECK_OK(Parse(Name(each), &parsed));
+    CHECK(parsed == each);
+  }
+  Algorithm unchanged = Algorithm::kRing;
+  CHECK(Parse("fast", &unchanged).message().find("'fast'") != std::string::npos);
+  CHECK(unchanged == Algorithm::kRing);
+}
+
+}  // namespace
+}  // namespace hororing
