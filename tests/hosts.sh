@@ -3,6 +3,7 @@
 #
 #   tests/hosts.sh 2,2 mpirun python script.py             two hosts of two ranks each
 #   tests/hosts.sh 1,1,1,1 -r 200mbit mpirun python ...    four hosts, links of 200 Mbit/s
+#   tests/hosts.sh 2,2 -s 1m mpirun python ...             with a /dev/shm of 1 MiB each
 #   tests/hosts.sh --check                                 why not, if this machine does not permit it
 #
 # A host is a network, UTS, IPC and mount namespace: its own address, hostname, /dev/shm and
@@ -37,10 +38,18 @@ if [ "${1:-}" = agent ]; then
 fi
 
 [ "${1:-}" = --check ] && { check; exit 0; }
-[ $# -ge 2 ] || fail "usage: hosts.sh RANKS,RANKS,... [-r RATE] mpirun ARGUMENTS..."
+[ $# -ge 2 ] || fail "usage: hosts.sh RANKS,RANKS,... [-r RATE] [-s SIZE] mpirun ARGUMENTS..."
 IFS=, read -ra ranks <<< "$1"; shift
 rate=off
-[ "$1" = -r ] && { rate=$2; shift 2; }
+shm=50%
+while [ "${1#-}" != "$1" ]; do
+  case $1 in
+    -r) rate=$2 ;;
+    -s) shm=$2 ;;
+    *) fail "unknown option '$1'" ;;
+  esac
+  shift 2
+done
 check
 
 tmp=$(mktemp -d)  # below TMPDIR
@@ -53,8 +62,8 @@ trap 'exit 143' TERM INT HUP
 hold() {
   unshare --net --uts --ipc --mount bash -c '
     hostname "$1"; ip link set lo up
-    mount -t tmpfs -o size=50% tmpfs /dev/shm && mount --bind "$2/hosts" /etc/hosts && : > "$2/$1.up"
-    exec cat > /dev/null' hold "host$1" "$tmp" < "$tmp/life" {life}>&- 2> "$tmp/host$1.log" &
+    mount -t tmpfs -o size="$3" tmpfs /dev/shm && mount --bind "$2/hosts" /etc/hosts && : > "$2/$1.up"
+    exec cat > /dev/null' hold "host$1" "$tmp" "$shm" < "$tmp/life" {life}>&- 2> "$tmp/host$1.log" &
   holders[$1]=$!
 }
 count=${#ranks[@]}

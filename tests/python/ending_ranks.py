@@ -71,6 +71,17 @@ def wait_for_its_middle(ones: np.ndarray, handle: int) -> None:
     assert (sample == 1).any(), "it was over before it could be interrupted"
 
 
+def one_dies() -> None:
+    """The rank that the argument names kills itself in a large allreduce."""
+    begin()
+    numbers = np.ones(32 << 20, np.float32)
+    if hvd.rank() == int(sys.argv[2]):
+        handle = hvd.allreduce_async_(numbers, name="large", op=hvd.Sum)
+        wait_for_its_middle(numbers, handle)
+        os.kill(os.getpid(), signal.SIGKILL)
+    fail_with(lambda: hvd.allreduce_(numbers, name="large", op=hvd.Sum))
+
+
 def die_in_a_large_allreduce() -> None:
     """The last rank kills itself when some of its numbers are reduced and others not yet."""
     begin()

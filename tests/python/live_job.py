@@ -63,7 +63,10 @@ def _unmapped(names: Iterable[str]) -> set[str]:
 
 
 class LiveJob:
-    """Runs `function` of a file of rank scripts (`file FUNCTION ARGS`) on `size` ranks."""
+    """Runs `function` of a file of rank scripts (`file FUNCTION ARGS`) on `size` ranks.
+
+    `hosts`: as for mpirun.run.
+    """
 
     def __init__(
         self,
@@ -72,6 +75,7 @@ class LiveJob:
         function: str,
         *args: str,
         options: Iterable[str] = (),
+        hosts: str = "",
         **environment: str,
     ) -> None:
         self.size = size
@@ -83,7 +87,12 @@ class LiveJob:
             [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
         ))  # fmt: skip
         assert launcher, "mpirun is not on the PATH"
-        command = [launcher, *options, "-np", str(size), sys.executable, mpirun.__file__]
+        if hosts:
+            names = [word for name in (MARK, *environment) for word in ("-x", name)]
+            command = [str(mpirun.HOSTS), *hosts.split(), launcher, *options, *names]
+        else:
+            command = [launcher, *options, "-np", str(size)]
+        command += [sys.executable, mpirun.__file__]
         with open(self.out / "launcher.out", "wb") as output:
             self.launcher = subprocess.Popen(
                 [*command, str(self.out), "--script", str(file), function, *args],

@@ -13,7 +13,7 @@ import mpirun
 import numpy as np
 import oracle
 import pytest
-from live_job import poll
+from live_job import LiveJob, poll
 
 import hororing.numpy as hvd
 from hororing.arguments import Average, Max, Min, Product, Sum
@@ -22,6 +22,9 @@ Array = oracle.Array
 
 # Ranks of each host; "by node": rank 0 on the first, 1 on the second, and so on.
 LAYOUTS = ["2,2", "1,2", "2,2 by node"]
+RANKS = Path(__file__).with_name("ending_ranks.py")
+# Other jobs across hosts Open MPI ends itself, when a connection breaks.
+ULFM = ["--with-ft", "ulfm"]
 OPS = [Average, Sum, Min, Max, Product]
 
 
@@ -141,6 +144,34 @@ def test_across_hosts(case: str, layout: str) -> None:
         variables["PRTE_MCA_rmaps_default_mapping_policy"] = "node:oversubscribe"
         variables["HORORING_ALGORITHM"] = "ring"
     mpirun.cases_of(__file__, size, hosts, **variables).check(case)
+
+
+@needs_hosts
+@pytest.mark.parametrize("victim", [1, 3])
+def test_a_rank_that_dies_is_noticed_on_its_host_and_on_the_others(victim: int) -> None:
+    # MPI need not say who it was, when it notices first.
+    with LiveJob(RANKS, 4, "one_dies", str(victim), options=ULFM, hosts="2,2") as job:
+        for rank in set(range(4)) - {victim}:
+            failure = json.loads(job.said(rank, "failed"))
+            assert failure["kind"] == "PeerLostError", failure
+            assert failure["seconds"] < 20
+        job.end()
+
+
+@needs_hosts
+def test_a_host_without_shared_memory_is_slower_and_says_so(tmp_path: Path) -> None:
+    script = tmp_path / "sum.py"
+    script.write_text(
+        "import numpy as np, hororing.numpy as hvd\n"
+        "hvd.init()\n"
+        "print(hvd.allreduce(np.ones(1 << 18), op=hvd.Sum)[-1])\n"
+    )
+    job = mpirun.run(script, 4, hosts="2,2 -s 12m")
+    assert job.returncode == 0, job.report()
+    for text in job.outputs:
+        assert "ranks of one host talk through MPI" in text, job.report()
+        assert "cannot reserve" in text, job.report()
+        assert text.splitlines()[-1] == "4.0", job.report()
 
 
 @needs_hosts

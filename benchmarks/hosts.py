@@ -1,0 +1,138 @@
+"""Allreduce over several hosts: our algorithms, Open MPI's and gloo against the limit of the wire.
+
+    export OMPI_MCA_btl=self,sm,tcp OMPI_MCA_pml=ob1 OMPI_MCA_osc=^ucx
+    tests/hosts.sh 4,4 -r 200mbit mpirun python benchmarks/hosts.py --mbit 200 --json result.json
+
+Contestants take turns in the same processes on the same memory, in random order; a call's time is
+that of the slowest rank. `of_limit` is the least time that an allreduce needs of the wires, over
+the time taken: every host must send 2 (H - 1) / H of the bytes, in frames of 1,514 bytes that hold
+1,448 of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import statistics
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+
+import hororing.torch as hvd
+
+OURS = ["auto", "ring", "recursive_doubling", "three_phase", "leader"]
+WORLD = MPI.COMM_WORLD
+PAYLOAD = 1448 / 1514  # of TCP over Ethernet
+
+
+def contestant(name: str) -> Callable[[torch.Tensor], object]:
+    """Sums its argument over all ranks, in place."""
+    if name == "mpi":
+        return lambda x: WORLD.Allreduce(MPI.IN_PLACE, x.numpy())
+    if name == "gloo":
+        return dist.all_reduce
+    hvd.shutdown()
+    os.environ["HORORING_ALGORITHM"] = name
+    hvd.init()
+    return lambda x: hvd.allreduce_(x, op=hvd.Sum, name="benchmark")
+
+
+def wait_for_all() -> None:
+    everybody = WORLD.Ibarrier()
+    while not everybody.Test():
+        time.sleep(20e-6)
+
+
+def measure(names: list[str], tensors: dict[int, torch.Tensor], order: random.Random,
+            rounds: int) -> dict[int, dict[str, list[float]]]:  # fmt: skip
+    """Seconds of every call: of each size, of each contestant."""
+    times = {nbytes: {name: [] for name in names} for nbytes in tensors}
+    for _ in range(rounds):
+        shuffled = list(names)
+        order.shuffle(shuffled)
+        for name in shuffled:
+            run = contestant(name)
+            for nbytes, tensor in tensors.items():
+                if name == "recursive_doubling" and nbytes > 1 << 20:
+                    continue
+                calls = max(1, min(20, (64 << 10) // nbytes))
+                run(tensor)  # warms up
+                wait_for_all()
+                begin = time.perf_counter()
+                for _ in range(calls):
+                    run(tensor)
+                times[nbytes][name].append((time.perf_counter() - begin) / calls)
+    return {
+        nbytes: {
+            name: np.max(WORLD.allgather(np.array(series)), axis=0).tolist()
+            for name, series in of_size.items()
+            if series
+        }
+        for nbytes, of_size in times.items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--mbit", type=float, required=True, help="nominal rate of the links")
+    parser.add_argument("--bytes", type=int, nargs="+", default=[4, 65536, 1 << 20, 16 << 20])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--only", nargs="+", default=[*OURS, "mpi", "gloo"])
+    parser.add_argument("--json", help="file to write the results to")
+    arguments = parser.parse_args()
+
+    rank, size = WORLD.Get_rank(), WORLD.Get_size()
+    names = WORLD.allgather(platform.node())
+    leaders = [names.index(name) for name in dict.fromkeys(names)]
+    hosts = len(leaders)
+    if "gloo" in arguments.only:
+        dist.init_process_group(
+            "gloo", init_method=f"tcp://{names[0]}:29551", rank=rank, world_size=size
+        )
+    rate = arguments.mbit * 1e6 / 8 * PAYLOAD
+    order = random.Random(WORLD.bcast(random.randrange(2**32)))
+    tensors = {nbytes: torch.zeros(max(1, nbytes // 4)) for nbytes in arguments.bytes}
+    measured = measure(arguments.only, tensors, order, arguments.rounds)
+    hvd.shutdown()
+    if rank != 0:
+        return
+    table = []
+    for nbytes, of_size in measured.items():
+        limit = 2 * (hosts - 1) / hosts * nbytes / rate
+        row: dict[str, object] = {"bytes": nbytes}
+        for name, series in of_size.items():
+            median = statistics.median(series)
+            row[name] = {
+                "median_us": median * 1e6,
+                "p10_us": float(np.percentile(series, 10)) * 1e6,
+                "p90_us": float(np.percentile(series, 90)) * 1e6,
+                "of_limit": limit / median,
+            }
+            print(f"{nbytes:>9} {name:<20} {median * 1e3:9.3f} ms  {limit / median:6.1%}",
+                  flush=True)  # fmt: skip
+        table.append(row)
+    if arguments.json:
+        facts = {
+            "layout": [names.count(names[leader]) for leader in leaders],
+            "mbit": arguments.mbit,
+            "rounds": arguments.rounds,
+            "mpi": MPI.Get_library_version().splitlines()[0].rstrip("\0"),
+            "torch": torch.__version__,
+            "cores": os.cpu_count(),
+            "load": os.getloadavg()[0],
+            "results": table,
+        }
+        with open(arguments.json, "w") as file:
+            json.dump(facts, file, indent=1)
+            file.write("\n")
+
+
+if __name__ == "__main__":
+    main()
