@@ -174,8 +174,8 @@ typedef struct hr_stats {
   int64_t loop_wakeups;  /* times that the engine's thread came out of a sleep */
   int64_t scratch_bytes; /* fusion and receive buffers held now */
   int64_t trace_events_dropped;
-  int64_t in_place_bytes; /* of HR_ALLREDUCE among several ranks: reduced where they lay */
-  int64_t packed_bytes;   /* and copied to where they were reduced */
+  int64_t in_place_bytes;  /* of HR_ALLREDUCE among several ranks: reduced where they lay */
+  int64_t packed_bytes;    /* and copied to where they were reduced */
   int64_t fusion_bytes;    /* the threshold in use; the tuner's on rank 0 */
   int64_t cycle_time_ns;   /* likewise the time that bursts are held */
   int64_t plans_made;      /* rank 0: how often buckets were planned ... */

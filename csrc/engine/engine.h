@@ -44,7 +44,7 @@ struct EngineConfig {
   int cache_capacity = 1024;
   bool reproducible = false;
   Algorithm algorithm = Algorithm::kAuto;  // of allreduces over several hosts
-  bool plan = false;  // buckets, once the steps are known
+  bool plan = false;                       // buckets, once the steps are known
   // Finds fusion_bytes and hold_ns by trying. Its initial setting is those.
   std::optional<Tuner::Options> tune;
   std::string tune_log;     // path, for rank 0; empty: none

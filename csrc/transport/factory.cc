@@ -271,7 +271,7 @@ Status MakeWorld(const WorldOptions& options, World* world) {
       const bool alone = static_cast<size_t>(over_mpi->size()) == world->topology.hosts.size();
       if (!alone) {
         const Status local =
-            ShareMemory(*over_mpi, world->topology, options.spin_ns, deadline, &world->local);
+            ShareMemory(*over_mpi, world->topology, options, deadline, &world->local);
         if (!local.ok() && !over_mpi->CheckPeers().ok()) return local;
         if (!local.ok()) {
           world->note =

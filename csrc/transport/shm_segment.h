@@ -76,7 +76,7 @@ class ShmSegment {
     // For the ranks of one of several hosts, whose messages go by MPI. `most` ranks are on the
     // largest host: slots are equally large on all.
     static Geometry OfHost(int ranks, int most);
-    size_t total_bytes() const;      // without the arenas
+    size_t total_bytes() const;  // without the arenas
   };
   // Entries of a batch whose place in its arena a rank can tell.
   static constexpr size_t kDirectoryEntries = 4096;
