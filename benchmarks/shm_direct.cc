@@ -92,7 +92,6 @@ int RunRank(const Options& options, const std::string& name, int rank, int ranks
     std::fprintf(stderr, "%s\n", attached.message().c_str());
     return 1;
   }
-  segment->rank_state(rank).pid = getpid();
   if (options.pin) {
     cpu_set_t core;
     CPU_ZERO(&core);
