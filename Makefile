@@ -14,6 +14,9 @@ TF ?= 2.19.1
 OTHER := $(CURDIR)/build/tensorflow-$(TF)
 TENSORFLOW_TESTS := $(wildcard tests/python/test_tensorflow_*.py) tests/python/test_conformance.py
 
+# Where `make bench` keeps MPICH.
+MPICH := $(CURDIR)/build/mpich
+
 # Tools of the environment first: mpirun, cmake, pybind11 come from it where the machine has none.
 export PATH := $(BIN):$(PATH)
 
@@ -28,7 +31,7 @@ export PRTE_MCA_hwloc_default_binding_policy := none
 NO_ASLR := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo dev build test test-cpp test-py test-tensorflow tsan asan soak lint format typecheck bench docs clean
+.PHONY: help demo dev build test test-cpp test-py test-tensorflow tsan asan soak lint format typecheck bench bench-mpich simulate test-cpp-module docs clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -77,13 +80,32 @@ format: $(VENV)/.dev  ## ruff and clang-format, in place
 	ruff format $(wildcard $(SOURCES))
 	git ls-files -co --exclude-standard '*.cc' '*.h' '*.inc' | xargs clang-format -i
 
-bench: build  ## allreduce against MPI_Allreduce and gloo, and memory, on 2 and 4 ranks (minutes)
-	for ranks in 2 4; do \
-	  mpirun -np $$ranks python benchmarks/allreduce.py \
-	    --json benchmarks/results/allreduce-$$ranks.json && \
-	  mpirun -np $$ranks python benchmarks/memory.py || exit 1; \
-	done
-	python benchmarks/table.py benchmarks/results/allreduce-2.json benchmarks/results/allreduce-4.json
+# ONLY="sums sets" runs some parts; REMARK="quiet machine" is written into the results.
+bench: build  ## against all peers, on 2 and 4 ranks: JSON, tables, plots (15 minutes)
+	pip install --quiet --editable '.[bench]' || true
+	$(MAKE) bench-mpich || echo "without MPICH"
+	python benchmarks/bench.py --remark "$(REMARK)" $(if $(ONLY),--only $(ONLY))
+	python benchmarks/table.py --write
+	python benchmarks/plots.py
+
+simulate: test-cpp-module  ## training on 8 to 2,048 ranks through the real planner and coordinator
+	python benchmarks/simulate.py
+
+test-cpp-module: $(VENV)/.dev
+	cmake --preset release
+	cmake --build --preset release --parallel $(JOBS) --target _testing
+
+# A run of MPICH needs an environment in which everything uses it; nothing else is built again.
+bench-mpich: build
+	test -x $(MPICH)/bin/mpicc || { $(BIN)/python -m venv $(MPICH) && \
+	  $(MPICH)/bin/pip install --quiet mpich mpi4py; }
+	cmake -S . -B $(MPICH)/core -DCMAKE_BUILD_TYPE=Release -DHORORING_MPICC=$(MPICH)/bin/mpicc
+	cmake --build $(MPICH)/core --target hororing_mpi --parallel $(JOBS)
+	rm -rf $(MPICH)/hororing && cp -r hororing $(MPICH)/
+	cp $(MPICH)/core/libhororing_mpi.so $(MPICH)/hororing/lib/
+	$(BIN)/python -c 'import site; print("$(MPICH)", site.getsitepackages()[0], sep="\n")' \
+	  > "$$($(MPICH)/bin/python -c 'import site; print(site.getsitepackages()[0])')/hororing.pth"
+	touch $(MPICH)/.ready
 
 docs: build  ## docs/configuration.md from the table of knobs
 	python -m hororing config --markdown > docs/configuration.md.new

@@ -20,7 +20,6 @@ shared machine.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import socket
@@ -33,7 +32,10 @@ os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 
 import keras
 import numpy as np
+import peers
 import tensorflow as tf
+from record import arguments, command, write
+from turns import summary
 
 import hororing.numpy as hvd_numpy
 import hororing.tensorflow as hvd
@@ -64,6 +66,7 @@ def convolutional() -> tuple[keras.Model, tuple[int, ...]]:
 
 
 MODELS = {"layers": layers_200, "conv": convolutional}
+NAMES = {"mwms": "MultiWorkerMirroredStrategy"}
 
 
 def strategy_of_tensorflow() -> tf.distribute.Strategy:
@@ -137,15 +140,15 @@ def fit_loop(model: keras.Model, x: Any, y: Any) -> Callable[[int], float]:
     return run
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+def main(argv: list[str] | None = None) -> None:
+    parser = arguments(__doc__)
     parser.add_argument("--model", choices=MODELS, default="layers")
     parser.add_argument("--loop", choices=["fit", "custom"], default="fit")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=20, help="in a series")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
+    if options.quick:
+        options.rounds, options.steps = 1, 2
     tf.config.threading.set_intra_op_parallelism_threads(1)
     hvd.init()
     strategy = strategy_of_tensorflow() if options.loop == "custom" else None
@@ -175,13 +178,21 @@ def main() -> None:
     if hvd.rank() == 0:
         print(f"{options.model}, {options.loop}, {hvd.size()} ranks, ms per step")
         base = np.array(times["plain"][2:])  # without the first two, which trace
+        rows = []
         for way, series in times.items():
             samples = np.array(series[2:])
             low, middle, high = np.percentile(samples, [10, 50, 90])
+            over = np.percentile(1e3 * (samples - base), (10, 50, 90))
+            rows.append({
+                "measure": f"Keras step, {options.loop}", "case": options.model,
+                "who": NAMES.get(way, way), **summary(samples / 1e3), "overhead_us": over[1],
+                "overhead_p10_us": over[0], "overhead_p90_us": over[2],
+            })  # fmt: skip
             print(
                 f"  {way:9} {middle:8.2f}  {low:8.2f} .. {high:8.2f}   over plain: "
                 f"{np.median(samples - base):8.2f}"
             )
+        write(options.json, rows, command=command(), ranks=hvd.size(), versions=peers.versions())
     hvd_numpy.barrier()
 
 

@@ -11,11 +11,13 @@ The three take turns in series of 200 calls. Medians and 10th to 90th percentile
 
 from __future__ import annotations
 
-import argparse
 import time
 
 import numpy as np
+import peers
 import torch
+from record import arguments, command, write
+from turns import summary
 
 import hororing.torch as hvd
 from hororing.torch.ops import verbs
@@ -45,26 +47,28 @@ def submit(tensor: torch.Tensor) -> float:
     return elapsed
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(argv: list[str] | None = None) -> None:
+    parser = arguments(__doc__)
     parser.add_argument("--bytes", type=int, default=4, help="of float32")
     parser.add_argument("--series", type=int, default=20, help="of each kind")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     torch.set_num_threads(1)
     hvd.init()
     tensor = torch.zeros(max(1, args.bytes // 4))
     kinds = (blocking, handed, submit)
     times: dict[str, list[float]] = {kind.__name__: [] for kind in kinds}
-    for number in range(-1, args.series):  # the first series of each warms up
+    for number in range(-1, 1 if args.quick else args.series):  # the first series of each warms up
         for kind in kinds:
             series = [kind(tensor) for _ in range(CALLS)]
             if number >= 0:
                 times[kind.__name__] += series
     if hvd.rank() == 0:
+        rows = []
         for name, series in times.items():
-            low, median, high = np.percentile(np.array(series) * 1e6, (10, 50, 90))
-            print(f"{name:<9} {median:7.1f} us   {low:7.1f} .. {high:7.1f}")
-    hvd.shutdown()
+            row = {"measure": "latency", "case": f"{args.bytes} B", "who": f"hororing {name}"}
+            rows.append(row | summary(np.array(series)))
+            print("{who:<18} {median_us:7.1f} us   {p10_us:7.1f} .. {p90_us:7.1f}".format(**rows[-1]))
+        write(args.json, rows, command=command(), ranks=hvd.size(), versions=peers.versions())
 
 
 if __name__ == "__main__":

@@ -6,16 +6,18 @@
     pairwise   rings over the pipes between two ranks: further sets
     world      all ranks, for comparison; the set has all but the last, which does nothing then
 
-The three take turns. Milliseconds per blocking sum of float32 in place: median, and 10th to 90th
+The three take turns, a call each. Milliseconds per blocking sum of float32 in place: median, and 10th to 90th
 percentile.
 """
 
 from __future__ import annotations
 
-import argparse
 import time
 
 import numpy as np
+import peers
+from record import arguments, command, write
+from turns import summary
 
 import hororing.numpy as hvd
 from hororing.process_sets import register
@@ -29,13 +31,12 @@ def seconds(tensor: np.ndarray, process_set: hvd.ProcessSet, name: str) -> float
     return time.perf_counter() - begin
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+def main(argv: list[str] | None = None) -> None:
+    parser = arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--mib", type=float, nargs="+", default=[0.0625, 1, 16, 64])
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
+    sizes, rounds = ([0.0625], 1) if options.quick else (options.mib, options.rounds)
     hvd.init()
     if hvd.size() < 3:
         raise SystemExit("a set of some ranks needs at least 3: mpirun -np 3 ...")
@@ -48,18 +49,24 @@ def main() -> None:
         "pairwise": register(members, internal=True),
         "world": hvd.global_process_set,
     }
-    for mib in options.mib:
+    rows = []
+    for mib in sizes:
         tensor = np.ones(int(mib * 2**18), np.float32)
         times: dict[str, list[float]] = {way: [] for way in ways}
-        for _ in range(options.rounds + 1):
+        for _ in range(rounds + 1):
             for way, process_set in ways.items():
                 hvd.barrier()
                 if process_set.included():
-                    times[way].append(1e3 * seconds(tensor, process_set, way))
+                    times[way].append(seconds(tensor, process_set, way))
         if hvd.rank() == 0:
             for way, samples in times.items():
-                low, middle, high = np.percentile(samples[1:], [10, 50, 90])  # without the first
+                row = {"measure": "process set", "case": f"{mib:g} MiB", "who": f"hororing {way}"}
+                row |= summary(np.array(samples[1:]))  # without the first
+                rows.append(row)
+                low, middle, high = (row[key] / 1e3 for key in ("p10_us", "median_us", "p90_us"))
                 print(f"{mib:8g} MiB  {way:9} {middle:9.3f} ms  {low:9.3f} .. {high:9.3f}")
+    if hvd.rank() == 0:
+        write(options.json, rows, command=command(), ranks=hvd.size(), versions=peers.versions())
     hvd.barrier()
 
 

@@ -1,0 +1,206 @@
+"""The whole comparison, one result file: what `make bench` runs. Under 15 minutes on 2 cores.
+
+    python benchmarks/bench.py                    # everything
+    python benchmarks/bench.py --only step sets   # some parts, merged into the file that is there
+    python benchmarks/bench.py --quick            # only see that it runs
+
+Each part is one of the benchmarks here under mpirun, a job of its own, in which we and the peers
+take turns (turns.py). A part that fails, or runs out of time, is written down as failed, with
+what it printed. Peers that are missing are named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import record
+
+HERE = Path(__file__).parent
+MIB = 1 << 20
+
+# What is known to make Open MPI's allreduce fast here: a ring, and a malloc that keeps the
+# temporaries' pages (otherwise half of the time are page faults). malloc's settings hold for all
+# that take part in the job.
+TUNED = {
+    "OMPI_MCA_coll_tuned_use_dynamic_rules": "1",
+    "OMPI_MCA_coll_tuned_allreduce_algorithm": "4",
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": "4294967296",
+    "BENCHMARK_MPI_NOTE": "tuned",
+}
+
+
+class Part(NamedTuple):
+    """One job. `scale`: of --seconds, for what takes longer than its results are worth."""
+
+    name: str
+    ranks: int
+    script: str
+    args: tuple[str, ...] = ()
+    environment: dict[str, str] = {}  # noqa: RUF012  # nobody writes to it
+    mpich: bool = False
+    scale: float = 1.0
+
+
+def sizes(*mib: float) -> tuple[str, ...]:
+    return ("--sizes", *(str(int(size * MIB)) for size in mib))
+
+
+PARTS = [
+    *(Part("sums", ranks, "allreduce", ("--limit",)) for ranks in (2, 4)),
+    *(
+        Part("tuned", ranks, "allreduce", (*sizes(1, 4, 16, 64, 256), "--peers"), TUNED)
+        for ranks in (2, 4)
+    ),
+    Part("mpich", 2, "allreduce", ("--peers",), mpich=True),
+    # MPICH spins without yielding: larger sums take it minutes on more ranks than cores.
+    Part("mpich", 4, "allreduce", ("--peers", "--max-bytes", str(MIB)), mpich=True, scale=0.5),
+    Part("dtypes", 2, "allreduce", (
+        *sizes(1 / 16, 1, 16, 64), "--elements",
+        "--dtypes", "float32", "float16", "bfloat16", "--peers", "gloo", "horovod",
+    )),
+    Part("sets", 2, "sets"),
+    Part("sets", 4, "sets", scale=0.5),
+    Part("step", 2, "torch_step"),
+    Part("step", 4, "torch_step", scale=0.5),
+    Part("keras", 2, "keras_step", ("--loop", "custom", "--rounds", "10")),
+    Part("latency", 2, "latency"),
+    Part("memory", 2, "memory"),
+    Part("memory", 4, "memory"),
+    Part("process sets", 3, "process_sets", ("--rounds", "9")),
+]  # fmt: skip
+HOOKS = HERE / "hooks.py"
+if HOOKS.exists():
+    PARTS.append(Part("hooks", 2, "hooks"))
+
+
+def mpich_python() -> Path | None:
+    """The environment in which everything uses MPICH (`make build/mpich/.ready`)."""
+    python = record.ROOT / "build/mpich/bin/python"
+    return python if (python.parent.parent / ".ready").exists() else None
+
+
+def command_of(part: Part, options: argparse.Namespace, results: Path) -> list[str]:
+    """The mpirun line."""
+    python, mpirun = Path(sys.executable), shutil.which("mpirun")
+    if part.mpich:
+        python = mpich_python() or python
+        mpirun = str(python.parent / "mpirun")
+    assert mpirun, "mpirun is not on the PATH"
+    quick = ["--quick"] if options.quick else []
+    seconds = str(options.seconds * part.scale)
+    script = str((HERE / part.script).with_suffix(".py"))
+    return [mpirun, "-np", str(part.ranks), str(python), script, *part.args, *quick,
+            "--seconds", seconds, "--json", str(results)]  # fmt: skip
+
+
+def run(part: Part, options: argparse.Namespace) -> dict[str, Any]:
+    """One part's report: what the script wrote, or why there is nothing."""
+    report: dict[str, Any] = {"part": part.name, "ranks": part.ranks, "rows": []}
+    if part.mpich and mpich_python() is None:
+        return report | {"failed": "MPICH was not found: make build/mpich/.ready installs it"}
+    report["load_average_before"] = os.getloadavg()[0]
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
+        results = Path(folder, "results.json")
+        process = subprocess.Popen(
+            command_of(part, options, results),
+            env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": folder, **part.environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            output, _ = process.communicate(timeout=options.limit)
+            failed = "" if process.returncode == 0 else f"it ended with code {process.returncode}"
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            output, _ = process.communicate()
+            failed = f"it took more than {options.limit:g} s"
+        print(output, flush=True)
+        if results.exists():
+            report |= json.loads(results.read_text())
+        elif failed:
+            report["failed"] = f"{failed}: {output[-2000:]}".replace(str(record.ROOT), ".")
+    return report | {"took_s": round(time.monotonic() - begin, 1)}
+
+
+def found(parts: list[dict[str, Any]]) -> dict[str, str]:
+    """Every peer, with its version or with why it did not take part."""
+    versions: dict[str, Any] = {}
+    for part in parts:
+        versions |= {k: v for k, v in part.get("versions", {}).items() if k != "mpi" and v}
+    mpis = sorted({part["versions"]["mpi"] for part in parts if "versions" in part})
+    missing = "not found"
+    return {
+        "Open MPI": ", ".join(mpi for mpi in mpis if "Open MPI" in mpi) or missing,
+        "MPICH": ", ".join(mpi for mpi in mpis if "MPICH" in mpi) or missing,
+        "torch DDP, gloo": versions.get("torch", missing),
+        "MultiWorkerMirroredStrategy": versions.get("tensorflow-cpu", missing),
+        "Horovod": versions.get("horovod", f"{missing} (it has no wheel for this Python)"),
+    }
+
+
+def merged(new: list[dict[str, Any]], path: Path) -> list[dict[str, Any]]:
+    """The parts of an earlier run that were not run again, and the new ones, in our order."""
+    order = [(part.name, part.ranks) for part in PARTS]
+    known = {}
+    if path.exists():
+        known = {(part["part"], part["ranks"]): part for part in json.loads(path.read_text())["parts"]}
+    known |= {(part["part"], part["ranks"]): part for part in new}
+    return [known[key] for key in order if key in known]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", choices=sorted({part.name for part in PARTS}))
+    parser.add_argument("--out", default=str(HERE / "results/bench.json"), help="result file")
+    parser.add_argument("--remark", default="", help="on the machine: quiet, shared ...")
+    parser.add_argument("--seconds", type=float, default=1.0, help="for each contestant and case")
+    parser.add_argument("--limit", type=float, default=240, help="seconds that a part may take")
+    parser.add_argument("--quick", action="store_true", help="only see that it runs")
+    options = parser.parse_args()
+    begin = time.monotonic()
+    machine = record.machine()
+    parts = []
+    for part in PARTS:
+        if options.only is None or part.name in options.only:
+            print(f"==== {part.name}, {part.ranks} ranks", flush=True)
+            parts.append(run(part, options))
+            print(f"==== {parts[-1].get('failed', 'took')}, {parts[-1].get('took_s', 0)} s")
+    out = Path(options.out)
+    if options.only:
+        parts = merged(parts, out)
+    report = {
+        "command": record.command(),
+        "remark": options.remark,
+        "machine": machine | {"busy_share_after": record.busy_share()},
+        "took_s": round(time.monotonic() - begin),
+        "peers": found(parts),
+        "parts": parts,
+    }
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(report, indent=1) + "\n")
+    for peer, how in report["peers"].items():
+        print(f"{peer}: {how}")
+    failures = [part for part in parts if "failed" in part]
+    for part in failures:
+        print(f"FAILED: {part['part']}, {part['ranks']} ranks: {part['failed'][:200]}")
+    print(f"{out}: {report['took_s']} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""All gradients of a model at once: ResNet-50's 161, BERT-base's 199, and 1,000 of 1 KB.
+
+    mpirun -np 2 python benchmarks/sets.py
+
+    hororing          submitted one by one, as DistributedOptimizer's hooks do, then waited for
+    hororing grouped  one grouped_allreduce_
+    MPI               one blocking MPI_Allreduce after the other, in place
+    DDP's buckets     as DistributedDataParallel: 1 MiB, then 25 MiB, copied into the bucket, gloo
+                      (all buckets under way at once), copied back
+    DDP's views       the same buckets with gradient_as_bucket_view: no copies, gradients lie there
+
+All sum the same gradients, of float32 in private memory (DDP's views: in the buckets), in the
+order in which backward makes them. DDP's division by the number of ranks is left out for all.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import peers
+import shapes
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+from record import Row, arguments, command, print_rows, write
+from turns import summary, take_turns
+
+import hororing.torch as hvd
+
+MIB = 1 << 20
+SETS = {
+    "ResNet-50": lambda: shapes.tensors(shapes.resnet50()),
+    "BERT-base": lambda: shapes.tensors(shapes.bert_base()),
+    "1,000 of 1 KB": shapes.small,
+}
+
+
+def one_by_one(gradients: list[torch.Tensor]) -> None:
+    handles = [
+        hvd.allreduce_async_(gradient, op=hvd.Sum, name=f"gradient.{number}")
+        for number, gradient in enumerate(gradients)
+    ]
+    for handle in handles:
+        hvd.synchronize(handle)
+
+
+def blocking_mpi(gradients: list[torch.Tensor]) -> None:
+    for gradient in gradients:
+        MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, gradient.numpy())
+
+
+class Buckets:
+    """DDP's: gradients that share a flat tensor, in the order of backward."""
+
+    def __init__(self, gradients: list[torch.Tensor]) -> None:
+        assignment, _ = dist._compute_bucket_assignment_by_size(gradients, [MIB, 25 * MIB])
+        self.members = [[gradients[index] for index in bucket] for bucket in assignment]
+        self.flat = [torch.zeros(sum(g.numel() for g in bucket)) for bucket in self.members]
+        self.views = [
+            list(flat.split([g.numel() for g in bucket]))
+            for flat, bucket in zip(self.flat, self.members, strict=True)
+        ]
+        for flat in self.flat:
+            flat.fill_(0.0)
+
+    def copied(self) -> None:
+        works = []
+        for flat, views, bucket in zip(self.flat, self.views, self.members, strict=True):
+            for view, gradient in zip(views, bucket, strict=True):
+                view.copy_(gradient.flatten())
+            works.append(dist.all_reduce(flat, async_op=True))
+        for work, views, bucket in zip(works, self.views, self.members, strict=True):
+            work.wait()
+            for view, gradient in zip(views, bucket, strict=True):
+                gradient.flatten().copy_(view)
+
+    def in_place(self) -> None:
+        works = [dist.all_reduce(flat, async_op=True) for flat in self.flat]
+        for work in works:
+            work.wait()
+
+
+def contestants(gradients: list[torch.Tensor]) -> dict[str, Callable[[], object]]:
+    buckets = Buckets(gradients)
+    return {
+        "hororing": lambda: one_by_one(gradients),
+        "hororing grouped": lambda: hvd.grouped_allreduce_(gradients, op=hvd.Sum, name="all"),
+        f"{peers.mpi_name()}, each": lambda: blocking_mpi(gradients),
+        "DDP's buckets": buckets.copied,
+        "DDP's views": buckets.in_place,
+    }
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
+    options = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    hvd.init()
+    peers.join_gloo()
+    order = random.Random(options.seed)
+    rows: list[Row] = []
+    for name in ["1,000 of 1 KB"] if options.quick else options.sets:
+        gradients = [torch.zeros(shape).fill_(0.0) for shape in reversed(SETS[name]())]
+        times = take_turns(
+            contestants(gradients),
+            order,
+            seconds=options.seconds,
+            rounds=(1, 1) if options.quick else (7, 100),
+        )
+        nbytes = sum(gradient.nbytes for gradient in gradients)
+        case = [
+            {"measure": "set of gradients", "case": name, "who": who, "nbytes": nbytes,
+             "tensors": len(gradients), **summary(series)}
+            for who, series in times.items()
+        ]  # fmt: skip
+        rows += case
+        if hvd.rank() == 0:
+            print_rows(case)
+    if hvd.rank() == 0:
+        write(options.json, rows, command=command(), ranks=hvd.size(), versions=peers.versions())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""What a training step of PyTorch costs over one without communication, on one host.
+
+    mpirun -np 2 python benchmarks/torch_step.py
+
+    plain          no communication: what the others take more than this is their overhead
+    hororing       DistributedOptimizer, as it comes
+    hororing views, hororing copies   with gradient_as_bucket_view on and off, where it exists
+    DDP            DistributedDataParallel with gloo
+    DDP's views    with gradient_as_bucket_view=True
+    MPI, each      one blocking MPI_Allreduce per gradient after backward, and the division
+
+On the same model, batches and processes, one thread of compute per rank. The overhead of a way is
+the median over rounds of the difference to plain's series of the same round.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Callable
+
+import numpy as np
+import peers
+import torch
+from mpi4py import MPI
+from record import Row, arguments, command, print_rows, write
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from turns import summary, take_turns
+
+import hororing.torch as hvd
+
+BATCH = 32
+HAS_VIEWS = "gradient_as_bucket_view" in inspect.signature(hvd.DistributedOptimizer).parameters
+
+
+def layers_200() -> tuple[nn.Module, tuple[int, ...]]:
+    """200 small layers: 402 gradients, 3.3 MB."""
+    layers = [part for _ in range(200) for part in (nn.Linear(64, 64), nn.ReLU())]
+    return nn.Sequential(*layers, nn.Linear(64, 10)), (64,)
+
+
+def convolutional() -> tuple[nn.Module, tuple[int, ...]]:
+    """A convolutional model of 11 MB."""
+    layers: list[nn.Module] = []
+    inputs = 3
+    for filters in (32, 64, 128, 256):
+        for _ in range(2):
+            layers += [
+                nn.Conv2d(inputs, filters, 3, padding=1, bias=False),
+                nn.BatchNorm2d(filters),
+                nn.ReLU(),
+            ]
+            inputs = filters
+        layers.append(nn.MaxPool2d(2))
+    layers += [nn.Flatten(), nn.Linear(1024, 1536), nn.ReLU(), nn.Linear(1536, 10)]
+    return nn.Sequential(*layers), (3, 32, 32)
+
+
+# Name: the model, and steps in a series.
+MODELS = {"200 layers": (layers_200, 5), "convolutional": (convolutional, 3)}
+
+
+def training(way: str, make: Callable[[], tuple[nn.Module, tuple[int, ...]]]) -> Callable[[], None]:
+    """A function that takes one step of a fresh model."""
+    torch.manual_seed(1)
+    model, shape = make()
+    parameters = list(model.parameters())
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(parameters, 0.001)
+    if way.startswith("hororing"):
+        views = {"hororing views": True, "hororing copies": False}
+        more = {"gradient_as_bucket_view": views[way]} if way in views else {}
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(prefix=way), **more)
+    elif way.startswith("DDP"):
+        model = DistributedDataParallel(model, gradient_as_bucket_view=way == "DDP's views")
+    x = torch.randn(BATCH, *shape)
+    y = torch.randint(0, 10, (BATCH,))
+    loss_of = nn.CrossEntropyLoss()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss_of(model(x), y).backward()
+        if way == f"{peers.mpi_name()}, each":
+            for parameter in parameters:
+                MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, parameter.grad.numpy())
+                parameter.grad /= hvd.size()
+        optimizer.step()
+
+    return step
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    options = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    hvd.init()
+    peers.join_gloo()
+    order = random.Random(options.seed)
+    names = ["plain", "hororing", "DDP", "DDP's views", f"{peers.mpi_name()}, each"]
+    if HAS_VIEWS:
+        names[2:2] = ["hororing views", "hororing copies"]
+    rows: list[Row] = []
+    for model in options.models[:1] if options.quick else options.models:
+        make, steps = MODELS[model]
+        times = take_turns(
+            {way: training(way, make) for way in names},
+            order,
+            calls=1 if options.quick else steps,
+            seconds=4 * options.seconds,
+            rounds=(1, 1) if options.quick else (9, 60),
+        )
+        case = []
+        for who, series in times.items():
+            over = (series - times["plain"]) * 1e6
+            low, median, high = np.percentile(over, (10, 50, 90))
+            case.append({
+                "measure": "training step", "case": model, "who": who, **summary(series),
+                "overhead_us": median, "overhead_p10_us": low, "overhead_p90_us": high,
+            })  # fmt: skip
+        rows += case
+        if hvd.rank() == 0:
+            print_rows(case)
+            for row in case:
+                print(f"{'':37}  {row['who']:<28} {row['overhead_us']:12.1f} us over plain")
+    if hvd.rank() == 0:
+        write(options.json, rows, command=command(), ranks=hvd.size(), versions=peers.versions())
+
+
+if __name__ == "__main__":
+    main()
