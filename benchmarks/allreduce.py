@@ -83,7 +83,8 @@ def main(argv: list[str] | None = None) -> None:
     }
     options.order = random.Random(options.seed)
     rows = []
-    for nbytes in (size for size in options.sizes if size <= options.max_bytes):
+    largest = min(options.max_bytes, 1 << 20) if options.quick else options.max_bytes
+    for nbytes in (size for size in options.sizes if size <= largest):
         for dtype in options.dtypes:
             rows += (case := rows_of(nbytes, dtype, options.elements, options))
             if hvd.rank() == 0:

@@ -155,10 +155,8 @@ def found(parts: list[dict[str, Any]]) -> dict[str, str]:
 def merged(new: list[dict[str, Any]], path: Path) -> list[dict[str, Any]]:
     """The parts of an earlier run that were not run again, and the new ones, in our order."""
     order = [(part.name, part.ranks) for part in PARTS]
-    known = {}
-    if path.exists():
-        known = {(part["part"], part["ranks"]): part for part in json.loads(path.read_text())["parts"]}
-    known |= {(part["part"], part["ranks"]): part for part in new}
+    old = json.loads(path.read_text())["parts"] if path.exists() else []
+    known = {(part["part"], part["ranks"]): part for part in [*old, *new]}
     return [known[key] for key in order if key in known]
 
 

@@ -44,9 +44,9 @@ import hororing.tensorflow.keras as hvd_keras
 BATCH = 32
 
 
-def layers_200() -> tuple[keras.Model, tuple[int, ...]]:
+def layers_200(count: int = 200) -> tuple[keras.Model, tuple[int, ...]]:
     """200 small layers: 402 gradients, 3.3 MB."""
-    dense = [keras.layers.Dense(64, activation="relu") for _ in range(200)]
+    dense = [keras.layers.Dense(64, activation="relu") for _ in range(count)]
     return keras.Sequential([keras.Input((64,)), *dense, keras.layers.Dense(10)]), (64,)
 
 
@@ -152,7 +152,7 @@ def main(argv: list[str] | None = None) -> None:
     tf.config.threading.set_intra_op_parallelism_threads(1)
     hvd.init()
     strategy = strategy_of_tensorflow() if options.loop == "custom" else None
-    make = MODELS[options.model]
+    make = (lambda: layers_200(2)) if options.quick else MODELS[options.model]
     plain, shape = make()
     ours, _ = make()
     models = {

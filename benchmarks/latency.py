@@ -67,7 +67,8 @@ def main(argv: list[str] | None = None) -> None:
         for name, series in times.items():
             row = {"measure": "latency", "case": f"{args.bytes} B", "who": f"hororing {name}"}
             rows.append(row | summary(np.array(series)))
-            print("{who:<18} {median_us:7.1f} us   {p10_us:7.1f} .. {p90_us:7.1f}".format(**rows[-1]))
+            text = "{who:<18} {median_us:7.1f} us   {p10_us:7.1f} .. {p90_us:7.1f}"
+            print(text.format(**rows[-1]))
         write(args.json, rows, command=command(), ranks=hvd.size(), versions=peers.versions())
 
 

@@ -13,7 +13,7 @@ import matplotlib
 from table import RESULTS, Report, by_case, rows, sums
 
 matplotlib.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402
+from matplotlib import pyplot as plt
 
 OURS = {"color": "black", "linewidth": 2.2}
 
@@ -35,10 +35,10 @@ def bus_bandwidth(report: Report, ranks: int, path: Path) -> None:
         x, median, low, high = zip(*points, strict=True)
         style = OURS if who == "hororing" else {"linestyle": "--" if "limit" in who else "-"}
         (line,) = axes.plot(x, median, marker="o", markersize=3, label=who, **style)
-        if who in ("hororing", "gloo") or who.startswith("Open MPI") and "tuned" not in who:
+        if who in ("hororing", "gloo") or (who.startswith("Open MPI") and "tuned" not in who):
             axes.fill_between(x, low, high, color=line.get_color(), alpha=0.12)
     axes.set(xscale="log", yscale="log", xlabel="bytes", ylabel="bus bandwidth, GB/s",
-             title=f"in-place sums of float32, {ranks} ranks on {report['machine']['cores']} cores")  # fmt: skip
+             title=f"in-place sums of float32, {ranks} ranks")  # fmt: skip
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     figure.tight_layout()
@@ -53,7 +53,7 @@ def bars(report: Report, part: str, ranks: int, key: str, title: str, path: Path
         return
     names = [who for who in next(iter(cases.values())) if who != "plain"]
     figure, axes = plt.subplots(figsize=(8, 1 + 0.32 * len(cases) * len(names)))
-    for index, (case, found) in enumerate(reversed(cases.items())):
+    for index, found in enumerate(reversed(cases.values())):
         ours = found["hororing"][key]
         for number, who in enumerate(reversed(names)):
             place = index + 0.8 * (number / len(names) - 0.5)

@@ -6,8 +6,8 @@
     pairwise   rings over the pipes between two ranks: further sets
     world      all ranks, for comparison; the set has all but the last, which does nothing then
 
-The three take turns, a call each. Milliseconds per blocking sum of float32 in place: median, and 10th to 90th
-percentile.
+The three take turns, a call each. Milliseconds per blocking sum of float32 in place: median, and
+10th to 90th percentile.
 """
 
 from __future__ import annotations

@@ -31,9 +31,7 @@ def human(nbytes: int) -> str:
 
 def arguments(doc: str) -> argparse.ArgumentParser:
     """The options that every benchmark has."""
-    parser = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--json", help="write all figures to this file")
     parser.add_argument("--quick", action="store_true", help="only see that it runs")
     parser.add_argument("--seconds", type=float, default=1.0, help="for each contestant and case")

@@ -21,6 +21,7 @@
 #include "schedule/bucket_plan.h"
 #include "schedule/cost_model.h"
 #include "schedule/fusion_planner.h"
+#include "testing/negotiation_cost.h"
 #include "transport/factory.h"
 
 namespace py = pybind11;
@@ -179,6 +180,17 @@ PYBIND11_MODULE(_testing, module) {
     const CostLine line = FitLine(table);
     return std::make_pair(line.alpha_s, line.beta_s_per_byte);
   });
+
+  // What a step costs the coordinator; see testing/negotiation_cost.h.
+  py::class_<NegotiationCost>(module, "NegotiationCost")
+      .def_readonly("reports", &NegotiationCost::reports)
+      .def_readonly("report_bytes", &NegotiationCost::report_bytes)
+      .def_readonly("agreements", &NegotiationCost::agreements)
+      .def_readonly("agreement_bytes", &NegotiationCost::agreement_bytes)
+      .def_readonly("decisions", &NegotiationCost::decisions)
+      .def_readonly("work_ns", &NegotiationCost::work_ns);
+  module.def("play_negotiation", &PlayNegotiation, py::arg("ranks"), py::arg("bursts"),
+             py::arg("steps"));
 
   py::class_<Request>(module, "Request")
       .def(py::init([](std::string name, int kind, int dtype, std::vector<int64_t> shape, int op,

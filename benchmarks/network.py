@@ -1,0 +1,106 @@
+"""An alpha-beta network of hosts, and what an allreduce costs on it, by algorithm.
+
+A message of m bytes takes alpha + m / bandwidth (R. Hockney, 1994). Ranks of a host reach each
+other by the inner link, one each; a host has one NIC, which its ranks share, and sends and
+receives at the same time. Ranks are ordered by host. Arithmetic and congestion are left out.
+
+Symbols: P ranks, k ranks per host, H = P / k hosts, S bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+
+class Network(NamedTuple):
+    """Seconds per message and bytes per second, within a host and between hosts."""
+
+    name: str
+    ranks_per_host: int
+    inner_alpha_s: float
+    inner_bandwidth: float
+    outer_alpha_s: float
+    outer_bandwidth: float
+    message_overhead_s: float  # CPU time of one small message, on either side
+    source: str
+
+
+def _hosts(network: Network, ranks: int) -> tuple[int, int]:
+    per_host = min(network.ranks_per_host, ranks)
+    if ranks % per_host:
+        raise ValueError(f"{ranks} ranks are not full hosts of {per_host}")
+    return per_host, ranks // per_host
+
+
+def ring(network: Network, ranks: int, nbytes: float) -> float:
+    """2 (P-1) steps of S / P bytes; with several hosts, each is as slow as the NICs."""
+    _, hosts = _hosts(network, ranks)
+    if ranks == 1:
+        return 0.0
+    outside = hosts > 1
+    alpha = network.outer_alpha_s if outside else network.inner_alpha_s
+    bandwidth = network.outer_bandwidth if outside else network.inner_bandwidth
+    return 2 * (ranks - 1) * (alpha + nbytes / ranks / bandwidth)
+
+
+def recursive_doubling(network: Network, ranks: int, nbytes: float) -> float:
+    """log2 P exchanges of S bytes; between hosts all k ranks of one use its NIC at once."""
+    per_host, hosts = _hosts(network, ranks)
+    inner = math.log2(per_host) * (network.inner_alpha_s + nbytes / network.inner_bandwidth)
+    outer = network.outer_alpha_s + per_host * nbytes / network.outer_bandwidth
+    extra = 2 if hosts & (hosts - 1) else 0  # ranks beyond the power of two go in and out
+    return inner + (int(math.log2(hosts)) + extra) * outer
+
+
+def leader(network: Network, ranks: int, nbytes: float) -> float:
+    """Reduce in the host, ring of the hosts' leaders, broadcast in the host (Jia et al. 2018).
+
+    Reduce is reduce-scatter and gather, broadcast is scatter and all-gather: 4 (k-1) inner steps.
+    """
+    per_host, hosts = _hosts(network, ranks)
+    inner = (
+        4 * (per_host - 1) * (network.inner_alpha_s + nbytes / per_host / network.inner_bandwidth)
+    )
+    outer = 2 * (hosts - 1) * (network.outer_alpha_s + nbytes / hosts / network.outer_bandwidth)
+    return inner + outer
+
+
+def three_phase(network: Network, ranks: int, nbytes: float) -> float:
+    """Reduce-scatter in the host, k rings of S / k bytes between hosts, all-gather in the host.
+
+    The rings share the NIC, so together they move what one ring of S bytes would.
+    """
+    per_host, hosts = _hosts(network, ranks)
+    inner = (
+        2 * (per_host - 1) * (network.inner_alpha_s + nbytes / per_host / network.inner_bandwidth)
+    )
+    outer = 2 * (hosts - 1) * (network.outer_alpha_s + nbytes / hosts / network.outer_bandwidth)
+    return inner + outer
+
+
+ALGORITHMS = {
+    "ring": ring,
+    "recursive doubling": recursive_doubling,
+    "leader": leader,
+    "three-phase": three_phase,
+}
+BEST = "the best per size"
+
+
+def seconds(algorithm: str, network: Network, ranks: int, nbytes: float) -> float:
+    """What one allreduce takes; BEST: by the algorithm that is fastest for this size."""
+    if algorithm == BEST:
+        return min(cost(network, ranks, nbytes) for cost in ALGORITHMS.values())
+    return ALGORITHMS[algorithm](network, ranks, nbytes)
+
+
+RDMA = Network(
+    "100 Gbit/s RDMA, 8 ranks per host", 8, 5e-6, 10e9, 15e-6, 12.5e9, 1e-6,
+    "assumed: typical of PCIe and RoCE hosts of the time of the published curves",
+)  # fmt: skip
+TCP = Network(
+    "25 Gbit/s TCP, 4 ranks per host", 4, 10e-6, 10e9, 30e-6, 25e9 / 8, 4e-6,
+    "latency from Shi and Chu's fit on 16 nodes, 0.908 ms for 30 steps (MG-WFBP, INFOCOM 2019); "
+    "bandwidth nominal; 4 us per message: an allreduce of 8 bytes over TCP takes 8 us here",
+)  # fmt: skip

@@ -1,0 +1,133 @@
+"""Replays the gradients of a training step under a fusion policy.
+
+Backward makes gradients at known times; one channel carries one batch after the other; a batch
+costs its negotiation and its allreduce. Which gradients share a batch is decided by
+
+    per tensor   nobody: each by itself
+    one bucket   all wait for the last
+    DDP          1 MiB first, then 25 MiB, in the order of backward (DistributedDataParallel)
+    ready        the engine's rule: whatever is ready when the channel is free goes together, cut
+                 by the core's fusion planner (csrc/schedule/fusion_planner.h)
+    plan         the core's bucket plan (csrc/schedule/bucket_plan.h), for the same costs
+
+The planners are the real ones, through the test module; times are simulated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import NamedTuple
+
+from shapes import Layer
+
+MIB = 1 << 20
+FUSION_BYTES = 64 * MIB
+FLOAT32 = 7  # DataType of csrc/base/types.h
+Cost = Callable[[float], float]  # bytes of a batch -> seconds
+Negotiation = Callable[[int], float]  # tensors of a batch -> seconds
+
+
+class Step(NamedTuple):
+    """Gradients in the order in which backward makes them, and when, from its begin."""
+
+    ready_s: list[float]
+    nbytes: list[int]
+    forward_s: float
+    backward_s: float
+
+
+def step_of(layers: Sequence[Layer], step_s: float, element_bytes: int) -> Step:
+    """A step of `step_s`, a third of it forward, divided among layers by their multiply-adds.
+
+    Backward needs twice the work of forward: the gradients of inputs and of weights.
+    """
+    work = sum(layer.multiply_adds for layer in layers)
+    backward = step_s * 2 / 3
+    now, ready, nbytes = 0.0, [], []
+    for layer in reversed(layers):
+        now += backward * layer.multiply_adds / work
+        for shape in reversed(layer.shapes):
+            ready.append(now)
+            nbytes.append(math.prod(shape) * element_bytes)
+    return Step(ready, nbytes, step_s / 3, backward)
+
+
+def buckets_of_ddp(nbytes: Sequence[int]) -> list[int]:
+    """Ends of buckets: closed as soon as they hold 1 MiB (the first) or 25 MiB."""
+    ends, held = [], 0
+    for index, size in enumerate(nbytes):
+        held += size
+        if held >= (25 * MIB if ends else MIB):
+            ends.append(index + 1)
+            held = 0
+    return ends if held == 0 else [*ends, len(nbytes)]
+
+
+def table_of(cost: Cost, largest: float) -> list[tuple[int, float]]:
+    """`cost` as the planner takes it: points, four to an octave, and the largest."""
+    sizes = {int(2 ** (i / 4)) for i in range(int(4 * math.log2(largest)) + 1)}
+    return [(size, cost(size)) for size in sorted(sizes | {int(largest)})]
+
+
+def ends_of(
+    policy: str, core: ModuleType, step: Step, cost: Cost, negotiation: Negotiation
+) -> list[int]:
+    """Ends of the buckets of a policy that fixes them before the step."""
+    count = len(step.nbytes)
+    if policy == "per tensor":
+        return list(range(1, count + 1))
+    if policy == "one bucket":
+        return [count]
+    if policy == "DDP":
+        return buckets_of_ddp(step.nbytes)
+    assert policy == "plan", policy
+    # Negotiating hardly depends on how many tensors there are: an eighth of them is typical.
+    whole = lambda nbytes: cost(nbytes) + negotiation(count // 8 + 1)  # noqa: E731
+    table = table_of(whole, sum(step.nbytes))
+    return core.bucket_plan(
+        step.ready_s, step.nbytes, table=table, limit_bytes=2 * sum(step.nbytes)
+    )
+
+
+def end_of_buckets(step: Step, ends: Sequence[int], cost: Cost, negotiation: Negotiation) -> float:
+    """When the last bucket is reduced, from the begin of backward."""
+    free, first = 0.0, 0
+    for end in ends:
+        begin = max(free, step.ready_s[end - 1])
+        free = begin + negotiation(end - first) + cost(sum(step.nbytes[first:end]))
+        first = end
+    return free
+
+
+def end_of_ready(core: ModuleType, step: Step, cost: Cost, negotiation: Negotiation) -> float:
+    """As end_of_buckets, where each time all that is ready goes, by the fusion planner."""
+    free, first, count = 0.0, 0, len(step.nbytes)
+    while first < count:
+        free = max(free, step.ready_s[first])
+        end = first + 1
+        while end < count and step.ready_s[end] <= free:
+            end += 1
+        free += negotiation(end - first)
+        burst = step.nbytes[first:end]
+        for batch in core.plan_fusion([(FLOAT32, size) for size in burst], FUSION_BYTES):
+            free += cost(sum(burst[index] for index in batch))
+        first = end
+    return free
+
+
+POLICIES = ["per tensor", "one bucket", "DDP", "ready", "plan"]
+
+
+def efficiency(
+    policy: str, core: ModuleType, step: Step, cost: Cost, negotiation: Negotiation
+) -> float:
+    """Time of a step without communication by that with it."""
+    if policy == "ready":
+        end = end_of_ready(core, step, cost, negotiation)
+    else:
+        ends = ends_of(policy, core, step, cost, negotiation)
+        end = end_of_buckets(step, ends, cost, negotiation)
+    alone = step.forward_s + step.backward_s
+    return alone / (step.forward_s + max(step.backward_s, end))

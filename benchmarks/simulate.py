@@ -1,0 +1,280 @@
+"""Training steps on 8 to 2,048 ranks: the real planner and coordinator, a simulated network.
+
+    make test-cpp && python benchmarks/simulate.py      # a minute; writes results/simulate*
+
+Real: the fusion planner, the bucket plan, the coordinator and its messages (csrc/, through the
+test module). Simulated: the network (network.py: alpha, beta, one NIC per host), the time of
+backward (replay.py: a third of the step is forward, the rest is divided by multiply-adds), and
+that all ranks are equally fast. Efficiency is the time of a step without communication by that
+with it: the larger the batch on a rank, the better.
+
+What it can show: which algorithm and which fusion policy wins where, from where latency counts,
+what negotiation costs, how the coordinator's work grows. What it cannot: stragglers, congestion,
+the speed of our data plane on hardware that nobody here has measured. The published curves are
+drawn for orientation; they were measured on other software and hardware.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sysconfig
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import network
+import numpy as np
+import replay
+import shapes
+from network import RDMA, TCP, Network
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks/results"
+RANKS = [8, 16, 32, 64, 128, 256, 512, 1024, 2048]
+CONTROL_RANKS = [*RANKS, 4096, 8192, 16384]
+
+
+class Job(NamedTuple):
+    """A model on a network, with the seconds of a step alone, and what was published of it."""
+
+    model: str
+    network: Network
+    step_s: float
+    element_bytes: int
+    note: str
+    published: dict[str, list[tuple[int, float]]]
+
+
+TENCENT = "Tencent 2018 (blog)"
+TENCENT_PAPER = "Tencent 2018, as Sony's paper counts it"
+HOROVOD = "Horovod 2018"
+JOBS = [
+    Job("ResNet-50", RDMA, 0.213, 2, "32 images per rank at 150 images/s, float16 (P40)", {
+        TENCENT: [(1024, 0.99), (2048, 0.97)], TENCENT_PAPER: [(2048, 0.879)],
+    }),
+    Job("AlexNet", RDMA, 0.110, 2, "128 images per rank at 1,160 images/s, float16", {}),
+    Job("ResNet-50", TCP, 0.320, 4, "64 images per rank at 200 images/s, float32 (P100)", {
+        HOROVOD + ", Inception, ResNet-101": [(512, 0.90)],
+    }),
+    Job("VGG-16", TCP, 0.490, 4, "64 images per rank at 130 images/s, float32 (P100)", {
+        HOROVOD: [(512, 0.68)],
+    }),
+    Job("BERT-base", RDMA, 0.160, 4, "32 sequences of 128 tokens per rank, float32", {}),
+]  # fmt: skip
+
+
+def load_core() -> ModuleType:
+    """The test module, which `make test-cpp` builds."""
+    name = "_testing" + sysconfig.get_config_var("EXT_SUFFIX")
+    paths = [ROOT / "build" / preset / name for preset in ("release", "dev")]
+    found = [path for path in paths if path.exists()]
+    if not found:
+        raise SystemExit(f"{name} is not built: make test-cpp builds it")
+    spec = importlib.util.spec_from_file_location("_testing", found[0])
+    assert spec is not None
+    assert spec.loader is not None
+    core = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(core)
+    return core
+
+
+class Work(NamedTuple):
+    """CPU seconds of the coordinator, fitted to the real one: per report, per tensor in it."""
+
+    report_s: float
+    tensor_s: float
+
+
+def coordinator_work(core: ModuleType, ranks: int = 512) -> Work:
+    """Fit the real coordinator's work on cached reports of 1 to 256 tensors."""
+    counts = [1, 4, 16, 64, 256]
+    played = [core.play_negotiation(ranks, [[4096] * count], 6)[1:] for count in counts]
+    seconds = [min(step.work_ns for step in steps) / 1e9 / ranks for steps in played]
+    tensor_s, report_s = np.polyfit(counts, seconds, 1, w=1 / np.array(seconds))
+    return Work(max(0.0, float(report_s)), float(tensor_s))
+
+
+def negotiation(net: Network, ranks: int, work: Work | None, *, per_host: bool = False):
+    """Seconds to agree on so many tensors: all ranks report to rank 0, which answers them all.
+
+    Messages of rank 0 are handled one after the other. per_host: as if a host's reports came as
+    one, which is not built. Without `work` it costs nothing.
+    """
+    senders = ranks // min(net.ranks_per_host, ranks) if per_host else ranks
+    hops = 2 if per_host and senders > 1 else 1
+
+    def seconds(tensors: int) -> float:
+        if work is None:
+            return 0.0
+        each = 2 * net.message_overhead_s + work.report_s + tensors * work.tensor_s
+        return 2 * net.outer_alpha_s + (hops - 1) * 2 * net.inner_alpha_s + (senders - 1) * each
+
+    return seconds
+
+
+def scaling(core: ModuleType, job: Job, ranks: list[int], work: Work) -> dict[str, Any]:
+    """Efficiency by number of ranks: per algorithm, per policy, per way of negotiating."""
+    step = replay.step_of(shapes.MODELS[job.model](), job.step_s, job.element_bytes)
+
+    def line(algorithm: str, policy: str, **how: Any) -> list[float]:
+        works = how.pop("work", work)
+        return [
+            replay.efficiency(
+                policy,
+                core,
+                step,
+                lambda nbytes, n=count: network.seconds(algorithm, job.network, n, nbytes),
+                negotiation(job.network, count, works, **how),
+            )
+            for count in ranks
+        ]
+
+    return {
+        "job": f"{job.model}, {job.network.name}",
+        "note": job.note,
+        "source": job.network.source,
+        "ranks": ranks,
+        "published": job.published,
+        "algorithms": {
+            name: line(name, "plan") for name in [*network.ALGORITHMS, network.BEST]
+        },
+        "policies": {name: line(network.BEST, name) for name in replay.POLICIES},
+        "negotiation": {
+            "every rank reports to rank 0": line(network.BEST, "plan"),
+            "combined per host (not built)": line(network.BEST, "plan", per_host=True),
+            "free": line(network.BEST, "plan", work=None),
+        },
+    }  # fmt: skip
+
+
+def control_plane(core: ModuleType, ranks: list[int], bursts: int = 8) -> list[dict[str, Any]]:
+    """What a step of ResNet-50, in `bursts` equal parts, costs rank 0: first and later steps."""
+    sizes = replay.step_of(shapes.resnet50(), 1.0, 4).nbytes
+    parts = [list(part) for part in np.array_split(sizes, bursts)]
+    rows = []
+    for count in ranks:
+        first, *later = core.play_negotiation(count, parts, 3)
+        for name, step in (("first", first), ("later", min(later, key=lambda s: s.work_ns))):
+            rows.append({
+                "ranks": count, "step": name, "work_ms": step.work_ns / 1e6,
+                "messages_in": step.reports, "bytes_in": step.report_bytes,
+                "messages_out": step.agreements * (count - 1),
+                "bytes_out": step.agreement_bytes * (count - 1),
+            })  # fmt: skip
+    return rows
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """Efficiency at some numbers of ranks, and the control plane."""
+    work = report["coordinator"]
+    lines = [
+        "# Simulated scaling",
+        "",
+        "`python benchmarks/simulate.py`: the real planners and coordinator over a simulated "
+        "network. **Predictions under the stated assumptions, not measurements.** The coordinator "
+        f"takes {1e9 * work['report_s']:.0f} ns per report and {1e9 * work['tensor_s']:.0f} ns per "
+        "tensor in it (fitted to the real one, on this machine).",
+    ]
+    for each in report["scaling"]:
+        shown = [n for n in each["ranks"] if n in (8, 64, 512, 1024, 2048)]
+        lines += ["", f"## {each['job']}", "", f"{each['note']}; network: {each['source']}.", ""]
+        lines += [f"| ranks | {' | '.join(map(str, shown))} |", "|---|" + "---:|" * len(shown)]
+        for group, text in (("algorithms", "plan, "), ("policies", f"{network.BEST}, "),
+                            ("negotiation", "negotiation: ")):  # fmt: skip
+            for name, line in each[group].items():
+                cells = [f"{line[each['ranks'].index(n)]:.1%}" for n in shown]
+                lines.append(f"| {text}{name} | {' | '.join(cells)} |")
+        for who, points in each["published"].items():
+            known = {n: f"{value:.1%}" for n, value in points}
+            lines.append(f"| published: {who} | {' | '.join(known.get(n, '') for n in shown)} |")
+    lines += ["", "## Rank 0's control plane in a step of ResNet-50, 8 bursts, real code", "",
+              "| ranks | step | CPU ms | messages in | bytes in | messages out | bytes out |",
+              "|---:|---|---:|---:|---:|---:|---:|"]  # fmt: skip
+    for row in report["control_plane"]:
+        lines.append(
+            "| {ranks:,} | {step} | {work_ms:.2f} | {messages_in:,} | {bytes_in:,} | "
+            "{messages_out:,} | {bytes_out:,} |".format(**row)
+        )
+    return "\n".join(lines) + "\n"
+
+
+def plot(report: dict[str, Any], folder: Path) -> None:
+    """One PNG per question, a panel per job."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    titles = {"algorithms": "algorithm, with the bucket plan", "policies": "fusion policy, with "
+              f"{network.BEST}", "negotiation": "negotiation, with the bucket plan"}  # fmt: skip
+    for group, title in titles.items():
+        figure, panels = plt.subplots(2, 3, figsize=(15, 8.5), sharey=True)
+        for axes, each in zip(panels.flat, report["scaling"], strict=False):
+            for name, line in each[group].items():
+                axes.plot(each["ranks"], line, marker="o", markersize=3, label=name)
+            for number, (who, points) in enumerate(each["published"].items()):
+                x, y = zip(*points, strict=True)
+                axes.plot(x, y, "k--" if number == 0 else "k:", marker="*", markersize=9,
+                          label=f"published: {who}")  # fmt: skip
+            axes.set_xscale("log", base=2)
+            axes.set_title(f"{each['job']}\n{each['note']}", fontsize=9)
+            axes.set(ylim=(0, 1.02), xlabel="ranks", ylabel="predicted efficiency")
+            axes.grid(alpha=0.3)
+            axes.legend(fontsize=7, loc="lower left")
+        panels.flat[-1].axis("off")
+        figure.suptitle(f"Simulated scaling by {title}")
+        figure.tight_layout()
+        figure.savefig(folder / f"simulate-{group}.png", dpi=90)
+        plt.close(figure)
+    figure, panels = plt.subplots(1, 3, figsize=(15, 4.5))
+    columns = (("messages_in", "messages to rank 0 per step"), ("bytes_in", "bytes to rank 0 per "
+               "step"), ("work_ms", "coordinator, CPU ms per step"))  # fmt: skip
+    for axes, (key, label) in zip(panels, columns, strict=True):
+        for name in ("first", "later"):
+            rows = [row for row in report["control_plane"] if row["step"] == name]
+            axes.plot([row["ranks"] for row in rows], [row[key] for row in rows], marker="o",
+                      label=f"{name} step{'s' * (name == 'later')}")  # fmt: skip
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set(xlabel="ranks", title=label)
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.suptitle("The real coordinator: 161 gradients of ResNet-50 in 8 bursts")
+    figure.tight_layout()
+    figure.savefig(folder / "simulate-control.png", dpi=90)
+    plt.close(figure)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--out", default=str(RESULTS), help="folder")
+    parser.add_argument("--quick", action="store_true", help="a few ranks, no plots")
+    options = parser.parse_args(argv)
+    begin = time.monotonic()
+    core = load_core()
+    work = coordinator_work(core)
+    ranks = [8, 64] if options.quick else RANKS
+    jobs = JOBS[:1] if options.quick else JOBS
+    report = {
+        "command": "python benchmarks/simulate.py",
+        "coordinator": work._asdict(),
+        "scaling": [scaling(core, job, ranks, work) for job in jobs],
+        "control_plane": control_plane(core, ranks if options.quick else CONTROL_RANKS),
+    }
+    folder = Path(options.out)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "simulate.json").write_text(json.dumps(report, indent=1) + "\n")
+    (folder / "simulate.md").write_text(markdown(report))
+    if not options.quick:
+        plot(report, folder)
+    print(markdown(report))
+    print(f"{time.monotonic() - begin:.1f} s")
+
+
+if __name__ == "__main__":
+    main()

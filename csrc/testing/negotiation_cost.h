@@ -1,0 +1,30 @@
+// NegotiationCost: what negotiating a step of training costs the coordinator, by playing it.
+//
+// The coordinator and the codec are the engine's; the wire is a string that is encoded and
+// decoded. All ranks report the same bursts of allreduces; a burst is agreed upon when all ranks
+// have reported it, and every rank learns the cache ids from the agreements, as the engine does.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace hororing {
+
+// Of one step, for rank 0. Rank 0's own reports and agreements do not travel.
+struct NegotiationCost {
+  int64_t reports = 0;  // messages that arrive
+  int64_t report_bytes = 0;
+  int64_t agreements = 0;       // that are made; each is sent to all other ranks
+  int64_t agreement_bytes = 0;  // of one rank's agreements
+  int64_t decisions = 0;
+  int64_t work_ns = 0;  // CPU time of decoding, counting, deciding and encoding
+};
+
+// `bursts`: the bytes of the tensors that are reported together. Step 0 reports tensors in full,
+// later ones by their cache ids.
+// REQUIRES: ranks >= 1, steps >= 0.
+std::vector<NegotiationCost> PlayNegotiation(int ranks,
+                                             const std::vector<std::vector<int64_t>>& bursts,
+                                             int steps);
+
+}  // namespace hororing

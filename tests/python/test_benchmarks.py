@@ -1,0 +1,130 @@
+"""The benchmarks run, and write results that the tables and plots can be made of.
+
+Only that: nothing here depends on how long anything takes. All but Keras's share one job.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import mpirun
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+SCRIPTS = ["allreduce", "sets", "torch_step", "latency", "memory", "process_sets"]
+RANKS = 3  # what process_sets needs
+TIMED = {"median_us", "p10_us", "p90_us", "series"}
+
+sys.path.append(str(BENCHMARKS))
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("results")
+    job = mpirun.run(__file__, RANKS, str(folder))
+    assert job.returncode == 0, job.report()
+    return {name: json.loads((folder / f"{name}.json").read_text()) for name in SCRIPTS}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_benchmark_runs_and_writes_rows(reports, script):
+    report = reports[script]
+    assert report["ranks"] == RANKS
+    assert report["versions"]["mpi"]
+    assert report["command"].startswith("python benchmarks/")
+    assert report["rows"]
+    for row in report["rows"]:
+        assert {"measure", "case", "who"} < set(row)
+        if script != "memory":
+            assert set(row) >= TIMED
+            assert 0 < row["p10_us"] <= row["median_us"] <= row["p90_us"]
+
+
+def test_all_contestants_take_part(reports):
+    sums = {row["who"] for row in reports["allreduce"]["rows"]}
+    assert {"hororing", "gloo", "copy (limit)", reports["allreduce"]["versions"]["mpi"]} <= sums
+    steps = {row["who"] for row in reports["torch_step"]["rows"]}
+    assert {"plain", "hororing", "DDP", "DDP's views"} <= steps
+
+
+def test_the_step_of_keras_runs_and_writes_rows(tmp_path):
+    results = tmp_path / "keras.json"
+    job = mpirun.run(
+        BENCHMARKS / "keras_step.py",
+        2,
+        *("--quick", "--loop", "custom", "--json", str(results)),
+        environment={"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert job.returncode == 0, job.report()
+    rows = json.loads(results.read_text())["rows"]
+    assert [row["who"] for row in rows] == ["plain", "hororing", "MultiWorkerMirroredStrategy"]
+
+
+@pytest.fixture
+def report(reports, tmp_path) -> Path:
+    """A results file as bench.py writes it, with one part that failed."""
+    bench = importlib.import_module("bench")
+    parts = {"allreduce": "sums", "sets": "sets", "torch_step": "step", "latency": "latency"}
+    told = [
+        reports[script] | {"part": part, "ranks": 2, "load_average_before": 1.0}
+        for script, part in parts.items()
+    ]
+    told.append({"part": "mpich", "ranks": 2, "rows": [], "failed": "MPICH was not found"})
+    path = tmp_path / "bench.json"
+    machine = {"date": "today", "commit": "abc", "cores": 2, "processor": "P", "system": "S",
+               "python": "3", "busy_share_before": 0.0, "busy_share_after": 0.5}  # fmt: skip
+    path.write_text(json.dumps({
+        "command": "c", "remark": "a test", "machine": machine, "took_s": 1,
+        "peers": bench.found(told), "parts": told,
+    }))  # fmt: skip
+    return path
+
+
+def test_tables_show_every_part_with_losses_and_failures(report):
+    table = importlib.import_module("table")
+    told = json.loads(report.read_text())
+    row = next(r for r in told["parts"][0]["rows"] if r["who"] == "gloo" and r["case"] == "4 B")
+    ours = next(r for r in told["parts"][0]["rows"] if r["who"] == "hororing")
+    row["median_us"] = ours["median_us"] / 2
+    sections = table.sections(told)
+    assert len(sections) == len(told["parts"]) - 1
+    sums = sections["Blocking sum of float32, in place, 2 ranks"]
+    assert "**0.5x**" in sums.splitlines()[2]
+    lines = table.readme_part(told).splitlines()
+    assert any(line.startswith("Failed: mpich on 2 ranks (MPICH was not found") for line in lines)
+    assert any("MPICH: not found; torch DDP, gloo:" in line for line in lines)
+    whole = f"before\n{table.BEGIN}\nold\n{table.END}\nafter"
+    part = table.with_readme_part(whole, "new")
+    assert part == f"before\n{table.BEGIN}\n\nnew\n\n{table.END}\nafter"
+
+
+def test_plots_are_drawn(report, monkeypatch):
+    pytest.importorskip("matplotlib", reason="plots need matplotlib: pip install .[bench]")
+    plots = importlib.import_module("plots")
+    monkeypatch.setattr(sys, "argv", ["plots.py", str(report)])
+    plots.main()
+    for name in ("sums", "sets", "step"):
+        image = report.with_name(f"bench-{name}-2.png").read_bytes()
+        assert image.startswith(b"\x89PNG")
+
+
+def test_the_readme_shows_the_committed_results():
+    table = importlib.import_module("table")
+    text = (BENCHMARKS.parent / "README.md").read_text()
+    told = json.loads(table.RESULTS.read_text())
+    assert text == table.with_readme_part(text, table.readme_part(told)), (
+        "python benchmarks/table.py --write"
+    )
+
+
+if __name__ == "__main__":
+    for script in SCRIPTS:
+        print(script, flush=True)
+        more = ["--limit"] if script == "allreduce" else []
+        results = str(Path(sys.argv[1], f"{script}.json"))
+        importlib.import_module(script).main(["--quick", "--json", results, *more])
