@@ -82,7 +82,6 @@ format: $(VENV)/.dev  ## ruff and clang-format, in place
 
 # ONLY="sums sets" runs some parts; REMARK="quiet machine" is written into the results.
 bench: build  ## against all peers, on 2 and 4 ranks: JSON, tables, plots (15 minutes)
-	pip install --quiet --editable '.[bench]' || true
 	$(MAKE) bench-mpich || echo "without MPICH"
 	python benchmarks/bench.py --remark "$(REMARK)" $(if $(ONLY),--only $(ONLY))
 	python benchmarks/table.py --write

@@ -6,7 +6,7 @@
 
 Each part is one of the benchmarks here under mpirun, a job of its own, in which we and the peers
 take turns (turns.py). A part that fails, or runs out of time, is written down as failed, with
-what it printed. Peers that are missing are named.
+what it printed; so is one that does not fit --budget any more. Peers that are missing are named.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ PARTS = [
     Part("memory", 4, "memory"),
     Part("process sets", 3, "process_sets", ("--rounds", "9")),
 ]  # fmt: skip
-HOOKS = HERE / "hooks.py"
-if HOOKS.exists():
-    PARTS.append(Part("hooks", 2, "hooks"))
+HOOKS = Part("hooks", 2, "hooks", ("--model", "tiny"))
+if (HERE / "hooks.py").exists():
+    PARTS.append(HOOKS)
 
 
 def mpich_python() -> Path | None:
@@ -97,18 +97,36 @@ def command_of(part: Part, options: argparse.Namespace, results: Path) -> list[s
         python = mpich_python() or python
         mpirun = str(python.parent / "mpirun")
     assert mpirun, "mpirun is not on the PATH"
-    quick = ["--quick"] if options.quick else []
-    seconds = str(options.seconds * part.scale)
+    length = ["--seconds", str(options.seconds * part.scale), *["--quick"] * options.quick]
+    if part == HOOKS:  # has options of its own
+        length = ["--rounds", "1" if options.quick else "20"]
     script = str((HERE / part.script).with_suffix(".py"))
-    return [mpirun, "-np", str(part.ranks), str(python), script, *part.args, *quick,
-            "--seconds", seconds, "--json", str(results)]  # fmt: skip
+    return [mpirun, "-np", str(part.ranks), str(python), script, *part.args, *length,
+            "--json", str(results)]  # fmt: skip
 
 
-def run(part: Part, options: argparse.Namespace) -> dict[str, Any]:
+def hook_rows(report: dict[str, Any]) -> list[record.Row]:
+    """What hooks.py has written, as rows of training steps."""
+    names = {"ddp": "DDP", "ddp_views": "DDP's views"}
+    rows = []
+    for way, figures in report.pop("ways").items():
+        row = {"measure": "training step", "case": "1,000 tiny layers"}
+        row["who"] = names.get(way, way.replace("_", " "))
+        for key, prefix in (("step_ms", ""), ("over_plain_ms", "overhead_")):
+            for figure in ("median", "p10", "p90"):
+                name = f"{prefix}{figure}_us".replace("overhead_median", "overhead")
+                row[name] = figures[key][figure] * 1e3
+        rows.append(row)
+    return rows
+
+
+def run(part: Part, options: argparse.Namespace, limit_s: float) -> dict[str, Any]:
     """One part's report: what the script wrote, or why there is nothing."""
     report: dict[str, Any] = {"part": part.name, "ranks": part.ranks, "rows": []}
     if part.mpich and mpich_python() is None:
         return report | {"failed": "MPICH was not found: make build/mpich/.ready installs it"}
+    if limit_s < 1:
+        return report | {"failed": "not run: the time was over"}
     report["load_average_before"] = os.getloadavg()[0]
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:
@@ -122,15 +140,17 @@ def run(part: Part, options: argparse.Namespace) -> dict[str, Any]:
             start_new_session=True,
         )
         try:
-            output, _ = process.communicate(timeout=options.limit)
+            output, _ = process.communicate(timeout=limit_s)
             failed = "" if process.returncode == 0 else f"it ended with code {process.returncode}"
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             output, _ = process.communicate()
-            failed = f"it took more than {options.limit:g} s"
+            failed = f"it took more than {limit_s:.0f} s"
         print(output, flush=True)
         if results.exists():
             report |= json.loads(results.read_text())
+            if part == HOOKS:
+                report["rows"] = hook_rows(report)
         elif failed:
             report["failed"] = f"{failed}: {output[-2000:]}".replace(str(record.ROOT), ".")
     return report | {"took_s": round(time.monotonic() - begin, 1)}
@@ -169,6 +189,7 @@ def main() -> None:
     parser.add_argument("--remark", default="", help="on the machine: quiet, shared ...")
     parser.add_argument("--seconds", type=float, default=1.0, help="for each contestant and case")
     parser.add_argument("--limit", type=float, default=240, help="seconds that a part may take")
+    parser.add_argument("--budget", type=float, default=870, help="seconds for all parts")
     parser.add_argument("--quick", action="store_true", help="only see that it runs")
     options = parser.parse_args()
     begin = time.monotonic()
@@ -177,7 +198,8 @@ def main() -> None:
     for part in PARTS:
         if options.only is None or part.name in options.only:
             print(f"==== {part.name}, {part.ranks} ranks", flush=True)
-            parts.append(run(part, options))
+            left = options.budget - (time.monotonic() - begin)
+            parts.append(run(part, options, min(options.limit, left)))
             print(f"==== {parts[-1].get('failed', 'took')}, {parts[-1].get('took_s', 0)} s")
     out = Path(options.out)
     if options.only:

@@ -9,8 +9,10 @@
                       (all buckets under way at once), copied back
     DDP's views       the same buckets with gradient_as_bucket_view: no copies, gradients lie there
 
-All sum the same gradients, of float32 in private memory (DDP's views: in the buckets), in the
-order in which backward makes them. DDP's division by the number of ranks is left out for all.
+    hororing, in the arena   as the first, on gradients that lie where all ranks reach them
+
+All sum gradients of float32, in private memory but for DDP's views and the arena, in the order in
+which backward makes them. DDP's division by the number of ranks is left out for all.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+import arena_memory
 import peers
 import shapes
 import torch
@@ -36,9 +39,9 @@ SETS = {
 }
 
 
-def one_by_one(gradients: list[torch.Tensor]) -> None:
+def one_by_one(gradients: list[torch.Tensor], prefix: str = "gradient") -> None:
     handles = [
-        hvd.allreduce_async_(gradient, op=hvd.Sum, name=f"gradient.{number}")
+        hvd.allreduce_async_(gradient, op=hvd.Sum, name=f"{prefix}.{number}")
         for number, gradient in enumerate(gradients)
     ]
     for handle in handles:
@@ -83,13 +86,17 @@ class Buckets:
 
 def contestants(gradients: list[torch.Tensor]) -> dict[str, Callable[[], object]]:
     buckets = Buckets(gradients)
-    return {
+    ways: dict[str, Callable[[], object]] = {
         "hororing": lambda: one_by_one(gradients),
         "hororing grouped": lambda: hvd.grouped_allreduce_(gradients, op=hvd.Sum, name="all"),
         f"{peers.mpi_name()}, each": lambda: blocking_mpi(gradients),
         "DDP's buckets": buckets.copied,
         "DDP's views": buckets.in_place,
     }
+    shared = arena_memory.tensors([tuple(g.shape) for g in gradients], torch.float32)
+    if shared is not None:
+        ways[arena_memory.NAME] = lambda: one_by_one(shared, "in arena")
+    return ways
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -107,7 +114,7 @@ def main(argv: list[str] | None = None) -> None:
             contestants(gradients),
             order,
             seconds=options.seconds,
-            rounds=(1, 1) if options.quick else (7, 100),
+            rounds=(1, 1) if options.quick else (5, 100),
         )
         nbytes = sum(gradient.nbytes for gradient in gradients)
         case = [

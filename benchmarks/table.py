@@ -74,8 +74,14 @@ def compared(cases: dict[str, dict[str, record.Row]]) -> str:
                 f"{found[LIMIT]['median_us'] / ours['median_us']:.0%}" if LIMIT in found else ""
             )
         for name in names:
-            ratio = found[name]["median_us"] / ours["median_us"] if name in found else None
-            cells.append("" if ratio is None else times(ratio, name.startswith("hororing")))
+            took = found[name]["median_us"] if name in found else None
+            if took is not None and name.startswith("hororing") and limited:
+                share = f" ({found[LIMIT]['median_us'] / took:.0%} of the limit)"
+                cells.append(duration(took) + (share if LIMIT in found else ""))
+            elif took is not None:
+                cells.append(times(took / ours["median_us"], name.startswith("hororing")))
+            else:
+                cells.append("")
         body.append(cells)
     return markdown(["", "hororing", *(["of the limit"] if limited else []), *names], body)
 
@@ -165,7 +171,9 @@ def sections(report: Report) -> dict[str, str]:
             found[f"All gradients of a model at once, {ranks} ranks"] = compared(by_case(chosen))
     for part, title in (("step", "PyTorch"), ("keras", "Keras, own loop")):
         for ranks in (2, 4):
-            if chosen := rows(report, part, ranks):
+            chosen = rows(report, part, ranks)
+            chosen += rows(report, "hooks", ranks) if part == "step" else []
+            if chosen:
                 found[f"A training step of {title}: time over the step alone, {ranks} ranks"] = (
                     overheads(by_case(chosen))
                 )

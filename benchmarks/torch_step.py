@@ -108,7 +108,7 @@ def main(argv: list[str] | None = None) -> None:
             order,
             calls=1 if options.quick else steps,
             seconds=4 * options.seconds,
-            rounds=(1, 1) if options.quick else (9, 60),
+            rounds=(1, 1) if options.quick else (7, 60),
         )
         case = []
         for who, series in times.items():

@@ -40,7 +40,7 @@ def take_turns(
     *,
     calls: int = 1,
     seconds: float = 1.0,
-    rounds: tuple[int, int] = (9, 200),
+    rounds: tuple[int, int] = (7, 200),
 ) -> dict[str, np.ndarray]:
     """Time `ways`; return the seconds per call of every series, on the slowest rank.
 
