@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 
 import matplotlib
+from record import Row
 from table import RESULTS, Report, by_case, rows, sums
 
 matplotlib.use("Agg")
@@ -46,26 +47,31 @@ def bus_bandwidth(report: Report, ranks: int, path: Path) -> None:
     plt.close(figure)
 
 
-def bars(report: Report, part: str, ranks: int, key: str, title: str, path: Path) -> None:
-    """A group of bars per case, in times of ours: longer is slower."""
-    cases = by_case(rows(report, part, ranks))
+def bars(
+    cases: dict[str, dict[str, Row]], key: str, title: str, path: Path, *, relative: bool
+) -> None:
+    """A group of bars per case, longer is slower: in times of ours, or in milliseconds."""
     if not cases:
         return
-    names = [who for who in next(iter(cases.values())) if who != "plain"]
-    figure, axes = plt.subplots(figsize=(8, 1 + 0.32 * len(cases) * len(names)))
+    names = list(dict.fromkeys(who for case in cases.values() for who in case if who != "plain"))
+    figure, axes = plt.subplots(figsize=(8, 1 + 0.3 * len(cases) * len(names)))
     for index, found in enumerate(reversed(cases.values())):
-        ours = found["hororing"][key]
-        for number, who in enumerate(reversed(names)):
-            place = index + 0.8 * (number / len(names) - 0.5)
-            ratio = found[who][key] / ours
-            axes.barh(place, ratio, 0.8 / len(names), color=f"C{len(names) - 1 - number}",
+        for number, who in enumerate(names):
+            if who not in found:
+                continue
+            place = index + 0.8 * (0.5 - (number + 0.5) / len(names))
+            length = found[who][key] / (found["hororing"][key] if relative else 1e3)
+            axes.barh(place, length, 0.8 / len(names), color=f"C{number}",
                       label=who if index == 0 else None)  # fmt: skip
-            axes.text(max(ratio, 0), place, f" {ratio:.1f}x", va="center", fontsize=7)
-    axes.axvline(1, color="black", linewidth=0.8)
+            text = f" {length:.1f}x" if relative else f" {length:.2f} ms"
+            axes.text(max(length, 0), place, text, va="center", fontsize=7)
     axes.set_yticks(range(len(cases)), list(reversed(cases)))
-    axes.set(xlabel="time in times of hororing's; below 1: we lose", title=title)
-    handles, labels = axes.get_legend_handles_labels()
-    axes.legend(reversed(handles), reversed(labels), fontsize=8)
+    if relative:
+        axes.axvline(1, color="black", linewidth=0.8)
+    axes.set(title=title, xlabel="time in times of hororing's; below 1: we lose" if relative
+             else "ms over the step without communication")  # fmt: skip
+    axes.margins(x=0.12)
+    axes.legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)
@@ -78,10 +84,12 @@ def main() -> None:
     report = json.loads(path.read_text())
     for ranks in (2, 4):
         bus_bandwidth(report, ranks, path.with_name(f"{path.stem}-sums-{ranks}.png"))
-        bars(report, "sets", ranks, "median_us", f"all gradients at once, {ranks} ranks",
-             path.with_name(f"{path.stem}-sets-{ranks}.png"))  # fmt: skip
-        bars(report, "step", ranks, "overhead_us", f"overhead of a training step, {ranks} ranks",
-             path.with_name(f"{path.stem}-step-{ranks}.png"))  # fmt: skip
+        sets = by_case(rows(report, "sets", ranks))
+        bars(sets, "median_us", f"all gradients at once, {ranks} ranks",
+             path.with_name(f"{path.stem}-sets-{ranks}.png"), relative=True)  # fmt: skip
+        steps = by_case(rows(report, "step", ranks) + rows(report, "hooks", ranks))
+        bars(steps, "overhead_us", f"what a training step costs more, {ranks} ranks",
+             path.with_name(f"{path.stem}-step-{ranks}.png"), relative=False)  # fmt: skip
 
 
 if __name__ == "__main__":

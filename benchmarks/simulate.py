@@ -217,7 +217,8 @@ def plot(report: dict[str, Any], folder: Path) -> None:
                 axes.plot(each["ranks"], line, marker="o", markersize=3, label=name)
             for number, (who, points) in enumerate(each["published"].items()):
                 x, y = zip(*points, strict=True)
-                axes.plot(x, y, "k--" if number == 0 else "k:", marker="*", markersize=9,
+                axes.axhline(y[-1], color="black", linewidth=0.7, linestyle=":")
+                axes.plot(x, y, "k--", marker="*P"[number], markersize=9,
                           label=f"published: {who}")  # fmt: skip
             axes.set_xscale("log", base=2)
             axes.set_title(f"{each['job']}\n{each['note']}", fontsize=9)
