@@ -22,7 +22,7 @@ import random
 import arena_memory
 import peers
 import torch
-from record import Row, arguments, command, human, print_rows, write
+from record import Row, arguments, human, print_rows, save
 from turns import summary, take_turns
 
 import hororing.torch as hvd
@@ -95,8 +95,7 @@ def main(argv: list[str] | None = None) -> None:
             rows += (case := rows_of(nbytes, dtype, options.elements, options))
             if hvd.rank() == 0:
                 print_rows(case)
-    if hvd.rank() == 0:
-        write(options.json, rows, command=command(), ranks=hvd.size(), versions=peers.versions())
+                save(options.json, rows)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@
 
 Each part is one of the benchmarks here under mpirun, a job of its own, in which we and the peers
 take turns (turns.py). A part that fails, or runs out of time, is written down as failed, with
-what it printed; so is one that does not fit --budget any more. Peers that are missing are named.
+what it had by then; so is one that does not fit --budget any more. Peers that are missing are named.
 """
 
 from __future__ import annotations
@@ -151,8 +151,9 @@ def run(part: Part, options: argparse.Namespace, limit_s: float) -> dict[str, An
             report |= json.loads(results.read_text())
             if part == HOOKS:
                 report["rows"] = hook_rows(report)
-        elif failed:
-            report["failed"] = f"{failed}: {output[-2000:]}".replace(str(record.ROOT), ".")
+        if failed:
+            failed += f" after {len(report['rows'])} figures: {output[-2000:]}"
+            report["failed"] = failed.replace(str(record.ROOT), ".")
     return report | {"took_s": round(time.monotonic() - begin, 1)}
 
 

@@ -32,9 +32,8 @@ os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 
 import keras
 import numpy as np
-import peers
 import tensorflow as tf
-from record import arguments, command, write
+from record import arguments, save
 from turns import summary
 
 import hororing.numpy as hvd_numpy
@@ -192,7 +191,7 @@ def main(argv: list[str] | None = None) -> None:
                 f"  {way:9} {middle:8.2f}  {low:8.2f} .. {high:8.2f}   over plain: "
                 f"{np.median(samples - base):8.2f}"
             )
-        write(options.json, rows, command=command(), ranks=hvd.size(), versions=peers.versions())
+        save(options.json, rows)
     hvd_numpy.barrier()
 
 

@@ -14,9 +14,8 @@ from __future__ import annotations
 import time
 
 import numpy as np
-import peers
 import torch
-from record import arguments, command, write
+from record import arguments, save
 from turns import summary
 
 import hororing.torch as hvd
@@ -69,7 +68,7 @@ def main(argv: list[str] | None = None) -> None:
             rows.append(row | summary(np.array(series)))
             text = "{who:<18} {median_us:7.1f} us   {p10_us:7.1f} .. {p90_us:7.1f}"
             print(text.format(**rows[-1]))
-        write(args.json, rows, command=command(), ranks=hvd.size(), versions=peers.versions())
+        save(args.json, rows)
 
 
 if __name__ == "__main__":

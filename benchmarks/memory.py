@@ -14,7 +14,7 @@ import json
 
 import psutil
 import torch
-from record import arguments, command, write
+from record import arguments, save
 
 import hororing.torch as hvd
 
@@ -48,8 +48,6 @@ def main(argv: list[str] | None = None) -> None:
     }
     reports = hvd.allgather_object(report)
     if hvd.rank() == 0:
-        import peers  # late: it initialises MPI, which is hororing's to do and to account for
-
         for each in reports:
             print(json.dumps(each))
         rows = [
@@ -57,7 +55,7 @@ def main(argv: list[str] | None = None) -> None:
              "init_MiB": each["init_MiB"], "sums_MiB": each["sums_MiB"]}
             for each in reports
         ]  # fmt: skip
-        write(options.json, rows, command=command(), ranks=hvd.size(), versions=peers.versions())
+        save(options.json, rows)
 
 
 if __name__ == "__main__":

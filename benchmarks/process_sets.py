@@ -15,8 +15,7 @@ from __future__ import annotations
 import time
 
 import numpy as np
-import peers
-from record import arguments, command, write
+from record import arguments, save
 from turns import summary
 
 import hororing.numpy as hvd
@@ -66,7 +65,7 @@ def main(argv: list[str] | None = None) -> None:
                 low, middle, high = (row[key] / 1e3 for key in ("p10_us", "median_us", "p90_us"))
                 print(f"{mib:8g} MiB  {way:9} {middle:9.3f} ms  {low:9.3f} .. {high:9.3f}")
     if hvd.rank() == 0:
-        write(options.json, rows, command=command(), ranks=hvd.size(), versions=peers.versions())
+        save(options.json, rows)
     hvd.barrier()
 
 

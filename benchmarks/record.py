@@ -90,8 +90,16 @@ def command() -> str:
     return shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
 
 
-def write(path: str | None, rows: list[Row], **circumstances: Any) -> None:
-    """Write rows and circumstances to `path`, if there is one."""
+def save(path: str | None, rows: list[Row]) -> None:
+    """Write rows and circumstances to `path`, if there is one. As often as there are new rows."""
     if path:
-        report = {**circumstances, "load_average": os.getloadavg()[0], "rows": rows}
+        import peers  # here, since it initialises MPI
+
+        report = {
+            "command": command(),
+            "ranks": peers.MPI.COMM_WORLD.size,
+            "versions": peers.versions(),
+            "load_average": os.getloadavg()[0],
+            "rows": rows,
+        }
         Path(path).write_text(json.dumps(report, indent=1) + "\n")

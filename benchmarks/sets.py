@@ -26,7 +26,7 @@ import shapes
 import torch
 import torch.distributed as dist
 from mpi4py import MPI
-from record import Row, arguments, command, print_rows, write
+from record import Row, arguments, print_rows, save
 from turns import summary, take_turns
 
 import hororing.torch as hvd
@@ -125,8 +125,7 @@ def main(argv: list[str] | None = None) -> None:
         rows += case
         if hvd.rank() == 0:
             print_rows(case)
-    if hvd.rank() == 0:
-        write(options.json, rows, command=command(), ranks=hvd.size(), versions=peers.versions())
+            save(options.json, rows)
 
 
 if __name__ == "__main__":

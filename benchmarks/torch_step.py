@@ -23,7 +23,7 @@ import numpy as np
 import peers
 import torch
 from mpi4py import MPI
-from record import Row, arguments, command, print_rows, write
+from record import Row, arguments, print_rows, save
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from turns import summary, take_turns
@@ -121,10 +121,9 @@ def main(argv: list[str] | None = None) -> None:
         rows += case
         if hvd.rank() == 0:
             print_rows(case)
+            save(options.json, rows)
             for row in case:
                 print(f"{'':37}  {row['who']:<28} {row['overhead_us']:12.1f} us over plain")
-    if hvd.rank() == 0:
-        write(options.json, rows, command=command(), ranks=hvd.size(), versions=peers.versions())
 
 
 if __name__ == "__main__":
