@@ -6,7 +6,7 @@
 
 Each part is one of the benchmarks here under mpirun, a job of its own, in which we and the peers
 take turns (turns.py). A part that fails, or runs out of time, is written down as failed, with
-what it had by then; so is one that does not fit --budget any more. Peers that are missing are named.
+what it had by then; so is one that does not fit --budget any more. Missing peers are named.
 """
 
 from __future__ import annotations

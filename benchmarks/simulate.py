@@ -3,10 +3,12 @@
     make test-cpp && python benchmarks/simulate.py      # a minute; writes results/simulate*
 
 Real: the fusion planner, the bucket plan, the coordinator and its messages (csrc/, through the
-test module). Simulated: the network (network.py: alpha, beta, one NIC per host), the time of
-backward (replay.py: a third of the step is forward, the rest is divided by multiply-adds), and
-that all ranks are equally fast. Efficiency is the time of a step without communication by that
-with it: the larger the batch on a rank, the better.
+test module). "plan" is the bucket plan for the true costs; "engine, ready" and "engine, plan" are
+what the coordinator decides, report by report (engine_replay.py). Simulated: the network
+(network.py: alpha, beta, one NIC per host), the time of backward (replay.py: a third of the step is
+forward, the rest is divided by multiply-adds), and that all ranks are equally fast. Efficiency is
+the time of a step without communication by that with it: the larger the batch on a rank, the
+better.
 
 What it can show: which algorithm and which fusion policy wins where, from where latency counts,
 what negotiation costs, how the coordinator's work grows. What it cannot: stragglers, congestion,
@@ -25,6 +27,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import engine_replay
 import network
 import numpy as np
 import replay
@@ -121,8 +124,9 @@ def scaling(core: ModuleType, job: Job, ranks: list[int], work: Work) -> dict[st
 
     def line(algorithm: str, policy: str, **how: Any) -> list[float]:
         works = how.pop("work", work)
+        efficiency = (engine_replay if policy in engine_replay.POLICIES else replay).efficiency
         return [
-            replay.efficiency(
+            efficiency(
                 policy,
                 core,
                 step,
@@ -141,7 +145,9 @@ def scaling(core: ModuleType, job: Job, ranks: list[int], work: Work) -> dict[st
         "algorithms": {
             name: line(name, "plan") for name in [*network.ALGORITHMS, network.BEST]
         },
-        "policies": {name: line(network.BEST, name) for name in replay.POLICIES},
+        "policies": {
+            name: line(network.BEST, name) for name in [*replay.POLICIES, *engine_replay.POLICIES]
+        },
         "negotiation": {
             "every rank reports to rank 0": line(network.BEST, "plan"),
             "combined per host (not built)": line(network.BEST, "plan", per_host=True),
@@ -214,7 +220,8 @@ def plot(report: dict[str, Any], folder: Path) -> None:
         figure, panels = plt.subplots(2, 3, figsize=(15, 8.5), sharey=True)
         for axes, each in zip(panels.flat, report["scaling"], strict=False):
             for name, line in each[group].items():
-                axes.plot(each["ranks"], line, marker="o", markersize=3, label=name)
+                style = "--" if name in engine_replay.POLICIES else "-"
+                axes.plot(each["ranks"], line, style, marker="o", markersize=3, label=name)
             for number, (who, points) in enumerate(each["published"].items()):
                 x, y = zip(*points, strict=True)
                 axes.axhline(y[-1], color="black", linewidth=0.7, linestyle=":")

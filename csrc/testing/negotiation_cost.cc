@@ -36,8 +36,8 @@ std::vector<NegotiationCost> PlayNegotiation(int ranks,
                                              int steps) {
   Coordinator::Options options;
   options.size = ranks;
-  options.fusion_bytes = int64_t{64} << 20;
-  options.hold_ns = kMillisecond;
+  options.queue.fusion_bytes = int64_t{64} << 20;
+  options.queue.hold_ns = kMillisecond;
   options.cache_capacity = static_cast<int>(std::accumulate(
       bursts.begin(), bursts.end(), size_t{1},
       [](size_t sum, const std::vector<int64_t>& burst) { return sum + burst.size(); }));

@@ -18,6 +18,7 @@ from test_core import load_core
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
+import engine_replay
 import network
 import replay
 import shapes
@@ -212,3 +213,49 @@ def test_the_program_writes_its_figures_and_tables(core, tmp_path, capsys):
     text = (tmp_path / "simulate.md").read_text()
     assert "| the best per size, plan |" in text
     assert text in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------------------------------
+# The engine's decisions
+
+
+def line(alpha_s: float, beta: float):
+    return lambda nbytes: alpha_s + beta * nbytes
+
+
+@pytest.mark.parametrize("model", ["ResNet-50", "AlexNet"])
+@pytest.mark.parametrize("alpha_s", [0.5e-3, 5e-3])
+def test_the_engine_fuses_what_is_ready_as_the_model_of_it_says(core, model, alpha_s):
+    step = replay.step_of(shapes.MODELS[model](), 0.3, 4)
+    cost, agree = line(alpha_s, 0.5e-9), lambda tensors: 1e-4 + 1e-6 * tensors
+    modelled = replay.efficiency("ready", core, step, cost, agree)
+    played = engine_replay.efficiency("engine, ready", core, step, cost, agree)
+    assert played == pytest.approx(modelled, abs=0.002)
+
+
+def test_the_engine_learns_a_plan_that_is_nearly_as_good_as_the_exact_one(core):
+    # Latency above the time between gradients: here buckets matter.
+    step = replay.step_of(shapes.vgg16(), 0.6, 4)
+    cost, free = line(5e-3, 0.75e-9), lambda _: 0.0
+    planned, ready = (
+        engine_replay.efficiency(f"engine, {rule}", core, step, cost, free)
+        for rule in ("plan", "ready")
+    )
+    exact = replay.efficiency("plan", core, step, cost, free)
+    assert ready < planned - 0.01
+    assert exact - 0.01 <= planned <= exact + 1e-6
+
+
+def test_every_gradient_is_reduced_in_every_step(core):
+    step = replay.step_of(shapes.resnet50(), 0.3, 4)
+    batches = []
+
+    def cost(nbytes: float) -> float:
+        batches.append(nbytes)
+        return 1e-3
+
+    engine = engine_replay.Engine(core, step, cost, lambda _: 0.0, plan=True)
+    for number in range(8):
+        engine.run_step(float(number))
+        assert sum(batches) == sum(step.nbytes)
+        batches.clear()

@@ -1,0 +1,97 @@
+"""Training steps through the real coordinator: reports in, agreements out, in simulated time.
+
+What the engine's thread does, as csrc/engine/loop.cc: report what was submitted since, decide,
+carry out what was agreed, batch after batch, tell the coordinator how long each took, and look
+again; sleep until something is submitted or the coordinator's deadline. All ranks are alike, so a
+coordinator of one rank decides as one of N would; what N ranks cost is added as negotiation.
+
+    engine, ready   HORORING_FUSION=ready
+    engine, plan    HORORING_FUSION=plan: learned from the first steps, with what batches took
+"""
+
+from __future__ import annotations
+
+import statistics
+from types import ModuleType
+
+from replay import FLOAT32, FUSION_BYTES, Cost, Negotiation, Step
+
+POLICIES = {"engine, ready": False, "engine, plan": True}
+STEPS = 12  # enough to learn, plan and compare
+NS = 1e9
+
+
+class Engine:
+    """Rank 0's coordinator and the loop around it."""
+
+    def __init__(
+        self, core: ModuleType, step: Step, cost: Cost, negotiation: Negotiation, plan: bool
+    ) -> None:
+        self._core, self._step, self._cost, self._negotiation = core, step, cost, negotiation
+        self._coordinator = core.Coordinator(
+            1, cache_capacity=len(step.nbytes) + 1, fusion_bytes=FUSION_BYTES, hold_ns=10**6,
+            plan=plan,
+        )  # fmt: skip
+        self._ids: dict[int, int] = {}  # of gradients, by their cache ids
+        self._numbers: dict[int, int] = {}
+
+    def run_step(self, begin_s: float) -> float:
+        """One backward pass that begins then; return when its last batch is done."""
+        count = len(self._step.nbytes)
+        ready = [begin_s + after for after in self._step.ready_s]
+        now, reported, done = begin_s, 0, 0
+        while done < count:
+            fresh, cached, ages = [], [], []
+            while reported < count and ready[reported] <= now + 1e-12:
+                if reported in self._ids:
+                    cached.append(self._ids[reported])
+                    ages.append(round((now - ready[reported]) * 1e6))
+                else:
+                    shape = [self._step.nbytes[reported] // 4]
+                    fresh.append(self._core.Request(f"gradient.{reported}", 0, FLOAT32, shape))
+                reported += 1
+            if fresh or cached:
+                self._coordinator.receive(0, fresh, cached, now=round(now * NS), ages_us=ages)
+            decided = [self._number(each) for each in self._coordinator.decide(round(now * NS))]
+            if decided:
+                done += len(decided)
+                now = self._carry_out(decided, now)
+                continue
+            wake = self._coordinator.next_deadline() / NS
+            if reported < count:
+                wake = min(wake, ready[reported])
+            if wake > begin_s + 1e6:
+                raise RuntimeError(f"{count - done} gradients are never agreed upon")
+            now = max(now + 1e-9, wake)
+        return now
+
+    def _number(self, decision: object) -> int:
+        if decision.name:
+            number = int(decision.name.split(".")[1])
+            self._ids[number] = decision.cache_id
+            self._numbers[decision.cache_id] = number
+        return self._numbers[decision.cache_id]
+
+    def _carry_out(self, decided: list[int], now: float) -> float:
+        now += self._negotiation(len(decided))
+        sizes = [self._step.nbytes[number] for number in decided]
+        for batch in self._core.plan_fusion([(FLOAT32, size) for size in sizes], FUSION_BYTES):
+            nbytes = sum(sizes[index] for index in batch)
+            begin = now
+            now += self._cost(nbytes)
+            self._coordinator.ran(0, nbytes, round(begin * NS), round(now * NS))
+        return now
+
+
+def efficiency(
+    policy: str, core: ModuleType, step: Step, cost: Cost, negotiation: Negotiation
+) -> float:
+    """Time of a step without communication by that with it, once the engine has settled."""
+    engine = Engine(core, step, cost, negotiation, POLICIES[policy])
+    now, took = 0.0, []
+    for _ in range(STEPS):
+        begin = now
+        backward = begin + step.forward_s
+        now = max(backward + step.backward_s, engine.run_step(backward))
+        took.append(now - begin)
+    return (step.forward_s + step.backward_s) / statistics.median(took[-3:])
