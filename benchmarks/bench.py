@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,9 +40,18 @@ TUNED = {
     "BENCHMARK_MPI_NOTE": "tuned",
 }
 
+# Between pretend hosts; every one believes that it has all cores to itself.
+HOSTS = {"OMPI_MCA_btl": "self,sm,tcp", "OMPI_MCA_pml": "ob1", "OMPI_MCA_osc": "^ucx",
+         "OMPI_MCA_mpi_yield_when_idle": "1"}  # fmt: skip
+
 
 class Part(NamedTuple):
-    """One job. `scale`: of --seconds, for what takes longer than its results are worth."""
+    """One job.
+
+    `scale`: of --seconds, for what takes longer than its results are worth. `layout`: ranks on
+    each of several pretend hosts. `rows_of`: makes rows of what the script writes, if it writes
+    anything else, and has options of its own.
+    """
 
     name: str
     ranks: int
@@ -50,6 +60,39 @@ class Part(NamedTuple):
     environment: dict[str, str] = {}  # noqa: RUF012  # nobody writes to it
     mpich: bool = False
     scale: float = 1.0
+    layout: str = ""
+    rows_of: Callable[[dict[str, Any]], list[record.Row]] | None = None
+
+
+def hook_rows(report: dict[str, Any]) -> list[record.Row]:
+    """What hooks.py has written, as rows of training steps."""
+    names = {"ddp": "DDP", "ddp_views": "DDP's views"}
+    rows = []
+    for way, figures in report.pop("ways").items():
+        row = {"measure": "training step", "case": "1,000 tiny layers"}
+        row["who"] = names.get(way, way.replace("_", " "))
+        for key, prefix in (("step_ms", ""), ("over_plain_ms", "overhead_")):
+            for figure in ("median", "p10", "p90"):
+                name = f"{prefix}{figure}_us".replace("overhead_median", "overhead")
+                row[name] = figures[key][figure] * 1e3
+        rows.append(row)
+    return rows
+
+
+def host_rows(report: dict[str, Any]) -> list[record.Row]:
+    """What hosts.py has written: sums over several hosts, and what the wires allow."""
+    names = {"auto": "hororing", "mpi": report["mpi"].split(",")[0].replace(" v", " "), "gloo": "gloo"}
+    rows = []
+    for of_size in report.pop("results"):
+        nbytes = of_size.pop("bytes")
+        case = {"measure": "several hosts", "case": record.human(nbytes), "nbytes": nbytes}
+        for way, figures in of_size.items():
+            who = names.get(way, f"hororing, {way.replace('_', ' ')}")
+            rows.append({**case, "who": who, **figures})
+        limit = rows[-1]["of_limit"] * rows[-1]["median_us"]
+        rows.append({**case, "who": "wire (limit)", "median_us": limit, "p10_us": limit,
+                     "p90_us": limit})  # fmt: skip
+    return rows
 
 
 def sizes(*mib: float) -> tuple[str, ...]:
@@ -78,16 +121,28 @@ PARTS = [
     Part("memory", 2, "memory"),
     Part("memory", 4, "memory"),
     Part("process sets", 3, "process_sets", ("--rounds", "9")),
+    Part("hooks", 2, "hooks", ("--model", "tiny", "--rounds", "20"), rows_of=hook_rows),
+    *(
+        Part("hosts", ranks, "hosts", (
+            "--mbit", "200", "--rounds", "5", "--bytes", "65536", "16777216",
+            "--only", "auto", "ring", "three_phase", "mpi", "gloo",
+        ), HOSTS, layout=layout, rows_of=host_rows)
+        for ranks, layout in ((4, "1,1,1,1"), (8, "4,4"))
+    ),
 ]  # fmt: skip
-HOOKS = Part("hooks", 2, "hooks", ("--model", "tiny"))
-if (HERE / "hooks.py").exists():
-    PARTS.append(HOOKS)
+PARTS = [part for part in PARTS if (HERE / f"{part.script}.py").exists()]
 
 
 def mpich_python() -> Path | None:
     """The environment in which everything uses MPICH (`make build/mpich/.ready`)."""
     python = record.ROOT / "build/mpich/bin/python"
     return python if (python.parent.parent / ".ready").exists() else None
+
+
+def why_no_hosts() -> str:
+    """Why this machine does not permit pretend hosts; empty: it does."""
+    check = [str(record.ROOT / "tests/hosts.sh"), "--check"]
+    return subprocess.run(check, capture_output=True, text=True).stderr.strip()
 
 
 def command_of(part: Part, options: argparse.Namespace, results: Path) -> list[str]:
@@ -98,31 +153,20 @@ def command_of(part: Part, options: argparse.Namespace, results: Path) -> list[s
         mpirun = str(python.parent / "mpirun")
     assert mpirun, "mpirun is not on the PATH"
     length = ["--seconds", str(options.seconds * part.scale), *["--quick"] * options.quick]
-    if part == HOOKS:  # has options of its own
-        length = ["--rounds", "1" if options.quick else "20"]
+    if part.rows_of is not None:
+        length = ["--rounds", "1"] * options.quick
+    start = [mpirun, "-np", str(part.ranks)]
+    if part.layout:
+        start = [str(record.ROOT / "tests/hosts.sh"), part.layout, "-r", "200mbit", mpirun]
     script = str((HERE / part.script).with_suffix(".py"))
-    return [mpirun, "-np", str(part.ranks), str(python), script, *part.args, *length,
-            "--json", str(results)]  # fmt: skip
-
-
-def hook_rows(report: dict[str, Any]) -> list[record.Row]:
-    """What hooks.py has written, as rows of training steps."""
-    names = {"ddp": "DDP", "ddp_views": "DDP's views"}
-    rows = []
-    for way, figures in report.pop("ways").items():
-        row = {"measure": "training step", "case": "1,000 tiny layers"}
-        row["who"] = names.get(way, way.replace("_", " "))
-        for key, prefix in (("step_ms", ""), ("over_plain_ms", "overhead_")):
-            for figure in ("median", "p10", "p90"):
-                name = f"{prefix}{figure}_us".replace("overhead_median", "overhead")
-                row[name] = figures[key][figure] * 1e3
-        rows.append(row)
-    return rows
+    return [*start, str(python), script, *part.args, *length, "--json", str(results)]
 
 
 def run(part: Part, options: argparse.Namespace, limit_s: float) -> dict[str, Any]:
     """One part's report: what the script wrote, or why there is nothing."""
     report: dict[str, Any] = {"part": part.name, "ranks": part.ranks, "rows": []}
+    if part.layout and (why := why_no_hosts()):
+        return report | {"failed": why}
     if part.mpich and mpich_python() is None:
         return report | {"failed": "MPICH was not found: make build/mpich/.ready installs it"}
     if limit_s < 1:
@@ -149,8 +193,8 @@ def run(part: Part, options: argparse.Namespace, limit_s: float) -> dict[str, An
         print(output, flush=True)
         if results.exists():
             report |= json.loads(results.read_text())
-            if part == HOOKS:
-                report["rows"] = hook_rows(report)
+            if part.rows_of is not None:
+                report["rows"] = part.rows_of(report)
         if failed:
             failed += f" after {len(report['rows'])} figures: {output[-2000:]}"
             report["failed"] = failed.replace(str(record.ROOT), ".")
