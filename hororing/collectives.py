@@ -383,11 +383,11 @@ def address_of(buffer: Any) -> int:
 class PreparedAllreduce:
     """An in-place allreduce of one tensor, again and again: all that can be is computed once.
 
-    Costs one call of the core per start. At most one start may be in flight; `keep` holds the
-    tensor meanwhile.
+    `start_many` submits, `finish_many` or `finish` wait. At most one start may be in flight;
+    `keep` holds the tensor meanwhile.
     """
 
-    __slots__ = ("_arguments", "_factors", "_name", "_process_set", "handle", "keep")
+    __slots__ = ("_owners", "handle", "keep", "request")
 
     def __init__(
         self,
@@ -399,32 +399,24 @@ class PreparedAllreduce:
         postscale: float,
         process_set: int = WORLD_SET,
     ) -> None:
-        self._name = encode_name(name)
-        self._process_set = process_set
-        self._arguments = (dtype, len(shape), ffi.new("int64_t[]", list(shape) or [0]))
-        self._factors = (op, prescale, postscale)
+        view = View(0, 0, dtype, tuple(shape))
+        self.request, self._owners = _request(
+            ALLREDUCE, name, [view], process_set, op, 0, prescale, postscale, None
+        )
         self.handle = 0  # 0: not in flight
         self.keep: Any = None
 
-    def start(self, address: int, keep: object) -> None:
-        """Submit the tensor at `address`, which `keep` owns."""
-        self.keep = keep
-        handle = lib.hr_allreduce(
-            self._name, self._process_set, address, address, *self._arguments, *self._factors
-        )
-        if handle <= 0:
-            self.keep = None
-            fail(handle)
-        self.handle = handle
-
-    def finish(self) -> None:
-        """Wait for what `start` submitted."""
-        code = block_until_complete(self.handle)
-        lib.hr_release(self.handle)
+    def finish(self) -> Any:
+        """Wait for what was started, unless `finish_many` has; return what has held it."""
+        handle, keep = self.handle, self.keep
+        code = block_until_complete(handle) if handle else lib.HR_OK
         self.handle = 0
         self.keep = None
+        if handle:
+            lib.hr_release(handle)
         if code != lib.HR_OK:
             fail(code)
+        return keep
 
     def abandon(self) -> None:
         """Forget what is in flight, if anything is."""
@@ -432,6 +424,43 @@ class PreparedAllreduce:
             abandon(self.handle, self.keep)
             self.handle = 0
             self.keep = None
+
+
+def start_many(
+    prepared: Sequence[PreparedAllreduce], addresses: list[int], keeps: Sequence[object]
+) -> tuple[int, int]:
+    """Submit tensors at `addresses`, which `keeps` own; return how many were, and a code.
+
+    If one is refused, it and those after it are not in flight; `fail(code)` tells why.
+    """
+    for each, keep in zip(prepared, keeps, strict=True):
+        each.keep = keep
+    count = len(addresses)
+    c_handles = ffi.new("int64_t[]", count)
+    requests = [each.request for each in prepared]
+    started = int(lib.hr_allreduce_many(requests, addresses, count, c_handles))
+    handles = ffi.unpack(c_handles, count)
+    code = 0
+    if started < count:
+        code = handles[started]
+        handles[started:] = [0] * (count - started)
+        for each in prepared[started:]:
+            each.keep = None
+    for each, handle in zip(prepared, handles, strict=True):
+        each.handle = handle
+    return started, code
+
+
+def finish_many(prepared: Sequence[PreparedAllreduce]) -> bool:
+    """Wait for all. False: not all have succeeded, and `finish` tells which. Each needs that."""
+    handles = ffi.new("int64_t[]", [each.handle for each in prepared])
+    while (code := lib.hr_wait_many(handles, len(prepared), _WAIT_SLICE_S)) == lib.HR_PENDING:
+        pass
+    if code != lib.HR_OK:
+        return False
+    for each in prepared:
+        each.handle = 0
+    return True
 
 
 # ---------------------------------------------------------------------------------------------

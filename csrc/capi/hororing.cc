@@ -142,6 +142,25 @@ Status Submit(const hr_request& from, int64_t* handle) {
   return engine->Submit(std::move(entry), from.wait_follows != 0, handle);
 }
 
+// Entries for the requests, each with its tensor at its address. The first that is refused ends
+// them.
+Status MakeEntries(const Engine& engine, const hr_request* const* requests,
+                   const uintptr_t* addresses, size_t count,
+                   std::vector<std::unique_ptr<TensorEntry>>* entries) {
+  entries->reserve(count);
+  for (size_t i = 0; i < count; ++i) {
+    hr_tensor tensor = requests[i]->tensors[0];
+    tensor.input = tensor.output = addresses[i];
+    hr_request request = *requests[i];
+    request.tensors = &tensor;
+    auto entry = std::make_unique<TensorEntry>();
+    HORORING_RETURN_IF_ERROR(
+        MakeEntry(request, engine.sets(), engine.topology().rank, entry.get()));
+    entries->push_back(std::move(entry));
+  }
+  return Status::Ok();
+}
+
 // Takes the engine out of the process and ends it. An engine whose loop does not end in time
 // (a peer is frozen, say) is leaked with its thread: the process is about to end anyway, and
 // anything else could hang or crash.
@@ -264,13 +283,21 @@ HR_EXPORT int64_t hr_submit(const hr_request* request) {
   return status.ok() ? handle : -Remember(status);
 }
 
-HR_EXPORT int64_t hr_allreduce(const char* name, int32_t process_set, uintptr_t input,
-                               uintptr_t output, int32_t dtype, int32_t ndim, const int64_t* shape,
-                               int32_t op, double prescale, double postscale) {
-  const hr_tensor tensor{input, output, dtype, ndim, shape};
-  const hr_request request{HR_ALLREDUCE, name, process_set, op,      0, prescale,
-                           postscale,    1,    &tensor,     nullptr, 0, 0};
-  return hr_submit(&request);
+HR_EXPORT int32_t hr_allreduce_many(const hr_request* const* requests, const uintptr_t* addresses,
+                                    int32_t count, int64_t* handles) {
+  const std::shared_ptr<Engine> engine = CurrentEngine();
+  if (engine == nullptr) {
+    handles[0] = -Remember(NotInitialized());
+    return 0;
+  }
+  std::vector<std::unique_ptr<TensorEntry>> entries;
+  const Status made =
+      MakeEntries(*engine, requests, addresses, static_cast<size_t>(count), &entries);
+  size_t submitted = 0;
+  Status status = engine->SubmitMany(std::move(entries), handles, &submitted);
+  if (status.ok()) status = made;
+  if (!status.ok()) handles[submitted] = -Remember(status);
+  return static_cast<int32_t>(submitted);
 }
 
 HR_EXPORT int hr_poll(int64_t handle) {
@@ -300,6 +327,20 @@ HR_EXPORT int hr_wait(int64_t handle, double timeout_s) {
     case HandleTable::Look::kUnknown: break;
   }
   return Remember(Status(Code::kInvalidArgument, "there is no handle " + std::to_string(handle)));
+}
+
+HR_EXPORT int hr_wait_many(const int64_t* handles, int32_t count, double timeout_s) {
+  if (in_forked_child.load()) return Remember(NotInitialized());
+  const TimeNs timeout = timeout_s < 0 ? kForever : Scaled(timeout_s, kSecond);
+  const std::shared_ptr<Engine> engine = CurrentEngine();
+  const size_t number = static_cast<size_t>(count);
+  bool all_ok = false;
+  const HandleTable::Look look =
+      engine != nullptr ? engine->WaitMany(handles, number, timeout, &all_ok)
+                        : TheProcess().handles->WaitMany(handles, number, timeout, &all_ok);
+  if (look == HandleTable::Look::kPending) return HR_PENDING;
+  if (all_ok) return HR_OK;
+  return Remember(Status(Code::kInvalidArgument, "some of these handles have failed"));
 }
 
 HR_EXPORT int hr_take_result(int64_t handle, int32_t index, hr_result* result) {

@@ -216,15 +216,21 @@ int32_t hr_last_error_rank(void);
 
 /* A handle > 0, or a negative hr_code. Never blocks on peers. */
 int64_t hr_submit(const hr_request* request);
-/* hr_submit for one tensor, HR_ALLREDUCE: what a gradient hook calls. */
-int64_t hr_allreduce(const char* name, int32_t process_set, uintptr_t input, uintptr_t output,
-                     int32_t dtype, int32_t ndim, const int64_t* shape, int32_t op, double prescale,
-                     double postscale);
+/* hr_submit for `count` requests of HR_ALLREDUCE with one tensor each, in place, now at
+ * `addresses`: what gradient hooks call for small gradients. Wakes the engine once. Ends at the
+ * first that fails. Returns how many have been submitted, which have handles; where those are fewer
+ * than `count`, the next handle is the negated hr_code. */
+int32_t hr_allreduce_many(const hr_request* const* requests, const uintptr_t* addresses,
+                          int32_t count, int64_t* handles);
 /* 1 when complete, 0 when pending, HR_INVALID_ARGUMENT negated when there is no such handle. */
 int hr_poll(int64_t handle);
 /* Waits at most timeout_s (< 0: for ever): HR_PENDING, or the handle's final code. The handle
  * stays valid until hr_release. */
 int hr_wait(int64_t handle, double timeout_s);
+/* Waits at most timeout_s for all of these. HR_OK: all have succeeded, and are released.
+ * HR_PENDING: some are not complete. Anything else: all are complete but some have failed, which
+ * hr_wait tells of each; none is released. */
+int hr_wait_many(const int64_t* handles, int32_t count, double timeout_s);
 /* Moves result `index` out of a complete handle. HR_ALLGATHER: one per tensor. HR_ALLTOALL: the
  * tensor, then the rows received from each rank. Numbers (those rows; what HR_JOIN and later ones
  * tell) are int64. */

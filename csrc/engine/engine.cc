@@ -16,6 +16,10 @@
 namespace hororing {
 namespace {
 
+TimeNs Until(TimeNs deadline) {
+  return deadline == kForever ? kForever : std::max<TimeNs>(0, deadline - NowNs());
+}
+
 // How long ranks wait for one another when they all stop.
 constexpr TimeNs kCloseTime = 5 * kSecond;
 // What steps of the start with time limits of their own, which know more, get beyond it.
@@ -211,34 +215,75 @@ void Engine::Finish(const Status& why) {
 }
 
 Status Engine::Submit(std::unique_ptr<TensorEntry> entry, bool wait_follows, int64_t* handle) {
-  entry->submitted_ns = NowNs();
-  *handle = entry->handle = handles_->Create();
-  TensorEntry* const raw = entry.get();
-  const std::string tensor = trace_.enabled() ? raw->request.name : std::string();
-  const int64_t bytes = trace_.enabled() ? raw->request.bytes() : 0;
-  const TimeNs begin = raw->submitted_ns;
-  // From Add on the entry belongs to the loop.
-  Status status = tensors_.Add(std::move(entry));
+  *handle = handles_->Create();
+  const Status status = Add(std::move(entry), *handle);
   if (!status.ok()) {
-    handles_->Release(*handle);
-    handles_->Complete(*handle, status, {});
     *handle = 0;
+  } else if (!wait_follows || !drivable_) {
+    Wake();
+  }
+  return status;
+}
+
+Status Engine::SubmitMany(std::vector<std::unique_ptr<TensorEntry>> entries, int64_t* handles,
+                          size_t* submitted) {
+  handles_->Create(handles, entries.size());
+  Status status;
+  for (*submitted = 0; *submitted < entries.size(); ++*submitted) {
+    status = Add(std::move(entries[*submitted]), handles[*submitted]);
+    if (!status.ok()) break;
+  }
+  for (size_t i = *submitted + 1; i < entries.size(); ++i) Forget(handles[i], status);
+  if (*submitted > 0) Wake();
+  return status;
+}
+
+// On failure `handle` is no more.
+Status Engine::Add(std::unique_ptr<TensorEntry> entry, int64_t handle) {
+  const TimeNs begin = entry->submitted_ns = NowNs();
+  entry->handle = handle;
+  const std::string tensor = trace_.enabled() ? entry->request.name : std::string();
+  const int64_t bytes = trace_.enabled() ? entry->request.bytes() : 0;
+  // From Add on the entry belongs to the loop.
+  const Status status = tensors_.Add(std::move(entry));
+  if (!status.ok()) {
+    Forget(handle, status);
     return status;
   }
   ++stats_.submitted;
-  if (!wait_follows || !drivable_) Wake();
   trace_.Span(Stage::kSubmit, Track::kCaller, tensor, begin, NowNs(), bytes);
   return Status::Ok();
 }
 
+void Engine::Forget(int64_t handle, const Status& status) {
+  handles_->Release(handle);
+  handles_->Complete(handle, status, {});
+}
+
 HandleTable::Look Engine::Wait(int64_t handle, TimeNs timeout_ns, Status* status) {
-  if (!drivable_ || handles_->Poll(handle) != HandleTable::Look::kPending) {
-    return handles_->Wait(handle, timeout_ns, status);
-  }
   const TimeNs deadline = After(NowNs(), timeout_ns);
+  DriveUntil([&] { return handles_->Poll(handle) != HandleTable::Look::kPending; }, deadline);
+  return handles_->Wait(handle, Until(deadline), status);
+}
+
+HandleTable::Look Engine::WaitMany(const int64_t* handles, size_t count, TimeNs timeout_ns,
+                                   bool* all_ok) {
+  const TimeNs deadline = After(NowNs(), timeout_ns);
+  size_t left = count;
+  DriveUntil(
+      [&] {
+        while (left > 0 && handles_->Poll(handles[left - 1]) != HandleTable::Look::kPending) --left;
+        return left == 0;
+      },
+      deadline);
+  return handles_->WaitMany(handles, count, Until(deadline), all_ok);
+}
+
+// Runs the loop, unless somebody else does or the transport forbids it.
+void Engine::DriveUntil(const std::function<bool()>& done, TimeNs deadline) {
+  if (!drivable_ || done()) return;
   std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);
   if (turn.owns_lock() && loop_ != nullptr && loop_->drivable()) {
-    const auto done = [&] { return handles_->Poll(handle) != HandleTable::Look::kPending; };
     const Loop::Left left = loop_->Drive(done, deadline);
     turn.unlock();
     // Only now: what rings before the turn is free wakes a thread that cannot take it.
@@ -247,9 +292,6 @@ HandleTable::Look Engine::Wait(int64_t handle, TimeNs timeout_ns, Status* status
     if (turn.owns_lock()) turn.unlock();
     Wake();  // a request that was submitted without may have been overlooked
   }
-  const TimeNs now = NowNs();
-  return handles_->Wait(
-      handle, deadline == kForever ? kForever : std::max<TimeNs>(0, deadline - now), status);
 }
 
 // Under the lock, so that the transport cannot vanish meanwhile; Transport::Wake never blocks.

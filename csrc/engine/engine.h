@@ -79,8 +79,13 @@ class Engine {
   // `entry` without handle and times; its request matches its views. `wait_follows`: this thread
   // calls Wait(*handle) next, so nobody else needs to be woken.
   Status Submit(std::unique_ptr<TensorEntry> entry, bool wait_follows, int64_t* handle);
-  // As HandleTable::Wait.
+  // Several, for which nobody waits next; the first that is refused is the last that is tried.
+  // `submitted` of them then have handles.
+  Status SubmitMany(std::vector<std::unique_ptr<TensorEntry>> entries, int64_t* handles,
+                    size_t* submitted);
+  // As those of HandleTable.
   HandleTable::Look Wait(int64_t handle, TimeNs timeout_ns, Status* status);
+  HandleTable::Look WaitMany(const int64_t* handles, size_t count, TimeNs timeout_ns, bool* all_ok);
 
   // Asks all ranks to stop; see hr_shutdown. False when the loop did not end in time: the
   // engine must then be leaked, not destroyed.
@@ -129,6 +134,9 @@ class Engine {
   bool JoinBefore(TimeNs timeout_ns);
   Status RunCommand(const Command& command, TimeNs timeout_ns);
   Status StoppedStatus() const;
+  Status Add(std::unique_ptr<TensorEntry> entry, int64_t handle);
+  void Forget(int64_t handle, const Status& status);
+  void DriveUntil(const std::function<bool()>& done, TimeNs deadline);
 
   const EngineConfig config_;
   const std::shared_ptr<HandleTable> handles_;

@@ -51,12 +51,21 @@ int64_t HandleTable::Create() {
   return handle;
 }
 
+void HandleTable::Create(int64_t* handles, size_t count) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (size_t i = 0; i < count; ++i) {
+    handles[i] = next_++;
+    slots_.emplace(handles[i], Slot());
+  }
+}
+
 void HandleTable::Complete(int64_t handle, Status status, std::vector<GatheredTensor> results) {
   bool wake = false;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto slot = slots_.find(handle);
     if (slot == slots_.end()) return;
+    wake = slot->second.awaited;
     if (slot->second.released) {
       slots_.erase(slot);
     } else {
@@ -64,7 +73,6 @@ void HandleTable::Complete(int64_t handle, Status status, std::vector<GatheredTe
       slot->second.status = std::move(status);
       slot->second.results = std::move(results);
     }
-    wake = waiters_ > 0;
   }
   if (wake) completed_.notify_all();
 }
@@ -76,28 +84,62 @@ HandleTable::Look HandleTable::Poll(int64_t handle) const {
   return slot->second.done ? Look::kDone : Look::kPending;
 }
 
+template <typename Settled>
+bool HandleTable::Sleep(std::unique_lock<std::mutex>& lock, TimeNs timeout_ns,
+                        const Settled& settled) {
+  if (timeout_ns != kForever) {
+    return completed_.wait_for(lock, std::chrono::nanoseconds(timeout_ns), settled);
+  }
+  completed_.wait(lock, settled);
+  return true;
+}
+
 HandleTable::Look HandleTable::Wait(int64_t handle, TimeNs timeout_ns, Status* status) {
   std::unique_lock<std::mutex> lock(mutex_);
   Look look = Look::kPending;
-  const auto settled = [&] {
+  Sleep(lock, timeout_ns, [&] {
     const auto slot = slots_.find(handle);
     if (slot == slots_.end() || slot->second.released) {
       look = Look::kUnknown;
       return true;
     }
+    slot->second.awaited = true;
     if (!slot->second.done) return false;
     look = Look::kDone;
     *status = slot->second.status;
     return true;
-  };
-  ++waiters_;
-  if (timeout_ns == kForever) {
-    completed_.wait(lock, settled);
-  } else {
-    completed_.wait_for(lock, std::chrono::nanoseconds(timeout_ns), settled);
-  }
-  --waiters_;
+  });
   return look;
+}
+
+HandleTable::Look HandleTable::WaitMany(const int64_t* handles, size_t count, TimeNs timeout_ns,
+                                        bool* all_ok) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  *all_ok = true;
+  size_t left = count;
+  // The last one first: it is the last to be done, mostly, and then nothing wakes this thread
+  // before.
+  const bool settled = Sleep(lock, timeout_ns, [&] {
+    for (; left > 0; --left) {
+      const auto slot = slots_.find(handles[left - 1]);
+      if (slot == slots_.end() || slot->second.released) {
+        *all_ok = false;
+        continue;
+      }
+      if (!slot->second.done) {
+        slot->second.awaited = true;
+        return false;
+      }
+      *all_ok = *all_ok && slot->second.status.ok();
+    }
+    return true;
+  });
+  if (!settled) {
+    *all_ok = false;
+    return Look::kPending;
+  }
+  for (size_t i = 0; *all_ok && i < count; ++i) slots_.erase(handles[i]);
+  return Look::kDone;
 }
 
 Status HandleTable::Take(int64_t handle, size_t index, GatheredTensor* result) {
@@ -119,7 +161,7 @@ bool HandleTable::Release(int64_t handle) {
     slots_.erase(slot);
   } else {
     slot->second.released = true;
-    if (waiters_ > 0) completed_.notify_all();  // whoever waits for it waits in vain
+    if (slot->second.awaited) completed_.notify_all();  // whoever waits for it waits in vain
   }
   return true;
 }

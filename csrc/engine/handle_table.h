@@ -43,21 +43,30 @@ class HandleTable {
   enum class Look { kUnknown, kPending, kDone };
 
   int64_t Create();
+  void Create(int64_t* handles, size_t count);
   // REQUIRES: `handle` is pending. Releases it if its owner has done so already.
   void Complete(int64_t handle, Status status, std::vector<GatheredTensor> results);
 
   Look Poll(int64_t handle) const;
   // Waits at most `timeout_ns`; fills `status` when done.
   Look Wait(int64_t handle, TimeNs timeout_ns, Status* status);
+  // Waits for all of them. When all have succeeded they are released, and `all_ok` is true.
+  Look WaitMany(const int64_t* handles, size_t count, TimeNs timeout_ns, bool* all_ok);
   // Result `index` of a handle that is done; kInvalidArgument for anything else.
   Status Take(int64_t handle, size_t index, GatheredTensor* result);
   // False when there is no such handle.
   bool Release(int64_t handle);
 
  private:
+  struct Slot;
+  // Sleeps until settled(), at most `timeout_ns`; whether it is.
+  template <typename Settled>
+  bool Sleep(std::unique_lock<std::mutex>& lock, TimeNs timeout_ns, const Settled& settled);
+
   struct Slot {
     bool done = false;
     bool released = false;
+    bool awaited = false;  // somebody sleeps until it is done
     Status status;
     std::vector<GatheredTensor> results;
   };
@@ -66,7 +75,6 @@ class HandleTable {
   std::condition_variable completed_;
   std::unordered_map<int64_t, Slot> slots_;  // GUARDED_BY(mutex_)
   int64_t next_ = 1;                         // GUARDED_BY(mutex_)
-  int waiters_ = 0;                          // GUARDED_BY(mutex_)
 };
 
 }  // namespace hororing

@@ -34,13 +34,11 @@ class _DeltaSlot(Slot):
         # gradient, weight decay, momentum.
         self.live = False
 
-    def send(self, grad: torch.Tensor | None) -> None:
-        """Note that the last backward pass has come."""
-        self.sent = True
-
-    def send_delta(self, delta: torch.Tensor) -> None:
-        """Start the reduction of `delta`."""
-        super().send(delta)
+    def on_gradient(self, param: torch.Tensor) -> None:
+        """Note that a backward pass has come."""
+        if self.count():
+            self.left = 0
+            self.sent = True
 
 
 _Before = deque[tuple[torch.Tensor, _DeltaSlot, torch.Tensor]]
@@ -69,7 +67,7 @@ class _DeltaReducer(Reducer):
             delta = param - old
             param.copy_(old)
             with collect(failures):
-                slot.send_delta(delta)
+                slot.send(delta)
                 changed.append((param, slot))
         for group in self._groups:
             with collect(failures):

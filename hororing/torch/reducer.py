@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 
+from hororing import collectives
 from hororing.torch.gradient import Group, Options, Shared, Slot
+from hororing.torch.uncompiled import leave_uncompiled
 
 # Which reducers want to hook a parameter, by id(parameter). An entry is alive as long as one of
 # its reducers is, and reducers hold their parameters, so an id is never mistaken.
@@ -71,11 +73,10 @@ class Reducer:
         rivals = _wanted_by.setdefault(id(param), weakref.WeakSet())
         rivals.add(self)
         if len(rivals) == 1:
-            # torch declares no types.
-            register: Any = param.register_post_accumulate_grad_hook
-            untraced: Any = torch.compiler.disable
             # Backward may run inside a function that torch.compile traces.
-            slot.hook = register(untraced(slot.on_gradient))
+            leave_uncompiled(type(slot).on_gradient)
+            register: Any = param.register_post_accumulate_grad_hook  # torch declares no types
+            slot.hook = register(slot.on_gradient)
             return
         # Nobody can know for which of them a backward pass is: each reduces when it steps.
         for other in rivals:
@@ -87,25 +88,21 @@ class Reducer:
         An error is raised when nothing is in flight any more; gradients without an error are
         reduced then.
         """
-        self._shared.check_set()
+        shared = self._shared
+        shared.check_set()
         entries = self.follow(param_groups)
         failures: list[Exception] = []
         with torch.no_grad():
-            for param, slot in entries:
-                if not slot.sent and param.requires_grad:
-                    with collect(failures):
-                        slot.send_late(param)
+            with collect(failures):
+                shared.send_late([entry for entry in entries if not entry[1].sent])
             for group in self._groups:
                 with collect(failures):
-                    group.flush(self._shared.options)
-            for param, slot in entries:
-                if slot.sent:
-                    with collect(failures):
-                        slot.finish(param)
-                else:
-                    slot.rest()
-        self._shared.fresh = True
-        self._shared.synchronized = not failures
+                    group.flush(shared.options)
+            finish_all([entry for entry in entries if entry[1].sent], failures)
+        for _, slot in entries:
+            slot.rest()
+        shared.rest()
+        shared.synchronized = not failures
         if failures:
             raise failures[0]
 
@@ -117,7 +114,9 @@ class Reducer:
     @property
     def in_flight(self) -> list[str]:
         """Names of the parameters whose gradients are being reduced."""
-        return [slot.name for _, slot in self._slots.values() if slot.sent]
+        if not self._shared.begun:
+            return []
+        return [slot.name for _, slot in self._slots.values() if slot.left == 0 or slot.sent]
 
     @property
     def names(self) -> dict[torch.Tensor, str]:
@@ -131,18 +130,36 @@ class Reducer:
 
     def restart(self, passes: int | None = None) -> None:
         """Count backward passes from the beginning; gradients are no longer synchronized."""
-        self._shared.synchronized = False
-        self._shared.passes = passes or self._shared.passes
+        shared = self._shared
+        shared.synchronized = False
+        if passes is None and not shared.begun:
+            return
+        shared.passes = passes or shared.passes
+        shared.drop_arrived()
         for _, slot in self._slots.values():
             if not slot.sent:
-                slot.left = self._shared.passes
+                slot.left = shared.passes
 
     def abandon(self) -> None:
         """Forget everything in flight."""
         for _, slot in self._slots.values():
             slot.abandon()
-        self._shared.fresh = True
+        self._shared.rest()
         self._shared.synchronized = False
+
+
+def finish_all(entries: list[tuple[torch.Tensor, Slot]], failures: list[Exception]) -> None:
+    """Wait for the gradients of `entries`, mostly in one call of the core."""
+    flying = [slot.prepared for _, slot in entries if slot.prepared and slot.prepared.handle]
+    if flying:
+        collectives.finish_many(flying)
+    for param, slot in entries:
+        prepared = slot.prepared
+        if prepared is None or prepared.handle or prepared.keep is not param.grad:
+            with collect(failures):
+                slot.finish(param)
+        else:  # almost always: reduced where it is
+            prepared.keep = None
 
 
 @contextlib.contextmanager

@@ -37,3 +37,13 @@ def uncompiled(function: F) -> F:
         return disabled(*args, **kwargs)
 
     return cast(F, call)
+
+
+def leave_uncompiled(function: Callable[..., Any]) -> None:
+    """Make torch.compile call `function` as it is, but perhaps not what it calls.
+
+    `torch.compiler.disable` puts a function around it that costs more than a gradient hook does.
+    """
+    from torch._dynamo.decorators import skip
+
+    skip(function)

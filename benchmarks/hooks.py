@@ -1,0 +1,181 @@
+"""What a training step of PyTorch costs over one without communication, on one host.
+
+    mpirun -np 2 python benchmarks/hooks.py --model tiny
+
+Ways, on the same model and batches, in the same processes:
+
+    plain      no communication: the others' times are given as more than this
+    hororing   DistributedOptimizer
+    ddp        DistributedDataParallel over gloo, default buckets
+    ddp_views  the same, with gradient_as_bucket_view=True
+
+Models: `tiny` has 1,000 parameters of 16 numbers, so that hooks, submission and completion are all
+there is to pay; `linears` is 200 small layers (400 parameters, 3.3 MB); `mlp` has 100 MiB.
+
+The ways take turns, in random order, a series of steps each, begun together on all ranks, which
+sleep before. A series' time is that of the slowest rank. Printed are the median of all series and
+the 10th to 90th percentile, in ms per step, and the same of the difference to plain's series of the
+same round, for `tiny` and `linears` in microseconds per parameter as well. Only ratios mean
+anything on a shared machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import hororing.torch as hvd
+
+BATCH = 32
+
+
+class Tiny(nn.Module):
+    """As little computation per parameter as there can be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors = nn.ParameterList(torch.ones(16) for _ in range(1000))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for factor in self.factors:
+            x = x * factor
+        return x
+
+
+def linears() -> nn.Module:
+    layers = [layer for _ in range(200) for layer in (nn.Linear(64, 64), nn.ReLU())]
+    return nn.Sequential(*layers)
+
+
+def mlp() -> nn.Module:
+    layers = [layer for _ in range(25) for layer in (nn.Linear(1024, 1024), nn.ReLU())]
+    return nn.Sequential(*layers)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
+    "tiny": (Tiny, (16,), 5),  # how to make it, its input, steps in a series
+    "linears": (linears, (BATCH, 64), 5),
+    "mlp": (mlp, (BATCH, 1024), 1),
+}
+
+Step = Callable[[], None]
+
+
+def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> Step:
+    def step() -> None:
+        optimizer.zero_grad()
+        model(batch).sum().backward()
+        optimizer.step()
+
+    return step
+
+
+def ways(model: nn.Module, batch: torch.Tensor, chosen: list[str]) -> dict[str, Step]:
+    """A step of each way, on a copy of `model`."""
+    made = {}
+    for way in chosen:
+        twin = copy.deepcopy(model)
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(twin.parameters(), lr=1e-9)
+        module: nn.Module = twin
+        if way.startswith("hororing"):
+            options = OPTIONS[way]
+            optimizer = hvd.DistributedOptimizer(optimizer, twin.named_parameters(), **options)
+        elif way.startswith("ddp"):
+            module = DistributedDataParallel(twin, gradient_as_bucket_view=way == "ddp_views")
+        made[way] = step_of(module, optimizer, batch)
+    return made
+
+
+OPTIONS: dict[str, dict[str, bool]] = {"hororing": {}}
+WAYS = ["plain", *OPTIONS, "ddp", "ddp_views"]
+
+
+def start_together() -> None:
+    """Wait, asleep, for all ranks; return at the same instant everywhere."""
+    everybody = MPI.COMM_WORLD.Ibarrier()
+    while not everybody.Test():
+        time.sleep(20e-6)
+    start = MPI.COMM_WORLD.bcast(time.perf_counter() + 100e-6)
+    while time.perf_counter() < start:
+        pass
+
+
+def measure(steps: dict[str, Step], length: int, rounds: int) -> dict[str, np.ndarray]:
+    """Seconds per step of every way's series, on the slowest rank."""
+    times: dict[str, list[float]] = {way: [] for way in steps}
+    order = random.Random(1)
+    for number in range(-3, rounds):  # the first rounds warm up
+        names = list(steps)
+        order.shuffle(names)
+        for way in names:
+            start_together()
+            begin = time.perf_counter()
+            for _ in range(length):
+                steps[way]()
+            elapsed = (time.perf_counter() - begin) / length
+            if number >= 0:
+                times[way].append(elapsed)
+    return {
+        way: np.max(MPI.COMM_WORLD.allgather(np.array(series)), axis=0)
+        for way, series in times.items()
+    }
+
+
+def spread(series: np.ndarray) -> dict[str, float]:
+    low, median, high = np.percentile(series, [10, 50, 90])
+    return {"median": median, "p10": low, "p90": high}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--model", choices=MODELS, default="tiny")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--json", help="write all figures to this file")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    hvd.init()
+    rendezvous = MPI.COMM_WORLD.bcast(tempfile.mktemp(prefix="hororing-bench-"))
+    dist.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=hvd.rank(), world_size=hvd.size()
+    )
+    make, shape, length = MODELS[args.model]
+    model = make()
+    chosen = list(dict.fromkeys(["plain", *args.ways]))
+    times = measure(ways(model, torch.ones(shape), chosen), length, args.rounds)
+    count = len(list(model.parameters()))
+    if hvd.rank() == 0:
+        print(f"{args.model}, {count} parameters, {hvd.size()} ranks, ms per step")
+        result = {}
+        for way, series in times.items():
+            own, over = spread(series * 1e3), spread((series - times["plain"]) * 1e3)
+            result[way] = {"step_ms": own, "over_plain_ms": over}
+            print(f"  {way:18} {own['median']:8.2f}  {own['p10']:8.2f} .. {own['p90']:8.2f}"
+                  f"   over plain {over['median']:8.2f}  {over['p10']:8.2f} .. {over['p90']:8.2f}"
+                  f"   {over['median'] * 1e3 / count:7.2f} us per parameter")  # fmt: skip
+        if args.json:
+            with open(args.json, "w") as file:
+                json.dump({"command": " ".join(sys.argv), "ranks": hvd.size(), "model": args.model,
+                           "torch": torch.__version__, "ways": result}, file, indent=1)  # fmt: skip
+    dist.destroy_process_group()
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main()
