@@ -4,10 +4,11 @@
 
 Ways, on the same model and batches, in the same processes:
 
-    plain      no communication: the others' times are given as more than this
-    hororing   DistributedOptimizer
-    ddp        DistributedDataParallel over gloo, default buckets
-    ddp_views  the same, with gradient_as_bucket_view=True
+    plain            no communication: the others' times are given as more than this
+    hororing         DistributedOptimizer
+    hororing_copies  the same, with gradient_as_bucket_view=False
+    ddp              DistributedDataParallel over gloo, default buckets
+    ddp_views        the same, with gradient_as_bucket_view=True
 
 Models: `tiny` has 1,000 parameters of 16 numbers, so that hooks, submission and completion are all
 there is to pay; `linears` is 200 small layers (400 parameters, 3.3 MB); `mlp` has 100 MiB.
@@ -99,7 +100,10 @@ def ways(model: nn.Module, batch: torch.Tensor, chosen: list[str]) -> dict[str, 
     return made
 
 
-OPTIONS: dict[str, dict[str, bool]] = {"hororing": {}}
+OPTIONS: dict[str, dict[str, bool]] = {
+    "hororing": {},
+    "hororing_copies": {"gradient_as_bucket_view": False},
+}
 WAYS = ["plain", *OPTIONS, "ddp", "ddp_views"]
 
 

@@ -1,8 +1,7 @@
 """One gradient on its way: from the hook into the core and back into `param.grad`.
 
 A `Slot` per parameter holds all that can be computed once, so that the hook (thread: whichever
-runs autograd) does little: it puts a small gradient on a list, and one call of the core sends what
-is there when that is enough, or when the backward pass ends. Large ones are sent at once. A `Group`
+runs autograd) does little: see hororing/torch/submission.py for what happens of it later. A `Group`
 joins slots that are reduced together.
 
 Ownership: parameter -> hook -> slot -> (in flight only) gradient. Slots hold no parameter, so
@@ -15,154 +14,19 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from operator import itemgetter
-from typing import Final, NamedTuple
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from hororing import collectives
 from hororing.collectives import PreparedAllreduce
-from hororing.compression import Compressor, NoneCompressor
-from hororing.process_sets import ProcessSet, check_member
+from hororing.compression import NoneCompressor
 from hororing.torch.adapter import DTYPES
+from hororing.torch.bucket_views import move_into_view
 from hororing.torch.ops import start_sparse_allreduce, synchronize
+from hororing.torch.submission import BATCH_BYTES, LEAST_WEIGHT, Options, Shared
 from hororing.torch.uncompiled import uncompiled
 from hororing.torch.verbs import verbs
-
-
-class Options(NamedTuple):
-    """How gradients are reduced."""
-
-    compression: type[Compressor]
-    op: int
-    predivide: float
-    sparse_as_dense: bool
-    process_set: ProcessSet
-
-    @property
-    def factors(self) -> tuple[float, float]:
-        """Factors before and after the reduction."""
-        return 1.0 / self.predivide, self.predivide
-
-
-# Gradients are sent in batches of so many bytes, each at least so heavy. The first batch of a
-# backward pass is one gradient, so that the engine has something to do; each is twice as large as
-# the one before until they are full.
-BATCH_BYTES: Final = 256 << 10
-LEAST_WEIGHT: Final = 1 << 10
-
-
-class Shared:
-    """What the slots of one optimizer have in common."""
-
-    __slots__ = (
-        "arrived", "awaits_end", "batch_bytes", "begun", "lock", "members", "options", "passes",
-        "room", "synchronized", "tracing",
-    )  # fmt: skip
-
-    def __init__(self, options: Options, passes: int) -> None:
-        self.options = options
-        self.members = check_member(options.process_set, "DistributedOptimizer")
-        self.passes = passes  # backward passes per step
-        self.begun = False  # a hook has fired since the last synchronize or restart
-        self.synchronized = False  # gradients are reduced, and no hook has fired since
-        self.tracing = False
-        # Gradients that are there and not sent. Autograd may run hooks on several threads:
-        # appended to without the lock, emptied with it.
-        self.arrived: list[Slot] = []
-        self.batch_bytes = self.room = LEAST_WEIGHT  # of the batch; of it, for more gradients
-        self.lock = threading.Lock()
-        self.awaits_end = False  # `backward_ended` will be called
-
-    @uncompiled
-    def first_hook(self) -> None:
-        """Begin a step, or another backward pass of it."""
-        if not self.begun:
-            self.check_set()
-            self.begun = True
-            self.synchronized = False
-            self.tracing = collectives.timeline_enabled()
-        if not self.awaits_end:
-            self.awaits_end = True
-            self.batch_bytes = self.room = LEAST_WEIGHT
-            torch.autograd.Variable._execution_engine.queue_callback(self.backward_ended)  # type: ignore[attr-defined]
-
-    def check_set(self) -> None:
-        """Raise unless the process set is the one that it was: numbers of sets are used again."""
-        if check_member(self.options.process_set, "DistributedOptimizer") != self.members:
-            raise ValueError(
-                f"DistributedOptimizer: its process set was removed and registered again, now as "
-                f"{self.options.process_set}; make the optimizer again, too"
-            )
-
-    @uncompiled
-    def backward_ended(self) -> None:
-        """Send the rest: nothing more will come, and other ranks may wait for it."""
-        self.awaits_end = False
-        if self.arrived:
-            self.send_arrived()
-
-    @uncompiled
-    def send_arrived(self) -> None:
-        """Start the reduction of what has arrived. An error is raised when all else is sent."""
-        with self.lock:
-            arrived = self.arrived[:]
-            del self.arrived[: len(arrived)]
-            self.batch_bytes = self.room = min(2 * self.batch_bytes, BATCH_BYTES)
-        failures: list[Exception] = []
-        if self.tracing or len(arrived) == 1:
-            for slot in arrived:
-                slot.send_alone(slot.take_param().grad, failures)
-        else:
-            _send_together(arrived, failures)
-        if failures:
-            raise failures[0]
-
-    def send_late(self, entries: list[tuple[torch.Tensor, Slot]]) -> None:
-        """Send the gradients that the hooks have not; zeros where there is none."""
-        self.drop_arrived()
-        for param, slot in entries:
-            if param.requires_grad:
-                slot.ensure_gradient(param)
-                slot.param = param
-                self.arrived.append(slot)
-        if self.arrived:
-            self.send_arrived()
-
-    def drop_arrived(self) -> None:
-        """Forget what is not sent."""
-        with self.lock:
-            for slot in self.arrived:
-                slot.param = None
-            self.arrived.clear()
-            self.awaits_end = False
-
-    def rest(self) -> None:
-        """Be ready for the next step. REQUIRES: nothing is in flight."""
-        self.drop_arrived()
-        self.begun = False
-
-
-def _send_together(arrived: list[Slot], failures: list[Exception]) -> None:
-    slots, prepared, addresses, grads = [], [], [], []
-    for slot in arrived:
-        grad = slot.take_param().grad
-        if grad is None or not slot.is_plain(grad):
-            slot.send_alone(grad, failures)
-            continue
-        slots.append(slot)
-        prepared.append(slot.prepared)
-        addresses.append(grad.data_ptr())
-        grads.append(grad)
-    begin = 0
-    while begin < len(slots):
-        count, code = collectives.start_many(prepared[begin:], addresses[begin:], grads[begin:])
-        for slot in slots[begin : begin + count]:
-            slot.sent = True
-        begin += count
-        if begin < len(slots):
-            failures.append(slots[begin].failure(code))
-            begin += 1
 
 
 class Group:
@@ -226,7 +90,7 @@ class Slot:
 
     __slots__ = (
         "dtype", "finish_general", "group", "handle", "hook", "left", "name", "param", "position",
-        "prepared", "sent", "shared", "sparse_dims", "weight",
+        "prepared", "sent", "shared", "sparse_dims", "view", "weight",
     )  # fmt: skip
 
     def __init__(self, name: str, param: torch.Tensor, shared: Shared) -> None:
@@ -245,6 +109,7 @@ class Slot:
         self.handle = 0
         self.finish_general: Callable[[], torch.Tensor] | None = None
         self.prepared: PreparedAllreduce | None = None
+        self.view: torch.Tensor | None = None  # where its gradients go, if they go there
         options = shared.options
         plain = options.compression is NoneCompressor and param.device.type == "cpu"
         if plain and param.dtype in DTYPES:
@@ -253,6 +118,7 @@ class Slot:
                 process_set=shared.members,
             )  # fmt: skip
             self.weight = max(param.nbytes, LEAST_WEIGHT)
+            shared.views.want(self, param)
 
     # -- in the hook --------------------------------------------------------------------------
 
@@ -287,11 +153,13 @@ class Slot:
         self.left -= 1
         return False
 
-    def take_param(self) -> torch.Tensor:
-        """Return the parameter whose gradient has arrived; others are not held."""
+    def take_gradient(self) -> torch.Tensor | None:
+        """Return the gradient that has arrived, in its view if it may be there."""
         param, self.param = self.param, None
         assert param is not None
-        return param
+        if self.view is not None and param.grad is not self.view:
+            move_into_view(param, self)
+        return param.grad
 
     def send_alone(self, grad: torch.Tensor | None, failures: list[Exception]) -> None:
         """Do as `send`, but put an error into `failures`."""

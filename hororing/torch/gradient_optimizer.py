@@ -15,8 +15,8 @@ import torch
 from hororing import arguments
 from hororing.process_sets import ProcessSet
 from hororing.reduction import checked_passes
-from hororing.torch.gradient import Options
 from hororing.torch.reducer import Reducer
+from hororing.torch.submission import Options
 from hororing.torch.verbs import verbs
 
 

@@ -25,12 +25,13 @@ from hororing.process_sets import ProcessSet, global_process_set
 from hororing.reduction import check_reduction, checked_passes, choose_groups
 from hororing.runtime import size
 from hororing.torch.adasum_optimizer import DeltaDistributed
-from hororing.torch.gradient import Options
+from hororing.torch.bucket_views import check_bucket_views
 from hororing.torch.gradient_optimizer import (
     Distributed,
     Settings,
     parameters,
 )
+from hororing.torch.submission import Options
 
 
 def DistributedOptimizer(
@@ -44,6 +45,7 @@ def DistributedOptimizer(
     groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
+    gradient_as_bucket_view: bool | None = None,
 ) -> torch.optim.Optimizer:
     """Make `optimizer` reduce its gradients over all ranks, and return it.
 
@@ -69,6 +71,9 @@ def DistributedOptimizer(
     sparse_as_dense : reduce sparse gradients as dense ones. Needed where a rank may lack one
         before it has had any, for then it cannot know that it is sparse (MismatchError).
     process_set : the ranks that reduce with each other. Ranks outside it step by themselves.
+    gradient_as_bucket_view : gradients live in memory that the ranks of a host share, and are
+        reduced there without a copy. None: those from 16 KiB on, where there is such memory; True:
+        all, with a warning where there is none; False: none. See docs/pytorch.md.
 
     Notes
     -----
@@ -110,7 +115,11 @@ def DistributedOptimizer(
         prefix = f"optimizer.{names[0]}"  # the same on every rank, whatever else a rank created
     base = type(optimizer)
     mixin = DeltaDistributed if op == Adasum and size() > 1 else Distributed
-    options = Options(compression, op, gradient_predivide_factor, sparse_as_dense, process_set)
+    check_bucket_views(gradient_as_bucket_view, op, compression)
+    options = Options(
+        compression, op, gradient_predivide_factor, sparse_as_dense, process_set,
+        gradient_as_bucket_view if op != Adasum else False,
+    )  # fmt: skip
     namespace: dict[str, Any] = {
         "__module__": base.__module__,
         "__doc__": base.__doc__,

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from hororing import collectives
-from hororing.torch.gradient import Group, Options, Shared, Slot
+from hororing.torch.gradient import Group, Slot
+from hororing.torch.submission import Options, Shared
 from hororing.torch.uncompiled import leave_uncompiled
 
 # Which reducers want to hook a parameter, by id(parameter). An entry is alive as long as one of

@@ -1,0 +1,162 @@
+"""What the gradients of one optimizer have in common, and how they are submitted together.
+
+Hooks put small gradients on a list; one call of the core submits what is there when that is enough,
+and when the backward pass ends, since other ranks may wait for it. Large ones go at once.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import torch
+
+from hororing import collectives
+from hororing.collectives import PreparedAllreduce
+from hororing.compression import Compressor
+from hororing.process_sets import ProcessSet, check_member
+from hororing.torch.bucket_views import BucketViews
+from hororing.torch.uncompiled import uncompiled
+
+if TYPE_CHECKING:
+    from hororing.torch.gradient import Slot
+
+
+class Options(NamedTuple):
+    """How gradients are reduced."""
+
+    compression: type[Compressor]
+    op: int
+    predivide: float
+    sparse_as_dense: bool
+    process_set: ProcessSet
+    bucket_views: bool | None  # None: where it is safe and pays
+
+    @property
+    def factors(self) -> tuple[float, float]:
+        """Factors before and after the reduction."""
+        return 1.0 / self.predivide, self.predivide
+
+
+# Gradients are sent in batches of so many bytes, each at least so heavy. The first batch of a
+# backward pass is one gradient, so that the engine has something to do; each is twice as large as
+# the one before until they are full.
+BATCH_BYTES: Final = 256 << 10
+LEAST_WEIGHT: Final = 1 << 10
+
+
+class Shared:
+    """What the slots of one optimizer have in common."""
+
+    __slots__ = (
+        "arrived", "awaits_end", "batch_bytes", "begun", "lock", "members", "options", "passes",
+        "room", "synchronized", "tracing", "views",
+    )  # fmt: skip
+
+    def __init__(self, options: Options, passes: int) -> None:
+        self.options = options
+        self.views = BucketViews(options.bucket_views)
+        self.members = check_member(options.process_set, "DistributedOptimizer")
+        self.passes = passes  # backward passes per step
+        self.begun = False  # a hook has fired since the last synchronize or restart
+        self.synchronized = False  # gradients are reduced, and no hook has fired since
+        self.tracing = False
+        # Gradients that are there and not sent. Autograd may run hooks on several threads:
+        # appended to without the lock, emptied with it.
+        self.arrived: list[Slot] = []
+        self.batch_bytes = self.room = LEAST_WEIGHT  # of the batch; of it, for more gradients
+        self.lock = threading.Lock()
+        self.awaits_end = False  # `backward_ended` will be called
+
+    @uncompiled
+    def first_hook(self) -> None:
+        """Begin a step, or another backward pass of it."""
+        if not self.begun:
+            self.check_set()
+            self.begun = True
+            self.synchronized = False
+            self.tracing = collectives.timeline_enabled()
+            self.views.allocate()
+        if not self.awaits_end:
+            self.awaits_end = True
+            self.batch_bytes = self.room = LEAST_WEIGHT
+            torch.autograd.Variable._execution_engine.queue_callback(self.backward_ended)
+
+    def check_set(self) -> None:
+        """Raise unless the process set is the one that it was: numbers of sets are used again."""
+        if check_member(self.options.process_set, "DistributedOptimizer") != self.members:
+            raise ValueError(
+                f"DistributedOptimizer: its process set was removed and registered again, now as "
+                f"{self.options.process_set}; make the optimizer again, too"
+            )
+
+    @uncompiled
+    def backward_ended(self) -> None:
+        """Send the rest: nothing more will come, and other ranks may wait for it."""
+        self.awaits_end = False
+        if self.arrived:
+            self.send_arrived()
+
+    @uncompiled
+    def send_arrived(self) -> None:
+        """Start the reduction of what has arrived. An error is raised when all else is sent."""
+        with self.lock:
+            arrived = self.arrived[:]
+            del self.arrived[: len(arrived)]
+            self.batch_bytes = self.room = min(2 * self.batch_bytes, BATCH_BYTES)
+        failures: list[Exception] = []
+        if self.tracing or len(arrived) == 1:
+            for slot in arrived:
+                slot.send_alone(slot.take_gradient(), failures)
+        else:
+            _send_together(arrived, failures)
+        if failures:
+            raise failures[0]
+
+    def send_late(self, entries: list[tuple[torch.Tensor, Slot]]) -> None:
+        """Send the gradients that the hooks have not; zeros where there is none."""
+        self.drop_arrived()
+        for param, slot in entries:
+            if param.requires_grad:
+                slot.ensure_gradient(param)
+                slot.param = param
+                self.arrived.append(slot)
+        if self.arrived:
+            self.send_arrived()
+
+    def drop_arrived(self) -> None:
+        """Forget what is not sent."""
+        with self.lock:
+            for slot in self.arrived:
+                slot.param = None
+            self.arrived.clear()
+            self.awaits_end = False
+
+    def rest(self) -> None:
+        """Be ready for the next step. REQUIRES: nothing is in flight."""
+        self.drop_arrived()
+        self.begun = False
+
+
+def _send_together(arrived: list[Slot], failures: list[Exception]) -> None:
+    slots, addresses, grads = [], [], []
+    prepared: list[PreparedAllreduce] = []
+    for slot in arrived:
+        grad = slot.take_gradient()
+        if grad is None or not slot.is_plain(grad):
+            slot.send_alone(grad, failures)
+            continue
+        assert slot.prepared is not None
+        slots.append(slot)
+        prepared.append(slot.prepared)
+        addresses.append(grad.data_ptr())
+        grads.append(grad)
+    begin = 0
+    while begin < len(slots):
+        count, code = collectives.start_many(prepared[begin:], addresses[begin:], grads[begin:])
+        for slot in slots[begin : begin + count]:
+            slot.sent = True
+        begin += count
+        if begin < len(slots):
+            failures.append(slots[begin].failure(code))
+            begin += 1
