@@ -120,8 +120,8 @@ def _view(
     count = torch.Size(shape).numel()
     # A storage of its own, of its own bytes: that is all that a pickled one takes along.
     flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=offset)
-    view = torch.empty(0, dtype=dtype)
-    view.set_(flat.untyped_storage(), 0, shape, torch.empty(shape, device="meta").stride())
+    # By set_ it is no view of `flat` to autograd.
+    view: torch.Tensor = torch.empty(0, dtype=dtype).set_(flat.view(shape))  # type: ignore[call-overload]
     return view
 
 
