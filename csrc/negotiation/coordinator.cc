@@ -220,9 +220,12 @@ std::optional<Agreement> Coordinator::Decide(TimeNs now) {
   agreement.decisions = queue_.Take(now);
   if (agreement.decisions.empty()) return std::nullopt;
   agreement.sequence = ++sequence_;
-  removed_now_ = std::exchange(removed_, {});
-  // What is still in the queue may mean a request by an id that is evicted.
-  if (queue_.empty()) agreement.evicted = std::exchange(evicted_, {});
+  removed_now_ = removed_;
+  // What is still in the queue may be about a set that is removed, or go by an id that is evicted.
+  if (queue_.empty()) {
+    removed_.clear();
+    agreement.evicted = std::exchange(evicted_, {});
+  }
   for (uint64_t id : agreement.evicted) retired_[id] = sequence_;
   return agreement;
 }

@@ -12,7 +12,7 @@ namespace {
 constexpr size_t kWindow = 5;     // steps that medians are taken over
 constexpr int kLostPatience = 3;  // departures in a row that end a plan
 constexpr int kInVain = 2;        // waits in a row for one tensor: nothing waits for it again
-constexpr double kChange = 0.1;   // of the step, that makes a plan outdated
+constexpr double kChange = 0.1;   // of ready times, that makes a plan outdated
 // A plan must not be slower than none by more than measurements differ.
 constexpr double kSlower = 1.1;
 constexpr TimeNs kNoticeable = 50 * kMicrosecond;
@@ -62,8 +62,9 @@ void StepPlanner::Learn(const Step& step) {
   } else if (state_ == State::kPlanned && !judged_) {
     judged_ = true;
     const double limit = kSlower * static_cast<double>(exposed_ns_) + kNoticeable;
-    if (static_cast<double>(ExposedTime()) > limit) Drop(State::kRejected);
+    if (static_cast<double>(ExposedTime()) > limit) return Drop(State::kRejected);
   }
+  steps_.clear();  // windows do not overlap: what is an accident in one is not seen in five
 }
 
 std::map<uint64_t, StepPlanner::Seen> StepPlanner::Window() const {
@@ -90,14 +91,16 @@ TimeNs StepPlanner::ExposedTime() const {
 
 bool StepPlanner::Changed(const std::map<uint64_t, Seen>& window) const {
   if (window.size() != planned_ns_.size()) return true;
-  TimeNs span = 0, change = 0;
+  TimeNs before = 0, change = 0;  // of all together: single tensors are late by chance
   for (const auto& [id, planned] : planned_ns_) {
     const auto now = window.find(id);
     if (now == window.end()) return true;
-    span = std::max(span, planned);
-    change = std::max(change, std::abs(now->second.median_ns() - planned));
+    before += planned;
+    change += std::abs(now->second.median_ns() - planned);
   }
-  return change > kNoticeable && static_cast<double>(change) > kChange * static_cast<double>(span);
+  const TimeNs tensors = static_cast<TimeNs>(planned_ns_.size());
+  return change > kNoticeable * tensors &&
+         static_cast<double>(change) > kChange * static_cast<double>(before);
 }
 
 void StepPlanner::Plan(const std::map<uint64_t, Seen>& window) {

@@ -1,0 +1,121 @@
+// Rung 2: engines that plan and tune, N ranks as threads. What comes out must be what comes out
+// without; when anything is held for ever, the watchdog of Wait says so.
+#include <algorithm>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "engine_world.h"
+
+using namespace hororing_test;
+
+namespace {
+
+EngineConfig Config(bool plan, bool tune) {
+  EngineConfig config;
+  config.plan = plan;
+  if (tune) {
+    config.tune.emplace();
+    config.tune->steps_per_sample = 1;
+  }
+  return config;
+}
+
+void Compute(TimeNs duration) {
+  const TimeNs end = NowNs() + duration;
+  while (NowNs() < end) std::this_thread::yield();
+}
+
+float Value(size_t tensor, int step, int rank) {
+  return static_cast<float>(tensor + 1) * static_cast<float>(rank + 1) + static_cast<float>(step);
+}
+
+// One step of the tensors `names` among `ranks`; checks every sum.
+void TakeStep(Player& player, const std::vector<std::string>& names, int step, TimeNs pause,
+              int32_t process_set, const std::vector<int>& ranks) {
+  std::vector<std::vector<float>> data;
+  for (size_t i = 0; i < names.size(); ++i) {
+    data.emplace_back(20 * i * i + 1, Value(i, step, player.rank));
+  }
+  std::vector<int64_t> handles(names.size());
+  for (size_t i = 0; i < names.size(); ++i) {
+    if (pause > 0) Compute(pause);
+    CHECK_OK(player.Submit(names[i], data[i], ReduceOp::kSum, &handles[i], false, process_set));
+  }
+  for (size_t i = 0; i < names.size(); ++i) {
+    CHECK_OK(player.Wait(handles[i]));
+    float expected = 0;
+    for (int rank : ranks) expected += Value(i, step, rank);
+    CHECK_EQ(data[i].back(), expected);
+  }
+}
+
+std::vector<int> All(int size) {
+  std::vector<int> ranks;
+  for (int rank = 0; rank < size; ++rank) ranks.push_back(rank);
+  return ranks;
+}
+
+std::vector<std::string> Layers(size_t count) {
+  std::vector<std::string> names;
+  for (size_t i = 0; i < count; ++i) names.push_back("layer" + std::to_string(i));
+  return names;
+}
+
+}  // namespace
+
+TEST(sums_are_the_same_with_plans_and_tuning) {
+  for (const int size : {1, 2, 3, 5}) {
+    for (const bool plan : {true, false}) {
+      for (const bool tune : {true, false}) {
+        Play(size, Config(plan, tune), [](Player& player) {
+          std::mt19937 random(hororing_test::Seed());  // alike on all ranks
+          for (int step = 0; step < 60; ++step) {
+            std::vector<std::string> names = Layers(10);
+            if (random() % 8 == 0) names.resize(1 + random() % 10);
+            if (random() % 8 == 0) names.push_back("more");
+            TakeStep(player, names, step, step % 3 == 0 ? 20 * kMicrosecond : 0, kWorldSet,
+                     All(player.size));
+          }
+        });
+      }
+    }
+  }
+}
+
+TEST(a_plan_comes_up_on_rank_0_and_is_counted) {
+  Play(3, Config(true, false), [](Player& player) {
+    // Until there is one, all ranks alike.
+    float plans = 0;
+    for (int step = 0; step < 500 && plans == 0; ++step) {
+      TakeStep(player, Layers(8), step, 200 * kMicrosecond, kWorldSet, All(player.size));
+      std::vector<float> told = {static_cast<float>(player.engine->stats().plans)};
+      CHECK_OK(player.Allreduce("plans", told));
+      plans = told[0];
+    }
+    CHECK_EQ(plans, 1.0f);
+    if (player.rank != 0) CHECK(player.engine->plan().empty());
+  });
+}
+
+TEST(sets_and_joined_ranks_do_as_without_plans) {
+  Play(3, Config(true, true), [](Player& player) {
+    for (int round = 0; round < 3; ++round) {
+      int64_t id = 0, removed = 0, last = 0;
+      CHECK_OK(player.AddSet({0, 2}, &id));
+      for (int step = 0; step < 15; ++step) {
+        TakeStep(player, Layers(6), step, 30 * kMicrosecond, kWorldSet, All(3));
+        if (player.rank == 1) continue;
+        TakeStep(player, {"a", "b", "c"}, step, 30 * kMicrosecond, static_cast<int32_t>(id),
+                 {0, 2});
+      }
+      // Rank 1 has fewer batches.
+      for (int step = 0; step < 8 && player.rank != 1; ++step) {
+        TakeStep(player, Layers(6), step, 30 * kMicrosecond, kWorldSet, {0, 2});
+      }
+      CHECK_OK(player.Join(&last));
+      CHECK_OK(player.RemoveSet(id, &removed));
+      CHECK_EQ(removed, int64_t{1});
+    }
+  });
+}
