@@ -38,6 +38,12 @@ StepPlanner::StepPlanner(int64_t limit_bytes, TimeNs patience_ns)
 
 TimeNs StepPlanner::Seen::median_ns() const { return Median(ready_ns); }
 
+// How far off a step may be.
+TimeNs StepPlanner::Seen::spread_ns() const {
+  const auto [least, most] = std::minmax_element(ready_ns.begin(), ready_ns.end());
+  return (*most - *least) / 2;
+}
+
 void StepPlanner::Learn(const Step& step) {
   departed_in_a_row_ = departed_ ? departed_in_a_row_ + 1 : 0;
   const bool as_planned = !departed_;
@@ -91,12 +97,14 @@ TimeNs StepPlanner::ExposedTime() const {
 
 bool StepPlanner::Changed(const std::map<uint64_t, Seen>& window) const {
   if (window.size() != planned_ns_.size()) return true;
-  TimeNs before = 0, change = 0;  // of all together: single tensors are late by chance
+  // Of all together, and beyond what steps differ among themselves.
+  TimeNs before = 0, change = 0;
   for (const auto& [id, planned] : planned_ns_) {
     const auto now = window.find(id);
     if (now == window.end()) return true;
     before += planned;
-    change += std::abs(now->second.median_ns() - planned);
+    const TimeNs moved = std::abs(now->second.median_ns() - planned);
+    change += std::max<TimeNs>(0, moved - now->second.spread_ns());
   }
   const TimeNs tensors = static_cast<TimeNs>(planned_ns_.size());
   return change > kNoticeable * tensors &&

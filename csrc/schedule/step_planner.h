@@ -60,6 +60,7 @@ class StepPlanner {
     int64_t bytes = 0;
     std::vector<TimeNs> ready_ns;
     TimeNs median_ns() const;
+    TimeNs spread_ns() const;
   };
   std::map<uint64_t, Seen> Window() const;
   bool Changed(const std::map<uint64_t, Seen>& window) const;
