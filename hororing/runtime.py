@@ -534,7 +534,6 @@ def _plan() -> list[list[str]]:
     return [bucket.split("\0") for bucket in text.split("\0\0")[:-1]]
 
 
-
 def _absolute(path: str | os.PathLike[str]) -> str:
     return os.path.abspath(os.fsdecode(path))
 
