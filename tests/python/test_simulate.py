@@ -236,7 +236,7 @@ def test_the_engine_fuses_what_is_ready_as_the_model_of_it_says(core, model, alp
 def test_the_engine_learns_a_plan_that_is_nearly_as_good_as_the_exact_one(core):
     # Latency above the time between gradients: here buckets matter.
     step = replay.step_of(shapes.vgg16(), 0.6, 4)
-    cost, free = line(5e-3, 0.75e-9), lambda _: 0.0
+    cost, free = line(10e-3, 0.2e-9), lambda _: 0.0
     planned, ready = (
         engine_replay.efficiency(f"engine, {rule}", core, step, cost, free)
         for rule in ("plan", "ready")
