@@ -10,10 +10,12 @@ Here arguments are checked already, and tensors are those that travel: compresse
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
 import tensorflow as tf
+from tensorflow.python.eager.record import stop_recording
 from tensorflow.python.ops.gradients_util import PossibleTapeGradientTypes
 
 from hororing import arguments, runtime
@@ -74,7 +76,9 @@ def _recorded(
             together = list(tensors)
             for index, tensor in zip(smooth, given, strict=True):
                 together[index] = tensor
-            results = forward(together)
+            # In eager mode a ForwardAccumulator would look at the operations within, too.
+            with stop_recording() if tf.executing_eagerly() else nullcontext():
+                results = forward(together)
             recorded_results = [at for at, result in enumerate(results) if _is_smooth(result)]
 
             def gradient(*upstream: tf.Tensor) -> Any:

@@ -22,7 +22,7 @@ import tensorflow as tf
 from hororing import collectives, errors, numpy
 from hororing.arguments import Sum
 from hororing.collectives import ALLGATHER, ALLREDUCE, ALLTOALL, BROADCAST, REDUCESCATTER
-from hororing.names import encode_name
+from hororing.names import DefaultName, encode_name
 from hororing.process_sets import ProcessSet, check_member, global_process_set
 from hororing.tensorflow import plugin
 from hororing.tensorflow.names import alone_in_graph
@@ -147,7 +147,11 @@ def _token(operations: Any) -> tf.Tensor:
 def _by_plugin(operations: Any, requests: Sequence[Request]) -> list[tf.Tensor]:
     token = _constant(0, tf.int64)
     alone = len(requests) == 1
-    handles = [_submit(operations, token, each, wait_follows=alone) for each in requests]
+    handles = []
+    for each in requests:
+        handles.append(_submit(operations, token, each, wait_follows=alone))
+        if isinstance(each.name, DefaultName):
+            each.name.submitted = True
     for handle in handles:
         collectives.block_until_complete(int(handle))
     return _wait(operations, requests, handles)

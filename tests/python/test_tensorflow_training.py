@@ -17,7 +17,7 @@ import pytest
 import tensorflow as tf
 
 import hororing.tensorflow as hvd
-from hororing import errors
+from hororing import collectives, errors
 
 SHAPES = [(3, 4), (4,), (), (2, 1, 3)]
 
@@ -314,6 +314,30 @@ def case_the_topology_is_asked_when_the_graph_runs() -> None:
     check_both(ask, lambda found: np.testing.assert_array_equal(found, wanted))
     with pytest.raises(ValueError, match="no process set 7"):
         hvd.size_op(7)
+
+
+def case_an_interrupted_call_keeps_its_number() -> None:
+    def interrupt(handle: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "block_until_complete", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            hvd.allreduce(tf.ones([2]))
+    np.testing.assert_array_equal(hvd.allreduce(tf.ones([2]), op=hvd.Sum), [hvd.size()] * 2)
+
+
+def case_verbs_in_forward_mode() -> None:
+    x = tf.constant([1.0, 2.0])
+
+    def product() -> Any:
+        with tf.autodiff.ForwardAccumulator(x, tf.ones([2])) as accumulator:
+            y = hvd.allreduce(x * (hvd.rank() + 1.0), op=hvd.Sum)
+        return accumulator.jvp(y)
+
+    # As Horovod defines gradients, each rank's tangent is multiplied by the number of ranks.
+    wanted = [hvd.size() * (hvd.rank() + 1.0)] * 2
+    np.testing.assert_array_equal(product(), wanted)
 
 
 def case_sessions_of_tensorflow_1() -> None:
