@@ -266,7 +266,7 @@ def _run(arrays: list[numpy.Array], requests: Sequence[Request]) -> list[numpy.A
         _start(
             request._replace(
                 tensors=list(islice(tensors, len(request.tensors))),
-                splits=None if request.splits is None else next(splits).astype(np.int32),
+                splits=None if request.splits is None else next(splits).tolist(),
             )
         )
         for request in requests

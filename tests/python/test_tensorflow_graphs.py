@@ -499,6 +499,8 @@ def case_errors_of_the_core_in_graphs() -> None:
         wrong(tf.constant([-1] * size))
     with pytest.raises(ValueError, match=r"'exchange'.*\[-1"):
         hvd.alltoall(tf.ones([2]), [-1] * size, name="exchange")
+    with pytest.raises(ValueError, match=r"'exchange'.*\[4294967297"):  # 1 in 32 bits
+        hvd.alltoall(tf.ones([size]), [2**32 + 1] * size, name="exchange")
     agree(wrong(tf.constant([2] + [0] * (size - 1)))[0], np.ones(2 * size if rank == 0 else 0))
 
 
