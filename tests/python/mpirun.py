@@ -51,7 +51,7 @@ def launch_environment(folder: str) -> dict[str, str]:
 HOSTS = Path(__file__).parents[1] / "hosts.sh"
 
 # A rank that waits in vain says so soon, instead of running into the job's time limit.
-STALL_ENVIRONMENT = {"HORORING_STALL_WARNING_S": "10", "HORORING_STALL_SHUTDOWN_S": "30"}
+STALL_ENVIRONMENT = {"HORORING_STALL_WARNING_S": "10", "HORORING_STALL_SHUTDOWN_S": "60"}
 
 
 @dataclasses.dataclass
