@@ -134,7 +134,7 @@ class Slot:
         self.param = param
         shared.arrived.append(self)
         shared.room -= self.weight
-        if shared.room <= 0:
+        if shared.room <= 0 or not shared.awaits_end:  # the pass of another thread has ended
             shared.send_arrived()
 
     @uncompiled

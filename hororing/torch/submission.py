@@ -71,12 +71,13 @@ class Shared:
     @uncompiled
     def first_hook(self) -> None:
         """Begin a step, or another backward pass of it."""
-        if not self.begun:
-            self.check_set()
-            self.begun = True
-            self.synchronized = False
-            self.tracing = collectives.timeline_enabled()
-            self.views.allocate()
+        with self.lock:
+            if not self.begun:
+                self.check_set()
+                self.synchronized = False
+                self.tracing = collectives.timeline_enabled()
+                self.views.allocate()
+                self.begun = True
         if not self.awaits_end:
             self.awaits_end = True
             self.batch_bytes = self.room = LEAST_WEIGHT

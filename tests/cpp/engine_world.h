@@ -26,8 +26,8 @@ struct Player {
   int size = 1;
 
   // One float tensor, in place.
-  Status Submit(const std::string& name, std::vector<float>& data, ReduceOp op, int64_t* handle,
-                bool wait_follows = false, int32_t process_set = kWorldSet) {
+  static std::unique_ptr<TensorEntry> Entry(const std::string& name, std::vector<float>& data,
+                                            ReduceOp op, int32_t process_set = kWorldSet) {
     auto entry = std::make_unique<TensorEntry>();
     entry->request.name = name;
     entry->request.process_set = process_set;
@@ -37,7 +37,11 @@ struct Player {
     view.shape = {static_cast<int64_t>(data.size())};
     entry->request.tensors = {{view.dtype, view.shape}};
     entry->views = {view};
-    return engine->Submit(std::move(entry), wait_follows, handle);
+    return entry;
+  }
+  Status Submit(const std::string& name, std::vector<float>& data, ReduceOp op, int64_t* handle,
+                bool wait_follows = false, int32_t process_set = kWorldSet) {
+    return engine->Submit(Entry(name, data, op, process_set), wait_follows, handle);
   }
   Status Gather(const std::string& name, std::vector<float>& data, int64_t* handle) {
     auto entry = std::make_unique<TensorEntry>();

@@ -540,7 +540,6 @@ def case_forked_workers_leave_gradients_alone():
         def __getitem__(self, index: int) -> torch.Tensor:
             for each in model.parameters():
                 each.grad = None  # the worker's own
-            gc.collect()
             return torch.tensor(index)
 
     loader = torch.utils.data.DataLoader(Data(), num_workers=2, multiprocessing_context="fork")

@@ -1,0 +1,122 @@
+// Requests that are submitted and awaited together, as gradients are.
+#include <array>
+#include <atomic>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+#include "engine_world.h"
+
+namespace hororing_test {
+namespace {
+
+using Entries = std::vector<std::unique_ptr<TensorEntry>>;
+using Look = HandleTable::Look;
+
+TEST(many_requests_are_submitted_and_awaited_together) {
+  for (int size : {1, 2, 3}) {
+    Play(size, {}, [](Player& player) {
+      constexpr size_t kCount = 40;
+      for (int round = 0; round < 3; ++round) {
+        std::vector<std::vector<float>> data(kCount);
+        Entries entries;
+        for (size_t i = 0; i < kCount; ++i) {
+          data[i].assign(i % 5, static_cast<float>(player.rank + 1));
+          entries.push_back(Player::Entry("t" + std::to_string(i), data[i], ReduceOp::kSum));
+        }
+        std::array<int64_t, kCount> handles{};
+        size_t submitted = 0;
+        CHECK_OK(player.engine->SubmitMany(std::move(entries), handles.data(), &submitted));
+        CHECK_EQ(submitted, kCount);
+        bool all_ok = false;
+        const Look look = player.engine->WaitMany(handles.data(), kCount, kPatience, &all_ok);
+        CHECK(look == Look::kDone);
+        CHECK(all_ok);
+        const auto sum = static_cast<float>(player.size * (player.size + 1) / 2);
+        for (size_t i = 0; i < kCount; ++i) {
+          for (float value : data[i]) CHECK_EQ(value, sum);
+          CHECK(player.handles->Poll(handles[i]) == Look::kUnknown);  // released
+        }
+      }
+    });
+  }
+}
+
+TEST(the_first_request_that_is_refused_ends_a_submission_of_many) {
+  Play(2, {}, [](Player& player) {
+    std::vector<float> a(3, 1.0f), x(3, 1.0f), b(3, 1.0f), both(1, 0.0f);
+    int64_t first = 0;
+    std::array<int64_t, 3> handles{};
+    size_t submitted = 9;
+    if (player.rank == 0) {
+      CHECK_OK(player.Submit("x", x, ReduceOp::kSum, &first));
+      Entries entries;
+      entries.push_back(Player::Entry("a", a, ReduceOp::kSum));
+      entries.push_back(Player::Entry("x", x, ReduceOp::kSum));
+      entries.push_back(Player::Entry("b", b, ReduceOp::kSum));
+      const Status status =
+          player.engine->SubmitMany(std::move(entries), handles.data(), &submitted);
+      CHECK(status.code() == Code::kDuplicateName);
+      CHECK(Contains(status.message(), "'x'"));
+      CHECK_EQ(submitted, size_t{1});
+      CHECK(player.handles->Poll(handles[1]) == Look::kUnknown);
+      CHECK(player.handles->Poll(handles[2]) == Look::kUnknown);
+    }
+    CHECK_OK(player.Allreduce("both are here", both));
+    if (player.rank == 1) {
+      CHECK_OK(player.Submit("a", a, ReduceOp::kSum, &handles[0]));
+      CHECK_OK(player.Submit("x", x, ReduceOp::kSum, &first));
+    }
+    CHECK_OK(player.Allreduce("b", b));
+    CHECK_OK(player.Wait(handles[0]));
+    CHECK_OK(player.Wait(first));
+    CHECK_EQ(a[0] + x[0] + b[0], 6.0f);
+  });
+}
+
+TEST(who_waits_for_many_hears_that_one_has_failed_and_may_ask_each) {
+  Play(2, {}, [](Player& player) {
+    std::vector<float> good(3, 1.0f), bad(player.rank == 1 ? 5u : 4u, 1.0f), late(3, 1.0f),
+        both(1, 0.0f);
+    Entries entries;
+    entries.push_back(Player::Entry("good", good, ReduceOp::kSum));
+    entries.push_back(Player::Entry("bad", bad, ReduceOp::kSum));
+    if (player.rank == 0) entries.push_back(Player::Entry("late", late, ReduceOp::kSum));
+    std::array<int64_t, 3> handles{};
+    size_t submitted = 0;
+    CHECK_OK(player.engine->SubmitMany(std::move(entries), handles.data(), &submitted));
+    bool all_ok = true;
+    if (player.rank == 0) {
+      const Look look = player.engine->WaitMany(handles.data(), submitted, kMillisecond, &all_ok);
+      CHECK(look == Look::kPending);
+      CHECK(!all_ok);
+    }
+    CHECK_OK(player.Allreduce("rank 0 has waited", both));
+    if (player.rank == 1) CHECK_OK(player.Submit("late", late, ReduceOp::kSum, &handles[2]));
+    CHECK(player.engine->WaitMany(handles.data(), 3, kPatience, &all_ok) == Look::kDone);
+    CHECK(!all_ok);
+    CHECK_OK(player.Wait(handles[0]));
+    CHECK(player.Wait(handles[1]).code() == Code::kMismatch);
+    CHECK_OK(player.Wait(handles[2]));
+  });
+}
+
+TEST(a_waiter_for_many_of_which_one_is_released_is_told) {
+  HandleTable table;
+  std::array<int64_t, 2> handles{};
+  table.Create(handles.data(), handles.size());
+  std::thread waiter([&] {
+    bool all_ok = true;
+    CHECK(table.WaitMany(handles.data(), 2, kPatience, &all_ok) == Look::kDone);
+    CHECK(!all_ok);
+  });
+  table.Complete(handles[0], Status::Ok(), {});
+  CHECK(table.Release(handles[1]));
+  waiter.join();
+  table.Complete(handles[1], Status::Ok(), {});
+  CHECK(table.Poll(handles[0]) == Look::kDone);
+}
+
+}  // namespace
+}  // namespace hororing_test
