@@ -161,15 +161,14 @@ class Slot:
             move_into_view(param, self)
         return param.grad
 
-    def send_alone(self, grad: torch.Tensor | None, failures: list[Exception]) -> None:
-        """Do as `send`, but put an error into `failures`."""
+    def send_alone(
+        self, grad: torch.Tensor | None, failures: list[Exception], begin_ns: int = 0
+    ) -> None:
+        """Do as `send`, but put an error into `failures`; draw HOOK from `begin_ns`, if any."""
         try:
-            if self.shared.tracing:
-                begin_ns = collectives.now_ns()
-                self.send(grad)
+            self.send(grad)
+            if begin_ns:
                 collectives.trace_hook(self.name, begin_ns)
-            else:
-                self.send(grad)
         except Exception as error:
             failures.append(self._in_hook(error))
 

@@ -108,7 +108,8 @@ class Shared:
         failures: list[Exception] = []
         if self.tracing or len(arrived) == 1:
             for slot in arrived:
-                slot.send_alone(slot.take_gradient(), failures)
+                begin_ns = collectives.now_ns() if self.tracing else 0
+                slot.send_alone(slot.take_gradient(), failures, begin_ns)
         else:
             _send_together(arrived, failures)
         if failures:
