@@ -45,12 +45,12 @@ UNUSED = (
     ),
     Unused(
         "HOROVOD_HIERARCHICAL_ALLREDUCE",
-        "all ranks reduce through shared memory on one host, in one ring over several",
+        "all ranks reduce through shared memory on one host; HORORING_ALGORITHM for several",
     ),
     Unused("HOROVOD_HIERARCHICAL_ALLGATHER", "one all-gather over all ranks"),
     Unused(
         "HOROVOD_TORUS_ALLREDUCE",
-        "all ranks reduce through shared memory on one host, in one ring over several",
+        "all ranks reduce through shared memory on one host; HORORING_ALGORITHM for several",
     ),
     Unused("HOROVOD_DISABLE_GROUP_FUSION", "groups may share a batch with other tensors"),
     Unused(

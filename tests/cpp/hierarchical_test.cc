@@ -138,20 +138,19 @@ std::vector<std::unique_ptr<HierarchicalBackend>> Backends(HostsWorld& world, Al
 
 TEST(every_type_and_operation_on_every_layout) {
   std::mt19937 random(hororing_test::Seed());
-  for (const char* kind : {"queue", "inproc"}) {
-    for (const Hosts& hosts : kLayouts) {
-      for (const Algorithm algorithm : {Algorithm::kThreePhase, Algorithm::kLeader}) {
-        // Slots of 16 KiB: many blocks. No latency: nothing goes whole.
-        HostsWorld world(kind, hosts, {}, 16 << 10);
-        auto backends = Backends(world, algorithm, {0, 1e-9});
-        for (const ReduceSpec& spec : AllSpecs()) {
-          const std::vector<size_t> sizes = {random() % 3000, 0, 1, random() % 9000};
-          const std::string verdict = Check(world, backends, spec, sizes, random);
-          if (verdict.empty()) continue;
-          CHECK_EQ(Text(hosts) + ", " + Name(algorithm) + ", " +
-                       Describe(spec, sizes, world.size()) + ": " + verdict,
-                   std::string("right"));
-        }
+  size_t number = 0;
+  for (const Hosts& hosts : kLayouts) {
+    for (const Algorithm algorithm : {Algorithm::kThreePhase, Algorithm::kLeader}) {
+      // Slots of 32 KiB: several blocks. No latency: nothing goes whole.
+      HostsWorld world(++number % 3 == 0 ? "queue" : "inproc", hosts, {}, 32 << 10);
+      auto backends = Backends(world, algorithm, {0, 1e-9});
+      for (const ReduceSpec& spec : AllSpecs()) {
+        const std::vector<size_t> sizes = {random() % 1000, 0, 1, random() % 3000};
+        const std::string verdict = Check(world, backends, spec, sizes, random);
+        if (verdict.empty()) continue;
+        CHECK_EQ(Text(hosts) + ", " + Name(algorithm) + ", " + Describe(spec, sizes, world.size()) +
+                     ": " + verdict,
+                 std::string("right"));
       }
     }
   }
@@ -167,8 +166,8 @@ TEST(every_size_there_and_back_and_whole) {
       HostsWorld world("inproc", hosts);
       auto backends = Backends(world, Algorithm::kThreePhase, {alpha, 1e-9});
       for (const ReduceSpec& spec : specs) {
-        for (const size_t n : {size_t{0}, size_t{1}, size_t{2}, size_t{31}, size_t{1009},
-                               size_t{65536}, size_t{200003}}) {
+        for (const size_t n :
+             {size_t{0}, size_t{1}, size_t{2}, size_t{31}, size_t{1009}, size_t{60000}}) {
           const std::string verdict = Check(world, backends, spec, {n}, random);
           CHECK_EQ(Text(hosts) + ", " + Describe(spec, {n}, world.size()) + ": " + verdict,
                    Text(hosts) + ", " + Describe(spec, {n}, world.size()) + ": ");
@@ -185,7 +184,7 @@ TEST(large_batches_wrap_around_the_slots) {
     HostsWorld world("inproc", hosts);
     auto backends = Backends(world, Algorithm::kThreePhase);
     for (int round = 0; round < 2; ++round) {
-      CHECK_EQ(Check(world, backends, sum, {6000000, 77, 300001}, random), std::string());
+      CHECK_EQ(Check(world, backends, sum, {2500000, 77, 100001}, random), std::string());
     }
   }
 }
@@ -274,7 +273,7 @@ TEST(a_rank_that_fails_in_any_phase_is_an_error_there_and_no_hang_elsewhere) {
       });
       // A rank that owns no slice sends nothing that could go wrong.
       CHECK(operations > 0 || algorithm == Algorithm::kLeader);
-      for (uint64_t at = 0; at < operations; at += 1 + operations / 12) {
+      for (uint64_t at = 0; at < operations; at += 1 + operations / 6) {
         Fault fault;
         fault.kind = Fault::Kind::kFail;
         fault.at = at;
