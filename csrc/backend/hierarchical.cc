@@ -95,22 +95,6 @@ struct Plan {
   }
 };
 
-// The sum of a host: partials[i] = sources[0][i] op sources[1][i] ..., with prescale.
-void SumPartials(const ReduceSpec& spec, std::byte* partials, const std::vector<const void*>& from,
-                 size_t n, std::byte* widened) {
-  if (!NeedsWideAccumulator(spec)) {
-    ReduceSpec sum = spec;  // an average divides by 1
-    sum.postscale = 1.0;
-    ReduceMany(sum, 1, partials, from.data(), static_cast<int>(from.size()), n);
-    return;
-  }
-  StartPartial(spec, partials, from[0], n);
-  for (size_t i = 1; i < from.size(); ++i) {
-    StartPartial(spec, widened, from[i], n);
-    CombinePartials(spec, partials, partials, widened, n);
-  }
-}
-
 // One batch on its way. `first` is the number of its first block.
 class Walk {
  public:

@@ -13,6 +13,21 @@ size_t RoundUpToLine(size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAli
 
 }  // namespace
 
+void SumPartials(const ReduceSpec& spec, std::byte* partials, const std::vector<const void*>& from,
+                 size_t n, std::byte* widened) {
+  if (!NeedsWideAccumulator(spec)) {
+    ReduceSpec sum = spec;  // an average divides by 1
+    sum.postscale = 1.0;
+    ReduceMany(sum, 1, partials, from.data(), static_cast<int>(from.size()), n);
+    return;
+  }
+  StartPartial(spec, partials, from[0], n);
+  for (size_t i = 1; i < from.size(); ++i) {
+    StartPartial(spec, widened, from[i], n);
+    CombinePartials(spec, partials, partials, widened, n);
+  }
+}
+
 SliceExchange::SliceExchange(Transport& wire, Plan plan, TimeNs deadline)
     : wire_(wire),
       plan_(std::move(plan)),

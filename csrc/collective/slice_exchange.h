@@ -33,6 +33,11 @@
 
 namespace hororing {
 
+// The sum of a host, in the order of its sources: partials[i] = from[0][i] op from[1][i] ..., with
+// prescale. `widened` has room for n partial results.
+void SumPartials(const ReduceSpec& spec, std::byte* partials, const std::vector<const void*>& from,
+                 size_t n, std::byte* widened);
+
 class SliceExchange {
  public:
   struct Plan {

@@ -228,8 +228,8 @@ Topology MakeTopology(int rank, const std::vector<std::string>& host_ids) {
 
 std::vector<std::vector<int>> Topology::ranks_on() const {
   std::vector<std::vector<int>> ranks(hosts.size());
-  for (int each = 0; each < size; ++each) {
-    ranks[static_cast<size_t>(host_of[static_cast<size_t>(each)])].push_back(each);
+  for (size_t each = 0; each < host_of.size(); ++each) {
+    ranks[static_cast<size_t>(host_of[each])].push_back(static_cast<int>(each));
   }
   return ranks;
 }
