@@ -81,7 +81,8 @@ def hook_rows(report: dict[str, Any]) -> list[record.Row]:
 
 def host_rows(report: dict[str, Any]) -> list[record.Row]:
     """What hosts.py has written: sums over several hosts, and what the wires allow."""
-    names = {"auto": "hororing", "mpi": report["mpi"].split(",")[0].replace(" v", " "), "gloo": "gloo"}
+    mpi = report["mpi"].split(",")[0].replace(" v", " ")
+    names = {"auto": "hororing", "mpi": mpi, "gloo": "gloo"}
     rows = []
     for of_size in report.pop("results"):
         nbytes = of_size.pop("bytes")
@@ -208,9 +209,13 @@ def found(parts: list[dict[str, Any]]) -> dict[str, str]:
         versions |= {k: v for k, v in part.get("versions", {}).items() if k != "mpi" and v}
     mpis = sorted({part["versions"]["mpi"] for part in parts if "versions" in part})
     missing = "not found"
+
+    def of(vendor: str) -> str:
+        return " and ".join(x.removeprefix(vendor + " ") for x in mpis if vendor in x) or missing
+
     return {
-        "Open MPI": ", ".join(mpi for mpi in mpis if "Open MPI" in mpi) or missing,
-        "MPICH": ", ".join(mpi for mpi in mpis if "MPICH" in mpi) or missing,
+        "Open MPI": of("Open MPI"),
+        "MPICH": of("MPICH"),
         "torch DDP, gloo": versions.get("torch", missing),
         "MultiWorkerMirroredStrategy": versions.get("tensorflow-cpu", missing),
         "Horovod": versions.get("horovod", f"{missing} (it has no wheel for this Python)"),
