@@ -25,15 +25,5 @@ def why_not() -> str:
     return ffi.string(lib.hr_last_error()).decode("utf-8", "replace")
 
 
-def statistics() -> dict[str, int]:
-    """How many bytes this rank's allreduces have had in the arena, and how many were copied.
-
-    Since `init`, among several ranks.
-    """
-    stats = ffi.new("hr_stats *")
-    lib.hr_stats_now(stats)
-    return {"in_place_bytes": stats.in_place_bytes, "packed_bytes": stats.packed_bytes}
-
-
 def _free(owner: object) -> None:
     lib.hr_arena_free(int(ffi.cast("uintptr_t", owner)))

@@ -60,21 +60,21 @@ def case_arrays_in_the_arena_are_reduced_where_they_lie() -> None:
     for key, name in enumerate(("float32", "float16", "int32", "float64")):
         values = inputs(name, (100_003,), key)
         array = shared(values[hvd.rank()])
-        before = arena.statistics()
+        before = hvd.statistics()
         result = hvd.allreduce_(array, op=hvd.Sum, name="x")
         assert result is array
         oracle.reduced(values, hvd.Sum, 1.0, 1.0).compare(array)
-        after = arena.statistics()
+        after = hvd.statistics()
         several = hvd.size() > 1
         assert after["in_place_bytes"] - before["in_place_bytes"] == array.nbytes * several
         assert after["packed_bytes"] == before["packed_bytes"]
 
 
 def case_private_arrays_are_packed_and_counted() -> None:
-    before = arena.statistics()
+    before = hvd.statistics()
     array = np.ones(SMALL, np.float32)
     hvd.allreduce_(array, op=hvd.Sum, name="x")
-    after = arena.statistics()
+    after = hvd.statistics()
     assert after["in_place_bytes"] == before["in_place_bytes"]
     assert after["packed_bytes"] - before["packed_bytes"] == array.nbytes * (hvd.size() > 1)
 
@@ -162,10 +162,10 @@ def case_memory_stays_after_shutdown_and_is_private_to_the_next_engine() -> None
     hvd.init()
     hvd.allreduce_(array, op=hvd.Sum, name="x")
     assert (array == 2 * hvd.size()).all()
-    assert arena.statistics()["in_place_bytes"] == 0
+    assert hvd.statistics()["in_place_bytes"] == 0
     new = shared(array)
     hvd.allreduce_(new, op=hvd.Sum, name="x")
-    assert arena.statistics()["in_place_bytes"] == new.nbytes * (hvd.size() > 1)
+    assert hvd.statistics()["in_place_bytes"] == new.nbytes * (hvd.size() > 1)
     hvd.barrier()
     hvd.shutdown()
 
