@@ -36,6 +36,7 @@ Status WaitForReaders(ShmTransport& transport, TimeNs deadline) {
 ShmDirectBackend::ShmDirectBackend(ShmTransport& transport, Members members)
     : transport_(transport),
       members_(std::move(members)),
+      arena_(transport.arena()),
       place_(PlaceOf(transport.rank(), members_.ranks)),
       next_block_(FirstBlock(members_)) {}
 
@@ -54,7 +55,7 @@ Status ShmDirectBackend::Run(const Batch& batch, TimeNs deadline, TraceSink& tra
     return Status::Ok();
   }
   HORORING_RETURN_IF_ERROR(broken_);
-  const Plan plan(batch, transport_.segment().geometry().slot_bytes, transport_.arena().get());
+  const Plan plan(batch, transport_.segment().geometry().slot_bytes, arena_.get());
   const uint64_t first = next_block_;
   next_block_ += plan.blocks;
   ShmTransport::SlotReaders& readers = transport_.slot_readers();

@@ -28,6 +28,8 @@
 //      readers of the latest one are waited for.
 #pragma once
 
+#include <memory>
+
 #include "backend/backend.h"
 #include "transport/shm_transport.h"
 
@@ -51,7 +53,8 @@ class ShmDirectBackend final : public Backend {
  private:
   ShmTransport& transport_;
   const Members members_;
-  const int place_;  // of this rank among the members
+  const std::shared_ptr<const Arena> arena_;  // this rank's
+  const int place_;                           // of this rank among the members
   uint64_t next_block_;
   int64_t in_place_bytes_ = 0;
   Status broken_;  // the first error: the ranks' counters no longer agree, every later Run fails
