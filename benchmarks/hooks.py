@@ -16,8 +16,8 @@ there is to pay; `linears` is 200 small layers (400 parameters, 3.3 MB); `mlp` h
 The ways take turns, in random order, a series of steps each, begun together on all ranks, which
 sleep before. A series' time is that of the slowest rank. Printed are the median of all series and
 the 10th to 90th percentile, in ms per step, and the same of the difference to plain's series of the
-same round, for `tiny` and `linears` in microseconds per parameter as well. Only ratios mean
-anything on a shared machine.
+same round; then the processor time of a step over plain's, of all threads of the process, which
+tells more than the clock where others use the machine, too.
 """
 
 from __future__ import annotations
@@ -118,22 +118,22 @@ def start_together() -> None:
 
 
 def measure(steps: dict[str, Step], length: int, rounds: int) -> dict[str, np.ndarray]:
-    """Seconds per step of every way's series, on the slowest rank."""
-    times: dict[str, list[float]] = {way: [] for way in steps}
+    """Seconds per step of every way's series, and of processors; on the slowest rank."""
+    times: dict[str, list[tuple[float, float]]] = {way: [] for way in steps}
     order = random.Random(1)
     for number in range(-3, rounds):  # the first rounds warm up
         names = list(steps)
         order.shuffle(names)
         for way in names:
             start_together()
-            begin = time.perf_counter()
+            begin, cpu_begin = time.perf_counter(), time.process_time()
             for _ in range(length):
                 steps[way]()
-            elapsed = (time.perf_counter() - begin) / length
+            elapsed, cpu = time.perf_counter() - begin, time.process_time() - cpu_begin
             if number >= 0:
-                times[way].append(elapsed)
+                times[way].append((elapsed / length, cpu / length))
     return {
-        way: np.max(MPI.COMM_WORLD.allgather(np.array(series)), axis=0)
+        way: np.max(MPI.COMM_WORLD.allgather(np.array(series).T), axis=0)
         for way, series in times.items()
     }
 
@@ -141,6 +141,10 @@ def measure(steps: dict[str, Step], length: int, rounds: int) -> dict[str, np.nd
 def spread(series: np.ndarray) -> dict[str, float]:
     low, median, high = np.percentile(series, [10, 50, 90])
     return {"median": median, "p10": low, "p90": high}
+
+
+def shown(series: np.ndarray) -> str:
+    return "{median:7.2f} ({p10:.2f} .. {p90:.2f})".format(**spread(series))
 
 
 def main() -> None:
@@ -168,11 +172,11 @@ def main() -> None:
         print(f"{args.model}, {count} parameters, {hvd.size()} ranks, ms per step")
         result = {}
         for way, series in times.items():
-            own, over = spread(series * 1e3), spread((series - times["plain"]) * 1e3)
-            result[way] = {"step_ms": own, "over_plain_ms": over}
-            print(f"  {way:18} {own['median']:8.2f}  {own['p10']:8.2f} .. {own['p90']:8.2f}"
-                  f"   over plain {over['median']:8.2f}  {over['p10']:8.2f} .. {over['p90']:8.2f}"
-                  f"   {over['median'] * 1e3 / count:7.2f} us per parameter")  # fmt: skip
+            (own, _), (over, cpu_over) = series * 1e3, (series - times["plain"]) * 1e3
+            result[way] = {"step_ms": spread(own), "over_plain_ms": spread(over),
+                           "cpu_over_plain_ms": spread(cpu_over)}  # fmt: skip
+            print(f"  {way:16} {shown(own)}  over plain {shown(over)}  processor {shown(cpu_over)}"
+                  f"  {np.median(cpu_over) * 1e3 / count:6.2f} us per parameter")  # fmt: skip
         if args.json:
             with open(args.json, "w") as file:
                 json.dump({"command": " ".join(sys.argv), "ranks": hvd.size(), "model": args.model,
