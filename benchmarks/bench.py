@@ -135,7 +135,7 @@ PARTS = [part for part in PARTS if (HERE / f"{part.script}.py").exists()]
 
 
 def mpich_python() -> Path | None:
-    """The environment in which everything uses MPICH (`make build/mpich/.ready`)."""
+    """The environment in which everything uses MPICH (`make bench-mpich`)."""
     python = record.ROOT / "build/mpich/bin/python"
     return python if (python.parent.parent / ".ready").exists() else None
 
@@ -169,9 +169,9 @@ def run(part: Part, options: argparse.Namespace, limit_s: float) -> dict[str, An
     if part.layout and (why := why_no_hosts()):
         return report | {"failed": why}
     if part.mpich and mpich_python() is None:
-        return report | {"failed": "MPICH was not found: make build/mpich/.ready installs it"}
+        return report | {"failed": "MPICH was not found: make bench-mpich installs it"}
     if limit_s < 1:
-        return report | {"failed": "not run: the time was over"}
+        return report | {"failed": "not run, the time was over"}
     report["load_average_before"] = os.getloadavg()[0]
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="bench-", ignore_cleanup_errors=True) as folder:

@@ -87,7 +87,12 @@ def machine() -> dict[str, Any]:
 
 
 def command() -> str:
-    return shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    """As one would type it; without the result file, which names a folder of the machine."""
+    args = sys.argv[1:]
+    if "--json" in args:
+        place = args.index("--json")
+        args = args[:place] + args[place + 2 :]
+    return shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *args])
 
 
 def save(path: str | None, rows: list[Row]) -> None:

@@ -140,7 +140,8 @@ def circumstances(report: Report) -> str:
     """Where, when, with whom, and how busy the machine was."""
     machine = report["machine"]
     peers = "; ".join(f"{name}: {version}" for name, version in report["peers"].items())
-    loads = [part.get("load_average_before", 0.0) for part in report["parts"]]
+    told = [part["load_average_before"] for part in report["parts"] if "took_s" in part]
+    loads = told or [0.0]
     busy = machine["busy_share_before"], machine["busy_share_after"]
     remark = f", {report['remark']}" if report["remark"] else ""
     lines = [
@@ -151,8 +152,12 @@ def circumstances(report: Report) -> str:
         f"after; load average {min(loads):.1f} to {max(loads):.1f}, ours included.",
         f"Peers: {peers}.",
     ]
-    failed = [p for p in report["parts"] if "failed" in p]
-    lines += [f"Failed: {p['part']} on {p['ranks']} ranks ({p['failed'][:120]})" for p in failed]
+    failed = [
+        f"{part['part']} on {part['ranks']} ranks ({part['failed'].split(':')[0]})"
+        for part in report["parts"]
+        if "failed" in part
+    ]
+    lines += [f"Failed or not whole: {'; '.join(failed)}."] if failed else []
     return "\n\n".join(lines)
 
 
