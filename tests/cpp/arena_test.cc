@@ -206,8 +206,7 @@ static int FillSmallVolume() {
     if (held.size() > 16) return 2;
   }
   if (held.size() < 3) return 3;
-  if (!Contains(refused.message(), "less than half of /dev/shm free (its size is 16 MiB"))
-    return 4;
+  if (!Contains(refused.message(), "less than half of /dev/shm free (its size is 16 MiB")) return 4;
   // Where others fill it up in that very moment: no signal, and nothing is kept.
   if (ReservePages(segment->arena(1), 64 << 20)) return 5;
   madvise(segment->arena(1), 64 << 20, MADV_REMOVE);
