@@ -6,7 +6,7 @@ Ways, on the same model and batches, in the same processes:
 
     plain            no communication: the others' times are given as more than this
     hororing         DistributedOptimizer
-    hororing_copies  the same, with gradient_as_bucket_view=False
+    hororing_views   the same, with gradient_as_bucket_view=True
     ddp              DistributedDataParallel over gloo, default buckets
     ddp_views        the same, with gradient_as_bucket_view=True
 
@@ -102,7 +102,7 @@ def ways(model: nn.Module, batch: torch.Tensor, chosen: list[str]) -> dict[str, 
 
 OPTIONS: dict[str, dict[str, bool]] = {
     "hororing": {},
-    "hororing_copies": {"gradient_as_bucket_view": False},
+    "hororing_views": {"gradient_as_bucket_view": True},
 }
 WAYS = ["plain", *OPTIONS, "ddp", "ddp_views"]
 

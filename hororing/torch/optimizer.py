@@ -72,8 +72,8 @@ def DistributedOptimizer(
         before it has had any, for then it cannot know that it is sparse (MismatchError).
     process_set : the ranks that reduce with each other. Ranks outside it step by themselves.
     gradient_as_bucket_view : gradients live in memory that the ranks of a host share, and are
-        reduced there without a copy. None: those from 16 KiB on, where there is such memory; True:
-        all, with a warning where there is none; False: none. See docs/pytorch.md.
+        reduced there without a copy. True: all, with a warning where there is no such memory;
+        False: none; None: none so far, see docs/pytorch.md.
 
     Notes
     -----

@@ -129,7 +129,9 @@ def case_gradients_in_views_train_as_one_process():
 def case_every_float_type_is_reduced_in_its_view():
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         param = nn.Parameter(torch.zeros(40000, dtype=dtype))
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], lr=1.0), op=hvd.Sum)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD([param], lr=1.0), op=hvd.Sum, gradient_as_bucket_view=True
+        )
         before = arena.statistics()["in_place_bytes"]
         (param * (hvd.rank() + 1.0)).sum().backward()
         optimizer.step()
@@ -139,15 +141,22 @@ def case_every_float_type_is_reduced_in_its_view():
         del optimizer, param
 
 
-def case_by_default_large_gradients_have_views_and_small_ones_have_none():
-    model, optimizer, twin, plain = twins(gradient_as_bucket_view=None)
-    for inputs, targets in batches():
-        loss_of(model, share(inputs), share(targets)).backward()
-        loss_of(twin, inputs, targets).backward()
-        optimizer.step()
-        plain.step()
-        assert in_views(model, optimizer) == (["2.weight"] if hvd.size() > 1 else [])
-    assert_same(model, twin)
+def case_what_has_views_by_default_is_one_constant():
+    default = bucket_views.LEAST_BYTES
+    try:
+        for bucket_views.LEAST_BYTES, expected in ((16 << 10, ["2.weight"]), (None, [])):
+            model, optimizer, twin, plain = twins(gradient_as_bucket_view=None)
+            for inputs, targets in batches():
+                optimizer.zero_grad()
+                plain.zero_grad()
+                loss_of(model, share(inputs), share(targets)).backward()
+                loss_of(twin, inputs, targets).backward()
+                optimizer.step()
+                plain.step()
+                assert in_views(model, optimizer) == (expected if hvd.size() > 1 else [])
+            assert_same(model, twin)
+    finally:
+        bucket_views.LEAST_BYTES = default
     model, optimizer, *_ = twins(gradient_as_bucket_view=False)
     loss_of(model, *batches(1)[0]).backward()
     optimizer.step()
