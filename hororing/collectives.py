@@ -133,11 +133,7 @@ def submit(
         take_back(name)
         raise
     del owners
-    if isinstance(name, DefaultName):
-        name.submitted = True
-    if _abandoned:
-        _sweep()
-    return handle
+    return _submitted(name, handle)
 
 
 def _request(
@@ -187,7 +183,7 @@ def _request(
 
 
 class Template:
-    """A blocking request for one tensor, made again and again: only name and memory change.
+    """A request for one tensor, made again and again: only name and memory change.
 
     One thread at a time. The core keeps nothing of it.
     """
@@ -206,28 +202,31 @@ class Template:
         self._request.collective, self._request.process_set = collective, process_set
         self._request.op, self._request.prescale, self._request.postscale = op, prescale, postscale
         self._request.tensors, self._request.tensors_count = self._tensor, 1
-        self._request.wait_follows = True
 
-    def carry_out(self, name: str, input: int, output: int, keep: object) -> None:
-        """Do as `submit` and `wait`."""
-        request, tensor = self._request, self._tensor
-        tensor.input, tensor.output = input, output
+    def submit(
+        self, name: str, input: int, output: int, keep: object, finish: Callable[[int], Any],
+        wait_follows: bool,
+    ) -> int:  # fmt: skip
+        """Do as `submit` with a tensor at `input` whose result goes to `output`."""
+        request = self._request
+        self._tensor.input, self._tensor.output = input, output
+        request.wait_follows = wait_follows
         try:
             c_name = ffi.from_buffer("char[]", encode_name(name) + b"\0")
             request.name = c_name
-            handle = _hand_over(request, keep, _nothing)
+            handle = _hand_over(request, keep, finish)
         except BaseException:
             take_back(name)
             raise
-        if isinstance(name, DefaultName):
-            name.submitted = True
-        if _abandoned:
-            _sweep()
-        wait(handle)
+        return _submitted(name, handle)
 
 
-def _nothing(handle: int) -> None:
-    """Make no result."""
+def _submitted(name: str, handle: int) -> int:
+    if isinstance(name, DefaultName):
+        name.submitted = True
+    if _abandoned:
+        _sweep()
+    return handle
 
 
 def _hand_over(request: Any, keep: object, finish: Callable[[int], Any]) -> int:

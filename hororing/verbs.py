@@ -108,19 +108,11 @@ class Verbs(Generic[T]):
         check_compression(compression)
         compressed, context = compression.compress(tensor)
         chosen = arguments.choose_op(op, average)
-        plain = self.adapter.plain(compressed)
-        if plain is not None and chosen != arguments.Adasum:
-            output = self.adapter.empty_like(compressed)
-            self._reduce_now(
-                plain, self.adapter.describe(output)[0], (compressed, output), name, chosen,
-                prescale_factor, postscale_factor, process_set,
-            )  # fmt: skip
-            return compression.decompress(output, context)  # type: ignore[no-any-return]
-        handle = self.reduce_async(
-            "allreduce", [compressed], False, name, chosen, prescale_factor, postscale_factor,
-            process_set=process_set, wait_follows=True,
+        handle = self._start_one(
+            compressed, False, name, chosen, prescale_factor, postscale_factor, process_set,
+            wait_follows=True,
         )  # fmt: skip
-        result: T = compression.decompress(collectives.wait(handle)[0], context)
+        result: T = compression.decompress(collectives.wait(handle), context)
         return result
 
     def allreduce_(
@@ -135,48 +127,12 @@ class Verbs(Generic[T]):
     ) -> T:
         """Do as `allreduce`, into `tensor` itself, and return it."""
         chosen = arguments.choose_op(op, average)
-        plain = self.adapter.plain(tensor)
-        if plain is not None and chosen != arguments.Adasum:
-            self._reduce_now(
-                plain, plain[0], tensor, name, chosen, prescale_factor, postscale_factor,
-                process_set,
-            )  # fmt: skip
-            self.adapter.mark_written((tensor,))
-            return tensor
-        handle = self.reduce_async(
-            "allreduce", [tensor], True, name, chosen, prescale_factor, postscale_factor, _first,
-            process_set=process_set, wait_follows=True,
+        handle = self._start_one(
+            tensor, True, name, chosen, prescale_factor, postscale_factor, process_set,
+            wait_follows=True,
         )  # fmt: skip
         result: T = collectives.wait(handle)
         return result
-
-    def _reduce_now(
-        self,
-        source: tuple[int, int, tuple[int, ...]],
-        output: int,
-        keep: object,
-        name: str | None,
-        op: int,
-        prescale: float,
-        postscale: float,
-        process_set: ProcessSet,
-    ) -> None:
-        """Do as `reduce_async` with one plain tensor, and wait: small ones are for the latency."""
-        members = check_member(process_set, "allreduce")
-        prescale, postscale = arguments.check_factors(prescale, postscale, "allreduce")
-        address, dtype, shape = source
-        key = (dtype, shape, members, op, prescale, postscale)
-        template = self._templates.pop(key, None)
-        if template is None:
-            template = collectives.Template(
-                collectives.ALLREDUCE, dtype, shape, members, op, prescale, postscale
-            )
-            if len(self._templates) >= _MOST_TEMPLATES:
-                self._templates.clear()
-        template.carry_out(
-            default_name("allreduce", members) if name is None else name, address, output, keep
-        )
-        self._templates[key] = template
 
     def allreduce_async(
         self,
@@ -193,10 +149,9 @@ class Verbs(Generic[T]):
         `tensor` must not be written to before that.
         """
         chosen = arguments.choose_op(op, average)
-        return self.reduce_async(
-            "allreduce", [tensor], False, name, chosen, prescale_factor, postscale_factor, _first,
-            process_set=process_set,
-        )  # fmt: skip
+        return self._start_one(
+            tensor, False, name, chosen, prescale_factor, postscale_factor, process_set
+        )
 
     def allreduce_async_(
         self,
@@ -210,10 +165,54 @@ class Verbs(Generic[T]):
     ) -> int:
         """Start an `allreduce_`; `tensor` must not be touched before `synchronize(handle)`."""
         chosen = arguments.choose_op(op, average)
-        return self.reduce_async(
-            "allreduce", [tensor], True, name, chosen, prescale_factor, postscale_factor, _first,
-            process_set=process_set,
+        return self._start_one(
+            tensor, True, name, chosen, prescale_factor, postscale_factor, process_set
+        )
+
+    def _start_one(
+        self,
+        tensor: T,
+        in_place: bool,
+        name: str | None,
+        op: int,
+        prescale: float,
+        postscale: float,
+        process_set: ProcessSet,
+        wait_follows: bool = False,
+    ) -> int:
+        """Do as `reduce_async` with one tensor, quickly where it is a plain one."""
+        adapter = self.adapter
+        plain = adapter.plain(tensor) if op != arguments.Adasum else None
+        if plain is None:
+            return self.reduce_async(
+                "allreduce", [tensor], in_place, name, op, prescale, postscale, _first,
+                process_set=process_set, wait_follows=wait_follows,
+            )  # fmt: skip
+        members = check_member(process_set, "allreduce")
+        prescale, postscale = arguments.check_factors(prescale, postscale, "allreduce")
+        address, dtype, shape = plain
+        key = (dtype, shape, members, op, prescale, postscale)
+        template = self._templates.pop(key, None)
+        if template is None:
+            template = collectives.Template(
+                collectives.ALLREDUCE, dtype, shape, members, op, prescale, postscale
+            )
+            if len(self._templates) >= _MOST_TEMPLATES:
+                self._templates.clear()
+        output = tensor if in_place else adapter.empty_like(tensor)
+
+        def finish(handle: int) -> T:
+            if in_place:
+                adapter.mark_written((output,))
+            return output
+
+        handle = template.submit(
+            default_name("allreduce", members) if name is None else name,
+            address, address if in_place else adapter.describe(output)[0],
+            (tensor, output), finish, wait_follows,
         )  # fmt: skip
+        self._templates[key] = template
+        return handle
 
     def grouped_allreduce(
         self,
