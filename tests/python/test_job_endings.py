@@ -11,6 +11,7 @@ import os
 import random
 import signal
 import threading
+import time
 from pathlib import Path
 
 import mpirun
@@ -97,6 +98,22 @@ def test_a_death_that_nobody_waited_for_is_told_by_the_next_verb(tmp_path: Path)
         seen = failure(job, 0)
         assert (seen["kind"], seen["rank"]) == ("PeerLostError", 1)
         check_end(job)
+
+
+def test_whoever_is_killed_whenever_leaves_nothing():
+    seed = random.randrange(1 << 32)
+    print("seed", seed)  # seen where it fails
+    choice = random.Random(seed)
+    for _ in range(20):
+        size = choice.randint(2, 4)
+        victims = choice.sample(range(size), choice.randint(1, size))
+        with LiveJob(RANKS, size, "work") as job:
+            job.wait_until_all_say("working")
+            pids = [job.pid(rank) for rank in victims]
+            time.sleep(choice.random() * 0.02)  # into the middle of something
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+            check_end(job)
 
 
 # ---------------------------------------------------------------------------------------------
