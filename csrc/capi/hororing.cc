@@ -87,13 +87,6 @@ std::shared_ptr<Engine> CurrentEngine() {
 
 namespace {
 
-std::string Text(const char* text) { return text != nullptr ? text : ""; }
-
-// Milliseconds and microseconds of the configuration; zero means none at all.
-TimeNs Scaled(double value, TimeNs unit) {
-  return value <= 0 ? 0 : static_cast<TimeNs>(value * static_cast<double>(unit));
-}
-
 EngineConfig EngineConfigFrom(const hr_config& from) {
   EngineConfig config;
   config.fusion_bytes = from.fusion_bytes;
@@ -360,90 +353,6 @@ HR_EXPORT int hr_release(int64_t handle) {
   if (in_forked_child.load()) return Remember(NotInitialized());
   if (TheProcess().handles->Release(handle)) return HR_OK;
   return Remember(Status(Code::kInvalidArgument, "there is no handle " + std::to_string(handle)));
-}
-
-HR_EXPORT int hr_timeline_start(const char* path, int32_t mark_cycles) {
-  const std::shared_ptr<Engine> engine = CurrentEngine();
-  if (engine == nullptr) return Remember(NotInitialized());
-  return Remember(engine->StartTimeline(Text(path), mark_cycles != 0));
-}
-
-HR_EXPORT int hr_timeline_stop(void) {
-  const std::shared_ptr<Engine> engine = CurrentEngine();
-  if (engine == nullptr) return Remember(NotInitialized());
-  return Remember(engine->StopTimeline(10 * kSecond));
-}
-
-HR_EXPORT int hr_timeline_enabled(void) {
-  const std::shared_ptr<Engine> engine = CurrentEngine();
-  return engine != nullptr && engine->trace().enabled();
-}
-
-HR_EXPORT int64_t hr_now_ns(void) { return NowNs(); }
-
-HR_EXPORT void hr_trace_span(int32_t stage, const char* tensor, int64_t begin_ns, int64_t end_ns,
-                             int64_t bytes) {
-  const std::shared_ptr<Engine> engine = CurrentEngine();
-  if (engine == nullptr || stage < static_cast<int32_t>(Stage::kHook) ||
-      stage > static_cast<int32_t>(Stage::kSubmit)) {
-    return;
-  }
-  engine->trace().Span(static_cast<Stage>(stage), Track::kCaller, Text(tensor), begin_ns, end_ns,
-                       bytes);
-}
-
-HR_EXPORT int hr_log_next(double timeout_s, hr_log_record* record) {
-  LogRecord taken;
-  switch (TakeLog(Scaled(timeout_s, kSecond), &taken)) {
-    case LogTake::kClosed: return -1;
-    case LogTake::kNothing: return 0;
-    case LogTake::kRecord: break;
-  }
-  record->level = static_cast<int32_t>(taken.level);
-  record->time = taken.time_s;
-  constexpr size_t kRoom = sizeof record->text - 1;
-  if (taken.text.size() > kRoom) taken.text.replace(kRoom - 3, std::string::npos, "...");
-  std::memcpy(record->text, taken.text.c_str(), taken.text.size() + 1);
-  return 1;
-}
-
-HR_EXPORT void hr_log_close(void) { CloseLog(); }
-HR_EXPORT void hr_log_open(void) { OpenLog(); }
-
-HR_EXPORT void hr_stats_now(hr_stats* stats) {
-  *stats = hr_stats{};
-  const std::shared_ptr<Engine> engine = CurrentEngine();
-  if (engine == nullptr) return;
-  const Stats& from = engine->stats();
-  stats->submitted = from.submitted;
-  stats->completed = from.completed;
-  stats->batches = from.batches;
-  stats->tensors = from.tensors;
-  stats->bytes = from.bytes;
-  stats->cache_hits = from.cache_hits;
-  stats->cache_misses = from.cache_misses;
-  stats->control_messages_sent = from.control_messages_sent;
-  stats->control_messages_received = from.control_messages_received;
-  stats->loop_wakeups = from.loop_wakeups;
-  stats->scratch_bytes = from.scratch_bytes;
-  stats->trace_events_dropped = engine->trace().dropped();
-  stats->in_place_bytes = from.in_place_bytes;
-  stats->packed_bytes = from.packed_bytes;
-  stats->fusion_bytes = from.fusion_bytes;
-  stats->cycle_time_ns = from.hold_ns;
-  stats->plans_made = from.plans;
-  stats->plan_departures = from.departures;
-}
-
-HR_EXPORT int64_t hr_plan_now(char* names, int64_t room) {
-  const std::shared_ptr<Engine> engine = CurrentEngine();
-  std::string text;
-  for (const auto& bucket : engine != nullptr ? engine->plan() : decltype(engine->plan()){}) {
-    for (const std::string& name : bucket) text.append(name.c_str(), name.size() + 1);
-    text.push_back('\0');
-  }
-  std::memcpy(names, text.data(), std::min(text.size(), static_cast<size_t>(room)));
-  return static_cast<int64_t>(text.size());
 }
 
 HR_EXPORT const char* hr_kernels(void) { return KernelsInUse(); }

@@ -2,7 +2,9 @@
 #pragma once
 
 #include <memory>
+#include <string>
 
+#include "base/clock.h"
 #include "base/status.h"
 #include "engine/engine.h"
 
@@ -17,5 +19,12 @@ std::shared_ptr<Engine> CurrentEngine();
 Status NotInitialized();
 // For hr_last_error; returns the code.
 int Remember(const Status& status);
+
+inline std::string Text(const char* text) { return text != nullptr ? text : ""; }
+
+// Milliseconds and microseconds of the configuration; zero means none at all.
+inline TimeNs Scaled(double value, TimeNs unit) {
+  return value <= 0 ? 0 : static_cast<TimeNs>(value * static_cast<double>(unit));
+}
 
 }  // namespace hororing
