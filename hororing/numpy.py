@@ -58,7 +58,7 @@ _NUMBERS = {
 
 
 class NumpyAdapter:
-    """`hororing.verbs.Adapter` for `numpy.ndarray`."""
+    """`hororing.adapter.Adapter` for `numpy.ndarray`."""
 
     def check(self, tensor: object, verb: str) -> Array:
         """Accept arrays and NumPy scalars."""

@@ -1,4 +1,4 @@
-"""`hororing.verbs.Adapter` for `torch.Tensor`: everything that is known about torch's tensors.
+"""`hororing.adapter.Adapter` for `torch.Tensor`: everything that is known about torch's tensors.
 
 Only public Python of torch is used: nothing is compiled against it.
 """

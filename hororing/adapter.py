@@ -1,0 +1,50 @@
+"""What the verbs must be told of one framework's arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
+
+from hororing import collectives
+
+T = TypeVar("T")
+
+
+class Adapter(Protocol[T]):
+    """What `Verbs` asks of a framework. Nothing here blocks."""
+
+    def check(self, tensor: object, verb: str) -> T:
+        """Return `tensor`, or raise TypeError or ValueError if no verb can take it."""
+
+    def check_writable(self, tensor: T, verb: str) -> None:
+        """Raise ValueError if results cannot be written into `tensor`."""
+
+    def dense(self, tensor: T) -> T:
+        """Return `tensor` if its elements lie contiguously in order, else a copy that does."""
+
+    def plain(self, tensor: T) -> tuple[int, int, tuple[int, ...]] | None:
+        """Describe a tensor that can be read and written where it lies; None for all else."""
+
+    def empty_like(self, tensor: T) -> T:
+        """Return new contiguous memory of the same shape and type."""
+
+    def describe(self, tensor: T) -> tuple[int, int, tuple[int, ...]]:
+        """Address, data type (a value of collectives.DTYPES) and shape of a dense tensor."""
+
+    def copy(self, target: T, source: T) -> None:
+        """Copy elements."""
+
+    def mark_written(self, tensors: Sequence[T]) -> None:
+        """Tell the framework that the core wrote into `tensors`."""
+
+    def gathered(self, result: collectives.Gathered, like: T) -> T:
+        """Wrap a result in the core's memory without a copy: rows like those of `like`."""
+
+    def empty_rows(self, tensor: T, rows: int) -> T:
+        """Return new contiguous memory of the same type and shape, but for the first dimension."""
+
+    def splits(self, splits: object) -> list[int]:
+        """Return what `alltoall` was given; ValueError unless one-dimensional int32 or a list."""
+
+    def int32s(self, numbers: list[int]) -> T:
+        """Return a new one-dimensional int32 array."""
