@@ -17,7 +17,7 @@ HororingInternalError (itself)    everything pending          failed (our defect
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 from hororing._core import lib
 
@@ -50,11 +50,14 @@ class DuplicateNameError(ValueError):
     """A request of that name is in flight on this rank."""
 
 
+NOT_INITIALIZED: Final = "hororing has not been initialized; use hvd.init()."
+
+
 class NotInitializedError(HororingInternalError, ValueError):
     """`init()` was not called, or `shutdown()` was; or this process was forked."""
 
     def __str__(self) -> str:
-        return super().__str__() or "hororing has not been initialized; use hvd.init()."
+        return super().__str__() or NOT_INITIALIZED
 
 
 class ShutDownError(HororingInternalError):

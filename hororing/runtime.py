@@ -378,7 +378,8 @@ def topology() -> Topology:
     """All of the following at once. NotInitializedError before `init()`."""
     known = _process.topology
     if known is None:
-        raise errors.NotInitializedError
+        # With its text as an argument: Keras puts that into its own.
+        raise errors.NotInitializedError(errors.NOT_INITIALIZED)
     if _process.pid != os.getpid():
         raise errors.NotInitializedError(_FORKED)
     return known
