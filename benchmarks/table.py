@@ -86,12 +86,15 @@ def compared(cases: dict[str, dict[str, record.Row]]) -> str:
 
 def overheads(cases: dict[str, dict[str, record.Row]]) -> str:
     """One line per case: the step alone, and what everybody takes more than that."""
-    names = [who for who in next(iter(cases.values())) if who != "plain"]
+    names = list(dict.fromkeys(who for found in cases.values() for who in found if who != "plain"))
     body = []
     for case, found in cases.items():
         cells = [case, duration(found["plain"]["median_us"])]
         ours = found["hororing"]["overhead_us"]
         for name in names:
+            if name not in found:
+                cells.append("")
+                continue
             over = found[name]["overhead_us"]
             text = duration(over)
             if ours > 0 and over > 0 and name != "hororing":
@@ -206,8 +209,9 @@ def sections(report: Report) -> dict[str, str]:
 def readme_part(report: Report) -> str:
     """What the README shows: the main tables, and where and when they come from."""
     wanted = ("Blocking", "All gradients", "A training step", "Several hosts")
+    worlds = (" 2 ranks", " 2 hosts of 4 ranks")
     parts = [f"**{title}**\n\n{table}" for title, table in sections(report).items()
-             if title.startswith(wanted)]  # fmt: skip
+             if title.startswith(wanted) and title.endswith(worlds)]  # fmt: skip
     return "\n\n".join([*parts, circumstances(report)])
 
 
