@@ -36,7 +36,8 @@ from hororing.errors import MismatchError
 from hororing.process_sets import ProcessSet, register, unregister
 from hororing.runtime import size
 
-TOLERANCE = 1e-10  # of sums of products in another order, amplified by some steps
+# Sums of products in another order, which optimizers that divide by small differences amplify.
+TOLERANCE = 1e-7
 Loss = Callable[[nn.Module, int], torch.Tensor]
 
 
