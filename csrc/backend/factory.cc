@@ -38,6 +38,17 @@ Status MakeBackends(const BackendOptions& options, const World& world,
         std::make_unique<ShmDirectBackend>(*shared, Members::World(transport.size())));
   }
   ShmTransport* const local = dynamic_cast<ShmTransport*>(world.local.get());
+  const bool phases =
+      options.algorithm == Algorithm::kThreePhase || options.algorithm == Algorithm::kLeader;
+  const size_t hosts = world.topology.hosts.size();
+  const bool neighbours = hosts > 1 && static_cast<size_t>(transport.size()) > hosts;
+  if (phases && neighbours && (local == nullptr || name == "host")) {
+    return Status(Code::kInvalidArgument,
+                  std::string("HORORING_ALGORITHM=") + Name(options.algorithm) +
+                      " needs memory that the ranks of a host share, which " +
+                      (name == "host" ? "backend host does without" : "there is not") +
+                      "; use auto or ring");
+  }
   // Rank order, which reproducible runs must keep, knows no hosts.
   if (local != nullptr && name != "host" && !options.reproducible) {
     backends->push_back(std::make_unique<HierarchicalBackend>(

@@ -175,6 +175,26 @@ def test_a_host_without_shared_memory_is_slower_and_says_so(tmp_path: Path) -> N
 
 
 @needs_hosts
+def test_three_phases_that_cannot_be_are_refused_on_every_rank(tmp_path: Path) -> None:
+    script = tmp_path / "init.py"
+    script.write_text(
+        "import hororing.numpy as hvd\n"
+        "try:\n    hvd.init()\nexcept ValueError as error:\n    print('ValueError', error)\n"
+    )
+    for hosts, environment in (
+        ("2,2 -s 12m", {"HORORING_ALGORITHM": "three_phase"}),
+        ("1,2", {"HORORING_ALGORITHM": "leader", "HORORING_BACKEND": "host"}),
+    ):
+        size = sum(map(int, hosts.partition(" ")[0].split(",")))
+        job = mpirun.run(script, size, hosts=hosts, environment=environment)
+        for text in job.outputs:
+            last = text.splitlines()[-1]
+            assert last.startswith("ValueError"), job.report()
+            assert f"HORORING_ALGORITHM={environment['HORORING_ALGORITHM']}" in last
+            assert "use auto or ring" in last
+
+
+@needs_hosts
 def test_hosts_end_with_the_script_that_made_them(tmp_path: Path) -> None:
     script = tmp_path / "say.py"
     script.write_text(
