@@ -18,6 +18,7 @@
 #include <string>
 
 #include "backend/common.h"
+#include "backend/virtual_buffer.h"
 #include "collective/slice_exchange.h"
 #include "transport/polling.h"
 
@@ -41,37 +42,15 @@ constexpr TimeNs kLongestNap = 5 * kMillisecond;
 // MPI rings for nobody.
 constexpr TimeNs kLongestWireNap = 100 * kMicrosecond;
 
-struct Place {
-  const std::byte* input;
-  std::byte* output;
-  size_t begin;
-  size_t bytes;
-};
-
-struct Range {
-  size_t begin, end;
-  size_t bytes() const { return end - begin; }
-};
-
 // What all ranks compute alike.
-struct Plan {
-  std::vector<Place> places;
-  size_t elements = 0;
-  size_t total = 0;     // bytes of the virtual buffer
+struct Plan : VirtualBuffer {
   size_t capacity = 0;  // bytes of one block's room in a slot
   size_t block_bytes = 0;
   uint64_t blocks = 0;
   int owners = 1;
 
-  Plan(const Batch& batch, size_t slot_bytes, int slice_owners) : owners(slice_owners) {
-    const size_t element = ElementSize(batch.reduce.dtype);
-    for (const BatchEntry& entry : batch.entries) {
-      const size_t bytes = entry.elements * element;
-      if (bytes == 0) continue;
-      places.push_back({static_cast<const std::byte*>(entry.input),
-                        static_cast<std::byte*>(entry.output), total, bytes});
-      total += RoundUp(bytes, kEntryAlign);
-    }
+  Plan(const Batch& batch, size_t slot_bytes, int slice_owners)
+      : VirtualBuffer(batch), owners(slice_owners) {
     capacity = slot_bytes / kDepth / kEntryAlign * kEntryAlign;
     const size_t wanted = std::max(kLeastBlock, RoundUp(total / kCuts, kEntryAlign));
     block_bytes = std::min({total, wanted, capacity});
@@ -82,13 +61,7 @@ struct Plan {
     const size_t begin = static_cast<size_t>(index) * block_bytes;
     return {begin, std::min(begin + block_bytes, total)};
   }
-  // Equal up to one cache line.
-  Range Slice(const Range& block, int owner) const {
-    const size_t lines = block.bytes() / kEntryAlign;  // blocks are whole lines
-    const size_t all = static_cast<size_t>(owners), place = static_cast<size_t>(owner);
-    return {block.begin + lines * place / all * kEntryAlign,
-            block.begin + lines * (place + 1) / all * kEntryAlign};
-  }
+  Range SliceOf(const Range& block, int owner) const { return Slice(block, owner, owners); }
   size_t LargestSlice() const {
     return (block_bytes / kEntryAlign + static_cast<size_t>(owners) - 1) /
            static_cast<size_t>(owners) * kEntryAlign;
@@ -197,10 +170,11 @@ class Walk {
     StageSpan span(trace_, Stage::kPack, batch_);
     const Range block = plan_.Block(packed_ - first_);
     std::byte* room = Room(rank_, packed_);
-    const Range own = exchange_ != nullptr ? plan_.Slice(block, rank_) : Range{0, 0};
+    const Range own = exchange_ != nullptr ? plan_.SliceOf(block, rank_) : Range{0, 0};
     for (const Range& part : {Range{block.begin, std::max(own.begin, block.begin)},
                               Range{std::max(own.end, block.begin), block.end}}) {
-      ForEachPiece(part, [&](const Place& place, size_t at, size_t bytes) {
+      plan_.ForEachPiece(part, [&](size_t i, size_t at, size_t bytes) {
+        const Place& place = plan_.places[i];
         std::memcpy(room + (at - block.begin), place.input + (at - place.begin), bytes);
       });
     }
@@ -210,7 +184,7 @@ class Walk {
 
   void Sum() {
     StageSpan span(trace_, Stage::kReduce, batch_);
-    const Range block = plan_.Block(summed_ - first_), own = plan_.Slice(block, rank_);
+    const Range block = plan_.Block(summed_ - first_), own = plan_.SliceOf(block, rank_);
     const size_t element = ElementSize(batch_.reduce.dtype);
     const size_t partial = PartialSize(batch_.reduce);
     std::byte* const sums = exchange_->Partial();
@@ -219,7 +193,8 @@ class Walk {
       std::memset(sums + (filled - own.begin) / element * partial, 0,
                   (end - filled) / element * partial);
     };
-    ForEachPiece(own, [&](const Place& place, size_t at, size_t bytes) {
+    plan_.ForEachPiece(own, [&](size_t i, size_t at, size_t bytes) {
+      const Place& place = plan_.places[i];
       pad(at);
       filled = at + bytes;
       for (size_t done = 0; done < bytes; done += kReducePiece) {
@@ -245,7 +220,8 @@ class Walk {
     for (int step = 0; step < plan_.owners; ++step) {
       const int owner = (rank_ + step) % plan_.owners;
       const std::byte* from = Room(owner, consumed_);
-      ForEachPiece(plan_.Slice(block, owner), [&](const Place& place, size_t at, size_t bytes) {
+      plan_.ForEachPiece(plan_.SliceOf(block, owner), [&](size_t i, size_t at, size_t bytes) {
+        const Place& place = plan_.places[i];
         std::memcpy(place.output + (at - place.begin), from + (at - block.begin), bytes);
       });
     }
@@ -280,21 +256,6 @@ class Walk {
 
   std::byte* Room(int rank, uint64_t number) const {
     return segment_.slot(rank) + static_cast<size_t>(number % kDepth) * plan_.capacity;
-  }
-
-  // Calls visit(place, at, bytes) for the parts of tensors that lie in `range`, in order; `at`
-  // is an offset in the virtual buffer.
-  template <typename Visit>
-  void ForEachPiece(const Range& range, Visit visit) const {
-    if (range.begin >= range.end) return;
-    auto place =
-        std::upper_bound(plan_.places.begin(), plan_.places.end(), range.begin,
-                         [](size_t offset, const Place& each) { return offset < each.begin; });
-    for (--place; place != plan_.places.end() && place->begin < range.end; ++place) {
-      const size_t begin = std::max(range.begin, place->begin);
-      const size_t end = std::min(range.end, place->begin + place->bytes);
-      if (begin < end) visit(*place, begin, end - begin);
-    }
   }
 
   ShmTransport& local_;

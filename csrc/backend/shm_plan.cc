@@ -1,5 +1,7 @@
 #include "backend/shm_plan.h"
 
+#include <algorithm>
+
 namespace hororing {
 namespace {
 
@@ -12,16 +14,8 @@ constexpr size_t kSmallBatch = 32 << 10;
 
 }  // namespace
 
-Plan::Plan(const Batch& batch, size_t slot_bytes, const Arena* arena) {
-  const size_t element = ElementSize(batch.reduce.dtype);
-  places.reserve(batch.entries.size());
-  for (const BatchEntry& entry : batch.entries) {
-    const size_t bytes = entry.elements * element;
-    if (bytes == 0) continue;
-    places.push_back({static_cast<const std::byte*>(entry.input),
-                      static_cast<std::byte*>(entry.output), total, bytes, Arena::kElsewhere});
-    total += RoundUp(bytes, kEntryAlign);
-  }
+Plan::Plan(const Batch& batch, size_t slot_bytes, const Arena* arena)
+    : VirtualBuffer(batch), in_arena(places.size(), Arena::kElsewhere) {
   capacity = std::min(kMaxBlock, slot_bytes / 2) / kEntryAlign * kEntryAlign;
   depth = slot_bytes / capacity;
   small = total <= std::min(kSmallBatch, capacity);
@@ -30,11 +24,11 @@ Plan::Plan(const Batch& batch, size_t slot_bytes, const Arena* arena) {
   if (small || arena == nullptr) return;
   packs_nothing = true;
   for (size_t i = 0; i < places.size(); ++i) {
-    Place& place = places[i];
+    const Place& place = places[i];
     if (place.input == place.output && i < ShmSegment::kDirectoryEntries) {
-      place.in_arena = arena->OffsetOf(place.input, place.bytes);
+      in_arena[i] = arena->OffsetOf(place.input, place.bytes);
     }
-    const bool inside = place.in_arena != Arena::kElsewhere;
+    const bool inside = in_arena[i] != Arena::kElsewhere;
     if (inside) bytes_in_arena += place.bytes;
     packs_nothing = packs_nothing && inside;
   }

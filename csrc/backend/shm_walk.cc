@@ -136,7 +136,7 @@ void Walk::TellPlaces() {
   uint64_t* const directory = segment_.directory(JobRank(rank_));
   const size_t count = std::min(plan_.places.size(), ShmSegment::kDirectoryEntries);
   for (size_t i = 0; i < count; ++i) {
-    const uint64_t in_arena = plan_.places[i].in_arena;
+    const uint64_t in_arena = plan_.in_arena[i];
     directory[i] = in_arena == Arena::kElsewhere ? 0 : in_arena + 1;
   }
 }
@@ -211,7 +211,7 @@ void Walk::Unpack() {
       const std::byte* const from = Room(peer, consumed_);
       plan_.ForEachPiece(Slice(block, peer), [&](size_t i, size_t at, size_t bytes) {
         const Place& place = plan_.places[i];
-        if (place.in_arena != Arena::kElsewhere) return;
+        if (plan_.in_arena[i] != Arena::kElsewhere) return;
         std::memcpy(place.output + (at - place.begin), from + (at - block.begin), bytes);
       });
     }
@@ -228,7 +228,7 @@ void Walk::CopyIn(const Range& range) {
   const size_t block_begin = Block(packed_).begin;
   plan_.ForEachPiece(range, [&](size_t i, size_t at, size_t bytes) {
     const Place& place = plan_.places[i];
-    if (place.in_arena != Arena::kElsewhere) return;
+    if (plan_.in_arena[i] != Arena::kElsewhere) return;
     std::memcpy(room + (at - block_begin), place.input + (at - place.begin), bytes);
   });
 }
