@@ -49,12 +49,12 @@ class CastCompressor(Compressor):
     @staticmethod
     def float_type(tensor: Any) -> Any:
         """Return the type of a tensor, or None if it has no floating-point type."""
-        raise NotImplementedError
+        raise NotImplementedError("a CastCompressor needs float_type(tensor) -> type or None")
 
     @staticmethod
     def cast(tensor: Any, dtype: Any) -> Any:
         """Return the tensor as another type."""
-        raise NotImplementedError
+        raise NotImplementedError("a CastCompressor needs cast(tensor, dtype) -> tensor")
 
     @classmethod
     def compress(cls, tensor: Any) -> tuple[Any, Any]:

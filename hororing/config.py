@@ -319,7 +319,7 @@ KNOBS: tuple[Knob, ...] = (
         "auto",
         "how allreduces go over several hosts; auto: the cheapest for their size, by what a "
         "message costs between the hosts, measured at init; three_phase and leader need shared "
-        "memory on each host, and REPRODUCIBLE=1 prefers rank order to all of them",
+        "memory on each host, and REPRODUCIBLE=1 allows auto only: it sums in rank order",
         scope="all",
     ),
     Knob(

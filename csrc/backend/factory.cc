@@ -38,6 +38,12 @@ Status MakeBackends(const BackendOptions& options, const World& world,
         std::make_unique<ShmDirectBackend>(*shared, Members::World(transport.size())));
   }
   ShmTransport* const local = dynamic_cast<ShmTransport*>(world.local.get());
+  if (options.reproducible && options.algorithm != Algorithm::kAuto) {
+    return Status(Code::kInvalidArgument,
+                  std::string("HORORING_ALGORITHM=") + Name(options.algorithm) +
+                      " cannot be had with HORORING_REPRODUCIBLE=1, which sums in the order of "
+                      "ranks; leave out one of them");
+  }
   const bool phases =
       options.algorithm == Algorithm::kThreePhase || options.algorithm == Algorithm::kLeader;
   const size_t hosts = world.topology.hosts.size();
