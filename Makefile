@@ -71,6 +71,7 @@ lint: $(VENV)/.dev typecheck  ## everything that pre-commit checks
 	ruff format --check $(wildcard $(SOURCES))
 	git ls-files -co --exclude-standard '*.cc' '*.h' '*.inc' | xargs clang-format --dry-run -Werror
 	codespell $$(git ls-files -co --exclude-standard)
+	if command -v hadolint >/dev/null; then hadolint -c docker/hadolint.yaml docker/*.Dockerfile; fi
 
 typecheck: $(VENV)/.dev  ## mypy, strict
 	mypy
@@ -126,8 +127,8 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.demo: $(VENV)/bin/python pyproject.toml
-	$(BIN)/python -m pip install torch==2.13.0 scikit-learn tqdm
-	$(BIN)/python -m pip install --editable '.[torch]'
+	$(BIN)/python -m pip install torch==2.13.0
+	$(BIN)/python -m pip install --editable '.[torch,examples]'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/bin/python pyproject.toml

@@ -15,11 +15,7 @@ from hororing._core import ffi, lib
 from hororing.launch import Launch
 
 # Package, how to get it, and whether its adapter is part of this version.
-_FRAMEWORKS = (
-    ("torch", "pip install torch", True),
-    ("tensorflow", "", False),
-    ("keras", "", False),
-)
+_FRAMEWORKS = ("torch", "tensorflow", "keras")
 
 _SHARED_MEMORY = "/dev/shm"
 # What two ranks need for their pipes and slots; less than this is refused at init.
@@ -39,8 +35,8 @@ def info() -> int:
         ("kernels", ffi.string(lib.hr_kernels()).decode()),
         ("transports built", "inproc, shm" + (", mpi" if runtime.mpi_built() else "")),
         ("transports found", ", ".join(["inproc", *_shared_memory(missing), *_mpi(missing)])),
-        ("backends built", "host, shm_direct"),
-        ("backends found", ", ".join(["host", *(["shm_direct"] if _has_shared_memory() else [])])),
+        ("backends built", "host, shm_direct, hierarchical"),
+        ("backends found", "host, shm_direct, hierarchical" if _has_shared_memory() else "host"),
         ("MPI", _mpi_text()),
         ("mpirun", _mpirun() or "not found"),
         *_frameworks(missing),
@@ -125,16 +121,15 @@ def _mpirun() -> str | None:
 
 
 def _frameworks(missing: list[str]) -> list[tuple[str, str]]:
-    lines = []
-    for name, way, has_adapter in _FRAMEWORKS:
+    found = {}
+    for name in _FRAMEWORKS:
         try:
-            version = metadata.version(name if name != "tensorflow" else _tensorflow())
+            found[name] = metadata.version(name if name != "tensorflow" else _tensorflow())
         except metadata.PackageNotFoundError:
-            version = "not installed"
-            if way:
-                missing.append(f"{name}: {way}")
-        lines.append((name, version if has_adapter else f"{version} (no adapter for it yet)"))
-    return lines
+            continue
+    if not found:
+        missing.append("a framework: pip install torch, or tensorflow (hororing.numpy needs none)")
+    return [(name, found.get(name, "not installed")) for name in _FRAMEWORKS]
 
 
 def _tensorflow() -> str:

@@ -1,0 +1,43 @@
+# hororing for processors: mpirun, PyTorch, the examples.
+#
+#   docker build -f docker/cpu.Dockerfile -t hororing:cpu .
+#   docker run --rm hororing:cpu                            # python -m hororing info
+#   docker run --rm --shm-size=1g hororing:cpu mpirun -np 2 python examples/torch_digits.py
+#
+# EXTRAS chooses the frameworks (torch, tensorflow, keras) and what the examples need. On x86
+# PyPI's torch brings CUDA's libraries along; --build-arg PIP_EXTRA_INDEX_URL=... names PyTorch's
+# index of builds without them. Docker gives a container 64 MiB of shared memory unless told
+# otherwise.
+
+FROM debian:12.11-slim AS build
+RUN apt-get update \
+ && apt-get install -y --no-install-recommends g++ make python3-dev python3-venv \
+ && rm -rf /var/lib/apt/lists/*
+COPY . /source
+RUN python3 -m venv /build \
+ && /build/bin/pip wheel --no-cache-dir --no-deps --wheel-dir /wheels /source
+
+FROM debian:12.11-slim
+ARG EXTRAS=torch,examples
+ARG PIP_EXTRA_INDEX_URL
+RUN apt-get update \
+ && apt-get install -y --no-install-recommends openssh-client openssh-server python3-venv \
+ && rm -rf /var/lib/apt/lists/* /etc/ssh/ssh_host_*
+COPY --from=build /wheels /wheels
+RUN python3 -m venv /opt/hororing \
+ && wheel="$(echo /wheels/*.whl)" \
+ && /opt/hororing/bin/pip install --no-cache-dir "${wheel}[${EXTRAS}]" \
+ && rm -rf /wheels
+RUN useradd --create-home --uid 10001 hororing \
+ && install -d -o hororing -m 700 /home/hororing/.ssh
+COPY --chmod=755 docker/host /usr/local/bin/hororing-host
+COPY --chown=hororing examples /home/hororing/examples
+
+# More processes than cores, and room for the engine's thread (docs/troubleshooting.md).
+ENV PATH=/opt/hororing/bin:$PATH \
+    PYTHONUNBUFFERED=1 \
+    PRTE_MCA_rmaps_default_mapping_policy=slot:oversubscribe \
+    PRTE_MCA_hwloc_default_binding_policy=none
+USER 10001
+WORKDIR /home/hororing
+CMD ["python", "-m", "hororing", "info"]
