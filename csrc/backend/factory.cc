@@ -17,27 +17,19 @@ ShmTransport* SharedBy(Transport& transport) {
 
 }  // namespace
 
-Status MakeBackends(const BackendOptions& options, const World& world,
-                    std::vector<std::unique_ptr<Backend>>* backends) {
+Status CheckBackends(const BackendOptions& options, const World& world) {
   const std::string& name = options.name;
-  Transport& transport = *world.transport;
+  const Transport& transport = *world.transport;
   if (name != "auto" && name != "host" && name != "shm_direct") {
     return Status(Code::kInvalidArgument,
                   "unknown backend '" + name + "'; choose auto, host or shm_direct");
   }
-  ShmTransport* shared = SharedBy(transport);
-  if (name == "shm_direct" && shared == nullptr) {
+  if (name == "shm_direct" && SharedBy(*world.transport) == nullptr) {
     return Status(Code::kInvalidArgument,
                   std::string("backend shm_direct needs memory that all ranks share, which the "
                               "transport '") +
                       transport.name() + "' does not offer; use backend auto or host");
   }
-  backends->clear();
-  if (shared != nullptr && name != "host") {
-    backends->push_back(
-        std::make_unique<ShmDirectBackend>(*shared, Members::World(transport.size())));
-  }
-  ShmTransport* const local = dynamic_cast<ShmTransport*>(world.local.get());
   if (options.reproducible && options.algorithm != Algorithm::kAuto) {
     return Status(Code::kInvalidArgument,
                   std::string("HORORING_ALGORITHM=") + Name(options.algorithm) +
@@ -48,13 +40,28 @@ Status MakeBackends(const BackendOptions& options, const World& world,
       options.algorithm == Algorithm::kThreePhase || options.algorithm == Algorithm::kLeader;
   const size_t hosts = world.topology.hosts.size();
   const bool neighbours = hosts > 1 && static_cast<size_t>(transport.size()) > hosts;
-  if (phases && neighbours && (local == nullptr || name == "host")) {
+  if (phases && neighbours && (world.local == nullptr || name == "host")) {
     return Status(Code::kInvalidArgument,
                   std::string("HORORING_ALGORITHM=") + Name(options.algorithm) +
                       " needs memory that the ranks of a host share, which " +
                       (name == "host" ? "backend host does without" : "there is not") +
                       "; use auto or ring");
   }
+  return Status::Ok();
+}
+
+Status MakeBackends(const BackendOptions& options, const World& world,
+                    std::vector<std::unique_ptr<Backend>>* backends) {
+  HORORING_RETURN_IF_ERROR(CheckBackends(options, world));
+  const std::string& name = options.name;
+  Transport& transport = *world.transport;
+  backends->clear();
+  ShmTransport* shared = SharedBy(transport);
+  if (shared != nullptr && name != "host") {
+    backends->push_back(
+        std::make_unique<ShmDirectBackend>(*shared, Members::World(transport.size())));
+  }
+  ShmTransport* const local = dynamic_cast<ShmTransport*>(world.local.get());
   // Rank order, which reproducible runs must keep, knows no hosts.
   if (local != nullptr && name != "host" && !options.reproducible) {
     backends->push_back(std::make_unique<HierarchicalBackend>(

@@ -21,7 +21,10 @@ struct BackendOptions {
   WireCost wire;
 };
 
-// For batches of all ranks. The last backend of the list supports every batch.
+// Whether there can be what the options ask for; kInvalidArgument with the way out where not.
+Status CheckBackends(const BackendOptions& options, const World& world);
+// For batches of all ranks, where CheckBackends does not object. The last backend of the list
+// supports every batch.
 Status MakeBackends(const BackendOptions& options, const World& world,
                     std::vector<std::unique_ptr<Backend>>* backends);
 // For batches of some ranks of `world`, which `subgroup` connects: what the options permit.

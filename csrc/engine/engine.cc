@@ -113,7 +113,7 @@ void Engine::ThreadMain(const WorldMaker& make_world) {
   } catch (const std::exception& error) {
     status = Status(Code::kInternal, std::string("the engine could not start: ") + error.what());
   }
-  AnnounceFailedStart(world, status);
+  TakeLeave(world, status);
   Finish(status);
   Started(status);
 }
@@ -122,6 +122,11 @@ void Engine::ThreadMain(const WorldMaker& make_world) {
 Status Engine::Prepare(const WorldMaker& make_world, World* world, std::optional<Loop>* loop) {
   HORORING_RETURN_IF_ERROR(PrepareWorld(make_world, world));
   backend_options_ = {config_.backend, config_.reproducible, config_.algorithm, WireCost()};
+  Status refused;
+  HORORING_RETURN_IF_ERROR(Agree(*world->transport, CheckBackends(backend_options_, *world),
+                                 After(NowNs(), config_.timeout_ns), &refused));
+  all_know_ = !refused.ok();
+  HORORING_RETURN_IF_ERROR(refused);
   HORORING_RETURN_IF_ERROR(MeasureWire(*world->transport, world->topology,
                                        After(NowNs(), config_.timeout_ns), &backend_options_.wire));
   std::vector<std::unique_ptr<Backend>> backends;
@@ -162,10 +167,12 @@ void Engine::SetWakeTarget(Transport* target) {
   wake_target_ = target;
 }
 
-// Peers may have started already, and to them who goes without a word has left in peace. Not where
-// ranks are configured differently: each finds that out by itself, with the values.
-void Engine::AnnounceFailedStart(World& world, const Status& why) {
-  if (world.transport == nullptr || why.code() == Code::kMismatch) return;
+// Of a start that has failed. Peers may have started already, and to them who goes without a word
+// has left in peace. Where all ranks have come to the same end, they wait for those that do not
+// know it yet: nobody must hear of it as of a rank that was lost.
+void Engine::TakeLeave(World& world, const Status& why) {
+  if (world.transport == nullptr) return;
+  if (all_know_) return CloseAll(world);
   world.transport->AnnounceFailure("init: " + why.message(), why.rank());
   world.transport->Flush(After(NowNs(), kStartGrace));
 }
@@ -179,8 +186,10 @@ Status Engine::PrepareWorld(const WorldMaker& make_world, World* world) {
   arena_ = world->transport->arena();
   drivable_ = world->transport->turns() != nullptr;
   if (!world->note.empty()) Log(LogLevel::kWarning, world->note);
-  return CompareFingerprints(*world->transport, config_.fingerprint,
-                             After(NowNs(), config_.timeout_ns));
+  const Status same = CompareFingerprints(*world->transport, config_.fingerprint,
+                                          After(NowNs(), config_.timeout_ns));
+  all_know_ = same.code() == Code::kMismatch;
+  return same;
 }
 
 void Engine::Started(Status status) {

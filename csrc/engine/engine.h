@@ -129,7 +129,7 @@ class Engine {
   void Ended();
   Status PrepareWorld(const WorldMaker& make_world, World* world);
   void Started(Status status);
-  static void AnnounceFailedStart(World& world, const Status& why);
+  void TakeLeave(World& world, const Status& why);
   void Finish(const Status& why);
   bool JoinBefore(TimeNs timeout_ns);
   Status RunCommand(const Command& command, TimeNs timeout_ns);
@@ -143,6 +143,7 @@ class Engine {
   TensorTable tensors_;
   SharedProcessSets sets_;
   BackendOptions backend_options_;  // loop thread
+  bool all_know_ = false;           // loop thread: every rank has the error of this one's start
   TraceSink trace_;
   Stats stats_;
   std::atomic<State> state_{State::kStarting};

@@ -78,6 +78,20 @@ Status CompareFingerprints(Transport& transport, const std::string& fingerprint,
                     "other hosts) and install the same version everywhere.");
 }
 
+Status Agree(Transport& transport, const Status& mine, TimeNs deadline, Status* agreed) {
+  const std::string text =
+      mine.ok() ? "" : std::to_string(static_cast<int>(mine.code())) + " " + mine.message();
+  std::vector<std::string> texts;
+  HORORING_RETURN_IF_ERROR(GatherTexts(transport, text, deadline, &texts));
+  *agreed = Status::Ok();
+  for (const std::string& each : texts) {
+    if (each.empty()) continue;
+    *agreed = Status(static_cast<Code>(std::stoi(each)), each.substr(each.find(' ') + 1));
+    break;
+  }
+  return Status::Ok();
+}
+
 Status MeasureClocks(Transport& transport, const Topology& topology, TimeNs deadline,
                      std::vector<TimeNs>* offsets) {
   constexpr int kRounds = 8;

@@ -16,6 +16,10 @@ namespace hororing {
 // text that names the knob and the ranks. Blocks until all ranks have called it.
 Status CompareFingerprints(Transport& transport, const std::string& fingerprint, TimeNs deadline);
 
+// *agreed: `mine` of the lowest rank that has an error, the same on all ranks; Ok where none has.
+// The result: whether that is known. Blocks until all ranks have called it.
+Status Agree(Transport& transport, const Status& mine, TimeNs deadline, Status* agreed);
+
 // What to add to rank r's clock to get rank 0's, on rank 0 (zeros elsewhere). Ranks of rank 0's
 // host share its clock; the others are asked a few times and the quickest answer counts: half
 // of the round trip is the error bound (Cristian, "Probabilistic clock synchronization", 1989).

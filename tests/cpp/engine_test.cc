@@ -242,6 +242,19 @@ TEST(different_settings_are_refused_on_every_rank_with_the_knob_and_the_ranks) {
   CHECK_EQ(refused.load(), 3);
 }
 
+TEST(what_one_rank_cannot_have_is_refused_on_all_with_the_same_words) {
+  for (int round = 0; round < 20; ++round) {
+    Play(
+        3, {},
+        [&](Player& player) {
+          CHECK(player.started.code() == Code::kInvalidArgument);
+          CHECK_EQ(player.started.message(),
+                   std::string("unknown backend 'fast'; choose auto, host or shm_direct"));
+        },
+        [](int rank, EngineConfig& config) { config.backend = rank == 1 ? "fast" : "auto"; });
+  }
+}
+
 TEST(a_rank_that_gives_up_starting_is_heard_of_by_those_who_have_started) {
   // Rank 1 takes part in the start up to its last message, which rank 2 then lacks.
   auto transports = MakeInprocWorld(3, 0);

@@ -24,6 +24,7 @@ struct Player {
   std::shared_ptr<HandleTable> handles = std::make_shared<HandleTable>();
   int rank = 0;
   int size = 1;
+  Status started;
 
   // One float tensor, in place.
   static std::unique_ptr<TensorEntry> Entry(const std::string& name, std::vector<float>& data,
@@ -120,10 +121,8 @@ inline void Play(int size, const EngineConfig& base, const std::function<void(Pl
             MakeTopology(rank, std::vector<std::string>(static_cast<size_t>(size), "host"));
         return Status::Ok();
       };
-      const Status started = Engine::Start(config, make_world, player.handles, &player.engine);
-      if (!started.ok()) {
-        player.engine = nullptr;
-      }
+      player.started = Engine::Start(config, make_world, player.handles, &player.engine);
+      if (!player.started.ok()) player.engine = nullptr;
       script(player);
       if (player.engine != nullptr) CHECK(player.engine->Shutdown("", kPatience));
     });
