@@ -56,9 +56,38 @@ double Interpolate(const CostTable& table, const CostLine& beyond, int64_t bytes
 
 void CostModel::Add(int64_t bytes, double seconds) {
   const double octave = std::log2(static_cast<double>(std::max<int64_t>(bytes, 1)));
-  auto& kept = classes_[static_cast<int>(std::lround(2 * octave))];
-  kept.emplace_back(bytes, seconds);
-  if (kept.size() > kKept) kept.pop_front();
+  for (auto* classes : {&classes_, &window_}) {
+    Batches& kept = (*classes)[static_cast<int>(std::lround(2 * octave))];
+    kept.emplace_back(bytes, seconds);
+    if (kept.size() > kKept) kept.pop_front();
+  }
+}
+
+double CostModel::Moved(CostModel* before, size_t least) const {
+  const CostTable table = before->Table();
+  const CostLine line = FitLine(table);
+  double moved = 0, expected = 0;
+  for (const auto& [octave, batches] : window_) {
+    if (batches.size() < least) continue;
+    if (before->classes_.count(octave) == 0) {
+      before->classes_[octave] = batches;
+      continue;
+    }
+    std::vector<double> off;  // of each batch: classes hold different sizes
+    double usual = 0;
+    for (const auto& [bytes, seconds] : batches) {
+      const double cost = Interpolate(table, line, bytes);
+      off.push_back(seconds - cost);
+      usual += cost;
+    }
+    std::sort(off.begin(), off.end());
+    const size_t count = off.size();
+    const double spread = off[3 * count / 4] - off[count / 4];  // single slow batches do not count
+    const double beyond = std::abs(off[count / 2]) - spread;
+    moved += std::max(0.0, beyond) * static_cast<double>(count);
+    expected += usual;
+  }
+  return expected > 0 ? moved / expected : 0;
 }
 
 CostTable CostModel::Table() const {

@@ -47,8 +47,21 @@ class CostModel {
   // How many classes there are: from two on, there is a rate.
   size_t sizes() const { return classes_.size(); }
 
+  // A window of batches begins.
+  void BeginWindow() { window_.clear(); }
+  // How far the batches of the window are from what `before` expects, beyond what they differ among
+  // themselves (medians and quartiles of classes with `least` batches or more), as a part of that.
+  // A class that `before` lacks becomes a part of it: what was never measured has not changed.
+  double Moved(CostModel* before, size_t least) const;
+  // Forgets what was measured before the window, if there is still a rate then.
+  void KeepWindow() {
+    if (window_.size() > 1) classes_ = window_;
+  }
+
  private:
-  std::map<int, std::deque<std::pair<int64_t, double>>> classes_;  // of each the latest few
+  using Batches = std::deque<std::pair<int64_t, double>>;  // bytes, seconds
+  std::map<int, Batches> classes_;                         // of each the latest few
+  std::map<int, Batches> window_;
 };
 
 }  // namespace hororing

@@ -12,7 +12,7 @@ namespace {
 constexpr size_t kWindow = 5;     // steps that medians are taken over
 constexpr int kLostPatience = 3;  // departures in a row that end a plan
 constexpr int kInVain = 2;        // waits in a row for one tensor: nothing waits for it again
-constexpr double kChange = 0.1;   // of ready times, that makes a plan outdated
+constexpr double kChange = 0.1;   // of ready times or costs, that makes a plan outdated
 // A plan must not be slower than none by more than measurements differ.
 constexpr double kSlower = 1.1;
 constexpr TimeNs kNoticeable = 50 * kMicrosecond;
@@ -53,7 +53,7 @@ void StepPlanner::Learn(const Step& step) {
   if (departed_in_a_row_ >= kLostPatience) return Drop(State::kLearning);
   // What is not as the others says nothing about them.
   if (!step.whole || !as_planned || step.tensors.empty()) return;
-  if (!steps_.empty() && Ids(steps_.back()) != Ids(step)) steps_.clear();
+  if (!steps_.empty() && Ids(steps_.back()) != Ids(step)) BeginWindow();
   steps_.push_back(step);
   if (steps_.size() > kWindow) steps_.pop_front();
   if (steps_.size() < kWindow) return;
@@ -65,12 +65,21 @@ void StepPlanner::Learn(const Step& step) {
     Plan(window);
   } else if (Changed(window)) {
     Drop(State::kLearning);
+  } else if (CostsMoved()) {
+    // What is exposed without a plan is another time now, too.
+    costs_.KeepWindow();
+    Drop(State::kLearning);
   } else if (state_ == State::kPlanned && !judged_) {
     judged_ = true;
     const double limit = kSlower * static_cast<double>(exposed_ns_) + kNoticeable;
     if (static_cast<double>(ExposedTime()) > limit) return Drop(State::kRejected);
   }
-  steps_.clear();  // windows do not overlap: what is an accident in one is not seen in five
+  BeginWindow();  // they do not overlap: what is an accident in one is not seen in five
+}
+
+void StepPlanner::BeginWindow() {
+  steps_.clear();
+  costs_.BeginWindow();
 }
 
 std::map<uint64_t, StepPlanner::Seen> StepPlanner::Window() const {
@@ -111,6 +120,9 @@ bool StepPlanner::Changed(const std::map<uint64_t, Seen>& window) const {
          static_cast<double>(change) > kChange * static_cast<double>(before);
 }
 
+// What a batch takes, since the plan was made.
+bool StepPlanner::CostsMoved() { return costs_.Moved(&planned_costs_, kWindow) > kChange; }
+
 void StepPlanner::Plan(const std::map<uint64_t, Seen>& window) {
   std::vector<std::pair<TimeNs, uint64_t>> order;
   for (const auto& [id, seen] : window) order.emplace_back(seen.median_ns(), id);
@@ -121,6 +133,7 @@ void StepPlanner::Plan(const std::map<uint64_t, Seen>& window) {
     const bool starts = missed != missed_.end() && missed->second >= kInVain;
     items.push_back({Seconds(ready_ns), window.at(id).bytes, starts});
   }
+  planned_costs_ = costs_;
   const CostTable table = costs_.Table();
   const CostLine line = FitLine(table);
   const auto cost = [&](int64_t bytes) { return Interpolate(table, line, bytes); };
@@ -146,7 +159,7 @@ void StepPlanner::Plan(const std::map<uint64_t, Seen>& window) {
 void StepPlanner::Drop(State state) {
   if (state != State::kRejected) planned_ns_.clear();
   state_ = state;
-  steps_.clear();
+  BeginWindow();
   plan_.clear();
   complete_ns_.clear();
   bucket_of_.clear();

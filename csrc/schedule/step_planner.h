@@ -3,7 +3,7 @@
 //
 //   learning  --a few equal steps, batches of two sizes-->  planned
 //   planned   --slower than without, as measured-->         rejected
-//   planned, rejected  --ready times change by a tenth, or other tensors-->  learning
+//   planned, rejected  --ready times or costs change by a tenth, or other tensors-->  learning
 //
 // A step departs from its plan when a bucket is not complete in time: it is given up, and the rest
 // of the step goes as without a plan. Three such steps in a row end the plan.
@@ -64,13 +64,16 @@ class StepPlanner {
   };
   std::map<uint64_t, Seen> Window() const;
   bool Changed(const std::map<uint64_t, Seen>& window) const;
+  bool CostsMoved();
   TimeNs ExposedTime() const;
   void Plan(const std::map<uint64_t, Seen>& window);
   void Drop(State state);
+  void BeginWindow();
 
   int64_t limit_bytes_;
   const TimeNs patience_ns_;
   CostModel costs_;
+  CostModel planned_costs_;  // that the plan rests on
   State state_ = State::kLearning;
   std::deque<Step> steps_;          // the latest; equal in their tensors
   TimeNs exposed_ns_ = 0;           // without a plan

@@ -204,16 +204,67 @@ TEST(other_tensors_get_another_plan) {
   CHECK_EQ(world.coordinator.Plan()[0][0], std::string("layer0.of_another_model"));
 }
 
-// The model was learned while the network was another one: the plan does not keep its promise.
-TEST(a_plan_that_is_slower_than_none_was_is_given_up) {
+TEST(a_plan_is_made_anew_when_costs_change_by_more_than_a_tenth) {
   World world(Planning(), kSlowNetwork);
   const std::vector<Submission> step = Layers(20, kMillisecond, 100000);
-  while (world.coordinator.Plan().empty()) world.Play(1, step);
-  world.cost = CostLine{4e-3, 3e-8};
-  world.Play(6, step);
-  CHECK(world.coordinator.Plan().empty());
-  world.Play(3 * kEnough, step);
+  world.Play(kEnough, step);
+  const std::vector<Names> before = world.coordinator.Plan();
+  world.cost = CostLine{4e-3 * 1.05, 1e-8 * 1.05};
+  world.Play(2 * kEnough, step);
   CHECK_EQ(world.coordinator.queue().counts().plans, int64_t{1});
+  world.cost = CostLine{1e-3, 1e-8};  // less latency: smaller buckets
+  world.Play(2 * kEnough, step);
+  CHECK_EQ(world.coordinator.queue().counts().plans, int64_t{2});
+  CHECK(world.coordinator.Plan().size() > before.size());
+  CHECK(world.batches == world.coordinator.Plan());
+  // As the costs were, so are the buckets.
+  world.cost = kSlowNetwork;
+  world.Play(2 * kEnough, step);
+  CHECK_EQ(world.coordinator.queue().counts().plans, int64_t{3});
+  CHECK(world.coordinator.Plan() == before);
+}
+
+TEST(costs_that_were_measured_for_the_first_time_have_not_changed) {
+  CostModel before;
+  before.Add(1000, 1.0);
+  before.Add(100000, 2.0);
+  CostModel now = before;
+  const auto moved = [&](int64_t bytes, std::vector<double> seconds) {
+    now.BeginWindow();
+    for (const double each : seconds) now.Add(bytes, each);
+    return now.Moved(&before, 5);
+  };
+  CHECK_NEAR(moved(1000, {1.2, 1.2, 1.2, 1.2, 9.0}), 0.2, 1e-9);
+  CHECK_NEAR(moved(1000, {1.0, 1.1, 1.2, 1.3, 1.4}), 0.0, 1e-9);  // they differ as much
+  CHECK_NEAR(moved(1000, {5, 5, 5, 5}), 0.0, 1e-9);               // too few
+  CHECK_NEAR(moved(10 << 20, {7, 7, 7, 7, 7}), 0.0, 1e-9);
+  CHECK_NEAR(moved(10 << 20, {8.4, 8.4, 8.4, 8.4, 8.4}), 0.2, 1e-9);
+}
+
+// Between two windows nothing has changed for the model: it was wrong about buckets of this size.
+TEST(a_plan_that_is_slower_than_none_is_given_up) {
+  StepPlanner planner(1 << 20, kMillisecond);
+  for (const int64_t bytes : {100, 100000}) planner.Ran(bytes, 0.5);
+  Step step;
+  step.tensors = {{1, 100, 0}, {2, 100, kMillisecond}};
+  const auto learn = [&](TimeNs exposed, double bucket_s) {
+    step.end_ns = kMillisecond + exposed;
+    for (int i = 0; i < 5; ++i) {
+      planner.Ran(200, bucket_s);
+      planner.Learn(step);
+    }
+  };
+  learn(kMillisecond, 0.5);
+  CHECK(planner.plan() == (StepPlanner::Buckets{{1, 2}}));
+  learn(2 * kMillisecond, 0.5);
+  CHECK(planner.plan().empty());
+  learn(kMillisecond, 0.5);
+  CHECK(planner.plan().empty());
+  CHECK_EQ(planner.plans(), int64_t{1});
+  // With other costs it is tried again.
+  learn(kMillisecond, 0.7);
+  learn(kMillisecond, 0.7);
+  CHECK_EQ(planner.plans(), int64_t{2});
 }
 
 TEST(the_time_of_the_last_rank_counts) {
