@@ -85,14 +85,18 @@ def fail(code: int, context: str = "") -> NoReturn:
     errors.raise_for(abs(code), text + context, int(lib.hr_last_error_rank()))
 
 
-class _Pending(NamedTuple):
+class Pending(NamedTuple):
+    """A request that the core has."""
+
     keep: object  # owns the memory the core reads and writes
     finish: Callable[[int], Any]  # result, from the completed handle
 
 
 # No lock: each step below is one operation of a dict, which is atomic, and a finalizer may run
 # `abandon` in the middle of anything.
-_pending: dict[int, _Pending] = {}
+# Values are Pending or, where that is all, what owns the memory and is the result: with a thousand
+# requests in flight, as many tuples would keep Python's garbage collector busy.
+_pending: dict[int, object] = {}
 # Owners between "the core has it" and "the handle is in the table": an exception that arrives
 # there (Ctrl-C) must not free the memory.
 _submitting: dict[int, object] = {}
@@ -183,38 +187,36 @@ def _request(
 
 
 class Template:
-    """A request for one tensor, made again and again: only name and memory change.
+    """A request for one tensor, made again and again: only name and memory change."""
 
-    One thread at a time. The core keeps nothing of it.
-    """
-
-    __slots__ = ("_request", "_shape", "_tensor")
+    __slots__ = ("_owners", "_request")
 
     def __init__(
         self, collective: int, dtype: int, shape: Sequence[int], process_set: int, op: int,
         prescale: float, postscale: float,
     ) -> None:  # fmt: skip
-        self._shape = ffi.new("int64_t[]", list(shape) or [0])
-        self._tensor = ffi.new("hr_tensor *")
-        self._tensor.dtype, self._tensor.ndim = dtype, len(shape)
-        self._tensor.shape = self._shape
-        self._request = ffi.new("hr_request *")
-        self._request.collective, self._request.process_set = collective, process_set
-        self._request.op, self._request.prescale, self._request.postscale = op, prescale, postscale
-        self._request.tensors, self._request.tensors_count = self._tensor, 1
+        view = View(0, 0, dtype, tuple(shape))
+        self._request, self._owners = _request(
+            collective, "", [view], process_set, op, 0, prescale, postscale, None
+        )
 
     def submit(
-        self, name: str, input: int, output: int, keep: object, finish: Callable[[int], Any],
-        wait_follows: bool,
-    ) -> int:  # fmt: skip
-        """Do as `submit` with a tensor at `input` whose result goes to `output`."""
-        request = self._request
-        self._tensor.input, self._tensor.output = input, output
-        request.wait_follows = wait_follows
+        self, name: str, input: int, output: int, pending: object, wait_follows: bool
+    ) -> int:
+        """Do as `submit` with a tensor at `input` whose result goes to `output`.
+
+        `pending` is a `Pending`, or else what owns the memory and is the result.
+        """
         try:
-            c_name = ffi.from_buffer("char[]", encode_name(name) + b"\0")
-            request.name = c_name
-            handle = _hand_over(request, keep, finish)
+            c_name = encode_name(name)
+            token = next(_submit_count)
+            _submitting[token] = pending
+            handle: int = lib.hr_submit_as(self._request, c_name, input, output, wait_follows)
+            if handle > 0:
+                _pending[handle] = pending
+            del _submitting[token]
+            if handle <= 0:
+                fail(handle)
         except BaseException:
             take_back(name)
             raise
@@ -234,7 +236,7 @@ def _hand_over(request: Any, keep: object, finish: Callable[[int], Any]) -> int:
     _submitting[token] = keep
     handle = int(lib.hr_submit(request))
     if handle > 0:
-        _pending[handle] = _Pending(keep, finish)
+        _pending[handle] = Pending(keep, finish)
     del _submitting[token]
     if handle <= 0:
         fail(handle)
@@ -253,13 +255,20 @@ def poll(handle: int) -> bool:
 def wait(handle: int) -> Any:
     """Block until `handle` is complete, forget it, and return its result or raise its error."""
     pending = _known(handle)
+    if type(pending) is not Pending:
+        while (code := lib.hr_finish(handle, _WAIT_SLICE_S)) == lib.HR_PENDING:
+            pass
+        if code == lib.HR_OK:
+            _pending.pop(handle, None)
+            return pending
     code = block_until_complete(handle)
-    if _pending.pop(handle, None) is None:
+    unknown = code != lib.HR_OK and lib.hr_poll(handle) < 0
+    if unknown or _pending.pop(handle, None) is None:
         raise ValueError(f"handle {handle} was synchronized by another thread meanwhile")
     try:
         if code != lib.HR_OK:
             fail(code)
-        return pending.finish(handle)
+        return pending.finish(handle) if type(pending) is Pending else pending
     finally:
         lib.hr_release(handle)
 
@@ -278,7 +287,7 @@ def wait_all(handles: Iterable[int]) -> list[Any]:
     return results
 
 
-def _known(handle: int) -> _Pending:
+def _known(handle: int) -> object:
     pending = _pending.get(handle)
     if pending is None:
         raise ValueError(

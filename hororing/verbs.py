@@ -34,7 +34,6 @@ class Verbs(Generic[T]):
 
     def __init__(self, adapter: Adapter[T]) -> None:
         self.adapter = adapter
-        # Not those in use: whoever needs one takes it out.
         self._templates: dict[Any, collectives.Template] = {}
 
     # -- allreduce ----------------------------------------------------------------------------
@@ -148,29 +147,28 @@ class Verbs(Generic[T]):
                 process_set=process_set, wait_follows=wait_follows,
             )  # fmt: skip
         members = check_member(process_set, "allreduce")
-        prescale, postscale = arguments.check_factors(prescale, postscale, "allreduce")
+        if type(prescale) is not float or type(postscale) is not float:
+            prescale, postscale = arguments.check_factors(prescale, postscale, "allreduce")
         address, dtype, shape = plain
         key = (dtype, shape, members, op, prescale, postscale)
-        template = self._templates.pop(key, None)
+        template = self._templates.get(key)
         if template is None:
-            template = collectives.Template(
-                collectives.ALLREDUCE, dtype, shape, members, op, prescale, postscale
-            )
             if len(self._templates) >= _MOST_TEMPLATES:
                 self._templates.clear()
-        output = tensor if in_place else adapter.empty_like(tensor)
-
-        def finish(handle: int) -> T:
-            if in_place:
-                adapter.mark_written((output,))
-            return output
-
-        handle = template.submit(
-            default_name("allreduce", members) if name is None else name,
-            address, address if in_place else adapter.describe(output)[0],
-            (tensor, output), finish, wait_follows,
-        )  # fmt: skip
-        self._templates[key] = template
+            self._templates[key] = template = collectives.Template(
+                collectives.ALLREDUCE, dtype, shape, members, op, prescale, postscale
+            )
+        pending: object = tensor
+        written = address
+        if not in_place:
+            output = adapter.empty_like(tensor)
+            pending = collectives.Pending((tensor, output), lambda _: output)
+            written = adapter.describe(output)[0]
+        if name is None:
+            name = default_name("allreduce", members)
+        handle = template.submit(name, address, written, pending, wait_follows)
+        if in_place:
+            adapter.mark_written((tensor,))
         return handle
 
     def grouped_allreduce(

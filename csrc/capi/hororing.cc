@@ -276,6 +276,18 @@ HR_EXPORT int64_t hr_submit(const hr_request* request) {
   return status.ok() ? handle : -Remember(status);
 }
 
+HR_EXPORT int64_t hr_submit_as(const hr_request* request, const char* name, uintptr_t input,
+                               uintptr_t output, int32_t wait_follows) {
+  hr_tensor tensor = request->tensors[0];
+  tensor.input = input;
+  tensor.output = output;
+  hr_request moved = *request;
+  moved.name = name;
+  moved.tensors = &tensor;
+  moved.wait_follows = wait_follows;
+  return hr_submit(&moved);
+}
+
 HR_EXPORT int32_t hr_allreduce_many(const hr_request* const* requests, const uintptr_t* addresses,
                                     int32_t count, int64_t* handles) {
   const std::shared_ptr<Engine> engine = CurrentEngine();
@@ -334,6 +346,10 @@ HR_EXPORT int hr_wait_many(const int64_t* handles, int32_t count, double timeout
   if (look == HandleTable::Look::kPending) return HR_PENDING;
   if (all_ok) return HR_OK;
   return Remember(Status(Code::kInvalidArgument, "some of these handles have failed"));
+}
+
+HR_EXPORT int hr_finish(int64_t handle, double timeout_s) {
+  return hr_wait_many(&handle, 1, timeout_s);
 }
 
 HR_EXPORT int hr_take_result(int64_t handle, int32_t index, hr_result* result) {
