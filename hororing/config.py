@@ -278,7 +278,7 @@ KNOBS: tuple[Knob, ...] = (
     Knob(
         "CACHE_CAPACITY",
         _COUNT,
-        1024,
+        8192,
         "tensors whose negotiation is remembered; 0: none",
         scope="all",
         aliases=(_same("HOROVOD_CACHE_CAPACITY", _COUNT),),

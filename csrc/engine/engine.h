@@ -41,7 +41,7 @@ struct EngineConfig {
   // Rank-visible.
   int64_t fusion_bytes = 64 << 20;
   TimeNs hold_ns = kMillisecond;
-  int cache_capacity = 1024;
+  int cache_capacity = 8192;
   bool reproducible = false;
   Algorithm algorithm = Algorithm::kAuto;  // of allreduces over several hosts
   bool plan = false;                       // buckets, once the steps are known

@@ -332,7 +332,10 @@ uint64_t Coordinator::Remember(const Request& request, const std::vector<int64_t
   return id;
 }
 
+// Not with every report, so that a report does not cost what has been evicted.
 void Coordinator::ForgetRetired() {
+  if (++reports_since_forgetting_ < retired_.size()) return;
+  reports_since_forgetting_ = 0;
   for (auto retired = retired_.begin(); retired != retired_.end();) {
     const auto record = records_.find(retired->first);
     const Request& request = record->second->request;

@@ -132,6 +132,7 @@ class Coordinator {
   std::list<uint64_t> recency_;                    // live ids, most recent first
   std::vector<uint64_t> evicted_;                  // to announce once nothing decided names them
   std::map<uint64_t, uint64_t> retired_;           // id -> sequence of the announcing agreement
+  size_t reports_since_forgetting_ = 0;
 
   std::vector<uint64_t> applied_;  // per rank: the last agreement it has applied
   uint64_t sequence_ = 0;

@@ -21,7 +21,7 @@ def test_nothing_set_gives_the_documented_defaults():
     loaded = config.load({})
     assert loaded["FUSION_BYTES"] == 64 * 1024 * 1024
     assert loaded["CYCLE_TIME_MS"] == 1.0
-    assert loaded["CACHE_CAPACITY"] == 1024
+    assert loaded["CACHE_CAPACITY"] == 8192
     assert loaded["TIMEOUT_S"] == 300
     assert loaded["STALL_WARNING_S"] == 60
     assert loaded["STALL_SHUTDOWN_S"] == 0
