@@ -220,7 +220,9 @@ class Template:
         except BaseException:
             take_back(name)
             raise
-        return _submitted(name, handle)
+        if _abandoned or type(name) is not str:
+            _submitted(name, handle)
+        return handle
 
 
 def _submitted(name: str, handle: int) -> int:
@@ -245,7 +247,8 @@ def _hand_over(request: Any, keep: object, finish: Callable[[int], Any]) -> int:
 
 def poll(handle: int) -> bool:
     """Whether `wait(handle)` would return at once. ValueError for an unknown handle."""
-    _known(handle)
+    if handle not in _pending:
+        raise _unknown(handle)
     done = int(lib.hr_poll(handle))
     if done < 0:
         fail(done)
@@ -254,7 +257,9 @@ def poll(handle: int) -> bool:
 
 def wait(handle: int) -> Any:
     """Block until `handle` is complete, forget it, and return its result or raise its error."""
-    pending = _known(handle)
+    pending = _pending.get(handle)
+    if pending is None:
+        raise _unknown(handle)
     if type(pending) is not Pending:
         while (code := lib.hr_finish(handle, _WAIT_SLICE_S)) == lib.HR_PENDING:
             pass
@@ -287,14 +292,11 @@ def wait_all(handles: Iterable[int]) -> list[Any]:
     return results
 
 
-def _known(handle: int) -> object:
-    pending = _pending.get(handle)
-    if pending is None:
-        raise ValueError(
-            f"there is no handle {handle!r}: it was synchronized before, or no asynchronous "
-            "operation returned it"
-        )
-    return pending
+def _unknown(handle: int) -> ValueError:
+    return ValueError(
+        f"there is no handle {handle!r}: it was synchronized before, or no asynchronous "
+        "operation returned it"
+    )
 
 
 def block_until_complete(handle: int) -> int:

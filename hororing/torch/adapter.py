@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Final
 
 import torch
+from torch.autograd.graph import increment_version
 
 from hororing import arguments, collectives
 
@@ -25,6 +26,8 @@ _PARTS: Final[dict[torch.dtype, torch.dtype]] = {
     torch.complex64: torch.float32,
     torch.complex128: torch.float64,
 }
+
+_PLAIN_TYPES: Final = (torch.Tensor, torch.nn.Parameter)
 
 
 class TorchAdapter:
@@ -95,7 +98,7 @@ class TorchAdapter:
     def plain(self, tensor: torch.Tensor) -> tuple[int, int, tuple[int, ...]] | None:
         """Describe what none of the checks above would refuse or copy."""
         if (
-            type(tensor) in (torch.Tensor, torch.nn.Parameter)
+            type(tensor) in _PLAIN_TYPES
             and tensor.is_cpu
             and tensor.layout is torch.strided
             and not tensor.is_nested
@@ -104,7 +107,7 @@ class TorchAdapter:
             and not tensor.is_inference()
         ):
             number = DTYPES.get(tensor.dtype)
-            return None if number is None else (tensor.data_ptr(), number, tuple(tensor.shape))
+            return None if number is None else (tensor.data_ptr(), number, tensor.shape)
         return None
 
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -125,7 +128,9 @@ class TorchAdapter:
 
     def mark_written(self, tensors: Sequence[torch.Tensor]) -> None:
         """Let autograd notice when a tensor that it saved has been written to."""
-        torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
+        for tensor in tensors:
+            if not tensor.is_inference():
+                increment_version(tensor)
 
     def gathered(self, result: collectives.Gathered, like: torch.Tensor) -> torch.Tensor:
         """Wrap the core's memory."""
