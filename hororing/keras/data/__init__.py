@@ -1,0 +1,9 @@
+"""Data for Keras on many ranks: sharded data sets and exact evaluation.
+
+Guide: docs/large_batch_data.md.
+"""
+
+from hororing.keras.data.evaluation import evaluate
+from hororing.keras.data.sharding import ShardedArrays
+
+__all__ = ["ShardedArrays", "evaluate"]

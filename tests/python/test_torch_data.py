@@ -1,0 +1,105 @@
+"""Sharding samplers, exact evaluation and loaders of hororing.torch.data."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import mpirun
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import hororing.torch as hvd
+from hororing.data.evaluation import masked_arrays
+from hororing.data.sharding import permutation
+from hororing.torch.data import ShardSampler, correct, evaluate, masked_loader
+
+N = 1797
+METRICS = {"correct": correct, "loss": partial(functional.cross_entropy, reduction="none")}
+
+
+def task() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(mpirun.seed())
+    model = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Dropout(0.5))
+    model[1].running_mean.normal_()
+    return model, torch.randn(N, 8), torch.randint(6, (N,))
+
+
+def alone(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> tuple[int, float]:
+    model.eval()
+    with torch.no_grad():
+        outputs = model(x)
+    model.train()
+    loss = functional.cross_entropy(outputs.double(), y, reduction="sum")
+    return int((outputs.argmax(1) == y).sum()), float(loss)
+
+
+def case_evaluation_equals_one_process() -> None:
+    hvd.init()
+    model, x, y = task()
+    model[0].eval()
+    hits, loss = alone(model, x, y)
+    for batch in (100, 19):
+        for batches in (masked_loader(TensorDataset(x, y), batch), masked_arrays((x, y), batch)):
+            results = evaluate(model, batches, METRICS)
+            assert (results["correct"].total, results["correct"].count) == (hits, N)
+            assert abs(results["loss"].total - loss) <= 1e-5 * loss
+    assert [each.training for each in model] == [True] * 3
+
+
+def case_the_sampler_of_torch_counts_twice() -> None:
+    model, x, y = task()
+    hits, _ = alone(model, x, y)
+    sampler: Any = DistributedSampler(TensorDataset(x, y), hvd.size(), hvd.rank(), shuffle=False)
+    loader = DataLoader(TensorDataset(x, y), 32, sampler=sampler)
+    results = evaluate(model, loader, METRICS)
+    exact = N % hvd.size() == 0
+    assert (results["correct"].count == N) == exact
+    results = evaluate(model, loader if hvd.rank() == 0 else [], {"correct": correct})
+    assert results["correct"].count == sampler.num_samples  # ranks may have no batches at all
+    assert hits > 0
+
+
+def case_metrics_of_a_batch_are_refused() -> None:
+    model, x, y = task()
+    with pytest.raises(ValueError, match="metric 'loss' is one number for a batch"):
+        evaluate(model, [(x, y)], {"loss": functional.cross_entropy})
+    with pytest.raises(ValueError, match="need a mask of bool"):
+        evaluate(model, [(x, y, torch.ones(N))], {"correct": correct})
+
+
+def case_masked_values_may_be_anything() -> None:
+    values = torch.tensor([[1.0, 2.0], [float("nan"), 3.0], [4.0, 5.0]])
+    mask = torch.tensor([True, False, True])
+    results = evaluate(nn.Identity(), [(values, values, mask)], {"sum": lambda outputs, _: outputs})
+    assert (results["sum"].total, results["sum"].count) == (12 * hvd.size(), 4 * hvd.size())
+
+
+def case_loaders_with_a_sampler() -> None:
+    sampler = ShardSampler(range(100), seed=5)
+    loader = DataLoader(torch.arange(100), batch_size=4, sampler=sampler)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        seen = torch.cat(list(loader)).tolist()
+        order = permutation(100, seed=5, epoch=epoch)[: 100 // hvd.size() * hvd.size()]
+        assert seen == order[hvd.rank() :: hvd.size()].tolist()
+        assert len(loader) == -(-len(seen) // 4)
+    sampler.set_epoch(2)
+    for batch, _ in zip(range(3), loader, strict=False):
+        sampler.record_batch(batch, 4)
+    sampler.synchronize()
+    resumed = ShardSampler(100)
+    resumed.load_state_dict(sampler.state_dict())
+    assert list(resumed) == list(sampler)
+    assert len(sampler) == (100 - 12 * hvd.size()) // hvd.size()
+    np.testing.assert_array_equal(np.bincount(list(sampler)).max(), 1)
+
+
+@pytest.mark.parametrize("case", mpirun.case_names(globals()))
+@pytest.mark.parametrize("size", [2])
+def test_case(case: str, size: int) -> None:
+    mpirun.cases_of(__file__, size).check(case)
