@@ -62,7 +62,7 @@ def test_fit_sees_a_new_order_every_epoch() -> None:
             seen[-1] += np.asarray(data[0]).tolist()
             return {"loss": tf.constant(0.0)}
 
-    class NextEpoch(keras.callbacks.Callback):
+    class Ends(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
             seen.append([])
 
@@ -71,11 +71,21 @@ def test_fit_sees_a_new_order_every_epoch() -> None:
     model.compile(keras.optimizers.SGD(), "mse", run_eagerly=True)
     shard = Shard(N, 1, 2, seed=4)
     data = ShardedArrays(arrays, 32, shard)
-    model.fit(data, epochs=3, verbose=0, callbacks=[NextEpoch()], shuffle=False)
-    for epoch in range(3):
-        order = permutation(N, seed=4, epoch=epoch)[: N // 2 * 2]
-        assert seen[epoch] == order[1::2].tolist()
-    assert shard.epoch == 3
+    options = {"verbose": 0, "shuffle": False}
+    model.fit(data, epochs=3, callbacks=[Ends(), data.callback()], **options)
+    orders = [permutation(N, seed=4, epoch=epoch)[1 : N // 2 * 2 : 2] for epoch in range(3)]
+    assert seen == [*(order.tolist() for order in orders), []]
+    # Again from the middle of epoch 1.
+    shard.set_epoch(1)
+    shard.record_batch(0, 32)
+    seen[:] = [[]]
+    data = ShardedArrays(arrays, 32, shard)
+    with pytest.warns(UserWarning, match="ran out of data"):
+        model.fit(data, initial_epoch=1, epochs=3, callbacks=[Ends(), data.callback()], **options)
+    assert seen == [orders[1][32:].tolist(), orders[2].tolist(), []]
+    data = ShardedArrays(arrays, 32, shard)
+    with pytest.warns(UserWarning, match=r"pass callbacks=\[data\.callback"):
+        model.fit(data, epochs=3, **options)
 
 
 def test_sharded_arrays_refuse_what_would_hang() -> None:
