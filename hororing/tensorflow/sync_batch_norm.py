@@ -20,6 +20,8 @@ import tensorflow as tf
 from hororing import process_sets, runtime
 from hororing.arguments import Sum
 from hororing.collectives import ALLGATHER, ALLREDUCE
+from hororing.large_batch import groups
+from hororing.large_batch.groups import TargetBatch
 from hororing.process_sets import ProcessSet, global_process_set
 from hororing.tensorflow.names import in_graph
 from hororing.tensorflow.requests import Request, carry_out
@@ -49,7 +51,8 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
     fused : False; Horovod's argument. A fused kernel computes the moments of one rank.
     process_set : the ranks that share statistics. A saved layer holds their numbers.
     group_size : divide `process_set` into groups of this many consecutive ranks. It must divide the
-        size of the set; 1 means no communication.
+        size of the set; 1 means no communication. A `TargetBatch` chooses it by the samples that a
+        group has and by the hosts; the attribute is a number then.
     **kwargs : of keras.layers.BatchNormalization. `name` is also that of the requests: equal on all
         ranks.
 
@@ -66,7 +69,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
         fused: bool = False,
         *,
         process_set: ProcessSet = global_process_set,
-        group_size: int | None = None,
+        group_size: int | TargetBatch | None = None,
         **kwargs: Any,
     ) -> None:
         _check_keras()
@@ -87,10 +90,8 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
         super().__init__(**kwargs)
         self.supports_jit = False  # XLA cannot compile communication
         self.process_set = process_set
-        self.group_size = group_size
         self._group: ProcessSet | None = None
-        if group_size is not None:
-            self._register_groups(group_size)
+        self.group_size = None if group_size is None else self._register_groups(group_size)
 
     def get_config(self) -> dict[str, Any]:
         """Return what makes an equal layer."""
@@ -146,21 +147,10 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
     def _title(self) -> str:
         return f"SyncBatchNormalization '{self.path or self.name}'"
 
-    def _register_groups(self, group_size: int) -> None:
-        runtime.topology()
-        ranks = self.process_set.ranks
-        if type(group_size) is not int or group_size < 1 or len(ranks) % group_size:
-            raise ValueError(
-                f"{self._title()}: group_size={group_size!r} does not divide the "
-                f"{len(ranks)} ranks of its process set; use one of "
-                f"{[n for n in range(1, len(ranks) + 1) if len(ranks) % n == 0]}"
-            )
-        if group_size == 1:
-            return
-        for first in range(0, len(ranks), group_size):
-            group = process_sets.obtain(ranks[first : first + group_size])
-            if group.included():
-                self._group = group
+    def _register_groups(self, group_size: int | TargetBatch) -> int:
+        group_size = groups.check(group_size, self.process_set, self._title())
+        self._group = groups.register(group_size, self.process_set)
+        return group_size
 
     def _whole_batch(
         self, inputs: tf.Tensor, mask: tf.Tensor | None, group: ProcessSet

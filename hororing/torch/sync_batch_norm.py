@@ -31,7 +31,10 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from hororing import process_sets, runtime
 from hororing.arguments import Sum
+from hororing.large_batch import groups
+from hororing.large_batch.groups import TargetBatch
 from hororing.process_sets import ProcessSet, global_process_set
+from hororing.torch import recomputation
 from hororing.torch.uncompiled import uncompiled
 from hororing.torch.verbs import verbs
 
@@ -74,7 +77,8 @@ class SyncBatchNorm(_BatchNorm):
         torch.nn.BatchNorm2d.
     process_set : the ranks that share statistics.
     group_size : divide `process_set` into groups of this many consecutive ranks. It must divide the
-        size of the set; 1 means no communication.
+        size of the set; 1 means no communication. A `TargetBatch` chooses it by the samples that a
+        group has and by the hosts; the attribute is a number then.
     name : of its requests, equal on all ranks; when omitted, unnamed layers are numbered as they
         are made. Copies of a layer share it.
 
@@ -96,7 +100,7 @@ class SyncBatchNorm(_BatchNorm):
         *,
         bias: bool = True,
         process_set: ProcessSet = global_process_set,
-        group_size: int | None = None,
+        group_size: int | TargetBatch | None = None,
         name: str | None = None,
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
@@ -109,17 +113,15 @@ class SyncBatchNorm(_BatchNorm):
                 f"{type(process_set).__name__}; add_process_set returns one"
             )
         self.process_set = process_set
-        self.group_size = group_size
         self._group: ProcessSet | None = None
-        if group_size is not None:
-            self._register_groups(group_size)
+        self.group_size = None if group_size is None else self._register_groups(group_size)
 
     @classmethod
     def convert_sync_batchnorm(
         cls,
         module: nn.Module,
         process_set: ProcessSet = global_process_set,
-        group_size: int | None = None,
+        group_size: int | TargetBatch | None = None,
     ) -> nn.Module:
         """Replace every BatchNorm layer in `module`, and return it.
 
@@ -142,7 +144,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @classmethod
     def _like(
-        cls, old: _BatchNorm, process_set: ProcessSet, group_size: int | None
+        cls, old: _BatchNorm, process_set: ProcessSet, group_size: int | TargetBatch | None
     ) -> SyncBatchNorm:
         if isinstance(old, LazyModuleMixin) and old.has_uninitialized_params():
             raise ValueError(
@@ -193,21 +195,10 @@ class SyncBatchNorm(_BatchNorm):
             self._register_groups(self.group_size)  # the old ones are of another job or init()
         return self._group
 
-    def _register_groups(self, group_size: int) -> None:
-        runtime.topology()
-        ranks = self.process_set.ranks
-        if type(group_size) is not int or group_size < 1 or len(ranks) % group_size:
-            raise ValueError(
-                f"SyncBatchNorm '{self.name}': group_size={group_size!r} does not divide the "
-                f"{len(ranks)} ranks of its process set; use one of "
-                f"{[n for n in range(1, len(ranks) + 1) if len(ranks) % n == 0]}"
-            )
-        if group_size == 1:
-            return
-        for first in range(0, len(ranks), group_size):
-            group = process_sets.obtain(ranks[first : first + group_size])
-            if group.included():
-                self._group = group
+    def _register_groups(self, group_size: int | TargetBatch) -> int:
+        group_size = groups.check(group_size, self.process_set, f"SyncBatchNorm '{self.name}'")
+        self._group = groups.register(group_size, self.process_set)
+        return group_size
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         shape = tuple(input.shape)
@@ -231,9 +222,13 @@ class SyncBatchNorm(_BatchNorm):
 
     def _synchronized(self, input: torch.Tensor, group: ProcessSet) -> torch.Tensor:
         with torch.no_grad():
-            count, mean, m2 = self._gather(*_local_statistics(input), group)
-            if self.track_running_stats:
-                self._track(mean, m2 / (count - 1))
+            statistics = recomputation.stored(self.name)
+            if statistics is None:
+                statistics = self._gather(*_local_statistics(input), group)
+                recomputation.store(self.name, statistics)
+                if self.track_running_stats:
+                    self._track(statistics[1], statistics[2] / (statistics[0] - 1))
+            count, mean, m2 = statistics
         result: torch.Tensor = _normalize(
             input, self.weight, self.bias, mean, m2 / count, count, self, group
         )

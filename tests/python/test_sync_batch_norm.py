@@ -20,7 +20,10 @@ from torch.utils.checkpoint import checkpoint
 
 import hororing.torch as hvd
 from hororing import errors
+from hororing.large_batch.groups import TargetBatch, group_size_for
 from hororing.process_sets import ProcessSet, add_process_set, global_process_set
+from hororing.torch.batch_norm import average_running_statistics
+from hororing.torch.recomputation import stored_statistics
 from hororing.torch.verbs import verbs
 
 CHANNELS = 3
@@ -451,6 +454,71 @@ def case_recomputation() -> None:
                 return iter(())  # the recomputation updates them once more, as in torch
 
         agree(Recomputed(model, reentrant), Recomputed(reference, reentrant), parts, 1e-9)
+
+
+def case_recomputation_with_stored_statistics() -> None:
+    if hvd.size() == 1:
+        return  # a layer alone stores nothing
+    part = batches([5] * hvd.size(), (), 15)[hvd.rank()]
+    results = []
+    for depth in range(3):
+        torch.manual_seed(mpirun.seed() % 2**31)
+        blocks = [
+            nn.Sequential(nn.Linear(CHANNELS, CHANNELS), hvd.SyncBatchNorm(CHANNELS, name=f"b{n}"))
+            for n in range(3)
+        ]
+        model = nn.Sequential(*blocks).double()
+
+        def inner(x: torch.Tensor, depth: int = depth, last: Any = blocks[1:]) -> torch.Tensor:
+            for block in last:
+                x = checkpointed(block, x) if depth == 2 else block(x)
+            return x
+
+        def checkpointed(function: Any, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(function, x, use_reentrant=False, context_fn=stored_statistics)
+
+        x = part.clone().requires_grad_()
+        with Requests() as names:
+            y = blocks[0](x)
+            y = checkpointed(inner, y) if depth else inner(y)
+            y.backward(weights_of(y))
+        results.append((names, [x.grad, *(p.grad for p in model.parameters()), *model.buffers()]))
+    for names, tensors in results[1:]:
+        assert names == results[0][0]
+        for ours, theirs in zip(tensors, results[0][1], strict=True):
+            close(ours, theirs, EXACT)
+
+
+def case_running_statistics_of_groups_become_one() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.BatchNorm1d(3)).double()
+    rank, size = hvd.rank(), hvd.size()
+    for at, layer in enumerate(model[1:]):
+        layer.running_mean.fill_(rank + at)
+        layer.running_var.fill_(10 * rank if rank else 1e30)
+    average_running_statistics(model, samples=rank + (size == 1))
+    weights = np.arange(size) if size > 1 else np.ones(1)
+    mean = float((weights * np.arange(size)).sum() / weights.sum())
+    for at, layer in enumerate(model[1:]):
+        close(layer.running_mean, torch.full([2 + at], mean + at, dtype=torch.float64), EXACT)
+    variance = 10 * mean if size > 1 else 1e30  # rank 0 has no weight
+    close(model[1].running_var, torch.full([2], variance, dtype=torch.float64), EXACT)
+    with pytest.raises(ValueError, match="the weights of all ranks are 0"):
+        average_running_statistics(model, samples=0)
+    with pytest.raises(ValueError, match="weight=-1 must be a finite number"):
+        average_running_statistics(model, samples=-1)
+    average_running_statistics(nn.Linear(1, 1))
+
+
+def case_groups_for_a_target_batch() -> None:
+    size = hvd.size()
+    for batch_size in (1, 16, 32):
+        layer = hvd.SyncBatchNorm(CHANNELS, group_size=TargetBatch(batch_size))
+        assert layer.group_size == group_size_for(batch_size, ["here"] * size)
+    layer = hvd.SyncBatchNorm.convert_sync_batchnorm(
+        nn.BatchNorm1d(CHANNELS), group_size=TargetBatch(2, samples=4)
+    )
+    assert layer.group_size == (2 if size % 2 == 0 else size)
+    layer(torch.randn(2, CHANNELS))
 
 
 def case_gradients_equal_finite_differences() -> None:

@@ -1,0 +1,1 @@
+"""Training with large batches and late ranks: what knows no framework."""
