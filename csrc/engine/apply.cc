@@ -178,7 +178,8 @@ void Loop::TraceNegotiation(const TensorEntry& entry, TimeNs end) {
   for (size_t i = 0; i < std::max<size_t>(entry.views.size(), 1); ++i) {
     engine_.trace_.Add({name, TensorName(entry.request, i), Track::kNegotiate, false,
                         entry.reported_ns, end,
-                        entry.views.empty() ? 0 : static_cast<int64_t>(entry.views[i].bytes())});
+                        entry.views.empty() ? 0 : static_cast<int64_t>(entry.views[i].bytes()),
+                        entry.request.process_set, entry.stands_in()});
   }
 }
 

@@ -8,7 +8,7 @@ namespace {
 
 // Wire form: a version byte, then per event fixed-width little-endian fields and two strings
 // with their lengths. All ranks run on one byte order (the protocol fingerprint sees to that).
-constexpr char kWireVersion = 1;
+constexpr char kWireVersion = 2;
 
 template <typename T>
 void Put(std::string* out, T value) {
@@ -130,6 +130,8 @@ std::string EncodeEvents(const std::vector<TraceEvent>& events) {
     Put(&out, event.begin_ns);
     Put(&out, event.end_ns);
     Put(&out, event.bytes);
+    Put(&out, event.process_set);
+    Put(&out, static_cast<uint8_t>(event.joined));
   }
   return out;
 }
@@ -141,16 +143,17 @@ bool DecodeEvents(const std::string& bytes, std::vector<TraceEvent>* events) {
   if (!reader.Get(&version) || version != kWireVersion) return false;
   while (!reader.done()) {
     TraceEvent event;
-    uint8_t track = 0, instant = 0;
+    uint8_t track = 0, instant = 0, joined = 0;
     if (!reader.GetText(&event.name) || !reader.GetText(&event.tensor) || !reader.Get(&track) ||
         !reader.Get(&instant) || !reader.Get(&event.begin_ns) || !reader.Get(&event.end_ns) ||
-        !reader.Get(&event.bytes) || track > static_cast<uint8_t>(Track::kNegotiate) ||
-        instant > 1) {
+        !reader.Get(&event.bytes) || !reader.Get(&event.process_set) || !reader.Get(&joined) ||
+        track > static_cast<uint8_t>(Track::kNegotiate) || instant > 1 || joined > 1) {
       events->clear();
       return false;
     }
     event.track = static_cast<Track>(track);
     event.instant = instant != 0;
+    event.joined = joined != 0;
     events->push_back(std::move(event));
   }
   return true;

@@ -45,6 +45,10 @@ struct TraceEvent {
   TimeNs begin_ns = 0;
   TimeNs end_ns = 0;
   int64_t bytes = -1;  // argument; -1 where none applies
+  // Arguments of a negotiation: whose it is, where not all ranks', and whether this rank had
+  // nothing to report because it had joined.
+  int32_t process_set = 0;
+  bool joined = false;
 };
 
 class TraceSink {

@@ -103,11 +103,11 @@ std::string ThreadName(int rank, int tid, const std::string& name, int order) {
 
 std::string Arguments(const TraceEvent& event) {
   std::string args;
-  if (!event.tensor.empty()) args += "\"tensor\":" + Quoted(event.tensor);
-  if (event.bytes >= 0) {
-    args += (args.empty() ? "\"bytes\":" : ",\"bytes\":") + std::to_string(event.bytes);
-  }
-  return args.empty() ? args : ",\"args\":{" + args + "}";
+  if (!event.tensor.empty()) args += ",\"tensor\":" + Quoted(event.tensor);
+  if (event.bytes >= 0) args += ",\"bytes\":" + std::to_string(event.bytes);
+  if (event.process_set != 0) args += ",\"process_set\":" + std::to_string(event.process_set);
+  if (event.joined) args += ",\"joined\":true";
+  return args.empty() ? args : ",\"args\":{" + args.substr(1) + "}";
 }
 
 }  // namespace

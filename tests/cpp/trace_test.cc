@@ -131,7 +131,8 @@ TEST(sink_takes_events_from_many_threads) {
 TEST(events_survive_the_wire) {
   std::vector<TraceEvent> events;
   events.push_back(Span("PACK", Track::kLoop, -5, 7));
-  events.push_back({"", std::string("\0\xff\"", 3), Track::kNegotiate, true, 0, kForever, -1});
+  events.push_back(
+      {"", std::string("\0\xff\"", 3), Track::kNegotiate, true, 0, kForever, -1, 7, true});
   std::vector<TraceEvent> decoded;
   CHECK(DecodeEvents(EncodeEvents(events), &decoded));
   CHECK_EQ(decoded.size(), size_t{2});
@@ -143,6 +144,8 @@ TEST(events_survive_the_wire) {
     CHECK_EQ(decoded[i].begin_ns, events[i].begin_ns);
     CHECK_EQ(decoded[i].end_ns, events[i].end_ns);
     CHECK_EQ(decoded[i].bytes, events[i].bytes);
+    CHECK_EQ(decoded[i].process_set, events[i].process_set);
+    CHECK_EQ(decoded[i].joined, events[i].joined);
   }
   CHECK(DecodeEvents(EncodeEvents({}), &decoded));
   CHECK(decoded.empty());
@@ -324,6 +327,22 @@ TEST(times_are_microseconds_since_open_on_rank_zeros_clock) {
   CHECK_EQ(spans[0]["dur"].text, std::string("1.001"));
   const std::string& ts = spans[0]["ts"].text;
   CHECK_EQ(ts.size() - ts.find('.'), size_t{4});
+}
+
+TEST(negotiations_tell_whose_they_are_and_who_had_joined) {
+  TemporaryFile file;
+  TraceWriter writer;
+  CHECK_OK(writer.Open(file.path(), {"a"}));
+  std::vector<TraceEvent> events(2, Span("NEGOTIATE_ALLREDUCE", Track::kNegotiate, 1, 2));
+  events[1].process_set = 3;
+  events[1].joined = true;
+  CHECK_OK(writer.Append(0, 0, events));
+  const std::vector<json::Value> begins = WithPhase(file.Records(), "b");
+  CHECK_EQ(begins.size(), size_t{2});
+  if (begins.size() != 2) return;
+  CHECK_EQ(begins[0]["args"]["process_set"].text, std::string());
+  CHECK_EQ(begins[1]["args"]["process_set"].number, 3.0);
+  CHECK(file.Read().find("\"bytes\":4096,\"process_set\":3,\"joined\":true}") != std::string::npos);
 }
 
 TEST(times_before_open_are_negative_numbers) {
