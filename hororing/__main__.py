@@ -13,6 +13,7 @@ import hororing
 from hororing import config, runtime
 from hororing._core import ffi, lib
 from hororing.launch import Launch
+from hororing.stragglers import command as stragglers
 
 # Package, how to get it, and whether its adapter is part of this version.
 _FRAMEWORKS = ("torch", "tensorflow", "keras")
@@ -151,9 +152,13 @@ def main(arguments: list[str] | None = None) -> int:
     commands.add_parser("info", help="what works here, and what is missing")
     show = commands.add_parser("config", help="every setting, its value and where it comes from")
     show.add_argument("--markdown", action="store_true", help="print docs/configuration.md")
+    late = commands.add_parser("stragglers", help="which ranks a timeline shows to be late")
+    stragglers.add_arguments(late)
     chosen = parser.parse_args(arguments)
     if chosen.command == "info":
         return info()
+    if chosen.command == "stragglers":
+        return stragglers.run(chosen)
     if chosen.markdown:
         print(config.markdown(), end="")
         return 0

@@ -3,7 +3,22 @@
 No framework is needed, and each module works without the others.
 """
 
+from hororing.stragglers.arrivals import Collective, Recording, read_timeline
+from hororing.stragglers.diagnosis import Diagnosis, RankReport, diagnose
 from hororing.stragglers.hosts import host_names
 from hororing.stragglers.injection import StragglerInjector
+from hororing.stragglers.simulator import replay
+from hororing.stragglers.watch import StragglerWatch
 
-__all__ = ["StragglerInjector", "host_names"]
+__all__ = [
+    "Collective",
+    "Diagnosis",
+    "RankReport",
+    "Recording",
+    "StragglerInjector",
+    "StragglerWatch",
+    "diagnose",
+    "host_names",
+    "read_timeline",
+    "replay",
+]

@@ -1,0 +1,102 @@
+"""When each rank was ready for each collective: what a timeline says about that."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+# Unnamed calls are counted (hororing/names.py); what repeats in every step is what they have alike.
+_COUNTED = re.compile(r"\.noname\.\d+")
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective: seconds at which each rank was ready for it, NaN where it took no part."""
+
+    name: str
+    process_set: int
+    arrivals: Array  # (ranks,)
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What was recorded of a job; `hosts` by rank, `collectives` in the order of their ends."""
+
+    hosts: list[str]
+    collectives: list[Collective]
+
+
+def read_timeline(path: str | os.PathLike[str]) -> Recording:
+    """The arrivals in a timeline, on rank 0's clock; also of a job that was killed.
+
+    Raises
+    ------
+    OSError, ValueError : no such file; not a timeline of hororing.
+    """
+    with open(path, encoding="utf-8") as file:
+        try:
+            events = json.load(file)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{os.fspath(path)!r} is not a timeline: {error}") from None
+    hosts: dict[int, str] = {}
+    # Of one key the ranks record the same negotiations, in the same order.
+    starts: defaultdict[tuple[int, str, str], defaultdict[int, list[float]]]
+    starts = defaultdict(lambda: defaultdict(list))
+    for event in events if isinstance(events, list) else []:
+        rank = event.get("pid", 0) - 1
+        args: dict[str, Any] = event.get("args", {})
+        if event.get("name") == "process_name":
+            found = re.fullmatch(r"rank \d+ \((.*)\)", args.get("name", ""), re.DOTALL)
+            hosts[rank] = found[1] if found else ""
+        elif event.get("cat") == "negotiate" and event.get("ph") == "b":
+            key = (args.get("process_set", 0), event["name"], args.get("tensor", ""))
+            nothing = args.get("joined", False)
+            starts[key][rank].append(np.nan if nothing else event["ts"] * 1e-6)
+    if sorted(hosts) != list(range(len(hosts))) or not hosts:
+        raise ValueError(f"{os.fspath(path)!r} is not a timeline: it does not name its ranks")
+    members: defaultdict[int, set[int]] = defaultdict(set)
+    members[0].update(hosts)
+    for (process_set, _, _), by_rank in starts.items():
+        members[process_set].update(by_rank)
+    collectives = []
+    for (process_set, _, tensor), by_rank in starts.items():
+        ranks = sorted(members[process_set])
+        # The latest ones of some ranks are missing where the job was killed.
+        for times in zip(*(by_rank.get(rank, []) for rank in ranks), strict=False):
+            arrivals = np.full(len(hosts), np.nan)
+            arrivals[ranks] = times
+            if np.count_nonzero(np.isfinite(arrivals)) > 1:
+                collectives.append(Collective(_COUNTED.sub("", tensor), process_set, arrivals))
+    collectives.sort(key=lambda collective: float(np.nanmax(collective.arrivals)))
+    return Recording([hosts[rank] for rank in range(len(hosts))], collectives)
+
+
+def steps(collectives: list[Collective]) -> Array:
+    """When each rank had submitted the last tensor of each step: (steps, ranks), in seconds.
+
+    A step of a process set ends where a name comes again. The steps of all sets are ordered by the
+    time at which their last rank arrived.
+    """
+    rows: list[Array] = []
+    last: dict[int, Array] = {}  # per process set: its step so far
+    seen: defaultdict[int, set[str]] = defaultdict(set)
+    for collective in collectives:
+        names, number = seen[collective.process_set], collective.process_set
+        if collective.name in names:
+            rows.append(last.pop(number))
+            names.clear()
+        names.add(collective.name)
+        # A rank that takes part in some of a step's collectives only has joined.
+        last[number] = np.fmax(last.get(number, collective.arrivals), collective.arrivals)
+    rows += last.values()
+    rows.sort(key=lambda row: float(np.nanmax(row)))
+    return np.array(rows) if rows else np.zeros((0, 0))
