@@ -1,1 +1,1 @@
-"""Training with large batches and late ranks: what knows no framework."""
+"""Large batches: formulas, groups and arrays of the toolkit, without a framework."""
