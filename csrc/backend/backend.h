@@ -54,6 +54,10 @@ struct Members {
   static Members World(int size);
 };
 
+// The number of the first block in a set's life, for the backends that count blocks in shared
+// memory. Above it there is room for 2^40 more.
+inline uint64_t FirstBlock(const Members& members) { return members.generation << 40; }
+
 class Backend {
  public:
   virtual ~Backend() = default;

@@ -62,11 +62,10 @@ Status MakeBackends(const BackendOptions& options, const World& world,
         std::make_unique<ShmDirectBackend>(*shared, Members::World(transport.size())));
   }
   ShmTransport* const local = dynamic_cast<ShmTransport*>(world.local.get());
-  // Rank order, which reproducible runs must keep, knows no hosts.
-  if (local != nullptr && name != "host" && !options.reproducible) {
+  if (local != nullptr && name != "host") {
     backends->push_back(std::make_unique<HierarchicalBackend>(
-        transport, *local, world.topology,
-        HierarchicalBackend::Options{options.algorithm, options.wire}));
+        transport, *local, world.topology, Members::World(transport.size()),
+        HierarchicalBackend::Options{options.algorithm, options.wire, options.reproducible}));
   }
   HostBackend::Options host;
   host.reproducible = options.reproducible;

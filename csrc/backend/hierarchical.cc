@@ -18,40 +18,28 @@
 #include <string>
 
 #include "backend/common.h"
+#include "backend/host_walk.h"
 #include "backend/virtual_buffer.h"
 #include "collective/slice_exchange.h"
-#include "transport/polling.h"
 
 namespace hororing {
 namespace {
 
-// Blocks in a slot: while one is packed and another unpacked, the others are on the wire.
-constexpr size_t kDepth = 8;
 // Smaller blocks would only make more messages; larger batches are cut into at least kCuts, so
 // that the wire need not wait for all of them to be packed.
 constexpr size_t kLeastBlock = 256 << 10;
 constexpr size_t kCuts = 4;
 // Reduced at a time: what is added next finds the sum in the first-level cache.
 constexpr size_t kReducePiece = 16 << 10;
-// Between two looks whether all ranks are alive.
-constexpr TimeNs kLookInterval = 2 * kMillisecond;
-// Of a rank whose last bytes may still be on the wire: looking moves them, too.
-constexpr TimeNs kWireLookInterval = 50 * kMicrosecond;
-// How long a rank with nothing on the wire sleeps; its peers on the host ring.
-constexpr TimeNs kLongestNap = 5 * kMillisecond;
-// MPI rings for nobody.
-constexpr TimeNs kLongestWireNap = 100 * kMicrosecond;
-
 // What all ranks compute alike.
 struct Plan : VirtualBuffer {
-  size_t capacity = 0;  // bytes of one block's room in a slot
   size_t block_bytes = 0;
   uint64_t blocks = 0;
   int owners = 1;
 
-  Plan(const Batch& batch, size_t slot_bytes, int slice_owners)
+  // `capacity`: bytes of one block's room in a slot.
+  Plan(const Batch& batch, size_t capacity, int slice_owners)
       : VirtualBuffer(batch), owners(slice_owners) {
-    capacity = slot_bytes / kDepth / kEntryAlign * kEntryAlign;
     const size_t wanted = std::max(kLeastBlock, RoundUp(total / kCuts, kEntryAlign));
     block_bytes = std::min({total, wanted, capacity});
     blocks = total == 0 ? 0 : (total + block_bytes - 1) / block_bytes;
@@ -68,54 +56,29 @@ struct Plan : VirtualBuffer {
   }
 };
 
-// One batch on its way. `first` is the number of its first block.
-class Walk {
+class AllreduceWalk final : public HostWalk {
  public:
-  Walk(ShmTransport& local, Transport& wire, const std::vector<int>& ranks, const Batch& batch,
-       const Plan& plan, SliceExchange* exchange, uint64_t first, TimeNs deadline, TraceSink& trace)
-      : local_(local),
-        wire_(wire),
-        segment_(local.segment()),
-        ranks_(ranks),
-        batch_(batch),
+  // `exchange`: null where this rank owns no slices.
+  AllreduceWalk(const HostGroup& group, ShmTransport& local, Transport& wire, const Batch& batch,
+                const Plan& plan, SliceExchange* exchange, uint64_t first, TimeNs deadline,
+                TraceSink& trace)
+      : HostWalk(group, local, wire, batch, exchange != nullptr && group.hosts() > 1, first,
+                 plan.blocks, deadline, trace),
         plan_(plan),
         exchange_(exchange),
-        trace_(trace),
-        rank_(local.rank()),
-        size_(local.size()),
-        deadline_(deadline),
-        end_(first + plan.blocks),
-        first_(first),
         packed_(first),
         summed_(first),
         reduced_(first),
         consumed_(first),
         sources_(static_cast<size_t>(size_)),
-        widened_(kReducePiece * PartialSize(batch.reduce) / ElementSize(batch.reduce.dtype)),
-        next_look_ns_(After(NowNs(), kLookInterval)) {
-    for (int each = 0; each < size_; ++each) everybody_.push_back(each);
-  }
-
-  Status Run() {
-    while (consumed_ < end_ || (exchange_ != nullptr && !exchange_->idle())) {
-      Backoff backoff(0, kLongestWireNap), idle(0, kLongestNap);
-      for (;;) {
-        const uint32_t bell = local_.Bell();
-        bool moved = false;
-        HORORING_RETURN_IF_ERROR(Advance(&moved));
-        if (moved) break;
-        HORORING_RETURN_IF_ERROR(LookAtPeers());
-        if (!(exchange_ != nullptr ? backoff : idle).Pause(local_, bell, false, deadline_))
-          return NoProgress();
-      }
-    }
-    return Status::Ok();
-  }
+        widened_(kReducePiece * PartialSize(batch.reduce) / ElementSize(batch.reduce.dtype)) {}
 
  private:
-  using Counter = std::atomic<uint64_t> DirectProgress::*;
+  bool Finished() const override {
+    return consumed_ == end_ && (exchange_ == nullptr || exchange_->idle());
+  }
 
-  Status Advance(bool* moved) {
+  Status Advance(bool* moved) override {
     if (exchange_ != nullptr) {
       HORORING_RETURN_IF_ERROR(exchange_->Step(moved));
       while (reduced_ < first_ + exchange_->completed()) {
@@ -135,27 +98,16 @@ class Walk {
     return Status::Ok();
   }
 
-  DirectProgress& Progress(int rank) const { return segment_.rank_state(rank).direct[0]; }
-  bool Reached(int rank, Counter counter, uint64_t value) const {
-    return (Progress(rank).*counter).load(std::memory_order_acquire) >= value;
-  }
-  // True when `counter` of the first `count` ranks but this one has reached `value`.
-  bool PeersReached(int count, Counter counter, uint64_t value) const {
-    for (int peer = 0; peer < count; ++peer) {
-      if (peer != rank_ && !Reached(peer, counter, value)) return false;
-    }
-    return true;
-  }
-  void Publish(Counter counter, uint64_t value) {
-    (Progress(rank_).*counter).store(value, std::memory_order_release);
-    local_.RingWorkers(everybody_);
+  int LaggingOnWire() const override { return exchange_ != nullptr ? exchange_->Lagging() : -1; }
+  bool Lags(int peer) const override {
+    const Counter counter = CanPack() ? &DirectProgress::consumed : &DirectProgress::packed;
+    return !Reached(peer, counter, packed_) || (consumed_ < packed_ && peer < plan_.owners &&
+                                                !Reached(peer, &DirectProgress::reduced, packed_));
   }
 
   // Also of this rank itself: sums of the block that lay there come into its slot, too.
   bool CanPack() const {
-    return packed_ < end_ && packed_ < consumed_ + kDepth &&
-           (packed_ < kDepth ||
-            PeersReached(size_, &DirectProgress::consumed, packed_ + 1 - kDepth));
+    return packed_ < end_ && packed_ < consumed_ + kDepth && RoomIsFree(packed_);
   }
   bool CanSum() const {
     return exchange_ != nullptr && summed_ < packed_ && exchange_->CanBegin() &&
@@ -229,48 +181,8 @@ class Walk {
     span.End(block.bytes());
   }
 
-  Status LookAtPeers() {
-    const TimeNs now = NowNs();
-    if (now < next_look_ns_) return Status::Ok();
-    next_look_ns_ = After(now, exchange_ != nullptr ? kWireLookInterval : kLookInterval);
-    return wire_.CheckPeers();
-  }
-
-  Status NoProgress() const {
-    std::string lagging = exchange_ != nullptr ? exchange_->Lagging() : "";
-    const bool unpacks = consumed_ < packed_;
-    for (int peer = 0; peer < size_ && lagging.empty(); ++peer) {
-      const Counter counter = CanPack() ? &DirectProgress::consumed : &DirectProgress::packed;
-      if (peer == rank_) continue;
-      if (!Reached(peer, counter, packed_) ||
-          (unpacks && peer < plan_.owners && !Reached(peer, &DirectProgress::reduced, packed_))) {
-        lagging = std::to_string(ranks_[static_cast<size_t>(peer)]);
-      }
-    }
-    return Status(Code::kTransport,
-                  "no progress from rank(s) " + lagging +
-                      " until the deadline; they may be stopped, their machine overloaded or the "
-                      "network cut (HORORING_TIMEOUT_S sets the limit)",
-                  lagging.empty() ? -1 : std::stoi(lagging));
-  }
-
-  std::byte* Room(int rank, uint64_t number) const {
-    return segment_.slot(rank) + static_cast<size_t>(number % kDepth) * plan_.capacity;
-  }
-
-  ShmTransport& local_;
-  Transport& wire_;
-  ShmSegment& segment_;
-  const std::vector<int>& ranks_;  // of the job, by local rank
-  const Batch& batch_;
   const Plan& plan_;
-  SliceExchange* const exchange_;  // null where this rank owns no slices
-  TraceSink& trace_;
-  const int rank_;  // and those below: of this host
-  const int size_;
-  const TimeNs deadline_;
-  const uint64_t end_;
-  const uint64_t first_;
+  SliceExchange* const exchange_;
   // The next block of each stage: consumed_ <= reduced_ <= summed_ <= packed_ for an owner.
   uint64_t packed_;
   uint64_t summed_;
@@ -278,8 +190,6 @@ class Walk {
   uint64_t consumed_;
   std::vector<const void*> sources_;
   std::vector<std::byte> widened_;
-  std::vector<int> everybody_;
-  TimeNs next_look_ns_;
 };
 
 HostShape Shared(HostShape shape) {
@@ -290,60 +200,96 @@ HostShape Shared(HostShape shape) {
 }  // namespace
 
 HierarchicalBackend::HierarchicalBackend(Transport& wire, ShmTransport& local,
-                                         const Topology& topology, const Options& options)
+                                         const Topology& topology, const Members& members,
+                                         const Options& options)
     : wire_(wire),
       local_(local),
-      topology_(topology),
-      ranks_on_(topology.ranks_on()),
-      shape_(Shared(ShapeOf(ranks_on_))),
-      options_(options) {}
+      group_(topology, members),
+      shape_(Shared(ShapeOf(group_.places_on))),
+      options_(options),
+      next_block_(FirstBlock(members)) {}
 
 Algorithm HierarchicalBackend::Choose(const Batch& batch) const {
+  if (shape_.hosts == 1) return Algorithm::kThreePhase;
   if (options_.algorithm != Algorithm::kAuto) return options_.algorithm;
   const size_t elements = batch.bytes() / ElementSize(batch.reduce.dtype);
   return Cheapest(elements, batch.reduce, shape_, options_.wire);
 }
 
+// Whether all batches over several hosts shall go by the flat algorithms.
+bool HierarchicalBackend::Flat() const {
+  return shape_.hosts > 1 && (options_.algorithm == Algorithm::kRing ||
+                              options_.algorithm == Algorithm::kRecursiveDoubling);
+}
+
 bool HierarchicalBackend::Supports(const Batch& batch) const {
-  if (batch.kind != Collective::kAllreduce || batch.reduce.op == ReduceOp::kAdasum) return false;
-  const Algorithm algorithm = Choose(batch);
-  return algorithm == Algorithm::kThreePhase || algorithm == Algorithm::kLeader;
+  if (Flat()) return false;
+  switch (batch.kind) {
+    case Collective::kAllreduce: {
+      if (batch.reduce.op == ReduceOp::kAdasum || options_.reproducible) return false;
+      const Algorithm algorithm = Choose(batch);
+      return algorithm == Algorithm::kThreePhase || algorithm == Algorithm::kLeader;
+    }
+    case Collective::kReducescatter:
+      return !options_.reproducible && HasRoom(batch.kind) &&
+             (options_.algorithm != Algorithm::kAuto || shape_.hosts == 1 ||
+              ScattersByHost(batch.reduce, shape_));
+    case Collective::kAllgather:
+    case Collective::kBroadcast: return HasRoom(batch.kind);
+    default: return false;
+  }
 }
 
 Status HierarchicalBackend::Run(const Batch& batch, TimeNs deadline, TraceSink& trace) {
-  HORORING_RETURN_IF_ERROR(Check(batch.reduce));
   HORORING_RETURN_IF_ERROR(broken_);
-  const Plan plan(batch, local_.segment().geometry().slot_bytes,
-                  Choose(batch) == Algorithm::kLeader ? 1 : shape_.least);
+  switch (batch.kind) {
+    case Collective::kAllgather: broken_ = RunAllgather(batch, deadline, trace); break;
+    case Collective::kBroadcast: broken_ = RunBroadcast(batch, deadline, trace); break;
+    case Collective::kReducescatter: broken_ = RunReducescatter(batch, deadline, trace); break;
+    default: broken_ = RunAllreduce(batch, deadline, trace);
+  }
+  return broken_;
+}
+
+uint64_t HierarchicalBackend::Take(uint64_t blocks) {
+  const uint64_t first = next_block_;
+  next_block_ += blocks;
+  return first;
+}
+
+size_t HierarchicalBackend::capacity() const {
+  return HostWalk::Capacity(local_.segment().geometry().slot_bytes);
+}
+
+Status HierarchicalBackend::RunAllreduce(const Batch& batch, TimeNs deadline, TraceSink& trace) {
+  HORORING_RETURN_IF_ERROR(Check(batch.reduce));
+  const Plan plan(batch, capacity(), Choose(batch) == Algorithm::kLeader ? 1 : shape_.least);
   if (plan.blocks == 0) return Status::Ok();
-  const size_t host = static_cast<size_t>(topology_.host_of[static_cast<size_t>(topology_.rank)]);
   std::optional<SliceExchange> exchange;
-  if (topology_.local_rank < plan.owners) {
+  if (group_.local < plan.owners) {
     SliceExchange::Plan between;
-    for (const std::vector<int>& ranks : ranks_on_) {
-      between.ranks.push_back(ranks[static_cast<size_t>(topology_.local_rank)]);
+    for (int host = 0; host < group_.hosts(); ++host) {
+      between.ranks.push_back(group_.JobRank(host, group_.local));
     }
-    between.place = static_cast<int>(host);
+    between.place = group_.host;
     between.spec = batch.reduce;
-    between.divisor = topology_.size;
+    between.divisor = group_.size();
     between.slices = plan.blocks;
     between.most_elements = plan.LargestSlice() / ElementSize(batch.reduce.dtype);
     between.whole = GoesWhole(plan.block_bytes / ElementSize(batch.reduce.dtype), batch.reduce,
                               shape_.hosts, options_.wire);
-    between.depth = kDepth;
+    between.depth = HostWalk::kDepth;
     exchange.emplace(wire_, std::move(between), deadline);
     HORORING_RETURN_IF_ERROR(exchange->Reserve(scratch_));
   }
-  const uint64_t first = next_block_;
-  next_block_ += plan.blocks;
-  broken_ = Walk(local_, wire_, ranks_on_[host], batch, plan, exchange ? &*exchange : nullptr,
-                 first, deadline, trace)
-                .Run();
-  return broken_;
+  return AllreduceWalk(group_, local_, wire_, batch, plan, exchange ? &*exchange : nullptr,
+                       Take(plan.blocks), deadline, trace)
+      .Run();
 }
 
 size_t HierarchicalBackend::scratch_bytes() const {
-  return local_.segment().geometry().slot_bytes + scratch_.bytes();
+  const size_t slot = group_.members.set == 0 ? local_.segment().geometry().slot_bytes : 0;
+  return slot + scratch_.bytes();
 }
 
 }  // namespace hororing

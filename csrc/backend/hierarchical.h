@@ -1,6 +1,7 @@
-// HierarchicalBackend: allreduce over several hosts, whose ranks share memory with those of their
-// host. The batch is one virtual buffer (its tensors back to back, each padded to 64 bytes) that
-// is walked in blocks; of every block, some ranks of each host own a slice:
+// HierarchicalBackend: collectives over several hosts, whose ranks share memory with those of their
+// host, by all ranks or those of a process set. Of an allreduce the batch is one virtual buffer
+// (its tensors back to back, each padded to 64 bytes) that is walked in blocks; of every block,
+// some ranks of each host own a slice:
 //
 //   PACK      rank r copies the slices of others in block k into its slot       packed[r] = k + 1
 //   REDUCE    an owner sums its slice of all ranks of the host, in rank order
@@ -12,18 +13,20 @@
 // ranks of each host own slices as every host has ("three phases": reduce-scatter in the host,
 // allreduces of slices between hosts, all-gather in the host), or only one ("leader").
 //
+// All-gathers and broadcasts are in backend/lane_walk.h, reduce-scatters in backend/scatter_walk.h.
+//
 // Numerics: hosts are summed in their order, each of them in rank order, as partial results that
 // are rounded once; on all ranks the same bits, whatever an element is fused with.
 //
 // Which batches it takes, the costs decide (collective/algorithm.h); the flat algorithms of
 // HostBackend have the rest.
-//
-// Invariants: 1 and 2 of backend/shm_direct.h.
 #pragma once
 
 #include <vector>
 
 #include "backend/backend.h"
+#include "backend/host_walk.h"
+#include "backend/lane_walk.h"
 #include "collective/algorithm.h"
 #include "collective/allreduce.h"
 #include "transport/factory.h"
@@ -36,11 +39,11 @@ class HierarchicalBackend final : public Backend {
   struct Options {
     Algorithm algorithm = Algorithm::kAuto;
     WireCost wire;
+    bool reproducible = false;  // no arithmetic: rank order knows no hosts
   };
-  // `wire` connects all ranks, `local` those of this host, by local rank.
-  // REQUIRES: several hosts.
+  // `wire` connects all ranks of the job, `local` those of this host, by local rank.
   HierarchicalBackend(Transport& wire, ShmTransport& local, const Topology& topology,
-                      const Options& options);
+                      const Members& members, const Options& options);
 
   const char* name() const override { return "hierarchical"; }
   bool Supports(const Batch& batch) const override;
@@ -50,15 +53,29 @@ class HierarchicalBackend final : public Backend {
 
  private:
   Algorithm Choose(const Batch& batch) const;
+  bool Flat() const;
+  bool leader() const { return options_.algorithm == Algorithm::kLeader; }
+  size_t capacity() const;
+  // The number of the first of so many blocks.
+  uint64_t Take(uint64_t blocks);
+  Status RunAllreduce(const Batch& batch, TimeNs deadline, TraceSink& trace);
+  // In hierarchical_moves.cc.
+  bool HasRoom(Collective kind) const;
+  Status RunAllgather(const Batch& batch, TimeNs deadline, TraceSink& trace);
+  Status RunBroadcast(const Batch& batch, TimeNs deadline, TraceSink& trace);
+  Status RunLanes(const Batch& batch, std::vector<Lane> lanes, size_t most, TimeNs deadline,
+                  TraceSink& trace);
+  Status RunReducescatter(const Batch& batch, TimeNs deadline, TraceSink& trace);
+  // The most lanes that a rank carries in an all-gather.
+  size_t MostLanes() const;
 
   Transport& wire_;
   ShmTransport& local_;
-  const Topology topology_;
-  const std::vector<std::vector<int>> ranks_on_;  // per host, by local rank
+  const HostGroup group_;
   const HostShape shape_;
   const Options options_;
   Scratch scratch_;
-  uint64_t next_block_ = 0;
+  uint64_t next_block_;
   Status broken_;  // the first error: the ranks' counters no longer agree, every later Run fails
 };
 

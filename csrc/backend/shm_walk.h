@@ -16,9 +16,6 @@
 
 namespace hororing {
 
-// The number of the first block in a set's life. Above it there is room for 2^40 more.
-inline uint64_t FirstBlock(const Members& members) { return members.generation << 40; }
-
 class Walk {
  public:
   // `place`: of this rank among the members. `first`: the number of the batch's first block.

@@ -56,6 +56,16 @@ bool GoesWhole(size_t elements, const ReduceSpec& spec, int hosts, const WireCos
   return (whole - there_and_back) * wire.beta_s <= wire.alpha_s;
 }
 
+// Of S bytes the largest host sends (H-1)/H S as partial results, or most (N - most)/N S as they
+// are.
+bool ScattersByHost(const ReduceSpec& spec, const HostShape& shape) {
+  if (!shape.shared) return false;
+  const double hosts = shape.hosts, ranks = shape.ranks, most = shape.most;
+  const double wider =
+      static_cast<double>(PartialSize(spec)) / static_cast<double>(ElementSize(spec.dtype));
+  return (hosts - 1) / hosts * wider <= most * (ranks - most) / ranks;
+}
+
 double Cost(Algorithm algorithm, size_t elements, const ReduceSpec& spec, const HostShape& shape,
             const WireCost& wire) {
   const double partial = static_cast<double>(elements * PartialSize(spec));

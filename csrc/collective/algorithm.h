@@ -51,5 +51,8 @@ Algorithm Cheapest(size_t elements, const ReduceSpec& spec, const HostShape& sha
 
 // Whether a slice between hosts goes whole to every other one, which saves the way back.
 bool GoesWhole(size_t elements, const ReduceSpec& spec, int hosts, const WireCost& wire);
+// Whether a reduce-scatter sends less when hosts sum up what leaves them, as partial results, than
+// when every rank sends to every other one.
+bool ScattersByHost(const ReduceSpec& spec, const HostShape& shape);
 
 }  // namespace hororing

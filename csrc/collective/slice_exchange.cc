@@ -106,6 +106,9 @@ void SliceExchange::Combine(Slice& slice) {
                : slice.arrived +
                      static_cast<size_t>(host < plan_.place ? host : host - 1) * arrival_room_;
   };
+  if (hosts() == 1) {
+    return FinishPartial(plan_.spec, plan_.divisor, slice.result, slice.partial, own.size);
+  }
   std::byte* const sum = source(plan_.place == 0 ? 1 : 0);
   CombinePartials(plan_.spec, sum, source(0), source(1), own.size);
   for (int host = 2; host < hosts(); ++host) {
@@ -164,13 +167,13 @@ Status SliceExchange::Step(bool* moved) {
   return Status::Ok();
 }
 
-std::string SliceExchange::Lagging() const {
+int SliceExchange::Lagging() const {
   for (const Slice& slice : under_way_) {
     for (const auto* transfers : {&slice.there, &slice.back, &slice.sends}) {
-      if (!transfers->empty()) return std::to_string(transfers->front().rank);
+      if (!transfers->empty()) return transfers->front().rank;
     }
   }
-  return "";
+  return -1;
 }
 
 }  // namespace hororing

@@ -69,8 +69,8 @@ class SliceExchange {
   // Slices that are complete: the first ones.
   uint64_t completed() const { return completed_; }
   bool idle() const { return begun_ == completed_; }
-  // The ranks that it waits for, "1, 3".
-  std::string Lagging() const;
+  // A rank that it waits for; -1: none.
+  int Lagging() const;
 
  private:
   struct Transfer {

@@ -1,0 +1,189 @@
+// HierarchicalBackend's collectives but allreduce: who sends what to whom.
+#include <cstring>
+#include <string>
+#include <utility>
+
+#include "backend/common.h"
+#include "backend/hierarchical.h"
+#include "backend/scatter_walk.h"
+#include "collective/segments.h"
+
+namespace hororing {
+namespace {
+
+// Less than this per lane does not pay a message of its own.
+constexpr size_t kLeastLane = 64 << 10;
+
+Status DoesNotFit(const Batch& batch, const BatchEntry& entry) {
+  return Status(Code::kInternal, std::string(Name(batch.kind)) + " of '" + entry.name +
+                                     "': the agreed sizes do not fit this rank's tensor");
+}
+
+// Who sends to a place, and to whom it sends, when `count` places pass on what place 0 has; as in
+// collective/broadcast.cc. -1: nobody.
+struct Neighbours {
+  int from = -1;
+  std::vector<int> to;
+};
+
+Neighbours InChain(int place, int count) {
+  Neighbours neighbours;
+  if (place > 0) neighbours.from = place - 1;
+  if (place + 1 < count) neighbours.to.push_back(place + 1);
+  return neighbours;
+}
+
+Neighbours InTree(int place, int count) {
+  Neighbours neighbours;
+  int bit = 1;
+  while (bit < count && (place & bit) == 0) bit *= 2;
+  if (place > 0) neighbours.from = place - bit;
+  for (bit /= 2; bit > 0; bit /= 2) {
+    if (place + bit < count) neighbours.to.push_back(place + bit);
+  }
+  return neighbours;
+}
+
+}  // namespace
+
+size_t HierarchicalBackend::MostLanes() const {
+  size_t most = 0;
+  for (int host = 0; host < group_.hosts(); ++host) {
+    std::vector<size_t> carried(group_.places_on[static_cast<size_t>(host)].size(), 1);
+    for (int other = 0; other < group_.hosts(); ++other) {
+      const int ranks = static_cast<int>(group_.places_on[static_cast<size_t>(other)].size());
+      for (int local = 0; local < ranks && other != host; ++local) {
+        ++carried[static_cast<size_t>(group_.CarrierOn(host, local, leader()))];
+      }
+    }
+    for (const size_t count : carried) most = std::max(most, count);
+  }
+  return most;
+}
+
+// Where there are very many ranks, pieces would be too small to pay.
+bool HierarchicalBackend::HasRoom(Collective kind) const {
+  switch (kind) {
+    case Collective::kAllgather: return capacity() / MostLanes() >= LanePlan::kLeastRoom;
+    case Collective::kReducescatter:
+      return capacity() / static_cast<size_t>(group_.size()) >= ScatterPlan::kLeastRoom;
+    default: return capacity() / static_cast<size_t>(shape_.least) >= LanePlan::kLeastRoom;
+  }
+}
+
+Status HierarchicalBackend::RunLanes(const Batch& batch, std::vector<Lane> lanes, size_t most,
+                                     TimeNs deadline, TraceSink& trace) {
+  const LanePlan plan(std::move(lanes), group_.local_size(), capacity(), most);
+  if (plan.blocks == 0) return Status::Ok();
+  return LaneWalk(group_, local_, wire_, batch, plan, Take(plan.blocks), deadline, trace).Run();
+}
+
+Status HierarchicalBackend::RunAllgather(const Batch& batch, TimeNs deadline, TraceSink& trace) {
+  const size_t size = static_cast<size_t>(group_.size()), own = static_cast<size_t>(group_.place);
+  const size_t element = ElementSize(batch.reduce.dtype);
+  std::vector<Lane> lanes(size);
+  for (const BatchEntry& entry : batch.entries) {
+    if (entry.receive_bytes.size() != size ||
+        entry.receive_bytes[own] != entry.elements * element) {
+      return DoesNotFit(batch, entry);
+    }
+    std::byte* at = static_cast<std::byte*>(entry.output);
+    for (size_t place = 0; place < size; ++place) {
+      const size_t bytes = entry.receive_bytes[place];
+      lanes[place].Add(at, bytes);
+      if (place == own && bytes > 0 && at != entry.input) std::memcpy(at, entry.input, bytes);
+      at += bytes;
+    }
+  }
+  for (size_t place = 0; place < size; ++place) {
+    Lane& lane = lanes[place];
+    const int local = group_.local_of[place];
+    if (group_.host_of[place] == group_.host) {
+      lane.carrier = local;
+    } else {
+      lane.carrier = group_.CarrierOn(group_.host, local, leader());
+      if (lane.carrier == group_.local) lane.from = group_.members.ranks[place];
+    }
+  }
+  lanes[own].begins = true;
+  // At each distance every host sends to another one.
+  for (int distance = 1; distance < group_.hosts(); ++distance) {
+    const int host = (group_.host + distance) % group_.hosts();
+    lanes[own].to.push_back(group_.JobRank(host, group_.CarrierOn(host, group_.local, leader())));
+  }
+  return RunLanes(batch, std::move(lanes), MostLanes(), deadline, trace);
+}
+
+Status HierarchicalBackend::RunBroadcast(const Batch& batch, TimeNs deadline, TraceSink& trace) {
+  const size_t element = ElementSize(batch.reduce.dtype);
+  const bool is_root = batch.root == group_.place;
+  size_t total = 0;
+  for (const BatchEntry& entry : batch.entries) {
+    const size_t bytes = entry.elements * element;
+    total += bytes;
+    if (is_root && bytes > 0 && entry.output != entry.input) {
+      std::memcpy(entry.output, entry.input, bytes);
+    }
+  }
+  if (total == 0) return Status::Ok();
+  const size_t owners = leader() ? 1 : static_cast<size_t>(shape_.least);
+  const size_t count = std::min(owners, (total + kLeastLane - 1) / kLeastLane);
+  std::vector<Lane> lanes(count);
+  size_t lane = 0, filled = 0;
+  for (const BatchEntry& entry : batch.entries) {
+    const size_t bytes = entry.elements * element;
+    for (size_t done = 0; done < bytes;) {
+      const Span part = Chunk(total, static_cast<int>(count), static_cast<int>(lane));
+      const size_t length = std::min(bytes - done, part.begin + part.size - filled);
+      lanes[lane].Add(static_cast<std::byte*>(entry.output) + done, length);
+      done += length;
+      filled += length;
+      if (filled == part.begin + part.size) ++lane;
+    }
+  }
+  const size_t root = static_cast<size_t>(batch.root);
+  const int hosts = group_.hosts(), first = group_.host_of[root];
+  const int position = (group_.host - first + hosts) % hosts;
+  size_t rounds = 0;
+  while ((size_t{1} << rounds) < static_cast<size_t>(hosts)) ++rounds;
+  const size_t segments = (total + kLeastLane - 1) / kLeastLane;
+  const bool chain = static_cast<size_t>(std::max(hosts - 2, 0)) + segments < rounds * segments;
+  const Neighbours around = chain ? InChain(position, hosts) : InTree(position, hosts);
+  const auto rank_at = [&](int there, size_t number) {
+    if (there == 0) return group_.members.ranks[root];
+    return group_.JobRank((first + there) % hosts, static_cast<int>(number));
+  };
+  for (size_t number = 0; number < count; ++number) {
+    Lane& each = lanes[number];
+    each.carrier = position == 0 ? group_.local_of[root] : static_cast<int>(number);
+    each.begins = is_root;
+    if (each.carrier != group_.local) continue;
+    if (around.from >= 0) each.from = rank_at(around.from, number);
+    for (const int to : around.to) each.to.push_back(rank_at(to, number));
+  }
+  return RunLanes(batch, std::move(lanes), count, deadline, trace);
+}
+
+Status HierarchicalBackend::RunReducescatter(const Batch& batch, TimeNs deadline,
+                                             TraceSink& trace) {
+  HORORING_RETURN_IF_ERROR(Check(batch.reduce));
+  for (const BatchEntry& entry : batch.entries) {
+    size_t elements = 0;
+    for (const size_t part : entry.parts) elements += part;
+    if (entry.parts.size() != static_cast<size_t>(group_.size()) || elements != entry.elements) {
+      return DoesNotFit(batch, entry);
+    }
+  }
+  const ScatterPlan plan(group_, batch, capacity(), leader());
+  if (plan.blocks == 0) return Status::Ok();
+  const size_t bytes = plan.scratch_bytes(batch.reduce);
+  std::byte* const memory = static_cast<std::byte*>(scratch_.Reserve(bytes));
+  if (memory == nullptr) {
+    return Status(Code::kInternal, "reduce-scatter between hosts: no memory for partial sums of " +
+                                       std::to_string(bytes) + " bytes");
+  }
+  return ScatterWalk(group_, local_, wire_, batch, plan, memory, Take(plan.blocks), deadline, trace)
+      .Run();
+}
+
+}  // namespace hororing

@@ -1,0 +1,163 @@
+#include "backend/host_walk.h"
+
+#include <utility>
+
+#include "backend/common.h"
+#include "transport/polling.h"
+
+namespace hororing {
+namespace {
+
+// Between two looks whether all ranks are alive.
+constexpr TimeNs kLookInterval = 2 * kMillisecond;
+// Of a rank whose last bytes may still be on the wire: looking moves them, too.
+constexpr TimeNs kWireLookInterval = 50 * kMicrosecond;
+// How long a rank with nothing on the wire sleeps; its peers on the host ring.
+constexpr TimeNs kLongestNap = 5 * kMillisecond;
+// MPI rings for nobody.
+constexpr TimeNs kLongestWireNap = 100 * kMicrosecond;
+
+}  // namespace
+
+HostGroup::HostGroup(const Topology& topology, Members all) : members(std::move(all)) {
+  std::vector<int> numbers(topology.hosts.size(), -1);  // of the job's hosts among the set's
+  std::vector<int> local_ranks(static_cast<size_t>(topology.size), 0);
+  std::vector<int> seen(topology.hosts.size(), 0);
+  for (size_t rank = 0; rank < local_ranks.size(); ++rank) {
+    local_ranks[rank] = seen[static_cast<size_t>(topology.host_of[rank])]++;
+  }
+  for (size_t at = 0; at < members.ranks.size(); ++at) {
+    const size_t rank = static_cast<size_t>(members.ranks[at]);
+    int& number = numbers[static_cast<size_t>(topology.host_of[rank])];
+    if (number < 0) {
+      number = hosts();
+      places_on.emplace_back();
+    }
+    std::vector<int>& here = places_on[static_cast<size_t>(number)];
+    host_of.push_back(number);
+    local_of.push_back(static_cast<int>(here.size()));
+    here.push_back(static_cast<int>(at));
+    if (members.ranks[at] == topology.rank) place = static_cast<int>(at);
+  }
+  host = host_of[static_cast<size_t>(place)];
+  local = local_of[static_cast<size_t>(place)];
+  for (const int at : places_on[static_cast<size_t>(host)]) {
+    slots.push_back(local_ranks[static_cast<size_t>(members.ranks[static_cast<size_t>(at)])]);
+  }
+}
+
+Status WireQueue::TakeOldest(Transfer* transfer, bool* taken) {
+  *taken = !transfers_.empty() && wire_.Done(transfers_.front().request);
+  if (!*taken) return Status::Ok();
+  *transfer = transfers_.front();
+  transfers_.pop_front();
+  return wire_.Wait(transfer->request, deadline_);
+}
+
+Status WireQueue::TakeDone(bool* moved) {
+  for (;;) {
+    Transfer transfer;
+    bool taken = false;
+    HORORING_RETURN_IF_ERROR(TakeOldest(&transfer, &taken));
+    if (!taken) return Status::Ok();
+    *moved = true;
+  }
+}
+
+size_t HostWalk::Capacity(size_t slot_bytes) {
+  return slot_bytes / kDepth / kEntryAlign * kEntryAlign;
+}
+
+HostWalk::HostWalk(const HostGroup& group, ShmTransport& local, Transport& wire, const Batch& batch,
+                   bool on_wire, uint64_t first, uint64_t blocks, TimeNs deadline, TraceSink& trace)
+    : group_(group),
+      local_(local),
+      wire_(wire),
+      segment_(local.segment()),
+      batch_(batch),
+      trace_(trace),
+      on_wire_(on_wire),
+      deadline_(deadline),
+      capacity_(Capacity(segment_.geometry().slot_bytes)),
+      rank_(group.local),
+      size_(group.local_size()),
+      set_begin_(FirstBlock(group.members)),
+      first_(first),
+      end_(first + blocks),
+      next_look_ns_(After(NowNs(), kLookInterval)) {}
+
+Status HostWalk::Run() {
+  ShmTransport::SlotReaders& readers = local_.slot_readers();
+  const Members& members = group_.members;
+  if (readers.set != members.set || readers.generation != members.generation) {
+    HORORING_RETURN_IF_ERROR(WaitForReaders());
+  }
+  readers = {group_.slots, members.set, members.generation, end_};
+  while (!Finished()) {
+    Status status;
+    HORORING_RETURN_IF_ERROR(Until([&] {
+      bool moved = false;
+      status = Advance(&moved);
+      return moved || !status.ok();
+    }));
+    HORORING_RETURN_IF_ERROR(status);
+  }
+  return Status::Ok();
+}
+
+// Until nobody reads this rank's slot for another set. What the readers have to do, they can do
+// without this one, which has done its part.
+Status HostWalk::WaitForReaders() {
+  const ShmTransport::SlotReaders& readers = local_.slot_readers();
+  return Until([&] {
+    return std::all_of(readers.ranks.begin(), readers.ranks.end(), [&](int slot) {
+      return segment_.rank_state(slot).direct[readers.set].consumed.load(
+                 std::memory_order_acquire) >= readers.end;
+    });
+  });
+}
+
+// ready() does what it can, and is false where that was nothing.
+template <typename Ready>
+Status HostWalk::Until(Ready ready) {
+  Backoff backoff(0, on_wire_ ? kLongestWireNap : kLongestNap);
+  for (;;) {
+    const uint32_t bell = local_.Bell();
+    if (ready()) return Status::Ok();
+    HORORING_RETURN_IF_ERROR(LookAtPeers());
+    if (!backoff.Pause(local_, bell, false, deadline_)) return NoProgress();
+  }
+}
+
+bool HostWalk::PeersReached(int count, Counter counter, uint64_t value) const {
+  for (int peer = 0; peer < count; ++peer) {
+    if (peer != rank_ && !Reached(peer, counter, value)) return false;
+  }
+  return true;
+}
+
+void HostWalk::Publish(Counter counter, uint64_t value) {
+  (Progress(rank_).*counter).store(value, std::memory_order_release);
+  local_.RingWorkers(group_.slots);
+}
+
+Status HostWalk::LookAtPeers() {
+  const TimeNs now = NowNs();
+  if (now < next_look_ns_) return Status::Ok();
+  next_look_ns_ = After(now, on_wire_ ? kWireLookInterval : kLookInterval);
+  return wire_.CheckPeers();
+}
+
+Status HostWalk::NoProgress() const {
+  int lagging = LaggingOnWire();
+  for (int peer = 0; peer < size_ && lagging < 0; ++peer) {
+    if (peer != rank_ && Lags(peer)) lagging = group_.JobRank(group_.host, peer);
+  }
+  return Status(Code::kTransport,
+                "no progress from rank(s) " + (lagging < 0 ? "" : std::to_string(lagging)) +
+                    " until the deadline; they may be stopped, their machine overloaded or the "
+                    "network cut (HORORING_TIMEOUT_S sets the limit)",
+                lagging);
+}
+
+}  // namespace hororing

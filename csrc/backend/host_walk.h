@@ -1,0 +1,165 @@
+// HostWalk: what the collectives over several hosts have in common: the ranks of a host walk
+// through a batch in numbered blocks, in slots of the memory that they share, while some of them
+// talk over the wire. Nothing may block, since both sides must go on: a walk is a loop that does
+// whichever stage can go on, and naps where none can.
+//
+// Invariants
+//   1. and 2. of backend/shm_direct.h: a rank writes to its slot only where all readers of what
+//      lay there have consumed it, and counters only grow.
+//   3. All walks of a set cut slots alike (kDepth rooms, block n in room n % kDepth) and leave all
+//      ranks' `packed` and `consumed` at the number of the next block, whatever the collective.
+//   4. What two ranks send one another within a batch has one order, whatever arrives when.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <string>
+#include <vector>
+
+#include "backend/backend.h"
+#include "base/clock.h"
+#include "base/status.h"
+#include "transport/factory.h"
+#include "transport/shm_transport.h"
+
+namespace hororing {
+
+// How the members of a process set lie on hosts, as one of them sees it. Hosts are those that have
+// members, in the order of their first one.
+struct HostGroup {
+  HostGroup(const Topology& topology, Members members);
+
+  // Who of the ranks on a host receives, or sums, for a local rank of another host.
+  int CarrierOn(int on_host, int local_rank, bool leader) const {
+    const int ranks = static_cast<int>(places_on[static_cast<size_t>(on_host)].size());
+    return leader ? 0 : local_rank % ranks;
+  }
+  int JobRank(int on_host, int local_rank) const {
+    const int at = places_on[static_cast<size_t>(on_host)][static_cast<size_t>(local_rank)];
+    return members.ranks[static_cast<size_t>(at)];
+  }
+  int hosts() const { return static_cast<int>(places_on.size()); }
+  int size() const { return static_cast<int>(members.ranks.size()); }
+  int local_size() const { return static_cast<int>(slots.size()); }
+
+  const Members members;
+  std::vector<int> host_of;                 // by place in the set
+  std::vector<int> local_of;                // by place in the set: the place on its host
+  std::vector<std::vector<int>> places_on;  // per host, ascending
+  std::vector<int> slots;                   // of this host's members: their ranks in its segment
+  int place = 0;                            // of this rank, in the set
+  int host = 0;
+  int local = 0;  // its place among the members of its host
+};
+
+// Transfers in the order of their posting; each is waited for exactly once.
+class WireQueue {
+ public:
+  struct Transfer {
+    Transport::Request request;
+    int rank;  // of the job
+    uint64_t block;
+    size_t lane;  // whatever the walk calls so
+  };
+
+  WireQueue(Transport& wire, TimeNs deadline) : wire_(wire), deadline_(deadline) {}
+  // The transport remembers its first error, which the caller is already returning.
+  ~WireQueue() {
+    for (const Transfer& each : transfers_) (void)wire_.Wait(each.request, deadline_).ok();
+  }
+  WireQueue(const WireQueue&) = delete;
+  WireQueue& operator=(const WireQueue&) = delete;
+
+  void Add(const Transfer& transfer) { transfers_.push_back(transfer); }
+  bool empty() const { return transfers_.empty(); }
+  const Transfer& oldest() const { return transfers_.front(); }
+  // Takes the oldest, if it is done: *taken.
+  Status TakeOldest(Transfer* transfer, bool* taken);
+  // Takes all that are done, up to the first that is not; *moved where there was one.
+  Status TakeDone(bool* moved);
+  // The first block of which a transfer is open; `otherwise` where there is none.
+  uint64_t FirstOpen(uint64_t otherwise) const {
+    return transfers_.empty() ? otherwise : std::min(otherwise, transfers_.front().block);
+  }
+
+ private:
+  Transport& wire_;
+  const TimeNs deadline_;
+  std::deque<Transfer> transfers_;
+};
+
+class HostWalk {
+ public:
+  // Blocks in a slot: while one is packed and another unpacked, the others are on the wire.
+  static constexpr size_t kDepth = 8;
+  // Bytes of one block's room in a slot.
+  static size_t Capacity(size_t slot_bytes);
+
+  // `on_wire`: whether this rank talks to other hosts in this batch.
+  HostWalk(const HostGroup& group, ShmTransport& local, Transport& wire, const Batch& batch,
+           bool on_wire, uint64_t first, uint64_t blocks, TimeNs deadline, TraceSink& trace);
+  virtual ~HostWalk() = default;
+  HostWalk(const HostWalk&) = delete;
+  HostWalk& operator=(const HostWalk&) = delete;
+
+  // The batch, from beginning to end.
+  Status Run();
+
+ protected:
+  using Counter = std::atomic<uint64_t> DirectProgress::*;
+
+  virtual bool Finished() const = 0;
+  // Does what can be done now; *moved where there was something.
+  virtual Status Advance(bool* moved) = 0;
+  // The rank of the job that it waits for on the wire; -1 where it does not.
+  virtual int LaggingOnWire() const = 0;
+  // The counter that the local peer has still to move for this rank to go on, and how far.
+  virtual bool Lags(int peer) const = 0;
+
+  bool Reached(int peer, Counter counter, uint64_t value) const {
+    return (Progress(peer).*counter).load(std::memory_order_acquire) >= value;
+  }
+  // True when `counter` of the first `count` ranks of the host but this one has reached `value`.
+  bool PeersReached(int count, Counter counter, uint64_t value) const;
+  void Publish(Counter counter, uint64_t value);
+  // True when nobody on the host reads any more what lies where block `number` goes.
+  bool RoomIsFree(uint64_t number) const {
+    return number < set_begin_ + kDepth ||
+           PeersReached(size_, &DirectProgress::consumed, number + 1 - kDepth);
+  }
+  std::byte* Room(int peer, uint64_t number) const {
+    return segment_.slot(group_.slots[static_cast<size_t>(peer)]) +
+           static_cast<size_t>(number % kDepth) * capacity_;
+  }
+
+  const HostGroup& group_;
+  ShmTransport& local_;
+  Transport& wire_;
+  ShmSegment& segment_;
+  const Batch& batch_;
+  TraceSink& trace_;
+  const bool on_wire_;
+  const TimeNs deadline_;
+  const size_t capacity_;
+  const int rank_;  // of this host's members, as are all that are called local or peer
+  const int size_;
+  const uint64_t set_begin_;    // the first block in the set's life
+  const uint64_t first_, end_;  // blocks of this batch
+
+ private:
+  DirectProgress& Progress(int peer) const {
+    return segment_.rank_state(group_.slots[static_cast<size_t>(peer)]).direct[group_.members.set];
+  }
+  template <typename Ready>
+  Status Until(Ready ready);
+  Status WaitForReaders();
+  Status LookAtPeers();
+  Status NoProgress() const;
+
+  TimeNs next_look_ns_;
+};
+
+}  // namespace hororing

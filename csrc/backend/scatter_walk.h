@@ -1,0 +1,99 @@
+// ScatterWalk: reduce-scatter over several hosts. On every host one rank sums what its ranks have
+// for a rank of another host, and sends that sum there: the way of an all-gather
+// (backend/lane_walk.h), backwards.
+//
+//   2 hosts x 2 ranks, parts a b c d for ranks 0 1 2 3, digits: ranks that are summed up
+//
+//                   rank 0        rank 1        rank 2        rank 3
+//   PACK            what others of the host sum, into the slot
+//   REDUCE          a01 c01       b01 d01       a23 c23       b23 d23
+//   over the wire   a23 from 2    b23 from 3    c01 from 0    d01 from 1
+//   combine         a0123         b0123         c0123         d0123
+//
+// Parts are cut into pieces; block n holds the n-th piece of every part.
+//
+// Numerics: as in backend/hierarchical.h: hosts in their order, each of them in rank order, as
+// partial results that are rounded once: the bits of three phases, whatever a tensor is fused with.
+//
+// Cost per host: (H-1)/H S as partial results are sent, and as much is received.
+#pragma once
+
+#include <cstddef>
+#include <deque>
+#include <vector>
+
+#include "backend/host_walk.h"
+#include "collective/allreduce.h"
+
+namespace hororing {
+
+// What all ranks compute alike, but for the addresses.
+struct ScatterPlan {
+  // Of one rank: the parts of all tensors, back to back. In elements.
+  struct Part {
+    struct Stretch {
+      size_t begin;  // in the part
+      size_t size;
+      const std::byte* input;
+      std::byte* output;  // null in others' parts
+    };
+    std::vector<Stretch> stretches;
+    size_t size = 0;
+    int reducer = 0;    // on this host, by local rank
+    int owner = 0;      // rank of the job
+    bool own = false;   // this rank's
+    size_t number = 0;  // among those that the reducer sums
+  };
+  std::vector<Part> parts;   // by place in the set
+  std::vector<int> senders;  // per other host, in their order: who sums this rank's part there
+  size_t summed_here = 0;    // parts that this rank sums
+  size_t element = 1;        // bytes
+  size_t piece = 0;          // elements of a part in one block
+  uint64_t blocks = 0;
+
+  // `leader`: one rank of each host sums all that leaves it.
+  ScatterPlan(const HostGroup& group, const Batch& batch, size_t capacity, bool leader);
+  static constexpr size_t kLeastRoom = 4 << 10;  // REQUIRES of capacity / ranks
+  // For the blocks under way: sums, and what arrives.
+  size_t scratch_bytes(const ReduceSpec& spec) const;
+};
+
+class ScatterWalk final : public HostWalk {
+ public:
+  ScatterWalk(const HostGroup& group, ShmTransport& local, Transport& wire, const Batch& batch,
+              const ScatterPlan& plan, std::byte* scratch, uint64_t first, TimeNs deadline,
+              TraceSink& trace);
+
+ private:
+  bool Finished() const override;
+  Status Advance(bool* moved) override;
+  int LaggingOnWire() const override;
+  bool Lags(int peer) const override;
+
+  bool CanBegin() const;
+  bool CanSum() const;
+  bool CanCombine() const;
+  void Begin();
+  void Sum();
+  void SumPiece(const ScatterPlan::Part& part, std::byte* sums);
+  void Combine();
+  size_t PieceOf(const ScatterPlan::Part& part, uint64_t number) const;
+  template <typename Visit>
+  void ForEachStretch(const ScatterPlan::Part& part, uint64_t number, Visit visit) const;
+  std::byte* SumRoom(size_t number, uint64_t block) const;
+  std::byte* ArrivalRoom(size_t number, uint64_t block) const;
+
+  const ScatterPlan& plan_;
+  const size_t partial_;   // bytes of one
+  const size_t sum_room_;  // bytes of the partial results of a piece
+  std::byte* const scratch_;
+  WireQueue receives_, sends_;
+  // The next block of each stage: combined_ <= summed_ <= begun_.
+  uint64_t begun_;
+  uint64_t summed_;
+  uint64_t combined_;
+  std::vector<const void*> sources_;
+  std::vector<std::byte> widened_;
+};
+
+}  // namespace hororing

@@ -1,0 +1,120 @@
+// N ranks on pretended hosts: threads whose hosts have a segment each, and whose wire is a strict
+// queue or a byte stream.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "backend/hierarchical.h"
+#include "backend_world.h"
+#include "faulty_transport.h"
+#include "queue_transport.h"
+#include "transport/factory.h"
+#include "world.h"
+
+namespace hororing {
+
+using hororing_test::CheckedTransport;
+using hororing_test::Fault;
+using hororing_test::FaultyTransport;
+using hororing_test::QueueTransport;
+using hororing_test::Watchdog;
+
+// The host of every rank.
+using Hosts = std::vector<int>;
+inline const std::vector<Hosts> kLayouts = {
+    {0, 0, 1, 1}, {0, 1, 2, 3}, {0, 1, 1, 1}, {0, 1, 2, 0, 1, 2, 0}, {0, 0, 0, 1, 1}};
+
+inline std::string Text(const Hosts& hosts) {
+  std::string text = "hosts";
+  for (const int host : hosts) text += " " + std::to_string(host);
+  return text;
+}
+
+inline std::vector<std::string> HostIds(const Hosts& hosts) {
+  std::vector<std::string> ids;
+  for (const int host : hosts) ids.push_back("host" + std::to_string(host));
+  return ids;
+}
+
+// What rank `faulty` meets on the wire.
+struct Trouble {
+  int faulty = -1;
+  Fault fault;
+};
+
+// N ranks, each with a World of its own over shared wires and segments.
+class HostsWorld {
+ public:
+  HostsWorld(const std::string& kind, const Hosts& hosts, const Trouble& trouble = {},
+             size_t slot_bytes = 0) {
+    auto wires = kind == "queue" ? QueueTransport::MakeWorld(static_cast<int>(hosts.size()))
+                                 : MakeInprocWorld(static_cast<int>(hosts.size()), kSpin);
+    std::vector<std::shared_ptr<ShmSegment>> segments;
+    for (size_t r = 0; r < hosts.size(); ++r) {
+      World world;
+      world.topology = MakeTopology(static_cast<int>(r), HostIds(hosts));
+      if (segments.empty()) segments = Segments(world.topology, slot_bytes);
+      auto wire = std::move(wires[r]);
+      if (static_cast<int>(r) == trouble.faulty) {
+        wire = std::make_unique<FaultyTransport>(std::move(wire), trouble.fault);
+      }
+      world.transport = std::make_unique<CheckedTransport>(std::move(wire));
+      world.local =
+          std::make_unique<ShmTransport>(segments[static_cast<size_t>(world.topology.host_of[r])],
+                                         world.topology.local_rank, kSpin);
+      worlds_.push_back(std::move(world));
+    }
+  }
+
+  int size() const { return static_cast<int>(worlds_.size()); }
+  World& world(int rank) { return worlds_[static_cast<size_t>(rank)]; }
+  CheckedTransport& wire(int rank) {
+    return dynamic_cast<CheckedTransport&>(*world(rank).transport);
+  }
+  // For batches of `members`; of all ranks, where there are none.
+  std::unique_ptr<HierarchicalBackend> Backend(int rank, Algorithm algorithm,
+                                               WireCost wire_cost = {}, Members members = {}) {
+    if (members.ranks.empty()) members = Members::World(size());
+    return std::make_unique<HierarchicalBackend>(
+        *world(rank).transport, dynamic_cast<ShmTransport&>(*world(rank).local),
+        world(rank).topology, members, HierarchicalBackend::Options{algorithm, wire_cost, false});
+  }
+  // body(rank) on a thread each.
+  void Run(const std::function<void(int)>& body) {
+    Watchdog watchdog(size(), hororing_test::kWorldLimit);
+    std::vector<std::thread> threads;
+    for (int r = 0; r < size(); ++r) {
+      threads.emplace_back([&, r] {
+        watchdog.Enter(r, "body");
+        body(r);
+        watchdog.Enter(r, "done");
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+  }
+
+ private:
+  static constexpr TimeNs kSpin = 20 * kMicrosecond;
+
+  static std::vector<std::shared_ptr<ShmSegment>> Segments(const Topology& topology,
+                                                           size_t slot_bytes) {
+    size_t most = 0;
+    for (const auto& ranks : topology.ranks_on()) most = std::max(most, ranks.size());
+    std::vector<std::shared_ptr<ShmSegment>> segments;
+    for (const auto& ranks : topology.ranks_on()) {
+      auto geometry =
+          ShmSegment::Geometry::OfHost(static_cast<int>(ranks.size()), static_cast<int>(most));
+      if (slot_bytes > 0) geometry.slot_bytes = slot_bytes;
+      segments.push_back(ShmSegment::OnHeap(geometry));
+    }
+    return segments;
+  }
+
+  std::vector<World> worlds_;
+};
+
+}  // namespace hororing
