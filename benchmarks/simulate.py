@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
 import sysconfig
 import time
@@ -85,45 +86,65 @@ def load_core() -> ModuleType:
 
 
 class Work(NamedTuple):
-    """CPU seconds of the coordinator, fitted to the real one: per report, per tensor in it."""
+    """CPU seconds of negotiation, fitted to the real one: per rank, and per tensor of a rank."""
 
-    report_s: float
+    report_s: float  # of the coordinator
     tensor_s: float
+    host_report_s: float = 0.0  # of the first rank of a host that combines, per rank of that host
+    host_tensor_s: float = 0.0
+    combined: int = 1  # ranks of a host, whose reports came as one
 
 
-def coordinator_work(core: ModuleType, ranks: int = 512) -> Work:
+def coordinator_work(core: ModuleType, ranks: int = 512, combined: int = 1) -> Work:
     """Fit the real coordinator's work on cached reports of 1 to 256 tensors."""
     counts = [1, 4, 16, 64, 256]
-    played = [core.play_negotiation(ranks, [[4096] * count], 6)[1:] for count in counts]
-    seconds = [min(step.work_ns for step in steps) / 1e9 / ranks for steps in played]
-    tensor_s, report_s = np.polyfit(counts, seconds, 1, w=1 / np.array(seconds))
-    return Work(max(0.0, float(report_s)), float(tensor_s))
+    played = [core.play_negotiation(ranks, [[4096] * count], 6, combined)[1:] for count in counts]
+
+    def fit(seconds: list[float]) -> tuple[float, float]:
+        tensor_s, report_s = np.polyfit(counts, seconds, 1, w=1 / np.array(seconds))
+        return max(0.0, float(report_s)), float(tensor_s)
+
+    of_rank_0 = fit([min(step.work_ns for step in steps) / 1e9 / ranks for steps in played])
+    if combined == 1:
+        return Work(*of_rank_0)
+    of_hosts = fit([min(step.host_ns for step in steps) / 1e9 / combined for steps in played])
+    return Work(*of_rank_0, *of_hosts, combined)
 
 
-def negotiation(net: Network, ranks: int, work: Work | None, *, per_host: bool = False):
-    """Seconds to agree on so many tensors: all ranks report to rank 0, which answers them all.
+def negotiation(net: Network, ranks: int, work: Work | None):
+    """Seconds to agree on so many tensors: reports go to rank 0, which answers them all.
 
-    Messages of rank 0 are handled one after the other. per_host: as if a host's reports came as
-    one, which is not built. Without `work` it costs nothing.
+    Messages of a rank are handled one after the other. Where `work` is that of combined reports,
+    ranks of another host report to its first rank, which sends them on as one and hands on the
+    answer; a message within a host is counted as dear as one between hosts, which it is not.
+    Without `work` it costs nothing.
     """
-    senders = ranks // min(net.ranks_per_host, ranks) if per_host else ranks
-    hops = 2 if per_host and senders > 1 else 1
+    per_host = min(net.ranks_per_host, ranks)
+    message = 2 * net.message_overhead_s
 
     def seconds(tensors: int) -> float:
         if work is None:
             return 0.0
-        each = 2 * net.message_overhead_s + work.report_s + tensors * work.tensor_s
-        return 2 * net.outer_alpha_s + (hops - 1) * 2 * net.inner_alpha_s + (senders - 1) * each
+        counting = work.report_s + tensors * work.tensor_s
+        if work.combined == 1:
+            return 2 * net.outer_alpha_s + (ranks - 1) * (message + counting)
+        hosts = ranks // per_host
+        alpha = 2 * net.inner_alpha_s + 2 * net.outer_alpha_s * (hosts > 1)
+        combining = work.host_report_s + tensors * work.host_tensor_s
+        elsewhere = (per_host - 1) * message + per_host * combining
+        senders = per_host - 1 + hosts - 1
+        return alpha + elsewhere * (hosts > 1) + senders * message + (ranks - 1) * counting
 
     return seconds
 
 
-def scaling(core: ModuleType, job: Job, ranks: list[int], work: Work) -> dict[str, Any]:
+def scaling(
+    core: ModuleType, job: Job, ranks: list[int], combined: Work, flat: Work
+) -> dict[str, Any]:
     """Efficiency by number of ranks: per algorithm, per policy, per way of negotiating."""
     step = replay.step_of(shapes.MODELS[job.model](), job.step_s, job.element_bytes)
 
-    def line(algorithm: str, policy: str, **how: Any) -> list[float]:
-        works = how.pop("work", work)
+    def line(algorithm: str, policy: str, work: Work | None = combined) -> list[float]:
         efficiency = (engine_replay if policy in engine_replay.POLICIES else replay).efficiency
         return [
             efficiency(
@@ -131,7 +152,7 @@ def scaling(core: ModuleType, job: Job, ranks: list[int], work: Work) -> dict[st
                 core,
                 step,
                 lambda nbytes, n=count: network.seconds(algorithm, job.network, n, nbytes),
-                negotiation(job.network, count, works, **how),
+                negotiation(job.network, count, work),
             )
             for count in ranks
         ]
@@ -149,40 +170,51 @@ def scaling(core: ModuleType, job: Job, ranks: list[int], work: Work) -> dict[st
             name: line(network.BEST, name) for name in [*replay.POLICIES, *engine_replay.POLICIES]
         },
         "negotiation": {
-            "every rank reports to rank 0": line(network.BEST, "plan"),
-            "combined per host (not built)": line(network.BEST, "plan", per_host=True),
-            "free": line(network.BEST, "plan", work=None),
+            "combined per host": line(network.BEST, "plan"),
+            "every rank reports to rank 0": line(network.BEST, "plan", flat),
+            "free": line(network.BEST, "plan", None),
         },
     }  # fmt: skip
 
 
-def control_plane(core: ModuleType, ranks: list[int], bursts: int = 8) -> list[dict[str, Any]]:
-    """What a step of ResNet-50, in `bursts` equal parts, costs rank 0: first and later steps."""
+def control_plane(
+    core: ModuleType, ranks: list[int], combined: int = 8, bursts: int = 8
+) -> list[dict[str, Any]]:
+    """What a step of ResNet-50, in `bursts` equal parts, costs rank 0: first and later steps.
+
+    Of every number of ranks twice: with reports that are combined, `combined` ranks to a host, and
+    with every rank reporting by itself.
+    """
     sizes = replay.step_of(shapes.resnet50(), 1.0, 4).nbytes
     parts = [list(part) for part in np.array_split(sizes, bursts)]
     rows = []
-    for count in ranks:
-        first, *later = core.play_negotiation(count, parts, 3)
+    for count, together in itertools.product(ranks, (combined, 1)):
+        first, *later = core.play_negotiation(count, parts, 3, together)
         for name, step in (("first", first), ("later", min(later, key=lambda s: s.work_ns))):
             rows.append({
-                "ranks": count, "step": name, "work_ms": step.work_ns / 1e6,
+                "ranks": count, "step": name, "ranks_per_message": together,
+                "work_ms": step.work_ns / 1e6, "host_ms": step.host_ns / 1e6,
                 "messages_in": step.reports, "bytes_in": step.report_bytes,
-                "messages_out": step.agreements * (count - 1),
-                "bytes_out": step.agreement_bytes * (count - 1),
+                "messages_out": step.agreements_sent,
+                "bytes_out": step.agreement_bytes * (step.agreements_sent // step.agreements),
             })  # fmt: skip
     return rows
 
 
 def markdown(report: dict[str, Any]) -> str:
     """Efficiency at some numbers of ranks, and the control plane."""
-    work = report["coordinator"]
+    work, flat = report["coordinator"], report["coordinator_flat"]
     lines = [
         "# Simulated scaling",
         "",
         "`python benchmarks/simulate.py`: the real planners and coordinator over a simulated "
         "network. **Predictions under the stated assumptions, not measurements.** The coordinator "
-        f"takes {1e9 * work['report_s']:.0f} ns per report and {1e9 * work['tensor_s']:.0f} ns per "
-        "tensor in it (fitted to the real one, on this machine).",
+        f"takes {1e9 * work['report_s']:.0f} ns per rank and {1e9 * work['tensor_s']:.0f} ns per "
+        f"tensor of a rank where reports of {work['combined']} ranks come as one (for which the "
+        f"first rank of their host takes {1e9 * work['host_report_s']:.0f} and "
+        f"{1e9 * work['host_tensor_s']:.0f} ns), and {1e9 * flat['report_s']:.0f} and "
+        f"{1e9 * flat['tensor_s']:.0f} ns where each comes by itself (fitted to the real one, on "
+        "this machine).",
     ]
     for each in report["scaling"]:
         shown = [n for n in each["ranks"] if n in (8, 64, 512, 1024, 2048)]
@@ -197,11 +229,15 @@ def markdown(report: dict[str, Any]) -> str:
             known = {n: f"{value:.1%}" for n, value in points}
             lines.append(f"| published: {who} | {' | '.join(known.get(n, '') for n in shown)} |")
     lines += ["", "## Rank 0's control plane in a step of ResNet-50, 8 bursts, real code", "",
-              "| ranks | step | CPU ms | messages in | bytes in | messages out | bytes out |",
-              "|---:|---|---:|---:|---:|---:|---:|"]  # fmt: skip
+              "Reports of 8 ranks of a host combined, and every rank by itself; CPU ms of a host: "
+              "of the first rank of one that combines.", "",
+              "| ranks | step | ranks per message | CPU ms | CPU ms of a host | messages in | "
+              "bytes in | messages out | bytes out |",
+              "|---:|---|---:|---:|---:|---:|---:|---:|---:|"]  # fmt: skip
     for row in report["control_plane"]:
         lines.append(
-            "| {ranks:,} | {step} | {work_ms:.2f} | {messages_in:,} | {bytes_in:,} | "
+            "| {ranks:,} | {step} | {ranks_per_message} | {work_ms:.2f} | {host_ms:.2f} | "
+            "{messages_in:,} | {bytes_in:,} | "
             "{messages_out:,} | {bytes_out:,} |".format(**row)
         )
     return "\n".join(lines) + "\n"
@@ -241,15 +277,21 @@ def plot(report: dict[str, Any], folder: Path) -> None:
     columns = (("messages_in", "messages to rank 0 per step"), ("bytes_in", "bytes to rank 0 per "
                "step"), ("work_ms", "coordinator, CPU ms per step"))  # fmt: skip
     for axes, (key, label) in zip(panels, columns, strict=True):
-        for name in ("first", "later"):
-            rows = [row for row in report["control_plane"] if row["step"] == name]
-            axes.plot([row["ranks"] for row in rows], [row[key] for row in rows], marker="o",
-                      label=f"{name} step{'s' * (name == 'later')}")  # fmt: skip
+        for name, together in itertools.product(("first", "later"), (8, 1)):
+            rows = [
+                row
+                for row in report["control_plane"]
+                if row["step"] == name and row["ranks_per_message"] == together
+            ]
+            how = "combined per host" if together > 1 else "each rank by itself"
+            axes.plot([row["ranks"] for row in rows], [row[key] for row in rows],
+                      "o-" if together > 1 else "o--", markersize=4,
+                      label=f"{name} step{'s' * (name == 'later')}, {how}")  # fmt: skip
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set(xlabel="ranks", title=label)
         axes.grid(alpha=0.3)
-        axes.legend()
+        axes.legend(fontsize=7)
     figure.suptitle("The real coordinator: 161 gradients of ResNet-50 in 8 bursts")
     figure.tight_layout()
     figure.savefig(folder / "simulate-control.png", dpi=90)
@@ -265,13 +307,14 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     begin = time.monotonic()
     core = load_core()
-    work = coordinator_work(core)
+    combined, flat = coordinator_work(core, combined=8), coordinator_work(core)
     ranks = [8, 64] if options.quick else RANKS
     jobs = JOBS[:1] if options.quick else JOBS
     report = {
         "command": "python benchmarks/simulate.py",
-        "coordinator": work._asdict(),
-        "scaling": [scaling(core, job, ranks, work) for job in jobs],
+        "coordinator": combined._asdict(),
+        "coordinator_flat": flat._asdict(),
+        "scaling": [scaling(core, job, ranks, combined, flat) for job in jobs],
         "control_plane": control_plane(core, ranks if options.quick else CONTROL_RANKS),
     }
     folder = Path(options.out)

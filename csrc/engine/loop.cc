@@ -57,9 +57,14 @@ Loop::Loop(Engine& engine, World& world, std::vector<std::unique_ptr<Backend>> b
                Learns(engine.config_) && world.topology.rank == 0},
               WorldChannel(world, std::move(backends)), engine.tensors_, *engine.handles_,
               engine.trace_, engine.stats_),
+      audiences_(Audiences(world)),
+      neighbours_(Neighbours(world.topology.rank)),
       parent_pid_(getppid()) {
   engine_.stats_.fusion_bytes = engine_.config_.fusion_bytes;
   engine_.stats_.hold_ns = engine_.config_.hold_ns;
+  if (topology_.rank == neighbours_[0] && neighbours_.size() > 1) {
+    host_reports_.emplace(neighbours_, engine.config_.hold_ns, Learns(engine.config_));
+  }
   if (topology_.rank != 0) return;
   coordinator_.emplace(CoordinatorOptions(engine.config_, topology_.size));
   if (!engine.config_.tune_log.empty()) {
@@ -138,6 +143,7 @@ bool Loop::Step() {
   }
   bool busy = Report();
   busy |= Receive();
+  if (!final_ && host_reports_) busy |= Forward();
   if (!final_ && coordinator_) busy |= Decide();
   if (!final_) busy |= ServeCommands();
   if (!final_) KeepHouse(NowNs());
@@ -179,44 +185,12 @@ bool Loop::Report() {
   if (report.cached.empty() && report.fresh.empty() && !report.leaving) return false;
   if (coordinator_) {
     coordinator_->Receive(0, report, now);
+  } else if (host_reports_) {
+    host_reports_->Receive(topology_.rank, report, now);
   } else {
-    transport_.Post(0, Encode(report));
-    ++engine_.stats_.control_messages_sent;
+    Post(superior(), Encode(report));
   }
   return true;
-}
-
-bool Loop::Receive() {
-  bool any = false;
-  int peer = 0;
-  std::string message;
-  while (!final_ && transport_.Poll(&peer, &message)) {
-    any = true;
-    ++engine_.stats_.control_messages_received;
-    MessageKind kind = MessageKind::kReport;
-    bool understood = KindOf(message, &kind);
-    if (understood && kind == MessageKind::kReport && coordinator_) {
-      struct Report report;
-      understood = Decode(message, &report);
-      if (understood) coordinator_->Receive(peer, report, NowNs());
-    } else if (understood && kind == MessageKind::kAgreement && peer == 0) {
-      Agreement agreement;
-      understood = Decode(message, &agreement);
-      if (understood) Apply(agreement);
-    } else if (understood && kind == MessageKind::kTrace) {
-      std::string events;
-      bool last = false;
-      understood = DecodeTrace(message, &events, &last);
-      if (understood) timeline_.Receive(peer, events, last);
-    } else {
-      understood = false;
-    }
-    if (!understood) {
-      End(Status(Code::kInternal, "malformed control message from rank " + std::to_string(peer),
-                 peer));
-    }
-  }
-  return any;
 }
 
 bool Loop::Decide() {
@@ -232,21 +206,6 @@ bool Loop::Decide() {
   }
   if (!agreed.empty() && Learns(engine_.config_)) ShowSchedule();
   return !agreed.empty();
-}
-
-void Loop::Send(const Agreement& agreement) {
-  const bool to_all = coordinator_->world_only();
-  const std::string message = to_all ? Encode(agreement) : std::string();
-  for (int peer = 1; peer < topology_.size; ++peer) {
-    if (to_all) {
-      transport_.Post(peer, message);
-    } else {
-      const std::optional<Agreement> part = coordinator_->PartFor(peer, agreement);
-      if (!part) continue;
-      transport_.Post(peer, Encode(*part));
-    }
-    ++engine_.stats_.control_messages_sent;
-  }
 }
 
 // Rank 0: what batches cost goes to the coordinator; what comes of it to callers, logs, timeline.
@@ -338,6 +297,7 @@ void Loop::FollowParent() {
 TimeNs Loop::NextDeadline() const {
   TimeNs next = std::min(next_house_ns_, timeline_.NextDeadline());
   if (coordinator_) next = std::min(next, coordinator_->NextDeadline());
+  if (host_reports_) next = std::min(next, host_reports_->NextDeadline());
   return next;
 }
 

@@ -20,6 +20,7 @@
 #include "engine/engine.h"
 #include "engine/timeline.h"
 #include "negotiation/coordinator.h"
+#include "negotiation/host_reports.h"
 #include "negotiation/response_cache.h"
 
 namespace hororing {
@@ -48,8 +49,15 @@ class Loop {
   // Each of the steps returns true when there was something to do, and sets final_ to end.
   bool Report();
   bool Receive();
+  bool Forward();
   bool Decide();
   bool ServeCommands();
+  // messages.cc, with Receive and Forward
+  static std::vector<std::vector<int>> Audiences(const World& world);
+  std::vector<int> Neighbours(int rank) const;
+  int superior() const;
+  void Post(int peer, std::string message);
+  void Send(const Agreement& agreement);
   // apply.cc
   void Apply(const Agreement& agreement);
   void Run(std::vector<Work>* work);
@@ -62,7 +70,6 @@ class Loop {
   void FailRemoved(std::unique_ptr<TensorEntry> entry);
   void TraceNegotiation(const TensorEntry& entry, TimeNs end);
   // loop.cc
-  void Send(const Agreement& agreement);
   void ShowSchedule();
   void TracePlan(const std::vector<std::vector<std::string>>& plan);
   void KeepHouse(TimeNs now);
@@ -78,9 +85,13 @@ class Loop {
   const Topology& topology_;
   Timeline timeline_;
   BatchRunner runner_;
-  std::optional<Coordinator> coordinator_;  // on rank 0
-  int64_t plan_version_ = 0;                // that was shown
-  std::ofstream tune_log_;                  // on rank 0
+  // Ranks that report to rank 0 and hear from it together, by the first of them; this rank's own.
+  const std::vector<std::vector<int>> audiences_;
+  const std::vector<int> neighbours_;
+  std::optional<Coordinator> coordinator_;   // on rank 0
+  std::optional<HostReports> host_reports_;  // on the first of the others
+  int64_t plan_version_ = 0;                 // that was shown
+  std::ofstream tune_log_;                   // on rank 0
   ResponseCache cache_;
   // Of the agreement under way: what this rank contributes although it has joined.
   std::vector<std::unique_ptr<TensorEntry>> stand_ins_;

@@ -240,6 +240,16 @@ std::string Encode(const Agreement& agreement) {
   return out.Take();
 }
 
+std::string EncodeCombined(const std::map<std::string, std::vector<int>>& reports) {
+  Writer out(MessageKind::kCombined);
+  out.Unsigned(reports.size());
+  for (const auto& [report, ranks] : reports) {
+    Put(out, ranks);
+    out.Text(report);
+  }
+  return out.Take();
+}
+
 std::string EncodeTrace(const std::string& events, bool last) {
   Writer out(MessageKind::kTrace);
   out.Unsigned(last);
@@ -251,7 +261,7 @@ bool KindOf(const std::string& message, MessageKind* kind) {
   if (message.empty()) return false;
   const uint8_t byte = static_cast<uint8_t>(message[0]);
   if (byte < static_cast<uint8_t>(MessageKind::kReport) ||
-      byte > static_cast<uint8_t>(MessageKind::kTrace)) {
+      byte > static_cast<uint8_t>(MessageKind::kCombined)) {
     return false;
   }
   *kind = static_cast<MessageKind>(byte);
@@ -285,6 +295,19 @@ bool Decode(const std::string& message, Agreement* agreement) {
   agreement->evicted.resize(in.Count());
   for (uint64_t& id : agreement->evicted) id = in.Unsigned();
   return in.complete();
+}
+
+bool DecodeCombined(const std::string& message,
+                    std::vector<std::pair<std::vector<int>, Report>>* reports) {
+  Reader in(message);
+  if (!in.Expect(MessageKind::kCombined)) return false;
+  reports->resize(in.Count());
+  bool understood = true;
+  for (auto& [ranks, report] : *reports) {
+    Get(in, &ranks);
+    understood = understood && Decode(in.Text(), &report);
+  }
+  return in.complete() && understood;
 }
 
 bool DecodeTrace(const std::string& message, std::string* events, bool* last) {

@@ -6,19 +6,24 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "negotiation/messages.h"
 
 namespace hororing {
 
-constexpr uint32_t kProtocolVersion = 3;
+constexpr uint32_t kProtocolVersion = 4;
 
 // The first byte of every control message.
-enum class MessageKind : uint8_t { kReport = 1, kAgreement = 2, kTrace = 3 };
+enum class MessageKind : uint8_t { kReport = 1, kAgreement = 2, kTrace = 3, kCombined = 4 };
 
 std::string Encode(const Report& report);
 std::string Encode(const Agreement& agreement);
+// Reports that are encoded already, and the ranks that make each.
+std::string EncodeCombined(const std::map<std::string, std::vector<int>>& reports);
 // Trace events (already bytes); `last`: the sender will send no more.
 std::string EncodeTrace(const std::string& events, bool last);
 
@@ -26,6 +31,8 @@ std::string EncodeTrace(const std::string& events, bool last);
 bool KindOf(const std::string& message, MessageKind* kind);
 bool Decode(const std::string& message, Report* report);
 bool Decode(const std::string& message, Agreement* agreement);
+bool DecodeCombined(const std::string& message,
+                    std::vector<std::pair<std::vector<int>, Report>>* reports);
 bool DecodeTrace(const std::string& message, std::string* events, bool* last);
 
 }  // namespace hororing

@@ -39,16 +39,19 @@ Coordinator::Coordinator(const Options& options)
       applied_(static_cast<size_t>(options.size), 0),
       queue_(options.queue) {}
 
-void Coordinator::Receive(int rank, const Report& report, TimeNs now) {
+void Coordinator::Receive(const int* ranks, size_t count, const Report& report, TimeNs now) {
   if (stopped_) return;
-  applied_[static_cast<size_t>(rank)] = report.applied;
+  for (size_t i = 0; i < count; ++i) applied_[static_cast<size_t>(ranks[i])] = report.applied;
   ForgetRetired();
   for (size_t i = 0; i < report.cached.size(); ++i) {
     const TimeNs age = report.ages_us.empty() ? 0 : report.ages_us[i] * kMicrosecond;
-    ReportCached(rank, report.cached[i], now - age, now);
+    ReportCached(ranks, count, report.cached[i], now - age, now);
   }
-  for (const Request& request : report.fresh) ReportFresh(rank, request, now);
+  for (const Request& request : report.fresh) {
+    for (size_t i = 0; i < count; ++i) ReportFresh(ranks[i], request, now);
+  }
   if (report.leaving) {
+    const int rank = ranks[0];
     std::string text = "rank " + std::to_string(rank) + " has shut down";
     if (!report.reason.empty()) text += " (" + report.reason + ")";
     text += "; every rank must make the same calls: see whether it had fewer batches, say";
@@ -76,7 +79,8 @@ const Request& Coordinator::Pending::any() const {
 }
 
 // A record that is not there belongs to a process set that was removed: its requests have failed.
-void Coordinator::ReportCached(int rank, uint64_t id, TimeNs submitted, TimeNs now) {
+void Coordinator::ReportCached(const int* ranks, size_t count, uint64_t id, TimeNs submitted,
+                               TimeNs now) {
   const auto found = records_.find(id);
   if (found == records_.end()) return;
   const Record& record = *found->second;
@@ -88,11 +92,14 @@ void Coordinator::ReportCached(int rank, uint64_t id, TimeNs submitted, TimeNs n
   } else if (pending.id != id) {
     Expand(pending);
   }
-  if (pending.id == 0) {
-    const int member = pending.set->IndexOf(rank);
-    pending.requests[static_cast<size_t>(member)] = RequestOf(record, member);
+  for (size_t i = 0; i < count; ++i) {
+    if (pending.id == 0) {
+      const int member = pending.set->IndexOf(ranks[i]);
+      pending.requests[static_cast<size_t>(member)] = RequestOf(record, member);
+    }
+    Count(ranks[i], pending);
   }
-  Count(rank, key, pending, now);
+  if (AllHere(pending)) Complete(key, pending, now);
 }
 
 void Coordinator::ReportFresh(int rank, const Request& request, TimeNs now) {
@@ -103,7 +110,8 @@ void Coordinator::ReportFresh(int rank, const Request& request, TimeNs now) {
   Pending& pending = PendingFor(request, key, 0, now, now);
   Expand(pending);
   pending.requests[static_cast<size_t>(set->IndexOf(rank))] = request;
-  Count(rank, key, pending, now);
+  Count(rank, pending);
+  if (AllHere(pending)) Complete(key, pending, now);
 }
 
 // `id` and `submitted`: of the report, which counts from now on.
@@ -134,11 +142,10 @@ void Coordinator::Expand(Pending& pending) {
   pending.record = nullptr;
 }
 
-void Coordinator::Count(int rank, const std::string& key, Pending& pending, TimeNs now) {
+void Coordinator::Count(int rank, Pending& pending) {
   char& reported = pending.reported[static_cast<size_t>(pending.set->IndexOf(rank))];
   pending.count += reported ? 0 : 1;
   reported = 1;
-  if (AllHere(pending)) Complete(key, pending, now);
 }
 
 void Coordinator::Complete(const std::string& key, Pending& pending, TimeNs now) {

@@ -46,14 +46,18 @@ class Coordinator {
   };
   explicit Coordinator(const Options& options);
 
-  void Receive(int rank, const Report& report, TimeNs now);
+  void Receive(int rank, const Report& report, TimeNs now) { Receive(&rank, 1, report, now); }
+  // The same report of several ranks, for less than as many.
+  void Receive(const std::vector<int>& ranks, const Report& report, TimeNs now) {
+    Receive(ranks.data(), ranks.size(), report, now);
+  }
   // Queues a switch of the timeline, in order with everything else.
   void SwitchTimeline(bool on, bool mark_cycles);
 
   // What is decided by now and goes, if anything; see ReadyQueue.
   std::optional<Agreement> Decide(TimeNs now);
-  // What of the agreement just decided concerns `rank`; nothing: it need not be sent there.
-  std::optional<Agreement> PartFor(int rank, const Agreement& agreement) const;
+  // What of the agreement just decided concerns any of `ranks`; nothing: it need not be sent there.
+  std::optional<Agreement> PartFor(const std::vector<int>& ranks, const Agreement& agreement) const;
   // Whether every agreement concerns every rank.
   bool world_only() const { return sets_.count() == 1; }
   // A batch of allreduces was carried out on this rank.
@@ -94,13 +98,14 @@ class Coordinator {
     const Request& any() const;      // of those reported
   };
 
-  void ReportCached(int rank, uint64_t id, TimeNs submitted, TimeNs now);
+  void Receive(const int* ranks, size_t count, const Report& report, TimeNs now);
+  void ReportCached(const int* ranks, size_t count, uint64_t id, TimeNs submitted, TimeNs now);
   void ReportFresh(int rank, const Request& request, TimeNs now);
   Pending& PendingFor(const Request& request, const std::string& key, uint64_t id, TimeNs submitted,
                       TimeNs now);
   void Forget(std::unordered_map<std::string, Pending>::iterator pending);
   void Expand(Pending& pending);
-  void Count(int rank, const std::string& key, Pending& pending, TimeNs now);
+  static void Count(int rank, Pending& pending);
   void Complete(const std::string& key, Pending& pending, TimeNs now);
   Decision Agree(Pending& pending, int64_t* bytes);
   Status ChangeSets(const Request& request, std::vector<int64_t>* rows, TimeNs now);

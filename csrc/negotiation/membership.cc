@@ -115,12 +115,15 @@ Status Coordinator::CheckJoined(const std::vector<int>& joined, const Request& r
   return Status::Ok();
 }
 
-std::optional<Agreement> Coordinator::PartFor(int rank, const Agreement& agreement) const {
+std::optional<Agreement> Coordinator::PartFor(const std::vector<int>& ranks,
+                                              const Agreement& agreement) const {
   // A set that is removed in this agreement concerns whoever may have been in it; its number may be
   // that of another one by now.
   const auto concerns = [&](int32_t process_set) {
     const ProcessSet* set = sets_.Find(process_set);
-    return set == nullptr || removed_now_.count(process_set) != 0 || set->IndexOf(rank) >= 0;
+    return set == nullptr || removed_now_.count(process_set) != 0 ||
+           std::any_of(ranks.begin(), ranks.end(),
+                       [set](int rank) { return set->IndexOf(rank) >= 0; });
   };
   Agreement part;
   part.sequence = agreement.sequence;

@@ -188,9 +188,11 @@ PYBIND11_MODULE(_testing, module) {
       .def_readonly("agreements", &NegotiationCost::agreements)
       .def_readonly("agreement_bytes", &NegotiationCost::agreement_bytes)
       .def_readonly("decisions", &NegotiationCost::decisions)
-      .def_readonly("work_ns", &NegotiationCost::work_ns);
+      .def_readonly("agreements_sent", &NegotiationCost::agreements_sent)
+      .def_readonly("work_ns", &NegotiationCost::work_ns)
+      .def_readonly("host_ns", &NegotiationCost::host_ns);
   module.def("play_negotiation", &PlayNegotiation, py::arg("ranks"), py::arg("bursts"),
-             py::arg("steps"));
+             py::arg("steps"), py::arg("combined") = 1);
 
   py::class_<Request>(module, "Request")
       .def(py::init([](std::string name, int kind, int dtype, std::vector<int64_t> shape, int op,

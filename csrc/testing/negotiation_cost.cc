@@ -1,15 +1,17 @@
 #include "testing/negotiation_cost.h"
 
+#include <algorithm>
 #include <ctime>
-
 #include <numeric>
 #include <optional>
 #include <stdexcept>
 #include <string>
 #include <unordered_map>
+#include <utility>
 
 #include "negotiation/codec.h"
 #include "negotiation/coordinator.h"
+#include "negotiation/host_reports.h"
 
 namespace hororing {
 namespace {
@@ -29,11 +31,34 @@ Request Gradient(size_t number, int64_t bytes) {
   return request;
 }
 
+Report Decoded(const std::string& message) {
+  Report report;
+  if (!Decode(message, &report)) throw std::logic_error("codec");
+  return report;
+}
+
+// What the first rank of a host makes of its neighbours' messages; its own report does not travel.
+std::string Combine(HostReports* combiner, const std::vector<int>& host,
+                    const std::string& message) {
+  for (const int rank : host) combiner->Receive(rank, Decoded(message), 0);
+  std::optional<std::string> made = combiner->Take(0);
+  if (!made) throw std::logic_error("reports that are alike were held");
+  return std::move(*made);
+}
+
+void Arrive(Coordinator* coordinator, int rank, const std::string& message, NegotiationCost* cost) {
+  ++cost->reports;
+  cost->report_bytes += static_cast<int64_t>(message.size());
+  std::vector<std::pair<std::vector<int>, Report>> reports;
+  if (!DecodeCombined(message, &reports)) return coordinator->Receive(rank, Decoded(message), 0);
+  for (const auto& [ranks, report] : reports) coordinator->Receive(ranks, report, 0);
+}
+
 }  // namespace
 
 std::vector<NegotiationCost> PlayNegotiation(int ranks,
                                              const std::vector<std::vector<int64_t>>& bursts,
-                                             int steps) {
+                                             int steps, int combined) {
   Coordinator::Options options;
   options.size = ranks;
   options.queue.fusion_bytes = int64_t{64} << 20;
@@ -42,6 +67,13 @@ std::vector<NegotiationCost> PlayNegotiation(int ranks,
       bursts.begin(), bursts.end(), size_t{1},
       [](size_t sum, const std::vector<int64_t>& burst) { return sum + burst.size(); }));
   Coordinator coordinator(options);
+  std::vector<std::vector<int>> hosts;  // but the coordinator's
+  std::vector<HostReports> combiners;
+  for (int rank = combined; rank < ranks; ++rank) {
+    if (rank % combined == 0) hosts.emplace_back();
+    hosts.back().push_back(rank);
+  }
+  for (const std::vector<int>& host : hosts) combiners.emplace_back(host, kSecond, false);
   std::unordered_map<std::string, uint64_t> ids;
   uint64_t applied = 0;
   std::vector<NegotiationCost> costs;
@@ -61,20 +93,29 @@ std::vector<NegotiationCost> PlayNegotiation(int ranks,
         }
       }
       const std::string message = Encode(report);
+      const int64_t combine_begin = CpuNs();
+      std::vector<std::string> messages;
+      for (size_t host = 0; host < hosts.size(); ++host) {
+        messages.push_back(combined == 1 ? message
+                                         : Combine(&combiners[host], hosts[host], message));
+      }
+      if (!hosts.empty()) {
+        cost.host_ns += (CpuNs() - combine_begin) / static_cast<int64_t>(hosts.size());
+      }
       const int64_t begin = CpuNs();
       coordinator.Receive(0, report, 0);
-      for (int rank = 1; rank < ranks; ++rank) {
-        Report travelled;
-        if (!Decode(message, &travelled)) throw std::logic_error("codec");
-        coordinator.Receive(rank, travelled, 0);
+      for (int rank = 1; rank < std::min(ranks, combined); ++rank) {  // of the same host
+        Arrive(&coordinator, rank, message, &cost);
+      }
+      for (size_t host = 0; host < hosts.size(); ++host) {
+        Arrive(&coordinator, hosts[host][0], messages[host], &cost);
       }
       const std::optional<Agreement> agreement = coordinator.Decide(0);
       if (!agreement) throw std::logic_error("a complete burst was not decided");
       const std::string answer = Encode(*agreement);
       cost.work_ns += CpuNs() - begin;
-      cost.reports += ranks - 1;
-      cost.report_bytes += (ranks - 1) * static_cast<int64_t>(message.size());
       cost.agreements += 1;
+      cost.agreements_sent += std::min(ranks, combined) - 1 + static_cast<int64_t>(hosts.size());
       cost.agreement_bytes += static_cast<int64_t>(answer.size());
       cost.decisions += static_cast<int64_t>(agreement->decisions.size());
       applied = agreement->sequence;

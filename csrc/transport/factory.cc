@@ -13,6 +13,7 @@
 #include <sstream>
 #include <utility>
 
+#include "transport/routed_transport.h"
 #include "transport/shm_transport.h"
 
 namespace hororing {
@@ -234,6 +235,14 @@ std::vector<std::vector<int>> Topology::ranks_on() const {
   return ranks;
 }
 
+void RouteControl(const WorldOptions& options, World* world) {
+  const Topology& topology = world->topology;
+  const int host = topology.host_of[static_cast<size_t>(topology.rank)];
+  world->transport = std::make_unique<RoutedTransport>(
+      std::move(world->transport), dynamic_cast<ShmTransport&>(*world->local),
+      topology.ranks_on()[static_cast<size_t>(host)], options.spin_ns);
+}
+
 Status MakeWorld(const WorldOptions& options, World* world) {
   if (!options.launched) {
     if (!IsKnown(options.transport)) return UnknownTransport(options.transport);
@@ -280,6 +289,7 @@ Status MakeWorld(const WorldOptions& options, World* world) {
         }
       }
       world->transport = std::move(over_mpi);
+      if (world->local != nullptr) RouteControl(options, world);
       return Status::Ok();
     }
     std::string hosts;

@@ -30,8 +30,8 @@ struct World {
   // MPI, when it only served to find the other ranks. Destroyed after the transport.
   std::unique_ptr<Transport> bootstrap;
   std::unique_ptr<Transport> transport;  // what the engine talks over
-  // Several hosts: shared memory of the ranks of this one, by local rank, for its slots only. Null
-  // where some host has none, or none has two ranks.
+  // Several hosts: shared memory of the ranks of this one, by local rank, for its slots and for
+  // control messages (RoutedTransport). Null where some host has none, or none has two ranks.
   std::unique_ptr<Transport> local;
   Topology topology;
   std::string note;  // why not the transport that one would expect; empty: nothing to say
@@ -53,6 +53,9 @@ struct WorldOptions {
 // over several hosts is an error that names the hosts. The ranks decide alike, and fail with the
 // same text, as long as MPI connects them.
 Status MakeWorld(const WorldOptions& options, World* world);
+
+// Several hosts: control messages between neighbours go through `world.local` from now on.
+void RouteControl(const WorldOptions& options, World* world);
 
 // N ranks inside this process, for tests: element r belongs to the thread that plays rank r.
 std::vector<std::unique_ptr<Transport>> MakeInprocWorld(int size, TimeNs spin_ns,

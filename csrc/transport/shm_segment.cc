@@ -56,6 +56,15 @@ size_t FittingArena(const ShmSegment::Geometry& geometry, bool file) {
   return bytes / kHugePage * kHugePage;
 }
 
+// Of the pipes.
+constexpr size_t kMinPipe = 4 << 10, kControlBudget = 8 << 20;
+
+// `bytes`, halved until `count` times as much fits into the budget, or it would be too little.
+size_t Shrunk(size_t bytes, size_t least, size_t count, size_t budget) {
+  while (bytes > least && bytes * count > budget) bytes /= 2;
+  return bytes;
+}
+
 // A name that no other job can guess or have left behind.
 std::string UniqueName() {
   std::random_device entropy;
@@ -108,31 +117,24 @@ void* Map(int fd, size_t bytes) {
 ShmSegment::Geometry ShmSegment::Geometry::For(int ranks) {
   // Pipes exist per ordered pair, so they shrink as the ranks grow in number. The three budgets
   // keep the segment of up to 64 ranks below the 64 MiB that a container's /dev/shm has.
-  constexpr size_t kMinPipe = 4 << 10;
-  constexpr size_t kDataBudget = 16 << 20, kControlBudget = 8 << 20, kSlotBudget = 16 << 20;
+  constexpr size_t kDataBudget = 16 << 20, kSlotBudget = 16 << 20;
   const size_t n = static_cast<size_t>(ranks);
-  const auto shrink = [](size_t bytes, size_t least, size_t count, size_t budget) {
-    while (bytes > least && bytes * count > budget) bytes /= 2;
-    return bytes;
-  };
   Geometry geometry;
   geometry.ranks = ranks;
-  geometry.data_pipe_bytes = shrink(256 << 10, kMinPipe, n * n, kDataBudget);
-  geometry.control_pipe_bytes = shrink(64 << 10, kMinPipe, n * n, kControlBudget);
-  geometry.slot_bytes = shrink(2 << 20, 64 << 10, n, kSlotBudget);
+  geometry.data_pipe_bytes = Shrunk(256 << 10, kMinPipe, n * n, kDataBudget);
+  geometry.control_pipe_bytes = Shrunk(64 << 10, kMinPipe, n * n, kControlBudget);
+  geometry.slot_bytes = Shrunk(2 << 20, 64 << 10, n, kSlotBudget);
   return geometry;
 }
 
 ShmSegment::Geometry ShmSegment::Geometry::OfHost(int ranks, int most) {
   constexpr size_t kNoPipe = kCacheLine, kSlotBudget = 32 << 20;
+  const size_t n = static_cast<size_t>(ranks);
   Geometry geometry;
   geometry.ranks = ranks;
-  geometry.data_pipe_bytes = geometry.control_pipe_bytes = kNoPipe;
-  geometry.slot_bytes = 8 << 20;
-  while (geometry.slot_bytes > (256 << 10) &&
-         geometry.slot_bytes * static_cast<size_t>(most) > kSlotBudget) {
-    geometry.slot_bytes /= 2;
-  }
+  geometry.data_pipe_bytes = kNoPipe;
+  geometry.control_pipe_bytes = Shrunk(64 << 10, kMinPipe, n * n, kControlBudget);
+  geometry.slot_bytes = Shrunk(8 << 20, 256 << 10, static_cast<size_t>(most), kSlotBudget);
   return geometry;
 }
 

@@ -73,7 +73,7 @@ class ShmSegment {
     size_t slot_bytes = 0;           // per rank: the blocks of the direct allreduce
     size_t arena_bytes = 0;          // per rank, at most; the creator's counts
     static Geometry For(int ranks);  // below 64 MiB in total for up to 64 ranks
-    // For the ranks of one of several hosts, whose messages go by MPI. `most` ranks are on the
+    // For the ranks of one of several hosts, whose data goes by MPI. `most` ranks are on the
     // largest host: slots are equally large on all.
     static Geometry OfHost(int ranks, int most);
     size_t total_bytes() const;  // without the arenas

@@ -254,10 +254,7 @@ bool ShmTransport::Flush(TimeNs deadline) {
   for (;;) {
     const uint32_t bell = Bell();
     const bool moved = Progress();
-    if (std::all_of(peers_.begin(), peers_.end(),
-                    [](const Peer& peer) { return peer.outbox.empty(); })) {
-      return delivered;
-    }
+    if (!HasUnsent()) return delivered;
     const Next next = Pause(wait, bell, moved, deadline);
     if (next == Next::kGiveUp) return false;
     if (next != Next::kLook) continue;
@@ -269,6 +266,11 @@ bool ShmTransport::Flush(TimeNs deadline) {
       delivered = false;
     }
   }
+}
+
+bool ShmTransport::HasUnsent() const {
+  return std::any_of(peers_.begin(), peers_.end(),
+                     [](const Peer& peer) { return !peer.outbox.empty(); });
 }
 
 bool ShmTransport::Progress() {

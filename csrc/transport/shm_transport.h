@@ -38,6 +38,7 @@ class ShmTransport final : public Transport, private Turns {
   bool Done(Request request) override;
   void Post(int peer, std::string message) override;
   bool Poll(int* peer, std::string* message) override;
+  bool Move() override { return Progress(); }
   void Sleep(TimeNs deadline) override;
   void Wake() override;
   Turns* turns() override { return this; }
@@ -45,6 +46,8 @@ class ShmTransport final : public Transport, private Turns {
   Status CheckPeers() override { return CheckPeers(""); }
   void AnnounceFailure(const std::string& reason, int blamed) override;
   bool Flush(TimeNs deadline) override;
+  // Whether the pipe to some peer had no room yet for all that was posted.
+  bool HasUnsent() const;
 
   // For backend/shm_direct, which shares the segment and this rank's doorbell.
   ShmSegment& segment() { return *segment_; }

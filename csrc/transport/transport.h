@@ -78,6 +78,9 @@ class Transport {
   virtual void Post(int peer, std::string message) = 0;
   virtual bool Poll(int* peer, std::string* message) = 0;
 
+  // Moves what is in flight in both planes, and never blocks: true when anything moved, as far as
+  // the transport can tell.
+  virtual bool Move() { return false; }
   // Returns when a control message may be there, after a Wake() (also one that came before
   // the call, since the last Sleep), or at `deadline`. Spins briefly, then sleeps without
   // burning CPU. May return early.

@@ -120,7 +120,7 @@ TEST(what_was_ready_before_its_set_was_removed_reaches_the_old_members) {
   }
   const auto agreement = coordinator.Decide(0);
   CHECK_EQ(agreement->decisions.size(), size_t{3});
-  CHECK_EQ(coordinator.PartFor(1, *agreement)->decisions.size(), size_t{3});
+  CHECK_EQ(coordinator.PartFor({1}, *agreement)->decisions.size(), size_t{3});
 }
 
 TEST(the_set_of_a_layer_leaves_its_ranks_to_the_user) {
@@ -155,9 +155,9 @@ TEST(a_set_decides_without_the_others_and_concerns_only_its_members) {
   const auto agreement = coordinator.Decide(kSecond);
   CHECK_EQ(agreement->decisions.size(), size_t{1});
   CHECK_EQ(agreement->decisions[0].process_set, set);
-  CHECK(!coordinator.PartFor(0, *agreement).has_value());
-  CHECK(!coordinator.PartFor(2, *agreement).has_value());
-  CHECK_EQ(coordinator.PartFor(3, *agreement)->sequence, agreement->sequence);
+  CHECK(!coordinator.PartFor({0}, *agreement).has_value());
+  CHECK(!coordinator.PartFor({2}, *agreement).has_value());
+  CHECK_EQ(coordinator.PartFor({3}, *agreement)->sequence, agreement->sequence);
   const std::vector<Waiting> waiting = coordinator.AllWaiting();
   CHECK_EQ(waiting.size(), size_t{1});
   CHECK(waiting[0].missing == (std::vector<int>{1, 2, 3}));

@@ -194,13 +194,40 @@ def test_cached_reports_take_a_byte_or_two_per_tensor_whatever_the_job_size(core
     assert 161 <= nbytes <= 2 * 161 + 16 * len(bursts)
 
 
+@pytest.mark.parametrize(("ranks", "combined"), [(8, 8), (16, 8), (64, 8), (12, 4), (3, 3)])
+@pytest.mark.parametrize("bursts", [[[4]], [[4096, 8, 16], [64], [1024] * 9]])
+def test_combined_reports_take_one_message_each_way_per_neighbour_and_host(
+    core, ranks, combined, bursts
+):
+    each_way = (combined - 1) + (ranks // combined - 1)
+    alone = core.play_negotiation(ranks, bursts, 3)
+    for step, flat in zip(core.play_negotiation(ranks, bursts, 3, combined), alone, strict=True):
+        assert step.reports == step.agreements_sent == each_way * len(bursts)
+        assert step.decisions == flat.decisions
+        assert step.agreement_bytes == flat.agreement_bytes
+        assert flat.reports == flat.agreements_sent == (ranks - 1) * len(bursts)
+
+
+def test_what_a_host_reports_alike_travels_once(core):
+    bursts = [[4096] * 100]
+    flat = core.play_negotiation(16, bursts, 2)[1].report_bytes / 15
+    combined = core.play_negotiation(16, bursts, 2, 8)[1].report_bytes
+    # Seven neighbours by themselves; one report of eight ranks, a byte each and a few around it.
+    assert 7 * flat + flat < combined <= 7 * flat + flat + 8 + 5
+
+
 def test_all_ranks_wait_for_the_coordinator_as_long_as_the_formula_says():
-    work = simulate.Work(report_s=50e-9, tensor_s=40e-9)
+    flat = simulate.Work(report_s=50e-9, tensor_s=40e-9)
+    combined = simulate.Work(30e-9, 10e-9, 60e-9, 20e-9, combined=8)
     net = network.RDMA
-    flat = simulate.negotiation(net, 1024, work)(20)
-    assert flat == pytest.approx(2 * 15e-6 + 1023 * (2e-6 + 50e-9 + 20 * 40e-9))
-    by_host = simulate.negotiation(net, 1024, work, per_host=True)(20)
-    assert by_host == pytest.approx(2 * 15e-6 + 2 * 5e-6 + 127 * (2e-6 + 50e-9 + 20 * 40e-9))
+    seconds = simulate.negotiation(net, 1024, flat)(20)
+    assert seconds == pytest.approx(2 * 15e-6 + 1023 * (2e-6 + 50e-9 + 20 * 40e-9))
+    seconds = simulate.negotiation(net, 1024, combined)(20)
+    at_a_host = 7 * 2e-6 + 8 * (60e-9 + 20 * 20e-9)
+    at_rank_0 = (7 + 127) * 2e-6 + 1023 * (30e-9 + 20 * 10e-9)
+    assert seconds == pytest.approx(2 * 15e-6 + 2 * 5e-6 + at_a_host + at_rank_0)
+    one_host = simulate.negotiation(net, 8, combined)(20)
+    assert one_host == pytest.approx(2 * 5e-6 + 7 * 2e-6 + 7 * (30e-9 + 20 * 10e-9))
     assert simulate.negotiation(net, 1024, None)(20) == 0
 
 
@@ -209,7 +236,7 @@ def test_the_program_writes_its_figures_and_tables(core, tmp_path, capsys):
     report = json.loads((tmp_path / "simulate.json").read_text())
     (job,) = report["scaling"]
     assert all(0 < x <= 1 for line in job["policies"].values() for x in line)
-    assert [row["ranks"] for row in report["control_plane"]] == [8, 8, 64, 64]
+    assert [row["ranks"] for row in report["control_plane"]] == [8] * 4 + [64] * 4
     text = (tmp_path / "simulate.md").read_text()
     assert "| the best per size, plan |" in text
     assert text in capsys.readouterr().out

@@ -45,6 +45,7 @@ class MpiTransport final : public Transport {
 
   void Post(int peer, std::string message) override;
   bool Poll(int* peer, std::string* message) override;
+  bool Move() override { return ProgressControl() | ProgressData(); }
   void Sleep(TimeNs deadline) override;
   void Wake() override { bell_.Ring(); }
   void WatchProcesses(std::vector<ProcessIdentity> of_ranks) override;

@@ -1,0 +1,121 @@
+// Loop: its messages. Ranks of rank 0's host report to it themselves; those of another host that
+// shares memory report to its first rank, which sends what they said on as one message
+// (negotiation/host_reports.h), and hands on what rank 0 answers.
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "engine/loop.h"
+#include "negotiation/codec.h"
+
+namespace hororing {
+
+// Those that hear from rank 0 together: its neighbours by themselves, where there is memory to
+// reach them; the ranks of another host through the first of them.
+std::vector<std::vector<int>> Loop::Audiences(const World& world) {
+  std::vector<std::vector<int>> audiences;
+  for (const std::vector<int>& ranks : world.topology.ranks_on()) {
+    if (world.local != nullptr && ranks[0] != 0) {
+      audiences.push_back(ranks);
+    } else {
+      for (const int rank : ranks) audiences.push_back({rank});
+    }
+  }
+  return audiences;
+}
+
+std::vector<int> Loop::Neighbours(int rank) const {
+  for (const std::vector<int>& ranks : audiences_) {
+    if (std::find(ranks.begin(), ranks.end(), rank) != ranks.end()) return ranks;
+  }
+  return {rank};
+}
+
+// Whom this rank reports to, and hears from.
+int Loop::superior() const {
+  const int first = neighbours_[0];
+  return first == topology_.rank ? 0 : first;
+}
+
+// What the ranks of this host have reported, to rank 0.
+bool Loop::Forward() {
+  std::optional<std::string> message = host_reports_->Take(NowNs());
+  if (!message) return false;
+  Post(0, std::move(*message));
+  return true;
+}
+
+void Loop::Post(int peer, std::string message) {
+  transport_.Post(peer, std::move(message));
+  ++engine_.stats_.control_messages_sent;
+}
+
+bool Loop::Receive() {
+  const std::vector<int>& host_of = topology_.host_of;
+  const auto on_host = [&](int rank, int of) {
+    return rank >= 0 && rank < topology_.size &&
+           host_of[static_cast<size_t>(rank)] == host_of[static_cast<size_t>(of)];
+  };
+  bool any = false;
+  int peer = 0;
+  std::string message;
+  while (!final_ && transport_.Poll(&peer, &message)) {
+    any = true;
+    ++engine_.stats_.control_messages_received;
+    MessageKind kind = MessageKind::kReport;
+    bool understood = KindOf(message, &kind);
+    if (understood && kind == MessageKind::kReport && (coordinator_ || host_reports_)) {
+      struct Report report;
+      understood = Decode(message, &report);
+      if (understood && coordinator_) {
+        coordinator_->Receive(peer, report, NowNs());
+      } else if (understood && on_host(peer, topology_.rank)) {
+        host_reports_->Receive(peer, report, NowNs());
+      }
+    } else if (understood && kind == MessageKind::kCombined && coordinator_) {
+      std::vector<std::pair<std::vector<int>, struct Report>> reports;
+      understood = DecodeCombined(message, &reports);
+      for (const auto& [ranks, report] : reports) {
+        understood = understood && std::all_of(ranks.begin(), ranks.end(),
+                                               [&](int rank) { return on_host(rank, peer); });
+        if (understood) coordinator_->Receive(ranks, report, NowNs());
+      }
+    } else if (understood && kind == MessageKind::kAgreement && peer == superior()) {
+      Agreement agreement;
+      understood = Decode(message, &agreement);
+      // Before it is carried out, which takes all of them.
+      for (size_t i = 1; host_reports_ && i < neighbours_.size(); ++i) {
+        Post(neighbours_[i], message);
+      }
+      if (understood) Apply(agreement);
+    } else if (understood && kind == MessageKind::kTrace) {
+      std::string events;
+      bool last = false;
+      understood = DecodeTrace(message, &events, &last);
+      if (understood) timeline_.Receive(peer, events, last);
+    } else {
+      understood = false;
+    }
+    if (!understood) {
+      End(Status(Code::kInternal, "malformed control message from rank " + std::to_string(peer),
+                 peer));
+    }
+  }
+  return any;
+}
+
+void Loop::Send(const Agreement& agreement) {
+  const bool to_all = coordinator_->world_only();
+  const std::string message = to_all ? Encode(agreement) : std::string();
+  for (const std::vector<int>& ranks : audiences_) {
+    if (ranks[0] == 0) continue;
+    if (to_all) {
+      Post(ranks[0], message);
+    } else {
+      const std::optional<Agreement> part = coordinator_->PartFor(ranks, agreement);
+      if (part) Post(ranks[0], Encode(*part));
+    }
+  }
+}
+
+}  // namespace hororing

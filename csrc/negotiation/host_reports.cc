@@ -1,0 +1,97 @@
+#include "negotiation/host_reports.h"
+
+#include <algorithm>
+#include <map>
+#include <utility>
+
+#include "negotiation/codec.h"
+
+namespace hororing {
+namespace {
+
+// What is remembered of tensors that come no more, at most; then everything is learned anew.
+constexpr size_t kMostTensors = 1 << 13;
+// Below, tensors count as submitted just now.
+constexpr TimeNs kAgeWorthTelling = 100 * kMicrosecond;
+
+}  // namespace
+
+HostReports::HostReports(std::vector<int> ranks, TimeNs hold_ns, bool tell_ages)
+    : ranks_(std::move(ranks)), hold_ns_(hold_ns), tell_ages_(tell_ages), held_(ranks_.size()) {}
+
+void HostReports::Receive(int rank, const Report& report, TimeNs now) {
+  const auto found = std::find(ranks_.begin(), ranks_.end(), rank);
+  const size_t place = static_cast<size_t>(found - ranks_.begin());
+  Held& held = held_[place];
+  if (!any_) since_ns_ = now;
+  any_ = true;
+  // The older one of those that are combined: no id may be forgotten that is named below.
+  if (!held.any) held.report.applied = report.applied;
+  held.any = true;
+  for (size_t i = 0; i < report.cached.size(); ++i) {
+    held.report.cached.push_back(report.cached[i]);
+    const TimeNs age = report.ages_us.empty() ? 0 : report.ages_us[i] * kMicrosecond;
+    held.submitted_ns.push_back(now - age);
+    Count(cached_[report.cached[i]], place);
+  }
+  for (const Request& request : report.fresh) {
+    held.report.fresh.push_back(request);
+    Count(fresh_[Key(request)], place);
+  }
+  if (report.leaving) {
+    held.report.leaving = urgent_ = true;
+    held.report.reason = report.reason;
+  }
+}
+
+void HostReports::Count(Tensor& tensor, size_t place) {
+  if (tensor.reported.empty()) {
+    tensor.reported.assign(ranks_.size(), 0);
+    tensor.usual.assign(ranks_.size(), 1);
+    tensor.missing = ranks_.size();
+  } else if (tensor.reported[place]) {
+    // It comes again, so all have reported it that will: they are the usual ones.
+    tensor.usual = std::exchange(tensor.reported, std::vector<char>(ranks_.size(), 0));
+    tensor.missing = static_cast<size_t>(std::count(tensor.usual.begin(), tensor.usual.end(), 1));
+  }
+  tensor.reported[place] = 1;
+  if (tensor.usual[place] && --tensor.missing == 0 && std::exchange(tensor.held, false)) {
+    --waiting_for_;
+  }
+  if (tensor.missing == 0 || tensor.held) return;
+  tensor.held = true;
+  incomplete_.push_back(&tensor);
+  ++waiting_for_;
+}
+
+std::optional<std::string> HostReports::Take(TimeNs now) {
+  if (!any_ || (waiting_for_ > 0 && !urgent_ && now < After(since_ns_, hold_ns_))) {
+    return std::nullopt;
+  }
+  std::map<std::string, std::vector<int>> alike;
+  for (size_t place = 0; place < held_.size(); ++place) {
+    Held held = std::exchange(held_[place], {});
+    if (!held.any) continue;
+    TimeNs oldest = 0;
+    for (const TimeNs submitted : held.submitted_ns) {
+      if (!tell_ages_) break;
+      oldest = std::max(oldest, now - submitted);
+      held.report.ages_us.push_back((now - submitted) / kMicrosecond);
+    }
+    if (oldest < kAgeWorthTelling) held.report.ages_us.clear();
+    alike[Encode(held.report)].push_back(ranks_[place]);
+  }
+  for (Tensor* tensor : incomplete_) tensor->held = false;
+  incomplete_.clear();
+  waiting_for_ = 0;
+  any_ = urgent_ = false;
+  if (cached_.size() + fresh_.size() > kMostTensors) {
+    cached_.clear();
+    fresh_.clear();
+  }
+  return EncodeCombined(alike);
+}
+
+TimeNs HostReports::NextDeadline() const { return any_ ? After(since_ns_, hold_ns_) : kForever; }
+
+}  // namespace hororing

@@ -1,0 +1,97 @@
+#include "transport/routed_transport.h"
+
+#include <algorithm>
+
+#include "transport/polling.h"
+
+namespace hororing {
+namespace {
+
+// As in MpiTransport: nothing rings when a message has come over the wire.
+constexpr TimeNs kLongestIdleSleep = kMillisecond, kLongestDataSleep = 100 * kMicrosecond;
+
+}  // namespace
+
+RoutedTransport::RoutedTransport(std::unique_ptr<Transport> wire, ShmTransport& local,
+                                 const std::vector<int>& ranks, TimeNs spin_ns)
+    : wire_(std::move(wire)),
+      local_(local),
+      ranks_(ranks),
+      place_of_(static_cast<size_t>(wire_->size()), -1),
+      spin_ns_(spin_ns) {
+  for (size_t place = 0; place < ranks.size(); ++place) {
+    place_of_[static_cast<size_t>(ranks[place])] = static_cast<int>(place);
+  }
+}
+
+// A neighbour may wait for the rest of a message before it takes part in what is waited for.
+Status RoutedTransport::Wait(Request request, TimeNs deadline) {
+  Backoff backoff(spin_ns_, kLongestDataSleep);
+  while (!MoveLocal() && !wire_->Done(request) && wire_->CheckPeers().ok()) {
+    if (!backoff.Pause(local_, local_.Bell(), false, deadline)) break;
+  }
+  return wire_->Wait(request, deadline);
+}
+
+bool RoutedTransport::Done(Request request) {
+  MoveLocal();
+  return wire_->Done(request);
+}
+
+void RoutedTransport::Post(int peer, std::string message) {
+  const int place = place_of_[static_cast<size_t>(peer)];
+  if (place >= 0) {
+    local_.Post(place, std::move(message));
+  } else {
+    wire_->Post(peer, std::move(message));
+  }
+}
+
+// Takes over what has arrived; true when there is something.
+bool RoutedTransport::Fetch() {
+  int peer = 0;
+  std::string message;
+  while (local_.Poll(&peer, &message)) {
+    inbox_.emplace_back(ranks_[static_cast<size_t>(peer)], std::move(message));
+  }
+  while (wire_->Poll(&peer, &message)) inbox_.emplace_back(peer, std::move(message));
+  return !inbox_.empty();
+}
+
+bool RoutedTransport::Poll(int* peer, std::string* message) {
+  if (inbox_.empty() && !Fetch()) return false;
+  *peer = inbox_.front().first;
+  *message = std::move(inbox_.front().second);
+  inbox_.pop_front();
+  return true;
+}
+
+bool RoutedTransport::Move() {
+  MoveLocal();
+  return wire_->Move();
+}
+
+void RoutedTransport::Sleep(TimeNs deadline) {
+  Backoff backoff(spin_ns_, kLongestIdleSleep);
+  for (;;) {
+    const uint32_t bell = local_.Bell();
+    const bool moved = Move();
+    if (Fetch() || bell != last_sleep_bell_) {
+      last_sleep_bell_ = bell;
+      return;
+    }
+    if (!backoff.Pause(local_, bell, moved, deadline)) return;
+  }
+}
+
+Status RoutedTransport::CheckPeers() {
+  MoveLocal();
+  return wire_->CheckPeers();
+}
+
+bool RoutedTransport::Flush(TimeNs deadline) {
+  const bool sent = wire_->Flush(deadline);
+  return local_.Flush(deadline) && sent;
+}
+
+}  // namespace hororing

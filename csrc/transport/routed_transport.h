@@ -1,0 +1,72 @@
+// RoutedTransport: the transport of a job over several hosts whose ranks share memory with their
+// neighbours. Control messages between ranks of one host go through that memory, everything else
+// over the wire.
+//
+// MPI lets one thread do everything, so the loop's thread looks after both; it sleeps on the
+// doorbell of the shared memory, which neighbours and callers ring, and looks at the wire in
+// between.
+#pragma once
+
+#include <deque>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "transport/shm_transport.h"
+#include "transport/transport.h"
+
+namespace hororing {
+
+class RoutedTransport final : public Transport {
+ public:
+  // `local` connects the ranks of this host, which `ranks` lists by local rank. It is borrowed; the
+  // destructor does not need it.
+  RoutedTransport(std::unique_ptr<Transport> wire, ShmTransport& local,
+                  const std::vector<int>& ranks, TimeNs spin_ns);
+
+  int rank() const override { return wire_->rank(); }
+  int size() const override { return wire_->size(); }
+  const char* name() const override { return wire_->name(); }
+
+  Request Send(int peer, const void* data, size_t bytes) override {
+    return wire_->Send(peer, data, bytes);
+  }
+  Request Receive(int peer, void* data, size_t bytes) override {
+    return wire_->Receive(peer, data, bytes);
+  }
+  Status Wait(Request request, TimeNs deadline) override;
+  bool Done(Request request) override;
+
+  void Post(int peer, std::string message) override;
+  bool Poll(int* peer, std::string* message) override;
+  bool Move() override;
+  void Sleep(TimeNs deadline) override;
+  void Wake() override { local_.Wake(); }
+
+  void WatchProcesses(std::vector<ProcessIdentity> of_ranks) override {
+    wire_->WatchProcesses(std::move(of_ranks));
+  }
+  Status CheckPeers() override;
+  void AnnounceFailure(const std::string& reason, int blamed) override {
+    wire_->AnnounceFailure(reason, blamed);
+  }
+  bool Flush(TimeNs deadline) override;
+  bool Close(TimeNs deadline) override { return wire_->Close(deadline); }
+
+ private:
+  // What neighbours have not taken yet, since it was longer than the pipe to them, goes on. True
+  // when there is nothing left of it.
+  bool MoveLocal() { return !local_.HasUnsent() || local_.Flush(0); }
+  bool Fetch();
+
+  const std::unique_ptr<Transport> wire_;
+  ShmTransport& local_;
+  const std::vector<int> ranks_;  // of this host, by local rank
+  std::vector<int> place_of_;     // per rank: its local rank, or -1 on another host
+  const TimeNs spin_ns_;
+  std::deque<std::pair<int, std::string>> inbox_;
+  uint32_t last_sleep_bell_ = 0;  // as the last Sleep left it: a later Wake shows
+};
+
+}  // namespace hororing

@@ -1,0 +1,322 @@
+// Reports that are combined per host: how long they wait for one another, what they cost, and that
+// everything else is as without. Rung 1 on HostReports, rung 2 with engines on pretended hosts:
+// threads whose hosts have a segment each, and whose wire is the in-process transport.
+#include "negotiation/host_reports.h"
+
+#include <algorithm>
+#include <map>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "engine_world.h"
+#include "negotiation/codec.h"
+#include "transport/routed_transport.h"
+
+using namespace hororing_test;
+
+namespace {
+
+using Hosts = std::vector<int>;  // of every rank
+using Reports = std::vector<std::pair<std::vector<int>, Report>>;
+
+Report Cached(std::vector<uint64_t> ids, uint64_t applied = 0) {
+  Report report;
+  report.cached = std::move(ids);
+  report.applied = applied;
+  return report;
+}
+
+Report FreshNamed(const std::string& name) {
+  Report report;
+  report.fresh.resize(1);
+  report.fresh[0].name = name;
+  return report;
+}
+
+// What goes now; empty: nothing.
+Reports Taken(HostReports& reports, TimeNs now) {
+  Reports taken;
+  const auto message = reports.Take(now);
+  if (message) CHECK(DecodeCombined(*message, &taken));
+  return taken;
+}
+
+// Engines of ranks on hosts, as Play.
+void PlayOn(const Hosts& hosts, const EngineConfig& base,
+            const std::function<void(Player&)>& script, size_t pipe_bytes = 0) {
+  const int size = static_cast<int>(hosts.size());
+  auto wires = MakeInprocWorld(size, 20 * kMicrosecond);
+  std::vector<std::string> ids;
+  for (const int host : hosts) ids.push_back("host" + std::to_string(host));
+  std::vector<std::shared_ptr<ShmSegment>> segments;
+  for (const auto& ranks : MakeTopology(0, ids).ranks_on()) {
+    auto geometry = ShmSegment::Geometry::OfHost(static_cast<int>(ranks.size()), size);
+    if (pipe_bytes > 0) geometry.control_pipe_bytes = pipe_bytes;
+    segments.push_back(ShmSegment::OnHeap(geometry));
+  }
+  std::vector<World> worlds;
+  for (int rank = 0; rank < size; ++rank) {
+    World world;
+    world.transport = std::move(wires[static_cast<size_t>(rank)]);
+    world.topology = MakeTopology(rank, ids);
+    const int host = world.topology.host_of[static_cast<size_t>(rank)];
+    world.local = std::make_unique<ShmTransport>(segments[static_cast<size_t>(host)],
+                                                 world.topology.local_rank, 20 * kMicrosecond);
+    RouteControl({}, &world);
+    worlds.push_back(std::move(world));
+  }
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < size; ++rank) {
+    threads.emplace_back([&, rank] {
+      EngineConfig config = base;
+      config.timeout_ns = kPatience;
+      Player player;
+      player.rank = rank;
+      player.size = size;
+      const auto make_world = [&](World* world) {
+        *world = std::move(worlds[static_cast<size_t>(rank)]);
+        return Status::Ok();
+      };
+      CHECK_OK(Engine::Start(config, make_world, player.handles, &player.engine));
+      script(player);
+      CHECK(player.engine->Shutdown("", kPatience));
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+}  // namespace
+
+TEST(what_all_ranks_of_a_host_report_alike_travels_once_and_at_once) {
+  HostReports reports({4, 5, 6}, kMillisecond, false);
+  reports.Receive(4, Cached({1, 2}), 0);
+  CHECK(Taken(reports, 0).empty());
+  reports.Receive(6, Cached({1, 2}), 0);
+  CHECK(Taken(reports, 0).empty());
+  CHECK_EQ(reports.NextDeadline(), kMillisecond);
+  reports.Receive(5, Cached({1, 2}), 10);
+  const Reports taken = Taken(reports, 10);
+  CHECK_EQ(taken.size(), size_t{1});
+  CHECK(taken[0].first == (std::vector<int>{4, 5, 6}));
+  CHECK(taken[0].second.cached == (std::vector<uint64_t>{1, 2}));
+  CHECK_EQ(reports.NextDeadline(), kForever);
+}
+
+TEST(a_late_rank_delays_the_others_by_the_hold_time_and_itself_not_at_all) {
+  HostReports reports({0, 1}, kMillisecond, false);
+  reports.Receive(0, Cached({7}), 100);
+  CHECK(Taken(reports, kMillisecond).empty());
+  CHECK_EQ(Taken(reports, kMillisecond + 100).size(), size_t{1});
+  reports.Receive(1, Cached({7}), kSecond);
+  const Reports late = Taken(reports, kSecond);
+  CHECK_EQ(late.size(), size_t{1});
+  CHECK(late[0].first == std::vector<int>{1});
+}
+
+TEST(ranks_that_do_not_report_a_tensor_are_waited_for_once) {
+  // Of a process set with two of three ranks, or since one has joined.
+  HostReports reports({0, 1, 2}, kMillisecond, false);
+  const auto held = [&](TimeNs now, std::vector<int> ranks) {
+    for (const int rank : ranks) reports.Receive(rank, Cached({3}), now);
+    return Taken(reports, now).empty();
+  };
+  CHECK(held(0, {0, 2}));
+  CHECK(!Taken(reports, kMillisecond).empty());
+  CHECK(!held(kSecond, {0, 2}));
+  CHECK(!held(2 * kSecond, {2, 0}));
+  // It is back: the first time its report comes by itself, then all are waited for again.
+  CHECK(!held(3 * kSecond, {0, 2, 1}));
+  CHECK(held(4 * kSecond, {0, 2}));
+  CHECK(!held(4 * kSecond, {1}));
+}
+
+TEST(reports_of_a_rank_are_joined_by_the_older_ones_knowledge) {
+  HostReports reports({0, 1}, kMillisecond, false);
+  reports.Receive(0, Cached({5}, 7), 0);
+  reports.Receive(0, Cached({6}, 8), 0);  // which may have evicted 5
+  const Reports taken = Taken(reports, kMillisecond);
+  CHECK_EQ(taken[0].second.applied, uint64_t{7});
+  CHECK(taken[0].second.cached == (std::vector<uint64_t>{5, 6}));
+}
+
+TEST(a_rank_that_leaves_is_announced_at_once) {
+  HostReports reports({0, 1}, kForever, false);
+  reports.Receive(1, FreshNamed("x"), 0);
+  CHECK(Taken(reports, kSecond).empty());
+  Report leaving;
+  leaving.leaving = true;
+  leaving.reason = "enough";
+  reports.Receive(0, leaving, 5);
+  const Reports taken = Taken(reports, 5);
+  CHECK_EQ(taken.size(), size_t{2});
+  std::map<int, Report> by_rank;
+  for (const auto& [ranks, report] : taken) by_rank[ranks[0]] = report;
+  CHECK(by_rank[0].leaving);
+  CHECK_EQ(by_rank[0].reason, std::string("enough"));
+  CHECK_EQ(by_rank[1].fresh[0].name, std::string("x"));
+}
+
+TEST(time_spent_here_counts_as_waiting) {
+  HostReports reports({0, 1}, kMillisecond, true);
+  Report old = Cached({1, 2});
+  old.ages_us = {300, 0};
+  reports.Receive(0, old, 0);
+  reports.Receive(1, Cached({1}), 400 * kMicrosecond);
+  const Reports taken = Taken(reports, kMillisecond);
+  for (const auto& [ranks, report] : taken) {
+    const bool first = ranks[0] == 0;
+    CHECK(report.ages_us == (first ? std::vector<int64_t>{1300, 1000} : std::vector<int64_t>{600}));
+  }
+}
+
+TEST(malformed_combined_reports_are_refused) {
+  const std::string whole = EncodeCombined({{Encode(Cached({1, 2, 3})), {2, 3}}});
+  Reports reports;
+  CHECK(DecodeCombined(whole, &reports));
+  for (size_t bytes = 0; bytes < whole.size(); ++bytes) {
+    CHECK(!DecodeCombined(whole.substr(0, bytes), &reports));
+  }
+  CHECK(!DecodeCombined(EncodeCombined({{"nonsense", {2, 3}}}), &reports));
+}
+
+// Over R rounds of one blocking allreduce each. Rank 0: one message each way per neighbour and per
+// other host. The first rank of another host: as much with its neighbours and with rank 0. The
+// others: one each way. At the end every rank leaves, which may take one more.
+TEST(a_round_takes_one_message_each_way_per_neighbour_and_host) {
+  constexpr int kRounds = 200;
+  const Hosts hosts = {0, 0, 0, 1, 1, 1, 2, 2, 2};
+  EngineConfig config;
+  config.hold_ns = kSecond;  // a rank that has lost its core does not count
+  PlayOn(hosts, config, [&](Player& player) {
+    std::vector<float> data(10, 1.0f);
+    CHECK_OK(player.Allreduce("x", data));
+    const int64_t sent = player.engine->stats().control_messages_sent;
+    const int64_t received = player.engine->stats().control_messages_received;
+    for (int round = 0; round < kRounds; ++round) {
+      // Neighbours are later than the first rank of their host.
+      const TimeNs until = NowNs() + (player.rank % 3) * 100 * kMicrosecond;
+      while (NowNs() < until) std::this_thread::yield();
+      CHECK_OK(player.Allreduce("x", data));
+    }
+    const int64_t each = player.rank == 0 ? 2 + 2 : player.rank % 3 == 0 ? 2 + 1 : 1;
+    const int64_t slack = 2 * each;  // a peer may be a round ahead, or shutting down
+    CHECK(std::abs(player.engine->stats().control_messages_sent - sent - each * kRounds) <= slack);
+    CHECK(std::abs(player.engine->stats().control_messages_received - received - each * kRounds) <=
+          slack);
+  });
+}
+
+TEST(results_are_those_of_one_host_whatever_the_ranks_do) {
+  for (const Hosts& hosts :
+       {Hosts{0, 0, 1, 1}, Hosts{0, 1, 1, 0, 1}, Hosts{0, 1, 2}, Hosts{0, 1, 1, 1}}) {
+    for (const bool plan : {false, true}) {
+      EngineConfig config;
+      config.plan = plan;
+      config.cache_capacity = 6;
+      const int size = static_cast<int>(hosts.size());
+      PlayOn(hosts, config, [&](Player& player) {
+        int64_t id = 0, removed = 0, last = 0;
+        const int32_t other = static_cast<int32_t>(size - 1);
+        CHECK_OK(player.AddSet({1, other}, &id));
+        std::mt19937 random(hororing_test::Seed() + static_cast<unsigned>(player.rank));
+        for (int step = 0; step < 20; ++step) {
+          std::vector<int> order = {0, 1, 2, 3, 4, 5, 6, 7};
+          std::shuffle(order.begin(), order.end(), random);
+          std::vector<std::vector<float>> data(order.size());
+          std::vector<int64_t> handles(order.size());
+          for (const int i : order) {
+            data[static_cast<size_t>(i)].assign(10, static_cast<float>(player.rank + i + step));
+            CHECK_OK(player.Submit("t" + std::to_string(i), data[static_cast<size_t>(i)],
+                                   ReduceOp::kSum, &handles[static_cast<size_t>(i)]));
+          }
+          if (player.rank == 1 || player.rank == other) {
+            std::vector<float> of_set(3, static_cast<float>(player.rank));
+            CHECK_OK(player.Allreduce("s", of_set, ReduceOp::kSum, static_cast<int32_t>(id)));
+            CHECK_EQ(of_set[2], static_cast<float>(1 + other));
+          }
+          for (size_t i = 0; i < order.size(); ++i) {
+            CHECK_OK(player.Wait(handles[i]));
+            float expected = 0;
+            for (int rank = 0; rank < size; ++rank) {
+              expected += static_cast<float>(rank + static_cast<int>(i) + step);
+            }
+            CHECK_EQ(data[i][9], expected);
+          }
+        }
+        // Rank 1 has fewer batches.
+        for (int step = 0; step < 5 && player.rank != 1; ++step) {
+          std::vector<float> data(1, 1.0f);
+          CHECK_OK(player.Allreduce("t0", data));
+          CHECK_EQ(data[0], static_cast<float>(size - 1));
+        }
+        CHECK_OK(player.Join(&last));
+        CHECK_OK(player.RemoveSet(id, &removed));
+        CHECK_EQ(removed, int64_t{1});
+      });
+    }
+  }
+}
+
+// Names that are longer than the pipes take several turns, while ranks are in collectives.
+TEST(agreements_longer_than_a_pipe_arrive) {
+  PlayOn(
+      {0, 0, 1, 1}, {},
+      [](Player& player) {
+        for (int step = 0; step < 3; ++step) {
+          std::vector<std::vector<float>> data(40, std::vector<float>(2000, 1.0f));
+          std::vector<int64_t> handles(data.size());
+          for (size_t i = 0; i < data.size(); ++i) {
+            const std::string name = std::string(500, 'n') + std::to_string(step * 100 + int(i));
+            CHECK_OK(player.Submit(name, data[i], ReduceOp::kSum, &handles[i]));
+          }
+          for (size_t i = 0; i < data.size(); ++i) {
+            CHECK_OK(player.Wait(handles[i]));
+            CHECK_EQ(data[i].back(), 4.0f);
+          }
+        }
+      },
+      256);
+}
+
+TEST(a_mismatch_on_other_hosts_names_every_rank) {
+  PlayOn({0, 0, 1, 1}, {}, [](Player& player) {
+    std::vector<float> data(player.rank == 3 ? 5 : 4, 1.0f);
+    const Status status = player.Allreduce("x", data);
+    CHECK(status.code() == Code::kMismatch);
+    CHECK(Contains(status.message(), "ranks 0-2: [4]"));
+    CHECK(Contains(status.message(), "rank 3: [5]"));
+  });
+}
+
+TEST(a_stall_on_another_host_names_who_is_missing) {
+  EngineConfig config;
+  config.stall.shutdown_ns = 300 * kMillisecond;
+  PlayOn({0, 0, 1, 1}, config, [](Player& player) {
+    std::vector<float> data(4, 1.0f);
+    if (player.rank == 2) {
+      // The first of its host, which still hands on what its neighbours say.
+      std::vector<float> other(4, 1.0f);
+      CHECK(!player.Allreduce("other", other).ok());
+      return;
+    }
+    const Status status = player.Allreduce("x", data);
+    CHECK(status.code() == Code::kStalled);
+    CHECK(Contains(status.message(), "'x': submitted by ranks 0,1,3, missing rank 2"));
+  });
+}
+
+TEST(a_failure_on_another_host_reaches_all) {
+  PlayOn({0, 0, 1, 1}, {}, [](Player& player) {
+    if (player.rank == 3) {
+      CHECK(player.engine->Abort("its script broke", kPatience));
+      return;
+    }
+    std::vector<float> data(4, 1.0f);
+    const Status status = player.Allreduce("x", data);
+    CHECK(status.code() == Code::kPeerLost);
+    CHECK(Contains(status.message(), "rank 3"));
+    CHECK(Contains(status.message(), "its script broke"));
+  });
+}
