@@ -107,6 +107,9 @@ bench-mpich: build
 	  > "$$($(MPICH)/bin/python -c 'import site; print(site.getsitepackages()[0])')/hororing.pth"
 	touch $(MPICH)/.ready
 
+kernels: $(VENV)/.dev  ## csrc/device/kernels.inc from kernels.cu, with nvcc: NVCC=/usr/local/cuda/bin/nvcc
+	python buildtools/kernels.py $(NVCC)
+
 docs: build  ## docs/configuration.md from the table of knobs
 	python -m hororing config --markdown > docs/configuration.md.new
 	mv docs/configuration.md.new docs/configuration.md

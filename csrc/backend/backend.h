@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -16,6 +17,7 @@
 
 namespace hororing {
 
+class DeviceEvent;
 class TraceSink;
 
 // One tensor of a batch.
@@ -32,14 +34,17 @@ struct BatchEntry {
   // Reduce-scatter: elements of each rank's part of the input, in rank order; `output` holds this
   // rank's part of the result and does not overlap `input`.
   std::vector<size_t> parts;
+  // On a device: when `input` is there and `output` may be written.
+  std::shared_ptr<const DeviceEvent> ready;
 };
 
-// Invariant: all entries share collective, reduce spec (allreduce, reduce-scatter) and root
-// (broadcast).
+// Invariant: all entries share collective, reduce spec (allreduce, reduce-scatter), root
+// (broadcast) and kind of memory.
 struct Batch {
   Collective kind = Collective::kAllreduce;
   ReduceSpec reduce;  // allreduce, reduce-scatter; for the others only `dtype` is meaningful
   int root = 0;
+  bool on_device = false;  // where the tensors lie, on every rank
   std::vector<BatchEntry> entries;
 
   size_t bytes() const;  // of this rank's inputs
@@ -63,12 +68,23 @@ class Backend {
   virtual ~Backend() = default;
   virtual const char* name() const = 0;  // "host", "shm_direct"
   virtual bool Supports(const Batch& batch) const = 0;
-  // Blocks until this rank's outputs are complete. `deadline` bounds every wait on a peer.
+  // Whether its batches are those on a device.
+  virtual bool on_device() const { return false; }
+  // Blocks until this rank's outputs are complete; on a device, until what computes them has been
+  // put into a stream. `deadline` bounds every wait on a peer.
   virtual Status Run(const Batch& batch, TimeNs deadline, TraceSink& trace) = 0;
   // Bytes of scratch memory held at the moment (fusion buffer, receive buffers).
   virtual size_t scratch_bytes() const = 0;
   // Bytes of this rank's tensors, in all batches so far, that were reduced where they lie.
   virtual int64_t in_place_bytes() const { return 0; }
+
+  // On a device: when the outputs of the last Run are complete.
+  virtual std::shared_ptr<const DeviceEvent> done() const { return nullptr; }
+  // What has gone wrong in the streams since, if anything has. Now and then.
+  virtual Status Look() { return Status::Ok(); }
+  // When all ranks end in peace, before the transport does: waits for the streams until `deadline`.
+  // Otherwise the destructor breaks off what is under way.
+  virtual void Leave(TimeNs /*deadline*/) {}
 };
 
 }  // namespace hororing

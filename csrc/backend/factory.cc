@@ -15,6 +15,14 @@ ShmTransport* SharedBy(Transport& transport) {
   return room ? shared : nullptr;
 }
 
+// Behind all backends of the host, which it uses. It looks for no device before a batch comes.
+void AddCuda(const BackendOptions& options, Transport& transport,
+             std::vector<std::unique_ptr<Backend>>* backends) {
+  std::vector<Backend*> host;
+  for (const auto& backend : *backends) host.push_back(backend.get());
+  backends->push_back(std::make_unique<CudaBackend>(transport, options.cuda, std::move(host)));
+}
+
 }  // namespace
 
 Status CheckBackends(const BackendOptions& options, const World& world) {
@@ -73,6 +81,7 @@ Status MakeBackends(const BackendOptions& options, const World& world,
   host.ranks_on = world.topology.ranks_on();
   host.wire = options.wire;
   backends->push_back(std::make_unique<HostBackend>(transport, host));
+  AddCuda(options, transport, backends);
   return Status::Ok();
 }
 
@@ -88,6 +97,7 @@ std::vector<std::unique_ptr<Backend>> MakeSetBackends(const BackendOptions& opti
   host.reproducible = options.reproducible;
   host.algorithm = options.algorithm;
   backends.push_back(std::make_unique<HostBackend>(subgroup, host));
+  AddCuda(options, subgroup, &backends);
   return backends;
 }
 

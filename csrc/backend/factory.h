@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "backend/backend.h"
+#include "backend/cuda_backend.h"
 #include "collective/algorithm.h"
 #include "transport/factory.h"
 #include "transport/transport.h"
@@ -19,12 +20,13 @@ struct BackendOptions {
   // Of allreduces over several hosts.
   Algorithm algorithm = Algorithm::kAuto;
   WireCost wire;
+  CudaBackend::Options cuda;
 };
 
 // Whether there can be what the options ask for; kInvalidArgument with the way out where not.
 Status CheckBackends(const BackendOptions& options, const World& world);
-// For batches of all ranks, where CheckBackends does not object. The last backend of the list
-// supports every batch.
+// For batches of all ranks, where CheckBackends does not object. The last two backends of the list
+// support every batch on the host, and every batch on a device.
 Status MakeBackends(const BackendOptions& options, const World& world,
                     std::vector<std::unique_ptr<Backend>>* backends);
 // For batches of some ranks of `world`, which `subgroup` connects: what the options permit.

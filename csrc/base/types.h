@@ -55,14 +55,18 @@ const char* Name(Collective kind);                         // "allreduce"
 const char* UpperName(Collective kind);                    // "ALLREDUCE", as in the timeline
 std::string ShapeText(const std::vector<int64_t>& shape);  // "[256, 128]"
 
-// A tensor as the core sees it: contiguous host memory that somebody else owns and keeps
-// alive until the handle that it was submitted under has completed.
+// A tensor as the core sees it: contiguous memory that somebody else owns and keeps alive until the
+// handle that it was submitted under has completed.
 struct TensorView {
+  static constexpr int kHost = -1;
+
   const void* input = nullptr;
   void* output = nullptr;  // may equal `input`; null where the core allocates the result
   DataType dtype = DataType::kFloat32;
   std::vector<int64_t> shape;
+  int device = kHost;  // the CUDA device that it lies on
 
+  bool on_device() const { return device != kHost; }
   int64_t elements() const;
   size_t bytes() const { return static_cast<size_t>(elements()) * ElementSize(dtype); }
 };

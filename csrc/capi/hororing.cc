@@ -78,6 +78,23 @@ Status NotInitialized() {
 
 bool InForkedChild() { return in_forked_child.load(std::memory_order_relaxed); }
 
+std::shared_ptr<HandleTable> Handles() { return TheProcess().handles; }
+
+int WaitMany(const int64_t* handles, int32_t count, double timeout_s,
+             std::vector<std::shared_ptr<const DeviceEvent>>* landed) {
+  if (InForkedChild()) return Remember(NotInitialized());
+  const TimeNs timeout = timeout_s < 0 ? kForever : Scaled(timeout_s, kSecond);
+  const std::shared_ptr<Engine> engine = CurrentEngine();
+  const size_t number = static_cast<size_t>(count);
+  bool all_ok = false;
+  const HandleTable::Look look =
+      engine != nullptr ? engine->WaitMany(handles, number, timeout, &all_ok, landed)
+                        : Handles()->WaitMany(handles, number, timeout, &all_ok, landed);
+  if (look == HandleTable::Look::kPending) return HR_PENDING;
+  if (all_ok) return HR_OK;
+  return Remember(Status(Code::kInvalidArgument, "some of these handles have failed"));
+}
+
 std::shared_ptr<Engine> CurrentEngine() {
   if (InForkedChild()) return nullptr;
   Process& process = TheProcess();
@@ -104,6 +121,8 @@ EngineConfig EngineConfigFrom(const hr_config& from) {
   }
   config.fingerprint = Text(from.fingerprint);
   config.backend = Text(from.backend);
+  if (from.cuda_library != nullptr) config.devices.cuda_library = from.cuda_library;
+  if (from.nccl_libraries != nullptr) config.devices.nccl_libraries = from.nccl_libraries;
   config.stall.warning_ns = SecondsToNs(from.stall_warning_s);
   config.stall.shutdown_ns = SecondsToNs(from.stall_shutdown_s);
   config.timeout_ns = SecondsToNs(from.timeout_s);
@@ -127,19 +146,24 @@ WorldOptions WorldOptionsFrom(const hr_config& from) {
   return options;
 }
 
+Status MarkReady(Engine& engine, const hr_request& from, TensorEntry* entry) {
+  if (!entry->request.on_device()) return Status::Ok();
+  return engine.MarkReady(entry->views[0].device, reinterpret_cast<CuStream>(from.stream), entry);
+}
+
 Status Submit(const hr_request& from, int64_t* handle) {
   const std::shared_ptr<Engine> engine = CurrentEngine();
   if (engine == nullptr) return NotInitialized();
   auto entry = std::make_unique<TensorEntry>();
   HORORING_RETURN_IF_ERROR(MakeEntry(from, engine->sets(), engine->topology().rank, entry.get()));
+  HORORING_RETURN_IF_ERROR(MarkReady(*engine, from, entry.get()));
   return engine->Submit(std::move(entry), from.wait_follows != 0, handle);
 }
 
 // Entries for the requests, each with its tensor at its address. The first that is refused ends
 // them.
-Status MakeEntries(const Engine& engine, const hr_request* const* requests,
-                   const uintptr_t* addresses, size_t count,
-                   std::vector<std::unique_ptr<TensorEntry>>* entries) {
+Status MakeEntries(Engine& engine, const hr_request* const* requests, const uintptr_t* addresses,
+                   size_t count, std::vector<std::unique_ptr<TensorEntry>>* entries) {
   entries->reserve(count);
   for (size_t i = 0; i < count; ++i) {
     hr_tensor tensor = requests[i]->tensors[0];
@@ -149,6 +173,7 @@ Status MakeEntries(const Engine& engine, const hr_request* const* requests,
     auto entry = std::make_unique<TensorEntry>();
     HORORING_RETURN_IF_ERROR(
         MakeEntry(request, engine.sets(), engine.topology().rank, entry.get()));
+    HORORING_RETURN_IF_ERROR(MarkReady(engine, request, entry.get()));
     entries->push_back(std::move(entry));
   }
   return Status::Ok();
@@ -198,7 +223,8 @@ HR_EXPORT int hr_init(const hr_config* config) {
   }
   const WorldOptions world = WorldOptionsFrom(*config);
   EngineConfig engine_config = EngineConfigFrom(*config);
-  const Status parsed = Parse(Text(config->algorithm), &engine_config.algorithm);
+  Status parsed = Parse(Text(config->algorithm), &engine_config.algorithm);
+  if (parsed.ok()) parsed = Parse(Text(config->gpu), &engine_config.gpu);
   if (!parsed.ok()) return Remember(parsed);
   std::unique_ptr<Engine> engine;
   const Status status = Engine::Start(
@@ -335,17 +361,7 @@ HR_EXPORT int hr_wait(int64_t handle, double timeout_s) {
 }
 
 HR_EXPORT int hr_wait_many(const int64_t* handles, int32_t count, double timeout_s) {
-  if (in_forked_child.load()) return Remember(NotInitialized());
-  const TimeNs timeout = timeout_s < 0 ? kForever : Scaled(timeout_s, kSecond);
-  const std::shared_ptr<Engine> engine = CurrentEngine();
-  const size_t number = static_cast<size_t>(count);
-  bool all_ok = false;
-  const HandleTable::Look look =
-      engine != nullptr ? engine->WaitMany(handles, number, timeout, &all_ok)
-                        : TheProcess().handles->WaitMany(handles, number, timeout, &all_ok);
-  if (look == HandleTable::Look::kPending) return HR_PENDING;
-  if (all_ok) return HR_OK;
-  return Remember(Status(Code::kInvalidArgument, "some of these handles have failed"));
+  return WaitMany(handles, count, timeout_s, nullptr);
 }
 
 HR_EXPORT int hr_finish(int64_t handle, double timeout_s) {
@@ -357,6 +373,9 @@ HR_EXPORT int hr_take_result(int64_t handle, int32_t index, hr_result* result) {
   GatheredTensor gathered;
   const Status status = TheProcess().handles->Take(handle, static_cast<size_t>(index), &gathered);
   if (!status.ok()) return Remember(status);
+  if (gathered.on_device() != nullptr) {
+    return Remember(Status(Code::kInvalidArgument, "the result was on a device: hr_move_result"));
+  }
   result->bytes = static_cast<int64_t>(gathered.bytes());
   result->rows = gathered.rows();
   result->data = reinterpret_cast<uintptr_t>(gathered.Release());

@@ -9,8 +9,9 @@
  * handle, a negative hr_code; hr_last_error() then tells why, on the calling thread.
  *
  * Memory: pointers in requests belong to the caller and must stay valid until the handle is
- * complete (hr_poll != 0 or hr_wait != HR_PENDING). Results that the core allocates pass to
- * the caller with hr_take_result and are freed with hr_free.
+ * complete (hr_poll != 0 or hr_wait != HR_PENDING); those to a device, until hr_landed != 0 or a
+ * stream that waits for the handle (hr_wait_in_stream) comes to where it waits. Results that the
+ * core allocates pass to the caller with hr_take_result and are freed with hr_free.
  *
  * After fork() the child is not initialised: every function that needs the engine returns
  * HR_NOT_INITIALIZED there, and hr_shutdown and hr_finalize do nothing. */
@@ -24,7 +25,7 @@ extern "C" {
 #endif
 
 /* Grows with every incompatible change of this file. */
-enum { HR_ABI_VERSION = 3 };
+enum { HR_ABI_VERSION = 4 };
 
 /* The values of hororing::Code, and one more. */
 typedef enum hr_code {
@@ -122,6 +123,10 @@ typedef struct hr_config {
   int32_t tune_warmup_samples;
   int32_t tune_steps_per_sample;
   const char* tune_log; /* path of its CSV log, or NULL */
+  /* Tensors on GPUs. */
+  const char* gpu;            /* rank-visible: "auto", "nccl", "staged" */
+  const char* cuda_library;   /* of NVIDIA's driver; NULL: libcuda.so.1 */
+  const char* nccl_libraries; /* "a:b": the first that can be loaded; NULL: libnccl.so.2 */
 } hr_config;
 
 typedef struct hr_topology {
@@ -129,7 +134,7 @@ typedef struct hr_topology {
   int32_t homogeneous;
 } hr_topology;
 
-/* One tensor of a request: contiguous host memory. */
+/* One tensor of a request: contiguous memory. */
 typedef struct hr_tensor {
   uintptr_t input;  /* 0 only where it has no elements */
   uintptr_t output; /* HR_ALLREDUCE, HR_BROADCAST: may equal input. HR_REDUCESCATTER: this rank's
@@ -137,6 +142,8 @@ typedef struct hr_tensor {
   int32_t dtype;    /* hr_dtype */
   int32_t ndim;
   const int64_t* shape; /* ndim entries; copied */
+  int32_t device; /* 0: host memory; n: that of CUDA device n - 1, the same for all of a request,
+                     and of all requests of this process */
 } hr_tensor;
 
 typedef struct hr_request {
@@ -155,6 +162,8 @@ typedef struct hr_request {
   const int64_t* integers;
   int32_t integers_count;
   int32_t wait_follows; /* nonzero: this thread calls hr_wait next; saves waking the engine */
+  uintptr_t stream; /* tensors on a device: the CUDA stream whose work, so far, computes them; 0:
+                       the default stream */
 } hr_request;
 
 typedef struct hr_result {
@@ -250,6 +259,27 @@ int hr_finish(int64_t handle, double timeout_s);
  * tell) are int64. */
 int hr_take_result(int64_t handle, int32_t index, hr_result* result);
 void hr_free(uintptr_t data);
+/* A handle with tensors on a device is complete when its work is in a stream of ours, which costs
+ * no time. Its results are there when a stream has come to where it was told to wait: */
+
+/* Has `stream`, of the device of the handle, wait for the results of a complete handle. Does not
+ * block, and does nothing for a handle without tensors on a device. */
+int hr_wait_in_stream(int64_t handle, uintptr_t stream);
+/* As hr_wait_many; on success `stream` waits for the results. */
+int hr_wait_many_in_stream(const int64_t* handles, int32_t count, double timeout_s,
+                           uintptr_t stream);
+/* 1 when the results of a complete handle are there and nothing uses its memory any more, 0 when
+ * not, 1 where there is no such handle. */
+int hr_landed(int64_t handle);
+/* The first dimension of result `index` of a complete handle, which stays where it is. */
+int hr_result_rows(int64_t handle, int32_t index, int64_t* rows);
+/* Copies result `index`, which is on a device, to `memory` there, in the order of `stream`, which
+ * waits for it; the core's is given up. */
+int hr_move_result(int64_t handle, int32_t index, uintptr_t memory, uintptr_t stream);
+/* What is there for tensors on GPUs, one "name: value" in a line: the driver, each device, NCCL, or
+ * why not. The code of NCCL's version (23203 is 2.32.3), 0 where there is none. */
+int32_t hr_describe_gpu(const char* cuda_library, const char* nccl_libraries, char* text,
+                        int32_t text_bytes);
 /* Forgets the handle. A pending one is forgotten when it completes; its memory must stay
  * valid until then. */
 int hr_release(int64_t handle);

@@ -3,6 +3,7 @@
 
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "base/clock.h"
 #include "base/status.h"
@@ -14,6 +15,11 @@ namespace hororing {
 
 // Nothing of the parent's state may be touched in a forked child: locks may be held by nobody.
 bool InForkedChild();
+// Those of all engines of the process.
+std::shared_ptr<HandleTable> Handles();
+// hr_wait_many; `landed` as for HandleTable::WaitMany.
+int WaitMany(const int64_t* handles, int32_t count, double timeout_s,
+             std::vector<std::shared_ptr<const DeviceEvent>>* landed);
 // Null before hr_init and after hr_shutdown.
 std::shared_ptr<Engine> CurrentEngine();
 Status NotInitialized();

@@ -16,6 +16,10 @@ Status Invalid(const Request& request, const std::string& what) {
   return Status(Code::kInvalidArgument, request.Title() + " (SUBMIT): " + what);
 }
 
+std::string DeviceText(const TensorView& view) {
+  return view.on_device() ? "CUDA device " + std::to_string(view.device) : "the CPU";
+}
+
 bool IsReduction(Collective kind) {
   return kind == Collective::kAllreduce || kind == Collective::kReducescatter;
 }
@@ -158,7 +162,12 @@ Status EntryFrom(const hr_request& from, TensorEntry* entry) {
     view.output = reinterpret_cast<void*>(tensor.output);
     view.dtype = static_cast<DataType>(tensor.dtype);
     view.shape.assign(tensor.shape, tensor.shape + tensor.ndim);
-    request.tensors.push_back({view.dtype, view.shape});
+    view.device = tensor.device > 0 ? tensor.device - 1 : TensorView::kHost;
+    if (i > 0 && view.device != entry->views[0].device) {
+      return Invalid(request, "the tensors of a group must be on the same device; this one has " +
+                                  DeviceText(entry->views[0]) + " and " + DeviceText(view));
+    }
+    request.tensors.push_back({view.dtype, view.shape, view.on_device()});
     entry->views.push_back(std::move(view));
   }
   return Status::Ok();

@@ -98,6 +98,7 @@ TensorEntry* Loop::StandIn(const Request& request) {
     TensorView view;
     view.dtype = tensor.dtype;
     view.shape = tensor.shape;
+    view.device = tensor.on_device ? 0 : TensorView::kHost;  // which, nobody asks
     GatheredTensor memory;
     if (!memory.Allocate(view.bytes(), 0)) {
       End(Status(Code::kInternal, "no memory to take part in " + request.Title() + " after join, " +
@@ -107,11 +108,29 @@ TensorEntry* Loop::StandIn(const Request& request) {
     view.input = view.output = memory.data();
     FillNeutral({tensor.dtype, request.op, request.prescale, request.postscale}, memory.data(),
                 static_cast<size_t>(view.elements()));
+    if (tensor.on_device && view.elements() > 0) {
+      const Status moved = ToDevice(view.bytes(), &memory);
+      if (!moved.ok()) {
+        End(Status(moved.code(), request.Title() + " after join: " + moved.message()));
+        return nullptr;
+      }
+      view.input = view.output = memory.data();
+    }
     entry->views.push_back(std::move(view));
     entry->results.push_back(std::move(memory));
   }
   stand_ins_.push_back(std::move(entry));
   return stand_ins_.back().get();
+}
+
+Status Loop::ToDevice(size_t bytes, GatheredTensor* memory) {
+  std::shared_ptr<Device> device;
+  HORORING_RETURN_IF_ERROR(engine_.devices_->Any(&device));
+  GatheredTensor moved;
+  HORORING_RETURN_IF_ERROR(moved.AllocateOn(*device, bytes, 0));
+  HORORING_RETURN_IF_ERROR(device->CopyToDevice(moved.data(), memory->data(), bytes));
+  *memory = std::move(moved);
+  return Status::Ok();
 }
 
 // A request without tensors: that all ranks have agreed is all there is to it, mostly.

@@ -75,6 +75,7 @@ FusionItem Describe(const Work& work, size_t index, const Item& item) {
   described.key.process_set = request.process_set;
   described.key.kind = request.kind;
   described.key.root = request.root;
+  described.key.on_device = request.on_device();
   if (request.kind == Collective::kAllgather) {
     for (size_t bytes : item.sizes.receive_bytes) described.bytes += static_cast<int64_t>(bytes);
   } else if (request.kind == Collective::kAlltoall) {
@@ -147,6 +148,7 @@ Status BatchRunner::Run(std::vector<Work> work) {
     Batch batch;
     batch.kind = key.kind;
     batch.reduce = key.reduce;
+    batch.on_device = key.on_device;
     if (batch.kind == Collective::kBroadcast) {
       const auto root = std::find(channel.ranks.begin(), channel.ranks.end(), key.root);
       batch.root = static_cast<int>(root - channel.ranks.begin());
@@ -160,6 +162,7 @@ Status BatchRunner::Run(std::vector<Work> work) {
       entry.input = view.input;
       entry.output = IsGathering(batch.kind) ? item.entry->results[item.index].data() : view.output;
       entry.elements = static_cast<size_t>(view.elements());
+      entry.ready = item.entry->ready;
       batch.entries.push_back(std::move(entry));
       entries.push_back(item.entry);
     }
@@ -187,7 +190,14 @@ Status BatchRunner::Allocate(Work& work) {
     }
     const int64_t rows = std::accumulate(received.begin(), received.end(), int64_t{0});
     const size_t bytes = static_cast<size_t>(rows) * RowBytes(entry->views[i]);
-    bool allocated = entry->results[i].Allocate(bytes, rows);
+    bool allocated = true;
+    if (request.on_device()) {
+      std::shared_ptr<Device> device;
+      HORORING_RETURN_IF_ERROR(options_.devices->Any(&device));
+      HORORING_RETURN_IF_ERROR(entry->results[i].AllocateOn(*device, bytes, rows));
+    } else {
+      allocated = entry->results[i].Allocate(bytes, rows);
+    }
     if (request.kind == Collective::kAlltoall) {
       entry->results.emplace_back();
       allocated = allocated && entry->results.back().Hold(received);
@@ -205,8 +215,10 @@ Status BatchRunner::RunBatch(int32_t process_set, const Batch& batch,
   Channel& channel = channels_.at(process_set);
   for (TensorEntry* entry : entries) entry->stage = "REDUCE";
   const TimeNs begin = NowNs();
-  const auto backend = std::find_if(channel.backends.begin(), channel.backends.end(),
-                                    [&](const auto& each) { return each->Supports(batch); });
+  const auto backend =
+      std::find_if(channel.backends.begin(), channel.backends.end(), [&](const auto& each) {
+        return each->on_device() == batch.on_device && each->Supports(batch);
+      });
   const int64_t in_place_before = (*backend)->in_place_bytes();
   const Status status = (*backend)->Run(batch, After(begin, options_.timeout_ns), trace_);
   const TimeNs end = NowNs();
@@ -233,6 +245,7 @@ Status BatchRunner::RunBatch(int32_t process_set, const Batch& batch,
 
   if (!status.ok()) return status;
   for (TensorEntry* entry : entries) {
+    if (batch.on_device) entry->landed = (*backend)->done();
     if (--entry->unfinished == 0) Complete(entry);
   }
   if (trace_.enabled()) {
@@ -245,7 +258,30 @@ void BatchRunner::Complete(TensorEntry* entry) {
   if (entry->stands_in()) return;
   const std::unique_ptr<TensorEntry> owned = tensors_.Remove(Key(entry->request));
   ++stats_.completed;
-  handles_.Complete(owned->handle, Status::Ok(), std::move(owned->results));
+  handles_.Complete(owned->handle, Status::Ok(), std::move(owned->results),
+                    std::move(owned->landed));
+}
+
+void BatchRunner::RemoveSet(int32_t id) {
+  const auto channel = channels_.find(id);
+  if (channel == channels_.end()) return;
+  for (const auto& backend : channel->second.backends) {
+    backend->Leave(After(NowNs(), options_.timeout_ns));
+  }
+  channels_.erase(channel);
+}
+
+Status BatchRunner::LookAtDevices() {
+  for (const auto& [id, channel] : channels_) {
+    for (const auto& backend : channel.backends) HORORING_RETURN_IF_ERROR(backend->Look());
+  }
+  return Status::Ok();
+}
+
+void BatchRunner::Leave(TimeNs deadline) {
+  for (const auto& [id, channel] : channels_) {
+    for (const auto& backend : channel.backends) backend->Leave(deadline);
+  }
 }
 
 }  // namespace hororing

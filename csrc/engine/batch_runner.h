@@ -13,6 +13,7 @@
 #include "backend/backend.h"
 #include "base/clock.h"
 #include "base/status.h"
+#include "device/devices.h"
 #include "engine/stats.h"
 #include "engine/tensor_table.h"
 #include "trace/trace.h"
@@ -42,12 +43,19 @@ class BatchRunner {
     int64_t fusion_bytes = 0;
     TimeNs timeout_ns = kForever;  // for every wait on a peer
     bool record = false;           // for TakeRan
+    std::shared_ptr<Devices> devices;
   };
   BatchRunner(const Options& options, Channel world, TensorTable& tensors, HandleTable& handles,
               TraceSink& trace, Stats& stats);
 
   void AddSet(int32_t id, Channel channel) { channels_[id] = std::move(channel); }
-  void RemoveSet(int32_t id) { channels_.erase(id); }
+  // On all its ranks.
+  void RemoveSet(int32_t id);
+
+  // What has gone wrong on devices since, if anything has.
+  Status LookAtDevices();
+  // All ranks end in peace: waits for devices, until `deadline`.
+  void Leave(TimeNs deadline);
 
   // An allreduce batch that was carried out.
   struct Ran {

@@ -121,7 +121,14 @@ void Engine::ThreadMain(const WorldMaker& make_world) {
 // A world that all ranks have reached, and the loop over it.
 Status Engine::Prepare(const WorldMaker& make_world, World* world, std::optional<Loop>* loop) {
   HORORING_RETURN_IF_ERROR(PrepareWorld(make_world, world));
-  backend_options_ = {config_.backend, config_.reproducible, config_.algorithm, WireCost()};
+  backend_options_.name = config_.backend;
+  backend_options_.reproducible = config_.reproducible;
+  backend_options_.algorithm = config_.algorithm;
+  Devices::Options devices = config_.devices;
+  devices.likely = topology_.local_rank;
+  devices_ = std::make_shared<Devices>(devices);
+  backend_options_.cuda = {devices_, config_.gpu, config_.reproducible,
+                           static_cast<size_t>(config_.fusion_bytes)};
   Status refused;
   HORORING_RETURN_IF_ERROR(Agree(*world->transport, CheckBackends(backend_options_, *world),
                                  After(NowNs(), config_.timeout_ns), &refused));
@@ -223,6 +230,17 @@ void Engine::Finish(const Status& why) {
   }
 }
 
+Status Engine::MarkReady(int ordinal, CuStream stream, TensorEntry* entry) {
+  std::shared_ptr<Device> device;
+  std::shared_ptr<DeviceEvent> ready;
+  Status status = devices_->Use(ordinal, &device);
+  if (status.ok()) status = device->Record(stream, &ready);
+  entry->ready = std::move(ready);
+  // That CUDA is broken is no fault of the engine's, which goes on.
+  entry->stage = "SUBMIT";
+  return status.ok() ? status : During(*entry, Status(Code::kInvalidArgument, status.message()));
+}
+
 Status Engine::Submit(std::unique_ptr<TensorEntry> entry, bool wait_follows, int64_t* handle) {
   *handle = handles_->Create();
   const Status status = Add(std::move(entry), *handle);
@@ -276,7 +294,8 @@ HandleTable::Look Engine::Wait(int64_t handle, TimeNs timeout_ns, Status* status
 }
 
 HandleTable::Look Engine::WaitMany(const int64_t* handles, size_t count, TimeNs timeout_ns,
-                                   bool* all_ok) {
+                                   bool* all_ok,
+                                   std::vector<std::shared_ptr<const DeviceEvent>>* landed) {
   const TimeNs deadline = After(NowNs(), timeout_ns);
   size_t left = count;
   DriveUntil(
@@ -285,7 +304,7 @@ HandleTable::Look Engine::WaitMany(const int64_t* handles, size_t count, TimeNs 
         return left == 0;
       },
       deadline);
-  return handles_->WaitMany(handles, count, Until(deadline), all_ok);
+  return handles_->WaitMany(handles, count, Until(deadline), all_ok, landed);
 }
 
 // Runs the loop, unless somebody else does or the transport forbids it.

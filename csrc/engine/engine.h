@@ -51,6 +51,8 @@ struct EngineConfig {
   std::string fingerprint;  // see CompareFingerprints
   // Local.
   std::string backend = "auto";
+  DeviceWay gpu = DeviceWay::kAuto;  // rank-visible
+  Devices::Options devices;          // but for `likely`
   StallInspector::Options stall;
   TimeNs timeout_ns = kForever;  // for every wait on a peer
   int cpu = -1;                  // core for the loop thread; -1: any
@@ -85,13 +87,18 @@ class Engine {
                     size_t* submitted);
   // As those of HandleTable.
   HandleTable::Look Wait(int64_t handle, TimeNs timeout_ns, Status* status);
-  HandleTable::Look WaitMany(const int64_t* handles, size_t count, TimeNs timeout_ns, bool* all_ok);
+  HandleTable::Look WaitMany(const int64_t* handles, size_t count, TimeNs timeout_ns, bool* all_ok,
+                             std::vector<std::shared_ptr<const DeviceEvent>>* landed = nullptr);
 
   // Asks all ranks to stop; see hr_shutdown. False when the loop did not end in time: the
   // engine must then be leaked, not destroyed.
   bool Shutdown(const std::string& reason, TimeNs timeout_ns);
   // Fails this rank and tells the peers, without their consent; see hr_abort. As Shutdown.
   bool Abort(const std::string& reason, TimeNs timeout_ns);
+
+  // Notes in `entry`, whose views lie on device `ordinal`, how far `stream` of it has come: what is
+  // in there now computes them. kInvalidArgument where the device cannot be used.
+  Status MarkReady(int ordinal, CuStream stream, TensorEntry* entry);
 
   // The process sets that this rank is a member of, or knows of.
   const SharedProcessSets& sets() const { return sets_; }
@@ -152,6 +159,7 @@ class Engine {
   Topology topology_;
   std::string transport_name_;
   std::shared_ptr<Arena> arena_;
+  std::shared_ptr<Devices> devices_;
 
   std::mutex wake_mutex_;
   Transport* wake_target_ = nullptr;  // GUARDED_BY(wake_mutex_); null while there is none

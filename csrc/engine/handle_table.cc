@@ -13,6 +13,11 @@ namespace {
 // Of any vector unit, so that frameworks take results as they are: TensorFlow copies others.
 constexpr size_t kAlignment = 64;
 
+Status NoResult(int64_t handle, size_t index) {
+  return Status(Code::kInvalidArgument,
+                "handle " + std::to_string(handle) + " has no result " + std::to_string(index));
+}
+
 }  // namespace
 
 GatheredTensor::~GatheredTensor() { std::free(data_); }
@@ -21,6 +26,7 @@ GatheredTensor::GatheredTensor(GatheredTensor&& other) noexcept { *this = std::m
 
 GatheredTensor& GatheredTensor::operator=(GatheredTensor&& other) noexcept {
   std::swap(data_, other.data_);
+  std::swap(on_device_, other.on_device_);
   std::swap(bytes_, other.bytes_);
   std::swap(rows_, other.rows_);
   return *this;
@@ -33,6 +39,14 @@ bool GatheredTensor::Allocate(size_t bytes, int64_t rows) {
   data_ = std::aligned_alloc(kAlignment, (bytes + kAlignment - 1) / kAlignment * kAlignment);
   bytes_ = data_ != nullptr ? bytes : 0;
   return data_ != nullptr;
+}
+
+Status GatheredTensor::AllocateOn(const Device& device, size_t bytes, int64_t rows) {
+  rows_ = rows;
+  if (bytes == 0) return Status::Ok();
+  HORORING_RETURN_IF_ERROR(device.Allocate(bytes, &on_device_));
+  bytes_ = bytes;
+  return Status::Ok();
 }
 
 bool GatheredTensor::Hold(const std::vector<int64_t>& numbers) {
@@ -59,7 +73,8 @@ void HandleTable::Create(int64_t* handles, size_t count) {
   }
 }
 
-void HandleTable::Complete(int64_t handle, Status status, std::vector<GatheredTensor> results) {
+void HandleTable::Complete(int64_t handle, Status status, std::vector<GatheredTensor> results,
+                           std::shared_ptr<const DeviceEvent> landed) {
   bool wake = false;
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -72,6 +87,7 @@ void HandleTable::Complete(int64_t handle, Status status, std::vector<GatheredTe
       slot->second.done = true;
       slot->second.status = std::move(status);
       slot->second.results = std::move(results);
+      slot->second.landed = std::move(landed);
     }
   }
   if (wake) completed_.notify_all();
@@ -112,8 +128,15 @@ HandleTable::Look HandleTable::Wait(int64_t handle, TimeNs timeout_ns, Status* s
   return look;
 }
 
+std::shared_ptr<const DeviceEvent> HandleTable::Landed(int64_t handle) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto slot = slots_.find(handle);
+  return slot == slots_.end() ? nullptr : slot->second.landed;
+}
+
 HandleTable::Look HandleTable::WaitMany(const int64_t* handles, size_t count, TimeNs timeout_ns,
-                                        bool* all_ok) {
+                                        bool* all_ok,
+                                        std::vector<std::shared_ptr<const DeviceEvent>>* landed) {
   std::unique_lock<std::mutex> lock(mutex_);
   *all_ok = true;
   size_t left = count;
@@ -138,17 +161,39 @@ HandleTable::Look HandleTable::WaitMany(const int64_t* handles, size_t count, Ti
     *all_ok = false;
     return Look::kPending;
   }
-  for (size_t i = 0; *all_ok && i < count; ++i) slots_.erase(handles[i]);
+  for (size_t i = 0; *all_ok && i < count; ++i) {
+    const auto slot = slots_.find(handles[i]);
+    if (slot == slots_.end()) continue;
+    std::shared_ptr<const DeviceEvent>& event = slot->second.landed;
+    // Mostly those of one batch follow one another, and have one event.
+    if (landed != nullptr && event != nullptr && (landed->empty() || landed->back() != event)) {
+      landed->push_back(std::move(event));
+    }
+    slots_.erase(slot);
+  }
   return Look::kDone;
+}
+
+// REQUIRES: mutex_ is held.
+const GatheredTensor* HandleTable::Result(int64_t handle, size_t index) const {
+  const auto slot = slots_.find(handle);
+  const bool there =
+      slot != slots_.end() && slot->second.done && index < slot->second.results.size();
+  return there ? &slot->second.results[index] : nullptr;
+}
+
+Status HandleTable::Rows(int64_t handle, size_t index, int64_t* rows) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const GatheredTensor* result = Result(handle, index);
+  if (result == nullptr) return NoResult(handle, index);
+  *rows = result->rows();
+  return Status::Ok();
 }
 
 Status HandleTable::Take(int64_t handle, size_t index, GatheredTensor* result) {
   std::lock_guard<std::mutex> lock(mutex_);
   const auto slot = slots_.find(handle);
-  if (slot == slots_.end() || !slot->second.done || index >= slot->second.results.size()) {
-    return Status(Code::kInvalidArgument,
-                  "handle " + std::to_string(handle) + " has no result " + std::to_string(index));
-  }
+  if (Result(handle, index) == nullptr) return NoResult(handle, index);
   *result = std::move(slot->second.results[index]);
   return Status::Ok();
 }

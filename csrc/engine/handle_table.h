@@ -13,6 +13,7 @@
 
 #include "base/clock.h"
 #include "base/status.h"
+#include "device/device.h"
 
 namespace hororing {
 
@@ -26,14 +27,19 @@ class GatheredTensor {
 
   // False when memory is short. `rows` is the first dimension of the result.
   bool Allocate(size_t bytes, int64_t rows);
+  // Memory of a device, in the order of its private stream.
+  Status AllocateOn(const Device& device, size_t bytes, int64_t rows);
   bool Hold(const std::vector<int64_t>& numbers);
-  void* data() const { return data_; }
+  void* data() const { return on_device_ != nullptr ? on_device_->data() : data_; }
   size_t bytes() const { return bytes_; }
   int64_t rows() const { return rows_; }
-  void* Release();  // the caller frees it with free()
+  // Null: on the host.
+  DeviceMemory* on_device() const { return on_device_.get(); }
+  void* Release();  // of the host; the caller frees it with free()
 
  private:
   void* data_ = nullptr;
+  std::shared_ptr<DeviceMemory> on_device_;
   size_t bytes_ = 0;
   int64_t rows_ = 0;
 };
@@ -44,21 +50,30 @@ class HandleTable {
 
   int64_t Create();
   void Create(int64_t* handles, size_t count);
-  // REQUIRES: `handle` is pending. Releases it if its owner has done so already.
-  void Complete(int64_t handle, Status status, std::vector<GatheredTensor> results);
+  // REQUIRES: `handle` is pending. Releases it if its owner has done so already. `landed`: on a
+  // device the results are there then; null: now.
+  void Complete(int64_t handle, Status status, std::vector<GatheredTensor> results,
+                std::shared_ptr<const DeviceEvent> landed = nullptr);
 
   Look Poll(int64_t handle) const;
   // Waits at most `timeout_ns`; fills `status` when done.
   Look Wait(int64_t handle, TimeNs timeout_ns, Status* status);
-  // Waits for all of them. When all have succeeded they are released, and `all_ok` is true.
-  Look WaitMany(const int64_t* handles, size_t count, TimeNs timeout_ns, bool* all_ok);
-  // Result `index` of a handle that is done; kInvalidArgument for anything else.
+  // Waits for all of them. When all have succeeded they are released, and `all_ok` is true;
+  // `landed` receives their events.
+  Look WaitMany(const int64_t* handles, size_t count, TimeNs timeout_ns, bool* all_ok,
+                std::vector<std::shared_ptr<const DeviceEvent>>* landed = nullptr);
+  // Null where there is none, or no such handle.
+  std::shared_ptr<const DeviceEvent> Landed(int64_t handle) const;
+  // The first dimension of result `index` of a handle that is done; kInvalidArgument for anything
+  // else. Take moves it out.
+  Status Rows(int64_t handle, size_t index, int64_t* rows) const;
   Status Take(int64_t handle, size_t index, GatheredTensor* result);
   // False when there is no such handle.
   bool Release(int64_t handle);
 
  private:
   struct Slot;
+  const GatheredTensor* Result(int64_t handle, size_t index) const;
   // Sleeps until settled(), at most `timeout_ns`; whether it is.
   template <typename Settled>
   bool Sleep(std::unique_lock<std::mutex>& lock, TimeNs timeout_ns, const Settled& settled);
@@ -69,6 +84,7 @@ class HandleTable {
     bool awaited = false;  // somebody sleeps until it is done
     Status status;
     std::vector<GatheredTensor> results;
+    std::shared_ptr<const DeviceEvent> landed;
   };
 
   mutable std::mutex mutex_;

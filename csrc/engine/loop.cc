@@ -54,7 +54,7 @@ Loop::Loop(Engine& engine, World& world, std::vector<std::unique_ptr<Backend>> b
       topology_(world.topology),
       timeline_(*world.transport, world.topology, std::move(clock_offsets), engine.trace_),
       runner_({engine.config_.fusion_bytes, engine.config_.timeout_ns,
-               Learns(engine.config_) && world.topology.rank == 0},
+               Learns(engine.config_) && world.topology.rank == 0, engine.devices_},
               WorldChannel(world, std::move(backends)), engine.tensors_, *engine.handles_,
               engine.trace_, engine.stats_),
       audiences_(Audiences(world)),
@@ -285,6 +285,8 @@ void Loop::KeepHouse(TimeNs now) {
   // The last words of a peer that broke off say more than the end of the launcher that they caused.
   const Status peers = transport_.CheckPeers();
   if (!peers.ok()) End(peers);
+  const Status devices = runner_.LookAtDevices();
+  if (!devices.ok()) End(devices);
   FollowParent();
 }
 
@@ -313,6 +315,8 @@ void Loop::End(Status why) {
 // events that are still on their way.
 void Loop::Farewell() {
   FollowParent();  // a peer may have died of the same, and have been noticed first
+  // Otherwise what is under way on devices is broken off with the backends.
+  if (final_->code() == Code::kShutDown) runner_.Leave(After(NowNs(), kFarewellTime));
   if (final_->code() != Code::kShutDown) {
     transport_.AnnounceFailure(final_->message(), final_->rank());
     // What this rank's own script has broken off, its traceback tells.

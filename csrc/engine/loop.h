@@ -63,6 +63,7 @@ class Loop {
   void Run(std::vector<Work>* work);
   std::optional<Work> Agreed(const Decision& decision);
   TensorEntry* StandIn(const Request& request);
+  Status ToDevice(size_t bytes, GatheredTensor* memory);
   void Settle(const Work& work);
   void AddSet(int32_t id, const Request& request);
   void RemoveSet(int32_t id);

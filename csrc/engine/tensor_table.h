@@ -25,11 +25,13 @@ struct TensorEntry {
   std::vector<TensorView> views;  // one per tensor of the request
   int64_t handle = 0;
   TimeNs submitted_ns = 0;
+  std::shared_ptr<const DeviceEvent> ready;  // on a device: when the views may be used
   // Loop thread only.
   TimeNs reported_ns = 0;
   const char* stage = "NEGOTIATE";  // for error texts: "during REDUCE"
   size_t unfinished = 0;            // tensors of this entry that still have to go through a batch
-  std::vector<GatheredTensor> results;  // memory of the core: what is gathered, numbers
+  std::vector<GatheredTensor> results;        // memory of the core: what is gathered, numbers
+  std::shared_ptr<const DeviceEvent> landed;  // on a device: of the batch of its last tensor
 
   // Takes part for a rank that has joined: nobody submitted it, nobody waits for it.
   bool stands_in() const { return handle == 0; }

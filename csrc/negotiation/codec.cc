@@ -126,6 +126,7 @@ void Put(Writer& out, const Request& request) {
   out.Unsigned(request.tensors.size());
   for (const Request::Tensor& tensor : request.tensors) {
     out.Unsigned(static_cast<uint8_t>(tensor.dtype));
+    out.Unsigned(tensor.on_device);
     Put(out, tensor.shape);
   }
   Put(out, request.splits);
@@ -144,6 +145,7 @@ Request GetRequest(Reader& in) {
   request.tensors.resize(in.Count());
   for (Request::Tensor& tensor : request.tensors) {
     tensor.dtype = in.Choice(DataType::kBfloat16);
+    tensor.on_device = in.Unsigned() != 0;
     Get(in, &tensor.shape);
   }
   Get(in, &request.splits);

@@ -21,8 +21,9 @@ struct Request {
   struct Tensor {
     DataType dtype = DataType::kFloat32;
     std::vector<int64_t> shape;
+    bool on_device = false;  // which one, ranks need not agree on
     bool operator==(const Tensor& other) const {
-      return dtype == other.dtype && shape == other.shape;
+      return dtype == other.dtype && shape == other.shape && on_device == other.on_device;
     }
   };
 
@@ -41,6 +42,8 @@ struct Request {
 
   bool operator==(const Request& other) const;
   int64_t bytes() const;  // of all tensors together
+  // All tensors of a request lie on the host, or all on a device.
+  bool on_device() const { return !tensors.empty() && tensors[0].on_device; }
   // "allreduce 'layer1.weight'", "allgather 'x' of process set 2"
   std::string Title() const;
 };

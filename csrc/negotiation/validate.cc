@@ -96,6 +96,12 @@ std::vector<Check> ChecksOfRequest(const Request& first) {
                       [](const Request& r) { return "process set " + std::to_string(r.root); },
                       "Every rank must remove the same process sets in the same order."});
   }
+  checks.push_back({"CPU/GPU device selections",
+                    [](const Request& r) {
+                      return std::string(r.on_device() ? "on a CUDA device" : "on the CPU");
+                    },
+                    "Every rank must pass a tensor on a CUDA device, or every rank one on the "
+                    "CPU; move it with tensor.cuda() or tensor.cpu() before the call."});
   return checks;
 }
 
@@ -119,6 +125,7 @@ bool Compatible(const Request& a, const Request& b) {
   for (size_t i = 0; i < a.tensors.size(); ++i) {
     const Request::Tensor &x = a.tensors[i], &y = b.tensors[i];
     if (x.dtype != y.dtype || x.shape.size() != y.shape.size()) return false;
+    if (x.on_device != y.on_device) return false;
     if (!x.shape.empty() && !std::equal(x.shape.begin() + 1, x.shape.end(), y.shape.begin() + 1)) {
       return false;
     }

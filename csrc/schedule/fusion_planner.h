@@ -5,9 +5,8 @@
 //
 // Invariants
 //   1. Every item is in exactly one batch; within a batch the order of the items is kept.
-//   2. A batch has one (process set, collective, dtype, op, factors, root) and at most
-//   `fusion_bytes` bytes,
-//      padding included, unless it holds a single larger tensor.
+//   2. A batch has one (process set, collective, dtype, op, factors, root, kind of memory) and at
+//      most `fusion_bytes` bytes, padding included, unless it holds a single larger tensor.
 //   3. Batches are ordered by their first items.
 //
 // Cost: O(items x open batches), where open batches are as many as there are different keys.
@@ -29,10 +28,11 @@ struct FusionKey {
   ReduceSpec reduce;
   int root = 0;
   int process_set = 0;
+  bool on_device = false;
 
   bool operator==(const FusionKey& other) const {
     return kind == other.kind && reduce == other.reduce && root == other.root &&
-           process_set == other.process_set;
+           process_set == other.process_set && on_device == other.on_device;
   }
 };
 

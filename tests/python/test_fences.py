@@ -17,7 +17,8 @@ ROOMS = {
     "trace": {"base"},
     "transport": {"base"},
     "collective": {"base", "transport"},
-    "backend": {"base", "transport", "collective", "trace"},
+    "device": {"base"},
+    "backend": {"base", "device", "transport", "collective", "trace"},
     "schedule": {"base"},
     "negotiation": {"base", "transport", "schedule"},
 }
@@ -61,9 +62,15 @@ def test_mpi_has_one_folder_that_nobody_else_includes():
     assert {str(Path(file).parent) for file in files} == {"csrc/transport/mpi"}
 
 
-def test_nccl_and_cuda_have_at_most_one_file():
-    assert len(users(CORE, r"#include [<\"]nccl")) <= 1
-    assert len(users(CORE, r"#include [<\"]cuda")) <= 1
+def test_no_header_of_nccl_or_cuda_and_their_names_in_one_room():
+    assert users(CORE, r"#include [<\"](nccl|cuda)") == set()
+    # What loads libraries: those two, the MPI of this machine, and TensorFlow's functions.
+    assert {str(Path(file).parent) for file in users(CORE, r"\bdlopen\(|\bdlsym\(")} == {
+        "csrc/device",
+        "csrc/tensorflow",
+        "csrc/transport",
+        "csrc/transport/mpi",
+    }
 
 
 def test_pybind11_is_for_tests_only():

@@ -1,0 +1,50 @@
+"""Compiles csrc/device/kernels.cu to csrc/device/kernels.inc: PTX, as a string of C++.
+
+Only who changes the kernel needs it, and with it nvcc (CUDA 13): `make kernels`. PTX for compute
+capability 7.5 is what the driver of any later GPU compiles for itself. The version of the language
+that nvcc writes is its own; we declare the oldest that has all that the kernel uses, so that drivers
+since CUDA 11.2 take it, and have ptxas check that.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOM = Path(__file__).resolve().parents[1] / "csrc/device"
+ARCHITECTURE = 75  # compute capability 7.5: the least that CUDA 13 compiles for
+LANGUAGE = "7.2"  # of PTX: CUDA 11.2
+
+
+def compile_kernels(nvcc: str) -> str:
+    """Return the text of kernels.inc."""
+    with tempfile.TemporaryDirectory() as folder:
+        ptx = Path(folder) / "kernels.ptx"
+        command = [nvcc, "-std=c++17", "-O3", f"-arch=compute_{ARCHITECTURE}", "--ptx", "-o", str(ptx)]
+        subprocess.run([*command, str(ROOM / "kernels.cu")], check=True)
+        # Comments hold the machine's paths, and nothing that the driver reads.
+        code = re.sub(r"//[^\n]*", "", ptx.read_text())
+        code = re.sub(r"^\.version .*$", f".version {LANGUAGE}", code, flags=re.MULTILINE)
+        ptx.write_text(code)
+        ptxas = Path(nvcc).with_name("ptxas")
+        subprocess.run(
+            [str(ptxas), f"-arch=sm_{ARCHITECTURE}", "-o", "/dev/null", str(ptx)], check=True
+        )
+    lines = [line.rstrip() for line in code.splitlines() if line.strip()]
+    return 'R"ptx(' + "\n".join(lines) + '\n)ptx"\n'
+
+
+def main() -> None:
+    """Write kernels.inc."""
+    nvcc = sys.argv[1] if len(sys.argv) > 1 else shutil.which("nvcc")
+    if nvcc is None:
+        sys.exit("kernels: there is no nvcc in PATH; pass its path: make kernels NVCC=...")
+    (ROOM / "kernels.inc").write_text(compile_kernels(nvcc))
+
+
+if __name__ == "__main__":
+    main()

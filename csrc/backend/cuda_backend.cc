@@ -1,0 +1,177 @@
+#include "backend/cuda_backend.h"
+
+#include <algorithm>
+#include <cstring>
+#include <set>
+#include <utility>
+
+#include "backend/common.h"
+#include "backend/nccl_batch.h"
+#include "base/log.h"
+#include "collective/collectives.h"
+
+namespace hororing {
+namespace {
+
+constexpr TimeNs kLookInterval = kMillisecond;
+
+// What every rank shows the others when they choose.
+struct Card {
+  CuUuid device = {};
+  int32_t nccl_version = 0;  // 0: none
+};
+
+}  // namespace
+
+Status Parse(const std::string& name, DeviceWay* way) {
+  if (name == "auto" || name.empty()) {
+    *way = DeviceWay::kAuto;
+  } else if (name == "nccl") {
+    *way = DeviceWay::kNccl;
+  } else if (name == "staged") {
+    *way = DeviceWay::kStaged;
+  } else {
+    return Status(Code::kInvalidArgument,
+                  "unknown HORORING_GPU '" + name + "'; choose auto, nccl or staged");
+  }
+  return Status::Ok();
+}
+
+CudaBackend::CudaBackend(Transport& transport, const Options& options, std::vector<Backend*> host)
+    : transport_(transport), options_(options), staged_(transport, std::move(host)) {}
+
+CudaBackend::~CudaBackend() = default;
+
+Status CudaBackend::Run(const Batch& batch, TimeNs deadline, TraceSink& trace) {
+  const TimeNs timeout = deadline == kForever ? kForever : deadline - NowNs();
+  if (!chosen_) HORORING_RETURN_IF_ERROR(Choose(deadline));
+  InFlight flight;
+  flight.label = TraceLabel(batch);
+  flight.timeout = timeout;
+  for (const BatchEntry& entry : batch.entries) {
+    const bool known =
+        std::find(flight.ready.begin(), flight.ready.end(), entry.ready) != flight.ready.end();
+    if (entry.ready == nullptr || known) continue;
+    HORORING_RETURN_IF_ERROR(entry.ready->HoldBack(device_->stream()));
+    flight.ready.push_back(entry.ready);
+  }
+  if (nccl_ != nullptr && NcclFits(batch)) {
+    HORORING_RETURN_IF_ERROR(RunByNccl(batch, *nccl_, *device_, options_.fusion_bytes,
+                                       transport_.size(), After(NowNs(), timeout), trace));
+  } else {
+    HORORING_RETURN_IF_ERROR(staged_.Run(batch, device_, timeout, trace));
+  }
+  std::shared_ptr<DeviceEvent> done;
+  HORORING_RETURN_IF_ERROR(device_->Record(device_->stream(), &done));
+  done_ = flight.done = std::move(done);
+  in_flight_.push_back(std::move(flight));
+  return Status::Ok();
+}
+
+// All ranks come here with the same batch, so they may exchange something.
+Status CudaBackend::Choose(TimeNs deadline) {
+  HORORING_RETURN_IF_ERROR(options_.devices->Any(&device_));
+  std::shared_ptr<const NcclApi> api;
+  Status loaded;
+  if (options_.way != DeviceWay::kStaged && !options_.reproducible) {
+    loaded = options_.devices->Nccl(&api);
+  }
+  std::string obstacle;
+  HORORING_RETURN_IF_ERROR(
+      Compare(api != nullptr, api != nullptr ? api->version : 0, deadline, &obstacle));
+  if (options_.way == DeviceWay::kNccl && !obstacle.empty()) {
+    return Status(Code::kInvalidArgument,
+                  "HORORING_GPU=nccl: " + (loaded.ok() ? obstacle : loaded.message()));
+  }
+  if (obstacle.empty()) {
+    HORORING_RETURN_IF_ERROR(NcclCommunicator::Make(api, device_, transport_, deadline, &nccl_));
+  } else if (options_.way == DeviceWay::kAuto && !options_.reproducible && !loaded.ok()) {
+    Log(LogLevel::kWarning,
+        "tensors on the device travel by way of the host, which is slow: " + loaded.message());
+  }
+  Log(LogLevel::kInfo,
+      std::string("tensors on ") + device_->name() + " " + std::to_string(device_->ordinal()) +
+          (nccl_ != nullptr
+               ? " travel by NCCL " + api->version_text() + " (" + api->library.path() + ")"
+               : " travel by way of the host: " + obstacle));
+  chosen_ = true;
+  return Status::Ok();
+}
+
+// `obstacle`: why it cannot be NCCL, the same on every rank; empty where it can.
+Status CudaBackend::Compare(bool has_nccl, int version, TimeNs deadline, std::string* obstacle) {
+  const size_t size = static_cast<size_t>(transport_.size());
+  Card mine;
+  mine.device = device_->uuid();
+  mine.nccl_version = has_nccl ? version : 0;
+  std::vector<Card> cards(size);
+  HORORING_RETURN_IF_ERROR(AllgatherV(transport_, &mine, std::vector<size_t>(size, sizeof mine),
+                                      cards.data(), deadline));
+  if (options_.reproducible) {
+    *obstacle = "HORORING_REPRODUCIBLE=1 sums in the order of ranks";
+  } else if (options_.way == DeviceWay::kStaged) {
+    *obstacle = "HORORING_GPU=staged";
+  }
+  std::set<std::string> devices;
+  for (size_t r = 0; r < size && obstacle->empty(); ++r) {
+    const std::string who = "rank " + std::to_string(r) + " of the process set";
+    if (cards[r].nccl_version == 0) {
+      *obstacle = who + " has no NCCL; `python -m hororing info` there says why";
+    } else if (cards[r].nccl_version / 100 != cards[0].nccl_version / 100) {
+      *obstacle = who + " has NCCL " + std::to_string(cards[r].nccl_version) + ", rank 0 has " +
+                  std::to_string(cards[0].nccl_version) + "; install the same release";
+    } else if (!devices.emplace(cards[r].device.bytes, sizeof cards[r].device.bytes).second &&
+               options_.way == DeviceWay::kAuto) {
+      *obstacle = who + " shares its device with another one";
+    }
+  }
+  return Status::Ok();
+}
+
+Status CudaBackend::Look() {
+  while (!in_flight_.empty()) {
+    bool done = false;
+    HORORING_RETURN_IF_ERROR(LookAt(in_flight_.front(), &done));
+    if (!done) break;
+    in_flight_.pop_front();
+  }
+  return nccl_ != nullptr ? nccl_->Look() : Status::Ok();
+}
+
+// The time that a batch may take begins when its tensors are ready on this rank.
+Status CudaBackend::LookAt(InFlight& batch, bool* done) {
+  HORORING_RETURN_IF_ERROR(batch.done->Look(done));
+  if (*done) return Status::Ok();
+  if (batch.deadline == 0) {
+    for (const auto& event : batch.ready) {
+      bool ready = false;
+      HORORING_RETURN_IF_ERROR(event->Look(&ready));
+      if (!ready) return Status::Ok();
+    }
+    batch.deadline = After(NowNs(), batch.timeout);
+  }
+  if (NowNs() < batch.deadline) return Status::Ok();
+  return Status(Code::kTransport,
+                "the device did not come to an end with '" + batch.label +
+                    "' in time (HORORING_TIMEOUT_S sets the limit); another rank may be stuck");
+}
+
+void CudaBackend::Leave(TimeNs deadline) {
+  for (bool done = in_flight_.empty(); !done;) {
+    if (!in_flight_.back().done->Look(&done).ok()) return;
+    if (done) break;
+    if (NowNs() >= deadline || !transport_.CheckPeers().ok()) return;
+    transport_.Sleep(After(NowNs(), kLookInterval));
+  }
+  in_flight_.clear();
+  if (nccl_ == nullptr) return;
+  const Status left = nccl_->Leave(deadline);
+  if (!left.ok()) Log(LogLevel::kWarning, left.message());
+  nccl_ = nullptr;
+}
+
+size_t CudaBackend::scratch_bytes() const {
+  return staged_.scratch_bytes() + (nccl_ != nullptr ? nccl_->fusion_bytes() : 0);
+}
+
+}  // namespace hororing

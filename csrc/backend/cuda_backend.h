@@ -1,0 +1,70 @@
+// CudaBackend: batches of tensors on CUDA devices, for one process set: by NCCL where every rank
+// has it and a device of its own, else by way of the host (ADR 0023).
+//
+// Which of them, the ranks agree on when the first batch comes. Run returns when everything is in
+// the device's private stream, with an event behind it (`done`); what fails later, Look tells.
+#pragma once
+
+#include <deque>
+#include <memory>
+#include <vector>
+
+#include "backend/backend.h"
+#include "backend/nccl_communicator.h"
+#include "backend/staged_batch.h"
+#include "device/devices.h"
+#include "transport/transport.h"
+
+namespace hororing {
+
+enum class DeviceWay { kAuto, kNccl, kStaged };
+// "auto", "nccl", "staged"
+Status Parse(const std::string& name, DeviceWay* way);
+
+class CudaBackend final : public Backend {
+ public:
+  struct Options {
+    std::shared_ptr<Devices> devices;
+    DeviceWay way = DeviceWay::kAuto;
+    bool reproducible = false;  // by way of the host, which sums in the order of ranks
+    size_t fusion_bytes = 0;
+  };
+  // `host` as for StagedBatches.
+  CudaBackend(Transport& transport, const Options& options, std::vector<Backend*> host);
+  ~CudaBackend() override;
+
+  const char* name() const override { return "cuda"; }
+  bool on_device() const override { return true; }
+  bool Supports(const Batch& batch) const override { return batch.on_device; }
+  Status Run(const Batch& batch, TimeNs deadline, TraceSink& trace) override;
+  size_t scratch_bytes() const override;
+  std::shared_ptr<const DeviceEvent> done() const override { return done_; }
+  Status Look() override;
+  void Leave(TimeNs deadline) override;
+  // Null: by way of the host, or not chosen yet.
+  const NcclCommunicator* nccl() const { return nccl_.get(); }
+
+ private:
+  // A batch in the stream.
+  struct InFlight {
+    std::vector<std::shared_ptr<const DeviceEvent>> ready;  // of the framework
+    std::shared_ptr<const DeviceEvent> done;
+    std::string label;
+    TimeNs timeout;
+    TimeNs deadline = 0;  // 0: its tensors are not ready yet
+  };
+  Status Choose(TimeNs deadline);
+  Status Compare(bool has_nccl, int version, TimeNs deadline, std::string* obstacle);
+  Status LookAt(InFlight& batch, bool* done);
+
+  Transport& transport_;
+  const Options options_;
+  StagedBatches staged_;
+  std::shared_ptr<Device> device_;
+  std::unique_ptr<NcclCommunicator> nccl_;
+  bool chosen_ = false;
+  std::shared_ptr<const DeviceEvent> done_;
+  std::deque<InFlight> in_flight_;
+};
+
+}  // namespace hororing

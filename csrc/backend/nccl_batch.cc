@@ -1,0 +1,235 @@
+#include "backend/nccl_batch.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <vector>
+
+#include "backend/common.h"
+
+namespace hororing {
+namespace {
+
+bool IsFloating(DataType dtype) {
+  return dtype == DataType::kFloat16 || dtype == DataType::kBfloat16 ||
+         dtype == DataType::kFloat32 || dtype == DataType::kFloat64;
+}
+
+bool AllEqual(const std::vector<size_t>& numbers) {
+  return std::all_of(numbers.begin(), numbers.end(),
+                     [&](size_t number) { return number == numbers[0]; });
+}
+
+// The calls of one group: those after the first that fails are left out.
+class Calls {
+ public:
+  Calls(NcclCommunicator& communicator, const Device& device)
+      : api_(communicator.api()), comm_(communicator.comm()), stream_(device.stream()) {}
+  NcclResult result() const { return result_; }
+
+  void AllReduce(const void* from, void* to, size_t count, NcclType type, NcclOp op) {
+    Keep(api_.all_reduce(from, to, count, type, op, comm_, stream_));
+  }
+  void Reduce(const void* from, void* to, size_t count, NcclType type, NcclOp op, int root) {
+    Keep(api_.reduce(from, to, count, type, op, root, comm_, stream_));
+  }
+  void ReduceScatter(const void* from, void* to, size_t count, NcclType type, NcclOp op) {
+    Keep(api_.reduce_scatter(from, to, count, type, op, comm_, stream_));
+  }
+  void AllGather(const void* from, void* to, size_t bytes) {
+    Keep(api_.all_gather(from, to, bytes, kNcclUint8, comm_, stream_));
+  }
+  void Broadcast(const void* from, void* to, size_t bytes, int root) {
+    Keep(api_.broadcast(from, to, bytes, kNcclUint8, root, comm_, stream_));
+  }
+  void Send(const void* from, size_t bytes, int peer) {
+    Keep(api_.send(from, bytes, kNcclUint8, peer, comm_, stream_));
+  }
+  void Receive(void* to, size_t bytes, int peer) {
+    Keep(api_.receive(to, bytes, kNcclUint8, peer, comm_, stream_));
+  }
+
+ private:
+  void Keep(NcclResult result) {
+    if (result_ == kNcclSuccess || result_ == kNcclInProgress) result_ = result;
+  }
+
+  const NcclApi& api_;
+  const NcclComm comm_;
+  const CuStream stream_;
+  NcclResult result_ = kNcclSuccess;
+};
+
+// Booleans are bytes of 0 and 1: their sum is whether any is set, their product whether all are.
+Status OpOf(const ReduceSpec& spec, int ranks, NcclCommunicator& communicator, NcclOp* op) {
+  const double factor = spec.prescale * spec.postscale;
+  switch (spec.op) {
+    case ReduceOp::kMin: *op = kNcclMin; return Status::Ok();
+    case ReduceOp::kMax: *op = kNcclMax; return Status::Ok();
+    case ReduceOp::kProduct:
+      *op = spec.dtype == DataType::kBool ? kNcclMin : kNcclProd;
+      return Status::Ok();
+    case ReduceOp::kSum:
+      *op = spec.dtype == DataType::kBool ? kNcclMax : kNcclSum;
+      return factor == 1.0 ? Status::Ok() : communicator.ScaledSum(spec.dtype, factor, op);
+    case ReduceOp::kAverage:
+      *op = kNcclAvg;
+      return factor == 1.0 ? Status::Ok() : communicator.ScaledSum(spec.dtype, factor / ranks, op);
+    case ReduceOp::kAdasum: break;
+  }
+  return Status(Code::kInternal, std::string("NCCL has no ") + Name(spec.op));
+}
+
+std::vector<const BatchEntry*> NotEmpty(const Batch& batch) {
+  std::vector<const BatchEntry*> entries;
+  for (const BatchEntry& entry : batch.entries) {
+    if (entry.elements > 0) entries.push_back(&entry);
+  }
+  return entries;
+}
+
+// Where each tensor lies in the fusion buffer, and its bytes without the padding.
+std::vector<DeviceCopy> Packing(const std::vector<const BatchEntry*>& entries, size_t element,
+                                std::byte* to) {
+  std::vector<DeviceCopy> copies;
+  for (const BatchEntry* entry : entries) {
+    copies.push_back({to, entry->input, entry->elements * element});
+    to += RoundUp(copies.back().bytes, kEntryAlign);
+  }
+  return copies;
+}
+
+Status RunAllreduce(const Batch& batch, NcclCommunicator& communicator, const Device& device,
+                    size_t fusion_bytes, int ranks, TimeNs deadline, TraceSink& trace) {
+  const std::vector<const BatchEntry*> entries = NotEmpty(batch);
+  if (entries.empty()) return Status::Ok();
+  const size_t element = ElementSize(batch.reduce.dtype);
+  const NcclType type = NcclTypeOf(batch.reduce.dtype);
+  NcclOp op = kNcclSum;
+  HORORING_RETURN_IF_ERROR(OpOf(batch.reduce, ranks, communicator, &op));
+  size_t padded = 0;
+  for (const BatchEntry* entry : entries) padded += RoundUp(entry->elements * element, kEntryAlign);
+  Calls calls(communicator, device);
+  void* const buffer =
+      entries.size() > 1 ? communicator.FusionBuffer(padded, fusion_bytes) : nullptr;
+  if (buffer == nullptr) {
+    StageSpan span(trace, Stage::kReduce, batch);
+    HORORING_RETURN_IF_ERROR(communicator.Group(
+        [&] {
+          for (const BatchEntry* entry : entries) {
+            calls.AllReduce(entry->input, entry->output, entry->elements, type, op);
+          }
+          return calls.result();
+        },
+        deadline));
+    span.End(batch.bytes());
+    return Status::Ok();
+  }
+  std::vector<DeviceCopy> copies = Packing(entries, element, static_cast<std::byte*>(buffer));
+  StageSpan pack(trace, Stage::kPack, batch);
+  HORORING_RETURN_IF_ERROR(device.CopyOnDevice(copies));
+  pack.End(batch.bytes());
+  StageSpan reduce(trace, Stage::kReduce, batch);
+  HORORING_RETURN_IF_ERROR(communicator.Group(
+      [&] {
+        // The padding, too: whatever lies there harms nobody.
+        calls.AllReduce(buffer, buffer, padded / element, type, op);
+        return calls.result();
+      },
+      deadline));
+  reduce.End(batch.bytes());
+  StageSpan unpack(trace, Stage::kUnpack, batch);
+  for (size_t i = 0; i < copies.size(); ++i) {
+    copies[i] = {entries[i]->output, copies[i].to, copies[i].bytes};
+  }
+  HORORING_RETURN_IF_ERROR(device.CopyOnDevice(copies));
+  unpack.End(batch.bytes());
+  return Status::Ok();
+}
+
+void Gather(const BatchEntry& entry, Calls& calls) {
+  const std::vector<size_t>& bytes = entry.receive_bytes;
+  if (AllEqual(bytes)) {
+    if (bytes[0] > 0) calls.AllGather(entry.input, entry.output, bytes[0]);
+    return;
+  }
+  auto* to = static_cast<std::byte*>(entry.output);
+  for (size_t root = 0; root < bytes.size(); ++root) {
+    if (bytes[root] > 0) calls.Broadcast(entry.input, to, bytes[root], static_cast<int>(root));
+    to += bytes[root];
+  }
+}
+
+void Exchange(const BatchEntry& entry, Calls& calls) {
+  const auto* from = static_cast<const std::byte*>(entry.input);
+  auto* to = static_cast<std::byte*>(entry.output);
+  for (size_t peer = 0; peer < entry.send_bytes.size(); ++peer) {
+    const size_t sent = entry.send_bytes[peer], received = entry.receive_bytes[peer];
+    if (sent > 0) calls.Send(from, sent, static_cast<int>(peer));
+    if (received > 0) calls.Receive(to, received, static_cast<int>(peer));
+    from += sent;
+    to += received;
+  }
+}
+
+void Scatter(const BatchEntry& entry, DataType dtype, NcclOp op, Calls& calls) {
+  const NcclType type = NcclTypeOf(dtype);
+  if (AllEqual(entry.parts)) {
+    if (entry.parts[0] > 0) {
+      calls.ReduceScatter(entry.input, entry.output, entry.parts[0], type, op);
+    }
+    return;
+  }
+  const auto* from = static_cast<const std::byte*>(entry.input);
+  for (size_t root = 0; root < entry.parts.size(); ++root) {
+    if (entry.parts[root] > 0) {
+      calls.Reduce(from, entry.output, entry.parts[root], type, op, static_cast<int>(root));
+    }
+    from += entry.parts[root] * ElementSize(dtype);
+  }
+}
+
+}  // namespace
+
+bool NcclFits(const Batch& batch) {
+  const bool reduces =
+      batch.kind == Collective::kAllreduce || batch.kind == Collective::kReducescatter;
+  if (!reduces) return true;  // bytes
+  const ReduceSpec& spec = batch.reduce;
+  if (!NcclHas(spec.dtype) || spec.op == ReduceOp::kAdasum) return false;
+  if (spec.prescale == 1.0 && spec.postscale == 1.0) return true;
+  const bool sums = spec.op == ReduceOp::kSum || spec.op == ReduceOp::kAverage;
+  return sums && IsFloating(spec.dtype);
+}
+
+Status RunByNccl(const Batch& batch, NcclCommunicator& communicator, const Device& device,
+                 size_t fusion_bytes, int ranks, TimeNs deadline, TraceSink& trace) {
+  if (batch.kind == Collective::kAllreduce) {
+    return RunAllreduce(batch, communicator, device, fusion_bytes, ranks, deadline, trace);
+  }
+  NcclOp op = kNcclSum;
+  if (batch.kind == Collective::kReducescatter) {
+    HORORING_RETURN_IF_ERROR(OpOf(batch.reduce, ranks, communicator, &op));
+  }
+  Calls calls(communicator, device);
+  StageSpan span(trace, Stage::kReduce, batch);
+  HORORING_RETURN_IF_ERROR(communicator.Group(
+      [&] {
+        for (const BatchEntry& entry : batch.entries) {
+          const size_t bytes = entry.elements * ElementSize(batch.reduce.dtype);
+          if (batch.kind == Collective::kAllgather) Gather(entry, calls);
+          if (batch.kind == Collective::kAlltoall) Exchange(entry, calls);
+          if (batch.kind == Collective::kReducescatter) {
+            Scatter(entry, batch.reduce.dtype, op, calls);
+          }
+          if (batch.kind == Collective::kBroadcast && bytes > 0) {
+            calls.Broadcast(entry.input, entry.output, bytes, batch.root);
+          }
+        }
+        return calls.result();
+      },
+      deadline));
+  span.End(batch.bytes());
+  return Status::Ok();
+}
+
+}  // namespace hororing

@@ -1,0 +1,189 @@
+#include "backend/nccl_communicator.h"
+
+#include <cstring>
+
+#include "base/half.h"
+#include "base/log.h"
+#include "collective/collectives.h"
+
+namespace hororing {
+namespace {
+
+// Between two looks at something that does not call.
+constexpr TimeNs kLookInterval = 100 * kMicrosecond;
+// Between two looks at whether all peers are alive.
+constexpr TimeNs kPeersInterval = 20 * kMillisecond;
+
+// What rank 0 tells the others.
+struct Invitation {
+  int32_t sent = 0;  // zero: rank 0 has no id to give
+  NcclId id = {};
+};
+
+// A number as NCCL reads it: in the type of the tensor.
+struct Scalar {
+  explicit Scalar(DataType dtype, double value) {
+    const float narrow = static_cast<float>(value);
+    uint16_t half = 0;
+    switch (dtype) {
+      case DataType::kFloat64: std::memcpy(bytes, &value, sizeof value); return;
+      case DataType::kFloat16: half = FloatToHalf(narrow); break;
+      case DataType::kBfloat16: half = FloatToBfloat16(narrow); break;
+      default: std::memcpy(bytes, &narrow, sizeof narrow); return;
+    }
+    std::memcpy(bytes, &half, sizeof half);
+  }
+  char bytes[8] = {};
+};
+
+}  // namespace
+
+bool NcclHas(DataType dtype) { return dtype != DataType::kInt16 && dtype != DataType::kUint16; }
+
+NcclType NcclTypeOf(DataType dtype) {
+  switch (dtype) {
+    case DataType::kInt8: return kNcclInt8;
+    case DataType::kInt32: return kNcclInt32;
+    case DataType::kInt64: return kNcclInt64;
+    case DataType::kFloat16: return kNcclFloat16;
+    case DataType::kFloat32: return kNcclFloat32;
+    case DataType::kFloat64: return kNcclFloat64;
+    case DataType::kBfloat16: return kNcclBfloat16;
+    case DataType::kUint8:
+    case DataType::kBool:
+    case DataType::kUint16:
+    case DataType::kInt16: break;
+  }
+  return kNcclUint8;
+}
+
+Status NcclCommunicator::Make(std::shared_ptr<const NcclApi> api, std::shared_ptr<Device> device,
+                              Transport& transport, TimeNs deadline,
+                              std::unique_ptr<NcclCommunicator>* made) {
+  std::unique_ptr<NcclCommunicator> fresh(
+      new NcclCommunicator(std::move(api), std::move(device), transport));
+  HORORING_RETURN_IF_ERROR(fresh->Join(deadline));
+  *made = std::move(fresh);
+  return Status::Ok();
+}
+
+Status NcclCommunicator::Join(TimeNs deadline) {
+  Invitation invitation;
+  Status invited;
+  if (transport_.rank() == 0) {
+    invited = api_->Check(api_->get_unique_id(&invitation.id), "ncclGetUniqueId");
+    invitation.sent = invited.ok() ? 1 : 0;
+  }
+  HORORING_RETURN_IF_ERROR(
+      Broadcast(transport_, /*root=*/0, &invitation, sizeof invitation, deadline));
+  HORORING_RETURN_IF_ERROR(invited);
+  if (invitation.sent == 0) {
+    return Status(Code::kTransport,
+                  "the first rank of the set cannot start NCCL; its log says why");
+  }
+  const Device::Current current(*device_);
+  HORORING_RETURN_IF_ERROR(current.status());
+  NcclConfig config{sizeof(NcclConfig), kNcclConfigMagic, kLeastNcclVersion, /*blocking=*/0};
+  const NcclResult begun =
+      api_->comm_init(&comm_, transport_.size(), invitation.id, transport_.rank(), &config);
+  return Settle(begun, "ncclCommInitRankConfig", deadline);
+}
+
+NcclCommunicator::~NcclCommunicator() {
+  const Device::Current current(*device_);
+  if (comm_ != nullptr) api_->comm_abort(comm_);
+  if (fusion_ == nullptr) return;
+  fusion_is_nccls_ ? static_cast<void>(api_->mem_free(fusion_)) : device_->Free(fusion_);
+}
+
+// Until NCCL has done what it has begun.
+Status NcclCommunicator::Settle(NcclResult begun, const char* call, TimeNs deadline) {
+  if (begun != kNcclSuccess && begun != kNcclInProgress) return api_->Check(begun, call, comm_);
+  TimeNs look_at_peers = After(NowNs(), kPeersInterval);
+  for (;;) {
+    NcclResult state = kNcclSuccess;
+    HORORING_RETURN_IF_ERROR(
+        api_->Check(api_->comm_async_error(comm_, &state), "ncclCommGetAsyncError", comm_));
+    if (state != kNcclInProgress) return api_->Check(state, call, comm_);
+    const TimeNs now = NowNs();
+    if (now >= look_at_peers) {
+      HORORING_RETURN_IF_ERROR(transport_.CheckPeers());
+      look_at_peers = After(now, kPeersInterval);
+    }
+    if (now >= deadline) {
+      return Status(Code::kTransport,
+                    std::string(call) + " of NCCL " + api_->version_text() +
+                        " did not come to an end in time (HORORING_TIMEOUT_S sets the limit); "
+                        "NCCL_DEBUG=INFO tells what it waits for");
+    }
+    transport_.Sleep(After(now, kLookInterval));
+  }
+}
+
+Status NcclCommunicator::Group(const std::function<NcclResult()>& enqueue, TimeNs deadline) {
+  const Device::Current current(*device_);
+  HORORING_RETURN_IF_ERROR(current.status());
+  HORORING_RETURN_IF_ERROR(api_->Check(api_->group_start(), "ncclGroupStart", comm_));
+  const NcclResult enqueued = enqueue();
+  const NcclResult ended = api_->group_end();  // also after an error: groups nest
+  if (enqueued != kNcclSuccess && enqueued != kNcclInProgress) {
+    return api_->Check(enqueued, "a collective", comm_);
+  }
+  return Settle(ended, "ncclGroupEnd", deadline);
+}
+
+Status NcclCommunicator::Look() const {
+  NcclResult state = kNcclSuccess;
+  HORORING_RETURN_IF_ERROR(
+      api_->Check(api_->comm_async_error(comm_, &state), "ncclCommGetAsyncError", comm_));
+  return state == kNcclInProgress ? Status::Ok() : api_->Check(state, "a collective", comm_);
+}
+
+Status NcclCommunicator::Leave(TimeNs deadline) {
+  const Device::Current current(*device_);
+  HORORING_RETURN_IF_ERROR(current.status());
+  if (registration_ != nullptr) {
+    HORORING_RETURN_IF_ERROR(api_->Check(
+        api_->comm_deregister(comm_, std::exchange(registration_, nullptr)), "ncclCommDeregister"));
+  }
+  HORORING_RETURN_IF_ERROR(Settle(api_->comm_finalize(comm_), "ncclCommFinalize", deadline));
+  return api_->Check(api_->comm_destroy(std::exchange(comm_, nullptr)), "ncclCommDestroy");
+}
+
+Status NcclCommunicator::ScaledSum(DataType dtype, double factor, NcclOp* op) {
+  const auto [made, fresh] = scaled_sums_.try_emplace({dtype, factor}, kNcclSum);
+  if (fresh) {
+    Scalar scalar(dtype, factor);
+    HORORING_RETURN_IF_ERROR(
+        api_->Check(api_->op_create_pre_mul_sum(&made->second, scalar.bytes, NcclTypeOf(dtype),
+                                                kNcclScalarHostImmediate, comm_),
+                    "ncclRedOpCreatePreMulSum", comm_));
+  }
+  *op = made->second;
+  return Status::Ok();
+}
+
+void* NcclCommunicator::FusionBuffer(size_t bytes, size_t most) {
+  const Device::Current current(*device_);
+  if (fusion_ == nullptr && fusion_bytes_ == 0 && most > 0) {
+    fusion_bytes_ = most;
+    fusion_is_nccls_ =
+        api_->registers() && api_->mem_alloc(&fusion_, most) == kNcclSuccess && fusion_ != nullptr;
+    if (fusion_is_nccls_) {
+      // Optional: where it cannot be registered it works as other memory does.
+      if (api_->comm_register(comm_, fusion_, most, &registration_) != kNcclSuccess) {
+        registration_ = nullptr;
+      }
+    } else {
+      const Status allocated = device_->AllocatePlain(most, &fusion_);
+      if (!allocated.ok()) {
+        fusion_ = nullptr;
+        Log(LogLevel::kWarning, "no fusion buffer on " + device_->name() +
+                                    "; tensors are reduced one by one: " + allocated.message());
+      }
+    }
+  }
+  return bytes <= fusion_bytes_ ? fusion_ : nullptr;
+}
+
+}  // namespace hororing

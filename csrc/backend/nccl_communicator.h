@@ -1,0 +1,75 @@
+// NcclCommunicator: the ranks of one process set, each with its device, as NCCL knows them.
+//
+// It does not block: what NCCL has under way is looked at until it is done, a peer is dead, or a
+// deadline comes. Whatever goes wrong, the communicator is aborted, which ends its kernels.
+//
+// Thread-safety: loop thread only.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "base/clock.h"
+#include "base/status.h"
+#include "base/types.h"
+#include "device/device.h"
+#include "device/nccl_api.h"
+#include "transport/transport.h"
+
+namespace hororing {
+
+class NcclCommunicator {
+ public:
+  // All ranks of `transport` call it; its unique id travels there.
+  static Status Make(std::shared_ptr<const NcclApi> api, std::shared_ptr<Device> device,
+                     Transport& transport, TimeNs deadline,
+                     std::unique_ptr<NcclCommunicator>* made);
+  // Aborts, unless Leave has come to its end.
+  ~NcclCommunicator();
+  NcclCommunicator(const NcclCommunicator&) = delete;
+  NcclCommunicator& operator=(const NcclCommunicator&) = delete;
+
+  // One group of calls, which `enqueue` makes, on the device's private stream. Returns when they
+  // are in the stream, so that events may follow.
+  Status Group(const std::function<NcclResult()>& enqueue, TimeNs deadline);
+  // kTransport when something that is in the stream has failed.
+  Status Look() const;
+  // All ranks, when nothing is in the stream any more.
+  Status Leave(TimeNs deadline);
+
+  // The operation that multiplies by `factor` before it sums. REQUIRES: a floating-point type.
+  Status ScaledSum(DataType dtype, double factor, NcclOp* op);
+  // Memory for fusion, registered where NCCL can; null where there is none, or less than `bytes`.
+  // Allocated once, `most` bytes of it.
+  void* FusionBuffer(size_t bytes, size_t most);
+  size_t fusion_bytes() const { return fusion_bytes_; }
+
+  const NcclApi& api() const { return *api_; }
+  NcclComm comm() const { return comm_; }
+
+ private:
+  NcclCommunicator(std::shared_ptr<const NcclApi> api, std::shared_ptr<Device> device,
+                   Transport& transport)
+      : api_(std::move(api)), device_(std::move(device)), transport_(transport) {}
+  Status Join(TimeNs deadline);
+  Status Settle(NcclResult begun, const char* call, TimeNs deadline);
+
+  const std::shared_ptr<const NcclApi> api_;
+  const std::shared_ptr<Device> device_;
+  Transport& transport_;
+  NcclComm comm_ = nullptr;  // null: not yet, or no more
+  std::map<std::pair<DataType, double>, NcclOp> scaled_sums_;
+  void* fusion_ = nullptr;
+  void* registration_ = nullptr;  // of fusion_
+  bool fusion_is_nccls_ = false;
+  size_t fusion_bytes_ = 0;
+};
+
+// What NCCL calls it. REQUIRES: NCCL has it.
+NcclType NcclTypeOf(DataType dtype);
+bool NcclHas(DataType dtype);
+
+}  // namespace hororing

@@ -1,0 +1,61 @@
+// StagedBatches: batches on a device by way of the host: where there is no NCCL, where several
+// ranks share a device, and for what NCCL lacks.
+//
+// Sums go in pieces through two pinned buffers, so that one piece is copied while another is
+// reduced. All else goes at once.
+//
+//   device   copy 0 | copy 1 |          back 0 | copy 2 |          back 1 | ...
+//   host            | reduce 0          | reduce 1          | reduce 2
+//
+// Unlike NCCL this blocks the loop: until the framework's kernels have come so far, and while the
+// host reduces. Thread-safety: loop thread only.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "backend/backend.h"
+#include "device/device.h"
+#include "transport/transport.h"
+
+namespace hororing {
+
+class StagedBatches {
+ public:
+  // `host`: backends of the same ranks, of which the last supports every batch on the host.
+  StagedBatches(Transport& transport, std::vector<Backend*> host)
+      : transport_(transport), host_(std::move(host)) {}
+
+  // The private stream of `device` waits for the inputs already; when it comes to its end the
+  // outputs are complete. `timeout` bounds every wait on a peer.
+  Status Run(const Batch& batch, const std::shared_ptr<Device>& device, TimeNs timeout,
+             TraceSink& trace);
+  size_t scratch_bytes() const { return buffers_[0].bytes + buffers_[1].bytes; }
+
+ private:
+  struct Buffer {
+    std::unique_ptr<PinnedMemory> memory;
+    size_t bytes = 0;
+    std::byte* data() const { return static_cast<std::byte*>(memory->data()); }
+  };
+  // A stretch of one tensor; several, of different tensors, travel together.
+  struct Stretch {
+    size_t entry, first, elements;
+  };
+  using Piece = std::vector<Stretch>;
+
+  Status RunAllreduce(const Batch& batch, const Device& device, TimeNs timeout, TraceSink& trace);
+  Status RunWhole(const Batch& batch, const Device& device, TimeNs timeout, TraceSink& trace);
+  Status RunOnHost(const Batch& batch, TimeNs timeout, TraceSink& trace);
+  Status Fetch(const Batch& batch, const Piece& piece, const Device& device, Buffer& buffer,
+               std::shared_ptr<DeviceEvent>* fetched);
+  Status Room(const Device& device, size_t bytes, Buffer* buffer);
+  Status WaitFor(const DeviceEvent& event);
+  static std::vector<Piece> Pieces(const Batch& batch);
+
+  Transport& transport_;
+  const std::vector<Backend*> host_;
+  Buffer buffers_[2];
+};
+
+}  // namespace hororing

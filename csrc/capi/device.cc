@@ -1,0 +1,98 @@
+// The C interface, what tensors on GPUs need beside.
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "capi/hororing.h"
+#include "capi/process.h"
+#include "device/devices.h"
+#include "engine/engine.h"
+
+using namespace hororing;
+
+namespace {
+
+CuStream StreamOf(uintptr_t stream) { return reinterpret_cast<CuStream>(stream); }
+
+// "12.8"
+std::string CudaVersionText(int version) {
+  return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+}
+
+std::string DescribeCuda(const std::string& library) {
+  CudaApi api;
+  const Status loaded = CudaApi::Load(library, &api);
+  if (!loaded.ok()) return "GPU: none; " + loaded.message() + "\n";
+  std::string text =
+      "driver: CUDA " + CudaVersionText(api.version) + " (" + api.library.path() + ")\n";
+  for (int i = 0; i < api.devices; ++i) {
+    CuDevice device = 0;
+    char name[128] = "";
+    const bool known = api.device_get(&device, i) == kCuSuccess &&
+                       api.device_get_name(name, sizeof name, device) == kCuSuccess;
+    text += "GPU " + std::to_string(i) + ": " + (known ? name : "does not answer") + "\n";
+  }
+  return text;
+}
+
+}  // namespace
+
+HR_EXPORT int hr_wait_in_stream(int64_t handle, uintptr_t stream) {
+  if (InForkedChild()) return Remember(NotInitialized());
+  const std::shared_ptr<const DeviceEvent> landed = Handles()->Landed(handle);
+  return landed == nullptr ? static_cast<int>(HR_OK) : Remember(landed->HoldBack(StreamOf(stream)));
+}
+
+HR_EXPORT int hr_wait_many_in_stream(const int64_t* handles, int32_t count, double timeout_s,
+                                     uintptr_t stream) {
+  std::vector<std::shared_ptr<const DeviceEvent>> landed;
+  const int code = WaitMany(handles, count, timeout_s, &landed);
+  for (size_t i = 0; code == HR_OK && i < landed.size(); ++i) {
+    const Status status = landed[i]->HoldBack(StreamOf(stream));
+    if (!status.ok()) return Remember(status);
+  }
+  return code;
+}
+
+HR_EXPORT int hr_landed(int64_t handle) {
+  if (InForkedChild()) return -Remember(NotInitialized());
+  const std::shared_ptr<HandleTable> handles = Handles();
+  if (handles->Poll(handle) == HandleTable::Look::kPending) return 0;
+  const std::shared_ptr<const DeviceEvent> landed = handles->Landed(handle);
+  bool reached = false;
+  // A device that does not answer uses no memory any more.
+  return landed == nullptr || !landed->Look(&reached).ok() || reached;
+}
+
+HR_EXPORT int hr_result_rows(int64_t handle, int32_t index, int64_t* rows) {
+  if (InForkedChild()) return Remember(NotInitialized());
+  return Remember(Handles()->Rows(handle, static_cast<size_t>(index), rows));
+}
+
+HR_EXPORT int hr_move_result(int64_t handle, int32_t index, uintptr_t memory, uintptr_t stream) {
+  const int waits = hr_wait_in_stream(handle, stream);
+  if (waits != HR_OK) return waits;
+  GatheredTensor gathered;
+  const Status taken = Handles()->Take(handle, static_cast<size_t>(index), &gathered);
+  if (!taken.ok() || gathered.on_device() == nullptr) return Remember(taken);
+  return Remember(gathered.on_device()->MoveTo(reinterpret_cast<void*>(memory), gathered.bytes(),
+                                               StreamOf(stream)));
+}
+
+HR_EXPORT int32_t hr_describe_gpu(const char* cuda_library, const char* nccl_libraries, char* text,
+                                  int32_t text_bytes) {
+  const Devices::Options otherwise;
+  std::string described =
+      DescribeCuda(cuda_library != nullptr ? cuda_library : otherwise.cuda_library);
+  NcclApi nccl;
+  const Status loaded =
+      NcclApi::Load(nccl_libraries != nullptr ? nccl_libraries : otherwise.nccl_libraries, &nccl);
+  described += "NCCL: " + (loaded.ok() ? nccl.version_text() + " (" + nccl.library.path() + ")"
+                                       : "none; " + loaded.message());
+  const size_t bytes = std::min(described.size(), static_cast<size_t>(text_bytes) - 1);
+  std::memcpy(text, described.data(), bytes);
+  text[bytes] = '\0';
+  return loaded.ok() ? nccl.version : 0;
+}

@@ -1,0 +1,41 @@
+#include "device/cuda_api.h"
+
+namespace hororing {
+
+Status CudaApi::Load(const std::string& paths, CudaApi* api) {
+  HORORING_RETURN_IF_ERROR(Library::Open("NVIDIA's driver", SplitPaths(paths), &api->library));
+  std::string missing;
+#define HORORING_FIND(member, symbol, parameters) \
+  if (!api->library.Find(#symbol, &api->member)) missing += std::string(" ") + #symbol;
+  HORORING_CUDA_FUNCTIONS(HORORING_FIND)
+#undef HORORING_FIND
+  const std::string where = "NVIDIA's driver " + api->library.path();
+  if (!missing.empty()) {
+    return Status(Code::kInvalidArgument, where + " lacks" + missing + "; CUDA 11.2 has them");
+  }
+  Status status = api->Check(api->init(0), "cuInit");
+  if (status.ok()) status = api->Check(api->driver_get_version(&api->version), "version");
+  if (status.ok()) status = api->Check(api->device_get_count(&api->devices), "cuDeviceGetCount");
+  if (!status.ok()) return Status(Code::kInvalidArgument, where + ": " + status.message());
+  if (api->version < kLeastCudaVersion) {
+    return Status(Code::kInvalidArgument, where + " is made for CUDA " +
+                                              std::to_string(api->version / 1000) + "." +
+                                              std::to_string(api->version % 1000 / 10) +
+                                              "; 11.2 is the least that is supported");
+  }
+  if (api->devices == 0) {
+    return Status(Code::kInvalidArgument, where + " finds no device; look at CUDA_VISIBLE_DEVICES");
+  }
+  return Status::Ok();
+}
+
+Status CudaApi::Check(CuResult result, const char* call) const {
+  if (result == kCuSuccess) return Status::Ok();
+  const char *name = nullptr, *text = nullptr;
+  if (get_error_name(result, &name) != kCuSuccess || name == nullptr) name = "unknown error";
+  if (get_error_string(result, &text) != kCuSuccess || text == nullptr) text = "CUDA failed";
+  return Status(Code::kTransport, std::string(call) + ": " + text + " (" + name + ", " +
+                                      std::to_string(result) + ")");
+}
+
+}  // namespace hororing

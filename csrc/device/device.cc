@@ -1,0 +1,233 @@
+#include "device/device.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "base/log.h"
+
+namespace hororing {
+namespace {
+
+// As kernels.cu.
+constexpr size_t kPackMost = 120;
+constexpr size_t kPackBlockBytes = 32 << 10;
+constexpr unsigned kPackThreads = 256;
+struct PackTable {
+  uint64_t count = 0;
+  struct {
+    const void* from;
+    void* to;
+    uint64_t bytes;
+    uint64_t first_block;
+  } copies[kPackMost];
+};
+static_assert(sizeof(PackTable) <= 4096, "a launch takes 4 KiB of arguments");
+
+constexpr char kKernels[] =
+#include "device/kernels.inc"
+    ;
+
+CuAddress AddressOf(const void* memory) { return reinterpret_cast<CuAddress>(memory); }
+
+}  // namespace
+
+// What a destructor cannot do is lost with the context, and told by the next call.
+DeviceEvent::~DeviceEvent() {
+  const Device::Current current(*device_);
+  device_->api().event_destroy(event_);
+}
+
+Status DeviceEvent::Look(bool* reached) const {
+  const Device::Current current(*device_);
+  HORORING_RETURN_IF_ERROR(current.status());
+  const CuResult result = device_->api().event_query(event_);
+  *reached = result == kCuSuccess;
+  return result == kCuNotReady ? Status::Ok() : device_->api().Check(result, "cuEventQuery");
+}
+
+Status DeviceEvent::HoldBack(CuStream stream) const {
+  const Device::Current current(*device_);
+  HORORING_RETURN_IF_ERROR(current.status());
+  return device_->api().Check(device_->api().stream_wait_event(stream, event_, 0),
+                              "cuStreamWaitEvent");
+}
+
+DeviceMemory::~DeviceMemory() {
+  if (address_ == 0) return;
+  const Device::Current current(*device_);
+  device_->api().mem_free_async(address_, device_->stream());
+}
+
+Status DeviceMemory::MoveTo(void* to, size_t bytes, CuStream stream) {
+  const Device::Current current(*device_);
+  HORORING_RETURN_IF_ERROR(current.status());
+  const CudaApi& api = device_->api();
+  HORORING_RETURN_IF_ERROR(
+      api.Check(api.copy_on_device(AddressOf(to), address_, bytes, stream), "cuMemcpyDtoDAsync"));
+  return api.Check(api.mem_free_async(std::exchange(address_, 0), stream), "cuMemFreeAsync");
+}
+
+PinnedMemory::~PinnedMemory() {
+  const Device::Current current(*device_);
+  device_->api().mem_free_host(data_);
+}
+
+Device::Current::Current(const Device& device) : device_(device) {
+  status_ = device.api_->Check(device.api_->ctx_push(device.context_), "cuCtxPushCurrent");
+}
+
+Device::Current::~Current() {
+  CuContext popped = nullptr;
+  if (status_.ok()) device_.api_->ctx_pop(&popped);
+}
+
+Status Device::Open(std::shared_ptr<const CudaApi> api, int ordinal,
+                    std::shared_ptr<Device>* device) {
+  if (ordinal < 0 || ordinal >= api->devices) {
+    return Status(Code::kInvalidArgument, "there is no CUDA device " + std::to_string(ordinal) +
+                                              "; this process sees " +
+                                              std::to_string(api->devices));
+  }
+  std::shared_ptr<Device> opened(new Device(std::move(api), ordinal));
+  HORORING_RETURN_IF_ERROR(opened->Start());
+  *device = std::move(opened);
+  return Status::Ok();
+}
+
+Status Device::Start() {
+  const CudaApi& api = *api_;
+  HORORING_RETURN_IF_ERROR(api.Check(api.device_get(&device_, ordinal_), "cuDeviceGet"));
+  char text[256] = "";
+  HORORING_RETURN_IF_ERROR(
+      api.Check(api.device_get_name(text, sizeof text, device_), "cuDeviceGetName"));
+  name_ = text;
+  HORORING_RETURN_IF_ERROR(api.Check(api.device_get_uuid(&uuid_, device_), "cuDeviceGetUuid"));
+  // The one that the framework uses, too.
+  HORORING_RETURN_IF_ERROR(
+      api.Check(api.primary_ctx_retain(&context_, device_), "cuDevicePrimaryCtxRetain"));
+  const Current current(*this);
+  HORORING_RETURN_IF_ERROR(current.status());
+  int least = 0, greatest = 0;
+  HORORING_RETURN_IF_ERROR(
+      api.Check(api.ctx_priorities(&least, &greatest), "cuCtxGetStreamPriorityRange"));
+  HORORING_RETURN_IF_ERROR(api.Check(api.stream_create(&stream_, kCuStreamNonBlocking, greatest),
+                                     "cuStreamCreateWithPriority"));
+  const Status loaded = api.Check(api.module_load_data(&module_, kKernels), "cuModuleLoadData");
+  const Status found =
+      loaded.ok() ? api.Check(api.module_get_function(&copy_many_, module_, "hororing_copy_many"),
+                              "cuModuleGetFunction")
+                  : loaded;
+  if (!found.ok()) {
+    Log(LogLevel::kInfo, "tensors are packed one by one on " + name_ + ": " + found.message());
+  }
+  return Status::Ok();
+}
+
+Device::~Device() {
+  if (context_ == nullptr) return;
+  {
+    const Current current(*this);
+    if (module_ != nullptr) api_->module_unload(module_);
+    if (stream_ != nullptr) api_->stream_destroy(stream_);
+  }
+  api_->primary_ctx_release(device_);
+}
+
+Status Device::Record(CuStream stream, std::shared_ptr<DeviceEvent>* event) const {
+  const Current current(*this);
+  HORORING_RETURN_IF_ERROR(current.status());
+  int capturing = kCuStreamCaptureStatusNone;
+  HORORING_RETURN_IF_ERROR(
+      api_->Check(api_->stream_is_capturing(stream, &capturing), "cuStreamIsCapturing"));
+  if (capturing != kCuStreamCaptureStatusNone) {
+    return Status(Code::kInvalidArgument,
+                  "the stream is being captured into a CUDA graph, which cannot hold a collective "
+                  "(ranks agree on each one anew); call it outside of the capture: capture "
+                  "forward and backward pass, then synchronize gradients and step without it");
+  }
+  CuEvent recorded = nullptr;
+  HORORING_RETURN_IF_ERROR(
+      api_->Check(api_->event_create(&recorded, kCuEventDisableTiming), "cuEventCreate"));
+  *event = std::make_shared<DeviceEvent>(shared_from_this(), recorded);
+  return api_->Check(api_->event_record(recorded, stream), "cuEventRecord");
+}
+
+Status Device::CopyToHost(void* to, const void* from, size_t bytes) const {
+  const Current current(*this);
+  HORORING_RETURN_IF_ERROR(current.status());
+  return api_->Check(api_->copy_to_host(to, AddressOf(from), bytes, stream_), "cuMemcpyDtoHAsync");
+}
+
+Status Device::CopyToDevice(void* to, const void* from, size_t bytes) const {
+  const Current current(*this);
+  HORORING_RETURN_IF_ERROR(current.status());
+  return api_->Check(api_->copy_to_device(AddressOf(to), from, bytes, stream_),
+                     "cuMemcpyHtoDAsync");
+}
+
+Status Device::CopyOnDevice(const std::vector<DeviceCopy>& copies) const {
+  const Current current(*this);
+  HORORING_RETURN_IF_ERROR(current.status());
+  if (packs_by_kernel() && copies.size() > 1) return LaunchCopies(copies);
+  for (const DeviceCopy& copy : copies) {
+    HORORING_RETURN_IF_ERROR(api_->Check(
+        api_->copy_on_device(AddressOf(copy.to), AddressOf(copy.from), copy.bytes, stream_),
+        "cuMemcpyDtoDAsync"));
+  }
+  return Status::Ok();
+}
+
+Status Device::LaunchCopies(const std::vector<DeviceCopy>& copies) const {
+  for (size_t begin = 0; begin < copies.size(); begin += kPackMost) {
+    PackTable table;
+    uint64_t blocks = 0;
+    for (size_t i = begin; i < std::min(begin + kPackMost, copies.size()); ++i) {
+      if (copies[i].bytes == 0) continue;
+      table.copies[table.count++] = {copies[i].from, copies[i].to, copies[i].bytes, blocks};
+      blocks += (copies[i].bytes + kPackBlockBytes - 1) / kPackBlockBytes;
+    }
+    if (blocks == 0) continue;
+    void* parameters[] = {&table};
+    HORORING_RETURN_IF_ERROR(
+        api_->Check(api_->launch_kernel(copy_many_, static_cast<unsigned>(blocks), 1, 1,
+                                        kPackThreads, 1, 1, 0, stream_, parameters, nullptr),
+                    "cuLaunchKernel"));
+  }
+  return Status::Ok();
+}
+
+Status Device::Allocate(size_t bytes, std::shared_ptr<DeviceMemory>* memory) const {
+  const Current current(*this);
+  HORORING_RETURN_IF_ERROR(current.status());
+  CuAddress address = 0;
+  HORORING_RETURN_IF_ERROR(
+      api_->Check(api_->mem_alloc_async(&address, bytes, stream_), "cuMemAllocAsync"));
+  *memory = std::make_shared<DeviceMemory>(shared_from_this(), address);
+  return Status::Ok();
+}
+
+Status Device::AllocatePinned(size_t bytes, std::unique_ptr<PinnedMemory>* memory) const {
+  const Current current(*this);
+  HORORING_RETURN_IF_ERROR(current.status());
+  void* data = nullptr;
+  HORORING_RETURN_IF_ERROR(
+      api_->Check(api_->mem_host_alloc(&data, bytes, kCuMemHostAllocPortable), "cuMemHostAlloc"));
+  *memory = std::make_unique<PinnedMemory>(shared_from_this(), data);
+  return Status::Ok();
+}
+
+Status Device::AllocatePlain(size_t bytes, void** memory) const {
+  const Current current(*this);
+  HORORING_RETURN_IF_ERROR(current.status());
+  CuAddress address = 0;
+  HORORING_RETURN_IF_ERROR(api_->Check(api_->mem_alloc(&address, bytes), "cuMemAlloc"));
+  *memory = reinterpret_cast<void*>(address);
+  return Status::Ok();
+}
+
+void Device::Free(void* memory) const {
+  const Current current(*this);
+  api_->mem_free(AddressOf(memory));
+}
+
+}  // namespace hororing

@@ -1,0 +1,150 @@
+// Device: one GPU as the engine uses it: a private stream on which all of its work is in order,
+// events that tie that stream to the framework's, and memory.
+//
+//   framework's stream   ... backward | event ----------- wait | step ...
+//   private stream           wait ----+ pack reduce unpack | event ----+
+//
+// No function blocks the host, but those that allocate.
+//
+// Thread-safety: everything from any thread; but what goes to the private stream is ordered by
+// whoever calls, and that is the loop alone.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/status.h"
+#include "device/cuda_api.h"
+
+namespace hororing {
+
+class Device;
+
+// A point in a stream.
+class DeviceEvent {
+ public:
+  DeviceEvent(std::shared_ptr<const Device> device, CuEvent event)
+      : device_(std::move(device)), event_(event) {}
+  ~DeviceEvent();
+  DeviceEvent(const DeviceEvent&) = delete;
+  DeviceEvent& operator=(const DeviceEvent&) = delete;
+
+  // Whether the device has come there.
+  Status Look(bool* reached) const;
+  // What comes later in `stream` of that device waits until it has.
+  Status HoldBack(CuStream stream) const;
+  const Device& device() const { return *device_; }
+
+ private:
+  const std::shared_ptr<const Device> device_;
+  const CuEvent event_;
+};
+
+// Memory of a device, in the order of its private stream: it may be written there at once, and is
+// given back when that stream comes to its end.
+class DeviceMemory {
+ public:
+  DeviceMemory(std::shared_ptr<const Device> device, CuAddress address)
+      : device_(std::move(device)), address_(address) {}
+  ~DeviceMemory();
+  DeviceMemory(const DeviceMemory&) = delete;
+  DeviceMemory& operator=(const DeviceMemory&) = delete;
+
+  void* data() const { return reinterpret_cast<void*>(address_); }
+  // Copies `bytes` to `to` in the order of `stream`, and ends there. REQUIRES: `stream` waits for
+  // what was written here.
+  Status MoveTo(void* to, size_t bytes, CuStream stream);
+
+ private:
+  const std::shared_ptr<const Device> device_;
+  CuAddress address_;
+};
+
+// Host memory that the device reads and writes by itself.
+class PinnedMemory {
+ public:
+  PinnedMemory(std::shared_ptr<const Device> device, void* data)
+      : device_(std::move(device)), data_(data) {}
+  ~PinnedMemory();
+  PinnedMemory(const PinnedMemory&) = delete;
+  PinnedMemory& operator=(const PinnedMemory&) = delete;
+
+  void* data() const { return data_; }
+
+ private:
+  const std::shared_ptr<const Device> device_;
+  void* const data_;
+};
+
+// One of many copies on the device.
+struct DeviceCopy {
+  void* to;
+  const void* from;
+  size_t bytes;
+};
+
+class Device : public std::enable_shared_from_this<Device> {
+ public:
+  // kInvalidArgument when there is no such device.
+  static Status Open(std::shared_ptr<const CudaApi> api, int ordinal,
+                     std::shared_ptr<Device>* device);
+  ~Device();
+  Device(const Device&) = delete;
+  Device& operator=(const Device&) = delete;
+
+  int ordinal() const { return ordinal_; }
+  const std::string& name() const { return name_; }  // "NVIDIA H200"
+  const CuUuid& uuid() const { return uuid_; }       // of the GPU, or the part of it
+  CuStream stream() const { return stream_; }        // the private one
+  const CudaApi& api() const { return *api_; }
+  bool packs_by_kernel() const { return copy_many_ != nullptr; }
+
+  // The point to which `stream` has come. kInvalidArgument while it is captured into a graph.
+  Status Record(CuStream stream, std::shared_ptr<DeviceEvent>* event) const;
+
+  // On the private stream.
+  Status CopyToHost(void* to, const void* from, size_t bytes) const;
+  Status CopyToDevice(void* to, const void* from, size_t bytes) const;
+  Status CopyOnDevice(const std::vector<DeviceCopy>& copies) const;
+  Status Allocate(size_t bytes, std::shared_ptr<DeviceMemory>* memory) const;
+
+  Status AllocatePinned(size_t bytes, std::unique_ptr<PinnedMemory>* memory) const;
+  // Memory for long, until Free.
+  Status AllocatePlain(size_t bytes, void** memory) const;
+  void Free(void* memory) const;
+
+  // Makes the device's context that of this thread, for a while. NCCL wants it so, too.
+  class Current {
+   public:
+    explicit Current(const Device& device);
+    ~Current();
+    Current(const Current&) = delete;
+    Current& operator=(const Current&) = delete;
+    const Status& status() const { return status_; }
+
+   private:
+    const Device& device_;
+    Status status_;
+  };
+
+ private:
+  Device(std::shared_ptr<const CudaApi> api, int ordinal)
+      : api_(std::move(api)), ordinal_(ordinal) {}
+  Status Start();
+  Status LaunchCopies(const std::vector<DeviceCopy>& copies) const;
+
+  const std::shared_ptr<const CudaApi> api_;
+  const int ordinal_;
+  CuDevice device_ = 0;
+  CuContext context_ = nullptr;
+  CuStream stream_ = nullptr;
+  CuModule module_ = nullptr;
+  CuFunction copy_many_ = nullptr;  // null: one copy after the other
+  std::string name_;
+  CuUuid uuid_ = {};
+};
+
+}  // namespace hororing

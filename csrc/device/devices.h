@@ -1,0 +1,46 @@
+// Devices: the one GPU that an engine works with: the first one that a tensor lies on.
+//
+// One process per GPU, as Horovod has it; a tensor on another device is refused. The driver is
+// loaded when the first tensor comes, never before.
+//
+// Thread-safe.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "base/status.h"
+#include "device/device.h"
+#include "device/nccl_api.h"
+
+namespace hororing {
+
+class Devices {
+ public:
+  struct Options {
+    std::string cuda_library = "libcuda.so.1";
+    std::string nccl_libraries = "libnccl.so.2";  // "a:b": the first that can be loaded
+    int likely = 0;  // the device of a process that has not used one: its rank on the host
+  };
+  explicit Devices(const Options& options) : options_(options) {}
+
+  // Device `ordinal`; kInvalidArgument where it cannot be had, or another one is in use.
+  Status Use(int ordinal, std::shared_ptr<Device>* device);
+  // The one in use. A process that has used none gets the one that it would likely use.
+  Status Any(std::shared_ptr<Device>* device);
+  // NCCL, loaded at the first call; the same answer ever after.
+  Status Nccl(std::shared_ptr<const NcclApi>* nccl);
+
+ private:
+  Status LoadDriver();
+
+  const Options options_;
+  std::mutex mutex_;
+  std::shared_ptr<const CudaApi> cuda_;  // GUARDED_BY(mutex_)
+  std::shared_ptr<Device> device_;       // GUARDED_BY(mutex_)
+  std::shared_ptr<const NcclApi> nccl_;  // GUARDED_BY(mutex_)
+  Status nccl_status_;                   // GUARDED_BY(mutex_)
+};
+
+}  // namespace hororing

@@ -1,0 +1,40 @@
+// Library: functions of a shared library that is looked for at run time (ADR 0023).
+//
+// Opened libraries are never closed: their threads and exit handlers live as long as the process.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "base/status.h"
+
+namespace hororing {
+
+class Library {
+ public:
+  // Opens the first of `paths` that can be opened. One that the process has loaded already (by the
+  // framework, say) is taken before all others: two copies of one library do not go together.
+  // `what` is for error texts: "NVIDIA's driver".
+  static Status Open(const std::string& what, const std::vector<std::string>& paths,
+                     Library* library);
+
+  // False where the library has no such function.
+  template <typename Function>
+  bool Find(const char* name, Function* function) const {
+    *function = reinterpret_cast<Function>(Symbol(name));
+    return *function != nullptr;
+  }
+  // The file that it was loaded from.
+  const std::string& path() const { return path_; }
+
+ private:
+  void* Symbol(const char* name) const;
+
+  void* handle_ = nullptr;
+  std::string path_;
+};
+
+// "a:b:c" as a list; empty parts are left out.
+std::vector<std::string> SplitPaths(const std::string& paths);
+
+}  // namespace hororing

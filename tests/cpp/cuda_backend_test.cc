@@ -1,0 +1,348 @@
+// Rung 2: batches on devices, by NCCL and by way of the host, over the fake GPU.
+#include <algorithm>
+#include <atomic>
+#include <numeric>
+#include <random>
+
+#include "check.h"
+#include "collective/collectives.h"
+#include "cuda_world.h"
+
+using namespace hororing;
+
+namespace {
+
+// All sums of a case, with inputs that the framework's stream writes late.
+void RunSums(CudaRank& rank, Case& c) {
+  const size_t r = static_cast<size_t>(rank.r);
+  Batch batch = c.BatchOf(rank.r);
+  std::vector<Bytes> seen(c.tensors.size());
+  const auto compute = [&] {
+    for (Case::Tensor& tensor : c.tensors) {
+      std::copy(tensor.original[r].begin(), tensor.original[r].end(), tensor.inputs[r].data());
+    }
+  };
+  const auto look = [&] {
+    for (size_t t = 0; t < seen.size(); ++t) {
+      const auto* output = static_cast<const unsigned char*>(batch.entries[t].output);
+      seen[t].assign(output, output + c.tensors[t].original[r].size());
+    }
+  };
+  for (Case::Tensor& tensor : c.tensors) {
+    std::fill_n(tensor.inputs[r].data(), tensor.original[r].size(), 0x33);
+  }
+  CHECK_OK(RunBatch(rank, batch, compute, look));
+  for (size_t t = 0; t < seen.size(); ++t) {
+    const auto* output = static_cast<const unsigned char*>(batch.entries[t].output);
+    CHECK(std::equal(seen[t].begin(), seen[t].end(), output));
+  }
+}
+
+void RunAllSums(int size, const CudaOptions& options, const std::vector<ReduceSpec>& specs,
+                const std::vector<std::vector<size_t>>& shapes) {
+  std::mt19937 random(hororing_test::Seed());
+  std::vector<std::unique_ptr<Case>> cases;
+  for (const ReduceSpec& spec : specs) {
+    for (const auto& sizes : shapes) {
+      cases.push_back(std::make_unique<Case>(spec, sizes, size, random));
+    }
+  }
+  RunCuda(size, options, [&](CudaRank& rank) {
+    for (auto& c : cases) RunSums(rank, *c);
+  });
+  for (auto& c : cases) {
+    const std::string wrong = c->Judge(/*exact=*/false);
+    if (!wrong.empty()) {
+      std::vector<size_t> sizes;
+      for (const auto& tensor : c->tensors) sizes.push_back(tensor.elements);
+      hororing_test::Fail(__FILE__, __LINE__, Describe(c->spec, sizes, size) + ": " + wrong);
+    }
+  }
+}
+
+struct Moved {  // of one rank in a collective that moves bytes
+  std::vector<int32_t> input, output, seen;
+};
+
+void CheckMove(int size, const CudaOptions& options, Collective kind,
+               const std::function<void(int, BatchEntry*, Moved*)>& make,
+               const std::function<std::vector<int32_t>(int)>& expected) {
+  RunCuda(size, options, [&](CudaRank& rank) {
+    Moved moved;
+    BatchEntry entry;
+    make(rank.r, &entry, &moved);
+    const std::vector<int32_t> values = moved.input;
+    std::fill(moved.input.begin(), moved.input.end(), -1);
+    Batch batch;
+    batch.kind = kind;
+    batch.root = size - 1;
+    batch.reduce.dtype = DataType::kInt32;
+    entry.name = "x";
+    entry.input = moved.input.data();
+    entry.output = kind == Collective::kBroadcast ? moved.input.data() : moved.output.data();
+    entry.elements = moved.input.size();
+    std::vector<int32_t>& result = kind == Collective::kBroadcast ? moved.input : moved.output;
+    batch.entries.push_back(entry);
+    CHECK_OK(RunBatch(
+        rank, batch, [&] { std::copy(values.begin(), values.end(), moved.input.begin()); },
+        [&] { moved.seen = result; }));
+    CHECK(moved.seen == expected(rank.r));
+  });
+}
+
+const DeviceWay kWays[] = {DeviceWay::kNccl, DeviceWay::kStaged};
+
+}  // namespace
+
+TEST(sums_of_every_type_and_operation_are_right_both_ways) {
+  fake_gpu_reset();
+  fake_gpu_set("delay_us", 20);
+  for (const DeviceWay way : kWays) {
+    for (int size : {1, 2, 3}) {
+      RunAllSums(size, {way}, AllSpecs(), {{1}, {5, 0, 17, 333}});
+    }
+  }
+  NothingLeft();
+}
+
+TEST(large_tensors_go_in_pieces_through_both_pinned_buffers) {
+  fake_gpu_reset();
+  const std::vector<ReduceSpec> specs = {{DataType::kFloat32, ReduceOp::kAverage, 0.5, 3.0}};
+  RunAllSums(2, {DeviceWay::kStaged}, specs, {{2600000}, {1, 1100000, 70, 1100001, 0, 9}});
+  RunAllSums(2, {DeviceWay::kNccl}, specs, {{1, 110000, 70, 110001, 0, 9}});
+  NothingLeft();
+}
+
+TEST(several_tensors_are_packed_by_two_kernels_or_by_copies_where_there_are_none) {
+  const std::vector<ReduceSpec> specs = {{DataType::kFloat32, ReduceOp::kSum, 1.0, 1.0}};
+  std::vector<size_t> many(300, 77);
+  for (bool without : {false, true}) {
+    fake_gpu_reset();
+    fake_gpu_set("no_module", without);
+    const int64_t kernels = fake_gpu_count("kernels"), copies = fake_gpu_count("copies");
+    RunAllSums(2, {DeviceWay::kNccl}, specs, {many});
+    CHECK_EQ(fake_gpu_count("kernels") - kernels, without ? 0 : 2 * 2 * 3);  // 120 in a launch
+    CHECK_EQ(fake_gpu_count("copies") - copies, without ? 2 * 2 * 300 : 0);
+  }
+  NothingLeft();
+}
+
+TEST(what_does_not_fit_into_the_fusion_buffer_goes_as_it_lies) {
+  fake_gpu_reset();
+  CudaOptions options{DeviceWay::kNccl};
+  options.fusion_bytes = 1024;
+  RunAllSums(2, options, {{DataType::kFloat32, ReduceOp::kSum, 1.0, 1.0}}, {{200, 200}});
+  NothingLeft();
+}
+
+TEST(gathered_rows_may_differ_between_ranks) {
+  fake_gpu_reset();
+  for (const DeviceWay way : kWays) {
+    for (int size : {1, 2, 3}) {
+      for (bool even : {true, false}) {
+        const auto rows = [&](int r) { return static_cast<size_t>(even ? 5 : r * 4); };
+        std::vector<int32_t> all;
+        for (int r = 0; r < size; ++r) all.insert(all.end(), rows(r), 100 + r);
+        CheckMove(
+            size, {way}, Collective::kAllgather,
+            [&](int r, BatchEntry* entry, Moved* moved) {
+              moved->input.assign(rows(r), 100 + r);
+              moved->output.assign(all.size(), 0);
+              for (int q = 0; q < size; ++q) entry->receive_bytes.push_back(rows(q) * 4);
+            },
+            [&](int) { return all; });
+      }
+    }
+  }
+  NothingLeft();
+}
+
+TEST(the_last_rank_broadcasts) {
+  fake_gpu_reset();
+  for (const DeviceWay way : kWays) {
+    for (int size : {1, 2, 3}) {
+      CheckMove(
+          size, {way}, Collective::kBroadcast,
+          [](int r, BatchEntry*, Moved* moved) { moved->input.assign(70001, 7 + r); },
+          [&](int) { return std::vector<int32_t>(70001, 7 + size - 1); });
+    }
+  }
+  NothingLeft();
+}
+
+TEST(every_rank_sends_every_other_its_rows) {
+  fake_gpu_reset();
+  for (const DeviceWay way : kWays) {
+    for (int size : {1, 2, 3}) {
+      const auto rows = [](int from, int to) { return static_cast<size_t>((from * 3 + to) % 4); };
+      CheckMove(
+          size, {way}, Collective::kAlltoall,
+          [&](int r, BatchEntry* entry, Moved* moved) {
+            for (int q = 0; q < size; ++q) {
+              moved->input.insert(moved->input.end(), rows(r, q), 10 * r + q);
+              moved->output.insert(moved->output.end(), rows(q, r), 0);
+              entry->send_bytes.push_back(rows(r, q) * 4);
+              entry->receive_bytes.push_back(rows(q, r) * 4);
+            }
+          },
+          [&](int r) {
+            std::vector<int32_t> received;
+            for (int q = 0; q < size; ++q) received.insert(received.end(), rows(q, r), 10 * q + r);
+            return received;
+          });
+    }
+  }
+  NothingLeft();
+}
+
+TEST(parts_of_a_reduce_scatter_may_differ) {
+  fake_gpu_reset();
+  for (const DeviceWay way : kWays) {
+    for (int size : {1, 2, 3}) {
+      for (size_t spare : {size_t{0}, size_t{1}}) {
+        const auto part = [&](int r) { return 4 + (r == 0 ? spare : 0); };
+        CheckMove(
+            size, {way}, Collective::kReducescatter,
+            [&](int r, BatchEntry* entry, Moved* moved) {
+              for (int q = 0; q < size; ++q) {
+                entry->parts.push_back(part(q));
+                moved->input.insert(moved->input.end(), part(q), 10 * q + r);
+              }
+              moved->output.assign(part(r), 0);
+            },
+            [&](int r) {
+              return std::vector<int32_t>(part(r), size * 10 * r + size * (size - 1) / 2);
+            });
+      }
+    }
+  }
+  NothingLeft();
+}
+
+TEST(ranks_choose_nccl_where_each_has_it_and_a_device_of_its_own) {
+  fake_gpu_reset();
+  const auto goes_by_nccl = [](const CudaOptions& options) {
+    std::atomic<int> count{0};
+    RunCuda(2, options, [&](CudaRank& rank) {
+      float value = 1;
+      Batch batch;
+      batch.entries.resize(1);
+      batch.entries[0].input = batch.entries[0].output = &value;
+      batch.entries[0].elements = 1;
+      CHECK_OK(RunBatch(rank, batch, [&] { value = 2; }, [&] { CHECK_EQ(value, 4.0f); }));
+      count += rank.cuda->nccl() != nullptr ? 1 : 0;
+    });
+    return count.load();
+  };
+  CudaOptions shared, reproducible, without, demanded;
+  shared.one_device = demanded.one_device = true;
+  demanded.way = DeviceWay::kNccl;
+  reproducible.reproducible = true;
+  without.nccl = "libno_such_nccl.so";
+  CHECK_EQ(goes_by_nccl({}), 2);
+  CHECK_EQ(goes_by_nccl(demanded), 2);
+  CHECK_EQ(goes_by_nccl(shared), 0);
+  CHECK_EQ(goes_by_nccl(reproducible), 0);
+  CHECK_EQ(goes_by_nccl(without), 0);
+  NothingLeft();
+}
+
+namespace {
+
+Batch OneFloat(float* value) {
+  Batch batch;
+  batch.entries.resize(1);
+  batch.entries[0].name = "x";
+  batch.entries[0].input = batch.entries[0].output = value;
+  batch.entries[0].elements = 1;
+  batch.on_device = true;
+  return batch;
+}
+
+bool Contains(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+}  // namespace
+
+TEST(nccl_that_is_demanded_and_missing_is_an_error_with_the_reason) {
+  fake_gpu_reset();
+  CudaOptions options{DeviceWay::kNccl};
+  options.nccl = "libno_such_nccl.so";
+  options.leave = false;
+  RunCuda(2, options, [](CudaRank& rank) {
+    float value = 1;
+    const Status status = rank.cuda->Run(OneFloat(&value), After(NowNs(), kLimit), rank.trace);
+    CHECK(Contains(status.message(), "HORORING_GPU=nccl"));
+    CHECK(Contains(status.message(), "libno_such_nccl.so"));
+  });
+  NothingLeft();
+}
+
+TEST(a_communicator_that_does_not_come_about_ends_by_the_deadline_and_is_aborted) {
+  fake_gpu_reset();
+  fake_gpu_set("init_hangs", 1);
+  const int64_t aborts = fake_gpu_count("aborts");
+  CudaOptions options{DeviceWay::kNccl};
+  options.leave = false;
+  RunCuda(2, options, [](CudaRank& rank) {
+    float value = 1;
+    const Status status =
+        rank.cuda->Run(OneFloat(&value), After(NowNs(), 50 * kMillisecond), rank.trace);
+    CHECK(status.code() == Code::kTransport);
+    CHECK(Contains(status.message(), "ncclCommInitRankConfig"));
+    CHECK(Contains(status.message(), "HORORING_TIMEOUT_S"));
+  });
+  CHECK_EQ(fake_gpu_count("aborts") - aborts, 2);
+  fake_gpu_reset();
+  fake_gpu_set("init_fails", 1);
+  RunCuda(2, options, [](CudaRank& rank) {
+    float value = 1;
+    const Status status = rank.cuda->Run(OneFloat(&value), After(NowNs(), kLimit), rank.trace);
+    CHECK(Contains(status.message(), "last words of the fake"));
+  });
+  fake_gpu_reset();
+  NothingLeft();
+}
+
+TEST(a_collective_that_hangs_is_noticed_and_the_abort_frees_the_stream) {
+  fake_gpu_reset();
+  fake_gpu_set("hang_after", fake_gpu_count("collectives"));
+  CudaOptions options{DeviceWay::kNccl};
+  options.leave = false;
+  RunCuda(2, options, [](CudaRank& rank) {
+    float value = 1;
+    CHECK_OK(rank.cuda->Run(OneFloat(&value), After(NowNs(), 30 * kMillisecond), rank.trace));
+    Status status;
+    const TimeNs limit = After(NowNs(), kLimit);
+    while ((status = rank.cuda->Look()).ok()) CHECK(NowNs() < limit);
+    CHECK(status.code() == Code::kTransport);
+    CHECK(Contains(status.message(), "'x'"));
+    const std::shared_ptr<const DeviceEvent> done = rank.cuda->done();
+    rank.cuda = nullptr;
+    for (bool reached = false; !reached;) {
+      CHECK_OK(done->Look(&reached));
+      CHECK(NowNs() < limit);
+    }
+  });
+  fake_gpu_reset();
+  NothingLeft();
+}
+
+TEST(an_error_that_nccl_finds_later_is_told) {
+  fake_gpu_reset();
+  CudaOptions options{DeviceWay::kNccl};
+  options.leave = false;
+  RunCuda(2, options, [](CudaRank& rank) {
+    float value = 1;
+    CHECK_OK(RunBatch(rank, OneFloat(&value), [] {}, [] {}));
+    CHECK_OK(rank.cuda->Look());
+    CHECK_OK(Barrier(*rank.transport, After(NowNs(), kLimit)));
+    fake_gpu_set("async_error_after", 0);
+    const Status status = rank.cuda->Look();
+    CHECK(status.code() == Code::kTransport);
+    CHECK(Contains(status.message(), "remote process exited"));
+  });
+  fake_gpu_reset();
+  NothingLeft();
+}

@@ -1,0 +1,290 @@
+// Rung 2: whole worlds of engines with tensors on the fake GPU.
+#include <atomic>
+#include <numeric>
+
+#include "check.h"
+#include "cuda_world.h"
+#include "engine_world.h"
+
+using namespace hororing;
+using namespace hororing_test;
+
+namespace {
+
+// A tensor on a device, and the framework's stream in which it is computed and looked at.
+struct OnDevice {
+  Player& player;
+  void* stream = fake_gpu_stream();
+
+  std::unique_ptr<TensorEntry> Entry(const std::string& name, std::vector<float>& data, ReduceOp op,
+                                     int32_t process_set = kWorldSet) {
+    auto entry = Player::Entry(name, data, op, process_set);
+    entry->views[0].device = player.rank;
+    entry->request.tensors[0].on_device = true;
+    return entry;
+  }
+  Status Ready(TensorEntry* entry) {
+    return player.engine->MarkReady(player.rank, reinterpret_cast<CuStream>(stream), entry);
+  }
+  Status Submit(std::unique_ptr<TensorEntry> entry, int64_t* handle) {
+    const Status ready = Ready(entry.get());
+    return ready.ok() ? player.engine->Submit(std::move(entry), false, handle) : ready;
+  }
+  // The stream computes `value` everywhere, late; submits.
+  Status Start(const std::string& name, std::vector<float>& data, float value, int64_t* handle,
+               ReduceOp op = ReduceOp::kSum, int32_t process_set = kWorldSet) {
+    RunIn(stream, [&data, value] { data.assign(data.size(), value); });
+    return Submit(Entry(name, data, op, process_set), handle);
+  }
+  // When the handle is complete, has the stream wait for the results.
+  Status Finish(int64_t handle) {
+    Status status;
+    if (player.engine->Wait(handle, kPatience, &status) != HandleTable::Look::kDone) {
+      return Status(Code::kInternal, "the test waited for ever");
+    }
+    const std::shared_ptr<const DeviceEvent> landed = player.handles->Landed(handle);
+    if (landed != nullptr) CHECK_OK(landed->HoldBack(reinterpret_cast<CuStream>(stream)));
+    return status;
+  }
+  Status Allreduce(const std::string& name, std::vector<float>& data, float value,
+                   ReduceOp op = ReduceOp::kSum, int32_t process_set = kWorldSet) {
+    int64_t handle = 0;
+    const Status submitted = Start(name, data, value, &handle, op, process_set);
+    if (!submitted.ok()) return submitted;
+    const Status status = Finish(handle);
+    player.handles->Release(handle);
+    fake_gpu_synchronize(stream);
+    return status;
+  }
+};
+
+EngineConfig CudaConfig() {
+  fake_gpu_reset();
+  EngineConfig config;
+  config.devices.cuda_library = config.devices.nccl_libraries = FAKE_GPU;
+  return config;
+}
+
+void PlayCuda(int size, const EngineConfig& config,
+              const std::function<void(Player&, OnDevice&)>& script) {
+  Play(size, config, [&](Player& player) {
+    OnDevice on_device{player};
+    script(player, on_device);
+  });
+}
+
+}  // namespace
+
+TEST(a_step_of_many_tensors_on_devices_is_right_and_never_waits_for_the_host) {
+  for (const DeviceWay way : {DeviceWay::kAuto, DeviceWay::kStaged}) {
+    for (int size : {1, 2, 3}) {
+      EngineConfig config = CudaConfig();
+      config.gpu = way;
+      PlayCuda(size, config, [](Player& player, OnDevice& gpu) {
+        constexpr size_t kTensors = 20;
+        std::vector<std::vector<float>> data, seen(kTensors);
+        for (size_t t = 0; t < kTensors; ++t) data.emplace_back(t * 31 % 257, 0.0f);
+        for (int step = 0; step < 3; ++step) {
+          std::vector<int64_t> handles(kTensors);
+          for (size_t t = 0; t < kTensors; ++t) {
+            CHECK_OK(gpu.Start("t" + std::to_string(t), data[t],
+                               static_cast<float>(step + player.rank + 1), &handles[t]));
+          }
+          for (size_t t = 0; t < kTensors; ++t) {
+            CHECK_OK(gpu.Finish(handles[t]));
+            RunIn(gpu.stream, [&, t] { seen[t] = data[t]; });
+            player.handles->Release(handles[t]);
+          }
+          fake_gpu_synchronize(gpu.stream);
+          const int sum = player.size * step + player.size * (player.size + 1) / 2;
+          for (const auto& tensor : seen) {
+            for (float value : tensor) CHECK_EQ(value, static_cast<float>(sum));
+          }
+        }
+      });
+      NothingLeft();
+    }
+  }
+}
+
+TEST(many_handles_are_waited_for_with_their_events) {
+  PlayCuda(2, CudaConfig(), [](Player& player, OnDevice& gpu) {
+    std::vector<std::vector<float>> data(5, std::vector<float>(100));
+    std::vector<int64_t> handles(5);
+    for (size_t t = 0; t < 5; ++t) {
+      CHECK_OK(gpu.Start("t" + std::to_string(t), data[t], 1.0f, &handles[t]));
+    }
+    bool all_ok = false;
+    std::vector<std::shared_ptr<const DeviceEvent>> landed;
+    CHECK(player.engine->WaitMany(handles.data(), 5, kPatience, &all_ok, &landed) ==
+          HandleTable::Look::kDone);
+    CHECK(all_ok);
+    CHECK(!landed.empty());
+    for (const auto& event : landed) {
+      CHECK_OK(event->HoldBack(reinterpret_cast<CuStream>(gpu.stream)));
+    }
+    fake_gpu_synchronize(gpu.stream);
+    for (const auto& tensor : data) CHECK_EQ(tensor[99], 2.0f);
+  });
+  NothingLeft();
+}
+
+TEST(gathered_results_lie_on_the_device_and_move_to_memory_of_the_framework) {
+  PlayCuda(3, CudaConfig(), [](Player& player, OnDevice& gpu) {
+    for (bool taken : {true, false}) {
+      std::vector<float> rows(static_cast<size_t>(player.rank + 1));
+      const float mine = static_cast<float>(player.rank);
+      RunIn(gpu.stream, [&rows, mine] { rows.assign(rows.size(), mine); });
+      auto entry = gpu.Entry("g", rows, ReduceOp::kSum);
+      entry->request.kind = Collective::kAllgather;
+      int64_t handle = 0;
+      CHECK_OK(gpu.Submit(std::move(entry), &handle));
+      CHECK_OK(gpu.Finish(handle));
+      int64_t number = 0;
+      CHECK_OK(player.handles->Rows(handle, 0, &number));
+      CHECK_EQ(number, int64_t{6});
+      std::vector<float> all(6, -1.0f);
+      if (taken) {
+        GatheredTensor result;
+        CHECK_OK(player.handles->Take(handle, 0, &result));
+        CHECK_OK(result.on_device()->MoveTo(all.data(), result.bytes(),
+                                            reinterpret_cast<CuStream>(gpu.stream)));
+      }
+      player.handles->Release(handle);
+      fake_gpu_synchronize(gpu.stream);
+      if (taken) CHECK((all == std::vector<float>{0, 1, 1, 2, 2, 2}));
+    }
+  });
+  NothingLeft();
+}
+
+TEST(a_tensor_on_the_cpu_of_one_rank_and_the_gpu_of_another_is_a_mismatch) {
+  PlayCuda(2, CudaConfig(), [](Player& player, OnDevice& gpu) {
+    std::vector<float> data(4);
+    const Status status =
+        player.rank == 0 ? player.Allreduce("x", data) : gpu.Allreduce("x", data, 1.0f);
+    CHECK(status.code() == Code::kMismatch);
+    CHECK(Contains(status.message(), "CPU/GPU device selections differ"));
+    CHECK(Contains(status.message(), "rank 0: on the CPU; rank 1: on a CUDA device"));
+    CHECK_OK(gpu.Allreduce("x", data, 1.0f));
+    CHECK_EQ(data[3], 2.0f);
+    data.assign(4, 3.0f);
+    CHECK_OK(player.Allreduce("y", data));  // and both kinds under different names
+    CHECK_EQ(data[3], 6.0f);
+  });
+  NothingLeft();
+}
+
+TEST(a_second_device_and_a_captured_stream_are_refused_and_the_job_goes_on) {
+  PlayCuda(2, CudaConfig(), [](Player& player, OnDevice& gpu) {
+    std::vector<float> data(4);
+    CHECK_OK(gpu.Allreduce("x", data, 1.0f));
+    auto entry = gpu.Entry("y", data, ReduceOp::kSum);
+    Status status = player.engine->MarkReady(5, nullptr, entry.get());
+    CHECK(status.code() == Code::kInvalidArgument);
+    CHECK(Contains(status.message(), "'y' (SUBMIT): the tensor is on CUDA device 5"));
+    CHECK(Contains(status.message(), "one process per GPU"));
+    int64_t last = 0;
+    if (player.rank == 0) fake_gpu_set("capturing", 1);
+    if (player.rank == 0) {
+      status = gpu.Ready(entry.get());
+      CHECK(status.code() == Code::kInvalidArgument);
+      CHECK(Contains(status.message(), "CUDA graph"));
+      fake_gpu_set("capturing", 0);
+    }
+    CHECK_OK(player.Join(&last));
+  });
+  NothingLeft();
+}
+
+TEST(a_rank_that_has_joined_takes_part_with_memory_of_its_device) {
+  PlayCuda(2, CudaConfig(), [](Player& player, OnDevice& gpu) {
+    std::vector<float> data(1000);
+    int64_t last = 0;
+    if (player.rank == 0) {
+      CHECK_OK(gpu.Allreduce("x", data, 5.0f));
+      CHECK_EQ(data[999], 5.0f);
+      CHECK_OK(gpu.Allreduce("y", data, 3.0f, ReduceOp::kAverage));
+      CHECK_EQ(data[999], 1.5f);
+    }
+    CHECK_OK(player.Join(&last));
+    CHECK_EQ(last, int64_t{0});
+  });
+  NothingLeft();
+}
+
+TEST(process_sets_have_communicators_of_their_own_which_end_with_them) {
+  PlayCuda(3, CudaConfig(), [](Player& player, OnDevice& gpu) {
+    std::vector<float> data(10);
+    CHECK_OK(gpu.Allreduce("x", data, 1.0f));
+    int64_t id = 0, removed = 0;
+    CHECK_OK(player.AddSet({0, 2}, &id));
+    if (player.rank != 1) {
+      CHECK_OK(gpu.Allreduce("x", data, 1.0f, ReduceOp::kSum, static_cast<int32_t>(id)));
+      CHECK_EQ(data[9], 2.0f);
+    }
+    CHECK_OK(player.RemoveSet(id, &removed));
+    CHECK_OK(gpu.Allreduce("x", data, 1.0f));
+    CHECK_EQ(data[9], 3.0f);
+  });
+  NothingLeft();
+}
+
+TEST(a_rank_that_breaks_off_frees_the_others_whose_devices_wait_for_it) {
+  EngineConfig config = CudaConfig();
+  const int64_t aborts = fake_gpu_count("aborts");
+  std::atomic<int> ready{0};
+  PlayCuda(2, config, [&](Player& player, OnDevice& gpu) {
+    std::vector<float> data(10), other(10);
+    CHECK_OK(gpu.Allreduce("x", data, 1.0f));
+    ++ready;
+    while (ready < 2) std::this_thread::yield();
+    fake_gpu_set("hang_after", 0);
+    int64_t handle = 0;
+    CHECK_OK(gpu.Start("y", data, 1.0f, &handle));
+    CHECK_OK(gpu.Finish(handle));  // it is in the stream, and stays there
+    ++ready;
+    while (ready < 4) std::this_thread::yield();
+    if (player.rank == 1) {
+      CHECK(player.engine->Abort("no more", kPatience));
+    } else {
+      Status status;
+      while ((status = player.Allreduce("z", other)).ok()) {
+      }
+      CHECK(status.code() == Code::kPeerLost);
+      CHECK(player.engine->Shutdown("", kPatience));
+    }
+    fake_gpu_synchronize(gpu.stream);  // which waits for "y": the abort has ended it
+  });
+  CHECK_EQ(fake_gpu_count("aborts") - aborts, 2);
+  fake_gpu_reset();
+  NothingForbidden();
+}
+
+TEST(a_collective_that_hangs_on_the_device_fails_the_engine_by_the_deadline) {
+  EngineConfig config = CudaConfig();
+  std::atomic<int> ready{0};
+  auto with_deadline = [](int, EngineConfig& each) { each.timeout_ns = 300 * kMillisecond; };
+  Play(
+      2, config,
+      [&](Player& player) {
+        OnDevice gpu{player};
+        std::vector<float> data(10);
+        CHECK_OK(gpu.Allreduce("x", data, 1.0f));
+        ++ready;
+        while (ready < 2) std::this_thread::yield();
+        fake_gpu_set("hang_after", 0);
+        int64_t handle = 0;
+        CHECK_OK(gpu.Start("y", data, 1.0f, &handle));
+        CHECK_OK(gpu.Finish(handle));
+        fake_gpu_synchronize(gpu.stream);
+        while (player.engine->state() == Engine::State::kRunning) std::this_thread::yield();
+        std::vector<float> other(1);
+        const Status status = player.Allreduce("z", other);
+        CHECK(status.code() == Code::kTransport || status.code() == Code::kPeerLost);
+        CHECK(Contains(status.message(), "'y'"));
+      },
+      with_deadline);
+  fake_gpu_reset();
+  NothingForbidden();
+}

@@ -1,0 +1,114 @@
+// A world of ranks with fake GPUs (tests/fake_gpu), for the tests of what runs on devices: memory
+// of a device is memory of the process, but whoever does not wait for a stream sees old data there.
+#pragma once
+
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "backend/cuda_backend.h"
+#include "backend_world.h"
+#include "fake_gpu.h"
+
+namespace hororing {
+
+// Work for a stream of the framework.
+inline void RunIn(void* stream, std::function<void()> work) {
+  fake_gpu_run(
+      stream,
+      [](void* argument) {
+        const std::unique_ptr<std::function<void()>> owned(
+            static_cast<std::function<void()>*>(argument));
+        (*owned)();
+      },
+      new std::function<void()>(std::move(work)));
+}
+
+inline void NothingForbidden() {
+  const char* first = "";
+  const int violations = fake_gpu_violations(&first);
+  if (violations > 0) hororing_test::Fail(__FILE__, __LINE__, first);
+}
+
+inline void NothingLeft() {
+  NothingForbidden();
+  for (const char* what :
+       {"events", "streams", "memory", "pinned", "communicators", "contexts", "registered"}) {
+    if (fake_gpu_count(what) != 0) {
+      hororing_test::Fail(__FILE__, __LINE__,
+                          std::to_string(fake_gpu_count(what)) + " " + what + " are left");
+    }
+  }
+}
+
+struct CudaRank {
+  std::unique_ptr<Transport> transport;
+  std::shared_ptr<Devices> devices;
+  std::unique_ptr<HostBackend> host;
+  std::unique_ptr<CudaBackend> cuda;
+  std::shared_ptr<Device> device;
+  void* stream = nullptr;  // the framework's
+  TraceSink trace;
+  int r = 0;
+};
+
+struct CudaOptions {
+  DeviceWay way = DeviceWay::kAuto;
+  bool one_device = false;  // for all ranks
+  bool reproducible = false;
+  size_t fusion_bytes = 1 << 20;
+  std::string nccl = FAKE_GPU;
+  bool leave = true;  // in peace
+};
+
+// body(rank) on one thread per rank; afterwards all leave in peace.
+inline void RunCuda(int size, const CudaOptions& options,
+                    const std::function<void(CudaRank&)>& body) {
+  auto transports = MakeInprocWorld(size, 20 * kMicrosecond, 0);
+  std::vector<std::thread> threads;
+  for (int r = 0; r < size; ++r) {
+    threads.emplace_back([&, r] {
+      CudaRank rank;
+      rank.r = r;
+      rank.transport = std::move(transports[static_cast<size_t>(r)]);
+      Devices::Options devices;
+      devices.cuda_library = FAKE_GPU;
+      devices.nccl_libraries = options.nccl;
+      devices.likely = options.one_device ? 0 : r;
+      rank.devices = std::make_shared<Devices>(devices);
+      CHECK_OK(rank.devices->Any(&rank.device));
+      rank.stream = fake_gpu_stream();
+      rank.host = std::make_unique<HostBackend>(*rank.transport, HostBackend::Options{});
+      CudaBackend::Options cuda{rank.devices, options.way, options.reproducible,
+                                options.fusion_bytes};
+      rank.cuda = std::make_unique<CudaBackend>(*rank.transport, cuda,
+                                                std::vector<Backend*>{rank.host.get()});
+      body(rank);
+      if (options.leave) rank.cuda->Leave(After(NowNs(), kLimit));
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+// Runs `batch` as a framework would: the stream computes the inputs (`compute`), the results are
+// looked at in the stream (`look`), and the host waits for nothing but its end.
+inline Status RunBatch(CudaRank& rank, Batch batch, std::function<void()> compute,
+                       std::function<void()> look) {
+  RunIn(rank.stream, std::move(compute));
+  std::shared_ptr<DeviceEvent> ready;
+  CHECK_OK(rank.device->Record(reinterpret_cast<CuStream>(rank.stream), &ready));
+  batch.on_device = true;
+  for (BatchEntry& entry : batch.entries) entry.ready = ready;
+  const Status status = rank.cuda->Run(batch, After(NowNs(), kLimit), rank.trace);
+  if (!status.ok()) return status;
+  CHECK_OK(rank.cuda->done()->HoldBack(reinterpret_cast<CuStream>(rank.stream)));
+  RunIn(rank.stream, std::move(look));
+  fake_gpu_synchronize(rank.stream);
+  return Status::Ok();
+}
+
+}  // namespace hororing

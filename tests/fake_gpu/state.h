@@ -1,0 +1,28 @@
+// What the two halves of the fake share.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <string>
+
+namespace fake_gpu {
+
+struct Settings {
+  std::atomic<int64_t> delay_us{100}, devices{8}, cuda_version{13000}, no_module{0}, capturing{0},
+      nccl_version{23203}, init_fails{0}, init_hangs{0}, hang_after{-1}, async_error_after{-1};
+};
+struct Counts {
+  std::atomic<int64_t> events{0}, streams{0}, memory{0}, pinned{0}, communicators{0}, contexts{0},
+      registered{0}, collectives{0}, aborts{0}, kernels{0}, copies{0};
+};
+extern Settings settings;
+extern Counts counts;
+
+void Violation(const std::string& what);
+// Puts work into a stream (null: the default one).
+void Enqueue(void* stream, std::function<void()> work);
+// Whether a context is current on this thread.
+bool HasContext();
+
+}  // namespace fake_gpu
