@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -194,6 +194,18 @@ class Distributed(torch.optim.Optimizer):
         self._synchronized_by_user = False
         if self._reducer is not None:
             self._reducer.restart()
+
+    def _agree_on_infinities(self, found: Iterable[torch.Tensor]) -> None:
+        """Let all ranks skip a step if one must. Here all have the same gradients: nothing to do.
+
+        `found` are flags of `torch.amp.GradScaler`, one per device.
+        """
+
+    def _before_state_is_read(self) -> None:
+        """Bring `state` up to date: it is to be saved or sent."""
+
+    def _after_state_is_replaced(self) -> None:
+        """Follow a `state` that came from another rank or a file."""
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Reduce gradients after every `passes` backward passes from now on."""

@@ -96,7 +96,31 @@ def DistributedOptimizer(
     checked_passes(backward_passes_per_step)
     members = check_reduction(what, op, gradient_predivide_factor, compression, process_set)
     groups = choose_groups(what, num_groups, groups)
+    check_bucket_views(gradient_as_bucket_view, op, compression)
+    options = Options(
+        compression, op, gradient_predivide_factor, sparse_as_dense, process_set,
+        gradient_as_bucket_view if op != Adasum else False,
+    )  # fmt: skip
+    mixin = DeltaDistributed if op == Adasum and size() > 1 else Distributed
+    return become(
+        optimizer, mixin, options, named_parameters, backward_passes_per_step, groups, members
+    )
 
+
+def become(
+    optimizer: torch.optim.Optimizer,
+    mixin: type[Distributed],
+    options: Options,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None,
+    passes: int,
+    groups: int | Sequence[Sequence[torch.Tensor]] | None,
+    members: int,
+    **namespace: Any,
+) -> torch.optim.Optimizer:
+    """Make `optimizer` one of a sub-class of `mixin` and its class. Arguments are checked but for
+    names and groups; `members` is the number of the process set that counts optimizers; `namespace`
+    is the sub-class's.
+    """
     params = parameters(optimizer)
     positions = _positions(groups, params)
     named = _checked_names(named_parameters, params)
@@ -114,17 +138,12 @@ def DistributedOptimizer(
         names = [name_of[id(param)] for param in params]
         prefix = f"optimizer.{names[0]}"  # the same on every rank, whatever else a rank created
     base = type(optimizer)
-    mixin = DeltaDistributed if op == Adasum and size() > 1 else Distributed
-    check_bucket_views(gradient_as_bucket_view, op, compression)
-    options = Options(
-        compression, op, gradient_predivide_factor, sparse_as_dense, process_set,
-        gradient_as_bucket_view if op != Adasum else False,
-    )  # fmt: skip
-    namespace: dict[str, Any] = {
+    namespace = {
         "__module__": base.__module__,
         "__doc__": base.__doc__,
         "_settings": Settings(options, prefix, tuple(names), positions),
-        "_passes_of_copies": backward_passes_per_step,
+        "_passes_of_copies": passes,
+        **namespace,
     }
     # They may be called inside a function that torch.compile traces.
     untraced: Any = torch.compiler.disable  # torch declares no type
@@ -137,7 +156,7 @@ def DistributedOptimizer(
         namespace["step"]._wrapped_by_lr_sched = True
     distributed: Any = type(base.__name__, (mixin, base), namespace)
     optimizer.__class__ = distributed
-    optimizer._become_distributed(backward_passes_per_step, named or [])  # type: ignore[attr-defined]
+    optimizer._become_distributed(passes, named or [])  # type: ignore[attr-defined]
     return optimizer
 
 
@@ -216,7 +235,7 @@ def _teach_grad_scaler() -> None:
     def unscale_(self: Any, optimizer: Any) -> None:
         reduce_first(self, optimizer)
         unscale(self, optimizer)
-        if isinstance(optimizer, DeltaDistributed) and self.is_enabled():
+        if isinstance(optimizer, Distributed) and self.is_enabled():
             state = self._per_optimizer_states[id(optimizer)]
             optimizer._agree_on_infinities(state["found_inf_per_device"].values())
 

@@ -12,6 +12,7 @@ import torch
 from hororing import arguments, collectives
 from hororing.objects import allgather_object, broadcast_object
 from hororing.runtime import rank
+from hororing.torch.gradient_optimizer import Distributed
 from hororing.torch.verbs import verbs
 
 
@@ -114,6 +115,8 @@ def broadcast_optimizer_state(
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state; broadcast parameters only")
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if isinstance(optimizer, Distributed):
+        optimizer._before_state_is_read()
     description: Any = None
     tensors: list[torch.Tensor] = []
     if rank() == root_rank:
@@ -129,6 +132,8 @@ def broadcast_optimizer_state(
             for index, tensor in enumerate(tensors)
         ]
     )
+    if isinstance(optimizer, Distributed):
+        optimizer._after_state_is_replaced()
 
 
 def _describe(

@@ -1,0 +1,78 @@
+"""An average of tensors over a process set, in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hororing import arguments, collectives
+from hororing.process_sets import ProcessSet
+from hororing.torch.ops import synchronize
+from hororing.torch.verbs import verbs
+
+
+class Average:
+    """The mean of `tensors` over the ranks of `members`: started when it is made.
+
+    Tensors keep dtype and memory; 16-bit ones are summed in float32 and rounded once. A rank that
+    has called `join` does not count: beside the tensors travels what this rank counts, and the
+    result is divided by its total, which is 1 where nobody is missing.
+
+    Parameters
+    ----------
+    name : of the request, the same on all ranks; one in flight at a time.
+    tensors : the same shapes and dtypes on every rank.
+    share : what this rank counts, of a total of 1; None: as much as the others.
+    in_place : leave the mean in `tensors`, which must not be used before `finish`; otherwise it is
+        that of their present values, in new tensors.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        tensors: Sequence[torch.Tensor],
+        members: ProcessSet,
+        share: float | None,
+        in_place: bool,
+    ) -> None:
+        self._targets = [tensor.detach() for tensor in tensors] if in_place else None
+        with torch.no_grad():
+            if share is not None:
+                self._values = [tensor.detach() * share for tensor in tensors]
+            else:
+                self._values = self._targets or [tensor.detach().clone() for tensor in tensors]
+        self._presence = torch.tensor([1.0 if share is None else share], dtype=torch.float64)
+        self._handle = 0
+        if len(members.ranks) == 1:
+            return
+        self._handle = verbs.reduce_async(
+            "grouped_allreduce", [*self._values, self._presence], True, name,
+            arguments.Average if share is None else arguments.Sum, 1.0, 1.0, process_set=members,
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def finish(self) -> list[torch.Tensor]:
+        """Wait for the mean and return it."""
+        if self._handle:
+            synchronize(self._handle)
+        total = self._presence.item()
+        if abs(total - 1.0) > 1e-6:
+            for value in self._values:
+                value.div_(total)
+        if self._targets is None:
+            return self._values
+        for target, value in zip(self._targets, self._values, strict=True):
+            if target is not value:
+                target.copy_(value)
+        return self._targets
+
+    def abandon(self) -> None:
+        """Forget the result."""
+        if self._handle:
+            collectives.abandon(self._handle, self._values)
+
+
+def averageable(tensor: torch.Tensor) -> bool:
+    """Whether a mean makes sense: not for counters and masks."""
+    return tensor.is_floating_point() or tensor.is_complex()
