@@ -1,5 +1,7 @@
 #include "backend/factory.h"
 
+#include <utility>
+
 #include "backend/hierarchical.h"
 #include "backend/host_backend.h"
 #include "backend/shm_direct.h"
@@ -21,6 +23,20 @@ void AddCuda(const BackendOptions& options, Transport& transport,
   std::vector<Backend*> host;
   for (const auto& backend : *backends) host.push_back(backend.get());
   backends->push_back(std::make_unique<CudaBackend>(transport, options.cuda, std::move(host)));
+}
+
+HierarchicalBackend::Options PhaseOptions(const BackendOptions& options) {
+  return {options.algorithm, options.wire, options.reproducible};
+}
+
+HostBackend::Options FlatOptionsOf(const BackendOptions& options,
+                                   std::vector<std::vector<int>> ranks_on) {
+  HostBackend::Options flat;
+  flat.reproducible = options.reproducible;
+  flat.algorithm = options.algorithm;
+  flat.ranks_on = std::move(ranks_on);
+  flat.wire = options.wire;
+  return flat;
 }
 
 }  // namespace
@@ -71,32 +87,34 @@ Status MakeBackends(const BackendOptions& options, const World& world,
   }
   ShmTransport* const local = dynamic_cast<ShmTransport*>(world.local.get());
   if (local != nullptr && name != "host") {
-    backends->push_back(std::make_unique<HierarchicalBackend>(
-        transport, *local, world.topology, Members::World(transport.size()),
-        HierarchicalBackend::Options{options.algorithm, options.wire, options.reproducible}));
+    backends->push_back(std::make_unique<HierarchicalBackend>(transport, *local, world.topology,
+                                                              Members::World(transport.size()),
+                                                              PhaseOptions(options)));
   }
-  HostBackend::Options host;
-  host.reproducible = options.reproducible;
-  host.algorithm = options.algorithm;
-  host.ranks_on = world.topology.ranks_on();
-  host.wire = options.wire;
-  backends->push_back(std::make_unique<HostBackend>(transport, host));
+  backends->push_back(
+      std::make_unique<HostBackend>(transport, FlatOptionsOf(options, world.topology.ranks_on())));
   AddCuda(options, transport, backends);
   return Status::Ok();
 }
 
 std::vector<std::unique_ptr<Backend>> MakeSetBackends(const BackendOptions& options,
-                                                      Transport& world, Transport& subgroup,
+                                                      const World& world, Transport& subgroup,
                                                       const Members& members) {
   std::vector<std::unique_ptr<Backend>> backends;
-  ShmTransport* shared = SharedBy(world);
-  if (shared != nullptr && options.name != "host" && members.set < kDirectSets) {
+  const bool counted = options.name != "host" && members.set < kDirectSets;
+  ShmTransport* const shared = SharedBy(*world.transport);
+  if (shared != nullptr && counted) {
     backends.push_back(std::make_unique<ShmDirectBackend>(*shared, members));
   }
-  HostBackend::Options host;
-  host.reproducible = options.reproducible;
-  host.algorithm = options.algorithm;
-  backends.push_back(std::make_unique<HostBackend>(subgroup, host));
+  const HostGroup group(world.topology, members);
+  ShmTransport* const local = dynamic_cast<ShmTransport*>(world.local.get());
+  // Where each host has one member, the wire is all there is.
+  if (local != nullptr && counted && group.hosts() < group.size()) {
+    backends.push_back(std::make_unique<HierarchicalBackend>(
+        *world.transport, *local, world.topology, members, PhaseOptions(options)));
+  }
+  backends.push_back(
+      std::make_unique<HostBackend>(subgroup, FlatOptionsOf(options, group.places_on)));
   AddCuda(options, subgroup, &backends);
   return backends;
 }

@@ -31,7 +31,7 @@ Status MakeBackends(const BackendOptions& options, const World& world,
                     std::vector<std::unique_ptr<Backend>>* backends);
 // For batches of some ranks of `world`, which `subgroup` connects: what the options permit.
 std::vector<std::unique_ptr<Backend>> MakeSetBackends(const BackendOptions& options,
-                                                      Transport& world, Transport& subgroup,
+                                                      const World& world, Transport& subgroup,
                                                       const Members& members);
 
 }  // namespace hororing

@@ -9,7 +9,6 @@
 #include "backend/parts.h"
 #include "collective/collectives.h"
 #include "collective/segments.h"
-#include "transport/subgroup.h"
 
 namespace hororing {
 namespace {
@@ -22,8 +21,8 @@ constexpr size_t kSlack = 256 << 10;
 
 // The ranks of one host after those of another, so that a ring enters and leaves every host once;
 // null where they already lie so.
-std::unique_ptr<Transport> HostByHost(Transport& transport,
-                                      const std::vector<std::vector<int>>& ranks_on) {
+std::unique_ptr<Subgroup> HostByHost(Transport& transport,
+                                     const std::vector<std::vector<int>>& ranks_on) {
   std::vector<int> order;
   for (const std::vector<int>& ranks : ranks_on) {
     order.insert(order.end(), ranks.begin(), ranks.end());

@@ -9,6 +9,7 @@
 
 #include "backend/backend.h"
 #include "collective/allreduce.h"
+#include "transport/subgroup.h"
 #include "transport/transport.h"
 
 namespace hororing {
@@ -18,7 +19,8 @@ class HostBackend final : public Backend {
   struct Options {
     bool reproducible = false;               // rank-order sums everywhere
     Algorithm algorithm = Algorithm::kAuto;  // of allreduces
-    // Several hosts: where the ranks lie, and what the wire costs. Empty: by rules of thumb.
+    // Several hosts: where the ranks of `transport` lie, and what the wire costs. Empty: by rules
+    // of thumb.
     std::vector<std::vector<int>> ranks_on;
     WireCost wire;
   };
@@ -37,6 +39,7 @@ class HostBackend final : public Backend {
   Status RunAllgather(const Batch& batch, TimeNs deadline, TraceSink& trace);
   Status RunAlltoall(const Batch& batch, TimeNs deadline, TraceSink& trace);
   Status RunBroadcast(const Batch& batch, TimeNs deadline, TraceSink& trace);
+  Status BroadcastByHost(int root, void* data, size_t bytes, TimeNs deadline);
   Status BroadcastTogether(const Batch& batch, const std::vector<const BatchEntry*>& entries,
                            TimeNs deadline, TraceSink& trace);
 
@@ -48,7 +51,7 @@ class HostBackend final : public Backend {
   Transport& transport_;
   const Options options_;
   const HostShape shape_;
-  const std::unique_ptr<Transport> by_host_;  // null where the ranks' own order is as good
+  const std::unique_ptr<Subgroup> by_host_;  // null where the ranks' own order is as good
   Scratch fusion_buffer_;
   Scratch receive_buffer_;
 };

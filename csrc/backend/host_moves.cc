@@ -44,7 +44,7 @@ Status HostBackend::RunAllgather(const Batch& batch, TimeNs deadline, TraceSink&
   if (total == 0) return Status::Ok();
   if (batch.entries.size() == 1) {
     return AllgatherV(transport_, batch.entries[0].input, bytes_per_rank, batch.entries[0].output,
-                      deadline);
+                      deadline, by_host_.get());
   }
 
   std::byte* buffer = nullptr;
@@ -59,7 +59,8 @@ Status HostBackend::RunAllgather(const Batch& batch, TimeNs deadline, TraceSink&
     to += bytes;
   }
   pack.End(bytes_per_rank[rank]);
-  HORORING_RETURN_IF_ERROR(AllgatherV(transport_, own, bytes_per_rank, buffer, deadline));
+  HORORING_RETURN_IF_ERROR(
+      AllgatherV(transport_, own, bytes_per_rank, buffer, deadline, by_host_.get()));
 
   StageSpan unpack(trace, Stage::kUnpack, batch);
   UnpackParts(
@@ -126,9 +127,14 @@ Status HostBackend::RunBroadcast(const Batch& batch, TimeNs deadline, TraceSink&
   }
   for (const BatchEntry* entry : alone) {
     HORORING_RETURN_IF_ERROR(
-        Broadcast(transport_, batch.root, entry->output, entry->elements * element, deadline));
+        BroadcastByHost(batch.root, entry->output, entry->elements * element, deadline));
   }
   return Status::Ok();
+}
+
+Status HostBackend::BroadcastByHost(int root, void* data, size_t bytes, TimeNs deadline) {
+  if (by_host_ == nullptr) return Broadcast(transport_, root, data, bytes, deadline);
+  return Broadcast(*by_host_, by_host_->PlaceOf(root), data, bytes, deadline);
 }
 
 Status HostBackend::BroadcastTogether(const Batch& batch,
@@ -150,7 +156,7 @@ Status HostBackend::BroadcastTogether(const Batch& batch,
     }
     span.End(total);
   }
-  HORORING_RETURN_IF_ERROR(Broadcast(transport_, batch.root, buffer, total, deadline));
+  HORORING_RETURN_IF_ERROR(BroadcastByHost(batch.root, buffer, total, deadline));
   if (is_root) return Status::Ok();
   StageSpan span(trace, Stage::kUnpack, batch);
   const std::byte* from = buffer;

@@ -34,7 +34,12 @@ constexpr size_t kAhead = 16;
 }  // namespace
 
 Status GatherAround(Transport& transport, std::byte* data, const std::vector<Span>& chunks,
-                    TimeNs deadline) {
+                    Subgroup* ring, TimeNs deadline) {
+  if (ring != nullptr) {
+    std::vector<Span> in_order;
+    for (const int rank : ring->ranks()) in_order.push_back(chunks[static_cast<size_t>(rank)]);
+    return GatherAround(*ring, data, in_order, nullptr, deadline);
+  }
   const int size = transport.size(), rank = transport.rank();
   if (size == 1) return Status::Ok();
   const int next = (rank + 1) % size, previous = (rank + size - 1) % size;
@@ -72,7 +77,8 @@ Status GatherAround(Transport& transport, std::byte* data, const std::vector<Spa
 }
 
 Status AllgatherV(Transport& transport, const void* input,
-                  const std::vector<size_t>& bytes_per_rank, void* result, TimeNs deadline) {
+                  const std::vector<size_t>& bytes_per_rank, void* result, TimeNs deadline,
+                  Subgroup* ring) {
   const size_t size = static_cast<size_t>(transport.size());
   const size_t rank = static_cast<size_t>(transport.rank());
   if (bytes_per_rank.size() != size) {
@@ -85,7 +91,7 @@ Status AllgatherV(Transport& transport, const void* input,
   if (chunks[rank].size > 0 && data + chunks[rank].begin != input) {
     std::memcpy(data + chunks[rank].begin, input, chunks[rank].size);
   }
-  return GatherAround(transport, data, chunks, deadline);
+  return GatherAround(transport, data, chunks, ring, deadline);
 }
 
 }  // namespace hororing

@@ -25,18 +25,18 @@ Status Allreduce(Transport& transport, const ReduceBuffer& buffer, const FlatOpt
                  Scratch& scratch, TimeNs deadline) {
   // Not even recursive doubling's fixed tree: whether a tensor is in a small batch is not
   // reproducible.
-  if (options.reproducible) return RankOrderAllreduce(transport, buffer, scratch, deadline);
+  if (options.reproducible) {
+    return RankOrderAllreduce(transport, buffer, scratch, deadline, options.ring);
+  }
   const bool small = options.algorithm == Algorithm::kAuto
                          ? buffer.elements <= kRecursiveDoublingBytes / PartialSize(buffer.spec)
                          : options.algorithm == Algorithm::kRecursiveDoubling;
-  if (small) {
-    return RecursiveDoublingAllreduce(transport, buffer, scratch, deadline);
-  }
+  Transport& in_order = options.ring != nullptr ? *options.ring : transport;
+  if (small) return RecursiveDoublingAllreduce(in_order, buffer, scratch, deadline);
   if (NeedsWideAccumulator(buffer.spec)) {
-    return RankOrderAllreduce(transport, buffer, scratch, deadline);
+    return RankOrderAllreduce(transport, buffer, scratch, deadline, options.ring);
   }
-  return RingAllreduce(options.ring != nullptr ? *options.ring : transport, buffer, scratch,
-                       deadline);
+  return RingAllreduce(in_order, buffer, scratch, deadline);
 }
 
 }  // namespace hororing

@@ -20,6 +20,7 @@
 #include "base/reduce.h"
 #include "base/status.h"
 #include "collective/algorithm.h"
+#include "transport/subgroup.h"
 #include "transport/transport.h"
 
 namespace hororing {
@@ -54,8 +55,9 @@ struct ReduceBuffer {
 // REQUIRES: !NeedsWideAccumulator(spec).
 Status RingAllreduce(Transport& transport, const ReduceBuffer& buffer, Scratch& scratch,
                      TimeNs deadline);
+// `ring`: as in FlatOptions.
 Status RankOrderAllreduce(Transport& transport, const ReduceBuffer& buffer, Scratch& scratch,
-                          TimeNs deadline);
+                          TimeNs deadline, Subgroup* ring = nullptr);
 // Any spec: 16-bit floats and integer averages travel as wide partial results.
 Status RecursiveDoublingAllreduce(Transport& transport, const ReduceBuffer& buffer,
                                   Scratch& scratch, TimeNs deadline);
@@ -66,7 +68,7 @@ struct FlatOptions {
   // kRing or kRecursiveDoubling; kAuto: from the bytes, the spec and the world size alone.
   Algorithm algorithm = Algorithm::kAuto;
   // The same ranks in an order that goes from host to host as seldom as can be; null: as they are.
-  Transport* ring = nullptr;
+  Subgroup* ring = nullptr;
 };
 // The choice among them.
 Status Allreduce(Transport& transport, const ReduceBuffer& buffer, const FlatOptions& options,

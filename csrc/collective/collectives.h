@@ -7,6 +7,7 @@
 
 #include "base/clock.h"
 #include "base/status.h"
+#include "transport/subgroup.h"
 #include "transport/transport.h"
 
 namespace hororing {
@@ -19,9 +20,11 @@ Status Barrier(Transport& transport, TimeNs deadline);
 Status Broadcast(Transport& transport, int root, void* data, size_t bytes, TimeNs deadline);
 
 // Rank r contributes bytes_per_rank[r]; `result` receives all contributions back to back in
-// rank order. `input` may point to this rank's place inside `result`.
+// rank order. `input` may point to this rank's place inside `result`. `ring`: the same ranks in the
+// order in which it goes round; null: as they are.
 Status AllgatherV(Transport& transport, const void* input,
-                  const std::vector<size_t>& bytes_per_rank, void* result, TimeNs deadline);
+                  const std::vector<size_t>& bytes_per_rank, void* result, TimeNs deadline,
+                  Subgroup* ring = nullptr);
 
 // Rank r sends send_bytes[q] to rank q and receives receive_bytes[q] from it, in both memories
 // back to back in rank order. REQUIRES: send_bytes[q] of rank r is receive_bytes[r] of rank q;

@@ -19,7 +19,7 @@
 namespace hororing {
 
 Status RankOrderAllreduce(Transport& transport, const ReduceBuffer& buffer, Scratch& scratch,
-                          TimeNs deadline) {
+                          TimeNs deadline, Subgroup* ring) {
   const std::vector<Span> chunks =
       Scaled(Chunks(buffer.elements, transport.size()), ElementSize(buffer.spec.dtype));
   std::byte* data = static_cast<std::byte*>(buffer.data);
@@ -31,7 +31,7 @@ Status RankOrderAllreduce(Transport& transport, const ReduceBuffer& buffer, Scra
   scatter.result = data + chunks[static_cast<size_t>(transport.rank())].begin;
   scatter.spec = buffer.spec;
   HORORING_RETURN_IF_ERROR(RankOrderReduceScatter(transport, scatter, scratch, deadline));
-  return GatherAround(transport, data, chunks, deadline);
+  return GatherAround(transport, data, chunks, ring, deadline);
 }
 
 }  // namespace hororing

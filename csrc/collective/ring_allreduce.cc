@@ -159,7 +159,7 @@ Status RingAllreduce(Transport& transport, const ReduceBuffer& buffer, Scratch& 
     HORORING_RETURN_IF_ERROR(reduce_scatter.Run());
   }
   return GatherAround(transport, static_cast<std::byte*>(buffer.data), Scaled(chunks, element),
-                      deadline);
+                      nullptr, deadline);
 }
 
 }  // namespace hororing

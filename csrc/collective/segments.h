@@ -15,6 +15,7 @@
 
 #include "base/clock.h"
 #include "base/status.h"
+#include "transport/subgroup.h"
 #include "transport/transport.h"
 
 namespace hororing {
@@ -151,7 +152,8 @@ class Inflight {
 
 // The second half of several algorithms: chunk r of `data` is complete on rank r, and will be on
 // all ranks. Spans are in bytes; see allgather.cc. REQUIRES: no other transfer touches `data`.
+// `ring`: the same ranks in the order in which it goes round; null: as they are.
 Status GatherAround(Transport& transport, std::byte* data, const std::vector<Span>& chunks,
-                    TimeNs deadline);
+                    Subgroup* ring, TimeNs deadline);
 
 }  // namespace hororing

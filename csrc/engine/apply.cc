@@ -160,7 +160,7 @@ void Loop::AddSet(int32_t id, const Request& request) {
   channel.ranks = set.ranks;
   channel.rank = place;
   channel.transport = std::make_unique<Subgroup>(transport_, set.ranks);
-  channel.backends = MakeSetBackends(engine_.backend_options_, transport_, *channel.transport,
+  channel.backends = MakeSetBackends(engine_.backend_options_, world_, *channel.transport,
                                      {set.ranks, id, sets_added_});
   runner_.AddSet(id, std::move(channel));
 }

@@ -49,6 +49,7 @@ Channel WorldChannel(const World& world, std::vector<std::unique_ptr<Backend>> b
 Loop::Loop(Engine& engine, World& world, std::vector<std::unique_ptr<Backend>> backends,
            std::vector<TimeNs> clock_offsets)
     : engine_(engine),
+      world_(world),
       transport_(*world.transport),
       turns_(world.transport->turns()),
       topology_(world.topology),

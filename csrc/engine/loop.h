@@ -81,6 +81,7 @@ class Loop {
   TimeNs NextDeadline() const;
 
   Engine& engine_;
+  World& world_;
   Transport& transport_;
   Turns* const turns_;  // null: only the engine's thread may use the transport
   const Topology& topology_;

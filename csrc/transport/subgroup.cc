@@ -5,13 +5,15 @@
 namespace hororing {
 namespace {
 
-int PlaceOf(int rank, const std::vector<int>& ranks) {
+int IndexOf(int rank, const std::vector<int>& ranks) {
   return static_cast<int>(std::find(ranks.begin(), ranks.end(), rank) - ranks.begin());
 }
 
 }  // namespace
 
 Subgroup::Subgroup(Transport& parent, std::vector<int> ranks)
-    : parent_(parent), ranks_(std::move(ranks)), rank_(PlaceOf(parent.rank(), ranks_)) {}
+    : parent_(parent), ranks_(std::move(ranks)), rank_(IndexOf(parent.rank(), ranks_)) {}
+
+int Subgroup::PlaceOf(int parents) const { return IndexOf(parents, ranks_); }
 
 }  // namespace hororing

@@ -38,6 +38,10 @@ class Subgroup final : public Transport {
   bool Poll(int* /*peer*/, std::string* /*message*/) override { return false; }
   void Sleep(TimeNs deadline) override { parent_.Sleep(deadline); }
   void Wake() override { parent_.Wake(); }
+  // Of the parent, in the order that they have here.
+  const std::vector<int>& ranks() const { return ranks_; }
+  // The rank that one of the parent's has here.
+  int PlaceOf(int parents) const;
   Status CheckPeers() override { return parent_.CheckPeers(); }
   void AnnounceFailure(const std::string& reason, int blamed) override {
     parent_.AnnounceFailure(reason, blamed);

@@ -2,10 +2,13 @@
 // and batches of process sets; against what the flat forms of HostBackend give.
 
 #include <algorithm>
+#include <atomic>
+#include <cstring>
 #include <functional>
 #include <memory>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "backend/host_backend.h"
@@ -17,21 +20,48 @@ namespace {
 
 constexpr WireCost kCost{0, 1e-9};
 
-// The backends of one set on all ranks; null on ranks that are no members.
-using SetBackends = std::vector<std::unique_ptr<HierarchicalBackend>>;
+// A process set, with its backends; null on ranks that are no members.
+struct Set {
+  Members members;
+  std::vector<std::unique_ptr<HierarchicalBackend>> backends;
 
-SetBackends Backends(HostsWorld& world, Algorithm algorithm, const Members& members = {}) {
-  SetBackends backends(static_cast<size_t>(world.size()));
-  for (int r = 0; r < world.size(); ++r) {
-    const auto& ranks = members.ranks;
-    if (!ranks.empty() && std::find(ranks.begin(), ranks.end(), r) == ranks.end()) continue;
-    backends[static_cast<size_t>(r)] = world.Backend(r, algorithm, kCost, members);
+  Set(HostsWorld& world, Algorithm algorithm, Members of = {})
+      : members(of.ranks.empty() ? Members::World(world.size()) : std::move(of)),
+        backends(static_cast<size_t>(world.size())) {
+    for (const int r : members.ranks) {
+      backends[static_cast<size_t>(r)] = world.Backend(r, algorithm, kCost, members);
+    }
   }
-  return backends;
-}
+  size_t size() const { return members.ranks.size(); }
+};
 
-std::vector<int> RanksOf(const HostsWorld& world, const Members& members) {
-  return members.ranks.empty() ? Members::World(world.size()).ranks : members.ranks;
+// One batch of a set, with its memory.
+struct Job {
+  Set* set;
+  std::function<Batch(size_t)> batch;  // of a place in the set
+  std::function<std::string()> judge;  // what is wrong with the outputs, or ""
+};
+
+// All ranks carry them out in this order, each for itself.
+std::string RunJobs(HostsWorld& world, const std::vector<Job>& jobs) {
+  world.Run([&](int r) {
+    TraceSink trace;
+    for (const Job& job : jobs) {
+      const std::vector<int>& ranks = job.set->members.ranks;
+      const auto at = std::find(ranks.begin(), ranks.end(), r);
+      if (at == ranks.end()) continue;
+      const Batch batch = job.batch(static_cast<size_t>(at - ranks.begin()));
+      HierarchicalBackend& backend = *job.set->backends[static_cast<size_t>(r)];
+      CHECK(backend.Supports(batch));
+      CHECK_OK(backend.Run(batch, After(NowNs(), kLimit), trace));
+      CHECK_EQ(world.wire(r).open(), 0u);
+    }
+  });
+  for (size_t i = 0; i < jobs.size(); ++i) {
+    const std::string verdict = jobs[i].judge();
+    if (!verdict.empty()) return "batch " + std::to_string(i) + ": " + verdict;
+  }
+  return "";
 }
 
 Bytes Random(DataType dtype, size_t elements, std::mt19937& random) {
@@ -42,23 +72,9 @@ Bytes Random(DataType dtype, size_t elements, std::mt19937& random) {
 
 // Memory of the tensors of a batch on all members, by place.
 struct Tensors {
+  explicit Tensors(size_t members) : inputs(members), outputs(members) {}
   std::vector<std::vector<Bytes>> inputs, outputs;  // [place][tensor]
 };
-
-// Runs the batch that batch_of(place) describes on every member.
-void RunOn(HostsWorld& world, SetBackends& backends, const std::vector<int>& ranks,
-           const std::function<Batch(size_t)>& batch_of) {
-  world.Run([&](int r) {
-    const auto at = std::find(ranks.begin(), ranks.end(), r);
-    if (at == ranks.end()) return;
-    TraceSink trace;
-    const Batch batch = batch_of(static_cast<size_t>(at - ranks.begin()));
-    auto& backend = *backends[static_cast<size_t>(r)];
-    CHECK(backend.Supports(batch));
-    CHECK_OK(backend.Run(batch, After(NowNs(), kLimit), trace));
-    CHECK_EQ(world.wire(r).open(), 0u);
-  });
-}
 
 // Empty contributions, small ones, and some of several blocks.
 size_t RaggedSize(size_t place, size_t tensor, std::mt19937& random) {
@@ -70,17 +86,14 @@ size_t RaggedSize(size_t place, size_t tensor, std::mt19937& random) {
   }
 }
 
-void CheckAllgather(HostsWorld& world, SetBackends& backends, const Members& members,
-                    DataType dtype, size_t tensors, std::mt19937& random) {
-  const std::vector<int> ranks = RanksOf(world, members);
+Job Allgather(Set& set, DataType dtype, size_t tensors, std::mt19937& random) {
   const size_t element = ElementSize(dtype);
   std::vector<std::vector<size_t>> sizes(tensors);  // bytes, [tensor][place]
   std::vector<Bytes> expected(tensors);
-  Tensors data;
-  data.inputs.resize(ranks.size());
-  data.outputs.resize(ranks.size());
+  const auto memory = std::make_shared<Tensors>(set.size());
+  Tensors& data = *memory;
   for (size_t t = 0; t < tensors; ++t) {
-    for (size_t place = 0; place < ranks.size(); ++place) {
+    for (size_t place = 0; place < set.size(); ++place) {
       const size_t elements = RaggedSize(place, t, random) / element;
       data.inputs[place].push_back(Random(dtype, elements, random));
       sizes[t].push_back(elements * element);
@@ -89,33 +102,34 @@ void CheckAllgather(HostsWorld& world, SetBackends& backends, const Members& mem
     }
     for (auto& outputs : data.outputs) outputs.emplace_back(expected[t].size(), 0xEE);
   }
-  RunOn(world, backends, ranks, [&](size_t place) {
+  const auto batch_of = [=](size_t place) {
     Batch batch;
     batch.kind = Collective::kAllgather;
     batch.reduce.dtype = dtype;
     for (size_t t = 0; t < tensors; ++t) {
       BatchEntry entry;
       entry.name = "gather";
-      entry.input = data.inputs[place][t].data();
-      entry.output = data.outputs[place][t].data();
-      entry.elements = data.inputs[place][t].size() / element;
+      entry.input = memory->inputs[place][t].data();
+      entry.output = memory->outputs[place][t].data();
+      entry.elements = memory->inputs[place][t].size() / element;
       entry.receive_bytes = sizes[t];
       batch.entries.push_back(entry);
     }
     return batch;
-  });
-  for (size_t place = 0; place < ranks.size(); ++place) {
-    for (size_t t = 0; t < tensors; ++t) CHECK(data.outputs[place][t] == expected[t]);
-  }
+  };
+  return {&set, batch_of, [=]() -> std::string {
+            for (const auto& outputs : memory->outputs) {
+              if (outputs != expected) return "allgather";
+            }
+            return "";
+          }};
 }
 
-void CheckBroadcast(HostsWorld& world, SetBackends& backends, const Members& members, int root,
-                    DataType dtype, const std::vector<size_t>& sizes, std::mt19937& random) {
-  const std::vector<int> ranks = RanksOf(world, members);
-  Tensors data;
-  data.inputs.resize(ranks.size());
-  data.outputs.resize(ranks.size());
-  for (size_t place = 0; place < ranks.size(); ++place) {
+Job Broadcast(Set& set, int root, DataType dtype, const std::vector<size_t>& sizes,
+              std::mt19937& random) {
+  const auto memory = std::make_shared<Tensors>(set.size());
+  Tensors& data = *memory;
+  for (size_t place = 0; place < set.size(); ++place) {
     for (const size_t elements : sizes) {
       data.inputs[place].push_back(Random(dtype, elements, random));
       data.outputs[place].emplace_back(elements * ElementSize(dtype), 0xEE);
@@ -123,23 +137,26 @@ void CheckBroadcast(HostsWorld& world, SetBackends& backends, const Members& mem
   }
   const std::vector<Bytes> expected = data.inputs[static_cast<size_t>(root)];
   const bool in_place = random() % 2 == 0;
-  RunOn(world, backends, ranks, [&](size_t place) {
+  const auto batch_of = [=](size_t place) {
     Batch batch;
     batch.kind = Collective::kBroadcast;
     batch.root = root;
     batch.reduce.dtype = dtype;
     for (size_t t = 0; t < sizes.size(); ++t) {
       BatchEntry entry;
-      entry.input = data.inputs[place][t].data();
-      entry.output = (in_place ? data.inputs : data.outputs)[place][t].data();
+      entry.input = memory->inputs[place][t].data();
+      entry.output = (in_place ? memory->inputs : memory->outputs)[place][t].data();
       entry.elements = sizes[t];
       batch.entries.push_back(entry);
     }
     return batch;
-  });
-  for (size_t place = 0; place < ranks.size(); ++place) {
-    CHECK((in_place ? data.inputs : data.outputs)[place] == expected);
-  }
+  };
+  return {&set, batch_of, [=]() -> std::string {
+            for (const auto& outputs : in_place ? memory->inputs : memory->outputs) {
+              if (outputs != expected) return "broadcast";
+            }
+            return "";
+          }};
 }
 
 // What hosts that are summed one after the other give, as partial results, rounded once.
@@ -172,110 +189,147 @@ Bytes SummedByHosts(const ReduceSpec& spec, const Hosts& hosts, const std::vecto
 }
 
 // Parts of any sizes, not only those that the engine cuts.
-std::string CheckReducescatter(HostsWorld& world, const Hosts& hosts, SetBackends& backends,
-                               const Members& members, const ReduceSpec& spec, size_t tensors,
-                               std::mt19937& random) {
-  const std::vector<int> ranks = RanksOf(world, members);
+Job Reducescatter(Set& set, const Hosts& hosts, const ReduceSpec& spec, size_t tensors,
+                  std::mt19937& random) {
   const size_t element = ElementSize(spec.dtype);
   std::vector<std::vector<size_t>> parts(tensors);  // elements, [tensor][place]
   std::vector<size_t> totals(tensors, 0);
-  Tensors data;
-  data.inputs.resize(ranks.size());
-  data.outputs.resize(ranks.size());
+  const auto memory = std::make_shared<Tensors>(set.size());
+  Tensors& data = *memory;
   for (size_t t = 0; t < tensors; ++t) {
-    for (size_t place = 0; place < ranks.size(); ++place) {
+    for (size_t place = 0; place < set.size(); ++place) {
       parts[t].push_back(RaggedSize(place, t, random) / 8);
       totals[t] += parts[t].back();
     }
-    for (size_t place = 0; place < ranks.size(); ++place) {
+    for (size_t place = 0; place < set.size(); ++place) {
       data.inputs[place].push_back(Random(spec.dtype, totals[t], random));
       data.outputs[place].emplace_back(parts[t][place] * element, 0xEE);
     }
   }
   const Tensors before = data;
-  RunOn(world, backends, ranks, [&](size_t place) {
+  const Members members = set.members;
+  const auto batch_of = [=](size_t place) {
     Batch batch;
     batch.kind = Collective::kReducescatter;
     batch.reduce = spec;
     for (size_t t = 0; t < tensors; ++t) {
       BatchEntry entry;
       entry.name = "scatter";
-      entry.input = data.inputs[place][t].data();
-      entry.output = data.outputs[place][t].data();
+      entry.input = memory->inputs[place][t].data();
+      entry.output = memory->outputs[place][t].data();
       entry.elements = totals[t];
       entry.parts = parts[t];
       batch.entries.push_back(entry);
     }
     return batch;
-  });
-  if (before.inputs != data.inputs) return "inputs changed";
-  for (size_t t = 0; t < tensors; ++t) {
-    std::vector<const void*> sources;
-    for (const auto& inputs : before.inputs) sources.push_back(inputs[t].data());
-    const Bytes all = SummedByHosts(spec, hosts, ranks, sources, totals[t]);
-    size_t begin = 0;
-    for (size_t place = 0; place < ranks.size(); ++place) {
-      const Bytes& got = data.outputs[place][t];
-      if (!std::equal(got.begin(), got.end(), all.begin() + static_cast<ptrdiff_t>(begin))) {
-        return "tensor " + std::to_string(t) + " of rank " + std::to_string(ranks[place]);
+  };
+  const auto judge = [=]() -> std::string {
+    if (before.inputs != memory->inputs) return "reducescatter changed inputs";
+    for (size_t t = 0; t < tensors; ++t) {
+      std::vector<const void*> sources;
+      for (const auto& inputs : before.inputs) sources.push_back(inputs[t].data());
+      const Bytes all = SummedByHosts(spec, hosts, members.ranks, sources, totals[t]);
+      size_t begin = 0;
+      for (size_t place = 0; place < parts[t].size(); ++place) {
+        const Bytes& got = memory->outputs[place][t];
+        if (!std::equal(got.begin(), got.end(), all.begin() + static_cast<ptrdiff_t>(begin))) {
+          return "reducescatter: tensor " + std::to_string(t) + " at place " +
+                 std::to_string(place);
+        }
+        begin += got.size();
       }
-      begin += got.size();
     }
+    return "";
+  };
+  return {&set, batch_of, judge};
+}
+
+// An allreduce of values whose sums are exact: any order of summation gives the same bits.
+Job Allreduce(Set& set, size_t elements) {
+  const auto memory = std::make_shared<Tensors>(set.size());
+  const size_t ranks = set.size();
+  for (size_t place = 0; place < ranks; ++place) {
+    std::vector<float> values(elements);
+    for (size_t i = 0; i < elements; ++i) values[i] = static_cast<float>(i % 1000 + place);
+    const auto* bytes = reinterpret_cast<const unsigned char*>(values.data());
+    memory->inputs[place].emplace_back(bytes, bytes + elements * 4);
   }
-  return "";
+  const auto batch_of = [=](size_t place) {
+    Batch batch;
+    BatchEntry entry;
+    entry.input = entry.output = memory->inputs[place][0].data();
+    entry.elements = elements;
+    batch.entries.push_back(entry);
+    return batch;
+  };
+  return {&set, batch_of, [=]() -> std::string {
+            for (const auto& tensors : memory->inputs) {
+              for (size_t i = 0; i < elements; ++i) {
+                float value = 0;
+                std::memcpy(&value, tensors[0].data() + i * 4, 4);
+                const size_t sum = ranks * (i % 1000) + ranks * (ranks - 1) / 2;
+                if (value != static_cast<float>(sum)) return "allreduce";
+              }
+            }
+            return "";
+          }};
 }
 
 constexpr Algorithm kBoth[] = {Algorithm::kThreePhase, Algorithm::kLeader};
 
-TEST(allgathers_of_ragged_and_empty_contributions_on_every_layout) {
+TEST(every_collective_on_every_layout) {
   std::mt19937 random(hororing_test::Seed());
   size_t number = 0;
   for (const Hosts& hosts : kLayouts) {
     for (const Algorithm algorithm : kBoth) {
       // Slots of 256 KiB: several blocks.
       HostsWorld world(++number % 3 == 0 ? "queue" : "inproc", hosts, {}, 256 << 10);
-      SetBackends backends = Backends(world, algorithm);
+      Set all(world, algorithm);
+      std::vector<Job> jobs;
       for (const DataType dtype : kAllTypes) {
-        CheckAllgather(world, backends, {}, dtype, 1 + random() % 4, random);
+        jobs.push_back(Allgather(all, dtype, 1 + random() % 4, random));
       }
-    }
-  }
-}
-
-TEST(broadcasts_from_every_root_on_every_layout) {
-  std::mt19937 random(hororing_test::Seed());
-  size_t number = 0;
-  for (const Hosts& hosts : kLayouts) {
-    for (const Algorithm algorithm : kBoth) {
-      HostsWorld world(++number % 3 == 0 ? "queue" : "inproc", hosts, {}, 256 << 10);
-      SetBackends backends = Backends(world, algorithm);
       for (int root = 0; root < world.size(); ++root) {
         const DataType dtype = kAllTypes[random() % 11];
-        CheckBroadcast(world, backends, {}, root, dtype, {1}, random);
-        CheckBroadcast(world, backends, {}, root, dtype, {0, 77, 0, 50000, 3}, random);
-        CheckBroadcast(world, backends, {}, root, dtype, {random() % 500000}, random);
+        jobs.push_back(Broadcast(all, root, dtype, {1}, random));
+        jobs.push_back(Broadcast(all, root, dtype, {0, 77, 0, 50000, 3}, random));
+        jobs.push_back(Broadcast(all, root, dtype, {random() % 500000}, random));
       }
+      for (const ReduceSpec& spec : AllSpecs()) {
+        jobs.push_back(Reducescatter(all, hosts, spec, 1 + random() % 3, random));
+      }
+      CHECK_EQ(Text(hosts) + ", " + Name(algorithm) + ": " + RunJobs(world, jobs),
+               Text(hosts) + ", " + Name(algorithm) + ": ");
     }
   }
 }
 
-TEST(reducescatters_of_every_type_and_operation_on_every_layout) {
+TEST(sets_over_several_hosts_and_on_one_share_the_slots_in_any_order) {
   std::mt19937 random(hororing_test::Seed());
-  size_t number = 0;
-  for (const Hosts& hosts : kLayouts) {
-    for (const Algorithm algorithm : kBoth) {
-      HostsWorld world(++number % 3 == 0 ? "queue" : "inproc", hosts, {}, 256 << 10);
-      SetBackends backends = Backends(world, algorithm);
-      for (const ReduceSpec& spec : AllSpecs()) {
-        const size_t tensors = 1 + random() % 3;
-        const std::string verdict =
-            CheckReducescatter(world, hosts, backends, {}, spec, tensors, random);
-        CHECK_EQ(
-            Text(hosts) + ", " + Name(algorithm) + ", " + Describe(spec, {}, world.size()) + ": " +
-                verdict,
-            Text(hosts) + ", " + Name(algorithm) + ", " + Describe(spec, {}, world.size()) + ": ");
+  const Hosts hosts = {0, 1, 0, 0, 1, 2, 0};
+  for (const char* kind : {"inproc", "queue"}) {
+    HostsWorld world(kind, hosts, {}, 256 << 10);
+    Set all(world, Algorithm::kThreePhase);
+    Set some(world, Algorithm::kThreePhase, {{0, 1, 3, 4}, 3, 1});
+    Set here(world, Algorithm::kRing, {{0, 2, 6}, 5, 2});     // one host: nothing goes round
+    Set again(world, Algorithm::kLeader, {{1, 2, 3}, 3, 7});  // where another one was
+    std::vector<Job> jobs;
+    for (int round = 0; round < 40; ++round) {
+      Set* const sets[] = {&all, round < 20 ? &some : &again, &here};
+      Set& set = *sets[random() % 3];
+      switch (random() % 4) {
+        case 0: jobs.push_back(Allreduce(set, random() % 60000)); break;
+        case 1: jobs.push_back(Allgather(set, DataType::kInt16, 2, random)); break;
+        case 2:
+          jobs.push_back(Broadcast(set, static_cast<int>(random() % set.size()), DataType::kInt32,
+                                   {random() % 60000, 5}, random));
+          break;
+        default:
+          jobs.push_back(Reducescatter(set, hosts, {DataType::kBfloat16, ReduceOp::kAverage, 1, 1},
+                                       2, random));
       }
     }
+    CHECK_EQ(RunJobs(world, jobs), std::string());
   }
 }
 
@@ -284,22 +338,44 @@ TEST(every_byte_crosses_to_a_host_once) {
   std::mt19937 random(hororing_test::Seed());
   const Hosts hosts = {0, 1, 0, 1, 0, 1};
   HostsWorld world("queue", hosts);
-  SetBackends backends = Backends(world, Algorithm::kThreePhase);
-  const auto crossing = [&] {
+  Set all(world, Algorithm::kThreePhase);
+  const auto crossing = [&](const Job& job) {
+    std::vector<size_t> before;
+    for (int r = 0; r < world.size(); ++r) before.push_back(world.wire(r).sent_to().size());
+    CHECK_EQ(RunJobs(world, {job}), std::string());
     int count = 0;
     for (int r = 0; r < world.size(); ++r) {
-      for (const int peer : world.wire(r).sent_to()) {
-        count += hosts[static_cast<size_t>(peer)] != hosts[static_cast<size_t>(r)] ? 1 : 0;
+      const std::vector<int>& sent = world.wire(r).sent_to();
+      for (size_t i = before[static_cast<size_t>(r)]; i < sent.size(); ++i) {
+        count += hosts[static_cast<size_t>(sent[i])] != hosts[static_cast<size_t>(r)] ? 1 : 0;
       }
     }
     return count;
   };
-  int before = crossing();
-  CheckBroadcast(world, backends, {}, 1, DataType::kFloat32, {100}, random);
-  CHECK_EQ(crossing() - before, 1);
-  before = crossing();
-  CheckBroadcast(world, backends, {}, 1, DataType::kFloat32, {40000}, random);  // three lanes
-  CHECK_EQ(crossing() - before, 3);
+  CHECK_EQ(crossing(Broadcast(all, 1, DataType::kFloat32, {100}, random)), 1);
+  CHECK_EQ(crossing(Broadcast(all, 1, DataType::kFloat32, {40000}, random)), 3);  // three lanes
+  // The flat forms, in rings that go host by host: one rank of each host sends to the other.
+  const auto flat_crossing = [&](const Job& job) {
+    std::atomic<int> count{0};
+    world.Run([&](int r) {
+      HostBackend::Options options;
+      options.algorithm = Algorithm::kRing;
+      options.ranks_on = world.world(r).topology.ranks_on();
+      HostBackend backend(*world.world(r).transport, options);
+      TraceSink trace;
+      const size_t before = world.wire(r).sent_to().size();
+      CHECK_OK(backend.Run(job.batch(static_cast<size_t>(r)), After(NowNs(), kLimit), trace));
+      const std::vector<int>& sent = world.wire(r).sent_to();
+      for (size_t i = before; i < sent.size(); ++i) {
+        count += hosts[static_cast<size_t>(sent[i])] != hosts[static_cast<size_t>(r)] ? 1 : 0;
+      }
+    });
+    CHECK_EQ(job.judge(), std::string());
+    return count.load();
+  };
+  CHECK(flat_crossing(Allgather(all, DataType::kUint8, 1, random)) <= 2 * 5);
+  // From a root in the middle of a host the chain of segments comes back to that host.
+  CHECK(flat_crossing(Broadcast(all, 2, DataType::kUint8, {2 << 20}, random)) <= 2 * 8);
 }
 
 }  // namespace

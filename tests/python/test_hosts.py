@@ -20,8 +20,9 @@ from hororing.arguments import Average, Max, Min, Product, Sum
 
 Array = oracle.Array
 
-# Ranks of each host; "by node": rank 0 on the first, 1 on the second, and so on.
-LAYOUTS = ["2,2", "1,2", "2,2 by node"]
+# Ranks of each host; "by node": rank 0 on the first, 1 on the second, and so on. The third one goes
+# by the flat algorithms.
+LAYOUTS = ["2,2", "1,2", "2,2 by node", "2,1 by node"]
 RANKS = Path(__file__).with_name("ending_ranks.py")
 # Other jobs across hosts Open MPI ends itself, when a connection breaks.
 ULFM = ["--with-ft", "ulfm"]
@@ -60,7 +61,7 @@ def case_the_layout_is_that_of_the_hosts() -> None:
     names = hvd.allgather_object(name)
     wanted = [f"host{k}" for k, ranks in enumerate(layout) for _ in range(ranks)]
     interleaved = "TEST_INTERLEAVED" in os.environ
-    assert names == (["host0", "host1"] * 2 if interleaved else wanted)
+    assert names == ((["host0", "host1"] * 2)[: len(names)] if interleaved else wanted)
     assert hvd.local_rank() == names[: hvd.rank()].count(name)
 
 
@@ -114,6 +115,66 @@ def case_the_other_collectives() -> None:
     hvd.barrier()
 
 
+def case_ragged_and_empty_contributions_of_every_type() -> None:
+    rank, size = hvd.rank(), hvd.size()
+    for number, dtype in enumerate(oracle.DTYPES):
+        passed = [
+            oracle.values(np.random.default_rng([mpirun.seed(), of, number]), dtype,
+                          (0 if (of + number) % 3 == 0 else 5000 * of + number, 3))
+            for of in range(size)
+        ]  # fmt: skip
+        handles = [
+            hvd.allgather_async(passed[rank], name=f"ragged {dtype} {copy}") for copy in "ab"
+        ]
+        for handle in handles:
+            oracle.equal(hvd.synchronize(handle), np.concatenate(passed))
+        root = number % size
+        same = arrays(dtype, (number * 1000, 7), 31, number)
+        result = hvd.broadcast(same[rank], root_rank=root, name=f"from {root} {dtype}")
+        oracle.equal(result, same[root])
+
+
+def case_reducescatter_of_every_type() -> None:
+    rank, size = hvd.rank(), hvd.size()
+    for number, dtype in enumerate(oracle.DTYPES):
+        for op in (op for op in applicable(dtype) if op in (Average, Sum)):
+            rows = 3 * size + number % size  # the first ranks get one row more
+            passed = arrays(dtype, (rows, 41), number, op, 9)
+            first, last = oracle.share(rows, size, rank)
+            result = hvd.reducescatter(passed[rank], op=op, name=f"{dtype} {op}")
+            oracle.reduced(passed, op, 1.0, 1.0).rows(first, last).compare(result)
+
+
+def case_sets_over_several_hosts_and_on_one() -> None:
+    names = hvd.allgather_object(os.uname().nodename)
+    here = [rank for rank, name in enumerate(names) if name == names[-1]]
+    members = [list(range(1, hvd.size())), here]
+    if members[0] == here or len(here) == 1:
+        members[1] = [0, hvd.size() - 1]
+    sets = [hvd.add_process_set(ranks) for ranks in members]
+    for number in range(3):
+        for ranks, chosen in zip(members, sets, strict=True):
+            passed = arrays("float32", (4001, 7), number)
+            mine = passed[hvd.rank()]
+            if not chosen.included():
+                continue
+            of_set = [passed[rank] for rank in ranks]
+            place = ranks.index(hvd.rank())
+            name = f"{ranks} {number}"
+            result = hvd.allreduce(mine, op=Average, name=name, process_set=chosen)
+            oracle.reduced(of_set, Average, 1.0, 1.0).compare(result)
+            gathered = hvd.allgather(mine[: 5 * place], name=name, process_set=chosen)
+            parts = [of_rank[: 5 * at] for at, of_rank in enumerate(of_set)]
+            oracle.equal(gathered, np.concatenate(parts))
+            sent = hvd.broadcast(mine, root_rank=ranks[-1], name=name, process_set=chosen)
+            oracle.equal(sent, of_set[-1])
+            first, last = oracle.share(4001, len(ranks), place)
+            part = hvd.reducescatter(mine, op=Sum, name=name, process_set=chosen)
+            oracle.reduced(of_set, Sum, 1.0, 1.0).rows(first, last).compare(part)
+    for chosen in sets:
+        hvd.remove_process_set(chosen)
+
+
 def case_a_set_of_one_rank_per_host() -> None:
     names = hvd.allgather_object(os.uname().nodename)
     leaders = sorted({names.index(name) for name in names})
@@ -142,7 +203,8 @@ def test_across_hosts(case: str, layout: str) -> None:
     if interleaved:
         variables["TEST_INTERLEAVED"] = "1"
         variables["PRTE_MCA_rmaps_default_mapping_policy"] = "node:oversubscribe"
-        variables["HORORING_ALGORITHM"] = "ring"
+        if hosts == "2,2":
+            variables["HORORING_ALGORITHM"] = "ring"
     mpirun.cases_of(__file__, size, hosts, **variables).check(case)
 
 
