@@ -89,7 +89,7 @@ class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no t
             if self._settings.op != Adasum or not self._settings.reduces:
                 apply(self._reduced(totals, variables), trainable_variables)
                 return
-            totals = self._reduced_maxima(totals, variables)
+            totals = self._reduced_maxima(totals, variables, self._settings)
             combined = self._combined_variables(variables)
             before = [ops.copy(variable) for variable in combined]
             apply(totals, trainable_variables)
@@ -120,7 +120,7 @@ class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no t
         def update(totals: list[Any]) -> tuple[list[Any], list[Any]]:
             if self._settings.op != Adasum or not self._settings.reduces:
                 return plain(self._reduced(totals, variables))
-            weights, others = plain(self._reduced_maxima(totals, variables))
+            weights, others = plain(self._reduced_maxima(totals, variables, self._settings))
             combined = self._combined_variables(variables)
             places = [at for at, each in enumerate(variables) if any(each is c for c in combined)]
             after = self._combine_changes(
@@ -180,11 +180,15 @@ class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no t
 
     def _reduced(self, grads: list[Any], variables: Sequence[Any]) -> list[Any]:
         """Return the gradients reduced over the ranks, but for those of local variables."""
-        settings = self._settings
+        return self._reduced_among(grads, variables, self._settings)
+
+    def _reduced_among(
+        self, grads: list[Any], variables: Sequence[Any], settings: Settings
+    ) -> list[Any]:
         if not settings.reduces:
             return grads
         local = self._local_keys()
-        results = self._reduced_maxima(grads, variables)
+        results = self._reduced_maxima(grads, variables, settings)
         weights = []
         for at, (grad, variable) in enumerate(zip(grads, variables, strict=True)):
             if grad is None or _is_maximum(variable):
@@ -196,7 +200,9 @@ class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no t
         self._reduce_at(weights, results, variables, settings)
         return results
 
-    def _reduced_maxima(self, grads: list[Any], variables: Sequence[Any]) -> list[Any]:
+    def _reduced_maxima(
+        self, grads: list[Any], variables: Sequence[Any], settings: Settings
+    ) -> list[Any]:
         """Reduce only what is no gradient but replaces its variable: scales of float8.
 
         As Keras does where it accumulates them, the largest counts.
@@ -207,7 +213,7 @@ class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no t
             for at, (grad, variable) in enumerate(zip(grads, variables, strict=True))
             if grad is not None and _is_maximum(variable)
         ]
-        self._reduce_at(maxima, results, variables, self._settings.for_maxima(Max))
+        self._reduce_at(maxima, results, variables, settings.for_maxima(Max))
         return results
 
     def _reduce_at(
@@ -295,8 +301,17 @@ WRONG_ORDER = (
 )
 
 
-def wrapped(optimizer: Any, settings: Settings, local_layers: Iterable[Any] = ()) -> Any:
-    """Make `optimizer` itself distributed and return it, or its LossScaleOptimizer."""
+def wrapped(
+    optimizer: Any,
+    settings: Settings,
+    local_layers: Iterable[Any] = (),
+    mixin: type[Distributed] = Distributed,
+    **namespace: Any,
+) -> Any:
+    """Make `optimizer` itself distributed and return it, or its LossScaleOptimizer.
+
+    Its class is made of `mixin`, its own and what is in `namespace`.
+    """
     if not isinstance(optimizer, keras.Optimizer):
         raise TypeError(
             f"optimizer must be an optimizer of Keras 3, not {type(optimizer).__name__} "
@@ -314,7 +329,7 @@ def wrapped(optimizer: Any, settings: Settings, local_layers: Iterable[Any] = ()
     if not scales and keras.config.dtype_policy().name == "mixed_float16":
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
     base = type(optimizer)
-    namespace = {
+    namespace |= {
         "__module__": base.__module__,
         "__doc__": base.__doc__,
         "_settings": settings,
@@ -324,6 +339,6 @@ def wrapped(optimizer: Any, settings: Settings, local_layers: Iterable[Any] = ()
         "__class__": property(lambda self: base),
     }
     # Not by Keras' __setattr__, which would compare classes first.
-    object.__setattr__(optimizer, "__class__", type(base.__name__, (Distributed, base), namespace))
+    object.__setattr__(optimizer, "__class__", type(base.__name__, (mixin, base), namespace))
     optimizer._become_distributed(tuple(local_layers))
     return optimizer

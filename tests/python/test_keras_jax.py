@@ -17,10 +17,13 @@ if __name__ == "cases":  # on the ranks
     os.environ["JAX_ENABLE_X64"] = "1"
     sys.modules["tensorflow"] = None  # Keras imports it where it is, which takes long
     from keras_cases import *  # noqa: F403
+    from keras_hierarchical_cases import *  # noqa: F403
 
 CASES = re.findall(
     r"^def (case_\w+)",
-    Path(__file__).with_name("keras_cases.py").read_text() + Path(__file__).read_text(),
+    Path(__file__).with_name("keras_cases.py").read_text()
+    + Path(__file__).with_name("keras_hierarchical_cases.py").read_text()
+    + Path(__file__).read_text(),
     flags=re.MULTILINE,
 )
 
