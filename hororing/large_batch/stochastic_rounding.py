@@ -28,11 +28,13 @@ _TARGETS: Final = ("float16", "bfloat16")
 
 
 def shared_seed(seed: int | None = None, *, process_set: ProcessSet = global_process_set) -> int:
-    """Return rank 0's seed on every rank of `process_set`; a random one where that is None.
+    """Return the seed of the first rank of `process_set` on all; a random one where that is None.
 
-    Collective among several ranks, and then only after `init()`. The set's first rank decides.
+    Collective among several ranks, after `init()`. Before it, a seed that is passed is returned.
     """
     if seed is None:
+        if not runtime.is_initialized():
+            raise ValueError("ranks share a random seed: call init() before, or pass a seed")
         seed = secrets.randbits(63)
     seed = checked_seed(seed)
     if runtime.is_initialized() and len(process_set.ranks) > 1:

@@ -223,9 +223,9 @@ def _positions(
 
 
 def _teach_grad_scaler() -> None:
-    """Wrap the two methods of GradScaler that look at gradients."""
+    """Wrap the methods of GradScaler that look at gradients."""
     scaler = torch.amp.GradScaler
-    unscale, step = scaler.unscale_, scaler.step
+    unscale, step, look = scaler.unscale_, scaler.step, scaler._unscale_grads_
 
     def reduce_first(self: Any, optimizer: Any) -> None:
         if isinstance(optimizer, Distributed) and self.is_enabled():
@@ -235,9 +235,13 @@ def _teach_grad_scaler() -> None:
     def unscale_(self: Any, optimizer: Any) -> None:
         reduce_first(self, optimizer)
         unscale(self, optimizer)
-        if isinstance(optimizer, Distributed) and self.is_enabled():
-            state = self._per_optimizer_states[id(optimizer)]
-            optimizer._agree_on_infinities(state["found_inf_per_device"].values())
+
+    @functools.wraps(look)
+    def unscale_grads(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        found = look(self, optimizer, *args, **kwargs)
+        if isinstance(optimizer, Distributed):
+            optimizer._agree_on_infinities(found.values())
+        return found
 
     @functools.wraps(step)
     def scaled_step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -249,6 +253,7 @@ def _teach_grad_scaler() -> None:
 
     scaler.unscale_ = unscale_  # type: ignore[method-assign]
     scaler.step = scaled_step  # type: ignore[method-assign]
+    scaler._unscale_grads_ = unscale_grads  # type: ignore[method-assign]
 
 
 _teach_grad_scaler()

@@ -1,0 +1,67 @@
+"""GradScaler whose decision to skip a step is the same on all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hororing import runtime
+from hororing.arguments import Max
+from hororing.names import default_name
+from hororing.process_sets import ProcessSet, check_member, global_process_set
+from hororing.torch.gradient_optimizer import reduces
+from hororing.torch.verbs import verbs
+
+
+class GradScaler(torch.amp.GradScaler):
+    """`torch.amp.GradScaler`, but an infinity on one rank makes all ranks skip the step.
+
+    Infinities spread through an allreduce, so torch's own scaler decides alike on all ranks where
+    gradients are averaged over all of them. It does not where they are averaged in groups, or only
+    every now and then (hierarchical and local SGD), or with op=Adasum: then one rank steps and the
+    other does not, and their scales part for ever. This one reduces what it has found, 4 bytes for
+    each optimizer and step, over `process_set`.
+
+    Use it like torch's. All ranks of the set must make it, and call `unscale_`, `step` and `update`
+    for the same optimizers in the same order. Scale and growth stay equal if they begin equal.
+
+    Parameters
+    ----------
+    device : of the scale: "cpu" or "cuda".
+    init_scale, growth_factor, backoff_factor, growth_interval, enabled : as for torch's.
+    process_set : the ranks that must decide alike: those whose weights are ever averaged.
+    """
+
+    def __init__(
+        self,
+        device: str = "cpu",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        process_set: ProcessSet = global_process_set,
+    ) -> None:
+        super().__init__(
+            device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
+        )
+        runtime.topology()  # NotInitializedError before init()
+        self._members = process_set
+        self._name = str(default_name("grad_scaler", check_member(process_set, "GradScaler")))
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
+    ) -> dict[torch.device, torch.Tensor]:
+        """Agree on what torch has found: this is where it looks, before and within `step`."""
+        found = super()._unscale_grads_(optimizer, *args, **kwargs)
+        if not reduces(self._members):
+            return dict(found)
+        here = torch.zeros((), dtype=torch.float32)
+        for each in found.values():
+            here = torch.maximum(here, each.detach().cpu())
+        everywhere = verbs.allreduce(here, name=self._name, op=Max, process_set=self._members)
+        # A rank whose parameters have no gradient found nothing, and must skip with the others.
+        devices = found or {optimizer.param_groups[0]["params"][0].device: here}
+        return {device: everywhere.to(device) for device in devices}
