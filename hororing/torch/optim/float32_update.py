@@ -211,17 +211,15 @@ def with_float32_update(
     for group in optimizer.param_groups:
         group.update(options)
     base: Any = type(optimizer)
-
-    def step(self: Any, closure: Closure = None) -> Any:
-        return Float32Update.step(self, closure)
-
-    step.hooked = True  # type: ignore[attr-defined]  # torch's hooks are in the step of the base
-    step.__doc__ = Float32Update.step.__doc__
+    # The hooks that torch has put around it are around the new one.
+    inner = base.step.__wrapped__ if getattr(base.step, "hooked", False) else base.step
+    step: Any = torch.optim.Optimizer.profile_hook_step(Float32Update.step)
+    step.hooked = True
     namespace = {
         "__module__": base.__module__,
         "__doc__": base.__doc__,
         "step": step,
-        "_update": lambda self: base.step(self),
+        "_update": lambda self: inner(self),
         "_max_norm": checked_max_norm(max_norm),
     }
     own = optimizer.__dict__.get("step")
