@@ -1,6 +1,22 @@
-"""Optimizers of hororing for Keras 3."""
+"""Optimizers, schedules and loss scaling for large batches; docs/large_batch.md.
+
+They work with `hororing.keras.DistributedOptimizer`, and without it; `HierarchicalSGD` takes its
+place (docs/stragglers.md). Files that hold them load once this package is imported.
+"""
 
 from hororing.keras.optim.hierarchical import HierarchicalSGD
 from hororing.keras.optim.hierarchical_callback import HierarchicalSGDCallback
+from hororing.keras.optim.lamb import LAMB
+from hororing.keras.optim.lars import LARS
+from hororing.keras.optim.loss_scale import LossScaleOptimizer
+from hororing.keras.optim.schedules import ScheduleCallback, WarmupPolynomial
 
-__all__ = ["HierarchicalSGD", "HierarchicalSGDCallback"]
+__all__ = [
+    "LAMB",
+    "LARS",
+    "HierarchicalSGD",
+    "HierarchicalSGDCallback",
+    "LossScaleOptimizer",
+    "ScheduleCallback",
+    "WarmupPolynomial",
+]

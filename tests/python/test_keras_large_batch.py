@@ -1,0 +1,258 @@
+"""hororing.keras.optim on every backend of Keras: optimizers, schedules, loss scales."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+
+import layerwise_oracle as oracle
+import mpirun
+import numpy as np
+import pytest
+
+if __name__ == "cases":  # on the ranks
+    import keras
+    from keras import ops
+
+    import hororing.keras as hvd
+    from hororing.large_batch import schedules
+    from hororing.process_sets import ProcessSet
+
+    hvd.init(process_sets=[[0], [1]])
+    from hororing.keras.optim import (
+        LAMB,
+        LARS,
+        LossScaleOptimizer,
+        ScheduleCallback,
+        WarmupPolynomial,
+    )
+
+    BACKEND = keras.backend.backend()
+
+SEED = 5
+FLOAT64 = ("tensorflow", "torch")  # JAX has none by default
+
+
+def follow(make, options, dtype):
+    """The oracle's problem, on Keras' variables. Rates are set from outside."""
+    variables = [
+        keras.Variable(w, dtype=dtype, name=f"w{at}") for at, w in enumerate(oracle.beginning(SEED))
+    ]
+    optimizer = make(learning_rate=1.0, **options)
+    optimizer.build(variables)
+    for step, noise in enumerate(oracle.noises(SEED)):
+        optimizer.learning_rate = oracle.rate(step)
+        grads = [
+            ops.convert_to_tensor(
+                oracle.gradient(ops.convert_to_numpy(v), each.astype(dtype)), dtype=dtype
+            )
+            for v, each in zip(variables, noise, strict=True)
+        ]
+        optimizer.apply(grads, variables)
+    return [ops.convert_to_numpy(variable) for variable in variables]
+
+
+def in_words_of_keras(options):
+    betas = options.get("betas")
+    renamed = {"epsilon" if key == "eps" else key: v for key, v in options.items()}
+    renamed.pop("betas", None)
+    return {**renamed, **({"beta_1": betas[0], "beta_2": betas[1]} if betas else {})}
+
+
+def case_optimizers_follow_their_papers_as_those_of_torch_do():
+    for make, step, defaults, variants in (
+        (LARS, oracle.lars, oracle.LARS_DEFAULTS, oracle.LARS_VARIANTS),
+        (LAMB, oracle.lamb, oracle.LAMB_DEFAULTS, oracle.LAMB_VARIANTS),
+    ):
+        # Each rank takes its share; all variants on one backend, since the others take long.
+        few = [variants[0], variants[-2]]
+        mine = variants[hvd.rank() :: hvd.size()] if BACKEND == "torch" else [few[hvd.rank()]]
+        for variant in mine:
+            options = {**defaults, **variant}
+            expected = oracle.trajectory(step, options, SEED)
+            found = follow(make, in_words_of_keras(options), "float32")
+            oracle.assert_close(found, expected, 3e-6)
+            if BACKEND in FLOAT64 and variant in few:
+                found = follow(make, in_words_of_keras(options), "float64")
+                # The rate itself is float32 in Keras.
+                oracle.assert_close(found, expected, 1e-6)
+    hvd.allgather_object(None)
+
+
+def case_the_same_steps_as_torch_on_torch():
+    if BACKEND != "torch":
+        return
+    import torch
+
+    from hororing.torch import optim
+
+    for make, twin, defaults in (
+        (LARS, optim.LARS, oracle.LARS_DEFAULTS),
+        (LAMB, optim.LAMB, oracle.LAMB_DEFAULTS),
+    ):
+        weights = follow(make, in_words_of_keras(defaults), "float32")
+        params = [torch.tensor(w, dtype=torch.float32) for w in oracle.beginning(SEED)]
+        options = {key: value for key, value in defaults.items() if key != "weight_decay"}
+        decay = defaults["weight_decay"]
+        optimizer = twin(
+            [
+                {"params": [p], "weight_decay": decay * (p.dim() > 1), "adapt": p.dim() > 1}
+                for p in params
+            ],
+            lr=1.0, **options,
+        )  # fmt: skip
+        scheduler = optim.ScheduleLR(optimizer, oracle.rate)
+        for noise in oracle.noises(SEED):
+            for param, each in zip(params, noise, strict=True):
+                param.grad = torch.tensor(oracle.gradient(param.numpy(), each.astype(np.float32)))
+            optimizer.step()
+            scheduler.step()
+        oracle.assert_close(weights, [param.double().numpy() for param in params], 1e-6)
+
+
+def case_16_bit_variables_have_float32_masters():
+    variable = keras.Variable(np.full((64, 64), 1.0), dtype="bfloat16", name="kernel")
+    optimizer = LARS(1e-3, momentum=0.0, no_adaptation=["kernel"])
+    optimizer.build([variable])
+    for _ in range(100):
+        optimizer.apply([ops.ones((64, 64), dtype="bfloat16") * -1.0], [variable])
+    # To nearest, each of the steps alone would be lost.
+    np.testing.assert_allclose(ops.convert_to_numpy(ops.cast(variable, "float32")), 1.1, rtol=4e-3)
+    variable.assign(ops.ones((64, 64), dtype="bfloat16") * 5)  # as a broadcast or a checkpoint does
+    optimizer.apply([ops.zeros((64, 64), dtype="bfloat16")], [variable])
+    assert (ops.convert_to_numpy(ops.cast(variable, "float32")) == 5).all()
+
+
+def network(seed=0):
+    keras.utils.set_random_seed(seed)
+    layers = keras.layers
+    return keras.Sequential([
+        keras.Input((5,)), layers.Dense(6), layers.BatchNormalization(), layers.Activation("tanh"),
+        layers.Dense(2),
+    ])  # fmt: skip
+
+
+def data():
+    random = np.random.default_rng(7)
+    return random.normal(size=(48, 5)).astype("float32"), random.normal(size=(48, 2)).astype(
+        "float32"
+    )
+
+
+def case_models_train_are_saved_and_go_on():
+    plan = schedules.WarmupPolynomial(peak=2.0, total_steps=12, warmup_steps=4, end=0.1)
+    x, y = data()
+    for make in (LARS, LAMB):
+        optimizer = make(WarmupPolynomial.of(plan), weight_decay=0.01, no_decay=["bias", "beta"])
+        model = network()
+        model.compile(hvd.DistributedOptimizer(optimizer), "mse")
+        begin = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+        options = {"batch_size": 8, "shuffle": False, "verbose": 0}
+        model.fit(x[:24], y[:24], callbacks=[begin], **options)
+        with tempfile.TemporaryDirectory() as folder:
+            file = os.path.join(folder, "model.keras")
+            model.save(file)
+            loaded = keras.models.load_model(file)
+        assert type(loaded.optimizer) is make
+        assert loaded.optimizer.get_config() == optimizer.get_config()
+        loaded.compile(hvd.DistributedOptimizer(loaded.optimizer), "mse")
+        for each in (model, loaded):
+            each.fit(x[24:], y[24:], **options)
+        for one, other in zip(model.get_weights(), loaded.get_weights(), strict=True):
+            np.testing.assert_array_equal(one, other)
+        assert int(ops.convert_to_numpy(loaded.optimizer.iterations)) == 6
+
+
+def case_schedules_agree_with_their_formula():
+    for form in ("shift", "mask"):
+        plan = schedules.WarmupPolynomial(2.0, 30, 7, start=0.2, end=0.1, power=1.5, form=form)
+        inside = WarmupPolynomial.of(plan)
+        assert WarmupPolynomial.from_config(inside.get_config()).plan == plan
+        for step in range(35):
+            assert float(ops.convert_to_numpy(inside(step))) == pytest.approx(plan(step), rel=1e-5)
+
+
+def case_momentum_correction_makes_sgd_the_unscaled_form():
+    plan = schedules.WarmupPolynomial(peak=0.5, total_steps=12, warmup_steps=4, start=0.01)
+    x, y = data()
+    ends = []
+    for optimizer, callback in (
+        (keras.optimizers.SGD(1.0, momentum=0.9), ScheduleCallback(plan)),
+        (LARS(1.0, no_adaptation=[""], momentum_form="unscaled"), ScheduleCallback(plan)),
+        (keras.optimizers.SGD(1.0, momentum=0.9), ScheduleCallback(plan, False)),
+    ):
+        model = network()
+        model.compile(optimizer, "mse")
+        history = model.fit(x, y, 8, 2, shuffle=False, verbose=0, callbacks=[callback])
+        assert history.history["lr"] == pytest.approx([plan(5), plan(11)])
+        ends.append(np.concatenate([weight.ravel() for weight in model.get_weights()]))
+    np.testing.assert_allclose(ends[0], ends[1], rtol=1e-4, atol=1e-5)
+    assert np.abs(ends[0] - ends[2]).max() > 1e-2
+    model.compile(keras.optimizers.SGD(1.0), "mse", steps_per_execution=2)
+    with pytest.raises(ValueError, match="steps_per_execution=2"):
+        model.fit(x, y, verbose=0, callbacks=[ScheduleCallback(plan)])
+
+
+# -- V12: infinities ------------------------------------------------------------------------------
+
+
+def train_with_infinity(optimizer):
+    """Return in which steps this rank's weights changed; rank 1 has an infinity in the third."""
+    model = network()
+    model.compile(optimizer, "mse")
+    x, y = data()
+    if hvd.rank() == 1:
+        x[17] = np.inf
+    changed = []
+    for step in range(5):
+        part = slice(8 * step, 8 * step + 8)
+        before = [ops.convert_to_numpy(v).copy() for v in model.trainable_variables]
+        model.fit(x[part], y[part], batch_size=8, shuffle=False, verbose=0)
+        after = [ops.convert_to_numpy(v) for v in model.trainable_variables]
+        changed.append(any((a != b).any() for a, b in zip(before, after, strict=True)))
+    return changed
+
+
+def case_an_infinity_on_one_rank_makes_all_ranks_skip_the_step():
+    own = next(s for s in hvd_sets() if s.included() and len(s.ranks) == 1)
+    sgd = keras.optimizers.SGD
+    for wrap in (
+        lambda scaled: scaled,  # nobody reduces
+        lambda scaled: hvd.DistributedOptimizer(scaled, process_set=own),
+        lambda scaled: hvd.DistributedOptimizer(scaled),
+    ):
+        scaled = LossScaleOptimizer(sgd(0.1), initial_scale=64.0)
+        assert train_with_infinity(wrap(scaled)) == [True, True, False, True, True]
+        assert float(ops.convert_to_numpy(scaled.dynamic_scale)) == 32.0
+    # Keras' own decides for itself: why there is another one.
+    changed = train_with_infinity(keras.optimizers.LossScaleOptimizer(sgd(0.1)))
+    assert changed[2] == (hvd.rank() == 0)
+    again = keras.optimizers.deserialize(keras.optimizers.serialize(scaled))
+    assert type(again) is LossScaleOptimizer
+    with pytest.raises(ValueError, match="no process set of these ranks"):
+        LossScaleOptimizer(sgd(0.1), process_set=[0, 7])
+
+
+def hvd_sets() -> list[ProcessSet]:
+    from hororing.process_sets import find
+
+    return [find([0]), find([1])]
+
+
+def case_wrong_options_are_refused_by_name():
+    for make, options in (
+        (LARS, {"momentum": 1.0}), (LARS, {"weight_decay": -1.0}), (LARS, {"denominator": "all"}),
+        (LARS, {"momentum_form": "none"}), (LARS, {"epsilon": -1}), (LAMB, {"beta_1": 1.0}),
+        (LAMB, {"phi": (2, 1)}), (LAMB, {"epsilon": -1}),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=next(iter(options))):
+            make(**options)
+    with pytest.raises(ValueError, match="'kernels' fits no variable"):
+        LARS(no_decay=["kernels"]).build([keras.Variable(np.ones(3), name="kernel")])
+
+
+@pytest.mark.parametrize("backend", ["tensorflow", "torch", "jax"])
+@pytest.mark.parametrize("case", mpirun.case_names(globals()))
+def test(case: str, backend: str):
+    pytest.importorskip(backend)
+    mpirun.cases_of(__file__, 2, KERAS_BACKEND=backend, TF_CPP_MIN_LOG_LEVEL="2").check(case)
