@@ -211,7 +211,7 @@ def _check_keras() -> None:
     if backend == "torch":
         raise ValueError(
             "SyncBatchNormalization is for the TensorFlow backend of Keras, and this is torch; "
-            "use hororing.torch.SyncBatchNorm"
+            "use hororing.keras.batch_norm.SyncBatchNormalization"
         )
     if backend != "tensorflow":
         raise ValueError(

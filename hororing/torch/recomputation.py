@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 # Count, mean and sum of squared deviations of the whole batch.
-Statistics = tuple[int, torch.Tensor, torch.Tensor]
+Statistics = tuple[Any, torch.Tensor, torch.Tensor]
 
 
 def stored_statistics() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

@@ -415,7 +415,7 @@ def case_wrong_arguments() -> None:
         hvd.SyncBatchNormalization(synchronized=True)
     with pytest.raises(TypeError, match="must be a ProcessSet, not list"):
         hvd.SyncBatchNormalization(process_set=[0])
-    for backend, remedy in (("torch", r"hororing\.torch\.SyncBatchNorm"), ("jax", "KERAS_BACKEND")):
+    for backend, remedy in (("torch", r"hororing\.keras\.batch_norm\."), ("jax", "KERAS_BACKEND")):
         with (
             mock.patch.object(keras.backend, "backend", return_value=backend),
             pytest.raises(ValueError, match=f"{backend}; .*{remedy}"),

@@ -1,0 +1,222 @@
+"""Batch normalisation of several ranks for Keras on PyTorch.
+
+Keras' layer does all but the moments in training; these are merged, and sent, as in
+hororing/torch/sync_batch_norm.py: one allgather of count, mean and sum of squared deviations (M2)
+per channel as float64, and Chan's formula. The backward pass adds up over the ranks what comes
+back to mean and variance, in one allreduce; for an element x of any rank's batch then
+
+    dx = dmean / count + dvariance 2 (x - mean) / count
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import torch
+from torch.autograd.function import once_differentiable
+
+from hororing import process_sets, runtime
+from hororing.arguments import Sum
+from hororing.large_batch import groups
+from hororing.large_batch.groups import TargetBatch
+from hororing.process_sets import ProcessSet, global_process_set
+from hororing.torch import recomputation
+from hororing.torch.verbs import verbs
+
+_untraced: Any = torch.compiler.disable  # torch declares no types
+
+
+@keras.saving.register_keras_serializable(package="hororing")
+class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[misc]
+    """Batch normalisation with the statistics of several ranks' batches.
+
+    As hororing.tensorflow.SyncBatchNormalization, whose arguments it has and whose files it reads:
+    docs/large_batch_data.md, docs/tensorflow.md. A checkpointed segment sends its requests again,
+    on all ranks alike, unless `hororing.torch.recomputation.stored_statistics` is its context.
+    """
+
+    def __init__(
+        self,
+        *,
+        process_set: ProcessSet = global_process_set,
+        group_size: int | TargetBatch | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if not hasattr(keras.layers.BatchNormalization, "_moments"):
+            raise NotImplementedError(
+                f"SyncBatchNormalization does not know the BatchNormalization of Keras "
+                f"{keras.__version__}, which would use each rank's own statistics; use Keras 3.15"
+            )
+        if kwargs.get("synchronized"):
+            raise ValueError(
+                "SyncBatchNormalization: synchronized=True is for tf.distribute; leave it out"
+            )
+        if not isinstance(process_set, ProcessSet):
+            raise TypeError(
+                "SyncBatchNormalization: process_set must be a ProcessSet, not "
+                f"{type(process_set).__name__}; add_process_set returns one"
+            )
+        super().__init__(**kwargs)
+        self.process_set = process_set
+        self._group: ProcessSet | None = None
+        self.group_size = None if group_size is None else self._register_groups(group_size)
+
+    def get_config(self) -> dict[str, Any]:
+        """Return what makes an equal layer."""
+        everybody = self.process_set is global_process_set
+        return {
+            **super().get_config(),
+            "process_set": None if everybody else list(self.process_set.ranks),
+            "group_size": self.group_size,
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> SyncBatchNormalization:
+        """Make a layer of `get_config()`. It communicates no sooner than in training."""
+        config = dict(config)
+        ranks, group_size = config.pop("process_set", None), config.pop("group_size", None)
+        layer: SyncBatchNormalization = super().from_config(config)
+        if ranks is not None:
+            layer.process_set = process_sets.find(ranks) or ProcessSet(ranks)
+        layer.group_size = group_size
+        return layer
+
+    def _moments(
+        self, inputs: torch.Tensor, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        # Keras calls this in training, with float32 or float64, and expects biased variances.
+        result: tuple[torch.Tensor, torch.Tensor]
+        if inputs.device.type == "meta":  # Keras is finding out shapes
+            result = super()._moments(inputs, mask)
+        else:
+            result = self._moments_of_all(inputs, mask)
+        return result
+
+    @_untraced  # type: ignore[untyped-decorator]
+    def _moments_of_all(
+        self, inputs: torch.Tensor, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        # Alone, too: on torch Keras subtracts the mean's square from the mean of squares, which
+        # loses all digits of a variance that is small beside it.
+        group = self._sharing()
+        if mask is not None:
+            mask = mask.bool().unsqueeze(-1).broadcast_to(inputs.shape)
+        mean, variance, count = _whole_batch(inputs, mask, self, group)
+        if mask is not None:
+            # Keras divides by count + epsilon where there is a mask, and so has no moments of
+            # nothing, but zeros.
+            share = count / (count + keras.backend.epsilon())
+            mean, variance = share * mean, share * (variance + ((1 - share) * mean).square())
+        return mean, variance
+
+    def _sharing(self) -> ProcessSet | None:
+        """Return the ranks that share statistics with this one; None for nobody."""
+        runtime.topology()
+        if self.process_set.process_set_id is None:  # it may have been registered by its ranks
+            self.process_set = process_sets.find(self.process_set.ranks) or self.process_set
+        process_sets.check_member(self.process_set, self._title())
+        if self.group_size is None:
+            return self.process_set
+        group = self._group
+        if group is None or group.process_set_id is None or len(group.ranks) != self.group_size:
+            self._register_groups(self.group_size)  # there are none of this job and init()
+        return self._group
+
+    def _title(self) -> str:
+        return f"SyncBatchNormalization '{self.path or self.name}'"
+
+    def _register_groups(self, group_size: int | TargetBatch) -> int:
+        group_size = groups.check(group_size, self.process_set, self._title())
+        self._group = groups.register(group_size, self.process_set)
+        return group_size
+
+    def _gather(self, rows: torch.Tensor, group: ProcessSet | None) -> recomputation.Statistics:
+        """Make count, mean and M2 of this rank's batch those of all batches, per channel."""
+        if group is None or len(group.ranks) == 1:
+            count, mean, m2 = rows
+            return count, mean, m2
+        statistics = recomputation.stored(self.path)
+        if statistics is None:
+            all_rows = verbs.allgather(
+                rows[None].cpu(), name=f"{self.path}.forward", process_set=group
+            ).to(rows.device)
+            counts, means, m2s = all_rows.unbind(1)
+            count = counts.sum(0)
+            mean = (counts * means).sum(0) / count.clamp(min=1)
+            m2 = (m2s + counts * (means - mean).square()).sum(0)
+            statistics = (count, mean, m2)
+            recomputation.store(self.path, statistics)
+        return statistics
+
+    def _check_count(self, count: torch.Tensor) -> None:
+        if int(count[0]) == 0:
+            raise ValueError(
+                f"{self._title()}: the batches of all ranks are empty; training needs values. Pass "
+                "larger batches, or call the layer with training=False"
+            )
+
+
+def _local_statistics(
+    values: torch.Tensor, mask: torch.Tensor | None, axes: list[int]
+) -> torch.Tensor:
+    """Rows of count, mean and M2 of one batch, as float64. All are 0 for an empty one."""
+    sums = _masked(values, mask).sum(axes, keepdim=True)
+    if mask is None:
+        count = torch.full_like(sums, values.numel() // max(sums.numel(), 1), dtype=torch.float64)
+    else:
+        count = mask.sum(axes, keepdim=True).double()
+    divisor = count.clamp(min=1)
+    mean = sums / divisor.to(values.dtype)
+    deviations = _masked(values - mean, mask)
+    # The mean was rounded. What the deviations sum up to corrects both (the corrected two-pass
+    # algorithm of Chan, Golub and LeVeque).
+    rest = deviations.sum(axes, keepdim=True).double()
+    m2 = deviations.square().sum(axes, keepdim=True).double() - rest.square() / divisor
+    return torch.stack([count, mean.double() + rest / divisor, m2.clamp(min=0)]).reshape(3, -1)
+
+
+def _masked(values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    return values if mask is None else values.where(mask, values.new_zeros([]))
+
+
+class _WholeBatch(torch.autograd.Function):
+    """Mean, biased variance and count per channel of all batches; differentiable once."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        values: torch.Tensor,
+        mask: torch.Tensor | None,
+        layer: SyncBatchNormalization,
+        group: ProcessSet | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        axes = list(layer._reduction_axes)
+        count, mean, m2 = layer._gather(_local_statistics(values, mask, axes), group)
+        if mask is None:
+            layer._check_count(count)
+        divisor = count.clamp(min=1)
+        variance = (m2 / divisor).to(values.dtype)
+        mean, divisor = mean.to(values.dtype), divisor.to(values.dtype)
+        ctx.save_for_backward(values, mask, mean, divisor)
+        ctx.layer, ctx.group = layer, group
+        ctx.per_channel = [1 if at in axes else n for at, n in enumerate(values.shape)]
+        count = count.to(values.dtype)
+        ctx.mark_non_differentiable(count)
+        return mean, variance, count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, mean_gradient: Any, variance_gradient: Any, _: Any) -> Any:
+        values, mask, mean, divisor = ctx.saved_tensors
+        total = torch.stack([mean_gradient, variance_gradient])
+        if ctx.group is not None and len(ctx.group.ranks) > 1:
+            name = f"{ctx.layer.path}.backward"
+            total = verbs.allreduce(total.cpu(), name=name, op=Sum, process_set=ctx.group)
+            total = total.to(values.device)
+        constant, slope = (row.view(ctx.per_channel) for row in total / divisor)
+        gradient = constant + 2 * slope * (values - mean.view(ctx.per_channel))
+        return _masked(gradient, mask), None, None, None
+
+
+_whole_batch: Any = _WholeBatch.apply
