@@ -8,15 +8,23 @@ import platform
 import shutil
 import sys
 from importlib import metadata
+from typing import Any
 
 import hororing
 from hororing import config, runtime
 from hororing._core import ffi, lib
 from hororing.launch import Launch
 from hororing.stragglers import command as stragglers
+from hororing.tracking import comparison
 
 # Package, how to get it, and whether its adapter is part of this version.
 _FRAMEWORKS = ("torch", "tensorflow", "keras")
+
+# Commands that have rooms of their own: what `add_arguments` and `run` are in.
+_ROOMS: dict[str, tuple[Any, str]] = {
+    "stragglers": (stragglers, "which ranks a timeline shows to be late"),
+    "compare": (comparison, "how records of runs differ, and what came of them"),
+}
 
 _SHARED_MEMORY = "/dev/shm"
 # What two ranks need for their pipes and slots; less than this is refused at init.
@@ -152,13 +160,15 @@ def main(arguments: list[str] | None = None) -> int:
     commands.add_parser("info", help="what works here, and what is missing")
     show = commands.add_parser("config", help="every setting, its value and where it comes from")
     show.add_argument("--markdown", action="store_true", help="print docs/configuration.md")
-    late = commands.add_parser("stragglers", help="which ranks a timeline shows to be late")
-    stragglers.add_arguments(late)
+    for name, (room, text) in _ROOMS.items():
+        command = commands.add_parser(name, help=text)
+        room.add_arguments(command)
+        command.set_defaults(run=room.run)
     chosen = parser.parse_args(arguments)
     if chosen.command == "info":
         return info()
-    if chosen.command == "stragglers":
-        return stragglers.run(chosen)
+    if chosen.command in _ROOMS:
+        return int(chosen.run(chosen))
     if chosen.markdown:
         print(config.markdown(), end="")
         return 0

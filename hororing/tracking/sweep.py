@@ -1,0 +1,224 @@
+"""Coarse-to-fine search for hyper-parameters, on Optuna (``pip install optuna``).
+
+Each round draws from narrower ranges around the best trial so far. Samples, pruning and storage
+are Optuna's; what is here is the narrowing, and that all ranks of a job try the same values.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hororing import runtime
+from hororing.objects import allgather_object, broadcast_object
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers from `low` to `high`; `log`: evenly by their logarithms; `integer`: whole ones."""
+
+    low: float
+    high: float
+    log: bool = False
+    integer: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.low < self.high or (self.log and self.low <= 0):
+            raise ValueError(f"{self}: low must be below high, and above 0 where log is set")
+
+    def around(self, center: float, share: float) -> Range:
+        """The part of this range, `share` of its width, that is as centred as the ends allow."""
+        scale = math.log if self.log else float
+        back = math.exp if self.log else float
+        low, high = scale(self.low), scale(self.high)
+        width = (high - low) * share
+        begin = min(max(scale(center) - width / 2, low), high - width)
+        narrow = back(begin), back(begin + width)
+        # Rounding must not lead out of the range.
+        ends = max(self.low, narrow[0]), min(self.high, narrow[1])
+        if self.integer:
+            ends = float(math.floor(ends[0])), float(math.ceil(ends[1]))
+        return Range(*ends, self.log, self.integer)
+
+
+Space = Mapping[str, "Range | Sequence[Any]"]
+
+
+class StopEarly(Exception):
+    """Raised by `Attempt.report` on every rank where a trial is not worth going on with."""
+
+
+class Attempt:
+    """One trial, on every rank: its values, and whether to go on."""
+
+    def __init__(self, trial: Any, params: dict[str, Any], number: int, round_: int) -> None:
+        self._trial = trial  # rank 0's
+        self.params = params
+        self.number = number
+        self.round = round_
+
+    def report(self, step: int, value: float) -> None:
+        """Tell how it goes; all ranks together. Rank 0's value counts. May raise `StopEarly`."""
+        stop = False
+        if self._trial is not None:
+            self._trial.report(value, step)
+            stop = self._trial.should_prune()
+        if _from_rank_0(stop):
+            raise StopEarly
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best trial, on every rank; `study` is Optuna's, with all of them, on rank 0."""
+
+    params: dict[str, Any]
+    value: float
+    study: Any = None
+
+
+def coarse_to_fine(
+    objective: Callable[[Attempt], float],
+    space: Space,
+    *,
+    rounds: Sequence[int] = (12, 8, 8),
+    shrink: float = 0.3,
+    maximize: bool = False,
+    seed: int = 0,
+    pruner: Any = None,
+    storage: str | None = None,
+    name: str = "sweep",
+) -> Found:
+    """Search for the values with the best objective; all ranks call it together.
+
+    Parameters
+    ----------
+    objective : trains with `attempt.params` on all ranks, and returns what counts; rank 0's does.
+        It may raise `StopEarly`, on all ranks; NaN and infinities are failures.
+    space : name -> `Range` or a list of choices. Choices stay as they are in all rounds.
+    rounds : trials in each round. The first draws at random from all of the space, later ones with
+        Optuna's TPE sampler from ranges that are `shrink` times as wide, around the best.
+    seed : of the samplers.
+    pruner : of Optuna; default: its median pruner.
+    storage : of Optuna, such as ``sqlite:///sweep.db``; default: in memory. A study of this `name`
+        that is there goes on: its trials count for the best one.
+
+    Raises
+    ------
+    ModuleNotFoundError : Optuna is not installed (on rank 0; there is where it is needed).
+    RuntimeError : no trial had a result.
+    """
+    if not 0 < shrink < 1:
+        raise ValueError(f"shrink must be between 0 and 1, not {shrink}")
+    optuna: Any = None
+    study: Any = None
+    problem = None
+    if _rank() == 0:
+        try:
+            optuna = importlib.import_module("optuna")
+            study = optuna.create_study(
+                study_name=name,
+                storage=storage,
+                load_if_exists=storage is not None,
+                direction="maximize" if maximize else "minimize",
+                pruner=pruner or optuna.pruners.MedianPruner(),
+            )
+        except ModuleNotFoundError as missing:
+            if missing.name != "optuna":
+                raise
+            problem = "coarse_to_fine needs Optuna; pip install optuna"
+    problem = _from_rank_0(problem)
+    if problem:
+        raise ModuleNotFoundError(problem, name="optuna")
+    number = 0
+    for round_, count in enumerate(rounds):
+        distributions = {}
+        if study is not None:
+            narrow = _narrowed(space, _best(study), shrink**round_)
+            distributions = _distributions(optuna, narrow)
+            samplers = optuna.samplers
+            study.sampler = (samplers.TPESampler if round_ else samplers.RandomSampler)(
+                seed=seed + round_
+            )
+        for _ in range(count):
+            _try(objective, optuna, study, distributions, number, round_)
+            number += 1
+    best = _best(study) if study is not None else None
+    found = _from_rank_0(None if best is None else (dict(best.params), float(best.value)))
+    if found is None:
+        raise RuntimeError(f"none of {number} trials had a result")
+    return Found(params=found[0], value=found[1], study=study)
+
+
+def _try(
+    objective: Callable[[Attempt], float],
+    optuna: Any,
+    study: Any,
+    distributions: dict[str, Any],
+    number: int,
+    round_: int,
+) -> None:
+    trial = None if study is None else study.ask(distributions)
+    params = _from_rank_0(None if trial is None else dict(trial.params))
+    attempt = Attempt(trial, params, number, round_)
+    value, stopped = math.nan, False
+    try:
+        value = float(objective(attempt))
+    except StopEarly:
+        stopped = True
+    stopped = any(_of_all(stopped))  # some rank may have raised it on its own
+    if study is None:
+        return
+    states = optuna.trial.TrialState
+    if stopped:
+        study.tell(trial, state=states.PRUNED)
+    elif not math.isfinite(value):
+        study.tell(trial, state=states.FAIL)
+    else:
+        study.tell(trial, value)
+
+
+def _best(study: Any) -> Any:
+    try:
+        return study.best_trial
+    except ValueError:  # there is none yet
+        return None
+
+
+def _narrowed(space: Space, best: Any, share: float) -> Space:
+    if best is None:
+        return space
+
+    def narrow(name: str, each: Range | Sequence[Any]) -> Range | Sequence[Any]:
+        known = isinstance(each, Range) and name in best.params
+        return each.around(best.params[name], share) if known else each  # type: ignore[union-attr]
+
+    return {name: narrow(name, each) for name, each in space.items()} if share < 1 else space
+
+
+def _distributions(optuna: Any, space: Space) -> dict[str, Any]:
+    made = {}
+    for name, each in space.items():
+        if not isinstance(each, Range):
+            made[name] = optuna.distributions.CategoricalDistribution(list(each))
+        elif each.integer:
+            made[name] = optuna.distributions.IntDistribution(
+                int(each.low), int(each.high), log=each.log
+            )
+        else:
+            made[name] = optuna.distributions.FloatDistribution(each.low, each.high, log=each.log)
+    return made
+
+
+def _rank() -> int:
+    return runtime.rank() if runtime.is_initialized() else 0
+
+
+def _from_rank_0(value: Any) -> Any:
+    return broadcast_object(value, name="sweep") if runtime.is_initialized() else value
+
+
+def _of_all(value: Any) -> list[Any]:
+    return allgather_object(value, name="sweep.all") if runtime.is_initialized() else [value]
