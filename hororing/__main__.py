@@ -14,6 +14,7 @@ import hororing
 from hororing import config, runtime
 from hororing._core import ffi, lib
 from hororing.launch import Launch
+from hororing.launch import command as layout
 from hororing.stragglers import command as stragglers
 from hororing.tracking import comparison
 
@@ -23,6 +24,7 @@ _FRAMEWORKS = ("torch", "tensorflow", "keras")
 # Commands that have rooms of their own: what `add_arguments` and `run` are in.
 _ROOMS: dict[str, tuple[Any, str]] = {
     "stragglers": (stragglers, "which ranks a timeline shows to be late"),
+    "layout": (layout, "where the processes of a job would go, and the mpirun line for it"),
     "compare": (comparison, "how records of runs differ, and what came of them"),
 }
 
