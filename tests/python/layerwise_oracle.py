@@ -118,14 +118,16 @@ def gradient(weight: Any, noise: Any) -> Any:
     return 0.1 * weight * (noise * noise).sum() + noise
 
 
-def trajectory(make: Callable[..., Any], options: dict[str, Any], seed: int) -> list[Array]:
+def trajectory(
+    make: Callable[..., Any], options: dict[str, Any], seed: int, count: int = STEPS
+) -> list[Array]:
     """Return the last weights. One-dimensional tensors neither decay nor adapt."""
     weights = beginning(seed)
     steps = [
         make(**(options if w.ndim > 1 else {**options, "weight_decay": 0.0, "adapt": False}))
         for w in weights
     ]
-    for number, noise in enumerate(noises(seed)):
+    for number, noise in zip(range(count), noises(seed), strict=False):
         weights = [
             step(w, gradient(w, n), rate(number))
             for step, w, n in zip(steps, weights, noise, strict=True)
