@@ -15,6 +15,7 @@ PACKAGE = sorted((ROOT / "hororing").rglob("*.py"))
 ROOMS = {
     "base": set(),
     "trace": {"base"},
+    "pipeline": {"base"},
     "transport": {"base"},
     "collective": {"base", "transport"},
     "device": {"base"},
@@ -22,7 +23,7 @@ ROOMS = {
     "schedule": {"base"},
     "negotiation": {"base", "transport", "schedule"},
 }
-ROOMS["engine"] = set(ROOMS) | {"engine"}
+ROOMS["engine"] = (set(ROOMS) | {"engine"}) - {"pipeline"}
 ROOMS["capi"] = set(ROOMS)
 ROOMS["testing"] = set(ROOMS)
 ROOMS["tensorflow"] = {"capi"}
