@@ -14,9 +14,18 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import hororing.torch as hvd
+from hororing.data import normalize
 from hororing.data.evaluation import masked_arrays
+from hororing.data.pipeline import Pipeline
 from hororing.data.sharding import permutation
-from hororing.torch.data import ShardSampler, correct, evaluate, masked_loader
+from hororing.torch.data import (
+    Normalize,
+    ShardSampler,
+    correct,
+    evaluate,
+    masked_loader,
+    on_device,
+)
 
 N = 1797
 METRICS = {"correct": correct, "loss": partial(functional.cross_entropy, reduction="none")}
@@ -97,6 +106,58 @@ def case_loaders_with_a_sampler() -> None:
     assert list(resumed) == list(sampler)
     assert len(sampler) == (100 - 12 * hvd.size()) // hvd.size()
     np.testing.assert_array_equal(np.bincount(list(sampler)).max(), 1)
+
+
+def test_normalizing_equals_the_reference() -> None:
+    mean, std = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+    images = np.arange(2 * 256 * 3, dtype=np.uint64).reshape(2, 256, 3).astype(np.uint8)
+    images[0] = np.arange(256)[:, None]  # every value in every channel
+    x = images.astype(np.float64) / 255
+    reference = ((x - mean) / std).astype(np.float16)
+    host, device = normalize.Normalize(mean, std), Normalize(mean, std)
+    results = [
+        host(images),
+        device(torch.from_numpy(images)).numpy(),
+        device.by_arithmetic(torch.from_numpy(images)).numpy(),
+    ]
+    for y in results:
+        assert (y.dtype, y.shape) == (np.float16, (2, 256, 4))
+        assert not y[..., 3].any()
+        apart = y[..., :3].view(np.int16).astype(int) - reference.view(np.int16)
+        assert abs(apart).max() <= 1
+    assert host(images[:, ::2, :]).tolist() == results[0][:, ::2].tolist()
+    assert normalize.Normalize([0.5], [0.5], channels=1)(np.zeros((3, 1), np.uint8)).shape == (3, 1)
+    for bad in (images.astype(np.float32), images[..., :2]):
+        with pytest.raises(ValueError, match=r"takes uint8 images of shape \(..., 3\), not"):
+            host(bad)
+        with pytest.raises(ValueError, match="takes uint8 images"):
+            device(torch.from_numpy(bad))
+    for mean, std, channels in (([0.5], [0.5, 1], 4), ([0.5], [0.0], 4), ([0.5] * 3, [1.0] * 3, 2)):
+        with pytest.raises(ValueError, match="Normalize: mean="):
+            normalize.Normalize(mean, std, channels)
+
+
+def test_batches_on_a_device() -> None:
+    def read(item: int) -> Any:
+        return {
+            "images": np.full((2, 4, 4, 3), item, np.uint8),
+            "labels": (np.arange(item), "text"),
+        }
+
+    def normalized(batch: Any) -> Any:
+        return {**batch, "images": Normalize([0.5] * 3, [0.5] * 3)(batch["images"])}
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with Pipeline(read, slots=2, slot_bytes=4096) as pipeline:
+        batches = list(on_device(pipeline, range(9), device, transform=normalized))
+        for item, batch in enumerate(batches):
+            assert batch["images"].device.type == device
+            assert batch["images"].shape == (2, 4, 4, 4)
+            assert abs(float(batch["images"][0, 0, 0, 0]) - (item / 127.5 - 1)) < 1e-3
+            assert batch["labels"][0].tolist() == list(range(item))
+            assert batch["labels"][1] == "text"
+        with pytest.raises(ValueError, match="buffers=0 must be at least 1"):
+            on_device(pipeline, [], device, buffers=0)
 
 
 @pytest.mark.parametrize("case", mpirun.case_names(globals()))

@@ -1,9 +1,11 @@
-"""Data for PyTorch on many ranks: sharding samplers and exact evaluation.
+"""Data for PyTorch on many ranks: sharding samplers, exact evaluation, batches on devices.
 
 Guide: docs/large_batch_data.md.
 """
 
+from hororing.torch.data.device import on_device
 from hororing.torch.data.evaluation import correct, evaluate, masked_loader
+from hororing.torch.data.normalize import Normalize
 from hororing.torch.data.sampler import ShardSampler
 
-__all__ = ["ShardSampler", "correct", "evaluate", "masked_loader"]
+__all__ = ["Normalize", "ShardSampler", "correct", "evaluate", "masked_loader", "on_device"]
