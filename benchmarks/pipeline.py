@@ -3,9 +3,9 @@
     python benchmarks/pipeline.py
 
     serial      reading, decoding and training one after the other, in this process
-    pipeline    a process for reading, one for decoding, training in this one (hororing.data.pipeline)
-    transfer    batches of --mib MiB through one ring, no sleep: copied out (held=0), and not (held=1)
-    normalize   images of 224 x 224 x 3 to float16 in four channels: by table, by arithmetic of NumPy
+    pipeline    a process for reading, one for decoding, training here (hororing.data.pipeline)
+    transfer    batches of --mib MiB through one ring, no sleep: copied out (held=0) or not (held=1)
+    normalize   images of 224 x 224 x 3 to float16 in four channels: by table, by NumPy's arithmetic
 
 The kinds take turns. Medians, and 10th to 90th percentile.
 """
