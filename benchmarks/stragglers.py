@@ -12,9 +12,10 @@ SGD (Meta and Cruise); it does not tell how its stragglers were made or which pe
 which number, so ours are a bracket, not a reproduction.
 
 Measured: real processes whose work is to sleep 20 ms and, with probability 10 %, 200 ms more (a
-sleep needs no core, so 8 ranks are honest on 2 cores), and which average 1 MiB with hororing's
-allreduce over process sets. Ways of averaging take turns, on the same draws. "Ideal" is the
-simulator's time for exactly those draws, with averaging that costs nothing.
+sleep needs no core, so 8 ranks are honest on 2 cores), and which then make a step of
+hororing.torch.optim.HierarchicalSGD on 1 MiB of weights. "Synchronous" averages them after every
+step. Ways of averaging take turns, on the same draws. "Ideal" is the simulator's time for exactly
+those draws, with steps and averages that cost nothing.
 """
 
 from __future__ import annotations
@@ -144,32 +145,32 @@ def measured_plans(size: int) -> dict[str, Plan]:
 
 def measure(steps: int, rounds: int, work_s: float) -> dict[str, Any] | None:
     """Run every plan on the same draws; rank 0 gets the result."""
-    import hororing.numpy as hvd
+    import torch
 
+    import hororing.torch as hvd
+    from hororing.torch.optim import HierarchicalSGD
+
+    torch.set_num_threads(1)
     hvd.init(process_sets="dynamic")
     size, rank = hvd.size(), hvd.rank()
-    sets: dict[int, Any] = {size: hvd.global_process_set}
-    for group in {2} - {size}:
-        every = [hvd.add_process_set([*range(r, r + group)]) for r in range(0, size, group)]
-        sets[group] = every[rank // group]
-    weights = np.ones(ELEMENTS, np.float32)
-
-    def average(group: int) -> None:
-        hvd.allreduce(weights, name="weights", process_set=sets[group])
 
     def train(plan: Plan, late: StragglerInjector, steps: int) -> float:
+        weights = torch.nn.Parameter(torch.ones(ELEMENTS))
+        optimizer = HierarchicalSGD(
+            torch.optim.SGD([weights], lr=0.01),
+            period_group_size_dict=plan.levels,
+            gradient_groups=plan.gradient_group if plan.gradient_group > 1 else None,
+        )
         hvd.barrier()
         begin = time.perf_counter()
-        for step in range(1, steps + 1):
+        for _ in range(steps):
             late()
             time.sleep(work_s)
-            if plan.gradient_group > 1:
-                average(plan.gradient_group)
-            group = max((g for period, g in plan.levels.items() if step % period == 0), default=1)
-            if group > 1:
-                average(group)
+            optimizer.zero_grad()
+            weights.mean().backward()
+            optimizer.step()
         elapsed = time.perf_counter() - begin
-        return float(hvd.allreduce(np.array([elapsed]), op=hvd.Max, name="elapsed")[0])
+        return float(hvd.allreduce(torch.tensor([elapsed]), op=hvd.Max, name="elapsed")[0])
 
     def delays(case: str, seed: int) -> StragglerInjector:
         scale = work_s / SHORT_S
@@ -179,8 +180,8 @@ def measure(steps: int, rounds: int, work_s: float) -> dict[str, Any] | None:
             return StragglerInjector(1.0, SHORT_S * scale, ranks=[size - 1])
         return StragglerInjector(OFTEN, SLOW_S * scale, seed=seed)
 
-    for group in sets:
-        average(group)  # warms up
+    for plan in measured_plans(size).values():
+        train(plan, StragglerInjector(), 8)  # warms up
     cases = ["10 % late"] * rounds + ["30 % late", "one always late"]
     times: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for seed, case in enumerate(cases):

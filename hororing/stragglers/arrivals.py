@@ -26,6 +26,12 @@ class Collective:
     process_set: int
     arrivals: Array  # (ranks,)
 
+    @property
+    def lateness(self) -> Array:
+        """Seconds behind the first rank, (ranks,)."""
+        behind: Array = self.arrivals - np.nanmin(self.arrivals)
+        return behind
+
 
 @dataclass(frozen=True)
 class Recording:

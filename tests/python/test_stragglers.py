@@ -57,6 +57,8 @@ def test_a_rank_that_is_always_late_is_persistent_and_what_it_costs_is_exact(tmp
     assert found.lost_s == pytest.approx(12.0)
     assert found.seconds == pytest.approx(16.0)
     assert found.tolerance_s == pytest.approx(0.01)
+    for collective in read_timeline(tmp_path / "t").collectives:
+        assert collective.lateness == pytest.approx([0, 0, 0.3, 0])
     assert found.predicted["local SGD, period 8"] == pytest.approx(1.0)
     assert "persistently late: rank 2. Averaging less often cannot help" in str(found)
 
