@@ -1,9 +1,9 @@
 """Compiles csrc/device/kernels.cu to csrc/device/kernels.inc: PTX, as a string of C++.
 
 Only who changes the kernel needs it, and with it nvcc (CUDA 13): `make kernels`. PTX for compute
-capability 7.5 is what the driver of any later GPU compiles for itself. The version of the language
-that nvcc writes is its own; we declare the oldest that has all that the kernel uses, so that drivers
-since CUDA 11.2 take it, and have ptxas check that.
+capability 7.5 is what the driver of any later GPU compiles for itself. The version of the
+language that nvcc writes is its own; we declare the oldest that has all that the kernel uses, so
+that drivers since CUDA 11.2 take it, and have ptxas check that.
 """
 
 from __future__ import annotations
@@ -24,7 +24,15 @@ def compile_kernels(nvcc: str) -> str:
     """Return the text of kernels.inc."""
     with tempfile.TemporaryDirectory() as folder:
         ptx = Path(folder) / "kernels.ptx"
-        command = [nvcc, "-std=c++17", "-O3", f"-arch=compute_{ARCHITECTURE}", "--ptx", "-o", str(ptx)]
+        command = [
+            nvcc,
+            "-std=c++17",
+            "-O3",
+            f"-arch=compute_{ARCHITECTURE}",
+            "--ptx",
+            "-o",
+            str(ptx),
+        ]
         subprocess.run([*command, str(ROOM / "kernels.cu")], check=True)
         # Comments hold the machine's paths, and nothing that the driver reads.
         code = re.sub(r"//[^\n]*", "", ptx.read_text())

@@ -55,7 +55,7 @@ Status CudaBackend::Run(const Batch& batch, TimeNs deadline, TraceSink& trace) {
     HORORING_RETURN_IF_ERROR(entry.ready->HoldBack(device_->stream()));
     flight.ready.push_back(entry.ready);
   }
-  if (nccl_ != nullptr && NcclFits(batch)) {
+  if (nccl_ != nullptr && NcclFits(batch, transport_.size())) {
     HORORING_RETURN_IF_ERROR(RunByNccl(batch, *nccl_, *device_, options_.fusion_bytes,
                                        transport_.size(), After(NowNs(), timeout), trace));
   } else {

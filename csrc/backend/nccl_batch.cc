@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "backend/common.h"
+#include "base/half.h"
 
 namespace hororing {
 namespace {
@@ -12,6 +13,14 @@ namespace {
 bool IsFloating(DataType dtype) {
   return dtype == DataType::kFloat16 || dtype == DataType::kBfloat16 ||
          dtype == DataType::kFloat32 || dtype == DataType::kFloat64;
+}
+
+// Whether a number of that type is as good as `value`.
+bool Holds(DataType dtype, double value) {
+  const float narrow = static_cast<float>(value);
+  if (dtype == DataType::kFloat16) return HalfToFloat(FloatToHalf(narrow)) == narrow;
+  if (dtype == DataType::kBfloat16) return Bfloat16ToFloat(FloatToBfloat16(narrow)) == narrow;
+  return true;
 }
 
 bool AllEqual(const std::vector<size_t>& numbers) {
@@ -190,15 +199,18 @@ void Scatter(const BatchEntry& entry, DataType dtype, NcclOp op, Calls& calls) {
 
 }  // namespace
 
-bool NcclFits(const Batch& batch) {
+bool NcclFits(const Batch& batch, int ranks) {
   const bool reduces =
       batch.kind == Collective::kAllreduce || batch.kind == Collective::kReducescatter;
   if (!reduces) return true;  // bytes
   const ReduceSpec& spec = batch.reduce;
   if (!NcclHas(spec.dtype) || spec.op == ReduceOp::kAdasum) return false;
+  if (spec.op == ReduceOp::kAverage && !IsFloating(spec.dtype)) return false;
   if (spec.prescale == 1.0 && spec.postscale == 1.0) return true;
-  const bool sums = spec.op == ReduceOp::kSum || spec.op == ReduceOp::kAverage;
-  return sums && IsFloating(spec.dtype);
+  if (!IsFloating(spec.dtype)) return false;
+  const double factor = spec.prescale * spec.postscale;
+  if (spec.op == ReduceOp::kSum) return Holds(spec.dtype, factor);
+  return spec.op == ReduceOp::kAverage && Holds(spec.dtype, factor / ranks);
 }
 
 Status RunByNccl(const Batch& batch, NcclCommunicator& communicator, const Device& device,

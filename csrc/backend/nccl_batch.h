@@ -12,11 +12,12 @@
 
 namespace hororing {
 
-// Whether NCCL can carry it out. Not: 16-bit integers, Adasum, and factors other than those of a
-// sum or average of floating-point numbers.
-bool NcclFits(const Batch& batch);
+// Whether NCCL can carry it out as the host would, among `ranks`. Not: 16-bit integers, averages of
+// integers (NCCL's sums of them overflow), Adasum, and factors other than those of a sum or average
+// of floating-point numbers; nor those that 16 bits cannot hold, since NCCL rounds them.
+bool NcclFits(const Batch& batch, int ranks);
 
-// Puts `batch` into the device's private stream. REQUIRES: NcclFits(batch).
+// Puts `batch` into the device's private stream. REQUIRES: NcclFits.
 Status RunByNccl(const Batch& batch, NcclCommunicator& communicator, const Device& device,
                  size_t fusion_bytes, int ranks, TimeNs deadline, TraceSink& trace);
 

@@ -11,6 +11,8 @@ namespace {
 
 // Between two looks at something that does not call.
 constexpr TimeNs kLookInterval = 100 * kMicrosecond;
+// How long to look without a pause: most groups take no longer to get into the stream.
+constexpr TimeNs kBusy = 30 * kMicrosecond;
 // Between two looks at whether all peers are alive.
 constexpr TimeNs kPeersInterval = 20 * kMillisecond;
 
@@ -99,6 +101,7 @@ NcclCommunicator::~NcclCommunicator() {
 // Until NCCL has done what it has begun.
 Status NcclCommunicator::Settle(NcclResult begun, const char* call, TimeNs deadline) {
   if (begun != kNcclSuccess && begun != kNcclInProgress) return api_->Check(begun, call, comm_);
+  const TimeNs sleep = After(NowNs(), kBusy);
   TimeNs look_at_peers = After(NowNs(), kPeersInterval);
   for (;;) {
     NcclResult state = kNcclSuccess;
@@ -116,7 +119,7 @@ Status NcclCommunicator::Settle(NcclResult begun, const char* call, TimeNs deadl
                         " did not come to an end in time (HORORING_TIMEOUT_S sets the limit); "
                         "NCCL_DEBUG=INFO tells what it waits for");
     }
-    transport_.Sleep(After(now, kLookInterval));
+    if (now >= sleep) transport_.Sleep(After(now, kLookInterval));
   }
 }
 

@@ -81,18 +81,29 @@ HR_EXPORT int hr_move_result(int64_t handle, int32_t index, uintptr_t memory, ui
                                                StreamOf(stream)));
 }
 
-HR_EXPORT int32_t hr_describe_gpu(const char* cuda_library, const char* nccl_libraries, char* text,
-                                  int32_t text_bytes) {
+HR_EXPORT int hr_use_device(int32_t ordinal) {
+  const std::shared_ptr<Engine> engine = CurrentEngine();
+  if (engine == nullptr) return Remember(NotInitialized());
+  std::shared_ptr<Device> device;
+  return Remember(engine->devices().Use(ordinal, &device));
+}
+
+HR_EXPORT int32_t hr_nccl_version(const char* nccl_libraries) {
+  NcclApi nccl;
+  Remember(NcclApi::Load(nccl_libraries, &nccl));
+  return nccl.version;
+}
+
+HR_EXPORT void hr_describe_gpu(const char* cuda_library, const char* nccl_libraries, char* text,
+                               int32_t text_bytes) {
   const Devices::Options otherwise;
   std::string described =
       DescribeCuda(cuda_library != nullptr ? cuda_library : otherwise.cuda_library);
   NcclApi nccl;
-  const Status loaded =
-      NcclApi::Load(nccl_libraries != nullptr ? nccl_libraries : otherwise.nccl_libraries, &nccl);
+  const Status loaded = NcclApi::Load(nccl_libraries, &nccl);
   described += "NCCL: " + (loaded.ok() ? nccl.version_text() + " (" + nccl.library.path() + ")"
                                        : "none; " + loaded.message());
   const size_t bytes = std::min(described.size(), static_cast<size_t>(text_bytes) - 1);
   std::memcpy(text, described.data(), bytes);
   text[bytes] = '\0';
-  return loaded.ok() ? nccl.version : 0;
 }

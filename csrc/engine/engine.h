@@ -100,6 +100,8 @@ class Engine {
   // in there now computes them. kInvalidArgument where the device cannot be used.
   Status MarkReady(int ordinal, CuStream stream, TensorEntry* entry);
 
+  Devices& devices() { return *devices_; }
+
   // The process sets that this rank is a member of, or knows of.
   const SharedProcessSets& sets() const { return sets_; }
 
