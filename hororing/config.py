@@ -323,6 +323,27 @@ KNOBS: tuple[Knob, ...] = (
         scope="all",
     ),
     Knob(
+        "GPU",
+        choice("auto", "nccl", "staged"),
+        "auto",
+        "how tensors in the memory of a GPU travel; nccl: by NCCL, or not at all; staged: by way "
+        "of the host; auto: by NCCL where every rank has it and a GPU of its own",
+        scope="all",
+    ),
+    Knob(
+        "NCCL_LIBRARY",
+        PATH,
+        None,
+        "libnccl.so.2 to use; unset: the one that the framework has loaded, else that of an "
+        "nvidia-nccl-cu* package, else the system's",
+    ),
+    Knob(
+        "CUDA_LIBRARY",
+        PATH,
+        None,
+        "NVIDIA's driver; unset: libcuda.so.1 of the system",
+    ),
+    Knob(
         "STALL_WARNING_S",
         _SECONDS,
         60.0,

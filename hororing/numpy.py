@@ -113,6 +113,14 @@ class NumpyAdapter:
         """Copy elements."""
         np.copyto(target, source)
 
+    def device(self, tensor: Array) -> int:
+        """Return the host."""
+        return collectives.HOST
+
+    def stream(self, device: int) -> int:
+        """Return the default: nothing is computed in it."""
+        return 0
+
     def mark_written(self, tensors: Sequence[Array]) -> None:
         """Nothing: NumPy keeps no account of writes."""
 

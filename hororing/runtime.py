@@ -28,7 +28,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from hororing import config as configuration
-from hororing import errors, launch
+from hororing import errors, launch, nccl
 from hororing._core import ffi, lib
 from hororing.launch.environment import Launch, is_spawned_worker
 from hororing.logs import Forwarder, logger
@@ -268,6 +268,9 @@ def _c_config(
     c_config.tune_warmup_samples = settings["AUTOTUNE_WARMUP_SAMPLES"]
     c_config.tune_steps_per_sample = settings["AUTOTUNE_STEPS_PER_SAMPLE"]
     c_config.tune_log = text(settings["AUTOTUNE_LOG"])
+    c_config.gpu = text(settings["GPU"])
+    c_config.cuda_library = text(settings["CUDA_LIBRARY"])
+    c_config.nccl_libraries = text(nccl.libraries(settings["NCCL_LIBRARY"]))
     return keep, c_config
 
 
@@ -474,8 +477,12 @@ def gloo_built() -> bool:
 
 
 def nccl_built() -> int:
-    """Return the version of NCCL in use as a number; 0, since there is no NCCL backend yet."""
-    return 0
+    """Return the version of the NCCL that is found here, 23203 for 2.32.3; 0 where there is none.
+
+    NCCL is no part of a build: one that is installed later is found without another.
+    """
+    chosen = configuration.load()["NCCL_LIBRARY"]
+    return int(lib.hr_nccl_version(os.fsencode(nccl.libraries(chosen))))
 
 
 def ddl_built() -> bool:
@@ -489,12 +496,15 @@ def ccl_built() -> bool:
 
 
 def cuda_built() -> bool:
-    """Return False: tensors in GPU memory are not supported yet."""
-    return False
+    """Return True: every build takes tensors in the memory of CUDA devices, where there are some.
+
+    `python -m hororing info` tells whether there are.
+    """
+    return True
 
 
 def rocm_built() -> bool:
-    """Return False: tensors in GPU memory are not supported yet."""
+    """Return False: of GPUs, NVIDIA's are supported."""
     return False
 
 

@@ -282,7 +282,7 @@ class Verbs(Generic[T]):
             source if in_place or source is not target else adapter.empty_like(source)
             for source, target in zip(sources, targets, strict=True)
         ]
-        return collectives.submit(
+        return self._submit(
             collectives.ALLREDUCE,
             default_name(verb, members) if name is None else name,
             [self._view(*pair) for pair in zip(sources, outputs, strict=True)],
@@ -366,7 +366,7 @@ class Verbs(Generic[T]):
             if in_place or sources[0] is not targets[0]
             else [self.adapter.empty_like(source) for source in sources]
         )
-        return collectives.submit(
+        return self._submit(
             collectives.BROADCAST,
             default_name("broadcast", members) if name is None else name,
             [self._view(*pair) for pair in zip(sources, outputs, strict=True)],
@@ -439,14 +439,9 @@ class Verbs(Generic[T]):
         inputs = [adapter.dense(tensor) for tensor in self._checked(tensors, verb)]
 
         def finish(handle: int) -> Any:
-            return pack(
-                [
-                    adapter.gathered(collectives.take(handle, index), like)
-                    for index, like in enumerate(inputs)
-                ]
-            )
+            return pack([self._gathered(handle, index, like) for index, like in enumerate(inputs)])
 
-        return collectives.submit(
+        return self._submit(
             collectives.ALLGATHER,
             default_name(verb, members) if name is None else name,
             [self._view(tensor) for tensor in inputs],
@@ -508,10 +503,10 @@ class Verbs(Generic[T]):
         source = adapter.dense(checked)
 
         def finish(handle: int) -> tuple[T, T]:
-            received = adapter.gathered(collectives.take(handle, 0), source)
+            received = self._gathered(handle, 0, source)
             return received, adapter.int32s(collectives.take_numbers(handle, 1))
 
-        return collectives.submit(
+        return self._submit(
             collectives.ALLTOALL,
             default_name("alltoall", members) if name is None else name,
             [self._view(source)],
@@ -630,7 +625,7 @@ class Verbs(Generic[T]):
             adapter.empty_rows(tensor, rows_of(shape[0], size, place))
             for tensor, shape in zip(inputs, shapes, strict=True)
         ]
-        return collectives.submit(
+        return self._submit(
             collectives.REDUCESCATTER,
             default_name(verb, members) if name is None else name,
             [self._view(*pair) for pair in zip(inputs, outputs, strict=True)],
@@ -657,8 +652,53 @@ class Verbs(Generic[T]):
     def _view(self, source: T, output: T | None = None) -> View:
         address, dtype, shape = self.adapter.describe(source)
         return View(
-            address, 0 if output is None else self.adapter.describe(output)[0], dtype, shape
+            address,
+            0 if output is None else self.adapter.describe(output)[0],
+            dtype,
+            shape,
+            self.adapter.device(source),
         )
+
+    def _submit(
+        self,
+        collective: int,
+        name: str,
+        views: list[View],
+        *,
+        finish: Callable[[int], Any],
+        **rest: Any,
+    ) -> int:
+        """Do as `collectives.submit`.
+
+        Of tensors on a device, what this thread computes from `finish` on comes after the results,
+        and so does what comes later in the stream that they were submitted in: that is where their
+        memory goes to when nobody needs it any more.
+        """
+        device = views[0].device
+        if device == collectives.HOST:
+            return collectives.submit(collective, name, views, finish=finish, **rest)
+        stream = self.adapter.stream(device)
+
+        def finish_on_device(handle: int) -> Any:
+            for each in {stream, self.adapter.stream(device)}:
+                collectives.wait_in_stream(handle, each)
+            return finish(handle)
+
+        return collectives.submit(
+            collective, name, views, finish=finish_on_device, stream=stream, **rest
+        )
+
+    def _gathered(self, handle: int, index: int, like: T) -> T:
+        """Take a result whose size only the core knew."""
+        adapter = self.adapter
+        device = adapter.device(like)
+        if device == collectives.HOST:
+            return adapter.gathered(collectives.take(handle, index), like)
+        result = adapter.empty_rows(like, collectives.rows(handle, index))
+        address, _, shape = adapter.describe(result)
+        if 0 not in shape:
+            collectives.move(handle, index, address, adapter.stream(device))
+        return result
 
     def _written(self, targets: list[T], outputs: list[T]) -> list[T]:
         """Bring results home into tensors that had to be copied."""
@@ -715,10 +755,9 @@ def join(device: int = -1) -> int:
     do Min, Max and Product with a prescale_factor.
     Calls of other threads of this rank are a ValueError until it returns.
 
-    `device` is Horovod's: the GPU whose memory holds the zeros. Ours are in host memory.
+    `device` is the GPU whose memory holds those values, as in Horovod: the one that this process
+    communicates on. It need not be said if a tensor has been there before.
     """
     if device != -1:
-        raise ValueError(
-            f"join: device={device}: there is no GPU memory to use in this version; leave it out"
-        )
+        collectives.use_device(device)
     return collectives.join()

@@ -31,10 +31,10 @@ _PLAIN_TYPES: Final = (torch.Tensor, torch.nn.Parameter)
 
 
 class TorchAdapter:
-    """Dense CPU tensors, contiguous or not."""
+    """Dense tensors of the CPU and of CUDA devices, contiguous or not."""
 
     def check(self, tensor: object, verb: str) -> torch.Tensor:
-        """Accept strided CPU tensors of the supported types, and complex ones."""
+        """Accept strided tensors of the supported types, and complex ones."""
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(
                 f"{verb} of hororing.torch takes torch tensors, not {type(tensor).__name__}; "
@@ -52,10 +52,10 @@ class TorchAdapter:
                 else "use tensor.to_dense()"
             )
             raise ValueError(f"{verb}: {tensor.layout} tensors are not supported; {remedy}")
-        if tensor.device.type != "cpu":
+        if tensor.device.type not in ("cpu", "cuda"):
             raise ValueError(
-                f"{verb}: {tensor.device.type.upper()} tensors need a copy in host memory in this "
-                "version; use tensor.cpu() and copy the result back"
+                f"{verb}: {tensor.device.type.upper()} tensors need a copy in the memory of the "
+                "host or of a CUDA device; use tensor.cpu() and copy the result back"
             )
         if tensor.dtype in _PARTS:
             # A number alone is a row of two parts to the core, which must not be split.
@@ -110,9 +110,17 @@ class TorchAdapter:
             return None if number is None else (tensor.data_ptr(), number, tensor.shape)
         return None
 
+    def device(self, tensor: torch.Tensor) -> int:
+        """Return the number of its device."""
+        return collectives.HOST if tensor.is_cpu else tensor.get_device()
+
+    def stream(self, device: int) -> int:
+        """Return torch's current stream."""
+        return int(torch.cuda.current_stream(device).cuda_stream)
+
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a plain tensor in C order."""
-        return torch.empty(tensor.shape, dtype=tensor.dtype)
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
     def describe(self, tensor: torch.Tensor) -> tuple[int, int, tuple[int, ...]]:
         """Address, data type, shape."""
@@ -141,7 +149,7 @@ class TorchAdapter:
 
     def empty_rows(self, tensor: torch.Tensor, rows: int) -> torch.Tensor:
         """Return a plain tensor in C order."""
-        return torch.empty((rows, *tensor.shape[1:]), dtype=tensor.dtype)
+        return torch.empty((rows, *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
 
     def splits(self, splits: object) -> list[int]:
         """Accept sequences of integers and int32 tensors."""

@@ -89,8 +89,8 @@ class Slot:
     """The gradient of one parameter."""
 
     __slots__ = (
-        "dtype", "finish_general", "group", "handle", "hook", "left", "name", "param", "position",
-        "prepared", "sent", "shared", "sparse_dims", "view", "weight",
+        "device", "dtype", "finish_general", "group", "handle", "hook", "left", "name", "param",
+        "position", "prepared", "sent", "shared", "sparse_dims", "torch_device", "view", "weight",
     )  # fmt: skip
 
     def __init__(self, name: str, param: torch.Tensor, shared: Shared) -> None:
@@ -111,14 +111,17 @@ class Slot:
         self.prepared: PreparedAllreduce | None = None
         self.view: torch.Tensor | None = None  # where its gradients go, if they go there
         options = shared.options
-        plain = options.compression is NoneCompressor and param.device.type == "cpu"
-        if plain and param.dtype in DTYPES:
+        self.device = verbs.adapter.device(param)
+        self.torch_device = param.get_device()
+        if options.compression is NoneCompressor and param.dtype in DTYPES:
             self.prepared = PreparedAllreduce(
                 name, DTYPES[param.dtype], param.shape, options.op, *options.factors,
-                process_set=shared.members,
+                process_set=shared.members, device=self.device,
             )  # fmt: skip
-            self.weight = max(param.nbytes, LEAST_WEIGHT)
-            shared.views.want(self, param)
+            # On a device each goes at once, since its hook runs in the stream that computes it.
+            if self.device == collectives.HOST:
+                self.weight = max(param.nbytes, LEAST_WEIGHT)
+                shared.views.want(self, param)
 
     # -- in the hook --------------------------------------------------------------------------
 
@@ -194,6 +197,7 @@ class Slot:
             and self.group is None
             and grad.layout is torch.strided
             and grad.dtype is self.dtype
+            and grad.get_device() == self.torch_device  # else the model was moved meanwhile
             and grad.is_contiguous()
         )
 
@@ -208,6 +212,8 @@ class Slot:
             address = grad.data_ptr()
             if self.shared.tracing:
                 collectives.trace_view(self.name, begin_ns, grad.nbytes)
+            if self.device != collectives.HOST:
+                self.prepared.request.stream = verbs.adapter.stream(self.device)
             started, code = collectives.start_many([self.prepared], [address], [grad])
             if not started:
                 collectives.fail(code)
@@ -291,7 +297,7 @@ class Slot:
         prepared = self.prepared
         try:
             if prepared is not None and prepared.keep is not None:
-                reduced: torch.Tensor = prepared.finish()
+                reduced: torch.Tensor = prepared.finish(self.stream())
             else:
                 assert self.finish_general is not None
                 reduced = self.finish_general()
@@ -308,6 +314,10 @@ class Slot:
             grad.copy_(reduced)
         else:
             param.grad = reduced
+
+    def stream(self) -> int:
+        """Return the stream that this thread computes in, where the parameter is."""
+        return 0 if self.device == collectives.HOST else verbs.adapter.stream(self.device)
 
     @property
     def handle_in_flight(self) -> int:

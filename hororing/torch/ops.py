@@ -263,7 +263,9 @@ def start_sparse_allreduce(
             "defined for sparse tensors; use Average or Sum"
         )
     # Gathering joins along the first dimension: one row per stored value, one row of the shape.
-    rows = [tensor._indices().t(), tensor._values(), torch.tensor([tensor.shape])]
+    # On its device, as all of a group.
+    own_shape = torch.tensor([tensor.shape], device=tensor.device)
+    rows = [tensor._indices().t(), tensor._values(), own_shape]
     handle = verbs.gather_async("sparse_allreduce", rows, name, process_set=process_set)
     shape = tensor.shape
 

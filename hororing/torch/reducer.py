@@ -151,9 +151,11 @@ class Reducer:
 
 def finish_all(entries: list[tuple[torch.Tensor, Slot]], failures: list[Exception]) -> None:
     """Wait for the gradients of `entries`, mostly in one call of the core."""
-    flying = [slot.prepared for _, slot in entries if slot.prepared and slot.prepared.handle]
+    flying = [slot for _, slot in entries if slot.prepared and slot.prepared.handle]
     if flying:
-        collectives.finish_many(flying)
+        on_device = [slot for slot in flying if slot.device != collectives.HOST]
+        stream = on_device[0].stream() if on_device else 0
+        collectives.finish_many([slot.prepared for slot in flying if slot.prepared], stream)
     for param, slot in entries:
         prepared = slot.prepared
         if prepared is None or prepared.handle or prepared.keep is not param.grad:

@@ -153,6 +153,8 @@ def _send_together(arrived: list[Slot], failures: list[Exception]) -> None:
         prepared.append(slot.prepared)
         addresses.append(grad.data_ptr())
         grads.append(grad)
+        if slot.device != collectives.HOST:
+            slot.prepared.request.stream = slot.stream()
     begin = 0
     while begin < len(slots):
         count, code = collectives.start_many(prepared[begin:], addresses[begin:], grads[begin:])

@@ -239,10 +239,10 @@ class SyncBatchNorm(_BatchNorm):
     ) -> tuple[int, torch.Tensor, torch.Tensor]:
         """Make the statistics of this rank's batch those of all batches."""
         channels = len(mean)
-        mine = torch.cat([mean, m2, mean.new_tensor([count])])[None].cpu()
+        mine = torch.cat([mean, m2, mean.new_tensor([count])])[None]
         name = f"{self.name}.forward"
         with _locks.setdefault(name, threading.Lock()):
-            rows = verbs.allgather(mine, name=name, process_set=group).to(mean.device)
+            rows = verbs.allgather(mine, name=name, process_set=group)
         means, m2s, counts = rows[:, :channels], rows[:, channels:-1], rows[:, -1:]
         count = int(counts.sum())
         self._check_count(count)
@@ -263,8 +263,7 @@ class SyncBatchNorm(_BatchNorm):
         """Sum over the ranks, in a backward pass."""
         name = f"{self.name}.backward"
         with _locks.setdefault(name, threading.Lock()):
-            total = verbs.allreduce(sums.cpu(), name=name, op=Sum, process_set=group)
-        return total.to(sums.device)
+            return verbs.allreduce(sums, name=name, op=Sum, process_set=group)
 
 
 def _local_statistics(input: torch.Tensor) -> tuple[int, torch.Tensor, torch.Tensor]:

@@ -77,7 +77,7 @@ def test_an_error_quotes_the_variable_the_text_and_the_accepted_form(variable: s
         ("HORORING_FUSSION_BYTES", "HORORING_FUSION_BYTES"),
         ("HORORING_TIMLINE", "HORORING_TIMELINE"),
         ("HORORING_STALL_WARNING", "HORORING_STALL_WARNING_S"),
-        ("HORORING_", "HORORING_CPU"),
+        ("HORORING_", "HORORING_GPU"),
     ],
 )
 def test_an_unknown_variable_is_an_error_with_the_nearest_name(wrong: str, right: str):

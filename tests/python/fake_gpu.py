@@ -1,0 +1,97 @@
+"""CPU tensors stand for tensors on a GPU, in tests: for hororing.torch all of them are on one.
+
+The libraries of NVIDIA are the fake of tests/fake_gpu, which the C++ tests build; what a rank reads
+before the fake's streams have come so far is old, or of a tensor that is no more. The knobs
+CUDA_LIBRARY and NCCL_LIBRARY name the fake; nothing else of hororing knows of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+BUILDS = Path(__file__).parents[2] / "build"
+
+
+def path() -> Path | None:
+    """The fake, the latest that was built without a sanitizer."""
+    built = [BUILDS / preset / "libfake_gpu.so" for preset in ("release", "dev")]
+    return max(filter(Path.exists, built), key=lambda file: file.stat().st_mtime, default=None)
+
+
+def environment(fake: Path, **more: str) -> dict[str, str]:
+    """The variables of a job over it."""
+    return {
+        "HORORING_CUDA_LIBRARY": str(fake),
+        "HORORING_NCCL_LIBRARY": str(fake),
+        "FAKE_GPU": str(fake),
+        **more,
+    }
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The fake, in a rank of such a job."""
+    fake = ctypes.CDLL(os.environ["FAKE_GPU"])
+    fake.fake_gpu_synchronize.argtypes = [ctypes.c_void_p]
+    fake.fake_gpu_set.argtypes = [ctypes.c_char_p, ctypes.c_int64]
+    fake.fake_gpu_count.argtypes = [ctypes.c_char_p]
+    fake.fake_gpu_count.restype = ctypes.c_int64
+    return fake
+
+
+def set_(name: str, value: int) -> None:
+    """See fake_gpu.h."""
+    assert library().fake_gpu_set(name.encode(), value) == 0, name
+
+
+def count(what: str) -> int:
+    """See fake_gpu.h."""
+    return int(library().fake_gpu_count(what.encode()))
+
+
+def violations() -> str:
+    """What has been called as it must not be, the first of it; "": nothing."""
+    first = ctypes.c_char_p()
+    library().fake_gpu_violations(ctypes.byref(first))
+    return (first.value or b"").decode()
+
+
+def stand_in() -> None:
+    """From now on, for hororing.torch of this process, all tensors are on its GPU."""
+    from hororing import collectives
+    from hororing.torch.adapter import TorchAdapter
+    from hororing.torch.verbs import verbs
+
+    own = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", "0"))
+
+    class OnFakeGpu(TorchAdapter):
+        def device(self, tensor: Any) -> int:
+            return own
+
+        def stream(self, device: int) -> int:
+            assert device == own
+            return 0
+
+        def plain(self, tensor: Any) -> None:
+            return None
+
+    verbs.adapter = OnFakeGpu()
+    set_("delay_us", 20)
+
+    # torch computes with the host, which on a GPU would be in the stream that has been told to
+    # wait; so here the host waits where the stream does.
+    def then_synchronize(function: Any) -> Any:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = function(*args, **kwargs)
+            library().fake_gpu_synchronize(None)
+            return result
+
+        return call
+
+    for name in ("wait_in_stream", "move", "finish_many"):
+        setattr(collectives, name, then_synchronize(getattr(collectives, name)))

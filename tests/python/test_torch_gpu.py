@@ -1,0 +1,177 @@
+"""hororing.torch with tensors on GPUs, over the fake of tests/fake_gpu: what the other files check
+on the CPU, by NCCL and by way of the host, and what only devices have.
+
+Nothing here needs a GPU, or shows that one works: benchmarks/gpu.sh does, where there is one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+
+import fake_gpu
+import mpirun
+import pytest
+import torch
+
+import hororing.torch as hvd
+from hororing import errors
+
+# Cases of these files, with tensors that are on the GPU; all of a file, in its order.
+BORROWED = ("test_torch_verbs", "test_conformance")
+FAKE = fake_gpu.path()
+WHY_NOT = "the fake GPU is not built; make test-cpp builds it"
+
+
+def case_tensors_travel_by_nccl_or_by_the_host() -> None:
+    hvd.init()
+    before = fake_gpu.count("collectives")
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.bool):
+        mine = torch.ones(3, dtype=dtype)
+        assert hvd.allreduce(mine, op=hvd.Max, name=f"x{dtype}").tolist() == [1, 1, 1]
+    went = fake_gpu.count("collectives") - before
+    assert went == (0 if os.environ["HORORING_GPU"] == "staged" else 5)
+
+
+def case_an_optimizer_trains_as_on_one_rank() -> None:
+    rank, size = hvd.rank(), hvd.size()
+    for options in (
+        {},
+        {"compression": hvd.Compression.fp16},
+        {"compression": hvd.Compression.bf16},
+        {"num_groups": 2},
+        {"backward_passes_per_step": 2},
+    ):
+        torch.manual_seed(mpirun.seed())
+        model = torch.nn.Sequential(
+            torch.nn.Linear(7, 33), torch.nn.Tanh(), torch.nn.Linear(33, 65), torch.nn.Linear(65, 2)
+        )
+        alone = torch.nn.Sequential(*(type(x)() if not list(x.parameters()) else torch.nn.Linear(
+            x.in_features, x.out_features) for x in model))  # fmt: skip
+        alone.load_state_dict(model.state_dict())
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        passes = int(options.get("backward_passes_per_step", 1))
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model.named_parameters(),
+            **options,
+        )  # fmt: skip
+        plain = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+        data = torch.randn(3, passes, size, 5, 7)
+        for step in data:
+            optimizer.zero_grad()
+            plain.zero_grad()
+            for batch in step:
+                model(batch[rank]).square().mean().backward()
+                alone(batch.flatten(0, 1)).square().mean().backward()
+            optimizer.step()
+            plain.step()
+        tolerance = 2e-2 if "compression" in options else 1e-5
+        for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+def case_batch_norm_sees_all_batches() -> None:
+    torch.manual_seed(mpirun.seed())
+    rank, size = hvd.rank(), hvd.size()
+    ours, plain = hvd.SyncBatchNorm(4), torch.nn.BatchNorm1d(4)
+    everything = torch.randn(size, 6, 4)
+    mine = everything[rank].clone().requires_grad_()
+    whole = everything.flatten(0, 1).requires_grad_()
+    result, expected = ours(mine), plain(whole)
+    torch.testing.assert_close(result, expected[rank * 6 : rank * 6 + 6])
+    result.square().sum().backward()
+    expected.square().sum().backward()
+    assert whole.grad is not None
+    torch.testing.assert_close(mine.grad, whole.grad[rank * 6 : rank * 6 + 6])
+    torch.testing.assert_close(ours.running_var, plain.running_var)
+
+
+def case_sparse_gradients_go_together_with_their_shapes() -> None:
+    table = torch.nn.Embedding(10, 3, sparse=True)
+    hvd.broadcast_parameters(table.state_dict(), root_rank=0)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(table.parameters(), lr=1.0), table.named_parameters()
+    )
+    before = table.weight.detach().clone()
+    table(torch.tensor([hvd.rank(), 9])).sum().backward()
+    optimizer.step()
+    moved = (before - table.weight.detach())[:, 0]
+    wanted = [1 / hvd.size() if row < hvd.size() else 0.0 for row in range(9)] + [1.0]
+    torch.testing.assert_close(moved, torch.tensor(wanted))
+
+
+def case_handles_that_nobody_waits_for_keep_their_memory() -> None:
+    for _ in range(20):
+        model = torch.nn.Linear(50, 50)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(prefix="gone.")
+        )
+        model(torch.ones(1, 50)).sum().backward()
+        del optimizer, model
+        hvd.barrier()
+
+
+def case_a_captured_step_is_refused() -> None:
+    hvd.barrier()
+    fake_gpu.set_("capturing", 1)
+    with pytest.raises(ValueError, match="captured into a CUDA graph"):
+        hvd.allreduce(torch.ones(1), name="captured")
+    fake_gpu.set_("capturing", 0)
+    assert hvd.allreduce(torch.ones(1), name="captured").tolist() == [1]
+
+
+def case_another_device_is_refused() -> None:
+    with pytest.raises(ValueError, match="one process per GPU"):
+        hvd.join(device=7)
+
+
+def case_joined_ranks_take_part() -> None:
+    if hvd.rank() == 0:
+        assert hvd.allreduce(torch.full((5,), 3.0), op=hvd.Sum, name="late").tolist() == [3] * 5
+    assert hvd.join(device=hvd.local_rank()) == 0
+
+
+def case_nothing_forbidden_was_called_and_nothing_is_left() -> None:
+    hvd.shutdown()
+    assert fake_gpu.violations() == ""
+    with pytest.raises(errors.NotInitializedError):
+        hvd.allreduce(torch.ones(1))
+    left = {what: fake_gpu.count(what) for what in ("communicators", "pinned", "memory", "streams")}
+    assert set(left.values()) == {0}, left
+
+
+if "FAKE_GPU" in os.environ:  # on the ranks of a job
+    fake_gpu.stand_in()
+    _own = {name: globals().pop(name) for name in mpirun.case_names(dict(globals()))}
+    for _module in os.environ.get("BORROWED", "").split():
+        _borrowed = vars(importlib.import_module(_module))
+        globals().update({f"{n}_of_{_module}": _borrowed[n] for n in mpirun.case_names(_borrowed)})
+    # Which of NaN and a number is the larger, NCCL does not promise.
+    if os.environ["HORORING_GPU"] == "nccl":
+        globals().pop("case_infinities_and_not_a_number_travel_by_torch_of_test_conformance", None)
+    globals().update(_own)
+
+
+@pytest.mark.skipif(FAKE is None, reason=WHY_NOT)
+@pytest.mark.parametrize("case", mpirun.case_names(globals()))
+@pytest.mark.parametrize(("size", "way"), [(1, "auto"), (2, "auto"), (3, "auto"), (2, "staged")])
+def test_case(case: str, size: int, way: str):
+    assert FAKE is not None
+    variables = fake_gpu.environment(FAKE, HORORING_GPU=way)
+    mpirun.cases_of(__file__, size, **variables).check(case)
+
+
+@pytest.mark.skipif(FAKE is None, reason=WHY_NOT)
+@pytest.mark.parametrize("way", ["nccl", "staged"])
+@pytest.mark.parametrize("module", BORROWED)
+def test_what_holds_on_the_cpu_holds_on_devices(module: str, way: str):
+    assert FAKE is not None
+    variables = fake_gpu.environment(
+        FAKE, HORORING_GPU=way, BORROWED=module, CONFORMANCE_PLAYERS="torch",
+        HORORING_DYNAMIC_PROCESS_SETS="1",
+    )  # fmt: skip
+    job = mpirun.run(__file__, 2, script=False, timeout_s=200, environment=variables)
+    cases = [name for name in job.results[0] if name.endswith(f"_of_{module}")]
+    assert len(cases) > 5, job.report()
+    for case in cases:
+        job.check(case)
