@@ -9,19 +9,22 @@
 //   step 1       a0' b   c         a   b'  c         a   b   c'      ' complete
 //   gather       a'  b'  c'        a'  b'  c'        a'  b'  c'
 //
-// Transfers, chunk indices modulo N; step s of the reduce-scatter, s = 0 .. N-2:
+// Transfers, chunk indices modulo N; steps s = 0 .. 2N-3:
 //
 //   rank r sends    chunk r - 1 - s       (what it has of it so far)
-//   rank r receives chunk r - 2 - s       and combines its own contribution with it
+//   rank r receives chunk r - 2 - s       s < N-1: and combines its own contribution with it,
+//                                         s = N-2: and finishes it (division, postscale),
+//                                         s > N-2: to its place, complete
 //
 //           rank 0 sends   rank 1 sends   rank 2 sends        (N = 3)
 //   s = 0   c              a              b
 //   s = 1   b              c              a
+//   s = 2   a'             b'             c'
+//   s = 3   c'             a'             b'
 //
-// After N-1 steps rank r has received chunk r - 2 - (N-2) = r: chunk r is complete on rank r,
-// which finishes it (division, postscale). The all-gather (allgather.cc) brings it to the others,
-// so that all ranks hold the bits of the one rank that finished them. What rank r receives in
-// step s it sends on in step s + 1, segment by segment: no rank waits for a whole chunk.
+// Chunk r is completed on rank r, so that all ranks hold the bits of the one that finished it.
+// What rank r receives in step s it sends on in step s + 1, segment by segment, also from the
+// reduce-scatter to the all-gather: no rank waits for a whole chunk, and the wire is never idle.
 //
 // Cost per rank: 2(N-1) messages' latency, 2(N-1)/N * S bytes sent and as many received, the
 // least possible, and (N-1)/N * S bytes combined.
@@ -29,10 +32,14 @@
 // No deadlock: a wait in step s needs of a neighbour only what it does in steps before s, or in
 // step s before that wait.
 //
+// A receive of step s > N-2 is posted only when this rank's sends of that chunk, those of step
+// s - N + 1, have been waited for: in step s - N + 2 or later.
+//
 // Source: P. Patarasuk, X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
 // workstations", J. Parallel Distrib. Comput. 69 (2009) 117-124, doi:10.1016/j.jpdc.2008.09.002.
 
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "collective/allreduce.h"
@@ -42,12 +49,12 @@ namespace hororing {
 namespace {
 
 // Segments for which receives are posted ahead: one is combined, the others arrive meanwhile.
-constexpr size_t kAhead = 4;
+constexpr size_t kAhead = 8;
 
-class ReduceScatter {
+class Ring {
  public:
-  ReduceScatter(Transport& transport, const ReduceBuffer& buffer, const std::vector<Span>& chunks,
-                size_t segment, std::byte* scratch, TimeNs deadline)
+  Ring(Transport& transport, const ReduceBuffer& buffer, const std::vector<Span>& chunks,
+       size_t segment, std::byte* scratch, TimeNs deadline)
       : transport_(transport),
         spec_(buffer.spec),
         data_(static_cast<std::byte*>(buffer.data)),
@@ -58,27 +65,28 @@ class ReduceScatter {
         size_(transport.size()),
         next_((transport.rank() + 1) % size_),
         previous_((transport.rank() + size_ - 1) % size_),
-        to_post_(chunks, segment, transport.rank() - 2, size_ - 1),
+        to_post_(chunks, segment, transport.rank() - 2, 2 * (size_ - 1)),
         receives_(transport, deadline),
         sends_(transport, deadline) {}
 
   Status Run() {
-    PostReceives();
     SendOwnChunk();
-    RingWalk to_take(chunks_, segment_, transport_.rank() - 2, size_ - 1);
+    RingWalk to_take(chunks_, segment_, transport_.rank() - 2, 2 * (size_ - 1));
     RingWalk::Place place;
-    int step = 0;
-    size_t sent_before_step = 0;  // what the successor needs to have received before `step`
-    for (size_t taken = 0; to_take.Next(&place); ++taken) {
-      if (place.step != step) {
-        // Bounds what is under way; the successor is hardly more than one step behind.
-        HORORING_RETURN_IF_ERROR(sends_.WaitFirst(sent_before_step));
+    size_t sent_before_step = sends_.added();
+    for (size_t number = 0; to_take.Next(&place); ++number) {
+      if (place.step != step_) {
+        // All that is sent in earlier steps; the successor is hardly more than one behind.
+        HORORING_RETURN_IF_ERROR(
+            sends_.WaitFirst(place.step == step_ + 1 ? sent_before_step : sends_.added()));
         sent_before_step = sends_.added();
-        step = place.step;
+        step_ = place.step;
       }
+      PostReceives(number + kAhead);
       HORORING_RETURN_IF_ERROR(receives_.WaitOldest());
-      Combine(place, taken);
-      PostReceives();
+      if (step_ < size_ - 1) Combine(place.span, Slot(number));
+      if (step_ == size_ - 2) Finish(spec_, size_, At(place.span), At(place.span), place.span.size);
+      if (step_ < 2 * size_ - 3) Send(place.span);
     }
     return sends_.WaitAll();
   }
@@ -87,13 +95,15 @@ class ReduceScatter {
   std::byte* At(const Span& span) { return data_ + span.begin * element_; }
   std::byte* Slot(size_t number) { return scratch_ + number % kAhead * segment_ * element_; }
 
-  // One more for every one taken, up to kAhead.
-  void PostReceives() {
-    RingWalk::Place place;
-    const size_t target = combined_ + kAhead;
-    while (receives_.added() < target && to_post_.Next(&place)) {
-      receives_.Add(
-          transport_.Receive(previous_, Slot(receives_.added()), place.span.size * element_));
+  // So many of all, as far as their places are free.
+  void PostReceives(size_t target) {
+    while (receives_.added() < target) {
+      if (next_to_post_.span.size == 0 && !to_post_.Next(&next_to_post_)) return;
+      const int step = next_to_post_.step;
+      if (step > size_ - 2 && step > step_ + size_ - 2) return;
+      const Span span = std::exchange(next_to_post_.span, {});
+      std::byte* const to = step < size_ - 1 ? Slot(receives_.added()) : At(span);
+      receives_.Add(transport_.Receive(previous_, to, span.size * element_));
     }
   }
 
@@ -109,16 +119,10 @@ class ReduceScatter {
     sends_.Add(transport_.Send(next_, At(span), span.size * element_));
   }
 
-  void Combine(const RingWalk::Place& place, size_t number) {
-    std::byte* own = At(place.span);
-    Start(spec_, own, own, place.span.size);
-    ReduceInto(spec_, own, Slot(number), place.span.size);
-    ++combined_;
-    if (place.step == size_ - 2) {
-      Finish(spec_, size_, own, own, place.span.size);
-    } else {
-      Send(place.span);
-    }
+  void Combine(const Span& span, const std::byte* received) {
+    std::byte* const own = At(span);
+    Start(spec_, own, own, span.size);
+    ReduceInto(spec_, own, received, span.size);
   }
 
   Transport& transport_;
@@ -129,8 +133,9 @@ class ReduceScatter {
   const size_t segment_;  // elements
   const std::vector<Span>& chunks_;
   const int size_, next_, previous_;
-  size_t combined_ = 0;  // segments
+  int step_ = 0;
   RingWalk to_post_;
+  RingWalk::Place next_to_post_;  // taken from it, or empty
   Inflight receives_, sends_;
 };
 
@@ -153,13 +158,7 @@ Status RingAllreduce(Transport& transport, const ReduceBuffer& buffer, Scratch& 
     return Status(Code::kInternal, "ring allreduce: no memory for a receive buffer of " +
                                        std::to_string(scratch_bytes) + " bytes");
   }
-  {
-    ReduceScatter reduce_scatter(transport, buffer, chunks, segment,
-                                 static_cast<std::byte*>(memory), deadline);
-    HORORING_RETURN_IF_ERROR(reduce_scatter.Run());
-  }
-  return GatherAround(transport, static_cast<std::byte*>(buffer.data), Scaled(chunks, element),
-                      nullptr, deadline);
+  return Ring(transport, buffer, chunks, segment, static_cast<std::byte*>(memory), deadline).Run();
 }
 
 }  // namespace hororing

@@ -63,12 +63,18 @@ inline size_t LargestSize(const std::vector<Span>& spans) {
   return largest;
 }
 
-// Bytes of a segment for chunks of at most `chunk_bytes`. 256 KiB stay in the second-level cache
-// between arrival and combination, and hide a message's latency at any speed of interest; a
-// larger chunk gets larger segments, so that it has at most 128 of them up to 256 MiB.
+// Bytes of a segment for chunks of at most `chunk_bytes`. A segment goes on when it has arrived, so
+// that a step of a ring loses the time of one of kCuts segments, not of a chunk; below 32 KiB, a
+// message costs more than it hides. 256 KiB stay in the second-level cache between arrival and
+// combination; a chunk of more than 32 MiB gets larger ones, so that it has at most 128 of them up
+// to 256 MiB.
 inline size_t SegmentBytes(size_t chunk_bytes) {
-  constexpr size_t kLeast = 256 << 10, kMost = 2 << 20, kMessages = 128;
-  return std::clamp(chunk_bytes / kMessages / kLeast * kLeast, kLeast, kMost);
+  constexpr size_t kLeast = 32 << 10, kUsual = 256 << 10, kMost = 2 << 20;
+  constexpr size_t kCuts = 8, kMessages = 128;
+  if (chunk_bytes < kCuts * kUsual) {
+    return std::max(kLeast, chunk_bytes / kCuts / kLeast * kLeast);
+  }
+  return std::clamp(chunk_bytes / kMessages / kUsual * kUsual, kUsual, kMost);
 }
 
 // Visits the segments of `steps` chunks, going down from chunk `first` (modulo their number):

@@ -527,11 +527,14 @@ TEST(a_ring_walk_visits_what_the_predecessor_sends) {
   }
 }
 
-TEST(segments_stay_between_256_kib_and_2_mib) {
-  CHECK_EQ(SegmentBytes(0), size_t{256} << 10);
+TEST(segments_are_an_eighth_of_a_chunk_within_limits) {
+  CHECK_EQ(SegmentBytes(0), size_t{32} << 10);
+  CHECK_EQ(SegmentBytes(1 << 18), size_t{32} << 10);
+  CHECK_EQ(SegmentBytes(1 << 20), size_t{128} << 10);
+  CHECK_EQ(SegmentBytes(4 << 20), size_t{256} << 10);
   CHECK_EQ(SegmentBytes(size_t{32} << 20), size_t{256} << 10);
-  CHECK_EQ(SegmentBytes(size_t{128} << 20), size_t{1} << 20);
-  CHECK_EQ(SegmentBytes(size_t{8} << 30), size_t{2} << 20);
+  CHECK_EQ(SegmentBytes(size_t{64} << 20), size_t{512} << 10);
+  CHECK_EQ(SegmentBytes(size_t{1} << 40), size_t{2} << 20);
 }
 
 TEST(scratch_grows_is_aligned_and_survives_a_refusal) {
