@@ -127,6 +127,18 @@ void MpiTransport::LookAtProcesses() {
   }
 }
 
+// For errors of calls that are about nobody in particular: who, of those that have not taken leave,
+// is gone from this host, or dead as far as MPI knows; -1 where that is not to be found out.
+int MpiTransport::WhoDied() {
+  for (int peer = 0; peer < static_cast<int>(processes_.size()); ++peer) {
+    if (!PeerOf(peer).closed && IsGone(processes_[static_cast<size_t>(peer)])) return peer;
+  }
+  for (const int peer : KnownDead(control_)) {
+    if (peer >= 0 && peer < size_ && !PeerOf(peer).closed) return peer;
+  }
+  return -1;
+}
+
 Status MpiTransport::CheckPeers() {
   ProgressControl();
   LookAtProcesses();
@@ -200,7 +212,7 @@ bool MpiTransport::ProgressControl() {
     const int error =
         MPI_Improbe(MPI_ANY_SOURCE, MPI_ANY_TAG, control_, &arrived, &matched, &status);
     if (error != MPI_SUCCESS) {
-      NoteFailure(MpiError("MPI_Improbe", error, -1));
+      NoteFailure(MpiError("MPI_Improbe", error, WhoDied()));
       arrived = 0;
     }
     if (arrived != 0) Accept(&matched, status);

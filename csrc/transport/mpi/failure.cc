@@ -1,8 +1,12 @@
 #include "transport/mpi/failure.h"
 
 #include <mpi.h>
+#if __has_include(<mpi-ext.h>)
+#include <mpi-ext.h>  // Open MPI's fault tolerance, "ULFM"
+#endif
 
 #include <cstring>
+#include <numeric>
 #include <string>
 #include <utility>
 #include <vector>
@@ -20,6 +24,25 @@ Status MpiError(const char* call, int error, int peer) {
   if (std::strstr(text, "PROC_FAILED") == nullptr) return Status(Code::kTransport, what, peer);
   const std::string who = peer < 0 ? "a rank" : "rank " + std::to_string(peer);
   return Status(Code::kPeerLost, who + " died (" + what + ")", peer);
+}
+
+std::vector<int> KnownDead([[maybe_unused]] MPI_Comm communicator) {
+  std::vector<int> ranks;
+#ifdef OMPI_HAVE_MPI_EXT_FTMPI
+  MPI_Group all, dead;
+  if (MPIX_Comm_get_failed(communicator, &dead) != MPI_SUCCESS) return ranks;
+  if (MPI_Comm_group(communicator, &all) == MPI_SUCCESS) {
+    int count = 0;
+    MPI_Group_size(dead, &count);
+    std::vector<int> places(static_cast<size_t>(count));
+    std::iota(places.begin(), places.end(), 0);
+    ranks.resize(places.size());
+    MPI_Group_translate_ranks(dead, count, places.data(), all, ranks.data());
+    MPI_Group_free(&all);
+  }
+  MPI_Group_free(&dead);
+#endif
+  return ranks;
 }
 
 void Bury(std::shared_ptr<void> memory) {

@@ -2,8 +2,11 @@
 // any thread may read broken_here.
 #pragma once
 
+#include <mpi.h>
+
 #include <atomic>
 #include <memory>
+#include <vector>
 
 #include "base/status.h"
 
@@ -14,6 +17,10 @@ extern std::atomic<bool> broken_here;
 
 // `peer`: whom the call was about, or -1.
 Status MpiError(const char* call, int error, int peer);
+
+// The ranks of `communicator` that MPI knows to have died, in no order; none where it keeps no such
+// list.
+std::vector<int> KnownDead(MPI_Comm communicator);
 
 // Memory that MPI may still use, after a failure: until the process ends.
 void Bury(std::shared_ptr<void> memory);

@@ -108,6 +108,7 @@ class MpiTransport final : public Transport {
   void Deliver(int peer, Message message);
   void NoteFailure(Status failure);
   void LookAtProcesses();
+  int WhoDied();
 
   MPI_Comm data_, control_;
   const TimeNs spin_ns_;
