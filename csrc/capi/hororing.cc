@@ -154,6 +154,11 @@ Status MarkReady(Engine& engine, const hr_request& from, TensorEntry* entry) {
 Status Submit(const hr_request& from, int64_t* handle) {
   const std::shared_ptr<Engine> engine = CurrentEngine();
   if (engine == nullptr) return NotInitialized();
+  OneTensor tensor;
+  if (IsOneTensor(from, &tensor) &&
+      engine->SubmitAgain(&tensor, 1, from.wait_follows != 0, handle) == 1) {
+    return Status::Ok();
+  }
   auto entry = std::make_unique<TensorEntry>();
   HORORING_RETURN_IF_ERROR(MakeEntry(from, engine->sets(), engine->topology().rank, entry.get()));
   HORORING_RETURN_IF_ERROR(MarkReady(*engine, from, entry.get()));
@@ -321,11 +326,20 @@ HR_EXPORT int32_t hr_allreduce_many(const hr_request* const* requests, const uin
     handles[0] = -Remember(NotInitialized());
     return 0;
   }
+  const size_t wanted = static_cast<size_t>(count);
+  std::vector<OneTensor> tensors(wanted);
+  size_t known = 0;
+  for (; known < wanted && IsOneTensor(*requests[known], &tensors[known]); ++known) {
+    tensors[known].input = tensors[known].output = reinterpret_cast<void*>(addresses[known]);
+  }
+  const size_t again = engine->SubmitAgain(tensors.data(), known, false, handles);
+  if (again == wanted) return count;
   std::vector<std::unique_ptr<TensorEntry>> entries;
   const Status made =
-      MakeEntries(*engine, requests, addresses, static_cast<size_t>(count), &entries);
+      MakeEntries(*engine, requests + again, addresses + again, wanted - again, &entries);
   size_t submitted = 0;
-  Status status = engine->SubmitMany(std::move(entries), handles, &submitted);
+  Status status = engine->SubmitMany(std::move(entries), handles + again, &submitted);
+  submitted += again;
   if (status.ok()) status = made;
   if (!status.ok()) handles[submitted] = -Remember(status);
   return static_cast<int32_t>(submitted);

@@ -234,7 +234,8 @@ int32_t hr_last_error_rank(void);
 /* A handle > 0, or a negative hr_code. Never blocks on peers. */
 int64_t hr_submit(const hr_request* request);
 /* hr_submit of a request of one tensor under another name, with the tensor elsewhere: for those
- * that make the same request again and again. What `request` says of name and memory is not read. */
+ * that make the same request again and again. What `request` says of name and memory is not read.
+ */
 int64_t hr_submit_as(const hr_request* request, const char* name, uintptr_t input, uintptr_t output,
                      int32_t wait_follows);
 /* hr_submit for `count` requests of HR_ALLREDUCE with one tensor each, in place, now at
@@ -283,7 +284,7 @@ int32_t hr_nccl_version(const char* nccl_libraries);
 /* What is there for tensors on GPUs, one "name: value" in a line: the driver, each device, NCCL, or
  * why not. Starts the driver. */
 void hr_describe_gpu(const char* cuda_library, const char* nccl_libraries, char* text,
-                        int32_t text_bytes);
+                     int32_t text_bytes);
 /* Forgets the handle. A pending one is forgotten when it completes; its memory must stay
  * valid until then. */
 int hr_release(int64_t handle);
@@ -339,16 +340,16 @@ typedef struct hr_ring hr_ring;
 int64_t hr_ring_bytes(int64_t slots, int64_t slot_bytes);
 /* Makes a ring of zeroed memory that begins with a page. */
 int hr_ring_format(uintptr_t memory, int64_t bytes, int64_t slots, int64_t slot_bytes);
-/* Takes a side, 0: producer, 1: consumer. other_pid: the process that will take the other one, where
- * it is known; 0. NULL where there is no ring. The memory stays valid until hr_ring_close. */
+/* Takes a side, 0: producer, 1: consumer. other_pid: the process that will take the other one,
+ * where it is known; 0. NULL where there is no ring. The memory stays valid until hr_ring_close. */
 hr_ring* hr_ring_open(uintptr_t memory, int64_t bytes, int32_t side, int32_t other_pid);
 /* Announces the end, and frees the handle. */
 void hr_ring_close(hr_ring* ring);
 /* Producer: the next empty slot; the same one until hr_ring_publish hands it over. */
 int hr_ring_reserve(hr_ring* ring, double timeout_s, uintptr_t* slot);
 int hr_ring_publish(hr_ring* ring, int64_t bytes);
-/* Consumer: the next item, valid until hr_ring_release has been called once for it and once for each
- * that was taken before. Several may be held. */
+/* Consumer: the next item, valid until hr_ring_release has been called once for it and once for
+ * each that was taken before. Several may be held. */
 int hr_ring_take(hr_ring* ring, double timeout_s, uintptr_t* slot, int64_t* bytes);
 int hr_ring_release(hr_ring* ring);
 

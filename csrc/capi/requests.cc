@@ -175,6 +175,26 @@ Status EntryFrom(const hr_request& from, TensorEntry* entry) {
 
 }  // namespace
 
+bool IsOneTensor(const hr_request& from, OneTensor* tensor) {
+  if (from.collective != HR_ALLREDUCE || from.tensors_count != 1 || from.name == nullptr ||
+      from.op < HR_AVERAGE || from.op > HR_PRODUCT) {
+    return false;
+  }
+  const hr_tensor& only = from.tensors[0];
+  if (only.dtype < 0 || only.dtype >= kDataTypeCount || only.device != 0) return false;
+  *tensor = {from.name,
+             from.process_set,
+             static_cast<ReduceOp>(from.op),
+             from.prescale,
+             from.postscale,
+             static_cast<DataType>(only.dtype),
+             only.shape,
+             static_cast<size_t>(only.ndim),
+             reinterpret_cast<const void*>(only.input),
+             reinterpret_cast<void*>(only.output)};
+  return true;
+}
+
 Status MakeEntry(const hr_request& from, const SharedProcessSets& sets, int rank,
                  TensorEntry* entry) {
   HORORING_RETURN_IF_ERROR(EntryFrom(from, entry));

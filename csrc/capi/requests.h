@@ -13,4 +13,7 @@ namespace hororing {
 Status MakeEntry(const hr_request& from, const SharedProcessSets& sets, int rank,
                  TensorEntry* entry);
 
+// Whether the request is an allreduce of one tensor in host memory; if so, that.
+bool IsOneTensor(const hr_request& from, OneTensor* tensor);
+
 }  // namespace hororing

@@ -50,7 +50,7 @@ void Loop::Apply(const Agreement& agreement) {
   }
   Run(&work);
   stand_ins_.clear();
-  for (uint64_t id : agreement.evicted) cache_.Evict(id);
+  for (uint64_t id : agreement.evicted) Forget(id);
   applied_ = agreement.sequence;
 }
 
@@ -66,9 +66,8 @@ std::optional<Work> Loop::Agreed(const Decision& decision) {
   Work work;
   const bool cached = decision.name.empty();
   const ResponseCache::Record* record = cached ? cache_.Lookup(decision.cache_id) : nullptr;
-  const std::string key = cached ? (record != nullptr ? Key(record->request) : std::string())
-                                 : Key(decision.process_set, decision.name);
-  work.entry = engine_.tensors_.Find(key);
+  work.entry = cached ? Reported(decision.cache_id)
+                      : engine_.tensors_.Find(Key(decision.process_set, decision.name));
   if (work.entry == nullptr) {
     if (decision.stand_in) {
       work.entry = StandIn(*decision.stand_in);
@@ -82,11 +81,30 @@ std::optional<Work> Loop::Agreed(const Decision& decision) {
     if (work.entry == nullptr) return std::nullopt;
   }
   work.rows = cached ? record->rows : decision.rows;
-  if (!cached && decision.cache_id != 0) {
-    cache_.Define(decision.cache_id, work.entry->request, decision.rows);
+  if (!cached) {
+    Reported(work.entry->cache_id);  // by what is replaced now
+    if (decision.cache_id != 0) {
+      Forget(cache_.Find(work.entry->request.process_set, work.entry->request.name));
+      cache_.Define(decision.cache_id, work.entry->request, decision.rows);
+    }
+    work.entry->cache_id = decision.cache_id;
   }
   TraceNegotiation(*work.entry, NowNs());
   return work;
+}
+
+// What is in flight under this id, which nothing is from now on.
+TensorEntry* Loop::Reported(uint64_t id) {
+  const auto reported = reported_.find(id);
+  return reported == reported_.end() ? nullptr : std::exchange(reported->second, nullptr);
+}
+
+void Loop::Forget(uint64_t id) {
+  if (const ResponseCache::Record* record = cache_.Lookup(id)) {
+    engine_.tensors_.Forget(Key(record->request));
+  }
+  cache_.Evict(id);
+  reported_.erase(id);
 }
 
 // This rank has joined, and contributes what leaves the others' values as they are.
@@ -170,7 +188,7 @@ void Loop::RemoveSet(int32_t id) {
   for (std::unique_ptr<TensorEntry>& entry : engine_.tensors_.RemoveSet(id)) {
     FailRemoved(std::move(entry));
   }
-  cache_.ForgetSet(id);
+  for (const uint64_t cached : cache_.ForgetSet(id)) reported_.erase(cached);
   runner_.RemoveSet(id);
 }
 
@@ -180,6 +198,7 @@ void Loop::Fail(const Decision& decision) {
   // One that is not reported yet, in a set that is removed, is for RemoveSet.
   if (failed == nullptr || failed->reported_ns == 0) return;
   TraceNegotiation(*failed, NowNs());
+  Reported(failed->cache_id);
   const std::unique_ptr<TensorEntry> entry = engine_.tensors_.Remove(key);
   ++engine_.stats_.completed;
   engine_.handles_->Complete(entry->handle, decision.status, {});

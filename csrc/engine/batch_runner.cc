@@ -158,7 +158,7 @@ Status BatchRunner::Run(std::vector<Work> work) {
       Item& item = items[i];
       const TensorView& view = item.entry->views[item.index];
       BatchEntry entry = std::move(item.sizes);
-      entry.name = TensorName(item.entry->request, item.index);
+      if (trace_.enabled()) entry.name = TensorName(item.entry->request, item.index);
       entry.input = view.input;
       entry.output = IsGathering(batch.kind) ? item.entry->results[item.index].data() : view.output;
       entry.elements = static_cast<size_t>(view.elements());
@@ -244,14 +244,36 @@ Status BatchRunner::RunBatch(int32_t process_set, const Batch& batch,
   stats_.scratch_bytes = static_cast<int64_t>(scratch);
 
   if (!status.ok()) return status;
-  for (TensorEntry* entry : entries) {
-    if (batch.on_device) entry->landed = (*backend)->done();
-    if (--entry->unfinished == 0) Complete(entry);
+  if (batch.on_device) {
+    for (TensorEntry* entry : entries) entry->landed = (*backend)->done();
   }
+  Complete(entries);
   if (trace_.enabled()) {
     trace_.Span(Stage::kComplete, Track::kLoop, NamesOf(batch), end, NowNs());
   }
   return Status::Ok();
+}
+
+// Of a batch that was carried out. What rests may be in the callers' hands again at once: nothing
+// is read of it afterwards.
+void BatchRunner::Complete(const std::vector<TensorEntry*>& entries) {
+  complete_.clear();
+  resting_.clear();
+  for (TensorEntry* entry : entries) {
+    if (--entry->unfinished > 0) continue;
+    const bool may_rest = entry->cache_id != 0 && entry->views.size() == 1 &&
+                          entry->request.kind == Collective::kAllreduce &&
+                          !entry->request.on_device() && !entry->stands_in();
+    if (!may_rest) {
+      Complete(entry);
+      continue;
+    }
+    complete_.push_back(entry->handle);
+    resting_.push_back(entry);
+  }
+  stats_.completed += static_cast<int64_t>(complete_.size());
+  tensors_.Rest(resting_);
+  handles_.Complete(complete_);
 }
 
 void BatchRunner::Complete(TensorEntry* entry) {

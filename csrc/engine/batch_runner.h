@@ -77,6 +77,7 @@ class BatchRunner {
   Status Allocate(Work& work);
   Status RunBatch(int32_t process_set, const Batch& batch,
                   const std::vector<TensorEntry*>& entries);
+  void Complete(const std::vector<TensorEntry*>& entries);
 
   const Options options_;
   std::vector<Ran> ran_;
@@ -85,6 +86,9 @@ class BatchRunner {
   HandleTable& handles_;
   TraceSink& trace_;
   Stats& stats_;
+  // Of Complete; their memory is used again.
+  std::vector<int64_t> complete_;
+  std::vector<TensorEntry*> resting_;
 };
 
 // The name under which tensor `index` of a request appears in the timeline.

@@ -252,6 +252,18 @@ Status Engine::Submit(std::unique_ptr<TensorEntry> entry, bool wait_follows, int
   return status;
 }
 
+size_t Engine::SubmitAgain(const OneTensor* tensors, size_t count, bool wait_follows,
+                           int64_t* handles) {
+  if (trace_.enabled()) return 0;  // each has its span
+  handles_->Create(handles, count);
+  const size_t added = tensors_.AddAgain(tensors, count, handles, NowNs());
+  for (size_t i = added; i < count; ++i) Forget(handles[i], Status::Ok());
+  if (added == 0) return 0;
+  stats_.submitted += static_cast<int64_t>(added);
+  if (!wait_follows || !drivable_) Wake();
+  return added;
+}
+
 Status Engine::SubmitMany(std::vector<std::unique_ptr<TensorEntry>> entries, int64_t* handles,
                           size_t* submitted) {
   handles_->Create(handles, entries.size());
@@ -278,7 +290,7 @@ Status Engine::Add(std::unique_ptr<TensorEntry> entry, int64_t handle) {
     return status;
   }
   ++stats_.submitted;
-  trace_.Span(Stage::kSubmit, Track::kCaller, tensor, begin, NowNs(), bytes);
+  if (trace_.enabled()) trace_.Span(Stage::kSubmit, Track::kCaller, tensor, begin, NowNs(), bytes);
   return Status::Ok();
 }
 

@@ -81,6 +81,9 @@ class Engine {
   // `entry` without handle and times; its request matches its views. `wait_follows`: this thread
   // calls Wait(*handle) next, so nobody else needs to be woken.
   Status Submit(std::unique_ptr<TensorEntry> entry, bool wait_follows, int64_t* handle);
+  // Those of the first tensors whose names were used for the same before and are not in flight:
+  // they cost little. How many; nothing is said of the others.
+  size_t SubmitAgain(const OneTensor* tensors, size_t count, bool wait_follows, int64_t* handles);
   // Several, for which nobody waits next; the first that is refused is the last that is tried.
   // `submitted` of them then have handles.
   Status SubmitMany(std::vector<std::unique_ptr<TensorEntry>> entries, int64_t* handles,

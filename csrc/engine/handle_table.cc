@@ -13,6 +13,11 @@ namespace {
 // Of any vector unit, so that frameworks take results as they are: TensorFlow copies others.
 constexpr size_t kAlignment = 64;
 
+// Of a handle's 63 bits: requests in flight at a time; and how many there are until numbers come
+// again.
+constexpr int kPlaceBits = 28;
+constexpr int64_t kNumbers = (int64_t{1} << (63 - kPlaceBits)) - 2;
+
 Status NoResult(int64_t handle, size_t index) {
   return Status(Code::kInvalidArgument,
                 "handle " + std::to_string(handle) + " has no result " + std::to_string(index));
@@ -58,19 +63,51 @@ bool GatheredTensor::Hold(const std::vector<int64_t>& numbers) {
 
 void* GatheredTensor::Release() { return std::exchange(data_, nullptr); }
 
+int64_t HandleTable::New() {
+  if (free_.empty()) {
+    free_.push_back(static_cast<int64_t>(slots_.size()));
+    slots_.emplace_back();
+  }
+  const int64_t place = free_.back();
+  free_.pop_back();
+  next_ = next_ % kNumbers + 1;
+  const int64_t handle = next_ << kPlaceBits | place;
+  slots_[static_cast<size_t>(place)].handle = handle;
+  return handle;
+}
+
+HandleTable::Slot* HandleTable::Find(int64_t handle) {
+  const size_t place = static_cast<size_t>(handle & ((int64_t{1} << kPlaceBits) - 1));
+  if (handle <= 0 || place >= slots_.size() || slots_[place].handle != handle) return nullptr;
+  return &slots_[place];
+}
+
+void HandleTable::Free(Slot& slot) {
+  free_.push_back(&slot - slots_.data());
+  slot = Slot();
+}
+
 int64_t HandleTable::Create() {
   std::lock_guard<std::mutex> lock(mutex_);
-  const int64_t handle = next_++;
-  slots_.emplace(handle, Slot());
-  return handle;
+  return New();
 }
 
 void HandleTable::Create(int64_t* handles, size_t count) {
   std::lock_guard<std::mutex> lock(mutex_);
-  for (size_t i = 0; i < count; ++i) {
-    handles[i] = next_++;
-    slots_.emplace(handles[i], Slot());
+  for (size_t i = 0; i < count; ++i) handles[i] = New();
+}
+
+// Whether somebody sleeps until then.
+bool HandleTable::Finish(Slot& slot, Status status, std::vector<GatheredTensor> results) {
+  const bool awaited = slot.awaited;
+  if (slot.released) {
+    Free(slot);
+  } else {
+    slot.done = true;
+    slot.status = std::move(status);
+    slot.results = std::move(results);
   }
+  return awaited;
 }
 
 void HandleTable::Complete(int64_t handle, Status status, std::vector<GatheredTensor> results,
@@ -78,26 +115,31 @@ void HandleTable::Complete(int64_t handle, Status status, std::vector<GatheredTe
   bool wake = false;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    const auto slot = slots_.find(handle);
-    if (slot == slots_.end()) return;
-    wake = slot->second.awaited;
-    if (slot->second.released) {
-      slots_.erase(slot);
-    } else {
-      slot->second.done = true;
-      slot->second.status = std::move(status);
-      slot->second.results = std::move(results);
-      slot->second.landed = std::move(landed);
+    Slot* const slot = Find(handle);
+    if (slot == nullptr) return;
+    if (!slot->released) slot->landed = std::move(landed);
+    wake = Finish(*slot, std::move(status), std::move(results));
+  }
+  if (wake) completed_.notify_all();
+}
+
+void HandleTable::Complete(const std::vector<int64_t>& handles) {
+  bool wake = false;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (const int64_t handle : handles) {
+      Slot* const slot = Find(handle);
+      if (slot != nullptr) wake = Finish(*slot, Status::Ok(), {}) || wake;
     }
   }
   if (wake) completed_.notify_all();
 }
 
-HandleTable::Look HandleTable::Poll(int64_t handle) const {
+HandleTable::Look HandleTable::Poll(int64_t handle) {
   std::lock_guard<std::mutex> lock(mutex_);
-  const auto slot = slots_.find(handle);
-  if (slot == slots_.end() || slot->second.released) return Look::kUnknown;
-  return slot->second.done ? Look::kDone : Look::kPending;
+  const Slot* const slot = Find(handle);
+  if (slot == nullptr || slot->released) return Look::kUnknown;
+  return slot->done ? Look::kDone : Look::kPending;
 }
 
 template <typename Settled>
@@ -114,24 +156,24 @@ HandleTable::Look HandleTable::Wait(int64_t handle, TimeNs timeout_ns, Status* s
   std::unique_lock<std::mutex> lock(mutex_);
   Look look = Look::kPending;
   Sleep(lock, timeout_ns, [&] {
-    const auto slot = slots_.find(handle);
-    if (slot == slots_.end() || slot->second.released) {
+    Slot* const slot = Find(handle);
+    if (slot == nullptr || slot->released) {
       look = Look::kUnknown;
       return true;
     }
-    slot->second.awaited = true;
-    if (!slot->second.done) return false;
+    slot->awaited = true;
+    if (!slot->done) return false;
     look = Look::kDone;
-    *status = slot->second.status;
+    *status = slot->status;
     return true;
   });
   return look;
 }
 
-std::shared_ptr<const DeviceEvent> HandleTable::Landed(int64_t handle) const {
+std::shared_ptr<const DeviceEvent> HandleTable::Landed(int64_t handle) {
   std::lock_guard<std::mutex> lock(mutex_);
-  const auto slot = slots_.find(handle);
-  return slot == slots_.end() ? nullptr : slot->second.landed;
+  const Slot* const slot = Find(handle);
+  return slot == nullptr ? nullptr : slot->landed;
 }
 
 HandleTable::Look HandleTable::WaitMany(const int64_t* handles, size_t count, TimeNs timeout_ns,
@@ -144,16 +186,16 @@ HandleTable::Look HandleTable::WaitMany(const int64_t* handles, size_t count, Ti
   // before.
   const bool settled = Sleep(lock, timeout_ns, [&] {
     for (; left > 0; --left) {
-      const auto slot = slots_.find(handles[left - 1]);
-      if (slot == slots_.end() || slot->second.released) {
+      Slot* const slot = Find(handles[left - 1]);
+      if (slot == nullptr || slot->released) {
         *all_ok = false;
         continue;
       }
-      if (!slot->second.done) {
-        slot->second.awaited = true;
+      if (!slot->done) {
+        slot->awaited = true;
         return false;
       }
-      *all_ok = *all_ok && slot->second.status.ok();
+      *all_ok = *all_ok && slot->status.ok();
     }
     return true;
   });
@@ -162,27 +204,25 @@ HandleTable::Look HandleTable::WaitMany(const int64_t* handles, size_t count, Ti
     return Look::kPending;
   }
   for (size_t i = 0; *all_ok && i < count; ++i) {
-    const auto slot = slots_.find(handles[i]);
-    if (slot == slots_.end()) continue;
-    std::shared_ptr<const DeviceEvent>& event = slot->second.landed;
+    Slot* const slot = Find(handles[i]);
+    if (slot == nullptr) continue;  // it is there twice
+    std::shared_ptr<const DeviceEvent>& event = slot->landed;
     // Mostly those of one batch follow one another, and have one event.
     if (landed != nullptr && event != nullptr && (landed->empty() || landed->back() != event)) {
       landed->push_back(std::move(event));
     }
-    slots_.erase(slot);
+    Free(*slot);
   }
   return Look::kDone;
 }
 
-// REQUIRES: mutex_ is held.
-const GatheredTensor* HandleTable::Result(int64_t handle, size_t index) const {
-  const auto slot = slots_.find(handle);
-  const bool there =
-      slot != slots_.end() && slot->second.done && index < slot->second.results.size();
-  return there ? &slot->second.results[index] : nullptr;
+GatheredTensor* HandleTable::Result(int64_t handle, size_t index) {
+  Slot* const slot = Find(handle);
+  const bool there = slot != nullptr && slot->done && index < slot->results.size();
+  return there ? &slot->results[index] : nullptr;
 }
 
-Status HandleTable::Rows(int64_t handle, size_t index, int64_t* rows) const {
+Status HandleTable::Rows(int64_t handle, size_t index, int64_t* rows) {
   std::lock_guard<std::mutex> lock(mutex_);
   const GatheredTensor* result = Result(handle, index);
   if (result == nullptr) return NoResult(handle, index);
@@ -192,21 +232,21 @@ Status HandleTable::Rows(int64_t handle, size_t index, int64_t* rows) const {
 
 Status HandleTable::Take(int64_t handle, size_t index, GatheredTensor* result) {
   std::lock_guard<std::mutex> lock(mutex_);
-  const auto slot = slots_.find(handle);
-  if (Result(handle, index) == nullptr) return NoResult(handle, index);
-  *result = std::move(slot->second.results[index]);
+  GatheredTensor* const there = Result(handle, index);
+  if (there == nullptr) return NoResult(handle, index);
+  *result = std::move(*there);
   return Status::Ok();
 }
 
 bool HandleTable::Release(int64_t handle) {
   std::lock_guard<std::mutex> lock(mutex_);
-  const auto slot = slots_.find(handle);
-  if (slot == slots_.end() || slot->second.released) return false;
-  if (slot->second.done) {
-    slots_.erase(slot);
+  Slot* const slot = Find(handle);
+  if (slot == nullptr || slot->released) return false;
+  if (slot->done) {
+    Free(*slot);
   } else {
-    slot->second.released = true;
-    if (slot->second.awaited) completed_.notify_all();  // whoever waits for it waits in vain
+    slot->released = true;
+    if (slot->awaited) completed_.notify_all();  // whoever waits for it waits in vain
   }
   return true;
 }

@@ -8,7 +8,6 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
-#include <unordered_map>
 #include <vector>
 
 #include "base/clock.h"
@@ -54,8 +53,10 @@ class HandleTable {
   // device the results are there then; null: now.
   void Complete(int64_t handle, Status status, std::vector<GatheredTensor> results,
                 std::shared_ptr<const DeviceEvent> landed = nullptr);
+  // With success and without results. Whoever waits is woken once.
+  void Complete(const std::vector<int64_t>& handles);
 
-  Look Poll(int64_t handle) const;
+  Look Poll(int64_t handle);
   // Waits at most `timeout_ns`; fills `status` when done.
   Look Wait(int64_t handle, TimeNs timeout_ns, Status* status);
   // Waits for all of them. When all have succeeded they are released, and `all_ok` is true;
@@ -63,22 +64,21 @@ class HandleTable {
   Look WaitMany(const int64_t* handles, size_t count, TimeNs timeout_ns, bool* all_ok,
                 std::vector<std::shared_ptr<const DeviceEvent>>* landed = nullptr);
   // Null where there is none, or no such handle.
-  std::shared_ptr<const DeviceEvent> Landed(int64_t handle) const;
+  std::shared_ptr<const DeviceEvent> Landed(int64_t handle);
   // The first dimension of result `index` of a handle that is done; kInvalidArgument for anything
   // else. Take moves it out.
-  Status Rows(int64_t handle, size_t index, int64_t* rows) const;
+  Status Rows(int64_t handle, size_t index, int64_t* rows);
   Status Take(int64_t handle, size_t index, GatheredTensor* result);
   // False when there is no such handle.
   bool Release(int64_t handle);
 
  private:
-  struct Slot;
-  const GatheredTensor* Result(int64_t handle, size_t index) const;
   // Sleeps until settled(), at most `timeout_ns`; whether it is.
   template <typename Settled>
   bool Sleep(std::unique_lock<std::mutex>& lock, TimeNs timeout_ns, const Settled& settled);
 
   struct Slot {
+    int64_t handle = 0;  // 0: free
     bool done = false;
     bool released = false;
     bool awaited = false;  // somebody sleeps until it is done
@@ -87,10 +87,19 @@ class HandleTable {
     std::shared_ptr<const DeviceEvent> landed;
   };
 
-  mutable std::mutex mutex_;
+  // All of these: REQUIRES mutex_.
+  int64_t New();
+  Slot* Find(int64_t handle);
+  void Free(Slot& slot);
+  GatheredTensor* Result(int64_t handle, size_t index);  // null: there is none
+  bool Finish(Slot& slot, Status status, std::vector<GatheredTensor> results);
+
+  std::mutex mutex_;
   std::condition_variable completed_;
-  std::unordered_map<int64_t, Slot> slots_;  // GUARDED_BY(mutex_)
-  int64_t next_ = 1;                         // GUARDED_BY(mutex_)
+  // A handle is the place of its slot and, above that, a number that its slot never had before.
+  std::vector<Slot> slots_;    // GUARDED_BY(mutex_)
+  std::vector<int64_t> free_;  // places; GUARDED_BY(mutex_)
+  int64_t next_ = 0;           // GUARDED_BY(mutex_)
 };
 
 }  // namespace hororing

@@ -157,14 +157,17 @@ bool Loop::Report() {
   report.applied = applied_;
   const TimeNs now = NowNs();
   TimeNs oldest = 0;
-  for (TensorEntry* entry : engine_.tensors_.TakeSubmitted()) {
+  engine_.tensors_.TakeSubmitted(&submitted_);
+  for (TensorEntry* entry : submitted_) {
     if (!engine_.sets_.Holds(entry->request.process_set)) {  // removed since it was submitted
       FailRemoved(engine_.tensors_.Remove(Key(entry->request)));
       continue;
     }
     entry->reported_ns = now;
-    const uint64_t id = cache_.Find(entry->request);
+    if (entry->cache_id == 0) entry->cache_id = cache_.Find(entry->request);
+    const uint64_t id = entry->cache_id;
     if (id != 0) {
+      reported_[id] = entry;
       report.cached.push_back(id);
       if (Learns(engine_.config_)) {
         const TimeNs age = std::max<TimeNs>(0, now - entry->submitted_ns);

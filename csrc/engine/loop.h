@@ -14,6 +14,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "engine/batch_runner.h"
@@ -61,10 +62,12 @@ class Loop {
   // apply.cc
   void Apply(const Agreement& agreement);
   void Run(std::vector<Work>* work);
+  TensorEntry* Reported(uint64_t id);
   std::optional<Work> Agreed(const Decision& decision);
   TensorEntry* StandIn(const Request& request);
   Status ToDevice(size_t bytes, GatheredTensor* memory);
   void Settle(const Work& work);
+  void Forget(uint64_t id);
   void AddSet(int32_t id, const Request& request);
   void RemoveSet(int32_t id);
   void Fail(const Decision& decision);
@@ -95,6 +98,9 @@ class Loop {
   int64_t plan_version_ = 0;                 // that was shown
   std::ofstream tune_log_;                   // on rank 0
   ResponseCache cache_;
+  // In flight and reported by these ids; null: none is.
+  std::unordered_map<uint64_t, TensorEntry*> reported_;
+  std::vector<TensorEntry*> submitted_;  // of Report; its memory is used again
   // Of the agreement under way: what this rank contributes although it has joined.
   std::vector<std::unique_ptr<TensorEntry>> stand_ins_;
   uint64_t applied_ = 0;

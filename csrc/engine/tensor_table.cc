@@ -4,6 +4,21 @@
 #include <utility>
 
 namespace hororing {
+namespace {
+
+// Whether the entry's request is an allreduce of this tensor, wherever it lies.
+bool IsAs(const TensorEntry& entry, const OneTensor& tensor) {
+  const Request& request = entry.request;
+  if (request.kind != Collective::kAllreduce || request.tensors.size() != 1) return false;
+  const Request::Tensor& known = request.tensors[0];
+  return !known.on_device && request.op == tensor.op && request.prescale == tensor.prescale &&
+         request.postscale == tensor.postscale && known.dtype == tensor.dtype &&
+         std::equal(known.shape.begin(), known.shape.end(), tensor.shape,
+                    tensor.shape + tensor.dimensions) &&
+         ((tensor.input != nullptr && tensor.output != nullptr) || entry.views[0].elements() == 0);
+}
+
+}  // namespace
 
 Status During(const TensorEntry& entry, const Status& status) {
   return Status(status.code(),
@@ -22,7 +37,7 @@ Status TensorTable::Add(std::unique_ptr<TensorEntry> entry) {
                                  "thread, until join has returned"));
   }
   const auto [place, added] = entries_.try_emplace(Key(entry->request));
-  if (!added) {
+  if (!added && !place->second->resting) {
     return During(
         *entry, Status(Code::kDuplicateName,
                        std::string("a request of that name (") + Name(place->second->request.kind) +
@@ -36,25 +51,65 @@ Status TensorTable::Add(std::unique_ptr<TensorEntry> entry) {
   return Status::Ok();
 }
 
-std::vector<TensorEntry*> TensorTable::TakeSubmitted() {
+size_t TensorTable::AddAgain(const OneTensor* tensors, size_t count, const int64_t* handles,
+                             TimeNs now) {
   std::lock_guard<std::mutex> lock(mutex_);
-  return std::exchange(submitted_, {});
+  if (!closed_.ok() || joining_) return 0;
+  for (size_t i = 0; i < count; ++i) {
+    const OneTensor& tensor = tensors[i];
+    SetKey(tensor.process_set, tensor.name, &key_);
+    const auto place = entries_.find(key_);
+    if (place == entries_.end() || !place->second->resting || !IsAs(*place->second, tensor))
+      return i;
+    TensorEntry& entry = *place->second;
+    entry.resting = false;
+    entry.views[0].input = tensor.input;
+    entry.views[0].output = tensor.output;
+    entry.handle = handles[i];
+    entry.submitted_ns = now;
+    entry.reported_ns = 0;
+    entry.stage = "NEGOTIATE";
+    submitted_.push_back(&entry);
+  }
+  return count;
+}
+
+void TensorTable::TakeSubmitted(std::vector<TensorEntry*>* submitted) {
+  submitted->clear();
+  std::lock_guard<std::mutex> lock(mutex_);
+  submitted->swap(submitted_);
 }
 
 TensorEntry* TensorTable::Find(const std::string& key) {
   std::lock_guard<std::mutex> lock(mutex_);
   const auto entry = entries_.find(key);
-  return entry == entries_.end() ? nullptr : entry->second.get();
+  return entry == entries_.end() || entry->second->resting ? nullptr : entry->second.get();
 }
 
 std::unique_ptr<TensorEntry> TensorTable::Remove(const std::string& key) {
   std::lock_guard<std::mutex> lock(mutex_);
   const auto entry = entries_.find(key);
-  if (entry == entries_.end()) return nullptr;
+  if (entry == entries_.end() || entry->second->resting) return nullptr;
   std::unique_ptr<TensorEntry> removed = std::move(entry->second);
   entries_.erase(entry);
   if (removed->request.kind == Collective::kJoin) joining_ = false;
   return removed;
+}
+
+void TensorTable::Rest(const std::vector<TensorEntry*>& entries) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (TensorEntry* entry : entries) entry->resting = true;
+}
+
+void TensorTable::Forget(const std::string& key) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto entry = entries_.find(key);
+  if (entry == entries_.end()) return;
+  if (entry->second->resting) {
+    entries_.erase(entry);
+  } else {
+    entry->second->cache_id = 0;
+  }
 }
 
 std::vector<std::unique_ptr<TensorEntry>> TensorTable::RemoveSet(int32_t process_set) {
@@ -64,7 +119,7 @@ std::vector<std::unique_ptr<TensorEntry>> TensorTable::RemoveSet(int32_t process
     if (entry->second->request.process_set == process_set) {
       submitted_.erase(std::remove(submitted_.begin(), submitted_.end(), entry->second.get()),
                        submitted_.end());
-      removed.push_back(std::move(entry->second));
+      if (!entry->second->resting) removed.push_back(std::move(entry->second));
       entry = entries_.erase(entry);
     } else {
       ++entry;
@@ -78,14 +133,11 @@ std::vector<std::unique_ptr<TensorEntry>> TensorTable::Close(const Status& why) 
   closed_ = why;
   submitted_.clear();
   std::vector<std::unique_ptr<TensorEntry>> left;
-  for (auto& [name, entry] : entries_) left.push_back(std::move(entry));
+  for (auto& [name, entry] : entries_) {
+    if (!entry->resting) left.push_back(std::move(entry));
+  }
   entries_.clear();
   return left;
-}
-
-bool TensorTable::empty() const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return entries_.empty();
 }
 
 }  // namespace hororing

@@ -1,8 +1,11 @@
 // TensorTable: requests between SUBMIT and COMPLETE, by process set and name. The caller adds, the
 // engine's thread takes and removes.
 //
-// Thread-safety: Add from any thread; everything else from the loop thread. Entries that
-// Find returns belong to the loop thread until Remove.
+// An entry whose request is in the response cache rests here when it is complete: the next request
+// of that name is the same, mostly, and then costs no memory to be made.
+//
+// Thread-safety: Add and AddAgain from any thread; everything else from the loop thread. Entries
+// that are in flight belong to the loop thread until Remove or Rest.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +29,9 @@ struct TensorEntry {
   int64_t handle = 0;
   TimeNs submitted_ns = 0;
   std::shared_ptr<const DeviceEvent> ready;  // on a device: when the views may be used
+  bool resting = false;                      // not in flight; GUARDED_BY the table's mutex
   // Loop thread only.
+  uint64_t cache_id = 0;  // of `request` in the response cache; 0: none, as far as is known
   TimeNs reported_ns = 0;
   const char* stage = "NEGOTIATE";  // for error texts: "during REDUCE"
   size_t unfinished = 0;            // tensors of this entry that still have to go through a batch
@@ -40,28 +45,49 @@ struct TensorEntry {
 // "allreduce 'layer1.weight' (REDUCE): text", with the code and rank of `status`.
 Status During(const TensorEntry& entry, const Status& status);
 
+// An allreduce of one tensor in host memory, as its caller knows it before there is an entry.
+struct OneTensor {
+  const char* name;
+  int32_t process_set;
+  ReduceOp op;
+  double prescale, postscale;
+  DataType dtype;
+  const int64_t* shape;
+  size_t dimensions;
+  const void* input;
+  void* output;
+};
+
 class TensorTable {
  public:
   // kDuplicateName while a request of that name is in flight; kInvalidArgument while a join is;
   // the status of Close after it.
   Status Add(std::unique_ptr<TensorEntry> entry);
 
+  // Adds those whose entries rest here, up to the first that has none, or is not as it was then.
+  // How many.
+  size_t AddAgain(const OneTensor* tensors, size_t count, const int64_t* handles, TimeNs now);
+
   // Everything added since the last call, in order.
-  std::vector<TensorEntry*> TakeSubmitted();
-  // By Key(process set, name).
+  void TakeSubmitted(std::vector<TensorEntry*>* submitted);
+  // Those in flight, by Key(process set, name).
   TensorEntry* Find(const std::string& key);
   std::unique_ptr<TensorEntry> Remove(const std::string& key);
+  // These are complete, have no results, and a cache_id.
+  void Rest(const std::vector<TensorEntry*>& entries);
+  // The cache has forgotten what it knew by this key: nothing of it rests here.
+  void Forget(const std::string& key);
   // All requests of a process set.
   std::vector<std::unique_ptr<TensorEntry>> RemoveSet(int32_t process_set);
   // Refuses every later Add with `why`, and hands out all that is left.
   std::vector<std::unique_ptr<TensorEntry>> Close(const Status& why);
-  bool empty() const;
 
  private:
-  mutable std::mutex mutex_;
+  std::mutex mutex_;
   std::unordered_map<std::string, std::unique_ptr<TensorEntry>> entries_;  // GUARDED_BY(mutex_)
   std::vector<TensorEntry*> submitted_;                                    // GUARDED_BY(mutex_)
-  Status closed_;                                                          // GUARDED_BY(mutex_)
+  std::string key_;       // of what is looked for; GUARDED_BY(mutex_)
+  Status closed_;         // GUARDED_BY(mutex_)
   bool joining_ = false;  // a join is in entries_; GUARDED_BY(mutex_)
 };
 

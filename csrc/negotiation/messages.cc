@@ -26,8 +26,17 @@ std::string Request::Title() const {
 }
 
 // No name holds a zero character: they come through C strings.
+void SetKey(int32_t process_set, const char* name, std::string* key) {
+  *key = name;
+  if (process_set == kWorldSet) return;
+  key->push_back('\0');
+  *key += std::to_string(process_set);
+}
+
 std::string Key(int32_t process_set, const std::string& name) {
-  return process_set == kWorldSet ? name : name + '\0' + std::to_string(process_set);
+  std::string key;
+  SetKey(process_set, name.c_str(), &key);
+  return key;
 }
 
 }  // namespace hororing

@@ -50,6 +50,8 @@ struct Request {
 
 // What a rank knows a request by: names are scoped by process set.
 std::string Key(int32_t process_set, const std::string& name);
+// The same, into memory that is there.
+void SetKey(int32_t process_set, const char* name, std::string* key);
 inline std::string Key(const Request& request) { return Key(request.process_set, request.name); }
 
 // From a rank to the coordinator: what has been submitted since the last report.

@@ -5,9 +5,13 @@
 namespace hororing {
 
 uint64_t ResponseCache::Find(const Request& request) const {
-  const auto id = ids_.find(Key(request));
-  if (id == ids_.end()) return 0;
-  return records_.at(id->second).request == request ? id->second : 0;
+  const uint64_t id = Find(request.process_set, request.name);
+  return id != 0 && records_.at(id).request == request ? id : 0;
+}
+
+uint64_t ResponseCache::Find(int32_t process_set, const std::string& name) const {
+  const auto id = ids_.find(Key(process_set, name));
+  return id == ids_.end() ? 0 : id->second;
 }
 
 const ResponseCache::Record* ResponseCache::Lookup(uint64_t id) const {
@@ -29,15 +33,18 @@ void ResponseCache::Evict(uint64_t id) {
   records_.erase(record);
 }
 
-void ResponseCache::ForgetSet(int32_t process_set) {
+std::vector<uint64_t> ResponseCache::ForgetSet(int32_t process_set) {
+  std::vector<uint64_t> forgotten;
   for (auto record = records_.begin(); record != records_.end();) {
     if (record->second.request.process_set == process_set) {
       ids_.erase(Key(record->second.request));
+      forgotten.push_back(record->first);
       record = records_.erase(record);
     } else {
       ++record;
     }
   }
+  return forgotten;
 }
 
 }  // namespace hororing

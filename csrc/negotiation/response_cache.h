@@ -23,13 +23,15 @@ class ResponseCache {
 
   // The id under which exactly this request is cached, or 0.
   uint64_t Find(const Request& request) const;
+  // The id under which a request of that name is, or 0.
+  uint64_t Find(int32_t process_set, const std::string& name) const;
   // Null when `id` is not cached.
   const Record* Lookup(uint64_t id) const;
   // A name has at most one id: an older one is forgotten.
   void Define(uint64_t id, Request request, std::vector<int64_t> rows);
   void Evict(uint64_t id);
-  // The process set is no more.
-  void ForgetSet(int32_t process_set);
+  // The process set is no more. Returns the ids of its requests.
+  std::vector<uint64_t> ForgetSet(int32_t process_set);
   size_t size() const { return records_.size(); }
 
  private:

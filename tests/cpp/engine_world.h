@@ -40,8 +40,19 @@ struct Player {
     entry->views = {view};
     return entry;
   }
+  // The same for SubmitAgain. `name` and `shape` must live until then.
+  static OneTensor Again(const std::string& name, std::vector<float>& data, ReduceOp op,
+                         int64_t* shape, int32_t process_set = kWorldSet) {
+    *shape = static_cast<int64_t>(data.size());
+    return {name.c_str(),       process_set, op, 1.0,         1.0,
+            DataType::kFloat32, shape,       1,  data.data(), data.data()};
+  }
   Status Submit(const std::string& name, std::vector<float>& data, ReduceOp op, int64_t* handle,
                 bool wait_follows = false, int32_t process_set = kWorldSet) {
+    // As the C interface does.
+    int64_t shape = 0;
+    const OneTensor tensor = Again(name, data, op, &shape, process_set);
+    if (engine->SubmitAgain(&tensor, 1, wait_follows, handle) == 1) return Status::Ok();
     return engine->Submit(Entry(name, data, op, process_set), wait_follows, handle);
   }
   Status Gather(const std::string& name, std::vector<float>& data, int64_t* handle) {

@@ -1,6 +1,8 @@
 // Requests that are submitted and awaited together, as gradients are.
+#include <algorithm>
 #include <array>
 #include <atomic>
+#include <random>
 #include <string>
 #include <thread>
 #include <vector>
@@ -38,6 +40,102 @@ TEST(many_requests_are_submitted_and_awaited_together) {
           for (float value : data[i]) CHECK_EQ(value, sum);
           CHECK(player.handles->Poll(handles[i]) == Look::kUnknown);  // released
         }
+      }
+    });
+  }
+}
+
+TEST(what_was_submitted_before_is_submitted_again_up_to_what_is_not_the_same) {
+  for (int size : {1, 2, 3}) {
+    Play(size, {}, [](Player& player) {
+      const std::array<std::string, 4> names{"a", "b", "c", "d"};
+      std::array<std::vector<float>, 4> data;
+      std::array<int64_t, 4> handles{}, shapes{};
+      std::array<OneTensor, 4> tensors{};
+      const auto prepare = [&](size_t elements) {
+        for (size_t i = 0; i < names.size(); ++i) {
+          data[i].assign(elements, static_cast<float>(player.rank + 1));
+          tensors[i] = Player::Again(names[i], data[i], ReduceOp::kSum, &shapes[i]);
+        }
+      };
+      const auto again = [&] {
+        return player.engine->SubmitAgain(tensors.data(), tensors.size(), false, handles.data());
+      };
+      const auto sum = static_cast<float>(player.size * (player.size + 1) / 2);
+      prepare(3);
+      CHECK_EQ(again(), size_t{0});
+      for (auto& each : data) CHECK_OK(player.Allreduce(names[&each - data.data()], each));
+      for (int round = 0; round < 3; ++round) {
+        prepare(3);
+        std::vector<float> go(1, 0.0f);
+        if (player.rank != 0) CHECK_OK(player.Allreduce("go", go));
+        CHECK_EQ(again(), size_t{4});
+        if (player.rank == 0) {
+          std::array<int64_t, 4> others{};
+          const OneTensor* const first = tensors.data();
+          // In flight, as long as the others do not go.
+          if (player.size > 1) {
+            CHECK_EQ(player.engine->SubmitAgain(first, 4, false, others.data()), size_t{0});
+          }
+          CHECK_OK(player.Allreduce("go", go));
+        }
+        bool all_ok = false;
+        const Look look = player.engine->WaitMany(handles.data(), 4, kPatience, &all_ok);
+        CHECK(look == Look::kDone && all_ok);
+        for (const auto& each : data) CHECK(each == std::vector<float>(3, sum));
+      }
+      tensors[2].op = ReduceOp::kAverage;
+      CHECK_EQ(again(), size_t{2});
+      for (size_t i : {0, 1}) CHECK_OK(player.Wait(handles[i]));
+      prepare(4);
+      CHECK_EQ(again(), size_t{0});
+      tensors[0].shape = tensors[1].shape;
+      shapes[1] = 3;
+      tensors[0].input = nullptr;
+      CHECK_EQ(again(), size_t{0});
+      std::vector<float> last(1, 0.0f);
+      CHECK_OK(player.Allreduce("all are here", last));
+      CHECK(player.engine->Shutdown("", kPatience));
+      prepare(3);
+      CHECK_EQ(again(), size_t{0});
+    });
+  }
+}
+
+// Names that come again, in any order, with other shapes, in sets that come and go, while the cache
+// forgets most of them: whichever way a request takes, its result is right.
+TEST(requests_made_again_are_right_whatever_was_forgotten_meanwhile) {
+  for (int capacity : {0, 3, 100}) {
+    EngineConfig config;
+    config.cache_capacity = capacity;
+    const unsigned seed = Seed();
+    Play(3, config, [&](Player& player) {
+      std::minstd_rand shared(seed), own(seed + static_cast<unsigned>(player.rank));
+      for (int round = 0; round < 40; ++round) {
+        int64_t set = kWorldSet;
+        const bool in_set = round % 5 == 4;
+        if (in_set) CHECK_OK(player.AddSet({0, 2}, &set));
+        const bool member = !in_set || player.rank != 1;
+        const float sum = in_set ? 4.0f : 6.0f;
+        std::array<std::vector<float>, 8> data;
+        std::array<int64_t, 8> handles{};
+        std::array<size_t, 8> order{0, 1, 2, 3, 4, 5, 6, 7};
+        for (auto& each : data) {
+          const bool changed = shared() % 6 == 0;
+          each.assign(changed ? 5 : 2, static_cast<float>(player.rank + 1));
+        }
+        std::shuffle(order.begin(), order.end(), own);
+        for (size_t i : order) {
+          if (!member) break;
+          CHECK_OK(player.Submit("t" + std::to_string(i), data[i], ReduceOp::kSum, &handles[i],
+                                 false, static_cast<int32_t>(set)));
+        }
+        for (size_t i = 0; i < data.size() && member; ++i) {
+          CHECK_OK(player.Wait(handles[i]));
+          for (float value : data[i]) CHECK_EQ(value, sum);
+        }
+        int64_t removed = 0;
+        if (in_set) CHECK_OK(player.RemoveSet(set, &removed));
       }
     });
   }
