@@ -25,6 +25,7 @@ _FALSE = ("0", "false", "no", "off")
 _SIZES = {"": 1, "B": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 _SIZES |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _LEVELS = {"trace": 10, "debug": 10, "info": 20, "warning": 30, "error": 40, "fatal": 50}
+_ALGORITHMS = ("auto", "ring", "recursive_doubling", "three_phase", "leader")
 
 
 class BadText(Exception):
@@ -124,6 +125,20 @@ def _parse_fusion(text: str) -> str | int:
     return text.lower() if text.lower() in ("ready", "plan") else _parse_bytes(text)
 
 
+def _parse_chunk(text: str) -> int:
+    value = _parse_bytes(text)
+    if value and not 2**12 <= value <= 2**30:
+        raise BadText
+    return value
+
+
+def _parse_algorithms(text: str) -> str:
+    names = [name.strip() for name in text.lower().split(",")]
+    if len(names) not in (1, 3) or not set(names) <= set(_ALGORITHMS):
+        raise BadText
+    return ",".join(names)
+
+
 BOOL = Form(f"one of {', '.join(_TRUE + _FALSE)}", _parse_bool, lambda value: str(int(value)))
 BYTES = Form(
     "bytes, as 67108864, 64MiB (1024 * 1024) or 64MB (1000 * 1000), at most 1024GiB",
@@ -140,6 +155,11 @@ FUSION = Form(
     f"ready, plan, or {BYTES.accepted}",
     _parse_fusion,
     lambda value: value if isinstance(value, str) else _show_bytes(value),
+)
+CHUNK = Form("0, or 4KiB to 1GiB", _parse_chunk, _show_bytes)
+ALGORITHMS = Form(
+    f"one of {', '.join(_ALGORITHMS)}; or three of them with commas between them",
+    _parse_algorithms,
 )
 LEVEL = Form("one of " + ", ".join(_LEVELS), _parse_level)
 
@@ -246,8 +266,8 @@ KNOBS: tuple[Knob, ...] = (
         "AUTOTUNE",
         BOOL,
         False,
-        "find the fastest FUSION_BYTES (not above the default) and CYCLE_TIME_MS by trying, unless "
-        "they are set",
+        "find the fastest FUSION_BYTES (not above the default), CYCLE_TIME_MS, CHUNK_BYTES and "
+        "ALGORITHM by trying, unless they are set",
         scope="all",
         aliases=(_horovod_bool("HOROVOD_AUTOTUNE"),),
     ),
@@ -314,10 +334,20 @@ KNOBS: tuple[Knob, ...] = (
         scope="all",
     ),
     Knob(
+        "CHUNK_BYTES",
+        CHUNK,
+        0,
+        "blocks in which allreduces walk through shared memory, and messages of rings, as nearly "
+        "as they can be had; 0: by the backend, and by the size of what is reduced",
+        unit="bytes",
+        scope="all",
+    ),
+    Knob(
         "ALGORITHM",
-        choice("auto", "ring", "recursive_doubling", "three_phase", "leader"),
+        ALGORITHMS,
         "auto",
-        "how allreduces go over several hosts; auto: the cheapest for their size, by what a "
+        "how allreduces go over several hosts, for batches of any size, or of up to 64 KiB, up to "
+        "4 MiB and larger; auto: the cheapest for their size, by what a "
         "message costs between the hosts, measured at init; three_phase and leader need shared "
         "memory on each host, and REPRODUCIBLE=1 allows auto only: it sums in rank order",
         scope="all",

@@ -245,6 +245,7 @@ def _c_config(
     c_config.algorithm = text(settings["ALGORITHM"])
     c_config.mpi_library = text(library if library.exists() else "")
     c_config.arena_bytes = settings["ARENA_BYTES"]
+    c_config.chunk_bytes = settings["CHUNK_BYTES"]
     c_config.fusion_bytes = settings["FUSION_BYTES"]
     c_config.cycle_time_ms = settings["CYCLE_TIME_MS"]
     c_config.cache_capacity = settings["CACHE_CAPACITY"]
@@ -265,6 +266,8 @@ def _c_config(
     # What was chosen is not tuned.
     c_config.tune_fusion = settings.settings["FUSION_BYTES"].source == "default"
     c_config.tune_hold = settings.settings["CYCLE_TIME_MS"].source == "default"
+    c_config.tune_chunks = settings.settings["CHUNK_BYTES"].source == "default"
+    c_config.tune_algorithms = settings.settings["ALGORITHM"].source == "default"
     c_config.tune_warmup_samples = settings["AUTOTUNE_WARMUP_SAMPLES"]
     c_config.tune_steps_per_sample = settings["AUTOTUNE_STEPS_PER_SAMPLE"]
     c_config.tune_log = text(settings["AUTOTUNE_LOG"])

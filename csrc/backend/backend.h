@@ -13,6 +13,7 @@
 #include "base/clock.h"
 #include "base/reduce.h"
 #include "base/status.h"
+#include "base/tuning.h"
 #include "base/types.h"
 
 namespace hororing {
@@ -76,6 +77,8 @@ class Backend {
   // Bytes of scratch memory held at the moment (fusion buffer, receive buffers).
   virtual size_t scratch_bytes() const = 0;
   // Bytes of this rank's tensors, in all batches so far, that were reduced where they lie.
+  // From the next batch on, alike on all ranks.
+  virtual void Tune(const Tuning& /*tuning*/) {}
   virtual int64_t in_place_bytes() const { return 0; }
 
   // On a device: when the outputs of the last Run are complete.

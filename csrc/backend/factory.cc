@@ -1,5 +1,7 @@
 #include "backend/factory.h"
 
+#include <algorithm>
+#include <string>
 #include <utility>
 
 #include "backend/hierarchical.h"
@@ -25,15 +27,22 @@ void AddCuda(const BackendOptions& options, Transport& transport,
   backends->push_back(std::make_unique<CudaBackend>(transport, options.cuda, std::move(host)));
 }
 
+// For all sizes; kAuto where sizes differ.
+Algorithm OnlyAlgorithm(const Tuning& tuning) {
+  const auto& all = tuning.algorithms;
+  const bool only =
+      std::all_of(all.begin(), all.end(), [&](uint8_t each) { return each == all[0]; });
+  return only ? static_cast<Algorithm>(all[0]) : Algorithm::kAuto;
+}
+
 HierarchicalBackend::Options PhaseOptions(const BackendOptions& options) {
-  return {options.algorithm, options.wire, options.reproducible};
+  return {OnlyAlgorithm(options.tuning), options.wire, options.reproducible};
 }
 
 HostBackend::Options FlatOptionsOf(const BackendOptions& options,
                                    std::vector<std::vector<int>> ranks_on) {
   HostBackend::Options flat;
   flat.reproducible = options.reproducible;
-  flat.algorithm = options.algorithm;
   flat.ranks_on = std::move(ranks_on);
   flat.wire = options.wire;
   return flat;
@@ -54,19 +63,23 @@ Status CheckBackends(const BackendOptions& options, const World& world) {
                               "transport '") +
                       transport.name() + "' does not offer; use backend auto or host");
   }
-  if (options.reproducible && options.algorithm != Algorithm::kAuto) {
+  const std::string algorithms = Names(options.tuning);
+  if (options.reproducible && algorithms != Name(Algorithm::kAuto)) {
     return Status(Code::kInvalidArgument,
-                  std::string("HORORING_ALGORITHM=") + Name(options.algorithm) +
+                  "HORORING_ALGORITHM=" + algorithms +
                       " cannot be had with HORORING_REPRODUCIBLE=1, which sums in the order of "
                       "ranks; leave out one of them");
   }
-  const bool phases =
-      options.algorithm == Algorithm::kThreePhase || options.algorithm == Algorithm::kLeader;
+  const auto& chosen = options.tuning.algorithms;
+  const bool phases = std::any_of(chosen.begin(), chosen.end(), [](uint8_t each) {
+    const Algorithm algorithm = static_cast<Algorithm>(each);
+    return algorithm == Algorithm::kThreePhase || algorithm == Algorithm::kLeader;
+  });
   const size_t hosts = world.topology.hosts.size();
   const bool neighbours = hosts > 1 && static_cast<size_t>(transport.size()) > hosts;
   if (phases && neighbours && (world.local == nullptr || name == "host")) {
     return Status(Code::kInvalidArgument,
-                  std::string("HORORING_ALGORITHM=") + Name(options.algorithm) +
+                  "HORORING_ALGORITHM=" + algorithms +
                       " needs memory that the ranks of a host share, which " +
                       (name == "host" ? "backend host does without" : "there is not") +
                       "; use auto or ring");
@@ -94,6 +107,7 @@ Status MakeBackends(const BackendOptions& options, const World& world,
   backends->push_back(
       std::make_unique<HostBackend>(transport, FlatOptionsOf(options, world.topology.ranks_on())));
   AddCuda(options, transport, backends);
+  for (const auto& backend : *backends) backend->Tune(options.tuning);
   return Status::Ok();
 }
 
@@ -116,6 +130,7 @@ std::vector<std::unique_ptr<Backend>> MakeSetBackends(const BackendOptions& opti
   backends.push_back(
       std::make_unique<HostBackend>(subgroup, FlatOptionsOf(options, group.places_on)));
   AddCuda(options, subgroup, &backends);
+  for (const auto& backend : backends) backend->Tune(options.tuning);
   return backends;
 }
 

@@ -17,8 +17,7 @@ struct BackendOptions {
   // "auto", "host" or "shm_direct"; the last one is an error where the ranks share no memory.
   std::string name = "auto";
   bool reproducible = false;
-  // Of allreduces over several hosts.
-  Algorithm algorithm = Algorithm::kAuto;
+  Tuning tuning;  // to begin with
   WireCost wire;
   CudaBackend::Options cuda;
 };

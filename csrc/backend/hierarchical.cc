@@ -37,10 +37,12 @@ struct Plan : VirtualBuffer {
   uint64_t blocks = 0;
   int owners = 1;
 
-  // `capacity`: bytes of one block's room in a slot.
-  Plan(const Batch& batch, size_t capacity, int slice_owners)
+  // `capacity`: bytes of one block's room in a slot. `chunk_bytes`: of a block; 0: built in.
+  Plan(const Batch& batch, size_t capacity, int slice_owners, size_t chunk_bytes)
       : VirtualBuffer(batch), owners(slice_owners) {
-    const size_t wanted = std::max(kLeastBlock, RoundUp(total / kCuts, kEntryAlign));
+    const size_t wanted = chunk_bytes != 0
+                              ? RoundUp(chunk_bytes, kEntryAlign)
+                              : std::max(kLeastBlock, RoundUp(total / kCuts, kEntryAlign));
     block_bytes = std::min({total, wanted, capacity});
     blocks = total == 0 ? 0 : (total + block_bytes - 1) / block_bytes;
   }
@@ -207,11 +209,14 @@ HierarchicalBackend::HierarchicalBackend(Transport& wire, ShmTransport& local,
       group_(topology, members),
       shape_(Shared(ShapeOf(group_.places_on))),
       options_(options),
-      next_block_(FirstBlock(members)) {}
+      next_block_(FirstBlock(members)) {
+  tuning_.algorithms.fill(static_cast<uint8_t>(options.algorithm));
+}
 
 Algorithm HierarchicalBackend::Choose(const Batch& batch) const {
   if (shape_.hosts == 1) return Algorithm::kThreePhase;
-  if (options_.algorithm != Algorithm::kAuto) return options_.algorithm;
+  const Algorithm algorithm = AlgorithmFor(tuning_, batch.bytes());
+  if (algorithm != Algorithm::kAuto) return algorithm;
   const size_t elements = batch.bytes() / ElementSize(batch.reduce.dtype);
   return Cheapest(elements, batch.reduce, shape_, options_.wire);
 }
@@ -263,7 +268,8 @@ size_t HierarchicalBackend::capacity() const {
 
 Status HierarchicalBackend::RunAllreduce(const Batch& batch, TimeNs deadline, TraceSink& trace) {
   HORORING_RETURN_IF_ERROR(Check(batch.reduce));
-  const Plan plan(batch, capacity(), Choose(batch) == Algorithm::kLeader ? 1 : shape_.least);
+  const Plan plan(batch, capacity(), Choose(batch) == Algorithm::kLeader ? 1 : shape_.least,
+                  static_cast<size_t>(tuning_.chunk_bytes));
   if (plan.blocks == 0) return Status::Ok();
   std::optional<SliceExchange> exchange;
   if (group_.local < plan.owners) {

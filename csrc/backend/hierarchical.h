@@ -37,7 +37,7 @@ namespace hororing {
 class HierarchicalBackend final : public Backend {
  public:
   struct Options {
-    Algorithm algorithm = Algorithm::kAuto;
+    Algorithm algorithm = Algorithm::kAuto;  // until Tune
     WireCost wire;
     bool reproducible = false;  // no arithmetic: rank order knows no hosts
   };
@@ -48,6 +48,7 @@ class HierarchicalBackend final : public Backend {
   const char* name() const override { return "hierarchical"; }
   bool Supports(const Batch& batch) const override;
   Status Run(const Batch& batch, TimeNs deadline, TraceSink& trace) override;
+  void Tune(const Tuning& tuning) override { tuning_ = tuning; }
   // This rank's slot, and what lies between hosts.
   size_t scratch_bytes() const override;
 
@@ -74,6 +75,7 @@ class HierarchicalBackend final : public Backend {
   const HostGroup group_;
   const HostShape shape_;
   const Options options_;
+  Tuning tuning_;
   Scratch scratch_;
   uint64_t next_block_;
   Status broken_;  // the first error: the ranks' counters no longer agree, every later Run fails

@@ -37,12 +37,15 @@ HostBackend::HostBackend(Transport& transport, const Options& options)
     : transport_(transport),
       options_(options),
       shape_(ShapeOf(options.ranks_on)),
-      by_host_(HostByHost(transport, options.ranks_on)) {}
+      by_host_(HostByHost(transport, options.ranks_on)) {
+  tuning_.algorithms.fill(static_cast<uint8_t>(options.algorithm));
+}
 
-Algorithm HostBackend::Choose(const ReduceBuffer& buffer) const {
-  switch (options_.algorithm) {
+Algorithm HostBackend::Choose(const Batch& batch, const ReduceBuffer& buffer) const {
+  const Algorithm algorithm = AlgorithmFor(tuning_, batch.bytes());
+  switch (algorithm) {
     case Algorithm::kRing:
-    case Algorithm::kRecursiveDoubling: return options_.algorithm;
+    case Algorithm::kRecursiveDoubling: return algorithm;
     default: break;  // where three phases cannot be had
   }
   if (shape_.hosts == 1) return Algorithm::kAuto;
@@ -119,7 +122,8 @@ Status HostBackend::RunAllreduce(const Batch& batch, TimeNs deadline, TraceSink&
   {
     StageSpan span(trace, Stage::kReduce, batch);
     HORORING_RETURN_IF_ERROR(Allreduce(transport_, buffer,
-                                       {options_.reproducible, Choose(buffer), by_host_.get()},
+                                       {options_.reproducible, Choose(batch, buffer),
+                                        by_host_.get(), static_cast<size_t>(tuning_.chunk_bytes)},
                                        receive_buffer_, deadline));
     span.End(batch.bytes());
   }

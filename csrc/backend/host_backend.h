@@ -18,7 +18,7 @@ class HostBackend final : public Backend {
  public:
   struct Options {
     bool reproducible = false;               // rank-order sums everywhere
-    Algorithm algorithm = Algorithm::kAuto;  // of allreduces
+    Algorithm algorithm = Algorithm::kAuto;  // of allreduces, until Tune
     // Several hosts: where the ranks of `transport` lie, and what the wire costs. Empty: by rules
     // of thumb.
     std::vector<std::vector<int>> ranks_on;
@@ -29,6 +29,7 @@ class HostBackend final : public Backend {
   const char* name() const override { return "host"; }
   bool Supports(const Batch& batch) const override;
   Status Run(const Batch& batch, TimeNs deadline, TraceSink& trace) override;
+  void Tune(const Tuning& tuning) override { tuning_ = tuning; }
   size_t scratch_bytes() const override;
 
  private:
@@ -43,13 +44,14 @@ class HostBackend final : public Backend {
   Status BroadcastTogether(const Batch& batch, const std::vector<const BatchEntry*>& entries,
                            TimeNs deadline, TraceSink& trace);
 
-  Algorithm Choose(const ReduceBuffer& buffer) const;
+  Algorithm Choose(const Batch& batch, const ReduceBuffer& buffer) const;
   void MoveToOutput(const Batch& batch, const BatchEntry& entry, TraceSink& trace);
   // The fusion buffer, at least `bytes` long.
   Status Fuse(size_t bytes, std::byte** buffer);
 
   Transport& transport_;
   const Options options_;
+  Tuning tuning_;
   const HostShape shape_;
   const std::unique_ptr<Subgroup> by_host_;  // null where the ranks' own order is as good
   Scratch fusion_buffer_;

@@ -46,6 +46,7 @@ class ShmDirectBackend final : public Backend {
   const char* name() const override { return "shm_direct"; }
   bool Supports(const Batch& batch) const override;
   Status Run(const Batch& batch, TimeNs deadline, TraceSink& trace) override;
+  void Tune(const Tuning& tuning) override { tuning_ = tuning; }
   // This rank's slot.
   size_t scratch_bytes() const override;
   int64_t in_place_bytes() const override { return in_place_bytes_; }
@@ -56,6 +57,7 @@ class ShmDirectBackend final : public Backend {
   const std::shared_ptr<const Arena> arena_;  // this rank's
   const int place_;                           // of this rank among the members
   uint64_t next_block_;
+  Tuning tuning_;
   int64_t in_place_bytes_ = 0;
   Status broken_;  // the first error: the ranks' counters no longer agree, every later Run fails
 };

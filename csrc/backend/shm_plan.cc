@@ -14,12 +14,13 @@ constexpr size_t kSmallBatch = 32 << 10;
 
 }  // namespace
 
-Plan::Plan(const Batch& batch, size_t slot_bytes, const Arena* arena)
+Plan::Plan(const Batch& batch, size_t slot_bytes, const Arena* arena, size_t chunk_bytes)
     : VirtualBuffer(batch), in_arena(places.size(), Arena::kElsewhere) {
   capacity = std::min(kMaxBlock, slot_bytes / 2) / kEntryAlign * kEntryAlign;
   depth = slot_bytes / capacity;
   small = total <= std::min(kSmallBatch, capacity);
-  block_bytes = std::min(total, capacity);
+  const size_t wanted = chunk_bytes == 0 || small ? capacity : RoundUp(chunk_bytes, kEntryAlign);
+  block_bytes = std::min({total, capacity, wanted});
   blocks = total == 0 ? 0 : (total + block_bytes - 1) / block_bytes;
   if (small || arena == nullptr) return;
   packs_nothing = true;

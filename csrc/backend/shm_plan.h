@@ -23,8 +23,9 @@ struct Plan : VirtualBuffer {
   size_t bytes_in_arena = 0;   // of this rank's tensors that are not packed
   bool packs_nothing = false;  // all of them
 
-  // `arena` may be null.
-  Plan(const Batch& batch, size_t slot_bytes, const Arena* arena);
+  // `arena` may be null. `chunk_bytes`: of a block, at most `capacity`; 0: built in. It may differ
+  // from batch to batch, since rooms stay where they are.
+  Plan(const Batch& batch, size_t slot_bytes, const Arena* arena, size_t chunk_bytes = 0);
 };
 
 }  // namespace hororing

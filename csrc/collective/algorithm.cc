@@ -47,6 +47,37 @@ Status Parse(const std::string& name, Algorithm* algorithm) {
                     "'; choose auto, ring, recursive_doubling, three_phase or leader");
 }
 
+Status Parse(const std::string& names, Tuning* tuning) {
+  std::vector<std::string> words(1);
+  for (const char each : names) {
+    if (each == ',') {
+      words.emplace_back();
+    } else if (each != ' ') {
+      words.back() += each;
+    }
+  }
+  const size_t classes = tuning->algorithms.size();
+  if (words.size() == 1) words.resize(classes, words[0]);
+  if (words.size() != classes) {
+    return Status(Code::kInvalidArgument, "algorithms '" + names + "': give one, or " +
+                                              std::to_string(classes) +
+                                              " with commas between them, by size of batch");
+  }
+  for (size_t i = 0; i < classes; ++i) {
+    Algorithm algorithm = Algorithm::kAuto;
+    HORORING_RETURN_IF_ERROR(Parse(words[i], &algorithm));
+    tuning->algorithms[i] = static_cast<uint8_t>(algorithm);
+  }
+  return Status::Ok();
+}
+
+std::string Names(const Tuning& tuning) {
+  const auto& all = tuning.algorithms;
+  const auto name = [](uint8_t each) { return std::string(Name(static_cast<Algorithm>(each))); };
+  if (all[0] == all[1] && all[1] == all[2]) return name(all[0]);
+  return name(all[0]) + "," + name(all[1]) + "," + name(all[2]);
+}
+
 bool GoesWhole(size_t elements, const ReduceSpec& spec, int hosts, const WireCost& wire) {
   const double others = hosts - 1, count = static_cast<double>(elements);
   const double partial = static_cast<double>(PartialSize(spec));

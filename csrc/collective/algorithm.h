@@ -9,6 +9,7 @@
 
 #include "base/reduce.h"
 #include "base/status.h"
+#include "base/tuning.h"
 
 namespace hororing {
 
@@ -23,6 +24,15 @@ enum class Algorithm {
 const char* Name(Algorithm algorithm);
 // kInvalidArgument where `name` is none.
 Status Parse(const std::string& name, Algorithm* algorithm);
+// Of every class of batches (base/tuning.h): one name for all of them, or as many with commas
+// between them.
+Status Parse(const std::string& names, Tuning* tuning);
+// The same the other way round.
+std::string Names(const Tuning& tuning);
+// For a batch of so many bytes.
+inline Algorithm AlgorithmFor(const Tuning& tuning, size_t bytes) {
+  return static_cast<Algorithm>(tuning.algorithms[Tuning::ClassOf(bytes)]);
+}
 
 // What a message between two hosts takes: alpha + bytes * beta.
 struct WireCost {

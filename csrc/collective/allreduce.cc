@@ -36,7 +36,7 @@ Status Allreduce(Transport& transport, const ReduceBuffer& buffer, const FlatOpt
   if (NeedsWideAccumulator(buffer.spec)) {
     return RankOrderAllreduce(transport, buffer, scratch, deadline, options.ring);
   }
-  return RingAllreduce(in_order, buffer, scratch, deadline);
+  return RingAllreduce(in_order, buffer, scratch, deadline, options.segment_bytes);
 }
 
 }  // namespace hororing

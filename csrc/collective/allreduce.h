@@ -52,9 +52,9 @@ struct ReduceBuffer {
   ReduceSpec spec;
 };
 
-// REQUIRES: !NeedsWideAccumulator(spec).
+// `segment_bytes`: of a message; 0: built in. REQUIRES: !NeedsWideAccumulator(spec).
 Status RingAllreduce(Transport& transport, const ReduceBuffer& buffer, Scratch& scratch,
-                     TimeNs deadline);
+                     TimeNs deadline, size_t segment_bytes = 0);
 // `ring`: as in FlatOptions.
 Status RankOrderAllreduce(Transport& transport, const ReduceBuffer& buffer, Scratch& scratch,
                           TimeNs deadline, Subgroup* ring = nullptr);
@@ -69,6 +69,8 @@ struct FlatOptions {
   Algorithm algorithm = Algorithm::kAuto;
   // The same ranks in an order that goes from host to host as seldom as can be; null: as they are.
   Subgroup* ring = nullptr;
+  // Of messages of kRing; 0: built in. Changes no bit.
+  size_t segment_bytes = 0;
 };
 // The choice among them.
 Status Allreduce(Transport& transport, const ReduceBuffer& buffer, const FlatOptions& options,

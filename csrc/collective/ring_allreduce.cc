@@ -38,6 +38,7 @@
 // Source: P. Patarasuk, X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
 // workstations", J. Parallel Distrib. Comput. 69 (2009) 117-124, doi:10.1016/j.jpdc.2008.09.002.
 
+#include <algorithm>
 #include <string>
 #include <utility>
 #include <vector>
@@ -142,7 +143,7 @@ class Ring {
 }  // namespace
 
 Status RingAllreduce(Transport& transport, const ReduceBuffer& buffer, Scratch& scratch,
-                     TimeNs deadline) {
+                     TimeNs deadline, size_t segment_bytes) {
   const int size = transport.size();
   if (size == 1 || buffer.elements == 0) {
     ReduceMany(buffer.spec, size, buffer.data, &buffer.data, 1, buffer.elements);
@@ -151,7 +152,8 @@ Status RingAllreduce(Transport& transport, const ReduceBuffer& buffer, Scratch& 
   const size_t element = ElementSize(buffer.spec.dtype);
   const std::vector<Span> chunks = Chunks(buffer.elements, size);
   const size_t largest = LargestSize(chunks);
-  const size_t segment = std::min(SegmentBytes(largest * element) / element, largest);
+  const size_t bytes = SegmentBytes(largest * element, segment_bytes);
+  const size_t segment = std::clamp<size_t>(bytes / element, 1, largest);
   const size_t scratch_bytes = kAhead * segment * element;
   void* memory = scratch.Reserve(scratch_bytes);
   if (memory == nullptr) {

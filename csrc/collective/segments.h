@@ -67,8 +67,9 @@ inline size_t LargestSize(const std::vector<Span>& spans) {
 // that a step of a ring loses the time of one of kCuts segments, not of a chunk; below 32 KiB, a
 // message costs more than it hides. 256 KiB stay in the second-level cache between arrival and
 // combination; a chunk of more than 32 MiB gets larger ones, so that it has at most 128 of them up
-// to 256 MiB.
-inline size_t SegmentBytes(size_t chunk_bytes) {
+// to 256 MiB. `wanted` bytes where that is not 0.
+inline size_t SegmentBytes(size_t chunk_bytes, size_t wanted = 0) {
+  if (wanted != 0) return wanted;
   constexpr size_t kLeast = 32 << 10, kUsual = 256 << 10, kMost = 2 << 20;
   constexpr size_t kCuts = 8, kMessages = 128;
   if (chunk_bytes < kCuts * kUsual) {

@@ -40,6 +40,11 @@ void Loop::Apply(const Agreement& agreement) {
         timeline_.Switch(decision.timeline_on, decision.timeline_cycles);
         if (coordinator_) TracePlan(coordinator_->Plan());
         break;
+      case Decision::Kind::kTune:
+        Run(&work);
+        engine_.backend_options_.tuning = decision.tuning;  // of sets to come
+        runner_.Tune(decision.tuning);
+        break;
       case Decision::Kind::kLeave:
       case Decision::Kind::kAbort:
         Run(&work);

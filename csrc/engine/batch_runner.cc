@@ -117,6 +117,13 @@ BatchRunner::BatchRunner(const Options& options, Channel world, TensorTable& ten
   AddSet(kWorldSet, std::move(world));
 }
 
+void BatchRunner::Tune(const Tuning& tuning) {
+  for (auto& [id, channel] : channels_) {
+    for (const auto& backend : channel.backends) backend->Tune(tuning);
+  }
+  stats_.chunk_bytes = tuning.chunk_bytes;
+}
+
 Status BatchRunner::Run(std::vector<Work> work) {
   const TimeNs plan_begin = NowNs();
   std::vector<Item> items;

@@ -123,7 +123,7 @@ Status Engine::Prepare(const WorldMaker& make_world, World* world, std::optional
   HORORING_RETURN_IF_ERROR(PrepareWorld(make_world, world));
   backend_options_.name = config_.backend;
   backend_options_.reproducible = config_.reproducible;
-  backend_options_.algorithm = config_.algorithm;
+  backend_options_.tuning = config_.tuning;
   Devices::Options devices = config_.devices;
   devices.likely = topology_.local_rank;
   devices_ = std::make_shared<Devices>(devices);

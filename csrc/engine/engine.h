@@ -43,9 +43,9 @@ struct EngineConfig {
   TimeNs hold_ns = kMillisecond;
   int cache_capacity = 8192;
   bool reproducible = false;
-  Algorithm algorithm = Algorithm::kAuto;  // of allreduces over several hosts
-  bool plan = false;                       // buckets, once the steps are known
-  // Finds fusion_bytes and hold_ns by trying. Its initial setting is those.
+  Tuning tuning;      // to begin with
+  bool plan = false;  // buckets, once the steps are known
+  // Finds fusion_bytes, hold_ns and tuning by trying. Its initial setting is those.
   std::optional<Tuner::Options> tune;
   std::string tune_log;     // path, for rank 0; empty: none
   std::string fingerprint;  // see CompareFingerprints

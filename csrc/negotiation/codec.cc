@@ -187,12 +187,16 @@ void Put(Writer& out, const Decision& decision) {
       out.Unsigned(decision.timeline_on);
       out.Unsigned(decision.timeline_cycles);
       break;
+    case Decision::Kind::kTune:
+      out.Signed(decision.tuning.chunk_bytes);
+      for (const uint8_t each : decision.tuning.algorithms) out.Unsigned(each);
+      break;
   }
 }
 
 Decision GetDecision(Reader& in) {
   Decision decision;
-  decision.kind = in.Choice(Decision::Kind::kTimeline);
+  decision.kind = in.Choice(Decision::Kind::kTune);
   switch (decision.kind) {
     case Decision::Kind::kRun:
       decision.cache_id = in.Unsigned();
@@ -211,6 +215,10 @@ Decision GetDecision(Reader& in) {
     case Decision::Kind::kTimeline:
       decision.timeline_on = in.Unsigned() != 0;
       decision.timeline_cycles = in.Unsigned() != 0;
+      break;
+    case Decision::Kind::kTune:
+      decision.tuning.chunk_bytes = in.Signed();
+      for (uint8_t& each : decision.tuning.algorithms) each = static_cast<uint8_t>(in.Unsigned());
       break;
   }
   return decision;

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "base/status.h"
+#include "base/tuning.h"
 #include "base/types.h"
 
 namespace hororing {
@@ -73,6 +74,7 @@ struct Decision {
     kLeave = 2,     // a rank has shut down: fail everything pending with `status`, stop
     kAbort = 3,     // the engine cannot go on: fail everything pending with `status`
     kTimeline = 4,  // switch the timeline
+    kTune = 5,      // carry out allreduces like this from now on
   };
   Kind kind = Kind::kRun;
   std::string name;                 // kRun of an uncached request, kFail
@@ -87,6 +89,7 @@ struct Decision {
   std::optional<Request> stand_in;
   bool timeline_on = false;  // kTimeline
   bool timeline_cycles = false;
+  Tuning tuning;  // kTune
 };
 
 // From the coordinator to every rank.

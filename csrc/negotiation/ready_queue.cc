@@ -7,10 +7,13 @@
 namespace hororing {
 
 ReadyQueue::ReadyQueue(const Options& options)
-    : options_(options), fusion_bytes_(options.fusion_bytes), hold_ns_(options.hold_ns) {
+    : options_(options),
+      fusion_bytes_(options.fusion_bytes),
+      hold_ns_(options.hold_ns),
+      tuning_(options.tuning) {
   if (!options.tune) return;
   Tuner::Options tune = *options.tune;
-  tune.initial = {options.fusion_bytes, options.hold_ns};
+  tune.initial = {options.fusion_bytes, options.hold_ns, options.tuning};
   tuner_.emplace(tune);
 }
 
@@ -38,6 +41,12 @@ void ReadyQueue::Learn(int32_t process_set, Steps& steps, const Step& step) {
     tuner_->Learn(step);
     fusion_bytes_ = tuner_->setting().fusion_bytes;
     hold_ns_ = tuner_->setting().hold_ns;
+    if (!(tuner_->setting().tuning == tuning_)) {
+      Decision tune;
+      tune.kind = Decision::Kind::kTune;
+      tune.tuning = tuning_ = tuner_->setting().tuning;
+      PushUrgent(std::move(tune), step.end_ns);
+    }
   } else if (steps.planner != nullptr) {
     steps.planner->set_limit_bytes(fusion_bytes_);
     steps.planner->Learn(step);
@@ -143,6 +152,7 @@ void ReadyQueue::Ran(int32_t process_set, int64_t bytes, TimeNs begin, TimeNs en
   const auto steps = steps_.find(process_set);
   if (steps == steps_.end()) return;
   steps->second.watch.Ran(bytes, end);
+  if (tuner_ && process_set == kWorldSet) tuner_->Ran(bytes);
   if (steps->second.planner == nullptr) return;
   steps->second.planner->Ran(bytes, static_cast<double>(end - begin) * 1e-9);
 }

@@ -5,7 +5,8 @@
 //          reported already, and not at all once they fill a batch
 //   plan   once the steps are known, an allreduce waits for the others of its bucket; a step that
 //          departs from the plan goes by the rule above
-//   tune   threshold and hold time of the first rule are tried out and then kept
+//   tune   threshold and hold time of the first rule are tried out and then kept, and so is what
+//          ranks hear of by a decision (kTune)
 //
 // Everything but allreduces goes at once, and takes with it whatever is there, so that the order
 // of decisions is the order of calls. Nothing waits longer than NextDeadline says.
@@ -33,6 +34,7 @@ class ReadyQueue {
   struct Options {
     int64_t fusion_bytes = 0;
     TimeNs hold_ns = 0;
+    Tuning tuning;  // as all ranks begin
     bool plan = false;
     std::optional<Tuner::Options> tune;  // its initial setting is the one above
   };
@@ -89,6 +91,7 @@ class ReadyQueue {
   const Options options_;
   int64_t fusion_bytes_;
   TimeNs hold_ns_;
+  Tuning tuning_;  // that was decided
   std::optional<Tuner> tuner_;
   std::map<int32_t, Steps> steps_;   // by process set
   std::map<int32_t, int> expected_;  // allreduces reported by some ranks, by process set

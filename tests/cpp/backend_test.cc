@@ -98,6 +98,37 @@ TEST(hundreds_of_batches_in_a_row_on_both_backends) {
   }
 }
 
+// Rank order on shm_direct; the ring's bits depend on its chunks, not on what they are cut into.
+TEST(chunks_of_any_size_change_no_bit_and_may_change_between_batches) {
+  std::mt19937 random(hororing_test::Seed());
+  const ReduceSpec spec{DataType::kFloat32, ReduceOp::kAverage, 1, 1};
+  for (int ranks : {2, 3}) {
+    TestWorld world(ranks);
+    Case c(spec, {250001, 5, 70000}, ranks, random);
+    Bytes ring;
+    for (const int64_t chunk_bytes : {0, 4096, 5000, 64 << 10, 1 << 20, 100, 0}) {
+      for (const char* backend : {"shm_direct", "host"}) {
+        c.Restore();
+        world.Run([&](int r, Rank& rank) {
+          Tuning tuning;
+          tuning.chunk_bytes = chunk_bytes;
+          tuning.algorithms.fill(static_cast<uint8_t>(Algorithm::kRing));
+          Backend& tuned = rank.backend(backend);
+          tuned.Tune(tuning);
+          CHECK_OK(tuned.Run(c.BatchOf(r), After(NowNs(), kLimit), rank.trace));
+        });
+        const bool exact = std::string(backend) == "shm_direct";
+        CHECK_EQ(c.Judge(exact), std::string());
+        if (exact) continue;
+        const unsigned char* result = static_cast<unsigned char*>(c.BatchOf(0).entries[0].output);
+        const Bytes bits(result, result + 250001 * 4);
+        if (ring.empty()) ring = bits;
+        CHECK(bits == ring);
+      }
+    }
+  }
+}
+
 TEST(announced_failure_ends_the_peers_waits_and_names_the_rank) {
   for (const char* backend : {"shm_direct", "host"}) {
     for (size_t elements : {size_t{5}, size_t{300000}}) {

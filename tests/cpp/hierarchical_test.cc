@@ -89,6 +89,24 @@ TEST(large_batches_wrap_around_the_slots) {
   }
 }
 
+TEST(blocks_of_any_size_give_the_same_sums_and_may_change_between_batches) {
+  std::mt19937 random(hororing_test::Seed());
+  const ReduceSpec sum{DataType::kFloat32, ReduceOp::kSum, 1, 1};
+  for (const Hosts& hosts : {Hosts{0, 0, 1, 1}, Hosts{0, 1, 1}}) {
+    HostsWorld world("inproc", hosts);
+    auto backends = Backends(world, Algorithm::kAuto);
+    for (const int64_t chunk_bytes : {64 << 10, 5000, 1 << 20, 0}) {
+      for (const Algorithm algorithm : {Algorithm::kThreePhase, Algorithm::kLeader}) {
+        Tuning tuning;
+        tuning.chunk_bytes = chunk_bytes;
+        tuning.algorithms = {0, static_cast<uint8_t>(algorithm), 0};  // 880 KB
+        for (auto& backend : backends) backend->Tune(tuning);
+        CHECK_EQ(Check(world, backends, sum, {200000, 77, 20001}, random), std::string());
+      }
+    }
+  }
+}
+
 TEST(sixteen_bit_floats_are_rounded_once) {
   // 1 + 1/2048 of each of three ranks is exact in float32 and not in float16; in pairs it would
   // be rounded away.
@@ -278,6 +296,21 @@ TEST(the_cheapest_algorithm_follows_the_costs) {
   CHECK(GoesWhole(1 << 20, sum, 2, gigabit));
   CHECK(!GoesWhole(1 << 20, sum, 4, gigabit));
   CHECK(GoesWhole(100, sum, 4, gigabit));
+}
+
+TEST(algorithms_are_given_for_all_sizes_or_by_size) {
+  Tuning tuning;
+  CHECK_OK(Parse("leader", &tuning));
+  CHECK_EQ(Names(tuning), std::string("leader"));
+  CHECK_OK(Parse("recursive_doubling, ring,auto", &tuning));
+  CHECK_EQ(Names(tuning), std::string("recursive_doubling,ring,auto"));
+  CHECK(AlgorithmFor(tuning, 64 << 10) == Algorithm::kRecursiveDoubling);
+  CHECK(AlgorithmFor(tuning, (64 << 10) + 1) == Algorithm::kRing);
+  CHECK(AlgorithmFor(tuning, 4 << 20) == Algorithm::kRing);
+  CHECK(AlgorithmFor(tuning, (4 << 20) + 1) == Algorithm::kAuto);
+  for (const char* wrong : {"ring,ring", "ring,,ring", "", "ring,ring,tree", "a,b,c,d"}) {
+    CHECK(!Parse(wrong, &tuning).ok());
+  }
 }
 
 TEST(algorithms_have_names) {

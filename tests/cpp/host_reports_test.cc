@@ -10,15 +10,13 @@
 #include <string>
 #include <vector>
 
-#include "engine_world.h"
+#include "hosts_engine_world.h"
 #include "negotiation/codec.h"
-#include "transport/routed_transport.h"
 
 using namespace hororing_test;
 
 namespace {
 
-using Hosts = std::vector<int>;  // of every rank
 using Reports = std::vector<std::pair<std::vector<int>, Report>>;
 
 Report Cached(std::vector<uint64_t> ids, uint64_t applied = 0) {
@@ -41,50 +39,6 @@ Reports Taken(HostReports& reports, TimeNs now) {
   const auto message = reports.Take(now);
   if (message) CHECK(DecodeCombined(*message, &taken));
   return taken;
-}
-
-// Engines of ranks on hosts, as Play.
-void PlayOn(const Hosts& hosts, const EngineConfig& base,
-            const std::function<void(Player&)>& script, size_t pipe_bytes = 0) {
-  const int size = static_cast<int>(hosts.size());
-  auto wires = MakeInprocWorld(size, 20 * kMicrosecond);
-  std::vector<std::string> ids;
-  for (const int host : hosts) ids.push_back("host" + std::to_string(host));
-  std::vector<std::shared_ptr<ShmSegment>> segments;
-  for (const auto& ranks : MakeTopology(0, ids).ranks_on()) {
-    auto geometry = ShmSegment::Geometry::OfHost(static_cast<int>(ranks.size()), size);
-    if (pipe_bytes > 0) geometry.control_pipe_bytes = pipe_bytes;
-    segments.push_back(ShmSegment::OnHeap(geometry));
-  }
-  std::vector<World> worlds;
-  for (int rank = 0; rank < size; ++rank) {
-    World world;
-    world.transport = std::move(wires[static_cast<size_t>(rank)]);
-    world.topology = MakeTopology(rank, ids);
-    const int host = world.topology.host_of[static_cast<size_t>(rank)];
-    world.local = std::make_unique<ShmTransport>(segments[static_cast<size_t>(host)],
-                                                 world.topology.local_rank, 20 * kMicrosecond);
-    RouteControl({}, &world);
-    worlds.push_back(std::move(world));
-  }
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < size; ++rank) {
-    threads.emplace_back([&, rank] {
-      EngineConfig config = base;
-      config.timeout_ns = kPatience;
-      Player player;
-      player.rank = rank;
-      player.size = size;
-      const auto make_world = [&](World* world) {
-        *world = std::move(worlds[static_cast<size_t>(rank)]);
-        return Status::Ok();
-      };
-      CHECK_OK(Engine::Start(config, make_world, player.handles, &player.engine));
-      script(player);
-      CHECK(player.engine->Shutdown("", kPatience));
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
 }
 
 }  // namespace

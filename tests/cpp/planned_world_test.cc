@@ -1,11 +1,18 @@
 // Rung 2: engines that plan and tune, N ranks as threads. What comes out must be what comes out
 // without; when anything is held for ever, the watchdog of Wait says so.
+#include <unistd.h>
+
 #include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstdio>
+#include <fstream>
+#include <iterator>
 #include <random>
 #include <string>
 #include <vector>
 
-#include "engine_world.h"
+#include "hosts_engine_world.h"
 
 using namespace hororing_test;
 
@@ -96,6 +103,53 @@ TEST(a_plan_comes_up_on_rank_0_and_is_counted) {
     CHECK_EQ(plans, 1.0f);
     if (player.rank != 0) CHECK(player.engine->plan().empty());
   });
+}
+
+// Chunks and algorithms of every class are tried, and all ranks end up with the same ones.
+TEST(all_ranks_try_the_same_and_settle_on_it) {
+  std::string log = std::string(P_tmpdir) + "/hororing_tuned." + std::to_string(getpid());
+  for (const Hosts& hosts : {Hosts{0, 0, 1, 1}, Hosts{0, 1, 2}, Hosts{0, 0}}) {
+    EngineConfig config = Config(false, true);
+    config.tune->warmup_samples = 1;
+    config.tune->tune_fusion = config.tune->tune_hold = false;
+    config.tune_log = log;
+    std::array<std::atomic<int64_t>, 4> chunks{};
+    PlayOn(hosts, config, [&](Player& player) {
+      // Rank 0 says when it is over: a file that ends in "best".
+      float over = 0;
+      for (int step = 0; step < 400 && over == 0; ++step) {
+        for (const size_t elements : {size_t{100}, size_t{100000}, size_t{1200000}}) {
+          std::vector<float> data(elements, static_cast<float>(player.rank + step));
+          CHECK_OK(player.Allreduce("t" + std::to_string(elements), data));
+          float expected = 0;
+          for (int rank = 0; rank < player.size; ++rank)
+            expected += static_cast<float>(rank + step);
+          CHECK_EQ(data.front(), expected);
+          CHECK_EQ(data.back(), expected);
+        }
+        std::vector<float> told = {0};
+        if (player.rank == 0) {
+          std::ifstream lines(log);
+          for (std::string line; std::getline(lines, line);) {
+            if (Contains(line, ",best,")) told[0] = 1;
+          }
+        }
+        CHECK_OK(player.Allreduce("over", told));
+        over = told[0];
+      }
+      CHECK_EQ(over, 1.0f);
+      chunks[static_cast<size_t>(player.rank)] = player.engine->stats().chunk_bytes.load();
+    });
+    for (size_t rank = 1; rank < hosts.size(); ++rank)
+      CHECK_EQ(chunks[rank].load(), chunks[0].load());
+    std::ifstream lines(log);
+    std::string all((std::istreambuf_iterator<char>(lines)), std::istreambuf_iterator<char>());
+    CHECK(Contains(all, ",chunks round 1,"));
+    CHECK_EQ(Contains(all, ",algorithm.3 round 1,"), hosts.back() > 0);
+    CHECK_EQ(Contains(all, "three_phase"),
+             hosts == (Hosts{0, 0, 1, 1}) || hosts == (Hosts{0, 1, 2}));
+    std::remove(log.c_str());
+  }
 }
 
 TEST(sets_and_joined_ranks_do_as_without_plans) {

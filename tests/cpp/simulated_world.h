@@ -93,7 +93,8 @@ class SimulatedWorld {
   std::vector<Names> batches;  // of the latest step, as they were agreed
   std::function<double(int64_t)> cost;
   TimeNs now = kSecond;
-  int ranks;  // that take part: fewer once some have joined
+  Tuning tuning, tried;  // the latest; with which the latest tensor was reduced
+  int ranks;             // that take part: fewer once some have joined
 
   // All ranks submit a tensor that they did before.
   void Submit(const std::string& name, int32_t process_set = kWorldSet) {
@@ -131,6 +132,11 @@ class SimulatedWorld {
     int64_t bytes = 0;
     int32_t process_set = kWorldSet;
     for (const Decision& decision : agreement.decisions) {
+      if (decision.kind == Decision::Kind::kTune) {
+        tuning = decision.tuning;
+        continue;
+      }
+      tried = tuning;
       if (!decision.name.empty() && decision.cache_id != 0) {
         ids_[decision.name] = decision.cache_id;
         names_[decision.cache_id] = decision.name;
@@ -149,6 +155,7 @@ class SimulatedWorld {
       ids_.erase(names_[id]);
       names_.erase(id);
     }
+    if (batches.back().empty()) return batches.pop_back();
     const TimeNs begin = now;
     now += static_cast<TimeNs>(cost(bytes) * 1e9);
     coordinator.Ran(process_set, bytes, begin, now);

@@ -175,6 +175,22 @@ def test_fusion_is_a_rule_or_a_threshold():
     assert (planned["FUSION"], planned["FUSION_BYTES"]) == ("plan", 2**20)
 
 
+def test_algorithms_are_given_for_all_sizes_or_by_size():
+    assert value("ALGORITHM", HORORING_ALGORITHM="Ring") == "ring"
+    by_size = "recursive_doubling,ring,auto"
+    assert value("ALGORITHM", HORORING_ALGORITHM="recursive_doubling, RING, auto") == by_size
+    for wrong in ("ring,ring", "ring,,ring", "tree"):
+        with pytest.raises(ValueError, match="three of them with commas"):
+            value("ALGORITHM", HORORING_ALGORITHM=wrong)
+
+
+def test_chunks_are_built_in_or_of_a_sensible_size():
+    assert value("CHUNK_BYTES", HORORING_CHUNK_BYTES="64KiB") == 2**16
+    assert value("CHUNK_BYTES", HORORING_CHUNK_BYTES="0") == 0
+    with pytest.raises(ValueError, match="0, or 4KiB to 1GiB"):
+        value("CHUNK_BYTES", HORORING_CHUNK_BYTES="100")
+
+
 def test_two_thresholds_that_differ_are_an_error():
     same = {"HORORING_FUSION": "4MiB", "HORORING_FUSION_BYTES": "4194304"}
     assert config.load(same)["FUSION_BYTES"] == 4 * 2**20

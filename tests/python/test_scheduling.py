@@ -83,6 +83,8 @@ def case_every_rule_gives_the_same_results():
         {"AUTOTUNE": 1, "AUTOTUNE_STEPS_PER_SAMPLE": 1},
         {"AUTOTUNE": 1, "AUTOTUNE_STEPS_PER_SAMPLE": 1, "FUSION": "plan"},
         {"FUSION": "plan", "CACHE_CAPACITY": 4},
+        {"CHUNK_BYTES": "5000"},
+        {"CHUNK_BYTES": "4KiB", "BACKEND": "host", "ALGORITHM": "ring,ring,recursive_doubling"},
         {"FUSION": "plan", "REPRODUCIBLE": 1, "BACKEND": "host"},
     ):
         with engine(**knobs):
@@ -162,13 +164,17 @@ def case_autotune_changes_no_bit_and_writes_down_what_it_tried():
     with engine(**tuned, AUTOTUNE_WARMUP_SAMPLES=2):
         np.testing.assert_array_equal(train(100), expected)
         settled = hvd.statistics()
-        hvd.barrier()
+        chunks = hvd.allgather_object(settled["chunk_bytes"])
+        assert set(chunks) == {settled["chunk_bytes"]}
     if hvd_rank_was_0():
         rows = list(csv.DictReader(log.open()))
         assert [row["phase"] for row in rows[:2]] == ["warmup", "warmup"]
         assert rows[-1]["phase"] == "best"
+        assert {row["chunk_bytes"] for row in rows} == {"0", "131072", "262144"}
+        assert {row["algorithm"] for row in rows} == {"auto"}  # one host: there is one
         assert all(float(row["score_mb_per_s"]) > 0 for row in rows)
         assert settled["fusion_bytes"] == int(rows[-1]["fusion_bytes"])
+        assert settled["chunk_bytes"] == int(rows[-1]["chunk_bytes"])
         assert settled["cycle_time_ns"] == round(float(rows[-1]["cycle_time_ms"]) * 1e6)
 
 
@@ -178,11 +184,13 @@ def hvd_rank_was_0() -> bool:
 
 
 def case_what_was_set_is_not_tuned():
-    with engine(AUTOTUNE=1, AUTOTUNE_STEPS_PER_SAMPLE=1, FUSION_BYTES="1MiB", CYCLE_TIME_MS=2):
+    chosen = {"FUSION_BYTES": "1MiB", "CYCLE_TIME_MS": 2, "CHUNK_BYTES": "64KiB"}
+    with engine(AUTOTUNE=1, AUTOTUNE_STEPS_PER_SAMPLE=1, **chosen):
         for step in range(40):
             reduce_step(step, ["a", "b"])
             now = hvd.statistics()
             assert (now["fusion_bytes"], now["cycle_time_ns"]) == (2**20, 2_000_000)
+            assert now["chunk_bytes"] == 2**16
 
 
 def case_statistics_count_what_was_done():
