@@ -22,7 +22,7 @@ class Average:
     Parameters
     ----------
     name : of the request, the same on all ranks; one in flight at a time.
-    tensors : the same shapes and dtypes on every rank.
+    tensors : at least one; the same shapes and dtypes on every rank, on one device.
     share : what this rank counts, of a total of 1; None: as much as the others.
     in_place : leave the mean in `tensors`, which must not be used before `finish`; otherwise it is
         that of their present values, in new tensors.
@@ -42,7 +42,10 @@ class Average:
                 self._values = [tensor.detach() * share for tensor in tensors]
             else:
                 self._values = self._targets or [tensor.detach().clone() for tensor in tensors]
-        self._presence = torch.tensor([1.0 if share is None else share], dtype=torch.float64)
+        device = tensors[0].device
+        self._presence = torch.tensor(
+            [1.0 if share is None else share], dtype=torch.float64, device=device
+        )
         self._handle = 0
         if len(members.ranks) == 1:
             return

@@ -21,6 +21,9 @@ KNOWN = frozenset({
     "momentum_buffer", "square_avg",
 })  # fmt: skip
 
+# Of hororing's LARS and LAMB, and of others.
+MASTERS = frozenset({"float32_weight", "master", "master_param", "master_weight"})
+
 Spec = tuple[int, str, str]  # position of the parameter, key, dtype
 
 
@@ -51,7 +54,7 @@ def held(
 
 def is_master(key: str) -> bool:
     """Whether the state is a copy of the weights with more digits, which makes the weights."""
-    return key.startswith("master")
+    return key in MASTERS
 
 
 def to_average(

@@ -1,0 +1,122 @@
+"""Train a small CNN on handwritten digits by hierarchical SGD with model.fit of Keras 3.
+
+    mpirun -np 4 python examples/hierarchical_sgd_digits_keras.py
+    KERAS_BACKEND=torch mpirun -np 4 python examples/hierarchical_sgd_digits_keras.py
+
+It trains twice, with the same data and with ranks that are late at random in the same steps:
+synchronously, and with pairs of ranks that average their weights every 2 steps and all of them
+every 8th. The last lines say what that saved.
+"""
+
+import argparse
+import random
+import time
+
+import keras
+import numpy as np
+from sklearn.datasets import load_digits
+
+import hororing.keras as hvd
+from hororing.keras.optim import HierarchicalSGD, HierarchicalSGDCallback
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=160)
+    parser.add_argument("--warmup-steps", type=int, default=16, help="synchronous ones")
+    parser.add_argument("--batch-size", type=int, default=16, help="images per step and rank")
+    parser.add_argument("--lr", type=float, default=0.1)
+    parser.add_argument("--pair", type=int, default=2, help="ranks that average every 2 steps")
+    parser.add_argument("--probability", type=float, default=0.1, help="that a rank is late")
+    parser.add_argument("--delay", type=float, default=0.2, help="how late, in seconds")
+    parser.add_argument("--seed", type=int, default=1)
+    return parser.parse_args()
+
+
+class Late(keras.callbacks.Callback):
+    """Sleeps now and then, and measures how long training takes after the first step."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__()
+        self.args = args
+        self.random = random.Random(args.seed * 1000 + hvd.rank())
+        self.begin = 0.0
+
+    def on_train_batch_begin(self, batch, logs=None) -> None:
+        if batch == 1:
+            self.begin = time.perf_counter()
+        if self.random.random() < self.args.probability:
+            time.sleep(self.args.delay)
+
+    def on_train_batch_end(self, batch, logs=None) -> None:
+        """Keras would call the other one in the background without this."""
+
+
+def datasets(args: argparse.Namespace) -> tuple[np.ndarray, ...]:
+    """This rank's part of the images to train, step by step, and those to test."""
+    digits = load_digits()
+    images = digits.images[..., None].astype(np.float32) / 16
+    order = np.random.default_rng(args.seed).permutation(len(images))
+    test, train = order[: len(order) // 5], order[len(order) // 5 :]
+    steps = [np.random.default_rng((args.seed, step)) for step in range(args.steps)]
+    mine = slice(hvd.rank(), hvd.size() * args.batch_size, hvd.size())
+    rows = np.concatenate([train[step.permutation(len(train))[mine]] for step in steps])
+    return images[rows], digits.target[rows], images[test], digits.target[test]
+
+
+def network(seed: int) -> keras.Model:
+    keras.utils.set_random_seed(seed)
+    layers = keras.layers
+    return keras.Sequential([
+        keras.Input((8, 8, 1)),
+        layers.Conv2D(16, 3, padding="same"), layers.BatchNormalization(), layers.ReLU(),
+        layers.MaxPooling2D(),
+        layers.Conv2D(32, 3, padding="same"), layers.BatchNormalization(), layers.ReLU(),
+        layers.Flatten(), layers.Dense(10),
+    ])  # fmt: skip
+
+
+def train(args: argparse.Namespace, synchronous: bool) -> tuple[float, float, float]:
+    """Return seconds per step, and loss and accuracy on the test images."""
+    images, labels, test_images, test_labels = datasets(args)
+    model = network(args.seed)
+    optimizer = keras.optimizers.SGD(args.lr, momentum=0.9)
+    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+    if synchronous:
+        optimizer = hvd.DistributedOptimizer(optimizer)
+    else:
+        optimizer = HierarchicalSGD(
+            optimizer,
+            period_group_size_dict={2: args.pair if hvd.size() % args.pair == 0 else 1, 8: "world"},
+            warmup_steps=args.warmup_steps,
+            gradient_groups=None,  # on several hosts: "host"
+        )
+        callbacks.append(HierarchicalSGDCallback())
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss, metrics=["accuracy"])
+    late = Late(args)
+    model.fit(
+        images, labels, args.batch_size, shuffle=False, verbose=0, callbacks=[*callbacks, late]
+    )
+    hvd.barrier()  # until the latest rank is through
+    seconds = (time.perf_counter() - late.begin) / max(1, args.steps - 1)
+    loss, accuracy = model.evaluate(test_images, test_labels, verbose=0)
+    return seconds, loss, accuracy
+
+
+def main() -> None:
+    args = arguments()
+    hvd.init()
+    plain_s, plain_loss, plain_accuracy = train(args, synchronous=True)
+    ours_s, loss, accuracy = train(args, synchronous=False)
+    if hvd.rank() == 0:
+        print(f"synchronous:  {plain_s * 1e3:6.1f} ms per step, test loss {plain_loss:.4f}")
+        print(f"hierarchical: {ours_s * 1e3:6.1f} ms per step, test loss {loss:.4f}")
+        print(f"test accuracy {plain_accuracy:.4f} and {accuracy:.4f}")
+        saved = 1 - ours_s / plain_s
+        print(f"saved {saved:.0%} of the time in {args.steps} steps on {hvd.size()} ranks")
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main()
