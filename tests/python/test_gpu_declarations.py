@@ -1,0 +1,79 @@
+"""What csrc/device declares of CUDA and NCCL, against headers and libraries where they are."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from hororing import nccl
+
+ROOT = Path(__file__).parents[2]
+
+
+def folder_of(header: str, *candidates: Path) -> Path:
+    for folder in candidates:
+        if (folder / header).exists():
+            return folder
+    pytest.skip(f"there is no {header}")
+
+
+def nccl_include() -> Path:
+    packages = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
+    found = []
+    for package in packages:
+        try:
+            found.append(
+                Path(str(metadata.distribution(package).locate_file("nvidia/nccl/include")))
+            )
+        except metadata.PackageNotFoundError:
+            continue
+    return folder_of("nccl.h", *found, Path("/usr/include"))
+
+
+def test_what_we_declare_of_cuda_and_nccl_is_what_their_headers_say():
+    toolkits = sorted(Path("/usr/local").glob("cuda*/include"), reverse=True)
+    cuda = folder_of("cuda.h", *toolkits, Path("/usr/include"))
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    assert compiler
+    command = [compiler, "-std=c++17", "-fsyntax-only", f"-I{ROOT / 'csrc'}"]
+    headers = ["-isystem", str(cuda), "-isystem", str(nccl_include())]
+    source = ROOT / "tests/cpp/gpu_declarations.cc"
+    done = subprocess.run([*command, *headers, str(source)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_nccl_of_a_package_is_found_and_loaded_without_a_framework():
+    nccl_include()
+    assert nccl.libraries().endswith("nvidia/nccl/lib/libnccl.so.2:libnccl.so.2")
+    script = (
+        "import sys, hororing.runtime; version = hororing.runtime.nccl_built();"
+        "assert version >= 21400, version; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_a_library_that_is_named_and_not_there_is_none(monkeypatch: pytest.MonkeyPatch):
+    from hororing import runtime
+
+    monkeypatch.setenv("HORORING_NCCL_LIBRARY", "/nowhere/libnccl.so.2")
+    assert runtime.nccl_built() == 0
+
+
+def test_the_embedded_kernel_is_that_of_its_source(tmp_path: Path):
+    nvcc = shutil.which("nvcc") or next(map(str, Path("/usr/local").glob("cuda*/bin/nvcc")), None)
+    if nvcc is None:
+        pytest.skip("there is no nvcc")
+    version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    if "release 13.0" not in version:
+        pytest.skip("another nvcc than that of CUDA 13.0 writes another text")
+    sys.path.insert(0, str(ROOT / "buildtools"))
+    import kernels
+
+    committed = (ROOT / "csrc/device/kernels.inc").read_text()
+    assert kernels.compile_kernels(nvcc) == committed
