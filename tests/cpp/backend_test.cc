@@ -334,13 +334,13 @@ TEST(factory_prefers_shared_memory_and_says_what_is_wrong) {
   plain.transport = std::make_unique<PlainTransport>();
   std::vector<std::unique_ptr<Backend>> backends;
   CHECK_OK(MakeBackends(options("auto", false), shared, &backends));
-  CHECK_EQ(names(backends), std::string("shm_direct host "));
+  CHECK_EQ(names(backends), std::string("shm_direct host cuda "));
   CHECK_OK(MakeBackends(options("shm_direct", false), shared, &backends));
-  CHECK_EQ(names(backends), std::string("shm_direct host "));
+  CHECK_EQ(names(backends), std::string("shm_direct host cuda "));
   CHECK_OK(MakeBackends(options("host", true), shared, &backends));
-  CHECK_EQ(names(backends), std::string("host "));
+  CHECK_EQ(names(backends), std::string("host cuda "));
   CHECK_OK(MakeBackends(options("auto", false), plain, &backends));
-  CHECK_EQ(names(backends), std::string("host "));
+  CHECK_EQ(names(backends), std::string("host cuda "));
   const Status refused = MakeBackends(options("shm_direct", false), plain, &backends);
   CHECK(refused.code() == Code::kInvalidArgument);
   CHECK(refused.message().find("plain") != std::string::npos);

@@ -246,12 +246,12 @@ TEST(the_factory_offers_it_where_hosts_have_shared_memory) {
     return text;
   };
   BackendOptions options;
-  CHECK_EQ(names(options), std::string("hierarchical host "));
+  CHECK_EQ(names(options), std::string("hierarchical host cuda "));
   options.reproducible = true;  // for what has no arithmetic
-  CHECK_EQ(names(options), std::string("hierarchical host "));
+  CHECK_EQ(names(options), std::string("hierarchical host cuda "));
   options.reproducible = false;
   options.name = "host";
-  CHECK_EQ(names(options), std::string("host "));
+  CHECK_EQ(names(options), std::string("host cuda "));
 }
 
 TEST(a_ring_goes_host_by_host_whatever_the_order_of_the_ranks) {
@@ -260,7 +260,7 @@ TEST(a_ring_goes_host_by_host_whatever_the_order_of_the_ranks) {
   const Hosts hosts = {0, 1, 0, 1, 0, 1};
   const ReduceSpec sum{DataType::kFloat32, ReduceOp::kSum, 1, 1};
   HostsWorld world("queue", hosts);
-  Case c(sum, {60000}, world.size(), random);
+  Case c(sum, {48000}, world.size(), random);  // 32 KB for each rank: one segment
   std::atomic<int> crossing{0};
   world.Run([&](int r) {
     HostBackend::Options options;
