@@ -1,80 +1,19 @@
-// The functions of libcuda that csrc/device uses, and what fake_gpu.h promises.
-#include <chrono>
+// The functions of libcuda that csrc/device uses.
 #include <condition_variable>
 #include <cstdlib>
 #include <cstring>
-#include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
-#include <set>
-#include <thread>
 #include <vector>
 
-#include "fake_gpu.h"
-#include "state.h"
+#include "streams.h"
 
 namespace fake_gpu {
-
-Settings settings;
-Counts counts;
 
 namespace {
 
 constexpr int kInvalidValue = 1, kInvalidContext = 201, kInvalidImage = 200, kNotReady = 600;
-
-std::mutex violations_mutex;
-std::vector<std::string>& Violations() {
-  static auto* all = new std::vector<std::string>();
-  return *all;
-}
-
-// A thread that carries out work in order.
-class Stream {
- public:
-  Stream() : thread_([this] { Work(); }) {}
-  ~Stream() {
-    Drain();
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      end_ = true;
-    }
-    changed_.notify_all();
-    thread_.join();
-  }
-  void Put(std::function<void()> work) {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      queue_.push_back(std::move(work));
-    }
-    changed_.notify_all();
-  }
-  void Drain() {
-    std::unique_lock<std::mutex> lock(mutex_);
-    changed_.wait(lock, [this] { return queue_.empty(); });
-  }
-
- private:
-  void Work() {
-    std::unique_lock<std::mutex> lock(mutex_);
-    for (;;) {
-      changed_.wait(lock, [this] { return end_ || !queue_.empty(); });
-      if (queue_.empty()) return;
-      const std::function<void()> work = queue_.front();
-      lock.unlock();
-      std::this_thread::sleep_for(std::chrono::microseconds(settings.delay_us.load()));
-      work();
-      lock.lock();
-      queue_.pop_front();
-      changed_.notify_all();
-    }
-  }
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::deque<std::function<void()>> queue_;  // what is at work stays until it is done
-  bool end_ = false;
-  std::thread thread_;
-};
 
 // An event is how many times it was recorded, and how many of those have come to pass.
 struct Event {
@@ -83,40 +22,6 @@ struct Event {
   int64_t recorded = 0, reached = 0;
 };
 
-// Live objects by their handles.
-template <typename Object>
-class Registry {
- public:
-  void* Add(std::shared_ptr<Object> object) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    void* handle = object.get();
-    live_[handle] = std::move(object);
-    return handle;
-  }
-  std::shared_ptr<Object> Find(void* handle, const char* what) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    const auto found = live_.find(handle);
-    if (found != live_.end()) return found->second;
-    Violation(std::string(what) + " that does not exist, or no more");
-    return nullptr;
-  }
-  std::shared_ptr<Object> Remove(void* handle, const char* what) {
-    std::shared_ptr<Object> object = Find(handle, what);
-    std::lock_guard<std::mutex> lock(mutex_);
-    live_.erase(handle);
-    return object;
-  }
-
- private:
-  std::mutex mutex_;
-  std::map<void*, std::shared_ptr<Object>> live_;
-};
-
-// Never destroyed: streams of a process that ends are at work until then.
-Registry<Stream>& Streams() {
-  static auto* streams = new Registry<Stream>();
-  return *streams;
-}
 Registry<Event>& Events() {
   static auto* events = new Registry<Event>();
   return *events;
@@ -125,11 +30,6 @@ Registry<char>& Memories() {
   static auto* memories = new Registry<char>();
   return *memories;
 }
-Stream& DefaultStream() {
-  static Stream* stream = new Stream();
-  return *stream;
-}
-
 thread_local std::vector<void*> contexts;
 
 std::mutex pinned_mutex;
@@ -167,17 +67,6 @@ void* Pointer(uint64_t address) { return reinterpret_cast<void*>(address); }
 
 }  // namespace
 
-void Violation(const std::string& what) {
-  std::lock_guard<std::mutex> lock(violations_mutex);
-  Violations().push_back(what);
-}
-
-void Enqueue(void* stream, std::function<void()> work) {
-  if (stream == nullptr) return DefaultStream().Put(std::move(work));
-  const std::shared_ptr<Stream> found = Streams().Find(stream, "a stream");
-  if (found != nullptr) found->Put(std::move(work));
-}
-
 bool HasContext() {
   if (contexts.empty()) Violation("a call without a context");
   return !contexts.empty();
@@ -190,69 +79,6 @@ using namespace fake_gpu;
 #define FAKE __attribute__((visibility("default")))
 
 extern "C" {
-
-FAKE int fake_gpu_set(const char* name, int64_t value) {
-  const std::map<std::string, std::atomic<int64_t>*> known = {
-      {"delay_us", &settings.delay_us},         {"devices", &settings.devices},
-      {"cuda_version", &settings.cuda_version}, {"no_module", &settings.no_module},
-      {"capturing", &settings.capturing},       {"nccl_version", &settings.nccl_version},
-      {"init_fails", &settings.init_fails},     {"init_hangs", &settings.init_hangs},
-      {"hang_after", &settings.hang_after},     {"async_error_after", &settings.async_error_after}};
-  const auto found = known.find(name);
-  if (found == known.end()) return -1;
-  *found->second = value;
-  return 0;
-}
-
-FAKE void fake_gpu_reset(void) {
-  settings.delay_us = 100;
-  settings.devices = 8;
-  settings.cuda_version = 13000;
-  settings.nccl_version = 23203;
-  settings.no_module = settings.capturing = settings.init_fails = settings.init_hangs = 0;
-  settings.hang_after = settings.async_error_after = -1;
-}
-
-FAKE int fake_gpu_violations(const char** first) {
-  static std::string text;
-  std::lock_guard<std::mutex> lock(violations_mutex);
-  const size_t count = Violations().size();
-  text = count > 0 ? Violations()[0] : "";
-  *first = text.c_str();
-  Violations().clear();
-  return static_cast<int>(count);
-}
-
-FAKE int64_t fake_gpu_count(const char* what) {
-  const std::map<std::string, std::atomic<int64_t>*> known = {
-      {"events", &counts.events},
-      {"streams", &counts.streams},
-      {"memory", &counts.memory},
-      {"pinned", &counts.pinned},
-      {"communicators", &counts.communicators},
-      {"contexts", &counts.contexts},
-      {"registered", &counts.registered},
-      {"collectives", &counts.collectives},
-      {"aborts", &counts.aborts},
-      {"kernels", &counts.kernels},
-      {"copies", &counts.copies}};
-  const auto found = known.find(what);
-  return found == known.end() ? -1 : found->second->load();
-}
-
-FAKE void* fake_gpu_stream(void) { return Streams().Add(std::make_shared<Stream>()); }
-
-FAKE void fake_gpu_run(void* stream, void (*work)(void*), void* argument) {
-  Enqueue(stream, [=] { work(argument); });
-}
-
-FAKE void fake_gpu_synchronize(void* stream) {
-  if (stream == nullptr) return DefaultStream().Drain();
-  const std::shared_ptr<Stream> found = Streams().Find(stream, "a stream");
-  if (found != nullptr) found->Drain();
-}
-
-// -- libcuda --------------------------------------------------------------------------------------
 
 FAKE int cuInit(unsigned) { return 0; }
 FAKE int cuDriverGetVersion(int* version) {

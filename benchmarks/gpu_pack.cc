@@ -1,0 +1,82 @@
+// Packing on a GPU: 161 tensors of 100 MB by the kernel, by single copies, and one copy of all.
+//
+//   bench_gpu_pack [libcuda.so.1]
+//
+// GB/s of what is read and written together; the time is that of the device, seen from the host.
+#include <algorithm>
+#include <cstdio>
+#include <memory>
+#include <vector>
+
+#include "base/clock.h"
+#include "device/devices.h"
+
+using namespace hororing;
+
+namespace {
+
+constexpr int kRounds = 20;
+
+void Check(const Status& status) {
+  if (status.ok()) return;
+  std::fprintf(stderr, "%s\n", status.message().c_str());
+  std::exit(1);
+}
+
+void Finish(const Device& device) {
+  std::shared_ptr<DeviceEvent> event;
+  Check(device.Record(device.stream(), &event));
+  for (bool reached = false; !reached;) Check(event->Look(&reached));
+}
+
+void Report(const char* what, const Device& device,
+            const std::vector<std::vector<DeviceCopy>>& calls, size_t bytes) {
+  std::vector<TimeNs> times;
+  for (int round = 0; round <= kRounds; ++round) {
+    Finish(device);
+    const TimeNs begin = NowNs();
+    for (const auto& copies : calls) Check(device.CopyOnDevice(copies));
+    Finish(device);
+    if (round > 0) times.push_back(NowNs() - begin);
+  }
+  std::sort(times.begin(), times.end());
+  const double seconds = static_cast<double>(times[times.size() / 2]) / kSecond;
+  std::printf("%-14s %8.1f GB/s (median of %d)\n", what,
+              2e-9 * static_cast<double>(bytes) / seconds, kRounds);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  Devices::Options options;
+  if (argc > 1) options.cuda_library = argv[1];
+  Devices devices(options);
+  std::shared_ptr<Device> device;
+  Check(devices.Any(&device));
+  if (!device->packs_by_kernel()) std::printf("the kernel did not load: copies only\n");
+  // As ResNet-50's: a few large ones, many small.
+  std::vector<size_t> sizes;
+  for (int i = 0; i < 108; ++i) sizes.push_back(size_t{256} << (i % 4));
+  for (int i = 0; i < 53; ++i) sizes.push_back((size_t{64} << 10) << (i % 6));
+  size_t total = 0;
+  for (size_t bytes : sizes) total += bytes;
+  void *from = nullptr, *to = nullptr;
+  Check(device->AllocatePlain(total, &from));
+  Check(device->AllocatePlain(total, &to));
+  std::vector<DeviceCopy> packed;
+  std::vector<std::vector<DeviceCopy>> each;
+  size_t at = 0;
+  for (size_t bytes : sizes) {
+    packed.push_back({static_cast<char*>(to) + at, static_cast<char*>(from) + at, bytes});
+    each.push_back({packed.back()});
+    at += bytes;
+  }
+  std::printf("%s, %zu tensors, %.1f MB\n", device->name().c_str(), sizes.size(),
+              1e-6 * static_cast<double>(total));
+  Report("one copy", *device, {{{to, from, total}}}, total);
+  Report("packed", *device, {packed}, total);
+  Report("one by one", *device, each, total);
+  device->Free(from);
+  device->Free(to);
+  return 0;
+}

@@ -1,0 +1,30 @@
+// The sums of the fake NCCL, slow and obvious.
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+namespace fake_gpu {
+
+// As in nccl.h; beyond kPreMulSum: those that were made.
+enum Type {
+  kInt8,
+  kUint8,
+  kInt32,
+  kUint32,
+  kInt64,
+  kUint64,
+  kFloat16,
+  kFloat32,
+  kFloat64,
+  kBfloat16
+};
+enum Op { kSum, kProd, kMax, kMin, kAvg, kPreMulSum };
+
+size_t SizeOf(int type);
+double Load(int type, const char* at);
+// `factor`: of kPreMulSum and beyond.
+void Reduce(int type, int op, double factor, const std::vector<std::vector<char>>& inputs,
+            size_t count, char* out);
+
+}  // namespace fake_gpu

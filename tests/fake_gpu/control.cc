@@ -1,0 +1,109 @@
+// What the halves of the fake share, and what tests ask of it.
+#include <map>
+#include <mutex>
+#include <vector>
+
+#include "fake_gpu.h"
+#include "streams.h"
+
+namespace fake_gpu {
+
+Settings settings;
+Counts counts;
+
+namespace {
+
+std::mutex violations_mutex;
+std::vector<std::string>& Violations() {
+  static auto* all = new std::vector<std::string>();
+  return *all;
+}
+
+Stream& DefaultStream() {
+  static Stream* stream = new Stream();
+  return *stream;
+}
+
+}  // namespace
+
+Registry<Stream>& Streams() {
+  static auto* streams = new Registry<Stream>();
+  return *streams;
+}
+void Violation(const std::string& what) {
+  std::lock_guard<std::mutex> lock(violations_mutex);
+  Violations().push_back(what);
+}
+
+void Enqueue(void* stream, std::function<void()> work) {
+  if (stream == nullptr) return DefaultStream().Put(std::move(work));
+  const std::shared_ptr<Stream> found = Streams().Find(stream, "a stream");
+  if (found != nullptr) found->Put(std::move(work));
+}
+
+}  // namespace fake_gpu
+
+using namespace fake_gpu;
+
+#define FAKE extern "C" __attribute__((visibility("default")))
+
+FAKE int fake_gpu_set(const char* name, int64_t value) {
+  const std::map<std::string, std::atomic<int64_t>*> known = {
+      {"delay_us", &settings.delay_us},         {"devices", &settings.devices},
+      {"cuda_version", &settings.cuda_version}, {"no_module", &settings.no_module},
+      {"capturing", &settings.capturing},       {"nccl_version", &settings.nccl_version},
+      {"init_fails", &settings.init_fails},     {"init_hangs", &settings.init_hangs},
+      {"hang_after", &settings.hang_after},     {"async_error_after", &settings.async_error_after}};
+  const auto found = known.find(name);
+  if (found == known.end()) return -1;
+  *found->second = value;
+  return 0;
+}
+
+FAKE void fake_gpu_reset(void) {
+  settings.delay_us = 100;
+  settings.devices = 8;
+  settings.cuda_version = 13000;
+  settings.nccl_version = 23203;
+  settings.no_module = settings.capturing = settings.init_fails = settings.init_hangs = 0;
+  settings.hang_after = settings.async_error_after = -1;
+}
+
+FAKE int fake_gpu_violations(const char** first) {
+  static std::string text;
+  std::lock_guard<std::mutex> lock(violations_mutex);
+  const size_t count = Violations().size();
+  text = count > 0 ? Violations()[0] : "";
+  *first = text.c_str();
+  Violations().clear();
+  return static_cast<int>(count);
+}
+
+FAKE int64_t fake_gpu_count(const char* what) {
+  const std::map<std::string, std::atomic<int64_t>*> known = {
+      {"events", &counts.events},
+      {"streams", &counts.streams},
+      {"memory", &counts.memory},
+      {"pinned", &counts.pinned},
+      {"communicators", &counts.communicators},
+      {"contexts", &counts.contexts},
+      {"registered", &counts.registered},
+      {"collectives", &counts.collectives},
+      {"aborts", &counts.aborts},
+      {"kernels", &counts.kernels},
+      {"copies", &counts.copies}};
+  const auto found = known.find(what);
+  return found == known.end() ? -1 : found->second->load();
+}
+
+FAKE void* fake_gpu_stream(void) { return Streams().Add(std::make_shared<Stream>()); }
+
+FAKE void fake_gpu_run(void* stream, void (*work)(void*), void* argument) {
+  Enqueue(stream, [=] { work(argument); });
+}
+
+FAKE void fake_gpu_synchronize(void* stream) {
+  if (stream == nullptr) return DefaultStream().Drain();
+  const std::shared_ptr<Stream> found = Streams().Find(stream, "a stream");
+  if (found != nullptr) found->Drain();
+}

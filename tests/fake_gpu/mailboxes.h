@@ -1,0 +1,77 @@
+// What moves bytes between the ranks of a fake communicator: a file of shared memory with a mailbox
+// for every ordered pair of them.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+namespace fake_gpu {
+
+enum Result {
+  kSuccess = 0,
+  kSystemError = 2,
+  kInvalidArgument = 4,
+  kInvalidUsage = 5,
+  kRemoteError = 6,
+  kInProgress = 7
+};
+
+constexpr size_t kMost = 16;            // ranks
+constexpr size_t kBoxBytes = 32 << 10;  // that a mailbox holds at a time
+
+struct Box {
+  std::atomic<uint32_t> bytes;  // 0: empty
+  char data[kBoxBytes];
+};
+struct Shared {
+  std::atomic<int32_t> ranks, arrived, left;
+  Box boxes[kMost][kMost];  // from, to
+};
+
+// What one rank sends another; the receiver checks that it expects the same.
+struct Header {
+  char what[16];
+  int64_t bytes;
+  int32_t type, op, root, number;
+};
+
+struct Comm {
+  Shared* shared = nullptr;
+  std::string name;
+  int rank = 0, ranks = 1;
+  std::atomic<int> state{kInProgress};  // what comm_async_error says
+  std::atomic<bool> aborted{false}, dead{false};
+  std::thread starter;
+  // Of a group that has ended, until comm_async_error is asked.
+  std::mutex mutex;
+  std::vector<std::pair<void*, std::function<void()>>> waiting;
+  std::vector<double> factors;  // of operations made here
+};
+
+// One half of a transfer: a header, then the bytes.
+struct Half {
+  bool sends;
+  int peer;
+  char* data;
+  Header header;
+  size_t done = 0;  // bytes, the header's included
+  size_t total() const { return sizeof header + static_cast<size_t>(header.bytes); }
+  Header found = {};
+};
+
+// Until all is moved, or the communicator is aborted.
+void MoveAll(Comm& comm, std::vector<Half> halves);
+Header HeaderOf(const char* what, size_t bytes, int type, int op = 0, int root = 0);
+// Every rank's `send` of the header's bytes.
+std::vector<std::vector<char>> Exchange(Comm& comm, const Header& header, const void* send);
+// The sends and receives of one group, at the same time.
+void TogetherWith(Comm& comm, const std::vector<Half>& halves);
+
+}  // namespace fake_gpu
