@@ -107,7 +107,7 @@ def main() -> None:
                     times[who].append(1e3 * (time.perf_counter() - begin))
     rows = {}
     for who, series in times.items():
-        deciles = statistics.quantiles(series, n=10)
+        deciles = statistics.quantiles(series, n=10, method="inclusive")
         median = statistics.median(series)
         rows[who] = {"median_ms": median, "p10_ms": deciles[0], "p90_ms": deciles[-1]}
     for who, row in rows.items():

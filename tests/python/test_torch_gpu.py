@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib
 import os
+import subprocess
+from pathlib import Path
 
 import fake_gpu
 import mpirun
@@ -17,6 +19,7 @@ import torch
 import hororing.torch as hvd
 from hororing import errors
 
+ROOT = Path(__file__).parents[2]
 # Cases of these files, with tensors that are on the GPU; all of a file, in its order.
 BORROWED = ("test_torch_verbs", "test_conformance")
 FAKE = fake_gpu.path()
@@ -159,6 +162,26 @@ def test_case(case: str, size: int, way: str):
     assert FAKE is not None
     variables = fake_gpu.environment(FAKE, HORORING_GPU=way)
     mpirun.cases_of(__file__, size, **variables).check(case)
+
+
+@pytest.mark.skipif(FAKE is None, reason=WHY_NOT)
+def test_what_checks_a_machine_with_gpus_runs():
+    assert FAKE is not None
+    folder = ROOT / "benchmarks"
+    subprocess.run(["bash", "-n", str(folder / "gpu.sh")], check=True)
+    variables = fake_gpu.environment(FAKE, HORORING_GPU="nccl")
+    job = mpirun.run(folder / "gpu_check.py", 2, environment=variables)
+    assert job.returncode == 0, job.report()
+    assert job.outputs[0].count(" ok\n") == 8, job.report()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("size", "way"), [(1, "nccl"), (2, "staged"), (4, "staged")])
+def test_every_verb_is_right_on_a_gpu(size: int, way: str):
+    job = mpirun.run(
+        ROOT / "benchmarks/gpu_check.py", size, environment={"HORORING_GPU": way}, timeout_s=110
+    )
+    assert job.returncode == 0, job.report()
 
 
 @pytest.mark.skipif(FAKE is None, reason=WHY_NOT)
