@@ -13,6 +13,7 @@ from typing import Any
 import hororing
 from hororing import config, nccl, runtime
 from hororing._core import ffi, lib
+from hororing.data import command as evaluation
 from hororing.launch import Launch
 from hororing.launch import command as layout
 from hororing.stragglers import command as stragglers
@@ -24,6 +25,7 @@ _FRAMEWORKS = ("torch", "tensorflow", "keras")
 _ROOMS: dict[str, tuple[Any, str]] = {
     "stragglers": (stragglers, "which ranks a timeline shows to be late"),
     "layout": (layout, "where the processes of a job would go, and the mpirun line for it"),
+    "evaluate": (evaluation, "checkpoints, offline, each rank a shard of the data"),
     "compare": (comparison, "how records of runs differ, and what came of them"),
 }
 

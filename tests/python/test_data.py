@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import mpirun
 import numpy as np
@@ -160,6 +163,44 @@ def case_checkpoints_offline() -> None:
         assert [line["checkpoint"] for line in lines] == ["1", "2", "3"]
         assert lines[0]["correct"]["mean"] == right.mean()
     hvd.barrier()
+
+
+SCRIPT = """
+from pathlib import Path
+import numpy as np
+from hororing.data.evaluation import Totals, masked_arrays
+
+def evaluate_one(path):
+    totals = Totals(["correct"])
+    for hits, mask in masked_arrays([np.arange(10) < int(Path(path).read_text())], 4):
+        totals.add("correct", hits, mask)
+    return totals.reduced()
+"""
+
+
+def test_the_command(tmp_path: Path) -> None:
+    for name, text in (("eval.py", SCRIPT), ("1.txt", "3"), ("2.txt", "5")):
+        (tmp_path / name).write_text(text)
+
+    def evaluate(function: str) -> Any:
+        return subprocess.run(
+            [sys.executable, "-m", "hororing", "evaluate", function, "1.txt", "2.txt",
+             "--output", "results.jsonl"],
+            cwd=tmp_path, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+
+    for _ in range(2):
+        job = evaluate("eval.py:evaluate_one")
+        assert job.stdout == "1.txt: correct 0.3\n2.txt: correct 0.5\n", job.stderr
+        assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 2
+    for function, why in (
+        ("eval.py:nothing", "'nothing'"), ("evil:evaluate", "No module named 'evil'"),
+        ("eval.py", "write module:name or file.py:name"), ("eval.py:SCRIPT", "SCRIPT"),
+    ):  # fmt: skip
+        job = evaluate(function)
+        assert job.returncode == 2
+        assert f"cannot find {function!r}: " in job.stderr
+        assert why in job.stderr
 
 
 # -- shards ---------------------------------------------------------------------------------------
