@@ -40,23 +40,24 @@ std::string Seconds(TimeNs span) {
 
 StallInspector::Finding StallInspector::Inspect(const std::vector<Waiting>& waiting, TimeNs now) {
   Finding finding;
-  std::unordered_map<std::string, TimeNs> still_waiting;
+  std::unordered_map<std::string, Known> still_waiting;
   std::vector<const Waiting*> to_warn, to_abort;
   TimeNs longest = 0;
   for (const Waiting& request : waiting) {
     const TimeNs age = now - request.since_ns;
-    const auto known = next_warning_.find(request.title);
-    TimeNs next =
-        known != next_warning_.end() ? known->second : After(request.since_ns, options_.warning_ns);
+    const auto known = known_.find(request.title);
+    TimeNs next = known != known_.end() && known->second.since_ns == request.since_ns
+                      ? known->second.next_warning_ns
+                      : After(request.since_ns, options_.warning_ns);
     if (now >= next) {
       to_warn.push_back(&request);
       longest = std::max(longest, age);
       next = After(request.since_ns, age > kForever / 2 ? kForever : 2 * age);
     }
-    still_waiting[request.title] = next;
+    still_waiting[request.title] = {request.since_ns, next};
     if (age >= options_.shutdown_ns) to_abort.push_back(&request);
   }
-  next_warning_ = std::move(still_waiting);
+  known_ = std::move(still_waiting);
   if (!to_abort.empty()) {
     finding.abort = Status(
         Code::kStalled,

@@ -39,8 +39,13 @@ class StallInspector {
   TimeNs interval_ns() const;
 
  private:
+  // One title comes again in every step: what is known is of the request that waited since then.
+  struct Known {
+    TimeNs since_ns, next_warning_ns;
+  };
+
   const Options options_;
-  std::unordered_map<std::string, TimeNs> next_warning_;  // by title
+  std::unordered_map<std::string, Known> known_;  // by title
 };
 
 }  // namespace hororing

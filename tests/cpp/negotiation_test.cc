@@ -231,6 +231,23 @@ TEST(stalls_are_warned_about_at_doubling_intervals_and_then_abort) {
   CHECK(Contains(text, "allreduce 'y': submitted by rank 0, missing ranks 1,2"));
 }
 
+TEST(a_name_that_waits_in_every_step_does_not_add_up_to_a_stall) {
+  Coordinator::Options options = Options(2);
+  options.stall.warning_ns = 4 * kSecond;
+  Coordinator coordinator(options);
+  // "x" and "y" wait for rank 1 in turns, at every look one of them, none for a second.
+  for (TimeNs now = 0; now <= 30 * kSecond; now += kSecond) {
+    coordinator.Receive(0, Fresh({Allreduce("x")}), now);
+    if (now > 0) coordinator.Receive(1, Fresh({Allreduce("y")}), now + kSecond / 4);
+    CHECK_EQ(coordinator.InspectStalls(now + kSecond / 4), std::string());
+    coordinator.Decide(now + kSecond / 4);
+    coordinator.Receive(0, Fresh({Allreduce("y")}), now + kSecond / 2);
+    coordinator.Receive(1, Fresh({Allreduce("x")}), now + kSecond * 3 / 4);
+    CHECK_EQ(coordinator.InspectStalls(now + kSecond * 3 / 4), std::string());
+    coordinator.Decide(now + kSecond * 3 / 4);
+  }
+}
+
 TEST(ranks_are_listed_shortly) {
   CHECK_EQ(RanksText({2}), std::string("rank 2"));
   CHECK_EQ(RanksText({0, 1}), std::string("ranks 0,1"));
