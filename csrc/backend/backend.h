@@ -23,7 +23,7 @@ class TraceSink;
 
 // One tensor of a batch.
 struct BatchEntry {
-  std::string name;  // for the timeline only
+  std::string name;  // for the timeline, and for what fails on a device; else it may be empty
   const void* input = nullptr;
   void* output = nullptr;  // allreduce, broadcast: as large as the input, may equal it
   size_t elements = 0;     // of this rank's input

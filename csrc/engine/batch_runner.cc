@@ -165,7 +165,9 @@ Status BatchRunner::Run(std::vector<Work> work) {
       Item& item = items[i];
       const TensorView& view = item.entry->views[item.index];
       BatchEntry entry = std::move(item.sizes);
-      if (trace_.enabled()) entry.name = TensorName(item.entry->request, item.index);
+      if (trace_.enabled() || batch.on_device) {
+        entry.name = TensorName(item.entry->request, item.index);
+      }
       entry.input = view.input;
       entry.output = IsGathering(batch.kind) ? item.entry->results[item.index].data() : view.output;
       entry.elements = static_cast<size_t>(view.elements());
