@@ -281,7 +281,33 @@ def test_only_the_chosen_ranks_print_and_all_keep_their_errors(tmp_path):
         assert done.stderr.count("nothing is bound") == 1
 
 
+def tell_where_we_are() -> None:
+    import hororing.numpy as hvd
+    from hororing.stragglers import StragglerInjector, host_names
+
+    hvd.init()
+    print(json.dumps([host_names(), hvd.local_rank()]))
+    late = StragglerInjector.fixed_host("host1", 0.01)
+    late()
+    assert late.late_steps == (host_names()[hvd.rank()] == "host1")
+
+
+@pytest.mark.skipif(bool(mpirun.why_no_hosts()), reason=mpirun.why_no_hosts())
+def test_ranks_of_two_hosts_are_where_the_layout_says():
+    layout = plan(Job(4, hosts="host[0-1]"))
+    job = mpirun.run(__file__, 4, hosts="2,2")
+    assert job.returncode == 0, job.report()
+    for instance in layout.instances:
+        names, local_rank = json.loads(job.outputs[instance.rank].splitlines()[-1])
+        assert names == [each.host for each in layout.instances]
+        assert local_rank == instance.local_rank
+
+
 def test_a_command_that_is_not_there_says_so():
     words = [sys.executable, "-m", "hororing.launch.bind", "--", "no-such-command"]
     done = subprocess.run(words, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (127, "no-such-command: No such file or directory\n")
+
+
+if __name__ == "__main__":
+    tell_where_we_are()
