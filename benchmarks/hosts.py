@@ -1,12 +1,13 @@
-"""Allreduce over several hosts: our algorithms, Open MPI's and gloo against the limit of the wire.
+"""Collectives over several hosts: our algorithms, Open MPI and gloo against the limit of the wire.
 
     export OMPI_MCA_btl=self,sm,tcp OMPI_MCA_pml=ob1 OMPI_MCA_osc=^ucx
     tests/hosts.sh 4,4 -r 200mbit mpirun python benchmarks/hosts.py --mbit 200 --json result.json
 
 Contestants take turns in the same processes on the same memory, in random order; a call's time is
-that of the slowest rank. `of_limit` is the least time that an allreduce needs of the wires, over
-the time taken: every host must send 2 (H - 1) / H of the bytes, in frames of 1,514 bytes that hold
-1,448 of them.
+that of the slowest rank. `of_limit` is the least time that the collective needs of the wires, over
+the time taken: for an allreduce every host must send 2 (H - 1) / H of the bytes, for an all-gather
+or a reduce-scatter (H - 1) / H of those that are gathered or scattered, for a broadcast receive
+them all; in frames of 1,514 bytes that hold 1,448 of them.
 """
 
 from __future__ import annotations
@@ -32,16 +33,54 @@ WORLD = MPI.COMM_WORLD
 PAYLOAD = 1448 / 1514  # of TCP over Ethernet
 
 
-def contestant(name: str) -> Callable[[torch.Tensor], object]:
-    """Sums its argument over all ranks, in place."""
-    if name == "mpi":
+# Bytes that a host must send or receive, over those of the tensor.
+NEEDS = {
+    "allreduce": lambda hosts: 2 * (hosts - 1) / hosts,
+    "allgather": lambda hosts: (hosts - 1) / hosts,
+    "reducescatter": lambda hosts: (hosts - 1) / hosts,
+    "broadcast": lambda hosts: 1.0,
+}
+
+
+def own_part(x: torch.Tensor) -> torch.Tensor:
+    return x.tensor_split(WORLD.Get_size())[WORLD.Get_rank()]
+
+
+def of_mpi(collective: str) -> Callable[[torch.Tensor], object]:
+    if collective == "allreduce":
         return lambda x: WORLD.Allreduce(MPI.IN_PLACE, x.numpy())
-    if name == "gloo":
+    if collective == "broadcast":
+        return lambda x: WORLD.Bcast(x.numpy())
+    if collective == "allgather":
+        return lambda x: WORLD.Allgather(own_part(x).numpy(), x.numpy())
+    return lambda x: WORLD.Reduce_scatter_block(x.numpy(), own_part(x).numpy().copy())
+
+
+def of_gloo(collective: str) -> Callable[[torch.Tensor], object]:
+    if collective == "allreduce":
         return dist.all_reduce
+    if collective == "broadcast":
+        return lambda x: dist.broadcast(x, 0)
+    if collective == "allgather":
+        return lambda x: dist.all_gather_into_tensor(x, own_part(x).clone())
+    raise SystemExit("gloo has no reduce-scatter to compare with")
+
+
+def contestant(name: str, collective: str) -> Callable[[torch.Tensor], object]:
+    """Runs the collective on a tensor of all ranks' parts, in place where there is a choice."""
+    if name == "mpi":
+        return of_mpi(collective)
+    if name == "gloo":
+        return of_gloo(collective)
     hvd.shutdown()
     os.environ["HORORING_ALGORITHM"] = name
     hvd.init()
-    return lambda x: hvd.allreduce_(x, op=hvd.Sum, name="benchmark")
+    return {
+        "allreduce": lambda x: hvd.allreduce_(x, op=hvd.Sum, name="benchmark"),
+        "broadcast": lambda x: hvd.broadcast_(x, root_rank=0, name="benchmark"),
+        "allgather": lambda x: hvd.allgather(own_part(x), name="benchmark"),
+        "reducescatter": lambda x: hvd.reducescatter(x, op=hvd.Sum, name="benchmark"),
+    }[collective]
 
 
 def wait_for_all() -> None:
@@ -50,15 +89,15 @@ def wait_for_all() -> None:
         time.sleep(20e-6)
 
 
-def measure(names: list[str], tensors: dict[int, torch.Tensor], order: random.Random,
-            rounds: int) -> dict[int, dict[str, list[float]]]:  # fmt: skip
+def measure(collective: str, names: list[str], tensors: dict[int, torch.Tensor],
+            order: random.Random, rounds: int) -> dict[int, dict[str, list[float]]]:  # fmt: skip
     """Seconds of every call: of each size, of each contestant."""
     times = {nbytes: {name: [] for name in names} for nbytes in tensors}
     for _ in range(rounds):
         shuffled = list(names)
         order.shuffle(shuffled)
         for name in shuffled:
-            run = contestant(name)
+            run = contestant(name, collective)
             for nbytes, tensor in tensors.items():
                 if name == "recursive_doubling" and nbytes > 1 << 20:
                     continue
@@ -83,6 +122,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mbit", type=float, required=True, help="nominal rate of the links")
     parser.add_argument("--bytes", type=int, nargs="+", default=[4, 65536, 1 << 20, 16 << 20])
+    parser.add_argument("--collective", choices=list(NEEDS), default="allreduce")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--only", nargs="+", default=[*OURS, "mpi", "gloo"])
     parser.add_argument("--json", help="file to write the results to")
@@ -99,13 +139,13 @@ def main() -> None:
     rate = arguments.mbit * 1e6 / 8 * PAYLOAD
     order = random.Random(WORLD.bcast(random.randrange(2**32)))
     tensors = {nbytes: torch.zeros(max(1, nbytes // 4)) for nbytes in arguments.bytes}
-    measured = measure(arguments.only, tensors, order, arguments.rounds)
+    measured = measure(arguments.collective, arguments.only, tensors, order, arguments.rounds)
     hvd.shutdown()
     if rank != 0:
         return
     table = []
     for nbytes, of_size in measured.items():
-        limit = 2 * (hosts - 1) / hosts * nbytes / rate
+        limit = NEEDS[arguments.collective](hosts) * nbytes / rate
         row: dict[str, object] = {"bytes": nbytes}
         for name, series in of_size.items():
             median = statistics.median(series)
@@ -122,6 +162,7 @@ def main() -> None:
         facts = {
             "layout": [names.count(names[leader]) for leader in leaders],
             "mbit": arguments.mbit,
+            "collective": arguments.collective,
             "rounds": arguments.rounds,
             "mpi": MPI.Get_library_version().splitlines()[0].rstrip("\0"),
             "torch": torch.__version__,
