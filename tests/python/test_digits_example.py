@@ -76,7 +76,25 @@ def test_keras_classifies_97_of_100_images_also_after_a_restart(tmp_path: Path):
     assert "Epoch" not in second.outputs[1]
 
 
-@pytest.mark.parametrize("name", ["torch_digits.py", "tensorflow_digits.py", "keras_digits.py"])
+@pytest.mark.parametrize("name", ["large_batch_digits.py", "large_batch_digits_keras.py"])
+def test_large_batches_learn_in_a_few_epochs(name: str):
+    options = ["--epochs", "12", "--batch-size", "90", "--warmup-epochs", "2"]
+    job = run(2, *options, example=EXAMPLES / name)
+    assert "effective batch 180, peak rate 0.3516" in job.outputs[0], job.report()
+    ((accuracy, steps, ranks),) = LAST_LINE.findall(job.outputs[0])
+    assert float(accuracy) >= 0.95, job.report()
+    # 719 images per rank; Keras takes the incomplete batch of an epoch, too.
+    assert (int(steps), int(ranks)) == (12 * (8 if "keras" in name else 7), 2)
+    assert "test accuracy" not in job.outputs[1]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "torch_digits.py", "tensorflow_digits.py", "keras_digits.py",
+        "large_batch_digits.py", "large_batch_digits_keras.py",
+    ],
+)  # fmt: skip
 def test_the_distributed_lines_are_marked_and_few(name: str):
     lines = (EXAMPLES / name).read_text().splitlines()
     code = [line for line in lines if line.strip() and not line.lstrip().startswith("#")]

@@ -1,0 +1,117 @@
+"""Train on scikit-learn's handwritten digits with the means of large batches, with Keras 3.
+
+    python examples/large_batch_digits_keras.py                           # one process
+    mpirun -np 4 python examples/large_batch_digits_keras.py              # four
+    KERAS_BACKEND=torch mpirun -np 4 python examples/large_batch_digits_keras.py
+
+LARS; linear warm-up and polynomial decay by the effective batch; batch-norm over groups of ranks;
+bfloat16 activations; exact evaluation (docs/large_batch.md). Every line that makes it distributed
+is marked `# hvd`.
+"""
+
+import argparse
+
+import keras
+import numpy as np
+from sklearn.datasets import load_digits
+
+import hororing.keras as hvd  # hvd
+from hororing.data.evaluation import masked_arrays  # hvd
+from hororing.data.sharding import Shard  # hvd
+from hororing.keras.batch_norm import (  # hvd
+    AverageMovingStatistics,
+    SyncBatchNormalization,
+)
+from hororing.keras.data import ShardedArrays, evaluate  # hvd
+from hororing.keras.optim import LARS, WarmupPolynomial
+from hororing.large_batch.groups import TargetBatch  # hvd
+from hororing.large_batch.schedules import effective_batch, linear_scaled_rate
+
+# The learning rate is for this many images per update, and grows with them.
+REFERENCE_BATCH = 256
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--epochs", type=int, default=40)
+    parser.add_argument("--batch-size", type=int, default=45, help="images per step and rank")
+    parser.add_argument("--lr", type=float, default=0.5, help=f"for {REFERENCE_BATCH} images")
+    parser.add_argument("--trust", type=float, default=0.01, help="trust coefficient of LARS")
+    parser.add_argument("--warmup-epochs", type=int, default=5)
+    parser.add_argument("--weight-decay", type=float, default=5e-5)
+    parser.add_argument("--seed", type=int, default=1)
+    return parser.parse_args()
+
+
+Data = tuple[np.ndarray, np.ndarray]
+
+
+def datasets(seed: int) -> tuple[Data, Data]:
+    """Four fifths of the images to train, one fifth to test."""
+    digits = load_digits()
+    images = digits.images[..., None].astype(np.float32) / 16
+    order = np.random.default_rng(seed).permutation(len(images))
+    test, train = order[: len(order) // 5], order[len(order) // 5 :]
+    return (images[train], digits.target[train]), (images[test], digits.target[test])
+
+
+def network(norm) -> keras.Model:
+    """Two blocks around which their input passes; `norm` makes layers of batch normalisation."""
+    layers = keras.layers
+    hidden = inputs = keras.Input((8, 8, 1))
+    hidden = layers.Conv2D(24, 3, padding="same")(hidden)
+    for number in range(2):
+        if number:
+            hidden = layers.MaxPooling2D()(hidden)
+        before = hidden
+        hidden = layers.Conv2D(24, 3, padding="same", use_bias=False)(hidden)
+        hidden = layers.Activation("relu")(norm()(hidden))
+        hidden = layers.Conv2D(24, 3, padding="same", use_bias=False)(hidden)
+        # Its gamma begins as zero, and the block as an identity.
+        hidden = layers.Add()([before, norm(gamma_initializer="zeros")(hidden)])
+        hidden = layers.Activation("relu")(hidden)
+    outputs = layers.Dense(10, dtype="float32")(layers.Flatten()(hidden))
+    return keras.Model(inputs, outputs)
+
+
+def main() -> None:
+    args = arguments()
+    hvd.init()  # hvd
+    first = hvd.rank() == 0  # hvd
+    keras.utils.set_random_seed(args.seed)
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    train, test = datasets(args.seed)
+    data = ShardedArrays(train, args.batch_size, Shard(len(train[0]), seed=args.seed))  # hvd
+    groups = TargetBatch(args.batch_size)  # hvd
+    options = {"group_size": groups, "momentum": 0.9}
+    model = network(lambda **more: SyncBatchNormalization(**options, **more))  # hvd
+
+    batch = effective_batch(args.batch_size, replicas=hvd.size())  # hvd
+    rate = WarmupPolynomial(
+        linear_scaled_rate(args.lr, batch, REFERENCE_BATCH),
+        total_steps=args.epochs * data.num_batches,
+        warmup_steps=args.warmup_epochs * data.num_batches,
+    )
+    optimizer = LARS(rate, weight_decay=args.weight_decay, trust_coefficient=args.trust)
+    optimizer = hvd.DistributedOptimizer(optimizer)  # hvd
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss)
+    callbacks = [
+        hvd.callbacks.BroadcastGlobalVariablesCallback(root_rank=0),  # hvd
+        hvd.callbacks.MetricAverageCallback(),  # hvd
+        data.callback(),
+        AverageMovingStatistics(),  # hvd
+    ]
+    model.fit(data, epochs=args.epochs, shuffle=False, callbacks=callbacks, verbose=2 * first)
+
+    correct = {"correct": keras.metrics.sparse_categorical_accuracy}
+    result = evaluate(model, masked_arrays(test, 100), correct)["correct"]  # hvd
+    if first:
+        steps, count = int(optimizer.iterations), int(result.total)
+        print(f"effective batch {batch}, peak rate {rate.plan.peak:.4g}, {count} correct")
+        print(f"test accuracy {result.mean:.4f} after {steps} steps on {hvd.size()} ranks")
+    hvd.shutdown()  # hvd
+
+
+if __name__ == "__main__":
+    main()
