@@ -56,7 +56,9 @@ class Float32Update(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         # torch's own steps would look at these, too.
-        given: dict[str, Any] = {name: self.__dict__.pop(name) for name in SCALES if name in self.__dict__}
+        given: dict[str, Any] = {
+            name: self.__dict__.pop(name) for name in SCALES if name in self.__dict__
+        }
         found = given.get("found_inf")
         try:
             if found is None or not bool(found):
