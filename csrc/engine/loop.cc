@@ -177,9 +177,9 @@ bool Loop::Step() {
 bool Loop::Report() {
   struct Report report;
   report.applied = applied_;
-  const TimeNs now = NowNs();
   TimeNs oldest = 0;
   engine_.tensors_.TakeSubmitted(&submitted_);
+  const TimeNs now = NowNs();  // not before any of them was submitted
   for (TensorEntry* entry : submitted_) {
     if (!engine_.sets_.Holds(entry->request.process_set)) {  // removed since it was submitted
       FailRemoved(engine_.tensors_.Remove(Key(entry->request)));

@@ -1,5 +1,5 @@
 """Data for many processes: shards, exact evaluation, an input pipeline. Knows no framework.
 
 `hororing.torch.data`, `hororing.keras.data` and `hororing.tensorflow.data` are the forms that
-PyTorch, Keras and tf.data take. Guide: docs/large_batch_data.md.
+PyTorch, Keras and tf.data take. Guide: docs/large_batch.md.
 """

@@ -5,7 +5,7 @@
 
     layer = SyncBatchNormalization(group_size=TargetBatch(batch_size=8))
 
-Guide: docs/large_batch_data.md.
+Guide: docs/large_batch.md.
 """
 
 from __future__ import annotations

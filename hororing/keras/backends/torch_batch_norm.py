@@ -32,7 +32,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
     """Batch normalisation with the statistics of several ranks' batches.
 
     As hororing.tensorflow.SyncBatchNormalization, whose arguments it has and whose files it reads:
-    docs/large_batch_data.md, docs/tensorflow.md. A checkpointed segment sends its requests again,
+    docs/large_batch.md, docs/tensorflow.md. A checkpointed segment sends its requests again,
     on all ranks alike, unless `hororing.torch.recomputation.stored_statistics` is its context.
     """
 

@@ -1,6 +1,6 @@
 """Data for Keras on many ranks: sharded data sets and exact evaluation.
 
-Guide: docs/large_batch_data.md.
+Guide: docs/large_batch.md.
 """
 
 from hororing.keras.data.evaluation import evaluate

@@ -1,6 +1,6 @@
 """Data for PyTorch on many ranks: sharding samplers, exact evaluation, batches on devices.
 
-Guide: docs/large_batch_data.md.
+Guide: docs/large_batch.md.
 """
 
 from hororing.torch.data.device import on_device
