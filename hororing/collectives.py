@@ -430,8 +430,8 @@ def address_of(buffer: Any) -> int:
 class PreparedAllreduce:
     """An in-place allreduce of one tensor, again and again: all that can be is computed once.
 
-    `start_many` submits, `finish_many` or `finish` wait. At most one start may be in flight;
-    `keep` holds the tensor meanwhile.
+    `start_many` submits, `finish` waits. At most one start may be in flight; `keep` holds the
+    tensor meanwhile. Who has waited by `finish_many` resets `handle`.
     """
 
     __slots__ = ("_owners", "handle", "keep", "on_device", "request")
@@ -456,7 +456,7 @@ class PreparedAllreduce:
         self.keep: Any = None
 
     def finish(self, stream: int = 0) -> Any:
-        """Wait for what was started, unless `finish_many` has; return what has held it.
+        """Wait for what was started, if it is in flight; return what has held it.
 
         On a device that is `stream` that waits, and the one that it was computed in.
         """
@@ -482,52 +482,44 @@ class PreparedAllreduce:
 
 
 def start_many(
-    prepared: Sequence[PreparedAllreduce], addresses: list[int], keeps: Sequence[object]
-) -> tuple[int, int]:
+    prepared: Sequence[PreparedAllreduce], addresses: list[int], keeps: Sequence[object],
+    flying: list[int],
+) -> tuple[int, int]:  # fmt: skip
     """Submit tensors at `addresses`, which `keeps` own; return how many were, and a code.
 
-    If one is refused, it and those after it are not in flight; `fail(code)` tells why.
+    If one is refused, it and those after it are not in flight; `fail(code)` tells why. The handles
+    of the others are added to `flying`.
     """
-    for each, keep in zip(prepared, keeps, strict=True):
-        each.keep = keep
     count = len(addresses)
     c_handles = ffi.new("int64_t[]", count)
     requests = [each.request for each in prepared]
+    token = next(_submit_count)
+    _submitting[token] = keeps
     started = int(lib.hr_allreduce_many(requests, addresses, count, c_handles))
     handles = ffi.unpack(c_handles, count)
-    code = 0
-    if started < count:
-        code = handles[started]
-        handles[started:] = [0] * (count - started)
-        for each in prepared[started:]:
-            each.keep = None
-    for each, handle in zip(prepared, handles, strict=True):
+    code = 0 if started == count else handles[started]
+    del handles[started:]
+    for each, keep, handle in zip(prepared, keeps, handles, strict=False):
+        each.keep = keep
         each.handle = handle
+    flying += handles
+    del _submitting[token]
     return started, code
 
 
-def finish_many(prepared: Sequence[PreparedAllreduce], stream: int = 0) -> bool:
-    """Wait for all. False: not all have succeeded, and `finish` tells which. Each needs that.
+def finish_many(handles: list[int], stream: int | None = None) -> bool:
+    """Wait for all, which are no more then. False: not all have succeeded, and all still are.
 
-    Of those on a device, `stream` waits for the results; False, too, if one has been computed in
-    another stream.
+    `stream`, of a device, waits for the results there.
     """
-    on_device = [each for each in prepared if each.on_device]
-    if any(each.request.stream != stream for each in on_device):
-        return False
-    handles = ffi.new("int64_t[]", [each.handle for each in prepared])
+    c_handles, count = ffi.new("int64_t[]", handles), len(handles)
     while True:
-        if on_device:
-            code = lib.hr_wait_many_in_stream(handles, len(prepared), _WAIT_SLICE_S, stream)
+        if stream is None:
+            code = int(lib.hr_wait_many(c_handles, count, _WAIT_SLICE_S))
         else:
-            code = lib.hr_wait_many(handles, len(prepared), _WAIT_SLICE_S)
+            code = int(lib.hr_wait_many_in_stream(c_handles, count, _WAIT_SLICE_S, stream))
         if code != lib.HR_PENDING:
-            break
-    if code != lib.HR_OK:
-        return False
-    for each in prepared:
-        each.handle = 0
-    return True
+            return code == lib.HR_OK
 
 
 # ---------------------------------------------------------------------------------------------

@@ -77,6 +77,7 @@ class _DeltaReducer(Reducer):
         for param, slot in changed:
             with collect(failures):
                 deltas.append((param, slot.wait()))
+        self._shared.flying.clear()
         if failures:
             raise failures[0]
         for param, delta in deltas:

@@ -113,6 +113,7 @@ class Slot:
         options = shared.options
         self.device = verbs.adapter.device(param)
         self.torch_device = param.get_device()
+        shared.on_device = shared.on_device or self.device != collectives.HOST
         if options.compression is NoneCompressor and param.dtype in DTYPES:
             self.prepared = PreparedAllreduce(
                 name, DTYPES[param.dtype], param.shape, options.op, *options.factors,
@@ -213,8 +214,10 @@ class Slot:
             if self.shared.tracing:
                 collectives.trace_view(self.name, begin_ns, grad.nbytes)
             if self.device != collectives.HOST:
-                self.prepared.request.stream = verbs.adapter.stream(self.device)
-            started, code = collectives.start_many([self.prepared], [address], [grad])
+                self.prepared.request.stream = self.stream()
+            started, code = collectives.start_many(
+                [self.prepared], [address], [grad], self.shared.flying
+            )
             if not started:
                 collectives.fail(code)
         self.sent = True

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -48,6 +49,9 @@ class Reducer:
         self._prefix = prefix
         self._slots: dict[int, tuple[torch.Tensor, Slot]] = {}  # by id(parameter)
         self._groups: list[Group] = []
+        # As `follow` has found them: the parameters of each group, and their slots; all hooked.
+        self._followed: list[list[torch.Tensor]] = []
+        self._entries: list[tuple[torch.Tensor, Slot]] = []
         self.follow(param_groups)
         for index, members in enumerate(groups):
             slots = [self._slots[id(param)][1] for param in members]
@@ -57,6 +61,11 @@ class Reducer:
 
     def follow(self, param_groups: list[dict[str, Any]]) -> list[tuple[torch.Tensor, Slot]]:
         """Return the slots of the optimizer's parameters as they are now, new ones included."""
+        if len(param_groups) == len(self._followed) and all(
+            len(group["params"]) == len(known) and all(map(is_, group["params"], known))
+            for group, known in zip(param_groups, self._followed, strict=True)
+        ):
+            return self._entries
         entries = []
         for number, group in enumerate(param_groups):
             for index, param in enumerate(group["params"]):
@@ -68,6 +77,9 @@ class Reducer:
                 if entry[1].hook is None and param.requires_grad:
                     self._hook(*entry)
                 entries.append(entry)
+        if all(slot.hook is not None for _, slot in entries):
+            self._followed = [list(group["params"]) for group in param_groups]
+            self._entries = entries
         return entries
 
     def _hook(self, param: torch.Tensor, slot: Slot) -> None:
@@ -82,6 +94,7 @@ class Reducer:
         # Nobody can know for which of them a backward pass is: each reduces when it steps.
         for other in rivals:
             _unhook(other._slots[id(param)][1])
+            other._followed = []
 
     def synchronize(self, param_groups: list[dict[str, Any]]) -> None:
         """Send what the hooks did not, wait for everything, leave it in the gradients.
@@ -94,14 +107,18 @@ class Reducer:
         entries = self.follow(param_groups)
         failures: list[Exception] = []
         with torch.no_grad():
+            late = [entry for entry in entries if not entry[1].sent]
             with collect(failures):
-                shared.send_late([entry for entry in entries if not entry[1].sent])
+                shared.send_late(late)
             for group in self._groups:
                 with collect(failures):
                     group.flush(shared.options)
-            finish_all([entry for entry in entries if entry[1].sent], failures)
+            sent = [entry for entry in entries if entry[1].sent] if late else entries
+            finish_all(sent, shared.flying, failures)
+        passes = shared.passes
         for _, slot in entries:
-            slot.rest()
+            if slot.sent or slot.left != passes:
+                slot.rest()
         shared.rest()
         shared.synchronized = not failures
         if failures:
@@ -149,20 +166,35 @@ class Reducer:
         self._shared.synchronized = False
 
 
-def finish_all(entries: list[tuple[torch.Tensor, Slot]], failures: list[Exception]) -> None:
+def finish_all(
+    entries: list[tuple[torch.Tensor, Slot]],
+    flying: list[int],
+    failures: list[Exception],
+) -> None:
     """Wait for the gradients of `entries`, mostly in one call of the core."""
-    flying = [slot for _, slot in entries if slot.prepared and slot.prepared.handle]
-    if flying:
-        on_device = [slot for slot in flying if slot.device != collectives.HOST]
-        stream = on_device[0].stream() if on_device else 0
-        collectives.finish_many([slot.prepared for slot in flying if slot.prepared], stream)
+    landed = _landed(entries, flying)
+    flying.clear()
     for param, slot in entries:
         prepared = slot.prepared
-        if prepared is None or prepared.handle or prepared.keep is not param.grad:
+        if landed and prepared and prepared.handle and prepared.keep is param.grad:
+            # Almost always: reduced where it is.
+            prepared.handle, prepared.keep = 0, None
+            slot.sent, slot.left = False, slot.shared.passes
+        else:
+            if landed and prepared:
+                prepared.handle = 0
             with collect(failures):
                 slot.finish(param)
-        else:  # almost always: reduced where it is
-            prepared.keep = None
+
+
+def _landed(entries: list[tuple[torch.Tensor, Slot]], flying: list[int]) -> bool:
+    """Wait for all that flies. False: each slot has to see for itself."""
+    if not entries or not entries[0][1].shared.on_device:
+        return collectives.finish_many(flying)
+    slots = [slot for _, slot in entries if slot.prepared and slot.device != collectives.HOST]
+    here = slots[0].stream() if slots else 0
+    computed_in = {int(slot.prepared.request.stream) for slot in slots if slot.prepared}
+    return computed_in <= {here} and collectives.finish_many(flying, here)
 
 
 @contextlib.contextmanager

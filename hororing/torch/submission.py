@@ -49,8 +49,8 @@ class Shared:
     """What the slots of one optimizer have in common."""
 
     __slots__ = (
-        "arrived", "awaits_end", "batch_bytes", "begun", "lock", "members", "options", "passes",
-        "room", "synchronized", "tracing", "views",
+        "arrived", "awaits_end", "batch_bytes", "begun", "flying", "lock", "members", "on_device",
+        "options", "passes", "room", "synchronized", "tracing", "views",
     )  # fmt: skip
 
     def __init__(self, options: Options, passes: int) -> None:
@@ -65,6 +65,8 @@ class Shared:
         # appended to without the lock, emptied with it.
         self.arrived: list[Slot] = []
         self.batch_bytes = self.room = LEAST_WEIGHT  # of the batch; of it, for more gradients
+        self.flying: list[int] = []  # handles that nobody has waited for
+        self.on_device = False  # whether a parameter lies there
         self.lock = threading.Lock()
         self.awaits_end = False  # `backward_ended` will be called
 
@@ -111,7 +113,7 @@ class Shared:
                 begin_ns = collectives.now_ns() if self.tracing else 0
                 slot.send_alone(slot.take_gradient(), failures, begin_ns)
         else:
-            _send_together(arrived, failures)
+            _send_together(arrived, self.flying, failures)
         if failures:
             raise failures[0]
 
@@ -137,10 +139,11 @@ class Shared:
     def rest(self) -> None:
         """Be ready for the next step. REQUIRES: nothing is in flight."""
         self.drop_arrived()
+        self.flying.clear()
         self.begun = False
 
 
-def _send_together(arrived: list[Slot], failures: list[Exception]) -> None:
+def _send_together(arrived: list[Slot], flying: list[int], failures: list[Exception]) -> None:
     slots, addresses, grads = [], [], []
     prepared: list[PreparedAllreduce] = []
     for slot in arrived:
@@ -157,7 +160,9 @@ def _send_together(arrived: list[Slot], failures: list[Exception]) -> None:
             slot.prepared.request.stream = slot.stream()
     begin = 0
     while begin < len(slots):
-        count, code = collectives.start_many(prepared[begin:], addresses[begin:], grads[begin:])
+        count, code = collectives.start_many(
+            prepared[begin:], addresses[begin:], grads[begin:], flying
+        )
         for slot in slots[begin : begin + count]:
             slot.sent = True
         begin += count
