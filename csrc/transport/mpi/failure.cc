@@ -1,9 +1,7 @@
 #include "transport/mpi/failure.h"
 
+#include <dlfcn.h>
 #include <mpi.h>
-#if __has_include(<mpi-ext.h>)
-#include <mpi-ext.h>  // Open MPI's fault tolerance, "ULFM"
-#endif
 
 #include <cstring>
 #include <numeric>
@@ -26,11 +24,13 @@ Status MpiError(const char* call, int error, int peer) {
   return Status(Code::kPeerLost, who + " died (" + what + ")", peer);
 }
 
-std::vector<int> KnownDead([[maybe_unused]] MPI_Comm communicator) {
+// By a call of Open MPI's fault tolerance (ULFM), which other MPIs lack.
+std::vector<int> KnownDead(MPI_Comm communicator) {
+  using GetFailed = int (*)(MPI_Comm, MPI_Group*);
+  const auto get_failed = reinterpret_cast<GetFailed>(dlsym(RTLD_DEFAULT, "MPIX_Comm_get_failed"));
   std::vector<int> ranks;
-#ifdef OMPI_HAVE_MPI_EXT_FTMPI
   MPI_Group all, dead;
-  if (MPIX_Comm_get_failed(communicator, &dead) != MPI_SUCCESS) return ranks;
+  if (get_failed == nullptr || get_failed(communicator, &dead) != MPI_SUCCESS) return ranks;
   if (MPI_Comm_group(communicator, &all) == MPI_SUCCESS) {
     int count = 0;
     MPI_Group_size(dead, &count);
@@ -41,7 +41,6 @@ std::vector<int> KnownDead([[maybe_unused]] MPI_Comm communicator) {
     MPI_Group_free(&all);
   }
   MPI_Group_free(&dead);
-#endif
   return ranks;
 }
 
