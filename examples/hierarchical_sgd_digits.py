@@ -9,7 +9,6 @@ average their weights every 2 steps and all of them every 8th. The last lines sa
 """
 
 import argparse
-import random
 import time
 import warnings
 
@@ -18,6 +17,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import hororing.torch as hvd
+from hororing.stragglers import StragglerInjector
 from hororing.torch.optim import HierarchicalSGD
 
 
@@ -81,7 +81,9 @@ def train(args: argparse.Namespace, synchronous: bool) -> tuple[float, float, fl
     model = network(args.seed)
     optimizer = make_optimizer(model, args, synchronous)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    late = random.Random(args.seed * 1000 + hvd.rank())  # the same in both runs
+    late = StragglerInjector(args.probability, args.delay, seed=args.seed)  # alike in both runs
+    if args.persistent:
+        late = StragglerInjector(1.0, args.delay, ranks=[0])
     seconds = []
     for step in range(args.steps):
         order = torch.Generator().manual_seed(args.seed + step)
@@ -89,9 +91,7 @@ def train(args: argparse.Namespace, synchronous: bool) -> tuple[float, float, fl
         batch = batch[: args.batch_size]
         begin = time.perf_counter()
         time.sleep(args.compute)
-        is_late = hvd.rank() == 0 if args.persistent else late.random() < args.probability
-        if is_late:
-            time.sleep(args.delay)
+        late()
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(images[batch]), labels[batch]).backward()
         optimizer.step()

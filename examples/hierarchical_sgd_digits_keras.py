@@ -9,7 +9,6 @@ every 8th. The last lines say what that saved.
 """
 
 import argparse
-import random
 import time
 
 import keras
@@ -18,6 +17,7 @@ from sklearn.datasets import load_digits
 
 import hororing.keras as hvd
 from hororing.keras.optim import HierarchicalSGD, HierarchicalSGDCallback
+from hororing.stragglers import StragglerInjector
 
 
 def arguments() -> argparse.Namespace:
@@ -38,15 +38,13 @@ class Late(keras.callbacks.Callback):
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__()
-        self.args = args
-        self.random = random.Random(args.seed * 1000 + hvd.rank())
+        self.sleep = StragglerInjector(args.probability, args.delay, seed=args.seed)
         self.begin = 0.0
 
     def on_train_batch_begin(self, batch, logs=None) -> None:
         if batch == 1:
             self.begin = time.perf_counter()
-        if self.random.random() < self.args.probability:
-            time.sleep(self.args.delay)
+        self.sleep()
 
     def on_train_batch_end(self, batch, logs=None) -> None:
         """Keras would call the other one in the background without this."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from hororing import runtime
@@ -45,8 +45,10 @@ class Plan(NamedTuple):
     overlap_backward: bool
 
 
-def make_plan(request: Request, **others: Any) -> Plan:
-    """Check `request` and compare it, and `others`, with those of the other ranks. Collective.
+def make_plan(request: Request, check: Callable[[], dict[str, Any]] = dict) -> Plan:
+    """Check `request` and compare it with that of the other ranks. Collective.
+
+    `check` may raise as well; what it returns is compared, too.
 
     Raises
     ------
@@ -57,7 +59,7 @@ def make_plan(request: Request, **others: Any) -> Plan:
 
     def describe() -> dict[str, Any]:
         plans.append(_checked(request))
-        return {**plans[0]._asdict(), "weight": request.weight is not None, **others}
+        return {**plans[0]._asdict(), "weight": request.weight is not None, **check()}
 
     by_rank = agreed(WHAT, describe, weight=request.weight)
     plan = plans[0]

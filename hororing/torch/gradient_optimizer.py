@@ -201,6 +201,10 @@ class Distributed(torch.optim.Optimizer):
         `found` are flags of `torch.amp.GradScaler`, one per device.
         """
 
+    def _reduce_for_scaler(self) -> None:
+        """Reduce what `torch.amp.GradScaler` is about to look at."""
+        self._reduce()
+
     def _before_state_is_read(self) -> None:
         """Bring `state` up to date: it is to be saved or sent."""
 

@@ -123,7 +123,7 @@ def become(
     """
     params = parameters(optimizer)
     positions = _positions(groups, params)
-    named = _checked_names(named_parameters, params)
+    named = checked_names(named_parameters, params)
     # The first optimizer's names are those of Horovod, which has them for all.
     count = default_name(OPTIMIZER, members).rpartition(".")[2]
     prefix = "allreduce.noname" if count == "1" else f"allreduce.noname.{count}"
@@ -160,9 +160,10 @@ def become(
     return optimizer
 
 
-def _checked_names(
+def checked_names(
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None, params: list[torch.Tensor]
 ) -> list[tuple[str, torch.Tensor]] | None:
+    """Return the pairs, if they name all of `params` once; ValueError otherwise."""
     if named_parameters is None:
         return None
     named = list(named_parameters)
@@ -229,7 +230,7 @@ def _teach_grad_scaler() -> None:
 
     def reduce_first(self: Any, optimizer: Any) -> None:
         if isinstance(optimizer, Distributed) and self.is_enabled():
-            optimizer._reduce()
+            optimizer._reduce_for_scaler()
 
     @functools.wraps(unscale)
     def unscale_(self: Any, optimizer: Any) -> None:

@@ -440,6 +440,10 @@ def case_wrong_use_is_an_error_on_every_rank() -> None:
             "momentum='none'", f"rank {last} has failed.*momentum='none'",
             momentum=on_last("none", "keep"),
         )  # fmt: skip
+        refused(
+            "backward_passes_per_step=0", f"rank {last} has failed",
+            backward_passes_per_step=on_last(0, 1),
+        )  # fmt: skip
         refused("ranks differ in delay_steps", delay_steps=on_last(1, 0))
         refused("ranks differ in hierarchy", warmup_steps=on_last(1, 0))
         refused("ranks differ in weight", weight=on_last(1.0, None))

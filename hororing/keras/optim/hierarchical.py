@@ -25,6 +25,7 @@ from hororing.large_batch.agreement import obtain_groups
 from hororing.large_batch.hierarchy import shares
 from hororing.large_batch.outer import Outer
 from hororing.large_batch.plan import WHAT, Plan, Request, make_plan
+from hororing.names import OPTIMIZER, default_name
 from hororing.process_sets import ProcessSet
 from hororing.runtime import rank, size
 
@@ -338,23 +339,38 @@ def HierarchicalSGD(
     >>> model.compile(optimizer, loss="mse")
     >>> model.fit(x, y, callbacks=[HierarchicalSGDCallback()])
     """
-    scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-    if scales or keras.config.dtype_policy().name == "mixed_float16":
-        raise ValueError(
-            f"{WHAT}: a loss scale that overflows on some ranks would let these skip steps that "
-            "others count; use the policy mixed_bfloat16, without LossScaleOptimizer"
-        )
-    settings = checked_settings(
-        name=name,
-        compression=compression,
-        sparse_as_dense=True,
-        backward_passes_per_step=backward_passes_per_step,
-        average_aggregated_gradients=average_aggregated_gradients,
-    )
     request = Request(
         period_group_size_dict, warmup_steps, gradient_groups, momentum, outer, weight, delay_steps
     )
-    plan = make_plan(request, name=settings.name)
+    checked: list[Settings] = []
+
+    def check() -> dict[str, Any]:
+        scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+        if scales or keras.config.dtype_policy().name == "mixed_float16":
+            raise ValueError(
+                "a loss scale that overflows on some ranks would let these skip steps that others "
+                "count; use the policy mixed_bfloat16, without LossScaleOptimizer"
+            )
+        if not isinstance(optimizer, keras.Optimizer) or isinstance(optimizer, Distributed):
+            raise TypeError(
+                f"optimizer must be one of Keras 3 that is not distributed, not {optimizer!r}"
+            )
+        checked.append(
+            checked_settings(
+                name=WHAT if name is None else name,
+                compression=compression,
+                sparse_as_dense=True,
+                backward_passes_per_step=backward_passes_per_step,
+                average_aggregated_gradients=average_aggregated_gradients,
+            )
+        )
+        return {"name": checked[0].name}
+
+    plan = make_plan(request, check)
+    settings = checked[0]
+    if name is None:  # counted now that no rank has failed
+        number = default_name(OPTIMIZER).rpartition(".")[2]
+        settings = dataclasses.replace(settings, name=f"{WHAT}.{number}")
     if rank() == 0 and size() > 1 and len(plan.gradient_groups) == 1:
         warnings.warn(
             f"{WHAT}: gradient_groups={gradient_groups!r} is one group of all {size()} ranks, so "

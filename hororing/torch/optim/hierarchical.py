@@ -33,7 +33,8 @@ class Hierarchical(Averaging):
     def _become_distributed(self, passes: int, extra: Sequence[tuple[str, torch.Tensor]]) -> None:
         self._extra = extra
         self._flight = None
-        self._step_supports_amp_scaling = False  # GradScaler must ask us: see _agree_on_infinities
+        if "_step_supports_amp_scaling" in self.__dict__:  # a fused one of torch: GradScaler would
+            self._step_supports_amp_scaling = False  # not ask _agree_on_infinities
         state: Any = self.state
         state.setdefault(KEY, {"step": 0})
         self.backward_passes_per_step = passes
@@ -211,15 +212,18 @@ class Hierarchical(Averaging):
         if self._early is not None:
             self._early.forget()
 
-    def _agree_on_infinities(self, found: Iterable[torch.Tensor]) -> None:
-        """Let all ranks skip a step if one must: also those that have other gradients."""
-        found = list(found)
+    def _reduce_for_scaler(self) -> None:
         if self._early is not None:
             raise ValueError(
                 "HierarchicalSGD: torch.amp.GradScaler cannot be used with overlap_backward=True, "
                 "which updates weights before gradients are unscaled; use bfloat16, or leave out "
                 "overlap_backward"
             )
+        super()._reduce_for_scaler()
+
+    def _agree_on_infinities(self, found: Iterable[torch.Tensor]) -> None:
+        """Let all ranks skip a step if one must: also those that have other gradients."""
+        found = list(found)
         if runtime.size() > 1:
             here = torch.tensor(any(map(bool, found)))
             name = f"{self._settings.prefix}.found_inf"

@@ -15,15 +15,16 @@ from hororing.arguments import Average
 from hororing.compression import Compressor, NoneCompressor
 from hororing.large_batch.outer import Outer
 from hororing.large_batch.plan import WHAT, Request, make_plan
+from hororing.names import WORLD_SET
 from hororing.process_sets import global_process_set
 from hororing.reduction import check_reduction, checked_passes
 from hororing.runtime import rank, size
 from hororing.torch.bucket_views import check_bucket_views
-from hororing.torch.gradient_optimizer import Distributed
+from hororing.torch.gradient_optimizer import Distributed, parameters
 from hororing.torch.optim import momenta
 from hororing.torch.optim.averages import averageable
 from hororing.torch.optim.hierarchical import Hierarchical
-from hororing.torch.optimizer import become
+from hororing.torch.optimizer import become, checked_names
 from hororing.torch.submission import Options
 
 
@@ -115,17 +116,23 @@ def HierarchicalSGD(
         delay_steps, overlap_backward,
     )  # fmt: skip
     buffers = [(name, each) for name, each in named_buffers if averageable(each)]
-    if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, torch.optim.LBFGS):
-        raise TypeError(
-            f"{WHAT}: optimizer must be a torch Optimizer other than LBFGS, not "
-            f"{type(optimizer).__name__}"
-        )
-    if isinstance(optimizer, Distributed):
-        raise ValueError(f"{WHAT}: optimizer is distributed already; pass it before that")
-    checked_passes(backward_passes_per_step)
-    members = check_reduction(WHAT, Average, 1.0, compression, global_process_set)
-    check_bucket_views(gradient_as_bucket_view, Average, compression)
-    plan = make_plan(request, buffers=[name for name, _ in buffers])
+    named = None if named_parameters is None else list(named_parameters)
+
+    def check() -> dict[str, Any]:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"optimizer must be a torch Optimizer, not {type(optimizer).__name__}")
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise TypeError("LBFGS evaluates the loss several times per step; use another one")
+        if isinstance(optimizer, Distributed):
+            raise ValueError("optimizer is distributed already; wrap it once")
+        checked_names(named, parameters(optimizer))
+        checked_passes(backward_passes_per_step)
+        check_reduction(WHAT, Average, 1.0, compression, global_process_set)
+        check_bucket_views(gradient_as_bucket_view, Average, compression)
+        shapes = [tuple(param.shape) for param in parameters(optimizer)]
+        return {"buffers": [name for name, _ in buffers], "shapes of parameters": shapes}
+
+    plan = make_plan(request, check)
     if rank() == 0 and size() > 1 and len(plan.gradient_groups) == 1:
         warnings.warn(
             f"{WHAT}: gradient_groups={gradient_groups!r} is one group of all {size()} ranks, so "
@@ -136,7 +143,7 @@ def HierarchicalSGD(
         compression, Average, 1.0, False, global_process_set, gradient_as_bucket_view
     )  # fmt: skip
     return become(
-        optimizer, Hierarchical, options, named_parameters, backward_passes_per_step, None, members,
+        optimizer, Hierarchical, options, named, backward_passes_per_step, None, WORLD_SET,
         _request=request, _plan=plan, _buffers=[buffer for _, buffer in buffers],
         _late=tuple(late_parameters),
         _momentum_keys=momenta.KNOWN if momentum_keys is None else frozenset(momentum_keys),
