@@ -35,6 +35,7 @@ class _Flight(NamedTuple):
 
     average: Average
     snapshot: list[Array]  # of the trained weights
+    buffers: list[Array]  # of the others
     is_top: bool
     due: int  # step
     lr: float
@@ -129,9 +130,10 @@ class Hierarchical(Distributed):
         trained, buffers = self._parts(weights)
         if plan.delay_steps:
             snapshot = [array_of(variable) for variable in trained]
-            average = self._start(level, [*snapshot, *map(array_of, buffers)])
+            others = [array_of(variable) for variable in buffers]
+            average = self._start(level, [*snapshot, *others])
             due = steps + plan.delay_steps
-            self._averaging.flight = _Flight(average, snapshot, is_top, due, self._rate())
+            self._averaging.flight = _Flight(average, snapshot, others, is_top, due, self._rate())
             return
         means = self._average(level, [*trained, *buffers, *self._momenta()])
         if is_top and plan.outer is not None:
@@ -246,7 +248,9 @@ class Hierarchical(Distributed):
             return
         values = flight.average.finish()
         count = len(flight.snapshot)
-        means, buffers = values[:count], values[count:]
+        means = values[:count]
+        pairs = zip(values[count:], flight.buffers, strict=True)
+        buffers = [(mean, mean - old) for mean, old in pairs]
         if flight.is_top and self._plan.outer is not None:
             means = self._outer_step(means, flight.lr)
         changes = [mean - old for mean, old in zip(means, flight.snapshot, strict=True)]
@@ -265,7 +269,11 @@ class Hierarchical(Distributed):
         trained, buffers = self._parts(weights)
         for variable, change in zip(trained, pending["changes"], strict=True):
             variable.assign(array_of(variable) + change)
-        _assign(buffers, pending["buffers"])
+        for variable, (mean, change) in zip(buffers, pending["buffers"], strict=True):
+            old = array_of(variable)
+            new = old + change
+            # What was a variance stays one.
+            variable.assign(np.where((new < 0) & (old >= 0) & (mean >= 0), mean, new))
         self._reset_momenta()
 
     def averaging_state(self) -> dict[str, Any]:

@@ -200,7 +200,10 @@ class Averaging(Distributed):
                 changes.append((new - old).to(old.dtype))
             else:
                 changes.append(mean - old)
-        buffers = means[len(flight.snapshot) :]
+        buffer_means = means[len(flight.snapshot) :]
+        buffers = [
+            (mean, mean - old) for mean, old in zip(buffer_means, flight.buffers, strict=True)
+        ]
         self._clock["pending"] = {"due": flight.due, "changes": changes, "buffers": buffers}
 
     @torch.no_grad()
@@ -214,8 +217,11 @@ class Averaging(Distributed):
         del self._clock["pending"]
         for weight, change in zip(self._weights(), pending["changes"], strict=False):
             weight.add_(change)
-        for buffer, mean in zip(self._buffers, pending["buffers"], strict=True):
-            buffer.copy_(mean)
+        for buffer, (mean, change) in zip(self._buffers, pending["buffers"], strict=True):
+            new = buffer + change
+            if not new.is_complex():  # what was a variance stays one
+                new = torch.where((new < 0) & (buffer >= 0) & (mean >= 0), mean, new)
+            buffer.copy_(new)
         self._adopt_masters()
         if self._plan.momentum == "reset":
             momenta.reset(self, parameters(self), self._momentum_keys)

@@ -77,8 +77,8 @@ def HierarchicalSGD(
     weight : what this rank counts in averages of weights, for example how many samples it has;
         None on all ranks: all the same.
     delay_steps : averages run while training goes on, and their correction, mean - snapshot, is
-        added after so many steps; at most the shortest period. Buffers are replaced. Needs a copy
-        of the weights; excludes momentum="average".
+        added after so many steps; at most the shortest period. Needs a copy of the weights;
+        excludes momentum="average".
     overlap_backward : at a sync point update and average weights while backward still runs: for
         optimizers that update each parameter by itself. Needs gradient_groups=None; excludes
         clipping, GradScaler, closures, delay_steps, and momentum="average".
