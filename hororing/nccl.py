@@ -6,31 +6,20 @@ others one that the process has loaded already.
 
 from __future__ import annotations
 
-from importlib import metadata
-from pathlib import Path
+import os
+import sys
 from typing import Final
 
 _SYSTEM: Final = "libnccl.so.2"
-# What torch and TensorFlow of a CUDA release depend on; newest first.
-_PACKAGES: Final = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
-_IN_PACKAGE: Final = "nvidia/nccl/lib/libnccl.so.2"
+# Where the packages nvidia-nccl-cu* have it, on which frameworks depend. importlib.metadata would
+# find them by name, but takes init() longer than all else.
+_IN_PACKAGE: Final = os.path.join("nvidia", "nccl", "lib", _SYSTEM)
 
 
 def libraries(chosen: str | None = None) -> str:
     """Return paths to try, joined by colons: `chosen` alone if there is one."""
     if chosen:
         return chosen
+    candidates = [os.path.join(folder, _IN_PACKAGE) for folder in sys.path]
     # The bare name also finds one that is loaded already, wherever it came from.
-    return ":".join([*_installed(), _SYSTEM])
-
-
-def _installed() -> list[str]:
-    found = []
-    for package in _PACKAGES:
-        try:
-            path = Path(str(metadata.distribution(package).locate_file(_IN_PACKAGE)))
-        except metadata.PackageNotFoundError:
-            continue
-        if path.exists():
-            found.append(str(path))
-    return found
+    return ":".join([*filter(os.path.exists, candidates), _SYSTEM])

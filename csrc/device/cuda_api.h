@@ -34,6 +34,7 @@ constexpr unsigned kCuStreamNonBlocking = 1;     // does not wait for the defaul
 constexpr unsigned kCuEventDisableTiming = 2;    // cheaper
 constexpr unsigned kCuMemHostAllocPortable = 1;  // pinned for every context
 constexpr int kCuStreamCaptureStatusNone = 0;
+constexpr int kCuStreamCaptureModeRelaxed = 2;
 constexpr int kLeastCudaVersion = 11020;  // 11.2: memory that is allocated in the order of a stream
 
 // X(member, symbol, parameters)
@@ -50,6 +51,7 @@ constexpr int kLeastCudaVersion = 11020;  // 11.2: memory that is allocated in t
   X(primary_ctx_release, cuDevicePrimaryCtxRelease_v2, (CuDevice device))                          \
   X(ctx_push, cuCtxPushCurrent_v2, (CuContext context))                                            \
   X(ctx_pop, cuCtxPopCurrent_v2, (CuContext * context))                                            \
+  X(exchange_capture_mode, cuThreadExchangeStreamCaptureMode, (int* mode))                         \
   X(ctx_priorities, cuCtxGetStreamPriorityRange, (int* least, int* greatest))                      \
   X(stream_create, cuStreamCreateWithPriority, (CuStream * stream, unsigned flags, int priority))  \
   X(stream_destroy, cuStreamDestroy_v2, (CuStream stream))                                         \

@@ -74,11 +74,14 @@ PinnedMemory::~PinnedMemory() {
 
 Device::Current::Current(const Device& device) : device_(device) {
   status_ = device.api_->Check(device.api_->ctx_push(device.context_), "cuCtxPushCurrent");
+  if (status_.ok()) device.api_->exchange_capture_mode(&capture_mode_);
 }
 
 Device::Current::~Current() {
+  if (!status_.ok()) return;
   CuContext popped = nullptr;
-  if (status_.ok()) device_.api_->ctx_pop(&popped);
+  device_.api_->exchange_capture_mode(&capture_mode_);
+  device_.api_->ctx_pop(&popped);
 }
 
 Status Device::Open(std::shared_ptr<const CudaApi> api, int ordinal,

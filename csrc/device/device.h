@@ -116,7 +116,9 @@ class Device : public std::enable_shared_from_this<Device> {
   Status AllocatePlain(size_t bytes, void** memory) const;
   void Free(void* memory) const;
 
-  // Makes the device's context that of this thread, for a while. NCCL wants it so, too.
+  // Makes the device's context that of this thread, for a while. NCCL wants it so, too. What is
+  // called meanwhile does not break a capture that the framework has under way elsewhere, as most
+  // calls would (events that are asked, memory that is allocated).
   class Current {
    public:
     explicit Current(const Device& device);
@@ -128,6 +130,7 @@ class Device : public std::enable_shared_from_this<Device> {
    private:
     const Device& device_;
     Status status_;
+    int capture_mode_ = kCuStreamCaptureModeRelaxed;  // then what it was before
   };
 
  private:

@@ -329,6 +329,21 @@ TEST(a_collective_that_hangs_is_noticed_and_the_abort_frees_the_stream) {
   NothingLeft();
 }
 
+TEST(looking_at_what_is_under_way_breaks_no_capture_of_the_framework) {
+  fake_gpu_reset();
+  RunCuda(2, {DeviceWay::kNccl}, [](CudaRank& rank) {
+    float value = 1;
+    CHECK_OK(rank.cuda->Run(OneFloat(&value), After(NowNs(), kLimit), rank.trace));
+    CHECK_OK(Barrier(*rank.transport, After(NowNs(), kLimit)));
+    fake_gpu_set("capturing", 1);
+    CHECK_OK(rank.cuda->Look());
+    CHECK_OK(Barrier(*rank.transport, After(NowNs(), kLimit)));
+    fake_gpu_set("capturing", 0);
+    rank.cuda->Leave(After(NowNs(), kLimit));
+  });
+  NothingLeft();
+}
+
 TEST(an_error_that_nccl_finds_later_is_told) {
   fake_gpu_reset();
   CudaOptions options{DeviceWay::kNccl};

@@ -13,7 +13,8 @@ namespace fake_gpu {
 
 namespace {
 
-constexpr int kInvalidValue = 1, kInvalidContext = 201, kInvalidImage = 200, kNotReady = 600;
+constexpr int kInvalidValue = 1, kInvalidContext = 201, kInvalidImage = 200, kNotReady = 600,
+              kCaptureUnsupported = 900;
 
 // An event is how many times it was recorded, and how many of those have come to pass.
 struct Event {
@@ -31,6 +32,13 @@ Registry<char>& Memories() {
   return *memories;
 }
 thread_local std::vector<void*> contexts;
+thread_local int capture_mode = 0;  // global: other calls break a capture
+
+int BreaksCapture() {
+  if (settings.capturing == 0 || capture_mode == 2) return 0;
+  Violation("a call that breaks a capture");
+  return kCaptureUnsupported;
+}
 
 std::mutex pinned_mutex;
 std::map<char*, size_t>& Pinned() {  // beginnings and bytes
@@ -129,6 +137,10 @@ FAKE int cuCtxPopCurrent_v2(void** context) {
   contexts.pop_back();
   return 0;
 }
+FAKE int cuThreadExchangeStreamCaptureMode(int* mode) {
+  std::swap(*mode, capture_mode);
+  return HasContext() ? 0 : kInvalidContext;
+}
 FAKE int cuCtxGetStreamPriorityRange(int* least, int* greatest) {
   *least = 0;
   *greatest = -5;
@@ -176,6 +188,7 @@ FAKE int cuEventRecord(void* handle, void* stream) {
 FAKE int cuEventQuery(void* handle) {
   const std::shared_ptr<Event> event = Events().Find(handle, "an event");
   if (event == nullptr) return kInvalidValue;
+  if (BreaksCapture() != 0) return kCaptureUnsupported;
   std::lock_guard<std::mutex> lock(event->mutex);
   return event->reached == event->recorded ? 0 : kNotReady;
 }
