@@ -362,11 +362,11 @@ def move(handle: int, index: int, address: int, stream: int) -> None:
         fail(code)
 
 
-def use_device(number: int) -> None:
+def use_device(number: int, context: str) -> None:
     """Make a CUDA device the one of this process. ValueError where that cannot be."""
     code = int(lib.hr_use_device(number))
     if code != lib.HR_OK:
-        fail(code)
+        fail(code, context)
 
 
 def take_numbers(handle: int, index: int) -> list[int]:

@@ -759,5 +759,6 @@ def join(device: int = -1) -> int:
     communicates on. It need not be said if a tensor has been there before.
     """
     if device != -1:
-        collectives.use_device(device)
+        context = f" (join: device={device}; leave it out where tensors are on the CPU)"
+        collectives.use_device(device, context)
     return collectives.join()
