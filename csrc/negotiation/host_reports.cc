@@ -32,11 +32,15 @@ void HostReports::Receive(int rank, const Report& report, TimeNs now) {
     held.report.cached.push_back(report.cached[i]);
     const TimeNs age = report.ages_us.empty() ? 0 : report.ages_us[i] * kMicrosecond;
     held.submitted_ns.push_back(now - age);
-    Count(cached_[report.cached[i]], place);
+    Count(cached_[report.cached[i]], place, nullptr);
   }
   for (const Request& request : report.fresh) {
     held.report.fresh.push_back(request);
-    Count(fresh_[Key(request)], place);
+    std::string key = Key(request), &latest = latest_[request.process_set];
+    const auto before = fresh_.find(latest);
+    const Tensor* const like = before == fresh_.end() ? nullptr : &before->second;
+    Count(fresh_[key], place, like);
+    latest = std::move(key);
   }
   if (report.leaving) {
     held.report.leaving = urgent_ = true;
@@ -44,11 +48,12 @@ void HostReports::Receive(int rank, const Report& report, TimeNs now) {
   }
 }
 
-void HostReports::Count(Tensor& tensor, size_t place) {
+// `like`: the tensor that a new one is expected of the same ranks as; null: of all.
+void HostReports::Count(Tensor& tensor, size_t place, const Tensor* like) {
   if (tensor.reported.empty()) {
     tensor.reported.assign(ranks_.size(), 0);
-    tensor.usual.assign(ranks_.size(), 1);
-    tensor.missing = ranks_.size();
+    tensor.usual = like != nullptr ? like->reported : std::vector<char>(ranks_.size(), 1);
+    tensor.missing = static_cast<size_t>(std::count(tensor.usual.begin(), tensor.usual.end(), 1));
   } else if (tensor.reported[place]) {
     // It comes again, so all have reported it that will: they are the usual ones.
     tensor.usual = std::exchange(tensor.reported, std::vector<char>(ranks_.size(), 0));
@@ -88,6 +93,7 @@ std::optional<std::string> HostReports::Take(TimeNs now) {
   if (cached_.size() + fresh_.size() > kMostTensors) {
     cached_.clear();
     fresh_.clear();
+    latest_.clear();
   }
   return EncodeCombined(alike);
 }

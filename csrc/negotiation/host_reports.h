@@ -4,8 +4,9 @@
 // A tensor is decided when all ranks have reported it, so nothing is lost where a report waits for
 // those of the same tensor by the other ranks of the host; but what is reported must arrive in the
 // end, so that stalls are seen. So reports go on as soon as, of all tensors in them, every rank has
-// reported that did so the last time (the first time: every rank of the host), and `hold_ns` after
-// the first of them at the latest. Process sets and ranks that have joined thereby need no care: a
+// reported that did so the last time (the first time: that reported the latest new tensor of the
+// process set before, or else every rank of the host), and `hold_ns` after the first of them at the
+// latest. Process sets and ranks that have joined thereby need no care: a
 // wrong guess costs a message or that time once.
 //
 // What each rank has said stays apart, so that the coordinator knows all ranks as without us; what
@@ -52,7 +53,7 @@ class HostReports {
     std::vector<TimeNs> submitted_ns;  // of report.cached
   };
 
-  void Count(Tensor& tensor, size_t place);
+  void Count(Tensor& tensor, size_t place, const Tensor* like);
 
   const std::vector<int> ranks_;
   const TimeNs hold_ns_;
@@ -60,8 +61,9 @@ class HostReports {
   std::vector<Held> held_;  // by place among `ranks`
   std::unordered_map<uint64_t, Tensor> cached_;
   std::unordered_map<std::string, Tensor> fresh_;
-  std::vector<Tensor*> incomplete_;  // those that are held
-  size_t waiting_for_ = 0;           // how many of them are
+  std::unordered_map<int32_t, std::string> latest_;  // of fresh_, by process set
+  std::vector<Tensor*> incomplete_;                  // those that are held
+  size_t waiting_for_ = 0;                           // how many of them are
   bool any_ = false;
   bool urgent_ = false;
   TimeNs since_ns_ = 0;  // of the oldest that is held

@@ -86,6 +86,35 @@ TEST(ranks_that_do_not_report_a_tensor_are_waited_for_once) {
   CHECK(!held(4 * kSecond, {1}));
 }
 
+// Calls without a name get a new one each.
+TEST(new_names_are_expected_of_the_ranks_that_had_the_one_before) {
+  HostReports reports({4, 5, 6}, kMillisecond, false);
+  const auto named = [](int number) {
+    Report report = FreshNamed("noname." + std::to_string(number));
+    report.fresh[0].process_set = 1;
+    return report;
+  };
+  for (int call = 0; call < 5; ++call) {
+    const TimeNs now = call * kSecond;
+    reports.Receive(4, named(call), now);
+    CHECK(Taken(reports, now).empty());
+    reports.Receive(6, named(call), now);
+    CHECK_EQ(Taken(reports, now).size(), size_t{call > 0});
+    CHECK_EQ(Taken(reports, now + kMillisecond).size(), size_t{call == 0});
+  }
+  // Of another set nothing is known; of this one, rank 5 is in it from now on.
+  reports.Receive(4, FreshNamed("x"), 0);
+  reports.Receive(6, FreshNamed("x"), 0);
+  CHECK(Taken(reports, 0).empty());
+  CHECK_EQ(Taken(reports, kMillisecond).size(), size_t{1});
+  for (int call = 5; call < 8; ++call) {
+    for (const int rank : {4, 6}) reports.Receive(rank, named(call), 0);
+    CHECK_EQ(Taken(reports, 0).size(), size_t{call == 5});
+    reports.Receive(5, named(call), 0);
+    CHECK_EQ(Taken(reports, 0).size(), size_t{1});
+  }
+}
+
 TEST(reports_of_a_rank_are_joined_by_the_older_ones_knowledge) {
   HostReports reports({0, 1}, kMillisecond, false);
   reports.Receive(0, Cached({5}, 7), 0);
