@@ -221,13 +221,33 @@ def evaluate_checkpoints(
     Returns
     -------
     The results by path, those that the file held included; the same on every rank.
+
+    Raises
+    ------
+    OSError, ValueError : `output` cannot be written, or holds other things; on every rank, before
+        anything is evaluated.
+    TypeError : `evaluate` returned something else.
     """
     paths = [os.fspath(path) for path in checkpoints]
-    done = _read(output) if output is not None and runtime.rank() == 0 else {}
-    paths, done = broadcast_object((paths, done), name="evaluation.checkpoints")
+    done: dict[str, dict[str, Total]] = {}
+    error: Exception | None = None
+    if output is not None and runtime.rank() == 0:
+        try:
+            done = _read(output)
+        except (OSError, ValueError) as failed:
+            error = failed
+    paths, done, error = broadcast_object((paths, done, error), name="evaluation.checkpoints")
+    if error is not None:
+        raise error
     results: dict[str, dict[str, Total]] = {}
     for path in paths:
-        results[path] = done[path] if path in done else dict(evaluate(path))
+        found = done[path] if path in done else evaluate(path)
+        if not isinstance(found, Mapping) or not all(isinstance(t, Total) for t in found.values()):
+            raise TypeError(
+                f"evaluate({path!r}) must return what Totals.reduced() or evaluate of an adapter "
+                f"returns, a dict of Totals, not {found!r:.80}"
+            )
+        results[path] = dict(found)
         if output is None or path in done or runtime.rank() != 0:
             continue
         line = {
@@ -240,16 +260,27 @@ def evaluate_checkpoints(
 
 
 def _read(output: str | os.PathLike[str]) -> dict[str, dict[str, Total]]:
-    """Results by checkpoint. A last line that a killed process has not finished is dropped."""
-    if not os.path.exists(output):
-        return {}
-    with open(output, "r+") as file:
-        text = file.read()
-        whole = text[: text.rfind("\n") + 1]
-        if whole != text:
-            file.truncate(len(whole.encode()))
+    """Results by checkpoint. A last line that a killed process has not finished is dropped.
+
+    A file that holds other things is a ValueError, and left as it is.
+    """
     results = {}
-    for line in map(json.loads, whole.splitlines()):
-        path = line.pop("checkpoint")
-        results[path] = {name: Total(each["total"], each["count"]) for name, each in line.items()}
+    with open(output, "ab+") as file:  # makes it, and shows now that it can be written
+        file.seek(0)
+        data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        begin = b'{"checkpoint": '[: len(data)]
+        if not data.startswith(begin):
+            raise ValueError(f"{os.fspath(output)!r} holds no results; pass another file")
+        for number, text in enumerate(whole.splitlines(), 1):
+            try:
+                line = json.loads(text)
+                path = line.pop("checkpoint")
+                results[path] = {n: Total(each["total"], each["count"]) for n, each in line.items()}
+            except (ValueError, KeyError, TypeError, AttributeError):
+                raise ValueError(
+                    f"line {number} of {os.fspath(output)!r} is no result of evaluate_checkpoints; "
+                    "pass another file, or delete the line"
+                ) from None
+        file.truncate(len(whole))
     return results

@@ -148,9 +148,16 @@ class Shard:
     def record_batch(self, batch: int, batch_size: int) -> None:
         """Note that this process has processed its `batch`-th batch of `batch_size` samples.
 
-        Batches are counted from 0 in `indices()`: from when the epoch was last shared.
+        Batches are counted from 0 in `indices()`: from when the epoch was last shared. ValueError
+        for one that it does not have.
         """
-        self.record(self.indices()[batch * batch_size : (batch + 1) * batch_size])
+        indices = self.indices()
+        if batch < 0 or batch_size < 1 or batch * batch_size >= len(indices):
+            raise ValueError(
+                f"Shard.record_batch: there is no batch {batch} of {batch_size} samples among "
+                f"{len(indices)}; count from 0 in each epoch and after synchronize()"
+            )
+        self.record(indices[batch * batch_size : (batch + 1) * batch_size])
 
     def state_dict(self) -> dict[str, Any]:
         """Return what resumes the epoch, on any number of processes.

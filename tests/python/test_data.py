@@ -162,6 +162,30 @@ def case_checkpoints_offline() -> None:
         lines = [json.loads(line) for line in output.read_text().splitlines()]
         assert [line["checkpoint"] for line in lines] == ["1", "2", "3"]
         assert lines[0]["correct"]["mean"] == right.mean()
+    with pytest.raises(TypeError, match=r"evaluate\('4'\) must return .* of Totals, not 0.5"):
+        evaluate_checkpoints(["4"], lambda path: 0.5, output)  # type: ignore[arg-type, return-value]
+    hvd.barrier()
+
+
+def case_results_that_cannot_be_read_or_written_are_an_error_on_every_rank() -> None:
+    def not_called(path: str) -> dict[str, Total]:
+        raise AssertionError(path)
+
+    own = tempfile.mkdtemp() if hvd.rank() == 0 else ""
+    folder = Path(hvd.broadcast_object(own))
+    for content, text in (
+        ('{"checkpoint": "1"}\n{"loss": 3}\n', "line 2 of .* is no result"),
+        ('{"lr": 1}', "holds no results"),
+        (b"\x80\x02weights", "holds no results"),
+    ):
+        content = content if isinstance(content, bytes) else content.encode()
+        if hvd.rank() == 0:
+            (folder / "file").write_bytes(content)
+        with pytest.raises(ValueError, match=text):
+            evaluate_checkpoints(["1"], not_called, folder / "file")
+        assert hvd.rank() > 0 or (folder / "file").read_bytes() == content
+    with pytest.raises(FileNotFoundError, match="none"):
+        evaluate_checkpoints(["1"], not_called, folder / "none" / "file")
     hvd.barrier()
 
 
@@ -288,6 +312,9 @@ def test_wrong_arguments_of_shards() -> None:
         with pytest.raises(ValueError, match=why):
             Shard(10, **{"rank": 0, "size": 2, **options})
     shard = Shard(10, 0, 2)
+    for batch, size in ((3, 2), (-1, 2), (0, 0)):
+        with pytest.raises(ValueError, match=f"no batch {batch} of {size} samples among 5"):
+            shard.record_batch(batch, size)
     with pytest.raises(ValueError, match=r"in \[0, 10\), not 3 to 10"):
         shard.record([3, 10])
     with pytest.raises(ValueError, match="of 11 samples, the shard of 10"):
