@@ -57,12 +57,19 @@ class Comparison:
 
 
 def compare(runs: Iterable[Run], maximize: Iterable[str] = ()) -> Comparison:
-    """Find what differs between runs. `maximize`: as in `RunRecord`, beside what the runs say."""
-    runs = list(runs)
+    """Find what differs between runs.
+
+    `maximize`: metrics of which the largest value is the best, beside those that the runs name
+    (`RunRecord`); ValueError for one that no run has.
+    """
+    runs, maximize = list(runs), list(maximize)
     upwards = {*maximize, *(name for run in runs for name in run.head.get("maximize", []))}
     configs = [flat(run.config) for run in runs]
     around = [_circumstances(run) for run in runs]
     names = list(dict.fromkeys(name for run in runs for name in run.metrics))
+    for name in maximize:
+        if name not in names:
+            raise ValueError(f"maximize: no run has a metric {name!r}; there are {names}")
     found = {name: [run.metrics.get(name) for run in runs] for name in names}
     return Comparison(
         runs=runs,
@@ -109,7 +116,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(chosen: argparse.Namespace) -> int:
-    """Print the table. 1: a file is no record."""
+    """Print the table. 1: a file is no record, or no run has a metric to maximize."""
     try:
         print(compare(map(read_run, chosen.runs), chosen.maximize))
     except (OSError, ValueError) as error:

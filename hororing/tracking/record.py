@@ -12,7 +12,7 @@ import os
 import time
 import uuid
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -70,6 +70,7 @@ class RunRecord:
     ) -> None:
         self._trackers: list[Tracker] = []
         self._file = -1
+        self._closed = False
         self._begin = time.monotonic()
         self.last: dict[str, float] = {}  # the metrics of the latest `log`, reduced
         error: Exception | None = None
@@ -77,15 +78,15 @@ class RunRecord:
         if _rank() == 0:
             name = name or f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
             path = os.path.join(os.path.abspath(folder), f"{name}.jsonl")
-            run = {
-                "kind": "run",
-                "name": name,
-                "config": dict(config or {}),
-                "seed": seed,
-                "maximize": list(maximize),
-                **circumstances(),
-            }
             try:
+                run = {
+                    "kind": "run",
+                    "name": name,
+                    "config": dict(config or {}),
+                    "seed": seed,
+                    "maximize": list(maximize),
+                    **circumstances(),
+                }
                 self._open(path)
                 self._write(run)
                 for tracker in trackers:
@@ -110,14 +111,24 @@ class RunRecord:
         metrics : numbers, or what `float` takes; the same names on every rank.
         weight : of this rank, such as the number of its samples; finite, 0 at least. The averages
             are sum(weight * value) / sum(weight), in float64. A rank of weight 0 adds nothing,
-            whatever its values are.
+            whatever its values are; where all weigh 0, the averages are NaN.
 
         Raises
         ------
-        ValueError : ranks have metrics of different names, or weights out of range; on every rank.
+        ValueError : ranks have metrics of different names, something that is no number, or weights
+            out of range, or the record is closed; on every rank.
         """
-        values = {name: float(value) for name, value in metrics.items()}
-        self.last = _averaged(_gathered((values, float(weight))))
+        values: dict[str, float] = {}
+        weighs, failure = 0.0, ""
+        try:
+            if self._closed:
+                raise ValueError("the run's record is closed")
+            _number("step", step, int)
+            weighs = _number("weight", weight)
+            values = {name: _number(f"metric {name!r}", each) for name, each in metrics.items()}
+        except ValueError as error:
+            failure = str(error)
+        self.last = _averaged(_gathered((values, weighs, failure)))
         if _rank() == 0:
             line = {"kind": "metrics", "step": int(step), "values": self.last}
             self._write({**line, **self._now()})
@@ -132,6 +143,7 @@ class RunRecord:
 
     def close(self, status: str = "completed") -> None:
         """End the run; once. Later calls do nothing."""
+        self._closed = True
         if self._file >= 0:
             self._write({"kind": "end", "status": status, **self._now()})
             os.close(self._file)
@@ -200,9 +212,19 @@ def _gathered(mine: Any) -> list[Any]:
     return list(allgather_object(mine, name="tracking.metrics"))
 
 
-def _averaged(ranks: list[tuple[dict[str, float], float]]) -> dict[str, float]:
+def _number(what: str, value: Any, kind: Callable[[Any], float] = float) -> float:
+    try:
+        return kind(value)
+    except Exception as error:  # whatever the conversion of a framework's tensor raises
+        raise ValueError(f"{what} must be one number, not {value!r:.80}: {error}") from None
+
+
+def _averaged(ranks: list[tuple[dict[str, float], float, str]]) -> dict[str, float]:
+    for rank, (_, _, failure) in enumerate(ranks):
+        if failure:
+            raise ValueError(f"rank {rank}: {failure}")
     names = ranks[0][0]
-    for rank, (values, weight) in enumerate(ranks):
+    for rank, (values, weight, _) in enumerate(ranks):
         if set(values) != set(names):
             raise ValueError(
                 f"metrics differ - rank 0: {sorted(names)}; rank {rank}: {sorted(values)}. Every "
@@ -210,7 +232,7 @@ def _averaged(ranks: list[tuple[dict[str, float], float]]) -> dict[str, float]:
             )
         if not 0 <= weight < float("inf"):
             raise ValueError(f"rank {rank}: weight must be finite and 0 at least, not {weight}")
-    counted = [(values, weight) for values, weight in ranks if weight > 0]
+    counted = [(values, weight) for values, weight, _ in ranks if weight > 0]
     total = sum(weight for _, weight in counted)
     return {
         name: sum(values[name] * weight for values, weight in counted) / total

@@ -137,6 +137,8 @@ def test_compare_finds_the_changed_hyper_parameter_and_nothing_else(tmp_path, ca
     ]
     assert main.main(["compare", "--maximize", "loss", *files]) == 0
     assert re.search("best loss +1 @0 +1 @0", capsys.readouterr().out)
+    assert main.main(["compare", "--maximize", "f1", *files]) == 1
+    assert "no run has a metric 'f1'; there are ['loss', 'accuracy']" in capsys.readouterr().err
     assert main.main(["compare", str(tmp_path / "none")]) == 1
     assert "none" in capsys.readouterr().err
 
@@ -287,7 +289,15 @@ def case_ranks_that_disagree_hear_of_it_everywhere():
             record.log(0, names)
         with pytest.raises(ValueError, match="rank 1: weight must be finite"):
             record.log(0, {"loss": 1.0}, weight=-1 if hvd.rank() == 1 else 1)
+        with pytest.raises(ValueError, match="rank 2: metric 'loss' must be one number, not array"):
+            record.log(0, {"loss": np.ones(2) if hvd.rank() == 2 else 1.0})
+        with pytest.raises(ValueError, match="rank 1: step must be one number, not 'last'"):
+            record.log("last" if hvd.rank() == 1 else 0, {"loss": 1.0})
         assert record.log(1, {"loss": 1.0}) == {"loss": 1.0}
+    with pytest.raises(ValueError, match="closed"):
+        record.log(2, {"loss": 1.0})
+    with pytest.raises(ValueError, match="dictionary"):
+        RunRecord(folder, config="lr=0.1")
 
 
 def case_a_folder_that_cannot_be_written_is_an_error_on_every_rank():
