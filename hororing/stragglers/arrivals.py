@@ -51,13 +51,15 @@ def read_timeline(path: str | os.PathLike[str]) -> Recording:
     with open(path, encoding="utf-8") as file:
         try:
             events = json.load(file)
-        except json.JSONDecodeError as error:
+        except ValueError as error:  # no JSON, or no text
             raise ValueError(f"{os.fspath(path)!r} is not a timeline: {error}") from None
     hosts: dict[int, str] = {}
     # Of one key the ranks record the same negotiations, in the same order.
     starts: defaultdict[tuple[int, str, str], defaultdict[int, list[float]]]
     starts = defaultdict(lambda: defaultdict(list))
-    for event in events if isinstance(events, list) else []:
+    if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
+        raise ValueError(f"{os.fspath(path)!r} is not a timeline: it is no list of events")
+    for event in events:
         rank = event.get("pid", 0) - 1
         args: dict[str, Any] = event.get("args", {})
         if event.get("name") == "process_name":

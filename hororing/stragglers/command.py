@@ -27,7 +27,7 @@ def run(chosen: argparse.Namespace) -> int:
     try:
         diagnosis = diagnose(read_timeline(chosen.timeline), tolerance_s)
     except (OSError, ValueError) as error:
-        print(f"{chosen.timeline}: {error}", file=sys.stderr)
+        print(error, file=sys.stderr)
         return 1
     print(json.dumps(diagnosis.as_dict(), indent=1) if chosen.json else diagnosis)
     return 0

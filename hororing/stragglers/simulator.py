@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 Array = NDArray[np.float64]
 
@@ -42,7 +42,7 @@ def check_levels(levels: Mapping[int, int], ranks: int) -> list[tuple[int, int]]
 
 
 def replay(
-    durations: Array,
+    durations: ArrayLike,
     levels: Mapping[int, int],
     *,
     gradient_group: int = 1,
@@ -60,15 +60,18 @@ def replay(
 
     Raises
     ------
-    ValueError : groups do not divide the ranks, or do not nest.
+    ValueError : groups do not divide the ranks, or do not nest; durations of another shape.
     """
-    steps, ranks = durations.shape
+    seconds = np.asarray(durations, np.float64)
+    if seconds.ndim != 2:
+        raise ValueError(f"durations are of shape (steps, ranks), not {seconds.shape}")
+    steps, ranks = seconds.shape
     ordered = check_levels(levels, ranks)
     if gradient_group < 1 or ranks % gradient_group:
         raise ValueError(f"gradient_group: {gradient_group} does not divide {ranks} ranks")
     clock = np.zeros(ranks)
     for step in range(steps):
-        clock = clock + durations[step]
+        clock = clock + seconds[step]
         group = max((g for period, g in ordered if (step + 1) % period == 0), default=1)
         for wait, extra in ((gradient_group, 0.0), (group, cost(group) if group > 1 else 0.0)):
             if wait > 1:

@@ -67,6 +67,9 @@ def test_averaging_less_often_is_never_slower_and_never_beats_the_slowest_rank(s
 def test_levels_that_do_not_nest_are_refused(levels, text):
     with pytest.raises(ValueError, match=text):
         replay(np.ones((3, 8)), levels)
+    with pytest.raises(ValueError, match=r"\(steps, ranks\), not \(2,\)"):
+        replay([1.0, 2.0], {1: 1})
+    assert replay([[1.0, 2.0], [2.0, 1.0]], {1: 2}) == 4
     with pytest.raises(ValueError, match="gradient_group: 3"):
         replay(np.ones((3, 8)), {1: 8}, gradient_group=3)
 
