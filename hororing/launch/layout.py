@@ -27,7 +27,8 @@ class Job:
     num_replicas : replicas; None: one for every process.
     hosts : as `parse_hosts` takes them; "": this machine.
     numa_aware : bind each instance to a NUMA node of its host.
-    numa_nodes : how many each host has, for the printed layout; None: not told.
+    numa_nodes : how many each host has, for the printed layout of a `numa_aware` job; None: not
+        told.
     tag_output : each line of output begins with its rank.
     only_output_from : ranks whose standard output is shown; (): all. Errors are always shown.
     environment : variables that mpirun takes to other hosts.
@@ -165,6 +166,8 @@ def plan(job: Job) -> Layout:
     replicas = job.num_replicas if job.num_replicas is not None else instances
     if job.numa_nodes is not None and job.numa_nodes < 1:
         raise ValueError(f"numa_nodes: there is at least 1, not {job.numa_nodes}")
+    if job.numa_nodes is not None and not job.numa_aware:
+        raise ValueError("numa_nodes: without numa_aware nothing is bound; pass both or neither")
     per_instance = _even("num_replicas", replicas, "num_instances", instances)
     per_host = _even("num_instances", instances, "the number of hosts", len(hosts))
     for host in hosts:

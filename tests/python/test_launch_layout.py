@@ -110,6 +110,7 @@ def test_one_number_says_both():
         (Job(8, hosts="a:8,b:2"), "host b has 2 slots, and 4 instances"),
         (Job(2, only_output_from=(2,)), "only_output_from: there is no rank 2 among 2"),
         (Job(2, numa_nodes=0), "numa_nodes"),
+        (Job(2, numa_nodes=2), "numa_nodes: without numa_aware nothing is bound"),
     ],
 )
 def test_numbers_that_do_not_fit_are_named(job, reason):
