@@ -77,7 +77,7 @@ class Pipeline:
 
     Raises
     ------
-    ValueError : for wrong arguments, and for stages that cannot be pickled (TypeError of pickle).
+    ValueError, TypeError : for wrong arguments; for stages that cannot be pickled, that of pickle.
     """
 
     def __init__(
@@ -93,6 +93,9 @@ class Pipeline:
                 f"Pipeline: {len(stages)} stages, lanes={lanes}, timeout_s={timeout_s}: must be at "
                 "least 1, and positive"
             )
+        for at, stage in enumerate(stages, 1):
+            if not callable(stage):
+                raise TypeError(f"Pipeline: stage {at} must be a function, not {stage!r:.80}")
         self._slots, self._slot_bytes, self._timeout_s = slots, slot_bytes, timeout_s
         self._epoch = 0
         self._lanes: list[_Lane] = []

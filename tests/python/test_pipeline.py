@@ -229,6 +229,8 @@ def test_wrong_arguments() -> None:
         Pipeline(len, lanes=0)
     with pytest.raises(ValueError, match="slots must be a power of two"):
         Pipeline(len, slots=3)
+    with pytest.raises(TypeError, match="stage 2 must be a function, not 'decode'"):
+        Pipeline(len, "decode")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="pickle"):
         Pipeline(threading.Lock().acquire)
     with (

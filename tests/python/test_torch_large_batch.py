@@ -334,6 +334,8 @@ def test_the_two_lists_of_exclusions_are_separate():
         (0.1, False): {"head.weight"},
         (0.0, False): {"head.bias"},
     }
+    with pytest.raises(ValueError, match=r"exclude_from_decay: '\(' is no regular expression"):
+        parameter_groups(model, 1e-4, exclude_from_decay=["("])
     with pytest.raises(ValueError, match="'gamma' fits no parameter"):
         parameter_groups(model, 0.1, exclude_from_decay=["gamma"])
     with pytest.raises(TypeError, match="must be a list"):

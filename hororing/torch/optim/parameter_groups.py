@@ -82,7 +82,12 @@ def _rule(
         return choice
     if isinstance(choice, str):
         raise TypeError(f"{what}={choice!r} must be a list of expressions: [{choice!r}]")
-    expressions = [re.compile(each) for each in choice]
+    expressions = []
+    for each in choice:
+        try:
+            expressions.append(re.compile(each))
+        except re.error as error:
+            raise ValueError(f"{what}: {each!r} is no regular expression: {error}") from None
     for expression in expressions:
         if not any(expression.search(name) for name in names):
             raise ValueError(f"{what}: {expression.pattern!r} fits no parameter of the model")
