@@ -25,7 +25,7 @@ import hororing.torch as hvd
 from hororing import collectives
 from hororing.large_batch.outer import OuterSGD, SlowMo
 from hororing.runtime import rank, size
-from hororing.torch.optim import HierarchicalSGD, early_updates
+from hororing.torch.optim import LAMB, LARS, HierarchicalSGD, early_updates
 
 warnings.filterwarnings("ignore", message="HierarchicalSGD: gradient_groups")
 
@@ -379,6 +379,20 @@ def case_all_ranks_skip_a_step_with_an_infinity_on_one() -> None:
         assert scaler.get_scale() == (1024.0 if step < 4 else 512.0)
     assert optimizer.steps_done == 5
     assert optimizer.last_average == (4, 2)
+
+
+def case_lars_and_lamb_take_the_steps_that_they_take_alone() -> None:
+    start()
+    for make in (LARS, LAMB):
+        model, alone = network(), network()
+        optimizer = hierarchical(model, make, period_group_size_dict={4: "world"})
+        other = make(alone.parameters(), lr=0.05)
+        for step in range(1, 5):
+            take_step(model, optimizer, 6, step)
+            take_step(alone, other, 6, step)
+            if step < 4:
+                assert torch.equal(values(model), values(alone)), (make, step)
+        torch.testing.assert_close(values(model), hvd.allreduce(values(alone), op=hvd.Average))
 
 
 def case_averages_inside_backward_are_those_after_it() -> None:

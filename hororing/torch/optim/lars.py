@@ -108,7 +108,7 @@ class LARS(Float32Update):
         if group["momentum_form"] == "scaled" or momentum == 0:
             change: Any = torch._foreach_mul(grads, rates)
             if momentum != 0:
-                buffers = self._buffers(params)
+                buffers = self._momentum_buffers(params)
                 torch._foreach_mul_(buffers, momentum)
                 torch._foreach_add_(buffers, change)
                 change = (
@@ -117,7 +117,7 @@ class LARS(Float32Update):
                     else buffers
                 )
         else:
-            buffers = self._buffers(params)
+            buffers = self._momentum_buffers(params)
             torch._foreach_mul_(buffers, momentum)
             torch._foreach_add_(buffers, grads)
             ahead: Any = (
@@ -126,7 +126,7 @@ class LARS(Float32Update):
             change = torch._foreach_mul(ahead, rates)
         torch._foreach_sub_(params, change)
 
-    def _buffers(self, params: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _momentum_buffers(self, params: list[torch.Tensor]) -> list[torch.Tensor]:
         for param in params:
             if "momentum_buffer" not in self.state[param]:
                 self.state[param]["momentum_buffer"] = torch.zeros_like(param)
