@@ -74,14 +74,20 @@ def check(group_size: int | TargetBatch, process_set: ProcessSet, title: str) ->
 
     Raises
     ------
-    ValueError : when it does not divide the set.
+    ValueError : when it does not divide the set; on every rank, when `TargetBatch`es differ.
     """
     runtime.topology()
     ranks = process_set.ranks
     if isinstance(group_size, TargetBatch):
-        hosts = _hosts()
-        wanted = (group_size.batch_size, group_size.samples)
-        return group_size_for(wanted[0], [hosts[rank] for rank in ranks], wanted[1])
+        hosts, asked = _hosts(group_size)
+        if any(each != group_size for each in asked):
+            raise ValueError(
+                f"{title}: ranks differ in group_size: "
+                + "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(asked))
+                + ". Pass the same on every rank"
+            )
+        here = [hosts[rank] for rank in ranks]
+        return group_size_for(group_size.batch_size, here, group_size.samples)
     if type(group_size) is not int or group_size < 1 or len(ranks) % group_size:
         raise ValueError(
             f"{title}: group_size={group_size!r} does not divide the "
@@ -105,17 +111,18 @@ def register(group_size: int, process_set: ProcessSet) -> ProcessSet | None:
     return mine
 
 
-def _hosts() -> list[Hashable]:
-    """Name the host of each rank of the job.
+def _hosts(asked: TargetBatch) -> tuple[list[Hashable], list[TargetBatch]]:
+    """Name the host of each rank of the job, and tell what each has asked for.
 
     By what is the same for all ranks of a host: its name; and for hosts that have one name, what
     distinguishes the ranks of one host, the local rank.
     """
     topology = runtime.topology()
     mine = (socket.gethostname(), topology.local_rank, topology.local_size)
+    everybody = allgather_object((mine, asked), "large_batch.hosts")
     hosts: list[Hashable] = []
     taken: dict[tuple[str, int], list[set[int]]] = {}
-    for name, local_rank, local_size in allgather_object(mine, "large_batch.hosts"):
+    for (name, local_rank, local_size), _ in everybody:
         namesakes = taken.setdefault((name, local_size), [])
         number = next((n for n, used in enumerate(namesakes) if local_rank not in used), None)
         if number is None:
@@ -123,4 +130,4 @@ def _hosts() -> list[Hashable]:
             namesakes.append(set())
         namesakes[number].add(local_rank)
         hosts.append((name, local_size, number))
-    return hosts
+    return hosts, [theirs for _, theirs in everybody]

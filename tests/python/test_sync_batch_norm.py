@@ -519,6 +519,9 @@ def case_groups_for_a_target_batch() -> None:
     )
     assert layer.group_size == (2 if size % 2 == 0 else size)
     layer(torch.randn(2, CHANNELS))
+    if size > 1:
+        with pytest.raises(ValueError, match=r"ranks differ in group_size: rank 0: .*batch_size=8"):
+            hvd.SyncBatchNorm(CHANNELS, group_size=TargetBatch(8 + hvd.rank()))
 
 
 def case_gradients_equal_finite_differences() -> None:
