@@ -283,7 +283,7 @@ def test_wrong_options_are_refused_by_name():
             LARS(params, **{"lr": 0.1, **options})
     with pytest.raises(TypeError, match="StochasticRounding"):
         LARS(params, lr=0.1, rounding=3)
-    for options in ({"betas": (1.0, 0.9)}, {"phi": (2, 1)}, {"eps": -1}):
+    for options in ({"betas": (1.0, 0.9)}, {"phi": (2, 1)}, {"phi": abs}, {"eps": -1}):
         with pytest.raises(ValueError, match=next(iter(options))):
             LAMB(params, **options)
     optimizer = LARS(params, lr=0.1)

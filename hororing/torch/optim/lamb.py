@@ -68,7 +68,9 @@ class LAMB(Float32Update):
                 f"LAMB: betas={options['betas']} must be two numbers from 0 to below 1"
             )
         phi = options["phi"]
-        if phi is not None and not (len(phi) == 2 and 0 <= phi[0] < phi[1]):
+        if phi is not None and not (
+            isinstance(phi, list | tuple) and len(phi) == 2 and 0 <= phi[0] < phi[1]
+        ):
             raise ValueError(f"LAMB: phi={phi!r} must be None or (low, high) with 0 <= low < high")
         super().add_param_group(param_group)
 
