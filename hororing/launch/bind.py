@@ -19,7 +19,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m hororing.launch.bind", description=__doc__)
     parser.add_argument("--numa-aware", action="store_true", help="cores and memory of one node")
     parser.add_argument(
-        "--only-output-from", metavar="RANKS", help="as 0,4-6: others print nothing"
+        "--only-output-from", type=numbers, metavar="RANKS", help="as 0,4-6: others print nothing"
     )
     parser.add_argument("command", nargs="+")
     chosen = parser.parse_args(arguments)
@@ -29,7 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
         binding = bind(launch.local_rank or 0)
         if binding.notice and (launch.local_rank or 0) == 0:
             print(f"[rank {rank}] --numa-aware: {binding.notice}", file=sys.stderr)
-    if chosen.only_output_from is not None and rank not in numbers(chosen.only_output_from):
+    if chosen.only_output_from is not None and rank not in chosen.only_output_from:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 1)
         os.close(nowhere)

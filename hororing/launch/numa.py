@@ -31,7 +31,7 @@ def numbers(text: str) -> list[int]:
     found: list[int] = []
     for part in filter(None, text.strip().split(",")):
         span = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
-        if not span:
+        if not span or int(span[2] or span[1]) < int(span[1]):
             raise ValueError(f"{part!r} is not a number or a range")
         found += range(int(span[1]), int(span[2] or span[1]) + 1)
     return found

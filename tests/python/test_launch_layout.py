@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hororing import __main__ as main
-from hororing.launch import numa
+from hororing.launch import bind, numa
 from hororing.launch.hosts import Host, parse_hosts, read_hostfile
 from hororing.launch.layout import Job, export_config, import_config, plan, replicas_of
 
@@ -308,6 +308,15 @@ def test_a_command_that_is_not_there_says_so():
     words = [sys.executable, "-m", "hororing.launch.bind", "--", "no-such-command"]
     done = subprocess.run(words, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (127, "no-such-command: No such file or directory\n")
+
+
+@pytest.mark.parametrize("ranks", ["x", "3-1"])
+def test_ranks_that_are_none_are_named(ranks, capsys):
+    for command in (main.main, bind.main):
+        words = ["--only-output-from", ranks, "--", "python", "train.py"]
+        with pytest.raises(SystemExit):
+            command(["layout", *words] if command is main.main else words)
+        assert ranks in capsys.readouterr().err
 
 
 if __name__ == "__main__":
