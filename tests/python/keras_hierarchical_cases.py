@@ -12,7 +12,7 @@ from hierarchical_oracle import INPUTS, OUTPUTS, ROWS, Oracle, batch, configurat
 from keras_cases import BACKEND, folder, sgd
 
 import hororing.keras as hvd
-from hororing.keras.optim import HierarchicalSGD, HierarchicalSGDCallback
+from hororing.keras.optim import LAMB, LARS, HierarchicalSGD, HierarchicalSGDCallback
 from hororing.large_batch.outer import OuterSGD, SlowMo
 
 # See TOLERANCE of keras_cases.py; here steps add up.
@@ -88,6 +88,19 @@ def case_hierarchical_sgd_has_the_oracles_weights():
         assert oracle.step == STEPS_TAKEN
         everybody = hvd.allgather(model.get_weights()[0][None])
         assert (everybody == everybody[0]).all()  # the end of training averages
+
+
+def case_hierarchical_sgd_of_lars_and_lamb_averages_what_they_do_alone():
+    for make in (LARS, LAMB):
+        model, alone = linear(7), linear(7)
+        levels = {"period_group_size_dict": {2: "world"}, "gradient_groups": None}
+        model.compile(HierarchicalSGD(make(0.1), **levels), "mse")
+        train(model, 7, steps=2)
+        alone.compile(make(0.1), "mse")
+        for step in (1, 2):
+            alone.train_on_batch(*batch(7, step, hvd.rank()))
+        mean = np.mean(hvd.allgather(alone.get_weights()[0][None]), axis=0)
+        np.testing.assert_allclose(model.get_weights()[0], mean, **CLOSE)
 
 
 def normed() -> keras.Model:
@@ -166,6 +179,10 @@ def case_hierarchical_sgd_refuses_what_it_cannot_do():
     model.compile(HierarchicalSGD(sgd(), **levels), "mse", steps_per_execution=2)
     with pytest.raises(ValueError, match="steps_per_execution"):
         train(model, 0)
+    if hvd.size() > 1:
+        model.compile(HierarchicalSGD(sgd(), **levels), "mse")
+        with pytest.warns(UserWarning, match="nobody averages weights: pass HierarchicalSGDCall"):
+            model.fit(*batch(0, 1, hvd.rank()), verbose=0)
     adam = HierarchicalSGD(keras.optimizers.Adam(), momentum="reset", **levels)
     model.compile(adam, "mse")
     with pytest.raises(ValueError, match="'keep' or 'average'"):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -12,6 +13,7 @@ from keras import ops
 import hororing.numpy as hvd
 from hororing import arguments
 from hororing.process_sets import ProcessSet
+from hororing.runtime import size
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -57,3 +59,34 @@ class Average:
         if abs(total - 1.0) > 1e-6:
             self._values = [(value / total).astype(value.dtype) for value in self._values]
         return self._values
+
+
+class Flight(NamedTuple):
+    """A delayed average."""
+
+    average: Average
+    snapshot: list[Array]  # of the trained weights
+    buffers: list[Array]  # of the others
+    is_top: bool
+    due: int  # step
+    lr: float
+
+
+class Averaging:
+    """What the optimizer knows beside what Keras saves and tracks."""
+
+    def __init__(self) -> None:
+        self.flight: Flight | None = None
+        self.state: dict[str, Any] = {}  # what `averaging_state` returns
+        self.attended = False  # somebody averages, or was told to
+
+    def check_attended(self) -> None:
+        """Warn, once, if a step comes and nobody averages."""
+        if not self.attended and size() > 1:
+            self.attended = True
+            warnings.warn(
+                "HierarchicalSGD: the first step comes, and nobody averages weights: pass "
+                "HierarchicalSGDCallback() to model.fit; in a loop of your own call "
+                "begin_averaging(model.weights) before the first step, average_if_due after each",
+                stacklevel=2,
+            )

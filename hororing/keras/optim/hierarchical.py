@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import numpy as np
@@ -19,7 +19,7 @@ from keras import ops
 from hororing.compression import Compressor, NoneCompressor
 from hororing.keras.backends import backend
 from hororing.keras.distributed import Distributed, wrapped
-from hororing.keras.optim.averages import Array, Average, array_of, averageable
+from hororing.keras.optim.averages import Array, Average, Averaging, Flight, array_of, averageable
 from hororing.keras.settings import Settings, checked_settings
 from hororing.large_batch.agreement import obtain_groups
 from hororing.large_batch.hierarchy import shares
@@ -30,25 +30,6 @@ from hororing.process_sets import ProcessSet
 from hororing.runtime import rank, size
 
 
-class _Flight(NamedTuple):
-    """A delayed average."""
-
-    average: Average
-    snapshot: list[Array]  # of the trained weights
-    buffers: list[Array]  # of the others
-    is_top: bool
-    due: int  # step
-    lr: float
-
-
-class _Averaging:
-    """What the optimizer knows beside what Keras saves and tracks."""
-
-    def __init__(self) -> None:
-        self.flight: _Flight | None = None
-        self.state: dict[str, Any] = {}  # what `averaging_state` returns
-
-
 class Hierarchical(Distributed):
     """What optimizers of hierarchical SGD add to their class."""
 
@@ -57,8 +38,8 @@ class Hierarchical(Distributed):
     _level_sets: list[ProcessSet]
 
     @property
-    def _averaging(self) -> _Averaging:
-        averaging: _Averaging = self.__dict__.setdefault("_hororing_averaging", _Averaging())
+    def _averaging(self) -> Averaging:
+        averaging: Averaging = self.__dict__.setdefault("_hororing_averaging", Averaging())
         return averaging
 
     # -- gradients, in the train step -------------------------------------------------------
@@ -76,6 +57,7 @@ class Hierarchical(Distributed):
             del self.__dict__["_steps_here"]
 
     def _reduced(self, grads: list[Any], variables: Sequence[Any]) -> list[Any]:
+        self._averaging.check_attended()
         warmup_steps = self._plan.hierarchy.warmup_steps
         world, groups = self._settings, self._gradient_settings
         if warmup_steps == 0 or size() == 1:
@@ -96,6 +78,10 @@ class Hierarchical(Distributed):
         for at, grad in zip(live, reduced, strict=True):
             results[at] = grad
         return results
+
+    def attend(self) -> None:
+        """Say that somebody will call `average_if_due`; without it there is a warning."""
+        self._averaging.attended = True
 
     # -- averages, between train steps ------------------------------------------------------
 
@@ -133,7 +119,7 @@ class Hierarchical(Distributed):
             others = [array_of(variable) for variable in buffers]
             average = self._start(level, [*snapshot, *others])
             due = steps + plan.delay_steps
-            self._averaging.flight = _Flight(average, snapshot, others, is_top, due, self._rate())
+            self._averaging.flight = Flight(average, snapshot, others, is_top, due, self._rate())
             return
         means = self._average(level, [*trained, *buffers, *self._momenta()])
         if is_top and plan.outer is not None:
@@ -211,6 +197,7 @@ class Hierarchical(Distributed):
 
     def begin_averaging(self, weights: Sequence[Any]) -> None:
         """Begin or go on: before the first step. Notes where the outer optimizer begins."""
+        self.attend()
         self._averaging.state.setdefault("seen", self.steps_done)
         self._begin_outer(weights)
 

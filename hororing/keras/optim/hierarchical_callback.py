@@ -54,6 +54,7 @@ class HierarchicalSGDCallback(keras.callbacks.Callback):  # type: ignore[misc]
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Note the weights to begin with, if there are."""
         self._training = True
+        self.model.optimizer.attend()
         if self.model.built and not self.model.optimizer.built:
             self.model.optimizer.build(self.model.trainable_variables)
         if self.model.optimizer.built:

@@ -93,7 +93,7 @@ class LARS(Layerwise):
         decay, momentum = self._decays[at], self.lars_momentum
         direction = gradient if decay == 0 else gradient + decay * weight
         if self._adapts[at]:
-            rate = self._rate(weight, gradient, direction, decay, rate)
+            rate = self._layer_rate(weight, gradient, direction, decay, rate)
         if not momentum:
             return rate * direction
         velocity = ops.convert_to_tensor(self._velocities[at])
@@ -104,7 +104,9 @@ class LARS(Layerwise):
         ahead = momentum * velocity + added if self.nesterov else velocity
         return ahead if scaled else rate * ahead
 
-    def _rate(self, weight: Any, gradient: Any, direction: Any, decay: float, rate: Any) -> Any:
+    def _layer_rate(
+        self, weight: Any, gradient: Any, direction: Any, decay: float, rate: Any
+    ) -> Any:
         """Return the learning rate times trust."""
         size = norm(weight)
         length = norm(gradient if self.denominator == "paper" else direction)
