@@ -241,10 +241,13 @@ def case_wrong_options_are_refused_by_name():
     for make, options in (
         (LARS, {"momentum": 1.0}), (LARS, {"weight_decay": -1.0}), (LARS, {"denominator": "all"}),
         (LARS, {"momentum_form": "none"}), (LARS, {"epsilon": -1}), (LAMB, {"beta_1": 1.0}),
-        (LAMB, {"phi": (2, 1)}), (LAMB, {"epsilon": -1}),
+        (LAMB, {"phi": (2, 1)}), (LAMB, {"phi": abs}), (LAMB, {"epsilon": -1}),
+        (LARS, {"no_decay": ["("]}),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=next(iter(options))):
             make(**options)
+    with pytest.raises(TypeError, match="inner_optimizer must be an optimizer of Keras 3"):
+        LossScaleOptimizer("sgd")
     with pytest.raises(ValueError, match="'kernels' fits no variable"):
         LARS(no_decay=["kernels"]).build([keras.Variable(np.ones(3), name="kernel")])
 

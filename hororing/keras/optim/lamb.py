@@ -59,7 +59,9 @@ class LAMB(Layerwise):
                 raise ValueError(f"LAMB: {name}={beta} must be from 0 to below 1")
         if not epsilon >= 0:
             raise ValueError(f"LAMB: epsilon={epsilon} must not be negative")
-        if phi is not None and not (len(phi) == 2 and 0 <= phi[0] < phi[1]):
+        if phi is not None and not (
+            isinstance(phi, list | tuple) and len(phi) == 2 and 0 <= phi[0] < phi[1]
+        ):
             raise ValueError(f"LAMB: phi={phi!r} must be None or (low, high) with 0 <= low < high")
         self.beta_1, self.beta_2, self.epsilon = beta_1, beta_2, epsilon
         self.phi = None if phi is None else [float(phi[0]), float(phi[1])]

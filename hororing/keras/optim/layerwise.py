@@ -126,7 +126,15 @@ def _wide(variable: Any) -> str:
 def _patterns(argument: str, patterns: Iterable[str] | None) -> list[str] | None:
     if isinstance(patterns, str):
         raise TypeError(f"{argument}={patterns!r} must be a list of expressions: [{patterns!r}]")
-    return None if patterns is None else [re.compile(pattern).pattern for pattern in patterns]
+    if patterns is None:
+        return None
+    found = list(patterns)
+    for pattern in found:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"{argument}: {pattern!r} is no regular expression: {error}") from None
+    return found
 
 
 def _fits(patterns: list[str] | None, variable: Any) -> bool:

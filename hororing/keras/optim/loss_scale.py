@@ -44,6 +44,11 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[m
         process_set: ProcessSet | Sequence[int] | None = None,
         **options: Any,
     ) -> None:
+        if not isinstance(inner_optimizer, keras.optimizers.Optimizer):
+            raise TypeError(
+                f"{type(self).__name__}: inner_optimizer must be an optimizer of Keras 3, not "
+                f"{inner_optimizer!r:.80}"
+            )
         super().__init__(inner_optimizer, initial_scale, dynamic_growth_steps, name, **options)
         members = _found(process_set)
         number = default_name("loss_scale", check_member(members, type(self).__name__))
