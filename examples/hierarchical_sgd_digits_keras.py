@@ -5,7 +5,7 @@
 
 It trains twice, with the same data and with ranks that are late at random in the same steps:
 synchronously, and with pairs of ranks that average their weights every 2 steps and all of them
-every 8th. The last lines say what that saved.
+every 8th. The last lines say what that saved. `--ways` has more, as in hierarchical_sgd_digits.py.
 """
 
 import argparse
@@ -18,10 +18,14 @@ from sklearn.datasets import load_digits
 import hororing.keras as hvd
 from hororing.keras.optim import HierarchicalSGD, HierarchicalSGDCallback
 from hororing.stragglers import StragglerInjector
+from hororing.tracking import RunRecord
+
+WAYS = ["synchronous", "local", "hierarchical", "delayed"]
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=["synchronous", "hierarchical"])
     parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--warmup-steps", type=int, default=16, help="synchronous ones")
     parser.add_argument("--batch-size", type=int, default=16, help="images per step and rank")
@@ -29,6 +33,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--pair", type=int, default=2, help="ranks that average every 2 steps")
     parser.add_argument("--probability", type=float, default=0.1, help="that a rank is late")
     parser.add_argument("--delay", type=float, default=0.2, help="how late, in seconds")
+    parser.add_argument("--record", help="write the loss after every 8 steps into this folder")
     parser.add_argument("--seed", type=int, default=1)
     return parser.parse_args()
 
@@ -40,6 +45,7 @@ class Late(keras.callbacks.Callback):
         super().__init__()
         self.sleep = StragglerInjector(args.probability, args.delay, seed=args.seed)
         self.begin = 0.0
+        self.snapshots = [] if args.record else None
 
     def on_train_batch_begin(self, batch, logs=None) -> None:
         if batch == 1:
@@ -48,6 +54,9 @@ class Late(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None) -> None:
         """Keras would call the other one in the background without this."""
+        if self.snapshots is not None and batch % 8 == 7:  # tested later
+            seconds = time.perf_counter() - self.begin
+            self.snapshots.append((batch + 1, seconds, self.model.get_weights()))
 
 
 def datasets(args: argparse.Namespace) -> tuple[np.ndarray, ...]:
@@ -74,20 +83,33 @@ def network(seed: int) -> keras.Model:
     ])  # fmt: skip
 
 
-def train(args: argparse.Namespace, synchronous: bool) -> tuple[float, float, float]:
+def write_record(args: argparse.Namespace, way: str, late: Late, test: tuple) -> None:
+    """Log time, and loss and accuracy of the ranks' mean weights, for each snapshot of a rank."""
+    config = {**vars(args), "way": way, "ranks": hvd.size()}
+    with RunRecord(args.record, config, seed=args.seed) as record:
+        for step, seconds, weights in late.snapshots:
+            late.model.set_weights([hvd.allreduce(each) for each in weights])
+            loss, accuracy = late.model.evaluate(*test, verbose=0)
+            latest = float(hvd.allreduce(seconds, op=hvd.Max))
+            record.log(step, {"loss": loss, "accuracy": accuracy, "seconds": latest})
+
+
+def train(args: argparse.Namespace, way: str) -> tuple[float, float, float]:
     """Return seconds per step, and loss and accuracy on the test images."""
     images, labels, test_images, test_labels = datasets(args)
     model = network(args.seed)
     optimizer = keras.optimizers.SGD(args.lr, momentum=0.9)
+    pair = args.pair if hvd.size() % args.pair == 0 else 1
     callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
-    if synchronous:
+    if way == "synchronous":
         optimizer = hvd.DistributedOptimizer(optimizer)
     else:
         optimizer = HierarchicalSGD(
             optimizer,
-            period_group_size_dict={2: args.pair if hvd.size() % args.pair == 0 else 1, 8: "world"},
+            period_group_size_dict={8: "world"} if way == "local" else {2: pair, 8: "world"},
             warmup_steps=args.warmup_steps,
             gradient_groups=None,  # on several hosts: "host"
+            delay_steps=1 if way == "delayed" else 0,
         )
         callbacks.append(HierarchicalSGDCallback())
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -99,19 +121,20 @@ def train(args: argparse.Namespace, synchronous: bool) -> tuple[float, float, fl
     hvd.barrier()  # until the latest rank is through
     seconds = (time.perf_counter() - late.begin) / max(1, args.steps - 1)
     loss, accuracy = model.evaluate(test_images, test_labels, verbose=0)
+    if args.record:
+        write_record(args, way, late, (test_images, test_labels))
     return seconds, loss, accuracy
 
 
 def main() -> None:
     args = arguments()
     hvd.init()
-    plain_s, plain_loss, plain_accuracy = train(args, synchronous=True)
-    ours_s, loss, accuracy = train(args, synchronous=False)
+    found = [train(args, way) for way in args.ways]
     if hvd.rank() == 0:
-        print(f"synchronous:  {plain_s * 1e3:6.1f} ms per step, test loss {plain_loss:.4f}")
-        print(f"hierarchical: {ours_s * 1e3:6.1f} ms per step, test loss {loss:.4f}")
-        print(f"test accuracy {plain_accuracy:.4f} and {accuracy:.4f}")
-        saved = 1 - ours_s / plain_s
+        for way, (seconds, loss, _) in zip(args.ways, found, strict=True):
+            print(f"{way + ':':<13} {seconds * 1e3:6.1f} ms per step, test loss {loss:.4f}")
+        print("test accuracy " + " and ".join(f"{accuracy:.4f}" for _, _, accuracy in found))
+        saved = 1 - found[-1][0] / found[0][0]  # the last way's, against the first
         print(f"saved {saved:.0%} of the time in {args.steps} steps on {hvd.size()} ranks")
     hvd.shutdown()
 

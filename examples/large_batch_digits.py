@@ -2,6 +2,7 @@
 
     python examples/large_batch_digits.py                    # one process
     mpirun -np 4 python examples/large_batch_digits.py       # four
+    python examples/large_batch_digits.py --optimizer sgd --lr 0.1 --record runs   # for comparison
 
 LARS; linear warm-up and polynomial decay by the effective batch; batch-norm over groups of ranks;
 bfloat16 weights and activations, rounded at random; exact evaluation. Every line that makes it
@@ -9,6 +10,7 @@ distributed is marked `# hvd`.
 """
 
 import argparse
+from functools import partial
 
 import torch
 from sklearn.datasets import load_digits
@@ -27,8 +29,10 @@ from hororing.torch.optim import (
     StochasticCast,
     StochasticRounding,
     parameter_groups,
+    with_float32_update,
     zero_last_gammas,
 )
+from hororing.tracking import RunRecord
 
 # The learning rate is for this many images per update, and grows with them.
 REFERENCE_BATCH = 256
@@ -40,10 +44,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="stop after this many updates")
     parser.add_argument("--batch-size", type=int, default=45, help="images per pass and rank")
     parser.add_argument("--accumulation", type=int, default=1, help="passes per update")
+    parser.add_argument("--optimizer", choices=["lars", "sgd"], default="lars")
     parser.add_argument("--lr", type=float, default=0.5, help=f"for {REFERENCE_BATCH} images")
     parser.add_argument("--trust", type=float, default=0.01, help="trust coefficient of LARS")
     parser.add_argument("--warmup-epochs", type=float, default=5.0)
     parser.add_argument("--weight-decay", type=float, default=5e-5)
+    parser.add_argument("--record", help="test after every epoch, and write it into this folder")
     parser.add_argument("--seed", type=int, default=1)
     return parser.parse_args()
 
@@ -89,6 +95,23 @@ class Network(nn.Module):
         return self.head(self.block2(self.pool(hidden)).flatten(1)).float()
 
 
+def make_optimizer(model: nn.Module, args: argparse.Namespace, rate: float):
+    rounding = StochasticRounding(args.seed)
+    groups = parameter_groups(model, args.weight_decay)
+    if args.optimizer == "lars":
+        return LARS(groups, lr=rate, trust_coefficient=args.trust, rounding=rounding)
+    plain = [{"params": each["params"], "weight_decay": each["weight_decay"]} for each in groups]
+    return with_float32_update(torch.optim.SGD(plain, lr=rate, momentum=0.9), rounding=rounding)
+
+
+def test_results(model: nn.Module, test: TensorDataset) -> tuple[float, float, int]:
+    """Loss, accuracy and the number of right answers, the same on all ranks."""
+    average_running_statistics(model)  # hvd
+    loss = partial(nn.functional.cross_entropy, reduction="none")
+    results = evaluate(model, masked_loader(test, 100), {"correct": correct, "loss": loss})  # hvd
+    return results["loss"].mean, results["correct"].mean, results["correct"].total
+
+
 def main() -> None:
     args = arguments()
     hvd.init()  # hvd
@@ -106,16 +129,14 @@ def main() -> None:
         batch, samples=len(train), epochs=args.epochs, base_rate=args.lr, start=0.0,
         reference_batch=REFERENCE_BATCH, warmup_epochs=args.warmup_epochs,
     )  # fmt: skip
-    optimizer = LARS(
-        parameter_groups(model, args.weight_decay), lr=schedule.peak,
-        trust_coefficient=args.trust, rounding=StochasticRounding(args.seed),
-    )  # fmt: skip
+    optimizer = make_optimizer(model, args, schedule.peak)
     optimizer = hvd.DistributedOptimizer(  # hvd
         optimizer, model.named_parameters(), backward_passes_per_step=args.accumulation
     )
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)  # hvd
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)  # hvd
     scheduler = ScheduleLR(optimizer, schedule)
+    record = args.record and RunRecord(args.record, {**vars(args), "batch": batch}, seed=args.seed)
 
     todo = min(schedule.total_steps, args.steps or schedule.total_steps)
     progress = tqdm(total=todo, desc="train", disable=hvd.rank() != 0)  # hvd
@@ -135,14 +156,17 @@ def main() -> None:
                 optimizer.zero_grad()
                 done += 1
                 progress.update()
+        if record:
+            loss, accuracy, _ = test_results(model, test)
+            record.log(epoch + 1, {"loss": loss, "accuracy": accuracy, "steps": done})
     progress.close()
 
-    average_running_statistics(model)  # hvd
-    results = evaluate(model, masked_loader(test, 100), {"correct": correct})  # hvd
-    found = results["correct"]
+    _, accuracy, count = test_results(model, test)
+    if record:
+        record.close()
     if hvd.rank() == 0:  # hvd
-        print(f"effective batch {batch}, peak rate {schedule.peak:.4g}, {found.total} correct")
-        print(f"test accuracy {found.mean:.4f} after {done} steps on {hvd.size()} ranks")
+        print(f"effective batch {batch}, peak rate {schedule.peak:.4g}, {count} correct")
+        print(f"test accuracy {accuracy:.4f} after {done} steps on {hvd.size()} ranks")
     hvd.shutdown()  # hvd
 
 

@@ -3,6 +3,7 @@
     python examples/large_batch_digits_keras.py                           # one process
     mpirun -np 4 python examples/large_batch_digits_keras.py              # four
     KERAS_BACKEND=torch mpirun -np 4 python examples/large_batch_digits_keras.py
+    python examples/large_batch_digits_keras.py --record runs             # a test after each epoch
 
 LARS; linear warm-up and polynomial decay by the effective batch; batch-norm over groups of ranks;
 bfloat16 activations; exact evaluation (docs/large_batch.md). Every line that makes it distributed
@@ -26,6 +27,7 @@ from hororing.keras.data import ShardedArrays, evaluate  # hvd
 from hororing.keras.optim import LARS, WarmupPolynomial
 from hororing.large_batch.groups import TargetBatch  # hvd
 from hororing.large_batch.schedules import effective_batch, linear_scaled_rate
+from hororing.tracking import RunRecord
 
 # The learning rate is for this many images per update, and grows with them.
 REFERENCE_BATCH = 256
@@ -39,6 +41,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--trust", type=float, default=0.01, help="trust coefficient of LARS")
     parser.add_argument("--warmup-epochs", type=int, default=5)
     parser.add_argument("--weight-decay", type=float, default=5e-5)
+    parser.add_argument("--record", help="test after every epoch, and write it into this folder")
     parser.add_argument("--seed", type=int, default=1)
     return parser.parse_args()
 
@@ -74,6 +77,28 @@ def network(norm) -> keras.Model:
     return keras.Model(inputs, outputs)
 
 
+class Record(keras.callbacks.Callback):
+    """Tests after every epoch, and writes down what came of it."""
+
+    def __init__(self, test: Data, record: RunRecord) -> None:
+        super().__init__()
+        self.test, self.record = test, record
+
+    def on_epoch_end(self, epoch: int, logs=None) -> None:
+        values = {name: each.mean for name, each in test_results(self.model, self.test).items()}
+        self.record.log(epoch + 1, {**values, "steps": int(self.model.optimizer.iterations)})
+
+
+def test_results(model: keras.Model, test: Data) -> dict:
+    """Loss and accuracy, the same on all ranks."""
+
+    def loss(labels, outputs):
+        return keras.losses.sparse_categorical_crossentropy(labels, outputs, from_logits=True)
+
+    metrics = {"accuracy": keras.metrics.sparse_categorical_accuracy, "loss": loss}
+    return evaluate(model, masked_arrays(test, 100), metrics)  # hvd
+
+
 def main() -> None:
     args = arguments()
     hvd.init()  # hvd
@@ -102,10 +127,15 @@ def main() -> None:
         data.callback(),
         AverageMovingStatistics(),  # hvd
     ]
+    record = None
+    if args.record:
+        record = RunRecord(args.record, {**vars(args), "batch": batch}, seed=args.seed)
+        callbacks.append(Record(test, record))
     model.fit(data, epochs=args.epochs, shuffle=False, callbacks=callbacks, verbose=2 * first)
 
-    correct = {"correct": keras.metrics.sparse_categorical_accuracy}
-    result = evaluate(model, masked_arrays(test, 100), correct)["correct"]  # hvd
+    if record:
+        record.close()
+    result = test_results(model, test)["accuracy"]
     if first:
         steps, count = int(optimizer.iterations), int(result.total)
         print(f"effective batch {batch}, peak rate {rate.plan.peak:.4g}, {count} correct")
