@@ -76,9 +76,9 @@ class Backend {
   virtual Status Run(const Batch& batch, TimeNs deadline, TraceSink& trace) = 0;
   // Bytes of scratch memory held at the moment (fusion buffer, receive buffers).
   virtual size_t scratch_bytes() const = 0;
-  // Bytes of this rank's tensors, in all batches so far, that were reduced where they lie.
   // From the next batch on, alike on all ranks.
   virtual void Tune(const Tuning& /*tuning*/) {}
+  // Bytes of this rank's tensors, in all batches so far, that were reduced where they lie.
   virtual int64_t in_place_bytes() const { return 0; }
 
   // On a device: when the outputs of the last Run are complete.
