@@ -10,6 +10,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -169,10 +170,11 @@ Status Submit(const hr_request& from, int64_t* handle) {
 }
 
 // Entries for the requests, each with its tensor at its address. The first that is refused ends
-// them.
+// them. What a stream holds now computes all those of them that name it: one event for them all.
 Status MakeEntries(Engine& engine, const hr_request* const* requests, const uintptr_t* addresses,
                    size_t count, std::vector<std::unique_ptr<TensorEntry>>* entries) {
   entries->reserve(count);
+  std::map<std::pair<int, uintptr_t>, std::shared_ptr<const DeviceEvent>> ready;
   for (size_t i = 0; i < count; ++i) {
     hr_tensor tensor = requests[i]->tensors[0];
     tensor.input = tensor.output = addresses[i];
@@ -181,7 +183,14 @@ Status MakeEntries(Engine& engine, const hr_request* const* requests, const uint
     auto entry = std::make_unique<TensorEntry>();
     HORORING_RETURN_IF_ERROR(
         MakeEntry(request, engine.sets(), engine.topology().rank, entry.get()));
-    HORORING_RETURN_IF_ERROR(MarkReady(engine, request, entry.get()));
+    if (entry->request.on_device()) {
+      std::shared_ptr<const DeviceEvent>& event = ready[{entry->views[0].device, request.stream}];
+      if (event == nullptr) {
+        HORORING_RETURN_IF_ERROR(MarkReady(engine, request, entry.get()));
+        event = entry->ready;
+      }
+      entry->ready = event;
+    }
     entries->push_back(std::move(entry));
   }
   return Status::Ok();

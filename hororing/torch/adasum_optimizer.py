@@ -68,6 +68,7 @@ class _DeltaReducer(Reducer):
             delta = param - old
             param.copy_(old)
             with collect(failures):
+                slot.note_stream()
                 slot.send(delta)
                 changed.append((param, slot))
         for group in self._groups:

@@ -19,7 +19,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from hororing import collectives
-from hororing.collectives import PreparedAllreduce
+from hororing.collectives import HOST, PreparedAllreduce
 from hororing.compression import NoneCompressor
 from hororing.torch.adapter import DTYPES
 from hororing.torch.bucket_views import move_into_view
@@ -113,15 +113,14 @@ class Slot:
         options = shared.options
         self.device = verbs.adapter.device(param)
         self.torch_device = param.get_device()
-        shared.on_device = shared.on_device or self.device != collectives.HOST
+        shared.on_device = shared.on_device or self.device != HOST
         if options.compression is NoneCompressor and param.dtype in DTYPES:
             self.prepared = PreparedAllreduce(
                 name, DTYPES[param.dtype], param.shape, options.op, *options.factors,
                 process_set=shared.members, device=self.device,
             )  # fmt: skip
-            # On a device each goes at once, since its hook runs in the stream that computes it.
-            if self.device == collectives.HOST:
-                self.weight = max(param.nbytes, LEAST_WEIGHT)
+            self.weight = max(param.nbytes, LEAST_WEIGHT)
+            if self.device == HOST:
                 shared.views.want(self, param)
 
     # -- in the hook --------------------------------------------------------------------------
@@ -136,10 +135,24 @@ class Slot:
             return
         self.left = 0
         self.param = param
+        shared.room -= self.weight if self.device == HOST else self.weight_on_device(param)
         shared.arrived.append(self)
-        shared.room -= self.weight
         if shared.room <= 0 or not shared.awaits_end:  # the pass of another thread has ended
             shared.send_arrived()
+
+    def note_stream(self) -> None:
+        """Note that this thread's stream computes the gradient: it may be sent in another's."""
+        if self.prepared is not None and self.device != HOST:
+            self.prepared.request.stream = self.stream()
+
+    @uncompiled
+    def weight_on_device(self, param: torch.Tensor) -> int:
+        """Return what the gradient takes of Shared.room, and note its stream.
+
+        Who has to compute from it before it is sent does so in this stream, so at once.
+        """
+        self.note_stream()
+        return self.weight if param.grad is not None and self.is_plain(param.grad) else BATCH_BYTES
 
     @uncompiled
     def count(self) -> bool:
@@ -213,8 +226,6 @@ class Slot:
             address = grad.data_ptr()
             if self.shared.tracing:
                 collectives.trace_view(self.name, begin_ns, grad.nbytes)
-            if self.device != collectives.HOST:
-                self.prepared.request.stream = self.stream()
             started, code = collectives.start_many(
                 [self.prepared], [address], [grad], self.shared.flying
             )
@@ -320,7 +331,7 @@ class Slot:
 
     def stream(self) -> int:
         """Return the stream that this thread computes in, where the parameter is."""
-        return 0 if self.device == collectives.HOST else verbs.adapter.stream(self.device)
+        return 0 if self.device == HOST else verbs.adapter.stream(self.device)
 
     @property
     def handle_in_flight(self) -> int:

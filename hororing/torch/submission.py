@@ -2,6 +2,7 @@
 
 Hooks put small gradients on a list; one call of the core submits what is there when that is enough,
 and when the backward pass ends, since other ranks may wait for it. Large ones go at once.
+On a device the core records one event per batch and stream, behind all that its hooks ran behind.
 """
 
 from __future__ import annotations
@@ -124,6 +125,7 @@ class Shared:
             if param.requires_grad:
                 slot.ensure_gradient(param)
                 slot.param = param
+                slot.note_stream()
                 self.arrived.append(slot)
         if self.arrived:
             self.send_arrived()
@@ -156,8 +158,6 @@ def _send_together(arrived: list[Slot], flying: list[int], failures: list[Except
         prepared.append(slot.prepared)
         addresses.append(grad.data_ptr())
         grads.append(grad)
-        if slot.device != collectives.HOST:
-            slot.prepared.request.stream = slot.stream()
     begin = 0
     while begin < len(slots):
         count, code = collectives.start_many(

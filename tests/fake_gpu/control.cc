@@ -91,7 +91,8 @@ FAKE int64_t fake_gpu_count(const char* what) {
       {"collectives", &counts.collectives},
       {"aborts", &counts.aborts},
       {"kernels", &counts.kernels},
-      {"copies", &counts.copies}};
+      {"copies", &counts.copies},
+      {"recorded", &counts.recorded}};
   const auto found = known.find(what);
   return found == known.end() ? -1 : found->second->load();
 }

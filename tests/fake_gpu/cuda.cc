@@ -176,6 +176,7 @@ FAKE int cuEventDestroy_v2(void* event) {
 FAKE int cuEventRecord(void* handle, void* stream) {
   const std::shared_ptr<Event> event = Events().Find(handle, "an event");
   if (event == nullptr) return kInvalidValue;
+  ++counts.recorded;
   std::lock_guard<std::mutex> lock(event->mutex);
   const int64_t number = ++event->recorded;
   Enqueue(stream, [=] {

@@ -32,7 +32,8 @@ void fake_gpu_reset(void);
  * first one as text (static). */
 int fake_gpu_violations(const char** first);
 /* Live objects: "events", "streams", "memory", "pinned", "communicators", "contexts",
- * "registered"; and "collectives", "aborts", "kernels", "copies": done so far. */
+ * "registered"; and "collectives", "aborts", "kernels", "copies", "recorded" (events):
+ * done so far. */
 int64_t fake_gpu_count(const char* what);
 
 /* As a framework would: a stream, work in it, and the wait of the host for all of it. */

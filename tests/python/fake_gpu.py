@@ -10,10 +10,13 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 BUILDS = Path(__file__).parents[2] / "build"
+_WORK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_begun: list[Any] = []  # what streams carry out stays
 
 
 def path() -> Path | None:
@@ -40,6 +43,8 @@ def library() -> ctypes.CDLL:
     fake.fake_gpu_set.argtypes = [ctypes.c_char_p, ctypes.c_int64]
     fake.fake_gpu_count.argtypes = [ctypes.c_char_p]
     fake.fake_gpu_count.restype = ctypes.c_int64
+    fake.fake_gpu_stream.restype = ctypes.c_void_p
+    fake.fake_gpu_run.argtypes = [ctypes.c_void_p, _WORK, ctypes.c_void_p]
     return fake
 
 
@@ -51,6 +56,22 @@ def set_(name: str, value: int) -> None:
 def count(what: str) -> int:
     """See fake_gpu.h."""
     return int(library().fake_gpu_count(what.encode()))
+
+
+def new_stream() -> int:
+    """A stream of the framework's."""
+    return int(library().fake_gpu_stream())
+
+
+def run_in(stream: int, work: Callable[[], object]) -> None:
+    """Put work into a stream, late."""
+    _begun.append(_WORK(lambda _: work()))
+    library().fake_gpu_run(stream, _begun[-1], None)
+
+
+def synchronize(stream: int) -> None:
+    """Wait for all that is in a stream."""
+    library().fake_gpu_synchronize(stream)
 
 
 def violations() -> str:

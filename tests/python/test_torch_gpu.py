@@ -18,6 +18,7 @@ import torch
 
 import hororing.torch as hvd
 from hororing import errors
+from hororing.torch.verbs import verbs
 
 ROOT = Path(__file__).parents[2]
 FAKE = fake_gpu.path()
@@ -69,6 +70,55 @@ def case_an_optimizer_trains_as_on_one_rank() -> None:
         tolerance = 2e-2 if "compression" in options else 1e-5
         for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+def case_gradients_of_one_stream_share_an_event() -> None:
+    model = torch.nn.ParameterList(torch.ones(3) for _ in range(100))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(prefix="many")
+    )
+    before = fake_gpu.count("recorded")
+    sum(parameter.sum() for parameter in model).backward()
+    optimizer.synchronize()
+    # Batches of 1, 2, 4, ... gradients, and one event for each batch of the engine.
+    assert fake_gpu.count("recorded") - before < 40
+
+
+def case_gradients_of_two_streams_are_waited_for_in_both() -> None:
+    """The hook of one gradient submits others, which other streams compute, late."""
+    streams = [fake_gpu.new_stream(), fake_gpu.new_stream()]
+    current = streams[0]
+    parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(40)]
+
+    def computed(parameter: torch.Tensor, index: int) -> None:
+        nonlocal current
+        current = streams[index % 2]
+        assert parameter.grad is not None
+        grad, late = parameter.grad, parameter.grad + hvd.rank() + index
+        grad.fill_(-1e9)
+        fake_gpu.run_in(current, lambda: grad.copy_(late))
+
+    for index, parameter in enumerate(parameters):
+        parameter.register_post_accumulate_grad_hook(
+            lambda parameter, index=index: computed(parameter, index)
+        )
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(parameters, lr=0.1), [(f"two.{i}", p) for i, p in enumerate(parameters)]
+    )
+    one_stream = verbs.adapter.stream
+    verbs.adapter.stream = lambda device: current
+    fake_gpu.set_("delay_us", 500)
+    try:
+        sum(parameter.sum() for parameter in parameters).backward()
+        optimizer.synchronize()
+    finally:
+        fake_gpu.set_("delay_us", 20)
+        verbs.adapter.stream = one_stream
+    for stream in streams:
+        fake_gpu.synchronize(stream)
+    for index, parameter in enumerate(parameters):
+        wanted = 1 + index + (hvd.size() - 1) / 2
+        torch.testing.assert_close(parameter.grad, torch.full((3,), wanted))
 
 
 def case_batch_norm_sees_all_batches() -> None:
