@@ -19,6 +19,7 @@ constexpr TimeNs kLookInterval = kMillisecond;
 struct Card {
   CuUuid device = {};
   int32_t nccl_version = 0;  // 0: none
+  int32_t scales = 0;        // its kernels scale, in a fusion buffer
 };
 
 }  // namespace
@@ -55,8 +56,10 @@ Status CudaBackend::Run(const Batch& batch, TimeNs deadline, TraceSink& trace) {
     HORORING_RETURN_IF_ERROR(entry.ready->HoldBack(device_->stream()));
     flight.ready.push_back(entry.ready);
   }
-  if (nccl_ != nullptr && NcclFits(batch, transport_.size())) {
-    HORORING_RETURN_IF_ERROR(RunByNccl(batch, *nccl_, *device_, options_.fusion_bytes,
+  const NcclWay way =
+      nccl_ != nullptr ? NcclWayOf(batch, transport_.size(), scales_) : NcclWay::kNot;
+  if (way != NcclWay::kNot) {
+    HORORING_RETURN_IF_ERROR(RunByNccl(batch, way, *nccl_, *device_, options_.fusion_bytes,
                                        transport_.size(), After(NowNs(), timeout), trace));
   } else {
     HORORING_RETURN_IF_ERROR(staged_.Run(batch, device_, timeout, trace));
@@ -104,6 +107,7 @@ Status CudaBackend::Compare(bool has_nccl, int version, TimeNs deadline, std::st
   Card mine;
   mine.device = device_->uuid();
   mine.nccl_version = has_nccl ? version : 0;
+  mine.scales = device_->scales_by_kernel() && options_.fusion_bytes >= kLeastScalingBytes;
   std::vector<Card> cards(size);
   HORORING_RETURN_IF_ERROR(AllgatherV(transport_, &mine, std::vector<size_t>(size, sizeof mine),
                                       cards.data(), deadline));
@@ -112,6 +116,7 @@ Status CudaBackend::Compare(bool has_nccl, int version, TimeNs deadline, std::st
   } else if (options_.way == DeviceWay::kStaged) {
     *obstacle = "HORORING_GPU=staged";
   }
+  scales_ = std::all_of(cards.begin(), cards.end(), [](const Card& c) { return c.scales != 0; });
   std::set<std::string> devices;
   for (size_t r = 0; r < size && obstacle->empty(); ++r) {
     const std::string who = "rank " + std::to_string(r) + " of the process set";

@@ -63,6 +63,7 @@ class CudaBackend final : public Backend {
   std::shared_ptr<Device> device_;
   std::unique_ptr<NcclCommunicator> nccl_;
   bool chosen_ = false;
+  bool scales_ = false;  // all ranks have the kernels for it
   std::shared_ptr<const DeviceEvent> done_;
   std::deque<InFlight> in_flight_;
 };

@@ -102,9 +102,87 @@ std::vector<DeviceCopy> Packing(const std::vector<const BatchEntry*>& entries, s
   std::vector<DeviceCopy> copies;
   for (const BatchEntry* entry : entries) {
     copies.push_back({to, entry->input, entry->elements * element});
-    to += RoundUp(copies.back().bytes, kEntryAlign);
+    to += RoundUp(copies.back().amount, kEntryAlign);
   }
   return copies;
+}
+
+// How the kernels take tensors into the fusion buffer and back, and what they are there.
+struct Widening {
+  DeviceCast in, out;
+  DataType dtype;
+};
+
+Widening WideningOf(DataType dtype) {
+  switch (dtype) {
+    case DataType::kFloat16:
+      return {DeviceCast::kFloat16ToFloat32, DeviceCast::kFloat32ToFloat16, DataType::kFloat32};
+    case DataType::kBfloat16:
+      return {DeviceCast::kBfloat16ToFloat32, DeviceCast::kFloat32ToBfloat16, DataType::kFloat32};
+    case DataType::kFloat64: return {DeviceCast::kFloat64, DeviceCast::kFloat64, dtype};
+    default: return {DeviceCast::kFloat32, DeviceCast::kFloat32, DataType::kFloat32};
+  }
+}
+
+NcclOp PlainOp(ReduceOp op) {
+  if (op == ReduceOp::kMin) return kNcclMin;
+  if (op == ReduceOp::kMax) return kNcclMax;
+  return op == ReduceOp::kProduct ? kNcclProd : kNcclSum;
+}
+
+// By way of the fusion buffer, in pieces that fill it: scaled and cast there, reduced, and scaled,
+// cast and rounded, once, on the way back. The order of the stream lets the pieces share the
+// buffer.
+Status RunScaled(const Batch& batch, NcclCommunicator& communicator, const Device& device,
+                 size_t fusion_bytes, int ranks, TimeNs deadline, TraceSink& trace) {
+  const ReduceSpec& spec = batch.reduce;
+  const Widening widening = WideningOf(spec.dtype);
+  const size_t element = ElementSize(spec.dtype), wide = ElementSize(widening.dtype);
+  const NcclType type = NcclTypeOf(widening.dtype);
+  const double after = spec.op == ReduceOp::kAverage ? spec.postscale / ranks : spec.postscale;
+  auto* const buffer =
+      static_cast<std::byte*>(communicator.FusionBuffer(kLeastScalingBytes, fusion_bytes));
+  if (buffer == nullptr) {
+    return Status(Code::kTransport, "no memory on " + device.name() +
+                                        " for the fusion buffer, which tensors with scale factors "
+                                        "need; lower HORORING_FUSION_BYTES");
+  }
+  Calls calls(communicator, device);
+  std::vector<DeviceCopy> in, out;
+  size_t filled = 0;  // bytes of the buffer
+  const auto send = [&] {
+    StageSpan pack(trace, Stage::kPack, batch);
+    HORORING_RETURN_IF_ERROR(device.ScaleOnDevice(in, widening.in, spec.prescale));
+    pack.End(filled);
+    StageSpan reduce(trace, Stage::kReduce, batch);
+    HORORING_RETURN_IF_ERROR(communicator.Group(
+        [&] {
+          calls.AllReduce(buffer, buffer, filled / wide, type, PlainOp(spec.op));
+          return calls.result();
+        },
+        deadline));
+    reduce.End(filled);
+    StageSpan unpack(trace, Stage::kUnpack, batch);
+    HORORING_RETURN_IF_ERROR(device.ScaleOnDevice(out, widening.out, after));
+    unpack.End(filled);
+    in.clear();
+    out.clear();
+    filled = 0;
+    return Status::Ok();
+  };
+  for (const BatchEntry& entry : batch.entries) {
+    const auto* from = static_cast<const std::byte*>(entry.input);
+    auto* to = static_cast<std::byte*>(entry.output);
+    for (size_t first = 0; first < entry.elements;) {
+      if (fusion_bytes - filled < kEntryAlign) HORORING_RETURN_IF_ERROR(send());
+      const size_t elements = std::min(entry.elements - first, (fusion_bytes - filled) / wide);
+      in.push_back({buffer + filled, from + first * element, elements});
+      out.push_back({to + first * element, buffer + filled, elements});
+      first += elements;
+      filled = std::min(filled + RoundUp(elements * wide, kEntryAlign), fusion_bytes);
+    }
+  }
+  return filled > 0 ? send() : Status::Ok();
 }
 
 Status RunAllreduce(const Batch& batch, NcclCommunicator& communicator, const Device& device,
@@ -148,7 +226,7 @@ Status RunAllreduce(const Batch& batch, NcclCommunicator& communicator, const De
   reduce.End(batch.bytes());
   StageSpan unpack(trace, Stage::kUnpack, batch);
   for (size_t i = 0; i < copies.size(); ++i) {
-    copies[i] = {entries[i]->output, copies[i].to, copies[i].bytes};
+    copies[i] = {entries[i]->output, copies[i].to, copies[i].amount};
   }
   HORORING_RETURN_IF_ERROR(device.CopyOnDevice(copies));
   unpack.End(batch.bytes());
@@ -199,22 +277,28 @@ void Scatter(const BatchEntry& entry, DataType dtype, NcclOp op, Calls& calls) {
 
 }  // namespace
 
-bool NcclFits(const Batch& batch, int ranks) {
+NcclWay NcclWayOf(const Batch& batch, int ranks, bool scales) {
   const bool reduces =
       batch.kind == Collective::kAllreduce || batch.kind == Collective::kReducescatter;
-  if (!reduces) return true;  // bytes
+  if (!reduces) return NcclWay::kPlain;  // bytes
   const ReduceSpec& spec = batch.reduce;
-  if (!NcclHas(spec.dtype) || spec.op == ReduceOp::kAdasum) return false;
-  if (spec.op == ReduceOp::kAverage && !IsFloating(spec.dtype)) return false;
-  if (spec.prescale == 1.0 && spec.postscale == 1.0) return true;
-  if (!IsFloating(spec.dtype)) return false;
+  if (!NcclHas(spec.dtype) || spec.op == ReduceOp::kAdasum) return NcclWay::kNot;
+  const bool floating = IsFloating(spec.dtype);
+  if (spec.op == ReduceOp::kAverage && !floating) return NcclWay::kNot;
+  if (spec.prescale == 1.0 && spec.postscale == 1.0) return NcclWay::kPlain;
+  if (!floating) return NcclWay::kNot;
   const double factor = spec.prescale * spec.postscale;
-  if (spec.op == ReduceOp::kSum) return Holds(spec.dtype, factor);
-  return spec.op == ReduceOp::kAverage && Holds(spec.dtype, factor / ranks);
+  if (spec.op == ReduceOp::kSum && Holds(spec.dtype, factor)) return NcclWay::kPlain;
+  if (spec.op == ReduceOp::kAverage && Holds(spec.dtype, factor / ranks)) return NcclWay::kPlain;
+  return scales && batch.kind == Collective::kAllreduce ? NcclWay::kScaled : NcclWay::kNot;
 }
 
-Status RunByNccl(const Batch& batch, NcclCommunicator& communicator, const Device& device,
-                 size_t fusion_bytes, int ranks, TimeNs deadline, TraceSink& trace) {
+Status RunByNccl(const Batch& batch, NcclWay way, NcclCommunicator& communicator,
+                 const Device& device, size_t fusion_bytes, int ranks, TimeNs deadline,
+                 TraceSink& trace) {
+  if (way == NcclWay::kScaled) {
+    return RunScaled(batch, communicator, device, fusion_bytes, ranks, deadline, trace);
+  }
   if (batch.kind == Collective::kAllreduce) {
     return RunAllreduce(batch, communicator, device, fusion_bytes, ranks, deadline, trace);
   }

@@ -1,6 +1,7 @@
 // What of NCCL a batch becomes. Nothing here waits for the device.
 //
-// Sums of several tensors are packed into the fusion buffer by one kernel, and unpacked by another;
+// Sums of several tensors are packed into the fusion buffer by one kernel, and unpacked by another,
+// which scale and cast as well where NCCL's own factors would be less exact;
 // all other collectives of several tensors are one group of calls, which NCCL carries out together.
 #pragma once
 
@@ -12,13 +13,23 @@
 
 namespace hororing {
 
-// Whether NCCL can carry it out as the host would, among `ranks`. Not: 16-bit integers, averages of
-// integers (NCCL's sums of them overflow), Adasum, and factors other than those of a sum or average
-// of floating-point numbers; nor those that 16 bits cannot hold, since NCCL rounds them.
-bool NcclFits(const Batch& batch, int ranks);
+// How NCCL can carry it out as the host would.
+enum class NcclWay {
+  kNot,
+  kPlain,   // with its own operations
+  kScaled,  // our kernels scale before and after, 16-bit floats as float32
+};
+// Among `ranks`. kNot: 16-bit integers, averages of integers (NCCL's sums of them overflow),
+// Adasum, and factors of integers. Where NCCL would round factors to 16 bits, or has none (of Min,
+// Max and Product), kernels are needed: `scales`, of all ranks; for allreduce only.
+NcclWay NcclWayOf(const Batch& batch, int ranks, bool scales);
 
-// Puts `batch` into the device's private stream. REQUIRES: NcclFits.
-Status RunByNccl(const Batch& batch, NcclCommunicator& communicator, const Device& device,
-                 size_t fusion_bytes, int ranks, TimeNs deadline, TraceSink& trace);
+// Of the fusion buffer, so that batches can be scaled there.
+constexpr size_t kLeastScalingBytes = 4 << 10;
+
+// Puts `batch` into the device's private stream. REQUIRES: `way`, not kNot, is that of NcclWayOf.
+Status RunByNccl(const Batch& batch, NcclWay way, NcclCommunicator& communicator,
+                 const Device& device, size_t fusion_bytes, int ranks, TimeNs deadline,
+                 TraceSink& trace);
 
 }  // namespace hororing

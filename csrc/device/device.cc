@@ -11,17 +11,18 @@ namespace {
 // As kernels.cu.
 constexpr size_t kPackMost = 120;
 constexpr size_t kPackBlockBytes = 32 << 10;
+constexpr size_t kScaleBlockElements = 8 << 10;
 constexpr unsigned kPackThreads = 256;
 struct PackTable {
   uint64_t count = 0;
   struct {
     const void* from;
     void* to;
-    uint64_t bytes;
+    uint64_t amount;
     uint64_t first_block;
   } copies[kPackMost];
 };
-static_assert(sizeof(PackTable) <= 4096, "a launch takes 4 KiB of arguments");
+static_assert(sizeof(PackTable) <= 4096 - 16, "a launch takes 4 KiB of arguments");
 
 constexpr char kKernels[] =
 #include "device/kernels.inc"
@@ -116,10 +117,15 @@ Status Device::Start() {
   HORORING_RETURN_IF_ERROR(api.Check(api.stream_create(&stream_, kCuStreamNonBlocking, greatest),
                                      "cuStreamCreateWithPriority"));
   const Status loaded = api.Check(api.module_load_data(&module_, kKernels), "cuModuleLoadData");
-  const Status found =
-      loaded.ok() ? api.Check(api.module_get_function(&copy_many_, module_, "hororing_copy_many"),
-                              "cuModuleGetFunction")
-                  : loaded;
+  Status found = loaded;
+  if (found.ok()) {
+    found = api.Check(api.module_get_function(&copy_many_, module_, "hororing_copy_many"),
+                      "cuModuleGetFunction");
+  }
+  if (found.ok()) {
+    found = api.Check(api.module_get_function(&scale_many_, module_, "hororing_scale_many"),
+                      "cuModuleGetFunction");
+  }
   if (!found.ok()) {
     Log(LogLevel::kInfo, "tensors are packed one by one on " + name_ + ": " + found.message());
   }
@@ -171,29 +177,40 @@ Status Device::CopyToDevice(void* to, const void* from, size_t bytes) const {
 Status Device::CopyOnDevice(const std::vector<DeviceCopy>& copies) const {
   const Current current(*this);
   HORORING_RETURN_IF_ERROR(current.status());
-  if (packs_by_kernel() && copies.size() > 1) return LaunchCopies(copies);
+  if (packs_by_kernel() && copies.size() > 1) {
+    return Launch(copy_many_, copies, kPackBlockBytes, {});
+  }
   for (const DeviceCopy& copy : copies) {
     HORORING_RETURN_IF_ERROR(api_->Check(
-        api_->copy_on_device(AddressOf(copy.to), AddressOf(copy.from), copy.bytes, stream_),
+        api_->copy_on_device(AddressOf(copy.to), AddressOf(copy.from), copy.amount, stream_),
         "cuMemcpyDtoDAsync"));
   }
   return Status::Ok();
 }
 
-Status Device::LaunchCopies(const std::vector<DeviceCopy>& copies) const {
+Status Device::ScaleOnDevice(const std::vector<DeviceCopy>& copies, DeviceCast cast,
+                             double factor) const {
+  const Current current(*this);
+  HORORING_RETURN_IF_ERROR(current.status());
+  return Launch(scale_many_, copies, kScaleBlockElements, {&cast, &factor});
+}
+
+Status Device::Launch(CuFunction kernel, const std::vector<DeviceCopy>& copies,
+                      uint64_t block_amount, const std::vector<void*>& more) const {
   for (size_t begin = 0; begin < copies.size(); begin += kPackMost) {
     PackTable table;
     uint64_t blocks = 0;
     for (size_t i = begin; i < std::min(begin + kPackMost, copies.size()); ++i) {
-      if (copies[i].bytes == 0) continue;
-      table.copies[table.count++] = {copies[i].from, copies[i].to, copies[i].bytes, blocks};
-      blocks += (copies[i].bytes + kPackBlockBytes - 1) / kPackBlockBytes;
+      if (copies[i].amount == 0) continue;
+      table.copies[table.count++] = {copies[i].from, copies[i].to, copies[i].amount, blocks};
+      blocks += (copies[i].amount + block_amount - 1) / block_amount;
     }
     if (blocks == 0) continue;
-    void* parameters[] = {&table};
+    std::vector<void*> parameters = {&table};
+    parameters.insert(parameters.end(), more.begin(), more.end());
     HORORING_RETURN_IF_ERROR(
-        api_->Check(api_->launch_kernel(copy_many_, static_cast<unsigned>(blocks), 1, 1,
-                                        kPackThreads, 1, 1, 0, stream_, parameters, nullptr),
+        api_->Check(api_->launch_kernel(kernel, static_cast<unsigned>(blocks), 1, 1, kPackThreads,
+                                        1, 1, 0, stream_, parameters.data(), nullptr),
                     "cuLaunchKernel"));
   }
   return Status::Ok();

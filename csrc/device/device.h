@@ -83,7 +83,17 @@ class PinnedMemory {
 struct DeviceCopy {
   void* to;
   const void* from;
-  size_t bytes;
+  size_t amount;  // bytes; of ScaleOnDevice: elements
+};
+
+// From which type to which. As kernels.cu.
+enum class DeviceCast : int {
+  kFloat32 = 0,
+  kFloat64 = 1,
+  kFloat16ToFloat32 = 2,
+  kFloat32ToFloat16 = 3,
+  kBfloat16ToFloat32 = 4,
+  kFloat32ToBfloat16 = 5,
 };
 
 class Device : public std::enable_shared_from_this<Device> {
@@ -101,6 +111,7 @@ class Device : public std::enable_shared_from_this<Device> {
   CuStream stream() const { return stream_; }        // the private one
   const CudaApi& api() const { return *api_; }
   bool packs_by_kernel() const { return copy_many_ != nullptr; }
+  bool scales_by_kernel() const { return scale_many_ != nullptr; }
 
   // The point to which `stream` has come. kInvalidArgument while it is captured into a graph.
   Status Record(CuStream stream, std::shared_ptr<DeviceEvent>* event) const;
@@ -109,6 +120,9 @@ class Device : public std::enable_shared_from_this<Device> {
   Status CopyToHost(void* to, const void* from, size_t bytes) const;
   Status CopyToDevice(void* to, const void* from, size_t bytes) const;
   Status CopyOnDevice(const std::vector<DeviceCopy>& copies) const;
+  // Each element times `factor`, rounded once: in float64 where both types are, else in float32.
+  // REQUIRES: scales_by_kernel(), and memory aligned to the elements.
+  Status ScaleOnDevice(const std::vector<DeviceCopy>& copies, DeviceCast cast, double factor) const;
   Status Allocate(size_t bytes, std::shared_ptr<DeviceMemory>* memory) const;
 
   Status AllocatePinned(size_t bytes, std::unique_ptr<PinnedMemory>* memory) const;
@@ -137,7 +151,9 @@ class Device : public std::enable_shared_from_this<Device> {
   Device(std::shared_ptr<const CudaApi> api, int ordinal)
       : api_(std::move(api)), ordinal_(ordinal) {}
   Status Start();
-  Status LaunchCopies(const std::vector<DeviceCopy>& copies) const;
+  // `more`: arguments of `kernel` behind the table.
+  Status Launch(CuFunction kernel, const std::vector<DeviceCopy>& copies, uint64_t block_amount,
+                const std::vector<void*>& more) const;
 
   const std::shared_ptr<const CudaApi> api_;
   const int ordinal_;
@@ -145,7 +161,8 @@ class Device : public std::enable_shared_from_this<Device> {
   CuContext context_ = nullptr;
   CuStream stream_ = nullptr;
   CuModule module_ = nullptr;
-  CuFunction copy_many_ = nullptr;  // null: one copy after the other
+  // Null: one copy after the other, and nothing is scaled.
+  CuFunction copy_many_ = nullptr, scale_many_ = nullptr;
   std::string name_;
   CuUuid uuid_ = {};
 };

@@ -12,54 +12,6 @@ using namespace hororing;
 
 namespace {
 
-// All sums of a case, with inputs that the framework's stream writes late.
-void RunSums(CudaRank& rank, Case& c) {
-  const size_t r = static_cast<size_t>(rank.r);
-  Batch batch = c.BatchOf(rank.r);
-  std::vector<Bytes> seen(c.tensors.size());
-  const auto compute = [&] {
-    for (Case::Tensor& tensor : c.tensors) {
-      std::copy(tensor.original[r].begin(), tensor.original[r].end(), tensor.inputs[r].data());
-    }
-  };
-  const auto look = [&] {
-    for (size_t t = 0; t < seen.size(); ++t) {
-      const auto* output = static_cast<const unsigned char*>(batch.entries[t].output);
-      seen[t].assign(output, output + c.tensors[t].original[r].size());
-    }
-  };
-  for (Case::Tensor& tensor : c.tensors) {
-    std::fill_n(tensor.inputs[r].data(), tensor.original[r].size(), 0x33);
-  }
-  CHECK_OK(RunBatch(rank, batch, compute, look));
-  for (size_t t = 0; t < seen.size(); ++t) {
-    const auto* output = static_cast<const unsigned char*>(batch.entries[t].output);
-    CHECK(std::equal(seen[t].begin(), seen[t].end(), output));
-  }
-}
-
-void RunAllSums(int size, const CudaOptions& options, const std::vector<ReduceSpec>& specs,
-                const std::vector<std::vector<size_t>>& shapes) {
-  std::mt19937 random(hororing_test::Seed());
-  std::vector<std::unique_ptr<Case>> cases;
-  for (const ReduceSpec& spec : specs) {
-    for (const auto& sizes : shapes) {
-      cases.push_back(std::make_unique<Case>(spec, sizes, size, random));
-    }
-  }
-  RunCuda(size, options, [&](CudaRank& rank) {
-    for (auto& c : cases) RunSums(rank, *c);
-  });
-  for (auto& c : cases) {
-    const std::string wrong = c->Judge(/*exact=*/false);
-    if (!wrong.empty()) {
-      std::vector<size_t> sizes;
-      for (const auto& tensor : c->tensors) sizes.push_back(tensor.elements);
-      hororing_test::Fail(__FILE__, __LINE__, Describe(c->spec, sizes, size) + ": " + wrong);
-    }
-  }
-}
-
 struct Moved {  // of one rank in a collective that moves bytes
   std::vector<int32_t> input, output, seen;
 };
@@ -248,16 +200,6 @@ TEST(ranks_choose_nccl_where_each_has_it_and_a_device_of_its_own) {
 }
 
 namespace {
-
-Batch OneFloat(float* value) {
-  Batch batch;
-  batch.entries.resize(1);
-  batch.entries[0].name = "x";
-  batch.entries[0].input = batch.entries[0].output = value;
-  batch.entries[0].elements = 1;
-  batch.on_device = true;
-  return batch;
-}
 
 bool Contains(const std::string& text, const std::string& part) {
   return text.find(part) != std::string::npos;

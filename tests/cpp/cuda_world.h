@@ -2,9 +2,11 @@
 // of a device is memory of the process, but whoever does not wait for a stream sees old data there.
 #pragma once
 
+#include <algorithm>
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <random>
 #include <string>
 #include <thread>
 #include <utility>
@@ -109,6 +111,64 @@ inline Status RunBatch(CudaRank& rank, Batch batch, std::function<void()> comput
   RunIn(rank.stream, std::move(look));
   fake_gpu_synchronize(rank.stream);
   return Status::Ok();
+}
+
+// All sums of a case, with inputs that the framework's stream writes late.
+inline void RunSums(CudaRank& rank, Case& c) {
+  const size_t r = static_cast<size_t>(rank.r);
+  Batch batch = c.BatchOf(rank.r);
+  std::vector<Bytes> seen(c.tensors.size());
+  const auto compute = [&] {
+    for (Case::Tensor& tensor : c.tensors) {
+      std::copy(tensor.original[r].begin(), tensor.original[r].end(), tensor.inputs[r].data());
+    }
+  };
+  const auto look = [&] {
+    for (size_t t = 0; t < seen.size(); ++t) {
+      const auto* output = static_cast<const unsigned char*>(batch.entries[t].output);
+      seen[t].assign(output, output + c.tensors[t].original[r].size());
+    }
+  };
+  for (Case::Tensor& tensor : c.tensors) {
+    std::fill_n(tensor.inputs[r].data(), tensor.original[r].size(), 0x33);
+  }
+  CHECK_OK(RunBatch(rank, batch, compute, look));
+  for (size_t t = 0; t < seen.size(); ++t) {
+    const auto* output = static_cast<const unsigned char*>(batch.entries[t].output);
+    CHECK(std::equal(seen[t].begin(), seen[t].end(), output));
+  }
+}
+
+inline void RunAllSums(int size, const CudaOptions& options, const std::vector<ReduceSpec>& specs,
+                       const std::vector<std::vector<size_t>>& shapes) {
+  std::mt19937 random(hororing_test::Seed());
+  std::vector<std::unique_ptr<Case>> cases;
+  for (const ReduceSpec& spec : specs) {
+    for (const auto& sizes : shapes) {
+      cases.push_back(std::make_unique<Case>(spec, sizes, size, random));
+    }
+  }
+  RunCuda(size, options, [&](CudaRank& rank) {
+    for (auto& c : cases) RunSums(rank, *c);
+  });
+  for (auto& c : cases) {
+    const std::string wrong = c->Judge(/*exact=*/false);
+    if (!wrong.empty()) {
+      std::vector<size_t> sizes;
+      for (const auto& tensor : c->tensors) sizes.push_back(tensor.elements);
+      hororing_test::Fail(__FILE__, __LINE__, Describe(c->spec, sizes, size) + ": " + wrong);
+    }
+  }
+}
+
+inline Batch OneFloat(float* value) {
+  Batch batch;
+  batch.entries.resize(1);
+  batch.entries[0].name = "x";
+  batch.entries[0].input = batch.entries[0].output = value;
+  batch.entries[0].elements = 1;
+  batch.on_device = true;
+  return batch;
 }
 
 }  // namespace hororing

@@ -43,8 +43,6 @@ double Load(int type, const char* at) {
   }
 }
 
-namespace {
-
 void Store(int type, char* at, double value) {
   uint16_t half = 0;
   const float narrow = static_cast<float>(value);
@@ -66,6 +64,8 @@ void Store(int type, char* at, double value) {
     default: std::memcpy(at, &value, 8); return;
   }
 }
+
+namespace {
 
 // Integers of four and eight bytes in their own arithmetic, which wraps around.
 template <typename Number, typename Wide>

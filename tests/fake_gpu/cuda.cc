@@ -1,4 +1,5 @@
 // The functions of libcuda that csrc/device uses.
+#include <algorithm>
 #include <condition_variable>
 #include <cstdlib>
 #include <cstring>
@@ -7,6 +8,7 @@
 #include <mutex>
 #include <vector>
 
+#include "arithmetic.h"
 #include "streams.h"
 
 namespace fake_gpu {
@@ -69,6 +71,27 @@ int Copy(void* to, const void* from, size_t bytes, void* stream) {
   ++counts.copies;
   Enqueue(stream, [=] { std::memcpy(to, from, bytes); });
   return 0;
+}
+
+constexpr uint64_t kCopyMany = 1, kScaleMany = 2;
+
+// Of the table of kernels.cu.
+struct Entry {
+  const char* from;
+  char* to;
+  uint64_t amount, first_block;
+};
+
+// Block by block, as kernels.cu finds its work.
+template <typename Work>
+void ForBlocks(const std::vector<Entry>& entries, uint64_t blocks, uint64_t each, Work work) {
+  for (uint64_t block = 0; block < blocks; ++block) {
+    size_t mine = 0;
+    while (mine + 1 < entries.size() && entries[mine + 1].first_block <= block) ++mine;
+    const Entry& entry = entries[mine];
+    const uint64_t begin = (block - entry.first_block) * each;
+    work(entry, begin, std::min(each, entry.amount - begin));
+  }
 }
 
 void* Pointer(uint64_t address) { return reinterpret_cast<void*>(address); }
@@ -267,16 +290,12 @@ FAKE int cuModuleLoadData(void** module, const void* image) {
 }
 FAKE int cuModuleUnload(void*) { return 0; }
 FAKE int cuModuleGetFunction(void** function, void*, const char* name) {
-  *function = Pointer(1);
-  return std::strcmp(name, "hororing_copy_many") == 0 ? 0 : kInvalidValue;
+  const bool copies = std::strcmp(name, "hororing_copy_many") == 0;
+  *function = Pointer(copies ? kCopyMany : kScaleMany);
+  return copies || std::strcmp(name, "hororing_scale_many") == 0 ? 0 : kInvalidValue;
 }
-FAKE int cuLaunchKernel(void*, unsigned blocks, unsigned, unsigned, unsigned, unsigned, unsigned,
-                        unsigned, void* stream, void** parameters, void**) {
-  struct Entry {
-    const char* from;
-    char* to;
-    uint64_t bytes, first_block;
-  };
+FAKE int cuLaunchKernel(void* kernel, unsigned blocks, unsigned, unsigned, unsigned, unsigned,
+                        unsigned, unsigned, void* stream, void** parameters, void**) {
   if (!HasContext()) return kInvalidContext;
   const char* table = static_cast<const char*>(parameters[0]);
   uint64_t count = 0;
@@ -284,16 +303,29 @@ FAKE int cuLaunchKernel(void*, unsigned blocks, unsigned, unsigned, unsigned, un
   std::vector<Entry> entries(count);
   std::memcpy(entries.data(), table + sizeof count, count * sizeof(Entry));
   ++counts.kernels;
-  // Block by block, as kernels.cu finds its work.
-  Enqueue(stream, [entries, blocks] {
-    for (uint64_t block = 0; block < blocks; ++block) {
-      size_t mine = 0;
-      while (mine + 1 < entries.size() && entries[mine + 1].first_block <= block) ++mine;
-      const Entry& entry = entries[mine];
-      const uint64_t begin = (block - entry.first_block) * (32 << 10);
-      const uint64_t left = entry.bytes - begin;
-      std::memcpy(entry.to + begin, entry.from + begin, left < (32 << 10) ? left : (32 << 10));
-    }
+  if (kernel == Pointer(kCopyMany)) {
+    Enqueue(stream, [entries, blocks] {
+      ForBlocks(entries, blocks, 32 << 10, [](const Entry& entry, uint64_t begin, uint64_t bytes) {
+        std::memcpy(entry.to + begin, entry.from + begin, bytes);
+      });
+    });
+    return 0;
+  }
+  // As they are numbered in kernels.cu.
+  constexpr Type kFrom[] = {kFloat32, kFloat64, kFloat16, kFloat32, kBfloat16, kFloat32};
+  constexpr Type kTo[] = {kFloat32, kFloat64, kFloat32, kFloat16, kFloat32, kBfloat16};
+  const int cast = *static_cast<const int*>(parameters[1]);
+  const double factor = *static_cast<const double*>(parameters[2]);
+  const Type from = kFrom[cast], to = kTo[cast];
+  Enqueue(stream, [=] {
+    ForBlocks(entries, blocks, 8 << 10, [=](const Entry& entry, uint64_t begin, uint64_t elements) {
+      for (uint64_t i = begin; i < begin + elements; ++i) {
+        const double value = Load(from, entry.from + i * SizeOf(from));
+        const float narrow = static_cast<float>(value) * static_cast<float>(factor);
+        Store(to, entry.to + i * SizeOf(to),
+              to == kFloat64 ? value * factor : static_cast<double>(narrow));
+      }
+    });
   });
   return 0;
 }
