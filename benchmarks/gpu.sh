@@ -14,12 +14,14 @@ log=$results/gpu_log.txt
 : > "$log"
 failed=0
 quick=()
+worlds=(2 4)
 driver=libcuda.so.1
 if [[ -n "${FAKE_GPU:-}" ]]; then
   FAKE_GPU=$(realpath "$FAKE_GPU")
   export FAKE_GPU HORORING_CUDA_LIBRARY=$FAKE_GPU HORORING_NCCL_LIBRARY=$FAKE_GPU
   driver=$FAKE_GPU
   quick=(--quick)
+  worlds=(2)
 fi
 # As tests/python/mpirun.py: as root, more ranks than cores.
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMP_NUM_THREADS=1
@@ -41,20 +43,18 @@ part machine 10 bash -c 'date -u; nvidia-smi || true'
 part versions 20 python -c 'import torch; print("torch", torch.__version__, "CUDA", torch.version.cuda)'
 part info 30 python -m hororing info
 part verbs-1-nccl 60 env HORORING_GPU=nccl python benchmarks/gpu_check.py "$results/gpu_verbs_1.json"
-for ranks in 2 4; do
+for ranks in "${worlds[@]}"; do
   part "verbs-$ranks-staged" 60 env HORORING_GPU=staged mpirun -np "$ranks" \
     python benchmarks/gpu_check.py "$results/gpu_verbs_$ranks.json"
 done
-if [[ -z "${FAKE_GPU:-}" ]]; then
-  # Several ranks on one GPU: NCCL 2.30 and later, where it is told so.
-  part verbs-2-one-gpu 60 env HORORING_GPU=nccl NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_NVLS_ENABLE=0 \
-    NCCL_MAX_CTAS=4 HORORING_TIMEOUT_S=30 mpirun -np 2 \
-    python benchmarks/gpu_check.py "$results/gpu_verbs_2_one_gpu.json"
-fi
+# Several ranks on one GPU: NCCL 2.30 and later, where it is told so.
+part verbs-2-one-gpu 60 env HORORING_GPU=nccl NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_NVLS_ENABLE=0 \
+  NCCL_MAX_CTAS=4 HORORING_TIMEOUT_S=30 mpirun -np 2 \
+  python benchmarks/gpu_check.py "$results/gpu_verbs_2_one_gpu.json"
 part step 120 python benchmarks/gpu_step.py ${quick[@]+"${quick[@]}"} --json "$results/gpu_step.json"
 pack=$(find build -name bench_gpu_pack -type f 2>/dev/null | head -n 1)
 if [[ -n "$pack" ]]; then
-  part pack 30 "$pack" "$driver"
+  part pack 30 "$pack" "$driver" ${quick[@]+"${quick[@]}"}
 else
   echo "== pack: not built; cmake --preset dev && cmake --build --preset dev --target bench_gpu_pack"
 fi

@@ -1,11 +1,14 @@
-// Packing on a GPU: 161 tensors of 100 MB by the kernel, by single copies, and one copy of all.
+// Packing on a GPU: 161 tensors of 100 MB by the kernel, by single copies, one copy of all, and by
+// the kernel that scales them, and casts from float32 to float16.
 //
-//   bench_gpu_pack [libcuda.so.1]
+//   bench_gpu_pack [libcuda.so.1 [--quick]]     --quick: small tensors, only that it runs
 //
 // GB/s of what is read and written together; the time is that of the device, seen from the host.
 #include <algorithm>
 #include <cstdio>
+#include <functional>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "base/clock.h"
@@ -29,20 +32,21 @@ void Finish(const Device& device) {
   for (bool reached = false; !reached;) Check(event->Look(&reached));
 }
 
-void Report(const char* what, const Device& device,
-            const std::vector<std::vector<DeviceCopy>>& calls, size_t bytes) {
+// `moved`: bytes that are read and written.
+void Report(const char* what, const Device& device, size_t moved,
+            const std::function<Status()>& enqueue) {
   std::vector<TimeNs> times;
   for (int round = 0; round <= kRounds; ++round) {
     Finish(device);
     const TimeNs begin = NowNs();
-    for (const auto& copies : calls) Check(device.CopyOnDevice(copies));
+    Check(enqueue());
     Finish(device);
     if (round > 0) times.push_back(NowNs() - begin);
   }
   std::sort(times.begin(), times.end());
   const double seconds = static_cast<double>(times[times.size() / 2]) / kSecond;
   std::printf("%-14s %8.1f GB/s (median of %d)\n", what,
-              2e-9 * static_cast<double>(bytes) / seconds, kRounds);
+              1e-9 * static_cast<double>(moved) / seconds, kRounds);
 }
 
 }  // namespace
@@ -55,27 +59,37 @@ int main(int argc, char** argv) {
   Check(devices.Any(&device));
   if (!device->packs_by_kernel()) std::printf("the kernel did not load: copies only\n");
   // As ResNet-50's: a few large ones, many small.
+  const size_t least_large = argc > 2 && std::string(argv[2]) == "--quick" ? 64 : 64 << 10;
   std::vector<size_t> sizes;
   for (int i = 0; i < 108; ++i) sizes.push_back(size_t{256} << (i % 4));
-  for (int i = 0; i < 53; ++i) sizes.push_back((size_t{64} << 10) << (i % 6));
+  for (int i = 0; i < 53; ++i) sizes.push_back(least_large << (i % 6));
   size_t total = 0;
   for (size_t bytes : sizes) total += bytes;
   void *from = nullptr, *to = nullptr;
   Check(device->AllocatePlain(total, &from));
   Check(device->AllocatePlain(total, &to));
-  std::vector<DeviceCopy> packed;
-  std::vector<std::vector<DeviceCopy>> each;
+  std::vector<DeviceCopy> packed, elements;
   size_t at = 0;
   for (size_t bytes : sizes) {
     packed.push_back({static_cast<char*>(to) + at, static_cast<char*>(from) + at, bytes});
-    each.push_back({packed.back()});
+    elements.push_back({packed.back().to, packed.back().from, bytes / 4});
     at += bytes;
   }
   std::printf("%s, %zu tensors, %.1f MB\n", device->name().c_str(), sizes.size(),
               1e-6 * static_cast<double>(total));
-  Report("one copy", *device, {{{to, from, total}}}, total);
-  Report("packed", *device, {packed}, total);
-  Report("one by one", *device, each, total);
+  const auto scale = [&](DeviceCast cast) {
+    return [&, cast] { return device->ScaleOnDevice(elements, cast, 0.5); };
+  };
+  Report("one copy", *device, 2 * total, [&] { return device->CopyOnDevice({{to, from, total}}); });
+  Report("packed", *device, 2 * total, [&] { return device->CopyOnDevice(packed); });
+  Report("one by one", *device, 2 * total, [&] {
+    for (const DeviceCopy& copy : packed) Check(device->CopyOnDevice({copy}));
+    return Status::Ok();
+  });
+  if (device->scales_by_kernel()) {
+    Report("scaled", *device, 2 * total, scale(DeviceCast::kFloat32));
+    Report("to float16", *device, total + total / 2, scale(DeviceCast::kFloat32ToFloat16));
+  }
   device->Free(from);
   device->Free(to);
   return 0;

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from gpu_check import device_of_rank
 from torch import nn
 
 import hororing.torch as hvd
@@ -93,7 +94,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8, help="of 10 steps for each way")
     options = parser.parse_args()
     hvd.init()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = device_of_rank()
     steps = {w: step_of(w, device, options.quick) for w in ("plain", "hororing", "DDP")}
     times: dict[str, list[float]] = {who: [] for who in steps}
     for turn in range((1 if options.quick else options.rounds) + 1):
