@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-os.environ.setdefault("KERAS_BACKEND", "torch")
 
 import tempfile
 from collections.abc import Sequence
