@@ -172,8 +172,10 @@ def test_a_stage_that_hangs_ends_the_wait() -> None:
 
 
 SCRIPT = """
-import sys, time
+import signal, sys, time
 from hororing.data.pipeline import Pipeline
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs the tests may ignore it
 
 class Mine:  # of the main module
     def __init__(self, item): self.item = item
@@ -189,6 +191,7 @@ def wait(mine):
 for item in Pipeline(read, wait)(range(10)):  # no "if __name__", no close
     print("got", item, flush=True)
     if item == 2 and sys.argv[1] == "leave":
+        input()
         break
 """
 
@@ -199,6 +202,7 @@ def test_nothing_is_left_however_the_process_ends(end: str, tmp_path: Path) -> N
     script.write_text(textwrap.dedent(SCRIPT))
     process = subprocess.Popen(
         [sys.executable, script, end],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -215,7 +219,7 @@ def test_nothing_is_left_however_the_process_ends(end: str, tmp_path: Path) -> N
         os.killpg(process.pid, signal.SIGINT)
     elif end != "leave":
         process.send_signal(signal.Signals[end])
-    _, errors = process.communicate(timeout=DEADLINE_S)
+    _, errors = process.communicate("\n" if end == "leave" else None, timeout=DEADLINE_S)
     assert (process.returncode == 0) == (end == "leave")
     if end == "SIGINT":
         assert errors.count("Traceback") == 1  # none of the workers'

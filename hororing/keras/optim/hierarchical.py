@@ -257,10 +257,10 @@ class Hierarchical(Distributed):
         for variable, change in zip(trained, pending["changes"], strict=True):
             variable.assign(array_of(variable) + change)
         for variable, (mean, change) in zip(buffers, pending["buffers"], strict=True):
-            old = array_of(variable)
-            new = old + change
-            # What was a variance stays one.
-            variable.assign(np.where((new < 0) & (old >= 0) & (mean >= 0), mean, new))
+            new = array_of(variable) + change
+            if variable.name.endswith(("var", "variance")):  # which is never negative
+                new = np.where(new < 0, mean, new)
+            variable.assign(new)
         self._reset_momenta()
 
     def averaging_state(self) -> dict[str, Any]:

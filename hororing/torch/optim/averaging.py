@@ -46,6 +46,7 @@ class Averaging(Distributed):
     _plan: Plan
     _momentum_keys: frozenset[str]
     _buffers: list[torch.Tensor]
+    _variances: tuple[bool, ...]  # which of the buffers are that, and never negative
     _level_sets: list[ProcessSet]
     _flight: _Flight | None
 
@@ -217,11 +218,10 @@ class Averaging(Distributed):
         del self._clock["pending"]
         for weight, change in zip(self._weights(), pending["changes"], strict=False):
             weight.add_(change)
-        for buffer, (mean, change) in zip(self._buffers, pending["buffers"], strict=True):
+        corrected = zip(self._buffers, self._variances, pending["buffers"], strict=True)
+        for buffer, is_variance, (mean, change) in corrected:
             new = buffer + change
-            if not new.is_complex():  # what was a variance stays one
-                new = torch.where((new < 0) & (buffer >= 0) & (mean >= 0), mean, new)
-            buffer.copy_(new)
+            buffer.copy_(torch.where(new < 0, mean, new) if is_variance else new)
         self._adopt_masters()
         if self._plan.momentum == "reset":
             momenta.reset(self, parameters(self), self._momentum_keys)

@@ -145,6 +145,7 @@ def HierarchicalSGD(
     return become(
         optimizer, Hierarchical, options, named, backward_passes_per_step, None, WORLD_SET,
         _request=request, _plan=plan, _buffers=[buffer for _, buffer in buffers],
+        _variances=tuple(name.endswith(("var", "variance")) for name, _ in buffers),
         _late=tuple(late_parameters),
         _momentum_keys=momenta.KNOWN if momentum_keys is None else frozenset(momentum_keys),
     )  # fmt: skip
