@@ -14,12 +14,13 @@ they fill up, is close to it, and not it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -119,6 +120,15 @@ class Totals:
         self._integers = dict.fromkeys(self.names, 0)
         self._floats: dict[str, list[float]] = {name: [] for name in self.names}
         self._counts = dict.fromkeys(self.names, 0)
+        self._failure: Exception | None = None
+
+    @contextlib.contextmanager
+    def adding(self) -> Iterator[None]:
+        """Keep an error in here for `reduced`, so that the other ranks do not wait in vain."""
+        try:
+            yield
+        except Exception as error:
+            self._failure = error
 
     def add(self, name: str, values: Any, mask: Any = None) -> None:
         """Add the values of a batch.
@@ -168,6 +178,8 @@ class Totals:
         ------
         ValueError : on every rank, when their names differ (MismatchError, when there are more on
             one), and for a metric without any values.
+        RuntimeError : on the other ranks, when one failed while `adding`, where that error is
+            raised again.
         """
         names = self.names
         pairs = [(self._integers[n], self._counts[n], int(bool(self._floats[n]))) for n in names]
@@ -175,10 +187,12 @@ class Totals:
         # bits, so that nothing wraps below 2^15 ranks.
         x = zlib.crc32("\0".join(names).encode()) >> 8
         integers = hvd.allreduce(
-            np.array([(1, x, x * x), *pairs], np.int64), name="evaluation.counts", op=hvd.Sum,
-            process_set=process_set,
+            np.array([(1, x, x * x), (self._failure is not None, 0, 0), *pairs], np.int64),
+            name="evaluation.counts", op=hvd.Sum, process_set=process_set,
         )  # fmt: skip
-        ranks, total_x, squares = integers[0].tolist()
+        (ranks, total_x, squares), (failures, _, _) = integers[:2].tolist()
+        if failures:
+            self._raise_failure(process_set)
         if ranks * squares != total_x**2:
             everybody = allgather_object(names, "evaluation.differ", process_set)
             listed = "; ".join(
@@ -192,7 +206,7 @@ class Totals:
         )  # fmt: skip
         results = {}
         for name, (total, count, inexact), rest in zip(
-            names, integers[1:].tolist(), floats.tolist(), strict=True
+            names, integers[2:].tolist(), floats.tolist(), strict=True
         ):
             if count == 0:
                 raise ValueError(
@@ -200,6 +214,16 @@ class Totals:
                 )
             results[name] = Total(total + rest if inexact else total, count)
         return results
+
+    def _raise_failure(self, process_set: ProcessSet) -> NoReturn:
+        error = self._failure
+        text = None if error is None else f"{type(error).__name__}: {error}"
+        texts = allgather_object(text, "evaluation.failed", process_set)
+        if error is not None:
+            raise error
+        failed = zip(process_set.ranks, texts, strict=True)
+        listed = "; ".join(f"rank {rank}: {each}" for rank, each in failed if each is not None)
+        raise RuntimeError(f"evaluation failed on other ranks: {listed}")
 
 
 def evaluate_checkpoints(

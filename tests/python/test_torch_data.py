@@ -81,6 +81,19 @@ def case_metrics_of_a_batch_are_refused() -> None:
         evaluate(model, [(x, y, torch.ones(N))], {"correct": correct})
 
 
+def case_a_metric_that_fails_on_one_rank_fails_on_all() -> None:
+    def metric(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if hvd.rank() == 0:
+            raise ZeroDivisionError("of rank 0")
+        return correct(outputs, targets)
+
+    model, x, y = task()
+    expected = ZeroDivisionError if hvd.rank() == 0 else RuntimeError
+    with pytest.raises(expected, match="of rank 0"):
+        evaluate(model, [(x, y)], {"correct": metric})
+    assert evaluate(model, [(x, y)], {"correct": correct})["correct"].count == N * hvd.size()
+
+
 def case_masked_values_may_be_anything() -> None:
     values = torch.tensor([[1.0, 2.0], [float("nan"), 3.0], [4.0, 5.0]])
     mask = torch.tensor([True, False, True])

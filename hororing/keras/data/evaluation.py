@@ -40,11 +40,13 @@ def evaluate(
     Raises
     ------
     ValueError : as `Totals.reduced` says; and for a metric that is one number for a batch.
+    RuntimeError : on the other ranks, when a model, a metric or the batches of one have failed.
     """
     totals = Totals(metrics)
-    for inputs, targets, *rest in batches:
-        outputs = model.predict_on_batch(inputs)
-        mask = ops.convert_to_numpy(rest[0]) if rest else None
-        for name, metric in metrics.items():
-            totals.add(name, ops.convert_to_numpy(metric(targets, outputs)), mask)
+    with totals.adding():
+        for inputs, targets, *rest in batches:
+            outputs = model.predict_on_batch(inputs)
+            mask = ops.convert_to_numpy(rest[0]) if rest else None
+            for name, metric in metrics.items():
+                totals.add(name, ops.convert_to_numpy(metric(targets, outputs)), mask)
     return totals.reduced(process_set)

@@ -49,6 +49,7 @@ def evaluate(
     Raises
     ------
     ValueError : as `Totals.reduced` says; and for a metric that is one number for a batch.
+    RuntimeError : on the other ranks, when a model, a metric or the batches of one have failed.
     """
     if device is None:
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -56,13 +57,13 @@ def evaluate(
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        with torch.no_grad():
+        with totals.adding(), torch.no_grad():
             sums = _sums(model, batches, metrics, torch.device(device))
+            for (name, exact), (total, count) in sums.items():
+                totals.add_sum(name, int(total) if exact else float(total), int(count))
     finally:
         for module, training in modes.items():
             module.training = training
-    for (name, exact), (total, count) in sums.items():
-        totals.add_sum(name, int(total) if exact else float(total), int(count))
     return totals.reduced(process_set)
 
 
