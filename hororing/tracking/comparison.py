@@ -118,7 +118,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(chosen: argparse.Namespace) -> int:
     """Print the table. 1: a file is no record, or no run has a metric to maximize."""
     try:
-        print(compare(map(read_run, chosen.runs), chosen.maximize))
+        runs = [read_run(path) for path in chosen.runs]
+        for each in runs:
+            if each.torn:
+                print(f"{each.path}: {each.torn} unreadable lines are left out", file=sys.stderr)
+        print(compare(runs, chosen.maximize))
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1

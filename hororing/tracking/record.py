@@ -79,6 +79,8 @@ class RunRecord:
             name = name or f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
             path = os.path.join(os.path.abspath(folder), f"{name}.jsonl")
             try:
+                if os.path.basename(name) != name or name in (".", ".."):
+                    raise ValueError(f"name={name!r} must be that of a file in {folder}")
                 run = {
                     "kind": "run",
                     "name": name,

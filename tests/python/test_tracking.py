@@ -71,6 +71,18 @@ def test_a_line_that_was_cut_short_is_counted_and_does_not_swallow_the_next(tmp_
     assert (run.torn, run.starts, run.status) == (1, 2, "completed")
     assert run.metrics["loss"].values == [1.0, 0.25]
     assert record.path.read_bytes().startswith(cut)  # nothing is ever rewritten
+    told = subprocess.run(
+        [sys.executable, "-m", "hororing", "compare", record.path], capture_output=True, text=True
+    )
+    assert told.returncode == 0
+    assert told.stderr == f"{record.path}: 1 unreadable lines are left out\n"
+
+
+@pytest.mark.parametrize("name", ["../b", "a/b", ".."])
+def test_records_stay_in_their_folder(tmp_path, name):
+    with pytest.raises(ValueError, match="must be that of a file in"):
+        RunRecord(tmp_path / "runs", name=name)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_error_ends_a_run_as_failed(tmp_path):

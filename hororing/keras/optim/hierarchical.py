@@ -346,10 +346,10 @@ def HierarchicalSGD(
                 "a loss scale that overflows on some ranks would let these skip steps that others "
                 "count; use the policy mixed_bfloat16, without LossScaleOptimizer"
             )
-        if not isinstance(optimizer, keras.Optimizer) or isinstance(optimizer, Distributed):
-            raise TypeError(
-                f"optimizer must be one of Keras 3 that is not distributed, not {optimizer!r}"
-            )
+        if not isinstance(optimizer, keras.Optimizer):
+            raise TypeError(f"optimizer must be one of Keras 3, not {optimizer!r}")
+        if isinstance(optimizer, Distributed):
+            raise ValueError("optimizer is distributed already; wrap it once")
         checked.append(
             checked_settings(
                 name=WHAT if name is None else name,
