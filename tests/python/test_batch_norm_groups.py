@@ -73,9 +73,12 @@ def test_wrong_arguments() -> None:
 )
 def test_hosts_of_ranks(told: list[tuple[str, int, int]], wanted: list[int]) -> None:
     topology = Topology(0, 1, 0, 1, 0, 1, True)
+    asked = groups.TargetBatch(32)
+    everybody = [(host, asked) for host in told]
     with (
         mock.patch.object(groups.runtime, "topology", return_value=topology),
-        mock.patch.object(groups, "allgather_object", return_value=told),
+        mock.patch.object(groups, "allgather_object", return_value=everybody),
     ):
-        hosts = groups._hosts()
+        hosts, theirs = groups._hosts(asked)
+    assert theirs == [asked] * len(told)
     assert [list(dict.fromkeys(hosts)).index(host) for host in hosts] == wanted
