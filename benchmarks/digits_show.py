@@ -19,10 +19,8 @@ ABOUT_LARGE = """\
 with 5 epochs of warm-up and quadratic decay. **No rate was searched for, and the number of
 epochs is the same for all batches**: batches of 1,024 make 40 updates, and less is learnt. Keras
 makes more updates, as it takes an epoch's incomplete batch, too. So a difference between SGD and
-LARS here is one between two rates, and this is **no evidence for an advantage of LARS**: with
-rates searched for, there was none on this data (SGD and LARS after 60 epochs, batch 1,024: 98.2
-% and 98.3 %; 512: 99.2 % and 98.8 %; 12 epochs, 1,024: 74.0 % and 60.5 %; a one-process
-experiment, best of 3 to 5 rates picked on the test images). What it shows is that the chain
+LARS here is one between two rates, and this is **no evidence for an advantage of LARS**.
+What it shows is that the chain
 (linear scaling, warm-up, decay, LARS or SGD, and with torch bfloat16 weights and activations
 with stochastic rounding) trains at these batches, in both frameworks. At 32 images per rank and
 more a group of batch-norm is one rank: these runs say nothing about larger groups. Keras does

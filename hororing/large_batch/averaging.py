@@ -31,16 +31,19 @@ def weighted_mean(
 
     Raises
     ------
-    ValueError : for a negative or infinite weight, and on every rank when all weights are 0.
+    ValueError : on every rank, for a negative or infinite weight of one, and when all are 0.
     MismatchError : when ranks have different numbers of elements.
     """
-    if not 0 <= weight < float("inf"):
-        raise ValueError(f"{name}: weight={weight!r} must be a finite number of at least 0")
-    parts = [np.asarray(array, np.float64).ravel() * weight for array in arrays]
-    mine = np.concatenate([*parts, [weight]])
-    if weight == 0:
-        mine[:] = 0
+    # A weight that cannot be travels as NaN, so that no rank waits for the one that has it.
+    usable = 0 <= weight < float("inf")
+    parts = [np.asarray(array, np.float64).ravel() for array in arrays]
+    mine = np.concatenate([*parts, [1.0]])
+    mine = mine * (weight if usable else np.nan) if weight != 0 else np.zeros_like(mine)
     total = hvd.allreduce(mine, name=name, op=hvd.Sum, process_set=process_set)
+    if not usable:
+        raise ValueError(f"{name}: weight={weight!r} must be a finite number of at least 0")
+    if np.isnan(total[-1]):
+        raise ValueError(f"{name}: another rank's weight is negative or infinite; see its error")
     if total[-1] == 0:
         raise ValueError(f"{name}: the weights of all ranks are 0; some rank must count")
     means = np.split(total[:-1] / total[-1], np.cumsum([part.size for part in parts])[:-1])

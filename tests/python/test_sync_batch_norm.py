@@ -506,6 +506,10 @@ def case_running_statistics_of_groups_become_one() -> None:
         average_running_statistics(model, samples=0)
     with pytest.raises(ValueError, match="weight=-1 must be a finite number"):
         average_running_statistics(model, samples=-1)
+    if size > 1:
+        text = "weight=-1 must be a finite" if rank == 0 else "another rank's weight"
+        with pytest.raises(ValueError, match=text):
+            average_running_statistics(model, samples=-1 if rank == 0 else 1)
     average_running_statistics(nn.Linear(1, 1))
 
 
