@@ -17,10 +17,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hororing import process_sets, runtime
 from hororing.arguments import Sum
 from hororing.collectives import ALLGATHER, ALLREDUCE
-from hororing.large_batch import groups
+from hororing.large_batch.grouped_layer import GroupedLayer
 from hororing.large_batch.groups import TargetBatch
 from hororing.process_sets import ProcessSet, global_process_set
 from hororing.tensorflow.names import in_graph
@@ -28,7 +27,7 @@ from hororing.tensorflow.requests import Request, carry_out
 
 
 @keras.saving.register_keras_serializable(package="hororing")
-class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[misc]
+class SyncBatchNormalization(GroupedLayer, keras.layers.BatchNormalization):  # type: ignore[misc]
     """Batch normalisation with the statistics of several ranks' batches.
 
     Does what keras.layers.BatchNormalization would do with the batches of all ranks joined, which
@@ -78,40 +77,10 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
                 f"SyncBatchNormalization: fused={fused!r} is not supported: a fused kernel "
                 "computes the moments of one rank; leave it out"
             )
-        if kwargs.get("synchronized"):
-            raise ValueError(
-                "SyncBatchNormalization: synchronized=True is for tf.distribute; leave it out"
-            )
-        if not isinstance(process_set, ProcessSet):
-            raise TypeError(
-                "SyncBatchNormalization: process_set must be a ProcessSet, not "
-                f"{type(process_set).__name__}; add_process_set returns one"
-            )
+        self.check_arguments(process_set, kwargs)
         super().__init__(**kwargs)
         self.supports_jit = False  # XLA cannot compile communication
-        self.process_set = process_set
-        self._group: ProcessSet | None = None
-        self.group_size = None if group_size is None else self._register_groups(group_size)
-
-    def get_config(self) -> dict[str, Any]:
-        """Return what makes an equal layer."""
-        everybody = self.process_set is global_process_set
-        return {
-            **super().get_config(),
-            "process_set": None if everybody else list(self.process_set.ranks),
-            "group_size": self.group_size,
-        }
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> SyncBatchNormalization:
-        """Make a layer of `get_config()`. It communicates no sooner than in training."""
-        config = dict(config)
-        ranks, group_size = config.pop("process_set", None), config.pop("group_size", None)
-        layer: SyncBatchNormalization = super().from_config(config)
-        if ranks is not None:
-            layer.process_set = process_sets.find(ranks) or ProcessSet(ranks)
-        layer.group_size = group_size
-        return layer
+        self.share(process_set, group_size)
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def _moments(self, inputs: tf.Tensor, mask: tf.Tensor | None) -> tuple[tf.Tensor, tf.Tensor]:
@@ -130,27 +99,6 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
             share = count / (count + keras.backend.epsilon())
             mean, variance = share * mean, share * (variance + tf.square((1 - share) * mean))
         return mean, variance
-
-    def _sharing(self) -> ProcessSet | None:
-        """Return the ranks that share statistics with this one; None for nobody."""
-        runtime.topology()
-        if self.process_set.process_set_id is None:  # it may have been registered by its ranks
-            self.process_set = process_sets.find(self.process_set.ranks) or self.process_set
-        process_sets.check_member(self.process_set, self._title())
-        if self.group_size is None:
-            return self.process_set
-        group = self._group
-        if group is None or group.process_set_id is None or len(group.ranks) != self.group_size:
-            self._register_groups(self.group_size)  # there are none of this job and init()
-        return self._group
-
-    def _title(self) -> str:
-        return f"SyncBatchNormalization '{self.path or self.name}'"
-
-    def _register_groups(self, group_size: int | TargetBatch) -> int:
-        group_size = groups.check(group_size, self.process_set, self._title())
-        self._group = groups.register(group_size, self.process_set)
-        return group_size
 
     def _whole_batch(
         self, inputs: tf.Tensor, mask: tf.Tensor | None, group: ProcessSet
