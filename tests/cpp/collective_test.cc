@@ -135,7 +135,7 @@ TEST(large_buffers_travel_in_segments) {
   // 2 MiB and a bit: several segments per chunk, more than are posted ahead where there are two
   // ranks, and chunks that do not end with a segment.
   for (const char* kind : kKinds) {
-    for (const int size : kSizes) {
+    for (const int size : {2, 5}) {
       hororing_test::RunWorld(MakeWorld(kind, size), [](Rank& rank) {
         Scratch scratch;
         for (const Which algorithm : kAlgorithms) {
@@ -369,20 +369,20 @@ Status RunBroadcast(Transport& transport) {
   return Broadcast(transport, 0, data.data(), bytes, Soon());
 }
 Status RunAllgather(Transport& transport) {
-  const std::vector<size_t> sizes(static_cast<size_t>(transport.size()), 400000);
-  Bytes input(400000), result(sizes.size() * 400000);
+  const std::vector<size_t> sizes(static_cast<size_t>(transport.size()), 100000);
+  Bytes input(100000), result(sizes.size() * 100000);
   return AllgatherV(transport, input.data(), sizes, result.data(), Soon());
 }
 Status RunAlltoall(Transport& transport) {
-  const std::vector<size_t> sizes(static_cast<size_t>(transport.size()), 400000);
-  Bytes input(sizes.size() * 400000), result(sizes.size() * 400000);
+  const std::vector<size_t> sizes(static_cast<size_t>(transport.size()), 100000);
+  Bytes input(sizes.size() * 100000), result(sizes.size() * 100000);
   return AlltoallV(transport, input.data(), sizes, result.data(), sizes, Soon());
 }
 Status RunReduceScatter(Transport& transport) {
   // Parts of several segments, of one, and of none.
-  std::vector<size_t> parts = {200000, 50000, 0, 10};
+  std::vector<size_t> parts = {50000, 20000, 0, 10};
   parts.resize(static_cast<size_t>(transport.size()));
-  std::vector<float> input(250010, 1.0f), result(200000);
+  std::vector<float> input(70010, 1.0f), result(50000);
   Scratch scratch;
   const ReduceSpec spec{DataType::kFloat32, ReduceOp::kSum, 1, 1};
   return RankOrderReduceScatter(transport, {input.data(), parts, result.data(), spec}, scratch,
@@ -397,9 +397,10 @@ Status RunAdasum(Transport& transport) {
 }
 Status RunBarrier(Transport& transport) { return Barrier(transport, Soon()); }
 
+// Every one of several segments, where it has such.
 constexpr Collectives kCollectives[] = {
-    {"ring", &RunOnOnes<Which::kRing, 600000>},
-    {"rank order", &RunOnOnes<Which::kRankOrder, 600000>},
+    {"ring", &RunOnOnes<Which::kRing, 100003>},
+    {"rank order", &RunOnOnes<Which::kRankOrder, 100003>},
     {"recursive doubling", &RunOnOnes<Which::kRecursiveDoubling, 100>},
     {"allgather", &RunAllgather},
     {"broadcast, tree", &RunBroadcast<1000>},

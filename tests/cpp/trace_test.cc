@@ -275,7 +275,7 @@ TEST(no_record_crosses_a_page) {
   TemporaryFile file;
   TraceWriter writer;
   CHECK_OK(writer.Open(file.path(), {"a", "b"}));
-  for (size_t i = 0; i < 50; ++i) {
+  for (size_t i = 0; i < 20; ++i) {
     std::vector<TraceEvent> events;
     for (size_t j = 0; j < i; ++j) {
       events.push_back(Span("REDUCE", Track::kLoop, 1, 2));
