@@ -13,6 +13,7 @@ from typing import Any
 import hororing
 from hororing import config, nccl, runtime
 from hororing._core import ffi, lib
+from hororing.config import documentation
 from hororing.data import command as evaluation
 from hororing.launch import Launch
 from hororing.launch import command as layout
@@ -189,10 +190,10 @@ def main(arguments: list[str] | None = None) -> int:
     if chosen.command in _ROOMS:
         return int(chosen.run(chosen))
     if chosen.markdown:
-        print(config.markdown(), end="")
+        print(documentation.markdown(), end="")
         return 0
     try:
-        print(config.table(config.load()))
+        print(documentation.table(config.load()))
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1

@@ -87,7 +87,7 @@ typedef enum hr_state {
   HR_STATE_FAILED = 3   /* a peer was lost or the engine broke; shutdown() still returns */
 } hr_state;
 
-/* Everything the engine is told; filled from hororing/config.py. Strings are copied. */
+/* Everything the engine is told; filled from hororing/config. Strings are copied. */
 typedef struct hr_config {
   /* The world. */
   int32_t launched;         /* nonzero: started by mpirun or the like, so use MPI to find peers */

@@ -13,6 +13,7 @@ from typing import Any
 
 import hororing
 from hororing import config, runtime
+from hororing.config.knobs import KNOBS
 from hororing.stragglers.hosts import host_names
 
 # Of these, those that the script has imported.
@@ -51,7 +52,7 @@ def _settings() -> dict[str, str]:
     settings = config.load().settings
     return {
         knob.variable: knob.show(settings[knob.name].value)
-        for knob in config.KNOBS
+        for knob in KNOBS
         if settings[knob.name].source != "default"
     }
 

@@ -9,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hororing import config
+from hororing.config import documentation, forms
+from hororing.config.knobs import KNOBS, Knob
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -206,7 +208,7 @@ def test_an_empty_variable_counts_as_not_set():
 def test_the_fingerprint_holds_what_ranks_must_share_and_nothing_else():
     lines = config.load({"HORORING_FUSION_BYTES": "1MiB"}).fingerprint().splitlines()
     assert "HORORING_FUSION_BYTES=1MiB" in lines
-    assert len(lines) == sum(knob.scope == "all" for knob in config.KNOBS)
+    assert len(lines) == sum(knob.scope == "all" for knob in KNOBS)
     assert not any("LOG_LEVEL" in line or "TIMEOUT" in line for line in lines)
 
 
@@ -220,12 +222,12 @@ def test_a_core_for_every_local_rank_or_an_error():
 
 @given(st.data())
 def test_every_shown_value_parses_back_to_itself(data: st.DataObject):
-    knob = data.draw(st.sampled_from(config.KNOBS))
+    knob = data.draw(st.sampled_from(KNOBS))
     strategies = {
-        config.BYTES: st.integers(0, 2**40),
-        config.BOOL: st.booleans(),
-        config.PATH: st.text(string.ascii_letters + "/._-", min_size=1),
-        config.CORES: st.lists(st.integers(0, 99999), min_size=1, max_size=8).map(tuple),
+        forms.BYTES: st.integers(0, 2**40),
+        forms.BOOL: st.booleans(),
+        forms.PATH: st.text(string.ascii_letters + "/._-", min_size=1),
+        forms.CORES: st.lists(st.integers(0, 99999), min_size=1, max_size=8).map(tuple),
     }
     if knob.form in strategies:
         drawn = data.draw(strategies[knob.form])
@@ -234,8 +236,8 @@ def test_every_shown_value_parses_back_to_itself(data: st.DataObject):
     assert value(knob.name, **{knob.variable: knob.show(drawn)}) == drawn
 
 
-@given(st.sampled_from(config.KNOBS), st.text(max_size=20))
-def test_any_text_is_a_value_or_an_error_that_quotes_it(knob: config.Knob, text: str):
+@given(st.sampled_from(KNOBS), st.text(max_size=20))
+def test_any_text_is_a_value_or_an_error_that_quotes_it(knob: Knob, text: str):
     failure = ""
     try:
         config.load({knob.variable: text})
@@ -245,5 +247,5 @@ def test_any_text_is_a_value_or_an_error_that_quotes_it(knob: config.Knob, text:
 
 
 def test_the_document_is_up_to_date():
-    expected = config.markdown()
+    expected = documentation.markdown()
     assert (DOCS / "configuration.md").read_text() == expected, "run: make docs"

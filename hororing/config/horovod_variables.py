@@ -1,7 +1,7 @@
 """Horovod's environment variables that no knob stands for, and what happens instead.
 
-Those that a knob stands for are in `hororing.config`. None of these is an error: a job script for
-Horovod runs as it is. Where it asks for something that it does not get, it is told so.
+Those that a knob stands for are in `hororing.config.knobs`. None of these is an error: a job script
+for Horovod runs as it is. Where it asks for something that it does not get, it is told so.
 """
 
 from __future__ import annotations

@@ -1,0 +1,127 @@
+"""Environment variables in, one checked `Config` out.
+
+Every knob is a variable HORORING_<name>. Where Horovod has the same knob, its HOROVOD_* name is
+accepted too; ours wins when both are set. An empty variable counts as not set. From the table
+(hororing/config/knobs.py) come parsing, `python -m hororing config`, docs/configuration.md, and the
+values that all ranks must share.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hororing.config import horovod_variables
+from hororing.config.forms import BYTES, CORES, FUSION, LEVELS, BadText
+from hororing.config.knobs import KNOBS, PREFIX, Alias, Knob
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The value of one knob and where it comes from: a variable's name, or "default"."""
+
+    value: Any
+    source: str = "default"
+
+
+class Config(Mapping[str, Any]):
+    """The values by knob name: ``config["FUSION_BYTES"]``."""
+
+    def __init__(self, settings: Mapping[str, Setting]) -> None:
+        self.settings = dict(settings)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.settings[name].value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.settings)
+
+    def __len__(self) -> int:
+        return len(self.settings)
+
+    def log_level(self) -> int:
+        """LOG_LEVEL as a number of Python's logging."""
+        return LEVELS[self["LOG_LEVEL"]]
+
+    def core_for(self, local_rank: int) -> int:
+        """Core of CPU for a rank of this host; -1 where none was given."""
+        cores = self["CPU"]
+        if cores is None:
+            return -1
+        if local_rank >= len(cores):
+            setting = self.settings["CPU"]
+            raise ValueError(
+                f"{setting.source}={CORES.show(cores)!r} has no core for local rank {local_rank}: "
+                f"give {CORES.accepted}"
+            )
+        return int(cores[local_rank])
+
+    def fingerprint(self) -> str:
+        """Lines "variable=value" of what all ranks must share."""
+        return "\n".join(
+            f"{knob.variable}={knob.show(self[knob.name])}" for knob in KNOBS if knob.scope == "all"
+        )
+
+
+def load(environ: Mapping[str, str] | None = None) -> Config:
+    """Read every knob from the environment.
+
+    Raises
+    ------
+    ValueError : a text that is not of the accepted form, or an unknown HORORING_* variable.
+    """
+    env = os.environ if environ is None else environ
+    _refuse_unknown(env)
+    settings = {knob.name: _read(knob, env) for knob in KNOBS}
+    _threshold(settings)
+    return Config(settings)
+
+
+# FUSION may be a threshold itself: there is one.
+def _threshold(settings: dict[str, Setting]) -> None:
+    fusion, threshold = settings["FUSION"], settings["FUSION_BYTES"]
+    if isinstance(fusion.value, str):
+        return
+    if threshold.source == PREFIX + "FUSION_BYTES" and threshold.value != fusion.value:
+        raise ValueError(
+            f"{fusion.source}={FUSION.show(fusion.value)} contradicts {threshold.source}="
+            f"{BYTES.show(threshold.value)}: set one of them"
+        )
+    settings["FUSION_BYTES"] = fusion
+
+
+def horovod_notes(environ: Mapping[str, str] | None = None) -> list[tuple[int, str]]:
+    """What to log about Horovod's variables that no knob reads: level and text."""
+    used = frozenset(alias.name for knob in KNOBS for alias in knob.aliases)
+    return list(horovod_variables.notes(os.environ if environ is None else environ, used))
+
+
+def _read(knob: Knob, env: Mapping[str, str]) -> Setting:
+    own = Alias(knob.variable, knob.form.parse, knob.form.accepted)
+    for alias in (own, *knob.aliases):
+        text = env.get(alias.name, "").strip()
+        if not text:
+            continue
+        try:
+            value = alias.parse(text)
+        except BadText:
+            raise ValueError(
+                f"{alias.name}={text!r} is not understood: expected {alias.accepted}"
+            ) from None
+        if value is not None:
+            return Setting(value, alias.name)
+    return Setting(knob.default)
+
+
+def _refuse_unknown(env: Mapping[str, str]) -> None:
+    known = [knob.variable for knob in KNOBS]
+    unknown = [name for name in env if name.startswith(PREFIX) and name not in known]
+    if unknown:
+        nearest = difflib.get_close_matches(unknown[0], known, n=1, cutoff=0)[0]
+        raise ValueError(
+            f"unknown variable {unknown[0]}={env[unknown[0]]!r}; did you mean {nearest}? "
+            "All are listed by: python -m hororing config"
+        )

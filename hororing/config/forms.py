@@ -1,0 +1,149 @@
+"""Forms of values: how a text of the environment becomes a value, and a value a text."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+_TRUE = ("1", "true", "yes", "on")
+_FALSE = ("0", "false", "no", "off")
+_SIZES = {"": 1, "B": 1, "K": 10**3, "M": 10**6, "G": 10**9}
+_SIZES |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+LEVELS = {"trace": 10, "debug": 10, "info": 20, "warning": 30, "error": 40, "fatal": 50}
+_ALGORITHMS = ("auto", "ring", "recursive_doubling", "three_phase", "leader")
+
+
+class BadText(Exception):
+    """A text is not of the accepted form; `config.load` says which and where."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a text becomes a value."""
+
+    accepted: str  # ends "expected ..."
+    parse: Callable[[str], Any]
+    show: Callable[[Any], str] = str
+
+
+def parse_number(text: str, kind: type, least: float, most: float) -> Any:
+    """`text` as a number of a range; BadText for anything else."""
+    try:
+        value = kind(text)
+    except ValueError:
+        raise BadText from None
+    if not (math.isfinite(value) and least <= value <= most):
+        raise BadText
+    return value
+
+
+def integer(least: int, most: int) -> Form:
+    """Whole numbers of a range."""
+    return Form(
+        f"a whole number from {least} to {most}", lambda text: parse_number(text, int, least, most)
+    )
+
+
+def number(least: float, most: float) -> Form:
+    """Numbers of a range."""
+    return Form(
+        f"a number from {least:g} to {most:g}",
+        lambda text: parse_number(text, float, least, most),
+        lambda value: f"{value:g}",
+    )
+
+
+def choice(*names: str) -> Form:
+    """One of some words."""
+
+    def parse(text: str) -> str:
+        if text.lower() not in names:
+            raise BadText
+        return text.lower()
+
+    return Form("one of " + ", ".join(names), parse)
+
+
+def _parse_bool(text: str) -> bool:
+    if text.lower() in _TRUE:
+        return True
+    if text.lower() in _FALSE:
+        return False
+    raise BadText
+
+
+def _parse_bytes(text: str) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text)
+    if found is None or found[2].upper() not in _SIZES:
+        raise BadText
+    value = float(found[1]) * _SIZES[found[2].upper()]
+    if value != int(value) or value > 2**40:
+        raise BadText
+    return int(value)
+
+
+def _show_bytes(value: int) -> str:
+    for unit in ("GiB", "MiB", "KiB"):
+        if value and value % _SIZES[unit.upper()] == 0:
+            return f"{value // _SIZES[unit.upper()]}{unit}"
+    return str(value)
+
+
+def _parse_cores(text: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(re.fullmatch(r"\d{1,5}", part) for part in parts):
+        raise BadText
+    return tuple(int(part) for part in parts)
+
+
+def _parse_level(text: str) -> str:
+    name = {"warn": "warning", "critical": "fatal"}.get(text.lower(), text.lower())
+    if name not in LEVELS:
+        raise BadText
+    return name
+
+
+def _parse_fusion(text: str) -> str | int:
+    return text.lower() if text.lower() in ("ready", "plan") else _parse_bytes(text)
+
+
+def _parse_chunk(text: str) -> int:
+    value = _parse_bytes(text)
+    if value and not 2**12 <= value <= 2**30:
+        raise BadText
+    return value
+
+
+def _parse_algorithms(text: str) -> str:
+    names = [name.strip() for name in text.lower().split(",")]
+    if len(names) not in (1, 3) or not set(names) <= set(_ALGORITHMS):
+        raise BadText
+    return ",".join(names)
+
+
+BOOL = Form(f"one of {', '.join(_TRUE + _FALSE)}", _parse_bool, lambda value: str(int(value)))
+BYTES = Form(
+    "bytes, as 67108864, 64MiB (1024 * 1024) or 64MB (1000 * 1000), at most 1024GiB",
+    _parse_bytes,
+    _show_bytes,
+)
+PATH = Form("a path", str)
+CORES = Form(
+    "core numbers with commas between them, one for each rank of a host",
+    _parse_cores,
+    lambda cores: ",".join(map(str, cores)),
+)
+FUSION = Form(
+    f"ready, plan, or {BYTES.accepted}",
+    _parse_fusion,
+    lambda value: value if isinstance(value, str) else _show_bytes(value),
+)
+CHUNK = Form("0, or 4KiB to 1GiB", _parse_chunk, _show_bytes)
+ALGORITHMS = Form(
+    f"one of {', '.join(_ALGORITHMS)}; or three of them with commas between them",
+    _parse_algorithms,
+)
+LEVEL = Form("one of " + ", ".join(LEVELS), _parse_level)

@@ -1,0 +1,342 @@
+"""The one table of knobs, and what a row says.
+
+Defaults are written here only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from hororing.config import horovod_variables
+from hororing.config.forms import (
+    ALGORITHMS,
+    BOOL,
+    BYTES,
+    CHUNK,
+    CORES,
+    FUSION,
+    LEVEL,
+    PATH,
+    Form,
+    choice,
+    integer,
+    number,
+    parse_number,
+)
+
+PREFIX = "HORORING_"
+
+
+@dataclass(frozen=True)
+class Alias:
+    """Horovod's variable for a knob. `parse` returns None where it asks for the default."""
+
+    name: str
+    parse: Callable[[str], Any]
+    accepted: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Knob:
+    """One row."""
+
+    name: str
+    form: Form
+    default: Any
+    help: str
+    unit: str = ""
+    # Whose value counts: "all" must be equal, which init compares; "rank 0"; or "each" its own.
+    scope: str = "each"
+    aliases: tuple[Alias, ...] = field(default=())
+
+    @property
+    def variable(self) -> str:
+        """Name of the environment variable."""
+        return PREFIX + self.name
+
+    def show(self, value: Any) -> str:
+        """Text of `value`, which parses back to it."""
+        return "" if value is None else self.form.show(value)
+
+
+def _same(name: str, form: Form) -> Alias:
+    return Alias(name, form.parse, form.accepted)
+
+
+def _horovod_bool(name: str) -> Alias:
+    return Alias(name, horovod_variables.is_true, "a whole number")
+
+
+def _horovod_fusion(text: str) -> int:
+    return int(parse_number(text, int, 0, 2**40))
+
+
+def _horovod_stall_check(note: str) -> Alias:
+    return Alias(
+        "HOROVOD_STALL_CHECK_DISABLE",
+        lambda text: 0.0 if horovod_variables.is_true(text) else None,
+        "a whole number",
+        note,
+    )
+
+
+def _horovod_timeline(text: str) -> str | None:
+    return None if text.upper() == "DYNAMIC" else text
+
+
+_SECONDS = number(0, 1e9)
+_COUNT = integer(0, 2**31 - 1)
+
+KNOBS: tuple[Knob, ...] = (
+    Knob(
+        "FUSION",
+        FUSION,
+        "ready",
+        "which tensors are reduced together; ready: what is ready, up to FUSION_BYTES; plan: "
+        "buckets that end the step earliest, learned from its first steps; a number of bytes: "
+        "ready, with that as FUSION_BYTES",
+        scope="all",
+    ),
+    Knob(
+        "FUSION_BYTES",
+        BYTES,
+        64 * 2**20,
+        "most bytes of tensors that are reduced together; 0: each by itself",
+        unit="bytes",
+        scope="all",
+        aliases=(
+            Alias(
+                "HOROVOD_FUSION_THRESHOLD", _horovod_fusion, "a whole number of bytes up to 2^40"
+            ),
+        ),
+    ),
+    Knob(
+        "CYCLE_TIME_MS",
+        number(0, 1e4),
+        1.0,
+        "longest that a burst of tensors is held back to be reduced together; a lone tensor is "
+        "never held back",
+        unit="ms",
+        scope="all",
+        aliases=(_same("HOROVOD_CYCLE_TIME", number(0, 1e4)),),
+    ),
+    Knob(
+        "AUTOTUNE",
+        BOOL,
+        False,
+        "find the fastest FUSION_BYTES (not above the default), CYCLE_TIME_MS, CHUNK_BYTES and "
+        "ALGORITHM by trying, unless they are set",
+        scope="all",
+        aliases=(_horovod_bool("HOROVOD_AUTOTUNE"),),
+    ),
+    Knob(
+        "AUTOTUNE_LOG",
+        PATH,
+        None,
+        "file for what was tried, as CSV; unset: none",
+        scope="rank 0",
+        aliases=(_same("HOROVOD_AUTOTUNE_LOG", PATH),),
+    ),
+    Knob(
+        "AUTOTUNE_WARMUP_SAMPLES",
+        _COUNT,
+        3,
+        "samples before anything is tried",
+        scope="rank 0",
+        aliases=(_same("HOROVOD_AUTOTUNE_WARMUP_SAMPLES", _COUNT),),
+    ),
+    Knob(
+        "AUTOTUNE_STEPS_PER_SAMPLE",
+        integer(1, 10**6),
+        10,
+        "steps of training over which something is tried",
+        scope="rank 0",
+        aliases=(_same("HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE", integer(1, 10**6)),),
+    ),
+    Knob(
+        "CACHE_CAPACITY",
+        _COUNT,
+        8192,
+        "tensors whose negotiation is remembered; 0: none",
+        scope="all",
+        aliases=(_same("HOROVOD_CACHE_CAPACITY", _COUNT),),
+    ),
+    Knob(
+        "REPRODUCIBLE",
+        BOOL,
+        False,
+        "the same bits in every run, whatever arrives when (sums in rank order); costs some speed "
+        "over a network",
+        scope="all",
+    ),
+    Knob(
+        "DYNAMIC_PROCESS_SETS",
+        BOOL,
+        False,
+        "allow add_process_set and remove_process_set after init",
+        scope="all",
+        aliases=(_horovod_bool("HOROVOD_DYNAMIC_PROCESS_SETS"),),
+    ),
+    Knob(
+        "TRANSPORT",
+        choice("auto", "shm", "mpi"),
+        "auto",
+        "how bytes travel; auto: shared memory where all ranks are on one host, else MPI",
+        scope="all",
+    ),
+    Knob(
+        "BACKEND",
+        choice("auto", "host", "shm_direct"),
+        "auto",
+        "how batches are reduced; auto: shm_direct where the transport is shared memory",
+        scope="all",
+    ),
+    Knob(
+        "CHUNK_BYTES",
+        CHUNK,
+        0,
+        "blocks in which allreduces walk through shared memory, and messages of rings, as nearly "
+        "as they can be had; 0: by the backend, and by the size of what is reduced",
+        unit="bytes",
+        scope="all",
+    ),
+    Knob(
+        "ALGORITHM",
+        ALGORITHMS,
+        "auto",
+        "how allreduces go over several hosts, for batches of any size, or of up to 64 KiB, up to "
+        "4 MiB and larger; auto: the cheapest for their size, by what a "
+        "message costs between the hosts, measured at init; three_phase and leader need shared "
+        "memory on each host, and REPRODUCIBLE=1 allows auto only: it sums in rank order",
+        scope="all",
+    ),
+    Knob(
+        "GPU",
+        choice("auto", "nccl", "staged"),
+        "auto",
+        "how tensors in the memory of a GPU travel; nccl: by NCCL, or not at all; staged: by way "
+        "of the host; auto: by NCCL where every rank has it and a GPU of its own",
+        scope="all",
+    ),
+    Knob(
+        "NCCL_LIBRARY",
+        PATH,
+        None,
+        "libnccl.so.2 to use; unset: the one that the framework has loaded, else that of an "
+        "nvidia-nccl-cu* package, else the system's",
+    ),
+    Knob(
+        "CUDA_LIBRARY",
+        PATH,
+        None,
+        "NVIDIA's driver; unset: libcuda.so.1 of the system",
+    ),
+    Knob(
+        "STALL_WARNING_S",
+        _SECONDS,
+        60.0,
+        "a tensor that waits this long for some ranks is logged, with their numbers; 0: never",
+        unit="s",
+        scope="rank 0",
+        aliases=(
+            _horovod_stall_check("true means 0"),
+            _same("HOROVOD_STALL_CHECK_TIME_SECONDS", _SECONDS),
+        ),
+    ),
+    Knob(
+        "STALL_SHUTDOWN_S",
+        _SECONDS,
+        0.0,
+        "a tensor that waits this long for some ranks ends the job with StalledError; 0: never",
+        unit="s",
+        scope="rank 0",
+        aliases=(
+            _horovod_stall_check("true means 0"),
+            _same("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", _SECONDS),
+        ),
+    ),
+    Knob(
+        "TIMEOUT_S",
+        _SECONDS,
+        300.0,
+        "longest that init, or one batch of tensors, may wait for other ranks; 0: for ever",
+        unit="s",
+    ),
+    Knob(
+        "SPIN_US",
+        number(0, 1e6),
+        50.0,
+        "how long the engine polls before it sleeps",
+        unit="us",
+    ),
+    Knob(
+        "ARENA_BYTES",
+        BYTES,
+        16 * 2**30,
+        "most memory of a rank that its peers on the host share, for gradients that are reduced "
+        "where they lie; address space until it is used; 0: none",
+        unit="bytes",
+        scope="rank 0",
+    ),
+    Knob(
+        "CPU",
+        CORES,
+        None,
+        "cores that the engines' threads of this host are bound to, in order of local rank; "
+        "unset: not bound",
+        aliases=(_same("HOROVOD_THREAD_AFFINITY", CORES),),
+    ),
+    Knob(
+        "KERNELS",
+        choice("auto", "portable", "avx2", "avx512"),
+        "auto",
+        "instruction set of the arithmetic; all give the same bits",
+    ),
+    Knob(
+        "TENSORFLOW_PLUGIN",
+        choice("auto", "off"),
+        "auto",
+        "off: TensorFlow communicates through tf.numpy_function, as it does where hororing's "
+        "operations cannot be loaded",
+    ),
+    Knob(
+        "LOG_LEVEL",
+        LEVEL,
+        "warning",
+        "least level that is logged, to Python's logger 'hororing'",
+        aliases=(_same("HOROVOD_LOG_LEVEL", LEVEL),),
+    ),
+    Knob(
+        "LOG_HIDE_TIME",
+        BOOL,
+        False,
+        "no time in log lines (where the script has configured no logging of its own)",
+        aliases=(_horovod_bool("HOROVOD_LOG_HIDE_TIME"),),
+    ),
+    Knob(
+        "TIMELINE",
+        PATH,
+        None,
+        "file for the timeline of all ranks, written by rank 0; unset: none until start_timeline()",
+        scope="rank 0",
+        aliases=(
+            Alias(
+                "HOROVOD_TIMELINE",
+                _horovod_timeline,
+                "a path, or DYNAMIC",
+                "DYNAMIC means unset: start_timeline() always works here",
+            ),
+        ),
+    ),
+    Knob(
+        "TIMELINE_MARK_CYCLES",
+        BOOL,
+        False,
+        "CYCLE_START events in the timeline",
+        scope="rank 0",
+        aliases=(_horovod_bool("HOROVOD_TIMELINE_MARK_CYCLES"),),
+    ),
+)
