@@ -206,6 +206,13 @@ def check_member(process_set: ProcessSet, verb: str) -> int:
     return process_set.process_set_id
 
 
+def place_and_size(process_set: ProcessSet) -> tuple[int, int]:
+    """Return this rank's place among the ranks of the set, and how many those are."""
+    if process_set is global_process_set:
+        return runtime.rank(), runtime.size()
+    return process_set.ranks.index(runtime.rank()), len(process_set.ranks)
+
+
 def parse(given: Any) -> list[ProcessSet]:
     """Return the static sets that `init(process_sets=...)` asks for."""
     if given is None or (isinstance(given, str) and given.lower() == "dynamic"):

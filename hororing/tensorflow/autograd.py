@@ -22,10 +22,9 @@ from hororing import arguments, runtime
 from hororing.arguments import Average, Sum
 from hororing.collectives import ALLGATHER, ALLREDUCE, ALLTOALL, BROADCAST, REDUCESCATTER
 from hororing.names import take_back
-from hororing.process_sets import ProcessSet
+from hororing.process_sets import ProcessSet, place_and_size
 from hororing.tensorflow.requests import Request, carry_out
 from hororing.tensorflow.tensors import PARTS, as_parts, from_parts
-from hororing.verbs import place_and_size
 
 
 class Call(NamedTuple):

@@ -23,10 +23,11 @@ from hororing import collectives, errors, numpy
 from hororing.arguments import Sum
 from hororing.collectives import ALLGATHER, ALLREDUCE, ALLTOALL, BROADCAST, REDUCESCATTER
 from hororing.names import DefaultName, encode_name
-from hororing.process_sets import ProcessSet, check_member, global_process_set
+from hororing.process_sets import ProcessSet, check_member, global_process_set, place_and_size
 from hororing.tensorflow import plugin
 from hororing.tensorflow.names import alone_in_graph
-from hororing.verbs import Verbs, place_and_size, rows_of
+from hororing.verbs import Verbs
+from hororing.verbs.reducescatter import rows_of
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ import tensorflow as tf
 from hororing import arguments, collectives
 from hororing.arguments import Adasum, Average, Sum
 from hororing.compression import Compressor, NoneCompressor, check_compression
-from hororing.process_sets import ProcessSet, check_member, global_process_set
+from hororing.process_sets import ProcessSet, check_member, global_process_set, place_and_size
 from hororing.tensorflow import autograd
 from hororing.tensorflow.names import request_name
 from hororing.tensorflow.tensors import (
@@ -28,7 +28,6 @@ from hororing.tensorflow.tensors import (
     refuse_lone_parts,
 )
 from hororing.tensorflow.topology import at_run_time
-from hororing.verbs import place_and_size
 
 F = TypeVar("F", bound=Callable[..., Any])
 

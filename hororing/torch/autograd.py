@@ -20,10 +20,9 @@ import torch
 
 from hororing import arguments, collectives
 from hororing.arguments import Average
-from hororing.process_sets import ProcessSet
+from hororing.process_sets import ProcessSet, place_and_size
 from hororing.runtime import rank
 from hororing.torch.verbs import verbs
-from hororing.verbs import place_and_size
 
 
 class Request(NamedTuple):

@@ -17,12 +17,12 @@ from hororing import arguments
 from hororing import verbs as neutral
 from hororing.compression import Compressor, NoneCompressor, check_compression
 from hororing.names import default_name, take_back
-from hororing.process_sets import ProcessSet, check_member, global_process_set
+from hororing.process_sets import ProcessSet, check_member, global_process_set, place_and_size
 from hororing.torch import autograd
 from hororing.torch.autograd import Request
 from hororing.torch.uncompiled import uncompiled
 from hororing.torch.verbs import verbs
-from hororing.verbs import Verbs, place_and_size
+from hororing.verbs import Verbs
 
 allreduce_ = uncompiled(verbs.allreduce_)
 allreduce_async = uncompiled(verbs.allreduce_async)

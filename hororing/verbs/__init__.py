@@ -1,0 +1,70 @@
+"""The public verbs, written once for every array type.
+
+`Verbs` knows how verbs behave, a collective in a file; an `Adapter` (hororing/adapter.py) knows one
+framework's arrays. A framework module makes one `Verbs` and publishes its methods.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hororing import collectives
+from hororing.adapter import T
+from hororing.process_sets import ProcessSet, check_member, global_process_set
+from hororing.verbs.allgather import Allgather
+from hororing.verbs.allreduce import Allreduce
+from hororing.verbs.alltoall import Alltoall
+from hororing.verbs.broadcast import Broadcast
+from hororing.verbs.reducescatter import Reducescatter
+
+
+class Verbs(Allreduce[T], Broadcast[T], Allgather[T], Alltoall[T], Reducescatter[T]):
+    """The verbs over one array type.
+
+    Every verb is collective: all ranks must call it with the same `name` (or make their unnamed
+    calls in the same order). Blocking ones block with the GIL released. Errors, for all:
+    ValueError and TypeError for arguments that are wrong on this rank alone, a process set that
+    it is not a member of among them; MismatchError, on
+    every rank, when ranks disagree (the job goes on afterwards); NotInitializedError before
+    `init`; ShutDownError, PeerLostError, StalledError and TransportError when the job ends.
+    """
+
+
+def poll(handle: int) -> bool:
+    """Whether `synchronize(handle)` would return at once. ValueError for an unknown handle."""
+    return collectives.poll(handle)
+
+
+def synchronize(handle: int) -> Any:
+    """Wait for an asynchronous operation and return its result, or raise its error.
+
+    A handle is good for one `synchronize`. ValueError for an unknown or used one.
+    """
+    return collectives.wait(handle)
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Block until every rank of the process set has called `barrier`.
+
+    What all of them had submitted to the set by then has landed when it returns.
+    """
+    collectives.barrier(check_member(process_set, "barrier"))
+
+
+def join(device: int = -1) -> int:
+    """Block until every rank has called `join`; return the last one to do so.
+
+    For ranks that have run out of data. Until it returns this rank takes part in whatever the
+    others allreduce, with values that leave theirs as they are: zeros for Sum, Average and Adasum
+    (an Average still divides by the number of all ranks), the neutral element for the rest. Other
+    collectives than allreduce and barrier fail with MismatchError meanwhile, on every rank, and so
+    do Min, Max and Product with a prescale_factor.
+    Calls of other threads of this rank are a ValueError until it returns.
+
+    `device` is the GPU whose memory holds those values, as in Horovod: the one that this process
+    communicates on. It need not be said if a tensor has been there before.
+    """
+    if device != -1:
+        context = f" (join: device={device}; leave it out where tensors are on the CPU)"
+        collectives.use_device(device, context)
+    return collectives.join()

@@ -1,0 +1,280 @@
+"""Sums and other reductions over all ranks, of one tensor or a group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from hororing import arguments, collectives
+from hororing.adapter import Adapter, T
+from hororing.compression import Compressor, NoneCompressor, check_compression
+from hororing.names import default_name
+from hororing.process_sets import ProcessSet, check_member, global_process_set
+from hororing.verbs.requests import Requests, first
+
+_MOST_TEMPLATES = 1024
+
+
+class Allreduce(Requests[T]):
+    """`allreduce` in its forms."""
+
+    def __init__(self, adapter: Adapter[T]) -> None:
+        super().__init__(adapter)
+        self._templates: dict[Any, collectives.Template] = {}
+
+    def allreduce(
+        self,
+        tensor: T,
+        average: bool | None = None,
+        name: str | None = None,
+        compression: type[Compressor] = NoneCompressor,
+        op: int | None = None,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        process_set: ProcessSet = global_process_set,
+    ) -> T:
+        """Combine `tensor` over all ranks and return the result, the same bits on every rank.
+
+        Parameters
+        ----------
+        tensor : any shape, the same shape and data type on every rank.
+        average : deprecated; True is op=Average, False op=Sum.
+        name : unique among tensors in flight; made from the order of calls when omitted.
+        compression : how the tensor travels, e.g. ``Compression.fp16``.
+        op : Average (the default), Sum, Min, Max, Product, or Adasum (floating point, among all
+            ranks, whose number is a power of two). An average of integers is truncated toward
+            zero; bool has no average.
+        prescale_factor, postscale_factor : applied to every rank's tensor, and to the result.
+        process_set : the ranks that take part; all of the job when omitted.
+        """
+        check_compression(compression)
+        compressed, context = compression.compress(tensor)
+        chosen = arguments.choose_op(op, average)
+        handle = self._start_one(
+            compressed, False, name, chosen, prescale_factor, postscale_factor, process_set,
+            wait_follows=True,
+        )  # fmt: skip
+        result: T = compression.decompress(collectives.wait(handle), context)
+        return result
+
+    def allreduce_(
+        self,
+        tensor: T,
+        average: bool | None = None,
+        name: str | None = None,
+        op: int | None = None,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        process_set: ProcessSet = global_process_set,
+    ) -> T:
+        """Do as `allreduce`, into `tensor` itself, and return it."""
+        chosen = arguments.choose_op(op, average)
+        handle = self._start_one(
+            tensor, True, name, chosen, prescale_factor, postscale_factor, process_set,
+            wait_follows=True,
+        )  # fmt: skip
+        result: T = collectives.wait(handle)
+        return result
+
+    def allreduce_async(
+        self,
+        tensor: T,
+        average: bool | None = None,
+        name: str | None = None,
+        op: int | None = None,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        process_set: ProcessSet = global_process_set,
+    ) -> int:
+        """Start an `allreduce`; `synchronize(handle)` returns its result.
+
+        `tensor` must not be written to before that.
+        """
+        chosen = arguments.choose_op(op, average)
+        return self._start_one(
+            tensor, False, name, chosen, prescale_factor, postscale_factor, process_set
+        )
+
+    def allreduce_async_(
+        self,
+        tensor: T,
+        average: bool | None = None,
+        name: str | None = None,
+        op: int | None = None,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        process_set: ProcessSet = global_process_set,
+    ) -> int:
+        """Start an `allreduce_`; `tensor` must not be touched before `synchronize(handle)`."""
+        chosen = arguments.choose_op(op, average)
+        return self._start_one(
+            tensor, True, name, chosen, prescale_factor, postscale_factor, process_set
+        )
+
+    def _start_one(
+        self,
+        tensor: T,
+        in_place: bool,
+        name: str | None,
+        op: int,
+        prescale: float,
+        postscale: float,
+        process_set: ProcessSet,
+        wait_follows: bool = False,
+    ) -> int:
+        """Do as `reduce_async` with one tensor, quickly where it is a plain one."""
+        adapter = self.adapter
+        plain = adapter.plain(tensor) if op != arguments.Adasum else None
+        if plain is None:
+            return self.reduce_async(
+                "allreduce", [tensor], in_place, name, op, prescale, postscale, first,
+                process_set=process_set, wait_follows=wait_follows,
+            )  # fmt: skip
+        members = check_member(process_set, "allreduce")
+        if type(prescale) is not float or type(postscale) is not float:
+            prescale, postscale = arguments.check_factors(prescale, postscale, "allreduce")
+        address, dtype, shape = plain
+        key = (dtype, shape, members, op, prescale, postscale)
+        template = self._templates.get(key)
+        if template is None:
+            if len(self._templates) >= _MOST_TEMPLATES:
+                self._templates.clear()
+            self._templates[key] = template = collectives.Template(
+                collectives.ALLREDUCE, dtype, shape, members, op, prescale, postscale
+            )
+        pending: object = tensor
+        written = address
+        if not in_place:
+            output = adapter.empty_like(tensor)
+            pending = collectives.Pending((tensor, output), lambda _: output)
+            written = adapter.describe(output)[0]
+        if name is None:
+            name = default_name("allreduce", members)
+        handle = template.submit(name, address, written, pending, wait_follows)
+        if in_place:
+            adapter.mark_written((tensor,))
+        return handle
+
+    def grouped_allreduce(
+        self,
+        tensors: Iterable[T],
+        average: bool | None = None,
+        name: str | None = None,
+        compression: type[Compressor] = NoneCompressor,
+        op: int | None = None,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        process_set: ProcessSet = global_process_set,
+    ) -> list[T]:
+        """Do as `allreduce` for several tensors under one name, all or none of them.
+
+        Data types and shapes may differ within the group. Returns a list.
+        """
+        check_compression(compression)
+        packed = [compression.compress(tensor) for tensor in tensors]
+        chosen = arguments.choose_op(op, average)
+        handle = self.reduce_async(
+            "grouped_allreduce", [tensor for tensor, _ in packed], False, name, chosen,
+            prescale_factor, postscale_factor, process_set=process_set, wait_follows=True,
+        )  # fmt: skip
+        results = collectives.wait(handle)
+        return [
+            compression.decompress(result, context)
+            for result, (_, context) in zip(results, packed, strict=True)
+        ]
+
+    def grouped_allreduce_(
+        self,
+        tensors: Iterable[T],
+        average: bool | None = None,
+        name: str | None = None,
+        op: int | None = None,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        process_set: ProcessSet = global_process_set,
+    ) -> tuple[T, ...]:
+        """Do as `grouped_allreduce`, into the tensors themselves; returns a tuple of them."""
+        chosen = arguments.choose_op(op, average)
+        handle = self.reduce_async(
+            "grouped_allreduce", tensors, True, name, chosen, prescale_factor, postscale_factor,
+            tuple, process_set=process_set, wait_follows=True,
+        )  # fmt: skip
+        result: tuple[T, ...] = collectives.wait(handle)
+        return result
+
+    def grouped_allreduce_async(
+        self,
+        tensors: Iterable[T],
+        average: bool | None = None,
+        name: str | None = None,
+        op: int | None = None,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        process_set: ProcessSet = global_process_set,
+    ) -> int:
+        """Start a `grouped_allreduce`: one handle for the group, one list from `synchronize`."""
+        chosen = arguments.choose_op(op, average)
+        return self.reduce_async(
+            "grouped_allreduce", tensors, False, name, chosen, prescale_factor, postscale_factor,
+            process_set=process_set,
+        )  # fmt: skip
+
+    def grouped_allreduce_async_(
+        self,
+        tensors: Iterable[T],
+        average: bool | None = None,
+        name: str | None = None,
+        op: int | None = None,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        process_set: ProcessSet = global_process_set,
+    ) -> int:
+        """Start a `grouped_allreduce_`: one handle for the group, one tuple from `synchronize`."""
+        chosen = arguments.choose_op(op, average)
+        return self.reduce_async(
+            "grouped_allreduce", tensors, True, name, chosen, prescale_factor, postscale_factor,
+            tuple, process_set=process_set,
+        )  # fmt: skip
+
+    def reduce_async(
+        self,
+        verb: str,
+        tensors: Iterable[T],
+        in_place: bool,
+        name: str | None,
+        op: int,
+        prescale: float,
+        postscale: float,
+        pack: Callable[[list[T]], Any] = list,
+        *,
+        process_set: ProcessSet = global_process_set,
+        wait_follows: bool = False,
+    ) -> int:
+        """Start what the verbs above describe; `pack` shapes the result.
+
+        `wait_follows` as for `collectives.submit`.
+        """
+        adapter = self.adapter
+        members = check_member(process_set, verb)
+        if op == arguments.Adasum:
+            arguments.check_adasum(members, verb)
+        prescale, postscale = arguments.check_factors(prescale, postscale, verb)
+        targets = self._checked(tensors, verb, writable=in_place)
+        sources = [adapter.dense(tensor) for tensor in targets]
+        # A tensor that had to be copied is reduced inside its copy: nobody else sees that.
+        outputs = [
+            source if in_place or source is not target else adapter.empty_like(source)
+            for source, target in zip(sources, targets, strict=True)
+        ]
+        return self._submit(
+            collectives.ALLREDUCE,
+            default_name(verb, members) if name is None else name,
+            [self._view(*pair) for pair in zip(sources, outputs, strict=True)],
+            keep=(sources, outputs),
+            finish=lambda _: pack(self._written(targets, outputs) if in_place else outputs),
+            process_set=members,
+            op=op,
+            prescale=prescale,
+            postscale=postscale,
+            wait_follows=wait_follows,
+        )

@@ -1,0 +1,141 @@
+"""Reductions over all ranks, of whose rows every rank gets a part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from hororing import arguments, collectives
+from hororing.adapter import T
+from hororing.compression import Compressor, NoneCompressor, check_compression
+from hororing.names import default_name
+from hororing.process_sets import ProcessSet, check_member, global_process_set, place_and_size
+from hororing.verbs.requests import Requests, first
+
+
+class Reducescatter(Requests[T]):
+    """`reducescatter` in its forms."""
+
+    def reducescatter(
+        self,
+        tensor: T,
+        name: str | None = None,
+        compression: type[Compressor] = NoneCompressor,
+        op: int = arguments.Average,
+        process_set: ProcessSet = global_process_set,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+    ) -> T:
+        """Combine `tensor` over all ranks and return this rank's rows of the result.
+
+        The first dimension is split over the ranks in order; where it does not divide evenly, the
+        first ranks get one row more. `op` is Average or Sum; the rest as for `allreduce`.
+        """
+        check_compression(compression)
+        compressed, context = compression.compress(tensor)
+        handle = self.scatter_async(
+            "reducescatter", [compressed], name, op, process_set,
+            prescale_factor, postscale_factor, first, wait_follows=True,
+        )  # fmt: skip
+        result: T = compression.decompress(collectives.wait(handle), context)
+        return result
+
+    def reducescatter_async(
+        self,
+        tensor: T,
+        name: str | None = None,
+        op: int = arguments.Average,
+        process_set: ProcessSet = global_process_set,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+    ) -> int:
+        """Start a `reducescatter`; `synchronize(handle)` returns its result."""
+        return self.scatter_async(
+            "reducescatter", [tensor], name, op, process_set,
+            prescale_factor, postscale_factor, first,
+        )  # fmt: skip
+
+    def grouped_reducescatter(
+        self,
+        tensors: Iterable[T],
+        name: str | None = None,
+        compression: type[Compressor] = NoneCompressor,
+        op: int = arguments.Average,
+        process_set: ProcessSet = global_process_set,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+    ) -> list[T]:
+        """Do as `reducescatter` for several tensors under one name, all or none of them."""
+        check_compression(compression)
+        packed = [compression.compress(tensor) for tensor in tensors]
+        handle = self.scatter_async(
+            "grouped_reducescatter", [tensor for tensor, _ in packed], name, op, process_set,
+            prescale_factor, postscale_factor, wait_follows=True,
+        )  # fmt: skip
+        results = collectives.wait(handle)
+        return [
+            compression.decompress(result, context)
+            for result, (_, context) in zip(results, packed, strict=True)
+        ]
+
+    def grouped_reducescatter_async(
+        self,
+        tensors: Iterable[T],
+        name: str | None = None,
+        op: int = arguments.Average,
+        process_set: ProcessSet = global_process_set,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+    ) -> int:
+        """Start a `grouped_reducescatter`: one handle for the group."""
+        return self.scatter_async(
+            "grouped_reducescatter", tensors, name, op, process_set,
+            prescale_factor, postscale_factor,
+        )  # fmt: skip
+
+    def scatter_async(
+        self,
+        verb: str,
+        tensors: Iterable[T],
+        name: str | None,
+        op: int,
+        process_set: ProcessSet,
+        prescale: float,
+        postscale: float,
+        pack: Callable[[list[T]], Any] = list,
+        *,
+        wait_follows: bool = False,
+    ) -> int:
+        """Start what the verbs above describe; the last two as for `reduce_async`."""
+        members = check_member(process_set, verb)
+        prescale, postscale = arguments.check_factors(prescale, postscale, verb)
+        arguments.check_scatter_op(op, verb)
+        adapter = self.adapter
+        inputs = [adapter.dense(tensor) for tensor in self._checked(tensors, verb)]
+        shapes = [adapter.describe(tensor)[2] for tensor in inputs]
+        if not all(shapes):
+            raise ValueError(
+                f"{verb}: a tensor without dimensions has no rows to scatter; use allreduce"
+            )
+        place, size = place_and_size(process_set)
+        outputs = [
+            adapter.empty_rows(tensor, rows_of(shape[0], size, place))
+            for tensor, shape in zip(inputs, shapes, strict=True)
+        ]
+        return self._submit(
+            collectives.REDUCESCATTER,
+            default_name(verb, members) if name is None else name,
+            [self._view(*pair) for pair in zip(inputs, outputs, strict=True)],
+            keep=(inputs, outputs),
+            finish=lambda _: pack(outputs),
+            process_set=members,
+            op=op,
+            prescale=prescale,
+            postscale=postscale,
+            wait_follows=wait_follows,
+        )
+
+
+def rows_of(rows: int, size: int, place: int) -> int:
+    """How many of `rows` rows the rank at `place` gets when `size` ranks share them."""
+    return rows // size + (place < rows % size)

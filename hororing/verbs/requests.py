@@ -1,0 +1,88 @@
+"""From tensors to requests of the core, and from their results to tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from operator import itemgetter
+from typing import Any, Generic
+
+from hororing import collectives
+from hororing.adapter import Adapter, T
+from hororing.collectives import View
+
+first = itemgetter(0)
+
+
+class Requests(Generic[T]):
+    """What the verbs over one array type have in common."""
+
+    def __init__(self, adapter: Adapter[T]) -> None:
+        self.adapter = adapter
+
+    def _checked(self, tensors: Iterable[T], verb: str, *, writable: bool = False) -> list[T]:
+        checked = [self.adapter.check(tensor, verb) for tensor in tensors]
+        if not checked:
+            raise ValueError(f"{verb}: there are no tensors; pass at least one")
+        if writable:
+            for tensor in checked:
+                self.adapter.check_writable(tensor, verb)
+        return checked
+
+    def _view(self, source: T, output: T | None = None) -> View:
+        address, dtype, shape = self.adapter.describe(source)
+        return View(
+            address,
+            0 if output is None else self.adapter.describe(output)[0],
+            dtype,
+            shape,
+            self.adapter.device(source),
+        )
+
+    def _submit(
+        self,
+        collective: int,
+        name: str,
+        views: list[View],
+        *,
+        finish: Callable[[int], Any],
+        **rest: Any,
+    ) -> int:
+        """Do as `collectives.submit`.
+
+        Of tensors on a device, what this thread computes from `finish` on comes after the results,
+        and so does what comes later in the stream that they were submitted in: that is where their
+        memory goes to when nobody needs it any more.
+        """
+        device = views[0].device
+        if device == collectives.HOST:
+            return collectives.submit(collective, name, views, finish=finish, **rest)
+        stream = self.adapter.stream(device)
+
+        def finish_on_device(handle: int) -> Any:
+            for each in {stream, self.adapter.stream(device)}:
+                collectives.wait_in_stream(handle, each)
+            return finish(handle)
+
+        return collectives.submit(
+            collective, name, views, finish=finish_on_device, stream=stream, **rest
+        )
+
+    def _gathered(self, handle: int, index: int, like: T) -> T:
+        """Take a result whose size only the core knew."""
+        adapter = self.adapter
+        device = adapter.device(like)
+        if device == collectives.HOST:
+            return adapter.gathered(collectives.take(handle, index), like)
+        result = adapter.empty_rows(like, collectives.rows(handle, index))
+        address, _, shape = adapter.describe(result)
+        if 0 not in shape:
+            collectives.move(handle, index, address, adapter.stream(device))
+        return result
+
+    def _written(self, targets: list[T], outputs: list[T]) -> list[T]:
+        """Bring results home into tensors that had to be copied."""
+        for target, output in zip(targets, outputs, strict=True):
+            if output is not target:
+                self.adapter.copy(target, output)
+        self.adapter.mark_written(targets)
+        return targets
