@@ -1,4 +1,5 @@
-// The C interface: what can be seen of the engine: timeline, log, statistics, plan.
+// The C interface: what can be seen of the job and the engine: ranks, hosts, timeline, log,
+// statistics, plan.
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -6,10 +7,57 @@
 
 #include "base/clock.h"
 #include "base/log.h"
+#include "base/reduce.h"
 #include "capi/hororing.h"
 #include "capi/process.h"
+#include "transport/factory.h"
 
 using namespace hororing;
+
+HR_EXPORT int hr_topology_now(hr_topology* topology) {
+  const std::shared_ptr<Engine> engine = CurrentEngine();
+  if (engine == nullptr) return Remember(NotInitialized());
+  const Topology& from = engine->topology();
+  *topology = hr_topology{from.rank,       from.size,       from.local_rank, from.local_size,
+                          from.cross_rank, from.cross_size, from.homogeneous};
+  return HR_OK;
+}
+
+HR_EXPORT int hr_place_now(int32_t process_set, int32_t* place, int32_t* size) {
+  const std::shared_ptr<Engine> engine = CurrentEngine();
+  if (engine == nullptr) return Remember(NotInitialized());
+  const std::shared_ptr<const ProcessSet> set = engine->sets().Find(process_set);
+  const int found = set == nullptr ? -1 : set->IndexOf(engine->topology().rank);
+  if (found < 0) {
+    return Remember(Status(Code::kInvalidArgument,
+                           "this rank is in no process set " + std::to_string(process_set)));
+  }
+  *place = found;
+  *size = set->size();
+  return HR_OK;
+}
+
+HR_EXPORT const char* hr_host_name(int32_t rank) {
+  const std::shared_ptr<Engine> engine = CurrentEngine();
+  if (engine == nullptr || rank < 0 || rank >= engine->topology().size) return nullptr;
+  const Topology& topology = engine->topology();
+  thread_local std::string host;
+  host = topology.hosts[static_cast<size_t>(topology.host_of[static_cast<size_t>(rank)])];
+  return host.c_str();
+}
+
+HR_EXPORT const char* hr_kernels(void) { return KernelsInUse(); }
+
+HR_EXPORT int hr_describe_mpi(const char* mpi_library, char* text, int32_t text_bytes) {
+  MpiInfo info;
+  const Status status = DescribeMpi(Text(mpi_library), &info);
+  if (!status.ok()) return Remember(status);
+  const std::string described = info.library + "\n" + info.thread_level;
+  const size_t bytes = std::min(described.size(), static_cast<size_t>(text_bytes) - 1);
+  std::memcpy(text, described.data(), bytes);
+  text[bytes] = '\0';
+  return HR_OK;
+}
 
 HR_EXPORT int hr_timeline_start(const char* path, int32_t mark_cycles) {
   const std::shared_ptr<Engine> engine = CurrentEngine();

@@ -16,7 +16,7 @@ namespace hororing {
 // Nothing of the parent's state may be touched in a forked child: locks may be held by nobody.
 bool InForkedChild();
 // Those of all engines of the process.
-std::shared_ptr<HandleTable> Handles();
+const std::shared_ptr<HandleTable>& Handles();
 // hr_wait_many; `landed` as for HandleTable::WaitMany.
 int WaitMany(const int64_t* handles, int32_t count, double timeout_s,
              std::vector<std::shared_ptr<const DeviceEvent>>* landed);

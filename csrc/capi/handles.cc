@@ -1,0 +1,90 @@
+// The C interface: requests that the engine has, until they are complete and released.
+#include <cstdlib>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/clock.h"
+#include "capi/hororing.h"
+#include "capi/process.h"
+#include "engine/engine.h"
+
+namespace hororing {
+
+int WaitMany(const int64_t* handles, int32_t count, double timeout_s,
+             std::vector<std::shared_ptr<const DeviceEvent>>* landed) {
+  if (InForkedChild()) return Remember(NotInitialized());
+  const TimeNs timeout = timeout_s < 0 ? kForever : Scaled(timeout_s, kSecond);
+  const std::shared_ptr<Engine> engine = CurrentEngine();
+  const size_t number = static_cast<size_t>(count);
+  bool all_ok = false;
+  const HandleTable::Look look =
+      engine != nullptr ? engine->WaitMany(handles, number, timeout, &all_ok, landed)
+                        : Handles()->WaitMany(handles, number, timeout, &all_ok, landed);
+  if (look == HandleTable::Look::kPending) return HR_PENDING;
+  if (all_ok) return HR_OK;
+  return Remember(Status(Code::kInvalidArgument, "some of these handles have failed"));
+}
+
+}  // namespace hororing
+
+using namespace hororing;
+
+HR_EXPORT int hr_poll(int64_t handle) {
+  if (InForkedChild()) return -Remember(NotInitialized());
+  switch (Handles()->Poll(handle)) {
+    case HandleTable::Look::kPending: return 0;
+    case HandleTable::Look::kDone: return 1;
+    case HandleTable::Look::kUnknown: break;
+  }
+  return -Remember(Status(Code::kInvalidArgument, "there is no handle " + std::to_string(handle)));
+}
+
+HR_EXPORT int hr_wait(int64_t handle, double timeout_s) {
+  if (InForkedChild()) return Remember(NotInitialized());
+  Status status;
+  const TimeNs timeout = timeout_s < 0 ? kForever : Scaled(timeout_s, kSecond);
+  const std::shared_ptr<Engine> engine = CurrentEngine();
+  HandleTable::Look look;
+  if (engine != nullptr) {
+    look = engine->Wait(handle, timeout, &status);
+  } else {
+    look = Handles()->Wait(handle, timeout, &status);
+  }
+  switch (look) {
+    case HandleTable::Look::kPending: return HR_PENDING;
+    case HandleTable::Look::kDone: return Remember(status);
+    case HandleTable::Look::kUnknown: break;
+  }
+  return Remember(Status(Code::kInvalidArgument, "there is no handle " + std::to_string(handle)));
+}
+
+HR_EXPORT int hr_wait_many(const int64_t* handles, int32_t count, double timeout_s) {
+  return WaitMany(handles, count, timeout_s, nullptr);
+}
+
+HR_EXPORT int hr_finish(int64_t handle, double timeout_s) {
+  return hr_wait_many(&handle, 1, timeout_s);
+}
+
+HR_EXPORT int hr_take_result(int64_t handle, int32_t index, hr_result* result) {
+  if (InForkedChild()) return Remember(NotInitialized());
+  GatheredTensor gathered;
+  const Status status = Handles()->Take(handle, static_cast<size_t>(index), &gathered);
+  if (!status.ok()) return Remember(status);
+  if (gathered.on_device() != nullptr) {
+    return Remember(Status(Code::kInvalidArgument, "the result was on a device: hr_move_result"));
+  }
+  result->bytes = static_cast<int64_t>(gathered.bytes());
+  result->rows = gathered.rows();
+  result->data = reinterpret_cast<uintptr_t>(gathered.Release());
+  return HR_OK;
+}
+
+HR_EXPORT void hr_free(uintptr_t data) { std::free(reinterpret_cast<void*>(data)); }
+
+HR_EXPORT int hr_release(int64_t handle) {
+  if (InForkedChild()) return Remember(NotInitialized());
+  if (Handles()->Release(handle)) return HR_OK;
+  return Remember(Status(Code::kInvalidArgument, "there is no handle " + std::to_string(handle)));
+}

@@ -1,0 +1,214 @@
+// The C interface: the one engine of the process, from its configuration to its end.
+#include "capi/process.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+
+#include "base/clock.h"
+#include "base/log.h"
+#include "base/reduce.h"
+#include "capi/hororing.h"
+#include "engine/engine.h"
+#include "transport/factory.h"
+
+namespace hororing {
+namespace {
+
+#ifndef HORORING_VERSION
+#error "HORORING_VERSION comes from the build"
+#endif
+
+// The process's engine. `engine` is replaced under the mutex and shared by calls in progress,
+// so that a shutdown on another thread cannot pull it away from under them.
+struct Process {
+  std::mutex mutex;
+  std::shared_ptr<Engine> engine;  // GUARDED_BY(mutex)
+  std::shared_ptr<HandleTable> handles = std::make_shared<HandleTable>();
+};
+
+// Never destroyed: handles may be asked for until the very end of the process.
+Process& TheProcess() {
+  static Process* process = new Process();
+  return *process;
+}
+
+// In a forked child the engine's thread does not exist and locks may be held by nobody:
+// nothing of the parent's state is touched there.
+std::atomic<bool> in_forked_child{false};
+
+void WatchForks() {
+  static std::once_flag once;
+  std::call_once(once,
+                 [] { pthread_atfork(nullptr, nullptr, [] { in_forked_child.store(true); }); });
+}
+
+thread_local std::string last_error;
+thread_local int last_error_rank = -1;
+
+}  // namespace
+
+int Remember(const Status& status) {
+  if (status.ok()) return HR_OK;
+  last_error = status.message();
+  last_error_rank = status.rank();
+  return static_cast<int>(status.code());
+}
+
+Status NotInitialized() {
+  if (InForkedChild()) {
+    return Status(Code::kNotInitialized,
+                  "hororing has not been initialized in this process, which was forked from one "
+                  "that is: communicate in the parent, or start workers with the 'spawn' method");
+  }
+  return Status(Code::kNotInitialized, "hororing has not been initialized; use hvd.init().");
+}
+
+bool InForkedChild() { return in_forked_child.load(std::memory_order_relaxed); }
+
+const std::shared_ptr<HandleTable>& Handles() { return TheProcess().handles; }
+
+std::shared_ptr<Engine> CurrentEngine() {
+  if (InForkedChild()) return nullptr;
+  Process& process = TheProcess();
+  std::lock_guard<std::mutex> lock(process.mutex);
+  return process.engine;
+}
+
+namespace {
+
+EngineConfig EngineConfigFrom(const hr_config& from) {
+  EngineConfig config;
+  config.fusion_bytes = from.fusion_bytes;
+  config.hold_ns = Scaled(from.cycle_time_ms, kMillisecond);
+  config.cache_capacity = from.cache_capacity;
+  config.reproducible = from.reproducible != 0;
+  config.plan = from.plan != 0;
+  config.tuning.chunk_bytes = from.chunk_bytes;
+  if (from.tune != 0) {
+    config.tune.emplace();
+    config.tune->tune_fusion = from.tune_fusion != 0;
+    config.tune->tune_hold = from.tune_hold != 0;
+    config.tune->tune_chunks = from.tune_chunks != 0;
+    config.tune->tune_algorithms = from.tune_algorithms != 0;
+    config.tune->warmup_samples = from.tune_warmup_samples;
+    config.tune->steps_per_sample = from.tune_steps_per_sample;
+    config.tune_log = Text(from.tune_log);
+  }
+  config.fingerprint = Text(from.fingerprint);
+  config.backend = Text(from.backend);
+  if (from.cuda_library != nullptr) config.devices.cuda_library = from.cuda_library;
+  if (from.nccl_libraries != nullptr) config.devices.nccl_libraries = from.nccl_libraries;
+  config.stall.warning_ns = SecondsToNs(from.stall_warning_s);
+  config.stall.shutdown_ns = SecondsToNs(from.stall_shutdown_s);
+  config.timeout_ns = SecondsToNs(from.timeout_s);
+  config.cpu = from.cpu;
+  config.watch_parent = from.watch_parent != 0;
+  config.timeline = Text(from.timeline);
+  config.timeline_cycles = from.timeline_mark_cycles != 0;
+  return config;
+}
+
+WorldOptions WorldOptionsFrom(const hr_config& from) {
+  WorldOptions options;
+  options.launched = from.launched != 0;
+  options.transport = Text(from.transport);
+  options.mpi_library_path = Text(from.mpi_library);
+  options.mpi.communicator = from.mpi_communicator;
+  if (from.ranks != nullptr) options.mpi.ranks.assign(from.ranks, from.ranks + from.ranks_count);
+  options.spin_ns = Scaled(from.spin_us, kMicrosecond);
+  options.arena_bytes = static_cast<size_t>(std::max<int64_t>(from.arena_bytes, 0));
+  options.timeout_ns = SecondsToNs(from.timeout_s);
+  return options;
+}
+
+// Takes the engine out of the process and ends it. An engine whose loop does not end in time
+// (a peer is frozen, say) is leaked with its thread: the process is about to end anyway, and
+// anything else could hang or crash.
+int EndEngine(const std::function<bool(Engine&)>& end) {
+  if (in_forked_child.load()) return HR_OK;
+  Process& process = TheProcess();
+  std::shared_ptr<Engine> engine;
+  {
+    std::lock_guard<std::mutex> lock(process.mutex);
+    engine = std::exchange(process.engine, nullptr);
+  }
+  if (engine == nullptr) return HR_OK;
+  if (end(*engine)) return HR_OK;
+  new std::shared_ptr<Engine>(std::move(engine));
+  return Remember(
+      Status(Code::kStalled, "shutdown: the engine did not end in time; a peer may be frozen"));
+}
+
+}  // namespace
+}  // namespace hororing
+
+using namespace hororing;  // the functions below are the only ones outside the namespace
+
+HR_EXPORT int hr_abi_version(void) { return HR_ABI_VERSION; }
+HR_EXPORT const char* hr_version(void) { return HORORING_VERSION; }
+
+HR_EXPORT int hr_init(const hr_config* config) {
+  WatchForks();
+  if (in_forked_child.load()) return Remember(NotInitialized());
+  Process& process = TheProcess();
+  {
+    std::lock_guard<std::mutex> lock(process.mutex);
+    if (process.engine != nullptr) return HR_OK;
+  }
+  SetLogLevel(static_cast<LogLevel>(config->log_level));
+  const std::string kernels = Text(config->kernels);
+  if (kernels != "auto" && !SetKernels(kernels.c_str())) {
+    return Remember(
+        Status(Code::kInvalidArgument, "KERNELS=" + kernels +
+                                           ": this processor, or this build, lacks them; "
+                                           "use auto"));
+  }
+  const WorldOptions world = WorldOptionsFrom(*config);
+  EngineConfig engine_config = EngineConfigFrom(*config);
+  Status parsed = Parse(Text(config->algorithm), &engine_config.tuning);
+  if (parsed.ok()) parsed = Parse(Text(config->gpu), &engine_config.gpu);
+  if (!parsed.ok()) return Remember(parsed);
+  std::unique_ptr<Engine> engine;
+  const Status status = Engine::Start(
+      engine_config, [world](World* made) { return MakeWorld(world, made); }, process.handles,
+      &engine);
+  if (!status.ok()) return Remember(status);
+  std::lock_guard<std::mutex> lock(process.mutex);
+  process.engine = std::move(engine);
+  return HR_OK;
+}
+
+HR_EXPORT int hr_shutdown(const char* reason, double timeout_s) {
+  return EndEngine(
+      [&](Engine& engine) { return engine.Shutdown(Text(reason), SecondsToNs(timeout_s)); });
+}
+
+HR_EXPORT int hr_abort(const char* reason) {
+  return EndEngine([&](Engine& engine) { return engine.Abort(Text(reason), 2 * kSecond); });
+}
+
+HR_EXPORT void hr_finalize(void) {
+  if (!in_forked_child.load()) FinalizeMpi();
+}
+
+HR_EXPORT int hr_state_now(void) {
+  const std::shared_ptr<Engine> engine = CurrentEngine();
+  if (engine == nullptr) return HR_STATE_NONE;
+  switch (engine->state()) {
+    case Engine::State::kStarting:
+    case Engine::State::kRunning: return HR_STATE_RUNNING;
+    case Engine::State::kStopped: return HR_STATE_STOPPED;
+    case Engine::State::kFailed: break;
+  }
+  return HR_STATE_FAILED;
+}
+
+HR_EXPORT const char* hr_last_error(void) { return last_error.c_str(); }
+HR_EXPORT int32_t hr_last_error_rank(void) { return last_error_rank; }
