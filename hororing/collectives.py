@@ -15,20 +15,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any, Final, NamedTuple, NoReturn
 
 from hororing import errors
 from hororing._core import ffi, lib
 from hororing.arguments import Sum
-from hororing.names import (
-    OPTIMIZER,
-    WORLD_SET,
-    DefaultName,
-    encode_name,
-    forget_counts,
-    take_back,
-)
+from hororing.names import WORLD_SET, DefaultName, encode_name, take_back
 
 # Data types by the name that NumPy, torch and TensorFlow share.
 DTYPES: Final[dict[str, int]] = {
@@ -48,15 +40,11 @@ DTYPES: Final[dict[str, int]] = {
 ALLREDUCE: Final = int(lib.HR_ALLREDUCE)
 ALLGATHER: Final = int(lib.HR_ALLGATHER)
 BROADCAST: Final = int(lib.HR_BROADCAST)
-BARRIER: Final = int(lib.HR_BARRIER)
 ALLTOALL: Final = int(lib.HR_ALLTOALL)
 REDUCESCATTER: Final = int(lib.HR_REDUCESCATTER)
-_JOIN: Final = int(lib.HR_JOIN)
-_ADD_PROCESS_SET: Final = int(lib.HR_ADD_PROCESS_SET)
-_REMOVE_PROCESS_SET: Final = int(lib.HR_REMOVE_PROCESS_SET)
 
 # Seconds between two looks at Python's signals while waiting.
-_WAIT_SLICE_S: Final = 0.2
+WAIT_SLICE_S: Final = 0.2
 
 
 HOST: Final = -1  # as the number of a device
@@ -79,10 +67,6 @@ class Gathered(NamedTuple):
     rows: int  # first dimension of the result
 
 
-# ---------------------------------------------------------------------------------------------
-# Submit
-
-
 def fail(code: int, context: str = "") -> NoReturn:
     """Raise what the core's last failure on this thread deserves; `code` may be negated."""
     text = ffi.string(lib.hr_last_error()).decode("utf-8", "replace")
@@ -103,8 +87,8 @@ class Pending(NamedTuple):
 _pending: dict[int, object] = {}
 # Owners between "the core has it" and "the handle is in the table": an exception that arrives
 # there (Ctrl-C) must not free the memory.
-_submitting: dict[int, object] = {}
-_submit_count = itertools.count()
+submitting: dict[int, object] = {}
+submit_count = itertools.count()
 # Handles that nobody will ask for, with the owners of their memory.
 _abandoned: dict[int, object] = {}
 
@@ -133,7 +117,7 @@ def submit(
     does the engine's work there. `stream`: of views on a device, what computes them.
     """
     try:
-        request, owners = _request(
+        request, owners = make_request(
             collective, name, views, process_set, op, root, prescale, postscale, integers
         )
         request.wait_follows = wait_follows
@@ -146,7 +130,7 @@ def submit(
     return _submitted(name, handle)
 
 
-def _request(
+def make_request(
     collective: int,
     name: str,
     views: Sequence[View],
@@ -203,7 +187,7 @@ class Template:
         prescale: float, postscale: float,
     ) -> None:  # fmt: skip
         view = View(0, 0, dtype, tuple(shape))
-        self._request, self._owners = _request(
+        self._request, self._owners = make_request(
             collective, "", [view], process_set, op, 0, prescale, postscale, None
         )
 
@@ -216,12 +200,12 @@ class Template:
         """
         try:
             c_name = encode_name(name)
-            token = next(_submit_count)
-            _submitting[token] = pending
+            token = next(submit_count)
+            submitting[token] = pending
             handle: int = lib.hr_submit_as(self._request, c_name, input, output, wait_follows)
             if handle > 0:
                 _pending[handle] = pending
-            del _submitting[token]
+            del submitting[token]
             if handle <= 0:
                 fail(handle)
         except BaseException:
@@ -241,12 +225,12 @@ def _submitted(name: str, handle: int) -> int:
 
 
 def _hand_over(request: Any, keep: object, finish: Callable[[int], Any]) -> int:
-    token = next(_submit_count)
-    _submitting[token] = keep
+    token = next(submit_count)
+    submitting[token] = keep
     handle = int(lib.hr_submit(request))
     if handle > 0:
         _pending[handle] = Pending(keep, finish)
-    del _submitting[token]
+    del submitting[token]
     if handle <= 0:
         fail(handle)
     return handle
@@ -268,7 +252,7 @@ def wait(handle: int) -> Any:
     if pending is None:
         raise _unknown(handle)
     if type(pending) is not Pending:
-        while (code := lib.hr_finish(handle, _WAIT_SLICE_S)) == lib.HR_PENDING:
+        while (code := lib.hr_finish(handle, WAIT_SLICE_S)) == lib.HR_PENDING:
             pass
         if code == lib.HR_OK:
             _pending.pop(handle, None)
@@ -309,7 +293,7 @@ def _unknown(handle: int) -> ValueError:
 def block_until_complete(handle: int) -> int:
     """Block until the core's request is complete, whoever submitted it; return its code."""
     while True:
-        code = int(lib.hr_wait(handle, _WAIT_SLICE_S))
+        code = int(lib.hr_wait(handle, WAIT_SLICE_S))
         if code != lib.HR_PENDING:
             return code
 
@@ -375,163 +359,9 @@ def take_numbers(handle: int, index: int) -> list[int]:
     return [] if buffer is None else memoryview(buffer).cast("q").tolist()
 
 
-def barrier(process_set: int = WORLD_SET) -> None:
-    """Block until every rank of the set has called `barrier`."""
-    _control(BARRIER, "barrier.noname", process_set=process_set)
-
-
-def join() -> int:
-    """Block until every rank has called `join`; return the last one to do so."""
-    last = _control(_JOIN, "join.noname")
-    # Ranks have made different numbers of unnamed calls. All of them are over, but optimizers
-    # still have the names that they got from theirs.
-    forget_counts(lambda verb, _: verb != OPTIMIZER)
-    return last
-
-
-def add_process_set(ranks: Sequence[int], *, internal: bool = False) -> int:
-    """Return the id of a new set. All ranks call it. Internal ones may be duplicates."""
-    name = "add_process_set.noname"
-    added = _control(_ADD_PROCESS_SET, name, integers=ranks, root=int(internal))
-    # The id may have been that of another set, in which other ranks called.
-    forget_counts(lambda _, process_set: process_set == added)
-    return added
-
-
-def remove_process_set(process_set: int) -> bool:
-    """Whether there was such a set. All ranks call it."""
-    return bool(_control(_REMOVE_PROCESS_SET, "remove_process_set.noname", root=process_set))
-
-
-def _control(collective: int, name: str, **arguments: Any) -> int:
-    """Carry out a request without tensors, and return the number that it comes to, if any.
-
-    It has one fixed name: such requests match in the order they are called, whatever else ranks
-    count.
-    """
-    finish = partial(_number, collective != BARRIER)
-    handle = submit(collective, name, (), keep=None, finish=finish, wait_follows=True, **arguments)
-    return int(wait(handle))
-
-
-def _number(has_one: bool, handle: int) -> int:
-    return take_numbers(handle, 0)[0] if has_one else 0
-
-
 def address_of(buffer: Any) -> int:
     """Address of the memory of a writable buffer object, which the caller keeps alive."""
     return int(ffi.cast("uintptr_t", ffi.from_buffer(buffer)))
-
-
-# ---------------------------------------------------------------------------------------------
-# The path of gradient hooks
-
-
-class PreparedAllreduce:
-    """An in-place allreduce of one tensor, again and again: all that can be is computed once.
-
-    `start_many` submits, `finish` waits. At most one start may be in flight; `keep` holds the
-    tensor meanwhile. Who has waited by `finish_many` resets `handle`.
-    """
-
-    __slots__ = ("_owners", "handle", "keep", "on_device", "request")
-
-    def __init__(
-        self,
-        name: str,
-        dtype: int,
-        shape: Sequence[int],
-        op: int,
-        prescale: float,
-        postscale: float,
-        process_set: int = WORLD_SET,
-        device: int = HOST,
-    ) -> None:
-        view = View(0, 0, dtype, tuple(shape), device)
-        self.on_device = device != HOST
-        self.request, self._owners = _request(
-            ALLREDUCE, name, [view], process_set, op, 0, prescale, postscale, None
-        )
-        self.handle = 0  # 0: not in flight
-        self.keep: Any = None
-
-    def finish(self, stream: int = 0) -> Any:
-        """Wait for what was started, if it is in flight; return what has held it.
-
-        On a device that is `stream` that waits, and the one that it was computed in.
-        """
-        handle, keep = self.handle, self.keep
-        code = block_until_complete(handle) if handle else lib.HR_OK
-        if handle and self.on_device and code == lib.HR_OK:
-            for each in {stream, int(self.request.stream)}:
-                wait_in_stream(handle, each)
-        self.handle = 0
-        self.keep = None
-        if handle:
-            lib.hr_release(handle)
-        if code != lib.HR_OK:
-            fail(code)
-        return keep
-
-    def abandon(self) -> None:
-        """Forget what is in flight, if anything is."""
-        if self.handle:
-            abandon(self.handle, self.keep)
-            self.handle = 0
-            self.keep = None
-
-
-def start_many(
-    prepared: Sequence[PreparedAllreduce], addresses: list[int], keeps: Sequence[object],
-    flying: list[int],
-) -> tuple[int, int]:  # fmt: skip
-    """Submit tensors at `addresses`, which `keeps` own; return how many were, and a code.
-
-    If one is refused, it and those after it are not in flight; `fail(code)` tells why. The handles
-    of the others are added to `flying`.
-    """
-    count = len(addresses)
-    c_handles = ffi.new("int64_t[]", count)
-    requests = [each.request for each in prepared]
-    token = next(_submit_count)
-    _submitting[token] = keeps
-    started = int(lib.hr_allreduce_many(requests, addresses, count, c_handles))
-    handles = ffi.unpack(c_handles, count)
-    code = 0 if started == count else handles[started]
-    del handles[started:]
-    for each, keep, handle in zip(prepared, keeps, handles, strict=False):
-        each.keep = keep
-        each.handle = handle
-    flying += handles
-    del _submitting[token]
-    return started, code
-
-
-def finish_many(handles: list[int], stream: int | None = None) -> bool:
-    """Wait for all, which are no more then. False: not all have succeeded, and all still are.
-
-    `stream`, of a device, waits for the results there.
-    """
-    c_handles, count = ffi.new("int64_t[]", handles), len(handles)
-    while True:
-        if stream is None:
-            code = int(lib.hr_wait_many(c_handles, count, _WAIT_SLICE_S))
-        else:
-            code = int(lib.hr_wait_many_in_stream(c_handles, count, _WAIT_SLICE_S, stream))
-        if code != lib.HR_PENDING:
-            return code == lib.HR_OK
-
-
-# ---------------------------------------------------------------------------------------------
-# The timeline's first stages, which happen in the adapters
-
-_HOOK: Final = 0
-_VIEW: Final = 1
-
-
-def timeline_enabled() -> bool:
-    """Whether spans are wanted now."""
-    return bool(lib.hr_timeline_enabled())
 
 
 def submitted() -> int:
@@ -539,18 +369,3 @@ def submitted() -> int:
     stats = ffi.new("hr_stats *")
     lib.hr_stats_now(stats)
     return int(stats.submitted)
-
-
-def now_ns() -> int:
-    """The timeline's clock."""
-    return int(lib.hr_now_ns())
-
-
-def trace_hook(name: str, begin_ns: int) -> None:
-    """Draw HOOK of one gradient, until now."""
-    lib.hr_trace_span(_HOOK, name.encode(), begin_ns, lib.hr_now_ns(), 0)
-
-
-def trace_view(name: str, begin_ns: int, size_bytes: int) -> None:
-    """Draw VIEW of one gradient, until now."""
-    lib.hr_trace_span(_VIEW, name.encode(), begin_ns, lib.hr_now_ns(), size_bytes)

@@ -10,7 +10,7 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from hororing import collectives, runtime
+from hororing import control, runtime
 from hororing.names import WORLD_SET
 
 
@@ -111,7 +111,7 @@ def register(process_set: ProcessSet | Sequence[int], *, internal: bool = False)
     runtime.topology()
     if process_set.process_set_id is not None:
         raise ValueError(f"attempted to add a duplicate process set: {process_set} is registered")
-    process_set.process_set_id = collectives.add_process_set(process_set.ranks, internal=internal)
+    process_set.process_set_id = control.add_process_set(process_set.ranks, internal=internal)
     _registered[process_set.process_set_id] = process_set
     return process_set
 
@@ -165,7 +165,7 @@ def unregister(process_set: ProcessSet) -> bool:
     process_set_id = process_set.process_set_id
     if process_set_id in (None, WORLD_SET):
         return False
-    removed = collectives.remove_process_set(process_set_id)
+    removed = control.remove_process_set(process_set_id)
     _registered.pop(process_set_id, None)
     for each in (process_set, *_adopted):
         if each.process_set_id == process_set_id:

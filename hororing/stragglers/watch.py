@@ -6,7 +6,7 @@ import os
 import tempfile
 from types import TracebackType
 
-from hororing import collectives, runtime
+from hororing import runtime, timeline
 from hororing.objects import broadcast_object
 from hororing.stragglers.arrivals import read_timeline
 from hororing.stragglers.diagnosis import Diagnosis, diagnose
@@ -50,7 +50,7 @@ class StragglerWatch:
     def __enter__(self) -> StragglerWatch:
         busy = None
         if runtime.rank() == 0:
-            if collectives.timeline_enabled():
+            if timeline.enabled():
                 busy = "a timeline is being written: see `python -m hororing stragglers` for it"
             else:
                 self._folder = tempfile.TemporaryDirectory(prefix="hororing-")

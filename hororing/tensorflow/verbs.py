@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 import tensorflow as tf
 
-from hororing import arguments, collectives
+from hororing import arguments, control
 from hororing.arguments import Adasum, Average, Sum
 from hororing.compression import Compressor, NoneCompressor, check_compression
 from hororing.process_sets import ProcessSet, check_member, global_process_set, place_and_size
@@ -357,7 +357,7 @@ def join() -> tf.Tensor:
     Until then this rank takes part in what the others allreduce, with values that leave theirs as
     they are (docs/uneven_data.md).
     """
-    return at_run_time(collectives.join, "join")
+    return at_run_time(control.join, "join")
 
 
 __all__ = [

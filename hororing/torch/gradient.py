@@ -18,9 +18,10 @@ from operator import itemgetter
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from hororing import collectives
-from hororing.collectives import HOST, PreparedAllreduce
+from hororing import collectives, timeline
+from hororing.collectives import HOST
 from hororing.compression import NoneCompressor
+from hororing.prepared import PreparedAllreduce, start_many
 from hororing.torch.adapter import DTYPES
 from hororing.torch.bucket_views import move_into_view
 from hororing.torch.ops import start_sparse_allreduce, synchronize
@@ -185,7 +186,7 @@ class Slot:
         try:
             self.send(grad)
             if begin_ns:
-                collectives.trace_hook(self.name, begin_ns)
+                timeline.trace_hook(self.name, begin_ns)
         except Exception as error:
             failures.append(self._in_hook(error))
 
@@ -222,13 +223,11 @@ class Slot:
             self._send_general(grad)
         else:
             assert self.prepared is not None
-            begin_ns = collectives.now_ns() if self.shared.tracing else 0
+            begin_ns = timeline.now_ns() if self.shared.tracing else 0
             address = grad.data_ptr()
             if self.shared.tracing:
-                collectives.trace_view(self.name, begin_ns, grad.nbytes)
-            started, code = collectives.start_many(
-                [self.prepared], [address], [grad], self.shared.flying
-            )
+                timeline.trace_view(self.name, begin_ns, grad.nbytes)
+            started, code = start_many([self.prepared], [address], [grad], self.shared.flying)
             if not started:
                 collectives.fail(code)
         self.sent = True

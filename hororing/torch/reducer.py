@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from hororing import collectives
+from hororing.prepared import finish_many
 from hororing.torch.gradient import Group, Slot
 from hororing.torch.submission import Options, Shared
 from hororing.torch.uncompiled import leave_uncompiled
@@ -190,11 +191,11 @@ def finish_all(
 def _landed(entries: list[tuple[torch.Tensor, Slot]], flying: list[int]) -> bool:
     """Wait for all that flies. False: each slot has to see for itself."""
     if not entries or not entries[0][1].shared.on_device:
-        return collectives.finish_many(flying)
+        return finish_many(flying)
     slots = [slot for _, slot in entries if slot.prepared and slot.device != collectives.HOST]
     here = slots[0].stream() if slots else 0
     computed_in = {int(slot.prepared.request.stream) for slot in slots if slot.prepared}
-    return computed_in <= {here} and collectives.finish_many(flying, here)
+    return computed_in <= {here} and finish_many(flying, here)
 
 
 @contextlib.contextmanager

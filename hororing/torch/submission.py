@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
-from hororing import collectives
-from hororing.collectives import PreparedAllreduce
+from hororing import timeline
 from hororing.compression import Compressor
+from hororing.prepared import PreparedAllreduce, start_many
 from hororing.process_sets import ProcessSet, check_member
 from hororing.torch.bucket_views import BucketViews
 from hororing.torch.uncompiled import uncompiled
@@ -78,7 +78,7 @@ class Shared:
             if not self.begun:
                 self.check_set()
                 self.synchronized = False
-                self.tracing = collectives.timeline_enabled()
+                self.tracing = timeline.enabled()
                 self.views.allocate()
                 self.begun = True
         if not self.awaits_end:
@@ -111,7 +111,7 @@ class Shared:
         failures: list[Exception] = []
         if self.tracing or len(arrived) == 1:
             for slot in arrived:
-                begin_ns = collectives.now_ns() if self.tracing else 0
+                begin_ns = timeline.now_ns() if self.tracing else 0
                 slot.send_alone(slot.take_gradient(), failures, begin_ns)
         else:
             _send_together(arrived, self.flying, failures)
@@ -160,9 +160,7 @@ def _send_together(arrived: list[Slot], flying: list[int], failures: list[Except
         grads.append(grad)
     begin = 0
     while begin < len(slots):
-        count, code = collectives.start_many(
-            prepared[begin:], addresses[begin:], grads[begin:], flying
-        )
+        count, code = start_many(prepared[begin:], addresses[begin:], grads[begin:], flying)
         for slot in slots[begin : begin + count]:
             slot.sent = True
         begin += count

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hororing import collectives
+from hororing import collectives, control
 from hororing.adapter import T
 from hororing.process_sets import ProcessSet, check_member, global_process_set
 from hororing.verbs.allgather import Allgather
@@ -48,7 +48,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
     What all of them had submitted to the set by then has landed when it returns.
     """
-    collectives.barrier(check_member(process_set, "barrier"))
+    control.barrier(check_member(process_set, "barrier"))
 
 
 def join(device: int = -1) -> int:
@@ -67,4 +67,4 @@ def join(device: int = -1) -> int:
     if device != -1:
         context = f" (join: device={device}; leave it out where tensors are on the CPU)"
         collectives.use_device(device, context)
-    return collectives.join()
+    return control.join()

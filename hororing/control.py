@@ -1,0 +1,59 @@
+"""Requests without tensors: barriers, joining, and process sets that come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Final
+
+from hororing._core import lib
+from hororing.collectives import submit, take_numbers, wait
+from hororing.names import OPTIMIZER, WORLD_SET, forget_counts
+
+_BARRIER: Final = int(lib.HR_BARRIER)
+_JOIN: Final = int(lib.HR_JOIN)
+_ADD_PROCESS_SET: Final = int(lib.HR_ADD_PROCESS_SET)
+_REMOVE_PROCESS_SET: Final = int(lib.HR_REMOVE_PROCESS_SET)
+
+
+def barrier(process_set: int = WORLD_SET) -> None:
+    """Block until every rank of the set has called `barrier`."""
+    _control(_BARRIER, "barrier.noname", process_set=process_set)
+
+
+def join() -> int:
+    """Block until every rank has called `join`; return the last one to do so."""
+    last = _control(_JOIN, "join.noname")
+    # Ranks have made different numbers of unnamed calls. All of them are over, but optimizers
+    # still have the names that they got from theirs.
+    forget_counts(lambda verb, _: verb != OPTIMIZER)
+    return last
+
+
+def add_process_set(ranks: Sequence[int], *, internal: bool = False) -> int:
+    """Return the id of a new set. All ranks call it. Internal ones may be duplicates."""
+    name = "add_process_set.noname"
+    added = _control(_ADD_PROCESS_SET, name, integers=ranks, root=int(internal))
+    # The id may have been that of another set, in which other ranks called.
+    forget_counts(lambda _, process_set: process_set == added)
+    return added
+
+
+def remove_process_set(process_set: int) -> bool:
+    """Whether there was such a set. All ranks call it."""
+    return bool(_control(_REMOVE_PROCESS_SET, "remove_process_set.noname", root=process_set))
+
+
+def _control(collective: int, name: str, **arguments: Any) -> int:
+    """Carry out a request without tensors, and return the number that it comes to, if any.
+
+    It has one fixed name: such requests match in the order they are called, whatever else ranks
+    count.
+    """
+    finish = partial(_number, collective != _BARRIER)
+    handle = submit(collective, name, (), keep=None, finish=finish, wait_follows=True, **arguments)
+    return int(wait(handle))
+
+
+def _number(has_one: bool, handle: int) -> int:
+    return take_numbers(handle, 0)[0] if has_one else 0

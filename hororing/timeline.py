@@ -1,0 +1,30 @@
+"""The timeline's first stages, which happen in the adapters."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from hororing._core import lib
+
+_HOOK: Final = 0
+_VIEW: Final = 1
+
+
+def enabled() -> bool:
+    """Whether spans are wanted now."""
+    return bool(lib.hr_timeline_enabled())
+
+
+def now_ns() -> int:
+    """The timeline's clock."""
+    return int(lib.hr_now_ns())
+
+
+def trace_hook(name: str, begin_ns: int) -> None:
+    """Draw HOOK of one gradient, until now."""
+    lib.hr_trace_span(_HOOK, name.encode(), begin_ns, lib.hr_now_ns(), 0)
+
+
+def trace_view(name: str, begin_ns: int, size_bytes: int) -> None:
+    """Draw VIEW of one gradient, until now."""
+    lib.hr_trace_span(_VIEW, name.encode(), begin_ns, lib.hr_now_ns(), size_bytes)
