@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "backend/common.h"
-#include "backend/nccl_batch.h"
 #include "base/log.h"
 #include "collective/collectives.h"
 
@@ -56,11 +55,11 @@ Status CudaBackend::Run(const Batch& batch, TimeNs deadline, TraceSink& trace) {
     HORORING_RETURN_IF_ERROR(entry.ready->HoldBack(device_->stream()));
     flight.ready.push_back(entry.ready);
   }
-  const NcclWay way =
-      nccl_ != nullptr ? NcclWayOf(batch, transport_.size(), scales_) : NcclWay::kNot;
+  NcclWay way = NcclWay::kNot;
+  HORORING_RETURN_IF_ERROR(ChooseWay(batch, deadline, &way));
   if (way != NcclWay::kNot) {
-    HORORING_RETURN_IF_ERROR(RunByNccl(batch, way, *nccl_, *device_, options_.fusion_bytes,
-                                       transport_.size(), After(NowNs(), timeout), trace));
+    HORORING_RETURN_IF_ERROR(
+        RunByNccl(batch, way, *nccl_, *device_, transport_.size(), After(NowNs(), timeout), trace));
   } else {
     HORORING_RETURN_IF_ERROR(staged_.Run(batch, device_, timeout, trace));
   }
@@ -68,6 +67,19 @@ Status CudaBackend::Run(const Batch& batch, TimeNs deadline, TraceSink& trace) {
   HORORING_RETURN_IF_ERROR(device_->Record(device_->stream(), &done));
   done_ = flight.done = std::move(done);
   in_flight_.push_back(std::move(flight));
+  return Status::Ok();
+}
+
+// All ranks come to the same.
+Status CudaBackend::ChooseWay(const Batch& batch, TimeNs deadline, NcclWay* way) {
+  *way = nccl_ != nullptr ? NcclWayOf(batch, transport_.size(), scales_) : NcclWay::kNot;
+  if (*way == NcclWay::kNot || !WantsFusionBuffer(batch, *way)) return Status::Ok();
+  if (options_.fusion_bytes > 0) {
+    HORORING_RETURN_IF_ERROR(nccl_->MakeFusionBuffer(options_.fusion_bytes, deadline));
+  }
+  if (*way == NcclWay::kScaled && !FitsScaled(batch, transport_.size(), nccl_->fusion_bytes())) {
+    *way = NcclWay::kNot;
+  }
   return Status::Ok();
 }
 

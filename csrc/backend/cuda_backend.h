@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "backend/backend.h"
+#include "backend/nccl_batch.h"
 #include "backend/nccl_communicator.h"
 #include "backend/staged_batch.h"
 #include "device/devices.h"
@@ -54,6 +55,7 @@ class CudaBackend final : public Backend {
     TimeNs deadline = 0;  // 0: its tensors are not ready yet
   };
   Status Choose(TimeNs deadline);
+  Status ChooseWay(const Batch& batch, TimeNs deadline, NcclWay* way);
   Status Compare(bool has_nccl, int version, TimeNs deadline, std::string* obstacle);
   Status LookAt(InFlight& batch, bool* done);
 

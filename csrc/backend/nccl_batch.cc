@@ -133,60 +133,113 @@ NcclOp PlainOp(ReduceOp op) {
 // By way of the fusion buffer, in pieces that fill it: scaled and cast there, reduced, and scaled,
 // cast and rounded, once, on the way back. The order of the stream lets the pieces share the
 // buffer.
-Status RunScaled(const Batch& batch, NcclCommunicator& communicator, const Device& device,
-                 size_t fusion_bytes, int ranks, TimeNs deadline, TraceSink& trace) {
-  const ReduceSpec& spec = batch.reduce;
-  const Widening widening = WideningOf(spec.dtype);
-  const size_t element = ElementSize(spec.dtype), wide = ElementSize(widening.dtype);
-  const NcclType type = NcclTypeOf(widening.dtype);
-  const double after = spec.op == ReduceOp::kAverage ? spec.postscale / ranks : spec.postscale;
-  auto* const buffer =
-      static_cast<std::byte*>(communicator.FusionBuffer(kLeastScalingBytes, fusion_bytes));
-  if (buffer == nullptr) {
-    return Status(Code::kTransport, "no memory on " + device.name() +
-                                        " for the fusion buffer, which tensors with scale factors "
-                                        "need; lower HORORING_FUSION_BYTES");
+class Scaling {
+ public:
+  Scaling(const Batch& batch, NcclCommunicator& communicator, const Device& device, int ranks,
+          TimeNs deadline, TraceSink& trace)
+      : batch_(batch),
+        communicator_(communicator),
+        device_(device),
+        ranks_(ranks),
+        deadline_(deadline),
+        trace_(trace),
+        scatters_(batch.kind == Collective::kReducescatter),
+        rows_(scatters_ ? static_cast<size_t>(ranks) : 1) {}
+
+  Status Run() {
+    const size_t room = RowBytes(communicator_.fusion_bytes(), rows_, scatters_);
+    for (const BatchEntry& entry : batch_.entries) {
+      const std::vector<size_t> parts = Parts(entry);
+      const size_t most = *std::max_element(parts.begin(), parts.end());
+      for (size_t first = 0; first < most;) {
+        if (room - row_ < kEntryAlign) HORORING_RETURN_IF_ERROR(Send());
+        const size_t elements = std::min(most - first, (room - row_) / wide_);
+        stretches_.push_back({&entry, first, elements});
+        first += elements;
+        row_ += RoundUp(elements * wide_, kEntryAlign);
+      }
+    }
+    return stretches_.empty() ? Status::Ok() : Send();
   }
-  Calls calls(communicator, device);
-  std::vector<DeviceCopy> in, out;
-  size_t filled = 0;  // bytes of the buffer
-  const auto send = [&] {
-    StageSpan pack(trace, Stage::kPack, batch);
-    HORORING_RETURN_IF_ERROR(device.ScaleOnDevice(in, widening.in, spec.prescale));
-    pack.End(filled);
-    StageSpan reduce(trace, Stage::kReduce, batch);
-    HORORING_RETURN_IF_ERROR(communicator.Group(
+
+  // Of one of `rows` rows in a buffer; behind those is one for what comes back, if it scatters.
+  static size_t RowBytes(size_t buffer_bytes, size_t rows, bool scatters) {
+    return buffer_bytes / (rows + (scatters ? 1 : 0)) / kEntryAlign * kEntryAlign;
+  }
+
+ private:
+  // So many elements of each part of an entry, or what there is of them.
+  struct Stretch {
+    const BatchEntry* entry;
+    size_t first, elements;
+  };
+
+  std::vector<size_t> Parts(const BatchEntry& entry) const {
+    return scatters_ ? entry.parts : std::vector<size_t>{entry.elements};
+  }
+
+  // The buffer has a row for each part, that is for each rank that gets one: NCCL scatters parts
+  // of equal size, so where one is shorter than the others, whatever lies there is summed as well.
+  Status Send() {
+    const ReduceSpec& spec = batch_.reduce;
+    std::byte* const buffer = communicator_.fusion_buffer();
+    std::byte* const reduced = scatters_ ? buffer + rows_ * row_ : buffer;
+    const size_t own = scatters_ ? static_cast<size_t>(communicator_.rank()) : 0;
+    std::vector<DeviceCopy> in, out;
+    size_t at = 0;
+    for (const Stretch& stretch : stretches_) {
+      const auto* from = static_cast<const std::byte*>(stretch.entry->input);
+      auto* const to = static_cast<std::byte*>(stretch.entry->output);
+      const std::vector<size_t> parts = Parts(*stretch.entry);
+      for (size_t row = 0; row < rows_; ++row) {
+        const size_t left = parts[row] - std::min(parts[row], stretch.first);
+        const size_t elements = std::min(stretch.elements, left), first = stretch.first * element_;
+        in.push_back({buffer + row * row_ + at, from + first, elements});
+        if (row == own) out.push_back({to + first, reduced + at, elements});
+        from += parts[row] * element_;
+      }
+      at += RoundUp(stretch.elements * wide_, kEntryAlign);
+    }
+    StageSpan pack(trace_, Stage::kPack, batch_);
+    HORORING_RETURN_IF_ERROR(device_.ScaleOnDevice(in, widening_.in, spec.prescale));
+    pack.End(rows_ * row_);
+    StageSpan reduce(trace_, Stage::kReduce, batch_);
+    HORORING_RETURN_IF_ERROR(communicator_.Group(
         [&] {
-          calls.AllReduce(buffer, buffer, filled / wide, type, PlainOp(spec.op));
+          Calls calls(communicator_, device_);
+          const NcclType type = NcclTypeOf(widening_.dtype);
+          const NcclOp op = PlainOp(spec.op);
+          if (scatters_) calls.ReduceScatter(buffer, reduced, row_ / wide_, type, op);
+          if (!scatters_) calls.AllReduce(buffer, buffer, row_ / wide_, type, op);
           return calls.result();
         },
-        deadline));
-    reduce.End(filled);
-    StageSpan unpack(trace, Stage::kUnpack, batch);
-    HORORING_RETURN_IF_ERROR(device.ScaleOnDevice(out, widening.out, after));
-    unpack.End(filled);
-    in.clear();
-    out.clear();
-    filled = 0;
+        deadline_));
+    reduce.End(rows_ * row_);
+    StageSpan unpack(trace_, Stage::kUnpack, batch_);
+    const double after = spec.op == ReduceOp::kAverage ? spec.postscale / ranks_ : spec.postscale;
+    HORORING_RETURN_IF_ERROR(device_.ScaleOnDevice(out, widening_.out, after));
+    unpack.End(row_);
+    stretches_.clear();
+    row_ = 0;
     return Status::Ok();
-  };
-  for (const BatchEntry& entry : batch.entries) {
-    const auto* from = static_cast<const std::byte*>(entry.input);
-    auto* to = static_cast<std::byte*>(entry.output);
-    for (size_t first = 0; first < entry.elements;) {
-      if (fusion_bytes - filled < kEntryAlign) HORORING_RETURN_IF_ERROR(send());
-      const size_t elements = std::min(entry.elements - first, (fusion_bytes - filled) / wide);
-      in.push_back({buffer + filled, from + first * element, elements});
-      out.push_back({to + first * element, buffer + filled, elements});
-      first += elements;
-      filled = std::min(filled + RoundUp(elements * wide, kEntryAlign), fusion_bytes);
-    }
   }
-  return filled > 0 ? send() : Status::Ok();
-}
+
+  const Batch& batch_;
+  NcclCommunicator& communicator_;
+  const Device& device_;
+  const int ranks_;
+  const TimeNs deadline_;
+  TraceSink& trace_;
+  const bool scatters_;
+  const size_t rows_;
+  const Widening widening_ = WideningOf(batch_.reduce.dtype);
+  const size_t element_ = ElementSize(batch_.reduce.dtype), wide_ = ElementSize(widening_.dtype);
+  std::vector<Stretch> stretches_;
+  size_t row_ = 0;  // bytes of a row that are taken
+};
 
 Status RunAllreduce(const Batch& batch, NcclCommunicator& communicator, const Device& device,
-                    size_t fusion_bytes, int ranks, TimeNs deadline, TraceSink& trace) {
+                    int ranks, TimeNs deadline, TraceSink& trace) {
   const std::vector<const BatchEntry*> entries = NotEmpty(batch);
   if (entries.empty()) return Status::Ok();
   const size_t element = ElementSize(batch.reduce.dtype);
@@ -196,9 +249,8 @@ Status RunAllreduce(const Batch& batch, NcclCommunicator& communicator, const De
   size_t padded = 0;
   for (const BatchEntry* entry : entries) padded += RoundUp(entry->elements * element, kEntryAlign);
   Calls calls(communicator, device);
-  void* const buffer =
-      entries.size() > 1 ? communicator.FusionBuffer(padded, fusion_bytes) : nullptr;
-  if (buffer == nullptr) {
+  std::byte* const buffer = communicator.fusion_buffer();
+  if (entries.size() == 1 || padded > communicator.fusion_bytes()) {
     StageSpan span(trace, Stage::kReduce, batch);
     HORORING_RETURN_IF_ERROR(communicator.Group(
         [&] {
@@ -211,7 +263,7 @@ Status RunAllreduce(const Batch& batch, NcclCommunicator& communicator, const De
     span.End(batch.bytes());
     return Status::Ok();
   }
-  std::vector<DeviceCopy> copies = Packing(entries, element, static_cast<std::byte*>(buffer));
+  std::vector<DeviceCopy> copies = Packing(entries, element, buffer);
   StageSpan pack(trace, Stage::kPack, batch);
   HORORING_RETURN_IF_ERROR(device.CopyOnDevice(copies));
   pack.End(batch.bytes());
@@ -290,17 +342,26 @@ NcclWay NcclWayOf(const Batch& batch, int ranks, bool scales) {
   const double factor = spec.prescale * spec.postscale;
   if (spec.op == ReduceOp::kSum && Holds(spec.dtype, factor)) return NcclWay::kPlain;
   if (spec.op == ReduceOp::kAverage && Holds(spec.dtype, factor / ranks)) return NcclWay::kPlain;
-  return scales && batch.kind == Collective::kAllreduce ? NcclWay::kScaled : NcclWay::kNot;
+  return scales ? NcclWay::kScaled : NcclWay::kNot;
+}
+
+bool WantsFusionBuffer(const Batch& batch, NcclWay way) {
+  return way == NcclWay::kScaled ||
+         (batch.kind == Collective::kAllreduce && NotEmpty(batch).size() > 1);
+}
+
+bool FitsScaled(const Batch& batch, int ranks, size_t fusion_bytes) {
+  const bool scatters = batch.kind == Collective::kReducescatter;
+  return Scaling::RowBytes(fusion_bytes, scatters ? static_cast<size_t>(ranks) : 1, scatters) > 0;
 }
 
 Status RunByNccl(const Batch& batch, NcclWay way, NcclCommunicator& communicator,
-                 const Device& device, size_t fusion_bytes, int ranks, TimeNs deadline,
-                 TraceSink& trace) {
+                 const Device& device, int ranks, TimeNs deadline, TraceSink& trace) {
   if (way == NcclWay::kScaled) {
-    return RunScaled(batch, communicator, device, fusion_bytes, ranks, deadline, trace);
+    return Scaling(batch, communicator, device, ranks, deadline, trace).Run();
   }
   if (batch.kind == Collective::kAllreduce) {
-    return RunAllreduce(batch, communicator, device, fusion_bytes, ranks, deadline, trace);
+    return RunAllreduce(batch, communicator, device, ranks, deadline, trace);
   }
   NcclOp op = kNcclSum;
   if (batch.kind == Collective::kReducescatter) {

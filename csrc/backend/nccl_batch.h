@@ -21,15 +21,21 @@ enum class NcclWay {
 };
 // Among `ranks`. kNot: 16-bit integers, averages of integers (NCCL's sums of them overflow),
 // Adasum, and factors of integers. Where NCCL would round factors to 16 bits, or has none (of Min,
-// Max and Product), kernels are needed: `scales`, of all ranks; for allreduce only.
+// Max and Product), kernels are needed: `scales`, of all ranks.
 NcclWay NcclWayOf(const Batch& batch, int ranks, bool scales);
 
 // Of the fusion buffer, so that batches can be scaled there.
 constexpr size_t kLeastScalingBytes = 4 << 10;
 
-// Puts `batch` into the device's private stream. REQUIRES: `way`, not kNot, is that of NcclWayOf.
+// Whether the fusion buffer is of use; the same on all ranks.
+bool WantsFusionBuffer(const Batch& batch, NcclWay way);
+// Whether there is room to scale `batch`, which takes a row of the fusion buffer for each rank that
+// gets a part, and one more.
+bool FitsScaled(const Batch& batch, int ranks, size_t fusion_bytes);
+
+// Puts `batch` into the device's private stream. REQUIRES: `way`, not kNot, is that of NcclWayOf,
+// and if it is kScaled, FitsScaled in the fusion buffer of `communicator`.
 Status RunByNccl(const Batch& batch, NcclWay way, NcclCommunicator& communicator,
-                 const Device& device, size_t fusion_bytes, int ranks, TimeNs deadline,
-                 TraceSink& trace);
+                 const Device& device, int ranks, TimeNs deadline, TraceSink& trace);
 
 }  // namespace hororing

@@ -1,6 +1,8 @@
 #include "backend/nccl_communicator.h"
 
+#include <algorithm>
 #include <cstring>
+#include <vector>
 
 #include "base/half.h"
 #include "base/log.h"
@@ -94,8 +96,7 @@ Status NcclCommunicator::Join(TimeNs deadline) {
 NcclCommunicator::~NcclCommunicator() {
   const Device::Current current(*device_);
   if (comm_ != nullptr) api_->comm_abort(comm_);
-  if (fusion_ == nullptr) return;
-  fusion_is_nccls_ ? static_cast<void>(api_->mem_free(fusion_)) : device_->Free(fusion_);
+  FreeFusion();
 }
 
 // Until NCCL has done what it has begun.
@@ -145,10 +146,7 @@ Status NcclCommunicator::Look() const {
 Status NcclCommunicator::Leave(TimeNs deadline) {
   const Device::Current current(*device_);
   HORORING_RETURN_IF_ERROR(current.status());
-  if (registration_ != nullptr) {
-    HORORING_RETURN_IF_ERROR(api_->Check(
-        api_->comm_deregister(comm_, std::exchange(registration_, nullptr)), "ncclCommDeregister"));
-  }
+  HORORING_RETURN_IF_ERROR(Deregister());
   HORORING_RETURN_IF_ERROR(Settle(api_->comm_finalize(comm_), "ncclCommFinalize", deadline));
   return api_->Check(api_->comm_destroy(std::exchange(comm_, nullptr)), "ncclCommDestroy");
 }
@@ -166,27 +164,60 @@ Status NcclCommunicator::ScaledSum(DataType dtype, double factor, NcclOp* op) {
   return Status::Ok();
 }
 
-void* NcclCommunicator::FusionBuffer(size_t bytes, size_t most) {
+Status NcclCommunicator::MakeFusionBuffer(size_t bytes, TimeNs deadline) {
+  if (std::exchange(fusion_asked_, true)) return Status::Ok();
   const Device::Current current(*device_);
-  if (fusion_ == nullptr && fusion_bytes_ == 0 && most > 0) {
-    fusion_bytes_ = most;
-    fusion_is_nccls_ =
-        api_->registers() && api_->mem_alloc(&fusion_, most) == kNcclSuccess && fusion_ != nullptr;
-    if (fusion_is_nccls_) {
-      // Optional: where it cannot be registered it works as other memory does.
-      if (api_->comm_register(comm_, fusion_, most, &registration_) != kNcclSuccess) {
-        registration_ = nullptr;
-      }
-    } else {
-      const Status allocated = device_->AllocatePlain(most, &fusion_);
-      if (!allocated.ok()) {
-        fusion_ = nullptr;
-        Log(LogLevel::kWarning, "no fusion buffer on " + device_->name() +
-                                    "; tensors are reduced one by one: " + allocated.message());
-      }
-    }
+  HORORING_RETURN_IF_ERROR(current.status());
+  struct Got {
+    int32_t memory = 0, registered = 0;
+  } mine;
+  const Status allocated = AllocateFusion(bytes);
+  mine.memory = allocated.ok();
+  mine.registered = registration_ != nullptr;
+  std::vector<Got> all(static_cast<size_t>(transport_.size()));
+  HORORING_RETURN_IF_ERROR(AllgatherV(
+      transport_, &mine, std::vector<size_t>(all.size(), sizeof mine), all.data(), deadline));
+  const auto lacks = [](const Got& got) { return got.memory == 0; };
+  if (std::any_of(all.begin(), all.end(), [](const Got& got) { return got.registered == 0; })) {
+    HORORING_RETURN_IF_ERROR(Deregister());
   }
-  return bytes <= fusion_bytes_ ? fusion_ : nullptr;
+  const auto without = std::find_if(all.begin(), all.end(), lacks);
+  if (without == all.end()) {
+    fusion_bytes_ = bytes;
+    return Status::Ok();
+  }
+  FreeFusion();
+  if (allocated.ok() && transport_.rank() != 0) return Status::Ok();
+  Log(LogLevel::kWarning, "rank " + std::to_string(without - all.begin()) +
+                              " of the process set has no memory for the fusion buffer, " +
+                              std::to_string(bytes) + " bytes" +
+                              (allocated.ok() ? "" : ", nor has this one: " + allocated.message()) +
+                              "; all its ranks reduce tensors on the device one by one, which is "
+                              "slow. Lower HORORING_FUSION_BYTES, or leave more memory free");
+  return Status::Ok();
+}
+
+Status NcclCommunicator::AllocateFusion(size_t bytes) {
+  fusion_is_nccls_ =
+      api_->registers() && api_->mem_alloc(&fusion_, bytes) == kNcclSuccess && fusion_ != nullptr;
+  if (!fusion_is_nccls_) return device_->AllocatePlain(bytes, &fusion_);
+  // Optional: where it cannot be registered it works as other memory does.
+  if (api_->comm_register(comm_, fusion_, bytes, &registration_) != kNcclSuccess) {
+    registration_ = nullptr;
+  }
+  return Status::Ok();
+}
+
+Status NcclCommunicator::Deregister() {
+  if (registration_ == nullptr) return Status::Ok();
+  return api_->Check(api_->comm_deregister(comm_, std::exchange(registration_, nullptr)),
+                     "ncclCommDeregister", comm_);
+}
+
+void NcclCommunicator::FreeFusion() {
+  void* const memory = std::exchange(fusion_, nullptr);
+  if (memory == nullptr) return;
+  fusion_is_nccls_ ? static_cast<void>(api_->mem_free(memory)) : device_->Free(memory);
 }
 
 }  // namespace hororing

@@ -6,6 +6,7 @@
 // Thread-safety: loop thread only.
 #pragma once
 
+#include <cstddef>
 #include <functional>
 #include <map>
 #include <memory>
@@ -42,11 +43,14 @@ class NcclCommunicator {
 
   // The operation that multiplies by `factor` before it sums. REQUIRES: a floating-point type.
   Status ScaledSum(DataType dtype, double factor, NcclOp* op);
-  // Memory for fusion, registered where NCCL can; null where there is none, or less than `bytes`.
-  // Allocated once, `most` bytes of it.
-  void* FusionBuffer(size_t bytes, size_t most);
-  size_t fusion_bytes() const { return fusion_bytes_; }
+  // Memory for fusion, allocated once. All ranks call it, with the same `bytes`, and exchange what
+  // they have got: it is there on all of them or on none, since they must make the same calls, and
+  // registered on all or none, since NCCL leaves a mixture undefined.
+  Status MakeFusionBuffer(size_t bytes, TimeNs deadline);
+  std::byte* fusion_buffer() const { return static_cast<std::byte*>(fusion_); }
+  size_t fusion_bytes() const { return fusion_bytes_; }  // 0: there is none
 
+  int rank() const { return transport_.rank(); }
   const NcclApi& api() const { return *api_; }
   NcclComm comm() const { return comm_; }
 
@@ -56,12 +60,16 @@ class NcclCommunicator {
       : api_(std::move(api)), device_(std::move(device)), transport_(transport) {}
   Status Join(TimeNs deadline);
   Status Settle(NcclResult begun, const char* call, TimeNs deadline);
+  Status AllocateFusion(size_t bytes);
+  Status Deregister();
+  void FreeFusion();
 
   const std::shared_ptr<const NcclApi> api_;
   const std::shared_ptr<Device> device_;
   Transport& transport_;
   NcclComm comm_ = nullptr;  // null: not yet, or no more
   std::map<std::pair<DataType, double>, NcclOp> scaled_sums_;
+  bool fusion_asked_ = false;
   void* fusion_ = nullptr;
   void* registration_ = nullptr;  // of fusion_
   bool fusion_is_nccls_ = false;

@@ -87,6 +87,40 @@ TEST(what_does_not_fit_into_the_fusion_buffer_goes_as_it_lies) {
   NothingLeft();
 }
 
+TEST(a_fusion_buffer_that_one_rank_cannot_have_none_has_and_nobody_waits_in_vain) {
+  fake_gpu_reset();
+  fake_gpu_set("no_memory_on", 1);
+  const int64_t collectives = fake_gpu_count("collectives");
+  const std::vector<ReduceSpec> specs = {{DataType::kFloat32, ReduceOp::kSum, 1.0, 1.0},
+                                         {DataType::kBfloat16, ReduceOp::kSum, 0.3, 1.0}};
+  RunAllSums(3, {DeviceWay::kNccl}, specs, {{5, 7, 0}, {9, 2}});
+  // The sums without a factor go one by one; the others by way of the host.
+  CHECK_EQ(fake_gpu_count("collectives") - collectives, 3 * 2 * 2);
+  fake_gpu_reset();
+  NothingLeft();
+}
+
+TEST(the_fusion_buffer_is_registered_on_all_ranks_or_on_none) {
+  for (const int64_t without : {-1, 0, 1}) {
+    fake_gpu_reset();
+    fake_gpu_set("no_registration_on", without);
+    RunCuda(2, {DeviceWay::kNccl}, [&](CudaRank& rank) {
+      float values[2] = {1, 2};
+      Batch batch = OneFloat(&values[0]);
+      batch.entries.push_back(batch.entries[0]);
+      batch.entries[1].input = batch.entries[1].output = &values[1];
+      CHECK_OK(RunBatch(
+          rank, batch, [&] { values[0] = 3; }, [&] { CHECK_EQ(values[0] + values[1], 10.0f); }));
+      CHECK_EQ(rank.cuda->nccl()->fusion_bytes(), size_t{1} << 20);
+      CHECK_OK(Barrier(*rank.transport, After(NowNs(), kLimit)));
+      CHECK_EQ(fake_gpu_count("registered"), without < 0 ? 2 : 0);
+      CHECK_OK(Barrier(*rank.transport, After(NowNs(), kLimit)));
+    });
+  }
+  fake_gpu_reset();
+  NothingLeft();
+}
+
 TEST(gathered_rows_may_differ_between_ranks) {
   fake_gpu_reset();
   for (const DeviceWay way : kWays) {

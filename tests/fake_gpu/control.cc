@@ -49,11 +49,18 @@ using namespace fake_gpu;
 
 FAKE int fake_gpu_set(const char* name, int64_t value) {
   const std::map<std::string, std::atomic<int64_t>*> known = {
-      {"delay_us", &settings.delay_us},         {"devices", &settings.devices},
-      {"cuda_version", &settings.cuda_version}, {"no_module", &settings.no_module},
-      {"capturing", &settings.capturing},       {"nccl_version", &settings.nccl_version},
-      {"init_fails", &settings.init_fails},     {"init_hangs", &settings.init_hangs},
-      {"hang_after", &settings.hang_after},     {"async_error_after", &settings.async_error_after}};
+      {"delay_us", &settings.delay_us},
+      {"devices", &settings.devices},
+      {"cuda_version", &settings.cuda_version},
+      {"no_module", &settings.no_module},
+      {"capturing", &settings.capturing},
+      {"nccl_version", &settings.nccl_version},
+      {"init_fails", &settings.init_fails},
+      {"init_hangs", &settings.init_hangs},
+      {"hang_after", &settings.hang_after},
+      {"async_error_after", &settings.async_error_after},
+      {"no_memory_on", &settings.no_memory_on},
+      {"no_registration_on", &settings.no_registration_on}};
   const auto found = known.find(name);
   if (found == known.end()) return -1;
   *found->second = value;
@@ -67,6 +74,7 @@ FAKE void fake_gpu_reset(void) {
   settings.nccl_version = 23203;
   settings.no_module = settings.capturing = settings.init_fails = settings.init_hangs = 0;
   settings.hang_after = settings.async_error_after = -1;
+  settings.no_memory_on = settings.no_registration_on = -1;
 }
 
 FAKE int fake_gpu_violations(const char** first) {

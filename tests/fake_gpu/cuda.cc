@@ -15,8 +15,8 @@ namespace fake_gpu {
 
 namespace {
 
-constexpr int kInvalidValue = 1, kInvalidContext = 201, kInvalidImage = 200, kNotReady = 600,
-              kCaptureUnsupported = 900;
+constexpr int kInvalidValue = 1, kOutOfMemory = 2, kInvalidContext = 201, kInvalidImage = 200,
+              kNotReady = 600, kCaptureUnsupported = 900;
 
 // An event is how many times it was recorded, and how many of those have come to pass.
 struct Event {
@@ -101,6 +101,10 @@ void* Pointer(uint64_t address) { return reinterpret_cast<void*>(address); }
 bool HasContext() {
   if (contexts.empty()) Violation("a call without a context");
   return !contexts.empty();
+}
+
+int CurrentDevice() {
+  return contexts.empty() ? -1 : static_cast<int>(reinterpret_cast<uintptr_t>(contexts.back())) - 1;
 }
 
 }  // namespace fake_gpu
@@ -244,6 +248,7 @@ FAKE int cuMemFreeAsync(uint64_t memory, void* stream) {
 }
 FAKE int cuMemAlloc_v2(uint64_t* memory, size_t bytes) {
   if (!HasContext()) return kInvalidContext;
+  if (settings.no_memory_on == CurrentDevice()) return kOutOfMemory;
   *memory = reinterpret_cast<uint64_t>(Memories().Add(NewMemory(bytes)));
   return 0;
 }

@@ -24,7 +24,9 @@ extern "C" {
  *   init_fails       communicators cannot be made
  *   init_hangs       and do not come to an end of being made
  *   hang_after       the number of collectives after which all hang, until the abort; -1: none
- *   async_error_after  the same, after which communicators tell of an error */
+ *   async_error_after  the same, after which communicators tell of an error
+ *   no_memory_on, no_registration_on   the device that has no memory (for plain allocations and
+ *                    those of NCCL), or none that can be registered; -1: none */
 int fake_gpu_set(const char* name, int64_t value);
 void fake_gpu_reset(void);
 

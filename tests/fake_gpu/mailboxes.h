@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -16,6 +17,7 @@ namespace fake_gpu {
 
 enum Result {
   kSuccess = 0,
+  kUnhandledCudaError = 1,
   kSystemError = 2,
   kInvalidArgument = 4,
   kInvalidUsage = 5,
@@ -39,7 +41,8 @@ struct Shared {
 struct Header {
   char what[16];
   int64_t bytes;
-  int32_t type, op, root, number;
+  int32_t type, op, root;
+  int32_t registered;  // whether what is sent lies in registered memory: everywhere or nowhere
 };
 
 struct Comm {
@@ -52,7 +55,8 @@ struct Comm {
   // Of a group that has ended, until comm_async_error is asked.
   std::mutex mutex;
   std::vector<std::pair<void*, std::function<void()>>> waiting;
-  std::vector<double> factors;  // of operations made here
+  std::vector<double> factors;               // of operations made here
+  std::map<const char*, size_t> registered;  // beginnings and bytes
 };
 
 // One half of a transfer: a header, then the bytes.

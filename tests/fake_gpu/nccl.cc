@@ -89,6 +89,14 @@ double FactorOf(Comm* comm, int op) {
   return op >= kPreMulSum ? comm->factors[static_cast<size_t>(op - kPreMulSum)] : 1;
 }
 
+int IsRegistered(Comm* comm, const void* send) {
+  const char* at = static_cast<const char*>(send);
+  for (const auto& [begin, bytes] : comm->registered) {
+    if (at >= begin && at < begin + bytes) return 1;
+  }
+  return 0;
+}
+
 // The rest of a communicator's making: waits for the other ranks.
 void Start(Comm* comm) {
   ++comm->shared->arrived;
@@ -213,8 +221,11 @@ FAKE int ncclGroupEnd() { return EndGroup(); }
 FAKE int ncclAllReduce(const void* send, void* receive, size_t count, int type, int op, Comm* comm,
                        void* stream) {
   const double factor = FactorOf(comm, op);
+  const int registered = IsRegistered(comm, send);
   return Collective(comm, stream, [=] {
-    const auto all = Exchange(*comm, HeaderOf("allreduce", count * SizeOf(type), type, op), send);
+    Header header = HeaderOf("allreduce", count * SizeOf(type), type, op);
+    header.registered = registered;
+    const auto all = Exchange(*comm, header, send);
     Reduce(type, op, factor, all, count, static_cast<char*>(receive));
   });
 }
@@ -247,9 +258,12 @@ FAKE int ncclReduce(const void* send, void* receive, size_t count, int type, int
 FAKE int ncclReduceScatter(const void* send, void* receive, size_t count, int type, int op,
                            Comm* comm, void* stream) {
   const double factor = FactorOf(comm, op);
+  const int registered = IsRegistered(comm, send);
   return Collective(comm, stream, [=] {
     const size_t bytes = count * SizeOf(type), ranks = static_cast<size_t>(comm->ranks);
-    auto all = Exchange(*comm, HeaderOf("reducescatter", bytes * ranks, type, op), send);
+    Header header = HeaderOf("reducescatter", bytes * ranks, type, op);
+    header.registered = registered;
+    auto all = Exchange(*comm, header, send);
     for (auto& each : all) {
       each.erase(each.begin(), each.begin() + static_cast<long>(bytes) * comm->rank);
     }
@@ -284,6 +298,7 @@ FAKE int ncclRedOpCreatePreMulSum(int* op, void* scalar, int type, int residence
 FAKE int ncclRedOpDestroy(int, Comm*) { return kSuccess; }
 
 FAKE int ncclMemAlloc(void** memory, size_t bytes) {
+  if (settings.no_memory_on == CurrentDevice()) return kUnhandledCudaError;
   ++counts.memory;
   *memory = std::malloc(bytes);
   return HasContext() ? kSuccess : kInvalidUsage;
@@ -293,14 +308,17 @@ FAKE int ncclMemFree(void* memory) {
   std::free(memory);
   return kSuccess;
 }
-FAKE int ncclCommRegister(Comm* comm, void*, size_t, void** handle) {
+FAKE int ncclCommRegister(Comm* comm, void* memory, size_t bytes, void** handle) {
   if (!Usable(comm)) return kInvalidUsage;
+  if (settings.no_registration_on == CurrentDevice()) return kUnhandledCudaError;
   ++counts.registered;
-  *handle = comm;
+  comm->registered[static_cast<char*>(memory)] = bytes;
+  *handle = memory;
   return kSuccess;
 }
-FAKE int ncclCommDeregister(Comm* comm, void*) {
+FAKE int ncclCommDeregister(Comm* comm, void* handle) {
   if (comm->dead) Violation("memory is deregistered at an ended communicator");
+  if (comm->registered.erase(static_cast<char*>(handle)) == 0) Violation("it is not registered");
   --counts.registered;
   return kSuccess;
 }
