@@ -108,13 +108,15 @@ def submit(
     integers: Sequence[int] | None = None,
     wait_follows: bool = False,
     stream: int = 0,
+    streams: Sequence[int] | None = None,
 ) -> int:
     """Hand one request to the core and return its handle, an int for `poll` and `wait`.
 
     Several views are a group: reduced when all ranks have submitted all of it. `keep` stays
     alive until the handle is complete; `finish` makes the result when it is waited for.
     `integers` are the splits of an alltoall. `wait_follows`: this thread calls `wait` next, and
-    does the engine's work there. `stream`: of views on a device, what computes them.
+    does the engine's work there. `stream`: of views on a device, what computes them; `streams`: the
+    same for each, where they differ.
     """
     try:
         request, owners = make_request(
@@ -122,11 +124,13 @@ def submit(
         )
         request.wait_follows = wait_follows
         request.stream = stream
+        c_streams = ffi.NULL if streams is None else ffi.new("uintptr_t[]", list(streams))
+        request.streams = c_streams
         handle = _hand_over(request, keep, finish)
     except BaseException:
         take_back(name)
         raise
-    del owners
+    del owners, c_streams
     return _submitted(name, handle)
 
 

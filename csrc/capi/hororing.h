@@ -25,7 +25,7 @@ extern "C" {
 #endif
 
 /* Grows with every incompatible change of this file. */
-enum { HR_ABI_VERSION = 4 };
+enum { HR_ABI_VERSION = 5 };
 
 /* The values of hororing::Code, and one more. */
 typedef enum hr_code {
@@ -168,6 +168,7 @@ typedef struct hr_request {
   int32_t wait_follows; /* nonzero: this thread calls hr_wait next; saves waking the engine */
   uintptr_t stream; /* tensors on a device: the CUDA stream whose work, so far, computes them; 0:
                        the default stream */
+  const uintptr_t* streams; /* the stream of each tensor, where they differ; NULL: all `stream` */
 } hr_request;
 
 typedef struct hr_result {

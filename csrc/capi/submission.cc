@@ -15,7 +15,12 @@ namespace {
 
 Status MarkReady(Engine& engine, const hr_request& from, TensorEntry* entry) {
   if (!entry->request.on_device()) return Status::Ok();
-  return engine.MarkReady(entry->views[0].device, reinterpret_cast<CuStream>(from.stream), entry);
+  std::vector<CuStream> streams;
+  for (size_t i = 0; i < entry->views.size(); ++i) {
+    const uintptr_t stream = from.streams != nullptr ? from.streams[i] : from.stream;
+    streams.push_back(reinterpret_cast<CuStream>(stream));
+  }
+  return engine.MarkReady(entry->views[0].device, streams, entry);
 }
 
 Status Submit(const hr_request& from, int64_t* handle) {
@@ -37,7 +42,7 @@ Status Submit(const hr_request& from, int64_t* handle) {
 Status MakeEntries(Engine& engine, const hr_request* const* requests, const uintptr_t* addresses,
                    size_t count, std::vector<std::unique_ptr<TensorEntry>>* entries) {
   entries->reserve(count);
-  std::map<std::pair<int, uintptr_t>, std::shared_ptr<const DeviceEvent>> ready;
+  std::map<std::pair<int, uintptr_t>, std::vector<std::shared_ptr<const DeviceEvent>>> ready;
   for (size_t i = 0; i < count; ++i) {
     hr_tensor tensor = requests[i]->tensors[0];
     tensor.input = tensor.output = addresses[i];
@@ -47,12 +52,12 @@ Status MakeEntries(Engine& engine, const hr_request* const* requests, const uint
     HORORING_RETURN_IF_ERROR(
         MakeEntry(request, engine.sets(), engine.topology().rank, entry.get()));
     if (entry->request.on_device()) {
-      std::shared_ptr<const DeviceEvent>& event = ready[{entry->views[0].device, request.stream}];
-      if (event == nullptr) {
+      auto& known = ready[{entry->views[0].device, request.stream}];
+      if (known.empty()) {
         HORORING_RETURN_IF_ERROR(MarkReady(engine, request, entry.get()));
-        event = entry->ready;
+        known = entry->ready;
       }
-      entry->ready = event;
+      entry->ready = known;
     }
     entries->push_back(std::move(entry));
   }

@@ -171,7 +171,7 @@ Status BatchRunner::Run(std::vector<Work> work) {
       entry.input = view.input;
       entry.output = IsGathering(batch.kind) ? item.entry->results[item.index].data() : view.output;
       entry.elements = static_cast<size_t>(view.elements());
-      entry.ready = item.entry->ready;
+      if (!item.entry->ready.empty()) entry.ready = item.entry->ready[item.index];
       batch.entries.push_back(std::move(entry));
       entries.push_back(item.entry);
     }

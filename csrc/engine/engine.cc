@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <chrono>
 #include <exception>
+#include <map>
 #include <utility>
 
 #include "base/log.h"
@@ -230,12 +231,15 @@ void Engine::Finish(const Status& why) {
   }
 }
 
-Status Engine::MarkReady(int ordinal, CuStream stream, TensorEntry* entry) {
+Status Engine::MarkReady(int ordinal, const std::vector<CuStream>& streams, TensorEntry* entry) {
   std::shared_ptr<Device> device;
-  std::shared_ptr<DeviceEvent> ready;
   Status status = devices_->Use(ordinal, &device);
-  if (status.ok()) status = device->Record(stream, &ready);
-  entry->ready = std::move(ready);
+  std::map<CuStream, std::shared_ptr<DeviceEvent>> events;
+  for (size_t i = 0; status.ok() && i < streams.size(); ++i) {
+    std::shared_ptr<DeviceEvent>& event = events[streams[i]];
+    if (event == nullptr) status = device->Record(streams[i], &event);
+    entry->ready.push_back(event);
+  }
   // That CUDA is broken is no fault of the engine's, which goes on.
   entry->stage = "SUBMIT";
   return status.ok() ? status : During(*entry, Status(Code::kInvalidArgument, status.message()));

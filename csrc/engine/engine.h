@@ -99,9 +99,9 @@ class Engine {
   // Fails this rank and tells the peers, without their consent; see hr_abort. As Shutdown.
   bool Abort(const std::string& reason, TimeNs timeout_ns);
 
-  // Notes in `entry`, whose views lie on device `ordinal`, how far `stream` of it has come: what is
-  // in there now computes them. kInvalidArgument where the device cannot be used.
-  Status MarkReady(int ordinal, CuStream stream, TensorEntry* entry);
+  // Notes in `entry`, whose views lie on device `ordinal`, how far its streams have come: what is
+  // in streams[i] now computes view i. kInvalidArgument where the device cannot be used.
+  Status MarkReady(int ordinal, const std::vector<CuStream>& streams, TensorEntry* entry);
 
   Devices& devices() { return *devices_; }
 

@@ -28,8 +28,9 @@ struct TensorEntry {
   std::vector<TensorView> views;  // one per tensor of the request
   int64_t handle = 0;
   TimeNs submitted_ns = 0;
-  std::shared_ptr<const DeviceEvent> ready;  // on a device: when the views may be used
-  bool resting = false;                      // not in flight; GUARDED_BY the table's mutex
+  // On a device: when each view may be used; empty: now.
+  std::vector<std::shared_ptr<const DeviceEvent>> ready;
+  bool resting = false;  // not in flight; GUARDED_BY the table's mutex
   // Loop thread only.
   uint64_t cache_id = 0;  // of `request` in the response cache; 0: none, as far as is known
   TimeNs reported_ns = 0;

@@ -36,7 +36,7 @@ class Group:
     def __init__(self, name: str, slots: list[Slot]) -> None:
         self._name = name
         self._count = len(slots)
-        self._waiting: dict[int, torch.Tensor] = {}  # by position
+        self._waiting: dict[int, tuple[torch.Tensor, int]] = {}  # by position, with its stream
         self.handle = 0
         self._results: dict[int, torch.Tensor] = {}
         # Autograd may run hooks on several threads.
@@ -44,10 +44,13 @@ class Group:
         for position, slot in enumerate(slots):
             slot.group, slot.position = self, position
 
-    def add(self, position: int, tensor: torch.Tensor, options: Options) -> None:
-        """Take the gradient of one member; send all when it is the last."""
+    def add(self, position: int, tensor: torch.Tensor, stream: int, options: Options) -> None:
+        """Take the gradient of one member, dense on a device, where `stream` computes it.
+
+        Send all when it is the last.
+        """
         with self._lock:
-            self._waiting[position] = tensor
+            self._waiting[position] = tensor, stream
             if len(self._waiting) == self._count:
                 self._submit(options)
 
@@ -59,12 +62,12 @@ class Group:
 
     def _submit(self, options: Options) -> None:
         order = sorted(self._waiting)  # ranks must agree on it, and arrival differs
-        tensors = [self._waiting[position] for position in order]
+        tensors, streams = zip(*(self._waiting[position] for position in order), strict=True)
         self._waiting = {}
         self._results = dict(zip(order, tensors, strict=True))
         self.handle = verbs.reduce_async(
             "grouped_allreduce", tensors, True, self._name, options.op, *options.factors,
-            process_set=options.process_set,
+            process_set=options.process_set, streams=streams,
         )  # fmt: skip
 
     def finish(self, position: int) -> torch.Tensor:
@@ -246,7 +249,9 @@ class Slot:
         dense, context = compression.compress(grad.to_dense() if is_sparse else grad)
         reduced: Callable[[], torch.Tensor]
         if group is not None:
-            group.add(self.position, dense, options)
+            if self.device != HOST:  # what has to be copied for it is copied in this stream
+                dense = verbs.adapter.dense(dense)
+            group.add(self.position, dense, self.stream(), options)
             reduced = partial(group.finish, self.position)
         else:
             self.handle = verbs.reduce_async(

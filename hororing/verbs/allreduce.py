@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from hororing import arguments, collectives
@@ -249,10 +249,11 @@ class Allreduce(Requests[T]):
         *,
         process_set: ProcessSet = global_process_set,
         wait_follows: bool = False,
+        streams: Sequence[int] | None = None,
     ) -> int:
         """Start what the verbs above describe; `pack` shapes the result.
 
-        `wait_follows` as for `collectives.submit`.
+        `wait_follows` and `streams` as for `collectives.submit`.
         """
         adapter = self.adapter
         members = check_member(process_set, verb)
@@ -277,4 +278,5 @@ class Allreduce(Requests[T]):
             prescale=prescale,
             postscale=postscale,
             wait_follows=wait_follows,
+            streams=streams,
         )

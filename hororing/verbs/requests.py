@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
 from typing import Any, Generic
 
@@ -45,13 +45,14 @@ class Requests(Generic[T]):
         views: list[View],
         *,
         finish: Callable[[int], Any],
+        streams: Sequence[int] | None = None,
         **rest: Any,
     ) -> int:
         """Do as `collectives.submit`.
 
         Of tensors on a device, what this thread computes from `finish` on comes after the results,
-        and so does what comes later in the stream that they were submitted in: that is where their
-        memory goes to when nobody needs it any more.
+        and so does what comes later in the streams that they were computed or submitted in: that is
+        where their memory goes to when nobody needs it any more.
         """
         device = views[0].device
         if device == collectives.HOST:
@@ -59,12 +60,12 @@ class Requests(Generic[T]):
         stream = self.adapter.stream(device)
 
         def finish_on_device(handle: int) -> Any:
-            for each in {stream, self.adapter.stream(device)}:
+            for each in {stream, self.adapter.stream(device), *(streams or ())}:
                 collectives.wait_in_stream(handle, each)
             return finish(handle)
 
         return collectives.submit(
-            collective, name, views, finish=finish_on_device, stream=stream, **rest
+            collective, name, views, finish=finish_on_device, stream=stream, streams=streams, **rest
         )
 
     def _gathered(self, handle: int, index: int, like: T) -> T:

@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import fake_gpu
 import mpirun
@@ -85,8 +86,7 @@ def case_gradients_of_one_stream_share_an_event() -> None:
     assert fake_gpu.count("recorded") - before < 40
 
 
-def case_gradients_of_two_streams_are_waited_for_in_both() -> None:
-    """The hook of one gradient submits others, which other streams compute, late."""
+def check_gradients_of_two_streams(prefix: str, **options: Any) -> None:
     streams = [fake_gpu.new_stream(), fake_gpu.new_stream()]
     current = streams[0]
     parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(40)]
@@ -104,7 +104,9 @@ def case_gradients_of_two_streams_are_waited_for_in_both() -> None:
             lambda parameter, index=index: computed(parameter, index)
         )
     optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(parameters, lr=0.1), [(f"two.{i}", p) for i, p in enumerate(parameters)]
+        torch.optim.SGD(parameters, lr=0.1),
+        [(f"{prefix}.{i}", p) for i, p in enumerate(parameters)],
+        **options,
     )
     one_stream = verbs.adapter.stream
     verbs.adapter.stream = lambda device: current
@@ -120,6 +122,15 @@ def case_gradients_of_two_streams_are_waited_for_in_both() -> None:
     for index, parameter in enumerate(parameters):
         wanted = 1 + index + (hvd.size() - 1) / 2
         torch.testing.assert_close(parameter.grad, torch.full((3,), wanted))
+
+
+def case_gradients_of_two_streams_are_waited_for_in_both() -> None:
+    """The hook of one gradient submits others, which other streams compute, late."""
+    check_gradients_of_two_streams("two")
+
+
+def case_groups_of_gradients_of_two_streams_are_waited_for_in_both() -> None:
+    check_gradients_of_two_streams("grouped", num_groups=3)
 
 
 def case_batch_norm_sees_all_batches() -> None:
