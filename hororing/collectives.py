@@ -245,13 +245,17 @@ def poll(handle: int) -> bool:
     if handle not in _pending:
         raise _unknown(handle)
     done = int(lib.hr_poll(handle))
-    if done < 0:
+    # Unknown to the core alone: `wait` has finished it, and was interrupted there.
+    if done < 0 and done != -lib.HR_INVALID_ARGUMENT:
         fail(done)
-    return done == 1
+    return done != 0
 
 
 def wait(handle: int) -> Any:
-    """Block until `handle` is complete, forget it, and return its result or raise its error."""
+    """Block until `handle` is complete, forget it, and return its result or raise its error.
+
+    May be called again after a KeyboardInterrupt, until it has returned.
+    """
     pending = _pending.get(handle)
     if pending is None:
         raise _unknown(handle)
@@ -259,12 +263,13 @@ def wait(handle: int) -> Any:
         while (code := lib.hr_finish(handle, WAIT_SLICE_S)) == lib.HR_PENDING:
             pass
         if code == lib.HR_OK:
-            _pending.pop(handle, None)
+            if _pending.pop(handle, None) is None:
+                raise _taken(handle)
             return pending
     code = block_until_complete(handle)
     unknown = code != lib.HR_OK and lib.hr_poll(handle) < 0
     if unknown or _pending.pop(handle, None) is None:
-        raise ValueError(f"handle {handle} was synchronized by another thread meanwhile")
+        raise _taken(handle)
     try:
         if code != lib.HR_OK:
             fail(code)
@@ -292,6 +297,10 @@ def _unknown(handle: int) -> ValueError:
         f"there is no handle {handle!r}: it was synchronized before, or no asynchronous "
         "operation returned it"
     )
+
+
+def _taken(handle: int) -> ValueError:
+    return ValueError(f"handle {handle} was synchronized by another thread meanwhile")
 
 
 def block_until_complete(handle: int) -> int:

@@ -58,8 +58,12 @@ class PreparedAllreduce:
         handle, keep = self.handle, self.keep
         code = block_until_complete(handle) if handle else lib.HR_OK
         if handle and self.on_device and code == lib.HR_OK:
-            for each in {stream, int(self.request.stream)}:
-                wait_in_stream(handle, each)
+            try:
+                for each in {stream, int(self.request.stream)}:
+                    wait_in_stream(handle, each)
+            except Exception:
+                self.abandon()
+                raise
         self.handle = 0
         self.keep = None
         if handle:
@@ -105,7 +109,7 @@ def start_many(
 def finish_many(handles: list[int], stream: int | None = None) -> bool:
     """Wait for all, which are no more then. False: not all have succeeded, and all still are.
 
-    `stream`, of a device, waits for the results there.
+    `stream`, of a device, waits for the results there. May be called again.
     """
     c_handles, count = ffi.new("int64_t[]", handles), len(handles)
     while True:

@@ -187,7 +187,8 @@ HandleTable::Look HandleTable::WaitMany(const int64_t* handles, size_t count, Ti
   const bool settled = Sleep(lock, timeout_ns, [&] {
     for (; left > 0; --left) {
       Slot* const slot = Find(handles[left - 1]);
-      if (slot == nullptr || slot->released) {
+      if (slot == nullptr) continue;
+      if (slot->released) {
         *all_ok = false;
         continue;
       }
@@ -205,7 +206,7 @@ HandleTable::Look HandleTable::WaitMany(const int64_t* handles, size_t count, Ti
   }
   for (size_t i = 0; *all_ok && i < count; ++i) {
     Slot* const slot = Find(handles[i]);
-    if (slot == nullptr) continue;  // it is there twice
+    if (slot == nullptr) continue;  // it is there twice, or has been waited for
     std::shared_ptr<const DeviceEvent>& event = slot->landed;
     // Mostly those of one batch follow one another, and have one event.
     if (landed != nullptr && event != nullptr && (landed->empty() || landed->back() != event)) {

@@ -60,7 +60,8 @@ class HandleTable {
   // Waits at most `timeout_ns`; fills `status` when done.
   Look Wait(int64_t handle, TimeNs timeout_ns, Status* status);
   // Waits for all of them. When all have succeeded they are released, and `all_ok` is true;
-  // `landed` receives their events.
+  // `landed` receives their events. A handle that is no more counts as one that has succeeded: who
+  // was interrupted before it could note that it had waited asks again.
   Look WaitMany(const int64_t* handles, size_t count, TimeNs timeout_ns, bool* all_ok,
                 std::vector<std::shared_ptr<const DeviceEvent>>* landed = nullptr);
   // Null where there is none, or no such handle.

@@ -78,6 +78,7 @@ class _DeltaReducer(Reducer):
         for param, slot in changed:
             with collect(failures):
                 deltas.append((param, slot.wait()))
+                slot.rest()
         self._shared.flying.clear()
         if failures:
             raise failures[0]

@@ -311,27 +311,32 @@ class Slot:
         )
 
     def wait(self) -> torch.Tensor:
-        """Return what `send` was given, reduced."""
+        """Return what `send` was given, reduced. Nothing is in flight then: see `rest`."""
         prepared = self.prepared
-        try:
-            if prepared is not None and prepared.keep is not None:
-                reduced: torch.Tensor = prepared.finish(self.stream())
-            else:
-                assert self.finish_general is not None
-                reduced = self.finish_general()
-        finally:
-            self.rest()
+        if prepared is not None and prepared.keep is not None:
+            reduced: torch.Tensor = prepared.finish(self.stream())
+        else:
+            assert self.finish_general is not None
+            reduced = self.finish_general()
+            self.finish_general = lambda: reduced  # for who asks again, after an interrupt
         return reduced
 
     def finish(self, param: torch.Tensor) -> None:
-        """Wait for the reduced gradient and leave it in `param.grad`."""
-        reduced, grad = self.wait(), param.grad
-        if reduced is grad:
-            return
-        if grad is not None and grad.layout is torch.strided is reduced.layout:
-            grad.copy_(reduced)
-        else:
-            param.grad = reduced
+        """Wait for the reduced gradient, leave it in `param.grad`, and rest.
+
+        After an interrupt it is still in flight, so that who waits again does not send it again.
+        """
+        try:
+            reduced, grad = self.wait(), param.grad
+            if reduced is not grad:
+                if grad is not None and grad.layout is torch.strided is reduced.layout:
+                    grad.copy_(reduced)
+                else:
+                    param.grad = reduced
+        except Exception:
+            self.rest()
+            raise
+        self.rest()
 
     def stream(self) -> int:
         """Return the stream that this thread computes in, where the parameter is."""

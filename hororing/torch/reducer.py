@@ -101,27 +101,30 @@ class Reducer:
         """Send what the hooks did not, wait for everything, leave it in the gradients.
 
         An error is raised when nothing is in flight any more; gradients without an error are
-        reduced then.
+        reduced then. After a KeyboardInterrupt another call takes up where it was.
         """
         shared = self._shared
         shared.check_set()
         entries = self.follow(param_groups)
         failures: list[Exception] = []
         with torch.no_grad():
+            resumed = shared.finishing
             late = [entry for entry in entries if not entry[1].sent]
-            with collect(failures):
-                shared.send_late(late)
-            for group in self._groups:
+            if not resumed:
                 with collect(failures):
-                    group.flush(shared.options)
+                    shared.send_late(late)
+                for group in self._groups:
+                    with collect(failures):
+                        group.flush(shared.options)
+                shared.finishing = True
             sent = [entry for entry in entries if entry[1].sent] if late else entries
             finish_all(sent, shared.flying, failures)
         passes = shared.passes
         for _, slot in entries:
             if slot.sent or slot.left != passes:
                 slot.rest()
+        shared.synchronized = not failures  # before all is forgotten: an interrupt may come here
         shared.rest()
-        shared.synchronized = not failures
         if failures:
             raise failures[0]
 
@@ -174,18 +177,18 @@ def finish_all(
 ) -> None:
     """Wait for the gradients of `entries`, mostly in one call of the core."""
     landed = _landed(entries, flying)
-    flying.clear()
     for param, slot in entries:
         prepared = slot.prepared
         if landed and prepared and prepared.handle and prepared.keep is param.grad:
             # Almost always: reduced where it is.
-            prepared.handle, prepared.keep = 0, None
             slot.sent, slot.left = False, slot.shared.passes
+            prepared.handle, prepared.keep = 0, None
         else:
             if landed and prepared:
                 prepared.handle = 0
             with collect(failures):
                 slot.finish(param)
+    flying.clear()  # last: an interrupt leaves them, to be waited for again
 
 
 def _landed(entries: list[tuple[torch.Tensor, Slot]], flying: list[int]) -> bool:

@@ -50,8 +50,8 @@ class Shared:
     """What the slots of one optimizer have in common."""
 
     __slots__ = (
-        "arrived", "awaits_end", "batch_bytes", "begun", "flying", "lock", "members", "on_device",
-        "options", "passes", "room", "synchronized", "tracing", "views",
+        "arrived", "awaits_end", "batch_bytes", "begun", "finishing", "flying", "lock", "members",
+        "on_device", "options", "passes", "room", "synchronized", "tracing", "views",
     )  # fmt: skip
 
     def __init__(self, options: Options, passes: int) -> None:
@@ -67,6 +67,7 @@ class Shared:
         self.arrived: list[Slot] = []
         self.batch_bytes = self.room = LEAST_WEIGHT  # of the batch; of it, for more gradients
         self.flying: list[int] = []  # handles that nobody has waited for
+        self.finishing = False  # all is sent, some of it may be waited for: between two `rest`s
         self.on_device = False  # whether a parameter lies there
         self.lock = threading.Lock()
         self.awaits_end = False  # `backward_ended` will be called
@@ -75,7 +76,8 @@ class Shared:
     def first_hook(self) -> None:
         """Begin a step, or another backward pass of it."""
         with self.lock:
-            if not self.begun:
+            if not self.begun or self.finishing:  # of a step that was interrupted at its end
+                self.finishing = False
                 self.check_set()
                 self.synchronized = False
                 self.tracing = timeline.enabled()
@@ -142,7 +144,7 @@ class Shared:
         """Be ready for the next step. REQUIRES: nothing is in flight."""
         self.drop_arrived()
         self.flying.clear()
-        self.begun = False
+        self.begun = self.finishing = False
 
 
 def _send_together(arrived: list[Slot], flying: list[int], failures: list[Exception]) -> None:

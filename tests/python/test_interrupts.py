@@ -1,0 +1,116 @@
+"""Ctrl-C at every line of a wait: who waits again gets what there is, once, and nobody hangs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import mpirun
+import pytest
+import torch
+
+import hororing.torch as hvd
+from hororing import collectives
+from hororing.torch import gradient, reducer
+
+
+def interrupted(call: Callable[[], object], at: int, *functions: Any) -> bool:
+    """Call, with a KeyboardInterrupt before the line `at` of those that `functions` carry out.
+
+    Whether there are so many.
+    """
+    codes = {function.__code__ for function in functions}
+    left = at
+
+    def line(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal left
+        left -= event == "line"
+        if left == 0:
+            raise KeyboardInterrupt
+        return line
+
+    sys.settrace(lambda frame, _, __: line if frame.f_code in codes else None)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+def lost_waits(start: Callable[..., int], prefix: str) -> int:
+    """How many lines there are of a wait before which an interrupt loses its result."""
+    lost = 0
+    for at in range(1, 20):
+        handle = start(torch.full((3,), 1.0), op=hvd.Sum, name=f"{prefix}.{at}")
+        again = hvd.rank() == 0 and interrupted(
+            lambda handle=handle: hvd.synchronize(handle), at, collectives.wait
+        )
+        if again:
+            try:
+                assert hvd.poll(handle) in (False, True)
+                assert hvd.synchronize(handle).tolist() == [hvd.size()] * 3
+            except ValueError:  # it was on its way to the caller
+                lost += 1
+            with pytest.raises(ValueError, match="no handle"):
+                hvd.synchronize(handle)
+        elif hvd.rank() > 0:
+            assert hvd.synchronize(handle).tolist() == [hvd.size()] * 3
+    assert not collectives._pending
+    return lost
+
+
+def case_a_wait_may_be_repeated_after_an_interrupt_anywhere() -> None:
+    hvd.init()
+    assert lost_waits(hvd.allreduce_async_, "in_place") == (hvd.rank() == 0)
+    assert lost_waits(hvd.allreduce_async, "elsewhere") < 5
+
+
+def check_optimizer(prefix: str, **options: Any) -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(3)) for _ in range(5)]
+    named = [(f"{prefix}.{i}", parameter) for i, parameter in enumerate(parameters)]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.0), named, **options)
+    lines = 0
+    for at in range(1, 200):
+        optimizer.zero_grad()
+        # The last one has no gradient before `synchronize` makes one.
+        sum((p * (at + hvd.rank())).sum() for p in parameters[:4]).backward()
+        again = hvd.rank() == 0 and interrupted(
+            optimizer.synchronize, at, reducer.Reducer.synchronize, reducer.finish_all,
+            reducer._landed, gradient.Slot.finish, collectives.finish_many,
+            collectives.block_until_complete,
+        )  # fmt: skip
+        torch.set_grad_enabled(True)  # the line may have been the end of no_grad()
+        if again or hvd.rank() > 0:
+            optimizer.synchronize()
+        mean = at + (hvd.size() - 1) / 2
+        for parameter, wanted in zip(parameters, [mean] * 4 + [0.0], strict=True):
+            assert parameter.grad is not None
+            assert parameter.grad.tolist() == [wanted] * 3, at
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        lines = at
+        if not hvd.broadcast_object(again, name=f"{prefix}.again"):
+            break
+    assert 20 < lines < 199
+    assert not collectives._pending
+
+
+def case_gradients_may_be_waited_for_again_after_an_interrupt_anywhere() -> None:
+    check_optimizer("plain")
+
+
+def case_compressed_gradients_may_be_waited_for_again() -> None:
+    check_optimizer("compressed", compression=hvd.Compression.fp16)
+
+
+def case_grouped_gradients_may_be_waited_for_again() -> None:
+    check_optimizer("grouped", num_groups=2)
+
+
+@pytest.mark.parametrize("case", mpirun.case_names(globals()))
+def test_case(case: str):
+    mpirun.cases_of(__file__, 2).check(case)
