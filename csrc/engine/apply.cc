@@ -48,7 +48,9 @@ void Loop::Apply(const Agreement& agreement) {
       case Decision::Kind::kLeave:
       case Decision::Kind::kAbort:
         Run(&work);
-        if (!final_) End(decision.status);
+        if (final_) break;
+        engine_.all_know_ = true;
+        End(decision.status);
         break;
     }
     if (final_) return;

@@ -167,7 +167,7 @@ void Engine::Serve(World& world, Loop& loop) {
   turn.unlock();
   SetWakeTarget(nullptr);
   Finish(why);
-  if (why.code() == Code::kShutDown) CloseAll(world);
+  if (why.code() == Code::kShutDown || all_know_) CloseAll(world);
 }
 
 void Engine::SetWakeTarget(Transport* target) {

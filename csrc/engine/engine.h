@@ -155,7 +155,7 @@ class Engine {
   TensorTable tensors_;
   SharedProcessSets sets_;
   BackendOptions backend_options_;  // loop thread
-  bool all_know_ = false;           // loop thread: every rank has the error of this one's start
+  bool all_know_ = false;           // loop thread: every rank comes to the same end
   TraceSink trace_;
   Stats stats_;
   std::atomic<State> state_{State::kStarting};

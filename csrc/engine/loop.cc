@@ -347,7 +347,9 @@ void Loop::Farewell() {
   // Otherwise what is under way on devices is broken off with the backends.
   if (final_->code() == Code::kShutDown) runner_.Leave(After(NowNs(), kFarewellTime));
   if (final_->code() != Code::kShutDown) {
-    transport_.AnnounceFailure(final_->message(), final_->rank());
+    // An end that was agreed on reaches all ranks as such. In other words, and earlier, they would
+    // hear of it as of a rank that was lost.
+    if (!engine_.all_know_) transport_.AnnounceFailure(final_->message(), final_->rank());
     // What this rank's own script has broken off, its traceback tells.
     if (topology_.size > 1 && !engine_.abort_.load()) {
       Log(LogLevel::kError, "the engine has failed: " + final_->message());

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "forwarding_transport.h"
 #include "hosts_engine_world.h"
 #include "negotiation/codec.h"
 
@@ -288,6 +289,58 @@ TEST(a_stall_on_another_host_names_who_is_missing) {
     CHECK(status.code() == Code::kStalled);
     CHECK(Contains(status.message(), "'x': submitted by ranks 0,1,3, missing rank 2"));
   });
+}
+
+// Of what rank 0 has agreed on, ranks of another host hear late, by way of the first of them. Here
+// only when they have looked for failures after rank 0 had ended.
+struct HeldBack {
+  std::atomic<bool> ended{false};  // on rank 0
+  std::atomic<int> looks{0};       // of rank 3, since
+};
+
+class HoldingTransport final : public ForwardingTransport {
+ public:
+  HoldingTransport(std::unique_ptr<Transport> inner, HeldBack& held)
+      : ForwardingTransport(std::move(inner)), held_(held) {}
+  bool Poll(int* peer, std::string* message) override {
+    return (rank() != 2 || held_.looks >= 2) && ForwardingTransport::Poll(peer, message);
+  }
+  Status CheckPeers() override {
+    const bool ended = held_.ended;
+    const Status status = ForwardingTransport::CheckPeers();
+    if (rank() == 3 && ended) ++held_.looks;
+    return status;
+  }
+
+ private:
+  HeldBack& held_;
+};
+
+TEST(an_end_that_is_agreed_on_is_told_in_the_same_words_everywhere) {
+  EngineConfig config;
+  config.stall.shutdown_ns = 300 * kMillisecond;
+  HeldBack held;
+  std::vector<Status> told(4);
+  const auto play = [&](Player& player) {
+    std::vector<float> data(4, 1.0f);
+    told[static_cast<size_t>(player.rank)] =
+        player.Allreduce(player.rank == 1 ? "another tensor of a long name" : "x", data);
+    if (player.rank == 0) held.ended = true;
+  };
+  PlayOn({0, 0, 1, 1}, config, play, 0, [&](int rank, World& world) {
+    if (rank < 2) return;
+    world.transport = std::make_unique<HoldingTransport>(std::move(world.transport), held);
+  });
+  const auto reason = [&](size_t rank) {
+    const std::string& text = told[rank].message();
+    return text.substr(std::min(text.size(), text.find("stalled for more than")));
+  };
+  CHECK(Contains(reason(0), "missing"));
+  for (size_t rank = 0; rank < 4; ++rank) {
+    CHECK(told[rank].code() == Code::kStalled);
+    CHECK_EQ(told[rank].rank(), told[0].rank());
+    CHECK_EQ(reason(rank), reason(0));
+  }
 }
 
 TEST(a_failure_on_another_host_reaches_all) {

@@ -18,7 +18,8 @@ using Hosts = std::vector<int>;  // of every rank
 
 // As Play.
 inline void PlayOn(const Hosts& hosts, const EngineConfig& base,
-                   const std::function<void(Player&)>& script, size_t pipe_bytes = 0) {
+                   const std::function<void(Player&)>& script, size_t pipe_bytes = 0,
+                   const std::function<void(int, World&)>& adjust = {}) {
   const int size = static_cast<int>(hosts.size());
   auto wires = MakeInprocWorld(size, 20 * kMicrosecond);
   std::vector<std::string> ids;
@@ -38,6 +39,7 @@ inline void PlayOn(const Hosts& hosts, const EngineConfig& base,
     world.local = std::make_unique<ShmTransport>(segments[static_cast<size_t>(host)],
                                                  world.topology.local_rank, 20 * kMicrosecond);
     RouteControl({}, &world);
+    if (adjust) adjust(rank, world);
     worlds.push_back(std::move(world));
   }
   std::vector<std::thread> threads;
