@@ -30,6 +30,7 @@ namespace {
 struct Process {
   std::mutex mutex;
   std::shared_ptr<Engine> engine;  // GUARDED_BY(mutex)
+  bool given_up = false;           // a former engine was; GUARDED_BY(mutex)
   std::shared_ptr<HandleTable> handles = std::make_shared<HandleTable>();
 };
 
@@ -141,9 +142,16 @@ int EndEngine(const std::function<bool(Engine&)>& end) {
   }
   if (engine == nullptr) return HR_OK;
   if (end(*engine)) return HR_OK;
+  const bool given_up = engine->given_up();
   new std::shared_ptr<Engine>(std::move(engine));
-  return Remember(
-      Status(Code::kStalled, "shutdown: the engine did not end in time; a peer may be frozen"));
+  if (!given_up) {
+    return Remember(
+        Status(Code::kStalled, "shutdown: the engine did not end in time; a peer may be frozen"));
+  }
+  std::lock_guard<std::mutex> lock(process.mutex);
+  process.given_up = true;
+  return Remember(Status(Code::kTransport,
+                         "shutdown: the engine's thread stays in a call that does not return"));
 }
 
 }  // namespace
@@ -161,6 +169,11 @@ HR_EXPORT int hr_init(const hr_config* config) {
   {
     std::lock_guard<std::mutex> lock(process.mutex);
     if (process.engine != nullptr) return HR_OK;
+    if (process.given_up) {
+      return Remember(Status(Code::kTransport,
+                             "init: the thread of an engine before is in a call of MPI that does "
+                             "not return; start this process again"));
+    }
   }
   SetLogLevel(static_cast<LogLevel>(config->log_level));
   const std::string kernels = Text(config->kernels);

@@ -17,8 +17,10 @@
 namespace hororing {
 namespace {
 
-TimeNs Until(TimeNs deadline) {
-  return deadline == kForever ? kForever : std::max<TimeNs>(0, deadline - NowNs());
+// How long a caller sleeps before it looks after the loop.
+TimeNs NextLook(TimeNs deadline) {
+  constexpr TimeNs kLookInterval = 500 * kMillisecond;
+  return std::clamp<TimeNs>(deadline - NowNs(), 0, kLookInterval);
 }
 
 // How long ranks wait for one another when they all stop.
@@ -193,6 +195,8 @@ Status Engine::PrepareWorld(const WorldMaker& make_world, World* world) {
   transport_name_ = world->transport->name();
   arena_ = world->transport->arena();
   drivable_ = world->transport->turns() != nullptr;
+  neighbours_ = world->neighbours;
+  world->transport->Watch(&calls_);
   if (!world->note.empty()) Log(LogLevel::kWarning, world->note);
   const Status same = CompareFingerprints(*world->transport, config_.fingerprint,
                                           After(NowNs(), config_.timeout_ns));
@@ -306,7 +310,12 @@ void Engine::Forget(int64_t handle, const Status& status) {
 HandleTable::Look Engine::Wait(int64_t handle, TimeNs timeout_ns, Status* status) {
   const TimeNs deadline = After(NowNs(), timeout_ns);
   DriveUntil([&] { return handles_->Poll(handle) != HandleTable::Look::kPending; }, deadline);
-  return handles_->Wait(handle, Until(deadline), status);
+  for (;;) {
+    const HandleTable::Look look = handles_->Wait(handle, NextLook(deadline), status);
+    if (look != HandleTable::Look::kPending) return look;
+    LookAtLoop();
+    if (NowNs() >= deadline) return look;
+  }
 }
 
 HandleTable::Look Engine::WaitMany(const int64_t* handles, size_t count, TimeNs timeout_ns,
@@ -320,7 +329,26 @@ HandleTable::Look Engine::WaitMany(const int64_t* handles, size_t count, TimeNs 
         return left == 0;
       },
       deadline);
-  return handles_->WaitMany(handles, count, Until(deadline), all_ok, landed);
+  for (;;) {
+    const HandleTable::Look look =
+        handles_->WaitMany(handles, count, NextLook(deadline), all_ok, landed);
+    if (look != HandleTable::Look::kPending) return look;
+    LookAtLoop();
+    if (NowNs() >= deadline) return look;
+  }
+}
+
+// Waits for `done`, at most so long, and looks after the loop meanwhile. False: in vain.
+bool Engine::Await(std::unique_lock<std::mutex>& lock, TimeNs timeout_ns,
+                   const std::function<bool()>& done) {
+  const TimeNs deadline = After(NowNs(), timeout_ns);
+  while (!changed_.wait_for(lock, std::chrono::nanoseconds(NextLook(deadline)), done)) {
+    if (NowNs() >= deadline) return false;
+    lock.unlock();
+    LookAtLoop();
+    lock.lock();
+  }
+  return true;
 }
 
 // Runs the loop, unless somebody else does or the transport forbids it.
@@ -371,12 +399,8 @@ bool Engine::Abort(const std::string& reason, TimeNs timeout_ns) {
 
 bool Engine::JoinBefore(TimeNs timeout_ns) {
   std::unique_lock<std::mutex> lock(mutex_);
-  const auto ended = [&] { return ended_; };
-  if (timeout_ns == kForever) {
-    changed_.wait(lock, ended);
-    return true;
-  }
-  return changed_.wait_for(lock, std::chrono::nanoseconds(timeout_ns), ended);
+  Await(lock, timeout_ns, [&] { return ended_ || given_up(); });
+  return ended_;
 }
 
 std::vector<std::vector<std::string>> Engine::plan() const {
@@ -414,10 +438,7 @@ Status Engine::RunCommand(const Command& command, TimeNs timeout_ns) {
   lock.unlock();
   Wake();
   lock.lock();
-  const auto done = [&] { return command_done_; };
-  if (timeout_ns == kForever) {
-    changed_.wait(lock, done);
-  } else if (!changed_.wait_for(lock, std::chrono::nanoseconds(timeout_ns), done)) {
+  if (!Await(lock, timeout_ns, [&] { return command_done_; })) {
     command_waiting_ = false;
     return Status(Code::kStalled, "timeline: the other ranks did not send their last events");
   }

@@ -23,7 +23,9 @@
 #include <vector>
 
 #include "backend/factory.h"
+#include "base/call_watch.h"
 #include "base/clock.h"
+#include "base/process.h"
 #include "base/status.h"
 #include "collective/algorithm.h"
 #include "engine/handle_table.h"
@@ -93,6 +95,12 @@ class Engine {
   HandleTable::Look WaitMany(const int64_t* handles, size_t count, TimeNs timeout_ns, bool* all_ok,
                              std::vector<std::shared_ptr<const DeviceEvent>>* landed = nullptr);
 
+  // For those who wait in another way: gives the loop up where its thread is in a call that does
+  // not return (base/call_watch.h), so that everything pending fails.
+  void LookAtLoop();
+  // That has happened.
+  bool given_up() const { return calls_.given_up(); }
+
   // Asks all ranks to stop; see hr_shutdown. False when the loop did not end in time: the
   // engine must then be leaked, not destroyed.
   bool Shutdown(const std::string& reason, TimeNs timeout_ns);
@@ -143,6 +151,8 @@ class Engine {
   void Started(Status status);
   void TakeLeave(World& world, const Status& why);
   void Finish(const Status& why);
+  bool Await(std::unique_lock<std::mutex>& lock, TimeNs timeout_ns,
+             const std::function<bool()>& done);
   bool JoinBefore(TimeNs timeout_ns);
   Status RunCommand(const Command& command, TimeNs timeout_ns);
   Status StoppedStatus() const;
@@ -165,6 +175,9 @@ class Engine {
   std::string transport_name_;
   std::shared_ptr<Arena> arena_;
   std::shared_ptr<Devices> devices_;
+  std::vector<ProcessIdentity> neighbours_;
+
+  CallWatch calls_;  // of the loop's thread
 
   std::mutex wake_mutex_;
   Transport* wake_target_ = nullptr;  // GUARDED_BY(wake_mutex_); null while there is none

@@ -1,6 +1,7 @@
 #include "engine/tensor_table.h"
 
 #include <algorithm>
+#include <string_view>
 #include <utility>
 
 namespace hororing {
@@ -126,6 +127,16 @@ std::vector<std::unique_ptr<TensorEntry>> TensorTable::RemoveSet(int32_t process
     }
   }
   return removed;
+}
+
+std::vector<std::string> TensorTable::InBatch() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<std::string> titles;
+  for (const auto& [name, entry] : entries_) {
+    if (!entry->resting && std::string_view(entry->stage) == "REDUCE")
+      titles.push_back(entry->request.Title());
+  }
+  return titles;
 }
 
 std::vector<std::unique_ptr<TensorEntry>> TensorTable::Close(const Status& why) {

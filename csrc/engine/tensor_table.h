@@ -80,6 +80,8 @@ class TensorTable {
   void Forget(const std::string& key);
   // All requests of a process set.
   std::vector<std::unique_ptr<TensorEntry>> RemoveSet(int32_t process_set);
+  // Titles of what the batch under way holds. REQUIRES: the loop has been given up.
+  std::vector<std::string> InBatch();
   // Refuses every later Add with `why`, and hands out all that is left.
   std::vector<std::unique_ptr<TensorEntry>> Close(const Status& why);
 

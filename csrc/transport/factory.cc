@@ -177,19 +177,22 @@ Status CompareWishes(const std::vector<std::string>& wishes) {
 
 // MPI tells nobody when a process ends, but on this host it can be seen.
 Status WatchNeighbours(Transport& transport, const std::vector<std::string>& host_ids,
-                       TimeNs deadline) {
+                       TimeNs deadline, std::vector<ProcessIdentity>* neighbours) {
   const ProcessIdentity self = ThisProcess();
   std::vector<std::string> texts;
   HORORING_RETURN_IF_ERROR(
       ShareTexts(transport, std::to_string(self.pid) + " " + std::to_string(self.start_time),
                  deadline, &texts));
   std::vector<ProcessIdentity> processes(texts.size());
-  const std::string& here = host_ids[static_cast<size_t>(transport.rank())];
+  std::vector<bool> here;
+  neighbours->assign(texts.size(), {});
+  const size_t own = static_cast<size_t>(transport.rank());
   for (size_t rank = 0; rank < texts.size(); ++rank) {
-    if (host_ids[rank] != here || static_cast<int>(rank) == transport.rank()) continue;
     std::istringstream(texts[rank]) >> processes[rank].pid >> processes[rank].start_time;
+    here.push_back(host_ids[rank] == host_ids[own] && rank != own);
+    if (here.back()) (*neighbours)[rank] = processes[rank];
   }
-  transport.WatchProcesses(std::move(processes));
+  transport.WatchProcesses(std::move(processes), std::move(here));
   return Status::Ok();
 }
 
@@ -264,7 +267,7 @@ Status MakeWorld(const WorldOptions& options, World* world) {
   HORORING_RETURN_IF_ERROR(ShareTexts(*over_mpi, HostId(), deadline, &host_ids));
   HORORING_RETURN_IF_ERROR(ShareTexts(*over_mpi, options.transport, deadline, &wishes));
   HORORING_RETURN_IF_ERROR(CompareWishes(wishes));
-  HORORING_RETURN_IF_ERROR(WatchNeighbours(*over_mpi, host_ids, deadline));
+  HORORING_RETURN_IF_ERROR(WatchNeighbours(*over_mpi, host_ids, deadline, &world->neighbours));
   world->topology = MakeTopology(over_mpi->rank(), host_ids);
   if (options.transport == "mpi") {
     world->transport = std::move(over_mpi);

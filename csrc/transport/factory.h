@@ -34,6 +34,8 @@ struct World {
   // control messages (RoutedTransport). Null where some host has none, or none has two ranks.
   std::unique_ptr<Transport> local;
   Topology topology;
+  // Per rank, of those on this host but this one itself.
+  std::vector<ProcessIdentity> neighbours;
   std::string note;  // why not the transport that one would expect; empty: nothing to say
 };
 

@@ -44,9 +44,10 @@ class RoutedTransport final : public Transport {
   void Sleep(TimeNs deadline) override;
   void Wake() override { local_.Wake(); }
 
-  void WatchProcesses(std::vector<ProcessIdentity> of_ranks) override {
-    wire_->WatchProcesses(std::move(of_ranks));
+  void WatchProcesses(std::vector<ProcessIdentity> of_ranks, std::vector<bool> here) override {
+    wire_->WatchProcesses(std::move(of_ranks), std::move(here));
   }
+  void Watch(CallWatch* calls) override { wire_->Watch(calls); }
   Status CheckPeers() override;
   void AnnounceFailure(const std::string& reason, int blamed) override {
     wire_->AnnounceFailure(reason, blamed);

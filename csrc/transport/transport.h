@@ -24,6 +24,7 @@
 #include <string>
 #include <vector>
 
+#include "base/call_watch.h"
 #include "base/clock.h"
 #include "base/process.h"
 #include "base/status.h"
@@ -92,9 +93,12 @@ class Transport {
   // Memory of this rank that all others see; null where there can be none. Any thread.
   virtual std::shared_ptr<Arena> arena() const { return nullptr; }
 
-  // The processes of all ranks, as far as they are on this machine: for transports that cannot see
-  // by themselves that one ends.
-  virtual void WatchProcesses(std::vector<ProcessIdentity> /*of_ranks*/) {}
+  // The processes of all ranks, and which of them are on this host, where they are looked at: for
+  // transports that cannot see by themselves that one ends.
+  virtual void WatchProcesses(std::vector<ProcessIdentity> /*of_ranks*/,
+                              std::vector<bool> /*here*/) {}
+  // Tells `calls`, which outlives this transport's use, of calls of libraries that could block.
+  virtual void Watch(CallWatch* /*calls*/) {}
   // Ok while every peer is alive. Cheap enough for a few calls a second.
   virtual Status CheckPeers() = 0;
   // Tells the peers that this rank will take no further part: their waits end with kPeerLost and

@@ -212,8 +212,10 @@ def test_across_hosts(case: str, layout: str) -> None:
 @pytest.mark.parametrize("victim", [1, 3])
 def test_a_rank_that_dies_is_noticed_on_its_host_and_on_the_others(victim: int) -> None:
     with LiveJob(RANKS, 4, "one_dies", str(victim), options=ULFM, hosts="2,2") as job:
+        died = f"allreduce 'large' (REDUCE): rank {victim} (pid {job.said(victim, 'pid')}) died"
         for rank in set(range(4)) - {victim}:
             failure = json.loads(job.said(rank, "failed"))
+            assert failure["text"].startswith(died), failure
             assert failure["kind"] == "PeerLostError", failure
             assert failure["rank"] == victim, failure
             assert failure["seconds"] < 20

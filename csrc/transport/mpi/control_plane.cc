@@ -106,8 +106,23 @@ void MpiTransport::Sleep(TimeNs deadline) {
   }
 }
 
-void MpiTransport::WatchProcesses(std::vector<ProcessIdentity> of_ranks) {
+void MpiTransport::WatchProcesses(std::vector<ProcessIdentity> of_ranks, std::vector<bool> here) {
   processes_ = std::move(of_ranks);
+  here_ = std::move(here);
+}
+
+// In the same words whoever notices, and however.
+Status MpiTransport::Died(int peer) const {
+  std::string who = "rank " + std::to_string(peer);
+  if (static_cast<size_t>(peer) < processes_.size()) {
+    who += " (pid " + std::to_string(processes_[static_cast<size_t>(peer)].pid) + ")";
+  }
+  return Status(Code::kPeerLost, who + " died", peer);
+}
+
+Status MpiTransport::CallError(const char* call, int error, int peer) const {
+  Status status = MpiError(call, error, peer);
+  return status.code() == Code::kPeerLost && peer >= 0 ? Died(peer) : status;
 }
 
 // Cheap between two looks, for loops that wait.
@@ -116,14 +131,11 @@ void MpiTransport::LookAtProcesses() {
   if (now < next_look_ns_) return;
   next_look_ns_ = After(now, kLookInterval);
   for (int peer = 0; peer < static_cast<int>(processes_.size()); ++peer) {
-    const ProcessIdentity& process = processes_[static_cast<size_t>(peer)];
-    if (!IsGone(process)) continue;
+    if (!SeenGone(peer)) continue;
     // It may have told, or left in peace.
     while (ProgressControl()) continue;
     if (PeerOf(peer).failed || PeerOf(peer).closed) continue;
-    NoteFailure(Status(
-        Code::kPeerLost,
-        "rank " + std::to_string(peer) + " (pid " + std::to_string(process.pid) + ") died", peer));
+    NoteFailure(Died(peer));
   }
 }
 
@@ -131,9 +143,14 @@ void MpiTransport::LookAtProcesses() {
 // is gone from this host, or dead as far as MPI knows; -1 where that is not to be found out.
 int MpiTransport::WhoDied() {
   for (int peer = 0; peer < static_cast<int>(processes_.size()); ++peer) {
-    if (!PeerOf(peer).closed && IsGone(processes_[static_cast<size_t>(peer)])) return peer;
+    if (!PeerOf(peer).closed && SeenGone(peer)) return peer;
   }
-  for (const int peer : KnownDead(control_)) {
+  std::vector<int> dead;
+  Call("MPIX_Comm_get_failed", [&] {
+    dead = KnownDead(control_);
+    return MPI_SUCCESS;
+  });
+  for (const int peer : dead) {
     if (peer >= 0 && peer < size_ && !PeerOf(peer).closed) return peer;
   }
   return -1;
@@ -177,9 +194,11 @@ void MpiTransport::StartControl(int peer, const std::string& text, size_t at, si
   std::deque<Message>& outgoing = PeerOf(peer).outgoing;
   outgoing.push_back({text.substr(at, bytes), MPI_REQUEST_NULL, tag});
   Message& message = outgoing.back();
-  const int error = MPI_Isend(message.text.data(), static_cast<int>(bytes), MPI_BYTE, peer, tag,
-                              control_, &message.request);
-  if (error != MPI_SUCCESS) NoteFailure(MpiError("MPI_Isend", error, peer));
+  const int error = Call("MPI_Isend", [&] {
+    return MPI_Isend(message.text.data(), static_cast<int>(bytes), MPI_BYTE, peer, tag, control_,
+                     &message.request);
+  });
+  if (error != MPI_SUCCESS) NoteFailure(CallError("MPI_Isend", error, peer));
 }
 
 void MpiTransport::SendControl(int peer) {
@@ -209,10 +228,11 @@ bool MpiTransport::ProgressControl() {
   do {
     MPI_Message matched;
     MPI_Status status;
-    const int error =
-        MPI_Improbe(MPI_ANY_SOURCE, MPI_ANY_TAG, control_, &arrived, &matched, &status);
+    const int error = Call("MPI_Improbe", [&] {
+      return MPI_Improbe(MPI_ANY_SOURCE, MPI_ANY_TAG, control_, &arrived, &matched, &status);
+    });
     if (error != MPI_SUCCESS) {
-      NoteFailure(MpiError("MPI_Improbe", error, WhoDied()));
+      NoteFailure(CallError("MPI_Improbe", error, WhoDied()));
       arrived = 0;
     }
     if (arrived != 0) Accept(&matched, status);
@@ -231,8 +251,9 @@ bool MpiTransport::ProgressControl() {
 
 bool MpiTransport::ControlDone(Message& message, int peer) {
   int done = 0;
-  const int error = MPI_Test(&message.request, &done, MPI_STATUS_IGNORE);
-  if (error != MPI_SUCCESS) NoteFailure(MpiError("control message", error, peer));
+  const int error =
+      Call("MPI_Test", [&] { return MPI_Test(&message.request, &done, MPI_STATUS_IGNORE); });
+  if (error != MPI_SUCCESS) NoteFailure(CallError("control message", error, peer));
   return error == MPI_SUCCESS && done != 0;
 }
 
@@ -243,8 +264,10 @@ void MpiTransport::Accept(MPI_Message* matched, const MPI_Status& status) {
   arriving.push_back(
       {std::string(static_cast<size_t>(bytes), '\0'), MPI_REQUEST_NULL, status.MPI_TAG});
   Message& message = arriving.back();
-  const int error = MPI_Imrecv(message.text.data(), bytes, MPI_BYTE, matched, &message.request);
-  if (error != MPI_SUCCESS) NoteFailure(MpiError("MPI_Imrecv", error, status.MPI_SOURCE));
+  const int error = Call("MPI_Imrecv", [&] {
+    return MPI_Imrecv(message.text.data(), bytes, MPI_BYTE, matched, &message.request);
+  });
+  if (error != MPI_SUCCESS) NoteFailure(CallError("MPI_Imrecv", error, status.MPI_SOURCE));
 }
 
 void MpiTransport::Deliver(int peer, Message message) {

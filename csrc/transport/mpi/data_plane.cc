@@ -111,10 +111,11 @@ void MpiTransport::StartSends(int peer) {
     const size_t bytes = std::min(job.left, kPieceBytes);
     Piece piece{TakeBuffer(), MPI_REQUEST_NULL, nullptr, bytes, bytes == job.left};
     if (bytes > 0) std::memcpy(piece.buffer.get(), job.data, bytes);
-    NoteDataError("MPI_Isend",
-                  MPI_Isend(piece.buffer.get(), static_cast<int>(bytes), MPI_BYTE, peer, kDataTag,
-                            data_, &piece.request),
-                  peer);
+    const int error = Call("MPI_Isend", [&] {
+      return MPI_Isend(piece.buffer.get(), static_cast<int>(bytes), MPI_BYTE, peer, kDataTag, data_,
+                       &piece.request);
+    });
+    NoteDataError("MPI_Isend", error, peer);
     job.data += bytes;
     job.left -= bytes;
     if (piece.last) {
@@ -131,10 +132,11 @@ void MpiTransport::StartReceives(int peer) {
     Job& job = state.receives.front();
     const size_t bytes = std::min(job.left, kPieceBytes);
     Piece piece{TakeBuffer(), MPI_REQUEST_NULL, job.data, bytes, bytes == job.left};
-    NoteDataError("MPI_Irecv",
-                  MPI_Irecv(piece.buffer.get(), static_cast<int>(bytes), MPI_BYTE, peer, kDataTag,
-                            data_, &piece.request),
-                  peer);
+    const int error = Call("MPI_Irecv", [&] {
+      return MPI_Irecv(piece.buffer.get(), static_cast<int>(bytes), MPI_BYTE, peer, kDataTag, data_,
+                       &piece.request);
+    });
+    NoteDataError("MPI_Irecv", error, peer);
     job.data += bytes;
     job.left -= bytes;
     if (piece.last) state.receives.pop_front();
@@ -144,7 +146,8 @@ void MpiTransport::StartReceives(int peer) {
 
 bool MpiTransport::Done(MPI_Request* request, const char* what, int peer) {
   int done = 0;
-  NoteDataError(what, MPI_Test(request, &done, MPI_STATUS_IGNORE), peer);
+  const int error = Call("MPI_Test", [&] { return MPI_Test(request, &done, MPI_STATUS_IGNORE); });
+  NoteDataError(what, error, peer);
   return done != 0 && data_error_.ok();
 }
 
@@ -177,7 +180,7 @@ bool MpiTransport::ProgressData() {
 }
 
 void MpiTransport::NoteDataError(const char* call, int error, int peer) {
-  if (error != MPI_SUCCESS && data_error_.ok()) data_error_ = MpiError(call, error, peer);
+  if (error != MPI_SUCCESS && data_error_.ok()) data_error_ = CallError(call, error, peer);
 }
 
 Status MpiTransport::NoProgress(int peer, const Backoff& backoff) const {
@@ -199,7 +202,8 @@ void MpiTransport::Abandon() {
     peer.receives.clear();
     if (peer.sending.empty() && peer.receiving.empty()) continue;
     for (Piece& piece : peer.receiving) {
-      if (piece.request != MPI_REQUEST_NULL) MPI_Cancel(&piece.request);
+      if (piece.request == MPI_REQUEST_NULL) continue;
+      Call("MPI_Cancel", [&] { return MPI_Cancel(&piece.request); });
     }
     Bury(std::make_shared<std::deque<Piece>>(std::exchange(peer.sending, {})));
     Bury(std::make_shared<std::deque<Piece>>(std::exchange(peer.receiving, {})));

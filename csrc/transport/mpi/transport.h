@@ -18,6 +18,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/call_watch.h"
 #include "base/clock.h"
 #include "base/status.h"
 #include "transport/polling.h"
@@ -48,7 +49,8 @@ class MpiTransport final : public Transport {
   bool Move() override { return ProgressControl() | ProgressData(); }
   void Sleep(TimeNs deadline) override;
   void Wake() override { bell_.Ring(); }
-  void WatchProcesses(std::vector<ProcessIdentity> of_ranks) override;
+  void WatchProcesses(std::vector<ProcessIdentity> of_ranks, std::vector<bool> here) override;
+  void Watch(CallWatch* calls) override { calls_ = calls; }
   Status CheckPeers() override;
   void AnnounceFailure(const std::string& reason, int blamed) override;
   bool Flush(TimeNs deadline) override;
@@ -85,6 +87,12 @@ class MpiTransport final : public Transport {
     bool closed = false;  // its Close was its last word
   };
 
+  // A call of MPI that should return at once; its error code.
+  template <typename OfMpi>
+  int Call(const char* name, const OfMpi& of_mpi) {
+    const CallWatch::Call call(calls_, name);
+    return of_mpi();
+  }
   Peer& PeerOf(int peer) { return peers_[static_cast<size_t>(peer)]; }
 
   // data_plane.cc
@@ -107,17 +115,25 @@ class MpiTransport final : public Transport {
   void Accept(MPI_Message* matched, const MPI_Status& status);
   void Deliver(int peer, Message message);
   void NoteFailure(Status failure);
+  bool SeenGone(int peer) const {
+    const size_t rank = static_cast<size_t>(peer);
+    return here_[rank] && IsGone(processes_[rank]);
+  }
+  Status Died(int peer) const;
+  Status CallError(const char* call, int error, int peer) const;
   void LookAtProcesses();
   int WhoDied();
 
   MPI_Comm data_, control_;
+  CallWatch* calls_ = nullptr;
   const TimeNs spin_ns_;
   int rank_ = 0, size_ = 1;
   std::vector<Peer> peers_;
   std::vector<Buffer> spare_;
   size_t pieces_ = 0;  // buffers in use
   std::deque<std::pair<int, std::string>> inbox_;
-  std::vector<ProcessIdentity> processes_;  // per rank; of those that cannot be seen, none
+  std::vector<ProcessIdentity> processes_;  // per rank
+  std::vector<bool> here_;                  // per rank: its process can be seen
   TimeNs next_look_ns_ = 0;
   WakeBell bell_;
   uint32_t last_sleep_bell_ = 0;  // as the last Sleep left it: a later Wake shows

@@ -1,0 +1,92 @@
+// CallWatch: calls that should return at once, and may not return at all.
+//
+// MPI's calls that do not block can do so nevertheless: Open MPI with MPI_THREAD_MULTIPLE has
+// locked itself out while it heard over TCP that a peer had died. Nothing ends such a call. Those
+// who wait for its thread notice it here and give the thread up; should the call return after all,
+// the thread stops there for ever, before it touches anything that others have taken over.
+//
+// Thread-safety: Call on one thread, never two at a time; everything else on any.
+#pragma once
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <mutex>
+
+#include "base/clock.h"
+
+namespace hororing {
+
+class CallWatch {
+ public:
+  // Around a call. `watch` may be null.
+  class Call {
+   public:
+    // `name` is a literal.
+    Call(CallWatch* watch, const char* name) : watch_(watch) {
+      if (watch_ != nullptr) watch_->Enter(name);
+    }
+    ~Call() {
+      if (watch_ != nullptr) watch_->Leave();
+    }
+    Call(const Call&) = delete;
+    Call& operator=(const Call&) = delete;
+
+   private:
+    CallWatch* const watch_;
+  };
+
+  // For how long looks have found the same call under way; 0 without one. Between two of them a
+  // second counts at most: where the whole process was stopped, no call is to blame.
+  TimeNs Lasts(TimeNs now) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const uint64_t state = state_.load();
+    if (state != seen_ || state % 2 == 0) {
+      lasts_ns_ = 0;
+    } else {
+      lasts_ns_ += std::min(now - looked_ns_, kSecond);
+    }
+    seen_ = state;
+    looked_ns_ = now;
+    return lasts_ns_;
+  }
+
+  // The thread never leaves the call that the last look found; its name, and all that the thread
+  // did before is visible. Null where it has left, or was given up before.
+  const char* GiveUp() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (seen_ % 2 == 0 || !state_.compare_exchange_strong(seen_, kGivenUp)) return nullptr;
+    return name_.load();
+  }
+  bool given_up() const { return state_.load() == kGivenUp; }
+  // Whether the call has returned since.
+  bool parked() const { return parked_.load(); }
+
+ private:
+  static constexpr uint64_t kGivenUp = ~uint64_t{0} - 1;  // even: no call to look after
+
+  void Enter(const char* name) {
+    name_.store(name, std::memory_order_relaxed);
+    state_.store(++count_, std::memory_order_release);
+  }
+  void Leave() {
+    uint64_t entered = count_++;
+    if (state_.compare_exchange_strong(entered, count_)) return;
+    parked_ = true;
+    for (;;) pause();
+  }
+
+  // The number of entries and exits, odd while a call is under way.
+  std::atomic<uint64_t> state_{0};
+  uint64_t count_ = 0;  // the same; of the thread that calls
+  std::atomic<const char*> name_{nullptr};
+  std::atomic<bool> parked_{false};
+  std::mutex mutex_;
+  uint64_t seen_ = 0;     // GUARDED_BY(mutex_)
+  TimeNs lasts_ns_ = 0;   // GUARDED_BY(mutex_)
+  TimeNs looked_ns_ = 0;  // GUARDED_BY(mutex_)
+};
+
+}  // namespace hororing

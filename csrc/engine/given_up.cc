@@ -1,0 +1,57 @@
+// Engine: how those who wait notice that the loop's thread will not come back.
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "base/log.h"
+#include "engine/engine.h"
+
+namespace hororing {
+namespace {
+
+// No call that should return at once takes so long, however busy the machine is.
+constexpr TimeNs kLongestCall = 30 * kSecond;
+// One that a neighbour's death has met: when it does not return now, it never does.
+constexpr TimeNs kLongestAfterDeath = 2 * kSecond;
+
+// "'a', 'b' and 7 more"
+std::string Listed(const std::vector<std::string>& titles) {
+  constexpr size_t kShown = 3;
+  std::string text;
+  for (size_t i = 0; i < std::min(titles.size(), kShown); ++i) {
+    text += (i == 0 ? "" : ", ") + titles[i];
+  }
+  if (titles.size() > kShown) text += " and " + std::to_string(titles.size() - kShown) + " more";
+  return text;
+}
+
+}  // namespace
+
+void Engine::LookAtLoop() {
+  const TimeNs lasts = calls_.Lasts(NowNs());
+  const TimeNs limit = std::min(config_.timeout_ns, kLongestCall);
+  if (lasts < std::min(limit, kLongestAfterDeath)) return;
+  int dead = 0;
+  const int ranks = static_cast<int>(neighbours_.size());
+  while (dead < ranks && !IsGone(neighbours_[static_cast<size_t>(dead)])) ++dead;
+  if (dead == ranks && lasts < limit) return;
+  const char* const call = calls_.GiveUp();
+  if (call == nullptr) return;
+
+  // From here on this thread is the loop's.
+  const std::vector<std::string> in_batch = tensors_.InBatch();
+  std::string text = std::string(call) + " of the transport '" + transport_name_ +
+                     "' has not returned for " + std::to_string(lasts / kSecond) + " s";
+  if (!in_batch.empty()) text += ", in a batch of " + Listed(in_batch);
+  text += "; the engine has given it up, and this process can only end";
+  Status why(Code::kTransport, text);
+  if (dead < ranks) {
+    const std::string who = "rank " + std::to_string(dead) + " (pid " +
+                            std::to_string(neighbours_[static_cast<size_t>(dead)].pid) + ") died";
+    why = Status(Code::kPeerLost, who + ", and " + text, dead);
+  }
+  Log(LogLevel::kError, "the engine has failed: " + why.message());
+  Finish(why);
+}
+
+}  // namespace hororing
