@@ -115,7 +115,7 @@ docs: build  ## docs/configuration.md from the table of knobs
 	mv docs/configuration.md.new docs/configuration.md
 
 clean:  ## everything that was built, the environment too
-	rm -rf build dist *.egg-info hororing/lib hororing/_core*.so $(VENV)
+	rm -rf build dist *.egg-info hororing/lib hororing/_*.abi3.so $(VENV)
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # ctest(preset, prefix)

@@ -1,8 +1,9 @@
-"""Drives CMake, which builds the core, and compiles the cffi module beside it.
+"""Drives CMake, which builds the core, and compiles the modules of Python beside it.
 
 All else about the package is in pyproject.toml. Results:
 
-    hororing/_core.abi3.so             what Python imports, linked to
+    hororing/_core.abi3.so             what Python imports, made by cffi, and
+    hororing/_tensors.abi3.so          what it does for every tensor, both linked to
     hororing/lib/libhororing.so        the core, which loads for jobs of several ranks
     hororing/lib/libhororing_mpi.so    the MPI transport (not without an MPI)
     hororing/lib/libhororing_tensorflow.so   operations for TensorFlow's graphs
@@ -17,6 +18,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -49,7 +51,7 @@ def dependencies() -> list[str]:
 
 
 class BuildCore(build_ext):
-    """CMake first, then the cffi module."""
+    """CMake first, then the modules."""
 
     def run(self) -> None:
         """Build everything; into the source tree for an editable installation."""
@@ -62,12 +64,13 @@ class BuildCore(build_ext):
         target = ROOT / "hororing" if self.inplace else Path(self.build_lib) / "hororing"
         self._copy_libraries(build, target / "lib")
 
-        (extension,) = self.extensions
         source = Path(self.build_temp) / "_core.c"
         core_ffi.write(ROOT / "csrc/capi/hororing.h", source)
-        extension.sources = [str(source)]
-        extension.include_dirs = [str(ROOT / "csrc")]
-        extension.library_dirs = [str(build)]
+        for extension in self.extensions:
+            if extension.name == core_ffi.MODULE:
+                extension.sources = [str(source)]
+            extension.include_dirs = [str(ROOT / "csrc")]
+            extension.library_dirs = [str(build)]
         # Whatever changed, changed the core or the header: compiling this again takes a second.
         self.force = True
         super().run()
@@ -116,18 +119,30 @@ class BuildCore(build_ext):
             shutil.copy2(library, target)
 
 
+def module(name: str, sources: list[str], **options: Any) -> Extension:
+    """Describe a module that is linked to the core."""
+    return Extension(
+        name,
+        sources=sources,
+        libraries=["hororing"],
+        extra_link_args=["-Wl,-rpath,$ORIGIN/lib"],
+        define_macros=[("Py_LIMITED_API", hex(LIMITED_API))],
+        py_limited_api=True,
+        **options,
+    )
+
+
 setup(
     version=version(),
     install_requires=dependencies(),
     ext_modules=[
-        Extension(
-            core_ffi.MODULE,
-            sources=[],
-            libraries=["hororing"],
-            extra_link_args=["-Wl,-rpath,$ORIGIN/lib"],
-            define_macros=[("Py_LIMITED_API", hex(LIMITED_API))],
-            py_limited_api=True,
-        )
+        module(core_ffi.MODULE, []),
+        module(
+            "hororing._tensors",
+            sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc/python").glob("*.cc")),
+            language="c++",
+            extra_compile_args=["-std=c++17", "-fvisibility=hidden"],
+        ),
     ],
     cmdclass={"build_ext": BuildCore},
     options={"bdist_wheel": {"py_limited_api": "cp310"}},

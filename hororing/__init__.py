@@ -13,6 +13,7 @@ from __future__ import annotations
 try:
     from hororing._core import ffi as _ffi
     from hororing._core import lib as _lib
+    from hororing._tensors import PlainTensors as _PlainTensors  # noqa: F401
 except ImportError as error:  # a source tree that was not built, or a damaged installation
     from pathlib import Path as _Path
 

@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 from hororing import collectives
+from hororing._tensors import PlainTensors
 
 T = TypeVar("T")
 
 
 class Adapter(Protocol[T]):
     """What `Verbs` asks of a framework. Nothing here blocks."""
+
+    plain_tensors: PlainTensors  # with `plain` as their `describe`
 
     def check(self, tensor: object, verb: str) -> T:
         """Return `tensor`, or raise TypeError or ValueError if no verb can take it."""
@@ -40,8 +43,8 @@ class Adapter(Protocol[T]):
     def copy(self, target: T, source: T) -> None:
         """Copy elements."""
 
-    def mark_written(self, tensors: Sequence[T]) -> None:
-        """Tell the framework that the core wrote into `tensors`."""
+    def mark_written(self, written: T | Sequence[T]) -> None:
+        """Tell the framework that the core writes into one or several tensors."""
 
     def gathered(self, result: collectives.Gathered, like: T) -> T:
         """Wrap a result in the core's memory without a copy: rows like those of `like`."""

@@ -19,6 +19,7 @@ from typing import Any, Final, NamedTuple, NoReturn
 
 from hororing import errors
 from hororing._core import ffi, lib
+from hororing._tensors import PlainTensors
 from hororing.arguments import Sum
 from hororing.names import WORLD_SET, DefaultName, encode_name, take_back
 
@@ -131,7 +132,11 @@ def submit(
         take_back(name)
         raise
     del owners, c_streams
-    return _submitted(name, handle)
+    if isinstance(name, DefaultName):
+        name.submitted = True
+    if _abandoned:
+        _sweep()
+    return handle
 
 
 def make_request(
@@ -181,51 +186,19 @@ def make_request(
     return request, (dimensions, tensors, c_name, c_integers)
 
 
-class Template:
-    """A request for one tensor, made again and again: only name and memory change."""
+def plain_tensors(
+    types: tuple[type, ...],
+    describe: Callable[[Any], tuple[int, int, tuple[int, ...]] | None],
+    exchange: object = None,
+    refusals: tuple[Callable[[Any], bool], ...] = (),
+) -> PlainTensors:
+    """Return what submits plain tensors of `types` quickly.
 
-    __slots__ = ("_owners", "_request")
-
-    def __init__(
-        self, collective: int, dtype: int, shape: Sequence[int], process_set: int, op: int,
-        prescale: float, postscale: float,
-    ) -> None:  # fmt: skip
-        view = View(0, 0, dtype, tuple(shape))
-        self._request, self._owners = make_request(
-            collective, "", [view], process_set, op, 0, prescale, postscale, None
-        )
-
-    def submit(
-        self, name: str, input: int, output: int, pending: object, wait_follows: bool
-    ) -> int:
-        """Do as `submit` with a tensor at `input` whose result goes to `output`.
-
-        `pending` is a `Pending`, or else what owns the memory and is the result.
-        """
-        try:
-            c_name = encode_name(name)
-            token = next(submit_count)
-            submitting[token] = pending
-            handle: int = lib.hr_submit_as(self._request, c_name, input, output, wait_follows)
-            if handle > 0:
-                _pending[handle] = pending
-            del submitting[token]
-            if handle <= 0:
-                fail(handle)
-        except BaseException:
-            take_back(name)
-            raise
-        if _abandoned or type(name) is not str:
-            _submitted(name, handle)
-        return handle
-
-
-def _submitted(name: str, handle: int) -> int:
-    if isinstance(name, DefaultName):
-        name.submitted = True
-    if _abandoned:
-        _sweep()
-    return handle
+    `describe` says where one is, as `Adapter.plain`. It is not asked where the types have
+    `exchange`, the capsule of DLPack's C functions: a tensor is plain there if it is dense, in host
+    memory, of a known data type, and none of `refusals` is true of it.
+    """
+    return PlainTensors(types, exchange, refusals, describe, _pending, Pending, _abandoned, _sweep)
 
 
 def _hand_over(request: Any, keep: object, finish: Callable[[int], Any]) -> int:
@@ -256,16 +229,12 @@ def wait(handle: int) -> Any:
 
     May be called again after a KeyboardInterrupt, until it has returned.
     """
+    result = _finish(handle)  # almost always
+    if result is not None:
+        return result
     pending = _pending.get(handle)
     if pending is None:
         raise _unknown(handle)
-    if type(pending) is not Pending:
-        while (code := lib.hr_finish(handle, WAIT_SLICE_S)) == lib.HR_PENDING:
-            pass
-        if code == lib.HR_OK:
-            if _pending.pop(handle, None) is None:
-                raise _taken(handle)
-            return pending
     code = block_until_complete(handle)
     unknown = code != lib.HR_OK and lib.hr_poll(handle) < 0
     if unknown or _pending.pop(handle, None) is None:
@@ -321,6 +290,9 @@ def _sweep() -> None:
     for handle in list(_abandoned):
         if lib.hr_landed(handle) != 0 and _abandoned.pop(handle, None) is not None:
             lib.hr_release(handle)
+
+
+_finish: Final = plain_tensors((), lambda _: None).finish
 
 
 def take(handle: int, index: int) -> Gathered:

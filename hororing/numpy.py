@@ -60,6 +60,9 @@ _NUMBERS = {
 class NumpyAdapter:
     """`hororing.adapter.Adapter` for `numpy.ndarray`."""
 
+    def __init__(self) -> None:
+        self.plain_tensors = collectives.plain_tensors((np.ndarray,), self.plain)
+
     def check(self, tensor: object, verb: str) -> Array:
         """Accept arrays and NumPy scalars."""
         if isinstance(tensor, np.generic):
@@ -121,7 +124,7 @@ class NumpyAdapter:
         """Return the default: nothing is computed in it."""
         return 0
 
-    def mark_written(self, tensors: Sequence[Array]) -> None:
+    def mark_written(self, written: Array | Sequence[Array]) -> None:
         """Nothing: NumPy keeps no account of writes."""
 
     def gathered(self, result: collectives.Gathered, like: Array) -> Array:

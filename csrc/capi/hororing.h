@@ -239,11 +239,6 @@ int32_t hr_last_error_rank(void);
 
 /* A handle > 0, or a negative hr_code. Never blocks on peers. */
 int64_t hr_submit(const hr_request* request);
-/* hr_submit of a request of one tensor under another name, with the tensor elsewhere: for those
- * that make the same request again and again. What `request` says of name and memory is not read.
- */
-int64_t hr_submit_as(const hr_request* request, const char* name, uintptr_t input, uintptr_t output,
-                     int32_t wait_follows);
 /* hr_submit for `count` requests of HR_ALLREDUCE with one tensor each, in place, now at
  * `addresses`: what gradient hooks call for small gradients. Wakes the engine once. Ends at the
  * first that fails. Returns how many have been submitted, which have handles; where those are fewer

@@ -72,18 +72,6 @@ HR_EXPORT int64_t hr_submit(const hr_request* request) {
   return status.ok() ? handle : -Remember(status);
 }
 
-HR_EXPORT int64_t hr_submit_as(const hr_request* request, const char* name, uintptr_t input,
-                               uintptr_t output, int32_t wait_follows) {
-  hr_tensor tensor = request->tensors[0];
-  tensor.input = input;
-  tensor.output = output;
-  hr_request moved = *request;
-  moved.name = name;
-  moved.tensors = &tensor;
-  moved.wait_follows = wait_follows;
-  return hr_submit(&moved);
-}
-
 HR_EXPORT int32_t hr_allreduce_many(const hr_request* const* requests, const uintptr_t* addresses,
                                     int32_t count, int64_t* handles) {
   const std::shared_ptr<Engine> engine = CurrentEngine();

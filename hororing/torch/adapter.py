@@ -30,8 +30,30 @@ _PARTS: Final[dict[torch.dtype, torch.dtype]] = {
 _PLAIN_TYPES: Final = (torch.Tensor, torch.nn.Parameter)
 
 
+def _counts_many() -> bool:
+    """Whether torch counts writes to several tensors in one call, and skips those it cannot."""
+    with torch.inference_mode():
+        tensors = [torch.empty(0)]
+    try:
+        increment_version(tensors)  # type: ignore[arg-type, unused-ignore]
+    except Exception:  # which one depends on the release
+        return False
+    return True
+
+
+_COUNTS_MANY: Final = _counts_many()
+
+
 class TorchAdapter:
     """Dense tensors of the CPU and of CUDA devices, contiguous or not."""
+
+    def __init__(self) -> None:
+        self.plain_tensors = collectives.plain_tensors(
+            _PLAIN_TYPES,
+            self.plain,
+            getattr(torch.Tensor, "__dlpack_c_exchange_api__", None),  # since torch 2.10
+            (torch.Tensor.is_neg, torch.Tensor.is_inference),
+        )
 
     def check(self, tensor: object, verb: str) -> torch.Tensor:
         """Accept strided tensors of the supported types, and complex ones."""
@@ -134,9 +156,12 @@ class TorchAdapter:
         with torch.inference_mode() if target.is_inference() else torch.no_grad():
             target.copy_(source)
 
-    def mark_written(self, tensors: Sequence[torch.Tensor]) -> None:
+    def mark_written(self, written: torch.Tensor | Sequence[torch.Tensor]) -> None:
         """Let autograd notice when a tensor that it saved has been written to."""
-        for tensor in tensors:
+        if _COUNTS_MANY or isinstance(written, torch.Tensor):
+            increment_version(written)
+            return
+        for tensor in written:
             if not tensor.is_inference():
                 increment_version(tensor)
 

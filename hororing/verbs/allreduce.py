@@ -6,21 +6,15 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from hororing import arguments, collectives
-from hororing.adapter import Adapter, T
+from hororing.adapter import T
 from hororing.compression import Compressor, NoneCompressor, check_compression
-from hororing.names import default_name
+from hororing.names import DefaultName, default_name, take_back
 from hororing.process_sets import ProcessSet, check_member, global_process_set
 from hororing.verbs.requests import Requests, first
-
-_MOST_TEMPLATES = 1024
 
 
 class Allreduce(Requests[T]):
     """`allreduce` in its forms."""
-
-    def __init__(self, adapter: Adapter[T]) -> None:
-        super().__init__(adapter)
-        self._templates: dict[Any, collectives.Template] = {}
 
     def allreduce(
         self,
@@ -49,10 +43,9 @@ class Allreduce(Requests[T]):
         """
         check_compression(compression)
         compressed, context = compression.compress(tensor)
-        chosen = arguments.choose_op(op, average)
         handle = self._start_one(
-            compressed, False, name, chosen, prescale_factor, postscale_factor, process_set,
-            wait_follows=True,
+            compressed, False, average, name, op, prescale_factor, postscale_factor, process_set,
+            True,
         )  # fmt: skip
         result: T = compression.decompress(collectives.wait(handle), context)
         return result
@@ -68,11 +61,9 @@ class Allreduce(Requests[T]):
         process_set: ProcessSet = global_process_set,
     ) -> T:
         """Do as `allreduce`, into `tensor` itself, and return it."""
-        chosen = arguments.choose_op(op, average)
         handle = self._start_one(
-            tensor, True, name, chosen, prescale_factor, postscale_factor, process_set,
-            wait_follows=True,
-        )  # fmt: skip
+            tensor, True, average, name, op, prescale_factor, postscale_factor, process_set, True
+        )
         result: T = collectives.wait(handle)
         return result
 
@@ -90,9 +81,8 @@ class Allreduce(Requests[T]):
 
         `tensor` must not be written to before that.
         """
-        chosen = arguments.choose_op(op, average)
         return self._start_one(
-            tensor, False, name, chosen, prescale_factor, postscale_factor, process_set
+            tensor, False, average, name, op, prescale_factor, postscale_factor, process_set
         )
 
     def allreduce_async_(
@@ -106,54 +96,86 @@ class Allreduce(Requests[T]):
         process_set: ProcessSet = global_process_set,
     ) -> int:
         """Start an `allreduce_`; `tensor` must not be touched before `synchronize(handle)`."""
-        chosen = arguments.choose_op(op, average)
         return self._start_one(
-            tensor, True, name, chosen, prescale_factor, postscale_factor, process_set
+            tensor, True, average, name, op, prescale_factor, postscale_factor, process_set
         )
 
     def _start_one(
         self,
         tensor: T,
         in_place: bool,
+        average: bool | None,
         name: str | None,
-        op: int,
+        op: int | None,
         prescale: float,
         postscale: float,
         process_set: ProcessSet,
         wait_follows: bool = False,
     ) -> int:
         """Do as `reduce_async` with one tensor, quickly where it is a plain one."""
-        adapter = self.adapter
-        plain = adapter.plain(tensor) if op != arguments.Adasum else None
-        if plain is None:
-            return self.reduce_async(
-                "allreduce", [tensor], in_place, name, op, prescale, postscale, first,
-                process_set=process_set, wait_follows=wait_follows,
-            )  # fmt: skip
-        members = check_member(process_set, "allreduce")
-        if type(prescale) is not float or type(postscale) is not float:
-            prescale, postscale = arguments.check_factors(prescale, postscale, "allreduce")
-        address, dtype, shape = plain
-        key = (dtype, shape, members, op, prescale, postscale)
-        template = self._templates.get(key)
-        if template is None:
-            if len(self._templates) >= _MOST_TEMPLATES:
-                self._templates.clear()
-            self._templates[key] = template = collectives.Template(
-                collectives.ALLREDUCE, dtype, shape, members, op, prescale, postscale
+        if average is not None:
+            op = arguments.choose_op(op, average)
+        adapter, handle = self.adapter, 0
+        if in_place or adapter.plain(tensor) is not None:
+            members = check_member(process_set, "allreduce")
+            output: T = tensor
+            keep: object = tensor
+            if not in_place:
+                output = adapter.empty_like(tensor)
+                keep = collectives.Pending((tensor, output), lambda _: output)
+            given = default_name("allreduce", members) if name is None else name
+            try:
+                handle = adapter.plain_tensors.allreduce(
+                    tensor, output, keep, given, members, op, prescale, postscale, wait_follows
+                )
+                if handle < 0:
+                    collectives.fail(handle)
+            except BaseException:
+                take_back(given)
+                raise
+            if handle and in_place:
+                adapter.mark_written(tensor)
+            if name is None:
+                _count(given, handle)
+        return handle or self.reduce_async(
+            "allreduce", [tensor], in_place, name, arguments.choose_op(op, None), prescale,
+            postscale, first, process_set=process_set, wait_follows=wait_follows,
+        )  # fmt: skip
+
+    def _start_group(
+        self,
+        tensors: Iterable[T],
+        average: bool | None,
+        name: str | None,
+        op: int | None,
+        prescale: float,
+        postscale: float,
+        process_set: ProcessSet,
+        wait_follows: bool = False,
+    ) -> int:
+        """Do as `reduce_async` with several tensors in place, quickly where all are plain ones."""
+        if average is not None:
+            op = arguments.choose_op(op, average)
+        tensors = tuple(tensors)
+        members = check_member(process_set, "grouped_allreduce")
+        given = default_name("grouped_allreduce", members) if name is None else name
+        try:
+            handle = self.adapter.plain_tensors.grouped_allreduce(
+                tensors, given, members, op, prescale, postscale, wait_follows
             )
-        pending: object = tensor
-        written = address
-        if not in_place:
-            output = adapter.empty_like(tensor)
-            pending = collectives.Pending((tensor, output), lambda _: output)
-            written = adapter.describe(output)[0]
+            if handle < 0:
+                collectives.fail(handle)
+        except BaseException:
+            take_back(given)
+            raise
+        if handle:
+            self.adapter.mark_written(tensors)
         if name is None:
-            name = default_name("allreduce", members)
-        handle = template.submit(name, address, written, pending, wait_follows)
-        if in_place:
-            adapter.mark_written((tensor,))
-        return handle
+            _count(given, handle)
+        return handle or self.reduce_async(
+            "grouped_allreduce", tensors, True, name, arguments.choose_op(op, None), prescale,
+            postscale, tuple, process_set=process_set, wait_follows=wait_follows,
+        )  # fmt: skip
 
     def grouped_allreduce(
         self,
@@ -194,11 +216,9 @@ class Allreduce(Requests[T]):
         process_set: ProcessSet = global_process_set,
     ) -> tuple[T, ...]:
         """Do as `grouped_allreduce`, into the tensors themselves; returns a tuple of them."""
-        chosen = arguments.choose_op(op, average)
-        handle = self.reduce_async(
-            "grouped_allreduce", tensors, True, name, chosen, prescale_factor, postscale_factor,
-            tuple, process_set=process_set, wait_follows=True,
-        )  # fmt: skip
+        handle = self._start_group(
+            tensors, average, name, op, prescale_factor, postscale_factor, process_set, True
+        )
         result: tuple[T, ...] = collectives.wait(handle)
         return result
 
@@ -230,11 +250,9 @@ class Allreduce(Requests[T]):
         process_set: ProcessSet = global_process_set,
     ) -> int:
         """Start a `grouped_allreduce_`: one handle for the group, one tuple from `synchronize`."""
-        chosen = arguments.choose_op(op, average)
-        return self.reduce_async(
-            "grouped_allreduce", tensors, True, name, chosen, prescale_factor, postscale_factor,
-            tuple, process_set=process_set,
-        )  # fmt: skip
+        return self._start_group(
+            tensors, average, name, op, prescale_factor, postscale_factor, process_set
+        )
 
     def reduce_async(
         self,
@@ -280,3 +298,11 @@ class Allreduce(Requests[T]):
             wait_follows=wait_follows,
             streams=streams,
         )
+
+
+def _count(name: str, handle: int) -> None:
+    """Count a default name if the core has a request of that name, else not."""
+    if not handle:
+        take_back(name)
+    elif isinstance(name, DefaultName):
+        name.submitted = True

@@ -90,6 +90,9 @@ def stand_in() -> None:
     own = int(os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", "0"))
 
     class OnFakeGpu(TorchAdapter):
+        def __init__(self) -> None:
+            self.plain_tensors = collectives.plain_tensors((), self.plain)  # none is
+
         def device(self, tensor: Any) -> int:
             return own
 

@@ -27,6 +27,7 @@ ROOMS["engine"] = (set(ROOMS) | {"engine"}) - {"pipeline"}
 ROOMS["capi"] = set(ROOMS)
 ROOMS["testing"] = set(ROOMS)
 ROOMS["tensorflow"] = {"capi"}
+ROOMS["python"] = {"capi"}
 FRAMEWORKS = ("torch", "tensorflow", "keras")
 # Folders that know two adapters: what differs between the frameworks under Keras, and
 # hororing.keras as hororing.tensorflow.keras.
@@ -79,7 +80,9 @@ def test_pybind11_is_for_tests_only():
 
 
 def test_no_framework_header_and_no_python_in_the_core():
-    assert users(CORE, r"#include [<\"](torch|tensorflow/c|tsl|ATen|c10|Python|numpy)") == set()
+    assert users(CORE, r"#include [<\"](torch|tensorflow/c|tsl|ATen|c10|numpy)") == set()
+    pythons = users(CORE, r"#include [<\"](Python|structmember)")
+    assert {str(Path(file).parent) for file in pythons} == {"csrc/python"}
 
 
 def test_the_core_reads_no_environment():

@@ -6,11 +6,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import hororing
-from hororing import _core, runtime
+from hororing import _core, _tensors, runtime
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(hororing.__file__).parent
@@ -26,8 +27,9 @@ def run_module(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_core_is_one_binary_for_every_python():
-    assert Path(_core.__file__).name == "_core.abi3.so"
+@pytest.mark.parametrize("module", [_core, _tensors])
+def test_a_module_is_one_binary_for_every_python(module: ModuleType):
+    assert Path(module.__file__).name.endswith(".abi3.so")
 
 
 def test_the_version_is_that_of_cmake():

@@ -1,0 +1,266 @@
+// hororing._tensors: what happens for every tensor of every call, without a frame of Python. The C
+// interface does the rest; whatever is unusual is left to hororing/verbs.py and collectives.py.
+//
+// CPython's limited API, so that one binary serves all versions, and no header of a framework. All
+// of it runs under the GIL but for what waits.
+#include <Python.h>
+
+#include <cstring>
+#include <new>
+#include <string>
+
+#include "capi/hororing.h"
+#include "python/plain.h"
+
+namespace hororing {
+namespace {
+
+constexpr double kWaitSlice = 0.2;  // seconds between two looks at Python's signals
+
+// Requests that the core has, as hororing/collectives.py keeps them.
+struct Table {
+  Reference pending;    // dict: handle -> what owns the memory and is the result, or `general`
+  Reference general;    // the type of those that have to be finished in another way
+  Reference abandoned;  // dict; to be swept when something is in it
+  Reference sweep;      // function without arguments
+};
+
+struct PlainTensors {
+  PyObject_HEAD Plain* plain;
+  Table* table;
+};
+
+int Arguments(Py_ssize_t given, Py_ssize_t wanted) {
+  if (given == wanted) return 0;
+  PyErr_Format(PyExc_TypeError, "takes %zd arguments, not %zd", wanted, given);
+  return -1;
+}
+
+PyObject* New(PyTypeObject* type, PyObject* arguments, PyObject*) {
+  PyObject *types, *exchange, *refusals, *describe, *pending, *general, *abandoned, *sweep;
+  if (PyArg_ParseTuple(arguments, "OOOOO!OO!O", &types, &exchange, &refusals, &describe,
+                       &PyDict_Type, &pending, &general, &PyDict_Type, &abandoned, &sweep) == 0) {
+    return nullptr;
+  }
+  PyObject* const self = reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+  if (self == nullptr) return nullptr;
+  auto* const tensors = reinterpret_cast<PlainTensors*>(self);
+  tensors->table =
+      new Table{Reference(pending), Reference(general), Reference(abandoned), Reference(sweep)};
+  tensors->plain = new Plain;
+  if (tensors->plain->Init(types, exchange, refusals, describe)) return self;
+  Py_DECREF(self);
+  return nullptr;
+}
+
+void Delete(PyObject* self) {
+  auto* const tensors = reinterpret_cast<PlainTensors*>(self);
+  delete tensors->plain;
+  delete tensors->table;
+  PyTypeObject* const type = Py_TYPE(self);
+  reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
+  Py_DECREF(type);
+}
+
+// 1: `request` is what the arguments say; 0: they need a closer look.
+int Parse(PyObject* const* arguments, hr_request* request) {
+  PyObject *const name = arguments[0], *const op = arguments[2];
+  *request = {};
+  request->collective = HR_ALLREDUCE;
+  if (!PyUnicode_CheckExact(name) || !PyFloat_CheckExact(arguments[3]) ||
+      !PyFloat_CheckExact(arguments[4])) {
+    return 0;
+  }
+  Py_ssize_t length = 0;
+  request->name = PyUnicode_AsUTF8AndSize(name, &length);
+  if (request->name == nullptr) PyErr_Clear();  // no text; verbs know what to do
+  if (request->name == nullptr || std::strlen(request->name) != static_cast<size_t>(length)) {
+    return 0;
+  }
+  request->process_set = static_cast<int32_t>(PyLong_AsLong(arguments[1]));
+  request->op = HR_AVERAGE;
+  if (op != Py_None) {
+    if (!PyLong_CheckExact(op)) return 0;
+    int overflow = 0;
+    const long number = PyLong_AsLongAndOverflow(op, &overflow);
+    if (overflow != 0 || number < HR_AVERAGE || number > HR_PRODUCT || number == HR_ADASUM)
+      return 0;
+    request->op = static_cast<int32_t>(number);
+  }
+  request->prescale = PyFloat_AsDouble(arguments[3]);
+  request->postscale = PyFloat_AsDouble(arguments[4]);
+  request->wait_follows = PyObject_IsTrue(arguments[5]);
+  return PyErr_Occurred() == nullptr ? 1 : -1;
+}
+
+// A handle, and what the core borrows for it is kept; or the core's code, negated.
+PyObject* Submit(const Table& table, const hr_request& request, PyObject* keep) {
+  const int64_t handle = hr_submit(&request);
+  PyObject* const number = PyLong_FromLongLong(handle);
+  if (handle <= 0) return number;
+  if (number == nullptr || PyDict_SetItem(table.pending.get(), number, keep) != 0) {
+    Py_INCREF(keep);  // for ever: the core may be writing there
+    Py_XDECREF(number);
+    return nullptr;
+  }
+  if (PyDict_Size(table.abandoned.get()) > 0) {
+    PyObject* const swept = PyObject_CallFunctionObjArgs(table.sweep.get(), nullptr);
+    if (swept == nullptr) PyErr_WriteUnraisable(table.sweep.get());
+    Py_XDECREF(swept);
+  }
+  return number;
+}
+
+PyObject* Answer(int plain) { return plain < 0 ? nullptr : PyLong_FromLong(0); }
+
+const char* const kAllreduceText =
+    "allreduce(tensor, output, keep, name, process_set, op, prescale, postscale, wait_follows)\n\n"
+    "Submit an allreduce. Return its handle, the core's code negated, or 0: not that simple.";
+
+PyObject* Allreduce(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
+  if (Arguments(count, 9) != 0) return nullptr;
+  const auto* const tensors = reinterpret_cast<PlainTensors*>(self);
+  hr_request request;
+  hr_tensor tensor, output;
+  Plain::Shapes shapes;
+  int plain = Parse(arguments + 3, &request);
+  if (plain == 1) plain = tensors->plain->Describe(arguments[0], &tensor, &shapes);
+  if (plain == 1 && arguments[1] != arguments[0]) {
+    plain = tensors->plain->Describe(arguments[1], &output, &shapes);
+    tensor.output = output.output;
+  }
+  if (plain != 1) return Answer(plain);
+  request.tensors = &tensor;
+  request.tensors_count = 1;
+  return Submit(*tensors->table, request, arguments[2]);
+}
+
+const char* const kGroupedText =
+    "grouped_allreduce(tensors, name, process_set, op, prescale, postscale, wait_follows)\n\n"
+    "Do as allreduce, in place, with a tuple of tensors, which is the result.";
+
+PyObject* GroupedAllreduce(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
+  if (Arguments(count, 7) != 0) return nullptr;
+  const auto* const tensors = reinterpret_cast<PlainTensors*>(self);
+  hr_request request;
+  int plain = PyTuple_CheckExact(arguments[0]) ? Parse(arguments + 1, &request) : 0;
+  const Py_ssize_t size = plain == 1 ? PyTuple_Size(arguments[0]) : 0;
+  if (size == 0 || size > INT32_MAX) return Answer(plain == 1 ? 0 : plain);
+  std::vector<hr_tensor> views(static_cast<size_t>(size));
+  Plain::Shapes shapes;
+  for (Py_ssize_t i = 0; i < size && plain == 1; ++i) {
+    plain = tensors->plain->Describe(PyTuple_GetItem(arguments[0], i),
+                                     &views[static_cast<size_t>(i)], &shapes);
+  }
+  if (plain != 1) return Answer(plain);
+  request.tensors = views.data();
+  request.tensors_count = static_cast<int32_t>(size);
+  return Submit(*tensors->table, request, arguments[0]);
+}
+
+const char* const kFinishText =
+    "finish(handle)\n\n"
+    "Wait for a handle and forget it; return what was kept for it. None: it is unknown, has failed "
+    "or must be finished in another way, and was not forgotten.";
+
+PyObject* Finish(PyObject* self, PyObject* handle) {
+  const Table& table = *reinterpret_cast<PlainTensors*>(self)->table;
+  PyObject* const found = PyDict_GetItemWithError(table.pending.get(), handle);
+  if (found == nullptr && PyErr_Occurred() != nullptr) return nullptr;
+  if (found == nullptr || reinterpret_cast<PyObject*>(Py_TYPE(found)) == table.general.get()) {
+    Py_RETURN_NONE;
+  }
+  const int64_t number = PyLong_AsLongLong(handle);
+  if (number == -1 && PyErr_Occurred() != nullptr) return nullptr;
+  Py_INCREF(found);
+  int code = hr_poll(number) == 1 ? hr_finish(number, 0.0) : static_cast<int>(HR_PENDING);
+  while (code == HR_PENDING) {
+    Py_BEGIN_ALLOW_THREADS;
+    code = hr_finish(number, kWaitSlice);
+    Py_END_ALLOW_THREADS;
+    if (code == HR_PENDING && PyErr_CheckSignals() != 0) {
+      Py_DECREF(found);
+      return nullptr;
+    }
+  }
+  if (code == HR_OK) {
+    if (PyDict_DelItem(table.pending.get(), handle) == 0) return found;
+    PyErr_Clear();  // another thread has it
+  }
+  Py_DECREF(found);
+  Py_RETURN_NONE;
+}
+
+// Out of memory, mostly: C++ may not throw into Python.
+template <typename Function, typename... Given>
+PyObject* Caught(const Function& function, Given... given) {
+  try {
+    return function(given...);
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+    return nullptr;
+  }
+}
+
+PyObject* CaughtNew(PyTypeObject* type, PyObject* arguments, PyObject* named) {
+  return Caught(New, type, arguments, named);
+}
+PyObject* CaughtAllreduce(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
+  return Caught(Allreduce, self, arguments, count);
+}
+PyObject* CaughtGrouped(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
+  return Caught(GroupedAllreduce, self, arguments, count);
+}
+
+template <typename Function>
+PyCFunction AsMethod(Function function) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
+}
+
+template <typename Function>
+void* AsSlot(Function function) {
+  return reinterpret_cast<void*>(function);
+}
+
+int Execute(PyObject* module) {
+  static PyMethodDef methods[] = {
+      {"allreduce", AsMethod(CaughtAllreduce), METH_FASTCALL, kAllreduceText},
+      {"grouped_allreduce", AsMethod(CaughtGrouped), METH_FASTCALL, kGroupedText},
+      {"finish", Finish, METH_O, kFinishText},
+      {nullptr, nullptr, 0, nullptr},
+  };
+  static PyType_Slot slots[] = {
+      {Py_tp_new, AsSlot(CaughtNew)},
+      {Py_tp_dealloc, AsSlot(Delete)},
+      {Py_tp_methods, methods},
+      {0, nullptr},
+  };
+  static PyType_Spec spec = {"hororing._tensors.PlainTensors", sizeof(PlainTensors), 0,
+                             Py_TPFLAGS_DEFAULT, slots};
+  PyObject* const type = PyType_FromSpec(&spec);
+  if (type == nullptr) return -1;
+  const int code = PyModule_AddObject(module, "PlainTensors", type);
+  if (code != 0) Py_DECREF(type);
+  return code;
+}
+
+}  // namespace
+}  // namespace hororing
+
+PyMODINIT_FUNC PyInit__tensors(void);
+PyMODINIT_FUNC PyInit__tensors(void) {
+  static PyModuleDef_Slot slots[] = {
+      {Py_mod_exec, hororing::AsSlot(hororing::Execute)},
+      {0, nullptr},
+  };
+  static PyModuleDef module = {PyModuleDef_HEAD_INIT,
+                               "hororing._tensors",
+                               nullptr,
+                               0,
+                               nullptr,
+                               slots,
+                               nullptr,
+                               nullptr,
+                               nullptr};
+  return PyModuleDef_Init(&module);
+}

@@ -1,0 +1,126 @@
+#include "python/plain.h"
+
+#include <utility>
+
+namespace hororing {
+namespace {
+
+// False: the core has no such type.
+bool DataTypeOf(const dlpack::Tensor& tensor, int32_t* dtype) {
+  struct Known {
+    uint8_t kind, bits;
+    int32_t dtype;
+  };
+  static constexpr Known kKnown[] = {
+      {dlpack::kFloat, 32, HR_FLOAT32}, {dlpack::kFloat, 16, HR_FLOAT16},
+      {dlpack::kFloat, 64, HR_FLOAT64}, {dlpack::kBfloat, 16, HR_BFLOAT16},
+      {dlpack::kInt, 8, HR_INT8},       {dlpack::kInt, 16, HR_INT16},
+      {dlpack::kInt, 32, HR_INT32},     {dlpack::kInt, 64, HR_INT64},
+      {dlpack::kUint, 8, HR_UINT8},     {dlpack::kUint, 16, HR_UINT16},
+      {dlpack::kBool, 8, HR_BOOL},
+  };
+  for (const Known& known : kKnown) {
+    if (known.kind == tensor.kind && known.bits == tensor.bits && tensor.lanes == 1) {
+      *dtype = known.dtype;
+      return true;
+    }
+  }
+  return false;
+}
+
+bool IsInOrder(const dlpack::Tensor& tensor) {
+  if (tensor.strides == nullptr) return true;
+  int64_t expected = 1;
+  bool in_order = true;
+  for (int32_t i = tensor.ndim; i-- > 0;) {
+    if (tensor.shape[i] == 0) return true;
+    if (tensor.shape[i] == 1) continue;
+    in_order = in_order && tensor.strides[i] == expected;
+    expected *= tensor.shape[i];
+  }
+  return in_order;
+}
+
+std::vector<Reference> Items(PyObject* tuple) {
+  std::vector<Reference> items;
+  for (Py_ssize_t i = 0; i < PyTuple_Size(tuple); ++i) {
+    items.emplace_back(PyTuple_GetItem(tuple, i));
+  }
+  return items;
+}
+
+}  // namespace
+
+bool Plain::Init(PyObject* types, PyObject* exchange, PyObject* refusals, PyObject* describe) {
+  if (!PyTuple_Check(types) || !PyTuple_Check(refusals)) {
+    PyErr_SetString(PyExc_TypeError, "types and refusals are tuples");
+    return false;
+  }
+  types_ = Items(types);
+  refusals_ = Items(refusals);
+  describe_.emplace_back(describe);
+  if (exchange == Py_None) return true;
+  const void* found = PyCapsule_GetPointer(exchange, "dlpack_exchange_api");
+  if (found == nullptr) return false;
+  const auto* table = static_cast<const dlpack::Exchange*>(found);
+  while (table != nullptr && table->major != dlpack::kMajor) table = table->previous;
+  if (table != nullptr && table->look != nullptr) exchange_ = table;
+  return true;
+}
+
+int Plain::Describe(PyObject* tensor, hr_tensor* view, Shapes* shapes) const {
+  bool known = false;
+  for (const Reference& type : types_) {
+    known = known || reinterpret_cast<PyObject*>(Py_TYPE(tensor)) == type.get();
+  }
+  if (!known) return 0;
+  view->device = 0;
+  if (exchange_ == nullptr) return Ask(tensor, view, shapes);
+  const int plain = Look(tensor, view);
+  for (size_t i = 0; plain == 1 && i < refusals_.size(); ++i) {
+    PyObject* const answer = PyObject_CallFunctionObjArgs(refusals_[i].get(), tensor, nullptr);
+    if (answer == nullptr) return -1;
+    const bool refused = answer != Py_False;
+    Py_DECREF(answer);
+    if (refused) return 0;
+  }
+  return plain;
+}
+
+int Plain::Look(PyObject* tensor, hr_tensor* view) const {
+  dlpack::Tensor seen;
+  if (exchange_->look(tensor, &seen) != 0) {  // a sparse one, say
+    PyErr_Clear();
+    return 0;
+  }
+  if (seen.device != dlpack::kCpu || !DataTypeOf(seen, &view->dtype) || !IsInOrder(seen)) return 0;
+  view->input = view->output = reinterpret_cast<uintptr_t>(seen.data) + seen.byte_offset;
+  view->ndim = seen.ndim;
+  view->shape = seen.shape;
+  return 1;
+}
+
+int Plain::Ask(PyObject* tensor, hr_tensor* view, Shapes* shapes) const {
+  PyObject* const answer = PyObject_CallFunctionObjArgs(describe_[0].get(), tensor, nullptr);
+  if (answer == nullptr || answer == Py_None) {
+    Py_XDECREF(answer);
+    return answer == nullptr ? -1 : 0;
+  }
+  PyObject* shape = nullptr;
+  unsigned long long address = 0;
+  const bool parsed =
+      PyArg_ParseTuple(answer, "KiO!", &address, &view->dtype, &PyTuple_Type, &shape) != 0;
+  if (parsed) {
+    std::vector<int64_t>& kept = shapes->emplace_back();
+    for (Py_ssize_t i = 0; i < PyTuple_Size(shape); ++i) {
+      kept.push_back(PyLong_AsLongLong(PyTuple_GetItem(shape, i)));
+    }
+    view->input = view->output = static_cast<uintptr_t>(address);
+    view->ndim = static_cast<int32_t>(kept.size());
+    view->shape = kept.data();
+  }
+  Py_DECREF(answer);
+  return parsed && PyErr_Occurred() == nullptr ? 1 : -1;
+}
+
+}  // namespace hororing

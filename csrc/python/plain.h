@@ -1,0 +1,53 @@
+// What a framework's tensor is, in a few nanoseconds: what the verbs look at in every call.
+//
+// A plain tensor is of one of the framework's own types, dense, in host memory, and holds what its
+// memory says. All else is for hororing/verbs.py. Under the GIL.
+#pragma once
+
+#include <Python.h>
+
+#include <cstdint>
+#include <deque>
+#include <vector>
+
+#include "capi/hororing.h"
+#include "python/dlpack.h"
+
+namespace hororing {
+
+class Reference {  // to a Python object; counted
+ public:
+  Reference() = default;
+  explicit Reference(PyObject* borrowed) : object_(borrowed) { Py_XINCREF(borrowed); }
+  Reference(Reference&& other) noexcept : object_(other.object_) { other.object_ = nullptr; }
+  Reference& operator=(Reference&&) = delete;
+  ~Reference() { Py_XDECREF(object_); }
+  PyObject* get() const { return object_; }
+
+ private:
+  PyObject* object_ = nullptr;
+};
+
+class Plain {
+ public:
+  // Shapes that no tensor holds, while a request needs them.
+  using Shapes = std::deque<std::vector<int64_t>>;
+
+  // `types`: a tuple. `exchange`: a capsule with DLPack's table, or None. `refusals`: a tuple of
+  // functions of a tensor; it is plain where all say no. `describe`: for where there is no table, a
+  // function of a tensor to None, or address, hr_dtype and shape. False: an exception is set.
+  bool Init(PyObject* types, PyObject* exchange, PyObject* refusals, PyObject* describe);
+
+  // 1: `view` is the tensor, in place, as long as nobody touches that; 0: it is not plain; -1: an
+  // exception is set.
+  int Describe(PyObject* tensor, hr_tensor* view, Shapes* shapes) const;
+
+ private:
+  int Look(PyObject* tensor, hr_tensor* view) const;
+  int Ask(PyObject* tensor, hr_tensor* view, Shapes* shapes) const;
+
+  std::vector<Reference> types_, refusals_, describe_;
+  const dlpack::Exchange* exchange_ = nullptr;  // null: describe_[0] is asked
+};
+
+}  // namespace hororing
