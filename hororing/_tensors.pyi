@@ -43,3 +43,39 @@ class PlainTensors:
         /,
     ) -> int: ...
     def finish(self, handle: int, /) -> Any: ...
+
+class Arrivals:
+    """What the gradients of one optimizer have in common. Owners have `send_arrived()`."""
+
+    arrived: list[Any]
+    room: int
+    awaits_end: bool
+
+class Prepared:
+    """A request that is made again and again."""
+
+    keep: Any
+    address: int
+    handle: int
+
+class Gradient:
+    """One parameter's gradient.
+
+    Owners have `count()`, `weight_of(param)`, `take_gradient()`, `send_alone(grad, failures)` and
+    `failure(code)`, for all that is rare.
+    """
+
+    shared: Any
+    prepared: Any
+    param: Any
+    view: Any
+    weight: int
+    left: int
+    sent: bool
+    simple: bool
+    def on_gradient(self, param: Any, /) -> None: ...
+
+def send_gradients(
+    plain: PlainTensors, slots: list[Any], flying: list[int], failures: list[Exception], /
+) -> None: ...
+def finish_gradients(entries: list[Any], passes: int, /) -> list[Any]: ...

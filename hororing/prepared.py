@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hororing._core import ffi, lib
+from hororing._tensors import Prepared
 from hororing.collectives import (
     ALLREDUCE,
     HOST,
@@ -22,14 +23,14 @@ from hororing.collectives import (
 from hororing.names import WORLD_SET
 
 
-class PreparedAllreduce:
+class PreparedAllreduce(Prepared):
     """An in-place allreduce of one tensor, again and again: all that can be is computed once.
 
     `start_many` submits, `finish` waits. At most one start may be in flight; `keep` holds the
     tensor meanwhile. Who has waited by `finish_many` resets `handle`.
     """
 
-    __slots__ = ("_owners", "handle", "keep", "on_device", "request")
+    __slots__ = ("_owners", "on_device", "request")
 
     def __init__(
         self,
@@ -47,8 +48,7 @@ class PreparedAllreduce:
         self.request, self._owners = make_request(
             ALLREDUCE, name, [view], process_set, op, 0, prescale, postscale, None
         )
-        self.handle = 0  # 0: not in flight
-        self.keep: Any = None
+        self.address = int(ffi.cast("uintptr_t", self.request))
 
     def finish(self, stream: int = 0) -> Any:
         """Wait for what was started, if it is in flight; return what has held it.

@@ -10,6 +10,8 @@
 #include <string>
 
 #include "capi/hororing.h"
+#include "python/gradients.h"
+#include "python/module.h"
 #include "python/plain.h"
 
 namespace hororing {
@@ -29,6 +31,8 @@ struct PlainTensors {
   PyObject_HEAD Plain* plain;
   Table* table;
 };
+
+PyTypeObject* plain_tensors_type;  // of the process, as its engine is
 
 int Arguments(Py_ssize_t given, Py_ssize_t wanted) {
   if (given == wanted) return 0;
@@ -191,17 +195,6 @@ PyObject* Finish(PyObject* self, PyObject* handle) {
   Py_RETURN_NONE;
 }
 
-// Out of memory, mostly: C++ may not throw into Python.
-template <typename Function, typename... Given>
-PyObject* Caught(const Function& function, Given... given) {
-  try {
-    return function(given...);
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
-    return nullptr;
-  }
-}
-
 PyObject* CaughtNew(PyTypeObject* type, PyObject* arguments, PyObject* named) {
   return Caught(New, type, arguments, named);
 }
@@ -210,11 +203,6 @@ PyObject* CaughtAllreduce(PyObject* self, PyObject* const* arguments, Py_ssize_t
 }
 PyObject* CaughtGrouped(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
   return Caught(GroupedAllreduce, self, arguments, count);
-}
-
-template <typename Function>
-PyCFunction AsMethod(Function function) {
-  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
 }
 
 template <typename Function>
@@ -239,12 +227,19 @@ int Execute(PyObject* module) {
                              Py_TPFLAGS_DEFAULT, slots};
   PyObject* const type = PyType_FromSpec(&spec);
   if (type == nullptr) return -1;
-  const int code = PyModule_AddObject(module, "PlainTensors", type);
-  if (code != 0) Py_DECREF(type);
-  return code;
+  Py_INCREF(type);  // one is the module's
+  plain_tensors_type = reinterpret_cast<PyTypeObject*>(type);
+  if (PyModule_AddObject(module, "PlainTensors", type) != 0) return -1;
+  return AddGradients(module);
 }
 
 }  // namespace
+
+const Plain* PlainOf(PyObject* object) {
+  const bool is_one = Py_TYPE(object) == plain_tensors_type;
+  return is_one ? reinterpret_cast<PlainTensors*>(object)->plain : nullptr;
+}
+
 }  // namespace hororing
 
 PyMODINIT_FUNC PyInit__tensors(void);

@@ -48,12 +48,12 @@ class TorchAdapter:
     """Dense tensors of the CPU and of CUDA devices, contiguous or not."""
 
     def __init__(self) -> None:
+        exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)  # since torch 2.10
         self.plain_tensors = collectives.plain_tensors(
-            _PLAIN_TYPES,
-            self.plain,
-            getattr(torch.Tensor, "__dlpack_c_exchange_api__", None),  # since torch 2.10
-            (torch.Tensor.is_neg, torch.Tensor.is_inference),
+            _PLAIN_TYPES, self.plain, exchange, (torch.Tensor.is_neg, torch.Tensor.is_inference)
         )
+        # A sum is negated as its terms are, and autograd writes to its gradients itself.
+        self.plain_gradients = collectives.plain_tensors(_PLAIN_TYPES, self.plain, exchange)
 
     def check(self, tensor: object, verb: str) -> torch.Tensor:
         """Accept strided tensors of the supported types, and complex ones."""

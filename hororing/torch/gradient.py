@@ -19,6 +19,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from hororing import collectives, timeline
+from hororing._tensors import Gradient
 from hororing.collectives import HOST
 from hororing.compression import NoneCompressor
 from hororing.prepared import PreparedAllreduce, start_many
@@ -42,7 +43,7 @@ class Group:
         # Autograd may run hooks on several threads.
         self._lock = threading.Lock()
         for position, slot in enumerate(slots):
-            slot.group, slot.position = self, position
+            slot.group, slot.position, slot.simple = self, position, False
 
     def add(self, position: int, tensor: torch.Tensor, stream: int, options: Options) -> None:
         """Take the gradient of one member, dense on a device, where `stream` computes it.
@@ -89,20 +90,23 @@ class Group:
         self._waiting, self._results = {}, {}
 
 
-class Slot:
-    """The gradient of one parameter."""
+class Slot(Gradient):
+    """The gradient of one parameter. Its hook, `on_gradient`, is in csrc/python/gradients.cc."""
 
     __slots__ = (
-        "device", "dtype", "finish_general", "group", "handle", "hook", "left", "name", "param",
-        "position", "prepared", "sent", "shared", "sparse_dims", "torch_device", "view", "weight",
+        "device", "dtype", "finish_general", "group", "handle", "hook", "name", "position",
+        "sparse_dims", "torch_device",
     )  # fmt: skip
+
+    shared: Shared
+    prepared: PreparedAllreduce | None
+    param: torch.Tensor | None  # while the gradient has arrived and is not sent
+    view: torch.Tensor | None  # where its gradients go, if they go there
 
     def __init__(self, name: str, param: torch.Tensor, shared: Shared) -> None:
         self.name = name
         self.shared = shared
         self.left = shared.passes  # backward passes until the gradient is sent
-        self.sent = False
-        self.param: torch.Tensor | None = None  # while the gradient has arrived and is not sent
         self.weight = BATCH_BYTES  # what it takes of Shared.room: sent at once
         self.sparse_dims = 0  # of the latest gradient that was sparse
         self.hook: RemovableHandle | None = None
@@ -112,8 +116,6 @@ class Slot:
         # In flight by the general way: its handle (0 in a group) and how to end it.
         self.handle = 0
         self.finish_general: Callable[[], torch.Tensor] | None = None
-        self.prepared: PreparedAllreduce | None = None
-        self.view: torch.Tensor | None = None  # where its gradients go, if they go there
         options = shared.options
         self.device = verbs.adapter.device(param)
         self.torch_device = param.get_device()
@@ -125,24 +127,10 @@ class Slot:
             )  # fmt: skip
             self.weight = max(param.nbytes, LEAST_WEIGHT)
             if self.device == HOST:
+                self.simple = True
                 shared.views.want(self, param)
 
     # -- in the hook --------------------------------------------------------------------------
-
-    def on_gradient(self, param: torch.Tensor) -> None:
-        """Take note of an accumulated gradient, which is sent when it is the step's last.
-
-        Called a thousand times per step: what happens rarely happens elsewhere.
-        """
-        shared = self.shared
-        if (self.left != 1 or not shared.awaits_end) and not self.count():
-            return
-        self.left = 0
-        self.param = param
-        shared.room -= self.weight if self.device == HOST else self.weight_on_device(param)
-        shared.arrived.append(self)
-        if shared.room <= 0 or not shared.awaits_end:  # the pass of another thread has ended
-            shared.send_arrived()
 
     def note_stream(self) -> None:
         """Note that this thread's stream computes the gradient: it may be sent in another's."""
@@ -150,11 +138,13 @@ class Slot:
             self.prepared.request.stream = self.stream()
 
     @uncompiled
-    def weight_on_device(self, param: torch.Tensor) -> int:
-        """Return what the gradient takes of Shared.room, and note its stream.
+    def weight_of(self, param: torch.Tensor) -> int:
+        """Return what the gradient takes of Shared.room; on a device note its stream, too.
 
         Who has to compute from it before it is sent does so in this stream, so at once.
         """
+        if self.device == HOST:
+            return self.weight
         self.note_stream()
         return self.weight if param.grad is not None and self.is_plain(param.grad) else BATCH_BYTES
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from hororing import collectives
+from hororing._tensors import finish_gradients
 from hororing.prepared import finish_many
 from hororing.torch.gradient import Group, Slot
 from hororing.torch.submission import Options, Shared
@@ -177,17 +178,13 @@ def finish_all(
 ) -> None:
     """Wait for the gradients of `entries`, mostly in one call of the core."""
     landed = _landed(entries, flying)
+    if landed and entries:
+        entries = finish_gradients(entries, entries[0][1].shared.passes)  # almost all
     for param, slot in entries:
-        prepared = slot.prepared
-        if landed and prepared and prepared.handle and prepared.keep is param.grad:
-            # Almost always: reduced where it is.
-            slot.sent, slot.left = False, slot.shared.passes
-            prepared.handle, prepared.keep = 0, None
-        else:
-            if landed and prepared:
-                prepared.handle = 0
-            with collect(failures):
-                slot.finish(param)
+        if landed and slot.prepared:
+            slot.prepared.handle = 0
+        with collect(failures):
+            slot.finish(param)
     flying.clear()  # last: an interrupt leaves them, to be waited for again
 
 

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import torch
 
 from hororing import timeline
+from hororing._tensors import Arrivals, send_gradients
 from hororing.compression import Compressor
 from hororing.prepared import PreparedAllreduce, start_many
 from hororing.process_sets import ProcessSet, check_member
 from hororing.torch.bucket_views import BucketViews
 from hororing.torch.uncompiled import uncompiled
+from hororing.torch.verbs import adapter
 
 if TYPE_CHECKING:
     from hororing.torch.gradient import Slot
@@ -46,13 +48,16 @@ BATCH_BYTES: Final = 256 << 10
 LEAST_WEIGHT: Final = 1 << 10
 
 
-class Shared:
+class Shared(Arrivals):
     """What the slots of one optimizer have in common."""
 
     __slots__ = (
-        "arrived", "awaits_end", "batch_bytes", "begun", "finishing", "flying", "lock", "members",
-        "on_device", "options", "passes", "room", "synchronized", "tracing", "views",
+        "batch_bytes", "begun", "finishing", "flying", "lock", "members", "on_device", "options",
+        "passes", "synchronized", "tracing", "views",
     )  # fmt: skip
+
+    arrived: list[Slot]
+    awaits_end: bool  # `backward_ended` will be called
 
     def __init__(self, options: Options, passes: int) -> None:
         self.options = options
@@ -64,13 +69,12 @@ class Shared:
         self.tracing = False
         # Gradients that are there and not sent. Autograd may run hooks on several threads:
         # appended to without the lock, emptied with it.
-        self.arrived: list[Slot] = []
+        self.arrived = []
         self.batch_bytes = self.room = LEAST_WEIGHT  # of the batch; of it, for more gradients
         self.flying: list[int] = []  # handles that nobody has waited for
         self.finishing = False  # all is sent, some of it may be waited for: between two `rest`s
         self.on_device = False  # whether a parameter lies there
         self.lock = threading.Lock()
-        self.awaits_end = False  # `backward_ended` will be called
 
     @uncompiled
     def first_hook(self) -> None:
@@ -111,12 +115,14 @@ class Shared:
             del self.arrived[: len(arrived)]
             self.batch_bytes = self.room = min(2 * self.batch_bytes, BATCH_BYTES)
         failures: list[Exception] = []
-        if self.tracing or len(arrived) == 1:
+        if self.tracing:
             for slot in arrived:
-                begin_ns = timeline.now_ns() if self.tracing else 0
+                begin_ns = timeline.now_ns()
                 slot.send_alone(slot.take_gradient(), failures, begin_ns)
-        else:
+        elif self.on_device:
             _send_together(arrived, self.flying, failures)
+        else:
+            send_gradients(adapter.plain_gradients, arrived, self.flying, failures)
         if failures:
             raise failures[0]
 

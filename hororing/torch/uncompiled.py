@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any, TypeVar, cast
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -44,6 +45,8 @@ def leave_uncompiled(function: Callable[..., Any]) -> None:
 
     `torch.compiler.disable` puts a function around it that costs more than a gradient hook does.
     """
+    if not isinstance(function, FunctionType):
+        return  # it has no frame that could be compiled
     from torch._dynamo.decorators import skip
 
     skip(function)

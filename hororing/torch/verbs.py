@@ -31,4 +31,5 @@ class TorchVerbs(Verbs[torch.Tensor]):
         return super().reduce_async(verb, tensors, in_place, name, op, *rest, **options)
 
 
-verbs: Verbs[torch.Tensor] = TorchVerbs(TorchAdapter())
+adapter = TorchAdapter()
+verbs: Verbs[torch.Tensor] = TorchVerbs(adapter)
