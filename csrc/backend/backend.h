@@ -86,8 +86,10 @@ class Backend {
   // What has gone wrong in the streams since, if anything has. Now and then.
   virtual Status Look() { return Status::Ok(); }
   // When all ranks end in peace, before the transport does: waits for the streams until `deadline`.
-  // Otherwise the destructor breaks off what is under way.
   virtual void Leave(TimeNs /*deadline*/) {}
+  // Otherwise, or if that was in vain: ends what is under way in the streams, without the other
+  // ranks. Nothing is run afterwards.
+  virtual void BreakOff() {}
 };
 
 }  // namespace hororing

@@ -187,6 +187,10 @@ void CudaBackend::Leave(TimeNs deadline) {
   nccl_ = nullptr;
 }
 
+void CudaBackend::BreakOff() {
+  if (nccl_ != nullptr) nccl_->Abort();
+}
+
 size_t CudaBackend::scratch_bytes() const {
   return staged_.scratch_bytes() + (nccl_ != nullptr ? nccl_->fusion_bytes() : 0);
 }

@@ -42,6 +42,7 @@ class CudaBackend final : public Backend {
   std::shared_ptr<const DeviceEvent> done() const override { return done_; }
   Status Look() override;
   void Leave(TimeNs deadline) override;
+  void BreakOff() override;
   // Null: by way of the host, or not chosen yet.
   const NcclCommunicator* nccl() const { return nccl_.get(); }
 

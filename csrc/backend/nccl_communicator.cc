@@ -72,6 +72,8 @@ Status NcclCommunicator::Make(std::shared_ptr<const NcclApi> api, std::shared_pt
 }
 
 Status NcclCommunicator::Join(TimeNs deadline) {
+  const Device::Current current(*device_);
+  HORORING_RETURN_IF_ERROR(current.status());
   Invitation invitation;
   Status invited;
   if (transport_.rank() == 0) {
@@ -85,8 +87,6 @@ Status NcclCommunicator::Join(TimeNs deadline) {
     return Status(Code::kTransport,
                   "the first rank of the set cannot start NCCL; its log says why");
   }
-  const Device::Current current(*device_);
-  HORORING_RETURN_IF_ERROR(current.status());
   NcclConfig config{sizeof(NcclConfig), kNcclConfigMagic, kLeastNcclVersion, /*blocking=*/0};
   const NcclResult begun =
       api_->comm_init(&comm_, transport_.size(), invitation.id, transport_.rank(), &config);
@@ -95,8 +95,13 @@ Status NcclCommunicator::Join(TimeNs deadline) {
 
 NcclCommunicator::~NcclCommunicator() {
   const Device::Current current(*device_);
-  if (comm_ != nullptr) api_->comm_abort(comm_);
+  Abort();
   FreeFusion();
+}
+
+void NcclCommunicator::Abort() {
+  const Device::Current current(*device_);
+  if (comm_ != nullptr) api_->comm_abort(std::exchange(comm_, nullptr));
 }
 
 // Until NCCL has done what it has begun.
@@ -148,7 +153,9 @@ Status NcclCommunicator::Leave(TimeNs deadline) {
   HORORING_RETURN_IF_ERROR(current.status());
   HORORING_RETURN_IF_ERROR(Deregister());
   HORORING_RETURN_IF_ERROR(Settle(api_->comm_finalize(comm_), "ncclCommFinalize", deadline));
-  return api_->Check(api_->comm_destroy(std::exchange(comm_, nullptr)), "ncclCommDestroy");
+  const NcclResult destroyed = api_->comm_destroy(std::exchange(comm_, nullptr));
+  // There is nothing left to ask whether it has come to its end.
+  return destroyed == kNcclInProgress ? Status::Ok() : api_->Check(destroyed, "ncclCommDestroy");
 }
 
 Status NcclCommunicator::ScaledSum(DataType dtype, double factor, NcclOp* op) {

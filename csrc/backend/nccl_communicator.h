@@ -30,6 +30,9 @@ class NcclCommunicator {
                      std::unique_ptr<NcclCommunicator>* made);
   // Aborts, unless Leave has come to its end.
   ~NcclCommunicator();
+  // Ends what is under way. Nothing but the destructor may be called afterwards, and not within the
+  // same group of NCCL.
+  void Abort();
   NcclCommunicator(const NcclCommunicator&) = delete;
   NcclCommunicator& operator=(const NcclCommunicator&) = delete;
 

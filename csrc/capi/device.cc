@@ -47,6 +47,13 @@ HR_EXPORT int hr_wait_in_stream(int64_t handle, uintptr_t stream) {
 
 HR_EXPORT int hr_wait_many_in_stream(const int64_t* handles, int32_t count, double timeout_s,
                                      uintptr_t stream) {
+  // Before any handle is released.
+  const std::shared_ptr<Engine> engine = CurrentEngine();
+  std::shared_ptr<Device> device;
+  if (engine != nullptr && engine->devices().Any(&device).ok()) {
+    const Status free = device->RefuseCaptured(StreamOf(stream));
+    if (!free.ok()) return Remember(free);
+  }
   std::vector<std::shared_ptr<const DeviceEvent>> landed;
   const int code = WaitMany(handles, count, timeout_s, &landed);
   for (size_t i = 0; code == HR_OK && i < landed.size(); ++i) {

@@ -34,8 +34,26 @@ Status CudaApi::Check(CuResult result, const char* call) const {
   const char *name = nullptr, *text = nullptr;
   if (get_error_name(result, &name) != kCuSuccess || name == nullptr) name = "unknown error";
   if (get_error_string(result, &text) != kCuSuccess || text == nullptr) text = "CUDA failed";
-  return Status(Code::kTransport, std::string(call) + ": " + text + " (" + name + ", " +
-                                      std::to_string(result) + ")");
+  const std::string what =
+      std::string(call) + ": " + text + " (" + name + ", " + std::to_string(result) + ")";
+  if (result < kCuFirstCaptureError || result > kCuLastCaptureError) {
+    return Status(Code::kTransport, what);
+  }
+  return Status(Code::kInvalidArgument, CapturedText() + "; " + what);
+}
+
+Status CudaApi::CheckMemory(CuResult result, const char* call, size_t bytes) const {
+  const Status status = Check(result, call);
+  if (status.ok()) return status;
+  return Status(status.code(), status.message() + ", for " + std::to_string(bytes) +
+                                   " bytes; the framework may hold what is free in its cache: "
+                                   "leave more memory to others, or communicate less at a time");
+}
+
+std::string CapturedText() {
+  return "the stream is being captured into a CUDA graph, which cannot hold a collective (ranks "
+         "agree on each one anew); call it outside of the capture: capture forward and backward "
+         "pass, then synchronize gradients and step without it";
 }
 
 }  // namespace hororing

@@ -30,6 +30,8 @@ struct CuUuid {
 
 constexpr CuResult kCuSuccess = 0;
 constexpr CuResult kCuNotReady = 600;
+// CUDA_ERROR_STREAM_CAPTURE_...: what a stream that is captured cannot take.
+constexpr CuResult kCuFirstCaptureError = 900, kCuLastCaptureError = 909;
 constexpr unsigned kCuStreamNonBlocking = 1;     // does not wait for the default stream
 constexpr unsigned kCuEventDisableTiming = 2;    // cheaper
 constexpr unsigned kCuMemHostAllocPortable = 1;  // pinned for every context
@@ -93,8 +95,14 @@ struct CudaApi {
   // where it is too old, or where it finds no device.
   static Status Load(const std::string& paths, CudaApi* api);
 
-  // kTransport: "cuMemAllocAsync: out of memory (CUDA_ERROR_OUT_OF_MEMORY, 2)".
+  // kTransport: "cuMemAllocAsync: out of memory (CUDA_ERROR_OUT_OF_MEMORY, 2)"; kInvalidArgument
+  // where the framework captures its stream into a graph, and that is why.
   Status Check(CuResult result, const char* call) const;
+  // Of an allocation.
+  Status CheckMemory(CuResult result, const char* call, size_t bytes) const;
 };
+
+// What to do about a collective within the capture of a graph.
+std::string CapturedText();
 
 }  // namespace hororing

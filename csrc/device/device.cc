@@ -142,18 +142,20 @@ Device::~Device() {
   api_->primary_ctx_release(device_);
 }
 
-Status Device::Record(CuStream stream, std::shared_ptr<DeviceEvent>* event) const {
+Status Device::RefuseCaptured(CuStream stream) const {
   const Current current(*this);
   HORORING_RETURN_IF_ERROR(current.status());
   int capturing = kCuStreamCaptureStatusNone;
   HORORING_RETURN_IF_ERROR(
       api_->Check(api_->stream_is_capturing(stream, &capturing), "cuStreamIsCapturing"));
-  if (capturing != kCuStreamCaptureStatusNone) {
-    return Status(Code::kInvalidArgument,
-                  "the stream is being captured into a CUDA graph, which cannot hold a collective "
-                  "(ranks agree on each one anew); call it outside of the capture: capture "
-                  "forward and backward pass, then synchronize gradients and step without it");
-  }
+  if (capturing == kCuStreamCaptureStatusNone) return Status::Ok();
+  return Status(Code::kInvalidArgument, CapturedText());
+}
+
+Status Device::Record(CuStream stream, std::shared_ptr<DeviceEvent>* event) const {
+  HORORING_RETURN_IF_ERROR(RefuseCaptured(stream));
+  const Current current(*this);
+  HORORING_RETURN_IF_ERROR(current.status());
   CuEvent recorded = nullptr;
   HORORING_RETURN_IF_ERROR(
       api_->Check(api_->event_create(&recorded, kCuEventDisableTiming), "cuEventCreate"));
@@ -221,7 +223,7 @@ Status Device::Allocate(size_t bytes, std::shared_ptr<DeviceMemory>* memory) con
   HORORING_RETURN_IF_ERROR(current.status());
   CuAddress address = 0;
   HORORING_RETURN_IF_ERROR(
-      api_->Check(api_->mem_alloc_async(&address, bytes, stream_), "cuMemAllocAsync"));
+      api_->CheckMemory(api_->mem_alloc_async(&address, bytes, stream_), "cuMemAllocAsync", bytes));
   *memory = std::make_shared<DeviceMemory>(shared_from_this(), address);
   return Status::Ok();
 }
@@ -230,8 +232,8 @@ Status Device::AllocatePinned(size_t bytes, std::unique_ptr<PinnedMemory>* memor
   const Current current(*this);
   HORORING_RETURN_IF_ERROR(current.status());
   void* data = nullptr;
-  HORORING_RETURN_IF_ERROR(
-      api_->Check(api_->mem_host_alloc(&data, bytes, kCuMemHostAllocPortable), "cuMemHostAlloc"));
+  HORORING_RETURN_IF_ERROR(api_->CheckMemory(
+      api_->mem_host_alloc(&data, bytes, kCuMemHostAllocPortable), "cuMemHostAlloc", bytes));
   *memory = std::make_unique<PinnedMemory>(shared_from_this(), data);
   return Status::Ok();
 }
@@ -240,7 +242,8 @@ Status Device::AllocatePlain(size_t bytes, void** memory) const {
   const Current current(*this);
   HORORING_RETURN_IF_ERROR(current.status());
   CuAddress address = 0;
-  HORORING_RETURN_IF_ERROR(api_->Check(api_->mem_alloc(&address, bytes), "cuMemAlloc"));
+  HORORING_RETURN_IF_ERROR(
+      api_->CheckMemory(api_->mem_alloc(&address, bytes), "cuMemAlloc", bytes));
   *memory = reinterpret_cast<void*>(address);
   return Status::Ok();
 }

@@ -107,13 +107,15 @@ class Device : public std::enable_shared_from_this<Device> {
 
   int ordinal() const { return ordinal_; }
   const std::string& name() const { return name_; }  // "NVIDIA H200"
-  const CuUuid& uuid() const { return uuid_; }       // of the GPU, or the part of it
+  const CuUuid& uuid() const { return uuid_; }       // of the GPU, also where this is a part of it
   CuStream stream() const { return stream_; }        // the private one
   const CudaApi& api() const { return *api_; }
   bool packs_by_kernel() const { return copy_many_ != nullptr; }
   bool scales_by_kernel() const { return scale_many_ != nullptr; }
 
-  // The point to which `stream` has come. kInvalidArgument while it is captured into a graph.
+  // kInvalidArgument while `stream` is captured into a graph.
+  Status RefuseCaptured(CuStream stream) const;
+  // The point to which `stream` has come. kInvalidArgument as before.
   Status Record(CuStream stream, std::shared_ptr<DeviceEvent>* event) const;
 
   // On the private stream.

@@ -52,4 +52,21 @@ Status Devices::Nccl(std::shared_ptr<const NcclApi>* nccl) {
   return nccl_status_;
 }
 
+void Devices::AbortTogether(const std::function<void()>& end_communicators) {
+  std::shared_ptr<Device> device;
+  std::shared_ptr<const NcclApi> nccl;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    device = device_;
+    nccl = nccl_;
+  }
+  if (device == nullptr || nccl == nullptr || nccl->version < kLeastNcclVersionOfGroupedAborts) {
+    return end_communicators();
+  }
+  const Device::Current current(*device);
+  nccl->group_start();
+  end_communicators();
+  nccl->group_end();
+}
+
 }  // namespace hororing

@@ -6,6 +6,7 @@
 // Thread-safe.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -31,6 +32,10 @@ class Devices {
   Status Any(std::shared_ptr<Device>* device);
   // NCCL, loaded at the first call; the same answer ever after.
   Status Nccl(std::shared_ptr<const NcclApi>* nccl);
+  // Does `end_communicators`, which aborts some of NCCL, in one group where NCCL can, so that all
+  // are told before the first is waited for: a collective of one may be stuck in the stream behind
+  // one of another.
+  void AbortTogether(const std::function<void()>& end_communicators);
 
  private:
   Status LoadDriver();

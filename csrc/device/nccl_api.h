@@ -42,6 +42,7 @@ enum NcclOp : int { kNcclSum = 0, kNcclProd = 1, kNcclMax = 2, kNcclMin = 3, kNc
 constexpr int kNcclScalarHostImmediate = 1;
 constexpr unsigned kNcclConfigMagic = 0xcafebeef;
 constexpr int kLeastNcclVersion = 21400;
+constexpr int kLeastNcclVersionOfGroupedAborts = 22200;
 
 // X(member, symbol, parameters)
 #define HORORING_NCCL_FUNCTIONS(X)                                                             \

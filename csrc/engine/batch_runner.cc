@@ -315,4 +315,12 @@ void BatchRunner::Leave(TimeNs deadline) {
   }
 }
 
+void BatchRunner::BreakOff() {
+  options_.devices->AbortTogether([this] {
+    for (const auto& [id, channel] : channels_) {
+      for (const auto& backend : channel.backends) backend->BreakOff();
+    }
+  });
+}
+
 }  // namespace hororing

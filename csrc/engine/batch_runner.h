@@ -56,6 +56,8 @@ class BatchRunner {
   Status LookAtDevices();
   // All ranks end in peace: waits for devices, until `deadline`.
   void Leave(TimeNs deadline);
+  // Ends what is left on devices, without the other ranks. Nothing is run afterwards.
+  void BreakOff();
 
   // Of all channels, from the next batch on.
   void Tune(const Tuning& tuning);

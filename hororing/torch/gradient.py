@@ -150,8 +150,14 @@ class Slot(Gradient):
 
     @uncompiled
     def count(self) -> bool:
-        """Count a backward pass, all but the step's last; whether it was that."""
+        """Count a backward pass, all but the step's last; whether it was that.
+
+        One that is captured into a CUDA graph is none: when the graph is replayed no hook comes,
+        and `synchronize` sends all gradients.
+        """
         shared = self.shared
+        if self.device != HOST and torch.cuda.is_current_stream_capturing():
+            return False
         if self.left == 0:
             raise AssertionError(
                 f"gradient of '{self.name}' was computed more than backward_passes_per_step "

@@ -261,6 +261,64 @@ TEST(a_rank_that_breaks_off_frees_the_others_whose_devices_wait_for_it) {
   NothingForbidden();
 }
 
+TEST(communicators_whose_collectives_are_stuck_behind_one_another_are_aborted_together) {
+  EngineConfig config = CudaConfig();
+  std::atomic<int> ready{0};
+  PlayCuda(3, config, [&](Player& player, OnDevice& gpu) {
+    const auto meet = [&](int times) {
+      ++ready;
+      while (ready < 3 * times) std::this_thread::yield();
+    };
+    int64_t id = 0;
+    CHECK_OK(player.AddSet({0, 1}, &id));
+    std::vector<int32_t> sets = {kWorldSet, static_cast<int32_t>(id), kWorldSet};
+    if (player.rank == 2) sets = {kWorldSet, kWorldSet};
+    std::vector<std::vector<float>> data(3, std::vector<float>(10));
+    CHECK_OK(gpu.Allreduce("x", data[0], 1.0f));  // communicators are made
+    if (player.rank != 2) CHECK_OK(gpu.Allreduce("y", data[1], 1.0f, ReduceOp::kSum, sets[1]));
+    meet(1);
+    fake_gpu_set("hang_after", 0);
+    for (size_t i = 0; i < sets.size(); ++i) {
+      const std::string name = i == 0 ? "first" : sets[i] == kWorldSet ? "last" : "between";
+      int64_t handle = 0;
+      CHECK_OK(gpu.Start(name, data[i], 1.0f, &handle, ReduceOp::kSum, sets[i]));
+      CHECK_OK(gpu.Finish(handle));
+    }
+    meet(2);
+    if (player.rank == 1) {
+      CHECK(player.engine->Abort("no more", kPatience));
+    } else {
+      std::vector<float> other(10);
+      while (player.Allreduce("z", other).ok()) {
+      }
+      CHECK(player.engine->Shutdown("", kPatience));
+    }
+    fake_gpu_synchronize(gpu.stream);
+  });
+  fake_gpu_reset();
+  NothingForbidden();
+}
+
+TEST(a_result_that_is_waited_for_in_a_captured_stream_is_refused_with_a_way_out) {
+  PlayCuda(1, CudaConfig(), [](Player& player, OnDevice& gpu) {
+    std::vector<float> data(4);
+    int64_t handle = 0;
+    CHECK_OK(gpu.Start("x", data, 1.0f, &handle));
+    Status status;
+    CHECK(player.engine->Wait(handle, kPatience, &status) == HandleTable::Look::kDone);
+    fake_gpu_set("capturing", 1);
+    status = player.handles->Landed(handle)->HoldBack(reinterpret_cast<CuStream>(gpu.stream));
+    fake_gpu_set("capturing", 0);
+    CHECK(status.code() == Code::kInvalidArgument);
+    CHECK(Contains(status.message(), "CUDA graph"));
+    CHECK(Contains(status.message(), "outside of the capture"));
+    CHECK_OK(gpu.Finish(handle));
+    player.handles->Release(handle);
+    fake_gpu_synchronize(gpu.stream);
+  });
+  NothingLeft();
+}
+
 TEST(a_collective_that_hangs_on_the_device_fails_the_engine_by_the_deadline) {
   EngineConfig config = CudaConfig();
   std::atomic<int> ready{0};

@@ -16,7 +16,7 @@ namespace fake_gpu {
 namespace {
 
 constexpr int kInvalidValue = 1, kOutOfMemory = 2, kInvalidContext = 201, kInvalidImage = 200,
-              kNotReady = 600, kCaptureUnsupported = 900;
+              kNotReady = 600, kCaptureUnsupported = 900, kCaptureIsolation = 905;
 
 // An event is how many times it was recorded, and how many of those have come to pass.
 struct Event {
@@ -223,6 +223,7 @@ FAKE int cuEventQuery(void* handle) {
 FAKE int cuStreamWaitEvent(void* stream, void* handle, unsigned) {
   const std::shared_ptr<Event> event = Events().Find(handle, "an event");
   if (event == nullptr) return kInvalidValue;
+  if (settings.capturing != 0) return kCaptureIsolation;
   std::unique_lock<std::mutex> lock(event->mutex);
   const int64_t number = event->recorded;
   lock.unlock();

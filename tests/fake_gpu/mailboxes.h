@@ -50,7 +50,8 @@ struct Comm {
   std::string name;
   int rank = 0, ranks = 1;
   std::atomic<int> state{kInProgress};  // what comm_async_error says
-  std::atomic<bool> aborted{false}, dead{false};
+  std::atomic<bool> aborted{false}, dead{false}, finalized{false};
+  std::atomic<int> under_way{0};  // collectives in streams
   std::thread starter;
   // Of a group that has ended, until comm_async_error is asked.
   std::mutex mutex;

@@ -29,6 +29,7 @@ struct Call {
 };
 thread_local int depth = 0;
 thread_local std::vector<Call> group;
+thread_local std::vector<Comm*> ending;  // aborted in the group
 
 bool Usable(Comm* comm) {
   if (!HasContext()) return false;
@@ -61,12 +62,22 @@ int PointToPoint(Comm* comm, void* stream, bool sends, void* data, size_t bytes,
               {sends, peer, static_cast<char*>(data), HeaderOf("sendrecv", bytes, 0)}});
 }
 
+// Waits for what it has in streams, as the real one does: behind a collective of another
+// communicator, for which nobody else waits any more, that may take for ever.
+void Bury(Comm* comm) {
+  if (comm->starter.joinable()) comm->starter.join();
+  while (comm->under_way > 0) std::this_thread::sleep_for(std::chrono::microseconds(50));
+  if (++comm->shared->left >= comm->ranks || comm->aborted) shm_unlink(comm->name.c_str());
+  --counts.communicators;
+}
+
 int EndGroup() {
   if (depth == 0) {
     Violation("a group ends that has not begun");
     return kInvalidUsage;
   }
   if (--depth > 0) return kSuccess;
+  for (Comm* comm : std::exchange(ending, {})) Bury(comm);
   std::vector<Half> halves;
   const std::vector<Call> calls = std::move(group);
   group.clear();
@@ -113,9 +124,10 @@ int End(Comm* comm, bool abort) {
     return kInvalidUsage;
   }
   if (abort) comm->aborted = true;
-  if (comm->starter.joinable()) comm->starter.join();
-  if (++comm->shared->left >= comm->ranks || abort) shm_unlink(comm->name.c_str());
-  --counts.communicators;
+  if (!abort && comm->state == kInProgress) Violation("a communicator ends before it is finalized");
+  const bool in_group = depth > 0 && settings.nccl_version >= 22200;
+  if (in_group) ending.push_back(comm);
+  if (!in_group) Bury(comm);
   return kSuccess;
 }
 
@@ -192,9 +204,17 @@ FAKE int ncclCommGetAsyncError(Comm* comm, int* error) {
   std::lock_guard<std::mutex> lock(comm->mutex);
   *error = comm->state;
   if (*error == kInProgress && !comm->waiting.empty()) {
-    for (auto& [stream, work] : comm->waiting) Enqueue(stream, work);
+    for (auto& [stream, work] : comm->waiting) {
+      ++comm->under_way;
+      Enqueue(stream, [comm, carry_out = work] {
+        carry_out();
+        --comm->under_way;
+      });
+    }
     comm->waiting.clear();
     comm->state = kSuccess;  // to be seen the next time
+  } else if (*error == kInProgress && comm->finalized) {
+    comm->state = kSuccess;
   }
   if (settings.async_error_after >= 0 && counts.collectives > settings.async_error_after) {
     *error = kRemoteError;
@@ -204,7 +224,9 @@ FAKE int ncclCommGetAsyncError(Comm* comm, int* error) {
 
 FAKE int ncclCommFinalize(Comm* comm) {
   if (comm->dead || comm->aborted) Violation("an ended communicator is finalized");
-  return kSuccess;
+  comm->finalized = true;
+  comm->state = kInProgress;
+  return kInProgress;
 }
 FAKE int ncclCommDestroy(Comm* comm) { return End(comm, false); }
 FAKE int ncclCommAbort(Comm* comm) {

@@ -17,6 +17,7 @@ from typing import Any
 BUILDS = Path(__file__).parents[2] / "build"
 _WORK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _begun: list[Any] = []  # what streams carry out stays
+_captured = [False]  # whether torch's stream is, into a graph
 
 
 def path() -> Path | None:
@@ -53,6 +54,12 @@ def set_(name: str, value: int) -> None:
     assert library().fake_gpu_set(name.encode(), value) == 0, name
 
 
+def capture(begins: bool) -> None:
+    """Begin or end the capture of all streams."""
+    _captured[0] = begins
+    set_("capturing", int(begins))
+
+
 def count(what: str) -> int:
     """See fake_gpu.h."""
     return int(library().fake_gpu_count(what.encode()))
@@ -83,6 +90,8 @@ def violations() -> str:
 
 def stand_in() -> None:
     """From now on, for hororing.torch of this process, all tensors are on its GPU."""
+    import torch
+
     from hororing import collectives
     from hororing.torch.adapter import TorchAdapter
     from hororing.torch.verbs import verbs
@@ -104,6 +113,7 @@ def stand_in() -> None:
             return None
 
     verbs.adapter = OnFakeGpu()
+    torch.cuda.is_current_stream_capturing = lambda: _captured[0]
     set_("delay_us", 20)
 
     # torch computes with the host, which on a GPU would be in the stream that has been told to

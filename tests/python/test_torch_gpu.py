@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,8 @@ def check_gradients_of_two_streams(prefix: str, **options: Any) -> None:
         assert parameter.grad is not None
         grad, late = parameter.grad, parameter.grad + hvd.rank() + index
         grad.fill_(-1e9)
+        if current == streams[1]:  # which computes longer than the other
+            fake_gpu.run_in(current, lambda: time.sleep(0.002))
         fake_gpu.run_in(current, lambda: grad.copy_(late))
 
     for index, parameter in enumerate(parameters):
@@ -176,11 +179,46 @@ def case_handles_that_nobody_waits_for_keep_their_memory() -> None:
 
 def case_a_captured_step_is_refused() -> None:
     hvd.barrier()
-    fake_gpu.set_("capturing", 1)
+    fake_gpu.capture(True)
     with pytest.raises(ValueError, match="captured into a CUDA graph"):
         hvd.allreduce(torch.ones(1), name="captured")
-    fake_gpu.set_("capturing", 0)
+    fake_gpu.capture(False)
     assert hvd.allreduce(torch.ones(1), name="captured").tolist() == [1]
+
+
+def case_captured_backward_passes_are_reduced_when_they_are_replayed() -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters(prefix="graph")
+    )
+    x = torch.full((1, 3), 1.0 + hvd.rank())
+    hvd.barrier()
+    fake_gpu.capture(True)
+    model(x).sum().backward()
+    fake_gpu.capture(False)
+    assert model.weight.grad is not None
+    for _ in range(2):
+        model.weight.grad.copy_(x.expand(2, 3))  # the graph does so
+        before = model.weight.detach().clone()
+        optimizer.step()
+        torch.testing.assert_close(before - model.weight, torch.full((2, 3), (1 + hvd.size()) / 2))
+
+
+def case_gradients_are_not_waited_for_in_a_capture() -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters(prefix="refused")
+    )
+    model(torch.ones(1, 3)).sum().backward()
+    hvd.barrier()
+    fake_gpu.capture(True)
+    with pytest.raises(ValueError, match="captured into a CUDA graph"):
+        optimizer.synchronize()
+    fake_gpu.capture(False)
+    hvd.barrier()
+    optimizer.zero_grad()
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
 
 
 def case_another_device_is_refused() -> None:
