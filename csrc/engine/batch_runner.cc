@@ -117,6 +117,14 @@ BatchRunner::BatchRunner(const Options& options, Channel world, TensorTable& ten
   AddSet(kWorldSet, std::move(world));
 }
 
+BatchRunner::~BatchRunner() {
+  options_.devices->AbortTogether([this] {
+    for (const auto& [id, channel] : channels_) {
+      for (const auto& backend : channel.backends) backend->BreakOff();
+    }
+  });
+}
+
 void BatchRunner::Tune(const Tuning& tuning) {
   for (auto& [id, channel] : channels_) {
     for (const auto& backend : channel.backends) backend->Tune(tuning);
@@ -313,14 +321,6 @@ void BatchRunner::Leave(TimeNs deadline) {
   for (const auto& [id, channel] : channels_) {
     for (const auto& backend : channel.backends) backend->Leave(deadline);
   }
-}
-
-void BatchRunner::BreakOff() {
-  options_.devices->AbortTogether([this] {
-    for (const auto& [id, channel] : channels_) {
-      for (const auto& backend : channel.backends) backend->BreakOff();
-    }
-  });
 }
 
 }  // namespace hororing

@@ -47,6 +47,10 @@ class BatchRunner {
   };
   BatchRunner(const Options& options, Channel world, TensorTable& tensors, HandleTable& handles,
               TraceSink& trace, Stats& stats);
+  // Ends what is left on devices, without the other ranks.
+  ~BatchRunner();
+  BatchRunner(const BatchRunner&) = delete;
+  BatchRunner& operator=(const BatchRunner&) = delete;
 
   void AddSet(int32_t id, Channel channel) { channels_[id] = std::move(channel); }
   // On all its ranks.
@@ -56,8 +60,6 @@ class BatchRunner {
   Status LookAtDevices();
   // All ranks end in peace: waits for devices, until `deadline`.
   void Leave(TimeNs deadline);
-  // Ends what is left on devices, without the other ranks. Nothing is run afterwards.
-  void BreakOff();
 
   // Of all channels, from the next batch on.
   void Tune(const Tuning& tuning);

@@ -344,6 +344,8 @@ void Loop::End(Status why) {
 // events that are still on their way.
 void Loop::Farewell() {
   FollowParent();  // a peer may have died of the same, and have been noticed first
+  // Otherwise what is under way on devices is broken off with the runner, when all handles are
+  // done.
   if (final_->code() == Code::kShutDown) runner_.Leave(After(NowNs(), kFarewellTime));
   if (final_->code() != Code::kShutDown) {
     // An end that was agreed on reaches all ranks as such. In other words, and earlier, they would
@@ -354,7 +356,6 @@ void Loop::Farewell() {
       Log(LogLevel::kError, "the engine has failed: " + final_->message());
     }
   }
-  runner_.BreakOff();
   timeline_.Switch(false, false);
   const TimeNs deadline = After(NowNs(), kFarewellTime);
   transport_.Flush(deadline);
