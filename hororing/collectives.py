@@ -229,8 +229,7 @@ def wait(handle: int) -> Any:
 
     May be called again after a KeyboardInterrupt, until it has returned.
     """
-    result = _finish(handle)  # almost always
-    if result is not None:
+    if (result := _finish(handle)) is not None:  # almost always
         return result
     pending = _pending.get(handle)
     if pending is None:
