@@ -92,7 +92,8 @@ def stand_in() -> None:
     """From now on, for hororing.torch of this process, all tensors are on its GPU."""
     import torch
 
-    from hororing import collectives
+    from hororing import collectives, prepared
+    from hororing.torch import reducer
     from hororing.torch.adapter import TorchAdapter
     from hororing.torch.verbs import verbs
 
@@ -127,5 +128,10 @@ def stand_in() -> None:
 
         return call
 
-    for name in ("wait_in_stream", "move", "finish_many"):
-        setattr(collectives, name, then_synchronize(getattr(collectives, name)))
+    for module, names in (
+        (collectives, ("wait_in_stream", "move")),
+        (prepared, ("wait_in_stream",)),
+        (reducer, ("finish_many",)),
+    ):
+        for name in names:
+            setattr(module, name, then_synchronize(getattr(module, name)))

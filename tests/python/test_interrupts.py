@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import hororing.torch as hvd
-from hororing import collectives
+from hororing import collectives, prepared
 from hororing.torch import gradient, reducer
 
 
@@ -80,7 +80,7 @@ def check_optimizer(prefix: str, **options: Any) -> None:
         sum((p * (at + hvd.rank())).sum() for p in parameters[:4]).backward()
         again = hvd.rank() == 0 and interrupted(
             optimizer.synchronize, at, reducer.Reducer.synchronize, reducer.finish_all,
-            reducer._landed, gradient.Slot.finish, collectives.finish_many,
+            reducer._landed, gradient.Slot.finish, prepared.finish_many,
             collectives.block_until_complete,
         )  # fmt: skip
         torch.set_grad_enabled(True)  # the line may have been the end of no_grad()

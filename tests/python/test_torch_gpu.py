@@ -205,6 +205,8 @@ def case_captured_backward_passes_are_reduced_when_they_are_replayed() -> None:
 
 
 def case_gradients_are_not_waited_for_in_a_capture() -> None:
+    if hvd.size() == 1:  # nothing is reduced
+        return
     model = torch.nn.Linear(3, 2)
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters(prefix="refused")
