@@ -1,5 +1,6 @@
 // CudaBackend: batches of tensors on CUDA devices, for one process set: by NCCL where every rank
-// has it and a device of its own, else by way of the host (ADR 0023).
+// has it and a device of its own, else by way of the host (ADR 0023); or by NCCL within hosts only
+// (ADR 0029).
 //
 // Which of them, the ranks agree on when the first batch comes. Run returns when everything is in
 // the device's private stream, with an event behind it (`done`); what fails later, Look tells.
@@ -7,9 +8,11 @@
 
 #include <deque>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "backend/backend.h"
+#include "backend/hierarchical_nccl.h"
 #include "backend/nccl_batch.h"
 #include "backend/nccl_communicator.h"
 #include "backend/staged_batch.h"
@@ -18,8 +21,8 @@
 
 namespace hororing {
 
-enum class DeviceWay { kAuto, kNccl, kStaged };
-// "auto", "nccl", "staged"
+enum class DeviceWay { kAuto, kNccl, kHierarchical, kStaged };
+// "auto", "nccl", "hierarchical", "staged"
 Status Parse(const std::string& name, DeviceWay* way);
 
 class CudaBackend final : public Backend {
@@ -29,6 +32,8 @@ class CudaBackend final : public Backend {
     DeviceWay way = DeviceWay::kAuto;
     bool reproducible = false;  // by way of the host, which sums in the order of ranks
     size_t fusion_bytes = 0;
+    RanksOn ranks_on = {};  // none: all on one host
+    WireCost wire = {};     // between hosts
   };
   // `host` as for StagedBatches.
   CudaBackend(Transport& transport, const Options& options, std::vector<Backend*> host);
@@ -38,12 +43,13 @@ class CudaBackend final : public Backend {
   bool on_device() const override { return true; }
   bool Supports(const Batch& batch) const override { return batch.on_device; }
   Status Run(const Batch& batch, TimeNs deadline, TraceSink& trace) override;
+  void Tune(const Tuning& tuning) override;
   size_t scratch_bytes() const override;
   std::shared_ptr<const DeviceEvent> done() const override { return done_; }
   Status Look() override;
   void Leave(TimeNs deadline) override;
   void BreakOff() override;
-  // Null: by way of the host, or not chosen yet.
+  // Of all ranks, or those of this host. Null: by way of the host, or not chosen yet.
   const NcclCommunicator* nccl() const { return nccl_.get(); }
 
  private:
@@ -55,16 +61,21 @@ class CudaBackend final : public Backend {
     TimeNs timeout;
     TimeNs deadline = 0;  // 0: its tensors are not ready yet
   };
+  struct Card;
+  struct Choice;
   Status Choose(TimeNs deadline);
   Status ChooseWay(const Batch& batch, TimeNs deadline, NcclWay* way);
-  Status Compare(bool has_nccl, int version, TimeNs deadline, std::string* obstacle);
+  Status Compare(bool has_nccl, int version, TimeNs deadline, Choice* choice);
+  std::string Obstacle(const std::vector<Card>& cards, const RanksOn& groups) const;
   Status LookAt(InFlight& batch, bool* done);
 
   Transport& transport_;
   const Options options_;
+  const DeviceWay way_;  // what options_.way comes to among these ranks
   StagedBatches staged_;
   std::shared_ptr<Device> device_;
-  std::unique_ptr<NcclCommunicator> nccl_;
+  std::unique_ptr<HierarchicalNccl> by_host_;  // null where it makes no sense, or is not chosen
+  std::unique_ptr<NcclCommunicator> nccl_;     // its end frees what uses memory of by_host_
   bool chosen_ = false;
   bool scales_ = false;  // all ranks have the kernels for it
   std::shared_ptr<const DeviceEvent> done_;

@@ -20,11 +20,14 @@ ShmTransport* SharedBy(Transport& transport) {
 }
 
 // Behind all backends of the host, which it uses. It looks for no device before a batch comes.
-void AddCuda(const BackendOptions& options, Transport& transport,
+void AddCuda(const BackendOptions& options, Transport& transport, const RanksOn& ranks_on,
              std::vector<std::unique_ptr<Backend>>* backends) {
   std::vector<Backend*> host;
   for (const auto& backend : *backends) host.push_back(backend.get());
-  backends->push_back(std::make_unique<CudaBackend>(transport, options.cuda, std::move(host)));
+  CudaBackend::Options cuda = options.cuda;
+  cuda.ranks_on = ranks_on;
+  cuda.wire = options.wire;
+  backends->push_back(std::make_unique<CudaBackend>(transport, cuda, std::move(host)));
 }
 
 // For all sizes; kAuto where sizes differ.
@@ -106,7 +109,7 @@ Status MakeBackends(const BackendOptions& options, const World& world,
   }
   backends->push_back(
       std::make_unique<HostBackend>(transport, FlatOptionsOf(options, world.topology.ranks_on())));
-  AddCuda(options, transport, backends);
+  AddCuda(options, transport, world.topology.ranks_on(), backends);
   for (const auto& backend : *backends) backend->Tune(options.tuning);
   return Status::Ok();
 }
@@ -129,7 +132,7 @@ std::vector<std::unique_ptr<Backend>> MakeSetBackends(const BackendOptions& opti
   }
   backends.push_back(
       std::make_unique<HostBackend>(subgroup, FlatOptionsOf(options, group.places_on)));
-  AddCuda(options, subgroup, &backends);
+  AddCuda(options, subgroup, group.places_on, &backends);
   for (const auto& backend : backends) backend->Tune(options.tuning);
   return backends;
 }

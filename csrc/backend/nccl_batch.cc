@@ -68,26 +68,6 @@ class Calls {
   NcclResult result_ = kNcclSuccess;
 };
 
-// Booleans are bytes of 0 and 1: their sum is whether any is set, their product whether all are.
-Status OpOf(const ReduceSpec& spec, int ranks, NcclCommunicator& communicator, NcclOp* op) {
-  const double factor = spec.prescale * spec.postscale;
-  switch (spec.op) {
-    case ReduceOp::kMin: *op = kNcclMin; return Status::Ok();
-    case ReduceOp::kMax: *op = kNcclMax; return Status::Ok();
-    case ReduceOp::kProduct:
-      *op = spec.dtype == DataType::kBool ? kNcclMin : kNcclProd;
-      return Status::Ok();
-    case ReduceOp::kSum:
-      *op = spec.dtype == DataType::kBool ? kNcclMax : kNcclSum;
-      return factor == 1.0 ? Status::Ok() : communicator.ScaledSum(spec.dtype, factor, op);
-    case ReduceOp::kAverage:
-      *op = kNcclAvg;
-      return factor == 1.0 ? Status::Ok() : communicator.ScaledSum(spec.dtype, factor / ranks, op);
-    case ReduceOp::kAdasum: break;
-  }
-  return Status(Code::kInternal, std::string("NCCL has no ") + Name(spec.op));
-}
-
 std::vector<const BatchEntry*> NotEmpty(const Batch& batch) {
   std::vector<const BatchEntry*> entries;
   for (const BatchEntry& entry : batch.entries) {
@@ -105,29 +85,6 @@ std::vector<DeviceCopy> Packing(const std::vector<const BatchEntry*>& entries, s
     to += RoundUp(copies.back().amount, kEntryAlign);
   }
   return copies;
-}
-
-// How the kernels take tensors into the fusion buffer and back, and what they are there.
-struct Widening {
-  DeviceCast in, out;
-  DataType dtype;
-};
-
-Widening WideningOf(DataType dtype) {
-  switch (dtype) {
-    case DataType::kFloat16:
-      return {DeviceCast::kFloat16ToFloat32, DeviceCast::kFloat32ToFloat16, DataType::kFloat32};
-    case DataType::kBfloat16:
-      return {DeviceCast::kBfloat16ToFloat32, DeviceCast::kFloat32ToBfloat16, DataType::kFloat32};
-    case DataType::kFloat64: return {DeviceCast::kFloat64, DeviceCast::kFloat64, dtype};
-    default: return {DeviceCast::kFloat32, DeviceCast::kFloat32, DataType::kFloat32};
-  }
-}
-
-NcclOp PlainOp(ReduceOp op) {
-  if (op == ReduceOp::kMin) return kNcclMin;
-  if (op == ReduceOp::kMax) return kNcclMax;
-  return op == ReduceOp::kProduct ? kNcclProd : kNcclSum;
 }
 
 // By way of the fusion buffer, in pieces that fill it: scaled and cast there, reduced, and scaled,
@@ -328,6 +285,43 @@ void Scatter(const BatchEntry& entry, DataType dtype, NcclOp op, Calls& calls) {
 }
 
 }  // namespace
+
+// Booleans are bytes of 0 and 1: their sum is whether any is set, their product whether all are.
+Status OpOf(const ReduceSpec& spec, int ranks, NcclCommunicator& communicator, NcclOp* op) {
+  const double factor = spec.prescale * spec.postscale;
+  switch (spec.op) {
+    case ReduceOp::kMin: *op = kNcclMin; return Status::Ok();
+    case ReduceOp::kMax: *op = kNcclMax; return Status::Ok();
+    case ReduceOp::kProduct:
+      *op = spec.dtype == DataType::kBool ? kNcclMin : kNcclProd;
+      return Status::Ok();
+    case ReduceOp::kSum:
+      *op = spec.dtype == DataType::kBool ? kNcclMax : kNcclSum;
+      return factor == 1.0 ? Status::Ok() : communicator.ScaledSum(spec.dtype, factor, op);
+    case ReduceOp::kAverage:
+      *op = kNcclAvg;
+      return factor == 1.0 ? Status::Ok() : communicator.ScaledSum(spec.dtype, factor / ranks, op);
+    case ReduceOp::kAdasum: break;
+  }
+  return Status(Code::kInternal, std::string("NCCL has no ") + Name(spec.op));
+}
+
+Widening WideningOf(DataType dtype) {
+  switch (dtype) {
+    case DataType::kFloat16:
+      return {DeviceCast::kFloat16ToFloat32, DeviceCast::kFloat32ToFloat16, DataType::kFloat32};
+    case DataType::kBfloat16:
+      return {DeviceCast::kBfloat16ToFloat32, DeviceCast::kFloat32ToBfloat16, DataType::kFloat32};
+    case DataType::kFloat64: return {DeviceCast::kFloat64, DeviceCast::kFloat64, dtype};
+    default: return {DeviceCast::kFloat32, DeviceCast::kFloat32, DataType::kFloat32};
+  }
+}
+
+NcclOp PlainOp(ReduceOp op) {
+  if (op == ReduceOp::kMin) return kNcclMin;
+  if (op == ReduceOp::kMax) return kNcclMax;
+  return op == ReduceOp::kProduct ? kNcclProd : kNcclSum;
+}
 
 NcclWay NcclWayOf(const Batch& batch, int ranks, bool scales) {
   const bool reduces =

@@ -33,6 +33,17 @@ bool WantsFusionBuffer(const Batch& batch, NcclWay way);
 // gets a part, and one more.
 bool FitsScaled(const Batch& batch, int ranks, size_t fusion_bytes);
 
+// What NCCL sums with, factors included. REQUIRES: kPlain.
+Status OpOf(const ReduceSpec& spec, int ranks, NcclCommunicator& communicator, NcclOp* op);
+// And where kernels scale.
+NcclOp PlainOp(ReduceOp op);
+// How the kernels take tensors into the fusion buffer and back, and what they are there.
+struct Widening {
+  DeviceCast in, out;
+  DataType dtype;
+};
+Widening WideningOf(DataType dtype);
+
 // Puts `batch` into the device's private stream. REQUIRES: `way`, not kNot, is that of NcclWayOf,
 // and if it is kScaled, FitsScaled in the fusion buffer of `communicator`.
 Status RunByNccl(const Batch& batch, NcclWay way, NcclCommunicator& communicator,

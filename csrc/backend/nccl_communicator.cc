@@ -15,6 +15,8 @@ namespace {
 constexpr TimeNs kLookInterval = 100 * kMicrosecond;
 // How long to look without a pause: most groups take no longer to get into the stream.
 constexpr TimeNs kBusy = 30 * kMicrosecond;
+// For what lies in the stream behind kernels that were aborted.
+constexpr TimeNs kRest = 200 * kMillisecond;
 // Between two looks at whether all peers are alive.
 constexpr TimeNs kPeersInterval = 20 * kMillisecond;
 
@@ -96,12 +98,24 @@ Status NcclCommunicator::Join(TimeNs deadline) {
 NcclCommunicator::~NcclCommunicator() {
   const Device::Current current(*device_);
   Abort();
+  if (aborted_ && fusion_ != nullptr) Rest();
   FreeFusion();
 }
 
 void NcclCommunicator::Abort() {
   const Device::Current current(*device_);
+  aborted_ = aborted_ || comm_ != nullptr;
   if (comm_ != nullptr) api_->comm_abort(std::exchange(comm_, nullptr));
+}
+
+// What is in the stream behind NCCL's kernels still uses memory that is given back next.
+void NcclCommunicator::Rest() const {
+  std::shared_ptr<DeviceEvent> idle;
+  bool reached = !device_->Record(device_->stream(), &idle).ok();
+  for (const TimeNs limit = After(NowNs(), kRest); !reached && NowNs() < limit;) {
+    if (!idle->Look(&reached).ok()) return;
+    transport_.Sleep(After(NowNs(), kLookInterval));
+  }
 }
 
 // Until NCCL has done what it has begun.

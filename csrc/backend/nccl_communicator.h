@@ -66,11 +66,13 @@ class NcclCommunicator {
   Status AllocateFusion(size_t bytes);
   Status Deregister();
   void FreeFusion();
+  void Rest() const;
 
   const std::shared_ptr<const NcclApi> api_;
   const std::shared_ptr<Device> device_;
   Transport& transport_;
   NcclComm comm_ = nullptr;  // null: not yet, or no more
+  bool aborted_ = false;
   std::map<std::pair<DataType, double>, NcclOp> scaled_sums_;
   bool fusion_asked_ = false;
   void* fusion_ = nullptr;

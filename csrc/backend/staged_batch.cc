@@ -5,14 +5,13 @@
 #include <utility>
 
 #include "backend/common.h"
+#include "backend/device_wait.h"
 
 namespace hororing {
 namespace {
 
 // Of one of the two buffers: enough to use a bus well, few enough to fill them often.
 constexpr size_t kPieceBytes = 4 << 20;
-constexpr TimeNs kLookInterval = 50 * kMicrosecond;
-constexpr TimeNs kPeersInterval = 20 * kMillisecond;
 
 size_t Sum(const std::vector<size_t>& numbers) {
   return std::accumulate(numbers.begin(), numbers.end(), size_t{0});
@@ -77,7 +76,7 @@ Status StagedBatches::RunAllreduce(const Batch& batch, const Device& device, Tim
       HORORING_RETURN_IF_ERROR(
           Fetch(batch, pieces[k + 1], device, buffers_[other], &fetched[other]));
     }
-    HORORING_RETURN_IF_ERROR(WaitFor(*fetched[side]));
+    HORORING_RETURN_IF_ERROR(Reach(*fetched[side]));
     Batch on_host;
     on_host.kind = batch.kind;
     on_host.reduce = batch.reduce;
@@ -150,7 +149,7 @@ Status StagedBatches::RunWhole(const Batch& batch, const Device& device, TimeNs 
   // Also where nothing was copied: the buffer may still be on its way to the device.
   std::shared_ptr<DeviceEvent> fetched;
   HORORING_RETURN_IF_ERROR(device.Record(device.stream(), &fetched));
-  HORORING_RETURN_IF_ERROR(WaitFor(*fetched));
+  HORORING_RETURN_IF_ERROR(Reach(*fetched));
   HORORING_RETURN_IF_ERROR(RunOnHost(on_host, timeout, trace));
   for (size_t i = 0; i < extents.size(); ++i) {
     if (extents[i].output == 0) continue;
@@ -172,7 +171,7 @@ Status StagedBatches::Room(const Device& device, size_t bytes, Buffer* buffer) {
   if (buffer->memory != nullptr) {
     std::shared_ptr<DeviceEvent> idle;
     HORORING_RETURN_IF_ERROR(device.Record(device.stream(), &idle));
-    HORORING_RETURN_IF_ERROR(WaitFor(*idle));
+    HORORING_RETURN_IF_ERROR(Reach(*idle));
     buffer->memory = nullptr;
     buffer->bytes = 0;
   }
@@ -182,19 +181,8 @@ Status StagedBatches::Room(const Device& device, size_t bytes, Buffer* buffer) {
 }
 
 // However long the framework's kernels before it take: as long as all peers are alive.
-Status StagedBatches::WaitFor(const DeviceEvent& event) {
-  TimeNs look_at_peers = After(NowNs(), kPeersInterval);
-  for (;;) {
-    bool reached = false;
-    HORORING_RETURN_IF_ERROR(event.Look(&reached));
-    if (reached) return Status::Ok();
-    const TimeNs now = NowNs();
-    if (now >= look_at_peers) {
-      HORORING_RETURN_IF_ERROR(transport_.CheckPeers());
-      look_at_peers = After(now, kPeersInterval);
-    }
-    transport_.Sleep(After(now, kLookInterval));
-  }
+Status StagedBatches::Reach(const DeviceEvent& event) {
+  return WaitFor(event, transport_, [this] { return transport_.CheckPeers(); });
 }
 
 }  // namespace hororing

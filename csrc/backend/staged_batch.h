@@ -50,7 +50,7 @@ class StagedBatches {
   Status Fetch(const Batch& batch, const Piece& piece, const Device& device, Buffer& buffer,
                std::shared_ptr<DeviceEvent>* fetched);
   Status Room(const Device& device, size_t bytes, Buffer* buffer);
-  Status WaitFor(const DeviceEvent& event);
+  Status Reach(const DeviceEvent& event);
   static std::vector<Piece> Pieces(const Batch& batch);
 
   Transport& transport_;

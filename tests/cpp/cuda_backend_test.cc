@@ -42,16 +42,23 @@ void CheckMove(int size, const CudaOptions& options, Collective kind,
   });
 }
 
-const DeviceWay kWays[] = {DeviceWay::kNccl, DeviceWay::kStaged};
+const DeviceWay kWays[] = {DeviceWay::kNccl, DeviceWay::kHierarchical, DeviceWay::kStaged};
+
+// One of them, by two hosts where there are as many ranks.
+CudaOptions By(DeviceWay way, int size) {
+  CudaOptions options{way};
+  for (int r = 0; r < size && way == DeviceWay::kHierarchical; ++r) options.hosts.push_back(r % 2);
+  return options;
+}
 
 }  // namespace
 
-TEST(sums_of_every_type_and_operation_are_right_both_ways) {
+TEST(sums_of_every_type_and_operation_are_right_every_way) {
   fake_gpu_reset();
   fake_gpu_set("delay_us", 20);
   for (const DeviceWay way : kWays) {
     for (int size : {1, 2, 3}) {
-      RunAllSums(size, {way}, AllSpecs(), {{1}, {5, 0, 17, 333}});
+      RunAllSums(size, By(way, size), AllSpecs(), {{1}, {5, 0, 17, 333}});
     }
   }
   NothingLeft();
@@ -124,13 +131,13 @@ TEST(the_fusion_buffer_is_registered_on_all_ranks_or_on_none) {
 TEST(gathered_rows_may_differ_between_ranks) {
   fake_gpu_reset();
   for (const DeviceWay way : kWays) {
-    for (int size : {1, 2, 3}) {
+    for (int size : {1, 2, 3, 4}) {
       for (bool even : {true, false}) {
         const auto rows = [&](int r) { return static_cast<size_t>(even ? 5 : r * 4); };
         std::vector<int32_t> all;
         for (int r = 0; r < size; ++r) all.insert(all.end(), rows(r), 100 + r);
         CheckMove(
-            size, {way}, Collective::kAllgather,
+            size, By(way, size), Collective::kAllgather,
             [&](int r, BatchEntry* entry, Moved* moved) {
               moved->input.assign(rows(r), 100 + r);
               moved->output.assign(all.size(), 0);
@@ -146,9 +153,9 @@ TEST(gathered_rows_may_differ_between_ranks) {
 TEST(the_last_rank_broadcasts) {
   fake_gpu_reset();
   for (const DeviceWay way : kWays) {
-    for (int size : {1, 2, 3}) {
+    for (int size : {1, 2, 3, 4}) {
       CheckMove(
-          size, {way}, Collective::kBroadcast,
+          size, By(way, size), Collective::kBroadcast,
           [](int r, BatchEntry*, Moved* moved) { moved->input.assign(70001, 7 + r); },
           [&](int) { return std::vector<int32_t>(70001, 7 + size - 1); });
     }
@@ -159,10 +166,10 @@ TEST(the_last_rank_broadcasts) {
 TEST(every_rank_sends_every_other_its_rows) {
   fake_gpu_reset();
   for (const DeviceWay way : kWays) {
-    for (int size : {1, 2, 3}) {
+    for (int size : {1, 2, 3, 4}) {
       const auto rows = [](int from, int to) { return static_cast<size_t>((from * 3 + to) % 4); };
       CheckMove(
-          size, {way}, Collective::kAlltoall,
+          size, By(way, size), Collective::kAlltoall,
           [&](int r, BatchEntry* entry, Moved* moved) {
             for (int q = 0; q < size; ++q) {
               moved->input.insert(moved->input.end(), rows(r, q), 10 * r + q);
@@ -184,11 +191,11 @@ TEST(every_rank_sends_every_other_its_rows) {
 TEST(parts_of_a_reduce_scatter_may_differ) {
   fake_gpu_reset();
   for (const DeviceWay way : kWays) {
-    for (int size : {1, 2, 3}) {
+    for (int size : {1, 2, 3, 4}) {
       for (size_t spare : {size_t{0}, size_t{1}}) {
         const auto part = [&](int r) { return 4 + (r == 0 ? spare : 0); };
         CheckMove(
-            size, {way}, Collective::kReducescatter,
+            size, By(way, size), Collective::kReducescatter,
             [&](int r, BatchEntry* entry, Moved* moved) {
               for (int q = 0; q < size; ++q) {
                 entry->parts.push_back(part(q));

@@ -5,6 +5,7 @@
 #include "check.h"
 #include "cuda_world.h"
 #include "engine_world.h"
+#include "hosts_engine_world.h"
 
 using namespace hororing;
 using namespace hororing_test;
@@ -227,6 +228,31 @@ TEST(process_sets_have_communicators_of_their_own_which_end_with_them) {
     CHECK_OK(gpu.Allreduce("x", data, 1.0f));
     CHECK_EQ(data[9], 3.0f);
   });
+  NothingLeft();
+}
+
+TEST(sets_within_a_host_over_hosts_and_of_one_rank_per_host_go_by_nccl_within_hosts) {
+  EngineConfig config = CudaConfig();
+  config.gpu = DeviceWay::kHierarchical;
+  fake_gpu_set("most_ranks", 2);
+  PlayOn({0, 0, 1, 1}, config, [](Player& player) {
+    OnDevice gpu{player};
+    std::vector<float> data(3001);
+    CHECK_OK(gpu.Allreduce("x", data, static_cast<float>(player.rank)));
+    CHECK_EQ(data[3000], 6.0f);
+    for (const std::vector<int32_t>& ranks :
+         std::vector<std::vector<int32_t>>{{0, 1}, {0, 2}, {1, 2, 3}}) {
+      int64_t id = 0, removed = 0;
+      CHECK_OK(player.AddSet(ranks, &id));
+      if (std::count(ranks.begin(), ranks.end(), player.rank) > 0) {
+        CHECK_OK(gpu.Allreduce("x", data, static_cast<float>(player.rank), ReduceOp::kSum,
+                               static_cast<int32_t>(id)));
+        CHECK_EQ(data[3000], static_cast<float>(std::accumulate(ranks.begin(), ranks.end(), 0)));
+      }
+      CHECK_OK(player.RemoveSet(id, &removed));
+    }
+  });
+  fake_gpu_reset();
   NothingLeft();
 }
 

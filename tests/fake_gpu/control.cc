@@ -55,6 +55,7 @@ FAKE int fake_gpu_set(const char* name, int64_t value) {
       {"no_module", &settings.no_module},
       {"capturing", &settings.capturing},
       {"nccl_version", &settings.nccl_version},
+      {"most_ranks", &settings.most_ranks},
       {"init_fails", &settings.init_fails},
       {"init_hangs", &settings.init_hangs},
       {"hang_after", &settings.hang_after},
@@ -70,6 +71,7 @@ FAKE int fake_gpu_set(const char* name, int64_t value) {
 FAKE void fake_gpu_reset(void) {
   settings.delay_us = 100;
   settings.devices = 8;
+  settings.most_ranks = 16;
   settings.cuda_version = 13000;
   settings.nccl_version = 23203;
   settings.no_module = settings.capturing = settings.init_fails = settings.init_hangs = 0;

@@ -21,6 +21,7 @@ extern "C" {
  *   no_module        kernels cannot be loaded
  *   capturing        every stream is being captured into a graph
  *   nccl_version     23203
+ *   most_ranks       of a communicator that can be made (16)
  *   init_fails       communicators cannot be made
  *   init_hangs       and do not come to an end of being made
  *   hang_after       the number of collectives after which all hang, until the abort; -1: none

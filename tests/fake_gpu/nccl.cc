@@ -115,7 +115,8 @@ void Start(Comm* comm) {
     if (comm->aborted) return;
     std::this_thread::sleep_for(std::chrono::microseconds(200));
   }
-  comm->state = settings.init_fails != 0 ? kSystemError : kSuccess;
+  const bool fails = settings.init_fails != 0 || comm->ranks > settings.most_ranks;
+  comm->state = fails ? kSystemError : kSuccess;
 }
 
 int End(Comm* comm, bool abort) {
@@ -124,6 +125,7 @@ int End(Comm* comm, bool abort) {
     return kInvalidUsage;
   }
   if (abort) comm->aborted = true;
+  counts.registered -= static_cast<int64_t>(comm->registered.size());
   if (!abort && comm->state == kInProgress) Violation("a communicator ends before it is finalized");
   const bool in_group = depth > 0 && settings.nccl_version >= 22200;
   if (in_group) ending.push_back(comm);
