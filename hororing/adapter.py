@@ -34,6 +34,13 @@ class Adapter(Protocol[T]):
     def stream(self, device: int) -> int:
         """Return the CUDA stream that this thread computes in on a device."""
 
+    def record(self, owners: object) -> None:
+        """Note that this thread's stream uses memory that others may have been given.
+
+        `owners` are tensors, in lists and tuples. Nobody gets that memory before the stream is
+        done with it.
+        """
+
     def empty_like(self, tensor: T) -> T:
         """Return new contiguous memory of the same shape and type."""
 

@@ -124,6 +124,9 @@ class NumpyAdapter:
         """Return the default: nothing is computed in it."""
         return 0
 
+    def record(self, owners: object) -> None:
+        """Nothing: there are no streams."""
+
     def mark_written(self, written: Array | Sequence[Array]) -> None:
         """Nothing: NumPy keeps no account of writes."""
 

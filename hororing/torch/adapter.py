@@ -140,6 +140,15 @@ class TorchAdapter:
         """Return torch's current stream."""
         return int(torch.cuda.current_stream(device).cuda_stream)
 
+    def record(self, owners: object) -> None:
+        """Tell torch's allocator."""
+        if isinstance(owners, torch.Tensor):
+            if owners.is_cuda:
+                owners.record_stream(torch.cuda.current_stream(owners.device))
+        elif isinstance(owners, (list, tuple)):
+            for owner in owners:
+                self.record(owner)
+
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a plain tensor in C order."""
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)

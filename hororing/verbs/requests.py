@@ -44,6 +44,7 @@ class Requests(Generic[T]):
         name: str,
         views: list[View],
         *,
+        keep: object,
         finish: Callable[[int], Any],
         streams: Sequence[int] | None = None,
         **rest: Any,
@@ -56,17 +57,22 @@ class Requests(Generic[T]):
         """
         device = views[0].device
         if device == collectives.HOST:
-            return collectives.submit(collective, name, views, finish=finish, **rest)
+            return collectives.submit(collective, name, views, keep=keep, finish=finish, **rest)
         stream = self.adapter.stream(device)
+        computed_in = {stream, *(streams or ())}
 
         def finish_on_device(handle: int) -> Any:
-            for each in {stream, self.adapter.stream(device), *(streams or ())}:
+            here = self.adapter.stream(device)
+            for each in {here, *computed_in}:
                 collectives.wait_in_stream(handle, each)
+            if computed_in != {here}:
+                self.adapter.record(keep)
             return finish(handle)
 
         return collectives.submit(
-            collective, name, views, finish=finish_on_device, stream=stream, streams=streams, **rest
-        )
+            collective, name, views, keep=keep, finish=finish_on_device, stream=stream,
+            streams=streams, **rest,
+        )  # fmt: skip
 
     def _gathered(self, handle: int, index: int, like: T) -> T:
         """Take a result whose size only the core knew."""

@@ -137,6 +137,30 @@ def case_groups_of_gradients_of_two_streams_are_waited_for_in_both() -> None:
     check_gradients_of_two_streams("grouped", num_groups=3)
 
 
+def case_memory_that_another_stream_uses_is_kept_for_it() -> None:
+    """What was submitted in one stream and is waited for in another, or was computed in others."""
+    recorded: list[Any] = []
+    here, there = fake_gpu.new_stream(), fake_gpu.new_stream()
+    original = verbs.adapter.stream, verbs.adapter.record
+    verbs.adapter.record = recorded.append
+    try:
+        for waited_in in (here, there):
+            verbs.adapter.stream = lambda device: here
+            name = f"moved.{waited_in == there}"
+            mine = torch.ones(3)
+            handle = hvd.allreduce_async(mine, op=hvd.Sum, name=name)
+            verbs.adapter.stream = lambda device, waited_in=waited_in: waited_in
+            result = hvd.synchronize(handle)
+            fake_gpu.synchronize(waited_in)
+            assert result.tolist() == [hvd.size()] * 3
+            assert len(recorded) == (waited_in == there)
+    finally:
+        verbs.adapter.stream, verbs.adapter.record = original
+    ((sources, outputs),) = recorded
+    assert sources[0] is mine
+    assert outputs[0] is result
+
+
 def case_batch_norm_sees_all_batches() -> None:
     torch.manual_seed(mpirun.seed())
     rank, size = hvd.rank(), hvd.size()
