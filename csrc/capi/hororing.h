@@ -250,10 +250,10 @@ int hr_poll(int64_t handle);
 /* Waits at most timeout_s (< 0: for ever): HR_PENDING, or the handle's final code. The handle
  * stays valid until hr_release. */
 int hr_wait(int64_t handle, double timeout_s);
-/* Waits at most timeout_s for all of these. HR_OK: all have succeeded, and are released.
- * HR_PENDING: some are not complete. Anything else: all are complete but some have failed, which
- * hr_wait tells of each; none is released. May be called again: handles that are no more have
- * succeeded. */
+/* Waits at most timeout_s for all of these (0: only looks). HR_OK: all have succeeded, and are
+ * released. HR_PENDING: some are not complete. Anything else: all are complete but some have
+ * failed, which hr_wait tells of each; none is released. May be called again: handles that are no
+ * more have succeeded. */
 int hr_wait_many(const int64_t* handles, int32_t count, double timeout_s);
 /* hr_wait_many of one. */
 int hr_finish(int64_t handle, double timeout_s);

@@ -145,6 +145,8 @@ HandleTable::Look HandleTable::Poll(int64_t handle) {
 template <typename Settled>
 bool HandleTable::Sleep(std::unique_lock<std::mutex>& lock, TimeNs timeout_ns,
                         const Settled& settled) {
+  if (settled()) return true;
+  if (timeout_ns <= 0) return false;  // without a look at the clock
   if (timeout_ns != kForever) {
     return completed_.wait_for(lock, std::chrono::nanoseconds(timeout_ns), settled);
   }

@@ -177,7 +177,7 @@ PyObject* Finish(PyObject* self, PyObject* handle) {
   const int64_t number = PyLong_AsLongLong(handle);
   if (number == -1 && PyErr_Occurred() != nullptr) return nullptr;
   Py_INCREF(found);
-  int code = hr_poll(number) == 1 ? hr_finish(number, 0.0) : static_cast<int>(HR_PENDING);
+  int code = hr_finish(number, 0.0);
   while (code == HR_PENDING) {
     Py_BEGIN_ALLOW_THREADS;
     code = hr_finish(number, kWaitSlice);

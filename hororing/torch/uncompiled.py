@@ -23,12 +23,13 @@ def uncompiled(function: F) -> F:
     those who compile.
     """
     disabled: Callable[..., Any] | None = None
+    modules = sys.modules
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal disabled
         if disabled is None:
-            if "torch._dynamo" not in sys.modules:
+            if "torch._dynamo" not in modules:
                 return function(*args, **kwargs)
             from torch._dynamo.decorators import disable, skip
 
