@@ -25,10 +25,14 @@
 namespace hororing {
 namespace {
 
-// Smaller blocks would only make more messages; larger batches are cut into at least kCuts, so
-// that the wire need not wait for all of them to be packed.
-constexpr size_t kLeastBlock = 256 << 10;
-constexpr size_t kCuts = 4;
+// Of a message between hosts. Open MPI sends so much over TCP at once, where more waits for the
+// receiver's word, behind all that is queued; the wire need not wait long for the first block to be
+// packed, nor the ranks for the last one; and as few blocks are open at a time, all owners of a
+// host keep one pace: TCP shares a wire unevenly, and whoever is last then has it for itself, and
+// cannot fill it.
+constexpr size_t kMessage = 32 << 10;
+// Where nothing travels: smaller blocks would only make more noise.
+constexpr size_t kLocalBlock = 256 << 10;
 // Reduced at a time: what is added next finds the sum in the first-level cache.
 constexpr size_t kReducePiece = 16 << 10;
 // What all ranks compute alike.
@@ -36,14 +40,19 @@ struct Plan : VirtualBuffer {
   size_t block_bytes = 0;
   uint64_t blocks = 0;
   int owners = 1;
+  bool whole = true;  // each host sends all to all others
 
   // `capacity`: bytes of one block's room in a slot. `chunk_bytes`: of a block; 0: built in.
-  Plan(const Batch& batch, size_t capacity, int slice_owners, size_t chunk_bytes)
+  Plan(const Batch& batch, size_t capacity, int slice_owners, int hosts, const WireCost& wire,
+       size_t chunk_bytes)
       : VirtualBuffer(batch), owners(slice_owners) {
-    const size_t wanted = chunk_bytes != 0
-                              ? RoundUp(chunk_bytes, kEntryAlign)
-                              : std::max(kLeastBlock, RoundUp(total / kCuts, kEntryAlign));
-    block_bytes = std::min({total, wanted, capacity});
+    const size_t element = ElementSize(batch.reduce.dtype);
+    whole = GoesWhole(total / element, batch.reduce, hosts, wire);
+    const size_t messages = static_cast<size_t>(owners) * static_cast<size_t>(whole ? 1 : hosts);
+    size_t wanted =
+        hosts == 1 ? kLocalBlock : messages * kMessage / PartialSize(batch.reduce) * element;
+    if (chunk_bytes != 0) wanted = chunk_bytes;
+    block_bytes = std::min({total, RoundUp(wanted, kEntryAlign), capacity});
     blocks = total == 0 ? 0 : (total + block_bytes - 1) / block_bytes;
   }
 
@@ -269,7 +278,7 @@ size_t HierarchicalBackend::capacity() const {
 Status HierarchicalBackend::RunAllreduce(const Batch& batch, TimeNs deadline, TraceSink& trace) {
   HORORING_RETURN_IF_ERROR(Check(batch.reduce));
   const Plan plan(batch, capacity(), Choose(batch) == Algorithm::kLeader ? 1 : shape_.least,
-                  static_cast<size_t>(tuning_.chunk_bytes));
+                  shape_.hosts, options_.wire, static_cast<size_t>(tuning_.chunk_bytes));
   if (plan.blocks == 0) return Status::Ok();
   std::optional<SliceExchange> exchange;
   if (group_.local < plan.owners) {
@@ -282,8 +291,7 @@ Status HierarchicalBackend::RunAllreduce(const Batch& batch, TimeNs deadline, Tr
     between.divisor = group_.size();
     between.slices = plan.blocks;
     between.most_elements = plan.LargestSlice() / ElementSize(batch.reduce.dtype);
-    between.whole = GoesWhole(plan.block_bytes / ElementSize(batch.reduce.dtype), batch.reduce,
-                              shape_.hosts, options_.wire);
+    between.whole = plan.whole;
     between.depth = HostWalk::kDepth;
     exchange.emplace(wire_, std::move(between), deadline);
     HORORING_RETURN_IF_ERROR(exchange->Reserve(scratch_));

@@ -19,8 +19,9 @@ namespace {
 
 constexpr size_t kPieceBytes = 256 << 10;
 // Pieces under way with one peer; with fewer when so many are under way with all together, but
-// never less than one, or ranks could wait for one another.
-constexpr size_t kWindow = 4, kSharedWindow = 16;
+// never less than one, or ranks could wait for one another. So many, because over TCP each of them
+// waits for the receiver's word first: two times through whatever queues there are between the two.
+constexpr size_t kWindow = 16, kSharedWindow = 64;
 constexpr int kDataTag = 1;
 // Looks at the data between two looks at the control messages, while waiting for data.
 constexpr unsigned kDataLooks = 8;
