@@ -31,7 +31,7 @@ struct CuUuid {
 constexpr CuResult kCuSuccess = 0;
 constexpr CuResult kCuNotReady = 600;
 // CUDA_ERROR_STREAM_CAPTURE_...: what a stream that is captured cannot take.
-constexpr CuResult kCuFirstCaptureError = 900, kCuLastCaptureError = 909;
+constexpr CuResult kCuFirstCaptureError = 900, kCuLastCaptureError = 908;
 constexpr unsigned kCuStreamNonBlocking = 1;     // does not wait for the default stream
 constexpr unsigned kCuEventDisableTiming = 2;    // cheaper
 constexpr unsigned kCuMemHostAllocPortable = 1;  // pinned for every context

@@ -40,6 +40,8 @@ HORORING_NCCL_FUNCTIONS(CHECK_NCCL)
 HORORING_NCCL_OPTIONAL_FUNCTIONS(CHECK_NCCL)
 
 static_assert(kCuSuccess == CUDA_SUCCESS && kCuNotReady == CUDA_ERROR_NOT_READY);
+static_assert(kCuFirstCaptureError == CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
+static_assert(kCuLastCaptureError == CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD);
 static_assert(kCuStreamNonBlocking == CU_STREAM_NON_BLOCKING);
 static_assert(kCuEventDisableTiming == CU_EVENT_DISABLE_TIMING);
 static_assert(kCuMemHostAllocPortable == CU_MEMHOSTALLOC_PORTABLE);
