@@ -80,6 +80,15 @@ void HostBackend::MoveToOutput(const Batch& batch, const BatchEntry& entry, Trac
   span.End(batch.bytes());
 }
 
+// Of a ring's messages; 0: by the size of the batch. A slow wire carries those best that TCP sends
+// at once (as kMessage in backend/hierarchical.cc): what there is to be done for each is little
+// against the 100 us that it takes.
+size_t HostBackend::SegmentBytes() const {
+  constexpr size_t kMessage = 32 << 10;
+  if (tuning_.chunk_bytes != 0) return static_cast<size_t>(tuning_.chunk_bytes);
+  return shape_.hosts > 1 && kMessage * options_.wire.beta_s > 100e-6 ? kMessage : 0;
+}
+
 Status HostBackend::RunAllreduce(const Batch& batch, TimeNs deadline, TraceSink& trace) {
   HORORING_RETURN_IF_ERROR(Check(batch.reduce));
   if (transport_.size() == 1) {
@@ -121,10 +130,10 @@ Status HostBackend::RunAllreduce(const Batch& batch, TimeNs deadline, TraceSink&
   }
   {
     StageSpan span(trace, Stage::kReduce, batch);
-    HORORING_RETURN_IF_ERROR(Allreduce(transport_, buffer,
-                                       {options_.reproducible, Choose(batch, buffer),
-                                        by_host_.get(), static_cast<size_t>(tuning_.chunk_bytes)},
-                                       receive_buffer_, deadline));
+    HORORING_RETURN_IF_ERROR(
+        Allreduce(transport_, buffer,
+                  {options_.reproducible, Choose(batch, buffer), by_host_.get(), SegmentBytes()},
+                  receive_buffer_, deadline));
     span.End(batch.bytes());
   }
   if (!fused) return Status::Ok();

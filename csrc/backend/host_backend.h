@@ -45,6 +45,7 @@ class HostBackend final : public Backend {
                            TimeNs deadline, TraceSink& trace);
 
   Algorithm Choose(const Batch& batch, const ReduceBuffer& buffer) const;
+  size_t SegmentBytes() const;
   void MoveToOutput(const Batch& batch, const BatchEntry& entry, TraceSink& trace);
   // The fusion buffer, at least `bytes` long.
   Status Fuse(size_t bytes, std::byte** buffer);
