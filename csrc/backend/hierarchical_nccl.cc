@@ -64,11 +64,11 @@ void HierarchicalNccl::Tune(const Tuning& tuning) {
 NcclWay HierarchicalNccl::WayOf(const Batch& batch, bool scales) const {
   Batch sum;
   sum.kind = batch.kind;
-  sum.reduce = AsSum(batch.reduce);
+  sum.reduce = WithDivisor(batch.reduce);
   return NcclWayOf(sum, transport_.size(), scales);
 }
 
-ReduceSpec HierarchicalNccl::AsSum(ReduceSpec spec) const {
+ReduceSpec HierarchicalNccl::WithDivisor(ReduceSpec spec) const {
   if (spec.op == ReduceOp::kAverage) {
     spec.op = ReduceOp::kSum;
     spec.postscale /= transport_.size();

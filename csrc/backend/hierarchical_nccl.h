@@ -85,7 +85,7 @@ class HierarchicalNccl {
   };
   static Place Find(const RanksOn& ranks_on, int rank);
   // With the average's divisor as a factor, which is then as any other.
-  ReduceSpec AsSum(ReduceSpec spec) const;
+  ReduceSpec WithDivisor(ReduceSpec spec) const;
   NcclWay WayOf(const Batch& batch, bool scales) const;
   bool Supports(const Batch& batch, bool scales) const;
   Status Prepare(const Gpu& gpu, TimeNs deadline);

@@ -19,7 +19,7 @@ class HierarchicalNccl::Walk {
        TraceSink& trace)
       : ranks_(ranks),
         batch_(batch),
-        spec_(ranks.AsSum(batch.reduce)),
+        spec_(ranks.WithDivisor(batch.reduce)),
         gpu_(gpu),
         ready_(ready),
         scaled_(ranks.WayOf(batch, gpu.scales) == NcclWay::kScaled),
