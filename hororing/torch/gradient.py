@@ -95,7 +95,7 @@ class Slot(Gradient):
 
     __slots__ = (
         "device", "dtype", "finish_general", "group", "handle", "hook", "name", "position",
-        "sparse_dims", "torch_device",
+        "shape", "sparse_dims", "torch_device",
     )  # fmt: skip
 
     shared: Shared
@@ -112,7 +112,7 @@ class Slot(Gradient):
         self.hook: RemovableHandle | None = None
         self.group: Group | None = None
         self.position = 0  # in the group
-        self.dtype = param.dtype
+        self.dtype, self.shape = param.dtype, param.shape
         # In flight by the general way: its handle (0 in a group) and how to end it.
         self.handle = 0
         self.finish_general: Callable[[], torch.Tensor] | None = None
@@ -212,6 +212,7 @@ class Slot(Gradient):
             and grad.layout is torch.strided
             and grad.dtype is self.dtype
             and grad.get_device() == self.torch_device  # else the model was moved meanwhile
+            and grad.shape == self.shape  # as when it was declared
             and grad.is_contiguous()
         )
 

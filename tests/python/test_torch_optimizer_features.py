@@ -11,6 +11,7 @@ import functools
 import gc
 import io
 import json
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -849,6 +850,22 @@ class Careless(hvd.Compression.none):
     @classmethod
     def decompress(cls, tensor, ctx):
         return tensor.double()
+
+
+def case_parameters_may_get_other_shapes_also_while_the_timeline_runs():
+    param = nn.Parameter(torch.zeros(2))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], lr=1.0), [("grows", param)])
+    with tempfile.TemporaryDirectory() as folder:
+        for traced in (False, True):
+            if traced:
+                hvd.start_timeline(Path(folder, f"{hvd.rank()}.json"))
+            for length in (4, 3):
+                param.data, param.grad = torch.zeros(length), None
+                (param * (1.0 + hvd.rank())).sum().backward()
+                optimizer.step()
+                assert param.tolist() == [-(1 + hvd.size()) / 2] * length, (traced, length)
+        hvd.stop_timeline()
+        hvd.barrier()
 
 
 def case_a_mismatch_is_raised_on_every_rank_and_the_next_step_works():
