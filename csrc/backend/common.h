@@ -12,6 +12,10 @@ namespace hororing {
 
 constexpr size_t kEntryAlign = 64;  // a cache line, and a multiple of every element size
 
+// Bytes of a message between hosts. Open MPI sends so much over TCP at once, where more waits for
+// the receiver's word, behind all that is queued.
+constexpr size_t kHostMessage = 32 << 10;
+
 inline size_t RoundUp(size_t value, size_t unit) { return (value + unit - 1) / unit * unit; }
 
 // "layer1.weight", or "17 tensors".

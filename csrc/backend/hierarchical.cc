@@ -25,13 +25,10 @@
 namespace hororing {
 namespace {
 
-// Of a message between hosts. Open MPI sends so much over TCP at once, where more waits for the
-// receiver's word, behind all that is queued; the wire need not wait long for the first block to be
-// packed, nor the ranks for the last one; and as few blocks are open at a time, all owners of a
-// host keep one pace: TCP shares a wire unevenly, and whoever is last then has it for itself, and
-// cannot fill it.
-constexpr size_t kMessage = 32 << 10;
-// Where nothing travels: smaller blocks would only make more noise.
+// A block between hosts is so large that two owners exchange kHostMessage. Then the wire need not
+// wait long for the first block to be packed, nor the ranks for the last one; and as few blocks are
+// open at a time, all owners of a host keep one pace: TCP shares a wire unevenly, and whoever is
+// last then has it for itself, and cannot fill it. On one host smaller blocks only cost more steps.
 constexpr size_t kLocalBlock = 256 << 10;
 // Reduced at a time: what is added next finds the sum in the first-level cache.
 constexpr size_t kReducePiece = 16 << 10;
@@ -50,7 +47,7 @@ struct Plan : VirtualBuffer {
     whole = GoesWhole(total / element, batch.reduce, hosts, wire);
     const size_t messages = static_cast<size_t>(owners) * static_cast<size_t>(whole ? 1 : hosts);
     size_t wanted =
-        hosts == 1 ? kLocalBlock : messages * kMessage / PartialSize(batch.reduce) * element;
+        hosts == 1 ? kLocalBlock : messages * kHostMessage / PartialSize(batch.reduce) * element;
     if (chunk_bytes != 0) wanted = chunk_bytes;
     block_bytes = std::min({total, RoundUp(wanted, kEntryAlign), capacity});
     blocks = total == 0 ? 0 : (total + block_bytes - 1) / block_bytes;

@@ -80,13 +80,11 @@ void HostBackend::MoveToOutput(const Batch& batch, const BatchEntry& entry, Trac
   span.End(batch.bytes());
 }
 
-// Of a ring's messages; 0: by the size of the batch. A slow wire carries those best that TCP sends
-// at once (as kMessage in backend/hierarchical.cc): what there is to be done for each is little
-// against the 100 us that it takes.
+// Of a ring's messages; 0: by the size of the batch. On a slow wire they are those that TCP sends
+// at once: what there is to be done for each is little against the 100 us that it takes.
 size_t HostBackend::SegmentBytes() const {
-  constexpr size_t kMessage = 32 << 10;
   if (tuning_.chunk_bytes != 0) return static_cast<size_t>(tuning_.chunk_bytes);
-  return shape_.hosts > 1 && kMessage * options_.wire.beta_s > 100e-6 ? kMessage : 0;
+  return shape_.hosts > 1 && kHostMessage * options_.wire.beta_s > 100e-6 ? kHostMessage : 0;
 }
 
 Status HostBackend::RunAllreduce(const Batch& batch, TimeNs deadline, TraceSink& trace) {

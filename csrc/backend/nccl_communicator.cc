@@ -209,8 +209,9 @@ Status NcclCommunicator::MakeFusionBuffer(size_t bytes, TimeNs deadline) {
   }
   FreeFusion();
   if (allocated.ok() && transport_.rank() != 0) return Status::Ok();
-  Log(LogLevel::kWarning, "rank " + std::to_string(without - all.begin()) +
-                              " of the process set has no memory for the fusion buffer, " +
+  Log(LogLevel::kWarning, "rank " + std::to_string(without - all.begin()) + " of " +
+                              std::to_string(all.size()) +
+                              " in a communicator of NCCL has no memory for the fusion buffer, " +
                               std::to_string(bytes) + " bytes" +
                               (allocated.ok() ? "" : ", nor has this one: " + allocated.message()) +
                               "; all its ranks reduce tensors on the device one by one, which is "
