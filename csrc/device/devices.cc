@@ -24,8 +24,8 @@ Status Devices::Use(int ordinal, std::shared_ptr<Device>* device) {
                   "the tensor is on CUDA device " + std::to_string(ordinal) +
                       ", but this process communicates on device " +
                       std::to_string(device_->ordinal()) +
-                      "; start one process per GPU, and let each choose its own with "
-                      "torch.cuda.set_device(hvd.local_rank())");
+                      "; start one process per GPU, and set the framework's device to "
+                      "local_rank() in each, before its first tensor");
   }
   *device = device_;
   return Status::Ok();

@@ -10,7 +10,7 @@
 namespace hororing {
 namespace {
 
-// Of any vector unit, so that frameworks take results as they are: TensorFlow copies others.
+// Of any vector unit, so that frameworks take results as they are; some copy others.
 constexpr size_t kAlignment = 64;
 
 // Of a handle's 63 bits: requests in flight at a time; and how many there are until numbers come

@@ -85,6 +85,11 @@ def test_no_framework_header_and_no_python_in_the_core():
     assert {str(Path(file).parent) for file in pythons} == {"csrc/python"}
 
 
+def test_the_core_names_no_framework():
+    named = users(CORE, rf"(?i)\b({'|'.join(FRAMEWORKS)})\b")
+    assert {str(Path(file).parent) for file in named} <= {"csrc/tensorflow"}
+
+
 def test_the_core_reads_no_environment():
     assert users(CORE, r"\b(secure_)?getenv\b|\benviron\b") == set()
 
