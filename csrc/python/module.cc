@@ -1,5 +1,5 @@
 // hororing._tensors: what happens for every tensor of every call, without a frame of Python. The C
-// interface does the rest; whatever is unusual is left to hororing/verbs.py and collectives.py.
+// interface does the rest; whatever is unusual is left to hororing/verbs and collectives.py.
 //
 // CPython's limited API, so that one binary serves all versions, and no header of a framework. All
 // of it runs under the GIL but for what waits.

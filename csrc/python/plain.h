@@ -1,7 +1,7 @@
 // What a framework's tensor is, in a few nanoseconds: what the verbs look at in every call.
 //
 // A plain tensor is of one of the framework's own types, dense, in host memory, and holds what its
-// memory says. All else is for hororing/verbs.py. Under the GIL.
+// memory says. All else is for hororing/verbs. Under the GIL.
 #pragma once
 
 #include <Python.h>
