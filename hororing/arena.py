@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hororing._core import ffi, lib
+from hororing.failures import last_error
 
 
 def allocate(size: int) -> memoryview | None:
@@ -22,7 +23,7 @@ def allocate(size: int) -> memoryview | None:
 
 def why_not() -> str:
     """Why the latest `allocate` of this thread returned None."""
-    return ffi.string(lib.hr_last_error()).decode("utf-8", "replace")
+    return last_error()
 
 
 def _free(owner: object) -> None:

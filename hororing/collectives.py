@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, NamedTuple, NoReturn
+from typing import Any, Final, NamedTuple
 
-from hororing import errors
 from hororing._core import ffi, lib
 from hororing._tensors import PlainTensors
 from hororing.arguments import Sum
+from hororing.failures import fail
 from hororing.names import WORLD_SET, DefaultName, encode_name, take_back
 
 # Data types by the name that NumPy, torch and TensorFlow share.
@@ -66,12 +66,6 @@ class Gathered(NamedTuple):
 
     buffer: Any  # writable buffer object, None where there are no bytes
     rows: int  # first dimension of the result
-
-
-def fail(code: int, context: str = "") -> NoReturn:
-    """Raise what the core's last failure on this thread deserves; `code` may be negated."""
-    text = ffi.string(lib.hr_last_error()).decode("utf-8", "replace")
-    errors.raise_for(abs(code), text + context, int(lib.hr_last_error_rank()))
 
 
 class Pending(NamedTuple):

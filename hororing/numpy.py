@@ -13,6 +13,7 @@ import numpy as np
 
 from hororing import arguments, collectives
 from hororing.arguments import Adasum, Average, Max, Min, Product, Sum
+from hororing.counters import statistics
 from hororing.errors import (
     DuplicateNameError,
     HororingInternalError,
@@ -44,7 +45,6 @@ from hororing.runtime import (
     shutdown,
     size,
     start_timeline,
-    statistics,
     stop_timeline,
 )
 from hororing.verbs import Verbs, barrier, join, poll, synchronize

@@ -14,12 +14,12 @@ from hororing.collectives import (
     View,
     abandon,
     block_until_complete,
-    fail,
     make_request,
     submit_count,
     submitting,
     wait_in_stream,
 )
+from hororing.failures import fail
 from hororing.names import WORLD_SET
 
 

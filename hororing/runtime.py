@@ -23,13 +23,14 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
 
 from hororing import config as configuration
-from hororing import errors, launch, nccl
+from hororing import errors, launch
 from hororing._core import ffi, lib
+from hororing.engine_config import engine_config
+from hororing.failures import fail, last_error
 from hororing.launch.environment import Launch, is_spawned_worker
 from hororing.logs import Forwarder, logger
 
@@ -76,16 +77,6 @@ class _Process:
 
 _process = _Process()
 _log = Forwarder()
-
-
-def _raise(code: int) -> NoReturn:
-    text = ffi.string(lib.hr_last_error()).decode("utf-8", "replace")
-    errors.raise_for(abs(code), text, int(lib.hr_last_error_rank()))
-
-
-def mpi_library() -> Path:
-    """Where the MPI transport is, if it was built."""
-    return Path(__file__).parent / "lib" / "libhororing_mpi.so"
 
 
 def at_init(callback: Callable[[], None]) -> None:
@@ -159,7 +150,7 @@ def _start(started_by: Launch, comm: Any, dynamic: bool, process_sets: str) -> N
         )
         _log.open(started_by.rank if launched else 0)
         _process.dynamic = dynamic or settings["DYNAMIC_PROCESS_SETS"]
-        keep, c_config = _c_config(settings, started_by, launched, level, process_sets)
+        keep, c_config = engine_config(settings, started_by, launched, level, process_sets)
         c_config.mpi_communicator = communicator
         if ranks is not None:
             c_ranks = ffi.new("int32_t[]", ranks)
@@ -172,7 +163,7 @@ def _start(started_by: Launch, comm: Any, dynamic: bool, process_sets: str) -> N
         if code != lib.HR_OK:
             # A rank that is not in `comm` does not take part, but nothing is wrong with MPI.
             _process.broken = code != lib.HR_INVALID_ARGUMENT
-            _raise(code)
+            fail(code)
         del keep
         _process.broken = False
         _process.topology = _read_topology()
@@ -217,71 +208,11 @@ def _parse_comm(comm: Any, started_by: Launch) -> tuple[int, list[int] | None, b
     )
 
 
-def _c_config(
-    settings: configuration.Config,
-    started_by: Launch,
-    launched: bool,
-    log_level: int,
-    process_sets: str,
-) -> tuple[list[Any], Any]:
-    """hr_config, and what owns its strings."""
-    keep: list[Any] = []
-
-    def text(value: str | os.PathLike[str] | None) -> Any:
-        if value is None:
-            return ffi.NULL
-        keep.append(ffi.new("char[]", os.fsencode(value)))
-        return keep[-1]
-
-    library = mpi_library()
-    fingerprint = (
-        f"version={ffi.string(lib.hr_version()).decode()}\ninit(process_sets)={process_sets}\n"
-        f"{settings.fingerprint()}"
-    )
-    c_config = ffi.new("hr_config *")
-    c_config.launched = launched
-    c_config.transport = text(settings["TRANSPORT"])
-    c_config.backend = text(settings["BACKEND"])
-    c_config.algorithm = text(settings["ALGORITHM"])
-    c_config.mpi_library = text(library if library.exists() else "")
-    c_config.arena_bytes = settings["ARENA_BYTES"]
-    c_config.chunk_bytes = settings["CHUNK_BYTES"]
-    c_config.fusion_bytes = settings["FUSION_BYTES"]
-    c_config.cycle_time_ms = settings["CYCLE_TIME_MS"]
-    c_config.cache_capacity = settings["CACHE_CAPACITY"]
-    c_config.reproducible = settings["REPRODUCIBLE"]
-    c_config.fingerprint = text(fingerprint)
-    c_config.stall_warning_s = settings["STALL_WARNING_S"]
-    c_config.stall_shutdown_s = settings["STALL_SHUTDOWN_S"]
-    c_config.timeout_s = settings["TIMEOUT_S"]
-    c_config.spin_us = settings["SPIN_US"]
-    c_config.cpu = settings.core_for(started_by.local_rank or 0)
-    c_config.watch_parent = launched
-    c_config.kernels = text(settings["KERNELS"])
-    c_config.log_level = log_level
-    c_config.timeline = text(settings["TIMELINE"])
-    c_config.timeline_mark_cycles = settings["TIMELINE_MARK_CYCLES"]
-    c_config.plan = settings["FUSION"] == "plan"
-    c_config.tune = settings["AUTOTUNE"]
-    # What was chosen is not tuned.
-    c_config.tune_fusion = settings.settings["FUSION_BYTES"].source == "default"
-    c_config.tune_hold = settings.settings["CYCLE_TIME_MS"].source == "default"
-    c_config.tune_chunks = settings.settings["CHUNK_BYTES"].source == "default"
-    c_config.tune_algorithms = settings.settings["ALGORITHM"].source == "default"
-    c_config.tune_warmup_samples = settings["AUTOTUNE_WARMUP_SAMPLES"]
-    c_config.tune_steps_per_sample = settings["AUTOTUNE_STEPS_PER_SAMPLE"]
-    c_config.tune_log = text(settings["AUTOTUNE_LOG"])
-    c_config.gpu = text(settings["GPU"])
-    c_config.cuda_library = text(settings["CUDA_LIBRARY"])
-    c_config.nccl_libraries = text(nccl.libraries(settings["NCCL_LIBRARY"]))
-    return keep, c_config
-
-
 def _read_topology() -> Topology:
     now = ffi.new("hr_topology *")
     code = int(lib.hr_topology_now(now))
     if code != lib.HR_OK:
-        _raise(code)
+        fail(code)
     return Topology(
         now.rank,
         now.size,
@@ -317,7 +248,7 @@ def _shutdown(reason: str) -> None:
         _process.topology = None
         if code != lib.HR_OK:
             _process.broken = True
-            logger.warning(ffi.string(lib.hr_last_error()).decode("utf-8", "replace"))
+            logger.warning(last_error())
         for callback in _process.at_shutdown:
             callback()
 
@@ -426,126 +357,19 @@ def is_homogeneous() -> bool:
     return topology().homogeneous
 
 
+def mpi_enabled() -> bool:
+    """Whether the ranks of this job found one another through MPI. False for a job of one rank."""
+    return is_initialized() and _process.launched
+
+
 def process_sets_are_dynamic() -> bool:
     """Whether `add_process_set` and `remove_process_set` are allowed."""
     topology()
     return _process.dynamic
 
 
-def mpi_built() -> bool:
-    """Whether the MPI transport was built."""
-    return mpi_library().exists()
-
-
-def mpi_enabled() -> bool:
-    """Whether the ranks of this job found one another through MPI. False for a job of one rank."""
-    return is_initialized() and _process.launched
-
-
-def describe_mpi() -> tuple[str, str]:
-    """Library version of MPI, and its thread level ("" before it is initialised).
-
-    TransportError where it cannot be loaded. Does not initialise it.
-    """
-    text = ffi.new("char[]", 1024)
-    library = os.fsencode(mpi_library()) if mpi_built() else b""
-    code = int(lib.hr_describe_mpi(library, text, len(text)))
-    if code != lib.HR_OK:
-        _raise(code)
-    version, _, level = ffi.string(text).decode("utf-8", "replace").partition("\n")
-    return version, level.strip()
-
-
-def mpi_threads_supported() -> bool:
-    """Whether MPI may be called from several threads, as by mpi4py beside the engine.
-
-    True in a job of one rank, where the engine calls no MPI. ValueError where MPI was not built.
-    """
-    topology()
-    if not mpi_built():
-        raise ValueError(
-            "MPI is not enabled: hororing was built without; see docs/troubleshooting.md"
-        )
-    return not mpi_enabled() or describe_mpi()[1] == "multiple"
-
-
-def gloo_enabled() -> bool:
-    """Return False: there is no Gloo in hororing."""
-    return False
-
-
-def gloo_built() -> bool:
-    """Return False: there is no Gloo in hororing."""
-    return False
-
-
-def nccl_built() -> int:
-    """Return the version of the NCCL that is found here, 23203 for 2.32.3; 0 where there is none.
-
-    NCCL is no part of a build: one that is installed later is found without another.
-    """
-    chosen = configuration.load()["NCCL_LIBRARY"]
-    return int(lib.hr_nccl_version(os.fsencode(nccl.libraries(chosen))))
-
-
-def ddl_built() -> bool:
-    """Return False: there is no DDL in hororing."""
-    return False
-
-
-def ccl_built() -> bool:
-    """Return False: there is no oneCCL in hororing."""
-    return False
-
-
-def cuda_built() -> bool:
-    """Return True: every build takes tensors in the memory of CUDA devices, where there are some.
-
-    `python -m hororing info` tells whether there are.
-    """
-    return True
-
-
-def rocm_built() -> bool:
-    """Return False: of GPUs, NVIDIA's are supported."""
-    return False
-
-
 # ---------------------------------------------------------------------------------------------
-# Statistics and timeline
-
-
-def statistics() -> dict[str, Any]:
-    """What the engine of this process has done since `init`, by name.
-
-    Never blocks. The numbers are counters, read one after another while the engine goes on; what
-    each counts is in docs/scheduling.md. ``"plan"`` holds the buckets in use on rank 0 as lists of
-    tensor names (HORORING_FUSION=plan); it is empty on other ranks and where there is no plan.
-
-    Examples
-    --------
-    >>> before = hvd.statistics()["bytes"]
-    >>> optimizer.step()
-    >>> reduced = hvd.statistics()["bytes"] - before
-    """
-    topology()
-    counters = ffi.new("hr_stats *")
-    lib.hr_stats_now(counters)
-    found: dict[str, Any] = {name: getattr(counters, name) for name in dir(counters)}
-    found["plan"] = _plan()
-    return found
-
-
-def _plan() -> list[list[str]]:
-    room = 0
-    while True:  # it may change between two calls
-        names = ffi.new("char[]", room)
-        size = int(lib.hr_plan_now(names, room))
-        if size <= room:
-            break
-        room = size
-    text = ffi.buffer(names, size)[:].decode("utf-8", "replace")
-    return [bucket.split("\0") for bucket in text.split("\0\0")[:-1]]
+# Timeline
 
 
 def _absolute(path: str | os.PathLike[str]) -> str:
@@ -564,7 +388,7 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
         return
     code = int(lib.hr_timeline_start(os.fsencode(path), mark_cycles))
     if code != lib.HR_OK:
-        _raise(code)
+        fail(code)
     _process.timeline = path
 
 
@@ -573,32 +397,22 @@ def stop_timeline() -> None:
     topology()
     code = int(lib.hr_timeline_stop())
     if code != lib.HR_OK:
-        _raise(code)
+        fail(code)
 
 
 # What scripts call; the rest is for the library.
 __all__ = [
-    "ccl_built",
     "cross_rank",
     "cross_size",
-    "cuda_built",
-    "ddl_built",
-    "gloo_built",
-    "gloo_enabled",
     "init",
     "is_homogeneous",
     "is_initialized",
     "local_rank",
     "local_size",
-    "mpi_built",
     "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
     "rank",
-    "rocm_built",
     "shutdown",
     "size",
     "start_timeline",
-    "statistics",
     "stop_timeline",
 ]

@@ -18,6 +18,7 @@ from typing import Any
 import cloudpickle
 
 from hororing._core import ffi, lib
+from hororing.failures import last_error
 
 _ALIGNMENT = 64
 
@@ -46,7 +47,7 @@ def create(slots: int, slot_bytes: int) -> int:
         os.ftruncate(descriptor, size)
         memory = mmap.mmap(descriptor, size)
         if lib.hr_ring_format(_address(memory), size, slots, slot_bytes) != lib.HR_OK:
-            raise ValueError(_told())
+            raise ValueError(last_error())
     except BaseException:
         os.close(descriptor)
         raise
@@ -66,7 +67,7 @@ class _Side:
         self._base = _address(self._memory)
         self._ring = lib.hr_ring_open(self._base, len(self._view), side, other_pid)
         if self._ring == ffi.NULL:
-            raise ValueError(_told())
+            raise ValueError(last_error())
         self._slot = ffi.new("uintptr_t *")
         self._bytes = ffi.new("int64_t *")
 
@@ -79,7 +80,7 @@ class _Side:
     def _check(self, code: int) -> bool:
         """Return whether a wait has succeeded, and not only lasted long enough."""
         if code not in (lib.HR_OK, lib.HR_PENDING):
-            raise RingEnded(_told())
+            raise RingEnded(last_error())
         return bool(code == lib.HR_OK)
 
     def _at_slot(self, size: int) -> memoryview:
@@ -167,13 +168,8 @@ class Consumer(_Side):
     def release(self) -> None:
         """Give the oldest slot that was taken back."""
         if lib.hr_ring_release(self._ring) != lib.HR_OK:
-            raise ValueError(_told())
+            raise ValueError(last_error())
 
 
 def _address(memory: mmap.mmap) -> int:
     return int(ffi.cast("uintptr_t", ffi.from_buffer(memory)))
-
-
-def _told() -> str:
-    text: str = ffi.string(lib.hr_last_error()).decode("utf-8", "replace")
-    return text

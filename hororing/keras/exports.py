@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from hororing import process_sets, runtime
+from hororing import basics, process_sets
 from hororing.arguments import Adasum, Average, Max, Min, Product, Sum
+from hororing.basics import *  # noqa: F403
 from hororing.errors import (
     DuplicateNameError,
     HororingInternalError,
@@ -22,7 +23,6 @@ from hororing.keras.optimizer import PartialDistributedOptimizer, load_model
 from hororing.keras.values import *  # noqa: F403
 from hororing.objects import allgather_object, broadcast_object
 from hororing.process_sets import *  # noqa: F403
-from hororing.runtime import *  # noqa: F403
 from hororing.verbs import barrier, join
 
 __all__ = [
@@ -51,5 +51,5 @@ __all__ = [
     "load_model",
 ]
 __all__ += process_sets.__all__
-__all__ += runtime.__all__
+__all__ += basics.__all__
 __all__ += values.__all__

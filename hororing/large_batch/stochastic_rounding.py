@@ -17,9 +17,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from hororing import errors, runtime
+from hororing import runtime
 from hororing._core import ffi, lib
 from hororing.collectives import DTYPES
+from hororing.failures import fail
 from hororing.objects import broadcast_object
 from hororing.process_sets import ProcessSet, global_process_set
 
@@ -77,7 +78,7 @@ def round_memory(
     how.seed, how.step, how.first = seed, step, first
     code = int(lib.hr_round_stochastically(how, result, source, count))
     if code != lib.HR_OK:
-        errors.raise_for(code, ffi.string(lib.hr_last_error()).decode("utf-8", "replace"), -1)
+        fail(code)
 
 
 def round_stochastically(

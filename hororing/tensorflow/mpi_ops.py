@@ -2,18 +2,18 @@
 
 from types import SimpleNamespace
 
-from hororing import process_sets, runtime
+from hororing import basics, process_sets
 from hororing.arguments import Adasum, Average, Max, Min, Product, Sum
+from hororing.basics import *  # noqa: F403
 from hororing.errors import HororingInternalError, HorovodInternalError
 from hororing.process_sets import *  # noqa: F403
-from hororing.runtime import *  # noqa: F403
 from hororing.tensorflow import topology, verbs
 from hororing.tensorflow.topology import *  # noqa: F403
 from hororing.tensorflow.verbs import *  # noqa: F403
 
 # Horovod's scripts and tests ask this object too.
 _basics = SimpleNamespace(
-    **{name: getattr(runtime, name) for name in runtime.__all__},
+    **{name: getattr(basics, name) for name in basics.__all__},
     _get_process_set_ids_and_ranks=process_sets.ids_and_ranks,
 )
 
@@ -30,4 +30,4 @@ __all__ = [
 __all__ += verbs.__all__
 __all__ += topology.__all__
 __all__ += process_sets.__all__
-__all__ += runtime.__all__
+__all__ += basics.__all__

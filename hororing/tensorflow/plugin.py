@@ -14,9 +14,9 @@ from typing import Final
 
 import tensorflow as tf
 
-from hororing import config, runtime
+from hororing import config, mpi
 
-LIBRARY: Final = runtime.mpi_library().with_name("libhororing_tensorflow.so")
+LIBRARY: Final = mpi.library().with_name("libhororing_tensorflow.so")
 
 
 @functools.cache

@@ -22,6 +22,7 @@ from hororing import collectives, timeline
 from hororing._tensors import Gradient
 from hororing.collectives import HOST
 from hororing.compression import NoneCompressor
+from hororing.failures import fail
 from hororing.prepared import PreparedAllreduce, start_many
 from hororing.torch.adapter import DTYPES
 from hororing.torch.bucket_views import move_into_view
@@ -192,7 +193,7 @@ class Slot(Gradient):
     def failure(self, code: int) -> Exception:
         """Return the error of a request that the core has refused."""
         try:
-            collectives.fail(code)
+            fail(code)
         except Exception as error:
             return self._in_hook(error)
 
@@ -229,7 +230,7 @@ class Slot(Gradient):
                 timeline.trace_view(self.name, begin_ns, grad.nbytes)
             started, code = start_many([self.prepared], [address], [grad], self.shared.flying)
             if not started:
-                collectives.fail(code)
+                fail(code)
         self.sent = True
 
     @torch.no_grad()

@@ -8,6 +8,7 @@ from typing import Any
 from hororing import arguments, collectives
 from hororing.adapter import T
 from hororing.compression import Compressor, NoneCompressor, check_compression
+from hororing.failures import fail
 from hororing.names import WORLD_SET, DefaultName, default_name, take_back
 from hororing.process_sets import ProcessSet, check_member, global_process_set
 from hororing.verbs.requests import Requests, first
@@ -138,7 +139,7 @@ class Allreduce(Requests[T]):
                     tensor, output, keep, given, members, op, prescale, postscale, wait_follows
                 )
                 if handle < 0:
-                    collectives.fail(handle)
+                    fail(handle)
             except BaseException:
                 take_back(given)
                 raise
@@ -173,7 +174,7 @@ class Allreduce(Requests[T]):
                 tensors, given, members, op, prescale, postscale, wait_follows
             )
             if handle < 0:
-                collectives.fail(handle)
+                fail(handle)
         except BaseException:
             take_back(given)
             raise

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import hororing.numpy as hvd
-from hororing import errors, runtime
+from hororing import built, errors, mpi, runtime
 
 
 def use_both() -> None:
@@ -76,11 +76,11 @@ def finalize_by_hand() -> None:
 
 def tell_threads() -> None:
     hvd.init()
-    version, level = runtime.describe_mpi()
+    version, level = mpi.describe()
     assert version
     assert level == "multiple", level
     assert runtime.mpi_enabled()
-    assert runtime.mpi_threads_supported()
+    assert built.mpi_threads_supported()
 
 
 def too_few_threads() -> None:

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hororing
-from hororing import errors, runtime
+from hororing import built, errors
 from hororing.as_horovod.horovod.common import exceptions, util
 from hororing.as_horovod.names import MODULES, WAYS_OUT
 
@@ -523,10 +523,10 @@ def test_what_works_here(capsys: pytest.CaptureFixture[str]):
     pytest.importorskip("torch")
     assert util.extension_available("torch")
     assert not util.extension_available("mxnet", verbose=True)
-    assert util.mpi_built(verbose=True) == runtime.mpi_built()
+    assert util.mpi_built(verbose=True) == built.mpi_built()
     assert (util.gloo_built(), util.ddl_built(), util.ccl_built()) == (False, False, False)
-    assert util.nccl_built() == runtime.nccl_built()
-    assert util.gpu_available("torch") == (runtime.cuda_built() or runtime.rocm_built())
+    assert util.nccl_built() == built.nccl_built()
+    assert util.gpu_available("torch") == (built.cuda_built() or built.rocm_built())
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "adapter for mxnet: no"
     assert len(said) == 2

@@ -52,17 +52,17 @@ def test_nccl_of_a_package_is_found_and_loaded_without_a_framework():
     nccl_include()
     assert nccl.libraries().endswith("nvidia/nccl/lib/libnccl.so.2:libnccl.so.2")
     script = (
-        "import sys, hororing.runtime; version = hororing.runtime.nccl_built();"
+        "import sys, hororing.built; version = hororing.built.nccl_built();"
         "assert version >= 21400, version; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def test_a_library_that_is_named_and_not_there_is_none(monkeypatch: pytest.MonkeyPatch):
-    from hororing import runtime
+    from hororing import built
 
     monkeypatch.setenv("HORORING_NCCL_LIBRARY", "/nowhere/libnccl.so.2")
-    assert runtime.nccl_built() == 0
+    assert built.nccl_built() == 0
 
 
 def test_the_embedded_kernel_is_that_of_its_source(tmp_path: Path):

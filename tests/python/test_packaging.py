@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 import hororing
-from hororing import _core, _tensors, runtime
+from hororing import _core, _tensors, mpi
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(hororing.__file__).parent
@@ -94,7 +94,7 @@ def test_info_tells_what_works():
     assert re.search(r"^allreduce +works", done.stdout, flags=re.MULTILINE)
     assert hororing.__version__ in done.stdout
     assert "transports built  inproc, shm" in done.stdout
-    if runtime.mpi_built():
+    if mpi.is_built():
         assert "Open MPI" in done.stdout or "MPICH" in done.stdout
 
 

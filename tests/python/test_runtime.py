@@ -11,7 +11,7 @@ import threading
 
 import pytest
 
-from hororing import errors, runtime
+from hororing import built, errors, mpi, runtime
 from hororing.launch import Launch, detect, prepare_mpi
 
 QUERIES = [
@@ -130,28 +130,28 @@ def test_a_bad_variable_fails_init_and_leaves_no_engine(monkeypatch: pytest.Monk
 
 
 def test_what_is_built():
-    assert runtime.gloo_built() is False
-    assert runtime.gloo_enabled() is False
-    assert type(runtime.nccl_built()) is int
-    assert runtime.nccl_built() == 0 or runtime.nccl_built() >= 21400
-    assert runtime.cuda_built() is True
-    for query in (runtime.ddl_built, runtime.ccl_built, runtime.rocm_built):
+    assert built.gloo_built() is False
+    assert built.gloo_enabled() is False
+    assert type(built.nccl_built()) is int
+    assert built.nccl_built() == 0 or built.nccl_built() >= 21400
+    assert built.cuda_built() is True
+    for query in (built.ddl_built, built.ccl_built, built.rocm_built):
         assert query() is False
-    assert isinstance(runtime.mpi_built(), bool)
+    assert isinstance(built.mpi_built(), bool)
 
 
 @pytest.mark.usefixtures("engine")
 def test_mpi_threads_are_no_matter_in_a_job_of_one_rank(monkeypatch: pytest.MonkeyPatch):
     runtime.init()
-    assert runtime.mpi_threads_supported()
-    monkeypatch.setattr(runtime, "mpi_built", lambda: False)
+    assert built.mpi_threads_supported()
+    monkeypatch.setattr(mpi, "is_built", lambda: False)
     with pytest.raises(ValueError, match="MPI is not enabled"):
-        runtime.mpi_threads_supported()
+        built.mpi_threads_supported()
 
 
 def test_mpi_threads_supported_before_init_is_an_error():
     with pytest.raises(ValueError, match="has not been initialized"):
-        runtime.mpi_threads_supported()
+        built.mpi_threads_supported()
 
 
 @pytest.mark.usefixtures("engine")

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from hororing import runtime
+from hororing import built
 
 T = TypeVar("T")
 
@@ -49,35 +49,35 @@ def check_extension(ext_name: str, *build: object) -> None:
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
     """Whether a framework's tensors can be reduced in GPU memory."""
-    available = _adapter_exists(ext_base_name) and (runtime.cuda_built() or runtime.rocm_built())
+    available = _adapter_exists(ext_base_name) and (built.cuda_built() or built.rocm_built())
     return _said(available, f"GPU support for {ext_base_name}", verbose)
 
 
 def mpi_built(verbose: bool = False) -> bool:
     """Whether hororing was built with MPI."""
-    return _said(runtime.mpi_built(), "MPI", verbose)
+    return _said(built.mpi_built(), "MPI", verbose)
 
 
 def gloo_built(verbose: bool = False) -> bool:
     """Whether hororing was built with Gloo."""
-    return _said(runtime.gloo_built(), "Gloo", verbose)
+    return _said(built.gloo_built(), "Gloo", verbose)
 
 
 def nccl_built(verbose: bool = False) -> int:
     """Version of NCCL as a number, 0 without it."""
-    version = runtime.nccl_built()
+    version = built.nccl_built()
     _said(bool(version), "NCCL", verbose)
     return version
 
 
 def ddl_built(verbose: bool = False) -> bool:
     """Whether hororing was built with DDL."""
-    return _said(runtime.ddl_built(), "DDL", verbose)
+    return _said(built.ddl_built(), "DDL", verbose)
 
 
 def ccl_built(verbose: bool = False) -> bool:
     """Whether hororing was built with oneCCL."""
-    return _said(runtime.ccl_built(), "oneCCL", verbose)
+    return _said(built.ccl_built(), "oneCCL", verbose)
 
 
 def _said(there: bool, what: str, verbose: bool) -> bool:

@@ -1,0 +1,81 @@
+"""Which libraries there are, as Horovod's scripts ask for them."""
+
+from __future__ import annotations
+
+import os
+
+from hororing import config, mpi, nccl, runtime
+from hororing._core import lib
+
+
+def mpi_built() -> bool:
+    """Whether the MPI transport was built."""
+    return mpi.is_built()
+
+
+def mpi_threads_supported() -> bool:
+    """Whether MPI may be called from several threads, as by mpi4py beside the engine.
+
+    True in a job of one rank, where the engine calls no MPI. ValueError where MPI was not built.
+    """
+    runtime.topology()
+    if not mpi_built():
+        raise ValueError(
+            "MPI is not enabled: hororing was built without; see docs/troubleshooting.md"
+        )
+    return not runtime.mpi_enabled() or mpi.describe()[1] == "multiple"
+
+
+def gloo_enabled() -> bool:
+    """Return False: there is no Gloo in hororing."""
+    return False
+
+
+def gloo_built() -> bool:
+    """Return False: there is no Gloo in hororing."""
+    return False
+
+
+def nccl_built() -> int:
+    """Return the version of the NCCL that is found here, 23203 for 2.32.3; 0 where there is none.
+
+    NCCL is no part of a build: one that is installed later is found without another.
+    """
+    chosen = config.load()["NCCL_LIBRARY"]
+    return int(lib.hr_nccl_version(os.fsencode(nccl.libraries(chosen))))
+
+
+def ddl_built() -> bool:
+    """Return False: there is no DDL in hororing."""
+    return False
+
+
+def ccl_built() -> bool:
+    """Return False: there is no oneCCL in hororing."""
+    return False
+
+
+def cuda_built() -> bool:
+    """Return True: every build takes tensors in the memory of CUDA devices, where there are some.
+
+    `python -m hororing info` tells whether there are.
+    """
+    return True
+
+
+def rocm_built() -> bool:
+    """Return False: of GPUs, NVIDIA's are supported."""
+    return False
+
+
+__all__ = [
+    "ccl_built",
+    "cuda_built",
+    "ddl_built",
+    "gloo_built",
+    "gloo_enabled",
+    "mpi_built",
+    "mpi_threads_supported",
+    "nccl_built",
+    "rocm_built",
+]

@@ -1,0 +1,70 @@
+"""What the core is told when it starts: the knobs, and how the job was launched."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from hororing import config, mpi, nccl
+from hororing._core import ffi, lib
+from hororing.launch.environment import Launch
+
+
+def engine_config(
+    settings: config.Config,
+    started_by: Launch,
+    launched: bool,
+    log_level: int,
+    process_sets: str,
+) -> tuple[list[Any], Any]:
+    """Return an hr_config without communicator and ranks, and what owns its strings."""
+    keep: list[Any] = []
+
+    def text(value: str | os.PathLike[str] | None) -> Any:
+        if value is None:
+            return ffi.NULL
+        keep.append(ffi.new("char[]", os.fsencode(value)))
+        return keep[-1]
+
+    library = mpi.library()
+    fingerprint = (
+        f"version={ffi.string(lib.hr_version()).decode()}\ninit(process_sets)={process_sets}\n"
+        f"{settings.fingerprint()}"
+    )
+    c_config = ffi.new("hr_config *")
+    c_config.launched = launched
+    c_config.transport = text(settings["TRANSPORT"])
+    c_config.backend = text(settings["BACKEND"])
+    c_config.algorithm = text(settings["ALGORITHM"])
+    c_config.mpi_library = text(library if library.exists() else "")
+    c_config.arena_bytes = settings["ARENA_BYTES"]
+    c_config.chunk_bytes = settings["CHUNK_BYTES"]
+    c_config.fusion_bytes = settings["FUSION_BYTES"]
+    c_config.cycle_time_ms = settings["CYCLE_TIME_MS"]
+    c_config.cache_capacity = settings["CACHE_CAPACITY"]
+    c_config.reproducible = settings["REPRODUCIBLE"]
+    c_config.fingerprint = text(fingerprint)
+    c_config.stall_warning_s = settings["STALL_WARNING_S"]
+    c_config.stall_shutdown_s = settings["STALL_SHUTDOWN_S"]
+    c_config.timeout_s = settings["TIMEOUT_S"]
+    c_config.spin_us = settings["SPIN_US"]
+    c_config.cpu = settings.core_for(started_by.local_rank or 0)
+    c_config.watch_parent = launched
+    c_config.kernels = text(settings["KERNELS"])
+    c_config.log_level = log_level
+    c_config.timeline = text(settings["TIMELINE"])
+    c_config.timeline_mark_cycles = settings["TIMELINE_MARK_CYCLES"]
+    c_config.plan = settings["FUSION"] == "plan"
+    c_config.tune = settings["AUTOTUNE"]
+    # What was chosen is not tuned.
+    c_config.tune_fusion = settings.settings["FUSION_BYTES"].source == "default"
+    c_config.tune_hold = settings.settings["CYCLE_TIME_MS"].source == "default"
+    c_config.tune_chunks = settings.settings["CHUNK_BYTES"].source == "default"
+    c_config.tune_algorithms = settings.settings["ALGORITHM"].source == "default"
+    c_config.tune_warmup_samples = settings["AUTOTUNE_WARMUP_SAMPLES"]
+    c_config.tune_steps_per_sample = settings["AUTOTUNE_STEPS_PER_SAMPLE"]
+    c_config.tune_log = text(settings["AUTOTUNE_LOG"])
+    c_config.gpu = text(settings["GPU"])
+    c_config.cuda_library = text(settings["CUDA_LIBRARY"])
+    c_config.nccl_libraries = text(nccl.libraries(settings["NCCL_LIBRARY"]))
+    return keep, c_config

@@ -1,0 +1,18 @@
+"""What the core says of its last failure on this thread, as a text and as an exception."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from hororing import errors
+from hororing._core import ffi, lib
+
+
+def last_error() -> str:
+    """Return the text of the core's last failure on this thread."""
+    return str(ffi.string(lib.hr_last_error()).decode("utf-8", "replace"))
+
+
+def fail(code: int, context: str = "") -> NoReturn:
+    """Raise what the core's last failure on this thread deserves; `code` may be negated."""
+    errors.raise_for(abs(code), last_error() + context, int(lib.hr_last_error_rank()))
