@@ -1,7 +1,5 @@
 """Horovod's name for the verbs and what belongs to them, all of it in `hororing.tensorflow` too."""
 
-from types import SimpleNamespace
-
 from hororing import basics, process_sets
 from hororing.arguments import Adasum, Average, Max, Min, Product, Sum
 from hororing.basics import *  # noqa: F403
@@ -12,10 +10,7 @@ from hororing.tensorflow.topology import *  # noqa: F403
 from hororing.tensorflow.verbs import *  # noqa: F403
 
 # Horovod's scripts and tests ask this object too.
-_basics = SimpleNamespace(
-    **{name: getattr(basics, name) for name in basics.__all__},
-    _get_process_set_ids_and_ranks=process_sets.ids_and_ranks,
-)
+_basics = basics.as_object()
 
 __all__ = [
     "Adasum",
