@@ -255,7 +255,7 @@ Status Engine::Submit(std::unique_ptr<TensorEntry> entry, bool wait_follows, int
   if (!status.ok()) {
     *handle = 0;
   } else if (!wait_follows || !drivable_) {
-    Wake();
+    WakeForRequests();
   }
   return status;
 }
@@ -268,7 +268,7 @@ size_t Engine::SubmitAgain(const OneTensor* tensors, size_t count, bool wait_fol
   for (size_t i = added; i < count; ++i) Forget(handles[i], Status::Ok());
   if (added == 0) return 0;
   stats_.submitted += static_cast<int64_t>(added);
-  if (!wait_follows || !drivable_) Wake();
+  if (!wait_follows || !drivable_) WakeForRequests();
   return added;
 }
 
@@ -281,7 +281,7 @@ Status Engine::SubmitMany(std::vector<std::unique_ptr<TensorEntry>> entries, int
     if (!status.ok()) break;
   }
   for (size_t i = *submitted + 1; i < entries.size(); ++i) Forget(handles[i], status);
-  if (*submitted > 0) Wake();
+  if (*submitted > 0) WakeForRequests();
   return status;
 }
 
@@ -370,6 +370,12 @@ void Engine::DriveUntil(const std::function<bool()>& done, TimeNs deadline) {
 void Engine::Wake() {
   std::lock_guard<std::mutex> lock(wake_mutex_);
   if (wake_target_ != nullptr) wake_target_->Wake();
+}
+
+// When they are in the table. The loop either takes them after it has withdrawn its word, or we see
+// that it has.
+void Engine::WakeForRequests() {
+  if (!looks_soon_.load()) Wake();
 }
 
 void Engine::WakeUnless(uint32_t bell) {

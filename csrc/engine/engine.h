@@ -183,12 +183,16 @@ class Engine {
   Transport* wake_target_ = nullptr;  // GUARDED_BY(wake_mutex_); null while there is none
   void SetWakeTarget(Transport* target);
   void Wake();
+  void WakeForRequests();
   void WakeUnless(uint32_t bell);  // where the bell still is what it was
 
   std::mutex turn_;       // held by whoever runs the loop; see Transport
   Loop* loop_ = nullptr;  // GUARDED_BY(turn_); null before it begins and after it has ended
   // Whether callers may drive the loop. Constant once `started_`.
   bool drivable_ = false;
+  // The loop looks at what is submitted in a moment, without being woken. Written by whoever has
+  // the turn: false before a look.
+  std::atomic<bool> looks_soon_{false};
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;

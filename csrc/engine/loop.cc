@@ -101,8 +101,13 @@ Status Loop::Run(std::unique_lock<std::mutex>& turn) {
   try {
     while (!final_) {
       const uint32_t bell = turns_ != nullptr ? turns_->Bell() : 0;
-      if (Step() || final_) continue;
-      if (turns_ != nullptr) {
+      const bool busy = Step();
+      if (final_) continue;
+      if (MayGather()) {
+        Doze(turn, gather_bell_);
+      } else if (busy) {
+        continue;
+      } else if (turns_ != nullptr) {
         Doze(turn, bell);
       } else {
         transport_.Sleep(NextDeadline());
@@ -120,7 +125,13 @@ Status Loop::Run(std::unique_lock<std::mutex>& turn) {
 // does it: a driver rings the bell if it leaves anything behind.
 void Loop::Doze(std::unique_lock<std::mutex>& turn, uint32_t bell) {
   const TimeNs until = doze_until_ns_ = NextDeadline();
+  const TimeNs gather_until = MayGather() ? std::min(until, pace_.next_look_ns()) : 0;
   turn.unlock();
+  if (gather_until != 0) {
+    if (NowNs() < gather_until) turns_->Nap(bell, gather_until);
+    bell = turns_->Bell();
+    if (turn.try_lock()) return;  // otherwise the driver looks
+  }
   for (;;) {
     turns_->Doze(bell, until);
     if (NowNs() >= until) return turn.lock();
@@ -134,6 +145,7 @@ Loop::Left Loop::Drive(const std::function<bool()>& done, TimeNs deadline) {
   // and spares the engine's thread to be woken for it.
   constexpr int kLastLooks = 3;
   turns_->BeginDriving();
+  driven_ = true;
   uint32_t bell = 0;
   int last_looks = 0;
   try {
@@ -153,6 +165,7 @@ Loop::Left Loop::Drive(const std::function<bool()>& done, TimeNs deadline) {
   } catch (const std::exception& error) {
     Broke(error);
   }
+  driven_ = false;
   turns_->EndDriving();
   return {bell, final_ || NextDeadline() < doze_until_ns_};
 }
@@ -178,8 +191,16 @@ bool Loop::Report() {
   struct Report report;
   report.applied = applied_;
   TimeNs oldest = 0;
+  if (MayGather()) engine_.looks_soon_ = false;
   engine_.tensors_.TakeSubmitted(&submitted_);
   const TimeNs now = NowNs();  // not before any of them was submitted
+  if (turns_ != nullptr && !driven_ && !submitted_.empty()) {
+    pace_.Reported(submitted_.size(), now);
+    if (now < pace_.next_look_ns()) {
+      engine_.looks_soon_ = true;
+      gather_bell_ = turns_->Bell();
+    }
+  }
   for (TensorEntry* entry : submitted_) {
     if (!engine_.sets_.Holds(entry->request.process_set)) {  // removed since it was submitted
       FailRemoved(engine_.tensors_.Remove(Key(entry->request)));

@@ -19,6 +19,7 @@
 
 #include "engine/batch_runner.h"
 #include "engine/engine.h"
+#include "engine/report_pace.h"
 #include "engine/timeline.h"
 #include "negotiation/coordinator.h"
 #include "negotiation/host_reports.h"
@@ -47,6 +48,7 @@ class Loop {
  private:
   bool Step();
   void Doze(std::unique_lock<std::mutex>& turn, uint32_t bell);
+  bool MayGather() const { return engine_.looks_soon_.load(std::memory_order_relaxed); }
   // Each of the steps returns true when there was something to do, and sets final_ to end.
   bool Report();
   bool Receive();
@@ -101,6 +103,9 @@ class Loop {
   // In flight and reported by these ids; null: none is.
   std::unordered_map<uint64_t, TensorEntry*> reported_;
   std::vector<TensorEntry*> submitted_;  // of Report; its memory is used again
+  ReportPace pace_;                      // of the engine's thread
+  uint32_t gather_bell_ = 0;             // as it was when the latest burst was reported
+  bool driven_ = false;                  // by a caller
   // Of the agreement under way: what this rank contributes although it has joined.
   std::vector<std::unique_ptr<TensorEntry>> stand_ins_;
   uint64_t applied_ = 0;

@@ -245,6 +245,8 @@ void ShmTransport::Doze(uint32_t seen, TimeNs deadline) {
   }
 }
 
+void ShmTransport::Nap(uint32_t seen, TimeNs deadline) { SleepOnBell(seen, deadline, kDozer); }
+
 void ShmTransport::BeginDriving() { self_.sleepers.fetch_or(kDriven); }
 void ShmTransport::EndDriving() { self_.sleepers.fetch_and(~kDriven); }
 

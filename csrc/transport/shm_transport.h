@@ -123,6 +123,7 @@ class ShmTransport final : public Transport, private Turns {
 
   void Ring(int peer, bool dozers_too = true);
   void Doze(uint32_t seen, TimeNs deadline) override;
+  void Nap(uint32_t seen, TimeNs deadline) override;
   void BeginDriving() override;
   void EndDriving() override;
   bool Progress();

@@ -44,6 +44,8 @@ class Turns {
   // is no longer `seen`, but not woken while somebody drives; or until `deadline`. May return
   // early.
   virtual void Doze(uint32_t seen, TimeNs deadline) = 0;
+  // The same without polling, for one that has a deadline soon.
+  virtual void Nap(uint32_t seen, TimeNs deadline) = 0;
   // Around another thread's turn. Between them the bell does not wake the loop thread.
   virtual void BeginDriving() = 0;
   virtual void EndDriving() = 0;
