@@ -82,8 +82,11 @@ HandleTable::Slot* HandleTable::Find(int64_t handle) {
   return &slots_[place];
 }
 
-void HandleTable::Free(Slot& slot) {
+// What lies on a device, and events, go to `ended`, whose end is a call of the driver: not for a
+// time under the mutex.
+void HandleTable::Free(Slot& slot, std::vector<Slot>* ended) {
   free_.push_back(&slot - slots_.data());
+  if (slot.landed != nullptr || !slot.results.empty()) ended->push_back(std::move(slot));
   slot = Slot();
 }
 
@@ -98,10 +101,11 @@ void HandleTable::Create(int64_t* handles, size_t count) {
 }
 
 // Whether somebody sleeps until then.
-bool HandleTable::Finish(Slot& slot, Status status, std::vector<GatheredTensor> results) {
+bool HandleTable::Finish(Slot& slot, Status&& status, std::vector<GatheredTensor>&& results) {
   const bool awaited = slot.awaited;
   if (slot.released) {
-    Free(slot);
+    free_.push_back(&slot - slots_.data());
+    slot = Slot();  // which holds nothing yet
   } else {
     slot.done = true;
     slot.status = std::move(status);
@@ -181,6 +185,7 @@ std::shared_ptr<const DeviceEvent> HandleTable::Landed(int64_t handle) {
 HandleTable::Look HandleTable::WaitMany(const int64_t* handles, size_t count, TimeNs timeout_ns,
                                         bool* all_ok,
                                         std::vector<std::shared_ptr<const DeviceEvent>>* landed) {
+  std::vector<Slot> ended;
   std::unique_lock<std::mutex> lock(mutex_);
   *all_ok = true;
   size_t left = count;
@@ -214,7 +219,7 @@ HandleTable::Look HandleTable::WaitMany(const int64_t* handles, size_t count, Ti
     if (landed != nullptr && event != nullptr && (landed->empty() || landed->back() != event)) {
       landed->push_back(std::move(event));
     }
-    Free(*slot);
+    Free(*slot, &ended);
   }
   return Look::kDone;
 }
@@ -242,11 +247,12 @@ Status HandleTable::Take(int64_t handle, size_t index, GatheredTensor* result) {
 }
 
 bool HandleTable::Release(int64_t handle) {
+  std::vector<Slot> ended;
   std::lock_guard<std::mutex> lock(mutex_);
   Slot* const slot = Find(handle);
   if (slot == nullptr || slot->released) return false;
   if (slot->done) {
-    Free(*slot);
+    Free(*slot, &ended);
   } else {
     slot->released = true;
     if (slot->awaited) completed_.notify_all();  // whoever waits for it waits in vain

@@ -91,9 +91,9 @@ class HandleTable {
   // All of these: REQUIRES mutex_.
   int64_t New();
   Slot* Find(int64_t handle);
-  void Free(Slot& slot);
+  void Free(Slot& slot, std::vector<Slot>* ended);
   GatheredTensor* Result(int64_t handle, size_t index);  // null: there is none
-  bool Finish(Slot& slot, Status status, std::vector<GatheredTensor> results);
+  bool Finish(Slot& slot, Status&& status, std::vector<GatheredTensor>&& results);
 
   std::mutex mutex_;
   std::condition_variable completed_;
