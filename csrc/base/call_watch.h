@@ -1,9 +1,10 @@
 // CallWatch: calls that should return at once, and may not return at all.
 //
 // MPI's calls that do not block can do so nevertheless: Open MPI with MPI_THREAD_MULTIPLE has
-// locked itself out while it heard over TCP that a peer had died. Nothing ends such a call. Those
-// who wait for its thread notice it here and give the thread up; should the call return after all,
-// the thread stops there for ever, before it touches anything that others have taken over.
+// locked itself out while it heard over TCP that a peer had died. NVIDIA's driver waits for kernels
+// that wait for a peer, and NCCL, where it aborts, for its own. Nothing ends such a call. Those who
+// wait for its thread notice it here and give the thread up; should the call return after all, the
+// thread stops there for ever, before it touches anything that others have taken over.
 //
 // Thread-safety: Call on one thread, never two at a time; everything else on any.
 #pragma once
@@ -21,11 +22,16 @@ namespace hororing {
 
 class CallWatch {
  public:
+  // Its name, and whose it is: null for the transport's. Both are literals.
+  struct Name {
+    const char* call = nullptr;
+    const char* library = nullptr;
+  };
+
   // Around a call. `watch` may be null.
   class Call {
    public:
-    // `name` is a literal.
-    Call(CallWatch* watch, const char* name) : watch_(watch) {
+    Call(CallWatch* watch, const Name& name) : watch_(watch) {
       if (watch_ != nullptr) watch_->Enter(name);
     }
     ~Call() {
@@ -37,6 +43,17 @@ class CallWatch {
    private:
     CallWatch* const watch_;
   };
+
+  // Makes `watch` that of this thread, while it lives: for calls of libraries that any thread
+  // makes, of which only this one is looked after.
+  class Thread {
+   public:
+    explicit Thread(CallWatch* watch) { of_thread_ = watch; }
+    ~Thread() { of_thread_ = nullptr; }
+    Thread(const Thread&) = delete;
+    Thread& operator=(const Thread&) = delete;
+  };
+  static CallWatch* OfThread() { return of_thread_; }
 
   // For how long looks have found the same call under way; 0 without one. Between two of them a
   // second counts at most: where the whole process was stopped, no call is to blame.
@@ -54,11 +71,11 @@ class CallWatch {
   }
 
   // The thread never leaves the call that the last look found; its name, and all that the thread
-  // did before is visible. Null where it has left, or was given up before.
-  const char* GiveUp() {
+  // did before is visible. No name where it has left, or was given up before.
+  Name GiveUp() {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (seen_ % 2 == 0 || !state_.compare_exchange_strong(seen_, kGivenUp)) return nullptr;
-    return name_.load();
+    if (seen_ % 2 == 0 || !state_.compare_exchange_strong(seen_, kGivenUp)) return {};
+    return {call_.load(), library_.load()};
   }
   bool given_up() const { return state_.load() == kGivenUp; }
   // Whether the call has returned since.
@@ -67,8 +84,9 @@ class CallWatch {
  private:
   static constexpr uint64_t kGivenUp = ~uint64_t{0} - 1;  // even: no call to look after
 
-  void Enter(const char* name) {
-    name_.store(name, std::memory_order_relaxed);
+  void Enter(const Name& name) {
+    call_.store(name.call, std::memory_order_relaxed);
+    library_.store(name.library, std::memory_order_relaxed);
     state_.store(++count_, std::memory_order_release);
   }
   void Leave() {
@@ -78,10 +96,12 @@ class CallWatch {
     for (;;) pause();
   }
 
+  inline static thread_local CallWatch* of_thread_ = nullptr;
+
   // The number of entries and exits, odd while a call is under way.
   std::atomic<uint64_t> state_{0};
   uint64_t count_ = 0;  // the same; of the thread that calls
-  std::atomic<const char*> name_{nullptr};
+  std::atomic<const char*> call_{nullptr}, library_{nullptr};
   std::atomic<bool> parked_{false};
   std::mutex mutex_;
   uint64_t seen_ = 0;     // GUARDED_BY(mutex_)

@@ -171,8 +171,8 @@ HR_EXPORT int hr_init(const hr_config* config) {
     if (process.engine != nullptr) return HR_OK;
     if (process.given_up) {
       return Remember(Status(Code::kTransport,
-                             "init: the thread of an engine before is in a call of MPI that does "
-                             "not return; start this process again"));
+                             "init: the thread of an engine before is in a call that does not "
+                             "return; start this process again"));
     }
   }
   SetLogLevel(static_cast<LogLevel>(config->log_level));

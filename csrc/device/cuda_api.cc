@@ -6,7 +6,7 @@ Status CudaApi::Load(const std::string& paths, CudaApi* api) {
   HORORING_RETURN_IF_ERROR(Library::Open("NVIDIA's driver", SplitPaths(paths), &api->library));
   std::string missing;
 #define HORORING_FIND(member, symbol, parameters) \
-  if (!api->library.Find(#symbol, &api->member)) missing += std::string(" ") + #symbol;
+  if (!api->library.Find(#symbol, api->member.place())) missing += std::string(" ") + #symbol;
   HORORING_CUDA_FUNCTIONS(HORORING_FIND)
 #undef HORORING_FIND
   const std::string where = "NVIDIA's driver " + api->library.path();

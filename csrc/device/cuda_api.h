@@ -12,6 +12,7 @@
 
 #include "base/status.h"
 #include "device/library.h"
+#include "device/watched.h"
 
 namespace hororing {
 
@@ -84,7 +85,8 @@ constexpr int kLeastCudaVersion = 11020;  // 11.2: memory that is allocated in t
      void** parameters, void** extra))
 
 struct CudaApi {
-#define HORORING_MEMBER(member, symbol, parameters) CuResult(*member) parameters = nullptr;
+#define HORORING_MEMBER(member, symbol, parameters) \
+  Watched<CuResult parameters> member{#symbol, "NVIDIA's driver"};
   HORORING_CUDA_FUNCTIONS(HORORING_MEMBER)
 #undef HORORING_MEMBER
   Library library;

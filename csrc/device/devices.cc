@@ -18,6 +18,7 @@ Status Devices::Use(int ordinal, std::shared_ptr<Device>* device) {
   if (device_ == nullptr) {
     HORORING_RETURN_IF_ERROR(LoadDriver());
     HORORING_RETURN_IF_ERROR(Device::Open(cuda_, ordinal, &device_));
+    in_use_ = true;
   }
   if (device_->ordinal() != ordinal) {
     return Status(Code::kInvalidArgument,
@@ -42,7 +43,7 @@ Status Devices::Any(std::shared_ptr<Device>* device) {
 }
 
 Status Devices::Nccl(std::shared_ptr<const NcclApi>* nccl) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  std::lock_guard<std::mutex> lock(nccl_mutex_);
   if (nccl_ == nullptr && nccl_status_.ok()) {
     auto api = std::make_shared<NcclApi>();
     nccl_status_ = NcclApi::Load(options_.nccl_libraries, api.get());
@@ -56,7 +57,7 @@ void Devices::AbortTogether(const std::function<void()>& end_communicators) {
   std::shared_ptr<Device> device;
   std::shared_ptr<const NcclApi> nccl;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::scoped_lock lock(mutex_, nccl_mutex_);
     device = device_;
     nccl = nccl_;
   }

@@ -6,6 +6,7 @@
 // Thread-safe.
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -30,6 +31,8 @@ class Devices {
   Status Use(int ordinal, std::shared_ptr<Device>* device);
   // The one in use. A process that has used none gets the one that it would likely use.
   Status Any(std::shared_ptr<Device>* device);
+  // Whether there is one in use.
+  bool in_use() const { return in_use_.load(); }
   // NCCL, loaded at the first call; the same answer ever after.
   Status Nccl(std::shared_ptr<const NcclApi>* nccl);
   // Does `end_communicators`, which aborts some of NCCL, in one group where NCCL can, so that all
@@ -41,11 +44,14 @@ class Devices {
   Status LoadDriver();
 
   const Options options_;
-  std::mutex mutex_;
+  // Each is held while its library is called, which may take for ever: whoever needs the device
+  // does not wait for NCCL.
+  std::mutex mutex_, nccl_mutex_;
   std::shared_ptr<const CudaApi> cuda_;  // GUARDED_BY(mutex_)
   std::shared_ptr<Device> device_;       // GUARDED_BY(mutex_)
-  std::shared_ptr<const NcclApi> nccl_;  // GUARDED_BY(mutex_)
-  Status nccl_status_;                   // GUARDED_BY(mutex_)
+  std::atomic<bool> in_use_{false};
+  std::shared_ptr<const NcclApi> nccl_;  // GUARDED_BY(nccl_mutex_)
+  Status nccl_status_;                   // GUARDED_BY(nccl_mutex_)
 };
 
 }  // namespace hororing

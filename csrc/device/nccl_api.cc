@@ -6,10 +6,10 @@ Status NcclApi::Load(const std::string& paths, NcclApi* api) {
   HORORING_RETURN_IF_ERROR(Library::Open("NCCL", SplitPaths(paths), &api->library));
   std::string missing;
 #define HORORING_FIND(member, symbol, parameters) \
-  if (!api->library.Find(#symbol, &api->member)) missing += std::string(" ") + #symbol;
+  if (!api->library.Find(#symbol, api->member.place())) missing += std::string(" ") + #symbol;
   HORORING_NCCL_FUNCTIONS(HORORING_FIND)
 #undef HORORING_FIND
-#define HORORING_LOOK(member, symbol, parameters) api->library.Find(#symbol, &api->member);
+#define HORORING_LOOK(member, symbol, parameters) api->library.Find(#symbol, api->member.place());
   HORORING_NCCL_OPTIONAL_FUNCTIONS(HORORING_LOOK)
 #undef HORORING_LOOK
   if (!api->library.Find("ncclGetErrorString", &api->get_error_string)) missing += " errors";

@@ -13,6 +13,7 @@
 #include "base/status.h"
 #include "device/cuda_api.h"
 #include "device/library.h"
+#include "device/watched.h"
 
 namespace hororing {
 
@@ -87,7 +88,8 @@ constexpr int kLeastNcclVersionOfGroupedAborts = 22200;
   X(comm_deregister, ncclCommDeregister, (NcclComm comm, void* handle))
 
 struct NcclApi {
-#define HORORING_MEMBER(member, symbol, parameters) NcclResult(*member) parameters = nullptr;
+#define HORORING_MEMBER(member, symbol, parameters) \
+  Watched<NcclResult parameters> member{#symbol, "NCCL"};
   HORORING_NCCL_FUNCTIONS(HORORING_MEMBER)
   HORORING_NCCL_OPTIONAL_FUNCTIONS(HORORING_MEMBER)
 #undef HORORING_MEMBER
@@ -101,10 +103,7 @@ struct NcclApi {
   static Status Load(const std::string& paths, NcclApi* api);
   // "2.32.3"
   std::string version_text() const;
-  bool registers() const {
-    return mem_alloc != nullptr && mem_free != nullptr && comm_register != nullptr &&
-           comm_deregister != nullptr;
-  }
+  bool registers() const { return mem_alloc && mem_free && comm_register && comm_deregister; }
 
   // kTransport: "ncclAllReduce of NCCL 2.32.3: invalid usage: text of the last error".
   Status Check(NcclResult result, const char* call, NcclComm comm = nullptr) const;

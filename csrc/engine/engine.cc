@@ -107,6 +107,7 @@ Status Engine::Start(const EngineConfig& config, WorldMaker make_world,
 // its peers hear of.
 void Engine::ThreadMain(const WorldMaker& make_world) {
   pthread_setname_np(pthread_self(), "hororing");
+  const CallWatch::Thread watched(&calls_);
   World world;
   Status status;
   try {
@@ -229,10 +230,13 @@ void Engine::Finish(const Status& why) {
     changed_.notify_all();
   }
   state_ = why.code() == Code::kShutDown ? State::kStopped : State::kFailed;
-  for (std::unique_ptr<TensorEntry>& entry : tensors_.Close(why)) {
+  std::vector<std::unique_ptr<TensorEntry>> left = tensors_.Close(why);
+  for (const std::unique_ptr<TensorEntry>& entry : left) {
     ++stats_.completed;
     handles_->Complete(entry->handle, During(*entry, why), {});
   }
+  // The end of an event is a call of the driver, which the loop's thread may have locked.
+  if (given_up()) left_behind_ = std::move(left);
 }
 
 Status Engine::MarkReady(int ordinal, const std::vector<CuStream>& streams, TensorEntry* entry) {
@@ -254,7 +258,7 @@ Status Engine::Submit(std::unique_ptr<TensorEntry> entry, bool wait_follows, int
   const Status status = Add(std::move(entry), *handle);
   if (!status.ok()) {
     *handle = 0;
-  } else if (!wait_follows || !drivable_) {
+  } else if (!wait_follows || !Drivable()) {
     WakeForRequests();
   }
   return status;
@@ -268,7 +272,7 @@ size_t Engine::SubmitAgain(const OneTensor* tensors, size_t count, bool wait_fol
   for (size_t i = added; i < count; ++i) Forget(handles[i], Status::Ok());
   if (added == 0) return 0;
   stats_.submitted += static_cast<int64_t>(added);
-  if (!wait_follows || !drivable_) WakeForRequests();
+  if (!wait_follows || !Drivable()) WakeForRequests();
   return added;
 }
 
@@ -351,9 +355,13 @@ bool Engine::Await(std::unique_lock<std::mutex>& lock, TimeNs timeout_ns,
   return true;
 }
 
-// Runs the loop, unless somebody else does or the transport forbids it.
+// A call of NVIDIA's that does not return must not be one that a caller is in: nobody could give it
+// up, so with a device the loop stays with its thread.
+bool Engine::Drivable() const { return drivable_ && !devices_->in_use(); }
+
+// Runs the loop, unless somebody else does or it is not for callers to run.
 void Engine::DriveUntil(const std::function<bool()>& done, TimeNs deadline) {
-  if (!drivable_ || done()) return;
+  if (!Drivable() || done()) return;
   std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);
   if (turn.owns_lock() && loop_ != nullptr && loop_->drivable()) {
     const Loop::Left left = loop_->Drive(done, deadline);

@@ -158,6 +158,7 @@ class Engine {
   Status StoppedStatus() const;
   Status Add(std::unique_ptr<TensorEntry> entry, int64_t handle);
   void Forget(int64_t handle, const Status& status);
+  bool Drivable() const;
   void DriveUntil(const std::function<bool()>& done, TimeNs deadline);
 
   const EngineConfig config_;
@@ -178,6 +179,8 @@ class Engine {
   std::vector<ProcessIdentity> neighbours_;
 
   CallWatch calls_;  // of the loop's thread
+  // Of a loop that was given up: what still refers to a device.
+  std::vector<std::unique_ptr<TensorEntry>> left_behind_;
 
   std::mutex wake_mutex_;
   Transport* wake_target_ = nullptr;  // GUARDED_BY(wake_mutex_); null while there is none
@@ -188,7 +191,7 @@ class Engine {
 
   std::mutex turn_;       // held by whoever runs the loop; see Transport
   Loop* loop_ = nullptr;  // GUARDED_BY(turn_); null before it begins and after it has ended
-  // Whether callers may drive the loop. Constant once `started_`.
+  // Whether the transport lets callers drive the loop. Constant once `started_`.
   bool drivable_ = false;
   // The loop looks at what is submitted in a moment, without being woken. Written by whoever has
   // the turn: false before a look.

@@ -30,20 +30,26 @@ std::string Listed(const std::vector<std::string>& titles) {
 void Engine::LookAtLoop() {
   const TimeNs lasts = calls_.Lasts(NowNs());
   const TimeNs limit = std::min(config_.timeout_ns, kLongestCall);
-  if (lasts < std::min(limit, kLongestAfterDeath)) return;
+  // Once everything has failed nobody waits but for the thread's end, and what NCCL aborts may take
+  // its time, although a neighbour is dead.
+  const bool ended = state() == State::kStopped || state() == State::kFailed;
+  if (lasts < (ended ? limit : std::min(limit, kLongestAfterDeath))) return;
   int dead = 0;
   const int ranks = static_cast<int>(neighbours_.size());
   while (dead < ranks && !IsGone(neighbours_[static_cast<size_t>(dead)])) ++dead;
   if (dead == ranks && lasts < limit) return;
-  const char* const call = calls_.GiveUp();
-  if (call == nullptr) return;
+  const CallWatch::Name name = calls_.GiveUp();
+  if (name.call == nullptr) return;
 
   // From here on this thread is the loop's.
   const std::vector<std::string> in_batch = tensors_.InBatch();
-  std::string text = std::string(call) + " of the transport '" + transport_name_ +
-                     "' has not returned for " + std::to_string(lasts / kSecond) + " s";
+  const std::string whose =
+      name.library != nullptr ? name.library : "the transport '" + transport_name_ + "'";
+  std::string text = std::string(name.call) + " of " + whose + " has not returned for " +
+                     std::to_string(lasts / kSecond) + " s";
   if (!in_batch.empty()) text += ", in a batch of " + Listed(in_batch);
   text += "; the engine has given it up, and this process can only end";
+  if (ended) return Log(LogLevel::kError, text);
   Status why(Code::kTransport, text);
   if (dead < ranks) {
     const std::string who = "rank " + std::to_string(dead) + " (pid " +

@@ -152,7 +152,7 @@ Loop::Left Loop::Drive(const std::function<bool()>& done, TimeNs deadline) {
     for (;;) {
       bell = turns_->Bell();
       const bool busy = Step();
-      if (final_) break;
+      if (final_ || !engine_.Drivable()) break;
       if (done()) {
         if (++last_looks > kLastLooks || turns_->Bell() == bell) break;
         continue;
@@ -167,7 +167,7 @@ Loop::Left Loop::Drive(const std::function<bool()>& done, TimeNs deadline) {
   }
   driven_ = false;
   turns_->EndDriving();
-  return {bell, final_ || NextDeadline() < doze_until_ns_};
+  return {bell, final_ || !engine_.Drivable() || NextDeadline() < doze_until_ns_};
 }
 
 // One look at everything; true when there was something to do.

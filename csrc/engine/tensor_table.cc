@@ -132,9 +132,11 @@ std::vector<std::unique_ptr<TensorEntry>> TensorTable::RemoveSet(int32_t process
 std::vector<std::string> TensorTable::InBatch() {
   std::lock_guard<std::mutex> lock(mutex_);
   std::vector<std::string> titles;
-  for (const auto& [name, entry] : entries_) {
-    if (!entry->resting && std::string_view(entry->stage) == "REDUCE")
-      titles.push_back(entry->request.Title());
+  for (const std::string_view stage : {"REDUCE", "PLAN"}) {
+    for (const auto& [name, entry] : entries_) {
+      if (!entry->resting && entry->stage == stage) titles.push_back(entry->request.Title());
+    }
+    if (!titles.empty()) break;
   }
   return titles;
 }

@@ -58,7 +58,7 @@ class StuckTransport final : public ForwardingTransport {
   const char* name() const override { return "stuck"; }
   Request Send(int peer, const void* data, size_t bytes) override {
     if (begun_) {
-      const CallWatch::Call call(stuck_.calls, "Block");
+      const CallWatch::Call call(stuck_.calls, {"Block"});
       stuck_.gate.Pass();
     }
     stuck_.went_on = stuck_.went_on || begun_;
@@ -165,15 +165,15 @@ TEST(a_neighbours_death_is_told_although_the_loop_is_stuck) {
 TEST(calls_are_as_old_as_looks_have_seen) {
   CallWatch calls;
   CHECK_EQ(calls.Lasts(0), 0);
-  CHECK(calls.GiveUp() == nullptr);
+  CHECK(calls.GiveUp().call == nullptr);
   for (int i = 0; i < 2; ++i) {
-    const CallWatch::Call call(&calls, "A");
+    const CallWatch::Call call(&calls, {"A"});
     CHECK_EQ(calls.Lasts(10), 0);
     CHECK_EQ(calls.Lasts(30), 20);
     // Nobody looked for long: the process was stopped.
     CHECK_EQ(calls.Lasts(100 * kSecond), 20 + kSecond);
   }
-  CHECK(calls.GiveUp() == nullptr);  // it has returned
+  CHECK(calls.GiveUp().call == nullptr);  // it has returned
   CHECK_EQ(calls.Lasts(200 * kSecond), 0);
   CHECK(!calls.given_up());
 }

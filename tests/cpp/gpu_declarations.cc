@@ -32,10 +32,10 @@ constexpr bool Same(R (*)(A...), S (*)(B...)) {
 }
 
 #define CHECK_CUDA(member, symbol, parameters) \
-  static_assert(Same(decltype(CudaApi::member){}, decltype(&symbol){}), #symbol);
+  static_assert(Same(decltype(CudaApi::member)::Pointer{}, decltype(&symbol){}), #symbol);
 HORORING_CUDA_FUNCTIONS(CHECK_CUDA)
 #define CHECK_NCCL(member, symbol, parameters) \
-  static_assert(Same(decltype(NcclApi::member){}, decltype(&symbol){}), #symbol);
+  static_assert(Same(decltype(NcclApi::member)::Pointer{}, decltype(&symbol){}), #symbol);
 HORORING_NCCL_FUNCTIONS(CHECK_NCCL)
 HORORING_NCCL_OPTIONAL_FUNCTIONS(CHECK_NCCL)
 

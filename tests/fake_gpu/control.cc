@@ -1,4 +1,5 @@
 // What the halves of the fake share, and what tests ask of it.
+#include <condition_variable>
 #include <map>
 #include <mutex>
 #include <vector>
@@ -19,6 +20,21 @@ std::vector<std::string>& Violations() {
   return *all;
 }
 
+// Where threads are to stay. Never destroyed: some may be in there at the end of the process.
+struct Trap {
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::atomic<bool> set{false};
+  std::string function;  // GUARDED_BY(mutex)
+  int device = -1;       // GUARDED_BY(mutex)
+  int64_t number = 0;    // of fake_gpu_hang_in; GUARDED_BY(mutex)
+  std::atomic<int> inside{0};
+};
+Trap& TheTrap() {
+  static auto* trap = new Trap();
+  return *trap;
+}
+
 Stream& DefaultStream() {
   static Stream* stream = new Stream();
   return *stream;
@@ -33,6 +49,17 @@ Registry<Stream>& Streams() {
 void Violation(const std::string& what) {
   std::lock_guard<std::mutex> lock(violations_mutex);
   Violations().push_back(what);
+}
+
+void Visit(const char* function) {
+  Trap& trap = TheTrap();
+  if (!trap.set) return;
+  std::unique_lock<std::mutex> lock(trap.mutex);
+  if (trap.function != function) return;
+  if (trap.device >= 0 && trap.device != CurrentDevice()) return;
+  ++trap.inside;
+  trap.changed.wait(lock, [&, number = trap.number] { return trap.number != number; });
+  --trap.inside;
 }
 
 void Enqueue(void* stream, std::function<void()> work) {
@@ -78,6 +105,17 @@ FAKE void fake_gpu_reset(void) {
   settings.hang_after = settings.async_error_after = -1;
   settings.no_memory_on = settings.no_registration_on = -1;
 }
+
+FAKE void fake_gpu_hang_in(const char* function, int device) {
+  Trap& trap = TheTrap();
+  std::lock_guard<std::mutex> lock(trap.mutex);
+  trap.function = function != nullptr ? function : "";
+  trap.device = device;
+  ++trap.number;
+  trap.set = function != nullptr;
+  trap.changed.notify_all();
+}
+FAKE int fake_gpu_hanging(void) { return TheTrap().inside; }
 
 FAKE int fake_gpu_violations(const char** first) {
   static std::string text;

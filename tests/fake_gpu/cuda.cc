@@ -115,66 +115,83 @@ using namespace fake_gpu;
 
 extern "C" {
 
-FAKE int cuInit(unsigned) { return 0; }
+FAKE int cuInit(unsigned) {
+  Visit(__func__);
+  return 0;
+}
 FAKE int cuDriverGetVersion(int* version) {
+  Visit(__func__);
   *version = static_cast<int>(settings.cuda_version);
   return 0;
 }
 FAKE int cuGetErrorName(int, const char** text) {
+  Visit(__func__);
   *text = "FAKE_ERROR";
   return 0;
 }
 FAKE int cuGetErrorString(int, const char** text) {
+  Visit(__func__);
   *text = "the fake says no";
   return 0;
 }
 FAKE int cuDeviceGet(int* device, int ordinal) {
+  Visit(__func__);
   *device = ordinal;
   return 0;
 }
 FAKE int cuDeviceGetCount(int* count) {
+  Visit(__func__);
   *count = static_cast<int>(settings.devices);
   return 0;
 }
 FAKE int cuDeviceGetName(char* name, int bytes, int) {
+  Visit(__func__);
   std::strncpy(name, "Fake GPU", static_cast<size_t>(bytes));
   return 0;
 }
 FAKE int cuDeviceGetUuid(char* uuid, int device) {
+  Visit(__func__);
   std::memset(uuid, 0, 16);
   uuid[0] = static_cast<char>(device);
   return 0;
 }
 FAKE int cuDevicePrimaryCtxRetain(void** context, int device) {
+  Visit(__func__);
   ++counts.contexts;
   *context = Pointer(static_cast<uint64_t>(device) + 1);
   return 0;
 }
 FAKE int cuDevicePrimaryCtxRelease_v2(int) {
+  Visit(__func__);
   --counts.contexts;
   return 0;
 }
 FAKE int cuCtxPushCurrent_v2(void* context) {
+  Visit(__func__);
   contexts.push_back(context);
   return 0;
 }
 FAKE int cuCtxPopCurrent_v2(void** context) {
+  Visit(__func__);
   if (!HasContext()) return kInvalidContext;
   *context = contexts.back();
   contexts.pop_back();
   return 0;
 }
 FAKE int cuThreadExchangeStreamCaptureMode(int* mode) {
+  Visit(__func__);
   std::swap(*mode, capture_mode);
   return HasContext() ? 0 : kInvalidContext;
 }
 FAKE int cuCtxGetStreamPriorityRange(int* least, int* greatest) {
+  Visit(__func__);
   *least = 0;
   *greatest = -5;
   return HasContext() ? 0 : kInvalidContext;
 }
 
 FAKE int cuStreamCreateWithPriority(void** stream, unsigned flags, int priority) {
+  Visit(__func__);
   if (!HasContext()) return kInvalidContext;
   if (flags != 1 || priority != -5) Violation("the stream blocks, or is not urgent");
   ++counts.streams;
@@ -182,25 +199,30 @@ FAKE int cuStreamCreateWithPriority(void** stream, unsigned flags, int priority)
   return 0;
 }
 FAKE int cuStreamDestroy_v2(void* stream) {
+  Visit(__func__);
   --counts.streams;
   return Streams().Remove(stream, "a stream") != nullptr ? 0 : kInvalidValue;
 }
 FAKE int cuStreamIsCapturing(void*, int* status) {
+  Visit(__func__);
   *status = settings.capturing != 0 ? 1 : 0;
   return HasContext() ? 0 : kInvalidContext;
 }
 
 FAKE int cuEventCreate(void** event, unsigned) {
+  Visit(__func__);
   if (!HasContext()) return kInvalidContext;
   ++counts.events;
   *event = Events().Add(std::make_shared<Event>());
   return 0;
 }
 FAKE int cuEventDestroy_v2(void* event) {
+  Visit(__func__);
   --counts.events;
   return Events().Remove(event, "an event") != nullptr ? 0 : kInvalidValue;
 }
 FAKE int cuEventRecord(void* handle, void* stream) {
+  Visit(__func__);
   const std::shared_ptr<Event> event = Events().Find(handle, "an event");
   if (event == nullptr) return kInvalidValue;
   ++counts.recorded;
@@ -214,6 +236,7 @@ FAKE int cuEventRecord(void* handle, void* stream) {
   return 0;
 }
 FAKE int cuEventQuery(void* handle) {
+  Visit(__func__);
   const std::shared_ptr<Event> event = Events().Find(handle, "an event");
   if (event == nullptr) return kInvalidValue;
   if (BreaksCapture() != 0) return kCaptureUnsupported;
@@ -221,6 +244,7 @@ FAKE int cuEventQuery(void* handle) {
   return event->reached == event->recorded ? 0 : kNotReady;
 }
 FAKE int cuStreamWaitEvent(void* stream, void* handle, unsigned) {
+  Visit(__func__);
   const std::shared_ptr<Event> event = Events().Find(handle, "an event");
   if (event == nullptr) return kInvalidValue;
   if (settings.capturing != 0) return kCaptureIsolation;
@@ -235,6 +259,7 @@ FAKE int cuStreamWaitEvent(void* stream, void* handle, unsigned) {
 }
 
 FAKE int cuMemAllocAsync(uint64_t* memory, size_t bytes, void* stream) {
+  Visit(__func__);
   if (!HasContext()) return kInvalidContext;
   // As if another tensor had been there.
   std::shared_ptr<char> made = NewMemory(bytes);
@@ -243,20 +268,24 @@ FAKE int cuMemAllocAsync(uint64_t* memory, size_t bytes, void* stream) {
   return 0;
 }
 FAKE int cuMemFreeAsync(uint64_t memory, void* stream) {
+  Visit(__func__);
   std::shared_ptr<char> freed = Memories().Remove(Pointer(memory), "memory");
   Enqueue(stream, [freed] {});
   return freed != nullptr ? 0 : kInvalidValue;
 }
 FAKE int cuMemAlloc_v2(uint64_t* memory, size_t bytes) {
+  Visit(__func__);
   if (!HasContext()) return kInvalidContext;
   if (settings.no_memory_on == CurrentDevice()) return kOutOfMemory;
   *memory = reinterpret_cast<uint64_t>(Memories().Add(NewMemory(bytes)));
   return 0;
 }
 FAKE int cuMemFree_v2(uint64_t memory) {
+  Visit(__func__);
   return Memories().Remove(Pointer(memory), "memory") != nullptr ? 0 : kInvalidValue;
 }
 FAKE int cuMemHostAlloc(void** memory, size_t bytes, unsigned) {
+  Visit(__func__);
   ++counts.pinned;
   *memory = std::malloc(bytes);
   std::lock_guard<std::mutex> lock(pinned_mutex);
@@ -264,6 +293,7 @@ FAKE int cuMemHostAlloc(void** memory, size_t bytes, unsigned) {
   return HasContext() ? 0 : kInvalidContext;
 }
 FAKE int cuMemFreeHost(void* memory) {
+  Visit(__func__);
   --counts.pinned;
   std::lock_guard<std::mutex> lock(pinned_mutex);
   Pinned().erase(static_cast<char*>(memory));
@@ -271,6 +301,7 @@ FAKE int cuMemFreeHost(void* memory) {
   return 0;
 }
 FAKE int cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, size_t bytes, void* stream) {
+  Visit(__func__);
   if (IsPinned(from)) return Copy(Pointer(to), from, bytes, stream);
   // Memory that is not pinned has been read when the call returns.
   if (!HasContext()) return kInvalidContext;
@@ -281,27 +312,35 @@ FAKE int cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, size_t bytes, void*
   return 0;
 }
 FAKE int cuMemcpyDtoHAsync_v2(void* to, uint64_t from, size_t bytes, void* stream) {
+  Visit(__func__);
   return Copy(to, Pointer(from), bytes, stream);
 }
 FAKE int cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, void* stream) {
+  Visit(__func__);
   return Copy(Pointer(to), Pointer(from), bytes, stream);
 }
 
 FAKE int cuModuleLoadData(void** module, const void* image) {
+  Visit(__func__);
   if (!HasContext()) return kInvalidContext;
   if (settings.no_module != 0) return kInvalidImage;
   if (std::strstr(static_cast<const char*>(image), ".target") == nullptr) return kInvalidImage;
   *module = Pointer(1);
   return 0;
 }
-FAKE int cuModuleUnload(void*) { return 0; }
+FAKE int cuModuleUnload(void*) {
+  Visit(__func__);
+  return 0;
+}
 FAKE int cuModuleGetFunction(void** function, void*, const char* name) {
+  Visit(__func__);
   const bool copies = std::strcmp(name, "hororing_copy_many") == 0;
   *function = Pointer(copies ? kCopyMany : kScaleMany);
   return copies || std::strcmp(name, "hororing_scale_many") == 0 ? 0 : kInvalidValue;
 }
 FAKE int cuLaunchKernel(void* kernel, unsigned blocks, unsigned, unsigned, unsigned, unsigned,
                         unsigned, unsigned, void* stream, void** parameters, void**) {
+  Visit(__func__);
   if (!HasContext()) return kInvalidContext;
   const char* table = static_cast<const char*>(parameters[0]);
   uint64_t count = 0;

@@ -31,6 +31,12 @@ extern "C" {
 int fake_gpu_set(const char* name, int64_t value);
 void fake_gpu_reset(void);
 
+/* Threads stay in this function of the libraries, "ncclCommAbort", until another one is named, or
+ * none (null). `device`: only those with a context of that device; -1: all. */
+void fake_gpu_hang_in(const char* function, int device);
+/* How many are in there. */
+int fake_gpu_hanging(void);
+
 /* What was called in a way that the real libraries forbid, since the last call: how often, and the
  * first one as text (static). */
 int fake_gpu_violations(const char** first);

@@ -147,6 +147,7 @@ struct UniqueId {
 };
 
 FAKE int ncclGetVersion(int* version) {
+  Visit(__func__);
   *version = static_cast<int>(settings.nccl_version);
   return kSuccess;
 }
@@ -157,6 +158,7 @@ FAKE const char* ncclGetErrorString(int result) {
 FAKE const char* ncclGetLastError(void*) { return "last words of the fake"; }
 
 FAKE int ncclGetUniqueId(UniqueId* id) {
+  Visit(__func__);
   std::random_device random;
   const std::string name =
       "/fake_nccl_" + std::to_string(getpid()) + "_" + std::to_string(random());
@@ -169,6 +171,7 @@ FAKE int ncclGetUniqueId(UniqueId* id) {
 }
 
 FAKE int ncclCommInitRankConfig(Comm** made, int ranks, UniqueId id, int rank, const void* config) {
+  Visit(__func__);
   if (!HasContext()) return kInvalidUsage;
   struct Config {
     size_t size;
@@ -202,6 +205,7 @@ FAKE int ncclCommInitRankConfig(Comm** made, int ranks, UniqueId id, int rank, c
 }
 
 FAKE int ncclCommGetAsyncError(Comm* comm, int* error) {
+  Visit(__func__);
   if (comm->dead) Violation("an ended communicator is asked for errors");
   std::lock_guard<std::mutex> lock(comm->mutex);
   *error = comm->state;
@@ -225,25 +229,35 @@ FAKE int ncclCommGetAsyncError(Comm* comm, int* error) {
 }
 
 FAKE int ncclCommFinalize(Comm* comm) {
+  Visit(__func__);
   if (comm->dead || comm->aborted) Violation("an ended communicator is finalized");
   comm->finalized = true;
   comm->state = kInProgress;
   return kInProgress;
 }
-FAKE int ncclCommDestroy(Comm* comm) { return End(comm, false); }
+FAKE int ncclCommDestroy(Comm* comm) {
+  Visit(__func__);
+  return End(comm, false);
+}
 FAKE int ncclCommAbort(Comm* comm) {
+  Visit(__func__);
   ++counts.aborts;
   return End(comm, true);
 }
 
 FAKE int ncclGroupStart() {
+  Visit(__func__);
   ++depth;
   return kSuccess;
 }
-FAKE int ncclGroupEnd() { return EndGroup(); }
+FAKE int ncclGroupEnd() {
+  Visit(__func__);
+  return EndGroup();
+}
 
 FAKE int ncclAllReduce(const void* send, void* receive, size_t count, int type, int op, Comm* comm,
                        void* stream) {
+  Visit(__func__);
   const double factor = FactorOf(comm, op);
   const int registered = IsRegistered(comm, send);
   return Collective(comm, stream, [=] {
@@ -256,6 +270,7 @@ FAKE int ncclAllReduce(const void* send, void* receive, size_t count, int type, 
 
 FAKE int ncclBroadcast(const void* send, void* receive, size_t count, int type, int root,
                        Comm* comm, void* stream) {
+  Visit(__func__);
   return Collective(comm, stream, [=] {
     const Header header = HeaderOf("broadcast", count * SizeOf(type), type, 0, root);
     std::vector<Half> halves;
@@ -271,6 +286,7 @@ FAKE int ncclBroadcast(const void* send, void* receive, size_t count, int type, 
 
 FAKE int ncclReduce(const void* send, void* receive, size_t count, int type, int op, int root,
                     Comm* comm, void* stream) {
+  Visit(__func__);
   const double factor = FactorOf(comm, op);
   return Collective(comm, stream, [=] {
     const Header header = HeaderOf("reduce", count * SizeOf(type), type, op, root);
@@ -281,6 +297,7 @@ FAKE int ncclReduce(const void* send, void* receive, size_t count, int type, int
 
 FAKE int ncclReduceScatter(const void* send, void* receive, size_t count, int type, int op,
                            Comm* comm, void* stream) {
+  Visit(__func__);
   const double factor = FactorOf(comm, op);
   const int registered = IsRegistered(comm, send);
   return Collective(comm, stream, [=] {
@@ -297,6 +314,7 @@ FAKE int ncclReduceScatter(const void* send, void* receive, size_t count, int ty
 
 FAKE int ncclAllGather(const void* send, void* receive, size_t count, int type, Comm* comm,
                        void* stream) {
+  Visit(__func__);
   return Collective(comm, stream, [=] {
     const size_t bytes = count * SizeOf(type);
     const auto all = Exchange(*comm, HeaderOf("allgather", bytes, type), send);
@@ -307,32 +325,41 @@ FAKE int ncclAllGather(const void* send, void* receive, size_t count, int type, 
 }
 
 FAKE int ncclSend(const void* send, size_t count, int type, int peer, Comm* comm, void* stream) {
+  Visit(__func__);
   return PointToPoint(comm, stream, true, const_cast<void*>(send), count * SizeOf(type), peer);
 }
 FAKE int ncclRecv(void* receive, size_t count, int type, int peer, Comm* comm, void* stream) {
+  Visit(__func__);
   return PointToPoint(comm, stream, false, receive, count * SizeOf(type), peer);
 }
 
 FAKE int ncclRedOpCreatePreMulSum(int* op, void* scalar, int type, int residence, Comm* comm) {
+  Visit(__func__);
   if (residence != 1 || type < kFloat16) Violation("a factor that is no float of the host");
   comm->factors.push_back(Load(type, static_cast<const char*>(scalar)));
   *op = kPreMulSum + static_cast<int>(comm->factors.size()) - 1;
   return kSuccess;
 }
-FAKE int ncclRedOpDestroy(int, Comm*) { return kSuccess; }
+FAKE int ncclRedOpDestroy(int, Comm*) {
+  Visit(__func__);
+  return kSuccess;
+}
 
 FAKE int ncclMemAlloc(void** memory, size_t bytes) {
+  Visit(__func__);
   if (settings.no_memory_on == CurrentDevice()) return kUnhandledCudaError;
   ++counts.memory;
   *memory = std::malloc(bytes);
   return HasContext() ? kSuccess : kInvalidUsage;
 }
 FAKE int ncclMemFree(void* memory) {
+  Visit(__func__);
   --counts.memory;
   std::free(memory);
   return kSuccess;
 }
 FAKE int ncclCommRegister(Comm* comm, void* memory, size_t bytes, void** handle) {
+  Visit(__func__);
   if (!Usable(comm)) return kInvalidUsage;
   if (settings.no_registration_on == CurrentDevice()) return kUnhandledCudaError;
   ++counts.registered;
@@ -341,6 +368,7 @@ FAKE int ncclCommRegister(Comm* comm, void* memory, size_t bytes, void** handle)
   return kSuccess;
 }
 FAKE int ncclCommDeregister(Comm* comm, void* handle) {
+  Visit(__func__);
   if (comm->dead) Violation("memory is deregistered at an ended communicator");
   if (comm->registered.erase(static_cast<char*>(handle)) == 0) Violation("it is not registered");
   --counts.registered;

@@ -21,6 +21,8 @@ extern Settings settings;
 extern Counts counts;
 
 void Violation(const std::string& what);
+// At the beginning of each function of the libraries.
+void Visit(const char* function);
 // Puts work into a stream (null: the default one).
 void Enqueue(void* stream, std::function<void()> work);
 // Whether a context is current on this thread.

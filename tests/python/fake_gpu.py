@@ -44,6 +44,7 @@ def library() -> ctypes.CDLL:
     fake.fake_gpu_set.argtypes = [ctypes.c_char_p, ctypes.c_int64]
     fake.fake_gpu_count.argtypes = [ctypes.c_char_p]
     fake.fake_gpu_count.restype = ctypes.c_int64
+    fake.fake_gpu_hang_in.argtypes = [ctypes.c_char_p, ctypes.c_int]
     fake.fake_gpu_stream.restype = ctypes.c_void_p
     fake.fake_gpu_run.argtypes = [ctypes.c_void_p, _WORK, ctypes.c_void_p]
     return fake
@@ -52,6 +53,11 @@ def library() -> ctypes.CDLL:
 def set_(name: str, value: int) -> None:
     """See fake_gpu.h."""
     assert library().fake_gpu_set(name.encode(), value) == 0, name
+
+
+def hang_in(function: str) -> None:
+    """See fake_gpu.h; on every thread."""
+    library().fake_gpu_hang_in(function.encode(), -1)
 
 
 def capture(begins: bool) -> None:

@@ -90,7 +90,7 @@ class MpiTransport final : public Transport {
   // A call of MPI that should return at once; its error code.
   template <typename OfMpi>
   int Call(const char* name, const OfMpi& of_mpi) {
-    const CallWatch::Call call(calls_, name);
+    const CallWatch::Call call(calls_, {name});
     return of_mpi();
   }
   Peer& PeerOf(int peer) { return peers_[static_cast<size_t>(peer)]; }

@@ -1,0 +1,31 @@
+// Watched: a function of a library that is found at run time. Calls that the loop's thread makes
+// are looked after (base/call_watch.h): some of NVIDIA's may never return.
+#pragma once
+
+#include "base/call_watch.h"
+
+namespace hororing {
+
+template <typename Signature>
+class Watched;
+
+template <typename Result, typename... Parameters>
+class Watched<Result(Parameters...)> {
+ public:
+  using Pointer = Result (*)(Parameters...);
+
+  // `name`, and whose it is, are literals.
+  Watched(const char* name, const char* library) : name_{name, library} {}
+  Result operator()(Parameters... arguments) const {
+    const CallWatch::Call call(CallWatch::OfThread(), name_);
+    return function_(arguments...);
+  }
+  explicit operator bool() const { return function_ != nullptr; }
+  Pointer* place() { return &function_; }
+
+ private:
+  const CallWatch::Name name_;
+  Pointer function_ = nullptr;
+};
+
+}  // namespace hororing

@@ -1,0 +1,78 @@
+// Worlds of engines whose ranks have a fake GPU each (tests/fake_gpu).
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "check.h"
+#include "cuda_world.h"
+#include "engine_world.h"
+
+namespace hororing_test {
+
+// A tensor on a device, and the framework's stream in which it is computed and looked at.
+struct OnDevice {
+  Player& player;
+  void* stream = fake_gpu_stream();
+
+  std::unique_ptr<TensorEntry> Entry(const std::string& name, std::vector<float>& data, ReduceOp op,
+                                     int32_t process_set = kWorldSet) {
+    auto entry = Player::Entry(name, data, op, process_set);
+    entry->views[0].device = player.rank;
+    entry->request.tensors[0].on_device = true;
+    return entry;
+  }
+  Status Ready(TensorEntry* entry) {
+    return player.engine->MarkReady(player.rank, {reinterpret_cast<CuStream>(stream)}, entry);
+  }
+  Status Submit(std::unique_ptr<TensorEntry> entry, int64_t* handle) {
+    const Status ready = Ready(entry.get());
+    return ready.ok() ? player.engine->Submit(std::move(entry), false, handle) : ready;
+  }
+  // The stream computes `value` everywhere, late; submits.
+  Status Start(const std::string& name, std::vector<float>& data, float value, int64_t* handle,
+               ReduceOp op = ReduceOp::kSum, int32_t process_set = kWorldSet) {
+    RunIn(stream, [&data, value] { data.assign(data.size(), value); });
+    return Submit(Entry(name, data, op, process_set), handle);
+  }
+  // When the handle is complete, has the stream wait for the results.
+  Status Finish(int64_t handle) {
+    Status status;
+    if (player.engine->Wait(handle, kPatience, &status) != HandleTable::Look::kDone) {
+      return Status(Code::kInternal, "the test waited for ever");
+    }
+    const std::shared_ptr<const DeviceEvent> landed = player.handles->Landed(handle);
+    if (landed != nullptr) CHECK_OK(landed->HoldBack(reinterpret_cast<CuStream>(stream)));
+    return status;
+  }
+  Status Allreduce(const std::string& name, std::vector<float>& data, float value,
+                   ReduceOp op = ReduceOp::kSum, int32_t process_set = kWorldSet) {
+    int64_t handle = 0;
+    const Status submitted = Start(name, data, value, &handle, op, process_set);
+    if (!submitted.ok()) return submitted;
+    const Status status = Finish(handle);
+    player.handles->Release(handle);
+    fake_gpu_synchronize(stream);
+    return status;
+  }
+};
+
+inline EngineConfig CudaConfig() {
+  fake_gpu_reset();
+  EngineConfig config;
+  config.devices.cuda_library = config.devices.nccl_libraries = FAKE_GPU;
+  return config;
+}
+
+inline void PlayCuda(int size, const EngineConfig& config,
+                     const std::function<void(Player&, OnDevice&)>& script) {
+  Play(size, config, [&](Player& player) {
+    OnDevice on_device{player};
+    script(player, on_device);
+  });
+}
+
+}  // namespace hororing_test

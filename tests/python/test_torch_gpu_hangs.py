@@ -1,0 +1,63 @@
+"""Calls of NVIDIA's that never return, over the fake of tests/fake_gpu: who waits gets an error."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import fake_gpu
+import mpirun
+import pytest
+
+FAKE = fake_gpu.path()
+
+
+def stay_in(function: str) -> None:
+    """The last rank stays in a function of NCCL; the call that waits for it is a blocking one.
+
+    On one host callers drive the loop while they wait (ADR 0012), and are not to be in there.
+    """
+    import torch
+
+    import hororing.torch as hvd
+    from hororing import errors
+
+    fake_gpu.stand_in()
+    hvd.init()
+    hvd.allreduce(torch.ones(3), name="before")
+    stuck = hvd.rank() == hvd.size() - 1
+    if stuck:
+        fake_gpu.hang_in(function)
+
+    def reduce_twice() -> None:
+        """On the other ranks "x" ends in the stream, at the deadline, and is told by "y"."""
+        hvd.allreduce(torch.ones(3), name="x")
+        hvd.allreduce(torch.ones(3), name="y")
+
+    began = time.monotonic()
+    with pytest.raises((errors.TransportError, errors.PeerLostError)) as failed:
+        reduce_twice()
+    assert time.monotonic() - began < 20
+    text = str(failed.value)
+    if stuck:
+        assert f"{function} of NCCL has not returned" in text, text
+        assert "in a batch of allreduce 'x'" in text, text
+        with pytest.raises(errors.HororingInternalError, match=function):
+            hvd.allreduce(torch.ones(3), name="z")
+    hvd.shutdown()
+    assert time.monotonic() - began < 30
+    print("told", flush=True)
+
+
+@pytest.mark.skipif(FAKE is None, reason="the fake GPU is not built; make test-cpp builds it")
+@pytest.mark.parametrize("function", ["ncclGroupEnd", "ncclAllReduce"])
+def test_a_call_of_nccl_that_does_not_return_is_an_error_for_who_waits(function: str):
+    assert FAKE is not None
+    variables = fake_gpu.environment(FAKE, HORORING_TIMEOUT_S="2", HORORING_GPU="nccl")
+    job = mpirun.run(__file__, 2, function, environment=variables)
+    for rank in range(2):
+        assert "told" in job.outputs[rank], job.report()
+
+
+if __name__ == "__main__":
+    stay_in(sys.argv[1])
