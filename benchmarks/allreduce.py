@@ -4,8 +4,8 @@
     mpirun -np 2 python benchmarks/allreduce.py --dtypes float32 float16 bfloat16 --elements
 
 How it is timed: turns.py. `algbw` is bytes / time and `busbw` is algbw * 2 (N - 1) / N, as in
-nccl-tests. With --elements sizes count elements of float32, so that dtypes are compared per
-element.
+nccl-tests. With --elements sizes count elements of float32, and all dtypes take their turns
+together, so that they are compared per element.
 
 `copy (limit)` is what memory allows: every rank copies its tensor, all at once. A sum in place
 must read every rank's tensor and write every rank's result, and a copy reads and writes as much;
@@ -18,6 +18,7 @@ bucket views lie: nothing is copied.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import arena_memory
 import peers
@@ -38,10 +39,10 @@ def series_length(nbytes: int) -> int:
     return max(1, min(50, int(2e-3 / (20e-6 + 0.2e-9 * nbytes))))
 
 
-def rows_of(nbytes: int, dtype: str, elements: bool, options) -> list[Row]:
-    """One size and dtype: all contestants who know the dtype."""
+def ways_of(nbytes: int, dtype: str, options) -> tuple[int, dict[str, Callable[[], object]]]:
+    """Elements of one tensor, and all contestants who know the dtype."""
     kind = getattr(torch, dtype)
-    count = max(1, nbytes // (4 if elements else kind.itemsize))
+    count = max(1, nbytes // (4 if options.elements else kind.itemsize))
     tensor = torch.zeros(count, dtype=kind)
     tensor.fill_(0.0)  # pages of its own, not the one of zeros
     runs = dict(options.runs)
@@ -53,6 +54,16 @@ def rows_of(nbytes: int, dtype: str, elements: bool, options) -> list[Row]:
     if dtype == "float32" and options.limit:
         target = torch.empty_like(tensor).fill_(0.0)
         ways[LIMIT] = lambda: target.copy_(tensor)
+    return count, ways
+
+
+def rows_of(nbytes: int, dtypes: list[str], options) -> list[Row]:
+    """One size: all dtypes, which take turns with one another."""
+    ways: dict[tuple[str, str], Callable[[], object]] = {}
+    counts = {}
+    for dtype in dtypes:
+        counts[dtype], of_dtype = ways_of(nbytes, dtype, options)
+        ways |= {(dtype, who): way for who, way in of_dtype.items()}
     times = take_turns(
         ways,
         options.order,
@@ -61,12 +72,14 @@ def rows_of(nbytes: int, dtype: str, elements: bool, options) -> list[Row]:
         rounds=(2, 2) if options.quick else (7, 200),
     )
     rows = []
-    for name, series in times.items():
+    for (dtype, who), series in times.items():
         figures = summary(series)
-        algbw = count * kind.itemsize / figures["median_us"] / 1e3
+        size = counts[dtype] * getattr(torch, dtype).itemsize
+        algbw = size / figures["median_us"] / 1e3
         rows.append({
-            "measure": f"{dtype} sum", "case": human(nbytes) + (" as float32" if elements else ""),
-            "who": name, "nbytes": count * kind.itemsize, "elements": count, **figures,
+            "measure": f"{dtype} sum",
+            "case": human(nbytes) + (" as float32" if options.elements else ""),
+            "who": who, "nbytes": size, "elements": counts[dtype], **figures,
             "algbw_GBps": algbw, "busbw_GBps": algbw * 2 * (hvd.size() - 1) / hvd.size(),
         })  # fmt: skip
     return rows
@@ -91,8 +104,8 @@ def main(argv: list[str] | None = None) -> None:
     rows = []
     largest = min(options.max_bytes, 1 << 20) if options.quick else options.max_bytes
     for nbytes in (size for size in options.sizes if size <= largest):
-        for dtype in options.dtypes:
-            rows += (case := rows_of(nbytes, dtype, options.elements, options))
+        for dtypes in [options.dtypes] if options.elements else [[x] for x in options.dtypes]:
+            rows += (case := rows_of(nbytes, dtypes, options))
             if hvd.rank() == 0:
                 print_rows(case)
                 save(options.json, rows)

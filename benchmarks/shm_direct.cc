@@ -1,14 +1,16 @@
 // How quick is the direct allreduce through shared memory, without the engine around it?
 //
-//   shm_direct [--ranks N]... [--bytes B]... [--tensors T] [--seconds S] [--spin-us U] [--pin 1]
+//   shm_direct [--ranks N]... [--bytes B]... [--dtype D]... [--tensors T] [--seconds S]
+//              [--spin-us U] [--pin 1]
 //
-// Per rank count and size: in-place float32 sums of one tensor (or of T equal ones that make up
-// the size together) among N processes, in private memory ("packed") and in the arenas ("arena"),
-// and a copy of as many bytes by all N processes at once to other memory, until the last has done;
-// round by round in turns, medians and twentieths on rank 0 in microseconds. An allreduce in
-// arenas must read S and write S bytes per rank, as the copy does; so "of limit", copy / arena,
-// is the share of the memory's speed that it gets. algbw = size / time of arena. Without
-// --spin-us: 50, or 5 where the ranks outnumber the cores. --pin binds rank r to core r.
+// Per rank count, size and dtype (float32 where none is given): in-place sums of one tensor (or of
+// T equal ones that make up the size together) among N processes, in private memory ("packed") and
+// in the arenas ("arena"), and a copy of as many bytes by all N processes at once to other memory,
+// until the last has done; round by round in turns, medians and twentieths on rank 0 in
+// microseconds. Sizes count float32: another dtype has as many elements. An allreduce in arenas
+// must read S and write S bytes per rank, as the copy does; so "of limit", copy / arena, is the
+// share of the memory's speed that it gets. algbw = size / time of arena. Without --spin-us: 50, or
+// 5 where the ranks outnumber the cores. --pin binds rank r to core r.
 
 #include <sched.h>
 #include <sys/mman.h>
@@ -20,12 +22,14 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "backend/shm_direct.h"
 #include "base/clock.h"
+#include "base/half.h"
 #include "base/reduce.h"
 #include "trace/trace.h"
 #include "transport/shm_transport.h"
@@ -37,6 +41,7 @@ using namespace hororing;
 struct Options {
   std::vector<int> ranks;
   std::vector<size_t> bytes;
+  std::vector<DataType> dtypes;
   size_t tensors = 1;
   double seconds = 1.0;  // per line
   TimeNs spin_ns = -1;
@@ -48,19 +53,37 @@ struct Shared {
   std::atomic<int> wrong{0};
 };
 
-bool Reduce(ShmDirectBackend& backend, float* data, size_t elements, size_t tensors = 1) {
+bool Reduce(ShmDirectBackend& backend, void* data, size_t elements, size_t tensors = 1,
+            DataType dtype = DataType::kFloat32) {
   static TraceSink trace;
   Batch batch;
+  batch.reduce.dtype = dtype;
   for (size_t t = 0; t < tensors; ++t) {
+    const size_t begin = elements * t / tensors;
     BatchEntry entry;
     entry.name = "benchmark";
-    entry.elements = elements * (t + 1) / tensors - elements * t / tensors;
-    entry.input = entry.output = data + elements * t / tensors;
+    entry.elements = elements * (t + 1) / tensors - begin;
+    entry.input = entry.output = static_cast<std::byte*>(data) + begin * ElementSize(dtype);
     batch.entries.push_back(entry);
   }
   const Status status = backend.Run(batch, After(NowNs(), 20 * kSecond), trace);
   if (!status.ok()) std::fprintf(stderr, "%s\n", status.message().c_str());
   return status.ok();
+}
+
+// Small whole numbers, whose sums every dtype holds; as the dtype's bytes, and back.
+void Store(DataType dtype, void* data, size_t i, float value) {
+  if (dtype == DataType::kFloat32) {
+    static_cast<float*>(data)[i] = value;
+  } else {
+    static_cast<uint16_t*>(data)[i] =
+        dtype == DataType::kFloat16 ? FloatToHalf(value) : FloatToBfloat16(value);
+  }
+}
+float Load(DataType dtype, const void* data, size_t i) {
+  if (dtype == DataType::kFloat32) return static_cast<const float*>(data)[i];
+  const uint16_t bits = static_cast<const uint16_t*>(data)[i];
+  return dtype == DataType::kFloat16 ? HalfToFloat(bits) : Bfloat16ToFloat(bits);
 }
 
 struct Times {
@@ -76,11 +99,35 @@ struct Times {
   }
 };
 
-// A geometry with room for a tensor of the largest size in each arena.
+// One dtype: its memory, and how long everything took.
+struct Contest {
+  Contest(DataType of, size_t size) : dtype(of), bytes(size), data(size), copy(size) {}
+
+  DataType dtype;
+  size_t bytes;
+  std::vector<std::byte> data, copy;
+  void* in_arena = nullptr;
+  Times packed, arena, copied;
+};
+
+void Print(const Contest& contest, int ranks, int rounds) {
+  for (const bool quiet : {false, true}) {
+    const auto time = [&](const Times& times) { return quiet ? times.best() : times.median(); };
+    std::printf("%5d %11zu %-8s %7s %11.2f %11.2f %11.2f %8.2f %8.2f %6d\n", ranks, contest.bytes,
+                Name(contest.dtype), quiet ? "5 %" : "median", time(contest.packed),
+                time(contest.arena), time(contest.copied),
+                time(contest.copied) / time(contest.arena),
+                static_cast<double>(contest.bytes) / time(contest.arena) / 1e3, rounds);
+  }
+  std::fflush(stdout);
+}
+
+// A geometry with room for a tensor of the largest size in each arena, of each dtype.
 ShmSegment::Geometry GeometryFor(const Options& options, int ranks) {
   ShmSegment::Geometry geometry = ShmSegment::Geometry::For(ranks);
   geometry.arena_bytes =
-      *std::max_element(options.bytes.begin(), options.bytes.end()) + (size_t{4} << 20);
+      *std::max_element(options.bytes.begin(), options.bytes.end()) * options.dtypes.size() +
+      (size_t{4} << 20);
   return geometry;
 }
 
@@ -102,66 +149,70 @@ int RunRank(const Options& options, const std::string& name, int rank, int ranks
   const TimeNs spin_ns = options.spin_ns >= 0 ? options.spin_ns : (crowded ? 5 : 50) * kMicrosecond;
   ShmTransport transport(segment, rank, spin_ns);
   ShmDirectBackend backend(transport, Members::World(transport.size()));
+  float go = 0;
   for (size_t bytes : options.bytes) {
     const size_t elements = std::max<size_t>(bytes / 4, 1);
-    std::vector<float> data(elements), copy(elements);
-    float go = 0;
-    if (!Reduce(backend, &go, 1)) return 1;  // all have attached
-    void* memory = nullptr;
-    const Status allocated = transport.arena()->Allocate(elements * 4, &memory);
-    if (!allocated.ok()) {
-      std::fprintf(stderr, "%s\n", allocated.message().c_str());
-      return 1;
-    }
-    float* const in_arena = static_cast<float*>(memory);
-    const auto reduce = [&](float* tensor) {
-      return Reduce(backend, tensor, elements, options.tensors);
-    };
-    for (float* tensor : {data.data(), in_arena}) {
-      for (size_t i = 0; i < elements; ++i) tensor[i] = static_cast<float>(i % 1000 + 1);
-      if (!reduce(tensor)) return 1;
-      for (size_t i = 0; i < elements; ++i) {
-        if (tensor[i] != static_cast<float>(ranks) * static_cast<float>(i % 1000 + 1)) {
-          ++shared.wrong;
-        }
+    std::vector<Contest> contests;
+    for (const DataType dtype : options.dtypes) {
+      Contest contest{dtype, elements * ElementSize(dtype)};
+      if (!Reduce(backend, &go, 1)) return 1;  // all have attached
+      void* memory = nullptr;
+      const Status allocated = transport.arena()->Allocate(contest.bytes, &memory);
+      if (!allocated.ok()) {
+        std::fprintf(stderr, "%s\n", allocated.message().c_str());
+        return 1;
       }
-      std::fill(tensor, tensor + elements, 0.0f);
+      contest.in_arena = memory;
+      contests.push_back(std::move(contest));
+    }
+    const auto reduce = [&](const Contest& contest, void* tensor) {
+      return Reduce(backend, tensor, elements, options.tensors, contest.dtype);
+    };
+    for (Contest& contest : contests) {
+      for (void* tensor : {static_cast<void*>(contest.data.data()), contest.in_arena}) {
+        const auto value = [](size_t i) { return static_cast<float>(i % 31 + 1); };
+        for (size_t i = 0; i < elements; ++i) Store(contest.dtype, tensor, i, value(i));
+        if (!reduce(contest, tensor)) return 1;
+        for (size_t i = 0; i < elements; ++i) {
+          if (Load(contest.dtype, tensor, i) != static_cast<float>(ranks) * value(i)) {
+            ++shared.wrong;
+          }
+        }
+        std::memset(tensor, 0, contest.bytes);
+      }
     }
     const TimeNs warm_up = NowNs();
     for (int i = 0; i < 3; ++i) {
-      if (!reduce(data.data()) || !reduce(in_arena)) return 1;
+      for (Contest& contest : contests) {
+        if (!reduce(contest, contest.data.data()) || !reduce(contest, contest.in_arena)) return 1;
+      }
     }
     // All agree on the number of rounds.
     const double once_s = static_cast<double>(NowNs() - warm_up) / 3e9;
     float rounds = static_cast<float>(std::clamp(options.seconds / once_s / 2, 5.0, 20000.0));
     if (rank != 0) rounds = 0;
     if (!Reduce(backend, &rounds, 1)) return 1;
-    Times packed, arena, copied;
     for (int i = 0; i < static_cast<int>(rounds); ++i) {
-      TimeNs begin = NowNs();
-      if (!reduce(data.data())) return 1;
-      packed.Add(begin);
-      if (!Reduce(backend, &go, 1)) return 1;
-      begin = NowNs();
-      if (!reduce(in_arena)) return 1;
-      arena.Add(begin);
-      if (!Reduce(backend, &go, 1)) return 1;
-      begin = NowNs();
-      std::memcpy(copy.data(), data.data(), bytes);
-      asm volatile("" : : "r"(copy.data()) : "memory");
-      if (!Reduce(backend, &go, 1)) return 1;  // until all have copied
-      copied.Add(begin);
+      for (Contest& contest : contests) {
+        TimeNs begin = NowNs();
+        if (!reduce(contest, contest.data.data())) return 1;
+        contest.packed.Add(begin);
+        if (!Reduce(backend, &go, 1)) return 1;
+        begin = NowNs();
+        if (!reduce(contest, contest.in_arena)) return 1;
+        contest.arena.Add(begin);
+        if (!Reduce(backend, &go, 1)) return 1;
+        begin = NowNs();
+        std::memcpy(contest.copy.data(), contest.data.data(), contest.bytes);
+        asm volatile("" : : "r"(contest.copy.data()) : "memory");
+        if (!Reduce(backend, &go, 1)) return 1;  // until all have copied
+        contest.copied.Add(begin);
+      }
     }
-    transport.arena()->Free(memory);
-    if (rank != 0) continue;
-    for (const bool quiet : {false, true}) {
-      const auto time = [&](const Times& times) { return quiet ? times.best() : times.median(); };
-      std::printf("%5d %11zu %7s %11.2f %11.2f %11.2f %8.2f %8.2f %6d\n", ranks, bytes,
-                  quiet ? "5 %" : "median", time(packed), time(arena), time(copied),
-                  time(copied) / time(arena), static_cast<double>(bytes) / time(arena) / 1e3,
-                  static_cast<int>(rounds));
+    for (Contest& contest : contests) {
+      transport.arena()->Free(contest.in_arena);
+      if (rank == 0) Print(contest, ranks, static_cast<int>(rounds));
     }
-    std::fflush(stdout);
   }
   return 0;
 }
@@ -207,6 +258,16 @@ int main(int argc, char** argv) {
       options.ranks.push_back(std::atoi(value));
     } else if (flag == "--bytes") {
       options.bytes.push_back(std::strtoull(value, nullptr, 0));
+    } else if (flag == "--dtype") {
+      const DataType known[] = {DataType::kFloat32, DataType::kFloat16, DataType::kBfloat16};
+      const auto* const found =
+          std::find_if(std::begin(known), std::end(known),
+                       [&](DataType each) { return std::strcmp(Name(each), value) == 0; });
+      if (found == std::end(known)) {
+        std::fprintf(stderr, "no dtype %s here\n", value);
+        return 2;
+      }
+      options.dtypes.push_back(*found);
     } else if (flag == "--tensors") {
       options.tensors = std::max<size_t>(std::strtoull(value, nullptr, 0), 1);
     } else if (flag == "--seconds") {
@@ -221,10 +282,11 @@ int main(int argc, char** argv) {
     }
   }
   if (options.ranks.empty()) options.ranks = {2, 4};
+  if (options.dtypes.empty()) options.dtypes = {DataType::kFloat32};
   if (options.bytes.empty()) options.bytes = {4, 16 << 10, 1 << 20, 4 << 20, 64 << 20};
   std::printf("kernels %s, times in us\n", KernelsInUse());
   std::printf(
-      "ranks       bytes      of      packed       arena        copy of limit    algbw rounds\n");
+      "ranks       bytes dtype         of      packed       arena        copy of limit    algbw rounds\n");
   std::fflush(stdout);
   int result = 0;
   for (int ranks : options.ranks) result |= RunWorld(options, ranks);

@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from typing import TypeVar
 
 import numpy as np
 from mpi4py import MPI
 
 Way = Callable[[], object]
+Name = TypeVar("Name", bound=Hashable)
 
 
 def start_together(warm: Way) -> float:
@@ -35,19 +37,19 @@ def start_together(warm: Way) -> float:
 
 
 def take_turns(
-    ways: Mapping[str, Way],
+    ways: Mapping[Name, Way],
     order: random.Random,
     *,
     calls: int = 1,
     seconds: float = 1.0,
     rounds: tuple[int, int] = (7, 200),
-) -> dict[str, np.ndarray]:
+) -> dict[Name, np.ndarray]:
     """Time `ways`; return the seconds per call of every series, on the slowest rank.
 
     `calls` make a series, `seconds` is the time for each way; `rounds` bounds how many series fit
     it. The first round warms up, and says how many will fit.
     """
-    times: dict[str, list[float]] = {name: [] for name in ways}
+    times: dict[Name, list[float]] = {name: [] for name in ways}
     done, count = -1, 1
     while done < count:
         begin_of_round = time.perf_counter()
