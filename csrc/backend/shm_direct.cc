@@ -55,7 +55,8 @@ Status ShmDirectBackend::Run(const Batch& batch, TimeNs deadline, TraceSink& tra
     return Status::Ok();
   }
   HORORING_RETURN_IF_ERROR(broken_);
-  const Plan plan(batch, transport_.segment().geometry().slot_bytes, arena_.get(),
+  const Plan plan(batch, static_cast<int>(members_.ranks.size()),
+                  transport_.segment().geometry().slot_bytes, arena_.get(),
                   static_cast<size_t>(tuning_.chunk_bytes));
   const uint64_t first = next_block_;
   next_block_ += plan.blocks;

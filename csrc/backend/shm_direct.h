@@ -14,8 +14,9 @@
 // Slots hold two or more blocks, so that the stages of neighbouring blocks overlap. No fusion
 // buffer, no pairwise copies, one rounding, the same bits in every run.
 //
-// Batches of a few KB take a short cut: each rank packs all of its input and reduces all of the
-// block itself, which saves the second wait for the peers and gives the same bits.
+// Batches of a few KB take a short cut, where there are more than two ranks: each rank packs all of
+// its input and reduces all of the block itself, which saves the second wait for the peers and
+// gives the same bits.
 //
 // Invariants
 //   1. Block k of a slot is overwritten only when consumed[q] shows that every q is done with

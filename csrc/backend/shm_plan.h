@@ -25,7 +25,8 @@ struct Plan : VirtualBuffer {
 
   // `arena` may be null. `chunk_bytes`: of a block, at most `capacity`; 0: built in. It may differ
   // from batch to batch, since rooms stay where they are.
-  Plan(const Batch& batch, size_t slot_bytes, const Arena* arena, size_t chunk_bytes = 0);
+  Plan(const Batch& batch, int ranks, size_t slot_bytes, const Arena* arena,
+       size_t chunk_bytes = 0);
 };
 
 }  // namespace hororing
