@@ -10,8 +10,11 @@ class PlainTensors:
         cls,
         types: tuple[type, ...],
         exchange: object,
-        refusals: tuple[Callable[[Any], bool], ...],
+        refusals: tuple[Callable[[Any], bool] | str, ...],
         describe: Callable[[Any], tuple[int, int, tuple[int, ...]] | None],
+        written: Callable[[tuple[Any, ...]], object] | None,
+        like: Callable[[Any], Any] | None,
+        recorded: str | None,
         pending: dict[int, object],
         general: type,
         abandoned: dict[int, object],
@@ -43,6 +46,29 @@ class PlainTensors:
         /,
     ) -> int: ...
     def finish(self, handle: int, /) -> Any: ...
+
+class Verb:
+    """A verb as its callers see it: like a function, but that its usual calls have no frame."""
+
+    __qualname__: str
+
+    def __new__(
+        cls,
+        kind: str,
+        function: Callable[..., Any],
+        parameters: tuple[tuple[str, object], ...],
+        tensors: PlainTensors,
+        wait: Callable[[int], Any],
+        counters: dict[tuple[str, int], int],
+        counter: tuple[str, int],
+        /,
+    ) -> Verb: ...
+    def __call__(self, *args: Any, **named: Any) -> Any: ...
+
+def count_name(counters: dict[tuple[str, int], int], key: tuple[str, int], /) -> int: ...
+def uncount_name(
+    counters: dict[tuple[str, int], int], key: tuple[str, int], number: int, /
+) -> None: ...
 
 class Arrivals:
     """What the gradients of one optimizer have in common. Owners have `send_arrived()`."""

@@ -184,15 +184,23 @@ def plain_tensors(
     types: tuple[type, ...],
     describe: Callable[[Any], tuple[int, int, tuple[int, ...]] | None],
     exchange: object = None,
-    refusals: tuple[Callable[[Any], bool], ...] = (),
+    refusals: tuple[Callable[[Any], bool] | str, ...] = (),
+    *,
+    written: Callable[[tuple[Any, ...]], object] | None = None,
+    like: Callable[[Any], Any] | None = None,
+    recorded: str | None = None,
 ) -> PlainTensors:
     """Return what submits plain tensors of `types` quickly.
 
     `describe` says where one is, as `Adapter.plain`. It is not asked where the types have
     `exchange`, the capsule of DLPack's C functions: a tensor is plain there if it is dense, in host
-    memory, of a known data type, and none of `refusals` is true of it.
+    memory, of a known data type, and none of `refusals` is true of it; one that is a name is of an
+    attribute that plain tensors alone have. `written` counts writes to tensors, `like` makes a
+    plain tensor of the same type and shape, and `recorded` is the name of an attribute that is true
+    where results are recorded.
     """
-    return PlainTensors(types, exchange, refusals, describe, _pending, Pending, _abandoned, _sweep)
+    framework = types, exchange, refusals, describe, written, like, recorded
+    return PlainTensors(*framework, _pending, Pending, _abandoned, _sweep)
 
 
 def _hand_over(request: Any, keep: object, finish: Callable[[int], Any]) -> int:

@@ -6,13 +6,12 @@ so far, which is equal on all ranks that make the same calls.
 
 from __future__ import annotations
 
-import threading
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Final
 
 from hororing import runtime
 from hororing._core import lib
+from hororing._tensors import count_name, uncount_name
 
 # The process set of all ranks. What sets are: hororing.process_sets; here they are numbers.
 WORLD_SET: Final = int(lib.HR_WORLD_SET)
@@ -20,9 +19,9 @@ WORLD_SET: Final = int(lib.HR_WORLD_SET)
 # What `default_name` counts beside verbs.
 OPTIMIZER: Final = "optimizer"
 
-# How many unnamed calls of a verb were made in a process set.
-_counters: defaultdict[tuple[str, int], int] = defaultdict(int)
-_counters_lock = threading.Lock()
+# How many unnamed calls of a verb were made in a process set. No lock: each step is one of native
+# code, under the GIL, where hororing._tensors counts calls that it does itself.
+_counters: dict[tuple[str, int], int] = {}
 
 
 class DefaultName(str):
@@ -41,9 +40,7 @@ def default_name(verb: str, process_set: int = WORLD_SET) -> DefaultName:
     Each process set counts by itself, since only its members call. Calls that this rank alone
     finds wrong do not count: see `take_back`.
     """
-    with _counters_lock:
-        _counters[verb, process_set] += 1
-        number = _counters[verb, process_set]
+    number = count_name(_counters, (verb, process_set))
     return _counted(f"{verb}.noname.{number}", (verb, process_set), number)
 
 
@@ -62,22 +59,18 @@ def extended(name: str, suffix: str) -> str:
 def take_back(name: str) -> None:
     """Uncount a default name of a call that has failed before other ranks could hear of it."""
     if isinstance(name, DefaultName) and not name.submitted:
-        with _counters_lock:
-            if _counters[name.counter] == name.number:
-                _counters[name.counter] -= 1
+        uncount_name(_counters, name.counter, name.number)
 
 
 def forget_counts(which: Callable[[str, int], bool]) -> None:
     """Count from 1 again where `which(verb, process set)` is true."""
-    with _counters_lock:
-        for counter in [counter for counter in _counters if which(*counter)]:
-            del _counters[counter]
+    for counter in [counter for counter in list(_counters) if which(*counter)]:
+        _counters.pop(counter, None)
 
 
 def restart_default_names() -> None:
     """Count from 1 again: ranks that start together begin with equal counts."""
-    with _counters_lock:
-        _counters.clear()
+    _counters.clear()
 
 
 runtime.at_init(restart_default_names)

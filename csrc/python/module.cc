@@ -5,27 +5,16 @@
 // of it runs under the GIL but for what waits.
 #include <Python.h>
 
-#include <cstring>
-#include <new>
-#include <string>
-
 #include "capi/hororing.h"
 #include "python/gradients.h"
 #include "python/module.h"
+#include "python/names.h"
 #include "python/plain.h"
+#include "python/requests.h"
+#include "python/verb.h"
 
 namespace hororing {
 namespace {
-
-constexpr double kWaitSlice = 0.2;  // seconds between two looks at Python's signals
-
-// Requests that the core has, as hororing/collectives.py keeps them.
-struct Table {
-  Reference pending;    // dict: handle -> what owns the memory and is the result, or `general`
-  Reference general;    // the type of those that have to be finished in another way
-  Reference abandoned;  // dict; to be swept when something is in it
-  Reference sweep;      // function without arguments
-};
 
 struct PlainTensors {
   PyObject_HEAD Plain* plain;
@@ -41,9 +30,11 @@ int Arguments(Py_ssize_t given, Py_ssize_t wanted) {
 }
 
 PyObject* New(PyTypeObject* type, PyObject* arguments, PyObject*) {
-  PyObject *types, *exchange, *refusals, *describe, *pending, *general, *abandoned, *sweep;
-  if (PyArg_ParseTuple(arguments, "OOOOO!OO!O", &types, &exchange, &refusals, &describe,
-                       &PyDict_Type, &pending, &general, &PyDict_Type, &abandoned, &sweep) == 0) {
+  PyObject *types, *exchange, *refusals, *describe, *written, *like, *recorded;
+  PyObject *pending, *general, *abandoned, *sweep;
+  if (PyArg_ParseTuple(arguments, "OOOOOOOO!OO!O", &types, &exchange, &refusals, &describe,
+                       &written, &like, &recorded, &PyDict_Type, &pending, &general, &PyDict_Type,
+                       &abandoned, &sweep) == 0) {
     return nullptr;
   }
   PyObject* const self = reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc))(type, 0);
@@ -52,7 +43,9 @@ PyObject* New(PyTypeObject* type, PyObject* arguments, PyObject*) {
   tensors->table =
       new Table{Reference(pending), Reference(general), Reference(abandoned), Reference(sweep)};
   tensors->plain = new Plain;
-  if (tensors->plain->Init(types, exchange, refusals, describe)) return self;
+  if (tensors->plain->Init(types, exchange, refusals, describe, written, like, recorded)) {
+    return self;
+  }
   Py_DECREF(self);
   return nullptr;
 }
@@ -66,53 +59,17 @@ void Delete(PyObject* self) {
   Py_DECREF(type);
 }
 
-// 1: `request` is what the arguments say; 0: they need a closer look.
+// 1: `request` is what the arguments say; 0: they need a closer look; -1: an exception is set.
 int Parse(PyObject* const* arguments, hr_request* request) {
-  PyObject *const name = arguments[0], *const op = arguments[2];
   *request = {};
   request->collective = HR_ALLREDUCE;
-  if (!PyUnicode_CheckExact(name) || !PyFloat_CheckExact(arguments[3]) ||
-      !PyFloat_CheckExact(arguments[4])) {
-    return 0;
-  }
-  Py_ssize_t length = 0;
-  request->name = PyUnicode_AsUTF8AndSize(name, &length);
-  if (request->name == nullptr) PyErr_Clear();  // no text; verbs know what to do
-  if (request->name == nullptr || std::strlen(request->name) != static_cast<size_t>(length)) {
+  if (ParseName(arguments[0], request) == 0 ||
+      ParseReduction(arguments[2], arguments[3], arguments[4], request) == 0) {
     return 0;
   }
   request->process_set = static_cast<int32_t>(PyLong_AsLong(arguments[1]));
-  request->op = HR_AVERAGE;
-  if (op != Py_None) {
-    if (!PyLong_CheckExact(op)) return 0;
-    int overflow = 0;
-    const long number = PyLong_AsLongAndOverflow(op, &overflow);
-    if (overflow != 0 || number < HR_AVERAGE || number > HR_PRODUCT || number == HR_ADASUM)
-      return 0;
-    request->op = static_cast<int32_t>(number);
-  }
-  request->prescale = PyFloat_AsDouble(arguments[3]);
-  request->postscale = PyFloat_AsDouble(arguments[4]);
   request->wait_follows = PyObject_IsTrue(arguments[5]);
   return PyErr_Occurred() == nullptr ? 1 : -1;
-}
-
-// A handle, and what the core borrows for it is kept; or the core's code, negated.
-PyObject* Submit(const Table& table, const hr_request& request, PyObject* keep) {
-  const int64_t handle = hr_submit(&request);
-  PyObject* const number = PyLong_FromLongLong(handle);
-  if (handle <= 0) return number;
-  if (number == nullptr || PyDict_SetItem(table.pending.get(), number, keep) != 0) {
-    Py_INCREF(keep);  // for ever: the core may be writing there
-    Py_XDECREF(number);
-    return nullptr;
-  }
-  if (PyDict_Size(table.abandoned.get()) > 0) {
-    PyObject* const swept = PyObject_CallFunctionObjArgs(table.sweep.get(), nullptr);
-    if (swept == nullptr) PyErr_WriteUnraisable(table.sweep.get());
-    Py_XDECREF(swept);
-  }
-  return number;
 }
 
 PyObject* Answer(int plain) { return plain < 0 ? nullptr : PyLong_FromLong(0); }
@@ -150,12 +107,9 @@ PyObject* GroupedAllreduce(PyObject* self, PyObject* const* arguments, Py_ssize_
   int plain = PyTuple_CheckExact(arguments[0]) ? Parse(arguments + 1, &request) : 0;
   const Py_ssize_t size = plain == 1 ? PyTuple_Size(arguments[0]) : 0;
   if (size == 0 || size > INT32_MAX) return Answer(plain == 1 ? 0 : plain);
-  std::vector<hr_tensor> views(static_cast<size_t>(size));
+  std::vector<hr_tensor> views;
   Plain::Shapes shapes;
-  for (Py_ssize_t i = 0; i < size && plain == 1; ++i) {
-    plain = tensors->plain->Describe(PyTuple_GetItem(arguments[0], i),
-                                     &views[static_cast<size_t>(i)], &shapes);
-  }
+  plain = tensors->plain->DescribeAll(arguments[0], &views, &shapes);
   if (plain != 1) return Answer(plain);
   request.tensors = views.data();
   request.tensors_count = static_cast<int32_t>(size);
@@ -167,32 +121,8 @@ const char* const kFinishText =
     "Wait for a handle and forget it; return what was kept for it. None: it is unknown, has failed "
     "or must be finished in another way, and was not forgotten.";
 
-PyObject* Finish(PyObject* self, PyObject* handle) {
-  const Table& table = *reinterpret_cast<PlainTensors*>(self)->table;
-  PyObject* const found = PyDict_GetItemWithError(table.pending.get(), handle);
-  if (found == nullptr && PyErr_Occurred() != nullptr) return nullptr;
-  if (found == nullptr || reinterpret_cast<PyObject*>(Py_TYPE(found)) == table.general.get()) {
-    Py_RETURN_NONE;
-  }
-  const int64_t number = PyLong_AsLongLong(handle);
-  if (number == -1 && PyErr_Occurred() != nullptr) return nullptr;
-  Py_INCREF(found);
-  int code = hr_finish(number, 0.0);
-  while (code == HR_PENDING) {
-    Py_BEGIN_ALLOW_THREADS;
-    code = hr_finish(number, kWaitSlice);
-    Py_END_ALLOW_THREADS;
-    if (code == HR_PENDING && PyErr_CheckSignals() != 0) {
-      Py_DECREF(found);
-      return nullptr;
-    }
-  }
-  if (code == HR_OK) {
-    if (PyDict_DelItem(table.pending.get(), handle) == 0) return found;
-    PyErr_Clear();  // another thread has it
-  }
-  Py_DECREF(found);
-  Py_RETURN_NONE;
+PyObject* FinishHandle(PyObject* self, PyObject* handle) {
+  return Finish(*reinterpret_cast<PlainTensors*>(self)->table, handle);
 }
 
 PyObject* CaughtNew(PyTypeObject* type, PyObject* arguments, PyObject* named) {
@@ -205,16 +135,11 @@ PyObject* CaughtGrouped(PyObject* self, PyObject* const* arguments, Py_ssize_t c
   return Caught(GroupedAllreduce, self, arguments, count);
 }
 
-template <typename Function>
-void* AsSlot(Function function) {
-  return reinterpret_cast<void*>(function);
-}
-
 int Execute(PyObject* module) {
   static PyMethodDef methods[] = {
       {"allreduce", AsMethod(CaughtAllreduce), METH_FASTCALL, kAllreduceText},
       {"grouped_allreduce", AsMethod(CaughtGrouped), METH_FASTCALL, kGroupedText},
-      {"finish", Finish, METH_O, kFinishText},
+      {"finish", FinishHandle, METH_O, kFinishText},
       {nullptr, nullptr, 0, nullptr},
   };
   static PyType_Slot slots[] = {
@@ -230,6 +155,7 @@ int Execute(PyObject* module) {
   Py_INCREF(type);  // one is the module's
   plain_tensors_type = reinterpret_cast<PyTypeObject*>(type);
   if (PyModule_AddObject(module, "PlainTensors", type) != 0) return -1;
+  if (AddNames(module) != 0 || AddVerb(module) != 0) return -1;
   return AddGradients(module);
 }
 
@@ -238,6 +164,11 @@ int Execute(PyObject* module) {
 const Plain* PlainOf(PyObject* object) {
   const bool is_one = Py_TYPE(object) == plain_tensors_type;
   return is_one ? reinterpret_cast<PlainTensors*>(object)->plain : nullptr;
+}
+
+const Table* TableOf(PyObject* object) {
+  const bool is_one = Py_TYPE(object) == plain_tensors_type;
+  return is_one ? reinterpret_cast<PlainTensors*>(object)->table : nullptr;
 }
 
 }  // namespace hororing

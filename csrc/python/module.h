@@ -9,12 +9,15 @@
 
 namespace hororing {
 
+struct Table;
+
 // Of an object of type PlainTensors; null for others.
 const Plain* PlainOf(PyObject* object);
+const Table* TableOf(PyObject* object);
 
 // Out of memory, mostly: C++ may not throw into Python.
 template <typename Function, typename... Given>
-PyObject* Caught(const Function& function, Given... given) {
+PyObject* Caught(const Function& function, const Given&... given) {
   try {
     return function(given...);
   } catch (const std::exception& error) {
@@ -26,6 +29,11 @@ PyObject* Caught(const Function& function, Given... given) {
 template <typename Function>
 PyCFunction AsMethod(Function function) {
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
+}
+
+template <typename Function>
+void* AsSlot(Function function) {
+  return reinterpret_cast<void*>(function);
 }
 
 }  // namespace hororing

@@ -51,14 +51,18 @@ std::vector<Reference> Items(PyObject* tuple) {
 
 }  // namespace
 
-bool Plain::Init(PyObject* types, PyObject* exchange, PyObject* refusals, PyObject* describe) {
+bool Plain::Init(PyObject* types, PyObject* exchange, PyObject* refusals, PyObject* describe,
+                 PyObject* written, PyObject* like, PyObject* recorded) {
   if (!PyTuple_Check(types) || !PyTuple_Check(refusals)) {
     PyErr_SetString(PyExc_TypeError, "types and refusals are tuples");
     return false;
   }
   types_ = Items(types);
   refusals_ = Items(refusals);
-  describe_.emplace_back(describe);
+  describe_ = Reference(describe);
+  written_ = Reference(written);
+  like_ = Reference(like);
+  recorded_ = Reference(recorded);
   if (exchange == Py_None) return true;
   const void* found = PyCapsule_GetPointer(exchange, "dlpack_exchange_api");
   if (found == nullptr) return false;
@@ -76,15 +80,69 @@ int Plain::Describe(PyObject* tensor, hr_tensor* view, Shapes* shapes) const {
   if (!known) return 0;
   view->device = 0;
   if (exchange_ == nullptr) return Ask(tensor, view, shapes);
-  const int plain = Look(tensor, view);
-  for (size_t i = 0; plain == 1 && i < refusals_.size(); ++i) {
-    PyObject* const answer = PyObject_CallFunctionObjArgs(refusals_[i].get(), tensor, nullptr);
+  int plain = Look(tensor, view);
+  if (plain == 1) {
+    const int refused = Refused(tensor);
+    plain = refused < 0 ? -1 : 1 - refused;
+  }
+  return plain;
+}
+
+int Plain::DescribeAll(PyObject* tensors, std::vector<hr_tensor>* views, Shapes* shapes) const {
+  const Py_ssize_t size = PyTuple_Size(tensors);
+  views->resize(static_cast<size_t>(size));
+  int plain = 1;
+  for (Py_ssize_t i = 0; i < size && plain == 1; ++i) {
+    plain = Describe(PyTuple_GetItem(tensors, i), &(*views)[static_cast<size_t>(i)], shapes);
+  }
+  return plain;
+}
+
+int Plain::Refused(PyObject* tensor) const {
+  for (const Reference& refusal : refusals_) {
+    if (PyUnicode_Check(refusal.get())) {
+      PyObject* const attribute = PyObject_GetAttr(tensor, refusal.get());
+      if (attribute == nullptr) {
+        PyErr_Clear();
+        return 1;
+      }
+      Py_DECREF(attribute);
+      continue;
+    }
+    PyObject* const answer = PyObject_CallFunctionObjArgs(refusal.get(), tensor, nullptr);
     if (answer == nullptr) return -1;
     const bool refused = answer != Py_False;
     Py_DECREF(answer);
-    if (refused) return 0;
+    if (refused) return 1;
   }
-  return plain;
+  return 0;
+}
+
+void Plain::Written(PyObject* tensors) const {
+  if (written_.get() == Py_None) return;
+  PyObject* const counted = PyObject_CallFunctionObjArgs(written_.get(), tensors, nullptr);
+  if (counted == nullptr) PyErr_WriteUnraisable(written_.get());
+  Py_XDECREF(counted);
+}
+
+PyObject* Plain::Like(PyObject* tensor, hr_tensor* view, Shapes* shapes) const {
+  PyObject* const made = PyObject_CallFunctionObjArgs(like_.get(), tensor, nullptr);
+  if (made == nullptr) return nullptr;
+  view->device = 0;
+  const int plain = exchange_ == nullptr ? Ask(made, view, shapes) : Look(made, view);
+  if (plain == 1) return made;
+  if (plain == 0) PyErr_SetString(PyExc_RuntimeError, "what is made like a plain tensor is none");
+  Py_DECREF(made);
+  return nullptr;
+}
+
+int Plain::Recorded(PyObject* tensor) const {
+  if (recorded_.get() == Py_None) return 0;
+  PyObject* const attribute = PyObject_GetAttr(tensor, recorded_.get());
+  if (attribute == nullptr) return -1;
+  const int recorded = PyObject_IsTrue(attribute);
+  Py_DECREF(attribute);
+  return recorded;
 }
 
 int Plain::Look(PyObject* tensor, hr_tensor* view) const {
@@ -101,7 +159,7 @@ int Plain::Look(PyObject* tensor, hr_tensor* view) const {
 }
 
 int Plain::Ask(PyObject* tensor, hr_tensor* view, Shapes* shapes) const {
-  PyObject* const answer = PyObject_CallFunctionObjArgs(describe_[0].get(), tensor, nullptr);
+  PyObject* const answer = PyObject_CallFunctionObjArgs(describe_.get(), tensor, nullptr);
   if (answer == nullptr || answer == Py_None) {
     Py_XDECREF(answer);
     return answer == nullptr ? -1 : 0;

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <deque>
+#include <utility>
 #include <vector>
 
 #include "capi/hororing.h"
@@ -20,7 +21,10 @@ class Reference {  // to a Python object; counted
   Reference() = default;
   explicit Reference(PyObject* borrowed) : object_(borrowed) { Py_XINCREF(borrowed); }
   Reference(Reference&& other) noexcept : object_(other.object_) { other.object_ = nullptr; }
-  Reference& operator=(Reference&&) = delete;
+  Reference& operator=(Reference&& other) noexcept {
+    std::swap(object_, other.object_);
+    return *this;
+  }
   ~Reference() { Py_XDECREF(object_); }
   PyObject* get() const { return object_; }
 
@@ -28,26 +32,47 @@ class Reference {  // to a Python object; counted
   PyObject* object_ = nullptr;
 };
 
+// Takes over what a function of Python's has returned; null stays null.
+inline Reference Owned(PyObject* object) {
+  Reference owned(object);
+  Py_XDECREF(object);
+  return owned;
+}
+
 class Plain {
  public:
   // Shapes that no tensor holds, while a request needs them.
   using Shapes = std::deque<std::vector<int64_t>>;
 
   // `types`: a tuple. `exchange`: a capsule with DLPack's table, or None. `refusals`: a tuple of
-  // functions of a tensor; it is plain where all say no. `describe`: for where there is no table, a
-  // function of a tensor to None, or address, hr_dtype and shape. False: an exception is set.
-  bool Init(PyObject* types, PyObject* exchange, PyObject* refusals, PyObject* describe);
+  // functions of a tensor, and of names of attributes; it is plain where all functions say no, and
+  // where it has the attributes. `describe`: for where there is no table, a function of a tensor to
+  // None, or address, hr_dtype and shape. Each of the rest may be None: `written` counts writes to
+  // the tensors of a tuple; `like` makes a plain tensor of the same type and shape; `recorded` is
+  // the name of an attribute that is true where results are recorded. False: an exception is set.
+  bool Init(PyObject* types, PyObject* exchange, PyObject* refusals, PyObject* describe,
+            PyObject* written, PyObject* like, PyObject* recorded);
 
   // 1: `view` is the tensor, in place, as long as nobody touches that; 0: it is not plain; -1: an
   // exception is set.
   int Describe(PyObject* tensor, hr_tensor* view, Shapes* shapes) const;
+  int DescribeAll(PyObject* tensors, std::vector<hr_tensor>* views, Shapes* shapes) const;
+  // Notes that the core writes to the tensors of a tuple. If that cannot be it is told, not raised:
+  // there is a handle that the caller must get.
+  void Written(PyObject* tensors) const;
+  // A tensor of the same type and shape as a plain one, and what it is. Null: an exception is set.
+  PyObject* Like(PyObject* tensor, hr_tensor* view, Shapes* shapes) const;
+  // Whether results of the tensor are recorded: 1, 0; -1: an exception is set.
+  int Recorded(PyObject* tensor) const;
 
  private:
+  int Refused(PyObject* tensor) const;
   int Look(PyObject* tensor, hr_tensor* view) const;
   int Ask(PyObject* tensor, hr_tensor* view, Shapes* shapes) const;
 
-  std::vector<Reference> types_, refusals_, describe_;
-  const dlpack::Exchange* exchange_ = nullptr;  // null: describe_[0] is asked
+  std::vector<Reference> types_, refusals_;
+  Reference describe_, written_, like_, recorded_;
+  const dlpack::Exchange* exchange_ = nullptr;  // null: describe_ is asked
 };
 
 }  // namespace hororing

@@ -5,7 +5,7 @@ Only public Python of torch is used: nothing is compiled against it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
@@ -44,13 +44,49 @@ def _counts_many() -> bool:
 _COUNTS_MANY: Final = _counts_many()
 
 
+def _version_tells() -> bool:
+    """Whether tensors of inference_mode have no version, which is quicker asked than the mode."""
+    with torch.inference_mode():
+        tensor = torch.empty(0)
+    try:
+        return tensor._version is None
+    except RuntimeError:
+        return torch.empty(0)._version == 0
+
+
+def _quick_increment() -> Callable[[tuple[torch.Tensor, ...]], object] | None:
+    """What increment_version calls, if it does what it is expected to do."""
+    increment = getattr(torch._C, "_increment_version", None)
+    if increment is None or not _COUNTS_MANY:
+        return None
+    with torch.inference_mode():
+        untracked = torch.empty(0)
+    tensors = torch.empty(0), untracked, torch.empty(0)
+    try:
+        increment(tensors)
+    except Exception:  # which one depends on the release
+        return None
+    counted = tensors[0]._version == tensors[2]._version == 1
+    return increment if counted else None
+
+
+_VERSION_TELLS: Final = _version_tells()
+_increment_versions: Final = _quick_increment()
+
+
 class TorchAdapter:
     """Dense tensors of the CPU and of CUDA devices, contiguous or not."""
 
     def __init__(self) -> None:
         exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)  # since torch 2.10
         self.plain_tensors = collectives.plain_tensors(
-            _PLAIN_TYPES, self.plain, exchange, (torch.Tensor.is_neg, torch.Tensor.is_inference)
+            _PLAIN_TYPES,
+            self.plain,
+            exchange,
+            (torch.Tensor.is_neg, "_version" if _VERSION_TELLS else torch.Tensor.is_inference),
+            written=self.mark_written if _increment_versions is None else _increment_versions,
+            like=torch.empty_like,
+            recorded="requires_grad",
         )
         # A sum is negated as its terms are, and autograd writes to its gradients itself.
         self.plain_gradients = collectives.plain_tensors(_PLAIN_TYPES, self.plain, exchange)

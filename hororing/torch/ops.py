@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,16 +23,24 @@ from hororing.torch.autograd import Request
 from hororing.torch.uncompiled import uncompiled
 from hororing.torch.verbs import verbs
 from hororing.verbs import Verbs
+from hororing.verbs.native import native
 
-allreduce_ = uncompiled(verbs.allreduce_)
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _native(function: F) -> F:
+    return native(uncompiled(function), verbs.adapter.plain_tensors, __name__)
+
+
+allreduce_ = _native(verbs.allreduce_)
 allreduce_async = uncompiled(verbs.allreduce_async)
-allreduce_async_ = uncompiled(verbs.allreduce_async_)
-grouped_allreduce_ = uncompiled(verbs.grouped_allreduce_)
+allreduce_async_ = _native(verbs.allreduce_async_)
+grouped_allreduce_ = _native(verbs.grouped_allreduce_)
 grouped_allreduce_async = uncompiled(verbs.grouped_allreduce_async)
-grouped_allreduce_async_ = uncompiled(verbs.grouped_allreduce_async_)
-broadcast_ = uncompiled(verbs.broadcast_)
+grouped_allreduce_async_ = _native(verbs.grouped_allreduce_async_)
+broadcast_ = _native(verbs.broadcast_)
 broadcast_async = uncompiled(verbs.broadcast_async)
-broadcast_async_ = uncompiled(verbs.broadcast_async_)
+broadcast_async_ = _native(verbs.broadcast_async_)
 allgather_async = uncompiled(verbs.allgather_async)
 grouped_allgather_async = uncompiled(verbs.grouped_allgather_async)
 alltoall_async = uncompiled(verbs.alltoall_async)
@@ -40,8 +48,8 @@ reducescatter_async = uncompiled(verbs.reducescatter_async)
 grouped_reducescatter_async = uncompiled(verbs.grouped_reducescatter_async)
 barrier = uncompiled(neutral.barrier)
 join = uncompiled(neutral.join)
-poll = uncompiled(neutral.poll)
-synchronize = uncompiled(neutral.synchronize)
+poll = _native(neutral.poll)
+synchronize = _native(neutral.synchronize)
 
 
 def _recorded(tensors: Iterable[object]) -> bool:
@@ -82,7 +90,7 @@ def _compressed(
     ]
 
 
-@uncompiled
+@_native
 def allreduce(
     tensor: torch.Tensor,
     average: bool | None = None,
