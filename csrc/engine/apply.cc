@@ -18,6 +18,7 @@ void Loop::Apply(const Agreement& agreement) {
                                            " came after " + std::to_string(applied_)));
   }
   std::vector<Work> work;
+  work.reserve(agreement.decisions.size());
   for (const Decision& decision : agreement.decisions) {
     switch (decision.kind) {
       case Decision::Kind::kRun: {
@@ -37,20 +38,20 @@ void Loop::Apply(const Agreement& agreement) {
       case Decision::Kind::kFail: Fail(decision); break;
       case Decision::Kind::kTimeline:
         Run(&work);
-        timeline_.Switch(decision.timeline_on, decision.timeline_cycles);
+        timeline_.Switch(decision.details().timeline_on, decision.details().timeline_cycles);
         if (coordinator_) TracePlan(coordinator_->Plan());
         break;
       case Decision::Kind::kTune:
         Run(&work);
-        engine_.backend_options_.tuning = decision.tuning;  // of sets to come
-        runner_.Tune(decision.tuning);
+        engine_.backend_options_.tuning = decision.details().tuning;  // of sets to come
+        runner_.Tune(decision.details().tuning);
         break;
       case Decision::Kind::kLeave:
       case Decision::Kind::kAbort:
         Run(&work);
         if (final_) break;
         engine_.all_know_ = true;
-        End(decision.status);
+        End(decision.details().status);
         break;
     }
     if (final_) return;
@@ -63,7 +64,8 @@ void Loop::Apply(const Agreement& agreement) {
 
 void Loop::Run(std::vector<Work>* work) {
   if (work->empty() || final_) return;
-  const Status status = runner_.Run(std::exchange(*work, {}));
+  const Status status = runner_.Run(*work);
+  work->clear();
   if (!status.ok()) End(status);
 }
 
@@ -71,32 +73,35 @@ void Loop::Run(std::vector<Work>* work) {
 std::optional<Work> Loop::Agreed(const Decision& decision) {
   if (!engine_.sets_.Holds(decision.process_set)) return std::nullopt;
   Work work;
-  const bool cached = decision.name.empty();
-  const ResponseCache::Record* record = cached ? cache_.Lookup(decision.cache_id) : nullptr;
+  const Decision::Details& details = decision.details();
+  const bool cached = details.name.empty();
   work.entry = cached ? Reported(decision.cache_id)
-                      : engine_.tensors_.Find(Key(decision.process_set, decision.name));
+                      : engine_.tensors_.Find(Key(decision.process_set, details.name));
+  // What is known of an allreduce by its id, its entry says.
+  const bool looks =
+      cached && (work.entry == nullptr || work.entry->request.kind != Collective::kAllreduce);
+  const ResponseCache::Record* record = looks ? cache_.Lookup(decision.cache_id) : nullptr;
   if (work.entry == nullptr) {
-    if (decision.stand_in) {
-      work.entry = StandIn(*decision.stand_in);
+    if (details.stand_in) {
+      work.entry = StandIn(*details.stand_in);
     } else if (record != nullptr) {
       work.entry = StandIn(record->request);
     } else {
       End(Status(Code::kInternal, "agreement on a request that this rank does not have: '" +
-                                      decision.name + "', id " +
-                                      std::to_string(decision.cache_id)));
+                                      details.name + "', id " + std::to_string(decision.cache_id)));
     }
     if (work.entry == nullptr) return std::nullopt;
   }
-  work.rows = cached ? record->rows : decision.rows;
+  work.rows = record != nullptr ? &record->rows : &details.rows;
   if (!cached) {
     Reported(work.entry->cache_id);  // by what is replaced now
     if (decision.cache_id != 0) {
       Forget(cache_.Find(work.entry->request.process_set, work.entry->request.name));
-      cache_.Define(decision.cache_id, work.entry->request, decision.rows);
+      cache_.Define(decision.cache_id, work.entry->request, details.rows);
     }
     work.entry->cache_id = decision.cache_id;
   }
-  TraceNegotiation(*work.entry, NowNs());
+  TraceNegotiation(*work.entry);
   return work;
 }
 
@@ -162,13 +167,13 @@ Status Loop::ToDevice(size_t bytes, GatheredTensor* memory) {
 void Loop::Settle(const Work& work) {
   const Request& request = work.entry->request;
   if (request.kind == Collective::kAddProcessSet) {
-    AddSet(static_cast<int32_t>(work.rows[0]), request);
-  } else if (request.kind == Collective::kRemoveProcessSet && work.rows[0] != 0) {
+    AddSet(static_cast<int32_t>((*work.rows)[0]), request);
+  } else if (request.kind == Collective::kRemoveProcessSet && (*work.rows)[0] != 0) {
     RemoveSet(request.root);
   }
-  if (!work.rows.empty()) {
+  if (!work.rows->empty()) {
     work.entry->results.emplace_back();
-    if (!work.entry->results.back().Hold(work.rows)) {
+    if (!work.entry->results.back().Hold(*work.rows)) {
       return End(Status(Code::kInternal, "no memory for the result of " + request.Title()));
     }
   }
@@ -200,15 +205,15 @@ void Loop::RemoveSet(int32_t id) {
 }
 
 void Loop::Fail(const Decision& decision) {
-  const std::string key = Key(decision.process_set, decision.name);
+  const std::string key = Key(decision.process_set, decision.details().name);
   const TensorEntry* failed = engine_.tensors_.Find(key);
   // One that is not reported yet, in a set that is removed, is for RemoveSet.
   if (failed == nullptr || failed->reported_ns == 0) return;
-  TraceNegotiation(*failed, NowNs());
+  TraceNegotiation(*failed);
   Reported(failed->cache_id);
   const std::unique_ptr<TensorEntry> entry = engine_.tensors_.Remove(key);
   ++engine_.stats_.completed;
-  engine_.handles_->Complete(entry->handle, decision.status, {});
+  engine_.handles_->Complete(entry->handle, decision.details().status, {});
 }
 
 void Loop::FailRemoved(std::unique_ptr<TensorEntry> entry) {
@@ -217,8 +222,9 @@ void Loop::FailRemoved(std::unique_ptr<TensorEntry> entry) {
   engine_.handles_->Complete(entry->handle, During(*entry, removed), {});
 }
 
-void Loop::TraceNegotiation(const TensorEntry& entry, TimeNs end) {
+void Loop::TraceNegotiation(const TensorEntry& entry) {
   if (!engine_.trace_.enabled()) return;
+  const TimeNs end = NowNs();
   const std::string name = std::string("NEGOTIATE_") + UpperName(entry.request.kind);
   for (size_t i = 0; i < std::max<size_t>(entry.views.size(), 1); ++i) {
     engine_.trace_.Add({name, TensorName(entry.request, i), Track::kNegotiate, false,

@@ -5,17 +5,9 @@
 #include <utility>
 
 #include "collective/segments.h"
-#include "schedule/fusion_planner.h"
 
 namespace hororing {
 namespace {
-
-// One tensor of one request, on its way into a batch.
-struct Item {
-  TensorEntry* entry;
-  size_t index;
-  BatchEntry sizes;  // only what the agreement says of them
-};
 
 size_t RowBytes(const TensorView& view) {
   size_t bytes = ElementSize(view.dtype);
@@ -33,29 +25,28 @@ std::vector<size_t> InBytes(const std::vector<int64_t>& rows, size_t first, size
   return bytes;
 }
 
-// What every rank gets or gives of tensor `index`.
-BatchEntry SizesOf(const Work& work, size_t index, const Channel& channel) {
-  BatchEntry sizes;
-  const TensorView& view = work.entry->views[index];
+// What every rank gets or gives of a tensor, as the agreement says.
+void SetSizes(const TensorEntry& of, size_t index, const std::vector<int64_t>& rows,
+              const Channel& channel, BatchEntry* entry) {
+  const TensorView& view = of.views[index];
   const size_t size = channel.ranks.size(), own = static_cast<size_t>(channel.rank);
-  switch (work.entry->request.kind) {
+  switch (of.request.kind) {
     case Collective::kAllgather:
-      sizes.receive_bytes = InBytes(work.rows, index * size, 1, size, RowBytes(view));
+      entry->receive_bytes = InBytes(rows, index * size, 1, size, RowBytes(view));
       break;
     case Collective::kAlltoall:
-      sizes.send_bytes = InBytes(work.rows, own * size, 1, size, RowBytes(view));
-      sizes.receive_bytes = InBytes(work.rows, own, size, size, RowBytes(view));
+      entry->send_bytes = InBytes(rows, own * size, 1, size, RowBytes(view));
+      entry->receive_bytes = InBytes(rows, own, size, size, RowBytes(view));
       break;
     case Collective::kReducescatter:
       for (int rank = 0; rank < channel.size(); ++rank) {
         const size_t row_elements = RowBytes(view) / ElementSize(view.dtype);
-        const size_t rows = Chunk(static_cast<size_t>(view.shape[0]), channel.size(), rank).size;
-        sizes.parts.push_back(rows * row_elements);
+        const size_t part = Chunk(static_cast<size_t>(view.shape[0]), channel.size(), rank).size;
+        entry->parts.push_back(part * row_elements);
       }
       break;
     default: break;
   }
-  return sizes;
 }
 
 bool IsReduction(Collective kind) {
@@ -68,18 +59,21 @@ bool IsGathering(Collective kind) {
 }
 
 // Every rank must come to the same description.
-FusionItem Describe(const Work& work, size_t index, const Item& item) {
-  const Request& request = item.entry->request;
-  const TensorView& view = item.entry->views[index];
+FusionItem Describe(const TensorEntry& entry, size_t index, const std::vector<int64_t>& rows,
+                    size_t ranks) {
+  const Request& request = entry.request;
+  const TensorView& view = entry.views[index];
   FusionItem described;
   described.key.process_set = request.process_set;
   described.key.kind = request.kind;
   described.key.root = request.root;
   described.key.on_device = request.on_device();
   if (request.kind == Collective::kAllgather) {
-    for (size_t bytes : item.sizes.receive_bytes) described.bytes += static_cast<int64_t>(bytes);
+    for (size_t rank = 0; rank < ranks; ++rank) {
+      described.bytes += rows[index * ranks + rank] * static_cast<int64_t>(RowBytes(view));
+    }
   } else if (request.kind == Collective::kAlltoall) {
-    for (int64_t rows : work.rows) described.bytes += rows * static_cast<int64_t>(RowBytes(view));
+    for (int64_t each : rows) described.bytes += each * static_cast<int64_t>(RowBytes(view));
   } else {
     described.bytes = static_cast<int64_t>(view.bytes());
   }
@@ -132,12 +126,12 @@ void BatchRunner::Tune(const Tuning& tuning) {
   stats_.chunk_bytes = tuning.chunk_bytes;
 }
 
-Status BatchRunner::Run(std::vector<Work> work) {
+Status BatchRunner::Run(const std::vector<Work>& work) {
   const TimeNs plan_begin = NowNs();
-  std::vector<Item> items;
-  std::vector<FusionItem> described;
+  items_.clear();
+  described_.clear();
   std::vector<TensorEntry*> barriers;
-  for (Work& each : work) {
+  for (const Work& each : work) {
     TensorEntry* entry = each.entry;
     entry->unfinished = entry->views.size();
     if (entry->unfinished == 0) {
@@ -145,65 +139,76 @@ Status BatchRunner::Run(std::vector<Work> work) {
       continue;
     }
     entry->stage = "PLAN";
-    HORORING_RETURN_IF_ERROR(Allocate(each));
+    size_t ranks = 0;
+    if (IsGathering(entry->request.kind)) {
+      HORORING_RETURN_IF_ERROR(Allocate(each));
+      ranks = channels_.at(entry->request.process_set).ranks.size();
+    }
     for (size_t i = 0; i < entry->views.size(); ++i) {
-      items.push_back({entry, i, SizesOf(each, i, channels_.at(entry->request.process_set))});
-      described.push_back(Describe(each, i, items.back()));
+      items_.push_back({entry, i, each.rows});
+      described_.push_back(Describe(*entry, i, *each.rows, ranks));
     }
   }
-  const std::vector<std::vector<size_t>> plan = PlanFusion(described, options_.fusion_bytes);
-  if (trace_.enabled() && !items.empty()) {
-    trace_.Span(Stage::kPlan, Track::kLoop, std::to_string(items.size()) + " tensors", plan_begin,
+  const std::vector<std::vector<size_t>> plan = PlanFusion(described_, options_.fusion_bytes);
+  if (trace_.enabled() && !items_.empty()) {
+    trace_.Span(Stage::kPlan, Track::kLoop, std::to_string(items_.size()) + " tensors", plan_begin,
                 NowNs());
   }
-
-  for (const std::vector<size_t>& indices : plan) {
-    const FusionKey& key = described[indices[0]].key;
-    const Channel& channel = channels_.at(key.process_set);
-    Batch batch;
-    batch.kind = key.kind;
-    batch.reduce = key.reduce;
-    batch.on_device = key.on_device;
-    if (batch.kind == Collective::kBroadcast) {
-      const auto root = std::find(channel.ranks.begin(), channel.ranks.end(), key.root);
-      batch.root = static_cast<int>(root - channel.ranks.begin());
-    }
-    std::vector<TensorEntry*> entries;
-    for (size_t i : indices) {
-      Item& item = items[i];
-      const TensorView& view = item.entry->views[item.index];
-      BatchEntry entry = std::move(item.sizes);
-      if (trace_.enabled() || batch.on_device) {
-        entry.name = TensorName(item.entry->request, item.index);
-      }
-      entry.input = view.input;
-      entry.output = IsGathering(batch.kind) ? item.entry->results[item.index].data() : view.output;
-      entry.elements = static_cast<size_t>(view.elements());
-      if (!item.entry->ready.empty()) entry.ready = item.entry->ready[item.index];
-      batch.entries.push_back(std::move(entry));
-      entries.push_back(item.entry);
-    }
-    HORORING_RETURN_IF_ERROR(RunBatch(key.process_set, batch, entries));
+  for (const std::vector<size_t>& items : plan) {
+    const int32_t process_set = described_[items[0]].key.process_set;
+    Channel& channel = channels_.at(process_set);
+    Fill(items, channel);
+    HORORING_RETURN_IF_ERROR(RunBatch(process_set, channel));
+    batch_.entries.clear();  // and with them what they hold
   }
   // Last: what a rank has submitted before a barrier has landed when the barrier lets it go on.
   for (TensorEntry* barrier : barriers) Complete(barrier);
   return Status::Ok();
 }
 
+// The batch of these items, and their entries.
+void BatchRunner::Fill(const std::vector<size_t>& items, const Channel& channel) {
+  const FusionKey& key = described_[items[0]].key;
+  batch_.kind = key.kind;
+  batch_.reduce = key.reduce;
+  batch_.on_device = key.on_device;
+  batch_.root = 0;
+  if (key.kind == Collective::kBroadcast) {
+    const auto root = std::find(channel.ranks.begin(), channel.ranks.end(), key.root);
+    batch_.root = static_cast<int>(root - channel.ranks.begin());
+  }
+  batch_.entries.clear();
+  batch_.entries.reserve(items.size());
+  entries_.clear();
+  for (size_t i : items) {
+    const Item& item = items_[i];
+    const TensorEntry& of = *item.entry;
+    const TensorView& view = of.views[item.index];
+    BatchEntry& entry = batch_.entries.emplace_back();
+    SetSizes(of, item.index, *item.rows, channel, &entry);
+    if (trace_.enabled() || batch_.on_device) entry.name = TensorName(of.request, item.index);
+    entry.input = view.input;
+    entry.output = IsGathering(key.kind) ? of.results[item.index].data() : view.output;
+    entry.elements = static_cast<size_t>(view.elements());
+    if (!of.ready.empty()) entry.ready = of.ready[item.index];
+    entries_.push_back(item.entry);
+  }
+}
+
 // The memory of gathered results; its size is known only now. After an alltoall's tensor come the
 // rows received from each rank.
-Status BatchRunner::Allocate(Work& work) {
+Status BatchRunner::Allocate(const Work& work) {
   TensorEntry* entry = work.entry;
   const Request& request = entry->request;
-  if (!IsGathering(request.kind)) return Status::Ok();
+  const std::vector<int64_t>& agreed = *work.rows;
   const Channel& channel = channels_.at(request.process_set);
   const size_t size = channel.ranks.size(), own = static_cast<size_t>(channel.rank);
   entry->results.resize(entry->views.size());
   for (size_t i = 0; i < entry->views.size(); ++i) {
     std::vector<int64_t> received;
     for (size_t rank = 0; rank < size; ++rank) {
-      received.push_back(request.kind == Collective::kAllgather ? work.rows[i * size + rank]
-                                                                : work.rows[rank * size + own]);
+      received.push_back(request.kind == Collective::kAllgather ? agreed[i * size + rank]
+                                                                : agreed[rank * size + own]);
     }
     const int64_t rows = std::accumulate(received.begin(), received.end(), int64_t{0});
     const size_t bytes = static_cast<size_t>(rows) * RowBytes(entry->views[i]);
@@ -227,10 +232,9 @@ Status BatchRunner::Allocate(Work& work) {
   return Status::Ok();
 }
 
-Status BatchRunner::RunBatch(int32_t process_set, const Batch& batch,
-                             const std::vector<TensorEntry*>& entries) {
-  Channel& channel = channels_.at(process_set);
-  for (TensorEntry* entry : entries) entry->stage = "REDUCE";
+Status BatchRunner::RunBatch(int32_t process_set, Channel& channel) {
+  const Batch& batch = batch_;
+  for (TensorEntry* entry : entries_) entry->stage = "REDUCE";
   const TimeNs begin = NowNs();
   const auto backend =
       std::find_if(channel.backends.begin(), channel.backends.end(), [&](const auto& each) {
@@ -239,20 +243,20 @@ Status BatchRunner::RunBatch(int32_t process_set, const Batch& batch,
   const int64_t in_place_before = (*backend)->in_place_bytes();
   const Status status = (*backend)->Run(batch, After(begin, options_.timeout_ns), trace_);
   const TimeNs end = NowNs();
+  const int64_t bytes = static_cast<int64_t>(batch.bytes());
   if (trace_.enabled()) {
-    trace_.Add({UpperName(batch.kind), NamesOf(batch), Track::kLoop, false, begin, end,
-                static_cast<int64_t>(batch.bytes())});
+    trace_.Add({UpperName(batch.kind), NamesOf(batch), Track::kLoop, false, begin, end, bytes});
   }
   if (options_.record && batch.kind == Collective::kAllreduce) {
-    ran_.push_back({process_set, static_cast<int64_t>(batch.bytes()), begin, end});
+    ran_.push_back({process_set, bytes, begin, end});
   }
   ++stats_.batches;
   stats_.tensors += static_cast<int64_t>(batch.entries.size());
-  stats_.bytes += static_cast<int64_t>(batch.bytes());
+  stats_.bytes += bytes;
   if (batch.kind == Collective::kAllreduce && channel.size() > 1) {
     const int64_t in_place = (*backend)->in_place_bytes() - in_place_before;
     stats_.in_place_bytes += in_place;
-    stats_.packed_bytes += static_cast<int64_t>(batch.bytes()) - in_place;
+    stats_.packed_bytes += bytes - in_place;
   }
   size_t scratch = 0;
   for (const auto& [id, each] : channels_) {
@@ -262,9 +266,9 @@ Status BatchRunner::RunBatch(int32_t process_set, const Batch& batch,
 
   if (!status.ok()) return status;
   if (batch.on_device) {
-    for (TensorEntry* entry : entries) entry->landed = (*backend)->done();
+    for (TensorEntry* entry : entries_) entry->landed = (*backend)->done();
   }
-  Complete(entries);
+  Complete(entries_);
   if (trace_.enabled()) {
     trace_.Span(Stage::kComplete, Track::kLoop, NamesOf(batch), end, NowNs());
   }

@@ -16,6 +16,7 @@
 #include "device/devices.h"
 #include "engine/stats.h"
 #include "engine/tensor_table.h"
+#include "schedule/fusion_planner.h"
 #include "trace/trace.h"
 #include "transport/transport.h"
 
@@ -24,7 +25,7 @@ namespace hororing {
 // A request that all its ranks have agreed to carry out now.
 struct Work {
   TensorEntry* entry = nullptr;
-  std::vector<int64_t> rows;  // as in Decision::rows
+  const std::vector<int64_t>* rows = nullptr;  // as in Decision::Details
 };
 
 // What runs the batches of one process set that this rank is a member of.
@@ -76,14 +77,20 @@ class BatchRunner {
   // Runs `work` in as few batches as the fusion threshold allows and completes the entries as
   // their last tensors are done. An error leaves the world broken; what is not complete then
   // stays in the table, with the stage that it had reached.
-  Status Run(std::vector<Work> work);
+  Status Run(const std::vector<Work>& work);
   // Of an entry that has no tensors, or none left to do.
   void Complete(TensorEntry* entry);
 
  private:
-  Status Allocate(Work& work);
-  Status RunBatch(int32_t process_set, const Batch& batch,
-                  const std::vector<TensorEntry*>& entries);
+  // One tensor of one request, on its way into a batch.
+  struct Item {
+    TensorEntry* entry;
+    size_t index;
+    const std::vector<int64_t>* rows;  // of the request
+  };
+  Status Allocate(const Work& work);
+  void Fill(const std::vector<size_t>& items, const Channel& channel);
+  Status RunBatch(int32_t process_set, Channel& channel);
   void Complete(const std::vector<TensorEntry*>& entries);
 
   const Options options_;
@@ -93,7 +100,12 @@ class BatchRunner {
   HandleTable& handles_;
   TraceSink& trace_;
   Stats& stats_;
-  // Of Complete; their memory is used again.
+  // Of Run; their memory is used again.
+  std::vector<Item> items_;
+  std::vector<FusionItem> described_;
+  Batch batch_;
+  std::vector<TensorEntry*> entries_;
+  // Of Complete; the same.
   std::vector<int64_t> complete_;
   std::vector<TensorEntry*> resting_;
 };

@@ -61,6 +61,9 @@ struct EngineConfig {
   bool watch_parent = false;     // end the process when its parent dies
   std::string timeline;          // path; rank 0's counts
   bool timeline_cycles = false;
+
+  // Whether it matters when each tensor was submitted.
+  bool learns() const { return plan || tune; }
 };
 
 class Loop;

@@ -54,8 +54,6 @@ Coordinator::Options CoordinatorOptions(const EngineConfig& config, const World&
   return options;
 }
 
-bool Learns(const EngineConfig& config) { return config.plan || config.tune; }
-
 Channel WorldChannel(const World& world, std::vector<std::unique_ptr<Backend>> backends) {
   Channel channel;
   channel.ranks.resize(static_cast<size_t>(world.topology.size));
@@ -76,7 +74,7 @@ Loop::Loop(Engine& engine, World& world, std::vector<std::unique_ptr<Backend>> b
       topology_(world.topology),
       timeline_(*world.transport, world.topology, std::move(clock_offsets), engine.trace_),
       runner_({engine.config_.fusion_bytes, engine.config_.timeout_ns,
-               Learns(engine.config_) && world.topology.rank == 0, engine.devices_},
+               engine.config_.learns() && world.topology.rank == 0, engine.devices_},
               WorldChannel(world, std::move(backends)), engine.tensors_, *engine.handles_,
               engine.trace_, engine.stats_),
       audiences_(Audiences(world)),
@@ -86,7 +84,7 @@ Loop::Loop(Engine& engine, World& world, std::vector<std::unique_ptr<Backend>> b
   engine_.stats_.hold_ns = engine_.config_.hold_ns;
   engine_.stats_.chunk_bytes = engine_.config_.tuning.chunk_bytes;
   if (topology_.rank == neighbours_[0] && neighbours_.size() > 1) {
-    host_reports_.emplace(neighbours_, engine.config_.hold_ns, Learns(engine.config_));
+    host_reports_.emplace(neighbours_, engine.config_.hold_ns, engine.config_.learns());
   }
   if (topology_.rank != 0) return;
   coordinator_.emplace(CoordinatorOptions(engine.config_, world));
@@ -212,7 +210,7 @@ bool Loop::Report() {
     if (id != 0) {
       reported_[id] = entry;
       report.cached.push_back(id);
-      if (Learns(engine_.config_)) {
+      if (engine_.config_.learns()) {
         const TimeNs age = std::max<TimeNs>(0, now - entry->submitted_ns);
         oldest = std::max(oldest, age);
         report.ages_us.push_back(age / kMicrosecond);
@@ -251,7 +249,7 @@ bool Loop::Decide() {
   for (const Agreement& agreement : agreed) {
     if (!final_) Apply(agreement);
   }
-  if (!agreed.empty() && Learns(engine_.config_)) ShowSchedule();
+  if (!agreed.empty() && engine_.config_.learns()) ShowSchedule();
   return !agreed.empty();
 }
 

@@ -74,7 +74,7 @@ class Loop {
   void RemoveSet(int32_t id);
   void Fail(const Decision& decision);
   void FailRemoved(std::unique_ptr<TensorEntry> entry);
-  void TraceNegotiation(const TensorEntry& entry, TimeNs end);
+  void TraceNegotiation(const TensorEntry& entry);
   // loop.cc
   void ShowSchedule();
   void TracePlan(const std::vector<std::vector<std::string>>& plan);

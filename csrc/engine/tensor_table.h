@@ -27,7 +27,7 @@ struct TensorEntry {
   Request request;
   std::vector<TensorView> views;  // one per tensor of the request
   int64_t handle = 0;
-  TimeNs submitted_ns = 0;
+  TimeNs submitted_ns = 0;  // where the engine learns from it
   // On a device: when each view may be used; empty: now.
   std::vector<std::shared_ptr<const DeviceEvent>> ready;
   bool resting = false;  // not in flight; GUARDED_BY the table's mutex

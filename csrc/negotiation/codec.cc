@@ -165,31 +165,34 @@ Status GetStatus(Reader& in) {
   return Status(code, in.Text(), rank);
 }
 
+// A cached request, which most are, is its id and its process set.
 void Put(Writer& out, const Decision& decision) {
+  const Decision::Details& details = decision.details();
   out.Unsigned(static_cast<uint8_t>(decision.kind));
   switch (decision.kind) {
     case Decision::Kind::kRun:
       out.Unsigned(decision.cache_id);
-      out.Text(decision.name);
       out.Signed(decision.process_set);
-      Put(out, decision.rows);
-      out.Unsigned(decision.stand_in.has_value());
-      if (decision.stand_in) Put(out, *decision.stand_in);
+      out.Text(details.name);
+      if (details.name.empty()) break;
+      Put(out, details.rows);
+      out.Unsigned(details.stand_in.has_value());
+      if (details.stand_in) Put(out, *details.stand_in);
       break;
     case Decision::Kind::kFail:
-      out.Text(decision.name);
+      out.Text(details.name);
       out.Signed(decision.process_set);
-      Put(out, decision.status);
+      Put(out, details.status);
       break;
     case Decision::Kind::kLeave:
-    case Decision::Kind::kAbort: Put(out, decision.status); break;
+    case Decision::Kind::kAbort: Put(out, details.status); break;
     case Decision::Kind::kTimeline:
-      out.Unsigned(decision.timeline_on);
-      out.Unsigned(decision.timeline_cycles);
+      out.Unsigned(details.timeline_on);
+      out.Unsigned(details.timeline_cycles);
       break;
     case Decision::Kind::kTune:
-      out.Signed(decision.tuning.chunk_bytes);
-      for (const uint8_t each : decision.tuning.algorithms) out.Unsigned(each);
+      out.Signed(details.tuning.chunk_bytes);
+      for (const uint8_t each : details.tuning.algorithms) out.Unsigned(each);
       break;
   }
 }
@@ -197,28 +200,34 @@ void Put(Writer& out, const Decision& decision) {
 Decision GetDecision(Reader& in) {
   Decision decision;
   decision.kind = in.Choice(Decision::Kind::kTune);
+  if (decision.kind == Decision::Kind::kRun) {
+    decision.cache_id = in.Unsigned();
+    decision.process_set = static_cast<int32_t>(in.Signed());
+    std::string name = in.Text();
+    if (name.empty()) return decision;
+    Decision::Details& details = decision.set_details();
+    details.name = std::move(name);
+    Get(in, &details.rows);
+    if (in.Unsigned() != 0) details.stand_in = GetRequest(in);
+    return decision;
+  }
+  Decision::Details& details = decision.set_details();
   switch (decision.kind) {
-    case Decision::Kind::kRun:
-      decision.cache_id = in.Unsigned();
-      decision.name = in.Text();
-      decision.process_set = static_cast<int32_t>(in.Signed());
-      Get(in, &decision.rows);
-      if (in.Unsigned() != 0) decision.stand_in = GetRequest(in);
-      break;
+    case Decision::Kind::kRun: break;
     case Decision::Kind::kFail:
-      decision.name = in.Text();
+      details.name = in.Text();
       decision.process_set = static_cast<int32_t>(in.Signed());
-      decision.status = GetStatus(in);
+      details.status = GetStatus(in);
       break;
     case Decision::Kind::kLeave:
-    case Decision::Kind::kAbort: decision.status = GetStatus(in); break;
+    case Decision::Kind::kAbort: details.status = GetStatus(in); break;
     case Decision::Kind::kTimeline:
-      decision.timeline_on = in.Unsigned() != 0;
-      decision.timeline_cycles = in.Unsigned() != 0;
+      details.timeline_on = in.Unsigned() != 0;
+      details.timeline_cycles = in.Unsigned() != 0;
       break;
     case Decision::Kind::kTune:
-      decision.tuning.chunk_bytes = in.Signed();
-      for (uint8_t& each : decision.tuning.algorithms) each = static_cast<uint8_t>(in.Unsigned());
+      details.tuning.chunk_bytes = in.Signed();
+      for (uint8_t& each : details.tuning.algorithms) each = static_cast<uint8_t>(in.Unsigned());
       break;
   }
   return decision;

@@ -14,7 +14,7 @@ namespace {
 // In place of the sequence of an agreement: of one that is to come.
 constexpr uint64_t kNotAnnounced = std::numeric_limits<uint64_t>::max();
 
-// As in Decision::rows, of requests that carry some.
+// As in Decision::Details, of requests that carry some.
 std::vector<int64_t> RowsOf(const std::vector<const Request*>& requests) {
   std::vector<int64_t> rows;
   if (requests[0]->kind == Collective::kAllgather) {
@@ -57,7 +57,7 @@ void Coordinator::Receive(const int* ranks, size_t count, const Report& report, 
     text += "; every rank must make the same calls: see whether it had fewer batches, say";
     Decision leave;
     leave.kind = Decision::Kind::kLeave;
-    leave.status = Status(Code::kShutDown, text, rank);
+    leave.set_details().status = Status(Code::kShutDown, text, rank);
     queue_.PushUrgent(std::move(leave), now);
     stopped_ = true;
   }
@@ -67,8 +67,8 @@ void Coordinator::SwitchTimeline(bool on, bool mark_cycles) {
   if (stopped_) return;
   Decision decision;
   decision.kind = Decision::Kind::kTimeline;
-  decision.timeline_on = on;
-  decision.timeline_cycles = mark_cycles;
+  decision.set_details().timeline_on = on;
+  decision.set_details().timeline_cycles = mark_cycles;
   queue_.PushUrgent(std::move(decision), 0);
 }
 
@@ -84,8 +84,7 @@ void Coordinator::ReportCached(const int* ranks, size_t count, uint64_t id, Time
   const auto found = records_.find(id);
   if (found == records_.end()) return;
   const Record& record = *found->second;
-  const std::string key = Key(record.request);
-  Pending& pending = PendingFor(record.request, key, id, submitted, now);
+  Pending& pending = PendingFor(record.request, *record.named, id, submitted, now);
   if (pending.count == 0) {
     pending.id = id;
     pending.record = &record;
@@ -99,29 +98,47 @@ void Coordinator::ReportCached(const int* ranks, size_t count, uint64_t id, Time
     }
     Count(ranks[i], pending);
   }
-  if (AllHere(pending)) Complete(key, pending, now);
+  if (AllHere(pending)) Complete(*record.named, now);
 }
 
 void Coordinator::ReportFresh(int rank, const Request& request, TimeNs now) {
   const ProcessSet* set = sets_.Find(request.process_set);
   if (set == nullptr || set->IndexOf(rank) < 0) return;  // removed meanwhile, as above
   if (request.kind == Collective::kJoin) Join(rank, now);
-  const std::string key = Key(request);
-  Pending& pending = PendingFor(request, key, 0, now, now);
+  Named& named = NamedBy(request);
+  Pending& pending = PendingFor(request, named, 0, now, now);
   Expand(pending);
   pending.requests[static_cast<size_t>(set->IndexOf(rank))] = request;
   Count(rank, pending);
-  if (AllHere(pending)) Complete(key, pending, now);
+  if (AllHere(pending)) Complete(named, now);
+}
+
+Coordinator::Named& Coordinator::NamedBy(const Request& request) {
+  const std::string key = Key(request);
+  std::unique_ptr<Named>& named = names_[key];
+  if (named == nullptr) {
+    named = std::make_unique<Named>();
+    named->key = key;
+  }
+  return *named;
 }
 
 // `id` and `submitted`: of the report, which counts from now on.
-Coordinator::Pending& Coordinator::PendingFor(const Request& request, const std::string& key,
-                                              uint64_t id, TimeNs submitted, TimeNs now) {
-  if (pending_.empty()) stall_check_ns_ = After(now, stall_inspector_.interval_ns());
-  Pending& pending = pending_[key];
-  if (pending.set == nullptr) {
+Coordinator::Pending& Coordinator::PendingFor(const Request& request, Named& named, uint64_t id,
+                                              TimeNs submitted, TimeNs now) {
+  if (waiting_.empty()) stall_check_ns_ = After(now, stall_inspector_.interval_ns());
+  Pending& pending = named.pending;
+  if (!named.waits) {
+    named.waits = true;
+    named.place = waiting_.size();
+    waiting_.push_back(&named);
     pending.set = sets_.Find(request.process_set);
-    pending.reported.resize(pending.set->ranks.size());
+    pending.id = 0;
+    pending.record = nullptr;
+    pending.submitted_ns = 0;
+    pending.count = 0;
+    pending.reported.assign(pending.set->ranks.size(), 0);
+    pending.requests.clear();
     pending.since_ns = now;
     pending.fusable = request.kind == Collective::kAllreduce;
     if (pending.fusable) queue_.Announced(request.process_set, id, submitted);
@@ -148,32 +165,35 @@ void Coordinator::Count(int rank, Pending& pending) {
   reported = 1;
 }
 
-void Coordinator::Complete(const std::string& key, Pending& pending, TimeNs now) {
+void Coordinator::Complete(Named& named, TimeNs now) {
+  Pending& pending = named.pending;
   int64_t bytes = 0;
-  Decision decision = Agree(pending, &bytes);
+  Decision decision;
+  Status status = Agree(named, &decision, &bytes);
   const Request& request = pending.any();
   decision.process_set = request.process_set;
   const bool fusable = pending.fusable;
   const uint64_t id = pending.id;
   const TimeNs submitted = pending.submitted_ns;
-  if (decision.status.ok() && (request.kind == Collective::kAddProcessSet ||
-                               request.kind == Collective::kRemoveProcessSet)) {
-    decision.status = ChangeSets(request, &decision.rows, now);
+  if (status.ok() && (request.kind == Collective::kAddProcessSet ||
+                      request.kind == Collective::kRemoveProcessSet)) {
+    status = ChangeSets(request, &decision.set_details().rows, now);
   }
   const bool joins =
       std::any_of(pending.requests.begin(), pending.requests.end(),
                   [](const Request& each) { return each.kind == Collective::kJoin; });
   if (joins) {  // of all ranks; or nobody's, where some rank did something else under its name
-    if (decision.status.ok()) decision.rows = {last_joined_};
+    if (status.ok()) decision.set_details().rows = {last_joined_};
     std::fill(joined_.begin(), joined_.end(), 0);
     joined_count_ = 0;
   }
-  if (!decision.status.ok()) {
+  if (!status.ok()) {
     decision.kind = Decision::Kind::kFail;
-    decision.name = request.name;
     decision.cache_id = 0;
+    decision.set_details().name = request.name;
+    decision.set_details().status = std::move(status);
   }
-  Forget(pending_.find(key));
+  Forget(named);
   if (fusable && decision.kind == Decision::Kind::kRun) {
     queue_.PushAllreduce(std::move(decision), id, bytes, submitted, now);
   } else {
@@ -182,10 +202,10 @@ void Coordinator::Complete(const std::string& key, Pending& pending, TimeNs now)
 }
 
 // What becomes of a request that all members have reported, or cannot report any more.
-Decision Coordinator::Agree(Pending& pending, int64_t* bytes) {
-  Decision decision;
+Status Coordinator::Agree(Named& named, Decision* decision, int64_t* bytes) {
+  Pending& pending = named.pending;
   const std::vector<int> joined = JoinedAmong(pending);
-  if (!joined.empty()) decision.status = CheckJoined(joined, pending.any());
+  const Status possible = joined.empty() ? Status() : CheckJoined(joined, pending.any());
   if (pending.id == 0) {
     std::vector<const Request*> requests;
     std::vector<int> ranks;
@@ -194,32 +214,42 @@ Decision Coordinator::Agree(Pending& pending, int64_t* bytes) {
       requests.push_back(&pending.requests[member]);
       ranks.push_back(pending.set->ranks[member]);
     }
-    const Status valid = Validate(requests, ranks);
-    if (!valid.ok()) decision.status = valid;
-    decision.name = requests[0]->name;
-    if (!decision.status.ok()) return decision;
-    decision.rows = RowsOf(requests);
-    decision.cache_id = Remember(*requests[0], decision.rows);
-  } else if (decision.status.ok()) {
-    const Record& record = *records_.at(pending.id);
+    HORORING_RETURN_IF_ERROR(Validate(requests, ranks));
+    HORORING_RETURN_IF_ERROR(possible);
+    Decision::Details& details = decision->set_details();
+    details.name = requests[0]->name;
+    details.rows = RowsOf(requests);
+    *bytes = requests[0]->bytes();
+    decision->cache_id = Remember(named, *requests[0], details.rows);
+  } else {
+    HORORING_RETURN_IF_ERROR(possible);
+    const Record& record = *pending.record;
+    *bytes = record.bytes;
     if (retired_.count(pending.id) == 0) {
-      decision.cache_id = pending.id;
+      decision->cache_id = pending.id;
       recency_.splice(recency_.begin(), recency_, record.recency);
-    } else {
-      // The ranks have forgotten the id, or are about to.
-      decision.name = record.request.name;
-      decision.rows = record.rows;
+      return Status::Ok();  // joined members got a stand-in with the id
     }
+    // The ranks have forgotten the id, or are about to.
+    decision->set_details().name = record.request.name;
+    decision->set_details().rows = record.rows;
   }
-  *bytes = pending.any().bytes();
-  // An id that all know now, joined members got with a stand-in.
-  if (!joined.empty() && !decision.name.empty()) decision.stand_in = pending.any();
-  return decision;
+  if (!joined.empty()) decision->set_details().stand_in = pending.any();
+  return Status::Ok();
 }
 
-void Coordinator::Forget(std::unordered_map<std::string, Pending>::iterator pending) {
-  if (pending->second.fusable) queue_.Withdrawn(pending->second.any().process_set);
-  pending_.erase(pending);
+// What it waited for has been decided.
+void Coordinator::Forget(Named& named) {
+  if (named.pending.fusable) queue_.Withdrawn(named.pending.any().process_set);
+  waiting_.back()->place = named.place;
+  waiting_[named.place] = waiting_.back();
+  waiting_.pop_back();
+  named.waits = false;
+  EraseIfUnused(named);
+}
+
+void Coordinator::EraseIfUnused(Named& named) {
+  if (!named.waits && named.records == 0) names_.erase(names_.find(named.key));
 }
 
 std::optional<Agreement> Coordinator::Decide(TimeNs now) {
@@ -254,17 +284,17 @@ std::vector<std::vector<std::string>> Coordinator::Plan() const {
 TimeNs Coordinator::NextDeadline() const {
   if (stopped_) return kForever;
   const TimeNs next = queue_.NextDeadline();
-  return pending_.empty() ? next : std::min(next, stall_check_ns_);
+  return waiting_.empty() ? next : std::min(next, stall_check_ns_);
 }
 
 std::string Coordinator::InspectStalls(TimeNs now) {
-  if (stopped_ || pending_.empty() || now < stall_check_ns_) return "";
+  if (stopped_ || waiting_.empty() || now < stall_check_ns_) return "";
   stall_check_ns_ = After(now, stall_inspector_.interval_ns());
   StallInspector::Finding finding = stall_inspector_.Inspect(AllWaiting(), now);
   if (!finding.abort.ok()) {
     Decision abort;
     abort.kind = Decision::Kind::kAbort;
-    abort.status = finding.abort;
+    abort.set_details().status = finding.abort;
     queue_.PushUrgent(std::move(abort), now);
     stopped_ = true;
   }
@@ -273,7 +303,8 @@ std::string Coordinator::InspectStalls(TimeNs now) {
 
 std::vector<Waiting> Coordinator::AllWaiting() const {
   std::vector<Waiting> all;
-  for (const auto& [key, pending] : pending_) {
+  for (const Named* named : waiting_) {
+    const Pending& pending = named->pending;
     const Request& request = pending.any();
     if (request.kind == Collective::kJoin) continue;  // it may take as long as it likes
     Waiting waiting;
@@ -317,26 +348,36 @@ Request Coordinator::RequestOf(const Record& record, int member) const {
 
 // Gives `request` an id, in place of the one that its name may have had; evicts the request
 // that was agreed longest ago when the cache is full.
-uint64_t Coordinator::Remember(const Request& request, const std::vector<int64_t>& rows) {
+uint64_t Coordinator::Remember(Named& named, const Request& request,
+                               const std::vector<int64_t>& rows) {
   if (options_.cache_capacity <= 0 || request.tensors.empty()) return 0;
-  const auto older = ids_.find(Key(request));
-  if (older != ids_.end()) {
+  if (named.id != 0) {
     // All members have reported the name just now, so no report of the old id is on its way.
-    recency_.erase(records_.at(older->second)->recency);
-    records_.erase(older->second);
-    ids_.erase(older);
-  } else if (static_cast<int>(ids_.size()) >= options_.cache_capacity) {
+    const auto older = records_.find(named.id);
+    recency_.erase(older->second->recency);
+    Erase(older);
+  } else if (static_cast<int>(recency_.size()) >= options_.cache_capacity) {
     const uint64_t victim = recency_.back();
     recency_.pop_back();
-    ids_.erase(Key(records_.at(victim)->request));
+    records_.at(victim)->named->id = 0;
     evicted_.push_back(victim);
     retired_[victim] = kNotAnnounced;
   }
   const uint64_t id = next_id_++;
   recency_.push_front(id);
-  records_[id] = std::make_unique<Record>(Record{id, request, rows, recency_.begin()});
-  ids_[Key(request)] = id;
+  records_[id] = std::make_unique<Record>(
+      Record{id, request, rows, recency_.begin(), &named, request.bytes()});
+  named.id = id;
+  ++named.records;
   return id;
+}
+
+Coordinator::Records::iterator Coordinator::Erase(Records::iterator record) {
+  Named& named = *record->second->named;
+  if (named.id == record->first) named.id = 0;
+  --named.records;
+  EraseIfUnused(named);
+  return records_.erase(record);
 }
 
 // Not with every report, so that a report does not cost what has been evicted.
@@ -346,8 +387,8 @@ void Coordinator::ForgetRetired() {
   for (auto retired = retired_.begin(); retired != retired_.end();) {
     const auto record = records_.find(retired->first);
     const Request& request = record->second->request;
-    const auto pending = pending_.find(Key(request));
-    const bool in_use = pending != pending_.end() && pending->second.id == retired->first;
+    const Named& named = *record->second->named;
+    const bool in_use = named.waits && named.pending.id == retired->first;
     const std::vector<int>& members = sets_.Find(request.process_set)->ranks;
     // A rank that has joined reports nothing before it has applied all there is by then.
     const bool applied = std::all_of(members.begin(), members.end(), [&](int rank) {
@@ -355,7 +396,7 @@ void Coordinator::ForgetRetired() {
       return joined_[r] || applied_[r] >= retired->second;
     });
     if (retired->second <= sequence_ && applied && !in_use) {
-      records_.erase(record);
+      Erase(record);
       retired = retired_.erase(retired);
     } else {
       ++retired;

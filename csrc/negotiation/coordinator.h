@@ -15,7 +15,8 @@
 //      (ADR 0013).
 //
 // Cost: O(1) per reported tensor and rank; nothing is proportional to tensors that nobody
-// reports, but for what a join completes. See docs/architecture.md, stage NEGOTIATE.
+// reports, but for what a join completes. What is reported by its id costs no name and no memory.
+// See docs/architecture.md, stage NEGOTIATE.
 #pragma once
 
 #include <cstdint>
@@ -77,13 +78,7 @@ class Coordinator {
   std::vector<Waiting> AllWaiting() const;
 
  private:
-  // What is known of a request that was agreed before.
-  struct Record {
-    uint64_t id = 0;
-    Request request;            // of some member; the others may differ in `rows`
-    std::vector<int64_t> rows;  // as in Decision::rows
-    std::list<uint64_t>::iterator recency;
-  };
+  struct Record;
   // A request that at least one member has reported, and not yet all. Vectors are per member.
   struct Pending {
     const ProcessSet* set = nullptr;
@@ -97,21 +92,43 @@ class Coordinator {
     const Record* record = nullptr;  // of `id`
     const Request& any() const;      // of those reported
   };
+  // What is known by one key.
+  struct Named {
+    std::string key;
+    uint64_t id = 0;     // of the live record; 0: there is none
+    int records = 0;     // live and retired
+    bool waits = false;  // and `pending` means something; its memory is used again
+    size_t place = 0;    // in waiting_
+    Pending pending;
+  };
+  // What is known of a request that was agreed before.
+  struct Record {
+    uint64_t id = 0;
+    Request request;            // of some member; the others may differ in `rows`
+    std::vector<int64_t> rows;  // as in Decision::Details
+    std::list<uint64_t>::iterator recency;
+    Named* named = nullptr;
+    int64_t bytes = 0;  // of the request
+  };
 
   void Receive(const int* ranks, size_t count, const Report& report, TimeNs now);
   void ReportCached(const int* ranks, size_t count, uint64_t id, TimeNs submitted, TimeNs now);
   void ReportFresh(int rank, const Request& request, TimeNs now);
-  Pending& PendingFor(const Request& request, const std::string& key, uint64_t id, TimeNs submitted,
+  Named& NamedBy(const Request& request);
+  Pending& PendingFor(const Request& request, Named& named, uint64_t id, TimeNs submitted,
                       TimeNs now);
-  void Forget(std::unordered_map<std::string, Pending>::iterator pending);
+  void Forget(Named& named);
+  using Records = std::unordered_map<uint64_t, std::unique_ptr<Record>>;
+  Records::iterator Erase(Records::iterator record);
+  void EraseIfUnused(Named& named);
   void Expand(Pending& pending);
   static void Count(int rank, Pending& pending);
-  void Complete(const std::string& key, Pending& pending, TimeNs now);
-  Decision Agree(Pending& pending, int64_t* bytes);
+  void Complete(Named& named, TimeNs now);
+  Status Agree(Named& named, Decision* decision, int64_t* bytes);
   Status ChangeSets(const Request& request, std::vector<int64_t>* rows, TimeNs now);
   void RemoveSet(int32_t id, TimeNs now);
   Request RequestOf(const Record& record, int member) const;
-  uint64_t Remember(const Request& request, const std::vector<int64_t>& rows);
+  uint64_t Remember(Named& named, const Request& request, const std::vector<int64_t>& rows);
   void ForgetRetired();
 
   // Join (uneven data).
@@ -124,19 +141,19 @@ class Coordinator {
   const Options options_;
   StallInspector stall_inspector_;
   ProcessSets sets_;
-  std::unordered_map<std::string, Pending> pending_;  // by Key
-  std::set<int32_t> removed_;                         // sets, by what is in queue_
-  std::set<int32_t> removed_now_;                     // by the latest agreement
-  std::vector<char> joined_;                          // per rank
+  std::unordered_map<std::string, std::unique_ptr<Named>> names_;  // by Key
+  std::vector<Named*> waiting_;                                    // those that wait, in no order
+  std::set<int32_t> removed_;                                      // sets, by what is in queue_
+  std::set<int32_t> removed_now_;                                  // by the latest agreement
+  std::vector<char> joined_;                                       // per rank
   int joined_count_ = 0;
   int last_joined_ = -1;
 
   uint64_t next_id_ = 1;
-  std::unordered_map<uint64_t, std::unique_ptr<Record>> records_;
-  std::unordered_map<std::string, uint64_t> ids_;  // of live records, by Key
-  std::list<uint64_t> recency_;                    // live ids, most recent first
-  std::vector<uint64_t> evicted_;                  // to announce once nothing decided names them
-  std::map<uint64_t, uint64_t> retired_;           // id -> sequence of the announcing agreement
+  Records records_;
+  std::list<uint64_t> recency_;           // live ids, most recent first
+  std::vector<uint64_t> evicted_;         // to announce once nothing decided names them
+  std::map<uint64_t, uint64_t> retired_;  // id -> sequence of the announcing agreement
   size_t reports_since_forgetting_ = 0;
 
   std::vector<uint64_t> applied_;  // per rank: the last agreement it has applied

@@ -9,7 +9,7 @@
 
 namespace hororing {
 
-// Adds or removes a process set. `rows` as in Decision.
+// Adds or removes a process set. `rows` as in Decision::Details.
 Status Coordinator::ChangeSets(const Request& request, std::vector<int64_t>* rows, TimeNs now) {
   if (request.kind == Collective::kAddProcessSet) {
     const Status possible = sets_.Check(request.ranks, request.root != 0);
@@ -31,19 +31,18 @@ Status Coordinator::ChangeSets(const Request& request, std::vector<int64_t>* row
 void Coordinator::RemoveSet(int32_t id, TimeNs now) {
   const ProcessSet* set = sets_.Find(id);
   queue_.ForgetSet(id);
-  for (auto pending = pending_.begin(); pending != pending_.end();) {
-    if (pending->second.set != set) {
-      ++pending;
-      continue;
-    }
-    const Request& request = pending->second.any();
+  const std::vector<Named*> waiting = waiting_;
+  for (Named* named : waiting) {
+    if (named->pending.set != set) continue;
+    const Request& request = named->pending.any();
     Decision fail;
     fail.kind = Decision::Kind::kFail;
-    fail.name = request.name;
     fail.process_set = id;
-    fail.status = Status(Code::kMismatch, request.Title() + " (NEGOTIATE): the process set was " +
-                                              "removed before all of its ranks had made this call");
-    Forget(pending++);
+    fail.set_details().name = request.name;
+    fail.set_details().status =
+        Status(Code::kMismatch, request.Title() + " (NEGOTIATE): the process set was " +
+                                    "removed before all of its ranks had made this call");
+    Forget(*named);
     queue_.PushUrgent(std::move(fail), now);
   }
   for (auto record = records_.begin(); record != records_.end();) {
@@ -51,12 +50,9 @@ void Coordinator::RemoveSet(int32_t id, TimeNs now) {
       ++record;
       continue;
     }
-    if (retired_.erase(record->first) == 0) {
-      recency_.erase(record->second->recency);
-      ids_.erase(Key(record->second->request));
-    }
+    if (retired_.erase(record->first) == 0) recency_.erase(record->second->recency);
     evicted_.erase(std::remove(evicted_.begin(), evicted_.end(), record->first), evicted_.end());
-    record = records_.erase(record);
+    record = Erase(record);
   }
   sets_.Remove(id);
   removed_.insert(id);
@@ -69,12 +65,13 @@ void Coordinator::Join(int rank, TimeNs now) {
   joined = 1;
   ++joined_count_;
   last_joined_ = rank;
-  std::vector<std::string> complete;
-  for (const auto& [key, pending] : pending_) {
-    if (AllHere(pending)) complete.push_back(key);
+  std::vector<Named*> complete;
+  for (Named* named : waiting_) {
+    if (AllHere(named->pending)) complete.push_back(named);
   }
-  std::sort(complete.begin(), complete.end());
-  for (const std::string& key : complete) Complete(key, pending_.at(key), now);
+  std::sort(complete.begin(), complete.end(),
+            [](const Named* a, const Named* b) { return a->key < b->key; });
+  for (Named* named : complete) Complete(*named, now);
 }
 
 bool Coordinator::AllHere(const Pending& pending) const {

@@ -18,6 +18,25 @@ int64_t Request::bytes() const {
   return total;
 }
 
+Decision& Decision::operator=(const Decision& other) {
+  if (this == &other) return *this;
+  kind = other.kind;
+  process_set = other.process_set;
+  cache_id = other.cache_id;
+  details_ = other.details_ != nullptr ? std::make_unique<Details>(*other.details_) : nullptr;
+  return *this;
+}
+
+const Decision::Details& Decision::details() const {
+  static const Details none;
+  return details_ != nullptr ? *details_ : none;
+}
+
+Decision::Details& Decision::set_details() {
+  if (details_ == nullptr) details_ = std::make_unique<Details>();
+  return *details_;
+}
+
 std::string Request::Title() const {
   if (kind >= Collective::kJoin) return Name(kind);  // names there mean nothing to the user
   std::string title = std::string(Name(kind)) + " '" + name + "'";

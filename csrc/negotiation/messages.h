@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -76,20 +77,38 @@ struct Decision {
     kTimeline = 4,  // switch the timeline
     kTune = 5,      // carry out allreduces like this from now on
   };
+  // What a kRun of a cached request, which most decisions are, has nothing of: thousands of those
+  // pass through a step, and are no larger than this.
+  struct Details {
+    std::string name;  // kRun of an uncached request, kFail
+    Status status;     // kFail, kLeave, kAbort
+    // kRun. Allgather: first dimensions, [tensor * members + member]; alltoall: splits,
+    // [sender * members + receiver]; join: the last rank to join; add_process_set: the set.
+    std::vector<int64_t> rows;
+    // kRun of an allreduce: what is carried out, for members that have joined and so have no
+    // request of their own.
+    std::optional<Request> stand_in;
+    bool timeline_on = false;  // kTimeline
+    bool timeline_cycles = false;
+    Tuning tuning;  // kTune
+  };
+
+  Decision() = default;
+  Decision(Decision&&) = default;
+  Decision& operator=(Decision&&) = default;
+  Decision(const Decision& other) { *this = other; }
+  Decision& operator=(const Decision& other);
+
+  // Empty where none were set.
+  const Details& details() const;
+  Details& set_details();
+
   Kind kind = Kind::kRun;
-  std::string name;                 // kRun of an uncached request, kFail
-  int32_t process_set = kWorldSet;  // of `name`
+  int32_t process_set = kWorldSet;  // of the request
   uint64_t cache_id = 0;  // kRun: nonzero if the request is, or (with a name) becomes, cached
-  Status status;          // kFail, kLeave, kAbort
-  // kRun, unless cached. Allgather: first dimensions, [tensor * members + member]; alltoall:
-  // splits, [sender * members + receiver]; join: the last rank to join; add_process_set: the set.
-  std::vector<int64_t> rows;
-  // kRun of an uncached allreduce: what is carried out, for members that have joined and so have
-  // no request of their own.
-  std::optional<Request> stand_in;
-  bool timeline_on = false;  // kTimeline
-  bool timeline_cycles = false;
-  Tuning tuning;  // kTune
+
+ private:
+  std::unique_ptr<Details> details_;
 };
 
 // From the coordinator to every rank.

@@ -44,7 +44,7 @@ void ReadyQueue::Learn(int32_t process_set, Steps& steps, const Step& step) {
     if (!(tuner_->setting().tuning == tuning_)) {
       Decision tune;
       tune.kind = Decision::Kind::kTune;
-      tune.tuning = tuning_ = tuner_->setting().tuning;
+      tune.set_details().tuning = tuning_ = tuner_->setting().tuning;
       PushUrgent(std::move(tune), step.end_ns);
     }
   } else if (steps.planner != nullptr) {
@@ -133,6 +133,7 @@ std::vector<Decision> ReadyQueue::Take(TimeNs now) {
     }
   }
   std::vector<Decision> taken;
+  taken.reserve(count);
   for (size_t i = 0; i < count; ++i) {
     ready_bytes_ -= ready_[i].bytes;
     taken.push_back(std::move(ready_[i].decision));

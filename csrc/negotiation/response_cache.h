@@ -18,7 +18,7 @@ class ResponseCache {
  public:
   struct Record {
     Request request;            // as this rank submitted it
-    std::vector<int64_t> rows;  // as in Decision::rows
+    std::vector<int64_t> rows;  // as in Decision::Details
   };
 
   // The id under which exactly this request is cached, or 0.

@@ -211,10 +211,11 @@ PYBIND11_MODULE(_testing, module) {
 
   py::class_<Decision>(module, "Decision")
       .def_property_readonly("kind", [](const Decision& d) { return static_cast<int>(d.kind); })
-      .def_readonly("name", &Decision::name)
+      .def_property_readonly("name", [](const Decision& d) { return d.details().name; })
       .def_readonly("cache_id", &Decision::cache_id)
-      .def_readonly("rows", &Decision::rows)
-      .def_property_readonly("message", [](const Decision& d) { return d.status.message(); });
+      .def_property_readonly("rows", [](const Decision& d) { return d.details().rows; })
+      .def_property_readonly("message",
+                             [](const Decision& d) { return d.details().status.message(); });
 
   py::class_<Coordinator>(module, "Coordinator")
       .def(py::init(

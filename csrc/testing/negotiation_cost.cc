@@ -120,7 +120,7 @@ std::vector<NegotiationCost> PlayNegotiation(int ranks,
       cost.decisions += static_cast<int64_t>(agreement->decisions.size());
       applied = agreement->sequence;
       for (const Decision& decision : agreement->decisions) {
-        if (!decision.name.empty()) ids[decision.name] = decision.cache_id;
+        if (!decision.details().name.empty()) ids[decision.details().name] = decision.cache_id;
       }
     }
     costs.push_back(cost);

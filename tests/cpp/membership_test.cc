@@ -71,7 +71,7 @@ int64_t AddSet(Coordinator& coordinator, int size, std::vector<int32_t> ranks) {
   const std::vector<Decision> decisions = Decisions(coordinator);
   CHECK_EQ(decisions.size(), size_t{1});
   CHECK(decisions[0].kind == Decision::Kind::kRun);
-  return decisions[0].rows.at(0);
+  return decisions[0].details().rows.at(0);
 }
 
 }  // namespace
@@ -92,17 +92,17 @@ TEST(a_set_is_added_once_and_its_id_is_used_again_after_its_removal) {
     }
     const std::vector<Decision> decisions = Decisions(coordinator);
     CHECK(decisions.at(0).kind == Decision::Kind::kFail);
-    CHECK(decisions[0].status.code() == Code::kInvalidArgument);
-    CHECK(Contains(decisions[0].status.message(), text));
+    CHECK(decisions[0].details().status.code() == Code::kInvalidArgument);
+    CHECK(Contains(decisions[0].details().status.message(), text));
   }
   for (int rank : {0, 1, 2}) {
     Tell(coordinator, rank, {Control(Collective::kRemoveProcessSet, {}, 1)});
   }
-  CHECK_EQ(Decisions(coordinator).at(0).rows.at(0), int64_t{1});
+  CHECK_EQ(Decisions(coordinator).at(0).details().rows.at(0), int64_t{1});
   for (int rank : {0, 1, 2}) {
     Tell(coordinator, rank, {Control(Collective::kRemoveProcessSet, {}, 1)});
   }
-  CHECK_EQ(Decisions(coordinator).at(0).rows.at(0), int64_t{0});
+  CHECK_EQ(Decisions(coordinator).at(0).details().rows.at(0), int64_t{0});
   CHECK_EQ(AddSet(coordinator, 3, {0, 1}), int64_t{1});
 }
 
@@ -129,7 +129,7 @@ TEST(the_set_of_a_layer_leaves_its_ranks_to_the_user) {
     for (int rank : {0, 1}) {
       Tell(coordinator, rank, {Control(Collective::kAddProcessSet, {0}, /*internal*/ 1)});
     }
-    CHECK_EQ(Decisions(coordinator).at(0).rows.at(0), id);
+    CHECK_EQ(Decisions(coordinator).at(0).details().rows.at(0), id);
   }
   CHECK_EQ(AddSet(coordinator, 2, {0}), int64_t{3});
 }
@@ -139,8 +139,8 @@ TEST(ranks_that_add_different_sets_are_told_of_one_another) {
   Tell(coordinator, 0, {Control(Collective::kAddProcessSet, {0})});
   Tell(coordinator, 1, {Control(Collective::kAddProcessSet, {0, 1})});
   const Decision decision = Decisions(coordinator).at(0);
-  CHECK(decision.status.code() == Code::kMismatch);
-  CHECK(Contains(decision.status.message(), "rank 0: [0]; rank 1: [0, 1]"));
+  CHECK(decision.details().status.code() == Code::kMismatch);
+  CHECK(Contains(decision.details().status.message(), "rank 0: [0]; rank 1: [0, 1]"));
 }
 
 TEST(a_set_decides_without_the_others_and_concerns_only_its_members) {
@@ -210,30 +210,30 @@ TEST(a_joined_rank_is_waited_for_no_more_and_told_what_it_takes_part_in) {
   Tell(coordinator, 2, {Control(Collective::kJoin)});
   std::vector<Decision> decisions = Decisions(coordinator);
   CHECK_EQ(decisions.size(), size_t{1});
-  CHECK_EQ(decisions[0].name, std::string("early"));
-  CHECK(decisions[0].stand_in.has_value());
-  CHECK(*decisions[0].stand_in == Allreduce("early"));
+  CHECK_EQ(decisions[0].details().name, std::string("early"));
+  CHECK(decisions[0].details().stand_in.has_value());
+  CHECK(*decisions[0].details().stand_in == Allreduce("early"));
   // Known by its id from now on, also to the rank that has joined.
   const uint64_t id = decisions[0].cache_id;
   Tell(coordinator, 0, {}, {id});
   Tell(coordinator, 1, {}, {id});
   decisions = Decisions(coordinator);
   CHECK_EQ(decisions.at(0).cache_id, id);
-  CHECK(!decisions[0].stand_in.has_value());
+  CHECK(!decisions[0].details().stand_in.has_value());
 
   Request gather = Allreduce("g");
   gather.kind = Collective::kAllgather;
   for (int rank : {0, 1}) Tell(coordinator, rank, {gather});
   decisions = Decisions(coordinator);
   CHECK(decisions.at(0).kind == Decision::Kind::kFail);
-  CHECK(decisions[0].status.code() == Code::kMismatch);
-  CHECK(Contains(decisions[0].status.message(), "rank 2 has joined"));
+  CHECK(decisions[0].details().status.code() == Code::kMismatch);
+  CHECK(Contains(decisions[0].details().status.message(), "rank 2 has joined"));
   CHECK(coordinator.AllWaiting().empty());  // a join is no stall
 
   Tell(coordinator, 0, {Control(Collective::kJoin)});
   CHECK(Decisions(coordinator).empty());
   Tell(coordinator, 1, {Control(Collective::kJoin)});
-  CHECK(Decisions(coordinator).at(0).rows == (std::vector<int64_t>{1}));
+  CHECK(Decisions(coordinator).at(0).details().rows == (std::vector<int64_t>{1}));
   // Over: all are waited for again.
   Tell(coordinator, 0, {}, {id});
   CHECK(Decisions(coordinator).empty());
@@ -252,7 +252,7 @@ TEST(what_was_evicted_is_forgotten_although_a_rank_has_joined) {
   Tell(coordinator, 0, {}, {id}, sequence);  // may still come: rank 1 has not applied the eviction
   CHECK_EQ(coordinator.AllWaiting().size(), size_t{1});
   Tell(coordinator, 1, {}, {id}, sequence);
-  CHECK_EQ(Decisions(coordinator).at(0).name, std::string("x"));
+  CHECK_EQ(Decisions(coordinator).at(0).details().name, std::string("x"));
   Tell(coordinator, 0, {}, {}, sequence);
   Tell(coordinator, 0, {}, {id}, sequence);
   CHECK(coordinator.AllWaiting().empty());
@@ -262,7 +262,7 @@ TEST(a_join_that_meets_another_call_of_its_name_is_over_for_all) {
   Coordinator coordinator = MakeCoordinator(2);
   Tell(coordinator, 1, {Control(Collective::kJoin)});
   Tell(coordinator, 0, {Allreduce(Name(Collective::kJoin))});
-  CHECK(Decisions(coordinator).at(0).status.code() == Code::kMismatch);
+  CHECK(Decisions(coordinator).at(0).details().status.code() == Code::kMismatch);
   Tell(coordinator, 0, {Allreduce("x")});
   CHECK(Decisions(coordinator).empty());
 }

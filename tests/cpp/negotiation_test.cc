@@ -60,7 +60,7 @@ TEST(a_request_is_agreed_once_every_rank_has_reported_it) {
   CHECK(agreement.has_value());
   CHECK_EQ(agreement->decisions.size(), size_t{1});
   CHECK(agreement->decisions[0].kind == Decision::Kind::kRun);
-  CHECK_EQ(agreement->decisions[0].name, std::string("x"));
+  CHECK_EQ(agreement->decisions[0].details().name, std::string("x"));
   CHECK(!coordinator.Decide(4).has_value());
 }
 
@@ -74,14 +74,14 @@ TEST(cached_reports_are_agreed_by_id_and_mix_with_full_ones) {
   for (int rank : {1, 0}) coordinator.Receive(rank, cached, 1);
   auto agreement = coordinator.Decide(1);
   CHECK_EQ(agreement->decisions[0].cache_id, id);
-  CHECK(agreement->decisions[0].name.empty());
+  CHECK(agreement->decisions[0].details().name.empty());
 
   // Rank 1 changes the shape: rank 0's id still stands for the old one.
   coordinator.Receive(0, cached, 2);
   coordinator.Receive(1, Fresh({Allreduce("x", {5})}), 2);
   agreement = coordinator.Decide(2);
   CHECK(agreement->decisions[0].kind == Decision::Kind::kFail);
-  CHECK(Contains(agreement->decisions[0].status.message(), "rank 0: [4]; rank 1: [5]"));
+  CHECK(Contains(agreement->decisions[0].details().status.message(), "rank 0: [4]; rank 1: [5]"));
 
   // Both change it: a new id.
   for (int rank : {0, 1}) coordinator.Receive(rank, Fresh({Allreduce("x", {5})}), 3);
@@ -95,7 +95,7 @@ TEST(gathered_rows_travel_with_the_agreement_and_are_cached) {
   coordinator.Receive(0, Fresh({Allgather("g", 2)}), 0);
   coordinator.Receive(1, Fresh({Allgather("g", 0)}), 0);
   auto agreement = coordinator.Decide(0);
-  CHECK(agreement->decisions[0].rows == (std::vector<int64_t>{2, 0}));
+  CHECK(agreement->decisions[0].details().rows == (std::vector<int64_t>{2, 0}));
   const uint64_t id = agreement->decisions[0].cache_id;
   // Rank 1 gathers more rows this time, rank 0 as many as before.
   Report cached;
@@ -103,7 +103,7 @@ TEST(gathered_rows_travel_with_the_agreement_and_are_cached) {
   coordinator.Receive(0, cached, 1);
   coordinator.Receive(1, Fresh({Allgather("g", 7)}), 1);
   agreement = coordinator.Decide(1);
-  CHECK(agreement->decisions[0].rows == (std::vector<int64_t>{2, 7}));
+  CHECK(agreement->decisions[0].details().rows == (std::vector<int64_t>{2, 7}));
 }
 
 TEST(evicted_ids_are_understood_until_every_rank_knows) {
@@ -121,7 +121,7 @@ TEST(evicted_ids_are_understood_until_every_rank_knows) {
   late.cached = {a};
   for (int rank : {0, 1}) coordinator.Receive(rank, late, 2);
   agreement = coordinator.Decide(2);
-  CHECK_EQ(agreement->decisions[0].name, std::string("a"));
+  CHECK_EQ(agreement->decisions[0].details().name, std::string("a"));
   CHECK_EQ(agreement->decisions[0].cache_id, uint64_t{0});
 }
 
@@ -194,7 +194,7 @@ TEST(leaving_fails_nothing_that_was_ready_before) {
   CHECK_EQ(agreement->decisions.size(), size_t{2});
   CHECK(agreement->decisions[0].kind == Decision::Kind::kRun);
   CHECK(agreement->decisions[1].kind == Decision::Kind::kLeave);
-  CHECK_EQ(agreement->decisions[1].status.message(),
+  CHECK_EQ(agreement->decisions[1].details().status.message(),
            std::string("rank 1 has shut down (KeyError: 'x'); every rank must make the same calls: "
                        "see whether it had fewer batches, say"));
   coordinator.Receive(0, Fresh({Allreduce("b")}), 1);
@@ -220,8 +220,8 @@ TEST(stalls_are_warned_about_at_doubling_intervals_and_then_abort) {
     const auto agreement = coordinator.Decide(now);
     if (!agreement) continue;
     CHECK(agreement->decisions[0].kind == Decision::Kind::kAbort);
-    CHECK(agreement->decisions[0].status.code() == Code::kStalled);
-    CHECK(Contains(agreement->decisions[0].status.message(), "allreduce 'x'"));
+    CHECK(agreement->decisions[0].details().status.code() == Code::kStalled);
+    CHECK(Contains(agreement->decisions[0].details().status.message(), "allreduce 'x'"));
     aborted = true;
     CHECK(now >= 60 * kSecond && now <= 62 * kSecond);
   }
@@ -310,13 +310,13 @@ TEST(random_schedules_decide_everything_exactly_once) {
         CHECK_EQ(agreement.sequence, member.applied + 1);
         for (const Decision& decision : agreement.decisions) {
           CHECK(decision.kind == Decision::Kind::kRun);
-          std::string name = decision.name;
+          std::string name = decision.details().name;
           if (name.empty()) {
             const ResponseCache::Record* record = member.cache.Lookup(decision.cache_id);
             CHECK(record != nullptr);
             name = record->request.name;
           } else if (decision.cache_id != 0) {
-            member.cache.Define(decision.cache_id, Allreduce(name), decision.rows);
+            member.cache.Define(decision.cache_id, Allreduce(name), decision.details().rows);
           }
           CHECK_EQ(member.in_flight.erase(name), size_t{1});
         }

@@ -181,7 +181,7 @@ TEST(an_urgent_request_takes_along_what_is_held) {
   const auto agreement = world.coordinator.Decide(world.now);
   CHECK(agreement.has_value());
   CHECK_EQ(agreement->decisions.size(), size_t{2});
-  CHECK_EQ(agreement->decisions[1].name, std::string(Name(Collective::kBarrier)));
+  CHECK_EQ(agreement->decisions[1].details().name, std::string(Name(Collective::kBarrier)));
   CHECK_EQ(world.coordinator.queue().counts().departures, int64_t{0});
 }
 
@@ -302,7 +302,7 @@ TEST(process_sets_have_plans_of_their_own_and_take_them_along_when_they_go) {
   add.ranks = {0, 1};
   for (int rank : {0, 1, 2}) world.coordinator.Receive(rank, Fresh(add), world.now);
   const int32_t set =
-      static_cast<int32_t>(world.coordinator.Decide(world.now)->decisions[0].rows[0]);
+      static_cast<int32_t>(world.coordinator.Decide(world.now)->decisions[0].details().rows[0]);
   std::vector<Submission> step = Layers(10, kMillisecond, 100000);
   for (int i = 0; i < 10; ++i) {
     step.push_back({(30 + i) * kMillisecond, "of_set" + std::to_string(i), 100000, "", set});

@@ -133,17 +133,18 @@ class SimulatedWorld {
     int32_t process_set = kWorldSet;
     for (const Decision& decision : agreement.decisions) {
       if (decision.kind == Decision::Kind::kTune) {
-        tuning = decision.tuning;
+        tuning = decision.details().tuning;
         continue;
       }
       tried = tuning;
-      if (!decision.name.empty() && decision.cache_id != 0) {
-        ids_[decision.name] = decision.cache_id;
-        names_[decision.cache_id] = decision.name;
+      if (!decision.details().name.empty() && decision.cache_id != 0) {
+        ids_[decision.details().name] = decision.cache_id;
+        names_[decision.cache_id] = decision.details().name;
       }
-      const bool known = !decision.name.empty() || names_.count(decision.cache_id) != 0;
+      const bool known = !decision.details().name.empty() || names_.count(decision.cache_id) != 0;
       CHECK(known);  // by the ranks, which forget what was evicted
-      const std::string name = decision.name.empty() ? names_[decision.cache_id] : decision.name;
+      const std::string name =
+          decision.details().name.empty() ? names_[decision.cache_id] : decision.details().name;
       batches.back().push_back(name);
       for (const Submission& each : submitted) {
         if (each.name != name) continue;
