@@ -17,8 +17,10 @@ namespace {
 // caller looks too.
 constexpr TimeNs kLookInterval = 50 * kMillisecond;
 constexpr TimeNs kIdleLookInterval = 500 * kMillisecond;
-// How long a wait polls without offering its core to others: about a change of threads.
+// How long a wait polls without offering its core to others: about a change of threads. Not where
+// the last offer was taken, which shows by how long it took.
 constexpr TimeNs kKeepCore = 3 * kMicrosecond;
+constexpr TimeNs kOfferRefused = kMicrosecond;
 
 // RankState::sleepers. kWorker: the thread that has the turn; kDozer: the loop thread while it has
 // not. They are also the bits of the futex by which each is woken.
@@ -198,10 +200,11 @@ ShmTransport::Next ShmTransport::Pause(WaitState& wait, uint32_t bell, bool move
   if (self_.alarm.load() != 0 && self_.alarm.exchange(0) != 0) return Next::kLook;
   if (now < wait.spin_until_ns) {
     // Soon leaves the core to whoever needs it: the peer may be waiting for this very core.
-    if (now - wait.begin_ns < kKeepCore) {
+    if (!shares_core_ && now - wait.begin_ns < kKeepCore) {
       for (int i = 0; i < 16; ++i) CpuRelax();
     } else {
       sched_yield();
+      shares_core_ = NowNs() - now > kOfferRefused;
     }
     return Next::kTry;
   }

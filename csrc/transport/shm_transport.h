@@ -151,6 +151,7 @@ class ShmTransport final : public Transport, private Turns {
   std::deque<std::pair<int, std::string>> received_;  // complete control messages
   // The doorbell before the last Progress: while it stays, no pipe has changed.
   uint32_t progress_bell_ = 0;
+  bool shares_core_ = false;      // somebody else ran when this rank last offered its core
   uint32_t last_sleep_bell_ = 0;  // doorbell as the last Sleep left it: a later Wake shows
   Status broken_;                 // first data-plane error
   SlotReaders slot_readers_;
