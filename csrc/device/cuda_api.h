@@ -36,6 +36,7 @@ constexpr CuResult kCuFirstCaptureError = 900, kCuLastCaptureError = 908;
 constexpr unsigned kCuStreamNonBlocking = 1;     // does not wait for the default stream
 constexpr unsigned kCuEventDisableTiming = 2;    // cheaper
 constexpr unsigned kCuMemHostAllocPortable = 1;  // pinned for every context
+constexpr int kCuMemoryPoolsSupported = 115;     // an attribute of a device
 constexpr int kCuStreamCaptureStatusNone = 0;
 constexpr int kCuStreamCaptureModeRelaxed = 2;
 constexpr int kLeastCudaVersion = 11020;  // 11.2: memory that is allocated in the order of a stream
@@ -49,6 +50,7 @@ constexpr int kLeastCudaVersion = 11020;  // 11.2: memory that is allocated in t
   X(device_get, cuDeviceGet, (CuDevice * device, int ordinal))                                     \
   X(device_get_count, cuDeviceGetCount, (int* count))                                              \
   X(device_get_name, cuDeviceGetName, (char* name, int bytes, CuDevice device))                    \
+  X(device_get_attribute, cuDeviceGetAttribute, (int* value, int attribute, CuDevice device))      \
   X(device_get_uuid, cuDeviceGetUuid, (CuUuid * uuid, CuDevice device))                            \
   X(primary_ctx_retain, cuDevicePrimaryCtxRetain, (CuContext * context, CuDevice device))          \
   X(primary_ctx_release, cuDevicePrimaryCtxRelease_v2, (CuDevice device))                          \

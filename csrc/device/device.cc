@@ -56,7 +56,7 @@ Status DeviceEvent::HoldBack(CuStream stream) const {
 DeviceMemory::~DeviceMemory() {
   if (address_ == 0) return;
   const Device::Current current(*device_);
-  device_->api().mem_free_async(address_, device_->stream());
+  static_cast<void>(device_->EndMemory(address_, bytes_, device_->stream()));
 }
 
 Status DeviceMemory::MoveTo(void* to, size_t bytes, CuStream stream) {
@@ -65,7 +65,7 @@ Status DeviceMemory::MoveTo(void* to, size_t bytes, CuStream stream) {
   const CudaApi& api = device_->api();
   HORORING_RETURN_IF_ERROR(
       api.Check(api.copy_on_device(AddressOf(to), address_, bytes, stream), "cuMemcpyDtoDAsync"));
-  return api.Check(api.mem_free_async(std::exchange(address_, 0), stream), "cuMemFreeAsync");
+  return device_->EndMemory(std::exchange(address_, 0), bytes_, stream);
 }
 
 PinnedMemory::~PinnedMemory() {
@@ -116,6 +116,14 @@ Status Device::Start() {
       api.Check(api.ctx_priorities(&least, &greatest), "cuCtxGetStreamPriorityRange"));
   HORORING_RETURN_IF_ERROR(api.Check(api.stream_create(&stream_, kCuStreamNonBlocking, greatest),
                                      "cuStreamCreateWithPriority"));
+  int pools = 0;
+  if (api.device_get_attribute(&pools, kCuMemoryPoolsSupported, device_) != kCuSuccess ||
+      pools == 0) {
+    blocks_ = std::make_unique<BlockCache>(api, stream_);
+    Log(LogLevel::kInfo, name_ +
+                             " has no memory pools: results of gathers lie in memory that is "
+                             "kept for the next ones, 256 MiB at most");
+  }
   const Status loaded = api.Check(api.module_load_data(&module_, kKernels), "cuModuleLoadData");
   Status found = loaded;
   if (found.ok()) {
@@ -137,6 +145,7 @@ Device::~Device() {
   {
     const Current current(*this);
     if (module_ != nullptr) api_->module_unload(module_);
+    blocks_ = nullptr;
     if (stream_ != nullptr) api_->stream_destroy(stream_);
   }
   api_->primary_ctx_release(device_);
@@ -222,10 +231,17 @@ Status Device::Allocate(size_t bytes, std::shared_ptr<DeviceMemory>* memory) con
   const Current current(*this);
   HORORING_RETURN_IF_ERROR(current.status());
   CuAddress address = 0;
-  HORORING_RETURN_IF_ERROR(
-      api_->CheckMemory(api_->mem_alloc_async(&address, bytes, stream_), "cuMemAllocAsync", bytes));
-  *memory = std::make_shared<DeviceMemory>(shared_from_this(), address);
+  HORORING_RETURN_IF_ERROR(blocks_ != nullptr
+                               ? blocks_->Take(&bytes, &address)
+                               : api_->CheckMemory(api_->mem_alloc_async(&address, bytes, stream_),
+                                                   "cuMemAllocAsync", bytes));
+  *memory = std::make_shared<DeviceMemory>(shared_from_this(), address, bytes);
   return Status::Ok();
+}
+
+Status Device::EndMemory(CuAddress address, size_t bytes, CuStream stream) const {
+  if (blocks_ != nullptr) return blocks_->Give(address, bytes, stream);
+  return api_->Check(api_->mem_free_async(address, stream), "cuMemFreeAsync");
 }
 
 Status Device::AllocatePinned(size_t bytes, std::unique_ptr<PinnedMemory>* memory) const {

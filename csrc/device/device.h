@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "base/status.h"
+#include "device/block_cache.h"
 #include "device/cuda_api.h"
 
 namespace hororing {
@@ -47,8 +48,8 @@ class DeviceEvent {
 // given back when that stream comes to its end.
 class DeviceMemory {
  public:
-  DeviceMemory(std::shared_ptr<const Device> device, CuAddress address)
-      : device_(std::move(device)), address_(address) {}
+  DeviceMemory(std::shared_ptr<const Device> device, CuAddress address, size_t bytes)
+      : device_(std::move(device)), address_(address), bytes_(bytes) {}
   ~DeviceMemory();
   DeviceMemory(const DeviceMemory&) = delete;
   DeviceMemory& operator=(const DeviceMemory&) = delete;
@@ -61,6 +62,7 @@ class DeviceMemory {
  private:
   const std::shared_ptr<const Device> device_;
   CuAddress address_;
+  const size_t bytes_;
 };
 
 // Host memory that the device reads and writes by itself.
@@ -126,6 +128,8 @@ class Device : public std::enable_shared_from_this<Device> {
   // REQUIRES: scales_by_kernel(), and memory aligned to the elements.
   Status ScaleOnDevice(const std::vector<DeviceCopy>& copies, DeviceCast cast, double factor) const;
   Status Allocate(size_t bytes, std::shared_ptr<DeviceMemory>* memory) const;
+  // Ends memory of Allocate when `stream` has come so far. REQUIRES: Current.
+  Status EndMemory(CuAddress address, size_t bytes, CuStream stream) const;
 
   Status AllocatePinned(size_t bytes, std::unique_ptr<PinnedMemory>* memory) const;
   // Memory for long, until Free.
@@ -165,6 +169,7 @@ class Device : public std::enable_shared_from_this<Device> {
   CuModule module_ = nullptr;
   // Null: one copy after the other, and nothing is scaled.
   CuFunction copy_many_ = nullptr, scale_many_ = nullptr;
+  std::unique_ptr<BlockCache> blocks_;  // null: the driver has memory pools
   std::string name_;
   CuUuid uuid_ = {};
 };

@@ -1,5 +1,6 @@
 // Rung 2: whole worlds of engines with tensors on the fake GPU.
 #include <atomic>
+#include <deque>
 #include <numeric>
 
 #include "check.h"
@@ -88,6 +89,43 @@ TEST(gathered_results_lie_on_the_device_and_move_to_memory_of_the_framework) {
       if (taken) CHECK((all == std::vector<float>{0, 1, 1, 2, 2, 2}));
     }
   });
+  NothingLeft();
+}
+
+TEST(gathered_results_without_memory_pools_use_memory_again) {
+  const EngineConfig config = CudaConfig();
+  fake_gpu_set("no_pools", 1);
+  const int64_t before = fake_gpu_count("allocated");
+  PlayCuda(2, config, [](Player& player, OnDevice& gpu) {
+    std::deque<std::vector<float>> inputs, outputs;  // streams may be at work on them
+    for (int step = 0; step < 30; ++step) {
+      // Of changing sizes, and large enough for a block of their own.
+      std::vector<float>& rows = inputs.emplace_back(static_cast<size_t>(5000 + 97 * step));
+      const float mine = static_cast<float>(player.rank + step);
+      RunIn(gpu.stream, [&rows, mine] { rows.assign(rows.size(), mine); });
+      auto entry = gpu.Entry("g" + std::to_string(step), rows, ReduceOp::kSum);
+      entry->request.kind = Collective::kAllgather;
+      int64_t handle = 0;
+      CHECK_OK(gpu.Submit(std::move(entry), &handle));
+      CHECK_OK(gpu.Finish(handle));
+      std::vector<float>& all = outputs.emplace_back(2 * rows.size(), -1.0f);
+      if (step % 3 != 0) {  // else it is given back where nobody has looked at it
+        GatheredTensor result;
+        CHECK_OK(player.handles->Take(handle, 0, &result));
+        CHECK_OK(result.on_device()->MoveTo(all.data(), result.bytes(),
+                                            reinterpret_cast<CuStream>(gpu.stream)));
+      }
+      player.handles->Release(handle);
+      if (step % 5 == 0) continue;  // and the next one comes while this one is under way
+      fake_gpu_synchronize(gpu.stream);
+      if (step % 3 == 0) continue;
+      CHECK_EQ(all[0], static_cast<float>(step));
+      CHECK_EQ(all.back(), static_cast<float>(step + 1));
+    }
+    fake_gpu_synchronize(gpu.stream);
+  });
+  CHECK(fake_gpu_count("allocated") - before <= 8);
+  fake_gpu_reset();
   NothingLeft();
 }
 

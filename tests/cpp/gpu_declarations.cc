@@ -45,6 +45,7 @@ static_assert(kCuLastCaptureError == CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD);
 static_assert(kCuStreamNonBlocking == CU_STREAM_NON_BLOCKING);
 static_assert(kCuEventDisableTiming == CU_EVENT_DISABLE_TIMING);
 static_assert(kCuMemHostAllocPortable == CU_MEMHOSTALLOC_PORTABLE);
+static_assert(kCuMemoryPoolsSupported == CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED);
 static_assert(kCuStreamCaptureStatusNone == CU_STREAM_CAPTURE_STATUS_NONE);
 static_assert(kCuStreamCaptureModeRelaxed == CU_STREAM_CAPTURE_MODE_RELAXED);
 static_assert(sizeof(CuUuid) == sizeof(CUuuid) && sizeof(CuAddress) == sizeof(CUdeviceptr));

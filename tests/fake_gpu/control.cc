@@ -80,12 +80,14 @@ FAKE int fake_gpu_set(const char* name, int64_t value) {
       {"devices", &settings.devices},
       {"cuda_version", &settings.cuda_version},
       {"no_module", &settings.no_module},
+      {"no_pools", &settings.no_pools},
       {"capturing", &settings.capturing},
       {"nccl_version", &settings.nccl_version},
       {"most_ranks", &settings.most_ranks},
       {"init_fails", &settings.init_fails},
       {"init_hangs", &settings.init_hangs},
       {"hang_after", &settings.hang_after},
+      {"hang_ranks", &settings.hang_ranks},
       {"async_error_after", &settings.async_error_after},
       {"no_memory_on", &settings.no_memory_on},
       {"no_registration_on", &settings.no_registration_on}};
@@ -101,7 +103,8 @@ FAKE void fake_gpu_reset(void) {
   settings.most_ranks = 16;
   settings.cuda_version = 13000;
   settings.nccl_version = 23203;
-  settings.no_module = settings.capturing = settings.init_fails = settings.init_hangs = 0;
+  settings.hang_ranks = settings.no_module = settings.no_pools = settings.capturing =
+      settings.init_fails = settings.init_hangs = 0;
   settings.hang_after = settings.async_error_after = -1;
   settings.no_memory_on = settings.no_registration_on = -1;
 }
@@ -140,7 +143,8 @@ FAKE int64_t fake_gpu_count(const char* what) {
       {"aborts", &counts.aborts},
       {"kernels", &counts.kernels},
       {"copies", &counts.copies},
-      {"recorded", &counts.recorded}};
+      {"recorded", &counts.recorded},
+      {"allocated", &counts.allocated}};
   const auto found = known.find(what);
   return found == known.end() ? -1 : found->second->load();
 }

@@ -16,7 +16,8 @@ namespace fake_gpu {
 namespace {
 
 constexpr int kInvalidValue = 1, kOutOfMemory = 2, kInvalidContext = 201, kInvalidImage = 200,
-              kNotReady = 600, kCaptureUnsupported = 900, kCaptureIsolation = 905;
+              kNotReady = 600, kNotSupported = 801, kCaptureUnsupported = 900,
+              kCaptureIsolation = 905;
 
 // An event is how many times it was recorded, and how many of those have come to pass.
 struct Event {
@@ -149,6 +150,12 @@ FAKE int cuDeviceGetName(char* name, int bytes, int) {
   std::strncpy(name, "Fake GPU", static_cast<size_t>(bytes));
   return 0;
 }
+FAKE int cuDeviceGetAttribute(int* value, int attribute, int) {
+  Visit(__func__);
+  if (attribute != 115) Violation("another attribute than that of memory pools");
+  *value = settings.no_pools == 0 ? 1 : 0;
+  return 0;
+}
 FAKE int cuDeviceGetUuid(char* uuid, int device) {
   Visit(__func__);
   std::memset(uuid, 0, 16);
@@ -261,6 +268,10 @@ FAKE int cuStreamWaitEvent(void* stream, void* handle, unsigned) {
 FAKE int cuMemAllocAsync(uint64_t* memory, size_t bytes, void* stream) {
   Visit(__func__);
   if (!HasContext()) return kInvalidContext;
+  if (settings.no_pools != 0) {
+    Violation("memory of a pool that there is not");
+    return kNotSupported;
+  }
   // As if another tensor had been there.
   std::shared_ptr<char> made = NewMemory(bytes);
   *memory = reinterpret_cast<uint64_t>(Memories().Add(made));
@@ -277,6 +288,7 @@ FAKE int cuMemAlloc_v2(uint64_t* memory, size_t bytes) {
   Visit(__func__);
   if (!HasContext()) return kInvalidContext;
   if (settings.no_memory_on == CurrentDevice()) return kOutOfMemory;
+  ++counts.allocated;
   *memory = reinterpret_cast<uint64_t>(Memories().Add(NewMemory(bytes)));
   return 0;
 }

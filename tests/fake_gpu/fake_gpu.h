@@ -22,9 +22,11 @@ extern "C" {
  *   capturing        every stream is being captured into a graph
  *   nccl_version     23203
  *   most_ranks       of a communicator that can be made (16)
+ *   no_pools         devices have no memory in the order of streams
  *   init_fails       communicators cannot be made
  *   init_hangs       and do not come to an end of being made
  *   hang_after       the number of collectives after which all hang, until the abort; -1: none
+ *   hang_ranks       those of communicators of so many ranks; 0: of all
  *   async_error_after  the same, after which communicators tell of an error
  *   no_memory_on, no_registration_on   the device that has no memory (for plain allocations and
  *                    those of NCCL), or none that can be registered; -1: none */
@@ -41,8 +43,8 @@ int fake_gpu_hanging(void);
  * first one as text (static). */
 int fake_gpu_violations(const char** first);
 /* Live objects: "events", "streams", "memory", "pinned", "communicators", "contexts",
- * "registered"; and "collectives", "aborts", "kernels", "copies", "recorded" (events):
- * done so far. */
+ * "registered"; and "collectives", "aborts", "kernels", "copies", "recorded" (events),
+ * "allocated" (by cuMemAlloc): done so far. */
 int64_t fake_gpu_count(const char* what);
 
 /* As a framework would: a stream, work in it, and the wait of the host for all of it. */

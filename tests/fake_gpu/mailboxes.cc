@@ -46,7 +46,8 @@ bool Move(Comm& comm, Half& half) {
 }  // namespace
 
 void MoveAll(Comm& comm, std::vector<Half> halves) {
-  const bool hangs = settings.hang_after >= 0 && counts.collectives > settings.hang_after;
+  const bool here = settings.hang_ranks == 0 || settings.hang_ranks == comm.ranks;
+  const bool hangs = here && settings.hang_after >= 0 && counts.collectives > settings.hang_after;
   for (;;) {
     bool moved = false, done = !hangs;
     // Messages of one pair have one order.
