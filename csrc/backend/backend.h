@@ -86,7 +86,8 @@ class Backend {
   // What has gone wrong in the streams since, if anything has. Now and then.
   virtual Status Look() { return Status::Ok(); }
   // When all ranks end in peace, before the transport does: waits for the streams until `deadline`.
-  virtual void Leave(TimeNs /*deadline*/) {}
+  // An error: in vain, and what is under way there is lost.
+  virtual Status Leave(TimeNs /*deadline*/) { return Status::Ok(); }
   // Otherwise, or if that was in vain: ends what is under way in the streams, without the other
   // ranks. Nothing is run afterwards.
   virtual void BreakOff() {}

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "backend/common.h"
+#include "backend/device_wait.h"
 #include "base/log.h"
 #include "collective/collectives.h"
 
@@ -227,23 +228,25 @@ Status CudaBackend::LookAt(InFlight& batch, bool* done) {
     batch.deadline = After(NowNs(), batch.timeout);
   }
   if (NowNs() < batch.deadline) return Status::Ok();
-  return Status(Code::kTransport,
-                "the device did not come to an end with '" + batch.label +
-                    "' in time (HORORING_TIMEOUT_S sets the limit); another rank may be stuck");
+  return TookTooLong(batch.label);
 }
 
-void CudaBackend::Leave(TimeNs deadline) {
-  for (bool done = in_flight_.empty(); !done;) {
-    if (!in_flight_.back().done->Look(&done).ok()) return;
-    if (done) break;
-    if (NowNs() >= deadline || !transport_.CheckPeers().ok()) return;
+Status CudaBackend::Leave(TimeNs deadline) {
+  while (!in_flight_.empty()) {
+    bool done = false;
+    HORORING_RETURN_IF_ERROR(LookAt(in_flight_.front(), &done));
+    if (done) {
+      in_flight_.pop_front();
+      continue;
+    }
+    if (NowNs() >= deadline) return TookTooLong(in_flight_.front().label);
+    HORORING_RETURN_IF_ERROR(transport_.CheckPeers());
     transport_.Sleep(After(NowNs(), kLookInterval));
   }
-  in_flight_.clear();
-  if (nccl_ == nullptr) return;
+  if (nccl_ == nullptr) return Status::Ok();
   const Status left = nccl_->Leave(deadline);
-  if (!left.ok()) Log(LogLevel::kWarning, left.message());
   nccl_ = nullptr;
+  return left;
 }
 
 void CudaBackend::BreakOff() {

@@ -47,7 +47,7 @@ class CudaBackend final : public Backend {
   size_t scratch_bytes() const override;
   std::shared_ptr<const DeviceEvent> done() const override { return done_; }
   Status Look() override;
-  void Leave(TimeNs deadline) override;
+  Status Leave(TimeNs deadline) override;
   void BreakOff() override;
   // Of all ranks, or those of this host. Null: by way of the host, or not chosen yet.
   const NcclCommunicator* nccl() const { return nccl_.get(); }

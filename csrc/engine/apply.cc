@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "backend/factory.h"
+#include "base/log.h"
 #include "base/reduce.h"
 #include "engine/loop.h"
 #include "transport/subgroup.h"
@@ -169,7 +170,8 @@ void Loop::Settle(const Work& work) {
   if (request.kind == Collective::kAddProcessSet) {
     AddSet(static_cast<int32_t>((*work.rows)[0]), request);
   } else if (request.kind == Collective::kRemoveProcessSet && (*work.rows)[0] != 0) {
-    RemoveSet(request.root);
+    const Status removed = RemoveSet(request.root);
+    if (!removed.ok()) return FailSettled(*work.entry, removed);
   }
   if (!work.rows->empty()) {
     work.entry->results.emplace_back();
@@ -195,13 +197,23 @@ void Loop::AddSet(int32_t id, const Request& request) {
   runner_.AddSet(id, std::move(channel));
 }
 
-void Loop::RemoveSet(int32_t id) {
+Status Loop::RemoveSet(int32_t id) {
   engine_.sets_.Remove(id);
   for (std::unique_ptr<TensorEntry>& entry : engine_.tensors_.RemoveSet(id)) {
     FailRemoved(std::move(entry));
   }
   for (const uint64_t cached : cache_.ForgetSet(id)) reported_.erase(cached);
-  runner_.RemoveSet(id);
+  return runner_.RemoveSet(id);
+}
+
+// The engine goes on.
+void Loop::FailSettled(TensorEntry& entry, const Status& why) {
+  Log(LogLevel::kError, why.message());
+  if (entry.stands_in()) return;
+  const std::unique_ptr<TensorEntry> owned = engine_.tensors_.Remove(Key(entry.request));
+  owned->stage = "COMPLETE";
+  ++engine_.stats_.completed;
+  engine_.handles_->Complete(owned->handle, During(*owned, why), {});
 }
 
 void Loop::Fail(const Decision& decision) {

@@ -4,6 +4,7 @@
 #include <numeric>
 #include <utility>
 
+#include "base/log.h"
 #include "collective/segments.h"
 
 namespace hororing {
@@ -305,13 +306,25 @@ void BatchRunner::Complete(TensorEntry* entry) {
                     std::move(owned->landed));
 }
 
-void BatchRunner::RemoveSet(int32_t id) {
+Status BatchRunner::RemoveSet(int32_t id) {
   const auto channel = channels_.find(id);
-  if (channel == channels_.end()) return;
+  if (channel == channels_.end()) return Status::Ok();
+  // Ranks that are no members wait for this one meanwhile, in the next batch, and no longer than
+  // the whole time.
+  const TimeNs deadline = After(NowNs(), options_.timeout_ns / 2);
+  Status left;
   for (const auto& backend : channel->second.backends) {
-    backend->Leave(After(NowNs(), options_.timeout_ns));
+    const Status status = backend->Leave(deadline);
+    if (left.ok()) left = status;
   }
-  channels_.erase(channel);
+  channels_.erase(channel);  // which breaks off what is left
+  if (left.ok()) return left;
+  return Status(left.code(),
+                "process set " + std::to_string(id) +
+                    " could not be left in peace, and what was under way there on devices is "
+                    "lost; everything else goes on: " +
+                    left.message(),
+                left.rank());
 }
 
 Status BatchRunner::LookAtDevices() {
@@ -323,7 +336,10 @@ Status BatchRunner::LookAtDevices() {
 
 void BatchRunner::Leave(TimeNs deadline) {
   for (const auto& [id, channel] : channels_) {
-    for (const auto& backend : channel.backends) backend->Leave(deadline);
+    for (const auto& backend : channel.backends) {
+      const Status left = backend->Leave(deadline);
+      if (!left.ok()) Log(LogLevel::kWarning, left.message());
+    }
   }
 }
 

@@ -54,8 +54,8 @@ class BatchRunner {
   BatchRunner& operator=(const BatchRunner&) = delete;
 
   void AddSet(int32_t id, Channel channel) { channels_[id] = std::move(channel); }
-  // On all its ranks.
-  void RemoveSet(int32_t id);
+  // On all its ranks. An error: what was under way there on devices is lost; the others go on.
+  Status RemoveSet(int32_t id);
 
   // What has gone wrong on devices since, if anything has.
   Status LookAtDevices();

@@ -71,7 +71,8 @@ class Loop {
   void Settle(const Work& work);
   void Forget(uint64_t id);
   void AddSet(int32_t id, const Request& request);
-  void RemoveSet(int32_t id);
+  Status RemoveSet(int32_t id);
+  void FailSettled(TensorEntry& entry, const Status& why);
   void Fail(const Decision& decision);
   void FailRemoved(std::unique_ptr<TensorEntry> entry);
   void TraceNegotiation(const TensorEntry& entry);

@@ -322,7 +322,7 @@ TEST(looking_at_what_is_under_way_breaks_no_capture_of_the_framework) {
     CHECK_OK(rank.cuda->Look());
     CHECK_OK(Barrier(*rank.transport, After(NowNs(), kLimit)));
     fake_gpu_set("capturing", 0);
-    rank.cuda->Leave(After(NowNs(), kLimit));
+    CHECK_OK(rank.cuda->Leave(After(NowNs(), kLimit)));
   });
   NothingLeft();
 }

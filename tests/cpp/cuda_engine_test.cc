@@ -201,6 +201,43 @@ TEST(process_sets_have_communicators_of_their_own_which_end_with_them) {
   NothingLeft();
 }
 
+TEST(a_process_set_that_is_stuck_on_the_device_fails_its_removal_and_nothing_else) {
+  std::atomic<int> ready{0};
+  Play(
+      3, CudaConfig(),
+      [&](Player& player) {
+        OnDevice gpu{player};
+        std::vector<float> data(10), lost(10);
+        CHECK_OK(gpu.Allreduce("x", data, 1.0f));
+        int64_t id = 0, removed = 0, handle = 0;
+        CHECK_OK(player.AddSet({0, 1}, &id));
+        const bool member = player.rank != 2;
+        const int32_t set = static_cast<int32_t>(id);
+        if (member) CHECK_OK(gpu.Allreduce("made", lost, 1.0f, ReduceOp::kSum, set));
+        ++ready;
+        while (ready < 3) std::this_thread::yield();
+        fake_gpu_set("hang_ranks", 2);
+        fake_gpu_set("hang_after", 0);
+        if (member) {
+          CHECK_OK(gpu.Start("lost", lost, 1.0f, &handle, ReduceOp::kSum, set));
+          CHECK_OK(gpu.Finish(handle));  // it is in the stream, and stays there
+          player.handles->Release(handle);
+        }
+        const Status status = player.RemoveSet(id, &removed);
+        CHECK_EQ(status.ok(), !member);
+        if (member) CHECK(status.code() == Code::kTransport);
+        for (const char* part : {"remove_process_set", "process set 1 could not", "'lost'"}) {
+          if (member) CHECK(Contains(status.message(), part));
+        }
+        CHECK_OK(gpu.Allreduce("x", data, 1.0f));
+        CHECK_EQ(data[9], 3.0f);
+        CHECK(player.engine->state() == Engine::State::kRunning);
+      },
+      [](int, EngineConfig& config) { config.timeout_ns = 6 * kSecond; });
+  fake_gpu_reset();
+  NothingLeft();
+}
+
 TEST(sets_within_a_host_over_hosts_and_of_one_rank_per_host_go_by_nccl_within_hosts) {
   EngineConfig config = CudaConfig();
   config.gpu = DeviceWay::kHierarchical;

@@ -97,7 +97,7 @@ inline void RunCuda(int size, const CudaOptions& options,
       rank.cuda = std::make_unique<CudaBackend>(*rank.transport, cuda,
                                                 std::vector<Backend*>{rank.host.get()});
       body(rank);
-      if (options.leave) rank.cuda->Leave(After(NowNs(), kLimit));
+      if (options.leave) CHECK_OK(rank.cuda->Leave(After(NowNs(), kLimit)));
     });
   }
   for (std::thread& thread : threads) thread.join();
