@@ -20,6 +20,9 @@ constexpr TimeNs kRest = 200 * kMillisecond;
 // Between two looks at whether all peers are alive.
 constexpr TimeNs kPeersInterval = 20 * kMillisecond;
 
+// Operations with a factor that a communicator has at a time.
+constexpr size_t kMostScaledSums = 64;
+
 // What rank 0 tells the others.
 struct Invitation {
   int32_t sent = 0;  // zero: rank 0 has no id to give
@@ -173,15 +176,26 @@ Status NcclCommunicator::Leave(TimeNs deadline) {
 }
 
 Status NcclCommunicator::ScaledSum(DataType dtype, double factor, NcclOp* op) {
-  const auto [made, fresh] = scaled_sums_.try_emplace({dtype, factor}, kNcclSum);
-  if (fresh) {
-    Scalar scalar(dtype, factor);
-    HORORING_RETURN_IF_ERROR(
-        api_->Check(api_->op_create_pre_mul_sum(&made->second, scalar.bytes, NcclTypeOf(dtype),
-                                                kNcclScalarHostImmediate, comm_),
-                    "ncclRedOpCreatePreMulSum", comm_));
+  const auto made = scaled_sums_.find({dtype, factor});
+  if (made != scaled_sums_.end()) {
+    *op = made->second;
+    return Status::Ok();
   }
-  *op = made->second;
+  // Factors that change from step to step would fill NCCL's table. An operation may end as soon as
+  // the calls that use it have returned.
+  if (scaled_sums_.size() == kMostScaledSums) {
+    for (const auto& [what, old] : scaled_sums_) {
+      HORORING_RETURN_IF_ERROR(
+          api_->Check(api_->op_destroy(old, comm_), "ncclRedOpDestroy", comm_));
+    }
+    scaled_sums_.clear();
+  }
+  Scalar scalar(dtype, factor);
+  HORORING_RETURN_IF_ERROR(
+      api_->Check(api_->op_create_pre_mul_sum(op, scalar.bytes, NcclTypeOf(dtype),
+                                              kNcclScalarHostImmediate, comm_),
+                  "ncclRedOpCreatePreMulSum", comm_));
+  scaled_sums_[{dtype, factor}] = *op;
   return Status::Ok();
 }
 

@@ -44,7 +44,8 @@ class NcclCommunicator {
   // All ranks, when nothing is in the stream any more.
   Status Leave(TimeNs deadline);
 
-  // The operation that multiplies by `factor` before it sums. REQUIRES: a floating-point type.
+  // The operation that multiplies by `factor` before it sums; good until the next call. REQUIRES: a
+  // floating-point type.
   Status ScaledSum(DataType dtype, double factor, NcclOp* op);
   // Memory for fusion, allocated once. All ranks call it, with the same `bytes`, and exchange what
   // they have got: it is there on all of them or on none, since they must make the same calls, and

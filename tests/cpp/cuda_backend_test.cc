@@ -327,6 +327,22 @@ TEST(looking_at_what_is_under_way_breaks_no_capture_of_the_framework) {
   NothingLeft();
 }
 
+TEST(factors_that_change_from_step_to_step_leave_no_operations_behind) {
+  fake_gpu_reset();
+  RunCuda(1, {DeviceWay::kNccl}, [](CudaRank& rank) {
+    for (int step = 1; step <= 200; ++step) {
+      float value = 3, seen = 0;
+      Batch batch = OneFloat(&value);
+      batch.reduce.prescale = step % 3 == 0 ? 0.5 : static_cast<double>(step) / 64;
+      CHECK_OK(RunBatch(rank, batch, [&] { value = 64; }, [&] { seen = value; }));
+      CHECK_EQ(seen, static_cast<float>(64 * batch.reduce.prescale));
+      CHECK(fake_gpu_count("operations") <= 64);
+    }
+  });
+  CHECK_EQ(fake_gpu_count("operations"), 0);
+  NothingLeft();
+}
+
 TEST(an_error_that_nccl_finds_later_is_told) {
   fake_gpu_reset();
   CudaOptions options{DeviceWay::kNccl};

@@ -139,6 +139,7 @@ FAKE int64_t fake_gpu_count(const char* what) {
       {"communicators", &counts.communicators},
       {"contexts", &counts.contexts},
       {"registered", &counts.registered},
+      {"operations", &counts.operations},
       {"collectives", &counts.collectives},
       {"aborts", &counts.aborts},
       {"kernels", &counts.kernels},

@@ -43,8 +43,8 @@ int fake_gpu_hanging(void);
  * first one as text (static). */
 int fake_gpu_violations(const char** first);
 /* Live objects: "events", "streams", "memory", "pinned", "communicators", "contexts",
- * "registered"; and "collectives", "aborts", "kernels", "copies", "recorded" (events),
- * "allocated" (by cuMemAlloc): done so far. */
+ * "registered", "operations"; and "collectives", "aborts", "kernels", "copies", "recorded"
+ * (events), "allocated" (by cuMemAlloc): done so far. */
 int64_t fake_gpu_count(const char* what);
 
 /* As a framework would: a stream, work in it, and the wait of the host for all of it. */

@@ -56,7 +56,8 @@ struct Comm {
   // Of a group that has ended, until comm_async_error is asked.
   std::mutex mutex;
   std::vector<std::pair<void*, std::function<void()>>> waiting;
-  std::vector<double> factors;               // of operations made here
+  std::map<int, double> factors;             // of operations made here
+  int operations = 0;                        // ever
   std::map<const char*, size_t> registered;  // beginnings and bytes
 };
 

@@ -97,7 +97,10 @@ int EndGroup() {
 }
 
 double FactorOf(Comm* comm, int op) {
-  return op >= kPreMulSum ? comm->factors[static_cast<size_t>(op - kPreMulSum)] : 1;
+  if (op < kPreMulSum) return 1;
+  const auto found = comm->factors.find(op);
+  if (found == comm->factors.end()) Violation("an operation that does not exist, or no more");
+  return found == comm->factors.end() ? 1 : found->second;
 }
 
 int IsRegistered(Comm* comm, const void* send) {
@@ -126,6 +129,7 @@ int End(Comm* comm, bool abort) {
   }
   if (abort) comm->aborted = true;
   counts.registered -= static_cast<int64_t>(comm->registered.size());
+  counts.operations -= static_cast<int64_t>(comm->factors.size());
   if (!abort && comm->state == kInProgress) Violation("a communicator ends before it is finalized");
   const bool in_group = depth > 0 && settings.nccl_version >= 22200;
   if (in_group) ending.push_back(comm);
@@ -336,12 +340,15 @@ FAKE int ncclRecv(void* receive, size_t count, int type, int peer, Comm* comm, v
 FAKE int ncclRedOpCreatePreMulSum(int* op, void* scalar, int type, int residence, Comm* comm) {
   Visit(__func__);
   if (residence != 1 || type < kFloat16) Violation("a factor that is no float of the host");
-  comm->factors.push_back(Load(type, static_cast<const char*>(scalar)));
-  *op = kPreMulSum + static_cast<int>(comm->factors.size()) - 1;
+  *op = kPreMulSum + comm->operations++;
+  comm->factors[*op] = Load(type, static_cast<const char*>(scalar));
+  ++counts.operations;
   return kSuccess;
 }
-FAKE int ncclRedOpDestroy(int, Comm*) {
+FAKE int ncclRedOpDestroy(int op, Comm* comm) {
   Visit(__func__);
+  if (comm->factors.erase(op) == 0) Violation("an operation ends that does not exist, or no more");
+  --counts.operations;
   return kSuccess;
 }
 

@@ -15,7 +15,8 @@ struct Settings {
 };
 struct Counts {
   std::atomic<int64_t> events{0}, streams{0}, memory{0}, pinned{0}, communicators{0}, contexts{0},
-      registered{0}, collectives{0}, aborts{0}, kernels{0}, copies{0}, recorded{0}, allocated{0};
+      registered{0}, collectives{0}, aborts{0}, kernels{0}, copies{0}, recorded{0}, allocated{0},
+      operations{0};
 };
 extern Settings settings;
 extern Counts counts;
