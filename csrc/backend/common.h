@@ -1,6 +1,8 @@
 // What the backends share: how a batch is called in the timeline, and the world of one rank.
 #pragma once
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <string>
 
@@ -15,6 +17,15 @@ constexpr size_t kEntryAlign = 64;  // a cache line, and a multiple of every ele
 // Bytes of a message between hosts. Open MPI sends so much over TCP at once, where more waits for
 // the receiver's word, behind all that is queued.
 constexpr size_t kHostMessage = 32 << 10;
+
+// Of so many bytes that a walk passes from rank to rank in pieces, how many make one. Between hosts
+// a message. Through memory smaller pieces than this would only make more steps, and longer parts
+// are cut into four, so that the stages overlap.
+inline size_t PieceBytes(size_t longest, int hosts) {
+  if (hosts > 1) return kHostMessage;
+  constexpr size_t kLeast = 64 << 10, kCuts = 4;
+  return std::max(kLeast, (longest + kCuts - 1) / kCuts);
+}
 
 inline size_t RoundUp(size_t value, size_t unit) { return (value + unit - 1) / unit * unit; }
 

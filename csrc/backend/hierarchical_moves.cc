@@ -73,7 +73,7 @@ bool HierarchicalBackend::HasRoom(Collective kind) const {
 
 Status HierarchicalBackend::RunLanes(const Batch& batch, std::vector<Lane> lanes, size_t most,
                                      TimeNs deadline, TraceSink& trace) {
-  const LanePlan plan(std::move(lanes), group_.local_size(), capacity(), most);
+  const LanePlan plan(std::move(lanes), group_, capacity(), most);
   if (plan.blocks == 0) return Status::Ok();
   return LaneWalk(group_, local_, wire_, batch, plan, Take(plan.blocks), deadline, trace).Run();
 }

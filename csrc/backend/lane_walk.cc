@@ -6,18 +6,10 @@
 #include "backend/common.h"
 
 namespace hororing {
-namespace {
 
-// Smaller pieces would only make more messages; longer lanes are cut into at least kCuts, so that
-// the stages overlap.
-constexpr size_t kLeastPiece = 64 << 10;
-constexpr size_t kCuts = 4;
-
-}  // namespace
-
-LanePlan::LanePlan(std::vector<Lane> all, int local_size, size_t capacity, size_t most)
-    : lanes(std::move(all)), carries(static_cast<size_t>(local_size), false) {
-  std::vector<size_t> carried(static_cast<size_t>(local_size), 0);
+LanePlan::LanePlan(std::vector<Lane> all, const HostGroup& group, size_t capacity, size_t most)
+    : lanes(std::move(all)), carries(static_cast<size_t>(group.local_size()), false) {
+  std::vector<size_t> carried(carries.size(), 0);
   size_t longest = 0;
   for (const Lane& lane : lanes) {
     const size_t carrier = static_cast<size_t>(lane.carrier);
@@ -25,7 +17,7 @@ LanePlan::LanePlan(std::vector<Lane> all, int local_size, size_t capacity, size_
     carries[carrier] = carries[carrier] || lane.bytes > 0;
     longest = std::max(longest, lane.bytes);
   }
-  const size_t wanted = std::max(kLeastPiece, RoundUp(longest / kCuts, kEntryAlign));
+  const size_t wanted = RoundUp(PieceBytes(longest, group.hosts()), kEntryAlign);
   piece = std::min({RoundUp(longest, kEntryAlign), wanted,
                     capacity / std::max<size_t>(most, 1) / kEntryAlign * kEntryAlign});
   blocks = longest == 0 ? 0 : (longest + piece - 1) / piece;

@@ -57,7 +57,7 @@ struct LanePlan {
   uint64_t blocks = 0;
 
   // `most`: lanes that a rank of any host carries. REQUIRES: capacity / most >= kLeastRoom.
-  LanePlan(std::vector<Lane> all, int local_size, size_t capacity, size_t most);
+  LanePlan(std::vector<Lane> all, const HostGroup& group, size_t capacity, size_t most);
   static constexpr size_t kLeastRoom = 4 << 10;
 };
 

@@ -8,9 +8,6 @@
 namespace hororing {
 namespace {
 
-// As in lane_walk.cc.
-constexpr size_t kLeastPiece = 64 << 10;
-constexpr size_t kCuts = 4;
 // Reduced at a time: what is added next finds the sum in the first-level cache.
 constexpr size_t kReducePiece = 16 << 10;
 
@@ -48,7 +45,8 @@ ScatterPlan::ScatterPlan(const HostGroup& group, const Batch& batch, size_t capa
     senders.push_back(group.JobRank(host, group.CarrierOn(host, group.local, leader)));
   }
   const size_t room = capacity / parts.size() / kEntryAlign * kEntryAlign / element;
-  const size_t wanted = std::max(kLeastPiece / element, (longest + kCuts - 1) / kCuts);
+  const size_t partial = PartialSize(batch.reduce);  // what travels
+  const size_t wanted = PieceBytes(longest * partial, group.hosts()) / partial;
   piece = std::min({longest, RoundUp(wanted, kEntryAlign), room});
   blocks = longest == 0 ? 0 : (longest + piece - 1) / piece;
 }
