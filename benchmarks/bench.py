@@ -80,13 +80,16 @@ def hook_rows(report: dict[str, Any]) -> list[record.Row]:
 
 
 def host_rows(report: dict[str, Any]) -> list[record.Row]:
-    """What hosts.py has written: sums over several hosts, and what the wires allow."""
+    """What hosts.py has written: collectives over several hosts, and what the wires allow."""
     mpi = report["mpi"].split(",")[0].replace(" v", " ")
     names = {"auto": "hororing", "mpi": mpi, "gloo": "gloo"}
     rows = []
     for of_size in report.pop("results"):
-        nbytes = of_size.pop("bytes")
-        case = {"measure": "several hosts", "case": record.human(nbytes), "nbytes": nbytes}
+        nbytes, collective = of_size.pop("bytes"), of_size.pop("collective")
+        name = record.human(nbytes)
+        if collective != "allreduce":
+            name = f"{collective} of {name}"
+        case = {"measure": "several hosts", "case": name, "nbytes": nbytes}
         for way, figures in of_size.items():
             who = names.get(way, f"hororing, {way.replace('_', ' ')}")
             rows.append({**case, "who": who, **figures})
@@ -100,6 +103,7 @@ def sizes(*mib: float) -> tuple[str, ...]:
     return ("--sizes", *(str(int(size * MIB)) for size in mib))
 
 
+LAYOUTS = ((4, "1,1,1,1"), (6, "2,2,2"), (8, "4,4"))  # of pretend hosts
 PARTS = [
     *(Part("sums", ranks, "allreduce", ("--limit",)) for ranks in (2, 4)),
     *(
@@ -128,7 +132,15 @@ PARTS = [
             "--mbit", "200", "--rounds", "5", "--bytes", "65536", "16777216",
             "--only", "auto", "ring", "three_phase", "mpi", "gloo",
         ), HOSTS, layout=layout, rows_of=host_rows)
-        for ranks, layout in ((4, "1,1,1,1"), (8, "4,4"))
+        for ranks, layout in LAYOUTS
+    ),
+    *(
+        Part("verbs", ranks, "hosts", (
+            "--mbit", "200", "--rounds", "3", "--bytes", str(4 * MIB),
+            "--only", "auto", "mpi", "gloo",
+            "--collective", "allgather", "broadcast", "reducescatter", "alltoall",
+        ), HOSTS, layout=layout, rows_of=host_rows)
+        for ranks, layout in LAYOUTS
     ),
 ]  # fmt: skip
 PARTS = [part for part in PARTS if (HERE / f"{part.script}.py").exists()]

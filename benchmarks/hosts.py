@@ -2,12 +2,14 @@
 
     export OMPI_MCA_btl=self,sm,tcp OMPI_MCA_pml=ob1 OMPI_MCA_osc=^ucx
     tests/hosts.sh 4,4 -r 200mbit mpirun python benchmarks/hosts.py --mbit 200 --json result.json
+    ... --collective allgather broadcast --bytes 4194304 --only auto mpi gloo
 
 Contestants take turns in the same processes on the same memory, in random order; a call's time is
 that of the slowest rank. `of_limit` is the least time that the collective needs of the wires, over
-the time taken: for an allreduce every host must send 2 (H - 1) / H of the bytes, for an all-gather
-or a reduce-scatter (H - 1) / H of those that are gathered or scattered, for a broadcast receive
-them all; in frames of 1,514 bytes that hold 1,448 of them.
+the time taken, in frames of 1,514 bytes that hold 1,448 of them. Of the tensor's bytes, for an
+allreduce every one of H hosts must send 2 (H - 1) / H; hosts must receive all of a broadcast; in an
+all-gather or a reduce-scatter, a host with k of N ranks must receive or send the parts of the
+others, (N - k) / N; in an all-to-all, where every rank has a tensor, send k (N - k) / N.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,13 +36,15 @@ WORLD = MPI.COMM_WORLD
 PAYLOAD = 1448 / 1514  # of TCP over Ethernet
 
 
-# Bytes that a host must send or receive, over those of the tensor.
-NEEDS = {
-    "allreduce": lambda hosts: 2 * (hosts - 1) / hosts,
-    "allgather": lambda hosts: (hosts - 1) / hosts,
-    "reducescatter": lambda hosts: (hosts - 1) / hosts,
-    "broadcast": lambda hosts: 1.0,
+# Bytes that some host must send or receive, over those of the tensor; of the ranks on each host.
+NEEDS: dict[str, Callable[[list[int]], float]] = {
+    "allreduce": lambda on: 2 * (len(on) - 1) / len(on),
+    "allgather": lambda on: 1 - min(on) / sum(on),
+    "reducescatter": lambda on: 1 - min(on) / sum(on),
+    "broadcast": lambda on: 1.0,
+    "alltoall": lambda on: max(ranks * (1 - ranks / sum(on)) for ranks in on),
 }
+NO_PEER = {("reducescatter", "gloo")}  # gloo has none
 
 
 def own_part(x: torch.Tensor) -> torch.Tensor:
@@ -47,23 +52,24 @@ def own_part(x: torch.Tensor) -> torch.Tensor:
 
 
 def of_mpi(collective: str) -> Callable[[torch.Tensor], object]:
-    if collective == "allreduce":
-        return lambda x: WORLD.Allreduce(MPI.IN_PLACE, x.numpy())
-    if collective == "broadcast":
-        return lambda x: WORLD.Bcast(x.numpy())
-    if collective == "allgather":
-        return lambda x: WORLD.Allgather(own_part(x).numpy(), x.numpy())
-    return lambda x: WORLD.Reduce_scatter_block(x.numpy(), own_part(x).numpy().copy())
+    return {
+        "allreduce": lambda x: WORLD.Allreduce(MPI.IN_PLACE, x.numpy()),
+        "broadcast": lambda x: WORLD.Bcast(x.numpy()),
+        "allgather": lambda x: WORLD.Allgather(own_part(x).numpy(), x.numpy()),
+        "reducescatter": lambda x: WORLD.Reduce_scatter_block(
+            x.numpy(), own_part(x).numpy().copy()
+        ),
+        "alltoall": lambda x: WORLD.Alltoall(x.numpy(), np.empty_like(x.numpy())),
+    }[collective]
 
 
 def of_gloo(collective: str) -> Callable[[torch.Tensor], object]:
-    if collective == "allreduce":
-        return dist.all_reduce
-    if collective == "broadcast":
-        return lambda x: dist.broadcast(x, 0)
-    if collective == "allgather":
-        return lambda x: dist.all_gather_into_tensor(x, own_part(x).clone())
-    raise SystemExit("gloo has no reduce-scatter to compare with")
+    return {
+        "allreduce": dist.all_reduce,
+        "broadcast": lambda x: dist.broadcast(x, 0),
+        "allgather": lambda x: dist.all_gather_into_tensor(x, own_part(x).clone()),
+        "alltoall": lambda x: dist.all_to_all_single(torch.empty_like(x), x),
+    }[collective]
 
 
 def contestant(name: str, collective: str) -> Callable[[torch.Tensor], object]:
@@ -80,6 +86,7 @@ def contestant(name: str, collective: str) -> Callable[[torch.Tensor], object]:
         "broadcast": lambda x: hvd.broadcast_(x, root_rank=0, name="benchmark"),
         "allgather": lambda x: hvd.allgather(own_part(x), name="benchmark"),
         "reducescatter": lambda x: hvd.reducescatter(x, op=hvd.Sum, name="benchmark"),
+        "alltoall": lambda x: hvd.alltoall(x, name="benchmark"),
     }[collective]
 
 
@@ -92,6 +99,7 @@ def wait_for_all() -> None:
 def measure(collective: str, names: list[str], tensors: dict[int, torch.Tensor],
             order: random.Random, rounds: int) -> dict[int, dict[str, list[float]]]:  # fmt: skip
     """Seconds of every call: of each size, of each contestant."""
+    names = [name for name in names if (collective, name) not in NO_PEER]
     times = {nbytes: {name: [] for name in names} for nbytes in tensors}
     for _ in range(rounds):
         shuffled = list(names)
@@ -118,11 +126,34 @@ def measure(collective: str, names: list[str], tensors: dict[int, torch.Tensor],
     }
 
 
+def shares(of_size: dict[str, list[float]], limit: float) -> dict[str, dict[str, float]]:
+    """Every contestant's time, and which share of it the wires need."""
+    return {
+        name: {
+            "median_us": statistics.median(series) * 1e6,
+            "p10_us": float(np.percentile(series, 10)) * 1e6,
+            "p90_us": float(np.percentile(series, 90)) * 1e6,
+            "of_limit": limit / statistics.median(series),
+        }
+        for name, series in of_size.items()
+    }
+
+
+def show(row: dict[str, Any]) -> None:
+    """The figures of one size of one collective."""
+    for name, figures in row.items():
+        if not isinstance(figures, dict):
+            continue
+        median, low, high = (figures[f"{which}_us"] / 1e3 for which in ("median", "p10", "p90"))
+        print(f"{row['collective']:<13} {row['bytes']:>9} {name:<20} {median:9.3f} ms "
+              f"({low:.1f} to {high:.1f})  {figures['of_limit']:6.1%}", flush=True)  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mbit", type=float, required=True, help="nominal rate of the links")
     parser.add_argument("--bytes", type=int, nargs="+", default=[4, 65536, 1 << 20, 16 << 20])
-    parser.add_argument("--collective", choices=list(NEEDS), default="allreduce")
+    parser.add_argument("--collective", choices=list(NEEDS), nargs="+", default=["allreduce"])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--only", nargs="+", default=[*OURS, "mpi", "gloo"])
     parser.add_argument("--json", help="file to write the results to")
@@ -131,38 +162,33 @@ def main() -> None:
     rank, size = WORLD.Get_rank(), WORLD.Get_size()
     names = WORLD.allgather(platform.node())
     leaders = [names.index(name) for name in dict.fromkeys(names)]
-    hosts = len(leaders)
+    on = [names.count(names[leader]) for leader in leaders]
     if "gloo" in arguments.only:
         dist.init_process_group(
             "gloo", init_method=f"tcp://{names[0]}:29551", rank=rank, world_size=size
         )
     rate = arguments.mbit * 1e6 / 8 * PAYLOAD
     order = random.Random(WORLD.bcast(random.randrange(2**32)))
-    tensors = {nbytes: torch.zeros(max(1, nbytes // 4)) for nbytes in arguments.bytes}
-    measured = measure(arguments.collective, arguments.only, tensors, order, arguments.rounds)
+    # Parts of equal sizes, as MPI's calls want them.
+    tensors = {
+        nbytes: torch.zeros(max(1, nbytes // 4 // size) * size if nbytes >= 4 * size else 1)
+        for nbytes in arguments.bytes
+    }
+    table = []
+    for collective in arguments.collective:
+        measured = measure(collective, arguments.only, tensors, order, arguments.rounds)
+        for nbytes, of_size in measured.items():
+            limit = NEEDS[collective](on) * tensors[nbytes].nbytes / rate
+            table.append({"collective": collective, "bytes": nbytes, **shares(of_size, limit)})
+            if rank == 0:
+                show(table[-1])
     hvd.shutdown()
     if rank != 0:
         return
-    table = []
-    for nbytes, of_size in measured.items():
-        limit = NEEDS[arguments.collective](hosts) * nbytes / rate
-        row: dict[str, object] = {"bytes": nbytes}
-        for name, series in of_size.items():
-            median = statistics.median(series)
-            row[name] = {
-                "median_us": median * 1e6,
-                "p10_us": float(np.percentile(series, 10)) * 1e6,
-                "p90_us": float(np.percentile(series, 90)) * 1e6,
-                "of_limit": limit / median,
-            }
-            print(f"{nbytes:>9} {name:<20} {median * 1e3:9.3f} ms  {limit / median:6.1%}",
-                  flush=True)  # fmt: skip
-        table.append(row)
     if arguments.json:
         facts = {
-            "layout": [names.count(names[leader]) for leader in leaders],
+            "layout": on,
             "mbit": arguments.mbit,
-            "collective": arguments.collective,
             "rounds": arguments.rounds,
             "mpi": MPI.Get_library_version().splitlines()[0].rstrip("\0"),
             "torch": torch.__version__,

@@ -183,9 +183,13 @@ def sections(report: Report) -> dict[str, str]:
                 found[f"A training step of {title}: time over the step alone, {ranks} ranks"] = (
                     overheads(by_case(chosen))
                 )
-    for ranks, title in ((4, "4 hosts of 1 rank"), (8, "2 hosts of 4 ranks")):
+    hosts = {4: "4 hosts of 1 rank", 6: "3 hosts of 2 ranks", 8: "2 hosts of 4 ranks"}
+    for ranks, title in hosts.items():
         if chosen := rows(report, "hosts", ranks):
             found[f"Several hosts, links of 200 Mbit/s: {title}"] = compared(by_case(chosen))
+    for ranks, title in hosts.items():
+        if chosen := rows(report, "verbs", ranks):
+            found[f"Other collectives over several hosts: {title}"] = compared(by_case(chosen))
     for part, title in (("latency", "A small blocking sum, in parts"), ("process sets",
                         "Sums in a process set of 2, beside a world of 3")):  # fmt: skip
         for ranks in (2, 3):
