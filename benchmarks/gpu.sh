@@ -4,8 +4,10 @@
 #   benchmarks/gpu.sh [FOLDER]     results, by default benchmarks/results
 #   FAKE_GPU=build/dev/libfake_gpu.so benchmarks/gpu.sh FOLDER     only that it runs, without a GPU
 #
-# Needs hororing as installed by `make dev`, and torch for CUDA in the same environment. A part that
-# fails or runs out of time is reported, and the rest goes on; the exit code is then 1.
+# What needs least comes first: the driver and NCCL by a C++ program, which CMake and a compiler are
+# enough for; then, with torch for CUDA, Python (PYTHON, else python3); several ranks with mpirun. What
+# is not built is built here, without a download. A part that fails, runs out of time or lacks
+# something is reported, and the rest goes on; the exit code is then 1.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 2
 
@@ -13,9 +15,10 @@ results=$(mkdir -p "${1:-benchmarks/results}" && cd "${1:-benchmarks/results}" &
 log=$results/gpu_log.txt
 : > "$log"
 failed=0
+python=${PYTHON:-$(command -v python3 || command -v python)}
 quick=()
 worlds=(2 4)
-driver=libcuda.so.1
+driver=${HORORING_CUDA_LIBRARY:-libcuda.so.1}
 if [[ -n "${FAKE_GPU:-}" ]]; then
   FAKE_GPU=$(realpath "$FAKE_GPU")
   export FAKE_GPU HORORING_CUDA_LIBRARY=$FAKE_GPU HORORING_NCCL_LIBRARY=$FAKE_GPU
@@ -39,23 +42,65 @@ part() {
   [[ $code -eq 0 ]] || failed=1
 }
 
-part machine 10 bash -c 'date -u; nvidia-smi || true'
-part versions 20 python -c 'import torch; print("torch", torch.__version__, "CUDA", torch.version.cuda)'
-part info 30 python -m hororing info
-part verbs-1-nccl 60 env HORORING_GPU=nccl python benchmarks/gpu_check.py "$results/gpu_verbs_1.json"
-for ranks in "${worlds[@]}"; do
-  part "verbs-$ranks-staged" 60 env HORORING_GPU=staged mpirun -np "$ranks" \
-    python benchmarks/gpu_check.py "$results/gpu_verbs_$ranks.json"
-done
-# Several ranks on one GPU: NCCL 2.30 and later, where it is told so.
-part verbs-2-one-gpu 60 env HORORING_GPU=nccl NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_NVLS_ENABLE=0 \
-  NCCL_MAX_CTAS=4 HORORING_TIMEOUT_S=30 mpirun -np 2 \
-  python benchmarks/gpu_check.py "$results/gpu_verbs_2_one_gpu.json"
-part step 120 python benchmarks/gpu_step.py ${quick[@]+"${quick[@]}"} --json "$results/gpu_step.json"
-pack=$(find build -name bench_gpu_pack -type f 2>/dev/null | head -n 1)
+# lacks NAME WHAT: a part that cannot be here
+lacks() {
+  echo "-- $1: left out, $2" | tee -a "$log"
+  failed=1
+}
+built() { find build/gpu build/release build/dev -name "$1" -type f 2>/dev/null | head -n 1; }
+can() { "$python" -c "$1" > /dev/null 2>&1; }
+
+part machine 10 bash -c 'date -u; nvidia-smi; free -g; nproc; true'
+
+if [[ -z "${FAKE_GPU:-}" && -z "$(built bench_gpu_core)" ]]; then
+  part build-core 200 bash -c 'cmake -S . -B build/gpu -DCMAKE_BUILD_TYPE=Release \
+    -DHORORING_MPICC=OFF && cmake --build build/gpu --parallel \
+    --target bench_gpu_core bench_gpu_pack'
+fi
+nccl=${HORORING_NCCL_LIBRARY:-$("$python" -c \
+  'import runpy; print(runpy.run_path("hororing/nccl.py")["libraries"]())')}
+core=$(built bench_gpu_core)
+pack=$(built bench_gpu_pack)
+if [[ -n "$core" ]]; then
+  part core 60 "$core" "$driver" "$nccl"
+else
+  echo "== core: not built; cmake --preset dev && cmake --build --preset dev --target bench_gpu_core"
+fi
 if [[ -n "$pack" ]]; then
   part pack 30 "$pack" "$driver" ${quick[@]+"${quick[@]}"}
 else
   echo "== pack: not built; cmake --preset dev && cmake --build --preset dev --target bench_gpu_pack"
 fi
+
+if ! can 'import hororing.numpy'; then
+  part build 240 "$python" -m pip install --quiet --no-index --no-build-isolation --no-deps \
+    --editable .
+fi
+if ! can 'import hororing.numpy'; then
+  lacks python "hororing cannot be imported: $("$python" -c 'import hororing.numpy' 2>&1 | tail -n 1)"
+  exit 1
+fi
+part info 30 "$python" -m hororing info
+if ! can 'import torch, os; assert torch.cuda.is_available() or "FAKE_GPU" in os.environ'; then
+  lacks torch "there is no torch for CUDA in $python"
+  exit 1
+fi
+part versions 60 "$python" -c \
+  'import torch; print("torch", torch.__version__, "CUDA", torch.version.cuda)'
+part verbs-1-nccl 60 env HORORING_GPU=nccl "$python" benchmarks/gpu_check.py \
+  "$results/gpu_verbs_1.json"
+part step 120 "$python" benchmarks/gpu_step.py ${quick[@]+"${quick[@]}"} \
+  --json "$results/gpu_step.json"
+if ! command -v mpirun > /dev/null; then
+  lacks mpirun "it is not on the PATH"
+  exit 1
+fi
+for ranks in "${worlds[@]}"; do
+  part "verbs-$ranks-staged" 60 env HORORING_GPU=staged mpirun -np "$ranks" \
+    "$python" benchmarks/gpu_check.py "$results/gpu_verbs_$ranks.json"
+done
+# Several ranks on one GPU: NCCL 2.30 and later, where it is told so.
+part verbs-2-one-gpu 60 env HORORING_GPU=nccl NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_NVLS_ENABLE=0 \
+  NCCL_MAX_CTAS=4 HORORING_TIMEOUT_S=30 mpirun -np 2 \
+  "$python" benchmarks/gpu_check.py "$results/gpu_verbs_2_one_gpu.json"
 exit $failed

@@ -1,0 +1,235 @@
+// What of a GPU can be tried without Python and without a framework: that the driver takes the
+// embedded kernels and they compute what the host does, memory in the order of streams, and batches
+// of one rank by NCCL, where it is found, and by way of the host. One line each; exit code 1 if one
+// is wrong.
+//
+//   bench_gpu_core [libcuda.so.1 [libnccl.so.2]]
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "backend/cuda_backend.h"
+#include "backend/host_backend.h"
+#include "base/half.h"
+#include "trace/trace.h"
+#include "transport/factory.h"
+
+using namespace hororing;
+
+namespace {
+
+constexpr TimeNs kLimit = 60 * kSecond;
+constexpr double kThird = 1.0 / 3;
+bool all_ok = true;
+
+void Tell(const std::string& what, const std::string& wrong) {
+  std::printf("%-24s %s\n", what.c_str(), wrong.empty() ? "ok" : wrong.c_str());
+  all_ok = all_ok && wrong.empty();
+}
+
+std::string Text(const Status& status) { return status.ok() ? "" : status.message(); }
+
+Status Finish(const Device& device) {
+  std::shared_ptr<DeviceEvent> event;
+  HORORING_RETURN_IF_ERROR(device.Record(device.stream(), &event));
+  for (bool reached = false; !reached;) HORORING_RETURN_IF_ERROR(event->Look(&reached));
+  return Status::Ok();
+}
+
+// Numbers on the device, `offset` elements behind an aligned address.
+template <typename Number>
+class OnDevice {
+ public:
+  OnDevice(const Device& device, std::vector<Number> values, size_t offset = 0)
+      : device_(device), values_(std::move(values)), offset_(offset) {
+    status_ = device.AllocatePlain((values_.size() + offset) * sizeof(Number) + 1, &memory_);
+    if (status_.ok()) status_ = device.CopyToDevice(data(), values_.data(), bytes());
+    if (status_.ok()) status_ = Finish(device);
+  }
+  ~OnDevice() {
+    if (memory_ != nullptr) device_.Free(memory_);
+  }
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+
+  Number* data() const { return static_cast<Number*>(memory_) + offset_; }
+  size_t bytes() const { return values_.size() * sizeof(Number); }
+  const Status& status() const { return status_; }
+  // What lies there when the private stream has come so far; "" where it is `wanted`.
+  std::string Judge(const std::vector<Number>& wanted) {
+    if (!status_.ok()) return status_.message();
+    std::vector<Number> found(values_.size());
+    Status status = device_.CopyToHost(found.data(), data(), bytes());
+    if (status.ok()) status = Finish(device_);
+    if (!status.ok()) return status.message();
+    for (size_t i = 0; i < found.size(); ++i) {
+      if (std::memcmp(&found[i], &wanted[i], sizeof(Number)) != 0) {
+        return "element " + std::to_string(i) + " of " + std::to_string(found.size()) + " is wrong";
+      }
+    }
+    return "";
+  }
+
+ private:
+  const Device& device_;
+  std::vector<Number> values_;
+  const size_t offset_;
+  void* memory_ = nullptr;
+  Status status_;
+};
+
+template <typename Number>
+std::vector<Number> Series(size_t count, const std::function<Number(float)>& make) {
+  std::vector<Number> values;
+  for (size_t i = 0; i < count; ++i) values.push_back(make(0.25f * static_cast<float>(i % 201)));
+  return values;
+}
+
+void Copies(const Device& device) {
+  const size_t bytes = 100003;
+  for (const size_t offset : {0, 1, 4}) {  // by 16 bytes, by one and by four at a time
+    const auto values = Series<uint8_t>(
+        bytes, [](float value) { return static_cast<uint8_t>(static_cast<int>(4 * value)); });
+    OnDevice<uint8_t> from(device, values, offset), to(device, std::vector<uint8_t>(bytes), offset);
+    std::vector<DeviceCopy> copies;
+    for (size_t at = 0, part = 16; at < bytes; at += part, part = std::min(part * 2, bytes - at)) {
+      copies.push_back({to.data() + at, from.data() + at, std::min(part, bytes - at)});
+    }
+    const Status copied = device.CopyOnDevice(copies);
+    Tell("copies, offset " + std::to_string(offset), copied.ok() ? to.Judge(values) : Text(copied));
+  }
+}
+
+template <typename From, typename To>
+void Scaled(const Device& device, const char* what, DeviceCast cast,
+            const std::function<From(float)>& from, const std::function<To(From)>& wanted) {
+  const size_t count = 20011;  // some blocks of threads, the last not full
+  const auto values = Series<From>(count, from);
+  OnDevice<From> input(device, values);
+  OnDevice<To> output(device, std::vector<To>(count));
+  std::vector<To> expected;
+  for (const From value : values) expected.push_back(wanted(value));
+  const Status scaled = device.ScaleOnDevice({{output.data(), input.data(), count}}, cast, kThird);
+  Tell(what, scaled.ok() ? output.Judge(expected) : Text(scaled));
+}
+
+void Scales(const Device& device) {
+  if (!device.scales_by_kernel()) return Tell("kernels", "the driver does not take them");
+  const float third = static_cast<float>(kThird);
+  using Half = uint16_t;
+  Scaled<float, float>(
+      device, "float32", DeviceCast::kFloat32, [](float v) { return v; },
+      [&](float v) { return v * third; });
+  Scaled<double, double>(
+      device, "float64", DeviceCast::kFloat64, [](float v) { return static_cast<double>(v); },
+      [](double v) { return v * kThird; });
+  Scaled<Half, float>(device, "float16 to float32", DeviceCast::kFloat16ToFloat32, FloatToHalf,
+                      [&](Half v) { return HalfToFloat(v) * third; });
+  Scaled<float, Half>(
+      device, "float32 to float16", DeviceCast::kFloat32ToFloat16, [](float v) { return v; },
+      [&](float v) { return FloatToHalf(v * third); });
+  Scaled<Half, float>(device, "bfloat16 to float32", DeviceCast::kBfloat16ToFloat32,
+                      FloatToBfloat16, [&](Half v) { return Bfloat16ToFloat(v) * third; });
+  Scaled<float, Half>(
+      device, "float32 to bfloat16", DeviceCast::kFloat32ToBfloat16, [](float v) { return v; },
+      [&](float v) { return FloatToBfloat16(v * third); });
+}
+
+void StreamMemory(const Device& device) {
+  const auto values = Series<float>(5000, [](float v) { return v; });
+  OnDevice<float> from(device, values), to(device, std::vector<float>(values.size()));
+  std::shared_ptr<DeviceMemory> memory;
+  Status status = device.Allocate(from.bytes(), &memory);
+  if (status.ok()) status = device.CopyOnDevice({{memory->data(), from.data(), from.bytes()}});
+  if (status.ok()) status = memory->MoveTo(to.data(), to.bytes(), device.stream());
+  Tell("memory of a stream", status.ok() ? to.Judge(values) : Text(status));
+}
+
+// Of one rank: what comes out is what went in, times the factor.
+void Batches(const std::shared_ptr<Devices>& devices, const std::shared_ptr<Device>& device,
+             DeviceWay way, const std::string& name) {
+  auto transports = MakeInprocWorld(1, 20 * kMicrosecond);
+  HostBackend host(*transports[0], HostBackend::Options{});
+  CudaBackend::Options options;
+  options.devices = devices;
+  options.way = way;
+  options.fusion_bytes = 1 << 20;
+  CudaBackend cuda(*transports[0], options, {&host});
+  TraceSink trace;
+  const size_t count = 70001;
+  const auto values = Series<float>(count, [](float v) { return v; });
+  struct Case {
+    const char* what;
+    Collective kind;
+    ReduceOp op;
+    double factor;
+  };
+  for (const Case& each : {Case{"sum", Collective::kAllreduce, ReduceOp::kSum, 1},
+                           {"average, a quarter", Collective::kAllreduce, ReduceOp::kAverage, 0.25},
+                           {"least, a half", Collective::kAllreduce, ReduceOp::kMin, 0.5},
+                           {"broadcast", Collective::kBroadcast, ReduceOp::kSum, 1},
+                           {"allgather", Collective::kAllgather, ReduceOp::kSum, 1},
+                           {"reduce-scatter", Collective::kReducescatter, ReduceOp::kSum, 1}}) {
+    OnDevice<float> first(*device, values), second(*device, values);
+    OnDevice<float> to_first(*device, std::vector<float>(count)),
+        to_second(*device, std::vector<float>(count));
+    Batch batch;
+    batch.kind = each.kind;
+    batch.reduce = {DataType::kFloat32, each.op, each.factor, 1.0};
+    batch.on_device = true;
+    std::shared_ptr<DeviceEvent> ready;
+    Status status = device->Record(device->stream(), &ready);
+    for (auto [input, output] : {std::pair(&first, &to_first), std::pair(&second, &to_second)}) {
+      BatchEntry entry;
+      entry.name = each.what;
+      entry.input = input->data();
+      entry.output = output->data();
+      entry.elements = count;
+      entry.receive_bytes = {count * sizeof(float)};
+      entry.parts = {count};
+      entry.ready = ready;
+      batch.entries.push_back(entry);
+    }
+    std::vector<float> wanted;
+    for (const float value : values) wanted.push_back(value * static_cast<float>(each.factor));
+    if (status.ok()) status = cuda.Run(batch, After(NowNs(), kLimit), trace);
+    std::string wrong = Text(status);
+    for (OnDevice<float>* output : {&to_first, &to_second}) {
+      if (wrong.empty()) wrong = output->Judge(wanted);
+    }
+    Tell(name + ": " + each.what, wrong);
+    if (!status.ok()) return;
+  }
+  Tell(name + ": end", Text(cuda.Leave(After(NowNs(), kLimit))));
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  Devices::Options options;
+  if (argc > 1) options.cuda_library = argv[1];
+  if (argc > 2) options.nccl_libraries = argv[2];
+  const auto devices = std::make_shared<Devices>(options);
+  std::shared_ptr<Device> device;
+  const Status opened = devices->Any(&device);
+  if (!opened.ok()) {
+    Tell("driver", opened.message());
+    return 1;
+  }
+  std::printf("%s, CUDA %d, compiled kernels %s\n", device->name().c_str(), device->api().version,
+              device->scales_by_kernel() ? "load" : "do not load");
+  Copies(*device);
+  Scales(*device);
+  StreamMemory(*device);
+  std::shared_ptr<const NcclApi> nccl;
+  const Status loaded = devices->Nccl(&nccl);
+  std::printf("%s\n",
+              loaded.ok() ? ("NCCL " + nccl->version_text()).c_str() : loaded.message().c_str());
+  if (loaded.ok()) Batches(devices, device, DeviceWay::kNccl, "NCCL");
+  Batches(devices, device, DeviceWay::kStaged, "host");
+  return all_ok ? 0 : 1;
+}
