@@ -17,7 +17,7 @@ int WaitMany(const int64_t* handles, int32_t count, double timeout_s,
   const TimeNs timeout = timeout_s < 0 ? kForever : Scaled(timeout_s, kSecond);
   const size_t number = static_cast<size_t>(count);
   bool all_ok = false;
-  const std::shared_ptr<HandleTable> table = Handles();
+  const std::shared_ptr<HandleTable>& table = Handles();
   HandleTable::Look look = table->WaitMany(handles, number, 0, &all_ok, landed);
   if (look == HandleTable::Look::kPending && timeout > 0) {
     const std::shared_ptr<Engine> engine = CurrentEngine();

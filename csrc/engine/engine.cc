@@ -269,11 +269,12 @@ size_t Engine::SubmitAgain(const OneTensor* tensors, size_t count, bool wait_fol
   if (trace_.enabled()) return 0;  // each has its span
   handles_->Create(handles, count);
   const TimeNs now = config_.learns() ? NowNs() : 0;
-  const size_t added = tensors_.AddAgain(tensors, count, handles, now);
+  bool ring = !wait_follows || !Drivable();
+  const size_t added = tensors_.AddAgain(tensors, count, handles, now, &ring);
   for (size_t i = added; i < count; ++i) Forget(handles[i], Status::Ok());
   if (added == 0) return 0;
   stats_.submitted += static_cast<int64_t>(added);
-  if (!wait_follows || !Drivable()) WakeForRequests();
+  if (ring) WakeForRequests();
   return added;
 }
 

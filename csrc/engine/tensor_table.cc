@@ -48,37 +48,69 @@ Status TensorTable::Add(std::unique_ptr<TensorEntry> entry) {
   entry->stage = "NEGOTIATE";
   joining_ = entry->request.kind == Collective::kJoin;
   submitted_.push_back(entry.get());
+  if (!added) Going(*place->second);
   place->second = std::move(entry);
   return Status::Ok();
 }
 
+TensorEntry* TensorTable::FindAgain(const OneTensor& tensor) {
+  if (next_ >= order_.size()) next_ = 0;
+  if (!order_.empty()) {
+    const Request& request = order_[next_]->request;
+    if (request.process_set == tensor.process_set && request.name == tensor.name) {
+      return order_[next_++];
+    }
+  }
+  SetKey(tensor.process_set, tensor.name, &key_);
+  const auto found = entries_.find(key_);
+  if (found == entries_.end()) return nullptr;
+  TensorEntry* const entry = found->second.get();
+  if (!InOrder(*entry)) {
+    entry->place = order_.size();
+    order_.push_back(entry);
+  }
+  next_ = entry->place + 1;
+  return entry;
+}
+
+bool TensorTable::InOrder(const TensorEntry& entry) const {
+  return entry.place < order_.size() && order_[entry.place] == &entry;
+}
+
+// Rare, of those that are made again.
+void TensorTable::Going(const TensorEntry& entry) {
+  if (InOrder(entry)) order_.clear();
+  if (order_.empty()) next_ = 0;
+}
+
 size_t TensorTable::AddAgain(const OneTensor* tensors, size_t count, const int64_t* handles,
-                             TimeNs now) {
+                             TimeNs now, bool* ring) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (!closed_.ok() || joining_) return 0;
-  for (size_t i = 0; i < count; ++i) {
-    const OneTensor& tensor = tensors[i];
-    SetKey(tensor.process_set, tensor.name, &key_);
-    const auto place = entries_.find(key_);
-    if (place == entries_.end() || !place->second->resting || !IsAs(*place->second, tensor))
-      return i;
-    TensorEntry& entry = *place->second;
+  size_t added = 0;
+  for (; added < count; ++added) {
+    const OneTensor& tensor = tensors[added];
+    TensorEntry* const found = FindAgain(tensor);
+    if (found == nullptr || !found->resting || !IsAs(*found, tensor)) break;
+    TensorEntry& entry = *found;
     entry.resting = false;
     entry.views[0].input = tensor.input;
     entry.views[0].output = tensor.output;
-    entry.handle = handles[i];
+    entry.handle = handles[added];
     entry.submitted_ns = now;
     entry.reported_ns = 0;
     entry.stage = "NEGOTIATE";
     submitted_.push_back(&entry);
   }
-  return count;
+  if (*ring && added > 0) *ring = !std::exchange(rung_, true);
+  return added;
 }
 
 void TensorTable::TakeSubmitted(std::vector<TensorEntry*>* submitted) {
   submitted->clear();
   std::lock_guard<std::mutex> lock(mutex_);
   submitted->swap(submitted_);
+  rung_ = false;
 }
 
 TensorEntry* TensorTable::Find(const std::string& key) {
@@ -92,6 +124,7 @@ std::unique_ptr<TensorEntry> TensorTable::Remove(const std::string& key) {
   const auto entry = entries_.find(key);
   if (entry == entries_.end() || entry->second->resting) return nullptr;
   std::unique_ptr<TensorEntry> removed = std::move(entry->second);
+  Going(*removed);
   entries_.erase(entry);
   if (removed->request.kind == Collective::kJoin) joining_ = false;
   return removed;
@@ -107,6 +140,7 @@ void TensorTable::Forget(const std::string& key) {
   const auto entry = entries_.find(key);
   if (entry == entries_.end()) return;
   if (entry->second->resting) {
+    Going(*entry->second);
     entries_.erase(entry);
   } else {
     entry->second->cache_id = 0;
@@ -115,6 +149,7 @@ void TensorTable::Forget(const std::string& key) {
 
 std::vector<std::unique_ptr<TensorEntry>> TensorTable::RemoveSet(int32_t process_set) {
   std::lock_guard<std::mutex> lock(mutex_);
+  order_.clear();
   std::vector<std::unique_ptr<TensorEntry>> removed;
   for (auto entry = entries_.begin(); entry != entries_.end();) {
     if (entry->second->request.process_set == process_set) {
@@ -145,6 +180,7 @@ std::vector<std::unique_ptr<TensorEntry>> TensorTable::Close(const Status& why) 
   std::lock_guard<std::mutex> lock(mutex_);
   closed_ = why;
   submitted_.clear();
+  order_.clear();
   std::vector<std::unique_ptr<TensorEntry>> left;
   for (auto& [name, entry] : entries_) {
     if (!entry->resting) left.push_back(std::move(entry));

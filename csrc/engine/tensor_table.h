@@ -31,6 +31,7 @@ struct TensorEntry {
   // On a device: when each view may be used; empty: now.
   std::vector<std::shared_ptr<const DeviceEvent>> ready;
   bool resting = false;  // not in flight; GUARDED_BY the table's mutex
+  size_t place = 0;      // in the table's order, if it is there; GUARDED_BY the table's mutex
   // Loop thread only.
   uint64_t cache_id = 0;  // of `request` in the response cache; 0: none, as far as is known
   TimeNs reported_ns = 0;
@@ -66,8 +67,10 @@ class TensorTable {
   Status Add(std::unique_ptr<TensorEntry> entry);
 
   // Adds those whose entries rest here, up to the first that has none, or is not as it was then.
-  // How many.
-  size_t AddAgain(const OneTensor* tensors, size_t count, const int64_t* handles, TimeNs now);
+  // How many. `ring`: whether the caller will wake the loop now; it must only if that stays true:
+  // else somebody else does who has added something that the loop has not taken yet.
+  size_t AddAgain(const OneTensor* tensors, size_t count, const int64_t* handles, TimeNs now,
+                  bool* ring);
 
   // Everything added since the last call, in order.
   void TakeSubmitted(std::vector<TensorEntry*>* submitted);
@@ -86,10 +89,21 @@ class TensorTable {
   std::vector<std::unique_ptr<TensorEntry>> Close(const Status& why);
 
  private:
+  // All of these: REQUIRES mutex_.
+  TensorEntry* FindAgain(const OneTensor& tensor);  // null: none of that name
+  bool InOrder(const TensorEntry& entry) const;
+  void Going(const TensorEntry& entry);  // is about to be erased
+
   std::mutex mutex_;
   std::unordered_map<std::string, std::unique_ptr<TensorEntry>> entries_;  // GUARDED_BY(mutex_)
   std::vector<TensorEntry*> submitted_;                                    // GUARDED_BY(mutex_)
-  std::string key_;       // of what is looked for; GUARDED_BY(mutex_)
+  bool rung_ = false;  // for what is in submitted_; GUARDED_BY(mutex_)
+  std::string key_;    // of what is looked for; GUARDED_BY(mutex_)
+  // Entries as they were added again, and the place in there of the one that comes next: steps
+  // repeat themselves, and then none is looked for by its name. Every entry that is in here is in
+  // entries_, once. GUARDED_BY(mutex_)
+  std::vector<TensorEntry*> order_;
+  size_t next_ = 0;
   Status closed_;         // GUARDED_BY(mutex_)
   bool joining_ = false;  // a join is in entries_; GUARDED_BY(mutex_)
 };

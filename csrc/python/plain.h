@@ -7,7 +7,7 @@
 #include <Python.h>
 
 #include <cstdint>
-#include <deque>
+#include <list>
 #include <utility>
 #include <vector>
 
@@ -42,7 +42,7 @@ inline Reference Owned(PyObject* object) {
 class Plain {
  public:
   // Shapes that no tensor holds, while a request needs them.
-  using Shapes = std::deque<std::vector<int64_t>>;
+  using Shapes = std::list<std::vector<int64_t>>;
 
   // `types`: a tuple. `exchange`: a capsule with DLPack's table, or None. `refusals`: a tuple of
   // functions of a tensor, and of names of attributes; it is plain where all functions say no, and

@@ -3,6 +3,9 @@
 #include <cstring>
 
 namespace hororing {
+
+static_assert(sizeof(long) == sizeof(int64_t), "handles are made of long");
+
 namespace {
 
 constexpr double kWaitSlice = 0.2;  // seconds between two looks at Python's signals
@@ -58,7 +61,7 @@ void Sweep(const Table& table) {
 }
 
 PyObject* Note(const Table& table, int64_t handle, PyObject* keep) {
-  PyObject* const number = PyLong_FromLongLong(handle);
+  PyObject* const number = PyLong_FromLong(handle);
   if (number == nullptr || PyDict_SetItem(table.pending.get(), number, keep) != 0) {
     Py_INCREF(keep);  // for ever: the core may be writing there
     Py_XDECREF(number);
@@ -69,7 +72,7 @@ PyObject* Note(const Table& table, int64_t handle, PyObject* keep) {
 
 PyObject* Submit(const Table& table, const hr_request& request, PyObject* keep) {
   const int64_t handle = hr_submit(&request);
-  if (handle <= 0) return PyLong_FromLongLong(handle);
+  if (handle <= 0) return PyLong_FromLong(handle);
   PyObject* const number = Note(table, handle, keep);
   if (number != nullptr) Sweep(table);
   return number;
@@ -92,7 +95,7 @@ PyObject* Finish(const Table& table, PyObject* handle) {
   if (found == nullptr || reinterpret_cast<PyObject*>(Py_TYPE(found)) == table.general.get()) {
     Py_RETURN_NONE;
   }
-  const int64_t number = PyLong_AsLongLong(handle);
+  const long number = PyLong_AsLong(handle);  // 64 bits, and quicker than long long
   if (number == -1 && PyErr_Occurred() != nullptr) return nullptr;
   Py_INCREF(found);
   const int code = Wait(number, true);

@@ -9,7 +9,7 @@ from hororing import arguments, collectives
 from hororing.adapter import T
 from hororing.compression import Compressor, NoneCompressor, check_compression
 from hororing.failures import fail
-from hororing.names import WORLD_SET, DefaultName, default_name, take_back
+from hororing.names import DefaultName, default_name, take_back
 from hororing.process_sets import ProcessSet, check_member, global_process_set
 from hororing.verbs.requests import Requests, first
 
@@ -97,15 +97,6 @@ class Allreduce(Requests[T]):
         process_set: ProcessSet = global_process_set,
     ) -> int:
         """Start an `allreduce_`; `tensor` must not be touched before `synchronize(handle)`."""
-        if name is not None and average is None and process_set is global_process_set:
-            # What `_start_one` does of the most usual call, with a frame less.
-            handle = self.adapter.plain_tensors.allreduce(
-                tensor, tensor, tensor, name, WORLD_SET, op, prescale_factor, postscale_factor,
-                False,
-            )  # fmt: skip
-            if handle > 0:
-                self.adapter.mark_written(tensor)
-                return handle
         return self._start_one(
             tensor, True, average, name, op, prescale_factor, postscale_factor, process_set
         )

@@ -144,6 +144,45 @@ TEST(requests_made_again_are_right_whatever_was_forgotten_meanwhile) {
   }
 }
 
+// Who adds without ringing may be interrupted before it takes the loop's place: that one does not
+// count.
+TEST(the_loop_is_rung_once_for_what_it_has_not_taken_yet) {
+  TensorTable table;
+  std::vector<float> data(2, 1.0f);
+  std::vector<TensorEntry*> taken;
+  for (const char* name : {"a", "b", "c"}) {
+    CHECK_OK(table.Add(Player::Entry(name, data, ReduceOp::kSum)));
+  }
+  const auto take = [&] {
+    table.TakeSubmitted(&taken);
+    table.Rest(taken);
+    return taken.size();
+  };
+  const auto rings = [&](const std::string& name, bool ring) {
+    int64_t shape = 0;
+    const int64_t handle = 1;
+    const OneTensor tensor = Player::Again(name, data, ReduceOp::kSum, &shape);
+    CHECK_EQ(table.AddAgain(&tensor, 1, &handle, 0, &ring), size_t{1});
+    return ring;
+  };
+  CHECK_EQ(take(), size_t{3});
+  for (int round = 0; round < 2; ++round) {
+    CHECK(!rings("c", false));
+    CHECK(rings("a", true));
+    CHECK(!rings("b", true));
+    CHECK_EQ(take(), size_t{3});
+    CHECK(rings("b", true));
+    CHECK_EQ(take(), size_t{1});
+    table.Forget("b");
+    CHECK(rings("a", true));
+    table.Forget("a");  // in flight
+    CHECK(!rings("c", true));
+    CHECK_EQ(take(), size_t{2});
+    CHECK_OK(table.Add(Player::Entry("b", data, ReduceOp::kSum)));
+    CHECK_EQ(take(), size_t{1});
+  }
+}
+
 TEST(the_first_request_that_is_refused_ends_a_submission_of_many) {
   Play(2, {}, [](Player& player) {
     std::vector<float> a(3, 1.0f), x(3, 1.0f), b(3, 1.0f), both(1, 0.0f);
