@@ -231,7 +231,7 @@ TEST(a_process_set_that_is_stuck_on_the_device_fails_its_removal_and_nothing_els
         }
         CHECK_OK(gpu.Allreduce("x", data, 1.0f));
         CHECK_EQ(data[9], 3.0f);
-        CHECK(player.engine->state() == Engine::State::kRunning);
+        CHECK(player.engine->state() != Engine::State::kFailed);  // another may shut down already
       },
       [](int, EngineConfig& config) { config.timeout_ns = 6 * kSecond; });
   fake_gpu_reset();

@@ -51,8 +51,8 @@ struct Comm {
   int rank = 0, ranks = 1;
   std::atomic<int> state{kInProgress};  // what comm_async_error says
   std::atomic<bool> aborted{false}, dead{false}, finalized{false};
-  std::atomic<int> under_way{0};  // collectives in streams
-  std::thread starter;
+  std::atomic<int> under_way{0};         // collectives in streams
+  std::atomic<bool> start_ended{false};  // of the thread that waits for the other ranks
   // Of a group that has ended, until comm_async_error is asked.
   std::mutex mutex;
   std::vector<std::pair<void*, std::function<void()>>> waiting;

@@ -65,8 +65,8 @@ int PointToPoint(Comm* comm, void* stream, bool sends, void* data, size_t bytes,
 // Waits for what it has in streams, as the real one does: behind a collective of another
 // communicator, for which nobody else waits any more, that may take for ever.
 void Bury(Comm* comm) {
-  if (comm->starter.joinable()) comm->starter.join();
-  while (comm->under_way > 0) std::this_thread::sleep_for(std::chrono::microseconds(50));
+  while (!comm->start_ended || comm->under_way > 0)
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
   if (++comm->shared->left >= comm->ranks || comm->aborted) shm_unlink(comm->name.c_str());
   --counts.communicators;
 }
@@ -203,7 +203,11 @@ FAKE int ncclCommInitRankConfig(Comm** made, int ranks, UniqueId id, int rank, c
   comm->rank = rank;
   comm->ranks = ranks;
   ++counts.communicators;
-  comm->starter = std::thread([comm] { Start(comm); });
+  // Not joined: who ends the communicator may have been given up.
+  std::thread([comm] {
+    Start(comm);
+    comm->start_ended = true;
+  }).detach();
   *made = comm;
   return kInProgress;
 }
