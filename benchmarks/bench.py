@@ -237,7 +237,10 @@ def found(parts: list[dict[str, Any]]) -> dict[str, str]:
 def merged(new: list[dict[str, Any]], path: Path) -> list[dict[str, Any]]:
     """The parts of an earlier run that were not run again, and the new ones, in our order."""
     order = [(part.name, part.ranks) for part in PARTS]
-    old = json.loads(path.read_text())["parts"] if path.exists() else []
+    old = []
+    if path.exists():
+        report = json.loads(path.read_text())
+        old = [{"commit": report["machine"]["commit"], **part} for part in report["parts"]]
     known = {(part["part"], part["ranks"]): part for part in [*old, *new]}
     return [known[key] for key in order if key in known]
 
@@ -261,12 +264,13 @@ def main() -> None:
         if options.only is None or part.name in options.only:
             print(f"==== {part.name}, {part.ranks} ranks", flush=True)
             left = options.budget - (time.monotonic() - begin)
-            parts.append(run(part, options, min(options.limit, left)))
+            report = run(part, options, min(options.limit, left))
+            parts.append(report | {"commit": machine["commit"]})
             print(f"==== {parts[-1].get('failed', 'took')}, {parts[-1].get('took_s', 0)} s")
     out = Path(options.out)
     if options.only:
         parts = merged(parts, out)
-    report = {
+    whole = {
         "command": record.command(),
         "remark": options.remark,
         "machine": machine | {"busy_share_after": record.busy_share()},
@@ -275,13 +279,13 @@ def main() -> None:
         "parts": parts,
     }
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(report, indent=1) + "\n")
-    for peer, how in report["peers"].items():
+    out.write_text(json.dumps(whole, indent=1) + "\n")
+    for peer, how in whole["peers"].items():
         print(f"{peer}: {how}")
     failures = [part for part in parts if "failed" in part]
     for part in failures:
         print(f"FAILED: {part['part']}, {part['ranks']} ranks: {part['failed'][:200]}")
-    print(f"{out}: {report['took_s']} s")
+    print(f"{out}: {whole['took_s']} s")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,6 @@ import argparse
 import copy
 import json
 import random
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -35,6 +34,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from mpi4py import MPI
+from record import command
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -179,7 +179,7 @@ def main() -> None:
                   f"  {np.median(cpu_over) * 1e3 / count:6.2f} us per parameter")  # fmt: skip
         if args.json:
             with open(args.json, "w") as file:
-                json.dump({"command": " ".join(sys.argv), "ranks": hvd.size(), "model": args.model,
+                json.dump({"command": command(), "ranks": hvd.size(), "model": args.model,
                            "torch": torch.__version__, "ways": result}, file, indent=1)  # fmt: skip
     dist.destroy_process_group()
     hvd.shutdown()

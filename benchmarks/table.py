@@ -155,6 +155,12 @@ def circumstances(report: Report) -> str:
         f"after; load average {min(loads):.1f} to {max(loads):.1f}, ours included.",
         f"Peers: {peers}.",
     ]
+    earlier: dict[str, list[str]] = {}
+    for part in report["parts"]:
+        commit = part.get("commit", machine["commit"])
+        if commit != machine["commit"]:
+            earlier.setdefault(commit, []).append(f"{part['part']} on {part['ranks']} ranks")
+    lines += [f"Of earlier runs: commit {c}: {', '.join(p)}." for c, p in earlier.items()]
     failed = [
         f"{part['part']} on {part['ranks']} ranks ({part['failed'].split(':')[0]})"
         for part in report["parts"]
