@@ -85,7 +85,7 @@ class Layerwise(keras.Optimizer):  # type: ignore[misc]  # Keras declares no typ
 
     def _change(self, at: int, weight: Any, gradient: Any, rate: Any) -> Any:
         """Return what is subtracted from `weight`, the optimizer's variable number `at`."""
-        raise NotImplementedError
+        raise NotImplementedError("a layerwise optimizer needs _change(at, weight, gradient, rate)")
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments."""
