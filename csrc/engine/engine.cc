@@ -358,8 +358,9 @@ bool Engine::Await(std::unique_lock<std::mutex>& lock, TimeNs timeout_ns,
 }
 
 // A call of NVIDIA's that does not return must not be one that a caller is in: nobody could give it
-// up, so with a device the loop stays with its thread.
-bool Engine::Drivable() const { return drivable_ && !devices_->in_use(); }
+// up, so with a device the loop stays with its thread. So it does while this rank has joined, when
+// tensors of the others may be its first on a device.
+bool Engine::Drivable() const { return drivable_ && !devices_->in_use() && !tensors_.joining(); }
 
 // Runs the loop, unless somebody else does or it is not for callers to run.
 void Engine::DriveUntil(const std::function<bool()>& done, TimeNs deadline) {

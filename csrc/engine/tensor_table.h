@@ -8,6 +8,7 @@
 // that are in flight belong to the loop thread until Remove or Rest.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -85,6 +86,8 @@ class TensorTable {
   std::vector<std::unique_ptr<TensorEntry>> RemoveSet(int32_t process_set);
   // Titles of what the batch under way holds. REQUIRES: the loop has been given up.
   std::vector<std::string> InBatch();
+  // Whether a join is in flight. Any thread.
+  bool joining() const { return joining_.load(std::memory_order_relaxed); }
   // Refuses every later Add with `why`, and hands out all that is left.
   std::vector<std::unique_ptr<TensorEntry>> Close(const Status& why);
 
@@ -104,8 +107,8 @@ class TensorTable {
   // entries_, once. GUARDED_BY(mutex_)
   std::vector<TensorEntry*> order_;
   size_t next_ = 0;
-  Status closed_;         // GUARDED_BY(mutex_)
-  bool joining_ = false;  // a join is in entries_; GUARDED_BY(mutex_)
+  Status closed_;                     // GUARDED_BY(mutex_)
+  std::atomic<bool> joining_{false};  // a join is in entries_; written under mutex_
 };
 
 }  // namespace hororing

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
+from pathlib import Path
 
 import fake_gpu
 import mpirun
@@ -49,6 +51,40 @@ def stay_in(function: str) -> None:
     print("told", flush=True)
 
 
+def stay_joined(function: str) -> None:
+    """The same, of a rank that has joined and used no device before: it waits in the join."""
+    import torch
+
+    import hororing.torch as hvd
+    from hororing import errors
+
+    fake_gpu.stand_in()
+    hvd.init()
+    hvd.barrier()
+    joins = hvd.rank() == hvd.size() - 1
+    if joins:
+        fake_gpu.hang_in(function)
+
+    def reduce_unless_joined() -> None:
+        if not joins:
+            hvd.allreduce(torch.ones(3), name="x")
+            hvd.allreduce(torch.ones(3), name="y")
+        hvd.join()
+
+    began = time.monotonic()
+    with pytest.raises((errors.TransportError, errors.PeerLostError)) as failed:
+        reduce_unless_joined()
+    assert time.monotonic() - began < 20
+    told = Path(os.environ["TMPDIR"], "told")
+    if joins:
+        assert f"{function} of NCCL has not returned" in str(failed.value), failed.value
+        told.touch()
+    while not told.exists() and time.monotonic() - began < 20:
+        time.sleep(0.01)  # mpirun ends the job with the first rank that ends
+    hvd.shutdown()
+    print("told", flush=True)
+
+
 @pytest.mark.skipif(FAKE is None, reason="the fake GPU is not built; make test-cpp builds it")
 @pytest.mark.parametrize("function", ["ncclGroupEnd", "ncclAllReduce"])
 def test_a_call_of_nccl_that_does_not_return_is_an_error_for_who_waits(function: str):
@@ -59,5 +95,16 @@ def test_a_call_of_nccl_that_does_not_return_is_an_error_for_who_waits(function:
         assert "told" in job.outputs[rank], job.report()
 
 
+@pytest.mark.skipif(FAKE is None, reason="the fake GPU is not built; make test-cpp builds it")
+def test_the_first_call_of_nccl_after_a_join_is_not_made_by_who_waits():
+    assert FAKE is not None
+    variables = fake_gpu.environment(FAKE, HORORING_TIMEOUT_S="2", HORORING_GPU="nccl")
+    job = mpirun.run(
+        __file__, 2, "ncclCommInitRankConfig", "joined", environment=variables, timeout_s=40
+    )
+    for rank in range(2):
+        assert "told" in job.outputs[rank], job.report()
+
+
 if __name__ == "__main__":
-    stay_in(sys.argv[1])
+    (stay_joined if "joined" in sys.argv else stay_in)(sys.argv[1])
