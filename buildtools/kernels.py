@@ -1,9 +1,10 @@
 """Compiles csrc/device/kernels.cu to csrc/device/kernels.inc: PTX, as a string of C++.
 
-Only who changes the kernel needs it, and with it nvcc (CUDA 13): `make kernels`. PTX for compute
-capability 7.5 is what the driver of any later GPU compiles for itself. The version of the
-language that nvcc writes is its own; we declare the oldest that has all that the kernel uses, so
-that drivers since CUDA 11.2 take it, and have ptxas check that.
+Only who changes the kernel needs it, and with it nvcc (CUDA 13): `make kernels`. PTX is what the
+driver compiles for the GPU that it finds. The version of the language and the GPU that nvcc writes
+into it are its own; we declare the oldest that have all that the kernel uses, so that drivers since
+CUDA 11.2 take it for GPUs since Maxwell, and have ptxas check that. What a driver makes of it is
+the same either way.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 ROOM = Path(__file__).resolve().parents[1] / "csrc/device"
 ARCHITECTURE = 75  # compute capability 7.5: the least that CUDA 13 compiles for
 LANGUAGE = "7.2"  # of PTX: CUDA 11.2
+LEAST_GPU = 50  # compute capability 5.0: Maxwell, the least that CUDA 12 knows
 
 
 def compile_kernels(nvcc: str) -> str:
@@ -37,6 +39,7 @@ def compile_kernels(nvcc: str) -> str:
         # Comments hold the machine's paths, and nothing that the driver reads.
         code = re.sub(r"//[^\n]*", "", ptx.read_text())
         code = re.sub(r"^\.version .*$", f".version {LANGUAGE}", code, flags=re.MULTILINE)
+        code = re.sub(r"^\.target .*$", f".target sm_{LEAST_GPU}", code, flags=re.MULTILINE)
         ptx.write_text(code)
         ptxas = Path(nvcc).with_name("ptxas")
         subprocess.run(

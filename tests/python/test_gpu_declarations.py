@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,9 @@ import pytest
 from hororing import nccl
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "buildtools"))
+
+import kernels  # noqa: E402
 
 
 def folder_of(header: str, *candidates: Path) -> Path:
@@ -21,6 +25,11 @@ def folder_of(header: str, *candidates: Path) -> Path:
         if (folder / header).exists():
             return folder
     pytest.skip(f"there is no {header}")
+
+
+def installed(pattern: str) -> list[Path]:
+    """What NVIDIA's packages for Python, or triton's, have of CUDA."""
+    return [path for folder in sys.path for path in sorted(Path(folder).glob(pattern))]
 
 
 def nccl_include() -> Path:
@@ -38,11 +47,12 @@ def nccl_include() -> Path:
 
 def test_what_we_declare_of_cuda_and_nccl_is_what_their_headers_say():
     toolkits = sorted(Path("/usr/local").glob("cuda*/include"), reverse=True)
-    cuda = folder_of("cuda.h", *toolkits, Path("/usr/include"))
+    cuda = folder_of("cuda.h", *toolkits, Path("/usr/include"), *installed("nvidia/cu*/include"))
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     assert compiler
     command = [compiler, "-std=c++17", "-fsyntax-only", f"-I{ROOT / 'csrc'}"]
-    headers = ["-isystem", str(cuda), "-isystem", str(nccl_include())]
+    folders = (cuda, cuda / "cccl", nccl_include())  # since CUDA 13 <nv/target> is in cccl
+    headers = [word for folder in folders for word in ("-isystem", str(folder))]
     source = ROOT / "tests/cpp/gpu_declarations.cc"
     done = subprocess.run([*command, *headers, str(source)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -65,6 +75,25 @@ def test_a_library_that_is_named_and_not_there_is_none(monkeypatch: pytest.Monke
     assert built.nccl_built() == 0
 
 
+def test_the_embedded_kernels_are_for_every_gpu_that_a_ptxas_compiles_for(tmp_path: Path):
+    places = [Path(found) for found in [shutil.which("ptxas")] if found]
+    places += sorted(Path("/usr/local").glob("cuda*/bin/ptxas"))
+    places += installed("nvidia/cu*/bin/ptxas") + installed("triton/backends/nvidia/bin/ptxas")
+    if not places:
+        pytest.skip("there is no ptxas")
+    embedded = (ROOT / "csrc/device/kernels.inc").read_text()
+    ptx = tmp_path / "kernels.ptx"
+    ptx.write_text(embedded.removeprefix('R"ptx(').removesuffix(')ptx"\n'))
+    for ptxas in places:
+        told = subprocess.run([ptxas, "--help"], capture_output=True, text=True, check=True).stdout
+        gpus = {int(number) for number in re.findall(r"'sm_(\d+)'", told)}
+        assert 90 in gpus
+        for gpu in sorted(gpu for gpu in gpus if gpu >= kernels.LEAST_GPU):
+            command = [ptxas, f"-arch=sm_{gpu}", "-o", str(tmp_path / "kernels.cubin"), str(ptx)]
+            done = subprocess.run(command, capture_output=True, text=True)
+            assert done.returncode == 0, (str(ptxas), gpu, done.stderr)
+
+
 def test_the_embedded_kernel_is_that_of_its_source(tmp_path: Path):
     nvcc = shutil.which("nvcc") or next(map(str, Path("/usr/local").glob("cuda*/bin/nvcc")), None)
     if nvcc is None:
@@ -72,8 +101,5 @@ def test_the_embedded_kernel_is_that_of_its_source(tmp_path: Path):
     version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
     if "release 13.0" not in version:
         pytest.skip("another nvcc than that of CUDA 13.0 writes another text")
-    sys.path.insert(0, str(ROOT / "buildtools"))
-    import kernels
-
     committed = (ROOT / "csrc/device/kernels.inc").read_text()
     assert kernels.compile_kernels(nvcc) == committed
