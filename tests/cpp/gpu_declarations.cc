@@ -1,5 +1,5 @@
 // Compiled, never run, by tests/python/test_gpu_declarations.py where the headers of CUDA and NCCL
-// are: what csrc/device declares of them is what they are.
+// are: what csrc/device declares of them is what they are. NCCL 2.14 or later.
 #include <cuda.h>
 #include <nccl.h>
 
@@ -37,7 +37,9 @@ HORORING_CUDA_FUNCTIONS(CHECK_CUDA)
 #define CHECK_NCCL(member, symbol, parameters) \
   static_assert(Same(decltype(NcclApi::member)::Pointer{}, decltype(&symbol){}), #symbol);
 HORORING_NCCL_FUNCTIONS(CHECK_NCCL)
+#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 19, 0)
 HORORING_NCCL_OPTIONAL_FUNCTIONS(CHECK_NCCL)
+#endif
 
 static_assert(kCuSuccess == CUDA_SUCCESS && kCuNotReady == CUDA_ERROR_NOT_READY);
 static_assert(kCuFirstCaptureError == CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
@@ -58,7 +60,8 @@ static_assert(kNcclFloat32 == int{ncclFloat32} && kNcclFloat64 == int{ncclFloat6
 static_assert(kNcclSum == int{ncclSum} && kNcclProd == int{ncclProd});
 static_assert(kNcclMax == int{ncclMax} && kNcclMin == int{ncclMin} && kNcclAvg == int{ncclAvg});
 static_assert(kNcclScalarHostImmediate == int{ncclScalarHostImmediate});
-static_assert(kNcclConfigMagic == NCCL_API_MAGIC);
+constexpr ncclConfig_t kConfig = NCCL_CONFIG_INITIALIZER;
+static_assert(kNcclConfigMagic == kConfig.magic);
 static_assert(sizeof(NcclId) == sizeof(ncclUniqueId));
 static_assert(offsetof(NcclConfig, size) == offsetof(ncclConfig_t, size));
 static_assert(offsetof(NcclConfig, magic) == offsetof(ncclConfig_t, magic));
