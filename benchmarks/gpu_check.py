@@ -10,13 +10,18 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import hororing.torch as hvd
+from hororing import built
 
 FAKE = "FAKE_GPU" in os.environ
 SHAPES = ((), (1,), (0, 3), (5, 7), (1003 if FAKE else 1000003,))
@@ -36,6 +41,27 @@ def device_of_rank() -> torch.device:
     device = torch.device("cuda", hvd.local_rank() % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
+
+
+def circumstances() -> dict[str, Any]:
+    """When, and with what, a result came about."""
+
+    def printed(*command: str) -> str:
+        if shutil.which(command[0]) is None:
+            return ""
+        folder = Path(__file__).parent
+        return subprocess.run(command, cwd=folder, capture_output=True, text=True).stdout.strip()
+
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": printed("git", "describe", "--always", "--dirty"),
+        "gpu": "none: a fake stands for it" if FAKE else torch.cuda.get_device_name(),
+        "driver": printed("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "nccl": built.nccl_built(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "way": os.environ.get("HORORING_GPU", "auto"),
+    }
 
 
 class Checks:
@@ -147,7 +173,8 @@ def main() -> int:
         if checks.rank == 0:
             print(f"{name:<24} {found[name]}", flush=True)
     if checks.rank == 0 and len(sys.argv) > 1:
-        Path(sys.argv[1]).write_text(json.dumps({"ranks": checks.size, "verbs": found}, indent=1))
+        report = {"circumstances": circumstances(), "ranks": checks.size, "verbs": found}
+        Path(sys.argv[1]).write_text(json.dumps(report, indent=1) + "\n")
     hvd.shutdown()
     return 0 if set(found.values()) == {"ok"} else 1
 

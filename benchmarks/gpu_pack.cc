@@ -3,7 +3,8 @@
 //
 //   bench_gpu_pack [libcuda.so.1 [--quick]]     --quick: small tensors, only that it runs
 //
-// GB/s of what is read and written together; the time is that of the device, seen from the host.
+// GB/s of what is read and written together, and the share of that of one copy; the time is that of
+// the device, seen from the host.
 #include <algorithm>
 #include <cstdio>
 #include <functional>
@@ -32,9 +33,10 @@ void Finish(const Device& device) {
   for (bool reached = false; !reached;) Check(event->Look(&reached));
 }
 
-// `moved`: bytes that are read and written.
+// `moved`: bytes that are read and written. The first one is what the others are compared with.
 void Report(const char* what, const Device& device, size_t moved,
             const std::function<Status()>& enqueue) {
+  static double first = 0;
   std::vector<TimeNs> times;
   for (int round = 0; round <= kRounds; ++round) {
     Finish(device);
@@ -45,8 +47,10 @@ void Report(const char* what, const Device& device, size_t moved,
   }
   std::sort(times.begin(), times.end());
   const double seconds = static_cast<double>(times[times.size() / 2]) / kSecond;
-  std::printf("%-14s %8.1f GB/s (median of %d)\n", what,
-              1e-9 * static_cast<double>(moved) / seconds, kRounds);
+  const double rate = 1e-9 * static_cast<double>(moved) / seconds;
+  if (first == 0) first = rate;
+  std::printf("%-14s %8.1f GB/s (median of %d), %5.1f %%\n", what, rate, kRounds,
+              100 * rate / first);
 }
 
 }  // namespace
