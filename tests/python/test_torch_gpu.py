@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import shutil
 import subprocess
 import time
 from pathlib import Path
@@ -323,6 +324,19 @@ def test_what_measures_a_machine_with_gpus_runs_to_its_end(tmp_path: Path):
     assert measured["reduced_per_step"]["batches"] < 29
 
 
+@pytest.mark.skipif(FAKE is None, reason=WHY_NOT)
+def test_what_measures_a_machine_with_gpus_names_what_the_machine_lacks(tmp_path: Path):
+    environment = os.environ | {"FAKE_GPU": str(FAKE), "PYTHON": shutil.which("false") or ""}
+    ran = subprocess.run(
+        ["bash", str(ROOT / "benchmarks/gpu.sh"), str(tmp_path)], capture_output=True, text=True,
+        env=environment, timeout=60, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 1
+    assert "-- build: exit code 1" in ran.stdout, ran.stdout
+    assert "-- python: left out, hororing cannot be imported" in ran.stdout
+    assert "-- python: left out" in (tmp_path / "gpu_log.txt").read_text()
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(
     ("size", "way"), [(1, "nccl"), (2, "nccl"), (4, "nccl"), (2, "staged"), (4, "staged")]
@@ -339,7 +353,11 @@ def test_every_verb_is_right_on_a_gpu(size: int, way: str):
 @pytest.mark.skipif(FAKE is None, reason=WHY_NOT)
 @pytest.mark.parametrize(
     ("module", "way"),
-    [("test_torch_verbs", "nccl"), ("test_conformance", "nccl"), ("test_conformance", "staged")],
+    [
+        ("test_torch_verbs", "nccl"),
+        ("test_conformance", "nccl"),
+        ("test_conformance", "staged"),
+    ],
 )
 def test_what_holds_on_the_cpu_holds_on_devices(module: str, way: str):
     assert FAKE is not None
