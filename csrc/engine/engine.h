@@ -154,6 +154,7 @@ class Engine {
   void Started(Status status);
   void TakeLeave(World& world, const Status& why);
   void Finish(const Status& why);
+  void TellPeers(const Status& why);
   bool Await(std::unique_lock<std::mutex>& lock, TimeNs timeout_ns,
              const std::function<bool()>& done);
   bool JoinBefore(TimeNs timeout_ns);

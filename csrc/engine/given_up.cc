@@ -57,7 +57,16 @@ void Engine::LookAtLoop() {
     why = Status(Code::kPeerLost, who + ", and " + text, dead);
   }
   Log(LogLevel::kError, "the engine has failed: " + why.message());
+  if (name.library != nullptr) TellPeers(why);
   Finish(why);
+}
+
+// REQUIRES: the loop's thread was given up outside of the transport. Over MPI peers hear of it by
+// the end of this process, or at their deadline: to MPI no other thread may talk.
+void Engine::TellPeers(const Status& why) {
+  std::lock_guard<std::mutex> lock(wake_mutex_);
+  if (wake_target_ == nullptr || wake_target_->turns() == nullptr) return;
+  wake_target_->AnnounceFailure(why.message(), why.rank());
 }
 
 }  // namespace hororing
