@@ -25,7 +25,7 @@ extern "C" {
 #endif
 
 /* Grows with every incompatible change of this file. */
-enum { HR_ABI_VERSION = 5 };
+enum { HR_ABI_VERSION = 6 };
 
 /* The values of hororing::Code, and one more. */
 typedef enum hr_code {
@@ -195,6 +195,7 @@ typedef struct hr_stats {
   int64_t chunk_bytes;     /* of blocks and segments, in use; 0: built in */
   int64_t plans_made;      /* rank 0: how often buckets were planned ... */
   int64_t plan_departures; /* ... and steps departed from the plan */
+  int64_t arena_bytes;     /* of hr_arena_allocate in this rank's arena, held now */
 } hr_stats;
 
 typedef struct hr_log_record {

@@ -10,6 +10,7 @@
 #include "base/reduce.h"
 #include "capi/hororing.h"
 #include "capi/process.h"
+#include "transport/arena.h"
 #include "transport/factory.h"
 
 using namespace hororing;
@@ -131,6 +132,8 @@ HR_EXPORT void hr_stats_now(hr_stats* stats) {
   stats->chunk_bytes = from.chunk_bytes;
   stats->plans_made = from.plans;
   stats->plan_departures = from.departures;
+  const std::shared_ptr<Arena> arena = engine->arena();
+  stats->arena_bytes = arena == nullptr ? 0 : static_cast<int64_t>(arena->used_bytes());
 }
 
 HR_EXPORT int64_t hr_plan_now(char* names, int64_t room) {

@@ -94,12 +94,21 @@ Status Arena::Take(size_t wanted, size_t* begin) {
     *begin = at + before;
     return Status::Ok();
   }
-  size_t used = 0;
-  for (const auto& each : used_) used += each.second;
   return Status(Code::kTransport, "shared memory: no room for " + InMiB(wanted) +
                                       " in the arena of rank " + std::to_string(rank_) + " (" +
-                                      InMiB(used) + " of " + InMiB(bytes_) +
+                                      InMiB(Used()) + " of " + InMiB(bytes_) +
                                       " in use; HORORING_ARENA_BYTES sets the limit)");
+}
+
+size_t Arena::Used() const {
+  size_t used = 0;
+  for (const auto& each : used_) used += each.second;
+  return used;
+}
+
+size_t Arena::used_bytes() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return Used();
 }
 
 void Arena::Free(void* memory) {

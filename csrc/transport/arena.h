@@ -34,6 +34,9 @@ class Arena {
   // Not while a batch uses the memory.
   void Free(void* memory);
 
+  // In whole pages, allocated now.
+  size_t used_bytes() const;
+
   static constexpr uint64_t kElsewhere = UINT64_MAX;
   // The offset of [data, data + bytes) in the arena, if it lies inside.
   uint64_t OffsetOf(const void* data, size_t bytes) const {
@@ -43,12 +46,13 @@ class Arena {
 
  private:
   Status Take(size_t wanted, size_t* begin);
+  size_t Used() const;  // REQUIRES: mutex_
 
   const std::shared_ptr<ShmSegment> segment_;
   const int rank_;
   const uintptr_t begin_;
   const size_t bytes_;
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   std::map<size_t, size_t> free_;  // GUARDED_BY(mutex_); offset -> bytes, no two adjacent
   std::map<size_t, size_t> used_;  // GUARDED_BY(mutex_); the same of what is allocated
 };

@@ -138,6 +138,19 @@ def case_memory_is_given_back_with_its_last_view() -> None:
     assert resident() < before + (1 << 20)
 
 
+def case_memory_that_is_held_is_counted() -> None:
+    if hvd.size() == 1:
+        assert hvd.statistics()["arena_bytes"] == 0
+        return
+    gc.collect()
+    before = hvd.statistics()["arena_bytes"]
+    array = shared(np.ones(3 << 18, np.float32))
+    assert hvd.statistics()["arena_bytes"] == before + (3 << 20)
+    del array
+    gc.collect()
+    assert hvd.statistics()["arena_bytes"] == before
+
+
 def case_a_forked_child_sees_the_memory_and_frees_nothing() -> None:
     array = shared(np.full(SMALL, 5, np.float32))
     child = os.fork()

@@ -1,9 +1,11 @@
-"""Links of the documentation lead to files and headings that are there."""
+"""What the documentation refers to is there: files, headings, names, counters."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+
+from hororing._core import ffi
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
@@ -25,3 +27,36 @@ def test_links_lead_somewhere() -> None:
                 broken.append(f"{page.relative_to(ROOT)}: {file}#{anchor}")
     assert len(PAGES) > 10
     assert broken == []
+
+
+def defines(name: str) -> bool:
+    """Whether `hororing.a.b.C` is a module, or the module before it says its last part."""
+    path = ROOT.joinpath(*name.split("."))
+    if path.is_dir() or path.with_suffix(".py").exists():
+        return True
+    before, _, last = name.rpartition(".")
+    module = ROOT.joinpath(*before.split("."))
+    source = module / "__init__.py" if module.is_dir() else module.with_suffix(".py")
+    return source.exists() and bool(re.search(rf"\b{last}\b", source.read_text("utf-8")))
+
+
+def test_names_are_those_of_the_code() -> None:
+    named = {
+        name
+        for page in PAGES
+        for name in re.findall(r"(?<![\w/.-])hororing(?:\.[A-Za-z]\w*)+", page.read_text("utf-8"))
+    }
+    assert len(named) > 20
+    classes = {
+        name: name.rpartition(".")[0] for name in named if re.search(r"\.[A-Z]\w*\.\w+$", name)
+    }
+    assert [name for name in sorted(named) if not defines(classes.get(name, name))] == []
+
+
+def test_every_counter_is_explained() -> None:
+    page = (ROOT / "docs/scheduling.md").read_text("utf-8")
+    rows = re.findall(
+        r"^\| (`\w+`(?:, `\w+`)*) \|", page.partition("## Statistics")[2], re.MULTILINE
+    )
+    explained = [name for row in rows for name in re.findall(r"\w+", row)]
+    assert sorted(explained) == sorted([*dir(ffi.new("hr_stats *")), "plan"])
