@@ -170,7 +170,7 @@ def _start(started_by: Launch, comm: Any, dynamic: bool, process_sets: str) -> N
         _process.timeline = _absolute(settings["TIMELINE"] or "")
         _log.set_rank(_process.topology.rank)
         if _process.topology.rank == 0:
-            for log_level, note in configuration.horovod_notes():
+            for log_level, note in [*settings.notes(), *configuration.horovod_notes()]:
                 logger.log(log_level, note)
         for callback in _process.at_init:
             callback()

@@ -9,6 +9,7 @@ values that all ranks must share.
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -41,6 +42,14 @@ class Config(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self.settings)
+
+    def notes(self) -> list[tuple[int, str]]:
+        """What to log about settings without an effect: level and text."""
+        log = self.settings["AUTOTUNE_LOG"]
+        if log.value is None or self["AUTOTUNE"]:
+            return []
+        text = f"{log.source}={log.value} has no effect without {PREFIX}AUTOTUNE=1"
+        return [(logging.WARNING, text)]
 
     def log_level(self) -> int:
         """LOG_LEVEL as a number of Python's logging."""

@@ -47,7 +47,10 @@ UNUSED = (
         "HOROVOD_HIERARCHICAL_ALLREDUCE",
         "all ranks reduce through shared memory on one host; HORORING_ALGORITHM for several",
     ),
-    Unused("HOROVOD_HIERARCHICAL_ALLGATHER", "one all-gather over all ranks"),
+    Unused(
+        "HOROVOD_HIERARCHICAL_ALLGATHER",
+        "it is so where hosts share memory; HORORING_ALGORITHM=ring: one over all ranks",
+    ),
     Unused(
         "HOROVOD_TORUS_ALLREDUCE",
         "all ranks reduce through shared memory on one host; HORORING_ALGORITHM for several",

@@ -200,6 +200,15 @@ def test_two_thresholds_that_differ_are_an_error():
         config.load({**same, "HORORING_FUSION_BYTES": "1MiB"})
 
 
+def test_a_log_of_a_search_that_nobody_asked_for_is_told():
+    for variable in ("HORORING_AUTOTUNE_LOG", "HOROVOD_AUTOTUNE_LOG"):
+        assert config.load({variable: "tried.csv"}).notes() == [
+            (logging.WARNING, f"{variable}=tried.csv has no effect without HORORING_AUTOTUNE=1")
+        ]
+        assert config.load({variable: "tried.csv", "HOROVOD_AUTOTUNE": "1"}).notes() == []
+    assert config.load({}).notes() == []
+
+
 def test_an_empty_variable_counts_as_not_set():
     assert value("FUSION_BYTES", HORORING_FUSION_BYTES="") == 64 * 2**20
     assert value("FUSION_BYTES", HORORING_FUSION_BYTES=" ", HOROVOD_FUSION_THRESHOLD="3") == 3
