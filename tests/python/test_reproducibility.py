@@ -65,3 +65,14 @@ def test_20_runs_give_the_same_bits(way: str, size: int) -> None:
         __file__, size, script=False, environment={"HORORING_REPRODUCIBLE": "1", **WAYS[way]}
     )
     job.check("case_20_runs_give_the_same_bits")
+
+
+# Where measured costs choose among algorithms, if they may.
+@pytest.mark.skipif(bool(mpirun.why_no_hosts()), reason=mpirun.why_no_hosts())
+@pytest.mark.parametrize("layout", ["1,1,1", "2,1,1"])
+def test_20_runs_over_hosts_give_the_same_bits(layout: str) -> None:
+    size = sum(map(int, layout.split(",")))
+    job = mpirun.run(
+        __file__, size, script=False, hosts=layout, environment={"HORORING_REPRODUCIBLE": "1"}
+    )
+    job.check("case_20_runs_give_the_same_bits")
