@@ -10,6 +10,10 @@ the time taken, in frames of 1,514 bytes that hold 1,448 of them. Of the tensor'
 allreduce every one of H hosts must send 2 (H - 1) / H; hosts must receive all of a broadcast; in an
 all-gather or a reduce-scatter, a host with k of N ranks must receive or send the parts of the
 others, (N - k) / N; in an all-to-all, where every rank has a tensor, send k (N - k) / N.
+
+Figures are written after every turn. A way whose calls of one size have taken more than --patience
+seconds in all has no more turns; `turns` tells how many count: 0 where the only figure is that of
+the first call, which otherwise warms up.
 """
 
 from __future__ import annotations
@@ -21,8 +25,9 @@ import platform
 import random
 import statistics
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -78,9 +83,10 @@ def contestant(name: str, collective: str) -> Callable[[torch.Tensor], object]:
         return of_mpi(collective)
     if name == "gloo":
         return of_gloo(collective)
-    hvd.shutdown()
-    os.environ["HORORING_ALGORITHM"] = name
-    hvd.init()
+    if not hvd.is_initialized() or os.environ.get("HORORING_ALGORITHM") != name:
+        hvd.shutdown()
+        os.environ["HORORING_ALGORITHM"] = name
+        hvd.init()
     return {
         "allreduce": lambda x: hvd.allreduce_(x, op=hvd.Sum, name="benchmark"),
         "broadcast": lambda x: hvd.broadcast_(x, root_rank=0, name="benchmark"),
@@ -96,44 +102,63 @@ def wait_for_all() -> None:
         time.sleep(20e-6)
 
 
+def timed(run: Callable[[torch.Tensor], object], tensor: torch.Tensor, calls: int) -> float:
+    """Seconds of a call, on the slowest rank."""
+    wait_for_all()
+    begin = time.perf_counter()
+    for _ in range(calls):
+        run(tensor)
+    elapsed = (time.perf_counter() - begin) / calls
+    wait_for_all()  # asleep, while slower ranks still work
+    return WORLD.allreduce(elapsed, MPI.MAX)
+
+
+class Series(NamedTuple):
+    """A contestant's calls of one size: the seconds of each turn's, or of the first call alone."""
+
+    seconds: list[float]
+    turns: int = 0
+
+
+Measured = dict[int, dict[str, Series]]  # by size, by contestant
+
+
 def measure(collective: str, names: list[str], tensors: dict[int, torch.Tensor],
-            order: random.Random, rounds: int) -> dict[int, dict[str, list[float]]]:  # fmt: skip
-    """Seconds of every call: of each size, of each contestant."""
+            order: random.Random, turns: int, patience_s: float) -> Iterator[Measured]:  # fmt: skip
+    """Yield what was measured so far, after every turn."""
     names = [name for name in names if (collective, name) not in NO_PEER]
-    times = {nbytes: {name: [] for name in names} for nbytes in tensors}
-    for _ in range(rounds):
-        shuffled = list(names)
-        order.shuffle(shuffled)
-        for name in shuffled:
+    found: Measured = {nbytes: {} for nbytes in tensors}
+    left = {(name, nbytes): patience_s for name in names for nbytes in tensors}
+    for _ in range(turns):
+        for name in order.sample(names, len(names)):
+            sizes = [nbytes for nbytes in tensors if left[name, nbytes] > 0
+                     and (name != "recursive_doubling" or nbytes <= 1 << 20)]  # fmt: skip
+            if not sizes:
+                continue
             run = contestant(name, collective)
-            for nbytes, tensor in tensors.items():
-                if name == "recursive_doubling" and nbytes > 1 << 20:
+            for nbytes in sizes:
+                first = timed(run, tensors[nbytes], 1)  # warms up
+                left[name, nbytes] -= first
+                so_far = found[nbytes].setdefault(name, Series([first]))
+                if left[name, nbytes] <= 0:
                     continue
                 calls = max(1, min(20, (64 << 10) // nbytes))
-                run(tensor)  # warms up
-                wait_for_all()
-                begin = time.perf_counter()
-                for _ in range(calls):
-                    run(tensor)
-                times[nbytes][name].append((time.perf_counter() - begin) / calls)
-    return {
-        nbytes: {
-            name: np.max(WORLD.allgather(np.array(series)), axis=0).tolist()
-            for name, series in of_size.items()
-            if series
-        }
-        for nbytes, of_size in times.items()
-    }
+                seconds = timed(run, tensors[nbytes], calls)
+                left[name, nbytes] -= seconds * calls
+                earlier = so_far.seconds if so_far.turns else []
+                found[nbytes][name] = Series([*earlier, seconds], so_far.turns + 1)
+            yield found
 
 
-def shares(of_size: dict[str, list[float]], limit: float) -> dict[str, dict[str, float]]:
+def shares(of_size: dict[str, Series], limit: float) -> dict[str, dict[str, float]]:
     """Every contestant's time, and which share of it the wires need."""
     return {
         name: {
-            "median_us": statistics.median(series) * 1e6,
-            "p10_us": float(np.percentile(series, 10)) * 1e6,
-            "p90_us": float(np.percentile(series, 90)) * 1e6,
-            "of_limit": limit / statistics.median(series),
+            "turns": series.turns,
+            "median_us": statistics.median(series.seconds) * 1e6,
+            "p10_us": float(np.percentile(series.seconds, 10)) * 1e6,
+            "p90_us": float(np.percentile(series.seconds, 90)) * 1e6,
+            "of_limit": limit / statistics.median(series.seconds),
         }
         for name, series in of_size.items()
     }
@@ -146,7 +171,15 @@ def show(row: dict[str, Any]) -> None:
             continue
         median, low, high = (figures[f"{which}_us"] / 1e3 for which in ("median", "p10", "p90"))
         print(f"{row['collective']:<13} {row['bytes']:>9} {name:<20} {median:9.3f} ms "
-              f"({low:.1f} to {high:.1f})  {figures['of_limit']:6.1%}", flush=True)  # fmt: skip
+              f"({low:.1f} to {high:.1f})  {figures['of_limit']:6.1%}"
+              f"{'' if figures['turns'] else '  first call'}", flush=True)  # fmt: skip
+
+
+def write(path: Path, report: dict[str, Any]) -> None:
+    """All of it or, where this process is killed meanwhile, all of the one before."""
+    beside = path.with_suffix(".new")
+    beside.write_text(json.dumps(report, indent=1) + "\n")
+    beside.replace(path)
 
 
 def main() -> None:
@@ -156,6 +189,7 @@ def main() -> None:
     parser.add_argument("--collective", choices=list(NEEDS), nargs="+", default=["allreduce"])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--only", nargs="+", default=[*OURS, "mpi", "gloo"])
+    parser.add_argument("--patience", type=float, default=30, help="seconds of a way at one size")
     parser.add_argument("--json", help="file to write the results to")
     arguments = parser.parse_args()
 
@@ -174,31 +208,31 @@ def main() -> None:
         nbytes: torch.zeros(max(1, nbytes // 4 // size) * size if nbytes >= 4 * size else 1)
         for nbytes in arguments.bytes
     }
-    table = []
+    facts = {
+        "layout": on,
+        "mbit": arguments.mbit,
+        "rounds": arguments.rounds,
+        "mpi": MPI.Get_library_version().splitlines()[0].rstrip("\0"),
+        "torch": torch.__version__,
+        "cores": os.cpu_count(),
+        "load": os.getloadavg()[0],
+    }
+    done: list[dict[str, Any]] = []
     for collective in arguments.collective:
-        measured = measure(collective, arguments.only, tensors, order, arguments.rounds)
-        for nbytes, of_size in measured.items():
-            limit = NEEDS[collective](on) * tensors[nbytes].nbytes / rate
-            table.append({"collective": collective, "bytes": nbytes, **shares(of_size, limit)})
-            if rank == 0:
-                show(table[-1])
+        rows: list[dict[str, Any]] = []
+        for found in measure(collective, arguments.only, tensors, order, arguments.rounds,
+                             arguments.patience):  # fmt: skip
+            rows = []
+            for nbytes, of_size in found.items():
+                limit = NEEDS[collective](on) * tensors[nbytes].nbytes / rate
+                row = {"collective": collective, "bytes": nbytes}
+                rows.append(row | shares(of_size, limit))
+            if rank == 0 and arguments.json:
+                write(Path(arguments.json), facts | {"results": done + rows})
+        done += rows
+        for row in rows if rank == 0 else []:
+            show(row)
     hvd.shutdown()
-    if rank != 0:
-        return
-    if arguments.json:
-        facts = {
-            "layout": on,
-            "mbit": arguments.mbit,
-            "rounds": arguments.rounds,
-            "mpi": MPI.Get_library_version().splitlines()[0].rstrip("\0"),
-            "torch": torch.__version__,
-            "cores": os.cpu_count(),
-            "load": os.getloadavg()[0],
-            "results": table,
-        }
-        with open(arguments.json, "w") as file:
-            json.dump(facts, file, indent=1)
-            file.write("\n")
 
 
 if __name__ == "__main__":

@@ -65,7 +65,9 @@ def compared(cases: dict[str, dict[str, record.Row]]) -> str:
     names = [name for name in names if name not in ("hororing", limited)]
     body = []
     for case, found in cases.items():
-        ours = found["hororing"]
+        ours = found.get("hororing")
+        if ours is None:  # the part ended before our turn
+            continue
         low, high = duration(ours["p10_us"]), duration(ours["p90_us"])
         cells = [case, f"{duration(ours['median_us'])} ({low} to {high})"]
         if limited:
@@ -77,7 +79,8 @@ def compared(cases: dict[str, dict[str, record.Row]]) -> str:
                 share = f" ({limit / took:.0%} of the limit)" if limit else ""
                 cells.append(duration(took) + share)
             elif took is not None:
-                cells.append(times(took / ours["median_us"], name.startswith("hororing")))
+                first = "" if found[name].get("turns", 1) else ", the first call"
+                cells.append(times(took / ours["median_us"], name.startswith("hororing")) + first)
             else:
                 cells.append("")
         body.append(cells)

@@ -65,6 +65,48 @@ def test_the_step_of_keras_runs_and_writes_rows(tmp_path):
     assert [row["who"] for row in rows] == ["plain", "hororing", "MultiWorkerMirroredStrategy"]
 
 
+@pytest.mark.parametrize("patience_s", [30, 1e-9])
+def test_figures_of_hosts_are_written_also_of_ways_without_patience(tmp_path, patience_s):
+    results = tmp_path / "hosts.json"
+    job = mpirun.run(
+        BENCHMARKS / "hosts.py",
+        2,
+        *("--mbit", "200", "--rounds", "2", "--bytes", "8", "100000", "--json", str(results)),
+        *("--only", "auto", "mpi", "--collective", "broadcast", "reducescatter"),
+        *("--patience", str(patience_s)),
+        environment={"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert job.returncode == 0, job.report()
+    told = json.loads(results.read_text())
+    cases = [(row["collective"], row["bytes"]) for row in told["results"]]
+    assert cases == [(c, n) for c in ("broadcast", "reducescatter") for n in (8, 100000)]
+    for row in told["results"]:
+        for way in ("auto", "mpi"):
+            assert row[way]["turns"] == (2 if patience_s > 1 else 0)
+            assert row[way]["median_us"] > 0
+
+
+def test_what_hosts_had_when_it_was_ended_makes_rows_and_a_table():
+    bench = importlib.import_module("bench")
+    table = importlib.import_module("table")
+    figures = {"turns": 3, "median_us": 5e5, "p10_us": 4e5, "p90_us": 6e5, "of_limit": 0.5}
+    slow = {**figures, "turns": 0, "median_us": 5e6}
+    told = {"mpi": "Open MPI v5.0.11, package", "results": [
+        {"collective": "alltoall", "bytes": 4 << 20, "auto": figures, "mpi": slow},
+        {"collective": "broadcast", "bytes": 4 << 20, "gloo": dict(figures)},
+        {"collective": "allreduce", "bytes": 4 << 20},
+    ]}  # fmt: skip
+    rows = bench.host_rows(told)
+    assert [(row["case"], row["who"]) for row in rows] == [
+        ("alltoall of 4 MiB", "hororing"), ("alltoall of 4 MiB", "Open MPI 5.0.11"),
+        ("alltoall of 4 MiB", "wire (limit)"),
+        ("broadcast of 4 MiB", "gloo"), ("broadcast of 4 MiB", "wire (limit)"),
+    ]  # fmt: skip
+    lines = table.compared(table.by_case(rows)).splitlines()
+    assert len(lines) == 3
+    assert "10.0x, the first call" in lines[2]
+
+
 @pytest.fixture
 def report(reports, tmp_path) -> Path:
     """A results file as bench.py writes it, with one part that failed."""
