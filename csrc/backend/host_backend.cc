@@ -80,11 +80,14 @@ void HostBackend::MoveToOutput(const Batch& batch, const BatchEntry& entry, Trac
   span.End(batch.bytes());
 }
 
-// Of a ring's messages; 0: by the size of the batch. On a slow wire they are those that TCP sends
-// at once: what there is to be done for each is little against the 100 us that it takes.
-size_t HostBackend::SegmentBytes() const {
-  if (tuning_.chunk_bytes != 0) return static_cast<size_t>(tuning_.chunk_bytes);
+// Of a message; 0: by the size of the batch. On a slow wire they are those that TCP sends at once:
+// what there is to be done for each is little against the 100 us that it takes.
+size_t HostBackend::MessageBytes() const {
   return shape_.hosts > 1 && kHostMessage * options_.wire.beta_s > 100e-6 ? kHostMessage : 0;
+}
+
+GatherWay HostBackend::WayToGather() const {
+  return {by_host_.get(), MessageBytes(), MessageBytes() != 0 && shape_.most == 1};
 }
 
 Status HostBackend::RunAllreduce(const Batch& batch, TimeNs deadline, TraceSink& trace) {
@@ -128,10 +131,9 @@ Status HostBackend::RunAllreduce(const Batch& batch, TimeNs deadline, TraceSink&
   }
   {
     StageSpan span(trace, Stage::kReduce, batch);
-    HORORING_RETURN_IF_ERROR(
-        Allreduce(transport_, buffer,
-                  {options_.reproducible, Choose(batch, buffer), by_host_.get(), SegmentBytes()},
-                  receive_buffer_, deadline));
+    const FlatOptions options{options_.reproducible, Choose(batch, buffer), WayToGather(),
+                              static_cast<size_t>(tuning_.chunk_bytes)};
+    HORORING_RETURN_IF_ERROR(Allreduce(transport_, buffer, options, receive_buffer_, deadline));
     span.End(batch.bytes());
   }
   if (!fused) return Status::Ok();
@@ -234,7 +236,8 @@ Status HostBackend::RunReducescatter(const Batch& batch, TimeNs deadline, TraceS
   }
   {
     StageSpan span(trace, Stage::kReduce, batch);
-    HORORING_RETURN_IF_ERROR(RankOrderReduceScatter(transport_, buffer, receive_buffer_, deadline));
+    HORORING_RETURN_IF_ERROR(
+        RankOrderReduceScatter(transport_, buffer, receive_buffer_, deadline, MessageBytes()));
     span.End(batch.bytes());
   }
   if (!fused) return Status::Ok();

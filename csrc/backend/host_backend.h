@@ -9,6 +9,7 @@
 
 #include "backend/backend.h"
 #include "collective/allreduce.h"
+#include "collective/collectives.h"
 #include "transport/subgroup.h"
 #include "transport/transport.h"
 
@@ -45,7 +46,8 @@ class HostBackend final : public Backend {
                            TimeNs deadline, TraceSink& trace);
 
   Algorithm Choose(const Batch& batch, const ReduceBuffer& buffer) const;
-  size_t SegmentBytes() const;
+  size_t MessageBytes() const;
+  GatherWay WayToGather() const;
   void MoveToOutput(const Batch& batch, const BatchEntry& entry, TraceSink& trace);
   // The fusion buffer, at least `bytes` long.
   Status Fuse(size_t bytes, std::byte** buffer);

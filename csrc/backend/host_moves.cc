@@ -44,7 +44,7 @@ Status HostBackend::RunAllgather(const Batch& batch, TimeNs deadline, TraceSink&
   if (total == 0) return Status::Ok();
   if (batch.entries.size() == 1) {
     return AllgatherV(transport_, batch.entries[0].input, bytes_per_rank, batch.entries[0].output,
-                      deadline, by_host_.get());
+                      deadline, WayToGather());
   }
 
   std::byte* buffer = nullptr;
@@ -60,7 +60,7 @@ Status HostBackend::RunAllgather(const Batch& batch, TimeNs deadline, TraceSink&
   }
   pack.End(bytes_per_rank[rank]);
   HORORING_RETURN_IF_ERROR(
-      AllgatherV(transport_, own, bytes_per_rank, buffer, deadline, by_host_.get()));
+      AllgatherV(transport_, own, bytes_per_rank, buffer, deadline, WayToGather()));
 
   StageSpan unpack(trace, Stage::kUnpack, batch);
   UnpackParts(
@@ -88,7 +88,7 @@ Status HostBackend::RunAlltoall(const Batch& batch, TimeNs deadline, TraceSink& 
   }
   if (batch.entries.size() == 1) {
     return AlltoallV(transport_, batch.entries[0].input, send_bytes, batch.entries[0].output,
-                     receive_bytes, deadline);
+                     receive_bytes, deadline, MessageBytes());
   }
 
   const size_t sent = Sum(send_bytes), received = Sum(receive_bytes);
@@ -99,8 +99,8 @@ Status HostBackend::RunAlltoall(const Batch& batch, TimeNs deadline, TraceSink& 
       batch.entries, size, [](const BatchEntry& entry, size_t r) { return entry.send_bytes[r]; },
       buffer);
   pack.End(sent);
-  HORORING_RETURN_IF_ERROR(
-      AlltoallV(transport_, buffer, send_bytes, buffer + sent, receive_bytes, deadline));
+  HORORING_RETURN_IF_ERROR(AlltoallV(transport_, buffer, send_bytes, buffer + sent, receive_bytes,
+                                     deadline, MessageBytes()));
   StageSpan unpack(trace, Stage::kUnpack, batch);
   UnpackParts(
       batch.entries, size, [](const BatchEntry& entry, size_t r) { return entry.receive_bytes[r]; },
@@ -133,8 +133,9 @@ Status HostBackend::RunBroadcast(const Batch& batch, TimeNs deadline, TraceSink&
 }
 
 Status HostBackend::BroadcastByHost(int root, void* data, size_t bytes, TimeNs deadline) {
-  if (by_host_ == nullptr) return Broadcast(transport_, root, data, bytes, deadline);
-  return Broadcast(*by_host_, by_host_->PlaceOf(root), data, bytes, deadline);
+  const size_t message = MessageBytes();
+  if (by_host_ == nullptr) return Broadcast(transport_, root, data, bytes, deadline, message);
+  return Broadcast(*by_host_, by_host_->PlaceOf(root), data, bytes, deadline, message);
 }
 
 Status HostBackend::BroadcastTogether(const Batch& batch,

@@ -14,6 +14,11 @@
 // size; empty ones take no message. Cost per rank: (N-1) messages' latency; every byte of the
 // others is received once, and all but one chunk is sent once.
 //
+// Where every rank has a wire of its own, each may as well send its chunk straight to all others,
+// by the pairwise exchange of alltoall.cc: the same bytes on every wire, one latency, and of every
+// peer only as much is under way as has been asked for. A ring's first step sends a whole chunk at
+// once, which fills the queues before the wires.
+//
 // Source: the all-gather of R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective
 // communication operations in MPICH", Int. J. High Perform. Comput. Appl. 19 (2005) 49-66,
 // doi:10.1177/1094342005051521, with segments.
@@ -33,17 +38,21 @@ constexpr size_t kAhead = 16;
 
 }  // namespace
 
-Status GatherAround(Transport& transport, std::byte* data, const std::vector<Span>& chunks,
-                    Subgroup* ring, TimeNs deadline) {
-  if (ring != nullptr) {
-    std::vector<Span> in_order;
-    for (const int rank : ring->ranks()) in_order.push_back(chunks[static_cast<size_t>(rank)]);
-    return GatherAround(*ring, data, in_order, nullptr, deadline);
-  }
+Status GatherChunks(Transport& transport, std::byte* data, const std::vector<Span>& chunks,
+                    const GatherWay& way, TimeNs deadline) {
   const int size = transport.size(), rank = transport.rank();
   if (size == 1) return Status::Ok();
+  if (way.straight) {
+    const std::vector<Span> own(chunks.size(), chunks[static_cast<size_t>(rank)]);
+    return ExchangeParts(transport, data, own, data, chunks, deadline, way.segment_bytes);
+  }
+  if (way.ring != nullptr) {
+    std::vector<Span> in_order;
+    for (const int each : way.ring->ranks()) in_order.push_back(chunks[static_cast<size_t>(each)]);
+    return GatherChunks(*way.ring, data, in_order, {nullptr, way.segment_bytes, false}, deadline);
+  }
   const int next = (rank + 1) % size, previous = (rank + size - 1) % size;
-  const size_t segment = SegmentBytes(LargestSize(chunks));
+  const size_t segment = SegmentBytes(LargestSize(chunks), way.segment_bytes);
 
   Inflight receives(transport, deadline), sends(transport, deadline);
   RingWalk to_post(chunks, segment, rank - 1, size - 1);
@@ -78,7 +87,7 @@ Status GatherAround(Transport& transport, std::byte* data, const std::vector<Spa
 
 Status AllgatherV(Transport& transport, const void* input,
                   const std::vector<size_t>& bytes_per_rank, void* result, TimeNs deadline,
-                  Subgroup* ring) {
+                  const GatherWay& way) {
   const size_t size = static_cast<size_t>(transport.size());
   const size_t rank = static_cast<size_t>(transport.rank());
   if (bytes_per_rank.size() != size) {
@@ -91,7 +100,7 @@ Status AllgatherV(Transport& transport, const void* input,
   if (chunks[rank].size > 0 && data + chunks[rank].begin != input) {
     std::memcpy(data + chunks[rank].begin, input, chunks[rank].size);
   }
-  return GatherAround(transport, data, chunks, ring, deadline);
+  return GatherChunks(transport, data, chunks, way, deadline);
 }
 
 }  // namespace hororing

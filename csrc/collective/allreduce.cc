@@ -23,20 +23,22 @@ constexpr size_t kRecursiveDoublingBytes = 64 << 10;
 
 Status Allreduce(Transport& transport, const ReduceBuffer& buffer, const FlatOptions& options,
                  Scratch& scratch, TimeNs deadline) {
+  const GatherWay& way = options.way;
   // Not even recursive doubling's fixed tree: whether a tensor is in a small batch is not
   // reproducible.
   if (options.reproducible) {
-    return RankOrderAllreduce(transport, buffer, scratch, deadline, options.ring);
+    return RankOrderAllreduce(transport, buffer, scratch, deadline, way);
   }
   const bool small = options.algorithm == Algorithm::kAuto
                          ? buffer.elements <= kRecursiveDoublingBytes / PartialSize(buffer.spec)
                          : options.algorithm == Algorithm::kRecursiveDoubling;
-  Transport& in_order = options.ring != nullptr ? *options.ring : transport;
+  Transport& in_order = way.ring != nullptr ? *way.ring : transport;
   if (small) return RecursiveDoublingAllreduce(in_order, buffer, scratch, deadline);
   if (NeedsWideAccumulator(buffer.spec)) {
-    return RankOrderAllreduce(transport, buffer, scratch, deadline, options.ring);
+    return RankOrderAllreduce(transport, buffer, scratch, deadline, way);
   }
-  return RingAllreduce(in_order, buffer, scratch, deadline, options.segment_bytes);
+  const size_t segment = options.segment_bytes != 0 ? options.segment_bytes : way.segment_bytes;
+  return RingAllreduce(in_order, buffer, scratch, deadline, segment);
 }
 
 }  // namespace hororing

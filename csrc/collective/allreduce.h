@@ -20,6 +20,7 @@
 #include "base/reduce.h"
 #include "base/status.h"
 #include "collective/algorithm.h"
+#include "collective/collectives.h"
 #include "transport/subgroup.h"
 #include "transport/transport.h"
 
@@ -55,9 +56,8 @@ struct ReduceBuffer {
 // `segment_bytes`: of a message; 0: built in. REQUIRES: !NeedsWideAccumulator(spec).
 Status RingAllreduce(Transport& transport, const ReduceBuffer& buffer, Scratch& scratch,
                      TimeNs deadline, size_t segment_bytes = 0);
-// `ring`: as in FlatOptions.
 Status RankOrderAllreduce(Transport& transport, const ReduceBuffer& buffer, Scratch& scratch,
-                          TimeNs deadline, Subgroup* ring = nullptr);
+                          TimeNs deadline, const GatherWay& way = {});
 // Any spec: 16-bit floats and integer averages travel as wide partial results.
 Status RecursiveDoublingAllreduce(Transport& transport, const ReduceBuffer& buffer,
                                   Scratch& scratch, TimeNs deadline);
@@ -67,9 +67,9 @@ struct FlatOptions {
   bool reproducible = false;
   // kRing or kRecursiveDoubling; kAuto: from the bytes, the spec and the world size alone.
   Algorithm algorithm = Algorithm::kAuto;
-  // The same ranks in an order that goes from host to host as seldom as can be; null: as they are.
-  Subgroup* ring = nullptr;
-  // Of messages of kRing; 0: built in. Changes no bit.
+  // For the order of the ranks; and for messages and gathering of those in rank order.
+  GatherWay way;
+  // Of messages of kRing; 0: those of `way`. Changes no bit.
   size_t segment_bytes = 0;
 };
 // The choice among them.
@@ -86,9 +86,9 @@ struct ScatterBuffer {
   ReduceSpec spec;
 };
 
-// Any spec.
+// Any spec. `segment_bytes`: of a message; 0: built in.
 Status RankOrderReduceScatter(Transport& transport, const ScatterBuffer& buffer, Scratch& scratch,
-                              TimeNs deadline);
+                              TimeNs deadline, size_t segment_bytes = 0);
 
 // kInvalidArgument with a reason where an Adasum of `spec` among `size` ranks is not defined.
 Status CheckAdasum(const ReduceSpec& spec, int size);

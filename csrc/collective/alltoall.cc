@@ -10,17 +10,24 @@
 // Parts may differ in size; empty ones take no message. Up to kAhead requests are under way, so
 // that a step with small parts does not wait for one with large ones.
 //
-// Cost per rank: N-1 messages of which several overlap; every byte that is not its own is sent
-// once and received once, the least possible.
+// Between hosts parts go in segments: round k = 0, 1, ... has the steps above with segment k of
+// every part, and RoundsUnderWay rounds are under way. Then all flows of a wire have one pace, and
+// none fills the queue before it; whole parts at once share wires unevenly, and the last ones have
+// theirs for themselves.
 //
-// No deadlock: a rank waits for the transfers of step i only when it has posted both of its own,
-// and for all before them first. Of all ranks that wait, consider one whose step is lowest: the
-// peer that it waits for is at that step or a later one, so it has posted its half.
+// Cost per rank: N-1 messages, or their segments, of which several overlap; every byte that is not
+// its own is sent once and received once, the least possible.
+//
+// No deadlock: a rank waits for the transfers of a step only when it has posted both of its own,
+// and for all before them first. Of all ranks that wait, consider one whose step (in the order of
+// rounds) is lowest: the peer that it waits for is at that step or a later one, so it has posted
+// its half.
 //
 // Source: the long-message all-to-all of R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of
 // collective communication operations in MPICH", Int. J. High Perform. Comput. Appl. 19 (2005)
 // 49-66, doi:10.1177/1094342005051521.
 
+#include <algorithm>
 #include <cstring>
 #include <string>
 #include <vector>
@@ -31,12 +38,49 @@
 namespace hororing {
 namespace {
 
-constexpr size_t kAhead = 8;
+constexpr size_t kAhead = 8, kMostAhead = 64;  // requests
+
+// What comes next of `part` when `done` bytes of it are posted.
+Span Segment(const Span& part, size_t done, size_t segment) {
+  const size_t begin = std::min(part.size, done);
+  return {part.begin + begin, std::min(segment, part.size - begin)};
+}
 
 }  // namespace
 
+Status ExchangeParts(Transport& transport, const std::byte* from, const std::vector<Span>& sends,
+                     std::byte* to, const std::vector<Span>& receives, TimeNs deadline,
+                     size_t segment_bytes) {
+  const size_t size = sends.size(), rank = static_cast<size_t>(transport.rank());
+  const size_t longest = std::max(LargestSize(sends), LargestSize(receives));
+  const size_t segment = segment_bytes == 0 ? longest : segment_bytes;
+  size_t ahead = kAhead;
+  if (segment_bytes != 0) {
+    ahead = std::clamp(2 * (size - 1) * RoundsUnderWay(size - 1), kAhead, kMostAhead);
+  }
+  Inflight inflight(transport, deadline);
+  for (size_t done = 0; done < longest; done += segment) {
+    for (size_t i = 1; i < size; ++i) {
+      const size_t target = (rank + i) % size, source = (rank + size - i) % size;
+      const Span out = Segment(sends[target], done, segment);
+      const Span in = Segment(receives[source], done, segment);
+      if (in.size > 0) {
+        inflight.Add(transport.Receive(static_cast<int>(source), to + in.begin, in.size));
+      }
+      if (out.size > 0) {
+        inflight.Add(transport.Send(static_cast<int>(target), from + out.begin, out.size));
+      }
+      if (inflight.added() > ahead) {
+        HORORING_RETURN_IF_ERROR(inflight.WaitFirst(inflight.added() - ahead));
+      }
+    }
+  }
+  return inflight.WaitAll();
+}
+
 Status AlltoallV(Transport& transport, const void* input, const std::vector<size_t>& send_bytes,
-                 void* result, const std::vector<size_t>& receive_bytes, TimeNs deadline) {
+                 void* result, const std::vector<size_t>& receive_bytes, TimeNs deadline,
+                 size_t segment_bytes) {
   const size_t size = static_cast<size_t>(transport.size());
   const size_t rank = static_cast<size_t>(transport.rank());
   if (send_bytes.size() != size || receive_bytes.size() != size ||
@@ -53,22 +97,7 @@ Status AlltoallV(Transport& transport, const void* input, const std::vector<size
   if (sends[rank].size > 0) {
     std::memcpy(to + receives[rank].begin, from + sends[rank].begin, sends[rank].size);
   }
-  Inflight inflight(transport, deadline);
-  for (size_t i = 1; i < size; ++i) {
-    const size_t target = (rank + i) % size, source = (rank + size - i) % size;
-    const Span& out = sends[target];
-    const Span& in = receives[source];
-    if (in.size > 0) {
-      inflight.Add(transport.Receive(static_cast<int>(source), to + in.begin, in.size));
-    }
-    if (out.size > 0) {
-      inflight.Add(transport.Send(static_cast<int>(target), from + out.begin, out.size));
-    }
-    if (inflight.added() > kAhead) {
-      HORORING_RETURN_IF_ERROR(inflight.WaitFirst(inflight.added() - kAhead));
-    }
-  }
-  return inflight.WaitAll();
+  return ExchangeParts(transport, from, sends, to, receives, deadline, segment_bytes);
 }
 
 }  // namespace hororing

@@ -81,7 +81,8 @@ Status Chain(Transport& transport, int root, std::byte* data, size_t bytes, size
 
 }  // namespace
 
-Status Broadcast(Transport& transport, int root, void* data, size_t bytes, TimeNs deadline) {
+Status Broadcast(Transport& transport, int root, void* data, size_t bytes, TimeNs deadline,
+                 size_t segment_bytes) {
   const int size = transport.size();
   if (root < 0 || root >= size) {
     return Status(Code::kInvalidArgument, "broadcast: there is no root rank " +
@@ -91,7 +92,7 @@ Status Broadcast(Transport& transport, int root, void* data, size_t bytes, TimeN
   if (size == 1 || bytes == 0) return Status::Ok();
   size_t rounds = 0;
   while ((size_t{1} << rounds) < static_cast<size_t>(size)) ++rounds;
-  const size_t segment = SegmentBytes(bytes);
+  const size_t segment = SegmentBytes(bytes, segment_bytes);
   const size_t segments = (bytes + segment - 1) / segment;
   const size_t hops = static_cast<size_t>(size - 2);
   if (size == 2 || hops + segments < rounds * segments) {

@@ -1,5 +1,6 @@
 // The collectives that move data without arithmetic, over a Transport. Stateless; all ranks
-// call with the sizes and roots that fit those of the others.
+// call with the sizes and roots that fit those of the others. `segment_bytes`: of a message, the
+// same on all ranks; 0: built in.
 #pragma once
 
 #include <cstddef>
@@ -17,19 +18,29 @@ Status Barrier(Transport& transport, TimeNs deadline);
 
 // `data` of `root` ends up in `data` of all. A binomial tree for small payloads; a pipelined
 // chain in segments for large ones.
-Status Broadcast(Transport& transport, int root, void* data, size_t bytes, TimeNs deadline);
+Status Broadcast(Transport& transport, int root, void* data, size_t bytes, TimeNs deadline,
+                 size_t segment_bytes = 0);
+
+// How all-gathers go; the same on all ranks.
+struct GatherWay {
+  // The same ranks in the order in which a ring goes round; null: as they are.
+  Subgroup* ring = nullptr;
+  size_t segment_bytes = 0;
+  // From every rank to every other one instead of around a ring: for ranks on hosts of their own.
+  bool straight = false;
+};
 
 // Rank r contributes bytes_per_rank[r]; `result` receives all contributions back to back in
-// rank order. `input` may point to this rank's place inside `result`. `ring`: the same ranks in the
-// order in which it goes round; null: as they are.
+// rank order. `input` may point to this rank's place inside `result`.
 Status AllgatherV(Transport& transport, const void* input,
                   const std::vector<size_t>& bytes_per_rank, void* result, TimeNs deadline,
-                  Subgroup* ring = nullptr);
+                  const GatherWay& way = {});
 
 // Rank r sends send_bytes[q] to rank q and receives receive_bytes[q] from it, in both memories
 // back to back in rank order. REQUIRES: send_bytes[q] of rank r is receive_bytes[r] of rank q;
 // `input` and `result` do not overlap.
 Status AlltoallV(Transport& transport, const void* input, const std::vector<size_t>& send_bytes,
-                 void* result, const std::vector<size_t>& receive_bytes, TimeNs deadline);
+                 void* result, const std::vector<size_t>& receive_bytes, TimeNs deadline,
+                 size_t segment_bytes = 0);
 
 }  // namespace hororing

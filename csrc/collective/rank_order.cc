@@ -19,7 +19,7 @@
 namespace hororing {
 
 Status RankOrderAllreduce(Transport& transport, const ReduceBuffer& buffer, Scratch& scratch,
-                          TimeNs deadline, Subgroup* ring) {
+                          TimeNs deadline, const GatherWay& way) {
   const std::vector<Span> chunks =
       Scaled(Chunks(buffer.elements, transport.size()), ElementSize(buffer.spec.dtype));
   std::byte* data = static_cast<std::byte*>(buffer.data);
@@ -30,8 +30,9 @@ Status RankOrderAllreduce(Transport& transport, const ReduceBuffer& buffer, Scra
   }
   scatter.result = data + chunks[static_cast<size_t>(transport.rank())].begin;
   scatter.spec = buffer.spec;
-  HORORING_RETURN_IF_ERROR(RankOrderReduceScatter(transport, scatter, scratch, deadline));
-  return GatherAround(transport, data, chunks, ring, deadline);
+  HORORING_RETURN_IF_ERROR(
+      RankOrderReduceScatter(transport, scatter, scratch, deadline, way.segment_bytes));
+  return GatherChunks(transport, data, chunks, way, deadline);
 }
 
 }  // namespace hororing

@@ -10,8 +10,9 @@
 // In round k = 0, 1, ... rank r sends segment k of part r + i (modulo N) to rank r + i, and
 // receives segment k of part r from rank r - i, for i = 1 .. N-1: at each i everybody sends to
 // somebody else. There are as many rounds as the largest part has segments; a part that is
-// shorter takes no message in the last ones. Two rounds are under way: one is combined while the
-// next one arrives, so the scratch is 2 (N-1) segments, bounded by kScratchBytes.
+// shorter takes no message in the last ones. K rounds are under way: one is combined while the next
+// ones arrive; the scratch is K (N-1) segments, bounded by kScratchBytes. K is 2, and more for few
+// ranks where segments are as long as a message between hosts.
 //
 // Cost per rank: N-1 messages at once, of S bytes all but its own part are sent, and N-1 times
 // its own part is received, N times combined: (N-1)/N * S and S where the parts are equal.
@@ -25,6 +26,7 @@
 // the segments are ours.
 
 #include <algorithm>
+#include <deque>
 #include <string>
 #include <vector>
 
@@ -34,19 +36,19 @@
 namespace hororing {
 namespace {
 
-constexpr size_t kRounds = 2;  // under way
+constexpr size_t kRounds = 2;  // under way, of segments of the built-in length
 constexpr size_t kScratchBytes = 8 << 20;
 constexpr size_t kLeastSegmentBytes = 4 << 10;
 
-size_t RoundBytes(size_t part_bytes, int size) {
-  const size_t share = kScratchBytes / kRounds / static_cast<size_t>(size - 1);
-  return std::max(kLeastSegmentBytes, std::min(SegmentBytes(part_bytes), share / 64 * 64));
+size_t RoundBytes(size_t part_bytes, int size, size_t depth, size_t wanted) {
+  const size_t share = kScratchBytes / depth / static_cast<size_t>(size - 1);
+  return std::max(kLeastSegmentBytes, std::min(SegmentBytes(part_bytes, wanted), share / 64 * 64));
 }
 
 class Exchange {
  public:
   Exchange(Transport& transport, const ScatterBuffer& buffer, const std::vector<Span>& parts,
-           size_t segment, std::byte* scratch, TimeNs deadline)
+           size_t segment, size_t depth, std::byte* scratch, TimeNs deadline)
       : transport_(transport),
         spec_(buffer.spec),
         input_(static_cast<const std::byte*>(buffer.input)),
@@ -54,6 +56,7 @@ class Exchange {
         scratch_(scratch),
         element_(ElementSize(buffer.spec.dtype)),
         segment_(segment),
+        depth_(depth),
         parts_(parts),
         size_(transport.size()),
         rank_(transport.rank()),
@@ -63,17 +66,16 @@ class Exchange {
 
   Status Run() {
     const size_t rounds = (LargestSize(parts_) + segment_ - 1) / segment_;
-    for (size_t round = 0; round < std::min(kRounds, rounds); ++round) Post(round);
-    size_t sent_before = 0;  // by the end of the previous round
+    for (size_t round = 0; round < std::min(depth_, rounds); ++round) Post(round);
     for (size_t round = 0; round < rounds; ++round) {
       const Span own = Segment(rank_, round);
       if (own.size > 0) {
         HORORING_RETURN_IF_ERROR(receives_.WaitFirst((round + 1) * static_cast<size_t>(size_ - 1)));
         Combine(own, round);
       }
-      HORORING_RETURN_IF_ERROR(sends_.WaitFirst(sent_before));
-      sent_before = sends_.added();
-      if (round + kRounds < rounds) Post(round + kRounds);
+      HORORING_RETURN_IF_ERROR(sends_.WaitFirst(sent_.front()));
+      sent_.pop_front();
+      if (round + depth_ < rounds) Post(round + depth_);
     }
     return sends_.WaitAll();
   }
@@ -88,7 +90,7 @@ class Exchange {
   // Where the contribution of the i-th rank before this one lies, i = 1 .. N-1.
   std::byte* Slot(size_t round, int i) {
     const size_t slot =
-        round % kRounds * static_cast<size_t>(size_ - 1) + static_cast<size_t>(i) - 1;
+        round % depth_ * static_cast<size_t>(size_ - 1) + static_cast<size_t>(i) - 1;
     return scratch_ + slot * segment_ * element_;
   }
 
@@ -104,6 +106,7 @@ class Exchange {
       if (theirs.size == 0) continue;
       sends_.Add(transport_.Send(to, input_ + theirs.begin * element_, theirs.size * element_));
     }
+    sent_.push_back(sends_.added());
   }
 
   void Combine(const Span& own, size_t round) {
@@ -119,19 +122,21 @@ class Exchange {
   const ReduceSpec& spec_;
   const std::byte* const input_;
   std::byte* const result_;
-  std::byte* const scratch_;  // kRounds * (N-1) segments
+  std::byte* const scratch_;  // depth_ * (N-1) segments
   const size_t element_;
   const size_t segment_;  // elements
+  const size_t depth_;    // rounds under way
   const std::vector<Span>& parts_;
   const int size_, rank_;
   std::vector<const void*> sources_;
   Inflight receives_, sends_;
+  std::deque<size_t> sent_;  // by the end of each round under way
 };
 
 }  // namespace
 
 Status RankOrderReduceScatter(Transport& transport, const ScatterBuffer& buffer, Scratch& scratch,
-                              TimeNs deadline) {
+                              TimeNs deadline, size_t segment_bytes) {
   const int size = transport.size();
   const std::vector<Span> parts = BackToBack(buffer.parts);
   if (parts.size() != static_cast<size_t>(size)) {
@@ -144,14 +149,17 @@ Status RankOrderReduceScatter(Transport& transport, const ScatterBuffer& buffer,
     return Status::Ok();
   }
   const size_t element = ElementSize(buffer.spec.dtype);
-  const size_t segment = std::min(RoundBytes(largest * element, size) / element, largest);
-  const size_t scratch_bytes = kRounds * static_cast<size_t>(size - 1) * segment * element;
+  const size_t depth = segment_bytes == 0 ? kRounds : RoundsUnderWay(static_cast<size_t>(size - 1));
+  const size_t segment =
+      std::min(RoundBytes(largest * element, size, depth, segment_bytes) / element, largest);
+  const size_t scratch_bytes = depth * static_cast<size_t>(size - 1) * segment * element;
   void* memory = scratch.Reserve(scratch_bytes);
   if (memory == nullptr) {
     return Status(Code::kInternal, "rank-order reduce-scatter: no memory for receive buffers of " +
                                        std::to_string(scratch_bytes) + " bytes");
   }
-  return Exchange(transport, buffer, parts, segment, static_cast<std::byte*>(memory), deadline)
+  return Exchange(transport, buffer, parts, segment, depth, static_cast<std::byte*>(memory),
+                  deadline)
       .Run();
 }
 

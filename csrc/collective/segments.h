@@ -15,7 +15,7 @@
 
 #include "base/clock.h"
 #include "base/status.h"
-#include "transport/subgroup.h"
+#include "collective/collectives.h"
 #include "transport/transport.h"
 
 namespace hororing {
@@ -157,10 +157,24 @@ class Inflight {
   size_t added_ = 0;
 };
 
+// How many segments rank r exchanges with each of `others` at a time, where every rank sends to
+// every other one: few, because what waits before a wire delays all that comes behind it, also the
+// words of TCP's receivers; but so many that a wire between two ranks is not left idle either.
+inline size_t RoundsUnderWay(size_t others) {
+  constexpr size_t kLeast = 2, kSegments = 8;
+  return std::max(kLeast, kSegments / std::max<size_t>(others, 1));
+}
+
 // The second half of several algorithms: chunk r of `data` is complete on rank r, and will be on
 // all ranks. Spans are in bytes; see allgather.cc. REQUIRES: no other transfer touches `data`.
-// `ring`: the same ranks in the order in which it goes round; null: as they are.
-Status GatherAround(Transport& transport, std::byte* data, const std::vector<Span>& chunks,
-                    Subgroup* ring, TimeNs deadline);
+Status GatherChunks(Transport& transport, std::byte* data, const std::vector<Span>& chunks,
+                    const GatherWay& way, TimeNs deadline);
+
+// By pairwise exchange: sends[q] of `from` goes to rank q, receives[q] of `to` comes from it; what
+// is this rank's own stays where it is. Spans are in bytes; see alltoall.cc. `segment_bytes`: of a
+// message; 0: parts go whole.
+Status ExchangeParts(Transport& transport, const std::byte* from, const std::vector<Span>& sends,
+                     std::byte* to, const std::vector<Span>& receives, TimeNs deadline,
+                     size_t segment_bytes);
 
 }  // namespace hororing

@@ -298,7 +298,9 @@ TEST(broadcast_works_from_every_root_at_every_size) {
             for (size_t i = 0; i < bytes && rank.rank() == root; ++i) {
               data[i] = Content(static_cast<size_t>(root), i);
             }
-            CHECK_OK(Broadcast(rank.transport, root, data.data(), bytes, Soon()));
+            // Every other one in messages as between hosts.
+            const size_t segment_bytes = root % 2 == 0 ? 0 : 32 << 10;
+            CHECK_OK(Broadcast(rank.transport, root, data.data(), bytes, Soon(), segment_bytes));
             CHECK_EQ(Open(rank.transport), 0u);
             size_t wrong = 0;
             for (size_t i = 0; i < bytes; ++i) {
@@ -378,6 +380,30 @@ Status RunReduceScatter(Transport& transport) {
   return RankOrderReduceScatter(transport, {input.data(), parts, result.data(), spec}, scratch,
                                 Soon());
 }
+// In short segments, several of which are under way with every peer.
+Status RunStraightAllgather(Transport& transport) {
+  const std::vector<size_t> sizes(static_cast<size_t>(transport.size()), 5000);
+  Bytes input(5000), result(sizes.size() * 5000);
+  return AllgatherV(transport, input.data(), sizes, result.data(), Soon(), {nullptr, 500, true});
+}
+Status RunAlltoallInSegments(Transport& transport) {
+  std::vector<size_t> sent, received;  // ragged: rank r has 2,000 (r + q) for rank q
+  for (int q = 0; q < transport.size(); ++q) {
+    sent.push_back(static_cast<size_t>(2000 * (transport.rank() + q)));
+    received.push_back(sent.back());
+  }
+  Bytes input(100000), result(100000);
+  return AlltoallV(transport, input.data(), sent, result.data(), received, Soon(), 700);
+}
+Status RunReduceScatterInSegments(Transport& transport) {
+  std::vector<size_t> parts = {12000, 5000, 0, 10};
+  parts.resize(static_cast<size_t>(transport.size()));
+  std::vector<float> input(17010, 1.0f), result(12000);
+  Scratch scratch;
+  const ReduceSpec spec{DataType::kFloat32, ReduceOp::kSum, 1, 1};
+  return RankOrderReduceScatter(transport, {input.data(), parts, result.data(), spec}, scratch,
+                                Soon(), 4 << 10);
+}
 Status RunAdasum(Transport& transport) {
   std::vector<float> data(1000, 1.0f);
   Scratch scratch;
@@ -396,8 +422,11 @@ constexpr Collectives kCollectives[] = {
     {"allgather", &RunAllgather},
     {"broadcast, tree", &RunBroadcast<1000>},
     {"broadcast, chain", &RunBroadcast<2000000>},
+    {"allgather, straight", &RunStraightAllgather},
     {"alltoall", &RunAlltoall},
+    {"alltoall, segments", &RunAlltoallInSegments},
     {"reduce-scatter", &RunReduceScatter},
+    {"reduce-scatter, segments", &RunReduceScatterInSegments},
     {"Adasum", &RunAdasum},
     {"barrier", &RunBarrier}};
 

@@ -1,4 +1,5 @@
-// The collectives by pairwise exchange over worlds of threads: alltoall and reduce-scatter.
+// The collectives by pairwise exchange over worlds of threads: alltoall and reduce-scatter, and the
+// all-gathers and sums that are made of them.
 
 #include <cstring>
 #include <string>
@@ -47,14 +48,16 @@ TEST(alltoall_transposes_ragged_parts) {
             received.push_back(sizes[q][me]);
           }
           const Bytes before = input;
-          Bytes result(expected.size() + 1, 0xA5);
-          CHECK_OK(
-              AlltoallV(rank.transport, input.data(), sizes[me], result.data(), received, Soon()));
-          CHECK_EQ(Open(rank.transport), 0u);
-          CHECK_EQ(result.back(), 0xA5);
-          result.pop_back();
-          CHECK(result == expected);
-          CHECK(input == before);
+          for (const size_t segment_bytes : {size_t{0}, size_t{5000}, size_t{32} << 10}) {
+            Bytes result(expected.size() + 1, 0xA5);
+            CHECK_OK(AlltoallV(rank.transport, input.data(), sizes[me], result.data(), received,
+                               Soon(), segment_bytes));
+            CHECK_EQ(Open(rank.transport), 0u);
+            CHECK_EQ(result.back(), 0xA5);
+            result.pop_back();
+            CHECK(result == expected);
+            CHECK(input == before);
+          }
         }
       });
     }
@@ -74,7 +77,7 @@ TEST(alltoall_refuses_sizes_that_cannot_be) {
 // ---- reduce-scatter ----
 
 void CheckReduceScatter(Rank& rank, const ReduceSpec& spec, const std::vector<size_t>& parts,
-                        bool in_place, Scratch& scratch) {
+                        bool in_place, Scratch& scratch, size_t segment_bytes = 0) {
   rank.Enter("reduce-scatter");
   const size_t element = ElementSize(spec.dtype), me = static_cast<size_t>(rank.rank());
   size_t n = 0, begin = 0;
@@ -90,8 +93,8 @@ void CheckReduceScatter(Rank& rank, const ReduceSpec& spec, const std::vector<si
   }
   Bytes result(expected.size() + 1, 0xA5);
   void* to = in_place ? input.data() + begin * element : result.data();
-  CHECK_OK(
-      RankOrderReduceScatter(rank.transport, {input.data(), parts, to, spec}, scratch, Soon()));
+  CHECK_OK(RankOrderReduceScatter(rank.transport, {input.data(), parts, to, spec}, scratch, Soon(),
+                                  segment_bytes));
   CHECK_EQ(Open(rank.transport), 0u);
   CHECK_EQ(result.back(), 0xA5);
   Bytes wanted = before;
@@ -154,11 +157,14 @@ TEST(reduce_scatter_takes_parts_of_any_size) {
         const ReduceSpec sum{DataType::kFloat64, ReduceOp::kSum, 1, 1};
         std::vector<size_t> parts;
         for (size_t r = 0; r < ranks; ++r) parts.push_back(40009 * (r % 4));
-        CheckReduceScatter(rank, sum, parts, false, scratch);
-        CheckReduceScatter(rank, sum, parts, true, scratch);
+        for (const size_t segment_bytes : {size_t{0}, size_t{32} << 10}) {
+          CheckReduceScatter(rank, sum, parts, false, scratch, segment_bytes);
+          CheckReduceScatter(rank, sum, parts, true, scratch, segment_bytes);
+        }
         parts.assign(ranks, 0);
         parts.back() = 170003;
         CheckReduceScatter(rank, sum, parts, false, scratch);
+        CheckReduceScatter(rank, sum, parts, false, scratch, 32 << 10);
       });
     }
   }
@@ -172,6 +178,66 @@ TEST(reduce_scatter_refuses_parts_for_another_number_of_ranks) {
     const ScatterBuffer buffer{data, {1, 1, 1}, &result, spec};
     CHECK(!RankOrderReduceScatter(rank.transport, buffer, scratch, Soon()).ok());
   });
+}
+
+// ---- and what is made of them ----
+
+TEST(ways_of_gathering_and_lengths_of_segments_change_no_byte) {
+  for (const char* kind : kKinds) {
+    for (const int size : kSizes) {
+      hororing_test::RunWorld(MakeWorld(kind, size), [](Rank& rank) {
+        const size_t ranks = static_cast<size_t>(rank.size());
+        const size_t me = static_cast<size_t>(rank.rank());
+        for (const size_t segment_bytes : {size_t{0}, size_t{1}, size_t{1000}, size_t{32} << 10}) {
+          for (const bool straight : {false, true}) {
+            for (const size_t each : {size_t{0}, size_t{1}, size_t{997}, size_t{150001}}) {
+              if (segment_bytes > 0 && each / segment_bytes > 1000) continue;
+              rank.Enter("allgather");
+              std::vector<size_t> sizes;
+              Bytes expected, input;
+              for (size_t r = 0; r < ranks; ++r) {
+                sizes.push_back(r % 3 == 1 ? 0 : each + r % 2);
+                for (size_t i = 0; i < sizes[r]; ++i) expected.push_back(Content(r, i));
+                for (size_t i = 0; i < sizes[r] && r == me; ++i) input.push_back(Content(r, i));
+              }
+              Bytes result(expected.size() + 1, 0xA5);
+              const GatherWay way{nullptr, segment_bytes, straight};
+              CHECK_OK(AllgatherV(rank.transport, input.data(), sizes, result.data(), Soon(), way));
+              CHECK_EQ(Open(rank.transport), 0u);
+              CHECK_EQ(result.back(), 0xA5);
+              result.pop_back();
+              CHECK(result == expected);
+            }
+          }
+        }
+      });
+    }
+  }
+}
+
+TEST(sums_in_rank_order_have_the_same_bits_in_segments_of_any_length) {
+  for (const char* kind : kKinds) {
+    for (const int size : kSizes) {
+      hororing_test::RunWorld(MakeWorld(kind, size), [](Rank& rank) {
+        Scratch scratch;
+        for (const size_t n : {size_t{0}, size_t{1}, size_t{61}, size_t{70001}}) {
+          for (const ReduceSpec& spec : {ReduceSpec{DataType::kBfloat16, ReduceOp::kSum, 1, 1},
+                                         ReduceSpec{DataType::kInt64, ReduceOp::kAverage, 1, 1}}) {
+            for (const size_t segment_bytes : {size_t{1}, size_t{8} << 10, size_t{1} << 20}) {
+              FlatOptions options;
+              options.reproducible = true;
+              options.way = {nullptr, segment_bytes, segment_bytes != 1};
+              Bytes data = Input(spec, rank.rank(), n);
+              const Bytes expected = Expected(spec, rank.size(), data);
+              if (segment_bytes == 1 && n > 100) continue;  // of the gathering, one message a byte
+              CHECK_OK(Allreduce(rank.transport, {data.data(), n, spec}, options, scratch, Soon()));
+              CHECK(data == expected);
+            }
+          }
+        }
+      });
+    }
+  }
 }
 
 }  // namespace

@@ -383,5 +383,49 @@ TEST(every_byte_crosses_to_a_host_once) {
   CHECK_EQ(flat_crossing(Broadcast(all, 2, DataType::kUint8, {2 << 20}, random)), 2u);
 }
 
+TEST(on_a_slow_wire_flat_forms_go_in_short_messages_and_straight_from_host_to_host) {
+  std::mt19937 random(hororing_test::Seed());
+  HostsWorld world("queue", {0, 1, 2, 3});
+  Set all(world, Algorithm::kAuto);
+  std::set<std::pair<int, int>> talkers;
+  const auto messages = [&](const Job& job, double beta_s) {
+    std::vector<size_t> before;
+    for (int r = 0; r < world.size(); ++r) before.push_back(world.wire(r).sent_to().size());
+    world.Run([&](int r) {
+      HostBackend::Options options;
+      options.ranks_on = world.world(r).topology.ranks_on();
+      options.wire.beta_s = beta_s;
+      HostBackend backend(*world.world(r).transport, options);
+      TraceSink trace;
+      CHECK_OK(backend.Run(job.batch(static_cast<size_t>(r)), After(NowNs(), kLimit), trace));
+      CHECK_EQ(world.wire(r).open(), 0u);
+    });
+    CHECK_EQ(job.judge(), std::string());
+    size_t count = 0;
+    talkers.clear();
+    for (int r = 0; r < world.size(); ++r) {
+      const std::vector<int>& sent = world.wire(r).sent_to();
+      for (size_t i = before[static_cast<size_t>(r)]; i < sent.size(); ++i, ++count) {
+        talkers.emplace(r, sent[i]);
+      }
+    }
+    return count;
+  };
+  constexpr double kSlow = 1 / 25e6, kFast = 1 / 1.25e9;
+  for (const size_t tensors : {1, 3}) {
+    (void)messages(Allgather(all, DataType::kUint8, tensors, random), kSlow);
+    CHECK_EQ(talkers.count({3, 1}), 1u);
+    (void)messages(Allgather(all, DataType::kUint8, tensors, random), kFast);
+    CHECK_EQ(talkers.count({3, 1}), 0u);  // around the ring
+  }
+  // Three hops of 64 messages of 32 KiB, and of 8.
+  CHECK_EQ(messages(Broadcast(all, 1, DataType::kUint8, {2 << 20}, random), kSlow), 3 * 64u);
+  CHECK_EQ(messages(Broadcast(all, 1, DataType::kUint8, {2 << 20}, random), kFast), 3 * 8u);
+  for (const double beta_s : {kSlow, kFast}) {
+    const ReduceSpec spec{DataType::kInt32, ReduceOp::kSum, 1, 1};
+    (void)messages(Reducescatter(all, {0, 1, 2, 3}, spec, 2, random), beta_s);
+  }
+}
+
 }  // namespace
 }  // namespace hororing
