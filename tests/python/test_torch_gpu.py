@@ -352,20 +352,22 @@ def test_every_verb_is_right_on_a_gpu(size: int, way: str):
 
 @pytest.mark.skipif(FAKE is None, reason=WHY_NOT)
 @pytest.mark.parametrize(
-    ("module", "way"),
+    ("module", "size", "way"),
     [
-        ("test_torch_verbs", "nccl"),
-        ("test_conformance", "nccl"),
-        ("test_conformance", "staged"),
+        ("test_torch_verbs", 2, "nccl"),
+        ("test_sync_batch_norm", 2, "nccl"),
+        ("test_torch_mixed_precision", 4, "nccl"),
+        ("test_conformance", 2, "nccl"),
+        ("test_conformance", 2, "staged"),
     ],
 )
-def test_what_holds_on_the_cpu_holds_on_devices(module: str, way: str):
+def test_what_holds_on_the_cpu_holds_on_devices(module: str, size: int, way: str):
     assert FAKE is not None
     variables = fake_gpu.environment(
         FAKE, HORORING_GPU=way, BORROWED=module, CONFORMANCE_PLAYERS="torch",
         HORORING_DYNAMIC_PROCESS_SETS="1",
     )  # fmt: skip
-    job = mpirun.run(__file__, 2, script=False, timeout_s=200, environment=variables)
+    job = mpirun.run(__file__, size, script=False, timeout_s=200, environment=variables)
     cases = [name for name in job.results[0] if name.endswith(f"_of_{module}")]
     assert len(cases) > 5, job.report()
     for case in cases:
