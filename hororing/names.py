@@ -20,8 +20,8 @@ WORLD_SET: Final = int(lib.HR_WORLD_SET)
 OPTIMIZER: Final = "optimizer"
 
 # How many unnamed calls of a verb were made in a process set. No lock: each step is one of native
-# code, under the GIL, where hororing._tensors counts calls that it does itself.
-_counters: dict[tuple[str, int], int] = {}
+# code, under the GIL, where hororing._tensors counts calls that it does itself, in this very dict.
+counts: Final[dict[tuple[str, int], int]] = {}
 
 
 class DefaultName(str):
@@ -40,7 +40,7 @@ def default_name(verb: str, process_set: int = WORLD_SET) -> DefaultName:
     Each process set counts by itself, since only its members call. Calls that this rank alone
     finds wrong do not count: see `take_back`.
     """
-    number = count_name(_counters, (verb, process_set))
+    number = count_name(counts, (verb, process_set))
     return _counted(f"{verb}.noname.{number}", (verb, process_set), number)
 
 
@@ -59,18 +59,18 @@ def extended(name: str, suffix: str) -> str:
 def take_back(name: str) -> None:
     """Uncount a default name of a call that has failed before other ranks could hear of it."""
     if isinstance(name, DefaultName) and not name.submitted:
-        uncount_name(_counters, name.counter, name.number)
+        uncount_name(counts, name.counter, name.number)
 
 
 def forget_counts(which: Callable[[str, int], bool]) -> None:
     """Count from 1 again where `which(verb, process set)` is true."""
-    for counter in [counter for counter in list(_counters) if which(*counter)]:
-        _counters.pop(counter, None)
+    for counter in [counter for counter in list(counts) if which(*counter)]:
+        counts.pop(counter, None)
 
 
 def restart_default_names() -> None:
     """Count from 1 again: ranks that start together begin with equal counts."""
-    _counters.clear()
+    counts.clear()
 
 
 runtime.at_init(restart_default_names)

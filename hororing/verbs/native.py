@@ -24,7 +24,7 @@ def native(function: F, tensors: PlainTensors, module: str) -> F:
         for parameter in inspect.signature(function).parameters.values()
     )
     counted = name.removesuffix("_").removesuffix("_async"), names.WORLD_SET
-    verb = Verb(name, function, parameters, tensors, collectives.wait, names._counters, counted)
+    verb = Verb(name, function, parameters, tensors, collectives.wait, names.counts, counted)
     functools.update_wrapper(verb, function)
     verb.__module__ = module  # as which it is pickled
     verb.__qualname__ = name

@@ -302,13 +302,13 @@ def case_unnamed_calls_are_counted_together_whoever_makes_them() -> None:
     hvd.allreduce_(tensor)
     hvd.allreduce_.__wrapped__(tensor)  # type: ignore[attr-defined]
     handle = hvd.allreduce_async_(tensor)
-    assert names._counters == {("allreduce", 0): 3}
+    assert names.counts == {("allreduce", 0): 3}
     with pytest.raises(ValueError, match="no reduce operation"):
         hvd.allreduce_(tensor, op=99)
     hvd.synchronize(handle)
     hvd.grouped_allreduce_([tensor])
     hvd.broadcast_(tensor, 0)
-    assert names._counters == {
+    assert names.counts == {
         ("allreduce", 0): 3, ("grouped_allreduce", 0): 1, ("broadcast", 0): 1
     }  # fmt: skip
 

@@ -50,7 +50,7 @@ def run(function: Callable[[Any, Any], Any], rows: int) -> list[torch.Tensor]:
 
 def counts() -> dict[tuple[str, int], int]:
     """How many unnamed calls there were."""
-    return dict(names._counters)
+    return dict(names.counts)
 
 
 def case_init() -> None:
