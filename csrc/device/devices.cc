@@ -2,9 +2,25 @@
 
 #include <utility>
 
+#include "base/call_watch.h"
+
 namespace hororing {
 
-// REQUIRES: mutex_ is held.
+// Whoever waits here waits for a call that another thread is in. Where the loop's thread may be
+// given up it must not have the turn, which it would keep for ever: it has let go of it before the
+// watched wait ends, and tries again.
+std::unique_lock<std::mutex> Devices::TurnToOpen() {
+  constexpr CallWatch::Name kOpening{"the first use of a device, in another thread,",
+                                     "NVIDIA's driver"};
+  for (;;) {
+    std::unique_lock<std::mutex> turn(opening_, std::try_to_lock);
+    if (turn.owns_lock()) return turn;
+    const CallWatch::Call waits(CallWatch::OfThread(), kOpening);
+    std::lock_guard<std::mutex> wait(opening_);
+  }
+}
+
+// REQUIRES: the turn to open.
 Status Devices::LoadDriver() {
   if (cuda_ != nullptr) return Status::Ok();
   auto api = std::make_shared<CudaApi>();
@@ -13,42 +29,63 @@ Status Devices::LoadDriver() {
   return Status::Ok();
 }
 
-Status Devices::Use(int ordinal, std::shared_ptr<Device>* device) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (device_ == nullptr) {
-    HORORING_RETURN_IF_ERROR(LoadDriver());
-    HORORING_RETURN_IF_ERROR(Device::Open(cuda_, ordinal, &device_));
-    in_use_ = true;
+// REQUIRES: the turn to open, and none is.
+Status Devices::Open(std::optional<int> ordinal) {
+  in_use_ = true;  // callers leave the loop to its thread from here on (engine/engine.h)
+  std::shared_ptr<Device> fresh;
+  Status status = LoadDriver();
+  if (status.ok()) {
+    status = Device::Open(cuda_, ordinal.value_or(options_.likely % cuda_->devices), &fresh);
   }
-  if (device_->ordinal() != ordinal) {
+  in_use_ = status.ok();
+  std::lock_guard<std::mutex> lock(mutex_);
+  device_ = std::move(fresh);
+  return status;
+}
+
+std::shared_ptr<Device> Devices::opened() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return device_;
+}
+
+Status Devices::Use(int ordinal, std::shared_ptr<Device>* device) {
+  std::shared_ptr<Device> one = opened();
+  if (one == nullptr) {
+    const std::unique_lock<std::mutex> turn = TurnToOpen();
+    if (opened() == nullptr) HORORING_RETURN_IF_ERROR(Open(ordinal));
+    one = opened();
+  }
+  if (one->ordinal() != ordinal) {
     return Status(Code::kInvalidArgument,
                   "the tensor is on CUDA device " + std::to_string(ordinal) +
                       ", but this process communicates on device " +
-                      std::to_string(device_->ordinal()) +
+                      std::to_string(one->ordinal()) +
                       "; start one process per GPU, and set the framework's device to "
                       "local_rank() in each, before its first tensor");
   }
-  *device = device_;
+  *device = std::move(one);
   return Status::Ok();
 }
 
 Status Devices::Any(std::shared_ptr<Device>* device) {
-  int ordinal = 0;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    HORORING_RETURN_IF_ERROR(LoadDriver());
-    ordinal = device_ != nullptr ? device_->ordinal() : options_.likely % cuda_->devices;
-  }
-  return Use(ordinal, device);
+  *device = opened();
+  if (*device != nullptr) return Status::Ok();
+  const std::unique_lock<std::mutex> turn = TurnToOpen();
+  if (opened() == nullptr) HORORING_RETURN_IF_ERROR(Open(std::nullopt));
+  *device = opened();
+  return Status::Ok();
 }
 
 Status Devices::Nccl(std::shared_ptr<const NcclApi>* nccl) {
-  std::lock_guard<std::mutex> lock(nccl_mutex_);
-  if (nccl_ == nullptr && nccl_status_.ok()) {
+  std::lock_guard<std::mutex> loading(loading_nccl_);
+  if (!nccl_asked_) {
+    nccl_asked_ = true;
     auto api = std::make_shared<NcclApi>();
     nccl_status_ = NcclApi::Load(options_.nccl_libraries, api.get());
+    std::lock_guard<std::mutex> lock(mutex_);
     if (nccl_status_.ok()) nccl_ = std::move(api);
   }
+  std::lock_guard<std::mutex> lock(mutex_);
   *nccl = nccl_;
   return nccl_status_;
 }
@@ -57,7 +94,7 @@ void Devices::AbortTogether(const std::function<void()>& end_communicators) {
   std::shared_ptr<Device> device;
   std::shared_ptr<const NcclApi> nccl;
   {
-    std::scoped_lock lock(mutex_, nccl_mutex_);
+    std::lock_guard<std::mutex> lock(mutex_);
     device = device_;
     nccl = nccl_;
   }

@@ -10,6 +10,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 
 #include "base/status.h"
@@ -31,7 +32,7 @@ class Devices {
   Status Use(int ordinal, std::shared_ptr<Device>* device);
   // The one in use. A process that has used none gets the one that it would likely use.
   Status Any(std::shared_ptr<Device>* device);
-  // Whether there is one in use.
+  // Whether there is one in use, or about to be.
   bool in_use() const { return in_use_.load(); }
   // NCCL, loaded at the first call; the same answer ever after.
   Status Nccl(std::shared_ptr<const NcclApi>* nccl);
@@ -41,17 +42,22 @@ class Devices {
   void AbortTogether(const std::function<void()>& end_communicators);
 
  private:
+  std::unique_lock<std::mutex> TurnToOpen();
   Status LoadDriver();
+  Status Open(std::optional<int> ordinal);  // none: the likely one
+  std::shared_ptr<Device> opened();         // null: none
 
   const Options options_;
   // Each is held while its library is called, which may take for ever: whoever needs the device
-  // does not wait for NCCL.
-  std::mutex mutex_, nccl_mutex_;
-  std::shared_ptr<const CudaApi> cuda_;  // GUARDED_BY(mutex_)
+  // does not wait for NCCL, and whoever has one not for who opens it.
+  std::mutex opening_, loading_nccl_;
+  std::shared_ptr<const CudaApi> cuda_;  // GUARDED_BY(opening_)
+  std::mutex mutex_;                     // not held during any call
   std::shared_ptr<Device> device_;       // GUARDED_BY(mutex_)
+  std::shared_ptr<const NcclApi> nccl_;  // GUARDED_BY(mutex_)
+  bool nccl_asked_ = false;              // GUARDED_BY(loading_nccl_)
+  Status nccl_status_;                   // GUARDED_BY(loading_nccl_)
   std::atomic<bool> in_use_{false};
-  std::shared_ptr<const NcclApi> nccl_;  // GUARDED_BY(nccl_mutex_)
-  Status nccl_status_;                   // GUARDED_BY(nccl_mutex_)
 };
 
 }  // namespace hororing

@@ -1,5 +1,4 @@
 // Rung 2: whole worlds of engines with tensors on the fake GPU.
-#include <atomic>
 #include <deque>
 #include <numeric>
 
@@ -202,7 +201,7 @@ TEST(process_sets_have_communicators_of_their_own_which_end_with_them) {
 }
 
 TEST(a_process_set_that_is_stuck_on_the_device_fails_its_removal_and_nothing_else) {
-  std::atomic<int> ready{0};
+  Meeting meeting(3);
   Play(
       3, CudaConfig(),
       [&](Player& player) {
@@ -214,8 +213,7 @@ TEST(a_process_set_that_is_stuck_on_the_device_fails_its_removal_and_nothing_els
         const bool member = player.rank != 2;
         const int32_t set = static_cast<int32_t>(id);
         if (member) CHECK_OK(gpu.Allreduce("made", lost, 1.0f, ReduceOp::kSum, set));
-        ++ready;
-        while (ready < 3) std::this_thread::yield();
+        meeting.Meet();
         fake_gpu_set("hang_ranks", 2);
         fake_gpu_set("hang_after", 0);
         if (member) {
@@ -266,18 +264,16 @@ TEST(sets_within_a_host_over_hosts_and_of_one_rank_per_host_go_by_nccl_within_ho
 TEST(a_rank_that_breaks_off_frees_the_others_whose_devices_wait_for_it) {
   EngineConfig config = CudaConfig();
   const int64_t aborts = fake_gpu_count("aborts");
-  std::atomic<int> ready{0};
+  Meeting meeting(2);
   PlayCuda(2, config, [&](Player& player, OnDevice& gpu) {
     std::vector<float> data(10), other(10);
     CHECK_OK(gpu.Allreduce("x", data, 1.0f));
-    ++ready;
-    while (ready < 2) std::this_thread::yield();
+    meeting.Meet();
     fake_gpu_set("hang_after", 0);
     int64_t handle = 0;
     CHECK_OK(gpu.Start("y", data, 1.0f, &handle));
     CHECK_OK(gpu.Finish(handle));  // it is in the stream, and stays there
-    ++ready;
-    while (ready < 4) std::this_thread::yield();
+    meeting.Meet();
     if (player.rank == 1) {
       CHECK(player.engine->Abort("no more", kPatience));
     } else {
@@ -295,29 +291,10 @@ TEST(a_rank_that_breaks_off_frees_the_others_whose_devices_wait_for_it) {
 }
 
 TEST(communicators_whose_collectives_are_stuck_behind_one_another_are_aborted_together) {
-  EngineConfig config = CudaConfig();
-  std::atomic<int> ready{0};
-  PlayCuda(3, config, [&](Player& player, OnDevice& gpu) {
-    const auto meet = [&](int times) {
-      ++ready;
-      while (ready < 3 * times) std::this_thread::yield();
-    };
-    int64_t id = 0;
-    CHECK_OK(player.AddSet({0, 1}, &id));
-    std::vector<int32_t> sets = {kWorldSet, static_cast<int32_t>(id), kWorldSet};
-    if (player.rank == 2) sets = {kWorldSet, kWorldSet};
-    std::vector<std::vector<float>> data(3, std::vector<float>(10));
-    CHECK_OK(gpu.Allreduce("x", data[0], 1.0f));  // communicators are made
-    if (player.rank != 2) CHECK_OK(gpu.Allreduce("y", data[1], 1.0f, ReduceOp::kSum, sets[1]));
-    meet(1);
-    fake_gpu_set("hang_after", 0);
-    for (size_t i = 0; i < sets.size(); ++i) {
-      const std::string name = i == 0 ? "first" : sets[i] == kWorldSet ? "last" : "between";
-      int64_t handle = 0;
-      CHECK_OK(gpu.Start(name, data[i], 1.0f, &handle, ReduceOp::kSum, sets[i]));
-      CHECK_OK(gpu.Finish(handle));
-    }
-    meet(2);
+  Meeting meeting(3);
+  PlayCuda(3, CudaConfig(), [&](Player& player, OnDevice& gpu) {
+    std::vector<std::vector<float>> data;
+    StickBehindOneAnother(player, gpu, meeting, data);
     if (player.rank == 1) {
       CHECK(player.engine->Abort("no more", kPatience));
     } else {
@@ -354,7 +331,7 @@ TEST(a_result_that_is_waited_for_in_a_captured_stream_is_refused_with_a_way_out)
 
 TEST(a_collective_that_hangs_on_the_device_fails_the_engine_by_the_deadline) {
   EngineConfig config = CudaConfig();
-  std::atomic<int> ready{0};
+  Meeting meeting(2);
   auto with_deadline = [](int, EngineConfig& each) { each.timeout_ns = 300 * kMillisecond; };
   Play(
       2, config,
@@ -362,8 +339,7 @@ TEST(a_collective_that_hangs_on_the_device_fails_the_engine_by_the_deadline) {
         OnDevice gpu{player};
         std::vector<float> data(10);
         CHECK_OK(gpu.Allreduce("x", data, 1.0f));
-        ++ready;
-        while (ready < 2) std::this_thread::yield();
+        meeting.Meet();
         fake_gpu_set("hang_after", 0);
         int64_t handle = 0;
         CHECK_OK(gpu.Start("y", data, 1.0f, &handle));

@@ -1,6 +1,6 @@
 // Calls of NVIDIA's driver and of NCCL that never return: those who wait get their error without
 // the thread that is in one (csrc/base/call_watch.h), whatever call it is.
-#include <atomic>
+#include <thread>
 
 #include "cuda_engine_world.h"
 
@@ -19,15 +19,14 @@ void AwaitHanging() {
 // in `function` from then on; `script` is what it does; rank 0 waits for it in vain.
 void PlayStuck(const char* function, bool first,
                const std::function<void(Player&, OnDevice&)>& script) {
-  std::atomic<int> ready{0};
+  Meeting meeting(2);
   Play(
       2, CudaConfig(),
       [&](Player& player) {
         OnDevice gpu{player};
         std::vector<float> data(10), other(10);
         if (!first) CHECK_OK(gpu.Allreduce("before", data, 1.0f));
-        ++ready;
-        while (ready < 2) std::this_thread::yield();
+        meeting.Meet();
         if (player.rank == kStuck) {
           fake_gpu_hang_in(function, kStuck);
           script(player, gpu);
@@ -91,35 +90,14 @@ TEST(an_abort_that_never_ends_keeps_no_error_from_anybody_and_shutdown_returns) 
   fake_gpu_set("nccl_version", 22005);
   // Never destroyed: streams of engines that were given up are at work on it.
   using Tensors = std::vector<std::vector<float>>;
-  static auto* const kept = new std::vector<Tensors>(3, Tensors(3, std::vector<float>(10)));
-  std::atomic<int> ready{0};
+  static auto* const kept = new std::vector<Tensors>(3);
+  Meeting meeting(3);
   Play(
       3, base,
       [&](Player& player) {
         OnDevice gpu{player};
-        const auto meet = [&](int times) {
-          ++ready;
-          while (ready < 3 * times) std::this_thread::yield();
-        };
-        int64_t id = 0;
-        CHECK_OK(player.AddSet({0, 1}, &id));
-        std::vector<int32_t> sets = {kWorldSet, static_cast<int32_t>(id), kWorldSet};
         const bool both = player.rank != 2;
-        if (!both) sets = {kWorldSet, kWorldSet};
-        auto& data = kept->at(static_cast<size_t>(player.rank));
-        for (size_t i = 0; i < 2; ++i) {  // communicators are made
-          if (i == 1 && !both) continue;
-          CHECK_OK(gpu.Allreduce("x", data[i], 1.0f, ReduceOp::kSum, sets[i]));
-        }
-        meet(1);
-        fake_gpu_set("hang_after", 0);
-        for (size_t i = 0; i < sets.size(); ++i) {
-          int64_t handle = 0;
-          const std::string name = i == 0 ? "first" : sets[i] == kWorldSet ? "last" : "between";
-          CHECK_OK(gpu.Start(name, data[i], 1.0f, &handle, ReduceOp::kSum, sets[i]));
-          CHECK_OK(gpu.Finish(handle));
-        }
-        meet(2);
+        StickBehindOneAnother(player, gpu, meeting, kept->at(static_cast<size_t>(player.rank)));
         std::vector<float> other(10);
         Status status;
         while ((status = player.Allreduce("z", other)).ok()) {
@@ -136,4 +114,49 @@ TEST(an_abort_that_never_ends_keeps_no_error_from_anybody_and_shutdown_returns) 
       [](int, EngineConfig& config) { config.timeout_ns = kSecond; });
   fake_gpu_reset();
   NothingForbidden();
+}
+
+// A first use of a device that does not return, on a thread of the script's: not what the engine is
+// in, nor what it waits for when it ends.
+TEST(an_abort_does_not_wait_for_a_device_that_a_caller_never_gets) {
+  std::thread stuck;
+  Play(2, CudaConfig(), [&](Player& player) {
+    if (player.rank != kStuck) {
+      std::vector<float> data(10);
+      CHECK(player.Allreduce("x", data).code() == Code::kPeerLost);
+      return;
+    }
+    fake_gpu_hang_in("cuDevicePrimaryCtxRetain", -1);
+    Engine* const engine = player.engine.get();
+    stuck = std::thread([engine] {
+      TensorEntry entry;
+      static_cast<void>(engine->MarkReady(kStuck, {nullptr}, &entry));
+    });
+    AwaitHanging();
+    CHECK(engine->Abort("no more", 10 * kSecond));
+    fake_gpu_hang_in(nullptr, -1);
+    stuck.join();
+  });
+  fake_gpu_reset();
+  NothingForbidden();
+}
+
+// And who needs that device to take part gives up, as if the call were the loop's own.
+TEST(a_rank_that_has_joined_does_not_wait_for_ever_for_a_device_that_a_caller_never_gets) {
+  std::thread stuck;
+  PlayStuck("cuStreamCreateWithPriority", /*first=*/true, [&](Player& player, OnDevice&) {
+    Engine* const engine = player.engine.get();  // which is leaked
+    stuck = std::thread([engine] {
+      TensorEntry entry;
+      static_cast<void>(engine->MarkReady(kStuck, {nullptr}, &entry));
+    });
+    AwaitHanging();
+    int64_t last = 0;
+    const Status failed = player.Join(&last);
+    CHECK(failed.code() == Code::kTransport);
+    if (!Contains(failed.message(), "of NVIDIA's driver has not returned")) {
+      Fail(__FILE__, __LINE__, failed.message());
+    }
+  });
+  stuck.join();
 }
