@@ -57,9 +57,11 @@ struct EngineConfig {
   Devices::Options devices;          // but for `likely`
   StallInspector::Options stall;
   TimeNs timeout_ns = kForever;  // for every wait on a peer
-  int cpu = -1;                  // core for the loop thread; -1: any
-  bool watch_parent = false;     // end the process when its parent dies
-  std::string timeline;          // path; rank 0's counts
+  // How often a rank that has nothing to do looks whether its peers and its parent are alive.
+  TimeNs house_ns = 250 * kMillisecond;
+  int cpu = -1;               // core for the loop thread; -1: any
+  bool watch_parent = false;  // end the process when its parent dies
+  std::string timeline;       // path; rank 0's counts
   bool timeline_cycles = false;
 
   // Whether it matters when each tensor was submitted.

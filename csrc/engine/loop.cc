@@ -16,8 +16,6 @@ namespace {
 
 // A request's age is told from here on; below, it was reported as it came.
 constexpr TimeNs kAgeWorthTelling = 100 * kMicrosecond;
-// How often a rank that has nothing to do looks whether its peers and its parent are alive.
-constexpr TimeNs kHouseInterval = 250 * kMillisecond;
 // How long the last messages (the agreement to stop, the end of the timeline) may take.
 constexpr TimeNs kFarewellTime = 2 * kSecond;
 
@@ -329,7 +327,7 @@ bool Loop::ServeCommands() {
 void Loop::KeepHouse(TimeNs now) {
   timeline_.Ship(now);
   if (now < next_house_ns_) return;
-  next_house_ns_ = After(now, kHouseInterval);
+  next_house_ns_ = After(now, engine_.config_.house_ns);
   // The last words of a peer that broke off say more than the end of the launcher that they caused.
   const Status peers = transport_.CheckPeers();
   if (!peers.ok()) End(peers);

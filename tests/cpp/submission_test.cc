@@ -7,6 +7,7 @@
 #include <random>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "check.h"
@@ -304,6 +305,48 @@ TEST(a_burst_that_nobody_waits_for_is_reduced) {
     }
     CHECK_EQ(data[kCount - 1][0], 27.0f);
   });
+}
+
+// Who submits wakes the loop unless that has given its word to look (Engine::looks_soon_). Were one
+// wake lost, nothing else would find the request here: no housekeeping, and in a world of one rank
+// no message.
+TEST(every_request_that_nobody_waits_for_wakes_a_loop_that_does_not_look_by_itself) {
+  constexpr TimeNs kLost = 10 * kSecond;
+  constexpr size_t kMost = 20;
+  EngineConfig config;
+  config.house_ns = kForever;
+  for (int size : {1, 2}) {
+    Play(size, config, [](Player& player) {
+      std::mt19937 same(Seed()), own(Seed() + static_cast<unsigned>(player.rank));
+      std::vector<std::vector<float>> tensors(kMost, std::vector<float>(1, 1.0f));
+      std::vector<int64_t> handles(kMost);
+      const auto done = [&](int64_t handle) {
+        const TimeNs deadline = After(NowNs(), kLost);
+        while (player.handles->Poll(handle) == Look::kPending && NowNs() < deadline) sched_yield();
+        const bool found = player.handles->Poll(handle) == Look::kDone;
+        player.handles->Release(handle);
+        return found;
+      };
+      const auto submit = [&](size_t i) {
+        CHECK_OK(player.Submit(std::to_string(i), tensors[i], ReduceOp::kMax, &handles[i]));
+      };
+      bool found = true;
+      for (int round = 0; round < (player.size == 1 ? 2000 : 500) && found; ++round) {
+        // A burst, after which the loop looks by itself, and some that come just too slowly for it
+        // to go on so: each may come while it stops, or while it is driven meanwhile.
+        const size_t burst = same() % 6, waited_for = same() % (4 * kMost);
+        for (size_t i = 0; i < kMost; ++i) {
+          const TimeNs pause = own() % 32 == 0 ? 300 : i < burst ? 0 : 6 + own() % 12;
+          for (const TimeNs until = NowNs() + pause * kMicrosecond; NowNs() < until;) {
+          }
+          submit(i);
+          if (i == waited_for) CHECK_OK(player.Wait(std::exchange(handles[i], 0)));
+        }
+        for (size_t i = 0; i < kMost && found; ++i) found = handles[i] == 0 || done(handles[i]);
+      }
+      CHECK(found);
+    });
+  }
 }
 
 }  // namespace
