@@ -1,11 +1,14 @@
 // Rung 2: the shared-memory transport, with ranks as threads and as forked processes; worlds,
 // topologies and the errors of making them.
 #include <dirent.h>
+#include <sched.h>
 #include <signal.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <memory>
 #include <string>
 #include <thread>
@@ -21,6 +24,24 @@
 
 using namespace hororing;
 using namespace hororing_test;
+
+namespace {
+
+// Of sched_yield, which is this one in this program: calls so far, and how long each takes.
+// Negative: it is the kernel's.
+std::atomic<int> core_offers{0};
+std::atomic<TimeNs> offer_taken_ns{-1};
+
+}  // namespace
+
+extern "C" int sched_yield() noexcept {
+  ++core_offers;
+  const TimeNs taken = offer_taken_ns;
+  if (taken < 0) return static_cast<int>(syscall(SYS_sched_yield));
+  for (const TimeNs until = NowNs() + taken; NowNs() < until;) {
+  }
+  return 0;
+}
 
 namespace {
 
@@ -154,6 +175,34 @@ TEST(an_idle_sleep_ends_in_time_and_costs_no_processor) {
     SleepIdly(rank, 300 * kMillisecond, &cpu_seconds);
     CHECK(cpu_seconds < 0.03);
   });
+}
+
+// Others' work, as far as a rank can tell: an offer of its core is taken for `offer_taken_ns`.
+TEST(a_rank_that_shares_its_core_offers_it_before_it_polls) {
+  RunWorld(
+      1,
+      [](Rank& rank) {
+        // Shorter than a rank that has a core to itself polls before it offers it.
+        const auto offers = [&] {
+          const int before = core_offers;
+          rank.transport.Sleep(After(NowNs(), 2 * kMicrosecond));
+          return core_offers - before;
+        };
+        constexpr int kSleeps = 1000;  // any of them may be interrupted
+        int with = 0, without = 0;
+        offer_taken_ns = 0;
+        for (int i = 0; i < kSleeps; ++i) with += offers() > 0;
+        CHECK_EQ(with, 0);
+        offer_taken_ns = 50 * kMicrosecond;
+        rank.transport.Sleep(After(NowNs(), kMillisecond));
+        for (int i = 0; i < kSleeps; ++i) with += offers() > 0;
+        CHECK(with > 0);
+        offer_taken_ns = 0;  // it has the core to itself again, and notices
+        for (int i = 0; i < kSleeps; ++i) without += offers() == 0;
+        CHECK(without > kSleeps / 2);
+        offer_taken_ns = -1;
+      },
+      kSecond);
 }
 
 TEST(an_announced_failure_ends_every_wait_with_the_reason) {
