@@ -1,9 +1,9 @@
-"""Drives CMake, which builds the core, and compiles the modules of Python beside it.
+"""Drives CMake, which builds the core, and compiles the module of its C interface.
 
 All else about the package is in pyproject.toml. Results:
 
     hororing/_core.abi3.so             what Python imports, made by cffi, and
-    hororing/_tensors.abi3.so          what it does for every tensor, both linked to
+    hororing/_tensors.abi3.so          what it does for every tensor, built by CMake; both linked to
     hororing/lib/libhororing.so        the core, which loads for jobs of several ranks
     hororing/lib/libhororing_mpi.so    the MPI transport (not without an MPI)
     hororing/lib/libhororing_tensorflow.so   operations for TensorFlow's graphs
@@ -17,8 +17,8 @@ import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
-from typing import Any
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT / "buildtools"))
 import core_ffi  # noqa: E402
 import machine  # noqa: E402
 
-LIMITED_API = 0x030A0000  # CPython 3.10 and later
+LIMITED_API = 0x030A0000  # CPython 3.10 and later, as in CMakeLists.txt
 
 # From hororing/lib in site-packages to the lib folder of the environment.
 TO_ENVIRONMENT_LIB = "$ORIGIN/../../../.."
@@ -51,7 +51,7 @@ def dependencies() -> list[str]:
 
 
 class BuildCore(build_ext):
-    """CMake first, then the modules."""
+    """CMake first, then the module."""
 
     def run(self) -> None:
         """Build everything; into the source tree for an editable installation."""
@@ -62,15 +62,14 @@ class BuildCore(build_ext):
         )
         self._cmake(build)
         target = ROOT / "hororing" if self.inplace else Path(self.build_lib) / "hororing"
-        self._copy_libraries(build, target / "lib")
+        self._copy_libraries(build, target)
 
         source = Path(self.build_temp) / "_core.c"
         core_ffi.write(ROOT / "csrc/capi/hororing.h", source)
-        for extension in self.extensions:
-            if extension.name == core_ffi.MODULE:
-                extension.sources = [str(source)]
-            extension.include_dirs = [str(ROOT / "csrc")]
-            extension.library_dirs = [str(build)]
+        (core,) = self.extensions
+        core.sources = [str(source)]
+        core.include_dirs = [str(ROOT / "csrc")]
+        core.library_dirs = [str(build)]
         # Whatever changed, changed the core or the header: compiling this again takes a second.
         self.force = True
         super().run()
@@ -95,6 +94,7 @@ class BuildCore(build_ext):
             "-DCMAKE_BUILD_TYPE=Release",
             f"-DHORORING_MPICC={wrapper or 'OFF'}",
             f"-DHORORING_MPI_RPATH={rpath}",
+            f"-DHORORING_PYTHON_INCLUDE={sysconfig.get_path('include')}",
             *shlex.split(os.environ.get("CMAKE_ARGS", "")),
         ]
         cores = len(os.sched_getaffinity(0))
@@ -102,6 +102,7 @@ class BuildCore(build_ext):
         libraries = [
             "hororing",
             "hororing_tensorflow",
+            "hororing_python",
             *([] if wrapper is None else ["hororing_mpi"]),
         ]
         make = [cmake, "--build", str(build), "--parallel", str(cores), "--target", *libraries]
@@ -109,9 +110,13 @@ class BuildCore(build_ext):
             print("+", shlex.join(command), flush=True)
             subprocess.run(command, check=True)
 
-    def _copy_libraries(self, build: Path, target: Path) -> None:
+    def _copy_libraries(self, build: Path, package: Path) -> None:
+        target = package / "lib"
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir(parents=True)
+        tensors = package / "_tensors.abi3.so"
+        tensors.unlink(missing_ok=True)
+        shutil.copy2(build / tensors.name, tensors)
         for library in sorted(build.glob("libhororing*.so")):
             if library.stem == "libhororing_mpi" and machine.mpicc() is None:
                 continue  # left by an earlier build
@@ -119,29 +124,17 @@ class BuildCore(build_ext):
             shutil.copy2(library, target)
 
 
-def module(name: str, sources: list[str], **options: Any) -> Extension:
-    """Describe a module that is linked to the core."""
-    return Extension(
-        name,
-        sources=sources,
-        libraries=["hororing"],
-        extra_link_args=["-Wl,-rpath,$ORIGIN/lib"],
-        define_macros=[("Py_LIMITED_API", hex(LIMITED_API))],
-        py_limited_api=True,
-        **options,
-    )
-
-
 setup(
     version=version(),
     install_requires=dependencies(),
     ext_modules=[
-        module(core_ffi.MODULE, []),
-        module(
-            "hororing._tensors",
-            sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc/python").glob("*.cc")),
-            language="c++",
-            extra_compile_args=["-std=c++17", "-fvisibility=hidden"],
+        Extension(
+            core_ffi.MODULE,
+            [],
+            libraries=["hororing"],
+            extra_link_args=["-Wl,-rpath,$ORIGIN/lib"],
+            define_macros=[("Py_LIMITED_API", hex(LIMITED_API))],
+            py_limited_api=True,
         ),
     ],
     cmdclass={"build_ext": BuildCore},
