@@ -33,7 +33,7 @@ struct Box {
   char data[kBoxBytes];
 };
 struct Shared {
-  std::atomic<int32_t> ranks, arrived, left;
+  std::atomic<int32_t> ranks, arrived, mapped;
   Box boxes[kMost][kMost];  // from, to
 };
 

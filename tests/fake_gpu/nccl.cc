@@ -67,7 +67,7 @@ int PointToPoint(Comm* comm, void* stream, bool sends, void* data, size_t bytes,
 void Bury(Comm* comm) {
   while (!comm->start_ended || comm->under_way > 0)
     std::this_thread::sleep_for(std::chrono::microseconds(50));
-  if (++comm->shared->left >= comm->ranks || comm->aborted) shm_unlink(comm->name.c_str());
+  if (comm->aborted) shm_unlink(comm->name.c_str());  // perhaps before all had come
   --counts.communicators;
 }
 
@@ -199,6 +199,8 @@ FAKE int ncclCommInitRankConfig(Comm** made, int ranks, UniqueId id, int rank, c
   comm->shared = static_cast<Shared*>(
       mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0));
   close(file);
+  // The name goes with the last one who needs it: whoever is killed later leaves nothing behind.
+  if (++comm->shared->mapped == ranks) shm_unlink(id.bytes);
   comm->name = id.bytes;
   comm->rank = rank;
   comm->ranks = ranks;
