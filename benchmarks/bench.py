@@ -133,7 +133,7 @@ PARTS = [
     *(
         Part("hosts", ranks, "hosts", (
             "--mbit", "200", "--rounds", "5", "--bytes", "65536", "16777216",
-            "--only", "auto", other, "mpi", "gloo",
+            "--only", "auto", other, "mpi", "gloo", "--patience", "10",
         ), HOSTS, layout=layout, rows_of=host_rows)
         for ranks, layout, other in LAYOUTS
     ),
