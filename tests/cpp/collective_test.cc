@@ -370,15 +370,16 @@ Status RunAlltoall(Transport& transport) {
   Bytes input(sizes.size() * 100000), result(sizes.size() * 100000);
   return AlltoallV(transport, input.data(), sizes, result.data(), sizes, Soon());
 }
+// Parts of several segments, of one, and of none. `segment_bytes` 0: the built-in length.
+template <size_t unit, size_t segment_bytes>
 Status RunReduceScatter(Transport& transport) {
-  // Parts of several segments, of one, and of none.
-  std::vector<size_t> parts = {50000, 20000, 0, 10};
+  std::vector<size_t> parts = {5 * unit, 2 * unit, 0, 10};
   parts.resize(static_cast<size_t>(transport.size()));
-  std::vector<float> input(70010, 1.0f), result(50000);
+  std::vector<float> input(7 * unit + 10, 1.0f), result(5 * unit);
   Scratch scratch;
   const ReduceSpec spec{DataType::kFloat32, ReduceOp::kSum, 1, 1};
   return RankOrderReduceScatter(transport, {input.data(), parts, result.data(), spec}, scratch,
-                                Soon());
+                                Soon(), segment_bytes);
 }
 // In short segments, several of which are under way with every peer.
 Status RunStraightAllgather(Transport& transport) {
@@ -394,15 +395,6 @@ Status RunAlltoallInSegments(Transport& transport) {
   }
   Bytes input(100000), result(100000);
   return AlltoallV(transport, input.data(), sent, result.data(), received, Soon(), 700);
-}
-Status RunReduceScatterInSegments(Transport& transport) {
-  std::vector<size_t> parts = {12000, 5000, 0, 10};
-  parts.resize(static_cast<size_t>(transport.size()));
-  std::vector<float> input(17010, 1.0f), result(12000);
-  Scratch scratch;
-  const ReduceSpec spec{DataType::kFloat32, ReduceOp::kSum, 1, 1};
-  return RankOrderReduceScatter(transport, {input.data(), parts, result.data(), spec}, scratch,
-                                Soon(), 4 << 10);
 }
 Status RunAdasum(Transport& transport) {
   std::vector<float> data(1000, 1.0f);
@@ -425,8 +417,8 @@ constexpr Collectives kCollectives[] = {
     {"allgather, straight", &RunStraightAllgather},
     {"alltoall", &RunAlltoall},
     {"alltoall, segments", &RunAlltoallInSegments},
-    {"reduce-scatter", &RunReduceScatter},
-    {"reduce-scatter, segments", &RunReduceScatterInSegments},
+    {"reduce-scatter", &RunReduceScatter<10000, 0>},
+    {"reduce-scatter, segments", &RunReduceScatter<2500, 4096>},
     {"Adasum", &RunAdasum},
     {"barrier", &RunBarrier}};
 
