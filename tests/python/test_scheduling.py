@@ -216,6 +216,55 @@ def case_statistics_count_what_was_done():
         hvd.statistics()
 
 
+def messages_and_batches() -> np.ndarray:
+    now = hvd.statistics()
+    return np.array([now[f"control_messages_{way}"] for way in ("sent", "received")]
+                    + [now["batches"]])  # fmt: skip
+
+
+def case_a_batch_costs_one_message_each_way_whatever_the_number_of_tensors():
+    with engine():
+        peers = hvd.size() - 1 if hvd.rank() == 0 else 1
+        for count in (1, 10, 1000):
+            tensors = [np.ones(8, np.float32) for _ in range(count)]
+            names = [f"{count}.{i}" for i in range(count)]
+
+            def step(tensors=tensors, names=names) -> None:
+                hvd.grouped_allreduce(tensors, name="one of many " + names[0])
+
+            step()
+            before = messages_and_batches()
+            for _ in range(10):
+                step()
+            sent, received, batches = messages_and_batches() - before
+            assert batches == 10
+            assert sent == 10 * peers, (count, sent)
+            # Peers may be at their next call, now or before.
+            assert abs(received - 10 * peers) <= peers, (count, received)
+            hvd.barrier()
+
+
+def case_a_burst_one_by_one_costs_few_messages():
+    tensors = [np.ones(8, np.float32) for _ in range(1000)]
+
+    def step() -> None:
+        handles = [
+            hvd.allreduce_async_(tensor, name=f"burst.{i}") for i, tensor in enumerate(tensors)
+        ]
+        for handle in handles:
+            hvd.synchronize(handle)
+
+    with engine():
+        peers = hvd.size() - 1 if hvd.rank() == 0 else 1
+        step()
+        told = []
+        for _ in range(9):
+            before = messages_and_batches()
+            step()
+            told.append((messages_and_batches() - before)[0])
+        assert sorted(told)[4] <= 40 * peers, told
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("case", mpirun.case_names(globals()))
 def test_scheduling(case: str, size: int):
