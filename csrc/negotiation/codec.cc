@@ -193,6 +193,7 @@ void Put(Writer& out, const Decision& decision) {
     case Decision::Kind::kTune:
       out.Signed(details.tuning.chunk_bytes);
       for (const uint8_t each : details.tuning.algorithms) out.Unsigned(each);
+      for (const uint8_t each : details.tuning.wires) out.Unsigned(each);
       break;
   }
 }
@@ -228,6 +229,7 @@ Decision GetDecision(Reader& in) {
     case Decision::Kind::kTune:
       details.tuning.chunk_bytes = in.Signed();
       for (uint8_t& each : details.tuning.algorithms) each = static_cast<uint8_t>(in.Unsigned());
+      for (uint8_t& each : details.tuning.wires) each = static_cast<uint8_t>(in.Unsigned());
       break;
   }
   return decision;

@@ -340,6 +340,18 @@ TEST(random_schedules_decide_everything_exactly_once) {
   }
 }
 
+TEST(what_is_tuned_travels_in_an_agreement) {
+  Agreement agreement;
+  agreement.sequence = 1;
+  agreement.decisions.emplace_back();
+  agreement.decisions[0].kind = Decision::Kind::kTune;
+  agreement.decisions[0].set_details().tuning = {1 << 20, {4, 0, 3}, {1, 2, 0}};
+  Agreement decoded;
+  CHECK(Decode(Encode(agreement), &decoded));
+  CHECK_EQ(decoded.decisions.size(), size_t{1});
+  CHECK(decoded.decisions[0].details().tuning == agreement.decisions[0].details().tuning);
+}
+
 TEST(truncated_and_random_messages_are_refused_not_trusted) {
   std::mt19937 random(hororing_test::Seed());
   Report report = Fresh({Allreduce("x", {3, 4}), Allgather("g", 2)});
