@@ -80,6 +80,8 @@ class Backend {
   virtual void Tune(const Tuning& /*tuning*/) {}
   // Bytes of this rank's tensors, in all batches so far, that were reduced where they lie.
   virtual int64_t in_place_bytes() const { return 0; }
+  // Likewise, whose sums travelled between hosts narrower than they are.
+  virtual int64_t narrow_bytes() const { return 0; }
 
   // On a device: when the outputs of the last Run are complete.
   virtual std::shared_ptr<const DeviceEvent> done() const { return nullptr; }

@@ -146,6 +146,12 @@ Status CudaBackend::Choose(TimeNs deadline) {
                ? " travel by NCCL " + api->version_text() + " (" + api->library.path() + ")"
                : " travel by way of the host: " + choice.obstacle) +
           (by_host_ != nullptr ? ", between hosts by way of these: " + choice.between : ""));
+  if (narrow_ && nccl_ != nullptr && by_host_ == nullptr && options_.ranks_on.size() > 1 &&
+      transport_.rank() == 0) {
+    Log(LogLevel::kWarning,
+        "HORORING_WIRE has no effect on tensors on devices that NCCL carries between hosts; "
+        "HORORING_GPU=hierarchical leaves it the way within them");
+  }
   chosen_ = true;
   return Status::Ok();
 }
@@ -255,6 +261,11 @@ void CudaBackend::BreakOff() {
 
 void CudaBackend::Tune(const Tuning& tuning) {
   if (by_host_ != nullptr) by_host_->Tune(tuning);
+  narrow_ = tuning.wires != Tuning().wires;
+}
+
+int64_t CudaBackend::narrow_bytes() const {
+  return staged_.narrow_bytes() + (by_host_ != nullptr ? by_host_->narrow_bytes() : 0);
 }
 
 size_t CudaBackend::scratch_bytes() const {

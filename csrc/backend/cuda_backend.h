@@ -45,6 +45,7 @@ class CudaBackend final : public Backend {
   Status Run(const Batch& batch, TimeNs deadline, TraceSink& trace) override;
   void Tune(const Tuning& tuning) override;
   size_t scratch_bytes() const override;
+  int64_t narrow_bytes() const override;
   std::shared_ptr<const DeviceEvent> done() const override { return done_; }
   Status Look() override;
   Status Leave(TimeNs deadline) override;
@@ -77,6 +78,7 @@ class CudaBackend final : public Backend {
   std::unique_ptr<HierarchicalNccl> by_host_;  // null where it makes no sense, or is not chosen
   std::unique_ptr<NcclCommunicator> nccl_;     // its end frees what uses memory of by_host_
   bool chosen_ = false;
+  bool narrow_ = false;  // the user permits it between hosts, as far as that is for us to decide
   bool scales_ = false;  // all ranks have the kernels for it
   std::shared_ptr<const DeviceEvent> done_;
   std::deque<InFlight> in_flight_;

@@ -57,10 +57,6 @@ HierarchicalNccl::HierarchicalNccl(Transport& transport, const RanksOn& ranks_on
   across_backend_.emplace(*across_, options);
 }
 
-void HierarchicalNccl::Tune(const Tuning& tuning) {
-  if (across_backend_) across_backend_->Tune(tuning);
-}
-
 NcclWay HierarchicalNccl::WayOf(const Batch& batch, bool scales) const {
   Batch sum;
   sum.kind = batch.kind;

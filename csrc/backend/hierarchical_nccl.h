@@ -59,7 +59,7 @@ class HierarchicalNccl {
   Transport& local() { return local_; }
   const RanksOn& ranks_on() const { return ranks_on_; }
   // From the next batch on, alike on all ranks: of what goes across.
-  void Tune(const Tuning& tuning);
+  void Tune(const Tuning& tuning) { tuning_ = tuning; }
 
   struct Gpu {
     NcclCommunicator* communicator;  // of local()
@@ -76,6 +76,8 @@ class HierarchicalNccl {
              const std::vector<std::shared_ptr<const DeviceEvent>>& ready, TimeNs timeout,
              TraceSink& trace);
   size_t scratch_bytes() const;
+  // Of slices that went across from this rank, narrower than they are.
+  int64_t narrow_bytes() const { return across_backend_ ? across_backend_->narrow_bytes() : 0; }
 
  private:
   class Walk;  // in hierarchical_nccl_walk.cc
@@ -99,6 +101,7 @@ class HierarchicalNccl {
   // Of a rank that owns slices: those that own the same ones, in the order of the hosts.
   std::optional<Subgroup> across_;
   std::optional<HostBackend> across_backend_;
+  Tuning tuning_;
   Scratch scratch_;
   bool prepared_ = false;
   size_t slice_bytes_ = 0;                   // at most; 0: not prepared, or a rank lacks memory

@@ -367,6 +367,12 @@ class HierarchicalNccl::Walk {
 Status HierarchicalNccl::Run(const Batch& batch, const Gpu& gpu,
                              const std::vector<std::shared_ptr<const DeviceEvent>>& ready,
                              TimeNs timeout, TraceSink& trace) {
+  if (across_backend_) {
+    Tuning tuning = tuning_;
+    // Sums of 16-bit floats may be float32 up to the end, and are rounded there, once.
+    if (batch.reduce.dtype != DataType::kFloat32) tuning.wires = {};
+    across_backend_->Tune(tuning);
+  }
   return Walk(*this, batch, gpu, ready, timeout, trace).Run();
 }
 

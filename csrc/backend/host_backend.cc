@@ -41,7 +41,12 @@ HostBackend::HostBackend(Transport& transport, const Options& options)
   tuning_.algorithms.fill(static_cast<uint8_t>(options.algorithm));
 }
 
-Algorithm HostBackend::Choose(const Batch& batch, const ReduceBuffer& buffer) const {
+WireType HostBackend::TypeOf(const Batch& batch) const {
+  if (shape_.hosts == 1) return WireType::kFull;
+  return WireFor(tuning_, batch.bytes(), batch.reduce, options_.reproducible);
+}
+
+Algorithm HostBackend::Choose(const Batch& batch, WireType type) const {
   const Algorithm algorithm = AlgorithmFor(tuning_, batch.bytes());
   switch (algorithm) {
     case Algorithm::kRing:
@@ -49,7 +54,8 @@ Algorithm HostBackend::Choose(const Batch& batch, const ReduceBuffer& buffer) co
     default: break;  // where three phases cannot be had
   }
   if (shape_.hosts == 1) return Algorithm::kAuto;
-  return Cheapest(buffer.elements, buffer.spec, shape_, options_.wire);
+  const size_t elements = batch.bytes() / ElementSize(batch.reduce.dtype);
+  return Cheapest(elements, batch.reduce, shape_, options_.wire, type);
 }
 
 bool HostBackend::Supports(const Batch&) const { return true; }
@@ -105,6 +111,11 @@ Status HostBackend::RunAllreduce(const Batch& batch, TimeNs deadline, TraceSink&
     padded += RoundUp(entry.elements * element, kEntryAlign);
   }
   if (entries.empty()) return Status::Ok();
+  const WireType type = TypeOf(batch);
+  const Algorithm algorithm = Choose(batch, type);
+  if (type != WireType::kFull && (options_.reproducible || CanNarrow(algorithm))) {
+    return RunNarrow(batch, entries, type, deadline, trace);
+  }
 
   ReduceBuffer buffer;
   buffer.spec = batch.reduce;
@@ -131,7 +142,7 @@ Status HostBackend::RunAllreduce(const Batch& batch, TimeNs deadline, TraceSink&
   }
   {
     StageSpan span(trace, Stage::kReduce, batch);
-    const FlatOptions options{options_.reproducible, Choose(batch, buffer), WayToGather(),
+    const FlatOptions options{options_.reproducible, algorithm, WayToGather(),
                               static_cast<size_t>(tuning_.chunk_bytes)};
     HORORING_RETURN_IF_ERROR(Allreduce(transport_, buffer, options, receive_buffer_, deadline));
     span.End(batch.bytes());

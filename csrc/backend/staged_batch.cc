@@ -185,4 +185,10 @@ Status StagedBatches::Reach(const DeviceEvent& event) {
   return WaitFor(event, transport_, [this] { return transport_.CheckPeers(); });
 }
 
+int64_t StagedBatches::narrow_bytes() const {
+  int64_t bytes = 0;
+  for (const Backend* backend : host_) bytes += backend->narrow_bytes();
+  return bytes;
+}
+
 }  // namespace hororing

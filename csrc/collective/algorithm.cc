@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <iterator>
 
+#include "collective/size_classes.h"
+
 namespace hororing {
 namespace {
 
@@ -48,22 +50,9 @@ Status Parse(const std::string& name, Algorithm* algorithm) {
 }
 
 Status Parse(const std::string& names, Tuning* tuning) {
-  std::vector<std::string> words(1);
-  for (const char each : names) {
-    if (each == ',') {
-      words.emplace_back();
-    } else if (each != ' ') {
-      words.back() += each;
-    }
-  }
-  const size_t classes = tuning->algorithms.size();
-  if (words.size() == 1) words.resize(classes, words[0]);
-  if (words.size() != classes) {
-    return Status(Code::kInvalidArgument, "algorithms '" + names + "': give one, or " +
-                                              std::to_string(classes) +
-                                              " with commas between them, by size of batch");
-  }
-  for (size_t i = 0; i < classes; ++i) {
+  WordsByClass words;
+  HORORING_RETURN_IF_ERROR(SplitByClass(names, "algorithms", &words));
+  for (size_t i = 0; i < words.size(); ++i) {
     Algorithm algorithm = Algorithm::kAuto;
     HORORING_RETURN_IF_ERROR(Parse(words[i], &algorithm));
     tuning->algorithms[i] = static_cast<uint8_t>(algorithm);
@@ -72,16 +61,17 @@ Status Parse(const std::string& names, Tuning* tuning) {
 }
 
 std::string Names(const Tuning& tuning) {
-  const auto& all = tuning.algorithms;
-  const auto name = [](uint8_t each) { return std::string(Name(static_cast<Algorithm>(each))); };
-  if (all[0] == all[1] && all[1] == all[2]) return name(all[0]);
-  return name(all[0]) + "," + name(all[1]) + "," + name(all[2]);
+  WordsByClass words;
+  std::transform(tuning.algorithms.begin(), tuning.algorithms.end(), words.begin(),
+                 [](uint8_t each) { return Name(static_cast<Algorithm>(each)); });
+  return JoinByClass(words);
 }
 
-bool GoesWhole(size_t elements, const ReduceSpec& spec, int hosts, const WireCost& wire) {
+bool GoesWhole(size_t elements, const ReduceSpec& spec, int hosts, const WireCost& wire,
+               WireType type) {
   const double others = hosts - 1, count = static_cast<double>(elements);
-  const double partial = static_cast<double>(PartialSize(spec));
-  const double element = static_cast<double>(ElementSize(spec.dtype));
+  const double partial = static_cast<double>(PartialOnWire(spec, type));
+  const double element = static_cast<double>(ElementSize(OnWire(spec, type).dtype));
   const double whole = others * count * partial;
   const double there_and_back = others / hosts * count * (partial + element);
   return (whole - there_and_back) * wire.beta_s <= wire.alpha_s;
@@ -98,20 +88,23 @@ bool ScattersByHost(const ReduceSpec& spec, const HostShape& shape) {
 }
 
 double Cost(Algorithm algorithm, size_t elements, const ReduceSpec& spec, const HostShape& shape,
-            const WireCost& wire) {
-  const double partial = static_cast<double>(elements * PartialSize(spec));
-  const double bytes = static_cast<double>(elements * ElementSize(spec.dtype));
+            const WireCost& wire, WireType type) {
+  const ReduceSpec on_wire = OnWire(spec, type);
+  const double count = static_cast<double>(elements);
+  const double arithmetic = count * static_cast<double>(ElementSize(spec.dtype)) * kGamma;
+  const double bytes = count * static_cast<double>(ElementSize(on_wire.dtype));
   const double hosts = shape.hosts, ranks = shape.ranks, most = shape.most;
   switch (algorithm) {
     case Algorithm::kRing: {
-      const double steps = NeedsWideAccumulator(spec) ? ranks : 2 * (ranks - 1);
+      const double steps = NeedsWideAccumulator(on_wire) ? ranks : 2 * (ranks - 1);
       // In rank order every rank of a host sends to every rank of the others by itself.
-      const double sent = NeedsWideAccumulator(spec)
+      const double sent = NeedsWideAccumulator(on_wire)
                               ? bytes * (most * (ranks - most) + ranks - 1) / ranks
                               : 2 * bytes * (ranks - 1) / ranks;
-      return steps * wire.alpha_s + sent * wire.beta_s + bytes * kGamma;
+      return steps * wire.alpha_s + sent * wire.beta_s + arithmetic;
     }
     case Algorithm::kRecursiveDoubling: {
+      const double partial = count * static_cast<double>(PartialSize(spec));
       const int between = Log2(shape.hosts), within = Log2(shape.ranks) - between;
       return between * (wire.alpha_s + most * partial * wire.beta_s) + within * kLocalAlpha +
              Log2(shape.ranks) * partial * kGamma;
@@ -119,24 +112,25 @@ double Cost(Algorithm algorithm, size_t elements, const ReduceSpec& spec, const 
     case Algorithm::kThreePhase:
     case Algorithm::kLeader: {
       const bool leader = algorithm == Algorithm::kLeader;
-      const bool whole = GoesWhole(elements, spec, shape.hosts, wire);
+      const double partial = count * static_cast<double>(PartialOnWire(spec, type));
+      const bool whole = GoesWhole(elements, spec, shape.hosts, wire, type);
       const double sent = whole ? (hosts - 1) * partial : (hosts - 1) / hosts * (partial + bytes);
       // A rank that reduces alone keeps the wire waiting for it.
       return (whole ? 1 : 2) * wire.alpha_s + sent * wire.beta_s + 2 * kLocalAlpha +
-             (leader ? most : 1) * bytes * kGamma;
+             (leader ? most : 1) * arithmetic;
     }
     case Algorithm::kAuto: break;
   }
-  return Cost(Cheapest(elements, spec, shape, wire), elements, spec, shape, wire);
+  return Cost(Cheapest(elements, spec, shape, wire, type), elements, spec, shape, wire, type);
 }
 
 Algorithm Cheapest(size_t elements, const ReduceSpec& spec, const HostShape& shape,
-                   const WireCost& wire) {
+                   const WireCost& wire, WireType type) {
   Algorithm best = Algorithm::kRecursiveDoubling;
-  double least = Cost(best, elements, spec, shape, wire);
+  double least = Cost(best, elements, spec, shape, wire, type);
   for (const Algorithm each : {Algorithm::kRing, Algorithm::kThreePhase, Algorithm::kLeader}) {
     if (each != Algorithm::kRing && !shape.shared) continue;
-    const double cost = Cost(each, elements, spec, shape, wire);
+    const double cost = Cost(each, elements, spec, shape, wire, type);
     if (cost >= least) continue;
     best = each;
     least = cost;
