@@ -92,6 +92,38 @@ TEST(averages_of_sixteen_bits_do_not_overflow_in_the_host) {
   NothingLeft();
 }
 
+TEST(between_hosts_float32_may_be_narrow_and_what_stands_for_sixteen_bits_is_not) {
+  const CudaOptions options = On(kEven);
+  RunCuda(4, options, [](CudaRank& rank) {
+    Tuning tuning;
+    CHECK_OK(Parse("ring", &tuning));
+    CHECK_OK(ParseWires("bfloat16", &tuning));
+    rank.cuda->Tune(tuning);
+    constexpr size_t kN = 8000;
+    std::vector<float> floats(kN), sums;
+    Batch batch = OneFloat(floats.data());
+    batch.entries[0].elements = kN;
+    // A host brings 2 + 2^-9, which is 2 in eight bits.
+    CHECK_OK(RunBatch(
+        rank, batch, [&] { std::fill(floats.begin(), floats.end(), 1 + 0x1p-10f); },
+        [&] { sums = floats; }));
+    CHECK(sums == std::vector<float>(kN, 4));
+    const int64_t narrow = rank.cuda->narrow_bytes();
+    CHECK_EQ(narrow, static_cast<int64_t>(kN * 4 / 2));  // the slice that this rank owns
+    // A factor that no float16 holds makes it travel as float32: 4 * 0.3 * (1 + 2^-10) is
+    // 1230 / 1024, and would be 1232 / 1024 by way of eight bits.
+    std::vector<uint16_t> halfs(kN), seen;
+    batch.entries[0].input = batch.entries[0].output = halfs.data();
+    batch.reduce = {DataType::kFloat16, ReduceOp::kSum, 0.3, 1.0};
+    CHECK_OK(RunBatch(
+        rank, batch, [&] { std::fill(halfs.begin(), halfs.end(), uint16_t{0x3c01}); },
+        [&] { seen = halfs; }));
+    CHECK(seen == std::vector<uint16_t>(kN, 0x3cce));
+    CHECK_EQ(rank.cuda->narrow_bytes(), narrow);
+  });
+  NothingLeft();
+}
+
 TEST(any_rank_broadcasts_to_all_hosts) {
   for (const Hosts& hosts : {kEven, kUneven, kLonely}) {
     const CudaOptions options = On(hosts, 8 << 10);
