@@ -173,8 +173,7 @@ void Coordinator::Complete(Named& named, TimeNs now) {
   const Request& request = pending.any();
   decision.process_set = request.process_set;
   const bool fusable = pending.fusable;
-  const uint64_t id = pending.id;
-  const TimeNs submitted = pending.submitted_ns;
+  const ReadyQueue::Ready ready{pending.id, bytes, request.priority, pending.submitted_ns};
   if (status.ok() && (request.kind == Collective::kAddProcessSet ||
                       request.kind == Collective::kRemoveProcessSet)) {
     status = ChangeSets(request, &decision.set_details().rows, now);
@@ -195,7 +194,7 @@ void Coordinator::Complete(Named& named, TimeNs now) {
   }
   Forget(named);
   if (fusable && decision.kind == Decision::Kind::kRun) {
-    queue_.PushAllreduce(std::move(decision), id, bytes, submitted, now);
+    queue_.PushAllreduce(std::move(decision), ready, now);
   } else {
     queue_.PushUrgent(std::move(decision), now);
   }

@@ -5,6 +5,13 @@
 #include <utility>
 
 namespace hororing {
+namespace {
+
+// What goes at once where something of a higher priority may come while it is under way. Half a
+// batch of this is what that waits for on average; each batch costs a latency.
+constexpr int64_t kOvertakableBytes = 1 << 20;
+
+}  // namespace
 
 ReadyQueue::ReadyQueue(const Options& options)
     : options_(options),
@@ -75,25 +82,37 @@ void ReadyQueue::Release(Steps& steps, TimeNs now) {
 
 void ReadyQueue::PushUrgent(Decision decision, TimeNs now) {
   for (auto& [process_set, steps] : steps_) Release(steps, now);
-  Add({std::move(decision), 0}, now);
+  Item item;
+  item.decision = std::move(decision);
+  item.urgent = true;
+  Add(std::move(item), now);
   go_ = true;
 }
 
-void ReadyQueue::PushAllreduce(Decision decision, uint64_t id, int64_t bytes, TimeNs when,
-                               TimeNs now) {
-  Item item{std::move(decision), bytes};
+void ReadyQueue::PushAllreduce(Decision decision, const Ready& ready, TimeNs now) {
+  Item item;
+  item.decision = std::move(decision);
+  item.bytes = ready.bytes;
+  item.priority = ready.priority;
   Steps* steps = StepsOf(item.decision.process_set);
   if (steps == nullptr) return Add(std::move(item), now);
-  steps->watch.Ready(id, bytes, when);
+  steps->watch.Ready(ready.id, ready.bytes, ready.when);
   if (steps->planner == nullptr) return Add(std::move(item), now);
-  const std::optional<size_t> bucket = steps->planner->BucketOf(id);
+  const std::optional<size_t> bucket = steps->planner->BucketOf(ready.id);
   if (!bucket) return Add(std::move(item), now);
   std::vector<Item>& held = steps->held[*bucket];
   held.push_back(std::move(item));
   ++held_;
   if (!steps->planner->Complete(*bucket)) return;
   held_ -= held.size();
-  for (Item& each : held) Add(std::move(each), now);
+  int32_t priority = held[0].priority;
+  for (const Item& each : held) priority = std::max(priority, each.priority);
+  ++buckets_;
+  for (Item& each : held) {
+    each.priority = priority;
+    each.bucket = buckets_;
+    Add(std::move(each), now);
+  }
   steps->held.erase(*bucket);
   go_ = true;
 }
@@ -111,7 +130,35 @@ TimeNs ReadyQueue::Steps::deadline() const {
   return planner->Deadline(held.begin()->first, watch.begin_ns(), watch.end_ns());
 }
 
+// How many of ready_ go now, which it brings into order. REQUIRES: some do.
+size_t ReadyQueue::CountToTake() {
+  const bool urgent =
+      std::any_of(ready_.begin(), ready_.end(), [](const Item& item) { return item.urgent; });
+  const bool differ =
+      !urgent && std::any_of(ready_.begin(), ready_.end(), [this](const Item& item) {
+        return item.priority != ready_[0].priority;
+      });
+  if (differ) {
+    std::stable_sort(ready_.begin(), ready_.end(),
+                     [](const Item& a, const Item& b) { return a.priority > b.priority; });
+  }
+  // Otherwise all of it, since batches are cut at the threshold later on, by all ranks alike;
+  // unless a lower one is being tried, of which only this rank knows.
+  const bool cut = differ || fusion_bytes_ < options_.fusion_bytes;
+  const int64_t limit = differ ? std::min(fusion_bytes_, kOvertakableBytes) : fusion_bytes_;
+  size_t count = 1;
+  for (int64_t bytes = ready_[0].bytes; count < ready_.size(); ++count) {
+    const Item &item = ready_[count], &before = ready_[count - 1];
+    bytes += item.bytes;
+    const bool together = differ && item.bucket != 0 && item.bucket == before.bucket;
+    if (cut && bytes > limit && !together) break;
+  }
+  may_be_overtaken_ = differ && count < ready_.size();
+  return count;
+}
+
 std::vector<Decision> ReadyQueue::Take(TimeNs now) {
+  may_be_overtaken_ = false;
   for (auto& [process_set, steps] : steps_) {
     if (now < steps.deadline()) continue;
     steps.planner->GiveUp(steps.held.begin()->first);
@@ -122,16 +169,7 @@ std::vector<Decision> ReadyQueue::Take(TimeNs now) {
   const bool hold = !go_ && ready_bytes_ < fusion_bytes_ &&
                     now < After(ready_since_ns_, hold_ns_) && !BurstIsComplete();
   if (hold) return {};
-  // All of it, since batches are cut at the threshold later on, by all ranks alike; unless a lower
-  // one is being tried, of which only this rank knows.
-  size_t count = ready_.size();
-  if (fusion_bytes_ < options_.fusion_bytes) {
-    int64_t bytes = ready_[0].bytes;
-    for (count = 1; count < ready_.size(); ++count) {
-      bytes += ready_[count].bytes;
-      if (bytes > fusion_bytes_) break;
-    }
-  }
+  const size_t count = CountToTake();
   std::vector<Decision> taken;
   taken.reserve(count);
   for (size_t i = 0; i < count; ++i) {
@@ -144,7 +182,7 @@ std::vector<Decision> ReadyQueue::Take(TimeNs now) {
 }
 
 TimeNs ReadyQueue::NextDeadline() const {
-  TimeNs next = ready_.empty() ? kForever : After(ready_since_ns_, hold_ns_);
+  TimeNs next = ready_.empty() ? kForever : go_ ? 0 : After(ready_since_ns_, hold_ns_);
   for (const auto& [process_set, steps] : steps_) next = std::min(next, steps.deadline());
   return next;
 }

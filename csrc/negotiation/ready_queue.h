@@ -8,6 +8,10 @@
 //   tune   threshold and hold time of the first rule are tried out and then kept, and so is what
 //          ranks hear of by a decision (kTune)
 //
+// Allreduces of different priorities that are ready at the same time go in the order of these, a
+// batch at a time: what is left may be overtaken by what becomes ready meanwhile. Where all
+// priorities are equal there is one order, that of becoming ready, and nothing is left.
+//
 // Everything but allreduces goes at once, and takes with it whatever is there, so that the order
 // of decisions is the order of calls. Nothing waits longer than NextDeadline says.
 //
@@ -46,10 +50,18 @@ class ReadyQueue {
   void Withdrawn(int32_t process_set);
 
   void PushUrgent(Decision decision, TimeNs now);
-  // The last rank submitted it at `when`.
-  void PushAllreduce(Decision decision, uint64_t id, int64_t bytes, TimeNs when, TimeNs now);
+  // What is known of an allreduce.
+  struct Ready {
+    uint64_t id = 0;  // 0 unless it is cached
+    int64_t bytes = 0;
+    int32_t priority = 0;
+    TimeNs when = 0;  // the last rank submitted it
+  };
+  void PushAllreduce(Decision decision, const Ready& ready, TimeNs now);
   // What goes into the next agreement; empty: nothing yet.
   std::vector<Decision> Take(TimeNs now);
+  // The latest Take has left behind what should not be taken before that was carried out.
+  bool may_be_overtaken() const { return may_be_overtaken_; }
   bool empty() const { return ready_.empty() && held_ == 0; }
   // When Take has something to give although nothing comes; kForever: never.
   TimeNs NextDeadline() const;
@@ -73,6 +85,9 @@ class ReadyQueue {
   struct Item {
     Decision decision;
     int64_t bytes = 0;
+    int32_t priority = 0;  // in a bucket: the highest of all in it
+    uint64_t bucket = 0;   // of a plan: those that have it in common go together; 0: by itself
+    bool urgent = false;
   };
   // The steps of one process set, where something is learned of them.
   struct Steps {
@@ -87,6 +102,7 @@ class ReadyQueue {
   void Add(Item item, TimeNs now);
   void Release(Steps& steps, TimeNs now);
   bool BurstIsComplete() const;
+  size_t CountToTake();
 
   const Options options_;
   int64_t fusion_bytes_;
@@ -99,8 +115,10 @@ class ReadyQueue {
   size_t held_ = 0;  // items in all of steps_
   int64_t ready_bytes_ = 0;
   TimeNs ready_since_ns_ = 0;
-  bool go_ = false;   // what is in ready_ must not wait
-  Counts forgotten_;  // of sets that were removed
+  bool go_ = false;  // what is in ready_ must not wait
+  bool may_be_overtaken_ = false;
+  uint64_t buckets_ = 0;  // that were complete so far
+  Counts forgotten_;      // of sets that were removed
 };
 
 }  // namespace hororing

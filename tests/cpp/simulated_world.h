@@ -39,6 +39,7 @@ struct Submission {
   int64_t bytes = 1000;
   std::string after{};  // a tensor that the caller waits for before it submits this one
   int32_t process_set = kWorldSet;
+  int32_t priority = 0;
 };
 
 // Ranks, coordinator and network. Batches run one after another; nothing is received meanwhile,
@@ -72,7 +73,10 @@ class SimulatedWorld {
         if (told < members(each.process_set)) next = std::min(next, at + skew * told);
       }
       std::vector<Agreement> agreed;
-      while (auto agreement = coordinator.Decide(now)) agreed.push_back(std::move(*agreement));
+      while (auto agreement = coordinator.Decide(now)) {
+        agreed.push_back(std::move(*agreement));
+        if (coordinator.queue().may_be_overtaken()) break;
+      }
       for (const Agreement& agreement : agreed) Run(agreement, waiting, &done);
       if (agreed.empty()) now = std::min(next, coordinator.NextDeadline());
     }
@@ -122,6 +126,7 @@ class SimulatedWorld {
       report.ages_us = {age / kMicrosecond};
     } else {
       report.fresh = {Allreduce(each.name, each.bytes, each.process_set)};
+      report.fresh[0].priority = each.priority;
     }
     coordinator.Receive(rank, report, now);
   }
