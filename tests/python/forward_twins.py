@@ -65,6 +65,8 @@ class Peculiar(nn.Module):
         x = x + self.attention(sequence, sequence, sequence, need_weights=False)[0].squeeze(0)
         if step % 3 == 2:
             x = nn.functional.linear(x, self.attention.out_proj.weight)
+        if not self.training:  # another way, around the module's forward
+            return nn.functional.linear(torch.tanh(x), self.last.weight, self.last.bias)
         return self.last(torch.tanh(x))
 
 
