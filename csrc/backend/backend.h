@@ -15,6 +15,7 @@
 #include "base/status.h"
 #include "base/tuning.h"
 #include "base/types.h"
+#include "collective/algorithm.h"
 
 namespace hororing {
 
@@ -82,6 +83,8 @@ class Backend {
   virtual int64_t in_place_bytes() const { return 0; }
   // Likewise, whose sums travelled between hosts narrower than they are.
   virtual int64_t narrow_bytes() const { return 0; }
+  // That the latest Run took.
+  virtual AllreduceWay way() const { return AllreduceWay::kNotCounted; }
 
   // On a device: when the outputs of the last Run are complete.
   virtual std::shared_ptr<const DeviceEvent> done() const { return nullptr; }

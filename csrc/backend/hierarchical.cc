@@ -257,6 +257,7 @@ bool HierarchicalBackend::Supports(const Batch& batch) const {
 }
 
 Status HierarchicalBackend::Run(const Batch& batch, TimeNs deadline, TraceSink& trace) {
+  way_ = AllreduceWay::kNotCounted;
   HORORING_RETURN_IF_ERROR(broken_);
   switch (batch.kind) {
     case Collective::kAllgather: broken_ = RunAllgather(batch, deadline, trace); break;
@@ -280,9 +281,11 @@ size_t HierarchicalBackend::capacity() const {
 Status HierarchicalBackend::RunAllreduce(const Batch& batch, TimeNs deadline, TraceSink& trace) {
   HORORING_RETURN_IF_ERROR(Check(batch.reduce));
   const WireType type = TypeOf(batch);
-  const Plan plan(batch, capacity(), Choose(batch) == Algorithm::kLeader ? 1 : shape_.least,
-                  shape_.hosts, options_.wire, type, static_cast<size_t>(tuning_.chunk_bytes));
+  const bool by_leader = Choose(batch) == Algorithm::kLeader;
+  const Plan plan(batch, capacity(), by_leader ? 1 : shape_.least, shape_.hosts, options_.wire,
+                  type, static_cast<size_t>(tuning_.chunk_bytes));
   if (plan.blocks == 0) return Status::Ok();
+  way_ = by_leader ? AllreduceWay::kLeader : AllreduceWay::kThreePhase;
   if (type != WireType::kFull) narrow_bytes_ += static_cast<int64_t>(batch.bytes());
   std::optional<SliceExchange> exchange;
   if (group_.local < plan.owners) {

@@ -52,6 +52,7 @@ class HierarchicalBackend final : public Backend {
   // This rank's slot, and what lies between hosts.
   size_t scratch_bytes() const override;
   int64_t narrow_bytes() const override { return narrow_bytes_; }
+  AllreduceWay way() const override { return way_; }
 
  private:
   Algorithm Choose(const Batch& batch) const;
@@ -82,6 +83,7 @@ class HierarchicalBackend final : public Backend {
   int64_t narrow_bytes_ = 0;
   Scratch scratch_;
   uint64_t next_block_;
+  AllreduceWay way_ = AllreduceWay::kNotCounted;
   Status broken_;  // the first error: the ranks' counters no longer agree, every later Run fails
 };
 

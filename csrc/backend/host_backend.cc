@@ -61,6 +61,7 @@ Algorithm HostBackend::Choose(const Batch& batch, WireType type) const {
 bool HostBackend::Supports(const Batch&) const { return true; }
 
 Status HostBackend::Run(const Batch& batch, TimeNs deadline, TraceSink& trace) {
+  way_ = AllreduceWay::kNotCounted;
   switch (batch.kind) {
     case Collective::kAllreduce:
       return batch.reduce.op == ReduceOp::kAdasum ? RunAdasum(batch, deadline, trace)
@@ -144,7 +145,8 @@ Status HostBackend::RunAllreduce(const Batch& batch, TimeNs deadline, TraceSink&
     StageSpan span(trace, Stage::kReduce, batch);
     const FlatOptions options{options_.reproducible, algorithm, WayToGather(),
                               static_cast<size_t>(tuning_.chunk_bytes)};
-    HORORING_RETURN_IF_ERROR(Allreduce(transport_, buffer, options, receive_buffer_, deadline));
+    HORORING_RETURN_IF_ERROR(
+        Allreduce(transport_, buffer, options, receive_buffer_, deadline, &way_));
     span.End(batch.bytes());
   }
   if (!fused) return Status::Ok();

@@ -33,6 +33,7 @@ class HostBackend final : public Backend {
   void Tune(const Tuning& tuning) override { tuning_ = tuning; }
   size_t scratch_bytes() const override;
   int64_t narrow_bytes() const override { return narrow_bytes_; }
+  AllreduceWay way() const override { return way_; }
 
  private:
   Status RunAllreduce(const Batch& batch, TimeNs deadline, TraceSink& trace);
@@ -66,6 +67,7 @@ class HostBackend final : public Backend {
   const std::unique_ptr<Subgroup> by_host_;  // null where the ranks' own order is as good
   Scratch fusion_buffer_;
   Scratch receive_buffer_;
+  AllreduceWay way_ = AllreduceWay::kNotCounted;
 };
 
 }  // namespace hororing

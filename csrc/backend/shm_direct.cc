@@ -49,6 +49,7 @@ bool ShmDirectBackend::Supports(const Batch& batch) const {
 }
 
 Status ShmDirectBackend::Run(const Batch& batch, TimeNs deadline, TraceSink& trace) {
+  way_ = AllreduceWay::kNotCounted;
   HORORING_RETURN_IF_ERROR(Check(batch.reduce));
   if (members_.ranks.size() == 1) {
     ReduceAlone(batch, trace);
@@ -64,6 +65,7 @@ Status ShmDirectBackend::Run(const Batch& batch, TimeNs deadline, TraceSink& tra
   const bool others = readers.set != members_.set || readers.generation != members_.generation;
   if (others) broken_ = WaitForReaders(transport_, deadline);
   if (!broken_.ok() || plan.blocks == 0) return broken_;
+  way_ = AllreduceWay::kShmDirect;
   broken_ = Walk(transport_, members_, place_, batch, plan, first, deadline, trace).Run();
   in_place_bytes_ += static_cast<int64_t>(plan.bytes_in_arena);
   readers = {members_.ranks, members_.set, members_.generation, next_block_};

@@ -50,6 +50,7 @@ class ShmDirectBackend final : public Backend {
   void Tune(const Tuning& tuning) override { tuning_ = tuning; }
   // This rank's slot.
   size_t scratch_bytes() const override;
+  AllreduceWay way() const override { return way_; }
   int64_t in_place_bytes() const override { return in_place_bytes_; }
 
  private:
@@ -60,6 +61,7 @@ class ShmDirectBackend final : public Backend {
   uint64_t next_block_;
   Tuning tuning_;
   int64_t in_place_bytes_ = 0;
+  AllreduceWay way_ = AllreduceWay::kNotCounted;
   Status broken_;  // the first error: the ranks' counters no longer agree, every later Run fails
 };
 

@@ -202,6 +202,9 @@ typedef struct hr_stats {
   int64_t plans_made;      /* rank 0: how often buckets were planned ... */
   int64_t plan_departures; /* ... and steps departed from the plan */
   int64_t arena_bytes;     /* of hr_arena_allocate in this rank's arena, held now */
+  /* Batches of HR_ALLREDUCE among several ranks, on the host, by the algorithm that ran. */
+  int64_t allreduces_shm_direct, allreduces_three_phase, allreduces_leader, allreduces_ring;
+  int64_t allreduces_recursive_doubling, allreduces_rank_order;
 } hr_stats;
 
 typedef struct hr_log_record {

@@ -133,6 +133,15 @@ HR_EXPORT void hr_stats_now(hr_stats* stats) {
   stats->chunk_bytes = from.chunk_bytes;
   stats->plans_made = from.plans;
   stats->plan_departures = from.departures;
+  const auto allreduces = [&](AllreduceWay way) {
+    return from.allreduces[static_cast<size_t>(way)].load();
+  };
+  stats->allreduces_shm_direct = allreduces(AllreduceWay::kShmDirect);
+  stats->allreduces_three_phase = allreduces(AllreduceWay::kThreePhase);
+  stats->allreduces_leader = allreduces(AllreduceWay::kLeader);
+  stats->allreduces_ring = allreduces(AllreduceWay::kRing);
+  stats->allreduces_recursive_doubling = allreduces(AllreduceWay::kRecursiveDoubling);
+  stats->allreduces_rank_order = allreduces(AllreduceWay::kRankOrder);
   const std::shared_ptr<Arena> arena = engine->arena();
   stats->arena_bytes = arena == nullptr ? 0 : static_cast<int64_t>(arena->used_bytes());
 }

@@ -22,6 +22,19 @@ enum class Algorithm {
   kLeader,             // the same with one rank of each host between the hosts
 };
 
+// What has carried out an allreduce among several ranks, as statistics tell it: an Algorithm is
+// what was wished for.
+enum class AllreduceWay {
+  kNotCounted,  // nothing to do, Adasum, or not on the host
+  kShmDirect,
+  kThreePhase,
+  kLeader,
+  kRing,
+  kRecursiveDoubling,
+  kRankOrder,
+};
+constexpr size_t kAllreduceWays = 7;
+
 const char* Name(Algorithm algorithm);
 // kInvalidArgument where `name` is none.
 Status Parse(const std::string& name, Algorithm* algorithm);

@@ -22,22 +22,28 @@ constexpr size_t kRecursiveDoublingBytes = 64 << 10;
 }  // namespace
 
 Status Allreduce(Transport& transport, const ReduceBuffer& buffer, const FlatOptions& options,
-                 Scratch& scratch, TimeNs deadline) {
-  const GatherWay& way = options.way;
+                 Scratch& scratch, TimeNs deadline, AllreduceWay* way) {
+  const GatherWay& gather = options.way;
   // Not even recursive doubling's fixed tree: whether a tensor is in a small batch is not
   // reproducible.
   if (options.reproducible) {
-    return RankOrderAllreduce(transport, buffer, scratch, deadline, way);
+    *way = AllreduceWay::kRankOrder;
+    return RankOrderAllreduce(transport, buffer, scratch, deadline, gather);
   }
   const bool small = options.algorithm == Algorithm::kAuto
                          ? buffer.elements <= kRecursiveDoublingBytes / PartialSize(buffer.spec)
                          : options.algorithm == Algorithm::kRecursiveDoubling;
-  Transport& in_order = way.ring != nullptr ? *way.ring : transport;
-  if (small) return RecursiveDoublingAllreduce(in_order, buffer, scratch, deadline);
-  if (NeedsWideAccumulator(buffer.spec)) {
-    return RankOrderAllreduce(transport, buffer, scratch, deadline, way);
+  Transport& in_order = gather.ring != nullptr ? *gather.ring : transport;
+  if (small) {
+    *way = AllreduceWay::kRecursiveDoubling;
+    return RecursiveDoublingAllreduce(in_order, buffer, scratch, deadline);
   }
-  const size_t segment = options.segment_bytes != 0 ? options.segment_bytes : way.segment_bytes;
+  if (NeedsWideAccumulator(buffer.spec)) {
+    *way = AllreduceWay::kRankOrder;
+    return RankOrderAllreduce(transport, buffer, scratch, deadline, gather);
+  }
+  *way = AllreduceWay::kRing;
+  const size_t segment = options.segment_bytes != 0 ? options.segment_bytes : gather.segment_bytes;
   return RingAllreduce(in_order, buffer, scratch, deadline, segment);
 }
 

@@ -72,9 +72,9 @@ struct FlatOptions {
   // Of messages of kRing; 0: those of `way`. Changes no bit.
   size_t segment_bytes = 0;
 };
-// The choice among them.
+// The choice among them, told in `way`.
 Status Allreduce(Transport& transport, const ReduceBuffer& buffer, const FlatOptions& options,
-                 Scratch& scratch, TimeNs deadline);
+                 Scratch& scratch, TimeNs deadline, AllreduceWay* way);
 
 // What is reduced and scattered: parts[r] elements of spec.dtype for each rank r, back to back at
 // `input`; this rank's part of the result goes to `result`, which is parts[rank] elements long and

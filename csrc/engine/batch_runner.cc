@@ -255,6 +255,7 @@ Status BatchRunner::RunBatch(int32_t process_set, Channel& channel) {
   ++stats_.batches;
   stats_.tensors += static_cast<int64_t>(batch.entries.size());
   stats_.bytes += bytes;
+  ++stats_.allreduces[static_cast<size_t>((*backend)->way())];
   if (batch.kind == Collective::kAllreduce && channel.size() > 1) {
     const int64_t in_place = (*backend)->in_place_bytes() - in_place_before;
     stats_.in_place_bytes += in_place;

@@ -2,8 +2,11 @@
 // by anyone; each counter is exact, the set is not a snapshot.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstdint>
+
+#include "collective/algorithm.h"
 
 namespace hororing {
 
@@ -28,6 +31,7 @@ struct Stats {
   Counter chunk_bytes{0};  // in use; 0: built in
   Counter plans{0};        // on rank 0
   Counter departures{0};
+  std::array<Counter, kAllreduceWays> allreduces{};  // batches, by AllreduceWay
 };
 
 }  // namespace hororing
