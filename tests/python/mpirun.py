@@ -27,6 +27,8 @@ import tempfile
 import traceback
 from pathlib import Path
 
+import pretend_hosts
+
 # How Open MPI 5 starts quickly on one machine, as root, with more ranks than cores.
 LAUNCH_ENVIRONMENT = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -92,15 +94,19 @@ def run(
     timeout_s: float = 90,
     environment: dict[str, str] | None = None,
     hosts: str = "",
+    names: str = "",
 ) -> Job:
     """Run `file` on `size` ranks; also without mpirun, when that is one.
 
     `hosts`: how many of them each pretend host has, as "2,2", and options of hosts.sh.
+    `names`: of the host that each rank believes it is on, as "a,a,b,b" (pretend_hosts.py).
     """
     seed = int(os.environ.get("HORORING_TEST_SEED", random.randrange(2**32)))
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as out:
         command = [sys.executable, __file__, out, *(["--script"] if script else []), str(file)]
         variables = {**STALL_ENVIRONMENT, "TEST_SEED": str(seed), **(environment or {})}
+        if names:
+            command = ["env", *pretend_hosts.variables(names), *command]
         if size > 1:
             mpirun = shutil.which("mpirun", path=os.pathsep.join(
                 [str(Path(sys.executable).parent), os.environ.get("PATH", "")]

@@ -200,6 +200,7 @@ class Schedule(Caller):
             if self.shared.random() < 0.08:
                 self.run_out()
         self.run_out()
+        self.check_bits()
 
     # -- process sets -------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -113,6 +114,7 @@ class Caller:
         self.world = tuple(range(self.size))
         self.own = random.Random(f"{seed} {self.rank}")
         self.sets = {self.world: hvd.global_process_set}
+        self.sums: dict[int, tuple[Call, list[int]]] = {}  # by step; checksums of the results
 
     def together(self, calls: Sequence[Call], joined: Ranks = ()) -> None:
         """All of them, before the first one is waited for; in one graph, where there are graphs.
@@ -236,6 +238,21 @@ class Caller:
             received = oracle.exchanged(arrays, call.splits, place)[1]
             results = [*results, np.array(received, np.int32)]
         check(self.seed, call, self.rank, results, joined)
+        if call.verb == "allreduce":
+            sums = [zlib.crc32(result.tobytes()) for result in results]
+            self.sums[call.step] = call, sums
+
+    def check_bits(self) -> None:
+        """Raise AssertionError unless all ranks hold the same bits of every sum, where they are.
+
+        Called by all ranks. `check` leaves floats room for roundings; this does not.
+        """
+        of_ranks = hvd.allgather_object({step: sums for step, (_, sums) in self.sums.items()})
+        for step, (call, sums) in self.sums.items():
+            told = {rank: of[step] for rank, of in enumerate(of_ranks) if step in of}
+            same = all(each == sums for each in told.values())
+            assert same, f"ranks hold different bits, {told}\n{self.about(call)}"
+        self.sums.clear()
 
     def about(self, call: Call) -> str:
         """What to know of a failure."""

@@ -58,6 +58,7 @@ class Book(Caller):
         if self.player.traced:
             calls = [call for call in calls if self.rng.random() < 0.5]
         self.together([call for call in calls if self.rank in call.members])
+        self.check_bits()
 
 
 @contextlib.contextmanager
@@ -176,13 +177,18 @@ def case_reducescatters_of_uneven_rows(player: Player) -> None:
 
 def case_tensors_of_several_blocks(player: Player) -> None:
     """More than the shared-memory slots and the ring's segments take at once."""
+    several_blocks(player)
+
+
+def several_blocks(player: Player, part: int = 1) -> None:
+    """Those tensors, or so small a part of each."""
     with book(player) as calls:
         for dtype, count in (("float32", 1_234_577), ("int16", 700_001), ("float16", 262_147)):
-            calls.write("allreduce", dtype, (count,))
-        rows = tuple((40_000 + rank,) for rank in calls.world)
+            calls.write("allreduce", dtype, (count // part,))
+        rows = tuple((40_000 // part + rank,) for rank in calls.world)
         calls.write("allgather", "int32", (0, 7), rows=rows)
-        calls.write("broadcast", "int64", (500_000,), root=hvd.size() - 1)
-        calls.write("reducescatter", "float32", (300_001, 2))
+        calls.write("broadcast", "int64", (500_000 // part,), root=hvd.size() - 1)
+        calls.write("reducescatter", "float32", (300_001 // part, 2))
 
 
 def case_every_verb_in_every_process_set(player: Player) -> None:
@@ -359,6 +365,7 @@ def case_named_calls_in_any_order(player: Player) -> None:
         order = calls.own.sample(calls.calls, len(calls.calls))
         if player.asynchronous or player.traced:
             calls.together(order)
+            calls.check_bits()
             continue
         failures: list[BaseException] = []
 
@@ -374,6 +381,7 @@ def case_named_calls_in_any_order(player: Player) -> None:
         for thread in threads:
             thread.join(30)
         assert not failures, failures
+        calls.check_bits()
 
 
 def case_one_tensor_is_a_group_of_its_rows(player: Player) -> None:
@@ -404,6 +412,7 @@ def case_uneven_data(player: Player) -> None:
                 with player.refuses("join", errors.MismatchError, "is not supported with join"):
                     player.run(lambda: player.hvd.allgather(player.ones(2), name="refused"))
             assert player.join() not in joined
+            calls.check_bits()
     calls = Book(player)
     calls.write("allgather", "int32", (1, 2), rows=((1,),) * size, name="refused.allgather")
     calls.play()

@@ -1,0 +1,134 @@
+"""The results of the conformance suite, by every algorithm, on every layout of the ranks.
+
+The adapters differ above the core, algorithms below it: so NumPy's plays them all. Every case also
+looks at what has carried out its allreduces, since what is wished for and cannot be had is
+replaced by something else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from typing import Any
+
+import mpirun
+import pretend_hosts
+import pytest
+import schedules
+from conformance import results
+from conformance.players import player_of
+
+import hororing.numpy as hvd
+
+CALLS = 120  # of the random schedule
+PART = 4  # of the large tensors, which take half of the time: still several blocks each
+FLAT = {"ring", "rank_order"}  # the latter where a ring would round more than once
+PREFIX = "allreduces_"
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """A job: what is wished for, and what that comes to."""
+
+    hosts: str  # of each rank
+    knobs: str  # NAME=VALUE, without HORORING_
+    taken: frozenset[str]  # all of these and nothing else, in the world; none: whatever is cheapest
+
+    @property
+    def size(self) -> int:
+        return len(self.hosts)
+
+    def __str__(self) -> str:
+        return f"{self.hosts}-{self.knobs.replace(' ', '-')}"
+
+
+def ways(knobs: str, taken: set[str], *hosts: str) -> list[Way]:
+    return [Way(each, knobs, frozenset(taken)) for each in hosts]
+
+
+WAYS = [
+    *ways("ALGORITHM=ring", FLAT, "ab", "aba", "abcd", "aabb"),
+    *ways("ALGORITHM=recursive_doubling", {"recursive_doubling"}, "ab", "aab", "abab"),
+    *ways("ALGORITHM=three_phase", {"three_phase"}, "aab", "aabb", "aaab", "abab"),
+    *ways("ALGORITHM=leader", {"leader"}, "abb", "aabb", "aaab", "abab"),
+    *ways("ALGORITHM=auto", set(), "aabb", "aaab", "abcd", "abab"),
+    *ways("REPRODUCIBLE=1", {"rank_order"}, "ab", "aab", "aabb"),
+    *ways("REPRODUCIBLE=1 TRANSPORT=shm", {"shm_direct"}, "aaaa"),
+    *ways("BACKEND=host", {"recursive_doubling", *FLAT}, "aaa", "aaaa"),
+    *ways("BACKEND=shm_direct", {"shm_direct"}, "aa"),
+    *ways("TRANSPORT=mpi", {"recursive_doubling", *FLAT}, "aa", "aaaa"),
+]
+
+# ---------------------------------------------------------------------------------------------
+# On the ranks
+
+# Process sets go by what their own ranks have, and may be by something else.
+OF_SETS = {"case_every_verb_in_every_process_set"}
+_taken: set[str] = set()
+
+
+def begin() -> None:
+    hvd.init()
+
+
+def counted() -> dict[str, int]:
+    told = hvd.statistics()
+    return {name[len(PREFIX) :]: told[name] for name in told if name.startswith(PREFIX)}
+
+
+def play(case: str) -> None:
+    wished = set(os.environ["TEST_TAKEN"].split())
+    before = counted()
+    if case == "case_tensors_of_several_blocks":
+        results.several_blocks(player_of("numpy"), PART)
+    else:
+        getattr(results, case)(player_of("numpy"))
+    taken = {way for way, count in counted().items() if count > before[way]}
+    if case in OF_SETS:
+        return
+    assert not wished or taken <= wished, f"{case}: by {taken}, not {wished}"
+    _taken.update(taken)
+
+
+def everything_was_taken() -> None:
+    wished = set(os.environ["TEST_TAKEN"].split())
+    assert _taken >= wished, f"only {_taken} of {wished}"
+    assert _taken
+    hvd.shutdown()
+
+
+def random_calls() -> None:
+    schedules.play(player_of("numpy"), mpirun.seed(), CALLS, len(os.environ["TEST_HOSTS"]))
+
+
+CASES: dict[str, Any] = {
+    "case_begin": begin,
+    **{case: functools.partial(play, case) for case in mpirun.case_names(vars(results))},
+    "case_everything_was_taken": everything_was_taken,
+    "case_random_calls": random_calls,
+}
+if __name__ == "cases":  # where mpirun.py looks for them
+    globals().update(CASES)
+
+# ---------------------------------------------------------------------------------------------
+# The tests
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_every_case(way: Way) -> None:
+    several = len(set(way.hosts)) > 1
+    if several and pretend_hosts.why_not():
+        pytest.skip(pretend_hosts.why_not())
+    knobs = dict(knob.split("=") for knob in way.knobs.split())
+    job = mpirun.run(
+        __file__, way.size, script=False, names=",".join(way.hosts) if several else "",
+        environment={
+            "TEST_HOSTS": way.hosts,
+            "TEST_TAKEN": " ".join(sorted(way.taken)),
+            "HORORING_DYNAMIC_PROCESS_SETS": "1",
+            **{f"HORORING_{name}": value for name, value in knobs.items()},
+        },
+    )  # fmt: skip
+    for case in CASES:
+        job.check(case)
