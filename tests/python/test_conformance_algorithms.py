@@ -115,6 +115,7 @@ if __name__ == "cases":  # where mpirun.py looks for them
 # The tests
 
 
+@pytest.mark.timeout(250)
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_every_case(way: Way) -> None:
     several = len(set(way.hosts)) > 1
@@ -122,7 +123,7 @@ def test_every_case(way: Way) -> None:
         pytest.skip(pretend_hosts.why_not())
     knobs = dict(knob.split("=") for knob in way.knobs.split())
     job = mpirun.run(
-        __file__, way.size, script=False, names=",".join(way.hosts) if several else "",
+        __file__, way.size, script=False, timeout_s=240, names=",".join(way.hosts) if several else "",
         environment={
             "TEST_HOSTS": way.hosts,
             "TEST_TAKEN": " ".join(sorted(way.taken)),
