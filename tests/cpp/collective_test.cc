@@ -44,11 +44,15 @@ Status Run(Which algorithm, Transport& transport, const ReduceBuffer& buffer, Sc
     case Which::kRankOrder: return RankOrderAllreduce(transport, buffer, scratch, Soon());
     case Which::kRecursiveDoubling:
       return RecursiveDoublingAllreduce(transport, buffer, scratch, Soon());
-    case Which::kChosen: return Allreduce(transport, buffer, {}, scratch, Soon());
+    case Which::kChosen:
     case Which::kReproducible: {
       FlatOptions options;
-      options.reproducible = true;
-      return Allreduce(transport, buffer, options, scratch, Soon());
+      options.reproducible = algorithm == Which::kReproducible;
+      AllreduceWay way = AllreduceWay::kNotCounted;
+      const Status status = Allreduce(transport, buffer, options, scratch, Soon(), &way);
+      CHECK(options.reproducible ? way == AllreduceWay::kRankOrder
+                                 : way != AllreduceWay::kNotCounted);
+      return status;
     }
   }
   return Status(Code::kInternal, "no such algorithm");
