@@ -128,6 +128,11 @@ PARTS = [
     Part("latency", 2, "latency"),
     Part("memory", 2, "memory"),
     Part("memory", 4, "memory"),
+    *(
+        # What is freed is given back, so that only what is held counts.
+        Part(f"memory-{way}", 2, "gradient_memory", (way,), {"MALLOC_MMAP_THRESHOLD_": str(MIB)})
+        for way in ("views", "copies", "ddp-views", "ddp")
+    ),
     Part("process sets", 3, "process_sets", ("--rounds", "9")),
     Part("hooks", 2, "hooks", ("--model", "tiny", "--rounds", "20"), rows_of=hook_rows),
     *(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +217,16 @@ def sections(report: Report) -> dict[str, str]:
     ]
     if memory:
         found["Memory beyond the script's own, MiB"] = markdown(["", "init", "after sums"], memory)
+    gradients = [
+        [name, *(f"{statistics.mean(row[key] for row in chosen):.1f}"
+                 for key in ("gradients_MiB", "constant_MiB", "total_MiB"))]
+        for way, name in (("views", "hororing's views"), ("copies", "hororing"),
+                          ("ddp-views", "DDP's views"), ("ddp", "DDP"))
+        if (chosen := rows(report, f"memory-{way}", 2))
+    ]  # fmt: skip
+    if gradients:
+        heads = ["", "gradients", "import and init", "with what training adds"]
+        found["Memory beyond a model and its gradients, 2 ranks, MiB"] = markdown(heads, gradients)
     return found
 
 

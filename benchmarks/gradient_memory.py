@@ -1,0 +1,120 @@
+"""What training with bucket views, or without, holds per rank beyond the model and its gradients.
+
+    mpirun -np 2 python benchmarks/gradient_memory.py views        hororing's bucket views
+    mpirun -np 2 python benchmarks/gradient_memory.py ddp-views    DDP's, over gloo
+
+With MALLOC_MMAP_THRESHOLD_=1048576, as in `make bench`, malloc gives back what is freed.
+
+Ways: views, copies, ddp-views, ddp; each in a job of its own, so that none finds loaded or
+allocated what another one needs too. Counted are anonymous and shared memory (proportionally: what
+ranks share counts once over all of them), after three backward passes and their reductions; not
+pages of files, which are libraries and which others of the machine use, too. `constant_MiB` is
+what importing and initialising takes, MPI's included; `total_MiB` is that and everything else.
+tests/python/test_torch_memory.py compares.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from record import arguments, save
+from torch import nn
+
+LAYERS = 16  # of 4 MiB
+WAYS = ("views", "copies", "ddp-views", "ddp")
+
+
+def held_mib() -> float:
+    gc.collect()
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    counted = ("Pss_Anon:", "Pss_Shmem:")
+    return sum(int(line.split()[1]) / 1024 for line in lines if line.startswith(counted))
+
+
+def steps(model: nn.Module, reduce: Callable[[], object] = lambda: None) -> None:
+    for _ in range(3):
+        for param in model.parameters():
+            param.grad = None
+        model(torch.ones(2, 1024)).mean().backward()
+        reduce()
+
+
+def with_ddp(model: nn.Module, _: torch.optim.Optimizer, views: bool) -> tuple[float, float]:
+    """What is held after initialising, and in the end."""
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    # Of this job alone: mpirun's process is the parent of all ranks.
+    meeting = Path(tempfile.gettempdir(), f"gradient_memory-{os.getppid()}")
+    rank, size = (int(os.environ[f"OMPI_COMM_WORLD_{what}"]) for what in ("RANK", "SIZE"))
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
+    constant = held_mib()
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=views)
+    steps(wrapped)
+    dist.barrier()  # nobody has left
+    held = held_mib()
+    dist.barrier()
+    dist.destroy_process_group()
+    meeting.unlink(missing_ok=True)
+    return constant, held
+
+
+def with_hororing(model: nn.Module, sgd: torch.optim.Optimizer, views: bool) -> tuple[float, float]:
+    """The same."""
+    import hororing.torch as hvd
+
+    hvd.init()
+    constant = held_mib()
+    optimizer = hvd.DistributedOptimizer(
+        sgd, model.named_parameters(), gradient_as_bucket_view=views
+    )
+    steps(model, optimizer.synchronize)
+    hvd.barrier()
+    held = held_mib()
+    in_arena = hvd.statistics()["arena_bytes"]
+    gradients = sum(param.nbytes for param in model.parameters())
+    assert in_arena >= gradients if views else in_arena == 0, (views, in_arena)
+    hvd.barrier()
+    return constant, held
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("way", choices=WAYS)
+    options = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    layers = 2 if options.quick else LAYERS
+    model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(layers)])
+    # Before anything is counted: the first one makes torch import 70 MiB, which DDP needs, too.
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    steps(model)
+    before = held_mib()
+    run = with_ddp if options.way.startswith("ddp") else with_hororing
+    constant, held = run(model, sgd, options.way.endswith("views"))
+    report = {
+        "rank": int(os.environ["OMPI_COMM_WORLD_RANK"]),
+        "gradients_MiB": round(sum(param.nbytes for param in model.parameters()) / 2**20, 1),
+        "constant_MiB": round(constant - before, 1),
+        "total_MiB": round(held - before, 1),
+    }
+    print(json.dumps(report), flush=True)
+    if options.json:
+        import peers  # which initialises MPI, in a job that may have gone without so far
+
+        reports = peers.MPI.COMM_WORLD.gather(report)
+        if reports:
+            save(options.json, [
+                {"measure": "memory of gradients", "case": f"rank {each['rank']}",
+                 "who": options.way, **each}
+                for each in reports
+            ])  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
