@@ -14,8 +14,9 @@ TF ?= 2.19.1
 OTHER := $(CURDIR)/build/tensorflow-$(TF)
 TENSORFLOW_TESTS := $(wildcard tests/python/test_tensorflow_*.py) tests/python/test_conformance.py
 
-# Where `make bench` keeps MPICH.
+# Where `make bench` keeps MPICH, and Horovod.
 MPICH := $(CURDIR)/build/mpich
+HOROVOD := $(CURDIR)/build/horovod
 
 # Tools of the environment first: mpirun, cmake, pybind11 come from it where the machine has none.
 export PATH := $(BIN):$(PATH)
@@ -31,7 +32,7 @@ export PRTE_MCA_hwloc_default_binding_policy := none
 NO_ASLR := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo dev build test test-cpp test-py test-tensorflow tsan asan soak lint format typecheck bench bench-mpich simulate test-cpp-module docs clean
+.PHONY: help demo dev build test test-cpp test-py test-tensorflow tsan asan soak lint format typecheck bench bench-mpich bench-horovod simulate test-cpp-module docs clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -84,6 +85,7 @@ format: $(VENV)/.dev  ## ruff and clang-format, in place
 # ONLY="sums sets" runs some parts; REMARK="quiet machine" is written into the results.
 bench: build  ## against all peers, on 2 and 4 ranks: JSON, tables, plots (15 minutes)
 	$(MAKE) bench-mpich || echo "without MPICH"
+	$(MAKE) bench-horovod || echo "without Horovod"
 	python benchmarks/bench.py --remark "$(REMARK)" $(if $(ONLY),--only $(ONLY))
 	python benchmarks/table.py --write
 	python benchmarks/plots.py
@@ -106,6 +108,12 @@ bench-mpich: build
 	$(BIN)/python -c 'import site; print("$(MPICH)", site.getsitepackages()[0], sep="\n")' \
 	  > "$$($(MPICH)/bin/python -c 'import site; print(site.getsitepackages()[0])')/hororing.pth"
 	touch $(MPICH)/.ready
+
+# Minutes, the first time and where torch or MPI are others. The environment only gets what Horovod
+# imports, and most have.
+bench-horovod: build  ## Horovod, built from its sdist into build/horovod
+	$(BIN)/pip install --quiet cffi cloudpickle packaging psutil pyyaml
+	$(BIN)/python buildtools/build_horovod.py $(HOROVOD) $(JOBS)
 
 kernels: $(VENV)/.dev  ## csrc/device/kernels.inc from kernels.cu, with nvcc: NVCC=/usr/local/cuda/bin/nvcc
 	python buildtools/kernels.py $(NVCC)
