@@ -21,6 +21,7 @@ import random
 from collections.abc import Callable
 
 import arena_memory
+import horovod_peer
 import peers
 import torch
 from record import Row, arguments, human, print_rows, save
@@ -48,6 +49,8 @@ def ways_of(nbytes: int, dtype: str, options) -> tuple[int, dict[str, Callable[[
     runs = dict(options.runs)
     if dtype != "float32":  # no datatype of MPI; NumPy has no bfloat16
         runs.pop(peers.mpi_name())
+    if dtype != "bfloat16":  # Horovod has none
+        runs |= {name: peer.sum for name, peer in options.horovods.items()}
     ways = {name: (lambda run=run: run(tensor)) for name, run in runs.items()}
     if (shared := arena_memory.tensors([(count,)], kind)) is not None:
         ways[arena_memory.NAME] = lambda: hvd.allreduce_(shared[0], op=hvd.Sum, name="in arena")
@@ -70,6 +73,7 @@ def rows_of(nbytes: int, dtypes: list[str], options) -> list[Row]:
         calls=series_length(nbytes),
         seconds=options.seconds,
         rounds=(2, 2) if options.quick else (7, 200),
+        around={key: options.horovods[key[1]].awake for key in ways if key[1] in options.horovods},
     )
     rows = []
     for (dtype, who), series in times.items():
@@ -92,7 +96,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--dtypes", nargs="+", default=["float32"])
     parser.add_argument("--elements", action="store_true", help="compare per element")
     parser.add_argument("--limit", action="store_true", help="time copies of memory, too")
-    parser.add_argument("--peers", nargs="*", choices=["gloo", "horovod"], help="besides MPI")
+    parser.add_argument("--peers", nargs="*", choices=["gloo"], help="besides MPI")
+    horovod_peer.add_option(parser)
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     hvd.init()
@@ -100,6 +105,7 @@ def main(argv: list[str] | None = None) -> None:
         "hororing": lambda x: hvd.allreduce_(x, op=hvd.Sum, name="benchmark"),
         **peers.sums(options.peers),
     }
+    options.horovods = horovod_peer.found(options.horovod)
     options.order = random.Random(options.seed)
     rows = []
     largest = min(options.max_bytes, 1 << 20) if options.quick else options.max_bytes

@@ -9,6 +9,8 @@ Ways, on the same model and batches, in the same processes:
     hororing_views   the same, with gradient_as_bucket_view=True
     ddp              DistributedDataParallel over gloo, default buckets
     ddp_views        the same, with gradient_as_bucket_view=True
+    horovod          its DistributedOptimizer, where it is installed, with its cycle of 1 ms ...
+    horovod_quick    ... and with one of 0.1 ms
 
 Models: `tiny` has 1,000 parameters of 16 numbers, so that hooks, submission and completion are all
 there is to pay; `linears` is 200 small layers (400 parameters, 3.3 MB); `mlp` has 100 MiB.
@@ -29,7 +31,9 @@ import random
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 
+import horovod_peer
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -73,6 +77,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
 }
 
 Step = Callable[[], None]
+Horovods = dict[str, horovod_peer.Horovod]  # by way
 
 
 def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> Step:
@@ -84,7 +89,9 @@ def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Ten
     return step
 
 
-def ways(model: nn.Module, batch: torch.Tensor, chosen: list[str]) -> dict[str, Step]:
+def ways(
+    model: nn.Module, batch: torch.Tensor, chosen: list[str], horovods: Horovods
+) -> dict[str, Step]:
     """A step of each way, on a copy of `model`."""
     made = {}
     for way in chosen:
@@ -94,6 +101,8 @@ def ways(model: nn.Module, batch: torch.Tensor, chosen: list[str]) -> dict[str, 
         if way.startswith("hororing"):
             options = OPTIONS[way]
             optimizer = hvd.DistributedOptimizer(optimizer, twin.named_parameters(), **options)
+        elif way in horovods:
+            optimizer = horovods[way].optimizer(optimizer, twin.named_parameters())
         elif way.startswith("ddp"):
             module = DistributedDataParallel(twin, gradient_as_bucket_view=way == "ddp_views")
         made[way] = step_of(module, optimizer, batch)
@@ -104,20 +113,21 @@ OPTIONS: dict[str, dict[str, bool]] = {
     "hororing": {},
     "hororing_views": {"gradient_as_bucket_view": True},
 }
-WAYS = ["plain", *OPTIONS, "ddp", "ddp_views"]
+HOROVODS = {"horovod": "1", "horovod_quick": "0.1"}  # with which cycle time
+WAYS = ["plain", *OPTIONS, "ddp", "ddp_views", *HOROVODS]
 
 
 def start_together() -> None:
     """Wait, asleep, for all ranks; return at the same instant everywhere."""
-    everybody = MPI.COMM_WORLD.Ibarrier()
-    while not everybody.Test():
-        time.sleep(20e-6)
+    horovod_peer.wait_asleep()
     start = MPI.COMM_WORLD.bcast(time.perf_counter() + 100e-6)
     while time.perf_counter() < start:
         pass
 
 
-def measure(steps: dict[str, Step], length: int, rounds: int) -> dict[str, np.ndarray]:
+def measure(
+    steps: dict[str, Step], length: int, rounds: int, horovods: Horovods
+) -> dict[str, np.ndarray]:
     """Seconds per step of every way's series, and of processors; on the slowest rank."""
     times: dict[str, list[tuple[float, float]]] = {way: [] for way in steps}
     order = random.Random(1)
@@ -125,11 +135,14 @@ def measure(steps: dict[str, Step], length: int, rounds: int) -> dict[str, np.nd
         names = list(steps)
         order.shuffle(names)
         for way in names:
-            start_together()
-            begin, cpu_begin = time.perf_counter(), time.process_time()
-            for _ in range(length):
-                steps[way]()
-            elapsed, cpu = time.perf_counter() - begin, time.process_time() - cpu_begin
+            with horovods[way].awake() if way in horovods else nullcontext():
+                if way in horovods:  # it has forgotten its tensors
+                    steps[way]()
+                start_together()
+                begin, cpu_begin = time.perf_counter(), time.process_time()
+                for _ in range(length):
+                    steps[way]()
+                elapsed, cpu = time.perf_counter() - begin, time.process_time() - cpu_begin
             if number >= 0:
                 times[way].append((elapsed / length, cpu / length))
     return {
@@ -165,8 +178,12 @@ def main() -> None:
     )
     make, shape, length = MODELS[args.model]
     model = make()
-    chosen = list(dict.fromkeys(["plain", *args.ways]))
-    times = measure(ways(model, torch.ones(shape), chosen), length, args.rounds)
+    found = horovod_peer.found([HOROVODS[way] for way in args.ways if way in HOROVODS])
+    names = {way: horovod_peer.NAMES[cycle_ms] for way, cycle_ms in HOROVODS.items()}
+    horovods = {way: found[name] for way, name in names.items() if name in found}
+    chosen = [w for w in dict.fromkeys(["plain", *args.ways]) if w in horovods or w not in names]
+    steps = ways(model, torch.ones(shape), chosen, horovods)
+    times = measure(steps, length, args.rounds, horovods)
     count = len(list(model.parameters()))
     if hvd.rank() == 0:
         print(f"{args.model}, {count} parameters, {hvd.size()} ranks, ms per step")

@@ -1,13 +1,12 @@
 """The peers that can be found here: what they are called, their versions, how to run them.
 
 Open MPI or MPICH is the MPI that mpi4py finds, so the other one needs a run of its own (`make
-bench` makes it an environment). Horovod is asked for, and takes part where it is importable.
+bench` makes it an environment). Horovod is in horovod_peer.py.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import tempfile
 from collections.abc import Callable
@@ -38,16 +37,6 @@ def join_gloo() -> None:
     )
 
 
-def horovod_sum() -> Sum | None:
-    """Horovod's sum in place, where it is installed (`hororing.as_horovod` is not meant)."""
-    if importlib.util.find_spec("horovod") is None:
-        return None
-    import horovod.torch as other
-
-    other.init()
-    return lambda tensor: other.allreduce_(tensor, op=other.Sum, name="benchmark")
-
-
 def sums(names: list[str] | None = None) -> dict[str, Sum]:
     """Peers by name; each sums its argument over all ranks, in place, and waits for it."""
     found: dict[str, Sum] = {
@@ -58,10 +47,6 @@ def sums(names: list[str] | None = None) -> dict[str, Sum]:
 
         join_gloo()
         found["gloo"] = dist.all_reduce
-    if names is None or "horovod" in names:
-        horovod = horovod_sum()
-        if horovod is not None:
-            found["Horovod"] = horovod
     return found
 
 

@@ -5,6 +5,7 @@
     hororing          submitted one by one, as DistributedOptimizer's hooks do, then waited for
     hororing grouped  one grouped_allreduce_
     MPI               one blocking MPI_Allreduce after the other, in place
+    Horovod           as the first, with its cycle of 1 ms and with one of 0.1 ms
     DDP's buckets     as DistributedDataParallel: 1 MiB, then 25 MiB, copied into the bucket, gloo
                       (all buckets under way at once), copied back
     DDP's views       the same buckets with gradient_as_bucket_view: no copies, gradients lie there
@@ -19,8 +20,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import arena_memory
+import horovod_peer
 import peers
 import shapes
 import torch
@@ -39,13 +42,14 @@ SETS = {
 }
 
 
-def one_by_one(gradients: list[torch.Tensor], prefix: str = "gradient") -> None:
+def one_by_one(gradients: list[torch.Tensor], prefix: str = "gradient", verbs: Any = hvd) -> None:
+    """By hororing or by Horovod: the verbs are the same."""
     handles = [
-        hvd.allreduce_async_(gradient, op=hvd.Sum, name=f"{prefix}.{number}")
+        verbs.allreduce_async_(gradient, op=verbs.Sum, name=f"{prefix}.{number}")
         for number, gradient in enumerate(gradients)
     ]
     for handle in handles:
-        hvd.synchronize(handle)
+        verbs.synchronize(handle)
 
 
 def blocking_mpi(gradients: list[torch.Tensor]) -> None:
@@ -84,7 +88,9 @@ class Buckets:
             work.wait()
 
 
-def contestants(gradients: list[torch.Tensor]) -> dict[str, Callable[[], object]]:
+def contestants(
+    gradients: list[torch.Tensor], horovods: dict[str, horovod_peer.Horovod]
+) -> dict[str, Callable[[], object]]:
     buckets = Buckets(gradients)
     ways: dict[str, Callable[[], object]] = {
         "hororing": lambda: one_by_one(gradients),
@@ -93,6 +99,8 @@ def contestants(gradients: list[torch.Tensor]) -> dict[str, Callable[[], object]
         "DDP's buckets": buckets.copied,
         "DDP's views": buckets.in_place,
     }
+    for name, peer in horovods.items():
+        ways[name] = lambda verbs=peer.verbs: one_by_one(gradients, verbs=verbs)
     shared = arena_memory.tensors([tuple(g.shape) for g in gradients], torch.float32)
     if shared is not None:
         ways[arena_memory.NAME] = lambda: one_by_one(shared, "in arena")
@@ -102,19 +110,22 @@ def contestants(gradients: list[torch.Tensor]) -> dict[str, Callable[[], object]
 def main(argv: list[str] | None = None) -> None:
     parser = arguments(__doc__)
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
+    horovod_peer.add_option(parser)
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     hvd.init()
     peers.join_gloo()
+    horovods = horovod_peer.found(options.horovod)
     order = random.Random(options.seed)
     rows: list[Row] = []
     for name in ["1,000 of 1 KB"] if options.quick else options.sets:
         gradients = [torch.zeros(shape).fill_(0.0) for shape in reversed(SETS[name]())]
         times = take_turns(
-            contestants(gradients),
+            contestants(gradients, horovods),
             order,
             seconds=options.seconds,
             rounds=(1, 1) if options.quick else (5, 100),
+            around={name: peer.awake for name, peer in horovods.items()},
         )
         nbytes = sum(gradient.nbytes for gradient in gradients)
         case = [

@@ -122,7 +122,11 @@ def sums(report: Report, ranks: int) -> dict[str, dict[str, record.Row]]:
 
 
 def dtypes(report: Report) -> str:
-    """16-bit floats, per element, against float32 and gloo."""
+    """16-bit floats, per element, against float32, gloo and Horovod, which has no bfloat16."""
+    peers = {"float32": ["gloo"], "float16": ["gloo"], "bfloat16": ["gloo"]}
+    for dtype, names in peers.items():
+        measured = {row["who"] for row in rows(report, "dtypes", 2, f"{dtype} sum")}
+        names += sorted(who for who in measured if who.startswith("Horovod"))
     body = []
     found: dict[str, dict[str, dict[str, record.Row]]] = {}
     for row in rows(report, "dtypes", 2):
@@ -130,16 +134,17 @@ def dtypes(report: Report) -> str:
         found.setdefault(row["case"], {}).setdefault(dtype, {})[row["who"]] = row
     for case, of_dtype in found.items():
         cells = [case]
-        for dtype in ("float32", "float16", "bfloat16"):
+        for dtype, names in peers.items():
             ours = of_dtype[dtype]["hororing"]["median_us"]
             cells.append(duration(ours))
             if dtype != "float32":
                 cells.append(times(of_dtype["float32"]["hororing"]["median_us"] / ours))
-            cells.append(times(of_dtype[dtype]["gloo"]["median_us"] / ours))
+            cells += [times(of_dtype[dtype][name]["median_us"] / ours) for name in names]
         body.append(cells)
-    heads = ["elements of", "float32", "gloo"]
+    heads = ["elements of", "float32", *peers["float32"]]
     for dtype in ("float16", "bfloat16"):
-        heads += [dtype, "float32", f"gloo, {dtype}"]
+        names = peers[dtype]
+        heads += [dtype, "float32", *(f"{name}, {dtype}" for name in names)]
     return markdown(heads, body)
 
 
@@ -211,12 +216,14 @@ def sections(report: Report) -> dict[str, str]:
                 ]  # fmt: skip
                 found[title] = markdown(["", "", "median", "p10 to p90"], body)
     memory = [
-        [f"{ranks} ranks, {row['case']}", f"{row['init_MiB']}", f"{row['sums_MiB']}"]
+        [f"{ranks} ranks, {row['case']}", row["who"], f"{row['init_MiB']}", f"{row['sums_MiB']}"]
         for ranks in (2, 4)
         for row in rows(report, "memory", ranks)
     ]
     if memory:
-        found["Memory beyond the script's own, MiB"] = markdown(["", "init", "after sums"], memory)
+        found["Memory beyond the script's own, MiB"] = markdown(
+            ["", "", "init", "after sums"], memory
+        )
     gradients = [
         [name, *(f"{statistics.mean(row[key] for row in chosen):.1f}"
                  for key in ("gradients_MiB", "constant_MiB", "total_MiB"))]

@@ -7,6 +7,7 @@
     hororing views, hororing copies   with gradient_as_bucket_view on and off, where it exists
     DDP            DistributedDataParallel with gloo
     DDP's views    with gradient_as_bucket_view=True
+    Horovod        its DistributedOptimizer, with its cycle of 1 ms and with one of 0.1 ms
     MPI, each      one blocking MPI_Allreduce per gradient after backward, and the division
 
 On the same model, batches and processes, one thread of compute per rank. The overhead of a way is
@@ -19,6 +20,7 @@ import inspect
 import random
 from collections.abc import Callable
 
+import horovod_peer
 import numpy as np
 import peers
 import torch
@@ -58,10 +60,14 @@ def convolutional() -> tuple[nn.Module, tuple[int, ...]]:
 
 
 # Name: the model, and steps in a series.
-MODELS = {"200 layers": (layers_200, 5), "convolutional": (convolutional, 3)}
+MODELS = {"200 layers": (layers_200, 5), "convolutional": (convolutional, 2)}
 
 
-def training(way: str, make: Callable[[], tuple[nn.Module, tuple[int, ...]]]) -> Callable[[], None]:
+def training(
+    way: str,
+    make: Callable[[], tuple[nn.Module, tuple[int, ...]]],
+    horovod: horovod_peer.Horovod | None,
+) -> Callable[[], None]:
     """A function that takes one step of a fresh model."""
     torch.manual_seed(1)
     model, shape = make()
@@ -71,6 +77,8 @@ def training(way: str, make: Callable[[], tuple[nn.Module, tuple[int, ...]]]) ->
         views = {"hororing views": True, "hororing copies": False}
         more = {"gradient_as_bucket_view": views[way]} if way in views else {}
         optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(prefix=way), **more)
+    elif horovod is not None:
+        optimizer = horovod.optimizer(optimizer, model.named_parameters(prefix=way))
     elif way.startswith("DDP"):
         model = DistributedDataParallel(model, gradient_as_bucket_view=way == "DDP's views")
     x = torch.randn(BATCH, *shape)
@@ -92,23 +100,27 @@ def training(way: str, make: Callable[[], tuple[nn.Module, tuple[int, ...]]]) ->
 def main(argv: list[str] | None = None) -> None:
     parser = arguments(__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    horovod_peer.add_option(parser)
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     hvd.init()
     peers.join_gloo()
+    horovods = horovod_peer.found(options.horovod)
     order = random.Random(options.seed)
     names = ["plain", "hororing", "DDP", "DDP's views", f"{peers.mpi_name()}, each"]
     if HAS_VIEWS:
         names[2:2] = ["hororing views", "hororing copies"]
+    names += horovods
     rows: list[Row] = []
     for model in options.models[:1] if options.quick else options.models:
         make, steps = MODELS[model]
         times = take_turns(
-            {way: training(way, make) for way in names},
+            {way: training(way, make, horovods.get(way)) for way in names},
             order,
             calls=1 if options.quick else steps,
             seconds=4 * options.seconds,
             rounds=(1, 1) if options.quick else (7, 60),
+            around={name: peer.awake for name, peer in horovods.items()},
         )
         case = []
         for who, series in times.items():

@@ -15,6 +15,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 import numpy as np
@@ -22,6 +23,7 @@ from mpi4py import MPI
 
 Way = Callable[[], object]
 Name = TypeVar("Name", bound=Hashable)
+Around = Mapping[Name, Callable[[], AbstractContextManager[object]]]
 
 
 def start_together(warm: Way) -> float:
@@ -43,11 +45,13 @@ def take_turns(
     calls: int = 1,
     seconds: float = 1.0,
     rounds: tuple[int, int] = (7, 200),
+    around: Around[Name] | None = None,
 ) -> dict[Name, np.ndarray]:
     """Time `ways`; return the seconds per call of every series, on the slowest rank.
 
     `calls` make a series, `seconds` is the time for each way; `rounds` bounds how many series fit
-    it. The first round warms up, and says how many will fit.
+    it. The first round warms up, and says how many will fit. What is `around` a way's turn, and is
+    not timed, begins before it and ends after it.
     """
     times: dict[Name, list[float]] = {name: [] for name in ways}
     done, count = -1, 1
@@ -57,10 +61,11 @@ def take_turns(
         order.shuffle(names)
         for name in names:
             way = ways[name]
-            begin = start_together(way)
-            for _ in range(calls):
-                way()
-            elapsed = time.perf_counter() - begin
+            with (around or {}).get(name, nullcontext)():
+                begin = start_together(way)
+                for _ in range(calls):
+                    way()
+                elapsed = time.perf_counter() - begin
             if done >= 0:
                 times[name].append(elapsed / calls)
         if done < 0:

@@ -36,7 +36,8 @@ Status HostBackend::RunNarrow(const Batch& batch, const std::vector<const BatchE
   {
     StageSpan span(trace, Stage::kReduce, batch);
     const FlatOptions options{options_.reproducible, Algorithm::kRing, WayToGather(), 0};
-    HORORING_RETURN_IF_ERROR(Allreduce(transport_, buffer, options, receive_buffer_, deadline));
+    HORORING_RETURN_IF_ERROR(
+        Allreduce(transport_, buffer, options, receive_buffer_, deadline, &way_));
     span.End(batch.bytes());
   }
   StageSpan span(trace, Stage::kUnpack, batch);

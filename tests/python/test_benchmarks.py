@@ -1,6 +1,7 @@
 """The benchmarks run, and write results that the tables and plots can be made of.
 
-Only that: nothing here depends on how long anything takes. All but Keras's share one job.
+Only that: nothing here depends on how long anything takes. Most share one job. Horovod, which is
+not everywhere, is a fake one.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from typing import Any
 import mpirun
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+FAKE_HOROVOD = Path(__file__).with_name("fake_horovod")
+HOROVODS = {"Horovod", "Horovod, 0.1 ms"}
 SCRIPTS = ["allreduce", "sets", "torch_step", "latency", "memory", "process_sets"]
 RANKS = 3  # what process_sets needs
 TIMED = {"median_us", "p10_us", "p90_us", "series"}
@@ -26,7 +30,7 @@ sys.path.append(str(BENCHMARKS))
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("results")
-    job = mpirun.run(__file__, RANKS, str(folder))
+    job = mpirun.run(__file__, RANKS, str(folder), environment={"PYTHONPATH": str(FAKE_HOROVOD)})
     assert job.returncode == 0, job.report()
     return {name: json.loads((folder / f"{name}.json").read_text()) for name in SCRIPTS}
 
@@ -50,6 +54,24 @@ def test_all_contestants_take_part(reports):
     assert {"hororing", "gloo", "copy (limit)", reports["allreduce"]["versions"]["mpi"]} <= sums
     steps = {row["who"] for row in reports["torch_step"]["rows"]}
     assert {"plain", "hororing", "DDP", "DDP's views"} <= steps
+    for script in ("allreduce", "sets", "torch_step"):
+        assert {row["who"] for row in reports[script]["rows"]} >= HOROVODS
+    assert [row["who"] for row in reports["memory"]["rows"]] == ["hororing", "Horovod"] * RANKS
+
+
+def test_hooks_run_and_make_rows(tmp_path):
+    bench = importlib.import_module("bench")
+    results = tmp_path / "hooks.json"
+    job = mpirun.run(
+        BENCHMARKS / "hooks.py",
+        2,
+        *("--rounds", "1", "--ways", "hororing", "horovod", "horovod_quick"),
+        *("--json", str(results)),
+        environment={"PYTHONPATH": os.pathsep.join([str(FAKE_HOROVOD), *sys.path])},
+    )
+    assert job.returncode == 0, job.report()
+    rows = bench.hook_rows(json.loads(results.read_text()))
+    assert [row["who"] for row in rows] == ["plain", "hororing", "Horovod", "Horovod, 0.1 ms"]
 
 
 def test_the_step_of_keras_runs_and_writes_rows(tmp_path):
@@ -147,6 +169,27 @@ def test_tables_show_every_part_with_losses_and_failures(report):
     assert part == f"before\n{table.BEGIN}\n\nnew\n\n{table.END}\nafter"
 
 
+def test_the_table_of_dtypes_has_horovod_where_it_has_the_dtype():
+    table = importlib.import_module("table")
+    took = {"float32": {"hororing": 8.0, "gloo": 80.0, "Horovod": 40.0},
+            "float16": {"hororing": 4.0, "gloo": 40.0, "Horovod": 60.0},
+            "bfloat16": {"hororing": 4.0, "gloo": 20.0}}  # fmt: skip
+    rows = [{"measure": f"{dtype} sum", "case": "1 MiB", "who": who, "median_us": us}
+            for dtype, ways in took.items() for who, us in ways.items()]  # fmt: skip
+    head, _, line = table.dtypes(
+        {"parts": [{"part": "dtypes", "ranks": 2, "rows": rows}]}
+    ).splitlines()
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    heads = [cell.strip() for cell in head.strip("|").split("|")]
+    assert list(zip(heads, cells, strict=True)) == [
+        ("elements of", "1 MiB"),
+        ("float32", "8.0 us"), ("gloo", "10.0x"), ("Horovod", "5.0x"),
+        ("float16", "4.0 us"), ("float32", "2.0x"),
+        ("gloo, float16", "10.0x"), ("Horovod, float16", "15.0x"),
+        ("bfloat16", "4.0 us"), ("float32", "2.0x"), ("gloo, bfloat16", "5.0x"),
+    ]  # fmt: skip
+
+
 def test_plots_are_drawn(report, monkeypatch):
     pytest.importorskip("matplotlib", reason="plots need matplotlib: pip install .[bench]")
     plots = importlib.import_module("plots")
@@ -159,11 +202,29 @@ def test_plots_are_drawn(report, monkeypatch):
 
 def test_the_readme_shows_the_committed_results():
     table = importlib.import_module("table")
-    text = (BENCHMARKS.parent / "README.md").read_text()
+    text = (ROOT / "README.md").read_text()
     told = json.loads(table.RESULTS.read_text())
     assert text == table.with_readme_part(text, table.readme_part(told)), (
         "python benchmarks/table.py --write"
     )
+
+
+def test_edits_of_horovod_are_all_made_or_none(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "buildtools")
+    build = importlib.import_module("build_horovod")
+    edits = (
+        build.Edit("a", "14", "17"),
+        build.Edit("a", "old", "new"),
+        build.Edit("b", "14", "17"),
+    )
+    (tmp_path / "a").write_text("standard 14, old")
+    (tmp_path / "b").write_text("14 and 14")
+    with pytest.raises(SystemExit, match="b: '14' occurs 2 times, not once"):
+        build.edit(tmp_path, edits)
+    assert (tmp_path / "a").read_text() == "standard 14, old"
+    (tmp_path / "b").write_text("14")
+    build.edit(tmp_path, edits)
+    assert [(tmp_path / file).read_text() for file in "ab"] == ["standard 17, new", "17"]
 
 
 if __name__ == "__main__":
@@ -172,3 +233,7 @@ if __name__ == "__main__":
         more = ["--limit"] if script == "allreduce" else []
         results = str(Path(sys.argv[1], f"{script}.json"))
         importlib.import_module(script).main(["--quick", "--json", results, *more])
+    horovod = importlib.import_module("horovod.torch")
+    assert horovod.cycles == {"1", "0.1"}
+    assert not horovod.awake
+    assert "HOROVOD_CYCLE_TIME" not in os.environ  # it would be hororing's, too
