@@ -230,7 +230,10 @@ TEST(sums_in_rank_order_have_the_same_bits_in_segments_of_any_length) {
               Bytes data = Input(spec, rank.rank(), n);
               const Bytes expected = Expected(spec, rank.size(), data);
               if (segment_bytes == 1 && n > 100) continue;  // of the gathering, one message a byte
-              CHECK_OK(Allreduce(rank.transport, {data.data(), n, spec}, options, scratch, Soon()));
+              AllreduceWay way = AllreduceWay::kNotCounted;
+              CHECK_OK(Allreduce(rank.transport, {data.data(), n, spec}, options, scratch, Soon(),
+                                 &way));
+              CHECK(way == AllreduceWay::kRankOrder);
               CHECK(data == expected);
             }
           }
