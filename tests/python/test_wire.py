@@ -52,13 +52,16 @@ def narrow_bytes() -> int:
 
 
 def sums_are_near(kind: str) -> None:
-    """Of several sizes, and the same on all ranks; all of them travelled narrow."""
+    """Of several sizes, and the same on all ranks. The large ones travelled narrow; a small one may
+    go by recursive doubling, where that is the cheapest, and is full then.
+    """
     for elements in (1025, 70_001, 1 << 20):
         passed = arrays(elements)
         before = narrow_bytes()
         average = hvd.allreduce(passed[hvd.rank()], op=hvd.Average, name=f"average {elements}")
-        assert narrow_bytes() - before == 4 * elements
-        assert has_16_bits(average, kind)
+        narrow = narrow_bytes() - before
+        assert narrow == 4 * elements or (narrow == 0 and elements == 1025), (elements, narrow)
+        assert has_16_bits(average, kind) == (narrow > 0)
         wide = np.array(passed, np.float64)
         allowed = 2.02 * KINDS[kind] * np.abs(wide).mean(0) + 1e-7
         assert np.all(np.abs(average - wide.mean(0)) <= allowed)
