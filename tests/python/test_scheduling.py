@@ -2,37 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import json
 import os
 import random
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import mpirun
 import numpy as np
 import pytest
+from configured import engine
 
 import hororing.numpy as hvd
 
 SIZES = [2, 3]
 STEPS = 400  # at most, until something is learned: machines are busy
-
-
-@contextlib.contextmanager
-def engine(**knobs: object) -> Iterator[None]:
-    """An engine that is configured so."""
-    os.environ.update({f"HORORING_{name}": str(value) for name, value in knobs.items()})
-    hvd.init()
-    try:
-        yield
-    finally:
-        hvd.shutdown()
-        for name in knobs:
-            del os.environ[f"HORORING_{name}"]
 
 
 def shared_folder() -> Path:

@@ -2,35 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
-import os
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import mpirun
 import numpy as np
 import pytest
+from configured import engine
 from numpy.typing import NDArray
 
 import hororing.numpy as hvd
 
 LAYOUTS = ["2,2", "1,2", "1,1,1"]
 KINDS = {"bfloat16": 2.0**-8, "float16": 2.0**-11}  # what a rounding is off at most, relatively
-
-
-@contextlib.contextmanager
-def engine(**knobs: object) -> Iterator[None]:
-    """An engine that is configured so."""
-    os.environ.update({f"HORORING_{name}": str(value) for name, value in knobs.items()})
-    hvd.init()
-    try:
-        yield
-    finally:
-        hvd.shutdown()
-        for name in knobs:
-            del os.environ[f"HORORING_{name}"]
 
 
 def arrays(elements: int, dtype: str = "float32") -> list[NDArray[np.floating]]:
