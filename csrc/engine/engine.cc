@@ -313,7 +313,23 @@ void Engine::Forget(int64_t handle, const Status& status) {
   handles_->Complete(handle, status, {});
 }
 
+// A caller in Wait: what it waits for is reported at once.
+class Engine::Waits {
+ public:
+  explicit Waits(Engine& engine) : engine_(engine) {
+    ++engine_.waiting_;
+    if (engine_.looks_soon_.load()) engine_.Wake();
+  }
+  ~Waits() { --engine_.waiting_; }
+  Waits(const Waits&) = delete;
+  Waits& operator=(const Waits&) = delete;
+
+ private:
+  Engine& engine_;
+};
+
 HandleTable::Look Engine::Wait(int64_t handle, TimeNs timeout_ns, Status* status) {
+  const Waits waits(*this);
   const TimeNs deadline = After(NowNs(), timeout_ns);
   DriveUntil([&] { return handles_->Poll(handle) != HandleTable::Look::kPending; }, deadline);
   for (;;) {
@@ -327,6 +343,7 @@ HandleTable::Look Engine::Wait(int64_t handle, TimeNs timeout_ns, Status* status
 HandleTable::Look Engine::WaitMany(const int64_t* handles, size_t count, TimeNs timeout_ns,
                                    bool* all_ok,
                                    std::vector<std::shared_ptr<const DeviceEvent>>* landed) {
+  const Waits waits(*this);
   const TimeNs deadline = After(NowNs(), timeout_ns);
   size_t left = count;
   DriveUntil(

@@ -202,6 +202,9 @@ class Engine {
   // The loop looks at what is submitted in a moment, without being woken. Written by whoever has
   // the turn: false before a look.
   std::atomic<bool> looks_soon_{false};
+  // Callers in Wait and WaitMany.
+  std::atomic<int> waiting_{0};
+  class Waits;
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;

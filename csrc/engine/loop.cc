@@ -14,8 +14,6 @@
 namespace hororing {
 namespace {
 
-// A request's age is told from here on; below, it was reported as it came.
-constexpr TimeNs kAgeWorthTelling = 100 * kMicrosecond;
 // How long the last messages (the agreement to stop, the end of the timeline) may take.
 constexpr TimeNs kFarewellTime = 2 * kSecond;
 
@@ -103,7 +101,7 @@ Status Loop::Run(std::unique_lock<std::mutex>& turn) {
       const uint32_t bell = turns_ != nullptr ? turns_->Bell() : 0;
       const bool busy = Step();
       if (final_) continue;
-      if (MayGather()) {
+      if (turns_ != nullptr && MayGather()) {
         Doze(turn, gather_bell_);
       } else if (busy) {
         continue;
@@ -125,7 +123,8 @@ Status Loop::Run(std::unique_lock<std::mutex>& turn) {
 // does it: a driver rings the bell if it leaves anything behind.
 void Loop::Doze(std::unique_lock<std::mutex>& turn, uint32_t bell) {
   const TimeNs until = doze_until_ns_ = NextDeadline();
-  const TimeNs gather_until = MayGather() ? std::min(until, pace_.next_look_ns()) : 0;
+  const TimeNs next_look = std::max(pace_.next_look_ns(), pace_.unanswered_until_ns());
+  const TimeNs gather_until = MayGather() ? std::min(until, next_look) : 0;
   turn.unlock();
   if (gather_until != 0) {
     if (NowNs() < gather_until) turns_->Nap(bell, gather_until);
@@ -184,60 +183,6 @@ bool Loop::Step() {
   if (!final_) busy |= ServeCommands();
   if (!final_) KeepHouse(NowNs());
   return busy;
-}
-
-// SUBMIT -> NEGOTIATE: what callers have submitted since the last time.
-bool Loop::Report() {
-  struct Report report;
-  report.applied = applied_;
-  TimeNs oldest = 0;
-  if (MayGather()) engine_.looks_soon_ = false;
-  engine_.tensors_.TakeSubmitted(&submitted_);
-  const TimeNs now = NowNs();  // not before any of them was submitted
-  if (turns_ != nullptr && !driven_ && !submitted_.empty()) {
-    pace_.Reported(submitted_.size(), now);
-    if (now < pace_.next_look_ns()) {
-      engine_.looks_soon_ = true;
-      gather_bell_ = turns_->Bell();
-    }
-  }
-  for (TensorEntry* entry : submitted_) {
-    if (!engine_.sets_.Holds(entry->request.process_set)) {  // removed since it was submitted
-      FailRemoved(engine_.tensors_.Remove(Key(entry->request)));
-      continue;
-    }
-    entry->reported_ns = now;
-    if (entry->cache_id == 0) entry->cache_id = cache_.Find(entry->request);
-    const uint64_t id = entry->cache_id;
-    if (id != 0) {
-      reported_[id] = entry;
-      report.cached.push_back(id);
-      if (engine_.config_.learns()) {
-        const TimeNs age = std::max<TimeNs>(0, now - entry->submitted_ns);
-        oldest = std::max(oldest, age);
-        report.ages_us.push_back(age / kMicrosecond);
-      }
-    } else {
-      report.fresh.push_back(entry->request);
-    }
-  }
-  if (oldest < kAgeWorthTelling) report.ages_us.clear();
-  engine_.stats_.cache_hits += static_cast<int64_t>(report.cached.size());
-  engine_.stats_.cache_misses += static_cast<int64_t>(report.fresh.size());
-  if (engine_.leave_.load() && !left_) {
-    std::lock_guard<std::mutex> lock(engine_.mutex_);
-    report.leaving = left_ = true;
-    report.reason = engine_.stop_reason_;
-  }
-  if (report.cached.empty() && report.fresh.empty() && !report.leaving) return false;
-  if (coordinator_) {
-    coordinator_->Receive(0, report, now);
-  } else if (host_reports_) {
-    host_reports_->Receive(topology_.rank, report, now);
-  } else {
-    Post(superior(), Encode(report));
-  }
-  return true;
 }
 
 bool Loop::Decide() {
@@ -352,6 +297,7 @@ TimeNs Loop::NextDeadline() const {
   TimeNs next = std::min(next_house_ns_, timeline_.NextDeadline());
   if (coordinator_) next = std::min(next, coordinator_->NextDeadline());
   if (host_reports_) next = std::min(next, host_reports_->NextDeadline());
+  if (pace_.unanswered() && MayGather()) next = std::min(next, pace_.unanswered_until_ns());
   return next;
 }
 

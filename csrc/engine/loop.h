@@ -55,7 +55,9 @@ class Loop {
   bool Forward();
   bool Decide();
   bool ServeCommands();
-  // messages.cc, with Receive and Forward
+  // messages.cc, with the first three steps
+  bool MayLetMoreCome() const;
+  void Gather();
   static std::vector<std::vector<int>> Audiences(const World& world);
   std::vector<int> Neighbours(int rank) const;
   int superior() const;

@@ -9,6 +9,12 @@
 #include "negotiation/codec.h"
 
 namespace hororing {
+namespace {
+
+// A request's age is told from here on; below, it was reported as it came.
+constexpr TimeNs kAgeWorthTelling = 100 * kMicrosecond;
+
+}  // namespace
 
 // Those that hear from rank 0 together: its neighbours by themselves, where there is memory to
 // reach them; the ranks of another host through the first of them.
@@ -35,6 +41,76 @@ std::vector<int> Loop::Neighbours(int rank) const {
 int Loop::superior() const {
   const int first = neighbours_[0];
   return first == topology_.rank ? 0 : first;
+}
+
+bool Loop::MayLetMoreCome() const {
+  return pace_.unanswered() && engine_.waiting_.load() == 0 && !engine_.leave_.load() &&
+         NowNs() < pace_.unanswered_until_ns();
+}
+
+// Who submits from now on wakes nobody: the loop looks by itself, before long.
+void Loop::Gather() {
+  engine_.looks_soon_ = true;
+  if (turns_ != nullptr) gather_bell_ = turns_->Bell();
+}
+
+// SUBMIT -> NEGOTIATE: what callers have submitted since the last time.
+bool Loop::Report() {
+  if (MayLetMoreCome()) {
+    Gather();
+    return false;
+  }
+  struct Report report;
+  report.applied = applied_;
+  TimeNs oldest = 0;
+  if (MayGather()) engine_.looks_soon_ = false;
+  engine_.tensors_.TakeSubmitted(&submitted_);
+  const TimeNs now = NowNs();  // not before any of them was submitted
+  if (turns_ != nullptr && !driven_ && !submitted_.empty()) {
+    pace_.Reported(submitted_.size(), now);
+    if (now < pace_.next_look_ns()) Gather();
+  }
+  for (TensorEntry* entry : submitted_) {
+    if (!engine_.sets_.Holds(entry->request.process_set)) {  // removed since it was submitted
+      FailRemoved(engine_.tensors_.Remove(Key(entry->request)));
+      continue;
+    }
+    entry->reported_ns = now;
+    if (entry->cache_id == 0) entry->cache_id = cache_.Find(entry->request);
+    const uint64_t id = entry->cache_id;
+    if (id != 0) {
+      reported_[id] = entry;
+      report.cached.push_back(id);
+      if (engine_.config_.learns()) {
+        const TimeNs age = std::max<TimeNs>(0, now - entry->submitted_ns);
+        oldest = std::max(oldest, age);
+        report.ages_us.push_back(age / kMicrosecond);
+      }
+    } else {
+      report.fresh.push_back(entry->request);
+    }
+  }
+  if (oldest < kAgeWorthTelling) report.ages_us.clear();
+  engine_.stats_.cache_hits += static_cast<int64_t>(report.cached.size());
+  engine_.stats_.cache_misses += static_cast<int64_t>(report.fresh.size());
+  if (engine_.leave_.load() && !left_) {
+    std::lock_guard<std::mutex> lock(engine_.mutex_);
+    report.leaving = left_ = true;
+    report.reason = engine_.stop_reason_;
+  }
+  if (report.cached.empty() && report.fresh.empty() && !report.leaving) return false;
+  if (coordinator_) {
+    coordinator_->Receive(0, report, now);
+    return true;
+  }
+  if (host_reports_) {
+    host_reports_->Receive(topology_.rank, report, now);
+  } else {
+    Post(superior(), Encode(report));
+  }
+  pace_.Told(now, engine_.config_.hold_ns);
+  if (MayLetMoreCome()) Gather();
+  return true;
 }
 
 // What the ranks of this host have reported, to rank 0.
@@ -83,10 +159,12 @@ bool Loop::Receive() {
     } else if (understood && kind == MessageKind::kAgreement && peer == superior()) {
       Agreement agreement;
       understood = Decode(message, &agreement);
-      // Before it is carried out, which takes all of them.
+      // Before it is carried out, which takes all of them; and so with what is not reported yet.
       for (size_t i = 1; host_reports_ && i < neighbours_.size(); ++i) {
         Post(neighbours_[i], message);
       }
+      pace_.Answered();
+      if (MayGather()) Report();
       if (understood) Apply(agreement);
     } else if (understood && kind == MessageKind::kTrace) {
       std::string events;

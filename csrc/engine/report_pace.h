@@ -5,6 +5,11 @@
 // follow one another closely, the loop lets some come together between two reports. The first of
 // them, those that come now and then, and those that somebody waits for are reported at once.
 //
+// And a rank that has reported something which is not agreed upon yet lets more come together for a
+// while: either others are behind, and could not use what it would say, or the coordinator holds
+// what it has for more to share a batch with (hold_ns). So how many reports a batch costs does not
+// depend on the number of tensors.
+//
 // Pure: time is an argument.
 #pragma once
 
@@ -26,6 +31,17 @@ class ReportPace {
   // Until then the loop may leave alone what is submitted; in the past: it may not.
   TimeNs next_look_ns() const { return interval_ns_ == 0 ? 0 : last_ns_ + interval_ns_; }
 
+  // A report has gone to another rank, by whoever runs the loop. The next one comes in time for
+  // what is held there.
+  void Told(TimeNs now, TimeNs hold_ns) {
+    unanswered_until_ns_ = now + (unanswered() ? hold_ns : hold_ns / 2);
+  }
+  // An agreement has come.
+  void Answered() { unanswered_until_ns_ = 0; }
+  bool unanswered() const { return unanswered_until_ns_ != 0; }
+  // While it is unanswered: when the next report may go all the same.
+  TimeNs unanswered_until_ns() const { return unanswered_until_ns_; }
+
  private:
   // Between requests of a burst, on average: a framework's call for one takes a microsecond or
   // three, and computes nothing worth the name before the next.
@@ -36,6 +52,7 @@ class ReportPace {
 
   TimeNs interval_ns_ = 0;
   TimeNs last_ns_ = 0;
+  TimeNs unanswered_until_ns_ = 0;
 };
 
 }  // namespace hororing

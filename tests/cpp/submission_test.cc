@@ -11,7 +11,6 @@
 #include <vector>
 
 #include "check.h"
-#include "engine/report_pace.h"
 #include "engine_world.h"
 
 namespace hororing_test {
@@ -257,54 +256,6 @@ TEST(a_waiter_for_many_of_which_one_is_released_is_told) {
   waiter.join();
   table.Complete(handles[1], Status::Ok(), {});
   CHECK(table.Poll(handles[0]) == Look::kDone);
-}
-
-TEST(the_first_requests_are_reported_at_once_and_a_burst_in_few_reports) {
-  ReportPace pace;
-  TimeNs now = kSecond;
-  pace.Reported(1, now);
-  CHECK(pace.next_look_ns() <= now);  // it may be the only one
-  // One each two microseconds, for two milliseconds.
-  int reports = 0;
-  for (const TimeNs end = now + 2 * kMillisecond; now < end; ++reports) {
-    const TimeNs next = std::max(now + 2 * kMicrosecond, pace.next_look_ns());
-    pace.Reported(static_cast<size_t>((next - now) / (2 * kMicrosecond)), next);
-    now = next;
-    CHECK(pace.next_look_ns() - now <= 200 * kMicrosecond);
-  }
-  CHECK(reports < 20);
-  // Nothing more came while the loop slept; what comes then is a first one.
-  now = pace.next_look_ns() + kMillisecond;
-  pace.Reported(1, now);
-  CHECK(pace.next_look_ns() <= now);
-}
-
-TEST(requests_that_come_now_and_then_are_reported_at_once) {
-  ReportPace pace;
-  for (TimeNs now = kSecond; now < 2 * kSecond; now += 30 * kMicrosecond) {
-    pace.Reported(1, now);
-    CHECK(pace.next_look_ns() <= now);
-  }
-}
-
-TEST(a_burst_that_nobody_waits_for_is_reduced) {
-  constexpr size_t kCount = 500;
-  Play(3, {}, [](Player& player) {
-    std::vector<std::vector<float>> data(kCount, std::vector<float>(1, 1.0f));
-    std::vector<int64_t> handles(kCount);
-    for (int round = 0; round < 3; ++round) {
-      for (size_t i = 0; i < kCount; ++i) {
-        CHECK_OK(player.Submit(std::to_string(i), data[i], ReduceOp::kSum, &handles[i]));
-      }
-      const TimeNs deadline = After(NowNs(), kPatience);
-      for (const int64_t handle : handles) {
-        while (player.handles->Poll(handle) == Look::kPending && NowNs() < deadline) sched_yield();
-        CHECK(player.handles->Poll(handle) == Look::kDone);
-        player.handles->Release(handle);
-      }
-    }
-    CHECK_EQ(data[kCount - 1][0], 27.0f);
-  });
 }
 
 // Who submits wakes the loop unless that has given its word to look (Engine::looks_soon_). Were one
