@@ -18,7 +18,6 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-import horovod_peer
 import psutil
 import torch
 from record import arguments, save
@@ -60,6 +59,8 @@ def main(argv: list[str] | None = None) -> None:
     for gradient in gradients:
         gradient.fill_(1.0)
     figures = [measured("hororing", hvd.init, hvd, gradients)]
+    import horovod_peer  # only now: it initialises MPI, which is ours to pay for
+
     with contextlib.ExitStack() as awake:
         for name, peer in horovod_peer.found(["1"]).items():
             start = functools.partial(awake.enter_context, peer.awake())
