@@ -205,6 +205,8 @@ def _main() -> None:
     log = os.open(Path(out, f"{rank}.out"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    # A line is one write, also where PYTHONUNBUFFERED is set: the engine's thread logs there, too.
+    sys.stdout.reconfigure(line_buffering=True, write_through=False)
     sys.path.insert(0, str(Path(__file__).parent))
     if rest[0] == "--script":
         sys.argv = rest[1:]
