@@ -25,7 +25,7 @@ extern "C" {
 #endif
 
 /* Grows with every incompatible change of this file. */
-enum { HR_ABI_VERSION = 7 };
+enum { HR_ABI_VERSION = 8 };
 
 /* The values of hororing::Code, and one more. */
 typedef enum hr_code {
@@ -116,6 +116,7 @@ typedef struct hr_config {
   double stall_shutdown_s; /* <= 0: never */
   double timeout_s;        /* longest wait for a peer inside a collective; <= 0: for ever */
   double spin_us;          /* how long the engine polls before it sleeps */
+  int64_t meeting_bytes;   /* of what hr_allreduce_at_once sums, at most; 0: nothing */
   int32_t cpu;             /* core for the engine's thread; -1: not bound */
   int32_t watch_parent;    /* nonzero: fail, then end the process, when its parent dies */
   const char* kernels;     /* "auto", "portable", "avx2", "avx512" */
@@ -205,6 +206,7 @@ typedef struct hr_stats {
   /* Batches of HR_ALLREDUCE among several ranks, on the host, by the algorithm that ran. */
   int64_t allreduces_shm_direct, allreduces_three_phase, allreduces_leader, allreduces_ring;
   int64_t allreduces_recursive_doubling, allreduces_rank_order;
+  int64_t allreduces_at_once; /* of hr_allreduce_at_once, each a batch of its own */
 } hr_stats;
 
 typedef struct hr_log_record {
@@ -249,6 +251,9 @@ int32_t hr_last_error_rank(void);
 
 /* A handle > 0, or a negative hr_code. Never blocks on peers. */
 int64_t hr_submit(const hr_request* request);
+/* 1: HR_ALLREDUCE of one tensor, and all of it: the result is there. 0: nothing has happened; it is
+ * for hr_submit. May poll for some microseconds. */
+int32_t hr_allreduce_at_once(const hr_request* request);
 /* hr_submit for `count` requests of HR_ALLREDUCE with one tensor each, in place, now at
  * `addresses`: what gradient hooks call for small gradients. Wakes the engine once. Ends at the
  * first that fails. Returns how many have been submitted, which have handles; where those are fewer

@@ -142,6 +142,7 @@ HR_EXPORT void hr_stats_now(hr_stats* stats) {
   stats->allreduces_ring = allreduces(AllreduceWay::kRing);
   stats->allreduces_recursive_doubling = allreduces(AllreduceWay::kRecursiveDoubling);
   stats->allreduces_rank_order = allreduces(AllreduceWay::kRankOrder);
+  stats->allreduces_at_once = allreduces(AllreduceWay::kAtOnce);
   const std::shared_ptr<Arena> arena = engine->arena();
   stats->arena_bytes = arena == nullptr ? 0 : static_cast<int64_t>(arena->used_bytes());
 }

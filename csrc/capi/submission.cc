@@ -72,6 +72,13 @@ HR_EXPORT int64_t hr_submit(const hr_request* request) {
   return status.ok() ? handle : -Remember(status);
 }
 
+HR_EXPORT int32_t hr_allreduce_at_once(const hr_request* request) {
+  OneTensor tensor;
+  if (!IsOneTensor(*request, &tensor)) return 0;
+  const std::shared_ptr<Engine> engine = CurrentEngine();
+  return engine != nullptr && engine->AtOnce(tensor) ? 1 : 0;
+}
+
 HR_EXPORT int32_t hr_allreduce_many(const hr_request* const* requests, const uintptr_t* addresses,
                                     int32_t count, int64_t* handles) {
   const std::shared_ptr<Engine> engine = CurrentEngine();

@@ -32,8 +32,9 @@ enum class AllreduceWay {
   kRing,
   kRecursiveDoubling,
   kRankOrder,
+  kAtOnce,  // the engine, without a backend (engine/at_once.cc)
 };
-constexpr size_t kAllreduceWays = 7;
+constexpr size_t kAllreduceWays = 8;
 
 const char* Name(Algorithm algorithm);
 // kInvalidArgument where `name` is none.

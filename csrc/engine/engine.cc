@@ -196,6 +196,9 @@ Status Engine::PrepareWorld(const WorldMaker& make_world, World* world) {
   transport_name_ = world->transport->name();
   arena_ = world->transport->arena();
   drivable_ = world->transport->turns() != nullptr;
+  // What learns must see everything; the other backends come to other bits.
+  const bool direct = config_.backend == "auto" || config_.backend == "shm_direct";
+  if (direct && !config_.learns()) meeting_ = world->transport->meeting();
   neighbours_ = world->neighbours;
   world->transport->Watch(&calls_);
   if (!world->note.empty()) Log(LogLevel::kWarning, world->note);
@@ -451,12 +454,17 @@ Status Engine::StartTimeline(const std::string& path, bool mark_cycles) {
   if (state() != State::kRunning) return StoppedStatus();
   if (topology_.rank != 0) return Status::Ok();
   HORORING_RETURN_IF_ERROR(StopTimeline(config_.timeout_ns));
-  return RunCommand({Command::Kind::kStartTimeline, path, mark_cycles, 0}, config_.timeout_ns);
+  shows_all_ = true;
+  const Status started =
+      RunCommand({Command::Kind::kStartTimeline, path, mark_cycles, 0}, config_.timeout_ns);
+  if (!started.ok()) shows_all_ = false;
+  return started;
 }
 
 Status Engine::StopTimeline(TimeNs timeout_ns) {
   if (state() != State::kRunning) return StoppedStatus();
   if (topology_.rank != 0) return Status::Ok();
+  shows_all_ = false;
   return RunCommand({Command::Kind::kStopTimeline, "", false, 0}, timeout_ns);
 }
 

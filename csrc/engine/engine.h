@@ -36,6 +36,7 @@
 #include "schedule/tuner.h"
 #include "trace/trace.h"
 #include "transport/factory.h"
+#include "transport/meeting.h"
 
 namespace hororing {
 
@@ -59,6 +60,7 @@ struct EngineConfig {
   TimeNs timeout_ns = kForever;  // for every wait on a peer
   // How often a rank that has nothing to do looks whether its peers and its parent are alive.
   TimeNs house_ns = 250 * kMillisecond;
+  size_t meeting_bytes = 0;   // of what is summed AtOnce, at most; 0: nothing
   int cpu = -1;               // core for the loop thread; -1: any
   bool watch_parent = false;  // end the process when its parent dies
   std::string timeline;       // path; rank 0's counts
@@ -95,6 +97,11 @@ class Engine {
   // `submitted` of them then have handles.
   Status SubmitMany(std::vector<std::unique_ptr<TensorEntry>> entries, int64_t* handles,
                     size_t* submitted);
+  // The whole of it, for a caller that would wait: without the loop, where the ranks of the world
+  // meet over it (transport/meeting.h) and have nothing else in flight. False: nothing has
+  // happened; submit it. The result is what the loop would have come to, bit for bit.
+  // (engine/at_once.cc)
+  bool AtOnce(const OneTensor& tensor);
   // As those of HandleTable.
   HandleTable::Look Wait(int64_t handle, TimeNs timeout_ns, Status* status);
   HandleTable::Look WaitMany(const int64_t* handles, size_t count, TimeNs timeout_ns, bool* all_ok,
@@ -183,6 +190,12 @@ class Engine {
   std::shared_ptr<Arena> arena_;
   std::shared_ptr<Devices> devices_;
   std::vector<ProcessIdentity> neighbours_;
+
+  // Null: all goes through the loop.
+  std::shared_ptr<Meeting> meeting_;
+  std::mutex meeting_mutex_;  // held by the one caller that is there
+  // On rank 0, without whom nobody meets: the timeline is to have everything from now on.
+  std::atomic<bool> shows_all_{false};
 
   CallWatch calls_;  // of the loop's thread
   // Of a loop that was given up: what still refers to a device.

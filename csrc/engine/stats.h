@@ -1,5 +1,5 @@
-// Stats: counters of one engine. Written by the loop thread (and `submitted` by callers), read
-// by anyone; each counter is exact, the set is not a snapshot.
+// Stats: counters of one engine. Written by the loop thread, and by callers that submit or meet;
+// read by anyone; each counter is exact, the set is not a snapshot.
 #pragma once
 
 #include <array>

@@ -15,6 +15,8 @@
 #include <random>
 #include <utility>
 
+#include "transport/meeting.h"
+
 namespace hororing {
 namespace {
 
@@ -124,6 +126,7 @@ ShmSegment::Geometry ShmSegment::Geometry::For(int ranks) {
   geometry.data_pipe_bytes = Shrunk(256 << 10, kMinPipe, n * n, kDataBudget);
   geometry.control_pipe_bytes = Shrunk(64 << 10, kMinPipe, n * n, kControlBudget);
   geometry.slot_bytes = Shrunk(2 << 20, 64 << 10, n, kSlotBudget);
+  if (ranks <= Meeting::kMostRanks) geometry.meeting_bytes = 2 * Meeting::kRoomBytes;
   return geometry;
 }
 
@@ -146,7 +149,9 @@ ShmSegment::Layout::Layout(const Geometry& geometry) {
   data_data = control_data + n * n * geometry.control_pipe_bytes;
   slots = data_data + n * n * geometry.data_pipe_bytes;
   directories = slots + n * geometry.slot_bytes;
-  end = directories + n * kDirectoryEntries * sizeof(uint64_t);
+  meeting = directories + n * kDirectoryEntries * sizeof(uint64_t);
+  end = meeting +
+        (geometry.meeting_bytes > 0 ? RoundUpToPage(kCacheLine + n * geometry.meeting_bytes) : 0);
 }
 
 size_t ShmSegment::Geometry::total_bytes() const { return Layout(*this).end; }
@@ -196,6 +201,7 @@ void ShmSegment::Construct() {
   for (size_t pipe = 0; pipe < 2 * n * n; ++pipe) {
     new (base_ + layout_.pipes + pipe * sizeof(Pipe)) Pipe;
   }
+  if (geometry_.meeting_bytes > 0) new (base_ + layout_.meeting) std::atomic<uint64_t>(0);
   Header* const header = new (base_) Header;
   header->total_bytes = layout_.end;
   header->arena_bytes = arena_bytes_;
@@ -308,6 +314,14 @@ std::byte* ShmSegment::slot(int rank) {
 uint64_t* ShmSegment::directory(int rank) {
   return reinterpret_cast<uint64_t*>(base_ + layout_.directories) +
          static_cast<size_t>(rank) * kDirectoryEntries;
+}
+
+std::atomic<uint64_t>& ShmSegment::meeting_word() {
+  return *reinterpret_cast<std::atomic<uint64_t>*>(base_ + layout_.meeting);
+}
+
+std::byte* ShmSegment::meeting_room(int rank) {
+  return base_ + layout_.meeting + kCacheLine + static_cast<size_t>(rank) * geometry_.meeting_bytes;
 }
 
 std::byte* ShmSegment::arena(int rank) {

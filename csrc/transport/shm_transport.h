@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "transport/arena.h"
+#include "transport/meeting.h"
 #include "transport/shm_segment.h"
 #include "transport/transport.h"
 
@@ -43,6 +44,7 @@ class ShmTransport final : public Transport, private Turns {
   void Wake() override;
   Turns* turns() override { return this; }
   std::shared_ptr<Arena> arena() const override { return arena_; }
+  std::shared_ptr<Meeting> meeting() const override { return meeting_; }
   Status CheckPeers() override { return CheckPeers(""); }
   void AnnounceFailure(const std::string& reason, int blamed) override;
   bool Flush(TimeNs deadline) override;
@@ -146,7 +148,8 @@ class ShmTransport final : public Transport, private Turns {
   const int size_;
   const TimeNs spin_ns_;
   RankState& self_;
-  const std::shared_ptr<Arena> arena_;  // null in a world of one rank
+  const std::shared_ptr<Arena> arena_;      // null in a world of one rank
+  const std::shared_ptr<Meeting> meeting_;  // null where the segment has no room for it
   std::vector<Peer> peers_;
   std::deque<std::pair<int, std::string>> received_;  // complete control messages
   // The doorbell before the last Progress: while it stays, no pipe has changed.

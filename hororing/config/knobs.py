@@ -286,6 +286,15 @@ KNOBS: tuple[Knob, ...] = (
         unit="us",
     ),
     Knob(
+        "MEETING_BYTES",
+        integer(0, 16 * 2**10),
+        16 * 2**10,
+        "on one host, a blocking allreduce of one tensor of up to so many bytes is summed where "
+        "the ranks meet, without negotiation, if they come to it within 40 us and have nothing "
+        "else in flight; of all ranks together up to 64 KiB; 0: none",
+        unit="bytes",
+    ),
+    Knob(
         "ARENA_BYTES",
         BYTES,
         16 * 2**30,

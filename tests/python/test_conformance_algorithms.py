@@ -54,9 +54,10 @@ WAYS = [
     *ways("ALGORITHM=leader", {"leader"}, "abb", "aabb", "aaab", "abab"),
     *ways("ALGORITHM=auto", set(), "aabb", "aaab", "abcd", "abab"),
     *ways("REPRODUCIBLE=1", {"rank_order"}, "ab", "aab", "aabb"),
-    *ways("REPRODUCIBLE=1 TRANSPORT=shm", {"shm_direct"}, "aaaa"),
+    *ways("REPRODUCIBLE=1 TRANSPORT=shm", {"shm_direct", "at_once"}, "aaaa"),
     *ways("BACKEND=host", {"recursive_doubling", *FLAT}, "aaa", "aaaa"),
-    *ways("BACKEND=shm_direct", {"shm_direct"}, "aa"),
+    *ways("BACKEND=shm_direct", {"shm_direct", "at_once"}, "aa"),
+    *ways("MEETING_BYTES=0", {"shm_direct"}, "aaa"),
     *ways("TRANSPORT=mpi", {"recursive_doubling", *FLAT}, "aa", "aaaa"),
 ]
 

@@ -1,0 +1,105 @@
+// Engine: sums that the ranks make where they meet, without a word to the coordinator (ADR 0033).
+//
+// What a report and an agreement establish, that all ranks want the same and that it is their turn,
+// the meeting shows by itself: each rank's subject is all that there is to know of its request.
+// Where they differ, every rank sees it and goes the usual way, which has the words for it.
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <mutex>
+
+#include "base/reduce.h"
+#include "engine/engine.h"
+
+namespace hororing {
+namespace {
+
+// Every rank reads what all of them bring: beyond this the slices of the usual way are quicker.
+constexpr size_t kMostRead = 64 << 10;
+
+// A request, as bytes that are equal on two ranks where their requests are.
+class Subject {
+ public:
+  // False: it is too long.
+  bool Write(const OneTensor& tensor) {
+    const size_t name = std::strlen(tensor.name);
+    const size_t shape = tensor.dimensions * sizeof(int64_t);
+    if (sizeof(Fixed) + name + shape > bytes_.size()) return false;
+    Fixed fixed;
+    fixed.prescale = tensor.prescale;
+    fixed.postscale = tensor.postscale;
+    fixed.dimensions = static_cast<uint32_t>(tensor.dimensions);
+    fixed.op = static_cast<uint16_t>(tensor.op);
+    fixed.dtype = static_cast<uint16_t>(tensor.dtype);
+    Put(&fixed, sizeof fixed);
+    Put(tensor.shape, shape);
+    Put(tensor.name, name);
+    return true;
+  }
+  const void* data() const { return bytes_.data(); }
+  size_t size() const { return size_; }
+
+ private:
+  struct Fixed {
+    double prescale, postscale;
+    uint32_t dimensions;
+    uint16_t op, dtype;
+  };
+  static_assert(sizeof(Fixed) == 24, "no padding, whose bytes would differ");
+
+  void Put(const void* data, size_t bytes) {
+    if (bytes > 0) std::memcpy(bytes_.data() + size_, data, bytes);
+    size_ += bytes;
+  }
+
+  std::array<char, Meeting::kMostSubject> bytes_;
+  size_t size_ = 0;
+};
+
+}  // namespace
+
+bool Engine::AtOnce(const OneTensor& tensor) {
+  if (meeting_ == nullptr || tensor.process_set != kWorldSet || tensor.op == ReduceOp::kAdasum) {
+    return false;
+  }
+  size_t elements = 1;
+  for (size_t i = 0; i < tensor.dimensions; ++i) {
+    if (tensor.shape[i] <= 0 || tensor.shape[i] > static_cast<int64_t>(Meeting::kMostPart)) {
+      return false;
+    }
+    elements *= static_cast<size_t>(tensor.shape[i]);
+    if (elements > Meeting::kMostPart) return false;
+  }
+  const size_t bytes = elements * ElementSize(tensor.dtype);
+  if (bytes > config_.meeting_bytes || bytes * static_cast<size_t>(meeting_->size()) > kMostRead ||
+      tensor.input == nullptr || tensor.output == nullptr) {
+    return false;
+  }
+  const ReduceSpec spec{tensor.dtype, tensor.op, tensor.prescale, tensor.postscale};
+  Subject subject;
+  // Nothing in flight: no request of that name, no join, and nothing that a barrier would miss.
+  if (!Check(spec).ok() || !subject.Write(tensor) || trace_.enabled() || shows_all_ ||
+      leave_.load() || state() != State::kRunning ||
+      stats_.submitted.load() != stats_.completed.load()) {
+    return false;
+  }
+  const std::unique_lock<std::mutex> alone(meeting_mutex_, std::try_to_lock);
+  if (!alone.owns_lock()) return false;
+  if (!meeting_->Come(subject.data(), subject.size(), tensor.input, bytes)) return false;
+  std::array<const void*, Meeting::kMostRanks> parts;
+  const int size = meeting_->size();
+  for (int rank = 0; rank < size; ++rank) parts[static_cast<size_t>(rank)] = meeting_->part(rank);
+  ReduceMany(spec, size, tensor.output, parts.data(), size, elements);
+  ++stats_.submitted;
+  ++stats_.completed;
+  ++stats_.batches;
+  ++stats_.tensors;
+  stats_.bytes += static_cast<int64_t>(bytes);
+  if (size > 1) {
+    stats_.packed_bytes += static_cast<int64_t>(bytes);
+    ++stats_.allreduces[static_cast<size_t>(AllreduceWay::kAtOnce)];
+  }
+  return true;
+}
+
+}  // namespace hororing

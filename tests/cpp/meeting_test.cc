@@ -1,0 +1,313 @@
+// Meetings: that all ranks agree on whether they have met, whoever comes late, not at all or with
+// something else; and that what the engine sums there has the bits of the usual way.
+#include "transport/meeting.h"
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstring>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/reduce.h"
+#include "check.h"
+#include "engine_world.h"
+#include "transport/shm_segment.h"
+#include "world.h"
+
+using namespace hororing;
+using namespace hororing_test;
+
+namespace {
+
+constexpr TimeNs kSpin = 50 * kMicrosecond;
+
+void SpinFor(TimeNs span) {
+  for (const TimeNs until = NowNs() + span; NowNs() < until;) std::this_thread::yield();
+}
+
+// Runs body(meeting, rank) on every rank.
+template <typename Body>
+void Meet(int size, const Body& body, TimeNs spin = kSpin) {
+  const auto segment = ShmSegment::OnHeap(ShmSegment::Geometry::For(size));
+  Watchdog watchdog(size, kWorldLimit);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < size; ++rank) {
+    threads.emplace_back([&, rank] {
+      Meeting meeting(segment, rank, spin);
+      body(meeting, rank);
+      watchdog.Enter(rank, "done");
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+// What rank brings to a round: as long as the round says, and unlike any other.
+std::vector<uint32_t> PartOf(int round, int rank) {
+  std::vector<uint32_t> part(1 + static_cast<size_t>(round * 37) % 4096);
+  for (size_t i = 0; i < part.size(); ++i) {
+    part[i] = static_cast<uint32_t>(round) << 16 ^ static_cast<uint32_t>(rank) << 28 ^
+              static_cast<uint32_t>(i);
+  }
+  return part;
+}
+
+// Ranks in step, as training scripts are by what they wait for.
+class InStep {
+ public:
+  explicit InStep(int size) : size_(size) {}
+  void Wait() {
+    const int step = come_.fetch_add(1) / size_;
+    while (come_.load() < (step + 1) * size_) std::this_thread::yield();
+  }
+
+ private:
+  const int size_;
+  std::atomic<int> come_{0};
+};
+
+// Each rank comes to every round, in step or by up to `latest` late; it leaves rounds out with the
+// chance `out`, and mistakes them for another with the chance `mistaken`. How many rounds all have
+// met in.
+int PlayRounds(int size, int rounds, double out, double mistaken, TimeNs latest) {
+  std::vector<std::vector<char>> met(static_cast<size_t>(size));
+  InStep step(size);
+  Meet(size, [&](Meeting& meeting, int rank) {
+    std::mt19937 random(Seed() + static_cast<unsigned>(rank));
+    std::uniform_real_distribution<> chance;
+    std::vector<char>& mine = met[static_cast<size_t>(rank)];
+    for (int round = 0; round < rounds; ++round) {
+      if (latest == 0) {
+        step.Wait();
+      } else {
+        SpinFor(static_cast<TimeNs>(random() % static_cast<unsigned>(latest)));
+      }
+      mine.push_back(0);
+      if (chance(random) < out) continue;
+      const std::string subject =
+          "round " + std::to_string(chance(random) < mistaken ? rounds + rank : round);
+      const std::vector<uint32_t> part = PartOf(round, rank);
+      if (!meeting.Come(subject.data(), subject.size(), part.data(), part.size() * 4)) continue;
+      mine.back() = 1;
+      for (int peer = 0; peer < size; ++peer) {
+        const std::vector<uint32_t> theirs = PartOf(round, peer);
+        CHECK(std::memcmp(meeting.part(peer), theirs.data(), theirs.size() * 4) == 0);
+      }
+    }
+  });
+  int all = 0;
+  for (int round = 0; round < rounds; ++round) {
+    const size_t at = static_cast<size_t>(round);
+    for (const std::vector<char>& each : met) CHECK_EQ(int{each[at]}, int{met[0][at]});
+    all += met[0][at];
+  }
+  return all;
+}
+
+// ---------------------------------------------------------------------------------------------
+// The engine
+
+constexpr size_t kMost = Meeting::kMostPart;
+
+EngineConfig Meets() {
+  EngineConfig config;
+  config.meeting_bytes = kMost;
+  return config;
+}
+
+// At once where the ranks meet; else as it is otherwise done.
+Status Sum(Player& player, const std::string& name, std::vector<float>& data, bool* at_once,
+           ReduceOp op = ReduceOp::kSum) {
+  int64_t shape = 0;
+  *at_once = player.engine->AtOnce(Player::Again(name, data, op, &shape));
+  return *at_once ? Status::Ok() : player.Allreduce(name, data, op);
+}
+
+}  // namespace
+
+TEST(whoever_comes_in_step_meets) {
+  for (const int size : {1, 2, 3, 4, 16}) {
+    // Threads that share cores may lose a round; not most of them.
+    const int met = PlayRounds(size, 500, 0, 0, 0);
+    if (size <= 2) CHECK(met > 50);
+  }
+}
+
+TEST(all_agree_on_whether_they_have_met) {
+  for (const int size : {2, 3, 4}) {
+    PlayRounds(size, 400, 0, 0, 100 * kMicrosecond);
+    PlayRounds(size, 400, 0.1, 0, 20 * kMicrosecond);
+    PlayRounds(size, 400, 0.05, 0.1, 5 * kMicrosecond);
+  }
+}
+
+TEST(who_comes_when_others_have_left_does_not_wait) {
+  constexpr int kTimes = 200;
+  std::vector<TimeNs> late;
+  std::atomic<int> turn{0};
+  // Rank 1 comes when rank 0 has left.
+  Meet(2, [&](Meeting& meeting, int rank) {
+    for (int step = rank; step < 2 * kTimes; step += 2) {
+      while (turn != step) std::this_thread::yield();
+      const TimeNs begin = NowNs();
+      CHECK(!meeting.Come("late", 4, &rank, sizeof rank));
+      if (rank == 1) late.push_back(NowNs() - begin);
+      ++turn;
+    }
+  });
+  std::sort(late.begin(), late.end());
+  CHECK(late[kTimes / 4] < 20 * kMicrosecond);
+}
+
+TEST(whoever_waits_in_vain_again_and_again_stops_waiting) {
+  Meet(2, [](Meeting& meeting, int rank) {
+    if (rank == 1) return;
+    const std::string subject = "alone";
+    int quick = 0;
+    for (int i = 0; i < 1000; ++i) {
+      const TimeNs before = NowNs();
+      CHECK(!meeting.Come(subject.data(), subject.size(), &rank, sizeof rank));
+      quick += NowNs() - before < 20 * kMicrosecond ? 1 : 0;
+    }
+    CHECK(quick > 500);
+  });
+}
+
+TEST(equal_bits_at_once_and_by_the_loop) {
+  std::mt19937 random(Seed());
+  for (const int size : {1, 2, 3, 4}) {
+    std::atomic<int> met{0};
+    Play(size, Meets(), [&](Player& player) {
+      std::mt19937 values(Seed() + static_cast<unsigned>(player.rank));
+      std::normal_distribution<float> normal;
+      for (int i = 0; i < 200; ++i) {
+        std::vector<float> data(1 + static_cast<size_t>(i * 13) % (kMost / 4));
+        for (float& value : data) value = normal(values);
+        std::vector<float> again = data;
+        const ReduceOp op = i % 3 == 0 ? ReduceOp::kAverage : ReduceOp::kSum;
+        bool at_once = false;
+        CHECK_OK(Sum(player, "at once", data, &at_once, op));
+        met += at_once ? 1 : 0;
+        CHECK_OK(player.Allreduce("by the loop", again, op));
+        CHECK(data == again);
+      }
+      const Stats& stats = player.engine->stats();
+      CHECK_EQ(stats.submitted.load(), 400);
+      CHECK_EQ(stats.completed.load(), 400);
+      CHECK_EQ(stats.batches.load(), 400);
+    });
+    CHECK_EQ(met.load() % size, 0);
+    if (size <= 2) CHECK(met.load() > 20);
+  }
+}
+
+TEST(a_mismatch_has_the_words_of_the_coordinator) {
+  Play(2, Meets(), [](Player& player) {
+    for (int i = 0; i < 50; ++i) {
+      std::vector<float> data(static_cast<size_t>(4 + player.rank), 1.0f);
+      bool at_once = false;
+      const Status status = Sum(player, "unlike", data, &at_once);
+      CHECK(!at_once);
+      CHECK(status.code() == Code::kMismatch);
+      CHECK(Contains(status.message(), "unlike"));
+      std::vector<float> fine(3, 1.0f);
+      CHECK_OK(Sum(player, "alike", fine, &at_once));
+      CHECK_EQ(fine[2], 2.0f);
+    }
+  });
+}
+
+// Two ranks come in step again and again; only these would meet.
+TEST(requests_that_differ_in_anything_do_not_meet) {
+  InStep step(2);
+  Play(2, Meets(), [&](Player& player) {
+    const bool other = player.rank == 1;
+    const std::string name = "sum", other_name = "sun";
+    for (int i = 0; i < 300; ++i) {
+      std::vector<float> data(16, 1.0f);
+      const std::array<int64_t, 2> shape = {other && i % 7 == 0 ? 8 : 4,
+                                            other && i % 7 == 0 ? 2 : 4};
+      int64_t flat = 0;
+      OneTensor tensor = Player::Again(name, data, ReduceOp::kSum, &flat);
+      tensor.shape = shape.data();
+      tensor.dimensions = 2;
+      if (other && i % 7 == 6) tensor.dimensions = 1;
+      if (other && i % 7 == 1) tensor.op = ReduceOp::kMax;
+      if (other && i % 7 == 2) tensor.dtype = DataType::kInt32;
+      if (other && i % 7 == 3) tensor.prescale = 2;
+      if (other && i % 7 == 4) tensor.postscale = 2;
+      if (other && i % 7 == 5) tensor.name = other_name.c_str();
+      step.Wait();
+      CHECK(!player.engine->AtOnce(tensor));
+      CHECK(data == std::vector<float>(16, 1.0f));
+    }
+  });
+}
+
+TEST(nothing_is_summed_at_once_beside_what_is_in_flight) {
+  InStep step(2);
+  Play(2, Meets(), [&](Player& player) {
+    std::vector<float> under_way(8, 1.0f), data(8, 1.0f);
+    int64_t handle = 0, shape = 0;
+    if (player.rank == 0) {
+      CHECK_OK(player.Submit("under way", under_way, ReduceOp::kSum, &handle));
+    }
+    for (int i = 0; i < 300; ++i) {
+      step.Wait();
+      CHECK(!player.engine->AtOnce(Player::Again("under way", data, ReduceOp::kSum, &shape)));
+    }
+    CHECK(data[0] == 1.0f);
+    if (player.rank == 1) {
+      CHECK_OK(player.Submit("under way", under_way, ReduceOp::kSum, &handle));
+    }
+    CHECK_OK(player.Wait(handle));
+    CHECK_EQ(under_way[7], 2.0f);
+  });
+}
+
+TEST(what_is_unusual_goes_by_the_loop) {
+  InStep step(2);
+  Play(2, Meets(), [&](Player& player) {
+    int64_t shape = 0;
+    std::vector<float> large(kMost / 4 + 1, 1.0f), empty, small(1, 1.0f);
+    const std::string longest(Meeting::kMostSubject, 'n'), name = "unusual";
+    const std::vector<OneTensor> unusual = {
+        Player::Again(name, small, ReduceOp::kSum, &shape, 3),
+        Player::Again(name, small, ReduceOp::kAdasum, &shape),
+        Player::Again(longest, small, ReduceOp::kSum, &shape),
+    };
+    int64_t large_shape = 0, empty_shape = 0;
+    const OneTensor too_large = Player::Again(name, large, ReduceOp::kSum, &large_shape);
+    const OneTensor nothing = Player::Again(name, empty, ReduceOp::kSum, &empty_shape);
+    for (int i = 0; i < 100; ++i) {
+      for (const OneTensor& tensor : unusual) {
+        step.Wait();
+        CHECK(!player.engine->AtOnce(tensor));
+      }
+      step.Wait();
+      CHECK(!player.engine->AtOnce(too_large));
+      step.Wait();
+      CHECK(!player.engine->AtOnce(nothing));
+    }
+    bool at_once = false;
+    CHECK_OK(Sum(player, longest, small, &at_once));
+    CHECK_EQ(small[0], 2.0f);
+  });
+}
+
+TEST(a_rank_that_never_comes_holds_nobody_up) {
+  Play(3, Meets(), [](Player& player) {
+    for (int i = 0; i < 100; ++i) {
+      std::vector<float> data(16, 1.0f);
+      bool at_once = false;
+      // Rank 2 does not know of meetings.
+      const Status status =
+          player.rank == 2 ? player.Allreduce("sum", data) : Sum(player, "sum", data, &at_once);
+      CHECK_OK(status);
+      CHECK(!at_once);
+      CHECK_EQ(data[15], 3.0f);
+    }
+  });
+}
