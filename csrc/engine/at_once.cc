@@ -20,11 +20,11 @@ constexpr size_t kMostRead = 64 << 10;
 // A request, as bytes that are equal on two ranks where their requests are.
 class Subject {
  public:
-  // False: it is too long.
+  // False: it is too long, or none.
   bool Write(const OneTensor& tensor) {
     const size_t name = std::strlen(tensor.name);
     const size_t shape = tensor.dimensions * sizeof(int64_t);
-    if (sizeof(Fixed) + name + shape > bytes_.size()) return false;
+    if (name == 0 || sizeof(Fixed) + name + shape > bytes_.size()) return false;
     Fixed fixed;
     fixed.prescale = tensor.prescale;
     fixed.postscale = tensor.postscale;

@@ -272,11 +272,12 @@ TEST(what_is_unusual_goes_by_the_loop) {
   Play(2, Meets(), [&](Player& player) {
     int64_t shape = 0;
     std::vector<float> large(kMost / 4 + 1, 1.0f), empty, small(1, 1.0f);
-    const std::string longest(Meeting::kMostSubject, 'n'), name = "unusual";
+    const std::string longest(Meeting::kMostSubject, 'n'), name = "unusual", unnamed;
     const std::vector<OneTensor> unusual = {
         Player::Again(name, small, ReduceOp::kSum, &shape, 3),
         Player::Again(name, small, ReduceOp::kAdasum, &shape),
         Player::Again(longest, small, ReduceOp::kSum, &shape),
+        Player::Again(unnamed, small, ReduceOp::kSum, &shape),
     };
     int64_t large_shape = 0, empty_shape = 0;
     const OneTensor too_large = Player::Again(name, large, ReduceOp::kSum, &large_shape);
