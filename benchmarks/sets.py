@@ -11,6 +11,8 @@
     DDP's views       the same buckets with gradient_as_bucket_view: no copies, gradients lie there
 
     hororing, in the arena   as the first, on gradients that lie where all ranks reach them
+    copy (limit)      every rank copies its gradients, all at once: what memory allows, as in
+                      allreduce.py; where the calls alone do not take longer
 
 All sum gradients of float32, in private memory but for DDP's views and the arena, in the order in
 which backward makes them. DDP's division by the number of ranks is left out for all.
@@ -35,6 +37,8 @@ from turns import summary, take_turns
 import hororing.torch as hvd
 
 MIB = 1 << 20
+# Below so many bytes a tensor is copied in less time than it takes to ask for it.
+LARGE = 64 << 10
 SETS = {
     "ResNet-50": lambda: shapes.tensors(shapes.resnet50()),
     "BERT-base": lambda: shapes.tensors(shapes.bert_base()),
@@ -55,6 +59,11 @@ def one_by_one(gradients: list[torch.Tensor], prefix: str = "gradient", verbs: A
 def blocking_mpi(gradients: list[torch.Tensor]) -> None:
     for gradient in gradients:
         MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, gradient.numpy())
+
+
+def copy_all(targets: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
+    for target, gradient in zip(targets, gradients, strict=True):
+        target.copy_(gradient)
 
 
 class Buckets:
@@ -101,6 +110,9 @@ def contestants(
     }
     for name, peer in horovods.items():
         ways[name] = lambda verbs=peer.verbs: one_by_one(gradients, verbs=verbs)
+    if sum(g.nbytes for g in gradients) > LARGE * len(gradients):
+        targets = [torch.empty_like(gradient).fill_(0.0) for gradient in gradients]
+        ways["copy (limit)"] = lambda: copy_all(targets, gradients)
     shared = arena_memory.tensors([tuple(g.shape) for g in gradients], torch.float32)
     if shared is not None:
         ways[arena_memory.NAME] = lambda: one_by_one(shared, "in arena")
