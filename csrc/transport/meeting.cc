@@ -6,15 +6,14 @@
 #include <cstring>
 #include <utility>
 
+#include "transport/polling.h"
+
 namespace hororing {
 namespace {
 
 // How long a rank waits for the others: as long as a turn by messages takes, so that nobody loses
 // more by it than twice. It includes changes of threads, where ranks share cores.
 constexpr TimeNs kPatience = 40 * kMicrosecond;
-// As in transport/shm_transport.cc.
-constexpr TimeNs kKeepCore = 3 * kMicrosecond;
-constexpr TimeNs kOfferRefused = kMicrosecond;
 // Peers that are in step come within this many looks: less than it takes to read the clock often.
 constexpr int kFirstLooks = 64;
 // Where the first has waited so often in vain, it does so only now and then.
@@ -29,14 +28,6 @@ uint32_t Generation(uint64_t word) { return static_cast<uint32_t>(word >> 2 * kB
 
 uint64_t Word(uint32_t generation, uint64_t left, uint64_t present) {
   return static_cast<uint64_t>(generation) << 2 * kBits | left << kBits | present;
-}
-
-void CpuRelax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#else
-  std::atomic_signal_fence(std::memory_order_seq_cst);
-#endif
 }
 
 }  // namespace
@@ -59,31 +50,34 @@ bool Meeting::Come(const void* subject, size_t subject_bytes, const void* part, 
   // It stays while this rank is not there.
   const uint32_t generation = Generation(word);
   bool brought = false;
-  for (;;) {
-    uint64_t left = Left(word), present = Present(word);
-    const bool late = IsLate(word);
-    if (late) {
-      left |= me_;
-      if (left == all_) left = 0;  // of this nobody is left to hear
-    } else {
-      left = 0;
-      present |= me_;
-    }
-    if (!late && !brought) {
+  while (!IsLate(word)) {
+    if (!brought) {
       Bring(generation, subject,
             {static_cast<uint32_t>(subject_bytes), static_cast<uint32_t>(part_bytes)}, part);
       brought = true;
     }
+    const uint64_t present = Present(word) | me_;
     const bool last = present == all_;
-    const uint64_t next = last ? Word(generation + 1, 0, 0) : Word(generation, left, present);
-    if (!word_.compare_exchange_weak(word, next, std::memory_order_acq_rel)) continue;
-    if (late) return false;
+    if (!Change(&word, last ? Word(generation + 1, 0, 0) : Word(generation, 0, present))) continue;
     if (!last && !IsAwaited(generation)) return false;
-    break;
+    met_ = generation;
+    in_vain_ = 0;
+    return Alike(generation);
   }
-  met_ = generation;
-  in_vain_ = 0;
-  return Alike(generation);
+  while (IsLate(word) && !Change(&word, WithoutMe(word))) continue;
+  return false;
+}
+
+// False: `word` is what it has become meanwhile. (It may fail without that.)
+bool Meeting::Change(uint64_t* word, uint64_t next) {
+  return word_.compare_exchange_weak(*word, next, std::memory_order_acq_rel);
+}
+
+// As this rank leaves, or comes late.
+uint64_t Meeting::WithoutMe(uint64_t word) const {
+  uint64_t left = Left(word) | me_;
+  if (left == all_) left = 0;  // nobody is to come who would have to know
+  return Word(Generation(word), left, Present(word) & ~me_);
 }
 
 // Whether others have been here and did not wait. Where this rank was among them, that was another
@@ -130,10 +124,7 @@ bool Meeting::IsAwaited(uint32_t generation) {
 bool Meeting::Leave(uint32_t generation) {
   uint64_t word = word_.load(std::memory_order_acquire);
   while (Generation(word) == generation) {
-    uint64_t left = Left(word) | me_;
-    if (left == all_) left = 0;
-    const uint64_t next = Word(generation, left, Present(word) & ~me_);
-    if (!word_.compare_exchange_weak(word, next, std::memory_order_acq_rel)) continue;
+    if (!Change(&word, WithoutMe(word))) continue;
     ++in_vain_;
     return true;
   }

@@ -37,8 +37,7 @@ class Meeting {
   // Of a rank, in the segment: two of them, each with the sizes of what is in it.
   static constexpr size_t kRoomBytes = kCacheLine / 2 + kMostSubject + kMostPart;
 
-  // REQUIRES: segment->geometry().meeting_bytes > 0.
-  // `spin_ns`: nobody waits longer by polling.
+  // `spin_ns`: nobody waits longer. REQUIRES: segment->geometry().meeting_bytes > 0.
   Meeting(std::shared_ptr<ShmSegment> segment, int rank, TimeNs spin_ns);
 
   // True: all ranks have come with this subject; their parts are there until this rank comes again.
@@ -55,6 +54,8 @@ class Meeting {
   std::byte* Room(int rank, uint32_t generation) const;
   void Bring(uint32_t generation, const void* subject, Sizes sizes, const void* part);
   bool IsLate(uint64_t word) const;
+  bool Change(uint64_t* word, uint64_t next);
+  uint64_t WithoutMe(uint64_t word) const;
   bool IsAwaited(uint32_t generation);
   bool Leave(uint32_t generation);
   bool Alike(uint32_t generation) const;

@@ -1,5 +1,6 @@
-// Polling: how a rank waits on something that has no doorbell, such as MPI: it polls for a moment,
-// then offers the core to others between two looks, then sleeps longer and longer.
+// Polling: what a rank does between two looks. And how it waits on something that has no doorbell,
+// such as MPI: it polls for a moment, then offers the core to others between two looks, then sleeps
+// longer and longer.
 #pragma once
 
 #include <linux/futex.h>
@@ -16,6 +17,19 @@
 #include "base/clock.h"
 
 namespace hororing {
+
+// How long a wait polls without offering its core to others: about a change of threads. Not where
+// the last offer was taken, which shows by how long it took.
+constexpr TimeNs kKeepCore = 3 * kMicrosecond;
+constexpr TimeNs kOfferRefused = kMicrosecond;
+
+inline void CpuRelax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#else
+  std::atomic_signal_fence(std::memory_order_seq_cst);
+#endif
+}
 
 // What ends a sleep early; rung by any thread of this process.
 class WakeBell {
@@ -79,8 +93,6 @@ class Backoff {
   }
 
  private:
-  // How long a wait polls without offering its core to others: about a change of threads.
-  static constexpr TimeNs kKeepCore = 3 * kMicrosecond;
   static constexpr TimeNs kYield = 200 * kMicrosecond;
   static constexpr TimeNs kShortestSleep = 20 * kMicrosecond;
 

@@ -10,6 +10,8 @@
 #include <climits>
 #include <cstring>
 
+#include "transport/polling.h"
+
 namespace hororing {
 namespace {
 
@@ -17,22 +19,10 @@ namespace {
 // caller looks too.
 constexpr TimeNs kLookInterval = 50 * kMillisecond;
 constexpr TimeNs kIdleLookInterval = 500 * kMillisecond;
-// How long a wait polls without offering its core to others: about a change of threads. Not where
-// the last offer was taken, which shows by how long it took.
-constexpr TimeNs kKeepCore = 3 * kMicrosecond;
-constexpr TimeNs kOfferRefused = kMicrosecond;
 
 // RankState::sleepers. kWorker: the thread that has the turn; kDozer: the loop thread while it has
 // not. They are also the bits of the futex by which each is woken.
 constexpr uint32_t kWorker = 1, kDozer = 2, kDriven = 4;
-
-void CpuRelax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#else
-  std::atomic_signal_fence(std::memory_order_seq_cst);
-#endif
-}
 
 // A request's slot: its number among those of its kind and peer, the peer, and the kind.
 uint64_t Slot(int peer, bool receive, uint64_t sequence) {
