@@ -86,7 +86,7 @@ bool Meeting::IsLate(uint64_t word) const { return Left(word) != 0 && (Left(word
 
 const std::byte* Meeting::part(int rank) const {
   const std::byte* const room = Room(rank, met_);
-  return room + kCacheLine / 2 + (reinterpret_cast<const Sizes*>(room)->subject + 7) / 8 * 8;
+  return room + reinterpret_cast<const Sizes*>(room)->part_at();
 }
 
 std::byte* Meeting::Room(int rank, uint32_t generation) const {
@@ -96,8 +96,8 @@ std::byte* Meeting::Room(int rank, uint32_t generation) const {
 void Meeting::Bring(uint32_t generation, const void* subject, Sizes sizes, const void* part) {
   std::byte* const room = Room(rank_, generation);
   std::memcpy(room, &sizes, sizeof sizes);
-  std::memcpy(room + kCacheLine / 2, subject, sizes.subject);
-  std::memcpy(room + kCacheLine / 2 + (sizes.subject + 7) / 8 * 8, part, sizes.part);
+  std::memcpy(room + kSubjectAt, subject, sizes.subject);
+  std::memcpy(room + sizes.part_at(), part, sizes.part);
 }
 
 // Whether the others have come before this rank's patience ended.
@@ -133,14 +133,12 @@ bool Meeting::Leave(uint32_t generation) {
 
 bool Meeting::Alike(uint32_t generation) const {
   const std::byte* const mine = Room(rank_, generation);
-  const size_t bytes = kCacheLine / 2 + reinterpret_cast<const Sizes*>(mine)->subject;
+  const size_t subject = reinterpret_cast<const Sizes*>(mine)->subject;
   for (int rank = 0; rank < size_; ++rank) {
     const std::byte* const theirs = Room(rank, generation);
     if (rank == rank_) continue;
     if (std::memcmp(mine, theirs, sizeof(Sizes)) != 0) return false;
-    if (std::memcmp(mine + kCacheLine / 2, theirs + kCacheLine / 2, bytes - kCacheLine / 2) != 0) {
-      return false;
-    }
+    if (std::memcmp(mine + kSubjectAt, theirs + kSubjectAt, subject) != 0) return false;
   }
   return true;
 }

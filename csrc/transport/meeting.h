@@ -34,8 +34,9 @@ class Meeting {
   static constexpr size_t kMostSubject = 480;
   static constexpr size_t kMostPart = 16 << 10;
   static constexpr int kMostRanks = 16;
-  // Of a rank, in the segment: two of them, each with the sizes of what is in it.
-  static constexpr size_t kRoomBytes = kCacheLine / 2 + kMostSubject + kMostPart;
+  // Of a rank, in the segment: two of them. Sizes, subject, part.
+  static constexpr size_t kSubjectAt = kCacheLine / 2;
+  static constexpr size_t kRoomBytes = kSubjectAt + kMostSubject + kMostPart;
 
   // `spin_ns`: nobody waits longer. REQUIRES: segment->geometry().meeting_bytes > 0.
   Meeting(std::shared_ptr<ShmSegment> segment, int rank, TimeNs spin_ns);
@@ -50,6 +51,7 @@ class Meeting {
  private:
   struct Sizes {
     uint32_t subject, part;
+    size_t part_at() const { return kSubjectAt + (subject + 7) / 8 * 8; }
   };
   std::byte* Room(int rank, uint32_t generation) const;
   void Bring(uint32_t generation, const void* subject, Sizes sizes, const void* part);

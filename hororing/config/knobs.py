@@ -291,7 +291,8 @@ KNOBS: tuple[Knob, ...] = (
         16 * 2**10,
         "on one host, a blocking allreduce of one tensor of up to so many bytes is summed where "
         "the ranks meet, without negotiation, if they come to it within 40 us and have nothing "
-        "else in flight; of all ranks together up to 64 KiB; 0: none",
+        "else in flight; of all ranks together up to 64 KiB, and of 16 ranks at most; not with "
+        "FUSION=plan, AUTOTUNE=1, BACKEND=host, SPIN_US=0 or a timeline; 0: none",
         unit="bytes",
     ),
     Knob(

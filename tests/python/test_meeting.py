@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import os
 import signal
 import tempfile
@@ -193,34 +195,31 @@ def test_meeting(case: str, size: int):
 # Ends
 
 
-def again_and_again(data: np.ndarray) -> None:
-    while True:
+def again_and_again(times: float = math.inf) -> None:
+    data = np.ones(4, np.float32)
+    for _ in itertools.takewhile(lambda done: done < times, itertools.count()):
         hvd.allreduce(data, name="x")
 
 
 def killed_in_the_middle() -> None:
     hvd.init()
-    data = np.ones(4, np.float32)
-    for _ in range(1000):
-        hvd.allreduce(data, name="x")
+    again_and_again(1000)
     if hvd.rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(errors.PeerLostError, match="rank 1") as caught:
-        again_and_again(data)
+        again_and_again()
     print("told", flush=True)
     raise caught.value
 
 
 def shut_down_in_the_middle() -> None:
     hvd.init()
-    data = np.ones(4, np.float32)
-    for _ in range(1000):
-        hvd.allreduce(data, name="x")
+    again_and_again(1000)
     if hvd.rank() == 1:
         hvd.shutdown()
         return
     with pytest.raises(errors.ShutDownError, match="rank 1 has shut down"):
-        again_and_again(data)
+        again_and_again()
     print("told", flush=True)
 
 
