@@ -35,10 +35,9 @@ using namespace hororing;
 
 HR_EXPORT int hr_poll(int64_t handle) {
   if (InForkedChild()) return -Remember(NotInitialized());
-  switch (Handles()->Poll(handle)) {
-    case HandleTable::Look::kPending:
-      if (const std::shared_ptr<Engine> engine = CurrentEngine()) engine->LookAtLoop();
-      return 0;
+  const std::shared_ptr<Engine> engine = CurrentEngine();
+  switch (engine != nullptr ? engine->Poll(handle) : Handles()->Poll(handle)) {
+    case HandleTable::Look::kPending: return 0;
     case HandleTable::Look::kDone: return 1;
     case HandleTable::Look::kUnknown: break;
   }

@@ -100,7 +100,7 @@ typedef struct hr_config {
   int64_t arena_bytes; /* most that hr_arena_allocate gives a rank; rank 0's counts; 0: none */
   /* Rank-visible: every rank must hold the same values. */
   int64_t fusion_bytes;    /* most bytes fused into one batch; 0: no fusion */
-  double cycle_time_ms;    /* longest that a burst is held back to be fused */
+  double cycle_time_ms;    /* longest that requests are held back to be fused */
   int32_t cache_capacity;  /* entries of the response cache; 0: none */
   int32_t reproducible;    /* same bits in every run */
   int32_t plan;            /* nonzero: tensors wait for buckets, once the steps are known */

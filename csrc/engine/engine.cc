@@ -321,7 +321,8 @@ class Engine::Waits {
  public:
   explicit Waits(Engine& engine) : engine_(engine) {
     ++engine_.waiting_;
-    if (engine_.looks_soon_.load()) engine_.Wake();
+    // Who can drive the loop does so, or rings where somebody else does.
+    if (engine_.looks_soon_.load() && !engine_.Drivable()) engine_.Wake();
   }
   ~Waits() { --engine_.waiting_; }
   Waits(const Waits&) = delete;
@@ -362,6 +363,17 @@ HandleTable::Look Engine::WaitMany(const int64_t* handles, size_t count, TimeNs 
     LookAtLoop();
     if (NowNs() >= deadline) return look;
   }
+}
+
+HandleTable::Look Engine::Poll(int64_t handle) {
+  const HandleTable::Look look = handles_->Poll(handle);
+  if (look != HandleTable::Look::kPending) return look;
+  LookAtLoop();
+  if (tensors_.submitted().count != 0) {
+    asked_for_ = true;
+    if (looks_soon_.load()) Wake();
+  }
+  return look;
 }
 
 // Waits for `done`, at most so long, and looks after the loop meanwhile. False: in vain.

@@ -102,7 +102,8 @@ class Engine {
   // happened; submit it. The result is what the loop would have come to, bit for bit.
   // (engine/at_once.cc)
   bool AtOnce(const OneTensor& tensor);
-  // As those of HandleTable.
+  // As those of HandleTable. What is polled for is reported at once, as what is waited for.
+  HandleTable::Look Poll(int64_t handle);
   HandleTable::Look Wait(int64_t handle, TimeNs timeout_ns, Status* status);
   HandleTable::Look WaitMany(const int64_t* handles, size_t count, TimeNs timeout_ns, bool* all_ok,
                              std::vector<std::shared_ptr<const DeviceEvent>>* landed = nullptr);
@@ -212,12 +213,14 @@ class Engine {
   Loop* loop_ = nullptr;  // GUARDED_BY(turn_); null before it begins and after it has ended
   // Whether the transport lets callers drive the loop. Constant once `started_`.
   bool drivable_ = false;
-  // The loop looks at what is submitted in a moment, without being woken. Written by whoever has
-  // the turn: false before a look.
+  // The loop's thread looks at what is submitted in a moment, without being woken. Written by that
+  // thread: false before it looks.
   std::atomic<bool> looks_soon_{false};
   // Callers in Wait and WaitMany.
   std::atomic<int> waiting_{0};
   class Waits;
+  // Somebody polls, and what is submitted is not reported yet.
+  std::atomic<bool> asked_for_{false};
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;

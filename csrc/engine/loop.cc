@@ -45,7 +45,8 @@ Coordinator::Options CoordinatorOptions(const EngineConfig& config, const World&
   Coordinator::Options options;
   options.size = world.topology.size;
   options.queue.fusion_bytes = config.fusion_bytes;
-  options.queue.hold_ns = config.hold_ns;
+  // Otherwise ranks let requests come together before they report them, and then say no more.
+  options.queue.hold_ns = config.learns() ? config.hold_ns : 0;
   options.queue.plan = config.plan;
   options.queue.tuning = config.tuning;
   if (config.tune) options.queue.tune = TunerOptions(config, world);
@@ -79,12 +80,15 @@ Loop::Loop(Engine& engine, World& world, std::vector<std::unique_ptr<Backend>> b
               engine.trace_, engine.stats_),
       audiences_(Audiences(world)),
       neighbours_(Neighbours(world.topology.rank)),
+      pace_(engine.config_.hold_ns, engine.config_.learns()),
       parent_pid_(getppid()) {
   engine_.stats_.fusion_bytes = engine_.config_.fusion_bytes;
   engine_.stats_.hold_ns = engine_.config_.hold_ns;
   engine_.stats_.chunk_bytes = engine_.config_.tuning.chunk_bytes;
   if (topology_.rank == neighbours_[0] && neighbours_.size() > 1) {
-    host_reports_.emplace(neighbours_, engine.config_.hold_ns, engine.config_.learns());
+    const bool prompt = engine.config_.learns();
+    const TimeNs patience = engine.config_.hold_ns * (prompt ? 1 : ReportPace::kPatience);
+    host_reports_.emplace(neighbours_, patience, prompt);
   }
   if (topology_.rank != 0) return;
   coordinator_.emplace(CoordinatorOptions(engine.config_, world));
@@ -123,11 +127,10 @@ Status Loop::Run(std::unique_lock<std::mutex>& turn) {
 // does it: a driver rings the bell if it leaves anything behind.
 void Loop::Doze(std::unique_lock<std::mutex>& turn, uint32_t bell) {
   const TimeNs until = doze_until_ns_ = NextDeadline();
-  const TimeNs next_look = std::max(pace_.next_look_ns(), pace_.unanswered_until_ns());
-  const TimeNs gather_until = MayGather() ? std::min(until, next_look) : 0;
+  const bool gathers = MayGather();  // and `until` is when this thread has said that it looks
   turn.unlock();
-  if (gather_until != 0) {
-    if (NowNs() < gather_until) turns_->Nap(bell, gather_until);
+  if (gathers) {
+    if (NowNs() < until) turns_->Nap(bell, until);
     bell = turns_->Bell();
     if (turn.try_lock()) return;  // otherwise the driver looks
   }
@@ -297,8 +300,7 @@ TimeNs Loop::NextDeadline() const {
   TimeNs next = std::min(next_house_ns_, timeline_.NextDeadline());
   if (coordinator_) next = std::min(next, coordinator_->NextDeadline());
   if (host_reports_) next = std::min(next, host_reports_->NextDeadline());
-  if (pace_.unanswered() && MayGather()) next = std::min(next, pace_.unanswered_until_ns());
-  return next;
+  return std::min(next, report_ns_);
 }
 
 void Loop::Broke(const std::exception& error) {

@@ -56,8 +56,9 @@ class Loop {
   bool Decide();
   bool ServeCommands();
   // messages.cc, with the first three steps
-  bool MayLetMoreCome() const;
-  void Gather();
+  bool IsUrgent() const;
+  bool LetsMoreCome();
+  bool ReportNow();
   static std::vector<std::vector<int>> Audiences(const World& world);
   std::vector<int> Neighbours(int rank) const;
   int superior() const;
@@ -106,9 +107,10 @@ class Loop {
   // In flight and reported by these ids; null: none is.
   std::unordered_map<uint64_t, TensorEntry*> reported_;
   std::vector<TensorEntry*> submitted_;  // of Report; its memory is used again
-  ReportPace pace_;                      // of the engine's thread
-  uint32_t gather_bell_ = 0;             // as it was when the latest burst was reported
-  bool driven_ = false;                  // by a caller
+  ReportPace pace_;
+  TimeNs report_ns_ = kForever;  // when the loop's thread has given its word to look
+  uint32_t gather_bell_ = 0;     // as it was then
+  bool driven_ = false;          // by a caller
   // Of the agreement under way: what this rank contributes although it has joined.
   std::vector<std::unique_ptr<TensorEntry>> stand_ins_;
   uint64_t applied_ = 0;

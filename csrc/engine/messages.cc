@@ -43,33 +43,38 @@ int Loop::superior() const {
   return first == topology_.rank ? 0 : first;
 }
 
-bool Loop::MayLetMoreCome() const {
-  return pace_.unanswered() && engine_.waiting_.load() == 0 && !engine_.leave_.load() &&
-         NowNs() < pace_.unanswered_until_ns();
+bool Loop::IsUrgent() const {
+  return engine_.waiting_.load() != 0 || engine_.asked_for_.load() || engine_.leave_.load();
 }
 
-// Who submits from now on wakes nobody: the loop looks by itself, before long.
-void Loop::Gather() {
-  engine_.looks_soon_ = true;
+// Whether what callers have submitted since the last report is left alone for now. Then the loop's
+// thread gives its word to look in time, and who submits meanwhile wakes nobody. A driver, which
+// reports everything, leaves that word as it is.
+bool Loop::LetsMoreCome() {
+  if (!driven_) engine_.looks_soon_ = false;  // before the look: what it does not see wakes us
+  report_ns_ = kForever;
+  if (IsUrgent()) return false;
+  const TensorTable::Submitted submitted = engine_.tensors_.submitted();
+  if (submitted.count == 0 && !pace_.unanswered()) return true;
+  const TimeNs now = NowNs();
+  const TimeNs due = pace_.Due(submitted.first_ns, submitted.count, now);
+  if (now >= due) return submitted.count == 0;
+  report_ns_ = due;
   if (turns_ != nullptr) gather_bell_ = turns_->Bell();
+  engine_.looks_soon_ = true;
+  return !IsUrgent();  // who has begun to wait since may not have seen our word
 }
 
 // SUBMIT -> NEGOTIATE: what callers have submitted since the last time.
-bool Loop::Report() {
-  if (MayLetMoreCome()) {
-    Gather();
-    return false;
-  }
+bool Loop::Report() { return !LetsMoreCome() && ReportNow(); }
+
+bool Loop::ReportNow() {
   struct Report report;
   report.applied = applied_;
   TimeNs oldest = 0;
-  if (MayGather()) engine_.looks_soon_ = false;
+  engine_.asked_for_ = false;
   engine_.tensors_.TakeSubmitted(&submitted_);
   const TimeNs now = NowNs();  // not before any of them was submitted
-  if (turns_ != nullptr && !driven_ && !submitted_.empty()) {
-    pace_.Reported(submitted_.size(), now);
-    if (now < pace_.next_look_ns()) Gather();
-  }
   for (TensorEntry* entry : submitted_) {
     if (!engine_.sets_.Holds(entry->request.process_set)) {  // removed since it was submitted
       FailRemoved(engine_.tensors_.Remove(Key(entry->request)));
@@ -99,6 +104,7 @@ bool Loop::Report() {
     report.reason = engine_.stop_reason_;
   }
   if (report.cached.empty() && report.fresh.empty() && !report.leaving) return false;
+  pace_.Reported(now);
   if (coordinator_) {
     coordinator_->Receive(0, report, now);
     return true;
@@ -108,8 +114,7 @@ bool Loop::Report() {
   } else {
     Post(superior(), Encode(report));
   }
-  pace_.Told(now, engine_.config_.hold_ns);
-  if (MayLetMoreCome()) Gather();
+  pace_.Told(now);
   return true;
 }
 
@@ -149,9 +154,9 @@ bool Loop::Receive() {
         host_reports_->Receive(peer, report, NowNs());
       }
     } else if (understood && kind == MessageKind::kCombined && coordinator_) {
-      std::vector<std::pair<std::vector<int>, struct Report>> reports;
-      understood = DecodeCombined(message, &reports);
-      for (const auto& [ranks, report] : reports) {
+      std::vector<std::pair<std::vector<int>, struct Report>> combined;
+      understood = DecodeCombined(message, &combined);
+      for (const auto& [ranks, report] : combined) {
         understood = understood && std::all_of(ranks.begin(), ranks.end(),
                                                [&](int rank) { return on_host(rank, peer); });
         if (understood) coordinator_->Receive(ranks, report, NowNs());
@@ -164,7 +169,7 @@ bool Loop::Receive() {
         Post(neighbours_[i], message);
       }
       pace_.Answered();
-      if (MayGather()) Report();
+      Report();
       if (understood) Apply(agreement);
     } else if (understood && kind == MessageKind::kTrace) {
       std::string events;

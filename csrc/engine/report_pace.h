@@ -1,14 +1,10 @@
-// ReportPace: how soon the loop looks again at what callers submit, while nobody waits for it.
+// ReportPace: when the loop reports what callers have submitted, while nobody waits for it.
 //
-// Whoever submits many requests one by one would wake the loop for each of them, and each would be
-// a message to rank 0 that wakes it, too: a hundred times the cost of the request. So once requests
-// follow one another closely, the loop lets some come together between two reports. The first of
-// them, those that come now and then, and those that somebody waits for are reported at once.
-//
-// And a rank that has reported something which is not agreed upon yet lets more come together for a
-// while: either others are behind, and could not use what it would say, or the coordinator holds
-// what it has for more to share a batch with (hold_ns). So how many reports a batch costs does not
-// depend on the number of tensors.
+// A message for each would cost a hundred times the request, and be of no use: what one rank says
+// counts when all others have said the same. So a rank lets requests come together before it
+// reports them, and says no more until it is answered: a batch costs it one report, whatever the
+// number of tensors (ADR 34). The first after a silence wait only a moment, in which it shows
+// whether they are a burst.
 //
 // Pure: time is an argument.
 #pragma once
@@ -22,37 +18,47 @@ namespace hororing {
 
 class ReportPace {
  public:
-  // `count` requests had been submitted since the last report, and are reported at `now`.
-  void Reported(size_t count, TimeNs now) {
-    const bool closely = now - last_ns_ <= static_cast<TimeNs>(count) * kClosely;
-    interval_ns_ = closely ? std::clamp(2 * interval_ns_, kShortest, kLongest) : 0;
-    last_ns_ = now;
-  }
-  // Until then the loop may leave alone what is submitted; in the past: it may not.
-  TimeNs next_look_ns() const { return interval_ns_ == 0 ? 0 : last_ns_ + interval_ns_; }
+  // `hold_ns`: from one report to the next. `prompt`: the coordinator learns from when requests
+  // come, and holds them itself; only what comes in bursts is reported together then, and an answer
+  // is waited for no longer than it holds anything.
+  ReportPace(TimeNs hold_ns, bool prompt) : prompt_(prompt), hold_ns_(hold_ns) {}
 
-  // A report has gone to another rank, by whoever runs the loop. The next one comes in time for
-  // what is held there.
-  void Told(TimeNs now, TimeNs hold_ns) {
-    unanswered_until_ns_ = now + (unanswered() ? hold_ns : hold_ns / 2);
+  // When `count` requests, the first of which was submitted at `first`, are to be reported.
+  TimeNs Due(TimeNs first, size_t count, TimeNs now) const {
+    if (unanswered()) return unanswered_until_ns_;
+    const TimeNs due = std::max(next_ns_, After(first, prompt_ ? 0 : hold_ns_ / kMoment));
+    const bool burst = count > 1 && now - first <= static_cast<TimeNs>(count) * kClosely;
+    return burst ? std::max(due, After(first, std::min(hold_ns_, prompt_ ? kBurst : kForever)))
+                 : due;
+  }
+
+  // What was there has been reported; not by a message, on rank 0.
+  void Reported(TimeNs now) { next_ns_ = prompt_ ? 0 : After(now, hold_ns_); }
+  // By a message.
+  void Told(TimeNs now) {
+    Reported(now);
+    unanswered_until_ns_ = After(now, prompt_ ? hold_ns_ : kPatience * hold_ns_);
   }
   // An agreement has come.
   void Answered() { unanswered_until_ns_ = 0; }
   bool unanswered() const { return unanswered_until_ns_ != 0; }
-  // While it is unanswered: when the next report may go all the same.
-  TimeNs unanswered_until_ns() const { return unanswered_until_ns_; }
+
+  // In terms of hold_ns. Others may not have what this rank has reported, but wait for what it has
+  // not reported yet: silence must end without an answer.
+  static constexpr TimeNs kPatience = 8;
 
  private:
+  // Of hold_ns, for the first requests: some changes of threads.
+  static constexpr TimeNs kMoment = 8;
   // Between requests of a burst, on average: a framework's call for one takes a microsecond or
   // three, and computes nothing worth the name before the next.
   static constexpr TimeNs kClosely = 8 * kMicrosecond;
-  // From the time that a message takes through two sleeping loops to a fraction of the time for
-  // which the coordinator holds a burst (hold_ns).
-  static constexpr TimeNs kShortest = 50 * kMicrosecond, kLongest = 200 * kMicrosecond;
+  static constexpr TimeNs kBurst = 200 * kMicrosecond;
 
-  TimeNs interval_ns_ = 0;
-  TimeNs last_ns_ = 0;
-  TimeNs unanswered_until_ns_ = 0;
+  const bool prompt_;
+  const TimeNs hold_ns_;
+  TimeNs next_ns_ = 0;
+  TimeNs unanswered_until_ns_ = 0;  // 0: answered
 };
 
 }  // namespace hororing

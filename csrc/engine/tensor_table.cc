@@ -48,6 +48,7 @@ Status TensorTable::Add(std::unique_ptr<TensorEntry> entry) {
   }
   entry->stage = "NEGOTIATE";
   joining_ = entry->request.kind == Collective::kJoin;
+  if (submitted_.empty()) first_submitted_ns_ = entry->submitted_ns;
   submitted_.push_back(entry.get());
   if (!added) Going(*place->second);
   place->second = std::move(entry);
@@ -88,6 +89,7 @@ size_t TensorTable::AddAgain(const OneTensor* tensors, size_t count, const int64
                              TimeNs now, bool* ring) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (!closed_.ok() || joining_) return 0;
+  if (submitted_.empty()) first_submitted_ns_ = now != 0 ? now : NowNs();
   size_t added = 0;
   for (; added < count; ++added) {
     const OneTensor& tensor = tensors[added];
@@ -105,6 +107,11 @@ size_t TensorTable::AddAgain(const OneTensor* tensors, size_t count, const int64
   }
   if (*ring && added > 0) *ring = !std::exchange(rung_, true);
   return added;
+}
+
+TensorTable::Submitted TensorTable::submitted() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return {submitted_.size(), first_submitted_ns_};
 }
 
 void TensorTable::TakeSubmitted(std::vector<TensorEntry*>* submitted) {

@@ -74,6 +74,12 @@ class TensorTable {
   size_t AddAgain(const OneTensor* tensors, size_t count, const int64_t* handles, TimeNs now,
                   bool* ring);
 
+  // What was added since the last TakeSubmitted.
+  struct Submitted {
+    size_t count = 0;
+    TimeNs first_ns = 0;  // where there is any: when the first was
+  };
+  Submitted submitted();
   // Everything added since the last call, in order.
   void TakeSubmitted(std::vector<TensorEntry*>* submitted);
   // Those in flight, by Key(process set, name).
@@ -101,6 +107,7 @@ class TensorTable {
   std::mutex mutex_;
   std::unordered_map<std::string, std::unique_ptr<TensorEntry>> entries_;  // GUARDED_BY(mutex_)
   std::vector<TensorEntry*> submitted_;                                    // GUARDED_BY(mutex_)
+  TimeNs first_submitted_ns_ = 0;                                          // GUARDED_BY(mutex_)
   bool rung_ = false;  // for what is in submitted_; GUARDED_BY(mutex_)
   std::string key_;    // of what is looked for; GUARDED_BY(mutex_)
   // Entries as they were added again, and the place in there of the one that comes next: steps

@@ -16,18 +16,20 @@ constexpr TimeNs kAgeWorthTelling = 100 * kMicrosecond;
 
 }  // namespace
 
-HostReports::HostReports(std::vector<int> ranks, TimeNs hold_ns, bool tell_ages)
-    : ranks_(std::move(ranks)), hold_ns_(hold_ns), tell_ages_(tell_ages), held_(ranks_.size()) {}
+HostReports::HostReports(std::vector<int> ranks, TimeNs hold_ns, bool prompt)
+    : ranks_(std::move(ranks)), hold_ns_(hold_ns), prompt_(prompt), held_(ranks_.size()) {}
 
 void HostReports::Receive(int rank, const Report& report, TimeNs now) {
   const auto found = std::find(ranks_.begin(), ranks_.end(), rank);
   const size_t place = static_cast<size_t>(found - ranks_.begin());
   Held& held = held_[place];
-  if (!any_) since_ns_ = now;
-  any_ = true;
-  // The older one of those that are combined: no id may be forgotten that is named below.
-  if (!held.any) held.report.applied = report.applied;
-  held.any = true;
+  if (held_count_ == 0) since_ns_ = now;
+  if (!held.any) {
+    held.any = true;
+    ++held_count_;
+    // The older one of those that are combined: no id may be forgotten that is named below.
+    held.report.applied = report.applied;
+  }
   for (size_t i = 0; i < report.cached.size(); ++i) {
     held.report.cached.push_back(report.cached[i]);
     const TimeNs age = report.ages_us.empty() ? 0 : report.ages_us[i] * kMicrosecond;
@@ -69,17 +71,20 @@ void HostReports::Count(Tensor& tensor, size_t place, const Tensor* like) {
   ++waiting_for_;
 }
 
+bool HostReports::MoreIsExpected(TimeNs now) const {
+  if (waiting_for_ == 0 || urgent_ || now >= After(since_ns_, hold_ns_)) return false;
+  return prompt_ || held_count_ < ranks_.size();
+}
+
 std::optional<std::string> HostReports::Take(TimeNs now) {
-  if (!any_ || (waiting_for_ > 0 && !urgent_ && now < After(since_ns_, hold_ns_))) {
-    return std::nullopt;
-  }
+  if (held_count_ == 0 || MoreIsExpected(now)) return std::nullopt;
   std::map<std::string, std::vector<int>> alike;
   for (size_t place = 0; place < held_.size(); ++place) {
     Held held = std::exchange(held_[place], {});
     if (!held.any) continue;
     TimeNs oldest = 0;
     for (const TimeNs submitted : held.submitted_ns) {
-      if (!tell_ages_) break;
+      if (!prompt_) break;
       oldest = std::max(oldest, now - submitted);
       held.report.ages_us.push_back((now - submitted) / kMicrosecond);
     }
@@ -89,7 +94,8 @@ std::optional<std::string> HostReports::Take(TimeNs now) {
   for (Tensor* tensor : incomplete_) tensor->held = false;
   incomplete_.clear();
   waiting_for_ = 0;
-  any_ = urgent_ = false;
+  held_count_ = 0;
+  urgent_ = false;
   if (cached_.size() + fresh_.size() > kMostTensors) {
     cached_.clear();
     fresh_.clear();
@@ -98,6 +104,8 @@ std::optional<std::string> HostReports::Take(TimeNs now) {
   return EncodeCombined(alike);
 }
 
-TimeNs HostReports::NextDeadline() const { return any_ ? After(since_ns_, hold_ns_) : kForever; }
+TimeNs HostReports::NextDeadline() const {
+  return held_count_ > 0 ? After(since_ns_, hold_ns_) : kForever;
+}
 
 }  // namespace hororing

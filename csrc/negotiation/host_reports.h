@@ -5,9 +5,10 @@
 // those of the same tensor by the other ranks of the host; but what is reported must arrive in the
 // end, so that stalls are seen. So reports go on as soon as, of all tensors in them, every rank has
 // reported that did so the last time (the first time: that reported the latest new tensor of the
-// process set before, or else every rank of the host), and `hold_ns` after the first of them at the
-// latest. Process sets and ranks that have joined thereby need no care: a
-// wrong guess costs a message or that time once.
+// process set before, or else every rank of the host), or every rank has reported something and
+// says no more until it is answered, and `hold_ns` after the first of them at the latest. Process
+// sets and ranks that have joined thereby need no care: a wrong guess costs a message or that time
+// once.
 //
 // What each rank has said stays apart, so that the coordinator knows all ranks as without us; what
 // several say alike travels once.
@@ -28,8 +29,9 @@ namespace hororing {
 
 class HostReports {
  public:
-  // `ranks`: of this host. `tell_ages`: how long tensors have waited here counts, too.
-  HostReports(std::vector<int> ranks, TimeNs hold_ns, bool tell_ages);
+  // `ranks`: of this host. `prompt`: they report more before they are answered, and how long
+  // tensors have waited here counts, too.
+  HostReports(std::vector<int> ranks, TimeNs hold_ns, bool prompt);
 
   // REQUIRES: `rank` is one of them.
   void Receive(int rank, const Report& report, TimeNs now);
@@ -54,17 +56,18 @@ class HostReports {
   };
 
   void Count(Tensor& tensor, size_t place, const Tensor* like);
+  bool MoreIsExpected(TimeNs now) const;
 
   const std::vector<int> ranks_;
   const TimeNs hold_ns_;
-  const bool tell_ages_;
+  const bool prompt_;
   std::vector<Held> held_;  // by place among `ranks`
   std::unordered_map<uint64_t, Tensor> cached_;
   std::unordered_map<std::string, Tensor> fresh_;
   std::unordered_map<int32_t, std::string> latest_;  // of fresh_, by process set
   std::vector<Tensor*> incomplete_;                  // those that are held
   size_t waiting_for_ = 0;                           // how many of them are
-  bool any_ = false;
+  size_t held_count_ = 0;                            // ranks of which something is held
   bool urgent_ = false;
   TimeNs since_ns_ = 0;  // of the oldest that is held
 };

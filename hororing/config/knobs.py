@@ -118,8 +118,8 @@ KNOBS: tuple[Knob, ...] = (
         "CYCLE_TIME_MS",
         number(0, 1e4),
         1.0,
-        "longest that a burst of tensors is held back to be reduced together; a lone tensor is "
-        "never held back",
+        "longest that tensors are held back to be reduced together; none that is waited or polled "
+        "for is, and a lone one for an eighth of it",
         unit="ms",
         scope="all",
         aliases=(_same("HOROVOD_CYCLE_TIME", number(0, 1e4)),),

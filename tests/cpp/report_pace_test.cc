@@ -1,5 +1,4 @@
-// When requests are reported: bursts together, the more of a step together, what somebody waits for
-// at once.
+// When requests are reported: those of a batch together, what somebody waits for at once.
 #include "engine/report_pace.h"
 
 #include <sched.h>
@@ -18,45 +17,47 @@ namespace {
 
 using Look = HandleTable::Look;
 
-TEST(the_first_requests_are_reported_at_once_and_a_burst_in_few_reports) {
-  ReportPace pace;
-  TimeNs now = kSecond;
-  pace.Reported(1, now);
-  CHECK(pace.next_look_ns() <= now);  // it may be the only one
-  // One each two microseconds, for two milliseconds.
-  int reports = 0;
-  for (const TimeNs end = now + 2 * kMillisecond; now < end; ++reports) {
-    const TimeNs next = std::max(now + 2 * kMicrosecond, pace.next_look_ns());
-    pace.Reported(static_cast<size_t>((next - now) / (2 * kMicrosecond)), next);
-    now = next;
-    CHECK(pace.next_look_ns() - now <= 200 * kMicrosecond);
-  }
-  CHECK(reports < 20);
-  // Nothing more came while the loop slept; what comes then is a first one.
-  now = pace.next_look_ns() + kMillisecond;
-  pace.Reported(1, now);
-  CHECK(pace.next_look_ns() <= now);
+constexpr TimeNs kHold = 8 * kMillisecond;
+
+TEST(the_first_requests_wait_a_moment_and_as_long_as_they_are_a_burst) {
+  const ReportPace pace(kHold, false);
+  const TimeNs first = kSecond, moment = first + kMillisecond;
+  CHECK_EQ(pace.Due(first, 1, first), moment);
+  CHECK_EQ(pace.Due(first, 1, moment), moment);
+  CHECK_EQ(pace.Due(first, 300, moment), first + kHold);
+  CHECK_EQ(pace.Due(first, 2, moment), moment);
+  CHECK_EQ(pace.Due(first, 100000, first + kHold), first + kHold);
 }
 
-TEST(requests_that_come_now_and_then_are_reported_at_once) {
-  ReportPace pace;
-  for (TimeNs now = kSecond; now < 2 * kSecond; now += 30 * kMicrosecond) {
-    pace.Reported(1, now);
-    CHECK(pace.next_look_ns() <= now);
-  }
-}
-
-TEST(after_a_report_more_may_come_together_until_it_is_answered) {
-  constexpr TimeNs kHold = kMillisecond;
-  ReportPace pace;
+TEST(reports_are_a_while_apart) {
+  ReportPace pace(kHold, false);
+  pace.Reported(kSecond);
   CHECK(!pace.unanswered());
-  pace.Told(kSecond, kHold);
+  CHECK_EQ(pace.Due(kSecond + 1, 1, kSecond + 1), kSecond + kHold);
+  const TimeNs later = 2 * kSecond;
+  CHECK_EQ(pace.Due(later, 1, later), later + kMillisecond);
+}
+
+TEST(who_has_reported_is_silent_until_it_is_answered) {
+  ReportPace pace(kHold, false);
+  pace.Told(kSecond);
   CHECK(pace.unanswered());
-  CHECK_EQ(pace.unanswered_until_ns(), kSecond + kHold / 2);  // while it is held there
-  pace.Told(2 * kSecond, kHold);
-  CHECK_EQ(pace.unanswered_until_ns(), 2 * kSecond + kHold);
+  const TimeNs end = kSecond + ReportPace::kPatience * kHold;
+  CHECK_EQ(pace.Due(kSecond + 1, 1, kSecond + 1), end);
+  CHECK_EQ(pace.Due(kSecond + 1, 1000, kSecond + kHold), end);
   pace.Answered();
   CHECK(!pace.unanswered());
+  CHECK_EQ(pace.Due(kSecond + 1, 1, kSecond + 1), kSecond + kHold);
+}
+
+TEST(where_the_coordinator_learns_only_bursts_wait) {
+  ReportPace pace(kHold, true);
+  CHECK_EQ(pace.Due(kSecond, 1, kSecond), kSecond);
+  CHECK_EQ(pace.Due(kSecond, 2, kSecond + 10), kSecond + 200 * kMicrosecond);
+  pace.Told(kSecond);
+  CHECK_EQ(pace.Due(kSecond, 1, kSecond), kSecond + kHold);
+  pace.Answered();
+  CHECK_EQ(pace.Due(kSecond, 1, kSecond), kSecond);
 }
 
 // Tensors that come too slowly for a burst, on a rank that is behind the other, ahead of it, and
@@ -64,7 +65,7 @@ TEST(after_a_report_more_may_come_together_until_it_is_answered) {
 TEST(the_reports_of_a_batch_do_not_grow_with_its_tensors) {
   constexpr int kTensors = 200, kRounds = 4;
   EngineConfig config;
-  config.hold_ns = 20 * kMillisecond;
+  config.hold_ns = 4 * kMillisecond;  // and an answer is waited for eight times as long
   for (const int late : {-1, 0, 1}) {
     Play(2, config, [late](Player& player) {
       std::vector<std::vector<float>> data(kTensors, std::vector<float>(1, 1.0f));
@@ -82,26 +83,31 @@ TEST(the_reports_of_a_batch_do_not_grow_with_its_tensors) {
         }
         for (const int64_t handle : handles) CHECK_OK(player.Wait(handle));
       }
-      // One more while the coordinator holds a batch, and one for who waits in the end.
-      CHECK(stats.control_messages_sent - sent <= 2 * (stats.batches - batches) + 2 * kRounds);
+      // Who waits in the end does not wait for an answer first.
+      CHECK(stats.control_messages_sent - sent <= stats.batches - batches + kRounds);
+      CHECK(stats.batches - batches < kRounds * kTensors / 4);
     });
   }
 }
 
-TEST(what_somebody_waits_for_is_reported_although_an_answer_is_due) {
+// Neither a moment, nor an answer.
+TEST(what_somebody_waits_or_polls_for_is_reported_at_once) {
   EngineConfig config;
-  config.hold_ns = kPatience;
+  config.hold_ns = 10 * kPatience;
   Play(2, config, [](Player& player) {
     std::vector<float> early(1, 1.0f), late(1, 1.0f);
     int64_t first = 0, second = 0;
     if (player.rank == 0) {
-      // Not before the other rank has told of both, or the test has taken too long.
+      // Not before the other rank has told of both.
       const Stats& stats = player.engine->stats();
       const TimeNs deadline = After(NowNs(), kPatience / 4);
       while (stats.control_messages_received < 2 && NowNs() < deadline) sched_yield();
       CHECK_EQ(stats.control_messages_received.load(), int64_t{2});
     }
     CHECK_OK(player.Submit("early", early, ReduceOp::kSum, &first));
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    CHECK_EQ(player.engine->stats().control_messages_sent.load(), int64_t{0});
+    CHECK(player.engine->Poll(first) == Look::kPending);
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
     CHECK_OK(player.Submit("late", late, ReduceOp::kSum, &second));
     CHECK_OK(player.Wait(second));
