@@ -1,8 +1,9 @@
 """Training steps through the real coordinator: reports in, agreements out, in simulated time.
 
-What the engine's thread does, as csrc/engine/loop.cc: report what was submitted since, decide,
-carry out what was agreed, batch after batch, tell the coordinator how long each took, and look
-again; sleep until something is submitted or the coordinator's deadline. All ranks are alike, so a
+What the engine's thread does, as csrc/engine/loop.cc: report what was submitted since, when it is
+time to (csrc/engine/report_pace.h), decide, carry out what was agreed, batch after batch, tell the
+coordinator how long each took, and look again; sleep until something is submitted, or a deadline.
+After backward the step waits for its gradients. All ranks are alike, so a
 coordinator of one rank decides as one of N would; what N ranks cost is added as negotiation.
 
     engine, ready   HORORING_FUSION=ready
@@ -18,6 +19,7 @@ from replay import FLOAT32, FUSION_BYTES, Cost, Negotiation, Step
 
 POLICIES = {"engine, ready": False, "engine, plan": True}
 STEPS = 12  # enough to learn, plan and compare
+HOLD_NS = 10**6  # CYCLE_TIME_MS
 NS = 1e9
 
 
@@ -29,9 +31,10 @@ class Engine:
     ) -> None:
         self._core, self._step, self._cost, self._negotiation = core, step, cost, negotiation
         self._coordinator = core.Coordinator(
-            1, cache_capacity=len(step.nbytes) + 1, fusion_bytes=FUSION_BYTES, hold_ns=10**6,
-            plan=plan,
+            1, cache_capacity=len(step.nbytes) + 1, fusion_bytes=FUSION_BYTES,
+            hold_ns=HOLD_NS if plan else 0, plan=plan,
         )  # fmt: skip
+        self._pace = core.ReportPace(HOLD_NS, plan)
         self._ids: dict[int, int] = {}  # of gradients, by their cache ids
         self._numbers: dict[int, int] = {}
 
@@ -39,31 +42,42 @@ class Engine:
         """One backward pass that begins then; return when its last batch is done."""
         count = len(self._step.nbytes)
         ready = [begin_s + after for after in self._step.ready_s]
-        now, reported, done = begin_s, 0, 0
+        now, submitted, reported, done = begin_s, 0, 0, 0
         while done < count:
-            fresh, cached, ages = [], [], []
-            while reported < count and ready[reported] <= now + 1e-12:
-                if reported in self._ids:
-                    cached.append(self._ids[reported])
-                    ages.append(round((now - ready[reported]) * 1e6))
+            while submitted < count and ready[submitted] <= now + 1e-12:
+                submitted += 1
+            wake = ready[submitted] if submitted < count else begin_s + 2e6
+            if submitted > reported:
+                first = round(ready[reported] * NS)
+                due = self._pace.due(first, submitted - reported, round(now * NS))
+                if submitted == count or round(now * NS) >= due:
+                    self._report(ready, range(reported, submitted), now)
+                    reported = submitted
                 else:
-                    shape = [self._step.nbytes[reported] // 4]
-                    fresh.append(self._core.Request(f"gradient.{reported}", 0, FLOAT32, shape))
-                reported += 1
-            if fresh or cached:
-                self._coordinator.receive(0, fresh, cached, now=round(now * NS), ages_us=ages)
+                    wake = min(wake, due / NS)
             decided = [self._number(each) for each in self._coordinator.decide(round(now * NS))]
             if decided:
+                self._pace.answered()
                 done += len(decided)
                 now = self._carry_out(decided, now)
                 continue
-            wake = self._coordinator.next_deadline() / NS
-            if reported < count:
-                wake = min(wake, ready[reported])
+            wake = min(wake, self._coordinator.next_deadline() / NS)
             if wake > begin_s + 1e6:
                 raise RuntimeError(f"{count - done} gradients are never agreed upon")
             now = max(now + 1e-9, wake)
         return now
+
+    def _report(self, ready: list[float], numbers: range, now: float) -> None:
+        fresh, cached, ages = [], [], []
+        for number in numbers:
+            if number in self._ids:
+                cached.append(self._ids[number])
+                ages.append(round((now - ready[number]) * 1e6))
+            else:
+                shape = [self._step.nbytes[number] // 4]
+                fresh.append(self._core.Request(f"gradient.{number}", 0, FLOAT32, shape))
+        self._coordinator.receive(0, fresh, cached, now=round(now * NS), ages_us=ages)
+        self._pace.told(round(now * NS))
 
     def _number(self, decision: object) -> int:
         if decision.name:

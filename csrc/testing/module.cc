@@ -14,6 +14,7 @@
 
 #include "base/reduce.h"
 #include "engine/engine.h"
+#include "engine/report_pace.h"
 #include "negotiation/codec.h"
 #include "negotiation/coordinator.h"
 #include "negotiation/response_cache.h"
@@ -216,6 +217,12 @@ PYBIND11_MODULE(_testing, module) {
       .def_property_readonly("rows", [](const Decision& d) { return d.details().rows; })
       .def_property_readonly("message",
                              [](const Decision& d) { return d.details().status.message(); });
+
+  py::class_<ReportPace>(module, "ReportPace")
+      .def(py::init<TimeNs, bool>(), py::arg("hold_ns"), py::arg("prompt"))
+      .def("due", &ReportPace::Due, py::arg("first"), py::arg("count"), py::arg("now"))
+      .def("told", &ReportPace::Told, py::arg("now"))
+      .def("answered", &ReportPace::Answered);
 
   py::class_<Coordinator>(module, "Coordinator")
       .def(py::init(

@@ -257,7 +257,8 @@ def test_the_engine_fuses_what_is_ready_as_the_model_of_it_says(core, model, alp
     cost, agree = line(alpha_s, 0.5e-9), lambda tensors: 1e-4 + 1e-6 * tensors
     modelled = replay.efficiency("ready", core, step, cost, agree)
     played = engine_replay.efficiency("engine, ready", core, step, cost, agree)
-    assert played == pytest.approx(modelled, abs=0.002)
+    # The model starts a batch for the first gradient alone; the engine waits a moment for more.
+    assert modelled - 0.002 <= played <= modelled + 0.015
 
 
 def test_the_engine_learns_a_plan_that_is_nearly_as_good_as_the_exact_one(core):
