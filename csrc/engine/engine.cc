@@ -319,11 +319,7 @@ void Engine::Forget(int64_t handle, const Status& status) {
 // A caller in Wait: what it waits for is reported at once.
 class Engine::Waits {
  public:
-  explicit Waits(Engine& engine) : engine_(engine) {
-    ++engine_.waiting_;
-    // Who can drive the loop does so, or rings where somebody else does.
-    if (engine_.looks_soon_.load() && !engine_.Drivable()) engine_.Wake();
-  }
+  explicit Waits(Engine& engine) : engine_(engine) { ++engine_.waiting_; }
   ~Waits() { --engine_.waiting_; }
   Waits(const Waits&) = delete;
   Waits& operator=(const Waits&) = delete;
@@ -396,7 +392,11 @@ bool Engine::Drivable() const { return drivable_ && !devices_->in_use() && !tens
 
 // Runs the loop, unless somebody else does or it is not for callers to run.
 void Engine::DriveUntil(const std::function<bool()>& done, TimeNs deadline) {
-  if (!Drivable() || done()) return;
+  if (done()) return;
+  if (!Drivable()) {
+    if (looks_soon_.load()) Wake();  // it need not let more come
+    return;
+  }
   std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);
   if (turn.owns_lock() && loop_ != nullptr && loop_->drivable()) {
     const Loop::Left left = loop_->Drive(done, deadline);

@@ -58,7 +58,6 @@ class Loop {
   // messages.cc, with the first three steps
   bool IsUrgent() const;
   bool LetsMoreCome();
-  bool ReportNow();
   static std::vector<std::vector<int>> Audiences(const World& world);
   std::vector<int> Neighbours(int rank) const;
   int superior() const;

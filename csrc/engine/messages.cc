@@ -66,9 +66,8 @@ bool Loop::LetsMoreCome() {
 }
 
 // SUBMIT -> NEGOTIATE: what callers have submitted since the last time.
-bool Loop::Report() { return !LetsMoreCome() && ReportNow(); }
-
-bool Loop::ReportNow() {
+bool Loop::Report() {
+  if (LetsMoreCome()) return false;
   struct Report report;
   report.applied = applied_;
   TimeNs oldest = 0;

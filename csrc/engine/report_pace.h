@@ -21,23 +21,25 @@ class ReportPace {
   // `hold_ns`: from one report to the next. `prompt`: the coordinator learns from when requests
   // come, and holds them itself; only what comes in bursts is reported together then, and an answer
   // is waited for no longer than it holds anything.
-  ReportPace(TimeNs hold_ns, bool prompt) : prompt_(prompt), hold_ns_(hold_ns) {}
+  ReportPace(TimeNs hold_ns, bool prompt)
+      : moment_ns_(prompt ? 0 : hold_ns / kMoment),
+        apart_ns_(prompt ? 0 : hold_ns),
+        burst_ns_(prompt ? std::min(hold_ns, kBurst) : hold_ns),
+        patience_ns_(prompt ? hold_ns : kPatience * hold_ns) {}
 
   // When `count` requests, the first of which was submitted at `first`, are to be reported.
   TimeNs Due(TimeNs first, size_t count, TimeNs now) const {
     if (unanswered()) return unanswered_until_ns_;
-    const TimeNs due = std::max(next_ns_, After(first, prompt_ ? 0 : hold_ns_ / kMoment));
     const bool burst = count > 1 && now - first <= static_cast<TimeNs>(count) * kClosely;
-    return burst ? std::max(due, After(first, std::min(hold_ns_, prompt_ ? kBurst : kForever)))
-                 : due;
+    return std::max(next_ns_, After(first, burst ? burst_ns_ : moment_ns_));
   }
 
   // What was there has been reported; not by a message, on rank 0.
-  void Reported(TimeNs now) { next_ns_ = prompt_ ? 0 : After(now, hold_ns_); }
+  void Reported(TimeNs now) { next_ns_ = After(now, apart_ns_); }
   // By a message.
   void Told(TimeNs now) {
     Reported(now);
-    unanswered_until_ns_ = After(now, prompt_ ? hold_ns_ : kPatience * hold_ns_);
+    unanswered_until_ns_ = After(now, patience_ns_);
   }
   // An agreement has come.
   void Answered() { unanswered_until_ns_ = 0; }
@@ -55,8 +57,7 @@ class ReportPace {
   static constexpr TimeNs kClosely = 8 * kMicrosecond;
   static constexpr TimeNs kBurst = 200 * kMicrosecond;
 
-  const bool prompt_;
-  const TimeNs hold_ns_;
+  const TimeNs moment_ns_, apart_ns_, burst_ns_, patience_ns_;
   TimeNs next_ns_ = 0;
   TimeNs unanswered_until_ns_ = 0;  // 0: answered
 };

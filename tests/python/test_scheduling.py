@@ -264,7 +264,7 @@ def case_what_is_polled_for_does_not_wait_for_more():
             handle = hvd.allreduce_async(np.ones(3, np.float32), op=hvd.Sum, name="polled")
             begin = time.monotonic()
             while not hvd.poll(handle):
-                assert time.monotonic() - begin < 1
+                assert time.monotonic() - begin < 5  # reports would be 10 apart
                 time.sleep(1e-4)
             np.testing.assert_array_equal(hvd.synchronize(handle), [hvd.size()] * 3)
 
