@@ -1,10 +1,11 @@
 """Training steps through the real coordinator: reports in, agreements out, in simulated time.
 
 What the engine's thread does, as csrc/engine/loop.cc: report what was submitted since, when it is
-time to (csrc/engine/report_pace.h), decide, carry out what was agreed, batch after batch, tell the
-coordinator how long each took, and look again; sleep until something is submitted, or a deadline.
-After backward the step waits for its gradients. All ranks are alike, so a
-coordinator of one rank decides as one of N would; what N ranks cost is added as negotiation.
+time to (csrc/engine/report_pace.h, csrc/negotiation/planned_reports.h), decide, carry out what was
+agreed, batch after batch, tell the coordinator how long each took, and look again; sleep until
+something is submitted, or a deadline. After backward the step waits for its gradients. All ranks
+are alike, so a coordinator of one rank decides as one of N would; what N ranks cost is added as
+negotiation.
 
     engine, ready   HORORING_FUSION=ready
     engine, plan    HORORING_FUSION=plan: learned from the first steps, with what batches took
@@ -20,6 +21,7 @@ from replay import FLOAT32, FUSION_BYTES, Cost, Negotiation, Step
 POLICIES = {"engine, ready": False, "engine, plan": True}
 STEPS = 12  # enough to learn, plan and compare
 HOLD_NS = 10**6  # CYCLE_TIME_MS
+RUN, PLAN = 0, 6  # kinds of decisions
 NS = 1e9
 
 
@@ -32,9 +34,10 @@ class Engine:
         self._core, self._step, self._cost, self._negotiation = core, step, cost, negotiation
         self._coordinator = core.Coordinator(
             1, cache_capacity=len(step.nbytes) + 1, fusion_bytes=FUSION_BYTES,
-            hold_ns=HOLD_NS if plan else 0, plan=plan,
+            hold_ns=HOLD_NS, plan=plan,
         )  # fmt: skip
-        self._pace = core.ReportPace(HOLD_NS, plan)
+        self._pace = core.ReportPace(HOLD_NS)
+        self._planned = core.PlannedReports()
         self._ids: dict[int, int] = {}  # of gradients, by their cache ids
         self._numbers: dict[int, int] = {}
 
@@ -45,27 +48,45 @@ class Engine:
         now, submitted, reported, done = begin_s, 0, 0, 0
         while done < count:
             while submitted < count and ready[submitted] <= now + 1e-12:
+                self._planned.add(self._ids.get(submitted, 0), round(ready[submitted] * NS))
                 submitted += 1
             wake = ready[submitted] if submitted < count else begin_s + 2e6
             if submitted > reported:
-                first = round(ready[reported] * NS)
-                due = self._pace.due(first, submitted - reported, round(now * NS))
+                due = self._due(ready, range(reported, submitted), round(now * NS))
                 if submitted == count or round(now * NS) >= due:
                     self._report(ready, range(reported, submitted), now)
                     reported = submitted
                 else:
                     wake = min(wake, due / NS)
-            decided = [self._number(each) for each in self._coordinator.decide(round(now * NS))]
-            if decided:
+            decisions = self._coordinator.decide(round(now * NS))
+            if decisions:
                 self._pace.answered()
+                decided = [self._number(each) for each in decisions if each.kind == RUN]
+                for plan in (each for each in decisions if each.kind == PLAN):
+                    self._learn(plan, ready, range(done, reported), range(reported, submitted))
                 done += len(decided)
-                now = self._carry_out(decided, now)
+                if decided:
+                    now = self._carry_out(decided, now)
                 continue
             wake = min(wake, self._coordinator.next_deadline() / NS)
             if wake > begin_s + 1e6:
                 raise RuntimeError(f"{count - done} gradients are never agreed upon")
             now = max(now + 1e-9, wake)
         return now
+
+    def _due(self, ready: list[float], numbers: range, now_ns: int) -> int:
+        """When what is submitted is reported, in nanoseconds; while nobody waits."""
+        if self._planned.any() and not self._planned.others():
+            return self._planned.due()
+        return self._pace.due(round(ready[numbers[0]] * NS), len(numbers), now_ns)
+
+    def _learn(self, plan: object, ready: list[float], under_way: range, left: range) -> None:
+        """Take a new plan, in the midst of a step."""
+        self._planned.learn(plan)
+        for numbers in (under_way, left):
+            self._planned.reported()
+            for number in numbers:
+                self._planned.add(self._ids.get(number, 0), round(ready[number] * NS))
 
     def _report(self, ready: list[float], numbers: range, now: float) -> None:
         fresh, cached, ages = [], [], []
@@ -78,6 +99,7 @@ class Engine:
                 fresh.append(self._core.Request(f"gradient.{number}", 0, FLOAT32, shape))
         self._coordinator.receive(0, fresh, cached, now=round(now * NS), ages_us=ages)
         self._pace.told(round(now * NS))
+        self._planned.reported()
 
     def _number(self, decision: object) -> int:
         if decision.name:

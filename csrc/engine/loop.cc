@@ -45,8 +45,7 @@ Coordinator::Options CoordinatorOptions(const EngineConfig& config, const World&
   Coordinator::Options options;
   options.size = world.topology.size;
   options.queue.fusion_bytes = config.fusion_bytes;
-  // Otherwise ranks let requests come together before they report them, and then say no more.
-  options.queue.hold_ns = config.learns() ? config.hold_ns : 0;
+  options.queue.hold_ns = config.hold_ns;
   options.queue.plan = config.plan;
   options.queue.tuning = config.tuning;
   if (config.tune) options.queue.tune = TunerOptions(config, world);
@@ -80,15 +79,14 @@ Loop::Loop(Engine& engine, World& world, std::vector<std::unique_ptr<Backend>> b
               engine.trace_, engine.stats_),
       audiences_(Audiences(world)),
       neighbours_(Neighbours(world.topology.rank)),
-      pace_(engine.config_.hold_ns, engine.config_.learns()),
+      pace_(engine.config_.hold_ns),
       parent_pid_(getppid()) {
   engine_.stats_.fusion_bytes = engine_.config_.fusion_bytes;
   engine_.stats_.hold_ns = engine_.config_.hold_ns;
   engine_.stats_.chunk_bytes = engine_.config_.tuning.chunk_bytes;
   if (topology_.rank == neighbours_[0] && neighbours_.size() > 1) {
-    const bool prompt = engine.config_.learns();
-    const TimeNs patience = engine.config_.hold_ns * (prompt ? 1 : ReportPace::kPatience);
-    host_reports_.emplace(neighbours_, patience, prompt);
+    host_reports_.emplace(neighbours_, ReportPace::kPatience * engine.config_.hold_ns,
+                          engine.config_.learns());
   }
   if (topology_.rank != 0) return;
   coordinator_.emplace(CoordinatorOptions(engine.config_, world));
@@ -214,7 +212,6 @@ void Loop::ShowSchedule() {
   engine_.stats_.plans = counts.plans;
   engine_.stats_.departures = counts.departures;
   engine_.stats_.fusion_bytes = queue.fusion_bytes();
-  engine_.stats_.hold_ns = queue.hold_ns();
   if (Tuner* tuner = queue.tuner()) {
     const std::vector<std::string> lines = tuner->TakeLog();
     for (const std::string& line : lines) tune_log_ << line << std::endl;

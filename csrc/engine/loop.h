@@ -23,6 +23,7 @@
 #include "engine/timeline.h"
 #include "negotiation/coordinator.h"
 #include "negotiation/host_reports.h"
+#include "negotiation/planned_reports.h"
 #include "negotiation/response_cache.h"
 
 namespace hororing {
@@ -58,6 +59,9 @@ class Loop {
   // messages.cc, with the first three steps
   bool IsUrgent() const;
   bool LetsMoreCome();
+  bool LetsBucketsFill();
+  void LooksAgainAt(TimeNs when);
+  uint64_t IdOf(TensorEntry& entry);
   static std::vector<std::vector<int>> Audiences(const World& world);
   std::vector<int> Neighbours(int rank) const;
   int superior() const;
@@ -65,6 +69,8 @@ class Loop {
   void Send(const Agreement& agreement);
   // apply.cc
   void Apply(const Agreement& agreement);
+  void SetHold(TimeNs hold_ns);
+  void LearnPlan(int32_t process_set, const std::vector<PlannedBucket>& buckets);
   void Run(std::vector<Work>* work);
   TensorEntry* Reported(uint64_t id);
   std::optional<Work> Agreed(const Decision& decision);
@@ -107,6 +113,8 @@ class Loop {
   std::unordered_map<uint64_t, TensorEntry*> reported_;
   std::vector<TensorEntry*> submitted_;  // of Report; its memory is used again
   ReportPace pace_;
+  PlannedReports planned_;
+  size_t looked_at_ = 0;         // of what is submitted and not reported, for buckets
   TimeNs report_ns_ = kForever;  // when the loop's thread has given its word to look
   uint32_t gather_bell_ = 0;     // as it was then
   bool driven_ = false;          // by a caller

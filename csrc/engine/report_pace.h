@@ -18,46 +18,47 @@ namespace hororing {
 
 class ReportPace {
  public:
-  // `hold_ns`: from one report to the next. `prompt`: the coordinator learns from when requests
-  // come, and holds them itself; only what comes in bursts is reported together then, and an answer
-  // is waited for no longer than it holds anything.
-  ReportPace(TimeNs hold_ns, bool prompt)
-      : moment_ns_(prompt ? 0 : hold_ns / kMoment),
-        apart_ns_(prompt ? 0 : hold_ns),
-        burst_ns_(prompt ? std::min(hold_ns, kBurst) : hold_ns),
-        patience_ns_(prompt ? hold_ns : kPatience * hold_ns) {}
+  // `hold_ns`: from one report to the next.
+  explicit ReportPace(TimeNs hold_ns) : hold_ns_(hold_ns) {}
+  // From the next report on.
+  void set_hold(TimeNs hold_ns) { hold_ns_ = hold_ns; }
 
   // When `count` requests, the first of which was submitted at `first`, are to be reported.
   TimeNs Due(TimeNs first, size_t count, TimeNs now) const {
     if (unanswered()) return unanswered_until_ns_;
     const bool burst = count > 1 && now - first <= static_cast<TimeNs>(count) * kClosely;
-    return std::max(next_ns_, After(first, burst ? burst_ns_ : moment_ns_));
+    return std::max(next_ns_, After(first, burst ? hold_ns_ : hold_ns_ / kMoment));
   }
 
   // What was there has been reported; not by a message, on rank 0.
-  void Reported(TimeNs now) { next_ns_ = After(now, apart_ns_); }
+  void Reported(TimeNs now) { next_ns_ = After(now, hold_ns_); }
   // By a message.
   void Told(TimeNs now) {
     Reported(now);
-    unanswered_until_ns_ = After(now, patience_ns_);
+    unanswered_until_ns_ = After(now, kPatience * hold_ns_);
   }
   // An agreement has come.
   void Answered() { unanswered_until_ns_ = 0; }
   bool unanswered() const { return unanswered_until_ns_ != 0; }
+  // When silence ends without an answer; 0: there was one.
+  TimeNs unanswered_until_ns() const { return unanswered_until_ns_; }
+  // From one look to the next at what comes in its own time.
+  TimeNs glance_ns() const { return std::max(hold_ns_ / kMoment, kLeastGlance); }
 
   // In terms of hold_ns. Others may not have what this rank has reported, but wait for what it has
   // not reported yet: silence must end without an answer.
   static constexpr TimeNs kPatience = 8;
 
  private:
-  // Of hold_ns, for the first requests: some changes of threads.
+  // Of hold_ns, for the first requests.
   static constexpr TimeNs kMoment = 8;
   // Between requests of a burst, on average: a framework's call for one takes a microsecond or
   // three, and computes nothing worth the name before the next.
   static constexpr TimeNs kClosely = 8 * kMicrosecond;
-  static constexpr TimeNs kBurst = 200 * kMicrosecond;
+  // Some changes of threads.
+  static constexpr TimeNs kLeastGlance = 50 * kMicrosecond;
 
-  const TimeNs moment_ns_, apart_ns_, burst_ns_, patience_ns_;
+  TimeNs hold_ns_;
   TimeNs next_ns_ = 0;
   TimeNs unanswered_until_ns_ = 0;  // 0: answered
 };

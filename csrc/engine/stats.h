@@ -27,9 +27,9 @@ struct Stats {
   Counter loop_wakeups{0};
   Counter scratch_bytes{0};
   Counter fusion_bytes{0};  // in use, as far as this rank knows: rank 0 tunes
-  Counter hold_ns{0};
-  Counter chunk_bytes{0};  // in use; 0: built in
-  Counter plans{0};        // on rank 0
+  Counter hold_ns{0};       // in use
+  Counter chunk_bytes{0};   // in use; 0: built in
+  Counter plans{0};         // on rank 0
   Counter departures{0};
   std::array<Counter, kAllreduceWays> allreduces{};  // batches, by AllreduceWay
 };

@@ -80,6 +80,8 @@ class TensorTable {
     TimeNs first_ns = 0;  // where there is any: when the first was
   };
   Submitted submitted();
+  // Of these, those from number `from` on. Who adds more rings again.
+  void LookAtSubmitted(size_t from, std::vector<TensorEntry*>* more);
   // Everything added since the last call, in order.
   void TakeSubmitted(std::vector<TensorEntry*>* submitted);
   // Those in flight, by Key(process set, name).

@@ -106,7 +106,7 @@ class Reader {
 template <typename Integer>
 void Put(Writer& out, const std::vector<Integer>& integers) {
   out.Unsigned(integers.size());
-  for (Integer integer : integers) out.Signed(integer);
+  for (Integer integer : integers) out.Signed(static_cast<int64_t>(integer));
 }
 
 template <typename Integer>
@@ -196,13 +196,22 @@ void Put(Writer& out, const Decision& decision) {
       out.Signed(details.tuning.chunk_bytes);
       for (const uint8_t each : details.tuning.algorithms) out.Unsigned(each);
       for (const uint8_t each : details.tuning.wires) out.Unsigned(each);
+      out.Signed(details.hold_ns);
+      break;
+    case Decision::Kind::kPlan:
+      out.Signed(decision.process_set);
+      out.Unsigned(details.plan.size());
+      for (const PlannedBucket& bucket : details.plan) {
+        Put(out, bucket.ids);
+        out.Signed(bucket.wait_ns);
+      }
       break;
   }
 }
 
 Decision GetDecision(Reader& in) {
   Decision decision;
-  decision.kind = in.Choice(Decision::Kind::kTune);
+  decision.kind = in.Choice(Decision::Kind::kPlan);
   if (decision.kind == Decision::Kind::kRun) {
     decision.cache_id = in.Unsigned();
     decision.process_set = static_cast<int32_t>(in.Signed());
@@ -232,6 +241,15 @@ Decision GetDecision(Reader& in) {
       details.tuning.chunk_bytes = in.Signed();
       for (uint8_t& each : details.tuning.algorithms) each = static_cast<uint8_t>(in.Unsigned());
       for (uint8_t& each : details.tuning.wires) each = static_cast<uint8_t>(in.Unsigned());
+      details.hold_ns = in.Signed();
+      break;
+    case Decision::Kind::kPlan:
+      decision.process_set = static_cast<int32_t>(in.Signed());
+      details.plan.resize(in.Count());
+      for (PlannedBucket& bucket : details.plan) {
+        Get(in, &bucket.ids);
+        bucket.wait_ns = in.Signed();
+      }
       break;
   }
   return decision;

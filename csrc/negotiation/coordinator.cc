@@ -58,7 +58,7 @@ void Coordinator::Receive(const int* ranks, size_t count, const Report& report, 
     Decision leave;
     leave.kind = Decision::Kind::kLeave;
     leave.set_details().status = Status(Code::kShutDown, text, rank);
-    queue_.PushUrgent(std::move(leave), now);
+    queue_.PushUrgent(std::move(leave));
     stopped_ = true;
   }
 }
@@ -69,7 +69,7 @@ void Coordinator::SwitchTimeline(bool on, bool mark_cycles) {
   decision.kind = Decision::Kind::kTimeline;
   decision.set_details().timeline_on = on;
   decision.set_details().timeline_cycles = mark_cycles;
-  queue_.PushUrgent(std::move(decision), 0);
+  queue_.PushUrgent(std::move(decision));
 }
 
 const Request& Coordinator::Pending::any() const {
@@ -98,19 +98,19 @@ void Coordinator::ReportCached(const int* ranks, size_t count, uint64_t id, Time
     }
     Count(ranks[i], pending);
   }
-  if (AllHere(pending)) Complete(*record.named, now);
+  if (AllHere(pending)) Complete(*record.named);
 }
 
 void Coordinator::ReportFresh(int rank, const Request& request, TimeNs now) {
   const ProcessSet* set = sets_.Find(request.process_set);
   if (set == nullptr || set->IndexOf(rank) < 0) return;  // removed meanwhile, as above
-  if (request.kind == Collective::kJoin) Join(rank, now);
+  if (request.kind == Collective::kJoin) Join(rank);
   Named& named = NamedBy(request);
   Pending& pending = PendingFor(request, named, 0, now, now);
   Expand(pending);
   pending.requests[static_cast<size_t>(set->IndexOf(rank))] = request;
   Count(rank, pending);
-  if (AllHere(pending)) Complete(named, now);
+  if (AllHere(pending)) Complete(named);
 }
 
 Coordinator::Named& Coordinator::NamedBy(const Request& request) {
@@ -165,7 +165,7 @@ void Coordinator::Count(int rank, Pending& pending) {
   reported = 1;
 }
 
-void Coordinator::Complete(Named& named, TimeNs now) {
+void Coordinator::Complete(Named& named) {
   Pending& pending = named.pending;
   int64_t bytes = 0;
   Decision decision;
@@ -176,7 +176,7 @@ void Coordinator::Complete(Named& named, TimeNs now) {
   const ReadyQueue::Ready ready{pending.id, bytes, request.priority, pending.submitted_ns};
   if (status.ok() && (request.kind == Collective::kAddProcessSet ||
                       request.kind == Collective::kRemoveProcessSet)) {
-    status = ChangeSets(request, &decision.set_details().rows, now);
+    status = ChangeSets(request, &decision.set_details().rows);
   }
   const bool joins =
       std::any_of(pending.requests.begin(), pending.requests.end(),
@@ -194,9 +194,9 @@ void Coordinator::Complete(Named& named, TimeNs now) {
   }
   Forget(named);
   if (fusable && decision.kind == Decision::Kind::kRun) {
-    queue_.PushAllreduce(std::move(decision), ready, now);
+    queue_.PushAllreduce(std::move(decision), ready);
   } else {
-    queue_.PushUrgent(std::move(decision), now);
+    queue_.PushUrgent(std::move(decision));
   }
 }
 
@@ -239,7 +239,6 @@ Status Coordinator::Agree(Named& named, Decision* decision, int64_t* bytes) {
 
 // What it waited for has been decided.
 void Coordinator::Forget(Named& named) {
-  if (named.pending.fusable) queue_.Withdrawn(named.pending.any().process_set);
   waiting_.back()->place = named.place;
   waiting_[named.place] = waiting_.back();
   waiting_.pop_back();
@@ -294,7 +293,7 @@ std::string Coordinator::InspectStalls(TimeNs now) {
     Decision abort;
     abort.kind = Decision::Kind::kAbort;
     abort.set_details().status = finding.abort;
-    queue_.PushUrgent(std::move(abort), now);
+    queue_.PushUrgent(std::move(abort));
     stopped_ = true;
   }
   return finding.warning;

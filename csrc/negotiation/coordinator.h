@@ -123,16 +123,16 @@ class Coordinator {
   void EraseIfUnused(Named& named);
   void Expand(Pending& pending);
   static void Count(int rank, Pending& pending);
-  void Complete(Named& named, TimeNs now);
+  void Complete(Named& named);
   Status Agree(Named& named, Decision* decision, int64_t* bytes);
-  Status ChangeSets(const Request& request, std::vector<int64_t>* rows, TimeNs now);
-  void RemoveSet(int32_t id, TimeNs now);
+  Status ChangeSets(const Request& request, std::vector<int64_t>* rows);
+  void RemoveSet(int32_t id);
   Request RequestOf(const Record& record, int member) const;
   uint64_t Remember(Named& named, const Request& request, const std::vector<int64_t>& rows);
   void ForgetRetired();
 
   // Join (uneven data).
-  void Join(int rank, TimeNs now);
+  void Join(int rank);
   bool AllHere(const Pending& pending) const;
   std::vector<int> JoinedAmong(const Pending& pending) const;
   // Whether a request can be carried out although these members contribute nothing.

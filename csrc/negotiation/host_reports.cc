@@ -16,8 +16,8 @@ constexpr TimeNs kAgeWorthTelling = 100 * kMicrosecond;
 
 }  // namespace
 
-HostReports::HostReports(std::vector<int> ranks, TimeNs hold_ns, bool prompt)
-    : ranks_(std::move(ranks)), hold_ns_(hold_ns), prompt_(prompt), held_(ranks_.size()) {}
+HostReports::HostReports(std::vector<int> ranks, TimeNs hold_ns, bool tells_ages)
+    : ranks_(std::move(ranks)), hold_ns_(hold_ns), tells_ages_(tells_ages), held_(ranks_.size()) {}
 
 void HostReports::Receive(int rank, const Report& report, TimeNs now) {
   const auto found = std::find(ranks_.begin(), ranks_.end(), rank);
@@ -73,7 +73,7 @@ void HostReports::Count(Tensor& tensor, size_t place, const Tensor* like) {
 
 bool HostReports::MoreIsExpected(TimeNs now) const {
   if (waiting_for_ == 0 || urgent_ || now >= After(since_ns_, hold_ns_)) return false;
-  return prompt_ || held_count_ < ranks_.size();
+  return held_count_ < ranks_.size();
 }
 
 std::optional<std::string> HostReports::Take(TimeNs now) {
@@ -84,7 +84,7 @@ std::optional<std::string> HostReports::Take(TimeNs now) {
     if (!held.any) continue;
     TimeNs oldest = 0;
     for (const TimeNs submitted : held.submitted_ns) {
-      if (!prompt_) break;
+      if (!tells_ages_) break;
       oldest = std::max(oldest, now - submitted);
       held.report.ages_us.push_back((now - submitted) / kMicrosecond);
     }

@@ -29,9 +29,9 @@ namespace hororing {
 
 class HostReports {
  public:
-  // `ranks`: of this host. `prompt`: they report more before they are answered, and how long
-  // tensors have waited here counts, too.
-  HostReports(std::vector<int> ranks, TimeNs hold_ns, bool prompt);
+  // `ranks`: of this host. `tells_ages`: how long tensors have waited here counts, too.
+  HostReports(std::vector<int> ranks, TimeNs hold_ns, bool tells_ages);
+  void set_hold(TimeNs hold_ns) { hold_ns_ = hold_ns; }
 
   // REQUIRES: `rank` is one of them.
   void Receive(int rank, const Report& report, TimeNs now);
@@ -59,8 +59,8 @@ class HostReports {
   bool MoreIsExpected(TimeNs now) const;
 
   const std::vector<int> ranks_;
-  const TimeNs hold_ns_;
-  const bool prompt_;
+  TimeNs hold_ns_;
+  const bool tells_ages_;
   std::vector<Held> held_;  // by place among `ranks`
   std::unordered_map<uint64_t, Tensor> cached_;
   std::unordered_map<std::string, Tensor> fresh_;

@@ -10,7 +10,7 @@
 namespace hororing {
 
 // Adds or removes a process set. `rows` as in Decision::Details.
-Status Coordinator::ChangeSets(const Request& request, std::vector<int64_t>* rows, TimeNs now) {
+Status Coordinator::ChangeSets(const Request& request, std::vector<int64_t>* rows) {
   if (request.kind == Collective::kAddProcessSet) {
     const Status possible = sets_.Check(request.ranks, request.root != 0);
     if (!possible.ok()) {
@@ -23,12 +23,12 @@ Status Coordinator::ChangeSets(const Request& request, std::vector<int64_t>* row
   }
   const int32_t id = request.root;
   const bool there = id != kWorldSet && sets_.Find(id) != nullptr;
-  if (there) RemoveSet(id, now);
+  if (there) RemoveSet(id);
   *rows = {there ? 1 : 0};
   return Status::Ok();
 }
 
-void Coordinator::RemoveSet(int32_t id, TimeNs now) {
+void Coordinator::RemoveSet(int32_t id) {
   const ProcessSet* set = sets_.Find(id);
   queue_.ForgetSet(id);
   const std::vector<Named*> waiting = waiting_;
@@ -43,7 +43,7 @@ void Coordinator::RemoveSet(int32_t id, TimeNs now) {
         Status(Code::kMismatch, request.Title() + " (NEGOTIATE): the process set was " +
                                     "removed before all of its ranks had made this call");
     Forget(*named);
-    queue_.PushUrgent(std::move(fail), now);
+    queue_.PushUrgent(std::move(fail));
   }
   for (auto record = records_.begin(); record != records_.end();) {
     if (record->second->request.process_set != id) {
@@ -59,7 +59,7 @@ void Coordinator::RemoveSet(int32_t id, TimeNs now) {
 }
 
 // From now on the rank contributes neutral elements to whatever the others reduce.
-void Coordinator::Join(int rank, TimeNs now) {
+void Coordinator::Join(int rank) {
   char& joined = joined_[static_cast<size_t>(rank)];
   if (joined) return;
   joined = 1;
@@ -71,7 +71,7 @@ void Coordinator::Join(int rank, TimeNs now) {
   }
   std::sort(complete.begin(), complete.end(),
             [](const Named* a, const Named* b) { return a->key < b->key; });
-  for (Named* named : complete) Complete(*named, now);
+  for (Named* named : complete) Complete(*named);
 }
 
 bool Coordinator::AllHere(const Pending& pending) const {

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "base/clock.h"
 #include "base/status.h"
 #include "base/tuning.h"
 #include "base/types.h"
@@ -69,6 +70,13 @@ struct Report {
   std::string reason;            // ... and why, if it said so
 };
 
+// A bucket of a plan, as ranks need to know it.
+struct PlannedBucket {
+  std::vector<uint64_t> ids;  // in the cache; in order of readiness
+  // A rank that has some reports them, from the first one's submission on, so late at the latest.
+  TimeNs wait_ns = 0;
+};
+
 // One item of an agreement. Every rank carries out the decisions of all agreements in the same
 // order: that order is what keeps the data plane free of deadlock.
 struct Decision {
@@ -78,7 +86,8 @@ struct Decision {
     kLeave = 2,     // a rank has shut down: fail everything pending with `status`, stop
     kAbort = 3,     // the engine cannot go on: fail everything pending with `status`
     kTimeline = 4,  // switch the timeline
-    kTune = 5,      // carry out allreduces like this from now on
+    kTune = 5,      // carry out allreduces, and report, like this from now on
+    kPlan = 6,      // report the tensors of a bucket together from now on
   };
   // What a kRun of a cached request, which most decisions are, has nothing of: thousands of those
   // pass through a step, and are no larger than this.
@@ -93,7 +102,9 @@ struct Decision {
     std::optional<Request> stand_in;
     bool timeline_on = false;  // kTimeline
     bool timeline_cycles = false;
-    Tuning tuning;  // kTune
+    Tuning tuning;                    // kTune
+    TimeNs hold_ns = 0;               // kTune: requests come together for so long
+    std::vector<PlannedBucket> plan;  // kPlan: of the process set; empty: there is none
   };
 
   Decision() = default;

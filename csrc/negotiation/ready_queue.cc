@@ -34,7 +34,6 @@ ReadyQueue::Steps* ReadyQueue::StepsOf(int32_t process_set) {
 }
 
 void ReadyQueue::Announced(int32_t process_set, uint64_t id, TimeNs when) {
-  ++expected_[process_set];
   Steps* steps = StepsOf(process_set);
   if (steps == nullptr) return;
   const std::optional<Step> over = steps->watch.Announced(id, when);
@@ -42,64 +41,70 @@ void ReadyQueue::Announced(int32_t process_set, uint64_t id, TimeNs when) {
 }
 
 void ReadyQueue::Learn(int32_t process_set, Steps& steps, const Step& step) {
-  Release(steps, step.end_ns);
+  Release(steps);
   if (tuner_ && !tuner_->done()) {
     if (process_set != kWorldSet) return;
     tuner_->Learn(step);
-    fusion_bytes_ = tuner_->setting().fusion_bytes;
-    hold_ns_ = tuner_->setting().hold_ns;
-    if (!(tuner_->setting().tuning == tuning_)) {
+    const Tuner::Setting& now = tuner_->setting();
+    fusion_bytes_ = now.fusion_bytes;
+    if (!(now.tuning == tuning_) || now.hold_ns != hold_ns_) {
       Decision tune;
       tune.kind = Decision::Kind::kTune;
-      tune.set_details().tuning = tuning_ = tuner_->setting().tuning;
-      PushUrgent(std::move(tune), step.end_ns);
+      tune.set_details().tuning = tuning_ = now.tuning;
+      tune.set_details().hold_ns = hold_ns_ = now.hold_ns;
+      PushUrgent(std::move(tune));
     }
   } else if (steps.planner != nullptr) {
     steps.planner->set_limit_bytes(fusion_bytes_);
     steps.planner->Learn(step);
+    TellPlan(process_set, steps);
   }
 }
 
-void ReadyQueue::Withdrawn(int32_t process_set) {
-  const auto expected = expected_.find(process_set);
-  if (--expected->second == 0) expected_.erase(expected);
+// Ranks report what shares a bucket together.
+void ReadyQueue::TellPlan(int32_t process_set, Steps& steps) {
+  if (steps.told == steps.planner->version()) return;
+  steps.told = steps.planner->version();
+  Decision plan;
+  plan.kind = Decision::Kind::kPlan;
+  plan.process_set = process_set;
+  std::vector<PlannedBucket>& buckets = plan.set_details().plan;
+  for (size_t i = 0; i < steps.planner->plan().size(); ++i) {
+    buckets.push_back({steps.planner->plan()[i], steps.planner->Wait(i)});
+  }
+  PushUrgent(std::move(plan));
 }
 
-void ReadyQueue::Add(Item item, TimeNs now) {
-  if (ready_.empty()) ready_since_ns_ = now;
-  ready_bytes_ += item.bytes;
-  ready_.push_back(std::move(item));
-}
+void ReadyQueue::Add(Item item) { ready_.push_back(std::move(item)); }
 
 // What waits for buckets goes by the rule of "ready" from now on.
-void ReadyQueue::Release(Steps& steps, TimeNs now) {
+void ReadyQueue::Release(Steps& steps) {
   for (auto& [bucket, items] : steps.held) {
     held_ -= items.size();
-    for (Item& item : items) Add(std::move(item), now);
+    for (Item& item : items) Add(std::move(item));
   }
   steps.held.clear();
 }
 
-void ReadyQueue::PushUrgent(Decision decision, TimeNs now) {
-  for (auto& [process_set, steps] : steps_) Release(steps, now);
+void ReadyQueue::PushUrgent(Decision decision) {
+  for (auto& [process_set, steps] : steps_) Release(steps);
   Item item;
   item.decision = std::move(decision);
   item.urgent = true;
-  Add(std::move(item), now);
-  go_ = true;
+  Add(std::move(item));
 }
 
-void ReadyQueue::PushAllreduce(Decision decision, const Ready& ready, TimeNs now) {
+void ReadyQueue::PushAllreduce(Decision decision, const Ready& ready) {
   Item item;
   item.decision = std::move(decision);
   item.bytes = ready.bytes;
   item.priority = ready.priority;
   Steps* steps = StepsOf(item.decision.process_set);
-  if (steps == nullptr) return Add(std::move(item), now);
+  if (steps == nullptr) return Add(std::move(item));
   steps->watch.Ready(ready.id, ready.bytes, ready.when);
-  if (steps->planner == nullptr) return Add(std::move(item), now);
+  if (steps->planner == nullptr) return Add(std::move(item));
   const std::optional<size_t> bucket = steps->planner->BucketOf(ready.id);
-  if (!bucket) return Add(std::move(item), now);
+  if (!bucket) return Add(std::move(item));
   std::vector<Item>& held = steps->held[*bucket];
   held.push_back(std::move(item));
   ++held_;
@@ -111,18 +116,9 @@ void ReadyQueue::PushAllreduce(Decision decision, const Ready& ready, TimeNs now
   for (Item& each : held) {
     each.priority = priority;
     each.bucket = buckets_;
-    Add(std::move(each), now);
+    Add(std::move(each));
   }
   steps->held.erase(*bucket);
-  go_ = true;
-}
-
-// Whether nothing is on its way that what is ready could share a batch with.
-bool ReadyQueue::BurstIsComplete() const {
-  if (expected_.empty()) return true;
-  return std::none_of(ready_.begin(), ready_.end(), [this](const Item& item) {
-    return expected_.count(item.decision.process_set) != 0;
-  });
 }
 
 TimeNs ReadyQueue::Steps::deadline() const {
@@ -162,27 +158,19 @@ std::vector<Decision> ReadyQueue::Take(TimeNs now) {
   for (auto& [process_set, steps] : steps_) {
     if (now < steps.deadline()) continue;
     steps.planner->GiveUp(steps.held.begin()->first);
-    Release(steps, now);
-    go_ = true;
+    Release(steps);
   }
   if (ready_.empty()) return {};
-  const bool hold = !go_ && ready_bytes_ < fusion_bytes_ &&
-                    now < After(ready_since_ns_, hold_ns_) && !BurstIsComplete();
-  if (hold) return {};
   const size_t count = CountToTake();
   std::vector<Decision> taken;
   taken.reserve(count);
-  for (size_t i = 0; i < count; ++i) {
-    ready_bytes_ -= ready_[i].bytes;
-    taken.push_back(std::move(ready_[i].decision));
-  }
+  for (size_t i = 0; i < count; ++i) taken.push_back(std::move(ready_[i].decision));
   ready_.erase(ready_.begin(), ready_.begin() + static_cast<std::ptrdiff_t>(count));
-  go_ = !ready_.empty();
   return taken;
 }
 
 TimeNs ReadyQueue::NextDeadline() const {
-  TimeNs next = ready_.empty() ? kForever : go_ ? 0 : After(ready_since_ns_, hold_ns_);
+  TimeNs next = ready_.empty() ? kForever : 0;
   for (const auto& [process_set, steps] : steps_) next = std::min(next, steps.deadline());
   return next;
 }
@@ -199,7 +187,7 @@ void ReadyQueue::Ran(int32_t process_set, int64_t bytes, TimeNs begin, TimeNs en
 void ReadyQueue::ForgetSet(int32_t process_set) {
   const auto steps = steps_.find(process_set);
   if (steps == steps_.end()) return;
-  Release(steps->second, ready_since_ns_);
+  Release(steps->second);
   if (const StepPlanner* planner = steps->second.planner.get()) {
     forgotten_.version += planner->version() + 1;
     forgotten_.plans += planner->plans();

@@ -1,12 +1,12 @@
 // ReadyQueue: decisions on their way into an agreement. What goes now, what waits for others to
 // share a batch with, and how long. The rules, each as in docs/scheduling.md:
 //
-//   ready  allreduces wait at most `hold_ns` for others of their process set that some rank has
-//          reported already, and not at all once they fill a batch
-//   plan   once the steps are known, an allreduce waits for the others of its bucket; a step that
-//          departs from the plan goes by the rule above
-//   tune   threshold and hold time of the first rule are tried out and then kept, and so is what
-//          ranks hear of by a decision (kTune)
+//   ready  what all have reported goes: ranks let requests come together before they report them
+//   plan   once the steps are known, an allreduce waits for the others of its bucket, of which
+//   ranks
+//          hear by a decision (kPlan); a step that departs from the plan goes by the rule above
+//   tune   the threshold of batches is tried out and then kept, and so is what ranks hear of by a
+//          decision (kTune)
 //
 // Allreduces of different priorities that are ready at the same time go in the order of these, a
 // batch at a time: what is left may be overtaken by what becomes ready meanwhile. Where all
@@ -37,8 +37,8 @@ class ReadyQueue {
  public:
   struct Options {
     int64_t fusion_bytes = 0;
-    TimeNs hold_ns = 0;
-    Tuning tuning;  // as all ranks begin
+    TimeNs hold_ns = 0;  // for which ranks let requests come together; what a plan forgives
+    Tuning tuning;       // as all ranks begin
     bool plan = false;
     std::optional<Tuner::Options> tune;  // its initial setting is the one above
   };
@@ -46,10 +46,8 @@ class ReadyQueue {
 
   // Some rank has reported an allreduce, submitted at `when`; `id` is 0 unless it is cached.
   void Announced(int32_t process_set, uint64_t id, TimeNs when);
-  // It became a decision, or failed.
-  void Withdrawn(int32_t process_set);
 
-  void PushUrgent(Decision decision, TimeNs now);
+  void PushUrgent(Decision decision);
   // What is known of an allreduce.
   struct Ready {
     uint64_t id = 0;  // 0 unless it is cached
@@ -57,7 +55,7 @@ class ReadyQueue {
     int32_t priority = 0;
     TimeNs when = 0;  // the last rank submitted it
   };
-  void PushAllreduce(Decision decision, const Ready& ready, TimeNs now);
+  void PushAllreduce(Decision decision, const Ready& ready);
   // What goes into the next agreement; empty: nothing yet.
   std::vector<Decision> Take(TimeNs now);
   // The latest Take has left behind what should not be taken before that was carried out.
@@ -79,7 +77,6 @@ class ReadyQueue {
   Counts counts() const;
   Tuner* tuner() { return tuner_ ? &*tuner_ : nullptr; }
   int64_t fusion_bytes() const { return fusion_bytes_; }
-  TimeNs hold_ns() const { return hold_ns_; }
 
  private:
   struct Item {
@@ -94,14 +91,15 @@ class ReadyQueue {
     StepWatch watch;
     std::unique_ptr<StepPlanner> planner;        // null: no plans
     std::map<size_t, std::vector<Item>> held{};  // by bucket
-    TimeNs deadline() const;                     // for the first of them; kForever: none
+    int64_t told = 0;                            // version of the plan that ranks have
+    TimeNs deadline() const;                     // for the first of `held`; kForever: none
   };
 
   Steps* StepsOf(int32_t process_set);
   void Learn(int32_t process_set, Steps& steps, const Step& step);
-  void Add(Item item, TimeNs now);
-  void Release(Steps& steps, TimeNs now);
-  bool BurstIsComplete() const;
+  void TellPlan(int32_t process_set, Steps& steps);
+  void Add(Item item);
+  void Release(Steps& steps);
   size_t CountToTake();
 
   const Options options_;
@@ -109,13 +107,9 @@ class ReadyQueue {
   TimeNs hold_ns_;
   Tuning tuning_;  // that was decided
   std::optional<Tuner> tuner_;
-  std::map<int32_t, Steps> steps_;   // by process set
-  std::map<int32_t, int> expected_;  // allreduces reported by some ranks, by process set
+  std::map<int32_t, Steps> steps_;  // by process set
   std::vector<Item> ready_;
   size_t held_ = 0;  // items in all of steps_
-  int64_t ready_bytes_ = 0;
-  TimeNs ready_since_ns_ = 0;
-  bool go_ = false;  // what is in ready_ must not wait
   bool may_be_overtaken_ = false;
   uint64_t buckets_ = 0;  // that were complete so far
   Counts forgotten_;      // of sets that were removed

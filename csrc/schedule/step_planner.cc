@@ -182,6 +182,11 @@ TimeNs StepPlanner::Deadline(size_t bucket, TimeNs begin_ns, TimeNs idle_ns) con
   return After(std::max(planned, idle_ns), patience_ns_ + latency_ns_);
 }
 
+// Until the deadline of a step in which that tensor comes as planned.
+TimeNs StepPlanner::Wait(size_t bucket) const {
+  return Deadline(bucket, 0, 0) - planned_ns_.at(plan_[bucket].front());
+}
+
 void StepPlanner::GiveUp(size_t bucket) {
   departed_ = true;
   ++departures_;

@@ -45,6 +45,8 @@ class StepPlanner {
   // Until when `bucket` may be waited for, in a step that began at `begin_ns`; `idle_ns`: since
   // when reports can arrive, which they cannot while a batch is under way.
   TimeNs Deadline(size_t bucket, TimeNs begin_ns, TimeNs idle_ns) const;
+  // How long, from the first tensor of `bucket` that a rank has on, it may wait for the rest.
+  TimeNs Wait(size_t bucket) const;
   // The step departs, since `bucket` was not complete.
   void GiveUp(size_t bucket);
 

@@ -17,6 +17,7 @@
 #include "engine/report_pace.h"
 #include "negotiation/codec.h"
 #include "negotiation/coordinator.h"
+#include "negotiation/planned_reports.h"
 #include "negotiation/response_cache.h"
 #include "negotiation/validate.h"
 #include "schedule/bucket_plan.h"
@@ -219,10 +220,22 @@ PYBIND11_MODULE(_testing, module) {
                              [](const Decision& d) { return d.details().status.message(); });
 
   py::class_<ReportPace>(module, "ReportPace")
-      .def(py::init<TimeNs, bool>(), py::arg("hold_ns"), py::arg("prompt"))
+      .def(py::init<TimeNs>(), py::arg("hold_ns"))
       .def("due", &ReportPace::Due, py::arg("first"), py::arg("count"), py::arg("now"))
       .def("told", &ReportPace::Told, py::arg("now"))
       .def("answered", &ReportPace::Answered);
+
+  py::class_<PlannedReports>(module, "PlannedReports")
+      .def(py::init<>())
+      .def("learn",
+           [](PlannedReports& planned, const Decision& decision) {
+             planned.Learn(decision.process_set, decision.details().plan);
+           })
+      .def("any", &PlannedReports::any)
+      .def("add", &PlannedReports::Add, py::arg("id"), py::arg("when"))
+      .def("reported", &PlannedReports::Reported)
+      .def("due", &PlannedReports::due)
+      .def("others", [](const PlannedReports& planned) { return planned.others().count; });
 
   py::class_<Coordinator>(module, "Coordinator")
       .def(py::init(

@@ -110,7 +110,6 @@ TEST(what_was_ready_before_its_set_was_removed_reaches_the_old_members) {
   Coordinator::Options options;
   options.size = 2;
   options.queue.fusion_bytes = 1 << 20;
-  options.queue.hold_ns = kSecond;
   Coordinator coordinator(options);
   const int32_t set = static_cast<int32_t>(AddSet(coordinator, 2, {1}));
   Tell(coordinator, 1, {Allreduce("x", set)});
@@ -161,24 +160,6 @@ TEST(a_set_decides_without_the_others_and_concerns_only_its_members) {
   const std::vector<Waiting> waiting = coordinator.AllWaiting();
   CHECK_EQ(waiting.size(), size_t{1});
   CHECK(waiting[0].missing == (std::vector<int>{1, 2, 3}));
-}
-
-TEST(what_waits_in_another_set_or_is_no_allreduce_holds_no_burst_back) {
-  Coordinator::Options options;
-  options.size = 2;
-  options.queue.fusion_bytes = 1 << 20;
-  options.queue.hold_ns = kSecond;
-  Coordinator coordinator(options);
-  const int32_t set = static_cast<int32_t>(AddSet(coordinator, 2, {0}));
-  Tell(coordinator, 1, {Allreduce("of the world"), Control(Collective::kBarrier)});
-  Tell(coordinator, 0, {Allreduce("x", set)});
-  CHECK_EQ(Decisions(coordinator).size(), size_t{1});
-  // But what some rank has reported of the same set does, and for as long as it waits.
-  Tell(coordinator, 1, {Allreduce("later")});
-  Tell(coordinator, 0, {Allreduce("of the world")});
-  CHECK(Decisions(coordinator).empty());
-  Tell(coordinator, 0, {Allreduce("later")});
-  CHECK_EQ(Decisions(coordinator).size(), size_t{2});
 }
 
 TEST(removing_a_set_fails_what_waits_in_it_and_forgets_its_cached_requests) {

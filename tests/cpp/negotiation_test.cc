@@ -166,21 +166,15 @@ TEST(every_property_that_must_agree_is_checked) {
   CHECK(Validate({&deep, &more}, {0, 1}).ok());
 }
 
-TEST(a_burst_is_held_back_for_what_others_have_reported_but_a_lone_request_is_not) {
+TEST(what_all_have_reported_goes_at_once) {
   Coordinator::Options options = Options(2);
   options.queue.hold_ns = 100;
   Coordinator coordinator(options);
   coordinator.Receive(0, Fresh({Allreduce("a"), Allreduce("b")}), 0);
+  CHECK_EQ(coordinator.NextDeadline(), kForever);
   coordinator.Receive(1, Fresh({Allreduce("a")}), 10);
-  CHECK(!coordinator.Decide(20).has_value());
-  CHECK_EQ(coordinator.NextDeadline(), TimeNs{110});
-  coordinator.Receive(1, Fresh({Allreduce("b")}), 30);
-  CHECK_EQ(coordinator.Decide(30)->decisions.size(), size_t{2});
-
-  coordinator.Receive(0, Fresh({Allreduce("c"), Allreduce("d")}), 40);
-  coordinator.Receive(1, Fresh({Allreduce("c")}), 50);
-  CHECK(!coordinator.Decide(149).has_value());
-  CHECK(coordinator.Decide(150).has_value());
+  CHECK_EQ(coordinator.NextDeadline(), TimeNs{0});
+  CHECK_EQ(coordinator.Decide(10)->decisions.size(), size_t{1});
 }
 
 TEST(leaving_fails_nothing_that_was_ready_before) {
@@ -262,7 +256,6 @@ TEST(random_schedules_decide_everything_exactly_once) {
     const int size = 1 + static_cast<int>(random() % 4);
     Coordinator::Options options = Options(size);
     options.cache_capacity = static_cast<int>(random() % 4);
-    options.queue.hold_ns = random() % 3;
     Coordinator coordinator(options);
     struct Member {
       ResponseCache cache;
@@ -346,10 +339,33 @@ TEST(what_is_tuned_travels_in_an_agreement) {
   agreement.decisions.emplace_back();
   agreement.decisions[0].kind = Decision::Kind::kTune;
   agreement.decisions[0].set_details().tuning = {1 << 20, {4, 0, 3}, {1, 2, 0}};
+  agreement.decisions[0].set_details().hold_ns = 5 * kMillisecond;
   Agreement decoded;
   CHECK(Decode(Encode(agreement), &decoded));
   CHECK_EQ(decoded.decisions.size(), size_t{1});
   CHECK(decoded.decisions[0].details().tuning == agreement.decisions[0].details().tuning);
+  CHECK_EQ(decoded.decisions[0].details().hold_ns, 5 * kMillisecond);
+}
+
+TEST(a_plan_travels_in_an_agreement) {
+  Agreement agreement;
+  agreement.decisions.resize(2);
+  for (Decision& decision : agreement.decisions) decision.kind = Decision::Kind::kPlan;
+  agreement.decisions[0].process_set = 3;
+  agreement.decisions[0].set_details().plan = {{{1, 300, 70000}, kMillisecond}, {{2}, 0}};
+  const std::string whole = Encode(agreement);
+  Agreement decoded;
+  CHECK(Decode(whole, &decoded));
+  CHECK_EQ(decoded.decisions[0].process_set, 3);
+  const std::vector<PlannedBucket>& plan = decoded.decisions[0].details().plan;
+  CHECK_EQ(plan.size(), size_t{2});
+  CHECK(plan[0].ids == (std::vector<uint64_t>{1, 300, 70000}));
+  CHECK_EQ(plan[0].wait_ns, kMillisecond);
+  CHECK(plan[1].ids == std::vector<uint64_t>{2});
+  CHECK(decoded.decisions[1].details().plan.empty());
+  for (size_t bytes = 0; bytes < whole.size(); ++bytes) {
+    CHECK(!Decode(whole.substr(0, bytes), &decoded));
+  }
 }
 
 TEST(truncated_and_random_messages_are_refused_not_trusted) {

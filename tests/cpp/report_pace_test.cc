@@ -20,7 +20,7 @@ using Look = HandleTable::Look;
 constexpr TimeNs kHold = 8 * kMillisecond;
 
 TEST(the_first_requests_wait_a_moment_and_as_long_as_they_are_a_burst) {
-  const ReportPace pace(kHold, false);
+  const ReportPace pace(kHold);
   const TimeNs first = kSecond, moment = first + kMillisecond;
   CHECK_EQ(pace.Due(first, 1, first), moment);
   CHECK_EQ(pace.Due(first, 1, moment), moment);
@@ -30,7 +30,7 @@ TEST(the_first_requests_wait_a_moment_and_as_long_as_they_are_a_burst) {
 }
 
 TEST(reports_are_a_while_apart) {
-  ReportPace pace(kHold, false);
+  ReportPace pace(kHold);
   pace.Reported(kSecond);
   CHECK(!pace.unanswered());
   CHECK_EQ(pace.Due(kSecond + 1, 1, kSecond + 1), kSecond + kHold);
@@ -39,7 +39,7 @@ TEST(reports_are_a_while_apart) {
 }
 
 TEST(who_has_reported_is_silent_until_it_is_answered) {
-  ReportPace pace(kHold, false);
+  ReportPace pace(kHold);
   pace.Told(kSecond);
   CHECK(pace.unanswered());
   const TimeNs end = kSecond + ReportPace::kPatience * kHold;
@@ -48,16 +48,6 @@ TEST(who_has_reported_is_silent_until_it_is_answered) {
   pace.Answered();
   CHECK(!pace.unanswered());
   CHECK_EQ(pace.Due(kSecond + 1, 1, kSecond + 1), kSecond + kHold);
-}
-
-TEST(where_the_coordinator_learns_only_bursts_wait) {
-  ReportPace pace(kHold, true);
-  CHECK_EQ(pace.Due(kSecond, 1, kSecond), kSecond);
-  CHECK_EQ(pace.Due(kSecond, 2, kSecond + 10), kSecond + 200 * kMicrosecond);
-  pace.Told(kSecond);
-  CHECK_EQ(pace.Due(kSecond, 1, kSecond), kSecond + kHold);
-  pace.Answered();
-  CHECK_EQ(pace.Due(kSecond, 1, kSecond), kSecond);
 }
 
 // Tensors that come too slowly for a burst, on a rank that is behind the other, ahead of it, and

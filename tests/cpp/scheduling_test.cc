@@ -51,6 +51,42 @@ TEST(after_a_few_steps_batches_are_the_buckets_of_the_plan) {
   CHECK_EQ(world.coordinator.queue().counts().departures, int64_t{0});
 }
 
+// What a bucket was planned for costs a rank one report, early ranks and late ones.
+TEST(a_bucket_costs_every_rank_one_report) {
+  World together(Planning(3), kSlowNetwork), apart(Planning(3), kSlowNetwork);
+  together.buckets_together = true;
+  const std::vector<Submission> step = Layers(20, kMillisecond, 100000);
+  for (World* world : {&together, &apart}) {
+    for (int i = 0; i < kEnough; ++i) {
+      world->Play(step, 300 * kMicrosecond);
+      world->now += kMillisecond;
+    }
+    CHECK(world->batches == world->coordinator.Plan());
+  }
+  const std::vector<Names> plan = together.coordinator.Plan();
+  CHECK(plan == apart.coordinator.Plan());
+  CHECK(plan.size() > 1 && plan.size() < step.size());
+  for (const int reports : apart.reports) CHECK_EQ(reports, static_cast<int>(step.size()));
+  for (const int reports : together.reports) CHECK_EQ(reports, static_cast<int>(plan.size()));
+  CHECK_EQ(together.Play(step, 300 * kMicrosecond), apart.Play(step, 300 * kMicrosecond));
+  CHECK_EQ(together.coordinator.queue().counts().departures, int64_t{0});
+}
+
+// The rest of its bucket is reported in time for the coordinator, which gives it up then.
+TEST(a_tensor_that_does_not_come_keeps_the_others_for_no_longer_than_planned) {
+  World world(Planning(), kSlowNetwork);
+  world.buckets_together = true;
+  std::vector<Submission> step = Layers(20, kMillisecond, 100000);
+  const TimeNs usual = world.Play(kEnough, step);
+  CHECK(!world.coordinator.Plan().empty());
+  step.erase(step.begin() + 7);
+  CHECK(world.Play(1, step) <= usual + 20 * kMillisecond);
+  world.Play(2 * kEnough, step);
+  size_t planned = 0;
+  for (const Names& bucket : world.coordinator.Plan()) planned += bucket.size();
+  CHECK_EQ(planned, step.size());
+}
+
 TEST(without_the_knob_nothing_is_planned) {
   Coordinator::Options options = Planning();
   options.queue.plan = false;

@@ -11,6 +11,7 @@
 
 #include "check.h"
 #include "negotiation/coordinator.h"
+#include "negotiation/planned_reports.h"
 #include "schedule/cost_model.h"
 
 namespace hororing_test {
@@ -47,12 +48,16 @@ struct Submission {
 class SimulatedWorld {
  public:
   SimulatedWorld(const Coordinator::Options& options, std::function<double(int64_t)> network)
-      : cost(std::move(network)), ranks(options.size), coordinator(options) {}
+      : cost(std::move(network)),
+        ranks(options.size),
+        members_(static_cast<size_t>(options.size)),
+        coordinator(options) {}
 
   // One step: all ranks submit the same, rank r `skew` * r later. Returns when the last batch
   // was done, from the begin of the step.
   TimeNs Play(std::vector<Submission> waiting, TimeNs skew = 0) {
     batches.clear();
+    reports.assign(members_.size(), 0);
     const TimeNs begin = now;
     std::map<std::string, TimeNs> done;
     std::map<std::string, int> reported;  // by how many ranks
@@ -68,10 +73,11 @@ class SimulatedWorld {
         }
         int& told = reported[each.name];
         for (; told < members(each.process_set) && at + skew * told <= now; ++told) {
-          Send(each, told, now - at - skew * told);
+          Gather(each, told, at + skew * told);
         }
         if (told < members(each.process_set)) next = std::min(next, at + skew * told);
       }
+      for (int rank = 0; rank < ranks; ++rank) next = std::min(next, Tell(rank));
       std::vector<Agreement> agreed;
       while (auto agreement = coordinator.Decide(now)) {
         agreed.push_back(std::move(*agreement));
@@ -94,7 +100,9 @@ class SimulatedWorld {
     return last;
   }
 
-  std::vector<Names> batches;  // of the latest step, as they were agreed
+  std::vector<Names> batches;     // of the latest step, as they were agreed
+  std::vector<int> reports;       // of the latest step, by rank
+  bool buckets_together = false;  // ranks report what the plan says together; else each by itself
   std::function<double(int64_t)> cost;
   TimeNs now = kSecond;
   Tuning tuning, tried;  // the latest; with which the latest tensor was reduced
@@ -116,7 +124,54 @@ class SimulatedWorld {
   }
 
  private:
+  struct Member {
+    PlannedReports planned;
+    std::vector<std::pair<Submission, TimeNs>> gathered;
+    std::map<uint64_t, TimeNs> under_way;  // reported and not decided: when it was submitted
+  };
+
   int members(int32_t process_set) const { return process_set == kWorldSet ? ranks : 2; }
+
+  void Gather(const Submission& each, int rank, TimeNs at) {
+    if (!buckets_together) {
+      ++reports[static_cast<size_t>(rank)];
+      return Send(each, rank, now - at);
+    }
+    Member& member = members_[static_cast<size_t>(rank)];
+    member.planned.Add(IdOf(each), at);
+    member.gathered.emplace_back(each, at);
+  }
+
+  // Reports what the rank has gathered, if it is time; when it will be.
+  TimeNs Tell(int rank) {
+    Member& member = members_[static_cast<size_t>(rank)];
+    if (member.gathered.empty()) return kForever;
+    if (member.planned.others().count == 0 && now < member.planned.due()) {
+      return member.planned.due();
+    }
+    ++reports[static_cast<size_t>(rank)];
+    for (const auto& [each, at] : member.gathered) {
+      Send(each, rank, now - at);
+      member.under_way[IdOf(each)] = at;
+    }
+    member.gathered.clear();
+    member.planned.Reported();
+    return kForever;
+  }
+
+  void Learn(const Decision& plan) {
+    for (Member& member : members_) {
+      member.planned.Learn(plan.process_set, plan.details().plan);
+      for (const auto& [id, at] : member.under_way) member.planned.Add(id, at);
+      member.planned.Reported();
+      for (const auto& [each, at] : member.gathered) member.planned.Add(IdOf(each), at);
+    }
+  }
+
+  uint64_t IdOf(const Submission& each) const {
+    const auto id = ids_.find(each.name);
+    return id == ids_.end() ? 0 : id->second;
+  }
 
   void Send(const Submission& each, int rank, TimeNs age) {
     const auto id = ids_.find(each.name);
@@ -141,6 +196,10 @@ class SimulatedWorld {
         tuning = decision.details().tuning;
         continue;
       }
+      if (decision.kind == Decision::Kind::kPlan) {
+        Learn(decision);
+        continue;
+      }
       tried = tuning;
       if (!decision.details().name.empty() && decision.cache_id != 0) {
         ids_[decision.details().name] = decision.cache_id;
@@ -151,6 +210,7 @@ class SimulatedWorld {
       const std::string name =
           decision.details().name.empty() ? names_[decision.cache_id] : decision.details().name;
       batches.back().push_back(name);
+      for (Member& member : members_) member.under_way.erase(ids_[name]);
       for (const Submission& each : submitted) {
         if (each.name != name) continue;
         bytes += each.bytes;
@@ -170,6 +230,7 @@ class SimulatedWorld {
 
   std::map<std::string, uint64_t> ids_;
   std::map<uint64_t, std::string> names_;
+  std::vector<Member> members_;
 
  public:
   Coordinator coordinator;

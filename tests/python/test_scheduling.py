@@ -156,8 +156,8 @@ def case_autotune_changes_no_bit_and_writes_down_what_it_tried():
     with engine(**tuned, AUTOTUNE_WARMUP_SAMPLES=2):
         np.testing.assert_array_equal(train(100), expected)
         settled = hvd.statistics()
-        chunks = hvd.allgather_object(settled["chunk_bytes"])
-        assert set(chunks) == {settled["chunk_bytes"]}
+        for told in ("chunk_bytes", "cycle_time_ns"):
+            assert set(hvd.allgather_object(settled[told])) == {settled[told]}
     if hvd_rank_was_0():
         rows = list(csv.DictReader(log.open()))
         assert [row["phase"] for row in rows[:2]] == ["warmup", "warmup"]
@@ -230,32 +230,44 @@ def case_a_batch_costs_one_message_each_way_whatever_the_number_of_tensors():
             hvd.barrier()
 
 
+def reports_beyond_batches(count: int, pause: float, kind: str) -> tuple[float, int]:
+    """In a step of `count` tensors: a rank's reports less batches, and batches."""
+    tensors = [np.ones(8, np.float32) for _ in range(count)]
+    before = messages_and_batches()
+    handles = []
+    for i, tensor in enumerate(tensors):
+        compute(pause)
+        handles.append(hvd.allreduce_async_(tensor, op=hvd.Max, name=f"{kind}.{i}"))
+    for handle in handles:
+        hvd.synchronize(handle)
+    sent, received, batches = messages_and_batches() - before
+    hvd.barrier()
+    told = received / (hvd.size() - 1) if hvd.rank() == 0 else sent
+    return told - batches, batches
+
+
 def case_a_batch_costs_one_report_however_its_tensors_come():
     """In a burst, or some at a time; one more for who waits in the end."""
-    tensors = [np.ones(8, np.float32) for _ in range(400)]
-
-    def step(pause: float, kind: str) -> None:
-        handles = []
-        for i, tensor in enumerate(tensors):
-            compute(pause)
-            handles.append(hvd.allreduce_async_(tensor, op=hvd.Max, name=f"{kind}.{i}"))
-        for handle in handles:
-            hvd.synchronize(handle)
-
     # A rank that has lost its core for as long as others are silent does not count.
     with engine(CYCLE_TIME_MS=4):
         for pause, kind in ((0.0, "burst"), (50e-6, "trickle")):
-            step(pause, kind)
-            beyond = []
-            for _ in range(9):
-                before = messages_and_batches()
-                step(pause, kind)
-                sent, received, batches = messages_and_batches() - before
-                told = received / (hvd.size() - 1) if hvd.rank() == 0 else sent
-                beyond.append(told - batches)
-                assert batches < 50, (kind, batches)
-                hvd.barrier()
-            assert sorted(beyond)[4] <= 1, (kind, beyond)
+            steps = [reports_beyond_batches(400, pause, kind) for _ in range(10)][1:]
+            assert all(batches < 50 for _, batches in steps), (kind, steps)
+            assert sorted(beyond for beyond, _ in steps)[4] <= 1, (kind, steps)
+
+
+def case_a_batch_costs_one_report_with_a_plan_and_tuning_too():
+    for knobs in (
+        {"FUSION": "plan"},
+        {"AUTOTUNE": 1, "AUTOTUNE_STEPS_PER_SAMPLE": 1},
+        {"AUTOTUNE": 1, "AUTOTUNE_STEPS_PER_SAMPLE": 1, "FUSION": "plan"},
+    ):
+        with engine(**knobs, CYCLE_TIME_MS=4):
+            steps = [reports_beyond_batches(60, 300e-6, "layer") for _ in range(120)][20:]
+            beyond = sorted(each for each, _ in steps)
+            assert beyond[len(beyond) // 2] <= 1, (knobs, steps)
+            batches = sorted(each for _, each in steps)
+            assert batches[len(batches) // 4] < 30, (knobs, steps)
 
 
 def case_what_is_polled_for_does_not_wait_for_more():
