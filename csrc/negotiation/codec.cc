@@ -6,6 +6,13 @@
 namespace hororing {
 namespace {
 
+// Cache ids that follow one another, which those of a step mostly do, travel as the first of them
+// and how many they are. No more than this at a time: what malformed messages make us hold is
+// bounded by their length.
+constexpr size_t kLongestRun = 1 << 16;
+// In place of the kind of a decision: a run of those of cached requests; no more decisions.
+constexpr uint8_t kRunOfCached = 0x7e, kNoMore = 0x7f;
+
 // Of a request, in microseconds: an hour. What is older is as old.
 constexpr uint64_t kLongestAge = uint64_t{3600} * 1000 * 1000;
 
@@ -72,6 +79,12 @@ class Reader {
     next_ += size;
     return value;
   }
+  // How many there are in a run; 0 where there is none, or it is malformed.
+  size_t Run() {
+    const uint64_t count = Unsigned();
+    if (count > kLongestRun) ok_ = false;
+    return ok_ ? static_cast<size_t>(count) : 0;
+  }
   // A number of items that take at least one byte each, so it is bounded by what is left.
   size_t Count() {
     const uint64_t count = Unsigned();
@@ -83,7 +96,10 @@ class Reader {
   }
   template <typename Enum>
   Enum Choice(Enum last) {
-    const uint8_t value = Byte();
+    return Choice(Byte(), last);
+  }
+  template <typename Enum>
+  Enum Choice(uint8_t value, Enum last) {
     if (value > static_cast<uint8_t>(last)) ok_ = false;
     return ok_ ? static_cast<Enum>(value) : static_cast<Enum>(0);
   }
@@ -113,6 +129,33 @@ template <typename Integer>
 void Get(Reader& in, std::vector<Integer>* integers) {
   integers->resize(in.Count());
   for (Integer& integer : *integers) integer = static_cast<Integer>(in.Signed());
+}
+
+// The end of the run that begins at `begin`, where `follows(i)` says whether i continues i - 1.
+template <typename Follows>
+size_t EndOfRun(size_t begin, size_t size, const Follows& follows) {
+  size_t end = begin + 1;
+  while (end < size && end - begin < kLongestRun && follows(end)) ++end;
+  return end;
+}
+
+void PutIds(Writer& out, const std::vector<uint64_t>& ids) {
+  for (size_t i = 0; i < ids.size();) {
+    const size_t end =
+        EndOfRun(i, ids.size(), [&](size_t next) { return ids[next] == ids[next - 1] + 1; });
+    out.Unsigned(end - i);
+    out.Unsigned(ids[i]);
+    i = end;
+  }
+  out.Unsigned(0);
+}
+
+void GetIds(Reader& in, std::vector<uint64_t>* ids) {
+  ids->clear();
+  while (const size_t count = in.Run()) {
+    const uint64_t first = in.Unsigned();
+    for (uint64_t i = 0; i < count && in.ok(); ++i) ids->push_back(first + i);
+  }
 }
 
 void Put(Writer& out, const Request& request) {
@@ -167,7 +210,11 @@ Status GetStatus(Reader& in) {
   return Status(code, in.Text(), rank);
 }
 
-// A cached request, which most are, is its id and its process set.
+// Of a cached request, which most are: it is its id and its process set.
+bool IsOfCached(const Decision& decision) {
+  return decision.kind == Decision::Kind::kRun && decision.details().name.empty();
+}
+
 void Put(Writer& out, const Decision& decision) {
   const Decision::Details& details = decision.details();
   out.Unsigned(static_cast<uint8_t>(decision.kind));
@@ -202,16 +249,16 @@ void Put(Writer& out, const Decision& decision) {
       out.Signed(decision.process_set);
       out.Unsigned(details.plan.size());
       for (const PlannedBucket& bucket : details.plan) {
-        Put(out, bucket.ids);
+        PutIds(out, bucket.ids);
         out.Signed(bucket.wait_ns);
       }
       break;
   }
 }
 
-Decision GetDecision(Reader& in) {
+Decision GetDecision(Reader& in, uint8_t kind) {
   Decision decision;
-  decision.kind = in.Choice(Decision::Kind::kPlan);
+  decision.kind = in.Choice(kind, Decision::Kind::kPlan);
   if (decision.kind == Decision::Kind::kRun) {
     decision.cache_id = in.Unsigned();
     decision.process_set = static_cast<int32_t>(in.Signed());
@@ -247,7 +294,7 @@ Decision GetDecision(Reader& in) {
       decision.process_set = static_cast<int32_t>(in.Signed());
       details.plan.resize(in.Count());
       for (PlannedBucket& bucket : details.plan) {
-        Get(in, &bucket.ids);
+        GetIds(in, &bucket.ids);
         bucket.wait_ns = in.Signed();
       }
       break;
@@ -255,13 +302,52 @@ Decision GetDecision(Reader& in) {
   return decision;
 }
 
+void Put(Writer& out, const std::vector<Decision>& decisions) {
+  const auto follows = [&](size_t next) {
+    const Decision &decision = decisions[next], &before = decisions[next - 1];
+    return IsOfCached(decision) && decision.cache_id == before.cache_id + 1 &&
+           decision.process_set == before.process_set;
+  };
+  for (size_t i = 0; i < decisions.size();) {
+    const bool cached = IsOfCached(decisions[i]);
+    const size_t end = cached ? EndOfRun(i, decisions.size(), follows) : i + 1;
+    if (cached) {
+      out.Unsigned(kRunOfCached);
+      out.Unsigned(end - i);
+      out.Unsigned(decisions[i].cache_id);
+      out.Signed(decisions[i].process_set);
+    } else {
+      Put(out, decisions[i]);
+    }
+    i = end;
+  }
+  out.Unsigned(kNoMore);
+}
+
+void Get(Reader& in, std::vector<Decision>* decisions) {
+  decisions->clear();
+  for (uint8_t kind = in.Byte(); in.ok() && kind != kNoMore; kind = in.Byte()) {
+    if (kind != kRunOfCached) {
+      decisions->push_back(GetDecision(in, kind));
+      continue;
+    }
+    const size_t count = in.Run();
+    const uint64_t first = in.Unsigned();
+    const int32_t process_set = static_cast<int32_t>(in.Signed());
+    for (uint64_t i = 0; i < count && in.ok(); ++i) {
+      decisions->emplace_back();
+      decisions->back().cache_id = first + i;
+      decisions->back().process_set = process_set;
+    }
+  }
+}
+
 }  // namespace
 
 std::string Encode(const Report& report) {
   Writer out(MessageKind::kReport);
   out.Unsigned(report.applied);
-  out.Unsigned(report.cached.size());
-  for (uint64_t id : report.cached) out.Unsigned(id);
+  PutIds(out, report.cached);
   out.Unsigned(report.ages_us.size());
   for (int64_t age : report.ages_us) out.Unsigned(static_cast<uint64_t>(age));
   out.Unsigned(report.fresh.size());
@@ -274,10 +360,8 @@ std::string Encode(const Report& report) {
 std::string Encode(const Agreement& agreement) {
   Writer out(MessageKind::kAgreement);
   out.Unsigned(agreement.sequence);
-  out.Unsigned(agreement.decisions.size());
-  for (const Decision& decision : agreement.decisions) Put(out, decision);
-  out.Unsigned(agreement.evicted.size());
-  for (uint64_t id : agreement.evicted) out.Unsigned(id);
+  Put(out, agreement.decisions);
+  PutIds(out, agreement.evicted);
   return out.Take();
 }
 
@@ -313,8 +397,7 @@ bool Decode(const std::string& message, Report* report) {
   Reader in(message);
   if (!in.Expect(MessageKind::kReport)) return false;
   report->applied = in.Unsigned();
-  report->cached.resize(in.Count());
-  for (uint64_t& id : report->cached) id = in.Unsigned();
+  GetIds(in, &report->cached);
   report->ages_us.resize(in.Count());
   for (int64_t& age : report->ages_us) {
     age = static_cast<int64_t>(std::min(in.Unsigned(), kLongestAge));
@@ -331,10 +414,8 @@ bool Decode(const std::string& message, Agreement* agreement) {
   Reader in(message);
   if (!in.Expect(MessageKind::kAgreement)) return false;
   agreement->sequence = in.Unsigned();
-  agreement->decisions.resize(in.Count());
-  for (Decision& decision : agreement->decisions) decision = GetDecision(in);
-  agreement->evicted.resize(in.Count());
-  for (uint64_t& id : agreement->evicted) id = in.Unsigned();
+  Get(in, &agreement->decisions);
+  GetIds(in, &agreement->evicted);
   return in.complete();
 }
 

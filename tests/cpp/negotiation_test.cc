@@ -347,6 +347,66 @@ TEST(what_is_tuned_travels_in_an_agreement) {
   CHECK_EQ(decoded.decisions[0].details().hold_ns, 5 * kMillisecond);
 }
 
+// Whatever there is between them, and however many they are.
+TEST(ids_that_follow_one_another_travel_as_one) {
+  std::mt19937 random(hororing_test::Seed());
+  for (int round = 0; round < 200; ++round) {
+    Report report;
+    Agreement agreement;
+    uint64_t id = random() % 1000;
+    const size_t runs = random() % 8;
+    for (size_t run = 0; run < runs; ++run) {
+      // Some longer than fits.
+      const size_t length = random() % 50 == 0 ? 140000 : 1 + random() % 40;
+      const int32_t process_set = static_cast<int32_t>(random() % 2);
+      for (size_t i = 0; i < length; ++i, ++id) {
+        report.cached.push_back(id);
+        agreement.evicted.push_back(id);
+        agreement.decisions.emplace_back();
+        agreement.decisions.back().cache_id = id;
+        agreement.decisions.back().process_set = process_set;
+      }
+      if (random() % 2 == 0) {
+        agreement.decisions.emplace_back();
+        agreement.decisions.back().set_details().name = "fresh";
+        agreement.decisions.back().cache_id = id;
+      }
+      id = random() % 3 == 0 ? id : random();
+    }
+    Report told;
+    Agreement agreed;
+    CHECK(Decode(Encode(report), &told));
+    CHECK(Decode(Encode(agreement), &agreed));
+    CHECK(told.cached == report.cached);
+    CHECK(agreed.evicted == agreement.evicted);
+    CHECK_EQ(agreed.decisions.size(), agreement.decisions.size());
+    for (size_t i = 0; i < agreed.decisions.size(); ++i) {
+      CHECK_EQ(agreed.decisions[i].cache_id, agreement.decisions[i].cache_id);
+      CHECK_EQ(agreed.decisions[i].process_set, agreement.decisions[i].process_set);
+      CHECK_EQ(agreed.decisions[i].details().name, agreement.decisions[i].details().name);
+    }
+  }
+  Report step;
+  for (uint64_t id = 1000; id < 2000; ++id) step.cached.push_back(id);
+  CHECK(Encode(step).size() < 16);
+}
+
+TEST(runs_that_no_message_may_have_are_refused) {
+  Report report;
+  report.cached = {7};
+  const std::string whole = Encode(report);
+  const size_t place = whole.find('\7') - 1;  // how many there are
+  CHECK_EQ(whole[place], '\1');
+  Report ignored;
+  std::string longer = whole;
+  longer.replace(place, 1, "\x80\x80\x04");  // 2^16
+  CHECK(Decode(longer, &ignored));
+  CHECK_EQ(ignored.cached.size(), size_t{1} << 16);
+  longer = whole;
+  longer.replace(place, 1, "\x81\x80\x04");
+  CHECK(!Decode(longer, &ignored));
+}
+
 TEST(a_plan_travels_in_an_agreement) {
   Agreement agreement;
   agreement.decisions.resize(2);

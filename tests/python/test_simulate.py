@@ -182,7 +182,7 @@ def test_negotiation_takes_one_message_each_way_per_rank_and_burst(core, ranks, 
         assert step.decisions == tensors
 
 
-def test_cached_reports_take_a_byte_or_two_per_tensor_whatever_the_job_size(core):
+def test_cached_reports_take_a_few_bytes_whatever_the_tensors_and_the_job_size(core):
     bursts = [[4096] * 100, [4096] * 61]
     of_a_rank = set()
     for ranks in (2, 3, 50):
@@ -190,8 +190,8 @@ def test_cached_reports_take_a_byte_or_two_per_tensor_whatever_the_job_size(core
         assert second.report_bytes % (ranks - 1) == 0
         of_a_rank.add((second.report_bytes // (ranks - 1), third.agreement_bytes))
         assert first.report_bytes > 15 * second.report_bytes  # names and shapes travel once
-    ((nbytes, _),) = of_a_rank  # the same for all numbers of ranks
-    assert 161 <= nbytes <= 2 * 161 + 16 * len(bursts)
+    (messages,) = of_a_rank  # the same for all numbers of ranks
+    assert max(messages) <= 16 * len(bursts)
 
 
 @pytest.mark.parametrize(("ranks", "combined"), [(8, 8), (16, 8), (64, 8), (12, 4), (3, 3)])
