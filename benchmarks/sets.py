@@ -2,10 +2,11 @@
 
     mpirun -np 2 python benchmarks/sets.py
 
-    hororing          submitted one by one, as DistributedOptimizer's hooks do, then waited for
+    hororing          submitted one by one, under names that are there, as hooks do; then waited for
     hororing grouped  one grouped_allreduce_
     MPI               one blocking MPI_Allreduce after the other, in place
     Horovod           as the first, with its cycle of 1 ms and with one of 0.1 ms
+    Horovod grouped   as the second
     DDP's buckets     as DistributedDataParallel: 1 MiB, then 25 MiB, copied into the bucket, gloo
                       (all buckets under way at once), copied back
     DDP's views       the same buckets with gradient_as_bucket_view: no copies, gradients lie there
@@ -46,14 +47,22 @@ SETS = {
 }
 
 
-def one_by_one(gradients: list[torch.Tensor], prefix: str = "gradient", verbs: Any = hvd) -> None:
+def one_by_one(gradients: dict[str, torch.Tensor], verbs: Any = hvd) -> None:
     """By hororing or by Horovod: the verbs are the same."""
     handles = [
-        verbs.allreduce_async_(gradient, op=verbs.Sum, name=f"{prefix}.{number}")
-        for number, gradient in enumerate(gradients)
+        verbs.allreduce_async_(gradient, op=verbs.Sum, name=name)
+        for name, gradient in gradients.items()
     ]
     for handle in handles:
         verbs.synchronize(handle)
+
+
+def grouped(gradients: list[torch.Tensor], verbs: Any = hvd) -> None:
+    verbs.grouped_allreduce_(gradients, op=verbs.Sum, name="all")
+
+
+def named(prefix: str, gradients: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {f"{prefix}.{number}": gradient for number, gradient in enumerate(gradients)}
 
 
 def blocking_mpi(gradients: list[torch.Tensor]) -> None:
@@ -100,22 +109,24 @@ class Buckets:
 def contestants(
     gradients: list[torch.Tensor], horovods: dict[str, horovod_peer.Horovod]
 ) -> dict[str, Callable[[], object]]:
-    buckets = Buckets(gradients)
+    buckets, by_name = Buckets(gradients), named("gradient", gradients)
     ways: dict[str, Callable[[], object]] = {
-        "hororing": lambda: one_by_one(gradients),
-        "hororing grouped": lambda: hvd.grouped_allreduce_(gradients, op=hvd.Sum, name="all"),
+        "hororing": lambda: one_by_one(by_name),
+        "hororing grouped": lambda: grouped(gradients),
         f"{peers.mpi_name()}, each": lambda: blocking_mpi(gradients),
         "DDP's buckets": buckets.copied,
         "DDP's views": buckets.in_place,
     }
     for name, peer in horovods.items():
-        ways[name] = lambda verbs=peer.verbs: one_by_one(gradients, verbs=verbs)
+        ways[name] = lambda verbs=peer.verbs: one_by_one(by_name, verbs)
+        ways[f"{name} grouped"] = lambda verbs=peer.verbs: grouped(gradients, verbs)
     if sum(g.nbytes for g in gradients) > LARGE * len(gradients):
         targets = [torch.empty_like(gradient).fill_(0.0) for gradient in gradients]
         ways["copy (limit)"] = lambda: copy_all(targets, gradients)
     shared = arena_memory.tensors([tuple(g.shape) for g in gradients], torch.float32)
     if shared is not None:
-        ways[arena_memory.NAME] = lambda: one_by_one(shared, "in arena")
+        in_arena = named("in arena", shared)
+        ways[arena_memory.NAME] = lambda: one_by_one(in_arena)
     return ways
 
 
@@ -137,7 +148,11 @@ def main(argv: list[str] | None = None) -> None:
             order,
             seconds=options.seconds,
             rounds=(1, 1) if options.quick else (5, 100),
-            around={name: peer.awake for name, peer in horovods.items()},
+            around={
+                way: peer.awake
+                for name, peer in horovods.items()
+                for way in (name, f"{name} grouped")
+            },
         )
         nbytes = sum(gradient.nbytes for gradient in gradients)
         case = [

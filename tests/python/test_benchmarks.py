@@ -56,6 +56,7 @@ def test_all_contestants_take_part(reports):
     assert {"plain", "hororing", "DDP", "DDP's views"} <= steps
     for script in ("allreduce", "sets", "torch_step"):
         assert {row["who"] for row in reports[script]["rows"]} >= HOROVODS
+    assert {row["who"] for row in reports["sets"]["rows"]} >= {f"{who} grouped" for who in HOROVODS}
     assert [row["who"] for row in reports["memory"]["rows"]] == ["hororing", "Horovod"] * RANKS
 
 
