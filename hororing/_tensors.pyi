@@ -3,6 +3,15 @@
 from collections.abc import Callable
 from typing import Any
 
+class InFlight:
+    """What owns the memory of requests in flight, by handle."""
+
+    def __new__(cls) -> InFlight: ...
+    def __len__(self) -> int: ...
+    def put(self, handle: int, owner: object, /) -> None: ...
+    def get(self, handle: int, /) -> Any: ...
+    def take(self, handle: int, /) -> Any: ...
+
 class PlainTensors:
     """A framework's tensors that lie in host memory as they look, and requests for them."""
 
@@ -15,7 +24,7 @@ class PlainTensors:
         written: Callable[[tuple[Any, ...]], object] | None,
         like: Callable[[Any], Any] | None,
         recorded: str | None,
-        pending: dict[int, object],
+        pending: InFlight,
         general: type,
         abandoned: dict[int, object],
         sweep: Callable[[], None],

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
 from hororing._core import ffi, lib
-from hororing._tensors import PlainTensors
+from hororing._tensors import InFlight, PlainTensors
 from hororing.arguments import Sum
 from hororing.failures import fail
 from hororing.names import WORLD_SET, DefaultName, encode_name, take_back
@@ -75,11 +75,10 @@ class Pending(NamedTuple):
     finish: Callable[[int], Any]  # result, from the completed handle
 
 
-# No lock: each step below is one operation of a dict, which is atomic, and a finalizer may run
-# `abandon` in the middle of anything.
-# Values are Pending or, where that is all, what owns the memory and is the result: with a thousand
-# requests in flight, as many tuples would keep Python's garbage collector busy.
-_pending: dict[int, object] = {}
+# No lock: each step below is one operation of a dict or of a table in C++, which is atomic, and a
+# finalizer may run `abandon` in the middle of anything.
+# By handle: Pending or, where that is all, what owns the memory and is the result.
+_pending: Final = InFlight()
 # Owners between "the core has it" and "the handle is in the table": an exception that arrives
 # there (Ctrl-C) must not free the memory.
 submitting: dict[int, object] = {}
@@ -210,7 +209,7 @@ def _hand_over(request: Any, keep: object, finish: Callable[[int], Any]) -> int:
     submitting[token] = keep
     handle = int(lib.hr_submit(request))
     if handle > 0:
-        _pending[handle] = Pending(keep, finish)
+        _pending.put(handle, Pending(keep, finish))
     del submitting[token]
     if handle <= 0:
         fail(handle)
@@ -219,7 +218,7 @@ def _hand_over(request: Any, keep: object, finish: Callable[[int], Any]) -> int:
 
 def poll(handle: int) -> bool:
     """Whether `wait(handle)` would return at once. ValueError for an unknown handle."""
-    if handle not in _pending:
+    if _pending.get(handle) is None:
         raise _unknown(handle)
     done = int(lib.hr_poll(handle))
     # Unknown to the core alone: `wait` has finished it, and was interrupted there.
@@ -240,7 +239,7 @@ def wait(handle: int) -> Any:
         raise _unknown(handle)
     code = block_until_complete(handle)
     unknown = code != lib.HR_OK and lib.hr_poll(handle) < 0
-    if unknown or _pending.pop(handle, None) is None:
+    if unknown or _pending.take(handle) is None:
         raise _taken(handle)
     try:
         if code != lib.HR_OK:
@@ -285,7 +284,7 @@ def block_until_complete(handle: int) -> int:
 
 def abandon(handle: int, keep: object) -> None:
     """Never wait for `handle`; keep its memory alive for as long as the core may use it."""
-    _abandoned[handle] = (_pending.pop(handle, None), keep)
+    _abandoned[handle] = (_pending.take(handle), keep)
     _sweep()
 
 

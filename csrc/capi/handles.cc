@@ -11,6 +11,8 @@
 
 namespace hororing {
 
+static_assert(HR_HANDLE_PLACE_BITS == HandleTable::kPlaceBits, "see hororing.h");
+
 int WaitMany(const int64_t* handles, int32_t count, double timeout_s,
              std::vector<std::shared_ptr<const DeviceEvent>>* landed) {
   if (InForkedChild()) return Remember(NotInitialized());
@@ -68,6 +70,7 @@ HR_EXPORT int hr_wait_many(const int64_t* handles, int32_t count, double timeout
 }
 
 HR_EXPORT int hr_finish(int64_t handle, double timeout_s) {
+  if (!InForkedChild() && Handles()->ReleaseIfDone(handle)) return HR_OK;
   return hr_wait_many(&handle, 1, timeout_s);
 }
 

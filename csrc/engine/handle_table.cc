@@ -13,10 +13,8 @@ namespace {
 // Of any vector unit, so that frameworks take results as they are; some copy others.
 constexpr size_t kAlignment = 64;
 
-// Of a handle's 63 bits: requests in flight at a time; and how many there are until numbers come
-// again.
-constexpr int kPlaceBits = 28;
-constexpr int64_t kNumbers = (int64_t{1} << (63 - kPlaceBits)) - 2;
+// How many handles there are until numbers come again.
+constexpr int64_t kNumbers = (int64_t{1} << (63 - HandleTable::kPlaceBits)) - 2;
 
 Status NoResult(int64_t handle, size_t index) {
   return Status(Code::kInvalidArgument,
@@ -101,15 +99,13 @@ void HandleTable::Create(int64_t* handles, size_t count) {
 }
 
 // Whether somebody sleeps until then.
-bool HandleTable::Finish(Slot& slot, Status&& status, std::vector<GatheredTensor>&& results) {
+bool HandleTable::Finish(Slot& slot) {
   const bool awaited = slot.awaited;
   if (slot.released) {
     free_.push_back(&slot - slots_.data());
     slot = Slot();  // which holds nothing yet
   } else {
     slot.done = true;
-    slot.status = std::move(status);
-    slot.results = std::move(results);
   }
   return awaited;
 }
@@ -121,8 +117,12 @@ void HandleTable::Complete(int64_t handle, Status status, std::vector<GatheredTe
     std::lock_guard<std::mutex> lock(mutex_);
     Slot* const slot = Find(handle);
     if (slot == nullptr) return;
-    if (!slot->released) slot->landed = std::move(landed);
-    wake = Finish(*slot, std::move(status), std::move(results));
+    if (!slot->released) {
+      slot->status = std::move(status);
+      slot->results = std::move(results);
+      slot->landed = std::move(landed);
+    }
+    wake = Finish(*slot);
   }
   if (wake) completed_.notify_all();
 }
@@ -133,7 +133,7 @@ void HandleTable::Complete(const std::vector<int64_t>& handles) {
     std::lock_guard<std::mutex> lock(mutex_);
     for (const int64_t handle : handles) {
       Slot* const slot = Find(handle);
-      if (slot != nullptr) wake = Finish(*slot, Status::Ok(), {}) || wake;
+      if (slot != nullptr) wake = Finish(*slot) || wake;
     }
   }
   if (wake) completed_.notify_all();
@@ -174,6 +174,19 @@ HandleTable::Look HandleTable::Wait(int64_t handle, TimeNs timeout_ns, Status* s
     return true;
   });
   return look;
+}
+
+bool HandleTable::ReleaseIfDone(int64_t handle) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  Slot* const slot = Find(handle);
+  if (slot == nullptr || !slot->done || !slot->status.ok() || !slot->results.empty() ||
+      slot->landed != nullptr) {
+    return false;
+  }
+  slot->handle = 0;  // all else is as in a new one
+  slot->done = slot->awaited = false;
+  free_.push_back(slot - slots_.data());
+  return true;
 }
 
 std::shared_ptr<const DeviceEvent> HandleTable::Landed(int64_t handle) {

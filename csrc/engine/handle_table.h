@@ -47,6 +47,9 @@ class HandleTable {
  public:
   enum class Look { kUnknown, kPending, kDone };
 
+  // Of a handle's 63: those of its place, which is below the most requests in flight at a time.
+  static constexpr int kPlaceBits = 28;
+
   int64_t Create();
   void Create(int64_t* handles, size_t count);
   // REQUIRES: `handle` is pending. Releases it if its owner has done so already. `landed`: on a
@@ -64,6 +67,8 @@ class HandleTable {
   // was interrupted before it could note that it had waited asks again.
   Look WaitMany(const int64_t* handles, size_t count, TimeNs timeout_ns, bool* all_ok,
                 std::vector<std::shared_ptr<const DeviceEvent>>* landed = nullptr);
+  // The same for one that is done, has succeeded, and has no results or events: whether it is that.
+  bool ReleaseIfDone(int64_t handle);
   // Null where there is none, or no such handle.
   std::shared_ptr<const DeviceEvent> Landed(int64_t handle);
   // The first dimension of result `index` of a handle that is done; kInvalidArgument for anything
@@ -93,7 +98,7 @@ class HandleTable {
   Slot* Find(int64_t handle);
   void Free(Slot& slot, std::vector<Slot>* ended);
   GatheredTensor* Result(int64_t handle, size_t index);  // null: there is none
-  bool Finish(Slot& slot, Status&& status, std::vector<GatheredTensor>&& results);
+  bool Finish(Slot& slot);
 
   std::mutex mutex_;
   std::condition_variable completed_;

@@ -7,6 +7,7 @@
 
 #include "capi/hororing.h"
 #include "python/gradients.h"
+#include "python/in_flight.h"
 #include "python/module.h"
 #include "python/names.h"
 #include "python/plain.h"
@@ -32,9 +33,13 @@ int Arguments(Py_ssize_t given, Py_ssize_t wanted) {
 PyObject* New(PyTypeObject* type, PyObject* arguments, PyObject*) {
   PyObject *types, *exchange, *refusals, *describe, *written, *like, *recorded;
   PyObject *pending, *general, *abandoned, *sweep;
-  if (PyArg_ParseTuple(arguments, "OOOOOOOO!OO!O", &types, &exchange, &refusals, &describe,
-                       &written, &like, &recorded, &PyDict_Type, &pending, &general, &PyDict_Type,
-                       &abandoned, &sweep) == 0) {
+  if (PyArg_ParseTuple(arguments, "OOOOOOOOOO!O", &types, &exchange, &refusals, &describe, &written,
+                       &like, &recorded, &pending, &general, &PyDict_Type, &abandoned,
+                       &sweep) == 0) {
+    return nullptr;
+  }
+  if (InFlightOf(pending) == nullptr) {
+    PyErr_SetString(PyExc_TypeError, "pending is an InFlight");
     return nullptr;
   }
   PyObject* const self = reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc))(type, 0);
@@ -155,7 +160,7 @@ int Execute(PyObject* module) {
   Py_INCREF(type);  // one is the module's
   plain_tensors_type = reinterpret_cast<PyTypeObject*>(type);
   if (PyModule_AddObject(module, "PlainTensors", type) != 0) return -1;
-  if (AddNames(module) != 0 || AddVerb(module) != 0) return -1;
+  if (AddInFlight(module) != 0 || AddNames(module) != 0 || AddVerb(module) != 0) return -1;
   return AddGradients(module);
 }
 

@@ -62,7 +62,7 @@ void Sweep(const Table& table) {
 
 PyObject* Note(const Table& table, int64_t handle, PyObject* keep) {
   PyObject* const number = PyLong_FromLong(handle);
-  if (number == nullptr || PyDict_SetItem(table.pending.get(), number, keep) != 0) {
+  if (number == nullptr || !table.in_flight().Put(handle, keep)) {
     Py_INCREF(keep);  // for ever: the core may be writing there
     Py_XDECREF(number);
     return nullptr;
@@ -78,8 +78,8 @@ PyObject* Submit(const Table& table, const hr_request& request, PyObject* keep) 
   return number;
 }
 
-int Wait(int64_t handle, bool at_once) {
-  int code = at_once ? hr_finish(handle, 0.0) : HR_PENDING;
+int Wait(int64_t handle) {
+  int code = HR_PENDING;
   while (code == HR_PENDING) {
     Py_BEGIN_ALLOW_THREADS;
     code = hr_finish(handle, kWaitSlice);
@@ -90,22 +90,25 @@ int Wait(int64_t handle, bool at_once) {
 }
 
 PyObject* Finish(const Table& table, PyObject* handle) {
-  PyObject* const found = PyDict_GetItemWithError(table.pending.get(), handle);
-  if (found == nullptr && PyErr_Occurred() != nullptr) return nullptr;
-  if (found == nullptr || reinterpret_cast<PyObject*>(Py_TYPE(found)) == table.general.get()) {
+  const int64_t number = HandleOf(handle);
+  const Reference found(table.in_flight().Find(number));
+  if (found.get() == nullptr ||
+      reinterpret_cast<PyObject*>(Py_TYPE(found.get())) == table.general.get()) {
     Py_RETURN_NONE;
   }
-  const long number = PyLong_AsLong(handle);  // 64 bits, and quicker than long long
-  if (number == -1 && PyErr_Occurred() != nullptr) return nullptr;
-  Py_INCREF(found);
-  const int code = Wait(number, true);
-  if (code == HR_OK) {
-    if (PyDict_DelItem(table.pending.get(), handle) == 0) return found;
-    PyErr_Clear();  // another thread has it
+  // The core forgets it under the GIL: until it is taken out of the table, no other may have its
+  // place there.
+  int code = hr_finish(number, 0.0);
+  while (code == HR_PENDING) {
+    Py_BEGIN_ALLOW_THREADS;
+    code = hr_wait(number, kWaitSlice);
+    Py_END_ALLOW_THREADS;
+    if (code == HR_PENDING && PyErr_CheckSignals() != 0) return nullptr;
+    if (code != HR_PENDING) code = hr_finish(number, 0.0);
   }
-  Py_DECREF(found);
-  if (code == HR_PENDING) return nullptr;
-  Py_RETURN_NONE;
+  PyObject* const taken = code == HR_OK ? table.in_flight().Take(number) : nullptr;
+  if (taken != nullptr) return taken;
+  Py_RETURN_NONE;  // or another thread has it
 }
 
 }  // namespace hororing

@@ -7,15 +7,18 @@
 #include <cstdint>
 
 #include "capi/hororing.h"
+#include "python/in_flight.h"
 #include "python/plain.h"
 
 namespace hororing {
 
 struct Table {
-  Reference pending;    // dict: handle -> what owns the memory and is the result, or `general`
+  Reference pending;    // InFlight: what owns the memory and is the result, or a `general`
   Reference general;    // the type of those that have to be finished in another way
   Reference abandoned;  // dict; to be swept when something is in it
   Reference sweep;      // function without arguments
+
+  InFlight& in_flight() const { return *InFlightOf(pending.get()); }
 };
 
 // What the core can take of the arguments of a reduction as they are. 1: it is in `request`; 0:
@@ -34,9 +37,9 @@ PyObject* Note(const Table& table, int64_t handle, PyObject* keep);
 // Forgets what has landed of that which nobody waits for.
 void Sweep(const Table& table);
 
-// Waits, and forgets a request that has succeeded. HR_PENDING: an exception is set. `at_once`: it
-// is done, most likely.
-int Wait(int64_t handle, bool at_once);
+// Waits, and has the core forget a request that has succeeded, which is in no table. HR_PENDING: an
+// exception is set.
+int Wait(int64_t handle);
 // What was kept for a handle, once it is done. None: it is unknown, has failed or must be finished
 // in another way, and was not forgotten.
 PyObject* Finish(const Table& table, PyObject* handle);

@@ -56,7 +56,7 @@ int64_t Start(const Working& verb, Asked* asked) {
 // Blocks. Takes the reference to what is kept; whether it has succeeded.
 bool Await(const Working& verb, int64_t handle, PyObject* keep) {
   if (handle == kDone) return true;
-  const int code = Wait(handle, false);
+  const int code = Wait(handle);
   if (code == HR_OK) return true;
   // Who makes the error asks for it where all others are; and after an interrupt it lives there.
   const Reference number = Owned(Note(verb.table(), handle, keep));
@@ -152,11 +152,8 @@ PyObject* Synchronize(const Working& verb, const Given& given) {
 }
 
 PyObject* Poll(const Working& verb, const Given& given) {
-  PyObject* const handle = given[kSubject];
-  if (handle == nullptr || !PyLong_CheckExact(handle)) return nullptr;
-  if (PyDict_GetItemWithError(verb.table().pending.get(), handle) == nullptr) return nullptr;
-  const int64_t number = PyLong_AsLongLong(handle);
-  if (number == -1) return nullptr;
+  const int64_t number = given[kSubject] != nullptr ? HandleOf(given[kSubject]) : 0;
+  if (verb.table().in_flight().Find(number) == nullptr) return nullptr;
   const int done = hr_poll(number);
   return done < 0 ? nullptr : PyBool_FromLong(done);
 }
