@@ -371,7 +371,7 @@ METADATA = st.tuples(st.sampled_from([7, 8]), st.lists(st.integers(1, 4), max_si
 def test_every_request_is_decided_once_when_all_ranks_have_reported_it(data: st.DataObject):
     size = data.draw(st.integers(1, 5))
     capacity = data.draw(st.integers(0, 4))
-    ranks = Ranks(load_core(), size, cache_capacity=capacity, hold_ns=0)
+    ranks = Ranks(load_core(), size, cache_capacity=capacity)
     names = [f"n{i}" for i in range(data.draw(st.integers(1, 6)))]
     what = {name: data.draw(METADATA) for name in names}
     for _ in range(data.draw(st.integers(1, 4))):
@@ -433,33 +433,16 @@ def test_the_text_of_a_mismatch_does_not_depend_on_who_came_first(data: st.DataO
 
 
 @calmly
-@given(data=st.data())
-def test_a_burst_is_held_back_no_longer_than_it_may(data: st.DataObject):
-    """Ready requests wait for others that are on their way, until `hold_ns` is over."""
-    hold = data.draw(st.integers(1, 1000))
-    ranks = Ranks(load_core(), 2, hold_ns=hold, fusion_bytes=1 << 20)
-    wanted = {name: dict.fromkeys(range(2), (7, (4,))) for name in ("first", "second")}
-    ranks.report(0, "first", (7, (4,)), now=0)
-    ranks.report(0, "second", (7, (4,)), now=0)
-    ranks.report(1, "first", (7, (4,)), now=10)
-    assert ranks.take(wanted, now=10 + hold - 1) == {}
-    if data.draw(st.booleans()):
-        ranks.report(1, "second", (7, (4,)), now=10 + hold - 1)
-        assert ranks.take(wanted, now=10 + hold - 1) == {"first": "", "second": ""}
-    else:
-        assert ranks.take(wanted, now=10 + hold) == {"first": ""}
-
-
-def test_a_lone_or_a_large_request_is_not_held_back():
-    ranks = Ranks(load_core(), 2, hold_ns=1000, fusion_bytes=100)
-    wanted = {name: dict.fromkeys(range(2), (7, (40,))) for name in ("lone", "large")}
-    for rank in range(2):
-        ranks.report(rank, "lone", (7, (40,)))
-    assert ranks.take(wanted) == {"lone": ""}
-    ranks.report(0, "later", (7, (40,)))
-    for rank in range(2):
-        ranks.report(rank, "large", (7, (40,)))
-    assert ranks.take(wanted) == {"large": ""}
+@given(hold=st.integers(0, 1000), fusion=st.integers(0, 1000), later=st.booleans())
+def test_what_all_have_reported_is_not_held_back(hold: int, fusion: int, later: bool):
+    """Ranks let requests come together; there is nothing to wait for when they have said them."""
+    ranks = Ranks(load_core(), 2, hold_ns=hold, fusion_bytes=fusion)
+    wanted = {name: dict.fromkeys(range(2), (7, (40,))) for name in ("first", "second")}
+    ranks.report(0, "first", (7, (40,)))
+    if later:
+        ranks.report(0, "second", (7, (40,)))
+    ranks.report(1, "first", (7, (40,)))
+    assert ranks.take(wanted) == {"first": ""}
 
 
 def test_after_a_rank_has_left_nothing_is_decided():
