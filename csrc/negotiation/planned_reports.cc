@@ -8,16 +8,13 @@ namespace hororing {
 void PlannedReports::Learn(int32_t process_set, const std::vector<PlannedBucket>& buckets) {
   std::vector<Bucket>& known = buckets_[process_set];
   for (auto place = places_.begin(); place != places_.end();) {
-    const Bucket* const bucket = place->second.bucket;
-    const bool replaced = std::any_of(known.begin(), known.end(),
-                                      [bucket](const Bucket& each) { return &each == bucket; });
-    place = replaced ? places_.erase(place) : std::next(place);
+    place = place->second.process_set == process_set ? places_.erase(place) : std::next(place);
   }
   known.assign(buckets.size(), {});
   for (size_t i = 0; i < buckets.size(); ++i) {
     known[i].size = buckets[i].ids.size();
     known[i].wait_ns = buckets[i].wait_ns;
-    for (const uint64_t id : buckets[i].ids) places_[id].bucket = &known[i];
+    for (const uint64_t id : buckets[i].ids) places_[id] = {process_set, &known[i]};
   }
   Reported();
 }

@@ -51,6 +51,7 @@ class PlannedReports {
     TimeNs first_ns = 0;  // of the round: when its first tensor was submitted
   };
   struct Place {
+    int32_t process_set = 0;
     Bucket* bucket = nullptr;
     int64_t round = 0;  // in which the tensor came last
   };
