@@ -22,20 +22,21 @@ void Loop::Apply(const Agreement& agreement) {
   work.reserve(agreement.decisions.size());
   for (const Decision& decision : agreement.decisions) {
     switch (decision.kind) {
-      case Decision::Kind::kRun: {
-        std::optional<Work> agreed = Agreed(decision);
-        if (!agreed) break;
-        const Collective kind = agreed->entry->request.kind;
-        if (agreed->entry->views.empty() && kind != Collective::kBarrier) {
-          // In its place among the batches, since it is about who takes part in them. Not so a
-          // barrier: ranks that do not hear of it must come to the same batches.
-          Run(&work);
-          if (!final_) Settle(*agreed);
-        } else {
-          work.push_back(std::move(*agreed));
+      case Decision::Kind::kRun:
+        for (uint64_t i = 0; i < decision.count && !final_; ++i) {
+          const std::optional<Work> agreed = Agreed(decision, decision.cache_id + i);
+          if (!agreed) continue;
+          const Collective kind = agreed->entry->request.kind;
+          if (agreed->entry->views.empty() && kind != Collective::kBarrier) {
+            // In its place among the batches, since it is about who takes part in them. Not so a
+            // barrier: ranks that do not hear of it must come to the same batches.
+            Run(&work);
+            if (!final_) Settle(*agreed);
+          } else {
+            work.push_back(*agreed);
+          }
         }
         break;
-      }
       case Decision::Kind::kFail: Fail(decision); break;
       case Decision::Kind::kTimeline:
         Run(&work);
@@ -93,18 +94,19 @@ void Loop::Run(std::vector<Work>* work) {
   if (!status.ok()) End(status);
 }
 
-// What this rank has to do of a decision; nothing, where it does not take part.
-std::optional<Work> Loop::Agreed(const Decision& decision) {
+// What this rank has to do of a decision about the request that is cached as `id`, if it is cached;
+// nothing, where it does not take part.
+std::optional<Work> Loop::Agreed(const Decision& decision, uint64_t id) {
   if (!engine_.sets_.Holds(decision.process_set)) return std::nullopt;
   Work work;
   const Decision::Details& details = decision.details();
   const bool cached = details.name.empty();
-  work.entry = cached ? Reported(decision.cache_id)
-                      : engine_.tensors_.Find(Key(decision.process_set, details.name));
+  work.entry =
+      cached ? Reported(id) : engine_.tensors_.Find(Key(decision.process_set, details.name));
   // What is known of an allreduce by its id, its entry says.
   const bool looks =
       cached && (work.entry == nullptr || work.entry->request.kind != Collective::kAllreduce);
-  const ResponseCache::Record* record = looks ? cache_.Lookup(decision.cache_id) : nullptr;
+  const ResponseCache::Record* record = looks ? cache_.Lookup(id) : nullptr;
   if (work.entry == nullptr) {
     if (details.stand_in) {
       work.entry = StandIn(*details.stand_in);
@@ -112,18 +114,18 @@ std::optional<Work> Loop::Agreed(const Decision& decision) {
       work.entry = StandIn(record->request);
     } else {
       End(Status(Code::kInternal, "agreement on a request that this rank does not have: '" +
-                                      details.name + "', id " + std::to_string(decision.cache_id)));
+                                      details.name + "', id " + std::to_string(id)));
     }
     if (work.entry == nullptr) return std::nullopt;
   }
   work.rows = record != nullptr ? &record->rows : &details.rows;
   if (!cached) {
     Reported(work.entry->cache_id);  // by what is replaced now
-    if (decision.cache_id != 0) {
+    if (id != 0) {
       Forget(cache_.Find(work.entry->request.process_set, work.entry->request.name));
-      cache_.Define(decision.cache_id, work.entry->request, details.rows);
+      cache_.Define(id, work.entry->request, details.rows);
     }
-    work.entry->cache_id = decision.cache_id;
+    work.entry->cache_id = id;
   }
   TraceNegotiation(*work.entry);
   return work;

@@ -73,7 +73,7 @@ class Loop {
   void LearnPlan(int32_t process_set, const std::vector<PlannedBucket>& buckets);
   void Run(std::vector<Work>* work);
   TensorEntry* Reported(uint64_t id);
-  std::optional<Work> Agreed(const Decision& decision);
+  std::optional<Work> Agreed(const Decision& decision, uint64_t id);
   TensorEntry* StandIn(const Request& request);
   Status ToDevice(size_t bytes, GatheredTensor* memory);
   void Settle(const Work& work);

@@ -210,7 +210,7 @@ Status GetStatus(Reader& in) {
   return Status(code, in.Text(), rank);
 }
 
-// Of a cached request, which most are: it is its id and its process set.
+// Of cached requests, which most are: it is their ids and their process set.
 bool IsOfCached(const Decision& decision) {
   return decision.kind == Decision::Kind::kRun && decision.details().name.empty();
 }
@@ -303,23 +303,26 @@ Decision GetDecision(Reader& in, uint8_t kind) {
 }
 
 void Put(Writer& out, const std::vector<Decision>& decisions) {
-  const auto follows = [&](size_t next) {
-    const Decision &decision = decisions[next], &before = decisions[next - 1];
-    return IsOfCached(decision) && decision.cache_id == before.cache_id + 1 &&
-           decision.process_set == before.process_set;
-  };
   for (size_t i = 0; i < decisions.size();) {
-    const bool cached = IsOfCached(decisions[i]);
-    const size_t end = cached ? EndOfRun(i, decisions.size(), follows) : i + 1;
-    if (cached) {
-      out.Unsigned(kRunOfCached);
-      out.Unsigned(end - i);
-      out.Unsigned(decisions[i].cache_id);
-      out.Signed(decisions[i].process_set);
-    } else {
-      Put(out, decisions[i]);
+    const Decision& first = decisions[i++];
+    if (!IsOfCached(first)) {
+      Put(out, first);
+      continue;
     }
-    i = end;
+    uint64_t end = first.cache_id + first.count;
+    for (; i < decisions.size(); ++i) {
+      const Decision& next = decisions[i];
+      if (!IsOfCached(next) || next.cache_id != end || next.process_set != first.process_set) break;
+      end += next.count;
+    }
+    for (uint64_t id = first.cache_id; id < end;) {
+      const uint64_t count = std::min<uint64_t>(end - id, kLongestRun);
+      out.Unsigned(kRunOfCached);
+      out.Unsigned(count);
+      out.Unsigned(id);
+      out.Signed(first.process_set);
+      id += count;
+    }
   }
   out.Unsigned(kNoMore);
 }
@@ -331,14 +334,10 @@ void Get(Reader& in, std::vector<Decision>* decisions) {
       decisions->push_back(GetDecision(in, kind));
       continue;
     }
-    const size_t count = in.Run();
-    const uint64_t first = in.Unsigned();
-    const int32_t process_set = static_cast<int32_t>(in.Signed());
-    for (uint64_t i = 0; i < count && in.ok(); ++i) {
-      decisions->emplace_back();
-      decisions->back().cache_id = first + i;
-      decisions->back().process_set = process_set;
-    }
+    decisions->emplace_back();
+    decisions->back().count = in.Run();
+    decisions->back().cache_id = in.Unsigned();
+    decisions->back().process_set = static_cast<int32_t>(in.Signed());
   }
 }
 

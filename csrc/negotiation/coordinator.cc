@@ -43,6 +43,9 @@ void Coordinator::Receive(const int* ranks, size_t count, const Report& report, 
   if (stopped_) return;
   for (size_t i = 0; i < count; ++i) applied_[static_cast<size_t>(ranks[i])] = report.applied;
   ForgetRetired();
+  const bool usual = report.fresh.empty() && !report.leaving;
+  if (usual && ReportRuns(ranks, count, report.cached, now)) return;
+  Dissolve();
   for (size_t i = 0; i < report.cached.size(); ++i) {
     const TimeNs age = report.ages_us.empty() ? 0 : report.ages_us[i] * kMicrosecond;
     ReportCached(ranks, count, report.cached[i], now - age, now);
@@ -226,6 +229,7 @@ Status Coordinator::Agree(Named& named, Decision* decision, int64_t* bytes) {
     *bytes = record.bytes;
     if (retired_.count(pending.id) == 0) {
       decision->cache_id = pending.id;
+      BringUpToDate();
       recency_.splice(recency_.begin(), recency_, record.recency);
       return Status::Ok();  // joined members got a stand-in with the id
     }
@@ -282,11 +286,12 @@ std::vector<std::vector<std::string>> Coordinator::Plan() const {
 TimeNs Coordinator::NextDeadline() const {
   if (stopped_) return kForever;
   const TimeNs next = queue_.NextDeadline();
-  return waiting_.empty() ? next : std::min(next, stall_check_ns_);
+  return WaitsForSome() ? std::min(next, stall_check_ns_) : next;
 }
 
 std::string Coordinator::InspectStalls(TimeNs now) {
-  if (stopped_ || waiting_.empty() || now < stall_check_ns_) return "";
+  if (stopped_ || !WaitsForSome() || now < stall_check_ns_) return "";
+  Dissolve();
   stall_check_ns_ = After(now, stall_inspector_.interval_ns());
   StallInspector::Finding finding = stall_inspector_.Inspect(AllWaiting(), now);
   if (!finding.abort.ok()) {
@@ -299,7 +304,8 @@ std::string Coordinator::InspectStalls(TimeNs now) {
   return finding.warning;
 }
 
-std::vector<Waiting> Coordinator::AllWaiting() const {
+std::vector<Waiting> Coordinator::AllWaiting() {
+  Dissolve();
   std::vector<Waiting> all;
   for (const Named* named : waiting_) {
     const Pending& pending = named->pending;
@@ -349,6 +355,7 @@ Request Coordinator::RequestOf(const Record& record, int member) const {
 uint64_t Coordinator::Remember(Named& named, const Request& request,
                                const std::vector<int64_t>& rows) {
   if (options_.cache_capacity <= 0 || request.tensors.empty()) return 0;
+  BringUpToDate();
   if (named.id != 0) {
     // All members have reported the name just now, so no report of the old id is on its way.
     const auto older = records_.find(named.id);
@@ -359,6 +366,7 @@ uint64_t Coordinator::Remember(Named& named, const Request& request,
     recency_.pop_back();
     records_.at(victim)->named->id = 0;
     evicted_.push_back(victim);
+    stretches_.Remove(victim);
     retired_[victim] = kNotAnnounced;
   }
   const uint64_t id = next_id_++;
@@ -367,6 +375,8 @@ uint64_t Coordinator::Remember(Named& named, const Request& request,
       Record{id, request, rows, recency_.begin(), &named, request.bytes()});
   named.id = id;
   ++named.records;
+  ranked_ += request.priority != 0 ? 1 : 0;
+  if (request.kind == Collective::kAllreduce) stretches_.Add(id, request.process_set);
   return id;
 }
 
@@ -374,6 +384,8 @@ Coordinator::Records::iterator Coordinator::Erase(Records::iterator record) {
   Named& named = *record->second->named;
   if (named.id == record->first) named.id = 0;
   --named.records;
+  ranked_ -= record->second->request.priority != 0 ? 1 : 0;
+  stretches_.Remove(record->first);
   EraseIfUnused(named);
   return records_.erase(record);
 }

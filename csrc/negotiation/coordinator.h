@@ -14,8 +14,9 @@
 //      concern it in that order: sets that overlap cannot wait for one another in a circle
 //      (ADR 0013).
 //
-// Cost: O(1) per reported tensor and rank; nothing is proportional to tensors that nobody
-// reports, but for what a join completes. What is reported by its id costs no name and no memory.
+// Cost: O(1) per reported tensor and rank, and per reported run and rank where allreduces come as
+// they came before (ADR 0036); nothing is proportional to tensors that nobody reports, but for what
+// a join completes. What is reported by its id costs no name and no memory.
 // See docs/architecture.md, stage NEGOTIATE.
 #pragma once
 
@@ -31,9 +32,12 @@
 
 #include "base/clock.h"
 #include "negotiation/messages.h"
+#include "negotiation/pending_runs.h"
 #include "negotiation/process_sets.h"
 #include "negotiation/ready_queue.h"
+#include "negotiation/recent_runs.h"
 #include "negotiation/stall_inspector.h"
+#include "negotiation/stretches.h"
 
 namespace hororing {
 
@@ -75,7 +79,7 @@ class Coordinator {
   // time becomes a kAbort of the next agreement.
   std::string InspectStalls(TimeNs now);
   // Everything that waits for some rank, what has waited longest first.
-  std::vector<Waiting> AllWaiting() const;
+  std::vector<Waiting> AllWaiting();
 
  private:
   struct Record;
@@ -130,6 +134,13 @@ class Coordinator {
   Request RequestOf(const Record& record, int member) const;
   uint64_t Remember(Named& named, const Request& request, const std::vector<int64_t>& rows);
   void ForgetRetired();
+  bool WaitsForSome() const { return !waiting_.empty() || !pending_runs_.empty(); }
+
+  // runs.cc
+  bool MayGoByRuns() const;
+  bool ReportRuns(const int* ranks, size_t count, const std::vector<uint64_t>& ids, TimeNs now);
+  void Dissolve();
+  void BringUpToDate();
 
   // Join (uneven data).
   void Join(int rank);
@@ -143,9 +154,16 @@ class Coordinator {
   ProcessSets sets_;
   std::unordered_map<std::string, std::unique_ptr<Named>> names_;  // by Key
   std::vector<Named*> waiting_;                                    // those that wait, in no order
-  std::set<int32_t> removed_;                                      // sets, by what is in queue_
-  std::set<int32_t> removed_now_;                                  // by the latest agreement
-  std::vector<char> joined_;                                       // per rank
+  PendingRuns pending_runs_;            // none, where anything is in waiting_
+  Stretches stretches_;                 // of live ids of allreduces
+  RecentRuns recent_runs_;              // not in recency_ yet
+  int ranked_ = 0;                      // records that have a priority
+  std::vector<Stretches::Part> parts_;  // of ReportRuns; their memory is used again
+  std::vector<size_t> members_;
+  std::vector<IdRun> complete_;
+  std::set<int32_t> removed_;      // sets, by what is in queue_
+  std::set<int32_t> removed_now_;  // by the latest agreement
+  std::vector<char> joined_;       // per rank
   int joined_count_ = 0;
   int last_joined_ = -1;
 

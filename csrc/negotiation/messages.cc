@@ -23,6 +23,7 @@ Decision& Decision::operator=(const Decision& other) {
   kind = other.kind;
   process_set = other.process_set;
   cache_id = other.cache_id;
+  count = other.count;
   details_ = other.details_ != nullptr ? std::make_unique<Details>(*other.details_) : nullptr;
   return *this;
 }

@@ -89,8 +89,7 @@ struct Decision {
     kTune = 5,      // carry out allreduces, and report, like this from now on
     kPlan = 6,      // report the tensors of a bucket together from now on
   };
-  // What a kRun of a cached request, which most decisions are, has nothing of: thousands of those
-  // pass through a step, and are no larger than this.
+  // What a kRun of cached requests, which most decisions are, has nothing of.
   struct Details {
     std::string name;  // kRun of an uncached request, kFail
     Status status;     // kFail, kLeave, kAbort
@@ -120,6 +119,7 @@ struct Decision {
   Kind kind = Kind::kRun;
   int32_t process_set = kWorldSet;  // of the request
   uint64_t cache_id = 0;  // kRun: nonzero if the request is, or (with a name) becomes, cached
+  uint64_t count = 1;     // kRun of the cached requests from `cache_id` on, so many
 
  private:
   std::unique_ptr<Details> details_;

@@ -25,7 +25,7 @@ ReadyQueue::ReadyQueue(const Options& options)
 }
 
 ReadyQueue::Steps* ReadyQueue::StepsOf(int32_t process_set) {
-  if (!options_.plan && !tuner_) return nullptr;
+  if (!learns()) return nullptr;
   Steps& steps = steps_[process_set];
   if (options_.plan && steps.planner == nullptr) {
     steps.planner = std::make_unique<StepPlanner>(fusion_bytes_, options_.hold_ns);
@@ -119,6 +119,14 @@ void ReadyQueue::PushAllreduce(Decision decision, const Ready& ready) {
     Add(std::move(each));
   }
   steps->held.erase(*bucket);
+}
+
+void ReadyQueue::PushRun(int32_t process_set, IdRun run) {
+  Item item;
+  item.decision.process_set = process_set;
+  item.decision.cache_id = run.first;
+  item.decision.count = run.count;
+  Add(std::move(item));
 }
 
 TimeNs ReadyQueue::Steps::deadline() const {

@@ -3,8 +3,8 @@
 //
 //   ready  what all have reported goes: ranks let requests come together before they report them
 //   plan   once the steps are known, an allreduce waits for the others of its bucket, of which
-//   ranks
-//          hear by a decision (kPlan); a step that departs from the plan goes by the rule above
+//          ranks hear by a decision (kPlan); a step that departs from the plan goes by the rule
+//          above
 //   tune   the threshold of batches is tried out and then kept, and so is what ranks hear of by a
 //          decision (kTune)
 //
@@ -27,6 +27,7 @@
 
 #include "base/clock.h"
 #include "negotiation/messages.h"
+#include "negotiation/stretches.h"
 #include "schedule/step_planner.h"
 #include "schedule/step_watch.h"
 #include "schedule/tuner.h"
@@ -56,6 +57,10 @@ class ReadyQueue {
     TimeNs when = 0;  // the last rank submitted it
   };
   void PushAllreduce(Decision decision, const Ready& ready);
+  // The same, of cached allreduces that all have no priority. REQUIRES: !learns().
+  void PushRun(int32_t process_set, IdRun run);
+  // Whether it matters when each allreduce was submitted.
+  bool learns() const { return options_.plan || tuner_.has_value(); }
   // What goes into the next agreement; empty: nothing yet.
   std::vector<Decision> Take(TimeNs now);
   // The latest Take has left behind what should not be taken before that was carried out.
@@ -81,7 +86,7 @@ class ReadyQueue {
  private:
   struct Item {
     Decision decision;
-    int64_t bytes = 0;
+    int64_t bytes = 0;     // of a run: not asked for
     int32_t priority = 0;  // in a bucket: the highest of all in it
     uint64_t bucket = 0;   // of a plan: those that have it in common go together; 0: by itself
     bool urgent = false;

@@ -268,8 +268,17 @@ PYBIND11_MODULE(_testing, module) {
           py::arg("now") = 0, py::arg("ages_us") = std::vector<int64_t>{})
       .def("decide",
            [](Coordinator& coordinator, TimeNs now) {
+             std::vector<Decision> decided;  // one of each request
              const auto agreement = coordinator.Decide(now);
-             return agreement ? agreement->decisions : std::vector<Decision>{};
+             for (const Decision& decision :
+                  agreement ? agreement->decisions : std::vector<Decision>{}) {
+               for (uint64_t i = 0; i < decision.count; ++i) {
+                 Decision& each = decided.emplace_back(decision);
+                 each.cache_id += i;
+                 each.count = 1;
+               }
+             }
+             return decided;
            })
       // What a simulated batch took, on the clock of `now`.
       .def("ran", &Coordinator::Ran, py::arg("process_set"), py::arg("bytes"), py::arg("begin_ns"),
@@ -279,7 +288,7 @@ PYBIND11_MODULE(_testing, module) {
       .def_property_readonly(
           "departures",
           [](Coordinator& coordinator) { return coordinator.queue().counts().departures; })
-      .def("waiting", [](const Coordinator& coordinator) {
+      .def("waiting", [](Coordinator& coordinator) {
         std::vector<std::string> names;
         for (const Waiting& waiting : coordinator.AllWaiting()) names.push_back(waiting.name);
         return names;

@@ -117,9 +117,9 @@ std::vector<NegotiationCost> PlayNegotiation(int ranks,
       cost.agreements += 1;
       cost.agreements_sent += std::min(ranks, combined) - 1 + static_cast<int64_t>(hosts.size());
       cost.agreement_bytes += static_cast<int64_t>(answer.size());
-      cost.decisions += static_cast<int64_t>(agreement->decisions.size());
       applied = agreement->sequence;
       for (const Decision& decision : agreement->decisions) {
+        cost.decisions += static_cast<int64_t>(decision.count);
         if (!decision.details().name.empty()) ids[decision.details().name] = decision.cache_id;
       }
     }
