@@ -185,7 +185,7 @@ def plain_tensors(
     types: tuple[type, ...],
     describe: Callable[[Any], tuple[int, int, tuple[int, ...]] | None],
     exchange: object = None,
-    refusals: tuple[Callable[[Any], bool] | str, ...] = (),
+    refusals: tuple[Callable[[Any], bool], ...] = (),
     *,
     written: Callable[[tuple[Any, ...]], object] | None = None,
     like: Callable[[Any], Any] | None = None,
@@ -195,10 +195,9 @@ def plain_tensors(
 
     `describe` says where one is, as `Adapter.plain`. It is not asked where the types have
     `exchange`, the capsule of DLPack's C functions: a tensor is plain there if it is dense, in host
-    memory, of a known data type, and none of `refusals` is true of it; one that is a name is of an
-    attribute that plain tensors alone have. `written` counts writes to tensors, `like` makes a
-    plain tensor of the same type and shape, and `recorded` is the name of an attribute that is true
-    where results are recorded.
+    memory, of a known data type, and none of `refusals` is true of it. `written` counts writes to
+    tensors, `like` makes a plain tensor of the same type and shape, and `recorded` is the name of
+    an attribute that is true where results are recorded.
     """
     framework = types, exchange, refusals, describe, written, like, recorded
     return PlainTensors(*framework, _pending, Pending, _abandoned, _sweep)

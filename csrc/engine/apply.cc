@@ -19,7 +19,9 @@ void Loop::Apply(const Agreement& agreement) {
                                            " came after " + std::to_string(applied_)));
   }
   std::vector<Work> work;
-  work.reserve(agreement.decisions.size());
+  uint64_t requests = 0;
+  for (const Decision& decision : agreement.decisions) requests += decision.count;
+  work.reserve(requests);
   for (const Decision& decision : agreement.decisions) {
     switch (decision.kind) {
       case Decision::Kind::kRun:

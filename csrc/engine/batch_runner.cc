@@ -145,6 +145,12 @@ Status BatchRunner::Run(const std::vector<Work>& work) {
       HORORING_RETURN_IF_ERROR(Allocate(each));
       ranks = channels_.at(entry->request.process_set).ranks.size();
     }
+    if (entry->request.kind == Collective::kAllreduce && entry->views.size() == 1) {
+      if (!entry->planned_as) entry->planned_as = Describe(*entry, 0, *each.rows, ranks);
+      items_.push_back({entry, 0, each.rows});
+      described_.push_back(*entry->planned_as);
+      continue;
+    }
     for (size_t i = 0; i < entry->views.size(); ++i) {
       items_.push_back({entry, i, each.rows});
       described_.push_back(Describe(*entry, i, *each.rows, ranks));
@@ -160,7 +166,10 @@ Status BatchRunner::Run(const std::vector<Work>& work) {
     Channel& channel = channels_.at(process_set);
     Fill(items, channel);
     HORORING_RETURN_IF_ERROR(RunBatch(process_set, channel));
-    batch_.entries.clear();  // and with them what they hold
+    // And with them what they hold. Those of an allreduce on the host hold nothing, mostly, and are
+    // used again.
+    const bool bare = batch_.kind == Collective::kAllreduce && !batch_.on_device;
+    if (!bare || trace_.enabled()) batch_.entries.clear();
   }
   // Last: what a rank has submitted before a barrier has landed when the barrier lets it go on.
   for (TensorEntry* barrier : barriers) Complete(barrier);
@@ -178,14 +187,13 @@ void BatchRunner::Fill(const std::vector<size_t>& items, const Channel& channel)
     const auto root = std::find(channel.ranks.begin(), channel.ranks.end(), key.root);
     batch_.root = static_cast<int>(root - channel.ranks.begin());
   }
-  batch_.entries.clear();
-  batch_.entries.reserve(items.size());
+  batch_.entries.resize(items.size());
   entries_.clear();
   for (size_t i : items) {
     const Item& item = items_[i];
     const TensorEntry& of = *item.entry;
     const TensorView& view = of.views[item.index];
-    BatchEntry& entry = batch_.entries.emplace_back();
+    BatchEntry& entry = batch_.entries[entries_.size()];
     SetSizes(of, item.index, *item.rows, channel, &entry);
     if (trace_.enabled() || batch_.on_device) entry.name = TensorName(of.request, item.index);
     entry.input = view.input;

@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -21,6 +22,7 @@
 #include "base/types.h"
 #include "engine/handle_table.h"
 #include "negotiation/messages.h"
+#include "schedule/fusion_planner.h"
 
 namespace hororing {
 
@@ -38,6 +40,8 @@ struct TensorEntry {
   TimeNs reported_ns = 0;
   const char* stage = "NEGOTIATE";  // for error texts: "during REDUCE"
   size_t unfinished = 0;            // tensors of this entry that still have to go through a batch
+  // As which the tensor of an allreduce is planned; none: nobody has asked yet.
+  std::optional<FusionItem> planned_as;
   std::vector<GatheredTensor> results;        // memory of the core: what is gathered, numbers
   std::shared_ptr<const DeviceEvent> landed;  // on a device: of the batch of its last tensor
 

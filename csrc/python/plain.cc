@@ -100,15 +100,6 @@ int Plain::DescribeAll(PyObject* tensors, std::vector<hr_tensor>* views, Shapes*
 
 int Plain::Refused(PyObject* tensor) const {
   for (const Reference& refusal : refusals_) {
-    if (PyUnicode_Check(refusal.get())) {
-      PyObject* const attribute = PyObject_GetAttr(tensor, refusal.get());
-      if (attribute == nullptr) {
-        PyErr_Clear();
-        return 1;
-      }
-      Py_DECREF(attribute);
-      continue;
-    }
     PyObject* const answer = PyObject_CallFunctionObjArgs(refusal.get(), tensor, nullptr);
     if (answer == nullptr) return -1;
     const bool refused = answer != Py_False;

@@ -45,11 +45,11 @@ class Plain {
   using Shapes = std::list<std::vector<int64_t>>;
 
   // `types`: a tuple. `exchange`: a capsule with DLPack's table, or None. `refusals`: a tuple of
-  // functions of a tensor, and of names of attributes; it is plain where all functions say no, and
-  // where it has the attributes. `describe`: for where there is no table, a function of a tensor to
-  // None, or address, hr_dtype and shape. Each of the rest may be None: `written` counts writes to
-  // the tensors of a tuple; `like` makes a plain tensor of the same type and shape; `recorded` is
-  // the name of an attribute that is true where results are recorded. False: an exception is set.
+  // functions of a tensor, which is plain where all of them say no. `describe`: for where there is
+  // no table, a function of a tensor to None, or address, hr_dtype and shape. Each of the rest may
+  // be None: `written` counts writes to the tensors of a tuple; `like` makes a plain tensor of the
+  // same type and shape; `recorded` is the name of an attribute that is true where results are
+  // recorded. False: an exception is set.
   bool Init(PyObject* types, PyObject* exchange, PyObject* refusals, PyObject* describe,
             PyObject* written, PyObject* like, PyObject* recorded);
 

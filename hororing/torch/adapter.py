@@ -44,16 +44,6 @@ def _counts_many() -> bool:
 _COUNTS_MANY: Final = _counts_many()
 
 
-def _version_tells() -> bool:
-    """Whether tensors of inference_mode have no version, which is quicker asked than the mode."""
-    with torch.inference_mode():
-        tensor = torch.empty(0)
-    try:
-        return tensor._version is None
-    except RuntimeError:
-        return torch.empty(0)._version == 0
-
-
 def _quick_increment() -> Callable[[tuple[torch.Tensor, ...]], object] | None:
     """What increment_version calls, if it does what it is expected to do."""
     increment = getattr(torch._C, "_increment_version", None)
@@ -70,7 +60,6 @@ def _quick_increment() -> Callable[[tuple[torch.Tensor, ...]], object] | None:
     return increment if counted else None
 
 
-_VERSION_TELLS: Final = _version_tells()
 _increment_versions: Final = _quick_increment()
 
 
@@ -83,7 +72,7 @@ class TorchAdapter:
             _PLAIN_TYPES,
             self.plain,
             exchange,
-            (torch.Tensor.is_neg, "_version" if _VERSION_TELLS else torch.Tensor.is_inference),
+            (torch.Tensor.is_neg,),
             written=self.mark_written if _increment_versions is None else _increment_versions,
             like=torch.empty_like,
             recorded="requires_grad",
@@ -132,12 +121,7 @@ class TorchAdapter:
         return tensor
 
     def check_writable(self, tensor: torch.Tensor, verb: str) -> None:
-        """Refuse tensors of which several elements share memory, and those that torch protects."""
-        if tensor.is_inference() and not torch.is_inference_mode_enabled():
-            raise ValueError(
-                f"{verb}: torch allows no writing to a tensor of inference_mode outside of that "
-                "mode; use tensor.clone()"
-            )
+        """Refuse tensors of which several elements share memory."""
         if tensor.numel() > 0 and any(
             stride == 0 and extent > 1
             for stride, extent in zip(tensor.stride(), tensor.shape, strict=True)
@@ -162,7 +146,6 @@ class TorchAdapter:
             and not tensor.is_nested
             and tensor.is_contiguous()
             and not tensor.is_neg()
-            and not tensor.is_inference()
         ):
             number = DTYPES.get(tensor.dtype)
             return None if number is None else (tensor.data_ptr(), number, tensor.shape)
@@ -202,11 +185,14 @@ class TorchAdapter:
             target.copy_(source)
 
     def mark_written(self, written: torch.Tensor | Sequence[torch.Tensor]) -> None:
-        """Let autograd notice when a tensor that it saved has been written to."""
-        if _COUNTS_MANY or isinstance(written, torch.Tensor):
+        """Let autograd notice when a tensor that it saved has been written to.
+
+        It saves none of inference_mode, and those have no version.
+        """
+        if _COUNTS_MANY:
             increment_version(written)
             return
-        for tensor in written:
+        for tensor in [written] if isinstance(written, torch.Tensor) else written:
             if not tensor.is_inference():
                 increment_version(tensor)
 

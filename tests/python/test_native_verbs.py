@@ -333,8 +333,12 @@ def case_tensors_of_inference_mode_are_as_ever() -> None:
     with torch.inference_mode():
         tensor = torch.ones(2)
         assert hvd.allreduce_(tensor, op=hvd.Sum).tolist() == [hvd.size()] * 2
-    with pytest.raises(ValueError, match="inference_mode"):
-        hvd.allreduce_(tensor)
+    assert hvd.allreduce_(tensor).tolist() == [hvd.size()] * 2
+    assert hvd.synchronize(hvd.allreduce_async_(tensor)) is tensor
+    together = [torch.ones(2), tensor]
+    hvd.grouped_allreduce_(together)
+    assert [each.tolist() for each in together] == [[1] * 2, [hvd.size()] * 2]
+    assert together[0]._version == 1
     assert hvd.allreduce(tensor).tolist() == [hvd.size()] * 2
 
 

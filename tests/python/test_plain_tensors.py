@@ -34,6 +34,7 @@ PLAIN = {
     "one column": BASE[:, :1].contiguous()[:, 0:1],
     "parameter": torch.nn.Parameter(torch.ones(3)),
     "with a gradient": torch.ones(3, requires_grad=True),
+    "of inference mode": inference(),
 } | {str(dtype): torch.zeros(5, dtype=dtype) for dtype in DTYPES}
 OTHERS = {
     "transposed": BASE.t(),
@@ -43,7 +44,6 @@ OTHERS = {
     "negated in name": torch._neg_view(torch.ones(3)),
     "complex": torch.zeros(3, dtype=torch.complex64),
     "sparse": BASE.to_sparse(),
-    "of inference mode": inference(),
     "subclass": torch.ones(3).as_subclass(Subclass),
     "8 bits": torch.zeros(3).to(torch.float8_e4m3fn),
     "no memory": torch.ones(3, device="meta"),

@@ -448,8 +448,12 @@ def case_inference_mode() -> None:
     assert hvd.synchronize(handle) is turned
     assert turned.unique().tolist() == [hvd.size()]
     assert hvd.allreduce(mine, op=hvd.Sum).unique().tolist() == [hvd.size() ** 2]
-    with pytest.raises(ValueError, match=r"use tensor\.clone\(\)"):
-        hvd.allreduce_(mine)
+    assert hvd.allreduce_(turned, op=hvd.Average) is turned
+    assert turned.unique().tolist() == [hvd.size()]
+    complex_ones = torch.ones(2, dtype=torch.complex64)
+    with torch.inference_mode():
+        kept = complex_ones.clone()
+    assert hvd.allreduce_(kept, op=hvd.Sum).tolist() == [hvd.size()] * 2
 
 
 def case_unsupported_types_are_refused_with_a_remedy() -> None:
