@@ -310,6 +310,25 @@ TEST(a_step_that_goes_like_the_one_before_is_one_decision) {
   }
 }
 
+TEST(what_was_agreed_upon_longest_ago_is_forgotten_first_by_runs_too) {
+  World world(2, 4);
+  const auto ask = [&](std::vector<std::string> names) {
+    std::vector<Request> requests;
+    for (const std::string& name : names) {
+      requests.push_back(Allreduce(name));
+      world.Asks(requests.back());
+    }
+    for (int rank = 0; rank < 2; ++rank) world.Report(rank, requests, 0);
+    return world.Decide(0);
+  };
+  ask({"a", "b", "c", "d"});  // as 1 to 4
+  ask({"a", "b"});
+  CHECK(ask({"e"}) == (std::vector<std::string>{"run e as 5", "forget 3"}));
+  ask({"b"});
+  CHECK(ask({"f"}) == (std::vector<std::string>{"run f as 6", "forget 4"}));
+  CHECK(ask({"g"}) == (std::vector<std::string>{"run g as 7", "forget 1"}));
+}
+
 // Its ranks are other members than those of the world are.
 TEST(runs_of_a_process_set_wait_for_its_members_alone) {
   World world(4, 100);
@@ -369,6 +388,7 @@ TEST(runs_that_wait_are_a_stall_in_time) {
   const std::string warning = coordinator.InspectStalls(12 * kSecond);
   const std::string both = "2 s: allreduce 'a', allreduce 'b': submitted by rank 1, missing rank 0";
   CHECK(warning.find(both) != std::string::npos);
+  CHECK(coordinator.NextDeadline() > 12 * kSecond);
   coordinator.Receive(0, report, 13 * kSecond);
   CHECK_EQ(coordinator.Decide(13 * kSecond)->decisions.size(), size_t{2});
   CHECK_EQ(coordinator.NextDeadline(), kForever);
