@@ -14,9 +14,9 @@ constexpr size_t kMostPieces = 64;  // that pend, or whose order is remembered
 
 }  // namespace
 
+// Where a rank has joined, that join waits.
 bool Coordinator::MayGoByRuns() const {
-  return waiting_.empty() && joined_count_ == 0 && ranked_ == 0 && !queue_.learns() &&
-         pending_runs_.size() < kMostPieces;
+  return waiting_.empty() && ranked_ == 0 && !queue_.learns() && pending_runs_.size() < kMostPieces;
 }
 
 // Whether the ranks' report of these ids was counted so.
@@ -53,12 +53,13 @@ void Coordinator::Dissolve() {
   }
 }
 
-// The order in which requests were agreed upon, where they were so by runs.
+// The order in which requests were agreed upon, where they were so by runs. Nothing is evicted
+// before that is known.
 void Coordinator::BringUpToDate() {
   for (const IdRun& run : recent_runs_.TakeAll()) {
     for (uint64_t id = run.first; id < run.end(); ++id) {
       const auto record = records_.find(id);
-      if (record == records_.end() || retired_.count(id) != 0) continue;
+      if (record == records_.end()) continue;  // its set was removed
       recency_.splice(recency_.begin(), recency_, record->second->recency);
     }
   }
