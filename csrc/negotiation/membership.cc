@@ -1,4 +1,4 @@
-// Coordinator, second half: who takes part. Process sets come and go, and ranks that have run out
+// Coordinator, second part: who takes part. Process sets come and go, and ranks that have run out
 // of data join.
 
 #include <algorithm>
