@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "capi/hororing.h"
+#include "python/writes.h"
 
 namespace hororing {
 
@@ -23,6 +24,8 @@ class InFlight {
   // The reference; null: there is none.
   PyObject* Take(int64_t handle);
   Py_ssize_t size() const { return size_; }
+  // Of what is in flight. To be told before the core forgets a handle whose owner is given back.
+  Writes& writes() { return writes_; }
 
  private:
   struct Slot {
@@ -35,6 +38,7 @@ class InFlight {
 
   std::vector<Slot> slots_;
   Py_ssize_t size_ = 0;
+  Writes writes_;
 };
 
 // Of an object of type InFlight; null for others.

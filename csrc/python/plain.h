@@ -60,6 +60,8 @@ class Plain {
   // Notes that the core writes to the tensors of a tuple. If that cannot be it is told, not raised:
   // there is a handle that the caller must get.
   void Written(PyObject* tensors) const;
+  // The function that does so, or None.
+  PyObject* written() const { return written_.get(); }
   // A tensor of the same type and shape as a plain one, and what it is. Null: an exception is set.
   PyObject* Like(PyObject* tensor, hr_tensor* view, Shapes* shapes) const;
   // Whether results of the tensor are recorded: 1, 0; -1: an exception is set.

@@ -96,6 +96,7 @@ PyObject* Finish(const Table& table, PyObject* handle) {
       reinterpret_cast<PyObject*>(Py_TYPE(found.get())) == table.general.get()) {
     Py_RETURN_NONE;
   }
+  table.in_flight().writes().Tell();
   // The core forgets it under the GIL: until it is taken out of the table, no other may have its
   // place there.
   int code = hr_finish(number, 0.0);

@@ -70,6 +70,7 @@ bool Await(const Working& verb, int64_t handle, PyObject* keep) {
 }
 
 // Of what the core reduces or broadcasts in place; `result` owns it, and is what the caller gets.
+// `written`: a tuple of the tensors; null: it is `result`, and that can be told later.
 PyObject* InPlace(const Working& verb, Asked* asked, bool waits, PyObject* written,
                   PyObject* result) {
   asked->request.wait_follows = waits ? 1 : 0;
@@ -79,7 +80,11 @@ PyObject* InPlace(const Working& verb, Asked* asked, bool waits, PyObject* writt
     PyObject* const number = Note(verb.table(), handle, result);
     if (number == nullptr) return nullptr;
     Sweep(verb.table());
-    verb.plain().Written(written);
+    if (written != nullptr) {
+      verb.plain().Written(written);
+    } else if (verb.plain().written() != Py_None) {
+      verb.table().in_flight().writes().Add(verb.plain().written(), result);
+    }
     return number;
   }
   verb.plain().Written(written);
@@ -99,8 +104,8 @@ PyObject* OneInPlace(const Working& verb, const Given& given) {
   if (verb.plain().Describe(tensor, &view, &shapes) != 1) return nullptr;
   asked.request.tensors = &view;
   asked.request.tensors_count = 1;
-  const Reference written = Owned(PyTuple_Pack(1, tensor));
-  if (written.get() == nullptr) return nullptr;
+  const Reference written = Owned(kWaits ? PyTuple_Pack(1, tensor) : nullptr);
+  if (kWaits && written.get() == nullptr) return nullptr;
   return InPlace(verb, &asked, kWaits, written.get(), tensor);
 }
 
@@ -153,6 +158,7 @@ PyObject* Synchronize(const Working& verb, const Given& given) {
 
 PyObject* Poll(const Working& verb, const Given& given) {
   const int64_t number = given[kSubject] != nullptr ? HandleOf(given[kSubject]) : 0;
+  verb.table().in_flight().writes().Tell();
   if (verb.table().in_flight().Find(number) == nullptr) return nullptr;
   const int done = hr_poll(number);
   return done < 0 ? nullptr : PyBool_FromLong(done);

@@ -8,6 +8,7 @@ import gc
 import inspect
 import pickle
 import pydoc
+import time
 import weakref
 from typing import Any
 
@@ -327,6 +328,22 @@ def case_a_write_is_seen_by_autograd() -> None:
         write(saved)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             product.backward()
+
+
+def case_writes_are_told_before_a_result_is_given_back() -> None:
+    tensors = [torch.ones(1) for _ in range(150)]
+    handles = [hvd.allreduce_async_(t, name=f"told {i}") for i, t in enumerate(tensors)]
+    assert hvd.synchronize(handles[0]) is tensors[0]
+    assert {tensor._version for tensor in tensors} == {1}
+    for handle in handles[1:]:
+        hvd.synchronize(handle)
+    assert {tensor._version for tensor in tensors} == {1}
+    handle = hvd.broadcast_async_(tensors[0], 0, name="told")
+    while not hvd.poll(handle):
+        time.sleep(0.001)
+    assert tensors[0]._version == 2
+    hvd.synchronize(handle)
+    assert tensors[0]._version == 2
 
 
 def case_tensors_of_inference_mode_are_as_ever() -> None:
