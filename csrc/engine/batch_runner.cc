@@ -305,7 +305,7 @@ void BatchRunner::Complete(const std::vector<TensorEntry*>& entries) {
     resting_.push_back(entry);
   }
   stats_.completed += static_cast<int64_t>(complete_.size());
-  tensors_.Rest(resting_);
+  tensors_.Rest(resting_, &handles_);
   handles_.Complete(complete_);
 }
 

@@ -263,11 +263,9 @@ Status Engine::Submit(std::unique_ptr<TensorEntry> entry, bool wait_follows, int
 size_t Engine::SubmitAgain(const OneTensor* tensors, size_t count, bool wait_follows,
                            int64_t* handles) {
   if (trace_.enabled()) return 0;  // each has its span
-  handles_->Create(handles, count);
   const TimeNs now = config_.learns() ? NowNs() : 0;
   bool ring = !wait_follows || !Drivable();
   const size_t added = tensors_.AddAgain(tensors, count, handles, now, &ring);
-  for (size_t i = added; i < count; ++i) Forget(handles[i], Status::Ok());
   if (added == 0) return 0;
   stats_.submitted += static_cast<int64_t>(added);
   if (ring) WakeForRequests();

@@ -98,6 +98,13 @@ void HandleTable::Create(int64_t* handles, size_t count) {
   for (size_t i = 0; i < count; ++i) handles[i] = New();
 }
 
+void HandleTable::TakeBack(int64_t handle) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  Slot* const slot = Find(handle);
+  slot->handle = 0;  // all else is as in a new one
+  free_.push_back(slot - slots_.data());
+}
+
 // Whether somebody sleeps until then.
 bool HandleTable::Finish(Slot& slot) {
   const bool awaited = slot.awaited;

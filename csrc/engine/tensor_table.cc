@@ -85,8 +85,8 @@ void TensorTable::Going(const TensorEntry& entry) {
   if (order_.empty()) next_ = 0;
 }
 
-size_t TensorTable::AddAgain(const OneTensor* tensors, size_t count, const int64_t* handles,
-                             TimeNs now, bool* ring) {
+size_t TensorTable::AddAgain(const OneTensor* tensors, size_t count, int64_t* handles, TimeNs now,
+                             bool* ring) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (!closed_.ok() || joining_) return 0;
   if (submitted_.empty()) first_submitted_ns_ = now != 0 ? now : NowNs();
@@ -99,7 +99,7 @@ size_t TensorTable::AddAgain(const OneTensor* tensors, size_t count, const int64
     entry.resting = false;
     entry.views[0].input = tensor.input;
     entry.views[0].output = tensor.output;
-    entry.handle = handles[added];
+    entry.handle = handles[added] = entry.next.Use();
     entry.submitted_ns = now;
     entry.reported_ns = 0;
     entry.stage = "NEGOTIATE";
@@ -145,9 +145,14 @@ std::unique_ptr<TensorEntry> TensorTable::Remove(const std::string& key) {
   return removed;
 }
 
-void TensorTable::Rest(const std::vector<TensorEntry*>& entries) {
+void TensorTable::Rest(const std::vector<TensorEntry*>& entries, HandleTable* handles) {
   std::lock_guard<std::mutex> lock(mutex_);
-  for (TensorEntry* entry : entries) entry->resting = true;
+  next_handles_.resize(entries.size());
+  handles->Create(next_handles_.data(), entries.size());
+  for (size_t i = 0; i < entries.size(); ++i) {
+    entries[i]->resting = true;
+    entries[i]->next = SpareHandle(handles, next_handles_[i]);
+  }
 }
 
 void TensorTable::Forget(const std::string& key) {

@@ -34,6 +34,7 @@ struct TensorEntry {
   // On a device: when each view may be used; empty: now.
   std::vector<std::shared_ptr<const DeviceEvent>> ready;
   bool resting = false;  // not in flight; GUARDED_BY the table's mutex
+  SpareHandle next;      // where it rests: of the next request; GUARDED_BY the table's mutex
   size_t place = 0;      // in the table's order, if it is there; GUARDED_BY the table's mutex
   // Loop thread only.
   uint64_t cache_id = 0;  // of `request` in the response cache; 0: none, as far as is known
@@ -73,10 +74,10 @@ class TensorTable {
   Status Add(std::unique_ptr<TensorEntry> entry);
 
   // Adds those whose entries rest here, up to the first that has none, or is not as it was then.
-  // How many. `ring`: whether the caller will wake the loop now; it must only if that stays true:
-  // else somebody else does who has added something that the loop has not taken yet.
-  size_t AddAgain(const OneTensor* tensors, size_t count, const int64_t* handles, TimeNs now,
-                  bool* ring);
+  // How many, whose handles are `handles` now. `ring`: whether the caller will wake the loop now;
+  // it must only if that stays true: else somebody else does who has added something that the loop
+  // has not taken yet.
+  size_t AddAgain(const OneTensor* tensors, size_t count, int64_t* handles, TimeNs now, bool* ring);
 
   // What was added since the last TakeSubmitted.
   struct Submitted {
@@ -91,8 +92,8 @@ class TensorTable {
   // Those in flight, by Key(process set, name).
   TensorEntry* Find(const std::string& key);
   std::unique_ptr<TensorEntry> Remove(const std::string& key);
-  // These are complete, have no results, and a cache_id.
-  void Rest(const std::vector<TensorEntry*>& entries);
+  // These are complete, have no results, and a cache_id. `handles`: for their next requests.
+  void Rest(const std::vector<TensorEntry*>& entries, HandleTable* handles);
   // The cache has forgotten what it knew by this key: nothing of it rests here.
   void Forget(const std::string& key);
   // All requests of a process set.
@@ -114,8 +115,9 @@ class TensorTable {
   std::unordered_map<std::string, std::unique_ptr<TensorEntry>> entries_;  // GUARDED_BY(mutex_)
   std::vector<TensorEntry*> submitted_;                                    // GUARDED_BY(mutex_)
   TimeNs first_submitted_ns_ = 0;                                          // GUARDED_BY(mutex_)
-  bool rung_ = false;  // for what is in submitted_; GUARDED_BY(mutex_)
-  std::string key_;    // of what is looked for; GUARDED_BY(mutex_)
+  bool rung_ = false;                  // for what is in submitted_; GUARDED_BY(mutex_)
+  std::string key_;                    // of what is looked for; GUARDED_BY(mutex_)
+  std::vector<int64_t> next_handles_;  // of Rest; its memory is used again; GUARDED_BY(mutex_)
   // Entries as they were added again, and the place in there of the one that comes next: steps
   // repeat themselves, and then none is looked for by its name. Every entry that is in here is in
   // entries_, once. GUARDED_BY(mutex_)

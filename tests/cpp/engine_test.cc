@@ -306,6 +306,20 @@ TEST(a_waiter_for_a_handle_that_is_released_is_told) {
   table.Complete(handle, Status::Ok(), {});
 }
 
+TEST(a_spare_handle_that_is_not_used_is_taken_back) {
+  HandleTable table;
+  const int64_t unused = table.Create();
+  int64_t used = 0;
+  {
+    SpareHandle spare(&table, unused), other(&table, table.Create());
+    CHECK(table.Poll(unused) == HandleTable::Look::kPending);
+    used = other.Use();
+    const SpareHandle moved = std::move(spare);
+  }
+  CHECK(table.Poll(unused) == HandleTable::Look::kUnknown);
+  CHECK(table.Poll(used) == HandleTable::Look::kPending);
+}
+
 TEST(a_handle_that_is_done_is_released_at_once_and_only_then) {
   HandleTable table;
   const int64_t pending = table.Create(), failed = table.Create(), gathered = table.Create();

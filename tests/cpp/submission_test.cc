@@ -147,6 +147,7 @@ TEST(requests_made_again_are_right_whatever_was_forgotten_meanwhile) {
 // Who adds without ringing may be interrupted before it takes the loop's place: that one does not
 // count.
 TEST(the_loop_is_rung_once_for_what_it_has_not_taken_yet) {
+  HandleTable handles;
   TensorTable table;
   std::vector<float> data(2, 1.0f);
   std::vector<TensorEntry*> taken;
@@ -155,14 +156,15 @@ TEST(the_loop_is_rung_once_for_what_it_has_not_taken_yet) {
   }
   const auto take = [&] {
     table.TakeSubmitted(&taken);
-    table.Rest(taken);
+    table.Rest(taken, &handles);
     return taken.size();
   };
   const auto rings = [&](const std::string& name, bool ring) {
     int64_t shape = 0;
-    const int64_t handle = 1;
+    int64_t handle = 0;
     const OneTensor tensor = Player::Again(name, data, ReduceOp::kSum, &shape);
     CHECK_EQ(table.AddAgain(&tensor, 1, &handle, 0, &ring), size_t{1});
+    CHECK(handles.Poll(handle) == Look::kPending);
     return ring;
   };
   CHECK_EQ(take(), size_t{3});
