@@ -135,7 +135,7 @@ class AllreduceWalk final : public HostWalk {
                               Range{std::max(own.end, block.begin), block.end}}) {
       plan_.ForEachPiece(part, [&](size_t i, size_t at, size_t bytes) {
         const Place& place = plan_.places[i];
-        std::memcpy(room + (at - block.begin), place.input + (at - place.begin), bytes);
+        local_.to_slot().Copy(room + (at - block.begin), place.input + (at - place.begin), bytes);
       });
     }
     Publish(&DirectProgress::packed, ++packed_);

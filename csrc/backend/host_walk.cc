@@ -137,6 +137,7 @@ bool HostWalk::PeersReached(int count, Counter counter, uint64_t value) const {
 }
 
 void HostWalk::Publish(Counter counter, uint64_t value) {
+  local_.to_slot().Settle();
   (Progress(rank_).*counter).store(value, std::memory_order_release);
   local_.RingWorkers(group_.slots);
 }

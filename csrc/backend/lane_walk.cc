@@ -132,8 +132,9 @@ void LaneWalk::Begin() {
     std::byte* const room = Place(i, number);
     packed += ForEachStretch(plan_.lanes[i], number,
                              [&](size_t in_piece, const std::byte* at, size_t bytes) {
-                               std::memcpy(room + in_piece, at, bytes);
+                               local_.to_slot().Copy(room + in_piece, at, bytes);
                              });
+    local_.to_slot().Settle();
     SendOn(i, number);
   }
   span.End(packed);

@@ -149,12 +149,13 @@ void ScatterWalk::Begin() {
     }
     if (part.reducer == rank_) continue;
     std::byte* const room = Room(rank_, number) + place * plan_.piece * plan_.element;
-    ForEachStretch(
-        part, number, [&](const auto& stretch, size_t in_piece, size_t at, size_t elements) {
-          const size_t bytes = elements * plan_.element;
-          std::memcpy(room + in_piece * plan_.element, stretch.input + at * plan_.element, bytes);
-          packed += bytes;
-        });
+    ForEachStretch(part, number,
+                   [&](const auto& stretch, size_t in_piece, size_t at, size_t elements) {
+                     const size_t bytes = elements * plan_.element;
+                     local_.to_slot().Copy(room + in_piece * plan_.element,
+                                           stretch.input + at * plan_.element, bytes);
+                     packed += bytes;
+                   });
   }
   Publish(&DirectProgress::packed, begun_);
   span.End(packed);

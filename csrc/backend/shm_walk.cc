@@ -85,6 +85,8 @@ bool Walk::PeersReached(Counter counter, uint64_t value) const {
 }
 
 void Walk::Publish(Counter counter, uint64_t value) {
+  transport_.to_slot().Settle();
+  transport_.to_arenas().Settle();
   (Progress(rank_).*counter).store(value, std::memory_order_release);
 }
 
@@ -229,7 +231,7 @@ void Walk::CopyIn(const Range& range) {
   plan_.ForEachPiece(range, [&](size_t i, size_t at, size_t bytes) {
     const Place& place = plan_.places[i];
     if (plan_.in_arena[i] != Arena::kElsewhere) return;
-    std::memcpy(room + (at - block_begin), place.input + (at - place.begin), bytes);
+    transport_.to_slot().Copy(room + (at - block_begin), place.input + (at - place.begin), bytes);
   });
 }
 
@@ -259,9 +261,9 @@ void Walk::Combine(const Range& range, uint64_t number) {
         if (peer == rank_) continue;
         std::byte* const tensor = Where(i, peer);
         in_slot = in_slot || tensor == nullptr;
-        if (tensor != nullptr) std::memcpy(tensor + in_place, result, part);
+        if (tensor != nullptr) transport_.to_arenas().Copy(tensor + in_place, result, part);
       }
-      if (in_slot) std::memcpy(Room(rank_, number) + in_block, result, part);
+      if (in_slot) transport_.to_slot().Copy(Room(rank_, number) + in_block, result, part);
     }
   });
 }

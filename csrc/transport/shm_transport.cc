@@ -31,15 +31,17 @@ uint64_t Slot(int peer, bool receive, uint64_t sequence) {
 
 // Both: as much as there is room, or data, for. The counters never wrap; an offset is the
 // counter modulo the capacity, a power of two.
-size_t Write(Pipe& pipe, std::byte* ring, size_t capacity, const std::byte* data, size_t bytes) {
+size_t Write(Pipe& pipe, std::byte* ring, size_t capacity, const std::byte* data, size_t bytes,
+             Outgoing& outgoing) {
   const uint64_t written = pipe.written.load(std::memory_order_relaxed);
   const uint64_t read = pipe.read.load(std::memory_order_acquire);
   bytes = std::min(bytes, capacity - static_cast<size_t>(written - read));
   if (bytes == 0) return 0;
   const size_t at = static_cast<size_t>(written) & (capacity - 1);
   const size_t first = std::min(bytes, capacity - at);
-  std::memcpy(ring + at, data, first);
-  if (bytes > first) std::memcpy(ring, data + first, bytes - first);
+  outgoing.Copy(ring + at, data, first);
+  if (bytes > first) outgoing.Copy(ring, data + first, bytes - first);
+  outgoing.Settle();
   pipe.written.store(written + bytes, std::memory_order_release);
   return bytes;
 }
@@ -297,7 +299,7 @@ bool ShmTransport::Push(int peer) {
     Job& job = state.sends.front();
     while (job.left > 0) {
       const size_t bytes =
-          Write(pipe, ring, capacity, job.data, std::min(job.left, Grain(capacity)));
+          Write(pipe, ring, capacity, job.data, std::min(job.left, Grain(capacity)), to_pipes_);
       if (bytes == 0) return moved;
       job.data += bytes;
       job.left -= bytes;
@@ -344,7 +346,7 @@ bool ShmTransport::PushControl(int peer) {
         Write(segment_->control_pipe(rank_, peer), segment_->control_pipe_data(rank_, peer),
               segment_->geometry().control_pipe_bytes,
               reinterpret_cast<const std::byte*>(message.data()) + state.outbox_offset,
-              message.size() - state.outbox_offset);
+              message.size() - state.outbox_offset, to_pipes_);
     if (bytes == 0) break;
     moved = true;
     state.outbox_offset += bytes;

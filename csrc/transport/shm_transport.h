@@ -16,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/outgoing.h"
 #include "transport/arena.h"
 #include "transport/meeting.h"
 #include "transport/shm_segment.h"
@@ -68,6 +69,9 @@ class ShmTransport final : public Transport, private Turns {
     uint64_t end = 0;
   };
   SlotReaders& slot_readers() { return slot_readers_; }
+  // Copies into this rank's slot, and into its peers' arenas.
+  Outgoing& to_slot() { return to_slot_; }
+  Outgoing& to_arenas() { return to_arenas_; }
 
   // Blocks until ready() is true: progress, spin, then sleep on the doorbell; ends early when
   // a peer has died or failed, when one that is lagging has shut down, or at the deadline
@@ -158,6 +162,7 @@ class ShmTransport final : public Transport, private Turns {
   uint32_t last_sleep_bell_ = 0;  // doorbell as the last Sleep left it: a later Wake shows
   Status broken_;                 // first data-plane error
   SlotReaders slot_readers_;
+  Outgoing to_slot_, to_arenas_, to_pipes_;  // who has read them last differs, so each learns
 };
 
 }  // namespace hororing

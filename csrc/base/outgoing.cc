@@ -1,0 +1,134 @@
+#include "base/outgoing.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
+namespace hororing {
+namespace {
+
+constexpr size_t kLine = 64;
+// Of a copy. Below, nothing is gained.
+constexpr size_t kLeast = 512;
+
+#if defined(__SSE2__)
+
+// Whole lines; `to` is the beginning of one.
+void StreamLines(std::byte* to, const std::byte* from, size_t bytes) {
+  for (size_t at = 0; at < bytes; at += kLine) {
+    const auto* const source = reinterpret_cast<const __m128i*>(from + at);
+    auto* const target = reinterpret_cast<__m128i*>(to + at);
+    const __m128i a = _mm_loadu_si128(source), b = _mm_loadu_si128(source + 1);
+    const __m128i c = _mm_loadu_si128(source + 2), d = _mm_loadu_si128(source + 3);
+    _mm_stream_si128(target, a);
+    _mm_stream_si128(target + 1, b);
+    _mm_stream_si128(target + 2, c);
+    _mm_stream_si128(target + 3, d);
+  }
+}
+
+#else
+
+void StreamLines(std::byte* to, const std::byte* from, size_t bytes) {
+  std::memcpy(to, from, bytes);
+}
+
+#endif
+
+}  // namespace
+
+void StreamingCopy(void* to, const void* from, size_t bytes) {
+  auto* target = static_cast<std::byte*>(to);
+  const auto* source = static_cast<const std::byte*>(from);
+  const size_t odd = reinterpret_cast<uintptr_t>(to) % kLine;
+  const size_t head = std::min(bytes, odd == 0 ? 0 : kLine - odd);
+  const size_t lines = (bytes - head) / kLine * kLine;
+  const size_t done = head + lines;
+  if (head > 0) std::memcpy(target, source, head);
+  StreamLines(target + head, source + head, lines);
+  if (done < bytes) std::memcpy(target + done, source + done, bytes - done);
+}
+
+void Fence() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
+}
+
+double StoreChoice::Costs::Median() const {
+  std::array<double, 3> sorted = latest;
+  const size_t known = std::min(count, sorted.size());
+  std::sort(sorted.begin(), sorted.begin() + static_cast<std::ptrdiff_t>(known));
+  return sorted[known / 2];
+}
+
+void StoreChoice::Worked(size_t bytes, TimeNs took) {
+  if (measures_) {
+    sampled_bytes_ += bytes;
+    sampled_ns_ += took;
+  }
+  if (bytes < left_) {
+    left_ -= bytes;
+    return;
+  }
+  if (measures_) Judge();
+  // The first two show what either costs.
+  measures_ = !measures_ || samples_ == 1;
+  left_ = measures_ ? kSample : kInterval;
+  const bool trial = measures_ && samples_ % kTrialEvery == 1;
+  streaming_ = prefers_streaming_ != trial;
+}
+
+void StoreChoice::Judge() {
+  Costs& costs = streaming_ ? streamed_ : ordinary_;
+  costs.Add(static_cast<double>(sampled_ns_) / static_cast<double>(sampled_bytes_));
+  sampled_bytes_ = 0;
+  sampled_ns_ = 0;
+  ++samples_;
+  if (streamed_.count == 0) return;
+  const double bound = prefers_streaming_ ? kEnd : kBegin;
+  prefers_streaming_ = ordinary_.Median() > bound * streamed_.Median();
+}
+
+void Outgoing::Copy(void* to, const void* from, size_t bytes) {
+  auto* target = static_cast<std::byte*>(to);
+  const auto* source = static_cast<const std::byte*>(from);
+  if (bytes < kLeast) {
+    std::memcpy(target, source, bytes);
+    return;
+  }
+  while (bytes > 0) {
+    if (choice_.measures() && begin_ns_ < 0) begin_ns_ = clock_();
+    const size_t part = std::min(bytes, StoreChoice::kSample);
+    if (choice_.streaming()) {
+      StreamingCopy(target, source, part);
+      unsettled_ = true;
+    } else {
+      std::memcpy(target, source, part);
+    }
+    copied_ += part;
+    if (copied_ >= StoreChoice::kSample) Account();
+    target += part;
+    source += part;
+    bytes -= part;
+  }
+}
+
+void Outgoing::Settle() {
+  if (unsettled_) Fence();
+  unsettled_ = false;
+  if (copied_ > 0) Account();
+}
+
+void Outgoing::Account() {
+  const TimeNs took = choice_.measures() ? clock_() - begin_ns_ : 0;
+  begin_ns_ = -1;
+  choice_.Worked(std::exchange(copied_, 0), took);
+}
+
+}  // namespace hororing

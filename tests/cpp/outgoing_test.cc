@@ -1,0 +1,188 @@
+// Copies for other cores: bytes arrive, in whatever way; and the way is the quicker one.
+#include "base/outgoing.h"
+
+#include <algorithm>
+#include <atomic>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+
+namespace hororing_test {
+namespace {
+
+using namespace hororing;
+
+// A machine on which copies take so many nanoseconds per byte.
+struct Machine {
+  double ordinary, streaming;
+  TimeNs Took(bool streams, size_t bytes) const {
+    return static_cast<TimeNs>((streams ? streaming : ordinary) * static_cast<double>(bytes));
+  }
+};
+constexpr Machine kOneCache{0.05, 0.035}, kTwoCaches{0.5, 0.07};
+
+// The share of bytes that were streamed, of so many MiB.
+double ShareStreamed(StoreChoice* choice, const Machine& machine, size_t mib,
+                     size_t piece = 16 << 10) {
+  size_t streamed = 0;
+  const size_t pieces = (mib << 20) / piece;
+  for (size_t i = 0; i < pieces; ++i) {
+    const bool streams = choice->streaming();
+    streamed += streams ? 1 : 0;
+    choice->Worked(piece, choice->measures() ? machine.Took(streams, piece) : 0);
+  }
+  return static_cast<double>(streamed) / static_cast<double>(pieces);
+}
+
+TEST(stores_are_ordinary_within_one_cache_but_for_trials) {
+  StoreChoice choice;
+  const double share = ShareStreamed(&choice, kOneCache, 1024);
+  CHECK(share > 0);
+  CHECK(share < 0.002);
+  CHECK(!choice.streaming() || choice.measures());
+}
+
+TEST(they_stream_between_caches_from_the_first_megabyte_on) {
+  StoreChoice choice;
+  CHECK(!choice.streaming());
+  CHECK(choice.measures());
+  ShareStreamed(&choice, kTwoCaches, 1, 1 << 10);
+  CHECK(choice.streaming());
+  const double share = ShareStreamed(&choice, kTwoCaches, 1024);
+  CHECK(share > 0.998);
+  CHECK(share < 1);
+}
+
+TEST(they_follow_threads_that_are_moved) {
+  StoreChoice choice;
+  ShareStreamed(&choice, kOneCache, 256);
+  // Ordinary ones are judged every megabyte, the others every 32nd time.
+  ShareStreamed(&choice, kTwoCaches, 100);
+  CHECK(ShareStreamed(&choice, kTwoCaches, 256) > 0.99);
+  ShareStreamed(&choice, kOneCache, 100);
+  CHECK(ShareStreamed(&choice, kOneCache, 256) < 0.01);
+}
+
+TEST(a_thread_that_lost_its_core_now_and_then_changes_nothing) {
+  for (const Machine& machine : {kOneCache, kTwoCaches}) {
+    StoreChoice choice;
+    ShareStreamed(&choice, machine, 256);
+    const bool streams = ShareStreamed(&choice, machine, 4) > 0.5;
+    Machine late = machine;
+    late.ordinary += 100;
+    late.streaming += 100;
+    std::mt19937 random(7);
+    size_t same = 0, all = 0;
+    for (size_t i = 0; i < 1 << 16; ++i) {
+      const Machine& now = random() % 64 == 0 ? late : machine;
+      same += choice.streaming() == streams ? 1 : 0;
+      ++all;
+      choice.Worked(16 << 10, choice.measures() ? now.Took(choice.streaming(), 16 << 10) : 0);
+    }
+    CHECK(same * 100 > all * 95);
+  }
+}
+
+TEST(little_is_gained_by_streaming_where_it_is_a_bit_faster) {
+  StoreChoice choice;
+  ShareStreamed(&choice, {0.1, 0.05}, 256);
+  CHECK(ShareStreamed(&choice, {0.1, 0.05}, 64) < 0.01);
+  // Once it streams, it takes a clear difference to end that.
+  ShareStreamed(&choice, kTwoCaches, 256);
+  CHECK(ShareStreamed(&choice, {0.1, 0.05}, 256) > 0.99);
+}
+
+TEST(all_bytes_arrive_and_no_others) {
+  std::mt19937 random(3);
+  std::vector<unsigned char> from(100000), to(100000);
+  for (unsigned char& each : from) each = static_cast<unsigned char>(random());
+  const auto copies = [&](const auto& copy) {
+    for (int i = 0; i < 2000; ++i) {
+      const size_t bytes = random() % (i % 10 == 0 ? 90000 : 400);
+      const size_t source = random() % (from.size() - bytes);
+      const size_t target = random() % (to.size() - bytes);
+      std::vector<unsigned char> expected = to;
+      std::copy_n(from.begin() + static_cast<std::ptrdiff_t>(source), bytes,
+                  expected.begin() + static_cast<std::ptrdiff_t>(target));
+      copy(&to[target], &from[source], bytes);
+      if (to != expected) {
+        CHECK(false);
+        return;
+      }
+    }
+  };
+  copies([](void* target, const void* source, size_t bytes) {
+    StreamingCopy(target, source, bytes);
+    Fence();
+  });
+  Outgoing outgoing;
+  copies([&](void* target, const void* source, size_t bytes) {
+    outgoing.Copy(target, source, bytes);
+    outgoing.Settle();
+  });
+}
+
+TimeNs fake_now = 0;
+TimeNs FakeClock() { return fake_now += kMicrosecond; }
+
+// Waits come between stretches, and here after ordinary copies only.
+TEST(waiting_is_not_counted) {
+  std::vector<unsigned char> from(64 << 10), to(64 << 10);
+  Outgoing outgoing(FakeClock);
+  size_t streamed = 0, all = 0;
+  for (size_t i = 0; i < 1 << 14; ++i) {
+    const bool streams = outgoing.choice().streaming();
+    streamed += streams ? 1 : 0;
+    ++all;
+    outgoing.Copy(to.data(), from.data(), 20 << 10);
+    outgoing.Settle();
+    if (!streams) fake_now += kSecond;
+  }
+  CHECK(streamed > 0);
+  CHECK(streamed * 100 < all);
+}
+
+// A room in turns between two threads, as slots are: how many numbers were not there when they were
+// said to be.
+template <typename Copy>
+size_t Missed(const Copy& copy) {
+  constexpr size_t kRoom = 10000, kRounds = 4000;  // 160 MB: trials, too
+  std::vector<uint32_t> room(kRoom);
+  std::atomic<size_t> written{0}, read{0};
+  size_t missed = 0;
+  std::thread reader([&] {
+    for (size_t round = 1; round <= kRounds; ++round) {
+      while (written.load(std::memory_order_acquire) < round) std::this_thread::yield();
+      // What was written last first.
+      for (size_t i = kRoom; i-- > 0;) missed += room[i] == round ? 0 : 1;
+      read.store(round, std::memory_order_release);
+    }
+  });
+  for (size_t round = 1; round <= kRounds; ++round) {
+    const std::vector<uint32_t> data(kRoom, static_cast<uint32_t>(round));
+    while (read.load(std::memory_order_acquire) < round - 1) std::this_thread::yield();
+    copy(room.data(), data.data(), kRoom * sizeof(uint32_t));
+    written.store(round, std::memory_order_release);
+  }
+  reader.join();
+  return missed;
+}
+
+TEST(the_other_thread_reads_what_was_settled) {
+  Outgoing outgoing;
+  CHECK_EQ(Missed([&](void* to, const void* from, size_t bytes) {
+             outgoing.Copy(to, from, bytes);
+             outgoing.Settle();
+           }),
+           size_t{0});
+  CHECK_EQ(Missed([](void* to, const void* from, size_t bytes) {
+             StreamingCopy(to, from, bytes);
+             Fence();
+           }),
+           size_t{0});
+}
+
+}  // namespace
+}  // namespace hororing_test
