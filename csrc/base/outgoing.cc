@@ -60,11 +60,9 @@ void Fence() {
 #endif
 }
 
-double StoreChoice::Costs::Median() const {
-  std::array<double, 3> sorted = latest;
-  const size_t known = std::min(count, sorted.size());
-  std::sort(sorted.begin(), sorted.begin() + static_cast<std::ptrdiff_t>(known));
-  return sorted[known / 2];
+double StoreChoice::Costs::Least() const {
+  const auto known = static_cast<std::ptrdiff_t>(std::min(count, latest.size()));
+  return *std::min_element(latest.begin(), latest.begin() + known);
 }
 
 void StoreChoice::Worked(size_t bytes, TimeNs took) {
@@ -80,7 +78,8 @@ void StoreChoice::Worked(size_t bytes, TimeNs took) {
   // The first two show what either costs.
   measures_ = !measures_ || samples_ == 1;
   left_ = measures_ ? kSample : kInterval;
-  const bool trial = measures_ && samples_ % kTrialEvery == 1;
+  const bool trial = measures_ && samples_ == next_trial_;
+  if (trial) next_trial_ += std::min(samples_ + 1, kTrialEvery);
   streaming_ = prefers_streaming_ != trial;
 }
 
@@ -92,7 +91,7 @@ void StoreChoice::Judge() {
   ++samples_;
   if (streamed_.count == 0) return;
   const double bound = prefers_streaming_ ? kEnd : kBegin;
-  prefers_streaming_ = ordinary_.Median() > bound * streamed_.Median();
+  prefers_streaming_ = ordinary_.Least() > bound * streamed_.Least();
 }
 
 void Outgoing::Copy(void* to, const void* from, size_t bytes) {

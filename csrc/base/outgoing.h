@@ -20,7 +20,8 @@ namespace hororing {
 class StoreChoice {
  public:
   // Bytes after which stores are judged, bytes from one judgement to the next, and how many of
-  // these there are to each of those stores that are not in use.
+  // these there are to each of those stores that are not in use; fewer in the beginning, when
+  // memory is new.
   static constexpr size_t kSample = 32 << 10, kInterval = 1 << 20, kTrialEvery = 32;
   // Streaming begins where work with ordinary stores takes so many times as long, and ends where it
   // does not take so many times. Within one cache it is less than twice, and what readers save
@@ -39,7 +40,8 @@ class StoreChoice {
     std::array<double, 3> latest{};
     size_t count = 0;
     void Add(double cost) { latest[count++ % latest.size()] = cost; }
-    double Median() const;
+    // Page faults and a core that was lost make samples dearer, nothing makes them cheaper.
+    double Least() const;
   };
   void Judge();
 
@@ -49,7 +51,7 @@ class StoreChoice {
   size_t left_ = kSample;  // bytes until something changes
   size_t sampled_bytes_ = 0;
   TimeNs sampled_ns_ = 0;
-  size_t samples_ = 0;
+  size_t samples_ = 0, next_trial_ = 1;
   Costs ordinary_, streamed_;
 };
 

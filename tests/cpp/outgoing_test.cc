@@ -85,6 +85,15 @@ TEST(a_thread_that_lost_its_core_now_and_then_changes_nothing) {
   }
 }
 
+// Page faults are as dear for either.
+TEST(new_memory_is_not_mistaken_for_slow_stores) {
+  StoreChoice choice;
+  ShareStreamed(&choice, {2.0, 2.0}, 6);
+  CHECK(!choice.streaming());
+  ShareStreamed(&choice, kTwoCaches, 2);
+  CHECK(ShareStreamed(&choice, kTwoCaches, 64) > 0.9);
+}
+
 TEST(little_is_gained_by_streaming_where_it_is_a_bit_faster) {
   StoreChoice choice;
   ShareStreamed(&choice, {0.1, 0.05}, 256);
