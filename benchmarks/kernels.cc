@@ -92,7 +92,7 @@ int main(int argc, char** argv) {
               "portable", "avx2", "avx512", "copy");
   for (const DataType dtype : {DataType::kFloat32, DataType::kFloat16, DataType::kBfloat16}) {
     for (const ReduceOp op : {ReduceOp::kSum, ReduceOp::kAverage}) {
-      for (const int count : {2, 4}) {
+      for (const int count : {2, 3, 4, 8}) {
         for (const size_t bytes : {size_t{256} << 10, size_t{64} << 20}) {
           Measure(dtype, op, count, bytes, seconds);
         }

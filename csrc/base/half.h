@@ -68,12 +68,18 @@ static inline Float FloatFromBfloat16Bits(Bits bfloat16) {
 
 // Note [Why not VCVTNEPS2BF16]: AVX512_BF16's conversion flushes subnormals, which float16 and
 // the other kernels do not; three integer instructions per vector are hidden behind memory.
+// In the high half of each lane; the low half is not for use.
+template <typename Bits, typename Float>
+static inline Bits HighBfloat16BitsFromFloat(Float value) {
+  const Bits bits = BitCast<Bits>(value);
+  const Bits rounded = bits + 0x7FFFu + ((bits >> 16) & 1u);
+  const Bits nan = bits | 0x00400000u;
+  return value != value ? nan : rounded;
+}
+
 template <typename Bits, typename Float>
 static inline Bits Bfloat16BitsFromFloat(Float value) {
-  const Bits bits = BitCast<Bits>(value);
-  const Bits rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
-  const Bits nan = (bits >> 16) | 0x0040u;
-  return (bits & 0x7FFFFFFFu) > 0x7F800000u ? nan : rounded;
+  return HighBfloat16BitsFromFloat<Bits>(value) >> 16;
 }
 
 // One number at a time.
