@@ -20,6 +20,7 @@
 #include "backend/common.h"
 #include "backend/host_walk.h"
 #include "backend/virtual_buffer.h"
+#include "base/copy.h"
 #include "collective/slice_exchange.h"
 
 namespace hororing {
@@ -182,7 +183,7 @@ class AllreduceWalk final : public HostWalk {
       const std::byte* from = Room(owner, consumed_);
       plan_.ForEachPiece(plan_.SliceOf(block, owner), [&](size_t i, size_t at, size_t bytes) {
         const Place& place = plan_.places[i];
-        std::memcpy(place.output + (at - place.begin), from + (at - block.begin), bytes);
+        CopyBytes(place.output + (at - place.begin), from + (at - block.begin), bytes);
       });
     }
     Publish(&DirectProgress::consumed, ++consumed_);

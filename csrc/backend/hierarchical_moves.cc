@@ -6,6 +6,7 @@
 #include "backend/common.h"
 #include "backend/hierarchical.h"
 #include "backend/scatter_walk.h"
+#include "base/copy.h"
 #include "collective/segments.h"
 
 namespace hororing {
@@ -91,7 +92,7 @@ Status HierarchicalBackend::RunAllgather(const Batch& batch, TimeNs deadline, Tr
     for (size_t place = 0; place < size; ++place) {
       const size_t bytes = entry.receive_bytes[place];
       lanes[place].Add(at, bytes);
-      if (place == own && bytes > 0 && at != entry.input) std::memcpy(at, entry.input, bytes);
+      if (place == own && bytes > 0 && at != entry.input) CopyBytes(at, entry.input, bytes);
       at += bytes;
     }
   }
@@ -122,7 +123,7 @@ Status HierarchicalBackend::RunBroadcast(const Batch& batch, TimeNs deadline, Tr
     const size_t bytes = entry.elements * element;
     total += bytes;
     if (is_root && bytes > 0 && entry.output != entry.input) {
-      std::memcpy(entry.output, entry.input, bytes);
+      CopyBytes(entry.output, entry.input, bytes);
     }
   }
   if (total == 0) return Status::Ok();

@@ -7,6 +7,7 @@
 
 #include "backend/common.h"
 #include "backend/parts.h"
+#include "base/copy.h"
 #include "collective/collectives.h"
 #include "collective/segments.h"
 
@@ -83,7 +84,7 @@ Status HostBackend::Run(const Batch& batch, TimeNs deadline, TraceSink& trace) {
 void HostBackend::MoveToOutput(const Batch& batch, const BatchEntry& entry, TraceSink& trace) {
   if (entry.output == entry.input) return;
   StageSpan span(trace, Stage::kPack, batch);
-  std::memcpy(entry.output, entry.input, entry.elements * ElementSize(batch.reduce.dtype));
+  CopyBytes(entry.output, entry.input, entry.elements * ElementSize(batch.reduce.dtype));
   span.End(batch.bytes());
 }
 
@@ -130,7 +131,7 @@ Status HostBackend::RunAllreduce(const Batch& batch, TimeNs deadline, TraceSink&
     for (const BatchEntry* entry : entries) {
       const size_t bytes = entry->elements * element;
       const size_t room = RoundUp(bytes, kEntryAlign);
-      std::memcpy(to, entry->input, bytes);
+      CopyBytes(to, entry->input, bytes);
       // The padding is reduced too: zeros are cheap, what lay there before may be not-a-number.
       std::memset(to + bytes, 0, room - bytes);
       to += room;
@@ -154,7 +155,7 @@ Status HostBackend::RunAllreduce(const Batch& batch, TimeNs deadline, TraceSink&
   const std::byte* from = static_cast<const std::byte*>(buffer.data);
   for (const BatchEntry* entry : entries) {
     const size_t bytes = entry->elements * element;
-    std::memcpy(entry->output, from, bytes);
+    CopyBytes(entry->output, from, bytes);
     from += RoundUp(bytes, kEntryAlign);
   }
   span.End(batch.bytes());

@@ -1,12 +1,12 @@
 // HostBackend's collectives without arithmetic.
 
-#include <cstring>
 #include <numeric>
 #include <string>
 
 #include "backend/common.h"
 #include "backend/host_backend.h"
 #include "backend/parts.h"
+#include "base/copy.h"
 #include "collective/collectives.h"
 
 namespace hororing {
@@ -17,7 +17,7 @@ namespace {
 constexpr size_t kBroadcastAlone = 256 << 10;
 
 void CopyIfMoved(void* to, const void* from, size_t bytes) {
-  if (to != from && bytes > 0) std::memcpy(to, from, bytes);
+  if (to != from && bytes > 0) CopyBytes(to, from, bytes);
 }
 
 size_t Sum(const std::vector<size_t>& sizes) {
@@ -152,7 +152,7 @@ Status HostBackend::BroadcastTogether(const Batch& batch,
     std::byte* to = buffer;
     for (const BatchEntry* entry : entries) {
       const size_t bytes = entry->elements * element;
-      std::memcpy(to, entry->output, bytes);
+      CopyBytes(to, entry->output, bytes);
       to += bytes;
     }
     span.End(total);
@@ -163,7 +163,7 @@ Status HostBackend::BroadcastTogether(const Batch& batch,
   const std::byte* from = buffer;
   for (const BatchEntry* entry : entries) {
     const size_t bytes = entry->elements * element;
-    std::memcpy(entry->output, from, bytes);
+    CopyBytes(entry->output, from, bytes);
     from += bytes;
   }
   span.End(total);

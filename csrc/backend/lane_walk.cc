@@ -1,9 +1,9 @@
 #include "backend/lane_walk.h"
 
-#include <cstring>
 #include <utility>
 
 #include "backend/common.h"
+#include "base/copy.h"
 
 namespace hororing {
 
@@ -148,7 +148,7 @@ void LaneWalk::Unpack() {
     const std::byte* const room = Place(i, consumed_);
     unpacked += ForEachStretch(plan_.lanes[i], consumed_,
                                [&](size_t in_piece, std::byte* at, size_t bytes) {
-                                 std::memcpy(at, room + in_piece, bytes);
+                                 CopyBytes(at, room + in_piece, bytes);
                                });
   }
   Publish(&DirectProgress::consumed, ++consumed_);

@@ -29,6 +29,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "base/copy.h"
 #include "base/reduce.h"
 
 namespace hororing {
@@ -214,7 +215,7 @@ void Walk::Unpack() {
       plan_.ForEachPiece(Slice(block, peer), [&](size_t i, size_t at, size_t bytes) {
         const Place& place = plan_.places[i];
         if (plan_.in_arena[i] != Arena::kElsewhere) return;
-        std::memcpy(place.output + (at - place.begin), from + (at - block.begin), bytes);
+        CopyBytes(place.output + (at - place.begin), from + (at - block.begin), bytes);
       });
     }
     ++consumed_;

@@ -5,6 +5,8 @@
 #include <cstring>
 #include <utility>
 
+#include "base/copy.h"
+
 #if defined(__SSE2__)
 #include <emmintrin.h>
 #endif
@@ -108,7 +110,7 @@ void Outgoing::Copy(void* to, const void* from, size_t bytes) {
       StreamingCopy(target, source, part);
       unsettled_ = true;
     } else {
-      std::memcpy(target, source, part);
+      CopyBytes(target, source, part);
     }
     copied_ += part;
     if (copied_ >= StoreChoice::kSample) Account();

@@ -23,10 +23,10 @@
 // communication operations in MPICH", Int. J. High Perform. Comput. Appl. 19 (2005) 49-66,
 // doi:10.1177/1094342005051521, with segments.
 
-#include <cstring>
 #include <string>
 #include <vector>
 
+#include "base/copy.h"
 #include "collective/collectives.h"
 #include "collective/segments.h"
 
@@ -98,7 +98,7 @@ Status AllgatherV(Transport& transport, const void* input,
   if (LargestSize(chunks) == 0) return Status::Ok();
   std::byte* data = static_cast<std::byte*>(result);
   if (chunks[rank].size > 0 && data + chunks[rank].begin != input) {
-    std::memcpy(data + chunks[rank].begin, input, chunks[rank].size);
+    CopyBytes(data + chunks[rank].begin, input, chunks[rank].size);
   }
   return GatherChunks(transport, data, chunks, way, deadline);
 }

@@ -28,10 +28,10 @@
 // 49-66, doi:10.1177/1094342005051521.
 
 #include <algorithm>
-#include <cstring>
 #include <string>
 #include <vector>
 
+#include "base/copy.h"
 #include "collective/collectives.h"
 #include "collective/segments.h"
 
@@ -95,7 +95,7 @@ Status AlltoallV(Transport& transport, const void* input, const std::vector<size
   std::byte* to = static_cast<std::byte*>(result);
   const std::vector<Span> sends = BackToBack(send_bytes), receives = BackToBack(receive_bytes);
   if (sends[rank].size > 0) {
-    std::memcpy(to + receives[rank].begin, from + sends[rank].begin, sends[rank].size);
+    CopyBytes(to + receives[rank].begin, from + sends[rank].begin, sends[rank].size);
   }
   return ExchangeParts(transport, from, sends, to, receives, deadline, segment_bytes);
 }

@@ -10,6 +10,7 @@
 #include <climits>
 #include <cstring>
 
+#include "base/copy.h"
 #include "transport/polling.h"
 
 namespace hororing {
@@ -53,8 +54,8 @@ size_t Read(Pipe& pipe, const std::byte* ring, size_t capacity, std::byte* data,
   if (bytes == 0) return 0;
   const size_t at = static_cast<size_t>(read) & (capacity - 1);
   const size_t first = std::min(bytes, capacity - at);
-  std::memcpy(data, ring + at, first);
-  if (bytes > first) std::memcpy(data + first, ring, bytes - first);
+  CopyBytes(data, ring + at, first);
+  if (bytes > first) CopyBytes(data + first, ring, bytes - first);
   pipe.read.store(read + bytes, std::memory_order_release);
   return bytes;
 }

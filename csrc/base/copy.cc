@@ -1,0 +1,54 @@
+#include "base/copy.h"
+
+#include <cstdint>
+#include <cstring>
+
+namespace hororing {
+namespace {
+
+// Note [REP MOVSB]: large copies of glibc before 2.39 are this instruction where the processor
+// claims it to be quick. On EPYC (Zen 3, glibc 2.36) it takes 13 times as long, 3 GB/s instead of
+// 41, where the target lies a little further into its page than the source does into its own: 1 to
+// 31 bytes (https://sourceware.org/bugzilla/show_bug.cgi?id=30994 has it for Zen 4). That is no
+// rare case: large memory of malloc, NumPy's for example, begins 16 bytes into a page, and slots
+// and arenas at its beginning.
+constexpr uintptr_t kPage = 4096, kTooClose = 64;
+// Below, glibc takes vectors, those of AVX2 at least.
+constexpr size_t kLeast = 4096;
+
+bool IsTooClose(const void* to, const void* from) {
+  const uintptr_t further = reinterpret_cast<uintptr_t>(to) - reinterpret_cast<uintptr_t>(from);
+  return further % kPage < kTooClose;
+}
+
+constexpr size_t kLine = 64;
+
+void CopyLine(std::byte* to, const std::byte* from) {
+  typedef uint64_t Vector __attribute__((vector_size(kLine / 4)));
+  Vector a, b, c, d;
+  std::memcpy(&a, from, sizeof a);
+  std::memcpy(&b, from + sizeof a, sizeof b);
+  std::memcpy(&c, from + 2 * sizeof a, sizeof c);
+  std::memcpy(&d, from + 3 * sizeof a, sizeof d);
+  std::memcpy(to, &a, sizeof a);
+  std::memcpy(to + sizeof a, &b, sizeof b);
+  std::memcpy(to + 2 * sizeof a, &c, sizeof c);
+  std::memcpy(to + 3 * sizeof a, &d, sizeof d);
+}
+
+}  // namespace
+
+void CopyBytes(void* to, const void* from, size_t bytes) {
+  auto* target = static_cast<std::byte*>(to);
+  const auto* source = static_cast<const std::byte*>(from);
+  if (bytes >= kLeast && IsTooClose(to, from)) {
+    for (; bytes >= kLine; bytes -= kLine) {
+      CopyLine(target, source);
+      target += kLine;
+      source += kLine;
+    }
+  }
+  if (bytes > 0) std::memcpy(target, source, bytes);
+}
+
+}  // namespace hororing
