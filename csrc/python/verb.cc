@@ -29,9 +29,17 @@ struct Known {
   Parameter parameter = kParameters;
 };
 
+// Names of arguments as a call has them, and the place of each among the parameters.
+struct Names {
+  Reference tuple;
+  size_t count = 0;
+  std::array<size_t, kMostParameters> places{};
+};
+
 struct Details {
   UsualCall call = nullptr;
   std::vector<Known> parameters;
+  Names names;         // of the last call with any: a constant of the caller's, which calls again
   Reference function;  // does what is unusual
   Working working;
 };
@@ -48,14 +56,41 @@ PyObject *method_type, *qualified_name;  // of the process, as its engine is
 // ---------------------------------------------------------------------------------------------
 // Calls
 
+// The parameter of that name; beyond all: there is none.
+size_t PlaceOf(const std::vector<Known>& parameters, PyObject* name) {
+  size_t place = 0;
+  while (place < parameters.size() && parameters[place].name.get() != name) ++place;
+  if (place < parameters.size()) return place;
+  place = 0;  // not the same object; perhaps equal nevertheless
+  while (place < parameters.size() && PyUnicode_Compare(parameters[place].name.get(), name) != 0)
+    ++place;
+  return place;
+}
+
+// The same where it is known from the call before. Null: some are no parameters.
+const Names* PlacesOf(Details* verb, PyObject* tuple) {
+  if (tuple == verb->names.tuple.get()) return &verb->names;
+  Names names;
+  names.count = static_cast<size_t>(PyTuple_Size(tuple));
+  if (names.count > kMostParameters) return nullptr;
+  for (size_t i = 0; i < names.count; ++i) {
+    PyObject* const name = PyTuple_GetItem(tuple, static_cast<Py_ssize_t>(i));
+    if (!PyUnicode_CheckExact(name)) return nullptr;  // its end may run anything
+    names.places[i] = PlaceOf(verb->parameters, name);
+    if (names.places[i] == verb->parameters.size()) return nullptr;
+  }
+  names.tuple = Reference(tuple);
+  std::swap(verb->names, names);
+  return &verb->names;
+}
+
 // Whether these arguments are some of a usual call.
-bool IsUsual(const Details& verb, PyObject* const* arguments, size_t count, PyObject* names,
+bool IsUsual(Details* verb, PyObject* const* arguments, size_t count, PyObject* tuple,
              Given* given) {
-  const size_t parameters = verb.parameters.size();
-  if (count > parameters) return false;
+  if (count > verb->parameters.size()) return false;
   std::array<bool, kMostParameters> seen{};
   const auto take = [&](size_t place, PyObject* argument) {
-    const Known& known = verb.parameters[place];
+    const Known& known = verb->parameters[place];
     if (seen[place]) return false;
     seen[place] = true;
     if (known.usual.get() != nullptr) return argument == known.usual.get();
@@ -65,19 +100,11 @@ bool IsUsual(const Details& verb, PyObject* const* arguments, size_t count, PyOb
   for (size_t place = 0; place < count; ++place) {
     if (!take(place, arguments[place])) return false;
   }
-  const Py_ssize_t named = names != nullptr ? PyTuple_Size(names) : 0;
-  for (Py_ssize_t i = 0; i < named; ++i) {
-    PyObject* const name = PyTuple_GetItem(names, i);
-    size_t place = 0;
-    while (place < parameters && verb.parameters[place].name.get() != name) ++place;
-    if (place == parameters) {  // not the same object; perhaps equal nevertheless
-      place = 0;
-      while (place < parameters && PyUnicode_Compare(verb.parameters[place].name.get(), name) != 0)
-        ++place;
-    }
-    if (place == parameters || !take(place, arguments[count + static_cast<size_t>(i)])) {
-      return false;
-    }
+  if (tuple == nullptr) return true;
+  const Names* const names = PlacesOf(verb, tuple);
+  if (names == nullptr) return false;
+  for (size_t i = 0; i < names->count; ++i) {
+    if (!take(names->places[i], arguments[count + i])) return false;
   }
   return true;
 }
@@ -101,10 +128,10 @@ PyObject* CallFunction(const Details& verb, PyObject* const* arguments, size_t c
 }
 
 PyObject* VectorCalled(PyObject* self, PyObject* const* arguments, size_t flags, PyObject* names) {
-  const Details& verb = *reinterpret_cast<Verb*>(self)->details;
+  Details& verb = *reinterpret_cast<Verb*>(self)->details;
   const size_t count = flags & kCountMask;
   Given given{};
-  if (IsUsual(verb, arguments, count, names, &given)) {
+  if (IsUsual(&verb, arguments, count, names, &given)) {
     PyObject* const result = Caught(verb.call, verb.working, given);
     if (result != nullptr || PyErr_Occurred() != nullptr) return result;
   }
