@@ -16,7 +16,8 @@
                       allreduce.py; where the calls alone do not take longer
 
 All sum gradients of float32, in private memory but for DDP's views and the arena, in the order in
-which backward makes them. DDP's division by the number of ranks is left out for all.
+which backward makes them; each is the `grad` of a parameter, as in a model. DDP's division by the
+number of ranks is left out for all.
 """
 
 from __future__ import annotations
@@ -75,6 +76,13 @@ def copy_all(targets: list[torch.Tensor], gradients: list[torch.Tensor]) -> None
         target.copy_(gradient)
 
 
+def parameters_with(gradients: list[torch.Tensor]) -> list[torch.nn.Parameter]:
+    parameters = [torch.nn.Parameter(torch.empty_like(gradient)) for gradient in gradients]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    return parameters
+
+
 class Buckets:
     """DDP's: gradients that share a flat tensor, in the order of backward."""
 
@@ -107,7 +115,9 @@ class Buckets:
 
 
 def contestants(
-    gradients: list[torch.Tensor], horovods: dict[str, horovod_peer.Horovod]
+    gradients: list[torch.Tensor],
+    shared: list[torch.Tensor] | None,
+    horovods: dict[str, horovod_peer.Horovod],
 ) -> dict[str, Callable[[], object]]:
     buckets, by_name = Buckets(gradients), named("gradient", gradients)
     ways: dict[str, Callable[[], object]] = {
@@ -123,7 +133,6 @@ def contestants(
     if sum(g.nbytes for g in gradients) > LARGE * len(gradients):
         targets = [torch.empty_like(gradient).fill_(0.0) for gradient in gradients]
         ways["copy (limit)"] = lambda: copy_all(targets, gradients)
-    shared = arena_memory.tensors([tuple(g.shape) for g in gradients], torch.float32)
     if shared is not None:
         in_arena = named("in arena", shared)
         ways[arena_memory.NAME] = lambda: one_by_one(in_arena)
@@ -143,8 +152,10 @@ def main(argv: list[str] | None = None) -> None:
     rows: list[Row] = []
     for name in ["1,000 of 1 KB"] if options.quick else options.sets:
         gradients = [torch.zeros(shape).fill_(0.0) for shape in reversed(SETS[name]())]
+        shared = arena_memory.tensors([tuple(g.shape) for g in gradients], torch.float32)
+        parameters = parameters_with([*gradients, *(shared or [])])
         times = take_turns(
-            contestants(gradients, horovods),
+            contestants(gradients, shared, horovods),
             order,
             seconds=options.seconds,
             rounds=(1, 1) if options.quick else (5, 100),
@@ -154,6 +165,7 @@ def main(argv: list[str] | None = None) -> None:
                 for way in (name, f"{name} grouped")
             },
         )
+        del parameters, shared  # the arena has room for one set
         nbytes = sum(gradient.nbytes for gradient in gradients)
         case = [
             {"measure": "set of gradients", "case": name, "who": who, "nbytes": nbytes,
