@@ -6,6 +6,7 @@
 #include <cstring>
 #include <utility>
 
+#include "base/copy.h"
 #include "transport/polling.h"
 
 namespace hororing {
@@ -97,7 +98,7 @@ void Meeting::Bring(uint32_t generation, const void* subject, Sizes sizes, const
   std::byte* const room = Room(rank_, generation);
   std::memcpy(room, &sizes, sizeof sizes);
   std::memcpy(room + kSubjectAt, subject, sizes.subject);
-  std::memcpy(room + sizes.part_at(), part, sizes.part);
+  CopyBytes(room + sizes.part_at(), part, sizes.part);
 }
 
 // Whether the others have come before this rank's patience ended.

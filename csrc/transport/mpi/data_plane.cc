@@ -9,8 +9,8 @@
 //   caller's memory -> staging -> MPI_Isend ~~~> MPI_Irecv -> staging -> caller's memory
 #include <algorithm>
 #include <cstdio>
-#include <cstring>
 
+#include "base/copy.h"
 #include "transport/mpi/failure.h"
 #include "transport/mpi/transport.h"
 
@@ -111,7 +111,7 @@ void MpiTransport::StartSends(int peer) {
     Job& job = state.sends.front();
     const size_t bytes = std::min(job.left, kPieceBytes);
     Piece piece{TakeBuffer(), MPI_REQUEST_NULL, nullptr, bytes, bytes == job.left};
-    if (bytes > 0) std::memcpy(piece.buffer.get(), job.data, bytes);
+    CopyBytes(piece.buffer.get(), job.data, bytes);
     const int error = Call("MPI_Isend", [&] {
       return MPI_Isend(piece.buffer.get(), static_cast<int>(bytes), MPI_BYTE, peer, kDataTag, data_,
                        &piece.request);
@@ -160,7 +160,7 @@ bool MpiTransport::ProgressData() {
     while (!state.receiving.empty() && Done(&state.receiving.front().request, "receive", peer)) {
       Piece& piece = state.receiving.front();
       Buffer buffer = std::move(piece.buffer);
-      if (piece.bytes > 0) std::memcpy(piece.into, buffer.get(), piece.bytes);
+      CopyBytes(piece.into, buffer.get(), piece.bytes);
       if (piece.last) ++state.receives_done;
       state.receiving.pop_front();
       GiveBack(std::move(buffer));
