@@ -24,10 +24,10 @@ class TraceSink;
 
 // One tensor of a batch.
 struct BatchEntry {
-  std::string name;  // for the timeline, and for what fails on a device; else it may be empty
   const void* input = nullptr;
   void* output = nullptr;  // allreduce, broadcast: as large as the input, may equal it
   size_t elements = 0;     // of this rank's input
+  std::string name;        // for the timeline, and for what fails on a device; else it may be empty
   // Allgather, alltoall: bytes that come from each rank, in rank order; `output` holds their sum.
   std::vector<size_t> receive_bytes;
   // Alltoall: bytes that go to each rank, in rank order, back to back in `input`, which does not

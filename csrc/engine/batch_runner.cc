@@ -199,7 +199,7 @@ void BatchRunner::Fill(const std::vector<size_t>& items, const Channel& channel)
     entry.input = view.input;
     entry.output = IsGathering(key.kind) ? of.results[item.index].data() : view.output;
     entry.elements = static_cast<size_t>(view.elements());
-    if (!of.ready.empty()) entry.ready = of.ready[item.index];
+    if (batch_.on_device && !of.ready.empty()) entry.ready = of.ready[item.index];
     entries_.push_back(item.entry);
   }
 }
@@ -243,7 +243,8 @@ Status BatchRunner::Allocate(const Work& work) {
 
 Status BatchRunner::RunBatch(int32_t process_set, Channel& channel) {
   const Batch& batch = batch_;
-  for (TensorEntry* entry : entries_) entry->stage = "REDUCE";
+  Begin();
+  const int64_t bytes = static_cast<int64_t>(batch.bytes());
   const TimeNs begin = NowNs();
   const auto backend =
       std::find_if(channel.backends.begin(), channel.backends.end(), [&](const auto& each) {
@@ -253,7 +254,6 @@ Status BatchRunner::RunBatch(int32_t process_set, Channel& channel) {
   const int64_t narrow_before = (*backend)->narrow_bytes();
   const Status status = (*backend)->Run(batch, After(begin, options_.timeout_ns), trace_);
   const TimeNs end = NowNs();
-  const int64_t bytes = static_cast<int64_t>(batch.bytes());
   if (trace_.enabled()) {
     trace_.Add({UpperName(batch.kind), NamesOf(batch), Track::kLoop, false, begin, end, bytes});
   }
@@ -280,30 +280,38 @@ Status BatchRunner::RunBatch(int32_t process_set, Channel& channel) {
   if (batch.on_device) {
     for (TensorEntry* entry : entries_) entry->landed = (*backend)->done();
   }
-  Complete(entries_);
+  Complete();
   if (trace_.enabled()) {
     trace_.Span(Stage::kComplete, Track::kLoop, NamesOf(batch), end, NowNs());
   }
   return Status::Ok();
 }
 
-// Of a batch that was carried out. What rests may be in the callers' hands again at once: nothing
-// is read of it afterwards.
-void BatchRunner::Complete(const std::vector<TensorEntry*>& entries) {
+// The next batch is that of entries_; what it completes is found out now, when they are in the
+// cache: after a batch they are not.
+void BatchRunner::Begin() {
   complete_.clear();
   resting_.clear();
-  for (TensorEntry* entry : entries) {
+  ending_.clear();
+  for (TensorEntry* entry : entries_) {
+    entry->stage = "REDUCE";
     if (--entry->unfinished > 0) continue;
     const bool may_rest = entry->cache_id != 0 && entry->views.size() == 1 &&
                           entry->request.kind == Collective::kAllreduce &&
                           !entry->request.on_device() && !entry->stands_in();
-    if (!may_rest) {
-      Complete(entry);
-      continue;
+    if (may_rest) {
+      complete_.push_back(entry->handle);
+      resting_.push_back(entry);
+    } else {
+      ending_.push_back(entry);
     }
-    complete_.push_back(entry->handle);
-    resting_.push_back(entry);
   }
+}
+
+// Of a batch that was carried out. What rests may be in the callers' hands again at once: nothing
+// is read of it afterwards.
+void BatchRunner::Complete() {
+  for (TensorEntry* entry : ending_) Complete(entry);
   stats_.completed += static_cast<int64_t>(complete_.size());
   tensors_.Rest(resting_, &handles_);
   handles_.Complete(complete_);

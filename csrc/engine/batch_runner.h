@@ -91,7 +91,8 @@ class BatchRunner {
   Status Allocate(const Work& work);
   void Fill(const std::vector<size_t>& items, const Channel& channel);
   Status RunBatch(int32_t process_set, Channel& channel);
-  void Complete(const std::vector<TensorEntry*>& entries);
+  void Begin();
+  void Complete();
 
   const Options options_;
   std::vector<Ran> ran_;
@@ -105,9 +106,9 @@ class BatchRunner {
   std::vector<FusionItem> described_;
   Batch batch_;
   std::vector<TensorEntry*> entries_;
-  // Of Complete; the same.
+  // Whose last tensors are in the batch: those that will rest, their handles, and all others.
+  std::vector<TensorEntry*> resting_, ending_;
   std::vector<int64_t> complete_;
-  std::vector<TensorEntry*> resting_;
 };
 
 // The name under which tensor `index` of a request appears in the timeline.

@@ -80,11 +80,8 @@ HandleTable::Slot* HandleTable::Find(int64_t handle) {
   return &slots_[place];
 }
 
-// What lies on a device, and events, go to `ended`, whose end is a call of the driver: not for a
-// time under the mutex.
-void HandleTable::Free(Slot& slot, std::vector<Slot>* ended) {
+void HandleTable::Free(Slot& slot) {
   free_.push_back(&slot - slots_.data());
-  if (slot.landed != nullptr || !slot.results.empty()) ended->push_back(std::move(slot));
   slot = Slot();
 }
 
@@ -109,8 +106,7 @@ void HandleTable::TakeBack(int64_t handle) {
 bool HandleTable::Finish(Slot& slot) {
   const bool awaited = slot.awaited;
   if (slot.released) {
-    free_.push_back(&slot - slots_.data());
-    slot = Slot();  // which holds nothing yet
+    Free(slot);
   } else {
     slot.done = true;
   }
@@ -119,16 +115,16 @@ bool HandleTable::Finish(Slot& slot) {
 
 void HandleTable::Complete(int64_t handle, Status status, std::vector<GatheredTensor> results,
                            std::shared_ptr<const DeviceEvent> landed) {
+  std::unique_ptr<Outcome> outcome;
+  if (!status.ok() || !results.empty() || landed != nullptr) {
+    outcome.reset(new Outcome{std::move(status), std::move(results), std::move(landed)});
+  }
   bool wake = false;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     Slot* const slot = Find(handle);
     if (slot == nullptr) return;
-    if (!slot->released) {
-      slot->status = std::move(status);
-      slot->results = std::move(results);
-      slot->landed = std::move(landed);
-    }
+    if (!slot->released) slot->outcome = std::move(outcome);
     wake = Finish(*slot);
   }
   if (wake) completed_.notify_all();
@@ -177,7 +173,7 @@ HandleTable::Look HandleTable::Wait(int64_t handle, TimeNs timeout_ns, Status* s
     slot->awaited = true;
     if (!slot->done) return false;
     look = Look::kDone;
-    *status = slot->status;
+    *status = slot->outcome != nullptr ? slot->outcome->status : Status::Ok();
     return true;
   });
   return look;
@@ -186,10 +182,7 @@ HandleTable::Look HandleTable::Wait(int64_t handle, TimeNs timeout_ns, Status* s
 bool HandleTable::ReleaseIfDone(int64_t handle) {
   std::lock_guard<std::mutex> lock(mutex_);
   Slot* const slot = Find(handle);
-  if (slot == nullptr || !slot->done || !slot->status.ok() || !slot->results.empty() ||
-      slot->landed != nullptr) {
-    return false;
-  }
+  if (slot == nullptr || !slot->done || slot->outcome != nullptr) return false;
   slot->handle = 0;  // all else is as in a new one
   slot->done = slot->awaited = false;
   free_.push_back(slot - slots_.data());
@@ -199,13 +192,15 @@ bool HandleTable::ReleaseIfDone(int64_t handle) {
 std::shared_ptr<const DeviceEvent> HandleTable::Landed(int64_t handle) {
   std::lock_guard<std::mutex> lock(mutex_);
   const Slot* const slot = Find(handle);
-  return slot == nullptr ? nullptr : slot->landed;
+  return slot == nullptr || slot->outcome == nullptr ? nullptr : slot->outcome->landed;
 }
 
 HandleTable::Look HandleTable::WaitMany(const int64_t* handles, size_t count, TimeNs timeout_ns,
                                         bool* all_ok,
                                         std::vector<std::shared_ptr<const DeviceEvent>>* landed) {
-  std::vector<Slot> ended;
+  // What lies on a device, and events: their end is a call of the driver, not for a time under the
+  // mutex.
+  std::vector<std::unique_ptr<Outcome>> ended;
   std::unique_lock<std::mutex> lock(mutex_);
   *all_ok = true;
   size_t left = count;
@@ -223,7 +218,7 @@ HandleTable::Look HandleTable::WaitMany(const int64_t* handles, size_t count, Ti
         slot->awaited = true;
         return false;
       }
-      *all_ok = *all_ok && slot->status.ok();
+      *all_ok = *all_ok && (slot->outcome == nullptr || slot->outcome->status.ok());
     }
     return true;
   });
@@ -234,20 +229,24 @@ HandleTable::Look HandleTable::WaitMany(const int64_t* handles, size_t count, Ti
   for (size_t i = 0; *all_ok && i < count; ++i) {
     Slot* const slot = Find(handles[i]);
     if (slot == nullptr) continue;  // it is there twice, or has been waited for
-    std::shared_ptr<const DeviceEvent>& event = slot->landed;
-    // Mostly those of one batch follow one another, and have one event.
-    if (landed != nullptr && event != nullptr && (landed->empty() || landed->back() != event)) {
-      landed->push_back(std::move(event));
+    if (slot->outcome != nullptr) {
+      std::shared_ptr<const DeviceEvent>& event = slot->outcome->landed;
+      // Mostly those of one batch follow one another, and have one event.
+      if (landed != nullptr && event != nullptr && (landed->empty() || landed->back() != event)) {
+        landed->push_back(std::move(event));
+      }
+      ended.push_back(std::move(slot->outcome));
     }
-    Free(*slot, &ended);
+    Free(*slot);
   }
   return Look::kDone;
 }
 
 GatheredTensor* HandleTable::Result(int64_t handle, size_t index) {
   Slot* const slot = Find(handle);
-  const bool there = slot != nullptr && slot->done && index < slot->results.size();
-  return there ? &slot->results[index] : nullptr;
+  const bool there = slot != nullptr && slot->done && slot->outcome != nullptr &&
+                     index < slot->outcome->results.size();
+  return there ? &slot->outcome->results[index] : nullptr;
 }
 
 Status HandleTable::Rows(int64_t handle, size_t index, int64_t* rows) {
@@ -267,12 +266,13 @@ Status HandleTable::Take(int64_t handle, size_t index, GatheredTensor* result) {
 }
 
 bool HandleTable::Release(int64_t handle) {
-  std::vector<Slot> ended;
+  std::unique_ptr<Outcome> ended;  // not under the mutex, as above
   std::lock_guard<std::mutex> lock(mutex_);
   Slot* const slot = Find(handle);
   if (slot == nullptr || slot->released) return false;
   if (slot->done) {
-    Free(*slot, &ended);
+    ended = std::move(slot->outcome);
+    Free(*slot);
   } else {
     slot->released = true;
     if (slot->awaited) completed_.notify_all();  // whoever waits for it waits in vain

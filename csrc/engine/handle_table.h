@@ -86,20 +86,25 @@ class HandleTable {
   template <typename Settled>
   bool Sleep(std::unique_lock<std::mutex>& lock, TimeNs timeout_ns, const Settled& settled);
 
-  struct Slot {
-    int64_t handle = 0;  // 0: free
-    bool done = false;
-    bool released = false;
-    bool awaited = false;  // somebody sleeps until it is done
+  struct Outcome {
     Status status;
     std::vector<GatheredTensor> results;
     std::shared_ptr<const DeviceEvent> landed;
   };
 
+  // Small: of a step's thousand, each is looked at when others have filled the cache since.
+  struct Slot {
+    int64_t handle = 0;  // 0: free
+    bool done = false;
+    bool released = false;
+    bool awaited = false;              // somebody sleeps until it is done
+    std::unique_ptr<Outcome> outcome;  // null: success, and nothing else
+  };
+
   // All of these: REQUIRES mutex_.
   int64_t New();
   Slot* Find(int64_t handle);
-  void Free(Slot& slot, std::vector<Slot>* ended);
+  void Free(Slot& slot);
   GatheredTensor* Result(int64_t handle, size_t index);  // null: there is none
   bool Finish(Slot& slot);
 
