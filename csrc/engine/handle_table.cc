@@ -97,9 +97,7 @@ void HandleTable::Create(int64_t* handles, size_t count) {
 
 void HandleTable::TakeBack(int64_t handle) {
   std::lock_guard<std::mutex> lock(mutex_);
-  Slot* const slot = Find(handle);
-  slot->handle = 0;  // all else is as in a new one
-  free_.push_back(slot - slots_.data());
+  Free(*Find(handle));
 }
 
 // Whether somebody sleeps until then.
@@ -183,9 +181,7 @@ bool HandleTable::ReleaseIfDone(int64_t handle) {
   std::lock_guard<std::mutex> lock(mutex_);
   Slot* const slot = Find(handle);
   if (slot == nullptr || !slot->done || slot->outcome != nullptr) return false;
-  slot->handle = 0;  // all else is as in a new one
-  slot->done = slot->awaited = false;
-  free_.push_back(slot - slots_.data());
+  Free(*slot);
   return true;
 }
 
