@@ -13,6 +13,7 @@ constexpr int64_t kStep = 8;  // between thresholds
 constexpr int kThresholds = 3;
 constexpr TimeNs kLongHold = 5;  // times the initial hold time
 constexpr double kWorthOfNarrow = 1 / 1.1;
+constexpr size_t kDecidingSamples = 3;  // the least of which the median can do without one
 
 }  // namespace
 
@@ -149,8 +150,14 @@ void Tuner::Sampled(double score) {
   Log(std::string(names[static_cast<size_t>(search_)]) + " round " + std::to_string(round_),
       current_, score);
   candidates_[turn_ % candidates_.size()].scores.push_back(score);
-  if (++turn_ == candidates_.size() << (round_ - 1)) Halve();
+  if (++turn_ == TurnsOfRound()) Halve();
   if (!done_) current_ = candidates_[turn_ % candidates_.size()].setting;
+}
+
+size_t Tuner::TurnsOfRound() const {
+  size_t each = size_t{1} << (round_ - 1);
+  if (candidates_.size() == 2) each = std::max(each, kDecidingSamples);
+  return candidates_.size() * each;
 }
 
 void Tuner::Halve() {

@@ -3,9 +3,10 @@
 // job has, then as what these travel between hosts, if the user permits. Each of these searches is
 // a successive halving (K. Jamieson, A. Talwalkar, "Non-stochastic best arm identification and
 // hyperparameter optimization", AISTATS 2016, arXiv:1502.07943): every candidate is tried for a
-// little while, the better half twice as long, and so on until one is left, which stays. Within a
-// round the candidates take turns, so that a machine that is slow for a while is slow for all of
-// them. What the search before has found is a candidate of the next one.
+// little while, the better half twice as long, and so on until one is left, which stays. The last
+// two have three samples each at least, so that none of them decides alone. Within a round the
+// candidates take turns, so that a machine that is slow for a while is slow for all of them. What
+// the search before has found is a candidate of the next one.
 //
 // Score: bytes reduced per second of busy step time, from the first tensor of a step to the end
 // of its last batch; of a candidate, the median over its samples. What travels narrower changes
@@ -85,6 +86,7 @@ class Tuner {
   std::vector<Setting> Wires(size_t index) const;
   void BeginNext();
   void Sampled(double score);
+  size_t TurnsOfRound() const;
   void Halve();
   void Log(const std::string& phase, const Setting& setting, double score);
 

@@ -480,12 +480,12 @@ TEST(chunks_and_the_algorithm_of_every_class_are_tuned_one_after_another) {
   // Of the class that there is no batch of, nothing is tried.
   CHECK(best.tuning.algorithms == (std::array<uint8_t, 3>{2, 0, 1}));
   const std::vector<std::string> log = tuner.TakeLog();
-  // A header, warming up, 47 samples for nine candidates, 3 and 2 * 2 for chunks, 4 and 2 * 2 for
+  // A header, warming up, 47 samples for nine candidates, 3 and 2 * 3 for chunks, 4 and 2 * 3 for
   // each of two classes, the result.
-  CHECK_EQ(log.size(), size_t{1 + 1 + 47 + 7 + 8 + 8 + 1});
+  CHECK_EQ(log.size(), size_t{1 + 1 + 47 + 9 + 10 + 10 + 1});
   CHECK(log.back().find(",best,67108864,0,1048576,\"2,0,1\",") != std::string::npos);
   CHECK(log[1 + 1 + 47].find(",chunks round 1,67108864,0,0,\"0,0,0\",") != std::string::npos);
-  CHECK(log[1 + 1 + 47 + 7 + 8].find(",algorithm.3 round 1,") != std::string::npos);
+  CHECK(log[1 + 1 + 47 + 9 + 10].find(",algorithm.3 round 1,") != std::string::npos);
 }
 
 // Recursive doubling (2) is the best for all bytes of small batches, three phases (3) for half of
@@ -521,9 +521,9 @@ TEST(a_narrow_wire_is_tried_last_with_the_algorithm_that_suits_it_and_must_pay_b
     const std::vector<std::string> log = tuner.TakeLog();
     CHECK(log[0].find(",algorithm,wire,score") != std::string::npos);
     // Small: in full, and narrow by the initial algorithm. Large: also by its best one.
-    CHECK_EQ(log.size(), size_t{1 + 1 + 47 + 7 + 8 + 8 + 2 + 3 + 4 + 1});
-    CHECK(log[1 + 1 + 47 + 7 + 8 + 8].find(",wire.1 round 1,") != std::string::npos);
-    CHECK(log[1 + 1 + 47 + 7 + 8 + 8 + 2].find(",wire.3 round 1,") != std::string::npos);
+    CHECK_EQ(log.size(), size_t{1 + 1 + 47 + 9 + 10 + 10 + 6 + 3 + 6 + 1});
+    CHECK(log[1 + 1 + 47 + 9 + 10 + 10].find(",wire.1 round 1,") != std::string::npos);
+    CHECK(log[1 + 1 + 47 + 9 + 10 + 10 + 6].find(",wire.3 round 1,") != std::string::npos);
     // What it is worth beside the others is not what was measured.
     CHECK(log.back().find(gain == 200 ? "\"1,0,1\",769." : "\"1,0,0\",666.") != std::string::npos);
   }
@@ -531,6 +531,25 @@ TEST(a_narrow_wire_is_tried_last_with_the_algorithm_that_suits_it_and_must_pay_b
   Tuner tuner(options);
   Tune(tuner, {1000, 100 << 20}, [&](const Tuner::Setting& setting) { return cost(setting, 900); });
   CHECK(tuner.setting().tuning.wires == Tuning().wires);
+}
+
+// A process that is not scheduled for a while, or a packet that is sent again.
+TEST(one_slow_step_does_not_decide_between_two) {
+  Tuner::Options options;
+  options.initial = {64 << 20, kMillisecond, {}};
+  options.tune_fusion = options.tune_hold = false;
+  options.chunks = {1 << 20};  // twice as fast as the initial one
+  options.warmup_samples = 0;
+  options.steps_per_sample = 1;
+  for (int slow = 0; slow < 6; ++slow) {
+    Tuner tuner(options);
+    int steps = 0;
+    Tune(tuner, {1000}, [&](const Tuner::Setting& setting) {
+      return (setting.tuning.chunk_bytes == 1 << 20 ? 1000 : 2000) + (steps++ == slow ? 10000 : 0);
+    });
+    CHECK_EQ(steps, 6);
+    CHECK_EQ(tuner.setting().tuning.chunk_bytes, int64_t{1} << 20);
+  }
 }
 
 TEST(all_ranks_hear_of_what_is_tried_before_the_step_that_tries_it) {
