@@ -56,10 +56,9 @@ class BuildCore(build_ext):
     def run(self) -> None:
         """Build everything; into the source tree for an editable installation."""
         # setuptools gives editable installations a fresh folder each time; ours makes the second
-        # one quick.
-        build = (
-            ROOT / "build/editable" if self.inplace else Path(self.build_temp).resolve() / "core"
-        )
+        # one quick. Both are as far below the sources as the Makefile's, for compiler caches.
+        build = ROOT / "build/editable" if self.inplace else Path(f"{self.build_temp}-core")
+        build = build.resolve()
         self._cmake(build)
         target = ROOT / "hororing" if self.inplace else Path(self.build_lib) / "hororing"
         self._copy_libraries(build, target)
