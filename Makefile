@@ -142,7 +142,9 @@ $(VENV)/.demo: $(VENV)/bin/python pyproject.toml
 	$(BIN)/python -m pip install --editable '.[torch,examples]'
 	touch $@
 
+# CMake first, so that it already builds here: after another one it would compile everything again.
 $(VENV)/.dev: $(VENV)/bin/python pyproject.toml
+	$(BIN)/python -m pip install 'cmake>=3.20'
 	$(BIN)/python -m pip install --editable '.[dev]'
 	touch $@ $(VENV)/.demo
 

@@ -47,7 +47,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (sources / name).parent.mkdir(parents=True, exist_ok=True)
             (sources / name).write_bytes((ROOT / name).read_bytes())
     flags = ("--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", folder)
-    command(sys.executable, "-m", "pip", "wheel", *flags, sources)
+    # For a compiler cache, if there is one, these are the sources that were compiled already.
+    command(sys.executable, "-m", "pip", "wheel", *flags, sources, CCACHE_BASEDIR=str(sources))
     (built,) = folder.glob("*.whl")
     return built
 
