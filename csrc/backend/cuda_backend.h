@@ -1,6 +1,5 @@
 // CudaBackend: batches of tensors on CUDA devices, for one process set: by NCCL where every rank
-// has it and a device of its own, else by way of the host (ADR 0023); or by NCCL within hosts only
-// (ADR 0029).
+// has it and a device of its own, else by way of the host (ADR 0023).
 //
 // Which of them, the ranks agree on when the first batch comes. Run returns when everything is in
 // the device's private stream, with an event behind it (`done`); what fails later, Look tells.
@@ -12,7 +11,6 @@
 #include <vector>
 
 #include "backend/backend.h"
-#include "backend/hierarchical_nccl.h"
 #include "backend/nccl_batch.h"
 #include "backend/nccl_communicator.h"
 #include "backend/staged_batch.h"
@@ -21,8 +19,8 @@
 
 namespace hororing {
 
-enum class DeviceWay { kAuto, kNccl, kHierarchical, kStaged };
-// "auto", "nccl", "hierarchical", "staged"
+enum class DeviceWay { kAuto, kNccl, kStaged };
+// "auto", "nccl", "staged"
 Status Parse(const std::string& name, DeviceWay* way);
 
 class CudaBackend final : public Backend {
@@ -32,8 +30,7 @@ class CudaBackend final : public Backend {
     DeviceWay way = DeviceWay::kAuto;
     bool reproducible = false;  // by way of the host, which sums in the order of ranks
     size_t fusion_bytes = 0;
-    RanksOn ranks_on = {};  // none: all on one host
-    WireCost wire = {};     // between hosts
+    size_t hosts = 1;  // that the ranks are on
   };
   // `host` as for StagedBatches.
   CudaBackend(Transport& transport, const Options& options, std::vector<Backend*> host);
@@ -43,14 +40,14 @@ class CudaBackend final : public Backend {
   bool on_device() const override { return true; }
   bool Supports(const Batch& batch) const override { return batch.on_device; }
   Status Run(const Batch& batch, TimeNs deadline, TraceSink& trace) override;
-  void Tune(const Tuning& tuning) override;
+  void Tune(const Tuning& tuning) override { narrow_ = tuning.wires != Tuning().wires; }
   size_t scratch_bytes() const override;
-  int64_t narrow_bytes() const override;
+  int64_t narrow_bytes() const override { return staged_.narrow_bytes(); }
   std::shared_ptr<const DeviceEvent> done() const override { return done_; }
   Status Look() override;
   Status Leave(TimeNs deadline) override;
   void BreakOff() override;
-  // Of all ranks, or those of this host. Null: by way of the host, or not chosen yet.
+  // Null: by way of the host, or not chosen yet.
   const NcclCommunicator* nccl() const { return nccl_.get(); }
 
  private:
@@ -63,20 +60,17 @@ class CudaBackend final : public Backend {
     TimeNs deadline = 0;  // 0: its tensors are not ready yet
   };
   struct Card;
-  struct Choice;
   Status Choose(TimeNs deadline);
   Status ChooseWay(const Batch& batch, TimeNs deadline, NcclWay* way);
-  Status Compare(bool has_nccl, int version, TimeNs deadline, Choice* choice);
-  std::string Obstacle(const std::vector<Card>& cards, const RanksOn& groups) const;
+  Status Compare(int nccl_version, TimeNs deadline, std::string* obstacle);
+  std::string Obstacle(const std::vector<Card>& cards) const;
   Status LookAt(InFlight& batch, bool* done);
 
   Transport& transport_;
   const Options options_;
-  const DeviceWay way_;  // what options_.way comes to among these ranks
   StagedBatches staged_;
   std::shared_ptr<Device> device_;
-  std::unique_ptr<HierarchicalNccl> by_host_;  // null where it makes no sense, or is not chosen
-  std::unique_ptr<NcclCommunicator> nccl_;     // its end frees what uses memory of by_host_
+  std::unique_ptr<NcclCommunicator> nccl_;
   bool chosen_ = false;
   bool narrow_ = false;  // the user permits it between hosts, as far as that is for us to decide
   bool scales_ = false;  // all ranks have the kernels for it

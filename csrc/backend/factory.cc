@@ -20,13 +20,12 @@ ShmTransport* SharedBy(Transport& transport) {
 }
 
 // Behind all backends of the host, which it uses. It looks for no device before a batch comes.
-void AddCuda(const BackendOptions& options, Transport& transport, const RanksOn& ranks_on,
+void AddCuda(const BackendOptions& options, Transport& transport, size_t hosts,
              std::vector<std::unique_ptr<Backend>>* backends) {
   std::vector<Backend*> host;
   for (const auto& backend : *backends) host.push_back(backend.get());
   CudaBackend::Options cuda = options.cuda;
-  cuda.ranks_on = ranks_on;
-  cuda.wire = options.wire;
+  cuda.hosts = hosts;
   backends->push_back(std::make_unique<CudaBackend>(transport, cuda, std::move(host)));
 }
 
@@ -74,7 +73,7 @@ Status CheckWires(const BackendOptions& options) {
     return Status(Code::kInvalidArgument,
                   wanted +
                       " cannot be had with HORORING_GPU=nccl, whose messages between hosts are "
-                      "NCCL's own; use HORORING_GPU=hierarchical");
+                      "NCCL's own; use HORORING_GPU=staged");
   }
   return Status::Ok();
 }
@@ -138,7 +137,7 @@ Status MakeBackends(const BackendOptions& options, const World& world,
   }
   backends->push_back(
       std::make_unique<HostBackend>(transport, FlatOptionsOf(options, world.topology.ranks_on())));
-  AddCuda(options, transport, world.topology.ranks_on(), backends);
+  AddCuda(options, transport, world.topology.hosts.size(), backends);
   for (const auto& backend : *backends) backend->Tune(options.tuning);
   return Status::Ok();
 }
@@ -161,7 +160,7 @@ std::vector<std::unique_ptr<Backend>> MakeSetBackends(const BackendOptions& opti
   }
   backends.push_back(
       std::make_unique<HostBackend>(subgroup, FlatOptionsOf(options, group.places_on)));
-  AddCuda(options, subgroup, group.places_on, &backends);
+  AddCuda(options, subgroup, group.places_on.size(), &backends);
   for (const auto& backend : backends) backend->Tune(options.tuning);
   return backends;
 }

@@ -5,13 +5,16 @@
 #include <utility>
 
 #include "backend/common.h"
-#include "backend/device_wait.h"
 
 namespace hororing {
 namespace {
 
 // Of one of the two buffers: enough to use a bus well, few enough to fill them often.
 constexpr size_t kPieceBytes = 4 << 20;
+
+// Between two looks at what is awaited, and at whether all peers are alive.
+constexpr TimeNs kEventInterval = 50 * kMicrosecond;
+constexpr TimeNs kPeersInterval = 20 * kMillisecond;
 
 size_t Sum(const std::vector<size_t>& numbers) {
   return std::accumulate(numbers.begin(), numbers.end(), size_t{0});
@@ -182,7 +185,18 @@ Status StagedBatches::Room(const Device& device, size_t bytes, Buffer* buffer) {
 
 // However long the framework's kernels before it take: as long as all peers are alive.
 Status StagedBatches::Reach(const DeviceEvent& event) {
-  return WaitFor(event, transport_, [this] { return transport_.CheckPeers(); });
+  TimeNs look_at_peers = After(NowNs(), kPeersInterval);
+  for (;;) {
+    bool reached = false;
+    HORORING_RETURN_IF_ERROR(event.Look(&reached));
+    if (reached) return Status::Ok();
+    const TimeNs now = NowNs();
+    if (now >= look_at_peers) {
+      HORORING_RETURN_IF_ERROR(transport_.CheckPeers());
+      look_at_peers = After(now, kPeersInterval);
+    }
+    transport_.Sleep(After(now, kEventInterval));
+  }
 }
 
 int64_t StagedBatches::narrow_bytes() const {

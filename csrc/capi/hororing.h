@@ -136,7 +136,7 @@ typedef struct hr_config {
   int32_t tune_steps_per_sample;
   const char* tune_log; /* path of its CSV log, or NULL */
   /* Tensors on GPUs. */
-  const char* gpu;            /* rank-visible: "auto", "nccl", "hierarchical", "staged" */
+  const char* gpu;            /* rank-visible: "auto", "nccl", "staged" */
   const char* cuda_library;   /* of NVIDIA's driver; NULL: libcuda.so.1 */
   const char* nccl_libraries; /* "a:b": the first that can be loaded; NULL: libnccl.so.2 */
 } hr_config;

@@ -226,12 +226,10 @@ KNOBS: tuple[Knob, ...] = (
     ),
     Knob(
         "GPU",
-        choice("auto", "nccl", "hierarchical", "staged"),
+        choice("auto", "nccl", "staged"),
         "auto",
-        "how tensors in the memory of a GPU travel; nccl: by NCCL, or not at all; hierarchical: by "
-        "NCCL within hosts, or not at all, and between them as tensors of the host do; staged: by "
-        "way of the host; auto: by NCCL where every rank has it and a GPU of its own, within hosts "
-        "only where its releases differ between them",
+        "how tensors in the memory of a GPU travel; nccl: by NCCL, or not at all; staged: by way "
+        "of the host; auto: by NCCL where every rank has it and a GPU of its own",
         scope="all",
     ),
     Knob(

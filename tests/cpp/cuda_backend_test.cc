@@ -42,14 +42,7 @@ void CheckMove(int size, const CudaOptions& options, Collective kind,
   });
 }
 
-const DeviceWay kWays[] = {DeviceWay::kNccl, DeviceWay::kHierarchical, DeviceWay::kStaged};
-
-// One of them, by two hosts where there are as many ranks.
-CudaOptions By(DeviceWay way, int size) {
-  CudaOptions options{way};
-  for (int r = 0; r < size && way == DeviceWay::kHierarchical; ++r) options.hosts.push_back(r % 2);
-  return options;
-}
+const DeviceWay kWays[] = {DeviceWay::kNccl, DeviceWay::kStaged};
 
 }  // namespace
 
@@ -58,7 +51,7 @@ TEST(sums_of_every_type_and_operation_are_right_every_way) {
   fake_gpu_set("delay_us", 20);
   for (const DeviceWay way : kWays) {
     for (int size : {1, 2, 3}) {
-      RunAllSums(size, By(way, size), AllSpecs(), {{1}, {5, 0, 17, 333}});
+      RunAllSums(size, {way}, AllSpecs(), {{1}, {5, 0, 17, 333}});
     }
   }
   NothingLeft();
@@ -137,7 +130,7 @@ TEST(gathered_rows_may_differ_between_ranks) {
         std::vector<int32_t> all;
         for (int r = 0; r < size; ++r) all.insert(all.end(), rows(r), 100 + r);
         CheckMove(
-            size, By(way, size), Collective::kAllgather,
+            size, {way}, Collective::kAllgather,
             [&](int r, BatchEntry* entry, Moved* moved) {
               moved->input.assign(rows(r), 100 + r);
               moved->output.assign(all.size(), 0);
@@ -155,7 +148,7 @@ TEST(the_last_rank_broadcasts) {
   for (const DeviceWay way : kWays) {
     for (int size : {1, 2, 3, 4}) {
       CheckMove(
-          size, By(way, size), Collective::kBroadcast,
+          size, {way}, Collective::kBroadcast,
           [](int r, BatchEntry*, Moved* moved) { moved->input.assign(70001, 7 + r); },
           [&](int) { return std::vector<int32_t>(70001, 7 + size - 1); });
     }
@@ -169,7 +162,7 @@ TEST(every_rank_sends_every_other_its_rows) {
     for (int size : {1, 2, 3, 4}) {
       const auto rows = [](int from, int to) { return static_cast<size_t>((from * 3 + to) % 4); };
       CheckMove(
-          size, By(way, size), Collective::kAlltoall,
+          size, {way}, Collective::kAlltoall,
           [&](int r, BatchEntry* entry, Moved* moved) {
             for (int q = 0; q < size; ++q) {
               moved->input.insert(moved->input.end(), rows(r, q), 10 * r + q);
@@ -195,7 +188,7 @@ TEST(parts_of_a_reduce_scatter_may_differ) {
       for (size_t spare : {size_t{0}, size_t{1}}) {
         const auto part = [&](int r) { return 4 + (r == 0 ? spare : 0); };
         CheckMove(
-            size, By(way, size), Collective::kReducescatter,
+            size, {way}, Collective::kReducescatter,
             [&](int r, BatchEntry* entry, Moved* moved) {
               for (int q = 0; q < size; ++q) {
                 entry->parts.push_back(part(q));
@@ -237,6 +230,25 @@ TEST(ranks_choose_nccl_where_each_has_it_and_a_device_of_its_own) {
   CHECK_EQ(goes_by_nccl(shared), 0);
   CHECK_EQ(goes_by_nccl(reproducible), 0);
   CHECK_EQ(goes_by_nccl(without), 0);
+  NothingLeft();
+}
+
+TEST(ranks_with_different_releases_of_nccl_go_by_way_of_the_host) {
+  fake_gpu_reset();
+  RunCuda(2, {}, [](CudaRank& rank) {
+    // Each rank loads NCCL in its turn.
+    for (int r = 0; r < 2; ++r) {
+      CHECK_OK(Barrier(*rank.transport, After(NowNs(), kLimit)));
+      if (r != rank.r) continue;
+      fake_gpu_set("nccl_version", r == 0 ? 23203 : 22703);
+      std::shared_ptr<const NcclApi> api;
+      CHECK_OK(rank.devices->Nccl(&api));
+    }
+    float value = 1;
+    CHECK_OK(RunBatch(rank, OneFloat(&value), [&] { value = 2; }, [&] { CHECK_EQ(value, 4.0f); }));
+    CHECK(rank.cuda->nccl() == nullptr);
+  });
+  fake_gpu_reset();
   NothingLeft();
 }
 
@@ -288,26 +300,34 @@ TEST(a_communicator_that_does_not_come_about_ends_by_the_deadline_and_is_aborted
   NothingLeft();
 }
 
+// Also of tensors that are unpacked behind it, from memory that the backend's end gives back.
 TEST(a_collective_that_hangs_is_noticed_and_the_abort_frees_the_stream) {
   fake_gpu_reset();
-  fake_gpu_set("hang_after", fake_gpu_count("collectives"));
   CudaOptions options{DeviceWay::kNccl};
   options.leave = false;
-  RunCuda(2, options, [](CudaRank& rank) {
-    float value = 1;
-    CHECK_OK(rank.cuda->Run(OneFloat(&value), After(NowNs(), 30 * kMillisecond), rank.trace));
-    Status status;
-    const TimeNs limit = After(NowNs(), kLimit);
-    while ((status = rank.cuda->Look()).ok()) CHECK(NowNs() < limit);
-    CHECK(status.code() == Code::kTransport);
-    CHECK(Contains(status.message(), "'x'"));
-    const std::shared_ptr<const DeviceEvent> done = rank.cuda->done();
-    rank.cuda = nullptr;
-    for (bool reached = false; !reached;) {
-      CHECK_OK(done->Look(&reached));
-      CHECK(NowNs() < limit);
-    }
-  });
+  for (const bool packed : {false, true}) {
+    fake_gpu_set("hang_after", fake_gpu_count("collectives"));
+    RunCuda(2, options, [packed](CudaRank& rank) {
+      float value = 1, other = 1;
+      Batch batch = OneFloat(&value);
+      if (packed) {
+        batch.entries.push_back(batch.entries[0]);
+        batch.entries[1].input = batch.entries[1].output = &other;
+      }
+      CHECK_OK(rank.cuda->Run(batch, After(NowNs(), 30 * kMillisecond), rank.trace));
+      Status status;
+      const TimeNs limit = After(NowNs(), kLimit);
+      while ((status = rank.cuda->Look()).ok()) CHECK(NowNs() < limit);
+      CHECK(status.code() == Code::kTransport);
+      CHECK(Contains(status.message(), packed ? "'2 tensors'" : "'x'"));
+      const std::shared_ptr<const DeviceEvent> done = rank.cuda->done();
+      rank.cuda = nullptr;
+      for (bool reached = false; !reached;) {
+        CHECK_OK(done->Look(&reached));
+        CHECK(NowNs() < limit);
+      }
+    });
+  }
   fake_gpu_reset();
   NothingLeft();
 }

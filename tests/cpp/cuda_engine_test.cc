@@ -236,10 +236,9 @@ TEST(a_process_set_that_is_stuck_on_the_device_fails_its_removal_and_nothing_els
   NothingLeft();
 }
 
-TEST(sets_within_a_host_over_hosts_and_of_one_rank_per_host_go_by_nccl_within_hosts) {
+TEST(sets_within_a_host_over_hosts_and_of_one_rank_per_host_go_by_nccl) {
   EngineConfig config = CudaConfig();
-  config.gpu = DeviceWay::kHierarchical;
-  fake_gpu_set("most_ranks", 2);
+  config.gpu = DeviceWay::kNccl;
   PlayOn({0, 0, 1, 1}, config, [](Player& player) {
     OnDevice gpu{player};
     std::vector<float> data(3001);
@@ -257,7 +256,6 @@ TEST(sets_within_a_host_over_hosts_and_of_one_rank_per_host_go_by_nccl_within_ho
       CHECK_OK(player.RemoveSet(id, &removed));
     }
   });
-  fake_gpu_reset();
   NothingLeft();
 }
 

@@ -64,15 +64,8 @@ struct CudaOptions {
   bool reproducible = false;
   size_t fusion_bytes = 1 << 20;
   std::string nccl = FAKE_GPU;
-  bool leave = true;            // in peace
-  std::vector<int> hosts = {};  // of every rank; none: one for all
+  bool leave = true;  // in peace
 };
-
-inline RanksOn RanksOnHosts(const std::vector<int>& hosts) {
-  std::vector<std::string> ids;
-  for (const int host : hosts) ids.push_back("host" + std::to_string(host));
-  return hosts.empty() ? RanksOn() : MakeTopology(0, ids).ranks_on();
-}
 
 // body(rank) on one thread per rank; afterwards all leave in peace.
 inline void RunCuda(int size, const CudaOptions& options,
@@ -93,7 +86,7 @@ inline void RunCuda(int size, const CudaOptions& options,
       rank.stream = fake_gpu_stream();
       rank.host = std::make_unique<HostBackend>(*rank.transport, HostBackend::Options{});
       CudaBackend::Options cuda{rank.devices, options.way, options.reproducible,
-                                options.fusion_bytes, RanksOnHosts(options.hosts)};
+                                options.fusion_bytes};
       rank.cuda = std::make_unique<CudaBackend>(*rank.transport, cuda,
                                                 std::vector<Backend*>{rank.host.get()});
       body(rank);

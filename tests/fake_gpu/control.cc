@@ -83,7 +83,6 @@ FAKE int fake_gpu_set(const char* name, int64_t value) {
       {"no_pools", &settings.no_pools},
       {"capturing", &settings.capturing},
       {"nccl_version", &settings.nccl_version},
-      {"most_ranks", &settings.most_ranks},
       {"init_fails", &settings.init_fails},
       {"init_hangs", &settings.init_hangs},
       {"hang_after", &settings.hang_after},
@@ -100,7 +99,6 @@ FAKE int fake_gpu_set(const char* name, int64_t value) {
 FAKE void fake_gpu_reset(void) {
   settings.delay_us = 100;
   settings.devices = 8;
-  settings.most_ranks = 16;
   settings.cuda_version = 13000;
   settings.nccl_version = 23203;
   settings.hang_ranks = settings.no_module = settings.no_pools = settings.capturing =

@@ -21,7 +21,6 @@ extern "C" {
  *   no_module        kernels cannot be loaded
  *   capturing        every stream is being captured into a graph
  *   nccl_version     23203
- *   most_ranks       of a communicator that can be made (16)
  *   no_pools         devices have no memory in the order of streams
  *   init_fails       communicators cannot be made
  *   init_hangs       and do not come to an end of being made

@@ -165,7 +165,7 @@ def test_what_cannot_be_narrow_is_refused_on_every_rank(tmp_path: Path) -> None:
     words = [
         "HORORING_ALGORITHM=recursive_doubling",
         "HORORING_REPRODUCIBLE=1",
-        "HORORING_GPU=hierarchical",
+        "HORORING_GPU=staged",
         "HORORING_AUTOTUNE=1",
         "HORORING_REPRODUCIBLE=1",
     ]
