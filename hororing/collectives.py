@@ -103,7 +103,6 @@ def submit(
     wait_follows: bool = False,
     stream: int = 0,
     streams: Sequence[int] | None = None,
-    priority: int = 0,
 ) -> int:
     """Hand one request to the core and return its handle, an int for `poll` and `wait`.
 
@@ -111,7 +110,7 @@ def submit(
     alive until the handle is complete; `finish` makes the result when it is waited for.
     `integers` are the splits of an alltoall. `wait_follows`: this thread calls `wait` next, and
     does the engine's work there. `stream`: of views on a device, what computes them; `streams`: the
-    same for each, where they differ. `priority`: of ready allreduces the higher one goes first.
+    same for each, where they differ.
     """
     try:
         request, owners = make_request(
@@ -119,7 +118,6 @@ def submit(
         )
         request.wait_follows = wait_follows
         request.stream = stream
-        request.priority = priority
         c_streams = ffi.NULL if streams is None else ffi.new("uintptr_t[]", list(streams))
         request.streams = c_streams
         handle = _hand_over(request, keep, finish)

@@ -166,8 +166,6 @@ typedef struct hr_request {
   int32_t root;               /* HR_BROADCAST: a rank of the job; HR_REMOVE_PROCESS_SET: the set;
                                  HR_ADD_PROCESS_SET: 1 for one that may be a duplicate */
   double prescale, postscale; /* HR_ALLREDUCE, HR_REDUCESCATTER */
-  int32_t priority; /* HR_ALLREDUCE: of those that are ready, the higher goes first; 0 is usual.
-                       That of the set's first rank counts; a change costs a report in full */
   int32_t tensors_count; /* 0 for HR_BARRIER and from HR_JOIN on; one for HR_ALLTOALL; more than
                             one otherwise: a group, all or nothing */
   const hr_tensor* tensors;

@@ -139,7 +139,6 @@ Status EntryFrom(const hr_request& from, TensorEntry* entry) {
     request.prescale = from.prescale;
     request.postscale = from.postscale;
   }
-  if (request.kind == Collective::kAllreduce) request.priority = from.priority;
   if (request.kind == Collective::kBroadcast || request.kind >= Collective::kAddProcessSet) {
     request.root = from.root;
   }
@@ -192,8 +191,7 @@ bool IsOneTensor(const hr_request& from, OneTensor* tensor) {
              only.shape,
              static_cast<size_t>(only.ndim),
              reinterpret_cast<const void*>(only.input),
-             reinterpret_cast<void*>(only.output),
-             from.priority};
+             reinterpret_cast<void*>(only.output)};
   return true;
 }
 

@@ -193,7 +193,6 @@ bool Loop::Decide() {
   while (std::optional<Agreement> agreement = coordinator_->Decide(NowNs())) {
     Send(*agreement);
     agreed.push_back(std::move(*agreement));
-    if (coordinator_->queue().may_be_overtaken()) break;  // by what comes during this one
   }
   for (const Agreement& agreement : agreed) {
     if (!final_) Apply(agreement);

@@ -13,8 +13,7 @@ bool IsAs(const TensorEntry& entry, const OneTensor& tensor) {
   if (request.kind != Collective::kAllreduce || request.tensors.size() != 1) return false;
   const Request::Tensor& known = request.tensors[0];
   return !known.on_device && request.op == tensor.op && request.prescale == tensor.prescale &&
-         request.postscale == tensor.postscale && request.priority == tensor.priority &&
-         known.dtype == tensor.dtype &&
+         request.postscale == tensor.postscale && known.dtype == tensor.dtype &&
          std::equal(known.shape.begin(), known.shape.end(), tensor.shape,
                     tensor.shape + tensor.dimensions) &&
          ((tensor.input != nullptr && tensor.output != nullptr) || entry.views[0].elements() == 0);

@@ -64,7 +64,6 @@ struct OneTensor {
   size_t dimensions;
   const void* input;
   void* output;
-  int32_t priority = 0;
 };
 
 class TensorTable {

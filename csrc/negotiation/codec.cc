@@ -166,7 +166,6 @@ void Put(Writer& out, const Request& request) {
   out.Signed(request.root);
   out.Double(request.prescale);
   out.Double(request.postscale);
-  out.Signed(request.priority);
   out.Unsigned(request.tensors.size());
   for (const Request::Tensor& tensor : request.tensors) {
     out.Unsigned(static_cast<uint8_t>(tensor.dtype));
@@ -186,7 +185,6 @@ Request GetRequest(Reader& in) {
   request.root = static_cast<int32_t>(in.Signed());
   request.prescale = in.Double();
   request.postscale = in.Double();
-  request.priority = static_cast<int32_t>(in.Signed());
   request.tensors.resize(in.Count());
   for (Request::Tensor& tensor : request.tensors) {
     tensor.dtype = in.Choice(DataType::kBfloat16);

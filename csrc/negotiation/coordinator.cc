@@ -176,7 +176,7 @@ void Coordinator::Complete(Named& named) {
   const Request& request = pending.any();
   decision.process_set = request.process_set;
   const bool fusable = pending.fusable;
-  const ReadyQueue::Ready ready{pending.id, bytes, request.priority, pending.submitted_ns};
+  const ReadyQueue::Ready ready{pending.id, bytes, pending.submitted_ns};
   if (status.ok() && (request.kind == Collective::kAddProcessSet ||
                       request.kind == Collective::kRemoveProcessSet)) {
     status = ChangeSets(request, &decision.set_details().rows);
@@ -375,7 +375,6 @@ uint64_t Coordinator::Remember(Named& named, const Request& request,
       Record{id, request, rows, recency_.begin(), &named, request.bytes()});
   named.id = id;
   ++named.records;
-  ranked_ += request.priority != 0 ? 1 : 0;
   if (request.kind == Collective::kAllreduce) stretches_.Add(id, request.process_set);
   return id;
 }
@@ -384,7 +383,6 @@ Coordinator::Records::iterator Coordinator::Erase(Records::iterator record) {
   Named& named = *record->second->named;
   if (named.id == record->first) named.id = 0;
   --named.records;
-  ranked_ -= record->second->request.priority != 0 ? 1 : 0;
   stretches_.Remove(record->first);
   EraseIfUnused(named);
   return records_.erase(record);

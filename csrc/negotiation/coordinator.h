@@ -157,7 +157,6 @@ class Coordinator {
   PendingRuns pending_runs_;            // none, where anything is in waiting_
   Stretches stretches_;                 // of live ids of allreduces
   RecentRuns recent_runs_;              // not in recency_ yet
-  int ranked_ = 0;                      // records that have a priority
   std::vector<Stretches::Part> parts_;  // of ReportRuns; their memory is used again
   std::vector<size_t> members_;
   std::vector<IdRun> complete_;

@@ -19,7 +19,7 @@ namespace hororing {
 constexpr int32_t kWorldSet = 0;
 
 // What one rank wants done under one name. The members of the process set must agree on everything
-// but priorities, the first dimensions of tensors to be gathered, and the splits of an alltoall.
+// but the first dimensions of tensors to be gathered, and the splits of an alltoall.
 struct Request {
   struct Tensor {
     DataType dtype = DataType::kFloat32;
@@ -38,16 +38,13 @@ struct Request {
                                  // add_process_set: 1 when it is internal
   double prescale = 1.0;         // allreduce, reduce-scatter
   double postscale = 1.0;
-  // Allreduce: of what is ready, that with the higher one goes first. Ranks need not agree on it:
-  // that of the first member counts which does not have joined. Part of what is cached.
-  int32_t priority = 0;
   std::vector<Tensor> tensors;  // several: a group, all or nothing; none: barrier and the like
   // Alltoall: rows for each member of the set, in rank order; their sum is the first dimension.
   std::vector<int64_t> splits;
   std::vector<int32_t> ranks;  // add_process_set
 
-  bool operator==(const Request& other) const;  // but for priorities
-  int64_t bytes() const;                        // of all tensors together
+  bool operator==(const Request& other) const;
+  int64_t bytes() const;  // of all tensors together
   // All tensors of a request lie on the host, or all on a device.
   bool on_device() const { return !tensors.empty() && tensors[0].on_device; }
   // "allreduce 'layer1.weight'", "allgather 'x' of process set 2"

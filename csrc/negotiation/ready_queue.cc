@@ -5,13 +5,6 @@
 #include <utility>
 
 namespace hororing {
-namespace {
-
-// What goes at once where something of a higher priority may come while it is under way. Half a
-// batch of this is what that waits for on average; each batch costs a latency.
-constexpr int64_t kOvertakableBytes = 1 << 20;
-
-}  // namespace
 
 ReadyQueue::ReadyQueue(const Options& options)
     : options_(options),
@@ -90,7 +83,6 @@ void ReadyQueue::PushUrgent(Decision decision) {
   for (auto& [process_set, steps] : steps_) Release(steps);
   Item item;
   item.decision = std::move(decision);
-  item.urgent = true;
   Add(std::move(item));
 }
 
@@ -98,7 +90,6 @@ void ReadyQueue::PushAllreduce(Decision decision, const Ready& ready) {
   Item item;
   item.decision = std::move(decision);
   item.bytes = ready.bytes;
-  item.priority = ready.priority;
   Steps* steps = StepsOf(item.decision.process_set);
   if (steps == nullptr) return Add(std::move(item));
   steps->watch.Ready(ready.id, ready.bytes, ready.when);
@@ -110,14 +101,7 @@ void ReadyQueue::PushAllreduce(Decision decision, const Ready& ready) {
   ++held_;
   if (!steps->planner->Complete(*bucket)) return;
   held_ -= held.size();
-  int32_t priority = held[0].priority;
-  for (const Item& each : held) priority = std::max(priority, each.priority);
-  ++buckets_;
-  for (Item& each : held) {
-    each.priority = priority;
-    each.bucket = buckets_;
-    Add(std::move(each));
-  }
+  for (Item& each : held) Add(std::move(each));
   steps->held.erase(*bucket);
 }
 
@@ -134,35 +118,20 @@ TimeNs ReadyQueue::Steps::deadline() const {
   return planner->Deadline(held.begin()->first, watch.begin_ns(), watch.end_ns());
 }
 
-// How many of ready_ go now, which it brings into order. REQUIRES: some do.
-size_t ReadyQueue::CountToTake() {
-  const bool urgent =
-      std::any_of(ready_.begin(), ready_.end(), [](const Item& item) { return item.urgent; });
-  const bool differ =
-      !urgent && std::any_of(ready_.begin(), ready_.end(), [this](const Item& item) {
-        return item.priority != ready_[0].priority;
-      });
-  if (differ) {
-    std::stable_sort(ready_.begin(), ready_.end(),
-                     [](const Item& a, const Item& b) { return a.priority > b.priority; });
-  }
-  // Otherwise all of it, since batches are cut at the threshold later on, by all ranks alike;
-  // unless a lower one is being tried, of which only this rank knows.
-  const bool cut = differ || fusion_bytes_ < options_.fusion_bytes;
-  const int64_t limit = differ ? std::min(fusion_bytes_, kOvertakableBytes) : fusion_bytes_;
+// How many of ready_ go now. REQUIRES: some do.
+size_t ReadyQueue::CountToTake() const {
+  // All of it, since batches are cut at the threshold later on, by all ranks alike; unless a lower
+  // one is being tried, of which only this rank knows.
+  if (fusion_bytes_ >= options_.fusion_bytes) return ready_.size();
   size_t count = 1;
   for (int64_t bytes = ready_[0].bytes; count < ready_.size(); ++count) {
-    const Item &item = ready_[count], &before = ready_[count - 1];
-    bytes += item.bytes;
-    const bool together = differ && item.bucket != 0 && item.bucket == before.bucket;
-    if (cut && bytes > limit && !together) break;
+    bytes += ready_[count].bytes;
+    if (bytes > fusion_bytes_) break;
   }
-  may_be_overtaken_ = differ && count < ready_.size();
   return count;
 }
 
 std::vector<Decision> ReadyQueue::Take(TimeNs now) {
-  may_be_overtaken_ = false;
   for (auto& [process_set, steps] : steps_) {
     if (now < steps.deadline()) continue;
     steps.planner->GiveUp(steps.held.begin()->first);

@@ -8,10 +8,6 @@
 //   tune   the threshold of batches is tried out and then kept, and so is what ranks hear of by a
 //          decision (kTune)
 //
-// Allreduces of different priorities that are ready at the same time go in the order of these, a
-// batch at a time: what is left may be overtaken by what becomes ready meanwhile. Where all
-// priorities are equal there is one order, that of becoming ready, and nothing is left.
-//
 // Everything but allreduces goes at once, and takes with it whatever is there, so that the order
 // of decisions is the order of calls. Nothing waits longer than NextDeadline says.
 //
@@ -53,18 +49,15 @@ class ReadyQueue {
   struct Ready {
     uint64_t id = 0;  // 0 unless it is cached
     int64_t bytes = 0;
-    int32_t priority = 0;
     TimeNs when = 0;  // the last rank submitted it
   };
   void PushAllreduce(Decision decision, const Ready& ready);
-  // The same, of cached allreduces that all have no priority. REQUIRES: !learns().
+  // The same, of cached allreduces. REQUIRES: !learns().
   void PushRun(int32_t process_set, IdRun run);
   // Whether it matters when each allreduce was submitted.
   bool learns() const { return options_.plan || tuner_.has_value(); }
   // What goes into the next agreement; empty: nothing yet.
   std::vector<Decision> Take(TimeNs now);
-  // The latest Take has left behind what should not be taken before that was carried out.
-  bool may_be_overtaken() const { return may_be_overtaken_; }
   bool empty() const { return ready_.empty() && held_ == 0; }
   // When Take has something to give although nothing comes; kForever: never.
   TimeNs NextDeadline() const;
@@ -86,10 +79,7 @@ class ReadyQueue {
  private:
   struct Item {
     Decision decision;
-    int64_t bytes = 0;     // of a run: not asked for
-    int32_t priority = 0;  // in a bucket: the highest of all in it
-    uint64_t bucket = 0;   // of a plan: those that have it in common go together; 0: by itself
-    bool urgent = false;
+    int64_t bytes = 0;  // of a run: not asked for
   };
   // The steps of one process set, where something is learned of them.
   struct Steps {
@@ -105,7 +95,7 @@ class ReadyQueue {
   void TellPlan(int32_t process_set, Steps& steps);
   void Add(Item item);
   void Release(Steps& steps);
-  size_t CountToTake();
+  size_t CountToTake() const;
 
   const Options options_;
   int64_t fusion_bytes_;
@@ -114,10 +104,8 @@ class ReadyQueue {
   std::optional<Tuner> tuner_;
   std::map<int32_t, Steps> steps_;  // by process set
   std::vector<Item> ready_;
-  size_t held_ = 0;  // items in all of steps_
-  bool may_be_overtaken_ = false;
-  uint64_t buckets_ = 0;  // that were complete so far
-  Counts forgotten_;      // of sets that were removed
+  size_t held_ = 0;   // items in all of steps_
+  Counts forgotten_;  // of sets that were removed
 };
 
 }  // namespace hororing

@@ -6,10 +6,7 @@ namespace hororing {
 
 uint64_t ResponseCache::Find(const Request& request) const {
   const uint64_t id = Find(request.process_set, request.name);
-  if (id == 0) return 0;
-  const Request& known = records_.at(id).request;
-  // Rank 0 knows the priority by the id, too.
-  return known == request && known.priority == request.priority ? id : 0;
+  return id != 0 && records_.at(id).request == request ? id : 0;
 }
 
 uint64_t ResponseCache::Find(int32_t process_set, const std::string& name) const {

@@ -16,7 +16,7 @@ constexpr size_t kMostPieces = 64;  // that pend, or whose order is remembered
 
 // Where a rank has joined, that join waits.
 bool Coordinator::MayGoByRuns() const {
-  return waiting_.empty() && ranked_ == 0 && !queue_.learns() && pending_runs_.size() < kMostPieces;
+  return waiting_.empty() && !queue_.learns() && pending_runs_.size() < kMostPieces;
 }
 
 // Whether the ranks' report of these ids was counted so.

@@ -95,8 +95,8 @@ class Slot(Gradient):
     """The gradient of one parameter. Its hook, `on_gradient`, is in csrc/python/gradients.cc."""
 
     __slots__ = (
-        "device", "dtype", "due", "finish_general", "group", "handle", "hook", "name", "position",
-        "priority", "shape", "sparse_dims", "torch_device",
+        "device", "dtype", "finish_general", "group", "handle", "hook", "name", "position",
+        "shape", "sparse_dims", "torch_device",
     )  # fmt: skip
 
     shared: Shared
@@ -113,8 +113,6 @@ class Slot(Gradient):
         self.hook: RemovableHandle | None = None
         self.group: Group | None = None
         self.position = 0  # in the group
-        self.priority = 0  # of its requests
-        self.due = False  # it is sent, and an update that waits for a forward pass needs it
         self.dtype, self.shape = param.dtype, param.shape
         # In flight by the general way: its handle (0 in a group) and how to end it.
         self.handle = 0
@@ -132,12 +130,6 @@ class Slot(Gradient):
             if self.device == HOST:
                 self.simple = True
                 shared.views.want(self, param)
-
-    def prioritise(self, priority: int) -> None:
-        """Give the requests to come this priority."""
-        self.priority = priority
-        if self.prepared is not None:
-            self.prepared.request.priority = priority
 
     # -- in the hook --------------------------------------------------------------------------
 
@@ -167,12 +159,6 @@ class Slot(Gradient):
         shared = self.shared
         if self.device != HOST and torch.cuda.is_current_stream_capturing():
             return False
-        if self.due:
-            raise AssertionError(
-                f"gradient of '{self.name}' was computed before the parameter was updated: it was "
-                "used outside the forward pass of its module, where step_in_forward updates it; "
-                "call optimizer.finish_step() before, or leave step_in_forward out"
-            )
         if self.left == 0:
             raise AssertionError(
                 f"gradient of '{self.name}' was computed more than backward_passes_per_step "
@@ -268,7 +254,7 @@ class Slot(Gradient):
         else:
             self.handle = verbs.reduce_async(
                 "allreduce", [dense], True, self.name, options.op, *options.factors, itemgetter(0),
-                process_set=options.process_set, priority=self.priority,
+                process_set=options.process_set,
             )  # fmt: skip
             reduced = partial(synchronize, self.handle)
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -27,7 +26,6 @@ from hororing.reduction import check_reduction, checked_passes, choose_groups
 from hororing.runtime import size
 from hororing.torch.adasum_optimizer import DeltaDistributed
 from hororing.torch.bucket_views import check_bucket_views
-from hororing.torch.forward_optimizer import StepsInForward, check_step_in_forward
 from hororing.torch.gradient_optimizer import (
     Distributed,
     Settings,
@@ -48,8 +46,6 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
     gradient_as_bucket_view: bool | None = None,
-    *,
-    step_in_forward: torch.nn.Module | None = None,
 ) -> torch.optim.Optimizer:
     """Make `optimizer` reduce its gradients over all ranks, and return it.
 
@@ -78,9 +74,6 @@ def DistributedOptimizer(
     gradient_as_bucket_view : gradients live in memory that the ranks of a host share, and are
         reduced there without a copy. True: all, with a warning where there is no such memory;
         False: none; None: none so far, see docs/pytorch.md.
-    step_in_forward : the model. `step()` then returns at once, and the next forward pass takes the
-        step, each parameter's just before its module runs; gradients are reduced in that order.
-        For slow networks, and with conditions: see docs/pytorch.md.
 
     Notes
     -----
@@ -109,14 +102,9 @@ def DistributedOptimizer(
         gradient_as_bucket_view if op != Adasum else False,
     )  # fmt: skip
     mixin = DeltaDistributed if op == Adasum and size() > 1 else Distributed
-    namespace: dict[str, Any] = {}
-    if step_in_forward is not None:
-        check_step_in_forward(optimizer, step_in_forward, op, groups)
-        mixin, namespace = StepsInForward, {"_step_model": weakref.ref(step_in_forward)}
     return become(
-        optimizer, mixin, options, named_parameters, backward_passes_per_step, groups, members,
-        **namespace,
-    )  # fmt: skip
+        optimizer, mixin, options, named_parameters, backward_passes_per_step, groups, members
+    )
 
 
 def become(

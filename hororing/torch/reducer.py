@@ -105,9 +105,19 @@ class Reducer:
         reduced then. After a KeyboardInterrupt another call takes up where it was.
         """
         shared = self._shared
+        shared.check_set()
+        entries = self.follow(param_groups)
         failures: list[Exception] = []
         with torch.no_grad():
-            entries, sent = self._send_rest(param_groups, failures)
+            late = [entry for entry in entries if not entry[1].sent]
+            if not shared.finishing:
+                with collect(failures):
+                    shared.send_late(late)
+                for group in self._groups:
+                    with collect(failures):
+                        group.flush(shared.options)
+                shared.finishing = True
+            sent = [entry for entry in entries if entry[1].sent] if late else entries
             finish_all(sent, shared.flying, failures)
         passes = shared.passes
         for _, slot in entries:
@@ -117,58 +127,6 @@ class Reducer:
         shared.rest()
         if failures:
             raise failures[0]
-
-    def _send_rest(
-        self, param_groups: list[dict[str, Any]], failures: list[Exception]
-    ) -> tuple[list[tuple[torch.Tensor, Slot]], list[tuple[torch.Tensor, Slot]]]:
-        """Send what the hooks did not; return all slots, and those that are sent."""
-        shared = self._shared
-        shared.check_set()
-        entries = self.follow(param_groups)
-        late = [entry for entry in entries if not entry[1].sent]
-        if not shared.finishing:
-            with collect(failures):
-                shared.send_late(late)
-            for group in self._groups:
-                with collect(failures):
-                    group.flush(shared.options)
-            shared.finishing = True
-        return entries, [entry for entry in entries if entry[1].sent] if late else entries
-
-    def launch(self, param_groups: list[dict[str, Any]]) -> list[tuple[torch.Tensor, Slot]]:
-        """Send what the hooks did not, and return what is in flight, for `finish_all`.
-
-        Where something cannot be sent, the error is raised when nothing is in flight any more.
-        """
-        shared = self._shared
-        failures: list[Exception] = []
-        with torch.no_grad():
-            entries, sent = self._send_rest(param_groups, failures)
-        if failures:
-            with collect(failures):
-                self.synchronize(param_groups)
-            shared.synchronized = False
-            raise failures[0]
-        for _, slot in entries:
-            if not slot.sent and slot.left != shared.passes:
-                slot.rest()
-        shared.rest()
-        return sent
-
-    def shares_parameters(self) -> bool:
-        """Whether another optimizer reduces some of these parameters, too."""
-        return any(
-            param.requires_grad and slot.hook is None for param, slot in self._slots.values()
-        )
-
-    def prioritise(self, priorities: dict[int, int]) -> None:
-        """Give the gradients of parameters, by id, these priorities from now on."""
-        for key, (_, slot) in self._slots.items():
-            slot.prioritise(priorities.get(key, 0))
-
-    def slot(self, param: torch.Tensor) -> Slot:
-        """Return the slot of a parameter."""
-        return self._slots[id(param)][1]
 
     @property
     def synchronized(self) -> bool:

@@ -12,7 +12,6 @@ import torch
 from hororing import arguments, collectives
 from hororing.objects import allgather_object, broadcast_object
 from hororing.runtime import rank
-from hororing.torch.forward_steps import finish_everywhere
 from hororing.torch.gradient_optimizer import Distributed
 from hororing.torch.verbs import verbs
 
@@ -33,7 +32,6 @@ def broadcast_parameters(
         a list. A name that occurs twice. On every rank: when ranks do not hold the same names.
     TypeError : a value is not a tensor; use `broadcast_object` for it.
     """
-    finish_everywhere()
     named = _named(params)
     for name, tensor in named:
         if not isinstance(tensor, torch.Tensor):

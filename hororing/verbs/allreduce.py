@@ -269,11 +269,10 @@ class Allreduce(Requests[T]):
         process_set: ProcessSet = global_process_set,
         wait_follows: bool = False,
         streams: Sequence[int] | None = None,
-        priority: int = 0,
     ) -> int:
         """Start what the verbs above describe; `pack` shapes the result.
 
-        `wait_follows`, `streams` and `priority` as for `collectives.submit`.
+        `wait_follows` and `streams` as for `collectives.submit`.
         """
         adapter = self.adapter
         members = check_member(process_set, verb)
@@ -299,7 +298,6 @@ class Allreduce(Requests[T]):
             postscale=postscale,
             wait_follows=wait_follows,
             streams=streams,
-            priority=priority,
         )
 
 

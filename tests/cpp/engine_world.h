@@ -45,8 +45,7 @@ struct Player {
                          int64_t* shape, int32_t process_set = kWorldSet) {
     *shape = static_cast<int64_t>(data.size());
     return {name.c_str(),       process_set, op, 1.0,         1.0,
-            DataType::kFloat32, shape,       1,  data.data(), data.data(),
-            /*priority=*/0};
+            DataType::kFloat32, shape,       1,  data.data(), data.data()};
   }
   Status Submit(const std::string& name, std::vector<float>& data, ReduceOp op, int64_t* handle,
                 bool wait_follows = false, int32_t process_set = kWorldSet) {

@@ -190,6 +190,25 @@ TEST(what_all_have_reported_goes_at_once) {
   CHECK_EQ(coordinator.Decide(10)->decisions.size(), size_t{1});
 }
 
+// All ranks cut it at the threshold, alike: no more messages than one. What is urgent is the last.
+TEST(one_agreement_has_all_that_is_ready_in_the_order_of_calls) {
+  Coordinator::Options options = Options(2);
+  options.queue.fusion_bytes = 1000;
+  Coordinator coordinator(options);
+  const std::vector<std::string> order = {"a", "b", "c", "barrier"};
+  for (const std::string& name : order) {
+    Request request = Allreduce(name, {150});
+    if (name == "barrier") request.kind = Collective::kBarrier, request.tensors.clear();
+    for (int rank : {0, 1}) coordinator.Receive(rank, Fresh({request}), 0);
+  }
+  const auto agreement = coordinator.Decide(0);
+  CHECK_EQ(agreement->decisions.size(), order.size());
+  for (size_t i = 0; i < order.size(); ++i) {
+    CHECK_EQ(agreement->decisions[i].details().name, order[i]);
+  }
+  CHECK(!coordinator.Decide(0).has_value());
+}
+
 TEST(leaving_fails_nothing_that_was_ready_before) {
   Coordinator coordinator(Options(2));
   for (int rank : {0, 1}) coordinator.Receive(rank, Fresh({Allreduce("a")}), 0);

@@ -394,18 +394,5 @@ TEST(runs_that_wait_are_a_stall_in_time) {
   CHECK_EQ(coordinator.NextDeadline(), kForever);
 }
 
-TEST(where_priorities_count_nothing_goes_by_runs) {
-  World world(2, 100);
-  std::vector<Request> step = {Allreduce("a"), Allreduce("b"), Allreduce("c")};
-  step[1].priority = 1;
-  for (const Request& request : step) world.Asks(request);
-  for (int repeat = 0; repeat < 2; ++repeat) {
-    for (int rank = 0; rank < 2; ++rank) world.Report(rank, step, 0);
-    const std::vector<std::string> said = world.Decide(0);
-    CHECK_EQ(said.size(), size_t{3});
-    CHECK_EQ(said[0].substr(0, 5), std::string("run b"));
-  }
-}
-
 }  // namespace
 }  // namespace hororing_test

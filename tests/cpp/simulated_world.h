@@ -40,7 +40,6 @@ struct Submission {
   int64_t bytes = 1000;
   std::string after{};  // a tensor that the caller waits for before it submits this one
   int32_t process_set = kWorldSet;
-  int32_t priority = 0;
 };
 
 // Ranks, coordinator and network. Batches run one after another; nothing is received meanwhile,
@@ -79,10 +78,7 @@ class SimulatedWorld {
       }
       for (int rank = 0; rank < ranks; ++rank) next = std::min(next, Tell(rank));
       std::vector<Agreement> agreed;
-      while (auto agreement = coordinator.Decide(now)) {
-        agreed.push_back(std::move(*agreement));
-        if (coordinator.queue().may_be_overtaken()) break;
-      }
+      while (auto agreement = coordinator.Decide(now)) agreed.push_back(std::move(*agreement));
       for (const Agreement& agreement : agreed) Run(agreement, waiting, &done);
       if (agreed.empty()) now = std::min(next, coordinator.NextDeadline());
     }
@@ -181,7 +177,6 @@ class SimulatedWorld {
       report.ages_us = {age / kMicrosecond};
     } else {
       report.fresh = {Allreduce(each.name, each.bytes, each.process_set)};
-      report.fresh[0].priority = each.priority;
     }
     coordinator.Receive(rank, report, now);
   }

@@ -71,26 +71,6 @@ def wait_for_its_middle(ones: np.ndarray, handle: int) -> None:
     assert (sample == 1).any(), "it was over before it could be interrupted"
 
 
-def die_in_the_others_forward_pass() -> None:
-    """The last rank is killed from outside while the others' updates wait for its gradients."""
-    import torch  # the other endings do without
-
-    import hororing.torch as hvd_torch
-
-    begin()
-    model = torch.nn.Linear(3, 2)
-    optimizer = hvd_torch.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), step_in_forward=model
-    )
-    if the_last_one():
-        time.sleep(1000)
-    inputs = torch.ones(1, 3)
-    model(inputs).sum().backward()
-    optimizer.step()
-    say("stepped")
-    fail_with(lambda: model(inputs))
-
-
 def one_dies() -> None:
     """The rank that the argument names kills itself in a large allreduce."""
     begin()

@@ -60,20 +60,6 @@ def test_a_killed_rank_is_named_to_the_others_within_seconds(size: int):
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_rank_killed_between_step_and_forward_is_named_by_the_forward_pass(size: int):
-    with LiveJob(RANKS, size, "die_in_the_others_forward_pass", options=PATIENT) as job:
-        for rank in range(size - 1):
-            job.said(rank, "stepped")
-        victim = job.pid(size - 1)
-        os.kill(victim, signal.SIGKILL)
-        for rank in range(size - 1):
-            seen = failure(job, rank)
-            assert (seen["kind"], seen["rank"]) == ("PeerLostError", size - 1)
-            assert seen["seconds"] < 20
-        check_end(job)
-
-
-@pytest.mark.parametrize("size", [2, 4])
 def test_a_rank_killed_in_a_large_allreduce_is_named_to_the_others(size: int):
     with LiveJob(RANKS, size, "die_in_a_large_allreduce", options=PATIENT) as job:
         for rank in range(size - 1):
