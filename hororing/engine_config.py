@@ -49,7 +49,6 @@ def engine_config(
     c_config.stall_shutdown_s = settings["STALL_SHUTDOWN_S"]
     c_config.timeout_s = settings["TIMEOUT_S"]
     c_config.spin_us = settings["SPIN_US"]
-    c_config.meeting_bytes = settings["MEETING_BYTES"]
     c_config.cpu = settings.core_for(started_by.local_rank or 0)
     c_config.watch_parent = launched
     c_config.kernels = text(settings["KERNELS"])

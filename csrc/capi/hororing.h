@@ -120,7 +120,6 @@ typedef struct hr_config {
   double stall_shutdown_s; /* <= 0: never */
   double timeout_s;        /* longest wait for a peer inside a collective; <= 0: for ever */
   double spin_us;          /* how long the engine polls before it sleeps */
-  int64_t meeting_bytes;   /* of what hr_allreduce_at_once sums, at most; 0: nothing */
   int32_t cpu;             /* core for the engine's thread; -1: not bound */
   int32_t watch_parent;    /* nonzero: fail, then end the process, when its parent dies */
   const char* kernels;     /* "auto", "portable", "avx2", "avx512" */
@@ -173,7 +172,9 @@ typedef struct hr_request {
    * beyond their sum are not sent. HR_ADD_PROCESS_SET: the ranks. */
   const int64_t* integers;
   int32_t integers_count;
-  int32_t wait_follows; /* nonzero: this thread calls hr_wait next; saves waking the engine */
+  int32_t wait_follows; /* nonzero: this thread calls hr_wait next. Nobody needs to wake the engine,
+                           and small sums need no negotiation where the ranks of a host make them
+                           at the same time (ADR 33) */
   uintptr_t stream; /* tensors on a device: the CUDA stream whose work, so far, computes them; 0:
                        the default stream */
   const uintptr_t* streams; /* the stream of each tensor, where they differ; NULL: all `stream` */
@@ -208,7 +209,7 @@ typedef struct hr_stats {
   /* Batches of HR_ALLREDUCE among several ranks, on the host, by the algorithm that ran. */
   int64_t allreduces_shm_direct, allreduces_three_phase, allreduces_leader, allreduces_ring;
   int64_t allreduces_recursive_doubling, allreduces_rank_order;
-  int64_t allreduces_at_once; /* of hr_allreduce_at_once, each a batch of its own */
+  int64_t allreduces_at_once; /* without negotiation (`wait_follows`), each a batch of its own */
 } hr_stats;
 
 typedef struct hr_log_record {
@@ -251,11 +252,9 @@ const char* hr_host_name(int32_t rank); /* NULL when there is no such rank or no
 const char* hr_last_error(void);
 int32_t hr_last_error_rank(void);
 
-/* A handle > 0, or a negative hr_code. Never blocks on peers. */
+/* A handle > 0, or a negative hr_code. Does not block; with `wait_follows` it may poll for the
+ * other ranks for 40 us, and the handle may be complete. */
 int64_t hr_submit(const hr_request* request);
-/* 1: HR_ALLREDUCE of one tensor, and all of it: the result is there. 0: nothing has happened; it is
- * for hr_submit. May poll for some microseconds. */
-int32_t hr_allreduce_at_once(const hr_request* request);
 /* hr_submit for `count` requests of HR_ALLREDUCE with one tensor each, in place, now at
  * `addresses`: what gradient hooks call for small gradients. Wakes the engine once. Ends at the
  * first that fails. Returns how many have been submitted, which have handles; where those are fewer

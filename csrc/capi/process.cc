@@ -110,7 +110,6 @@ EngineConfig EngineConfigFrom(const hr_config& from) {
   config.stall.warning_ns = SecondsToNs(from.stall_warning_s);
   config.stall.shutdown_ns = SecondsToNs(from.stall_shutdown_s);
   config.timeout_ns = SecondsToNs(from.timeout_s);
-  config.meeting_bytes = static_cast<size_t>(std::max<int64_t>(from.meeting_bytes, 0));
   config.cpu = from.cpu;
   config.watch_parent = from.watch_parent != 0;
   config.timeline = Text(from.timeline);

@@ -26,15 +26,16 @@ Status MarkReady(Engine& engine, const hr_request& from, TensorEntry* entry) {
 Status Submit(const hr_request& from, int64_t* handle) {
   const std::shared_ptr<Engine> engine = CurrentEngine();
   if (engine == nullptr) return NotInitialized();
+  const bool wait_follows = from.wait_follows != 0;
   OneTensor tensor;
-  if (IsOneTensor(from, &tensor) &&
-      engine->SubmitAgain(&tensor, 1, from.wait_follows != 0, handle) == 1) {
-    return Status::Ok();
+  if (IsOneTensor(from, &tensor)) {
+    if (wait_follows && engine->AtOnce(tensor, handle)) return Status::Ok();
+    if (engine->SubmitAgain(&tensor, 1, wait_follows, handle) == 1) return Status::Ok();
   }
   auto entry = std::make_unique<TensorEntry>();
   HORORING_RETURN_IF_ERROR(MakeEntry(from, engine->sets(), engine->topology().rank, entry.get()));
   HORORING_RETURN_IF_ERROR(MarkReady(*engine, from, entry.get()));
-  return engine->Submit(std::move(entry), from.wait_follows != 0, handle);
+  return engine->Submit(std::move(entry), wait_follows, handle);
 }
 
 // Entries for the requests, each with its tensor at its address. The first that is refused ends
@@ -70,13 +71,6 @@ HR_EXPORT int64_t hr_submit(const hr_request* request) {
   int64_t handle = 0;
   const Status status = Submit(*request, &handle);
   return status.ok() ? handle : -Remember(status);
-}
-
-HR_EXPORT int32_t hr_allreduce_at_once(const hr_request* request) {
-  OneTensor tensor;
-  if (!IsOneTensor(*request, &tensor)) return 0;
-  const std::shared_ptr<Engine> engine = CurrentEngine();
-  return engine != nullptr && engine->AtOnce(tensor) ? 1 : 0;
 }
 
 HR_EXPORT int32_t hr_allreduce_many(const hr_request* const* requests, const uintptr_t* addresses,

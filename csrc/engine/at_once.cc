@@ -58,7 +58,7 @@ class Subject {
 
 }  // namespace
 
-bool Engine::AtOnce(const OneTensor& tensor) {
+bool Engine::AtOnce(const OneTensor& tensor, int64_t* handle) {
   if (meeting_ == nullptr || tensor.process_set != kWorldSet || tensor.op == ReduceOp::kAdasum) {
     return false;
   }
@@ -71,7 +71,7 @@ bool Engine::AtOnce(const OneTensor& tensor) {
     if (elements > Meeting::kMostPart) return false;
   }
   const size_t bytes = elements * ElementSize(tensor.dtype);
-  if (bytes > config_.meeting_bytes || bytes * static_cast<size_t>(meeting_->size()) > kMostRead ||
+  if (bytes > Meeting::kMostPart || bytes * static_cast<size_t>(meeting_->size()) > kMostRead ||
       tensor.input == nullptr || tensor.output == nullptr) {
     return false;
   }
@@ -99,6 +99,7 @@ bool Engine::AtOnce(const OneTensor& tensor) {
     stats_.packed_bytes += static_cast<int64_t>(bytes);
     ++stats_.allreduces[static_cast<size_t>(AllreduceWay::kAtOnce)];
   }
+  *handle = handles_->CreateDone();
   return true;
 }
 

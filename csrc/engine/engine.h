@@ -60,7 +60,6 @@ struct EngineConfig {
   TimeNs timeout_ns = kForever;  // for every wait on a peer
   // How often a rank that has nothing to do looks whether its peers and its parent are alive.
   TimeNs house_ns = 250 * kMillisecond;
-  size_t meeting_bytes = 0;   // of what is summed AtOnce, at most; 0: nothing
   int cpu = -1;               // core for the loop thread; -1: any
   bool watch_parent = false;  // end the process when its parent dies
   std::string timeline;       // path; rank 0's counts
@@ -98,10 +97,10 @@ class Engine {
   Status SubmitMany(std::vector<std::unique_ptr<TensorEntry>> entries, int64_t* handles,
                     size_t* submitted);
   // The whole of it, for a caller that would wait: without the loop, where the ranks of the world
-  // meet over it (transport/meeting.h) and have nothing else in flight. False: nothing has
-  // happened; submit it. The result is what the loop would have come to, bit for bit.
-  // (engine/at_once.cc)
-  bool AtOnce(const OneTensor& tensor);
+  // meet over it (transport/meeting.h) and have nothing else in flight. `handle` is then complete.
+  // False: nothing has happened; submit it. The result is what the loop would have come to, bit
+  // for bit. (engine/at_once.cc)
+  bool AtOnce(const OneTensor& tensor, int64_t* handle);
   // As those of HandleTable. What is polled for is reported at once, as what is waited for.
   HandleTable::Look Poll(int64_t handle);
   HandleTable::Look Wait(int64_t handle, TimeNs timeout_ns, Status* status);

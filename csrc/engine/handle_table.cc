@@ -95,6 +95,13 @@ void HandleTable::Create(int64_t* handles, size_t count) {
   for (size_t i = 0; i < count; ++i) handles[i] = New();
 }
 
+int64_t HandleTable::CreateDone() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const int64_t handle = New();
+  Find(handle)->done = true;
+  return handle;
+}
+
 void HandleTable::TakeBack(int64_t handle) {
   std::lock_guard<std::mutex> lock(mutex_);
   Free(*Find(handle));

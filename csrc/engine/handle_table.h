@@ -53,6 +53,8 @@ class HandleTable {
 
   int64_t Create();
   void Create(int64_t* handles, size_t count);
+  // One that is complete, with success and without results.
+  int64_t CreateDone();
   // One that nobody has heard of is not needed.
   void TakeBack(int64_t handle);
   // REQUIRES: `handle` is pending. Releases it if its owner has done so already. `landed`: on a

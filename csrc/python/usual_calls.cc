@@ -2,7 +2,6 @@
 
 #include <cstdint>
 #include <cstdio>
-#include <limits>
 #include <utility>
 #include <vector>
 
@@ -31,11 +30,8 @@ int Ask(const Working& verb, const Given& given, hr_collective collective, Asked
   return named ? ParseName(given[kName], &request) : verb.counted != nullptr;
 }
 
-// Of a call that is all over.
-constexpr int64_t kDone = std::numeric_limits<int64_t>::max();
-
 // The last step before the core: no other thread runs, and nothing can fail, until the call has
-// been counted. The handle, or kDone, or what is not positive.
+// been counted. The handle, or what is not positive.
 int64_t Start(const Working& verb, Asked* asked) {
   const bool named = asked->request.name != nullptr;
   if (!named) {
@@ -44,8 +40,7 @@ int64_t Start(const Working& verb, Asked* asked) {
     std::snprintf(asked->text, sizeof(asked->text), "%s.noname.%lld", verb.counted, asked->number);
     asked->request.name = asked->text;
   }
-  const bool done = asked->request.wait_follows != 0 && hr_allreduce_at_once(&asked->request) != 0;
-  const int64_t handle = done ? kDone : hr_submit(&asked->request);
+  const int64_t handle = hr_submit(&asked->request);
   if (handle > 0 && !named) {
     const int counted = SetCount(verb.counters.get(), verb.counter.get(), asked->number);
     if (counted != 0) PyErr_WriteUnraisable(verb.counters.get());
@@ -55,7 +50,6 @@ int64_t Start(const Working& verb, Asked* asked) {
 
 // Blocks. Takes the reference to what is kept; whether it has succeeded.
 bool Await(const Working& verb, int64_t handle, PyObject* keep) {
-  if (handle == kDone) return true;
   const int code = Wait(handle);
   if (code == HR_OK) return true;
   // Who makes the error asks for it where all others are; and after an interrupt it lives there.

@@ -280,18 +280,9 @@ KNOBS: tuple[Knob, ...] = (
         "SPIN_US",
         number(0, 1e6),
         50.0,
-        "how long the engine polls before it sleeps",
+        "how long the engine polls before it sleeps; 0: small blocking sums on one host, which "
+        "all ranks poll for (ADR 33), are negotiated like others",
         unit="us",
-    ),
-    Knob(
-        "MEETING_BYTES",
-        integer(0, 16 * 2**10),
-        16 * 2**10,
-        "on one host, a blocking allreduce of one tensor of up to so many bytes is summed where "
-        "the ranks meet, without negotiation, if they come to it within 40 us and have nothing "
-        "else in flight; of all ranks together up to 64 KiB, and of 16 ranks at most; not with "
-        "FUSION=plan, AUTOTUNE=1, BACKEND=host, SPIN_US=0 or a timeline; 0: none",
-        unit="bytes",
     ),
     Knob(
         "ARENA_BYTES",

@@ -111,17 +111,21 @@ int PlayRounds(int size, int rounds, double out, double mistaken, TimeNs latest)
 
 constexpr size_t kMost = Meeting::kMostPart;
 
-EngineConfig Meets() {
-  EngineConfig config;
-  config.meeting_bytes = kMost;
-  return config;
+// Whether it was made at once; its handle is complete then.
+bool AtOnce(Player& player, const OneTensor& tensor) {
+  int64_t handle = 0;
+  if (!player.engine->AtOnce(tensor, &handle)) return false;
+  CHECK(player.engine->Poll(handle) == HandleTable::Look::kDone);
+  CHECK_OK(player.Wait(handle));
+  CHECK(player.engine->Poll(handle) == HandleTable::Look::kUnknown);
+  return true;
 }
 
 // At once where the ranks meet; else as it is otherwise done.
 Status Sum(Player& player, const std::string& name, std::vector<float>& data, bool* at_once,
            ReduceOp op = ReduceOp::kSum) {
   int64_t shape = 0;
-  *at_once = player.engine->AtOnce(Player::Again(name, data, op, &shape));
+  *at_once = AtOnce(player, Player::Again(name, data, op, &shape));
   return *at_once ? Status::Ok() : player.Allreduce(name, data, op);
 }
 
@@ -179,7 +183,7 @@ TEST(equal_bits_at_once_and_by_the_loop) {
   std::mt19937 random(Seed());
   for (const int size : {1, 2, 3, 4}) {
     std::atomic<int> met{0};
-    Play(size, Meets(), [&](Player& player) {
+    Play(size, EngineConfig(), [&](Player& player) {
       std::mt19937 values(Seed() + static_cast<unsigned>(player.rank));
       std::normal_distribution<float> normal;
       for (int i = 0; i < 200; ++i) {
@@ -204,7 +208,7 @@ TEST(equal_bits_at_once_and_by_the_loop) {
 }
 
 TEST(a_mismatch_has_the_words_of_the_coordinator) {
-  Play(2, Meets(), [](Player& player) {
+  Play(2, EngineConfig(), [](Player& player) {
     for (int i = 0; i < 50; ++i) {
       std::vector<float> data(static_cast<size_t>(4 + player.rank), 1.0f);
       bool at_once = false;
@@ -222,7 +226,7 @@ TEST(a_mismatch_has_the_words_of_the_coordinator) {
 // Two ranks come in step again and again; only these would meet.
 TEST(requests_that_differ_in_anything_do_not_meet) {
   InStep step(2);
-  Play(2, Meets(), [&](Player& player) {
+  Play(2, EngineConfig(), [&](Player& player) {
     const bool other = player.rank == 1;
     const std::string name = "sum", other_name = "sun";
     for (int i = 0; i < 300; ++i) {
@@ -240,7 +244,7 @@ TEST(requests_that_differ_in_anything_do_not_meet) {
       if (other && i % 7 == 4) tensor.postscale = 2;
       if (other && i % 7 == 5) tensor.name = other_name.c_str();
       step.Wait();
-      CHECK(!player.engine->AtOnce(tensor));
+      CHECK(!AtOnce(player, tensor));
       CHECK(data == std::vector<float>(16, 1.0f));
     }
   });
@@ -248,7 +252,7 @@ TEST(requests_that_differ_in_anything_do_not_meet) {
 
 TEST(nothing_is_summed_at_once_beside_what_is_in_flight) {
   InStep step(2);
-  Play(2, Meets(), [&](Player& player) {
+  Play(2, EngineConfig(), [&](Player& player) {
     std::vector<float> under_way(8, 1.0f), data(8, 1.0f);
     int64_t handle = 0, shape = 0;
     if (player.rank == 0) {
@@ -256,7 +260,7 @@ TEST(nothing_is_summed_at_once_beside_what_is_in_flight) {
     }
     for (int i = 0; i < 300; ++i) {
       step.Wait();
-      CHECK(!player.engine->AtOnce(Player::Again("under way", data, ReduceOp::kSum, &shape)));
+      CHECK(!AtOnce(player, Player::Again("under way", data, ReduceOp::kSum, &shape)));
     }
     CHECK(data[0] == 1.0f);
     if (player.rank == 1) {
@@ -269,7 +273,7 @@ TEST(nothing_is_summed_at_once_beside_what_is_in_flight) {
 
 TEST(what_is_unusual_goes_by_the_loop) {
   InStep step(2);
-  Play(2, Meets(), [&](Player& player) {
+  Play(2, EngineConfig(), [&](Player& player) {
     int64_t shape = 0;
     std::vector<float> large(kMost / 4 + 1, 1.0f), empty, small(1, 1.0f);
     const std::string longest(Meeting::kMostSubject, 'n'), name = "unusual", unnamed;
@@ -285,12 +289,12 @@ TEST(what_is_unusual_goes_by_the_loop) {
     for (int i = 0; i < 100; ++i) {
       for (const OneTensor& tensor : unusual) {
         step.Wait();
-        CHECK(!player.engine->AtOnce(tensor));
+        CHECK(!AtOnce(player, tensor));
       }
       step.Wait();
-      CHECK(!player.engine->AtOnce(too_large));
+      CHECK(!AtOnce(player, too_large));
       step.Wait();
-      CHECK(!player.engine->AtOnce(nothing));
+      CHECK(!AtOnce(player, nothing));
     }
     bool at_once = false;
     CHECK_OK(Sum(player, longest, small, &at_once));
@@ -299,7 +303,7 @@ TEST(what_is_unusual_goes_by_the_loop) {
 }
 
 TEST(a_rank_that_never_comes_holds_nobody_up) {
-  Play(3, Meets(), [](Player& player) {
+  Play(3, EngineConfig(), [](Player& player) {
     for (int i = 0; i < 100; ++i) {
       std::vector<float> data(16, 1.0f);
       bool at_once = false;

@@ -1,10 +1,10 @@
-"""An engine for a part of a test, with settings of its own."""
+"""Parts of tests of the engine: settings of its own, and what it counted."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import hororing.numpy as hvd
 
@@ -20,3 +20,17 @@ def engine(**knobs: object) -> Iterator[None]:
         hvd.shutdown()
         for name in knobs:
             del os.environ[f"HORORING_{name}"]
+
+
+def made_at_once(step: Callable[[], object], times: int = 2000) -> bool:
+    """Whether `step` waited for a sum that was made without negotiation, in as many calls.
+
+    That needs ranks that come to it at the same time. All ranks agree on whether they did, and so
+    stop after the same call.
+    """
+    before = hvd.statistics()["allreduces_at_once"]
+    for _ in range(times):
+        step()
+        if hvd.statistics()["allreduces_at_once"] > before:
+            return True
+    return False

@@ -101,7 +101,7 @@ def case_the_same_bits_at_once_and_negotiated():
 
     with engine():
         at_once = sums()
-    with engine(MEETING_BYTES=0):
+    with engine(SPIN_US=0):
         negotiated = sums()
         assert hvd.statistics()["allreduces_at_once"] == 0
         assert hvd.allgather_object(at_once) == [at_once] * hvd.size()

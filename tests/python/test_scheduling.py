@@ -186,7 +186,7 @@ def case_what_was_set_is_not_tuned():
 
 
 def case_statistics_count_what_was_done():
-    with engine(MEETING_BYTES=0):
+    with engine(SPIN_US=0):  # every sum is negotiated
         before = hvd.statistics()
         for _ in range(3):
             hvd.allreduce(np.zeros(1000, np.float32), name="x")

@@ -15,6 +15,7 @@ import mpirun
 import numpy as np
 import pytest
 import torch
+from configured import made_at_once
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -229,6 +230,15 @@ def case_float32_is_exact_far_from_zero() -> None:
         if hvd.size() > 1:  # a single rank computes as torch does
             close(layer.running_var, joined.var((0, 2)), 1e-6)
         close(layer.running_mean / offset, joined.mean((0, 2)) / offset, 1e-6)
+
+
+def case_the_sums_of_a_backward_pass_need_no_negotiation() -> None:
+    layer = hvd.SyncBatchNorm(CHANNELS)
+
+    def step() -> None:
+        layer(torch.ones(4, CHANNELS, requires_grad=True)).sum().backward()
+
+    assert hvd.size() != 2 or made_at_once(step)
 
 
 def case_half_precision_has_float32_statistics() -> None:

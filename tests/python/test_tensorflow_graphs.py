@@ -34,6 +34,7 @@ import mpirun
 import numpy as np
 import pytest
 import tensorflow as tf
+from configured import made_at_once
 from live_job import LiveJob
 
 import hororing.numpy
@@ -133,6 +134,11 @@ def case_requests_are_in_flight_together_while_the_graph_goes_on() -> None:
         for (result,) in step(tf.fill([3], 1.0 + hvd.rank())):
             agree(result, of_all(lambda rank: np.full(3, 1.0 + rank)))
     assert seen == [1, 1, 1]
+
+
+def case_a_small_sum_in_eager_mode_needs_no_negotiation() -> None:
+    if hvd.size() == 2 and PLUGIN:
+        assert made_at_once(lambda: agree(total(tf.ones([3]), name="at once"), [2.0] * 3))
 
 
 def case_nothing_is_folded_pruned_or_merged() -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 import mpirun
 import pytest
 import torch
+from configured import made_at_once
 from test_torch_optimizer import (
     BATCH,
     assert_equal_on_all_ranks,
@@ -610,6 +611,13 @@ def case_a_closure_is_called_as_often_as_in_one_process():
             torch.testing.assert_close(losses[0].detach(), losses[1].detach(), rtol=1e-9, atol=0)
         assert calls.count(model) == calls.count(twin)
         assert_same(model, twin, 1e-8)  # L-BFGS divides by differences
+
+
+def case_what_a_closure_reduces_needs_no_negotiation():
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = hvd.DistributedOptimizer(sgd([parameter]), [("at once", parameter)])
+    # Whether ranks have gradients, and the loss.
+    assert hvd.size() != 2 or made_at_once(lambda: optimizer.step(lambda: 1.0))
 
 
 def case_a_closure_without_backward_does_not_reduce_again():
