@@ -1,49 +1,37 @@
-"""What a small blocking sum costs, and where: microseconds per call, called back to back.
+"""What a small blocking sum costs, by who asks for it: microseconds per call, called back to back.
 
     mpirun -np 2 python benchmarks/latency.py
 
-    blocking   allreduce_: the caller does the engine's work while it waits (ADR 0012)
-    handed     allreduce_async_, then synchronize: the engine's thread is woken for it
-    submit     the part of `blocking` before it waits: checks, names, the call into the core
+    torch      allreduce_ of a tensor
+    NumPy      allreduce_ of an array
+    MPI        MPI_Allreduce of that array through mpi4py, in place
+    handed     allreduce_async_ of a tensor, then synchronize: the engine's thread is woken for it
 
-The three take turns in series of 200 calls. Medians and 10th to 90th percentile of all calls.
+They take turns in series of 200 calls. Medians and 10th to 90th percentile of all calls.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import numpy as np
+import peers
 import torch
+from mpi4py import MPI
 from record import arguments, save
 from turns import summary
 
+import hororing.numpy
 import hororing.torch as hvd
-from hororing.torch.ops import verbs
 
 CALLS = 200
 
 
-def blocking(tensor: torch.Tensor) -> float:
+def timed(call: Callable[[], object]) -> float:
     begin = time.perf_counter()
-    hvd.allreduce_(tensor, op=hvd.Sum, name="benchmark")
+    call()
     return time.perf_counter() - begin
-
-
-def handed(tensor: torch.Tensor) -> float:
-    begin = time.perf_counter()
-    hvd.synchronize(hvd.allreduce_async_(tensor, op=hvd.Sum, name="benchmark"))
-    return time.perf_counter() - begin
-
-
-def submit(tensor: torch.Tensor) -> float:
-    begin = time.perf_counter()
-    handle = verbs.reduce_async(
-        "allreduce", [tensor], True, "benchmark", hvd.Sum, 1.0, 1.0, wait_follows=True
-    )
-    elapsed = time.perf_counter() - begin
-    hvd.synchronize(handle)
-    return elapsed
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -54,17 +42,24 @@ def main(argv: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     hvd.init()
     tensor = torch.zeros(max(1, args.bytes // 4))
-    kinds = (blocking, handed, submit)
-    times: dict[str, list[float]] = {kind.__name__: [] for kind in kinds}
+    array = np.zeros(tensor.shape, np.float32)
+    asked = {"op": hvd.Sum, "name": "benchmark"}
+    ways: dict[str, Callable[[], object]] = {
+        "hororing torch": lambda: hvd.allreduce_(tensor, **asked),
+        "hororing NumPy": lambda: hororing.numpy.allreduce_(array, **asked),
+        peers.mpi_name(): lambda: MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, array),
+        "hororing handed": lambda: hvd.synchronize(hvd.allreduce_async_(tensor, **asked)),
+    }
+    times: dict[str, list[float]] = {who: [] for who in ways}
     for number in range(-1, 1 if args.quick else args.series):  # the first series of each warms up
-        for kind in kinds:
-            series = [kind(tensor) for _ in range(CALLS)]
+        for who, way in ways.items():
+            series = [timed(way) for _ in range(CALLS)]
             if number >= 0:
-                times[kind.__name__] += series
+                times[who] += series
     if hvd.rank() == 0:
         rows = []
-        for name, series in times.items():
-            row = {"measure": "latency", "case": f"{args.bytes} B", "who": f"hororing {name}"}
+        for who, series in times.items():
+            row = {"measure": "latency", "case": f"{args.bytes} B", "who": who}
             rows.append(row | summary(np.array(series)))
             text = "{who:<18} {median_us:7.1f} us   {p10_us:7.1f} .. {p90_us:7.1f}"
             print(text.format(**rows[-1]))

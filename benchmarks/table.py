@@ -205,7 +205,7 @@ def sections(report: Report) -> dict[str, str]:
     for ranks, title in hosts.items():
         if chosen := rows(report, "verbs", ranks):
             found[f"Other collectives over several hosts: {title}"] = compared(by_case(chosen))
-    for part, title in (("latency", "A small blocking sum, in parts"), ("process sets",
+    for part, title in (("latency", "A small blocking sum, by who asks for it"), ("process sets",
                         "Sums in a process set of 2, beside a world of 3")):  # fmt: skip
         for ranks in (2, 3):
             if chosen := rows(report, part, ranks):

@@ -21,7 +21,6 @@ class _Ffi:
 
 class _Lib:
     HR_ABI_VERSION: Final[int]
-    HR_HANDLE_PLACE_BITS: Final[int]
     HR_PENDING: Final[int]
     HR_OK: Final[int]
     HR_INVALID_ARGUMENT: Final[int]

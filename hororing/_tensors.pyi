@@ -3,15 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-class InFlight:
-    """What owns the memory of requests in flight, by handle."""
-
-    def __new__(cls) -> InFlight: ...
-    def __len__(self) -> int: ...
-    def put(self, handle: int, owner: object, /) -> None: ...
-    def get(self, handle: int, /) -> Any: ...
-    def take(self, handle: int, /) -> Any: ...
-
 class PlainTensors:
     """A framework's tensors that lie in host memory as they look, and requests for them."""
 
@@ -19,12 +10,9 @@ class PlainTensors:
         cls,
         types: tuple[type, ...],
         exchange: object,
-        refusals: tuple[Callable[[Any], bool] | str, ...],
+        refusals: tuple[Callable[[Any], bool], ...],
         describe: Callable[[Any], tuple[int, int, tuple[int, ...]] | None],
-        written: Callable[[tuple[Any, ...]], object] | None,
-        like: Callable[[Any], Any] | None,
-        recorded: str | None,
-        pending: InFlight,
+        pending: dict[int, object],
         general: type,
         abandoned: dict[int, object],
         sweep: Callable[[], None],
@@ -55,29 +43,6 @@ class PlainTensors:
         /,
     ) -> int: ...
     def finish(self, handle: int, /) -> Any: ...
-
-class Verb:
-    """A verb as its callers see it: like a function, but that its usual calls have no frame."""
-
-    __qualname__: str
-
-    def __new__(
-        cls,
-        kind: str,
-        function: Callable[..., Any],
-        parameters: tuple[tuple[str, object], ...],
-        tensors: PlainTensors,
-        wait: Callable[[int], Any],
-        counters: dict[tuple[str, int], int],
-        counter: tuple[str, int],
-        /,
-    ) -> Verb: ...
-    def __call__(self, *args: Any, **named: Any) -> Any: ...
-
-def count_name(counters: dict[tuple[str, int], int], key: tuple[str, int], /) -> int: ...
-def uncount_name(
-    counters: dict[tuple[str, int], int], key: tuple[str, int], number: int, /
-) -> None: ...
 
 class Arrivals:
     """What the gradients of one optimizer have in common. Owners have `send_arrived()`."""

@@ -28,6 +28,9 @@ class Adapter(Protocol[T]):
     def plain(self, tensor: T) -> tuple[int, int, tuple[int, ...]] | None:
         """Describe a tensor that can be read and written where it lies; None for all else."""
 
+    def plain_like(self, tensor: T) -> T | None:
+        """Return new memory of the same shape and type; None where it cannot be a plain one."""
+
     def device(self, tensor: T) -> int:
         """Return the number of the CUDA device whose memory it is, or collectives.HOST."""
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
 from hororing._core import ffi, lib
-from hororing._tensors import InFlight, PlainTensors
+from hororing._tensors import PlainTensors
 from hororing.arguments import Sum
 from hororing.failures import fail
 from hororing.names import WORLD_SET, DefaultName, encode_name, take_back
@@ -75,10 +75,17 @@ class Pending(NamedTuple):
     finish: Callable[[int], Any]  # result, from the completed handle
 
 
-# No lock: each step below is one operation of a dict or of a table in C++, which is atomic, and a
-# finalizer may run `abandon` in the middle of anything.
-# By handle: Pending or, where that is all, what owns the memory and is the result.
-_pending: Final = InFlight()
+class Separate(NamedTuple):
+    """What owns the memory of a plain tensor's request, where the result is another tensor."""
+
+    source: object
+    result: Any
+
+
+# No lock: each step below is one operation of a dict, which is atomic, and a finalizer may run
+# `abandon` in the middle of anything.
+# By handle: Pending; or Separate; or, where that is all, what owns the memory and is the result.
+_pending: Final[dict[int, object]] = {}
 # Owners between "the core has it" and "the handle is in the table": an exception that arrives
 # there (Ctrl-C) must not free the memory.
 submitting: dict[int, object] = {}
@@ -184,21 +191,16 @@ def plain_tensors(
     describe: Callable[[Any], tuple[int, int, tuple[int, ...]] | None],
     exchange: object = None,
     refusals: tuple[Callable[[Any], bool], ...] = (),
-    *,
-    written: Callable[[tuple[Any, ...]], object] | None = None,
-    like: Callable[[Any], Any] | None = None,
-    recorded: str | None = None,
 ) -> PlainTensors:
     """Return what submits plain tensors of `types` quickly.
 
     `describe` says where one is, as `Adapter.plain`. It is not asked where the types have
     `exchange`, the capsule of DLPack's C functions: a tensor is plain there if it is dense, in host
-    memory, of a known data type, and none of `refusals` is true of it. `written` counts writes to
-    tensors, `like` makes a plain tensor of the same type and shape, and `recorded` is the name of
-    an attribute that is true where results are recorded.
+    memory, of a known data type, and none of `refusals` is true of it.
     """
-    framework = types, exchange, refusals, describe, written, like, recorded
-    return PlainTensors(*framework, _pending, Pending, _abandoned, _sweep)
+    return PlainTensors(
+        types, exchange, refusals, describe, _pending, Pending, _abandoned, _sweep
+    )  # fmt: skip
 
 
 def _hand_over(request: Any, keep: object, finish: Callable[[int], Any]) -> int:
@@ -206,7 +208,7 @@ def _hand_over(request: Any, keep: object, finish: Callable[[int], Any]) -> int:
     submitting[token] = keep
     handle = int(lib.hr_submit(request))
     if handle > 0:
-        _pending.put(handle, Pending(keep, finish))
+        _pending[handle] = Pending(keep, finish)
     del submitting[token]
     if handle <= 0:
         fail(handle)
@@ -215,8 +217,7 @@ def _hand_over(request: Any, keep: object, finish: Callable[[int], Any]) -> int:
 
 def poll(handle: int) -> bool:
     """Whether `wait(handle)` would return at once. ValueError for an unknown handle."""
-    if _pending.get(handle) is None:
-        raise _unknown(handle)
+    _find(handle)
     done = int(lib.hr_poll(handle))
     # Unknown to the core alone: `wait` has finished it, and was interrupted there.
     if done < 0 and done != -lib.HR_INVALID_ARGUMENT:
@@ -230,18 +231,16 @@ def wait(handle: int) -> Any:
     May be called again after a KeyboardInterrupt, until it has returned.
     """
     if (result := _finish(handle)) is not None:  # almost always
-        return result
-    pending = _pending.get(handle)
-    if pending is None:
-        raise _unknown(handle)
+        return result.result if type(result) is Separate else result
+    pending = _find(handle)
     code = block_until_complete(handle)
     unknown = code != lib.HR_OK and lib.hr_poll(handle) < 0
-    if unknown or _pending.take(handle) is None:
+    if unknown or _pending.pop(handle, None) is None:
         raise _taken(handle)
     try:
         if code != lib.HR_OK:
             fail(code)
-        return pending.finish(handle) if type(pending) is Pending else pending
+        return pending.finish(handle)
     finally:
         lib.hr_release(handle)
 
@@ -260,11 +259,14 @@ def wait_all(handles: Iterable[int]) -> list[Any]:
     return results
 
 
-def _unknown(handle: int) -> ValueError:
-    return ValueError(
-        f"there is no handle {handle!r}: it was synchronized before, or no asynchronous "
-        "operation returned it"
-    )
+def _find(handle: int) -> Any:
+    try:
+        return _pending[handle]
+    except (KeyError, TypeError):  # unknown; or nothing that could be a key
+        raise ValueError(
+            f"there is no handle {handle!r}: it was synchronized before, or no asynchronous "
+            "operation returned it"
+        ) from None
 
 
 def _taken(handle: int) -> ValueError:
@@ -281,7 +283,7 @@ def block_until_complete(handle: int) -> int:
 
 def abandon(handle: int, keep: object) -> None:
     """Never wait for `handle`; keep its memory alive for as long as the core may use it."""
-    _abandoned[handle] = (_pending.take(handle), keep)
+    _abandoned[handle] = (_pending.pop(handle, None), keep)
     _sweep()
 
 

@@ -6,12 +6,12 @@ so far, which is equal on all ranks that make the same calls.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Final
 
 from hororing import runtime
 from hororing._core import lib
-from hororing._tensors import count_name, uncount_name
 
 # The process set of all ranks. What sets are: hororing.process_sets; here they are numbers.
 WORLD_SET: Final = int(lib.HR_WORLD_SET)
@@ -19,9 +19,9 @@ WORLD_SET: Final = int(lib.HR_WORLD_SET)
 # What `default_name` counts beside verbs.
 OPTIMIZER: Final = "optimizer"
 
-# How many unnamed calls of a verb were made in a process set. No lock: each step is one of native
-# code, under the GIL, where hororing._tensors counts calls that it does itself, in this very dict.
+# How many unnamed calls of a verb were made in a process set.
 counts: Final[dict[tuple[str, int], int]] = {}
+_lock: Final = threading.RLock()  # a finalizer may call a verb in the middle of anything
 
 
 class DefaultName(str):
@@ -40,7 +40,9 @@ def default_name(verb: str, process_set: int = WORLD_SET) -> DefaultName:
     Each process set counts by itself, since only its members call. Calls that this rank alone
     finds wrong do not count: see `take_back`.
     """
-    number = count_name(counts, (verb, process_set))
+    with _lock:
+        number = counts.get((verb, process_set), 0) + 1
+        counts[verb, process_set] = number
     return _counted(f"{verb}.noname.{number}", (verb, process_set), number)
 
 
@@ -59,18 +61,22 @@ def extended(name: str, suffix: str) -> str:
 def take_back(name: str) -> None:
     """Uncount a default name of a call that has failed before other ranks could hear of it."""
     if isinstance(name, DefaultName) and not name.submitted:
-        uncount_name(counts, name.counter, name.number)
+        with _lock:
+            if counts.get(name.counter) == name.number:
+                counts[name.counter] -= 1
 
 
 def forget_counts(which: Callable[[str, int], bool]) -> None:
     """Count from 1 again where `which(verb, process set)` is true."""
-    for counter in [counter for counter in list(counts) if which(*counter)]:
-        counts.pop(counter, None)
+    with _lock:
+        for counter in [counter for counter in counts if which(*counter)]:
+            del counts[counter]
 
 
 def restart_default_names() -> None:
     """Count from 1 again: ranks that start together begin with equal counts."""
-    counts.clear()
+    with _lock:
+        counts.clear()
 
 
 runtime.at_init(restart_default_names)

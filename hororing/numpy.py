@@ -6,13 +6,12 @@ package ml_dtypes are understood.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from hororing import arguments, collectives
-from hororing import verbs as neutral
 from hororing.arguments import Adasum, Average, Max, Min, Product, Sum
 from hororing.counters import statistics
 from hororing.errors import (
@@ -48,10 +47,7 @@ from hororing.runtime import (
     start_timeline,
     stop_timeline,
 )
-from hororing.verbs import Verbs, barrier, join
-from hororing.verbs.native import native
-
-F = TypeVar("F", bound=Callable[..., Any])
+from hororing.verbs import Verbs, barrier, join, poll, synchronize
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -65,9 +61,7 @@ class NumpyAdapter:
     """`hororing.adapter.Adapter` for `numpy.ndarray`."""
 
     def __init__(self) -> None:
-        self.plain_tensors = collectives.plain_tensors(
-            (np.ndarray,), self.plain, like=np.empty_like
-        )
+        self.plain_tensors = collectives.plain_tensors((np.ndarray,), self.plain)
 
     def check(self, tensor: object, verb: str) -> Array:
         """Accept arrays and NumPy scalars."""
@@ -106,6 +100,10 @@ class NumpyAdapter:
             return None
         number = _NUMBERS.get(tensor.dtype)
         return None if number is None else (tensor.ctypes.data, number, tensor.shape)
+
+    def plain_like(self, tensor: Array) -> Array | None:
+        """Return a plain array if `tensor` is one."""
+        return np.empty_like(tensor) if type(tensor) is np.ndarray else None
 
     def empty_like(self, tensor: Array) -> Array:
         """Return a plain array."""
@@ -158,28 +156,26 @@ class NumpyAdapter:
         return np.array(numbers, np.int32)
 
 
-_verbs: Verbs[Array] = Verbs(NumpyAdapter())
+class _Verbs(Verbs[Array]):
+    def __reduce__(self) -> str:
+        """Pickle it, and so its methods, as the global that it is."""
+        return "_verbs"
 
 
-def _native(function: F) -> F:
-    return native(function, _verbs.adapter.plain_tensors, __name__)
+_verbs = _Verbs(NumpyAdapter())
 
-
-poll = _native(neutral.poll)
-synchronize = _native(neutral.synchronize)
-
-allreduce = _native(_verbs.allreduce)
-allreduce_ = _native(_verbs.allreduce_)
+allreduce = _verbs.allreduce
+allreduce_ = _verbs.allreduce_
 allreduce_async = _verbs.allreduce_async
-allreduce_async_ = _native(_verbs.allreduce_async_)
+allreduce_async_ = _verbs.allreduce_async_
 grouped_allreduce = _verbs.grouped_allreduce
-grouped_allreduce_ = _native(_verbs.grouped_allreduce_)
+grouped_allreduce_ = _verbs.grouped_allreduce_
 grouped_allreduce_async = _verbs.grouped_allreduce_async
-grouped_allreduce_async_ = _native(_verbs.grouped_allreduce_async_)
+grouped_allreduce_async_ = _verbs.grouped_allreduce_async_
 broadcast = _verbs.broadcast
-broadcast_ = _native(_verbs.broadcast_)
+broadcast_ = _verbs.broadcast_
 broadcast_async = _verbs.broadcast_async
-broadcast_async_ = _native(_verbs.broadcast_async_)
+broadcast_async_ = _verbs.broadcast_async_
 allgather = _verbs.allgather
 allgather_async = _verbs.allgather_async
 grouped_allgather = _verbs.grouped_allgather

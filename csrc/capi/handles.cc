@@ -11,8 +11,6 @@
 
 namespace hororing {
 
-static_assert(HR_HANDLE_PLACE_BITS == HandleTable::kPlaceBits, "see hororing.h");
-
 int WaitMany(const int64_t* handles, int32_t count, double timeout_s,
              std::vector<std::shared_ptr<const DeviceEvent>>* landed) {
   if (InForkedChild()) return Remember(NotInitialized());

@@ -27,10 +27,6 @@ extern "C" {
 /* Grows with every incompatible change of this file. */
 enum { HR_ABI_VERSION = 9 };
 
-/* The low bits of a handle are its place: a number that no other handle has at the same time, below
- * the most that there have been at a time. */
-enum { HR_HANDLE_PLACE_BITS = 28 };
-
 /* The values of hororing::Code, and one more. */
 typedef enum hr_code {
   HR_PENDING = -1,

@@ -1,5 +1,6 @@
-// hororing._tensors: what happens for every tensor of every call, without a frame of Python. The C
-// interface does the rest; whatever is unusual is left to hororing/verbs and collectives.py.
+// hororing._tensors: what happens for every tensor of every call: looking at it, submitting it and
+// waiting for it. The C interface does the rest; whatever is unusual is left to hororing/verbs and
+// collectives.py.
 //
 // CPython's limited API, so that one binary serves all versions, and no header of a framework. All
 // of it runs under the GIL but for what waits.
@@ -7,12 +8,9 @@
 
 #include "capi/hororing.h"
 #include "python/gradients.h"
-#include "python/in_flight.h"
 #include "python/module.h"
-#include "python/names.h"
 #include "python/plain.h"
 #include "python/requests.h"
-#include "python/verb.h"
 
 namespace hororing {
 namespace {
@@ -31,15 +29,9 @@ int Arguments(Py_ssize_t given, Py_ssize_t wanted) {
 }
 
 PyObject* New(PyTypeObject* type, PyObject* arguments, PyObject*) {
-  PyObject *types, *exchange, *refusals, *describe, *written, *like, *recorded;
-  PyObject *pending, *general, *abandoned, *sweep;
-  if (PyArg_ParseTuple(arguments, "OOOOOOOOOO!O", &types, &exchange, &refusals, &describe, &written,
-                       &like, &recorded, &pending, &general, &PyDict_Type, &abandoned,
-                       &sweep) == 0) {
-    return nullptr;
-  }
-  if (InFlightOf(pending) == nullptr) {
-    PyErr_SetString(PyExc_TypeError, "pending is an InFlight");
+  PyObject *types, *exchange, *refusals, *describe, *pending, *general, *abandoned, *sweep;
+  if (PyArg_ParseTuple(arguments, "OOOOO!OO!O", &types, &exchange, &refusals, &describe,
+                       &PyDict_Type, &pending, &general, &PyDict_Type, &abandoned, &sweep) == 0) {
     return nullptr;
   }
   PyObject* const self = reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc))(type, 0);
@@ -48,9 +40,7 @@ PyObject* New(PyTypeObject* type, PyObject* arguments, PyObject*) {
   tensors->table =
       new Table{Reference(pending), Reference(general), Reference(abandoned), Reference(sweep)};
   tensors->plain = new Plain;
-  if (tensors->plain->Init(types, exchange, refusals, describe, written, like, recorded)) {
-    return self;
-  }
+  if (tensors->plain->Init(types, exchange, refusals, describe)) return self;
   Py_DECREF(self);
   return nullptr;
 }
@@ -160,7 +150,6 @@ int Execute(PyObject* module) {
   Py_INCREF(type);  // one is the module's
   plain_tensors_type = reinterpret_cast<PyTypeObject*>(type);
   if (PyModule_AddObject(module, "PlainTensors", type) != 0) return -1;
-  if (AddInFlight(module) != 0 || AddNames(module) != 0 || AddVerb(module) != 0) return -1;
   return AddGradients(module);
 }
 
@@ -169,11 +158,6 @@ int Execute(PyObject* module) {
 const Plain* PlainOf(PyObject* object) {
   const bool is_one = Py_TYPE(object) == plain_tensors_type;
   return is_one ? reinterpret_cast<PlainTensors*>(object)->plain : nullptr;
-}
-
-const Table* TableOf(PyObject* object) {
-  const bool is_one = Py_TYPE(object) == plain_tensors_type;
-  return is_one ? reinterpret_cast<PlainTensors*>(object)->table : nullptr;
 }
 
 }  // namespace hororing

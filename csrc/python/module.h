@@ -9,11 +9,8 @@
 
 namespace hororing {
 
-struct Table;
-
 // Of an object of type PlainTensors; null for others.
 const Plain* PlainOf(PyObject* object);
-const Table* TableOf(PyObject* object);
 
 // Out of memory, mostly: C++ may not throw into Python.
 template <typename Function, typename... Given>

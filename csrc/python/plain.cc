@@ -51,8 +51,7 @@ std::vector<Reference> Items(PyObject* tuple) {
 
 }  // namespace
 
-bool Plain::Init(PyObject* types, PyObject* exchange, PyObject* refusals, PyObject* describe,
-                 PyObject* written, PyObject* like, PyObject* recorded) {
+bool Plain::Init(PyObject* types, PyObject* exchange, PyObject* refusals, PyObject* describe) {
   if (!PyTuple_Check(types) || !PyTuple_Check(refusals)) {
     PyErr_SetString(PyExc_TypeError, "types and refusals are tuples");
     return false;
@@ -60,9 +59,6 @@ bool Plain::Init(PyObject* types, PyObject* exchange, PyObject* refusals, PyObje
   types_ = Items(types);
   refusals_ = Items(refusals);
   describe_ = Reference(describe);
-  written_ = Reference(written);
-  like_ = Reference(like);
-  recorded_ = Reference(recorded);
   if (exchange == Py_None) return true;
   const void* found = PyCapsule_GetPointer(exchange, "dlpack_exchange_api");
   if (found == nullptr) return false;
@@ -107,33 +103,6 @@ int Plain::Refused(PyObject* tensor) const {
     if (refused) return 1;
   }
   return 0;
-}
-
-void Plain::Written(PyObject* tensors) const {
-  if (written_.get() == Py_None) return;
-  PyObject* const counted = PyObject_CallFunctionObjArgs(written_.get(), tensors, nullptr);
-  if (counted == nullptr) PyErr_WriteUnraisable(written_.get());
-  Py_XDECREF(counted);
-}
-
-PyObject* Plain::Like(PyObject* tensor, hr_tensor* view, Shapes* shapes) const {
-  PyObject* const made = PyObject_CallFunctionObjArgs(like_.get(), tensor, nullptr);
-  if (made == nullptr) return nullptr;
-  view->device = 0;
-  const int plain = exchange_ == nullptr ? Ask(made, view, shapes) : Look(made, view);
-  if (plain == 1) return made;
-  if (plain == 0) PyErr_SetString(PyExc_RuntimeError, "what is made like a plain tensor is none");
-  Py_DECREF(made);
-  return nullptr;
-}
-
-int Plain::Recorded(PyObject* tensor) const {
-  if (recorded_.get() == Py_None) return 0;
-  PyObject* const attribute = PyObject_GetAttr(tensor, recorded_.get());
-  if (attribute == nullptr) return -1;
-  const int recorded = PyObject_IsTrue(attribute);
-  Py_DECREF(attribute);
-  return recorded;
 }
 
 int Plain::Look(PyObject* tensor, hr_tensor* view) const {

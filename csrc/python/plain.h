@@ -46,26 +46,14 @@ class Plain {
 
   // `types`: a tuple. `exchange`: a capsule with DLPack's table, or None. `refusals`: a tuple of
   // functions of a tensor, which is plain where all of them say no. `describe`: for where there is
-  // no table, a function of a tensor to None, or address, hr_dtype and shape. Each of the rest may
-  // be None: `written` counts writes to the tensors of a tuple; `like` makes a plain tensor of the
-  // same type and shape; `recorded` is the name of an attribute that is true where results are
-  // recorded. False: an exception is set.
-  bool Init(PyObject* types, PyObject* exchange, PyObject* refusals, PyObject* describe,
-            PyObject* written, PyObject* like, PyObject* recorded);
+  // no table, a function of a tensor to None, or address, hr_dtype and shape. False: an exception
+  // is set.
+  bool Init(PyObject* types, PyObject* exchange, PyObject* refusals, PyObject* describe);
 
   // 1: `view` is the tensor, in place, as long as nobody touches that; 0: it is not plain; -1: an
   // exception is set.
   int Describe(PyObject* tensor, hr_tensor* view, Shapes* shapes) const;
   int DescribeAll(PyObject* tensors, std::vector<hr_tensor>* views, Shapes* shapes) const;
-  // Notes that the core writes to the tensors of a tuple. If that cannot be it is told, not raised:
-  // there is a handle that the caller must get.
-  void Written(PyObject* tensors) const;
-  // The function that does so, or None.
-  PyObject* written() const { return written_.get(); }
-  // A tensor of the same type and shape as a plain one, and what it is. Null: an exception is set.
-  PyObject* Like(PyObject* tensor, hr_tensor* view, Shapes* shapes) const;
-  // Whether results of the tensor are recorded: 1, 0; -1: an exception is set.
-  int Recorded(PyObject* tensor) const;
 
  private:
   int Refused(PyObject* tensor) const;
@@ -73,7 +61,7 @@ class Plain {
   int Ask(PyObject* tensor, hr_tensor* view, Shapes* shapes) const;
 
   std::vector<Reference> types_, refusals_;
-  Reference describe_, written_, like_, recorded_;
+  Reference describe_;
   const dlpack::Exchange* exchange_ = nullptr;  // null: describe_ is asked
 };
 

@@ -5,7 +5,7 @@ Only public Python of torch is used: nothing is compiled against it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -44,38 +44,13 @@ def _counts_many() -> bool:
 _COUNTS_MANY: Final = _counts_many()
 
 
-def _quick_increment() -> Callable[[tuple[torch.Tensor, ...]], object] | None:
-    """What increment_version calls, if it does what it is expected to do."""
-    increment = getattr(torch._C, "_increment_version", None)
-    if increment is None or not _COUNTS_MANY:
-        return None
-    with torch.inference_mode():
-        untracked = torch.empty(0)
-    tensors = torch.empty(0), untracked, torch.empty(0)
-    try:
-        increment(tensors)
-    except Exception:  # which one depends on the release
-        return None
-    counted = tensors[0]._version == tensors[2]._version == 1
-    return increment if counted else None
-
-
-_increment_versions: Final = _quick_increment()
-
-
 class TorchAdapter:
     """Dense tensors of the CPU and of CUDA devices, contiguous or not."""
 
     def __init__(self) -> None:
         exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)  # since torch 2.10
         self.plain_tensors = collectives.plain_tensors(
-            _PLAIN_TYPES,
-            self.plain,
-            exchange,
-            (torch.Tensor.is_neg,),
-            written=self.mark_written if _increment_versions is None else _increment_versions,
-            like=torch.empty_like,
-            recorded="requires_grad",
+            _PLAIN_TYPES, self.plain, exchange, (torch.Tensor.is_neg,)
         )
         # A sum is negated as its terms are, and autograd writes to its gradients itself.
         self.plain_gradients = collectives.plain_tensors(_PLAIN_TYPES, self.plain, exchange)
@@ -149,6 +124,17 @@ class TorchAdapter:
         ):
             number = DTYPES.get(tensor.dtype)
             return None if number is None else (tensor.data_ptr(), number, tensor.shape)
+        return None
+
+    def plain_like(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return a plain tensor if `tensor` may be one."""
+        if (
+            type(tensor) in _PLAIN_TYPES
+            and tensor.is_cpu
+            and tensor.layout is torch.strided
+            and not tensor.is_nested
+        ):
+            return torch.empty_like(tensor)
         return None
 
     def device(self, tensor: torch.Tensor) -> int:

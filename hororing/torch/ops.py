@@ -23,39 +23,43 @@ from hororing.torch.autograd import Request
 from hororing.torch.uncompiled import uncompiled
 from hororing.torch.verbs import verbs
 from hororing.verbs import Verbs
-from hororing.verbs.native import native
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _native(function: F) -> F:
-    return native(uncompiled(function), verbs.adapter.plain_tensors, __name__)
+def _published(function: F) -> F:
+    """Return `function` as a global of this module, as which it is pickled."""
+    published = uncompiled(function)
+    published.__module__, published.__qualname__ = __name__, function.__name__
+    return published
 
 
-allreduce_ = _native(verbs.allreduce_)
-allreduce_async = uncompiled(verbs.allreduce_async)
-allreduce_async_ = _native(verbs.allreduce_async_)
-grouped_allreduce_ = _native(verbs.grouped_allreduce_)
-grouped_allreduce_async = uncompiled(verbs.grouped_allreduce_async)
-grouped_allreduce_async_ = _native(verbs.grouped_allreduce_async_)
-broadcast_ = _native(verbs.broadcast_)
-broadcast_async = uncompiled(verbs.broadcast_async)
-broadcast_async_ = _native(verbs.broadcast_async_)
-allgather_async = uncompiled(verbs.allgather_async)
-grouped_allgather_async = uncompiled(verbs.grouped_allgather_async)
-alltoall_async = uncompiled(verbs.alltoall_async)
-reducescatter_async = uncompiled(verbs.reducescatter_async)
-grouped_reducescatter_async = uncompiled(verbs.grouped_reducescatter_async)
-barrier = uncompiled(neutral.barrier)
-join = uncompiled(neutral.join)
-poll = _native(neutral.poll)
-synchronize = _native(neutral.synchronize)
+allreduce_ = _published(verbs.allreduce_)
+allreduce_async = _published(verbs.allreduce_async)
+allreduce_async_ = _published(verbs.allreduce_async_)
+grouped_allreduce_ = _published(verbs.grouped_allreduce_)
+grouped_allreduce_async = _published(verbs.grouped_allreduce_async)
+grouped_allreduce_async_ = _published(verbs.grouped_allreduce_async_)
+broadcast_ = _published(verbs.broadcast_)
+broadcast_async = _published(verbs.broadcast_async)
+broadcast_async_ = _published(verbs.broadcast_async_)
+allgather_async = _published(verbs.allgather_async)
+grouped_allgather_async = _published(verbs.grouped_allgather_async)
+alltoall_async = _published(verbs.alltoall_async)
+reducescatter_async = _published(verbs.reducescatter_async)
+grouped_reducescatter_async = _published(verbs.grouped_reducescatter_async)
+barrier = _published(neutral.barrier)
+join = _published(neutral.join)
+poll = _published(neutral.poll)
+synchronize = _published(neutral.synchronize)
 
 
 def _recorded(tensors: Iterable[object]) -> bool:
-    return torch.is_grad_enabled() and any(
-        isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors
-    )
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                return True
+    return False
 
 
 @contextlib.contextmanager
@@ -90,7 +94,7 @@ def _compressed(
     ]
 
 
-@_native
+@uncompiled
 def allreduce(
     tensor: torch.Tensor,
     average: bool | None = None,
@@ -102,10 +106,10 @@ def allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """Differentiable `Verbs.allreduce`."""
-    chosen = arguments.choose_op(op, average)
     factors = prescale_factor, postscale_factor
     if not _recorded([tensor]):
-        return verbs.allreduce(tensor, None, name, compression, chosen, *factors, process_set)
+        return verbs.allreduce(tensor, average, name, compression, op, *factors, process_set)
+    chosen = arguments.choose_op(op, average)
     with _request("allreduce", name, process_set, chosen, *factors) as request:
         return _compressed(compression, [tensor], partial(autograd.allreduce, request))[0]
 

@@ -42,14 +42,15 @@ class Allreduce(Requests[T]):
         prescale_factor, postscale_factor : applied to every rank's tensor, and to the result.
         process_set : the ranks that take part; all of the job when omitted.
         """
-        check_compression(compression)
-        compressed, context = compression.compress(tensor)
+        context = None
+        if compression is not NoneCompressor:
+            check_compression(compression)
+            tensor, context = compression.compress(tensor)
         handle = self._start_one(
-            compressed, False, average, name, op, prescale_factor, postscale_factor, process_set,
-            True,
-        )  # fmt: skip
-        result: T = compression.decompress(collectives.wait(handle), context)
-        return result
+            tensor, False, average, name, op, prescale_factor, postscale_factor, process_set, True
+        )
+        result: T = collectives.wait(handle)
+        return result if compression is NoneCompressor else compression.decompress(result, context)
 
     def allreduce_(
         self,
@@ -117,13 +118,10 @@ class Allreduce(Requests[T]):
         if average is not None:
             op = arguments.choose_op(op, average)
         adapter, handle = self.adapter, 0
-        if in_place or adapter.plain(tensor) is not None:
+        output = tensor if in_place else adapter.plain_like(tensor)
+        if output is not None:
             members = check_member(process_set, "allreduce")
-            output: T = tensor
-            keep: object = tensor
-            if not in_place:
-                output = adapter.empty_like(tensor)
-                keep = collectives.Pending((tensor, output), lambda _: output)
+            keep = tensor if in_place else collectives.Separate(tensor, output)
             given = default_name("allreduce", members) if name is None else name
             try:
                 handle = adapter.plain_tensors.allreduce(

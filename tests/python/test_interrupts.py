@@ -65,8 +65,7 @@ def lost_waits(start: Callable[..., int], prefix: str) -> int:
 
 def case_a_wait_may_be_repeated_after_an_interrupt_anywhere() -> None:
     hvd.init()
-    # Native: there is no line of Python to be interrupted before.
-    assert lost_waits(hvd.allreduce_async_, "in_place") == 0
+    assert lost_waits(hvd.allreduce_async_, "in_place") == (hvd.rank() == 0)
     assert lost_waits(hvd.allreduce_async, "elsewhere") < 5
 
 

@@ -304,9 +304,9 @@ def case_handles_are_good_for_one_result() -> None:
     for again in (hvd.synchronize, hvd.poll):
         with raises(ValueError, f"there is no handle {handle}", "synchronized before"):
             again(handle)
-    for unknown in (0, -1, 10**9, 2**70):
+    for unknown in (0, -1, 10**9, 2**70, "1", None, 1.5, []):
         for call in (hvd.synchronize, hvd.poll):
-            with raises(ValueError, f"there is no handle {unknown}"):
+            with raises(ValueError, f"there is no handle {unknown!r}"):
                 call(unknown)
     # It stays pending until the last rank comes.
     if size > 1:

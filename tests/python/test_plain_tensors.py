@@ -10,6 +10,7 @@ import torch
 
 from hororing import collectives
 from hororing._core import lib
+from hororing.names import default_name
 from hororing.numpy import NumpyAdapter
 from hororing.torch.adapter import DTYPES, TorchAdapter
 
@@ -93,6 +94,10 @@ def test_all_else_is_left_to_the_verbs(name: str, way: Any):
 )  # fmt: skip
 def test_arguments_that_need_a_closer_look_are_left_to_the_verbs(changed: dict[str, Any]):
     assert answer(ways()[0], BASE, **changed) == 0
+
+
+def test_a_name_that_was_made_for_the_call_is_one():
+    assert answer(ways()[0], BASE, name=default_name("plain")) == REFUSED
 
 
 def test_arrays_are_told_by_their_adapter():

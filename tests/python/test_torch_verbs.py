@@ -6,8 +6,11 @@ What verbs return and refuse, for every framework, and their gradients are in co
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import random
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -17,8 +20,10 @@ import numpy as np
 import pytest
 import torch
 
+import hororing.numpy
 import hororing.torch as hvd
-from hororing import errors
+from hororing import errors, names
+from hororing.torch import ops
 from hororing.torch.compression import Compressor
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -214,8 +219,6 @@ def case_backward_passes_in_any_order_on_every_rank() -> None:
     failures: list[Any] = []
 
     # Each in a thread of its own: a blocking backward pass must not depend on the order.
-    import threading
-
     def play(index: int) -> None:
         try:
             (results[index].sum() * (index + 1)).backward()
@@ -450,10 +453,49 @@ def case_inference_mode() -> None:
     assert hvd.allreduce(mine, op=hvd.Sum).unique().tolist() == [hvd.size() ** 2]
     assert hvd.allreduce_(turned, op=hvd.Average) is turned
     assert turned.unique().tolist() == [hvd.size()]
+    together = [torch.ones(2), turned]
+    assert hvd.grouped_allreduce_(together)[1] is turned
+    assert together[0]._version == 1
     complex_ones = torch.ones(2, dtype=torch.complex64)
     with torch.inference_mode():
         kept = complex_ones.clone()
     assert hvd.allreduce_(kept, op=hvd.Sum).tolist() == [hvd.size()] * 2
+
+
+def case_unnamed_calls_count_unless_they_are_refused() -> None:
+    names.restart_default_names()
+    mine = torch.ones(1)
+    hvd.allreduce_(mine)
+    hvd.allreduce(mine)
+    handle = hvd.allreduce_async_(mine)
+    with pytest.raises(ValueError, match="no reduce operation"):
+        hvd.allreduce_(mine, op=99)
+    hvd.synchronize(handle)
+    hvd.grouped_allreduce_([mine])
+    hvd.broadcast_(mine, 0)
+    assert names.counts == {
+        ("allreduce", 0): 3, ("grouped_allreduce", 0): 1, ("broadcast", 0): 1
+    }  # fmt: skip
+
+
+def case_threads_that_wait_and_submit_by_turns_do_not_mix_up_results() -> None:
+    wrong = []
+
+    def work(thread: int) -> None:
+        for step in range(150):
+            tensor = torch.full((3,), float(thread * 1000 + step))
+            handle = hvd.allreduce_async_(tensor, op=hvd.Sum, name=f"of thread {thread}")
+            if hvd.synchronize(handle) is not tensor:
+                wrong.append((thread, step))
+            elif tensor[0] != hvd.size() * (thread * 1000 + step):
+                wrong.append((thread, step, float(tensor[0])))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong, wrong
 
 
 def case_unsupported_types_are_refused_with_a_remedy() -> None:
@@ -474,6 +516,15 @@ def case_shutdown() -> None:
     hvd.shutdown()
     with pytest.raises(errors.NotInitializedError):
         hvd.allreduce(torch.ones(1, requires_grad=True))
+
+
+@pytest.mark.parametrize("module", [hvd, hororing.numpy])
+def test_verbs_are_pickled_and_copied_as_the_globals_that_they_are(module: Any):
+    for verb in (getattr(module, name) for name in set(ops.__all__) & set(module.__all__)):
+        for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+            assert pickle.loads(pickle.dumps(verb, protocol)) == verb
+        assert copy.copy(verb) == verb
+        assert copy.deepcopy([verb]) == [verb]
 
 
 @pytest.mark.parametrize("case", mpirun.case_names(globals()))
