@@ -1,8 +1,9 @@
-// Engine: sums that the ranks make where they meet, without a word to the coordinator (ADR 0033).
+// Engine: small sums at the rendezvous of the ranks of a host, without the coordinator (ADR 0033).
 //
-// What a report and an agreement establish, that all ranks want the same and that it is their turn,
-// the meeting shows by itself: each rank's subject is all that there is to know of its request.
-// Where they differ, every rank sees it and goes the usual way, which has the words for it.
+// A report and an agreement establish that all ranks want the same and that it is their turn. The
+// rendezvous shows both: a rank's signature is all that there is to know of its request. Where the
+// signatures differ, every rank sees it and submits the request as usual, and the coordinator finds
+// the words for it.
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -14,11 +15,11 @@
 namespace hororing {
 namespace {
 
-// Every rank reads what all of them bring: beyond this the slices of the usual way are quicker.
-constexpr size_t kMostRead = 64 << 10;
+// Every rank reads the payloads of all: beyond this the slices of the usual way are quicker.
+constexpr size_t kMaxRead = 64 << 10;
 
 // A request, as bytes that are equal on two ranks where their requests are.
-class Subject {
+class Signature {
  public:
   // False: it is too long, or none.
   bool Write(const OneTensor& tensor) {
@@ -52,44 +53,53 @@ class Subject {
     size_ += bytes;
   }
 
-  std::array<char, Meeting::kMostSubject> bytes_;
+  std::array<char, Rendezvous::kMaxSignature> bytes_;
   size_t size_ = 0;
 };
+
+// How many elements the tensor has; 0: none, or more than a payload holds.
+size_t FewElements(const OneTensor& tensor) {
+  size_t elements = 1;
+  for (size_t i = 0; i < tensor.dimensions; ++i) {
+    if (tensor.shape[i] <= 0 || tensor.shape[i] > static_cast<int64_t>(Rendezvous::kMaxPayload)) {
+      return 0;
+    }
+    elements *= static_cast<size_t>(tensor.shape[i]);
+    if (elements > Rendezvous::kMaxPayload) return 0;
+  }
+  return elements;
+}
 
 }  // namespace
 
 bool Engine::AtOnce(const OneTensor& tensor, int64_t* handle) {
-  if (meeting_ == nullptr || tensor.process_set != kWorldSet || tensor.op == ReduceOp::kAdasum) {
-    return false;
-  }
-  size_t elements = 1;
-  for (size_t i = 0; i < tensor.dimensions; ++i) {
-    if (tensor.shape[i] <= 0 || tensor.shape[i] > static_cast<int64_t>(Meeting::kMostPart)) {
-      return false;
-    }
-    elements *= static_cast<size_t>(tensor.shape[i]);
-    if (elements > Meeting::kMostPart) return false;
-  }
-  const size_t bytes = elements * ElementSize(tensor.dtype);
-  if (bytes > Meeting::kMostPart || bytes * static_cast<size_t>(meeting_->size()) > kMostRead ||
+  if (rendezvous_ == nullptr || tensor.process_set != kWorldSet || tensor.op == ReduceOp::kAdasum ||
       tensor.input == nullptr || tensor.output == nullptr) {
     return false;
   }
+  const int size = rendezvous_->size();
+  const size_t elements = FewElements(tensor);
+  const size_t bytes = elements * ElementSize(tensor.dtype);
+  if (bytes == 0 || bytes > Rendezvous::kMaxPayload || bytes * static_cast<size_t>(size) > kMaxRead)
+    return false;
   const ReduceSpec spec{tensor.dtype, tensor.op, tensor.prescale, tensor.postscale};
-  Subject subject;
+  Signature signature;
   // Nothing in flight: no request of that name, no join, and nothing that a barrier would miss.
-  if (!Check(spec).ok() || !subject.Write(tensor) || trace_.enabled() || shows_all_ ||
+  if (!Check(spec).ok() || !signature.Write(tensor) || trace_.enabled() || shows_all_ ||
       leave_.load() || state() != State::kRunning ||
       stats_.submitted.load() != stats_.completed.load()) {
     return false;
   }
-  const std::unique_lock<std::mutex> alone(meeting_mutex_, std::try_to_lock);
-  if (!alone.owns_lock()) return false;
-  if (!meeting_->Come(subject.data(), subject.size(), tensor.input, bytes)) return false;
-  std::array<const void*, Meeting::kMostRanks> parts;
-  const int size = meeting_->size();
-  for (int rank = 0; rank < size; ++rank) parts[static_cast<size_t>(rank)] = meeting_->part(rank);
-  ReduceMany(spec, size, tensor.output, parts.data(), size, elements);
+  const std::unique_lock<std::mutex> alone(rendezvous_mutex_, std::try_to_lock);
+  if (!alone.owns_lock() ||
+      !rendezvous_->Try(signature.data(), signature.size(), tensor.input, bytes)) {
+    return false;
+  }
+  std::array<const void*, Rendezvous::kMaxRanks> payloads;
+  for (int rank = 0; rank < size; ++rank) {
+    payloads[static_cast<size_t>(rank)] = rendezvous_->payload(rank);
+  }
+  ReduceMany(spec, size, tensor.output, payloads.data(), size, elements);
   ++stats_.submitted;
   ++stats_.completed;
   ++stats_.batches;

@@ -191,7 +191,7 @@ Status Engine::PrepareWorld(const WorldMaker& make_world, World* world) {
   drivable_ = world->transport->turns() != nullptr;
   // What learns must see everything; the other backends come to other bits.
   const bool direct = config_.backend == "auto" || config_.backend == "shm_direct";
-  if (direct && !config_.learns()) meeting_ = world->transport->meeting();
+  if (direct && !config_.learns()) rendezvous_ = world->transport->rendezvous();
   neighbours_ = world->neighbours;
   world->transport->Watch(&calls_);
   if (!world->note.empty()) Log(LogLevel::kWarning, world->note);

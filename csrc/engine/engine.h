@@ -36,7 +36,7 @@
 #include "schedule/tuner.h"
 #include "trace/trace.h"
 #include "transport/factory.h"
-#include "transport/meeting.h"
+#include "transport/rendezvous.h"
 
 namespace hororing {
 
@@ -96,10 +96,10 @@ class Engine {
   // `submitted` of them then have handles.
   Status SubmitMany(std::vector<std::unique_ptr<TensorEntry>> entries, int64_t* handles,
                     size_t* submitted);
-  // The whole of it, for a caller that would wait: without the loop, where the ranks of the world
-  // meet over it (transport/meeting.h) and have nothing else in flight. `handle` is then complete.
-  // False: nothing has happened; submit it. The result is what the loop would have come to, bit
-  // for bit. (engine/at_once.cc)
+  // Sums the tensor at the rendezvous of all ranks (transport/rendezvous.h), without the loop, for
+  // a caller that would wait. True: it is done, with the bits that the loop would have come to, and
+  // `handle` is complete. False: nothing has happened; submit it. That is so where the ranks do not
+  // come at the same time, or this one has something else in flight. (engine/at_once.cc)
   bool AtOnce(const OneTensor& tensor, int64_t* handle);
   // As those of HandleTable. What is polled for is reported at once, as what is waited for.
   HandleTable::Look Poll(int64_t handle);
@@ -191,10 +191,10 @@ class Engine {
   std::shared_ptr<Devices> devices_;
   std::vector<ProcessIdentity> neighbours_;
 
-  // Null: all goes through the loop.
-  std::shared_ptr<Meeting> meeting_;
-  std::mutex meeting_mutex_;  // held by the one caller that is there
-  // On rank 0, without whom nobody meets: the timeline is to have everything from now on.
+  // Null: every request goes through the loop.
+  std::shared_ptr<Rendezvous> rendezvous_;
+  std::mutex rendezvous_mutex_;  // held by the one caller that is there
+  // On rank 0, without which no rendezvous succeeds: the timeline is to show everything now.
   std::atomic<bool> shows_all_{false};
 
   CallWatch calls_;  // of the loop's thread

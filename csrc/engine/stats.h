@@ -1,4 +1,4 @@
-// Stats: counters of one engine. Written by the loop thread, and by callers that submit or meet;
+// Stats: counters of one engine. Written by the loop thread, and by callers that submit;
 // read by anyone; each counter is exact, the set is not a snapshot.
 #pragma once
 

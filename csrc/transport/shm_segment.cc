@@ -15,7 +15,7 @@
 #include <random>
 #include <utility>
 
-#include "transport/meeting.h"
+#include "transport/rendezvous.h"
 
 namespace hororing {
 namespace {
@@ -126,7 +126,7 @@ ShmSegment::Geometry ShmSegment::Geometry::For(int ranks) {
   geometry.data_pipe_bytes = Shrunk(256 << 10, kMinPipe, n * n, kDataBudget);
   geometry.control_pipe_bytes = Shrunk(64 << 10, kMinPipe, n * n, kControlBudget);
   geometry.slot_bytes = Shrunk(2 << 20, 64 << 10, n, kSlotBudget);
-  if (ranks <= Meeting::kMostRanks) geometry.meeting_bytes = 2 * Meeting::kRoomBytes;
+  if (ranks <= Rendezvous::kMaxRanks) geometry.rendezvous_bytes = 2 * Rendezvous::kSlotBytes;
   return geometry;
 }
 
@@ -149,9 +149,10 @@ ShmSegment::Layout::Layout(const Geometry& geometry) {
   data_data = control_data + n * n * geometry.control_pipe_bytes;
   slots = data_data + n * n * geometry.data_pipe_bytes;
   directories = slots + n * geometry.slot_bytes;
-  meeting = directories + n * kDirectoryEntries * sizeof(uint64_t);
-  end = meeting +
-        (geometry.meeting_bytes > 0 ? RoundUpToPage(kCacheLine + n * geometry.meeting_bytes) : 0);
+  rendezvous = directories + n * kDirectoryEntries * sizeof(uint64_t);
+  end = rendezvous + (geometry.rendezvous_bytes > 0
+                          ? RoundUpToPage(kCacheLine + n * geometry.rendezvous_bytes)
+                          : 0);
 }
 
 size_t ShmSegment::Geometry::total_bytes() const { return Layout(*this).end; }
@@ -201,7 +202,7 @@ void ShmSegment::Construct() {
   for (size_t pipe = 0; pipe < 2 * n * n; ++pipe) {
     new (base_ + layout_.pipes + pipe * sizeof(Pipe)) Pipe;
   }
-  if (geometry_.meeting_bytes > 0) new (base_ + layout_.meeting) std::atomic<uint64_t>(0);
+  if (geometry_.rendezvous_bytes > 0) new (base_ + layout_.rendezvous) std::atomic<uint64_t>(0);
   Header* const header = new (base_) Header;
   header->total_bytes = layout_.end;
   header->arena_bytes = arena_bytes_;
@@ -316,12 +317,13 @@ uint64_t* ShmSegment::directory(int rank) {
          static_cast<size_t>(rank) * kDirectoryEntries;
 }
 
-std::atomic<uint64_t>& ShmSegment::meeting_word() {
-  return *reinterpret_cast<std::atomic<uint64_t>*>(base_ + layout_.meeting);
+std::atomic<uint64_t>& ShmSegment::rendezvous_word() {
+  return *reinterpret_cast<std::atomic<uint64_t>*>(base_ + layout_.rendezvous);
 }
 
-std::byte* ShmSegment::meeting_room(int rank) {
-  return base_ + layout_.meeting + kCacheLine + static_cast<size_t>(rank) * geometry_.meeting_bytes;
+std::byte* ShmSegment::rendezvous_slots(int rank) {
+  return base_ + layout_.rendezvous + kCacheLine +
+         static_cast<size_t>(rank) * geometry_.rendezvous_bytes;
 }
 
 std::byte* ShmSegment::arena(int rank) {

@@ -3,7 +3,7 @@
 // above it cannot tell.
 //
 //   | header | RankState 0 .. N-1 | Pipe (src, dst) | their bytes | slots of rank 0 .. N-1 |
-//   | directories 0 .. N-1 | meeting, its rooms 0 .. N-1 | arenas 0 .. N-1 |
+//   | directories 0 .. N-1 | rendezvous, its slots 0 .. N-1 | arenas 0 .. N-1 |
 //
 // The pipes of a pair are two: control and data; those of the pairs (r, r) stay unused.
 //
@@ -72,7 +72,7 @@ class ShmSegment {
     size_t data_pipe_bytes = 0;      // a power of two, per ordered pair
     size_t slot_bytes = 0;           // per rank: the blocks of the direct allreduce
     size_t arena_bytes = 0;          // per rank, at most; the creator's counts
-    size_t meeting_bytes = 0;        // per rank: what it brings to a meeting (transport/meeting.h)
+    size_t rendezvous_bytes = 0;     // of each rank (transport/rendezvous.h)
     static Geometry For(int ranks);  // below 64 MiB in total for up to 64 ranks
     // For the ranks of one of several hosts, whose data goes by MPI. `most` ranks are on the
     // largest host: slots are equally large on all.
@@ -109,9 +109,9 @@ class ShmSegment {
   // Where a rank's entries of the batch under way lie: 1 + the offset in its arena, or 0 for in
   // its slot. Written by that rank before it publishes its first block of the batch.
   uint64_t* directory(int rank);
-  // Of the one Meeting of these ranks; REQUIRES: geometry().meeting_bytes > 0.
-  std::atomic<uint64_t>& meeting_word();
-  std::byte* meeting_room(int rank);
+  // Of the one Rendezvous of these ranks; REQUIRES: geometry().rendezvous_bytes > 0.
+  std::atomic<uint64_t>& rendezvous_word();
+  std::byte* rendezvous_slots(int rank);
   // This process's mapping of the rank's arena; null where it has none. arena_bytes() is rounded
   // down from the geometry's to what is possible, and equal on all ranks.
   std::byte* arena(int rank);
@@ -121,7 +121,7 @@ class ShmSegment {
   // Offsets of the parts of the picture above.
   struct Layout {
     explicit Layout(const Geometry& geometry);
-    size_t states, pipes, control_data, data_data, slots, directories, meeting, end;
+    size_t states, pipes, control_data, data_data, slots, directories, rendezvous, end;
   };
 
   // Takes the mapping over.

@@ -77,9 +77,9 @@ ShmTransport::ShmTransport(std::shared_ptr<ShmSegment> segment, int rank, TimeNs
       spin_ns_(spin_ns),
       self_(segment_->rank_state(rank)),
       arena_(size_ > 1 ? std::make_shared<Arena>(segment_, rank) : nullptr),
-      meeting_(segment_->geometry().meeting_bytes > 0 && spin_ns > 0
-                   ? std::make_shared<Meeting>(segment_, rank, spin_ns)
-                   : nullptr),
+      rendezvous_(segment_->geometry().rendezvous_bytes > 0 && spin_ns > 0
+                      ? std::make_shared<Rendezvous>(segment_, rank, spin_ns)
+                      : nullptr),
       peers_(static_cast<size_t>(size_)) {
   AnnounceArrival();
 }

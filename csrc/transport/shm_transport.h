@@ -18,7 +18,7 @@
 
 #include "base/outgoing.h"
 #include "transport/arena.h"
-#include "transport/meeting.h"
+#include "transport/rendezvous.h"
 #include "transport/shm_segment.h"
 #include "transport/transport.h"
 
@@ -45,7 +45,7 @@ class ShmTransport final : public Transport, private Turns {
   void Wake() override;
   Turns* turns() override { return this; }
   std::shared_ptr<Arena> arena() const override { return arena_; }
-  std::shared_ptr<Meeting> meeting() const override { return meeting_; }
+  std::shared_ptr<Rendezvous> rendezvous() const override { return rendezvous_; }
   Status CheckPeers() override { return CheckPeers(""); }
   void AnnounceFailure(const std::string& reason, int blamed) override;
   bool Flush(TimeNs deadline) override;
@@ -152,8 +152,8 @@ class ShmTransport final : public Transport, private Turns {
   const int size_;
   const TimeNs spin_ns_;
   RankState& self_;
-  const std::shared_ptr<Arena> arena_;      // null in a world of one rank
-  const std::shared_ptr<Meeting> meeting_;  // null where the segment has no room for it
+  const std::shared_ptr<Arena> arena_;            // null in a world of one rank
+  const std::shared_ptr<Rendezvous> rendezvous_;  // null: spin_ns is 0, or there are no slots
   std::vector<Peer> peers_;
   std::deque<std::pair<int, std::string>> received_;  // complete control messages
   // The doorbell before the last Progress: while it stays, no pipe has changed.

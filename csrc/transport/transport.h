@@ -52,7 +52,7 @@ class Turns {
 };
 
 class Arena;
-class Meeting;
+class Rendezvous;
 
 class Transport {
  public:
@@ -95,8 +95,8 @@ class Transport {
   virtual Turns* turns() { return nullptr; }
   // Memory of this rank that all others see; null where there can be none. Any thread.
   virtual std::shared_ptr<Arena> arena() const { return nullptr; }
-  // Where all ranks of this world can meet; null where they cannot.
-  virtual std::shared_ptr<Meeting> meeting() const { return nullptr; }
+  // Of all ranks of this world; null where there is none.
+  virtual std::shared_ptr<Rendezvous> rendezvous() const { return nullptr; }
 
   // The processes of all ranks, and which of them are on this host, where they are looked at: for
   // transports that cannot see by themselves that one ends.

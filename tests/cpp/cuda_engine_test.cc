@@ -201,7 +201,7 @@ TEST(process_sets_have_communicators_of_their_own_which_end_with_them) {
 }
 
 TEST(a_process_set_that_is_stuck_on_the_device_fails_its_removal_and_nothing_else) {
-  Rendezvous rendezvous(3);
+  InStep step(3);
   Play(
       3, CudaConfig(),
       [&](Player& player) {
@@ -213,7 +213,7 @@ TEST(a_process_set_that_is_stuck_on_the_device_fails_its_removal_and_nothing_els
         const bool member = player.rank != 2;
         const int32_t set = static_cast<int32_t>(id);
         if (member) CHECK_OK(gpu.Allreduce("made", lost, 1.0f, ReduceOp::kSum, set));
-        rendezvous.Meet();
+        step.Wait();
         fake_gpu_set("hang_ranks", 2);
         fake_gpu_set("hang_after", 0);
         if (member) {
@@ -262,16 +262,16 @@ TEST(sets_within_a_host_over_hosts_and_of_one_rank_per_host_go_by_nccl) {
 TEST(a_rank_that_breaks_off_frees_the_others_whose_devices_wait_for_it) {
   EngineConfig config = CudaConfig();
   const int64_t aborts = fake_gpu_count("aborts");
-  Rendezvous rendezvous(2);
+  InStep step(2);
   PlayCuda(2, config, [&](Player& player, OnDevice& gpu) {
     std::vector<float> data(10), other(10);
     CHECK_OK(gpu.Allreduce("x", data, 1.0f));
-    rendezvous.Meet();
+    step.Wait();
     fake_gpu_set("hang_after", 0);
     int64_t handle = 0;
     CHECK_OK(gpu.Start("y", data, 1.0f, &handle));
     CHECK_OK(gpu.Finish(handle));  // it is in the stream, and stays there
-    rendezvous.Meet();
+    step.Wait();
     if (player.rank == 1) {
       CHECK(player.engine->Abort("no more", kPatience));
     } else {
@@ -289,10 +289,10 @@ TEST(a_rank_that_breaks_off_frees_the_others_whose_devices_wait_for_it) {
 }
 
 TEST(communicators_whose_collectives_are_stuck_behind_one_another_are_aborted_together) {
-  Rendezvous rendezvous(3);
+  InStep step(3);
   PlayCuda(3, CudaConfig(), [&](Player& player, OnDevice& gpu) {
     std::vector<std::vector<float>> data;
-    StickBehindOneAnother(player, gpu, rendezvous, data);
+    StickBehindOneAnother(player, gpu, step, data);
     if (player.rank == 1) {
       CHECK(player.engine->Abort("no more", kPatience));
     } else {
@@ -329,7 +329,7 @@ TEST(a_result_that_is_waited_for_in_a_captured_stream_is_refused_with_a_way_out)
 
 TEST(a_collective_that_hangs_on_the_device_fails_the_engine_by_the_deadline) {
   EngineConfig config = CudaConfig();
-  Rendezvous rendezvous(2);
+  InStep step(2);
   auto with_deadline = [](int, EngineConfig& each) { each.timeout_ns = 300 * kMillisecond; };
   Play(
       2, config,
@@ -337,7 +337,7 @@ TEST(a_collective_that_hangs_on_the_device_fails_the_engine_by_the_deadline) {
         OnDevice gpu{player};
         std::vector<float> data(10);
         CHECK_OK(gpu.Allreduce("x", data, 1.0f));
-        rendezvous.Meet();
+        step.Wait();
         fake_gpu_set("hang_after", 0);
         int64_t handle = 0;
         CHECK_OK(gpu.Start("y", data, 1.0f, &handle));

@@ -1,7 +1,6 @@
 // Worlds of engines whose ranks have a fake GPU each (tests/fake_gpu).
 #pragma once
 
-#include <atomic>
 #include <functional>
 #include <memory>
 #include <string>
@@ -62,24 +61,10 @@ struct OnDevice {
   }
 };
 
-// Where all ranks of a world wait for one another.
-class Rendezvous {
- public:
-  explicit Rendezvous(int ranks) : ranks_(ranks) {}
-  void Meet() {
-    const int turn = arrived_++ / ranks_ + 1;
-    while (arrived_ < turn * ranks_) std::this_thread::yield();
-  }
-
- private:
-  const int ranks_;
-  std::atomic<int> arrived_{0};
-};
-
 // Of three ranks. Collectives of two communicators, one of all and one of ranks 0 and 1, lie in the
 // streams behind one another, "first", "between" and "last", and the first of them hangs. `data`:
 // what they are of.
-inline void StickBehindOneAnother(Player& player, OnDevice& gpu, Rendezvous& rendezvous,
+inline void StickBehindOneAnother(Player& player, OnDevice& gpu, InStep& step,
                                   std::vector<std::vector<float>>& data) {
   int64_t id = 0;
   CHECK_OK(player.AddSet({0, 1}, &id));
@@ -88,7 +73,7 @@ inline void StickBehindOneAnother(Player& player, OnDevice& gpu, Rendezvous& ren
   data.assign(3, std::vector<float>(10));
   CHECK_OK(gpu.Allreduce("x", data[0], 1.0f));  // communicators are made
   if (player.rank != 2) CHECK_OK(gpu.Allreduce("y", data[1], 1.0f, ReduceOp::kSum, sets[1]));
-  rendezvous.Meet();
+  step.Wait();
   fake_gpu_set("hang_after", 0);
   for (size_t i = 0; i < sets.size(); ++i) {
     const std::string name = i == 0 ? "first" : sets[i] == kWorldSet ? "last" : "between";
@@ -96,7 +81,7 @@ inline void StickBehindOneAnother(Player& player, OnDevice& gpu, Rendezvous& ren
     CHECK_OK(gpu.Start(name, data[i], 1.0f, &handle, ReduceOp::kSum, sets[i]));
     CHECK_OK(gpu.Finish(handle));
   }
-  rendezvous.Meet();
+  step.Wait();
 }
 
 inline EngineConfig CudaConfig() {

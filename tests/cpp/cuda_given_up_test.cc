@@ -19,14 +19,14 @@ void AwaitHanging() {
 // in `function` from then on; `script` is what it does; rank 0 waits for it in vain.
 void PlayStuck(const char* function, bool first,
                const std::function<void(Player&, OnDevice&)>& script) {
-  Rendezvous rendezvous(2);
+  InStep step(2);
   Play(
       2, CudaConfig(),
       [&](Player& player) {
         OnDevice gpu{player};
         std::vector<float> data(10), other(10);
         if (!first) CHECK_OK(gpu.Allreduce("before", data, 1.0f));
-        rendezvous.Meet();
+        step.Wait();
         if (player.rank == kStuck) {
           fake_gpu_hang_in(function, kStuck);
           script(player, gpu);
@@ -91,13 +91,13 @@ TEST(an_abort_that_never_ends_keeps_no_error_from_anybody_and_shutdown_returns) 
   // Never destroyed: streams of engines that were given up are at work on it.
   using Tensors = std::vector<std::vector<float>>;
   static auto* const kept = new std::vector<Tensors>(3);
-  Rendezvous rendezvous(3);
+  InStep step(3);
   Play(
       3, base,
       [&](Player& player) {
         OnDevice gpu{player};
         const bool both = player.rank != 2;
-        StickBehindOneAnother(player, gpu, rendezvous, kept->at(static_cast<size_t>(player.rank)));
+        StickBehindOneAnother(player, gpu, step, kept->at(static_cast<size_t>(player.rank)));
         std::vector<float> other(10);
         Status status;
         while ((status = player.Allreduce("z", other)).ok()) {

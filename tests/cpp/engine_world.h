@@ -2,6 +2,7 @@
 // over the in-process transport; the test threads play the training scripts.
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <string>
@@ -140,6 +141,20 @@ inline void Play(int size, const EngineConfig& base, const std::function<void(Pl
   }
   for (std::thread& thread : threads) thread.join();
 }
+
+// Ranks of a world that wait for one another: in step, as training scripts are.
+class InStep {
+ public:
+  explicit InStep(int ranks) : ranks_(ranks) {}
+  void Wait() {
+    const int step = come_++ / ranks_ + 1;
+    while (come_ < step * ranks_) std::this_thread::yield();
+  }
+
+ private:
+  const int ranks_;
+  std::atomic<int> come_{0};
+};
 
 inline bool Contains(const std::string& text, const std::string& part) {
   return text.find(part) != std::string::npos;

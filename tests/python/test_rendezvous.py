@@ -1,4 +1,4 @@
-"""Small blocking sums, made where the ranks of a host meet: what users see of it, and when not."""
+"""Small blocking sums, made at the rendezvous of a host's ranks: what users see, and when not."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def case_late_ranks_and_asynchronous_ones_get_the_same():
                 assert hvd.allreduce(data, op=hvd.Sum, name="mixed")[4] == total
 
 
-def case_threads_do_not_meet_one_another():
+def case_threads_do_not_mix_up_their_sums():
     with engine():
         failed = []
 
@@ -187,7 +187,7 @@ def hvd_rank_is_0() -> bool:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("case", mpirun.case_names(globals()))
-def test_meeting(case: str, size: int):
+def test_case(case: str, size: int):
     mpirun.cases_of(__file__, size).check(case)
 
 

@@ -1,6 +1,6 @@
-// Meetings: that all ranks agree on whether they have met, whoever comes late, not at all or with
-// something else; and that what the engine sums there has the bits of the usual way.
-#include "transport/meeting.h"
+// The rendezvous: all ranks agree on whether they have met, whoever comes late, not at all or with
+// something else; and what the engine sums there has the bits of the usual way.
+#include "transport/rendezvous.h"
 
 #include <algorithm>
 #include <array>
@@ -28,7 +28,7 @@ void SpinFor(TimeNs span) {
   for (const TimeNs until = NowNs() + span; NowNs() < until;) std::this_thread::yield();
 }
 
-// Runs body(meeting, rank) on every rank.
+// Runs body(rendezvous, rank) on every rank.
 template <typename Body>
 void Meet(int size, const Body& body, TimeNs spin = kSpin) {
   const auto segment = ShmSegment::OnHeap(ShmSegment::Geometry::For(size));
@@ -36,37 +36,23 @@ void Meet(int size, const Body& body, TimeNs spin = kSpin) {
   std::vector<std::thread> threads;
   for (int rank = 0; rank < size; ++rank) {
     threads.emplace_back([&, rank] {
-      Meeting meeting(segment, rank, spin);
-      body(meeting, rank);
+      Rendezvous rendezvous(segment, rank, spin);
+      body(rendezvous, rank);
       watchdog.Enter(rank, "done");
     });
   }
   for (std::thread& thread : threads) thread.join();
 }
 
-// What rank brings to a round: as long as the round says, and unlike any other.
-std::vector<uint32_t> PartOf(int round, int rank) {
-  std::vector<uint32_t> part(1 + static_cast<size_t>(round * 37) % 4096);
-  for (size_t i = 0; i < part.size(); ++i) {
-    part[i] = static_cast<uint32_t>(round) << 16 ^ static_cast<uint32_t>(rank) << 28 ^
-              static_cast<uint32_t>(i);
+// The payload of a rank in a round: as long as the round says, and unlike any other.
+std::vector<uint32_t> PayloadOf(int round, int rank) {
+  std::vector<uint32_t> payload(1 + static_cast<size_t>(round * 37) % 4096);
+  for (size_t i = 0; i < payload.size(); ++i) {
+    payload[i] = static_cast<uint32_t>(round) << 16 ^ static_cast<uint32_t>(rank) << 28 ^
+                 static_cast<uint32_t>(i);
   }
-  return part;
+  return payload;
 }
-
-// Ranks in step, as training scripts are by what they wait for.
-class InStep {
- public:
-  explicit InStep(int size) : size_(size) {}
-  void Wait() {
-    const int step = come_.fetch_add(1) / size_;
-    while (come_.load() < (step + 1) * size_) std::this_thread::yield();
-  }
-
- private:
-  const int size_;
-  std::atomic<int> come_{0};
-};
 
 // Each rank comes to every round, in step or by up to `latest` late; it leaves rounds out with the
 // chance `out`, and mistakes them for another with the chance `mistaken`. How many rounds all have
@@ -74,7 +60,7 @@ class InStep {
 int PlayRounds(int size, int rounds, double out, double mistaken, TimeNs latest) {
   std::vector<std::vector<char>> met(static_cast<size_t>(size));
   InStep step(size);
-  Meet(size, [&](Meeting& meeting, int rank) {
+  Meet(size, [&](Rendezvous& rendezvous, int rank) {
     std::mt19937 random(Seed() + static_cast<unsigned>(rank));
     std::uniform_real_distribution<> chance;
     std::vector<char>& mine = met[static_cast<size_t>(rank)];
@@ -86,14 +72,16 @@ int PlayRounds(int size, int rounds, double out, double mistaken, TimeNs latest)
       }
       mine.push_back(0);
       if (chance(random) < out) continue;
-      const std::string subject =
+      const std::string signature =
           "round " + std::to_string(chance(random) < mistaken ? rounds + rank : round);
-      const std::vector<uint32_t> part = PartOf(round, rank);
-      if (!meeting.Come(subject.data(), subject.size(), part.data(), part.size() * 4)) continue;
+      const std::vector<uint32_t> payload = PayloadOf(round, rank);
+      if (!rendezvous.Try(signature.data(), signature.size(), payload.data(), payload.size() * 4)) {
+        continue;
+      }
       mine.back() = 1;
       for (int peer = 0; peer < size; ++peer) {
-        const std::vector<uint32_t> theirs = PartOf(round, peer);
-        CHECK(std::memcmp(meeting.part(peer), theirs.data(), theirs.size() * 4) == 0);
+        const std::vector<uint32_t> theirs = PayloadOf(round, peer);
+        CHECK(std::memcmp(rendezvous.payload(peer), theirs.data(), theirs.size() * 4) == 0);
       }
     }
   });
@@ -109,7 +97,7 @@ int PlayRounds(int size, int rounds, double out, double mistaken, TimeNs latest)
 // ---------------------------------------------------------------------------------------------
 // The engine
 
-constexpr size_t kMost = Meeting::kMostPart;
+constexpr size_t kMost = Rendezvous::kMaxPayload;
 
 // Whether it was made at once; its handle is complete then.
 bool AtOnce(Player& player, const OneTensor& tensor) {
@@ -152,11 +140,11 @@ TEST(who_comes_when_others_have_left_does_not_wait) {
   std::vector<TimeNs> late;
   std::atomic<int> turn{0};
   // Rank 1 comes when rank 0 has left.
-  Meet(2, [&](Meeting& meeting, int rank) {
+  Meet(2, [&](Rendezvous& rendezvous, int rank) {
     for (int step = rank; step < 2 * kTimes; step += 2) {
       while (turn != step) std::this_thread::yield();
       const TimeNs begin = NowNs();
-      CHECK(!meeting.Come("late", 4, &rank, sizeof rank));
+      CHECK(!rendezvous.Try("late", 4, &rank, sizeof rank));
       if (rank == 1) late.push_back(NowNs() - begin);
       ++turn;
     }
@@ -166,13 +154,13 @@ TEST(who_comes_when_others_have_left_does_not_wait) {
 }
 
 TEST(whoever_waits_in_vain_again_and_again_stops_waiting) {
-  Meet(2, [](Meeting& meeting, int rank) {
+  Meet(2, [](Rendezvous& rendezvous, int rank) {
     if (rank == 1) return;
-    const std::string subject = "alone";
+    const std::string signature = "alone";
     int quick = 0;
     for (int i = 0; i < 1000; ++i) {
       const TimeNs before = NowNs();
-      CHECK(!meeting.Come(subject.data(), subject.size(), &rank, sizeof rank));
+      CHECK(!rendezvous.Try(signature.data(), signature.size(), &rank, sizeof rank));
       quick += NowNs() - before < 20 * kMicrosecond ? 1 : 0;
     }
     CHECK(quick > 500);
@@ -276,7 +264,7 @@ TEST(what_is_unusual_goes_by_the_loop) {
   Play(2, EngineConfig(), [&](Player& player) {
     int64_t shape = 0;
     std::vector<float> large(kMost / 4 + 1, 1.0f), empty, small(1, 1.0f);
-    const std::string longest(Meeting::kMostSubject, 'n'), name = "unusual", unnamed;
+    const std::string longest(Rendezvous::kMaxSignature, 'n'), name = "unusual", unnamed;
     const std::vector<OneTensor> unusual = {
         Player::Again(name, small, ReduceOp::kSum, &shape, 3),
         Player::Again(name, small, ReduceOp::kAdasum, &shape),
@@ -307,7 +295,7 @@ TEST(a_rank_that_never_comes_holds_nobody_up) {
     for (int i = 0; i < 100; ++i) {
       std::vector<float> data(16, 1.0f);
       bool at_once = false;
-      // Rank 2 does not know of meetings.
+      // Rank 2 does not come to the rendezvous.
       const Status status =
           player.rank == 2 ? player.Allreduce("sum", data) : Sum(player, "sum", data, &at_once);
       CHECK_OK(status);

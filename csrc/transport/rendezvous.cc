@@ -1,4 +1,4 @@
-#include "transport/meeting.h"
+#include "transport/rendezvous.h"
 
 #include <sched.h>
 
@@ -12,15 +12,15 @@
 namespace hororing {
 namespace {
 
-// How long a rank waits for the others: as long as a turn by messages takes, so that nobody loses
-// more by it than twice. It includes changes of threads, where ranks share cores.
-constexpr TimeNs kPatience = 40 * kMicrosecond;
+// How long a rank waits for the others: as long as the same sum takes by messages, so that nobody
+// loses more by it than twice. It includes changes of threads, where ranks share cores.
+constexpr TimeNs kMaxWait = 40 * kMicrosecond;
 // Peers that are in step come within this many looks: less than it takes to read the clock often.
 constexpr int kFirstLooks = 64;
-// Where the first has waited so often in vain, it does so only now and then.
-constexpr int kVainEnough = 4, kPassBy = 32;
+// After so many failures in a row a rank that would be first comes to one in kSkip only.
+constexpr int kFailuresToSkip = 4, kSkip = 32;
 
-constexpr int kBits = Meeting::kMostRanks;
+constexpr int kBits = Rendezvous::kMaxRanks;
 constexpr uint64_t kMask = (uint64_t{1} << kBits) - 1;
 
 uint64_t Present(uint64_t word) { return word & kMask; }
@@ -33,36 +33,37 @@ uint64_t Word(uint32_t generation, uint64_t left, uint64_t present) {
 
 }  // namespace
 
-Meeting::Meeting(std::shared_ptr<ShmSegment> segment, int rank, TimeNs spin_ns)
+Rendezvous::Rendezvous(std::shared_ptr<ShmSegment> segment, int rank, TimeNs spin_ns)
     : segment_(std::move(segment)),
       rank_(rank),
       size_(segment_->geometry().ranks),
       me_(uint64_t{1} << rank),
       all_((uint64_t{1} << size_) - 1),
-      patience_ns_(std::min(spin_ns, kPatience)),
-      word_(segment_->meeting_word()) {}
+      limit_ns_(std::min(spin_ns, kMaxWait)),
+      word_(segment_->rendezvous_word()) {}
 
-bool Meeting::Come(const void* subject, size_t subject_bytes, const void* part, size_t part_bytes) {
+bool Rendezvous::Try(const void* signature, size_t signature_bytes, const void* payload,
+                     size_t payload_bytes) {
   uint64_t word = word_.load(std::memory_order_acquire);
-  if (!IsLate(word) && Present(word) == 0 && in_vain_ >= kVainEnough) {
-    if (++passed_by_ < kPassBy) return false;
-    passed_by_ = 0;
+  if (!IsLate(word) && Present(word) == 0 && failed_ >= kFailuresToSkip) {
+    if (++skipped_ < kSkip) return false;
+    skipped_ = 0;
   }
-  // It stays while this rank is not there.
+  // It cannot change while this rank is not there.
   const uint32_t generation = Generation(word);
-  bool brought = false;
+  bool filled = false;
   while (!IsLate(word)) {
-    if (!brought) {
-      Bring(generation, subject,
-            {static_cast<uint32_t>(subject_bytes), static_cast<uint32_t>(part_bytes)}, part);
-      brought = true;
+    if (!filled) {
+      Fill(generation, signature,
+           {static_cast<uint32_t>(signature_bytes), static_cast<uint32_t>(payload_bytes)}, payload);
+      filled = true;
     }
     const uint64_t present = Present(word) | me_;
     const bool last = present == all_;
     if (!Change(&word, last ? Word(generation + 1, 0, 0) : Word(generation, 0, present))) continue;
-    if (!last && !IsAwaited(generation)) return false;
+    if (!last && !OthersCome(generation)) return false;
     met_ = generation;
-    in_vain_ = 0;
+    failed_ = 0;
     return Alike(generation);
   }
   while (IsLate(word) && !Change(&word, WithoutMe(word))) continue;
@@ -70,12 +71,12 @@ bool Meeting::Come(const void* subject, size_t subject_bytes, const void* part, 
 }
 
 // False: `word` is what it has become meanwhile. (It may fail without that.)
-bool Meeting::Change(uint64_t* word, uint64_t next) {
+bool Rendezvous::Change(uint64_t* word, uint64_t next) {
   return word_.compare_exchange_weak(*word, next, std::memory_order_acq_rel);
 }
 
 // As this rank leaves, or comes late.
-uint64_t Meeting::WithoutMe(uint64_t word) const {
+uint64_t Rendezvous::WithoutMe(uint64_t word) const {
   uint64_t left = Left(word) | me_;
   if (left == all_) left = 0;  // nobody is to come who would have to know
   return Word(Generation(word), left, Present(word) & ~me_);
@@ -83,33 +84,34 @@ uint64_t Meeting::WithoutMe(uint64_t word) const {
 
 // Whether others have been here and did not wait. Where this rank was among them, that was another
 // time.
-bool Meeting::IsLate(uint64_t word) const { return Left(word) != 0 && (Left(word) & me_) == 0; }
+bool Rendezvous::IsLate(uint64_t word) const { return Left(word) != 0 && (Left(word) & me_) == 0; }
 
-const std::byte* Meeting::part(int rank) const {
-  const std::byte* const room = Room(rank, met_);
-  return room + reinterpret_cast<const Sizes*>(room)->part_at();
+const std::byte* Rendezvous::payload(int rank) const {
+  const std::byte* const slot = Slot(rank, met_);
+  return slot + reinterpret_cast<const Sizes*>(slot)->payload_at();
 }
 
-std::byte* Meeting::Room(int rank, uint32_t generation) const {
-  return segment_->meeting_room(rank) + (generation & 1) * kRoomBytes;
+std::byte* Rendezvous::Slot(int rank, uint32_t generation) const {
+  return segment_->rendezvous_slots(rank) + (generation & 1) * kSlotBytes;
 }
 
-void Meeting::Bring(uint32_t generation, const void* subject, Sizes sizes, const void* part) {
-  std::byte* const room = Room(rank_, generation);
-  std::memcpy(room, &sizes, sizeof sizes);
-  std::memcpy(room + kSubjectAt, subject, sizes.subject);
-  CopyBytes(room + sizes.part_at(), part, sizes.part);
+void Rendezvous::Fill(uint32_t generation, const void* signature, Sizes sizes,
+                      const void* payload) {
+  std::byte* const slot = Slot(rank_, generation);
+  std::memcpy(slot, &sizes, sizeof sizes);
+  std::memcpy(slot + kSignatureAt, signature, sizes.signature);
+  CopyBytes(slot + sizes.payload_at(), payload, sizes.payload);
 }
 
-// Whether the others have come before this rank's patience ended.
-bool Meeting::IsAwaited(uint32_t generation) {
+// Whether the others come within the time limit.
+bool Rendezvous::OthersCome(uint32_t generation) {
   const auto met = [&] { return Generation(word_.load(std::memory_order_acquire)) != generation; };
   for (int look = 0; look < kFirstLooks && !shares_core_; ++look) {
     if (met()) return true;
     CpuRelax();
   }
   const TimeNs begin = NowNs();
-  for (TimeNs now = begin; now - begin < patience_ns_; now = NowNs()) {
+  for (TimeNs now = begin; now - begin < limit_ns_; now = NowNs()) {
     if (!shares_core_ && now - begin < kKeepCore) {
       CpuRelax();
     } else {
@@ -122,24 +124,24 @@ bool Meeting::IsAwaited(uint32_t generation) {
 }
 
 // False: too late, all have come.
-bool Meeting::Leave(uint32_t generation) {
+bool Rendezvous::Leave(uint32_t generation) {
   uint64_t word = word_.load(std::memory_order_acquire);
   while (Generation(word) == generation) {
     if (!Change(&word, WithoutMe(word))) continue;
-    ++in_vain_;
+    ++failed_;
     return true;
   }
   return false;
 }
 
-bool Meeting::Alike(uint32_t generation) const {
-  const std::byte* const mine = Room(rank_, generation);
-  const size_t subject = reinterpret_cast<const Sizes*>(mine)->subject;
+bool Rendezvous::Alike(uint32_t generation) const {
+  const std::byte* const mine = Slot(rank_, generation);
+  const size_t signature = reinterpret_cast<const Sizes*>(mine)->signature;
   for (int rank = 0; rank < size_; ++rank) {
-    const std::byte* const theirs = Room(rank, generation);
+    const std::byte* const theirs = Slot(rank, generation);
     if (rank == rank_) continue;
     if (std::memcmp(mine, theirs, sizeof(Sizes)) != 0) return false;
-    if (std::memcmp(mine + kSubjectAt, theirs + kSubjectAt, subject) != 0) return false;
+    if (std::memcmp(mine + kSignatureAt, theirs + kSignatureAt, signature) != 0) return false;
   }
   return true;
 }

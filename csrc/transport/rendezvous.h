@@ -1,0 +1,83 @@
+// Rendezvous: the ranks that map one segment come together without a word to anybody else. Each
+// brings a signature and a payload; when all are there with the same signature, each sees all
+// payloads.
+//
+// The rank that comes first waits for the others, for some microseconds. The whole state is one
+// word,
+//
+//   | generation : 32 | left : 16 | present : 16 |
+//
+// which only changes as a whole, so that all ranks agree on whether they have met: the last one
+// that comes increments the generation, and nobody can leave after that.
+//
+//   left     the ranks that stopped waiting. A rank that comes after them does not wait at all.
+//
+// Thread-safety: one thread of a rank at a time. Try blocks for the time limit at most.
+//
+// Invariants
+//   1. A rank's slot of one parity is not written while a peer reads it: the generation changes
+//   when
+//      all are there, who have then read the payloads of the generation before, in the other slot.
+//   2. A rank's payload stays in its slot until the rank comes again.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+#include "base/clock.h"
+#include "transport/shm_segment.h"
+
+namespace hororing {
+
+class Rendezvous {
+ public:
+  static constexpr size_t kMaxSignature = 480;
+  static constexpr size_t kMaxPayload = 16 << 10;
+  static constexpr int kMaxRanks = 16;
+  // Each rank has two slots in the segment: sizes, signature, payload.
+  static constexpr size_t kSignatureAt = kCacheLine / 2;
+  static constexpr size_t kSlotBytes = kSignatureAt + kMaxSignature + kMaxPayload;
+
+  // `spin_ns`: nobody waits longer. REQUIRES: segment->geometry().rendezvous_bytes > 0.
+  Rendezvous(std::shared_ptr<ShmSegment> segment, int rank, TimeNs spin_ns);
+
+  // True: all ranks have come with this signature; their payloads are there until this rank comes
+  // again. False: they have not, and no rank believes that they have. REQUIRES: both sizes are
+  // within bounds.
+  bool Try(const void* signature, size_t signature_bytes, const void* payload,
+           size_t payload_bytes);
+  int size() const { return size_; }
+  // Of the latest Try that was true; at an address that is a multiple of 8.
+  const std::byte* payload(int rank) const;
+
+ private:
+  struct Sizes {
+    uint32_t signature, payload;
+    size_t payload_at() const { return kSignatureAt + (signature + 7) / 8 * 8; }
+  };
+  std::byte* Slot(int rank, uint32_t generation) const;
+  void Fill(uint32_t generation, const void* signature, Sizes sizes, const void* payload);
+  bool IsLate(uint64_t word) const;
+  bool Change(uint64_t* word, uint64_t next);
+  uint64_t WithoutMe(uint64_t word) const;
+  bool OthersCome(uint32_t generation);
+  bool Leave(uint32_t generation);
+  bool Alike(uint32_t generation) const;
+
+  const std::shared_ptr<ShmSegment> segment_;
+  const int rank_;
+  const int size_;
+  const uint64_t me_;   // this rank's bit
+  const uint64_t all_;  // the bits of all ranks
+  const TimeNs limit_ns_;
+  std::atomic<uint64_t>& word_;
+  uint32_t met_ = 0;  // the generation of the latest success
+  // Of those that this rank came first to: how many failed in a row, and how many it has skipped
+  // since.
+  int failed_ = 0, skipped_ = 0;
+  bool shares_core_ = false;  // somebody else ran when this rank last offered its core
+};
+
+}  // namespace hororing
