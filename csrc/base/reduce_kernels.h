@@ -5,7 +5,6 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "base/stochastic_rounding.h"
 #include "base/types.h"
 
 namespace hororing {
@@ -22,10 +21,6 @@ struct Factors {
 using ReduceFunction = void (*)(const Factors& factors, void* result, const void* const* sources,
                                 int count, size_t n);
 
-// The kernels of stochastic_rounding.h.
-using RoundFunction = void (*)(const RandomStream& stream, uint64_t first, uint16_t* result,
-                               const float* source, size_t n);
-
 enum class Arithmetic : int { kSum = 0, kMin = 1, kMax = 2, kProduct = 3 };  // Average is a sum
 constexpr int kArithmeticCount = 4;
 
@@ -35,7 +30,6 @@ struct KernelTable {
   // 16-bit floats, one source: to a float32 accumulator and back. Start and finish of Partials.
   ReduceFunction widen_float16, widen_bfloat16;
   ReduceFunction narrow_float16, narrow_bfloat16;
-  RoundFunction round_float16, round_bfloat16;
 };
 
 // The table in use.

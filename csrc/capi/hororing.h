@@ -214,14 +214,6 @@ typedef struct hr_log_record {
   char text[4096]; /* zero-terminated; longer texts are cut and end in "..." */
 } hr_log_record;
 
-/* Which random numbers hr_round_stochastically takes: those of elements `first`, `first` + 1, ...
- * of (seed, tensor, stream, step); see base/stochastic_rounding.h. */
-typedef struct hr_rounding {
-  int32_t dtype; /* of the result: HR_FLOAT16 or HR_BFLOAT16 */
-  uint32_t tensor, stream;
-  uint64_t seed, step, first;
-} hr_rounding;
-
 int hr_abi_version(void);
 const char* hr_version(void);
 
@@ -338,11 +330,6 @@ const char* hr_kernels(void);
 /* Library version and thread level of the MPI behind `mpi_library`, without initialising it:
  * "Open MPI v5.0.11, ...\nserialized" (second line empty before initialisation). */
 int hr_describe_mpi(const char* mpi_library, char* text, int32_t text_bytes);
-
-/* Rounds `count` numbers of float32 at random, up or down, to 16 bits. The ranges do not overlap.
- * Works without an engine. */
-int hr_round_stochastically(const hr_rounding* rounding, uintptr_t result, uintptr_t source,
-                            int64_t count);
 
 /* Rings: bounded queues of slots between two processes, one of which produces and one consumes
  * (pipeline/ring.h). The memory is the caller's and shared by both; no engine is needed. One thread

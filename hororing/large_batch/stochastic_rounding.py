@@ -1,31 +1,88 @@
-"""Stochastic rounding of float32 to float16 and bfloat16, with random numbers that ranks share.
+"""Stochastic rounding to float16 and bfloat16: the seeds and random numbers that ranks share.
 
-A number between two neighbours becomes the upper one with probability
+A float32 number between two neighbours of 16 bits becomes the upper one with probability
 (x - lower) / (upper - lower), so the mean of many roundings is x, and updates that are smaller than
 half a unit in the last place add up instead of being lost. (M. Croci et al., "Stochastic rounding:
 implementation, error analysis and applications", R. Soc. Open Sci. 2022, doi:10.1098/rsos.211631.)
 
-The random number of an element is a function of (seed, stream, tensor, step, index) and of nothing
-else: ranks that hold the same values stay equal, and a resumed run goes on as it would have.
-csrc/base/stochastic_rounding.h has the generator and what is exact.
+The random number of an element is a function of (seed, tensor, stream, step, index) and of nothing
+else: ranks that hold the same values stay equal on any devices, and a resumed run goes on as it
+would have. `hororing.torch.optim.rounding` and `hororing.keras.optim.rounding` compute it with the
+framework's integer operations modulo 2**32, and get the same numbers::
+
+    a, b = keys(seed, tensor, stream)
+    x = j + a + step * STEPS[0]                 element 2 j has the low half of the last x,
+    x = (x ^ x >> 16) * MULTIPLIERS[0]          element 2 j + 1 its high half
+    x = x + b + step * STEPS[1]
+    x = (x ^ x >> 15) * MULTIPLIERS[1]
+    x = x ^ x >> 16
+
+Without b and steps this is the hash "lowbias32" (C. Wellons, "Prospecting for hash functions",
+2018, nullprogram.com/blog/2018/07/31, public domain), whose output bits each depend on all input
+bits. STEPS are the increments of Random123 (J. Salmon et al., SC 2011,
+doi:10.1145/2063384.2063405): odd, so all 2**32 steps differ.
+
+Numerics, where r are 16 random bits and x is finite:
+
+1. bfloat16: r is added to the bits of x, and the low 16 are cut off. Exact: E[result] = x.
+2. Normal float16: the same with the upper 13 bits of r, as 13 are cut off. Exact.
+3. Subnormal float16: the same in units of 2**-40; what is below is cut off first, 2**-16 of a unit.
+4. Numbers of the target type are kept, as are infinities, signs of zero and not-a-number (which
+   becomes quiet). Beyond the largest finite number, up is infinity, as in rounding to nearest.
 """
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from typing import Any, Final
 
 import numpy as np
 
 from hororing import runtime
-from hororing._core import ffi, lib
-from hororing.collectives import DTYPES
-from hororing.failures import fail
 from hororing.objects import broadcast_object
 from hororing.process_sets import ProcessSet, global_process_set
 
 IDENTICAL_STREAM: Final = 0  # of what must be equal on all ranks; rank r's own is r + 1
-_TARGETS: Final = ("float16", "bfloat16")
+SHORT: Final = ("float16", "bfloat16")
+MULTIPLIERS: Final = (0x7FEB352D, 0x846CA68B)
+STEPS: Final = (0x9E3779B9, 0xBB67AE85)
+
+
+class StochasticRounding:
+    """How 16-bit weights are updated without float32 master weights: see `LARS(rounding=...)`.
+
+    Parameters
+    ----------
+    seed : from 0 to 2**64 - 1; rank 0's counts. None: a random one. All ranks of the set must make
+        this object, after `init()`.
+    process_set : the ranks that hold the same weights.
+    """
+
+    def __init__(
+        self, seed: int | None = None, *, process_set: ProcessSet = global_process_set
+    ) -> None:
+        self.seed = shared_seed(seed, process_set=process_set)
+
+    @classmethod
+    def loaded(cls, seed: int) -> StochasticRounding:
+        """Return what had this seed when it was saved, without asking other ranks."""
+        made = cls.__new__(cls)
+        made.seed = checked_seed(seed)
+        return made
+
+    def __repr__(self) -> str:
+        return f"StochasticRounding(seed={self.seed})"
+
+
+def checked_rounding(rounding: object) -> Any:
+    """Return `rounding`; TypeError unless it is None or a StochasticRounding."""
+    if rounding is not None and not isinstance(rounding, StochasticRounding):
+        raise TypeError(
+            f"rounding={rounding!r} must be None (float32 master weights) or "
+            "StochasticRounding(seed)"
+        )
+    return rounding
 
 
 def shared_seed(seed: int | None = None, *, process_set: ProcessSet = global_process_set) -> int:
@@ -55,78 +112,7 @@ def checked_seed(seed: object) -> int:
     return int(seed)
 
 
-def round_memory(
-    target: str,
-    result: int,
-    source: int,
-    count: int,
-    *,
-    seed: int,
-    tensor: int = 0,
-    step: int = 0,
-    stream: int = IDENTICAL_STREAM,
-    first: int = 0,
-) -> None:
-    """Round `count` float32 numbers at address `source` into 16-bit ones at `result`.
-
-    For adapters: the memory is contiguous, and the ranges do not overlap. The GIL is released.
-    """
-    if target not in _TARGETS:
-        raise ValueError(f"stochastic rounding is to {' or '.join(_TARGETS)}, not to {target}")
-    how = ffi.new("hr_rounding *")
-    how.dtype, how.tensor, how.stream = DTYPES[target], tensor, stream
-    how.seed, how.step, how.first = seed, step, first
-    code = int(lib.hr_round_stochastically(how, result, source, count))
-    if code != lib.HR_OK:
-        fail(code)
-
-
-def round_stochastically(
-    array: Any,
-    dtype: Any = "bfloat16",
-    *,
-    seed: int,
-    tensor: int = 0,
-    step: int = 0,
-    stream: int = IDENTICAL_STREAM,
-    first: int = 0,
-) -> np.ndarray[Any, Any]:
-    """Return a float32 array, rounded at random to 16 bits.
-
-    Parameters
-    ----------
-    array : float32, any shape.
-    dtype : "float16" or "bfloat16" (which needs the package ml_dtypes), or a dtype of these.
-    seed : of the run, from 0 to 2**64 - 1; see `shared_seed`.
-    tensor, step : which tensor this is, and the how-manieth time: other random numbers each.
-    stream : 0 where all ranks need the same result, `rank_stream()` where each has its own.
-    first : index of the array's first element, where it is a part of a larger one.
-
-    Examples
-    --------
-    >>> round_stochastically(np.full(4, 1.0005, np.float32), "float16", seed=5)
-    array([1.   , 1.001, 1.001, 1.   ], dtype=float16)
-    """
-    source = np.asarray(array)
-    if source.dtype != np.float32:
-        raise TypeError(f"stochastic rounding takes float32 arrays, not {source.dtype}")
-    source = np.ascontiguousarray(source)
-    name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
-    result = np.empty(source.shape, _numpy_type(name))
-    round_memory(
-        name, result.ctypes.data, source.ctypes.data, source.size,
-        seed=checked_seed(seed), tensor=tensor, step=step, stream=stream, first=first,
-    )  # fmt: skip
-    return result
-
-
-def _numpy_type(name: str) -> Any:
-    if name != "bfloat16":
-        return np.dtype(name if name in _TARGETS else np.float16)  # round_memory refuses others
-    try:
-        import ml_dtypes
-    except ImportError:
-        raise ImportError(
-            "NumPy has no bfloat16 of its own: pip install ml-dtypes, or round to float16"
-        ) from None
-    return ml_dtypes.bfloat16
+def keys(seed: int, tensor: int, stream: int) -> tuple[int, int]:
+    """Return two words of 32 bits for the random numbers of a tensor."""
+    digest = hashlib.blake2b(f"{seed} {tensor} {stream}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")

@@ -9,6 +9,7 @@ import layerwise_oracle as oracle
 import mpirun
 import numpy as np
 import pytest
+import rounding_oracle
 
 if __name__ == "cases":  # on the ranks
     import keras
@@ -24,7 +25,10 @@ if __name__ == "cases":  # on the ranks
         LARS,
         LossScaleOptimizer,
         ScheduleCallback,
+        StochasticCast,
+        StochasticRounding,
         WarmupPolynomial,
+        round_stochastically,
     )
 
     BACKEND = keras.backend.backend()
@@ -122,6 +126,114 @@ def case_16_bit_variables_have_float32_masters():
     variable.assign(ops.ones((64, 64), dtype="bfloat16") * 5)  # as a broadcast or a checkpoint does
     optimizer.apply([ops.zeros((64, 64), dtype="bfloat16")], [variable])
     assert (ops.convert_to_numpy(ops.cast(variable, "float32")) == 5).all()
+
+
+# -- stochastic rounding --------------------------------------------------------------------------
+
+
+def as_array(tensor, dtype):
+    """NumPy's array of a 16-bit tensor."""
+    wide = ops.convert_to_numpy(ops.cast(tensor, "float32"))
+    return wide.astype(rounding_oracle.TYPES[dtype])
+
+
+def case_rounding_is_that_of_the_oracle_to_the_last_bit():
+    where = {"seed": 2**60 + 5, "tensor": 3, "step": 2**33 + 1, "stream": 2}
+    for dtype in ("float16", "bfloat16"):
+        for shape in ((4999,), (3, 5, 7)):
+            count = int(np.prod(shape))
+            values = rounding_oracle.patterns(count, count).reshape(shape)
+            random = rounding_oracle.random_numbers(count, **where)
+            result = as_array(round_stochastically(values, dtype, **where), dtype)
+            rounding_oracle.assert_rounded(result, values, dtype, random)
+        values, patterns = rounding_oracle.kept(dtype)
+        result = as_array(round_stochastically(values, dtype, seed=7), dtype)
+        np.testing.assert_array_equal(result.view(np.uint16), patterns)
+    with pytest.raises(TypeError, match="not to float32"):
+        round_stochastically(values, "float32", seed=1)
+    with pytest.raises(TypeError, match="takes float32 tensors, not"):
+        round_stochastically(ops.ones(3, dtype="int32"), seed=1)
+
+
+def case_16_bit_variables_add_up_small_updates_without_masters():
+    variable = keras.Variable(np.ones((64, 64)), dtype="bfloat16", name="kernel")
+    optimizer = LARS(1e-3, momentum=0.0, no_adaptation=[""], rounding=StochasticRounding(3))
+    optimizer.build([variable])
+    assert not any("float32_weight" in each.path for each in optimizer.variables)
+    steps = 200
+    for _ in range(steps):
+        optimizer.apply([ops.ones((64, 64), dtype="bfloat16") * -1.0], [variable])
+    # A step is 0.128 of a unit, 2**-7: so much varies the sum of so many binomial numbers.
+    sigma = 2.0**-7 * (steps * 0.128 * 0.872 / 64**2) ** 0.5
+    mean = as_array(variable, "bfloat16").astype(np.float64).mean()
+    assert abs(mean - 1.2) < 5 * sigma
+
+
+def short_network(seed, optimizer):
+    keras.utils.set_random_seed(seed)
+    layers = keras.layers
+    model = keras.Sequential([
+        keras.Input((5,)), layers.Dense(6, dtype="bfloat16"),
+        layers.Activation("tanh", dtype="float32"), StochasticCast("bfloat16", seed=8, tensor=1),
+        layers.Dense(2, dtype="bfloat16"), layers.Activation("linear", dtype="float32"),
+    ])  # fmt: skip
+    model.compile(hvd.DistributedOptimizer(optimizer), "mse")
+    return model
+
+
+def short_weights(model):
+    return [as_array(v, "bfloat16").view(np.uint16) for v in model.trainable_variables]
+
+
+def case_replicas_stay_identical_with_stochastic_rounding_also_when_resumed():
+    x, y = data()
+    x = x + hvd.rank()
+    options = {"batch_size": 8, "shuffle": False, "verbose": 0}
+    ends = []
+    for seed in (100 + hvd.rank(), 101):  # rank 0's counts
+        model = short_network(1, LARS(0.2, weight_decay=0.01, rounding=StochasticRounding(seed)))
+        model.fit(x[:24], y[:24], **options)
+        with tempfile.TemporaryDirectory() as folder:
+            model.save(file := os.path.join(folder, "model.keras"))
+            loaded = keras.models.load_model(file)
+        loaded.compile(hvd.DistributedOptimizer(loaded.optimizer), "mse")
+        for each in (model, loaded):
+            each.fit(x[24:], y[24:], **options)
+            ends.append(short_weights(each))
+    everywhere = hvd.allgather_object(ends)
+    pairs = [*zip(*everywhere, strict=True), (ends[0], ends[1]), (ends[2], ends[3])]
+    for one, other in pairs:
+        for these, those in zip(one, other, strict=True):
+            np.testing.assert_array_equal(these, those)
+    assert any((one != other).any() for one, other in zip(ends[0], ends[2], strict=True))
+
+
+def case_activations_are_rounded_differently_on_each_rank():
+    values = np.full(2000, 1.003, np.float32)
+    layer = StochasticCast("bfloat16", seed=1)
+    first, second = (as_array(layer(values, training=True), "bfloat16") for _ in range(2))
+    assert (first != second).any()
+    rounding_oracle.assert_mean(first, 1.003)
+    assert len({each.tobytes() for each in hvd.allgather_object(first)}) == hvd.size()
+    nearest = as_array(layer(values), "bfloat16")
+    np.testing.assert_array_equal(nearest, values.astype(nearest.dtype))
+    resumed = StochasticCast.from_config(layer.get_config())
+    resumed.set_weights(layer.get_weights())
+    again = [as_array(each(values, training=True), "bfloat16") for each in (layer, resumed)]
+    np.testing.assert_array_equal(*again)
+
+
+def case_gradients_pass_through_rounded_activations():
+    for to in ("bfloat16", "float16"):
+        model = keras.Sequential([keras.Input((3,)), StochasticCast(to, seed=1),
+                                  keras.layers.Dense(1, use_bias=False, dtype=to)])  # fmt: skip
+        before = keras.layers.Dense(3, use_bias=False, kernel_initializer="identity")
+        whole = keras.Sequential([keras.Input((3,)), before, model])
+        model.layers[-1].kernel.assign(ops.ones((3, 1)))
+        model.layers[-1].trainable = False
+        whole.compile(keras.optimizers.SGD(1.0), lambda true, found: ops.mean(found))
+        whole.fit(np.ones((4, 3)), np.ones((4, 1)), batch_size=4, verbose=0)
+        np.testing.assert_allclose(ops.convert_to_numpy(before.kernel), np.eye(3) - 1)
 
 
 def network(seed=0):
@@ -246,6 +358,8 @@ def case_wrong_options_are_refused_by_name():
     ):  # fmt: skip
         with pytest.raises(ValueError, match=next(iter(options))):
             make(**options)
+    with pytest.raises(TypeError, match="rounding=3 must be None"):
+        LARS(rounding=3)
     with pytest.raises(TypeError, match="inner_optimizer must be an optimizer of Keras 3"):
         LossScaleOptimizer("sgd")
     with pytest.raises(ValueError, match="'kernels' fits no variable"):

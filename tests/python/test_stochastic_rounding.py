@@ -1,4 +1,4 @@
-"""Stochastic rounding of NumPy arrays: hororing.large_batch.stochastic_rounding."""
+"""Stochastic rounding in torch's operations, and the seeds and streams that ranks share."""
 
 from __future__ import annotations
 
@@ -6,65 +6,109 @@ import mpirun
 import numpy as np
 import pytest
 
-from hororing.large_batch.stochastic_rounding import (
-    rank_stream,
-    round_stochastically,
-    shared_seed,
-)
+pytest.importorskip("ml_dtypes")
+torch = pytest.importorskip("torch")
 
-ml_dtypes = pytest.importorskip("ml_dtypes")
+import rounding_oracle as oracle  # noqa: E402
 
+from hororing.large_batch.stochastic_rounding import rank_stream, shared_seed  # noqa: E402
+from hororing.torch.optim import round_into  # noqa: E402
 
-def test_results_are_one_of_the_two_neighbours():
-    random = np.random.default_rng(3)
-    values = random.normal(size=(7, 1001)).astype(np.float32)
-    for dtype in ("float16", "bfloat16"):
-        rounded = round_stochastically(values, dtype, seed=5)
-        assert rounded.shape == values.shape
-        assert rounded.dtype.name == dtype
-        down, up = (
-            np.nextafter(rounded, np.asarray(limit, rounded.dtype)).astype(np.float32)
-            for limit in (-np.inf, np.inf)
-        )
-        assert ((down < values) & (values < up)).all()
-        assert (rounded.astype(np.float32) != values.astype(rounded.dtype)).any()  # not to nearest
+TYPES = ("float16", "bfloat16")
+SEED = 12345  # a constant: what is random here fails always or never
+WHERE = {"seed": 2**60 + 5, "tensor": 3, "step": 2**33 + 1, "stream": 2}
 
 
-def test_a_part_is_rounded_as_within_the_whole():
-    values = np.random.default_rng(1).normal(size=1000).astype(np.float32)
-    whole = round_stochastically(values, seed=2, tensor=3, step=4)
-    part = round_stochastically(values[333:777], seed=2, tensor=3, step=4, first=333)
-    np.testing.assert_array_equal(part, whole[333:777])
-    strided = round_stochastically(values[::2], seed=2)
-    np.testing.assert_array_equal(strided, round_stochastically(values[::2].copy(), seed=2))
+def rounded(values, dtype="bfloat16", **where):
+    """`values`, an array, as an array of `dtype`."""
+    source = torch.from_numpy(values)
+    result = torch.empty_like(source, dtype=getattr(torch, dtype))
+    round_into(result, source, **where)
+    return result.view(torch.int16).numpy().view(oracle.TYPES[dtype])
 
 
-def test_random_numbers_depend_on_seed_tensor_step_and_stream():
+@pytest.mark.parametrize("dtype", TYPES)
+def test_results_are_those_of_the_oracle_to_the_last_bit(dtype):
+    for count in (0, 1, 2, 4999, 2**18 + 4999):  # the last in two pieces
+        values = oracle.patterns(count, count)
+        result = rounded(values, dtype, **WHERE)
+        oracle.assert_rounded(result, values, dtype, oracle.random_numbers(count, **WHERE))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_shapes_and_strides_do_not_count(dtype):
+    flat = oracle.patterns(6 * 50 * 7, 1)
+    expected = rounded(flat, dtype, **WHERE).reshape(6, 50, 7).astype(np.float32)
+    strided = torch.empty(7, 6, 50, dtype=getattr(torch, dtype)).permute(1, 2, 0)
+    source = torch.from_numpy(flat).view(6, 50, 7).permute(2, 1, 0).contiguous().permute(2, 1, 0)
+    assert not source.is_contiguous()
+    round_into(strided, source, **WHERE)
+    np.testing.assert_array_equal(strided.float().numpy(), expected)
+    scalar = torch.empty((), dtype=getattr(torch, dtype))
+    round_into(scalar, source[5, 4, 3], **WHERE)
+    assert scalar.shape == ()
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_numbers_of_the_target_type_are_kept(dtype):
+    values, patterns = oracle.kept(dtype)
+    np.testing.assert_array_equal(rounded(values, dtype, seed=7).view(np.uint16), patterns)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_the_mean_of_many_roundings_is_the_number(dtype):
+    for value in oracle.VALUES:
+        values = np.full(oracle.TIMES, value, np.float32)
+        oracle.assert_mean(rounded(values, dtype, seed=SEED), value)
+    # Of one element over many steps, and over many tensors, as well.
+    for name in ("step", "tensor"):
+        alone = np.full(1, 1.003, np.float32)
+        every = [rounded(alone, dtype, seed=SEED, **{name: at}) for at in range(4000)]
+        oracle.assert_mean(np.concatenate(every), 1.003)
+
+
+def test_random_numbers_are_uniform_and_independent():
+    # Of the oracle, which is what torch computes.
+    count = 2**17
+    base = {"seed": 1, "tensor": 2, "step": 3, "stream": 0}
+
+    def numbers(**where):
+        return oracle.random_numbers(count, **{**base, **where}).astype(np.float64)
+
+    first = numbers()
+    # Chi-square of 256 bins: mean 255, deviation sqrt(2 * 255).
+    hits = np.bincount((first / 256).astype(int), minlength=256)
+    chi = ((hits - count / 256) ** 2 / (count / 256)).sum()
+    assert abs(chi - 255) < 5 * np.sqrt(2 * 255)
+    others = [numbers(**{name: base[name] + 1}) for name in base]
+    others += [np.roll(first, lag) for lag in (1, 2, 3, count // 2)]
+    others += [numbers(step=step) for step in (4, 11, 3 + 4181)]
+    for other in others:
+        # The correlation of so many independent pairs has this deviation.
+        assert abs(np.corrcoef(first, other)[0, 1]) < 5 / np.sqrt(count)
+
+
+def test_results_depend_on_seed_tensor_step_and_stream():
     values = np.full(1000, 1.001, np.float32)
     base = {"seed": 1, "tensor": 2, "step": 3, "stream": 0}
-    result = round_stochastically(values, **base)
-    np.testing.assert_array_equal(result, round_stochastically(values, **base))
+    result = rounded(values, **base)
+    np.testing.assert_array_equal(result, rounded(values, **base))
     for name in base:
-        assert (round_stochastically(values, **{**base, name: 9}) != result).any(), name
-
-
-def test_infinities_and_not_a_number_stay():
-    values = np.array([np.inf, -np.inf, np.nan, -0.0], np.float32)
-    for dtype in ("float16", np.dtype(ml_dtypes.bfloat16)):
-        rounded = round_stochastically(values, dtype, seed=1).astype(np.float32)
-        np.testing.assert_array_equal(rounded, values)
-        assert np.signbit(rounded[3])
+        assert (rounded(values, **{**base, name: 9}) != result).any(), name
 
 
 def test_refusals_say_what_is_possible():
-    values = np.ones(3, np.float32)
-    with pytest.raises(ValueError, match="float16 or bfloat16, not to float32"):
-        round_stochastically(values, "float32", seed=1)
-    with pytest.raises(TypeError, match="float32 arrays, not float64"):
-        round_stochastically(np.ones(3), seed=1)
+    values = torch.ones(3)
+    short = torch.ones(3, dtype=torch.bfloat16)
+    with pytest.raises(TypeError, match=r"float16 or bfloat16, not to torch\.float32"):
+        round_into(values, values, seed=1)
+    with pytest.raises(TypeError, match=r"takes float32 .* not torch\.float64"):
+        round_into(short, values.double(), seed=1)
+    with pytest.raises(TypeError, match=r"shape \[3\].* shape \[1\]"):
+        round_into(short, values[:1], seed=1)
     for seed in (-1, 2**64, 1.5, True):
         with pytest.raises(ValueError, match="must be an integer from 0"):
-            round_stochastically(values, seed=seed)
+            round_into(short, values, seed=seed)
 
 
 # -- on several ranks ----------------------------------------------------------------------------
@@ -79,9 +123,9 @@ def case_ranks_share_a_seed_and_have_streams_of_their_own():
         assert len(set(hvd.allgather_object(seed))) == 1
         assert mine is None or seed == 100
     values = np.full(1000, 1.001, np.float32)
-    same = hvd.allgather_object(round_stochastically(values, seed=seed).tobytes())
+    same = hvd.allgather_object(rounded(values, seed=seed).tobytes())
     assert len(set(same)) == 1
-    own = round_stochastically(values, seed=seed, stream=rank_stream()).tobytes()
+    own = rounded(values, seed=seed, stream=rank_stream()).tobytes()
     assert len({*hvd.allgather_object(own), same[0]}) == hvd.size() + 1
 
 

@@ -14,7 +14,6 @@ from torch import nn
 from torch.amp import GradScaler
 
 from hororing.large_batch.schedules import WarmupPolynomial
-from hororing.large_batch.stochastic_rounding import round_stochastically
 from hororing.torch.optim import (
     LAMB,
     LARS,
@@ -22,11 +21,9 @@ from hororing.torch.optim import (
     StochasticCast,
     StochasticRounding,
     parameter_groups,
-    round_into,
     with_float32_update,
     zero_last_gammas,
 )
-from hororing.torch.optim.rounding import rounded_by_torch
 
 SEED = 5
 
@@ -377,27 +374,6 @@ def test_a_schedule_drives_groups_and_resumes():
 
 
 # -- stochastic rounding --------------------------------------------------------------------------
-
-
-def test_tensors_are_rounded_as_arrays_are_whatever_their_strides_and_device():
-    source = torch.randn(6, 50, 7)
-    source[0, :3, 0] = torch.tensor([math.inf, -math.inf, math.nan])
-    source[1] *= 1e-6  # subnormal float16
-    source[2] *= 1e5  # beyond its largest number
-    where = {"seed": 2**60 + 5, "tensor": 3, "step": 2**33 + 1}
-    for dtype in (torch.float16, torch.bfloat16):
-        expected = round_stochastically(source.numpy(), str(dtype).removeprefix("torch."), **where)
-        expected = torch.from_numpy(expected.astype(np.float32)).to(dtype)
-        result = torch.empty_like(source, dtype=dtype)
-        round_into(result, source, **where)
-        torch.testing.assert_close(result, expected, rtol=0, atol=0, equal_nan=True)
-        strided = torch.empty(7, 6, 50, dtype=dtype).permute(1, 2, 0)
-        round_into(strided, source.permute(2, 1, 0).contiguous().permute(2, 1, 0), **where)
-        torch.testing.assert_close(strided, expected, rtol=0, atol=0, equal_nan=True)
-        by_torch = rounded_by_torch(source, dtype, **where, stream=0)
-        assert torch.equal(by_torch.view(torch.int16), result.view(torch.int16))
-    with pytest.raises(TypeError, match="not to torch"):
-        round_into(source, source, seed=1)
 
 
 def test_activations_are_rounded_at_random_in_training_and_gradients_pass():

@@ -9,7 +9,9 @@ from hororing.keras.optim.hierarchical_callback import HierarchicalSGDCallback
 from hororing.keras.optim.lamb import LAMB
 from hororing.keras.optim.lars import LARS
 from hororing.keras.optim.loss_scale import LossScaleOptimizer
+from hororing.keras.optim.rounding import StochasticCast, round_stochastically
 from hororing.keras.optim.schedules import ScheduleCallback, WarmupPolynomial
+from hororing.large_batch.stochastic_rounding import StochasticRounding
 
 __all__ = [
     "LAMB",
@@ -18,5 +20,8 @@ __all__ = [
     "HierarchicalSGDCallback",
     "LossScaleOptimizer",
     "ScheduleCallback",
+    "StochasticCast",
+    "StochasticRounding",
     "WarmupPolynomial",
+    "round_stochastically",
 ]

@@ -10,6 +10,7 @@ import keras
 from keras import ops
 
 from hororing.keras.optim.layerwise import Layerwise, norm, positive, quotient
+from hororing.large_batch.stochastic_rounding import StochasticRounding
 
 
 @keras.saving.register_keras_serializable(package="hororing")
@@ -37,6 +38,7 @@ class LAMB(Layerwise):
     weight_decay : d, inside the ratio.
     phi : None: phi(x) = x; or (low, high), such as (0, 10): x is clipped to that range.
     no_decay, no_adaptation : as of `LARS`; without adaptation the ratio is 1 (AdamW, then).
+    rounding : as of `LARS`.
     **options : of keras.optimizers.Optimizer: clipnorm, gradient_accumulation_steps, name, ...
     """
 
@@ -51,9 +53,10 @@ class LAMB(Layerwise):
         phi: Sequence[float] | None = None,
         no_decay: Iterable[str] | None = None,
         no_adaptation: Iterable[str] | None = None,
+        rounding: StochasticRounding | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(learning_rate, weight_decay, no_decay, no_adaptation, **options)
+        super().__init__(learning_rate, weight_decay, no_decay, no_adaptation, rounding, **options)
         for name, beta in (("beta_1", beta_1), ("beta_2", beta_2)):
             if not 0 <= beta < 1:
                 raise ValueError(f"LAMB: {name}={beta} must be from 0 to below 1")

@@ -9,6 +9,7 @@ import keras
 from keras import ops
 
 from hororing.keras.optim.layerwise import Layerwise, norm, positive, quotient
+from hororing.large_batch.stochastic_rounding import StochasticRounding
 
 
 @keras.saving.register_keras_serializable(package="hororing")
@@ -23,7 +24,7 @@ class LARS(Layerwise):
 
     (You, Gitman, Ginsburg: "Large batch training of convolutional networks", 2017,
     arXiv:1708.03888.) Takes the same steps as `hororing.torch.optim.LARS`. Variables of 16 bits are
-    updated through float32 master weights.
+    updated in float32.
 
     Parameters
     ----------
@@ -40,6 +41,8 @@ class LARS(Layerwise):
     no_decay, no_adaptation : two lists of regular expressions that are searched for in the paths
         of variables; what fits does not decay, or has trust 1. None: variables of at most one
         dimension, gamma and beta. `exclude_from_weight_decay` of Keras counts, too.
+    rounding : of 16-bit variables. None: float32 master weights are kept (4 bytes per element).
+        Otherwise there are none, and the variables are rounded at random.
     **options : of keras.optimizers.Optimizer: clipnorm, gradient_accumulation_steps, name, ...
     """
 
@@ -57,9 +60,10 @@ class LARS(Layerwise):
         nesterov: bool = False,
         no_decay: Iterable[str] | None = None,
         no_adaptation: Iterable[str] | None = None,
+        rounding: StochasticRounding | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(learning_rate, weight_decay, no_decay, no_adaptation, **options)
+        super().__init__(learning_rate, weight_decay, no_decay, no_adaptation, rounding, **options)
         if not 0 <= momentum < 1:
             raise ValueError(f"LARS: momentum={momentum} must be from 0 to below 1")
         if nesterov and momentum == 0:

@@ -1,4 +1,7 @@
-"""What LARS and LAMB share: which variables decay and adapt, float32 arithmetic, norms."""
+"""What LARS and LAMB share: which variables decay and adapt, float32 arithmetic, norms.
+
+A 16-bit variable is updated in float32: through a master weight, or without, rounded at random.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,9 @@ from typing import Any, Final
 import keras
 from keras import ops
 
-_SHORT: Final = ("float16", "bfloat16")
+from hororing.keras.optim.rounding import round_stochastically
+from hororing.large_batch.stochastic_rounding import SHORT, StochasticRounding, checked_rounding
+
 # Beyond so many elements float32 is too coarse to add up squares in.
 _MANY: Final = 10_000_000
 
@@ -23,6 +28,7 @@ class Layerwise(keras.Optimizer):  # type: ignore[misc]  # Keras declares no typ
         weight_decay: float,
         no_decay: Iterable[str] | None,
         no_adaptation: Iterable[str] | None,
+        rounding: StochasticRounding | None,
         **options: Any,
     ) -> None:
         # Keras' own weight decay is another one: not part of the gradient.
@@ -32,6 +38,7 @@ class Layerwise(keras.Optimizer):  # type: ignore[misc]  # Keras declares no typ
         self.coupled_weight_decay = float(weight_decay)
         self.no_decay = _patterns("no_decay", no_decay)
         self.no_adaptation = _patterns("no_adaptation", no_adaptation)
+        self.rounding = checked_rounding(rounding)
 
     def build(self, variables: Sequence[Any]) -> None:
         """Make the optimizer's variables."""
@@ -52,7 +59,7 @@ class Layerwise(keras.Optimizer):  # type: ignore[misc]  # Keras declares no typ
         # Float32 master weights of 16-bit variables.
         self._masters: list[Any] = [None] * len(variables)
         for at, variable in enumerate(variables):
-            if keras.backend.standardize_dtype(variable.dtype) in _SHORT:
+            if _is_short(variable) and self.rounding is None:
                 self._masters[at] = self._like(variable, "float32_weight")
                 self._masters[at].assign(ops.cast(variable, "float32"))
 
@@ -81,7 +88,14 @@ class Layerwise(keras.Optimizer):  # type: ignore[misc]  # Keras declares no typ
         weight = ops.subtract(weight, change)
         if master is not None:
             self.assign(master, weight)
-        self.assign(variable, ops.cast(weight, variable.dtype))
+        if self.rounding is None or not _is_short(variable):
+            short = ops.cast(weight, variable.dtype)
+        else:
+            short = round_stochastically(
+                weight, keras.backend.standardize_dtype(variable.dtype),
+                seed=self.rounding.seed, tensor=at, step=self.iterations,
+            )  # fmt: skip
+        self.assign(variable, short)
 
     def _change(self, at: int, weight: Any, gradient: Any, rate: Any) -> Any:
         """Return what is subtracted from `weight`, the optimizer's variable number `at`."""
@@ -94,7 +108,15 @@ class Layerwise(keras.Optimizer):  # type: ignore[misc]  # Keras declares no typ
             "weight_decay": self.coupled_weight_decay,
             "no_decay": self.no_decay,
             "no_adaptation": self.no_adaptation,
+            "rounding": None if self.rounding is None else self.rounding.seed,
         }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
+        """Return an optimizer with these arguments; the seed of its rounding is that of then."""
+        if config.get("rounding") is not None:
+            config = {**config, "rounding": StochasticRounding.loaded(config["rounding"])}
+        return super().from_config(config, custom_objects)
 
 
 def norm(tensor: Any) -> Any:
@@ -118,9 +140,13 @@ def quotient(above: Any, below: Any, valid: Any) -> Any:
     return ops.divide(above, ops.where(valid, below, ops.ones_like(below)))
 
 
+def _is_short(variable: Any) -> bool:
+    return keras.backend.standardize_dtype(variable.dtype) in SHORT
+
+
 def _wide(variable: Any) -> str:
-    dtype = keras.backend.standardize_dtype(variable.dtype)
-    return "float32" if dtype in _SHORT else str(dtype)
+    dtype = str(keras.backend.standardize_dtype(variable.dtype))
+    return "float32" if dtype in SHORT else dtype
 
 
 def _patterns(argument: str, patterns: Iterable[str] | None) -> list[str] | None:

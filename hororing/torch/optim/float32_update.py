@@ -19,7 +19,8 @@ from typing import Any, Final
 
 import torch
 
-from hororing.torch.optim.rounding import StochasticRounding, round_into
+from hororing.large_batch.stochastic_rounding import StochasticRounding, checked_rounding
+from hororing.torch.optim.rounding import round_into
 
 SHORT: Final = (torch.float16, torch.bfloat16)
 MASTER: Final = "float32_weight"  # in the state of a parameter
@@ -156,12 +157,8 @@ def _write_back(
 
 def _rounding_defaults(rounding: StochasticRounding | None) -> dict[str, Any]:
     """In the groups, since torch saves and restores those."""
-    if rounding is not None and not isinstance(rounding, StochasticRounding):
-        raise TypeError(
-            f"rounding={rounding!r} must be None (float32 master weights) or "
-            "hororing.torch.optim.StochasticRounding(seed)"
-        )
-    return {"rounding_seed": None if rounding is None else rounding.seed, "rounding_step": 0}
+    checked = checked_rounding(rounding)
+    return {"rounding_seed": None if checked is None else checked.seed, "rounding_step": 0}
 
 
 def checked_max_norm(max_norm: float | None) -> float | None:

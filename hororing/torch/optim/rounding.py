@@ -1,7 +1,6 @@
 """Stochastic rounding: of weights, identical on all ranks; of activations, on each its own.
 
-`hororing.large_batch.stochastic_rounding` says what it is. On the CPU the core's kernels do it; on
-other devices the same generator is written in torch's operations, with the same results.
+`hororing.large_batch.stochastic_rounding` says what it is, and defines the random numbers.
 """
 
 from __future__ import annotations
@@ -11,31 +10,13 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from hororing.large_batch import stochastic_rounding as core
-from hororing.process_sets import ProcessSet, global_process_set
+from hororing.large_batch import stochastic_rounding as shared
+from hororing.large_batch.stochastic_rounding import StochasticRounding
 
-_NAMES: Final = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
-_WORD: Final = 0xFFFFFFFF
-_ROTATIONS: Final = ((10, 26), (11, 21), (13, 27), (23, 5), (6, 20), (17, 11), (25, 10), (18, 20))
+# So many elements are rounded at once: more would fall out of a core's cache, and need memory.
+_PIECES: Final = {"cpu": 2**18}
 
-
-class StochasticRounding:
-    """How 16-bit parameters are updated without float32 master weights: see `LARS(rounding=...)`.
-
-    Parameters
-    ----------
-    seed : from 0 to 2**64 - 1; rank 0's counts. None: a random one. All ranks of the set must make
-        this object, after `init()`.
-    process_set : the ranks that hold the same weights.
-    """
-
-    def __init__(
-        self, seed: int | None = None, *, process_set: ProcessSet = global_process_set
-    ) -> None:
-        self.seed = core.shared_seed(seed, process_set=process_set)
-
-    def __repr__(self) -> str:
-        return f"StochasticRounding(seed={self.seed})"
+__all__ = ["StochasticCast", "StochasticRounding", "round_into"]
 
 
 def round_into(
@@ -45,7 +26,7 @@ def round_into(
     seed: int,
     tensor: int = 0,
     step: int = 0,
-    stream: int = core.IDENTICAL_STREAM,
+    stream: int = shared.IDENTICAL_STREAM,
 ) -> None:
     """Round `source` at random into `result`, unseen by autograd.
 
@@ -53,78 +34,65 @@ def round_into(
     ----------
     result : float16 or bfloat16; any strides.
     source : float32, of the same shape and device.
-    seed, tensor, step, stream : as of `round_stochastically` of hororing.large_batch.
+    seed : of the run, from 0 to 2**64 - 1; see `shared_seed` of hororing.large_batch.
+    tensor, step : which tensor this is, and the how-manieth time: other random numbers each.
+    stream : 0 where all ranks need the same result, `rank_stream()` where each has its own.
     """
-    name = _NAMES.get(result.dtype)
-    if name is None:
-        raise TypeError(f"stochastic rounding is to float16 or bfloat16, not to {result.dtype}")
+    _check_type(result.dtype)
     if source.dtype != torch.float32 or source.shape != result.shape:
         raise TypeError(
             f"stochastic rounding takes float32 of shape {list(result.shape)}, not {source.dtype} "
             f"of shape {list(source.shape)}"
         )
+    keys = shared.keys(shared.checked_seed(seed), tensor, stream)
+    words = [_signed(key + step * each) for key, each in zip(keys, shared.STEPS, strict=True)]
+    piece = _PIECES.get(source.device.type, 2**24)
     with torch.no_grad():
-        source = source.detach().contiguous()
-        if source.device.type != "cpu":
-            result.copy_(rounded_by_torch(source, result.dtype, seed, tensor, step, stream))
-            return
-        target = result if result.is_contiguous() else torch.empty_like(source, dtype=result.dtype)
-        core.round_memory(
-            name, target.data_ptr(), source.data_ptr(), source.numel(),
-            seed=seed, tensor=tensor, step=step, stream=stream,
-        )  # fmt: skip
-        if target is not result:
-            result.copy_(target)
-        else:
-            torch.autograd.graph.increment_version(result)
+        flat = source.detach().reshape(-1)
+        rounded = torch.empty_like(flat, dtype=torch.int16)
+        for begin in range(0, flat.numel(), piece):
+            part = flat[begin : begin + piece]
+            bits = part.view(torch.int32)
+            random = _random_numbers(begin, part.numel(), part.device, words)
+            if result.dtype == torch.bfloat16:
+                number = torch.where(part.isnan(), bits | 0x400000, bits + random) >> 16
+            else:
+                number = _float16_bits(part, bits, random)
+            rounded[begin : begin + piece] = number
+        result.copy_(rounded.view(result.dtype).view(result.shape))
 
 
-def rounded_by_torch(
-    source: torch.Tensor, dtype: torch.dtype, seed: int, tensor: int, step: int, stream: int
-) -> torch.Tensor:
-    """Do what the core does, in integer operations of torch; for devices that it cannot reach."""
-    random = _random_numbers(source.numel(), source.device, seed, tensor, step, stream)
-    bits = source.view(torch.int32).flatten().to(torch.int64) & _WORD
-    size, sign = bits & 0x7FFFFFFF, (bits >> 16) & 0x8000
-    if dtype == torch.bfloat16:
-        number = torch.where(size > 0x7F800000, (bits >> 16) | 0x0040, (bits + random) >> 16)
-    else:
-        normal = (size - 0x38000000 + (random >> 3)) >> 13
-        # In units of 2^-40. In float64, since devices may flush subnormal float32.
-        units = (source.flatten().abs().double() * 2.0**40).clamp(max=2.0**27)
-        subnormal = (units.nan_to_num(0.0).to(torch.int64) + random) >> 16
-        number = torch.where(size < 0x38800000, subnormal, normal)
-        number = torch.where(size < 0x47800000, number, 0x7C00)
-        number = torch.where(size > 0x7F800000, 0x7E00 | ((size >> 13) & 0x03FF), number) | sign
-    signed = torch.where(number >= 0x8000, number - 0x10000, number).to(torch.int16)
-    return signed.view(dtype).reshape(source.shape)
+def _random_numbers(begin: int, count: int, device: torch.device, words: list[int]) -> torch.Tensor:
+    """Return 16 bits for each of `count` elements from `begin` on, which is even."""
+    end = begin + count
+    # Sums and products of int32 wrap around; >> keeps the sign.
+    x = torch.arange(begin // 2, (end + 1) // 2, dtype=torch.int32, device=device).add_(words[0])
+    x ^= (x >> 16) & 0xFFFF
+    x.mul_(_signed(shared.MULTIPLIERS[0])).add_(words[1])
+    x ^= (x >> 15) & 0x1FFFF
+    x.mul_(_signed(shared.MULTIPLIERS[1]))
+    x ^= (x >> 16) & 0xFFFF
+    return x.view(torch.int16)[:count].to(torch.int32).bitwise_and_(0xFFFF)
 
 
-def _random_numbers(
-    count: int, device: torch.device, seed: int, tensor: int, step: int, stream: int
-) -> torch.Tensor:
-    """Return 16 bits for each of `count` elements, as int64; csrc/base/stochastic_rounding.h."""
-    key = [seed & _WORD, seed >> 32, tensor, stream]
-    key.append(0x1BD11BDA ^ key[0] ^ key[1] ^ key[2] ^ key[3])
-    tiles = -(-count // 128)
-    block = torch.arange(16 * tiles, device=device)
-    zero = torch.zeros_like(block)
-    words = [block & _WORD, block >> 32, zero + (step & _WORD), zero + (step >> 32)]
-    for turn in range(6):
-        words = [(word + key[(turn + at) % 5]) & _WORD for at, word in enumerate(words)]
-        words[3] = (words[3] + turn) & _WORD
-        if turn == 5:
-            break
-        for round_ in range(4 * turn, 4 * turn + 4):
-            odd = round_ % 2
-            for first, second, left in zip(
-                (0, 2), (3, 1) if odd else (1, 3), _ROTATIONS[round_ % 8], strict=True
-            ):
-                words[first] = (words[first] + words[second]) & _WORD
-                turned = (words[second] << left) | (words[second] >> (32 - left))
-                words[second] = (turned & _WORD) ^ words[first]
-    halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
-    return torch.stack([half.reshape(tiles, 16) for half in halves], dim=1).flatten()[:count]
+def _float16_bits(source: torch.Tensor, bits: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
+    size = bits & 0x7FFFFFFF
+    small = size < 0x38800000  # 2**-14: below are float16's subnormal numbers
+    units = (torch.where(small, size, 0).view(torch.float32) * 2.0**40).to(torch.int32)
+    # 13 bits fall away, and a carry raises the exponent, up to infinity's.
+    normal = ((size - 0x38000000 + (random >> 3)) >> 13).clamp_(max=0x7C00)
+    number = torch.where(small, (units + random) >> 16, normal)
+    return torch.where(source.isnan(), 0x7E00, number) | ((bits >> 16) & -0x8000)
+
+
+def _signed(word: int) -> int:
+    """Return the number from -2**31 to 2**31 - 1 that is `word` modulo 2**32."""
+    return (word + 2**31) % 2**32 - 2**31
+
+
+def _check_type(dtype: torch.dtype) -> None:
+    if dtype not in (torch.float16, torch.bfloat16):
+        raise TypeError(f"stochastic rounding is to float16 or bfloat16, not to {dtype}")
 
 
 class _Cast(torch.autograd.Function):
@@ -135,7 +103,8 @@ class _Cast(torch.autograd.Function):
         ctx: Any, source: torch.Tensor, dtype: torch.dtype, seed: int, tensor: int, step: int
     ) -> torch.Tensor:
         result = torch.empty_like(source, dtype=dtype)
-        round_into(result, source, seed=seed, tensor=tensor, step=step, stream=core.rank_stream())
+        stream = shared.rank_stream()
+        round_into(result, source, seed=seed, tensor=tensor, step=step, stream=stream)
         return result
 
     @staticmethod
@@ -160,9 +129,8 @@ class StochasticCast(nn.Module):
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16, *, seed: int, tensor: int = 0) -> None:
         super().__init__()
-        if dtype not in _NAMES:
-            raise TypeError(f"StochasticCast: dtype is float16 or bfloat16, not {dtype}")
-        self.dtype, self.seed, self.tensor = dtype, core.checked_seed(seed), tensor
+        _check_type(dtype)
+        self.dtype, self.seed, self.tensor = dtype, shared.checked_seed(seed), tensor
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
