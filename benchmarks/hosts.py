@@ -3,7 +3,6 @@
     export OMPI_MCA_btl=self,sm,tcp OMPI_MCA_pml=ob1 OMPI_MCA_osc=^ucx
     tests/hosts.sh 4,4 -r 200mbit mpirun python benchmarks/hosts.py --mbit 200 --json result.json
     ... --collective allgather broadcast --bytes 4194304 --only auto mpi gloo
-    ... --only auto bfloat16_wire    HORORING_WIRE=bfloat16, of the limit of half of the bytes
 
 Contestants take turns in the same processes on the same memory, in random order; a call's time is
 that of the slowest rank. `of_limit` is the least time that the collective needs of the wires, over
@@ -38,7 +37,6 @@ from mpi4py import MPI
 import hororing.torch as hvd
 
 OURS = ["auto", "ring", "recursive_doubling", "three_phase", "leader"]
-NARROW = "bfloat16_wire"  # `auto` with half of the bytes; rounds, so only where it is asked for
 WORLD = MPI.COMM_WORLD
 PAYLOAD = 1448 / 1514  # of TCP over Ethernet
 
@@ -85,13 +83,9 @@ def contestant(name: str, collective: str) -> Callable[[torch.Tensor], object]:
         return of_mpi(collective)
     if name == "gloo":
         return of_gloo(collective)
-    wanted = {
-        "HORORING_ALGORITHM": "auto" if name == NARROW else name,
-        "HORORING_WIRE": "bfloat16" if name == NARROW else "full",
-    }
-    if not hvd.is_initialized() or not wanted.items() <= os.environ.items():
+    if not hvd.is_initialized() or os.environ.get("HORORING_ALGORITHM") != name:
         hvd.shutdown()
-        os.environ.update(wanted)
+        os.environ["HORORING_ALGORITHM"] = name
         hvd.init()
     return {
         "allreduce": lambda x: hvd.allreduce_(x, op=hvd.Sum, name="benchmark"),
@@ -132,8 +126,7 @@ Measured = dict[int, dict[str, Series]]  # by size, by contestant
 def measure(collective: str, names: list[str], tensors: dict[int, torch.Tensor],
             order: random.Random, turns: int, patience_s: float) -> Iterator[Measured]:  # fmt: skip
     """Yield what was measured so far, after every turn."""
-    names = [name for name in names if (collective, name) not in NO_PEER
-             and (name != NARROW or collective == "allreduce")]  # fmt: skip
+    names = [name for name in names if (collective, name) not in NO_PEER]
     found: Measured = {nbytes: {} for nbytes in tensors}
     left = {(name, nbytes): patience_s for name in names for nbytes in tensors}
     for _ in range(turns):
@@ -165,7 +158,7 @@ def shares(of_size: dict[str, Series], limit: float) -> dict[str, dict[str, floa
             "median_us": statistics.median(series.seconds) * 1e6,
             "p10_us": float(np.percentile(series.seconds, 10)) * 1e6,
             "p90_us": float(np.percentile(series.seconds, 90)) * 1e6,
-            "of_limit": limit / (2 if name == NARROW else 1) / statistics.median(series.seconds),
+            "of_limit": limit / statistics.median(series.seconds),
         }
         for name, series in of_size.items()
     }
@@ -195,8 +188,7 @@ def main() -> None:
     parser.add_argument("--bytes", type=int, nargs="+", default=[4, 65536, 1 << 20, 16 << 20])
     parser.add_argument("--collective", choices=list(NEEDS), nargs="+", default=["allreduce"])
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--only", nargs="+", default=[*OURS, "mpi", "gloo"],
-                        help=f"of the default, and {NARROW}")  # fmt: skip
+    parser.add_argument("--only", nargs="+", default=[*OURS, "mpi", "gloo"])
     parser.add_argument("--patience", type=float, default=30, help="seconds of a way at one size")
     parser.add_argument("--json", help="file to write the results to")
     arguments = parser.parse_args()

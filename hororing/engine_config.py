@@ -36,7 +36,6 @@ def engine_config(
     c_config.transport = text(settings["TRANSPORT"])
     c_config.backend = text(settings["BACKEND"])
     c_config.algorithm = text(settings["ALGORITHM"])
-    c_config.wire = text("full" if settings["WIRE"] == "auto" else settings["WIRE"])
     c_config.mpi_library = text(library if library.exists() else "")
     c_config.arena_bytes = settings["ARENA_BYTES"]
     c_config.chunk_bytes = settings["CHUNK_BYTES"]
@@ -62,7 +61,6 @@ def engine_config(
     c_config.tune_hold = settings.settings["CYCLE_TIME_MS"].source == "default"
     c_config.tune_chunks = settings.settings["CHUNK_BYTES"].source == "default"
     c_config.tune_algorithms = settings.settings["ALGORITHM"].source == "default"
-    c_config.tune_wires = settings["WIRE"] == "auto"
     c_config.tune_warmup_samples = settings["AUTOTUNE_WARMUP_SAMPLES"]
     c_config.tune_steps_per_sample = settings["AUTOTUNE_STEPS_PER_SAMPLE"]
     c_config.tune_log = text(settings["AUTOTUNE_LOG"])

@@ -81,8 +81,6 @@ class Backend {
   virtual void Tune(const Tuning& /*tuning*/) {}
   // Bytes of this rank's tensors, in all batches so far, that were reduced where they lie.
   virtual int64_t in_place_bytes() const { return 0; }
-  // Likewise, whose sums travelled between hosts narrower than they are.
-  virtual int64_t narrow_bytes() const { return 0; }
   // That the latest Run took.
   virtual AllreduceWay way() const { return AllreduceWay::kNotCounted; }
 

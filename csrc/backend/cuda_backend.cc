@@ -118,10 +118,6 @@ Status CudaBackend::Choose(TimeNs deadline) {
           (nccl_ != nullptr
                ? " travel by NCCL " + api->version_text() + " (" + api->library.path() + ")"
                : " travel by way of the host: " + obstacle));
-  if (narrow_ && nccl_ != nullptr && options_.hosts > 1 && transport_.rank() == 0) {
-    Log(LogLevel::kWarning,
-        "HORORING_WIRE has no effect on tensors on devices that NCCL carries between hosts");
-  }
   chosen_ = true;
   return Status::Ok();
 }

@@ -40,9 +40,7 @@ class CudaBackend final : public Backend {
   bool on_device() const override { return true; }
   bool Supports(const Batch& batch) const override { return batch.on_device; }
   Status Run(const Batch& batch, TimeNs deadline, TraceSink& trace) override;
-  void Tune(const Tuning& tuning) override { narrow_ = tuning.wires != Tuning().wires; }
   size_t scratch_bytes() const override;
-  int64_t narrow_bytes() const override { return staged_.narrow_bytes(); }
   std::shared_ptr<const DeviceEvent> done() const override { return done_; }
   Status Look() override;
   Status Leave(TimeNs deadline) override;
@@ -72,7 +70,6 @@ class CudaBackend final : public Backend {
   std::shared_ptr<Device> device_;
   std::unique_ptr<NcclCommunicator> nccl_;
   bool chosen_ = false;
-  bool narrow_ = false;  // the user permits it between hosts, as far as that is for us to decide
   bool scales_ = false;  // all ranks have the kernels for it
   std::shared_ptr<const DeviceEvent> done_;
   std::deque<InFlight> in_flight_;

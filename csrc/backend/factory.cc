@@ -50,34 +50,6 @@ HostBackend::Options FlatOptionsOf(const BackendOptions& options,
   return flat;
 }
 
-// What is narrow on the wire where nothing else may be.
-Status CheckWires(const BackendOptions& options) {
-  const auto& wires = options.tuning.wires;
-  if (wires == Tuning().wires) return Status::Ok();
-  const std::string wanted = "HORORING_WIRE=" + WireNames(options.tuning);
-  if (options.reproducible && (wires[0] != wires[1] || wires[1] != wires[2])) {
-    return Status(Code::kInvalidArgument,
-                  wanted +
-                      " cannot be had with HORORING_REPRODUCIBLE=1, where it must not matter "
-                      "which tensors share a batch; give one for all sizes");
-  }
-  for (size_t i = 0; i < wires.size(); ++i) {
-    const auto algorithm = static_cast<Algorithm>(options.tuning.algorithms[i]);
-    if (wires[i] == static_cast<uint8_t>(WireType::kFull) || CanNarrow(algorithm)) continue;
-    return Status(Code::kInvalidArgument,
-                  wanted + " cannot be had with HORORING_ALGORITHM=" + Names(options.tuning) +
-                      ": recursive doubling sends sums of sums, which would be rounded again at "
-                      "every step; use ring for those sizes, or the wire full");
-  }
-  if (options.cuda.way == DeviceWay::kNccl) {
-    return Status(Code::kInvalidArgument,
-                  wanted +
-                      " cannot be had with HORORING_GPU=nccl, whose messages between hosts are "
-                      "NCCL's own; use HORORING_GPU=staged");
-  }
-  return Status::Ok();
-}
-
 }  // namespace
 
 Status CheckBackends(const BackendOptions& options, const World& world) {
@@ -100,7 +72,6 @@ Status CheckBackends(const BackendOptions& options, const World& world) {
                       " cannot be had with HORORING_REPRODUCIBLE=1, which sums in the order of "
                       "ranks; leave out one of them");
   }
-  HORORING_RETURN_IF_ERROR(CheckWires(options));
   const auto& chosen = options.tuning.algorithms;
   const bool phases = std::any_of(chosen.begin(), chosen.end(), [](uint8_t each) {
     const Algorithm algorithm = static_cast<Algorithm>(each);

@@ -42,11 +42,11 @@ struct Plan : VirtualBuffer {
 
   // `capacity`: bytes of one block's room in a slot. `chunk_bytes`: of a block; 0: built in.
   Plan(const Batch& batch, size_t capacity, int slice_owners, int hosts, const WireCost& wire,
-       WireType type, size_t chunk_bytes)
+       size_t chunk_bytes)
       : VirtualBuffer(batch), owners(slice_owners) {
     const size_t element = ElementSize(batch.reduce.dtype);
-    const size_t partial = PartialOnWire(batch.reduce, type);
-    whole = GoesWhole(total / element, batch.reduce, hosts, wire, type);
+    const size_t partial = PartialSize(batch.reduce);
+    whole = GoesWhole(total / element, batch.reduce, hosts, wire);
     const size_t messages = static_cast<size_t>(owners) * static_cast<size_t>(whole ? 1 : hosts);
     size_t wanted = hosts == 1 ? kLocalBlock : messages * kHostMessage / partial * element;
     if (chunk_bytes != 0) wanted = chunk_bytes;
@@ -225,12 +225,7 @@ Algorithm HierarchicalBackend::Choose(const Batch& batch) const {
   const Algorithm algorithm = AlgorithmFor(tuning_, batch.bytes());
   if (algorithm != Algorithm::kAuto) return algorithm;
   const size_t elements = batch.bytes() / ElementSize(batch.reduce.dtype);
-  return Cheapest(elements, batch.reduce, shape_, options_.wire, TypeOf(batch));
-}
-
-WireType HierarchicalBackend::TypeOf(const Batch& batch) const {
-  if (shape_.hosts == 1) return WireType::kFull;
-  return WireFor(tuning_, batch.bytes(), batch.reduce, options_.reproducible);
+  return Cheapest(elements, batch.reduce, shape_, options_.wire);
 }
 
 // Whether all batches over several hosts shall go by the flat algorithms.
@@ -281,13 +276,11 @@ size_t HierarchicalBackend::capacity() const {
 
 Status HierarchicalBackend::RunAllreduce(const Batch& batch, TimeNs deadline, TraceSink& trace) {
   HORORING_RETURN_IF_ERROR(Check(batch.reduce));
-  const WireType type = TypeOf(batch);
   const bool by_leader = Choose(batch) == Algorithm::kLeader;
   const Plan plan(batch, capacity(), by_leader ? 1 : shape_.least, shape_.hosts, options_.wire,
-                  type, static_cast<size_t>(tuning_.chunk_bytes));
+                  static_cast<size_t>(tuning_.chunk_bytes));
   if (plan.blocks == 0) return Status::Ok();
   way_ = by_leader ? AllreduceWay::kLeader : AllreduceWay::kThreePhase;
-  if (type != WireType::kFull) narrow_bytes_ += static_cast<int64_t>(batch.bytes());
   std::optional<SliceExchange> exchange;
   if (group_.local < plan.owners) {
     SliceExchange::Plan between;
@@ -296,7 +289,6 @@ Status HierarchicalBackend::RunAllreduce(const Batch& batch, TimeNs deadline, Tr
     }
     between.place = group_.host;
     between.spec = batch.reduce;
-    between.type = type;
     between.divisor = group_.size();
     between.slices = plan.blocks;
     between.most_elements = plan.LargestSlice() / ElementSize(batch.reduce.dtype);

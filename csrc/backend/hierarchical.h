@@ -51,13 +51,10 @@ class HierarchicalBackend final : public Backend {
   void Tune(const Tuning& tuning) override { tuning_ = tuning; }
   // This rank's slot, and what lies between hosts.
   size_t scratch_bytes() const override;
-  int64_t narrow_bytes() const override { return narrow_bytes_; }
   AllreduceWay way() const override { return way_; }
 
  private:
   Algorithm Choose(const Batch& batch) const;
-  // As what it travels, if it is an allreduce.
-  WireType TypeOf(const Batch& batch) const;
   bool Flat() const;
   bool leader() const { return options_.algorithm == Algorithm::kLeader; }
   size_t capacity() const;
@@ -80,7 +77,6 @@ class HierarchicalBackend final : public Backend {
   const HostShape shape_;
   const Options options_;
   Tuning tuning_;
-  int64_t narrow_bytes_ = 0;
   Scratch scratch_;
   uint64_t next_block_;
   AllreduceWay way_ = AllreduceWay::kNotCounted;

@@ -42,12 +42,7 @@ HostBackend::HostBackend(Transport& transport, const Options& options)
   tuning_.algorithms.fill(static_cast<uint8_t>(options.algorithm));
 }
 
-WireType HostBackend::TypeOf(const Batch& batch) const {
-  if (shape_.hosts == 1) return WireType::kFull;
-  return WireFor(tuning_, batch.bytes(), batch.reduce, options_.reproducible);
-}
-
-Algorithm HostBackend::Choose(const Batch& batch, WireType type) const {
+Algorithm HostBackend::Choose(const Batch& batch) const {
   const Algorithm algorithm = AlgorithmFor(tuning_, batch.bytes());
   switch (algorithm) {
     case Algorithm::kRing:
@@ -56,7 +51,7 @@ Algorithm HostBackend::Choose(const Batch& batch, WireType type) const {
   }
   if (shape_.hosts == 1) return Algorithm::kAuto;
   const size_t elements = batch.bytes() / ElementSize(batch.reduce.dtype);
-  return Cheapest(elements, batch.reduce, shape_, options_.wire, type);
+  return Cheapest(elements, batch.reduce, shape_, options_.wire);
 }
 
 bool HostBackend::Supports(const Batch&) const { return true; }
@@ -113,12 +108,6 @@ Status HostBackend::RunAllreduce(const Batch& batch, TimeNs deadline, TraceSink&
     padded += RoundUp(entry.elements * element, kEntryAlign);
   }
   if (entries.empty()) return Status::Ok();
-  const WireType type = TypeOf(batch);
-  const Algorithm algorithm = Choose(batch, type);
-  if (type != WireType::kFull && (options_.reproducible || CanNarrow(algorithm))) {
-    return RunNarrow(batch, entries, type, deadline, trace);
-  }
-
   ReduceBuffer buffer;
   buffer.spec = batch.reduce;
   const bool fused = entries.size() > 1;
@@ -144,7 +133,7 @@ Status HostBackend::RunAllreduce(const Batch& batch, TimeNs deadline, TraceSink&
   }
   {
     StageSpan span(trace, Stage::kReduce, batch);
-    const FlatOptions options{options_.reproducible, algorithm, WayToGather(),
+    const FlatOptions options{options_.reproducible, Choose(batch), WayToGather(),
                               static_cast<size_t>(tuning_.chunk_bytes)};
     HORORING_RETURN_IF_ERROR(
         Allreduce(transport_, buffer, options, receive_buffer_, deadline, &way_));

@@ -32,14 +32,10 @@ class HostBackend final : public Backend {
   Status Run(const Batch& batch, TimeNs deadline, TraceSink& trace) override;
   void Tune(const Tuning& tuning) override { tuning_ = tuning; }
   size_t scratch_bytes() const override;
-  int64_t narrow_bytes() const override { return narrow_bytes_; }
   AllreduceWay way() const override { return way_; }
 
  private:
   Status RunAllreduce(const Batch& batch, TimeNs deadline, TraceSink& trace);
-  // In host_narrow.cc: between hosts `type` travels.
-  Status RunNarrow(const Batch& batch, const std::vector<const BatchEntry*>& entries, WireType type,
-                   TimeNs deadline, TraceSink& trace);
   Status RunAdasum(const Batch& batch, TimeNs deadline, TraceSink& trace);
   Status RunReducescatter(const Batch& batch, TimeNs deadline, TraceSink& trace);
   // In host_moves.cc.
@@ -50,9 +46,8 @@ class HostBackend final : public Backend {
   Status BroadcastTogether(const Batch& batch, const std::vector<const BatchEntry*>& entries,
                            TimeNs deadline, TraceSink& trace);
 
-  // Among several hosts, as what an allreduce travels and by which algorithm.
-  WireType TypeOf(const Batch& batch) const;
-  Algorithm Choose(const Batch& batch, WireType type) const;
+  // By which algorithm an allreduce among several hosts goes.
+  Algorithm Choose(const Batch& batch) const;
   size_t MessageBytes() const;
   GatherWay WayToGather() const;
   void MoveToOutput(const Batch& batch, const BatchEntry& entry, TraceSink& trace);
@@ -62,7 +57,6 @@ class HostBackend final : public Backend {
   Transport& transport_;
   const Options options_;
   Tuning tuning_;
-  int64_t narrow_bytes_ = 0;
   const HostShape shape_;
   const std::unique_ptr<Subgroup> by_host_;  // null where the ranks' own order is as good
   Scratch fusion_buffer_;

@@ -199,10 +199,4 @@ Status StagedBatches::Reach(const DeviceEvent& event) {
   }
 }
 
-int64_t StagedBatches::narrow_bytes() const {
-  int64_t bytes = 0;
-  for (const Backend* backend : host_) bytes += backend->narrow_bytes();
-  return bytes;
-}
-
 }  // namespace hororing

@@ -31,8 +31,6 @@ class StagedBatches {
   Status Run(const Batch& batch, const std::shared_ptr<Device>& device, TimeNs timeout,
              TraceSink& trace);
   size_t scratch_bytes() const { return buffers_[0].bytes + buffers_[1].bytes; }
-  // Of all batches of the backends on the host.
-  int64_t narrow_bytes() const;
 
  private:
   struct Buffer {

@@ -17,16 +17,12 @@ struct Tuning {
   int64_t chunk_bytes = 0;
   // Over several hosts, by class of batches: values of Algorithm (collective/algorithm.h).
   std::array<uint8_t, 3> algorithms{};
-  // As what sums of float32 travel between hosts, likewise: values of WireType
-  // (collective/wire_type.h).
-  std::array<uint8_t, 3> wires{};
 
   static size_t ClassOf(size_t bytes) {
     return (bytes > kClassEnds[0] ? 1u : 0u) + (bytes > kClassEnds[1] ? 1u : 0u);
   }
   bool operator==(const Tuning& other) const {
-    return chunk_bytes == other.chunk_bytes && algorithms == other.algorithms &&
-           wires == other.wires;
+    return chunk_bytes == other.chunk_bytes && algorithms == other.algorithms;
   }
 };
 

@@ -107,8 +107,6 @@ typedef struct hr_config {
   int32_t tune;            /* nonzero: find what follows below by trying */
   const char* algorithm;   /* "auto", "ring", "recursive_doubling", "three_phase", "leader"; or
                               three of them with commas between, by size of batch */
-  const char* wire;        /* as what sums of float32 travel between hosts: "full", "bfloat16",
-                              "float16"; or three of them likewise */
   int64_t chunk_bytes;     /* of blocks and segments; 0: built in */
   const char* fingerprint; /* "knob=value" lines compared over the ranks at init */
   /* Local. */
@@ -126,7 +124,6 @@ typedef struct hr_config {
   int32_t tune_hold;       /* nonzero: other cycle_time_ms, too */
   int32_t tune_chunks;     /* nonzero: other chunk_bytes, too */
   int32_t tune_algorithms; /* nonzero: other algorithms, too */
-  int32_t tune_wires;      /* nonzero: "bfloat16" between hosts, too */
   int32_t tune_warmup_samples;
   int32_t tune_steps_per_sample;
   const char* tune_log; /* path of its CSV log, or NULL */
@@ -195,7 +192,6 @@ typedef struct hr_stats {
   int64_t trace_events_dropped;
   int64_t in_place_bytes;  /* of HR_ALLREDUCE among several ranks: reduced where they lay */
   int64_t packed_bytes;    /* and copied to where they were reduced */
-  int64_t narrow_bytes;    /* and whose sums travelled between hosts in 16 bits (`wire`) */
   int64_t fusion_bytes;    /* the threshold in use; the tuner's on rank 0 */
   int64_t cycle_time_ns;   /* likewise the time that bursts are held */
   int64_t chunk_bytes;     /* of blocks and segments, in use; 0: built in */

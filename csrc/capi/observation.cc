@@ -127,7 +127,6 @@ HR_EXPORT void hr_stats_now(hr_stats* stats) {
   stats->trace_events_dropped = engine->trace().dropped();
   stats->in_place_bytes = from.in_place_bytes;
   stats->packed_bytes = from.packed_bytes;
-  stats->narrow_bytes = from.narrow_bytes;
   stats->fusion_bytes = from.fusion_bytes;
   stats->cycle_time_ns = from.hold_ns;
   stats->chunk_bytes = from.chunk_bytes;

@@ -98,7 +98,6 @@ EngineConfig EngineConfigFrom(const hr_config& from) {
     config.tune->tune_hold = from.tune_hold != 0;
     config.tune->tune_chunks = from.tune_chunks != 0;
     config.tune->tune_algorithms = from.tune_algorithms != 0;
-    config.tune->tune_wires = from.tune_wires != 0;
     config.tune->warmup_samples = from.tune_warmup_samples;
     config.tune->steps_per_sample = from.tune_steps_per_sample;
     config.tune_log = Text(from.tune_log);
@@ -187,7 +186,6 @@ HR_EXPORT int hr_init(const hr_config* config) {
   const WorldOptions world = WorldOptionsFrom(*config);
   EngineConfig engine_config = EngineConfigFrom(*config);
   Status parsed = Parse(Text(config->algorithm), &engine_config.tuning);
-  if (parsed.ok()) parsed = ParseWires(Text(config->wire), &engine_config.tuning);
   if (parsed.ok()) parsed = Parse(Text(config->gpu), &engine_config.gpu);
   if (!parsed.ok()) return Remember(parsed);
   std::unique_ptr<Engine> engine;

@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <iterator>
 
-#include "collective/size_classes.h"
-
 namespace hororing {
 namespace {
 
@@ -50,28 +48,43 @@ Status Parse(const std::string& name, Algorithm* algorithm) {
 }
 
 Status Parse(const std::string& names, Tuning* tuning) {
-  WordsByClass words;
-  HORORING_RETURN_IF_ERROR(SplitByClass(names, "algorithms", &words));
-  for (size_t i = 0; i < words.size(); ++i) {
+  std::vector<std::string> given(1);
+  for (const char each : names) {
+    if (each == ',') {
+      given.emplace_back();
+    } else if (each != ' ') {
+      given.back() += each;
+    }
+  }
+  auto& algorithms = tuning->algorithms;
+  if (given.size() == 1) given.resize(algorithms.size(), given[0]);
+  if (given.size() != algorithms.size()) {
+    return Status(Code::kInvalidArgument, "algorithms '" + names + "': give one, or " +
+                                              std::to_string(algorithms.size()) +
+                                              " with commas between them, by size of batch");
+  }
+  for (size_t i = 0; i < given.size(); ++i) {
     Algorithm algorithm = Algorithm::kAuto;
-    HORORING_RETURN_IF_ERROR(Parse(words[i], &algorithm));
-    tuning->algorithms[i] = static_cast<uint8_t>(algorithm);
+    HORORING_RETURN_IF_ERROR(Parse(given[i], &algorithm));
+    algorithms[i] = static_cast<uint8_t>(algorithm);
   }
   return Status::Ok();
 }
 
 std::string Names(const Tuning& tuning) {
-  WordsByClass words;
-  std::transform(tuning.algorithms.begin(), tuning.algorithms.end(), words.begin(),
-                 [](uint8_t each) { return Name(static_cast<Algorithm>(each)); });
-  return JoinByClass(words);
+  std::string text;
+  bool differ = false;
+  for (const uint8_t each : tuning.algorithms) {
+    text += (text.empty() ? "" : ",") + std::string(Name(static_cast<Algorithm>(each)));
+    differ = differ || each != tuning.algorithms[0];
+  }
+  return differ ? text : Name(static_cast<Algorithm>(tuning.algorithms[0]));
 }
 
-bool GoesWhole(size_t elements, const ReduceSpec& spec, int hosts, const WireCost& wire,
-               WireType type) {
+bool GoesWhole(size_t elements, const ReduceSpec& spec, int hosts, const WireCost& wire) {
   const double others = hosts - 1, count = static_cast<double>(elements);
-  const double partial = static_cast<double>(PartialOnWire(spec, type));
-  const double element = static_cast<double>(ElementSize(OnWire(spec, type).dtype));
+  const double partial = static_cast<double>(PartialSize(spec));
+  const double element = static_cast<double>(ElementSize(spec.dtype));
   const double whole = others * count * partial;
   const double there_and_back = others / hosts * count * (partial + element);
   return (whole - there_and_back) * wire.beta_s <= wire.alpha_s;
@@ -88,23 +101,22 @@ bool ScattersByHost(const ReduceSpec& spec, const HostShape& shape) {
 }
 
 double Cost(Algorithm algorithm, size_t elements, const ReduceSpec& spec, const HostShape& shape,
-            const WireCost& wire, WireType type) {
-  const ReduceSpec on_wire = OnWire(spec, type);
+            const WireCost& wire) {
   const double count = static_cast<double>(elements);
-  const double arithmetic = count * static_cast<double>(ElementSize(spec.dtype)) * kGamma;
-  const double bytes = count * static_cast<double>(ElementSize(on_wire.dtype));
+  const double bytes = count * static_cast<double>(ElementSize(spec.dtype));
+  const double partial = count * static_cast<double>(PartialSize(spec));
+  const double arithmetic = bytes * kGamma;
   const double hosts = shape.hosts, ranks = shape.ranks, most = shape.most;
   switch (algorithm) {
     case Algorithm::kRing: {
-      const double steps = NeedsWideAccumulator(on_wire) ? ranks : 2 * (ranks - 1);
+      const double steps = NeedsWideAccumulator(spec) ? ranks : 2 * (ranks - 1);
       // In rank order every rank of a host sends to every rank of the others by itself.
-      const double sent = NeedsWideAccumulator(on_wire)
+      const double sent = NeedsWideAccumulator(spec)
                               ? bytes * (most * (ranks - most) + ranks - 1) / ranks
                               : 2 * bytes * (ranks - 1) / ranks;
       return steps * wire.alpha_s + sent * wire.beta_s + arithmetic;
     }
     case Algorithm::kRecursiveDoubling: {
-      const double partial = count * static_cast<double>(PartialSize(spec));
       const int between = Log2(shape.hosts), within = Log2(shape.ranks) - between;
       return between * (wire.alpha_s + most * partial * wire.beta_s) + within * kLocalAlpha +
              Log2(shape.ranks) * partial * kGamma;
@@ -112,8 +124,7 @@ double Cost(Algorithm algorithm, size_t elements, const ReduceSpec& spec, const 
     case Algorithm::kThreePhase:
     case Algorithm::kLeader: {
       const bool leader = algorithm == Algorithm::kLeader;
-      const double partial = count * static_cast<double>(PartialOnWire(spec, type));
-      const bool whole = GoesWhole(elements, spec, shape.hosts, wire, type);
+      const bool whole = GoesWhole(elements, spec, shape.hosts, wire);
       const double sent = whole ? (hosts - 1) * partial : (hosts - 1) / hosts * (partial + bytes);
       // A rank that reduces alone keeps the wire waiting for it.
       return (whole ? 1 : 2) * wire.alpha_s + sent * wire.beta_s + 2 * kLocalAlpha +
@@ -121,16 +132,16 @@ double Cost(Algorithm algorithm, size_t elements, const ReduceSpec& spec, const 
     }
     case Algorithm::kAuto: break;
   }
-  return Cost(Cheapest(elements, spec, shape, wire, type), elements, spec, shape, wire, type);
+  return Cost(Cheapest(elements, spec, shape, wire), elements, spec, shape, wire);
 }
 
 Algorithm Cheapest(size_t elements, const ReduceSpec& spec, const HostShape& shape,
-                   const WireCost& wire, WireType type) {
+                   const WireCost& wire) {
   Algorithm best = Algorithm::kRecursiveDoubling;
-  double least = Cost(best, elements, spec, shape, wire, type);
+  double least = Cost(best, elements, spec, shape, wire);
   for (const Algorithm each : {Algorithm::kRing, Algorithm::kThreePhase, Algorithm::kLeader}) {
     if (each != Algorithm::kRing && !shape.shared) continue;
-    const double cost = Cost(each, elements, spec, shape, wire, type);
+    const double cost = Cost(each, elements, spec, shape, wire);
     if (cost >= least) continue;
     best = each;
     least = cost;

@@ -10,7 +10,6 @@
 #include "base/reduce.h"
 #include "base/status.h"
 #include "base/tuning.h"
-#include "collective/wire_type.h"
 
 namespace hororing {
 
@@ -67,20 +66,15 @@ struct HostShape {
 // Of the ranks on each host; without shared memory. Nothing given: one host.
 HostShape ShapeOf(const std::vector<std::vector<int>>& ranks_on);
 
-// Seconds, by the formulas of docs/algorithms.md. `elements` of `spec`, which travel as `type` but
-// in recursive doubling.
+// Seconds, by the formulas of docs/algorithms.md.
 double Cost(Algorithm algorithm, size_t elements, const ReduceSpec& spec, const HostShape& shape,
-            const WireCost& wire, WireType type = WireType::kFull);
+            const WireCost& wire);
 // The cheapest of those that can run: the last two only with shared memory.
 Algorithm Cheapest(size_t elements, const ReduceSpec& spec, const HostShape& shape,
-                   const WireCost& wire, WireType type = WireType::kFull);
-// Whether it can send something narrower than it sums: not what sends sums of sums, which would be
-// rounded again and again.
-inline bool CanNarrow(Algorithm algorithm) { return algorithm != Algorithm::kRecursiveDoubling; }
+                   const WireCost& wire);
 
 // Whether a slice between hosts goes whole to every other one, which saves the way back.
-bool GoesWhole(size_t elements, const ReduceSpec& spec, int hosts, const WireCost& wire,
-               WireType type = WireType::kFull);
+bool GoesWhole(size_t elements, const ReduceSpec& spec, int hosts, const WireCost& wire);
 // Whether a reduce-scatter sends less when hosts sum up what leaves them, as partial results, than
 // when every rank sends to every other one.
 bool ScattersByHost(const ReduceSpec& spec, const HostShape& shape);

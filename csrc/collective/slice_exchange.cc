@@ -33,9 +33,8 @@ SliceExchange::SliceExchange(Transport& wire, Plan plan, TimeNs deadline)
       plan_(std::move(plan)),
       deadline_(deadline),
       lead_(plan_.depth / 2),
-      on_wire_(OnWire(plan_.spec, plan_.type)),
-      partial_(PartialOnWire(plan_.spec, plan_.type)),
-      element_(ElementSize(on_wire_.dtype)),
+      partial_(PartialSize(plan_.spec)),
+      element_(ElementSize(plan_.spec.dtype)),
       partial_room_(RoundUpToLine(plan_.most_elements * partial_)),
       arrival_room_(plan_.whole
                         ? partial_room_
@@ -51,18 +50,14 @@ SliceExchange::~SliceExchange() {
 }
 
 Status SliceExchange::Reserve(Scratch& scratch) {
-  const size_t wide = narrow() ? RoundUpToLine(plan_.most_elements * PartialSize(plan_.spec)) : 0;
-  const size_t finished_room = narrow() ? partial_room_ : 0;  // elements of the same size
-  const size_t bytes = wide + plan_.depth * (partial_room_ + finished_room +
-                                             static_cast<size_t>(hosts() - 1) * arrival_room_);
+  const size_t bytes =
+      plan_.depth * (partial_room_ + static_cast<size_t>(hosts() - 1) * arrival_room_);
   partials_ = static_cast<std::byte*>(scratch.Reserve(bytes));
   if (partials_ == nullptr) {
     return Status(Code::kInternal, "allreduce between hosts: no memory for partial sums of " +
                                        std::to_string(bytes) + " bytes");
   }
-  finished_ = partials_ + plan_.depth * partial_room_;
-  arrivals_ = finished_ + plan_.depth * finished_room;
-  wide_ = partials_ + bytes - wide;
+  arrivals_ = partials_ + plan_.depth * partial_room_;
   return Status::Ok();
 }
 
@@ -80,11 +75,9 @@ void SliceExchange::Begin(size_t elements, std::byte* result) {
   under_way_.emplace_back();
   Slice& slice = under_way_.back();
   slice.elements = elements;
-  slice.partial = Outgoing(begun_);
+  slice.partial = Partial();
   slice.arrived = arrivals_ + begun_ % plan_.depth * others * arrival_room_;
   slice.result = result;
-  slice.finished = narrow() ? finished_ + begun_ % plan_.depth * partial_room_ : result;
-  if (narrow()) Narrow(plan_.type, 1.0, slice.partial, wide_, elements);
   ++begun_;
   const Span own = plan_.whole ? Span{0, elements} : Chunk(elements, hosts(), plan_.place);
   // At each distance everybody sends to somebody else.
@@ -113,13 +106,6 @@ void SliceExchange::Combine(Slice& slice) {
                : slice.arrived +
                      static_cast<size_t>(host < plan_.place ? host : host - 1) * arrival_room_;
   };
-  if (narrow()) {
-    std::vector<const void*> sums;
-    for (int host = 0; host < hosts(); ++host) sums.push_back(source(host));
-    ReduceMany(on_wire_, plan_.divisor, slice.finished + own.begin * element_, sums.data(), hosts(),
-               own.size);
-    return;
-  }
   if (hosts() == 1) {
     return FinishPartial(plan_.spec, plan_.divisor, slice.result, slice.partial, own.size);
   }
@@ -140,10 +126,10 @@ void SliceExchange::SendBack(Slice& slice) {
     const int rank = plan_.ranks[static_cast<size_t>(from)];
     if (part.size == 0) continue;
     slice.back.push_back(
-        {wire_.Receive(rank, slice.finished + part.begin * element_, part.size * element_), rank});
+        {wire_.Receive(rank, slice.result + part.begin * element_, part.size * element_), rank});
   }
   for (int i = 1; i < hosts(); ++i) {
-    Send(slice, (plan_.place + i) % hosts(), slice.finished + own.begin * element_,
+    Send(slice, (plan_.place + i) % hosts(), slice.result + own.begin * element_,
          own.size * element_);
   }
 }
@@ -174,7 +160,6 @@ Status SliceExchange::Step(bool* moved) {
     HORORING_RETURN_IF_ERROR(TakeDone(&slice.back, moved));
     if (slice.back.empty()) HORORING_RETURN_IF_ERROR(TakeDone(&slice.sends, moved));
     if (!slice.back.empty() || !slice.sends.empty()) break;
-    if (narrow()) Widen(plan_.type, slice.result, slice.finished, slice.elements);
     under_way_.pop_front();
     ++completed_;
     *moved = true;

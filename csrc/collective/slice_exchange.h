@@ -15,10 +15,6 @@
 // ring (the least possible), but with 2 latencies instead of 2(H-1). A slice that is so small that
 // a latency costs more than its bytes goes there whole, to every other host, and not back.
 //
-// Where they travel narrower than they are (collective/wire_type.h), each host's sum is rounded,
-// its own included, and so is the result, also where nothing comes back: so bits do not depend on
-// who finishes an element.
-//
 // Messages of two ranks match in the order of their posting, so it must be the same everywhere,
 // whatever arrives when: slice t + lead goes there before slice t comes back, and before slice
 // t + lead + 1 goes there.
@@ -33,7 +29,6 @@
 #include "base/clock.h"
 #include "base/reduce.h"
 #include "collective/allreduce.h"
-#include "collective/wire_type.h"
 #include "transport/transport.h"
 
 namespace hororing {
@@ -49,7 +44,6 @@ class SliceExchange {
     std::vector<int> ranks;  // of `wire`: one per host, in the order of the hosts
     int place = 0;           // of this rank among them
     ReduceSpec spec;
-    WireType type = WireType::kFull;
     int divisor = 1;           // ranks of the job
     bool whole = false;        // there whole, and not back
     uint64_t slices = 0;       // that will begin
@@ -67,7 +61,7 @@ class SliceExchange {
   Status Reserve(Scratch& scratch);
   bool CanBegin() const;
   // REQUIRES: CanBegin(). Where the host's sum of the next slice goes, as partial results.
-  std::byte* Partial() { return narrow() ? wide_ : Outgoing(begun_); }
+  std::byte* Partial() { return partials_ + begun_ % plan_.depth * partial_room_; }
   // The next slice, which lies in Partial(); `result` is written until it is complete.
   void Begin(size_t elements, std::byte* result);
   // Goes on as far as it can; *moved where it could.
@@ -86,16 +80,12 @@ class SliceExchange {
   struct Slice {
     size_t elements;
     std::byte* partial;
-    std::byte* arrived;   // of the other hosts, in their order
-    std::byte* finished;  // as it travels: where it is narrow, not yet the result
+    std::byte* arrived;  // of the other hosts, in their order
     std::byte* result;
     std::deque<Transfer> there, back, sends;
   };
 
   int hosts() const { return static_cast<int>(plan_.ranks.size()); }
-  bool narrow() const { return plan_.type != WireType::kFull; }
-  // Where the host's sum of a slice lies as it travels.
-  std::byte* Outgoing(uint64_t slice) { return partials_ + slice % plan_.depth * partial_room_; }
   Status TakeDone(std::deque<Transfer>* transfers, bool* moved);
   void Combine(Slice& slice);
   void SendBack(Slice& slice);
@@ -105,15 +95,11 @@ class SliceExchange {
   const Plan plan_;
   const TimeNs deadline_;
   const uint64_t lead_;
-  const ReduceSpec on_wire_;
-  const size_t partial_, element_;  // bytes of one on the wire
+  const size_t partial_, element_;  // bytes of one
   const size_t partial_room_;       // bytes of the longest slice
   const size_t arrival_room_;       // bytes of what comes from one host
   std::byte* partials_ = nullptr;
   std::byte* arrivals_ = nullptr;
-  // Where it is narrow: the next slice's sum before it is rounded, and finished slices.
-  std::byte* wide_ = nullptr;
-  std::byte* finished_ = nullptr;
   std::deque<Slice> under_way_;  // slices completed_ .. begun_
   uint64_t begun_ = 0;
   uint64_t turned_ = 0;  // combined, and on the way back

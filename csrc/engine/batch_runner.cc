@@ -251,7 +251,6 @@ Status BatchRunner::RunBatch(int32_t process_set, Channel& channel) {
         return each->on_device() == batch.on_device && each->Supports(batch);
       });
   const int64_t in_place_before = (*backend)->in_place_bytes();
-  const int64_t narrow_before = (*backend)->narrow_bytes();
   const Status status = (*backend)->Run(batch, After(begin, options_.timeout_ns), trace_);
   const TimeNs end = NowNs();
   if (trace_.enabled()) {
@@ -268,7 +267,6 @@ Status BatchRunner::RunBatch(int32_t process_set, Channel& channel) {
     const int64_t in_place = (*backend)->in_place_bytes() - in_place_before;
     stats_.in_place_bytes += in_place;
     stats_.packed_bytes += bytes - in_place;
-    stats_.narrow_bytes += (*backend)->narrow_bytes() - narrow_before;
   }
   size_t scratch = 0;
   for (const auto& [id, each] : channels_) {

@@ -26,8 +26,6 @@ Tuner::Options TunerOptions(const EngineConfig& config, const World& world) {
   const auto value = [](Algorithm algorithm) { return static_cast<uint8_t>(algorithm); };
   for (size_t i = 0; i < options.algorithms.size() && several && !config.reproducible; ++i) {
     std::vector<uint8_t>& algorithms = options.algorithms[i];
-    // A float16 may overflow.
-    options.wires[i] = {static_cast<uint8_t>(WireType::kBfloat16)};
     algorithms = {value(Algorithm::kAuto), value(Algorithm::kRing)};
     const bool large = i + 1 == options.algorithms.size();  // out of the question
     if (!large) algorithms.push_back(value(Algorithm::kRecursiveDoubling));
@@ -35,9 +33,7 @@ Tuner::Options TunerOptions(const EngineConfig& config, const World& world) {
     algorithms.push_back(value(Algorithm::kThreePhase));
     algorithms.push_back(value(Algorithm::kLeader));
   }
-  options.narrows = [](uint8_t algorithm) { return CanNarrow(static_cast<Algorithm>(algorithm)); };
   options.algorithms_text = Names;
-  options.wires_text = WireNames;
   return options;
 }
 
@@ -220,8 +216,7 @@ void Loop::ShowSchedule() {
                                std::to_string(best.fusion_bytes) + " HORORING_CYCLE_TIME_MS=" +
                                std::to_string(static_cast<double>(best.hold_ns) / kMillisecond) +
                                " HORORING_CHUNK_BYTES=" + std::to_string(best.tuning.chunk_bytes) +
-                               " HORORING_ALGORITHM=" + Names(best.tuning) +
-                               " HORORING_WIRE=" + WireNames(best.tuning));
+                               " HORORING_ALGORITHM=" + Names(best.tuning));
     }
   }
   if (counts.version == plan_version_) return;

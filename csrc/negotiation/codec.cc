@@ -240,7 +240,6 @@ void Put(Writer& out, const Decision& decision) {
     case Decision::Kind::kTune:
       out.Signed(details.tuning.chunk_bytes);
       for (const uint8_t each : details.tuning.algorithms) out.Unsigned(each);
-      for (const uint8_t each : details.tuning.wires) out.Unsigned(each);
       out.Signed(details.hold_ns);
       break;
     case Decision::Kind::kPlan:
@@ -285,7 +284,6 @@ Decision GetDecision(Reader& in, uint8_t kind) {
     case Decision::Kind::kTune:
       details.tuning.chunk_bytes = in.Signed();
       for (uint8_t& each : details.tuning.algorithms) each = static_cast<uint8_t>(in.Unsigned());
-      for (uint8_t& each : details.tuning.wires) each = static_cast<uint8_t>(in.Unsigned());
       details.hold_ns = in.Signed();
       break;
     case Decision::Kind::kPlan:

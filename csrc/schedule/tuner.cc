@@ -11,8 +11,7 @@ namespace {
 constexpr int64_t kLeastThreshold = 64 << 10;
 constexpr int64_t kStep = 8;  // between thresholds
 constexpr int kThresholds = 3;
-constexpr TimeNs kLongHold = 5;  // times the initial hold time
-constexpr double kWorthOfNarrow = 1 / 1.1;
+constexpr TimeNs kLongHold = 5;         // times the initial hold time
 constexpr size_t kDecidingSamples = 3;  // the least of which the median can do without one
 
 }  // namespace
@@ -22,8 +21,7 @@ Tuner::Tuner(const Options& options)
       current_(options.initial),
       warmup_left_(options.warmup_samples),
       best_(options.initial) {
-  log_.push_back(
-      "sample,phase,fusion_bytes,cycle_time_ms,chunk_bytes,algorithm,wire,score_mb_per_s");
+  log_.push_back("sample,phase,fusion_bytes,cycle_time_ms,chunk_bytes,algorithm,score_mb_per_s");
   seen_.fill(true);  // nothing is known yet
   if (warmup_left_ == 0) BeginNext();
   // Where there is nothing to search, no warming up either.
@@ -62,10 +60,7 @@ std::vector<Tuner::Setting> Tuner::CandidatesOf(Search search) const {
     }
     return settings;
   }
-  if (search < Search::kWires) {
-    return Algorithms(static_cast<size_t>(search) - static_cast<size_t>(Search::kAlgorithms));
-  }
-  return Wires(static_cast<size_t>(search) - static_cast<size_t>(Search::kWires));
+  return Algorithms(static_cast<size_t>(search) - static_cast<size_t>(Search::kAlgorithms));
 }
 
 std::vector<Tuner::Setting> Tuner::Algorithms(size_t index) const {
@@ -79,35 +74,13 @@ std::vector<Tuner::Setting> Tuner::Algorithms(size_t index) const {
   return settings;
 }
 
-// The algorithm that was the best for all bytes need not be so for half of them.
-std::vector<Tuner::Setting> Tuner::Wires(size_t index) const {
-  std::vector<Setting> settings = {best_};
-  if (!options_.tune_wires || !seen_[index]) return settings;
-  std::vector<uint8_t> algorithms = {best_.tuning.algorithms[index]};
-  const uint8_t initial = options_.initial.tuning.algorithms[index];
-  if (initial != algorithms[0]) algorithms.push_back(initial);
-  for (const uint8_t wire : options_.wires[index]) {
-    if (wire == best_.tuning.wires[index]) continue;
-    for (const uint8_t algorithm : algorithms) {
-      if (options_.narrows && !options_.narrows(algorithm)) continue;
-      settings.push_back(best_);
-      settings.back().tuning.algorithms[index] = algorithm;
-      settings.back().tuning.wires[index] = wire;
-    }
-  }
-  return settings;
-}
-
 void Tuner::BeginNext() {
   candidates_.clear();
   while (candidates_.size() < 2) {
     search_ = static_cast<Search>(static_cast<int>(search_) + 1);
     candidates_.clear();
     if (search_ == Search::kEnd) break;
-    for (const Setting& setting : CandidatesOf(search_)) {
-      const bool narrower = search_ >= Search::kWires && !candidates_.empty();
-      candidates_.push_back({setting, narrower ? kWorthOfNarrow : 1});
-    }
+    for (const Setting& setting : CandidatesOf(search_)) candidates_.push_back({setting});
   }
   round_ = 1;
   turn_ = 0;
@@ -121,9 +94,7 @@ double Tuner::Candidate::score() const {
   std::vector<double> sorted = scores;
   std::sort(sorted.begin(), sorted.end());
   const size_t middle = sorted.size() / 2;
-  const double median =
-      sorted.size() % 2 == 1 ? sorted[middle] : (sorted[middle - 1] + sorted[middle]) / 2;
-  return median * worth;
+  return sorted.size() % 2 == 1 ? sorted[middle] : (sorted[middle - 1] + sorted[middle]) / 2;
 }
 
 void Tuner::Learn(const Step& step) {
@@ -144,9 +115,7 @@ void Tuner::Sampled(double score) {
     if (--warmup_left_ == 0) BeginNext();
     return;
   }
-  const char* const names[] = {
-      "",       "fusion", "chunks", "algorithm.1", "algorithm.2", "algorithm.3",
-      "wire.1", "wire.2", "wire.3"};
+  const char* const names[] = {"", "fusion", "chunks", "algorithm.1", "algorithm.2", "algorithm.3"};
   Log(std::string(names[static_cast<size_t>(search_)]) + " round " + std::to_string(round_),
       current_, score);
   candidates_[turn_ % candidates_.size()].scores.push_back(score);
@@ -167,7 +136,7 @@ void Tuner::Halve() {
   candidates_.resize((candidates_.size() + 1) / 2);
   if (candidates_.size() == 1) {
     best_ = candidates_[0].setting;
-    best_score_ = candidates_[0].score() / candidates_[0].worth;
+    best_score_ = candidates_[0].score();
     BeginNext();
   } else {
     ++round_;
@@ -184,11 +153,10 @@ void Tuner::Log(const std::string& phase, const Setting& setting, double score) 
                 static_cast<long long>(setting.tuning.chunk_bytes));
   const std::string algorithms =
       options_.algorithms_text ? options_.algorithms_text(setting.tuning) : "";
-  const std::string wires = options_.wires_text ? options_.wires_text(setting.tuning) : "";
   char rate[32];
   std::snprintf(rate, sizeof rate, "%.6g", score * 1e-6);
   log_.push_back(std::to_string(samples_) + "," + phase + "," + numbers + ",\"" + algorithms +
-                 "\",\"" + wires + "\"," + rate);
+                 "\"," + rate);
 }
 
 std::vector<std::string> Tuner::TakeLog() { return std::exchange(log_, {}); }

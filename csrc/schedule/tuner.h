@@ -1,16 +1,15 @@
 // Tuner: finds the settings with which a job's steps communicate the fastest: fusion threshold and
 // hold time together, then the size of chunks, then the algorithm of each class of batches that the
-// job has, then as what these travel between hosts, if the user permits. Each of these searches is
-// a successive halving (K. Jamieson, A. Talwalkar, "Non-stochastic best arm identification and
-// hyperparameter optimization", AISTATS 2016, arXiv:1502.07943): every candidate is tried for a
-// little while, the better half twice as long, and so on until one is left, which stays. The last
-// two have three samples each at least, so that none of them decides alone. Within a round the
-// candidates take turns, so that a machine that is slow for a while is slow for all of them. What
-// the search before has found is a candidate of the next one.
+// job has. Each of these searches is a successive halving (K. Jamieson, A. Talwalkar,
+// "Non-stochastic best arm identification and hyperparameter optimization", AISTATS 2016,
+// arXiv:1502.07943): every candidate is tried for a little while, the better half twice as long,
+// and so on until one is left, which stays. The last two have three samples each at least, so that
+// none of them decides alone. Within a round the candidates take turns, so that a machine that is
+// slow for a while is slow for all of them. What the search before has found is a candidate of the
+// next one.
 //
 // Score: bytes reduced per second of busy step time, from the first tensor of a step to the end
-// of its last batch; of a candidate, the median over its samples. What travels narrower changes
-// results, so it is only kept where it is faster by a tenth.
+// of its last batch; of a candidate, the median over its samples.
 //
 // Pure: time is an argument. On rank 0.
 #pragma once
@@ -41,16 +40,12 @@ class Tuner {
     bool tune_hold = true;
     bool tune_chunks = true;
     bool tune_algorithms = true;
-    bool tune_wires = false;  // changes results: somebody must ask for it
-    int warmup_samples = 3;   // with the initial setting, and forgotten
+    int warmup_samples = 3;  // with the initial setting, and forgotten
     int steps_per_sample = 10;
     // What else is tried, where it is to be tuned.
     std::vector<int64_t> chunks;
     std::array<std::vector<uint8_t>, 3> algorithms;             // by class, as Tuning::algorithms
-    std::array<std::vector<uint8_t>, 3> wires;                  // likewise
-    std::function<bool(uint8_t)> narrows;                       // an algorithm; null: any can
     std::function<std::string(const Tuning&)> algorithms_text;  // for the log
-    std::function<std::string(const Tuning&)> wires_text;
   };
   explicit Tuner(const Options& options);
 
@@ -67,23 +62,14 @@ class Tuner {
  private:
   struct Candidate {
     Setting setting;
-    double worth = 1;              // of its score, beside those of the others
     std::vector<double> scores{};  // of this round
     double score() const;          // bytes per second
   };
-  enum class Search {
-    kNone,
-    kFusion,
-    kChunks,
-    kAlgorithms,
-    kWires = kAlgorithms + 3,
-    kEnd = kWires + 3
-  };
+  enum class Search { kNone, kFusion, kChunks, kAlgorithms, kEnd = kAlgorithms + 3 };
 
   std::vector<Setting> Thresholds() const;
   std::vector<Setting> CandidatesOf(Search search) const;
   std::vector<Setting> Algorithms(size_t index) const;
-  std::vector<Setting> Wires(size_t index) const;
   void BeginNext();
   void Sampled(double score);
   size_t TurnsOfRound() const;

@@ -86,7 +86,6 @@ def load(environ: Mapping[str, str] | None = None) -> Config:
     _refuse_unknown(env)
     settings = {knob.name: _read(knob, env) for knob in KNOBS}
     _threshold(settings)
-    _wire(settings)
     return Config(settings)
 
 
@@ -101,23 +100,6 @@ def _threshold(settings: dict[str, Setting]) -> None:
             f"{BYTES.show(threshold.value)}: set one of them"
         )
     settings["FUSION_BYTES"] = fusion
-
-
-# What decides by trying needs somebody who tries, and permission to be different in the next run.
-def _wire(settings: dict[str, Setting]) -> None:
-    wire = settings["WIRE"]
-    if wire.value != "auto":
-        return
-    if not settings["AUTOTUNE"].value:
-        raise ValueError(
-            f"{wire.source}=auto needs {PREFIX}AUTOTUNE=1, which tries whether it pays: set that, "
-            f"or {wire.source}=bfloat16"
-        )
-    if settings["REPRODUCIBLE"].value:
-        raise ValueError(
-            f"{wire.source}=auto cannot be had with {settings['REPRODUCIBLE'].source}=1, since "
-            f"what is rounded would depend on measured times: set {wire.source}=bfloat16, or full"
-        )
 
 
 def horovod_notes(environ: Mapping[str, str] | None = None) -> list[tuple[int, str]]:

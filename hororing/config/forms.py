@@ -13,7 +13,6 @@ _FALSE = ("0", "false", "no", "off")
 _SIZES = {"": 1, "B": 1, "K": 10**3, "M": 10**6, "G": 10**9}
 _SIZES |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 LEVELS = {"trace": 10, "debug": 10, "info": 20, "warning": 30, "error": 40, "fatal": 50}
-_WIRES = ("full", "bfloat16", "float16")
 _ALGORITHMS = ("auto", "ring", "recursive_doubling", "three_phase", "leader")
 
 
@@ -125,13 +124,6 @@ def _parse_algorithms(text: str) -> str:
     return ",".join(names)
 
 
-def _parse_wires(text: str) -> str:
-    names = [name.strip() for name in text.lower().split(",")]
-    if names != ["auto"] and (len(names) not in (1, 3) or not set(names) <= set(_WIRES)):
-        raise BadText
-    return ",".join(names)
-
-
 BOOL = Form(f"one of {', '.join(_TRUE + _FALSE)}", _parse_bool, lambda value: str(int(value)))
 BYTES = Form(
     "bytes, as 67108864, 64MiB (1024 * 1024) or 64MB (1000 * 1000), at most 1024GiB",
@@ -153,9 +145,5 @@ CHUNK = Form("0, or 4KiB to 1GiB", _parse_chunk, _show_bytes)
 ALGORITHMS = Form(
     f"one of {', '.join(_ALGORITHMS)}; or three of them with commas between them",
     _parse_algorithms,
-)
-WIRES = Form(
-    f"auto, or one of {', '.join(_WIRES)}; or three of the latter with commas between them",
-    _parse_wires,
 )
 LEVEL = Form("one of " + ", ".join(LEVELS), _parse_level)

@@ -19,7 +19,6 @@ from hororing.config.forms import (
     FUSION,
     LEVEL,
     PATH,
-    WIRES,
     Form,
     choice,
     integer,
@@ -129,7 +128,7 @@ KNOBS: tuple[Knob, ...] = (
         BOOL,
         False,
         "find the fastest FUSION_BYTES (not above the default), CYCLE_TIME_MS, CHUNK_BYTES and "
-        "ALGORITHM by trying, unless they are set, and WIRE, where it is auto",
+        "ALGORITHM by trying, unless they are set",
         scope="all",
         aliases=(_horovod_bool("HOROVOD_AUTOTUNE"),),
     ),
@@ -212,16 +211,6 @@ KNOBS: tuple[Knob, ...] = (
         "4 MiB and larger; auto: the cheapest for their size, by what a "
         "message costs between the hosts, measured at init; three_phase and leader need shared "
         "memory on each host, and REPRODUCIBLE=1 allows auto only: it sums in rank order",
-        scope="all",
-    ),
-    Knob(
-        "WIRE",
-        WIRES,
-        "full",
-        "as what sums and averages of float32 travel between hosts, for batches of any size, or "
-        "of up to 64 KiB, up to 4 MiB and larger; bfloat16, float16: half of the bytes, for a "
-        "rounding of what each host brings and one of the result; auto: full, or bfloat16 where "
-        "AUTOTUNE finds it faster by a tenth",
         scope="all",
     ),
     Knob(

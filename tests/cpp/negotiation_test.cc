@@ -370,7 +370,7 @@ TEST(what_is_tuned_travels_in_an_agreement) {
   agreement.sequence = 1;
   agreement.decisions.emplace_back();
   agreement.decisions[0].kind = Decision::Kind::kTune;
-  agreement.decisions[0].set_details().tuning = {1 << 20, {4, 0, 3}, {1, 2, 0}};
+  agreement.decisions[0].set_details().tuning = {1 << 20, {4, 0, 3}};
   agreement.decisions[0].set_details().hold_ns = 5 * kMillisecond;
   Agreement decoded;
   CHECK(Decode(Encode(agreement), &decoded));

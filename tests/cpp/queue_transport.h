@@ -227,7 +227,6 @@ class CheckedTransport final : public hororing::Transport {
 
   Request Send(int peer, const void* data, size_t bytes) override {
     sent_to_.push_back(peer);
-    bytes_to_[peer] += bytes;
     return Open(peer, inner_->Send(peer, data, bytes));
   }
   Request Receive(int peer, void* data, size_t bytes) override {
@@ -259,10 +258,6 @@ class CheckedTransport final : public hororing::Transport {
   size_t open() const { return open_.size(); }
   size_t operations() const { return last_; }
   const std::vector<int>& sent_to() const { return sent_to_; }  // of every send
-  size_t bytes_to(int peer) const {
-    const auto found = bytes_to_.find(peer);
-    return found == bytes_to_.end() ? 0 : found->second;
-  }
 
  private:
   Request Open(int peer, Request inner) {
@@ -275,7 +270,6 @@ class CheckedTransport final : public hororing::Transport {
   std::map<uint64_t, Request> open_;
   uint64_t last_ = 0;
   std::vector<int> sent_to_;
-  std::map<int, size_t> bytes_to_;
 };
 
 }  // namespace hororing_test

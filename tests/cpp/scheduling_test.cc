@@ -488,51 +488,6 @@ TEST(chunks_and_the_algorithm_of_every_class_are_tuned_one_after_another) {
   CHECK(log[1 + 1 + 47 + 9 + 10].find(",algorithm.3 round 1,") != std::string::npos);
 }
 
-// Recursive doubling (2) is the best for all bytes of small batches, three phases (3) for half of
-// them, and in full for large ones.
-TEST(a_narrow_wire_is_tried_last_with_the_algorithm_that_suits_it_and_must_pay_by_a_tenth) {
-  Tuner::Options options = EverythingTuned();
-  options.initial.tuning.algorithms.fill(3);
-  options.tune_wires = true;
-  options.wires.fill({1});
-  options.narrows = [](uint8_t algorithm) { return algorithm != 2; };
-  options.wires_text = [](const Tuning& tuning) {
-    return std::to_string(tuning.wires[0]) + "," + std::to_string(tuning.wires[1]) + "," +
-           std::to_string(tuning.wires[2]);
-  };
-  const auto cost = [](const Tuner::Setting& setting, TimeNs large_narrow) {
-    const Tuning& tuning = setting.tuning;
-    CHECK(tuning.algorithms[0] != 2 || tuning.wires[0] == 0);
-    const TimeNs small = tuning.wires[0] == 1 && tuning.algorithms[0] == 3 ? 500
-                         : tuning.algorithms[0] == 2                       ? 800
-                                                                           : 1000;
-    const TimeNs large =
-        (tuning.algorithms[2] == 1 ? 1000 : 2000) - (tuning.wires[2] == 1 ? large_narrow : 0);
-    return small + large;
-  };
-  for (const TimeNs gain : {TimeNs{100}, TimeNs{200}}) {  // of 1500: less than a tenth, and more
-    Tuner tuner(options);
-    Tune(tuner, {1000, 100 << 20},
-         [&](const Tuner::Setting& setting) { return cost(setting, gain); });
-    const Tuning& best = tuner.setting().tuning;
-    CHECK_EQ(static_cast<int>(best.algorithms[0]), 3);
-    CHECK_EQ(static_cast<int>(best.algorithms[2]), 1);
-    CHECK(best.wires == (std::array<uint8_t, 3>{1, 0, static_cast<uint8_t>(gain == 200 ? 1 : 0)}));
-    const std::vector<std::string> log = tuner.TakeLog();
-    CHECK(log[0].find(",algorithm,wire,score") != std::string::npos);
-    // Small: in full, and narrow by the initial algorithm. Large: also by its best one.
-    CHECK_EQ(log.size(), size_t{1 + 1 + 47 + 9 + 10 + 10 + 6 + 3 + 6 + 1});
-    CHECK(log[1 + 1 + 47 + 9 + 10 + 10].find(",wire.1 round 1,") != std::string::npos);
-    CHECK(log[1 + 1 + 47 + 9 + 10 + 10 + 6].find(",wire.3 round 1,") != std::string::npos);
-    // What it is worth beside the others is not what was measured.
-    CHECK(log.back().find(gain == 200 ? "\"1,0,1\",769." : "\"1,0,0\",666.") != std::string::npos);
-  }
-  options.tune_wires = false;  // nobody has permitted it
-  Tuner tuner(options);
-  Tune(tuner, {1000, 100 << 20}, [&](const Tuner::Setting& setting) { return cost(setting, 900); });
-  CHECK(tuner.setting().tuning.wires == Tuning().wires);
-}
-
 // A process that is not scheduled for a while, or a packet that is sent again.
 TEST(one_slow_step_does_not_decide_between_two) {
   Tuner::Options options;
@@ -557,8 +512,6 @@ TEST(all_ranks_hear_of_what_is_tried_before_the_step_that_tries_it) {
   options.queue.plan = false;
   options.queue.tune = EverythingTuned();
   options.queue.tune->tune_fusion = options.queue.tune->tune_hold = false;
-  options.queue.tune->tune_wires = true;
-  options.queue.tune->wires.fill({1});
   World world(options, kSlowNetwork);
   const std::vector<Submission> step = Layers(3, 0, 1 << 20);
   const Tuner& tuner = *world.coordinator.queue().tuner();

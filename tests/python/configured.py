@@ -11,7 +11,7 @@ import hororing.numpy as hvd
 
 @contextlib.contextmanager
 def engine(**knobs: object) -> Iterator[None]:
-    """One that is configured so: WIRE="bfloat16", say."""
+    """One that is configured so: REPRODUCIBLE=1, say."""
     os.environ.update({f"HORORING_{name}": str(value) for name, value in knobs.items()})
     hvd.init()
     try:

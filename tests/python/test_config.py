@@ -186,20 +186,6 @@ def test_algorithms_are_given_for_all_sizes_or_by_size():
             value("ALGORITHM", HORORING_ALGORITHM=wrong)
 
 
-def test_wires_are_given_for_all_sizes_or_by_size_or_left_to_autotune():
-    assert value("WIRE") == "full"
-    assert value("WIRE", HORORING_WIRE="BFloat16") == "bfloat16"
-    assert value("WIRE", HORORING_WIRE="full, bfloat16, float16") == "full,bfloat16,float16"
-    assert value("WIRE", HORORING_WIRE="auto", HOROVOD_AUTOTUNE="1") == "auto"
-    for wrong in ("full,full", "auto,auto,auto", "int8", "bf16"):
-        with pytest.raises(ValueError, match="three of the latter with commas"):
-            value("WIRE", HORORING_WIRE=wrong)
-    with pytest.raises(ValueError, match=r"WIRE=auto needs HORORING_AUTOTUNE=1.*=bfloat16"):
-        value("WIRE", HORORING_WIRE="auto")
-    with pytest.raises(ValueError, match=r"WIRE=auto cannot be had with HORORING_REPRODUCIBLE=1"):
-        value("WIRE", HORORING_WIRE="auto", HORORING_AUTOTUNE="1", HORORING_REPRODUCIBLE="1")
-
-
 def test_chunks_are_built_in_or_of_a_sensible_size():
     assert value("CHUNK_BYTES", HORORING_CHUNK_BYTES="64KiB") == 2**16
     assert value("CHUNK_BYTES", HORORING_CHUNK_BYTES="0") == 0
