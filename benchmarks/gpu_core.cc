@@ -153,7 +153,7 @@ void StreamMemory(const Device& device) {
 void Batches(const std::shared_ptr<Devices>& devices, const std::shared_ptr<Device>& device,
              DeviceWay way, const std::string& name) {
   auto transports = MakeInprocWorld(1, 20 * kMicrosecond);
-  HostBackend host(*transports[0], HostBackend::Options{});
+  HostBackend host(*transports[0]);
   CudaBackend::Options options;
   options.devices = devices;
   options.way = way;

@@ -59,8 +59,6 @@ def engine_config(
     # What was chosen is not tuned.
     c_config.tune_fusion = settings.settings["FUSION_BYTES"].source == "default"
     c_config.tune_hold = settings.settings["CYCLE_TIME_MS"].source == "default"
-    c_config.tune_chunks = settings.settings["CHUNK_BYTES"].source == "default"
-    c_config.tune_algorithms = settings.settings["ALGORITHM"].source == "default"
     c_config.tune_warmup_samples = settings["AUTOTUNE_WARMUP_SAMPLES"]
     c_config.tune_steps_per_sample = settings["AUTOTUNE_STEPS_PER_SAMPLE"]
     c_config.tune_log = text(settings["AUTOTUNE_LOG"])

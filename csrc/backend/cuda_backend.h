@@ -30,7 +30,6 @@ class CudaBackend final : public Backend {
     DeviceWay way = DeviceWay::kAuto;
     bool reproducible = false;  // by way of the host, which sums in the order of ranks
     size_t fusion_bytes = 0;
-    size_t hosts = 1;  // that the ranks are on
   };
   // `host` as for StagedBatches.
   CudaBackend(Transport& transport, const Options& options, std::vector<Backend*> host);

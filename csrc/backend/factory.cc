@@ -20,34 +20,11 @@ ShmTransport* SharedBy(Transport& transport) {
 }
 
 // Behind all backends of the host, which it uses. It looks for no device before a batch comes.
-void AddCuda(const BackendOptions& options, Transport& transport, size_t hosts,
+void AddCuda(const BackendOptions& options, Transport& transport,
              std::vector<std::unique_ptr<Backend>>* backends) {
   std::vector<Backend*> host;
   for (const auto& backend : *backends) host.push_back(backend.get());
-  CudaBackend::Options cuda = options.cuda;
-  cuda.hosts = hosts;
-  backends->push_back(std::make_unique<CudaBackend>(transport, cuda, std::move(host)));
-}
-
-// For all sizes; kAuto where sizes differ.
-Algorithm OnlyAlgorithm(const Tuning& tuning) {
-  const auto& all = tuning.algorithms;
-  const bool only =
-      std::all_of(all.begin(), all.end(), [&](uint8_t each) { return each == all[0]; });
-  return only ? static_cast<Algorithm>(all[0]) : Algorithm::kAuto;
-}
-
-HierarchicalBackend::Options PhaseOptions(const BackendOptions& options) {
-  return {OnlyAlgorithm(options.tuning), options.wire, options.reproducible};
-}
-
-HostBackend::Options FlatOptionsOf(const BackendOptions& options,
-                                   std::vector<std::vector<int>> ranks_on) {
-  HostBackend::Options flat;
-  flat.reproducible = options.reproducible;
-  flat.ranks_on = std::move(ranks_on);
-  flat.wire = options.wire;
-  return flat;
+  backends->push_back(std::make_unique<CudaBackend>(transport, options.cuda, std::move(host)));
 }
 
 }  // namespace
@@ -65,17 +42,16 @@ Status CheckBackends(const BackendOptions& options, const World& world) {
                               "transport '") +
                       transport.name() + "' does not offer; use backend auto or host");
   }
-  const std::string algorithms = Names(options.tuning);
-  if (options.reproducible && algorithms != Name(Algorithm::kAuto)) {
+  const std::string algorithms = Names(options.allreduce);
+  if (options.allreduce.reproducible && algorithms != Name(Algorithm::kAuto)) {
     return Status(Code::kInvalidArgument,
                   "HORORING_ALGORITHM=" + algorithms +
                       " cannot be had with HORORING_REPRODUCIBLE=1, which sums in the order of "
                       "ranks; leave out one of them");
   }
-  const auto& chosen = options.tuning.algorithms;
-  const bool phases = std::any_of(chosen.begin(), chosen.end(), [](uint8_t each) {
-    const Algorithm algorithm = static_cast<Algorithm>(each);
-    return algorithm == Algorithm::kThreePhase || algorithm == Algorithm::kLeader;
+  const auto& chosen = options.allreduce.algorithms;
+  const bool phases = std::any_of(chosen.begin(), chosen.end(), [](Algorithm each) {
+    return each == Algorithm::kThreePhase || each == Algorithm::kLeader;
   });
   const size_t hosts = world.topology.hosts.size();
   const bool neighbours = hosts > 1 && static_cast<size_t>(transport.size()) > hosts;
@@ -97,19 +73,17 @@ Status MakeBackends(const BackendOptions& options, const World& world,
   backends->clear();
   ShmTransport* shared = SharedBy(transport);
   if (shared != nullptr && name != "host") {
-    backends->push_back(
-        std::make_unique<ShmDirectBackend>(*shared, Members::World(transport.size())));
+    backends->push_back(std::make_unique<ShmDirectBackend>(
+        *shared, Members::World(transport.size()), options.allreduce.chunk_bytes));
   }
   ShmTransport* const local = dynamic_cast<ShmTransport*>(world.local.get());
   if (local != nullptr && name != "host") {
-    backends->push_back(std::make_unique<HierarchicalBackend>(transport, *local, world.topology,
-                                                              Members::World(transport.size()),
-                                                              PhaseOptions(options)));
+    backends->push_back(std::make_unique<HierarchicalBackend>(
+        transport, *local, world.topology, Members::World(transport.size()), options.allreduce));
   }
   backends->push_back(
-      std::make_unique<HostBackend>(transport, FlatOptionsOf(options, world.topology.ranks_on())));
-  AddCuda(options, transport, world.topology.hosts.size(), backends);
-  for (const auto& backend : *backends) backend->Tune(options.tuning);
+      std::make_unique<HostBackend>(transport, options.allreduce, world.topology.ranks_on()));
+  AddCuda(options, transport, backends);
   return Status::Ok();
 }
 
@@ -120,19 +94,18 @@ std::vector<std::unique_ptr<Backend>> MakeSetBackends(const BackendOptions& opti
   const bool counted = options.name != "host" && members.set < kDirectSets;
   ShmTransport* const shared = SharedBy(*world.transport);
   if (shared != nullptr && counted) {
-    backends.push_back(std::make_unique<ShmDirectBackend>(*shared, members));
+    backends.push_back(
+        std::make_unique<ShmDirectBackend>(*shared, members, options.allreduce.chunk_bytes));
   }
   const HostGroup group(world.topology, members);
   ShmTransport* const local = dynamic_cast<ShmTransport*>(world.local.get());
   // Where each host has one member, the wire is all there is.
   if (local != nullptr && counted && group.hosts() < group.size()) {
     backends.push_back(std::make_unique<HierarchicalBackend>(
-        *world.transport, *local, world.topology, members, PhaseOptions(options)));
+        *world.transport, *local, world.topology, members, options.allreduce));
   }
-  backends.push_back(
-      std::make_unique<HostBackend>(subgroup, FlatOptionsOf(options, group.places_on)));
-  AddCuda(options, subgroup, group.places_on.size(), &backends);
-  for (const auto& backend : backends) backend->Tune(options.tuning);
+  backends.push_back(std::make_unique<HostBackend>(subgroup, options.allreduce, group.places_on));
+  AddCuda(options, subgroup, &backends);
   return backends;
 }
 

@@ -16,9 +16,7 @@ namespace hororing {
 struct BackendOptions {
   // "auto", "host" or "shm_direct"; the last one is an error where the ranks share no memory.
   std::string name = "auto";
-  bool reproducible = false;
-  Tuning tuning;  // to begin with
-  WireCost wire;
+  AllreduceOptions allreduce;
   CudaBackend::Options cuda;
 };
 

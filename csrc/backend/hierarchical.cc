@@ -210,19 +210,18 @@ HostShape Shared(HostShape shape) {
 
 HierarchicalBackend::HierarchicalBackend(Transport& wire, ShmTransport& local,
                                          const Topology& topology, const Members& members,
-                                         const Options& options)
+                                         const AllreduceOptions& options)
     : wire_(wire),
       local_(local),
       group_(topology, members),
       shape_(Shared(ShapeOf(group_.places_on))),
       options_(options),
-      next_block_(FirstBlock(members)) {
-  tuning_.algorithms.fill(static_cast<uint8_t>(options.algorithm));
-}
+      algorithm_(options.OnlyAlgorithm()),
+      next_block_(FirstBlock(members)) {}
 
 Algorithm HierarchicalBackend::Choose(const Batch& batch) const {
   if (shape_.hosts == 1) return Algorithm::kThreePhase;
-  const Algorithm algorithm = AlgorithmFor(tuning_, batch.bytes());
+  const Algorithm algorithm = options_.AlgorithmFor(batch.bytes());
   if (algorithm != Algorithm::kAuto) return algorithm;
   const size_t elements = batch.bytes() / ElementSize(batch.reduce.dtype);
   return Cheapest(elements, batch.reduce, shape_, options_.wire);
@@ -230,8 +229,8 @@ Algorithm HierarchicalBackend::Choose(const Batch& batch) const {
 
 // Whether all batches over several hosts shall go by the flat algorithms.
 bool HierarchicalBackend::Flat() const {
-  return shape_.hosts > 1 && (options_.algorithm == Algorithm::kRing ||
-                              options_.algorithm == Algorithm::kRecursiveDoubling);
+  return shape_.hosts > 1 &&
+         (algorithm_ == Algorithm::kRing || algorithm_ == Algorithm::kRecursiveDoubling);
 }
 
 bool HierarchicalBackend::Supports(const Batch& batch) const {
@@ -244,7 +243,7 @@ bool HierarchicalBackend::Supports(const Batch& batch) const {
     }
     case Collective::kReducescatter:
       return !options_.reproducible && HasRoom(batch.kind) &&
-             (options_.algorithm != Algorithm::kAuto || shape_.hosts == 1 ||
+             (algorithm_ != Algorithm::kAuto || shape_.hosts == 1 ||
               ScattersByHost(batch.reduce, shape_));
     case Collective::kAllgather:
     case Collective::kBroadcast: return HasRoom(batch.kind);
@@ -278,7 +277,7 @@ Status HierarchicalBackend::RunAllreduce(const Batch& batch, TimeNs deadline, Tr
   HORORING_RETURN_IF_ERROR(Check(batch.reduce));
   const bool by_leader = Choose(batch) == Algorithm::kLeader;
   const Plan plan(batch, capacity(), by_leader ? 1 : shape_.least, shape_.hosts, options_.wire,
-                  static_cast<size_t>(tuning_.chunk_bytes));
+                  options_.chunk_bytes);
   if (plan.blocks == 0) return Status::Ok();
   way_ = by_leader ? AllreduceWay::kLeader : AllreduceWay::kThreePhase;
   std::optional<SliceExchange> exchange;

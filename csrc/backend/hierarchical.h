@@ -36,19 +36,13 @@ namespace hororing {
 
 class HierarchicalBackend final : public Backend {
  public:
-  struct Options {
-    Algorithm algorithm = Algorithm::kAuto;  // until Tune
-    WireCost wire;
-    bool reproducible = false;  // no arithmetic: rank order knows no hosts
-  };
   // `wire` connects all ranks of the job, `local` those of this host, by local rank.
   HierarchicalBackend(Transport& wire, ShmTransport& local, const Topology& topology,
-                      const Members& members, const Options& options);
+                      const Members& members, const AllreduceOptions& options);
 
   const char* name() const override { return "hierarchical"; }
   bool Supports(const Batch& batch) const override;
   Status Run(const Batch& batch, TimeNs deadline, TraceSink& trace) override;
-  void Tune(const Tuning& tuning) override { tuning_ = tuning; }
   // This rank's slot, and what lies between hosts.
   size_t scratch_bytes() const override;
   AllreduceWay way() const override { return way_; }
@@ -56,7 +50,7 @@ class HierarchicalBackend final : public Backend {
  private:
   Algorithm Choose(const Batch& batch) const;
   bool Flat() const;
-  bool leader() const { return options_.algorithm == Algorithm::kLeader; }
+  bool leader() const { return algorithm_ == Algorithm::kLeader; }
   size_t capacity() const;
   // The number of the first of so many blocks.
   uint64_t Take(uint64_t blocks);
@@ -75,8 +69,8 @@ class HierarchicalBackend final : public Backend {
   ShmTransport& local_;
   const HostGroup group_;
   const HostShape shape_;
-  const Options options_;
-  Tuning tuning_;
+  const AllreduceOptions options_;
+  const Algorithm algorithm_;  // that is wished for of all batches
   Scratch scratch_;
   uint64_t next_block_;
   AllreduceWay way_ = AllreduceWay::kNotCounted;

@@ -34,16 +34,15 @@ std::unique_ptr<Subgroup> HostByHost(Transport& transport,
 
 }  // namespace
 
-HostBackend::HostBackend(Transport& transport, const Options& options)
+HostBackend::HostBackend(Transport& transport, const AllreduceOptions& options,
+                         const std::vector<std::vector<int>>& ranks_on)
     : transport_(transport),
       options_(options),
-      shape_(ShapeOf(options.ranks_on)),
-      by_host_(HostByHost(transport, options.ranks_on)) {
-  tuning_.algorithms.fill(static_cast<uint8_t>(options.algorithm));
-}
+      shape_(ShapeOf(ranks_on)),
+      by_host_(HostByHost(transport, ranks_on)) {}
 
 Algorithm HostBackend::Choose(const Batch& batch) const {
-  const Algorithm algorithm = AlgorithmFor(tuning_, batch.bytes());
+  const Algorithm algorithm = options_.AlgorithmFor(batch.bytes());
   switch (algorithm) {
     case Algorithm::kRing:
     case Algorithm::kRecursiveDoubling: return algorithm;
@@ -108,6 +107,7 @@ Status HostBackend::RunAllreduce(const Batch& batch, TimeNs deadline, TraceSink&
     padded += RoundUp(entry.elements * element, kEntryAlign);
   }
   if (entries.empty()) return Status::Ok();
+
   ReduceBuffer buffer;
   buffer.spec = batch.reduce;
   const bool fused = entries.size() > 1;
@@ -134,7 +134,7 @@ Status HostBackend::RunAllreduce(const Batch& batch, TimeNs deadline, TraceSink&
   {
     StageSpan span(trace, Stage::kReduce, batch);
     const FlatOptions options{options_.reproducible, Choose(batch), WayToGather(),
-                              static_cast<size_t>(tuning_.chunk_bytes)};
+                              options_.chunk_bytes};
     HORORING_RETURN_IF_ERROR(
         Allreduce(transport_, buffer, options, receive_buffer_, deadline, &way_));
     span.End(batch.bytes());

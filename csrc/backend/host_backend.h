@@ -17,20 +17,13 @@ namespace hororing {
 
 class HostBackend final : public Backend {
  public:
-  struct Options {
-    bool reproducible = false;               // rank-order sums everywhere
-    Algorithm algorithm = Algorithm::kAuto;  // of allreduces, until Tune
-    // Several hosts: where the ranks of `transport` lie, and what the wire costs. Empty: by rules
-    // of thumb.
-    std::vector<std::vector<int>> ranks_on;
-    WireCost wire;
-  };
-  HostBackend(Transport& transport, const Options& options);
+  // `ranks_on`: where the ranks of `transport` lie, if on several hosts. Empty: one host.
+  explicit HostBackend(Transport& transport, const AllreduceOptions& options = {},
+                       const std::vector<std::vector<int>>& ranks_on = {});
 
   const char* name() const override { return "host"; }
   bool Supports(const Batch& batch) const override;
   Status Run(const Batch& batch, TimeNs deadline, TraceSink& trace) override;
-  void Tune(const Tuning& tuning) override { tuning_ = tuning; }
   size_t scratch_bytes() const override;
   AllreduceWay way() const override { return way_; }
 
@@ -55,8 +48,7 @@ class HostBackend final : public Backend {
   Status Fuse(size_t bytes, std::byte** buffer);
 
   Transport& transport_;
-  const Options options_;
-  Tuning tuning_;
+  const AllreduceOptions options_;
   const HostShape shape_;
   const std::unique_ptr<Subgroup> by_host_;  // null where the ranks' own order is as good
   Scratch fusion_buffer_;

@@ -33,12 +33,13 @@ Status WaitForReaders(ShmTransport& transport, TimeNs deadline) {
 
 }  // namespace
 
-ShmDirectBackend::ShmDirectBackend(ShmTransport& transport, Members members)
+ShmDirectBackend::ShmDirectBackend(ShmTransport& transport, Members members, size_t chunk_bytes)
     : transport_(transport),
       members_(std::move(members)),
       arena_(transport.arena()),
       place_(PlaceOf(transport.rank(), members_.ranks)),
-      next_block_(FirstBlock(members_)) {}
+      next_block_(FirstBlock(members_)),
+      chunk_bytes_(chunk_bytes) {}
 
 bool ShmDirectBackend::HasRoom(const ShmSegment::Geometry& geometry) {
   return geometry.slot_bytes >= 2 * kEntryAlign;
@@ -57,8 +58,7 @@ Status ShmDirectBackend::Run(const Batch& batch, TimeNs deadline, TraceSink& tra
   }
   HORORING_RETURN_IF_ERROR(broken_);
   const Plan plan(batch, static_cast<int>(members_.ranks.size()),
-                  transport_.segment().geometry().slot_bytes, arena_.get(),
-                  static_cast<size_t>(tuning_.chunk_bytes));
+                  transport_.segment().geometry().slot_bytes, arena_.get(), chunk_bytes_);
   const uint64_t first = next_block_;
   next_block_ += plan.blocks;
   ShmTransport::SlotReaders& readers = transport_.slot_readers();

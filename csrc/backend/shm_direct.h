@@ -39,15 +39,14 @@ namespace hororing {
 class ShmDirectBackend final : public Backend {
  public:
   // REQUIRES: HasRoom(transport.segment().geometry()) and members.set < kDirectSets. At most one
-  // per set of a transport.
-  ShmDirectBackend(ShmTransport& transport, Members members);
+  // per set of a transport. `chunk_bytes`: of a block; 0: built in.
+  ShmDirectBackend(ShmTransport& transport, Members members, size_t chunk_bytes = 0);
   // True when the slots can hold two blocks of at least a cache line.
   static bool HasRoom(const ShmSegment::Geometry& geometry);
 
   const char* name() const override { return "shm_direct"; }
   bool Supports(const Batch& batch) const override;
   Status Run(const Batch& batch, TimeNs deadline, TraceSink& trace) override;
-  void Tune(const Tuning& tuning) override { tuning_ = tuning; }
   // This rank's slot.
   size_t scratch_bytes() const override;
   AllreduceWay way() const override { return way_; }
@@ -59,7 +58,7 @@ class ShmDirectBackend final : public Backend {
   const std::shared_ptr<const Arena> arena_;  // this rank's
   const int place_;                           // of this rank among the members
   uint64_t next_block_;
-  Tuning tuning_;
+  const size_t chunk_bytes_;
   int64_t in_place_bytes_ = 0;
   AllreduceWay way_ = AllreduceWay::kNotCounted;
   Status broken_;  // the first error: the ranks' counters no longer agree, every later Run fails

@@ -23,8 +23,7 @@ struct Plan : VirtualBuffer {
   size_t bytes_in_arena = 0;   // of this rank's tensors that are not packed
   bool packs_nothing = false;  // all of them
 
-  // `arena` may be null. `chunk_bytes`: of a block, at most `capacity`; 0: built in. It may differ
-  // from batch to batch, since rooms stay where they are.
+  // `arena` may be null. `chunk_bytes`: of a block, at most `capacity`; 0: built in.
   Plan(const Batch& batch, int ranks, size_t slot_bytes, const Arena* arena,
        size_t chunk_bytes = 0);
 };

@@ -104,7 +104,7 @@ typedef struct hr_config {
   int32_t cache_capacity;  /* entries of the response cache; 0: none */
   int32_t reproducible;    /* same bits in every run */
   int32_t plan;            /* nonzero: tensors wait for buckets, once the steps are known */
-  int32_t tune;            /* nonzero: find what follows below by trying */
+  int32_t tune;            /* nonzero: find the first two of these by trying */
   const char* algorithm;   /* "auto", "ring", "recursive_doubling", "three_phase", "leader"; or
                               three of them with commas between, by size of batch */
   int64_t chunk_bytes;     /* of blocks and segments; 0: built in */
@@ -120,10 +120,8 @@ typedef struct hr_config {
   int32_t log_level;       /* least level kept: 10 debug, 20 info, 30 warning, 40 error */
   const char* timeline;    /* path of the timeline, or NULL; rank 0's counts */
   int32_t timeline_mark_cycles;
-  int32_t tune_fusion;     /* of `tune`, on rank 0: nonzero: smaller fusion_bytes, too */
-  int32_t tune_hold;       /* nonzero: other cycle_time_ms, too */
-  int32_t tune_chunks;     /* nonzero: other chunk_bytes, too */
-  int32_t tune_algorithms; /* nonzero: other algorithms, too */
+  int32_t tune_fusion; /* of `tune`, on rank 0: nonzero: smaller fusion_bytes */
+  int32_t tune_hold;   /* nonzero: other cycle_time_ms */
   int32_t tune_warmup_samples;
   int32_t tune_steps_per_sample;
   const char* tune_log; /* path of its CSV log, or NULL */
@@ -194,7 +192,6 @@ typedef struct hr_stats {
   int64_t packed_bytes;    /* and copied to where they were reduced */
   int64_t fusion_bytes;    /* the threshold in use; the tuner's on rank 0 */
   int64_t cycle_time_ns;   /* likewise the time that bursts are held */
-  int64_t chunk_bytes;     /* of blocks and segments, in use; 0: built in */
   int64_t plans_made;      /* rank 0: how often buckets were planned ... */
   int64_t plan_departures; /* ... and steps departed from the plan */
   int64_t arena_bytes;     /* of hr_arena_allocate in this rank's arena, held now */

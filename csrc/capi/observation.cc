@@ -129,7 +129,6 @@ HR_EXPORT void hr_stats_now(hr_stats* stats) {
   stats->packed_bytes = from.packed_bytes;
   stats->fusion_bytes = from.fusion_bytes;
   stats->cycle_time_ns = from.hold_ns;
-  stats->chunk_bytes = from.chunk_bytes;
   stats->plans_made = from.plans;
   stats->plan_departures = from.departures;
   const auto allreduces = [&](AllreduceWay way) {

@@ -89,15 +89,13 @@ EngineConfig EngineConfigFrom(const hr_config& from) {
   config.fusion_bytes = from.fusion_bytes;
   config.hold_ns = Scaled(from.cycle_time_ms, kMillisecond);
   config.cache_capacity = from.cache_capacity;
-  config.reproducible = from.reproducible != 0;
+  config.allreduce.reproducible = from.reproducible != 0;
   config.plan = from.plan != 0;
-  config.tuning.chunk_bytes = from.chunk_bytes;
+  config.allreduce.chunk_bytes = static_cast<size_t>(from.chunk_bytes);
   if (from.tune != 0) {
     config.tune.emplace();
     config.tune->tune_fusion = from.tune_fusion != 0;
     config.tune->tune_hold = from.tune_hold != 0;
-    config.tune->tune_chunks = from.tune_chunks != 0;
-    config.tune->tune_algorithms = from.tune_algorithms != 0;
     config.tune->warmup_samples = from.tune_warmup_samples;
     config.tune->steps_per_sample = from.tune_steps_per_sample;
     config.tune_log = Text(from.tune_log);
@@ -185,7 +183,7 @@ HR_EXPORT int hr_init(const hr_config* config) {
   }
   const WorldOptions world = WorldOptionsFrom(*config);
   EngineConfig engine_config = EngineConfigFrom(*config);
-  Status parsed = Parse(Text(config->algorithm), &engine_config.tuning);
+  Status parsed = Parse(Text(config->algorithm), &engine_config.allreduce);
   if (parsed.ok()) parsed = Parse(Text(config->gpu), &engine_config.gpu);
   if (!parsed.ok()) return Remember(parsed);
   std::unique_ptr<Engine> engine;

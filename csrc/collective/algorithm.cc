@@ -47,7 +47,16 @@ Status Parse(const std::string& name, Algorithm* algorithm) {
                     "'; choose auto, ring, recursive_doubling, three_phase or leader");
 }
 
-Status Parse(const std::string& names, Tuning* tuning) {
+Algorithm AllreduceOptions::AlgorithmFor(size_t bytes) const {
+  return algorithms[(bytes > kClassEnds[0] ? 1u : 0u) + (bytes > kClassEnds[1] ? 1u : 0u)];
+}
+
+Algorithm AllreduceOptions::OnlyAlgorithm() const {
+  return algorithms[0] == algorithms[1] && algorithms[1] == algorithms[2] ? algorithms[0]
+                                                                          : Algorithm::kAuto;
+}
+
+Status Parse(const std::string& names, AllreduceOptions* options) {
   std::vector<std::string> given(1);
   for (const char each : names) {
     if (each == ',') {
@@ -56,7 +65,7 @@ Status Parse(const std::string& names, Tuning* tuning) {
       given.back() += each;
     }
   }
-  auto& algorithms = tuning->algorithms;
+  auto& algorithms = options->algorithms;
   if (given.size() == 1) given.resize(algorithms.size(), given[0]);
   if (given.size() != algorithms.size()) {
     return Status(Code::kInvalidArgument, "algorithms '" + names + "': give one, or " +
@@ -64,21 +73,16 @@ Status Parse(const std::string& names, Tuning* tuning) {
                                               " with commas between them, by size of batch");
   }
   for (size_t i = 0; i < given.size(); ++i) {
-    Algorithm algorithm = Algorithm::kAuto;
-    HORORING_RETURN_IF_ERROR(Parse(given[i], &algorithm));
-    algorithms[i] = static_cast<uint8_t>(algorithm);
+    HORORING_RETURN_IF_ERROR(Parse(given[i], &algorithms[i]));
   }
   return Status::Ok();
 }
 
-std::string Names(const Tuning& tuning) {
-  std::string text;
-  bool differ = false;
-  for (const uint8_t each : tuning.algorithms) {
-    text += (text.empty() ? "" : ",") + std::string(Name(static_cast<Algorithm>(each)));
-    differ = differ || each != tuning.algorithms[0];
-  }
-  return differ ? text : Name(static_cast<Algorithm>(tuning.algorithms[0]));
+std::string Names(const AllreduceOptions& options) {
+  const auto& all = options.algorithms;
+  const std::string first = Name(all[0]);
+  if (all[0] == all[1] && all[1] == all[2]) return first;
+  return first + "," + Name(all[1]) + "," + Name(all[2]);
 }
 
 bool GoesWhole(size_t elements, const ReduceSpec& spec, int hosts, const WireCost& wire) {

@@ -3,13 +3,13 @@
 // Thread-safety: pure functions.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <string>
 #include <vector>
 
 #include "base/reduce.h"
 #include "base/status.h"
-#include "base/tuning.h"
 
 namespace hororing {
 
@@ -38,21 +38,35 @@ constexpr size_t kAllreduceWays = 8;
 const char* Name(Algorithm algorithm);
 // kInvalidArgument where `name` is none.
 Status Parse(const std::string& name, Algorithm* algorithm);
-// Of every class of batches (base/tuning.h): one name for all of them, or as many with commas
-// between them.
-Status Parse(const std::string& names, Tuning* tuning);
-// The same the other way round.
-std::string Names(const Tuning& tuning);
-// For a batch of so many bytes.
-inline Algorithm AlgorithmFor(const Tuning& tuning, size_t bytes) {
-  return static_cast<Algorithm>(tuning.algorithms[Tuning::ClassOf(bytes)]);
-}
-
 // What a message between two hosts takes: alpha + bytes * beta.
 struct WireCost {
   double alpha_s = 50e-6;
   double beta_s = 1 / 1.25e9;  // 10 Gbit/s
 };
+
+// How allreduces are carried out, alike on all ranks of a job.
+struct AllreduceOptions {
+  // Bytes of the largest batch of each class but the last.
+  static constexpr std::array<size_t, 2> kClassEnds = {64 << 10, 4 << 20};
+
+  // Over several hosts, by class of batches.
+  std::array<Algorithm, kClassEnds.size() + 1> algorithms{};
+  // Of the blocks in which shared memory is walked, and of the segments of rings; 0: built in. What
+  // it cannot be, it is as nearly as possible.
+  size_t chunk_bytes = 0;
+  bool reproducible = false;  // rank-order sums everywhere
+  WireCost wire;
+
+  // For a batch of so many bytes.
+  Algorithm AlgorithmFor(size_t bytes) const;
+  // That of all classes; kAuto where they differ.
+  Algorithm OnlyAlgorithm() const;
+};
+
+// Of every class of batches: one name for all of them, or as many with commas between them.
+Status Parse(const std::string& names, AllreduceOptions* options);
+// The same the other way round.
+std::string Names(const AllreduceOptions& options);
 
 // How the ranks lie.
 struct HostShape {

@@ -47,8 +47,6 @@ void Loop::Apply(const Agreement& agreement) {
         break;
       case Decision::Kind::kTune:
         Run(&work);
-        engine_.backend_options_.tuning = decision.details().tuning;  // of sets to come
-        runner_.Tune(decision.details().tuning);
         SetHold(decision.details().hold_ns);
         break;
       case Decision::Kind::kPlan: LearnPlan(decision.process_set, decision.details().plan); break;

@@ -120,13 +120,6 @@ BatchRunner::~BatchRunner() {
   });
 }
 
-void BatchRunner::Tune(const Tuning& tuning) {
-  for (auto& [id, channel] : channels_) {
-    for (const auto& backend : channel.backends) backend->Tune(tuning);
-  }
-  stats_.chunk_bytes = tuning.chunk_bytes;
-}
-
 Status BatchRunner::Run(const std::vector<Work>& work) {
   const TimeNs plan_begin = NowNs();
   items_.clear();

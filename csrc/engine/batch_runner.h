@@ -62,9 +62,6 @@ class BatchRunner {
   // All ranks end in peace: waits for devices, until `deadline`.
   void Leave(TimeNs deadline);
 
-  // Of all channels, from the next batch on.
-  void Tune(const Tuning& tuning);
-
   // An allreduce batch that was carried out.
   struct Ran {
     int32_t process_set;

@@ -119,12 +119,11 @@ void Engine::ThreadMain(const WorldMaker& make_world) {
 Status Engine::Prepare(const WorldMaker& make_world, World* world, std::optional<Loop>* loop) {
   HORORING_RETURN_IF_ERROR(PrepareWorld(make_world, world));
   backend_options_.name = config_.backend;
-  backend_options_.reproducible = config_.reproducible;
-  backend_options_.tuning = config_.tuning;
+  backend_options_.allreduce = config_.allreduce;
   Devices::Options devices = config_.devices;
   devices.likely = topology_.local_rank;
   devices_ = std::make_shared<Devices>(devices);
-  backend_options_.cuda = {devices_, config_.gpu, config_.reproducible,
+  backend_options_.cuda = {devices_, config_.gpu, config_.allreduce.reproducible,
                            static_cast<size_t>(config_.fusion_bytes)};
   Status refused;
   HORORING_RETURN_IF_ERROR(Agree(*world->transport, CheckBackends(backend_options_, *world),
@@ -132,7 +131,8 @@ Status Engine::Prepare(const WorldMaker& make_world, World* world, std::optional
   all_know_ = !refused.ok();
   HORORING_RETURN_IF_ERROR(refused);
   HORORING_RETURN_IF_ERROR(MeasureWire(*world->transport, world->topology,
-                                       After(NowNs(), config_.timeout_ns), &backend_options_.wire));
+                                       After(NowNs(), config_.timeout_ns),
+                                       &backend_options_.allreduce.wire));
   std::vector<std::unique_ptr<Backend>> backends;
   HORORING_RETURN_IF_ERROR(MakeBackends(backend_options_, *world, &backends));
   std::vector<TimeNs> clock_offsets;

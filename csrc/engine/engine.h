@@ -45,10 +45,9 @@ struct EngineConfig {
   int64_t fusion_bytes = 64 << 20;
   TimeNs hold_ns = kMillisecond;
   int cache_capacity = 8192;
-  bool reproducible = false;
-  Tuning tuning;      // to begin with
-  bool plan = false;  // buckets, once the steps are known
-  // Finds fusion_bytes, hold_ns and tuning by trying. Its initial setting is those.
+  AllreduceOptions allreduce;  // but for what the wire costs, which is measured
+  bool plan = false;           // buckets, once the steps are known
+  // Finds fusion_bytes and hold_ns by trying. Its initial setting is those.
   std::optional<Tuner::Options> tune;
   std::string tune_log;     // path, for rank 0; empty: none
   std::string fingerprint;  // see CompareFingerprints

@@ -17,34 +17,13 @@ namespace {
 // How long the last messages (the agreement to stop, the end of the timeline) may take.
 constexpr TimeNs kFarewellTime = 2 * kSecond;
 
-// What there is to try in this job.
-Tuner::Options TunerOptions(const EngineConfig& config, const World& world) {
-  Tuner::Options options = *config.tune;
-  const bool several = world.topology.hosts.size() > 1;
-  options.chunks = several ? std::vector<int64_t>{64 << 10, 1 << 20}
-                           : std::vector<int64_t>{128 << 10, 256 << 10};
-  const auto value = [](Algorithm algorithm) { return static_cast<uint8_t>(algorithm); };
-  for (size_t i = 0; i < options.algorithms.size() && several && !config.reproducible; ++i) {
-    std::vector<uint8_t>& algorithms = options.algorithms[i];
-    algorithms = {value(Algorithm::kAuto), value(Algorithm::kRing)};
-    const bool large = i + 1 == options.algorithms.size();  // out of the question
-    if (!large) algorithms.push_back(value(Algorithm::kRecursiveDoubling));
-    if (world.local == nullptr || config.backend == "host") continue;
-    algorithms.push_back(value(Algorithm::kThreePhase));
-    algorithms.push_back(value(Algorithm::kLeader));
-  }
-  options.algorithms_text = Names;
-  return options;
-}
-
 Coordinator::Options CoordinatorOptions(const EngineConfig& config, const World& world) {
   Coordinator::Options options;
   options.size = world.topology.size;
   options.queue.fusion_bytes = config.fusion_bytes;
   options.queue.hold_ns = config.hold_ns;
   options.queue.plan = config.plan;
-  options.queue.tuning = config.tuning;
-  if (config.tune) options.queue.tune = TunerOptions(config, world);
+  options.queue.tune = config.tune;
   options.cache_capacity = config.cache_capacity;
   options.stall = config.stall;
   return options;
@@ -79,7 +58,6 @@ Loop::Loop(Engine& engine, World& world, std::vector<std::unique_ptr<Backend>> b
       parent_pid_(getppid()) {
   engine_.stats_.fusion_bytes = engine_.config_.fusion_bytes;
   engine_.stats_.hold_ns = engine_.config_.hold_ns;
-  engine_.stats_.chunk_bytes = engine_.config_.tuning.chunk_bytes;
   if (topology_.rank == neighbours_[0] && neighbours_.size() > 1) {
     host_reports_.emplace(neighbours_, ReportPace::kPatience * engine.config_.hold_ns,
                           engine.config_.learns());
@@ -214,9 +192,7 @@ void Loop::ShowSchedule() {
       const Tuner::Setting& best = tuner->setting();
       Log(LogLevel::kInfo, "autotune: settled on HORORING_FUSION_BYTES=" +
                                std::to_string(best.fusion_bytes) + " HORORING_CYCLE_TIME_MS=" +
-                               std::to_string(static_cast<double>(best.hold_ns) / kMillisecond) +
-                               " HORORING_CHUNK_BYTES=" + std::to_string(best.tuning.chunk_bytes) +
-                               " HORORING_ALGORITHM=" + Names(best.tuning));
+                               std::to_string(static_cast<double>(best.hold_ns) / kMillisecond));
     }
   }
   if (counts.version == plan_version_) return;

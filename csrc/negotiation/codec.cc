@@ -237,11 +237,7 @@ void Put(Writer& out, const Decision& decision) {
       out.Unsigned(details.timeline_on);
       out.Unsigned(details.timeline_cycles);
       break;
-    case Decision::Kind::kTune:
-      out.Signed(details.tuning.chunk_bytes);
-      for (const uint8_t each : details.tuning.algorithms) out.Unsigned(each);
-      out.Signed(details.hold_ns);
-      break;
+    case Decision::Kind::kTune: out.Signed(details.hold_ns); break;
     case Decision::Kind::kPlan:
       out.Signed(decision.process_set);
       out.Unsigned(details.plan.size());
@@ -281,11 +277,7 @@ Decision GetDecision(Reader& in, uint8_t kind) {
       details.timeline_on = in.Unsigned() != 0;
       details.timeline_cycles = in.Unsigned() != 0;
       break;
-    case Decision::Kind::kTune:
-      details.tuning.chunk_bytes = in.Signed();
-      for (uint8_t& each : details.tuning.algorithms) each = static_cast<uint8_t>(in.Unsigned());
-      details.hold_ns = in.Signed();
-      break;
+    case Decision::Kind::kTune: details.hold_ns = in.Signed(); break;
     case Decision::Kind::kPlan:
       decision.process_set = static_cast<int32_t>(in.Signed());
       details.plan.resize(in.Count());

@@ -10,7 +10,6 @@
 
 #include "base/clock.h"
 #include "base/status.h"
-#include "base/tuning.h"
 #include "base/types.h"
 
 namespace hororing {
@@ -83,7 +82,7 @@ struct Decision {
     kLeave = 2,     // a rank has shut down: fail everything pending with `status`, stop
     kAbort = 3,     // the engine cannot go on: fail everything pending with `status`
     kTimeline = 4,  // switch the timeline
-    kTune = 5,      // carry out allreduces, and report, like this from now on
+    kTune = 5,      // let requests come together for so long from now on
     kPlan = 6,      // report the tensors of a bucket together from now on
   };
   // What a kRun of cached requests, which most decisions are, has nothing of.
@@ -98,8 +97,7 @@ struct Decision {
     std::optional<Request> stand_in;
     bool timeline_on = false;  // kTimeline
     bool timeline_cycles = false;
-    Tuning tuning;                    // kTune
-    TimeNs hold_ns = 0;               // kTune: requests come together for so long
+    TimeNs hold_ns = 0;               // kTune
     std::vector<PlannedBucket> plan;  // kPlan: of the process set; empty: there is none
   };
 

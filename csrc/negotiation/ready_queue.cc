@@ -7,13 +7,10 @@
 namespace hororing {
 
 ReadyQueue::ReadyQueue(const Options& options)
-    : options_(options),
-      fusion_bytes_(options.fusion_bytes),
-      hold_ns_(options.hold_ns),
-      tuning_(options.tuning) {
+    : options_(options), fusion_bytes_(options.fusion_bytes), hold_ns_(options.hold_ns) {
   if (!options.tune) return;
   Tuner::Options tune = *options.tune;
-  tune.initial = {options.fusion_bytes, options.hold_ns, options.tuning};
+  tune.initial = {options.fusion_bytes, options.hold_ns};
   tuner_.emplace(tune);
 }
 
@@ -40,10 +37,9 @@ void ReadyQueue::Learn(int32_t process_set, Steps& steps, const Step& step) {
     tuner_->Learn(step);
     const Tuner::Setting& now = tuner_->setting();
     fusion_bytes_ = now.fusion_bytes;
-    if (!(now.tuning == tuning_) || now.hold_ns != hold_ns_) {
+    if (now.hold_ns != hold_ns_) {
       Decision tune;
       tune.kind = Decision::Kind::kTune;
-      tune.set_details().tuning = tuning_ = now.tuning;
       tune.set_details().hold_ns = hold_ns_ = now.hold_ns;
       PushUrgent(std::move(tune));
     }
@@ -156,7 +152,6 @@ void ReadyQueue::Ran(int32_t process_set, int64_t bytes, TimeNs begin, TimeNs en
   const auto steps = steps_.find(process_set);
   if (steps == steps_.end()) return;
   steps->second.watch.Ran(bytes, end);
-  if (tuner_ && process_set == kWorldSet) tuner_->Ran(bytes);
   if (steps->second.planner == nullptr) return;
   steps->second.planner->Ran(bytes, static_cast<double>(end - begin) * 1e-9);
 }

@@ -5,8 +5,8 @@
 //   plan   once the steps are known, an allreduce waits for the others of its bucket, of which
 //          ranks hear by a decision (kPlan); a step that departs from the plan goes by the rule
 //          above
-//   tune   the threshold of batches is tried out and then kept, and so is what ranks hear of by a
-//          decision (kTune)
+//   tune   the threshold of batches is tried out and then kept, and so is the hold time, of which
+//          ranks hear by a decision (kTune)
 //
 // Everything but allreduces goes at once, and takes with it whatever is there, so that the order
 // of decisions is the order of calls. Nothing waits longer than NextDeadline says.
@@ -35,7 +35,6 @@ class ReadyQueue {
   struct Options {
     int64_t fusion_bytes = 0;
     TimeNs hold_ns = 0;  // for which ranks let requests come together; what a plan forgives
-    Tuning tuning;       // as all ranks begin
     bool plan = false;
     std::optional<Tuner::Options> tune;  // its initial setting is the one above
   };
@@ -100,7 +99,6 @@ class ReadyQueue {
   const Options options_;
   int64_t fusion_bytes_;
   TimeNs hold_ns_;
-  Tuning tuning_;  // that was decided
   std::optional<Tuner> tuner_;
   std::map<int32_t, Steps> steps_;  // by process set
   std::vector<Item> ready_;

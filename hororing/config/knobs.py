@@ -127,8 +127,8 @@ KNOBS: tuple[Knob, ...] = (
         "AUTOTUNE",
         BOOL,
         False,
-        "find the fastest FUSION_BYTES (not above the default), CYCLE_TIME_MS, CHUNK_BYTES and "
-        "ALGORITHM by trying, unless they are set",
+        "find the fastest FUSION_BYTES (not above the default) and CYCLE_TIME_MS by trying, unless "
+        "they are set",
         scope="all",
         aliases=(_horovod_bool("HOROVOD_AUTOTUNE"),),
     ),

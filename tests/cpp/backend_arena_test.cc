@@ -135,7 +135,7 @@ TEST(every_operation_and_type_gives_the_bits_of_rank_order_wherever_tensors_lie)
   std::mt19937 random(hororing_test::Seed());
   const size_t choices[] = {0, 1, 7, 63, 64, 65, 1009, 4093, 16381, 40009};
   for (int ranks : {2, 3, 5, 8}) {
-    TestWorld world(ranks, false, kArenaBytes);
+    TestWorld world(ranks, {}, kArenaBytes);
     for (const ReduceSpec& spec : AllSpecs()) {
       if (random() % 3 != 0) continue;  // every spec meets some of the world sizes in each run
       std::vector<size_t> sizes(1 + random() % 12);
@@ -149,7 +149,7 @@ TEST(large_tensors_cross_many_blocks_wherever_they_lie) {
   std::mt19937 random(hororing_test::Seed());
   const ReduceSpec spec{DataType::kFloat32, ReduceOp::kAverage, 1, 1};
   for (int ranks : {2, 4}) {
-    TestWorld world(ranks, false, kArenaBytes);
+    TestWorld world(ranks, {}, kArenaBytes);
     for (const In in : kPlaces) RunArenaCase(world, spec, {500009, 3, 700001, 90001}, in, random);
   }
 }
@@ -157,7 +157,7 @@ TEST(large_tensors_cross_many_blocks_wherever_they_lie) {
 TEST(quick_ranks_run_ahead_into_the_next_batches_wherever_their_tensors_lie) {
   std::mt19937 random(hororing_test::Seed());
   for (int ranks : {2, 3}) {
-    TestWorld world(ranks, false, kArenaBytes);
+    TestWorld world(ranks, {}, kArenaBytes);
     std::vector<std::unique_ptr<ArenaCase>> cases;
     for (int i = 0; i < 10; ++i) {
       // Every second one lets nobody pack; a small one now and then.
@@ -187,7 +187,7 @@ TEST(process_sets_that_overlap_reduce_in_arenas) {
   std::mt19937 random(hororing_test::Seed());
   const std::vector<Members> sets = {
       Members::World(4), {{0, 1, 2}, 1, 0}, {{1, 3}, 2, 0}, {{2, 3}, 2, 1}};
-  TestWorld world(4, false, kArenaBytes);
+  TestWorld world(4, {}, kArenaBytes);
   struct Job {
     const Members* members;
     std::unique_ptr<ArenaCase> c;
@@ -222,7 +222,7 @@ TEST(process_sets_that_overlap_reduce_in_arenas) {
 
 TEST(more_tensors_than_a_directory_holds_are_packed) {
   std::mt19937 random(hororing_test::Seed());
-  TestWorld world(2, false, kArenaBytes);
+  TestWorld world(2, {}, kArenaBytes);
   ArenaCase c(world, {0, 1}, {DataType::kInt16, ReduceOp::kMax, 1, 1},
               std::vector<size_t>(ShmSegment::kDirectoryEntries + 50, 5), In::kEverybody, random);
   world.Run([&](int r, Rank& rank) {
@@ -234,7 +234,7 @@ TEST(more_tensors_than_a_directory_holds_are_packed) {
 }
 
 TEST(tensors_partly_or_not_in_place_in_an_arena_are_packed) {
-  TestWorld world(2, false, kArenaBytes);
+  TestWorld world(2, {}, kArenaBytes);
   std::vector<float*> memory;
   const size_t elements = 50000;
   for (int r = 0; r < 2; ++r) {
@@ -261,7 +261,7 @@ TEST(tensors_partly_or_not_in_place_in_an_arena_are_packed) {
 
 TEST(the_timeline_of_a_batch_in_arenas_has_one_reduce_and_no_copies) {
   std::mt19937 random(hororing_test::Seed());
-  TestWorld world(2, false, kArenaBytes);
+  TestWorld world(2, {}, kArenaBytes);
   ArenaCase c(world, {0, 1}, {DataType::kFloat32, ReduceOp::kSum, 1, 1}, {400000, 100000},
               In::kEverybody, random);
   world.Run([&](int r, Rank& rank) {
@@ -276,7 +276,7 @@ TEST(the_timeline_of_a_batch_in_arenas_has_one_reduce_and_no_copies) {
 
 TEST(a_failure_ends_the_waits_of_ranks_that_pack_nothing) {
   std::mt19937 random(hororing_test::Seed());
-  TestWorld world(3, false, kArenaBytes);
+  TestWorld world(3, {}, kArenaBytes);
   ArenaCase c(world, {0, 1, 2}, {DataType::kFloat32, ReduceOp::kSum, 1, 1}, {300000},
               In::kEverybody, random);
   world.Run([&](int r, Rank& rank) {
@@ -289,7 +289,7 @@ TEST(a_failure_ends_the_waits_of_ranks_that_pack_nothing) {
 
 TEST(a_silent_peer_is_named_at_the_deadline_by_ranks_that_pack_nothing) {
   std::mt19937 random(hororing_test::Seed());
-  TestWorld world(3, false, kArenaBytes);
+  TestWorld world(3, {}, kArenaBytes);
   ArenaCase c(world, {0, 1, 2}, {DataType::kFloat32, ReduceOp::kSum, 1, 1}, {300000}, In::kByRank,
               random);
   world.Run([&](int r, Rank& rank) {

@@ -42,14 +42,13 @@ struct Rank {
 
 class TestWorld {
  public:
-  explicit TestWorld(int size, bool reproducible = false, size_t arena_bytes = 0) {
+  explicit TestWorld(int size, const AllreduceOptions& options = {}, size_t arena_bytes = 0) {
     for (auto& transport : MakeInprocWorld(size, 20 * kMicrosecond, arena_bytes)) {
       auto rank = std::make_unique<Rank>();
       rank->transport = std::move(transport);
       auto& shared = dynamic_cast<ShmTransport&>(*rank->transport);
-      rank->direct = std::make_unique<ShmDirectBackend>(shared, Members::World(shared.size()));
-      HostBackend::Options options;
-      options.reproducible = reproducible;
+      rank->direct = std::make_unique<ShmDirectBackend>(shared, Members::World(shared.size()),
+                                                        options.chunk_bytes);
       rank->host = std::make_unique<HostBackend>(*rank->transport, options);
       ranks_.push_back(std::move(rank));
     }

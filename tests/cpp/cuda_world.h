@@ -84,7 +84,7 @@ inline void RunCuda(int size, const CudaOptions& options,
       rank.devices = std::make_shared<Devices>(devices);
       CHECK_OK(rank.devices->Any(&rank.device));
       rank.stream = fake_gpu_stream();
-      rank.host = std::make_unique<HostBackend>(*rank.transport, HostBackend::Options{});
+      rank.host = std::make_unique<HostBackend>(*rank.transport);
       CudaBackend::Options cuda{rank.devices, options.way, options.reproducible,
                                 options.fusion_bytes};
       rank.cuda = std::make_unique<CudaBackend>(*rank.transport, cuda,

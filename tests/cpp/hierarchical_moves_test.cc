@@ -361,10 +361,7 @@ TEST(every_byte_crosses_to_a_host_once) {
     std::vector<size_t> before;
     for (int r = 0; r < world.size(); ++r) before.push_back(world.wire(r).sent_to().size());
     world.Run([&](int r) {
-      HostBackend::Options options;
-      options.algorithm = Algorithm::kRing;
-      options.ranks_on = world.world(r).topology.ranks_on();
-      HostBackend backend(*world.world(r).transport, options);
+      HostBackend backend(*world.world(r).transport, {}, world.world(r).topology.ranks_on());
       TraceSink trace;
       CHECK_OK(backend.Run(job.batch(static_cast<size_t>(r)), After(NowNs(), kLimit), trace));
     });
@@ -392,10 +389,9 @@ TEST(on_a_slow_wire_flat_forms_go_in_short_messages_and_straight_from_host_to_ho
     std::vector<size_t> before;
     for (int r = 0; r < world.size(); ++r) before.push_back(world.wire(r).sent_to().size());
     world.Run([&](int r) {
-      HostBackend::Options options;
-      options.ranks_on = world.world(r).topology.ranks_on();
+      AllreduceOptions options;
       options.wire.beta_s = beta_s;
-      HostBackend backend(*world.world(r).transport, options);
+      HostBackend backend(*world.world(r).transport, options, world.world(r).topology.ranks_on());
       TraceSink trace;
       CHECK_OK(backend.Run(job.batch(static_cast<size_t>(r)), After(NowNs(), kLimit), trace));
       CHECK_EQ(world.wire(r).open(), 0u);

@@ -30,9 +30,12 @@ std::string Check(HostsWorld& world, std::vector<std::unique_ptr<HierarchicalBac
 }
 
 std::vector<std::unique_ptr<HierarchicalBackend>> Backends(HostsWorld& world, Algorithm algorithm,
-                                                           WireCost cost = {}) {
+                                                           WireCost cost = {},
+                                                           size_t chunk_bytes = 0) {
   std::vector<std::unique_ptr<HierarchicalBackend>> backends;
-  for (int r = 0; r < world.size(); ++r) backends.push_back(world.Backend(r, algorithm, cost));
+  for (int r = 0; r < world.size(); ++r) {
+    backends.push_back(world.Backend(r, algorithm, cost, {}, chunk_bytes));
+  }
   return backends;
 }
 
@@ -89,18 +92,14 @@ TEST(large_batches_wrap_around_the_slots) {
   }
 }
 
-TEST(blocks_of_any_size_give_the_same_sums_and_may_change_between_batches) {
+TEST(blocks_of_any_size_give_the_same_sums) {
   std::mt19937 random(hororing_test::Seed());
   const ReduceSpec sum{DataType::kFloat32, ReduceOp::kSum, 1, 1};
   for (const Hosts& hosts : {Hosts{0, 0, 1, 1}, Hosts{0, 1, 1}}) {
-    HostsWorld world("inproc", hosts);
-    auto backends = Backends(world, Algorithm::kAuto);
-    for (const int64_t chunk_bytes : {64 << 10, 5000, 1 << 20, 0}) {
+    for (const size_t chunk_bytes : {64 << 10, 5000, 1 << 20}) {
       for (const Algorithm algorithm : {Algorithm::kThreePhase, Algorithm::kLeader}) {
-        Tuning tuning;
-        tuning.chunk_bytes = chunk_bytes;
-        tuning.algorithms = {0, static_cast<uint8_t>(algorithm), 0};  // 880 KB
-        for (auto& backend : backends) backend->Tune(tuning);
+        HostsWorld world("inproc", hosts);
+        auto backends = Backends(world, algorithm, {}, chunk_bytes);
         CHECK_EQ(Check(world, backends, sum, {200000, 77, 20001}, random), std::string());
       }
     }
@@ -247,9 +246,9 @@ TEST(the_factory_offers_it_where_hosts_have_shared_memory) {
   };
   BackendOptions options;
   CHECK_EQ(names(options), std::string("hierarchical host cuda "));
-  options.reproducible = true;  // for what has no arithmetic
+  options.allreduce.reproducible = true;  // for what has no arithmetic
   CHECK_EQ(names(options), std::string("hierarchical host cuda "));
-  options.reproducible = false;
+  options.allreduce.reproducible = false;
   options.name = "host";
   CHECK_EQ(names(options), std::string("host cuda "));
 }
@@ -263,10 +262,9 @@ TEST(a_ring_goes_host_by_host_whatever_the_order_of_the_ranks) {
   Case c(sum, {48000}, world.size(), random);  // 32 KB for each rank: one segment
   std::atomic<int> crossing{0};
   world.Run([&](int r) {
-    HostBackend::Options options;
-    options.algorithm = Algorithm::kRing;
-    options.ranks_on = world.world(r).topology.ranks_on();
-    HostBackend backend(*world.world(r).transport, options);
+    AllreduceOptions options;
+    options.algorithms.fill(Algorithm::kRing);
+    HostBackend backend(*world.world(r).transport, options, world.world(r).topology.ranks_on());
     TraceSink trace;
     CHECK_OK(backend.Run(c.BatchOf(r), After(NowNs(), kLimit), trace));
     for (const int peer : world.wire(r).sent_to()) {
@@ -299,17 +297,21 @@ TEST(the_cheapest_algorithm_follows_the_costs) {
 }
 
 TEST(algorithms_are_given_for_all_sizes_or_by_size) {
-  Tuning tuning;
-  CHECK_OK(Parse("leader", &tuning));
-  CHECK_EQ(Names(tuning), std::string("leader"));
-  CHECK_OK(Parse("recursive_doubling, ring,auto", &tuning));
-  CHECK_EQ(Names(tuning), std::string("recursive_doubling,ring,auto"));
-  CHECK(AlgorithmFor(tuning, 64 << 10) == Algorithm::kRecursiveDoubling);
-  CHECK(AlgorithmFor(tuning, (64 << 10) + 1) == Algorithm::kRing);
-  CHECK(AlgorithmFor(tuning, 4 << 20) == Algorithm::kRing);
-  CHECK(AlgorithmFor(tuning, (4 << 20) + 1) == Algorithm::kAuto);
+  AllreduceOptions options;
+  CHECK_OK(Parse("leader", &options));
+  CHECK_EQ(Names(options), std::string("leader"));
+  CHECK(options.OnlyAlgorithm() == Algorithm::kLeader);
+  CHECK_OK(Parse("auto,ring, auto", &options));
+  CHECK_EQ(Names(options), std::string("auto,ring,auto"));
+  CHECK_OK(Parse("recursive_doubling, ring,auto", &options));
+  CHECK_EQ(Names(options), std::string("recursive_doubling,ring,auto"));
+  CHECK(options.OnlyAlgorithm() == Algorithm::kAuto);
+  CHECK(options.AlgorithmFor(64 << 10) == Algorithm::kRecursiveDoubling);
+  CHECK(options.AlgorithmFor((64 << 10) + 1) == Algorithm::kRing);
+  CHECK(options.AlgorithmFor(4 << 20) == Algorithm::kRing);
+  CHECK(options.AlgorithmFor((4 << 20) + 1) == Algorithm::kAuto);
   for (const char* wrong : {"ring,ring", "ring,,ring", "", "ring,ring,tree", "a,b,c,d"}) {
-    CHECK(!Parse(wrong, &tuning).ok());
+    CHECK(!Parse(wrong, &options).ok());
   }
 }
 

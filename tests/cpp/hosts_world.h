@@ -77,11 +77,16 @@ class HostsWorld {
   }
   // For batches of `members`; of all ranks, where there are none.
   std::unique_ptr<HierarchicalBackend> Backend(int rank, Algorithm algorithm,
-                                               WireCost wire_cost = {}, Members members = {}) {
+                                               WireCost wire_cost = {}, Members members = {},
+                                               size_t chunk_bytes = 0) {
+    AllreduceOptions options;
+    options.algorithms.fill(algorithm);
+    options.chunk_bytes = chunk_bytes;
+    options.wire = wire_cost;
     if (members.ranks.empty()) members = Members::World(size());
-    return std::make_unique<HierarchicalBackend>(
-        *world(rank).transport, dynamic_cast<ShmTransport&>(*world(rank).local),
-        world(rank).topology, members, HierarchicalBackend::Options{algorithm, wire_cost, false});
+    return std::make_unique<HierarchicalBackend>(*world(rank).transport,
+                                                 dynamic_cast<ShmTransport&>(*world(rank).local),
+                                                 world(rank).topology, members, options);
   }
   // body(rank) on a thread each.
   void Run(const std::function<void(int)>& body) {

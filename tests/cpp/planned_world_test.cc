@@ -105,15 +105,15 @@ TEST(a_plan_comes_up_on_rank_0_and_is_counted) {
   });
 }
 
-// Chunks and algorithms of every class are tried, and all ranks end up with the same ones.
+// Hold times are tried, and all ranks end up with the same one.
 TEST(all_ranks_try_the_same_and_settle_on_it) {
   std::string log = std::string(P_tmpdir) + "/hororing_tuned." + std::to_string(getpid());
   for (const Hosts& hosts : {Hosts{0, 0, 1, 1}, Hosts{0, 1, 2}, Hosts{0, 0}}) {
     EngineConfig config = Config(false, true);
     config.tune->warmup_samples = 1;
-    config.tune->tune_fusion = config.tune->tune_hold = false;
+    config.tune->tune_fusion = false;
     config.tune_log = log;
-    std::array<std::atomic<int64_t>, 4> chunks{};
+    std::array<std::atomic<TimeNs>, 4> holds{};
     PlayOn(hosts, config, [&](Player& player) {
       // Rank 0 says when it is over: a file that ends in "best".
       float over = 0;
@@ -138,16 +138,13 @@ TEST(all_ranks_try_the_same_and_settle_on_it) {
         over = told[0];
       }
       CHECK_EQ(over, 1.0f);
-      chunks[static_cast<size_t>(player.rank)] = player.engine->stats().chunk_bytes.load();
+      holds[static_cast<size_t>(player.rank)] = player.engine->stats().hold_ns.load();
     });
     for (size_t rank = 1; rank < hosts.size(); ++rank)
-      CHECK_EQ(chunks[rank].load(), chunks[0].load());
+      CHECK_EQ(holds[rank].load(), holds[0].load());
     std::ifstream lines(log);
     std::string all((std::istreambuf_iterator<char>(lines)), std::istreambuf_iterator<char>());
-    CHECK(Contains(all, ",chunks round 1,"));
-    CHECK_EQ(Contains(all, ",algorithm.3 round 1,"), hosts.back() > 0);
-    CHECK_EQ(Contains(all, "three_phase"),
-             hosts == (Hosts{0, 0, 1, 1}) || hosts == (Hosts{0, 1, 2}));
+    CHECK(Contains(all, ",round 1,"));
     std::remove(log.c_str());
   }
 }

@@ -101,8 +101,8 @@ class SimulatedWorld {
   bool buckets_together = false;  // ranks report what the plan says together; else each by itself
   std::function<double(int64_t)> cost;
   TimeNs now = kSecond;
-  Tuning tuning, tried;  // the latest; with which the latest tensor was reduced
-  int ranks;             // that take part: fewer once some have joined
+  TimeNs hold = -1, tried = -1;  // the latest that was decided; with it the latest tensor went
+  int ranks;                     // that take part: fewer once some have joined
 
   // All ranks submit a tensor that they did before.
   void Submit(const std::string& name, int32_t process_set = kWorldSet) {
@@ -188,14 +188,14 @@ class SimulatedWorld {
     int32_t process_set = kWorldSet;
     for (const Decision& decision : agreement.decisions) {
       if (decision.kind == Decision::Kind::kTune) {
-        tuning = decision.details().tuning;
+        hold = decision.details().hold_ns;
         continue;
       }
       if (decision.kind == Decision::Kind::kPlan) {
         Learn(decision);
         continue;
       }
-      tried = tuning;
+      tried = hold;
       if (!decision.details().name.empty() && decision.cache_id != 0) {
         ids_[decision.details().name] = decision.cache_id;
         names_[decision.cache_id] = decision.details().name;
