@@ -27,8 +27,6 @@ inline size_t PieceBytes(size_t longest, int hosts) {
   return std::max(kLeast, (longest + kCuts - 1) / kCuts);
 }
 
-inline size_t RoundUp(size_t value, size_t unit) { return (value + unit - 1) / unit * unit; }
-
 // "layer1.weight", or "17 tensors".
 std::string TraceLabel(const Batch& batch);
 

@@ -48,6 +48,13 @@ enum class Collective : uint8_t {
   kRemoveProcessSet = 8,
 };
 
+inline bool IsReduction(Collective kind) {
+  return kind == Collective::kAllreduce || kind == Collective::kReducescatter;
+}
+
+// To a multiple of `unit`.
+inline size_t RoundUp(size_t value, size_t unit) { return (value + unit - 1) / unit * unit; }
+
 size_t ElementSize(DataType dtype);
 const char* Name(DataType dtype);                          // "float32"
 const char* Name(ReduceOp op);                             // "Average"

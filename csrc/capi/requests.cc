@@ -20,10 +20,6 @@ std::string DeviceText(const TensorView& view) {
   return view.on_device() ? "CUDA device " + std::to_string(view.device) : "the CPU";
 }
 
-bool IsReduction(Collective kind) {
-  return kind == Collective::kAllreduce || kind == Collective::kReducescatter;
-}
-
 Status CheckSet(const Request& request, const ProcessSet* set, int rank) {
   if (set == nullptr)
     return Invalid(request, "there is no such process set, or it has been removed");

@@ -219,7 +219,7 @@ Status Run(Transport& transport, const ReduceBuffer& buffer, const std::vector<s
   for (int position = 0; position < transport.size() / 2; ++position) {
     for (const size_t elements : tensors) half += Chunk(elements, transport.size(), position).size;
   }
-  const size_t room = (half * sizeof(T) + kAlign - 1) / kAlign * kAlign;
+  const size_t room = RoundUp(half * sizeof(T), kAlign);
   const size_t scratch_bytes = room + (wide ? n * sizeof(T) : 0);
   std::byte* memory = static_cast<std::byte*>(scratch.Reserve(scratch_bytes));
   if (memory == nullptr) {

@@ -53,7 +53,7 @@ Status RecursiveDoublingAllreduce(Transport& transport, const ReduceBuffer& buff
     return Status::Ok();
   }
   const size_t bytes = n * PartialSize(spec);
-  const size_t room = (bytes + kAlign - 1) / kAlign * kAlign;
+  const size_t room = RoundUp(bytes, kAlign);
   std::byte* sum = static_cast<std::byte*>(scratch.Reserve(2 * room));
   if (sum == nullptr) {
     return Status(Code::kInternal,

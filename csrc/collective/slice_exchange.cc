@@ -9,8 +9,6 @@ namespace {
 
 constexpr size_t kAlign = 64;
 
-size_t RoundUpToLine(size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
-
 }  // namespace
 
 void SumPartials(const ReduceSpec& spec, std::byte* partials, const std::vector<const void*>& from,
@@ -35,10 +33,11 @@ SliceExchange::SliceExchange(Transport& wire, Plan plan, TimeNs deadline)
       lead_(plan_.depth / 2),
       partial_(PartialSize(plan_.spec)),
       element_(ElementSize(plan_.spec.dtype)),
-      partial_room_(RoundUpToLine(plan_.most_elements * partial_)),
+      partial_room_(RoundUp(plan_.most_elements * partial_, kAlign)),
       arrival_room_(plan_.whole
                         ? partial_room_
-                        : RoundUpToLine(Chunk(plan_.most_elements, hosts(), 0).size * partial_)) {}
+                        : RoundUp(Chunk(plan_.most_elements, hosts(), 0).size * partial_, kAlign)) {
+}
 
 SliceExchange::~SliceExchange() {
   for (Slice& slice : under_way_) {

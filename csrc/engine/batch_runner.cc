@@ -50,10 +50,6 @@ void SetSizes(const TensorEntry& of, size_t index, const std::vector<int64_t>& r
   }
 }
 
-bool IsReduction(Collective kind) {
-  return kind == Collective::kAllreduce || kind == Collective::kReducescatter;
-}
-
 // Whether the core allocates the result.
 bool IsGathering(Collective kind) {
   return kind == Collective::kAllgather || kind == Collective::kAlltoall;

@@ -7,6 +7,8 @@
 #include <string>
 #include <utility>
 
+#include "base/types.h"
+
 namespace hororing {
 namespace {
 
@@ -39,7 +41,7 @@ bool GatheredTensor::Allocate(size_t bytes, int64_t rows) {
   rows_ = rows;
   if (bytes == 0) return true;
   if (bytes > SIZE_MAX - kAlignment) return false;
-  data_ = std::aligned_alloc(kAlignment, (bytes + kAlignment - 1) / kAlignment * kAlignment);
+  data_ = std::aligned_alloc(kAlignment, RoundUp(bytes, kAlignment));
   bytes_ = data_ != nullptr ? bytes : 0;
   return data_ != nullptr;
 }
