@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 from hororing import runtime
@@ -14,6 +15,7 @@ def statistics() -> dict[str, Any]:
     Never blocks. The numbers are counters, read one after another while the engine goes on; what
     each counts is in docs/scheduling.md. ``"plan"`` holds the buckets in use on rank 0 as lists of
     tensor names (HORORING_FUSION=plan); it is empty on other ranks and where there is no plan.
+    ``"groups"`` holds what ``DistributedOptimizer(groups="auto")`` has found, by optimizer.
 
     Examples
     --------
@@ -26,7 +28,18 @@ def statistics() -> dict[str, Any]:
     lib.hr_stats_now(counters)
     found: dict[str, Any] = {name: getattr(counters, name) for name in dir(counters)}
     found["plan"] = _plan()
+    found["groups"] = dict(_groups.values())
     return found
+
+
+# Of the optimizers that are alive, each with its name.
+_groups: weakref.WeakKeyDictionary[object, tuple[str, dict[str, float]]]
+_groups = weakref.WeakKeyDictionary()
+
+
+def show_groups(owner: object, optimizer: str, groups: dict[str, float]) -> None:
+    """Let `statistics` tell of an optimizer's groups as long as `owner` lives."""
+    _groups[owner] = optimizer, groups
 
 
 def _plan() -> list[list[str]]:

@@ -25,6 +25,7 @@ from hororing.process_sets import ProcessSet, global_process_set
 from hororing.reduction import check_reduction, checked_passes, choose_groups
 from hororing.runtime import size
 from hororing.torch.adasum_optimizer import DeltaDistributed
+from hororing.torch.auto_groups import AutoGrouped, check_auto_groups
 from hororing.torch.bucket_views import check_bucket_views
 from hororing.torch.gradient_optimizer import (
     Distributed,
@@ -42,7 +43,7 @@ def DistributedOptimizer(
     op: int = Average,
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
-    groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
+    groups: int | str | Sequence[Sequence[torch.Tensor]] | None = None,
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
     gradient_as_bucket_view: bool | None = None,
@@ -67,7 +68,9 @@ def DistributedOptimizer(
         it after: against overflow of 16-bit floats.
     num_groups : deprecated; use `groups`.
     groups : a number of groups, or lists of parameters; a group is reduced in one go when all
-        its gradients are there. Parameters in no list are reduced one by one.
+        its gradients are there. Parameters in no list are reduced one by one. "auto": groups that
+        finish the reductions of a step first, found from measurements of the first steps; see
+        docs/scheduling.md.
     sparse_as_dense : reduce sparse gradients as dense ones. Needed where a rank may lack one
         before it has had any, for then it cannot know that it is sparse (MismatchError).
     process_set : the ranks that reduce with each other. Ranks outside it step by themselves.
@@ -102,6 +105,9 @@ def DistributedOptimizer(
         gradient_as_bucket_view if op != Adasum else False,
     )  # fmt: skip
     mixin = DeltaDistributed if op == Adasum and size() > 1 else Distributed
+    if isinstance(groups, str):
+        check_auto_groups(groups, op)
+        mixin, groups = AutoGrouped, None
     return become(
         optimizer, mixin, options, named_parameters, backward_passes_per_step, groups, members
     )

@@ -55,11 +55,16 @@ class Reducer:
         self._followed: list[list[torch.Tensor]] = []
         self._entries: list[tuple[torch.Tensor, Slot]] = []
         self.follow(param_groups)
+        self.form_groups(groups)
+        weakref.finalize(self, _release, self._slots).atexit = False
+
+    def form_groups(self, groups: Iterable[Sequence[torch.Tensor]]) -> None:
+        """Reduce these parameters' gradients together. REQUIRES: nothing is in flight."""
+        self._groups = []
         for index, members in enumerate(groups):
             slots = [self._slots[id(param)][1] for param in members]
-            group = Group(f"{prefix}.group.{index}:{slots[0].name}..{slots[-1].name}", slots)
-            self._groups.append(group)
-        weakref.finalize(self, _release, self._slots).atexit = False
+            name = f"{self._prefix}.group.{index}:{slots[0].name}..{slots[-1].name}"
+            self._groups.append(Group(name, slots))
 
     def follow(self, param_groups: list[dict[str, Any]]) -> list[tuple[torch.Tensor, Slot]]:
         """Return the slots of the optimizer's parameters as they are now, new ones included."""

@@ -194,7 +194,10 @@ def case_statistics_count_what_was_done():
         assert after["bytes"] - before["bytes"] == 12040
         assert after["cache_hits"] - before["cache_hits"] == 2
         assert after["plan"] == []
-        assert all(isinstance(value, int) for name, value in after.items() if name != "plan")
+        assert after["groups"] == {}
+        assert all(
+            isinstance(v, int) for name, v in after.items() if name not in ("plan", "groups")
+        )
     with pytest.raises(ValueError, match="not been initialized"):
         hvd.statistics()
 
