@@ -99,7 +99,7 @@ class Checks:
                 if slack:
                     average = hvd.allreduce(self.mine(shape, dtype), prescale_factor=0.5)
                     self.equal(average, total / self.size / 2, slack)
-                    # No 16 bits hold that factor: kernels scale and cast.
+                    # No 16 bits hold that factor, so those sums go by way of the host.
                     third = hvd.allreduce(
                         self.mine(shape, dtype), op=hvd.Sum, prescale_factor=1 / 3
                     )

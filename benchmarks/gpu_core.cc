@@ -1,10 +1,8 @@
 // What of a GPU can be tried without Python and without a framework: that the driver takes the
-// embedded kernels and they compute what the host does, memory in the order of streams, and batches
-// of one rank by NCCL, where it is found, and by way of the host. One line each; exit code 1 if one
-// is wrong.
+// embedded kernel and it copies right, memory in the order of streams, and batches of one rank by
+// NCCL, where it is found, and by way of the host. One line each; exit code 1 if one is wrong.
 //
 //   bench_gpu_core [libcuda.so.1 [libnccl.so.2]]
-#include <cmath>
 #include <cstdio>
 #include <cstring>
 #include <functional>
@@ -14,7 +12,6 @@
 
 #include "backend/cuda_backend.h"
 #include "backend/host_backend.h"
-#include "base/half.h"
 #include "trace/trace.h"
 #include "transport/factory.h"
 
@@ -23,7 +20,6 @@ using namespace hororing;
 namespace {
 
 constexpr TimeNs kLimit = 60 * kSecond;
-constexpr double kThird = 1.0 / 3;
 bool all_ok = true;
 
 void Tell(const std::string& what, const std::string& wrong) {
@@ -102,41 +98,6 @@ void Copies(const Device& device) {
     const Status copied = device.CopyOnDevice(copies);
     Tell("copies, offset " + std::to_string(offset), copied.ok() ? to.Judge(values) : Text(copied));
   }
-}
-
-template <typename From, typename To>
-void Scaled(const Device& device, const char* what, DeviceCast cast,
-            const std::function<From(float)>& from, const std::function<To(From)>& wanted) {
-  const size_t count = 20011;  // some blocks of threads, the last not full
-  const auto values = Series<From>(count, from);
-  OnDevice<From> input(device, values);
-  OnDevice<To> output(device, std::vector<To>(count));
-  std::vector<To> expected;
-  for (const From value : values) expected.push_back(wanted(value));
-  const Status scaled = device.ScaleOnDevice({{output.data(), input.data(), count}}, cast, kThird);
-  Tell(what, scaled.ok() ? output.Judge(expected) : Text(scaled));
-}
-
-void Scales(const Device& device) {
-  if (!device.scales_by_kernel()) return Tell("kernels", "the driver does not take them");
-  const float third = static_cast<float>(kThird);
-  using Half = uint16_t;
-  Scaled<float, float>(
-      device, "float32", DeviceCast::kFloat32, [](float v) { return v; },
-      [&](float v) { return v * third; });
-  Scaled<double, double>(
-      device, "float64", DeviceCast::kFloat64, [](float v) { return static_cast<double>(v); },
-      [](double v) { return v * kThird; });
-  Scaled<Half, float>(device, "float16 to float32", DeviceCast::kFloat16ToFloat32, FloatToHalf,
-                      [&](Half v) { return HalfToFloat(v) * third; });
-  Scaled<float, Half>(
-      device, "float32 to float16", DeviceCast::kFloat32ToFloat16, [](float v) { return v; },
-      [&](float v) { return FloatToHalf(v * third); });
-  Scaled<Half, float>(device, "bfloat16 to float32", DeviceCast::kBfloat16ToFloat32,
-                      FloatToBfloat16, [&](Half v) { return Bfloat16ToFloat(v) * third; });
-  Scaled<float, Half>(
-      device, "float32 to bfloat16", DeviceCast::kFloat32ToBfloat16, [](float v) { return v; },
-      [&](float v) { return FloatToBfloat16(v * third); });
 }
 
 void StreamMemory(const Device& device) {
@@ -220,10 +181,9 @@ int main(int argc, char** argv) {
     Tell("driver", opened.message());
     return 1;
   }
-  std::printf("%s, CUDA %d, compiled kernels %s\n", device->name().c_str(), device->api().version,
-              device->scales_by_kernel() ? "load" : "do not load");
+  std::printf("%s, CUDA %d\n", device->name().c_str(), device->api().version);
+  Tell("kernel", device->packs_by_kernel() ? "" : "the driver does not take it");
   Copies(*device);
-  Scales(*device);
   StreamMemory(*device);
   std::shared_ptr<const NcclApi> nccl;
   const Status loaded = devices->Nccl(&nccl);

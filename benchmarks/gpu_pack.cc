@@ -1,5 +1,4 @@
-// Packing on a GPU: 161 tensors of 100 MB by the kernel, by single copies, one copy of all, and by
-// the kernel that scales them, and casts from float32 to float16.
+// Packing on a GPU: 161 tensors of 100 MB by the kernel, by single copies, and one copy of all.
 //
 //   bench_gpu_pack [libcuda.so.1 [--quick]]     --quick: small tensors, only that it runs
 //
@@ -72,28 +71,20 @@ int main(int argc, char** argv) {
   void *from = nullptr, *to = nullptr;
   Check(device->AllocatePlain(total, &from));
   Check(device->AllocatePlain(total, &to));
-  std::vector<DeviceCopy> packed, elements;
+  std::vector<DeviceCopy> packed;
   size_t at = 0;
   for (size_t bytes : sizes) {
     packed.push_back({static_cast<char*>(to) + at, static_cast<char*>(from) + at, bytes});
-    elements.push_back({packed.back().to, packed.back().from, bytes / 4});
     at += bytes;
   }
   std::printf("%s, %zu tensors, %.1f MB\n", device->name().c_str(), sizes.size(),
               1e-6 * static_cast<double>(total));
-  const auto scale = [&](DeviceCast cast) {
-    return [&, cast] { return device->ScaleOnDevice(elements, cast, 0.5); };
-  };
   Report("one copy", *device, 2 * total, [&] { return device->CopyOnDevice({{to, from, total}}); });
   Report("packed", *device, 2 * total, [&] { return device->CopyOnDevice(packed); });
   Report("one by one", *device, 2 * total, [&] {
     for (const DeviceCopy& copy : packed) Check(device->CopyOnDevice({copy}));
     return Status::Ok();
   });
-  if (device->scales_by_kernel()) {
-    Report("scaled", *device, 2 * total, scale(DeviceCast::kFloat32));
-    Report("to float16", *device, total + total / 2, scale(DeviceCast::kFloat32ToFloat16));
-  }
   device->Free(from);
   device->Free(to);
   return 0;

@@ -34,7 +34,6 @@ Status TookTooLong(const std::string& label) {
 struct CudaBackend::Card {
   CuUuid device = {};
   int32_t nccl_version = 0;  // 0: none
-  int32_t scales = 0;        // its kernels scale, in a fusion buffer
 };
 
 Status Parse(const std::string& name, DeviceWay* way) {
@@ -65,11 +64,13 @@ Status CudaBackend::Run(const Batch& batch, TimeNs deadline, TraceSink& trace) {
     HORORING_RETURN_IF_ERROR(entry.ready->HoldBack(device_->stream()));
     flight.ready.push_back(entry.ready);
   }
-  NcclWay way = NcclWay::kNot;
-  HORORING_RETURN_IF_ERROR(ChooseWay(batch, deadline, &way));
-  if (way != NcclWay::kNot) {
+  // All ranks come to the same.
+  if (nccl_ != nullptr && NcclCan(batch, transport_.size())) {
+    if (WantsFusionBuffer(batch) && options_.fusion_bytes > 0) {
+      HORORING_RETURN_IF_ERROR(nccl_->MakeFusionBuffer(options_.fusion_bytes, deadline));
+    }
     HORORING_RETURN_IF_ERROR(
-        RunByNccl(batch, way, *nccl_, *device_, transport_.size(), After(NowNs(), timeout), trace));
+        RunByNccl(batch, *nccl_, *device_, transport_.size(), After(NowNs(), timeout), trace));
   } else {
     HORORING_RETURN_IF_ERROR(staged_.Run(batch, device_, timeout, trace));
   }
@@ -77,19 +78,6 @@ Status CudaBackend::Run(const Batch& batch, TimeNs deadline, TraceSink& trace) {
   HORORING_RETURN_IF_ERROR(device_->Record(device_->stream(), &done));
   done_ = flight.done = std::move(done);
   in_flight_.push_back(std::move(flight));
-  return Status::Ok();
-}
-
-// All ranks come to the same.
-Status CudaBackend::ChooseWay(const Batch& batch, TimeNs deadline, NcclWay* way) {
-  *way = nccl_ != nullptr ? NcclWayOf(batch, transport_.size(), scales_) : NcclWay::kNot;
-  if (*way == NcclWay::kNot || !WantsFusionBuffer(batch, *way)) return Status::Ok();
-  if (options_.fusion_bytes > 0) {
-    HORORING_RETURN_IF_ERROR(nccl_->MakeFusionBuffer(options_.fusion_bytes, deadline));
-  }
-  if (*way == NcclWay::kScaled && !FitsScaled(batch, transport_.size(), nccl_->fusion_bytes())) {
-    *way = NcclWay::kNot;
-  }
   return Status::Ok();
 }
 
@@ -129,11 +117,9 @@ Status CudaBackend::Compare(int nccl_version, TimeNs deadline, std::string* obst
   Card mine;
   mine.device = device_->uuid();
   mine.nccl_version = nccl_version;
-  mine.scales = device_->scales_by_kernel() && options_.fusion_bytes >= kLeastScalingBytes;
   std::vector<Card> cards(size);
   HORORING_RETURN_IF_ERROR(AllgatherV(transport_, &mine, std::vector<size_t>(size, sizeof mine),
                                       cards.data(), deadline));
-  scales_ = std::all_of(cards.begin(), cards.end(), [](const Card& c) { return c.scales != 0; });
   if (options_.reproducible) {
     *obstacle = "HORORING_REPRODUCIBLE=1 sums in the order of ranks";
   } else if (options_.way == DeviceWay::kStaged) {

@@ -58,7 +58,6 @@ class CudaBackend final : public Backend {
   };
   struct Card;
   Status Choose(TimeNs deadline);
-  Status ChooseWay(const Batch& batch, TimeNs deadline, NcclWay* way);
   Status Compare(int nccl_version, TimeNs deadline, std::string* obstacle);
   std::string Obstacle(const std::vector<Card>& cards) const;
   Status LookAt(InFlight& batch, bool* done);
@@ -69,7 +68,6 @@ class CudaBackend final : public Backend {
   std::shared_ptr<Device> device_;
   std::unique_ptr<NcclCommunicator> nccl_;
   bool chosen_ = false;
-  bool scales_ = false;  // all ranks have the kernels for it
   std::shared_ptr<const DeviceEvent> done_;
   std::deque<InFlight> in_flight_;
 };

@@ -54,7 +54,6 @@ class NcclCommunicator {
   std::byte* fusion_buffer() const { return static_cast<std::byte*>(fusion_); }
   size_t fusion_bytes() const { return fusion_bytes_; }  // 0: there is none
 
-  int rank() const { return transport_.rank(); }
   const NcclApi& api() const { return *api_; }
   NcclComm comm() const { return comm_; }
 

@@ -65,6 +65,7 @@ constexpr int kLeastCudaVersion = 11020;  // 11.2: memory that is allocated in t
   X(event_create, cuEventCreate, (CuEvent * event, unsigned flags))                                \
   X(event_record, cuEventRecord, (CuEvent event, CuStream stream))                                 \
   X(event_query, cuEventQuery, (CuEvent event))                                                    \
+  X(event_synchronize, cuEventSynchronize, (CuEvent event))                                        \
   X(event_destroy, cuEventDestroy_v2, (CuEvent event))                                             \
   X(mem_alloc, cuMemAlloc_v2, (CuAddress * memory, size_t bytes))                                  \
   X(mem_free, cuMemFree_v2, (CuAddress memory))                                                    \

@@ -11,14 +11,13 @@ namespace {
 // As kernels.cu.
 constexpr size_t kPackMost = 120;
 constexpr size_t kPackBlockBytes = 32 << 10;
-constexpr size_t kScaleBlockElements = 8 << 10;
 constexpr unsigned kPackThreads = 256;
 struct PackTable {
   uint64_t count = 0;
   struct {
     const void* from;
     void* to;
-    uint64_t amount;
+    uint64_t bytes;
     uint64_t first_block;
   } copies[kPackMost];
 };
@@ -56,7 +55,7 @@ Status DeviceEvent::HoldBack(CuStream stream) const {
 DeviceMemory::~DeviceMemory() {
   if (address_ == 0) return;
   const Device::Current current(*device_);
-  static_cast<void>(device_->EndMemory(address_, bytes_, device_->stream()));
+  static_cast<void>(device_->EndMemory(address_, device_->stream()));
 }
 
 Status DeviceMemory::MoveTo(void* to, size_t bytes, CuStream stream) {
@@ -65,7 +64,7 @@ Status DeviceMemory::MoveTo(void* to, size_t bytes, CuStream stream) {
   const CudaApi& api = device_->api();
   HORORING_RETURN_IF_ERROR(
       api.Check(api.copy_on_device(AddressOf(to), address_, bytes, stream), "cuMemcpyDtoDAsync"));
-  return device_->EndMemory(std::exchange(address_, 0), bytes_, stream);
+  return device_->EndMemory(std::exchange(address_, 0), stream);
 }
 
 PinnedMemory::~PinnedMemory() {
@@ -117,21 +116,15 @@ Status Device::Start() {
   HORORING_RETURN_IF_ERROR(api.Check(api.stream_create(&stream_, kCuStreamNonBlocking, greatest),
                                      "cuStreamCreateWithPriority"));
   int pools = 0;
-  if (api.device_get_attribute(&pools, kCuMemoryPoolsSupported, device_) != kCuSuccess ||
-      pools == 0) {
-    blocks_ = std::make_unique<BlockCache>(api, stream_);
-    Log(LogLevel::kInfo, name_ +
-                             " has no memory pools: results of gathers lie in memory that is "
-                             "kept for the next ones, 256 MiB at most");
+  const CuResult asked = api.device_get_attribute(&pools, kCuMemoryPoolsSupported, device_);
+  has_pools_ = asked == kCuSuccess && pools != 0;
+  if (!has_pools_) {
+    Log(LogLevel::kInfo, name_ + " has no memory pools: gathers allocate their results anew");
   }
   const Status loaded = api.Check(api.module_load_data(&module_, kKernels), "cuModuleLoadData");
   Status found = loaded;
   if (found.ok()) {
     found = api.Check(api.module_get_function(&copy_many_, module_, "hororing_copy_many"),
-                      "cuModuleGetFunction");
-  }
-  if (found.ok()) {
-    found = api.Check(api.module_get_function(&scale_many_, module_, "hororing_scale_many"),
                       "cuModuleGetFunction");
   }
   if (!found.ok()) {
@@ -145,7 +138,10 @@ Device::~Device() {
   {
     const Current current(*this);
     if (module_ != nullptr) api_->module_unload(module_);
-    blocks_ = nullptr;
+    for (const Ended& ended : ended_) {  // nothing is in the streams any more
+      api_->mem_free(ended.memory);
+      api_->event_destroy(ended.unused);
+    }
     if (stream_ != nullptr) api_->stream_destroy(stream_);
   }
   api_->primary_ctx_release(device_);
@@ -188,40 +184,27 @@ Status Device::CopyToDevice(void* to, const void* from, size_t bytes) const {
 Status Device::CopyOnDevice(const std::vector<DeviceCopy>& copies) const {
   const Current current(*this);
   HORORING_RETURN_IF_ERROR(current.status());
-  if (packs_by_kernel() && copies.size() > 1) {
-    return Launch(copy_many_, copies, kPackBlockBytes, {});
-  }
+  if (packs_by_kernel() && copies.size() > 1) return CopyByKernel(copies);
   for (const DeviceCopy& copy : copies) {
     HORORING_RETURN_IF_ERROR(api_->Check(
-        api_->copy_on_device(AddressOf(copy.to), AddressOf(copy.from), copy.amount, stream_),
+        api_->copy_on_device(AddressOf(copy.to), AddressOf(copy.from), copy.bytes, stream_),
         "cuMemcpyDtoDAsync"));
   }
   return Status::Ok();
 }
 
-Status Device::ScaleOnDevice(const std::vector<DeviceCopy>& copies, DeviceCast cast,
-                             double factor) const {
-  const Current current(*this);
-  HORORING_RETURN_IF_ERROR(current.status());
-  return Launch(scale_many_, copies, kScaleBlockElements, {&cast, &factor});
-}
-
-Status Device::Launch(CuFunction kernel, const std::vector<DeviceCopy>& copies,
-                      uint64_t block_amount, const std::vector<void*>& more) const {
+Status Device::CopyByKernel(const std::vector<DeviceCopy>& copies) const {
   for (size_t begin = 0; begin < copies.size(); begin += kPackMost) {
     PackTable table;
     uint64_t blocks = 0;
     for (size_t i = begin; i < std::min(begin + kPackMost, copies.size()); ++i) {
-      if (copies[i].amount == 0) continue;
-      table.copies[table.count++] = {copies[i].from, copies[i].to, copies[i].amount, blocks};
-      blocks += (copies[i].amount + block_amount - 1) / block_amount;
+      table.copies[table.count++] = {copies[i].from, copies[i].to, copies[i].bytes, blocks};
+      blocks += (copies[i].bytes + kPackBlockBytes - 1) / kPackBlockBytes;
     }
-    if (blocks == 0) continue;
-    std::vector<void*> parameters = {&table};
-    parameters.insert(parameters.end(), more.begin(), more.end());
+    void* parameters[] = {&table};
     HORORING_RETURN_IF_ERROR(
-        api_->Check(api_->launch_kernel(kernel, static_cast<unsigned>(blocks), 1, 1, kPackThreads,
-                                        1, 1, 0, stream_, parameters.data(), nullptr),
+        api_->Check(api_->launch_kernel(copy_many_, static_cast<unsigned>(blocks), 1, 1,
+                                        kPackThreads, 1, 1, 0, stream_, parameters, nullptr),
                     "cuLaunchKernel"));
   }
   return Status::Ok();
@@ -231,17 +214,60 @@ Status Device::Allocate(size_t bytes, std::shared_ptr<DeviceMemory>* memory) con
   const Current current(*this);
   HORORING_RETURN_IF_ERROR(current.status());
   CuAddress address = 0;
-  HORORING_RETURN_IF_ERROR(blocks_ != nullptr
-                               ? blocks_->Take(&bytes, &address)
-                               : api_->CheckMemory(api_->mem_alloc_async(&address, bytes, stream_),
-                                                   "cuMemAllocAsync", bytes));
-  *memory = std::make_shared<DeviceMemory>(shared_from_this(), address, bytes);
+  if (has_pools_) {
+    HORORING_RETURN_IF_ERROR(api_->CheckMemory(api_->mem_alloc_async(&address, bytes, stream_),
+                                               "cuMemAllocAsync", bytes));
+  } else {
+    HORORING_RETURN_IF_ERROR(AllocateWithoutPools(bytes, &address));
+  }
+  *memory = std::make_shared<DeviceMemory>(shared_from_this(), address);
   return Status::Ok();
 }
 
-Status Device::EndMemory(CuAddress address, size_t bytes, CuStream stream) const {
-  if (blocks_ != nullptr) return blocks_->Give(address, bytes, stream);
-  return api_->Check(api_->mem_free_async(address, stream), "cuMemFreeAsync");
+Status Device::EndMemory(CuAddress address, CuStream stream) const {
+  if (has_pools_) return api_->Check(api_->mem_free_async(address, stream), "cuMemFreeAsync");
+  Ended ended{address, nullptr};
+  HORORING_RETURN_IF_ERROR(
+      api_->Check(api_->event_create(&ended.unused, kCuEventDisableTiming), "cuEventCreate"));
+  const CuResult recorded = api_->event_record(ended.unused, stream);
+  if (recorded != kCuSuccess) {  // nobody knows when it may be freed
+    api_->event_destroy(ended.unused);
+    return api_->Check(recorded, "cuEventRecord");
+  }
+  std::lock_guard<std::mutex> lock(ended_mutex_);
+  ended_.push_back(ended);
+  return Status::Ok();
+}
+
+Status Device::AllocateWithoutPools(size_t bytes, CuAddress* address) const {
+  FreeEnded(/*wait=*/false);
+  CuResult result = api_->mem_alloc(address, bytes);
+  if (result != kCuSuccess) {
+    FreeEnded(/*wait=*/true);
+    result = api_->mem_alloc(address, bytes);
+  }
+  return api_->CheckMemory(result, "cuMemAlloc", bytes);
+}
+
+// cuMemFree itself need not wait for the streams. No call is made under the mutex.
+void Device::FreeEnded(bool wait) const {
+  std::vector<Ended> looked_at, kept;
+  {
+    std::lock_guard<std::mutex> lock(ended_mutex_);
+    looked_at.swap(ended_);
+  }
+  for (const Ended& ended : looked_at) {
+    const CuResult reached =
+        wait ? api_->event_synchronize(ended.unused) : api_->event_query(ended.unused);
+    if (reached != kCuSuccess) {
+      kept.push_back(ended);
+      continue;
+    }
+    api_->mem_free(ended.memory);
+    api_->event_destroy(ended.unused);
+  }
+  std::lock_guard<std::mutex> lock(ended_mutex_);
+  ended_.insert(ended_.end(), kept.begin(), kept.end());
 }
 
 Status Device::AllocatePinned(size_t bytes, std::unique_ptr<PinnedMemory>* memory) const {

@@ -13,11 +13,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
 #include "base/status.h"
-#include "device/block_cache.h"
 #include "device/cuda_api.h"
 
 namespace hororing {
@@ -48,8 +48,8 @@ class DeviceEvent {
 // given back when that stream comes to its end.
 class DeviceMemory {
  public:
-  DeviceMemory(std::shared_ptr<const Device> device, CuAddress address, size_t bytes)
-      : device_(std::move(device)), address_(address), bytes_(bytes) {}
+  DeviceMemory(std::shared_ptr<const Device> device, CuAddress address)
+      : device_(std::move(device)), address_(address) {}
   ~DeviceMemory();
   DeviceMemory(const DeviceMemory&) = delete;
   DeviceMemory& operator=(const DeviceMemory&) = delete;
@@ -62,7 +62,6 @@ class DeviceMemory {
  private:
   const std::shared_ptr<const Device> device_;
   CuAddress address_;
-  const size_t bytes_;
 };
 
 // Host memory that the device reads and writes by itself.
@@ -85,17 +84,7 @@ class PinnedMemory {
 struct DeviceCopy {
   void* to;
   const void* from;
-  size_t amount;  // bytes; of ScaleOnDevice: elements
-};
-
-// From which type to which. As kernels.cu.
-enum class DeviceCast : int {
-  kFloat32 = 0,
-  kFloat64 = 1,
-  kFloat16ToFloat32 = 2,
-  kFloat32ToFloat16 = 3,
-  kBfloat16ToFloat32 = 4,
-  kFloat32ToBfloat16 = 5,
+  size_t bytes;
 };
 
 class Device : public std::enable_shared_from_this<Device> {
@@ -113,7 +102,6 @@ class Device : public std::enable_shared_from_this<Device> {
   CuStream stream() const { return stream_; }        // the private one
   const CudaApi& api() const { return *api_; }
   bool packs_by_kernel() const { return copy_many_ != nullptr; }
-  bool scales_by_kernel() const { return scale_many_ != nullptr; }
 
   // kInvalidArgument while `stream` is captured into a graph.
   Status RefuseCaptured(CuStream stream) const;
@@ -123,13 +111,10 @@ class Device : public std::enable_shared_from_this<Device> {
   // On the private stream.
   Status CopyToHost(void* to, const void* from, size_t bytes) const;
   Status CopyToDevice(void* to, const void* from, size_t bytes) const;
-  Status CopyOnDevice(const std::vector<DeviceCopy>& copies) const;
-  // Each element times `factor`, rounded once: in float64 where both types are, else in float32.
-  // REQUIRES: scales_by_kernel(), and memory aligned to the elements.
-  Status ScaleOnDevice(const std::vector<DeviceCopy>& copies, DeviceCast cast, double factor) const;
+  Status CopyOnDevice(const std::vector<DeviceCopy>& copies) const;  // REQUIRES: none is empty
   Status Allocate(size_t bytes, std::shared_ptr<DeviceMemory>* memory) const;
   // Ends memory of Allocate when `stream` has come so far. REQUIRES: Current.
-  Status EndMemory(CuAddress address, size_t bytes, CuStream stream) const;
+  Status EndMemory(CuAddress address, CuStream stream) const;
 
   Status AllocatePinned(size_t bytes, std::unique_ptr<PinnedMemory>* memory) const;
   // Memory for long, until Free.
@@ -157,9 +142,9 @@ class Device : public std::enable_shared_from_this<Device> {
   Device(std::shared_ptr<const CudaApi> api, int ordinal)
       : api_(std::move(api)), ordinal_(ordinal) {}
   Status Start();
-  // `more`: arguments of `kernel` behind the table.
-  Status Launch(CuFunction kernel, const std::vector<DeviceCopy>& copies, uint64_t block_amount,
-                const std::vector<void*>& more) const;
+  Status CopyByKernel(const std::vector<DeviceCopy>& copies) const;
+  Status AllocateWithoutPools(size_t bytes, CuAddress* address) const;
+  void FreeEnded(bool wait) const;
 
   const std::shared_ptr<const CudaApi> api_;
   const int ordinal_;
@@ -167,9 +152,15 @@ class Device : public std::enable_shared_from_this<Device> {
   CuContext context_ = nullptr;
   CuStream stream_ = nullptr;
   CuModule module_ = nullptr;
-  // Null: one copy after the other, and nothing is scaled.
-  CuFunction copy_many_ = nullptr, scale_many_ = nullptr;
-  std::unique_ptr<BlockCache> blocks_;  // null: the driver has memory pools
+  CuFunction copy_many_ = nullptr;  // null: one copy after the other
+  bool has_pools_ = true;           // of memory; some virtual GPUs have none
+  // Without pools: memory that some stream may still use, until it has come to the event.
+  struct Ended {
+    CuAddress memory;
+    CuEvent unused;
+  };
+  mutable std::mutex ended_mutex_;
+  mutable std::vector<Ended> ended_;  // GUARDED_BY(ended_mutex_)
   std::string name_;
   CuUuid uuid_ = {};
 };

@@ -91,10 +91,8 @@ TEST(a_fusion_buffer_that_one_rank_cannot_have_none_has_and_nobody_waits_in_vain
   fake_gpu_reset();
   fake_gpu_set("no_memory_on", 1);
   const int64_t collectives = fake_gpu_count("collectives");
-  const std::vector<ReduceSpec> specs = {{DataType::kFloat32, ReduceOp::kSum, 1.0, 1.0},
-                                         {DataType::kBfloat16, ReduceOp::kSum, 0.3, 1.0}};
+  const std::vector<ReduceSpec> specs = {{DataType::kFloat32, ReduceOp::kSum, 1.0, 1.0}};
   RunAllSums(3, {DeviceWay::kNccl}, specs, {{5, 7, 0}, {9, 2}});
-  // The sums without a factor go one by one; the others by way of the host.
   CHECK_EQ(fake_gpu_count("collectives") - collectives, 3 * 2 * 2);
   fake_gpu_reset();
   NothingLeft();
@@ -202,6 +200,50 @@ TEST(parts_of_a_reduce_scatter_may_differ) {
       }
     }
   }
+  NothingLeft();
+}
+
+TEST(factors_that_nccl_would_round_or_has_not_go_by_way_of_the_host) {
+  fake_gpu_reset();
+  std::vector<ReduceSpec> specs;
+  for (const DataType dtype : {DataType::kFloat16, DataType::kBfloat16}) {
+    // 16 bits hold neither 1/3 nor, at the other end, what makes it good again.
+    specs.push_back({dtype, ReduceOp::kSum, 1.0 / 3, 1.0});
+    specs.push_back({dtype, ReduceOp::kAverage, 1.0, 0.7});
+    specs.push_back({dtype, ReduceOp::kAverage, 1e-12, 7e11});
+  }
+  for (const DataType dtype : {DataType::kFloat16, DataType::kFloat32, DataType::kFloat64}) {
+    specs.push_back({dtype, ReduceOp::kMin, -0.5, 3.0});
+    specs.push_back({dtype, ReduceOp::kProduct, 0.5, 3.0});
+  }
+  const int64_t collectives = fake_gpu_count("collectives");
+  for (int size : {1, 3}) {
+    RunAllSums(size, {DeviceWay::kNccl}, specs, {{1}, {5, 0, 1777, 333}, {9001}});
+  }
+  RunCuda(2, {DeviceWay::kNccl}, [](CudaRank& rank) {
+    std::vector<uint16_t> halfs(2);
+    uint16_t part = 0, seen = 0;
+    Batch batch;
+    batch.kind = Collective::kReducescatter;
+    batch.reduce = {DataType::kFloat16, ReduceOp::kSum, 1.0 / 3, 1.0};
+    batch.entries.resize(1);
+    batch.entries[0].input = halfs.data();
+    batch.entries[0].output = &part;
+    batch.entries[0].elements = 2;
+    batch.entries[0].parts = {1, 1};
+    CHECK_OK(
+        RunBatch(rank, batch, [&] { halfs = {0x4200, 0x4600}; }, [&] { seen = part; }));  // 3 and 6
+    CHECK_EQ(seen, rank.r == 0 ? uint16_t{0x4000} : uint16_t{0x4400});                    // 2 and 4
+  });
+  CHECK_EQ(fake_gpu_count("collectives"), collectives);
+  NothingLeft();
+}
+
+TEST(factors_that_cancel_out_leave_averages_of_sixteen_bits_to_nccl) {
+  fake_gpu_reset();
+  const int64_t collectives = fake_gpu_count("collectives");
+  RunAllSums(3, {DeviceWay::kNccl}, {{DataType::kBfloat16, ReduceOp::kAverage, 0.5, 2.0}}, {{100}});
+  CHECK_EQ(fake_gpu_count("collectives") - collectives, 3);
   NothingLeft();
 }
 

@@ -43,7 +43,9 @@ double Load(int type, const char* at) {
   }
 }
 
-void Store(int type, char* at, double value) {
+namespace {
+
+void Store(int type, char* at, double value) {  // rounded to nearest even
   uint16_t half = 0;
   const float narrow = static_cast<float>(value);
   switch (type) {
@@ -64,8 +66,6 @@ void Store(int type, char* at, double value) {
     default: std::memcpy(at, &value, 8); return;
   }
 }
-
-namespace {
 
 // Integers of four and eight bytes in their own arithmetic, which wraps around.
 template <typename Number, typename Wide>

@@ -23,7 +23,6 @@ enum Op { kSum, kProd, kMax, kMin, kAvg, kPreMulSum };
 
 size_t SizeOf(int type);
 double Load(int type, const char* at);
-void Store(int type, char* at, double value);  // rounded to nearest even
 // `factor`: of kPreMulSum and beyond.
 void Reduce(int type, int op, double factor, const std::vector<std::vector<char>>& inputs,
             size_t count, char* out);

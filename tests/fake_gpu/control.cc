@@ -81,6 +81,7 @@ FAKE int fake_gpu_set(const char* name, int64_t value) {
       {"cuda_version", &settings.cuda_version},
       {"no_module", &settings.no_module},
       {"no_pools", &settings.no_pools},
+      {"most_memory", &settings.most_memory},
       {"capturing", &settings.capturing},
       {"nccl_version", &settings.nccl_version},
       {"init_fails", &settings.init_fails},
@@ -99,6 +100,7 @@ FAKE int fake_gpu_set(const char* name, int64_t value) {
 FAKE void fake_gpu_reset(void) {
   settings.delay_us = 100;
   settings.devices = 8;
+  settings.most_memory = kUnlimited;
   settings.cuda_version = 13000;
   settings.nccl_version = 23203;
   settings.hang_ranks = settings.no_module = settings.no_pools = settings.capturing =
@@ -142,8 +144,7 @@ FAKE int64_t fake_gpu_count(const char* what) {
       {"aborts", &counts.aborts},
       {"kernels", &counts.kernels},
       {"copies", &counts.copies},
-      {"recorded", &counts.recorded},
-      {"allocated", &counts.allocated}};
+      {"recorded", &counts.recorded}};
   const auto found = known.find(what);
   return found == known.end() ? -1 : found->second->load();
 }

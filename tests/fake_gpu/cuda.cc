@@ -8,7 +8,6 @@
 #include <mutex>
 #include <vector>
 
-#include "arithmetic.h"
 #include "streams.h"
 
 namespace fake_gpu {
@@ -74,24 +73,24 @@ int Copy(void* to, const void* from, size_t bytes, void* stream) {
   return 0;
 }
 
-constexpr uint64_t kCopyMany = 1, kScaleMany = 2;
+constexpr uint64_t kCopyMany = 1;
 
 // Of the table of kernels.cu.
 struct Entry {
   const char* from;
   char* to;
-  uint64_t amount, first_block;
+  uint64_t bytes, first_block;
 };
 
 // Block by block, as kernels.cu finds its work.
-template <typename Work>
-void ForBlocks(const std::vector<Entry>& entries, uint64_t blocks, uint64_t each, Work work) {
+void CopyMany(const std::vector<Entry>& entries, uint64_t blocks) {
+  constexpr uint64_t kBlockBytes = 32 << 10;
   for (uint64_t block = 0; block < blocks; ++block) {
     size_t mine = 0;
     while (mine + 1 < entries.size() && entries[mine + 1].first_block <= block) ++mine;
     const Entry& entry = entries[mine];
-    const uint64_t begin = (block - entry.first_block) * each;
-    work(entry, begin, std::min(each, entry.amount - begin));
+    const uint64_t begin = (block - entry.first_block) * kBlockBytes;
+    std::memcpy(entry.to + begin, entry.from + begin, std::min(kBlockBytes, entry.bytes - begin));
   }
 }
 
@@ -250,6 +249,15 @@ FAKE int cuEventQuery(void* handle) {
   std::lock_guard<std::mutex> lock(event->mutex);
   return event->reached == event->recorded ? 0 : kNotReady;
 }
+FAKE int cuEventSynchronize(void* handle) {
+  Visit(__func__);
+  const std::shared_ptr<Event> event = Events().Find(handle, "an event");
+  if (event == nullptr) return kInvalidValue;
+  if (BreaksCapture() != 0) return kCaptureUnsupported;
+  std::unique_lock<std::mutex> lock(event->mutex);
+  event->changed.wait(lock, [&] { return event->reached == event->recorded; });
+  return 0;
+}
 FAKE int cuStreamWaitEvent(void* stream, void* handle, unsigned) {
   Visit(__func__);
   const std::shared_ptr<Event> event = Events().Find(handle, "an event");
@@ -288,7 +296,7 @@ FAKE int cuMemAlloc_v2(uint64_t* memory, size_t bytes) {
   Visit(__func__);
   if (!HasContext()) return kInvalidContext;
   if (settings.no_memory_on == CurrentDevice()) return kOutOfMemory;
-  ++counts.allocated;
+  if (counts.memory >= settings.most_memory) return kOutOfMemory;
   *memory = reinterpret_cast<uint64_t>(Memories().Add(NewMemory(bytes)));
   return 0;
 }
@@ -346,44 +354,21 @@ FAKE int cuModuleUnload(void*) {
 }
 FAKE int cuModuleGetFunction(void** function, void*, const char* name) {
   Visit(__func__);
-  const bool copies = std::strcmp(name, "hororing_copy_many") == 0;
-  *function = Pointer(copies ? kCopyMany : kScaleMany);
-  return copies || std::strcmp(name, "hororing_scale_many") == 0 ? 0 : kInvalidValue;
+  *function = Pointer(kCopyMany);
+  return std::strcmp(name, "hororing_copy_many") == 0 ? 0 : kInvalidValue;
 }
 FAKE int cuLaunchKernel(void* kernel, unsigned blocks, unsigned, unsigned, unsigned, unsigned,
                         unsigned, unsigned, void* stream, void** parameters, void**) {
   Visit(__func__);
   if (!HasContext()) return kInvalidContext;
+  if (kernel != Pointer(kCopyMany)) return kInvalidValue;
   const char* table = static_cast<const char*>(parameters[0]);
   uint64_t count = 0;
   std::memcpy(&count, table, sizeof count);
   std::vector<Entry> entries(count);
   std::memcpy(entries.data(), table + sizeof count, count * sizeof(Entry));
   ++counts.kernels;
-  if (kernel == Pointer(kCopyMany)) {
-    Enqueue(stream, [entries, blocks] {
-      ForBlocks(entries, blocks, 32 << 10, [](const Entry& entry, uint64_t begin, uint64_t bytes) {
-        std::memcpy(entry.to + begin, entry.from + begin, bytes);
-      });
-    });
-    return 0;
-  }
-  // As they are numbered in kernels.cu.
-  constexpr Type kFrom[] = {kFloat32, kFloat64, kFloat16, kFloat32, kBfloat16, kFloat32};
-  constexpr Type kTo[] = {kFloat32, kFloat64, kFloat32, kFloat16, kFloat32, kBfloat16};
-  const int cast = *static_cast<const int*>(parameters[1]);
-  const double factor = *static_cast<const double*>(parameters[2]);
-  const Type from = kFrom[cast], to = kTo[cast];
-  Enqueue(stream, [=] {
-    ForBlocks(entries, blocks, 8 << 10, [=](const Entry& entry, uint64_t begin, uint64_t elements) {
-      for (uint64_t i = begin; i < begin + elements; ++i) {
-        const double value = Load(from, entry.from + i * SizeOf(from));
-        const float narrow = static_cast<float>(value) * static_cast<float>(factor);
-        Store(to, entry.to + i * SizeOf(to),
-              to == kFloat64 ? value * factor : static_cast<double>(narrow));
-      }
-    });
-  });
+  Enqueue(stream, [entries, blocks] { CopyMany(entries, blocks); });
   return 0;
 }
 

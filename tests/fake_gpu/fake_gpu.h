@@ -22,6 +22,7 @@ extern "C" {
  *   capturing        every stream is being captured into a graph
  *   nccl_version     23203
  *   no_pools         devices have no memory in the order of streams
+ *   most_memory      live pieces of it, of all devices, beyond which plain allocations fail
  *   init_fails       communicators cannot be made
  *   init_hangs       and do not come to an end of being made
  *   hang_after       the number of collectives after which all hang, until the abort; -1: none
@@ -43,7 +44,7 @@ int fake_gpu_hanging(void);
 int fake_gpu_violations(const char** first);
 /* Live objects: "events", "streams", "memory", "pinned", "communicators", "contexts",
  * "registered", "operations"; and "collectives", "aborts", "kernels", "copies", "recorded"
- * (events), "allocated" (by cuMemAlloc): done so far. */
+ * (events): done so far. */
 int64_t fake_gpu_count(const char* what);
 
 /* As a framework would: a stream, work in it, and the wait of the host for all of it. */
