@@ -68,8 +68,8 @@ def DistributedOptimizer(
         it after: against overflow of 16-bit floats.
     num_groups : deprecated; use `groups`.
     groups : a number of groups, or lists of parameters; a group is reduced in one go when all
-        its gradients are there. Parameters in no list are reduced one by one. "auto": groups that
-        finish the reductions of a step first, found from measurements of the first steps; see
+        its gradients are there. Parameters in no list are reduced one by one. "auto": the
+        groups whose reductions finish earliest, found from measurements of the first steps; see
         docs/scheduling.md.
     sparse_as_dense : reduce sparse gradients as dense ones. Needed where a rank may lack one
         before it has had any, for then it cannot know that it is sparse (MismatchError).
