@@ -11,7 +11,7 @@ class PlainTensors:
         types: tuple[type, ...],
         exchange: object,
         refusals: tuple[Callable[[Any], bool], ...],
-        describe: Callable[[Any], tuple[int, int, tuple[int, ...]] | None],
+        describe: Callable[[Any], tuple[int, int, tuple[int, ...]] | None] | str,
         pending: dict[int, object],
         general: type,
         abandoned: dict[int, object],
@@ -30,7 +30,7 @@ class PlainTensors:
         postscale: float,
         wait_follows: bool,
         /,
-    ) -> int: ...
+    ) -> Any: ...
     def grouped_allreduce(
         self,
         tensors: tuple[Any, ...],
@@ -41,7 +41,7 @@ class PlainTensors:
         postscale: float,
         wait_follows: bool,
         /,
-    ) -> int: ...
+    ) -> Any: ...
     def finish(self, handle: int, /) -> Any: ...
 
 class Arrivals:

@@ -14,7 +14,7 @@ T = TypeVar("T")
 class Adapter(Protocol[T]):
     """What `Verbs` asks of a framework. Nothing here blocks."""
 
-    plain_tensors: PlainTensors  # with `plain` as their `describe`
+    plain_tensors: PlainTensors  # those that can be read and written where they lie
 
     def check(self, tensor: object, verb: str) -> T:
         """Return `tensor`, or raise TypeError or ValueError if no verb can take it."""
@@ -24,9 +24,6 @@ class Adapter(Protocol[T]):
 
     def dense(self, tensor: T) -> T:
         """Return `tensor` if its elements lie contiguously in order, else a copy that does."""
-
-    def plain(self, tensor: T) -> tuple[int, int, tuple[int, ...]] | None:
-        """Describe a tensor that can be read and written where it lies; None for all else."""
 
     def plain_like(self, tensor: T) -> T | None:
         """Return new memory of the same shape and type; None where it cannot be a plain one."""

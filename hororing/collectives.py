@@ -188,15 +188,16 @@ def make_request(
 
 def plain_tensors(
     types: tuple[type, ...],
-    describe: Callable[[Any], tuple[int, int, tuple[int, ...]] | None],
+    describe: Callable[[Any], tuple[int, int, tuple[int, ...]] | None] | str,
     exchange: object = None,
     refusals: tuple[Callable[[Any], bool], ...] = (),
 ) -> PlainTensors:
     """Return what submits plain tensors of `types` quickly.
 
-    `describe` says where one is, as `Adapter.plain`. It is not asked where the types have
-    `exchange`, the capsule of DLPack's C functions: a tensor is plain there if it is dense, in host
-    memory, of a known data type, and none of `refusals` is true of it.
+    `describe` says of a tensor what the core needs, or that it is not plain; or it is the name of
+    the attribute that has NumPy's array interface. It is not asked where the types have `exchange`,
+    the capsule of DLPack's C functions: a tensor is plain there if it is dense, in host memory, of
+    a known data type, and none of `refusals` is true of it.
     """
     return PlainTensors(
         types, exchange, refusals, describe, _pending, Pending, _abandoned, _sweep
@@ -243,6 +244,13 @@ def wait(handle: int) -> Any:
         return pending.finish(handle)
     finally:
         lib.hr_release(handle)
+
+
+def settled(answer: Any) -> Any:
+    """Return the result of a call that waits, of which `PlainTensors.allreduce` says `answer`."""
+    if type(answer) is int:
+        return wait(answer)
+    return answer.result if type(answer) is Separate else answer
 
 
 def wait_all(handles: Iterable[int]) -> list[Any]:

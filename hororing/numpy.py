@@ -61,7 +61,7 @@ class NumpyAdapter:
     """`hororing.adapter.Adapter` for `numpy.ndarray`."""
 
     def __init__(self) -> None:
-        self.plain_tensors = collectives.plain_tensors((np.ndarray,), self.plain)
+        self.plain_tensors = collectives.plain_tensors((np.ndarray,), "__array_struct__")
 
     def check(self, tensor: object, verb: str) -> Array:
         """Accept arrays and NumPy scalars."""
@@ -93,13 +93,6 @@ class NumpyAdapter:
         if tensor.flags.c_contiguous and tensor.flags.aligned:
             return tensor
         return np.array(tensor, order="C", copy=True)
-
-    def plain(self, tensor: Array) -> tuple[int, int, tuple[int, ...]] | None:
-        """Describe what none of the checks above would refuse or copy."""
-        if type(tensor) is not np.ndarray or not tensor.flags.carray:
-            return None
-        number = _NUMBERS.get(tensor.dtype)
-        return None if number is None else (tensor.ctypes.data, number, tensor.shape)
 
     def plain_like(self, tensor: Array) -> Array | None:
         """Return a plain array if `tensor` is one."""

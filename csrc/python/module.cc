@@ -67,11 +67,15 @@ int Parse(PyObject* const* arguments, hr_request* request) {
   return PyErr_Occurred() == nullptr ? 1 : -1;
 }
 
-PyObject* Answer(int plain) { return plain < 0 ? nullptr : PyLong_FromLong(0); }
+PyObject* Answer(int plain) {
+  if (plain < 0) return nullptr;
+  Py_RETURN_NONE;
+}
 
 const char* const kAllreduceText =
     "allreduce(tensor, output, keep, name, process_set, op, prescale, postscale, wait_follows)\n\n"
-    "Submit an allreduce. Return its handle, the core's code negated, or 0: not that simple.";
+    "Submit an allreduce. Return its handle, the core's code negated, or None: not that simple. "
+    "With wait_follows it may be done; then `keep` is returned, as by finish(handle).";
 
 PyObject* Allreduce(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
   if (Arguments(count, 9) != 0) return nullptr;

@@ -5,8 +5,24 @@
 namespace hororing {
 namespace {
 
+// What an array of NumPy says of itself:
+// https://numpy.org/doc/stable/reference/arrays.interface.html
+struct ArrayInterface {
+  int two;  // always: whether it is one
+  int ndim;
+  char kind;
+  int item_bytes;
+  int flags;
+  intptr_t* shape;  // the capsule's
+  intptr_t* strides;
+  void* data;
+  PyObject* description;
+};
+// In C order, aligned, in this machine's byte order, and writeable.
+constexpr int kArrayFlags = 0x1 | 0x100 | 0x200 | 0x400;
+
 // False: the core has no such type.
-bool DataTypeOf(const dlpack::Tensor& tensor, int32_t* dtype) {
+bool DataTypeOf(uint8_t kind, int bits, int32_t* dtype) {
   struct Known {
     uint8_t kind, bits;
     int32_t dtype;
@@ -20,10 +36,19 @@ bool DataTypeOf(const dlpack::Tensor& tensor, int32_t* dtype) {
       {dlpack::kBool, 8, HR_BOOL},
   };
   for (const Known& known : kKnown) {
-    if (known.kind == tensor.kind && known.bits == tensor.bits && tensor.lanes == 1) {
+    if (known.kind == kind && known.bits == bits) {
       *dtype = known.dtype;
       return true;
     }
+  }
+  return false;
+}
+
+bool DataTypeOf(const ArrayInterface& array, int32_t* dtype) {
+  static constexpr std::pair<char, dlpack::Kind> kKinds[] = {
+      {'f', dlpack::kFloat}, {'i', dlpack::kInt}, {'u', dlpack::kUint}, {'b', dlpack::kBool}};
+  for (const auto& [letter, kind] : kKinds) {
+    if (letter == array.kind) return DataTypeOf(kind, 8 * array.item_bytes, dtype);
   }
   return false;
 }
@@ -75,7 +100,10 @@ int Plain::Describe(PyObject* tensor, hr_tensor* view, Shapes* shapes) const {
   }
   if (!known) return 0;
   view->device = 0;
-  if (exchange_ == nullptr) return Ask(tensor, view, shapes);
+  if (exchange_ == nullptr) {
+    return PyUnicode_Check(describe_.get()) ? LookAtArray(tensor, view, shapes)
+                                            : Ask(tensor, view, shapes);
+  }
   int plain = Look(tensor, view);
   if (plain == 1) {
     const int refused = Refused(tensor);
@@ -111,10 +139,30 @@ int Plain::Look(PyObject* tensor, hr_tensor* view) const {
     PyErr_Clear();
     return 0;
   }
-  if (seen.device != dlpack::kCpu || !DataTypeOf(seen, &view->dtype) || !IsInOrder(seen)) return 0;
+  if (seen.device != dlpack::kCpu || seen.lanes != 1 || !IsInOrder(seen) ||
+      !DataTypeOf(seen.kind, seen.bits, &view->dtype)) {
+    return 0;
+  }
   view->input = view->output = reinterpret_cast<uintptr_t>(seen.data) + seen.byte_offset;
   view->ndim = seen.ndim;
   view->shape = seen.shape;
+  return 1;
+}
+
+int Plain::LookAtArray(PyObject* array, hr_tensor* view, Shapes* shapes) const {
+  const Reference capsule = Owned(PyObject_GetAttr(array, describe_.get()));
+  const void* const found =
+      capsule.get() == nullptr ? nullptr : PyCapsule_GetPointer(capsule.get(), nullptr);
+  if (found == nullptr) return -1;
+  const ArrayInterface& seen = *static_cast<const ArrayInterface*>(found);
+  if (seen.two != 2 || (seen.flags & kArrayFlags) != kArrayFlags ||
+      !DataTypeOf(seen, &view->dtype)) {
+    return 0;
+  }
+  const std::vector<int64_t>& shape = shapes->emplace_back(seen.shape, seen.shape + seen.ndim);
+  view->input = view->output = reinterpret_cast<uintptr_t>(seen.data);
+  view->ndim = seen.ndim;
+  view->shape = shape.data();
   return 1;
 }
 

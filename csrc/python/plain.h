@@ -46,8 +46,8 @@ class Plain {
 
   // `types`: a tuple. `exchange`: a capsule with DLPack's table, or None. `refusals`: a tuple of
   // functions of a tensor, which is plain where all of them say no. `describe`: for where there is
-  // no table, a function of a tensor to None, or address, hr_dtype and shape. False: an exception
-  // is set.
+  // no table, a function of a tensor to None, or address, hr_dtype and shape; or the name of the
+  // attribute that has NumPy's array interface. False: an exception is set.
   bool Init(PyObject* types, PyObject* exchange, PyObject* refusals, PyObject* describe);
 
   // 1: `view` is the tensor, in place, as long as nobody touches that; 0: it is not plain; -1: an
@@ -58,6 +58,7 @@ class Plain {
  private:
   int Refused(PyObject* tensor) const;
   int Look(PyObject* tensor, hr_tensor* view) const;
+  int LookAtArray(PyObject* array, hr_tensor* view, Shapes* shapes) const;
   int Ask(PyObject* tensor, hr_tensor* view, Shapes* shapes) const;
 
   std::vector<Reference> types_, refusals_;

@@ -57,6 +57,10 @@ int ParseReduction(PyObject* op, PyObject* prescale, PyObject* postscale, hr_req
 
 PyObject* Submit(const Table& table, const hr_request& request, PyObject* keep) {
   const int64_t handle = hr_submit(&request);
+  if (handle > 0 && request.wait_follows != 0 && hr_finish(handle, 0.0) == HR_OK) {
+    Py_INCREF(keep);
+    return keep;
+  }
   PyObject* const number = PyLong_FromLong(handle);
   if (handle <= 0) return number;
   if (number == nullptr || PyDict_SetItem(table.pending.get(), number, keep) != 0) {

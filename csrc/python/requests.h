@@ -24,7 +24,8 @@ int ParseName(PyObject* name, hr_request* request);
 int ParseReduction(PyObject* op, PyObject* prescale, PyObject* postscale, hr_request* request);
 
 // A handle, and `keep` owns what the core borrows until it is finished; or the core's code,
-// negated. Null: an exception is set, and the owner lives for ever.
+// negated; or `keep`, where the caller waits and it is finished already. Null: an exception is set,
+// and the owner lives for ever.
 PyObject* Submit(const Table& table, const hr_request& request, PyObject* keep);
 
 // What was kept for a handle, once it is done. None: it is unknown, has failed or must be finished

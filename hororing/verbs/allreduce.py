@@ -46,10 +46,10 @@ class Allreduce(Requests[T]):
         if compression is not NoneCompressor:
             check_compression(compression)
             tensor, context = compression.compress(tensor)
-        handle = self._start_one(
+        answer = self._start_one(
             tensor, False, average, name, op, prescale_factor, postscale_factor, process_set, True
         )
-        result: T = collectives.wait(handle)
+        result: T = collectives.settled(answer)
         return result if compression is NoneCompressor else compression.decompress(result, context)
 
     def allreduce_(
@@ -63,10 +63,10 @@ class Allreduce(Requests[T]):
         process_set: ProcessSet = global_process_set,
     ) -> T:
         """Do as `allreduce`, into `tensor` itself, and return it."""
-        handle = self._start_one(
+        answer = self._start_one(
             tensor, True, average, name, op, prescale_factor, postscale_factor, process_set, True
         )
-        result: T = collectives.wait(handle)
+        result: T = answer if answer is tensor else collectives.settled(answer)
         return result
 
     def allreduce_async(
@@ -83,9 +83,10 @@ class Allreduce(Requests[T]):
 
         `tensor` must not be written to before that.
         """
-        return self._start_one(
+        handle: int = self._start_one(
             tensor, False, average, name, op, prescale_factor, postscale_factor, process_set
         )
+        return handle
 
     def allreduce_async_(
         self,
@@ -98,9 +99,10 @@ class Allreduce(Requests[T]):
         process_set: ProcessSet = global_process_set,
     ) -> int:
         """Start an `allreduce_`; `tensor` must not be touched before `synchronize(handle)`."""
-        return self._start_one(
+        handle: int = self._start_one(
             tensor, True, average, name, op, prescale_factor, postscale_factor, process_set
         )
+        return handle
 
     def _start_one(
         self,
@@ -113,30 +115,36 @@ class Allreduce(Requests[T]):
         postscale: float,
         process_set: ProcessSet,
         wait_follows: bool = False,
-    ) -> int:
-        """Do as `reduce_async` with one tensor, quickly where it is a plain one."""
+    ) -> Any:
+        """Do as `reduce_async` with one tensor, quickly where it is a plain one.
+
+        With `wait_follows` what it returns is for `collectives.settled`.
+        """
         if average is not None:
             op = arguments.choose_op(op, average)
-        adapter, handle = self.adapter, 0
+        adapter = self.adapter
         output = tensor if in_place else adapter.plain_like(tensor)
         if output is not None:
             members = check_member(process_set, "allreduce")
             keep = tensor if in_place else collectives.Separate(tensor, output)
             given = default_name("allreduce", members) if name is None else name
             try:
-                handle = adapter.plain_tensors.allreduce(
+                answer = adapter.plain_tensors.allreduce(
                     tensor, output, keep, given, members, op, prescale, postscale, wait_follows
                 )
-                if handle < 0:
-                    fail(handle)
+                if type(answer) is int and answer < 0:
+                    fail(answer)
             except BaseException:
                 take_back(given)
                 raise
-            if handle and in_place:
-                adapter.mark_written(tensor)
-            if name is None:
-                _count(given, handle)
-        return handle or self.reduce_async(
+            if answer is not None:
+                if in_place:
+                    adapter.mark_written(tensor)
+                if isinstance(given, DefaultName):
+                    given.submitted = True
+                return answer
+            take_back(given)
+        return self.reduce_async(
             "allreduce", [tensor], in_place, name, arguments.choose_op(op, None), prescale,
             postscale, first, process_set=process_set, wait_follows=wait_follows,
         )  # fmt: skip
@@ -151,27 +159,29 @@ class Allreduce(Requests[T]):
         postscale: float,
         process_set: ProcessSet,
         wait_follows: bool = False,
-    ) -> int:
-        """Do as `reduce_async` with several tensors in place, quickly where all are plain ones."""
+    ) -> Any:
+        """Do as `_start_one` with several tensors in place."""
         if average is not None:
             op = arguments.choose_op(op, average)
         tensors = tuple(tensors)
         members = check_member(process_set, "grouped_allreduce")
         given = default_name("grouped_allreduce", members) if name is None else name
         try:
-            handle = self.adapter.plain_tensors.grouped_allreduce(
+            answer = self.adapter.plain_tensors.grouped_allreduce(
                 tensors, given, members, op, prescale, postscale, wait_follows
             )
-            if handle < 0:
-                fail(handle)
+            if type(answer) is int and answer < 0:
+                fail(answer)
         except BaseException:
             take_back(given)
             raise
-        if handle:
+        if answer is not None:
             self.adapter.mark_written(tensors)
-        if name is None:
-            _count(given, handle)
-        return handle or self.reduce_async(
+            if isinstance(given, DefaultName):
+                given.submitted = True
+            return answer
+        take_back(given)
+        return self.reduce_async(
             "grouped_allreduce", tensors, True, name, arguments.choose_op(op, None), prescale,
             postscale, tuple, process_set=process_set, wait_follows=wait_follows,
         )  # fmt: skip
@@ -215,10 +225,10 @@ class Allreduce(Requests[T]):
         process_set: ProcessSet = global_process_set,
     ) -> tuple[T, ...]:
         """Do as `grouped_allreduce`, into the tensors themselves; returns a tuple of them."""
-        handle = self._start_group(
+        answer = self._start_group(
             tensors, average, name, op, prescale_factor, postscale_factor, process_set, True
         )
-        result: tuple[T, ...] = collectives.wait(handle)
+        result: tuple[T, ...] = collectives.settled(answer)
         return result
 
     def grouped_allreduce_async(
@@ -249,9 +259,10 @@ class Allreduce(Requests[T]):
         process_set: ProcessSet = global_process_set,
     ) -> int:
         """Start a `grouped_allreduce_`: one handle for the group, one tuple from `synchronize`."""
-        return self._start_group(
+        handle: int = self._start_group(
             tensors, average, name, op, prescale_factor, postscale_factor, process_set
         )
+        return handle
 
     def reduce_async(
         self,
@@ -297,11 +308,3 @@ class Allreduce(Requests[T]):
             wait_follows=wait_follows,
             streams=streams,
         )
-
-
-def _count(name: str, handle: int) -> None:
-    """Count a default name if the core has a request of that name, else not."""
-    if not handle:
-        take_back(name)
-    elif isinstance(name, DefaultName):
-        name.submitted = True
