@@ -10,9 +10,6 @@ together, so that they are compared per element.
 `copy (limit)` is what memory allows: every rank copies its tensor, all at once. A sum in place
 must read every rank's tensor and write every rank's result, and a copy reads and writes as much;
 what else an algorithm moves (slots, temporaries, messages) it must keep in caches to get there.
-
-`hororing, in the arena` is the sum of a tensor in memory that all ranks map, where gradients in
-bucket views lie: nothing is copied.
 """
 
 from __future__ import annotations
@@ -20,7 +17,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-import arena_memory
 import horovod_peer
 import peers
 import torch
@@ -52,8 +48,6 @@ def ways_of(nbytes: int, dtype: str, options) -> tuple[int, dict[str, Callable[[
     if dtype != "bfloat16":  # Horovod has none
         runs |= {name: peer.sum for name, peer in options.horovods.items()}
     ways = {name: (lambda run=run: run(tensor)) for name, run in runs.items()}
-    if (shared := arena_memory.tensors([(count,)], kind)) is not None:
-        ways[arena_memory.NAME] = lambda: hvd.allreduce_(shared[0], op=hvd.Sum, name="in arena")
     if dtype == "float32" and options.limit:
         target = torch.empty_like(tensor).fill_(0.0)
         ways[LIMIT] = lambda: target.copy_(tensor)

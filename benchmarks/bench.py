@@ -71,7 +71,7 @@ def hook_rows(report: dict[str, Any]) -> list[record.Row]:
     rows = []
     for way, figures in report.pop("ways").items():
         row = {"measure": "training step", "case": "1,000 tiny layers"}
-        row["who"] = names.get(way, way.replace("_", " "))
+        row["who"] = names.get(way, way)
         for key, prefix in (("step_ms", ""), ("over_plain_ms", "overhead_")):
             for figure in ("median", "p10", "p90"):
                 name = f"{prefix}{figure}_us".replace("overhead_median", "overhead")
@@ -135,7 +135,7 @@ PARTS = [
     *(
         # What is freed is given back, so that only what is held counts.
         Part(f"memory-{way}", 2, "gradient_memory", (way,), {"MALLOC_MMAP_THRESHOLD_": str(MIB)})
-        for way in ("views", "copies", "ddp-views", "ddp")
+        for way in ("hororing", "ddp-views", "ddp")
     ),
     Part("process sets", 3, "process_sets", ("--rounds", "9")),
     Part("hooks", 2, "hooks", ("--model", "tiny", "--rounds", "12"), rows_of=hook_rows),

@@ -6,7 +6,6 @@ Ways, on the same model and batches, in the same processes:
 
     plain            no communication: the others' times are given as more than this
     hororing         DistributedOptimizer
-    hororing_views   the same, with gradient_as_bucket_view=True
     ddp              DistributedDataParallel over gloo, default buckets
     ddp_views        the same, with gradient_as_bucket_view=True
     horovod          its DistributedOptimizer, where it is installed, with its cycle of 1 ms ...
@@ -98,9 +97,8 @@ def ways(
         twin = copy.deepcopy(model)
         optimizer: torch.optim.Optimizer = torch.optim.SGD(twin.parameters(), lr=1e-9)
         module: nn.Module = twin
-        if way.startswith("hororing"):
-            options = OPTIONS[way]
-            optimizer = hvd.DistributedOptimizer(optimizer, twin.named_parameters(), **options)
+        if way == "hororing":
+            optimizer = hvd.DistributedOptimizer(optimizer, twin.named_parameters())
         elif way in horovods:
             optimizer = horovods[way].optimizer(optimizer, twin.named_parameters())
         elif way.startswith("ddp"):
@@ -109,12 +107,8 @@ def ways(
     return made
 
 
-OPTIONS: dict[str, dict[str, bool]] = {
-    "hororing": {},
-    "hororing_views": {"gradient_as_bucket_view": True},
-}
 HOROVODS = {"horovod": "1", "horovod_quick": "0.1"}  # with which cycle time
-WAYS = ["plain", *OPTIONS, "ddp", "ddp_views", *HOROVODS]
+WAYS = ["plain", "hororing", "ddp", "ddp_views", *HOROVODS]
 
 
 def start_together() -> None:

@@ -5,7 +5,7 @@
 Reads the proportional set size (shared pages counted once over all ranks) before init, after
 init and after summing 256 MB of gradients in 200 tensors, fused and one by one. The promise is
 at most twice the fusion buffer (64 MiB) plus 32 MiB; tests/python/test_memory.py holds it against
-that, and test_torch_memory.py bucket views against DDP. A process that has initialised hororing
+that, and test_torch_memory.py training against DDP. A process that has initialised hororing
 before (as where several benchmarks share one) reports less for init. Horovod, where it is
 installed, does the same after us: what it holds besides us and the script.
 """

@@ -11,13 +11,11 @@
                       (all buckets under way at once), copied back
     DDP's views       the same buckets with gradient_as_bucket_view: no copies, gradients lie there
 
-    hororing, in the arena   as the first, on gradients that lie where all ranks reach them
     copy (limit)      every rank copies its gradients, all at once: what memory allows, as in
                       allreduce.py; where the calls alone do not take longer
 
-All sum gradients of float32, in private memory but for DDP's views and the arena, in the order in
-which backward makes them; each is the `grad` of a parameter, as in a model. DDP's division by the
-number of ranks is left out for all.
+All sum gradients of float32 in the order in which backward makes them; each is the `grad` of a
+parameter, as in a model. DDP's division by the number of ranks is left out for all.
 """
 
 from __future__ import annotations
@@ -26,7 +24,6 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-import arena_memory
 import horovod_peer
 import peers
 import shapes
@@ -115,9 +112,7 @@ class Buckets:
 
 
 def contestants(
-    gradients: list[torch.Tensor],
-    shared: list[torch.Tensor] | None,
-    horovods: dict[str, horovod_peer.Horovod],
+    gradients: list[torch.Tensor], horovods: dict[str, horovod_peer.Horovod]
 ) -> dict[str, Callable[[], object]]:
     buckets, by_name = Buckets(gradients), named("gradient", gradients)
     ways: dict[str, Callable[[], object]] = {
@@ -133,9 +128,6 @@ def contestants(
     if sum(g.nbytes for g in gradients) > LARGE * len(gradients):
         targets = [torch.empty_like(gradient).fill_(0.0) for gradient in gradients]
         ways["copy (limit)"] = lambda: copy_all(targets, gradients)
-    if shared is not None:
-        in_arena = named("in arena", shared)
-        ways[arena_memory.NAME] = lambda: one_by_one(in_arena)
     return ways
 
 
@@ -152,10 +144,9 @@ def main(argv: list[str] | None = None) -> None:
     rows: list[Row] = []
     for name in ["1,000 of 1 KB"] if options.quick else options.sets:
         gradients = [torch.zeros(shape).fill_(0.0) for shape in reversed(SETS[name]())]
-        shared = arena_memory.tensors([tuple(g.shape) for g in gradients], torch.float32)
-        parameters = parameters_with([*gradients, *(shared or [])])
+        parameters = parameters_with(gradients)
         times = take_turns(
-            contestants(gradients, shared, horovods),
+            contestants(gradients, horovods),
             order,
             seconds=options.seconds,
             rounds=(1, 1) if options.quick else (5, 100),
@@ -165,7 +156,7 @@ def main(argv: list[str] | None = None) -> None:
                 for way in (name, f"{name} grouped")
             },
         )
-        del parameters, shared  # the arena has room for one set
+        del parameters
         nbytes = sum(gradient.nbytes for gradient in gradients)
         case = [
             {"measure": "set of gradients", "case": name, "who": who, "nbytes": nbytes,

@@ -4,13 +4,12 @@
 //              [--spin-us U] [--pin 1]
 //
 // Per rank count, size and dtype (float32 where none is given): in-place sums of one tensor (or of
-// T equal ones that make up the size together) among N processes, in private memory ("packed") and
-// in the arenas ("arena"), and a copy of as many bytes by all N processes at once to other memory,
-// until the last has done; round by round in turns, medians and twentieths on rank 0 in
-// microseconds. Sizes count float32: another dtype has as many elements. An allreduce in arenas
-// must read S and write S bytes per rank, as the copy does; so "of limit", copy / arena, is the
-// share of the memory's speed that it gets. algbw = size / time of arena. Without --spin-us: 50, or
-// 5 where the ranks outnumber the cores. --pin binds rank r to core r.
+// T equal ones that make up the size together) among N processes, and a copy of as many bytes by
+// all N processes at once to other memory, until the last has done; round by round in turns,
+// medians and twentieths on rank 0 in microseconds. Sizes count float32: another dtype has as many
+// elements. An allreduce must read S and write S bytes per rank, as the copy does; so "of limit",
+// copy / sum, is the share of the memory's speed that it gets. algbw = size / time of the sum.
+// Without --spin-us: 50, or 5 where the ranks outnumber the cores. --pin binds rank r to core r.
 
 #include <sched.h>
 #include <sys/mman.h>
@@ -106,35 +105,24 @@ struct Contest {
   DataType dtype;
   size_t bytes;
   std::vector<std::byte> data, copy;
-  void* in_arena = nullptr;
-  Times packed, arena, copied;
+  Times summed, copied;
 };
 
 void Print(const Contest& contest, int ranks, int rounds) {
   for (const bool quiet : {false, true}) {
     const auto time = [&](const Times& times) { return quiet ? times.best() : times.median(); };
-    std::printf("%5d %11zu %-8s %7s %11.2f %11.2f %11.2f %8.2f %8.2f %6d\n", ranks, contest.bytes,
-                Name(contest.dtype), quiet ? "5 %" : "median", time(contest.packed),
-                time(contest.arena), time(contest.copied),
-                time(contest.copied) / time(contest.arena),
-                static_cast<double>(contest.bytes) / time(contest.arena) / 1e3, rounds);
+    std::printf("%5d %11zu %-8s %7s %11.2f %11.2f %8.2f %8.2f %6d\n", ranks, contest.bytes,
+                Name(contest.dtype), quiet ? "5 %" : "median", time(contest.summed),
+                time(contest.copied), time(contest.copied) / time(contest.summed),
+                static_cast<double>(contest.bytes) / time(contest.summed) / 1e3, rounds);
   }
   std::fflush(stdout);
-}
-
-// A geometry with room for a tensor of the largest size in each arena, of each dtype.
-ShmSegment::Geometry GeometryFor(const Options& options, int ranks) {
-  ShmSegment::Geometry geometry = ShmSegment::Geometry::For(ranks);
-  geometry.arena_bytes =
-      *std::max_element(options.bytes.begin(), options.bytes.end()) * options.dtypes.size() +
-      (size_t{4} << 20);
-  return geometry;
 }
 
 // One rank's life. Rank 0 prints.
 int RunRank(const Options& options, const std::string& name, int rank, int ranks, Shared& shared) {
   std::shared_ptr<ShmSegment> segment;
-  const Status attached = ShmSegment::Attach(name, GeometryFor(options, ranks), &segment);
+  const Status attached = ShmSegment::Attach(name, ShmSegment::Geometry::For(ranks), &segment);
   if (!attached.ok()) {
     std::fprintf(stderr, "%s\n", attached.message().c_str());
     return 1;
@@ -154,37 +142,25 @@ int RunRank(const Options& options, const std::string& name, int rank, int ranks
     const size_t elements = std::max<size_t>(bytes / 4, 1);
     std::vector<Contest> contests;
     for (const DataType dtype : options.dtypes) {
-      Contest contest{dtype, elements * ElementSize(dtype)};
-      if (!Reduce(backend, &go, 1)) return 1;  // all have attached
-      void* memory = nullptr;
-      const Status allocated = transport.arena()->Allocate(contest.bytes, &memory);
-      if (!allocated.ok()) {
-        std::fprintf(stderr, "%s\n", allocated.message().c_str());
-        return 1;
-      }
-      contest.in_arena = memory;
-      contests.push_back(std::move(contest));
+      contests.emplace_back(dtype, elements * ElementSize(dtype));
     }
-    const auto reduce = [&](const Contest& contest, void* tensor) {
-      return Reduce(backend, tensor, elements, options.tensors, contest.dtype);
+    const auto reduce = [&](Contest& contest) {
+      return Reduce(backend, contest.data.data(), elements, options.tensors, contest.dtype);
     };
     for (Contest& contest : contests) {
-      for (void* tensor : {static_cast<void*>(contest.data.data()), contest.in_arena}) {
-        const auto value = [](size_t i) { return static_cast<float>(i % 31 + 1); };
-        for (size_t i = 0; i < elements; ++i) Store(contest.dtype, tensor, i, value(i));
-        if (!reduce(contest, tensor)) return 1;
-        for (size_t i = 0; i < elements; ++i) {
-          if (Load(contest.dtype, tensor, i) != static_cast<float>(ranks) * value(i)) {
-            ++shared.wrong;
-          }
-        }
-        std::memset(tensor, 0, contest.bytes);
+      void* const tensor = contest.data.data();
+      const auto value = [](size_t i) { return static_cast<float>(i % 31 + 1); };
+      for (size_t i = 0; i < elements; ++i) Store(contest.dtype, tensor, i, value(i));
+      if (!reduce(contest)) return 1;
+      for (size_t i = 0; i < elements; ++i) {
+        if (Load(contest.dtype, tensor, i) != static_cast<float>(ranks) * value(i)) ++shared.wrong;
       }
+      std::memset(tensor, 0, contest.bytes);
     }
     const TimeNs warm_up = NowNs();
     for (int i = 0; i < 3; ++i) {
       for (Contest& contest : contests) {
-        if (!reduce(contest, contest.data.data()) || !reduce(contest, contest.in_arena)) return 1;
+        if (!reduce(contest)) return 1;
       }
     }
     // All agree on the number of rounds.
@@ -195,12 +171,8 @@ int RunRank(const Options& options, const std::string& name, int rank, int ranks
     for (int i = 0; i < static_cast<int>(rounds); ++i) {
       for (Contest& contest : contests) {
         TimeNs begin = NowNs();
-        if (!reduce(contest, contest.data.data())) return 1;
-        contest.packed.Add(begin);
-        if (!Reduce(backend, &go, 1)) return 1;
-        begin = NowNs();
-        if (!reduce(contest, contest.in_arena)) return 1;
-        contest.arena.Add(begin);
+        if (!reduce(contest)) return 1;
+        contest.summed.Add(begin);
         if (!Reduce(backend, &go, 1)) return 1;
         begin = NowNs();
         std::memcpy(contest.copy.data(), contest.data.data(), contest.bytes);
@@ -210,7 +182,6 @@ int RunRank(const Options& options, const std::string& name, int rank, int ranks
       }
     }
     for (Contest& contest : contests) {
-      transport.arena()->Free(contest.in_arena);
       if (rank == 0) Print(contest, ranks, static_cast<int>(rounds));
     }
   }
@@ -219,7 +190,7 @@ int RunRank(const Options& options, const std::string& name, int rank, int ranks
 
 int RunWorld(const Options& options, int ranks) {
   std::shared_ptr<ShmSegment> segment;
-  const Status created = ShmSegment::Create(GeometryFor(options, ranks), &segment);
+  const Status created = ShmSegment::Create(ShmSegment::Geometry::For(ranks), &segment);
   if (!created.ok()) {
     std::fprintf(stderr, "%s\n", created.message().c_str());
     return 1;
@@ -286,7 +257,7 @@ int main(int argc, char** argv) {
   if (options.bytes.empty()) options.bytes = {4, 16 << 10, 1 << 20, 4 << 20, 64 << 20};
   std::printf("kernels %s, times in us\n", KernelsInUse());
   std::printf(
-      "ranks       bytes dtype         of      packed       arena        copy of limit    algbw rounds\n");
+      "ranks       bytes dtype         of         sum        copy of limit    algbw rounds\n");
   std::fflush(stdout);
   int result = 0;
   for (int ranks : options.ranks) result |= RunWorld(options, ranks);

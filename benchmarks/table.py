@@ -227,8 +227,7 @@ def sections(report: Report) -> dict[str, str]:
     gradients = [
         [name, *(f"{statistics.mean(row[key] for row in chosen):.1f}"
                  for key in ("gradients_MiB", "constant_MiB", "total_MiB"))]
-        for way, name in (("views", "hororing's views"), ("copies", "hororing"),
-                          ("ddp-views", "DDP's views"), ("ddp", "DDP"))
+        for way, name in (("hororing", "hororing"), ("ddp-views", "DDP's views"), ("ddp", "DDP"))
         if (chosen := rows(report, f"memory-{way}", 2))
     ]  # fmt: skip
     if gradients:

@@ -4,7 +4,6 @@
 
     plain          no communication: what the others take more than this is their overhead
     hororing       DistributedOptimizer, as it comes
-    hororing views, hororing copies   with gradient_as_bucket_view on and off, where it exists
     DDP            DistributedDataParallel with gloo
     DDP's views    with gradient_as_bucket_view=True
     Horovod        its DistributedOptimizer, with its cycle of 1 ms and with one of 0.1 ms
@@ -16,7 +15,6 @@ the median over rounds of the difference to plain's series of the same round.
 
 from __future__ import annotations
 
-import inspect
 import random
 from collections.abc import Callable
 
@@ -33,7 +31,6 @@ from turns import summary, take_turns
 import hororing.torch as hvd
 
 BATCH = 32
-HAS_VIEWS = "gradient_as_bucket_view" in inspect.signature(hvd.DistributedOptimizer).parameters
 
 
 def layers_200() -> tuple[nn.Module, tuple[int, ...]]:
@@ -73,10 +70,8 @@ def training(
     model, shape = make()
     parameters = list(model.parameters())
     optimizer: torch.optim.Optimizer = torch.optim.SGD(parameters, 0.001)
-    if way.startswith("hororing"):
-        views = {"hororing views": True, "hororing copies": False}
-        more = {"gradient_as_bucket_view": views[way]} if way in views else {}
-        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(prefix=way), **more)
+    if way == "hororing":
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(prefix=way))
     elif horovod is not None:
         optimizer = horovod.optimizer(optimizer, model.named_parameters(prefix=way))
     elif way.startswith("DDP"):
@@ -107,10 +102,7 @@ def main(argv: list[str] | None = None) -> None:
     peers.join_gloo()
     horovods = horovod_peer.found(options.horovod)
     order = random.Random(options.seed)
-    names = ["plain", "hororing", "DDP", "DDP's views", f"{peers.mpi_name()}, each"]
-    if HAS_VIEWS:
-        names[2:2] = ["hororing views", "hororing copies"]
-    names += horovods
+    names = ["plain", "hororing", "DDP", "DDP's views", f"{peers.mpi_name()}, each", *horovods]
     rows: list[Row] = []
     for model in options.models[:1] if options.quick else options.models:
         make, steps = MODELS[model]

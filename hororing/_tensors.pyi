@@ -61,14 +61,13 @@ class Prepared:
 class Gradient:
     """One parameter's gradient.
 
-    Owners have `count()`, `weight_of(param)`, `take_gradient()`, `send_alone(grad, failures)` and
-    `failure(code)`, for all that is rare.
+    Owners have `count()`, `weight_of(param)`, `send_alone(grad, failures)` and `failure(code)`, for
+    all that is rare.
     """
 
     shared: Any
     prepared: Any
     param: Any
-    view: Any
     weight: int
     left: int
     sent: bool

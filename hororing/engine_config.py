@@ -37,7 +37,6 @@ def engine_config(
     c_config.backend = text(settings["BACKEND"])
     c_config.algorithm = text(settings["ALGORITHM"])
     c_config.mpi_library = text(library if library.exists() else "")
-    c_config.arena_bytes = settings["ARENA_BYTES"]
     c_config.chunk_bytes = settings["CHUNK_BYTES"]
     c_config.fusion_bytes = settings["FUSION_BYTES"]
     c_config.cycle_time_ms = settings["CYCLE_TIME_MS"]

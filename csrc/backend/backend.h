@@ -76,8 +76,6 @@ class Backend {
   virtual Status Run(const Batch& batch, TimeNs deadline, TraceSink& trace) = 0;
   // Bytes of scratch memory held at the moment (fusion buffer, receive buffers).
   virtual size_t scratch_bytes() const = 0;
-  // Bytes of this rank's tensors, in all batches so far, that were reduced where they lie.
-  virtual int64_t in_place_bytes() const { return 0; }
   // That the latest Run took.
   virtual AllreduceWay way() const { return AllreduceWay::kNotCounted; }
 

@@ -36,7 +36,6 @@ Status WaitForReaders(ShmTransport& transport, TimeNs deadline) {
 ShmDirectBackend::ShmDirectBackend(ShmTransport& transport, Members members, size_t chunk_bytes)
     : transport_(transport),
       members_(std::move(members)),
-      arena_(transport.arena()),
       place_(PlaceOf(transport.rank(), members_.ranks)),
       next_block_(FirstBlock(members_)),
       chunk_bytes_(chunk_bytes) {}
@@ -58,7 +57,7 @@ Status ShmDirectBackend::Run(const Batch& batch, TimeNs deadline, TraceSink& tra
   }
   HORORING_RETURN_IF_ERROR(broken_);
   const Plan plan(batch, static_cast<int>(members_.ranks.size()),
-                  transport_.segment().geometry().slot_bytes, arena_.get(), chunk_bytes_);
+                  transport_.segment().geometry().slot_bytes, chunk_bytes_);
   const uint64_t first = next_block_;
   next_block_ += plan.blocks;
   ShmTransport::SlotReaders& readers = transport_.slot_readers();
@@ -67,7 +66,6 @@ Status ShmDirectBackend::Run(const Batch& batch, TimeNs deadline, TraceSink& tra
   if (!broken_.ok() || plan.blocks == 0) return broken_;
   way_ = AllreduceWay::kShmDirect;
   broken_ = Walk(transport_, members_, place_, batch, plan, first, deadline, trace).Run();
-  in_place_bytes_ += static_cast<int64_t>(plan.bytes_in_arena);
   readers = {members_.ranks, members_.set, members_.generation, next_block_};
   return broken_;
 }

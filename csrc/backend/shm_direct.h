@@ -6,11 +6,6 @@
 //   REDUCE  rank r combines slice r of all ranks, in rank order         reduced[r] = k + 1
 //   UNPACK  rank r copies the others' slices to its outputs             consumed[r] = k + 1
 //
-// A tensor that is reduced in place in its rank's arena is not packed: rank r reduces slice r of it
-// where it lies, and writes the result back there. Whether it does lie there is every rank's own
-// business, and may differ between them; each tells its peers where, in its directory, with the
-// batch. Where nobody packs anything, there is one REDUCE of the whole batch, and two waits.
-//
 // Slots hold two or more blocks, so that the stages of neighbouring blocks overlap. No fusion
 // buffer, no pairwise copies, one rounding, the same bits in every run.
 //
@@ -23,9 +18,7 @@
 //      the block that lay there before.
 //   2. Block numbers never restart: they count on over all batches of the set's life, and a later
 //      set of the same number begins above them.
-//   3. A rank's directory belongs to one batch until all peers have reduced it, which is also what
-//      that rank's Run waits for: then nobody reads or writes its arena any more.
-//   4. A rank's slot serves one set at a time: before another one's batch writes to it, the
+//   3. A rank's slot serves one set at a time: before another one's batch writes to it, the
 //      readers of the latest one are waited for.
 #pragma once
 
@@ -50,16 +43,13 @@ class ShmDirectBackend final : public Backend {
   // This rank's slot.
   size_t scratch_bytes() const override;
   AllreduceWay way() const override { return way_; }
-  int64_t in_place_bytes() const override { return in_place_bytes_; }
 
  private:
   ShmTransport& transport_;
   const Members members_;
-  const std::shared_ptr<const Arena> arena_;  // this rank's
-  const int place_;                           // of this rank among the members
+  const int place_;  // of this rank among the members
   uint64_t next_block_;
   const size_t chunk_bytes_;
-  int64_t in_place_bytes_ = 0;
   AllreduceWay way_ = AllreduceWay::kNotCounted;
   Status broken_;  // the first error: the ranks' counters no longer agree, every later Run fails
 };

@@ -18,25 +18,14 @@ constexpr int kLeastForSmall = 3;
 
 }  // namespace
 
-Plan::Plan(const Batch& batch, int ranks, size_t slot_bytes, const Arena* arena, size_t chunk_bytes)
-    : VirtualBuffer(batch), in_arena(places.size(), Arena::kElsewhere) {
+Plan::Plan(const Batch& batch, int ranks, size_t slot_bytes, size_t chunk_bytes)
+    : VirtualBuffer(batch) {
   capacity = std::min(kMaxBlock, slot_bytes / 2) / kEntryAlign * kEntryAlign;
   depth = slot_bytes / capacity;
   small = ranks >= kLeastForSmall && total <= std::min(kSmallBatch, capacity);
   const size_t wanted = chunk_bytes == 0 || small ? capacity : RoundUp(chunk_bytes, kEntryAlign);
   block_bytes = std::min({total, capacity, wanted});
   blocks = total == 0 ? 0 : (total + block_bytes - 1) / block_bytes;
-  if (small || arena == nullptr) return;
-  packs_nothing = true;
-  for (size_t i = 0; i < places.size(); ++i) {
-    const Place& place = places[i];
-    if (place.input == place.output && i < ShmSegment::kDirectoryEntries) {
-      in_arena[i] = arena->OffsetOf(place.input, place.bytes);
-    }
-    const bool inside = in_arena[i] != Arena::kElsewhere;
-    if (inside) bytes_in_arena += place.bytes;
-    packs_nothing = packs_nothing && inside;
-  }
 }
 
 }  // namespace hororing

@@ -13,17 +13,12 @@
 // there directly. Per rank and block of S bytes: (N-1)/N * S are written and read by PACK,
 // S are read and 2 S / N written by REDUCE, (N-1)/N * S are read and written by UNPACK.
 //
-// A tensor in its rank's arena takes no part in PACK and UNPACK: REDUCE of slice r reads all of
-// those tensors where they lie, and writes the sum back to each. Per rank and batch of S bytes
-// that all have in arenas: S are read and S are written.
-//
 // A rank does whichever stage can go on, and waits only when none can, so a rank that is late
 // (or has lost its core) delays the others only when they have run out of blocks. REDUCE goes
 // first because peers wait for it; UNPACK before PACK, because what it touches is in the cache.
 //
 // In place (output == input) is safe: the output of a block is written by REDUCE, which has
-// read that very slice, and by UNPACK, when PACK of the block has copied those slices away. In an
-// arena: rank r alone reads slice r of anybody's tensor before it writes there.
+// read that very slice, and by UNPACK, when PACK of the block has copied those slices away.
 #include "backend/shm_walk.h"
 
 #include <algorithm>
@@ -59,7 +54,6 @@ Walk::Walk(ShmTransport& transport, const Members& members, int place, const Bat
       sources_(static_cast<size_t>(size_)) {}
 
 Status Walk::Run() {
-  TellPlaces();
   while (consumed_ < end_) {
     if (CanReduce()) {
       Reduce();
@@ -87,7 +81,6 @@ bool Walk::PeersReached(Counter counter, uint64_t value) const {
 
 void Walk::Publish(Counter counter, uint64_t value) {
   transport_.to_slot().Settle();
-  transport_.to_arenas().Settle();
   (Progress(rank_).*counter).store(value, std::memory_order_release);
 }
 
@@ -117,111 +110,60 @@ bool Walk::RoomIsFree(uint64_t number) const {
          PeersReached(&DirectProgress::consumed, number + 1 - plan_.depth);
 }
 
-bool Walk::CanPack() const {
-  return packed_ < end_ && (plan_.packs_nothing || RoomIsFree(packed_));
-}
+bool Walk::CanPack() const { return packed_ < end_ && RoomIsFree(packed_); }
 
-// A rank that packs nothing may still write sums for others to its slot. (Of a batch's first
-// block the peers' packing shows that there is room.)
 bool Walk::CanReduce() const {
-  return reduced_ < packed_ && PeersReached(&DirectProgress::packed, reduced_ + 1) &&
-         (!plan_.packs_nothing || RoomIsFree(reduced_));
+  return reduced_ < packed_ && PeersReached(&DirectProgress::packed, reduced_ + 1);
 }
 
 bool Walk::CanUnpack() const {
   return consumed_ < reduced_ && PeersReached(&DirectProgress::reduced, consumed_ + 1);
 }
 
-// Before the first Publish of the batch. Nobody reads the directory of an earlier one any more:
-// that ended when all had reduced it.
-void Walk::TellPlaces() {
-  if (plan_.small) return;
-  uint64_t* const directory = segment_.directory(JobRank(rank_));
-  const size_t count = std::min(plan_.places.size(), ShmSegment::kDirectoryEntries);
-  for (size_t i = 0; i < count; ++i) {
-    const uint64_t in_arena = plan_.in_arena[i];
-    directory[i] = in_arena == Arena::kElsewhere ? 0 : in_arena + 1;
-  }
-}
-
-// When all have packed a block, and therefore told.
-void Walk::LearnPlaces() {
-  const size_t told = std::min(plan_.places.size(), ShmSegment::kDirectoryEntries);
-  where_.assign(plan_.places.size() * static_cast<size_t>(size_), nullptr);
-  nobody_packs_ = told == plan_.places.size();
-  for (int member = 0; member < size_; ++member) {
-    const uint64_t* const directory = segment_.directory(JobRank(member));
-    std::byte* const arena = segment_.arena(JobRank(member));
-    for (size_t i = 0; i < told; ++i) {
-      if (directory[i] != 0) {
-        Where(i, member) = arena + (directory[i] - 1);
-      } else {
-        nobody_packs_ = false;
-      }
-    }
-  }
-}
-
 void Walk::Pack() {
-  if (plan_.packs_nothing) {
-    packed_ = end_;
+  StageSpan span(trace_, Stage::kPack, batch_);
+  const Range block = Block(packed_);
+  if (plan_.small) {
+    CopyIn(block);
   } else {
-    StageSpan span(trace_, Stage::kPack, batch_);
-    const Range block = Block(packed_);
-    if (plan_.small) {
-      CopyIn(block);
-    } else {
-      const Range own = Slice(block, rank_);
-      CopyIn({block.begin, own.begin});
-      CopyIn({own.end, block.end});
-    }
-    ++packed_;
-    span.End(block.bytes());
+    const Range own = Slice(block, rank_);
+    CopyIn({block.begin, own.begin});
+    CopyIn({own.end, block.end});
   }
-  Publish(&DirectProgress::packed, packed_);
+  span.End(block.bytes());
+  Publish(&DirectProgress::packed, ++packed_);
   transport_.RingWorkers(members_.ranks);
 }
 
 void Walk::Reduce() {
   StageSpan span(trace_, Stage::kReduce, batch_);
-  Range range = Block(reduced_);
+  const Range block = Block(reduced_);
   if (plan_.small) {
-    Combine(range, reduced_);
+    Combine(block, reduced_);
     // Nothing is left to unpack.
     Publish(&DirectProgress::reduced, ++reduced_);
     Publish(&DirectProgress::consumed, ++consumed_);
   } else {
-    if (reduced_ == first_) LearnPlaces();
-    if (nobody_packs_) range = {0, plan_.total};
-    Combine(Slice(range, rank_), reduced_);
-    reduced_ = nobody_packs_ ? end_ : reduced_ + 1;
-    Publish(&DirectProgress::reduced, reduced_);
+    Combine(Slice(block, rank_), reduced_);
+    Publish(&DirectProgress::reduced, ++reduced_);
   }
   transport_.RingWorkers(members_.ranks);
-  span.End(range.bytes());
+  span.End(block.bytes());
 }
 
 void Walk::Unpack() {
-  if (nobody_packs_) {
-    consumed_ = end_;
-  } else if (plan_.packs_nothing) {
-    ++consumed_;
-  } else {
-    StageSpan span(trace_, Stage::kUnpack, batch_);
-    const Range block = Block(consumed_);
-    for (int step = 1; step < size_; ++step) {
-      const int peer = (rank_ + step) % size_;
-      const std::byte* const from = Room(peer, consumed_);
-      plan_.ForEachPiece(Slice(block, peer), [&](size_t i, size_t at, size_t bytes) {
-        const Place& place = plan_.places[i];
-        if (plan_.in_arena[i] != Arena::kElsewhere) return;
-        CopyBytes(place.output + (at - place.begin), from + (at - block.begin), bytes);
-      });
-    }
-    ++consumed_;
-    span.End(block.bytes());
+  StageSpan span(trace_, Stage::kUnpack, batch_);
+  const Range block = Block(consumed_);
+  for (int step = 1; step < size_; ++step) {
+    const int peer = (rank_ + step) % size_;
+    const std::byte* const from = Room(peer, consumed_);
+    plan_.ForEachPiece(Slice(block, peer), [&](size_t i, size_t at, size_t bytes) {
+      const Place& place = plan_.places[i];
+      CopyBytes(place.output + (at - place.begin), from + (at - block.begin), bytes);
+    });
   }
-  Publish(&DirectProgress::consumed, consumed_);
+  span.End(block.bytes());
+  Publish(&DirectProgress::consumed, ++consumed_);
   transport_.RingWorkers(members_.ranks);
 }
 
@@ -231,13 +173,12 @@ void Walk::CopyIn(const Range& range) {
   const size_t block_begin = Block(packed_).begin;
   plan_.ForEachPiece(range, [&](size_t i, size_t at, size_t bytes) {
     const Place& place = plan_.places[i];
-    if (plan_.in_arena[i] != Arena::kElsewhere) return;
     transport_.to_slot().Copy(room + (at - block_begin), place.input + (at - place.begin), bytes);
   });
 }
 
-// All ranks' inputs in `range`, of block `number` as far as they are packed, into this rank's
-// output and, unless all reduce everything, to wherever the others look for the result.
+// All ranks' inputs in `range`, of block `number`, into this rank's output and, unless all reduce
+// everything, into its slot for the others.
 void Walk::Combine(const Range& range, uint64_t number) {
   const size_t block_begin = Block(number).begin;
   const size_t element = ElementSize(batch_.reduce.dtype);
@@ -245,26 +186,15 @@ void Walk::Combine(const Range& range, uint64_t number) {
     const Place& place = plan_.places[i];
     for (size_t done = 0; done < bytes; done += kReducePiece) {
       const size_t part = std::min(kReducePiece, bytes - done);
-      const size_t in_place = at + done - place.begin;
+      const size_t in_tensor = at + done - place.begin;
       const size_t in_block = at + done - block_begin;
       for (int source = 0; source < size_; ++source) {
-        const std::byte* const tensor = source == rank_ ? place.input
-                                        : plan_.small   ? nullptr
-                                                        : Where(i, source);
         sources_[static_cast<size_t>(source)] =
-            tensor != nullptr ? tensor + in_place : Room(source, number) + in_block;
+            source == rank_ ? place.input + in_tensor : Room(source, number) + in_block;
       }
-      std::byte* const result = place.output + in_place;
+      std::byte* const result = place.output + in_tensor;
       ReduceMany(batch_.reduce, size_, result, sources_.data(), size_, part / element);
-      if (plan_.small) continue;
-      bool in_slot = false;
-      for (int peer = 0; peer < size_; ++peer) {
-        if (peer == rank_) continue;
-        std::byte* const tensor = Where(i, peer);
-        in_slot = in_slot || tensor == nullptr;
-        if (tensor != nullptr) transport_.to_arenas().Copy(tensor + in_place, result, part);
-      }
-      if (in_slot) transport_.to_slot().Copy(Room(rank_, number) + in_block, result, part);
+      if (!plan_.small) transport_.to_slot().Copy(Room(rank_, number) + in_block, result, part);
     }
   });
 }

@@ -1,4 +1,4 @@
-// Walk: one batch on its way through the slots and arenas; the stages of backend/shm_direct.h.
+// Walk: one batch on its way through the slots; the stages of backend/shm_direct.h.
 #pragma once
 
 #include <atomic>
@@ -40,8 +40,6 @@ class Walk {
   bool CanPack() const;
   bool CanReduce() const;
   bool CanUnpack() const;
-  void TellPlaces();
-  void LearnPlaces();
   void Pack();
   void Reduce();
   void Unpack();
@@ -58,10 +56,6 @@ class Walk {
     return {begin, std::min(begin + plan_.block_bytes, plan_.total)};
   }
   Range Slice(const Range& range, int member) const { return Plan::Slice(range, member, size_); }
-  // Where a member's tensor lies in its arena, or null: what others need of it is in its slot.
-  std::byte*& Where(size_t place, int member) {
-    return where_[place * static_cast<size_t>(size_) + static_cast<size_t>(member)];
-  }
 
   ShmTransport& transport_;
   ShmSegment& segment_;
@@ -78,8 +72,6 @@ class Walk {
   uint64_t packed_;
   uint64_t reduced_;
   uint64_t consumed_;
-  bool nobody_packs_ = false;  // known from the first REDUCE on
-  std::vector<std::byte*> where_;
   std::vector<const void*> sources_;
 };
 

@@ -11,7 +11,7 @@ namespace {
 // 41, where the target lies a little further into its page than the source does into its own: 1 to
 // 31 bytes (https://sourceware.org/bugzilla/show_bug.cgi?id=30994 has it for Zen 4). That is no
 // rare case: large memory of malloc, NumPy's for example, begins 16 bytes into a page, and slots
-// and arenas at its beginning.
+// at its beginning.
 constexpr uintptr_t kPage = 4096, kTooClose = 64;
 // Below, glibc takes vectors, those of AVX2 at least.
 constexpr size_t kLeast = 4096;

@@ -1,4 +1,4 @@
-// Copies into memory that other cores have read, and will read next: slots, and peers' arenas.
+// Copies into memory that other cores have read, and will read next: slots and pipes.
 //
 // A core must own the line that it writes; from a core that has read it since, it is taken away
 // first. Within one last-level cache that costs little. Between two of them it is by far the

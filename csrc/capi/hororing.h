@@ -97,7 +97,6 @@ typedef struct hr_config {
   int32_t mpi_communicator; /* Fortran handle of the communicator to duplicate; -1: the world */
   const int32_t* ranks;     /* the sub-job of these ranks of it, or NULL */
   int32_t ranks_count;
-  int64_t arena_bytes; /* most that hr_arena_allocate gives a rank; rank 0's counts; 0: none */
   /* Rank-visible: every rank must hold the same values. */
   int64_t fusion_bytes;    /* most bytes fused into one batch; 0: no fusion */
   double cycle_time_ms;    /* longest that requests are held back to be fused */
@@ -188,13 +187,10 @@ typedef struct hr_stats {
   int64_t loop_wakeups;  /* times that the engine's thread came out of a sleep */
   int64_t scratch_bytes; /* fusion and receive buffers held now */
   int64_t trace_events_dropped;
-  int64_t in_place_bytes;  /* of HR_ALLREDUCE among several ranks: reduced where they lay */
-  int64_t packed_bytes;    /* and copied to where they were reduced */
   int64_t fusion_bytes;    /* the threshold in use; the tuner's on rank 0 */
   int64_t cycle_time_ns;   /* likewise the time that bursts are held */
   int64_t plans_made;      /* rank 0: how often buckets were planned ... */
   int64_t plan_departures; /* ... and steps departed from the plan */
-  int64_t arena_bytes;     /* of hr_arena_allocate in this rank's arena, held now */
   /* Batches of HR_ALLREDUCE among several ranks, on the host, by the algorithm that ran. */
   int64_t allreduces_shm_direct, allreduces_three_phase, allreduces_leader, allreduces_ring;
   int64_t allreduces_recursive_doubling, allreduces_rank_order;
@@ -287,15 +283,6 @@ void hr_describe_gpu(const char* cuda_library, const char* nccl_libraries, char*
 /* Forgets the handle. A pending one is forgotten when it completes; its memory must stay
  * valid until then. */
 int hr_release(int64_t handle);
-
-/* Memory of this rank that the other ranks of the host see, aligned to a page and zeroed: an
- * allreduce in place on it copies nothing. 0 where there is none, or no more (hr_last_error()
- * tells why): private memory does as well, at the price of two copies. No other rank needs to
- * allocate anything. Valid until hr_arena_free, also after hr_shutdown; but only the engine that
- * was running when it was allocated works in it without copies. Not freed while a request uses
- * it. After fork() the child sees the parent's memory, and hr_arena_free does nothing there. */
-uintptr_t hr_arena_allocate(int64_t bytes);
-void hr_arena_free(uintptr_t memory);
 
 /* The timeline. Collective in effect: rank 0's call starts it on all ranks; other ranks' calls
  * only check that the engine runs. */

@@ -10,7 +10,6 @@
 #include "base/reduce.h"
 #include "capi/hororing.h"
 #include "capi/process.h"
-#include "transport/arena.h"
 #include "transport/factory.h"
 
 using namespace hororing;
@@ -125,8 +124,6 @@ HR_EXPORT void hr_stats_now(hr_stats* stats) {
   stats->loop_wakeups = from.loop_wakeups;
   stats->scratch_bytes = from.scratch_bytes;
   stats->trace_events_dropped = engine->trace().dropped();
-  stats->in_place_bytes = from.in_place_bytes;
-  stats->packed_bytes = from.packed_bytes;
   stats->fusion_bytes = from.fusion_bytes;
   stats->cycle_time_ns = from.hold_ns;
   stats->plans_made = from.plans;
@@ -141,8 +138,6 @@ HR_EXPORT void hr_stats_now(hr_stats* stats) {
   stats->allreduces_recursive_doubling = allreduces(AllreduceWay::kRecursiveDoubling);
   stats->allreduces_rank_order = allreduces(AllreduceWay::kRankOrder);
   stats->allreduces_at_once = allreduces(AllreduceWay::kAtOnce);
-  const std::shared_ptr<Arena> arena = engine->arena();
-  stats->arena_bytes = arena == nullptr ? 0 : static_cast<int64_t>(arena->used_bytes());
 }
 
 HR_EXPORT int64_t hr_plan_now(char* names, int64_t room) {

@@ -122,7 +122,6 @@ WorldOptions WorldOptionsFrom(const hr_config& from) {
   options.mpi.communicator = from.mpi_communicator;
   if (from.ranks != nullptr) options.mpi.ranks.assign(from.ranks, from.ranks + from.ranks_count);
   options.spin_ns = Scaled(from.spin_us, kMicrosecond);
-  options.arena_bytes = static_cast<size_t>(std::max<int64_t>(from.arena_bytes, 0));
   options.timeout_ns = SecondsToNs(from.timeout_s);
   return options;
 }

@@ -105,10 +105,7 @@ bool Engine::AtOnce(const OneTensor& tensor, int64_t* handle) {
   ++stats_.batches;
   ++stats_.tensors;
   stats_.bytes += static_cast<int64_t>(bytes);
-  if (size > 1) {
-    stats_.packed_bytes += static_cast<int64_t>(bytes);
-    ++stats_.allreduces[static_cast<size_t>(AllreduceWay::kAtOnce)];
-  }
+  if (size > 1) ++stats_.allreduces[static_cast<size_t>(AllreduceWay::kAtOnce)];
   *handle = handles_->CreateDone();
   return true;
 }

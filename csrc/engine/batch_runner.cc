@@ -239,7 +239,6 @@ Status BatchRunner::RunBatch(int32_t process_set, Channel& channel) {
       std::find_if(channel.backends.begin(), channel.backends.end(), [&](const auto& each) {
         return each->on_device() == batch.on_device && each->Supports(batch);
       });
-  const int64_t in_place_before = (*backend)->in_place_bytes();
   const Status status = (*backend)->Run(batch, After(begin, options_.timeout_ns), trace_);
   const TimeNs end = NowNs();
   if (trace_.enabled()) {
@@ -252,11 +251,6 @@ Status BatchRunner::RunBatch(int32_t process_set, Channel& channel) {
   stats_.tensors += static_cast<int64_t>(batch.entries.size());
   stats_.bytes += bytes;
   ++stats_.allreduces[static_cast<size_t>((*backend)->way())];
-  if (batch.kind == Collective::kAllreduce && channel.size() > 1) {
-    const int64_t in_place = (*backend)->in_place_bytes() - in_place_before;
-    stats_.in_place_bytes += in_place;
-    stats_.packed_bytes += bytes - in_place;
-  }
   size_t scratch = 0;
   for (const auto& [id, each] : channels_) {
     for (const auto& holder : each.backends) scratch += holder->scratch_bytes();

@@ -187,7 +187,6 @@ Status Engine::PrepareWorld(const WorldMaker& make_world, World* world) {
   topology_ = world->topology;
   sets_.Reset(topology_.rank, topology_.size);
   transport_name_ = world->transport->name();
-  arena_ = world->transport->arena();
   drivable_ = world->transport->turns() != nullptr;
   // What learns must see everything; the other backends come to other bits.
   const bool direct = config_.backend == "auto" || config_.backend == "shm_direct";

@@ -137,7 +137,6 @@ class Engine {
   TraceSink& trace() { return trace_; }
   const Stats& stats() const { return stats_; }
   // Null where the ranks share no memory.
-  std::shared_ptr<Arena> arena() const { return arena_; }
   // The buckets that rank 0 plans by now, as names; empty on other ranks.
   std::vector<std::vector<std::string>> plan() const;
 
@@ -186,7 +185,6 @@ class Engine {
   // Written by the loop thread before `started_`, constant afterwards.
   Topology topology_;
   std::string transport_name_;
-  std::shared_ptr<Arena> arena_;
   std::shared_ptr<Devices> devices_;
   std::vector<ProcessIdentity> neighbours_;
 

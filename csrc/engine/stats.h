@@ -17,8 +17,6 @@ struct Stats {
   Counter batches{0};
   Counter tensors{0};
   Counter bytes{0};
-  Counter in_place_bytes{0};
-  Counter packed_bytes{0};
   Counter cache_hits{0};
   Counter cache_misses{0};
   Counter control_messages_sent{0};

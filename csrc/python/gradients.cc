@@ -35,7 +35,6 @@ struct Gradient {
   PyObject_HEAD PyObject* shared;  // Arrivals
   PyObject* prepared;              // Prepared, or None
   PyObject* param;                 // while its gradient has arrived and is not sent; else None
-  PyObject* view;                  // where its gradients go, or None
   long long weight;                // of room
   int left;                        // backward passes until the gradient is sent
   char sent;
@@ -43,8 +42,7 @@ struct Gradient {
 };
 
 PyTypeObject *arrivals_type, *prepared_type, *gradient_type;  // of the process, as its engine is
-PyObject *count_name, *send_arrived_name, *weight_name, *take_name, *grad_name, *send_alone_name,
-    *failure_name;
+PyObject *count_name, *send_arrived_name, *weight_name, *grad_name, *send_alone_name, *failure_name;
 
 bool IsNone(PyObject* object) { return object == nullptr || object == Py_None; }
 
@@ -107,13 +105,12 @@ bool IsAsPrepared(const hr_tensor& prepared, const hr_tensor& grad) {
 // Puts the gradient that has arrived into the batch, or has its owner send it. 0, or -1.
 int Take(const Plain& plain, PyObject* slot, PyObject* failures, Batch* batch) {
   auto* const gradient = reinterpret_cast<Gradient*>(slot);
-  PyObject* grad = nullptr;
-  if (IsNone(gradient->view) && !IsNone(gradient->param)) {
-    grad = PyObject_GetAttr(gradient->param, grad_name);
-    Replace(&gradient->param, nullptr);
-  } else {
-    grad = PyObject_CallMethodObjArgs(slot, take_name, nullptr);
+  if (IsNone(gradient->param)) {
+    PyErr_SetString(PyExc_AssertionError, "no gradient has arrived there");
+    return -1;
   }
+  PyObject* const grad = PyObject_GetAttr(gradient->param, grad_name);
+  Replace(&gradient->param, nullptr);
   if (grad == nullptr) return -1;
   const Reference held(grad);
   Py_DECREF(grad);
@@ -257,9 +254,7 @@ PyObject* FinishGradients(PyObject*, PyObject* const* arguments, Py_ssize_t coun
 
 auto Parts(Arrivals* self) { return std::array{&self->arrived}; }
 auto Parts(Prepared* self) { return std::array{&self->keep}; }
-auto Parts(Gradient* self) {
-  return std::array{&self->shared, &self->prepared, &self->param, &self->view};
-}
+auto Parts(Gradient* self) { return std::array{&self->shared, &self->prepared, &self->param}; }
 
 template <typename Object>
 int Traverse(PyObject* self, visitproc visit, void* arg) {
@@ -326,7 +321,6 @@ int AddGradients(PyObject* module) {
       {"shared", T_OBJECT, offsetof(Gradient, shared), 0, nullptr},
       {"prepared", T_OBJECT, offsetof(Gradient, prepared), 0, nullptr},
       {"param", T_OBJECT, offsetof(Gradient, param), 0, nullptr},
-      {"view", T_OBJECT, offsetof(Gradient, view), 0, nullptr},
       {"weight", T_LONGLONG, offsetof(Gradient, weight), 0, nullptr},
       {"left", T_INT, offsetof(Gradient, left), 0, nullptr},
       {"sent", T_BOOL, offsetof(Gradient, sent), 0, nullptr},
@@ -348,10 +342,8 @@ int AddGradients(PyObject* module) {
   gradient_type = MakeType<Gradient>(module, "hororing._tensors.Gradient", gradient, hook);
   if (arrivals_type == nullptr || prepared_type == nullptr || gradient_type == nullptr) return -1;
   const std::pair<PyObject**, const char*> names[] = {
-      {&count_name, "count"},      {&send_arrived_name, "send_arrived"},
-      {&weight_name, "weight_of"}, {&take_name, "take_gradient"},
-      {&grad_name, "grad"},        {&send_alone_name, "send_alone"},
-      {&failure_name, "failure"},
+      {&count_name, "count"}, {&send_arrived_name, "send_arrived"}, {&weight_name, "weight_of"},
+      {&grad_name, "grad"},   {&send_alone_name, "send_alone"},     {&failure_name, "failure"},
   };
   for (const auto& [place, text] : names) {
     *place = PyUnicode_InternFromString(text);

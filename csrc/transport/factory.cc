@@ -2,7 +2,6 @@
 
 #include <dlfcn.h>
 #include <sys/stat.h>
-#include <sys/statvfs.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -100,27 +99,16 @@ Status ShareTexts(Transport& transport, const std::string& mine, TimeNs deadline
   return Status::Ok();
 }
 
-// More than this no arena can hold.
-size_t SharedVolumeBytes() {
-  struct statvfs volume = {};
-  if (statvfs("/dev/shm", &volume) != 0) return SIZE_MAX;
-  return volume.f_blocks * volume.f_frsize;
-}
-
 // The transport among the ranks of a host, over a segment that its first one creates and all map,
 // or the same error on every rank of the job.
 Status ShareMemory(Transport& bootstrap, const Topology& topology, const WorldOptions& options,
                    TimeNs deadline, std::unique_ptr<Transport>* transport) {
   size_t most = 0;
   for (const std::vector<int>& ranks : topology.ranks_on()) most = std::max(most, ranks.size());
-  ShmSegment::Geometry geometry =
+  const ShmSegment::Geometry geometry =
       topology.hosts.size() == 1
           ? ShmSegment::Geometry::For(topology.size)
           : ShmSegment::Geometry::OfHost(topology.local_size, static_cast<int>(most));
-  // Over several hosts nothing is reduced where it lies.
-  if (topology.hosts.size() == 1) {
-    geometry.arena_bytes = std::min(options.arena_bytes, SharedVolumeBytes());
-  }
   const int host = topology.host_of[static_cast<size_t>(topology.rank)];
   const int first = topology.ranks_on()[static_cast<size_t>(host)][0];
   std::shared_ptr<ShmSegment> segment;
@@ -315,11 +303,8 @@ Status MakeWorld(const WorldOptions& options, World* world) {
   return Status::Ok();
 }
 
-std::vector<std::unique_ptr<Transport>> MakeInprocWorld(int size, TimeNs spin_ns,
-                                                        size_t arena_bytes) {
-  ShmSegment::Geometry geometry = ShmSegment::Geometry::For(size);
-  geometry.arena_bytes = arena_bytes;
-  const std::shared_ptr<ShmSegment> segment = ShmSegment::OnHeap(geometry);
+std::vector<std::unique_ptr<Transport>> MakeInprocWorld(int size, TimeNs spin_ns) {
+  const std::shared_ptr<ShmSegment> segment = ShmSegment::OnHeap(ShmSegment::Geometry::For(size));
   std::vector<std::unique_ptr<Transport>> world;
   for (int rank = 0; rank < size; ++rank) {
     world.push_back(std::make_unique<ShmTransport>(segment, rank, spin_ns));

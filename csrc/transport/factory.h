@@ -45,7 +45,6 @@ struct WorldOptions {
   std::string mpi_library_path;  // of libhororing_mpi
   MpiWorld mpi;
   TimeNs spin_ns = 0;
-  size_t arena_bytes = 0;        // per rank, at most; rank 0's counts
   TimeNs timeout_ns = kForever;  // for the exchange at start
 };
 
@@ -60,8 +59,7 @@ Status MakeWorld(const WorldOptions& options, World* world);
 void RouteControl(const WorldOptions& options, World* world);
 
 // N ranks inside this process, for tests: element r belongs to the thread that plays rank r.
-std::vector<std::unique_ptr<Transport>> MakeInprocWorld(int size, TimeNs spin_ns,
-                                                        size_t arena_bytes = 0);
+std::vector<std::unique_ptr<Transport>> MakeInprocWorld(int size, TimeNs spin_ns);
 
 // Ends what MakeWorld may have begun with MPI; see HororingMpiFinalize.
 void FinalizeMpi();

@@ -32,7 +32,6 @@ void ShmTransport::AnnounceArrival() {
   const ProcessIdentity self = ThisProcess();
   self_.start_time = self.start_time;
   self_.pid = self.pid;
-  self_.maps_arenas = segment_->arena(rank_) != nullptr;
   self_.attached = kAttached;
 }
 

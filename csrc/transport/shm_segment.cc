@@ -2,7 +2,6 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
-#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
@@ -21,42 +20,19 @@ namespace hororing {
 namespace {
 
 constexpr size_t kPage = 4096;
-constexpr size_t kHugePage = 2 << 20;
 constexpr uint64_t kMagic = 0x676e69726f726f68;  // "hororing", little-endian
 
 // The first page. `magic` is the last thing that Create writes.
 struct Header {
   std::atomic<uint64_t> magic;
   uint64_t total_bytes;
-  uint64_t arena_bytes;
 };
 static_assert(sizeof(Header) <= kPage);
 static_assert(std::atomic<uint64_t>::is_always_lock_free &&
                   std::atomic<uint32_t>::is_always_lock_free,
               "a lock inside an atomic would be private to one process");
 
-size_t RoundUpTo(size_t unit, size_t bytes) { return (bytes + unit - 1) / unit * unit; }
-size_t RoundUpToPage(size_t bytes) { return RoundUpTo(kPage, bytes); }
-
-size_t SoftLimit(decltype(RLIMIT_AS) resource) {
-  rlimit limit = {};
-  if (getrlimit(resource, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return SIZE_MAX;
-  return static_cast<size_t>(limit.rlim_cur);
-}
-
-// Where the arenas begin in the object; each begins with a huge page.
-size_t ArenasBegin(size_t total_bytes) { return RoundUpTo(kHugePage, total_bytes); }
-
-// An arena as large as wanted, as far as this process's limits (ulimit -v, -f) leave the rest of
-// the program room enough.
-size_t FittingArena(const ShmSegment::Geometry& geometry, bool file) {
-  const size_t ranks = static_cast<size_t>(geometry.ranks);
-  size_t bytes = std::min(geometry.arena_bytes, SoftLimit(RLIMIT_AS) / 4 / ranks);
-  const size_t begin = ArenasBegin(geometry.total_bytes());
-  const size_t largest = SoftLimit(RLIMIT_FSIZE);
-  if (file) bytes = std::min(bytes, largest > begin ? (largest - begin) / ranks : 0);
-  return bytes / kHugePage * kHugePage;
-}
+size_t RoundUpToPage(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 
 // Of the pipes.
 constexpr size_t kMinPipe = 4 << 10, kControlBudget = 8 << 20;
@@ -148,8 +124,7 @@ ShmSegment::Layout::Layout(const Geometry& geometry) {
   control_data = pipes + RoundUpToPage(2 * n * n * sizeof(Pipe));
   data_data = control_data + n * n * geometry.control_pipe_bytes;
   slots = data_data + n * n * geometry.data_pipe_bytes;
-  directories = slots + n * geometry.slot_bytes;
-  rendezvous = directories + n * kDirectoryEntries * sizeof(uint64_t);
+  rendezvous = slots + n * geometry.slot_bytes;
   end = rendezvous + (geometry.rendezvous_bytes > 0
                           ? RoundUpToPage(kCacheLine + n * geometry.rendezvous_bytes)
                           : 0);
@@ -166,31 +141,6 @@ ShmSegment::ShmSegment(const Geometry& geometry, void* base, std::string name)
 ShmSegment::~ShmSegment() {
   Unlink();
   munmap(base_, layout_.end);
-  if (arenas_ != nullptr) munmap(arenas_, arena_bytes_ * static_cast<size_t>(geometry_.ranks));
-}
-
-void ShmSegment::MapArenas(int fd, size_t arena_bytes) {
-  const size_t bytes = arena_bytes * static_cast<size_t>(geometry_.ranks);
-  if (bytes == 0 || bytes > SoftLimit(RLIMIT_AS) / 4) return;
-  // Address space first, and a page more, since huge pages want addresses that are aligned.
-  void* const room = mmap(nullptr, bytes + kHugePage, PROT_NONE,
-                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (room == MAP_FAILED) return;
-  const uintptr_t begin = reinterpret_cast<uintptr_t>(room);
-  const uintptr_t aligned = RoundUpTo(kHugePage, begin);
-  if (aligned > begin) munmap(room, aligned - begin);
-  munmap(reinterpret_cast<void*>(aligned + bytes), begin + kHugePage - aligned);
-  void* const arenas = mmap(reinterpret_cast<void*>(aligned), bytes, PROT_READ | PROT_WRITE,
-                            MAP_SHARED | MAP_NORESERVE | MAP_FIXED | (fd < 0 ? MAP_ANONYMOUS : 0),
-                            fd, fd < 0 ? 0 : static_cast<off_t>(ArenasBegin(layout_.end)));
-  if (arenas == MAP_FAILED) {
-    munmap(reinterpret_cast<void*>(aligned), bytes);
-    return;
-  }
-  // A core dump would walk through all of it.
-  madvise(arenas, bytes, MADV_DONTDUMP);
-  arenas_ = static_cast<std::byte*>(arenas);
-  arena_bytes_ = arena_bytes;
 }
 
 // The memory is zero already; constructing the atomics makes that official.
@@ -205,7 +155,6 @@ void ShmSegment::Construct() {
   if (geometry_.rendezvous_bytes > 0) new (base_ + layout_.rendezvous) std::atomic<uint64_t>(0);
   Header* const header = new (base_) Header;
   header->total_bytes = layout_.end;
-  header->arena_bytes = arena_bytes_;
   header->magic = kMagic;
 }
 
@@ -214,7 +163,6 @@ std::shared_ptr<ShmSegment> ShmSegment::OnHeap(const Geometry& geometry) {
   void* const base = Map(-1, geometry.total_bytes());
   if (base == nullptr) throw std::bad_alloc();
   std::shared_ptr<ShmSegment> segment(new ShmSegment(geometry, base, ""));
-  segment->MapArenas(-1, FittingArena(geometry, /*file=*/false));
   segment->Construct();
   return segment;
 }
@@ -224,10 +172,7 @@ Status ShmSegment::Create(const Geometry& geometry, std::shared_ptr<ShmSegment>*
   const size_t bytes = geometry.total_bytes();
   const int fd = shm_open(name.c_str(), O_RDWR | O_CREAT | O_EXCL, 0600);
   if (fd < 0) return Failed("create", name, errno);
-  const size_t arena = FittingArena(geometry, /*file=*/true);
-  const size_t arenas = arena * static_cast<size_t>(geometry.ranks);
-  const size_t file_bytes = arenas > 0 ? ArenasBegin(bytes) + arenas : bytes;
-  int error = ftruncate(fd, static_cast<off_t>(file_bytes)) == 0 ? 0 : errno;
+  int error = ftruncate(fd, static_cast<off_t>(bytes)) == 0 ? 0 : errno;
   // EINTR: a signal to the process may hit this thread, and nothing is reserved then.
   if (error == 0) {
     do {
@@ -243,7 +188,6 @@ Status ShmSegment::Create(const Geometry& geometry, std::shared_ptr<ShmSegment>*
   }
   segment->reset(new ShmSegment(geometry, base, name));
   (*segment)->owns_name_ = true;
-  (*segment)->MapArenas(fd, arena);
   (*segment)->Construct();
   close(fd);
   return Status::Ok();
@@ -265,7 +209,6 @@ Status ShmSegment::Attach(const std::string& name, const Geometry& geometry,
   if (fits) segment->reset(new ShmSegment(geometry, base, name));
   const Header* const header = static_cast<const Header*>(base);
   const bool alike = fits && header->magic == kMagic && header->total_bytes == bytes;
-  if (alike) (*segment)->MapArenas(fd, static_cast<size_t>(header->arena_bytes));
   close(fd);
   if (!alike) {
     segment->reset();
@@ -312,11 +255,6 @@ std::byte* ShmSegment::slot(int rank) {
   return base_ + layout_.slots + static_cast<size_t>(rank) * geometry_.slot_bytes;
 }
 
-uint64_t* ShmSegment::directory(int rank) {
-  return reinterpret_cast<uint64_t*>(base_ + layout_.directories) +
-         static_cast<size_t>(rank) * kDirectoryEntries;
-}
-
 std::atomic<uint64_t>& ShmSegment::rendezvous_word() {
   return *reinterpret_cast<std::atomic<uint64_t>*>(base_ + layout_.rendezvous);
 }
@@ -324,10 +262,6 @@ std::atomic<uint64_t>& ShmSegment::rendezvous_word() {
 std::byte* ShmSegment::rendezvous_slots(int rank) {
   return base_ + layout_.rendezvous + kCacheLine +
          static_cast<size_t>(rank) * geometry_.rendezvous_bytes;
-}
-
-std::byte* ShmSegment::arena(int rank) {
-  return arenas_ == nullptr ? nullptr : arenas_ + static_cast<size_t>(rank) * arena_bytes_;
 }
 
 }  // namespace hororing

@@ -3,16 +3,14 @@
 // above it cannot tell.
 //
 //   | header | RankState 0 .. N-1 | Pipe (src, dst) | their bytes | slots of rank 0 .. N-1 |
-//   | directories 0 .. N-1 | rendezvous, its slots 0 .. N-1 | arenas 0 .. N-1 |
+//   | rendezvous, its slots 0 .. N-1 |
 //
 // The pipes of a pair are two: control and data; those of the pairs (r, r) stay unused.
 //
 // A name in /dev/shm exists only between Create and Unlink, which the factory calls as soon as
 // all ranks have attached: afterwards nothing can be left behind, not even by SIGKILL. The
 // pages are reserved at creation (posix_fallocate), so that a full /dev/shm is an error at
-// init and not a SIGBUS in the middle of training. Not those of the arenas, which are address
-// space only until a rank allocates there (transport/arena.h), and a mapping of their own, since
-// a limit on address space may forbid it.
+// init and not a SIGBUS in the middle of training.
 //
 // Thread-safety: the struct is shared between processes; every field says who writes it.
 #pragma once
@@ -53,8 +51,7 @@ struct alignas(kCacheLine) RankState {
   std::atomic<uint32_t> attached{0};   // 1 from construction of the transport on, 2 when it ends
   // 0, or 1 + the rank to blame, once this rank has failed; set after `reason` is complete.
   std::atomic<uint32_t> failed{0};
-  std::atomic<uint32_t> maps_arenas{0};  // 1 once it is attached and has mapped all arenas
-  char reason[208] = {};                 // why, zero-terminated
+  char reason[208] = {};  // why, zero-terminated
   DirectProgress direct[kDirectSets];
 };
 
@@ -71,16 +68,13 @@ class ShmSegment {
     size_t control_pipe_bytes = 0;   // a power of two, per ordered pair
     size_t data_pipe_bytes = 0;      // a power of two, per ordered pair
     size_t slot_bytes = 0;           // per rank: the blocks of the direct allreduce
-    size_t arena_bytes = 0;          // per rank, at most; the creator's counts
     size_t rendezvous_bytes = 0;     // of each rank (transport/rendezvous.h)
     static Geometry For(int ranks);  // below 64 MiB in total for up to 64 ranks
     // For the ranks of one of several hosts, whose data goes by MPI. `most` ranks are on the
     // largest host: slots are equally large on all.
     static Geometry OfHost(int ranks, int most);
-    size_t total_bytes() const;  // without the arenas
+    size_t total_bytes() const;
   };
-  // Entries of a batch whose place in its arena a rank can tell.
-  static constexpr size_t kDirectoryEntries = 4096;
 
   // In private memory, for ranks that are threads of this process.
   static std::shared_ptr<ShmSegment> OnHeap(const Geometry& geometry);
@@ -106,36 +100,25 @@ class ShmSegment {
   std::byte* control_pipe_data(int source, int destination);
   std::byte* data_pipe_data(int source, int destination);
   std::byte* slot(int rank);
-  // Where a rank's entries of the batch under way lie: 1 + the offset in its arena, or 0 for in
-  // its slot. Written by that rank before it publishes its first block of the batch.
-  uint64_t* directory(int rank);
   // Of the one Rendezvous of these ranks; REQUIRES: geometry().rendezvous_bytes > 0.
   std::atomic<uint64_t>& rendezvous_word();
   std::byte* rendezvous_slots(int rank);
-  // This process's mapping of the rank's arena; null where it has none. arena_bytes() is rounded
-  // down from the geometry's to what is possible, and equal on all ranks.
-  std::byte* arena(int rank);
-  size_t arena_bytes() const { return arena_bytes_; }
 
  private:
   // Offsets of the parts of the picture above.
   struct Layout {
     explicit Layout(const Geometry& geometry);
-    size_t states, pipes, control_data, data_data, slots, directories, rendezvous, end;
+    size_t states, pipes, control_data, data_data, slots, rendezvous, end;
   };
 
   // Takes the mapping over.
   ShmSegment(const Geometry& geometry, void* base, std::string name);
   void Construct();
-  // All ranks' arenas of the object (fd < 0: private memory), or none where that fails.
-  void MapArenas(int fd, size_t arena_bytes);
   size_t Pair(int source, int destination) const;
 
   const Geometry geometry_;
   const Layout layout_;
   std::byte* const base_;
-  std::byte* arenas_ = nullptr;
-  size_t arena_bytes_ = 0;
   const std::string name_;  // of the shared-memory object, "/..."; empty in private memory
   bool owns_name_ = false;
 };

@@ -76,7 +76,6 @@ ShmTransport::ShmTransport(std::shared_ptr<ShmSegment> segment, int rank, TimeNs
       size_(segment_->geometry().ranks),
       spin_ns_(spin_ns),
       self_(segment_->rank_state(rank)),
-      arena_(size_ > 1 ? std::make_shared<Arena>(segment_, rank) : nullptr),
       rendezvous_(segment_->geometry().rendezvous_bytes > 0 && spin_ns > 0
                       ? std::make_shared<Rendezvous>(segment_, rank, spin_ns)
                       : nullptr),

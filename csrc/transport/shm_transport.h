@@ -17,7 +17,6 @@
 #include <vector>
 
 #include "base/outgoing.h"
-#include "transport/arena.h"
 #include "transport/rendezvous.h"
 #include "transport/shm_segment.h"
 #include "transport/transport.h"
@@ -44,7 +43,6 @@ class ShmTransport final : public Transport, private Turns {
   void Sleep(TimeNs deadline) override;
   void Wake() override;
   Turns* turns() override { return this; }
-  std::shared_ptr<Arena> arena() const override { return arena_; }
   std::shared_ptr<Rendezvous> rendezvous() const override { return rendezvous_; }
   Status CheckPeers() override { return CheckPeers(""); }
   void AnnounceFailure(const std::string& reason, int blamed) override;
@@ -69,9 +67,8 @@ class ShmTransport final : public Transport, private Turns {
     uint64_t end = 0;
   };
   SlotReaders& slot_readers() { return slot_readers_; }
-  // Copies into this rank's slot, and into its peers' arenas.
+  // Copies into this rank's slot.
   Outgoing& to_slot() { return to_slot_; }
-  Outgoing& to_arenas() { return to_arenas_; }
 
   // Blocks until ready() is true: progress, spin, then sleep on the doorbell; ends early when
   // a peer has died or failed, when one that is lagging has shut down, or at the deadline
@@ -152,7 +149,6 @@ class ShmTransport final : public Transport, private Turns {
   const int size_;
   const TimeNs spin_ns_;
   RankState& self_;
-  const std::shared_ptr<Arena> arena_;            // null in a world of one rank
   const std::shared_ptr<Rendezvous> rendezvous_;  // null: spin_ns is 0, or there are no slots
   std::vector<Peer> peers_;
   std::deque<std::pair<int, std::string>> received_;  // complete control messages
@@ -162,7 +158,7 @@ class ShmTransport final : public Transport, private Turns {
   uint32_t last_sleep_bell_ = 0;  // doorbell as the last Sleep left it: a later Wake shows
   Status broken_;                 // first data-plane error
   SlotReaders slot_readers_;
-  Outgoing to_slot_, to_arenas_, to_pipes_;  // who has read them last differs, so each learns
+  Outgoing to_slot_, to_pipes_;  // who has read them last differs, so each learns
 };
 
 }  // namespace hororing

@@ -51,7 +51,6 @@ class Turns {
   virtual void EndDriving() = 0;
 };
 
-class Arena;
 class Rendezvous;
 
 class Transport {
@@ -93,8 +92,6 @@ class Transport {
   virtual void Wake() = 0;
   // Null where one thread must do everything, as with MPI.
   virtual Turns* turns() { return nullptr; }
-  // Memory of this rank that all others see; null where there can be none. Any thread.
-  virtual std::shared_ptr<Arena> arena() const { return nullptr; }
   // Of all ranks of this world; null where there is none.
   virtual std::shared_ptr<Rendezvous> rendezvous() const { return nullptr; }
 

@@ -274,15 +274,6 @@ KNOBS: tuple[Knob, ...] = (
         unit="us",
     ),
     Knob(
-        "ARENA_BYTES",
-        BYTES,
-        16 * 2**30,
-        "most memory of a rank that its peers on the host share, for gradients that are reduced "
-        "where they lie; address space until it is used; 0: none",
-        unit="bytes",
-        scope="rank 0",
-    ),
-    Knob(
         "CPU",
         CORES,
         None,

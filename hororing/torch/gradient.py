@@ -25,7 +25,6 @@ from hororing.compression import NoneCompressor
 from hororing.failures import fail
 from hororing.prepared import PreparedAllreduce, start_many
 from hororing.torch.adapter import DTYPES
-from hororing.torch.bucket_views import move_into_view
 from hororing.torch.ops import start_sparse_allreduce, synchronize
 from hororing.torch.submission import BATCH_BYTES, LEAST_WEIGHT, Options, Shared
 from hororing.torch.uncompiled import uncompiled
@@ -102,7 +101,6 @@ class Slot(Gradient):
     shared: Shared
     prepared: PreparedAllreduce | None
     param: torch.Tensor | None  # while the gradient has arrived and is not sent
-    view: torch.Tensor | None  # where its gradients go, if they go there
 
     def __init__(self, name: str, param: torch.Tensor, shared: Shared) -> None:
         self.name = name
@@ -127,9 +125,7 @@ class Slot(Gradient):
                 process_set=shared.members, device=self.device,
             )  # fmt: skip
             self.weight = max(param.nbytes, LEAST_WEIGHT)
-            if self.device == HOST:
-                self.simple = True
-                shared.views.want(self, param)
+            self.simple = self.device == HOST
 
     # -- in the hook --------------------------------------------------------------------------
 
@@ -172,11 +168,9 @@ class Slot(Gradient):
         return False
 
     def take_gradient(self) -> torch.Tensor | None:
-        """Return the gradient that has arrived, in its view if it may be there."""
+        """Return the gradient that has arrived."""
         param, self.param = self.param, None
         assert param is not None
-        if self.view is not None and param.grad is not self.view:
-            move_into_view(param, self)
         return param.grad
 
     def send_alone(

@@ -26,7 +26,6 @@ from hororing.reduction import check_reduction, checked_passes, choose_groups
 from hororing.runtime import size
 from hororing.torch.adasum_optimizer import DeltaDistributed
 from hororing.torch.auto_groups import AutoGrouped, check_auto_groups
-from hororing.torch.bucket_views import check_bucket_views
 from hororing.torch.gradient_optimizer import (
     Distributed,
     Settings,
@@ -46,7 +45,6 @@ def DistributedOptimizer(
     groups: int | str | Sequence[Sequence[torch.Tensor]] | None = None,
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
-    gradient_as_bucket_view: bool | None = None,
 ) -> torch.optim.Optimizer:
     """Make `optimizer` reduce its gradients over all ranks, and return it.
 
@@ -74,9 +72,6 @@ def DistributedOptimizer(
     sparse_as_dense : reduce sparse gradients as dense ones. Needed where a rank may lack one
         before it has had any, for then it cannot know that it is sparse (MismatchError).
     process_set : the ranks that reduce with each other. Ranks outside it step by themselves.
-    gradient_as_bucket_view : gradients live in memory that the ranks of a host share, and are
-        reduced there without a copy. True: all, with a warning where there is no such memory;
-        False: none; None: none so far, see docs/pytorch.md.
 
     Notes
     -----
@@ -99,11 +94,7 @@ def DistributedOptimizer(
     checked_passes(backward_passes_per_step)
     members = check_reduction(what, op, gradient_predivide_factor, compression, process_set)
     groups = choose_groups(what, num_groups, groups)
-    check_bucket_views(gradient_as_bucket_view, op, compression)
-    options = Options(
-        compression, op, gradient_predivide_factor, sparse_as_dense, process_set,
-        gradient_as_bucket_view if op != Adasum else False,
-    )  # fmt: skip
+    options = Options(compression, op, gradient_predivide_factor, sparse_as_dense, process_set)
     mixin = DeltaDistributed if op == Adasum and size() > 1 else Distributed
     if isinstance(groups, str):
         check_auto_groups(groups, op)

@@ -17,7 +17,6 @@ from hororing._tensors import Arrivals, send_gradients
 from hororing.compression import Compressor
 from hororing.prepared import PreparedAllreduce, start_many
 from hororing.process_sets import ProcessSet, check_member
-from hororing.torch.bucket_views import BucketViews
 from hororing.torch.uncompiled import uncompiled
 from hororing.torch.verbs import adapter
 
@@ -33,7 +32,6 @@ class Options(NamedTuple):
     predivide: float
     sparse_as_dense: bool
     process_set: ProcessSet
-    bucket_views: bool | None  # None: where it is safe and pays
 
     @property
     def factors(self) -> tuple[float, float]:
@@ -53,7 +51,7 @@ class Shared(Arrivals):
 
     __slots__ = (
         "batch_bytes", "begun", "finishing", "flying", "lock", "members", "on_device", "options",
-        "passes", "synchronized", "tracing", "views",
+        "passes", "synchronized", "tracing",
     )  # fmt: skip
 
     arrived: list[Slot]
@@ -61,7 +59,6 @@ class Shared(Arrivals):
 
     def __init__(self, options: Options, passes: int) -> None:
         self.options = options
-        self.views = BucketViews(options.bucket_views)
         self.members = check_member(options.process_set, "DistributedOptimizer")
         self.passes = passes  # backward passes per step
         self.begun = False  # a hook has fired since the last synchronize or restart
@@ -85,7 +82,6 @@ class Shared(Arrivals):
                 self.check_set()
                 self.synchronized = False
                 self.tracing = timeline.enabled()
-                self.views.allocate()
                 self.begun = True
         if not self.awaits_end:
             self.awaits_end = True

@@ -6,6 +6,7 @@
 #include <memory>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "backend/factory.h"
@@ -100,6 +101,37 @@ TEST(hundreds_of_batches_in_a_row_on_both_backends) {
       }
     }
   }
+}
+
+TEST(process_sets_that_overlap_take_turns_in_the_slots) {
+  std::mt19937 random(hororing_test::Seed());
+  // The last one has the number of a set that has gone.
+  const std::vector<Members> sets = {
+      Members::World(4), {{0, 1, 2}, 1, 0}, {{1, 3}, 2, 0}, {{2, 3}, 2, 1}};
+  TestWorld world(4);
+  std::vector<std::pair<size_t, std::unique_ptr<Case>>> jobs;
+  for (size_t i = 0; i < 40; ++i) {
+    const size_t set = i < 20 ? random() % 3 : random() % 2 * 3;
+    jobs.emplace_back(
+        set, std::make_unique<Case>(ReduceSpec{DataType::kFloat64, ReduceOp::kAverage, 1, 1},
+                                    std::vector<size_t>{1 + random() % 200000, random() % 9000},
+                                    static_cast<int>(sets[set].ranks.size()), random));
+  }
+  world.Run([&](int r, Rank& rank) {
+    auto& shared = dynamic_cast<ShmTransport&>(*rank.transport);
+    std::vector<std::unique_ptr<ShmDirectBackend>> backends;
+    for (const Members& members : sets) {
+      backends.push_back(std::make_unique<ShmDirectBackend>(shared, members));
+    }
+    for (auto& [set, c] : jobs) {
+      const std::vector<int>& ranks = sets[set].ranks;
+      const auto place = std::find(ranks.begin(), ranks.end(), r);
+      if (place == ranks.end()) continue;
+      CHECK_OK(backends[set]->Run(c->BatchOf(static_cast<int>(place - ranks.begin())),
+                                  After(NowNs(), kLimit), rank.trace));
+    }
+  });
+  for (auto& [set, c] : jobs) CHECK_EQ(c->Judge(/*exact=*/true), std::string());
 }
 
 // Rank order on shm_direct; the ring's bits depend on its chunks, not on what they are cut into.

@@ -42,8 +42,8 @@ struct Rank {
 
 class TestWorld {
  public:
-  explicit TestWorld(int size, const AllreduceOptions& options = {}, size_t arena_bytes = 0) {
-    for (auto& transport : MakeInprocWorld(size, 20 * kMicrosecond, arena_bytes)) {
+  explicit TestWorld(int size, const AllreduceOptions& options = {}) {
+    for (auto& transport : MakeInprocWorld(size, 20 * kMicrosecond)) {
       auto rank = std::make_unique<Rank>();
       rank->transport = std::move(transport);
       auto& shared = dynamic_cast<ShmTransport&>(*rank->transport);

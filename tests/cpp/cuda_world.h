@@ -70,7 +70,7 @@ struct CudaOptions {
 // body(rank) on one thread per rank; afterwards all leave in peace.
 inline void RunCuda(int size, const CudaOptions& options,
                     const std::function<void(CudaRank&)>& body) {
-  auto transports = MakeInprocWorld(size, 20 * kMicrosecond, 0);
+  auto transports = MakeInprocWorld(size, 20 * kMicrosecond);
   std::vector<std::thread> threads;
   for (int r = 0; r < size; ++r) {
     threads.emplace_back([&, r] {

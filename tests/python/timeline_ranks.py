@@ -19,10 +19,7 @@ def train() -> None:
         layers += [torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh()]
     model = torch.nn.Sequential(*layers)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    # Gradients in views would not be packed.
-    optimizer = hvd.DistributedOptimizer(
-        optimizer, named_parameters=model.named_parameters(), gradient_as_bucket_view=False
-    )
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     for _ in range(STEPS):
         optimizer.zero_grad()

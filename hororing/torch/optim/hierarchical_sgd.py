@@ -19,7 +19,6 @@ from hororing.names import WORLD_SET
 from hororing.process_sets import global_process_set
 from hororing.reduction import check_reduction, checked_passes
 from hororing.runtime import rank, size
-from hororing.torch.bucket_views import check_bucket_views
 from hororing.torch.gradient_optimizer import Distributed, parameters
 from hororing.torch.optim import momenta
 from hororing.torch.optim.averages import averageable
@@ -45,7 +44,6 @@ def HierarchicalSGD(
     late_parameters: Iterable[torch.Tensor] = (),
     compression: type[Compressor] = NoneCompressor,
     backward_passes_per_step: int = 1,
-    gradient_as_bucket_view: bool | None = None,
 ) -> torch.optim.Optimizer:
     """Make `optimizer` one of hierarchical SGD, and return it. Collective: all ranks call it alike.
 
@@ -84,8 +82,8 @@ def HierarchicalSGD(
         clipping, GradScaler, closures, delay_steps, and momentum="average".
     late_parameters : those that are not updated inside backward: used by an operation that runs its
         backward after their gradient is complete.
-    compression, backward_passes_per_step, gradient_as_bucket_view : as for `DistributedOptimizer`;
-        compression is for gradients.
+    compression, backward_passes_per_step : as for `DistributedOptimizer`; compression is for
+        gradients.
 
     Returns
     -------
@@ -128,7 +126,6 @@ def HierarchicalSGD(
         checked_names(named, parameters(optimizer))
         checked_passes(backward_passes_per_step)
         check_reduction(WHAT, Average, 1.0, compression, global_process_set)
-        check_bucket_views(gradient_as_bucket_view, Average, compression)
         shapes = [tuple(param.shape) for param in parameters(optimizer)]
         return {"buffers": [name for name, _ in buffers], "shapes of parameters": shapes}
 
@@ -139,9 +136,7 @@ def HierarchicalSGD(
             "training stays synchronous after the warm-up; pass smaller groups, or None",
             stacklevel=2,
         )
-    options = Options(
-        compression, Average, 1.0, False, global_process_set, gradient_as_bucket_view
-    )  # fmt: skip
+    options = Options(compression, Average, 1.0, False, global_process_set)
     return become(
         optimizer, Hierarchical, options, named, backward_passes_per_step, None, WORLD_SET,
         _request=request, _plan=plan, _buffers=[buffer for _, buffer in buffers],
