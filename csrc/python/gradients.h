@@ -1,5 +1,5 @@
 // The way of gradients through an optimizer's hooks, as far as all of them go the same way:
-// hororing/torch/gradient.py, submission.py and reducer.py are the owners, and do the rest.
+// hororing/torch/gradient.py and reducer.py are the owners, and do the rest.
 #pragma once
 
 #include <Python.h>

@@ -18,10 +18,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from hororing.torch.gradient import Slot
+from hororing.torch.gradient import Shared, Slot
 from hororing.torch.gradient_optimizer import Distributed
 from hororing.torch.reducer import Reducer, collect
-from hororing.torch.submission import Shared
 
 
 class _DeltaSlot(Slot):

@@ -1,8 +1,10 @@
 """One gradient on its way: from the hook into the core and back into `param.grad`.
 
 A `Slot` per parameter holds all that can be computed once, so that the hook (thread: whichever
-runs autograd) does little: see hororing/torch/submission.py for what happens of it later. A `Group`
-joins slots that are reduced together.
+runs autograd) does little. Hooks put small gradients on the list of what the slots of an optimizer
+have in common (`Shared`); one call of the core submits what is there when that is enough, and when
+the backward pass ends, since other ranks may wait for it. Large ones go at once. On a device the
+core records one event per batch and stream, behind all that its hooks ran behind.
 
 Ownership: parameter -> hook -> slot -> (in flight only) gradient. Slots hold no parameter, so
 nothing here keeps a model alive. See hororing/torch/reducer.py for who drives them.
@@ -19,75 +21,120 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from hororing import collectives, timeline
-from hororing._tensors import Gradient
+from hororing._tensors import Arrivals, Gradient, send_gradients
 from hororing.collectives import HOST
 from hororing.compression import NoneCompressor
 from hororing.failures import fail
 from hororing.prepared import PreparedAllreduce, start_many
+from hororing.process_sets import check_member
 from hororing.torch.adapter import DTYPES
 from hororing.torch.ops import start_sparse_allreduce, synchronize
-from hororing.torch.submission import BATCH_BYTES, LEAST_WEIGHT, Options, Shared
+from hororing.torch.submission import BATCH_BYTES, LEAST_WEIGHT, Group, Options
 from hororing.torch.uncompiled import uncompiled
-from hororing.torch.verbs import verbs
+from hororing.torch.verbs import adapter, verbs
 
 
-class Group:
-    """Slots whose gradients are reduced together, when the last of them is there."""
+class Shared(Arrivals):
+    """What the slots of one optimizer have in common."""
 
-    def __init__(self, name: str, slots: list[Slot]) -> None:
-        self._name = name
-        self._count = len(slots)
-        self._waiting: dict[int, tuple[torch.Tensor, int]] = {}  # by position, with its stream
-        self.handle = 0
-        self._results: dict[int, torch.Tensor] = {}
-        # Autograd may run hooks on several threads.
-        self._lock = threading.Lock()
-        for position, slot in enumerate(slots):
-            slot.group, slot.position, slot.simple = self, position, False
+    __slots__ = (
+        "batch_bytes", "begun", "finishing", "flying", "lock", "members", "on_device", "options",
+        "passes", "synchronized", "tracing",
+    )  # fmt: skip
 
-    def add(self, position: int, tensor: torch.Tensor, stream: int, options: Options) -> None:
-        """Take the gradient of one member, dense on a device, where `stream` computes it.
+    arrived: list[Slot]
+    awaits_end: bool  # `backward_ended` will be called
 
-        Send all when it is the last.
-        """
-        with self._lock:
-            self._waiting[position] = tensor, stream
-            if len(self._waiting) == self._count:
-                self._submit(options)
+    def __init__(self, options: Options, passes: int) -> None:
+        self.options = options
+        self.members = check_member(options.process_set, "DistributedOptimizer")
+        self.passes = passes  # backward passes per step
+        self.begun = False  # a hook has fired since the last synchronize or restart
+        self.synchronized = False  # gradients are reduced, and no hook has fired since
+        self.tracing = False
+        # Gradients that are there and not sent. Autograd may run hooks on several threads:
+        # appended to without the lock, emptied with it.
+        self.arrived = []
+        self.batch_bytes = self.room = LEAST_WEIGHT  # of the batch; of it, for more gradients
+        self.flying: list[int] = []  # handles that nobody has waited for
+        self.finishing = False  # all is sent, some of it may be waited for: between two `rest`s
+        self.on_device = False  # whether a parameter lies there
+        self.lock = threading.Lock()
 
-    def flush(self, options: Options) -> None:
-        """Send what is there: the other members are frozen."""
-        with self._lock:
-            if self._waiting:
-                self._submit(options)
+    @uncompiled
+    def first_hook(self) -> None:
+        """Begin a step, or another backward pass of it."""
+        with self.lock:
+            if not self.begun or self.finishing:  # of a step that was interrupted at its end
+                self.finishing = False
+                self.check_set()
+                self.synchronized = False
+                self.tracing = timeline.enabled()
+                self.begun = True
+        if not self.awaits_end:
+            self.awaits_end = True
+            self.batch_bytes = self.room = LEAST_WEIGHT
+            torch.autograd.Variable._execution_engine.queue_callback(self.backward_ended)
 
-    def _submit(self, options: Options) -> None:
-        order = sorted(self._waiting)  # ranks must agree on it, and arrival differs
-        tensors, streams = zip(*(self._waiting[position] for position in order), strict=True)
-        self._waiting = {}
-        self._results = dict(zip(order, tensors, strict=True))
-        self.handle = verbs.reduce_async(
-            "grouped_allreduce", tensors, True, self._name, options.op, *options.factors,
-            process_set=options.process_set, streams=streams,
-        )  # fmt: skip
+    def check_set(self) -> None:
+        """Raise unless the process set is the one that it was: numbers of sets are used again."""
+        if check_member(self.options.process_set, "DistributedOptimizer") != self.members:
+            raise ValueError(
+                f"DistributedOptimizer: its process set was removed and registered again, now as "
+                f"{self.options.process_set}; make the optimizer again, too"
+            )
 
-    def finish(self, position: int) -> torch.Tensor:
-        """Wait for the group, if nobody has yet; its error is raised once."""
-        if self.handle:
-            try:
-                synchronize(self.handle)
-            except Exception:
-                self.handle = 0
-                raise
-            self.handle = 0
-        return self._results.pop(position)
+    @uncompiled
+    def backward_ended(self) -> None:
+        """Send the rest: nothing more will come, and other ranks may wait for it."""
+        self.awaits_end = False
+        if self.arrived:
+            self.send_arrived()
 
-    def abandon(self) -> None:
-        """Forget what is there and what is in flight."""
-        if self.handle:
-            collectives.abandon(self.handle, None)
-        self.handle = 0
-        self._waiting, self._results = {}, {}
+    @uncompiled
+    def send_arrived(self) -> None:
+        """Start the reduction of what has arrived. An error is raised when all else is sent."""
+        with self.lock:
+            arrived = self.arrived[:]
+            del self.arrived[: len(arrived)]
+            self.batch_bytes = self.room = min(2 * self.batch_bytes, BATCH_BYTES)
+        failures: list[Exception] = []
+        if self.tracing:
+            for slot in arrived:
+                begin_ns = timeline.now_ns()
+                slot.send_alone(slot.take_gradient(), failures, begin_ns)
+        elif self.on_device:
+            _send_together(arrived, self.flying, failures)
+        else:
+            send_gradients(adapter.plain_gradients, arrived, self.flying, failures)
+        if failures:
+            raise failures[0]
+
+    def send_late(self, entries: list[tuple[torch.Tensor, Slot]]) -> None:
+        """Send the gradients that the hooks have not; zeros where there is none."""
+        self.drop_arrived()
+        for param, slot in entries:
+            if param.requires_grad:
+                slot.ensure_gradient(param)
+                slot.param = param
+                slot.note_stream()
+                self.arrived.append(slot)
+        if self.arrived:
+            self.send_arrived()
+
+    def drop_arrived(self) -> None:
+        """Forget what is not sent."""
+        with self.lock:
+            for slot in self.arrived:
+                slot.param = None
+            self.arrived.clear()
+            self.awaits_end = False
+
+    def rest(self) -> None:
+        """Be ready for the next step. REQUIRES: nothing is in flight."""
+        self.drop_arrived()
+        self.flying.clear()
+        self.begun = self.finishing = False
 
 
 class Slot(Gradient):
@@ -126,6 +173,10 @@ class Slot(Gradient):
             )  # fmt: skip
             self.weight = max(param.nbytes, LEAST_WEIGHT)
             self.simple = self.device == HOST
+
+    def join(self, group: Group, position: int) -> None:
+        """Be reduced with the others of `group`."""
+        self.group, self.position, self.simple = group, position, False
 
     # -- in the hook --------------------------------------------------------------------------
 
@@ -357,3 +408,27 @@ class Slot(Gradient):
         if self.group is not None:
             self.group.abandon()
         self.rest()
+
+
+def _send_together(arrived: list[Slot], flying: list[int], failures: list[Exception]) -> None:
+    slots, addresses, grads = [], [], []
+    prepared: list[PreparedAllreduce] = []
+    for slot in arrived:
+        grad = slot.take_gradient()
+        if grad is None or not slot.is_plain(grad):
+            slot.send_alone(grad, failures)
+            continue
+        assert slot.prepared is not None
+        slots.append(slot)
+        prepared.append(slot.prepared)
+        addresses.append(grad.data_ptr())
+        grads.append(grad)
+    begin = 0
+    while begin < len(slots):
+        count, code = start_many(prepared[begin:], addresses[begin:], grads[begin:], flying)
+        for slot in slots[begin : begin + count]:
+            slot.sent = True
+        begin += count
+        if begin < len(slots):
+            failures.append(slots[begin].failure(code))
+            begin += 1

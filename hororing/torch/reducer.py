@@ -18,8 +18,8 @@ import torch
 from hororing import collectives
 from hororing._tensors import finish_gradients
 from hororing.prepared import finish_many
-from hororing.torch.gradient import Group, Slot
-from hororing.torch.submission import Options, Shared
+from hororing.torch.gradient import Shared, Slot
+from hororing.torch.submission import Group, Options
 from hororing.torch.uncompiled import leave_uncompiled
 
 # Which reducers want to hook a parameter, by id(parameter). An entry is alive as long as one of
@@ -64,7 +64,10 @@ class Reducer:
         for index, members in enumerate(groups):
             slots = [self._slots[id(param)][1] for param in members]
             name = f"{self._prefix}.group.{index}:{slots[0].name}..{slots[-1].name}"
-            self._groups.append(Group(name, slots))
+            group = Group(name, len(slots))
+            for position, slot in enumerate(slots):
+                slot.join(group, position)
+            self._groups.append(group)
 
     def follow(self, param_groups: list[dict[str, Any]]) -> list[tuple[torch.Tensor, Slot]]:
         """Return the slots of the optimizer's parameters as they are now, new ones included."""
