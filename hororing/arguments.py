@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterable
 from typing import Any, Final
 
-from hororing import errors, runtime
+from hororing import errors, job
 from hororing.names import WORLD_SET
 
 Average: Final = 0
@@ -78,7 +78,7 @@ def check_adasum(process_set: int, verb: str) -> None:
         raise NotImplementedError(
             f"{verb}: op=Adasum works among all ranks only, not in a process set; use op=Average"
         )
-    size = runtime.size()
+    size = job.size()
     if size & (size - 1):
         raise NotImplementedError(
             f"{verb}: op=Adasum needs a number of ranks that is a power of two, not {size}; use "

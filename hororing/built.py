@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from hororing import config, mpi, nccl, runtime
+from hororing import config, job, mpi, nccl, runtime
 from hororing._core import lib
 
 
@@ -18,7 +18,7 @@ def mpi_threads_supported() -> bool:
 
     True in a job of one rank, where the engine calls no MPI. ValueError where MPI was not built.
     """
-    runtime.topology()
+    job.topology()
     if not mpi_built():
         raise ValueError(
             "MPI is not enabled: hororing was built without; see docs/troubleshooting.md"

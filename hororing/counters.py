@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from hororing import runtime
+from hororing import job
 from hororing._core import ffi, lib
 
 
@@ -23,7 +23,7 @@ def statistics() -> dict[str, Any]:
     >>> optimizer.step()
     >>> reduced = hvd.statistics()["bytes"] - before
     """
-    runtime.topology()
+    job.topology()
     counters = ffi.new("hr_stats *")
     lib.hr_stats_now(counters)
     found: dict[str, Any] = {name: getattr(counters, name) for name in dir(counters)}

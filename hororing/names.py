@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
-from hororing import runtime
+from hororing import job
 from hororing._core import lib
 
 # The process set of all ranks. What sets are: hororing.process_sets; here they are numbers.
@@ -79,7 +79,7 @@ def restart_default_names() -> None:
         counts.clear()
 
 
-runtime.at_init(restart_default_names)
+job.at_init(restart_default_names)
 
 
 def encode_name(name: str) -> bytes:

@@ -10,7 +10,7 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from hororing import control, runtime
+from hororing import control, job
 from hororing.names import WORLD_SET
 
 
@@ -59,12 +59,12 @@ class ProcessSet:
         if self.process_set_id is None:
             return None
         if not self.included():
-            raise ValueError(f"rank {runtime.rank()} is not part of provided process set {self}")
-        return self.ranks.index(runtime.rank())
+            raise ValueError(f"rank {job.rank()} is not part of provided process set {self}")
+        return self.ranks.index(job.rank())
 
     def included(self) -> bool:
         """Whether this process is a member."""
-        return runtime.rank() in self.ranks
+        return job.rank() in self.ranks
 
 
 class _WorldSet(ProcessSet):
@@ -85,7 +85,7 @@ _adopted: list[ProcessSet] = []
 
 
 def _know_the_world() -> None:
-    global_process_set.ranks = list(range(runtime.size()))
+    global_process_set.ranks = list(range(job.size()))
 
 
 def _forget_all() -> None:
@@ -97,8 +97,8 @@ def _forget_all() -> None:
     _registered[WORLD_SET] = global_process_set
 
 
-runtime.at_init(_know_the_world)
-runtime.at_shutdown(_forget_all)
+job.at_init(_know_the_world)
+job.at_shutdown(_forget_all)
 
 
 def register(process_set: ProcessSet | Sequence[int], *, internal: bool = False) -> ProcessSet:
@@ -108,7 +108,7 @@ def register(process_set: ProcessSet | Sequence[int], *, internal: bool = False)
     """
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
-    runtime.topology()
+    job.topology()
     if process_set.process_set_id is not None:
         raise ValueError(f"attempted to add a duplicate process set: {process_set} is registered")
     process_set.process_set_id = control.add_process_set(process_set.ranks, internal=internal)
@@ -137,7 +137,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         already, and when ranks pass different sets. On this rank, for what is not a sequence of
         ranks, and unless ``HORORING_DYNAMIC_PROCESS_SETS=1`` or ``init(process_sets="dynamic")``.
     """
-    if not runtime.process_sets_are_dynamic():
+    if not job.process_sets_are_dynamic():
         raise ValueError(
             "add_process_set: set HORORING_DYNAMIC_PROCESS_SETS=1 (HOROVOD_DYNAMIC_PROCESS_SETS "
             'is understood too) or call init(process_sets="dynamic") to add process sets after '
@@ -152,7 +152,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     Returns whether there was something to remove: False for the global set and for a set that is
     not registered. What is in flight in the set fails. ValueError as for `add_process_set`.
     """
-    if not runtime.process_sets_are_dynamic():
+    if not job.process_sets_are_dynamic():
         raise ValueError(
             "remove_process_set: set HORORING_DYNAMIC_PROCESS_SETS=1 or call "
             'init(process_sets="dynamic") to remove process sets after init'
@@ -200,8 +200,7 @@ def check_member(process_set: ProcessSet, verb: str) -> int:
         )
     if not process_set.included():
         raise ValueError(
-            f"{verb}: rank {runtime.rank()} is not a member of the provided process set "
-            f"{process_set}"
+            f"{verb}: rank {job.rank()} is not a member of the provided process set {process_set}"
         )
     return process_set.process_set_id
 
@@ -209,8 +208,8 @@ def check_member(process_set: ProcessSet, verb: str) -> int:
 def place_and_size(process_set: ProcessSet) -> tuple[int, int]:
     """Return this rank's place among the ranks of the set, and how many those are."""
     if process_set is global_process_set:
-        return runtime.rank(), runtime.size()
-    return process_set.ranks.index(runtime.rank()), len(process_set.ranks)
+        return job.rank(), job.size()
+    return process_set.ranks.index(job.rank()), len(process_set.ranks)
 
 
 def parse(given: Any) -> list[ProcessSet]:

@@ -1,7 +1,7 @@
-"""Life of the engine in this process, and where it stands: `init`, `rank`, `shutdown`, ...
+"""Life of the engine in this process: `init`, `shutdown`, and its timeline.
 
-The only module with global mutable state. There is one engine per process; a forked child has
-none, and none of the hooks below act there.
+There is one engine per process; a forked child has none, and none of the hooks below act there. The
+state is that of `hororing.job`.
 
 How a process ends decides what its peers see:
 
@@ -20,17 +20,28 @@ import atexit
 import logging
 import os
 import sys
-import threading
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
 from hororing import config as configuration
-from hororing import errors, launch
+from hororing import job, launch
+from hororing import process_sets as sets
 from hororing._core import ffi, lib
 from hororing.engine_config import engine_config
 from hororing.failures import fail, last_error
+from hororing.job import (
+    cross_rank,
+    cross_size,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    mpi_enabled,
+    rank,
+    size,
+    topology,
+)
+from hororing.job import process as _process
 from hororing.launch.environment import Launch, is_spawned_worker
 from hororing.logs import Forwarder, logger
 
@@ -40,53 +51,7 @@ _SHUTDOWN_TIMEOUT_S = 30.0
 
 _WORLD = -1  # as hr_config.mpi_communicator
 
-_FORKED = (
-    "hororing has not been initialized in this process, which was forked from one that is; use "
-    "hvd.init() in the parent only, or start workers with the 'spawn' method"
-)
-
-
-@dataclass(frozen=True)
-class Topology:
-    """Where this rank is. Local: on this host; cross: over hosts, among equal local ranks."""
-
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    cross_rank: int
-    cross_size: int
-    homogeneous: bool
-
-
-@dataclass
-class _Process:
-    """The state. Everything is written by `init` and `shutdown` under `lock`."""
-
-    pid: int = 0  # of the process that called init
-    topology: Topology | None = None
-    launched: bool = False  # MPI found the peers
-    hooked: bool = False  # atexit and excepthook are installed
-    broken: bool = False  # the job failed here: MPI must not be finalised
-    dynamic: bool = False  # process sets may come and go after init
-    timeline: str = ""  # the latest file that was asked for
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    at_init: list[Callable[[], None]] = field(default_factory=list)
-    at_shutdown: list[Callable[[], None]] = field(default_factory=list)
-
-
-_process = _Process()
 _log = Forwarder()
-
-
-def at_init(callback: Callable[[], None]) -> None:
-    """Call `callback` whenever an engine starts; for what all ranks must begin anew."""
-    _process.at_init.append(callback)
-
-
-def at_shutdown(callback: Callable[[], None]) -> None:
-    """Call `callback` whenever an engine has ended."""
-    _process.at_shutdown.append(callback)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -116,8 +81,6 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
 
 def start(started_by: Launch, comm: Any = None, process_sets: Any = None) -> None:
     """Do what `init` does, in a job that was launched as told."""
-    from hororing import process_sets as sets  # it needs this module
-
     static = sets.parse(process_sets)
     if is_initialized():
         sets.adopt_static(static)
@@ -130,7 +93,7 @@ def start(started_by: Launch, comm: Any = None, process_sets: Any = None) -> Non
 
 def _start(started_by: Launch, comm: Any, dynamic: bool, process_sets: str) -> None:
     with _process.lock:
-        _refuse_forked()
+        job.refuse_forked()
         if is_initialized():
             return
         settings = configuration.load()
@@ -166,7 +129,7 @@ def _start(started_by: Launch, comm: Any, dynamic: bool, process_sets: str) -> N
             fail(code)
         del keep
         _process.broken = False
-        _process.topology = _read_topology()
+        _process.topology = job.read_topology()
         _process.timeline = _absolute(settings["TIMELINE"] or "")
         _log.set_rank(_process.topology.rank)
         if _process.topology.rank == 0:
@@ -174,11 +137,6 @@ def _start(started_by: Launch, comm: Any, dynamic: bool, process_sets: str) -> N
                 logger.log(log_level, note)
         for callback in _process.at_init:
             callback()
-
-
-def _refuse_forked() -> None:
-    if _process.pid not in (0, os.getpid()):
-        raise errors.NotInitializedError(_FORKED)
 
 
 def _parse_comm(comm: Any, started_by: Launch) -> tuple[int, list[int] | None, bool]:
@@ -205,22 +163,6 @@ def _parse_comm(comm: Any, started_by: Launch) -> tuple[int, list[int] | None, b
         return handle, None, size > 1
     raise ValueError(
         f"init: comm={comm!r} is neither None, nor a list of ranks, nor an mpi4py communicator"
-    )
-
-
-def _read_topology() -> Topology:
-    now = ffi.new("hr_topology *")
-    code = int(lib.hr_topology_now(now))
-    if code != lib.HR_OK:
-        fail(code)
-    return Topology(
-        now.rank,
-        now.size,
-        now.local_rank,
-        now.local_size,
-        now.cross_rank,
-        now.cross_size,
-        bool(now.homogeneous),
     )
 
 
@@ -300,72 +242,6 @@ def _at_exit() -> None:
 def _mpi4py_would_finalize() -> bool:
     mpi = sys.modules.get("mpi4py.MPI")
     return mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized()
-
-
-# ---------------------------------------------------------------------------------------------
-# Queries
-
-
-def is_initialized() -> bool:
-    """Whether `init()` has returned and `shutdown()` has not been called since. Never raises."""
-    return _process.topology is not None and _process.pid == os.getpid()
-
-
-def topology() -> Topology:
-    """All of the following at once. NotInitializedError before `init()`."""
-    known = _process.topology
-    if known is None:
-        # With its text as an argument: Keras puts that into its own.
-        raise errors.NotInitializedError(errors.NOT_INITIALIZED)
-    if _process.pid != os.getpid():
-        raise errors.NotInitializedError(_FORKED)
-    return known
-
-
-def rank() -> int:
-    """Return the number of this process in the job, from 0."""
-    return topology().rank
-
-
-def size() -> int:
-    """Return the number of processes in the job."""
-    return topology().size
-
-
-def local_rank() -> int:
-    """Return the number of this process among those of its host."""
-    return topology().local_rank
-
-
-def local_size() -> int:
-    """Return the number of processes on this host."""
-    return topology().local_size
-
-
-def cross_rank() -> int:
-    """Return the number of this host among those that have this local rank."""
-    return topology().cross_rank
-
-
-def cross_size() -> int:
-    """Return the number of hosts that have this local rank."""
-    return topology().cross_size
-
-
-def is_homogeneous() -> bool:
-    """Whether every host has the same number of processes."""
-    return topology().homogeneous
-
-
-def mpi_enabled() -> bool:
-    """Whether the ranks of this job found one another through MPI. False for a job of one rank."""
-    return is_initialized() and _process.launched
-
-
-def process_sets_are_dynamic() -> bool:
-    """Whether `add_process_set` and `remove_process_set` are allowed."""
-    topology()
-    return _process.dynamic
 
 
 # ---------------------------------------------------------------------------------------------

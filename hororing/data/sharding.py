@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hororing import runtime
+from hororing import job
 from hororing.objects import allgather_object
 from hororing.process_sets import ProcessSet, check_member, global_process_set
 
@@ -42,9 +42,9 @@ def permutation(samples: int, *, seed: int, epoch: int) -> Indices:
 
 def place(process_set: ProcessSet = global_process_set) -> tuple[int, int]:
     """Return (rank, size) of this process in a process set."""
-    runtime.topology()
+    job.topology()
     check_member(process_set, "shard")
-    return process_set.ranks.index(runtime.rank()), len(process_set.ranks)
+    return process_set.ranks.index(job.rank()), len(process_set.ranks)
 
 
 class Shard:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hororing import process_sets, runtime
+from hororing import job, process_sets
 from hororing.large_batch import groups
 from hororing.large_batch.groups import TargetBatch
 from hororing.process_sets import ProcessSet, global_process_set
@@ -59,7 +59,7 @@ class GroupedLayer:
 
     def _sharing(self) -> ProcessSet | None:
         """Return the ranks that share statistics with this one; None for nobody."""
-        runtime.topology()
+        job.topology()
         if self.process_set.process_set_id is None:  # it may have been registered by its ranks
             self.process_set = process_sets.find(self.process_set.ranks) or self.process_set
         process_sets.check_member(self.process_set, self._title())

@@ -13,7 +13,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from hororing import process_sets, runtime
+from hororing import job, process_sets
 from hororing.objects import allgather_object
 from hororing.process_sets import ProcessSet
 
@@ -76,7 +76,7 @@ def check(group_size: int | TargetBatch, process_set: ProcessSet, title: str) ->
     ------
     ValueError : when it does not divide the set; on every rank, when `TargetBatch`es differ.
     """
-    runtime.topology()
+    job.topology()
     ranks = process_set.ranks
     if isinstance(group_size, TargetBatch):
         hosts, asked = _hosts(group_size)
@@ -117,7 +117,7 @@ def _hosts(asked: TargetBatch) -> tuple[list[Hashable], list[TargetBatch]]:
     By what is the same for all ranks of a host: its name; and for hosts that have one name, what
     distinguishes the ranks of one host, the local rank.
     """
-    topology = runtime.topology()
+    topology = job.topology()
     mine = (socket.gethostname(), topology.local_rank, topology.local_size)
     everybody = allgather_object((mine, asked), "large_batch.hosts")
     hosts: list[Hashable] = []

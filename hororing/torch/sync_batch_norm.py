@@ -29,7 +29,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from hororing import process_sets, runtime
+from hororing import job, process_sets
 from hororing.arguments import Sum
 from hororing.large_batch import groups
 from hororing.large_batch.groups import TargetBatch
@@ -186,7 +186,7 @@ class SyncBatchNorm(_BatchNorm):
 
     def _sharing(self) -> ProcessSet | None:
         """Return the ranks that share statistics with this one; None for nobody."""
-        runtime.topology()
+        job.topology()
         process_sets.check_member(self.process_set, f"SyncBatchNorm '{self.name}'")
         if self.group_size is None:
             return self.process_set

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hororing.job import Topology
 from hororing.large_batch import groups
 from hororing.large_batch.groups import group_size_for
-from hororing.runtime import Topology
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_hosts_of_ranks(told: list[tuple[str, int, int]], wanted: list[int]) -> 
     asked = groups.TargetBatch(32)
     everybody = [(host, asked) for host in told]
     with (
-        mock.patch.object(groups.runtime, "topology", return_value=topology),
+        mock.patch.object(groups.job, "topology", return_value=topology),
         mock.patch.object(groups, "allgather_object", return_value=everybody),
     ):
         hosts, theirs = groups._hosts(asked)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import graphlib
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -123,6 +125,33 @@ def test_adapters_know_neither_each_other_nor_the_core():
         if framework == "tensorflow":  # Keras is its way to make layers
             others = others.replace("keras", "torch")
         assert users(files, rf"^\s*(from|import) ({others})\b") == set()
+
+
+def imports(node: ast.AST) -> Iterable[str]:
+    """Names of ours that are imported, in functions too, but not for types alone."""
+    if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        return
+    if isinstance(node, ast.ImportFrom) and node.module:
+        yield from (f"{node.module}.{each.name}" for each in node.names)
+    if isinstance(node, ast.Import):
+        yield from (each.name for each in node.names)
+    for child in ast.iter_child_nodes(node):
+        yield from imports(child)
+
+
+def test_modules_do_not_import_one_another_in_a_circle():
+    files = {
+        ".".join(f.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): f
+        for f in PACKAGE
+    }
+    below = {
+        name: {
+            found if found in files else found.rpartition(".")[0]
+            for found in imports(ast.parse(file.read_text()))
+        }
+        for name, file in files.items()
+    }
+    graphlib.TopologicalSorter(below).prepare()  # CycleError names the modules
 
 
 def test_only_adapters_import_frameworks():

@@ -11,7 +11,7 @@ import threading
 
 import pytest
 
-from hororing import built, errors, mpi, runtime
+from hororing import built, errors, job, mpi, runtime
 from hororing.launch import Launch, detect, prepare_mpi
 
 QUERIES = [
@@ -54,7 +54,7 @@ def test_a_query_before_init_raises_both_kinds(query):
 @pytest.mark.usefixtures("engine")
 def test_one_process_is_rank_0_of_1():
     assert runtime.is_initialized()
-    assert runtime.topology() == runtime.Topology(0, 1, 0, 1, 0, 1, True)
+    assert job.topology() == job.Topology(0, 1, 0, 1, 0, 1, True)
     assert [query() for query in QUERIES] == [0, 1, 0, 1, 0, 1, True]
 
 
@@ -75,8 +75,8 @@ def test_init_works_again_after_shutdown():
 
 def test_callbacks_run_at_every_init(monkeypatch: pytest.MonkeyPatch):
     calls: list[int] = []
-    monkeypatch.setattr(runtime._process, "at_init", [])
-    runtime.at_init(lambda: calls.append(1))
+    monkeypatch.setattr(job.process, "at_init", [])
+    job.at_init(lambda: calls.append(1))
     for _ in range(2):
         runtime.init()
         runtime.shutdown()

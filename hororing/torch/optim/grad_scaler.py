@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hororing import runtime
+from hororing import job
 from hororing.arguments import Max
 from hororing.names import default_name
 from hororing.process_sets import ProcessSet, check_member, global_process_set
@@ -47,7 +47,7 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(
             device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
-        runtime.topology()  # NotInitializedError before init()
+        job.topology()  # NotInitializedError before init()
         self._members = process_set
         self._name = str(default_name("grad_scaler", check_member(process_set, "GradScaler")))
 

@@ -1,0 +1,148 @@
+"""Where this process stands in the job: `rank`, `size`, ...
+
+`hororing.runtime` starts and ends the engine, and notes here what it has found. Most modules need
+to know that, and `runtime` needs many of them: so it is apart.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from hororing import errors
+from hororing._core import ffi, lib
+from hororing.failures import fail
+
+_FORKED = (
+    "hororing has not been initialized in this process, which was forked from one that is; use "
+    "hvd.init() in the parent only, or start workers with the 'spawn' method"
+)
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Where this rank is. Local: on this host; cross: over hosts, among equal local ranks."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+    homogeneous: bool
+
+
+@dataclass
+class Process:
+    """The state of `hororing.runtime`, written by `init` and `shutdown` under `lock`."""
+
+    pid: int = 0  # of the process that called init
+    topology: Topology | None = None
+    launched: bool = False  # MPI found the peers
+    hooked: bool = False  # atexit and excepthook are installed
+    broken: bool = False  # the job failed here: MPI must not be finalised
+    dynamic: bool = False  # process sets may come and go after init
+    timeline: str = ""  # the latest file that was asked for
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    at_init: list[Callable[[], None]] = field(default_factory=list)
+    at_shutdown: list[Callable[[], None]] = field(default_factory=list)
+
+
+process = Process()
+
+
+def at_init(callback: Callable[[], None]) -> None:
+    """Call `callback` whenever an engine starts; for what all ranks must begin anew."""
+    process.at_init.append(callback)
+
+
+def at_shutdown(callback: Callable[[], None]) -> None:
+    """Call `callback` whenever an engine has ended."""
+    process.at_shutdown.append(callback)
+
+
+def refuse_forked() -> None:
+    """NotInitializedError in a child that was forked from an initialised process."""
+    if process.pid not in (0, os.getpid()):
+        raise errors.NotInitializedError(_FORKED)
+
+
+def read_topology() -> Topology:
+    """Ask the engine."""
+    now = ffi.new("hr_topology *")
+    code = int(lib.hr_topology_now(now))
+    if code != lib.HR_OK:
+        fail(code)
+    return Topology(
+        now.rank,
+        now.size,
+        now.local_rank,
+        now.local_size,
+        now.cross_rank,
+        now.cross_size,
+        bool(now.homogeneous),
+    )
+
+
+def is_initialized() -> bool:
+    """Whether `init()` has returned and `shutdown()` has not been called since. Never raises."""
+    return process.topology is not None and process.pid == os.getpid()
+
+
+def topology() -> Topology:
+    """All of the following at once. NotInitializedError before `init()`."""
+    known = process.topology
+    if known is None:
+        # With its text as an argument: Keras puts that into its own.
+        raise errors.NotInitializedError(errors.NOT_INITIALIZED)
+    if process.pid != os.getpid():
+        raise errors.NotInitializedError(_FORKED)
+    return known
+
+
+def rank() -> int:
+    """Return the number of this process in the job, from 0."""
+    return topology().rank
+
+
+def size() -> int:
+    """Return the number of processes in the job."""
+    return topology().size
+
+
+def local_rank() -> int:
+    """Return the number of this process among those of its host."""
+    return topology().local_rank
+
+
+def local_size() -> int:
+    """Return the number of processes on this host."""
+    return topology().local_size
+
+
+def cross_rank() -> int:
+    """Return the number of this host among those that have this local rank."""
+    return topology().cross_rank
+
+
+def cross_size() -> int:
+    """Return the number of hosts that have this local rank."""
+    return topology().cross_size
+
+
+def is_homogeneous() -> bool:
+    """Whether every host has the same number of processes."""
+    return topology().homogeneous
+
+
+def mpi_enabled() -> bool:
+    """Whether the ranks of this job found one another through MPI. False for a job of one rank."""
+    return is_initialized() and process.launched
+
+
+def process_sets_are_dynamic() -> bool:
+    """Whether `add_process_set` and `remove_process_set` are allowed."""
+    topology()
+    return process.dynamic
