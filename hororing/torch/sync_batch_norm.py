@@ -1,16 +1,9 @@
 """SyncBatchNorm: batch normalisation over the batches of several ranks.
 
 Every rank reduces its batch to count, mean and sum of squared deviations (M2) per channel; one
-allgather and Chan's formula make them those of the whole batch
-
-    count = sum n_r,  mean = sum n_r mean_r / count,  M2 = sum (M2_r + n_r (mean_r - mean)^2)
-
-(Chan, Golub, LeVeque: Updating formulae and a pairwise algorithm for computing sample variances,
-1979.) Unlike sum and sum of squares, which one allreduce could add up, nothing here is a small
-difference of large numbers, whatever the mean is, and unequal or empty batches are nothing
-special. What is gathered is float64, so that counts are exact and merging rounds nothing away: a
-message has 8 (2 C + 1) bytes per rank. The backward pass adds up two sums per channel in one
-allreduce.
+allgather and Chan's formula (hororing/torch/batch_statistics.py) make them those of the whole
+batch. What is gathered is float64, so that counts are exact: a message has 8 (2 C + 1) bytes per
+rank. The backward pass adds up two sums per channel in one allreduce.
 
 Sums are of float32 for float16 and bfloat16 inputs, else of the input's own type.
 """
@@ -18,7 +11,6 @@ Sums are of float32 for float16 and bfloat16 inputs, else of the input's own typ
 from __future__ import annotations
 
 import itertools
-import math
 import threading
 from typing import Any, Final
 
@@ -35,6 +27,7 @@ from hororing.large_batch import groups
 from hororing.large_batch.groups import TargetBatch
 from hororing.process_sets import ProcessSet, global_process_set
 from hororing.torch import recomputation
+from hororing.torch.batch_statistics import local_statistics, merged
 from hororing.torch.uncompiled import uncompiled
 from hororing.torch.verbs import verbs
 
@@ -224,7 +217,7 @@ class SyncBatchNorm(_BatchNorm):
         with torch.no_grad():
             statistics = recomputation.stored(self.name)
             if statistics is None:
-                statistics = self._gather(*_local_statistics(input), group)
+                statistics = self._gather(input, group)
                 recomputation.store(self.name, statistics)
                 if self.track_running_stats:
                     self._track(statistics[1], statistics[2] / (statistics[0] - 1))
@@ -235,19 +228,20 @@ class SyncBatchNorm(_BatchNorm):
         return result
 
     def _gather(
-        self, count: int, mean: torch.Tensor, m2: torch.Tensor, group: ProcessSet
+        self, input: torch.Tensor, group: ProcessSet
     ) -> tuple[int, torch.Tensor, torch.Tensor]:
-        """Make the statistics of this rank's batch those of all batches."""
+        """Return count, mean and M2 of all batches."""
+        values = input.to(_SUMS[input.dtype])
+        count, mean, m2 = local_statistics(values, _all_but_channels(values))
         channels = len(mean)
         mine = torch.cat([mean, m2, mean.new_tensor([count])])[None]
         name = f"{self.name}.forward"
         with _locks.setdefault(name, threading.Lock()):
             rows = verbs.allgather(mine, name=name, process_set=group)
         means, m2s, counts = rows[:, :channels], rows[:, channels:-1], rows[:, -1:]
-        count = int(counts.sum())
-        self._check_count(count)
-        mean = (counts * means).sum(0) / count
-        return count, mean, (m2s + counts * (means - mean).square()).sum(0)
+        total, mean, m2 = merged(counts, means, m2s)
+        self._check_count(int(total))
+        return int(total), mean, m2
 
     def _track(self, mean: torch.Tensor, unbiased_variance: torch.Tensor) -> None:
         weight = self.momentum or 0.0
@@ -264,21 +258,6 @@ class SyncBatchNorm(_BatchNorm):
         name = f"{self.name}.backward"
         with _locks.setdefault(name, threading.Lock()):
             return verbs.allreduce(sums, name=name, op=Sum, process_set=group)
-
-
-def _local_statistics(input: torch.Tensor) -> tuple[int, torch.Tensor, torch.Tensor]:
-    """Count, mean and M2 of one batch. All are 0 for an empty one."""
-    values = input.to(_SUMS[input.dtype])
-    others = _all_but_channels(values)
-    count = math.prod(values.shape[dim] for dim in others)
-    divisor = max(count, 1)
-    mean = values.sum(others) / divisor
-    deviations = values - _per_channel(mean, values)
-    # The mean was rounded. What the deviations sum up to corrects both (the corrected two-pass
-    # algorithm of the same authors).
-    rest = deviations.sum(others).double()
-    m2 = deviations.square_().sum(others).double() - rest.square() / divisor
-    return count, mean.double() + rest / divisor, m2.clamp_(min=0)
 
 
 def _all_but_channels(tensor: torch.Tensor) -> list[int]:

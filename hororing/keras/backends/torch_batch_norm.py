@@ -21,6 +21,7 @@ from hororing.large_batch.grouped_layer import GroupedLayer
 from hororing.large_batch.groups import TargetBatch
 from hororing.process_sets import ProcessSet, global_process_set
 from hororing.torch import recomputation
+from hororing.torch.batch_statistics import local_statistics, masked, merged
 from hororing.torch.verbs import verbs
 
 _untraced: Any = torch.compiler.disable  # torch declares no types
@@ -89,11 +90,7 @@ class SyncBatchNormalization(GroupedLayer, keras.layers.BatchNormalization):  # 
             all_rows = verbs.allgather(
                 rows[None].cpu(), name=f"{self.path}.forward", process_set=group
             ).to(rows.device)
-            counts, means, m2s = all_rows.unbind(1)
-            count = counts.sum(0)
-            mean = (counts * means).sum(0) / count.clamp(min=1)
-            m2 = (m2s + counts * (means - mean).square()).sum(0)
-            statistics = (count, mean, m2)
+            statistics = merged(*all_rows.unbind(1))
             recomputation.store(self.path, statistics)
         return statistics
 
@@ -103,29 +100,6 @@ class SyncBatchNormalization(GroupedLayer, keras.layers.BatchNormalization):  # 
                 f"{self._title()}: the batches of all ranks are empty; training needs values. Pass "
                 "larger batches, or call the layer with training=False"
             )
-
-
-def _local_statistics(
-    values: torch.Tensor, mask: torch.Tensor | None, axes: list[int]
-) -> torch.Tensor:
-    """Rows of count, mean and M2 of one batch, as float64. All are 0 for an empty one."""
-    sums = _masked(values, mask).sum(axes, keepdim=True)
-    if mask is None:
-        count = torch.full_like(sums, values.numel() // max(sums.numel(), 1), dtype=torch.float64)
-    else:
-        count = mask.sum(axes, keepdim=True).double()
-    divisor = count.clamp(min=1)
-    mean = sums / divisor.to(values.dtype)
-    deviations = _masked(values - mean, mask)
-    # The mean was rounded. What the deviations sum up to corrects both (the corrected two-pass
-    # algorithm of Chan, Golub and LeVeque).
-    rest = deviations.sum(axes, keepdim=True).double()
-    m2 = deviations.square().sum(axes, keepdim=True).double() - rest.square() / divisor
-    return torch.stack([count, mean.double() + rest / divisor, m2.clamp(min=0)]).reshape(3, -1)
-
-
-def _masked(values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    return values if mask is None else values.where(mask, values.new_zeros([]))
 
 
 class _WholeBatch(torch.autograd.Function):
@@ -140,7 +114,9 @@ class _WholeBatch(torch.autograd.Function):
         group: ProcessSet | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         axes = list(layer._reduction_axes)
-        count, mean, m2 = layer._gather(_local_statistics(values, mask, axes), group)
+        count, mean, m2 = local_statistics(values, axes, mask)
+        rows = torch.stack([torch.zeros_like(mean) + count, mean, m2])
+        count, mean, m2 = layer._gather(rows, group)
         if mask is None:
             layer._check_count(count)
         divisor = count.clamp(min=1)
@@ -164,7 +140,7 @@ class _WholeBatch(torch.autograd.Function):
             total = total.to(values.device)
         constant, slope = (row.view(ctx.per_channel) for row in total / divisor)
         gradient = constant + 2 * slope * (values - mean.view(ctx.per_channel))
-        return _masked(gradient, mask), None, None, None
+        return masked(gradient, mask), None, None, None
 
 
 _whole_batch: Any = _WholeBatch.apply
