@@ -1,7 +1,8 @@
-"""Checks of what optimizers and tapes are asked for, the same for every framework."""
+"""What optimizers and tapes are asked for, checked, the same for every framework."""
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 import warnings
 from collections.abc import Sequence
@@ -9,8 +10,76 @@ from typing import Any
 
 from hororing import arguments, runtime
 from hororing.arguments import Adasum, Average
-from hororing.compression import Compressor, check_compression
-from hororing.process_sets import ProcessSet, check_member
+from hororing.compression import Compressor, NoneCompressor, check_compression
+from hororing.process_sets import ProcessSet, check_member, global_process_set
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reduction:
+    """How gradients are reduced. Not a tuple: Keras looks into those when it saves a model."""
+
+    op: int = Average
+    predivide: float = 1.0
+    compression: type[Compressor] = NoneCompressor
+    sparse_as_dense: bool = False
+    groups: int | tuple[tuple[Any, ...], ...] = 0  # a number, or variables; 0: none
+    process_set: ProcessSet = global_process_set
+    scale_local: bool = True  # gradients that are not reduced are divided by the number of ranks
+
+    @property
+    def factors(self) -> tuple[float, float]:
+        """Factors before and after the reduction."""
+        return 1.0 / self.predivide, self.predivide
+
+    @property
+    def reduces(self) -> bool:
+        """Whether this rank has somebody to reduce with."""
+        return self.process_set.included() and len(self.process_set.ranks) > 1
+
+
+def checked_reduction(
+    what: str,
+    *,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    compression: type[Compressor] = NoneCompressor,
+    sparse_as_dense: bool = False,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[Any]] | None = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Reduction:
+    """Make a reduction of the arguments of a user. ValueError and TypeError for wrong ones.
+
+    `what` is the name of the function that was called. `groups` is a number of groups, or lists of
+    variables; `num_groups` is its deprecated form.
+    """
+    check_reduction(what, op, gradient_predivide_factor, compression, process_set)
+    return Reduction(
+        op=op,
+        predivide=float(gradient_predivide_factor),
+        compression=compression,
+        sparse_as_dense=bool(sparse_as_dense),
+        groups=_checked_groups(what, choose_groups(what, num_groups, groups)),
+        process_set=process_set,
+        scale_local=bool(scale_local_gradients),
+    )
+
+
+def _checked_groups(
+    what: str, groups: int | Sequence[Sequence[Any]] | None
+) -> int | tuple[tuple[Any, ...], ...]:
+    if groups is None:
+        return 0
+    if isinstance(groups, int) and not isinstance(groups, bool):
+        if groups < 1:
+            raise ValueError(f"{what}: groups={groups} must be at least 1, or lists of variables")
+        return groups
+    if not isinstance(groups, list | tuple) or any(
+        not isinstance(group, list | tuple) for group in groups
+    ):
+        raise ValueError(f"{what}: groups must be a number, or a list of lists of variables")
+    return tuple(tuple(group) for group in groups)
 
 
 def check_reduction(

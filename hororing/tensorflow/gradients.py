@@ -6,6 +6,7 @@ one operation waits for all of them.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
@@ -16,9 +17,8 @@ import tensorflow as tf
 from hororing import arguments
 from hororing.arguments import Average, Sum
 from hororing.collectives import ALLGATHER, ALLREDUCE
-from hororing.compression import Compressor, NoneCompressor
-from hororing.process_sets import ProcessSet, global_process_set
-from hororing.reduction import check_reduction, choose_groups
+from hororing.process_sets import ProcessSet
+from hororing.reduction import Reduction, checked_reduction
 from hororing.tensorflow.names import in_graph
 from hororing.tensorflow.requests import Request, carry_out
 from hororing.tensorflow.verbs import averaged_slices
@@ -33,77 +33,16 @@ _BUNDLE_BYTES: Final = 256 * 2**10
 _BUNDLE_COUNT: Final = 32
 
 
-class Options(NamedTuple):
-    """How gradients are reduced; checked."""
-
-    op: int = Average
-    predivide: float = 1.0
-    compression: type[Compressor] = NoneCompressor
-    sparse_as_dense: bool = False
-    groups: int | tuple[tuple[Any, ...], ...] = 0  # a number, or keys of variables; 0: none
-    process_set: ProcessSet = global_process_set
-    scale_local_gradients: bool = True
-
-    @property
-    def factors(self) -> tuple[float, float]:
-        """Factors before and after the reduction."""
-        return 1.0 / self.predivide, self.predivide
-
-    @property
-    def reduces(self) -> bool:
-        """Whether this rank has somebody to reduce with."""
-        return self.process_set.included() and len(self.process_set.ranks) > 1
-
-
-def checked_options(
-    what: str,
-    *,
-    op: int = Average,
-    gradient_predivide_factor: float = 1.0,
-    compression: type[Compressor] = NoneCompressor,
-    sparse_as_dense: bool = False,
-    num_groups: int = 0,
-    groups: int | Sequence[Sequence[Any]] | None = None,
-    process_set: ProcessSet = global_process_set,
-    scale_local_gradients: bool = True,
-) -> Options:
-    """Make options of a user's arguments. ValueError and TypeError for wrong ones.
-
-    `groups` is a number of groups, or lists of variables; `num_groups` is its deprecated form.
-    """
-    check_reduction(what, op, gradient_predivide_factor, compression, process_set)
-    groups = choose_groups(what, num_groups, groups)
-    return Options(
-        op,
-        float(gradient_predivide_factor),
-        compression,
-        bool(sparse_as_dense),
-        _checked_groups(what, groups),
-        process_set,
-        bool(scale_local_gradients),
-    )
-
-
-def _checked_groups(
-    what: str, groups: int | Sequence[Sequence[Any]] | None
-) -> int | tuple[tuple[Any, ...], ...]:
-    if groups is None:
-        return 0
-    if isinstance(groups, int) and not isinstance(groups, bool):
-        if groups < 1:
-            raise ValueError(f"{what}: groups={groups} must be at least 1, or lists of variables")
-        return groups
-    if not isinstance(groups, (list, tuple)) or any(
-        not isinstance(group, (list, tuple)) for group in groups
-    ):
-        raise ValueError(f"{what}: groups must be a number, or a list of lists of variables")
-    keys = tuple(tuple(variable_key(variable) for variable in group) for group in groups)
-    repeated = [
-        key for key, count in Counter(k for group in keys for k in group).items() if count > 1
-    ]
-    if repeated:
+def checked_options(what: str, **arguments: Any) -> Reduction:
+    """Make a reduction of a user's arguments; groups in lists become lists of `variable_key`."""
+    options = checked_reduction(what, **arguments)
+    if isinstance(options.groups, int):
+        return options
+    keys = tuple(tuple(variable_key(variable) for variable in group) for group in options.groups)
+    repeated = Counter(key for group in keys for key in group)
+    if any(count > 1 for count in repeated.values()):
         raise ValueError(f"{what}: a variable is in groups more than once")
-    return keys
+    return dataclasses.replace(options, groups=keys)
 
 
 def variable_key(variable: Any) -> Any:
@@ -146,7 +85,7 @@ def step_prefix(what: str, process_set: ProcessSet) -> str:
 def reduce_gradients(
     gradients: Sequence[Gradient],
     names: Sequence[str],
-    options: Options,
+    options: Reduction,
     *,
     keys: Sequence[Any] = (),
     local: Collection[Any] = (),
@@ -159,7 +98,7 @@ def reduce_gradients(
     names : of the requests, one per gradient.
     keys : `variable_key` of each gradient's variable, for groups given as lists and for `local`.
     local : keys of variables whose gradients are not reduced, but divided by the number of ranks
-        if `scale_local_gradients` is set: then they weigh as much as averaged ones.
+        if `scale_local` is set: then they weigh as much as averaged ones.
     """
     results = [
         _checked_sparse(each, name, options) if isinstance(each, tf.IndexedSlices) else each
@@ -181,7 +120,7 @@ def reduce_gradients(
     return results
 
 
-def _checked_sparse(slices: tf.IndexedSlices, name: str, options: Options) -> Gradient:
+def _checked_sparse(slices: tf.IndexedSlices, name: str, options: Reduction) -> Gradient:
     if options.sparse_as_dense:
         return tf.convert_to_tensor(slices)
     if options.op not in (Average, Sum):
@@ -192,8 +131,8 @@ def _checked_sparse(slices: tf.IndexedSlices, name: str, options: Options) -> Gr
     return slices
 
 
-def _local(gradient: Gradient, options: Options) -> Gradient:
-    if not options.scale_local_gradients:
+def _local(gradient: Gradient, options: Reduction) -> Gradient:
+    if not options.scale_local:
         return gradient
     ranks = len(options.process_set.ranks)
     if isinstance(gradient, tf.IndexedSlices):
@@ -220,7 +159,7 @@ class _Sparse(NamedTuple):
 class _Plan:
     """Which requests a step's gradients become, and where the results go."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Reduction) -> None:
         self.options = options
         self.dense: list[_Dense] = []
         self.sparse: list[_Sparse] = []

@@ -14,8 +14,8 @@ import tensorflow as tf
 from hororing.arguments import Adasum, Average
 from hororing.compression import Compressor, NoneCompressor
 from hororing.process_sets import ProcessSet, global_process_set
+from hororing.reduction import Reduction
 from hororing.tensorflow.gradients import (
-    Options,
     checked_options,
     reduce_gradients,
     step_prefix,
@@ -26,7 +26,7 @@ from hororing.tensorflow.tensors import check_devices
 
 
 class _DistributedV1(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
-    _options: Options
+    _options: Reduction
     _local: set[Any]  # keys of variables
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
@@ -77,15 +77,11 @@ def DistributedOptimizer(
     """
     check_devices(device_dense, device_sparse)
     options: dict[str, Any] = {
-        "compression": compression,
-        "sparse_as_dense": sparse_as_dense,
-        "op": op,
-        "gradient_predivide_factor": gradient_predivide_factor,
-        "num_groups": num_groups,
-        "groups": groups,
-        "process_set": process_set,
+        "compression": compression, "sparse_as_dense": sparse_as_dense, "op": op,
+        "gradient_predivide_factor": gradient_predivide_factor, "num_groups": num_groups,
+        "groups": groups, "process_set": process_set,
         "scale_local_gradients": scale_local_gradients,
-    }
+    }  # fmt: skip
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
         if backward_passes_per_step != 1 or average_aggregated_gradients:
             raise ValueError(
@@ -114,12 +110,9 @@ def DistributedOptimizer(
     import hororing.tensorflow.keras as of_keras  # imports Keras, which not everybody here uses
 
     return of_keras.DistributedOptimizer(
-        optimizer,
-        name,
-        backward_passes_per_step=backward_passes_per_step,
-        average_aggregated_gradients=average_aggregated_gradients,
-        **options,
-    )
+        optimizer, name, backward_passes_per_step=backward_passes_per_step,
+        average_aggregated_gradients=average_aggregated_gradients, **options,
+    )  # fmt: skip
 
 
 __all__ = ["DistributedOptimizer"]

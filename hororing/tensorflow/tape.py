@@ -10,8 +10,8 @@ import tensorflow as tf
 from hororing.arguments import Average
 from hororing.compression import Compressor, NoneCompressor
 from hororing.process_sets import ProcessSet, global_process_set
+from hororing.reduction import Reduction
 from hororing.tensorflow.gradients import (
-    Options,
     checked_options,
     reduce_gradients,
     step_prefix,
@@ -24,7 +24,7 @@ from hororing.tensorflow.tensors import check_devices
 class _DistributedTape(tf.GradientTape):  # type: ignore[misc]
     """Shares everything with the tape it was made of, except how gradients are made."""
 
-    _options: Options
+    _options: Reduction
     _local: set[Any]  # keys of variables
 
     def gradient(
@@ -120,16 +120,10 @@ def DistributedGradientTape(
         raise ValueError("gradtape is distributed already; wrap it once")
     check_devices(device_dense, device_sparse)
     options = checked_options(
-        "DistributedGradientTape",
-        op=op,
-        gradient_predivide_factor=gradient_predivide_factor,
-        compression=compression,
-        sparse_as_dense=sparse_as_dense,
-        num_groups=num_groups,
-        groups=groups,
-        process_set=process_set,
-        scale_local_gradients=scale_local_gradients,
-    )
+        "DistributedGradientTape", op=op, gradient_predivide_factor=gradient_predivide_factor,
+        compression=compression, sparse_as_dense=sparse_as_dense, num_groups=num_groups,
+        groups=groups, process_set=process_set, scale_local_gradients=scale_local_gradients,
+    )  # fmt: skip
     # Of the very class of the tape, which a user may have derived. The state is one: what either
     # records, both have.
     kind = type(gradtape)

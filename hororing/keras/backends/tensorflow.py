@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -12,7 +13,7 @@ from keras import ops
 from hororing.keras.backends.accumulator import VariableAccumulator
 from hororing.keras.settings import Settings
 from hororing.runtime import rank
-from hororing.tensorflow.gradients import Options, reduce_gradients
+from hororing.tensorflow.gradients import reduce_gradients
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -24,14 +25,7 @@ def reduce(
     settings: Settings,
 ) -> list[Any]:
     """See `Backend`."""
-    options = Options(
-        op=settings.op,
-        predivide=settings.predivide,
-        compression=settings.compression,
-        sparse_as_dense=settings.sparse_as_dense,
-        groups=tuple(tuple(group) for group in groups),
-        process_set=settings.process_set,
-    )
+    options = dataclasses.replace(settings, groups=tuple(tuple(group) for group in groups))
     return reduce_gradients(gradients, names, options, keys=range(len(gradients)))
 
 

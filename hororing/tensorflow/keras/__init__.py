@@ -35,21 +35,10 @@ def DistributedOptimizer(
 ) -> Any:
     """Do as hororing.keras.DistributedOptimizer."""
     return _optimizer.DistributedOptimizer(
-        optimizer,
-        name=name,
-        device_dense=device_dense,
-        device_sparse=device_sparse,
-        compression=compression,
-        sparse_as_dense=sparse_as_dense,
-        gradient_predivide_factor=gradient_predivide_factor,
-        op=op,
-        backward_passes_per_step=backward_passes_per_step,
-        average_aggregated_gradients=average_aggregated_gradients,
-        num_groups=num_groups,
-        groups=groups,
-        process_set=process_set,
-        scale_local_gradients=scale_local_gradients,
-    )
+        optimizer, name, device_dense, device_sparse, compression, sparse_as_dense,
+        gradient_predivide_factor, op, num_groups, groups, backward_passes_per_step,
+        average_aggregated_gradients, process_set, scale_local_gradients,
+    )  # fmt: skip
 
 
 __all__ = ["DistributedOptimizer", "callbacks"]
