@@ -1,6 +1,6 @@
 """The core's C++ objects, driven from here: kernels, planner, coordinator, whole worlds.
 
-They come from the module _testing (csrc/testing/module.cc), which `make test-cpp` builds, as it
+They come from the module _testing (tests/module/module.cc), which `make test-cpp` builds, as it
 builds mpi_transport_check. Each has an oracle in NumPy or plain Python that shares no code with
 it.
 """

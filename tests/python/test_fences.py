@@ -27,7 +27,6 @@ ROOMS = {
 }
 ROOMS["engine"] = (set(ROOMS) | {"engine"}) - {"pipeline"}
 ROOMS["capi"] = set(ROOMS)
-ROOMS["testing"] = set(ROOMS)
 ROOMS["tensorflow"] = {"capi"}
 ROOMS["python"] = {"capi"}
 FRAMEWORKS = ("torch", "tensorflow", "keras")
@@ -78,7 +77,7 @@ def test_no_header_of_nccl_or_cuda_and_their_names_in_one_room():
 
 
 def test_pybind11_is_for_tests_only():
-    assert users(CORE, r"#include <pybind11") <= {"csrc/testing/module.cc"}
+    assert users(CORE, r"#include <pybind11") == set()
 
 
 def test_no_framework_header_and_no_python_in_the_core():
@@ -101,11 +100,10 @@ def test_the_core_does_not_sleep_to_wait():
 
 
 def test_threads_are_the_engines():
-    elsewhere = users(CORE, r"std::(thread|async|jthread)\b|pthread_create") - {
+    assert users(CORE, r"std::(thread|async|jthread)\b|pthread_create") == {
         "csrc/engine/engine.cc",
         "csrc/engine/engine.h",
     }
-    assert elsewhere <= {"csrc/testing/module.cc"}  # plays ranks as threads
 
 
 def test_the_package_reads_the_environment_in_two_places():

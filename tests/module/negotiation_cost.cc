@@ -1,4 +1,4 @@
-#include "testing/negotiation_cost.h"
+#include "negotiation_cost.h"
 
 #include <algorithm>
 #include <ctime>

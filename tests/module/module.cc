@@ -1,11 +1,9 @@
 // Python's view of the core's C++ objects, for tests driven by hypothesis: coordinator, cache,
-// planner, codec, kernels and whole in-process worlds. The only room with pybind11; built with
+// planner, codec, kernels and whole in-process worlds. The only user of pybind11; built with
 // HORORING_TESTING and never needed by users.
-#include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <cstring>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -18,12 +16,10 @@
 #include "negotiation/codec.h"
 #include "negotiation/coordinator.h"
 #include "negotiation/planned_reports.h"
-#include "negotiation/response_cache.h"
-#include "negotiation/validate.h"
+#include "negotiation_cost.h"
 #include "schedule/bucket_plan.h"
 #include "schedule/cost_model.h"
 #include "schedule/fusion_planner.h"
-#include "testing/negotiation_cost.h"
 #include "transport/factory.h"
 
 namespace py = pybind11;
@@ -183,7 +179,7 @@ PYBIND11_MODULE(_testing, module) {
     return std::make_pair(line.alpha_s, line.beta_s_per_byte);
   });
 
-  // What a step costs the coordinator; see testing/negotiation_cost.h.
+  // What a step costs the coordinator; see negotiation_cost.h.
   py::class_<NegotiationCost>(module, "NegotiationCost")
       .def_readonly("reports", &NegotiationCost::reports)
       .def_readonly("report_bytes", &NegotiationCost::report_bytes)
