@@ -36,8 +36,6 @@ int64_t StartTime(int pid) {
 
 ProcessIdentity ThisProcess() { return {getpid(), StartTime(getpid())}; }
 
-bool IsRunning(int pid) { return StartTime(pid) != 0; }
-
 bool IsGone(const ProcessIdentity& process) {
   if (process.pid == 0) return false;
   if (kill(process.pid, 0) != 0 && errno == ESRCH) return true;

@@ -11,8 +11,6 @@ struct ProcessIdentity {
 };
 
 ProcessIdentity ThisProcess();
-// False for a zombie and where there is none; true where nobody can tell.
-bool IsRunning(int pid);
 // False also where nobody can tell.
 bool IsGone(const ProcessIdentity& process);
 

@@ -311,29 +311,6 @@ const char* hr_kernels(void);
  * "Open MPI v5.0.11, ...\nserialized" (second line empty before initialisation). */
 int hr_describe_mpi(const char* mpi_library, char* text, int32_t text_bytes);
 
-/* Rings: bounded queues of slots between two processes, one of which produces and one consumes
- * (pipeline/ring.h). The memory is the caller's and shared by both; no engine is needed. One thread
- * at a time per ring. Waits last at most timeout_s: HR_PENDING. They end with HR_SHUT_DOWN when the
- * other side has closed, with HR_PEER_LOST when its process has ended; what it had published is
- * still taken. */
-typedef struct hr_ring hr_ring;
-/* Bytes of memory for `slots` (a power of two, at most 65536) of slot_bytes; 0 for bad numbers. */
-int64_t hr_ring_bytes(int64_t slots, int64_t slot_bytes);
-/* Makes a ring of zeroed memory that begins with a page. */
-int hr_ring_format(uintptr_t memory, int64_t bytes, int64_t slots, int64_t slot_bytes);
-/* Takes a side, 0: producer, 1: consumer. other_pid: the process that will take the other one,
- * where it is known; 0. NULL where there is no ring. The memory stays valid until hr_ring_close. */
-hr_ring* hr_ring_open(uintptr_t memory, int64_t bytes, int32_t side, int32_t other_pid);
-/* Announces the end, and frees the handle. */
-void hr_ring_close(hr_ring* ring);
-/* Producer: the next empty slot; the same one until hr_ring_publish hands it over. */
-int hr_ring_reserve(hr_ring* ring, double timeout_s, uintptr_t* slot);
-int hr_ring_publish(hr_ring* ring, int64_t bytes);
-/* Consumer: the next item, valid until hr_ring_release has been called once for it and once for
- * each that was taken before. Several may be held. */
-int hr_ring_take(hr_ring* ring, double timeout_s, uintptr_t* slot, int64_t* bytes);
-int hr_ring_release(hr_ring* ring);
-
 #ifdef __cplusplus
 }
 #endif

@@ -4,7 +4,7 @@
 
 A quarter of the bytes of float32 travels (150,528 instead of 602,112 for 224 x 224 x 3). An 8-bit x
 has 256 values per channel, so y is looked up in a table, which is rounded once, from float64: exact
-to the last bit, and three times as fast as NumPy's arithmetic (benchmarks/pipeline.py). The
+to the last bit, and three times as fast as NumPy's arithmetic (benchmarks/normalize.py). The
 fourth channel, of zeros, is what accelerators like.
 """
 

@@ -24,7 +24,6 @@ from hororing.data.evaluation import (
     masked_arrays,
     masked_batches,
 )
-from hororing.data.pipeline import Pipeline
 from hororing.data.sharding import REMAINDERS, Shard, permutation
 from hororing.errors import MismatchError, NotInitializedError
 
@@ -334,19 +333,6 @@ def case_shards_of_this_job_synchronize() -> None:
         shard.set_epoch(hvd.rank() == 1)
         with pytest.raises(ValueError, match="states differ"):
             shard.synchronize()
-
-
-def case_a_pipeline_beside_a_running_engine() -> None:
-    if hvd.size() != 2:
-        return  # starting processes takes long, and nothing here depends on the size
-    shard = Shard(64, seed=mpirun.seed() % 1000)
-    with Pipeline(lambda at: (at, np.sqrt(at)), lambda both: both[1] + 1) as pipeline:
-        for epoch in range(2):
-            shard.set_epoch(epoch)
-            total = np.zeros(1)
-            for roots in pipeline(np.array_split(shard.indices(), 8)):
-                total += hvd.allreduce(np.array([roots.sum()]), op=hvd.Sum, name="roots")
-            np.testing.assert_allclose(total, (np.sqrt(np.arange(64)) + 1).sum())
 
 
 @pytest.mark.parametrize("case", mpirun.case_names(globals()))

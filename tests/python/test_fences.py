@@ -17,7 +17,6 @@ PACKAGE = sorted((ROOT / "hororing").rglob("*.py"))
 ROOMS = {
     "base": set(),
     "trace": {"base"},
-    "pipeline": {"base"},
     "transport": {"base"},
     "collective": {"base", "transport"},
     "device": {"base"},
@@ -25,7 +24,7 @@ ROOMS = {
     "schedule": {"base"},
     "negotiation": {"base", "transport", "schedule"},
 }
-ROOMS["engine"] = (set(ROOMS) | {"engine"}) - {"pipeline"}
+ROOMS["engine"] = set(ROOMS)
 ROOMS["capi"] = set(ROOMS)
 ROOMS["tensorflow"] = {"capi"}
 ROOMS["python"] = {"capi"}

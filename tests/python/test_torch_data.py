@@ -16,16 +16,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import hororing.torch as hvd
 from hororing.data import normalize
 from hororing.data.evaluation import masked_arrays
-from hororing.data.pipeline import Pipeline
 from hororing.data.sharding import permutation
-from hororing.torch.data import (
-    Normalize,
-    ShardSampler,
-    correct,
-    evaluate,
-    masked_loader,
-    on_device,
-)
+from hororing.torch.data import Normalize, ShardSampler, correct, evaluate, masked_loader
 
 N = 1797
 METRICS = {"correct": correct, "loss": partial(functional.cross_entropy, reduction="none")}
@@ -148,29 +140,6 @@ def test_normalizing_equals_the_reference() -> None:
     for mean, std, channels in (([0.5], [0.5, 1], 4), ([0.5], [0.0], 4), ([0.5] * 3, [1.0] * 3, 2)):
         with pytest.raises(ValueError, match="Normalize: mean="):
             normalize.Normalize(mean, std, channels)
-
-
-def test_batches_on_a_device() -> None:
-    def read(item: int) -> Any:
-        return {
-            "images": np.full((2, 4, 4, 3), item, np.uint8),
-            "labels": (np.arange(item), "text"),
-        }
-
-    def normalized(batch: Any) -> Any:
-        return {**batch, "images": Normalize([0.5] * 3, [0.5] * 3)(batch["images"])}
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    with Pipeline(read, slots=2, slot_bytes=4096) as pipeline:
-        batches = list(on_device(pipeline, range(9), device, transform=normalized))
-        for item, batch in enumerate(batches):
-            assert batch["images"].device.type == device
-            assert batch["images"].shape == (2, 4, 4, 4)
-            assert abs(float(batch["images"][0, 0, 0, 0]) - (item / 127.5 - 1)) < 1e-3
-            assert batch["labels"][0].tolist() == list(range(item))
-            assert batch["labels"][1] == "text"
-        with pytest.raises(ValueError, match="buffers=0 must be at least 1"):
-            on_device(pipeline, [], device, buffers=0)
 
 
 @pytest.mark.parametrize("case", mpirun.case_names(globals()))

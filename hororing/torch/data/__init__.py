@@ -1,11 +1,10 @@
-"""Data for PyTorch on many ranks: sharding samplers, exact evaluation, batches on devices.
+"""Data for PyTorch on many ranks: sharding samplers, exact evaluation, 8-bit images.
 
 Guide: docs/large_batch.md.
 """
 
-from hororing.torch.data.device import on_device
 from hororing.torch.data.evaluation import correct, evaluate, masked_loader
 from hororing.torch.data.normalize import Normalize
 from hororing.torch.data.sampler import ShardSampler
 
-__all__ = ["Normalize", "ShardSampler", "correct", "evaluate", "masked_loader", "on_device"]
+__all__ = ["Normalize", "ShardSampler", "correct", "evaluate", "masked_loader"]
