@@ -288,13 +288,6 @@ KNOBS: tuple[Knob, ...] = (
         "instruction set of the arithmetic; all give the same bits",
     ),
     Knob(
-        "TENSORFLOW_PLUGIN",
-        choice("auto", "off"),
-        "auto",
-        "off: TensorFlow communicates through tf.numpy_function, as it does where hororing's "
-        "operations cannot be loaded",
-    ),
-    Knob(
         "LOG_LEVEL",
         LEVEL,
         "warning",

@@ -24,7 +24,7 @@ from hororing.errors import (
     TransportError,
     UnsupportedOpError,
 )
-from hororing.tensorflow import mpi_ops, plugin, util
+from hororing.tensorflow import mpi_ops, util
 from hororing.tensorflow.compression import Compression
 from hororing.tensorflow.mpi_ops import *  # noqa: F403
 from hororing.tensorflow.optimizer import DistributedOptimizer
@@ -66,5 +66,3 @@ __all__ = [
 ]
 __all__ += mpi_ops.__all__
 __all__ += util.__all__
-
-plugin.operations()  # at once: TensorFlow can load a SavedModel that holds them from now on

@@ -1,48 +1,47 @@
-"""Loads the operations that csrc/tensorflow registers with TensorFlow.
+"""Loads the operations that csrc/tensorflow registers with TensorFlow, when it is imported.
 
-They are looked for once, when hororing.tensorflow is imported. Where they cannot be had, requests
-go through `tf.numpy_function` instead (hororing/tensorflow/requests.py).
+From then on TensorFlow can load a SavedModel that holds them, too.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
-import logging
-from types import ModuleType
-from typing import Final
+from pathlib import Path
+from typing import Any, Final
 
 import tensorflow as tf
 
-from hororing import config, mpi
+from hororing import mpi
 
 LIBRARY: Final = mpi.library().with_name("libhororing_tensorflow.so")
 
 
-@functools.cache
-def operations() -> ModuleType | None:
-    """The operations as a module of functions, or None where there are none."""
-    if config.load()["TENSORFLOW_PLUGIN"] == "off":
-        return None
+def load(library: Path) -> Any:
+    """Return the operations as a module of functions.
+
+    Raises
+    ------
+    ImportError : this TensorFlow cannot load them.
+    """
     try:
-        module: ModuleType = tf.load_op_library(str(LIBRARY))
+        module = tf.load_op_library(str(library))
     except (tf.errors.OpError, OSError) as error:
-        _warn(str(error))
-        return None
+        raise _refused(library, str(error)) from None
     if not hasattr(module, "hororing_submit"):
-        problem = ctypes.CDLL(str(LIBRARY)).hororing_tensorflow_problem
+        problem = ctypes.CDLL(str(library)).hororing_tensorflow_problem
         problem.restype = ctypes.c_char_p
-        _warn(problem().decode())
-        return None
+        raise _refused(library, problem().decode())
     return module
 
 
-def _warn(reason: str) -> None:
-    logging.getLogger("hororing").warning(
-        "hororing's operations for TensorFlow %s cannot be used: %s. Gradients go through "
-        "tf.numpy_function instead: the same results, but all of a step's are sent after the last "
-        "one is there, with Python's lock held while they are copied, and a SavedModel that holds "
-        "a collective cannot be loaded elsewhere",
-        tf.__version__,
-        reason,
+def _refused(library: Path, reason: str) -> ImportError:
+    return ImportError(
+        f"hororing.tensorflow cannot be used: TensorFlow {tf.__version__} does not load hororing's "
+        f"operations from {library} ({reason}). Use TensorFlow 2.18 or later, and install hororing "
+        "again in this environment where the file is missing or was built on another system",
+        name="hororing.tensorflow",
+        path=str(library),
     )
+
+
+operations: Final = load(LIBRARY)

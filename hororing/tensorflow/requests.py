@@ -5,7 +5,7 @@ graph goes on meanwhile: each is submitted as soon as its tensors are there, and
 for all. It works the same way in eager mode, where the wait is Python's, so that Ctrl-C is
 answered and errors are hororing's own exceptions. In graphs they are TensorFlow's, with the text.
 
-XLA can neither compile our operations nor `tf.numpy_function`.
+XLA cannot compile our operations.
 """
 
 from __future__ import annotations
@@ -19,19 +19,16 @@ from typing import Any, Final, NamedTuple, TypeVar
 import numpy as np
 import tensorflow as tf
 
-from hororing import collectives, errors, numpy
+from hororing import collectives, errors
 from hororing.arguments import Sum
 from hororing.collectives import ALLGATHER, ALLREDUCE, ALLTOALL, BROADCAST, REDUCESCATTER
 from hororing.names import DefaultName, encode_name
 from hororing.process_sets import ProcessSet, check_member, global_process_set, place_and_size
-from hororing.tensorflow import plugin
 from hororing.tensorflow.names import alone_in_graph
-from hororing.verbs import Verbs
+from hororing.tensorflow.plugin import operations
 from hororing.verbs.reducescatter import rows_of
 
 T = TypeVar("T")
-
-_verbs: Final = Verbs(numpy.NumpyAdapter())
 
 
 class Request(NamedTuple):
@@ -81,13 +78,7 @@ def carry_out(requests: Sequence[Request]) -> list[list[tf.Tensor]]:
         requests = [
             each._replace(name=alone_in_graph(each.name, each.process_set)) for each in requests
         ]
-    operations = plugin.operations()
-    if operations is None:
-        flat = _by_numpy(requests, eager)
-    elif eager:
-        flat = _as_ours(lambda: _by_plugin(operations, requests))
-    else:
-        flat = _in_graph(operations, requests)
+    flat = _as_ours(lambda: _eagerly(requests)) if eager else _in_graph(requests)
     return _regrouped(requests, iter(flat))
 
 
@@ -102,32 +93,23 @@ def _regrouped(requests: Sequence[Request], flat: Iterator[tf.Tensor]) -> list[l
     return results
 
 
-# -- by the plug-in ------------------------------------------------------------------------------
-
-
-def _in_graph(operations: Any, requests: Sequence[Request]) -> list[tf.Tensor]:
-    token = _token(operations)
-    handles = [_submit(operations, token, each) for each in requests]
-    return _in_order(lambda: _wait(operations, requests, handles))
-
-
-def _in_order(wait: Callable[[], list[tf.Tensor]]) -> list[tf.Tensor]:
-    """Add an operation that waits; after those of this graph before it, and before those of others.
-
-    TensorFlow does that, and keeps calls of functions in order that hold such operations, but not
-    in functions that a tape makes: two calls of one would use the same names at once.
-    """
+def _in_graph(requests: Sequence[Request]) -> list[tf.Tensor]:
+    token = _token()
+    handles = [_submit(token, each) for each in requests]
+    # Waits of a graph run one after the other, in the order of the program. TensorFlow sees to it,
+    # and keeps calls of functions in order that hold such operations, but not in functions that a
+    # tape makes: two calls of one would use the same names at once.
     graph = tf.compat.v1.get_default_graph()
     name = getattr(graph, "name", "")  # graphs of sessions have none
     if not name.startswith("__backward_") or graph._add_control_dependencies:
-        return wait()
+        return _wait(requests, handles)
     with tf.control_dependencies(graph.control_outputs[-1:]):
-        results = wait()
+        results = _wait(requests, handles)
     graph.control_outputs.append(results[0].op)
     return results
 
 
-def _token(operations: Any) -> tf.Tensor:
+def _token() -> tf.Tensor:
     """The token that all requests of this graph share.
 
     Steps and waits run one after the other, as stateful operations do: with a step each, requests
@@ -145,22 +127,20 @@ def _token(operations: Any) -> tf.Tensor:
     return token
 
 
-def _by_plugin(operations: Any, requests: Sequence[Request]) -> list[tf.Tensor]:
+def _eagerly(requests: Sequence[Request]) -> list[tf.Tensor]:
     token = _constant(0, tf.int64)
     alone = len(requests) == 1
     handles = []
     for each in requests:
-        handles.append(_submit(operations, token, each, wait_follows=alone))
+        handles.append(_submit(token, each, wait_follows=alone))
         if isinstance(each.name, DefaultName):
             each.name.submitted = True
     for handle in handles:
         collectives.block_until_complete(int(handle))
-    return _wait(operations, requests, handles)
+    return _wait(requests, handles)
 
 
-def _submit(
-    operations: Any, token: tf.Tensor, request: Request, *, wait_follows: bool = False
-) -> tf.Tensor:
+def _submit(token: tf.Tensor, request: Request, *, wait_follows: bool = False) -> tf.Tensor:
     process_set, root = request.process_set, request.root
     if not -(2**31) <= root < 2**31:  # the core's integers
         raise ValueError(f"'{request.name}' (SUBMIT): root rank {root} is out of range")
@@ -196,9 +176,7 @@ def _kept(value: Any, dtype: tf.DType) -> tf.Tensor:
         return tf.constant(value, dtype)
 
 
-def _wait(
-    operations: Any, requests: Sequence[Request], handles: list[tf.Tensor]
-) -> list[tf.Tensor]:
+def _wait(requests: Sequence[Request], handles: list[tf.Tensor]) -> list[tf.Tensor]:
     dtypes = [dtype for request in requests for dtype in request.result_dtypes]
     with tf.device("CPU:0"):
         return list(operations.hororing_wait(handles=handles, R=dtypes))
@@ -232,65 +210,3 @@ def _refuse_xla(name: str) -> None:
                 )
             context = context.outer_context
         graph = getattr(graph, "outer_graph", None)
-
-
-# -- by tf.numpy_function --------------------------------------------------------------------------
-
-
-def _by_numpy(requests: Sequence[Request], eager: bool) -> list[tf.Tensor]:
-    tensors = [tensor for request in requests for tensor in request.tensors]
-    splits = [request.splits for request in requests if request.splits is not None]
-    if eager:
-        arrays = _run([*_arrays(tensors), *_arrays(splits)], requests)
-        return [tf.convert_to_tensor(array) for array in arrays]
-    dtypes = [dtype for request in requests for dtype in request.result_dtypes]
-    known = [request._replace(tensors=[None] * len(request.tensors)) for request in requests]
-    return _in_order(
-        lambda: list(
-            tf.numpy_function(
-                lambda *arrays: _run([np.asarray(array) for array in arrays], known),
-                [*tensors, *splits],
-                dtypes,
-            )
-        )
-    )
-
-
-def _arrays(tensors: Sequence[tf.Tensor]) -> list[numpy.Array]:
-    return [np.asarray(tensor.numpy()) for tensor in tensors]
-
-
-def _run(arrays: list[numpy.Array], requests: Sequence[Request]) -> list[numpy.Array]:
-    count = sum(len(request.tensors) for request in requests)
-    tensors, splits = iter(arrays[:count]), iter(arrays[count:])
-    handles = [
-        _start(
-            request._replace(
-                tensors=list(islice(tensors, len(request.tensors))),
-                splits=None if request.splits is None else next(splits).tolist(),
-            )
-        )
-        for request in requests
-    ]
-    results = collectives.wait_all(handles)
-    return [
-        array
-        for request, result in zip(requests, results, strict=True)
-        for array in ([result] if request.collective == BROADCAST else result)
-    ]
-
-
-def _start(request: Request) -> int:
-    collective, name, tensors, process_set, op, factors, root, splits = request
-    if collective == ALLREDUCE:
-        return _verbs.reduce_async(
-            "allreduce", tensors, False, name, op, *factors, process_set=process_set
-        )
-    if collective == ALLGATHER:
-        return _verbs.gather_async("allgather", tensors, name, list, process_set=process_set)
-    if collective == REDUCESCATTER:
-        return _verbs.scatter_async("reducescatter", tensors, name, op, process_set, *factors)
-    if collective == ALLTOALL:
-        return _verbs.exchange_async(tensors[0], splits, name, process_set)
-    assert collective == BROADCAST
-    return _verbs.broadcast_async(tensors[0], root, name, process_set)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import importlib
 import importlib.util
 import json
-import logging
 import os
 import shutil
 import signal
@@ -45,8 +45,6 @@ from hororing.collectives import ALLREDUCE
 from hororing.tensorflow import plugin, requests
 from hororing.tensorflow.requests import Request, carry_out
 
-# The fallback has no operations of its own and reduces all at once.
-PLUGIN = os.environ.get("HORORING_TENSORFLOW_PLUGIN") != "off"
 ONE_THREAD = bool(os.environ.get("TEST_ONE_THREAD"))
 tf.config.threading.set_inter_op_parallelism_threads(1 if ONE_THREAD else 2)
 
@@ -56,13 +54,12 @@ HAS_TORCH = importlib.util.find_spec("torch") is not None  # `make test-tensorfl
 FIRST_JOB = os.environ.get("TEST_JOB") == "first"
 
 JOBS = {
-    "plug-in, 2 ranks": (2, {"TEST_JOB": "first"}),
-    "plug-in, 2 ranks, one thread, torch first": (
+    "2 ranks": (2, {"TEST_JOB": "first"}),
+    "2 ranks, one thread, torch first": (
         2,
         {"TEST_ONE_THREAD": "1", "TEST_TORCH_FIRST": "1"},
     ),
-    "fallback, 2 ranks": (2, {"HORORING_TENSORFLOW_PLUGIN": "off"}),
-    "plug-in, 1 rank": (1, {}),
+    "1 rank": (1, {}),
 }
 
 
@@ -109,7 +106,7 @@ def case_start() -> None:
 def case_requests_are_in_flight_together_while_the_graph_goes_on() -> None:
     # The last tensor of either rank is made only when the other one has been submitted, which
     # another rank submits last: one after the other, or all at the end, neither would come.
-    if hvd.size() == 1 or ONE_THREAD or not PLUGIN:
+    if hvd.size() == 1 or ONE_THREAD:
         return
     seen = []
 
@@ -137,7 +134,7 @@ def case_requests_are_in_flight_together_while_the_graph_goes_on() -> None:
 
 
 def case_a_small_sum_in_eager_mode_needs_no_negotiation() -> None:
-    if hvd.size() == 2 and PLUGIN:
+    if hvd.size() == 2:
         assert made_at_once(lambda: agree(total(tf.ones([3]), name="at once"), [2.0] * 3))
 
 
@@ -345,7 +342,7 @@ def case_recomputed_gradients() -> None:
 
 
 def case_inputs_are_not_written_to() -> None:
-    if PLUGIN and not FIRST_JOB:
+    if not FIRST_JOB:
         return
     values = np.arange(64, dtype=np.float32) + 1
     given = tf.constant(values)
@@ -391,8 +388,6 @@ def case_inputs_are_not_written_to() -> None:
 
 
 def case_temporaries_become_results() -> None:
-    if not PLUGIN:
-        return
     elements = 1 << 24  # 64 MiB
 
     @tf.function
@@ -434,23 +429,19 @@ def case_eager_calls_do_not_grow_memory() -> None:
 
 
 def case_a_graph_that_fails_with_requests_in_flight() -> None:
-    if not PLUGIN:
-        return
-    operations = plugin.operations()
-
     @tf.function
     def step(x: tf.Tensor, fail: tf.Tensor) -> list[tf.Tensor]:
         # As carry_out, but the graph fails when all has been submitted but nothing waited for.
-        token = operations.hororing_step()
+        token = plugin.operations.hororing_step()
         made = [
             Request(ALLREDUCE, f"part{i}", [tf.fill([1 << 18], x + float(i))]) for i in range(4)
         ]
-        handles = [requests._submit(operations, token, each) for each in made]
+        handles = [requests._submit(token, each) for each in made]
         with tf.control_dependencies(handles):
             checked = tf.debugging.check_numerics(tf.where(fail, np.nan, x), "as told")
         with tf.control_dependencies([checked]):
             handles = [tf.identity(handle) for handle in handles]
-        return [result[0] for result in requests._wait(operations, made, handles)]
+        return [result[0] for result in requests._wait(made, handles)]
 
     one = tf.constant(1.0)
     before = 0
@@ -472,7 +463,7 @@ def case_errors_of_the_core_in_graphs() -> None:
     def step(x: tf.Tensor) -> tf.Tensor:
         return total(x, name="mismatched")
 
-    kind = tf.errors.FailedPreconditionError if PLUGIN else tf.errors.OpError
+    kind: Any = tf.errors.FailedPreconditionError
     if size > 1:
         for _ in range(3):
             with pytest.raises(kind, match=r"MismatchError: allreduce 'mismatched'") as caught:
@@ -484,7 +475,7 @@ def case_errors_of_the_core_in_graphs() -> None:
 
     if size > 1 and rank == 0:  # the others come later
         handle = hororing.numpy.allreduce_async(np.ones(2, np.float32), name="same", op=hvd.Sum)
-        kind = tf.errors.InvalidArgumentError if PLUGIN else tf.errors.OpError
+        kind = tf.errors.InvalidArgumentError
         with pytest.raises(kind, match=r"DuplicateNameError: .*'same'"):
             tf.function(total)(tf.ones([2]), name="same")
         with pytest.raises(errors.DuplicateNameError, match=r"'same'"):
@@ -500,7 +491,7 @@ def case_errors_of_the_core_in_graphs() -> None:
     def wrong(splits: tf.Tensor) -> Any:
         return hvd.alltoall(tf.ones([2]), splits, name="exchange")
 
-    kind = tf.errors.InvalidArgumentError if PLUGIN else tf.errors.OpError
+    kind = tf.errors.InvalidArgumentError
     with pytest.raises(kind, match=r"ValueError: .*'exchange'.*\[-1"):
         wrong(tf.constant([-1] * size))
     with pytest.raises(ValueError, match=r"'exchange'.*\[-1"):
@@ -545,8 +536,7 @@ def case_xla_is_refused_with_the_remedy() -> None:
             function(tf.ones([2]))
     inner(tf.ones([2]))
     # Traced before: the words are XLA's, but it quotes a name of ours.
-    words = "needs_jit_compile_False" if PLUGIN else "PyFunc"
-    with pytest.raises(tf.errors.InvalidArgumentError, match=words):
+    with pytest.raises(tf.errors.InvalidArgumentError, match="needs_jit_compile_False"):
         compiled(tf.ones([2]))
 
 
@@ -568,40 +558,6 @@ def case_xla_may_compile_what_is_around() -> None:
                 agree(tf.function(step.python_function)(tf.constant(x)), wanted)
     finally:
         tf.config.optimizer.set_jit(False)
-
-
-# -- without the plug-in ---------------------------------------------------------------------------
-
-
-def case_a_broken_plugin_is_told_once() -> None:
-    told: list[str] = []
-
-    class Listener(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            told.append(record.getMessage())
-
-    listener, library = Listener(), plugin.LIBRARY
-    logging.getLogger("hororing").addHandler(listener)
-    plugin.operations.cache_clear()
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            plugin.LIBRARY = Path(folder) / "libhororing_tensorflow.so"
-            plugin.LIBRARY.write_bytes(b"no library")
-            step = tf.function(lambda x: total(total(x)))
-            for function in (step, total):
-                function(tf.ones([2]))
-            agree(step(tf.ones([2])), [hvd.size() ** 2] * 2)
-    finally:
-        plugin.LIBRARY = library
-        plugin.operations.cache_clear()
-        logging.getLogger("hororing").removeHandler(listener)
-    if PLUGIN:
-        (text,) = told
-        assert "cannot be used" in text
-        assert "tf.numpy_function" in text
-        assert "libhororing_tensorflow.so" in text
-    else:  # as wanted
-        assert told == []
 
 
 # -- with others -----------------------------------------------------------------------------------
@@ -657,16 +613,15 @@ hvd.init()
 assert module.reduce(tf.constant([1.0, 1.0])).numpy().tolist() == [2, 3]
 assert module.rows(tf.ones([600, 64])).numpy().sum() == 600 * 64
 """
-        if PLUGIN:
-            # Not a rank of this job.
-            environment = {
-                key: value for key, value in os.environ.items()
-                if not key.startswith(("OMPI_", "PMIX_", "PRTE_"))
-            }  # fmt: skip
-            ended = subprocess.run(
-                [sys.executable, "-c", code], env=environment, capture_output=True, text=True
-            )
-            assert ended.returncode == 0, ended.stderr
+        # Not a rank of this job.
+        environment = {
+            key: value for key, value in os.environ.items()
+            if not key.startswith(("OMPI_", "PMIX_", "PRTE_"))
+        }  # fmt: skip
+        ended = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+        )
+        assert ended.returncode == 0, ended.stderr
     shutil.rmtree(folder)
     hvd.allreduce(tf.ones([1]), name="the other one has saved")
 
@@ -687,7 +642,7 @@ def case_stalls() -> None:
         kind: Any = errors.StalledError
         if graph:
             alone = tf.function(alone)
-            kind = tf.errors.DeadlineExceededError if PLUGIN else tf.errors.OpError
+            kind = tf.errors.DeadlineExceededError
         with pytest.raises(kind, match=r"allreduce 'only") as caught:
             alone(tf.ones([2]))
         assert not graph or "StalledError: " in caught.value.message
@@ -704,7 +659,7 @@ def case_another_rank_shuts_down() -> None:
         else:
             kind: Any = errors.ShutDownError
             if graph:
-                kind = tf.errors.AbortedError if PLUGIN else tf.errors.OpError
+                kind = tf.errors.AbortedError
             with pytest.raises(kind, match=r"rank 1 has shut down") as caught:
                 (tf.function(total) if graph else total)(tf.ones([2]))
             assert not graph or "ShutDownError: " in caught.value.message
@@ -716,8 +671,9 @@ def case_shutdown() -> None:
     step = tf.function(lambda x: total(x))
     agree(step(tf.ones([2])), [hvd.size()] * 2)
     hvd.shutdown()
-    kind = tf.errors.FailedPreconditionError if PLUGIN else tf.errors.OpError
-    with pytest.raises(kind, match=r"NotInitializedError: .*use hvd.init\(\)"):
+    with pytest.raises(
+        tf.errors.FailedPreconditionError, match=r"NotInitializedError: .*use hvd.init\(\)"
+    ):
         step(tf.ones([2]))
     with pytest.raises(errors.NotInitializedError, match="init"):
         total(tf.ones([2]))
@@ -805,6 +761,21 @@ def test_the_plugin_says_what_a_tensorflow_lacks(tmp_path: Path):
     assert say([*command, "fake"]).strip() == (
         "libtensorflow_framework.so.2 of this TensorFlow has no function TF_NewStatus"
     )
+
+
+def test_a_plugin_that_cannot_be_loaded_is_an_import_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    missing, damaged = tmp_path / "missing.so", tmp_path / "damaged.so"
+    damaged.write_bytes(b"no library")
+    for path, reason in ((missing, "cannot open shared object file"), (damaged, "too short")):
+        text = rf"TensorFlow {tf.__version__} does not load .* from {path} .*{reason}.* install"
+        with pytest.raises(ImportError, match=text):
+            plugin.load(path)
+    # A TensorFlow for which it registers nothing; nothing of hororing.tensorflow is there then.
+    monkeypatch.setattr(tf, "load_op_library", lambda path: object())
+    with pytest.raises(ImportError, match=r"libhororing_tensorflow.so .*Use TensorFlow 2.18"):
+        importlib.reload(plugin)
 
 
 if __name__ == "__main__":
