@@ -274,6 +274,10 @@ if "FAKE_GPU" in os.environ:  # on the ranks of a job
     for _module in os.environ.get("BORROWED", "").split():
         _borrowed = vars(importlib.import_module(_module))
         globals().update({f"{n}_of_{_module}": _borrowed[n] for n in mpirun.case_names(_borrowed)})
+    # Sums of tensors on devices are negotiated.
+    globals().pop(
+        "case_the_sums_of_a_backward_pass_need_no_negotiation_of_test_sync_batch_norm", None
+    )
     # Which of NaN and a number is the larger, NCCL does not promise.
     if os.environ["HORORING_GPU"] == "nccl":
         globals().pop("case_infinities_and_not_a_number_travel_by_torch_of_test_conformance", None)
