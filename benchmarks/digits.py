@@ -4,8 +4,9 @@
     python benchmarks/digits.py show                   # digits.md and the plots of it
 
 Each run is `mpirun` with a command that stands in the results; the examples record themselves
-(`--record`, hororing.tracking). A seed decides which images are tested, how weights begin, and who
-is late when. No learning rate was searched for. What such a data set cannot show is in digits.md.
+(`--record`, hororing.toolkit.tracking). A seed decides which images are tested, how weights begin,
+and who is late when. No learning rate was searched for. What such a data set cannot show is in
+digits.md.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 
 import record
 
-from hororing.tracking import read_run
+from hororing.toolkit.tracking import read_run
 
 RESULTS = Path(__file__).parent / "results"
 LARGE, HIERARCHICAL = "large batches", "hierarchical SGD"

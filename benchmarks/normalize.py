@@ -2,8 +2,8 @@
 
     python benchmarks/normalize.py
 
-The table is `hororing.data.normalize`, the arithmetic NumPy's. They take turns. Medians, 10th to
-90th percentile.
+The table is `hororing.toolkit.data.normalize`, the arithmetic NumPy's. They take turns. Medians,
+10th to 90th percentile.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 
 import numpy as np
 
-from hororing.data.normalize import Normalize
+from hororing.toolkit.data.normalize import Normalize
 
 
 def main() -> None:

@@ -6,14 +6,14 @@
     python benchmarks/stragglers.py show                # Markdown and plots of these
 
 Simulated: ranks that work for 55 ms and sometimes 1 s longer, and wait for one another whenever
-they average (hororing/stragglers/simulator.py); averaging costs a ring of 45 MB between hosts of 4
-ranks at 32 Gbit/s. The published ranges beside it are those of PyTorch's article on hierarchical
-SGD (Meta and Cruise); it does not tell how its stragglers were made or which periods belong to
-which number, so ours are a bracket, not a reproduction.
+they average (hororing/toolkit/stragglers/simulator.py); averaging costs a ring of 45 MB between
+hosts of 4 ranks at 32 Gbit/s. The published ranges beside it are those of PyTorch's article on
+hierarchical SGD (Meta and Cruise); it does not tell how its stragglers were made or which periods
+belong to which number, so ours are a bracket, not a reproduction.
 
 Measured: real processes whose work is to sleep 20 ms and, with probability 10 %, 200 ms more (a
 sleep needs no core, so 8 ranks are honest on 2 cores), and which then make a step of
-hororing.torch.optim.HierarchicalSGD on 1 MiB of weights. "Synchronous" averages them after every
+toolkit.torch.optim's HierarchicalSGD on 1 MiB of weights. "Synchronous" averages them after every
 step. Ways of averaging take turns, on the same draws. "Ideal" is the simulator's time for exactly
 those draws, with steps and averages that cost nothing.
 """
@@ -31,8 +31,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import record
 
-from hororing.stragglers import StragglerInjector, replay
-from hororing.stragglers.simulator import ring_seconds
+from hororing.toolkit.stragglers import StragglerInjector, replay
+from hororing.toolkit.stragglers.simulator import ring_seconds
 
 RESULTS = Path(__file__).parent / "results"
 SPAN = "{:.2f}-{:.2f}"
@@ -148,7 +148,7 @@ def measure(steps: int, rounds: int, work_s: float) -> dict[str, Any] | None:
     import torch
 
     import hororing.torch as hvd
-    from hororing.torch.optim import HierarchicalSGD
+    from hororing.toolkit.torch.optim import HierarchicalSGD
 
     torch.set_num_threads(1)
     hvd.init(process_sets="dynamic")

@@ -20,9 +20,9 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import hororing.torch as hvd
-from hororing.stragglers import StragglerInjector
-from hororing.torch.optim import HierarchicalSGD
-from hororing.tracking import RunRecord
+from hororing.toolkit.stragglers import StragglerInjector
+from hororing.toolkit.torch.optim import HierarchicalSGD
+from hororing.toolkit.tracking import RunRecord
 
 WAYS = ["synchronous", "local", "hierarchical", "delayed"]
 

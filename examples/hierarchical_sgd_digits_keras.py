@@ -16,9 +16,9 @@ import numpy as np
 from sklearn.datasets import load_digits
 
 import hororing.keras as hvd
-from hororing.keras.optim import HierarchicalSGD, HierarchicalSGDCallback
-from hororing.stragglers import StragglerInjector
-from hororing.tracking import RunRecord
+from hororing.toolkit.keras.optim import HierarchicalSGD, HierarchicalSGDCallback
+from hororing.toolkit.stragglers import StragglerInjector
+from hororing.toolkit.tracking import RunRecord
 
 WAYS = ["synchronous", "local", "hierarchical", "delayed"]
 

@@ -19,11 +19,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
 
 import hororing.torch as hvd  # hvd
-from hororing.large_batch.groups import TargetBatch  # hvd
-from hororing.large_batch.schedules import WarmupPolynomial, effective_batch
-from hororing.torch.batch_norm import average_running_statistics  # hvd
-from hororing.torch.data import ShardSampler, correct, evaluate, masked_loader  # hvd
-from hororing.torch.optim import (
+from hororing.toolkit.large_batch.groups import TargetBatch  # hvd
+from hororing.toolkit.large_batch.schedules import WarmupPolynomial, effective_batch
+from hororing.toolkit.torch.batch_norm import average_running_statistics  # hvd
+from hororing.toolkit.torch.data import ShardSampler, correct, evaluate, masked_loader  # hvd
+from hororing.toolkit.torch.optim import (
     LARS,
     ScheduleLR,
     StochasticCast,
@@ -32,7 +32,7 @@ from hororing.torch.optim import (
     with_float32_update,
     zero_last_gammas,
 )
-from hororing.tracking import RunRecord
+from hororing.toolkit.tracking import RunRecord
 
 # The learning rate is for this many images per update, and grows with them.
 REFERENCE_BATCH = 256

@@ -17,17 +17,17 @@ import numpy as np
 from sklearn.datasets import load_digits
 
 import hororing.keras as hvd  # hvd
-from hororing.data.evaluation import masked_arrays  # hvd
-from hororing.data.sharding import Shard  # hvd
 from hororing.keras.batch_norm import (  # hvd
     AverageMovingStatistics,
     SyncBatchNormalization,
 )
-from hororing.keras.data import ShardedArrays, evaluate  # hvd
-from hororing.keras.optim import LARS, WarmupPolynomial
-from hororing.large_batch.groups import TargetBatch  # hvd
-from hororing.large_batch.schedules import effective_batch, linear_scaled_rate
-from hororing.tracking import RunRecord
+from hororing.toolkit.data.evaluation import masked_arrays  # hvd
+from hororing.toolkit.data.sharding import Shard  # hvd
+from hororing.toolkit.keras.data import ShardedArrays, evaluate  # hvd
+from hororing.toolkit.keras.optim import LARS, WarmupPolynomial
+from hororing.toolkit.large_batch.groups import TargetBatch  # hvd
+from hororing.toolkit.large_batch.schedules import effective_batch, linear_scaled_rate
+from hororing.toolkit.tracking import RunRecord
 
 # The learning rate is for this many images per update, and grows with them.
 REFERENCE_BATCH = 256

@@ -3,31 +3,40 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import platform
 import shutil
 import sys
 from importlib import metadata
-from typing import Any
 
 import hororing
 from hororing import config, mpi, nccl, runtime
 from hororing._core import ffi, lib
 from hororing.config import documentation
-from hororing.data import command as evaluation
 from hororing.launch import Launch
-from hororing.launch import command as layout
-from hororing.stragglers import command as stragglers
-from hororing.tracking import comparison
 
 _FRAMEWORKS = ("torch", "tensorflow", "keras")
 
-# Commands that have rooms of their own: what `add_arguments` and `run` are in.
-_ROOMS: dict[str, tuple[Any, str]] = {
-    "stragglers": (stragglers, "which ranks a timeline shows to be late"),
-    "layout": (layout, "where the processes of a job would go, and the mpirun line for it"),
-    "evaluate": (evaluation, "checkpoints, offline, each rank a shard of the data"),
-    "compare": (comparison, "how records of runs differ, and what came of them"),
+# Commands of the toolkit: the modules that have their `add_arguments` and `run`. Only the module of
+# the command that is called is imported.
+_TOOLKIT = {
+    "stragglers": (
+        "hororing.toolkit.stragglers.command",
+        "which ranks a timeline shows to be late",
+    ),
+    "layout": (
+        "hororing.toolkit.layout.command",
+        "where the processes of a job would go, and the mpirun line for it",
+    ),
+    "evaluate": (
+        "hororing.toolkit.data.command",
+        "checkpoints, offline, each rank a shard of the data",
+    ),
+    "compare": (
+        "hororing.toolkit.tracking.comparison",
+        "how records of runs differ, and what came of them",
+    ),
 }
 
 _MOST_GPU_TEXT = 8192  # bytes
@@ -180,14 +189,17 @@ def main(arguments: list[str] | None = None) -> int:
     commands.add_parser("info", help="what works here, and what is missing")
     show = commands.add_parser("config", help="every setting, its value and where it comes from")
     show.add_argument("--markdown", action="store_true", help="print docs/configuration.md")
-    for name, (room, text) in _ROOMS.items():
+    given = sys.argv[1:] if arguments is None else arguments
+    for name, (module, text) in _TOOLKIT.items():
         command = commands.add_parser(name, help=text)
-        room.add_arguments(command)
-        command.set_defaults(run=room.run)
-    chosen = parser.parse_args(arguments)
+        if given[:1] == [name]:
+            tool = importlib.import_module(module)
+            tool.add_arguments(command)
+            command.set_defaults(run=tool.run)
+    chosen = parser.parse_args(given)
     if chosen.command == "info":
         return info()
-    if chosen.command in _ROOMS:
+    if chosen.command in _TOOLKIT:
         return int(chosen.run(chosen))
     if chosen.markdown:
         print(documentation.markdown(), end="")

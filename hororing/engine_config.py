@@ -7,7 +7,7 @@ from typing import Any
 
 from hororing import config, mpi, nccl
 from hororing._core import ffi, lib
-from hororing.launch.environment import Launch
+from hororing.launch import Launch
 
 
 def engine_config(

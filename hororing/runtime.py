@@ -42,7 +42,7 @@ from hororing.job import (
     topology,
 )
 from hororing.job import process as _process
-from hororing.launch.environment import Launch, is_spawned_worker
+from hororing.launch import Launch, is_spawned_worker
 from hororing.logs import Forwarder, logger
 
 # Longest that shutdown() waits for what all ranks had submitted. A peer that is frozen must not

@@ -1,7 +1,7 @@
 """Batch normalisation over several ranks, for Keras on TensorFlow and on PyTorch::
 
     from hororing.keras.batch_norm import AverageMovingStatistics, SyncBatchNormalization
-    from hororing.large_batch.groups import TargetBatch
+    from hororing.toolkit.large_batch.groups import TargetBatch
 
     layer = SyncBatchNormalization(group_size=TargetBatch(batch_size=8))
 
@@ -16,8 +16,8 @@ from typing import Any
 import keras
 from keras import ops
 
-from hororing.large_batch.averaging import weighted_mean
 from hororing.process_sets import ProcessSet, global_process_set
+from hororing.toolkit.large_batch.averaging import weighted_mean
 
 SyncBatchNormalization: Any
 

@@ -19,11 +19,11 @@ import tensorflow as tf
 
 from hororing.arguments import Sum
 from hororing.collectives import ALLGATHER, ALLREDUCE
-from hororing.large_batch.grouped_layer import GroupedLayer
-from hororing.large_batch.groups import TargetBatch
 from hororing.process_sets import ProcessSet, global_process_set
 from hororing.tensorflow.names import in_graph
 from hororing.tensorflow.requests import Request, carry_out
+from hororing.toolkit.large_batch.grouped_layer import GroupedLayer
+from hororing.toolkit.large_batch.groups import TargetBatch
 
 
 @keras.saving.register_keras_serializable(package="hororing")

@@ -23,9 +23,9 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from hororing import job, process_sets
 from hororing.arguments import Sum
-from hororing.large_batch import groups
-from hororing.large_batch.groups import TargetBatch
 from hororing.process_sets import ProcessSet, global_process_set
+from hororing.toolkit.large_batch import groups
+from hororing.toolkit.large_batch.groups import TargetBatch
 from hororing.torch import recomputation
 from hororing.torch.batch_statistics import local_statistics, merged
 from hororing.torch.uncompiled import uncompiled

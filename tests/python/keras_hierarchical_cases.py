@@ -12,8 +12,8 @@ from hierarchical_oracle import INPUTS, OUTPUTS, ROWS, Oracle, batch, configurat
 from keras_cases import BACKEND, folder, sgd
 
 import hororing.keras as hvd
-from hororing.keras.optim import LAMB, LARS, HierarchicalSGD, HierarchicalSGDCallback
-from hororing.large_batch.outer import OuterSGD, SlowMo
+from hororing.toolkit.keras.optim import LAMB, LARS, HierarchicalSGD, HierarchicalSGDCallback
+from hororing.toolkit.large_batch.outer import OuterSGD, SlowMo
 
 # See TOLERANCE of keras_cases.py; here steps add up.
 CLOSE = {"rtol": 1e-6, "atol": 1e-5 if BACKEND == "torch" else 1e-6}

@@ -16,7 +16,7 @@ TIMES = 2**17
 
 
 def random_numbers(count, seed, tensor=0, step=0, stream=0):
-    """16 bits for each element, as hororing/large_batch/stochastic_rounding.py defines them."""
+    """16 bits for each element, as toolkit/large_batch/stochastic_rounding.py defines them."""
     digest = hashlib.blake2b(f"{seed} {tensor} {stream}".encode(), digest_size=8).digest()
     a, b = np.frombuffer(digest, "<u4").astype(np.uint64)
     word, step = np.uint64(2**32 - 1), np.uint64(step % 2**32)

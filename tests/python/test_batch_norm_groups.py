@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hororing.job import Topology
-from hororing.large_batch import groups
-from hororing.large_batch.groups import group_size_for
+from hororing.toolkit.large_batch import groups
+from hororing.toolkit.large_batch.groups import group_size_for
 
 
 @pytest.mark.parametrize(

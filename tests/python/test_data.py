@@ -17,15 +17,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hororing.numpy as hvd
-from hororing.data.evaluation import (
+from hororing.errors import MismatchError, NotInitializedError
+from hororing.toolkit.data.evaluation import (
     Total,
     Totals,
     evaluate_checkpoints,
     masked_arrays,
     masked_batches,
 )
-from hororing.data.sharding import REMAINDERS, Shard, permutation
-from hororing.errors import MismatchError, NotInitializedError
+from hororing.toolkit.data.sharding import REMAINDERS, Shard, permutation
 
 N = 1797  # the digits of scikit-learn
 
@@ -191,7 +191,7 @@ def case_results_that_cannot_be_read_or_written_are_an_error_on_every_rank() -> 
 SCRIPT = """
 from pathlib import Path
 import numpy as np
-from hororing.data.evaluation import Totals, masked_arrays
+from hororing.toolkit.data.evaluation import Totals, masked_arrays
 
 def evaluate_one(path):
     totals = Totals(["correct"])

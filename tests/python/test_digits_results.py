@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hororing.tracking import RunRecord
+from hororing.toolkit.tracking import RunRecord
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hororing.large_batch.hierarchy import Hierarchy, make_groups, make_hierarchy, shares
-from hororing.large_batch.outer import OuterSGD, SlowMo
+from hororing.toolkit.large_batch.hierarchy import Hierarchy, make_groups, make_hierarchy, shares
+from hororing.toolkit.large_batch.outer import OuterSGD, SlowMo
 
 EIGHT = ["a"] * 8
 HOSTS = ["a", "b", "a", "c", "b", "a"]  # three, two and one rank, in no order

@@ -29,8 +29,8 @@ from hororing.keras.batch_norm import (
     SyncBatchNormalization,
     average_moving_statistics,
 )
-from hororing.large_batch.groups import TargetBatch, group_size_for
 from hororing.process_sets import ProcessSet
+from hororing.toolkit.large_batch.groups import TargetBatch, group_size_for
 
 BACKEND = keras.backend.backend()
 CHANNELS, MOMENTUM, EPSILON = 3, 0.75, 1e-3

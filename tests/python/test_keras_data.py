@@ -1,4 +1,4 @@
-"""Exact evaluation and sharded arrays of hororing.keras.data, and tf.data's, in one process.
+"""Exact evaluation and sharded arrays of toolkit.keras.data, and tf.data's, in one process.
 
 What travels between ranks is tested in test_data.py.
 """
@@ -15,10 +15,10 @@ import pytest
 import tensorflow as tf
 
 import hororing.numpy as hvd
-from hororing.data.evaluation import masked_arrays
-from hororing.data.sharding import Shard, permutation
-from hororing.keras.data import ShardedArrays, evaluate
-from hororing.tensorflow.data import shard_indices
+from hororing.toolkit.data.evaluation import masked_arrays
+from hororing.toolkit.data.sharding import Shard, permutation
+from hororing.toolkit.keras.data import ShardedArrays, evaluate
+from hororing.toolkit.tensorflow.data import shard_indices
 
 N = 201
 

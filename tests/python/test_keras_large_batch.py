@@ -1,4 +1,4 @@
-"""hororing.keras.optim on every backend of Keras: optimizers, schedules, loss scales."""
+"""hororing.toolkit.keras.optim on every backend of Keras: optimizers, schedules, loss scales."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if __name__ == "cases":  # on the ranks
     from keras import ops
 
     import hororing.keras as hvd
-    from hororing.large_batch import schedules
     from hororing.process_sets import find
+    from hororing.toolkit.large_batch import schedules
 
     hvd.init(process_sets=[[0], [1]])
-    from hororing.keras.optim import (
+    from hororing.toolkit.keras.optim import (
         LAMB,
         LARS,
         LossScaleOptimizer,
@@ -89,7 +89,7 @@ def case_the_same_steps_as_torch_on_torch():
         return
     import torch
 
-    from hororing.torch import optim
+    from hororing.toolkit.torch import optim
 
     for make, twin, defaults in (
         (LARS, optim.LARS, oracle.LARS_DEFAULTS),

@@ -1,4 +1,4 @@
-"""Schedules and presets of hororing.large_batch: formulas, no framework."""
+"""Schedules and presets of hororing.toolkit.large_batch: formulas, no framework."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hororing.large_batch.presets import GRAPHCORE_POD16, MLPERF, nearest
-from hororing.large_batch.schedules import (
+from hororing.toolkit.large_batch.presets import GRAPHCORE_POD16, MLPERF, nearest
+from hororing.toolkit.large_batch.schedules import (
     WarmupPolynomial,
     effective_batch,
     linear_scaled_rate,

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hororing import __main__ as main
-from hororing.launch import bind, numa
-from hororing.launch.hosts import Host, parse_hosts, read_hostfile
-from hororing.launch.layout import Job, export_config, import_config, plan, replicas_of
+from hororing.toolkit.layout import bind, numa
+from hororing.toolkit.layout.hosts import Host, parse_hosts, read_hostfile
+from hororing.toolkit.layout.jobs import Job, export_config, import_config, plan, replicas_of
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_the_mpirun_line_says_all_of_it():
     assert plan(job).mpirun() == [
         *("mpirun", "-np", "4", "-H", "a:2,b:2", "--output", "tag", "--bind-to", "none"),
         *("-x", "LR", "--oversubscribe"),
-        *("python3", "-m", "hororing.launch.bind", "--numa-aware"),
+        *("python3", "-m", "hororing.toolkit.layout.bind", "--numa-aware"),
         *("--only-output-from", "0,3", "--", *command),
     ]
     with pytest.raises(ValueError, match="command: there is none"):
@@ -236,7 +236,7 @@ def test_a_process_is_bound_and_so_is_what_it_starts(tmp_path):
         pytest.skip("one core only")
     root = tree(tmp_path / "n", {0: str(cores[0]), 1: str(cores[1])}, "0")
     script = (
-        "import os, sys, pathlib; from hororing.launch import numa\n"
+        "import os, sys, pathlib; from hororing.toolkit.layout import numa\n"
         "bound = numa.bind(int(sys.argv[2]), pathlib.Path(sys.argv[1]))\n"
         "print(bound.node, bound.memory_node, bound.notice, sep='|', flush=True)\n"
         "os.execvp(sys.executable, [sys.executable, '-c', '''import ctypes, os, platform\n"
@@ -284,7 +284,7 @@ def test_only_the_chosen_ranks_print_and_all_keep_their_errors(tmp_path):
 
 def tell_where_we_are() -> None:
     import hororing.numpy as hvd
-    from hororing.stragglers import StragglerInjector, host_names
+    from hororing.toolkit.stragglers import StragglerInjector, host_names
 
     hvd.init()
     print(json.dumps([host_names(), hvd.local_rank()]))
@@ -305,7 +305,7 @@ def test_ranks_of_two_hosts_are_where_the_layout_says():
 
 
 def test_a_command_that_is_not_there_says_so():
-    words = [sys.executable, "-m", "hororing.launch.bind", "--", "no-such-command"]
+    words = [sys.executable, "-m", "hororing.toolkit.layout.bind", "--", "no-such-command"]
     done = subprocess.run(words, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (127, "no-such-command: No such file or directory\n")
 

@@ -11,8 +11,8 @@ torch = pytest.importorskip("torch")
 
 import rounding_oracle as oracle  # noqa: E402
 
-from hororing.large_batch.stochastic_rounding import rank_stream, shared_seed  # noqa: E402
-from hororing.torch.optim import round_into  # noqa: E402
+from hororing.toolkit.large_batch.stochastic_rounding import rank_stream, shared_seed  # noqa: E402
+from hororing.toolkit.torch.optim import round_into  # noqa: E402
 
 TYPES = ("float16", "bfloat16")
 SEED = 12345  # a constant: what is random here fails always or never

@@ -8,7 +8,7 @@ import mpirun
 import numpy as np
 import pytest
 
-from hororing.stragglers import StragglerInjector, injection
+from hororing.toolkit.stragglers import StragglerInjector, injection
 
 HOSTS = ["a", "a", "b", "b"]
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hororing.stragglers import StragglerInjector, replay
-from hororing.stragglers.simulator import ring_seconds
+from hororing.toolkit.stragglers import StragglerInjector, replay
+from hororing.toolkit.stragglers.simulator import ring_seconds
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))

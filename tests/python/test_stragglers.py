@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from hororing import __main__ as main
-from hororing.stragglers import StragglerInjector, diagnose, read_timeline, replay
+from hororing.toolkit.stragglers import StragglerInjector, diagnose, read_timeline, replay
 
 TENSORS = ["conv", "dense", "bias"]
 
@@ -197,7 +197,7 @@ def train(steps: int, late: StragglerInjector, process_set=None) -> None:
 
 def case_a_rank_that_is_delayed_in_every_step_is_found_while_it_runs():
     import hororing.numpy as hvd
-    from hororing.stragglers import StragglerWatch
+    from hororing.toolkit.stragglers import StragglerWatch
 
     hvd.init(process_sets="dynamic")
     culprit = random.Random(mpirun.seed()).randrange(hvd.size())
@@ -211,7 +211,7 @@ def case_a_rank_that_is_delayed_in_every_step_is_found_while_it_runs():
 
 
 def case_random_delays_are_found_to_be_random():
-    from hororing.stragglers import StragglerWatch
+    from hororing.toolkit.stragglers import StragglerWatch
 
     late = StragglerInjector(0.25, DELAY_S, seed=5)
     with StragglerWatch(tolerance_s=DELAY_S / 2) as watch:
@@ -227,7 +227,7 @@ def case_random_delays_are_found_to_be_random():
 
 def case_sets_are_told_apart():
     import hororing.numpy as hvd
-    from hororing.stragglers import StragglerWatch
+    from hororing.toolkit.stragglers import StragglerWatch
 
     pairs = [hvd.add_process_set([0, 1]), hvd.add_process_set([2, 3])]
     mine = pairs[hvd.rank() // 2]
@@ -240,7 +240,7 @@ def case_sets_are_told_apart():
 
 def case_a_watch_says_why_it_cannot():
     import hororing.numpy as hvd
-    from hororing.stragglers import StragglerWatch
+    from hororing.toolkit.stragglers import StragglerWatch
 
     watch = StragglerWatch()
     with pytest.raises(ValueError, match="0 steps of 4 ranks were recorded"), watch:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hororing.tracking.sweep import Range, StopEarly, coarse_to_fine
+from hororing.toolkit.tracking.sweep import Range, StopEarly, coarse_to_fine
 
 try:
     import optuna

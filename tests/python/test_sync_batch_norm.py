@@ -21,9 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 import hororing.torch as hvd
 from hororing import errors
-from hororing.large_batch.groups import TargetBatch, group_size_for
 from hororing.process_sets import ProcessSet, add_process_set, global_process_set
-from hororing.torch.batch_norm import average_running_statistics
+from hororing.toolkit.large_batch.groups import TargetBatch, group_size_for
+from hororing.toolkit.torch.batch_norm import average_running_statistics
 from hororing.torch.recomputation import stored_statistics
 from hororing.torch.verbs import verbs
 

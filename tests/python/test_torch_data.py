@@ -1,4 +1,4 @@
-"""Sharding samplers, exact evaluation and loaders of hororing.torch.data."""
+"""Sharding samplers, exact evaluation and loaders of hororing.toolkit.torch.data."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import hororing.torch as hvd
-from hororing.data import normalize
-from hororing.data.evaluation import masked_arrays
-from hororing.data.sharding import permutation
-from hororing.torch.data import Normalize, ShardSampler, correct, evaluate, masked_loader
+from hororing.toolkit.data import normalize
+from hororing.toolkit.data.evaluation import masked_arrays
+from hororing.toolkit.data.sharding import permutation
+from hororing.toolkit.torch.data import Normalize, ShardSampler, correct, evaluate, masked_loader
 
 N = 1797
 METRICS = {"correct": correct, "loss": partial(functional.cross_entropy, reduction="none")}

@@ -23,9 +23,9 @@ from torch import nn
 
 import hororing.torch as hvd
 from hororing import collectives
-from hororing.large_batch.outer import OuterSGD, SlowMo
 from hororing.runtime import rank, size
-from hororing.torch.optim import LAMB, LARS, HierarchicalSGD, early_updates
+from hororing.toolkit.large_batch.outer import OuterSGD, SlowMo
+from hororing.toolkit.torch.optim import LAMB, LARS, HierarchicalSGD, early_updates
 
 warnings.filterwarnings("ignore", message="HierarchicalSGD: gradient_groups")
 

@@ -1,4 +1,4 @@
-"""hororing.torch.optim in one process: optimizers against an oracle, groups, schedules, bits."""
+"""toolkit.torch.optim in one process: optimizers against an oracle, groups, schedules, bits."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.amp import GradScaler
 
-from hororing.large_batch.schedules import WarmupPolynomial
-from hororing.torch.optim import (
+from hororing.toolkit.large_batch.schedules import WarmupPolynomial
+from hororing.toolkit.torch.optim import (
     LAMB,
     LARS,
     ScheduleLR,
@@ -98,7 +98,7 @@ def test_one_dimensional_tensors_follow_plain_momentum_sgd():
 
 
 def test_norms_of_many_elements_are_added_up_in_float64(monkeypatch):
-    from hororing.torch.optim import layerwise
+    from hororing.toolkit.torch.optim import layerwise
 
     values = torch.full((3001, 1001), 1.1)
     exact = math.sqrt(values.numel()) * float(values[0, 0])

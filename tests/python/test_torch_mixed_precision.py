@@ -1,4 +1,4 @@
-"""hororing.torch.optim on several ranks: one trajectory, and one decision about infinities."""
+"""toolkit.torch.optim on several ranks: one trajectory, and one decision about infinities."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import hororing.torch as hvd
-from hororing.large_batch.schedules import WarmupPolynomial
-from hororing.torch.optim import (
+from hororing.toolkit.large_batch.schedules import WarmupPolynomial
+from hororing.toolkit.torch.optim import (
     LAMB,
     LARS,
     GradScaler,

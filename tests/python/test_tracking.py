@@ -16,9 +16,9 @@ import pytest
 from live_job import LiveJob
 
 from hororing import __main__ as main
-from hororing import tracking
-from hororing.tracking import RunRecord, TensorBoard, compare, read_run
-from hororing.tracking.circumstances import git_state
+from hororing.toolkit import tracking
+from hororing.toolkit.tracking import RunRecord, TensorBoard, compare, read_run
+from hororing.toolkit.tracking.circumstances import git_state
 
 
 def test_a_run_is_written_as_it_goes_and_read_back(tmp_path):
@@ -327,7 +327,7 @@ def fit(folder: str) -> None:
     import keras
 
     import hororing.keras as hvd
-    from hororing.keras.tracking import RunRecordCallback
+    from hororing.toolkit.keras.tracking import RunRecordCallback
 
     hvd.init()
     model = keras.Sequential([keras.layers.Dense(1)])

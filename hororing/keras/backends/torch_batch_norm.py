@@ -17,9 +17,9 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from hororing.arguments import Sum
-from hororing.large_batch.grouped_layer import GroupedLayer
-from hororing.large_batch.groups import TargetBatch
 from hororing.process_sets import ProcessSet, global_process_set
+from hororing.toolkit.large_batch.grouped_layer import GroupedLayer
+from hororing.toolkit.large_batch.groups import TargetBatch
 from hororing.torch import recomputation
 from hororing.torch.batch_statistics import local_statistics, masked, merged
 from hororing.torch.verbs import verbs

@@ -1,9 +1,0 @@
-"""Data for Keras on many ranks: sharded data sets and exact evaluation.
-
-Guide: docs/large_batch.md.
-"""
-
-from hororing.keras.data.evaluation import evaluate
-from hororing.keras.data.sharding import ShardedArrays
-
-__all__ = ["ShardedArrays", "evaluate"]

@@ -1,0 +1,5 @@
+"""Data for many processes: shards, exact evaluation, 8-bit images. Knows no framework.
+
+`hororing.toolkit.torch.data`, `hororing.toolkit.keras.data` and `hororing.toolkit.tensorflow.data`
+are the forms that PyTorch, Keras and tf.data take. Guide: docs/large_batch.md.
+"""

@@ -1,0 +1,114 @@
+"""ShardedArrays: what `hororing.toolkit.data.sharding.Shard` is for ``model.fit`` on arrays."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from hororing.toolkit.data.sharding import Shard
+
+
+class ShardedArrays(keras.utils.PyDataset):  # type: ignore[misc]  # Keras declares no types
+    """Batches of one process's shard of arrays, in another order every epoch of ``model.fit``::
+
+        data = ShardedArrays((x, y), batch_size=32)
+        model.fit(data, epochs=9, shuffle=False, callbacks=[data.callback()])
+
+    The callback begins the shard's epoch when Keras begins that epoch. (Keras also tells a data set
+    of ends of epochs that were none, so that it cannot count them itself.) With ``shuffle=True``
+    Keras would shuffle the batches again, on each process its own way, and a step would not have
+    the samples that `Shard` promises.
+
+    Parameters
+    ----------
+    arrays : equally long, of NumPy or what else takes an array of indices: (x, y), or
+        (x, y, sample_weight).
+    batch_size : of this process.
+    shard : says which samples, and in what order; by default ``Shard(len(arrays[0]))``. To resume
+        within an epoch pass ``initial_epoch=shard.epoch`` to `fit`: what the shard knows as
+        processed is left out. (Keras warns that the data of this short epoch ran out, and goes on.)
+    **options : of keras.utils.PyDataset, as workers.
+
+    Raises
+    ------
+    ValueError : for arrays that differ in length, from each other or from the shard's data set, and
+        for a shard with remainder="uneven": processes must have the same number of steps.
+    """
+
+    def __init__(
+        self,
+        arrays: Sequence[Any],
+        batch_size: int,
+        shard: Shard | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        self.arrays = tuple(arrays)
+        self.batch_size = batch_size
+        self.shard = Shard(len(self.arrays[0])) if shard is None else shard
+        lengths = [len(array) for array in self.arrays]
+        if set(lengths) != {self.shard.samples}:
+            raise ValueError(
+                f"ShardedArrays: arrays of {lengths} samples, and a shard of a data set of "
+                f"{self.shard.samples}"
+            )
+        if self.shard.remainder == "uneven":
+            raise ValueError(
+                'ShardedArrays: remainder="uneven" gives processes different numbers of steps, and '
+                'the last ones would wait for nobody; use "drop" or "repeat"'
+            )
+        self._left = self.shard.left()
+        self._within = False
+        self._begun: list[int] = []
+
+    @property
+    def num_batches(self) -> int:
+        """Steps of this epoch; the last one may have a smaller batch, as small on every process.
+
+        Between epochs it is that of a whole one: Keras asks once for all, too.
+        """
+        shard = self.shard
+        rounded_up = shard.size - 1 if shard.remainder == "repeat" else 0
+        whole = (shard.samples + rounded_up) // shard.size
+        return -(-(len(self._left) if self._within else whole) // self.batch_size)
+
+    def __getitem__(self, batch: int) -> tuple[Any, ...]:
+        indices = self._left[batch * self.batch_size : (batch + 1) * self.batch_size]
+        return tuple(array[indices] for array in self.arrays)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Have the batches of an epoch from now on: those that are left, if the shard is in it."""
+        if epoch != self.shard.epoch:
+            self.shard.set_epoch(epoch)
+        self._left = self.shard.left()
+        self._within = True
+
+    def on_epoch_end(self) -> None:
+        """Keras calls it, at the end of an epoch and before the first."""
+        self._within = False
+
+    def on_epoch_begin(self) -> None:
+        """Warn when all epochs have one order; Keras calls it."""
+        self._begun.append(self.shard.epoch)
+        if self._begun == [self._begun[0]] * 3:  # the first may have built the model
+            warnings.warn(
+                "ShardedArrays: every epoch has the order of the first; pass "
+                "callbacks=[data.callback()] to fit",
+                stacklevel=2,
+            )
+
+    def callback(self) -> keras.callbacks.Callback:
+        """Return what `fit` needs among its callbacks."""
+        return _Epochs(self)
+
+
+class _Epochs(keras.callbacks.Callback):  # type: ignore[misc]
+    def __init__(self, data: ShardedArrays) -> None:
+        super().__init__()
+        self.data = data
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self.data.begin_epoch(epoch)

@@ -1,0 +1,79 @@
+"""What Keras layers that share statistics between ranks have in common, whatever computes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hororing import job, process_sets
+from hororing.process_sets import ProcessSet, global_process_set
+from hororing.toolkit.large_batch import groups
+from hororing.toolkit.large_batch.groups import TargetBatch
+
+
+class GroupedLayer:
+    """Stands before the class of the layer among the bases of one; knows with whom it shares."""
+
+    process_set: ProcessSet
+    group_size: int | None
+    path: str
+    name: str
+
+    @staticmethod
+    def check_arguments(process_set: object, options: dict[str, Any]) -> None:
+        """Raise what is wrong before there is a layer."""
+        if options.get("synchronized"):
+            raise ValueError(
+                "SyncBatchNormalization: synchronized=True is for tf.distribute; leave it out"
+            )
+        if not isinstance(process_set, ProcessSet):
+            raise TypeError(
+                "SyncBatchNormalization: process_set must be a ProcessSet, not "
+                f"{type(process_set).__name__}; add_process_set returns one"
+            )
+
+    def share(self, process_set: ProcessSet, group_size: int | TargetBatch | None) -> None:
+        """Share with these from now on. At the end of `__init__`."""
+        self.process_set = process_set
+        self._group: ProcessSet | None = None
+        self.group_size = None if group_size is None else self._register_groups(group_size)
+
+    def get_config(self) -> dict[str, Any]:
+        """Return what makes an equal layer."""
+        everybody = self.process_set is global_process_set
+        return {
+            **super().get_config(),  # type: ignore[misc]
+            "process_set": None if everybody else list(self.process_set.ranks),
+            "group_size": self.group_size,
+        }
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Any:
+        """Make a layer of `get_config()`. It communicates no sooner than in training."""
+        config = dict(config)
+        ranks, group_size = config.pop("process_set", None), config.pop("group_size", None)
+        layer = super().from_config(config)  # type: ignore[misc]
+        if ranks is not None:
+            layer.process_set = process_sets.find(ranks) or ProcessSet(ranks)
+        layer.group_size = group_size
+        return layer
+
+    def _sharing(self) -> ProcessSet | None:
+        """Return the ranks that share statistics with this one; None for nobody."""
+        job.topology()
+        if self.process_set.process_set_id is None:  # it may have been registered by its ranks
+            self.process_set = process_sets.find(self.process_set.ranks) or self.process_set
+        process_sets.check_member(self.process_set, self._title())
+        if self.group_size is None:
+            return self.process_set
+        group = self._group
+        if group is None or group.process_set_id is None or len(group.ranks) != self.group_size:
+            self._register_groups(self.group_size)  # there are none of this job and init()
+        return self._group
+
+    def _title(self) -> str:
+        return f"SyncBatchNormalization '{self.path or self.name}'"
+
+    def _register_groups(self, group_size: int | TargetBatch) -> int:
+        group_size = groups.check(group_size, self.process_set, self._title())
+        self._group = groups.register(group_size, self.process_set)
+        return group_size

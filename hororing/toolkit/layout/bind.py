@@ -1,0 +1,46 @@
+"""``python -m hororing.toolkit.layout.bind --numa-aware -- COMMAND``: runs it where it belongs.
+
+What `Layout.mpirun` puts in front of a script. Cores, memory policy and outputs are kept by the
+command that takes this process's place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from hororing.launch import detect
+from hororing.toolkit.layout.numa import bind, numbers
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Replace this process by the command; return only where that fails."""
+    parser = argparse.ArgumentParser(
+        prog="python -m hororing.toolkit.layout.bind", description=__doc__
+    )
+    parser.add_argument("--numa-aware", action="store_true", help="cores and memory of one node")
+    parser.add_argument(
+        "--only-output-from", type=numbers, metavar="RANKS", help="as 0,4-6: others print nothing"
+    )
+    parser.add_argument("command", nargs="+")
+    chosen = parser.parse_args(arguments)
+    launch = detect()
+    rank = launch.rank or 0
+    if chosen.numa_aware:
+        binding = bind(launch.local_rank or 0)
+        if binding.notice and (launch.local_rank or 0) == 0:
+            print(f"[rank {rank}] --numa-aware: {binding.notice}", file=sys.stderr)
+    if chosen.only_output_from is not None and rank not in chosen.only_output_from:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.close(nowhere)
+    try:
+        os.execvp(chosen.command[0], chosen.command)
+    except OSError as error:
+        print(f"{chosen.command[0]}: {error.strerror}", file=sys.stderr)
+    return 127
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,24 @@
+"""Slow ranks: make them on purpose, find them, and predict what they cost.
+
+No framework is needed, and each module works without the others.
+"""
+
+from hororing.toolkit.stragglers.arrivals import Collective, Recording, read_timeline
+from hororing.toolkit.stragglers.diagnosis import Diagnosis, RankReport, diagnose
+from hororing.toolkit.stragglers.hosts import host_names
+from hororing.toolkit.stragglers.injection import StragglerInjector
+from hororing.toolkit.stragglers.simulator import replay
+from hororing.toolkit.stragglers.watch import StragglerWatch
+
+__all__ = [
+    "Collective",
+    "Diagnosis",
+    "RankReport",
+    "Recording",
+    "StragglerInjector",
+    "StragglerWatch",
+    "diagnose",
+    "host_names",
+    "read_timeline",
+    "replay",
+]

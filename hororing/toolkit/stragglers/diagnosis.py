@@ -1,0 +1,247 @@
+"""Who is late, how long the others wait, and what can be done about it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hororing.toolkit.stragglers.arrivals import Recording, steps
+from hororing.toolkit.stragglers.simulator import replay
+
+Array = NDArray[np.float64]
+
+# A rank that is late in a larger share of the steps is slow by itself, not by chance.
+PERSISTENT_SHARE = 0.5
+# From here on nearly every small group has a straggler in every step.
+MANY_SHARE = 0.2
+# Who is late now and then and costs the others less than this share of the time is none of it.
+NOISE_SHARE = 0.01
+# So few steps make no prediction.
+_LEAST_STEPS = 20
+_LEAST_TOLERANCE_S = 1e-3
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """One rank. Times in seconds, of the steps that it took part in."""
+
+    rank: int
+    host: str
+    steps: int
+    late_steps: int
+    behind_s: float  # behind the others in those, on average
+    waited_s: float  # for others
+    waited_for_s: float  # by others, all of them together, in its late steps
+    kind: str  # "punctual", "random", "persistent"
+
+    @property
+    def late_share(self) -> float:
+        """Late steps by steps."""
+        return self.late_steps / self.steps if self.steps else 0.0
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Of some steps of a job. `str()` is the report."""
+
+    ranks: list[RankReport]
+    steps: int
+    seconds: float  # from the first step's end to the last one's
+    lost_s: float  # by which that would be shorter if the late ranks had been as quick as the rest
+    tolerance_s: float
+    predicted: dict[str, float]  # speed-up over this run, by how seldom ranks would average
+
+    @property
+    def persistent(self) -> list[int]:
+        """Ranks that are late in more than half of the steps."""
+        return [rank.rank for rank in self.ranks if rank.kind == "persistent"]
+
+    @property
+    def random(self) -> list[int]:
+        """Ranks that are late now and then."""
+        return [rank.rank for rank in self.ranks if rank.kind == "random"]
+
+    @property
+    def slow_hosts(self) -> list[str]:
+        """Hosts whose ranks are all persistently late, where others are not."""
+        everybody = Counter(rank.host for rank in self.ranks)
+        late = Counter(rank.host for rank in self.ranks if rank.kind == "persistent")
+        return [h for h in everybody if everybody[h] == late[h] and len(everybody) > 1]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, as JSON takes it."""
+        ranks = [{**vars(rank), "late_share": rank.late_share} for rank in self.ranks]
+        lists = {name: getattr(self, name) for name in ("persistent", "random", "slow_hosts")}
+        return {**vars(self), "ranks": ranks, **lists}
+
+    def advice(self) -> list[str]:
+        """What to do, a line each."""
+        lines = []
+        if self.slow_hosts:
+            lines.append(
+                f"host {', '.join(self.slow_hosts)}: all its ranks are late. See what else runs "
+                "there, its clock (heat, power cap), its disk and network."
+            )
+        if self.persistent:
+            lines.append(
+                f"persistently late: rank {_text(self.persistent)}. Averaging less often cannot "
+                "help: everybody waits for them at last. Look for another process, a slow data "
+                "loader or longer batches there; give them less data, or leave them out."
+            )
+        chance = [r for r in self.ranks if r.kind != "persistent"]
+        share = sum(r.late_steps for r in chance) / max(1, sum(r.steps for r in chance))
+        if self.random and share >= MANY_SHARE:
+            lines.append(
+                f"late by chance: rank {_text(self.random)}, {share:.0%} of their steps. "
+                "So many that every group has one in most steps: averaging less often gains "
+                "little. Look for what they share: file system, data loading, network."
+            )
+        elif self.random:
+            lines.append(
+                f"late by chance: rank {_text(self.random)}. Local or hierarchical SGD averages "
+                "less often, so that delays of different ranks overlap (docs/stragglers.md)."
+            )
+        if not lines:
+            lines.append("no stragglers: all ranks arrive together.")
+        return lines
+
+    def __str__(self) -> str:
+        head = (
+            f"{self.steps} steps of {len(self.ranks)} ranks in {self.seconds:.3f} s; "
+            f"{self.lost_s:.3f} s ({self.lost_s / max(self.seconds, 1e-9):.0%}) lost to late ranks"
+        )
+        table = [
+            ("rank", "host", "late in", "behind by", "others waited", "it waited", ""),
+            *(
+                (
+                    str(rank.rank),
+                    rank.host,
+                    f"{rank.late_steps} of {rank.steps}",
+                    f"{rank.behind_s * 1e3:.1f} ms",
+                    f"{rank.waited_for_s:.3f} s",
+                    f"{rank.waited_s:.3f} s",
+                    rank.kind,
+                )
+                for rank in self.ranks
+            ),
+        ]
+        widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
+        lines = ["  ".join(x.rjust(w) for x, w in zip(row, widths, strict=True)) for row in table]
+        late = f"late: more than {self.tolerance_s * 1e3:.1f} ms behind half of the ranks"
+        guess = [
+            f"predicted speed-up of {name}: {factor:.2f}x (these steps, averaging itself free)"
+            for name, factor in self.predicted.items()
+        ]
+        return "\n".join([head, *lines, late, *self.advice(), *guess])
+
+
+def _text(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def diagnose(recording: Recording, tolerance_s: float | None = None) -> Diagnosis:
+    """Compare when the ranks arrive at the collectives of each step.
+
+    A rank arrives at a step when it has submitted its last tensor of it. It is late when it took
+    more than `tolerance_s` longer than half of the ranks since it was last free, so that a rank
+    is not blamed for one that it had to wait for in another process set. The first step of each
+    rank, which begins nobody knows when, does not count.
+
+    Parameters
+    ----------
+    recording : `read_timeline(path)`.
+    tolerance_s : None: a tenth of the median step, 1 ms at least.
+
+    Raises
+    ------
+    ValueError : fewer than two steps, or one rank.
+    """
+    rows = steps(recording.collectives)
+    size = len(recording.hosts)
+    ends = np.nanmax(rows, axis=1) if len(rows) else np.zeros(0)
+    own = _own_times(rows, ends)
+    if not np.isfinite(own).any():
+        raise ValueError(
+            f"{len(rows)} steps of {size} ranks were recorded; stragglers can be told from two "
+            "steps of two ranks on"
+        )
+    # Half of the ranks, rounded down, may be late: then this is somebody punctual.
+    typical = _lower_median(own)
+    behind = own - typical[:, None]
+    if tolerance_s is None:
+        tolerance_s = max(_LEAST_TOLERANCE_S, 0.1 * float(np.nanmedian(typical)))
+    late = behind > tolerance_s
+    waits = np.where(np.isfinite(own), ends[:, None] - rows, 0.0)
+    blame = np.where(late, behind, 0.0)
+    blame /= np.maximum(blame.sum(axis=1, keepdims=True), 1e-12)
+    waited_for = (blame * waits.sum(axis=1, keepdims=True)).sum(axis=0)
+    seconds = float(ends[-1] - ends[0])
+    reports = []
+    for rank in range(size):
+        count = int(np.count_nonzero(np.isfinite(own[:, rank])))
+        late_steps = int(np.count_nonzero(late[:, rank]))
+        share = late_steps / max(1, count)
+        cost = float(waited_for[rank])
+        matters = cost > NOISE_SHARE * seconds
+        kind = "random" if late_steps and matters else "punctual"
+        if share > PERSISTENT_SHARE:
+            kind = "persistent"
+        reports.append(
+            RankReport(
+                rank=rank,
+                host=recording.hosts[rank],
+                steps=count,
+                late_steps=late_steps,
+                behind_s=float(behind[late[:, rank], rank].mean()) if late_steps else 0.0,
+                waited_s=float(waits[:, rank].sum()),
+                waited_for_s=cost,
+                kind=kind,
+            )
+        )
+    longest = np.max(np.where(late, behind, 0.0), axis=1)
+    return Diagnosis(
+        ranks=reports,
+        steps=int(np.count_nonzero(np.isfinite(own).any(axis=1))),
+        seconds=seconds,
+        lost_s=float(longest.sum()),
+        tolerance_s=tolerance_s,
+        predicted=_predicted(own, recording.hosts),
+    )
+
+
+def _own_times(rows: Array, ends: Array) -> Array:
+    """Seconds from where each rank was free to where it arrived, NaN where that is not known."""
+    free = np.full(rows.shape[1], np.nan)
+    own = np.full_like(rows, np.nan)
+    for step, row in enumerate(rows):
+        here = np.isfinite(row)
+        own[step] = np.maximum(row - free, 0.0)  # NaN stays
+        free[here] = ends[step]
+    return own
+
+
+def _lower_median(own: Array) -> Array:
+    """Per row, of what is not NaN; NaN where nothing is."""
+    ordered = np.sort(own, axis=1)  # NaN last
+    counts = np.isfinite(own).sum(axis=1)
+    median: Array = ordered[np.arange(len(own)), np.maximum(0, (counts - 1) // 2)]
+    return median
+
+
+def _predicted(own: Array, hosts: list[str]) -> dict[str, float]:
+    """What the same steps would take if ranks averaged less often; of steps of all ranks only."""
+    whole = own[np.isfinite(own).all(axis=1)]
+    if len(whole) < _LEAST_STEPS or len(whole) < len(own) - 1:
+        return {}
+    size = len(hosts)
+    plans = {"local SGD, period 2": {2: size}, "local SGD, period 8": {8: size}}
+    host = hosts.count(hosts[0])
+    blocks = all(len({*hosts[i : i + host]}) == 1 for i in range(0, size, host))
+    if 1 < host < size and blocks and size % host == 0 and len({*hosts}) == size // host:
+        plans["hierarchical SGD, hosts 2, all 8"] = {2: host, 8: size}
+    now = replay(whole, {1: size})
+    return {name: now / replay(whole, plan) for name, plan in plans.items()}

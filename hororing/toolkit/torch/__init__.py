@@ -1,0 +1,1 @@
+"""The toolkit for PyTorch: optimizers, data, statistics of batch normalisation."""

@@ -1,0 +1,147 @@
+"""HierarchicalSGD: an optimizer whose ranks average their weights now and then, in levels.
+
+Like `hororing.torch.DistributedOptimizer` the given optimizer itself becomes it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hororing.arguments import Average
+from hororing.compression import Compressor, NoneCompressor
+from hororing.names import WORLD_SET
+from hororing.process_sets import global_process_set
+from hororing.reduction import check_reduction, checked_passes
+from hororing.runtime import rank, size
+from hororing.toolkit.large_batch.outer import Outer
+from hororing.toolkit.large_batch.plan import WHAT, Request, make_plan
+from hororing.toolkit.torch.optim import momenta
+from hororing.toolkit.torch.optim.averages import averageable
+from hororing.toolkit.torch.optim.hierarchical import Hierarchical
+from hororing.torch.gradient_optimizer import Distributed, parameters
+from hororing.torch.optimizer import become, checked_names
+from hororing.torch.submission import Options
+
+
+def HierarchicalSGD(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    *,
+    period_group_size_dict: Mapping[int, Any],
+    warmup_steps: int = 0,
+    named_buffers: Iterable[tuple[str, torch.Tensor]] = (),
+    gradient_groups: int | str | Sequence[Sequence[int]] | None = "host",
+    momentum: str = "keep",
+    momentum_keys: Iterable[str] | None = None,
+    outer: Outer | None = None,
+    weight: float | None = None,
+    delay_steps: int = 0,
+    overlap_backward: bool = False,
+    late_parameters: Iterable[torch.Tensor] = (),
+    compression: type[Compressor] = NoneCompressor,
+    backward_passes_per_step: int = 1,
+) -> torch.optim.Optimizer:
+    """Make `optimizer` one of hierarchical SGD, and return it. Collective: all ranks call it alike.
+
+    The first `warmup_steps` are those of `DistributedOptimizer`. Then every rank takes its own
+    steps, with gradients that are averaged within its gradient group only, and every so many steps
+    weights are averaged within groups of ranks, the larger the less often. A late rank so delays
+    its group, and the others when they meet. Local SGD is ``{8: "world"}`` with
+    ``gradient_groups=None``, post-local SGD that with `warmup_steps`.
+
+    Parameters
+    ----------
+    optimizer : any torch optimizer but LBFGS. It becomes one of hierarchical SGD itself.
+    named_parameters : as for `DistributedOptimizer`.
+    period_group_size_dict : from periods, ascending, each a multiple of the one before, to groups:
+        a number of consecutive ranks, "host", "world", or lists of ranks. Groups nest; the last is
+        all ranks. ``OrderedDict([(2, 4), (8, 16)])``: fours every 2 steps, all 16 every 8th. When
+        a level is due is said in hororing/toolkit/large_batch/hierarchy.py.
+    warmup_steps : synchronous steps in the beginning.
+    named_buffers : ``model.named_buffers()``: those of floating point (batch-norm statistics) are
+        averaged with the weights. Nothing is sent in the forward pass. Leave out what must not be
+        averaged.
+    gradient_groups : after the warm-up, whose gradients are averaged in each step: groups as above;
+        None: each rank has its own (torch: post_local_gradient_allreduce=False).
+    momentum : "keep": each rank its own; "average": with the weights; "reset": to zero, and the
+        steps of bias correction as well, when weights are averaged.
+    momentum_keys : which tensors in the optimizer's state are momenta, for one that torch lacks.
+    outer : SlowMo or OuterSGD of hororing.toolkit.large_batch.outer: what is done with an average
+        of the last level. Keeps two copies of the weights. All ranks must begin with the same
+        weights.
+    weight : what this rank counts in averages of weights, for example how many samples it has;
+        None on all ranks: all the same.
+    delay_steps : averages run while training goes on, and their correction, mean - snapshot, is
+        added after so many steps; at most the shortest period. Needs a copy of the weights;
+        excludes momentum="average".
+    overlap_backward : at a sync point update and average weights while backward still runs: for
+        optimizers that update each parameter by itself. Needs gradient_groups=None; excludes
+        clipping, GradScaler, closures, delay_steps, and momentum="average".
+    late_parameters : those that are not updated inside backward: used by an operation that runs its
+        backward after their gradient is complete.
+    compression, backward_passes_per_step : as for `DistributedOptimizer`; compression is for
+        gradients.
+
+    Returns
+    -------
+    The optimizer, with `final_average()`, to be called by all ranks before evaluation and
+    checkpoints; `regroup()`; `steps_done`; `last_average`. `state_dict()` has the counter.
+
+    Raises
+    ------
+    ValueError, TypeError : on every rank, for what cannot be on one of them, with the level that is
+        wrong; and when ranks differ.
+
+    Notes
+    -----
+    After the warm-up ranks hold different weights. Averages are over all parameters of the
+    optimizer, with or without gradient. With `torch.amp.GradScaler` all ranks agree in every step
+    whether to skip it, and so wait for the latest: use bfloat16.
+
+    Examples
+    --------
+    >>> optimizer = HierarchicalSGD(
+    ...     torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(),
+    ...     period_group_size_dict={2: "host", 8: "world"}, warmup_steps=100,
+    ...     named_buffers=model.named_buffers(),
+    ... )
+    """
+    request = Request(
+        period_group_size_dict, warmup_steps, gradient_groups, momentum, outer, weight,
+        delay_steps, overlap_backward,
+    )  # fmt: skip
+    buffers = [(name, each) for name, each in named_buffers if averageable(each)]
+    named = None if named_parameters is None else list(named_parameters)
+
+    def check() -> dict[str, Any]:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"optimizer must be a torch Optimizer, not {type(optimizer).__name__}")
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise TypeError("LBFGS evaluates the loss several times per step; use another one")
+        if isinstance(optimizer, Distributed):
+            raise ValueError("optimizer is distributed already; wrap it once")
+        checked_names(named, parameters(optimizer))
+        checked_passes(backward_passes_per_step)
+        check_reduction(WHAT, Average, 1.0, compression, global_process_set)
+        shapes = [tuple(param.shape) for param in parameters(optimizer)]
+        return {"buffers": [name for name, _ in buffers], "shapes of parameters": shapes}
+
+    plan = make_plan(request, check)
+    if rank() == 0 and size() > 1 and len(plan.gradient_groups) == 1:
+        warnings.warn(
+            f"{WHAT}: gradient_groups={gradient_groups!r} is one group of all {size()} ranks, so "
+            "training stays synchronous after the warm-up; pass smaller groups, or None",
+            stacklevel=2,
+        )
+    options = Options(compression, Average, 1.0, False, global_process_set)
+    return become(
+        optimizer, Hierarchical, options, named, backward_passes_per_step, None, WORLD_SET,
+        _request=request, _plan=plan, _buffers=[buffer for _, buffer in buffers],
+        _variances=tuple(name.endswith(("var", "variance")) for name, _ in buffers),
+        _late=tuple(late_parameters),
+        _momentum_keys=momenta.KNOWN if momentum_keys is None else frozenset(momentum_keys),
+    )  # fmt: skip

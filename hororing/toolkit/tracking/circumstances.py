@@ -1,0 +1,78 @@
+"""What a run should be remembered by: versions, hosts, the commit."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from importlib import metadata
+from typing import Any
+
+import hororing
+from hororing import config, runtime
+from hororing.config.knobs import KNOBS
+from hororing.toolkit.stragglers.hosts import host_names
+
+# Of these, those that the script has imported.
+_PACKAGES = ("numpy", "torch", "tensorflow", "keras", "jax", "mpi4py")
+_GIT_S = 5.0
+
+
+def circumstances() -> dict[str, Any]:
+    """What can be seen from here. NotInitializedError never: without `init` it is one rank."""
+    started = runtime.is_initialized()
+    return {
+        "time": time.time(),
+        "command": shlex.join(sys.orig_argv),
+        "folder": os.getcwd(),
+        "versions": _versions(),
+        "git": git_state(os.getcwd()),
+        "host": platform.node(),
+        "hosts": host_names() if started else [platform.node()],
+        "ranks": runtime.size() if started else 1,
+        "cores": os.cpu_count(),
+        "settings": _settings(),
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {"hororing": hororing.__version__, "python": platform.python_version()}
+    distributions = metadata.packages_distributions()
+    for name in _PACKAGES:
+        if name in sys.modules and name in distributions:
+            found[name] = metadata.version(distributions[name][0])
+    return found
+
+
+def _settings() -> dict[str, str]:
+    """Knobs that are not as they come."""
+    settings = config.load().settings
+    return {
+        knob.variable: knob.show(settings[knob.name].value)
+        for knob in KNOBS
+        if settings[knob.name].source != "default"
+    }
+
+
+def git_state(folder: str) -> dict[str, Any] | None:
+    """Commit, branch, and whether files differ from it; None outside of a repository."""
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(
+            ["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=_GIT_S
+        )
+        if done.returncode != 0:
+            raise OSError(done.stderr.strip())
+        return done.stdout.strip()
+
+    try:
+        return {
+            "commit": git("rev-parse", "HEAD"),
+            "branch": git("rev-parse", "--abbrev-ref", "HEAD"),
+            "changed": git("status", "--porcelain", "--untracked-files=no").splitlines(),
+        }
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -1,0 +1,244 @@
+"""The record of one run: a file of JSON lines that rank 0 appends to.
+
+The first line is the run (configuration, versions, hosts, commit, seed), then comes a line for
+every set of metrics, and one for the end. Each line is one write to the file, with nothing held
+back in the process: a run that is killed leaves everything up to its last metrics.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import uuid
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from hororing import runtime
+from hororing.objects import allgather_object, broadcast_object
+from hororing.toolkit.tracking.adapters import Tracker
+from hororing.toolkit.tracking.circumstances import circumstances
+
+
+class RunRecord:
+    """Appends what a run is and does to a file; every rank makes one, rank 0 writes.
+
+    Where `init` was called all ranks must call the methods together; where it was not, this
+    process is all there is.
+
+    Parameters
+    ----------
+    folder : where the file goes, `<name>.jsonl`; created if need be.
+    config : hyper-parameters, by name; values may be nested dicts and lists. Rank 0's count.
+    name : default: the time and a random number. A file that is there goes on: the run is resumed.
+    seed : of the run's random numbers.
+    maximize : metrics that are the better the larger; of others the least value is the best one.
+    trackers : others that get the same on rank 0: `TensorBoard(...)`, `WeightsAndBiases(...)`,
+        `MLflow(...)`. Those that are not installed are left out with a warning.
+
+    Attributes
+    ----------
+    path : of the file, on every rank.
+
+    Raises
+    ------
+    OSError : rank 0 cannot write there (on every rank).
+    ModuleNotFoundError : a tracker that is `required` is not installed (on every rank).
+
+    Examples
+    --------
+    >>> with RunRecord("runs", config=vars(args), seed=args.seed, maximize=["accuracy"]) as run:
+    ...     for epoch in range(args.epochs):
+    ...         loss, accuracy = train_and_test(epoch)
+    ...         run.log(epoch, {"loss": loss, "accuracy": accuracy})
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        config: Mapping[str, Any] | None = None,
+        *,
+        name: str | None = None,
+        seed: int | None = None,
+        maximize: Iterable[str] = (),
+        trackers: Iterable[Tracker] = (),
+    ) -> None:
+        self._trackers: list[Tracker] = []
+        self._file = -1
+        self._closed = False
+        self._begin = time.monotonic()
+        self.last: dict[str, float] = {}  # the metrics of the latest `log`, reduced
+        error: Exception | None = None
+        path = ""
+        if _rank() == 0:
+            name = name or f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
+            path = os.path.join(os.path.abspath(folder), f"{name}.jsonl")
+            try:
+                if os.path.basename(name) != name or name in (".", ".."):
+                    raise ValueError(f"name={name!r} must be that of a file in {folder}")
+                run = {
+                    "kind": "run",
+                    "name": name,
+                    "config": dict(config or {}),
+                    "seed": seed,
+                    "maximize": list(maximize),
+                    **circumstances(),
+                }
+                self._open(path)
+                self._write(run)
+                for tracker in trackers:
+                    if tracker.begin(run):
+                        self._trackers.append(tracker)
+                    else:
+                        warnings.warn(tracker.why_not(), stacklevel=2)
+            except Exception as failed:
+                error = failed
+        path, error = _told((path, error))
+        if error is not None:
+            self.close("failed")
+            raise error
+        self.path = Path(path)
+
+    def log(self, step: int, metrics: Mapping[str, Any], weight: float = 1.0) -> dict[str, float]:
+        """Add metrics, averaged over the ranks, and return these averages.
+
+        Parameters
+        ----------
+        step : a number that grows; rank 0's counts.
+        metrics : numbers, or what `float` takes; the same names on every rank.
+        weight : of this rank, such as the number of its samples; finite, 0 at least. The averages
+            are sum(weight * value) / sum(weight), in float64. A rank of weight 0 adds nothing,
+            whatever its values are; where all weigh 0, the averages are NaN.
+
+        Raises
+        ------
+        ValueError : ranks have metrics of different names, something that is no number, or weights
+            out of range, or the record is closed; on every rank.
+        """
+        values: dict[str, float] = {}
+        weighs, failure = 0.0, ""
+        try:
+            if self._closed:
+                raise ValueError("the run's record is closed")
+            _number("step", step, int)
+            weighs = _number("weight", weight)
+            values = {name: _number(f"metric {name!r}", each) for name, each in metrics.items()}
+        except ValueError as error:
+            failure = str(error)
+        self.last = _averaged(_gathered((values, weighs, failure)))
+        if _rank() == 0:
+            line = {"kind": "metrics", "step": int(step), "values": self.last}
+            self._write({**line, **self._now()})
+            for tracker in self._trackers:
+                tracker.log(int(step), self.last)
+        return self.last
+
+    def note(self, text: str) -> None:
+        """Add a line of text. Rank 0's counts; other ranks need not call it."""
+        if _rank() == 0:
+            self._write({"kind": "note", "text": text, **self._now()})
+
+    def close(self, status: str = "completed") -> None:
+        """End the run; once. Later calls do nothing."""
+        self._closed = True
+        if self._file >= 0:
+            self._write({"kind": "end", "status": status, **self._now()})
+            os.close(self._file)
+            self._file = -1
+        while self._trackers:
+            self._trackers.pop(0).end(status)
+
+    def __enter__(self) -> RunRecord:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        if error is not None and self._file >= 0:
+            self.note(f"{type(error).__name__}: {error}")
+        self.close("completed" if error is None else "failed")
+
+    def _now(self) -> dict[str, float]:
+        return {"time": time.time(), "seconds": round(time.monotonic() - self._begin, 6)}
+
+    def _open(self, path: str) -> None:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        self._file = os.open(path, flags, 0o666)
+        size = os.fstat(self._file).st_size
+        if size and os.pread(self._file, 1, size - 1) != b"\n":
+            os.write(self._file, b"\n")  # behind a line that was cut short: see `read_run`
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self._file < 0:
+            raise ValueError("the run's record is closed")
+        data = memoryview((json.dumps(_plain(line), allow_nan=False) + "\n").encode())
+        while data:
+            data = data[os.write(self._file, data) :]
+
+
+def _plain(value: Any) -> Any:
+    """`value` as JSON has it; what JSON has not becomes text."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(each) for each in value]
+    if isinstance(value, np.generic | np.ndarray):
+        return _plain(value.tolist())
+    if isinstance(value, float) and not np.isfinite(value):
+        return str(value)  # "nan", "inf", "-inf": float() reads them
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return str(value)
+
+
+def _rank() -> int:
+    return runtime.rank() if runtime.is_initialized() else 0
+
+
+def _told(mine: Any) -> Any:
+    """Rank 0's, on every rank."""
+    if not runtime.is_initialized():
+        return mine
+    return broadcast_object(mine, name="tracking.run")
+
+
+def _gathered(mine: Any) -> list[Any]:
+    if not runtime.is_initialized():
+        return [mine]
+    return list(allgather_object(mine, name="tracking.metrics"))
+
+
+def _number(what: str, value: Any, kind: Callable[[Any], float] = float) -> float:
+    try:
+        return kind(value)
+    except Exception as error:  # whatever the conversion of a framework's tensor raises
+        raise ValueError(f"{what} must be one number, not {value!r:.80}: {error}") from None
+
+
+def _averaged(ranks: list[tuple[dict[str, float], float, str]]) -> dict[str, float]:
+    for rank, (_, _, failure) in enumerate(ranks):
+        if failure:
+            raise ValueError(f"rank {rank}: {failure}")
+    names = ranks[0][0]
+    for rank, (values, weight, _) in enumerate(ranks):
+        if set(values) != set(names):
+            raise ValueError(
+                f"metrics differ - rank 0: {sorted(names)}; rank {rank}: {sorted(values)}. Every "
+                "rank must log the same ones"
+            )
+        if not 0 <= weight < float("inf"):
+            raise ValueError(f"rank {rank}: weight must be finite and 0 at least, not {weight}")
+    counted = [(values, weight) for values, weight, _ in ranks if weight > 0]
+    total = sum(weight for _, weight in counted)
+    return {
+        name: sum(values[name] * weight for values, weight in counted) / total
+        if total
+        else float("nan")
+        for name in names
+    }
