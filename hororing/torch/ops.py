@@ -7,22 +7,23 @@ Verbs that write in place and asynchronous ones are not recorded.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
 from hororing import arguments
 from hororing import verbs as neutral
-from hororing.compression import Compressor, NoneCompressor, check_compression
+from hororing.compression import Compressor, check_compression
 from hororing.names import default_name, take_back
 from hororing.process_sets import ProcessSet, check_member, global_process_set, place_and_size
 from hororing.torch import autograd
 from hororing.torch.autograd import Request
 from hororing.torch.uncompiled import uncompiled
 from hororing.torch.verbs import verbs
-from hororing.verbs import Verbs
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -67,9 +68,9 @@ def _request(
     verb: str,
     name: str | None,
     process_set: ProcessSet,
-    op: int = arguments.Average,
-    prescale: float = 1.0,
-    postscale: float = 1.0,
+    op: int,
+    prescale: float,
+    postscale: float,
 ) -> Iterator[Request]:
     """Name the request now: its gradient is named after it."""
     members = check_member(process_set, verb)
@@ -94,147 +95,69 @@ def _compressed(
     ]
 
 
-@uncompiled
-def allreduce(
-    tensor: torch.Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    compression: type[Compressor] = NoneCompressor,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> torch.Tensor:
-    """Differentiable `Verbs.allreduce`."""
-    factors = prescale_factor, postscale_factor
-    if not _recorded([tensor]):
-        return verbs.allreduce(tensor, average, name, compression, op, *factors, process_set)
-    chosen = arguments.choose_op(op, average)
-    with _request("allreduce", name, process_set, chosen, *factors) as request:
-        return _compressed(compression, [tensor], partial(autograd.allreduce, request))[0]
+def _differentiable(verb: F, record: Callable[..., Any]) -> F:
+    """Return `verb`, of `verbs`, whose calls autograd records where a tensor needs a gradient.
+
+    Then `record(request, given, *tensors)` returns the results; `given` are all arguments by name.
+    """
+    signature = inspect.signature(verb)
+    first = next(iter(signature.parameters))
+    several = first == "tensors"
+
+    @functools.wraps(verb)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not args and first in kwargs:
+            args = (kwargs.pop(first),)
+        tensors: Sequence[torch.Tensor] = args[:1]
+        if several and args:
+            tensors = list(args[0])
+            args = (tensors, *args[1:])
+        if not _recorded(tensors):
+            return verb(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        op = given.get("op", arguments.Average)
+        if "average" in given:
+            op = arguments.choose_op(op, given["average"])
+        factors = given.get("prescale_factor", 1.0), given.get("postscale_factor", 1.0)
+        with _request(verb.__name__, given["name"], given["process_set"], op, *factors) as request:
+            results = record(request, given, *tensors)
+        return results if several else results[0]
+
+    return _published(cast(F, call))
 
 
-@uncompiled
-def grouped_allreduce(
-    tensors: Iterable[torch.Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    compression: type[Compressor] = NoneCompressor,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> list[torch.Tensor]:
-    """Differentiable `Verbs.grouped_allreduce`."""
-    chosen = arguments.choose_op(op, average)
-    factors = prescale_factor, postscale_factor
-    tensors = list(tensors)
-    if not _recorded(tensors):
-        return verbs.grouped_allreduce(
-            tensors, None, name, compression, chosen, *factors, process_set
-        )
-    with _request("grouped_allreduce", name, process_set, chosen, *factors) as request:
-        return _compressed(compression, tensors, partial(autograd.allreduce, request))
+def _reduced(function: Callable[..., Any]) -> Callable[..., Any]:
+    def record(request: Request, given: dict[str, Any], *tensors: torch.Tensor) -> Any:
+        return _compressed(given["compression"], tensors, partial(function, request))
+
+    return record
 
 
-@uncompiled
-def allgather(
-    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> torch.Tensor:
-    """Differentiable `Verbs.allgather`."""
-    if not _recorded([tensor]):
-        return verbs.allgather(tensor, name, process_set)
-    with _request("allgather", name, process_set) as request:
-        (result,) = autograd.allgather(request, tensor)
-        return result  # type: ignore[no-any-return]
+def _gathered(request: Request, given: dict[str, Any], *tensors: torch.Tensor) -> Any:
+    return autograd.allgather(request, *tensors)
 
 
-@uncompiled
-def grouped_allgather(
-    tensors: Iterable[torch.Tensor],
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> tuple[torch.Tensor, ...]:
-    """Differentiable `Verbs.grouped_allgather`."""
-    tensors = list(tensors)
-    if not _recorded(tensors):
-        return verbs.grouped_allgather(tensors, name, process_set)
-    with _request("grouped_allgather", name, process_set) as request:
-        return autograd.allgather(request, *tensors)  # type: ignore[no-any-return]
+def _broadcast(request: Request, given: dict[str, Any], tensor: torch.Tensor) -> Any:
+    return [autograd.broadcast(request, given["root_rank"], tensor)]
 
 
-@uncompiled
-def broadcast(
-    tensor: torch.Tensor,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> torch.Tensor:
-    """Differentiable `Verbs.broadcast`."""
-    if not _recorded([tensor]):
-        return verbs.broadcast(tensor, root_rank, name, process_set)
-    with _request("broadcast", name, process_set) as request:
-        return autograd.broadcast(request, root_rank, tensor)  # type: ignore[no-any-return]
+def _exchanged(request: Request, given: dict[str, Any], tensor: torch.Tensor) -> Any:
+    received, received_splits = autograd.alltoall(request, given["splits"], tensor)
+    return [received if given["splits"] is None else (received, received_splits)]
 
 
-@uncompiled
-def alltoall(
-    tensor: torch.Tensor,
-    splits: Any = None,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Differentiable `Verbs.alltoall`."""
-    if not _recorded([tensor]):
-        return verbs.alltoall(tensor, splits, name, process_set)
-    with _request("alltoall", name, process_set) as request:
-        received, received_splits = autograd.alltoall(request, splits, tensor)
-        return received if splits is None else (received, received_splits)
-
-
-@uncompiled
-def reducescatter(
-    tensor: torch.Tensor,
-    name: str | None = None,
-    compression: type[Compressor] = NoneCompressor,
-    op: int = arguments.Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> torch.Tensor:
-    """Differentiable `Verbs.reducescatter`."""
-    factors = prescale_factor, postscale_factor
-    if not _recorded([tensor]):
-        return verbs.reducescatter(tensor, name, compression, op, process_set, *factors)
-    with _request("reducescatter", name, process_set, op, *factors) as request:
-        return _compressed(compression, [tensor], partial(autograd.reducescatter, request))[0]
-
-
-@uncompiled
-def grouped_reducescatter(
-    tensors: Iterable[torch.Tensor],
-    name: str | None = None,
-    compression: type[Compressor] = NoneCompressor,
-    op: int = arguments.Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> list[torch.Tensor]:
-    """Differentiable `Verbs.grouped_reducescatter`."""
-    factors = prescale_factor, postscale_factor
-    tensors = list(tensors)
-    if not _recorded(tensors):
-        return verbs.grouped_reducescatter(tensors, name, compression, op, process_set, *factors)
-    with _request("grouped_reducescatter", name, process_set, op, *factors) as request:
-        return _compressed(compression, tensors, partial(autograd.reducescatter, request))
-
-
-# Their parameters and results are those of the verbs.
-for _function in (
-    allreduce, grouped_allreduce, allgather, grouped_allgather, broadcast, alltoall,
-    reducescatter, grouped_reducescatter,
-):  # fmt: skip
-    _function.__doc__ = getattr(Verbs, _function.__name__).__doc__
+allreduce = _differentiable(verbs.allreduce, _reduced(autograd.allreduce))
+grouped_allreduce = _differentiable(verbs.grouped_allreduce, _reduced(autograd.allreduce))
+allgather = _differentiable(verbs.allgather, _gathered)
+grouped_allgather = _differentiable(verbs.grouped_allgather, _gathered)
+broadcast = _differentiable(verbs.broadcast, _broadcast)
+alltoall = _differentiable(verbs.alltoall, _exchanged)
+reducescatter = _differentiable(verbs.reducescatter, _reduced(autograd.reducescatter))
+grouped_reducescatter = _differentiable(
+    verbs.grouped_reducescatter, _reduced(autograd.reducescatter)
+)
 
 
 @uncompiled
