@@ -27,9 +27,10 @@ from hororing.compression import NoneCompressor
 from hororing.failures import fail
 from hororing.prepared import PreparedAllreduce, start_many
 from hororing.process_sets import check_member
+from hororing.reduction import Reduction
 from hororing.torch.adapter import DTYPES
 from hororing.torch.ops import start_sparse_allreduce, synchronize
-from hororing.torch.submission import BATCH_BYTES, LEAST_WEIGHT, Group, Options
+from hororing.torch.submission import BATCH_BYTES, LEAST_WEIGHT, Group
 from hororing.torch.uncompiled import uncompiled
 from hororing.torch.verbs import adapter, verbs
 
@@ -45,7 +46,7 @@ class Shared(Arrivals):
     arrived: list[Slot]
     awaits_end: bool  # `backward_ended` will be called
 
-    def __init__(self, options: Options, passes: int) -> None:
+    def __init__(self, options: Reduction, passes: int) -> None:
         self.options = options
         self.members = check_member(options.process_set, "DistributedOptimizer")
         self.passes = passes  # backward passes per step

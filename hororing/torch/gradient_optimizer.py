@@ -13,10 +13,8 @@ from typing import Any, NamedTuple
 import torch
 
 from hororing import arguments
-from hororing.process_sets import ProcessSet
-from hororing.reduction import checked_passes
+from hororing.reduction import Reduction, checked_passes
 from hororing.torch.reducer import Reducer
-from hororing.torch.submission import Options
 from hororing.torch.verbs import verbs
 
 
@@ -25,7 +23,7 @@ class Settings(NamedTuple):
     parameters in the order of the groups.
     """
 
-    options: Options
+    options: Reduction
     prefix: str
     names: tuple[str, ...]  # by position
     groups: tuple[tuple[int, ...], ...]  # positions
@@ -51,7 +49,7 @@ class Distributed(torch.optim.Optimizer):
         self._should_synchronize = True
         self._synchronized_by_user = False
         self._reducer = None
-        if reduces(settings.options.process_set):
+        if settings.options.reduces:
             self._reducer = self._reducer_type(
                 settings.options,
                 passes,
@@ -235,11 +233,6 @@ class Distributed(torch.optim.Optimizer):
 
 # torch wraps the `step` of every class to call its hooks. Ours calls a wrapped one.
 Distributed.step.hooked = True  # type: ignore[attr-defined]
-
-
-def reduces(process_set: ProcessSet) -> bool:
-    """Whether this rank has somebody to reduce with."""
-    return process_set.included() and len(process_set.ranks) > 1
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -22,7 +22,7 @@ from hororing.arguments import Adasum, Average
 from hororing.compression import Compressor, NoneCompressor
 from hororing.names import OPTIMIZER, default_name
 from hororing.process_sets import ProcessSet, global_process_set
-from hororing.reduction import check_reduction, checked_passes, choose_groups
+from hororing.reduction import Reduction, check_reduction, checked_passes, choose_groups
 from hororing.runtime import size
 from hororing.torch.adasum_optimizer import DeltaDistributed
 from hororing.torch.auto_groups import AutoGrouped, check_auto_groups
@@ -31,7 +31,6 @@ from hororing.torch.gradient_optimizer import (
     Settings,
     parameters,
 )
-from hororing.torch.submission import Options
 
 
 def DistributedOptimizer(
@@ -94,7 +93,10 @@ def DistributedOptimizer(
     checked_passes(backward_passes_per_step)
     members = check_reduction(what, op, gradient_predivide_factor, compression, process_set)
     groups = choose_groups(what, num_groups, groups)
-    options = Options(compression, op, gradient_predivide_factor, sparse_as_dense, process_set)
+    options = Reduction(
+        op=op, predivide=gradient_predivide_factor, compression=compression,
+        sparse_as_dense=sparse_as_dense, process_set=process_set,
+    )  # fmt: skip
     mixin = DeltaDistributed if op == Adasum and size() > 1 else Distributed
     if isinstance(groups, str):
         check_auto_groups(groups, op)
@@ -107,7 +109,7 @@ def DistributedOptimizer(
 def become(
     optimizer: torch.optim.Optimizer,
     mixin: type[Distributed],
-    options: Options,
+    options: Reduction,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None,
     passes: int,
     groups: int | Sequence[Sequence[torch.Tensor]] | None,

@@ -18,8 +18,9 @@ import torch
 from hororing import collectives
 from hororing._tensors import finish_gradients
 from hororing.prepared import finish_many
+from hororing.reduction import Reduction
 from hororing.torch.gradient import Shared, Slot
-from hororing.torch.submission import Group, Options
+from hororing.torch.submission import Group
 from hororing.torch.uncompiled import leave_uncompiled
 
 # Which reducers want to hook a parameter, by id(parameter). An entry is alive as long as one of
@@ -39,7 +40,7 @@ class Reducer:
 
     def __init__(
         self,
-        options: Options,
+        options: Reduction,
         passes: int,
         param_groups: list[dict[str, Any]],
         named: Sequence[tuple[str, torch.Tensor]],

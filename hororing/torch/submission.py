@@ -1,33 +1,16 @@
-"""How the gradients of an optimizer are reduced, and groups of them, which are submitted as one."""
+"""How many gradients are sent at once, and groups of them, which are submitted as one."""
 
 from __future__ import annotations
 
 import threading
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 
 from hororing import collectives
-from hororing.compression import Compressor
-from hororing.process_sets import ProcessSet
+from hororing.reduction import Reduction
 from hororing.torch.ops import synchronize
 from hororing.torch.verbs import verbs
-
-
-class Options(NamedTuple):
-    """How gradients are reduced."""
-
-    compression: type[Compressor]
-    op: int
-    predivide: float
-    sparse_as_dense: bool
-    process_set: ProcessSet
-
-    @property
-    def factors(self) -> tuple[float, float]:
-        """Factors before and after the reduction."""
-        return 1.0 / self.predivide, self.predivide
-
 
 # Gradients are sent in batches of so many bytes, each at least so heavy. The first batch of a
 # backward pass is one gradient, so that the engine has something to do; each is twice as large as
@@ -48,7 +31,7 @@ class Group:
         # Autograd may run hooks on several threads.
         self._lock = threading.Lock()
 
-    def add(self, position: int, tensor: torch.Tensor, stream: int, options: Options) -> None:
+    def add(self, position: int, tensor: torch.Tensor, stream: int, options: Reduction) -> None:
         """Take the gradient of one member, dense on a device, where `stream` computes it.
 
         Send all when it is the last.
@@ -58,13 +41,13 @@ class Group:
             if len(self._waiting) == self._count:
                 self._submit(options)
 
-    def flush(self, options: Options) -> None:
+    def flush(self, options: Reduction) -> None:
         """Send what is there: the other members are frozen."""
         with self._lock:
             if self._waiting:
                 self._submit(options)
 
-    def _submit(self, options: Options) -> None:
+    def _submit(self, options: Reduction) -> None:
         order = sorted(self._waiting)  # ranks must agree on it, and arrival differs
         tensors, streams = zip(*(self._waiting[position] for position in order), strict=True)
         self._waiting = {}

@@ -10,7 +10,6 @@ from hororing import job
 from hororing.arguments import Max
 from hororing.names import default_name
 from hororing.process_sets import ProcessSet, check_member, global_process_set
-from hororing.torch.gradient_optimizer import reduces
 from hororing.torch.verbs import verbs
 
 
@@ -56,7 +55,7 @@ class GradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, torch.Tensor]:
         """Agree on what torch has found: this is where it looks, before and within `step`."""
         found = super()._unscale_grads_(optimizer, *args, **kwargs)
-        if not reduces(self._members):
+        if len(self._members.ranks) == 1:
             return dict(found)
         here = torch.zeros((), dtype=torch.float32)
         for each in found.values():

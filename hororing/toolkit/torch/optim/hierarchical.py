@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -75,7 +76,7 @@ class Hierarchical(Averaging):
         members = self._gradient_set if hierarchy.is_local(steps) else global_process_set
         if members is not self._reducing_in:
             self._reducer = None  # with it go its hooks
-            options = self._settings.options._replace(process_set=members)
+            options = dataclasses.replace(self._settings.options, process_set=members)
             self._settings = self._settings._replace(options=options)
             super()._become_distributed(self.backward_passes_per_step, self._extra)
             self._reducing_in = members

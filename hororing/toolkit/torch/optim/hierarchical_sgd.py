@@ -15,7 +15,7 @@ from hororing.arguments import Average
 from hororing.compression import Compressor, NoneCompressor
 from hororing.names import WORLD_SET
 from hororing.process_sets import global_process_set
-from hororing.reduction import check_reduction, checked_passes
+from hororing.reduction import Reduction, check_reduction, checked_passes
 from hororing.runtime import rank, size
 from hororing.toolkit.large_batch.outer import Outer
 from hororing.toolkit.large_batch.plan import WHAT, Request, make_plan
@@ -24,7 +24,6 @@ from hororing.toolkit.torch.optim.averages import averageable
 from hororing.toolkit.torch.optim.hierarchical import Hierarchical
 from hororing.torch.gradient_optimizer import Distributed, parameters
 from hororing.torch.optimizer import become, checked_names
-from hororing.torch.submission import Options
 
 
 def HierarchicalSGD(
@@ -137,7 +136,7 @@ def HierarchicalSGD(
             "training stays synchronous after the warm-up; pass smaller groups, or None",
             stacklevel=2,
         )
-    options = Options(compression, Average, 1.0, False, global_process_set)
+    options = Reduction(compression=compression)
     return become(
         optimizer, Hierarchical, options, named, backward_passes_per_step, None, WORLD_SET,
         _request=request, _plan=plan, _buffers=[buffer for _, buffer in buffers],
