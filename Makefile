@@ -28,11 +28,17 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 export PRTE_MCA_rmaps_default_mapping_policy := slot:oversubscribe
 export PRTE_MCA_hwloc_default_binding_policy := none
 
+# One build folder for the package in place and for the C++ tests.
+CORE := build/editable
+TESTING := CMAKE_ARGS="-DHORORING_TESTING=ON $(CMAKE_ARGS)"
+# Some tests mostly wait.
+CTEST := --output-on-failure --no-tests=error --parallel $(shell expr $(JOBS) + 1)
+
 # ThreadSanitizer of older compilers cannot live with much address randomisation.
 NO_ASLR := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo dev build test test-cpp test-py test-tensorflow tsan asan soak lint format typecheck bench bench-mpich bench-horovod simulate test-cpp-module docs clean
+.PHONY: help demo dev build programs test test-all test-cpp test-py test-tensorflow tsan asan soak lint format typecheck bench bench-mpich bench-horovod simulate kernels docs clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,20 +50,33 @@ dev: $(VENV)/.dev  ## .venv with all tools, the package built in place
 	@echo "now: source $(VENV)/bin/activate"
 
 build: $(VENV)/.dev  ## build the core in place again
-	pip install --quiet --no-build-isolation --no-deps --editable .
+	$(TESTING) pip install --quiet --no-build-isolation --no-deps --editable .
 
-test: test-cpp tsan asan test-py  ## all tests
+# What Python tests load and start beside the package, and the C++ tests.
+programs: build
+	cmake --build $(CORE) --parallel $(JOBS)
 
-test-cpp: $(VENV)/.dev  ## C++ tests, as installed
-	$(call ctest,release)
+# The three tiers are described in docs/testing.md.
+test: test-cpp tsan test-py  ## what every change must pass
 
-tsan: $(VENV)/.dev  ## C++ tests under ThreadSanitizer
-	$(call ctest,tsan,$(NO_ASLR))
+test-all: test-cpp tsan asan programs  ## all tests: before a change of engine, transports or adapters is done
+	pytest --full
+	$(MAKE) test-tensorflow
+
+test-cpp: programs  ## C++ tests, as installed
+	ctest --test-dir $(CORE) $(CTEST)
+
+tsan: $(VENV)/.dev  ## C++ tests with threads under ThreadSanitizer
+	cmake --preset tsan
+	cmake --build --preset tsan --parallel $(JOBS)
+	$(NO_ASLR) ctest --test-dir build/tsan $(CTEST)
 
 asan: $(VENV)/.dev  ## C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
-	$(call ctest,asan)
+	cmake --preset asan
+	cmake --build --preset asan --parallel $(JOBS)
+	ctest --test-dir build/asan $(CTEST)
 
-test-py: build  ## Python tests (with the test module of test-cpp, if it was built)
+test-py: programs  ## Python tests of the push tier
 	pytest
 
 # Nothing is built for it: one plug-in serves all versions.
@@ -90,12 +109,8 @@ bench: build  ## against all peers, on 2 and 4 ranks: JSON, tables, plots (15 mi
 	python benchmarks/table.py --write
 	python benchmarks/plots.py
 
-simulate: test-cpp-module  ## training on 8 to 2,048 ranks through the real planner and coordinator
+simulate: programs  ## training on 8 to 2,048 ranks through the real planner and coordinator
 	python benchmarks/simulate.py
-
-test-cpp-module: $(VENV)/.dev
-	cmake --preset release
-	cmake --build --preset release --parallel $(JOBS) --target _testing
 
 # A run of MPICH needs an environment in which everything uses it; nothing else is built again.
 bench-mpich: build
@@ -126,13 +141,6 @@ clean:  ## everything that was built, the environment too
 	rm -rf build dist *.egg-info hororing/lib hororing/_*.abi3.so $(VENV)
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# ctest(preset, prefix)
-define ctest
-	cmake --preset $(1)
-	cmake --build --preset $(1) --parallel $(JOBS)
-	$(2) ctest --preset $(1)
-endef
-
 $(VENV)/bin/python:
 	$(PYTHON) -c 'import sys; assert (3, 10) <= sys.version_info, "Python 3.10 or later"'
 	$(PYTHON) -m venv $(VENV)
@@ -145,7 +153,7 @@ $(VENV)/.demo: $(VENV)/bin/python pyproject.toml
 # CMake first, so that it already builds here: after another one it would compile everything again.
 $(VENV)/.dev: $(VENV)/bin/python pyproject.toml
 	$(BIN)/python -m pip install 'cmake>=3.20'
-	$(BIN)/python -m pip install --editable '.[dev]'
+	$(TESTING) $(BIN)/python -m pip install --editable '.[dev]'
 	touch $@ $(VENV)/.demo
 
 $(OTHER)/.ready: $(VENV)/bin/python

@@ -62,7 +62,7 @@ part() {
   [[ $code -eq 0 ]] || failed=1
 }
 
-built() { find build/gpu build/release build/dev -name "$1" -type f 2> /dev/null | head -n 1; }
+built() { find build/gpu build/editable build/dev -name "$1" -type f 2> /dev/null | head -n 1; }
 tells() {
   timeout $((SECONDS < MOST_SECONDS ? MOST_SECONDS - SECONDS : 1)) "$python" -c "$1" 2> /dev/null
 }

@@ -73,7 +73,7 @@ JOBS = [
 def load_core() -> ModuleType:
     """The test module, which `make test-cpp` builds."""
     name = "_testing" + sysconfig.get_config_var("EXT_SUFFIX")
-    paths = [ROOT / "build" / preset / name for preset in ("release", "dev")]
+    paths = [ROOT / "build" / preset / name for preset in ("editable", "release", "dev")]
     found = [path for path in paths if path.exists()]
     if not found:
         raise SystemExit(f"{name} is not built: make test-cpp builds it")

@@ -1,8 +1,9 @@
 // A small test harness (ADR 0009): TEST registers a case, CHECK* record failures and go on, and
-// main() runs all cases, or those whose name contains the first argument.
+// main() (check_main.cc) runs all cases, those of one file, or those whose names contain a word.
 //
-//   ./engine_test                       all
-//   ./engine_test mismatch --seed 7     some, with the randomness of an earlier run
+//   ./engine_tests                       all
+//   ./engine_tests mismatch --seed 7     some, with the randomness of an earlier run
+//   ./engine_tests --file soak_test      those of tests/cpp/engine/soak_test.cc, as ctest does
 #pragma once
 
 #include <atomic>
@@ -18,7 +19,22 @@
 
 namespace hororing_test {
 
+// ThreadSanitizer takes ten times as long, and races depend on neither the types nor the numbers:
+// tests that repeat the same steps for many of them take a few under it.
+#if defined(__SANITIZE_THREAD__)
+inline constexpr bool kFew = true;
+#else
+inline constexpr bool kFew = false;
+#endif
+
+// `all`, or what is enough to find a race.
+template <typename T>
+std::vector<T> AllOrFew(std::vector<T> all, std::vector<T> few) {
+  return kFew ? few : all;
+}
+
 struct Case {
+  const char* file;
   const char* name;
   void (*body)();
 };
@@ -43,7 +59,9 @@ inline unsigned& MutableSeed() {
 inline unsigned Seed() { return MutableSeed(); }
 
 struct Registration {
-  Registration(const char* name, void (*body)()) { Cases().push_back({name, body}); }
+  Registration(const char* file, const char* name, void (*body)()) {
+    Cases().push_back({file, name, body});
+  }
 };
 
 // Callable from any thread of a test.
@@ -72,11 +90,20 @@ void CheckNear(const char* file, int line, const char* what, A a, B b, Tolerance
   }
 }
 
+// "soak_test" of "/anywhere/soak_test.cc".
+inline std::string Stem(const std::string& path) {
+  const std::string name = path.substr(path.rfind('/') + 1);
+  return name.substr(0, name.rfind('.'));
+}
+
 inline int RunAll(int argc, char** argv) {
   const char* only = "";
+  std::string file;
   for (int i = 1; i < argc; ++i) {
     if (std::strcmp(argv[i], "--seed") == 0 && i + 1 < argc) {
       MutableSeed() = static_cast<unsigned>(std::atoi(argv[++i]));
+    } else if (std::strcmp(argv[i], "--file") == 0 && i + 1 < argc) {
+      file = argv[++i];
     } else {
       only = argv[i];
     }
@@ -85,6 +112,7 @@ inline int RunAll(int argc, char** argv) {
   int passed = 0, failed = 0;
   for (const Case& each : Cases()) {
     if (std::strstr(each.name, only) == nullptr) continue;
+    if (!file.empty() && Stem(each.file) != file) continue;
     std::printf("%s ...\n", each.name);
     std::fflush(stdout);
     const int before = Failures();
@@ -102,9 +130,9 @@ inline int RunAll(int argc, char** argv) {
 
 }  // namespace hororing_test
 
-#define TEST(name)                                                              \
-  static void name();                                                           \
-  static const hororing_test::Registration registration_of_##name(#name, name); \
+#define TEST(name)                                                                        \
+  static void name();                                                                     \
+  static const hororing_test::Registration registration_of_##name(__FILE__, #name, name); \
   static void name()
 
 #define CHECK(condition)                                                                \
@@ -123,5 +151,3 @@ inline int RunAll(int argc, char** argv) {
                           "CHECK_OK(" #status "): " + checked_status.message()); \
     }                                                                            \
   } while (false)
-
-int main(int argc, char** argv) { return hororing_test::RunAll(argc, argv); }

@@ -31,14 +31,16 @@ using hororing_test::Rank;
 using Bytes = std::vector<unsigned char>;
 using Transports = std::vector<std::unique_ptr<Transport>>;
 
-constexpr int kSizes[] = {1, 2, 3, 5, 8};
+inline const auto kSizes = hororing_test::AllOrFew<int>({1, 2, 3, 5, 8}, {2, 3, 5});
 constexpr const char* kKinds[] = {"inproc", "queue"};
-constexpr DataType kTypes[] = {DataType::kUint8,   DataType::kInt8,    DataType::kUint16,
-                               DataType::kInt16,   DataType::kInt32,   DataType::kInt64,
-                               DataType::kFloat16, DataType::kFloat32, DataType::kFloat64,
-                               DataType::kBool,    DataType::kBfloat16};
-constexpr ReduceOp kOps[] = {ReduceOp::kAverage, ReduceOp::kSum, ReduceOp::kMin, ReduceOp::kMax,
-                             ReduceOp::kProduct};
+inline const auto kTypes = hororing_test::AllOrFew<DataType>(
+    {DataType::kUint8, DataType::kInt8, DataType::kUint16, DataType::kInt16, DataType::kInt32,
+     DataType::kInt64, DataType::kFloat16, DataType::kFloat32, DataType::kFloat64, DataType::kBool,
+     DataType::kBfloat16},
+    {DataType::kFloat16, DataType::kFloat32, DataType::kInt64});
+inline const auto kOps = hororing_test::AllOrFew<ReduceOp>(
+    {ReduceOp::kAverage, ReduceOp::kSum, ReduceOp::kMin, ReduceOp::kMax, ReduceOp::kProduct},
+    {ReduceOp::kAverage, ReduceOp::kMax});
 
 inline TimeNs Soon() { return After(NowNs(), 100 * kSecond); }
 

@@ -25,8 +25,9 @@ using hororing_test::Watchdog;
 
 // The host of every rank.
 using Hosts = std::vector<int>;
-inline const std::vector<Hosts> kLayouts = {
-    {0, 0, 1, 1}, {0, 1, 2, 3}, {0, 1, 1, 1}, {0, 1, 2, 0, 1, 2, 0}, {0, 0, 0, 1, 1}};
+inline const auto kLayouts = hororing_test::AllOrFew<Hosts>(
+    {{0, 0, 1, 1}, {0, 1, 2, 3}, {0, 1, 1, 1}, {0, 1, 2, 0, 1, 2, 0}, {0, 0, 0, 1, 1}},
+    {{0, 0, 1, 1}, {0, 1, 1, 1}});
 
 inline std::string Text(const Hosts& hosts) {
   std::string text = "hosts";

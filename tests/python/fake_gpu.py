@@ -22,7 +22,7 @@ _captured = [False]  # whether torch's stream is, into a graph
 
 def path() -> Path | None:
     """The fake, the latest that was built without a sanitizer."""
-    built = [BUILDS / preset / "libfake_gpu.so" for preset in ("release", "dev")]
+    built = [BUILDS / preset / "libfake_gpu.so" for preset in ("editable", "release", "dev")]
     return max(filter(Path.exists, built), key=lambda file: file.stat().st_mtime, default=None)
 
 

@@ -88,7 +88,9 @@ class LiveJob:
         ))  # fmt: skip
         assert launcher, "mpirun is not on the PATH"
         if hosts:
-            names = [word for name in (MARK, *environment) for word in ("-x", name)]
+            names = [
+                word for name in (MARK, *mpirun.FORWARDED, *environment) for word in ("-x", name)
+            ]
             command = [str(mpirun.HOSTS), *hosts.split(), launcher, *options, *names]
         else:
             command = [launcher, *options, "-np", str(size)]

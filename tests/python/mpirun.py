@@ -1,20 +1,20 @@
 """Runs tests on several ranks, under a real mpirun.
 
 A test file holds functions `case_...`, which run on every rank, and one test that asks for their
-results. One job per file and size runs all its cases, in the order of the file; a case that
-fails ends the job, and the cases after it fail with it.
+results (`on_ranks`). One job per file and size runs all its cases, in the order of the file; a case
+that fails ends the job, and the cases after it fail with it. Files of one session share a job per
+size, since importing a framework takes longer than most files' cases (session.py).
 
-As a program (what mpirun starts): mpirun.py OUT FILE runs the cases of FILE, mpirun.py OUT FILE
-ARGS... with `--script` in front runs FILE as a script; either way what rank r prints goes to
-OUT/r.out.
+As a program (what mpirun starts): mpirun.py OUT --script FILE ARGS... runs FILE as a script, and
+what rank r prints goes to OUT/r.out; mpirun.py OUT FILE... runs the cases of each FILE
+(on_rank.py).
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-import gc
-import importlib.util
 import json
 import os
 import random
@@ -24,7 +24,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 import pretend_hosts
@@ -50,6 +50,13 @@ def launch_environment(folder: str) -> dict[str, str]:
     """
     return {**LAUNCH_ENVIRONMENT, "TMPDIR": folder}
 
+
+# Of the environment of the tests, what ranks on other hosts need: mpirun sends it only when told.
+FORWARDED = [
+    name
+    for name in ("OMP_NUM_THREADS", "PYTHONPATH")
+    if name in LAUNCH_ENVIRONMENT or name in os.environ
+]
 
 HOSTS = Path(__file__).parents[1] / "hosts.sh"
 
@@ -86,6 +93,52 @@ class Job:
         )
 
 
+def new_seed() -> int:
+    """Of a job: HORORING_TEST_SEED, or another one each time."""
+    return int(os.environ.get("HORORING_TEST_SEED", random.randrange(2**32)))
+
+
+def start(
+    out: str,
+    size: int,
+    program: Sequence[str],
+    variables: dict[str, str],
+    hosts: str = "",
+    names: str = "",
+) -> subprocess.Popen[bytes]:
+    """Start this file as a program on `size` ranks; what mpirun prints goes to OUT/launcher.out."""
+    command = [sys.executable, __file__, out, *program]
+    variables = {**STALL_ENVIRONMENT, **variables}
+    if names:
+        command = ["env", *pretend_hosts.variables(names), *command]
+    if size > 1:
+        mpirun = shutil.which("mpirun", path=os.pathsep.join(
+            [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
+        ))  # fmt: skip
+        assert mpirun, "mpirun is not on the PATH"
+        if hosts:
+            # Variables reach another host only when they are named.
+            named = [word for name in (*FORWARDED, *variables) for word in ("-x", name)]
+            command = [str(HOSTS), *hosts.split(), mpirun, *named, *command]
+        else:
+            command = [mpirun, "-np", str(size), *command]
+    with open(Path(out, "launcher.out"), "wb") as output:
+        return subprocess.Popen(
+            command,
+            env={**os.environ, **launch_environment(out), **variables},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """End a job; its hosts end with the script that made them."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
 def run(
     file: str | Path,
     size: int,
@@ -101,48 +154,28 @@ def run(
     `hosts`: how many of them each pretend host has, as "2,2", and options of hosts.sh.
     `names`: of the host that each rank believes it is on, as "a,a,b,b" (pretend_hosts.py).
     """
-    seed = int(os.environ.get("HORORING_TEST_SEED", random.randrange(2**32)))
+    seed = new_seed()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as out:
-        command = [sys.executable, __file__, out, *(["--script"] if script else []), str(file)]
-        variables = {**STALL_ENVIRONMENT, "TEST_SEED": str(seed), **(environment or {})}
-        if names:
-            command = ["env", *pretend_hosts.variables(names), *command]
-        if size > 1:
-            mpirun = shutil.which("mpirun", path=os.pathsep.join(
-                [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
-            ))  # fmt: skip
-            assert mpirun, "mpirun is not on the PATH"
-            if hosts:
-                # Variables reach another host only when they are named.
-                names = [word for name in ("OMP_NUM_THREADS", *variables) for word in ("-x", name)]
-                command = [str(HOSTS), *hosts.split(), mpirun, *names, *command]
-            else:
-                command = [mpirun, "-np", str(size), *command]
-        process = subprocess.Popen(
-            [*command, *args],
-            env={**os.environ, **launch_environment(out), **variables},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+        program = [*(["--script"] if script else []), str(file), *args]
+        variables = {"TEST_SEED": str(seed), **(environment or {})}
+        process = start(out, size, program, variables, hosts, names)
         code: int | None
         try:
-            launcher_output, _ = process.communicate(timeout=timeout_s)
-            code = process.returncode
+            code = process.wait(timeout=timeout_s)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # hosts end with the script that made them
-            launcher_output, _ = process.communicate()
+            kill(process)
             code = None
-        files = [Path(out, f"{rank}") for rank in range(size)]
-        return Job(
-            size,
-            code,
-            [_text(file.with_suffix(".out")) for file in files],
-            launcher_output,
-            [json.loads(_text(file.with_suffix(".json")) or "{}") for file in files],
-            seed,
-        )
+        return collect(out, size, code, seed)
+
+
+def collect(out: str, size: int, code: int | None, seed: int, number: int = 0) -> Job:
+    """What a job left in `out`; `number`: of which of its files."""
+    files = [Path(out, str(rank)) for rank in range(size)]
+    printed = [
+        _text(f.with_suffix(f".{number}.out")) or _text(f.with_suffix(".out")) for f in files
+    ]
+    results = [json.loads(_text(f.with_suffix(f".{number}.json")) or "{}") for f in files]
+    return Job(size, code, printed, _text(Path(out, "launcher.out")), results, seed)
 
 
 def _text(path: Path) -> str:
@@ -176,43 +209,18 @@ def seed() -> int:
     return int(os.environ["TEST_SEED"])
 
 
-def _run_cases(file: str, results: Path) -> None:
-    spec = importlib.util.spec_from_file_location("cases", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["cases"] = module
-    spec.loader.exec_module(module)
-    done: dict[str, str] = {}
-    for name in case_names(vars(module)):
-        print(f"{name}", flush=True)
-        try:
-            getattr(module, name)()
-            done[name] = ""
-        except BaseException:
-            done[name] = traceback.format_exc()
-            raise  # peers must not wait for this rank
-        finally:
-            results.write_text(json.dumps(done))
-    # Python looks for cycles when it ends: among torch's objects for a quarter of the time of its
-    # import. How jobs end is tested by scripts, which end as they do for users.
-    gc.freeze()
-
-
 def _main() -> None:
     out, *rest = sys.argv[1:]
     rank = os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_RANK") or "0"
-    log = os.open(Path(out, f"{rank}.out"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    # A line is one write, also where PYTHONUNBUFFERED is set: the engine's thread logs there, too.
-    sys.stdout.reconfigure(line_buffering=True, write_through=False)
     sys.path.insert(0, str(Path(__file__).parent))
+    import on_rank
+
     if rest[0] == "--script":
+        on_rank.print_to(Path(out, f"{rank}.out"))
         sys.argv = rest[1:]
         runpy.run_path(sys.argv[0], run_name="__main__")
     else:
-        _run_cases(rest[0], Path(out, f"{rank}.json"))
+        on_rank.run_files(rest, Path(out, rank))
 
 
 if __name__ == "__main__":

@@ -10,10 +10,12 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import mpirun
 import pytest
+import tiers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -46,8 +48,16 @@ def printed(program: str, *arguments: str, cwd: Path | None = None, **environmen
     return done.stdout.strip()
 
 
+# mpirun lets the survivors of a rank that has failed say what they saw before it ends the job.
+PATIENT = ("--runtime-options", "recoverable")
+
+
 def job(
-    size: int, *arguments: str | Path, cwd: Path | None = None, **environment: str
+    size: int,
+    *arguments: str | Path,
+    options: Iterable[str] = (),
+    cwd: Path | None = None,
+    **environment: str,
 ) -> subprocess.CompletedProcess[str]:
     """Run `mpirun python -m hororing.as_horovod`, also without mpirun on one rank."""
     command = [sys.executable, *AS_HOROVOD, *map(str, arguments)]
@@ -56,7 +66,7 @@ def job(
         path = os.pathsep.join([bin_folder, os.environ.get("PATH", "")])
         launcher = shutil.which("mpirun", path=path)
         assert launcher, "mpirun is not on the PATH"
-        command = [launcher, "-np", str(size), *command]
+        command = [launcher, *options, "-np", str(size), *command]
     return subprocess.run(
         command,
         cwd=cwd,
@@ -545,7 +555,7 @@ def finished(done: subprocess.CompletedProcess[str]) -> str:
     return done.stdout.splitlines()[-1]
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", tiers.choose([1, 2, 4], push=[2]))
 def test_a_plain_loop_with_clipping_and_accumulation_trains_and_resumes(size: int, tmp_path: Path):
     script, checkpoint = SCRIPTS / "plain_loop.py", tmp_path / "last.pt"
     first = job(size, script, "--checkpoint", checkpoint, "--epochs", "2", "--fp16-allreduce")
@@ -556,7 +566,7 @@ def test_a_plain_loop_with_clipping_and_accumulation_trains_and_resumes(size: in
     assert epochs == ["epoch 0", "epoch 1", "done", "epoch 2", "epoch 3", "done"]  # rank 0 only
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", tiers.choose([1, 2, 4], push=[2]))
 def test_mixed_precision_trains_and_skips_the_same_steps_everywhere(size: int):
     line = finished(job(size, SCRIPTS / "mixed_precision.py"))
     assert line.startswith("done: loss ")
@@ -605,7 +615,7 @@ def test_an_exception_of_one_rank_ends_all_with_its_traceback():
         "    print('rank 0:', error, flush=True)\n"
         "    raise\n"
     )
-    done = job(2, "-c", program)
+    done = job(2, "-c", program, options=PATIENT)
     assert done.returncode != 0
     assert "KeyError: 'on purpose'" in done.stderr
     assert "rank 1 failed: KeyError: 'on purpose'" in done.stdout + done.stderr
@@ -634,7 +644,7 @@ def test_rank_0_says_what_horovods_variables_do_not_do():
     assert said[1].endswith("ignored, since they have no meaning here: HOROVOD_NUM_NCCL_STREAMS")
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", tiers.choose([1, 2, 4], push=[2]))
 def test_uneven_data_trains_with_join(size: int):
     done = job(size, SCRIPTS / "uneven_data.py")
     assert finished(done) == f"done: 3 epochs, {size} ranks"

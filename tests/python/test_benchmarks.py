@@ -15,6 +15,7 @@ from typing import Any
 
 import mpirun
 import pytest
+import tiers
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
@@ -35,6 +36,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     return {name: json.loads((folder / f"{name}.json").read_text()) for name in SCRIPTS}
 
 
+@tiers.full
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_benchmark_runs_and_writes_rows(reports, script):
     report = reports[script]
@@ -49,6 +51,7 @@ def test_a_benchmark_runs_and_writes_rows(reports, script):
             assert 0 < row["p10_us"] <= row["median_us"] <= row["p90_us"]
 
 
+@tiers.full
 def test_all_contestants_take_part(reports):
     sums = {row["who"] for row in reports["allreduce"]["rows"]}
     assert {"hororing", "gloo", "copy (limit)", reports["allreduce"]["versions"]["mpi"]} <= sums
@@ -60,6 +63,7 @@ def test_all_contestants_take_part(reports):
     assert [row["who"] for row in reports["memory"]["rows"]] == ["hororing", "Horovod"] * RANKS
 
 
+@tiers.full
 def test_hooks_run_and_make_rows(tmp_path):
     bench = importlib.import_module("bench")
     results = tmp_path / "hooks.json"
@@ -75,6 +79,7 @@ def test_hooks_run_and_make_rows(tmp_path):
     assert [row["who"] for row in rows] == ["plain", "hororing", "Horovod", "Horovod, 0.1 ms"]
 
 
+@tiers.full
 def test_the_step_of_keras_runs_and_writes_rows(tmp_path):
     results = tmp_path / "keras.json"
     job = mpirun.run(
@@ -88,6 +93,7 @@ def test_the_step_of_keras_runs_and_writes_rows(tmp_path):
     assert [row["who"] for row in rows] == ["plain", "hororing", "MultiWorkerMirroredStrategy"]
 
 
+@tiers.full
 @pytest.mark.parametrize("patience_s", [30, 1e-9])
 def test_figures_of_hosts_are_written_also_of_ways_without_patience(tmp_path, patience_s):
     results = tmp_path / "hosts.json"
@@ -150,6 +156,7 @@ def report(reports, tmp_path) -> Path:
     return path
 
 
+@tiers.full
 def test_tables_show_every_part_with_losses_and_failures(report):
     table = importlib.import_module("table")
     told = json.loads(report.read_text())
@@ -191,6 +198,7 @@ def test_the_table_of_dtypes_has_horovod_where_it_has_the_dtype():
     ]  # fmt: skip
 
 
+@tiers.full
 def test_plots_are_drawn(report, monkeypatch):
     pytest.importorskip("matplotlib", reason="plots need matplotlib: pip install .[bench]")
     plots = importlib.import_module("plots")

@@ -9,6 +9,7 @@ from typing import Any
 import mpirun
 import pytest
 import schedules
+import tiers
 from conformance import gradients, refusals, results
 from conformance.players import PLAYERS, Player, available, player_of
 
@@ -20,6 +21,8 @@ JOBS = [
     ("numpy", "mpi", 3),
     *(("tensorflow function", "auto", size) for size in (1, 2, 3)),
 ]
+PUSH = [("numpy torch", "auto", 1), ("numpy torch", "auto", 3), ("numpy", "mpi", 3),
+        ("tensorflow function", "auto", 2)]  # fmt: skip
 
 # Collectives of one random schedule: of NumPy, on all sizes together, 10,000.
 CALLS = {"numpy": 840, "torch": 150, "tensorflow": 100, "function": 25}
@@ -86,7 +89,13 @@ def job(players: str, transport: str, size: int) -> mpirun.Job:
 @pytest.mark.parametrize(
     ("players", "transport", "size", "player", "case"),
     [
-        pytest.param(*each, player, case, id=f"{player}-{each[1]}-{each[2]}-{case[5:]}")
+        pytest.param(
+            *each,
+            player,
+            case,
+            id=f"{player}-{each[1]}-{each[2]}-{case[5:]}",
+            marks=[] if each in PUSH else [tiers.full],
+        )
         for each in JOBS
         for player in each[0].split()
         for case in cases()

@@ -16,6 +16,7 @@ import mpirun
 import pretend_hosts
 import pytest
 import schedules
+import tiers
 from conformance import results
 from conformance.players import player_of
 
@@ -60,6 +61,8 @@ WAYS = [
     *ways("SPIN_US=0", {"shm_direct"}, "aaa"),
     *ways("TRANSPORT=mpi", {"recursive_doubling", *FLAT}, "aa", "aaaa"),
 ]
+# An uneven layout and one whose ranks alternate, of each; four ranks of one host.
+PUSH = [way for way in WAYS if way.hosts in ("aab", "abb", "abab", "aaaa") or way.size == 3]
 
 # ---------------------------------------------------------------------------------------------
 # On the ranks
@@ -118,7 +121,7 @@ if __name__ == "cases":  # where mpirun.py looks for them
 
 
 @pytest.mark.timeout(250)
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("way", tiers.choose(WAYS, PUSH), ids=str)
 def test_every_case(way: Way) -> None:
     names = ",".join(way.hosts) if len(set(way.hosts)) > 1 else ""
     if names and pretend_hosts.why_not():

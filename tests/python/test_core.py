@@ -21,10 +21,11 @@ from types import ModuleType
 import mpirun
 import numpy as np
 import pytest
+import tiers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-BUILDS = [Path(__file__).parents[2] / "build" / preset for preset in ("release", "dev")]
+BUILDS = [Path(__file__).parents[2] / "build" / preset for preset in ("editable", "release", "dev")]
 DTYPES = {
     "uint8": 0,
     "int8": 1,
@@ -585,7 +586,7 @@ def test_one_mismatch_in_a_world_fails_everywhere_and_alone(odd: int, steps: int
 # Transports, under mpirun
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", tiers.choose([2, 3, 4], push=[3]))
 def test_transports_between_processes_conform(size: int):
     program = built("mpi_transport_check")
     environ = {**os.environ, **mpirun.LAUNCH_ENVIRONMENT}

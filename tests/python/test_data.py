@@ -13,6 +13,7 @@ from typing import Any
 import mpirun
 import numpy as np
 import pytest
+import session
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -335,7 +336,4 @@ def case_shards_of_this_job_synchronize() -> None:
             shard.synchronize()
 
 
-@pytest.mark.parametrize("case", mpirun.case_names(globals()))
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_case(case: str, size: int) -> None:
-    mpirun.cases_of(__file__, size).check(case)
+test_case = session.on_ranks(globals(), 1, 2, 3, 4, session="numpy")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import mpirun
-import pytest
+import session
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -99,7 +99,4 @@ def case_accumulated_gradients_agree():
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("case", mpirun.case_names(globals()))
-def test_on_ranks(case: str, size: int):
-    mpirun.cases_of(__file__, size).check(case)
+test_on_ranks = session.on_ranks(globals(), 2, 3)

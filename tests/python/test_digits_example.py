@@ -7,6 +7,7 @@ from pathlib import Path
 
 import mpirun
 import pytest
+import tiers
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 EXAMPLE = EXAMPLES / "torch_digits.py"
@@ -19,6 +20,7 @@ def run(size: int, *args: str, example: Path = EXAMPLE) -> mpirun.Job:
     return job
 
 
+@tiers.full
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_it_classifies_97_of_100_images(size: int):
     job = run(size)
@@ -50,6 +52,7 @@ def test_two_ranks_with_half_the_batch_take_the_steps_of_one(tmp_path: Path):
     assert alone[-1] < 0.6 * alone[0]  # it learns meanwhile, so equality means something
 
 
+@tiers.full
 def test_a_loop_of_tensorflow_classifies_97_of_100_images():
     pytest.importorskip("tensorflow")
     job = run(2, example=EXAMPLES / "tensorflow_digits.py")
@@ -60,6 +63,7 @@ def test_a_loop_of_tensorflow_classifies_97_of_100_images():
     assert "test accuracy" not in job.outputs[1]
 
 
+@tiers.full
 def test_keras_classifies_97_of_100_images_also_after_a_restart(tmp_path: Path):
     pytest.importorskip("tensorflow")
     file = str(tmp_path / "last.keras")
@@ -76,6 +80,7 @@ def test_keras_classifies_97_of_100_images_also_after_a_restart(tmp_path: Path):
     assert "Epoch" not in second.outputs[1]
 
 
+@tiers.full
 @pytest.mark.parametrize("name", ["large_batch_digits.py", "large_batch_digits_keras.py"])
 def test_large_batches_learn_in_a_few_epochs(name: str):
     options = ["--epochs", "12", "--batch-size", "90", "--warmup-epochs", "2"]

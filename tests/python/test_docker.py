@@ -14,6 +14,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import tiers
 import yaml
 from mpirun import LAUNCH_ENVIRONMENT
 
@@ -62,6 +63,7 @@ def test_the_bases_are_pinned_and_the_user_is_not_root(image: str):
     assert steps[-1] == ("CMD", '["python", "-m", "hororing", "info"]')
 
 
+@tiers.full
 @pytest.mark.skipif(
     shutil.which("apt-get") is None or not any(Path("/var/lib/apt/lists").glob("*_Packages*")),
     reason="needs apt-get, and lists of what there is",
@@ -80,6 +82,7 @@ def test_both_images_build_and_install_in_the_same_way():
     assert len(own("cpu")) == 2
 
 
+@tiers.full
 @pytest.mark.timeout(400)
 def test_the_recipe_gives_an_environment_in_which_mpirun_works(tmp_path: Path):
     sources = tmp_path / "source"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import mpirun
 import pytest
+import tiers
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 LAST_LINE = r"^saved -?\d+% of the time in (\d+) steps on (\d+) ranks$"
@@ -20,6 +21,7 @@ def run(name: str, *args: str, **environment: str) -> str:
     return job.outputs[0]
 
 
+@tiers.full
 def test_torch_trains_saves_and_resumes():
     options = ("--pair", "1", "--compute", "0", "--delay", "0.001")
     output = run("hierarchical_sgd_digits.py", "--steps", "60", "--resume-at", "31", *options)
@@ -27,6 +29,7 @@ def test_torch_trains_saves_and_resumes():
     assert min(float(plain), float(ours)) > 0.8, output
 
 
+@tiers.full
 def test_keras_trains():
     pytest.importorskip("keras")
     run(

@@ -13,6 +13,7 @@ import mpirun
 import numpy as np
 import oracle
 import pytest
+import tiers
 from live_job import LiveJob, poll
 
 import hororing.numpy as hvd
@@ -195,7 +196,7 @@ needs_hosts = pytest.mark.skipif(bool(mpirun.why_no_hosts()), reason=mpirun.why_
 
 @needs_hosts
 @pytest.mark.parametrize("case", mpirun.case_names(globals()))
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", tiers.choose(LAYOUTS, push=["1,2", "2,2 by node"]))
 def test_across_hosts(case: str, layout: str) -> None:
     hosts, _, rate = layout.partition(" at ")
     hosts, _, interleaved = hosts.partition(" by ")
@@ -211,7 +212,7 @@ def test_across_hosts(case: str, layout: str) -> None:
 
 
 @needs_hosts
-@pytest.mark.parametrize("victim", [1, 3])
+@pytest.mark.parametrize("victim", tiers.choose([1, 3], push=[3]))
 def test_a_rank_that_dies_is_noticed_on_its_host_and_on_the_others(victim: int) -> None:
     with LiveJob(RANKS, 4, "one_dies", str(victim), options=ULFM, hosts="2,2") as job:
         died = f"allreduce 'large' (REDUCE): rank {victim} (pid {job.said(victim, 'pid')}) died"

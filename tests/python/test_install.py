@@ -10,7 +10,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import tiers
 from mpirun import LAUNCH_ENVIRONMENT
+
+pytestmark = tiers.full
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """

@@ -17,6 +17,7 @@ from pathlib import Path
 import mpirun
 import numpy as np
 import pytest
+import tiers
 from live_job import LiveJob, poll
 
 import hororing.numpy as hvd
@@ -44,7 +45,7 @@ def check_end(job: LiveJob, *, failed: bool = True) -> int:
 # Killed
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", tiers.choose([2, 4], push=[4]))
 def test_a_killed_rank_is_named_to_the_others_within_seconds(size: int):
     with LiveJob(RANKS, size, "die_idle", options=PATIENT) as job:
         job.wait_until_all_say("ready")
@@ -59,7 +60,7 @@ def test_a_killed_rank_is_named_to_the_others_within_seconds(size: int):
         check_end(job)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", tiers.choose([2, 4], push=[4]))
 def test_a_rank_killed_in_a_large_allreduce_is_named_to_the_others(size: int):
     with LiveJob(RANKS, size, "die_in_a_large_allreduce", options=PATIENT) as job:
         for rank in range(size - 1):
@@ -70,7 +71,7 @@ def test_a_rank_killed_in_a_large_allreduce_is_named_to_the_others(size: int):
         check_end(job)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", tiers.choose([2, 4], push=[2]))
 @pytest.mark.parametrize("transport", ["auto", "mpi"])
 @pytest.mark.parametrize("how", ["die_idle", "die_in_a_large_allreduce"])
 def test_mpirun_ends_a_job_that_has_lost_a_rank(size: int, transport: str, how: str):
@@ -81,7 +82,7 @@ def test_mpirun_ends_a_job_that_has_lost_a_rank(size: int, transport: str, how: 
         check_end(job)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", tiers.choose([2, 4], push=[2]))
 def test_a_rank_killed_before_init_ends_the_job(size: int):
     with LiveJob(RANKS, size, "die_before_init") as job:
         check_end(job)
@@ -100,11 +101,12 @@ def test_a_death_that_nobody_waited_for_is_told_by_the_next_verb(tmp_path: Path)
         check_end(job)
 
 
-def test_whoever_is_killed_whenever_leaves_nothing():
+@pytest.mark.parametrize("kills", tiers.choose([4, 20], push=[4]))
+def test_whoever_is_killed_whenever_leaves_nothing(kills: int):
     seed = random.randrange(1 << 32)
     print("seed", seed)  # seen where it fails
     choice = random.Random(seed)
-    for _ in range(20):
+    for _ in range(kills):
         size = choice.randint(2, 4)
         victims = choice.sample(range(size), choice.randint(1, size))
         with LiveJob(RANKS, size, "work") as job:
@@ -157,7 +159,7 @@ def test_ranks_end_by_themselves_when_mpirun_is_killed(doing: str):
 # By itself
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", tiers.choose([2, 4], push=[4]))
 @pytest.mark.parametrize("how", ["end_without_shutdown", "end_at_different_times"])
 def test_a_script_that_does_not_shut_down_ends_quietly(size: int, how: str):
     with LiveJob(RANKS, size, how) as job:
@@ -175,7 +177,7 @@ def test_the_exit_code_of_one_rank_is_that_of_mpirun():
         assert check_end(job) == 3
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", tiers.choose([2, 4], push=[4]))
 def test_the_text_of_an_uncaught_exception_reaches_every_rank(size: int):
     with LiveJob(RANKS, size, "raise_an_exception", options=PATIENT) as job:
         for rank in range(size - 1):
@@ -196,7 +198,7 @@ def test_an_exception_that_cannot_be_shown_has_a_name_at_least():
         check_end(job)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", tiers.choose([2, 3], push=[3]))
 def test_an_early_end_of_one_rank_is_a_shut_down_to_the_others(size: int):
     with LiveJob(RANKS, size, "end_early", str(size)) as job:
         assert check_end(job, failed=False) == 0
@@ -351,7 +353,7 @@ def case_what_is_in_flight_at_shutdown_ends_as_well() -> None:
     assert hvd.allreduce(np.ones(1), op=hvd.Sum)[0] == hvd.size()
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", tiers.choose([2, 4], push=[4]))
 @pytest.mark.parametrize("case", mpirun.case_names(globals()))
 def test_life_in_one_process(case: str, ranks: int):
     mpirun.cases_of(__file__, ranks).check(case)

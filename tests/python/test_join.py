@@ -19,6 +19,8 @@ import mpirun
 import numpy as np
 import oracle
 import pytest
+import session
+import tiers
 from live_job import LiveJob
 
 import hororing.numpy as hvd
@@ -341,13 +343,8 @@ def case_a_shutdown_ends_a_join() -> None:
 # ---------------------------------------------------------------------------------------------
 # Tests
 
-CASES = mpirun.case_names(globals())
 
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("case", CASES)
-def test_joins_on_several_ranks(case, size):
-    mpirun.cases_of(__file__, size).check(case)
+test_joins_on_several_ranks = session.on_ranks(globals(), 1, 2, 3, 4, session="numpy")
 
 
 def test_the_stall_inspector_names_the_missing_but_not_who_has_joined():
@@ -374,7 +371,7 @@ def wait_long() -> None:
     hvd.shutdown()
 
 
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("victim", tiers.choose([0, 2], push=[0]))
 def test_the_death_of_a_joined_rank_is_told_to_the_others(victim):
     options = ["--runtime-options", "recoverable"]
     with LiveJob(Path(__file__), 3, "join_and_die", str(victim), options=options) as running:

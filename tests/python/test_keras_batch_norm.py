@@ -19,6 +19,7 @@ import keras
 import mpirun
 import numpy as np
 import pytest
+import tiers
 from keras import ops
 
 import hororing.numpy as hvd
@@ -287,7 +288,12 @@ def case_wrong_arguments() -> None:
 
 
 @pytest.mark.parametrize("case", mpirun.case_names(globals()))
-@pytest.mark.parametrize(("size", "backend"), [(2, "torch"), (4, "torch"), (2, "tensorflow")])
+@pytest.mark.parametrize(
+    ("size", "backend"),
+    tiers.choose(
+        [(2, "torch"), (4, "torch"), (2, "tensorflow")], push=[(2, "torch"), (2, "tensorflow")]
+    ),
+)
 def test_case(case: str, size: int, backend: str) -> None:
     mpirun.cases_of(__file__, size, KERAS_BACKEND=backend).check(case)
 

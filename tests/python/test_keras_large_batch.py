@@ -10,6 +10,7 @@ import mpirun
 import numpy as np
 import pytest
 import rounding_oracle
+import tiers
 
 if __name__ == "cases":  # on the ranks
     import keras
@@ -366,7 +367,7 @@ def case_wrong_options_are_refused_by_name():
         LARS(no_decay=["kernels"]).build([keras.Variable(np.ones(3), name="kernel")])
 
 
-@pytest.mark.parametrize("backend", ["tensorflow", "torch", "jax"])
+@pytest.mark.parametrize("backend", tiers.choose(["tensorflow", "torch", "jax"], push=["torch"]))
 @pytest.mark.parametrize("case", mpirun.case_names(globals()))
 def test(case: str, backend: str):
     pytest.importorskip(backend)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import mpirun
 import pytest
+import session
 
 if __name__ == "cases":  # on the ranks
     os.environ["KERAS_BACKEND"] = "tensorflow"
@@ -27,9 +28,9 @@ CASES = re.findall(
 )
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_keras_on_tensorflow(case: str):
-    mpirun.cases_of(__file__, 2).check(case)
+test_keras_on_tensorflow = session.on_ranks(
+    globals(), 2, push=[2], session="tensorflow", cases=CASES
+)
 
 
 # -- this backend alone ----------------------------------------------------------------------------

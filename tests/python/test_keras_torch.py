@@ -8,8 +8,7 @@ import re
 import sys
 from pathlib import Path
 
-import mpirun
-import pytest
+import session
 
 if __name__ == "cases":  # on the ranks
     os.environ["KERAS_BACKEND"] = "torch"
@@ -27,10 +26,7 @@ CASES = re.findall(
 )
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("case", CASES)
-def test_keras_on_torch(case: str, size: int):
-    mpirun.cases_of(__file__, size).check(case)
+test_keras_on_torch = session.on_ranks(globals(), 1, 2, 3, cases=CASES)
 
 
 # -- this backend alone ----------------------------------------------------------------------------

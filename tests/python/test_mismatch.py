@@ -18,6 +18,8 @@ from typing import Any
 import mpirun
 import numpy as np
 import pytest
+import session
+import tiers
 
 import hororing.numpy as hvd
 from hororing import errors
@@ -173,10 +175,7 @@ def case_shutdown() -> None:
     hvd.shutdown()
 
 
-@pytest.mark.parametrize("case", mpirun.case_names(globals()))
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_case(case: str, size: int):
-    mpirun.cases_of(__file__, size).check(case)
+test_case = session.on_ranks(globals(), 2, 3, 4, session="numpy")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -252,7 +251,10 @@ def _told(job: mpirun.Job) -> list[list[str]]:
 
 @pytest.mark.parametrize(
     ("size", "missing", "transport"),
-    [(2, [0], "auto"), (2, [1], "mpi"), (3, [1], "auto"), (4, [0, 2, 3], "auto")],
+    tiers.choose(
+        [(2, [0], "auto"), (2, [1], "mpi"), (3, [1], "auto"), (4, [0, 2, 3], "auto")],
+        push=[(2, [1], "mpi"), (4, [0, 2, 3], "auto")],
+    ),
 )
 def test_a_rank_that_never_submits_is_named_and_fails_all(
     size: int, missing: list[int], transport: str, tmp_path: Path

@@ -9,6 +9,7 @@ from pathlib import Path
 import mpirun
 import numpy as np
 import pytest
+import tiers
 
 import hororing.numpy as hvd
 from hororing import runtime
@@ -18,7 +19,7 @@ pytest.importorskip("mpi4py")
 RANKS = Path(__file__).with_name("mpi4py_ranks.py")
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", tiers.choose([2, 3], push=[3]))
 @pytest.mark.parametrize(
     "how",
     [
@@ -257,7 +258,12 @@ def cases(size: int, transport: str) -> mpirun.Job:
 
 
 # Over "mpi" the engine's thread is inside MPI all the time.
-@pytest.mark.parametrize(("size", "transport"), [(2, "auto"), (3, "mpi"), (4, "auto"), (4, "mpi")])
+@pytest.mark.parametrize(
+    ("size", "transport"),
+    tiers.choose(
+        [(2, "auto"), (3, "mpi"), (4, "auto"), (4, "mpi")], push=[(2, "auto"), (3, "mpi")]
+    ),
+)
 @pytest.mark.parametrize("case", mpirun.case_names(globals()))
 def test_communicators(case: str, size: int, transport: str):
     job = cases(size, transport)

@@ -24,6 +24,7 @@ import mpirun
 import numpy as np
 import oracle
 import pytest
+import tiers
 
 import hororing.numpy as hvd
 from hororing import errors
@@ -450,7 +451,10 @@ def _job(transport: str, size: int) -> mpirun.Job:
 
 @pytest.mark.parametrize("case", mpirun.case_names(globals()))
 @pytest.mark.parametrize(
-    ("transport", "size"), [("auto", 1), ("auto", 2), ("auto", 3), ("auto", 4), ("mpi", 3)]
+    ("transport", "size"),
+    tiers.choose(
+        [("auto", 1), ("auto", 2), ("auto", 3), ("auto", 4), ("mpi", 3)], push=[("auto", 3)]
+    ),
 )
 def test_case(case: str, transport: str, size: int):
     _job(transport, size).check(case)

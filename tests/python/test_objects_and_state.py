@@ -9,9 +9,9 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
-import mpirun
 import numpy as np
 import pytest
+import session
 import torch
 
 import hororing.numpy
@@ -435,7 +435,4 @@ def case_shutdown() -> None:
     hvd.shutdown()
 
 
-@pytest.mark.parametrize("case", mpirun.case_names(globals()))
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_case(case: str, size: int):
-    mpirun.cases_of(__file__, size).check(case)
+test_case = session.on_ranks(globals(), 1, 2, 3, 4, session="torch")

@@ -9,8 +9,7 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
-import mpirun
-import pytest
+import session
 import torch
 from test_objects_and_state import same
 
@@ -264,7 +263,4 @@ def case_distributed_optimizers_of_all_kinds_train_on():
                 torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("case", mpirun.case_names(globals()))
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_on_ranks(case: str, size: int):
-    mpirun.cases_of(__file__, size).check(case)
+test_on_ranks = session.on_ranks(globals(), 1, 2, 3, 4, session="torch")

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import ending_ranks
-import mpirun
 import numpy as np
 import pytest
+import session
+import tiers
 from live_job import LiveJob
 
 import hororing.numpy as hvd
@@ -370,17 +371,14 @@ def case_sets_end_with_their_job() -> None:
 # ---------------------------------------------------------------------------------------------
 # Tests
 
-CASES = mpirun.case_names(globals())
+
+test_sets_on_several_ranks = session.on_ranks(globals(), 1, 2, 3, 4, session="numpy")
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("case", CASES)
-def test_sets_on_several_ranks(case, size):
-    mpirun.cases_of(__file__, size).check(case)
-
-
-@pytest.mark.parametrize("victim", [0, 1, 2, 3])
-@pytest.mark.parametrize("transport", ["auto", "mpi"])
+@pytest.mark.parametrize(
+    ("transport", "victim"),
+    tiers.choose(itertools.product(["auto", "mpi"], range(4)), push=[("auto", 0), ("mpi", 2)]),
+)
 def test_the_death_of_a_member_is_told_to_all_sets(transport, victim):
     with LiveJob(
         Path(__file__), 4, "work_in_sets", str(victim),

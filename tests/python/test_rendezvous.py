@@ -17,12 +17,12 @@ import mpirun
 import numpy as np
 import oracle
 import pytest
+import session
+import tiers
 from configured import engine
 
 import hororing.numpy as hvd
 from hororing import errors
-
-SIZES = [1, 2, 3, 4]
 
 
 def begin_together() -> None:
@@ -185,10 +185,7 @@ def hvd_rank_is_0() -> bool:
     return os.environ.get("OMPI_COMM_WORLD_RANK", "0") == "0"
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("case", mpirun.case_names(globals()))
-def test_case(case: str, size: int):
-    mpirun.cases_of(__file__, size).check(case)
+test_case = session.on_ranks(globals(), 1, 2, 3, 4)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -223,7 +220,7 @@ def shut_down_in_the_middle() -> None:
     print("told", flush=True)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", tiers.choose([2, 3], push=[3]))
 @pytest.mark.parametrize("end", ["killed_in_the_middle", "shut_down_in_the_middle"])
 def test_the_others_are_told(end: str, size: int):
     job = mpirun.run(__file__, size, end, timeout_s=60)

@@ -13,11 +13,11 @@ from pathlib import Path
 import mpirun
 import numpy as np
 import pytest
+import session
 from configured import engine
 
 import hororing.numpy as hvd
 
-SIZES = [2, 3]
 STEPS = 400  # at most, until something is learned: machines are busy
 
 
@@ -281,7 +281,4 @@ def case_what_is_polled_for_does_not_wait_for_more():
             np.testing.assert_array_equal(hvd.synchronize(handle), [hvd.size()] * 3)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("case", mpirun.case_names(globals()))
-def test_scheduling(case: str, size: int):
-    mpirun.cases_of(__file__, size).check(case)
+test_scheduling = session.on_ranks(globals(), 2, 3)

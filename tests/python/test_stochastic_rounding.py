@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import mpirun
 import numpy as np
 import pytest
+import session
 
 pytest.importorskip("ml_dtypes")
 torch = pytest.importorskip("torch")
@@ -129,6 +129,4 @@ def case_ranks_share_a_seed_and_have_streams_of_their_own():
     assert len({*hvd.allgather_object(own), same[0]}) == hvd.size() + 1
 
 
-@pytest.mark.parametrize("case", mpirun.case_names(globals()))
-def test_case(case: str):
-    mpirun.cases_of(__file__, 2).check(case)
+test_case = session.on_ranks(globals(), 2, push=[2])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 
-import mpirun
 import numpy as np
 import pytest
+import session
 
 from hororing.toolkit.stragglers import StragglerInjector, injection
 
@@ -141,6 +141,4 @@ def case_an_injector_is_a_hook_of_torch():
     assert injector.late_steps == 1
 
 
-@pytest.mark.parametrize("case", mpirun.case_names(globals()))
-def test_in_a_job_of_two_ranks(case):
-    mpirun.cases_of(__file__, 2).check(case)
+test_in_a_job_of_two_ranks = session.on_ranks(globals(), 2, push=[2], session="numpy")

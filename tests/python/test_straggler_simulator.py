@@ -9,6 +9,7 @@ from pathlib import Path
 import mpirun
 import numpy as np
 import pytest
+import tiers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -104,6 +105,7 @@ def test_the_published_shape_is_predicted():
     assert slow < 1 + averaging
 
 
+@tiers.full
 def test_real_processes_come_near_the_replay_of_their_draws(tmp_path):
     arguments = ("measure", "--quick", "--out", str(tmp_path))
     environment = {"PYTHONPATH": str(BENCHMARKS)}

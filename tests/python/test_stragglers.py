@@ -10,6 +10,7 @@ from pathlib import Path
 import mpirun
 import numpy as np
 import pytest
+import session
 
 from hororing import __main__ as main
 from hororing.toolkit.stragglers import StragglerInjector, diagnose, read_timeline, replay
@@ -272,6 +273,4 @@ def case_a_rank_that_joins_early_is_not_late():
     hvd.barrier()
 
 
-@pytest.mark.parametrize("case", mpirun.case_names(globals()))
-def test_in_a_job_of_four_ranks(case):
-    mpirun.cases_of(__file__, 4).check(case)
+test_in_a_job_of_four_ranks = session.on_ranks(globals(), 4, push=[4])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import sys
 
-import mpirun
 import pytest
+import session
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -134,6 +134,4 @@ def case_all_ranks_try_the_same_values_and_stop_together():
         assert found.study.trials[3].state.name == "PRUNED"
 
 
-@pytest.mark.parametrize("case", mpirun.case_names(globals()))
-def test_in_a_job_of_two_ranks(case):
-    mpirun.cases_of(__file__, 2).check(case)
+test_in_a_job_of_two_ranks = session.on_ranks(globals(), 2, push=[2], session="numpy")

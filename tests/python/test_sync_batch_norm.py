@@ -14,6 +14,7 @@ from unittest import mock
 import mpirun
 import numpy as np
 import pytest
+import session
 import torch
 from configured import made_at_once
 from torch import nn
@@ -848,10 +849,7 @@ def test_groups_of_some_ranks() -> None:
     assert job.returncode == 0, job.report()
 
 
-@pytest.mark.parametrize("case", mpirun.case_names(globals()))
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_case(case: str, size: int):
-    mpirun.cases_of(__file__, size).check(case)
+test_case = session.on_ranks(globals(), 1, 2, 3, 4, session="torch")
 
 
 if __name__ == "__main__":

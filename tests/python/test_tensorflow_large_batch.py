@@ -15,7 +15,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import keras
 import mpirun
 import numpy as np
-import pytest
+import session
 import tensorflow as tf
 from sklearn.datasets import load_digits
 
@@ -134,7 +134,4 @@ def case_accumulation_by_hand_changes_nothing() -> None:
     check("SGD", accumulated)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("case", mpirun.case_names(globals()))
-def test_large_batch(case: str, size: int):
-    mpirun.cases_of(__file__, size).check(case)
+test_large_batch = session.on_ranks(globals(), 2, 4, push=[2], session="tensorflow")

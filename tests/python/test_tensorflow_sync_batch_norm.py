@@ -16,6 +16,7 @@ import keras
 import mpirun
 import numpy as np
 import pytest
+import session
 import tensorflow as tf
 
 import hororing.tensorflow as hvd
@@ -616,10 +617,7 @@ def test_groups_of_some_ranks() -> None:
     assert job.returncode == 0, job.report()
 
 
-@pytest.mark.parametrize("case", mpirun.case_names(globals()))
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_case(case: str, size: int) -> None:
-    mpirun.cases_of(__file__, size).check(case)
+test_case = session.on_ranks(globals(), 1, 2, 3, push=[2], session="tensorflow")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import mpirun
 import numpy as np
 import pytest
+import session
 import tensorflow as tf
 
 import hororing.tensorflow as hvd
@@ -365,7 +366,4 @@ def case_sessions_of_tensorflow_1() -> None:
             hvd.DistributedOptimizer(optimizer)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("case", mpirun.case_names(globals()))
-def test_training(case: str, size: int):
-    mpirun.cases_of(__file__, size).check(case)
+test_training = session.on_ranks(globals(), 1, 2, 3, push=[2], session="tensorflow")

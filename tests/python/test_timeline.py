@@ -17,13 +17,15 @@ from pathlib import Path
 import mpirun
 import numpy as np
 import pytest
+import session
+import tiers
 from live_job import LiveJob, poll
 from timeline_ranks import LAYERS, ROWS, STEPS, WIDTH
 
 import hororing.numpy as hvd
 
 RANKS = Path(__file__).with_name("timeline_ranks.py")
-SIZES = [2, 3]
+SIZES = tiers.choose([2, 3], push=[3])
 GRADIENTS = [f"{2 * layer}.{kind}" for layer in range(LAYERS) for kind in ("weight", "bias")]
 
 
@@ -473,7 +475,4 @@ def case_a_timeline_may_be_running_at_shutdown() -> None:
     hvd.barrier()
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("case", mpirun.case_names(globals()))
-def test_at_run_time(case: str, ranks: int):
-    mpirun.cases_of(__file__, ranks).check(case)
+test_at_run_time = session.on_ranks(globals(), 1, 2, 3, session="numpy")

@@ -10,8 +10,11 @@ from pathlib import Path
 
 import mpirun
 import pytest
+import tiers
 from timeline_ranks import LAYERS, STEPS
 from timeline_viewer import Model, ViewerMissingError, open_timeline
+
+pytestmark = tiers.full
 
 
 def open_or_skip(path: Path) -> Model:

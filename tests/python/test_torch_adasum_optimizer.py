@@ -12,8 +12,8 @@ import functools
 import warnings
 from collections.abc import Callable
 
-import mpirun
 import pytest
+import session
 import torch
 from test_torch_optimizer import (
     assert_equal_on_all_ranks,
@@ -617,7 +617,4 @@ def case_it_is_still_an_instance_of_its_class():
     assert optimizer._handles == {}
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("case", mpirun.case_names(globals()))
-def test_on_ranks(case: str, size: int):
-    mpirun.cases_of(__file__, size).check(case)
+test_on_ranks = session.on_ranks(globals(), 1, 2, 3, 4, push=[2], session="torch")

@@ -19,6 +19,7 @@ from unittest import mock
 
 import mpirun
 import pytest
+import session
 import torch
 from test_interrupts import interrupted
 from test_torch_optimizer import batches, network, plain_sgd, sgd, share, squares, start
@@ -486,7 +487,4 @@ def case_mistakes_are_told() -> None:
         assert type(optimizer) is torch.optim.SGD
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("case", mpirun.case_names(globals()))
-def test_on_ranks(case: str, size: int) -> None:
-    mpirun.cases_of(__file__, size).check(case)
+test_on_ranks = session.on_ranks(globals(), 2, 3, session="torch")

@@ -12,8 +12,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import mpirun
 import pytest
+import session
 import torch
 
 import hororing.torch as hvd
@@ -159,7 +159,4 @@ def case_shutdown() -> None:
     hvd.shutdown()
 
 
-@pytest.mark.parametrize("case", mpirun.case_names(globals()))
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_case(case: str, size: int):
-    mpirun.cases_of(__file__, size).check(case)
+test_case = session.on_ranks(globals(), 1, 2, 3, push=[2])

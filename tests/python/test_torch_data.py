@@ -8,6 +8,7 @@ from typing import Any
 import mpirun
 import numpy as np
 import pytest
+import session
 import torch
 from torch import nn
 from torch.nn import functional
@@ -142,7 +143,4 @@ def test_normalizing_equals_the_reference() -> None:
             normalize.Normalize(mean, std, channels)
 
 
-@pytest.mark.parametrize("case", mpirun.case_names(globals()))
-@pytest.mark.parametrize("size", [2])
-def test_case(case: str, size: int) -> None:
-    mpirun.cases_of(__file__, size).check(case)
+test_case = session.on_ranks(globals(), 2, push=[2], session="torch")

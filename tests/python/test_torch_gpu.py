@@ -18,6 +18,7 @@ from typing import Any
 import fake_gpu
 import mpirun
 import pytest
+import tiers
 import torch
 
 import hororing.torch as hvd
@@ -292,13 +293,16 @@ if "FAKE_GPU" in os.environ:  # on the ranks of a job
 
 @pytest.mark.skipif(FAKE is None, reason=WHY_NOT)
 @pytest.mark.parametrize("case", mpirun.case_names(globals()))
-@pytest.mark.parametrize(("size", "way"), [(1, "auto"), (3, "auto"), (2, "staged")])
+@pytest.mark.parametrize(
+    ("size", "way"), tiers.choose([(1, "auto"), (3, "auto"), (2, "staged")], push=[(3, "auto")])
+)
 def test_case(case: str, size: int, way: str):
     assert FAKE is not None
     variables = fake_gpu.environment(FAKE, HORORING_GPU=way)
     mpirun.cases_of(__file__, size, **variables).check(case)
 
 
+@tiers.full
 @pytest.mark.skipif(FAKE is None, reason=WHY_NOT)
 @pytest.mark.skipif(bool(mpirun.why_no_hosts()), reason=mpirun.why_no_hosts())
 @pytest.mark.parametrize("case", mpirun.case_names(globals()))
@@ -309,6 +313,7 @@ def test_across_hosts_that_nccl_does_not_connect(case: str):
     mpirun.cases_of(__file__, 4, "2,2", **variables).check(case)
 
 
+@tiers.full
 @pytest.mark.skipif(FAKE is None, reason=WHY_NOT)
 def test_what_measures_a_machine_with_gpus_runs_to_its_end(tmp_path: Path):
     """In one call, as there; over the fake, so the figures mean nothing."""
@@ -357,6 +362,7 @@ def test_every_verb_is_right_on_a_gpu(size: int, way: str):
     assert job.returncode == 0, job.report()
 
 
+@tiers.full
 @pytest.mark.skipif(FAKE is None, reason=WHY_NOT)
 @pytest.mark.parametrize(
     ("module", "size", "way"),

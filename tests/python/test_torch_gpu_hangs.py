@@ -10,6 +10,7 @@ from pathlib import Path
 import fake_gpu
 import mpirun
 import pytest
+import tiers
 
 FAKE = fake_gpu.path()
 
@@ -85,6 +86,7 @@ def stay_joined(function: str) -> None:
     print("told", flush=True)
 
 
+@tiers.full
 @pytest.mark.skipif(FAKE is None, reason="the fake GPU is not built; make test-cpp builds it")
 @pytest.mark.parametrize("function", ["ncclGroupEnd", "ncclAllReduce"])
 def test_a_call_of_nccl_that_does_not_return_is_an_error_for_who_waits(function: str):
@@ -95,6 +97,7 @@ def test_a_call_of_nccl_that_does_not_return_is_an_error_for_who_waits(function:
         assert "told" in job.outputs[rank], job.report()
 
 
+@tiers.full
 @pytest.mark.skipif(FAKE is None, reason="the fake GPU is not built; make test-cpp builds it")
 def test_the_first_call_of_nccl_after_a_join_is_not_made_by_who_waits():
     assert FAKE is not None

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import mpirun
 import numpy as np
 import pytest
+import session
 import torch
 from hierarchical_oracle import (
     INPUTS,
@@ -516,7 +517,4 @@ def case_groups_can_be_formed_anew() -> None:
     assert (everybody == everybody[0]).all()
 
 
-@pytest.mark.parametrize("size", [1, 3, 4])
-@pytest.mark.parametrize("case", mpirun.case_names(globals()))
-def test_on_ranks(case: str, size: int):
-    mpirun.cases_of(__file__, size).check(case)
+test_on_ranks = session.on_ranks(globals(), 1, 3, 4, push=[4], session="torch")

@@ -11,6 +11,7 @@ import statistics
 from pathlib import Path
 
 import mpirun
+import tiers
 from test_memory import GIVE_BACK
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks/gradient_memory.py"
@@ -27,12 +28,14 @@ def told(way: str) -> dict[str, float]:
     return {key: statistics.mean(each[key] for each in of_ranks) for key in of_ranks[0]}
 
 
+@tiers.full
 def test_ddp_holds_its_buckets_beside_the_gradients() -> None:
     """Or nothing is measured."""
     ddp = told("ddp")
     assert ddp["total_MiB"] - ddp["constant_MiB"] > 0.8 * ddp["gradients_MiB"], ddp
 
 
+@tiers.full
 def test_training_takes_less_than_with_ddp() -> None:
     ours, ddp = told("hororing"), told("ddp")
     assert ours["total_MiB"] <= ddp["total_MiB"], (ours, ddp)

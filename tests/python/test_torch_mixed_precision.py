@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 
 import mpirun
-import pytest
+import session
 import torch
 from torch import nn
 
@@ -251,6 +251,4 @@ def case_the_sum_of_float16_gradients_does_not_overflow():
     hvd.shutdown()
 
 
-@pytest.mark.parametrize("case", mpirun.case_names(globals()))
-def test(case: str):
-    mpirun.cases_of(__file__, SIZE).check(case)
+test_on_ranks = session.on_ranks(globals(), SIZE, push=[SIZE], session="torch")

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 
 import mpirun
 import pytest
+import session
 import torch
 from torch import nn
 
@@ -471,7 +472,4 @@ def case_synchronize_twice_reduces_once():
 # ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("case", mpirun.case_names(globals()))
-def test_on_ranks(case: str, size: int):
-    mpirun.cases_of(__file__, size).check(case)
+test_on_ranks = session.on_ranks(globals(), 1, 2, 3, 4, push=[1, 3], session="torch")

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import mpirun
 import pytest
+import session
 import torch
 from configured import made_at_once
 from test_torch_optimizer import (
@@ -962,10 +963,7 @@ def case_bad_arguments_are_refused_before_anything_is_changed():
 # ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("case", mpirun.case_names(globals()))
-def test_on_ranks(case: str, size: int):
-    mpirun.cases_of(__file__, size).check(case)
+test_on_ranks = session.on_ranks(globals(), 1, 2, 3, 4, session="torch")
 
 
 def test_a_distributed_optimizer_needs_init():

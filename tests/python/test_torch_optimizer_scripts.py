@@ -11,8 +11,8 @@ import functools
 import gc
 import pickle
 
-import mpirun
 import pytest
+import session
 import torch
 from test_torch_optimizer import (
     assert_equal_on_all_ranks,
@@ -346,7 +346,4 @@ def case_operations_other_than_sums_see_zeros_of_ranks_without_a_gradient():
         assert param.grad.tolist() == [expected if hvd.size() > 1 else -2.0] * 3
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("case", mpirun.case_names(globals()))
-def test_on_ranks(case: str, size: int):
-    mpirun.cases_of(__file__, size).check(case)
+test_on_ranks = session.on_ranks(globals(), 1, 2, 3, 4, session="torch")

@@ -8,8 +8,8 @@ import copy
 import functools
 from collections.abc import Iterator, Sequence
 
-import mpirun
 import pytest
+import session
 import torch
 from test_torch_optimizer import (
     BATCH,
@@ -408,7 +408,4 @@ def case_unnamed_optimizers_are_counted_in_their_set():
 assert BATCH % 12 == 0  # every set's share is whole
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("case", mpirun.case_names(globals()))
-def test_on_ranks(case: str, size: int):
-    mpirun.cases_of(__file__, size).check(case)
+test_on_ranks = session.on_ranks(globals(), 1, 2, 3, 4, session="torch")

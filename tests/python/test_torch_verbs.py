@@ -18,6 +18,7 @@ from typing import Any
 import mpirun
 import numpy as np
 import pytest
+import session
 import torch
 
 import hororing.numpy
@@ -527,7 +528,4 @@ def test_verbs_are_pickled_and_copied_as_the_globals_that_they_are(module: Any):
         assert copy.deepcopy([verb]) == [verb]
 
 
-@pytest.mark.parametrize("case", mpirun.case_names(globals()))
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_case(case: str, size: int):
-    mpirun.cases_of(__file__, size).check(case)
+test_case = session.on_ranks(globals(), 1, 2, 3, 4, session="torch")

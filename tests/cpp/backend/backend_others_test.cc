@@ -79,7 +79,7 @@ TEST(allgather_with_sizes_that_do_not_fit_is_refused) {
 Bytes Mail(int from, int to, size_t tensor) { return Contribution(from * 3 + to * 5, tensor); }
 
 TEST(alltoall_brings_every_part_to_its_rank_in_rank_order) {
-  for (int ranks : {1, 2, 3, 4, 5, 8}) {
+  for (int ranks : hororing_test::AllOrFew<int>({1, 2, 3, 4, 5, 8}, {3, 5})) {
     for (size_t tensors : {size_t{1}, size_t{2}, size_t{7}}) {
       TestWorld world(ranks);
       world.Run([&](int r, Rank& rank) {
@@ -143,7 +143,7 @@ std::vector<std::vector<size_t>> RandomParts(int ranks, size_t tensors, std::mt1
 
 TEST(reducescatter_gives_the_bits_of_rank_order_however_many_tensors) {
   std::mt19937 random(hororing_test::Seed());
-  for (int ranks : {1, 2, 3, 4, 5, 8}) {
+  for (int ranks : hororing_test::AllOrFew<int>({1, 2, 3, 4, 5, 8}, {3, 5})) {
     TestWorld world(ranks);
     for (const ReduceSpec& spec : AllSpecs()) {
       if (random() % 3 != 0) continue;  // every spec meets some of the world sizes in each run

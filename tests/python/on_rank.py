@@ -1,0 +1,105 @@
+"""What a rank of a test's job does: it runs the cases of one file, or of several in turn.
+
+For each file, OUT.n.out has what this rank printed meanwhile, OUT.n.json the results by case
+("" or a traceback), and OUT.n.done says that all its cases have passed.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import json
+import os
+import random
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+
+import mpirun
+
+
+def print_to(file: Path) -> None:
+    """Send what this process prints, also from native code, to `file`."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    log = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    # A line is one write, also where PYTHONUNBUFFERED is set: the engine's thread logs there, too.
+    sys.stdout.reconfigure(line_buffering=True, write_through=False)
+
+
+def run_files(files: Sequence[str], out: Path) -> None:
+    """Run the cases of every file; a failure ends the process."""
+    for number, file in enumerate(files):
+        print_to(out.with_suffix(f".{number}.out"))
+        restore = _remember()
+        _run_cases(file, out.with_suffix(f".{number}.json"))
+        if number < len(files) - 1:
+            restore()
+        out.with_suffix(f".{number}.done").touch()
+    # Python looks for cycles when it ends: among torch's objects for a quarter of the time of its
+    # import. How jobs end is tested by scripts, which end as they do for users.
+    gc.freeze()
+
+
+def _run_cases(file: str, results: Path) -> None:
+    done: dict[str, str] = {}
+
+    def record(name: str, call: Callable[[], None]) -> None:
+        try:
+            call()
+            done[name] = ""
+        except BaseException:
+            done[name] = traceback.format_exc()
+            raise  # peers must not wait for this rank
+        finally:
+            results.write_text(json.dumps(done))
+
+    module = _load(file)
+    for name in mpirun.case_names(vars(module)):
+        print(name, flush=True)
+        record(name, getattr(module, name))
+
+
+def _load(file: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("cases", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["cases"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _remember() -> Callable[[], None]:
+    """What undoes the traces of a file, so that the next one finds a process as good as new."""
+    environment = dict(os.environ)
+    filters = list(warnings.filters)
+
+    def restore() -> None:
+        hororing = sys.modules.get("hororing.runtime")
+        if hororing is not None:
+            hororing.shutdown()
+        os.environ.clear()
+        os.environ.update(environment)
+        warnings.filters[:] = filters
+        random.seed()
+        torch = sys.modules.get("torch")
+        if torch is not None:
+            torch.set_default_dtype(torch.float32)
+            torch.set_grad_enabled(True)
+            torch.use_deterministic_algorithms(False)
+        tensorflow = sys.modules.get("tensorflow")
+        if tensorflow is not None:
+            tensorflow.config.run_functions_eagerly(False)
+            tensorflow.keras.backend.set_floatx("float32")
+            tensorflow.keras.backend.clear_session()
+        sys.modules.pop("cases", None)
+        gc.collect()
+
+    return restore

@@ -1,0 +1,145 @@
+"""Test files that share one job per size: importing a framework takes longer than their cases.
+
+Each file's cases run in the same processes, one file after the other, with `shutdown()` between
+them (on_rank.py). A test waits only until its own file is through. Where a file fails, it runs once
+more, alone: that result counts, and a warning says that the two differ. The files after it go on in
+a new job.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import mpirun
+import pytest
+import tiers
+
+# Seconds for the cases of one file, the start of the job included: the limit of a test is 120.
+FILE_LIMIT_S = 110.0
+
+
+class Session:
+    """The files of one framework, on one number of ranks."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.files: list[str] = []
+        self._finished: dict[str, mpirun.Job] = {}
+        self._running: _Running | None = None
+
+    def results(self, file: str) -> mpirun.Job:
+        """The results of `file`, as soon as they are there."""
+        while file not in self._finished:
+            if self._running is None:
+                at = self.files.index(file)
+                self._running = _Running(self.files[at:], self.size)
+            name, job, passed = self._running.wait_for_next()
+            if not passed:
+                failed = job
+                self._stop()
+                alone = mpirun.cases_of(name, self.size)
+                if all(set(result.values()) == {""} for result in alone.results):
+                    what = f"{Path(name).name} failed among other files, and passed alone"
+                    warnings.warn(f"{what}\n{failed.report()}", stacklevel=2)
+                job = alone
+            elif not self._running.left:
+                self._stop()
+            self._finished[name] = job
+        return self._finished[file]
+
+    def _stop(self) -> None:
+        if self._running is not None:
+            self._running.end()
+            self._running = None
+
+
+class _Running:
+    """A job that goes through `left`."""
+
+    def __init__(self, files: list[str], size: int) -> None:
+        self.left = list(files)
+        self._size = size
+        self._seed = mpirun.new_seed()
+        self._number = 0
+        self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        self._process = mpirun.start(self._folder.name, size, files, {"TEST_SEED": str(self._seed)})
+
+    def wait_for_next(self) -> tuple[str, mpirun.Job, bool]:
+        """The next file, its results, and whether all its cases passed in time."""
+        deadline = time.monotonic() + FILE_LIMIT_S
+        while not self._done():
+            ended = self._process.poll() is not None
+            if (ended and not self._done()) or time.monotonic() > deadline:
+                break
+            time.sleep(0.01)
+        passed = self._done()
+        code = self._process.poll()
+        job = mpirun.collect(self._folder.name, self._size, code, self._seed, self._number)
+        self._number += 1
+        return self.left.pop(0), job, passed
+
+    def _done(self) -> bool:
+        return all(
+            Path(self._folder.name, f"{rank}.{self._number}.done").exists()
+            for rank in range(self._size)
+        )
+
+    def end(self) -> None:
+        """Let the job end, or make it end where files are left."""
+        try:
+            if not self.left:
+                self._process.wait(60)
+        finally:
+            mpirun.kill(self._process)
+            self._folder.cleanup()
+
+
+_SESSIONS: dict[tuple[str, int], Session] = {}
+
+
+def on_ranks(
+    namespace: dict[str, Any],
+    *sizes: int,
+    push: Sequence[int] = (3,),
+    session: str = "",
+    cases: Sequence[str] | None = None,
+) -> Callable[[str, int], None]:
+    """The test that runs the cases of a file on ranks, to be given a name that begins with test.
+
+    `sizes`: numbers of ranks, of which `push` are in the push tier. `session`: whom it shares its
+    jobs with, which is named by a framework; "": nobody. `cases`: those of the namespace, if
+    they are not there before the ranks import it.
+    """
+    file = namespace["__file__"]
+
+    @pytest.mark.parametrize("size", tiers.choose(sizes, push))
+    @pytest.mark.parametrize("case", cases or mpirun.case_names(namespace))
+    def test(case: str, size: int) -> None:
+        shared = _SESSIONS.get((session, size))
+        found = shared.results(file) if shared else mpirun.cases_of(file, size)
+        found.check(case)
+
+    test.session = (session, file)  # type: ignore[attr-defined]
+    return test
+
+
+def plan(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Note which of the selected files share a job; return the tests in the order of jobs."""
+    first: dict[object, int] = {}
+    order = []
+    for number, item in enumerate(items):
+        session, file = getattr(getattr(item, "function", None), "session", ("", ""))
+        key: object = item.path
+        if session:
+            size = item.callspec.params["size"]  # type: ignore[attr-defined]
+            found = _SESSIONS.setdefault((session, size), Session(size))
+            if file not in found.files:
+                found.files.append(file)
+            key = (session, size)
+        order.append((first.setdefault(key, number), number, item))
+    return [item for _, _, item in sorted(order, key=lambda each: each[:2])]
