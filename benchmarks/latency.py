@@ -43,12 +43,13 @@ def main(argv: list[str] | None = None) -> None:
     hvd.init()
     tensor = torch.zeros(max(1, args.bytes // 4))
     array = np.zeros(tensor.shape, np.float32)
-    asked = {"op": hvd.Sum, "name": "benchmark"}
     ways: dict[str, Callable[[], object]] = {
-        "hororing torch": lambda: hvd.allreduce_(tensor, **asked),
-        "hororing NumPy": lambda: hororing.numpy.allreduce_(array, **asked),
+        "hororing torch": lambda: hvd.allreduce_(tensor, op=hvd.Sum, name="benchmark"),
+        "hororing NumPy": lambda: hororing.numpy.allreduce_(array, op=hvd.Sum, name="benchmark"),
         peers.mpi_name(): lambda: MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, array),
-        "hororing handed": lambda: hvd.synchronize(hvd.allreduce_async_(tensor, **asked)),
+        "hororing handed": lambda: hvd.synchronize(
+            hvd.allreduce_async_(tensor, op=hvd.Sum, name="benchmark")
+        ),
     }
     times: dict[str, list[float]] = {who: [] for who in ways}
     for number in range(-1, 1 if args.quick else args.series):  # the first series of each warms up

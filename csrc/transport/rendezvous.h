@@ -33,12 +33,14 @@ namespace hororing {
 
 class Rendezvous {
  public:
-  static constexpr size_t kMaxSignature = 480;
+  static constexpr size_t kMaxSignature = 504;
   static constexpr size_t kMaxPayload = 16 << 10;
   static constexpr int kMaxRanks = 16;
-  // Each rank has two slots in the segment: sizes, signature, payload.
-  static constexpr size_t kSignatureAt = kCacheLine / 2;
+  // Each rank has two slots in the segment: sizes, signature, payload; of a number with a short
+  // name they share one cache line.
+  static constexpr size_t kSignatureAt = 8;
   static constexpr size_t kSlotBytes = kSignatureAt + kMaxSignature + kMaxPayload;
+  static_assert(kSlotBytes % kCacheLine == 0);
 
   // `spin_ns`: nobody waits longer. REQUIRES: segment->geometry().rendezvous_bytes > 0.
   Rendezvous(std::shared_ptr<ShmSegment> segment, int rank, TimeNs spin_ns);
@@ -57,6 +59,7 @@ class Rendezvous {
     uint32_t signature, payload;
     size_t payload_at() const { return kSignatureAt + (signature + 7) / 8 * 8; }
   };
+  static_assert(sizeof(Sizes) == kSignatureAt);
   std::byte* Slot(int rank, uint32_t generation) const;
   void Fill(uint32_t generation, const void* signature, Sizes sizes, const void* payload);
   bool IsLate(uint64_t word) const;

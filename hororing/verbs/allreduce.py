@@ -127,7 +127,7 @@ class Allreduce(Requests[T]):
         if output is not None:
             members = check_member(process_set, "allreduce")
             keep = tensor if in_place else collectives.Separate(tensor, output)
-            given = default_name("allreduce", members) if name is None else name
+            given: Any = default_name("allreduce", members) if name is None else name
             try:
                 answer = adapter.plain_tensors.allreduce(
                     tensor, output, keep, given, members, op, prescale, postscale, wait_follows
@@ -140,7 +140,7 @@ class Allreduce(Requests[T]):
             if answer is not None:
                 if in_place:
                     adapter.mark_written(tensor)
-                if isinstance(given, DefaultName):
+                if name is None:
                     given.submitted = True
                 return answer
             take_back(given)
