@@ -8,9 +8,8 @@ costs its negotiation and its allreduce. Which gradients share a batch is decide
     DDP          1 MiB first, then 25 MiB, in the order of backward (DistributedDataParallel)
     ready        the engine's rule: whatever is ready when the channel is free goes together, cut
                  by the core's fusion planner (csrc/schedule/fusion_planner.h)
-    plan         the core's bucket plan (csrc/schedule/bucket_plan.h), for the same costs
 
-The planners are the real ones, through the test module; times are simulated.
+The fusion planner is the real one, through the test module; times are simulated.
 """
 
 from __future__ import annotations
@@ -65,30 +64,15 @@ def buckets_of_ddp(nbytes: Sequence[int]) -> list[int]:
     return ends if held == 0 else [*ends, len(nbytes)]
 
 
-def table_of(cost: Cost, largest: float) -> list[tuple[int, float]]:
-    """`cost` as the planner takes it: points, four to an octave, and the largest."""
-    sizes = {int(2 ** (i / 4)) for i in range(int(4 * math.log2(largest)) + 1)}
-    return [(size, cost(size)) for size in sorted(sizes | {int(largest)})]
-
-
-def ends_of(
-    policy: str, core: ModuleType, step: Step, cost: Cost, negotiation: Negotiation
-) -> list[int]:
+def ends_of(policy: str, step: Step) -> list[int]:
     """Ends of the buckets of a policy that fixes them before the step."""
     count = len(step.nbytes)
     if policy == "per tensor":
         return list(range(1, count + 1))
     if policy == "one bucket":
         return [count]
-    if policy == "DDP":
-        return buckets_of_ddp(step.nbytes)
-    assert policy == "plan", policy
-    # Negotiating hardly depends on how many tensors there are: an eighth of them is typical.
-    whole = lambda nbytes: cost(nbytes) + negotiation(count // 8 + 1)  # noqa: E731
-    table = table_of(whole, sum(step.nbytes))
-    return core.bucket_plan(
-        step.ready_s, step.nbytes, table=table, limit_bytes=2 * sum(step.nbytes)
-    )
+    assert policy == "DDP", policy
+    return buckets_of_ddp(step.nbytes)
 
 
 def end_of_buckets(step: Step, ends: Sequence[int], cost: Cost, negotiation: Negotiation) -> float:
@@ -117,7 +101,7 @@ def end_of_ready(core: ModuleType, step: Step, cost: Cost, negotiation: Negotiat
     return free
 
 
-POLICIES = ["per tensor", "one bucket", "DDP", "ready", "plan"]
+POLICIES = ["per tensor", "one bucket", "DDP", "ready"]
 
 
 def efficiency(
@@ -127,7 +111,6 @@ def efficiency(
     if policy == "ready":
         end = end_of_ready(core, step, cost, negotiation)
     else:
-        ends = ends_of(policy, core, step, cost, negotiation)
-        end = end_of_buckets(step, ends, cost, negotiation)
+        end = end_of_buckets(step, ends_of(policy, step), cost, negotiation)
     alone = step.forward_s + step.backward_s
     return alone / (step.forward_s + max(step.backward_s, end))

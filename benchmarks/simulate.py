@@ -1,14 +1,13 @@
-"""Training steps on 8 to 2,048 ranks: the real planner and coordinator, a simulated network.
+"""Training steps on 8 to 2,048 ranks: the real fusion planner and coordinator, a simulated network.
 
     make test-cpp && python benchmarks/simulate.py      # a minute; writes results/simulate*
 
-Real: the fusion planner, the bucket plan, the coordinator and its messages (csrc/, through the
-test module). "plan" is the bucket plan for the true costs; "engine, ready" and "engine, plan" are
-what the coordinator decides, report by report (engine_replay.py). Simulated: the network
-(network.py: alpha, beta, one NIC per host), the time of backward (replay.py: a third of the step is
-forward, the rest is divided by multiply-adds), and that all ranks are equally fast. Efficiency is
-the time of a step without communication by that with it: the larger the batch on a rank, the
-better.
+Real: the fusion planner, the coordinator and its messages (csrc/, through the test module). "ready"
+is a model of the engine's rule, "engine, ready" what the coordinator decides, report by report
+(engine_replay.py). Simulated: the network (network.py: alpha, beta, one NIC per host), the time of
+backward (replay.py: a third of the step is forward, the rest is divided by multiply-adds), and that
+all ranks are equally fast. Efficiency is the time of a step without communication by that with it:
+the larger the batch on a rank, the better.
 
 What it can show: which algorithm and which fusion policy wins where, from where latency counts,
 what negotiation costs, how the coordinator's work grows. What it cannot: stragglers, congestion,
@@ -145,17 +144,19 @@ def scaling(
     step = replay.step_of(shapes.MODELS[job.model](), job.step_s, job.element_bytes)
 
     def line(algorithm: str, policy: str, work: Work | None = combined) -> list[float]:
-        efficiency = (engine_replay if policy in engine_replay.POLICIES else replay).efficiency
-        return [
-            efficiency(
-                policy,
+        found = []
+        for count in ranks:
+            args = (
                 core,
                 step,
                 lambda nbytes, n=count: network.seconds(algorithm, job.network, n, nbytes),
                 negotiation(job.network, count, work),
             )
-            for count in ranks
-        ]
+            if policy == engine_replay.POLICY:
+                found.append(engine_replay.efficiency(*args))
+            else:
+                found.append(replay.efficiency(policy, *args))
+        return found
 
     return {
         "job": f"{job.model}, {job.network.name}",
@@ -164,15 +165,15 @@ def scaling(
         "ranks": ranks,
         "published": job.published,
         "algorithms": {
-            name: line(name, "plan") for name in [*network.ALGORITHMS, network.BEST]
+            name: line(name, "ready") for name in [*network.ALGORITHMS, network.BEST]
         },
         "policies": {
-            name: line(network.BEST, name) for name in [*replay.POLICIES, *engine_replay.POLICIES]
+            name: line(network.BEST, name) for name in [*replay.POLICIES, engine_replay.POLICY]
         },
         "negotiation": {
-            "combined per host": line(network.BEST, "plan"),
-            "every rank reports to rank 0": line(network.BEST, "plan", flat),
-            "free": line(network.BEST, "plan", None),
+            "combined per host": line(network.BEST, "ready"),
+            "every rank reports to rank 0": line(network.BEST, "ready", flat),
+            "free": line(network.BEST, "ready", None),
         },
     }  # fmt: skip
 
@@ -207,7 +208,7 @@ def markdown(report: dict[str, Any]) -> str:
     lines = [
         "# Simulated scaling",
         "",
-        "`python benchmarks/simulate.py`: the real planners and coordinator over a simulated "
+        "`python benchmarks/simulate.py`: the real fusion planner and coordinator over a simulated "
         "network. **Predictions under the stated assumptions, not measurements.** The coordinator "
         f"takes {1e9 * work['report_s']:.0f} ns per rank and {1e9 * work['tensor_s']:.0f} ns per "
         f"tensor of a rank where reports of {work['combined']} ranks come as one (for which the "
@@ -220,7 +221,7 @@ def markdown(report: dict[str, Any]) -> str:
         shown = [n for n in each["ranks"] if n in (8, 64, 512, 1024, 2048)]
         lines += ["", f"## {each['job']}", "", f"{each['note']}; network: {each['source']}.", ""]
         lines += [f"| ranks | {' | '.join(map(str, shown))} |", "|---|" + "---:|" * len(shown)]
-        for group, text in (("algorithms", "plan, "), ("policies", f"{network.BEST}, "),
+        for group, text in (("algorithms", "ready, "), ("policies", f"{network.BEST}, "),
                             ("negotiation", "negotiation: ")):  # fmt: skip
             for name, line in each[group].items():
                 cells = [f"{line[each['ranks'].index(n)]:.1%}" for n in shown]
@@ -250,13 +251,13 @@ def plot(report: dict[str, Any], folder: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    titles = {"algorithms": "algorithm, with the bucket plan", "policies": "fusion policy, with "
-              f"{network.BEST}", "negotiation": "negotiation, with the bucket plan"}  # fmt: skip
+    titles = {"algorithms": "algorithm", "policies": f"fusion policy, with {network.BEST}",
+              "negotiation": "negotiation"}  # fmt: skip
     for group, title in titles.items():
         figure, panels = plt.subplots(2, 3, figsize=(15, 8.5), sharey=True)
         for axes, each in zip(panels.flat, report["scaling"], strict=False):
             for name, line in each[group].items():
-                style = "--" if name in engine_replay.POLICIES else "-"
+                style = "--" if name == engine_replay.POLICY else "-"
                 axes.plot(each["ranks"], line, style, marker="o", markersize=3, label=name)
             for number, (who, points) in enumerate(each["published"].items()):
                 x, y = zip(*points, strict=True)

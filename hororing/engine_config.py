@@ -53,7 +53,6 @@ def engine_config(
     c_config.log_level = log_level
     c_config.timeline = text(settings["TIMELINE"])
     c_config.timeline_mark_cycles = settings["TIMELINE_MARK_CYCLES"]
-    c_config.plan = settings["FUSION"] == "plan"
     c_config.tune = settings["AUTOTUNE"]
     # What was chosen is not tuned.
     c_config.tune_fusion = settings.settings["FUSION_BYTES"].source == "default"

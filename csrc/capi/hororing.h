@@ -102,7 +102,6 @@ typedef struct hr_config {
   double cycle_time_ms;    /* longest that requests are held back to be fused */
   int32_t cache_capacity;  /* entries of the response cache; 0: none */
   int32_t reproducible;    /* same bits in every run */
-  int32_t plan;            /* nonzero: tensors wait for buckets, once the steps are known */
   int32_t tune;            /* nonzero: find the first two of these by trying */
   const char* algorithm;   /* "auto", "ring", "recursive_doubling", "three_phase", "leader"; or
                               three of them with commas between, by size of batch */
@@ -187,10 +186,8 @@ typedef struct hr_stats {
   int64_t loop_wakeups;  /* times that the engine's thread came out of a sleep */
   int64_t scratch_bytes; /* fusion and receive buffers held now */
   int64_t trace_events_dropped;
-  int64_t fusion_bytes;    /* the threshold in use; the tuner's on rank 0 */
-  int64_t cycle_time_ns;   /* likewise the time that bursts are held */
-  int64_t plans_made;      /* rank 0: how often buckets were planned ... */
-  int64_t plan_departures; /* ... and steps departed from the plan */
+  int64_t fusion_bytes;  /* the threshold in use; the tuner's on rank 0 */
+  int64_t cycle_time_ns; /* likewise the time that bursts are held */
   /* Batches of HR_ALLREDUCE among several ranks, on the host, by the algorithm that ran. */
   int64_t allreduces_shm_direct, allreduces_three_phase, allreduces_leader, allreduces_ring;
   int64_t allreduces_recursive_doubling, allreduces_rank_order;
@@ -301,10 +298,6 @@ void hr_log_close(void);
 void hr_log_open(void);
 
 void hr_stats_now(hr_stats* stats);
-/* The buckets that are planned now, on rank 0; none elsewhere. The names of a bucket, each with its
- * zero, then one more zero. Returns how many bytes that takes, and writes as many as there is
- * room for. */
-int64_t hr_plan_now(char* names, int64_t room);
 /* "avx512", "avx2" or "portable". */
 const char* hr_kernels(void);
 /* Library version and thread level of the MPI behind `mpi_library`, without initialising it:

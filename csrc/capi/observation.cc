@@ -1,5 +1,5 @@
 // The C interface: what can be seen of the job and the engine: ranks, hosts, timeline, log,
-// statistics, plan.
+// statistics.
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -126,8 +126,6 @@ HR_EXPORT void hr_stats_now(hr_stats* stats) {
   stats->trace_events_dropped = engine->trace().dropped();
   stats->fusion_bytes = from.fusion_bytes;
   stats->cycle_time_ns = from.hold_ns;
-  stats->plans_made = from.plans;
-  stats->plan_departures = from.departures;
   const auto allreduces = [&](AllreduceWay way) {
     return from.allreduces[static_cast<size_t>(way)].load();
   };
@@ -138,15 +136,4 @@ HR_EXPORT void hr_stats_now(hr_stats* stats) {
   stats->allreduces_recursive_doubling = allreduces(AllreduceWay::kRecursiveDoubling);
   stats->allreduces_rank_order = allreduces(AllreduceWay::kRankOrder);
   stats->allreduces_at_once = allreduces(AllreduceWay::kAtOnce);
-}
-
-HR_EXPORT int64_t hr_plan_now(char* names, int64_t room) {
-  const std::shared_ptr<Engine> engine = CurrentEngine();
-  std::string text;
-  for (const auto& bucket : engine != nullptr ? engine->plan() : decltype(engine->plan()){}) {
-    for (const std::string& name : bucket) text.append(name.c_str(), name.size() + 1);
-    text.push_back('\0');
-  }
-  std::memcpy(names, text.data(), std::min(text.size(), static_cast<size_t>(room)));
-  return static_cast<int64_t>(text.size());
 }

@@ -90,7 +90,6 @@ EngineConfig EngineConfigFrom(const hr_config& from) {
   config.hold_ns = Scaled(from.cycle_time_ms, kMillisecond);
   config.cache_capacity = from.cache_capacity;
   config.allreduce.reproducible = from.reproducible != 0;
-  config.plan = from.plan != 0;
   config.allreduce.chunk_bytes = static_cast<size_t>(from.chunk_bytes);
   if (from.tune != 0) {
     config.tune.emplace();

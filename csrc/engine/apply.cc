@@ -43,13 +43,11 @@ void Loop::Apply(const Agreement& agreement) {
       case Decision::Kind::kTimeline:
         Run(&work);
         timeline_.Switch(decision.details().timeline_on, decision.details().timeline_cycles);
-        if (coordinator_) TracePlan(coordinator_->Plan());
         break;
       case Decision::Kind::kTune:
         Run(&work);
         SetHold(decision.details().hold_ns);
         break;
-      case Decision::Kind::kPlan: LearnPlan(decision.process_set, decision.details().plan); break;
       case Decision::Kind::kLeave:
       case Decision::Kind::kAbort:
         Run(&work);
@@ -71,20 +69,6 @@ void Loop::SetHold(TimeNs hold_ns) {
   pace_.set_hold(hold_ns);
   if (host_reports_) host_reports_->set_hold(ReportPace::kPatience * hold_ns);
   engine_.stats_.hold_ns = hold_ns;
-}
-
-void Loop::LearnPlan(int32_t process_set, const std::vector<PlannedBucket>& buckets) {
-  planned_.Learn(process_set, buckets);
-  // What the step that is under way has reported already, its buckets need not wait for.
-  for (const PlannedBucket& bucket : buckets) {
-    for (const uint64_t id : bucket.ids) {
-      const auto reported = reported_.find(id);
-      if (reported == reported_.end() || reported->second == nullptr) continue;
-      planned_.Add(id, reported->second->submitted_ns);
-    }
-  }
-  planned_.Reported();
-  looked_at_ = 0;
 }
 
 void Loop::Run(std::vector<Work>* work) {
@@ -224,7 +208,6 @@ void Loop::AddSet(int32_t id, const Request& request) {
 
 Status Loop::RemoveSet(int32_t id) {
   engine_.sets_.Remove(id);
-  LearnPlan(id, {});
   for (std::unique_ptr<TensorEntry>& entry : engine_.tensors_.RemoveSet(id)) {
     FailRemoved(std::move(entry));
   }

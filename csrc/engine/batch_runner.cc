@@ -244,8 +244,8 @@ Status BatchRunner::RunBatch(int32_t process_set, Channel& channel) {
   if (trace_.enabled()) {
     trace_.Add({UpperName(batch.kind), NamesOf(batch), Track::kLoop, false, begin, end, bytes});
   }
-  if (options_.record && batch.kind == Collective::kAllreduce) {
-    ran_.push_back({process_set, bytes, begin, end});
+  if (options_.record && batch.kind == Collective::kAllreduce && process_set == kWorldSet) {
+    ran_.push_back({bytes, end});
   }
   ++stats_.batches;
   stats_.tensors += static_cast<int64_t>(batch.entries.size());

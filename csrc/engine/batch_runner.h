@@ -62,11 +62,10 @@ class BatchRunner {
   // All ranks end in peace: waits for devices, until `deadline`.
   void Leave(TimeNs deadline);
 
-  // An allreduce batch that was carried out.
+  // An allreduce batch of all ranks that was carried out.
   struct Ran {
-    int32_t process_set;
     int64_t bytes;
-    TimeNs begin, end;
+    TimeNs end;
   };
   // Those since the last call. REQUIRES: options.record.
   std::vector<Ran> TakeRan() { return std::exchange(ran_, {}); }

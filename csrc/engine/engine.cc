@@ -188,9 +188,9 @@ Status Engine::PrepareWorld(const WorldMaker& make_world, World* world) {
   sets_.Reset(topology_.rank, topology_.size);
   transport_name_ = world->transport->name();
   drivable_ = world->transport->turns() != nullptr;
-  // What learns must see everything; the other backends come to other bits.
+  // The tuner must see everything; the other backends come to other bits.
   const bool direct = config_.backend == "auto" || config_.backend == "shm_direct";
-  if (direct && !config_.learns()) rendezvous_ = world->transport->rendezvous();
+  if (direct && !config_.tune) rendezvous_ = world->transport->rendezvous();
   neighbours_ = world->neighbours;
   world->transport->Watch(&calls_);
   if (!world->note.empty()) Log(LogLevel::kWarning, world->note);
@@ -262,7 +262,7 @@ Status Engine::Submit(std::unique_ptr<TensorEntry> entry, bool wait_follows, int
 size_t Engine::SubmitAgain(const OneTensor* tensors, size_t count, bool wait_follows,
                            int64_t* handles) {
   if (trace_.enabled()) return 0;  // each has its span
-  const TimeNs now = config_.learns() ? NowNs() : 0;
+  const TimeNs now = config_.tune ? NowNs() : 0;
   bool ring = !wait_follows || !Drivable();
   const size_t added = tensors_.AddAgain(tensors, count, handles, now, &ring);
   if (added == 0) return 0;
@@ -330,11 +330,6 @@ bool Engine::JoinBefore(TimeNs timeout_ns) {
   std::unique_lock<std::mutex> lock(mutex_);
   Await(lock, timeout_ns, [&] { return ended_ || given_up(); });
   return ended_;
-}
-
-std::vector<std::vector<std::string>> Engine::plan() const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return plan_;
 }
 
 Status Engine::StoppedStatus() const {

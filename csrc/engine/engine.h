@@ -46,7 +46,6 @@ struct EngineConfig {
   TimeNs hold_ns = kMillisecond;
   int cache_capacity = 8192;
   AllreduceOptions allreduce;  // but for what the wire costs, which is measured
-  bool plan = false;           // buckets, once the steps are known
   // Finds fusion_bytes and hold_ns by trying. Its initial setting is those.
   std::optional<Tuner::Options> tune;
   std::string tune_log;     // path, for rank 0; empty: none
@@ -63,9 +62,6 @@ struct EngineConfig {
   bool watch_parent = false;  // end the process when its parent dies
   std::string timeline;       // path; rank 0's counts
   bool timeline_cycles = false;
-
-  // Whether it matters when each tensor was submitted.
-  bool learns() const { return plan || tune; }
 };
 
 class Loop;
@@ -137,8 +133,6 @@ class Engine {
   TraceSink& trace() { return trace_; }
   const Stats& stats() const { return stats_; }
   // Null where the ranks share no memory.
-  // The buckets that rank 0 plans by now, as names; empty on other ranks.
-  std::vector<std::vector<std::string>> plan() const;
 
   // What callers ask of the loop. One at a time; later ones wait.
   struct Command {
@@ -220,16 +214,15 @@ class Engine {
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;
-  bool started_ = false;                        // GUARDED_BY(mutex_)
-  bool ended_ = false;                          // GUARDED_BY(mutex_)
-  Status start_status_;                         // GUARDED_BY(mutex_)
-  std::vector<std::vector<std::string>> plan_;  // GUARDED_BY(mutex_)
-  Status final_status_;                         // GUARDED_BY(mutex_)
-  std::string stop_reason_;                     // GUARDED_BY(mutex_)
-  Command command_;                             // GUARDED_BY(mutex_)
-  bool command_done_ = false;                   // GUARDED_BY(mutex_)
-  Status command_status_;                       // GUARDED_BY(mutex_)
-  std::mutex command_mutex_;                    // serialises callers of RunCommand
+  bool started_ = false;       // GUARDED_BY(mutex_)
+  bool ended_ = false;         // GUARDED_BY(mutex_)
+  Status start_status_;        // GUARDED_BY(mutex_)
+  Status final_status_;        // GUARDED_BY(mutex_)
+  std::string stop_reason_;    // GUARDED_BY(mutex_)
+  Command command_;            // GUARDED_BY(mutex_)
+  bool command_done_ = false;  // GUARDED_BY(mutex_)
+  Status command_status_;      // GUARDED_BY(mutex_)
+  std::mutex command_mutex_;   // serialises callers of RunCommand
   std::atomic<bool> leave_{false};
   std::atomic<bool> abort_{false};
   std::atomic<bool> command_waiting_{false};

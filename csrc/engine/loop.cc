@@ -20,10 +20,8 @@ constexpr TimeNs kFarewellTime = 2 * kSecond;
 Coordinator::Options CoordinatorOptions(const EngineConfig& config, const World& world) {
   Coordinator::Options options;
   options.size = world.topology.size;
-  options.queue.fusion_bytes = config.fusion_bytes;
-  options.queue.hold_ns = config.hold_ns;
-  options.queue.plan = config.plan;
-  options.queue.tune = config.tune;
+  options.tune = config.tune;
+  if (config.tune) options.tune->initial = {config.fusion_bytes, config.hold_ns};
   options.cache_capacity = config.cache_capacity;
   options.stall = config.stall;
   return options;
@@ -49,7 +47,7 @@ Loop::Loop(Engine& engine, World& world, std::vector<std::unique_ptr<Backend>> b
       topology_(world.topology),
       timeline_(*world.transport, world.topology, std::move(clock_offsets), engine.trace_),
       runner_({engine.config_.fusion_bytes, engine.config_.timeout_ns,
-               engine.config_.learns() && world.topology.rank == 0, engine.devices_},
+               engine.config_.tune && world.topology.rank == 0, engine.devices_},
               WorldChannel(world, std::move(backends)), engine.tensors_, *engine.handles_,
               engine.trace_, engine.stats_),
       audiences_(Audiences(world)),
@@ -59,8 +57,7 @@ Loop::Loop(Engine& engine, World& world, std::vector<std::unique_ptr<Backend>> b
   engine_.stats_.fusion_bytes = engine_.config_.fusion_bytes;
   engine_.stats_.hold_ns = engine_.config_.hold_ns;
   if (topology_.rank == neighbours_[0] && neighbours_.size() > 1) {
-    host_reports_.emplace(neighbours_, ReportPace::kPatience * engine.config_.hold_ns,
-                          engine.config_.learns());
+    host_reports_.emplace(neighbours_, ReportPace::kPatience * engine.config_.hold_ns);
   }
   if (topology_.rank != 0) return;
   coordinator_.emplace(CoordinatorOptions(engine.config_, world));
@@ -68,7 +65,7 @@ Loop::Loop(Engine& engine, World& world, std::vector<std::unique_ptr<Backend>> b
     tune_log_.open(engine.config_.tune_log);
     if (!tune_log_) Log(LogLevel::kError, "autotune: cannot write " + engine.config_.tune_log);
   }
-  ShowSchedule();
+  FollowTuner();
 }
 
 Status Loop::Run(std::unique_lock<std::mutex>& turn) {
@@ -164,52 +161,31 @@ bool Loop::Decide() {
   const std::string warning = coordinator_->InspectStalls(NowNs());
   if (!warning.empty()) Log(LogLevel::kWarning, "stall: " + warning);
   std::vector<Agreement> agreed;  // several where rank 0 alone knows where batches end
-  while (std::optional<Agreement> agreement = coordinator_->Decide(NowNs())) {
+  while (std::optional<Agreement> agreement = coordinator_->Decide()) {
     Send(*agreement);
     agreed.push_back(std::move(*agreement));
   }
   for (const Agreement& agreement : agreed) {
     if (!final_) Apply(agreement);
   }
-  if (!agreed.empty() && engine_.config_.learns()) ShowSchedule();
+  if (!agreed.empty()) FollowTuner();
   return !agreed.empty();
 }
 
-// Rank 0: what batches cost goes to the coordinator; what comes of it to callers, logs, timeline.
-void Loop::ShowSchedule() {
-  for (const BatchRunner::Ran& ran : runner_.TakeRan()) {
-    coordinator_->Ran(ran.process_set, ran.bytes, ran.begin, ran.end);
-  }
+// Rank 0: the tuner hears of the batches that were run, and its findings go to the log.
+void Loop::FollowTuner() {
   ReadyQueue& queue = coordinator_->queue();
-  const ReadyQueue::Counts counts = queue.counts();
-  engine_.stats_.plans = counts.plans;
-  engine_.stats_.departures = counts.departures;
-  engine_.stats_.fusion_bytes = queue.fusion_bytes();
-  if (Tuner* tuner = queue.tuner()) {
-    const std::vector<std::string> lines = tuner->TakeLog();
-    for (const std::string& line : lines) tune_log_ << line << std::endl;
-    if (tuner->done() && !lines.empty()) {
-      const Tuner::Setting& best = tuner->setting();
-      Log(LogLevel::kInfo, "autotune: settled on HORORING_FUSION_BYTES=" +
-                               std::to_string(best.fusion_bytes) + " HORORING_CYCLE_TIME_MS=" +
-                               std::to_string(static_cast<double>(best.hold_ns) / kMillisecond));
-    }
-  }
-  if (counts.version == plan_version_) return;
-  plan_version_ = counts.version;
-  std::vector<std::vector<std::string>> plan = coordinator_->Plan();
-  TracePlan(plan);
-  std::lock_guard<std::mutex> lock(engine_.mutex_);
-  engine_.plan_ = std::move(plan);
-}
-
-void Loop::TracePlan(const std::vector<std::vector<std::string>>& plan) {
-  const TimeNs now = NowNs();
-  for (size_t i = 0; i < plan.size() && engine_.trace_.enabled(); ++i) {
-    std::string names = std::to_string(i + 1) + " of " + std::to_string(plan.size()) + ":";
-    for (const std::string& name : plan[i]) names += " " + name;
-    engine_.trace_.Add({"BUCKET_PLAN", names, Track::kLoop, true, now, now, -1});
-  }
+  Tuner* const tuner = queue.tuner();
+  if (tuner == nullptr) return;
+  for (const BatchRunner::Ran& ran : runner_.TakeRan()) queue.Ran(ran.bytes, ran.end);
+  engine_.stats_.fusion_bytes = tuner->setting().fusion_bytes;
+  const std::vector<std::string> lines = tuner->TakeLog();
+  for (const std::string& line : lines) tune_log_ << line << std::endl;
+  if (!tuner->done() || lines.empty()) return;
+  const Tuner::Setting& best = tuner->setting();
+  Log(LogLevel::kInfo, "autotune: settled on HORORING_FUSION_BYTES=" +
+                           std::to_string(best.fusion_bytes) + " HORORING_CYCLE_TIME_MS=" +
+                           std::to_string(static_cast<double>(best.hold_ns) / kMillisecond));
 }
 
 bool Loop::ServeCommands() {

@@ -23,7 +23,6 @@
 #include "engine/timeline.h"
 #include "negotiation/coordinator.h"
 #include "negotiation/host_reports.h"
-#include "negotiation/planned_reports.h"
 #include "negotiation/response_cache.h"
 
 namespace hororing {
@@ -59,9 +58,6 @@ class Loop {
   // messages.cc, with the first three steps
   bool IsUrgent() const;
   bool LetsMoreCome();
-  bool LetsBucketsFill();
-  void LooksAgainAt(TimeNs when);
-  uint64_t IdOf(TensorEntry& entry);
   static std::vector<std::vector<int>> Audiences(const World& world);
   std::vector<int> Neighbours(int rank) const;
   int superior() const;
@@ -70,7 +66,6 @@ class Loop {
   // apply.cc
   void Apply(const Agreement& agreement);
   void SetHold(TimeNs hold_ns);
-  void LearnPlan(int32_t process_set, const std::vector<PlannedBucket>& buckets);
   void Run(std::vector<Work>* work);
   TensorEntry* Reported(uint64_t id);
   std::optional<Work> Agreed(const Decision& decision, uint64_t id);
@@ -85,8 +80,7 @@ class Loop {
   void FailRemoved(std::unique_ptr<TensorEntry> entry);
   void TraceNegotiation(const TensorEntry& entry);
   // loop.cc
-  void ShowSchedule();
-  void TracePlan(const std::vector<std::vector<std::string>>& plan);
+  void FollowTuner();
   void KeepHouse(TimeNs now);
   void FollowParent();
   void End(Status why);
@@ -106,15 +100,12 @@ class Loop {
   const std::vector<int> neighbours_;
   std::optional<Coordinator> coordinator_;   // on rank 0
   std::optional<HostReports> host_reports_;  // on the first of the others
-  int64_t plan_version_ = 0;                 // that was shown
   std::ofstream tune_log_;                   // on rank 0
   ResponseCache cache_;
   // In flight and reported by these ids; null: none is.
   std::unordered_map<uint64_t, TensorEntry*> reported_;
   std::vector<TensorEntry*> submitted_;  // of Report; its memory is used again
   ReportPace pace_;
-  PlannedReports planned_;
-  size_t looked_at_ = 0;         // of what is submitted and not reported, for buckets
   TimeNs report_ns_ = kForever;  // when the loop's thread has given its word to look
   uint32_t gather_bell_ = 0;     // as it was then
   bool driven_ = false;          // by a caller

@@ -9,13 +9,6 @@
 #include "negotiation/codec.h"
 
 namespace hororing {
-namespace {
-
-// A request's age is told from here on; below, it was reported as it came.
-constexpr TimeNs kAgeWorthTelling = 100 * kMicrosecond;
-
-}  // namespace
-
 // Those that hear from rank 0 together: its neighbours by themselves, where there is memory to
 // reach them; the ranks of another host through the first of them.
 std::vector<std::vector<int>> Loop::Audiences(const World& world) {
@@ -54,45 +47,15 @@ bool Loop::LetsMoreCome() {
   if (!driven_) engine_.looks_soon_ = false;  // before the look: what it does not see wakes us
   report_ns_ = kForever;
   if (IsUrgent()) return false;
-  if (planned_.any()) return LetsBucketsFill();
   const TensorTable::Submitted submitted = engine_.tensors_.submitted();
   if (submitted.count == 0 && !pace_.unanswered()) return true;
   const TimeNs now = NowNs();
   const TimeNs due = pace_.Due(submitted.first_ns, submitted.count, now);
   if (now >= due) return submitted.count == 0;
-  LooksAgainAt(due);
-  return !IsUrgent();  // who has begun to wait since may not have seen our word
-}
-
-// The word. REQUIRES: nobody drives the loop.
-void Loop::LooksAgainAt(TimeNs when) {
-  report_ns_ = when;
+  report_ns_ = due;
   if (turns_ != nullptr) gather_bell_ = turns_->Bell();
   engine_.looks_soon_ = true;
-}
-
-// The same, where there is a plan: a bucket is reported when it is complete and the last report was
-// answered. Whether it is complete shows by a look now and then.
-bool Loop::LetsBucketsFill() {
-  engine_.tensors_.LookAtSubmitted(looked_at_, &submitted_);
-  looked_at_ += submitted_.size();
-  for (TensorEntry* entry : submitted_) planned_.Add(IdOf(*entry), entry->submitted_ns);
-  const TensorTable::Submitted submitted = engine_.tensors_.submitted();
-  const TimeNs now = NowNs();
-  const TimeNs silent_until = pace_.unanswered_until_ns();
-  const bool silent = now < silent_until;
-  if (submitted.count == 0 && !silent) return true;
-  const PlannedReports::Others& others = planned_.others();
-  TimeNs due = std::max(planned_.due(), silent_until);
-  if (others.count > 0) due = std::min(due, pace_.Due(others.first_ns, others.count, now));
-  if (now >= due) return false;
-  LooksAgainAt(silent ? silent_until : std::min(due, After(now, pace_.glance_ns())));
-  return !IsUrgent();
-}
-
-uint64_t Loop::IdOf(TensorEntry& entry) {
-  if (entry.cache_id == 0) entry.cache_id = cache_.Find(entry.request);
-  return entry.cache_id;
+  return !IsUrgent();  // who has begun to wait since may not have seen our word
 }
 
 // SUBMIT -> NEGOTIATE: what callers have submitted since the last time.
@@ -100,35 +63,25 @@ bool Loop::Report() {
   if (LetsMoreCome()) return false;
   struct Report report;
   report.applied = applied_;
-  TimeNs oldest = 0;
   engine_.asked_for_ = false;
   engine_.tensors_.TakeSubmitted(&submitted_);
-  for (size_t i = looked_at_; i < submitted_.size() && planned_.any(); ++i) {
-    planned_.Add(IdOf(*submitted_[i]), submitted_[i]->submitted_ns);
-  }
-  planned_.Reported();
-  looked_at_ = 0;
-  const TimeNs now = NowNs();  // not before any of them was submitted
+  const TimeNs now = NowNs();
   for (TensorEntry* entry : submitted_) {
     if (!engine_.sets_.Holds(entry->request.process_set)) {  // removed since it was submitted
       FailRemoved(engine_.tensors_.Remove(Key(entry->request)));
       continue;
     }
     entry->reported_ns = now;
-    const uint64_t id = IdOf(*entry);
+    if (entry->cache_id == 0) entry->cache_id = cache_.Find(entry->request);
+    const uint64_t id = entry->cache_id;
+    if (coordinator_) coordinator_->queue().Submitted(entry->request, id, entry->submitted_ns);
     if (id != 0) {
       reported_[id] = entry;
       report.cached.push_back(id);
-      if (engine_.config_.learns()) {
-        const TimeNs age = std::max<TimeNs>(0, now - entry->submitted_ns);
-        oldest = std::max(oldest, age);
-        report.ages_us.push_back(age / kMicrosecond);
-      }
     } else {
       report.fresh.push_back(entry->request);
     }
   }
-  if (oldest < kAgeWorthTelling) report.ages_us.clear();
   engine_.stats_.cache_hits += static_cast<int64_t>(report.cached.size());
   engine_.stats_.cache_misses += static_cast<int64_t>(report.fresh.size());
   if (engine_.leave_.load() && !left_) {

@@ -40,10 +40,6 @@ class ReportPace {
   // An agreement has come.
   void Answered() { unanswered_until_ns_ = 0; }
   bool unanswered() const { return unanswered_until_ns_ != 0; }
-  // When silence ends without an answer; 0: there was one.
-  TimeNs unanswered_until_ns() const { return unanswered_until_ns_; }
-  // From one look to the next at what comes in its own time.
-  TimeNs glance_ns() const { return std::max(hold_ns_ / kMoment, kLeastGlance); }
 
   // In terms of hold_ns. Others may not have what this rank has reported, but wait for what it has
   // not reported yet: silence must end without an answer.
@@ -55,8 +51,6 @@ class ReportPace {
   // Between requests of a burst, on average: a framework's call for one takes a microsecond or
   // three, and computes nothing worth the name before the next.
   static constexpr TimeNs kClosely = 8 * kMicrosecond;
-  // Some changes of threads.
-  static constexpr TimeNs kLeastGlance = 50 * kMicrosecond;
 
   TimeNs hold_ns_;
   TimeNs next_ns_ = 0;

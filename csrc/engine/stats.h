@@ -25,8 +25,6 @@ struct Stats {
   Counter scratch_bytes{0};
   Counter fusion_bytes{0};  // in use, as far as this rank knows: rank 0 tunes
   Counter hold_ns{0};       // in use
-  Counter plans{0};         // on rank 0
-  Counter departures{0};
   std::array<Counter, kAllreduceWays> allreduces{};  // batches, by AllreduceWay
 };
 

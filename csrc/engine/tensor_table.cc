@@ -113,13 +113,6 @@ TensorTable::Submitted TensorTable::submitted() {
   return {submitted_.size(), first_submitted_ns_};
 }
 
-void TensorTable::LookAtSubmitted(size_t from, std::vector<TensorEntry*>* more) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  const size_t begin = std::min(from, submitted_.size());
-  more->assign(submitted_.begin() + static_cast<std::ptrdiff_t>(begin), submitted_.end());
-  rung_ = false;
-}
-
 void TensorTable::TakeSubmitted(std::vector<TensorEntry*>* submitted) {
   submitted->clear();
   std::lock_guard<std::mutex> lock(mutex_);

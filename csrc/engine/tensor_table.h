@@ -30,7 +30,7 @@ struct TensorEntry {
   Request request;
   std::vector<TensorView> views;  // one per tensor of the request
   int64_t handle = 0;
-  TimeNs submitted_ns = 0;  // where the engine learns from it
+  TimeNs submitted_ns = 0;  // for the tuner
   // On a device: when each view may be used; empty: now.
   std::vector<std::shared_ptr<const DeviceEvent>> ready;
   bool resting = false;  // not in flight; GUARDED_BY the table's mutex
@@ -84,8 +84,6 @@ class TensorTable {
     TimeNs first_ns = 0;  // where there is any: when the first was
   };
   Submitted submitted();
-  // Of these, those from number `from` on. Who adds more rings again.
-  void LookAtSubmitted(size_t from, std::vector<TensorEntry*>* more);
   // Everything added since the last call, in order.
   void TakeSubmitted(std::vector<TensorEntry*>* submitted);
   // Those in flight, by Key(process set, name).

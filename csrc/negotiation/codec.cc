@@ -13,9 +13,6 @@ constexpr size_t kLongestRun = 1 << 16;
 // In place of the kind of a decision: a run of those of cached requests; no more decisions.
 constexpr uint8_t kRunOfCached = 0x7e, kNoMore = 0x7f;
 
-// Of a request, in microseconds: an hour. What is older is as old.
-constexpr uint64_t kLongestAge = uint64_t{3600} * 1000 * 1000;
-
 class Writer {
  public:
   explicit Writer(MessageKind kind) { bytes_.push_back(static_cast<char>(kind)); }
@@ -237,21 +234,16 @@ void Put(Writer& out, const Decision& decision) {
       out.Unsigned(details.timeline_on);
       out.Unsigned(details.timeline_cycles);
       break;
-    case Decision::Kind::kTune: out.Signed(details.hold_ns); break;
-    case Decision::Kind::kPlan:
-      out.Signed(decision.process_set);
-      out.Unsigned(details.plan.size());
-      for (const PlannedBucket& bucket : details.plan) {
-        PutIds(out, bucket.ids);
-        out.Signed(bucket.wait_ns);
-      }
+    case Decision::Kind::kTune:
+      out.Signed(details.hold_ns);
+      break;
       break;
   }
 }
 
 Decision GetDecision(Reader& in, uint8_t kind) {
   Decision decision;
-  decision.kind = in.Choice(kind, Decision::Kind::kPlan);
+  decision.kind = in.Choice(kind, Decision::Kind::kTune);
   if (decision.kind == Decision::Kind::kRun) {
     decision.cache_id = in.Unsigned();
     decision.process_set = static_cast<int32_t>(in.Signed());
@@ -277,14 +269,9 @@ Decision GetDecision(Reader& in, uint8_t kind) {
       details.timeline_on = in.Unsigned() != 0;
       details.timeline_cycles = in.Unsigned() != 0;
       break;
-    case Decision::Kind::kTune: details.hold_ns = in.Signed(); break;
-    case Decision::Kind::kPlan:
-      decision.process_set = static_cast<int32_t>(in.Signed());
-      details.plan.resize(in.Count());
-      for (PlannedBucket& bucket : details.plan) {
-        GetIds(in, &bucket.ids);
-        bucket.wait_ns = in.Signed();
-      }
+    case Decision::Kind::kTune:
+      details.hold_ns = in.Signed();
+      break;
       break;
   }
   return decision;
@@ -335,8 +322,6 @@ std::string Encode(const Report& report) {
   Writer out(MessageKind::kReport);
   out.Unsigned(report.applied);
   PutIds(out, report.cached);
-  out.Unsigned(report.ages_us.size());
-  for (int64_t age : report.ages_us) out.Unsigned(static_cast<uint64_t>(age));
   out.Unsigned(report.fresh.size());
   for (const Request& request : report.fresh) Put(out, request);
   out.Unsigned(report.leaving);
@@ -385,16 +370,11 @@ bool Decode(const std::string& message, Report* report) {
   if (!in.Expect(MessageKind::kReport)) return false;
   report->applied = in.Unsigned();
   GetIds(in, &report->cached);
-  report->ages_us.resize(in.Count());
-  for (int64_t& age : report->ages_us) {
-    age = static_cast<int64_t>(std::min(in.Unsigned(), kLongestAge));
-  }
   report->fresh.resize(in.Count());
   for (Request& request : report->fresh) request = GetRequest(in);
   report->leaving = in.Unsigned() != 0;
   report->reason = in.Text();
-  const bool matched = report->ages_us.empty() || report->ages_us.size() == report->cached.size();
-  return in.complete() && matched;
+  return in.complete();
 }
 
 bool Decode(const std::string& message, Agreement* agreement) {

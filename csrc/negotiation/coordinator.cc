@@ -37,7 +37,7 @@ Coordinator::Coordinator(const Options& options)
       sets_(options.size),
       joined_(static_cast<size_t>(options.size), 0),
       applied_(static_cast<size_t>(options.size), 0),
-      queue_(options.queue) {}
+      queue_(options.tune) {}
 
 void Coordinator::Receive(const int* ranks, size_t count, const Report& report, TimeNs now) {
   if (stopped_) return;
@@ -46,10 +46,7 @@ void Coordinator::Receive(const int* ranks, size_t count, const Report& report, 
   const bool usual = report.fresh.empty() && !report.leaving;
   if (usual && ReportRuns(ranks, count, report.cached, now)) return;
   Dissolve();
-  for (size_t i = 0; i < report.cached.size(); ++i) {
-    const TimeNs age = report.ages_us.empty() ? 0 : report.ages_us[i] * kMicrosecond;
-    ReportCached(ranks, count, report.cached[i], now - age, now);
-  }
+  for (const uint64_t id : report.cached) ReportCached(ranks, count, id, now);
   for (const Request& request : report.fresh) {
     for (size_t i = 0; i < count; ++i) ReportFresh(ranks[i], request, now);
   }
@@ -61,7 +58,7 @@ void Coordinator::Receive(const int* ranks, size_t count, const Report& report, 
     Decision leave;
     leave.kind = Decision::Kind::kLeave;
     leave.set_details().status = Status(Code::kShutDown, text, rank);
-    queue_.PushUrgent(std::move(leave));
+    queue_.Push(std::move(leave));
     stopped_ = true;
   }
 }
@@ -72,7 +69,7 @@ void Coordinator::SwitchTimeline(bool on, bool mark_cycles) {
   decision.kind = Decision::Kind::kTimeline;
   decision.set_details().timeline_on = on;
   decision.set_details().timeline_cycles = mark_cycles;
-  queue_.PushUrgent(std::move(decision));
+  queue_.Push(std::move(decision));
 }
 
 const Request& Coordinator::Pending::any() const {
@@ -82,12 +79,11 @@ const Request& Coordinator::Pending::any() const {
 }
 
 // A record that is not there belongs to a process set that was removed: its requests have failed.
-void Coordinator::ReportCached(const int* ranks, size_t count, uint64_t id, TimeNs submitted,
-                               TimeNs now) {
+void Coordinator::ReportCached(const int* ranks, size_t count, uint64_t id, TimeNs now) {
   const auto found = records_.find(id);
   if (found == records_.end()) return;
   const Record& record = *found->second;
-  Pending& pending = PendingFor(record.request, *record.named, id, submitted, now);
+  Pending& pending = PendingFor(record.request, *record.named, now);
   if (pending.count == 0) {
     pending.id = id;
     pending.record = &record;
@@ -109,7 +105,7 @@ void Coordinator::ReportFresh(int rank, const Request& request, TimeNs now) {
   if (set == nullptr || set->IndexOf(rank) < 0) return;  // removed meanwhile, as above
   if (request.kind == Collective::kJoin) Join(rank);
   Named& named = NamedBy(request);
-  Pending& pending = PendingFor(request, named, 0, now, now);
+  Pending& pending = PendingFor(request, named, now);
   Expand(pending);
   pending.requests[static_cast<size_t>(set->IndexOf(rank))] = request;
   Count(rank, pending);
@@ -126,9 +122,8 @@ Coordinator::Named& Coordinator::NamedBy(const Request& request) {
   return *named;
 }
 
-// `id` and `submitted`: of the report, which counts from now on.
-Coordinator::Pending& Coordinator::PendingFor(const Request& request, Named& named, uint64_t id,
-                                              TimeNs submitted, TimeNs now) {
+// What the reports of the name have said so far; another one is about to be counted.
+Coordinator::Pending& Coordinator::PendingFor(const Request& request, Named& named, TimeNs now) {
   if (waiting_.empty()) stall_check_ns_ = After(now, stall_inspector_.interval_ns());
   Pending& pending = named.pending;
   if (!named.waits) {
@@ -138,15 +133,11 @@ Coordinator::Pending& Coordinator::PendingFor(const Request& request, Named& nam
     pending.set = sets_.Find(request.process_set);
     pending.id = 0;
     pending.record = nullptr;
-    pending.submitted_ns = 0;
     pending.count = 0;
     pending.reported.assign(pending.set->ranks.size(), 0);
     pending.requests.clear();
     pending.since_ns = now;
-    pending.fusable = request.kind == Collective::kAllreduce;
-    if (pending.fusable) queue_.Announced(request.process_set, id, submitted);
   }
-  pending.submitted_ns = std::max(pending.submitted_ns, submitted);
   return pending;
 }
 
@@ -175,8 +166,6 @@ void Coordinator::Complete(Named& named) {
   Status status = Agree(named, &decision, &bytes);
   const Request& request = pending.any();
   decision.process_set = request.process_set;
-  const bool fusable = pending.fusable;
-  const ReadyQueue::Ready ready{pending.id, bytes, pending.submitted_ns};
   if (status.ok() && (request.kind == Collective::kAddProcessSet ||
                       request.kind == Collective::kRemoveProcessSet)) {
     status = ChangeSets(request, &decision.set_details().rows);
@@ -196,11 +185,7 @@ void Coordinator::Complete(Named& named) {
     decision.set_details().status = std::move(status);
   }
   Forget(named);
-  if (fusable && decision.kind == Decision::Kind::kRun) {
-    queue_.PushAllreduce(std::move(decision), ready);
-  } else {
-    queue_.PushUrgent(std::move(decision));
-  }
+  queue_.Push(std::move(decision), bytes);
 }
 
 // What becomes of a request that all members have reported, or cannot report any more.
@@ -254,9 +239,9 @@ void Coordinator::EraseIfUnused(Named& named) {
   if (!named.waits && named.records == 0) names_.erase(names_.find(named.key));
 }
 
-std::optional<Agreement> Coordinator::Decide(TimeNs now) {
+std::optional<Agreement> Coordinator::Decide() {
   Agreement agreement;
-  agreement.decisions = queue_.Take(now);
+  agreement.decisions = queue_.Take();
   if (agreement.decisions.empty()) return std::nullopt;
   agreement.sequence = ++sequence_;
   removed_now_ = removed_;
@@ -269,24 +254,10 @@ std::optional<Agreement> Coordinator::Decide(TimeNs now) {
   return agreement;
 }
 
-std::vector<std::vector<std::string>> Coordinator::Plan() const {
-  std::vector<std::vector<std::string>> named;
-  for (const StepPlanner::Buckets& buckets : queue_.Plans()) {
-    for (const std::vector<uint64_t>& bucket : buckets) {
-      named.emplace_back();
-      for (const uint64_t id : bucket) {
-        const auto record = records_.find(id);
-        if (record != records_.end()) named.back().push_back(record->second->request.name);
-      }
-    }
-  }
-  return named;
-}
-
 TimeNs Coordinator::NextDeadline() const {
   if (stopped_) return kForever;
-  const TimeNs next = queue_.NextDeadline();
-  return WaitsForSome() ? std::min(next, stall_check_ns_) : next;
+  if (!queue_.empty()) return 0;
+  return WaitsForSome() ? stall_check_ns_ : kForever;
 }
 
 std::string Coordinator::InspectStalls(TimeNs now) {
@@ -298,7 +269,7 @@ std::string Coordinator::InspectStalls(TimeNs now) {
     Decision abort;
     abort.kind = Decision::Kind::kAbort;
     abort.set_details().status = finding.abort;
-    queue_.PushUrgent(std::move(abort));
+    queue_.Push(std::move(abort));
     stopped_ = true;
   }
   return finding.warning;

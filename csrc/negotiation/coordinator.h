@@ -45,7 +45,7 @@ class Coordinator {
  public:
   struct Options {
     int size = 1;
-    ReadyQueue::Options queue;
+    std::optional<Tuner::Options> tune;
     int cache_capacity = 0;  // 0: no cache
     StallInspector::Options stall;
   };
@@ -59,18 +59,12 @@ class Coordinator {
   // Queues a switch of the timeline, in order with everything else.
   void SwitchTimeline(bool on, bool mark_cycles);
 
-  // What is decided by now and goes, if anything; see ReadyQueue.
-  std::optional<Agreement> Decide(TimeNs now);
+  // What is decided by now, if anything; while something is tuned perhaps not all of it.
+  std::optional<Agreement> Decide();
   // What of the agreement just decided concerns any of `ranks`; nothing: it need not be sent there.
   std::optional<Agreement> PartFor(const std::vector<int>& ranks, const Agreement& agreement) const;
   // Whether every agreement concerns every rank.
   bool world_only() const { return sets_.count() == 1; }
-  // A batch of allreduces was carried out on this rank.
-  void Ran(int32_t process_set, int64_t bytes, TimeNs begin, TimeNs end) {
-    queue_.Ran(process_set, bytes, begin, end);
-  }
-  // The buckets that are planned now, by names.
-  std::vector<std::vector<std::string>> Plan() const;
   ReadyQueue& queue() { return queue_; }
   // When Decide or InspectStalls has something to do although no report comes; kForever: never.
   TimeNs NextDeadline() const;
@@ -88,9 +82,7 @@ class Coordinator {
     const ProcessSet* set = nullptr;
     uint64_t id = 0;  // the record that all reports so far named; 0: one came in full
     TimeNs since_ns = 0;
-    TimeNs submitted_ns = 0;  // by the latest of those that have
     int count = 0;
-    bool fusable = false;  // an allreduce, which the queue expects
     std::vector<char> reported;
     std::vector<Request> requests;   // filled once a report came in full
     const Record* record = nullptr;  // of `id`
@@ -116,11 +108,10 @@ class Coordinator {
   };
 
   void Receive(const int* ranks, size_t count, const Report& report, TimeNs now);
-  void ReportCached(const int* ranks, size_t count, uint64_t id, TimeNs submitted, TimeNs now);
+  void ReportCached(const int* ranks, size_t count, uint64_t id, TimeNs now);
   void ReportFresh(int rank, const Request& request, TimeNs now);
   Named& NamedBy(const Request& request);
-  Pending& PendingFor(const Request& request, Named& named, uint64_t id, TimeNs submitted,
-                      TimeNs now);
+  Pending& PendingFor(const Request& request, Named& named, TimeNs now);
   void Forget(Named& named);
   using Records = std::unordered_map<uint64_t, std::unique_ptr<Record>>;
   Records::iterator Erase(Records::iterator record);

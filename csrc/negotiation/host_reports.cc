@@ -11,13 +11,11 @@ namespace {
 
 // What is remembered of tensors that come no more, at most; then everything is learned anew.
 constexpr size_t kMostTensors = 1 << 13;
-// Below, tensors count as submitted just now.
-constexpr TimeNs kAgeWorthTelling = 100 * kMicrosecond;
 
 }  // namespace
 
-HostReports::HostReports(std::vector<int> ranks, TimeNs hold_ns, bool tells_ages)
-    : ranks_(std::move(ranks)), hold_ns_(hold_ns), tells_ages_(tells_ages), held_(ranks_.size()) {}
+HostReports::HostReports(std::vector<int> ranks, TimeNs hold_ns)
+    : ranks_(std::move(ranks)), hold_ns_(hold_ns), held_(ranks_.size()) {}
 
 void HostReports::Receive(int rank, const Report& report, TimeNs now) {
   const auto found = std::find(ranks_.begin(), ranks_.end(), rank);
@@ -30,11 +28,9 @@ void HostReports::Receive(int rank, const Report& report, TimeNs now) {
     // The older one of those that are combined: no id may be forgotten that is named below.
     held.report.applied = report.applied;
   }
-  for (size_t i = 0; i < report.cached.size(); ++i) {
-    held.report.cached.push_back(report.cached[i]);
-    const TimeNs age = report.ages_us.empty() ? 0 : report.ages_us[i] * kMicrosecond;
-    held.submitted_ns.push_back(now - age);
-    Count(cached_[report.cached[i]], place, nullptr);
+  for (const uint64_t id : report.cached) {
+    held.report.cached.push_back(id);
+    Count(cached_[id], place, nullptr);
   }
   for (const Request& request : report.fresh) {
     held.report.fresh.push_back(request);
@@ -82,13 +78,6 @@ std::optional<std::string> HostReports::Take(TimeNs now) {
   for (size_t place = 0; place < held_.size(); ++place) {
     Held held = std::exchange(held_[place], {});
     if (!held.any) continue;
-    TimeNs oldest = 0;
-    for (const TimeNs submitted : held.submitted_ns) {
-      if (!tells_ages_) break;
-      oldest = std::max(oldest, now - submitted);
-      held.report.ages_us.push_back((now - submitted) / kMicrosecond);
-    }
-    if (oldest < kAgeWorthTelling) held.report.ages_us.clear();
     alike[Encode(held.report)].push_back(ranks_[place]);
   }
   for (Tensor* tensor : incomplete_) tensor->held = false;

@@ -29,8 +29,8 @@ namespace hororing {
 
 class HostReports {
  public:
-  // `ranks`: of this host. `tells_ages`: how long tensors have waited here counts, too.
-  HostReports(std::vector<int> ranks, TimeNs hold_ns, bool tells_ages);
+  // `ranks`: of this host.
+  HostReports(std::vector<int> ranks, TimeNs hold_ns);
   void set_hold(TimeNs hold_ns) { hold_ns_ = hold_ns; }
 
   // REQUIRES: `rank` is one of them.
@@ -52,7 +52,6 @@ class HostReports {
   struct Held {
     bool any = false;
     Report report;
-    std::vector<TimeNs> submitted_ns;  // of report.cached
   };
 
   void Count(Tensor& tensor, size_t place, const Tensor* like);
@@ -60,7 +59,6 @@ class HostReports {
 
   const std::vector<int> ranks_;
   TimeNs hold_ns_;
-  const bool tells_ages_;
   std::vector<Held> held_;  // by place among `ranks`
   std::unordered_map<uint64_t, Tensor> cached_;
   std::unordered_map<std::string, Tensor> fresh_;

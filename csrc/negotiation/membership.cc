@@ -30,7 +30,6 @@ Status Coordinator::ChangeSets(const Request& request, std::vector<int64_t>* row
 
 void Coordinator::RemoveSet(int32_t id) {
   const ProcessSet* set = sets_.Find(id);
-  queue_.ForgetSet(id);
   const std::vector<Named*> waiting = waiting_;
   for (Named* named : waiting) {
     if (named->pending.set != set) continue;
@@ -43,7 +42,7 @@ void Coordinator::RemoveSet(int32_t id) {
         Status(Code::kMismatch, request.Title() + " (NEGOTIATE): the process set was " +
                                     "removed before all of its ranks had made this call");
     Forget(*named);
-    queue_.PushUrgent(std::move(fail));
+    queue_.Push(std::move(fail));
   }
   for (auto record = records_.begin(); record != records_.end();) {
     if (record->second->request.process_set != id) {

@@ -60,17 +60,9 @@ inline std::string Key(const Request& request) { return Key(request.process_set,
 struct Report {
   uint64_t applied = 0;          // sequence of the last agreement that this rank has applied
   std::vector<uint64_t> cached;  // requests known by their cache id
-  std::vector<int64_t> ages_us;  // of `cached`, since their submission; empty: just now
   std::vector<Request> fresh;    // requests in full
   bool leaving = false;          // the rank is shutting down ...
   std::string reason;            // ... and why, if it said so
-};
-
-// A bucket of a plan, as ranks need to know it.
-struct PlannedBucket {
-  std::vector<uint64_t> ids;  // in the cache; in order of readiness
-  // A rank that has some reports them, from the first one's submission on, so late at the latest.
-  TimeNs wait_ns = 0;
 };
 
 // One item of an agreement. Every rank carries out the decisions of all agreements in the same
@@ -83,7 +75,6 @@ struct Decision {
     kAbort = 3,     // the engine cannot go on: fail everything pending with `status`
     kTimeline = 4,  // switch the timeline
     kTune = 5,      // let requests come together for so long from now on
-    kPlan = 6,      // report the tensors of a bucket together from now on
   };
   // What a kRun of cached requests, which most decisions are, has nothing of.
   struct Details {
@@ -97,8 +88,7 @@ struct Decision {
     std::optional<Request> stand_in;
     bool timeline_on = false;  // kTimeline
     bool timeline_cycles = false;
-    TimeNs hold_ns = 0;               // kTune
-    std::vector<PlannedBucket> plan;  // kPlan: of the process set; empty: there is none
+    TimeNs hold_ns = 0;  // kTune
   };
 
   Decision() = default;

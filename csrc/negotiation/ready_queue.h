@@ -1,30 +1,18 @@
-// ReadyQueue: decisions on their way into an agreement. What goes now, what waits for others to
-// share a batch with, and how long. The rules, each as in docs/scheduling.md:
+// ReadyQueue: decisions on their way into an agreement, in the order in which they became ready.
 //
-//   ready  what all have reported goes: ranks let requests come together before they report them
-//   plan   once the steps are known, an allreduce waits for the others of its bucket, of which
-//          ranks hear by a decision (kPlan); a step that departs from the plan goes by the rule
-//          above
-//   tune   the threshold of batches is tried out and then kept, and so is the hold time, of which
-//          ranks hear by a decision (kTune)
-//
-// Everything but allreduces goes at once, and takes with it whatever is there, so that the order
-// of decisions is the order of calls. Nothing waits longer than NextDeadline says.
+// All of them go at once: ranks let requests come together before they report them, and every rank
+// cuts the agreement into batches at the same threshold. Only while the tuner tries a lower one,
+// which this rank alone knows, an agreement ends where a batch would.
 //
 // Sans-IO, as the coordinator that owns it.
 #pragma once
 
 #include <cstdint>
-#include <map>
-#include <memory>
 #include <optional>
-#include <string>
 #include <vector>
 
 #include "base/clock.h"
 #include "negotiation/messages.h"
-#include "negotiation/stretches.h"
-#include "schedule/step_planner.h"
 #include "schedule/step_watch.h"
 #include "schedule/tuner.h"
 
@@ -32,78 +20,37 @@ namespace hororing {
 
 class ReadyQueue {
  public:
-  struct Options {
-    int64_t fusion_bytes = 0;
-    TimeNs hold_ns = 0;  // for which ranks let requests come together; what a plan forgives
-    bool plan = false;
-    std::optional<Tuner::Options> tune;  // its initial setting is the one above
-  };
-  explicit ReadyQueue(const Options& options);
+  // Nothing is tuned without options.
+  explicit ReadyQueue(const std::optional<Tuner::Options>& tune) {
+    if (!tune) return;
+    most_bytes_ = tune->initial.fusion_bytes;
+    tuner_.emplace(*tune);
+  }
 
-  // Some rank has reported an allreduce, submitted at `when`; `id` is 0 unless it is cached.
-  void Announced(int32_t process_set, uint64_t id, TimeNs when);
+  // `bytes`: of its tensors; they count where something is tuned.
+  void Push(Decision decision, int64_t bytes = 0);
+  // What goes into the next agreement; empty: nothing.
+  std::vector<Decision> Take();
+  bool empty() const { return ready_.empty(); }
 
-  void PushUrgent(Decision decision);
-  // What is known of an allreduce.
-  struct Ready {
-    uint64_t id = 0;  // 0 unless it is cached
-    int64_t bytes = 0;
-    TimeNs when = 0;  // the last rank submitted it
-  };
-  void PushAllreduce(Decision decision, const Ready& ready);
-  // The same, of cached allreduces. REQUIRES: !learns().
-  void PushRun(int32_t process_set, IdRun run);
-  // Whether it matters when each allreduce was submitted.
-  bool learns() const { return options_.plan || tuner_.has_value(); }
-  // What goes into the next agreement; empty: nothing yet.
-  std::vector<Decision> Take(TimeNs now);
-  bool empty() const { return ready_.empty() && held_ == 0; }
-  // When Take has something to give although nothing comes; kForever: never.
-  TimeNs NextDeadline() const;
-
-  // A batch of allreduces was carried out on this rank.
-  void Ran(int32_t process_set, int64_t bytes, TimeNs begin, TimeNs end);
-  // Its decisions are as those of any other set from now on.
-  void ForgetSet(int32_t process_set);
-
-  // The buckets of all sets that have a plan, and a number that grows when that changes.
-  std::vector<StepPlanner::Buckets> Plans() const;
-  struct Counts {
-    int64_t version = 0, plans = 0, departures = 0;
-  };
-  Counts counts() const;
-  Tuner* tuner() { return tuner_ ? &*tuner_ : nullptr; }
-  int64_t fusion_bytes() const { return fusion_bytes_; }
+  bool tunes() const { return tuner_.has_value(); }
+  // The tuner learns from what this rank submits and carries out: allreduces among all ranks. What
+  // other ranks must know of the next setting is pushed, ahead of the step that tries it.
+  void Submitted(const Request& request, uint64_t id, TimeNs when);  // id 0: it is not cached
+  void Ran(int64_t bytes, TimeNs end) { watch_.Ran(bytes, end); }
+  Tuner* tuner() { return tuner_ ? &*tuner_ : nullptr; }  // null: nothing is tuned
 
  private:
   struct Item {
     Decision decision;
-    int64_t bytes = 0;  // of a run: not asked for
+    int64_t bytes;
   };
-  // The steps of one process set, where something is learned of them.
-  struct Steps {
-    StepWatch watch;
-    std::unique_ptr<StepPlanner> planner;        // null: no plans
-    std::map<size_t, std::vector<Item>> held{};  // by bucket
-    int64_t told = 0;                            // version of the plan that ranks have
-    TimeNs deadline() const;                     // for the first of `held`; kForever: none
-  };
-
-  Steps* StepsOf(int32_t process_set);
-  void Learn(int32_t process_set, Steps& steps, const Step& step);
-  void TellPlan(int32_t process_set, Steps& steps);
-  void Add(Item item);
-  void Release(Steps& steps);
   size_t CountToTake() const;
 
-  const Options options_;
-  int64_t fusion_bytes_;
-  TimeNs hold_ns_;
-  std::optional<Tuner> tuner_;
-  std::map<int32_t, Steps> steps_;  // by process set
   std::vector<Item> ready_;
-  size_t held_ = 0;   // items in all of steps_
-  Counts forgotten_;  // of sets that were removed
+  int64_t most_bytes_ = 0;  // of a batch, as all ranks know
+  std::optional<Tuner> tuner_;
+  StepWatch watch_;
 };
 
 }  // namespace hororing

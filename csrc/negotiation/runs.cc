@@ -16,7 +16,7 @@ constexpr size_t kMostPieces = 64;  // that pend, or whose order is remembered
 
 // Where a rank has joined, that join waits.
 bool Coordinator::MayGoByRuns() const {
-  return waiting_.empty() && !queue_.learns() && pending_runs_.size() < kMostPieces;
+  return waiting_.empty() && !queue_.tunes() && pending_runs_.size() < kMostPieces;
 }
 
 // Whether the ranks' report of these ids was counted so.
@@ -35,7 +35,11 @@ bool Coordinator::ReportRuns(const int* ranks, size_t count, const std::vector<u
     for (const IdRun& run : complete_) {
       if (recent_runs_.size() >= kMostPieces) BringUpToDate();
       recent_runs_.Add(run);
-      queue_.PushRun(part.process_set, run);
+      Decision decision;
+      decision.process_set = part.process_set;
+      decision.cache_id = run.first;
+      decision.count = run.count;
+      queue_.Push(std::move(decision));
     }
   }
   return true;
@@ -47,7 +51,7 @@ void Coordinator::Dissolve() {
     for (uint64_t id = piece.ids.first; id < piece.ids.end(); ++id) {
       for (size_t member = 0; member < piece.reported.size(); ++member) {
         if (!piece.reported[member]) continue;
-        ReportCached(&piece.set->ranks[member], 1, id, piece.since_ns, piece.since_ns);
+        ReportCached(&piece.set->ranks[member], 1, id, piece.since_ns);
       }
     }
   }

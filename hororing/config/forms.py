@@ -107,7 +107,7 @@ def _parse_level(text: str) -> str:
 
 
 def _parse_fusion(text: str) -> str | int:
-    return text.lower() if text.lower() in ("ready", "plan") else _parse_bytes(text)
+    return "ready" if text.lower() == "ready" else _parse_bytes(text)
 
 
 def _parse_chunk(text: str) -> int:
@@ -137,7 +137,7 @@ CORES = Form(
     lambda cores: ",".join(map(str, cores)),
 )
 FUSION = Form(
-    f"ready, plan, or {BYTES.accepted}",
+    f"ready, or {BYTES.accepted}",
     _parse_fusion,
     lambda value: value if isinstance(value, str) else _show_bytes(value),
 )

@@ -95,9 +95,8 @@ KNOBS: tuple[Knob, ...] = (
         "FUSION",
         FUSION,
         "ready",
-        "which tensors are reduced together; ready: what is ready, up to FUSION_BYTES; plan: "
-        "buckets that end the step earliest, learned from its first steps; a number of bytes: "
-        "ready, with that as FUSION_BYTES",
+        "which tensors are reduced together; ready: what is ready, up to FUSION_BYTES; a number of "
+        "bytes: ready, with that as FUSION_BYTES",
         scope="all",
     ),
     Knob(

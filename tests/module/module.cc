@@ -15,10 +15,7 @@
 #include "engine/report_pace.h"
 #include "negotiation/codec.h"
 #include "negotiation/coordinator.h"
-#include "negotiation/planned_reports.h"
 #include "negotiation_cost.h"
-#include "schedule/bucket_plan.h"
-#include "schedule/cost_model.h"
 #include "schedule/fusion_planner.h"
 #include "transport/factory.h"
 
@@ -115,20 +112,6 @@ std::vector<std::vector<std::pair<std::string, py::bytes>>> PlayWorldInBytes(
   return results;
 }
 
-std::vector<PlanItem> PlanItems(const std::vector<double>& ready_s,
-                                const std::vector<int64_t>& bytes) {
-  if (ready_s.size() != bytes.size()) throw std::invalid_argument("as many times as sizes");
-  std::vector<PlanItem> items;
-  for (size_t i = 0; i < ready_s.size(); ++i) items.push_back({ready_s[i], bytes[i]});
-  return items;
-}
-
-// By the table where there is one, else by the line.
-BucketCost CostOf(double alpha_s, double beta_s_per_byte, const CostTable& table) {
-  const CostLine line = table.empty() ? CostLine{alpha_s, beta_s_per_byte} : FitLine(table);
-  return [table, line](int64_t bytes) { return Interpolate(table, line, bytes); };
-}
-
 }  // namespace
 }  // namespace hororing
 
@@ -154,29 +137,6 @@ PYBIND11_MODULE(_testing, module) {
       described.push_back(item);
     }
     return PlanFusion(described, fusion);
-  });
-
-  // Ends of the buckets of a step, in seconds and bytes; see schedule/bucket_plan.h.
-  module.def(
-      "bucket_plan",
-      [](const std::vector<double>& ready_s, const std::vector<int64_t>& bytes, double alpha_s,
-         double beta, const CostTable& table, int64_t limit) {
-        return PlanBuckets(PlanItems(ready_s, bytes), CostOf(alpha_s, beta, table), limit);
-      },
-      py::arg("ready_s"), py::arg("bytes"), py::arg("alpha_s") = 0.0,
-      py::arg("beta_s_per_byte") = 0.0, py::arg("table") = CostTable{},
-      py::arg("limit_bytes") = int64_t{64} << 20);
-  module.def(
-      "plan_end",
-      [](const std::vector<double>& ready_s, const std::vector<int64_t>& bytes,
-         const std::vector<size_t>& ends, double alpha_s, double beta, const CostTable& table) {
-        return PlanEnd(PlanItems(ready_s, bytes), ends, CostOf(alpha_s, beta, table));
-      },
-      py::arg("ready_s"), py::arg("bytes"), py::arg("ends"), py::arg("alpha_s") = 0.0,
-      py::arg("beta_s_per_byte") = 0.0, py::arg("table") = CostTable{});
-  module.def("fit_line", [](const CostTable& table) {
-    const CostLine line = FitLine(table);
-    return std::make_pair(line.alpha_s, line.beta_s_per_byte);
   });
 
   // What a step costs the coordinator; see negotiation_cost.h.
@@ -221,37 +181,19 @@ PYBIND11_MODULE(_testing, module) {
       .def("told", &ReportPace::Told, py::arg("now"))
       .def("answered", &ReportPace::Answered);
 
-  py::class_<PlannedReports>(module, "PlannedReports")
-      .def(py::init<>())
-      .def("learn",
-           [](PlannedReports& planned, const Decision& decision) {
-             planned.Learn(decision.process_set, decision.details().plan);
-           })
-      .def("any", &PlannedReports::any)
-      .def("add", &PlannedReports::Add, py::arg("id"), py::arg("when"))
-      .def("reported", &PlannedReports::Reported)
-      .def("due", &PlannedReports::due)
-      .def("others", [](const PlannedReports& planned) { return planned.others().count; });
-
   py::class_<Coordinator>(module, "Coordinator")
-      .def(py::init(
-               [](int size, int cache_capacity, int64_t fusion_bytes, int64_t hold_ns, bool plan) {
-                 Coordinator::Options options;
-                 options.size = size;
-                 options.cache_capacity = cache_capacity;
-                 options.queue.fusion_bytes = fusion_bytes;
-                 options.queue.hold_ns = hold_ns;
-                 options.queue.plan = plan;
-                 return std::make_unique<Coordinator>(options);
-               }),
-           py::arg("size"), py::arg("cache_capacity") = 8, py::arg("fusion_bytes") = 1 << 20,
-           py::arg("hold_ns") = 0, py::arg("plan") = false)
+      .def(py::init([](int size, int cache_capacity) {
+             Coordinator::Options options;
+             options.size = size;
+             options.cache_capacity = cache_capacity;
+             return std::make_unique<Coordinator>(options);
+           }),
+           py::arg("size"), py::arg("cache_capacity") = 8)
       .def(
           "receive",
           [](Coordinator& coordinator, int rank, std::vector<Request> fresh,
-             std::vector<uint64_t> cached, bool leaving, TimeNs now, std::vector<int64_t> ages_us) {
+             std::vector<uint64_t> cached, bool leaving, TimeNs now) {
             Report report;
-            report.ages_us = std::move(ages_us);
             report.fresh = std::move(fresh);
             report.cached = std::move(cached);
             report.leaving = leaving;
@@ -261,11 +203,11 @@ PYBIND11_MODULE(_testing, module) {
           },
           py::arg("rank"), py::arg("fresh") = std::vector<Request>{},
           py::arg("cached") = std::vector<uint64_t>{}, py::arg("leaving") = false,
-          py::arg("now") = 0, py::arg("ages_us") = std::vector<int64_t>{})
+          py::arg("now") = 0)
       .def("decide",
-           [](Coordinator& coordinator, TimeNs now) {
+           [](Coordinator& coordinator) {
              std::vector<Decision> decided;  // one of each request
-             const auto agreement = coordinator.Decide(now);
+             const auto agreement = coordinator.Decide();
              for (const Decision& decision :
                   agreement ? agreement->decisions : std::vector<Decision>{}) {
                for (uint64_t i = 0; i < decision.count; ++i) {
@@ -276,14 +218,6 @@ PYBIND11_MODULE(_testing, module) {
              }
              return decided;
            })
-      // What a simulated batch took, on the clock of `now`.
-      .def("ran", &Coordinator::Ran, py::arg("process_set"), py::arg("bytes"), py::arg("begin_ns"),
-           py::arg("end_ns"))
-      .def("plan", &Coordinator::Plan)
-      .def("next_deadline", &Coordinator::NextDeadline)
-      .def_property_readonly(
-          "departures",
-          [](Coordinator& coordinator) { return coordinator.queue().counts().departures; })
       .def("waiting", [](Coordinator& coordinator) {
         std::vector<std::string> names;
         for (const Waiting& waiting : coordinator.AllWaiting()) names.push_back(waiting.name);

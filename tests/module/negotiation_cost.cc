@@ -61,8 +61,6 @@ std::vector<NegotiationCost> PlayNegotiation(int ranks,
                                              int steps, int combined) {
   Coordinator::Options options;
   options.size = ranks;
-  options.queue.fusion_bytes = int64_t{64} << 20;
-  options.queue.hold_ns = kMillisecond;
   options.cache_capacity = static_cast<int>(std::accumulate(
       bursts.begin(), bursts.end(), size_t{1},
       [](size_t sum, const std::vector<int64_t>& burst) { return sum + burst.size(); }));
@@ -73,7 +71,7 @@ std::vector<NegotiationCost> PlayNegotiation(int ranks,
     if (rank % combined == 0) hosts.emplace_back();
     hosts.back().push_back(rank);
   }
-  for (const std::vector<int>& host : hosts) combiners.emplace_back(host, kSecond, false);
+  for (const std::vector<int>& host : hosts) combiners.emplace_back(host, kSecond);
   std::unordered_map<std::string, uint64_t> ids;
   uint64_t applied = 0;
   std::vector<NegotiationCost> costs;
@@ -110,7 +108,7 @@ std::vector<NegotiationCost> PlayNegotiation(int ranks,
       for (size_t host = 0; host < hosts.size(); ++host) {
         Arrive(&coordinator, hosts[host][0], messages[host], &cost);
       }
-      const std::optional<Agreement> agreement = coordinator.Decide(0);
+      const std::optional<Agreement> agreement = coordinator.Decide();
       if (!agreement) throw std::logic_error("a complete burst was not decided");
       const std::string answer = Encode(*agreement);
       cost.work_ns += CpuNs() - begin;

@@ -51,6 +51,7 @@ def test_bytes_with_and_without_units(text: str, expected: int):
 @pytest.mark.parametrize(
     ("variable", "text"),
     [
+        ("HORORING_FUSION", "plan"),
         ("HORORING_FUSION_BYTES", "64 MegaBytes"),
         ("HORORING_FUSION_BYTES", "-1"),
         ("HORORING_FUSION_BYTES", "0.5"),
@@ -169,12 +170,12 @@ def test_other_variables_without_a_meaning_share_one_line_that_has_no_values():
 
 def test_fusion_is_a_rule_or_a_threshold():
     assert config.load({})["FUSION"] == "ready"
-    assert config.load({"HORORING_FUSION": "PLAN"})["FUSION"] == "plan"
+    assert config.load({"HORORING_FUSION": "READY"})["FUSION"] == "ready"
     loaded = config.load({"HORORING_FUSION": "4MiB", "HOROVOD_FUSION_THRESHOLD": "7"})
     assert loaded["FUSION"] == loaded["FUSION_BYTES"] == 4 * 2**20
     assert loaded.settings["FUSION_BYTES"].source == "HORORING_FUSION"
-    planned = config.load({"HORORING_FUSION": "plan", "HORORING_FUSION_BYTES": "1MiB"})
-    assert (planned["FUSION"], planned["FUSION_BYTES"]) == ("plan", 2**20)
+    both = config.load({"HORORING_FUSION": "ready", "HORORING_FUSION_BYTES": "1MiB"})
+    assert (both["FUSION"], both["FUSION_BYTES"]) == ("ready", 2**20)
 
 
 def test_algorithms_are_given_for_all_sizes_or_by_size():

@@ -59,4 +59,4 @@ def test_every_counter_is_explained() -> None:
         r"^\| (`\w+`(?:, `\w+`)*) \|", page.partition("## Statistics")[2], re.MULTILINE
     )
     explained = [name for row in rows for name in re.findall(r"\w+", row)]
-    assert sorted(explained) == sorted([*dir(ffi.new("hr_stats *")), "plan", "groups"])
+    assert sorted(explained) == sorted([*dir(ffi.new("hr_stats *")), "groups"])

@@ -24,7 +24,6 @@ WAYS = {
     "shared memory": {},
     "messages": {"HORORING_BACKEND": "host"},
     "MPI": {"HORORING_TRANSPORT": "mpi"},
-    "planned": {"HORORING_BACKEND": "host", "HORORING_FUSION": "plan"},
 }
 
 

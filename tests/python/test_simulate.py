@@ -1,7 +1,7 @@
 """benchmarks/simulate.py against closed forms and against figures that another program computed.
 
-The planners and the coordinator that it drives are the core's, from the module _testing, which
-`make test-cpp` builds.
+The fusion planner and the coordinator that it drives are the core's, from the module _testing,
+which `make test-cpp` builds.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from test_core import load_core
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -115,8 +113,7 @@ def exposed_ms(core: ModuleType, policy: str, model: str, alpha_s: float, beta: 
     if policy == "ready":
         end = replay.end_of_ready(core, step, cost, free)
     else:
-        ends = replay.ends_of(policy, core, step, cost, free)
-        end = replay.end_of_buckets(step, ends, cost, free)
+        end = replay.end_of_buckets(step, replay.ends_of(policy, step), cost, free)
     return 1e3 * (end - step.backward_s)
 
 
@@ -129,7 +126,6 @@ def exposed_ms(core: ModuleType, policy: str, model: str, alpha_s: float, beta: 
         ("one bucket", 76.6, 47.1),
         ("DDP", 8.1, 32.3),
         ("ready", 0.9, 31.4),
-        ("plan", 0.9, 30.8),
     ],
 )
 def test_a_step_of_resnet_ends_when_another_simulation_says(core, policy, small, large):
@@ -137,29 +133,6 @@ def test_a_step_of_resnet_ends_when_another_simulation_says(core, policy, small,
     assert slow_links == pytest.approx(small, abs=0.06)
     many_ranks = exposed_ms(core, policy, "ResNet-50", 30.7e-3, 2 / 12.5e9)
     assert many_ranks == pytest.approx(large, rel=0.005)
-
-
-@settings(deadline=None, max_examples=50)
-@given(
-    gaps=st.lists(st.floats(0, 0.05), min_size=1, max_size=12),
-    nbytes=st.lists(st.integers(4, 50 * MB), min_size=12, max_size=12),
-    alpha_s=st.floats(0, 0.05),
-    agree_s=st.floats(0, 0.01),
-)
-def test_no_policy_is_better_than_the_plan(gaps, nbytes, alpha_s, agree_s):
-    core = load_core()
-    ready = [sum(gaps[: i + 1]) for i in range(len(gaps))]
-    step = replay.Step(ready, nbytes[: len(gaps)], 0.1, ready[-1] or 1.0)
-
-    def cost(size: float) -> float:
-        return alpha_s + 1e-9 * size
-
-    def agree(_: int) -> float:
-        return agree_s
-
-    plan = replay.efficiency("plan", core, step, cost, agree)
-    for policy in ("per tensor", "one bucket", "DDP"):
-        assert replay.efficiency(policy, core, step, cost, agree) <= plan + 1e-9
 
 
 def test_gradients_that_cost_nothing_to_reduce_cost_the_step_nothing(core):
@@ -238,7 +211,7 @@ def test_the_program_writes_its_figures_and_tables(core, tmp_path, capsys):
     assert all(0 < x <= 1 for line in job["policies"].values() for x in line)
     assert [row["ranks"] for row in report["control_plane"]] == [8] * 4 + [64] * 4
     text = (tmp_path / "simulate.md").read_text()
-    assert "| the best per size, plan |" in text
+    assert "| the best per size, ready |" in text
     assert text in capsys.readouterr().out
 
 
@@ -256,22 +229,9 @@ def test_the_engine_fuses_what_is_ready_as_the_model_of_it_says(core, model, alp
     step = replay.step_of(shapes.MODELS[model](), 0.3, 4)
     cost, agree = line(alpha_s, 0.5e-9), lambda tensors: 1e-4 + 1e-6 * tensors
     modelled = replay.efficiency("ready", core, step, cost, agree)
-    played = engine_replay.efficiency("engine, ready", core, step, cost, agree)
+    played = engine_replay.efficiency(core, step, cost, agree)
     # The model starts a batch for the first gradient alone; the engine waits a moment for more.
     assert modelled - 0.002 <= played <= modelled + 0.015
-
-
-def test_the_engine_learns_a_plan_that_is_nearly_as_good_as_the_exact_one(core):
-    # Latency above the time between gradients: here buckets matter.
-    step = replay.step_of(shapes.vgg16(), 0.6, 4)
-    cost, free = line(10e-3, 0.2e-9), lambda _: 0.0
-    planned, ready = (
-        engine_replay.efficiency(f"engine, {rule}", core, step, cost, free)
-        for rule in ("plan", "ready")
-    )
-    exact = replay.efficiency("plan", core, step, cost, free)
-    assert ready < planned - 0.01
-    assert exact - 0.01 <= planned <= exact + 1e-6
 
 
 def test_every_gradient_is_reduced_in_every_step(core):
@@ -282,7 +242,7 @@ def test_every_gradient_is_reduced_in_every_step(core):
         batches.append(nbytes)
         return 1e-3
 
-    engine = engine_replay.Engine(core, step, cost, lambda _: 0.0, plan=True)
+    engine = engine_replay.Engine(core, step, cost, lambda _: 0.0)
     for number in range(8):
         engine.run_step(float(number))
         assert sum(batches) == sum(step.nbytes)

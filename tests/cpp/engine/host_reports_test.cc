@@ -45,7 +45,7 @@ Reports Taken(HostReports& reports, TimeNs now) {
 }  // namespace
 
 TEST(what_all_ranks_of_a_host_report_alike_travels_once_and_at_once) {
-  HostReports reports({4, 5, 6}, kMillisecond, false);
+  HostReports reports({4, 5, 6}, kMillisecond);
   reports.Receive(4, Cached({1, 2}), 0);
   CHECK(Taken(reports, 0).empty());
   reports.Receive(6, Cached({1, 2}), 0);
@@ -60,7 +60,7 @@ TEST(what_all_ranks_of_a_host_report_alike_travels_once_and_at_once) {
 }
 
 TEST(a_late_rank_delays_the_others_by_the_hold_time_and_itself_not_at_all) {
-  HostReports reports({0, 1}, kMillisecond, false);
+  HostReports reports({0, 1}, kMillisecond);
   reports.Receive(0, Cached({7}), 100);
   CHECK(Taken(reports, kMillisecond).empty());
   CHECK_EQ(Taken(reports, kMillisecond + 100).size(), size_t{1});
@@ -72,7 +72,7 @@ TEST(a_late_rank_delays_the_others_by_the_hold_time_and_itself_not_at_all) {
 
 TEST(ranks_that_do_not_report_a_tensor_are_waited_for_once) {
   // Of a process set with two of three ranks, or since one has joined.
-  HostReports reports({0, 1, 2}, kMillisecond, false);
+  HostReports reports({0, 1, 2}, kMillisecond);
   const auto held = [&](TimeNs now, std::vector<int> ranks) {
     for (const int rank : ranks) reports.Receive(rank, Cached({3}), now);
     return Taken(reports, now).empty();
@@ -88,7 +88,7 @@ TEST(ranks_that_do_not_report_a_tensor_are_waited_for_once) {
 }
 
 TEST(once_all_ranks_have_reported_nothing_more_is_expected_of_them) {
-  HostReports reports({0, 1}, kMillisecond, false);
+  HostReports reports({0, 1}, kMillisecond);
   reports.Receive(0, Cached({1, 2}), 0);
   CHECK(Taken(reports, 0).empty());
   reports.Receive(1, Cached({1}), 0);
@@ -97,7 +97,7 @@ TEST(once_all_ranks_have_reported_nothing_more_is_expected_of_them) {
 
 // Calls without a name get a new one each.
 TEST(new_names_are_expected_of_the_ranks_that_had_the_one_before) {
-  HostReports reports({4, 5, 6}, kMillisecond, false);
+  HostReports reports({4, 5, 6}, kMillisecond);
   const auto named = [](int number) {
     Report report = FreshNamed("noname." + std::to_string(number));
     report.fresh[0].process_set = 1;
@@ -125,7 +125,7 @@ TEST(new_names_are_expected_of_the_ranks_that_had_the_one_before) {
 }
 
 TEST(reports_of_a_rank_are_joined_by_the_older_ones_knowledge) {
-  HostReports reports({0, 1}, kMillisecond, false);
+  HostReports reports({0, 1}, kMillisecond);
   reports.Receive(0, Cached({5}, 7), 0);
   reports.Receive(0, Cached({6}, 8), 0);  // which may have evicted 5
   const Reports taken = Taken(reports, kMillisecond);
@@ -134,7 +134,7 @@ TEST(reports_of_a_rank_are_joined_by_the_older_ones_knowledge) {
 }
 
 TEST(a_rank_that_leaves_is_announced_at_once) {
-  HostReports reports({0, 1}, kForever, false);
+  HostReports reports({0, 1}, kForever);
   reports.Receive(1, FreshNamed("x"), 0);
   CHECK(Taken(reports, kSecond).empty());
   Report leaving;
@@ -148,19 +148,6 @@ TEST(a_rank_that_leaves_is_announced_at_once) {
   CHECK(by_rank[0].leaving);
   CHECK_EQ(by_rank[0].reason, std::string("enough"));
   CHECK_EQ(by_rank[1].fresh[0].name, std::string("x"));
-}
-
-TEST(time_spent_here_counts_as_waiting) {
-  HostReports reports({0, 1}, kMillisecond, true);
-  Report old = Cached({1, 2});
-  old.ages_us = {300, 0};
-  reports.Receive(0, old, 0);
-  reports.Receive(1, Cached({1}), 400 * kMicrosecond);
-  const Reports taken = Taken(reports, kMillisecond);
-  for (const auto& [ranks, report] : taken) {
-    const bool first = ranks[0] == 0;
-    CHECK(report.ages_us == (first ? std::vector<int64_t>{1300, 1000} : std::vector<int64_t>{600}));
-  }
 }
 
 TEST(malformed_combined_reports_are_refused) {
@@ -203,51 +190,48 @@ TEST(a_round_takes_one_message_each_way_per_neighbour_and_host) {
 TEST(results_are_those_of_one_host_whatever_the_ranks_do) {
   for (const Hosts& hosts :
        {Hosts{0, 0, 1, 1}, Hosts{0, 1, 1, 0, 1}, Hosts{0, 1, 2}, Hosts{0, 1, 1, 1}}) {
-    for (const bool plan : {false, true}) {
-      EngineConfig config;
-      config.plan = plan;
-      config.cache_capacity = 6;
-      const int size = static_cast<int>(hosts.size());
-      PlayOn(hosts, config, [&](Player& player) {
-        int64_t id = 0, removed = 0, last = 0;
-        const int32_t other = static_cast<int32_t>(size - 1);
-        CHECK_OK(player.AddSet({1, other}, &id));
-        std::mt19937 random(hororing_test::Seed() + static_cast<unsigned>(player.rank));
-        for (int step = 0; step < 20; ++step) {
-          std::vector<int> order = {0, 1, 2, 3, 4, 5, 6, 7};
-          std::shuffle(order.begin(), order.end(), random);
-          std::vector<std::vector<float>> data(order.size());
-          std::vector<int64_t> handles(order.size());
-          for (const int i : order) {
-            data[static_cast<size_t>(i)].assign(10, static_cast<float>(player.rank + i + step));
-            CHECK_OK(player.Submit("t" + std::to_string(i), data[static_cast<size_t>(i)],
-                                   ReduceOp::kSum, &handles[static_cast<size_t>(i)]));
-          }
-          if (player.rank == 1 || player.rank == other) {
-            std::vector<float> of_set(3, static_cast<float>(player.rank));
-            CHECK_OK(player.Allreduce("s", of_set, ReduceOp::kSum, static_cast<int32_t>(id)));
-            CHECK_EQ(of_set[2], static_cast<float>(1 + other));
-          }
-          for (size_t i = 0; i < order.size(); ++i) {
-            CHECK_OK(player.Wait(handles[i]));
-            float expected = 0;
-            for (int rank = 0; rank < size; ++rank) {
-              expected += static_cast<float>(rank + static_cast<int>(i) + step);
-            }
-            CHECK_EQ(data[i][9], expected);
-          }
+    EngineConfig config;
+    config.cache_capacity = 6;
+    const int size = static_cast<int>(hosts.size());
+    PlayOn(hosts, config, [&](Player& player) {
+      int64_t id = 0, removed = 0, last = 0;
+      const int32_t other = static_cast<int32_t>(size - 1);
+      CHECK_OK(player.AddSet({1, other}, &id));
+      std::mt19937 random(hororing_test::Seed() + static_cast<unsigned>(player.rank));
+      for (int step = 0; step < 20; ++step) {
+        std::vector<int> order = {0, 1, 2, 3, 4, 5, 6, 7};
+        std::shuffle(order.begin(), order.end(), random);
+        std::vector<std::vector<float>> data(order.size());
+        std::vector<int64_t> handles(order.size());
+        for (const int i : order) {
+          data[static_cast<size_t>(i)].assign(10, static_cast<float>(player.rank + i + step));
+          CHECK_OK(player.Submit("t" + std::to_string(i), data[static_cast<size_t>(i)],
+                                 ReduceOp::kSum, &handles[static_cast<size_t>(i)]));
         }
-        // Rank 1 has fewer batches.
-        for (int step = 0; step < 5 && player.rank != 1; ++step) {
-          std::vector<float> data(1, 1.0f);
-          CHECK_OK(player.Allreduce("t0", data));
-          CHECK_EQ(data[0], static_cast<float>(size - 1));
+        if (player.rank == 1 || player.rank == other) {
+          std::vector<float> of_set(3, static_cast<float>(player.rank));
+          CHECK_OK(player.Allreduce("s", of_set, ReduceOp::kSum, static_cast<int32_t>(id)));
+          CHECK_EQ(of_set[2], static_cast<float>(1 + other));
         }
-        CHECK_OK(player.Join(&last));
-        CHECK_OK(player.RemoveSet(id, &removed));
-        CHECK_EQ(removed, int64_t{1});
-      });
-    }
+        for (size_t i = 0; i < order.size(); ++i) {
+          CHECK_OK(player.Wait(handles[i]));
+          float expected = 0;
+          for (int rank = 0; rank < size; ++rank) {
+            expected += static_cast<float>(rank + static_cast<int>(i) + step);
+          }
+          CHECK_EQ(data[i][9], expected);
+        }
+      }
+      // Rank 1 has fewer batches.
+      for (int step = 0; step < 5 && player.rank != 1; ++step) {
+        std::vector<float> data(1, 1.0f);
+        CHECK_OK(player.Allreduce("t0", data));
+        CHECK_EQ(data[0], static_cast<float>(size - 1));
+      }
+      CHECK_OK(player.Join(&last));
+      CHECK_OK(player.RemoveSet(id, &removed));
+      CHECK_EQ(removed, int64_t{1});
+    });
   }
 }
 

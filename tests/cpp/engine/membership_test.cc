@@ -49,7 +49,7 @@ void Tell(Coordinator& coordinator, int rank, std::vector<Request> fresh,
 }
 
 std::vector<Decision> Decisions(Coordinator& coordinator) {
-  const auto agreement = coordinator.Decide(0);
+  const auto agreement = coordinator.Decide();
   if (!agreement) return {};
   Agreement travelled;
   CHECK(Decode(Encode(*agreement), &travelled));
@@ -59,7 +59,6 @@ std::vector<Decision> Decisions(Coordinator& coordinator) {
 Coordinator MakeCoordinator(int size) {
   Coordinator::Options options;
   options.size = size;
-  options.queue.fusion_bytes = 1 << 20;
   options.cache_capacity = 8;
   return Coordinator(options);
 }
@@ -109,7 +108,6 @@ TEST(a_set_is_added_once_and_its_id_is_used_again_after_its_removal) {
 TEST(what_was_ready_before_its_set_was_removed_reaches_the_old_members) {
   Coordinator::Options options;
   options.size = 2;
-  options.queue.fusion_bytes = 1 << 20;
   Coordinator coordinator(options);
   const int32_t set = static_cast<int32_t>(AddSet(coordinator, 2, {1}));
   Tell(coordinator, 1, {Allreduce("x", set)});
@@ -117,7 +115,7 @@ TEST(what_was_ready_before_its_set_was_removed_reaches_the_old_members) {
     Tell(coordinator, rank, {Control(Collective::kRemoveProcessSet, {}, set)});
     Tell(coordinator, rank, {Control(Collective::kAddProcessSet, {0})});
   }
-  const auto agreement = coordinator.Decide(0);
+  const auto agreement = coordinator.Decide();
   CHECK_EQ(agreement->decisions.size(), size_t{3});
   CHECK_EQ(coordinator.PartFor({1}, *agreement)->decisions.size(), size_t{3});
 }
@@ -149,9 +147,9 @@ TEST(a_set_decides_without_the_others_and_concerns_only_its_members) {
   CHECK(!coordinator.world_only());
   Tell(coordinator, 0, {Allreduce("x")});  // of the world: another tensor
   Tell(coordinator, 3, {Allreduce("x", set)});
-  CHECK(!coordinator.Decide(0).has_value());
+  CHECK(!coordinator.Decide().has_value());
   Tell(coordinator, 1, {Allreduce("x", set)});
-  const auto agreement = coordinator.Decide(kSecond);
+  const auto agreement = coordinator.Decide();
   CHECK_EQ(agreement->decisions.size(), size_t{1});
   CHECK_EQ(agreement->decisions[0].process_set, set);
   CHECK(!coordinator.PartFor({0}, *agreement).has_value());
@@ -228,7 +226,7 @@ TEST(what_was_evicted_is_forgotten_although_a_rank_has_joined) {
   uint64_t sequence = 0;
   for (int i = 0; i < 8; ++i) {
     for (int rank : {0, 1}) Tell(coordinator, rank, {Allreduce("y" + std::to_string(i))});
-    sequence = coordinator.Decide(0)->sequence;
+    sequence = coordinator.Decide()->sequence;
   }
   Tell(coordinator, 0, {}, {id}, sequence);  // may still come: rank 1 has not applied the eviction
   CHECK_EQ(coordinator.AllWaiting().size(), size_t{1});

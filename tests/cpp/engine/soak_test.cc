@@ -160,10 +160,9 @@ void Soak(Player& player) {
   std::remove(path.c_str());
 }
 
-EngineConfig Config(int capacity, bool plan, bool tune) {
+EngineConfig Config(int capacity, bool tune) {
   EngineConfig config;
   config.cache_capacity = capacity;
-  config.plan = plan;
   config.fusion_bytes = 2048;
   if (tune) {
     config.tune.emplace();
@@ -174,12 +173,12 @@ EngineConfig Config(int capacity, bool plan, bool tune) {
 }
 
 TEST(everything_in_turn_on_one_host) {
-  for (int capacity : {0, 4, 100}) Play(3, Config(capacity, capacity > 4, capacity > 0), Soak);
+  for (int capacity : {0, 4, 100}) Play(3, Config(capacity, capacity > 0), Soak);
 }
 
 TEST(everything_in_turn_on_several_hosts) {
   for (const Hosts& hosts : {Hosts{0, 0, 1, 1}, Hosts{0, 1, 1, 0, 1}}) {
-    for (int capacity : {4, 100}) PlayOn(hosts, Config(capacity, capacity > 4, true), Soak);
+    for (int capacity : {4, 100}) PlayOn(hosts, Config(capacity, true), Soak);
   }
 }
 

@@ -39,7 +39,6 @@ Report Fresh(std::vector<Request> requests) {
 Coordinator::Options Options(int size) {
   Coordinator::Options options;
   options.size = size;
-  options.queue.fusion_bytes = 1 << 20;
   options.cache_capacity = 8;
   return options;
 }
@@ -67,38 +66,38 @@ TEST(a_request_is_agreed_once_every_rank_has_reported_it) {
   Coordinator coordinator(Options(3));
   coordinator.Receive(2, Fresh({Allreduce("x")}), 0);
   coordinator.Receive(0, Fresh({Allreduce("x")}), 0);
-  CHECK(!coordinator.Decide(1).has_value());
+  CHECK(!coordinator.Decide().has_value());
   coordinator.Receive(1, Fresh({Allreduce("x")}), 2);
-  const auto agreement = coordinator.Decide(3);
+  const auto agreement = coordinator.Decide();
   CHECK(agreement.has_value());
   CHECK_EQ(agreement->decisions.size(), size_t{1});
   CHECK(agreement->decisions[0].kind == Decision::Kind::kRun);
   CHECK_EQ(agreement->decisions[0].details().name, std::string("x"));
-  CHECK(!coordinator.Decide(4).has_value());
+  CHECK(!coordinator.Decide().has_value());
 }
 
 TEST(cached_reports_are_agreed_by_id_and_mix_with_full_ones) {
   Coordinator coordinator(Options(2));
   for (int rank : {0, 1}) coordinator.Receive(rank, Fresh({Allreduce("x")}), 0);
-  const uint64_t id = coordinator.Decide(0)->decisions[0].cache_id;
+  const uint64_t id = coordinator.Decide()->decisions[0].cache_id;
   CHECK(id != 0);
   Report cached;
   cached.cached = {id};
   for (int rank : {1, 0}) coordinator.Receive(rank, cached, 1);
-  auto agreement = coordinator.Decide(1);
+  auto agreement = coordinator.Decide();
   CHECK_EQ(agreement->decisions[0].cache_id, id);
   CHECK(agreement->decisions[0].details().name.empty());
 
   // Rank 1 changes the shape: rank 0's id still stands for the old one.
   coordinator.Receive(0, cached, 2);
   coordinator.Receive(1, Fresh({Allreduce("x", {5})}), 2);
-  agreement = coordinator.Decide(2);
+  agreement = coordinator.Decide();
   CHECK(agreement->decisions[0].kind == Decision::Kind::kFail);
   CHECK(Contains(agreement->decisions[0].details().status.message(), "rank 0: [4]; rank 1: [5]"));
 
   // Both change it: a new id.
   for (int rank : {0, 1}) coordinator.Receive(rank, Fresh({Allreduce("x", {5})}), 3);
-  agreement = coordinator.Decide(3);
+  agreement = coordinator.Decide();
   CHECK(agreement->decisions[0].kind == Decision::Kind::kRun);
   CHECK(agreement->decisions[0].cache_id != id);
 }
@@ -107,7 +106,7 @@ TEST(gathered_rows_travel_with_the_agreement_and_are_cached) {
   Coordinator coordinator(Options(2));
   coordinator.Receive(0, Fresh({Allgather("g", 2)}), 0);
   coordinator.Receive(1, Fresh({Allgather("g", 0)}), 0);
-  auto agreement = coordinator.Decide(0);
+  auto agreement = coordinator.Decide();
   CHECK(agreement->decisions[0].details().rows == (std::vector<int64_t>{2, 0}));
   const uint64_t id = agreement->decisions[0].cache_id;
   // Rank 1 gathers more rows this time, rank 0 as many as before.
@@ -115,7 +114,7 @@ TEST(gathered_rows_travel_with_the_agreement_and_are_cached) {
   cached.cached = {id};
   coordinator.Receive(0, cached, 1);
   coordinator.Receive(1, Fresh({Allgather("g", 7)}), 1);
-  agreement = coordinator.Decide(1);
+  agreement = coordinator.Decide();
   CHECK(agreement->decisions[0].details().rows == (std::vector<int64_t>{2, 7}));
 }
 
@@ -124,16 +123,16 @@ TEST(evicted_ids_are_understood_until_every_rank_knows) {
   options.cache_capacity = 1;
   Coordinator coordinator(options);
   for (int rank : {0, 1}) coordinator.Receive(rank, Fresh({Allreduce("a")}), 0);
-  const uint64_t a = coordinator.Decide(0)->decisions[0].cache_id;
+  const uint64_t a = coordinator.Decide()->decisions[0].cache_id;
   for (int rank : {0, 1}) coordinator.Receive(rank, Fresh({Allreduce("b")}), 1);
-  auto agreement = coordinator.Decide(1);
+  auto agreement = coordinator.Decide();
   CHECK(agreement->evicted == std::vector<uint64_t>{a});
   // Both reports of `a` were on their way when the eviction was agreed.
   Report late;
   late.applied = 1;
   late.cached = {a};
   for (int rank : {0, 1}) coordinator.Receive(rank, late, 2);
-  agreement = coordinator.Decide(2);
+  agreement = coordinator.Decide();
   CHECK_EQ(agreement->decisions[0].details().name, std::string("a"));
   CHECK_EQ(agreement->decisions[0].cache_id, uint64_t{0});
 }
@@ -180,33 +179,29 @@ TEST(every_property_that_must_agree_is_checked) {
 }
 
 TEST(what_all_have_reported_goes_at_once) {
-  Coordinator::Options options = Options(2);
-  options.queue.hold_ns = 100;
-  Coordinator coordinator(options);
+  Coordinator coordinator(Options(2));
   coordinator.Receive(0, Fresh({Allreduce("a"), Allreduce("b")}), 0);
   CHECK_EQ(coordinator.NextDeadline(), kForever);
   coordinator.Receive(1, Fresh({Allreduce("a")}), 10);
   CHECK_EQ(coordinator.NextDeadline(), TimeNs{0});
-  CHECK_EQ(coordinator.Decide(10)->decisions.size(), size_t{1});
+  CHECK_EQ(coordinator.Decide()->decisions.size(), size_t{1});
 }
 
 // All ranks cut it at the threshold, alike: no more messages than one. What is urgent is the last.
 TEST(one_agreement_has_all_that_is_ready_in_the_order_of_calls) {
-  Coordinator::Options options = Options(2);
-  options.queue.fusion_bytes = 1000;
-  Coordinator coordinator(options);
+  Coordinator coordinator(Options(2));
   const std::vector<std::string> order = {"a", "b", "c", "barrier"};
   for (const std::string& name : order) {
     Request request = Allreduce(name, {150});
     if (name == "barrier") request.kind = Collective::kBarrier, request.tensors.clear();
     for (int rank : {0, 1}) coordinator.Receive(rank, Fresh({request}), 0);
   }
-  const auto agreement = coordinator.Decide(0);
+  const auto agreement = coordinator.Decide();
   CHECK_EQ(agreement->decisions.size(), order.size());
   for (size_t i = 0; i < order.size(); ++i) {
     CHECK_EQ(agreement->decisions[i].details().name, order[i]);
   }
-  CHECK(!coordinator.Decide(0).has_value());
+  CHECK(!coordinator.Decide().has_value());
 }
 
 TEST(leaving_fails_nothing_that_was_ready_before) {
@@ -216,7 +211,7 @@ TEST(leaving_fails_nothing_that_was_ready_before) {
   leaving.leaving = true;
   leaving.reason = "KeyError: 'x'";
   coordinator.Receive(1, leaving, 0);
-  const auto agreement = coordinator.Decide(0);
+  const auto agreement = coordinator.Decide();
   CHECK_EQ(agreement->decisions.size(), size_t{2});
   CHECK(agreement->decisions[0].kind == Decision::Kind::kRun);
   CHECK(agreement->decisions[1].kind == Decision::Kind::kLeave);
@@ -224,7 +219,7 @@ TEST(leaving_fails_nothing_that_was_ready_before) {
            std::string("rank 1 has shut down (KeyError: 'x'); every rank must make the same calls: "
                        "see whether it had fewer batches, say"));
   coordinator.Receive(0, Fresh({Allreduce("b")}), 1);
-  CHECK(!coordinator.Decide(2).has_value());
+  CHECK(!coordinator.Decide().has_value());
 }
 
 TEST(stalls_are_warned_about_at_doubling_intervals_and_then_abort) {
@@ -243,7 +238,7 @@ TEST(stalls_are_warned_about_at_doubling_intervals_and_then_abort) {
       warned.push_back(now / kSecond);
       text = warning;
     }
-    const auto agreement = coordinator.Decide(now);
+    const auto agreement = coordinator.Decide();
     if (!agreement) continue;
     CHECK(agreement->decisions[0].kind == Decision::Kind::kAbort);
     CHECK(agreement->decisions[0].details().status.code() == Code::kStalled);
@@ -266,11 +261,11 @@ TEST(a_name_that_waits_in_every_step_does_not_add_up_to_a_stall) {
     coordinator.Receive(0, Fresh({Allreduce("x")}), now);
     if (now > 0) coordinator.Receive(1, Fresh({Allreduce("y")}), now + kSecond / 4);
     CHECK_EQ(coordinator.InspectStalls(now + kSecond / 4), std::string());
-    coordinator.Decide(now + kSecond / 4);
+    coordinator.Decide();
     coordinator.Receive(0, Fresh({Allreduce("y")}), now + kSecond / 2);
     coordinator.Receive(1, Fresh({Allreduce("x")}), now + kSecond * 3 / 4);
     CHECK_EQ(coordinator.InspectStalls(now + kSecond * 3 / 4), std::string());
-    coordinator.Decide(now + kSecond * 3 / 4);
+    coordinator.Decide();
   }
 }
 
@@ -349,7 +344,7 @@ TEST(random_schedules_decide_everything_exactly_once) {
         CHECK(static_cast<int>(member.cache.size()) <= options.cache_capacity);
         member.applied = agreement.sequence;
       }
-      if (const auto agreement = coordinator.Decide(now)) {
+      if (const auto agreement = coordinator.Decide()) {
         Agreement decoded;
         CHECK(Decode(Encode(*agreement), &decoded));
         decided += static_cast<int>(Apart(decoded.decisions).size());
@@ -436,27 +431,6 @@ TEST(runs_that_no_message_may_have_are_refused) {
   longer = whole;
   longer.replace(place, 1, "\x81\x80\x04");
   CHECK(!Decode(longer, &ignored));
-}
-
-TEST(a_plan_travels_in_an_agreement) {
-  Agreement agreement;
-  agreement.decisions.resize(2);
-  for (Decision& decision : agreement.decisions) decision.kind = Decision::Kind::kPlan;
-  agreement.decisions[0].process_set = 3;
-  agreement.decisions[0].set_details().plan = {{{1, 300, 70000}, kMillisecond}, {{2}, 0}};
-  const std::string whole = Encode(agreement);
-  Agreement decoded;
-  CHECK(Decode(whole, &decoded));
-  CHECK_EQ(decoded.decisions[0].process_set, 3);
-  const std::vector<PlannedBucket>& plan = decoded.decisions[0].details().plan;
-  CHECK_EQ(plan.size(), size_t{2});
-  CHECK(plan[0].ids == (std::vector<uint64_t>{1, 300, 70000}));
-  CHECK_EQ(plan[0].wait_ns, kMillisecond);
-  CHECK(plan[1].ids == std::vector<uint64_t>{2});
-  CHECK(decoded.decisions[1].details().plan.empty());
-  for (size_t bytes = 0; bytes < whole.size(); ++bytes) {
-    CHECK(!Decode(whole.substr(0, bytes), &decoded));
-  }
 }
 
 TEST(truncated_and_random_messages_are_refused_not_trusted) {

@@ -178,9 +178,9 @@ class World {
   }
 
   // "run x", "fail y: why", "forget z", in order; none where nothing is decided.
-  std::vector<std::string> Decide(TimeNs now) {
+  std::vector<std::string> Decide() {
     std::vector<std::string> said;
-    while (const auto agreement = coordinator.Decide(now)) {
+    while (const auto agreement = coordinator.Decide()) {
       sequence_ = agreement->sequence;
       decisions += static_cast<int>(agreement->decisions.size());
       for (const Decision& decision : agreement->decisions) {
@@ -219,7 +219,6 @@ class World {
   static Coordinator::Options Options(int size, int cache_capacity) {
     Coordinator::Options options;
     options.size = size;
-    options.queue.fusion_bytes = 1 << 20;
     options.cache_capacity = cache_capacity;
     return options;
   }
@@ -282,9 +281,9 @@ TEST(runs_come_to_the_decisions_of_single_requests) {
           world->Report(static_cast<int>(rank), some, now);
         }
         if (random() % 8 == 0) CHECK(TitlesOf(by_runs) == TitlesOf(singly));
-        if (random() % 2 == 0) CHECK(by_runs.Decide(now) == singly.Decide(now));
+        if (random() % 2 == 0) CHECK(by_runs.Decide() == singly.Decide());
       }
-      CHECK(by_runs.Decide(now) == singly.Decide(now));
+      CHECK(by_runs.Decide() == singly.Decide());
       CHECK(TitlesOf(by_runs).empty());
     }
   }
@@ -303,9 +302,9 @@ TEST(a_step_that_goes_like_the_one_before_is_one_decision) {
     world.Report(1, first, 0);
     world.Report(2, step, 0);
     const size_t early = repeat == 0 ? 20 : first.size();
-    CHECK_EQ(world.Decide(0).size(), early);
+    CHECK_EQ(world.Decide().size(), early);
     world.Report(1, rest, 0);
-    CHECK_EQ(world.Decide(0).size(), step.size() - early);
+    CHECK_EQ(world.Decide().size(), step.size() - early);
     CHECK_EQ(world.decisions, repeat == 0 ? 50 : 2);
   }
 }
@@ -319,7 +318,7 @@ TEST(what_was_agreed_upon_longest_ago_is_forgotten_first_by_runs_too) {
       world.Asks(requests.back());
     }
     for (int rank = 0; rank < 2; ++rank) world.Report(rank, requests, 0);
-    return world.Decide(0);
+    return world.Decide();
   };
   ask({"a", "b", "c", "d"});  // as 1 to 4
   ask({"a", "b"});
@@ -338,16 +337,16 @@ TEST(runs_of_a_process_set_wait_for_its_members_alone) {
   add.ranks = {1, 3};
   for (int rank = 0; rank < 4; ++rank) world.Report(rank, {add}, 0);
   const int32_t set =
-      static_cast<int32_t>(world.coordinator.Decide(0)->decisions.at(0).details().rows.at(0));
+      static_cast<int32_t>(world.coordinator.Decide()->decisions.at(0).details().rows.at(0));
   std::vector<Request> step;
   for (int i = 0; i < 6; ++i) step.push_back(Allreduce("t" + std::to_string(i), 4, set));
   for (const Request& request : step) world.Asks(request);
   for (int repeat = 0; repeat < 3; ++repeat) {
     world.decisions = 0;
     world.Report(3, step, 0);
-    CHECK(world.Decide(0).empty());
+    CHECK(world.Decide().empty());
     world.Report(1, step, 0);
-    CHECK_EQ(world.Decide(0).size(), step.size());
+    CHECK_EQ(world.Decide().size(), step.size());
     CHECK_EQ(world.decisions, repeat == 0 ? 6 : 1);
   }
 }
@@ -357,17 +356,17 @@ TEST(who_joins_while_runs_wait_counts_for_each_of_their_requests) {
   const std::vector<Request> step = {Allreduce("a"), Allreduce("b"), Allreduce("c")};
   for (const Request& request : step) world.Asks(request);
   for (int rank = 0; rank < 3; ++rank) world.Report(rank, step, 0);
-  CHECK_EQ(world.Decide(0).size(), size_t{3});
+  CHECK_EQ(world.Decide().size(), size_t{3});
   world.Report(0, step, 0);
   world.Report(1, {step[0], step[1]}, 0);
-  CHECK(world.Decide(0).empty());
+  CHECK(world.Decide().empty());
   Request join;
   join.name = "join";
   join.kind = Collective::kJoin;
   world.Report(2, {join}, 0);
-  CHECK_EQ(world.Decide(0).size(), size_t{2});
+  CHECK_EQ(world.Decide().size(), size_t{2});
   world.Report(1, {step[2]}, 0);
-  CHECK_EQ(world.Decide(0).size(), size_t{1});
+  CHECK_EQ(world.Decide().size(), size_t{1});
 }
 
 TEST(runs_that_wait_are_a_stall_in_time) {
@@ -379,7 +378,7 @@ TEST(runs_that_wait_are_a_stall_in_time) {
   Report report;
   report.fresh = {Allreduce("a"), Allreduce("b")};
   for (int rank = 0; rank < 2; ++rank) coordinator.Receive(rank, report, 0);
-  const Agreement agreed = *coordinator.Decide(0);
+  const Agreement agreed = *coordinator.Decide();
   report.fresh.clear();
   for (const Decision& decision : agreed.decisions) report.cached.push_back(decision.cache_id);
   coordinator.Receive(1, report, 10 * kSecond);
@@ -390,7 +389,7 @@ TEST(runs_that_wait_are_a_stall_in_time) {
   CHECK(warning.find(both) != std::string::npos);
   CHECK(coordinator.NextDeadline() > 12 * kSecond);
   coordinator.Receive(0, report, 13 * kSecond);
-  CHECK_EQ(coordinator.Decide(13 * kSecond)->decisions.size(), size_t{2});
+  CHECK_EQ(coordinator.Decide()->decisions.size(), size_t{2});
   CHECK_EQ(coordinator.NextDeadline(), kForever);
 }
 

@@ -1,5 +1,5 @@
-// Rung 2: engines that plan and tune, N ranks as threads. What comes out must be what comes out
-// without; when anything is held for ever, the watchdog of Wait says so.
+// Rung 2: engines that tune, N ranks as threads. What comes out must be what comes out without;
+// when anything is held for ever, the watchdog of Wait says so.
 #include <unistd.h>
 
 #include <algorithm>
@@ -18,13 +18,10 @@ using namespace hororing_test;
 
 namespace {
 
-EngineConfig Config(bool plan, bool tune) {
+EngineConfig Tuned() {
   EngineConfig config;
-  config.plan = plan;
-  if (tune) {
-    config.tune.emplace();
-    config.tune->steps_per_sample = 1;
-  }
+  config.tune.emplace();
+  config.tune->steps_per_sample = 1;
   return config;
 }
 
@@ -71,45 +68,28 @@ std::vector<std::string> Layers(size_t count) {
 
 }  // namespace
 
-TEST(sums_are_the_same_with_plans_and_tuning) {
+TEST(sums_are_the_same_with_tuning_and_without) {
   for (const int size : {1, 2, 3, 5}) {
-    for (const bool plan : {true, false}) {
-      for (const bool tune : {true, false}) {
-        Play(size, Config(plan, tune), [](Player& player) {
-          std::mt19937 random(hororing_test::Seed());  // alike on all ranks
-          for (int step = 0; step < 60; ++step) {
-            std::vector<std::string> names = Layers(10);
-            if (random() % 8 == 0) names.resize(1 + random() % 10);
-            if (random() % 8 == 0) names.push_back("more");
-            TakeStep(player, names, step, step % 3 == 0 ? 20 * kMicrosecond : 0, kWorldSet,
-                     All(player.size));
-          }
-        });
-      }
+    for (const EngineConfig& config : {Tuned(), EngineConfig()}) {
+      Play(size, config, [](Player& player) {
+        std::mt19937 random(hororing_test::Seed());  // alike on all ranks
+        for (int step = 0; step < 60; ++step) {
+          std::vector<std::string> names = Layers(10);
+          if (random() % 8 == 0) names.resize(1 + random() % 10);
+          if (random() % 8 == 0) names.push_back("more");
+          TakeStep(player, names, step, step % 3 == 0 ? 20 * kMicrosecond : 0, kWorldSet,
+                   All(player.size));
+        }
+      });
     }
   }
-}
-
-TEST(a_plan_comes_up_on_rank_0_and_is_counted) {
-  Play(3, Config(true, false), [](Player& player) {
-    // Until there is one, all ranks alike.
-    float plans = 0;
-    for (int step = 0; step < 500 && plans == 0; ++step) {
-      TakeStep(player, Layers(8), step, 200 * kMicrosecond, kWorldSet, All(player.size));
-      std::vector<float> told = {static_cast<float>(player.engine->stats().plans)};
-      CHECK_OK(player.Allreduce("plans", told));
-      plans = told[0];
-    }
-    CHECK_EQ(plans, 1.0f);
-    if (player.rank != 0) CHECK(player.engine->plan().empty());
-  });
 }
 
 // Hold times are tried, and all ranks end up with the same one.
 TEST(all_ranks_try_the_same_and_settle_on_it) {
   std::string log = std::string(P_tmpdir) + "/hororing_tuned." + std::to_string(getpid());
   for (const Hosts& hosts : {Hosts{0, 0, 1, 1}, Hosts{0, 1, 2}, Hosts{0, 0}}) {
-    EngineConfig config = Config(false, true);
+    EngineConfig config = Tuned();
     config.tune->warmup_samples = 1;
     config.tune->tune_fusion = false;
     config.tune_log = log;
@@ -149,8 +129,8 @@ TEST(all_ranks_try_the_same_and_settle_on_it) {
   }
 }
 
-TEST(sets_and_joined_ranks_do_as_without_plans) {
-  Play(3, Config(true, true), [](Player& player) {
+TEST(sets_and_joined_ranks_do_as_without_tuning) {
+  Play(3, Tuned(), [](Player& player) {
     for (int round = 0; round < 3; ++round) {
       int64_t id = 0, removed = 0, last = 0;
       CHECK_OK(player.AddSet({0, 2}, &id));
