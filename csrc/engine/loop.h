@@ -58,6 +58,7 @@ class Loop {
   // messages.cc, with the first three steps
   bool IsUrgent() const;
   bool LetsMoreCome();
+  bool IsOfWorld(const struct Report& report) const;
   static std::vector<std::vector<int>> Audiences(const World& world);
   std::vector<int> Neighbours(int rank) const;
   int superior() const;

@@ -96,12 +96,23 @@ bool Loop::Report() {
     return true;
   }
   if (host_reports_) {
-    host_reports_->Receive(topology_.rank, report, now);
+    host_reports_->Receive(topology_.rank, report, IsOfWorld(report), now);
   } else {
     Post(superior(), Encode(report));
   }
   pace_.Told(now);
   return true;
+}
+
+// Whether every request of a report concerns all ranks. What this rank does not know does not.
+bool Loop::IsOfWorld(const struct Report& report) const {
+  if (engine_.sets_.only_world()) return true;
+  return std::all_of(report.fresh.begin(), report.fresh.end(),
+                     [](const Request& each) { return each.process_set == kWorldSet; }) &&
+         std::all_of(report.cached.begin(), report.cached.end(), [this](uint64_t id) {
+           const ResponseCache::Record* record = cache_.Lookup(id);
+           return record != nullptr && record->request.process_set == kWorldSet;
+         });
 }
 
 // What the ranks of this host have reported, to rank 0.
@@ -137,7 +148,7 @@ bool Loop::Receive() {
       if (understood && coordinator_) {
         coordinator_->Receive(peer, report, NowNs());
       } else if (understood && on_host(peer, topology_.rank)) {
-        host_reports_->Receive(peer, report, NowNs());
+        host_reports_->Receive(peer, report, IsOfWorld(report), NowNs());
       }
     } else if (understood && kind == MessageKind::kCombined && coordinator_) {
       std::vector<std::pair<std::vector<int>, struct Report>> combined;
@@ -154,6 +165,7 @@ bool Loop::Receive() {
       for (size_t i = 1; host_reports_ && i < neighbours_.size(); ++i) {
         Post(neighbours_[i], message);
       }
+      if (host_reports_) host_reports_->Decided(agreement);
       pace_.Answered();
       Report();
       if (understood) Apply(agreement);

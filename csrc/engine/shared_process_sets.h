@@ -32,6 +32,10 @@ class SharedProcessSets {
     std::lock_guard<std::mutex> lock(mutex_);
     sets_->Remove(id);
   }
+  bool only_world() const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return sets_->count() == 1;
+  }
   // Null when there is none.
   std::shared_ptr<const ProcessSet> Find(int32_t id) const {
     std::lock_guard<std::mutex> lock(mutex_);

@@ -9,87 +9,66 @@
 namespace hororing {
 namespace {
 
-// What is remembered of tensors that come no more, at most; then everything is learned anew.
-constexpr size_t kMostTensors = 1 << 13;
+// An id that ranks give up for its name while they report it is never reported by all of them.
+constexpr size_t kMostCounts = 1 << 16;
 
 }  // namespace
 
 HostReports::HostReports(std::vector<int> ranks, TimeNs hold_ns)
     : ranks_(std::move(ranks)), hold_ns_(hold_ns), held_(ranks_.size()) {}
 
-void HostReports::Receive(int rank, const Report& report, TimeNs now) {
-  const auto found = std::find(ranks_.begin(), ranks_.end(), rank);
-  const size_t place = static_cast<size_t>(found - ranks_.begin());
-  Held& held = held_[place];
+void HostReports::Receive(int rank, const Report& report, bool of_world, TimeNs now) {
+  const auto place = std::find(ranks_.begin(), ranks_.end(), rank) - ranks_.begin();
+  std::optional<Report>& held = held_[static_cast<size_t>(place)];
   if (held_count_ == 0) since_ns_ = now;
-  if (!held.any) {
-    held.any = true;
+  if (!held) {
+    held.emplace();
     ++held_count_;
     // The older one of those that are combined: no id may be forgotten that is named below.
-    held.report.applied = report.applied;
+    held->applied = report.applied;
   }
-  for (const uint64_t id : report.cached) {
-    held.report.cached.push_back(id);
-    Count(cached_[id], place, nullptr);
-  }
+  held->cached.insert(held->cached.end(), report.cached.begin(), report.cached.end());
+  held->fresh.insert(held->fresh.end(), report.fresh.begin(), report.fresh.end());
+  for (const uint64_t id : report.cached) Count(cached_, id);
   for (const Request& request : report.fresh) {
-    held.report.fresh.push_back(request);
-    std::string key = Key(request), &latest = latest_[request.process_set];
-    const auto before = fresh_.find(latest);
-    const Tensor* const like = before == fresh_.end() ? nullptr : &before->second;
-    Count(fresh_[key], place, like);
-    latest = std::move(key);
+    Count(fresh_, Key(request));
+    if (request.kind == Collective::kJoin) join_ = Key(request);
   }
   if (report.leaving) {
-    held.report.leaving = urgent_ = true;
-    held.report.reason = report.reason;
+    held->leaving = true;
+    held->reason = report.reason;
   }
+  goes_ = goes_ || !of_world || report.leaving || !join_.empty();
 }
 
-// `like`: the tensor that a new one is expected of the same ranks as; null: of all.
-void HostReports::Count(Tensor& tensor, size_t place, const Tensor* like) {
-  if (tensor.reported.empty()) {
-    tensor.reported.assign(ranks_.size(), 0);
-    tensor.usual = like != nullptr ? like->reported : std::vector<char>(ranks_.size(), 1);
-    tensor.missing = static_cast<size_t>(std::count(tensor.usual.begin(), tensor.usual.end(), 1));
-  } else if (tensor.reported[place]) {
-    // It comes again, so all have reported it that will: they are the usual ones.
-    tensor.usual = std::exchange(tensor.reported, std::vector<char>(ranks_.size(), 0));
-    tensor.missing = static_cast<size_t>(std::count(tensor.usual.begin(), tensor.usual.end(), 1));
-  }
-  tensor.reported[place] = 1;
-  if (tensor.usual[place] && --tensor.missing == 0 && std::exchange(tensor.held, false)) {
-    --waiting_for_;
-  }
-  if (tensor.missing == 0 || tensor.held) return;
-  tensor.held = true;
-  incomplete_.push_back(&tensor);
-  ++waiting_for_;
+template <typename Id>
+void HostReports::Count(std::unordered_map<Id, size_t>& requests, const Id& id) {
+  if (++requests[id] < ranks_.size()) return;
+  requests.erase(id);
+  goes_ = true;
 }
 
-bool HostReports::MoreIsExpected(TimeNs now) const {
-  if (waiting_for_ == 0 || urgent_ || now >= After(since_ns_, hold_ns_)) return false;
-  return held_count_ < ranks_.size();
+void HostReports::Decided(const Agreement& agreement) {
+  if (cached_.empty() && fresh_.empty() && join_.empty()) return;
+  for (const Decision& decision : agreement.decisions) {
+    for (uint64_t i = 0; i < decision.count; ++i) cached_.erase(decision.cache_id + i);
+    const std::string key = Key(decision.process_set, decision.details().name);
+    fresh_.erase(key);
+    if (key == join_) join_.clear();
+  }
 }
 
 std::optional<std::string> HostReports::Take(TimeNs now) {
-  if (held_count_ == 0 || MoreIsExpected(now)) return std::nullopt;
+  const bool all = held_count_ == ranks_.size();
+  if (held_count_ == 0 || (!goes_ && !all && now < NextDeadline())) return std::nullopt;
   std::map<std::string, std::vector<int>> alike;
   for (size_t place = 0; place < held_.size(); ++place) {
-    Held held = std::exchange(held_[place], {});
-    if (!held.any) continue;
-    alike[Encode(held.report)].push_back(ranks_[place]);
+    if (held_[place]) alike[Encode(*held_[place])].push_back(ranks_[place]);
+    held_[place].reset();
   }
-  for (Tensor* tensor : incomplete_) tensor->held = false;
-  incomplete_.clear();
-  waiting_for_ = 0;
   held_count_ = 0;
-  urgent_ = false;
-  if (cached_.size() + fresh_.size() > kMostTensors) {
-    cached_.clear();
-    fresh_.clear();
-    latest_.clear();
-  }
+  goes_ = false;
+  if (cached_.size() > kMostCounts) cached_.clear();
   return EncodeCombined(alike);
 }
 

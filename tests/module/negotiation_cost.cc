@@ -40,7 +40,7 @@ Report Decoded(const std::string& message) {
 // What the first rank of a host makes of its neighbours' messages; its own report does not travel.
 std::string Combine(HostReports* combiner, const std::vector<int>& host,
                     const std::string& message) {
-  for (const int rank : host) combiner->Receive(rank, Decoded(message), 0);
+  for (const int rank : host) combiner->Receive(rank, Decoded(message), true, 0);
   std::optional<std::string> made = combiner->Take(0);
   if (!made) throw std::logic_error("reports that are alike were held");
   return std::move(*made);

@@ -18,7 +18,6 @@ from configured import engine
 import hororing.numpy as hvd
 
 
-
 def shared_folder() -> Path:
     """A new folder of rank 0's, for all ranks of this host."""
     return Path(hvd.broadcast_object(tempfile.mkdtemp() if hvd.rank() == 0 else None, 0))

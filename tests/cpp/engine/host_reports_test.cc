@@ -42,16 +42,32 @@ Reports Taken(HostReports& reports, TimeNs now) {
   return taken;
 }
 
+Request Join() {
+  Request request;
+  request.kind = Collective::kJoin;
+  request.name = "join";
+  return request;
+}
+
+Agreement Agreed(uint64_t id, uint64_t count, const std::string& name = "") {
+  Agreement agreement;
+  agreement.decisions.resize(1);
+  agreement.decisions[0].cache_id = id;
+  agreement.decisions[0].count = count;
+  if (!name.empty()) agreement.decisions[0].set_details().name = name;
+  return agreement;
+}
+
 }  // namespace
 
 TEST(what_all_ranks_of_a_host_report_alike_travels_once_and_at_once) {
   HostReports reports({4, 5, 6}, kMillisecond);
-  reports.Receive(4, Cached({1, 2}), 0);
+  reports.Receive(4, Cached({1, 2}), true, 0);
   CHECK(Taken(reports, 0).empty());
-  reports.Receive(6, Cached({1, 2}), 0);
+  reports.Receive(6, Cached({1, 2}), true, 0);
   CHECK(Taken(reports, 0).empty());
   CHECK_EQ(reports.NextDeadline(), kMillisecond);
-  reports.Receive(5, Cached({1, 2}), 10);
+  reports.Receive(5, Cached({1, 2}), true, 10);
   const Reports taken = Taken(reports, 10);
   CHECK_EQ(taken.size(), size_t{1});
   CHECK(taken[0].first == (std::vector<int>{4, 5, 6}));
@@ -61,73 +77,95 @@ TEST(what_all_ranks_of_a_host_report_alike_travels_once_and_at_once) {
 
 TEST(a_late_rank_delays_the_others_by_the_hold_time_and_itself_not_at_all) {
   HostReports reports({0, 1}, kMillisecond);
-  reports.Receive(0, Cached({7}), 100);
+  reports.Receive(0, Cached({7}), true, 100);
   CHECK(Taken(reports, kMillisecond).empty());
   CHECK_EQ(Taken(reports, kMillisecond + 100).size(), size_t{1});
-  reports.Receive(1, Cached({7}), kSecond);
+  reports.Receive(1, Cached({7}), true, kSecond);
   const Reports late = Taken(reports, kSecond);
   CHECK_EQ(late.size(), size_t{1});
   CHECK(late[0].first == std::vector<int>{1});
 }
 
-TEST(ranks_that_do_not_report_a_tensor_are_waited_for_once) {
-  // Of a process set with two of three ranks, or since one has joined.
+TEST(some_request_that_all_ranks_have_reported_takes_along_what_is_held) {
   HostReports reports({0, 1, 2}, kMillisecond);
-  const auto held = [&](TimeNs now, std::vector<int> ranks) {
-    for (const int rank : ranks) reports.Receive(rank, Cached({3}), now);
-    return Taken(reports, now).empty();
-  };
-  CHECK(held(0, {0, 2}));
+  reports.Receive(0, Cached({1, 2, 3}), true, 0);
+  reports.Receive(1, Cached({3, 1}), true, 0);
+  CHECK(Taken(reports, 0).empty());
   CHECK(!Taken(reports, kMillisecond).empty());
-  CHECK(!held(kSecond, {0, 2}));
-  CHECK(!held(2 * kSecond, {2, 0}));
-  // It is back: the first time its report comes by itself, then all are waited for again.
-  CHECK(!held(3 * kSecond, {0, 2, 1}));
-  CHECK(held(4 * kSecond, {0, 2}));
-  CHECK(!held(4 * kSecond, {1}));
+  reports.Receive(0, Cached({4}), true, kSecond);
+  reports.Receive(2, Cached({2}), true, kSecond);
+  CHECK(Taken(reports, kSecond).empty());
+  reports.Receive(2, Cached({3}), true, kSecond);
+  const Reports taken = Taken(reports, kSecond);
+  CHECK_EQ(taken.size(), size_t{2});
+  std::map<int, std::vector<uint64_t>> by_rank;
+  for (const auto& [ranks, report] : taken) by_rank[ranks[0]] = report.cached;
+  CHECK(by_rank[0] == std::vector<uint64_t>{4});
+  CHECK(by_rank[2] == (std::vector<uint64_t>{2, 3}));
+}
+
+TEST(requests_of_another_process_set_wait_for_nobody) {
+  HostReports reports({0, 1, 2}, kMillisecond);
+  reports.Receive(0, Cached({1}), true, 0);
+  CHECK(Taken(reports, 0).empty());
+  reports.Receive(1, Cached({2}), false, 0);
+  CHECK_EQ(Taken(reports, 0).size(), size_t{2});
+  reports.Receive(2, Cached({3}), true, 0);
+  CHECK(Taken(reports, 0).empty());
+}
+
+TEST(while_a_rank_has_joined_nobody_waits_for_it) {
+  HostReports reports({0, 1}, kMillisecond);
+  Report joins;
+  joins.fresh = {Join()};
+  reports.Receive(0, Cached({1, 2}), true, 0);
+  CHECK(Taken(reports, 0).empty());
+  reports.Receive(1, joins, true, 0);
+  CHECK(!Taken(reports, 0).empty());
+  reports.Decided(Agreed(1, 2));
+  for (int step = 0; step < 3; ++step) {
+    reports.Receive(0, Cached({1, 2}), true, 0);
+    CHECK(!Taken(reports, 0).empty());
+    reports.Decided(Agreed(1, 2));
+  }
+  reports.Receive(0, joins, true, 0);
+  CHECK(!Taken(reports, 0).empty());
+  reports.Decided(Agreed(0, 1, "join"));
+  // From now on they are expected of both again, and of no earlier step.
+  for (const int first : {0, 1}) {
+    reports.Receive(first, Cached({1, 2}), true, 0);
+    CHECK(Taken(reports, 0).empty());
+    reports.Receive(1 - first, Cached({1, 2}), true, 0);
+    CHECK_EQ(Taken(reports, 0).size(), size_t{1});
+    reports.Decided(Agreed(1, 2));
+  }
+}
+
+// One rank has heard that the id is evicted, the other has not.
+TEST(what_was_decided_does_not_count_for_the_next_time) {
+  HostReports reports({0, 1}, kMillisecond);
+  reports.Receive(0, Cached({7}), true, 0);
+  reports.Receive(1, FreshNamed("x"), true, 0);
+  CHECK(!Taken(reports, 0).empty());  // both have said something
+  reports.Decided(Agreed(8, 1, "x"));
+  reports.Receive(0, FreshNamed("x"), true, 0);
+  CHECK(Taken(reports, 0).empty());
+  reports.Receive(1, FreshNamed("x"), true, 0);
+  CHECK_EQ(Taken(reports, 0).size(), size_t{1});
 }
 
 TEST(once_all_ranks_have_reported_nothing_more_is_expected_of_them) {
   HostReports reports({0, 1}, kMillisecond);
-  reports.Receive(0, Cached({1, 2}), 0);
+  reports.Receive(0, Cached({1, 2}), true, 0);
   CHECK(Taken(reports, 0).empty());
-  reports.Receive(1, Cached({1}), 0);
+  reports.Receive(1, Cached({1}), true, 0);
   CHECK(!Taken(reports, 0).empty());
-}
-
-// Calls without a name get a new one each.
-TEST(new_names_are_expected_of_the_ranks_that_had_the_one_before) {
-  HostReports reports({4, 5, 6}, kMillisecond);
-  const auto named = [](int number) {
-    Report report = FreshNamed("noname." + std::to_string(number));
-    report.fresh[0].process_set = 1;
-    return report;
-  };
-  for (int call = 0; call < 5; ++call) {
-    const TimeNs now = call * kSecond;
-    reports.Receive(4, named(call), now);
-    CHECK(Taken(reports, now).empty());
-    reports.Receive(6, named(call), now);
-    CHECK_EQ(Taken(reports, now).size(), size_t{call > 0});
-    CHECK_EQ(Taken(reports, now + kMillisecond).size(), size_t{call == 0});
-  }
-  // Of another set nothing is known; of this one, rank 5 is in it from now on.
-  reports.Receive(4, FreshNamed("x"), 0);
-  reports.Receive(6, FreshNamed("x"), 0);
-  CHECK(Taken(reports, 0).empty());
-  CHECK_EQ(Taken(reports, kMillisecond).size(), size_t{1});
-  for (int call = 5; call < 8; ++call) {
-    for (const int rank : {4, 6}) reports.Receive(rank, named(call), 0);
-    CHECK_EQ(Taken(reports, 0).size(), size_t{call == 5});
-    reports.Receive(5, named(call), 0);
-    CHECK_EQ(Taken(reports, 0).size(), size_t{1});
-  }
 }
 
 TEST(reports_of_a_rank_are_joined_by_the_older_ones_knowledge) {
   HostReports reports({0, 1}, kMillisecond);
-  reports.Receive(0, Cached({5}, 7), 0);
-  reports.Receive(0, Cached({6}, 8), 0);  // which may have evicted 5
+  reports.Receive(0, Cached({5}, 7), true, 0);
+  reports.Receive(0, Cached({6}, 8), true, 0);  // which may have evicted 5
   const Reports taken = Taken(reports, kMillisecond);
   CHECK_EQ(taken[0].second.applied, uint64_t{7});
   CHECK(taken[0].second.cached == (std::vector<uint64_t>{5, 6}));
@@ -135,12 +173,12 @@ TEST(reports_of_a_rank_are_joined_by_the_older_ones_knowledge) {
 
 TEST(a_rank_that_leaves_is_announced_at_once) {
   HostReports reports({0, 1}, kForever);
-  reports.Receive(1, FreshNamed("x"), 0);
+  reports.Receive(1, FreshNamed("x"), true, 0);
   CHECK(Taken(reports, kSecond).empty());
   Report leaving;
   leaving.leaving = true;
   leaving.reason = "enough";
-  reports.Receive(0, leaving, 5);
+  reports.Receive(0, leaving, true, 5);
   const Reports taken = Taken(reports, 5);
   CHECK_EQ(taken.size(), size_t{2});
   std::map<int, Report> by_rank;
