@@ -137,6 +137,11 @@ def is_homogeneous() -> bool:
     return topology().homogeneous
 
 
+def host_names() -> list[str]:
+    """Return the host of every rank, by rank. NotInitializedError before `init()`."""
+    return [ffi.string(lib.hr_host_name(rank)).decode() for rank in range(size())]
+
+
 def mpi_enabled() -> bool:
     """Whether the ranks of this job found one another through MPI. False for a job of one rank."""
     return is_initialized() and process.launched

@@ -55,6 +55,14 @@ class Config(Mapping[str, Any]):
         """LOG_LEVEL as a number of Python's logging."""
         return LEVELS[self["LOG_LEVEL"]]
 
+    def changed(self) -> dict[str, str]:
+        """What is not as it comes: texts by variable."""
+        return {
+            knob.variable: knob.show(self[knob.name])
+            for knob in KNOBS
+            if self.settings[knob.name].source != "default"
+        }
+
     def core_for(self, local_rank: int) -> int:
         """Core of CPU for a rank of this host; -1 where none was given."""
         cores = self["CPU"]

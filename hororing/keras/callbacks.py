@@ -221,11 +221,11 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
         optimizer.learning_rate = self.initial_lr * factor
         after = self._rate()
         if self.momentum_correction and before != after and before > 0:
-            for velocity in _velocities(optimizer):
+            for velocity in velocities(optimizer):
                 velocity.assign(ops.multiply(velocity, after / before))
 
 
-def _velocities(optimizer: Any) -> list[Any]:
+def velocities(optimizer: Any) -> list[Any]:
     """Variables of optimizers with `momentum` that contain the learning rate: SGD, RMSprop."""
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     if not optimizer.built or not getattr(optimizer, "momentum", 0):

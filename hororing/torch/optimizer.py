@@ -91,7 +91,7 @@ def DistributedOptimizer(
         raise ValueError("optimizer is distributed already; wrap it once")
     what = "DistributedOptimizer"
     checked_passes(backward_passes_per_step)
-    members = check_reduction(what, op, gradient_predivide_factor, compression, process_set)
+    check_reduction(what, op, gradient_predivide_factor, compression, process_set)
     groups = choose_groups(what, num_groups, groups)
     options = Reduction(
         op=op, predivide=gradient_predivide_factor, compression=compression,
@@ -101,9 +101,7 @@ def DistributedOptimizer(
     if isinstance(groups, str):
         check_auto_groups(groups, op)
         mixin, groups = AutoGrouped, None
-    return become(
-        optimizer, mixin, options, named_parameters, backward_passes_per_step, groups, members
-    )
+    return become(optimizer, mixin, options, named_parameters, backward_passes_per_step, groups)
 
 
 def become(
@@ -113,16 +111,16 @@ def become(
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None,
     passes: int,
     groups: int | Sequence[Sequence[torch.Tensor]] | None,
-    members: int,
     **namespace: Any,
 ) -> torch.optim.Optimizer:
     """Make `optimizer` one of a sub-class of `mixin` and its class. Arguments are checked but for
-    names and groups; `members` is the number of the process set that counts optimizers; `namespace`
-    is the sub-class's.
+    names and groups; `namespace` is the sub-class's.
     """
     params = parameters(optimizer)
     positions = _positions(groups, params)
     named = checked_names(named_parameters, params)
+    members = options.process_set.process_set_id  # each set counts its optimizers
+    assert members is not None
     # The first optimizer's names are those of Horovod, which has them for all.
     count = default_name(OPTIMIZER, members).rpartition(".")[2]
     prefix = "allreduce.noname" if count == "1" else f"allreduce.noname.{count}"

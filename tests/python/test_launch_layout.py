@@ -284,7 +284,8 @@ def test_only_the_chosen_ranks_print_and_all_keep_their_errors(tmp_path):
 
 def tell_where_we_are() -> None:
     import hororing.numpy as hvd
-    from hororing.toolkit.stragglers import StragglerInjector, host_names
+    from hororing.extension import host_names
+    from hororing.toolkit.stragglers import StragglerInjector
 
     hvd.init()
     print(json.dumps([host_names(), hvd.local_rank()]))

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(chosen: argparse.Namespace) -> int:
     """Evaluate, each rank a shard; rank 0 prints. Return the exit code."""
-    from hororing import runtime
+    import hororing.numpy as hvd
     from hororing.toolkit.data.evaluation import evaluate_checkpoints
 
     try:
@@ -34,13 +34,13 @@ def run(chosen: argparse.Namespace) -> int:
     except (ImportError, AttributeError, KeyError, OSError, ValueError) as error:
         print(f"evaluate: cannot find {chosen.function!r}: {error}", file=sys.stderr)
         return 2
-    runtime.init()
+    hvd.init()
     results = evaluate_checkpoints(chosen.checkpoints, function, chosen.output)
-    if runtime.rank() == 0:
+    if hvd.rank() == 0:
         for path, metrics in results.items():
             values = (f"{name} {each.mean:.6g}" for name, each in metrics.items())
             print(f"{path}: {', '.join(values)}")
-    runtime.shutdown()
+    hvd.shutdown()
     return 0
 
 

@@ -26,8 +26,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 import hororing.numpy as hvd
-from hororing import runtime
-from hororing.objects import allgather_object, broadcast_object
 from hororing.process_sets import ProcessSet, global_process_set
 from hororing.toolkit.data.sharding import Indices, place
 
@@ -194,7 +192,7 @@ class Totals:
         if failures:
             self._raise_failure(process_set)
         if ranks * squares != total_x**2:
-            everybody = allgather_object(names, "evaluation.differ", process_set)
+            everybody = hvd.allgather_object(names, "evaluation.differ", process_set)
             listed = "; ".join(
                 f"rank {rank}: {', '.join(each)}"
                 for rank, each in zip(process_set.ranks, everybody, strict=True)
@@ -218,7 +216,7 @@ class Totals:
     def _raise_failure(self, process_set: ProcessSet) -> NoReturn:
         error = self._failure
         text = None if error is None else f"{type(error).__name__}: {error}"
-        texts = allgather_object(text, "evaluation.failed", process_set)
+        texts = hvd.allgather_object(text, "evaluation.failed", process_set)
         if error is not None:
             raise error
         failed = zip(process_set.ranks, texts, strict=True)
@@ -255,12 +253,12 @@ def evaluate_checkpoints(
     paths = [os.fspath(path) for path in checkpoints]
     done: dict[str, dict[str, Total]] = {}
     error: Exception | None = None
-    if output is not None and runtime.rank() == 0:
+    if output is not None and hvd.rank() == 0:
         try:
             done = _read(output)
         except (OSError, ValueError) as failed:
             error = failed
-    paths, done, error = broadcast_object((paths, done, error), name="evaluation.checkpoints")
+    paths, done, error = hvd.broadcast_object((paths, done, error), name="evaluation.checkpoints")
     if error is not None:
         raise error
     results: dict[str, dict[str, Total]] = {}
@@ -272,7 +270,7 @@ def evaluate_checkpoints(
                 f"returns, a dict of Totals, not {found!r:.80}"
             )
         results[path] = dict(found)
-        if output is None or path in done or runtime.rank() != 0:
+        if output is None or path in done or hvd.rank() != 0:
             continue
         line = {
             name: {"total": each.total, "count": each.count, "mean": each.mean}

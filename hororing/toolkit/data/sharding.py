@@ -17,9 +17,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from hororing import job
-from hororing.objects import allgather_object
-from hororing.process_sets import ProcessSet, check_member, global_process_set
+import hororing.numpy as hvd
+from hororing.extension import check_member
+from hororing.process_sets import ProcessSet, global_process_set
 
 Indices = NDArray[np.int64]
 
@@ -42,9 +42,9 @@ def permutation(samples: int, *, seed: int, epoch: int) -> Indices:
 
 def place(process_set: ProcessSet = global_process_set) -> tuple[int, int]:
     """Return (rank, size) of this process in a process set."""
-    job.topology()
+    rank = hvd.rank()
     check_member(process_set, "shard")
-    return process_set.ranks.index(job.rank()), len(process_set.ranks)
+    return process_set.ranks.index(rank), len(process_set.ranks)
 
 
 class Shard:
@@ -206,7 +206,7 @@ class Shard:
         ValueError : on every rank, when shards differ in samples, seed or epoch.
         """
         at = place(process_set)
-        self.merge(allgather_object(self.state_dict(), process_set=process_set))
+        self.merge(hvd.allgather_object(self.state_dict(), process_set=process_set))
         self.reshard(*at)
 
     def _share(self) -> Indices:

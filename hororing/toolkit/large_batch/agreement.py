@@ -5,16 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hororing import runtime
-from hororing._core import ffi, lib
-from hororing.objects import allgather_object
-from hororing.process_sets import ProcessSet, obtain
+import hororing.numpy as hvd
+from hororing.extension import obtain
 from hororing.toolkit.large_batch.hierarchy import Groups, group_of
-
-
-def host_names() -> list[str]:
-    """The host of each rank, by rank. NotInitializedError before `init`."""
-    return [ffi.string(lib.hr_host_name(rank)).decode() for rank in range(runtime.size())]
 
 
 def agreed(what: str, describe: Callable[[], dict[str, Any]], **own: Any) -> list[dict[str, Any]]:
@@ -32,7 +25,7 @@ def agreed(what: str, describe: Callable[[], dict[str, Any]], **own: Any) -> lis
     except (TypeError, ValueError) as error:
         failure = error
     text = None if failure is None else f"{type(failure).__name__}: {failure}"
-    by_rank = allgather_object((text, mine, own), f"{what}.options")
+    by_rank = hvd.allgather_object((text, mine, own), f"{what}.options")
     if failure is not None:
         raise failure
     for rank, (text, _, _) in enumerate(by_rank):
@@ -52,8 +45,8 @@ def agreed(what: str, describe: Callable[[], dict[str, Any]], **own: Any) -> lis
     return [theirs for _, _, theirs in by_rank]
 
 
-def obtain_groups(groups: Groups) -> ProcessSet:
+def obtain_groups(groups: Groups) -> hvd.ProcessSet:
     """Register process sets for all groups, and return that of this rank. All ranks call it."""
     sets = {group: obtain(group) for group in groups if len(group) > 1}
-    mine = group_of(groups, runtime.rank())
-    return sets.get(mine) or ProcessSet(mine)
+    mine = group_of(groups, hvd.rank())
+    return sets.get(mine) or hvd.ProcessSet(mine)

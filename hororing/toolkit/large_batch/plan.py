@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from hororing import runtime
-from hororing.toolkit.large_batch.agreement import agreed, host_names
+import hororing.numpy as hvd
+from hororing.extension import host_names
+from hororing.toolkit.large_batch.agreement import agreed
 from hororing.toolkit.large_batch.hierarchy import (
     Groups,
     Hierarchy,
@@ -54,7 +55,7 @@ def make_plan(request: Request, check: Callable[[], dict[str, Any]] = dict) -> P
     ------
     TypeError, ValueError : on every rank, if one of them is wrong, or if they differ.
     """
-    runtime.size()  # raises before `init`
+    hvd.size()  # raises before `init`
     plans: list[Plan] = []
 
     def describe() -> dict[str, Any]:

@@ -39,8 +39,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from hororing import runtime
-from hororing.objects import broadcast_object
+import hororing.numpy as hvd
 from hororing.process_sets import ProcessSet, global_process_set
 
 IDENTICAL_STREAM: Final = 0  # of what must be equal on all ranks; rank r's own is r + 1
@@ -91,18 +90,18 @@ def shared_seed(seed: int | None = None, *, process_set: ProcessSet = global_pro
     Collective among several ranks, after `init()`. Before it, a seed that is passed is returned.
     """
     if seed is None:
-        if not runtime.is_initialized():
+        if not hvd.is_initialized():
             raise ValueError("ranks share a random seed: call init() before, or pass a seed")
         seed = secrets.randbits(63)
     seed = checked_seed(seed)
-    if runtime.is_initialized() and len(process_set.ranks) > 1:
-        seed = int(broadcast_object(seed, process_set.ranks[0], process_set=process_set))
+    if hvd.is_initialized() and len(process_set.ranks) > 1:
+        seed = int(hvd.broadcast_object(seed, process_set.ranks[0], process_set=process_set))
     return seed
 
 
 def rank_stream() -> int:
     """Return the number of the stream that is this rank's alone."""
-    return (runtime.rank() if runtime.is_initialized() else 0) + 1
+    return (hvd.rank() if hvd.is_initialized() else 0) + 1
 
 
 def checked_seed(seed: object) -> int:

@@ -5,7 +5,6 @@ No framework is needed, and each module works without the others.
 
 from hororing.toolkit.stragglers.arrivals import Collective, Recording, read_timeline
 from hororing.toolkit.stragglers.diagnosis import Diagnosis, RankReport, diagnose
-from hororing.toolkit.stragglers.hosts import host_names
 from hororing.toolkit.stragglers.injection import StragglerInjector
 from hororing.toolkit.stragglers.simulator import replay
 from hororing.toolkit.stragglers.watch import StragglerWatch
@@ -18,7 +17,6 @@ __all__ = [
     "StragglerInjector",
     "StragglerWatch",
     "diagnose",
-    "host_names",
     "read_timeline",
     "replay",
 ]

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hororing import runtime
-from hororing.toolkit.stragglers.hosts import host_names, numbered
+import hororing.numpy as hvd
+from hororing.extension import host_names
 
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, as in SplitMix64
 
@@ -115,7 +115,7 @@ class StragglerInjector:
             self._prone = self._is_prone()
         if not self._prone:
             return
-        rank = runtime.rank() if self._rank is None else self._rank
+        rank = hvd.rank() if self._rank is None else self._rank
         if uniform(self.seed, rank + 1, 1, step)[0, rank] < self.probability:
             self.late_steps += 1
             time.sleep(self.delay_s)
@@ -124,7 +124,7 @@ class StragglerInjector:
         if self._ranks is None and self._hosts is None:
             return True
         if self._rank is None:
-            return bool(self._may_be_late(self._host_of or [*host_names()])[runtime.rank()])
+            return bool(self._may_be_late(self._host_of or [*host_names()])[hvd.rank()])
         return bool(self._may_be_late(self._host_of or self._rank + 1)[self._rank])
 
     def _may_be_late(self, hosts: list[int | str] | int) -> NDArray[np.bool_]:
@@ -142,7 +142,8 @@ class StragglerInjector:
             if isinstance(hosts, int):
                 raise ValueError("hosts: which ranks share one is not known; give host_of")
             names = [str(host) for host in hosts]
-            numbers = numbered(names)
+            order = {name: number for number, name in enumerate(dict.fromkeys(names))}
+            numbers = [order[name] for name in names]
             known = {*numbers, *names}
             for host in self._hosts:
                 if host not in known:

@@ -6,8 +6,8 @@ import os
 import tempfile
 from types import TracebackType
 
-from hororing import runtime, timeline
-from hororing.objects import broadcast_object
+import hororing.numpy as hvd
+from hororing import timeline
 from hororing.toolkit.stragglers.arrivals import read_timeline
 from hororing.toolkit.stragglers.diagnosis import Diagnosis, diagnose
 
@@ -49,13 +49,13 @@ class StragglerWatch:
 
     def __enter__(self) -> StragglerWatch:
         busy = None
-        if runtime.rank() == 0:
+        if hvd.rank() == 0:
             if timeline.enabled():
                 busy = "a timeline is being written: see `python -m hororing stragglers` for it"
             else:
                 self._folder = tempfile.TemporaryDirectory(prefix="hororing-")
-                runtime.start_timeline(os.path.join(self._folder.name, "timeline.json"))
-        busy = broadcast_object(busy, name="stragglers.watch")
+                hvd.start_timeline(os.path.join(self._folder.name, "timeline.json"))
+        busy = hvd.broadcast_object(busy, name="stragglers.watch")
         if busy:
             raise ValueError(busy)
         return self
@@ -66,9 +66,9 @@ class StragglerWatch:
         found: Diagnosis | str | None = None
         try:
             if error is None:  # else peers may not come
-                broadcast_object(None, name="stragglers.watch")  # members of all sets are done
+                hvd.broadcast_object(None, name="stragglers.watch")  # members of all sets are done
             if self._folder is not None:
-                runtime.stop_timeline()
+                hvd.stop_timeline()
                 recording = read_timeline(os.path.join(self._folder.name, "timeline.json"))
                 recording.collectives[:] = [
                     each for each in recording.collectives if "stragglers.watch" not in each.name
@@ -82,7 +82,7 @@ class StragglerWatch:
                 self._folder = None
         if error is not None:
             return
-        found = broadcast_object(found, name="stragglers.watch")
+        found = hvd.broadcast_object(found, name="stragglers.watch")
         if isinstance(found, str):
             raise ValueError(found)
         self._diagnosis = found

@@ -12,9 +12,9 @@ from importlib import metadata
 from typing import Any
 
 import hororing
-from hororing import config, runtime
-from hororing.config.knobs import KNOBS
-from hororing.toolkit.stragglers.hosts import host_names
+import hororing.numpy as hvd
+from hororing import config
+from hororing.extension import host_names
 
 # Of these, those that the script has imported.
 _PACKAGES = ("numpy", "torch", "tensorflow", "keras", "jax", "mpi4py")
@@ -23,7 +23,7 @@ _GIT_S = 5.0
 
 def circumstances() -> dict[str, Any]:
     """What can be seen from here. NotInitializedError never: without `init` it is one rank."""
-    started = runtime.is_initialized()
+    started = hvd.is_initialized()
     return {
         "time": time.time(),
         "command": shlex.join(sys.orig_argv),
@@ -32,9 +32,9 @@ def circumstances() -> dict[str, Any]:
         "git": git_state(os.getcwd()),
         "host": platform.node(),
         "hosts": host_names() if started else [platform.node()],
-        "ranks": runtime.size() if started else 1,
+        "ranks": hvd.size() if started else 1,
         "cores": os.cpu_count(),
-        "settings": _settings(),
+        "settings": config.load().changed(),
     }
 
 
@@ -45,16 +45,6 @@ def _versions() -> dict[str, str]:
         if name in sys.modules and name in distributions:
             found[name] = metadata.version(distributions[name][0])
     return found
-
-
-def _settings() -> dict[str, str]:
-    """Knobs that are not as they come."""
-    settings = config.load().settings
-    return {
-        knob.variable: knob.show(settings[knob.name].value)
-        for knob in KNOBS
-        if settings[knob.name].source != "default"
-    }
 
 
 def git_state(folder: str) -> dict[str, Any] | None:

@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from hororing import runtime
-from hororing.objects import allgather_object, broadcast_object
+import hororing.numpy as hvd
 from hororing.toolkit.tracking.adapters import Tracker
 from hororing.toolkit.tracking.circumstances import circumstances
 
@@ -198,20 +197,20 @@ def _plain(value: Any) -> Any:
 
 
 def _rank() -> int:
-    return runtime.rank() if runtime.is_initialized() else 0
+    return hvd.rank() if hvd.is_initialized() else 0
 
 
 def _told(mine: Any) -> Any:
     """Rank 0's, on every rank."""
-    if not runtime.is_initialized():
+    if not hvd.is_initialized():
         return mine
-    return broadcast_object(mine, name="tracking.run")
+    return hvd.broadcast_object(mine, name="tracking.run")
 
 
 def _gathered(mine: Any) -> list[Any]:
-    if not runtime.is_initialized():
+    if not hvd.is_initialized():
         return [mine]
-    return list(allgather_object(mine, name="tracking.metrics"))
+    return list(hvd.allgather_object(mine, name="tracking.metrics"))
 
 
 def _number(what: str, value: Any, kind: Callable[[Any], float] = float) -> float:

@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hororing import runtime
-from hororing.objects import allgather_object, broadcast_object
+import hororing.numpy as hvd
 
 
 @dataclass(frozen=True)
@@ -213,12 +212,12 @@ def _distributions(optuna: Any, space: Space) -> dict[str, Any]:
 
 
 def _rank() -> int:
-    return runtime.rank() if runtime.is_initialized() else 0
+    return hvd.rank() if hvd.is_initialized() else 0
 
 
 def _from_rank_0(value: Any) -> Any:
-    return broadcast_object(value, name="sweep") if runtime.is_initialized() else value
+    return hvd.broadcast_object(value, name="sweep") if hvd.is_initialized() else value
 
 
 def _of_all(value: Any) -> list[Any]:
-    return allgather_object(value, name="sweep.all") if runtime.is_initialized() else [value]
+    return hvd.allgather_object(value, name="sweep.all") if hvd.is_initialized() else [value]

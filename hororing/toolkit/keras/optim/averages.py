@@ -11,9 +11,7 @@ import numpy as np
 from keras import ops
 
 import hororing.numpy as hvd
-from hororing import arguments
 from hororing.process_sets import ProcessSet
-from hororing.runtime import size
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -46,7 +44,7 @@ class Average:
         self._presence = np.array([1.0 if share is None else share])
         self._handle = 0
         if len(members.ranks) > 1:
-            op = arguments.Average if share is None else arguments.Sum
+            op = hvd.Average if share is None else hvd.Sum
             self._handle = hvd.grouped_allreduce_async_(
                 [*self._values, self._presence], name=name, op=op, process_set=members
             )
@@ -82,7 +80,7 @@ class Averaging:
 
     def check_attended(self) -> None:
         """Warn, once, if a step comes and nobody averages."""
-        if not self.attended and size() > 1:
+        if not self.attended and hvd.size() > 1:
             self.attended = True
             warnings.warn(
                 "HierarchicalSGD: the first step comes, and nobody averages weights: pass "

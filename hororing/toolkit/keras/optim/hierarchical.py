@@ -16,13 +16,10 @@ import keras
 import numpy as np
 from keras import ops
 
-from hororing.compression import Compressor, NoneCompressor
-from hororing.keras.backends import backend
-from hororing.keras.distributed import Distributed, wrapped
-from hororing.keras.settings import Settings, checked_settings
-from hororing.names import OPTIMIZER, default_name
+from hororing.extension import OPTIMIZER, Compressor, NoneCompressor, default_name
+from hororing.keras.extension import Distributed, Settings, backend, checked_settings, wrapped
+from hororing.numpy import rank, size
 from hororing.process_sets import ProcessSet
-from hororing.runtime import rank, size
 from hororing.toolkit.keras.optim.averages import (
     Array,
     Average,

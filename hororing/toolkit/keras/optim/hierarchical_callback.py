@@ -6,8 +6,8 @@ from typing import Any
 
 import keras
 
-from hororing.keras.backends import backend
-from hororing.runtime import size
+from hororing.keras.extension import backend
+from hororing.numpy import size
 from hororing.toolkit.keras.optim.hierarchical import Hierarchical
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from hororing.keras.callbacks import _velocities
+from hororing.keras.extension import velocities
 from hororing.toolkit.large_batch import schedules
 from hororing.toolkit.large_batch.schedules import momentum_correction
 
@@ -113,7 +113,7 @@ class ScheduleCallback(keras.callbacks.Callback):  # type: ignore[misc]
         after = float(ops.convert_to_numpy(optimizer.learning_rate))
         factor = momentum_correction(after, before)
         if self.momentum_correction and step > 0 and factor != 1:
-            for velocity in _velocities(optimizer):
+            for velocity in velocities(optimizer):
                 velocity.assign(ops.multiply(velocity, factor))
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:

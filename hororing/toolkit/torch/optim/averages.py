@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from hororing import arguments, collectives
+import hororing.numpy as hvd
+from hororing.extension import abandon
 from hororing.process_sets import ProcessSet
-from hororing.torch.ops import synchronize
-from hororing.torch.verbs import verbs
+from hororing.torch.ops import grouped_allreduce_async_, synchronize
 
 
 class Average:
@@ -49,9 +49,9 @@ class Average:
         self._handle = 0
         if len(members.ranks) == 1:
             return
-        self._handle = verbs.reduce_async(
-            "grouped_allreduce", [*self._values, self._presence], True, name,
-            arguments.Average if share is None else arguments.Sum, 1.0, 1.0, process_set=members,
+        self._handle = grouped_allreduce_async_(
+            [*self._values, self._presence], name=name,
+            op=hvd.Average if share is None else hvd.Sum, process_set=members,
         )  # fmt: skip
 
     @torch.no_grad()
@@ -73,7 +73,7 @@ class Average:
     def abandon(self) -> None:
         """Forget the result."""
         if self._handle:
-            collectives.abandon(self._handle, self._values)
+            abandon(self._handle, self._values)
 
 
 def averageable(tensor: torch.Tensor) -> bool:

@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hororing import runtime
+from hororing.numpy import rank
 from hororing.process_sets import ProcessSet
 from hororing.toolkit.large_batch.hierarchy import shares
 from hororing.toolkit.large_batch.plan import Plan, Request
 from hororing.toolkit.torch.optim import momenta
 from hororing.toolkit.torch.optim.averages import Average
-from hororing.torch.gradient_optimizer import Distributed, parameters
+from hororing.torch.extension import Distributed, parameters
 
 KEY = "hierarchical_sgd"
 
@@ -93,7 +93,7 @@ class Averaging(Distributed):
         plan, members = self._plan, self._level_sets[level]
         share = None
         if plan.weights is not None:
-            share = shares(plan.weights, members.ranks)[runtime.rank()]
+            share = shares(plan.weights, members.ranks)[rank()]
         return Average(f"{self._name(level)}{part}", tensors, members, share, in_place)
 
     @torch.no_grad()

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from hororing.torch.gradient_optimizer import parameters
+from hororing.torch.extension import parameters
 
 if TYPE_CHECKING:
     from hororing.toolkit.torch.optim.averages import Average

@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 
-from hororing import job
-from hororing.arguments import Max
-from hororing.names import default_name
-from hororing.process_sets import ProcessSet, check_member, global_process_set
-from hororing.torch.verbs import verbs
+from hororing.extension import check_member, default_name
+from hororing.numpy import Max, size
+from hororing.process_sets import ProcessSet, global_process_set
+from hororing.torch.ops import allreduce
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -46,7 +45,7 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(
             device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
-        job.topology()  # NotInitializedError before init()
+        size()  # NotInitializedError before init()
         self._members = process_set
         self._name = str(default_name("grad_scaler", check_member(process_set, "GradScaler")))
 
@@ -60,7 +59,7 @@ class GradScaler(torch.amp.GradScaler):
         here = torch.zeros((), dtype=torch.float32)
         for each in found.values():
             here = torch.maximum(here, each.detach().cpu())
-        everywhere = verbs.allreduce(here, name=self._name, op=Max, process_set=self._members)
+        everywhere = allreduce(here, name=self._name, op=Max, process_set=self._members)
         # A rank whose parameters have no gradient found nothing, and must skip with the others.
         devices = found or {optimizer.param_groups[0]["params"][0].device: here}
         return {device: everywhere.to(device) for device in devices}

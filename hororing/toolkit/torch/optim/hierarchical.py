@@ -14,16 +14,16 @@ from typing import Any, NoReturn
 
 import torch
 
-from hororing import arguments, runtime
 from hororing.errors import HororingInternalError
+from hororing.numpy import Max, size
 from hororing.process_sets import ProcessSet, global_process_set
 from hororing.toolkit.large_batch.agreement import obtain_groups
 from hororing.toolkit.large_batch.plan import make_plan
 from hororing.toolkit.torch.optim.averages import Average
 from hororing.toolkit.torch.optim.averaging import KEY, Averaging
 from hororing.toolkit.torch.optim.early_updates import EarlyUpdates
-from hororing.torch.gradient_optimizer import Distributed
-from hororing.torch.verbs import verbs
+from hororing.torch.extension import Distributed
+from hororing.torch.ops import allreduce
 
 
 class Hierarchical(Averaging):
@@ -225,10 +225,10 @@ class Hierarchical(Averaging):
     def _agree_on_infinities(self, found: Iterable[torch.Tensor]) -> None:
         """Let all ranks skip a step if one must: also those that have other gradients."""
         found = list(found)
-        if runtime.size() > 1:
+        if size() > 1:
             here = torch.tensor(any(map(bool, found)))
             name = f"{self._settings.prefix}.found_inf"
-            if bool(verbs.allreduce(here, name=name, op=arguments.Max)):
+            if bool(allreduce(here, name=name, op=Max)):
                 for flag in found:
                     flag.fill_(1.0)
 

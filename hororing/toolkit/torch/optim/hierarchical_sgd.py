@@ -11,19 +11,21 @@ from typing import Any
 
 import torch
 
-from hororing.arguments import Average
-from hororing.compression import Compressor, NoneCompressor
-from hororing.names import WORLD_SET
+from hororing.extension import (
+    Compressor,
+    NoneCompressor,
+    Reduction,
+    check_reduction,
+    checked_passes,
+)
+from hororing.numpy import Average, rank, size
 from hororing.process_sets import global_process_set
-from hororing.reduction import Reduction, check_reduction, checked_passes
-from hororing.runtime import rank, size
 from hororing.toolkit.large_batch.outer import Outer
 from hororing.toolkit.large_batch.plan import WHAT, Request, make_plan
 from hororing.toolkit.torch.optim import momenta
 from hororing.toolkit.torch.optim.averages import averageable
 from hororing.toolkit.torch.optim.hierarchical import Hierarchical
-from hororing.torch.gradient_optimizer import Distributed, parameters
-from hororing.torch.optimizer import become, checked_names
+from hororing.torch.extension import Distributed, become, checked_names, parameters
 
 
 def HierarchicalSGD(
@@ -138,7 +140,7 @@ def HierarchicalSGD(
         )
     options = Reduction(compression=compression)
     return become(
-        optimizer, Hierarchical, options, named, backward_passes_per_step, None, WORLD_SET,
+        optimizer, Hierarchical, options, named, backward_passes_per_step, None,
         _request=request, _plan=plan, _buffers=[buffer for _, buffer in buffers],
         _variances=tuple(name.endswith(("var", "variance")) for name, _ in buffers),
         _late=tuple(late_parameters),

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from hororing.objects import allgather_object
+from hororing.numpy import allgather_object
 from hororing.process_sets import ProcessSet
-from hororing.torch.verbs import verbs
+from hororing.torch.ops import allgather
 
 # Keys of torch's optimizers under which zeros mean a fresh start.
 KNOWN = frozenset({
@@ -68,7 +68,7 @@ def to_average(
     if len(members.ranks) == 1:
         return list(momenta.values())
     digest = torch.tensor([zlib.crc32(repr(mine).encode())])
-    digests = verbs.allgather(digest, f"{name}.which", process_set=members)
+    digests = allgather(digest, f"{name}.which", process_set=members)
     if bool((digests == digests[0]).all()):
         return list(momenta.values())
     specs = {spec for each in allgather_object(mine, f"{name}.who", members) for spec in each}

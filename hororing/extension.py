@@ -1,0 +1,29 @@
+"""What layers on top of hororing need beside the verbs, such as optimizers that reduce otherwise.
+
+Adapters add what they alone have: `hororing.torch.extension`, `hororing.keras.extension`.
+hororing.toolkit is made of nothing else than these and what scripts use.
+"""
+
+from __future__ import annotations
+
+from hororing.collectives import abandon
+from hororing.compression import Compressor, NoneCompressor
+from hororing.job import host_names
+from hororing.names import OPTIMIZER, default_name
+from hororing.process_sets import check_member, find, obtain
+from hororing.reduction import Reduction, check_reduction, checked_passes
+
+__all__ = [
+    "OPTIMIZER",
+    "Compressor",
+    "NoneCompressor",
+    "Reduction",
+    "abandon",
+    "check_member",
+    "check_reduction",
+    "checked_passes",
+    "default_name",
+    "find",
+    "host_names",
+    "obtain",
+]

@@ -1,0 +1,20 @@
+"""To write distributed optimizers of one's own: a sub-class of `Distributed`, and `become`.
+
+A sub-class may override, beside the methods of torch's optimizers:
+
+    _become_distributed      begins to reduce gradients
+    _check_nothing_in_flight raises where gradients are still being reduced
+    _reduce_for_scaler       is called before GradScaler looks at gradients
+    _agree_on_infinities     takes the flags that GradScaler has found
+    _before_state_is_read, _after_state_is_replaced
+                             are called when state is saved or sent, loaded or received
+
+and use `_settings`, and `_reducer`, which is None where this rank reduces with nobody.
+"""
+
+from __future__ import annotations
+
+from hororing.torch.gradient_optimizer import Distributed, parameters
+from hororing.torch.optimizer import become, checked_names
+
+__all__ = ["Distributed", "become", "checked_names", "parameters"]
