@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tqdm import tqdm
 
 import hororing.torch as hvd  # hvd
-from hororing.toolkit.large_batch.groups import TargetBatch  # hvd
+from hororing.toolkit.large_batch.groups import choose_group_size  # hvd
 from hororing.toolkit.large_batch.schedules import WarmupPolynomial, effective_batch
 from hororing.toolkit.torch.batch_norm import average_running_statistics  # hvd
 from hororing.toolkit.torch.data import ShardSampler, correct, evaluate, masked_loader  # hvd
@@ -122,8 +122,8 @@ def main() -> None:
 
     model = Network(args.seed)
     zero_last_gammas(model, [r"block\d\.bn2"])
-    groups = TargetBatch(args.batch_size)  # hvd
-    model = hvd.SyncBatchNorm.convert_sync_batchnorm(model, group_size=groups)  # hvd
+    group_size = choose_group_size(args.batch_size)  # hvd
+    model = hvd.SyncBatchNorm.convert_sync_batchnorm(model, group_size=group_size)  # hvd
     batch = effective_batch(args.batch_size, args.accumulation, hvd.size())  # hvd
     schedule = WarmupPolynomial.for_batch(
         batch, samples=len(train), epochs=args.epochs, base_rate=args.lr, start=0.0,

@@ -17,15 +17,13 @@ import numpy as np
 from sklearn.datasets import load_digits
 
 import hororing.keras as hvd  # hvd
-from hororing.keras.batch_norm import (  # hvd
-    AverageMovingStatistics,
-    SyncBatchNormalization,
-)
+from hororing.keras.batch_norm import SyncBatchNormalization  # hvd
 from hororing.toolkit.data.evaluation import masked_arrays  # hvd
 from hororing.toolkit.data.sharding import Shard  # hvd
+from hororing.toolkit.keras.batch_norm import AverageMovingStatistics  # hvd
 from hororing.toolkit.keras.data import ShardedArrays, evaluate  # hvd
 from hororing.toolkit.keras.optim import LARS, WarmupPolynomial
-from hororing.toolkit.large_batch.groups import TargetBatch  # hvd
+from hororing.toolkit.large_batch.groups import choose_group_size  # hvd
 from hororing.toolkit.large_batch.schedules import effective_batch, linear_scaled_rate
 from hororing.toolkit.tracking import RunRecord
 
@@ -107,8 +105,7 @@ def main() -> None:
     keras.config.set_dtype_policy("mixed_bfloat16")
     train, test = datasets(args.seed)
     data = ShardedArrays(train, args.batch_size, Shard(len(train[0]), seed=args.seed))  # hvd
-    groups = TargetBatch(args.batch_size)  # hvd
-    options = {"group_size": groups, "momentum": 0.9}
+    options = {"group_size": choose_group_size(args.batch_size), "momentum": 0.9}  # hvd
     model = network(lambda **more: SyncBatchNormalization(**options, **more))  # hvd
 
     batch = effective_batch(args.batch_size, replicas=hvd.size())  # hvd

@@ -1,7 +1,6 @@
 """What layers on top of hororing need beside the verbs, such as optimizers that reduce otherwise.
 
 Adapters add what they alone have: `hororing.torch.extension`, `hororing.keras.extension`.
-hororing.toolkit is made of nothing else than these and what scripts use.
 """
 
 from __future__ import annotations

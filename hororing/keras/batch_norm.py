@@ -1,9 +1,8 @@
 """Batch normalisation over several ranks, for Keras on TensorFlow and on PyTorch::
 
-    from hororing.keras.batch_norm import AverageMovingStatistics, SyncBatchNormalization
-    from hororing.toolkit.large_batch.groups import TargetBatch
+    from hororing.keras.batch_norm import SyncBatchNormalization
 
-    layer = SyncBatchNormalization(group_size=TargetBatch(batch_size=8))
+    layer = SyncBatchNormalization(group_size=4)
 
 Guide: docs/large_batch.md.
 """
@@ -14,10 +13,6 @@ import importlib
 from typing import Any
 
 import keras
-from keras import ops
-
-from hororing.process_sets import ProcessSet, global_process_set
-from hororing.toolkit.large_batch.averaging import weighted_mean
 
 SyncBatchNormalization: Any
 
@@ -28,7 +23,7 @@ class _NoSyncBatchNormalization(keras.layers.Layer):  # type: ignore[misc]
             f"SyncBatchNormalization{_named(kwargs)}: Keras' backend is {keras.backend.backend()}, "
             "which may not communicate while it computes gradients; set KERAS_BACKEND to "
             "tensorflow or torch before importing keras, or use keras.layers.BatchNormalization, "
-            "with statistics of each rank's own batches, and average_moving_statistics"
+            "with statistics of each rank's own batches, and average these: docs/large_batch.md"
         )
 
 
@@ -43,83 +38,3 @@ if keras.backend.backend() in ("tensorflow", "torch"):
     SyncBatchNormalization = _module.SyncBatchNormalization
 else:
     SyncBatchNormalization = _NoSyncBatchNormalization
-
-
-def average_moving_statistics(
-    model: keras.layers.Layer,
-    samples: float = 1.0,
-    *,
-    process_set: ProcessSet = global_process_set,
-) -> None:
-    """Make moving means and variances of batch normalisation the averages over ranks.
-
-    All ranks call it, before evaluation and before a checkpoint is written; training may go on with
-    the averages. One request for the whole model. Ranks have the same bits afterwards.
-
-    Parameters
-    ----------
-    model : a model or layer; every BatchNormalization in it counts, Keras' own too.
-    samples : the weight of this rank, where ranks have trained on different numbers of samples.
-
-    Raises
-    ------
-    ValueError : for a negative weight, and on every rank when all are 0.
-    MismatchError : when models differ.
-    """
-    norms = [
-        layer
-        for layer in model._flatten_layers()
-        if isinstance(layer, keras.layers.BatchNormalization) and layer.built
-    ]
-    variables = [variable for layer in norms for variable in layer.non_trainable_variables]
-    variables = list({id(v): v for v in variables if v.name in _STATISTICS}.values())
-    if not variables:
-        return
-    values = [ops.convert_to_numpy(variable.value) for variable in variables]
-    means = weighted_mean(
-        values, samples, name="average_moving_statistics", process_set=process_set
-    )
-    for variable, value, mean in zip(variables, values, means, strict=True):
-        variable.assign(mean.astype(value.dtype))
-
-
-_STATISTICS = {"moving_mean", "moving_variance", "renorm_mean", "renorm_stddev"}
-
-
-class AverageMovingStatistics(keras.callbacks.Callback):  # type: ignore[misc]
-    """Calls `average_moving_statistics` before every evaluation and at the end of every epoch.
-
-    Put it before callbacks that write checkpoints, on every rank. (On JAX variables are not in the
-    model while `fit` runs: call the function between calls of `fit`.)
-
-    Parameters
-    ----------
-    samples, process_set : as for the function.
-
-    Raises
-    ------
-    ValueError : from `fit` on JAX.
-    """
-
-    def __init__(
-        self, samples: float = 1.0, *, process_set: ProcessSet = global_process_set
-    ) -> None:
-        super().__init__()
-        self.samples = samples
-        self.process_set = process_set
-
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Check the backend."""
-        if keras.backend.backend() == "jax":
-            raise ValueError(
-                "AverageMovingStatistics: on JAX a model's variables are not up to date while fit "
-                "runs; call average_moving_statistics(model) after fit"
-            )
-
-    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Average, before an evaluation."""
-        average_moving_statistics(self.model, self.samples, process_set=self.process_set)
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Average, before checkpoints are written."""
-        average_moving_statistics(self.model, self.samples, process_set=self.process_set)

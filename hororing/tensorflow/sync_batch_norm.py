@@ -18,12 +18,11 @@ import keras
 import tensorflow as tf
 
 from hororing.arguments import Sum
+from hororing.batch_norm_groups import GroupedLayer
 from hororing.collectives import ALLGATHER, ALLREDUCE
 from hororing.process_sets import ProcessSet, global_process_set
 from hororing.tensorflow.names import in_graph
 from hororing.tensorflow.requests import Request, carry_out
-from hororing.toolkit.large_batch.grouped_layer import GroupedLayer
-from hororing.toolkit.large_batch.groups import TargetBatch
 
 
 @keras.saving.register_keras_serializable(package="hororing")
@@ -50,8 +49,7 @@ class SyncBatchNormalization(GroupedLayer, keras.layers.BatchNormalization):  # 
     fused : False; Horovod's argument. A fused kernel computes the moments of one rank.
     process_set : the ranks that share statistics. A saved layer holds their numbers.
     group_size : divide `process_set` into groups of this many consecutive ranks. It must divide the
-        size of the set; 1 means no communication. A `TargetBatch` chooses it by the samples that a
-        group has and by the hosts; the attribute is a number then.
+        size of the set; 1 means no communication. docs/large_batch.md says how to choose it.
     **kwargs : of keras.layers.BatchNormalization. `name` is also that of the requests: equal on all
         ranks.
 
@@ -68,7 +66,7 @@ class SyncBatchNormalization(GroupedLayer, keras.layers.BatchNormalization):  # 
         fused: bool = False,
         *,
         process_set: ProcessSet = global_process_set,
-        group_size: int | TargetBatch | None = None,
+        group_size: int | None = None,
         **kwargs: Any,
     ) -> None:
         _check_keras()

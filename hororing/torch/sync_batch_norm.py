@@ -21,11 +21,9 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from hororing import job, process_sets
+from hororing import batch_norm_groups, job, process_sets
 from hororing.arguments import Sum
 from hororing.process_sets import ProcessSet, global_process_set
-from hororing.toolkit.large_batch import groups
-from hororing.toolkit.large_batch.groups import TargetBatch
 from hororing.torch import recomputation
 from hororing.torch.batch_statistics import local_statistics, merged
 from hororing.torch.uncompiled import uncompiled
@@ -70,8 +68,7 @@ class SyncBatchNorm(_BatchNorm):
         torch.nn.BatchNorm2d.
     process_set : the ranks that share statistics.
     group_size : divide `process_set` into groups of this many consecutive ranks. It must divide the
-        size of the set; 1 means no communication. A `TargetBatch` chooses it by the samples that a
-        group has and by the hosts; the attribute is a number then.
+        size of the set; 1 means no communication. docs/large_batch.md says how to choose it.
     name : of its requests, equal on all ranks; when omitted, unnamed layers are numbered as they
         are made. Copies of a layer share it.
 
@@ -93,7 +90,7 @@ class SyncBatchNorm(_BatchNorm):
         *,
         bias: bool = True,
         process_set: ProcessSet = global_process_set,
-        group_size: int | TargetBatch | None = None,
+        group_size: int | None = None,
         name: str | None = None,
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
@@ -107,14 +104,16 @@ class SyncBatchNorm(_BatchNorm):
             )
         self.process_set = process_set
         self._group: ProcessSet | None = None
-        self.group_size = None if group_size is None else self._register_groups(group_size)
+        self.group_size = group_size
+        if group_size is not None:
+            self._register_groups(group_size)
 
     @classmethod
     def convert_sync_batchnorm(
         cls,
         module: nn.Module,
         process_set: ProcessSet = global_process_set,
-        group_size: int | TargetBatch | None = None,
+        group_size: int | None = None,
     ) -> nn.Module:
         """Replace every BatchNorm layer in `module`, and return it.
 
@@ -137,7 +136,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @classmethod
     def _like(
-        cls, old: _BatchNorm, process_set: ProcessSet, group_size: int | TargetBatch | None
+        cls, old: _BatchNorm, process_set: ProcessSet, group_size: int | None
     ) -> SyncBatchNorm:
         if isinstance(old, LazyModuleMixin) and old.has_uninitialized_params():
             raise ValueError(
@@ -188,10 +187,9 @@ class SyncBatchNorm(_BatchNorm):
             self._register_groups(self.group_size)  # the old ones are of another job or init()
         return self._group
 
-    def _register_groups(self, group_size: int | TargetBatch) -> int:
-        group_size = groups.check(group_size, self.process_set, f"SyncBatchNorm '{self.name}'")
-        self._group = groups.register(group_size, self.process_set)
-        return group_size
+    def _register_groups(self, group_size: int) -> None:
+        title = f"SyncBatchNorm '{self.name}'"
+        self._group = batch_norm_groups.register(group_size, self.process_set, title)
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         shape = tuple(input.shape)

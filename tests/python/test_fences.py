@@ -30,6 +30,16 @@ ROOMS["tensorflow"] = {"capi"}
 ROOMS["python"] = {"capi"}
 FRAMEWORKS = ("torch", "tensorflow", "keras")
 TOOLKIT = {("toolkit", framework) for framework in FRAMEWORKS}
+# What the toolkit may import: what scripts use, and the API for extensions.
+PUBLIC = {
+    "hororing", "hororing.config", "hororing.errors", "hororing.extension", "hororing.launch",
+    "hororing.numpy", "hororing.process_sets", "hororing.timeline",
+}  # fmt: skip
+PUBLIC_OF = {
+    "torch": {"hororing.torch.ops", "hororing.torch.extension"},
+    "keras": {"hororing.keras.extension"},
+    "tensorflow": set(),
+}
 # Folders that know two adapters: what differs between the frameworks under Keras, and
 # hororing.keras as hororing.tensorflow.keras.
 BETWEEN = {("keras", "backends"), ("tensorflow", "keras")}
@@ -160,6 +170,49 @@ def test_only_adapters_import_frameworks():
         and f.relative_to(ROOT / "hororing").parts[:2] not in TOOLKIT
     ]
     assert users(neutral, rf"^\s*(from|import) ({'|'.join(FRAMEWORKS)})\b") == set()
+
+
+def tools(part: str) -> list[Path]:
+    return [f for f in PACKAGE if f.relative_to(ROOT / "hororing").parts[:2] == ("toolkit", part)]
+
+
+PARTS = sorted(path.name for path in (ROOT / "hororing/toolkit").glob("[a-z]*/"))
+
+
+def test_only_the_table_of_commands_knows_the_toolkit():
+    others = [f for f in PACKAGE if f.relative_to(ROOT / "hororing").parts[0] != "toolkit"]
+    assert users(others, r"hororing\.toolkit|import.*\btoolkit\b") == {"hororing/__main__.py"}
+    assert users([ROOT / "hororing/__main__.py"], r"^\s*(from|import) .*toolkit") == set()
+
+
+def is_public(name: str, modules: set[str]) -> bool:
+    """Whether `name` is one of `modules`, or among the names that one of them publishes."""
+    if name in modules:
+        return True
+    module, _, what = name.rpartition(".")
+    file = ROOT / f"{module.replace('.', '/')}.py"
+    text = file.read_text() if file.exists() else ""
+    listed = re.search(r"^__all__ = (\[.*?\])$", text, flags=re.MULTILINE | re.DOTALL)
+    published = ast.literal_eval(listed[1]) if listed else [what.lstrip("_")]
+    return module in modules and what in published
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_the_toolkit_uses_public_names(part: str):
+    others = set(FRAMEWORKS) - {part}
+    files = tools(part)
+    assert files
+    for file in files:
+        text = file.read_text()
+        for name in {each for each in imports(ast.parse(text)) if each.startswith("hororing")}:
+            if name.startswith("hororing.toolkit."):
+                assert name.split(".")[2] not in others, f"{file}: {name}"
+            else:
+                assert is_public(name, PUBLIC | PUBLIC_OF.get(part, set())), f"{file}: {name}"
+    assert users(files, r"\bhvd\._") == set()
+    if part == "tensorflow":
+        others -= {"keras"}
+    assert users(files, rf"^\s*(from|import) ({'|'.join(others)})\b") == set()
 
 
 def test_feature_conditionals_are_in_factories():

@@ -25,13 +25,10 @@ from keras import ops
 import hororing.numpy as hvd
 from hororing import collectives
 from hororing.errors import MismatchError, NotInitializedError
-from hororing.keras.batch_norm import (
-    AverageMovingStatistics,
-    SyncBatchNormalization,
-    average_moving_statistics,
-)
+from hororing.keras.batch_norm import SyncBatchNormalization
 from hororing.process_sets import ProcessSet
-from hororing.toolkit.large_batch.groups import TargetBatch, group_size_for
+from hororing.toolkit.keras.batch_norm import AverageMovingStatistics, average_moving_statistics
+from hororing.toolkit.large_batch.groups import choose_group_size, group_size_for
 
 BACKEND = keras.backend.backend()
 CHANNELS, MOMENTUM, EPSILON = 3, 0.75, 1e-3
@@ -139,7 +136,7 @@ def case_groups_equal_one_large_batch() -> None:
         agree(made(group_size=size), members, offset=1000)
     agree(made(), range(hvd.size()), masked=True)
     for batch_size in (1, 16, 32):
-        layer = made(group_size=TargetBatch(batch_size))
+        layer = made(group_size=choose_group_size(batch_size))
         assert layer.group_size == group_size_for(batch_size, ["here"] * hvd.size())
     with pytest.raises(ValueError, match="group_size=3 does not divide"):
         made(group_size=3)

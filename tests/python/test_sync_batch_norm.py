@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import hororing.torch as hvd
 from hororing import errors
 from hororing.process_sets import ProcessSet, add_process_set, global_process_set
-from hororing.toolkit.large_batch.groups import TargetBatch, group_size_for
+from hororing.toolkit.large_batch.groups import choose_group_size, group_size_for
 from hororing.toolkit.torch.batch_norm import average_running_statistics
 from hororing.torch.recomputation import stored_statistics
 from hororing.torch.verbs import verbs
@@ -527,16 +527,16 @@ def case_running_statistics_of_groups_become_one() -> None:
 def case_groups_for_a_target_batch() -> None:
     size = hvd.size()
     for batch_size in (1, 16, 32):
-        layer = hvd.SyncBatchNorm(CHANNELS, group_size=TargetBatch(batch_size))
+        layer = hvd.SyncBatchNorm(CHANNELS, group_size=choose_group_size(batch_size))
         assert layer.group_size == group_size_for(batch_size, ["here"] * size)
     layer = hvd.SyncBatchNorm.convert_sync_batchnorm(
-        nn.BatchNorm1d(CHANNELS), group_size=TargetBatch(2, samples=4)
+        nn.BatchNorm1d(CHANNELS), group_size=choose_group_size(2, samples=4)
     )
     assert layer.group_size == (2 if size % 2 == 0 else size)
     layer(torch.randn(2, CHANNELS))
     if size > 1:
-        with pytest.raises(ValueError, match=r"ranks differ in group_size: rank 0: .*batch_size=8"):
-            hvd.SyncBatchNorm(CHANNELS, group_size=TargetBatch(8 + hvd.rank()))
+        with pytest.raises(ValueError, match=r"ranks differ in batch_size: ranks \[0\]: 8; "):
+            choose_group_size(8 + hvd.rank())
 
 
 def case_gradients_equal_finite_differences() -> None:

@@ -17,9 +17,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from hororing.arguments import Sum
+from hororing.batch_norm_groups import GroupedLayer
 from hororing.process_sets import ProcessSet, global_process_set
-from hororing.toolkit.large_batch.grouped_layer import GroupedLayer
-from hororing.toolkit.large_batch.groups import TargetBatch
 from hororing.torch import recomputation
 from hororing.torch.batch_statistics import local_statistics, masked, merged
 from hororing.torch.verbs import verbs
@@ -40,7 +39,7 @@ class SyncBatchNormalization(GroupedLayer, keras.layers.BatchNormalization):  # 
         self,
         *,
         process_set: ProcessSet = global_process_set,
-        group_size: int | TargetBatch | None = None,
+        group_size: int | None = None,
         **kwargs: Any,
     ) -> None:
         if not hasattr(keras.layers.BatchNormalization, "_moments"):

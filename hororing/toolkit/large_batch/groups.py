@@ -10,12 +10,11 @@ from __future__ import annotations
 import math
 import socket
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 
-from hororing import job, process_sets
-from hororing.objects import allgather_object
-from hororing.process_sets import ProcessSet
+import hororing.numpy as hvd
+from hororing.process_sets import ProcessSet, global_process_set
+from hororing.toolkit.large_batch.agreement import agreed
 
 
 def group_size_for(batch_size: int, hosts: Sequence[Hashable], target: int = 32) -> int:
@@ -52,77 +51,43 @@ def group_size_for(batch_size: int, hosts: Sequence[Hashable], target: int = 32)
     return next((g for g in sizes if g * batch_size >= target), len(hosts))
 
 
-@dataclass(frozen=True)
-class TargetBatch:
-    """Stands for a group size: as few ranks as have `samples` together (see `group_size_for`).
+def choose_group_size(
+    batch_size: int, samples: int = 32, *, process_set: ProcessSet = global_process_set
+) -> int:
+    """Return the `group_size` of SyncBatchNorm for as few ranks as have `samples` together.
 
-    Attributes
+    By `group_size_for`, from the hosts of the ranks of `process_set`. Collective, after `init()`:
+    all ranks of the job call it alike, members of the set or not.
+
+    Parameters
     ----------
     batch_size : samples of a rank in a step; the same on all ranks.
     samples : of a group, at least.
-    """
-
-    batch_size: int
-    samples: int = 32
-
-
-def check(group_size: int | TargetBatch, process_set: ProcessSet, title: str) -> int:
-    """Return the size of groups of consecutive ranks of a set.
-
-    For a `TargetBatch` all ranks of the job must call this, members or not: they tell each other
-    on which hosts they are.
 
     Raises
     ------
-    ValueError : when it does not divide the set; on every rank, when `TargetBatch`es differ.
+    ValueError : on every rank, when arguments differ.
+
+    Examples
+    --------
+    >>> layer = hvd.SyncBatchNorm(64, group_size=choose_group_size(batch_size=8))
     """
-    job.topology()
-    ranks = process_set.ranks
-    if isinstance(group_size, TargetBatch):
-        hosts, asked = _hosts(group_size)
-        if any(each != group_size for each in asked):
-            raise ValueError(
-                f"{title}: ranks differ in group_size: "
-                + "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(asked))
-                + ". Pass the same on every rank"
-            )
-        here = [hosts[rank] for rank in ranks]
-        return group_size_for(group_size.batch_size, here, group_size.samples)
-    if type(group_size) is not int or group_size < 1 or len(ranks) % group_size:
-        raise ValueError(
-            f"{title}: group_size={group_size!r} does not divide the "
-            f"{len(ranks)} ranks of its process set; use one of "
-            f"{[n for n in range(1, len(ranks) + 1) if len(ranks) % n == 0]}"
-        )
-    return group_size
+    host = (socket.gethostname(), hvd.local_rank(), hvd.local_size())
+    asked = {"batch_size": batch_size, "samples": samples}
+    told = agreed("choose_group_size", lambda: asked, host=host)
+    hosts = _hosts([each["host"] for each in told])
+    return group_size_for(batch_size, [hosts[rank] for rank in process_set.ranks], samples)
 
 
-def register(group_size: int, process_set: ProcessSet) -> ProcessSet | None:
-    """Make process sets of the groups, and return this rank's.
-
-    None for a rank that is in none of them, or alone. All ranks of the job must call this.
-    """
-    mine = None
-    if group_size > 1:
-        for first in range(0, len(process_set.ranks), group_size):
-            group = process_sets.obtain(process_set.ranks[first : first + group_size])
-            if group.included():
-                mine = group
-    return mine
-
-
-def _hosts(asked: TargetBatch) -> tuple[list[Hashable], list[TargetBatch]]:
-    """Name the host of each rank of the job, and tell what each has asked for.
+def _hosts(told: Sequence[tuple[str, int, int]]) -> list[Hashable]:
+    """Name the host of each rank of the job, of its name, local rank and local size.
 
     By what is the same for all ranks of a host: its name; and for hosts that have one name, what
     distinguishes the ranks of one host, the local rank.
     """
-    topology = job.topology()
-    mine = (socket.gethostname(), topology.local_rank, topology.local_size)
-    everybody = allgather_object((mine, asked), "large_batch.hosts")
     hosts: list[Hashable] = []
     taken: dict[tuple[str, int], list[set[int]]] = {}
-    for (name, local_rank, local_size), _ in everybody:
+    for name, local_rank, local_size in told:
         namesakes = taken.setdefault((name, local_size), [])
         number = next((n for n, used in enumerate(namesakes) if local_rank not in used), None)
         if number is None:
@@ -130,4 +95,4 @@ def _hosts(asked: TargetBatch) -> tuple[list[Hashable], list[TargetBatch]]:
             namesakes.append(set())
         namesakes[number].add(local_rank)
         hosts.append((name, local_size, number))
-    return hosts, [theirs for _, theirs in everybody]
+    return hosts

@@ -1,4 +1,4 @@
-"""What Keras layers that share statistics between ranks have in common, whatever computes them."""
+"""Which ranks share the statistics of batch normalisation: groups of consecutive ranks."""
 
 from __future__ import annotations
 
@@ -6,12 +6,39 @@ from typing import Any
 
 from hororing import job, process_sets
 from hororing.process_sets import ProcessSet, global_process_set
-from hororing.toolkit.large_batch import groups
-from hororing.toolkit.large_batch.groups import TargetBatch
+
+
+def register(group_size: int, process_set: ProcessSet, title: str) -> ProcessSet | None:
+    """Make process sets of the groups, and return this rank's. All ranks of the job call it.
+
+    None for a rank that is in none of them, or alone. `title` names the layer.
+
+    Raises
+    ------
+    ValueError : when it does not divide the set.
+    """
+    job.topology()
+    ranks = process_set.ranks
+    if type(group_size) is not int or group_size < 1 or len(ranks) % group_size:
+        raise ValueError(
+            f"{title}: group_size={group_size!r} does not divide the "
+            f"{len(ranks)} ranks of its process set; use one of "
+            f"{[n for n in range(1, len(ranks) + 1) if len(ranks) % n == 0]}"
+        )
+    mine = None
+    if group_size > 1:
+        for first in range(0, len(ranks), group_size):
+            group = process_sets.obtain(ranks[first : first + group_size])
+            if group.included():
+                mine = group
+    return mine
 
 
 class GroupedLayer:
-    """Stands before the class of the layer among the bases of one; knows with whom it shares."""
+    """What Keras layers that share statistics have in common, whatever computes them.
+
+    Stands before the class of the layer among the bases of one; knows with whom it shares.
+    """
 
     process_set: ProcessSet
     group_size: int | None
@@ -31,11 +58,13 @@ class GroupedLayer:
                 f"{type(process_set).__name__}; add_process_set returns one"
             )
 
-    def share(self, process_set: ProcessSet, group_size: int | TargetBatch | None) -> None:
+    def share(self, process_set: ProcessSet, group_size: int | None) -> None:
         """Share with these from now on. At the end of `__init__`."""
         self.process_set = process_set
         self._group: ProcessSet | None = None
-        self.group_size = None if group_size is None else self._register_groups(group_size)
+        self.group_size = group_size
+        if group_size is not None:
+            self._register_groups(group_size)
 
     def get_config(self) -> dict[str, Any]:
         """Return what makes an equal layer."""
@@ -73,7 +102,5 @@ class GroupedLayer:
     def _title(self) -> str:
         return f"SyncBatchNormalization '{self.path or self.name}'"
 
-    def _register_groups(self, group_size: int | TargetBatch) -> int:
-        group_size = groups.check(group_size, self.process_set, self._title())
-        self._group = groups.register(group_size, self.process_set)
-        return group_size
+    def _register_groups(self, group_size: int) -> None:
+        self._group = register(group_size, self.process_set, self._title())
