@@ -25,7 +25,7 @@ extern "C" {
 #endif
 
 /* Grows with every incompatible change of this file. */
-enum { HR_ABI_VERSION = 9 };
+enum { HR_ABI_VERSION = 10 };
 
 /* The values of hororing::Code, and one more. */
 typedef enum hr_code {
