@@ -275,6 +275,8 @@ def test_install_works_from_python_and_once():
 def test_the_table_has_ways_out_for_modules_only_and_no_row_twice():
     assert len(set(MODULES.values())) == len(MODULES)
     assert all(name.partition(".")[0] == "horovod" for name in [*MODULES, *WAYS_OUT])
+    # Horovod's module and ours have the same name.
+    assert all(ours.endswith("." + name.rpartition(".")[2]) for name, ours in MODULES.items())
     # What can be missing and has no parent that can: the user is told more than "no".
     missing = {name for name, ours in MODULES.items() if ".elastic" in ours}
     assert all(any(name.startswith(way) for way in WAYS_OUT) for name in missing)

@@ -78,6 +78,8 @@ TEST(a_mismatch_fails_one_tensor_on_every_rank_and_the_job_goes_on) {
     CHECK_OK(player.Wait(good_handle));
     CHECK_OK(player.Allreduce("bad", good));
     CHECK_EQ(good[0], 9.0f);
+    // The name is known by now, of another shape on rank 1.
+    CHECK(player.Allreduce("bad", bad).code() == Code::kMismatch);
   });
 }
 
@@ -301,6 +303,7 @@ TEST(a_waiter_for_a_handle_that_is_released_is_told) {
   while (!waits) std::this_thread::yield();
   const TimeNs begin = NowNs();
   CHECK(table.Release(handle));
+  CHECK(!table.Release(handle));
   waiter.join();
   CHECK(NowNs() - begin < kPatience / 2);
   table.Complete(handle, Status::Ok(), {});

@@ -218,6 +218,16 @@ TEST(a_joined_rank_is_waited_for_no_more_and_told_what_it_takes_part_in) {
   CHECK(Decisions(coordinator).empty());
 }
 
+TEST(a_rank_that_reported_before_it_joined_stands_for_nobody_else) {
+  Coordinator coordinator = MakeCoordinator(3);
+  Tell(coordinator, 0, {Allreduce("a")});
+  Tell(coordinator, 0, {Control(Collective::kJoin)});
+  Tell(coordinator, 1, {Allreduce("a")});
+  CHECK(Decisions(coordinator).empty());  // rank 2 is missing
+  Tell(coordinator, 2, {Allreduce("a")});
+  CHECK_EQ(Decisions(coordinator).size(), size_t{1});
+}
+
 TEST(what_was_evicted_is_forgotten_although_a_rank_has_joined) {
   Coordinator coordinator = MakeCoordinator(3);
   for (int rank : {0, 1, 2}) Tell(coordinator, rank, {Allreduce("x")});

@@ -1,0 +1,254 @@
+"""Whether the push tier of the tests goes red: seeded faults, and which test notices each.
+
+    python tests/mutants.py [NAME...]
+
+copies the tree into build/mutants/source, builds there, and runs the chosen test files as they are:
+they must pass. Then for each fault (all, or those named) it puts the fault in, builds, runs the
+fault's tests, which must fail, and takes the fault out. It prints a row of Markdown for each. A
+fault that cannot be built is not caught, nor one that makes a C++ test hang.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = ROOT / "build/mutants/source"
+LIMIT_S = 120  # of a C++ test file; pytest has its own in pyproject.toml
+NO_ASLR = ["setarch", "-R"] if shutil.which("setarch") else []
+
+
+class Fault(NamedTuple):
+    """`tests`: a C++ test file; "tsan" and one; or "pytest" and arguments."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+OPTIMIZER = "pytest test_torch_optimizer.py -k 3"
+
+FAULTS = [
+    Fault("the last elements of a sum are lost", "csrc/base/reduce_kernels.inc",
+          "sum = Combined<Op, In>(sum, BeginRest<In>(scaling, sources[source], at, left));",
+          "sum = Combined<Op, In>(sum, BeginRest<In>(scaling, sources[source], at, left - 1));",
+          "reduce_test"),
+    Fault("bfloat16 is cut instead of rounded", "csrc/base/half.h",
+          "const Bits rounded = bits + 0x7FFFu + ((bits >> 16) & 1u);",
+          "const Bits rounded = bits;", "half_test"),
+    Fault("a ring receives where it has not combined yet", "csrc/collective/ring_allreduce.cc",
+          "return scratch_ + number % kAhead * segment_ * element_;",
+          "return scratch_ + number % 2 * segment_ * element_;", "collective_test"),
+    Fault("a ring's average is not divided", "csrc/collective/ring_allreduce.cc",
+          "Finish(spec_, size_, At", "Finish(spec_, 1, At", "collective_test"),
+    Fault("uneven chunks begin where even ones would", "csrc/collective/segments.h",
+          "return {i * each + std::min(i, larger),", "return {i * each,", "collective_test"),
+    Fault("an alltoall keeps the wrong rows", "csrc/collective/alltoall.cc",
+          "from + sends[rank].begin, sends[rank].size);",
+          "from + receives[rank].begin, sends[rank].size);", "exchange_test"),
+    Fault("Adasum's square is of the wrong vector", "csrc/collective/adasum.cc",
+          "bb[lane] += y * y;", "bb[lane] += x * x;", "adasum_test"),
+    Fault("a host counts twice", "csrc/collective/slice_exchange.cc",
+          "for (int host = 2; host < hosts(); ++host) {",
+          "for (int host = 1; host < hosts(); ++host) {", "hierarchical_test"),
+    Fault("a fused tensor is unpacked from a wrong place", "csrc/backend/host_backend.cc",
+          "from += RoundUp(bytes, kEntryAlign);", "from += bytes;", "backend_test"),
+    Fault("rank 0 is always the root", "csrc/backend/host_moves.cc",
+          "const bool is_root = transport_.rank() == batch.root;\n"
+          "  const size_t element = ElementSize(batch.reduce.dtype);\n"
+          "  std::vector<const BatchEntry*> alone",
+          "const bool is_root = transport_.rank() == 0;\n"
+          "  const size_t element = ElementSize(batch.reduce.dtype);\n"
+          "  std::vector<const BatchEntry*> alone", "backend_others_test"),
+    Fault("types are mixed in a batch", "csrc/schedule/fusion_planner.cc",
+          "if (candidate.key == item.key) fitting",
+          "if (candidate.key.process_set == item.key.process_set) fitting", "schedule_test"),
+    Fault("all ranks gather as many rows as the first", "csrc/negotiation/coordinator.cc",
+          "rows.push_back(request->tensors[tensor].shape[0]);",
+          "rows.push_back(requests[0]->tensors[tensor].shape[0] + 0 * request->root);",
+          "engine_test"),
+    Fault("a cached request outlives its shape", "csrc/negotiation/response_cache.cc",
+          "return id != 0 && records_.at(id).request == request ? id : 0;", "return id;",
+          "engine_test"),
+    Fault("a joined rank is counted twice", "csrc/negotiation/membership.cc",
+          "return count + JoinedAmong(pending).size() == pending.reported.size();",
+          "return count + static_cast<size_t>(joined_count_) >= pending.reported.size();",
+          "membership_test"),
+    Fault("only rank 0 hears of a mismatch", "csrc/engine/apply.cc",
+          "Complete(entry->handle, decision.details().status, {});",
+          "Complete(entry->handle, topology_.rank == 0 ? decision.details().status"
+          " : Status::Ok(), {});", "engine_test"),
+    Fault("a rank that shuts down tells nobody why", "csrc/negotiation/coordinator.cc",
+          "queue_.Push(std::move(leave));", "", "negotiation_test"),
+    Fault("a waiting rank is not woken", "csrc/engine/handle_table.cc",
+          "if (slot->awaited) completed_.notify_all();", "", "engine_test"),
+    Fault("a handle is released twice", "csrc/engine/handle_table.cc",
+          "if (slot == nullptr || slot->released) return false;\n  if (slot->done) {",
+          "if (slot == nullptr) return false;\n  if (slot->done) {", "engine_test"),
+    Fault("a killed process is not noticed", "csrc/transport/shm_liveness.cc",
+          "return state.attached.load() != kDetached;", "return false;", "transport_test"),
+    Fault("shared memory stays behind", "csrc/transport/shm_segment.cc",
+          "if (owns_name_) shm_unlink(name_.c_str());", "", "transport_test"),
+    Fault("the timeline is not closed", "csrc/trace/writer.cc",
+          "status = WriteAt(kTail, tail_);", "", "trace_test"),
+    Fault("the engine takes requests without the lock", "csrc/engine/tensor_table.cc",
+          "  submitted->clear();\n  std::lock_guard<std::mutex> lock(mutex_);\n",
+          "  submitted->clear();\n", "tsan engine_test"),
+    Fault("handles are made without the lock", "csrc/engine/handle_table.cc",
+          "int64_t HandleTable::Create() {\n  std::lock_guard<std::mutex> lock(mutex_);",
+          "int64_t HandleTable::Create() {", "tsan engine_test"),
+    Fault("the optimizer does not wait", "hororing/torch/reducer.py",
+          "        return finish_many(flying)\n", "        return True\n", OPTIMIZER),
+    Fault("a gradient that no hook has sent is forgotten", "hororing/torch/reducer.py",
+          "late = [entry for entry in entries if not entry[1].sent]", "late = []", OPTIMIZER),
+    Fault("gradients go one backward pass too early", "hororing/torch/gradient.py",
+          "if self.left == 1:\n            return True",
+          "if self.left <= 2:\n            return True",
+          OPTIMIZER),
+    Fault("a group is sent in the order of arrival", "hororing/torch/submission.py",
+          "order = sorted(self._waiting)", "order = list(self._waiting)", OPTIMIZER),
+    Fault("the predivide factor is lost", "hororing/reduction.py",
+          "return 1.0 / self.predivide, self.predivide", "return 1.0 / self.predivide, 1.0",
+          OPTIMIZER),
+    Fault("a batch's variance is biased", "hororing/torch/sync_batch_norm.py",
+          "statistics[2] / (statistics[0] - 1)", "statistics[2] / statistics[0]",
+          "pytest test_sync_batch_norm.py -k case_equals"),
+    Fault("integer buffers are not broadcast", "hororing/torch/state.py",
+          "[verbs.broadcast_async_(tensor, root_rank, name) for name, tensor in named]",
+          "[verbs.broadcast_async_(tensor, root_rank, name) for name, tensor in named"
+          " if tensor.is_floating_point()]", "pytest test_objects_and_state.py -k parameters"),
+    Fault("compressed gradients stay so", "hororing/compression.py",
+          "return tensor if ctx is None else cls.cast(tensor, ctx)", "return tensor",
+          "pytest test_tensorflow_training.py -k test_training"),
+    Fault("the tape skips the first variable", "hororing/tensorflow/gradients.py",
+          "        if gradient is None:\n            continue\n        if keys",
+          "        if gradient is None or at == 0:\n            continue\n        if keys",
+          "pytest test_tensorflow_training.py -k test_training"),
+    Fault("metrics are not averaged", "hororing/keras/callbacks.py",
+          "logs.update(zip(names, means.tolist(), strict=True))", "del means",
+          "pytest test_keras_torch.py -k metrics"),
+    Fault("who is no member of a set is let in", "hororing/process_sets.py",
+          "    if not process_set.included():\n        raise ValueError(\n"
+          '            f"{verb}: rank',
+          '    if False:\n        raise ValueError(\n            f"{verb}: rank',
+          "pytest test_process_sets.py -k on_several_ranks"),
+    Fault("an unknown variable is ignored", "hororing/config/__init__.py",
+          "    if unknown:\n", "    if False:\n", "pytest test_config.py"),
+    Fault("a name of Horovod's is another module", "hororing/as_horovod/names.py",
+          '"horovod.torch.functions": "hororing.torch.functions"',
+          '"horovod.torch.functions": "hororing.torch.state"',
+          "pytest test_as_horovod.py -k module"),
+]  # fmt: skip
+
+
+def run(command: list[str]) -> tuple[int, str]:
+    """The exit code, and what was printed."""
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "PYTHONDONTWRITEBYTECODE": "1",
+                   "CMAKE_ARGS": "-DHORORING_TESTING=ON"}  # fmt: skip
+    done = subprocess.run(
+        command, cwd=SOURCE, env=environment, check=False, text=True, errors="replace",
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    return done.returncode, done.stdout
+
+
+def must(command: list[str]) -> None:
+    """Do what is no test; the program ends if that fails."""
+    code, output = run(command)
+    if code != 0:
+        sys.exit(f"{output}\n{' '.join(command)}: failed")
+
+
+def build(tests: str) -> bool:
+    """What `tests` need, in place or in its own folder; whether that worked."""
+    *kind, name = tests.split()
+    if "pytest" in kind:
+        return run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"])[0] == 0
+    folder = "build/tsan" if kind else "build/editable"
+    (program,) = [each.parent.name for each in SOURCE.glob(f"tests/cpp/*/{name}.cc")]
+    jobs = os.environ.get("JOBS", "2")
+    return (
+        run(["cmake", "--build", folder, "--parallel", jobs, "--target", f"{program}_tests"])[0]
+        == 0
+    )
+
+
+def failed_test(tests: str) -> str:
+    """The first test that fails; "": none does."""
+    kind, *words = tests.split()
+    if kind == "pytest":
+        code, output = run([sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider",
+                            f"tests/python/{words[0]}", *words[1:]])  # fmt: skip
+        found = re.search(r"^(?:FAILED|ERROR) \S*?(test_\w+\.py\S*)", output, re.MULTILINE)
+    else:
+        name = words[0] if words else kind
+        ctest = ["timeout", str(LIMIT_S), "ctest", "-V", "--no-tests=error", "-R", f"^{name}$",
+                 "--test-dir", "build/tsan" if words else "build/editable"]  # fmt: skip
+        code, output = run([*(NO_ASLR if words else []), *ctest])
+        if code == 124:  # it hangs, and does not say so itself
+            return ""
+        found = re.search(r"FAILED (\w+)$", output, re.MULTILINE)
+        started = re.findall(r"^\d+: (\w+) \.\.\.$", output, re.MULTILINE)
+        if found is None and started:  # the report of a sanitizer, or a crash
+            race = " (data race)" if "ThreadSanitizer" in output else ""
+            return f"{name}: {started[-1]}{race}" if code else ""
+        if found is not None:
+            return f"{name}: {found[1]}"
+    if code == 0:
+        return ""
+    return found[1].rstrip(":") if found else f"{tests} (no test named)"
+
+
+def main(names: list[str]) -> int:
+    """How many of the chosen faults are not caught."""
+    chosen = [each for each in FAULTS if not names or each.name in names]
+    stale = [each for each in chosen if (ROOT / each.file).read_text().count(each.old) != 1]
+    if stale or not chosen:
+        sys.exit(
+            "\n".join(f"stale: {each.name} ({each.file})" for each in stale) or "no such fault"
+        )
+    files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True,
+                           text=True).stdout  # fmt: skip
+    for file in filter(None, files.split("\0")):
+        place, text = SOURCE / file, (ROOT / file).read_bytes()
+        if not place.exists() or place.read_bytes() != text:  # else nothing would be built again
+            place.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / file, place)
+    must([sys.executable, "setup.py", "-q", "build_ext", "--inplace"])
+    if any(each.tests.startswith("tsan") for each in chosen):
+        must(["cmake", "--preset", "tsan"])
+    for tests in dict.fromkeys(each.tests for each in chosen):
+        if not build(tests):
+            sys.exit(f"{tests}: cannot be built")
+        if failed := failed_test(tests):
+            sys.exit(f"{tests}: fails without a fault, in {failed}")
+    print("| fault | file | noticed by |\n|---|---|---|", flush=True)
+    missed = 0
+    for fault in chosen:
+        place = SOURCE / fault.file
+        text = place.read_text()
+        native = fault.file.startswith("csrc/")
+        place.write_text(text.replace(fault.old, fault.new))
+        try:
+            built = not native or build(fault.tests)
+            caught = failed_test(fault.tests) if built else ""
+        finally:
+            place.write_text(text)
+        if native and fault.tests.startswith("pytest"):
+            must([sys.executable, "setup.py", "-q", "build_ext", "--inplace"])
+        missed += not caught
+        result = f"`{caught}`" if caught else "**nothing**" if built else "**cannot be built**"
+        print(f"| {fault.name} | `{fault.file}` | {result} |", flush=True)
+    return missed
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
