@@ -215,9 +215,18 @@ def main(names: list[str]) -> int:
         sys.exit(
             "\n".join(f"stale: {each.name} ({each.file})" for each in stale) or "no such fault"
         )
-    files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True,
-                           text=True).stdout  # fmt: skip
-    for file in filter(None, files.split("\0")):
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True,
+                            text=True).stdout  # fmt: skip
+    files = set(filter(None, listed.split("\0")))
+    for room in ("csrc", "tests", "hororing"):  # what is gone since the last time
+        for place in (SOURCE / room).rglob("*.*"):
+            if (
+                place.is_file()
+                and place.suffix != ".so"
+                and str(place.relative_to(SOURCE)) not in files
+            ):
+                place.unlink()
+    for file in files:
         place, text = SOURCE / file, (ROOT / file).read_bytes()
         if not place.exists() or place.read_bytes() != text:  # else nothing would be built again
             place.parent.mkdir(parents=True, exist_ok=True)
