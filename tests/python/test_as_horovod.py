@@ -652,6 +652,7 @@ def test_uneven_data_trains_with_join(size: int):
     assert finished(done) == f"done: 3 epochs, {size} ranks"
 
 
+@tiers.full
 def test_a_tensorflow_loop_trains_and_leaves_a_checkpoint(tmp_path: Path):
     pytest.importorskip("tensorflow")
     done = job(2, SCRIPTS / "tensorflow_loop.py", "--checkpoints", tmp_path)
@@ -659,6 +660,7 @@ def test_a_tensorflow_loop_trains_and_leaves_a_checkpoint(tmp_path: Path):
     assert len([*tmp_path.glob("*.index")]) == 1
 
 
+@tiers.full
 def test_a_keras_script_with_callbacks_trains_and_goes_on_from_its_checkpoint(tmp_path: Path):
     pytest.importorskip("tensorflow")
     done = job(2, SCRIPTS / "keras_fit.py", "--checkpoints", tmp_path)

@@ -48,6 +48,10 @@ def ways(knobs: str, taken: set[str], *hosts: str) -> list[Way]:
     return [Way(each, knobs, frozenset(taken)) for each in hosts]
 
 
+PUSHED = (
+    "aba-ALGORITHM=ring", "aab-ALGORITHM=recursive", "aab-ALGORITHM=three", "abab-ALGORITHM=leader",
+    "abab-ALGORITHM=auto", "aab-REPRODUCIBLE", "aaaa-REPRODUCIBLE", "aaa-BACKEND", "aaaa-TRANSPORT",
+)  # fmt: skip
 WAYS = [
     *ways("ALGORITHM=ring", FLAT, "ab", "aba", "abcd", "aabb"),
     *ways("ALGORITHM=recursive_doubling", {"recursive_doubling"}, "ab", "aab", "abab"),
@@ -61,8 +65,8 @@ WAYS = [
     *ways("SPIN_US=0", {"shm_direct"}, "aaa"),
     *ways("TRANSPORT=mpi", {"recursive_doubling", *FLAT}, "aa", "aaaa"),
 ]
-# An uneven layout and one whose ranks alternate, of each; four ranks of one host.
-PUSH = [way for way in WAYS if way.hosts in ("aab", "abb", "abab", "aaaa") or way.size == 3]
+# An uneven layout of each, or one whose ranks alternate; four ranks of one host.
+PUSH = [way for way in WAYS if str(way).startswith(PUSHED)]
 
 # ---------------------------------------------------------------------------------------------
 # On the ranks

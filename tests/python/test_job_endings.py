@@ -72,7 +72,7 @@ def test_a_rank_killed_in_a_large_allreduce_is_named_to_the_others(size: int):
 
 
 @pytest.mark.parametrize("size", tiers.choose([2, 4], push=[2]))
-@pytest.mark.parametrize("transport", ["auto", "mpi"])
+@pytest.mark.parametrize("transport", tiers.choose(["auto", "mpi"], push=["auto"]))
 @pytest.mark.parametrize("how", ["die_idle", "die_in_a_large_allreduce"])
 def test_mpirun_ends_a_job_that_has_lost_a_rank(size: int, transport: str, how: str):
     with LiveJob(RANKS, size, how, HORORING_TRANSPORT=transport) as job:
@@ -272,7 +272,7 @@ def test_children_of_a_rank_do_not_disturb_it_and_have_no_engine(how: str):
         job.wait_until_all_say("fine")
 
 
-@pytest.mark.parametrize("how", ["fork", "spawn"])
+@pytest.mark.parametrize("how", tiers.choose(["fork", "spawn"], push=["fork"]))
 def test_workers_of_a_data_loader_do_not_disturb_a_training(how: str):
     pytest.importorskip("torch")
     with LiveJob(RANKS, 2, "train_with_workers", how) as job:

@@ -287,9 +287,7 @@ def case_wrong_arguments() -> None:
 @pytest.mark.parametrize("case", mpirun.case_names(globals()))
 @pytest.mark.parametrize(
     ("size", "backend"),
-    tiers.choose(
-        [(2, "torch"), (4, "torch"), (2, "tensorflow")], push=[(2, "torch"), (2, "tensorflow")]
-    ),
+    tiers.choose([(2, "torch"), (4, "torch"), (2, "tensorflow")], push=[(2, "tensorflow")]),
 )
 def test_case(case: str, size: int, backend: str) -> None:
     mpirun.cases_of(__file__, size, KERAS_BACKEND=backend).check(case)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import mpirun
 import pytest
+import tiers
 
 if __name__ == "cases":  # on the ranks
     os.environ["KERAS_BACKEND"] = "jax"
@@ -28,6 +29,7 @@ CASES = re.findall(
 )
 
 
+@tiers.full
 @pytest.mark.skipif(not importlib.util.find_spec("jax"), reason="jax is not installed")
 @pytest.mark.parametrize("case", CASES)
 def test_keras_on_jax(case: str):

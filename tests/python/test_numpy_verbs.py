@@ -467,6 +467,7 @@ def _available_bytes() -> int:
     return 0
 
 
+@tiers.full
 @pytest.mark.skipif(_available_bytes() < 16 << 30, reason="less than 16 GiB of memory are free")
 def test_an_array_beyond_2_gib_is_reduced_in_place():
     job = mpirun.run(__file__, 2, "huge")

@@ -15,6 +15,7 @@ import mpirun
 import numpy as np
 import pytest
 import session
+import tiers
 import torch
 from configured import made_at_once
 from torch import nn
@@ -844,6 +845,7 @@ def groups_of_some_ranks() -> None:
     hvd.barrier()
 
 
+@tiers.full
 def test_groups_of_some_ranks() -> None:
     job = mpirun.run(__file__, 5)
     assert job.returncode == 0, job.report()

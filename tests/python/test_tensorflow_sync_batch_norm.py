@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import session
 import tensorflow as tf
+import tiers
 
 import hororing.tensorflow as hvd
 from hororing import errors
@@ -612,6 +613,7 @@ def groups_of_some_ranks() -> None:
     hvd.allreduce(tf.zeros([]))
 
 
+@tiers.full
 def test_groups_of_some_ranks() -> None:
     job = mpirun.run(__file__, 4)
     assert job.returncode == 0, job.report()

@@ -159,4 +159,4 @@ def case_shutdown() -> None:
     hvd.shutdown()
 
 
-test_case = session.on_ranks(globals(), 1, 2, 3, push=[2])
+test_case = session.on_ranks(globals(), 1, 2, 3, push=[])

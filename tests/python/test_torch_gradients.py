@@ -14,6 +14,7 @@ from typing import Any
 
 import mpirun
 import pytest
+import session
 import torch
 from torch import nn
 
@@ -337,7 +338,4 @@ def case_training_goes_on_with_another_engine():
     hvd.shutdown()
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("case", mpirun.case_names(globals()))
-def test(case: str, size: int):
-    mpirun.cases_of(__file__, size).check(case)
+test_on_ranks = session.on_ranks(globals(), 1, 2, 3, 4, session="torch")

@@ -13,6 +13,7 @@ from pathlib import Path
 import mpirun
 import numpy as np
 import pytest
+import tiers
 from live_job import LiveJob
 
 from hororing import __main__ as main
@@ -344,6 +345,7 @@ def fit(folder: str) -> None:
         np.testing.assert_allclose(found.metrics["loss"].values, means, rtol=1e-6)
 
 
+@tiers.full
 def test_keras_records_what_fit_tells_averaged_over_ranks(tmp_path):
     environment = {"KERAS_BACKEND": "torch"}
     job = mpirun.run(__file__, 2, "fit", str(tmp_path), environment=environment)
