@@ -19,9 +19,6 @@ import mpirun
 import pytest
 import tiers
 
-# Seconds for the cases of one file, the start of the job included: the limit of a test is 120.
-FILE_LIMIT_S = 110.0
-
 
 class Session:
     """The files of one framework, on one number of ranks."""
@@ -41,21 +38,18 @@ class Session:
             name, job, passed = self._running.wait_for_next()
             if not passed:
                 failed = job
-                self._stop()
+                self._running.kill()
+                self._running = None
                 alone = mpirun.cases_of(name, self.size)
                 if all(set(result.values()) == {""} for result in alone.results):
                     what = f"{Path(name).name} failed among other files, and passed alone"
                     warnings.warn(f"{what}\n{failed.report()}", stacklevel=2)
                 job = alone
-            elif not self._running.left:
-                self._stop()
             self._finished[name] = job
+            if self._running is not None and not self._running.left:
+                ending, self._running = self._running, None
+                ending.wait()
         return self._finished[file]
-
-    def _stop(self) -> None:
-        if self._running is not None:
-            self._running.end()
-            self._running = None
 
 
 class _Running:
@@ -71,7 +65,7 @@ class _Running:
 
     def wait_for_next(self) -> tuple[str, mpirun.Job, bool]:
         """The next file, its results, and whether all its cases passed in time."""
-        deadline = time.monotonic() + FILE_LIMIT_S
+        deadline = time.monotonic() + mpirun.CASES_LIMIT_S
         while not self._done():
             ended = self._process.poll() is not None
             if (ended and not self._done()) or time.monotonic() > deadline:
@@ -89,14 +83,17 @@ class _Running:
             for rank in range(self._size)
         )
 
-    def end(self) -> None:
-        """Let the job end, or make it end where files are left."""
+    def wait(self) -> None:
+        """Let the job end. One that does not, although all its cases have passed, is an error."""
         try:
-            if not self.left:
-                self._process.wait(60)
+            self._process.wait(60)
         finally:
-            mpirun.kill(self._process)
-            self._folder.cleanup()
+            self.kill()
+
+    def kill(self) -> None:
+        """Make the job end."""
+        mpirun.kill(self._process)
+        self._folder.cleanup()
 
 
 _SESSIONS: dict[tuple[str, int], Session] = {}
@@ -117,6 +114,7 @@ def on_ranks(
     """
     file = namespace["__file__"]
 
+    @pytest.mark.timeout(2 * mpirun.CASES_LIMIT_S + 20)  # among others, and once more, alone
     @pytest.mark.parametrize("size", tiers.choose(sizes, push))
     @pytest.mark.parametrize("case", cases or mpirun.case_names(namespace))
     def test(case: str, size: int) -> None:

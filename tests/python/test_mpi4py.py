@@ -252,7 +252,11 @@ def case_the_end() -> None:
 @functools.cache
 def cases(size: int, transport: str) -> mpirun.Job:
     job = mpirun.run(
-        __file__, size, script=False, timeout_s=110, environment={"HORORING_TRANSPORT": transport}
+        __file__,
+        size,
+        script=False,
+        timeout_s=mpirun.CASES_LIMIT_S,
+        environment={"HORORING_TRANSPORT": transport},
     )
     return job
 

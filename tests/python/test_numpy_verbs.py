@@ -444,7 +444,7 @@ def _job(transport: str, size: int) -> mpirun.Job:
         __file__,
         size,
         script=False,
-        timeout_s=110,
+        timeout_s=mpirun.CASES_LIMIT_S,
         environment={"HORORING_TRANSPORT": transport},
     )
 

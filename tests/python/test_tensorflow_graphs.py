@@ -683,7 +683,9 @@ def case_shutdown() -> None:
 @functools.cache
 def _job(name: str) -> mpirun.Job:
     size, environment = JOBS[name]
-    return mpirun.run(__file__, size, script=False, timeout_s=110, environment=environment)
+    return mpirun.run(
+        __file__, size, script=False, timeout_s=mpirun.CASES_LIMIT_S, environment=environment
+    )
 
 
 @pytest.mark.parametrize("case", mpirun.case_names(globals()))
