@@ -32,7 +32,7 @@ def engine_config(
         f"{settings.fingerprint()}"
     )
     c_config = ffi.new("hr_config *")
-    c_config.launched = launched
+    c_config.launched = started_by.least_size if launched else 0
     c_config.transport = text(settings["TRANSPORT"])
     c_config.backend = text(settings["BACKEND"])
     c_config.algorithm = text(settings["ALGORITHM"])

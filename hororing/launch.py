@@ -1,7 +1,8 @@
-"""Which launcher started this process, from the variables that it set.
+"""Which launcher started this process, from the variables that it set (LAUNCHERS).
 
 No launcher: a job of one rank, for which MPI is never touched. Being inside an allocation
-(SLURM_NTASKS) is not enough: the launcher must have given this process a rank that MPI can use.
+(SLURM_NTASKS) is not enough: the launcher must have given this process a rank. A launcher that
+tells of several processes which MPI does not connect is an error: each would train for itself.
 
 Beside `hororing.config` the only place that reads or writes environment variables.
 """
@@ -10,8 +11,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import MutableMapping
-from dataclasses import dataclass
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass, field
 
 # Open MPI: without these, MPI_Init probes fabrics for a second, and one-sided communication over
 # UCX prints an error line per rank. Right wherever all ranks share a host.
@@ -31,6 +32,13 @@ class Launch:
     size: int | None = None
     local_rank: int | None = None
     local_size: int | None = None
+    mpi: bool = True  # by which the processes find one another
+    sign: str = field(default="", compare=False)  # the variable that tells of other processes
+
+    @property
+    def least_size(self) -> int:
+        """The fewest processes that the job has, by what is told."""
+        return self.size if self.size is not None else (self.rank or 0) + 1
 
     @property
     def launched(self) -> bool:
@@ -38,32 +46,113 @@ class Launch:
         return self.launcher != "none" and self.size != 1
 
 
-def detect(environ: MutableMapping[str, str] | None = None) -> Launch:
-    """Look for the variables of Open MPI, MPICH and its relatives, and Slurm."""
+@dataclass(frozen=True)
+class Launcher:
+    """By which variables a launcher is known. "A|B": A, or else B."""
+
+    name: str
+    mpi: bool  # the processes find one another by MPI
+    known_by: tuple[str, ...]  # all of these are numbers
+    rank: str
+    size: str = ""  # "": it does not tell
+    local_rank: str = ""
+    local_size: str = ""
+
+
+# The first that is there counts: what started this process stands before what started that.
+LAUNCHERS = (
+    Launcher(
+        "Open MPI",
+        True,
+        ("OMPI_COMM_WORLD_SIZE",),
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    # MPICH and its relatives.
+    Launcher(
+        "PMI",
+        True,
+        ("PMI_SIZE",),
+        "PMI_RANK",
+        "PMI_SIZE",
+        "MPI_LOCALRANKID|SLURM_LOCALID",
+        "MPI_LOCALNRANKS",
+    ),
+    Launcher(
+        "Slurm",
+        True,
+        ("PMIX_RANK|PMI_RANK", "SLURM_STEP_NUM_TASKS|SLURM_NTASKS"),
+        "PMIX_RANK|PMI_RANK",
+        "SLURM_STEP_NUM_TASKS|SLURM_NTASKS",
+        "SLURM_LOCALID",
+    ),
+    Launcher("PMIx", True, ("PMIX_RANK|PMI_RANK",), "PMIX_RANK|PMI_RANK"),
+    Launcher(
+        "horovodrun",
+        False,
+        ("HOROVOD_SIZE",),
+        "HOROVOD_RANK",
+        "HOROVOD_SIZE",
+        "HOROVOD_LOCAL_RANK",
+        "HOROVOD_LOCAL_SIZE",
+    ),
+    # Also accelerate, DeepSpeed, and Kubeflow's jobs for PyTorch.
+    Launcher(
+        "torchrun", False, ("WORLD_SIZE",), "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
+    ),
+    # A batch script has SLURM_NTASKS and SLURM_PROCID as well, but is no step.
+    Launcher(
+        "srun",
+        False,
+        ("SLURM_PROCID", "SLURM_STEP_ID"),
+        "SLURM_PROCID",
+        "SLURM_STEP_NUM_TASKS|SLURM_NTASKS",
+        "SLURM_LOCALID",
+    ),
+    Launcher("Kubernetes Indexed Job", False, ("JOB_COMPLETION_INDEX",), "JOB_COMPLETION_INDEX"),
+)
+
+
+def detect(environ: Mapping[str, str] | None = None) -> Launch:
+    """Look for the variables of LAUNCHERS. Of those without MPI only several processes count."""
     env = os.environ if environ is None else environ
 
-    def number(*names: str) -> int | None:
-        for name in names:
-            if env.get(name, "").isdecimal():
-                return int(env[name])
-        return None
+    def variable(names: str) -> str:
+        """The one of `names` that is a number; "": none is."""
+        return next((name for name in names.split("|") if env.get(name, "").isdecimal()), "")
 
-    if number("OMPI_COMM_WORLD_SIZE") is not None:
-        return Launch(
-            "Open MPI",
-            number("OMPI_COMM_WORLD_RANK"),
-            number("OMPI_COMM_WORLD_SIZE"),
-            number("OMPI_COMM_WORLD_LOCAL_RANK"),
-            number("OMPI_COMM_WORLD_LOCAL_SIZE"),
+    def number(names: str) -> int | None:
+        return int(env[variable(names)]) if variable(names) else None
+
+    for row in LAUNCHERS:
+        if not all(variable(names) for names in row.known_by):
+            continue
+        sign = variable(row.size) or variable(row.rank)
+        launch = Launch(
+            row.name,
+            number(row.rank),
+            number(row.size),
+            number(row.local_rank),
+            number(row.local_size),
+            row.mpi,
+            f"{sign}={env.get(sign)}",
         )
-    slurm = (number("SLURM_LOCALID"), None)
-    if number("PMI_SIZE") is not None:
-        local = (number("MPI_LOCALRANKID", "SLURM_LOCALID"), number("MPI_LOCALNRANKS"))
-        return Launch("PMI", number("PMI_RANK"), number("PMI_SIZE"), *local)
-    if number("PMIX_RANK", "PMI_RANK") is not None:
-        rank, size = number("PMIX_RANK", "PMI_RANK"), number("SLURM_NTASKS")
-        return Launch("Slurm" if size is not None else "PMIx", rank, size, *slurm)
+        if row.mpi or launch.least_size > 1:
+            return launch
     return Launch()
+
+
+def refuse_without_mpi(launch: Launch) -> None:
+    """ValueError where there are other processes, which MPI does not connect with this one."""
+    if launch.launched and not launch.mpi:
+        raise ValueError(
+            f"init: {launch.sign} tells of {launch.least_size} processes or more (as set by "
+            f"{launch.launcher}), but hororing finds the other ranks by MPI, and no MPI launcher "
+            "has started this process: use mpirun -np N python ...; or set HORORING_ALONE=1, if "
+            "this process is to be a job of one rank"
+        )
 
 
 def is_spawned_worker() -> bool:

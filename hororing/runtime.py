@@ -72,7 +72,9 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
 
     Raises
     ------
-    ValueError : a bad argument or environment variable, or this rank is not in `comm`.
+    ValueError : a bad argument or environment variable; this rank is not in `comm`; or a launcher
+        tells of several processes, and MPI does not connect them (HORORING_ALONE=1 makes each of
+        them a job of one rank).
     MismatchError : ranks are configured differently.
     TransportError : the ranks cannot reach one another, or not all came within HORORING_TIMEOUT_S.
     """
@@ -97,8 +99,12 @@ def _start(started_by: Launch, comm: Any, dynamic: bool, process_sets: str) -> N
         if is_initialized():
             return
         settings = configuration.load()
+        if settings["ALONE"]:
+            started_by = Launch()
         communicator, ranks, others = _parse_comm(comm, started_by)
-        launched = started_by.launched or others
+        if communicator == _WORLD:
+            launch.refuse_without_mpi(started_by)
+        launched = (started_by.launched and started_by.mpi) or others
         if launched and is_spawned_worker():
             raise ValueError(
                 "init: called in a worker process of multiprocessing, which inherits the rank of "
@@ -151,8 +157,8 @@ def _parse_comm(comm: Any, started_by: Launch) -> tuple[int, list[int] | None, b
             raise ValueError(f"init: comm={comm!r} lists a rank twice")
         if not started_by.launched and ranks != [0]:
             raise ValueError(
-                f"init: comm={comm!r} lists ranks that do not exist: this job has one rank, 0, "
-                "since no launcher that we know started it (use mpirun)"
+                f"init: comm={comm!r} lists ranks that do not exist: this job has one rank, 0; "
+                "for more start it with mpirun"
             )
         return _WORLD, ranks if started_by.launched else None, False
     if callable(getattr(comm, "py2f", None)) and callable(getattr(comm, "Get_size", None)):

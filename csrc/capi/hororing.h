@@ -90,7 +90,8 @@ typedef enum hr_state {
 /* Everything the engine is told; filled from hororing/config. Strings are copied. */
 typedef struct hr_config {
   /* The world. */
-  int32_t launched;         /* nonzero: started by mpirun or the like, so use MPI to find peers */
+  int32_t launched;         /* the fewest processes that mpirun or the like has started, which find
+                               one another by MPI; 0: no launcher */
   const char* transport;    /* "auto", "shm", "mpi" */
   const char* backend;      /* "auto", "host", "shm_direct" */
   const char* mpi_library;  /* path of libhororing_mpi */

@@ -119,6 +119,7 @@ WorldOptions WorldOptionsFrom(const hr_config& from) {
   options.transport = Text(from.transport);
   options.mpi_library_path = Text(from.mpi_library);
   options.mpi.communicator = from.mpi_communicator;
+  options.mpi.launched = from.launched;
   if (from.ranks != nullptr) options.mpi.ranks.assign(from.ranks, from.ranks + from.ranks_count);
   options.spin_ns = Scaled(from.spin_us, kMicrosecond);
   options.timeout_ns = SecondsToNs(from.timeout_s);

@@ -31,6 +31,7 @@ struct MpiWorld {
   // If not empty: the sub-job of these ranks of that communicator, in this order. A rank that
   // is not listed gets kInvalidArgument.
   std::vector<int> ranks;
+  int launched = 1;  // the fewest processes that there are in kWorld, by what the launcher tells
 };
 
 struct MpiInfo {

@@ -180,6 +180,12 @@ KNOBS: tuple[Knob, ...] = (
         aliases=(_horovod_bool("HOROVOD_DYNAMIC_PROCESS_SETS"),),
     ),
     Knob(
+        "ALONE",
+        BOOL,
+        False,
+        "this process is a job of one rank, whatever its launcher says",
+    ),
+    Knob(
         "TRANSPORT",
         choice("auto", "shm", "mpi"),
         "auto",

@@ -281,22 +281,28 @@ def test_the_level_is_that_of_the_variable():
     assert "[rank 0] running as rank 0 of 1" in loud.stderr
 
 
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_RANK": "3",
+}
+TORCHRUN = {"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+SRUN = {
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "3",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_NTASKS": "8",
+    "SLURM_LOCALID": "1",
+}
+
+
 @pytest.mark.parametrize(
     ("environ", "expected", "launched"),
     [
         ({}, Launch(), False),
-        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, Launch(), False),
-        (
-            {
-                "OMPI_COMM_WORLD_SIZE": "4",
-                "OMPI_COMM_WORLD_RANK": "3",
-                "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-                "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-                "PMIX_RANK": "3",
-            },
-            Launch("Open MPI", 3, 4, 1, 2),
-            True,
-        ),
+        (OPEN_MPI, Launch("Open MPI", 3, 4, 1, 2), True),
         (
             {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"},
             Launch("Open MPI", 0, 1),
@@ -312,12 +318,92 @@ def test_the_level_is_that_of_the_variable():
             Launch("Slurm", 2, 8, 0),
             True,
         ),
+        # A step of one task in an allocation of eight.
+        (
+            {"PMIX_RANK": "0", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1"},
+            Launch("Slurm", 0, 1),
+            False,
+        ),
         ({"PMIX_RANK": "0"}, Launch("PMIx", 0), True),
+        # Inside of what others have started, mpirun counts.
+        ({**OPEN_MPI, **SRUN, **TORCHRUN}, Launch("Open MPI", 3, 4, 1, 2), True),
+        # Processes that MPI does not connect.
+        (TORCHRUN, Launch("torchrun", 3, 4, 1, 2, mpi=False), True),
+        ({"WORLD_SIZE": "2"}, Launch("torchrun", None, 2, mpi=False), True),
+        (SRUN, Launch("srun", 3, 4, 1, mpi=False), True),
+        ({**SRUN, **TORCHRUN}, Launch("torchrun", 3, 4, 1, 2, mpi=False), True),
+        (
+            {
+                "HOROVOD_SIZE": "4",
+                "HOROVOD_RANK": "3",
+                "HOROVOD_LOCAL_RANK": "1",
+                "HOROVOD_LOCAL_SIZE": "2",
+            },
+            Launch("horovodrun", 3, 4, 1, 2, mpi=False),
+            True,
+        ),
+        (
+            {"JOB_COMPLETION_INDEX": "3"},
+            Launch("Kubernetes Indexed Job", 3, mpi=False),
+            True,
+        ),
+        # One process, or nothing that tells of another.
+        ({"WORLD_SIZE": "1", "RANK": "0"}, Launch(), False),
+        ({"WORLD_SIZE": "", "RANK": "1"}, Launch(), False),
+        ({"WORLD_SIZE": "all"}, Launch(), False),
+        ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, Launch(), False),
+        ({"JOB_COMPLETION_INDEX": "0"}, Launch(), False),
+        # The batch script of an allocation, and an interactive step in one.
+        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, Launch(), False),
+        ({**SRUN, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, Launch(), False),
     ],
 )
 def test_launchers_are_recognised(environ: dict[str, str], expected: Launch, launched: bool):
     assert detect(environ) == expected
     assert detect(environ).launched is launched
+
+
+INIT = "import hororing.runtime as r; r.init(**{}); print(r.size(), r.mpi_enabled())"
+
+
+@pytest.mark.parametrize(
+    ("environ", "told"),
+    [
+        ({"WORLD_SIZE": "2", "RANK": "0"}, "WORLD_SIZE=2"),
+        ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, "SLURM_NTASKS=2"),
+        ({"JOB_COMPLETION_INDEX": "1"}, "JOB_COMPLETION_INDEX=1"),
+    ],
+)
+def test_processes_that_mpi_does_not_connect_are_an_error_and_no_jobs_of_one_rank(
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], told: str
+):
+    for name, text in environ.items():
+        monkeypatch.setenv(name, text)
+    for comm in (None, [0]):
+        with pytest.raises(ValueError, match=f"{told} tells of 2 processes.*mpirun.*ALONE=1"):
+            runtime.init(comm=comm)
+        assert not runtime.is_initialized()
+    monkeypatch.setenv("HORORING_ALONE", "1")
+    runtime.init()
+    assert runtime.size() == 1
+    runtime.shutdown()
+
+
+@pytest.mark.skipif(not mpi.is_built(), reason="hororing was built without MPI")
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"PMI_SIZE": "2", "PMI_RANK": "0"},  # as the mpiexec of another MPI
+        {"PMIX_RANK": "1"},
+    ],
+)
+def test_a_launcher_that_mpi_does_not_know_is_an_error(environ: dict[str, str]):
+    for comm in ("", "comm=[0]"):
+        done = run(INIT.format(f"dict({comm})"), **environ)
+        assert "ValueError: init: the launcher started 2 processes" in done.stderr, done
+        assert "HORORING_ALONE=1" in done.stderr
+    done = run(INIT.format({}), **environ, HORORING_ALONE="1")
+    assert (done.returncode, done.stdout) == (0, "1 False\n"), done.stderr
 
 
 def test_mpi_is_prepared_for_one_host_and_the_users_settings_win():

@@ -75,10 +75,17 @@ Status Select(const MpiWorld& world, MPI_Comm* selected, bool* owned) {
                   "init: the communicator passed as comm is MPI.COMM_NULL on this process; only "
                   "its members may call init");
   }
-  if (world.ranks.empty()) return Status::Ok();
   int rank = 0, size = 0;
   RETURN_IF_MPI_ERROR(MPI_Comm_rank(*selected, &rank));
   RETURN_IF_MPI_ERROR(MPI_Comm_size(*selected, &size));
+  if (world.communicator == MpiWorld::kWorld && size == 1 && world.launched > 1) {
+    return Status(Code::kInvalidArgument,
+                  "init: the launcher started " + std::to_string(world.launched) +
+                      " processes or more, but MPI finds only this one: use the mpirun of the MPI "
+                      "that hororing was built with (`python -m hororing info` tells which), or "
+                      "set HORORING_ALONE=1 for a job of one rank");
+  }
+  if (world.ranks.empty()) return Status::Ok();
   std::set<int> seen;
   for (int each : world.ranks) {
     if (each < 0 || each >= size || !seen.insert(each).second) {
