@@ -65,7 +65,7 @@ class ShutDownError(HororingInternalError):
 
 
 class PeerLostError(HororingInternalError):
-    """A rank died, or ended with an exception.
+    """A rank died, or ended with an exception. The same on all other ranks.
 
     Attributes
     ----------
@@ -86,7 +86,10 @@ class StalledError(HororingInternalError):
 
 
 class TransportError(HororingInternalError):
-    """No progress for HORORING_TIMEOUT_S, or MPI or shared memory reported an error."""
+    """No progress for HORORING_TIMEOUT_S, or MPI or shared memory reported an error.
+
+    On all ranks, whichever of them has met it.
+    """
 
 
 class HostsUpdatedInterrupt(RuntimeError):  # not an error: the name is Horovod's

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "backend/common.h"
+#include "transport/long_wait.h"
 #include "transport/polling.h"
 
 namespace hororing {
@@ -121,11 +122,17 @@ Status HostWalk::WaitForReaders() {
 template <typename Ready>
 Status HostWalk::Until(Ready ready) {
   Backoff backoff(0, on_wire_ ? kLongestWireNap : kLongestNap);
+  LongWait wait(backoff.begin_ns());
   for (;;) {
     const uint32_t bell = local_.Bell();
     if (ready()) return Status::Ok();
-    HORORING_RETURN_IF_ERROR(LookAtPeers());
-    if (!backoff.Pause(local_, bell, false, deadline_)) return NoProgress();
+    const TimeNs now = NowNs();
+    if (now >= next_look_ns_) {
+      next_look_ns_ = After(now, on_wire_ ? kWireLookInterval : kLookInterval);
+      HORORING_RETURN_IF_ERROR(wire_.CheckPeers());
+      wait.Look(wire_, now, [this] { return Lagging(); });
+    }
+    if (!backoff.Pause(local_, bell, false, deadline_)) return wait.GiveUp(wire_, Lagging());
   }
 }
 
@@ -142,23 +149,13 @@ void HostWalk::Publish(Counter counter, uint64_t value) {
   local_.RingWorkers(group_.slots);
 }
 
-Status HostWalk::LookAtPeers() {
-  const TimeNs now = NowNs();
-  if (now < next_look_ns_) return Status::Ok();
-  next_look_ns_ = After(now, on_wire_ ? kWireLookInterval : kLookInterval);
-  return wire_.CheckPeers();
-}
-
-Status HostWalk::NoProgress() const {
+// A rank that this one waits for, as text.
+std::string HostWalk::Lagging() const {
   int lagging = LaggingOnWire();
   for (int peer = 0; peer < size_ && lagging < 0; ++peer) {
     if (peer != rank_ && Lags(peer)) lagging = group_.JobRank(group_.host, peer);
   }
-  return Status(Code::kTransport,
-                "no progress from rank(s) " + (lagging < 0 ? "" : std::to_string(lagging)) +
-                    " until the deadline; they may be stopped, their machine overloaded or the "
-                    "network cut (HORORING_TIMEOUT_S sets the limit)",
-                lagging);
+  return lagging < 0 ? "" : std::to_string(lagging);
 }
 
 }  // namespace hororing

@@ -156,8 +156,7 @@ class HostWalk {
   template <typename Ready>
   Status Until(Ready ready);
   Status WaitForReaders();
-  Status LookAtPeers();
-  Status NoProgress() const;
+  std::string Lagging() const;
 
   TimeNs next_look_ns_;
 };

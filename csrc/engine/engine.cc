@@ -177,7 +177,7 @@ void Engine::SetWakeTarget(Transport* target) {
 void Engine::TakeLeave(World& world, const Status& why) {
   if (world.transport == nullptr) return;
   if (all_know_) return CloseAll(world);
-  world.transport->AnnounceFailure("init: " + why.message(), why.rank());
+  world.transport->AnnounceFailure({why.code(), "init: " + why.message(), why.rank()});
   world.transport->Flush(After(NowNs(), kStartGrace));
 }
 

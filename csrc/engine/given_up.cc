@@ -1,7 +1,6 @@
 // Engine: how those who wait notice that the loop's thread will not come back.
 #include <algorithm>
 #include <string>
-#include <vector>
 
 #include "base/log.h"
 #include "engine/engine.h"
@@ -13,17 +12,6 @@ namespace {
 constexpr TimeNs kLongestCall = 30 * kSecond;
 // One that a neighbour's death has met: when it does not return now, it never does.
 constexpr TimeNs kLongestAfterDeath = 2 * kSecond;
-
-// "'a', 'b' and 7 more"
-std::string Listed(const std::vector<std::string>& titles) {
-  constexpr size_t kShown = 3;
-  std::string text;
-  for (size_t i = 0; i < std::min(titles.size(), kShown); ++i) {
-    text += (i == 0 ? "" : ", ") + titles[i];
-  }
-  if (titles.size() > kShown) text += " and " + std::to_string(titles.size() - kShown) + " more";
-  return text;
-}
 
 }  // namespace
 
@@ -42,12 +30,12 @@ void Engine::LookAtLoop() {
   if (name.call == nullptr) return;
 
   // From here on this thread is the loop's.
-  const std::vector<std::string> in_batch = tensors_.InBatch();
+  const std::string in_batch = tensors_.InBatch();
   const std::string whose =
       name.library != nullptr ? name.library : "the transport '" + transport_name_ + "'";
   std::string text = std::string(name.call) + " of " + whose + " has not returned for " +
                      std::to_string(lasts / kSecond) + " s";
-  if (!in_batch.empty()) text += ", in a batch of " + Listed(in_batch);
+  if (!in_batch.empty()) text += ", in a batch of " + in_batch;
   text += "; the engine has given it up, and this process can only end";
   if (ended) return Log(LogLevel::kError, text);
   Status why(Code::kTransport, text);
@@ -66,7 +54,7 @@ void Engine::LookAtLoop() {
 void Engine::TellPeers(const Status& why) {
   std::lock_guard<std::mutex> lock(wake_mutex_);
   if (wake_target_ == nullptr || wake_target_->turns() == nullptr) return;
-  wake_target_->AnnounceFailure(why.message(), why.rank());
+  wake_target_->AnnounceFailure(why);
 }
 
 }  // namespace hororing

@@ -54,6 +54,10 @@ Loop::Loop(Engine& engine, World& world, std::vector<std::unique_ptr<Backend>> b
       neighbours_(Neighbours(world.topology.rank)),
       pace_(engine.config_.hold_ns),
       parent_pid_(getppid()) {
+  const auto warn = [&tensors = engine.tensors_](const std::string& text) {
+    Log(LogLevel::kWarning, "stall: " + tensors.InBatch() + " (REDUCE): " + text);
+  };
+  transport_.SetPatience({engine.config_.stall.warning_ns, warn});
   engine_.stats_.fusion_bytes = engine_.config_.fusion_bytes;
   engine_.stats_.hold_ns = engine_.config_.hold_ns;
   if (topology_.rank == neighbours_[0] && neighbours_.size() > 1) {
@@ -264,7 +268,7 @@ void Loop::Farewell() {
   if (final_->code() != Code::kShutDown) {
     // An end that was agreed on reaches all ranks as such. In other words, and earlier, they would
     // hear of it as of a rank that was lost.
-    if (!engine_.all_know_) transport_.AnnounceFailure(final_->message(), final_->rank());
+    if (!engine_.all_know_) transport_.AnnounceFailure(*final_);
     // What this rank's own script has broken off, its traceback tells.
     if (topology_.size > 1 && !engine_.abort_.load()) {
       Log(LogLevel::kError, "the engine has failed: " + final_->message());

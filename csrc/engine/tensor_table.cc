@@ -176,16 +176,19 @@ std::vector<std::unique_ptr<TensorEntry>> TensorTable::RemoveSet(int32_t process
   return removed;
 }
 
-std::vector<std::string> TensorTable::InBatch() {
+std::string TensorTable::InBatch() {
+  constexpr size_t kShown = 3;
   std::lock_guard<std::mutex> lock(mutex_);
-  std::vector<std::string> titles;
+  std::string text;
+  size_t count = 0;
   for (const std::string_view stage : {"REDUCE", "PLAN"}) {
     for (const auto& [name, entry] : entries_) {
-      if (!entry->resting && entry->stage == stage) titles.push_back(entry->request.Title());
+      if (entry->resting || entry->stage != stage || ++count > kShown) continue;
+      text += (text.empty() ? "" : ", ") + entry->request.Title();
     }
-    if (!titles.empty()) break;
+    if (count > 0) break;
   }
-  return titles;
+  return count <= kShown ? text : text + " and " + std::to_string(count - kShown) + " more";
 }
 
 std::vector<std::unique_ptr<TensorEntry>> TensorTable::Close(const Status& why) {

@@ -95,8 +95,9 @@ class TensorTable {
   void Forget(const std::string& key);
   // All requests of a process set.
   std::vector<std::unique_ptr<TensorEntry>> RemoveSet(int32_t process_set);
-  // Titles of what the batch under way holds. REQUIRES: the loop has been given up.
-  std::vector<std::string> InBatch();
+  // What the batch under way holds: "'a', 'b' and 7 more"; empty where there is none. From other
+  // threads REQUIRES: the loop has been given up.
+  std::string InBatch();
   // Whether a join is in flight. Any thread.
   bool joining() const { return joining_.load(std::memory_order_relaxed); }
   // Refuses every later Add with `why`, and hands out all that is left.

@@ -49,9 +49,9 @@ class RoutedTransport final : public Transport {
   }
   void Watch(CallWatch* calls) override { wire_->Watch(calls); }
   Status CheckPeers() override;
-  void AnnounceFailure(const std::string& reason, int blamed) override {
-    wire_->AnnounceFailure(reason, blamed);
-  }
+  TimeNs Silence(int peer) override { return wire_->Silence(peer); }
+  void SetPatience(Patience patience) override { wire_->SetPatience(std::move(patience)); }
+  void AnnounceFailure(const Status& why) override { wire_->AnnounceFailure(why); }
   bool Flush(TimeNs deadline) override;
   bool Close(TimeNs deadline) override { return wire_->Close(deadline); }
 

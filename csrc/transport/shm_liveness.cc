@@ -1,6 +1,5 @@
 // ShmTransport's other half: who is alive, who has failed, and what a rank says of itself.
 #include <algorithm>
-#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <string>
@@ -32,6 +31,7 @@ void ShmTransport::AnnounceArrival() {
   const ProcessIdentity self = ThisProcess();
   self_.start_time = self.start_time;
   self_.pid = self.pid;
+  self_.alive_ns = NowNs();
   self_.attached = kAttached;
 }
 
@@ -48,17 +48,10 @@ void ShmTransport::SoundAlarm() {
   }
 }
 
-Status ShmTransport::NoProgress(const std::string& lagging, const WaitState& wait) {
-  HORORING_RETURN_IF_ERROR(CheckPeers(lagging));
-  const std::vector<int> ranks = RanksIn(lagging);
-  char seconds[32];
-  std::snprintf(seconds, sizeof seconds, "%.3g",
-                static_cast<double>(NowNs() - wait.begin_ns) / 1e9);
-  return Status(Code::kTransport,
-                "no progress from rank(s) " + lagging + " for " + seconds +
-                    " s; they may be stopped, or their machine overloaded (HORORING_TIMEOUT_S "
-                    "sets the limit)",
-                ranks.empty() ? -1 : ranks[0]);
+TimeNs ShmTransport::Silence(int peer) {
+  const RankState& state = segment_->rank_state(peer);
+  if (state.attached.load() != kAttached || state.failed.load() != 0) return 0;
+  return std::max<TimeNs>(NowNs() - state.alive_ns.load(std::memory_order_relaxed), 0);
 }
 
 bool ShmTransport::PeerProcessIsGone(int peer) const {
@@ -78,12 +71,13 @@ bool ShmTransport::PeerListensNoMore(int peer) const {
 // Of several causes the first one counts: those who told of themselves, then the dead who told
 // nothing, then those who failed because of others, then those who left while they were needed.
 Status ShmTransport::CheckPeers(const std::string& lagging) {
+  self_.alive_ns.store(NowNs(), std::memory_order_relaxed);
   const auto told = [this](bool of_itself) {
     for (int peer = 0; peer < size_; ++peer) {
       const RankState& state = segment_->rank_state(peer);
       const int blamed = static_cast<int>(state.failed.load()) - 1;
       if (peer == rank_ || blamed < 0 || (blamed == peer) != of_itself) continue;
-      return Status(Code::kPeerLost, std::string(state.reason), blamed);
+      return Status(static_cast<Code>(state.failure_code.load()), state.reason, blamed);
     }
     return Status::Ok();
   };
@@ -109,14 +103,14 @@ Status ShmTransport::CheckPeers(const std::string& lagging) {
   return Status::Ok();
 }
 
-void ShmTransport::AnnounceFailure(const std::string& reason, int blamed) {
+void ShmTransport::AnnounceFailure(const Status& why) {
   if (self_.failed.load() != 0) return;
-  const std::string text = FailureText(reason, blamed, rank_);
-  const size_t bytes = std::min(text.size(), sizeof self_.reason - 1);
-  std::memcpy(self_.reason, text.data(), bytes);
+  const Status told = Announced(why, rank_);
+  const size_t bytes = std::min(told.message().size(), sizeof self_.reason - 1);
+  std::memcpy(self_.reason, told.message().data(), bytes);
   self_.reason[bytes] = '\0';
-  // No rank to blame counts as this one.
-  self_.failed.store(static_cast<uint32_t>(blamed < 0 ? rank_ : blamed) + 1);
+  self_.failure_code.store(static_cast<uint32_t>(told.code()));
+  self_.failed.store(static_cast<uint32_t>(told.rank()) + 1);
   SoundAlarm();
 }
 

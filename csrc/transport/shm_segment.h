@@ -51,7 +51,9 @@ struct alignas(kCacheLine) RankState {
   std::atomic<uint32_t> attached{0};   // 1 from construction of the transport on, 2 when it ends
   // 0, or 1 + the rank to blame, once this rank has failed; set after `reason` is complete.
   std::atomic<uint32_t> failed{0};
-  char reason[208] = {};  // why, zero-terminated
+  std::atomic<uint32_t> failure_code{0};  // as in Status; set before `failed`
+  char reason[208] = {};                  // why, zero-terminated
+  std::atomic<int64_t> alive_ns{0};       // the latest sign of life, by the clock of this host
   DirectProgress direct[kDirectSets];
 };
 

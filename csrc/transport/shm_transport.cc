@@ -68,7 +68,8 @@ size_t Grain(size_t capacity) { return std::max<size_t>(capacity / 4, 1); }
 ShmTransport::WaitState::WaitState(TimeNs spin_ns)
     : begin_ns(NowNs()),
       spin_until_ns(After(begin_ns, spin_ns)),
-      next_look_ns(After(begin_ns, kLookInterval)) {}
+      next_look_ns(After(begin_ns, kLookInterval)),
+      for_peers(begin_ns) {}
 
 ShmTransport::ShmTransport(std::shared_ptr<ShmSegment> segment, int rank, TimeNs spin_ns)
     : segment_(std::move(segment)),

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "base/outgoing.h"
+#include "transport/long_wait.h"
 #include "transport/rendezvous.h"
 #include "transport/shm_segment.h"
 #include "transport/transport.h"
@@ -45,7 +46,8 @@ class ShmTransport final : public Transport, private Turns {
   Turns* turns() override { return this; }
   std::shared_ptr<Rendezvous> rendezvous() const override { return rendezvous_; }
   Status CheckPeers() override { return CheckPeers(""); }
-  void AnnounceFailure(const std::string& reason, int blamed) override;
+  TimeNs Silence(int peer) override;
+  void AnnounceFailure(const Status& why) override;
   bool Flush(TimeNs deadline) override;
   // Whether the pipe to some peer had no room yet for all that was posted.
   bool HasUnsent() const;
@@ -85,12 +87,16 @@ class ShmTransport final : public Transport, private Turns {
         case Next::kTry: break;
         case Next::kLook: {
           const Status peers = CheckPeers(lagging());
+          wait.for_peers.Look(*this, NowNs(), lagging);
           if (peers.ok()) break;
           // What a peer wrote before it went counts.
           Progress();
           return ready() ? Status::Ok() : peers;
         }
-        case Next::kGiveUp: return NoProgress(lagging(), wait);
+        case Next::kGiveUp: {
+          const Status peers = CheckPeers(lagging());
+          return peers.ok() ? wait.for_peers.GiveUp(*this, lagging()) : peers;
+        }
       }
     }
   }
@@ -102,6 +108,7 @@ class ShmTransport final : public Transport, private Turns {
     TimeNs begin_ns;
     TimeNs spin_until_ns;
     TimeNs next_look_ns;
+    LongWait for_peers;
   };
   enum class Next { kTry, kLook, kGiveUp };
   // A transfer that is not complete.
@@ -137,7 +144,6 @@ class ShmTransport final : public Transport, private Turns {
   Next Pause(WaitState& wait, uint32_t bell, bool moved, TimeNs deadline);
   void SleepOnBell(uint32_t bell, TimeNs deadline, uint32_t sleeper);
   Status CheckPeers(const std::string& lagging);
-  Status NoProgress(const std::string& lagging, const WaitState& wait);
   bool PeerProcessIsGone(int peer) const;
   bool PeerListensNoMore(int peer) const;
   void AnnounceArrival();

@@ -42,10 +42,9 @@ class Subgroup final : public Transport {
   const std::vector<int>& ranks() const { return ranks_; }
   // The rank that one of the parent's has here.
   int PlaceOf(int parents) const;
+  TimeNs Silence(int peer) override { return parent_.Silence(Parents(peer)); }
   Status CheckPeers() override { return parent_.CheckPeers(); }
-  void AnnounceFailure(const std::string& reason, int blamed) override {
-    parent_.AnnounceFailure(reason, blamed);
-  }
+  void AnnounceFailure(const Status& why) override { parent_.AnnounceFailure(why); }
   bool Flush(TimeNs deadline) override { return parent_.Flush(deadline); }
 
  private:

@@ -2,14 +2,17 @@
 
 namespace hororing {
 
-std::string FailureText(const std::string& reason, int blamed, int announcing_rank) {
+Status Announced(const Status& why, int announcing_rank) {
   constexpr size_t kRoom = 200;
-  std::string text = reason;
-  if (blamed < 0 || blamed == announcing_rank) {
-    text = "rank " + std::to_string(announcing_rank) + " failed: " + reason;
+  const int blamed = why.rank() < 0 ? announcing_rank : why.rank();
+  std::string text = why.message();
+  if (blamed == announcing_rank) {
+    text = "rank " + std::to_string(announcing_rank) + " failed: " + text;
   }
   if (text.size() > kRoom) text.replace(kRoom - 3, std::string::npos, "...");
-  return text;
+  const bool of_engine = why.code() == Code::kStalled || why.code() == Code::kTransport ||
+                         why.code() == Code::kInternal;
+  return Status(of_engine ? why.code() : Code::kPeerLost, text, blamed);
 }
 
 Status SendReceive(Transport& transport, int to, const void* data, size_t bytes, int from,

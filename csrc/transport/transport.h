@@ -20,6 +20,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -101,23 +102,41 @@ class Transport {
                               std::vector<bool> /*here*/) {}
   // Tells `calls`, which outlives this transport's use, of calls of libraries that could block.
   virtual void Watch(CallWatch* /*calls*/) {}
-  // Ok while every peer is alive. Cheap enough for a few calls a second.
+  // Ok while every peer is alive. Cheap enough for a few calls a second; peers see by it that this
+  // process runs.
   virtual Status CheckPeers() = 0;
-  // Tells the peers that this rank will take no further part: their waits end with kPeerLost and
-  // `reason` (cut at about 200 bytes). `blamed` is the rank whose fault it is: this one, or the
-  // one that it has lost.
-  virtual void AnnounceFailure(const std::string& reason, int blamed) = 0;
+  // For how long `peer` has given no sign of life; asks it for one, so that whoever wants to know
+  // calls this again and again. A rank gives signs while it waits for anything, and in CheckPeers:
+  // not where its process is stopped, nor through a network that is cut. 0 also for a rank that has
+  // failed or left.
+  virtual TimeNs Silence(int /*peer*/) { return 0; }
+  // Waits that last so long are told to `warn`, with the ranks that make no progress.
+  struct Patience {
+    TimeNs warning_ns = kForever;
+    std::function<void(const std::string&)> warn;
+  };
+  virtual void SetPatience(Patience patience) { patience_ = std::move(patience); }
+  const Patience& patience() const { return patience_; }
+  // Tells the peers that this rank will take no further part: their waits end with what
+  // Announced(why) says. `why` blames the rank whose fault it is: this one, or the one that it has
+  // lost.
+  virtual void AnnounceFailure(const Status& why) = 0;
   // Sends what Post has queued, until `deadline`; true when nothing is left.
   virtual bool Flush(TimeNs deadline) = 0;
   // The last call, where the world ends in peace: on every rank, so that no message of this world
   // can be taken for one of the next. What is still arriving is dropped. Waits for the peers'
   // calls until `deadline`; true when all have come, or are not needed. May be called again.
   virtual bool Close(TimeNs /*deadline*/) { return true; }
+
+ private:
+  Patience patience_;
 };
 
-// What peers are told: "rank 1 failed: ..." where rank 1 tells of itself, else the reason as it
-// is, since it names the rank that was lost. At most 200 bytes; what was cut ends in "...".
-std::string FailureText(const std::string& reason, int blamed, int announcing_rank);
+// What peers are told of a failure. The text is "rank 1 failed: ..." where rank 1 tells of itself,
+// else that of `why`, since it names the rank that was lost; at most 200 bytes, and what was cut
+// ends in "...". The code is that of `why` where the engine has failed, so that an event is the
+// same error on all ranks; else kPeerLost. No rank to blame counts as the announcing one.
+Status Announced(const Status& why, int announcing_rank);
 
 // Send and receive at the same time, with one peer each: the step of most collectives.
 Status SendReceive(Transport& transport, int to, const void* data, size_t bytes, int from,

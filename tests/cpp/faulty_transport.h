@@ -56,8 +56,8 @@ class FaultyTransport final : public hororing::Transport {
   void Sleep(hororing::TimeNs deadline) override { inner_->Sleep(deadline); }
   void Wake() override { inner_->Wake(); }
   hororing::Status CheckPeers() override { return Dead() ? Broken() : inner_->CheckPeers(); }
-  void AnnounceFailure(const std::string& reason, int blamed) override {
-    if (!Dead()) inner_->AnnounceFailure(reason, blamed);
+  void AnnounceFailure(const hororing::Status& why) override {
+    if (!Dead()) inner_->AnnounceFailure(why);
   }
   bool Flush(hororing::TimeNs deadline) override { return !Dead() && inner_->Flush(deadline); }
 

@@ -32,9 +32,7 @@ class ForwardingTransport : public hororing::Transport {
   void Sleep(hororing::TimeNs deadline) override { inner_->Sleep(deadline); }
   void Wake() override { inner_->Wake(); }
   hororing::Status CheckPeers() override { return inner_->CheckPeers(); }
-  void AnnounceFailure(const std::string& reason, int blamed) override {
-    inner_->AnnounceFailure(reason, blamed);
-  }
+  void AnnounceFailure(const hororing::Status& why) override { inner_->AnnounceFailure(why); }
   bool Flush(hororing::TimeNs deadline) override { return inner_->Flush(deadline); }
 
  protected:

@@ -204,7 +204,7 @@ TEST(over_mpi_an_announced_failure_ends_every_wait_with_the_reason) {
   const int last = world.topology.size - 1;
   if (last == 0) return;
   if (world.topology.rank == last) {
-    transport.AnnounceFailure("the disk is full", -1);
+    transport.AnnounceFailure({Code::kPeerLost, "the disk is full"});
     CHECK(transport.Flush(Soon()));
     return;
   }

@@ -58,8 +58,7 @@ class QueueTransport final : public hororing::Transport {
     std::vector<Wire> wires;
     std::vector<std::deque<std::pair<int, std::string>>> inboxes;
     std::vector<bool> woken;
-    std::map<int, std::string> failures;  // by announcing rank
-    int blamed = -1;
+    std::map<int, hororing::Status> failures;  // by announcing rank
   };
 
   QueueTransport(std::shared_ptr<World> world, int rank) : world_(std::move(world)), rank_(rank) {}
@@ -96,8 +95,7 @@ class QueueTransport final : public hororing::Transport {
     }
     if (broken_.ok() && transfer->done) return hororing::Status::Ok();
     if (broken_.ok()) {
-      broken_ = hororing::Status(hororing::Code::kPeerLost, world_->failures.at(FailedPeer()),
-                                 world_->blamed);
+      broken_ = world_->failures.at(FailedPeer());
     }
     Withdraw(transfer);
     return broken_;
@@ -147,12 +145,11 @@ class QueueTransport final : public hororing::Transport {
     std::lock_guard<std::mutex> lock(world_->mutex);
     const int failed = FailedPeer();
     if (failed < 0) return hororing::Status::Ok();
-    return hororing::Status(hororing::Code::kPeerLost, world_->failures.at(failed), world_->blamed);
+    return world_->failures.at(failed);
   }
-  void AnnounceFailure(const std::string& reason, int blamed) override {
+  void AnnounceFailure(const hororing::Status& why) override {
     std::lock_guard<std::mutex> lock(world_->mutex);
-    world_->failures.emplace(rank_, hororing::FailureText(reason, blamed, rank_));
-    world_->blamed = blamed;
+    world_->failures.emplace(rank_, hororing::Announced(why, rank_));
     world_->changed.notify_all();
   }
   bool Flush(hororing::TimeNs) override { return true; }  // Post has delivered already
@@ -250,9 +247,7 @@ class CheckedTransport final : public hororing::Transport {
   void Sleep(hororing::TimeNs deadline) override { inner_->Sleep(deadline); }
   void Wake() override { inner_->Wake(); }
   hororing::Status CheckPeers() override { return inner_->CheckPeers(); }
-  void AnnounceFailure(const std::string& reason, int blamed) override {
-    inner_->AnnounceFailure(reason, blamed);
-  }
+  void AnnounceFailure(const hororing::Status& why) override { inner_->AnnounceFailure(why); }
   bool Flush(hororing::TimeNs deadline) override { return inner_->Flush(deadline); }
 
   size_t open() const { return open_.size(); }

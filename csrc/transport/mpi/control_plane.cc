@@ -18,6 +18,7 @@ constexpr size_t kControlBytes = 64 << 20;
 // Between two looks whether the peers' processes are there.
 constexpr TimeNs kLookInterval = 100 * kMillisecond;
 constexpr int kControlTag = 2, kMoreTag = 3, kFailureTag = 4, kCloseTag = 5;
+constexpr int kAskTag = 6, kAnswerTag = 7;  // whether it is alive, and that it is
 
 }  // namespace
 
@@ -126,9 +127,9 @@ Status MpiTransport::CallError(const char* call, int error, int peer) const {
 }
 
 // Cheap between two looks, for loops that wait.
-void MpiTransport::LookAtProcesses() {
+bool MpiTransport::LookAtProcesses() {
   const TimeNs now = NowNs();
-  if (now < next_look_ns_) return;
+  if (now < next_look_ns_) return false;
   next_look_ns_ = After(now, kLookInterval);
   for (int peer = 0; peer < static_cast<int>(processes_.size()); ++peer) {
     if (!SeenGone(peer)) continue;
@@ -137,6 +138,16 @@ void MpiTransport::LookAtProcesses() {
     if (PeerOf(peer).failed || PeerOf(peer).closed) continue;
     NoteFailure(Died(peer));
   }
+  return true;
+}
+
+TimeNs MpiTransport::Silence(int peer) {
+  Peer& state = PeerOf(peer);
+  if (peer == rank_ || state.failed || state.closed || close_sent_) return 0;
+  if (state.asked_ns != 0) return NowNs() - state.asked_ns;
+  state.asked_ns = NowNs();
+  StartControl(peer, "", 0, 0, kAskTag);
+  return 0;
 }
 
 // For errors of calls that are about nobody in particular: who, of those that have not taken leave,
@@ -163,11 +174,12 @@ Status MpiTransport::CheckPeers() {
 }
 
 // Ahead of what is queued: a peer that takes nothing must not keep others from knowing.
-void MpiTransport::AnnounceFailure(const std::string& reason, int blamed) {
+void MpiTransport::AnnounceFailure(const Status& why) {
   if (std::exchange(announced_, true)) return;
   broken_here = true;
-  const std::string text = FailureText(reason, blamed, rank_);
-  const std::string message = std::to_string(blamed < 0 ? rank_ : blamed) + " " + text;
+  const Status told = Announced(why, rank_);
+  const std::string message = std::to_string(static_cast<int>(told.code())) + " " +
+                              std::to_string(told.rank()) + " " + told.message();
   for (int peer = 0; peer < size_; ++peer) {
     if (peer != rank_) StartControl(peer, message, 0, message.size(), kFailureTag);
   }
@@ -274,9 +286,18 @@ void MpiTransport::Deliver(int peer, Message message) {
   Peer& state = PeerOf(peer);
   if (message.tag == kFailureTag) {
     state.failed = true;
-    const size_t space = message.text.find(' ');
-    NoteFailure(
-        Status(Code::kPeerLost, message.text.substr(space + 1), std::atoi(message.text.c_str())));
+    char* rest = nullptr;
+    const auto code = static_cast<Code>(std::strtol(message.text.c_str(), &rest, 10));
+    const long blamed = std::strtol(rest, &rest, 10);
+    NoteFailure(Status(code, rest + 1, static_cast<int>(blamed)));
+    return;
+  }
+  if (message.tag == kAskTag) {
+    if (!close_sent_) StartControl(peer, "", 0, 0, kAnswerTag);  // else it was the last word
+    return;
+  }
+  if (message.tag == kAnswerTag) {
+    state.asked_ns = 0;
     return;
   }
   if (message.tag == kCloseTag) {

@@ -8,7 +8,6 @@
 //
 //   caller's memory -> staging -> MPI_Isend ~~~> MPI_Irecv -> staging -> caller's memory
 #include <algorithm>
-#include <cstdio>
 
 #include "base/copy.h"
 #include "transport/mpi/failure.h"
@@ -59,21 +58,24 @@ Status MpiTransport::Wait(Request request, TimeNs deadline) {
   const Peer& state = PeerOf(peer);
   const uint64_t& done = (request.slot & 1) != 0 ? state.receives_done : state.sends_done;
   Backoff backoff(spin_ns_, kLongestDataSleep);
+  LongWait wait(backoff.begin_ns());
+  const auto lagging = [peer] { return std::to_string(peer); };
   for (unsigned look = 1; broken_.ok(); ++look) {
     const uint32_t seen = bell_.count();
     if (done >= sequence) return Status::Ok();
     const bool moved = ProgressData();
     if (done >= sequence && data_error_.ok()) return Status::Ok();
+    if (moved) wait.Moved();
     if (look % kDataLooks == 0) {
       ProgressControl();
-      LookAtProcesses();
+      if (LookAtProcesses()) wait.Look(*this, NowNs(), lagging);
     }
     if (!failure_.ok()) {
       broken_ = failure_;
     } else if (!data_error_.ok()) {
       broken_ = data_error_;
     } else if (!backoff.Pause(bell_, seen, moved, deadline)) {
-      broken_ = NoProgress(peer, backoff);
+      broken_ = wait.GiveUp(*this, lagging());
     }
   }
   Abandon();
@@ -182,17 +184,6 @@ bool MpiTransport::ProgressData() {
 
 void MpiTransport::NoteDataError(const char* call, int error, int peer) {
   if (error != MPI_SUCCESS && data_error_.ok()) data_error_ = CallError(call, error, peer);
-}
-
-Status MpiTransport::NoProgress(int peer, const Backoff& backoff) const {
-  char seconds[32];
-  std::snprintf(seconds, sizeof seconds, "%.3g",
-                static_cast<double>(NowNs() - backoff.begin_ns()) / 1e9);
-  return Status(Code::kTransport,
-                "no progress from rank(s) " + std::to_string(peer) + " for " + seconds +
-                    " s; they may be stopped, their machine overloaded or the network cut "
-                    "(HORORING_TIMEOUT_S sets the limit)",
-                peer);
 }
 
 // After a failure: the callers' memory is theirs again, the staging buffers are MPI's.

@@ -21,6 +21,7 @@
 #include "base/call_watch.h"
 #include "base/clock.h"
 #include "base/status.h"
+#include "transport/long_wait.h"
 #include "transport/polling.h"
 #include "transport/transport.h"
 
@@ -52,7 +53,8 @@ class MpiTransport final : public Transport {
   void WatchProcesses(std::vector<ProcessIdentity> of_ranks, std::vector<bool> here) override;
   void Watch(CallWatch* calls) override { calls_ = calls; }
   Status CheckPeers() override;
-  void AnnounceFailure(const std::string& reason, int blamed) override;
+  TimeNs Silence(int peer) override;
+  void AnnounceFailure(const Status& why) override;
   bool Flush(TimeNs deadline) override;
   bool Close(TimeNs deadline) override;
 
@@ -85,6 +87,7 @@ class MpiTransport final : public Transport {
     std::string partial;  // the parts so far of a control message of several
     bool failed = false;  // it has told so
     bool closed = false;  // its Close was its last word
+    TimeNs asked_ns = 0;  // since when it has not answered; 0: it has
   };
 
   // A call of MPI that should return at once; its error code.
@@ -104,7 +107,6 @@ class MpiTransport final : public Transport {
   bool Done(MPI_Request* request, const char* what, int peer);
   bool ProgressData();  // true if anything moved
   void NoteDataError(const char* call, int error, int peer);
-  Status NoProgress(int peer, const Backoff& backoff) const;
   void Abandon();
 
   // control_plane.cc
@@ -121,7 +123,7 @@ class MpiTransport final : public Transport {
   }
   Status Died(int peer) const;
   Status CallError(const char* call, int error, int peer) const;
-  void LookAtProcesses();
+  bool LookAtProcesses();  // false: it is not time for it
   int WhoDied();
 
   MPI_Comm data_, control_;

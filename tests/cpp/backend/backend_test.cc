@@ -175,7 +175,8 @@ TEST(announced_failure_ends_the_peers_waits_and_names_the_rank) {
       });
       // Together: a failure ends the waits for whatever is not yet complete.
       world.Run([&](int r, Rank& rank) {
-        if (r == 2) return rank.transport->AnnounceFailure("the disk is full", 2);
+        if (r == 2)
+          return rank.transport->AnnounceFailure({Code::kPeerLost, "the disk is full", 2});
         const Status status =
             rank.backend(backend).Run(second.BatchOf(r), After(NowNs(), kLimit), rank.trace);
         CHECK(status.code() == Code::kPeerLost);
@@ -346,7 +347,7 @@ class PlainTransport final : public Transport {
   void Sleep(TimeNs) override {}
   void Wake() override {}
   Status CheckPeers() override { return Status::Ok(); }
-  void AnnounceFailure(const std::string&, int) override {}
+  void AnnounceFailure(const Status&) override {}
   bool Flush(TimeNs) override { return true; }
 };
 

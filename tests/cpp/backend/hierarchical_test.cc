@@ -200,11 +200,11 @@ TEST(a_rank_that_fails_in_any_phase_is_an_error_there_and_no_hang_elsewhere) {
           Transport& wire = world.wire(r);
           if (r == faulty) {
             CHECK(status.message().find("injected fault") != std::string::npos);
-            wire.AnnounceFailure(status.message(), faulty);
+            wire.AnnounceFailure({status.code(), status.message(), faulty});
           } else if (!status.ok()) {
-            CHECK_EQ(static_cast<int>(status.code()), static_cast<int>(Code::kPeerLost));
+            CHECK_EQ(static_cast<int>(status.code()), static_cast<int>(Code::kTransport));
             CHECK_EQ(status.rank(), faulty);
-            wire.AnnounceFailure(status.message(), status.rank());
+            wire.AnnounceFailure(status);
           }
         });
       }

@@ -454,12 +454,12 @@ TEST(a_transport_that_fails_at_operation_k_is_an_error_there_and_no_hang_elsewhe
             if (rank.rank() == kFaulty) {
               CHECK(!status.ok());
               CHECK(status.message().find("injected fault") != std::string::npos);
-              rank.transport.AnnounceFailure(status.message(), kFaulty);
+              rank.transport.AnnounceFailure({status.code(), status.message(), kFaulty});
             } else if (!status.ok()) {
               // It hears of the fault from the rank itself, or from one that has heard of it.
-              CHECK_EQ(static_cast<int>(status.code()), static_cast<int>(Code::kPeerLost));
+              CHECK_EQ(static_cast<int>(status.code()), static_cast<int>(Code::kTransport));
               CHECK_EQ(status.rank(), kFaulty);
-              rank.transport.AnnounceFailure(status.message(), status.rank());
+              rank.transport.AnnounceFailure(status);
             }
           });
         }

@@ -208,7 +208,8 @@ TEST(a_rank_that_shares_its_core_offers_it_before_it_polls) {
 TEST(an_announced_failure_ends_every_wait_with_the_reason) {
   for (int size : {2, 3, 5, 8}) {
     RunWorld(size, [](Rank& rank) {
-      if (rank.rank() == 1) return rank.transport.AnnounceFailure("the disk is full", -1);
+      if (rank.rank() == 1)
+        return rank.transport.AnnounceFailure({Code::kPeerLost, "the disk is full"});
       const TimeNs begin = NowNs();
       char byte = 0;
       rank.Enter("waiting for a rank that fails");
@@ -225,7 +226,7 @@ TEST(an_announced_failure_ends_every_wait_with_the_reason) {
       }
       CHECK(NowNs() - begin < 10 * kSecond);
       // Those who fail because of rank 1 do not take the blame.
-      rank.transport.AnnounceFailure(rank.transport.CheckPeers().message(), 1);
+      rank.transport.AnnounceFailure(rank.transport.CheckPeers());
       CHECK_EQ(rank.transport.CheckPeers().message(),
                std::string("rank 1 failed: the disk is full"));
     });
@@ -234,7 +235,8 @@ TEST(an_announced_failure_ends_every_wait_with_the_reason) {
 
 TEST(long_reasons_are_cut) {
   RunWorld(2, [](Rank& rank) {
-    if (rank.rank() == 1) return rank.transport.AnnounceFailure(std::string(5000, 'y'), -1);
+    if (rank.rank() == 1)
+      return rank.transport.AnnounceFailure({Code::kPeerLost, std::string(5000, 'y')});
     while (rank.transport.CheckPeers().ok()) rank.transport.Sleep(kForever);
     CHECK(Contains(rank.transport.CheckPeers().message(), "rank 1 failed: yyyy"));
     CHECK(Contains(rank.transport.CheckPeers().message(), "yyy..."));
@@ -271,6 +273,46 @@ TEST(a_deadline_names_the_rank_breaks_the_data_plane_and_frees_the_buffers) {
       CHECK_EQ(byte, '\0');
     }
     CHECK(buffer == std::string(1 << 20, '-'));
+  });
+}
+
+TEST(an_announced_failure_is_the_same_kind_of_error_to_all) {
+  for (const Code code : {Code::kTransport, Code::kStalled, Code::kInternal}) {
+    CHECK(Announced(Status(code, "why", 2), 1).code() == code);
+  }
+  // What was this rank's own affair.
+  CHECK(Announced(Status(Code::kInvalidArgument, "why"), 1).code() == Code::kPeerLost);
+  RunWorld(2, [](Rank& rank) {
+    Barrier(rank);
+    if (rank.rank() == 1) return rank.transport.AnnounceFailure({Code::kTransport, "why", 0});
+    char byte = 0;
+    const Status status = rank.transport.Wait(rank.transport.Receive(1, &byte, 1), Soon());
+    CHECK(status.code() == Code::kTransport);
+    CHECK_EQ(status.message(), std::string("why"));
+  });
+}
+
+// Rank 0 waits for rank 1, which waits for rank 2, which is stopped.
+TEST(a_wait_that_lasts_blames_who_gives_no_sign_of_life) {
+  std::atomic<int> done{0};
+  RunWorld(3, [&](Rank& rank) {
+    std::vector<std::string> warnings;
+    rank.transport.SetPatience(
+        {600 * kMillisecond, [&](const std::string& text) { warnings.push_back(text); }});
+    Barrier(rank);
+    while (rank.rank() == 2 && done.load() < 2) std::this_thread::yield();
+    if (rank.rank() == 2) return;
+    char byte = 0;
+    const Transport::Request receiving = rank.transport.Receive(rank.rank() + 1, &byte, 1);
+    const Status status = rank.transport.Wait(receiving, After(NowNs(), 1500 * kMillisecond));
+    CHECK(status.code() == Code::kTransport);
+    CHECK_EQ(status.rank(), 2);
+    CHECK(Contains(status.message(), "no progress from rank(s) 2 for 1.5 s"));
+    CHECK(!warnings.empty());
+    for (const std::string& text : warnings) CHECK(Contains(text, "from rank(s) 2 for "));
+    CHECK(rank.transport.Silence(1 - rank.rank()) < rank.transport.Silence(2));
+    ++done;
+    while (done.load() < 2) std::this_thread::yield();
   });
 }
 
@@ -381,7 +423,7 @@ TEST(a_killed_process_is_noticed_within_a_second_and_named) {
     if (NowNs() - begin > kSecond) return 2;
     if (status.code() != Code::kPeerLost || status.rank() != 1) return 3;
     if (status.message().rfind(died, 0) != 0) return 4;
-    transport.AnnounceFailure(status.message(), status.rank());
+    transport.AnnounceFailure(status);
     // An idle rank notices too.
     return transport.CheckPeers().rank() == 1 ? 0 : 5;
   });
@@ -399,7 +441,7 @@ TEST(a_process_that_told_its_reason_before_it_ended_is_quoted) {
   const std::vector<pid_t> pids = ForkWorld(segment->name(), geometry, [](ShmTransport& transport) {
     if (!Meet(transport)) return 1;
     if (transport.rank() == 1) {
-      transport.AnnounceFailure("ValueError: no such file", 1);
+      transport.AnnounceFailure({Code::kPeerLost, "ValueError: no such file", 1});
       _exit(7);
     }
     char byte = 0;

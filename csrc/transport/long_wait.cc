@@ -1,0 +1,53 @@
+#include "transport/long_wait.h"
+
+#include <cstdio>
+#include <cstdlib>
+
+namespace hororing {
+namespace {
+
+std::string NoProgress(const std::string& ranks, TimeNs age) {
+  char seconds[32];
+  std::snprintf(seconds, sizeof seconds, "%.3g", static_cast<double>(age) / 1e9);
+  return "no progress from rank(s) " + ranks + " for " + seconds +
+         " s; they may be stopped, their machine overloaded or the network cut "
+         "(HORORING_TIMEOUT_S sets the limit)";
+}
+
+}  // namespace
+
+// Asks all peers at intervals that double, so that it is known who is silent when it is needed, at
+// little cost. Warnings are so far apart, too.
+void LongWait::Attend(Transport& transport, TimeNs now, const std::string& lagging) {
+  const TimeNs age = now - since_ns_;
+  const std::string culprits = Culprits(transport, age, lagging);
+  const Transport::Patience& patience = transport.patience();
+  if (age >= std::max(patience.warning_ns, 2 * warned_ns_)) {
+    patience.warn(NoProgress(culprits, age));
+    warned_ns_ = age;
+  }
+  const bool warned = age >= patience.warning_ns;
+  next_ns_ = since_ns_ + (warned ? 2 * age : std::min(2 * age, patience.warning_ns));
+}
+
+// Whom a rank waits for may itself wait for another one, as in a ring: those who give no sign of
+// life are to blame. Where there are none, those who are waited for.
+std::string LongWait::Culprits(Transport& transport, TimeNs age, const std::string& lagging) const {
+  std::string silent;
+  for (int peer = 0; peer < transport.size(); ++peer) {
+    if (peer == transport.rank() || transport.Silence(peer) < std::max(age / 4, 2 * kFirstLook)) {
+      continue;
+    }
+    silent += (silent.empty() ? "" : ", ") + std::to_string(peer);
+  }
+  return silent.empty() ? lagging : silent;
+}
+
+Status LongWait::GiveUp(Transport& transport, const std::string& lagging) {
+  const TimeNs age = NowNs() - since_ns_;
+  const std::string culprits = Culprits(transport, age, lagging);
+  const int first = culprits.empty() ? -1 : std::atoi(culprits.c_str());
+  return Status(Code::kTransport, NoProgress(culprits, age), first);
+}
+
+}  // namespace hororing
