@@ -50,8 +50,8 @@ class Adapter(Protocol[T]):
     def copy(self, target: T, source: T) -> None:
         """Copy elements."""
 
-    def mark_written(self, written: T | Sequence[T]) -> None:
-        """Tell the framework that the core writes into one or several tensors."""
+    def mark_written(self, tensors: Sequence[T]) -> None:
+        """Tell the framework that the core writes into tensors."""
 
     def gathered(self, result: collectives.Gathered, like: T) -> T:
         """Wrap a result in the core's memory without a copy: rows like those of `like`."""

@@ -124,7 +124,7 @@ class NumpyAdapter:
     def record(self, owners: object) -> None:
         """Nothing: there are no streams."""
 
-    def mark_written(self, written: Array | Sequence[Array]) -> None:
+    def mark_written(self, tensors: Sequence[Array]) -> None:
         """Nothing: NumPy keeps no account of writes."""
 
     def gathered(self, result: collectives.Gathered, like: Array) -> Array:

@@ -1,11 +1,11 @@
 """`hororing.adapter.Adapter` for `torch.Tensor`: everything that is known about torch's tensors.
 
-Only public Python of torch is used: nothing is compiled against it.
+Nothing is compiled against torch, and its private functions have public ones in reserve.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
@@ -30,22 +30,33 @@ _PARTS: Final[dict[torch.dtype, torch.dtype]] = {
 _PLAIN_TYPES: Final = (torch.Tensor, torch.nn.Parameter)
 
 
-def _counts_many() -> bool:
-    """Whether torch counts writes to several tensors in one call, and skips those it cannot."""
+def _writes_counter() -> Callable[[Sequence[torch.Tensor]], None]:
+    """Return what counts a write to each of some tensors, none for those of inference_mode.
+
+    Those have no version: old releases of torch refuse them, and to count several in one call.
+    """
     with torch.inference_mode():
         tensors = [torch.empty(0)]
+    # The public function looks at what it is given, which takes as long as counting.
+    count: Callable[..., None] = getattr(torch._C, "_increment_version", increment_version)
     try:
-        increment_version(tensors)  # type: ignore[arg-type, unused-ignore]
+        count(tensors)
     except Exception:  # which one depends on the release
-        return False
-    return True
+        return _count_one_by_one
+    return count
 
 
-_COUNTS_MANY: Final = _counts_many()
+def _count_one_by_one(tensors: Sequence[torch.Tensor]) -> None:
+    for tensor in tensors:
+        if not tensor.is_inference():
+            increment_version(tensor)
 
 
 class TorchAdapter:
     """Dense tensors of the CPU and of CUDA devices, contiguous or not."""
+
+    # Autograd notices when a tensor that it saved has been written to.
+    mark_written = staticmethod(_writes_counter())
 
     def __init__(self) -> None:
         exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)  # since torch 2.10
@@ -169,18 +180,6 @@ class TorchAdapter:
         """Copy elements, unseen by autograd."""
         with torch.inference_mode() if target.is_inference() else torch.no_grad():
             target.copy_(source)
-
-    def mark_written(self, written: torch.Tensor | Sequence[torch.Tensor]) -> None:
-        """Let autograd notice when a tensor that it saved has been written to.
-
-        It saves none of inference_mode, and those have no version.
-        """
-        if _COUNTS_MANY:
-            increment_version(written)
-            return
-        for tensor in [written] if isinstance(written, torch.Tensor) else written:
-            if not tensor.is_inference():
-                increment_version(tensor)
 
     def gathered(self, result: collectives.Gathered, like: torch.Tensor) -> torch.Tensor:
         """Wrap the core's memory."""

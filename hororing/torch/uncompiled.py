@@ -8,37 +8,69 @@ TorchInductor of torch 2.13 schedules: it moved them against each other on some 
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any, TypeVar, cast
 
+import torch
+
 F = TypeVar("F", bound=Callable[..., Any])
+
+# With the parameters of the function itself: `*args, **kwargs` would take a quarter of the time
+# that it takes to submit a tensor.
+_SOURCE = """
+def call{signature}:
+    if callback() is None:
+        return function({arguments})
+    return disabled()({arguments})
+"""
+
+
+def _callback_of_old() -> object:
+    return sys.modules.get("torch._dynamo")
+
+
+# What torch does with frames of Python on this thread: None outside of compiled functions. Without
+# the compiler, whose import takes a second.
+_callback: Callable[[], object] = getattr(
+    torch._C._dynamo.eval_frame, "get_eval_frame_callback", _callback_of_old
+)
 
 
 def uncompiled(function: F) -> F:
     """Make torch.compile call `function` as it is, between two graphs.
 
-    `torch.compiler.disable` imports the compiler, which takes a second; here that is left to
-    those who compile.
+    What `torch.compiler.disable` does costs more than to submit a tensor, so it is left to those
+    who compile.
     """
-    disabled: Callable[..., Any] | None = None
-    modules = sys.modules
 
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal disabled
-        if disabled is None:
-            if "torch._dynamo" not in modules:
-                return function(*args, **kwargs)
-            from torch._dynamo.decorators import disable, skip
+    @functools.cache
+    def disabled() -> Callable[..., Any]:
+        from torch._dynamo.decorators import disable, skip
 
-            skip(call)  # this frame; `disable` is for all below
-            disabled = disable(function)  # type: ignore[no-untyped-call]
-            assert disabled is not None
-        return disabled(*args, **kwargs)
+        skip(call)  # this frame; `disable` is for all below
+        return disable(function)  # type: ignore[no-any-return, no-untyped-call]
 
-    return cast(F, call)
+    parameters = inspect.signature(function).parameters.values()
+    given = [p for p in parameters if p.default is not p.empty]
+    signature = inspect.Signature(
+        [
+            p.replace(annotation=p.empty, default=p.empty if p.default is p.empty else None)
+            for p in parameters
+        ]
+    )
+    arguments = [f"{p.name}={p.name}" if p.kind is p.KEYWORD_ONLY else p.name for p in parameters]
+    source = _SOURCE.format(signature=signature, arguments=", ".join(arguments))
+    scope = {
+        "__name__": __name__, "callback": _callback, "function": function, "disabled": disabled,
+    }  # fmt: skip
+    exec(compile(source, __file__, "exec"), scope)
+    call = cast(FunctionType, scope["call"])
+    call.__defaults__ = tuple(p.default for p in given if p.kind is not p.KEYWORD_ONLY)
+    call.__kwdefaults__ = {p.name: p.default for p in given if p.kind is p.KEYWORD_ONLY}
+    return cast(F, functools.wraps(function)(call))
 
 
 def leave_uncompiled(function: Callable[..., Any]) -> None:

@@ -139,7 +139,7 @@ class Allreduce(Requests[T]):
                 raise
             if answer is not None:
                 if in_place:
-                    adapter.mark_written(tensor)
+                    adapter.mark_written((tensor,))
                 if name is None:
                     given.submitted = True
                 return answer
