@@ -93,10 +93,7 @@ def is_initialized() -> bool:
 
 def topology() -> Topology:
     """All of the following at once. NotInitializedError before `init()`."""
-    known = process.topology
-    if known is None:
-        # With its text as an argument: Keras puts that into its own.
-        raise errors.NotInitializedError(errors.NOT_INITIALIZED)
+    known = process.topology or read_topology()
     if process.pid != os.getpid():
         raise errors.NotInitializedError(_FORKED)
     return known

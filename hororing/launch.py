@@ -22,6 +22,10 @@ _OPENMPI_ON_ONE_HOST = {
     "OMPI_MCA_osc": "^ucx",
 }
 
+# In the environment of every rank that MPI connects: its process, and the launcher's name of the
+# job. Not among the HORORING_* variables, since users do not set it.
+_RANK = "_HORORING_RANK"
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -155,9 +159,33 @@ def refuse_without_mpi(launch: Launch) -> None:
         )
 
 
-def is_spawned_worker() -> bool:
-    """Whether multiprocessing started this process: it inherits a rank that is not its own."""
-    return multiprocessing.parent_process() is not None
+def refuse_children(launch: Launch, environ: Mapping[str, str] | None = None) -> None:
+    """ValueError in a process that a rank has started: it inherits a rank that is not its own."""
+    if multiprocessing.parent_process() is not None:
+        raise ValueError(
+            "init: called in a worker process of multiprocessing, which inherits the rank of "
+            "its parent; put the script's code under if __name__ == '__main__':"
+        )
+    env = os.environ if environ is None else environ
+    pid, _, job = env.get(_RANK, "").partition(" ")
+    # Another job's: it is one that the rank has started by a launcher.
+    if pid not in ("", str(os.getpid())) and job == _job(env):
+        raise ValueError(
+            f"init: called in a process that rank {launch.rank} (pid {pid}) has started, of which "
+            "it inherits the launcher's variables, but it is no rank itself; set HORORING_ALONE=1 "
+            "in its environment if it is to be a job of one rank"
+        )
+
+
+def mark_rank(environ: MutableMapping[str, str] | None = None) -> None:
+    """Let processes that this rank starts know that they are none."""
+    env = os.environ if environ is None else environ
+    env[_RANK] = f"{os.getpid()} {_job(env)}"
+
+
+def _job(env: Mapping[str, str]) -> str:
+    """What differs between the jobs of a launcher, as far as it tells."""
+    return " ".join(env.get(name, "") for name in ("PMIX_NAMESPACE", "PMI_PORT", "PMI_FD"))
 
 
 def prepare_mpi(launch: Launch, environ: MutableMapping[str, str] | None = None) -> None:

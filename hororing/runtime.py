@@ -11,6 +11,8 @@ How a process ends decides what its peers see:
   mpirun still sees the code.)
 * an uncaught exception: peers get PeerLostError with this rank and the exception's text. MPI is
   not finalised, since that would wait for ranks which may compute for hours: mpirun ends the job.
+  Where the interpreter goes on (a prompt, python -i, a library that shows the exception by
+  sys.excepthook), so does the engine.
 * killed: peers notice.
 """
 
@@ -20,6 +22,7 @@ import atexit
 import logging
 import os
 import sys
+import threading
 from types import TracebackType
 from typing import Any
 
@@ -42,7 +45,7 @@ from hororing.job import (
     topology,
 )
 from hororing.job import process as _process
-from hororing.launch import Launch, is_spawned_worker
+from hororing.launch import Launch
 from hororing.logs import Forwarder, logger
 
 # Longest that shutdown() waits for what all ranks had submitted. A peer that is frozen must not
@@ -105,12 +108,9 @@ def _start(started_by: Launch, comm: Any, dynamic: bool, process_sets: str) -> N
         if communicator == _WORLD:
             launch.refuse_without_mpi(started_by)
         launched = (started_by.launched and started_by.mpi) or others
-        if launched and is_spawned_worker():
-            raise ValueError(
-                "init: called in a worker process of multiprocessing, which inherits the rank of "
-                "its parent; put the script's code under if __name__ == '__main__':"
-            )
         if launched:
+            launch.refuse_children(started_by)
+            launch.mark_rank()
             launch.prepare_mpi(started_by)
         level = _log.configure(
             settings.log_level(),
@@ -210,10 +210,27 @@ def _install_hooks() -> None:
 
     def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
         # The peers first: mpirun may end this process as soon as something is printed.
-        _abort(kind, value)
+        if not _interpreter_goes_on():
+            _abort(kind, value)
         previous(kind, value, trace)
 
     sys.excepthook = hook
+
+
+def _interpreter_goes_on() -> bool:
+    """Whether sys.excepthook was called for something else than the end of the script.
+
+    At a prompt, or by Python code that only shows an exception with it. The interpreter itself
+    calls it when no Python code of the main thread runs any more.
+    """
+    if sys.flags.inspect or hasattr(sys, "ps1"):
+        return True
+    if threading.current_thread() is not threading.main_thread():
+        return True
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code.co_name in ("<module>", "_run_module_as_main")  # else: another hook
 
 
 def _abort(kind: type[BaseException], value: BaseException) -> None:

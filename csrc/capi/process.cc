@@ -31,6 +31,7 @@ struct Process {
   std::mutex mutex;
   std::shared_ptr<Engine> engine;  // GUARDED_BY(mutex)
   bool given_up = false;           // a former engine was; GUARDED_BY(mutex)
+  std::string ended_by;            // a former engine; GUARDED_BY(mutex)
   std::shared_ptr<HandleTable> handles = std::make_shared<HandleTable>();
 };
 
@@ -68,7 +69,11 @@ Status NotInitialized() {
                   "hororing has not been initialized in this process, which was forked from one "
                   "that is: communicate in the parent, or start workers with the 'spawn' method");
   }
-  return Status(Code::kNotInitialized, "hororing has not been initialized; use hvd.init().");
+  std::string text = "hororing has not been initialized; use hvd.init().";
+  std::lock_guard<std::mutex> lock(TheProcess().mutex);
+  const std::string& ended_by = TheProcess().ended_by;
+  if (!ended_by.empty()) text += " It has ended before: " + ended_by;
+  return Status(Code::kNotInitialized, text);
 }
 
 bool InForkedChild() { return in_forked_child.load(std::memory_order_relaxed); }
@@ -129,15 +134,16 @@ WorldOptions WorldOptionsFrom(const hr_config& from) {
 // Takes the engine out of the process and ends it. An engine whose loop does not end in time
 // (a peer is frozen, say) is leaked with its thread: the process is about to end anyway, and
 // anything else could hang or crash.
-int EndEngine(const std::function<bool(Engine&)>& end) {
+int EndEngine(const char* reason, const std::function<bool(Engine&)>& end) {
   if (in_forked_child.load()) return HR_OK;
   Process& process = TheProcess();
   std::shared_ptr<Engine> engine;
   {
     std::lock_guard<std::mutex> lock(process.mutex);
     engine = std::exchange(process.engine, nullptr);
+    if (engine == nullptr) return HR_OK;
+    process.ended_by = Text(reason);
   }
-  if (engine == nullptr) return HR_OK;
   if (end(*engine)) return HR_OK;
   const bool given_up = engine->given_up();
   new std::shared_ptr<Engine>(std::move(engine));
@@ -196,12 +202,13 @@ HR_EXPORT int hr_init(const hr_config* config) {
 }
 
 HR_EXPORT int hr_shutdown(const char* reason, double timeout_s) {
-  return EndEngine(
-      [&](Engine& engine) { return engine.Shutdown(Text(reason), SecondsToNs(timeout_s)); });
+  return EndEngine(reason, [&](Engine& engine) {
+    return engine.Shutdown(Text(reason), SecondsToNs(timeout_s));
+  });
 }
 
 HR_EXPORT int hr_abort(const char* reason) {
-  return EndEngine([&](Engine& engine) { return engine.Abort(Text(reason), 2 * kSecond); });
+  return EndEngine(reason, [&](Engine& engine) { return engine.Abort(Text(reason), 2 * kSecond); });
 }
 
 HR_EXPORT void hr_finalize(void) {

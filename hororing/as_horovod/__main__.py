@@ -133,10 +133,9 @@ def _become_main(compiled: Callable[[], CodeType], names: dict[str, object]) -> 
     except SystemExit:
         raise
     except BaseException as error:
-        trace = _without_this_file(error.__traceback__)
-        sys.excepthook(type(error), error.with_traceback(trace), trace)
-        # Python does the rest, such as the exit code, and has nothing left to print.
-        sys.excepthook = lambda *_: None
+        trace, hook = _without_this_file(error.__traceback__), sys.excepthook
+        # For the interpreter, which calls it at the end of a script.
+        sys.excepthook = lambda kind, value, _: hook(kind, value.with_traceback(trace), trace)
         raise
 
 

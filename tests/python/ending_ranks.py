@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -311,6 +314,35 @@ def spawn() -> None:
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         text = pool.apply(init_in_a_worker)
     assert "called in a worker process of multiprocessing" in text, text
+    assert hvd.allreduce(np.ones(1), op=hvd.Sum)[0] == hvd.size()
+    say("fine")
+
+
+def start_scripts() -> None:
+    """What a rank starts inherits its variables, and must not take its place either."""
+    begin()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    script = [sys.executable, "-c", "import hororing.numpy as hvd; hvd.init(); print(hvd.size())"]
+
+    def run(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env={**os.environ, **environment},
+        )
+
+    refused = run(script)
+    assert refused.returncode == 1, refused
+    assert f"that rank {hvd.rank()} (pid {os.getpid()}) has started" in refused.stderr, refused
+    alone = run(script, HORORING_ALONE="1")
+    assert (alone.returncode, alone.stdout) == (0, "1\n"), alone
+    if hvd.rank() == 0:  # a job of its own
+        folders = [str(Path(sys.executable).parent), os.environ["PATH"]]
+        mpirun = shutil.which("mpirun", path=os.pathsep.join(folders))
+        nested = run([str(mpirun), "-np", "2", *script])
+        assert (nested.returncode, nested.stdout) == (0, "2\n2\n"), nested
     assert hvd.allreduce(np.ones(1), op=hvd.Sum)[0] == hvd.size()
     say("fine")
 

@@ -268,7 +268,7 @@ def test_init_ends_at_the_time_limit_when_a_rank_does_not_come():
 # Children
 
 
-@pytest.mark.parametrize("how", ["fork", "spawn"])
+@pytest.mark.parametrize("how", ["fork", "spawn", "start_scripts"])
 def test_children_of_a_rank_do_not_disturb_it_and_have_no_engine(how: str):
     with LiveJob(RANKS, 2, how) as job:
         assert check_end(job, failed=False) == 0

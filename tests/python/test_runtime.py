@@ -212,6 +212,67 @@ raise KeyError
     assert run(script).stdout == "mine KeyError\n"
 
 
+INTERRUPTED = """
+import sys, threading
+import hororing.runtime as r
+r.init()
+def report():
+    try:
+        1 / 0
+    except ZeroDivisionError:
+        sys.excepthook(*sys.exc_info())
+report()
+thread = threading.Thread(target=report)
+thread.start()
+thread.join()
+print("size", r.size())
+"""
+
+
+def test_the_engine_runs_on_where_the_interpreter_does():
+    for script, options in ((INTERRUPTED, []), (INTERRUPTED + "1 / 0", ["-i"])):
+        done = subprocess.run(
+            [sys.executable, *options, "-c", script],
+            input="1 / 0\nprint('again', r.size())\n",
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.stdout == ("size 1\nagain 1\n" if options else "size 1\n"), done
+        assert done.stderr.count("ZeroDivisionError: division by zero") == (4 if options else 2)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_after_its_end_a_query_says_what_has_ended_it(wrapped: bool):
+    script = """
+import atexit, sys
+import hororing.runtime as r
+def ask():
+    try:
+        r.rank()
+    except r.job.errors.NotInitializedError as error:
+        print(error)
+ask()
+atexit.register(ask)
+r.init()
+r.shutdown()
+ask()
+r.init()
+"""
+    if wrapped:  # as libraries that report errors do
+        script += """
+def hook(*what, before=sys.excepthook):
+    before(*what)
+sys.excepthook = hook
+"""
+    before = "hororing has not been initialized; use hvd.init()."
+    assert run(script + "raise KeyError('lost')").stdout.splitlines() == [
+        before,
+        before + " It has ended before: shutdown() was called",
+        before + " It has ended before: KeyError: 'lost'",
+    ]
+
+
 def test_import_starts_no_thread_and_loads_no_mpi():
     script = """
 import threading, hororing.runtime
