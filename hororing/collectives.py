@@ -341,7 +341,10 @@ def move(handle: int, index: int, address: int, stream: int) -> None:
 
 
 def use_device(number: int, context: str) -> None:
-    """Make a CUDA device the one of this process. ValueError where that cannot be."""
+    """Make a CUDA device the one of this process, where there are devices.
+
+    ValueError where there are others only.
+    """
     code = int(lib.hr_use_device(number))
     if code != lib.HR_OK:
         fail(code, context)

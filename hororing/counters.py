@@ -23,6 +23,7 @@ def statistics() -> dict[str, int]:
     >>> reduced = hvd.statistics()["bytes"] - before
     """
     job.topology()
+    job.refuse_forked()
     counters = ffi.new("hr_stats *")
     lib.hr_stats_now(counters)
     found: dict[str, Any] = {name: getattr(counters, name) for name in dir(counters)}

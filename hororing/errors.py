@@ -54,7 +54,7 @@ NOT_INITIALIZED: Final = "hororing has not been initialized; use hvd.init()."
 
 
 class NotInitializedError(HororingInternalError, ValueError):
-    """`init()` was not called, or `shutdown()` was; or this process was forked."""
+    """`init()` was not called, or `shutdown()` was; or this process was forked from a rank."""
 
     def __str__(self) -> str:
         return super().__str__() or NOT_INITIALIZED

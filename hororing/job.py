@@ -16,8 +16,8 @@ from hororing._core import ffi, lib
 from hororing.failures import fail
 
 _FORKED = (
-    "hororing has not been initialized in this process, which was forked from one that is; use "
-    "hvd.init() in the parent only, or start workers with the 'spawn' method"
+    "hororing has not been initialized in this process, which was forked from one that is: "
+    "communicate in the parent, or start workers with the 'spawn' method"
 )
 
 
@@ -64,7 +64,10 @@ def at_shutdown(callback: Callable[[], None]) -> None:
 
 
 def refuse_forked() -> None:
-    """NotInitializedError in a child that was forked from an initialised process."""
+    """NotInitializedError in a child that was forked from an initialised process.
+
+    It knows its parent's place in the job, but nothing that takes the engine works there.
+    """
     if process.pid not in (0, os.getpid()):
         raise errors.NotInitializedError(_FORKED)
 
@@ -87,16 +90,24 @@ def read_topology() -> Topology:
 
 
 def is_initialized() -> bool:
-    """Whether `init()` has returned and `shutdown()` has not been called since. Never raises."""
+    """Whether `init()` has returned and `shutdown()` has not been called since. Never raises.
+
+    In a forked child: whether that was so in the parent.
+    """
+    return process.topology is not None
+
+
+def has_engine() -> bool:
+    """Whether the engine runs in this process; not in a forked child."""
     return process.topology is not None and process.pid == os.getpid()
 
 
 def topology() -> Topology:
-    """All of the following at once. NotInitializedError before `init()`."""
-    known = process.topology or read_topology()
-    if process.pid != os.getpid():
-        raise errors.NotInitializedError(_FORKED)
-    return known
+    """All of the following at once; of the parent, in a forked child.
+
+    NotInitializedError before `init()`.
+    """
+    return process.topology or read_topology()
 
 
 def rank() -> int:
@@ -135,7 +146,11 @@ def is_homogeneous() -> bool:
 
 
 def host_names() -> list[str]:
-    """Return the host of every rank, by rank. NotInitializedError before `init()`."""
+    """Return the host of every rank, by rank.
+
+    NotInitializedError before `init()` and in a forked child.
+    """
+    refuse_forked()
     return [ffi.string(lib.hr_host_name(rank)).decode() for rank in range(size())]
 
 

@@ -87,7 +87,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
 def start(started_by: Launch, comm: Any = None, process_sets: Any = None) -> None:
     """Do what `init` does, in a job that was launched as told."""
     static = sets.parse(process_sets)
-    if is_initialized():
+    if job.has_engine():
         sets.adopt_static(static)
         return
     dynamic = isinstance(process_sets, str)
@@ -97,9 +97,9 @@ def start(started_by: Launch, comm: Any = None, process_sets: Any = None) -> Non
 
 
 def _start(started_by: Launch, comm: Any, dynamic: bool, process_sets: str) -> None:
+    job.refuse_forked()  # where the lock may be held by nobody
     with _process.lock:
-        job.refuse_forked()
-        if is_initialized():
+        if job.has_engine():
             return
         settings = configuration.load()
         if settings["ALONE"]:
@@ -186,10 +186,10 @@ def shutdown() -> None:
 
 
 def _shutdown(reason: str) -> None:
-    if not is_initialized():  # also in a forked child, where the lock may be held by nobody
+    if not job.has_engine():  # also in a forked child
         return
     with _process.lock:
-        if not is_initialized():
+        if not job.has_engine():
             return
         _process.broken |= lib.hr_state_now() == lib.HR_STATE_FAILED
         code = int(lib.hr_shutdown(reason.encode(), _SHUTDOWN_TIMEOUT_S))

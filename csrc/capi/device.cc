@@ -92,6 +92,7 @@ HR_EXPORT int hr_use_device(int32_t ordinal) {
   const std::shared_ptr<Engine> engine = CurrentEngine();
   if (engine == nullptr) return Remember(NotInitialized());
   std::shared_ptr<Device> device;
+  if (!engine->devices().Exist()) return HR_OK;
   return Remember(engine->devices().Use(ordinal, &device));
 }
 

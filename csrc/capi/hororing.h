@@ -270,7 +270,8 @@ int hr_result_rows(int64_t handle, int32_t index, int64_t* rows);
 /* Copies result `index`, which is on a device, to `memory` there, in the order of `stream`, which
  * waits for it; the core's is given up. */
 int hr_move_result(int64_t handle, int32_t index, uintptr_t memory, uintptr_t stream);
-/* CUDA device `ordinal` is the one of this process from now on, as if a tensor had been there. */
+/* CUDA device `ordinal` is the one of this process from now on, as if a tensor had been there.
+ * Nothing where there are no devices. */
 int hr_use_device(int32_t ordinal);
 /* The version of NCCL that would be used: 23203 is 2.32.3; 0: there is none, see hr_last_error. */
 int32_t hr_nccl_version(const char* nccl_libraries);

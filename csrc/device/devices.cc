@@ -76,6 +76,11 @@ Status Devices::Any(std::shared_ptr<Device>* device) {
   return Status::Ok();
 }
 
+bool Devices::Exist() {
+  const std::unique_lock<std::mutex> turn = TurnToOpen();
+  return LoadDriver().ok();
+}
+
 Status Devices::Nccl(std::shared_ptr<const NcclApi>* nccl) {
   std::lock_guard<std::mutex> loading(loading_nccl_);
   if (!nccl_asked_) {

@@ -28,6 +28,8 @@ class Devices {
   };
   explicit Devices(const Options& options) : options_(options) {}
 
+  // Whether there are any, and a driver that is new enough.
+  bool Exist();
   // Device `ordinal`; kInvalidArgument where it cannot be had, or another one is in use.
   Status Use(int ordinal, std::shared_ptr<Device>* device);
   // The one in use. A process that has used none gets the one that it would likely use.

@@ -62,7 +62,8 @@ def join(device: int = -1) -> int:
     Calls of other threads of this rank are a ValueError until it returns.
 
     `device` is the GPU whose memory holds those values, as in Horovod: the one that this process
-    communicates on. It need not be said if a tensor has been there before.
+    communicates on. It need not be said if a tensor has been there before, and counts for nothing
+    where there is no GPU.
     """
     if device != -1:
         context = f" (join: device={device}; leave it out where tensors are on the CPU)"

@@ -75,8 +75,7 @@ def case_a_join_of_all_is_over_at_once_as_often_as_wanted() -> None:
     for _ in range(3):
         assert hvd.join() in ranks()
     assert hvd.join(-1) in ranks()
-    with raises(ValueError, "join: device=0"):
-        hvd.join(0)
+    assert hvd.join(0) in ranks()  # also without a GPU
     if hvd.size() == 1:
         assert hvd.join() == 0
 

@@ -155,13 +155,15 @@ def test_mpi_threads_supported_before_init_is_an_error():
 
 
 @pytest.mark.usefixtures("engine")
-def test_a_forked_child_has_no_engine_and_ends():
+def test_a_forked_child_knows_its_place_has_no_engine_and_ends():
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         try:
+            assert runtime.is_initialized()
             runtime.shutdown()  # does nothing
-            runtime.rank()
+            assert [query() for query in QUERIES] == [0, 1, 0, 1, 0, 1, True]
+            runtime.init()
         except errors.NotInitializedError as error:
             os.write(writer, str(error).encode())
         finally:
