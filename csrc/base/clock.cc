@@ -12,4 +12,9 @@ TimeNs NowNs() {
   return static_cast<TimeNs>(now.tv_sec) * kSecond + now.tv_nsec;
 }
 
+std::string Seconds(TimeNs span) {
+  if (span < kSecond) return std::to_string(span / kMillisecond) + " ms";
+  return std::to_string(span / kSecond) + " s";
+}
+
 }  // namespace hororing

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <limits>
+#include <string>
 
 namespace hororing {
 
@@ -19,6 +20,9 @@ TimeNs NowNs();
 inline TimeNs SecondsToNs(double seconds) {
   return seconds <= 0 ? kForever : static_cast<TimeNs>(seconds * 1e9);
 }
+
+// "5 s", "200 ms".
+std::string Seconds(TimeNs span);
 
 // now + span without overflowing past kForever.
 inline TimeNs After(TimeNs now, TimeNs span) {

@@ -30,7 +30,7 @@ void Engine::LookAtLoop() {
   if (name.call == nullptr) return;
 
   // From here on this thread is the loop's.
-  const std::string in_batch = tensors_.InBatch();
+  const std::string in_batch = tensors_.Titles({"REDUCE", "PLAN"});
   const std::string whose =
       name.library != nullptr ? name.library : "the transport '" + transport_name_ + "'";
   std::string text = std::string(name.call) + " of " + whose + " has not returned for " +

@@ -55,7 +55,7 @@ Loop::Loop(Engine& engine, World& world, std::vector<std::unique_ptr<Backend>> b
       pace_(engine.config_.hold_ns),
       parent_pid_(getppid()) {
   const auto warn = [&tensors = engine.tensors_](const std::string& text) {
-    Log(LogLevel::kWarning, "stall: " + tensors.InBatch() + " (REDUCE): " + text);
+    Log(LogLevel::kWarning, "stall: " + tensors.Titles({"REDUCE", "PLAN"}) + " (REDUCE): " + text);
   };
   transport_.SetPatience({engine.config_.stall.warning_ns, warn});
   engine_.stats_.fusion_bytes = engine_.config_.fusion_bytes;
@@ -162,8 +162,11 @@ bool Loop::Step() {
 }
 
 bool Loop::Decide() {
-  const std::string warning = coordinator_->InspectStalls(NowNs());
-  if (!warning.empty()) Log(LogLevel::kWarning, "stall: " + warning);
+  const TimeNs now = NowNs();
+  const StallInspector::Finding stall = coordinator_->InspectStalls(now);
+  if (!stall.warning.empty()) Log(LogLevel::kWarning, "stall: " + stall.warning);
+  if (!stall.missing.empty() && stall.abort.ok()) LookForSigns(stall.missing, now);
+  if (final_) return true;
   std::vector<Agreement> agreed;  // several where rank 0 alone knows where batches end
   while (std::optional<Agreement> agreement = coordinator_->Decide()) {
     Send(*agreement);
@@ -234,6 +237,7 @@ void Loop::KeepHouse(TimeNs now) {
   if (!peers.ok()) End(peers);
   const Status devices = runner_.LookAtDevices();
   if (!devices.ok()) End(devices);
+  LookAtAnswers(now);
   FollowParent();
 }
 

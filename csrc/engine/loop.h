@@ -10,6 +10,7 @@
 #include <exception>
 #include <fstream>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -64,6 +65,9 @@ class Loop {
   int superior() const;
   void Post(int peer, std::string message);
   void Send(const Agreement& agreement);
+  // silence.cc
+  void LookAtAnswers(TimeNs now);
+  void LookForSigns(const std::map<int, TimeNs>& awaited, TimeNs now);
   // apply.cc
   void Apply(const Agreement& agreement);
   void SetHold(TimeNs hold_ns);
@@ -115,6 +119,11 @@ class Loop {
   uint64_t applied_ = 0;
   uint64_t sets_added_ = 0;  // equal on all ranks
   bool left_ = false;        // this rank's leaving has been reported
+  // Of the last look at answers: what was applied by then, and since when nothing else has been,
+  // although something is in flight.
+  uint64_t answered_ = 0;
+  TimeNs waits_since_ns_ = 0;
+  TimeNs warned_silence_ns_ = 0;  // how long a rank had been silent at the last warning
   TimeNs next_house_ns_ = 0;
   TimeNs doze_until_ns_ = 0;  // when the engine's thread wakes by itself
   const int parent_pid_;

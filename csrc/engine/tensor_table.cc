@@ -176,12 +176,12 @@ std::vector<std::unique_ptr<TensorEntry>> TensorTable::RemoveSet(int32_t process
   return removed;
 }
 
-std::string TensorTable::InBatch() {
+std::string TensorTable::Titles(std::initializer_list<std::string_view> stages) {
   constexpr size_t kShown = 3;
   std::lock_guard<std::mutex> lock(mutex_);
   std::string text;
   size_t count = 0;
-  for (const std::string_view stage : {"REDUCE", "PLAN"}) {
+  for (const std::string_view stage : stages) {
     for (const auto& [name, entry] : entries_) {
       if (entry->resting || entry->stage != stage || ++count > kShown) continue;
       text += (text.empty() ? "" : ", ") + entry->request.Title();

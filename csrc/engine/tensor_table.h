@@ -10,10 +10,12 @@
 
 #include <atomic>
 #include <cstdint>
+#include <initializer_list>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <unordered_map>
 #include <vector>
 
@@ -95,9 +97,9 @@ class TensorTable {
   void Forget(const std::string& key);
   // All requests of a process set.
   std::vector<std::unique_ptr<TensorEntry>> RemoveSet(int32_t process_set);
-  // What the batch under way holds: "'a', 'b' and 7 more"; empty where there is none. From other
-  // threads REQUIRES: the loop has been given up.
-  std::string InBatch();
+  // What has reached the first of these stages that any has: "'a', 'b' and 7 more"; empty: none.
+  // From other threads REQUIRES: the loop has been given up.
+  std::string Titles(std::initializer_list<std::string_view> stages);
   // Whether a join is in flight. Any thread.
   bool joining() const { return joining_.load(std::memory_order_relaxed); }
   // Refuses every later Add with `why`, and hands out all that is left.

@@ -260,11 +260,11 @@ TimeNs Coordinator::NextDeadline() const {
   return WaitsForSome() ? stall_check_ns_ : kForever;
 }
 
-std::string Coordinator::InspectStalls(TimeNs now) {
-  if (stopped_ || !WaitsForSome() || now < stall_check_ns_) return "";
+StallInspector::Finding Coordinator::InspectStalls(TimeNs now) {
+  if (stopped_ || !WaitsForSome() || now < stall_check_ns_) return {};
   Dissolve();
   stall_check_ns_ = After(now, stall_inspector_.interval_ns());
-  StallInspector::Finding finding = stall_inspector_.Inspect(AllWaiting(), now);
+  StallInspector::Finding finding = stall_inspector_.Inspect(AllWaiting(/*joins=*/true), now);
   if (!finding.abort.ok()) {
     Decision abort;
     abort.kind = Decision::Kind::kAbort;
@@ -272,17 +272,18 @@ std::string Coordinator::InspectStalls(TimeNs now) {
     queue_.Push(std::move(abort));
     stopped_ = true;
   }
-  return finding.warning;
+  return finding;
 }
 
-std::vector<Waiting> Coordinator::AllWaiting() {
+std::vector<Waiting> Coordinator::AllWaiting(bool joins) {
   Dissolve();
   std::vector<Waiting> all;
   for (const Named* named : waiting_) {
     const Pending& pending = named->pending;
     const Request& request = pending.any();
-    if (request.kind == Collective::kJoin) continue;  // it may take as long as it likes
     Waiting waiting;
+    waiting.patient = request.kind == Collective::kJoin;
+    if (waiting.patient && !joins) continue;
     waiting.name = request.name;
     waiting.title = request.Title();
     waiting.since_ns = pending.since_ns;

@@ -69,11 +69,11 @@ class Coordinator {
   // When Decide or InspectStalls has something to do although no report comes; kForever: never.
   TimeNs NextDeadline() const;
 
-  // A warning for the log, if it is time for one. A stall that lasts longer than the shutdown
-  // time becomes a kAbort of the next agreement.
-  std::string InspectStalls(TimeNs now);
+  // What there is to say of stalls; nothing while it is not time for a look. One that lasts longer
+  // than the shutdown time becomes a kAbort of the next agreement.
+  StallInspector::Finding InspectStalls(TimeNs now);
   // Everything that waits for some rank, what has waited longest first.
-  std::vector<Waiting> AllWaiting();
+  std::vector<Waiting> AllWaiting(bool joins = false);
 
  private:
   struct Record;

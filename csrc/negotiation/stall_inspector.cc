@@ -31,11 +31,6 @@ std::string Describe(const std::vector<const Waiting*>& stalled) {
   return text;
 }
 
-std::string Seconds(TimeNs span) {
-  if (span < kSecond) return std::to_string(span / kMillisecond) + " ms";
-  return std::to_string(span / kSecond) + " s";
-}
-
 }  // namespace
 
 StallInspector::Finding StallInspector::Inspect(const std::vector<Waiting>& waiting, TimeNs now) {
@@ -45,6 +40,11 @@ StallInspector::Finding StallInspector::Inspect(const std::vector<Waiting>& wait
   TimeNs longest = 0;
   for (const Waiting& request : waiting) {
     const TimeNs age = now - request.since_ns;
+    for (const int rank : request.missing) {
+      TimeNs& since = finding.missing.emplace(rank, request.since_ns).first->second;
+      since = std::min(since, request.since_ns);
+    }
+    if (request.patient) continue;
     const auto known = known_.find(request.title);
     TimeNs next = known != known_.end() && known->second.since_ns == request.since_ns
                       ? known->second.next_warning_ns
@@ -74,7 +74,7 @@ StallInspector::Finding StallInspector::Inspect(const std::vector<Waiting>& wait
 
 TimeNs StallInspector::interval_ns() const {
   const TimeNs first = std::min(options_.warning_ns, options_.shutdown_ns);
-  return first == kForever ? kForever : std::clamp<TimeNs>(first / 4, 10 * kMillisecond, kSecond);
+  return std::clamp<TimeNs>(first / 4, 10 * kMillisecond, kSecond / 2);
 }
 
 }  // namespace hororing

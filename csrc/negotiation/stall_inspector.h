@@ -2,6 +2,7 @@
 // long. Pure: time is an argument, texts are the result.
 #pragma once
 
+#include <map>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -18,6 +19,7 @@ struct Waiting {
   TimeNs since_ns = 0;         // first report
   std::vector<int> submitted;  // ranks, ascending
   std::vector<int> missing;
+  bool patient = false;  // a join, which may take as long as it likes
 };
 
 class StallInspector {
@@ -29,8 +31,9 @@ class StallInspector {
   explicit StallInspector(const Options& options) : options_(options) {}
 
   struct Finding {
-    std::string warning;  // empty: nothing (new) to say
-    Status abort;         // kStalled: fail the job
+    std::string warning;            // empty: nothing (new) to say
+    Status abort;                   // kStalled: fail the job
+    std::map<int, TimeNs> missing;  // ranks that are waited for, and since when
   };
   // Call every interval_ns() while anything waits. Each request is warned about after the warning
   // time, then at intervals that double, so that a long validation phase does not flood the log.

@@ -51,7 +51,8 @@ void ShmTransport::SoundAlarm() {
 TimeNs ShmTransport::Silence(int peer) {
   const RankState& state = segment_->rank_state(peer);
   if (state.attached.load() != kAttached || state.failed.load() != 0) return 0;
-  return std::max<TimeNs>(NowNs() - state.alive_ns.load(std::memory_order_relaxed), 0);
+  const TimeNs latest = std::max(state.alive_ns.load(std::memory_order_relaxed), resumed_ns_);
+  return std::max<TimeNs>(NowNs() - latest, 0);
 }
 
 bool ShmTransport::PeerProcessIsGone(int peer) const {
@@ -71,7 +72,10 @@ bool ShmTransport::PeerListensNoMore(int peer) const {
 // Of several causes the first one counts: those who told of themselves, then the dead who told
 // nothing, then those who failed because of others, then those who left while they were needed.
 Status ShmTransport::CheckPeers(const std::string& lagging) {
-  self_.alive_ns.store(NowNs(), std::memory_order_relaxed);
+  const TimeNs now = NowNs();
+  if (now - self_.alive_ns.exchange(now, std::memory_order_relaxed) > kStoppedItself) {
+    resumed_ns_ = now;
+  }
   const auto told = [this](bool of_itself) {
     for (int peer = 0; peer < size_; ++peer) {
       const RankState& state = segment_->rank_state(peer);

@@ -164,6 +164,7 @@ class ShmTransport final : public Transport, private Turns {
   uint32_t last_sleep_bell_ = 0;  // doorbell as the last Sleep left it: a later Wake shows
   Status broken_;                 // first data-plane error
   SlotReaders slot_readers_;
+  TimeNs resumed_ns_ = 0;        // when this process went on after it had been stopped
   Outgoing to_slot_, to_pipes_;  // who has read them last differs, so each learns
 };
 

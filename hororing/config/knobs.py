@@ -243,9 +243,9 @@ KNOBS: tuple[Knob, ...] = (
         "STALL_WARNING_S",
         _SECONDS,
         60.0,
-        "a tensor that waits this long for some ranks is logged, with their numbers; 0: never",
+        "a tensor that waits this long for some ranks is logged, with their numbers, as are ranks "
+        "that give no sign of life; 0: never",
         unit="s",
-        scope="rank 0",
         aliases=(
             _horovod_stall_check("true means 0"),
             _same("HOROVOD_STALL_CHECK_TIME_SECONDS", _SECONDS),
@@ -257,7 +257,6 @@ KNOBS: tuple[Knob, ...] = (
         0.0,
         "a tensor that waits this long for some ranks ends the job with StalledError; 0: never",
         unit="s",
-        scope="rank 0",
         aliases=(
             _horovod_stall_check("true means 0"),
             _same("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", _SECONDS),
@@ -267,7 +266,8 @@ KNOBS: tuple[Knob, ...] = (
         "TIMEOUT_S",
         _SECONDS,
         300.0,
-        "longest that init, or one batch of tensors, may wait for other ranks; 0: for ever",
+        "longest that init, or one batch of tensors, may wait for other ranks, and a request for "
+        "ranks that give no sign of life; 0: for ever",
         unit="s",
     ),
     Knob(

@@ -46,7 +46,7 @@ inline void PlayOn(const Hosts& hosts, const EngineConfig& base,
   for (int rank = 0; rank < size; ++rank) {
     threads.emplace_back([&, rank] {
       EngineConfig config = base;
-      config.timeout_ns = kPatience;
+      if (config.timeout_ns == kForever) config.timeout_ns = kPatience;
       Player player;
       player.rank = rank;
       player.size = size;

@@ -245,9 +245,38 @@ def stop_in_a_large_allreduce() -> None:
 
 
 def stop_before_submitting() -> None:
+    """The rank that the argument names, else the last one."""
     begin()
-    if the_last_one():
+    if hvd.rank() == int((*sys.argv, hvd.size() - 1)[2]):
         os.kill(os.getpid(), signal.SIGSTOP)
+    fail_with(lambda: hvd.allreduce(np.ones(4), name="x"))
+
+
+def reduce_until_it_fails() -> None:
+    """Small sums, which meet at the rendezvous or are negotiated, and large ones."""
+    begin()
+    large = np.ones(1 << 20, np.float32)
+    handles = []
+    for step in range(1_000_000):
+        began = time.monotonic()
+        try:
+            hvd.allreduce(np.ones(4), name="small")
+            handles = [hvd.allreduce_async(np.ones(100), name=f"x{i}") for i in range(5)]
+            hvd.allreduce_(large, name="large")
+            for handle in handles:
+                hvd.synchronize(handle)
+        except errors.HororingInternalError as error:
+            tell(error, began)
+            raise
+        if step == 10:
+            say("working")
+
+
+def compute_then_reduce() -> None:
+    """Nothing is in flight when the network is cut."""
+    begin()
+    while "cut" not in os.listdir(sys.argv[2]):
+        time.sleep(0.01)
     fail_with(lambda: hvd.allreduce(np.ones(4), name="x"))
 
 

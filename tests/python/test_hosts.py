@@ -225,6 +225,36 @@ def test_a_rank_that_dies_is_noticed_on_its_host_and_on_the_others(victim: int) 
         job.end()
 
 
+# Of how many ranks each host has; what is cut off is the first or the second host.
+CUTS = [
+    (cut, doing, time_)
+    for cut in (0, 1)
+    for doing in ("reduce_until_it_fails", "compute_then_reduce")
+    for time_ in range(10)
+]
+
+
+@needs_hosts
+@pytest.mark.parametrize(
+    ("cut", "doing", "time_"),
+    tiers.choose(CUTS, push=[(0, "reduce_until_it_fails", 0), (1, "compute_then_reduce", 0)]),
+)
+def test_both_sides_of_a_cut_network_end_at_the_time_limit(
+    tmp_path: Path, cut: int, doing: str, time_: int
+) -> None:
+    limit = 3
+    with LiveJob(RANKS, 3, doing, str(tmp_path), hosts="1,2", HORORING_TIMEOUT_S=str(limit)) as job:
+        computes = doing == "compute_then_reduce"
+        job.wait_until_all_say("ready" if computes else "working")
+        inside = ["nsenter", "-t", str(job.pid(cut)), "--net"]
+        subprocess.run([*inside, "ip", "link", "set", "eth0", "down"], check=True)
+        (tmp_path / "cut").touch()
+        for rank in range(3):
+            failure = json.loads(job.said(rank, "failed"))
+            assert failure["kind"] == "TransportError", failure
+            assert failure["seconds"] < limit + 2, failure
+
+
 @needs_hosts
 def test_a_host_without_shared_memory_is_slower_and_says_so(tmp_path: Path) -> None:
     script = tmp_path / "sum.py"

@@ -244,6 +244,41 @@ def test_a_stopped_rank_is_named_at_the_time_limit(transport: str):
         check_end(job)
 
 
+@pytest.mark.parametrize(
+    ("transport", "time_"),
+    tiers.choose(
+        [(transport, time_) for transport in ("auto", "mpi") for time_ in range(10)],
+        push=[("auto", 0), ("mpi", 0)],
+    ),
+)
+def test_all_others_end_when_rank_0_is_stopped_in_a_loop_of_steps(transport: str, time_: int):
+    """Wherever that meets it: in a batch, or while it negotiates."""
+    limit = 3
+    environ = {"HORORING_TIMEOUT_S": str(limit), "HORORING_TRANSPORT": transport}
+    with LiveJob(RANKS, 3, "reduce_until_it_fails", **environ) as job:
+        job.wait_until_all_say("working")
+        time.sleep(random.random() * 0.02)
+        os.kill(job.pid(0), signal.SIGSTOP)
+        for rank in (1, 2):
+            seen = failure(job, rank)
+            assert seen["kind"] == "TransportError", seen
+            assert "rank 0 on host" in seen["text"] or "from rank(s) 0 for" in seen["text"], seen
+            assert seen["seconds"] < limit + 2, seen
+        check_end(job)
+
+
+def test_a_stopped_coordinator_is_named_in_a_warning_and_ends_a_stall():
+    environ = {"HORORING_STALL_WARNING_S": "1", "HORORING_STALL_SHUTDOWN_S": "2.5"}
+    with LiveJob(RANKS, 2, "stop_before_submitting", "0", **environ) as job:
+        seen = failure(job, 1)
+        assert seen["kind"] == "StalledError", seen
+        assert "allreduce 'x' (NEGOTIATE): rank 0 on host" in seen["text"]
+        assert seen["seconds"] < 30
+        warning = f"rank 0 on host {os.uname().nodename}, which coordinates, has given no sign"
+        assert f"stall: allreduce 'x' (NEGOTIATE): {warning} of life for 1 s" in job.printed(1)
+        check_end(job)
+
+
 def test_a_rank_stopped_before_it_submits_is_a_stall():
     environ = {"HORORING_STALL_WARNING_S": "0.5", "HORORING_STALL_SHUTDOWN_S": "1.5"}
     with LiveJob(RANKS, 2, "stop_before_submitting", **environ) as job:

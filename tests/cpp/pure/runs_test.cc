@@ -384,7 +384,7 @@ TEST(runs_that_wait_are_a_stall_in_time) {
   coordinator.Receive(1, report, 10 * kSecond);
   CHECK(coordinator.NextDeadline() > 10 * kSecond);
   CHECK(coordinator.NextDeadline() <= 11 * kSecond);
-  const std::string warning = coordinator.InspectStalls(12 * kSecond);
+  const std::string warning = coordinator.InspectStalls(12 * kSecond).warning;
   const std::string both = "2 s: allreduce 'a', allreduce 'b': submitted by rank 1, missing rank 0";
   CHECK(warning.find(both) != std::string::npos);
   CHECK(coordinator.NextDeadline() > 12 * kSecond);

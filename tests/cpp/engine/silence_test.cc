@@ -1,0 +1,106 @@
+// Ranks that are stopped, or cut off: whoever waits for them in the negotiation gets an error at
+// the limit, and nobody is taken for one of them who is only slow.
+#include <atomic>
+#include <chrono>
+#include <thread>
+
+#include "forwarding_transport.h"
+#include "hosts_engine_world.h"
+
+using namespace hororing_test;
+
+namespace {
+
+// Of a rank that can be stopped as a whole, as by SIGSTOP.
+class StoppableTransport final : public ForwardingTransport {
+ public:
+  StoppableTransport(std::unique_ptr<Transport> inner, std::atomic<bool>& stopped)
+      : ForwardingTransport(std::move(inner)), stopped_(stopped) {}
+  bool Poll(int* peer, std::string* message) override {
+    Stop();
+    return ForwardingTransport::Poll(peer, message);
+  }
+  Status CheckPeers() override {
+    Stop();
+    return ForwardingTransport::CheckPeers();
+  }
+
+ private:
+  void Stop() {
+    while (stopped_) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  std::atomic<bool>& stopped_;
+};
+
+// Rank `stops` is stopped after the first step; the others try another one, and check the error.
+void PlayStopped(const Hosts& hosts, int stops, const EngineConfig& config,
+                 const std::function<void(const Status&)>& check) {
+  std::atomic<bool> stopped{false};
+  std::atomic<size_t> ready{0}, done{0};
+  const auto adjust = [&](int rank, World& world) {
+    if (rank != stops) return;
+    world.transport = std::make_unique<StoppableTransport>(std::move(world.transport), stopped);
+  };
+  const auto script = [&](Player& player) {
+    std::vector<float> data(1000, 1.0f);
+    CHECK_OK(player.Allreduce("x", data));
+    ++ready;
+    while (ready < hosts.size()) std::this_thread::yield();
+    if (player.rank == stops) {
+      stopped = true;
+      while (done + 1 < hosts.size()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      stopped = false;
+      check(player.Allreduce("x", data));  // it hears of it
+      return;
+    }
+    while (!stopped) std::this_thread::yield();
+    check(player.Allreduce("x", data));
+    ++done;
+  };
+  PlayOn(hosts, config, script, 0, adjust);
+}
+
+}  // namespace
+
+TEST(all_others_end_when_a_rank_is_stopped_whichever_it_is) {
+  EngineConfig config;
+  config.timeout_ns = 800 * kMillisecond;
+  struct Case {
+    Hosts hosts;
+    int stops;
+  };
+  // The coordinator; the first and the last of another host.
+  for (const Case& each : {Case{{0, 0, 0}, 0}, Case{{0, 1, 1}, 1}, Case{{0, 1, 1}, 2}}) {
+    PlayStopped(each.hosts, each.stops, config, [&](const Status& status) {
+      CHECK(status.code() == Code::kTransport);
+      CHECK_EQ(status.rank(), each.stops);
+      const std::string host = "host" + std::to_string(each.hosts[static_cast<size_t>(each.stops)]);
+      const std::string text = "rank " + std::to_string(each.stops) + " on host " + host +
+                               (each.stops == 0 ? ", which coordinates," : "") +
+                               " has given no sign of life for 800 ms";
+      if (!Contains(status.message(), text)) Fail(__FILE__, __LINE__, status.message());
+    });
+  }
+}
+
+TEST(a_stopped_coordinator_is_a_stall_where_that_limit_is_set) {
+  EngineConfig config;
+  config.stall.shutdown_ns = 700 * kMillisecond;
+  PlayStopped({0, 1, 1}, 0, config, [](const Status& status) {
+    CHECK(status.code() == Code::kStalled);
+    CHECK_EQ(status.rank(), 0);
+    CHECK(Contains(status.message(), "HORORING_STALL_SHUTDOWN_S sets the limit"));
+  });
+}
+
+TEST(a_rank_that_computes_for_long_is_waited_for) {
+  EngineConfig config;
+  config.timeout_ns = 800 * kMillisecond;
+  PlayOn({0, 0, 1, 1}, config, [](Player& player) {
+    std::vector<float> data(1000, 1.0f);
+    for (const int slow : {0, 3}) {
+      if (player.rank == slow) std::this_thread::sleep_for(std::chrono::milliseconds(1700));
+      CHECK_OK(player.Allreduce("x", data));
+    }
+  });
+}
