@@ -189,14 +189,17 @@ def _job(env: Mapping[str, str]) -> str:
 
 
 def prepare_mpi(launch: Launch, environ: MutableMapping[str, str] | None = None) -> None:
-    """Set what makes MPI start quickly, where the user has not set it.
+    """Set what makes MPI start quickly, and fail with an error, where the user has not set it.
 
-    Only for Open MPI with all ranks on one host (or on nobody knows how many); other MPIs and
-    several hosts keep their defaults, since a fast network may need another choice.
+    Only for Open MPI, and what makes it start quickly with all ranks on one host (or on nobody
+    knows how many); other MPIs and several hosts keep their defaults, since a fast network may need
+    another choice.
     """
     env = os.environ if environ is None else environ
     if launch.launcher != "Open MPI":
         return
+    # Otherwise MPI_Init ends the process where another rank dies meanwhile.
+    env.setdefault("OMPI_MCA_mpi_initial_errhandler", "mpi_errors_return")
     if launch.local_size is not None and launch.local_size != launch.size:
         return
     for name, value in _OPENMPI_ON_ONE_HOST.items():

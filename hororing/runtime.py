@@ -23,11 +23,12 @@ import logging
 import os
 import sys
 import threading
+import time
 from types import TracebackType
 from typing import Any
 
 from hororing import config as configuration
-from hororing import job, launch
+from hororing import errors, job, launch
 from hororing import process_sets as sets
 from hororing._core import ffi, lib
 from hororing.engine_config import engine_config
@@ -47,10 +48,14 @@ from hororing.job import (
 from hororing.job import process as _process
 from hororing.launch import Launch
 from hororing.logs import Forwarder, logger
+from hororing.neighbours import Neighbours
 
 # Longest that shutdown() waits for what all ranks had submitted. A peer that is frozen must not
 # keep this process from ending.
 _SHUTDOWN_TIMEOUT_S = 30.0
+
+# Between two looks for a signal, and for ranks of this host that have ended, while init waits.
+_LOOK_S, _NEIGHBOURS_S = 0.2, 0.5
 
 _WORLD = -1  # as hr_config.mpi_communicator
 
@@ -80,6 +85,8 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         them a job of one rank).
     MismatchError : ranks are configured differently.
     TransportError : the ranks cannot reach one another, or not all came within HORORING_TIMEOUT_S.
+    PeerLostError : a rank has ended before all had come, as far as its host or MPI tells.
+    KeyboardInterrupt : within seconds. Where MPI was starting, the process can only end then.
     """
     start(launch.detect(), comm, process_sets)
 
@@ -128,12 +135,20 @@ def _start(started_by: Launch, comm: Any, dynamic: bool, process_sets: str) -> N
         _process.launched = launched
         _process.broken = True  # until it is known to be whole
         _install_hooks()
+        _run(c_config, settings, Neighbours(ranks) if communicator == _WORLD else None)
+        del keep
+
+
+def _run(c_config: Any, settings: configuration.Config, neighbours: Neighbours | None) -> None:
+    """Start the engine; after whatever exception there is none."""
+    try:
         code = int(lib.hr_init(c_config))
+        if code == lib.HR_OK:
+            code = _await_start(neighbours)
         if code != lib.HR_OK:
             # A rank that is not in `comm` does not take part, but nothing is wrong with MPI.
             _process.broken = code != lib.HR_INVALID_ARGUMENT
             fail(code)
-        del keep
         _process.broken = False
         _process.topology = job.read_topology()
         _process.timeline = _absolute(settings["TIMELINE"] or "")
@@ -143,6 +158,35 @@ def _start(started_by: Launch, comm: Any, dynamic: bool, process_sets: str) -> N
                 logger.log(log_level, note)
         for callback in _process.at_init:
             callback()
+    except BaseException as error:
+        if _process.topology is not None or not isinstance(error, Exception):  # Ctrl-C, say
+            _process.broken = True
+        lib.hr_abort(_reason(type(error), error))
+        _process.topology = None
+        raise
+
+
+def _await_start(neighbours: Neighbours | None) -> int:
+    """Wait for the engine of hr_init; its code. Ctrl-C is answered."""
+    began = time.monotonic()
+    look_at = began + _NEIGHBOURS_S
+    pending = True
+    while pending:
+        code = int(lib.hr_init_wait(_LOOK_S))
+        now = time.monotonic()
+        pending = code == lib.HR_PENDING
+        # MPI_Init may also fail because of one, and does not tell of which.
+        if neighbours is None or not (now >= look_at or code == lib.HR_TRANSPORT):
+            continue
+        look_at = now + _NEIGHBOURS_S
+        if ended := neighbours.ended():
+            raise errors.PeerLostError(
+                f"init: {', '.join(f'rank {rank} (pid {pid})' for rank, pid in ended.items())} "
+                f"ended, and this rank had waited {now - began:.0f} s for all ranks; every process "
+                "that mpirun starts must call init",
+                next(iter(ended)),
+            )
+    return code
 
 
 def _parse_comm(comm: Any, started_by: Launch) -> tuple[int, list[int] | None, bool]:
@@ -237,12 +281,16 @@ def _abort(kind: type[BaseException], value: BaseException) -> None:
     if _process.pid != os.getpid():
         return
     _process.broken = True
+    lib.hr_abort(_reason(kind, value))
+    _process.topology = None
+
+
+def _reason(kind: type[BaseException], value: BaseException) -> bytes:
     try:
         reason = f"{kind.__name__}: {value}".removesuffix(": ")
     except Exception:  # a broken __str__ must not hide the exception itself
         reason = kind.__name__
-    lib.hr_abort(reason.encode("utf-8", "replace"))
-    _process.topology = None
+    return reason.encode("utf-8", "replace")
 
 
 def _at_exit() -> None:

@@ -25,7 +25,7 @@ extern "C" {
 #endif
 
 /* Grows with every incompatible change of this file. */
-enum { HR_ABI_VERSION = 10 };
+enum { HR_ABI_VERSION = 11 };
 
 /* The values of hororing::Code, and one more. */
 typedef enum hr_code {
@@ -204,15 +204,17 @@ typedef struct hr_log_record {
 int hr_abi_version(void);
 const char* hr_version(void);
 
-/* Blocks until all ranks have started their engines, or fails on all of them. HR_OK, and
- * nothing more, when already initialised. */
+/* Begins to start an engine. HR_OK, and nothing more, when already initialised. */
 int hr_init(const hr_config* config);
+/* Waits, at most so long and for a second, until all ranks have started their engines: HR_OK; or
+ * until that has failed, on all of them. HR_PENDING: call it again, or hr_abort. */
+int hr_init_wait(double timeout_s);
 /* Ends the engine: everything that all ranks had submitted before is carried out, everything
  * else pending fails with HR_SHUT_DOWN on every rank, `reason` in the text ("" for none).
  * Returns within about timeout_s also when peers are dead. hr_init works again afterwards. */
 int hr_shutdown(const char* reason, double timeout_s);
 /* As hr_shutdown, without waiting for anybody: peers fail with HR_PEER_LOST and `reason`. For
- * a process that is about to die. */
+ * a process that is about to die, or an hr_init that nobody waits for any more. */
 int hr_abort(const char* reason);
 /* Finalises MPI if this library initialised it. At the end of the process only. */
 void hr_finalize(void);

@@ -29,9 +29,10 @@ namespace {
 // so that a shutdown on another thread cannot pull it away from under them.
 struct Process {
   std::mutex mutex;
-  std::shared_ptr<Engine> engine;  // GUARDED_BY(mutex)
-  bool given_up = false;           // a former engine was; GUARDED_BY(mutex)
-  std::string ended_by;            // a former engine; GUARDED_BY(mutex)
+  std::shared_ptr<Engine> engine;    // GUARDED_BY(mutex)
+  std::shared_ptr<Engine> starting;  // between hr_init and the end of hr_init_wait; the same
+  bool given_up = false;             // a former engine was; GUARDED_BY(mutex)
+  std::string ended_by;              // a former engine; GUARDED_BY(mutex)
   std::shared_ptr<HandleTable> handles = std::make_shared<HandleTable>();
 };
 
@@ -140,11 +141,17 @@ int EndEngine(const char* reason, const std::function<bool(Engine&)>& end) {
   std::shared_ptr<Engine> engine;
   {
     std::lock_guard<std::mutex> lock(process.mutex);
-    engine = std::exchange(process.engine, nullptr);
+    const bool started = process.starting == nullptr;
+    engine = std::exchange(started ? process.engine : process.starting, nullptr);
     if (engine == nullptr) return HR_OK;
+    if (!started) process.given_up = true;  // until its thread has ended
     process.ended_by = Text(reason);
   }
-  if (end(*engine)) return HR_OK;
+  if (end(*engine)) {
+    std::lock_guard<std::mutex> lock(process.mutex);
+    process.given_up = false;
+    return HR_OK;
+  }
   const bool given_up = engine->given_up();
   new std::shared_ptr<Engine>(std::move(engine));
   if (!given_up) {
@@ -171,11 +178,12 @@ HR_EXPORT int hr_init(const hr_config* config) {
   Process& process = TheProcess();
   {
     std::lock_guard<std::mutex> lock(process.mutex);
-    if (process.engine != nullptr) return HR_OK;
+    if (process.engine != nullptr || process.starting != nullptr) return HR_OK;
     if (process.given_up) {
       return Remember(Status(Code::kTransport,
-                             "init: the thread of an engine before is in a call that does not "
-                             "return; start this process again"));
+                             "init: the thread of an earlier engine is in a call that does not "
+                             "return, or still waits for the other ranks; start this process "
+                             "again"));
     }
   }
   SetLogLevel(static_cast<LogLevel>(config->log_level));
@@ -191,13 +199,25 @@ HR_EXPORT int hr_init(const hr_config* config) {
   Status parsed = Parse(Text(config->algorithm), &engine_config.allreduce);
   if (parsed.ok()) parsed = Parse(Text(config->gpu), &engine_config.gpu);
   if (!parsed.ok()) return Remember(parsed);
-  std::unique_ptr<Engine> engine;
-  const Status status = Engine::Start(
-      engine_config, [world](World* made) { return MakeWorld(world, made); }, process.handles,
-      &engine);
-  if (!status.ok()) return Remember(status);
+  std::shared_ptr<Engine> engine = Engine::Begin(
+      engine_config, [world](World* made) { return MakeWorld(world, made); }, process.handles);
   std::lock_guard<std::mutex> lock(process.mutex);
-  process.engine = std::move(engine);
+  process.starting = std::move(engine);
+  return HR_OK;
+}
+
+HR_EXPORT int hr_init_wait(double timeout_s) {
+  Process& process = TheProcess();
+  const std::shared_ptr<Engine> starting = process.starting;
+  if (starting == nullptr) return CurrentEngine() != nullptr ? HR_OK : Remember(NotInitialized());
+  Status status;
+  if (!starting->AwaitStart(Scaled(timeout_s, kSecond), &status)) return HR_PENDING;
+  if (!status.ok()) {
+    hr_abort("init had failed");
+    return Remember(status);
+  }
+  std::lock_guard<std::mutex> lock(process.mutex);
+  process.engine = std::exchange(process.starting, nullptr);
   return HR_OK;
 }
 
@@ -208,7 +228,11 @@ HR_EXPORT int hr_shutdown(const char* reason, double timeout_s) {
 }
 
 HR_EXPORT int hr_abort(const char* reason) {
-  return EndEngine(reason, [&](Engine& engine) { return engine.Abort(Text(reason), 2 * kSecond); });
+  return EndEngine(reason, [&](Engine& engine) {
+    // Where it starts it may be inside MPI_Init, and for long.
+    const bool starting = engine.state() == Engine::State::kStarting;
+    return engine.Abort(Text(reason), starting ? kSecond / 2 : 2 * kSecond);
+  });
 }
 
 HR_EXPORT void hr_finalize(void) {

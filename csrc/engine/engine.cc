@@ -3,6 +3,7 @@
 #include <pthread.h>
 #include <sched.h>
 
+#include <algorithm>
 #include <chrono>
 #include <exception>
 #include <map>
@@ -55,7 +56,9 @@ void BindToCpu(int cpu) {
 }  // namespace
 
 Engine::Engine(const EngineConfig& config, std::shared_ptr<HandleTable> handles)
-    : config_(config), handles_(std::move(handles)) {}
+    : config_(config),
+      handles_(std::move(handles)),
+      start_deadline_(After(NowNs(), After(config.timeout_ns, kStartGrace))) {}
 
 Engine::~Engine() {
   if (thread_.joinable()) thread_.join();
@@ -63,37 +66,48 @@ Engine::~Engine() {
 
 Status Engine::Start(const EngineConfig& config, WorldMaker make_world,
                      std::shared_ptr<HandleTable> handles, std::unique_ptr<Engine>* engine) {
+  std::unique_ptr<Engine> starting = Begin(config, std::move(make_world), std::move(handles));
+  Status status;
+  while (!starting->AwaitStart(kSecond, &status)) continue;
+  if (status.ok()) {
+    *engine = std::move(starting);
+  } else if (!starting->Abort("init had failed", kStartGrace)) {
+    static_cast<void>(starting.release());
+  }
+  return status;
+}
+
+std::unique_ptr<Engine> Engine::Begin(const EngineConfig& config, WorldMaker make_world,
+                                      std::shared_ptr<HandleTable> handles) {
   std::unique_ptr<Engine> starting(new Engine(config, std::move(handles)));
   Engine* raw = starting.get();
   starting->thread_ = std::thread([raw, make_world = std::move(make_world)] {
     raw->ThreadMain(make_world);
     raw->Ended();
   });
-  std::unique_lock<std::mutex> lock(starting->mutex_);
-  const auto started = [&] { return starting->started_; };
-  if (config.timeout_ns == kForever) {
-    starting->changed_.wait(lock, started);
-  } else if (!starting->changed_.wait_for(
-                 lock, std::chrono::nanoseconds(After(config.timeout_ns, kStartGrace)), started)) {
-    // Inside MPI_Init, which nothing can end. Should it come out of there, the loop tells the
-    // others and ends; until then the thread needs its engine, which is therefore leaked.
-    raw->stop_reason_ = "init had given up waiting for the other ranks";
-    raw->abort_ = true;
-    lock.unlock();
-    static_cast<void>(starting.release());
-    return Status(Code::kTransport,
-                  "init: not all ranks of the job have called it in time (HORORING_TIMEOUT_S sets "
-                  "the limit); every process that mpirun starts must call init");
+  return starting;
+}
+
+bool Engine::AwaitStart(TimeNs timeout_ns, Status* status) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  const TimeNs left = std::max<TimeNs>(start_deadline_ - NowNs(), 0);
+  changed_.wait_for(lock, std::chrono::nanoseconds(std::min({left, timeout_ns, kSecond})),
+                    [&] { return started_; });
+  if (!started_) {
+    // Inside MPI_Init, which nothing can end. Should it come out of there after Abort, the loop
+    // tells the others and ends; until then the thread needs its engine, which is therefore leaked.
+    *status = Status(Code::kTransport,
+                     "init: not all ranks of the job have called it in time (HORORING_TIMEOUT_S "
+                     "sets the limit); every process that mpirun starts must call init");
+    return NowNs() >= start_deadline_;
   }
-  const Status status = starting->start_status_;
+  *status = start_status_;
   lock.unlock();
-  if (!status.ok()) return status;
-  if (!config.timeline.empty() && raw->topology_.rank == 0) {
-    const Status timeline = raw->StartTimeline(config.timeline, config.timeline_cycles);
+  if (status->ok() && !config_.timeline.empty() && topology_.rank == 0) {
+    const Status timeline = StartTimeline(config_.timeline, config_.timeline_cycles);
     if (!timeline.ok()) Log(LogLevel::kError, "no timeline: " + timeline.message());
   }
-  *engine = std::move(starting);
-  return Status::Ok();
+  return true;
 }
 
 // The thread never lets an exception escape: out of memory becomes a failure of this rank, which

@@ -76,6 +76,11 @@ class Engine {
   // talk). `handles` may be shared by engines that follow one another.
   static Status Start(const EngineConfig& config, WorldMaker make_world,
                       std::shared_ptr<HandleTable> handles, std::unique_ptr<Engine>* engine);
+  // The same in steps: Begin, and AwaitStart until it returns true, or Abort. `status` is that of
+  // Start; where it is an error, Abort tells whether the engine can be destroyed.
+  static std::unique_ptr<Engine> Begin(const EngineConfig& config, WorldMaker make_world,
+                                       std::shared_ptr<HandleTable> handles);
+  bool AwaitStart(TimeNs timeout_ns, Status* status);
   // REQUIRES: the loop has ended (Shutdown or Abort returned true).
   ~Engine();
   Engine(const Engine&) = delete;
@@ -188,6 +193,7 @@ class Engine {
   // On rank 0, without which no rendezvous succeeds: the timeline is to show everything now.
   std::atomic<bool> shows_all_{false};
 
+  const TimeNs start_deadline_;
   CallWatch calls_;  // of the loop's thread
   // Of a loop that was given up: what still refers to a device.
   std::vector<std::unique_ptr<TensorEntry>> left_behind_;

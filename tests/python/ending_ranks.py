@@ -15,6 +15,7 @@ import numpy as np
 
 import hororing.numpy as hvd
 from hororing import errors
+from hororing._core import lib
 
 
 def say(word: str, *rest: object) -> None:
@@ -288,6 +289,58 @@ def never_call_init() -> None:
     if MPI.COMM_WORLD.rank == MPI.COMM_WORLD.size - 1:
         time.sleep(1000)
     fail_with(hvd.init)
+
+
+# -- in init -----------------------------------------------------------------------------------
+
+
+def wait_for_one_in_mpi_init() -> None:
+    """The last rank comes late, or never: the others wait for it inside MPI_Init."""
+    say("pid", os.getpid())
+    if the_last_one_of_mpi():
+        time.sleep(1000)
+    began = time.monotonic()
+    try:
+        hvd.init()
+    except KeyboardInterrupt:
+        say("interrupted", time.monotonic() - began, hvd.is_initialized(), lib.hr_state_now())
+        try:
+            hvd.init()
+        except errors.HororingInternalError as error:
+            tell(error, began)
+        raise
+    except errors.HororingInternalError as error:
+        tell(error, began)
+        raise
+
+
+def die_between_two_inits() -> None:
+    begin()
+    hvd.shutdown()
+    if the_last_one_of_mpi():
+        os.kill(os.getpid(), signal.SIGKILL)
+    fail_with(hvd.init)
+
+
+def the_last_one_of_mpi() -> bool:
+    return int(os.environ["OMPI_COMM_WORLD_RANK"]) == int(os.environ["OMPI_COMM_WORLD_SIZE"]) - 1
+
+
+def interrupt_init_everywhere() -> None:
+    """A signal before every line of init, alone: afterwards there is no engine, or there is one."""
+    say("pid", os.getpid())
+    from test_interrupts import interrupted
+
+    from hororing import runtime
+
+    at = 1
+    while interrupted(hvd.init, at, runtime._run, runtime._await_start):
+        assert hvd.is_initialized() == (lib.hr_state_now() == lib.HR_STATE_RUNNING), at
+        hvd.shutdown()
+        at += 1
+    assert at > 20, at
+    assert hvd.allreduce(np.ones(3)).tolist() == [1.0] * 3
+    say("fine")
 
 
 # -- children ----------------------------------------------------------------------------------

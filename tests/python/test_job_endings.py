@@ -300,6 +300,57 @@ def test_init_ends_at_the_time_limit_when_a_rank_does_not_come():
 
 
 # ---------------------------------------------------------------------------------------------
+# In init
+
+
+# Survivors are not ended by mpirun, and hear of a death from MPI.
+ULFM = ["--with-ft", "ulfm", "--mca", "coll", "^han"]
+
+
+def test_a_rank_that_dies_before_another_init_is_named_by_it():
+    with LiveJob(RANKS, 3, "die_between_two_inits", options=ULFM) as job:
+        for rank in range(2):
+            seen = failure(job, rank)
+            assert (seen["kind"], seen["rank"]) == ("PeerLostError", 2), seen
+            assert "init: rank 2" in seen["text"]
+            assert seen["seconds"] < 20
+        check_end(job)
+
+
+def test_a_rank_that_dies_while_others_are_in_mpi_init_is_named_to_them():
+    with LiveJob(RANKS, 3, "wait_for_one_in_mpi_init", options=ULFM) as job:
+        victim = job.pid(2)
+        job.wait_until_all_say("pid")
+        time.sleep(3)  # into MPI_Init, and a look or two at the others
+        os.kill(victim, signal.SIGKILL)
+        for rank in range(2):
+            seen = failure(job, rank)
+            # One of the two may end because of it before the other has looked.
+            assert seen["kind"] == "PeerLostError", seen
+            assert seen["text"].startswith("init: ")
+            assert f"rank 2 (pid {victim}) ended" in seen["text"]
+            assert seen["seconds"] < 30
+        check_end(job)
+
+
+def test_an_interrupt_ends_init_and_leaves_no_engine():
+    with LiveJob(RANKS, 2, "wait_for_one_in_mpi_init") as job:
+        job.wait_until_all_say("pid")
+        time.sleep(1)  # into MPI_Init, or somewhere before
+        os.kill(job.pid(0), signal.SIGINT)
+        _, initialized, state = job.said(0, "interrupted").split()
+        assert (initialized, state) == ("False", "0")
+        assert "start this process again" in failure(job, 0)["text"]
+        check_end(job)
+
+
+def test_an_interrupt_anywhere_in_init_leaves_an_engine_that_python_knows_or_none():
+    with LiveJob(RANKS, 1, "interrupt_init_everywhere") as job:
+        assert check_end(job, failed=False) == 0
+        job.said(0, "fine")
+
+
+# ---------------------------------------------------------------------------------------------
 # Children
 
 

@@ -469,6 +469,9 @@ def test_a_launcher_that_mpi_does_not_know_is_an_error(environ: dict[str, str]):
     assert (done.returncode, done.stdout) == (0, "1 False\n"), done.stderr
 
 
+ERRORS_RETURN = {"OMPI_MCA_mpi_initial_errhandler": "mpi_errors_return"}
+
+
 def test_mpi_is_prepared_for_one_host_and_the_users_settings_win():
     one_host = Launch("Open MPI", 0, 2, 0, 2)
     environ = {"OMPI_MCA_btl": "self,tcp"}
@@ -477,6 +480,7 @@ def test_mpi_is_prepared_for_one_host_and_the_users_settings_win():
         "OMPI_MCA_btl": "self,tcp",
         "OMPI_MCA_pml": "ob1",
         "OMPI_MCA_osc": "^ucx",
+        **ERRORS_RETURN,
     }
 
 
@@ -486,4 +490,4 @@ def test_mpi_is_prepared_for_one_host_and_the_users_settings_win():
 def test_other_mpis_and_several_hosts_keep_their_defaults(started_by: Launch):
     environ: dict[str, str] = {}
     prepare_mpi(started_by, environ)
-    assert environ == {}
+    assert environ == (ERRORS_RETURN if started_by.launcher == "Open MPI" else {})

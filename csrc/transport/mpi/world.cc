@@ -9,6 +9,7 @@
 #include <set>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "transport/mpi/failure.h"
 #include "transport/mpi/transport.h"
@@ -56,8 +57,17 @@ Status EnsureInitialized() {
     dlopen(mpi.dli_fname, RTLD_NOW | RTLD_GLOBAL | RTLD_NOLOAD);
   }
   // MULTIPLE, because the script may import mpi4py later and call MPI beside the engine's thread.
-  RETURN_IF_MPI_ERROR(MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &level));
+  const int error = MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &level);
+  if (error != MPI_SUCCESS) {
+    broken_here = true;
+    return MpiError("init: MPI_Init_thread", error, -1);
+  }
   initialized_here = true;
+  // Returned errors are for MPI_Init alone (hororing/launch.py). Others who use MPI in this process
+  // count on its default.
+  for (MPI_Comm each : {MPI_COMM_WORLD, MPI_COMM_SELF}) {
+    MPI_Comm_set_errhandler(each, MPI_ERRORS_ARE_FATAL);
+  }
   if (level == MPI_THREAD_SERIALIZED || level == MPI_THREAD_MULTIPLE) return Status::Ok();
   return Status(Code::kInvalidArgument,
                 "this MPI serves only its main thread (no MPI_THREAD_SERIALIZED); use one that was "
@@ -111,23 +121,54 @@ Status Select(const MpiWorld& world, MPI_Comm* selected, bool* owned) {
   return Status::Ok();
 }
 
+// While it lives, errors on a communicator are returned. MPI's default ends the process.
+class ErrorsReturn {
+ public:
+  explicit ErrorsReturn(MPI_Comm communicator) : communicator_(communicator) {
+    MPI_Comm_get_errhandler(communicator_, &before_);
+    MPI_Comm_set_errhandler(communicator_, MPI_ERRORS_RETURN);
+  }
+  ~ErrorsReturn() {
+    MPI_Comm_set_errhandler(communicator_, before_);
+    MPI_Errhandler_free(&before_);
+  }
+  ErrorsReturn(const ErrorsReturn&) = delete;
+  ErrorsReturn& operator=(const ErrorsReturn&) = delete;
+
+ private:
+  const MPI_Comm communicator_;
+  MPI_Errhandler before_ = MPI_ERRHANDLER_NULL;
+};
+
 // A duplicate, once all members have asked for one.
 Status Duplicate(MPI_Comm from, TimeNs spin_ns, TimeNs deadline, MPI_Comm* duplicate) {
+  const ErrorsReturn of_parent(from);
   // On the heap: MPI writes to it whenever the others come, also after we have given up.
   auto made = std::make_shared<MPI_Comm>(MPI_COMM_NULL);
-  MPI_Request request;
-  RETURN_IF_MPI_ERROR(MPI_Comm_idup(from, made.get(), &request));
+  MPI_Request request = MPI_REQUEST_NULL;
+  int error = MPI_Comm_idup(from, made.get(), &request);
   WakeBell nobody_rings;
   Backoff backoff(spin_ns, kLongestIdleSleep);
-  for (int done = 0;;) {
-    RETURN_IF_MPI_ERROR(MPI_Test(&request, &done, MPI_STATUS_IGNORE));
-    if (done != 0) break;
-    if (backoff.Pause(nobody_rings, 0, false, deadline)) continue;
+  Status failed;
+  for (int done = 0; done == 0 && failed.ok();) {
+    if (error == MPI_SUCCESS) error = MPI_Test(&request, &done, MPI_STATUS_IGNORE);
+    // The duplication of a communicator need not fail when a member of it dies.
+    const std::vector<int> dead = done != 0 ? std::vector<int>() : KnownDead(from);
+    if (!dead.empty()) {
+      failed = Status(Code::kPeerLost, "init: rank " + std::to_string(dead[0]) + " died", dead[0]);
+    } else if (error != MPI_SUCCESS) {
+      failed = MpiError("init: MPI_Comm_idup", error, -1);
+    } else if (done == 0 && !backoff.Pause(nobody_rings, 0, false, deadline)) {
+      failed =
+          Status(Code::kTransport,
+                 "init: not all ranks of the job have called it in time (HORORING_TIMEOUT_S sets "
+                 "the limit); every process that mpirun starts must call init");
+    }
+  }
+  if (!failed.ok()) {
     Bury(std::move(made));
     broken_here = true;
-    return Status(Code::kTransport,
-                  "init: not all ranks of the job have called it in time (HORORING_TIMEOUT_S sets "
-                  "the limit); every process that mpirun starts must call init");
+    return failed;
   }
   *duplicate = *made;
   MPI_Comm_set_errhandler(*duplicate, MPI_ERRORS_RETURN);
@@ -136,6 +177,8 @@ Status Duplicate(MPI_Comm from, TimeNs spin_ns, TimeNs deadline, MPI_Comm* dupli
 
 Status Open(const MpiWorld& world, TimeNs spin_ns, TimeNs deadline, Transport** transport) {
   HORORING_RETURN_IF_ERROR(EnsureInitialized());
+  // Those on which MPI may raise what went wrong with a request of its own.
+  const ErrorsReturn of_world(MPI_COMM_WORLD), of_self(MPI_COMM_SELF);
   MPI_Comm selected, data, control;
   bool owned = false;
   HORORING_RETURN_IF_ERROR(Select(world, &selected, &owned));

@@ -1,0 +1,70 @@
+"""Which ranks of this host have ended, while MPI starts.
+
+MPI_Init waits for every rank that the launcher has started, and waits for ever for one that has
+died meanwhile: a launcher with fault tolerance (`mpirun --with-ft ulfm`) lets the others go on. So
+`init` looks at the processes of its job itself. It knows them by the variables that Open MPI gives
+each, so it needs nothing of theirs: a rank that still imports its framework is seen as well.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+
+_JOB, _RANK = b"PMIX_NAMESPACE", b"PMIX_RANK"
+
+
+def _variables(pid: int | str) -> tuple[bytes, int] | None:
+    """The job and the rank in the environment of a process, as its launcher has set them."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            pairs = (entry.partition(b"=") for entry in file.read().split(b"\0"))
+            found = {name: value for name, _, value in pairs if name in (_JOB, _RANK)}
+    except OSError:  # it has ended meanwhile, or is somebody else's
+        return None
+    if len(found) < 2 or not found[_RANK].isdigit():
+        return None
+    return found[_JOB], int(found[_RANK])
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            # Behind the name, which may hold anything: see proc(5).
+            return file.read().rpartition(b") ")[2][:1] not in (b"Z", b"X", b"")
+    except OSError:
+        return False
+
+
+class Neighbours:
+    """The ranks of this job that have been seen on this host."""
+
+    def __init__(self, members: Collection[int] | None) -> None:
+        """Watch those of `members`; None: all."""
+        own = _variables("self")
+        self._job = own[0] if own else None
+        self._members = members
+        self._seen: dict[int, set[int]] = {}
+
+    def ended(self) -> dict[int, int]:
+        """The ranks that were here at an earlier call and are not any more: process id by rank.
+
+        A rank whose children live on counts as there.
+        """
+        if self._job is None:
+            return {}
+        now: dict[int, set[int]] = {}
+        for pid in filter(str.isdecimal, os.listdir("/proc")):
+            found = _variables(pid)
+            if found is not None and found[0] == self._job:
+                now.setdefault(found[1], set()).add(int(pid))
+        for rank, pids in now.items():
+            self._seen.setdefault(rank, set()).update(pids)
+        # A process may overwrite its environment, where its title begins: so look for it as well.
+        return {
+            rank: min(pids)
+            for rank, pids in sorted(self._seen.items())
+            if rank not in now
+            and not any(map(_is_alive, pids))
+            and (self._members is None or rank in self._members)
+        }
