@@ -44,6 +44,11 @@ HR_EXPORT int hr_poll(int64_t handle) {
   return -Remember(Status(Code::kInvalidArgument, "there is no handle " + std::to_string(handle)));
 }
 
+HR_EXPORT int64_t hr_next_completion(int64_t seen, double timeout_s) {
+  if (InForkedChild()) return -Remember(NotInitialized());
+  return Handles()->NextCompletion(seen, Scaled(timeout_s, kSecond));
+}
+
 HR_EXPORT int hr_wait(int64_t handle, double timeout_s) {
   if (InForkedChild()) return Remember(NotInitialized());
   Status status;

@@ -240,6 +240,10 @@ int32_t hr_allreduce_many(const hr_request* const* requests, const uintptr_t* ad
                           int32_t count, int64_t* handles);
 /* 1 when complete, 0 when pending, HR_INVALID_ARGUMENT negated when there is no such handle. */
 int hr_poll(int64_t handle);
+/* For one thread that waits for any of many handles: waits at most timeout_s until a handle that
+ * hr_poll has found pending is complete since the call that returned `seen`, and returns the next
+ * `seen`. At once with -1. */
+int64_t hr_next_completion(int64_t seen, double timeout_s);
 /* Waits at most timeout_s (< 0: for ever): HR_PENDING, or the handle's final code. The handle
  * stays valid until hr_release. */
 int hr_wait(int64_t handle, double timeout_s);

@@ -112,6 +112,7 @@ void HandleTable::TakeBack(int64_t handle) {
 // Whether somebody sleeps until then.
 bool HandleTable::Finish(Slot& slot) {
   const bool awaited = slot.awaited;
+  if (awaited) ++completions_;
   if (slot.released) {
     Free(slot);
   } else {
@@ -151,9 +152,11 @@ void HandleTable::Complete(const std::vector<int64_t>& handles) {
 
 HandleTable::Look HandleTable::Poll(int64_t handle) {
   std::lock_guard<std::mutex> lock(mutex_);
-  const Slot* const slot = Find(handle);
+  Slot* const slot = Find(handle);
   if (slot == nullptr || slot->released) return Look::kUnknown;
-  return slot->done ? Look::kDone : Look::kPending;
+  if (slot->done) return Look::kDone;
+  slot->awaited = true;
+  return Look::kPending;
 }
 
 template <typename Settled>
@@ -166,6 +169,12 @@ bool HandleTable::Sleep(std::unique_lock<std::mutex>& lock, TimeNs timeout_ns,
   }
   completed_.wait(lock, settled);
   return true;
+}
+
+int64_t HandleTable::NextCompletion(int64_t seen, TimeNs timeout_ns) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  Sleep(lock, timeout_ns, [&] { return completions_ > seen; });
+  return completions_;
 }
 
 HandleTable::Look HandleTable::Wait(int64_t handle, TimeNs timeout_ns, Status* status) {

@@ -65,6 +65,9 @@ class HandleTable {
   void Complete(const std::vector<int64_t>& handles);
 
   Look Poll(int64_t handle);
+  // Waits at most `timeout_ns` until more handles have been completed than `seen` that were pending
+  // when Poll or a wait looked at them; returns how many.
+  int64_t NextCompletion(int64_t seen, TimeNs timeout_ns);
   // Waits at most `timeout_ns`; fills `status` when done.
   Look Wait(int64_t handle, TimeNs timeout_ns, Status* status);
   // Waits for all of them. When all have succeeded they are released, and `all_ok` is true;
@@ -99,7 +102,7 @@ class HandleTable {
     int64_t handle = 0;  // 0: free
     bool done = false;
     bool released = false;
-    bool awaited = false;              // somebody sleeps until it is done
+    bool awaited = false;              // somebody sleeps until it is done, or has polled for it
     std::unique_ptr<Outcome> outcome;  // null: success, and nothing else
   };
 
@@ -116,6 +119,7 @@ class HandleTable {
   std::vector<Slot> slots_;    // GUARDED_BY(mutex_)
   std::vector<int64_t> free_;  // places; GUARDED_BY(mutex_)
   int64_t next_ = 0;           // GUARDED_BY(mutex_)
+  int64_t completions_ = 0;    // of handles that were awaited; GUARDED_BY(mutex_)
 };
 
 // A handle for a request that is to come.

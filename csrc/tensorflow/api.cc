@@ -11,6 +11,13 @@ namespace {
 // Where TensorFlow 2 keeps its C interface, since 2.16 at least.
 constexpr char kLibrary[] = "libtensorflow_framework.so.2";
 
+// ThreadPoolDevice::ComputeAsync(AsyncOpKernel*, OpKernelContext*, std::function<void()>), of
+// libstdc++, as here. Asynchronous kernels get a pointer to that parameter, which is gone when they
+// return: they have to move it away, for which its type must be this one.
+constexpr char kProofOfType[] =
+    "_ZN10tensorflow16ThreadPoolDevice12ComputeAsyncEPNS_13AsyncOpKernelEPNS_15OpKernelContextE"
+    "St8functionIFvvEE";
+
 class Lookup {
  public:
   explicit Lookup(void* library) : library_(library) {}
@@ -69,6 +76,10 @@ bool LoadApi(std::string* problem) {
   look("TF_AllocateOutput", &api.AllocateOutput);
   look("TF_ForwardInputOrAllocateOutput", &api.ForwardInputOrAllocateOutput);
   look("TF_OpKernelContext_Failure", &api.OpKernelContext_Failure);
+  api.NewAsyncKernelBuilder = nullptr;
+  if (dlsym(library, kProofOfType) != nullptr) {
+    look("TF_NewAsyncKernelBuilder", &api.NewAsyncKernelBuilder);
+  }
   if (look.missing().empty()) return true;
   *problem = std::string(kLibrary) + " of this TensorFlow has no function " + look.missing();
   return false;

@@ -18,6 +18,7 @@ struct TF_ShapeInferenceContext;
 struct TF_KernelBuilder;
 struct TF_OpKernelConstruction;
 struct TF_OpKernelContext;
+struct TF_AsyncOpKernelDoneCallback;
 
 namespace hororing::tensorflow {
 
@@ -78,6 +79,12 @@ struct Api {
                                         void* (*create)(TF_OpKernelConstruction*),
                                         void (*compute)(void* kernel, TF_OpKernelContext*),
                                         void (*destroy)(void* kernel));
+  // Null unless `done` is known to point to a std::function<void()>, of the caller's.
+  TF_KernelBuilder* (*NewAsyncKernelBuilder)(const char* op, const char* device,
+                                             void* (*create)(TF_OpKernelConstruction*),
+                                             void (*compute)(void* kernel, TF_OpKernelContext*,
+                                                             TF_AsyncOpKernelDoneCallback* done),
+                                             void (*destroy)(void* kernel));
   void (*RegisterKernelBuilder)(const char* name, TF_KernelBuilder*, TF_Status*);
   void (*OpKernelConstruction_GetAttrInt64)(TF_OpKernelConstruction*, const char* name,
                                             int64_t* value, TF_Status*);

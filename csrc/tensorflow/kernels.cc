@@ -57,8 +57,12 @@ void Register(const Operation& operation, TfStatus* status) {
   api.OpDefinitionBuilderSetShapeInferenceFunction(definition, LeaveShapesUnknown);
   api.RegisterOpDefinition(definition, status->get());
   if (!status->ok()) return;
-  TF_KernelBuilder* kernel = api.NewKernelBuilder(operation.name, "CPU", operation.create,
-                                                  operation.compute, operation.destroy);
+  const bool async = operation.compute_async != nullptr && api.NewAsyncKernelBuilder != nullptr;
+  TF_KernelBuilder* kernel =
+      async ? api.NewAsyncKernelBuilder(operation.name, "CPU", operation.create,
+                                        operation.compute_async, operation.destroy)
+            : api.NewKernelBuilder(operation.name, "CPU", operation.create, operation.compute,
+                                   operation.destroy);
   api.RegisterKernelBuilder(operation.name, kernel, status->get());
 }
 

@@ -7,10 +7,9 @@
 //                                       stateless: runs as soon as its tensors are there, in any
 //                                       order. Token and name together are like no other's, so
 //                                       that equal ones are not merged
-//   HororingWait   handles -> results   stateful; blocks one thread of the inter-op pool. All that
-//                                       it waits for has been submitted: a pool of one is enough
+//   HororingWait   handles -> results   stateful; blocks no thread of the inter-op pool
 //
-// See docs/adr/0014-tensorflow-plug-in.md.
+// See docs/adr/0014-tensorflow-plug-in.md and 0040-waits-in-graphs-block-no-thread.md.
 #pragma once
 
 #include <string>
@@ -34,6 +33,8 @@ struct Operation {
   void* (*create)(TF_OpKernelConstruction*);
   void (*compute)(void* kernel, TF_OpKernelContext*);
   void (*destroy)(void* kernel);
+  // Instead of `compute`, where TensorFlow has asynchronous kernels. May be null.
+  void (*compute_async)(void* kernel, TF_OpKernelContext*, TF_AsyncOpKernelDoneCallback*);
 };
 void Register(const Operation& operation, TfStatus* status);
 

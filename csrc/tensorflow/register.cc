@@ -27,3 +27,8 @@ const std::string problem = RegisterAll();
 extern "C" __attribute__((visibility("default"))) const char* hororing_tensorflow_problem() {
   return hororing::tensorflow::problem.c_str();
 }
+
+// Whether an operation that waits blocks a thread of TensorFlow's.
+extern "C" __attribute__((visibility("default"))) int hororing_tensorflow_blocks() {
+  return hororing::tensorflow::api.NewAsyncKernelBuilder == nullptr;
+}

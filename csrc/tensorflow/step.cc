@@ -18,9 +18,10 @@ void Compute(void*, TF_OpKernelContext* context) {
 void RegisterStep(TfStatus* status) {
   static const char* const none[] = {nullptr};
   static const char* const outputs[] = {"token: int64", nullptr};
-  Register({"HororingStep", none, none, outputs, true,
-            [](TF_OpKernelConstruction*) -> void* { return nullptr; }, Compute, [](void*) {}},
-           status);
+  Register(
+      {"HororingStep", none, none, outputs, true,
+       [](TF_OpKernelConstruction*) -> void* { return nullptr; }, Compute, [](void*) {}, nullptr},
+      status);
 }
 
 }  // namespace hororing::tensorflow

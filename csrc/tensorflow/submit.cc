@@ -237,8 +237,9 @@ void RegisterSubmit(TfStatus* status) {
                                        "splits: int64", "tensors: T",          nullptr};
   // `pending` is where results will be. Nobody looks at it: HororingWait hands them out.
   static const char* const outputs[] = {"pending: P", "handle: int64", nullptr};
-  Register({"HororingSubmit", attributes, inputs, outputs, false, Create, Compute, Destroy},
-           status);
+  Register(
+      {"HororingSubmit", attributes, inputs, outputs, false, Create, Compute, Destroy, nullptr},
+      status);
 }
 
 }  // namespace hororing::tensorflow

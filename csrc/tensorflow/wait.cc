@@ -1,5 +1,15 @@
-// HororingWait: waits for what was submitted, and hands the results out.
+// HororingWait: waits for what was submitted, and hands the results out. It blocks no thread of
+// TensorFlow's: ranks run operations in different orders, and what one thread is blocked for may
+// need what another rank has no thread left to submit. A thread of our own calls TensorFlow back.
+#include <pthread.h>
+
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
 #include <optional>
+#include <thread>
+#include <utility>
 #include <vector>
 
 #include "capi/hororing.h"
@@ -14,26 +24,44 @@ void FreeResult(void* data, size_t, void*) { hr_free(reinterpret_cast<uintptr_t>
 // One execution of a node.
 class Execution {
  public:
-  explicit Execution(TF_OpKernelContext* context) : context_(context) {}
+  // `done`: to be called when it is over; may be empty.
+  Execution(TF_OpKernelContext* context, std::function<void()> done)
+      : context_(context), done_(std::move(done)) {
+    for (int i = 0; status_.ok() && i < api.NumInputs(context_); ++i) {
+      TF_Tensor* input = nullptr;
+      api.GetInput(context_, i, &input, status_.get());
+      if (!status_.ok()) break;
+      const Tensor owner(input);
+      handles_.push_back(*static_cast<const int64_t*>(api.TensorData(input)));
+    }
+    pending_ = handles_;
+  }
+
+  // Whether Run would not block. The core reports at once what it is asked for here, and
+  // hr_next_completion tells of it.
+  bool Complete() {
+    while (!pending_.empty() && hr_poll(pending_.back()) != 0) pending_.pop_back();
+    return pending_.empty();
+  }
+
+  // Drives the engine meanwhile.
+  void WaitForLast(double timeout_s) const { hr_wait(pending_.back(), timeout_s); }
 
   void Run() {
     // All of them, also when one fails: none may be in flight in the next step.
-    for (int i = 0; i < api.NumInputs(context_); ++i) Wait(i);
-    if (failure_) return Fail(context_, *failure_);
-    if (!status_.ok()) api.OpKernelContext_Failure(context_, status_.get());
+    for (const int64_t handle : handles_) {
+      const int code = Finish(handle, [&](const InFlight& request) { HandOut(handle, request); });
+      if (code != HR_OK && !failure_) failure_ = OfCore(code);
+    }
+    if (failure_) {
+      Fail(context_, *failure_);
+    } else if (!status_.ok()) {
+      api.OpKernelContext_Failure(context_, status_.get());
+    }
+    if (done_) done_();
   }
 
  private:
-  void Wait(int index) {
-    TF_Tensor* input = nullptr;
-    api.GetInput(context_, index, &input, status_.get());
-    if (!status_.ok()) return;
-    const Tensor owner(input);
-    const int64_t handle = *static_cast<const int64_t*>(api.TensorData(input));
-    const int code = Finish(handle, [&](const InFlight& request) { HandOut(handle, request); });
-    if (code != HR_OK && !failure_) failure_ = OfCore(code);
-  }
-
   void HandOut(int64_t handle, const InFlight& request) {
     for (const Tensor& output : request.outputs) Set(output.get());
     if (!request.outputs.empty()) return;
@@ -89,12 +117,68 @@ class Execution {
   }
 
   TF_OpKernelContext* const context_;
+  const std::function<void()> done_;
+  std::vector<int64_t> handles_;
+  std::vector<int64_t> pending_;  // those not known to be complete
   TfStatus status_;
   std::optional<Failure> failure_;  // of the core, the first one
   int next_ = 0;                    // output
 };
 
-void Compute(void*, TF_OpKernelContext* context) { Execution(context).Run(); }
+struct Waiting {
+  std::mutex mutex;
+  std::condition_variable added;
+  bool watched = false;                                // guarded by mutex; Watch was started
+  std::vector<std::unique_ptr<Execution>> executions;  // guarded by mutex
+};
+
+// Never destroyed, as the table of in_flight.cc.
+Waiting& waiting() {
+  static Waiting& only = *new Waiting;
+  return only;
+}
+
+void Watch() {
+  constexpr double kLookInterval = 0.5;  // seconds, after which hr_poll looks after the engine
+  pthread_setname_np(pthread_self(), "hororing-tf");
+  for (int64_t seen = -1;;) {
+    std::vector<std::unique_ptr<Execution>> complete, rest;
+    {
+      std::unique_lock<std::mutex> lock(waiting().mutex);
+      waiting().added.wait(lock, [] { return !waiting().executions.empty(); });
+      for (auto& each : waiting().executions) {
+        (each->Complete() ? complete : rest).push_back(std::move(each));
+      }
+      waiting().executions = std::move(rest);
+    }
+    for (const auto& each : complete) each->Run();
+    seen = hr_next_completion(complete.empty() ? seen : -1, kLookInterval);
+  }
+}
+
+void Compute(void*, TF_OpKernelContext* context) { Execution(context, nullptr).Run(); }
+
+void ComputeAsync(void*, TF_OpKernelContext* context, TF_AsyncOpKernelDoneCallback* callback) {
+  // As `kProofOfType` in api.cc says. It is gone when this function returns.
+  auto execution = std::make_unique<Execution>(
+      context, std::move(*reinterpret_cast<std::function<void()>*>(callback)));
+  // A step's only wait is mostly short, and handing it to another thread takes longer than that.
+  constexpr double kShort = 0.0005;  // seconds
+  std::unique_lock<std::mutex> lock(waiting().mutex);
+  const bool alone = waiting().executions.empty();
+  lock.unlock();
+  if (!execution->Complete() && alone) execution->WaitForLast(kShort);
+  lock.lock();
+  // Under the lock, or Watch might look between this and the next line, and not again.
+  if (execution->Complete()) {
+    lock.unlock();
+    return execution->Run();
+  }
+  waiting().executions.push_back(std::move(execution));
+  if (!waiting().watched) std::thread(Watch).detach();
+  waiting().watched = true;
+  waiting().added.notify_one();
+}
 
 }  // namespace
 
@@ -103,7 +187,8 @@ void RegisterWait(TfStatus* status) {
   static const char* const inputs[] = {"handles: N * int64", nullptr};
   static const char* const outputs[] = {"results: R", nullptr};
   Register({"HororingWait", attributes, inputs, outputs, true,
-            [](TF_OpKernelConstruction*) -> void* { return nullptr; }, Compute, [](void*) {}},
+            [](TF_OpKernelConstruction*) -> void* { return nullptr; }, Compute, [](void*) {},
+            ComputeAsync},
            status);
 }
 

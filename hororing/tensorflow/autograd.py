@@ -140,7 +140,9 @@ def broadcast(call: Call, tensors: Sequence[tf.Tensor]) -> tuple[tf.Tensor, ...]
 
     def backward(gradients: list[tf.Tensor]) -> list[tf.Tensor]:
         (averaged,) = allreduce(call.backward(op=Average), gradients)
-        return [averaged if runtime.rank() == call.root else tf.zeros_like(averaged)]
+        # A session runs only what a result depends on.
+        with tf.control_dependencies([averaged]):
+            return [averaged if runtime.rank() == call.root else tf.zeros_like(averaged)]
 
     return _recorded(call, partial(call.request, BROADCAST), backward, tensors)
 

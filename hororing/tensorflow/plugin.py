@@ -6,6 +6,7 @@ From then on TensorFlow can load a SavedModel that holds them, too.
 from __future__ import annotations
 
 import ctypes
+import warnings
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,10 +28,20 @@ def load(library: Path) -> Any:
         module = tf.load_op_library(str(library))
     except (tf.errors.OpError, OSError) as error:
         raise _refused(library, str(error)) from None
+    loaded = ctypes.CDLL(str(library))
     if not hasattr(module, "hororing_submit"):
-        problem = ctypes.CDLL(str(library)).hororing_tensorflow_problem
+        problem = loaded.hororing_tensorflow_problem
         problem.restype = ctypes.c_char_p
         raise _refused(library, problem().decode())
+    if loaded.hororing_tensorflow_blocks():
+        warnings.warn(
+            f"TensorFlow {tf.__version__} is not known to have asynchronous kernels that hororing "
+            "can use: each operation that waits for other ranks blocks a thread, and graphs of "
+            "tf.compat.v1 with many independent ones may hang; raise "
+            "inter_op_parallelism_threads to their number, or use a TensorFlow from 2.18 to 2.21",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     return module
 
 

@@ -46,8 +46,8 @@ from hororing.collectives import ALLREDUCE
 from hororing.tensorflow import plugin, requests
 from hororing.tensorflow.requests import Request, carry_out
 
-ONE_THREAD = bool(os.environ.get("TEST_ONE_THREAD"))
-tf.config.threading.set_inter_op_parallelism_threads(1 if ONE_THREAD else 2)
+THREADS = int(os.environ.get("TEST_THREADS", "2"))
+tf.config.threading.set_inter_op_parallelism_threads(THREADS)
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None  # `make test-tensorflow` has none
 
@@ -58,8 +58,9 @@ JOBS = {
     "2 ranks": (2, {"TEST_JOB": "first"}),
     "2 ranks, one thread, torch first": (
         2,
-        {"TEST_ONE_THREAD": "1", "TEST_TORCH_FIRST": "1"},
+        {"TEST_THREADS": "1", "TEST_TORCH_FIRST": "1"},
     ),
+    "2 ranks, eight threads": (2, {"TEST_THREADS": "8"}),
     "1 rank": (1, {}),
 }
 
@@ -107,7 +108,7 @@ def case_start() -> None:
 def case_requests_are_in_flight_together_while_the_graph_goes_on() -> None:
     # The last tensor of either rank is made only when the other one has been submitted, which
     # another rank submits last: one after the other, or all at the end, neither would come.
-    if hvd.size() == 1 or ONE_THREAD:
+    if hvd.size() == 1 or THREADS == 1:
         return
     seen = []
 
@@ -263,8 +264,6 @@ def case_one_rank_traces_more_often() -> None:
 
 
 def case_threads() -> None:
-    if ONE_THREAD:  # each graph that waits takes one of TensorFlow's
-        return
     failures: list[BaseException] = []
 
     def work(number: int) -> None:
@@ -286,6 +285,78 @@ def case_threads() -> None:
     for thread in threads:
         thread.join()
     assert failures == []
+
+
+# -- many at once ----------------------------------------------------------------------------------
+
+
+def independent(kind: str) -> list[tf.Tensor]:
+    """Many verbs that depend on nothing: executors run them in orders of their own."""
+    numbers = [tf.fill([4], float(number)) for number in range(100)]
+    if kind == "allgathers":
+        return [hvd.allgather(x) for x in numbers]
+    if kind == "reducescatters":
+        return [hvd.reducescatter(x, op=hvd.Sum) for x in numbers]
+    with tf.GradientTape(persistent=True) as tape:
+        for x in numbers[:30]:
+            tape.watch(x)
+        results = [hvd.broadcast(x * x, 0) for x in numbers[:30]]
+    return [tape.gradient(y, x) for y, x in zip(results, numbers[:30], strict=True)]
+
+
+def check_independent(kind: str, results: list[Any]) -> None:
+    assert len(results) == (30 if kind == "gradients of broadcasts" else 100)
+    for number, result in enumerate(results):
+        if kind == "allgathers":
+            agree(result, np.full(4 * hvd.size(), number))
+        elif kind == "reducescatters":
+            agree(result, np.full(4 // hvd.size(), hvd.size() * number))
+        else:
+            agree(result, np.full(4, 2.0 * number if hvd.rank() == 0 else 0.0))
+
+
+KINDS = ("allgathers", "reducescatters", "gradients of broadcasts")
+
+
+def case_many_independent_verbs_in_a_function() -> None:
+    for kind in KINDS:
+        step = tf.function(functools.partial(independent, kind))
+        for _ in range(3):
+            check_independent(kind, step())
+
+
+def case_many_independent_verbs_in_a_session_of_tensorflow_1() -> None:
+    v1 = tf.compat.v1
+    with tf.Graph().as_default() as graph:
+        fetched = {kind: independent(kind) for kind in KINDS}
+    for threads in (1, 2, 8):
+        config = v1.ConfigProto(inter_op_parallelism_threads=threads, use_per_session_threads=True)
+        with v1.Session(graph=graph, config=config) as session:
+            for kind in KINDS:
+                check_independent(kind, session.run(fetched[kind]))
+            for kind, results in session.run(fetched).items():
+                check_independent(kind, results)
+
+
+def case_a_loop_of_tensorflow_1_reduces_one_iteration_after_the_other() -> None:
+    v1 = tf.compat.v1
+    v2 = v1.control_flow_v2_enabled()
+    v1.disable_control_flow_v2()
+    try:
+        with tf.Graph().as_default() as graph:
+            array = tf.TensorArray(tf.float32, 12)
+            _, array = v1.while_loop(
+                lambda i, _: i < 12,
+                lambda i, results: (i + 1, results.write(i, total(tf.cast(i, tf.float32)))),
+                [0, array],
+                parallel_iterations=1,
+            )
+            results = array.stack()
+        with v1.Session(graph=graph) as session:
+            agree(session.run(results), hvd.size() * np.arange(12))
+    finally:
+        if v2:
+            v1.enable_control_flow_v2()
 
 
 # -- gradients -------------------------------------------------------------------------------------
@@ -479,6 +550,10 @@ def case_errors_of_the_core_in_graphs() -> None:
         kind = tf.errors.InvalidArgumentError
         with pytest.raises(kind, match=r"DuplicateNameError: .*'same'"):
             tf.function(total)(tf.ones([2]), name="same")
+        # Loops of TensorFlow 1 and tf.data run several iterations at a time.
+        mapped = tf.data.Dataset.range(2).map(lambda _: total(tf.ones([2]), name="same"))
+        with pytest.raises(kind, match=r"DuplicateNameError: .*'same'.*use another name"):
+            next(iter(mapped))
         with pytest.raises(errors.DuplicateNameError, match=r"'same'"):
             total(tf.ones([2]), name="same")
     hvd.allreduce(tf.ones([1]))
@@ -779,6 +854,47 @@ def test_a_plugin_that_cannot_be_loaded_is_an_import_error(
     monkeypatch.setattr(tf, "load_op_library", lambda path: object())
     with pytest.raises(ImportError, match=r"libhororing_tensorflow.so .*Use TensorFlow 2.18"):
         importlib.reload(plugin)
+
+
+WITHOUT_THE_PROOF = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <string.h>
+void* dlsym(void* library, const char* name) {
+  void* (*real)(void*, const char*) = dlvsym(RTLD_NEXT, "dlsym", "GLIBC_2.34");
+  if (real == NULL) real = dlvsym(RTLD_NEXT, "dlsym", "GLIBC_2.2.5");
+  return strstr(name, "ThreadPoolDevice12ComputeAsync") != NULL ? NULL : real(library, name);
+}
+"""
+
+BLOCKING = """
+import warnings
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import hororing.tensorflow as hvd
+print([str(each.message) for each in caught if each.category is RuntimeWarning])
+import tensorflow as tf
+hvd.init()
+print(tf.function(hvd.allgather)(tf.ones([3])).numpy().tolist())
+"""
+
+
+@tiers.full  # another import of TensorFlow, 8 s
+def test_waits_block_with_a_warning_where_tensorflow_has_no_known_asynchronous_kernels(
+    tmp_path: Path,
+):
+    source, library = tmp_path / "hide.c", tmp_path / "hide.so"
+    source.write_text(WITHOUT_THE_PROOF)
+    subprocess.check_call(["gcc", "-shared", "-fPIC", "-o", library, source, "-ldl"])
+    printed = subprocess.check_output(
+        [sys.executable, "-c", BLOCKING],
+        env={**os.environ, "LD_PRELOAD": str(library)},
+        text=True,
+        timeout=100,
+    )
+    warned, result = printed.splitlines()[-2:]
+    assert "raise inter_op_parallelism_threads" in warned
+    assert result == "[1.0, 1.0, 1.0]"
 
 
 if __name__ == "__main__":

@@ -309,6 +309,24 @@ TEST(a_waiter_for_a_handle_that_is_released_is_told) {
   table.Complete(handle, Status::Ok(), {});
 }
 
+TEST(one_thread_hears_of_whichever_handle_is_complete) {
+  HandleTable table;
+  const int64_t slow = table.Create(), quick = table.Create(), nobodys = table.Create();
+  const int64_t none = table.NextCompletion(-1, kPatience);
+  CHECK(table.Poll(slow) == HandleTable::Look::kPending);
+  CHECK(table.Poll(quick) == HandleTable::Look::kPending);
+  table.Complete(nobodys, Status::Ok(), {});
+  CHECK(table.NextCompletion(none, 0) == none);
+  std::thread engine([&] { table.Complete({quick}); });
+  const int64_t one = table.NextCompletion(none, kPatience);
+  CHECK(one == none + 1);
+  CHECK(table.Poll(quick) == HandleTable::Look::kDone);
+  CHECK(table.NextCompletion(one, 0) == one);
+  engine.join();
+  table.Complete(slow, Status(Code::kShutDown, "over"), {});
+  CHECK(table.NextCompletion(one, kPatience) == one + 1);
+}
+
 TEST(a_spare_handle_that_is_not_used_is_taken_back) {
   HandleTable table;
   const int64_t unused = table.Create();
