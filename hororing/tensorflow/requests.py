@@ -24,6 +24,7 @@ from hororing.arguments import Sum
 from hororing.collectives import ALLGATHER, ALLREDUCE, ALLTOALL, BROADCAST, REDUCESCATTER
 from hororing.names import DefaultName, encode_name
 from hororing.process_sets import ProcessSet, check_member, global_process_set, place_and_size
+from hororing.tensorflow.errors import both
 from hororing.tensorflow.names import alone_in_graph
 from hororing.tensorflow.plugin import operations
 from hororing.verbs.reducescatter import rows_of
@@ -194,7 +195,10 @@ def _as_ours(call: Callable[[], T]) -> T:
         if failure is None:
             raise
         text, code, rank = failure.groups()
-    raise errors.error_for(int(code), text, int(rank))
+        ours = errors.error_for(int(code), text, int(rank))
+    except ValueError as error:  # of the wait
+        ours = error
+    raise both(ours)
 
 
 def _refuse_xla(name: str) -> None:

@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import json
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -542,8 +543,11 @@ def case_errors_of_the_core_in_graphs() -> None:
                 step(tf.ones([2 + rank]))
             assert "rank 0: [2]; rank 1: [3]" in caught.value.message
             agree(step(tf.ones([2])), [size, size])
-            with pytest.raises(errors.MismatchError, match=r"'mismatched' .*rank 0: .2"):
+            # In eager mode an error is ours, and TensorFlow's as well.
+            with pytest.raises(errors.MismatchError, match=r"'mismatched' .*rank 0: .2") as caught:
                 total(tf.ones([2 + rank]), name="mismatched")
+            assert isinstance(caught.value, tf.errors.FailedPreconditionError)
+            assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
     if size > 1 and rank == 0:  # the others come later
         handle = hororing.numpy.allreduce_async(np.ones(2, np.float32), name="same", op=hvd.Sum)
@@ -554,8 +558,9 @@ def case_errors_of_the_core_in_graphs() -> None:
         mapped = tf.data.Dataset.range(2).map(lambda _: total(tf.ones([2]), name="same"))
         with pytest.raises(kind, match=r"DuplicateNameError: .*'same'.*use another name"):
             next(iter(mapped))
-        with pytest.raises(errors.DuplicateNameError, match=r"'same'"):
+        with pytest.raises(errors.DuplicateNameError, match=r"'same'") as caught:
             total(tf.ones([2]), name="same")
+        assert isinstance(caught.value, tf.errors.InvalidArgumentError)
     hvd.allreduce(tf.ones([1]))
     if size > 1 and rank > 0:
         total(tf.ones([2]), name="same")
@@ -570,8 +575,11 @@ def case_errors_of_the_core_in_graphs() -> None:
     kind = tf.errors.InvalidArgumentError
     with pytest.raises(kind, match=r"ValueError: .*'exchange'.*\[-1"):
         wrong(tf.constant([-1] * size))
-    with pytest.raises(ValueError, match=r"'exchange'.*\[-1"):
+    with pytest.raises(ValueError, match=r"'exchange'.*\[-1") as caught:
         hvd.alltoall(tf.ones([2]), [-1] * size, name="exchange")
+    assert isinstance(caught.value, tf.errors.InvalidArgumentError)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="root"):
+        hvd.broadcast(tf.ones([2]), size + 5)
     with pytest.raises(ValueError, match=r"'exchange'.*\[4294967297"):  # 1 in 32 bits
         hvd.alltoall(tf.ones([size]), [2**32 + 1] * size, name="exchange")
     agree(wrong(tf.constant([2] + [0] * (size - 1)))[0], np.ones(2 * size if rank == 0 else 0))

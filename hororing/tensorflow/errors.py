@@ -1,0 +1,51 @@
+"""Our exceptions as scripts for Horovod catch them in eager mode: as TensorFlow's, too."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import tensorflow as tf
+
+from hororing import errors
+
+
+class MismatchError(errors.MismatchError, tf.errors.FailedPreconditionError):  # type: ignore[misc]
+    """Ranks disagree about one tensor."""
+
+    def __init__(self, text: str) -> None:
+        tf.errors.FailedPreconditionError.__init__(self, None, None, text)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Keep the text when the exception is pickled."""
+        return type(self), (self.message,)
+
+
+class DuplicateNameError(errors.DuplicateNameError, tf.errors.InvalidArgumentError):  # type: ignore[misc]
+    """A request of that name is in flight on this rank."""
+
+    def __init__(self, text: str) -> None:
+        tf.errors.InvalidArgumentError.__init__(self, None, None, text)
+
+    __reduce__ = MismatchError.__reduce__
+
+
+class InvalidArgumentError(ValueError, tf.errors.InvalidArgumentError):  # type: ignore[misc]
+    """An argument that the core refuses."""
+
+    def __init__(self, text: str) -> None:
+        tf.errors.InvalidArgumentError.__init__(self, None, None, text)
+
+    __reduce__ = MismatchError.__reduce__
+
+
+_BOTH: Final[dict[type[Exception], Any]] = {
+    errors.MismatchError: MismatchError,
+    errors.DuplicateNameError: DuplicateNameError,
+    ValueError: InvalidArgumentError,
+}
+
+
+def both(error: Exception) -> Exception:
+    """Return `error`, or one of the same text that is TensorFlow's as well as ours."""
+    kind = _BOTH.get(type(error))
+    return error if kind is None else kind(str(error)).with_traceback(error.__traceback__)
