@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 
 # Open MPI: without these, MPI_Init probes fabrics for a second, and one-sided communication over
-# UCX prints an error line per rank. Right wherever all ranks share a host.
+# UCX prints an error line per rank. Right wherever all ranks share a host. Not "tcp", which listens
+# on every interface.
 _OPENMPI_ON_ONE_HOST = {
-    "OMPI_MCA_btl": "self,sm,tcp",
+    "OMPI_MCA_btl": "self,sm",
     "OMPI_MCA_pml": "ob1",
     "OMPI_MCA_osc": "^ucx",
 }
@@ -25,6 +27,10 @@ _OPENMPI_ON_ONE_HOST = {
 # In the environment of every rank that MPI connects: its process, and the launcher's name of the
 # job. Not among the HORORING_* variables, since users do not set it.
 _RANK = "_HORORING_RANK"
+
+_SHARED_MEMORY = "/dev/shm"
+# Open MPI's "sm" refuses to start where less than 16 MiB are free, and other ranks start as well.
+_LEAST_SHARED_MEMORY_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -191,16 +197,24 @@ def _job(env: Mapping[str, str]) -> str:
 def prepare_mpi(launch: Launch, environ: MutableMapping[str, str] | None = None) -> None:
     """Set what makes MPI start quickly, and fail with an error, where the user has not set it.
 
-    Only for Open MPI, and what makes it start quickly with all ranks on one host (or on nobody
-    knows how many); other MPIs and several hosts keep their defaults, since a fast network may need
-    another choice.
+    Only for Open MPI, and what makes it start quickly with all ranks on one host; other MPIs and
+    several hosts keep their defaults, since a fast network may need another choice.
     """
     env = os.environ if environ is None else environ
     if launch.launcher != "Open MPI":
         return
     # Otherwise MPI_Init ends the process where another rank dies meanwhile.
     env.setdefault("OMPI_MCA_mpi_initial_errhandler", "mpi_errors_return")
-    if launch.local_size is not None and launch.local_size != launch.size:
+    if launch.local_size != launch.size:
         return
+    if not _has_shared_memory():
+        env.setdefault("OMPI_MCA_btl", "self,sm,tcp")
     for name, value in _OPENMPI_ON_ONE_HOST.items():
         env.setdefault(name, value)
+
+
+def _has_shared_memory() -> bool:
+    try:
+        return shutil.disk_usage(_SHARED_MEMORY).free >= _LEAST_SHARED_MEMORY_BYTES
+    except OSError:
+        return False

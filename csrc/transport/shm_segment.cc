@@ -1,6 +1,8 @@
 #include "transport/shm_segment.h"
 
+#include <dirent.h>
 #include <fcntl.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
@@ -43,13 +45,42 @@ size_t Shrunk(size_t bytes, size_t least, size_t count, size_t budget) {
   return bytes;
 }
 
+constexpr char kPrefix[] = "hororing.";
+
 // A name that no other job can guess or have left behind.
 std::string UniqueName() {
   std::random_device entropy;
   char text[64];
-  std::snprintf(text, sizeof text, "/hororing.%d.%08x%08x", static_cast<int>(getpid()), entropy(),
+  std::snprintf(text, sizeof text, "/%s%d.%08x%08x", kPrefix, static_cast<int>(getpid()), entropy(),
                 entropy());
   return text;
+}
+
+// Removes what creators have left behind that were killed before Unlink: nobody holds their lock.
+void Sweep() {
+  DIR* const directory = opendir("/dev/shm");
+  while (const dirent* entry = directory != nullptr ? readdir(directory) : nullptr) {
+    const std::string name = std::string("/") + entry->d_name;
+    if (name.compare(1, sizeof kPrefix - 1, kPrefix) != 0) continue;
+    const int fd = shm_open(name.c_str(), O_RDWR, 0);
+    if (fd < 0) continue;  // another user's
+    if (flock(fd, LOCK_EX | LOCK_NB) == 0) shm_unlink(name.c_str());
+    close(fd);
+  }
+  if (directory != nullptr) closedir(directory);
+}
+
+// A new file, locked; -1 and errno where that fails: EAGAIN where somebody else's Sweep was
+// quicker.
+int CreateLocked(const std::string& name) {
+  const int fd = shm_open(name.c_str(), O_RDWR | O_CREAT | O_EXCL, 0600);
+  struct stat file = {};
+  if (fd < 0) return fd;
+  if (flock(fd, LOCK_EX | LOCK_NB) == 0 && fstat(fd, &file) == 0 && file.st_nlink > 0) return fd;
+  shm_unlink(name.c_str());
+  close(fd);
+  errno = EAGAIN;
+  return -1;
 }
 
 std::string ErrorText(int error) {
@@ -168,9 +199,13 @@ std::shared_ptr<ShmSegment> ShmSegment::OnHeap(const Geometry& geometry) {
 }
 
 Status ShmSegment::Create(const Geometry& geometry, std::shared_ptr<ShmSegment>* segment) {
-  const std::string name = UniqueName();
+  Sweep();
   const size_t bytes = geometry.total_bytes();
-  const int fd = shm_open(name.c_str(), O_RDWR | O_CREAT | O_EXCL, 0600);
+  std::string name = UniqueName();
+  int fd = CreateLocked(name);
+  for (int attempt = 1; fd < 0 && errno == EAGAIN && attempt < 100; ++attempt) {
+    fd = CreateLocked(name = UniqueName());
+  }
   if (fd < 0) return Failed("create", name, errno);
   int error = ftruncate(fd, static_cast<off_t>(bytes)) == 0 ? 0 : errno;
   // EINTR: a signal to the process may hit this thread, and nothing is reserved then.
@@ -187,9 +222,8 @@ Status ShmSegment::Create(const Geometry& geometry, std::shared_ptr<ShmSegment>*
     return NoRoom(bytes, error);
   }
   segment->reset(new ShmSegment(geometry, base, name));
-  (*segment)->owns_name_ = true;
+  (*segment)->owned_fd_ = fd;
   (*segment)->Construct();
-  close(fd);
   return Status::Ok();
 }
 
@@ -221,8 +255,9 @@ Status ShmSegment::Attach(const std::string& name, const Geometry& geometry,
 }
 
 void ShmSegment::Unlink() {
-  if (owns_name_) shm_unlink(name_.c_str());
-  owns_name_ = false;
+  if (owned_fd_ < 0) return;
+  shm_unlink(name_.c_str());
+  close(std::exchange(owned_fd_, -1));
 }
 
 size_t ShmSegment::Pair(int source, int destination) const {

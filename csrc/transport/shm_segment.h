@@ -8,7 +8,9 @@
 // The pipes of a pair are two: control and data; those of the pairs (r, r) stay unused.
 //
 // A name in /dev/shm exists only between Create and Unlink, which the factory calls as soon as
-// all ranks have attached: afterwards nothing can be left behind, not even by SIGKILL. The
+// all ranks have attached: afterwards nothing can be left behind, not even by SIGKILL. Until then
+// the creator holds a lock on the file, so that the next Create on this host can remove what has
+// no owner. The
 // pages are reserved at creation (posix_fallocate), so that a full /dev/shm is an error at
 // init and not a SIGBUS in the middle of training.
 //
@@ -122,7 +124,7 @@ class ShmSegment {
   const Layout layout_;
   std::byte* const base_;
   const std::string name_;  // of the shared-memory object, "/..."; empty in private memory
-  bool owns_name_ = false;
+  int owned_fd_ = -1;       // of the creator, until Unlink: holds the lock
 };
 
 }  // namespace hororing

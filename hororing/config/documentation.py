@@ -63,8 +63,9 @@ def markdown() -> str:
         "All other `HOROVOD_*` variables have no meaning here and are ignored; rank 0 names those",
         "that are set in one line of level info.",
         "",
-        "Before MPI is initialised, `init()` sets `OMPI_MCA_btl=self,sm,tcp`, `OMPI_MCA_pml=ob1`",
-        "and `OMPI_MCA_osc=^ucx` where they are not set, if Open MPI's `mpirun` started the job",
-        "and all its ranks are on one host: MPI then starts in a tenth of the time.",
+        "Before MPI is initialised, `init()` sets `OMPI_MCA_btl=self,sm`, `OMPI_MCA_pml=ob1` and",
+        "`OMPI_MCA_osc=^ucx` where they are not set, if Open MPI's `mpirun` started the job and",
+        "all its ranks are on one host: MPI starts in a tenth of the time then, and no rank",
+        "listens on the network. With less than 32 MiB free in `/dev/shm` it is `self,sm,tcp`.",
     ]
     return "\n".join(lines) + "\n"

@@ -343,6 +343,20 @@ def interrupt_init_everywhere() -> None:
     say("fine")
 
 
+def listen_nowhere() -> None:
+    """No socket of a rank listens on an interface that other hosts may reach."""
+    os.environ.pop("OMPI_MCA_btl", None)  # of the tests
+    hvd.init()
+    assert hvd.allreduce(np.ones(4), op=hvd.Sum)[0] == hvd.size()
+    mine = {os.readlink(fd.path) for fd in os.scandir("/proc/self/fd") if os.path.islink(fd.path)}
+    for table in ("tcp", "tcp6"):
+        for line in Path("/proc/self/net", table).read_text().splitlines()[1:]:
+            address, state, inode = (line.split()[column] for column in (1, 3, 9))
+            listens = state == "0A" and f"socket:[{inode}]" in mine
+            assert not listens or address.startswith("0100007F"), line
+    say("fine")
+
+
 # -- children ----------------------------------------------------------------------------------
 
 

@@ -299,6 +299,12 @@ def test_init_ends_at_the_time_limit_when_a_rank_does_not_come():
         check_end(job)
 
 
+def test_on_one_host_no_rank_listens_on_the_network():
+    with LiveJob(RANKS, 2, "listen_nowhere") as job:
+        assert check_end(job, failed=False) == 0
+        job.wait_until_all_say("fine")
+
+
 # ---------------------------------------------------------------------------------------------
 # In init
 

@@ -11,7 +11,7 @@ import threading
 
 import pytest
 
-from hororing import built, errors, job, mpi, runtime
+from hororing import built, errors, job, launch, mpi, runtime
 from hororing.launch import Launch, detect, prepare_mpi
 
 QUERIES = [
@@ -484,8 +484,19 @@ def test_mpi_is_prepared_for_one_host_and_the_users_settings_win():
     }
 
 
+@pytest.mark.parametrize(("least", "btl"), [(0, "self,sm"), (1 << 60, "self,sm,tcp")])
+def test_on_one_host_nobody_listens_where_shared_memory_is_enough(
+    monkeypatch: pytest.MonkeyPatch, least: int, btl: str
+):
+    monkeypatch.setattr(launch, "_LEAST_SHARED_MEMORY_BYTES", least)
+    environ: dict[str, str] = {}
+    prepare_mpi(Launch("Open MPI", 0, 2, 0, 2), environ)
+    assert environ["OMPI_MCA_btl"] == btl
+
+
 @pytest.mark.parametrize(
-    "started_by", [Launch("Open MPI", 0, 4, 0, 2), Launch("PMI", 0, 2), Launch()]
+    "started_by",
+    [Launch("Open MPI", 0, 4, 0, 2), Launch("Open MPI", 0, 2), Launch("PMI", 0, 2), Launch()],
 )
 def test_other_mpis_and_several_hosts_keep_their_defaults(started_by: Launch):
     environ: dict[str, str] = {}

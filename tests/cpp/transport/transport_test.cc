@@ -452,6 +452,26 @@ TEST(a_process_that_told_its_reason_before_it_ended_is_quoted) {
   CHECK_EQ(ExitCode(pids[1]), 7);
 }
 
+TEST(what_a_killed_creator_has_left_is_removed_by_the_next_and_nothing_else) {
+  const auto create_and_die = [] {
+    std::shared_ptr<ShmSegment> segment;
+    if (!ShmSegment::Create(ShmSegment::Geometry::For(2), &segment).ok()) _exit(1);
+    raise(SIGKILL);
+  };
+  const pid_t killed = fork();
+  if (killed == 0) create_and_die();
+  CHECK_EQ(ExitCode(killed), 1000 + SIGKILL);
+  CHECK_EQ(LeftInShm(killed).size(), 1u);
+  std::shared_ptr<ShmSegment> first, second;
+  CHECK_OK(ShmSegment::Create(ShmSegment::Geometry::For(2), &first));
+  CHECK(LeftInShm(killed).empty());
+  CHECK_OK(ShmSegment::Create(ShmSegment::Geometry::For(2), &second));
+  CHECK_EQ(LeftInShm(getpid()).size(), 2u);  // their creator lives
+  first.reset();
+  second.reset();
+  CHECK(LeftInShm(getpid()).empty());
+}
+
 TEST(a_full_shared_memory_is_an_error_with_a_remedy) {
   ShmSegment::Geometry geometry = ShmSegment::Geometry::For(2);
   geometry.slot_bytes = size_t{1} << 45;
