@@ -41,7 +41,9 @@ class Process:
     pid: int = 0  # of the process that called init
     topology: Topology | None = None
     launched: bool = False  # MPI found the peers
-    hooked: bool = False  # atexit and excepthook are installed
+    hooked: bool = False  # into atexit, sys.excepthook and sys.exit
+    exit_code: object = None  # of sys.exit, which the script has not caught,
+    exit_by: int | None = None  # and the id of that exception
     broken: bool = False  # the job failed here: MPI must not be finalised
     dynamic: bool = False  # process sets may come and go after init
     timeline: str = ""  # the latest file that was asked for

@@ -5,10 +5,11 @@ state is that of `hororing.job`.
 
 How a process ends decides what its peers see:
 
-* the script returns, or calls `sys.exit` with whatever code: `shutdown()`, then MPI is finalised
-  if we had initialised it. Peers that go on get ShutDownError. (Python tells exit hooks nothing
-  about the code of a `sys.exit`, so a failure reported in that way alone looks like an end;
-  mpirun still sees the code.)
+* the script returns, or calls `sys.exit(0)`: `shutdown()`, then MPI is finalised if we had
+  initialised it. Peers that go on get ShutDownError.
+* `sys.exit` with another code: the same, with the code in the text, but MPI is not finalised. A
+  peer that ends by that error ends with the same code, so that it is mpirun's, too. (Python tells
+  exit hooks nothing of the code, so sys.exit is replaced; `raise SystemExit(3)` looks like an end.)
 * an uncaught exception: peers get PeerLostError with this rank and the exception's text. MPI is
   not finalised, since that would wait for ranks which may compute for hours: mpirun ends the job.
   Where the interpreter goes on (a prompt, python -i, a library that shows the exception by
@@ -21,17 +22,19 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import re
 import sys
 import threading
 import time
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from hororing import config as configuration
 from hororing import errors, job, launch
 from hororing import process_sets as sets
 from hororing._core import ffi, lib
 from hororing.engine_config import engine_config
+from hororing.errors import ShutDownError
 from hororing.failures import fail, last_error
 from hororing.job import (
     cross_rank,
@@ -254,11 +257,38 @@ def _install_hooks() -> None:
 
     def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
         # The peers first: mpirun may end this process as soon as something is printed.
-        if not _interpreter_goes_on():
+        ends = not _interpreter_goes_on()
+        if ends:
             _abort(kind, value)
         previous(kind, value, trace)
+        code = _EXIT.search(str(value)) if ends and isinstance(value, ShutDownError) else None
+        if code is not None:
+            raise SystemExit(int(code[1]))  # which Python takes from a hook
 
     sys.excepthook = hook
+    sys.exit = _exit
+
+
+class _Exit(SystemExit):
+    """What `sys.exit` raises. When nobody has caught it, it goes after the last Python code."""
+
+    def __del__(self) -> None:
+        if _process.exit_by == id(self) and sys._getframe().f_back is not None:
+            _process.exit_by = _process.exit_code = None
+
+
+def _exit(status: object = None, /) -> NoReturn:
+    """sys.exit; tells `_at_exit` of the code."""
+    error = _Exit(*status) if isinstance(status, tuple) else _Exit(status)
+    _process.exit_by, _process.exit_code = id(error), error.code
+    try:
+        raise error
+    finally:
+        del error  # which its traceback holds by this frame: it goes when nobody handles it
+
+
+# In the text of a ShutDownError.
+_EXIT = re.compile(r"by sys\.exit\((\d+)\)")
 
 
 def _interpreter_goes_on() -> bool:
@@ -296,7 +326,12 @@ def _reason(kind: type[BaseException], value: BaseException) -> bytes:
 def _at_exit() -> None:
     if _process.pid != os.getpid():
         return
-    _shutdown("the script has ended")
+    code = _process.exit_code
+    if code:
+        _shutdown(f"the script has ended by sys.exit({code!r})")
+        _process.broken = True  # so mpirun ends the job, with that code
+    else:
+        _shutdown("the script has ended")
     if not _process.broken:
         lib.hr_finalize()
     _log.close()
@@ -307,7 +342,7 @@ def _at_exit() -> None:
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
                 stream.flush()
-        os._exit(1)
+        os._exit(code if code and isinstance(code, int) else 1)
 
 
 def _mpi4py_would_finalize() -> bool:

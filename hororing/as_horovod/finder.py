@@ -39,22 +39,22 @@ class _Loader(Loader):
         assert module.__spec__ is not None
         name = module.__spec__.name
         ours = importlib.import_module(self.ours)
-        if hasattr(ours, "__path__") and "__getattr__" not in vars(ours):
-            ours.__getattr__ = _submodules_of(name)  # type: ignore[method-assign]
+        if "__getattr__" not in vars(ours):
+            ours.__getattr__ = _others_of(name)  # type: ignore[method-assign]
         # The import system takes what it finds here for the module.
         sys.modules[name] = ours
 
 
-def _submodules_of(package: str) -> Callable[[str], Any]:
-    """`__getattr__` of a package: its modules are there without importing them, as in Horovod."""
+def _others_of(module: str) -> Callable[[str], Any]:
+    """`__getattr__` of a module: its modules are there without importing them, as in Horovod."""
 
     def get(attribute: str) -> Any:
-        name = f"{package}.{attribute}"
+        name = f"{module}.{attribute}"
         if name in MODULES and _finder.our_spec(name) is not None:
             return importlib.import_module(name)
-        if name in MODULES or name in WAYS_OUT:
-            raise AttributeError(_not_here(name))
-        raise AttributeError(f"module {package!r} has no attribute {attribute!r}")
+        if attribute.startswith("__"):  # Python looks for them
+            raise AttributeError(f"module {module!r} has no attribute {attribute!r}")
+        raise AttributeError(_not_here(name))
 
     return get
 

@@ -12,6 +12,10 @@ MODULES = {
     "horovod.common.exceptions": "hororing.as_horovod.horovod.common.exceptions",
     "horovod.common.process_sets": "hororing.process_sets",
     "horovod.common.util": "hororing.as_horovod.horovod.common.util",
+    "horovod.runner": "hororing.as_horovod.horovod.runner",
+    "horovod.runner.common": "hororing.as_horovod.horovod.runner.common",
+    "horovod.runner.common.util": "hororing.as_horovod.horovod.runner.common.util",
+    "horovod.runner.common.util.env": "hororing.as_horovod.horovod.runner.common.util.env",
     "horovod.torch": "hororing.torch",
     "horovod.torch.compression": "hororing.torch.compression",
     "horovod.torch.elastic": "hororing.torch.elastic",
@@ -41,21 +45,30 @@ _LAUNCH = (
     "start the script with mpirun: mpirun -np 4 python -m hororing.as_horovod train.py "
     "(several hosts: -H host1:2,host2:2)"
 )
+_AGGREGATION = (
+    "pass backward_passes_per_step= to DistributedOptimizer of horovod.keras, or add gradients up "
+    "before the tape's are asked for"
+)
+_BUILD = "it is about how Horovod was built; python -m hororing info tells what works here"
 
 # The way out, for what does not exist: a name and all names below it.
 WAYS_OUT = {
     "horovod.run": _LAUNCH,
     "horovod.runner": _LAUNCH,
+    "horovod.runner.run": _LAUNCH,
     "horovod.spark": f"run it without Spark; {_LAUNCH}",
     "horovod.ray": f"run it without Ray; {_LAUNCH}",
     "horovod.data": "use a DataLoader with num_workers, which reads ahead as well",
+    "horovod.common.basics.HorovodBasics": _BUILD,
+    "horovod.common.util.check_installed_version": _BUILD,
+    "horovod.common.util.get_ext_suffix": _BUILD,
     "horovod.mxnet": "MXNet is retired; hororing.numpy has the same collectives on arrays",
     "horovod.common.elastic": _ELASTIC,
     "horovod.torch.elastic": _ELASTIC,
     "horovod.tensorflow.data": "give every rank its part of the data with Dataset.shard()",
     "horovod.tensorflow.elastic": _ELASTIC,
-    "horovod.tensorflow.gradient_aggregation": "pass backward_passes_per_step= to "
-    "DistributedOptimizer of horovod.keras, or add gradients up before the tape's are asked for",
+    "horovod.tensorflow.LocalGradientAggregationHelper": _AGGREGATION,
+    "horovod.tensorflow.gradient_aggregation": _AGGREGATION,
     "horovod.tensorflow.keras.elastic": _ELASTIC,
     "horovod.keras.elastic": _ELASTIC,
 }

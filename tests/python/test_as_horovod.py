@@ -153,6 +153,18 @@ def test_small_names_of_horovod_tensorflow_are_there():
     assert printed(program) == "False"
 
 
+def test_the_runners_names_that_scripts_use_are_there():
+    program = (
+        "from horovod.runner.common.util.env import get_env_rank_and_size\n"
+        "import horovod\n"
+        "assert horovod.runner.common.util.env.get_env_rank_and_size is get_env_rank_and_size\n"
+        "print(*get_env_rank_and_size())"
+    )
+    assert printed(program) == "0 1"
+    assert printed(program, OMPI_COMM_WORLD_RANK="2", OMPI_COMM_WORLD_SIZE="3") == "2 3"
+    assert printed(program, HOROVOD_RANK="1", HOROVOD_SIZE="2") == "1 2"
+
+
 REFUSED = (
     ("import horovod.spark", "horovod.spark", "mpirun"),
     ("import horovod.spark.keras.store", "horovod.spark", "mpirun"),
@@ -162,6 +174,28 @@ REFUSED = (
     ("from horovod import run", "horovod.run", "mpirun -np"),
     ("import horovod; horovod.run", "horovod.run", "mpirun -np"),
     ("from horovod.runner import run", "horovod.runner", "mpirun -np"),
+    ("import horovod.runner; horovod.runner.run", "horovod.runner.run", "mpirun -np"),
+    ("import horovod.runner.launch", "horovod.runner.launch", "mpirun -np"),
+    (
+        "import horovod.common.basics as basics; basics.HorovodBasics",
+        "horovod.common.basics.HorovodBasics",
+        "hororing info",
+    ),
+    (
+        "import horovod.common.util as util; util.get_ext_suffix",
+        "horovod.common.util.get_ext_suffix",
+        "hororing info",
+    ),
+    (
+        "import horovod.torch.mpi_ops as ops; ops.nonsense",
+        "horovod.torch.mpi_ops.nonsense",
+        "docs/migrating.md",
+    ),
+    (
+        "import horovod.tensorflow as hvd; hvd.LocalGradientAggregationHelper",
+        "horovod.tensorflow.LocalGradientAggregationHelper",
+        "backward_passes_per_step",
+    ),
     ("import horovod.data", "horovod.data", "DataLoader"),
     ("import horovod.nonsense", "horovod.nonsense", "docs/migrating.md"),
     # Ours, but no module of Horovod: a second copy of it would be a trap.

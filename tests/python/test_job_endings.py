@@ -168,13 +168,21 @@ def test_a_script_that_does_not_shut_down_ends_quietly(size: int, how: str):
         assert [*printed, (job.out / "launcher.out").read_text()] == [""] * (size + 1)
 
 
-def test_the_exit_code_of_one_rank_is_that_of_mpirun():
+def test_the_exit_code_of_one_rank_is_in_the_text_and_that_of_mpirun():
     with LiveJob(RANKS, 2, "exit_3", options=PATIENT) as job:
         seen = failure(job, 0)
         assert seen["kind"] == "ShutDownError"
+        assert "rank 1 has shut down (the script has ended by sys.exit(3))" in seen["text"]
         check_end(job)
-    with LiveJob(RANKS, 1, "exit_3") as job:
-        assert check_end(job) == 3
+    for size in (1, 2):
+        with LiveJob(RANKS, size, "exit_3") as job:
+            assert check_end(job) == 3
+
+
+def test_an_exit_that_the_script_catches_is_none():
+    with LiveJob(RANKS, 2, "exit_3", "caught", options=PATIENT) as job:
+        assert "rank 1 has shut down (the script has ended)" in failure(job, 0)["text"]
+        check_end(job)
 
 
 @pytest.mark.parametrize("size", tiers.choose([2, 4], push=[4]))

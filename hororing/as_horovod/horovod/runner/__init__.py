@@ -1,0 +1,1 @@
+"""What `import horovod.runner` gives: what is not about starting ranks."""

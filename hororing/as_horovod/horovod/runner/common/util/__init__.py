@@ -1,0 +1,1 @@
+"""What `import horovod.runner.common.util` gives: its modules."""
