@@ -54,6 +54,7 @@ def _counted(text: str, counter: tuple[str, int], number: int) -> DefaultName:
 
 def extended(name: str, suffix: str) -> str:
     """`name` of the first of several requests that are one call; counted like `name`."""
+    _check_type(name)
     longer = f"{name}{suffix}"
     return _counted(longer, name.counter, name.number) if isinstance(name, DefaultName) else longer
 
@@ -84,8 +85,12 @@ job.at_init(restart_default_names)
 
 def encode_name(name: str) -> bytes:
     """The bytes the core knows a tensor by."""
-    if not isinstance(name, str):
-        raise TypeError(f"name must be a str, not {type(name).__name__}")
+    _check_type(name)
     if "\0" in name:
         raise ValueError(f"name {name!r} holds a zero character")
     return name.encode("utf-8", "backslashreplace")
+
+
+def _check_type(name: object) -> None:
+    if not isinstance(name, str):
+        raise TypeError(f"name must be a str, not {type(name).__name__}")

@@ -33,6 +33,7 @@ def broadcast_object(
 
     Raises
     ------
+    TypeError : the name is no str; `process_set` is no ProcessSet.
     ValueError : on the other ranks, when the root's object cannot be pickled; the root itself
         raises what pickle raised.
     """
@@ -60,6 +61,7 @@ def allgather_object(
 
     Raises
     ------
+    TypeError : the name is no str; `process_set` is no ProcessSet.
     ValueError : on the other ranks, when some rank's object cannot be pickled; that rank raises
         what pickle raised.
     """

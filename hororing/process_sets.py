@@ -150,8 +150,10 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     """Remove a set. All ranks of the job call it, in the same order.
 
     Returns whether there was something to remove: False for the global set and for a set that is
-    not registered. What is in flight in the set fails. ValueError as for `add_process_set`.
+    not registered. What is in flight in the set fails. ValueError as for `add_process_set`,
+    TypeError for what is no ProcessSet.
     """
+    _check_type(process_set, "remove_process_set")
     if not job.process_sets_are_dynamic():
         raise ValueError(
             "remove_process_set: set HORORING_DYNAMIC_PROCESS_SETS=1 or call "
@@ -188,11 +190,7 @@ def check_member(process_set: ProcessSet, verb: str) -> int:
     """
     if process_set is global_process_set:
         return WORLD_SET
-    if not isinstance(process_set, ProcessSet):
-        raise TypeError(
-            f"{verb}: process_set must be a ProcessSet, not {type(process_set).__name__}; "
-            "add_process_set returns one"
-        )
+    _check_type(process_set, verb)
     if process_set.process_set_id is None:
         raise TypeError(
             f"{verb}: {process_set} is not registered; pass it to init(process_sets=[...]) or "
@@ -203,6 +201,14 @@ def check_member(process_set: ProcessSet, verb: str) -> int:
             f"{verb}: rank {job.rank()} is not a member of the provided process set {process_set}"
         )
     return process_set.process_set_id
+
+
+def _check_type(process_set: object, verb: str) -> None:
+    if not isinstance(process_set, ProcessSet):
+        raise TypeError(
+            f"{verb}: process_set must be a ProcessSet, not {type(process_set).__name__}; "
+            "add_process_set returns one"
+        )
 
 
 def place_and_size(process_set: ProcessSet) -> tuple[int, int]:

@@ -109,9 +109,15 @@ def broadcast_optimizer_state(
 
     Raises
     ------
+    TypeError : for what is no optimizer.
     ValueError : for LBFGS, whose state is no set of tensors per parameter; on every rank, when
         the groups differ.
     """
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(
+            "broadcast_optimizer_state: optimizer must be a torch.optim.Optimizer, not "
+            f"{type(optimizer).__name__}; pass the optimizer itself, not its state_dict()"
+        )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state; broadcast parameters only")
     parameters = [p for group in optimizer.param_groups for p in group["params"]]

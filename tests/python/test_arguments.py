@@ -33,6 +33,24 @@ def test_a_root_rank_that_is_no_integer(root: object):
     assert hvd.broadcast(torch.ones(2), np.int64(0)).tolist() == [1, 1]
 
 
+def test_a_name_that_is_no_text():
+    for call in (hvd.broadcast_object, hvd.allgather_object):
+        with pytest.raises(TypeError, match="name must be a str, not int"):
+            call("object", name=5)
+        assert call("object", name="5") in ("object", ["object"])
+
+
+def test_what_is_no_process_set_cannot_be_removed():
+    with pytest.raises(TypeError, match="remove_process_set: process_set must be a ProcessSet"):
+        hvd.remove_process_set(5)
+
+
+@pytest.mark.parametrize("wrong", [None, {}, torch.nn.Linear(1, 1)])
+def test_the_state_of_what_is_no_optimizer(wrong: object):
+    with pytest.raises(TypeError, match=r"optimizer must be a torch\.optim\.Optimizer, not"):
+        hvd.broadcast_optimizer_state(wrong, root_rank=0)
+
+
 @pytest.mark.parametrize("name", ["prescale_factor", "postscale_factor"])
 def test_a_factor_that_is_no_number(name: str):
     with pytest.raises(TypeError, match=f"allreduce: {name} must be a number, not str"):

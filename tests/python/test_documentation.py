@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import textwrap
 from pathlib import Path
 
 from hororing._core import ffi
@@ -60,3 +62,15 @@ def test_every_counter_is_explained() -> None:
     )
     explained = [name for row in rows for name in re.findall(r"\w+", row)]
     assert sorted(explained) == sorted([*dir(ffi.new("hr_stats *")), "groups"])
+
+
+def test_code_is_code_and_leaves_nothing_out() -> None:
+    blocks = [
+        (str(page.relative_to(ROOT)), textwrap.dedent(code))
+        for page in PAGES
+        for code in re.findall(r"^```python\n(.*?)^```$", page.read_text("utf-8"), re.S | re.M)
+    ]
+    assert len(blocks) > 20
+    for page, code in blocks:
+        assert not re.search(r"(^|:)\s*\.\.\.$", code, re.MULTILINE), f"{page}: ... in\n{code}"
+        ast.parse(code, page)
