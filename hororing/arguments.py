@@ -134,3 +134,9 @@ def check_splits(splits: Any, dimensions: int = 1, dtype: str = "int32") -> list
 def op_name(op: int) -> str:
     """Name of a valid operation, for messages."""
     return _OP_NAMES[op]
+
+
+def check_text(argument: str, value: object) -> None:
+    """Raise TypeError unless `value` is a str."""
+    if not isinstance(value, str):
+        raise TypeError(f"{argument} must be a str, not {type(value).__name__} ({value!r})")

@@ -22,6 +22,7 @@ from types import CodeType, ModuleType, TracebackType
 from typing import NoReturn
 
 from hororing.as_horovod.finder import install
+from hororing.as_horovod.hints import hint
 
 
 def main(arguments: list[str]) -> None:
@@ -134,8 +135,14 @@ def _become_main(compiled: Callable[[], CodeType], names: dict[str, object]) -> 
         raise
     except BaseException as error:
         trace, hook = _without_this_file(error.__traceback__), sys.excepthook
-        # For the interpreter, which calls it at the end of a script.
-        sys.excepthook = lambda kind, value, _: hook(kind, value.with_traceback(trace), trace)
+
+        def show(kind: type[BaseException], value: BaseException, _: object) -> None:
+            hook(kind, value.with_traceback(trace), trace)
+            change = hint(value)
+            if change is not None:
+                print(f"python -m hororing.as_horovod: {change}", file=sys.stderr)
+
+        sys.excepthook = show  # for the interpreter, which calls it at the end of a script
         raise
 
 

@@ -10,8 +10,19 @@ All names and recipes: docs/keras.md.
 """
 
 from hororing.keras import callbacks, exports
+from hororing.keras.compression import Compression
 from hororing.keras.exports import *  # noqa: F403
-from hororing.keras.optimizer import DistributedOptimizer
+from hororing.keras.optimizer import (
+    DistributedOptimizer,
+    PartialDistributedOptimizer,
+    load_model,
+)
 
-__all__ = ["DistributedOptimizer", "callbacks"]
+__all__ = [
+    "Compression",
+    "DistributedOptimizer",
+    "PartialDistributedOptimizer",
+    "callbacks",
+    "load_model",
+]
 __all__ += exports.__all__

@@ -313,9 +313,11 @@ def wrapped(
     Its class is made of `mixin`, its own and what is in `namespace`.
     """
     if not isinstance(optimizer, keras.Optimizer):
+        of_keras_2 = type(optimizer).__module__.startswith("tf_keras.")
+        remedy = "; for tf_keras set TF_USE_LEGACY_KERAS=1 and use hororing.tensorflow.keras"
         raise TypeError(
             f"optimizer must be an optimizer of Keras 3, not {type(optimizer).__name__} "
-            f"({optimizer!r})"
+            f"({optimizer!r}){remedy if of_keras_2 else ''}"
         )
     if isinstance(optimizer, Distributed):
         raise ValueError("optimizer is distributed already; wrap it once")

@@ -1,4 +1,4 @@
-"""The names that hororing.keras and hororing.tensorflow.keras have in common."""
+"""The names that are the same in hororing.keras and hororing.tensorflow.keras, for any Keras."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from hororing.errors import (
     UnsupportedOpError,
 )
 from hororing.keras import values
-from hororing.keras.compression import Compression
-from hororing.keras.optimizer import PartialDistributedOptimizer, load_model
 from hororing.keras.values import *  # noqa: F403
 from hororing.objects import allgather_object, broadcast_object
 from hororing.process_sets import *  # noqa: F403
@@ -28,7 +26,6 @@ from hororing.verbs import barrier, join
 __all__ = [
     "Adasum",
     "Average",
-    "Compression",
     "DuplicateNameError",
     "HororingInternalError",
     "HorovodInternalError",
@@ -36,7 +33,6 @@ __all__ = [
     "Min",
     "MismatchError",
     "NotInitializedError",
-    "PartialDistributedOptimizer",
     "PeerLostError",
     "Product",
     "ShutDownError",
@@ -48,7 +44,6 @@ __all__ = [
     "barrier",
     "broadcast_object",
     "join",
-    "load_model",
 ]
 __all__ += process_sets.__all__
 __all__ += basics.__all__

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from hororing.arguments import Adasum
+from hororing.arguments import Adasum, check_text
 from hororing.compression import NoneCompressor
 from hororing.names import OPTIMIZER, default_name
 from hororing.reduction import Reduction, checked_passes, checked_reduction
@@ -58,9 +58,3 @@ def checked_settings(
         passes=backward_passes_per_step,
         average_passes=bool(average_aggregated_gradients),
     )
-
-
-def check_text(argument: str, value: object) -> None:
-    """Raise TypeError unless `value` is a str."""
-    if not isinstance(value, str):
-        raise TypeError(f"{argument} must be a str, not {type(value).__name__} ({value!r})")

@@ -23,6 +23,7 @@ from hororing.collectives import ALLGATHER, ALLREDUCE
 from hororing.process_sets import ProcessSet, global_process_set
 from hororing.tensorflow.names import in_graph
 from hororing.tensorflow.requests import Request, carry_out
+from hororing.tensorflow.which_keras import is_legacy
 
 
 @keras.saving.register_keras_serializable(package="hororing")
@@ -153,6 +154,12 @@ class SyncBatchNormalization(GroupedLayer, keras.layers.BatchNormalization):  # 
 
 
 def _check_keras() -> None:
+    if is_legacy():
+        raise ValueError(
+            "SyncBatchNormalization is a layer of Keras 3, and tf.keras is tf_keras, since "
+            "TF_USE_LEGACY_KERAS is set; unset that, or use "
+            "tf.keras.layers.BatchNormalization, with statistics of each rank's own batches"
+        )
     backend = keras.backend.backend()
     if backend == "torch":
         raise ValueError(

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -686,6 +687,37 @@ def test_uneven_data_trains_with_join(size: int):
     assert finished(done) == f"done: 3 epochs, {size} ranks"
 
 
+OLD_SCRIPTS = {
+    "optimizer.variables()": (
+        "type('Optimizer', (), {'variables': []})().variables()",
+        "optimizer.variables, without brackets",
+    ),
+    "experimental_run_tf_function": (
+        "(lambda optimizer: None)(0, experimental_run_tf_function=False)",
+        "experimental_run_tf_function.* leave it out",
+    ),
+    "ImageDataGenerator": ("from types import ImageDataGenerator", "image_dataset_from_directory"),
+}
+
+
+@pytest.mark.parametrize("old", OLD_SCRIPTS)
+def test_a_script_for_keras_2_is_told_what_to_change(old: str, tmp_path: Path):
+    # The errors have the words of Keras 3's, which takes seconds to import.
+    program, change = OLD_SCRIPTS[old]
+    (tmp_path / "train.py").write_text(program)
+    done = python(*AS_HOROVOD, "train.py", cwd=tmp_path)
+    assert done.returncode == 1
+    told = done.stderr.splitlines()[-1]
+    assert re.search(change, told), done.stderr
+    assert "TF_USE_LEGACY_KERAS=1" in told
+
+
+def test_other_errors_have_no_hint(tmp_path: Path):
+    (tmp_path / "train.py").write_text("[]()")
+    done = python(*AS_HOROVOD, "train.py", cwd=tmp_path)
+    assert done.stderr.splitlines()[-1] == "TypeError: 'list' object is not callable"
+
+
 @tiers.full
 def test_a_tensorflow_loop_trains_and_leaves_a_checkpoint(tmp_path: Path):
     pytest.importorskip("tensorflow")
@@ -695,8 +727,14 @@ def test_a_tensorflow_loop_trains_and_leaves_a_checkpoint(tmp_path: Path):
 
 
 @tiers.full
-def test_a_keras_script_with_callbacks_trains_and_goes_on_from_its_checkpoint(tmp_path: Path):
+@pytest.mark.parametrize("keras", ["3", "2"])
+def test_a_keras_script_with_callbacks_trains_and_goes_on_from_its_checkpoint(
+    keras: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     pytest.importorskip("tensorflow")
+    if keras == "2":
+        pytest.importorskip("tf_keras")
+        monkeypatch.setenv("TF_USE_LEGACY_KERAS", "1")
     done = job(2, SCRIPTS / "keras_fit.py", "--checkpoints", tmp_path)
     assert finished(done) == "done: 6 epochs, 2 ranks", done.stderr
     names = sorted(file.name for file in tmp_path.iterdir())

@@ -1,45 +1,38 @@
 """hororing.keras as Horovod's users of tf.keras know it: the same, but for the order of arguments.
 
-Keras runs on TensorFlow then. All names and recipes: docs/keras.md.
+Keras runs on TensorFlow then. Where tf.keras is Keras 2, the optimizers and callbacks are for that
+(legacy.py). All names and recipes: docs/keras.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
-from hororing.arguments import Average
-from hororing.compression import Compressor, NoneCompressor
 from hororing.keras import exports
-from hororing.keras import optimizer as _optimizer
 from hororing.keras.exports import *  # noqa: F403
-from hororing.process_sets import ProcessSet, global_process_set
 from hororing.tensorflow.keras import callbacks
+from hororing.tensorflow.which_keras import is_legacy
 
+if TYPE_CHECKING or not is_legacy():
+    from hororing.tensorflow.keras.keras3 import (
+        Compression,
+        DistributedOptimizer,
+        PartialDistributedOptimizer,
+        load_model,
+    )
+else:
+    from hororing.tensorflow.keras.legacy import (
+        Compression,
+        DistributedOptimizer,
+        PartialDistributedOptimizer,
+        load_model,
+    )
 
-def DistributedOptimizer(
-    optimizer: Any,
-    name: str | None = None,
-    device_dense: str = "",
-    device_sparse: str = "",
-    compression: type[Compressor] = NoneCompressor,
-    sparse_as_dense: bool = False,
-    gradient_predivide_factor: float = 1.0,
-    op: int = Average,
-    backward_passes_per_step: int = 1,
-    average_aggregated_gradients: bool = False,
-    num_groups: int = 0,
-    groups: int | Sequence[Sequence[Any]] | None = None,
-    process_set: ProcessSet = global_process_set,
-    scale_local_gradients: bool = True,
-) -> Any:
-    """Do as hororing.keras.DistributedOptimizer."""
-    return _optimizer.DistributedOptimizer(
-        optimizer, name, device_dense, device_sparse, compression, sparse_as_dense,
-        gradient_predivide_factor, op, num_groups, groups, backward_passes_per_step,
-        average_aggregated_gradients, process_set, scale_local_gradients,
-    )  # fmt: skip
-
-
-__all__ = ["DistributedOptimizer", "callbacks"]
+__all__ = [
+    "Compression",
+    "DistributedOptimizer",
+    "PartialDistributedOptimizer",
+    "callbacks",
+    "load_model",
+]
 __all__ += exports.__all__

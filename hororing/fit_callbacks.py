@@ -1,0 +1,206 @@
+"""What the callbacks of ``model.fit`` do, for Keras 3 and for tf_keras, which is Keras 2.
+
+Classes to be put before a callback of either. What differs between the two is theirs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import hororing.numpy as hvd
+from hororing import arguments
+from hororing.runtime import rank, size
+
+
+class MetricAverage:
+    """Averages all metrics over the ranks at the end of each epoch.
+
+    It must stand before callbacks that look at them: ReduceLROnPlateau, EarlyStopping,
+    ModelCheckpoint, TensorBoard. All ranks must have the same metrics.
+
+    Parameters
+    ----------
+    device : Horovod's; without a meaning here.
+    """
+
+    def __init__(self, device: str = "") -> None:
+        super().__init__()
+        arguments.check_text("device", device)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Replace the metrics in `logs`."""
+        if not logs:
+            return
+        names = sorted(logs)
+        means = hvd.allreduce(
+            np.array([float(logs[name]) for name in names]),
+            name=f"{type(self).__name__}.{epoch}",
+            op=arguments.Average,
+        )
+        logs.update(zip(names, means.tolist(), strict=True))
+
+
+class LearningRateSchedule:
+    """Sets the learning rate to ``initial_lr * multiplier(epoch)``.
+
+    Parameters
+    ----------
+    initial_lr : the rate that is multiplied.
+    multiplier : a function of the epoch, or a number.
+    start_epoch, end_epoch : when it is in force: start_epoch <= epoch < end_epoch.
+    staircase : change it once per epoch; otherwise with every batch, and `multiplier` is given
+        fractions of epochs.
+    momentum_correction : keep the effect of momentum when the rate changes (Goyal et al. 2017,
+        arXiv:1706.02677, section 3). The velocity of Keras' optimizers contains the rate, so it
+        is multiplied by new rate / old rate.
+    steps_per_epoch : batches per epoch, where ``staircase=False`` and Keras does not know it.
+    """
+
+    model: Any  # Keras sets these two
+    params: dict[str, Any] | None
+
+    def __init__(
+        self,
+        initial_lr: float,
+        multiplier: float | Callable[[float], float],
+        start_epoch: int = 0,
+        end_epoch: int | None = None,
+        staircase: bool = True,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+    ) -> None:
+        super().__init__()
+        if not callable(multiplier) and not isinstance(multiplier, int | float | np.number):
+            raise TypeError(
+                f"{type(self).__name__}: multiplier must be a number or a function, not "
+                f"{type(multiplier).__name__} ({multiplier!r})"
+            )
+        self.initial_lr = float(initial_lr)
+        self.start_epoch = start_epoch
+        self.end_epoch = end_epoch
+        self.staircase = staircase or not callable(multiplier)
+        self.momentum_correction = momentum_correction
+        self.steps_per_epoch = steps_per_epoch
+        self.multiplier = multiplier
+        self.current_epoch = 0
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Learn how long an epoch is."""
+        if self.staircase or self.steps_per_epoch:
+            return
+        self.steps_per_epoch = (self.params or {}).get("steps")
+        if not self.steps_per_epoch:
+            raise ValueError(
+                f"{type(self).__name__}: Keras does not know how many batches an epoch has; pass "
+                "steps_per_epoch, or staircase=True"
+            )
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Note the epoch."""
+        self.current_epoch = epoch
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Set the rate."""
+        epoch = self.current_epoch
+        if epoch < self.start_epoch or (self.end_epoch is not None and epoch >= self.end_epoch):
+            return
+        if not self.staircase:
+            assert self.steps_per_epoch is not None
+            self._set(epoch + batch / self.steps_per_epoch)
+        elif batch == 0:
+            self._set(epoch)
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Do nothing. Without this method Keras would call the others in the background."""
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Add the rate to the metrics, as "lr"."""
+        if logs is not None:
+            logs["lr"] = self._rate()
+
+    def _set(self, epoch: float) -> None:
+        factor = self.multiplier(epoch) if callable(self.multiplier) else self.multiplier
+        before = self._rate()
+        self.model.optimizer.learning_rate = self.initial_lr * factor
+        after = self._rate()
+        if self.momentum_correction and before != after and before > 0:
+            self._scale_velocities(after / before)
+
+    def _rate(self) -> float:
+        """Return the optimizer's learning rate."""
+        raise NotImplementedError
+
+    def _scale_velocities(self, factor: float) -> None:
+        """Multiply what contains the learning rate in the optimizer."""
+        raise NotImplementedError
+
+
+class LearningRateWarmup(LearningRateSchedule):
+    """Raises the learning rate from ``initial_lr / size`` to `initial_lr`, batch by batch.
+
+    For rates that were multiplied by the number of ranks (Goyal et al. 2017, arXiv:1706.02677,
+    section 2.2). The last batch of the last epoch of warm-up has `initial_lr`.
+
+    Parameters
+    ----------
+    initial_lr : the rate to arrive at.
+    warmup_epochs : how long that takes.
+    momentum_correction, steps_per_epoch : as for `LearningRateSchedule`.
+    verbose : 1: rank 0 prints the rate when it has arrived.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        warmup_epochs: int = 5,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+        verbose: int = 0,
+    ) -> None:
+        def multiplier(epoch: float) -> float:
+            assert self.steps_per_epoch is not None
+            done = epoch + 1 / self.steps_per_epoch  # when this batch is over
+            return (done * (size() - 1) / warmup_epochs + 1) / size()
+
+        super().__init__(
+            initial_lr,
+            multiplier,
+            end_epoch=warmup_epochs,
+            staircase=False,
+            momentum_correction=momentum_correction,
+            steps_per_epoch=steps_per_epoch,
+        )
+        self.verbose = verbose
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Add the rate to the metrics."""
+        super().on_epoch_end(epoch, logs)
+        if self.verbose and rank() == 0 and epoch + 1 == self.end_epoch:
+            print(f"\nEpoch {epoch + 1}: learning rate warmup is over, at {self._rate():g}.")
+
+
+class BestModel:
+    """Makes a ModelCheckpoint, the class after this one, save on rank 0 only."""
+
+    filepath: Any
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Raise ValueError if there is no path."""
+        if self.filepath is None:
+            raise ValueError(f"{type(self).__name__}: set its filepath before training")
+        self.filepath = os.fspath(self.filepath)
+        super().on_train_begin(logs)  # type: ignore[misc]
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Save, if it is time."""
+        if rank() == 0:
+            super().on_train_batch_end(batch, logs)  # type: ignore[misc]
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Save, if it is time."""
+        if rank() == 0:
+            super().on_epoch_end(epoch, logs)  # type: ignore[misc]

@@ -1,0 +1,37 @@
+"""The callbacks for Keras 3, with the order of arguments of Horovod's for tf.keras."""
+
+from __future__ import annotations
+
+import os
+
+from hororing.keras import callbacks
+from hororing.keras.callbacks import (
+    BroadcastGlobalVariablesCallback,
+    LearningRateScheduleCallback,
+    LearningRateWarmupCallback,
+    MetricAverageCallback,
+)
+
+
+class BestModelCheckpoint(callbacks.BestModelCheckpoint):
+    """Does as hororing.keras.callbacks.BestModelCheckpoint."""
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        verbose: int = 0,
+        save_weights_only: bool = False,
+        mode: str = "auto",
+        save_freq: str | int = "epoch",
+        filepath: str | os.PathLike[str] | None = None,
+    ) -> None:
+        super().__init__(monitor, verbose, mode, save_freq, save_weights_only, filepath)
+
+
+__all__ = [
+    "BestModelCheckpoint",
+    "BroadcastGlobalVariablesCallback",
+    "LearningRateScheduleCallback",
+    "LearningRateWarmupCallback",
+    "MetricAverageCallback",
+]

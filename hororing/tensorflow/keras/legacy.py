@@ -1,0 +1,230 @@
+"""Distributed optimizers of tf_keras, which is Keras 2: tf.keras with TF_USE_LEGACY_KERAS=1.
+
+Its optimizers, those of `tf.keras.optimizers.legacy` too, aggregate gradients over the replicas of
+tf.distribute before they clip and apply them, and a LossScaleOptimizer has the inner one do so
+before it looks for infinities. That is where ours are reduced; who asks for no aggregation
+(``skip_gradients_aggregation=True``, ``experimental_aggregate_gradients=False``) gets none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hororing.arguments import Adasum, Average
+from hororing.compression import Compressor, NoneCompressor
+from hororing.keras.settings import WHAT, Settings, checked_settings
+from hororing.process_sets import ProcessSet, global_process_set
+from hororing.tensorflow.compression import Compression
+from hororing.tensorflow.gradients import reduce_gradients, variable_key, variable_name
+from hororing.tensorflow.tape import weights_of
+
+Pairs = Iterable[tuple[Any, Any]]  # gradients and variables
+
+
+class Distributed:
+    """What a distributed optimizer adds to its class. Before an optimizer's class of tf_keras."""
+
+    # Of the class, which serves one optimizer and its copies.
+    _settings: Settings
+    _state: _State
+
+    def register_local_var(self, var: Any) -> None:
+        """Leave the gradient of a variable out of the reduction: each rank has its own."""
+        self._state.local.add(variable_key(var))
+
+    def aggregate_gradients(self, grads_and_vars: Pairs) -> Any:
+        """Reduce gradients over the ranks. Called by `apply_gradients`."""
+        return super().aggregate_gradients(self._reduced(grads_and_vars))  # type: ignore[misc]
+
+    def _aggregate_gradients(self, grads_and_vars: Pairs) -> Any:
+        """Do as `aggregate_gradients`: the name in legacy optimizers."""
+        return super()._aggregate_gradients(self._reduced(grads_and_vars))  # type: ignore[misc]
+
+    def apply_gradients(self, grads_and_vars: Pairs, *args: Any, **kwargs: Any) -> Any:
+        """Update variables; with backward_passes_per_step, once in so many calls."""
+        apply = super().apply_gradients  # type: ignore[misc]
+        pairs = list(grads_and_vars)
+        if self._settings.passes == 1 or not pairs:
+            return apply(pairs, *args, **kwargs)
+        variables = [variable for _, variable in pairs]
+        with tf.init_scope():  # no branch of a graph can make variables
+            make: Any = getattr(self, "_create_all_weights", None) or self.build  # type: ignore[attr-defined]
+            make(variables)
+        sums = self._state.sums(variables)
+        for total, (gradient, _) in zip(sums, pairs, strict=True):
+            if gradient is not None:
+                total.assign_add(tf.cast(tf.convert_to_tensor(gradient), total.dtype))
+        factor = 1.0 / self._settings.passes if self._settings.average_passes else 1.0
+
+        def update() -> None:
+            totals = [
+                (None if gradient is None else total * tf.cast(factor, total.dtype), variable)
+                for total, (gradient, variable) in zip(sums, pairs, strict=True)
+            ]
+            apply(totals, *args, **kwargs)
+            for total in sums:
+                total.assign(tf.zeros_like(total))
+            self._state.count.assign(0)
+
+        due = tf.equal(self._state.count.assign_add(1), self._settings.passes)
+        tf.cond(due, update, lambda: None)
+        return self.iterations  # type: ignore[attr-defined]
+
+    def _reduced(self, grads_and_vars: Pairs) -> list[tuple[Any, Any]]:
+        self._state.reached = True
+        pairs = list(grads_and_vars)
+        variables = [variable for _, variable in pairs]
+        names = [  # by place: the numbers in Keras' names may differ between ranks
+            f"{self._settings.name}/{place}.{variable_name(variable).rpartition('/')[2]}"
+            for place, variable in enumerate(variables)
+        ]
+        reduced = reduce_gradients(
+            [gradient for gradient, _ in pairs],
+            names,
+            self._settings,
+            keys=[variable_key(variable) for variable in variables],
+            local=self._state.local_keys(),
+        )
+        return list(zip(reduced, variables, strict=True))
+
+
+class _State:
+    """What a distributed optimizer knows beside what Keras saves and tracks."""
+
+    def __init__(self, local_layers: Sequence[Any]) -> None:
+        self.reached = False  # gradients have come by
+        self.local: set[Any] = set()  # keys of variables
+        self.local_layers = local_layers  # may be built later
+        self.count: Any = None
+        self._sums: dict[Any, Any] = {}
+
+    def local_keys(self) -> set[Any]:
+        return self.local | {variable_key(weight) for weight in weights_of(self.local_layers)}
+
+    def sums(self, variables: Sequence[Any]) -> list[Any]:
+        """The sums of gradients of these variables, made when they are asked for first."""
+        with tf.init_scope():
+            if self.count is None:
+                self.count = tf.Variable(0, trainable=False)
+            for variable in variables:
+                if variable_key(variable) not in self._sums:
+                    zeros = tf.zeros(variable.shape, variable.dtype)
+                    self._sums[variable_key(variable)] = tf.Variable(zeros, trainable=False)
+        return [self._sums[variable_key(variable)] for variable in variables]
+
+
+def inner_optimizer(optimizer: Any) -> Any:
+    """Return what is in a LossScaleOptimizer, or the optimizer itself."""
+    scales = isinstance(optimizer, tf.keras.mixed_precision.LossScaleOptimizer)
+    return optimizer.inner_optimizer if scales else optimizer
+
+
+def _wrapped(optimizer: Any, settings: Settings, local_layers: Sequence[Any] = ()) -> Any:
+    inner = inner_optimizer(optimizer)
+    kinds = (tf.keras.optimizers.Optimizer, tf.keras.optimizers.legacy.Optimizer)
+    if not isinstance(inner, kinds):
+        raise TypeError(
+            "optimizer must be one of tf.keras.optimizers, which is tf_keras since "
+            f"TF_USE_LEGACY_KERAS is set, not {type(optimizer).__name__} ({optimizer!r}); for "
+            "optimizers of Keras 3 unset TF_USE_LEGACY_KERAS"
+        )
+    if isinstance(inner, Distributed):
+        raise ValueError("optimizer is distributed already; wrap it once")
+    if settings.op == Adasum:
+        raise ValueError(
+            f"{WHAT}: op=Adasum is not there for tf_keras; use Average, a DistributedGradientTape, "
+            "or Keras 3"
+        )
+    if not isinstance(settings.groups, int):
+        groups = tuple(tuple(map(variable_key, group)) for group in settings.groups)
+        settings = dataclasses.replace(settings, groups=groups)
+    base = type(inner)
+    namespace = {
+        "__module__": base.__module__,
+        "__doc__": base.__doc__,
+        "_settings": settings,
+        "_state": _State(local_layers),
+        # Keras writes this class into files, which then load without us; `isinstance` and
+        # `type` see the real one.
+        "__class__": property(lambda self: base),
+    }
+    make: Any = type(base)
+    object.__setattr__(inner, "__class__", make(base.__name__, (Distributed, base), namespace))
+    return optimizer
+
+
+def DistributedOptimizer(
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = NoneCompressor,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: int = Average,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[Any]] | None = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """Make `optimizer`, of tf_keras, reduce its gradients over all ranks, and return it.
+
+    Arguments are those of hororing.keras.DistributedOptimizer; `op` is not Adasum. What holds
+    for Keras 3 holds here: the optimizer itself becomes distributed, keeps its state, and is
+    saved as a plain one. A LossScaleOptimizer may be inside or outside.
+    """
+    settings = checked_settings(
+        name=name, device_dense=device_dense, device_sparse=device_sparse, compression=compression,
+        sparse_as_dense=sparse_as_dense, gradient_predivide_factor=gradient_predivide_factor, op=op,
+        backward_passes_per_step=backward_passes_per_step,
+        average_aggregated_gradients=average_aggregated_gradients, num_groups=num_groups,
+        groups=groups, process_set=process_set, scale_local_gradients=scale_local_gradients,
+    )  # fmt: skip
+    return _wrapped(optimizer, settings)
+
+
+def PartialDistributedOptimizer(
+    optimizer: Any, *args: Any, local_layers: Any = None, **kwargs: Any
+) -> Any:
+    """Do as `DistributedOptimizer`, but leave out what `local_layers` train: one, or a list."""
+    several = local_layers if isinstance(local_layers, list | tuple) else [local_layers]
+    weights_of(local_layers)  # ValueError for what is no layer
+    distributed = DistributedOptimizer(optimizer, *args, **kwargs)
+    inner_optimizer(distributed)._state.local_layers = [
+        each for each in several if each is not None
+    ]
+    return distributed
+
+
+def load_model(
+    filepath: str | os.PathLike[str],
+    custom_optimizers: Sequence[type] | None = None,
+    custom_objects: Mapping[str, Any] | None = None,
+    compression: type[Compressor] = NoneCompressor,
+    legacy_opts: bool = False,
+) -> Any:
+    """Load a model of tf_keras, and make its optimizer distributed; its state is kept.
+
+    Arguments are those of hororing.keras.load_model. `legacy_opts` is of no effect: the file says
+    which kind of optimizer it holds.
+    """
+    named = {each.__name__: each for each in custom_optimizers or ()}
+    model = tf.keras.models.load_model(filepath, custom_objects={**named, **(custom_objects or {})})
+    if getattr(model, "optimizer", None) is not None:
+        DistributedOptimizer(model.optimizer, compression=compression)
+    return model
+
+
+__all__ = [
+    "Compression",
+    "DistributedOptimizer",
+    "PartialDistributedOptimizer",
+    "load_model",
+]
