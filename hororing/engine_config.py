@@ -52,6 +52,10 @@ def engine_config(
     c_config.kernels = text(settings["KERNELS"])
     c_config.log_level = log_level
     c_config.timeline = text(settings["TIMELINE"])
+    c_config.timeline_bytes = settings["TIMELINE_BYTES"]
+    c_config.timeline_from, c_config.timeline_to = (
+        settings["TIMELINE_STEPS"] if settings["TIMELINE"] else None
+    ) or (0, 0)
     c_config.timeline_mark_cycles = settings["TIMELINE_MARK_CYCLES"]
     c_config.tune = settings["AUTOTUNE"]
     # What was chosen is not tuned.

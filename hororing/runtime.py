@@ -363,9 +363,12 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
 
     Rank 0's call counts; on other ranks it does nothing. A timeline that is being written is
     finished first; if it is the same file, it just goes on. `mark_cycles` adds CYCLE_START events.
+    The file holds the last HORORING_TIMELINE_BYTES. ValueError where it cannot be written.
     """
     topology()
     path = _absolute(file_path)
+    if "\0" in path:
+        raise ValueError(f"start_timeline: the path {path!r} holds a zero character")
     if path == _process.timeline and lib.hr_timeline_enabled():
         return
     code = int(lib.hr_timeline_start(os.fsencode(path), mark_cycles))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from hororing import job
 from hororing._core import lib
 
 _HOOK: Final = 0
@@ -13,6 +14,11 @@ _VIEW: Final = 1
 def enabled() -> bool:
     """Whether spans are wanted now."""
     return bool(lib.hr_timeline_enabled())
+
+
+def path() -> str:
+    """The file that is being written, or the latest one; "": none, or not on this rank."""
+    return job.process.timeline
 
 
 def now_ns() -> int:

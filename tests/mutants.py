@@ -96,7 +96,7 @@ FAULTS = [
     Fault("a killed process is not noticed", "csrc/transport/shm_liveness.cc",
           "return state.attached.load() != kDetached;", "return false;", "transport_test"),
     Fault("shared memory stays behind", "csrc/transport/shm_segment.cc",
-          "if (owns_name_) shm_unlink(name_.c_str());", "", "transport_test"),
+          "  shm_unlink(name_.c_str());\n  close(std", "  close(std", "transport_test"),
     Fault("the timeline is not closed", "csrc/trace/writer.cc",
           "status = WriteAt(kTail, tail_);", "", "trace_test"),
     Fault("the engine takes requests without the lock", "csrc/engine/tensor_table.cc",

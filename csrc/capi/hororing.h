@@ -118,6 +118,10 @@ typedef struct hr_config {
   const char* kernels;     /* "auto", "portable", "avx2", "avx512" */
   int32_t log_level;       /* least level kept: 10 debug, 20 info, 30 warning, 40 error */
   const char* timeline;    /* path of the timeline, or NULL; rank 0's counts */
+  int64_t timeline_bytes;  /* most of its file, which holds the last part then; 0: no limit */
+  /* The steps of training that it is about, from 1; 0: everything. A step ends where the name of an
+   * allreduce among all ranks comes again on rank 0. */
+  int64_t timeline_from, timeline_to;
   int32_t timeline_mark_cycles;
   int32_t tune_fusion; /* of `tune`, on rank 0: nonzero: smaller fusion_bytes */
   int32_t tune_hold;   /* nonzero: other cycle_time_ms */

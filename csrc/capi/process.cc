@@ -116,6 +116,9 @@ EngineConfig EngineConfigFrom(const hr_config& from) {
   config.watch_parent = from.watch_parent != 0;
   config.timeline = Text(from.timeline);
   config.timeline_cycles = from.timeline_mark_cycles != 0;
+  config.timeline_bytes = from.timeline_bytes;
+  config.timeline_from = from.timeline_from;
+  config.timeline_to = from.timeline_to;
   return config;
 }
 

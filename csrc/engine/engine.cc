@@ -103,7 +103,8 @@ bool Engine::AwaitStart(TimeNs timeout_ns, Status* status) {
   }
   *status = start_status_;
   lock.unlock();
-  if (status->ok() && !config_.timeline.empty() && topology_.rank == 0) {
+  const bool from_start = !config_.timeline.empty() && config_.timeline_from <= 1;
+  if (status->ok() && from_start && topology_.rank == 0) {
     const Status timeline = StartTimeline(config_.timeline, config_.timeline_cycles);
     if (!timeline.ok()) Log(LogLevel::kError, "no timeline: " + timeline.message());
   }
@@ -202,9 +203,10 @@ Status Engine::PrepareWorld(const WorldMaker& make_world, World* world) {
   sets_.Reset(topology_.rank, topology_.size);
   transport_name_ = world->transport->name();
   drivable_ = world->transport->turns() != nullptr;
-  // The tuner must see everything; the other backends come to other bits.
+  // The tuner, and who counts steps, must see everything; the other backends come to other bits.
   const bool direct = config_.backend == "auto" || config_.backend == "shm_direct";
-  if (direct && !config_.tune) rendezvous_ = world->transport->rendezvous();
+  if (direct && !config_.tune && config_.timeline_to == 0)
+    rendezvous_ = world->transport->rendezvous();
   neighbours_ = world->neighbours;
   world->transport->Watch(&calls_);
   if (!world->note.empty()) Log(LogLevel::kWarning, world->note);

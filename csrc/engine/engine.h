@@ -62,6 +62,9 @@ struct EngineConfig {
   bool watch_parent = false;  // end the process when its parent dies
   std::string timeline;       // path; rank 0's counts
   bool timeline_cycles = false;
+  int64_t timeline_bytes = 0;  // most of any timeline; 0: no limit
+  // The steps of training that `timeline` is about, counted from 1; 0: everything.
+  int64_t timeline_from = 0, timeline_to = 0;
 };
 
 class Loop;

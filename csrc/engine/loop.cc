@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <functional>
 #include <numeric>
 #include <utility>
 
@@ -195,6 +196,25 @@ void Loop::FollowTuner() {
                            std::to_string(static_cast<double>(best.hold_ns) / kMillisecond));
 }
 
+// Rank 0: turns the timeline on and off with the steps that it is about. By names, since a tensor
+// has no id before its second step.
+void Loop::FollowSteps(const TensorEntry& entry) {
+  const EngineConfig& config = engine_.config_;
+  const Request& request = entry.request;
+  if (request.kind != Collective::kAllreduce || request.process_set != kWorldSet) return;
+  if (step_ > config.timeline_to) return;
+  const uint64_t name = std::hash<std::string>()(request.name) | 1;  // not 0
+  if (!steps_.Submitted(name, entry.submitted_ns) && step_ > 0) return;
+  ++step_;
+  if (step_ == config.timeline_from && timeline_.closed()) {
+    const Status opened = timeline_.Open(config.timeline, config.timeline_bytes);
+    if (opened.ok()) coordinator_->SwitchTimeline(true, config.timeline_cycles);
+    if (!opened.ok()) Log(LogLevel::kError, "no timeline: " + opened.message());
+  } else if (step_ > config.timeline_to) {
+    coordinator_->SwitchTimeline(false, false);
+  }
+}
+
 bool Loop::ServeCommands() {
   if (!engine_.command_waiting_.load()) return false;
   std::unique_lock<std::mutex> lock(engine_.mutex_);
@@ -203,7 +223,7 @@ bool Loop::ServeCommands() {
   Status status;
   bool done = true;
   if (command.kind == Engine::Command::Kind::kStartTimeline) {
-    status = timeline_.Open(command.path);
+    status = timeline_.Open(command.path, engine_.config_.timeline_bytes);
     if (status.ok()) coordinator_->SwitchTimeline(true, command.mark_cycles);
   } else {
     done = timeline_.closed();
@@ -277,6 +297,11 @@ void Loop::Farewell() {
     if (topology_.size > 1 && !engine_.abort_.load()) {
       Log(LogLevel::kError, "the engine has failed: " + final_->message());
     }
+  }
+  if (coordinator_ && step_ < engine_.config_.timeline_from) {
+    Log(LogLevel::kWarning, "no timeline: HORORING_TIMELINE_STEPS begins with step " +
+                                std::to_string(engine_.config_.timeline_from) + ", of " +
+                                std::to_string(step_));
   }
   timeline_.Switch(false, false);
   const TimeNs deadline = After(NowNs(), kFarewellTime);

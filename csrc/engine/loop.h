@@ -86,6 +86,7 @@ class Loop {
   void TraceNegotiation(const TensorEntry& entry);
   // loop.cc
   void FollowTuner();
+  void FollowSteps(const TensorEntry& entry);
   void KeepHouse(TimeNs now);
   void FollowParent();
   void End(Status why);
@@ -106,6 +107,8 @@ class Loop {
   std::optional<Coordinator> coordinator_;   // on rank 0
   std::optional<HostReports> host_reports_;  // on the first of the others
   std::ofstream tune_log_;                   // on rank 0
+  StepWatch steps_;                          // on rank 0, where the timeline is about some
+  int64_t step_ = 0;                         // the one under way, from 1
   ResponseCache cache_;
   // In flight and reported by these ids; null: none is.
   std::unordered_map<uint64_t, TensorEntry*> reported_;

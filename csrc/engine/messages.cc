@@ -74,7 +74,10 @@ bool Loop::Report() {
     entry->reported_ns = now;
     if (entry->cache_id == 0) entry->cache_id = cache_.Find(entry->request);
     const uint64_t id = entry->cache_id;
-    if (coordinator_) coordinator_->queue().Submitted(entry->request, id, entry->submitted_ns);
+    if (coordinator_) {
+      coordinator_->queue().Submitted(entry->request, id, entry->submitted_ns);
+      if (engine_.config_.timeline_to > 0) FollowSteps(*entry);
+    }
     if (id != 0) {
       reported_[id] = entry;
       report.cached.push_back(id);

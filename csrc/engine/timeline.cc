@@ -21,11 +21,11 @@ Timeline::Timeline(Transport& transport, const Topology& topology,
       clock_offsets_(std::move(clock_offsets)),
       sink_(sink) {}
 
-Status Timeline::Open(const std::string& path) {
+Status Timeline::Open(const std::string& path, int64_t most_bytes) {
   std::vector<std::string> hosts;
   for (int host : topology_.host_of) hosts.push_back(topology_.hosts[static_cast<size_t>(host)]);
   ended_.assign(hosts.size(), 0);
-  return writer_.Open(path, hosts);
+  return writer_.Open(path, hosts, most_bytes);
 }
 
 void Timeline::Switch(bool on, bool mark_cycles) {
@@ -51,7 +51,12 @@ void Timeline::Receive(int rank, const std::string& bytes, bool last) {
 void Timeline::Accept(int rank, const std::vector<TraceEvent>& events, bool last) {
   if (!writer_.is_open()) return;
   if (!events.empty()) {
+    const bool was_whole = !writer_.wrapped();
     Check(writer_.Append(rank, clock_offsets_[static_cast<size_t>(rank)], events));
+    if (was_whole && writer_.wrapped()) {
+      Log(LogLevel::kWarning,
+          "timeline: it has HORORING_TIMELINE_BYTES; from now on the oldest events are lost");
+    }
   }
   if (!last) return;
   ended_[static_cast<size_t>(rank)] = 1;

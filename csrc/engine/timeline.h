@@ -21,8 +21,8 @@ class Timeline {
   Timeline(Transport& transport, const Topology& topology, std::vector<TimeNs> clock_offsets,
            TraceSink& sink);
 
-  // Rank 0, before the switch is agreed.
-  Status Open(const std::string& path);
+  // Rank 0, before the switch is agreed. `most_bytes`: as for TraceWriter.
+  Status Open(const std::string& path, int64_t most_bytes);
   // The agreed switch. Off: ships the last events; rank 0 closes the file when the last events
   // of all ranks are there.
   void Switch(bool on, bool mark_cycles);

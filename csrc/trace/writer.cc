@@ -1,6 +1,7 @@
 #include "trace/writer.h"
 
 #include <fcntl.h>
+#include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -16,6 +17,7 @@ namespace {
 constexpr char kTail[] = "\n]\n";
 constexpr int64_t kTailBytes = sizeof(kTail) - 1;
 constexpr size_t kPage = 4096;  // or a multiple of it
+constexpr int64_t kLeastRing = 64 << 10;
 constexpr int64_t kLeastReserve = 64 << 10, kMostReserve = 1 << 20;
 constexpr int kTidsPerRank = 16;
 constexpr size_t kRowMemory = 64;  // spans of a row that a later one is compared with
@@ -116,12 +118,18 @@ TraceWriter::~TraceWriter() {
   if (fd_ >= 0) close(fd_);  // the file is complete already; nobody is left to tell of errors
 }
 
-Status TraceWriter::Open(const std::string& path, const std::vector<std::string>& hosts) {
+Status TraceWriter::Open(const std::string& path, const std::vector<std::string>& hosts,
+                         int64_t most_bytes) {
   HORORING_RETURN_IF_ERROR(Close());
-  fd_ = open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+  struct stat found = {};
+  const bool trusted =
+      lstat(path.c_str(), &found) == 0 && (found.st_uid == geteuid() || found.st_uid == 0);
+  fd_ = open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | (trusted ? 0 : O_NOFOLLOW),
+             0666);
   if (fd_ < 0) {
-    return Status(Code::kInvalidArgument, "cannot write the timeline '" + path +
-                                              "': " + std::strerror(errno) +
+    const bool others = !trusted && S_ISLNK(found.st_mode);
+    const char* const why = others ? "it is a link of another user" : std::strerror(errno);
+    return Status(Code::kInvalidArgument, "cannot write the timeline '" + path + "': " + why +
                                               "; give a path in a writable directory");
   }
   path_ = path;
@@ -149,6 +157,14 @@ Status TraceWriter::Open(const std::string& path, const std::vector<std::string>
   }
   // The array opens where the first record's comma would stand.
   text = text.empty() ? "[" : "[" + text.substr(1);
+  wrapped_ = false;
+  ring_begin_ = ring_end_ = 0;
+  if (most_bytes > 0) {
+    text.resize((text.size() + kPage - 1) / kPage * kPage, ' ');
+    ring_begin_ = static_cast<int64_t>(text.size());
+    ring_end_ =
+        std::max(ring_begin_ + kLeastRing, most_bytes - most_bytes % static_cast<int64_t>(kPage));
+  }
   const Status status = WriteAt(text + kTail, 0);
   tail_ = end_ = static_cast<int64_t>(text.size());
   if (!status.ok()) {
@@ -234,20 +250,48 @@ Status TraceWriter::Append(int rank, TimeNs clock_offset_ns,
 // `records` begin with ",\n{" each, which occurs nowhere else in them.
 Status TraceWriter::Write(const std::string& records) {
   std::string block;
-  for (size_t at = 0; at < records.size();) {
-    const size_t next = std::min(records.find(",\n{", at + 1), records.size());
+  size_t length = 0;
+  const auto padding = [&] {
     const size_t room = kPage - (static_cast<size_t>(tail_) + block.size()) % kPage;
-    if (next - at > room && next - at <= kPage) block.append(room, ' ');
-    block.append(records, at, next - at);
-    at = next;
+    return length > room && length <= kPage ? room : 0;
+  };
+  for (size_t at = 0; at < records.size(); at += length) {
+    length = std::min(records.find(",\n{", at + 1), records.size()) - at;
+    if (ring_end_ > 0 && length > kPage) continue;
+    const int64_t end = tail_ + static_cast<int64_t>(block.size() + padding() + length);
+    if (ring_end_ > 0 && end > ring_end_) HORORING_RETURN_IF_ERROR(Wrap(&block));
+    block.append(padding(), ' ');
+    block.append(records, at, length);
   }
-  const int64_t needed = tail_ + static_cast<int64_t>(block.size());
+  return Flush(&block);
+}
+
+// Writes `block` behind the last record. In the ring the rest of its last page goes, too, where
+// half a record may stand.
+Status TraceWriter::Flush(std::string* block) {
+  const int64_t needed = tail_ + static_cast<int64_t>(block->size());
   if (needed > end_) {
-    const int64_t reserve = std::clamp(needed / 4, kLeastReserve, kMostReserve);
-    HORORING_RETURN_IF_ERROR(MoveEnd(needed + reserve));
+    const int64_t end = needed + std::clamp(needed / 4, kLeastReserve, kMostReserve);
+    HORORING_RETURN_IF_ERROR(MoveEnd(ring_end_ > 0 ? std::min(end, ring_end_) : end));
   }
-  HORORING_RETURN_IF_ERROR(WriteAt(block, tail_));
+  if (wrapped_) block->append((kPage - static_cast<size_t>(needed) % kPage) % kPage, ' ');
+  HORORING_RETURN_IF_ERROR(WriteAt(*block, tail_));
   tail_ = needed;
+  block->clear();
+  return Status::Ok();
+}
+
+// The next record goes to the ring's begin, behind one that tells readers of it.
+Status TraceWriter::Wrap(std::string* block) {
+  HORORING_RETURN_IF_ERROR(Flush(block));
+  if (end_ < ring_end_) HORORING_RETURN_IF_ERROR(MoveEnd(ring_end_));
+  wrapped_ = true;
+  tail_ = ring_begin_;
+  *block = Metadata("process_labels", 0, Tid(0, Track::kCaller),
+                    "\"labels\":\"without the oldest events\"");
+  for (std::vector<Row>& rows : caller_rows_) {  // their names are lost, too
+    for (size_t row = 1; row < rows.size(); ++row) rows[row].named = false;
+  }
   return Status::Ok();
 }
 
@@ -255,10 +299,11 @@ Status TraceWriter::Write(const std::string& records) {
 Status TraceWriter::MoveEnd(int64_t end) {
   const int64_t old_end = end_;
   const int64_t from = old_end + kTailBytes;
-  HORORING_RETURN_IF_ERROR(WriteAt(std::string(static_cast<size_t>(end - from), ' '), from));
+  const auto spaces = [](int64_t bytes) { return std::string(static_cast<size_t>(bytes), ' '); };
+  if (end > from) HORORING_RETURN_IF_ERROR(WriteAt(spaces(end - from), from));
   HORORING_RETURN_IF_ERROR(WriteAt(kTail, end));
   end_ = end;
-  return WriteAt(std::string(kTailBytes, ' '), old_end);
+  return WriteAt(spaces(std::min(kTailBytes, end - old_end)), old_end);
 }
 
 Status TraceWriter::WriteAt(const std::string& bytes, int64_t at) {
@@ -274,6 +319,7 @@ Status TraceWriter::WriteAt(const std::string& bytes, int64_t at) {
         const ssize_t restored = pwrite(fd_, kTail, kTailBytes, static_cast<off_t>(tail_));
         static_cast<void>(restored);
         end_ = tail_;
+        wrapped_ = false;  // what stood behind is gone
       }
       return Status(Code::kInternal, "cannot write to the timeline '" + path_ + "': " + reason);
     }
@@ -285,7 +331,7 @@ Status TraceWriter::WriteAt(const std::string& bytes, int64_t at) {
 Status TraceWriter::Close() {
   if (fd_ < 0) return Status::Ok();
   Status status;
-  if (tail_ > 0 && tail_ < end_ && ftruncate(fd_, static_cast<off_t>(tail_)) == 0) {
+  if (tail_ > 0 && tail_ < end_ && !wrapped_ && ftruncate(fd_, static_cast<off_t>(tail_)) == 0) {
     status = WriteAt(kTail, tail_);
   }
   const int fd = fd_;

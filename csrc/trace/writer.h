@@ -11,6 +11,10 @@
 // are longer than one do). What remains is a microsecond between the two writes that move the
 // end, once per reserve.
 //
+// Note [The last part]: with a limit the pages behind the metadata are a ring. When the file is as
+// long as it may be, records go over the oldest ones, page by page: since each page is whole
+// records, the array stays whole, and so it does when the process is killed between two pages.
+//
 // pid = rank + 1, tid = 16 * rank + track + 1: viewers drop pid 0 and tid 0, and tids must be
 // unique over the whole file (facts/frameworks.md, section 7).
 //
@@ -39,9 +43,14 @@ class TraceWriter {
 
   // Creates or truncates `path` and writes the metadata (process and thread names, sort
   // order, wall-clock time of timestamp 0). `hosts[r]` is the host name of rank r. A file that
-  // was open before is closed.
-  Status Open(const std::string& path, const std::vector<std::string>& hosts);
+  // was open before is closed. Beyond `most_bytes` (0: none; else 64 KiB for records at least) the
+  // oldest records are lost, and such as are longer than a page. A symbolic link of another user is
+  // not followed.
+  Status Open(const std::string& path, const std::vector<std::string>& hosts,
+              int64_t most_bytes = 0);
   bool is_open() const { return fd_ >= 0; }
+  // Whether records of this file have been lost to later ones.
+  bool wrapped() const { return wrapped_; }
 
   // `clock_offset_ns` is added to every time stamp: the difference between rank 0's clock and
   // that of `rank`'s host. Times in the file are microseconds since Open.
@@ -61,13 +70,17 @@ class TraceWriter {
   };
   int CallerTid(int rank, TimeNs begin_ns, TimeNs end_ns, std::string* text);
   Status Write(const std::string& records);
+  Status Flush(std::string* block);
+  Status Wrap(std::string* block);
   Status MoveEnd(int64_t end);
   Status WriteAt(const std::string& bytes, int64_t at);
 
   int fd_ = -1;
   std::string path_;
-  int64_t tail_ = 0;  // offsets: behind the last record,
-  int64_t end_ = 0;   // and of the closing bracket's line
+  int64_t tail_ = 0;                       // offsets: behind the last record,
+  int64_t end_ = 0;                        // and of the closing bracket's line
+  int64_t ring_begin_ = 0, ring_end_ = 0;  // whole pages; 0: there is no limit
+  bool wrapped_ = false;
   TimeNs origin_ns_ = 0;
   uint64_t next_async_id_ = 1;
   std::vector<std::vector<Row>> caller_rows_;  // per rank

@@ -117,6 +117,14 @@ def _parse_chunk(text: str) -> int:
     return value
 
 
+def _parse_steps(text: str) -> tuple[int, int]:
+    first, colon, last = text.partition(":")
+    steps = parse_number(first, int, 1, 2**62), parse_number(last, int, 1, 2**62)
+    if not colon or steps[0] > steps[1]:
+        raise BadText
+    return steps
+
+
 def _parse_algorithms(text: str) -> str:
     names = [name.strip() for name in text.lower().split(",")]
     if len(names) not in (1, 3) or not set(names) <= set(_ALGORITHMS):
@@ -145,5 +153,10 @@ CHUNK = Form("0, or 4KiB to 1GiB", _parse_chunk, _show_bytes)
 ALGORITHMS = Form(
     f"one of {', '.join(_ALGORITHMS)}; or three of them with commas between them",
     _parse_algorithms,
+)
+STEPS = Form(
+    "FROM:TO, whole numbers from 1, as 100:110",
+    _parse_steps,
+    lambda steps: f"{steps[0]}:{steps[1]}",
 )
 LEVEL = Form("one of " + ", ".join(LEVELS), _parse_level)

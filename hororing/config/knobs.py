@@ -19,6 +19,7 @@ from hororing.config.forms import (
     FUSION,
     LEVEL,
     PATH,
+    STEPS,
     Form,
     choice,
     integer,
@@ -320,6 +321,22 @@ KNOBS: tuple[Knob, ...] = (
                 "DYNAMIC means unset: start_timeline() always works here",
             ),
         ),
+    ),
+    Knob(
+        "TIMELINE_STEPS",
+        STEPS,
+        None,
+        "the steps of training that TIMELINE is about, counted from 1; a step ends where the name "
+        "of an allreduce among all ranks comes again; unset: everything",
+        scope="rank 0",
+    ),
+    Knob(
+        "TIMELINE_BYTES",
+        BYTES,
+        256 * 2**20,
+        "most bytes of a timeline, which holds the last part then; 0: no limit",
+        unit="bytes",
+        scope="rank 0",
     ),
     Knob(
         "TIMELINE_MARK_CYCLES",

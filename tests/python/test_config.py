@@ -64,6 +64,9 @@ def test_bytes_with_and_without_units(text: str, expected: int):
         ("HORORING_TRANSPORT", "tcp"),
         ("HORORING_LOG_LEVEL", "loud"),
         ("HORORING_CPU", "0,,1"),
+        ("HORORING_TIMELINE_STEPS", "5"),
+        ("HORORING_TIMELINE_STEPS", "0:5"),
+        ("HORORING_TIMELINE_STEPS", "6:5"),
         ("HOROVOD_FUSION_THRESHOLD", "64MB"),
     ],
 )
@@ -238,6 +241,7 @@ def test_every_shown_value_parses_back_to_itself(data: st.DataObject):
         forms.BOOL: st.booleans(),
         forms.PATH: st.text(string.ascii_letters + "/._-", min_size=1),
         forms.CORES: st.lists(st.integers(0, 99999), min_size=1, max_size=8).map(tuple),
+        forms.STEPS: st.tuples(*2 * [st.integers(1, 10**9)]).map(sorted).map(tuple),
     }
     if knob.form in strategies:
         drawn = data.draw(strategies[knob.form])

@@ -45,6 +45,23 @@ def synchronous(delays: np.ndarray, step_s: float = 0.1) -> list[tuple]:
     return events
 
 
+def test_of_the_last_part_of_a_timeline_what_all_ranks_have_counts(tmp_path):
+    delays = np.zeros((41, 4))
+    delays[:, 2] = 0.3
+    events = synchronous(delays)
+    # Of rank 0 more is lost than of the others, and the newest events stand first.
+    kept = [e for i, e in enumerate(events) if i > 60 and (e[0] != 0 or i > 130)]
+    path = write(tmp_path / "t", ["h"] * 4, kept[200:] + kept[:200])
+    with pytest.raises(AssertionError):
+        assert diagnose(read_timeline(path)).persistent == [2]
+    records = json.loads(path.read_text())
+    records.append({"name": "process_labels", "ph": "M", "pid": 1, "args": {"labels": "x"}})
+    path.write_text(json.dumps(records))
+    found = diagnose(read_timeline(path))
+    assert (found.persistent, found.random) == ([2], [])
+    assert 28 <= found.steps <= 31
+
+
 def test_a_rank_that_is_always_late_is_persistent_and_what_it_costs_is_exact(tmp_path):
     delays = np.zeros((41, 4))
     delays[:, 2] = 0.3
@@ -240,7 +257,6 @@ def case_sets_are_told_apart():
 
 
 def case_a_watch_says_why_it_cannot():
-    import hororing.numpy as hvd
     from hororing.toolkit.stragglers import StragglerWatch
 
     watch = StragglerWatch()
@@ -248,12 +264,27 @@ def case_a_watch_says_why_it_cannot():
         pass
     with pytest.raises(RuntimeError, match="have not ended"):
         _ = watch.diagnosis
-    folder = Path(os.environ["TMPDIR"], "stragglers.json")
-    hvd.start_timeline(folder)
+
+
+def case_a_watch_lets_a_timeline_be_and_reads_its_part():
+    import hororing.numpy as hvd
+    from hororing.toolkit.stragglers import StragglerWatch
+
+    path = Path(os.environ["TMPDIR"], "stragglers.json")
+    hvd.start_timeline(path)
     hvd.barrier()
-    with pytest.raises(ValueError, match="a timeline is being written"):
-        StragglerWatch().__enter__()
+    train(4, StragglerInjector(1.0, DELAY_S, ranks=[0]))
+    for culprit in (1, 2):
+        with StragglerWatch(tolerance_s=DELAY_S / 2) as watch:
+            train(6, StragglerInjector(1.0, DELAY_S, ranks=[culprit]))
+        assert watch.diagnosis.persistent == [culprit], watch.diagnosis
+        assert watch.diagnosis.steps == 5
+    train(1, StragglerInjector(0.0, DELAY_S))
     hvd.stop_timeline()
+    if hvd.rank() == 0:
+        names = [each.name for each in read_timeline(path).collectives]
+        assert names.count(TENSORS[0]) == 4 + 2 * 6 + 1
+    hvd.barrier()
 
 
 def case_a_rank_that_joins_early_is_not_late():

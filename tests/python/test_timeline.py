@@ -12,6 +12,7 @@ import re
 import signal
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 import mpirun
@@ -23,6 +24,7 @@ from live_job import LiveJob, poll
 from timeline_ranks import LAYERS, ROWS, STEPS, WIDTH
 
 import hororing.numpy as hvd
+from hororing.toolkit.stragglers import read_timeline
 
 RANKS = Path(__file__).with_name("timeline_ranks.py")
 SIZES = tiers.choose([2, 3], push=[3])
@@ -408,6 +410,57 @@ def case_an_earlier_file_is_begun_anew() -> None:
         hvd.barrier()
     if hvd.rank() == 0:
         assert seen(path) == [{"t now"}] * hvd.size()
+
+
+def case_a_path_with_a_zero_character_is_an_error() -> None:
+    with pytest.raises(ValueError, match="holds a zero character"):
+        hvd.start_timeline("t.json\0")
+
+
+def begin_again(path: Path, **environment: str) -> None:
+    hvd.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HORORING_TIMELINE", str(path))
+        for name, text in environment.items():
+            patch.setenv(f"HORORING_TIMELINE_{name}", text)
+        hvd.init()
+
+
+def case_the_timeline_is_about_the_steps_that_are_asked_for() -> None:
+    some, none = paths("some.json", "none.json")
+    for path, steps in ((some, "3:5"), (none, "90:91")):
+        begin_again(path, STEPS=steps)
+        for _ in range(8):
+            reduce("t one")
+            reduce("t two")
+            hvd.allreduce(np.ones(1))  # without a name: no matter
+        hvd.shutdown()
+        if path is some and path.exists():  # on rank 0, and where others see its files
+            timeline = Timeline(path)
+            for rank in sorted(pid - 1 for pid in timeline.processes):
+                counted = timeline.tensors(rank, "NEGOTIATE_ALLREDUCE")
+                assert (counted["t one"], counted["t two"]) == (3, 3), counted
+        assert not none.exists()
+    hvd.init()
+
+
+def case_a_long_timeline_keeps_its_last_part() -> None:
+    (path,) = paths("t.json")
+    begin_again(path, BYTES="600000")
+    for step in range(600):
+        hvd.allreduce(np.ones(1), name=f"t {step}")
+        time.sleep(
+            0.002
+        )  # ranks send their events five times a second: the file holds some of that
+    hvd.barrier()
+    hvd.shutdown()
+    if path.exists():
+        assert len(path.read_text()) <= 600_003
+        recording = read_timeline(path)
+        found = [int(c.name[2:]) for c in recording.collectives if c.name.startswith("t ")]
+        assert len(found) > 20
+        assert found == list(range(600 - len(found), 600))
+    hvd.init()
 
 
 def case_a_path_that_cannot_be_written_is_an_error_on_rank_0() -> None:

@@ -44,6 +44,8 @@ class Recording:
 def read_timeline(path: str | os.PathLike[str]) -> Recording:
     """The arrivals in a timeline, on rank 0's clock; also of a job that was killed.
 
+    Of a file that holds the last part only (HORORING_TIMELINE_BYTES), what all ranks still have.
+
     Raises
     ------
     OSError, ValueError : no such file; not a timeline of hororing.
@@ -59,6 +61,10 @@ def read_timeline(path: str | os.PathLike[str]) -> Recording:
     starts = defaultdict(lambda: defaultdict(list))
     if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
         raise ValueError(f"{os.fspath(path)!r} is not a timeline: it is no list of events")
+    # Then the first ones of some ranks are missing, and later ones stand before earlier ones.
+    wrapped = any(event.get("name") == "process_labels" for event in events)
+    if wrapped:
+        events.sort(key=lambda event: event.get("ts", 0))
     for event in events:
         rank = event.get("pid", 0) - 1
         args: dict[str, Any] = event.get("args", {})
@@ -79,7 +85,11 @@ def read_timeline(path: str | os.PathLike[str]) -> Recording:
     for (process_set, _, tensor), by_rank in starts.items():
         ranks = sorted(members[process_set])
         # The latest ones of some ranks are missing where the job was killed.
-        for times in zip(*(by_rank.get(rank, []) for rank in ranks), strict=False):
+        of_ranks = [by_rank.get(rank, []) for rank in ranks]
+        if wrapped:
+            common = min(map(len, of_ranks))
+            of_ranks = [each[len(each) - common :] for each in of_ranks]
+        for times in zip(*of_ranks, strict=False):
             arrivals = np.full(len(hosts), np.nan)
             arrivals[ranks] = times
             if np.count_nonzero(np.isfinite(arrivals)) > 1:

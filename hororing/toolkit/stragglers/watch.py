@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from types import TracebackType
 
 import hororing.numpy as hvd
 from hororing import timeline
-from hororing.toolkit.stragglers.arrivals import read_timeline
+from hororing.toolkit.stragglers.arrivals import Recording, read_timeline
 from hororing.toolkit.stragglers.diagnosis import Diagnosis, diagnose
+
+# How long the last events of all ranks may take to a timeline that goes on.
+_ARRIVAL_S = 10.0
+_BEGIN, _END = "stragglers.begin", "stragglers.end"
 
 
 class StragglerWatch:
     """Records some steps, and tells every rank who was late in them.
 
-    All ranks enter and leave it together; nothing is recorded outside of it. It uses the timeline,
-    so one that is being written (HORORING_TIMELINE) must be read afterwards instead.
+    All ranks enter and leave it together. It uses the timeline: where one is being written
+    (HORORING_TIMELINE), it goes on, and is read at the end; otherwise nothing is recorded outside
+    of the watch.
 
     Parameters
     ----------
@@ -24,7 +30,7 @@ class StragglerWatch:
 
     Raises
     ------
-    ValueError : a timeline is being written already; too few steps were made (on every rank).
+    ValueError : too few steps were made (on every rank).
 
     Examples
     --------
@@ -48,16 +54,10 @@ class StragglerWatch:
         return self._diagnosis
 
     def __enter__(self) -> StragglerWatch:
-        busy = None
-        if hvd.rank() == 0:
-            if timeline.enabled():
-                busy = "a timeline is being written: see `python -m hororing stragglers` for it"
-            else:
-                self._folder = tempfile.TemporaryDirectory(prefix="hororing-")
-                hvd.start_timeline(os.path.join(self._folder.name, "timeline.json"))
-        busy = hvd.broadcast_object(busy, name="stragglers.watch")
-        if busy:
-            raise ValueError(busy)
+        if hvd.rank() == 0 and not timeline.enabled():
+            self._folder = tempfile.TemporaryDirectory(prefix="hororing-")
+            hvd.start_timeline(os.path.join(self._folder.name, "timeline.json"))
+        hvd.broadcast_object(None, name=_BEGIN)
         return self
 
     def __exit__(
@@ -66,15 +66,12 @@ class StragglerWatch:
         found: Diagnosis | str | None = None
         try:
             if error is None:  # else peers may not come
-                hvd.broadcast_object(None, name="stragglers.watch")  # members of all sets are done
+                hvd.broadcast_object(None, name=_END)  # members of all sets are done
             if self._folder is not None:
                 hvd.stop_timeline()
-                recording = read_timeline(os.path.join(self._folder.name, "timeline.json"))
-                recording.collectives[:] = [
-                    each for each in recording.collectives if "stragglers.watch" not in each.name
-                ]
-                found = diagnose(recording, self.tolerance_s)
-        except ValueError as why:
+            if hvd.rank() == 0 and error is None:
+                found = diagnose(self._recorded(), self.tolerance_s)
+        except (OSError, ValueError) as why:
             found = str(why)
         finally:
             if self._folder is not None:
@@ -86,3 +83,17 @@ class StragglerWatch:
         if isinstance(found, str):
             raise ValueError(found)
         self._diagnosis = found
+
+    def _recorded(self) -> Recording:
+        """What lies between the meetings of the begin and of the end."""
+        deadline = time.monotonic() + _ARRIVAL_S
+        while True:
+            recording = read_timeline(timeline.path())
+            names = [each.name for each in recording.collectives]
+            begin = max((i for i, name in enumerate(names) if name.startswith(_BEGIN)), default=-1)
+            ends = [i for i, name in enumerate(names) if name.startswith(_END) and i > begin]
+            if ends or self._folder is not None or time.monotonic() > deadline:
+                break
+            time.sleep(0.2)  # events travel a few times a second
+        recording.collectives[:] = recording.collectives[begin + 1 : min(ends, default=len(names))]
+        return recording

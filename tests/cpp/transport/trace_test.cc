@@ -4,6 +4,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -249,7 +250,7 @@ TEST(process_killed_in_the_middle_of_writing_leaves_a_readable_file) {
     const pid_t child = fork();
     if (child == 0) {
       TraceWriter writer;
-      if (!writer.Open(file.path(), {"a"}).ok()) _exit(1);
+      if (!writer.Open(file.path(), {"a"}, round % 2 == 0 ? 0 : 1 << 20).ok()) _exit(1);
       for (TimeNs i = 0;; ++i) {
         std::vector<TraceEvent> events;
         for (size_t j = 0; j < 3000; ++j) {
@@ -298,6 +299,58 @@ TEST(no_record_crosses_a_page) {
     records += array.items.size();
   }
   CHECK(records > 1000);
+}
+
+TEST(with_a_limit_the_file_holds_the_last_part_and_is_whole_after_every_append) {
+  TemporaryFile file;
+  TraceWriter writer;
+  const int64_t most_bytes = 200000;
+  CHECK_OK(writer.Open(file.path(), {"a", "b"}, most_bytes));
+  const size_t names = file.Records().size();
+  TimeNs next = 0;
+  for (size_t round = 0; round < 300; ++round) {
+    std::vector<TraceEvent> events;
+    for (size_t i = 0; i < round * 31 % 90; ++i, ++next) {
+      events.push_back(Span("REDUCE", Track::kLoop, next, next + 1));
+      events.back().bytes = next;
+      events.back().tensor = std::string((round * 131 + i * 17) % 700, 'x');
+      if (i == 50) events.push_back({"REDUCE", std::string(9000, 'y'), Track::kLoop});
+    }
+    CHECK_OK(writer.Append(static_cast<int>(round % 2), 0, events));
+    const std::vector<json::Value> records = file.Records();
+    CHECK(records.size() >= names);
+    CHECK(static_cast<int64_t>(file.Read().size()) <= most_bytes + 3);
+    // Of all that was written the last ones, without a gap.
+    std::vector<int64_t> seen;
+    for (const json::Value& record : WithPhase(records, "X")) {
+      seen.push_back(static_cast<int64_t>(record["args"]["bytes"].number));
+    }
+    std::sort(seen.begin(), seen.end());
+    for (size_t i = 0; i < seen.size(); ++i) {
+      CHECK_EQ(seen[i], next - static_cast<int64_t>(seen.size() - i));
+    }
+    CHECK(writer.wrapped() == (static_cast<TimeNs>(seen.size()) < next));
+    if (writer.wrapped()) CHECK(seen.size() > 100);
+  }
+  CHECK(writer.wrapped());
+  const std::string before = file.Read();
+  CHECK_OK(writer.Close());
+  CHECK(file.Read() == before);
+  CHECK_OK(writer.Open(file.path(), {"a", "b"}, most_bytes));
+  CHECK(!writer.wrapped());
+}
+
+TEST(a_link_of_another_user_is_not_followed) {
+  if (geteuid() != 0) return;  // else there is none
+  TemporaryFile target, link;
+  std::remove(link.path().c_str());
+  CHECK_EQ(symlink(target.path().c_str(), link.path().c_str()), 0);
+  TraceWriter writer;
+  CHECK_OK(writer.Open(link.path(), {"a"}));  // one's own
+  CHECK_EQ(lchown(link.path().c_str(), 12345, 12345), 0);
+  const Status status = writer.Open(link.path(), {"a"});
+  CHECK(status.code() == Code::kInvalidArgument);
+  CHECK(status.message().find("link of another user") != std::string::npos);
 }
 
 TEST(records_longer_than_a_page_and_the_last_bytes_are_written_well) {
