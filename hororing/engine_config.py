@@ -45,6 +45,7 @@ def engine_config(
     c_config.fingerprint = text(fingerprint)
     c_config.stall_warning_s = settings["STALL_WARNING_S"]
     c_config.stall_shutdown_s = settings["STALL_SHUTDOWN_S"]
+    c_config.deadlock_s = settings["DEADLOCK_S"]
     c_config.timeout_s = settings["TIMEOUT_S"]
     c_config.spin_us = settings["SPIN_US"]
     c_config.cpu = settings.core_for(started_by.local_rank or 0)

@@ -82,7 +82,10 @@ class PeerLostError(HororingInternalError):
 
 
 class StalledError(HororingInternalError):
-    """A tensor waited for some ranks longer than HORORING_STALL_SHUTDOWN_S."""
+    """A tensor waited for ranks longer than HORORING_STALL_SHUTDOWN_S, or they for one another.
+
+    The latter after HORORING_DEADLOCK_S. On all ranks.
+    """
 
 
 class TransportError(HororingInternalError):

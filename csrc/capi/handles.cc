@@ -46,7 +46,9 @@ HR_EXPORT int hr_poll(int64_t handle) {
 
 HR_EXPORT int64_t hr_next_completion(int64_t seen, double timeout_s) {
   if (InForkedChild()) return -Remember(NotInitialized());
-  return Handles()->NextCompletion(seen, Scaled(timeout_s, kSecond));
+  const TimeNs timeout = Scaled(timeout_s, kSecond);
+  const std::shared_ptr<Engine> engine = CurrentEngine();
+  return engine ? engine->NextCompletion(seen, timeout) : Handles()->NextCompletion(seen, timeout);
 }
 
 HR_EXPORT int hr_wait(int64_t handle, double timeout_s) {

@@ -111,6 +111,7 @@ EngineConfig EngineConfigFrom(const hr_config& from) {
   if (from.nccl_libraries != nullptr) config.devices.nccl_libraries = from.nccl_libraries;
   config.stall.warning_ns = SecondsToNs(from.stall_warning_s);
   config.stall.shutdown_ns = SecondsToNs(from.stall_shutdown_s);
+  config.stall.deadlock_ns = SecondsToNs(from.deadlock_s);
   config.timeout_ns = SecondsToNs(from.timeout_s);
   config.cpu = from.cpu;
   config.watch_parent = from.watch_parent != 0;

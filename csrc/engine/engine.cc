@@ -22,13 +22,23 @@ constexpr TimeNs kCloseTime = 5 * kSecond;
 // What steps of the start with time limits of their own, which know more, get beyond it.
 constexpr TimeNs kStartGrace = 2 * kSecond;
 
-// Waits for the others, as long as all are alive.
-void CloseAll(World& world) {
+// Somebody who has been stopped does not come.
+bool IsSilent(Transport& transport) {
+  for (int peer = 0; peer < transport.size(); ++peer) {
+    if (peer != transport.rank() && transport.Silence(peer) > kSecond) return true;
+  }
+  return false;
+}
+
+// Waits for the others, as long as all are alive; after a stall not for who is `silent`.
+void CloseAll(World& world, bool stalled = false) {
   const TimeNs deadline = After(NowNs(), kCloseTime);
+  if (stalled) IsSilent(*world.transport);  // asks
   for (Transport* transport : {world.transport.get(), world.bootstrap.get()}) {
     if (transport == nullptr) continue;
     while (!transport->Close(After(NowNs(), 50 * kMillisecond))) {
       if (NowNs() >= deadline || !world.transport->CheckPeers().ok()) return;
+      if (stalled && IsSilent(*world.transport)) return;
     }
   }
 }
@@ -178,7 +188,7 @@ void Engine::Serve(World& world, Loop& loop) {
   turn.unlock();
   SetWakeTarget(nullptr);
   Finish(why);
-  if (why.code() == Code::kShutDown || all_know_) CloseAll(world);
+  if (why.code() == Code::kShutDown || all_know_) CloseAll(world, why.code() == Code::kStalled);
 }
 
 void Engine::SetWakeTarget(Transport* target) {

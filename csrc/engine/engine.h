@@ -110,6 +110,9 @@ class Engine {
   HandleTable::Look WaitMany(const int64_t* handles, size_t count, TimeNs timeout_ns, bool* all_ok,
                              std::vector<std::shared_ptr<const DeviceEvent>>* landed = nullptr);
 
+  // As that of HandleTable, for a caller that is blocked until then.
+  int64_t NextCompletion(int64_t seen, TimeNs timeout_ns);
+
   // For those who wait in another way: gives the loop up where its thread is in a call that does
   // not return (base/call_watch.h), so that everything pending fails.
   void LookAtLoop();
@@ -140,7 +143,6 @@ class Engine {
   const std::string& transport_name() const { return transport_name_; }
   TraceSink& trace() { return trace_; }
   const Stats& stats() const { return stats_; }
-  // Null where the ranks share no memory.
 
   // What callers ask of the loop. One at a time; later ones wait.
   struct Command {
@@ -217,6 +219,7 @@ class Engine {
   std::atomic<bool> looks_soon_{false};
   // Callers in Wait and WaitMany.
   std::atomic<int> waiting_{0};
+  std::atomic<int> awaiting_next_{0};  // and in NextCompletion
   class Waits;
   // Somebody polls, and what is submitted is not reported yet.
   std::atomic<bool> asked_for_{false};

@@ -59,6 +59,7 @@ class Loop {
   // messages.cc, with the first three steps
   bool IsUrgent() const;
   bool LetsMoreCome();
+  void Tell(const struct Report& report, TimeNs now);
   bool IsOfWorld(const struct Report& report) const;
   static std::vector<std::vector<int>> Audiences(const World& world);
   std::vector<int> Neighbours(int rank) const;
@@ -126,6 +127,7 @@ class Loop {
   // although something is in flight.
   uint64_t answered_ = 0;
   TimeNs waits_since_ns_ = 0;
+  TimeNs next_blocked_ns_ = 0;    // when it may say again that a caller is blocked
   TimeNs warned_silence_ns_ = 0;  // how long a rank had been silent at the last warning
   TimeNs next_house_ns_ = 0;
   TimeNs doze_until_ns_ = 0;  // when the engine's thread wakes by itself

@@ -93,18 +93,23 @@ bool Loop::Report() {
     report.reason = engine_.stop_reason_;
   }
   if (report.cached.empty() && report.fresh.empty() && !report.leaving) return false;
-  pace_.Reported(now);
+  Tell(report, now);
+  if (coordinator_) {
+    pace_.Reported(now);
+  } else {
+    pace_.Told(now);
+  }
+  return true;
+}
+
+void Loop::Tell(const struct Report& report, TimeNs now) {
   if (coordinator_) {
     coordinator_->Receive(0, report, now);
-    return true;
-  }
-  if (host_reports_) {
+  } else if (host_reports_) {
     host_reports_->Receive(topology_.rank, report, IsOfWorld(report), now);
   } else {
     Post(superior(), Encode(report));
   }
-  pace_.Told(now);
-  return true;
 }
 
 // Whether every request of a report concerns all ranks. What this rank does not know does not.

@@ -21,7 +21,16 @@ void Loop::LookAtAnswers(TimeNs now) {
     answered_ = applied_;
     waits_since_ns_ = now;
   }
-  if (now - waits_since_ns_ < kMoment || coordinator_) return;
+  if (now - waits_since_ns_ < kMoment) return;
+  const bool says = engine_.config_.stall.deadlock_ns != kForever && now >= next_blocked_ns_;
+  if (says && engine_.waiting_.load() + engine_.awaiting_next_.load() > 0) {
+    next_blocked_ns_ = After(now, Blocked::kInterval);
+    struct Report report;
+    report.applied = applied_;
+    report.blocked = true;
+    Tell(report, now);
+  }
+  if (coordinator_) return;
   LookForSigns({{superior(), waits_since_ns_}, {0, waits_since_ns_}}, now);
 }
 

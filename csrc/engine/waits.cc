@@ -63,6 +63,13 @@ HandleTable::Look Engine::WaitMany(const int64_t* handles, size_t count, TimeNs 
   }
 }
 
+int64_t Engine::NextCompletion(int64_t seen, TimeNs timeout_ns) {
+  ++awaiting_next_;
+  const int64_t completions = handles_->NextCompletion(seen, timeout_ns);
+  --awaiting_next_;
+  return completions;
+}
+
 HandleTable::Look Engine::Poll(int64_t handle) {
   const HandleTable::Look look = handles_->Poll(handle);
   if (look != HandleTable::Look::kPending) return look;

@@ -234,10 +234,7 @@ void Put(Writer& out, const Decision& decision) {
       out.Unsigned(details.timeline_on);
       out.Unsigned(details.timeline_cycles);
       break;
-    case Decision::Kind::kTune:
-      out.Signed(details.hold_ns);
-      break;
-      break;
+    case Decision::Kind::kTune: out.Signed(details.hold_ns); break;
   }
 }
 
@@ -269,10 +266,7 @@ Decision GetDecision(Reader& in, uint8_t kind) {
       details.timeline_on = in.Unsigned() != 0;
       details.timeline_cycles = in.Unsigned() != 0;
       break;
-    case Decision::Kind::kTune:
-      details.hold_ns = in.Signed();
-      break;
-      break;
+    case Decision::Kind::kTune: details.hold_ns = in.Signed(); break;
   }
   return decision;
 }
@@ -324,7 +318,7 @@ std::string Encode(const Report& report) {
   PutIds(out, report.cached);
   out.Unsigned(report.fresh.size());
   for (const Request& request : report.fresh) Put(out, request);
-  out.Unsigned(report.leaving);
+  out.Unsigned((report.leaving ? 1 : 0) | (report.blocked ? 2 : 0));
   out.Text(report.reason);
   return out.Take();
 }
@@ -372,7 +366,9 @@ bool Decode(const std::string& message, Report* report) {
   GetIds(in, &report->cached);
   report->fresh.resize(in.Count());
   for (Request& request : report->fresh) request = GetRequest(in);
-  report->leaving = in.Unsigned() != 0;
+  const uint64_t flags = in.Unsigned();
+  report->leaving = (flags & 1) != 0;
+  report->blocked = (flags & 2) != 0;
   report->reason = in.Text();
   return in.complete();
 }

@@ -15,7 +15,7 @@
 
 namespace hororing {
 
-constexpr uint32_t kProtocolVersion = 7;
+constexpr uint32_t kProtocolVersion = 8;
 
 // The first byte of every control message.
 enum class MessageKind : uint8_t { kReport = 1, kAgreement = 2, kTrace = 3, kCombined = 4 };

@@ -36,12 +36,17 @@ Coordinator::Coordinator(const Options& options)
       stall_inspector_(options.stall),
       sets_(options.size),
       joined_(static_cast<size_t>(options.size), 0),
+      blocked_(static_cast<size_t>(options.size)),
       applied_(static_cast<size_t>(options.size), 0),
       queue_(options.tune) {}
 
 void Coordinator::Receive(const int* ranks, size_t count, const Report& report, TimeNs now) {
   if (stopped_) return;
-  for (size_t i = 0; i < count; ++i) applied_[static_cast<size_t>(ranks[i])] = report.applied;
+  for (size_t i = 0; i < count; ++i) {
+    const size_t rank = static_cast<size_t>(ranks[i]);
+    applied_[rank] = report.applied;
+    blocked_[rank].Hear(report.blocked, now);
+  }
   ForgetRetired();
   const bool usual = report.fresh.empty() && !report.leaving;
   if (usual && ReportRuns(ranks, count, report.cached, now)) return;
@@ -264,7 +269,12 @@ StallInspector::Finding Coordinator::InspectStalls(TimeNs now) {
   if (stopped_ || !WaitsForSome() || now < stall_check_ns_) return {};
   Dissolve();
   stall_check_ns_ = After(now, stall_inspector_.interval_ns());
-  StallInspector::Finding finding = stall_inspector_.Inspect(AllWaiting(/*joins=*/true), now);
+  std::vector<char> stuck = joined_;
+  for (size_t rank = 0; queue_.empty() && rank < stuck.size(); ++rank) {
+    if (blocked_[rank].Lasts(now) >= options_.stall.deadlock_ns) stuck[rank] = 1;
+  }
+  StallInspector::Finding finding =
+      stall_inspector_.Inspect(AllWaiting(/*joins=*/true), std::move(stuck), now);
   if (!finding.abort.ok()) {
     Decision abort;
     abort.kind = Decision::Kind::kAbort;

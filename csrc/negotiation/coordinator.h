@@ -156,6 +156,7 @@ class Coordinator {
   std::vector<char> joined_;       // per rank
   int joined_count_ = 0;
   int last_joined_ = -1;
+  std::vector<Blocked> blocked_;  // per rank
 
   uint64_t next_id_ = 1;
   Records records_;

@@ -34,6 +34,7 @@ void HostReports::Receive(int rank, const Report& report, bool of_world, TimeNs 
     Count(fresh_, Key(request));
     if (request.kind == Collective::kJoin) join_ = Key(request);
   }
+  held->blocked = report.blocked;
   if (report.leaving) {
     held->leaving = true;
     held->reason = report.reason;

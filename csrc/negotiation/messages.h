@@ -63,6 +63,9 @@ struct Report {
   std::vector<Request> fresh;    // requests in full
   bool leaving = false;          // the rank is shutting down ...
   std::string reason;            // ... and why, if it said so
+  // Nothing new: a caller of this rank is blocked, and nothing has been answered for a while. Said
+  // again and again, as long as that is so.
+  bool blocked = false;
 };
 
 // One item of an agreement. Every rank carries out the decisions of all agreements in the same

@@ -31,9 +31,35 @@ std::string Describe(const std::vector<const Waiting*>& stalled) {
   return text;
 }
 
+// Those of which all ranks are stuck. A rank that is kept waiting by one that may go on may itself
+// go on, some time.
+std::vector<const Waiting*> Deadlocked(const std::vector<Waiting>& waiting,
+                                       std::vector<char> stuck) {
+  std::vector<const Waiting*> left;
+  for (bool changed = true; changed;) {
+    changed = false;
+    left.clear();
+    for (const Waiting& request : waiting) {
+      if (request.patient) continue;
+      std::vector<int> ranks = request.submitted;
+      ranks.insert(ranks.end(), request.missing.begin(), request.missing.end());
+      const auto is_stuck = [&](int rank) { return stuck[static_cast<size_t>(rank)] != 0; };
+      if (std::all_of(ranks.begin(), ranks.end(), is_stuck)) {
+        left.push_back(&request);
+        continue;
+      }
+      for (const int rank : ranks) {
+        changed = std::exchange(stuck[static_cast<size_t>(rank)], 0) != 0 || changed;
+      }
+    }
+  }
+  return left;
+}
+
 }  // namespace
 
-StallInspector::Finding StallInspector::Inspect(const std::vector<Waiting>& waiting, TimeNs now) {
+StallInspector::Finding StallInspector::Inspect(const std::vector<Waiting>& waiting,
+                                                std::vector<char> stuck, TimeNs now) {
   Finding finding;
   std::unordered_map<std::string, Known> still_waiting;
   std::vector<const Waiting*> to_warn, to_abort;
@@ -41,7 +67,7 @@ StallInspector::Finding StallInspector::Inspect(const std::vector<Waiting>& wait
   for (const Waiting& request : waiting) {
     const TimeNs age = now - request.since_ns;
     for (const int rank : request.missing) {
-      TimeNs& since = finding.missing.emplace(rank, request.since_ns).first->second;
+      TimeNs& since = finding.missing.try_emplace(rank, request.since_ns).first->second;
       since = std::min(since, request.since_ns);
     }
     if (request.patient) continue;
@@ -58,6 +84,7 @@ StallInspector::Finding StallInspector::Inspect(const std::vector<Waiting>& wait
     if (age >= options_.shutdown_ns) to_abort.push_back(&request);
   }
   known_ = std::move(still_waiting);
+  const std::vector<const Waiting*> deadlocked = Deadlocked(waiting, std::move(stuck));
   if (!to_abort.empty()) {
     finding.abort = Status(
         Code::kStalled,
@@ -65,6 +92,14 @@ StallInspector::Finding StallInspector::Inspect(const std::vector<Waiting>& wait
             ". Every rank must submit every tensor; a rank may have taken another branch, have "
             "fewer batches, or be stuck outside the library.",
         to_abort.front()->missing.front());
+  } else if (!deadlocked.empty()) {
+    finding.abort = Status(
+        Code::kStalled,
+        "deadlock: for " + Seconds(options_.deadlock_ns) +
+            " each of these ranks has waited for another one: " + Describe(deadlocked) +
+            ". A rank may have fewer batches, or have taken another branch (HORORING_DEADLOCK_S "
+            "sets the time; 0: such ranks wait on)",
+        deadlocked.front()->missing.front());
   } else if (!to_warn.empty()) {
     finding.warning = "waiting for up to " + Seconds(longest) + ": " + Describe(to_warn) +
                       ". A rank may have taken another branch, have fewer batches, or be busy.";
@@ -73,7 +108,7 @@ StallInspector::Finding StallInspector::Inspect(const std::vector<Waiting>& wait
 }
 
 TimeNs StallInspector::interval_ns() const {
-  const TimeNs first = std::min(options_.warning_ns, options_.shutdown_ns);
+  const TimeNs first = std::min({options_.warning_ns, options_.shutdown_ns, options_.deadlock_ns});
   return std::clamp<TimeNs>(first / 4, 10 * kMillisecond, kSecond / 2);
 }
 

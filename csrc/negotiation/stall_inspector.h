@@ -22,11 +22,29 @@ struct Waiting {
   bool patient = false;  // a join, which may take as long as it likes
 };
 
+// Of a rank: since when it has said, again and again, that a caller there is blocked.
+class Blocked {
+ public:
+  void Hear(bool blocked, TimeNs now) {
+    if (!blocked || now > heard_until_ns_) since_ns_ = now;
+    last_ns_ = now;
+    heard_until_ns_ = blocked ? After(now, 3 * kInterval) : 0;
+  }
+  // For how long, so far; 0 where it says so no more.
+  TimeNs Lasts(TimeNs now) const { return now <= heard_until_ns_ ? last_ns_ - since_ns_ : 0; }
+  // Between two times that it says so.
+  static constexpr TimeNs kInterval = kSecond;
+
+ private:
+  TimeNs since_ns_ = 0, last_ns_ = 0, heard_until_ns_ = 0;
+};
+
 class StallInspector {
  public:
   struct Options {
     TimeNs warning_ns = kForever;
     TimeNs shutdown_ns = kForever;
+    TimeNs deadlock_ns = kForever;  // for Blocked::Lasts
   };
   explicit StallInspector(const Options& options) : options_(options) {}
 
@@ -37,7 +55,9 @@ class StallInspector {
   };
   // Call every interval_ns() while anything waits. Each request is warned about after the warning
   // time, then at intervals that double, so that a long validation phase does not flood the log.
-  Finding Inspect(const std::vector<Waiting>& waiting, TimeNs now);
+  // `stuck`, per rank: it has joined, or its callers are blocked for the deadlock time. Requests
+  // that such ranks alone keep from one another are a deadlock, and fail the job, too.
+  Finding Inspect(const std::vector<Waiting>& waiting, std::vector<char> stuck, TimeNs now);
 
   TimeNs interval_ns() const;
 

@@ -264,6 +264,14 @@ KNOBS: tuple[Knob, ...] = (
         ),
     ),
     Knob(
+        "DEADLOCK_S",
+        _SECONDS,
+        10.0,
+        "ranks of which each has a blocked caller and waits for another one of them, for so long, "
+        "end the job with StalledError; 0: such ranks wait on",
+        unit="s",
+    ),
+    Knob(
         "TIMEOUT_S",
         _SECONDS,
         300.0,

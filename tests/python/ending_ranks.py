@@ -255,7 +255,42 @@ def stop_before_submitting() -> None:
     begin()
     if hvd.rank() == int((*sys.argv, hvd.size() - 1)[2]):
         os.kill(os.getpid(), signal.SIGSTOP)
-    fail_with(lambda: hvd.allreduce(np.ones(4), name="x"))
+    try:
+        fail_with(lambda: hvd.allreduce(np.ones(4), name="x"))
+    finally:
+        shut_down()
+
+
+def shut_down() -> None:
+    began = time.monotonic()
+    hvd.shutdown()
+    say("shut", time.monotonic() - began)
+
+
+def uneven_batches() -> None:
+    """Rank 1 has fewer, and goes on to a metric; the ranks start anew after the error."""
+
+    def step() -> None:
+        hvd.allreduce(np.ones(4), name="gradient")
+
+    if sys.argv[2] == "graph":  # where no thread is blocked
+        import tensorflow as tf
+
+        import hororing.tensorflow as hvd_tf
+
+        step = tf.function(lambda: hvd_tf.allreduce(tf.ones(4), name="gradient"))
+    begin()
+    try:
+        for _ in range(2 if hvd.rank() == 1 else 3):
+            began = time.monotonic()
+            step()
+        hvd.allreduce(np.ones(1), name="metric")
+    except Exception as error:
+        tell(error, began)
+    shut_down()
+    hvd.init()
+    assert hvd.allreduce(np.ones(1), op=hvd.Sum)[0] == hvd.size()
+    say("fine")
 
 
 def reduce_until_it_fails() -> None:

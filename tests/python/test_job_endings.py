@@ -287,14 +287,45 @@ def test_a_stopped_coordinator_is_named_in_a_warning_and_ends_a_stall():
         check_end(job)
 
 
-def test_a_rank_stopped_before_it_submits_is_a_stall():
-    environ = {"HORORING_STALL_WARNING_S": "0.5", "HORORING_STALL_SHUTDOWN_S": "1.5"}
+@pytest.mark.parametrize(
+    ("transport", "step"),
+    tiers.choose(
+        [("auto", "eager"), ("mpi", "eager"), ("auto", "graph")], push=[("auto", "eager")]
+    ),
+)
+def test_uneven_batches_and_another_collective_are_an_error_on_every_rank(
+    transport: str, step: str
+):
+    if step == "graph":
+        pytest.importorskip("tensorflow")
+    environ = {"HORORING_DEADLOCK_S": "1", "HORORING_TRANSPORT": transport}
+    with LiveJob(RANKS, 3, "uneven_batches", step, **environ) as job:
+        for rank in range(3):
+            seen = failure(job, rank)
+            in_graph = step == "graph" and rank != 1
+            assert seen["kind"] == ("DeadlineExceededError" if in_graph else "StalledError"), seen
+            for what in ("gradient': submitted by ranks 0,2, missing rank 1", "metric': submitted"):
+                assert what in seen["text"], seen
+            assert 1 < seen["seconds"] < 30
+            assert float(job.said(rank, "shut")) < 3
+        job.wait_until_all_say("fine")
+        check_end(job, failed=False)
+
+
+@pytest.mark.parametrize("transport", ["auto", "mpi"])
+def test_a_rank_stopped_before_it_submits_is_a_stall(transport: str):
+    environ = {
+        "HORORING_STALL_WARNING_S": "0.5",
+        "HORORING_STALL_SHUTDOWN_S": "1.5",
+        "HORORING_TRANSPORT": transport,
+    }
     with LiveJob(RANKS, 2, "stop_before_submitting", **environ) as job:
         seen = failure(job, 0)
         assert seen["kind"] == "StalledError", seen
         assert "'x'" in seen["text"]
         assert "rank 1" in seen["text"] or "ranks 1" in seen["text"]
         assert 1 < seen["seconds"] < 30
+        assert float(job.said(0, "shut")) < 3  # nobody waits for the rank that is stopped
         check_end(job)
 
 

@@ -144,7 +144,8 @@ bool MpiTransport::LookAtProcesses() {
 
 TimeNs MpiTransport::Silence(int peer) {
   Peer& state = PeerOf(peer);
-  if (peer == rank_ || state.failed || state.closed || close_sent_) return 0;
+  if (peer == rank_ || state.failed || state.closed) return 0;
+  if (close_sent_ && state.asked_ns == 0) return 0;  // that was the last word
   if (state.asked_ns != 0) return NowNs() - std::max(state.asked_ns, resumed_ns_);
   state.asked_ns = NowNs();
   StartControl(peer, "", 0, 0, kAskTag);

@@ -93,6 +93,24 @@ TEST(a_stopped_coordinator_is_a_stall_where_that_limit_is_set) {
   });
 }
 
+// Over the first rank of the other host, too.
+TEST(callers_that_wait_for_one_another_get_an_error_and_no_others) {
+  EngineConfig config;
+  config.stall.deadlock_ns = 200 * kMillisecond;
+  PlayOn({0, 1, 1}, config, [](Player& player) {
+    std::vector<float> data(1000, 1.0f);
+    // For longer than that time, but the last rank is not blocked.
+    if (player.rank == 2) std::this_thread::sleep_for(std::chrono::milliseconds(2500));
+    CHECK_OK(player.Allreduce("x", data));
+    const Status status = player.Allreduce(player.rank == 1 ? "metric" : "gradient", data);
+    CHECK(status.code() == Code::kStalled);
+    CHECK(Contains(status.message(), "allreduce 'metric': submitted by rank 1, missing ranks 0,2"));
+    const TimeNs begin = NowNs();
+    CHECK(player.engine->Shutdown("", kPatience));
+    CHECK(NowNs() - begin < 3 * kSecond);
+  });
+}
+
 TEST(a_rank_that_computes_for_long_is_waited_for) {
   EngineConfig config;
   config.timeout_ns = 800 * kMillisecond;

@@ -1,6 +1,8 @@
 // Rung 1: coordinator, cache, codec, stall inspector and the texts of mismatches, without
 // threads, transports or time.
 #include <algorithm>
+#include <functional>
+#include <optional>
 #include <random>
 #include <set>
 #include <string>
@@ -267,6 +269,92 @@ TEST(a_name_that_waits_in_every_step_does_not_add_up_to_a_stall) {
     CHECK_EQ(coordinator.InspectStalls(now + kSecond * 3 / 4).warning, std::string());
     coordinator.Decide();
   }
+}
+
+// What is decided at the inspection of each second, with `says` to tell who says that it is
+// blocked.
+std::optional<Status> DeadlockWithin(int seconds, Coordinator& coordinator,
+                                     const std::function<bool(int rank, int second)>& says) {
+  for (int second = 0; second <= seconds; ++second) {
+    const TimeNs now = second * kSecond;
+    for (int rank = 0; rank < 4; ++rank) {
+      Report report;
+      report.blocked = true;
+      if (says(rank, second)) coordinator.Receive(rank, report, now);
+    }
+    coordinator.InspectStalls(now);
+    const auto agreement = coordinator.Decide();
+    if (!agreement) continue;
+    CHECK(agreement->decisions[0].kind == Decision::Kind::kAbort);
+    CHECK(second >= 10);
+    return agreement->decisions[0].details().status;
+  }
+  return std::nullopt;
+}
+
+TEST(ranks_that_wait_for_one_another_are_a_deadlock_once_all_have_been_blocked_for_its_time) {
+  Coordinator::Options options = Options(4);
+  options.stall.deadlock_ns = 10 * kSecond;
+  const auto begin = [&](const std::function<bool(int, int)>& says) {
+    Coordinator coordinator(options);
+    for (const int rank : {0, 2, 3}) coordinator.Receive(rank, Fresh({Allreduce("gradient")}), 0);
+    coordinator.Receive(1, Fresh({Allreduce("metric")}), 0);
+    return DeadlockWithin(30, coordinator, says);
+  };
+  const std::optional<Status> status = begin([](int, int) { return true; });
+  CHECK(status.has_value());
+  CHECK(status->code() == Code::kStalled);
+  CHECK(Contains(status->message(),
+                 "allreduce 'gradient': submitted by ranks 0,2,3, missing rank 1"));
+  CHECK(
+      Contains(status->message(), "allreduce 'metric': submitted by rank 1, missing ranks 0,2,3"));
+  // One that computes may submit anything; so may one that is blocked no more, or now and then.
+  CHECK(!begin([](int rank, int) { return rank != 3; }).has_value());
+  CHECK(!begin([](int rank, int second) { return rank != 3 || second < 10; }).has_value());
+  CHECK(!begin([](int rank, int second) { return rank != 3 || second % 8 < 4; }).has_value());
+}
+
+TEST(a_deadlock_is_one_of_ranks_that_no_other_can_end) {
+  Coordinator::Options options = Options(4);
+  options.stall.deadlock_ns = 10 * kSecond;
+  // Ranks 0 and 1 wait for one another; rank 1 also waits for rank 2, which computes.
+  const auto in_set = [](const std::string& name, int32_t set) {
+    Request request = Allreduce(name);
+    request.process_set = set;
+    return request;
+  };
+  const auto begin = [&](Coordinator& coordinator) {
+    for (const std::vector<int32_t>& ranks : {std::vector<int32_t>{0, 1}, {1, 2}}) {
+      Request add;
+      add.kind = Collective::kAddProcessSet;
+      add.name = "add";
+      add.ranks = ranks;
+      for (int rank = 0; rank < 4; ++rank) coordinator.Receive(rank, Fresh({add}), 0);
+      coordinator.Decide();
+    }
+    coordinator.Receive(0, Fresh({in_set("a", 1)}), 0);
+    coordinator.Receive(1, Fresh({in_set("b", 1)}), 0);
+  };
+  const auto both_say = [](int rank, int) { return rank < 2; };
+  Coordinator alone(options), with_another(options);
+  begin(alone);
+  CHECK(DeadlockWithin(30, alone, both_say).has_value());  // whatever ranks 2 and 3 do
+  begin(with_another);
+  with_another.Receive(1, Fresh({in_set("c", 2)}), 0);
+  CHECK(!DeadlockWithin(30, with_another, both_say).has_value());
+}
+
+TEST(a_rank_that_has_joined_ends_no_deadlock) {
+  Coordinator::Options options = Options(3);
+  options.stall.deadlock_ns = 10 * kSecond;
+  Coordinator coordinator(options);
+  Request join;
+  join.kind = Collective::kJoin;
+  join.name = "join";
+  coordinator.Receive(2, Fresh({join}), 0);
+  coordinator.Receive(0, Fresh({Allreduce("x")}), 0);
+  coordinator.Receive(1, Fresh({Allreduce("y")}), 0);
+  CHECK(DeadlockWithin(30, coordinator, [](int rank, int) { return rank < 2; }).has_value());
 }
 
 TEST(ranks_are_listed_shortly) {
