@@ -49,7 +49,7 @@ class Arrivals:
 
     arrived: list[Any]
     room: int
-    awaits_end: bool
+    thread: int
 
 class Prepared:
     """A request that is made again and again."""

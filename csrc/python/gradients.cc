@@ -1,5 +1,6 @@
 #include "python/gradients.h"
 
+#include <pythread.h>
 #include <structmember.h>
 
 #include <array>
@@ -20,7 +21,7 @@ namespace {
 struct Arrivals {
   PyObject_HEAD PyObject* arrived;  // list of Gradient
   long long room;                   // for more, in bytes, until they are sent
-  char awaits_end;                  // the end of the backward pass will be told
+  unsigned long thread;             // whose backward pass will tell when it ends; 0: none
 };
 
 // A request that is made again and again (PreparedAllreduce).
@@ -36,7 +37,7 @@ struct Gradient {
   PyObject* prepared;              // Prepared, or None
   PyObject* param;                 // while its gradient has arrived and is not sent; else None
   long long weight;                // of room
-  int left;                        // backward passes until the gradient is sent
+  int left;                        // 1: goes when it comes; 0: has come; else ask the owner
   char sent;
   char simple;  // goes as it is, if it is plain: in host memory, and by itself
 };
@@ -60,13 +61,13 @@ PyObject* OnGradient(PyObject* object, PyObject* param) {
     return nullptr;
   }
   auto* const shared = reinterpret_cast<Arrivals*>(self->shared);
-  if (self->left != 1 || shared->awaits_end == 0) {
-    PyObject* const last = PyObject_CallMethodObjArgs(object, count_name, nullptr);
-    if (last == nullptr) return nullptr;
-    const int is_last = PyObject_IsTrue(last);
-    Py_DECREF(last);
-    if (is_last < 0) return nullptr;
-    if (is_last == 0) Py_RETURN_NONE;
+  if (self->left != 1 || shared->thread != PyThread_get_thread_ident()) {
+    PyObject* const goes = PyObject_CallMethodObjArgs(object, count_name, nullptr);
+    if (goes == nullptr) return nullptr;
+    const int goes_now = PyObject_IsTrue(goes);
+    Py_DECREF(goes);
+    if (goes_now < 0) return nullptr;
+    if (goes_now == 0) Py_RETURN_NONE;
   }
   self->left = 0;
   Py_INCREF(param);
@@ -81,8 +82,7 @@ PyObject* OnGradient(PyObject* object, PyObject* param) {
   }
   shared->room -= weight;
   if (PyList_Append(shared->arrived, object) != 0) return nullptr;
-  // The pass of another thread has ended, perhaps.
-  if (shared->room > 0 && shared->awaits_end != 0) Py_RETURN_NONE;
+  if (shared->room > 0) Py_RETURN_NONE;
   return PyObject_CallMethodObjArgs(self->shared, send_arrived_name, nullptr);
 }
 
@@ -308,7 +308,7 @@ int AddGradients(PyObject* module) {
   static PyMemberDef arrivals[] = {
       {"arrived", T_OBJECT, offsetof(Arrivals, arrived), 0, nullptr},
       {"room", T_LONGLONG, offsetof(Arrivals, room), 0, nullptr},
-      {"awaits_end", T_BOOL, offsetof(Arrivals, awaits_end), 0, nullptr},
+      {"thread", T_ULONG, offsetof(Arrivals, thread), 0, nullptr},
       {nullptr, 0, 0, 0, nullptr},
   };
   static PyMemberDef prepared[] = {

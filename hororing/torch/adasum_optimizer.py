@@ -18,13 +18,14 @@ from typing import Any, NoReturn
 
 import torch
 
-from hororing.torch.gradient import Shared, Slot
+from hororing import timeline
+from hororing.torch.gradient import Shared, Slot, one_pass_too_many
 from hororing.torch.gradient_optimizer import Distributed
 from hororing.torch.reducer import Reducer, collect
 
 
 class _DeltaSlot(Slot):
-    """The change of one parameter. The hook only counts passes."""
+    """The change of one parameter. The hook only counts passes, of this parameter."""
 
     __slots__ = ("live",)
 
@@ -35,10 +36,18 @@ class _DeltaSlot(Slot):
         self.live = False
 
     def on_gradient(self, param: torch.Tensor) -> None:
-        """Note that a backward pass has come."""
-        if self.count():
-            self.left = 0
-            self.sent = True
+        """Take note of a backward pass."""
+        passes = self.shared.passes
+        if self.seen >= passes:
+            raise one_pass_too_many(self.name, passes, "belong to a step that was not taken")
+        self.seen += 1
+        self.sent = self.seen == passes
+        self.shared.begun = True
+
+    def rest(self) -> None:
+        """Be ready for the next step."""
+        super().rest()
+        self.seen = 0
 
 
 _Before = deque[tuple[torch.Tensor, _DeltaSlot, torch.Tensor]]
@@ -47,10 +56,18 @@ _Before = deque[tuple[torch.Tensor, _DeltaSlot, torch.Tensor]]
 class _DeltaReducer(Reducer):
     slot_type = _DeltaSlot
 
-    def copies(self, param_groups: list[dict[str, Any]]) -> _Before:
+    def arrange(self) -> None:
+        """Count the passes of all parameters: changes are this optimizer's own."""
+        self._followed = []
+        for param, slot in self._slots.values():
+            if slot.hook is None and param.requires_grad:
+                self._hook(param, slot)
+
+    def copies(self) -> _Before:
         """Return the parameters as they are, each with its slot."""
+        self._shared.tracing = timeline.enabled()
         before: _Before = deque()
-        for param, slot in self.follow(param_groups):
+        for param, slot in self.follow():
             assert isinstance(slot, _DeltaSlot)
             slot.live |= param.requires_grad
             if slot.live:
@@ -89,7 +106,6 @@ class DeltaDistributed(Distributed):
     """What optimizers with op=Adasum add to their class, where there are several ranks."""
 
     _reducer_type = _DeltaReducer
-    _why_not = "are there for a step, and would be dropped; call optimizer.step() before"
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Take the wrapped optimizer's step on this rank, and combine the changes of all ranks.
@@ -105,7 +121,7 @@ class DeltaDistributed(Distributed):
             assert closure is not None
             return closure()
 
-        before = reducer.copies(self.param_groups)
+        before = reducer.copies()
         # Without the hooks that torch has put around it: they are around this one.
         local: Any = super(Distributed, type(self)).step
         local = local.__wrapped__ if getattr(local, "hooked", False) else local
@@ -121,6 +137,9 @@ class DeltaDistributed(Distributed):
 
     def _reduce(self) -> None:
         """Do nothing: `step()` reduces the changes."""
+
+    def _check_nothing_in_flight(self, what: str) -> None:
+        """Do nothing: that is so but in `step()`."""
 
     def skip_synchronize(self) -> NoReturn:
         """Raise AssertionError: there is no step without a reduction."""

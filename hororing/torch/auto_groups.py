@@ -59,6 +59,7 @@ class AutoReducer(Reducer):
         # Of the vote that is under way and what follows: results by name, each with its duration,
         # or a handle and when it was started. After an interrupt the next call goes on with it.
         self._answers: dict[str, tuple[Any, float]] = {}
+        self._has_voted = False  # in this step
         self._timers: list[RemovableHandle] = []
         self._stop = weakref.finalize(self, _remove, self._timers)  # alive until groups are found
         self._stop.atexit = False
@@ -71,41 +72,44 @@ class AutoReducer(Reducer):
             register: Any = param.register_post_accumulate_grad_hook  # torch declares no types
             self._timers.append(register(partial(_note, self._fired_s, id(param))))
 
-    def synchronize(self, param_groups: list[dict[str, Any]]) -> None:
-        """Do as any reducer; until groups are found vote on whether to look for them now."""
-        if not self._stop.alive and not self._answers:
-            super().synchronize(param_groups)
-            return
+    def pass_ended(self, is_last: bool) -> None:
+        """Note when the gradients of a step's last pass were ready."""
+        if is_last and self._stop.alive and self._fired_s:
+            begin_s = min(self._fired_s.values())
+            self._steps.append({key: at - begin_s for key, at in self._fired_s.items()})
+            self._left = max(0, self._left - 1)
+        self._fired_s.clear()
+        super().pass_ended(is_last)
+
+    def synchronize(self) -> None:
+        """Do as any reducer; until groups are found vote on whether to look for them now.
+
+        That is in `step()`, not in backward, where ranks need not be at the same optimizer.
+        """
+        self._answers.update({} if self._has_voted else {"begun": (None, 0.0)})
+        if not super().synchronized:
+            super().synchronize()
         if not self._answers:
-            self._note_step()
-            self._answers["begun"] = (None, 0.0)
-        if not self._shared.synchronized:
-            super().synchronize(param_groups)
+            return
         try:
             self._vote()
         except Exception:
             self._answers.clear()
             raise
+        self._has_voted = True
         self._answers.clear()
 
     @property
     def synchronized(self) -> bool:
         """Whether gradients are reduced, and the vote behind them is over."""
-        return self._shared.synchronized and not self._answers
+        return super().synchronized and self._has_voted and not self._answers
 
     def restart(self, passes: int | None = None) -> None:
         """Count backward passes from the beginning; a vote that was interrupted ends before."""
-        if self._answers and self._shared.synchronized:
-            self.synchronize([])
+        if self._answers and super().synchronized:
+            self.synchronize()
+        self._has_voted = not self._stop.alive
         super().restart(passes)
-
-    def _note_step(self) -> None:
-        """Note when the gradients that hooks have sent were ready."""
-        fired_s = {key: at for key, at in self._fired_s.items() if self._slots[key][1].left == 0}
-        if fired_s:
-            begin_s = min(fired_s.values())
-            self._steps.append({key: at - begin_s for key, at in fired_s.items()})
-            self._left = max(0, self._left - 1)
 
     def _vote(self) -> None:
         ballot = torch.tensor([float(self._left == 0)], dtype=torch.float64, device="cpu")

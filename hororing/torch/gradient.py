@@ -6,6 +6,15 @@ have in common (`Shared`); one call of the core submits what is there when that 
 the backward pass ends, since other ranks may wait for it. Large ones go at once. On a device the
 core records one event per batch and stream, behind all that its hooks ran behind.
 
+Note [Backward passes]. A pass is one call of `backward()` in which a hook has run. Autograd tells
+when it ends by a callback that belongs to a graph task: that of the call, or, inside a reentrant
+checkpoint, that of a call within it. When a task within ends, the pass goes on, and the task around
+it is asked as soon as it does something. A pass that raises drops its callback, which tells, too.
+
+A gradient may come several times in one pass, once from each reentrant checkpoint that uses the
+parameter. So a gradient is sent by its hook only if it came once in a pass before; the others are
+sent when the pass ends.
+
 Ownership: parameter -> hook -> slot -> (in flight only) gradient. Slots hold no parameter, so
 nothing here keeps a model alive. See hororing/torch/reducer.py for who drives them.
 """
@@ -16,14 +25,17 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from operator import itemgetter
+from threading import get_ident
+from typing import Any, Final, Protocol
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from hororing import collectives, timeline
+from hororing import arguments, collectives, timeline
 from hororing._tensors import Arrivals, Gradient, send_gradients
 from hororing.collectives import HOST
 from hororing.compression import NoneCompressor
+from hororing.errors import DuplicateNameError
 from hororing.failures import fail
 from hororing.prepared import PreparedAllreduce, start_many
 from hororing.process_sets import check_member
@@ -34,22 +46,69 @@ from hororing.torch.submission import BATCH_BYTES, LEAST_WEIGHT, Group
 from hororing.torch.uncompiled import uncompiled
 from hororing.torch.verbs import adapter, verbs
 
+BY_OWNER: Final = 2  # of Slot.left: `Slot.count` decides; so do all numbers but 0 and 1
+
+queue_callback: Final = torch.autograd.Variable._execution_engine.queue_callback
+
+
+class _End:
+    """The callback at the end of a graph task. One that fails drops it without a call."""
+
+    __slots__ = ("_shared", "_task")
+
+    def __init__(self, shared: Shared, task: int) -> None:
+        self._shared: Shared | None = shared
+        self._task = task
+
+    def __call__(self) -> None:
+        shared, self._shared = self._shared, None
+        assert shared is not None
+        shared.task_ended(self._task)
+
+    def __del__(self) -> None:
+        if self._shared is not None:
+            self._shared.task_failed(self._task)
+
+
+class Owner(Protocol):
+    """What slots ask of the reducer that they belong to."""
+
+    def forget_failed_pass(self) -> None:
+        """Forget the gradients of a pass that was not finished. AssertionError if some are sent."""
+
+    def came_again(self, slot: Slot) -> None:
+        """Learn anew how often gradients come; that of `slot` is spoilt."""
+
+    def pass_failed(self) -> None:
+        """Take note that a pass has raised."""
+
+    def pass_ended(self, is_last: bool) -> None:
+        """Take note of the end of a pass, if `is_last` the last one of a step."""
+
 
 class Shared(Arrivals):
     """What the slots of one optimizer have in common."""
 
     __slots__ = (
-        "batch_bytes", "begun", "finishing", "flying", "lock", "members", "on_device", "options",
-        "passes", "synchronized", "tracing",
+        "batch_bytes", "begun", "ended", "failed", "finishing", "flying", "is_last", "lock",
+        "members", "nested", "on_device", "options", "owner", "passes", "synchronized", "tasks",
+        "tracing", "unproven",
     )  # fmt: skip
 
     arrived: list[Slot]
-    awaits_end: bool  # `backward_ended` will be called
+    thread: int  # that runs hooks in one of `tasks`
 
-    def __init__(self, options: Reduction, passes: int) -> None:
+    def __init__(self, options: Reduction, passes: int, owner: Callable[[], Owner | None]) -> None:
         self.options = options
         self.members = check_member(options.process_set, "DistributedOptimizer")
+        self.owner = owner
         self.passes = passes  # backward passes per step
+        self.ended = 0  # of them
+        self.tasks: dict[int, int] = {}  # graph tasks whose end will be told, with their threads
+        self.is_last = False  # the pass under way is the step's last one, and the only one
+        self.nested = False  # a task within a pass has ended, and the pass has not
+        self.failed = False  # a pass, since the last `rest`
+        self.unproven: list[Slot] = []  # those that wait for the end of a pass
         self.begun = False  # a hook has fired since the last synchronize or restart
         self.synchronized = False  # gradients are reduced, and no hook has fired since
         self.tracing = False
@@ -63,19 +122,77 @@ class Shared(Arrivals):
         self.lock = threading.Lock()
 
     @uncompiled
-    def first_hook(self) -> None:
-        """Begin a step, or another backward pass of it."""
-        with self.lock:
-            if not self.begun or self.finishing:  # of a step that was interrupted at its end
-                self.finishing = False
-                self.check_set()
-                self.synchronized = False
-                self.tracing = timeline.enabled()
-                self.begun = True
-        if not self.awaits_end:
-            self.awaits_end = True
-            self.batch_bytes = self.room = LEAST_WEIGHT
-            torch.autograd.Variable._execution_engine.queue_callback(self.backward_ended)
+    def first_hook(self, name: str) -> None:
+        """Take note of a graph task, by its first hook in this thread, that of `name`."""
+        task, thread = torch._C._current_graph_task_id(), get_ident()
+        if task not in self.tasks:
+            if not self.tasks and not self.nested:
+                self._begin_pass(name)
+            self.tasks[task] = thread
+            queue_callback(_End(self, task))
+            alone = len(set(self.tasks.values())) == 1  # tasks of one thread are nested
+            self.is_last = alone and self.ended + 1 == self.passes
+        self.thread = thread
+
+    def _begin_pass(self, name: str) -> None:
+        owner = self.owner()
+        if owner is not None and (self.failed or self.finishing):
+            owner.forget_failed_pass()
+        if self.ended >= self.passes:
+            op = arguments.op_name(self.options.op)
+            raise one_pass_too_many(
+                name, self.passes, f"would be reduced again, which op={op} does not allow"
+            )
+        self.check_set()
+        self.synchronized = self.failed = self.finishing = False
+        self.tracing = timeline.enabled()
+        self.begun = True
+        self.batch_bytes = self.room = LEAST_WEIGHT
+
+    @uncompiled
+    def task_ended(self, task: int) -> None:
+        """End the backward pass, if `task` is not one within it."""
+        self.thread = 0
+        self.tasks.pop(task, None)
+        outer = torch._C._current_autograd_node()
+        if outer is not None:
+            self._ask_outer_task(outer)
+            return
+        self.nested = False
+        self.ended += 1
+        self.unproven = [slot for slot in self.unproven if not slot.prove()]
+        if self.ended >= self.passes and (self.tasks or self.ended > self.passes):
+            raise AssertionError(
+                "optimizer: backward passes of several threads at once; pass "
+                "backward_passes_per_step=their number, and gradients are reduced when the last "
+                "of them ends"
+            )
+        owner = self.owner()
+        if owner is not None:
+            owner.pass_ended(self.ended == self.passes)
+
+    def _ask_outer_task(self, node: Any) -> None:
+        """Be called at the end of the task that carries out `node`, which calls backward()."""
+        self.nested = True
+        handles: list[Any] = []
+
+        def outside(_: Any) -> None:
+            for handle in handles:
+                handle.remove()
+            self.first_hook("")
+
+        for following, _ in node.next_functions:
+            if following is not None:
+                handles.append(following.register_prehook(outside))
+
+    def task_failed(self, task: int) -> None:
+        """Take note that no end of `task` will come."""
+        self.tasks.pop(task, None)
+        self.thread = 0
+        self.failed = True
+        owner = self.owner()
+        if owner is not None:
+            owner.pass_failed()
 
     def check_set(self) -> None:
         """Raise unless the process set is the one that it was: numbers of sets are used again."""
@@ -84,13 +201,6 @@ class Shared(Arrivals):
                 f"DistributedOptimizer: its process set was removed and registered again, now as "
                 f"{self.options.process_set}; make the optimizer again, too"
             )
-
-    @uncompiled
-    def backward_ended(self) -> None:
-        """Send the rest: nothing more will come, and other ranks may wait for it."""
-        self.awaits_end = False
-        if self.arrived:
-            self.send_arrived()
 
     @uncompiled
     def send_arrived(self) -> None:
@@ -129,13 +239,14 @@ class Shared(Arrivals):
             for slot in self.arrived:
                 slot.param = None
             self.arrived.clear()
-            self.awaits_end = False
 
     def rest(self) -> None:
         """Be ready for the next step. REQUIRES: nothing is in flight."""
         self.drop_arrived()
         self.flying.clear()
-        self.begun = self.finishing = False
+        self.tasks.clear()
+        self.thread = self.ended = 0
+        self.begun = self.finishing = self.failed = self.nested = False
 
 
 class Slot(Gradient):
@@ -143,7 +254,7 @@ class Slot(Gradient):
 
     __slots__ = (
         "device", "dtype", "finish_general", "group", "handle", "hook", "name", "position",
-        "shape", "sparse_dims", "torch_device",
+        "proven", "seen", "shape", "sparse_dims", "torch_device",
     )  # fmt: skip
 
     shared: Shared
@@ -153,7 +264,10 @@ class Slot(Gradient):
     def __init__(self, name: str, param: torch.Tensor, shared: Shared) -> None:
         self.name = name
         self.shared = shared
-        self.left = shared.passes  # backward passes until the gradient is sent
+        self.left = BY_OWNER
+        self.seen = 0  # how often it has come; in one pass, while it is not proven
+        self.proven = False  # it came once in a pass
+        shared.unproven.append(self)
         self.weight = BATCH_BYTES  # what it takes of Shared.room: sent at once
         self.sparse_dims = 0  # of the latest gradient that was sparse
         self.hook: RemovableHandle | None = None
@@ -199,25 +313,43 @@ class Slot(Gradient):
 
     @uncompiled
     def count(self) -> bool:
-        """Count a backward pass, all but the step's last; whether it was that.
+        """Take note of a gradient that is not to be sent at once; whether it is nevertheless.
 
-        One that is captured into a CUDA graph is none: when the graph is replayed no hook comes,
+        A pass that is captured into a CUDA graph is none: when the graph is replayed no hook comes,
         and `synchronize` sends all gradients.
         """
         shared = self.shared
         if self.device != HOST and torch.cuda.is_current_stream_capturing():
             return False
+        if shared.thread != get_ident():
+            shared.first_hook(self.name)
         if self.left == 0:
+            self._wait_for_ends()
+            return False
+        self.seen += 1
+        return self.proven and shared.is_last
+
+    def _wait_for_ends(self) -> None:
+        """Go at the end of passes from now on: it has come a second time in this one."""
+        if self.proven:
+            self.proven = False
+            self.shared.unproven.append(self)
+        self.seen = 2
+        if self.sent:
+            owner = self.shared.owner()
+            if owner is not None:
+                owner.came_again(self)
             raise AssertionError(
-                f"gradient of '{self.name}' was computed more than backward_passes_per_step "
-                f"({shared.passes}) times before step() or synchronize(); raise "
-                "backward_passes_per_step, or call step() before another loss uses this parameter"
+                f"gradient of '{self.name}' came again in the same backward pass while it was "
+                "being reduced: several reentrant checkpoints use this parameter, which did not "
+                "happen in the passes before. Call optimizer.synchronize() and begin the step "
+                "anew: now the optimizer knows. Or pass use_reentrant=False to the checkpoints"
             )
-        shared.first_hook()
-        if self.left == 1:
-            return True
-        self.left -= 1
-        return False
+
+    def prove(self) -> bool:
+        """At the end of a pass: whether the gradient may go when it comes, from now on."""
+        self.proven = self.seen == 1
+        return self.proven
 
     def take_gradient(self) -> torch.Tensor | None:
         """Return the gradient that has arrived."""
@@ -244,11 +376,18 @@ class Slot(Gradient):
             return self._in_hook(error)
 
     def _in_hook(self, error: Exception) -> Exception:
+        text = str(error)
+        if isinstance(error, DuplicateNameError):
+            text += (
+                "; where two optimizers have parameters of the same names, pass each of them "
+                "named_parameters with a prefix of its own"
+            )
         if self.left == 0:
             passes = self.shared.passes
             place = f"gradient of '{self.name}', backward pass {passes} of {passes}"
-            error.args = (f"{error} (in the hook: {place})", *error.args[1:])
-            self.left = 1  # another attempt is as good
+            text += f" (in the hook: {place})"
+            self.left = BY_OWNER  # another attempt is as good
+        error.args = (text, *error.args[1:])
         return error
 
     def is_plain(self, grad: torch.Tensor) -> bool:
@@ -396,7 +535,7 @@ class Slot(Gradient):
     def rest(self) -> None:
         """Be ready for the next step. REQUIRES: nothing is in flight."""
         self.sent = False
-        self.left = self.shared.passes
+        self.left = self.shared.passes if self.proven else BY_OWNER
         self.handle = 0
         self.finish_general = None
 
@@ -409,6 +548,16 @@ class Slot(Gradient):
         if self.group is not None:
             self.group.abandon()
         self.rest()
+
+
+def one_pass_too_many(name: str, passes: int, why: str) -> AssertionError:
+    """The error where a backward pass comes that was not expected before a step."""
+    return AssertionError(
+        f"gradient of '{name}' was computed more than backward_passes_per_step ({passes}) times "
+        f"before step(): the gradients that are there {why}; raise backward_passes_per_step, or "
+        "call optimizer.step() or optimizer.zero_grad() (that of the optimizer, not of the model) "
+        "before"
+    )
 
 
 def _send_together(arrived: list[Slot], flying: list[int], failures: list[Exception]) -> None:

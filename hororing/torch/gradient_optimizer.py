@@ -1,4 +1,4 @@
-"""What a distributed optimizer adds to its class: gradients that are reduced before each step.
+"""What a distributed optimizer adds to its class: gradients that are reduced in backward().
 
 See hororing/torch/optimizer.py for how an optimizer becomes one.
 """
@@ -14,7 +14,7 @@ import torch
 
 from hororing import arguments
 from hororing.reduction import Reduction, checked_passes
-from hororing.torch.reducer import Reducer
+from hororing.torch.reducer import Reducer, describe_in_flight
 from hororing.torch.verbs import verbs
 
 
@@ -53,7 +53,7 @@ class Distributed(torch.optim.Optimizer):
             self._reducer = self._reducer_type(
                 settings.options,
                 passes,
-                self.param_groups,
+                self,
                 [*extra, *named],
                 settings.prefix,
                 [[params[position] for position in group] for group in settings.groups],
@@ -91,9 +91,11 @@ class Distributed(torch.optim.Optimizer):
     # ---------------------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
-        """Wait until all gradients are reduced; use it before clipping them.
+        """Reduce the gradients, unless `backward()` has done so.
 
-        Parameters that have no gradient on this rank get a zero one and are reduced as well.
+        It has where that was the last of `backward_passes_per_step`. Call it where this rank had
+        fewer passes, none, or one that failed. Parameters that have no gradient get a zero one and
+        are reduced as well.
         """
         self._reduce()
         self._synchronized_by_user = True
@@ -101,11 +103,11 @@ class Distributed(torch.optim.Optimizer):
     def _reduce(self) -> None:
         if self._reducer is not None and not self._reducer.synchronized:
             self._synchronized_by_user = False
-            self._reducer.synchronize(self.param_groups)
+            self._reducer.synchronize()
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Make `step()` inside the context not wait for gradients: `synchronize()` has done so."""
+        """Make `step()` inside the context not reduce: `backward()` or `synchronize()` has."""
         self._should_synchronize = False
         try:
             yield
@@ -113,7 +115,7 @@ class Distributed(torch.optim.Optimizer):
             self._should_synchronize = True
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Wait until all gradients are reduced, then take the wrapped optimizer's step.
+        """Take the wrapped optimizer's step. Reduces gradients before, unless `backward()` has.
 
         Gradients that `closure` computes are reduced each time it is called, and its loss is
         reduced like them, so that all ranks decide alike.
@@ -124,9 +126,9 @@ class Distributed(torch.optim.Optimizer):
         if self._should_synchronize:
             if self._reducer is not None and self._synchronized_by_user:
                 warnings.warn(
-                    "optimizer.step() was called without optimizer.skip_synchronize() after "
-                    "optimizer.synchronize(); gradients are not reduced a second time. Write "
-                    "`with optimizer.skip_synchronize(): optimizer.step()`",
+                    "optimizer.step() called without optimizer.skip_synchronize() after "
+                    "optimizer.synchronize(); gradients are not reduced a second time. Neither of "
+                    "the two is needed: backward() has reduced the gradients when it returns",
                     stacklevel=3,  # torch.compiler.disable is between
                 )
             self._reduce()
@@ -136,17 +138,12 @@ class Distributed(torch.optim.Optimizer):
         return super().step(**kwargs)
 
     def _step_with_closure(self, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        reducer = self._reducer
-        if reducer is None:
+        if self._reducer is None:
             return super().step(closure, **kwargs)
-        # Ranks may differ in whether they have gradients, and must agree on when to reduce them.
-        if self._on_any_rank("closure_in_flight", bool(reducer.in_flight)):
-            reducer.synchronize(self.param_groups)
 
         def reduced() -> Any:
             loss = closure()
-            if self._on_any_rank("closure_new", not reducer.synchronized):
-                reducer.synchronize(self.param_groups)
+            self._reduce()  # on a rank without a backward pass: others have reduced within theirs
             return self._reduced_loss(loss)
 
         result = super().step(reduced, **kwargs)
@@ -170,23 +167,15 @@ class Distributed(torch.optim.Optimizer):
         return verbs.allreduce(value, name=name, op=op, process_set=members)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients; AssertionError while some are being reduced."""
-        self._check_nothing_in_flight("zero_grad() after backward()")
+        """Reset the gradients. AssertionError while some are being reduced: `backward()` failed."""
+        self._check_nothing_in_flight("zero_grad()")
         self._start_over()
         super().zero_grad(set_to_none)
 
     def _check_nothing_in_flight(self, what: str) -> None:
         in_flight = self._reducer.in_flight if self._reducer is not None else []
         if in_flight:
-            raise AssertionError(
-                f"optimizer: {what} while {len(in_flight)} gradients, '{in_flight[0]}' the first, "
-                f"{self._why_not}"
-            )
-
-    _why_not = (
-        "are being reduced, which would be a race; call optimizer.step() or "
-        "optimizer.synchronize() before"
-    )
+            raise AssertionError(f"optimizer: {what} while {describe_in_flight(in_flight)}")
 
     def _start_over(self) -> None:
         self._synchronized_by_user = False
@@ -220,7 +209,7 @@ class Distributed(torch.optim.Optimizer):
         """Add parameters; their gradients are reduced from now on."""
         super().add_param_group(param_group)
         if self._reducer is not None:
-            self._reducer.follow(self.param_groups)
+            self._reducer.follow()
             self._parameter_names = self._reducer.names
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:

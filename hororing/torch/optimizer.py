@@ -47,9 +47,10 @@ def DistributedOptimizer(
 ) -> torch.optim.Optimizer:
     """Make `optimizer` reduce its gradients over all ranks, and return it.
 
-    Gradients are sent while backward still runs; `step()` waits for them. Each is reduced once
-    between two steps. Parameters that are unfrozen or added later are reduced, too; in a job of
-    one rank nothing is.
+    Gradients are sent while backward still runs, and are reduced when `backward()` returns, which
+    waits for the other ranks; so does `step()` on a rank without a backward pass. Errors of the
+    reduction (MismatchError, PeerLostError, ...) are raised there. Parameters that are unfrozen or
+    added later are reduced, too; in a job of one rank nothing is.
 
     Parameters
     ----------
@@ -58,9 +59,11 @@ def DistributedOptimizer(
         every parameter of the optimizer. Without it names are made from positions; then all
         ranks must create their optimizers in the same order.
     compression : how gradients travel: Compression.none, .fp16, .bf16 or your own Compressor.
-    backward_passes_per_step : gradients are sent after this many backward passes. They add up
-        over passes and are averaged over ranks.
-    op : Average, Sum, Min, Max or Product; or Adasum, see below.
+    backward_passes_per_step : gradients are reduced in the last of so many backward passes. They
+        add up over passes and are averaged over ranks.
+    op : Average, Sum, Min, Max or Product; or Adasum, see below. Only averages are averaged again
+        in another backward pass before `step()` or `zero_grad()`; otherwise it is an
+        AssertionError.
     gradient_predivide_factor : with op=Average, divide by this before the sum and multiply by
         it after: against overflow of 16-bit floats.
     num_groups : deprecated; use `groups`.

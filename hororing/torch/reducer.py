@@ -1,13 +1,22 @@
-"""Reducer: sends the gradients of one optimizer while backward still runs.
+"""Reducer: reduces the gradients of one optimizer while backward runs, and before it returns.
 
-What the hooks did not send, `Reducer.synchronize` sends; hooks only make it earlier. So a
-parameter without a hook (unfrozen a moment ago, or shared with another optimizer) is reduced as
-well. Knows nothing of optimizer steps; see hororing/torch/optimizer.py for those.
+What the hooks did not send, `Reducer.send_rest` sends when the last backward pass of a step ends,
+or `Reducer.synchronize` where it has not ended; hooks only make it earlier. When several optimizers
+have gradients in one pass, all of them send theirs before the first one waits: another rank may
+have none for some of them, and sends those in `step()`. Knows nothing of optimizer steps; see
+hororing/torch/optimizer.py for those.
+
+Note [Shared parameters]. A parameter of several optimizers is reduced by the newest of them, as one
+of its gradients: an older one may be garbage on some ranks. An older one that steps sees to it that
+the newest has reduced. Where the optimizers reduce differently (another operation or process set),
+each of them reduces when it steps, and has no hooks.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from operator import is_
@@ -17,15 +26,42 @@ import torch
 
 from hororing import collectives
 from hororing._tensors import finish_gradients
+from hororing.arguments import Average
 from hororing.prepared import finish_many
 from hororing.reduction import Reduction
-from hororing.torch.gradient import Shared, Slot
+from hororing.torch.gradient import BY_OWNER, Shared, Slot, queue_callback
 from hororing.torch.submission import Group
-from hororing.torch.uncompiled import leave_uncompiled
+from hororing.torch.uncompiled import leave_uncompiled, uncompiled
 
-# Which reducers want to hook a parameter, by id(parameter). An entry is alive as long as one of
-# its reducers is, and reducers hold their parameters, so an id is never mistaken.
+Entry = tuple[torch.Tensor, Slot]
+
+# Which reducers have a parameter, by id(parameter). An entry is alive as long as one of its
+# reducers is, and reducers hold their parameters, so an id is never mistaken.
 _wanted_by: dict[int, weakref.WeakSet[Reducer]] = {}
+_numbers = itertools.count()
+
+
+class _Ending(threading.local):
+    """The reducers that have sent all at the end of a backward pass of this thread."""
+
+    def __init__(self) -> None:
+        self.reducers: list[Reducer] = []
+
+
+_ending = _Ending()
+
+
+@uncompiled
+def _finish_all_reducers() -> None:
+    """Wait for all gradients of a backward pass: called when all reducers have sent theirs."""
+    reducers, _ending.reducers = _ending.reducers, []
+    failures: list[Exception] = []
+    for reducer in reducers:
+        if reducer._shared.finishing:  # else a step has done so, after an interrupt in here
+            with collect(failures):
+                reducer.finish()
+    if failures:
+        raise failures[0]
 
 
 class Reducer:
@@ -42,20 +78,31 @@ class Reducer:
         self,
         options: Reduction,
         passes: int,
-        param_groups: list[dict[str, Any]],
+        optimizer: torch.optim.Optimizer,
         named: Sequence[tuple[str, torch.Tensor]],
         prefix: str,
         groups: Iterable[Sequence[torch.Tensor]],
     ) -> None:
-        self._shared = Shared(options, passes)
+        self._number = next(_numbers)  # the newest has the largest
+        self._optimizer = weakref.ref(optimizer)
+        self._shared = Shared(options, passes, weakref.ref(self))
         self._names = {id(param): (name, param) for name, param in named}
         self._prefix = prefix
-        self._slots: dict[int, tuple[torch.Tensor, Slot]] = {}  # by id(parameter)
+        self._slots: dict[int, Entry] = {}  # by id(parameter)
         self._groups: list[Group] = []
-        # As `follow` has found them: the parameters of each group, and their slots; all hooked.
+        # See Note [Shared parameters]: whether `step()` reduces; what newer reducers reduce; those,
+        # with the number of their reductions when this one's step began.
+        self._reduces_in_step = False
+        self._left_out: set[int] = set()
+        self._newer: weakref.WeakKeyDictionary[Reducer, int] = weakref.WeakKeyDictionary()
+        self._reductions = 0
+        # As `follow` has found them: the parameters of each group, where all of them have hooks or
+        # are left out; and the others with their slots.
         self._followed: list[list[torch.Tensor]] = []
-        self._entries: list[tuple[torch.Tensor, Slot]] = []
-        self.follow(param_groups)
+        self._entries: list[Entry] = []
+        self._failures: list[Exception] = []  # of this step
+        self._versions: list[tuple[Slot, torch.Tensor, int]] = []  # as a failed pass left them
+        self.follow()
         self.form_groups(groups)
         weakref.finalize(self, _release, self._slots).atexit = False
 
@@ -70,77 +117,172 @@ class Reducer:
                 slot.join(group, position)
             self._groups.append(group)
 
-    def follow(self, param_groups: list[dict[str, Any]]) -> list[tuple[torch.Tensor, Slot]]:
-        """Return the slots of the optimizer's parameters as they are now, new ones included."""
-        if len(param_groups) == len(self._followed) and all(
+    def follow(self) -> list[Entry]:
+        """Return what is to be reduced of the optimizer's parameters as they are now."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        groups = optimizer.param_groups
+        if len(groups) == len(self._followed) and all(
             len(group["params"]) == len(known) and all(map(is_, group["params"], known))
-            for group, known in zip(param_groups, self._followed, strict=True)
+            for group, known in zip(groups, self._followed, strict=True)
         ):
             return self._entries
-        entries = []
-        for number, group in enumerate(param_groups):
+        entries, new = [], []
+        for number, group in enumerate(groups):
             for index, param in enumerate(group["params"]):
                 entry = self._slots.get(id(param))
                 if entry is None:
                     name, _ = self._names.get(id(param), (f"{self._prefix}.{number}.{index}", None))
                     entry = (param, self.slot_type(name, param, self._shared))
                     self._slots[id(param)] = entry
-                if entry[1].hook is None and param.requires_grad:
-                    self._hook(*entry)
+                    _wanted_by.setdefault(id(param), weakref.WeakSet()).add(self)
+                    new.append(id(param))
                 entries.append(entry)
-        if all(slot.hook is not None for _, slot in entries):
-            self._followed = [list(group["params"]) for group in param_groups]
-            self._entries = entries
-        return entries
+        left_out = self._left_out
+        if new or any(
+            slot.hook is None and param.requires_grad and id(param) not in left_out
+            for param, slot in entries
+        ):
+            for reducer in {self, *(other for key in new for other in _wanted_by[key])}:
+                reducer.arrange()
+        self._entries = [entry for entry in entries if id(entry[0]) not in self._left_out]
+        if all(slot.hook is not None for _, slot in self._entries):
+            self._followed = [list(group["params"]) for group in groups]
+        return self._entries
+
+    def arrange(self) -> None:
+        """Have hooks at what is to be reduced here; see Note [Shared parameters]."""
+        self._reduces_in_step, self._left_out = False, set()
+        newer: dict[Reducer, int] = {}
+        for key in self._slots:
+            rivals = _wanted_by[key]
+            for other in rivals if len(rivals) > 1 else ():
+                if other._meaning != self._meaning:
+                    self._reduces_in_step = True
+                elif other._number > self._number:
+                    self._left_out.add(key)
+                    newer[other] = self._newer.get(other, other._reductions)
+        if self._reduces_in_step:
+            self._left_out, newer = set(), {}
+        self._newer = weakref.WeakKeyDictionary(newer)
+        for key, (param, slot) in self._slots.items():
+            if self._reduces_in_step or key in self._left_out:
+                _unhook(slot)
+            elif slot.hook is None and param.requires_grad:
+                self._hook(param, slot)
+        self._followed = []
+
+    @property
+    def _meaning(self) -> tuple[int, int]:
+        return self._shared.options.op, self._shared.members
 
     def _hook(self, param: torch.Tensor, slot: Slot) -> None:
-        rivals = _wanted_by.setdefault(id(param), weakref.WeakSet())
-        rivals.add(self)
-        if len(rivals) == 1:
-            # Backward may run inside a function that torch.compile traces.
-            leave_uncompiled(type(slot).on_gradient)
-            register: Any = param.register_post_accumulate_grad_hook  # torch declares no types
-            slot.hook = register(slot.on_gradient)
-            return
-        # Nobody can know for which of them a backward pass is: each reduces when it steps.
-        for other in rivals:
-            _unhook(other._slots[id(param)][1])
-            other._followed = []
+        # Backward may run inside a function that torch.compile traces.
+        leave_uncompiled(type(slot).on_gradient)
+        register: Any = param.register_post_accumulate_grad_hook  # torch declares no types
+        slot.hook = register(slot.on_gradient)
 
-    def synchronize(self, param_groups: list[dict[str, Any]]) -> None:
-        """Send what the hooks did not, wait for everything, leave it in the gradients.
+    # -- at the end of a backward pass ----------------------------------------------------------
+
+    def pass_ended(self, is_last: bool) -> None:
+        """Reduce, if it is the last one of a step."""
+        if not is_last or self._reduces_in_step:
+            return
+        self.send_rest()
+        _ending.reducers.append(self)
+        queue_callback(_finish_all_reducers)  # behind what other optimizers have queued
+
+    def forget_failed_pass(self) -> None:
+        """Forget the gradients of a pass that was not finished. AssertionError if some are sent."""
+        self._shared.drop_arrived()
+        for _, slot in self._slots.values():
+            if not slot.sent:
+                slot.rest()
+        if self.in_flight:
+            raise AssertionError(
+                f"optimizer: a backward pass after one that was not finished, while "
+                f"{describe_in_flight(self.in_flight)}"
+            )
+
+    def came_again(self, slot: Slot) -> None:
+        """Learn anew how often gradients come; that of `slot` is spoilt."""
+        self._failures.append(_spoilt(slot))
+        for _, other in self._slots.values():
+            if other.proven:
+                other.proven, other.seen = False, 0
+                self._shared.unproven.append(other)
+
+    def pass_failed(self) -> None:
+        """Note the versions of the gradients in flight, which nobody may touch now."""
+        self._versions = [
+            (slot, param.grad, param.grad._version)
+            for param, slot in self._slots.values()
+            if slot.sent and param.grad is not None
+        ]
+
+    def send_rest(self) -> None:
+        """Send the gradients that the hooks did not. Errors are left to `finish`."""
+        shared = self._shared
+        if shared.finishing:
+            return
+        shared.check_set()
+        late = [entry for entry in self.follow() if not entry[1].sent]
+        with torch.no_grad():
+            with collect(self._failures):
+                shared.send_late(late)
+            for group in self._groups:
+                with collect(self._failures):
+                    group.flush(shared.options)
+        shared.finishing = True
+
+    def finish(self) -> None:
+        """Wait for all gradients, and leave them where they belong.
 
         An error is raised when nothing is in flight any more; gradients without an error are
         reduced then. After a KeyboardInterrupt another call takes up where it was.
         """
-        shared = self._shared
-        shared.check_set()
-        entries = self.follow(param_groups)
-        failures: list[Exception] = []
+        self.send_rest()
+        shared, entries = self._shared, self._entries
+        sent = [entry for entry in entries if entry[1].sent]
+        for slot, grad, version in self._versions:
+            if grad._version != version:
+                self._failures.append(_spoilt(slot))
+        self._versions = []
         with torch.no_grad():
-            late = [entry for entry in entries if not entry[1].sent]
-            if not shared.finishing:
-                with collect(failures):
-                    shared.send_late(late)
-                for group in self._groups:
-                    with collect(failures):
-                        group.flush(shared.options)
-                shared.finishing = True
-            sent = [entry for entry in entries if entry[1].sent] if late else entries
-            finish_all(sent, shared.flying, failures)
-        passes = shared.passes
-        for _, slot in entries:
-            if slot.sent or slot.left != passes:
-                slot.rest()
-        shared.synchronized = not failures  # before all is forgotten: an interrupt may come here
+            finish_all(sent, shared.flying, self._failures)
+        if len(sent) < len(entries):
+            for _, slot in entries:
+                if not slot.sent:
+                    slot.rest()
+        for slot in shared.unproven:
+            slot.left = BY_OWNER
+        shared.synchronized = not self._failures  # before all is forgotten, by an interrupt perhaps
+        failures, self._failures = self._failures, []
+        self._reductions += 1
         shared.rest()
         if failures:
             raise failures[0]
+        if shared.options.op != Average:  # which alone may be reduced again
+            shared.ended = shared.passes
+
+    # -- at a step ------------------------------------------------------------------------------
+
+    def synchronize(self) -> None:
+        """Do as `finish`; see to it that newer reducers have reduced what is shared with them."""
+        due = [other for other, count in self._newer.items() if other._reductions == count]
+        if not self._shared.synchronized:
+            due.append(self)
+        for reducer in due:
+            reducer.send_rest()
+        for reducer in due:
+            reducer.finish()
 
     @property
     def synchronized(self) -> bool:
         """Whether all gradients are reduced and no newer ones have come since."""
-        return self._shared.synchronized
+        return self._shared.synchronized and all(
+            other._reductions != count for other, count in self._newer.items()
+        )
 
     @property
     def in_flight(self) -> list[str]:
@@ -163,13 +305,16 @@ class Reducer:
         """Count backward passes from the beginning; gradients are no longer synchronized."""
         shared = self._shared
         shared.synchronized = False
+        shared.ended = 0
+        for other in self._newer:
+            self._newer[other] = other._reductions
         if passes is None and not shared.begun:
             return
         shared.passes = passes or shared.passes
         shared.drop_arrived()
         for _, slot in self._slots.values():
             if not slot.sent:
-                slot.left = shared.passes
+                slot.rest()
 
     def abandon(self) -> None:
         """Forget everything in flight."""
@@ -177,10 +322,11 @@ class Reducer:
             slot.abandon()
         self._shared.rest()
         self._shared.synchronized = False
+        self._failures, self._versions = [], []
 
 
 def finish_all(
-    entries: list[tuple[torch.Tensor, Slot]],
+    entries: list[Entry],
     flying: list[int],
     failures: list[Exception],
 ) -> None:
@@ -196,7 +342,7 @@ def finish_all(
     flying.clear()  # last: an interrupt leaves them, to be waited for again
 
 
-def _landed(entries: list[tuple[torch.Tensor, Slot]], flying: list[int]) -> bool:
+def _landed(entries: list[Entry], flying: list[int]) -> bool:
     """Wait for all that flies. False: each slot has to see for itself."""
     if not entries or not entries[0][1].shared.on_device:
         return finish_many(flying)
@@ -221,10 +367,32 @@ def _unhook(slot: Slot) -> None:
         slot.hook = None
 
 
-def _release(slots: dict[int, tuple[torch.Tensor, Slot]]) -> None:
+def _release(slots: dict[int, Entry]) -> None:
     """Undo what a reducer did to parameters and core."""
+    others: set[Reducer] = set()
     for key, (_, slot) in slots.items():
         _unhook(slot)
         slot.abandon()
-        if not _wanted_by.get(key, True):
-            del _wanted_by[key]
+        if key in _wanted_by:
+            left = set(_wanted_by[key])
+            others |= left
+            if not left:
+                del _wanted_by[key]
+    for other in others:
+        other.arrange()
+
+
+def _spoilt(slot: Slot) -> AssertionError:
+    return AssertionError(
+        f"gradient of '{slot.name}' was changed while it was being reduced, so ranks have "
+        "different values; call optimizer.zero_grad() and begin the step anew, on all ranks"
+    )
+
+
+def describe_in_flight(names: list[str]) -> str:
+    """Tell that gradients are on their way, and what to do, as the end of a sentence."""
+    return (
+        f"{len(names)} gradients, '{names[0]}' the first, are being reduced: a backward pass was "
+        "not finished on this rank. Other ranks may wait for the rest of them; call "
+        "optimizer.synchronize(), which reduces what is there, before"
+    )

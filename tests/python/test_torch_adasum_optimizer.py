@@ -249,10 +249,11 @@ def case_one_backward_pass_too_many_is_refused_by_name():
         inputs, targets = batches(1)[0]
         for _ in range(passes):
             squares(model, inputs, targets).backward()
-        with pytest.raises(AssertionError, match=rf"'4\.\w+' .*per_step \({passes}\)"):
+        text = rf"'4\.\w+' .*per_step \({passes}\).*optimizer\.zero_grad\(\)"
+        with pytest.raises(AssertionError, match=text):
             squares(model, inputs, targets).backward()
-        with pytest.raises(AssertionError, match=r"zero_grad.* 6 gradients, '0\.weight' the first"):
-            optimizer.zero_grad()
+        optimizer.zero_grad()
+        squares(model, inputs, targets).backward()
         optimizer.step()
         optimizer.zero_grad()
         assert_equal_on_all_ranks(*model.parameters())

@@ -399,7 +399,7 @@ def case_ranks_may_join_while_others_measure() -> None:
 def case_an_interrupt_anywhere_is_taken_up_by_the_next_call() -> None:
     lines = 0
     with mock.patch.multiple(auto_groups, SKIPPED=0, MEASURED=1, REPEATS=1), cost():
-        for at in range(1, 200):
+        for at in range(2, 200):  # before its first line the call has not begun
             params = [nn.Parameter(torch.zeros(3)) for _ in range(4)]
             named = [(f"again.{at}.{i}", param) for i, param in enumerate(params)]
             optimizer = hvd.DistributedOptimizer(
@@ -409,7 +409,7 @@ def case_an_interrupt_anywhere_is_taken_up_by_the_next_call() -> None:
                 optimizer.zero_grad()
                 sum((param * (at + hvd.rank())).sum() for param in params).backward()
                 again = step == 0 and hvd.rank() == 0 and interrupted(
-                    optimizer.synchronize, at, AutoReducer.synchronize, AutoReducer._note_step,
+                    optimizer.synchronize, at, AutoReducer.synchronize,
                     AutoReducer._vote, AutoReducer._regroup, AutoReducer._once,
                     AutoReducer._plan, AutoReducer.form_groups,
                 )  # fmt: skip

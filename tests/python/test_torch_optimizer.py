@@ -348,21 +348,22 @@ def case_gradients_add_up_over_backward_passes():
 
 
 def case_one_backward_pass_too_many_is_refused_by_name():
+    """Where it would sum sums. Averages may be averaged again (test_torch_backward.py)."""
     for passes in (1, 2):
         model = network()
         optimizer = hvd.DistributedOptimizer(
-            sgd(model.parameters()), model.named_parameters(), backward_passes_per_step=passes
+            sgd(model.parameters()),
+            model.named_parameters(),
+            backward_passes_per_step=passes,
+            op=hvd.Sum,
         )
         inputs, targets = batches(1)[0]
         for _ in range(passes):
             squares(model, inputs, targets).backward()
         if hvd.size() > 1:
-            with pytest.raises(
-                AssertionError, match=rf"'4\.\w+' .* backward_passes_per_step \({passes}\)"
-            ):
+            text = rf"'4\.\w+' .* backward_passes_per_step \({passes}\) .*op=Sum .*\.zero_grad\(\)"
+            with pytest.raises(AssertionError, match=text):
                 squares(model, inputs, targets).backward()
-        # The surplus gradient was added while the sum was on its way: nobody can use it.
-        optimizer.synchronize()
         optimizer.zero_grad()
         for _ in range(passes):
             squares(model, inputs, targets).backward()
@@ -420,7 +421,9 @@ def case_step_after_synchronize_warns_and_does_not_reduce_again():
     squares(model, share(inputs), share(targets)).backward()
     optimizer.synchronize()
     if hvd.size() > 1:
-        with pytest.warns(UserWarning, match="skip_synchronize") as caught:
+        # Horovod's words: scripts filter them.
+        words = r"optimizer\.step\(\) called without optimizer\.skip_synchronize\(\)"
+        with pytest.warns(UserWarning, match=words) as caught:
             optimizer.step()
         assert caught[0].filename == __file__
     else:
@@ -437,29 +440,23 @@ def case_step_after_synchronize_warns_and_does_not_reduce_again():
         optimizer.step()
 
 
-def case_skip_synchronize_without_synchronize_is_refused():
-    if hvd.size() == 1:
-        return
+def case_skip_synchronize_needs_no_synchronize():
     model = network()
+    twin = copy.deepcopy(model)
     optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
     ((inputs, targets),) = batches(1)
-    before = copy.deepcopy(model)
-    squares(model, inputs, targets).backward()
-    with pytest.raises(AssertionError, match="skip_synchronize"), optimizer.skip_synchronize():
+    squares(model, share(inputs), share(targets)).backward()
+    with optimizer.skip_synchronize():
         optimizer.step()
-    assert_same(model, before)
-    optimizer.step()  # and it goes on
+    train_alone(twin, sgd(twin.parameters()), [(inputs, targets)])
+    assert_same(model, twin)
 
 
-def case_zero_grad_in_flight_is_refused():
+def case_zero_grad_after_backward_drops_the_gradients():
     model = network()
     optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
     ((inputs, targets),) = batches(1)
     squares(model, share(inputs), share(targets)).backward()
-    if hvd.size() > 1:
-        with pytest.raises(AssertionError, match=r"zero_grad.* 6 gradients, '0\.weight'"):
-            optimizer.zero_grad()
-    optimizer.synchronize()
     assert_equal_on_all_ranks(*(param.grad for param in model.parameters()))
     optimizer.zero_grad(set_to_none=False)
     assert all(param.grad is not None and not param.grad.any() for param in model.parameters())

@@ -179,11 +179,7 @@ def case_frozen_parameters_may_thaw_and_freeze_again():
             train_alone(twin, plain, data)
             assert_same(model, twin)
         if hvd.size() > 1 and not options:
-            # A thawed parameter has its hook again.
-            squares(model, *batches(1)[0]).backward()
-            with pytest.raises(AssertionError, match="6 gradients"):
-                optimizer.zero_grad()
-            optimizer.step()
+            assert all(param._post_accumulate_grad_hooks for param in model.parameters())
 
 
 def case_odd_tensors_are_parameters_too():
@@ -344,9 +340,8 @@ def case_a_rank_that_never_had_a_sparse_gradient_gets_an_error_with_the_others()
     optimizer = hvd.DistributedOptimizer(plain_sgd(model.parameters()), model.named_parameters())
     words = word_batches(1)[0]
     loss = model.out.weight.square().mean() if hvd.rank() == 0 else model(words).square().mean()
-    loss.backward()
     with pytest.raises(MismatchError, match=r"table\.weight"):
-        optimizer.step()
+        loss.backward()
     optimizer.zero_grad()
     model(words).square().mean().backward()
     optimizer.step()
@@ -761,19 +756,18 @@ def case_loading_keeps_the_names_of_parameters_that_are_added_later():
     optimizer = hvd.DistributedOptimizer(sgd(model[4].parameters()), model.named_parameters())
     optimizer.load_state_dict(optimizer.state_dict())
     optimizer.add_param_group({"params": model[0].parameters()})
+    names = [optimizer._parameter_names[param] for param in model[0].parameters()]
+    assert names == ["0.weight", "0.bias"]
     squares(model[0], torch.ones(2, 5), torch.ones(2, 7)).backward()
-    with pytest.raises(AssertionError, match=r"2 gradients, '0\.weight'"):
-        optimizer.zero_grad()
     optimizer.step()
 
 
-def case_loading_forgets_gradients_in_flight():
-    model, optimizer, _, _ = trained()
+def case_loading_forgets_passes():
+    model, optimizer, _, _ = trained(backward_passes_per_step=2)
     inputs, targets = batches(1)[0]
     squares(model, inputs, targets).backward()
     optimizer.load_state_dict(optimizer.state_dict())
     optimizer.zero_grad()
-    hvd.barrier()  # what was in flight has landed everywhere
     train(model, optimizer, batches(2))
     assert_equal_on_all_ranks(*model.parameters())
 
@@ -832,6 +826,9 @@ def case_the_last_layer_is_reduced_before_backward_ends():
         optimizer = hvd.DistributedOptimizer(
             plain_sgd(model.parameters()), model.named_parameters(), op=hvd.Sum, **options
         )
+        # In their first pass gradients wait for its end: they may come more than once.
+        model(torch.ones(4, 5)).sum().backward()
+        optimizer.zero_grad()
         hidden = model[1](model[0](torch.ones(4, 5)))
         seen = []
 
@@ -890,11 +887,12 @@ def case_a_mismatch_is_raised_on_every_rank_and_the_next_step_works():
         for step, (inputs, targets) in enumerate(batches(4)):
             optimizer.zero_grad()
             Careless.broken = step % 2 == 1 and hvd.rank() == 0
-            squares(model, share(inputs), share(targets)).backward()
+            loss = squares(model, share(inputs), share(targets))
             if step % 2 == 1:
                 with pytest.raises(MismatchError, match=r"2\.weight"):
-                    optimizer.step()
+                    loss.backward()
             else:
+                loss.backward()
                 optimizer.step()
                 train_alone(twin, plain, [(inputs, targets)])
             assert_same(model, twin)  # a failed step changes nothing
@@ -909,9 +907,8 @@ def case_ranks_that_ask_for_different_operations_hear_of_it():
         model.named_parameters(),
         op=hvd.Sum if hvd.rank() == 0 else hvd.Average,
     )
-    squares(model, *batches(1)[0]).backward()
     with pytest.raises(MismatchError, match=r"(?s)'\d\.\w+'.*rank"):
-        optimizer.step()
+        squares(model, *batches(1)[0]).backward()
     del optimizer
     gc.collect()
     model.zero_grad()
@@ -972,6 +969,7 @@ def test_a_distributed_optimizer_needs_init():
 
 
 OVERLAP = """
+import os
 import time
 import torch
 import hororing.torch as hvd
@@ -980,6 +978,10 @@ hvd.init()
 model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), op=hvd.Sum)
+model(torch.ones(1, 8)).sum().backward()  # in its first pass a gradient waits for the end
+optimizer.zero_grad()
+hvd.start_timeline(os.environ["TIMELINE"])
+hvd.barrier()
 hidden = model[0](torch.ones(1, 8))
 deadline = time.monotonic() + 30
 
@@ -997,7 +999,7 @@ hvd.shutdown()
 def test_the_timeline_shows_reductions_before_the_last_hook(tmp_path: Path):
     script, file = tmp_path / "overlap.py", tmp_path / "timeline.json"
     script.write_text(OVERLAP)
-    job = mpirun.run(script, 2, environment={"HORORING_TIMELINE": str(file)})
+    job = mpirun.run(script, 2, environment={"TIMELINE": str(file)})
     assert job.returncode == 0, job.report()
     spans = [record for record in json.loads(file.read_text()) if record["ph"] in "Xb"]
 
