@@ -1,0 +1,183 @@
+"""What store and members say to each other: frames, and how each proves that it has the secret.
+
+A frame is its length (4 bytes, big endian) and a JSON object in ASCII. A connection begins with
+
+    member -> store   hello: version, job, rank, size, host, pid, nonce
+    store  -> member  nonce, proof
+    member -> store   proof
+    store  -> member  welcome
+
+A proof is HMAC-SHA256 with the job's secret over who proves it, both nonces and the whole hello, so
+that a recorded one is of no use, neither towards the same side nor towards the other. Data is
+authenticated in this way only, and not encrypted, as with MPI, NCCL and gloo.
+
+Pure: no sockets, no clock, no environment.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import json
+import re
+import secrets
+from dataclasses import asdict, dataclass
+from typing import Any
+
+VERSION = 1
+LENGTH_BYTES = 4
+# The longest frame before the other side is known, and afterwards.
+FIRST_BYTES = 4096
+MOST_BYTES = 2**20
+# The longest text of a rank: in JSON a character has up to 12 bytes.
+TEXT_CHARACTERS = 2**15
+CHARACTER_BYTES = 12
+SECRET_BYTES = 32
+_NONCE_BYTES = 16
+_MOST_RANKS = 2**20
+
+STORE, MEMBER = "store", "member"
+
+
+class ProtocolError(Exception):
+    """What has come is not what a store or a member says."""
+
+
+def encode(message: dict[str, Any]) -> bytes:
+    """Make a frame. ValueError where it would be longer than MOST_BYTES."""
+    body = _text(message)
+    if len(body) > MOST_BYTES:
+        raise ValueError(f"a message of {len(body)} bytes, of {MOST_BYTES} that are allowed")
+    return len(body).to_bytes(LENGTH_BYTES, "big") + body
+
+
+def length(head: bytes, most: int) -> int:
+    """The size in bytes of the body that follows the first LENGTH_BYTES of a frame."""
+    size = int.from_bytes(head, "big")
+    if size > most:
+        raise ProtocolError(f"a frame of {size} bytes, of {most} that are allowed")
+    return size
+
+
+def decode(body: bytes) -> dict[str, Any]:
+    """Read the body of a frame."""
+    try:
+        message = json.loads(body.decode("ascii"), parse_constant=_no_number)
+    except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
+        message = None
+    if not isinstance(message, dict):
+        raise ProtocolError(f"a frame that is no JSON object: {body[:40]!r}")
+    return message
+
+
+def _no_number(text: str) -> None:
+    raise ValueError(text)  # NaN and infinity are no JSON
+
+
+def take(message: dict[str, Any], name: str, kind: type, default: Any = None) -> Any:
+    """Return a value of a message. ProtocolError where it is not of `kind`; None: no default."""
+    value = message.get(name, default)
+    if kind is float and type(value) is int:
+        return value
+    if type(value) is not kind:
+        raise ProtocolError(f"{name} is not of type {kind.__name__}")
+    return value
+
+
+@dataclass(frozen=True)
+class Hello:
+    """Who a member says it is. `pid` is for people only."""
+
+    job: str
+    rank: int
+    size: int
+    host: str
+    pid: int
+    nonce: str
+
+    def message(self) -> dict[str, Any]:
+        """The first frame of a connection."""
+        return {"hororing": VERSION, **asdict(self)}
+
+    def who(self) -> str:
+        """The member in error texts."""
+        return f"rank {self.rank} (host {self.host}, pid {self.pid})"
+
+
+def parse_hello(message: dict[str, Any]) -> Hello:
+    """Check the first frame of a connection."""
+    if take(message, "hororing", int) != VERSION:
+        raise ProtocolError(f"version {message['hororing']} of the protocol, this is {VERSION}")
+    texts = {name: take(message, name, str) for name in ("job", "host", "nonce")}
+    numbers = {name: take(message, name, int) for name in ("rank", "size", "pid")}
+    if not 0 <= numbers["rank"] < numbers["size"] <= _MOST_RANKS:
+        raise ProtocolError(f"rank {numbers['rank']} of {numbers['size']}")
+    if not re.fullmatch(rf"[0-9a-f]{{{2 * _NONCE_BYTES}}}", texts["nonce"]):
+        raise ProtocolError("no nonce")
+    if not texts["host"].isprintable() or len(texts["host"]) > 255:
+        raise ProtocolError("no name of a host")
+    return Hello(**texts, **numbers)
+
+
+def new_nonce() -> str:
+    """A number that was never used before."""
+    return secrets.token_hex(_NONCE_BYTES)
+
+
+def new_secret() -> bytes:
+    """The secret of a new job."""
+    return secrets.token_bytes(SECRET_BYTES)
+
+
+def proof(secret: bytes, side: str, store_nonce: str, hello: Hello) -> str:
+    """What only a `side` (STORE or MEMBER) that knows the secret can say in this connection."""
+    told = _text({"side": side, "store": store_nonce, "hello": hello.message()})
+    return hmac.new(secret, told, hashlib.sha256).hexdigest()
+
+
+def is_proof(claimed: Any, secret: bytes, side: str, store_nonce: str, hello: Hello) -> bool:
+    """Whether `claimed` is that proof."""
+    wanted = proof(secret, side, store_nonce, hello)
+    return (
+        isinstance(claimed, str)
+        and claimed.isascii()  # compare_digest refuses others
+        and hmac.compare_digest(claimed, wanted)
+    )
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Read ``host:port``, ``1.2.3.4:port`` or ``[::1]:port``. ValueError says what is wrong."""
+    found = re.fullmatch(r"(?:\[([^\[\]]+)\]|([^\[\]:\s/]+)):(\d{1,5})", text)
+    if found is None or not 0 < int(found[3]) < 2**16:
+        raise ValueError(f"{text!r} is no address: write host:port or [IPv6 address]:port")
+    return found[1] or found[2], int(found[3])
+
+
+def show_address(host: str, port: int) -> str:
+    """Text that `parse_address` reads."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only processes of this host can be meant."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def check_secret(secret: bytes, host: str, insecure: bool) -> None:
+    """ValueError where there is no secret, and others than this host's processes might get in."""
+    if not secret and not insecure and not is_loopback(host):
+        raise ValueError(
+            f"the job has no secret, and the address {host!r} is not of this host alone: give "
+            "every rank the same HORORING_SECRET_KEY or HORORING_SECRET_FILE; or set "
+            "HORORING_INSECURE=1 where everybody who can reach this network may take part"
+        )
+
+
+def _text(message: dict[str, Any]) -> bytes:
+    return json.dumps(message, separators=(",", ":"), sort_keys=True).encode("ascii")

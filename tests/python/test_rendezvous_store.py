@@ -1,0 +1,551 @@
+"""The store and its members: protocol, worlds of threads, intruders, ends. Push tier, 5 s."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import os
+import random
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import tiers
+
+from hororing.rendezvous import protocol
+from hororing.rendezvous.client import Member, RendezvousError
+from hororing.rendezvous.interfaces import addresses
+from hororing.rendezvous.protocol import Hello, ProtocolError
+from hororing.rendezvous.store import Store
+
+SECRET = bytes(range(32))
+DEADLINE_S = 30.0
+
+
+@pytest.fixture
+def made() -> Iterator[Callable[..., Store]]:
+    stores = []
+
+    def make(size: int, **more: Any) -> Store:
+        store = Store(**{"job": "a job", "size": size, "secret": SECRET, **more})
+        store.start_thread()
+        stores.append(store)
+        return store
+
+    yield make
+    for store in stores:
+        store.stop()
+
+
+def member(store: Store, rank: int, **more: Any) -> Member:
+    told = {"secret": SECRET, "job": "a job", "rank": rank, "size": store.size, "host": "here"}
+    address = more.pop("address", f"127.0.0.1:{store.port}")
+    return Member(address, **{"timeout_s": DEADLINE_S, **told, **more})
+
+
+def on_threads(size: int, body: Callable[[int], Any]) -> list[Any]:
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(body, range(size)))
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + DEADLINE_S
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def raw(store: Store) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", store.port), timeout=DEADLINE_S)
+
+
+def read_frame(connection: socket.socket) -> dict[str, Any]:
+    with connection.makefile("rb") as file:
+        return protocol.decode(file.read(protocol.length(file.read(4), protocol.MOST_BYTES)))
+
+
+def is_closed(connection: socket.socket) -> bool:
+    try:
+        while connection.recv(4096):
+            pass
+    except ConnectionError:
+        pass
+    return True  # or the deadline of the socket has raised
+
+
+HELLO = Hello("a job", 1, 2, "here", 77, "00" * 16)
+
+
+# ---------------------------------------------------------------------------------------------
+# Protocol
+
+
+def test_a_frame_is_read_as_it_was_written():
+    for message in ({}, {"a": [1, "x\u00e4\U0001f600\ud800", None, 1.5, True]}, {"": {"b": ""}}):
+        frame = protocol.encode(message)
+        assert protocol.length(frame[:4], 100) == len(frame) - 4
+        assert protocol.decode(frame[4:]) == message
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"[]", b"1", b"{", b"\xff{}", b'{"a": NaN}', b'{"a": 1e999}x', b"[" * 60_000,
+     b'{"a":' + b"9" * 10_000 + b"}", "{'ä'}".encode()],
+)  # fmt: skip
+def test_what_is_no_object_is_a_protocol_error(body: bytes):
+    with pytest.raises(ProtocolError):
+        protocol.decode(body)
+
+
+def test_a_frame_has_a_limit_on_both_sides():
+    with pytest.raises(ProtocolError, match="4097 bytes"):
+        protocol.length((4097).to_bytes(4, "big"), protocol.FIRST_BYTES)
+    with pytest.raises(ValueError, match="of 1048576 that are allowed"):
+        protocol.encode({"a": "x" * protocol.MOST_BYTES})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"rank": -1}, {"rank": 2}, {"rank": True}, {"rank": "1"}, {"size": 2**40}, {"nonce": "x"},
+     {"nonce": "00"}, {"host": "a\x1b[2J"}, {"job": 1}, {"hororing": 2}, {"pid": None}],
+)  # fmt: skip
+def test_a_hello_is_checked(wrong: dict[str, Any]):
+    assert protocol.parse_hello(HELLO.message()) == HELLO
+    with pytest.raises(ProtocolError):
+        protocol.parse_hello({**HELLO.message(), **wrong})
+
+
+def test_parsers_raise_nothing_but_their_exception_whatever_comes():
+    chance = random.Random(20261124)
+    frame = json.dumps(HELLO.message()).encode()
+    for _ in range(3000):
+        body = bytearray(frame)
+        for _ in range(chance.randrange(1, 6)):
+            place = chance.randrange(len(body))
+            how = chance.randrange(3)
+            if how == 0:
+                body[place] = chance.randrange(256)
+            elif how == 1:
+                del body[place : place + chance.randrange(1, 30)]
+            else:
+                body[place:place] = chance.choice([b'"', b"{", b"[", b"null", b"-1", b"1e9", b"\0"])
+            body = body or bytearray(b" ")
+        try:
+            hello = protocol.parse_hello(protocol.decode(bytes(body)))
+        except ProtocolError:
+            continue
+        assert 0 <= hello.rank < hello.size
+
+
+def test_a_proof_is_of_one_side_one_connection_and_one_hello():
+    right = protocol.proof(SECRET, protocol.MEMBER, "aa", HELLO)
+    assert protocol.is_proof(right, SECRET, protocol.MEMBER, "aa", HELLO)
+    other = Hello("a job", 0, 2, "here", 77, "00" * 16)
+    assert not protocol.is_proof(right, SECRET, protocol.STORE, "aa", HELLO)
+    assert not protocol.is_proof(right, SECRET, protocol.MEMBER, "ab", HELLO)
+    assert not protocol.is_proof(right, SECRET, protocol.MEMBER, "aa", other)
+    assert not protocol.is_proof(right, b"x" * 32, protocol.MEMBER, "aa", HELLO)
+    for claimed in (None, 1, "", "ä", right[:-1]):
+        assert not protocol.is_proof(claimed, SECRET, protocol.MEMBER, "aa", HELLO)
+
+
+def test_addresses_are_read_and_shown():
+    for text in ("a-b.c:1", "1.2.3.4:65535", "[::1]:80", "[fe80::1%eth0]:80"):
+        assert protocol.show_address(*protocol.parse_address(text)) == text
+    for text in ("", "a", "a:", "a:0", "a:65536", "::1:80", "a:b:1", "[]:1", "http://a:1", "a:-1"):
+        with pytest.raises(ValueError, match="is no address"):
+            protocol.parse_address(text)
+    assert protocol.is_loopback("localhost")
+    assert protocol.is_loopback("127.3.2.1")
+    assert protocol.is_loopback("::1")
+    assert not any(map(protocol.is_loopback, ("", "0.0.0.0", "::", "10.0.0.1", "host0")))
+
+
+# ---------------------------------------------------------------------------------------------
+# Members
+
+
+def test_sixty_four_members_share_and_say_that_they_are_done(made: Callable[..., Store]):
+    store = made(64)
+
+    def body(rank: int) -> list[list[str]]:
+        one = member(store, rank)
+        results = [one.share(f"{rank} of {turn}", DEADLINE_S) for turn in range(3)]
+        one.done(rank)
+        return results
+
+    wanted = [[f"{rank} of {turn}" for rank in range(64)] for turn in range(3)]
+    assert on_threads(64, body) == [wanted] * 64
+    wait_until(lambda: store.statuses == {rank: rank for rank in range(64)})
+    assert store.lost == {}
+
+
+def test_texts_of_any_length_and_alphabet_come_back(made: Callable[..., Store]):
+    store = made(3)
+    most = protocol.TEXT_CHARACTERS
+    texts = ["\U0001f600" * most, "", "\0ä\n" * (most // 3)]
+
+    def body(rank: int) -> list[str]:
+        one = member(store, rank)
+        with pytest.raises(ValueError, match="characters"):
+            one.put("x", "x" * (most + 1))
+        result = one.share(texts[rank])
+        one.done()
+        return result
+
+    assert on_threads(3, body) == [texts] * 3
+
+
+def test_a_value_is_pushed_to_whoever_asked_before_and_kept_for_later(made: Callable[..., Store]):
+    store = made(2)
+    first, second = member(store, 0), member(store, 1)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(first.get, "where", DEADLINE_S)
+        wait_until(lambda: bool(store._gets))
+        second.put("where", "here")
+        assert asked.result() == "here"
+    assert second.get("where") == "here"
+    with pytest.raises(RendezvousError, match="nobody has told 'when'"):
+        first.get("when", 0.01)
+    assert first.get("where") == "here"  # and the connection is as good as before
+    first.done()
+    second.done()
+
+
+def test_a_store_may_start_after_its_members(made: Callable[..., Store]):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(
+            Member, f"localhost:{port}", secret=SECRET, job="a job", rank=0, size=1,
+            timeout_s=DEADLINE_S,
+        )  # fmt: skip
+        time.sleep(0.05)
+        made(1, port=port)
+        one = waits.result()
+    assert one.local_address == "127.0.0.1"
+    one.done()
+    with pytest.raises(RendezvousError, match=r"rank 0 on host here found no store .* 0.05 s; .*"):
+        member(Store(job="a job", size=1, secret=SECRET, port=port), 0, timeout_s=0.05,
+               address="127.0.0.1:1")  # fmt: skip
+
+
+@pytest.mark.parametrize("host", ["::1", ""])
+def test_ipv6_and_every_interface(made: Callable[..., Store], host: str):
+    try:
+        store = made(1, host=host)
+        with socket.create_connection(("::1", store.port)):
+            pass
+    except OSError:
+        pytest.skip("there is no IPv6 here")
+    one = member(store, 0, address=f"127.0.0.1:1,[::1]:{store.port}")
+    assert (one.local_address, one.address) == ("::1", f"[::1]:{store.port}")
+    one.done()
+    if not host:
+        wait_until(lambda: 0 in store.statuses)
+        member(store, 0, address=f"{addresses()[0]}:{store.port}").done()
+
+
+def test_without_a_secret_only_this_host_gets_in_unless_told_otherwise(made: Callable[..., Store]):
+    for host in ("", "0.0.0.0", "10.0.0.1", "host0"):
+        with pytest.raises(ValueError, match="HORORING_INSECURE=1"):
+            Store(job="a job", size=1, secret=b"", host=host)
+    with pytest.raises(ValueError, match="HORORING_SECRET_KEY"):
+        Member("host0:1", secret=b"", job="a job", rank=0, size=1)
+    member(made(1, secret=b""), 0, secret=b"").done()
+    member(made(1, secret=b"", host="", insecure=True), 0, secret=b"").done()
+
+
+# ---------------------------------------------------------------------------------------------
+# Ends
+
+
+def test_who_does_not_come_in_time_is_named(made: Callable[..., Store]):
+    store = made(4)
+    early, here = member(store, 1), member(store, 2)
+    wanted = r"2 ranks \(0, 3\) never connected or ended; rank 2 connected, .* rank 2 \(host here"
+    with pytest.raises(RendezvousError, match=wanted):
+        early.share("x", 0.05)
+    here.close()
+
+
+def test_a_member_that_dies_is_named_to_all_who_wait_and_who_would(made: Callable[..., Store]):
+    store = made(3)
+    script = f"""
+        from hororing.rendezvous.client import Member
+        one = Member("127.0.0.1:{store.port}", secret=bytes(range(32)), job="a job", rank=2, size=3,
+                     host="there")
+        print(flush=True)
+        one.get("nothing")
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE
+    ) as dying:
+        assert dying.stdout is not None
+        dying.stdout.readline()
+        first, second = member(store, 0), member(store, 1)
+        with ThreadPoolExecutor(2) as pool:
+            waits = [pool.submit(first.share, "x"), pool.submit(second.get, "y")]
+            wait_until(lambda: bool(store._gathers) and len(store._gets) == 2)
+            dying.send_signal(signal.SIGKILL)
+            for each in waits:
+                wanted = rf"rank 2 \(host there, pid {dying.pid}\) has ended without a word"
+                with pytest.raises(RendezvousError, match=wanted) as caught:
+                    each.result()
+                assert caught.value.rank == 2
+    with pytest.raises(RendezvousError, match="rank 2"):
+        second.share("x")
+    with pytest.raises(RendezvousError, match="which has ended") as refused:
+        member(store, 2)
+    assert refused.value.refused
+    first.done()
+    second.done()
+
+
+def test_who_is_done_is_not_waited_for_and_may_come_again(made: Callable[..., Store]):
+    store = made(2)
+    first, second = member(store, 0), member(store, 1)
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(first.share, "x")
+        wait_until(lambda: bool(store._gathers))
+        second.done(3)
+        with pytest.raises(RendezvousError, match="rank 1 has ended with status 3"):
+            waits.result()
+    first.done()
+    wait_until(lambda: store.statuses == {0: 0, 1: 3})
+
+    def again(rank: int) -> list[str]:
+        one = member(store, rank)
+        texts = one.share(str(rank))
+        one.done()
+        return texts
+
+    assert on_threads(2, again) == [["0", "1"]] * 2
+
+
+def test_a_store_that_ends_is_an_error_and_done_is_none(made: Callable[..., Store]):
+    store = made(2)
+    first, second = member(store, 0), member(store, 1)
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(first.share, "x")
+        wait_until(lambda: bool(store._gathers))
+        store.stop()
+        with pytest.raises(RendezvousError, match="is lost: it has closed the connection"):
+            waits.result()
+    with pytest.raises(RendezvousError, match="no connection"):
+        first.share("x")
+    second.done()
+    first.done()
+
+
+def test_a_forked_child_does_not_keep_its_parent_in_the_job(made: Callable[..., Store]):
+    store = made(1)
+    one = member(store, 0)
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+        os._exit(0)
+    try:
+        one.close()
+        wait_until(lambda: 0 in store.lost)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+# ---------------------------------------------------------------------------------------------
+# Others
+
+
+def test_who_is_refused_is_told_why(made: Callable[..., Store]):
+    store = made(2)
+    first = member(store, 0)
+    with pytest.raises(RendezvousError, match=r"rank 0 \(host b, .*claims the rank of rank 0 \(ho"):
+        member(store, 0, host="b")
+    with pytest.raises(RendezvousError, match="of a job of 3 ranks, and this one has 2"):
+        member(store, 1, size=3)
+    with pytest.raises(RendezvousError, match="this is the store of another job"):
+        member(store, 1, job="another job")
+    first.done()
+
+
+def test_two_jobs_on_a_host_never_meet(made: Callable[..., Store]):
+    stores = [made(2), made(2, job="another", secret=b"y" * 32)]
+
+    def body(number: int) -> list[str]:
+        job, rank = divmod(number, 2)
+        told = [{}, {"job": "another", "secret": b"y" * 32}][job]
+        one = member(stores[job], rank, **told)
+        texts = one.share(str(number))
+        one.done()
+        return texts
+
+    assert on_threads(4, body) == [["0", "1"]] * 2 + [["2", "3"]] * 2
+
+
+def test_a_wrong_secret_is_noticed_by_both_sides(made: Callable[..., Store]):
+    store = made(2)
+    with pytest.raises(RendezvousError, match="does not have the secret") as caught:
+        member(store, 0, secret=b"z" * 32)
+    assert not caught.value.refused
+    with raw(store) as liar:  # who does not look at the store's proof
+        liar.sendall(protocol.encode(HELLO.message()))
+        theirs = read_frame(liar)
+        wrong = protocol.proof(b"z" * 32, protocol.MEMBER, theirs["nonce"], HELLO)
+        liar.sendall(protocol.encode({"proof": wrong}))
+        assert is_closed(liar)
+    with raw(store) as liar:  # the store's own proof, sent back
+        liar.sendall(protocol.encode(HELLO.message()))
+        liar.sendall(protocol.encode({"proof": read_frame(liar)["proof"]}))
+        assert is_closed(liar)
+    assert store._peers == {}
+    assert store.lost == {}
+
+
+def test_a_recorded_connection_is_of_no_use_later(made: Callable[..., Store]):
+    store = made(2)
+    with raw(store) as first:
+        first.sendall(protocol.encode(HELLO.message()))
+        proof = protocol.proof(SECRET, protocol.MEMBER, read_frame(first)["nonce"], HELLO)
+        first.sendall(protocol.encode({"proof": proof}))
+        assert read_frame(first) == {"welcome": True}
+        first.sendall(protocol.encode({"do": "done", "status": 0}))
+        assert read_frame(first) == {"done": True}
+    wait_until(lambda: 1 in store.statuses)
+    with raw(store) as again:
+        again.sendall(protocol.encode(HELLO.message()) + protocol.encode({"proof": proof}))
+        read_frame(again)
+        assert is_closed(again)
+    assert store._peers == {}
+
+
+def test_garbage_and_half_open_connections_disturb_no_member(made: Callable[..., Store]):
+    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, most), most))
+    store = made(3)
+    old = [member(store, 0), member(store, 1)]
+    intruders = [raw(store) for _ in range(500)]
+    chance = random.Random(500)
+    for number, each in enumerate(intruders):
+        if number % 2:
+            continue  # half open: never says a word
+        words = [chance.randbytes(50), b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\x02{}", b"\xff" * 9,
+                 (2**20).to_bytes(4, "big") + b"x" * 9000, b"\0\0"]  # fmt: skip
+        with contextlib.suppress(OSError):  # closed already
+            each.sendall(words[number // 2 % len(words)])
+    with ThreadPoolExecutor(3) as pool:
+        waits = [pool.submit(each.share, "old", DEADLINE_S) for each in old]
+        waits.append(pool.submit(lambda: member(store, 2).share("new", DEADLINE_S)))
+        assert [each.result() for each in waits] == [["old", "old", "new"]] * 3
+    assert len(store._places) <= 64
+    for each in intruders:
+        each.close()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))
+
+
+def test_a_stranger_has_a_few_seconds(made: Callable[..., Store], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("hororing.rendezvous.store._FIRST_S", 0.2)
+    store = made(1)
+    frame = protocol.encode(HELLO.message())
+    with raw(store) as slow:
+        began = time.monotonic()
+        with contextlib.suppress(OSError):
+            for byte in frame:
+                slow.sendall(bytes([byte]))
+                time.sleep(0.02)
+            pytest.fail(f"still there after {time.monotonic() - began:.1f} s")
+    member(store, 0).done()
+
+
+def test_a_member_that_sends_slowly_holds_nobody_up(made: Callable[..., Store]):
+    store = made(3)
+    slow, others = member(store, 0), [member(store, 1), member(store, 2)]
+    assert slow._stream is not None
+    frame = protocol.encode(
+        {"do": "gather", "generation": 0, "key": "share 0", "text": "0", "timeout_s": 30}
+    )
+    slow._stream.socket.sendall(frame[:7])
+    others[0].put("a", "b")
+    assert others[1].get("a") == "b"
+    slow._stream.socket.sendall(frame[7:])
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(lambda one: one.share("1"), others)) == [["0", "1", "1"]] * 2
+    for each in (slow, *others):
+        each.close()
+
+
+def test_a_member_that_talks_nonsense_is_lost_and_named(made: Callable[..., Store]):
+    store = made(2)
+    for rank, nonsense in enumerate([{"do": "fly"}, {"do": "get", "key": 1}]):
+        one = member(store, rank)
+        assert one._stream is not None
+        one._stream.socket.sendall(protocol.encode(nonsense))
+        wait_until(lambda rank=rank: rank in store.lost)
+        one.close()
+
+
+def test_a_server_that_is_no_store_is_no_hang():
+    answers = [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\0\0\0\x02[]", b"\0\0\0\x02{}"]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+
+        def serve() -> None:
+            for answer in answers:
+                connection, _ = listener.accept()
+                connection.sendall(answer)
+                connection.close()
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        for _ in answers:
+            with pytest.raises(RendezvousError, match=f"the store at {address}: "):
+                Member(address, secret=SECRET, job="a job", rank=0, size=1, timeout_s=DEADLINE_S)
+        thread.join()
+
+
+def test_the_secret_is_in_no_text(made: Callable[..., Store], caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.DEBUG)
+    secret = b"the secret of the job " + b"0123456789"
+    store = made(2, secret=secret)
+    one = member(store, 0, secret=secret)
+    shown = io.StringIO()
+    print(repr(store), repr(one), vars(one), file=shown)
+    for wrong in ({"rank": 0}, {"job": "b"}, {"size": 3}):
+        with pytest.raises(RendezvousError) as caught:
+            member(store, **{"secret": secret, "rank": 1, **wrong})
+        print(caught.value, repr(caught.value), file=shown)
+    one.close()
+    text = shown.getvalue() + caplog.text
+    assert "0123456789" not in text
+    assert secret.hex() not in text
+
+
+@tiers.full
+def test_a_thousand_members_form_a_world_in_seconds(made: Callable[..., Store]):
+    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    store = made(1000)
+    began = time.monotonic()
+
+    def body(rank: int) -> int:
+        one = member(store, rank, timeout_s=120)
+        count = len(set(one.share(f"{rank} 10.0.0.1:12345", 120)))
+        one.done()
+        return count
+
+    assert on_threads(1000, body) == [1000] * 1000
+    print(f"1000 members in {time.monotonic() - began:.2f} s")
+    assert time.monotonic() - began < 60
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))
