@@ -24,9 +24,17 @@ _OPENMPI_ON_ONE_HOST = {
     "OMPI_MCA_osc": "^ucx",
 }
 
+# Set by hororun, or by hand: which rank this is, and where ranks meet (hororing/bootstrap.py).
+VARIABLES = (
+    "HORORING_RANK", "HORORING_SIZE", "HORORING_LOCAL_RANK", "HORORING_LOCAL_SIZE",
+    "HORORING_RENDEZVOUS", "HORORING_JOB", "HORORING_SECRET_FD", "HORORING_SECRET_FILE",
+    "HORORING_SECRET_KEY", "HORORING_INSECURE",
+)  # fmt: skip
+
 # In the environment of every rank that MPI connects: its process, and the launcher's name of the
 # job. Not among the HORORING_* variables, since users do not set it.
 _RANK = "_HORORING_RANK"
+_JOBS = ("HORORING_JOB", "PMIX_NAMESPACE", "PMI_PORT", "PMI_FD")
 
 _SHARED_MEMORY = "/dev/shm"
 # Open MPI's "sm" refuses to start where less than 16 MiB are free, and other ranks start as well.
@@ -71,6 +79,15 @@ class Launcher:
 
 # The first that is there counts: what started this process stands before what started that.
 LAUNCHERS = (
+    Launcher(
+        "hororun",
+        False,
+        ("HORORING_SIZE",),
+        "HORORING_RANK",
+        "HORORING_SIZE",
+        "HORORING_LOCAL_RANK",
+        "HORORING_LOCAL_SIZE",
+    ),
     Launcher(
         "Open MPI",
         True,
@@ -154,6 +171,12 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch:
     return Launch()
 
 
+def variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Those of VARIABLES that are set."""
+    env = os.environ if environ is None else environ
+    return {name: env[name] for name in VARIABLES if name in env}
+
+
 def refuse_without_mpi(launch: Launch) -> None:
     """ValueError where there are other processes, which MPI does not connect with this one."""
     if launch.launched and not launch.mpi:
@@ -191,7 +214,7 @@ def mark_rank(environ: MutableMapping[str, str] | None = None) -> None:
 
 def _job(env: Mapping[str, str]) -> str:
     """What differs between the jobs of a launcher, as far as it tells."""
-    return " ".join(env.get(name, "") for name in ("PMIX_NAMESPACE", "PMI_PORT", "PMI_FD"))
+    return " ".join(env.get(name, "") for name in _JOBS)
 
 
 def prepare_mpi(launch: Launch, environ: MutableMapping[str, str] | None = None) -> None:

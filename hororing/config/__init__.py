@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hororing import launch
 from hororing.config import horovod_variables
 from hororing.config.forms import BYTES, CORES, FUSION, LEVELS, BadText
 from hororing.config.knobs import KNOBS, PREFIX, Alias, Knob
@@ -134,11 +135,15 @@ def _read(knob: Knob, env: Mapping[str, str]) -> Setting:
 
 
 def _refuse_unknown(env: Mapping[str, str]) -> None:
-    known = [knob.variable for knob in KNOBS]
+    knobs = [knob.variable for knob in KNOBS]
+    known = {*knobs, *launch.VARIABLES}
     unknown = [name for name in env if name.startswith(PREFIX) and name not in known]
     if unknown:
-        nearest = difflib.get_close_matches(unknown[0], known, n=1, cutoff=0)[0]
+        misspelt = difflib.get_close_matches(unknown[0], launch.VARIABLES, n=1, cutoff=0.9)
+        nearest = (misspelt or difflib.get_close_matches(unknown[0], knobs, n=1, cutoff=0))[0]
+        # Not the value of what may be a secret with a misspelt name.
+        shown = "..." if "SECRET" in nearest else repr(env[unknown[0]])
         raise ValueError(
-            f"unknown variable {unknown[0]}={env[unknown[0]]!r}; did you mean {nearest}? "
+            f"unknown variable {unknown[0]}={shown}; did you mean {nearest}? "
             "All are listed by: python -m hororing config"
         )

@@ -1,0 +1,277 @@
+"""How this process finds the other ranks without MPI: by a store, from the environment.
+
+============================  ====================================================================
+HORORING_RANK, _SIZE          which rank this is, and of how many; unset: as the launcher tells
+HORORING_LOCAL_RANK, _SIZE    the same among the ranks of this host
+HORORING_RENDEZVOUS           host:port of the store, or file:///directory that all hosts share
+HORORING_JOB                  name of this start of the job; needed with a directory
+HORORING_SECRET_FD            descriptor of the secret, of a file in memory: the launcher has the
+                              store
+HORORING_SECRET_KEY, _FILE    the secret, or its file: rank 0 has the store
+HORORING_INSECURE             1: a store without a secret on a network
+============================  ====================================================================
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import math
+import os
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hororing import launch
+from hororing.config.forms import BOOL, BadText
+from hororing.launch import Launch
+from hororing.rendezvous import files, protocol
+from hororing.rendezvous.client import Member
+from hororing.rendezvous.store import Store
+
+_PREFIX = "HORORING_"
+_RANKS = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+_SECRETS = ("SECRET_FD", "SECRET_KEY", "SECRET_FILE")
+_LEAST_SECRET_BYTES = 16
+_MOST_SECRET_BYTES = 4096
+_FILE = "file://"
+_JOB = re.compile(r"[A-Za-z0-9._-]{1,100}")
+
+
+@dataclass(frozen=True)
+class Told:
+    """What the environment says, checked."""
+
+    rank: int
+    size: int
+    rendezvous: str
+    job: str
+    secret: bytes = field(repr=False)
+    insecure: bool
+    launcher_has_store: bool
+
+
+def find(
+    started_by: Launch, settings: Mapping[str, Any], environ: Mapping[str, str] | None = None
+) -> Member | None:
+    """Connect with the store of this job, which rank 0 starts where no launcher has one.
+
+    Blocks until the store is there, for at most TIMEOUT_S. None: the environment tells of no store,
+    or this is a job of one rank.
+
+    Raises
+    ------
+    ValueError : a variable is wrong, missing, or contradicts another; the text names it.
+    RendezvousError : no store there in time, or it does not let this rank in.
+    """
+    told = read(started_by, environ)
+    if told is None or settings["ALONE"] or told.size == 1:
+        return None
+    timeout_s = settings["TIMEOUT_S"] or math.inf
+    if told.rendezvous.startswith(_FILE):
+        directory = told.rendezvous.removeprefix(_FILE)
+        if told.rank == 0:
+            return files.serve(directory, job=told.job, size=told.size, timeout_s=timeout_s)
+        return files.join(
+            directory, job=told.job, rank=told.rank, size=told.size, timeout_s=timeout_s
+        )
+    store = None if told.rank or told.launcher_has_store else _store(told)
+    address = told.rendezvous if store is None else _own_address(store)
+    try:
+        member = Member(
+            address, secret=told.secret, job=told.job, rank=told.rank, size=told.size,
+            timeout_s=timeout_s, insecure=told.insecure,
+        )  # fmt: skip
+    except BaseException:
+        if store is not None:
+            store.stop()
+        raise
+    if store is not None:
+        member.at_close.append(store.stop)
+    return member
+
+
+def read(started_by: Launch, environ: Mapping[str, str] | None = None) -> Told | None:
+    """Read and check the variables; None: none of them tells of a store or of ranks."""
+    env = {
+        name.removeprefix(_PREFIX): text.strip()
+        for name, text in launch.variables(environ).items()
+        if text.strip()
+    }
+    ranks = {name: _number(name, env[name]) for name in _RANKS if name in env}
+    if not ranks and "RENDEZVOUS" not in env:
+        return None
+    _check_ranks(ranks)
+    rank = ranks.get("RANK", started_by.rank)
+    size = ranks.get("SIZE", started_by.size)
+    if rank is None or size is None:
+        raise ValueError(
+            f"{_PREFIX}RENDEZVOUS={env['RENDEZVOUS']} is set, but neither {_PREFIX}RANK and "
+            f"{_PREFIX}SIZE nor a launcher tell which rank this is, and of how many"
+        )
+    rendezvous = env.get("RENDEZVOUS", "")
+    if not rendezvous and size > 1:
+        raise ValueError(
+            f"{_PREFIX}SIZE={size} tells of other ranks, but {_PREFIX}RENDEZVOUS does not tell "
+            "where to find them: set it to host:port or to file:///directory"
+        )
+    return Told(
+        rank,
+        size,
+        rendezvous,
+        _job(env, rendezvous),
+        _secret(env),
+        _insecure(env),
+        "SECRET_FD" in env,
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# Variables
+
+
+def _number(name: str, text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,9}", text):
+        raise ValueError(f"{_PREFIX}{name}={text!r} is not understood: expected a whole number")
+    return int(text)
+
+
+def _check_ranks(ranks: Mapping[str, int]) -> None:
+    for rank, size in (("RANK", "SIZE"), ("LOCAL_RANK", "LOCAL_SIZE")):
+        for name, other in ((rank, size), (size, rank)):
+            if name in ranks and other not in ranks:
+                raise ValueError(f"{_PREFIX}{name} is set, but {_PREFIX}{other} is not")
+        if rank in ranks and ranks[rank] >= ranks[size]:
+            raise ValueError(
+                f"{_PREFIX}{rank}={ranks[rank]} contradicts {_PREFIX}{size}={ranks[size]}: ranks "
+                "count from 0"
+            )
+    if "LOCAL_SIZE" in ranks and "SIZE" not in ranks:
+        raise ValueError(f"{_PREFIX}LOCAL_SIZE is set, but {_PREFIX}SIZE is not")
+    for local, name in (("LOCAL_RANK", "RANK"), ("LOCAL_SIZE", "SIZE")):
+        if local in ranks and ranks[local] > ranks[name]:
+            raise ValueError(
+                f"{_PREFIX}{local}={ranks[local]} contradicts {_PREFIX}{name}={ranks[name]}"
+            )
+
+
+def _job(env: Mapping[str, str], rendezvous: str) -> str:
+    job = env.get("JOB", "")
+    if rendezvous.startswith(_FILE):
+        if not rendezvous.removeprefix(_FILE).startswith("/"):
+            raise ValueError(
+                f"{_PREFIX}RENDEZVOUS={rendezvous!r} is not understood: expected host:port or "
+                "file:///directory"
+            )
+        if not job:
+            raise ValueError(
+                f"{_PREFIX}RENDEZVOUS={rendezvous} needs {_PREFIX}JOB, another one for each start "
+                "of the job, such as the number that the scheduler gives it"
+            )
+    elif rendezvous:
+        for address in rendezvous.split(","):
+            try:
+                protocol.parse_address(address)
+            except ValueError as error:
+                raise ValueError(f"{_PREFIX}RENDEZVOUS: {error}, or file:///directory") from None
+    if job and not _JOB.fullmatch(job):
+        raise ValueError(
+            f"{_PREFIX}JOB={job!r} is not understood: expected up to 100 letters, digits, dots, "
+            "dashes and underscores"
+        )
+    return job or "job"
+
+
+def _secret(env: Mapping[str, str]) -> bytes:
+    """The secret; b"": there is none. Error texts never hold it."""
+    named = [name for name in _SECRETS if name in env]
+    if not named:
+        return b""
+    if len(named) > 1:
+        raise ValueError(f"{_PREFIX}{named[0]} and {_PREFIX}{named[1]} are set: use one of them")
+    name = named[0]
+    if name == "SECRET_KEY":
+        secret = env[name].encode("utf-8", "surrogateescape")
+    else:
+        try:
+            secret = _secret_of(name, env[name])
+        except OSError as error:
+            raise ValueError(
+                f"{_PREFIX}{name}={env[name]} cannot be read: {error.strerror}"
+            ) from None
+    if not _LEAST_SECRET_BYTES <= len(secret) <= _MOST_SECRET_BYTES:
+        raise ValueError(
+            f"{_PREFIX}{name}: the secret has {len(secret)} bytes, and needs {_LEAST_SECRET_BYTES} "
+            f"to {_MOST_SECRET_BYTES}"
+        )
+    return secret
+
+
+def _secret_of(name: str, text: str) -> bytes:
+    if name == "SECRET_FD":
+        # At its place, so that the next program that this process becomes can read it again.
+        return os.pread(_number(name, text), _MOST_SECRET_BYTES + 1, 0)
+    with open(text, "rb") as file:
+        return file.read(_MOST_SECRET_BYTES + 2).strip()
+
+
+def _insecure(env: Mapping[str, str]) -> bool:
+    text = env.get("INSECURE", "0")
+    try:
+        return bool(BOOL.parse(text))
+    except BadText:
+        raise ValueError(
+            f"{_PREFIX}INSECURE={text!r} is not understood: expected {BOOL.accepted}"
+        ) from None
+
+
+# ---------------------------------------------------------------------------------------------
+# The store of rank 0
+
+
+def _store(told: Told) -> Store | None:
+    """Start it, if the address is of this host; None: somebody else has it."""
+    host, port = protocol.parse_address(told.rendezvous.partition(",")[0])
+    protocol.check_secret(told.secret, host, told.insecure)
+    # The name of this host may mean a loopback address here, and another one elsewhere.
+    everywhere = not protocol.is_loopback(host)
+    if everywhere and not _is_own(host):
+        return None
+    if not told.secret:
+        logging.getLogger("hororing").warning(
+            "the store at %s has no secret: who can connect can take part", told.rendezvous
+        )
+    store = Store(
+        job=told.job, size=told.size, secret=told.secret, host="" if everywhere else host,
+        port=port, insecure=told.insecure,
+    )  # fmt: skip
+    try:
+        store.start_thread()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:  # a store of the user's, or none: Member will tell
+            return None
+        raise
+    return store
+
+
+def _is_own(host: str) -> bool:
+    """Whether an address is of this host: then it can be bound to."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    for family, kind, _, _, address in found:
+        with socket.socket(family, kind) as probe:
+            try:
+                probe.bind(address)
+            except OSError:
+                continue
+            return True
+    return False
+
+
+def _own_address(store: Store) -> str:
+    host = store.host if store.host else "127.0.0.1"
+    return protocol.show_address(host, store.port)

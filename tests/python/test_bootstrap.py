@@ -1,0 +1,217 @@
+"""From the environment to a connected member, without a launcher of ours. Push tier, 2 s."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hororing import bootstrap, config
+from hororing.launch import Launch, detect
+from hororing.rendezvous import files, protocol
+from hororing.rendezvous.client import Member, RendezvousError
+from hororing.rendezvous.store import Store
+
+SETTINGS = {"ALONE": False, "TIMEOUT_S": 30.0}
+KEY = "a secret of a job, which no text shows"
+HERE = {"HORORING_RENDEZVOUS": "localhost:29400"}
+RANK_1 = {"HORORING_RANK": "1", "HORORING_SIZE": "2"}
+
+
+def find(environ: Mapping[str, str], **settings: Any) -> Member | None:
+    return bootstrap.find(detect(environ), {**SETTINGS, **settings}, environ)
+
+
+def shared(environ: Mapping[str, str], size: int = 2) -> list[list[str]]:
+    """What ranks on threads tell one another, and they end as they should."""
+
+    def body(rank: int) -> list[str]:
+        told = {**environ, "HORORING_RANK": str(rank), "HORORING_SIZE": str(size)}
+        member = find(told)
+        assert member is not None
+        texts = member.share(f"rank {rank}", 30)
+        member.share("", 30)  # nobody leaves before all have had their texts
+        member.done()
+        return texts
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(body, range(size)))
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+@pytest.fixture
+def secret_fd() -> Iterator[int]:
+    number = os.memfd_create("secret")
+    os.write(number, b"s" * 32)
+    yield number
+    os.close(number)
+
+
+@pytest.mark.parametrize(
+    ("environ", "wanted"),
+    [
+        ({"HORORING_RANK": "1"}, "HORORING_RANK is set, but HORORING_SIZE is not"),
+        ({"HORORING_SIZE": "2"}, "HORORING_SIZE is set, but HORORING_RANK is not"),
+        ({"HORORING_LOCAL_RANK": "0"}, "HORORING_LOCAL_RANK is set, but HORORING_LOCAL_SIZE"),
+        (
+            {"HORORING_LOCAL_RANK": "0", "HORORING_LOCAL_SIZE": "1"},
+            "HORORING_LOCAL_SIZE is set, but HORORING_SIZE is not",
+        ),
+        (HERE, "HORORING_RENDEZVOUS=localhost:29400 is set, but neither HORORING_RANK and"),
+        (RANK_1, "HORORING_SIZE=2 tells of other ranks, but HORORING_RENDEZVOUS does not"),
+        ({**RANK_1, **HERE, "HORORING_RANK": "2"}, "HORORING_RANK=2 contradicts HORORING_SIZE=2"),
+        ({**RANK_1, **HERE, "HORORING_RANK": "-1"}, "HORORING_RANK='-1' is not understood"),
+        ({**RANK_1, **HERE, "HORORING_SIZE": "two"}, "HORORING_SIZE='two' is not understood"),
+        (
+            {**RANK_1, **HERE, "HORORING_LOCAL_RANK": "2", "HORORING_LOCAL_SIZE": "3"},
+            "HORORING_LOCAL_RANK=2 contradicts HORORING_RANK=1",
+        ),
+        ({**RANK_1, "HORORING_RENDEZVOUS": "host"}, "HORORING_RENDEZVOUS: 'host' is no address"),
+        ({**RANK_1, "HORORING_RENDEZVOUS": "file://a"}, "expected host:port or file:///directory"),
+        ({**RANK_1, "HORORING_RENDEZVOUS": "file:///tmp"}, "needs HORORING_JOB"),
+        ({**RANK_1, **HERE, "HORORING_JOB": "../a"}, "HORORING_JOB='../a' is not understood"),
+        ({**RANK_1, **HERE, "HORORING_INSECURE": "2"}, "HORORING_INSECURE='2' is not understood"),
+        ({**RANK_1, **HERE, "HORORING_SECRET_KEY": "short"}, "KEY: the secret has 5 bytes, and ne"),
+        ({**RANK_1, **HERE, "HORORING_SECRET_FILE": "/no"}, "HORORING_SECRET_FILE=/no cannot be"),
+        ({**RANK_1, **HERE, "HORORING_SECRET_FD": "999999"}, "HORORING_SECRET_FD=999999 cannot be"),
+        ({**RANK_1, **HERE, "HORORING_SECRET_FD": "x"}, "HORORING_SECRET_FD='x' is not understood"),
+        (
+            {**RANK_1, **HERE, "HORORING_SECRET_KEY": KEY, "HORORING_SECRET_FILE": "/a"},
+            "HORORING_SECRET_KEY and HORORING_SECRET_FILE are set",
+        ),
+        ({**RANK_1, "HORORING_RENDEZVOUS": "host0:1"}, "the job has no secret"),
+    ],
+)
+def test_what_is_wrong_is_an_error_that_names_the_variable(environ: dict[str, str], wanted: str):
+    config.load(environ)  # knows these variables
+    with pytest.raises(ValueError, match=wanted.replace("(", r"\(")) as caught:
+        find(environ, TIMEOUT_S=0.01)
+    assert KEY not in str(caught.value)
+
+
+def test_a_misspelt_secret_is_not_shown():
+    with pytest.raises(ValueError, match="did you mean HORORING_SECRET_KEY") as caught:
+        config.load({"HORORING_SECRET_KYE": KEY})
+    assert KEY not in str(caught.value)
+
+
+def test_no_variables_and_one_rank_need_no_store():
+    assert find({}) is None
+    assert find({"HORORING_JOB": "a", "HORORING_RENDEZVOUS": ""}) is None
+    assert find({"HORORING_RANK": "0", "HORORING_SIZE": "1"}) is None
+    assert find({**RANK_1, **HERE}, ALONE=True) is None
+    assert find({"WORLD_SIZE": "4", "RANK": "1"}) is None
+
+
+def test_rank_and_size_may_be_the_launchers():
+    torchrun = {"WORLD_SIZE": "4", "RANK": "1", **HERE}
+    told = bootstrap.read(detect(torchrun), torchrun)
+    assert told is not None
+    assert (told.rank, told.size) == (1, 4)
+    assert detect(RANK_1) == Launch("hororun", 1, 2, mpi=False)
+    assert detect({**RANK_1, "OMPI_COMM_WORLD_SIZE": "3"}).launcher == "hororun"
+
+
+def test_the_store_of_a_launcher(secret_fd: int):
+    store = Store(job="j1", size=2, secret=b"s" * 32)
+    store.start_thread()
+    environ = {
+        "HORORING_RENDEZVOUS": f"127.0.0.1:{store.port}",
+        "HORORING_JOB": "j1",
+        "HORORING_SECRET_FD": str(secret_fd),
+    }
+    assert shared(environ) == [["rank 0", "rank 1"]] * 2
+    assert shared(environ) == [["rank 0", "rank 1"]] * 2  # the secret can be read again
+    store.stop()
+
+
+def test_rank_0_has_the_store_where_there_is_no_launcher(port: int, tmp_path: Path):
+    environ = {"HORORING_RENDEZVOUS": f"localhost:{port}", "HORORING_SECRET_KEY": KEY}
+    assert shared(environ) == [["rank 0", "rank 1"]] * 2
+    (tmp_path / "secret").write_text(KEY + "\n")
+    del environ["HORORING_SECRET_KEY"]
+    environ["HORORING_SECRET_FILE"] = str(tmp_path / "secret")
+    environ["HORORING_RENDEZVOUS"] = f"{socket.gethostname()}:{port}"
+    assert shared(environ, 3) == [["rank 0", "rank 1", "rank 2"]] * 3
+
+
+def test_a_job_without_a_secret_is_for_one_host(port: int, caplog: pytest.LogCaptureFixture):
+    assert shared({"HORORING_RENDEZVOUS": f"127.0.0.1:{port}"}) == [["rank 0", "rank 1"]] * 2
+    assert "has no secret" in caplog.text
+
+
+def test_a_shared_directory(tmp_path: Path):
+    environ = {"HORORING_RENDEZVOUS": f"file://{tmp_path}", "HORORING_JOB": "7.1"}
+    assert shared(environ, 3) == [["rank 0", "rank 1", "rank 2"]] * 3
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_file_of_a_directory_is_the_users_alone(tmp_path: Path):
+    one = files.serve(str(tmp_path), job="j", size=2, timeout_s=30)
+    path = files.place(str(tmp_path), "j")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    with pytest.raises(RendezvousError, match=r"is of a job that runs .*another HORORING_JOB"):
+        files.serve(str(tmp_path), job="j", size=2, timeout_s=30)
+    path.chmod(0o644)  # as somebody else might have put it there
+    with pytest.raises(RendezvousError, match="is not this user's alone"):
+        files.join(str(tmp_path), job="j", rank=1, size=2, timeout_s=0.05)
+    one.done()
+    assert not path.exists()
+
+
+def stale(path: Path, **changes: Any) -> None:
+    """A file as a rank 0 leaves it that was killed; changed, as on another host."""
+    script = (
+        "import os, sys; from hororing.rendezvous import files; "
+        "files.serve(sys.argv[1], job='j', size=2, timeout_s=30); os._exit(0)"
+    )
+    subprocess.run([sys.executable, "-c", script, str(path.parent)], check=True, timeout=30)
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.mark.parametrize("owner", [None, {"pid": 1, "began": 1, "space": "another host"}])
+def test_a_stale_file_is_not_joined_and_the_new_one_is(tmp_path: Path, owner: Any):
+    path = files.place(str(tmp_path), "j")
+    # On another host nobody can tell whether its owner lives: another program has the port now.
+    other = Store(job="j", size=2, secret=protocol.new_secret())
+    other.start_thread()
+    changes = {"owner": owner, "address": f"127.0.0.1:{other.port}"} if owner else {}
+    stale(path, **changes)
+    wanted = "what answers there does not have the secret" if owner else "a job that has ended"
+    with pytest.raises(RendezvousError, match=wanted):
+        files.join(str(tmp_path), job="j", rank=1, size=2, timeout_s=0.3)
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(files.join, str(tmp_path), job="j", rank=1, size=2, timeout_s=30)
+        time.sleep(0.1)
+        one = files.serve(str(tmp_path), job="j", size=2, timeout_s=30)
+        two = waits.result()
+    assert other._peers == {}
+    two.done()
+    one.done()
+    other.stop()
+
+
+def test_a_file_of_garbage_is_an_error_at_the_deadline(tmp_path: Path):
+    path = files.place(str(tmp_path), "j")
+    for text in ("", "{}", '{"job": "j", "address": "a", "secret": "xyz", "owner": {}}'):
+        path.touch(0o600)
+        path.write_text(text)
+        with pytest.raises(RendezvousError, match="is not understood"):
+            files.join(str(tmp_path), job="j", rank=1, size=2, timeout_s=0.02)
