@@ -171,6 +171,11 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch:
     return Launch()
 
 
+def environment() -> dict[str, str]:
+    """A copy of this process's environment, for those that it starts."""
+    return dict(os.environ)
+
+
 def variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """Those of VARIABLES that are set."""
     env = os.environ if environ is None else environ

@@ -12,11 +12,12 @@ import socket
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from hororing.rendezvous import protocol
-from hororing.rendezvous.protocol import Hello, ProtocolError
+from hororing.rendezvous.protocol import Frames, Hello, ProtocolError
 
 _RETRY_S = (0.02, 0.5)  # first and last pause between two tries to connect
 _CONNECT_S = 5.0  # one try, where there are several addresses
@@ -62,7 +63,8 @@ class _Stream:
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
-        self._received = bytearray()
+        self._frames = Frames()
+        self._messages: deque[dict[str, Any]] = deque()
 
     def send(self, message: dict[str, Any], deadline: Deadline) -> None:
         frame = protocol.encode(message)
@@ -71,19 +73,13 @@ class _Stream:
 
     def receive(self, deadline: Deadline) -> dict[str, Any]:
         """OSError (TimeoutError too), EOFError, ProtocolError."""
-        head = protocol.LENGTH_BYTES
-        while True:
-            if len(self._received) >= head:
-                end = head + protocol.length(bytes(self._received[:head]), protocol.MOST_BYTES)
-                if len(self._received) >= end:
-                    body = bytes(self._received[head:end])
-                    del self._received[:end]
-                    return protocol.decode(body)
+        while not self._messages:
             self._arm(deadline)
             part = self.socket.recv(_RECEIVE_BYTES)
             if not part:
                 raise EOFError("it has closed the connection")
-            self._received += part
+            self._messages.extend(self._frames.feed(part))
+        return self._messages.popleft()
 
     def _arm(self, deadline: Deadline) -> None:
         left_s = deadline.left_s()

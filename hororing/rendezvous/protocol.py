@@ -71,6 +71,25 @@ def decode(body: bytes) -> dict[str, Any]:
     return message
 
 
+class Frames:
+    """Makes messages of the bytes of a connection, however they come in."""
+
+    def __init__(self) -> None:
+        self._received = bytearray()
+
+    def feed(self, data: bytes) -> list[dict[str, Any]]:
+        """Take what has come, and return the messages that are whole now."""
+        self._received += data
+        messages = []
+        while len(self._received) >= LENGTH_BYTES:
+            end = LENGTH_BYTES + length(bytes(self._received[:LENGTH_BYTES]), MOST_BYTES)
+            if len(self._received) < end:
+                break
+            messages.append(decode(bytes(self._received[LENGTH_BYTES:end])))
+            del self._received[:end]
+        return messages
+
+
 def _no_number(text: str) -> None:
     raise ValueError(text)  # NaN and infinity are no JSON
 

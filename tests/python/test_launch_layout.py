@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hororing import __main__ as main
+from hororing.hosts import Host, parse_hosts, read_hostfile
 from hororing.toolkit.layout import bind, numa
-from hororing.toolkit.layout.hosts import Host, parse_hosts, read_hostfile
 from hororing.toolkit.layout.jobs import Job, export_config, import_config, plan, replicas_of
 
 

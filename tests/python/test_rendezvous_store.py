@@ -98,6 +98,21 @@ def test_a_frame_is_read_as_it_was_written():
         assert protocol.decode(frame[4:]) == message
 
 
+def test_frames_come_in_pieces_of_any_size():
+    messages = [{"a": n, "b": "x" * 7 * n} for n in range(20)]
+    data = b"".join(map(protocol.encode, messages))
+    chance = random.Random(7)
+    for most in (1, 5, 1000):
+        frames, place, found = protocol.Frames(), 0, []
+        while place < len(data):
+            size = chance.randint(1, most)
+            found += frames.feed(data[place : place + size])
+            place += size
+        assert found == messages
+    with pytest.raises(ProtocolError):
+        protocol.Frames().feed(b"\xff" * 4)
+
+
 @pytest.mark.parametrize(
     "body",
     [b"", b"[]", b"1", b"{", b"\xff{}", b'{"a": NaN}', b'{"a": 1e999}x', b"[" * 60_000,

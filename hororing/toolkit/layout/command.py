@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from hororing.toolkit.layout.hosts import read_hostfile
+from hororing.hosts import read_hostfile
 from hororing.toolkit.layout.jobs import Job, export_config, import_config, plan
 from hororing.toolkit.layout.numa import numbers
 

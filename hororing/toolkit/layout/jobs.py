@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from hororing.toolkit.layout.hosts import Host, parse_hosts
+from hororing.hosts import Host, parse_hosts
 
 
 @dataclass(frozen=True)

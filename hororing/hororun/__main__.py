@@ -1,0 +1,7 @@
+"""``python -m hororing.hororun``: the same as the command hororun."""
+
+import sys
+
+from hororing.hororun.command import main
+
+sys.exit(main())

@@ -1,0 +1,115 @@
+"""hororun's agent on another host: starts ranks there, as it is told over standard input.
+
+It says MARK first, since a login script may print something before. Afterwards both sides send
+frames (`hororing.rendezvous.protocol`):
+
+    agent    -> launcher  ready: a free port; error; rank + stream + data; rank + code
+    launcher -> agent     start: secret, directory, environment, ranks; signal; close
+
+When standard input ends, so has the launcher or the connection: the agent ends all ranks.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import selectors
+import signal
+import socket
+import sys
+from typing import Any
+
+from hororing import launch
+from hororing.hororun.local import LocalRanks, Program, secret_file, step
+from hororing.rendezvous import protocol
+from hororing.rendezvous.protocol import Frames
+
+MARK = b"hororun agent 1\n"
+_READ_BYTES = 2**16
+
+
+class _Agent:
+    """A `Sink` of the ranks here."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._ranks = LocalRanks(self._selector, self)
+        self._frames = Frames()
+        self._going = True
+        self._out = os.dup(1)
+        os.dup2(2, 1)  # nothing else may get between the frames
+
+    def run(self) -> None:
+        os.write(self._out, MARK)
+        self._send({"ready": free_port()})
+        # A connection that breaks may also be told by a signal.
+        for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: sys.exit(128))
+        self._selector.register(0, selectors.EVENT_READ, self._hear)
+        try:
+            while self._going:
+                step(self._selector)
+        finally:
+            self._ranks.close()
+
+    def output(self, rank: int, stream: str, data: bytes) -> None:
+        self._send({"rank": rank, "stream": stream, "data": base64.b64encode(data).decode()})
+
+    def exited(self, rank: int, code: int) -> None:
+        self._send({"rank": rank, "code": code})
+
+    def _send(self, message: dict[str, Any]) -> None:
+        frame = protocol.encode(message)
+        try:
+            while frame:
+                frame = frame[os.write(self._out, frame) :]
+        except BrokenPipeError:
+            self._going = False
+
+    def _hear(self) -> None:
+        data = os.read(0, _READ_BYTES)
+        if not data:
+            self._going = False
+        for message in self._frames.feed(data):
+            if "signal" in message:
+                self._ranks.signal(message["signal"])
+            elif "close" in message:
+                self._going = False
+            else:
+                self._start(message)
+
+    def _start(self, message: dict[str, Any]) -> None:
+        own = launch.environment()
+        environment = {name: own[name] for name in own if name not in launch.VARIABLES}
+        environment |= message["environment"]
+        # How this host sees the one of the launcher, if ssh tells.
+        seen = environment.get("SSH_CONNECTION", "").partition(" ")[0]
+        descriptor = secret_file(bytes.fromhex(message["secret"]))
+        try:
+            for told in message["ranks"]:
+                variables = {**environment, **told["environment"]}
+                variables["HORORING_SECRET_FD"] = str(descriptor)
+                if seen:
+                    addresses = variables["HORORING_RENDEZVOUS"]
+                    port = addresses.rpartition(":")[2]
+                    variables["HORORING_RENDEZVOUS"] = (
+                        f"{protocol.show_address(seen, int(port))},{addresses}"
+                    )
+                program = Program(told["rank"], message["command"], variables, message["directory"])
+                self._ranks.start(program, descriptor)
+        except OSError as error:
+            self._send({"error": f"{error.filename or message['command'][0]}: {error.strerror}"})
+        finally:
+            os.close(descriptor)
+
+
+def free_port() -> int:
+    """A port that nobody uses now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def main() -> None:
+    """Returns when the launcher says so, or is gone."""
+    _Agent().run()

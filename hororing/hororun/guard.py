@@ -1,0 +1,23 @@
+"""Ends process groups when the process that has started them is gone.
+
+A rank dies with its launcher by itself (`exec_rank`); this is for what a rank has started, of which
+the kernel takes no such care. Reads numbers of groups, a line each, until its standard input ends.
+A script of its own, without site-packages.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+
+
+def main() -> None:
+    """Returns when all groups have been ended."""
+    groups = [int(line) for line in sys.stdin]
+    for group in groups:
+        with contextlib.suppress(OSError):
+            os.killpg(group, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""The two kinds of hosts of a job: this one, and others with an agent started by ssh."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import os
+import selectors
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hororing.hororun.agent import MARK
+from hororing.hororun.job import CannotStartError
+from hororing.hororun.local import LocalRanks, Program, Sink, secret_file, start
+from hororing.rendezvous import protocol
+from hororing.rendezvous.protocol import Frames, ProtocolError
+
+_READ_BYTES = 2**16
+_CLOSE_S = 10.0
+_LOST = 255  # exit code of ranks whose host does not answer, as that of ssh
+_MOST_GREETING_BYTES = 2**16
+# Where this package is, which ranks must not find in their PYTHONPATH.
+_AGENT = (
+    f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r}); "
+    "from hororing.hororun.agent import main; main()"
+)
+
+
+class LocalHost:
+    """The ranks here."""
+
+    def __init__(self, selector: selectors.BaseSelector, sink: Sink, secret: bytes) -> None:
+        self.name = "localhost"
+        self.ready = True
+        self.programs: list[Program] = []
+        self._ranks = LocalRanks(selector, sink)
+        self._secret = secret
+
+    def begin(self) -> None:
+        """As `job.Host.begin`."""
+        descriptor = secret_file(self._secret)
+        try:
+            for program in self.programs:
+                told = {**program.environment, "HORORING_SECRET_FD": str(descriptor)}
+                self._ranks.start(
+                    Program(program.rank, program.command, told, program.directory, program.stdin),
+                    descriptor,
+                )
+        except OSError as error:
+            raise CannotStartError(
+                f"{error.filename or self.programs[0].command[0]}: {error.strerror}"
+            ) from None
+        finally:
+            os.close(descriptor)
+
+    def signal(self, number: int) -> None:
+        """As `job.Host.signal`."""
+        self._ranks.signal(number)
+
+    def close(self) -> None:
+        """As `job.Host.close`."""
+        self._ranks.close()
+
+
+class RemoteHost:
+    """The agent on another host, by ssh or whatever `rsh` starts a command there with.
+
+    Parameters
+    ----------
+    rsh : the words before the host's name.
+    ranks : those that it has to start.
+    say : shows a line of the launcher's.
+    """
+
+    def __init__(
+        self,
+        selector: selectors.BaseSelector,
+        sink: Sink,
+        secret: bytes,
+        *,
+        name: str,
+        rsh: Sequence[str],
+        ranks: Sequence[int],
+        say: Callable[[str], None],
+    ) -> None:
+        self.name = name
+        self.ready = False
+        self.port = 0  # a free one of that host, once it is ready
+        self.message: dict[str, Any] = {}  # what `begin` sends, but for the secret
+        self._selector = selector
+        self._sink = sink
+        self._secret = secret
+        self._say = say
+        self._running = set(ranks)
+        self._greeting: bytes | None = b""
+        self._frames = Frames()
+        self._error = ""
+        try:
+            self._popen = start(
+                [*rsh, name, shlex.join([sys.executable, "-c", _AGENT])],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+        except OSError as error:
+            raise CannotStartError(f"{rsh[0]}: {error.strerror}") from None
+        pipes = self._popen.stdin, self._popen.stdout, self._popen.stderr
+        assert None not in pipes
+        self._in, self._out, self._err = (pipe for pipe in pipes if pipe is not None)
+        for stream, call in ((self._out, self._hear), (self._err, self._hear_rsh)):
+            os.set_blocking(stream.fileno(), False)
+            selector.register(stream, selectors.EVENT_READ, call)
+
+    def begin(self) -> None:
+        """As `job.Host.begin`. That it fails there is told later, as the ranks' end."""
+        try:
+            self._send({"secret": self._secret.hex(), **self.message})
+        except ValueError:
+            raise CannotStartError("the command and its variables are too long") from None
+
+    def signal(self, number: int) -> None:
+        """As `job.Host.signal`."""
+        if self.ready:
+            self._send({"signal": number})
+
+    def close(self) -> None:
+        """As `job.Host.close`. Waits until the agent has ended its ranks, for some seconds."""
+        if self._in.closed:
+            return
+        self._send({"close": True})
+        with contextlib.suppress(OSError):
+            self._in.close()
+        end = time.monotonic() + (_CLOSE_S if self.ready else 0.0)
+        with selectors.DefaultSelector() as waiting:
+            waiting.register(self._out, selectors.EVENT_READ)
+            while (left_s := end - time.monotonic()) > 0:
+                if waiting.select(left_s) and not self._take():
+                    break
+        self._popen.kill()
+        self._popen.wait()
+        for stream in (self._out, self._err):
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(stream)
+            stream.close()
+
+    def _send(self, message: dict[str, Any]) -> None:
+        frame = protocol.encode(message)
+        with contextlib.suppress(OSError):  # it has ended, which `_hear` tells
+            self._in.write(frame)
+            self._in.flush()
+
+    def _hear_rsh(self) -> None:
+        """What ssh or the agent say themselves."""
+        text = os.read(self._err.fileno(), _READ_BYTES)
+        if not text:
+            self._selector.unregister(self._err)
+        for line in text.decode("utf-8", "replace").splitlines():
+            self._say(f"{self.name}: {line}")
+
+    def _hear(self) -> None:
+        if not self._take():
+            self._selector.unregister(self._out)
+            self._ended()
+
+    def _take(self) -> bool:
+        """Read what has come; False: nothing comes any more."""
+        data = os.read(self._out.fileno(), _READ_BYTES)
+        try:
+            for message in self._frames.feed(self._greet(data)):
+                self._about(message)
+        except (ProtocolError, ValueError) as error:
+            self._error = f"its agent says what is not understood: {error}"
+            return False
+        return bool(data)
+
+    def _greet(self, data: bytes) -> bytes:
+        """Leave out what login scripts print before the agent's first word."""
+        if self._greeting is None:
+            return data
+        self._greeting += data
+        found = self._greeting.find(MARK)
+        if found < 0:
+            if len(self._greeting) > _MOST_GREETING_BYTES:
+                raise ProtocolError(repr(self._greeting[-200:]))
+            return b""
+        rest = self._greeting[found + len(MARK) :]
+        self._greeting = None
+        return rest
+
+    def _about(self, message: dict[str, Any]) -> None:
+        if "ready" in message:
+            self.port = protocol.take(message, "ready", int)
+            self.ready = True
+        elif "error" in message:
+            self._error = protocol.take(message, "error", str)
+            self._ended()
+        elif "code" in message:
+            rank = protocol.take(message, "rank", int)
+            self._running.discard(rank)
+            self._sink.exited(rank, protocol.take(message, "code", int))
+        else:
+            rank = protocol.take(message, "rank", int)
+            data = base64.b64decode(protocol.take(message, "data", str))
+            self._sink.output(rank, protocol.take(message, "stream", str), data)
+
+    def _ended(self) -> None:
+        """The agent, or the connection: its ranks count as failed."""
+        text = f"host {self.name}: {self._error or 'the connection with its agent has ended'}"
+        if not self.ready:
+            raise CannotStartError(text)
+        if self._running:
+            self._say(text)
+        for rank in sorted(self._running):
+            self._sink.exited(rank, _LOST)
+        self._running.clear()

@@ -1,0 +1,92 @@
+"""Flags for the knobs of the table, one each, and Horovod's flags for the same."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+from hororing.config.forms import BOOL, BadText
+from hororing.config.knobs import KNOBS, Knob
+
+_PREFIX = "knob "  # of names in the namespace
+
+# Horovod's names of flags whose values are of the same form.
+_ALIASES = {
+    "TIMELINE": ["--timeline-filename"],
+    "AUTOTUNE_LOG": ["--autotune-log-file"],
+    "STALL_WARNING_S": ["--stall-check-warning-time-seconds"],
+    "STALL_SHUTDOWN_S": ["--stall-check-shutdown-time-seconds"],
+    "LOG_HIDE_TIME": ["--log-without-timestamp", "--log-hide-timestamp"],
+    "CPU": ["--thread-affinity"],
+}
+# Those that say something else: flag, knob, whether a value follows, and what it means.
+_OTHERS: list[tuple[str, str, bool, Callable[[str], str]]] = [
+    ("--fusion-threshold-mb", "FUSION_BYTES", True, lambda text: f"{text}MiB"),
+    ("--disable-cache", "CACHE_CAPACITY", False, lambda _: "0"),
+    ("--no-stall-check", "STALL_WARNING_S", False, lambda _: "0"),
+    ("--log-with-timestamp", "LOG_HIDE_TIME", False, lambda _: "0"),
+]
+# Of hororun itself: ranks are told otherwise.
+_LEFT_OUT = {"ALONE"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add them all, in a group of their own."""
+    group = parser.add_argument_group(
+        "settings", "One flag for each HORORING_* variable (python -m hororing config)."
+    )
+    for knob in KNOBS:
+        if knob.name in _LEFT_OUT:
+            continue
+        flag = "--" + knob.name.lower().replace("_", "-")
+        names = [flag, *_ALIASES.get(knob.name, [])]
+        help_text = f"{knob.help}".replace("%", "%%")
+        if knob.form is BOOL:
+            group.add_argument(
+                *names, dest=_PREFIX + knob.name, action="store_const", const="1", help=help_text
+            )
+            group.add_argument(
+                "--no-" + flag[2:],
+                dest=_PREFIX + knob.name,
+                action="store_const",
+                const="0",
+                help=argparse.SUPPRESS,
+            )
+        else:
+            group.add_argument(
+                *names,
+                dest=_PREFIX + knob.name,
+                type=_checked(knob, str),
+                metavar=knob.unit.upper() or "VALUE",
+                help=help_text,
+            )
+    for flag, name, has_value, meaning in _OTHERS:
+        knob = next(each for each in KNOBS if each.name == name)
+        if has_value:
+            group.add_argument(
+                flag, dest=_PREFIX + name, type=_checked(knob, meaning), help=argparse.SUPPRESS
+            )
+        else:
+            group.add_argument(
+                flag, dest=_PREFIX + name, action="store_const", const=meaning(""),
+                help=argparse.SUPPRESS,
+            )  # fmt: skip
+
+
+def chosen(arguments: argparse.Namespace) -> dict[str, str]:
+    """What was given, as variables."""
+    given = {knob.variable: getattr(arguments, _PREFIX + knob.name, None) for knob in KNOBS}
+    return {name: text for name, text in given.items() if text is not None}
+
+
+def _checked(knob: Knob, meaning: Callable[[str], str]) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        try:
+            knob.form.parse(meaning(text))
+        except BadText:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not understood: expected {knob.form.accepted}"
+            ) from None
+        return meaning(text)
+
+    return parse

@@ -1,0 +1,188 @@
+"""The processes of one host: started, watched, and none left behind.
+
+Each rank leads a session of its own, so that signals reach what it has started as well. It is not
+waited for until the end: as long as its number is taken, no other process group can have it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import IO, Protocol
+
+_READ_BYTES = 2**16
+STDOUT, STDERR = "stdout", "stderr"
+_SCRIPT = [sys.executable, "-I", "-S"]  # begins to run in a few ms
+
+
+class Sink(Protocol):
+    """Who is told what ranks do."""
+
+    def output(self, rank: int, stream: str, data: bytes) -> None:
+        """Tell what a rank has printed, in pieces of any size; b"": nothing comes any more."""
+
+    def exited(self, rank: int, code: int) -> None:
+        """Tell that a rank has ended: its exit code, or minus the signal."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a rank runs."""
+
+    rank: int
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    directory: str
+    stdin: IO[bytes] | None = None  # None: nothing
+
+
+@dataclass(eq=False)
+class _Process:
+    program: Program
+    popen: subprocess.Popen[bytes]
+    pidfd: int
+    streams: dict[str, IO[bytes]] = field(default_factory=dict)
+    running: bool = True
+
+
+def start(command: Sequence[str], **how: object) -> subprocess.Popen[bytes]:
+    """Start a process that leads a session, and that dies with this one."""
+    wrapper = [*_SCRIPT, str(Path(__file__).with_name("exec_rank.py"))]
+    return subprocess.Popen(  # type: ignore[call-overload,no-any-return]
+        [*wrapper, str(os.getpid()), *command], start_new_session=True, **how
+    )
+
+
+def step(selector: selectors.BaseSelector, timeout_s: float | None = None) -> None:
+    """Wait until something has happened, for at most `timeout_s`, and call what is registered."""
+    for key, _ in selector.select(timeout_s):
+        # An earlier call may have taken away what this one is about.
+        if selector.get_map().get(key.fd) == key:
+            key.data()
+
+
+def secret_file(secret: bytes) -> int:
+    """A descriptor of the secret, for ranks to inherit; no other user can open it."""
+    number = os.memfd_create("hororing-secret")
+    os.write(number, secret)
+    return number
+
+
+class LocalRanks:
+    """The ranks of this host. Everything happens in the thread that polls `selector`."""
+
+    def __init__(self, selector: selectors.BaseSelector, sink: Sink) -> None:
+        """Data of registered files are functions without arguments, for the caller to call."""
+        self._selector = selector
+        self._sink = sink
+        self._processes: list[_Process] = []
+        self._guard: subprocess.Popen[bytes] | None = None
+
+    def start(self, program: Program, secret_fd: int) -> None:
+        """Start one. OSError where that is not possible at all."""
+        guard = self._guard or self._start_guard()
+        popen = start(
+            program.command,
+            env=dict(program.environment),
+            cwd=program.directory,
+            stdin=subprocess.DEVNULL if program.stdin is None else program.stdin,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            pass_fds=[secret_fd],
+        )
+        assert popen.stdout is not None
+        assert popen.stderr is not None
+        process = _Process(program, popen, os.pidfd_open(popen.pid))
+        self._processes.append(process)
+        assert guard.stdin is not None
+        guard.stdin.write(b"%d\n" % popen.pid)
+        guard.stdin.flush()
+        process.streams = {STDOUT: popen.stdout, STDERR: popen.stderr}
+        for name, stream in process.streams.items():
+            os.set_blocking(stream.fileno(), False)
+            self._register(stream, partial(self._read, process, name))
+        self._register(process.pidfd, partial(self._ended, process))
+
+    def signal(self, number: int) -> None:
+        """Send it to every rank that runs, and to what it has started."""
+        for process in self._processes:
+            if process.running:
+                _kill(process, number)
+
+    def close(self) -> None:
+        """End whatever is left of the ranks, children too, and pass on what they printed last."""
+        for process in self._processes:
+            _kill(process, signal.SIGKILL)
+        for process in self._processes:
+            process.popen.wait()
+            for name in list(process.streams):
+                self._drain(process, name)
+                self._forget(process, name)
+            if process.running:
+                self._selector.unregister(process.pidfd)
+            os.close(process.pidfd)
+        self._processes.clear()
+        if self._guard is not None and self._guard.stdin is not None:
+            self._guard.kill()
+            self._guard.wait()
+            self._guard.stdin.close()
+            self._guard = None
+
+    def _start_guard(self) -> subprocess.Popen[bytes]:
+        self._guard = subprocess.Popen(
+            [*_SCRIPT, str(Path(__file__).with_name("guard.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        return self._guard
+
+    def _register(self, file: int | IO[bytes], call: Callable[[], object]) -> None:
+        self._selector.register(file, selectors.EVENT_READ, call)
+
+    def _ended(self, process: _Process) -> None:
+        about = os.waitid(os.P_PIDFD, process.pidfd, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+        if about is None:
+            return
+        self._selector.unregister(process.pidfd)
+        process.running = False
+        for name in list(process.streams):
+            self._drain(process, name)
+        killed = about.si_code != os.CLD_EXITED
+        self._sink.exited(process.program.rank, -about.si_status if killed else about.si_status)
+
+    def _drain(self, process: _Process, name: str) -> None:
+        while name in process.streams and self._read(process, name):
+            pass
+
+    def _read(self, process: _Process, name: str) -> bool:
+        try:
+            data = os.read(process.streams[name].fileno(), _READ_BYTES)
+        except BlockingIOError:
+            return False
+        if data:
+            self._sink.output(process.program.rank, name, data)
+        else:
+            self._forget(process, name)
+        return bool(data)
+
+    def _forget(self, process: _Process, name: str) -> None:
+        stream = process.streams.pop(name, None)
+        if stream is not None:
+            self._selector.unregister(stream)
+            stream.close()
+            self._sink.output(process.program.rank, name, b"")
+
+
+def _kill(process: _Process, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.popen.pid, number)

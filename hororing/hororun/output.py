@@ -1,0 +1,125 @@
+"""What ranks print: whole lines, each with its rank, to the terminal or to files."""
+
+from __future__ import annotations
+
+import io
+import re
+import select
+from collections import deque
+from collections.abc import Collection
+from pathlib import Path
+from typing import IO
+
+from hororing.hororun.local import STDERR, STDOUT
+
+_TAIL_LINES = 10
+_LONGEST_BYTES = 2**16  # of a line that is held back until it is whole
+# Progress bars end their lines so, too.
+_LINE = re.compile(rb"[^\r\n]*(?:\r\n|\r(?=[^\n])|\n)")
+_COLOURS = [36, 33, 32, 35, 34, 96, 93, 92, 95, 94]
+
+
+class Output:
+    """Puts the pieces together. Bytes stay what they are, whatever the encoding.
+
+    Parameters
+    ----------
+    streams : where standard output and standard error go: without a buffer, and open.
+    tag : lines begin with their rank.
+    colour : streams whose tags have colours.
+    only_from : ranks whose standard output is shown; None: all. Errors are always shown.
+    directory : where each rank's output goes instead, as rank.N/stdout and rank.N/stderr.
+    """
+
+    def __init__(
+        self,
+        streams: dict[str, io.RawIOBase],
+        size: int,
+        *,
+        tag: bool,
+        colour: Collection[str] = (),
+        only_from: Collection[int] | None = None,
+        directory: str | None = None,
+    ) -> None:
+        self._streams = streams
+        self._width = len(str(size - 1))
+        self._tag = tag
+        self._colour = colour
+        self._only_from = only_from
+        self._directory = None if directory is None else Path(directory)
+        self._files: dict[tuple[int, str], IO[bytes]] = {}
+        self._parts: dict[tuple[int, str], bytes] = {}
+        self._tails: dict[int, deque[bytes]] = {}
+
+    def write(self, rank: int, stream: str, data: bytes) -> None:
+        """Take a piece; b"": nothing comes any more."""
+        parts = self._parts.pop((rank, stream), b"") + data
+        end = 0
+        lines = []
+        for found in _LINE.finditer(parts):
+            lines.append(found[0])
+            end = found.end()
+        rest = parts[end:]
+        if rest and (not data or len(rest) > _LONGEST_BYTES):
+            lines.append(rest if rest.endswith(b"\r") else rest + b"\n")
+        elif rest:
+            self._parts[rank, stream] = rest
+        if stream == STDERR:
+            tail = self._tails.setdefault(rank, deque(maxlen=_TAIL_LINES))
+            tail.extend(line for line in lines if line.strip())
+        if self._directory is not None:
+            self._to_file(rank, stream, data)
+        elif stream == STDERR or self._only_from is None or rank in self._only_from:
+            self._show(stream, b"".join(self._tagged(rank, stream, line) for line in lines))
+
+    def open_files(self, size: int) -> None:
+        """Make the files of all ranks now, so that one that cannot be is noticed. OSError."""
+        if self._directory is not None:
+            for rank in range(size):
+                for stream in (STDOUT, STDERR):
+                    self._to_file(rank, stream, b"")
+
+    def tail(self, rank: int) -> list[bytes]:
+        """The last lines of a rank's standard error."""
+        lines = [*self._tails.get(rank, ()), self._parts.get((rank, STDERR), b"")]
+        return [line.rstrip() for line in lines if line.strip()][-_TAIL_LINES:]
+
+    def say(self, text: str) -> None:
+        """Print a line of the launcher itself."""
+        self._show(STDERR, f"hororun: {text}\n".encode("utf-8", "surrogateescape"))
+
+    def close(self) -> None:
+        """Show half lines that nobody has ended, and close files."""
+        for rank, stream in list(self._parts):
+            self.write(rank, stream, b"")
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def _tagged(self, rank: int, stream: str, line: bytes) -> bytes:
+        if not self._tag:
+            return line
+        tag = f"[{rank:{self._width}d}]".encode()
+        if stream in self._colour:
+            tag = b"\x1b[%dm%b\x1b[0m" % (_COLOURS[rank % len(_COLOURS)], tag)
+        return tag + b" " + line
+
+    def _show(self, stream: str, data: bytes) -> None:
+        left = memoryview(data)
+        while left and stream in self._streams:
+            try:
+                written = self._streams[stream].write(left)
+            except BrokenPipeError:  # nobody reads it any more; the job goes on
+                del self._streams[stream]
+                return
+            if written is None:  # somebody has made it non-blocking, and it is full
+                select.select([], [self._streams[stream]], [])
+            left = left[written or 0 :]
+
+    def _to_file(self, rank: int, stream: str, data: bytes) -> None:
+        assert self._directory is not None
+        if (rank, stream) not in self._files:
+            folder = self._directory / f"rank.{rank:0{self._width}d}"
+            folder.mkdir(parents=True, exist_ok=True)
+            self._files[rank, stream] = (folder / stream).open("wb", buffering=0)
+        self._files[rank, stream].write(data)

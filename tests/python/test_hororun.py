@@ -1,0 +1,520 @@
+"""hororun: ranks that are tiny programs, on this host and by agents. Push tier, 12 s."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import mpirun
+import pytest
+
+from hororing.config.knobs import KNOBS
+from hororing.hororun import plan
+from hororing.hororun.command import main
+from hororing.hororun.output import Output
+from hororing.hosts import Host
+
+HORORUN = [sys.executable, "-m", "hororing.hororun"]
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 30.0
+# As little as a rank can be.
+SH = "/bin/sh"
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), **more}
+
+
+def run(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*HORORUN, *words],
+        env=environment(**more),
+        capture_output=True,
+        text=True,
+        errors="surrogateescape",
+        stdin=subprocess.DEVNULL,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+
+
+def start(*words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*HORORUN, *words],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        text=True,
+    )
+
+
+def line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + DEADLINE_S
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
+    except OSError:
+        return False
+
+
+def numbers(text: str) -> list[int]:
+    return [int(each) for each in re.findall(r"pid=(\d+)", text)]
+
+
+def sh(script: str) -> list[str]:
+    return [SH, "-c", script]
+
+
+@pytest.fixture
+def rsh(tmp_path: Path) -> str:
+    """Instead of ssh: another environment and folder, and a greeting, but the same host."""
+    script = tmp_path / "rsh"
+    script.write_text(
+        '#!/bin/sh\nhost=$1; shift\necho "welcome to $host"\ncd /\n'
+        'exec env -i HOME=/ PATH=/usr/bin:/bin ON=$host sh -c "$*"\n'
+    )
+    script.chmod(0o755)
+    return str(script)
+
+
+@pytest.fixture
+def started() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    made = []
+
+    def make(*words: str) -> subprocess.Popen[str]:
+        made.append(start(*words))
+        return made[-1]
+
+    yield make
+    for process in made:
+        process.kill()
+        process.communicate()
+
+
+# ---------------------------------------------------------------------------------------------
+# Parts
+
+
+def places(hosts: Sequence[Host], *how: int | None) -> list[tuple[int, str, int, int]]:
+    found = plan.place(hosts, *how)
+    return [(each.rank, each.host, each.local_rank, each.local_size) for each in found]
+
+
+def test_ranks_fill_the_slots_of_one_host_after_the_other():
+    two = [Host("a", 2), Host("b", 2)]
+    assert places(two, 3, None, None) == [(0, "a", 0, 2), (1, "a", 1, 2), (2, "b", 0, 1)]
+    assert places(two, None, None, None)[3] == (3, "b", 1, 2)
+    assert places(two, None, 1, None) == [(0, "a", 0, 1), (1, "b", 0, 1)]
+    assert places(two, None, None, 1) == [(0, "a", 0, 2), (1, "a", 1, 2)]
+    assert places([Host("a"), Host("b")], 4, None, None)[2] == (2, "b", 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "how", "wanted"),
+    [
+        ([Host("a", 2)], (3, None, None), "-np 3: the hosts have 2 slots"),
+        ([Host("a", 2)], (None, 3, None), "host a has 2 slots, of 3 needed"),
+        ([Host("a"), Host("b")], (3, 1, None), "-np 3 contradicts 1 ranks on each of 2 hosts"),
+        ([Host("a"), Host("b")], (3, None, None), "cannot be divided evenly over 2 hosts"),
+        ([Host("a"), Host("b", 1)], (2, None, None), "slots for all hosts"),
+        ([Host("a")], (None, None, None), "how many ranks"),
+        ([Host("a")], (2, None, 2), "--nnodes 2: there are 1 hosts"),
+    ],
+)
+def test_numbers_that_do_not_fit_are_an_error(hosts: list[Host], how: tuple[int, ...], wanted: str):
+    with pytest.raises(ValueError, match=wanted):
+        plan.place(hosts, *how)
+
+
+class Pipe:
+    def __init__(self) -> None:
+        self.text = b""
+
+    def write(self, data: bytes) -> int:
+        self.text += data[:7]  # as a pipe may
+        return len(data[:7])
+
+
+def test_lines_are_whole_and_bytes_stay_what_they_are(tmp_path: Path):
+    out, err = Pipe(), Pipe()
+    output = Output({"stdout": out, "stderr": err}, 11, tag=True)  # type: ignore[dict-item]
+    for piece in (b"a", b"b\nhal", b"f \xff\xc3", b"\n"):
+        output.write(0, "stdout", piece)
+        output.write(10, "stdout", piece)
+    output.write(3, "stdout", b"10 %\r20")
+    output.write(3, "stdout", b" %\r")
+    output.write(3, "stdout", b"\n")  # a line that ends in \r\n is one
+    output.write(4, "stderr", b"no end")
+    assert output.tail(4) == [b"no end"]
+    output.close()
+    assert out.text == (
+        b"[10] ab\n[ 0] ab\n[ 0] half \xff\xc3\n[10] half \xff\xc3\n[ 3] 10 %\r[ 3] 20 %\r\n"
+    ).replace(b"[10] ab\n[ 0] ab\n", b"[ 0] ab\n[10] ab\n")
+    assert err.text == b"[ 4] no end\n"
+
+
+def test_output_that_nobody_reads_ends_nothing():
+    class Broken(Pipe):
+        def write(self, data: bytes) -> int:
+            raise BrokenPipeError
+
+    output = Output({"stdout": Broken()}, 1, tag=False)  # type: ignore[dict-item]
+    output.write(0, "stdout", b"a\n")
+    output.write(0, "stdout", b"b\n")
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {sys.executable} -m hororing.hororun -np 2 seq 9999 | "
+         "head -n 1"],
+        env=environment(), capture_output=True, text=True, timeout=DEADLINE_S, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# ---------------------------------------------------------------------------------------------
+# One host
+
+
+def test_ranks_know_their_places_and_the_secret_is_a_descriptor():
+    script = (
+        "import json, os; e = dict(os.environ); n = int(e['HORORING_SECRET_FD']);"
+        "print(json.dumps({'env': e, 'secret': len(os.pread(n, 99, 0)), 'stdin': os.read(0, 9) != "
+        "b'', 'line': open('/proc/self/cmdline').read() + "
+        "open(f'/proc/{os.getppid()}/cmdline').read(), 'hex': os.pread(n, 99, 0).hex()}))"
+    )
+    flags = ["-np", "2", "--no-tag-output", "--cycle-time-ms", "2", "--no-autotune", "-x", "A=b"]
+    done = run(*flags, sys.executable, "-c", script, HORORING_SECRET_KEY="outer")
+    assert done.returncode == 0, done.stderr
+    told = sorted((json.loads(each) for each in done.stdout.splitlines()),
+                  key=lambda each: each["env"]["RANK"])  # fmt: skip
+    for rank, each in enumerate(told):
+        env = each["env"]
+        for prefix in ("HORORING_", ""):
+            assert env[f"{prefix}RANK"] == env[f"{prefix}LOCAL_RANK"] == str(rank)
+            assert env["HORORING_SIZE"] == env["WORLD_SIZE"] == "2"
+            assert env["HORORING_LOCAL_SIZE"] == env["LOCAL_WORLD_SIZE"] == "2"
+        assert re.fullmatch(r"127\.0\.0\.1:\d+", env["HORORING_RENDEZVOUS"])
+        assert env["MASTER_ADDR"] == "127.0.0.1"
+        assert 0 < int(env["MASTER_PORT"]) < 2**16
+        assert (env["A"], env["HORORING_CYCLE_TIME_MS"], env["HORORING_AUTOTUNE"]) == (
+            "b", "2", "0",
+        )  # fmt: skip
+        assert each["secret"] == 32
+        assert "HORORING_SECRET_KEY" not in env  # that of an outer job
+        assert each["stdin"] is False
+        assert each["hex"] not in each["line"] + json.dumps(env)
+    assert told[0]["env"]["HORORING_JOB"] == told[1]["env"]["HORORING_JOB"]
+
+
+def test_ranks_meet_in_the_store_of_hororun():
+    script = (
+        "from hororing import bootstrap, config, launch;"
+        "m = bootstrap.find(launch.detect(), config.load());"
+        "print(m.share(str(m.rank), 20)); m.done()"
+    )
+    done = run("-np", "3", sys.executable, "-c", script)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"[{n}] ['0', '1', '2']" for n in range(3)]
+
+
+def test_the_first_failure_is_shown_and_ends_the_job():
+    script = (
+        "import os, sys, time\n"
+        "if os.environ['RANK'] != '2': print('here', flush=True); time.sleep(600)\n"
+        "for n in range(20): print('line', n, file=sys.stderr)\n"
+        "sys.exit(7)"
+    )
+    done = run("-np", "3", sys.executable, "-c", script)
+    assert done.returncode == 7
+    last = done.stderr.splitlines()[-11:]
+    assert last[0] == (
+        "hororun: rank 2 has failed with exit code 7; the last lines of its standard error:"
+    )
+    assert last[1:] == [f"hororun:     line {n}" for n in range(10, 20)]
+    done = run("-np", "2", *sh("[ $RANK = 0 ] && kill -9 $$; sleep 600"))
+    assert done.returncode == 137
+    assert "rank 0 was killed by SIGKILL, and said nothing about it" in done.stderr
+
+
+def test_who_ignores_the_request_to_end_is_ended_after_the_time_of_grace():
+    script = "trap '' TERM; [ $RANK = 1 ] && { sleep 0.3; exit 3; }; while :; do sleep 0.05; done"
+    began = time.monotonic()
+    done = run("-np", "2", "--grace", "0.3", *sh(script))
+    assert done.returncode == 3
+    assert time.monotonic() - began < DEADLINE_S / 2
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "wanted"),
+    [
+        (["no-such-program"], 127, "there is no program 'no-such-program'"),
+        ([__file__], 127, "is not executable: write python "),
+        ([], 2, "what shall the ranks run"),
+        (["--fusion-bytes", "much", SH], 2, "'much' is not understood: expected bytes"),
+        (["--only-output-from", "2", SH], 2, "there is no rank 2 among 2"),
+        (["-H", "a:1", SH], 2, "the hosts have 1 slots"),
+        (["--hostfile", "/none", SH], 2, "/none"),
+        (["-x", "NO_SUCH", SH], 2, "-x NO_SUCH: it is not set here"),
+        (["--output", "/dev/null/a", SH], 1, "/dev/null/a"),
+    ],
+)
+def test_what_cannot_be_started_is_an_error(
+    command: list[str], code: int, wanted: str, capfd: pytest.CaptureFixture[str]
+):
+    with pytest.raises(SystemExit) as end:
+        sys.exit(main(["-np", "2", *command]))
+    assert end.value.code == code
+    out, errors = capfd.readouterr()
+    assert out == ""
+    assert wanted in errors
+
+
+def test_many_lines_stay_whole_and_in_order(tmp_path: Path):
+    script = 'i=0; while [ $i -lt 200 ]; do echo "$i of $RANK is a line"; i=$((i+1)); done'
+    done = run("-np", "8", "--only-output-from", "1-6,7", *sh(script))
+    assert done.returncode == 0
+    lines = done.stdout.splitlines()
+    for rank in range(8):
+        mine = [each for each in lines if each.startswith(f"[{rank}] ")]
+        wanted = [f"[{rank}] {n} of {rank} is a line" for n in range(200)]
+        assert mine == (wanted if rank else [])
+    done = run("-np", "11", "--output", str(tmp_path / "out"), *sh("printf $RANK; echo e >&2"))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert (tmp_path / "out/rank.03/stdout").read_text() == "3"
+    assert (tmp_path / "out/rank.10/stderr").read_text() == "e\n"
+
+
+def test_rank_0_has_the_standard_input():
+    done = subprocess.run(
+        [*HORORUN, "-np", "2", *sh("cat")], env=environment(), input=b"\xfft", timeout=DEADLINE_S,
+        capture_output=True, check=True,
+    )  # fmt: skip
+    assert done.stdout == b"[0] \xfft\n"
+
+
+# ---------------------------------------------------------------------------------------------
+# Ends
+
+WAITS = "trap 'exit 9' USR1; echo pid=$$; sleep 600 & echo pid=$!; wait; wait"
+
+
+def test_ctrl_c_ends_the_ranks_and_twice_ends_them_at_once(
+    started: Callable[..., subprocess.Popen[str]],
+):
+    process = started("-np", "2", *sh(WAITS))
+    pids = numbers("".join(line(process) for _ in range(4)))
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 130, errors
+    assert "hororun: ended by SIGINT" in errors
+    wait_until(lambda: not any(map(is_alive, pids)))
+
+    stubborn = "trap '' INT TERM; echo pid=$$; while :; do sleep 0.05; done"
+    process = started("-np", "2", "--grace", "600", *sh(stubborn))
+    pids = numbers("".join(line(process) for _ in range(2)))
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.1)  # or both could count as one
+    process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 130
+    wait_until(lambda: not any(map(is_alive, pids)))
+
+
+def test_signals_reach_the_ranks_and_graceful_ends_are_no_failures(
+    started: Callable[..., subprocess.Popen[str]],
+):
+    process = started("-np", "2", *sh(WAITS))
+    for _ in range(4):
+        line(process)
+    process.send_signal(signal.SIGUSR1)
+    process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 9
+    script = "trap 'echo saved; exit 0' TERM; echo pid=$$; while :; do sleep 0.02; done"
+    process = started("-np", "2", *sh(script))
+    for _ in range(2):
+        line(process)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=DEADLINE_S)
+    assert (process.returncode, sorted(out.splitlines())) == (0, ["[0] saved", "[1] saved"])
+
+
+def test_ranks_and_their_children_die_with_hororun_even_if_it_is_killed(
+    started: Callable[..., subprocess.Popen[str]],
+):
+    script = "trap '' TERM HUP; sleep 600 & echo pid=$!; echo pid=$$; while :; do sleep 0.05; done"
+    process = started("-np", "2", *sh(script))
+    pids = numbers("".join(line(process) for _ in range(4)))
+    assert all(map(is_alive, pids))
+    process.kill()
+    wait_until(lambda: not any(map(is_alive, pids)))
+
+
+def test_a_rank_is_not_started_by_a_parent_that_is_dead():
+    wrapper = ROOT / "hororing/hororun/exec_rank.py"
+    done = subprocess.run([sys.executable, "-I", "-S", wrapper, "1", SH, "-c", "echo here"],
+                          capture_output=True, check=False, timeout=DEADLINE_S)  # fmt: skip
+    assert (done.returncode, done.stdout) == (137, b"")
+
+
+def test_what_a_rank_leaves_behind_is_ended():
+    began = time.monotonic()
+    done = run("-np", "2", *sh("(trap '' TERM HUP; sleep 600) & echo pid=$!; printf half"))
+    assert done.returncode == 0
+    assert time.monotonic() - began < DEADLINE_S / 2
+    assert done.stdout.count("half\n") == 2
+    wait_until(lambda: not any(map(is_alive, numbers(done.stdout))))
+
+
+# ---------------------------------------------------------------------------------------------
+# Other hosts
+
+
+def test_agents_start_ranks_on_other_hosts(rsh: str):
+    script = 'echo "$ON.$RANK.$LOCAL_RANK.$LOCAL_WORLD_SIZE.$A.$HORORING_GPU.$PYTHONPATH.$(pwd)"'
+    done = run("-H", "localhost:1,b:2,c:1", "--rsh-agent", rsh, "-x", "A=x y", *sh(script),
+               HORORING_GPU="staged")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for wanted in ("b.1.0.2", "b.2.1.2", "c.3.0.1"):
+        assert f"{wanted}.x y.staged..{os.getcwd()}" in done.stdout
+    assert f"] .0.0.1.x y.staged.{ROOT}.{os.getcwd()}" in done.stdout
+
+
+def test_ranks_of_several_hosts_meet(rsh: str):
+    script = (
+        "from hororing import bootstrap, config, launch;"
+        "m = bootstrap.find(launch.detect(), config.load());"
+        "print(m.share(str(m.rank), 20)); m.done()"
+    )
+    done = run("-np", "3", "-H", "localhost,b,c", "--rsh-agent", rsh, "-x", "PYTHONPATH",
+               sys.executable, "-c", script)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"[{n}] ['0', '1', '2']" for n in range(3)]
+
+
+def test_a_failure_on_another_host_is_named_and_ends_all(rsh: str):
+    script = "echo $RANK says >&2; [ $RANK = 1 ] && exit 5; sleep 600"
+    done = run("-H", "localhost:1,b:1,c:1", "--rsh-agent", rsh, *sh(script))
+    assert done.returncode == 5
+    assert "rank 1 on host b has failed with exit code 5; the last" in done.stderr
+    assert "hororun:     1 says" in done.stderr
+
+
+def test_an_agent_that_dies_ends_the_job(rsh: str, started: Callable[..., subprocess.Popen[str]]):
+    script = "echo pid=$$; [ $RANK = 1 ] && kill -9 $PPID; sleep 600"
+    process = started("-H", "localhost:1,b:1", "--rsh-agent", rsh, *sh(script))
+    out, errors = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 255
+    assert "host b: the connection with its agent has ended" in errors
+    wait_until(lambda: not any(map(is_alive, numbers(out))))
+
+
+def test_ranks_of_other_hosts_die_with_hororun(
+    rsh: str, started: Callable[..., subprocess.Popen[str]]
+):
+    script = "trap '' TERM HUP INT; echo pid=$$; while :; do sleep 0.05; done"
+    process = started("-H", "localhost:1,b:1", "--rsh-agent", rsh, *sh(script))
+    pids = numbers("".join(line(process) for _ in range(2)))
+    process.kill()
+    wait_until(lambda: not any(map(is_alive, pids)))
+
+
+@pytest.mark.parametrize(
+    ("agent", "wanted"),
+    [
+        ("/bin/false", "host b: the connection with its agent has ended"),
+        ("/none/at/all", "host b: the connection with its agent has ended"),
+        ("/bin/sh -c 'sleep 600'", "no agent answers on b after 0.3 s (--start-timeout)"),
+        ("/bin/sh -c 'yes | head -c 1000000'", "its agent says what is not understood"),
+    ],
+)
+def test_a_host_that_does_not_answer_is_an_error(agent: str, wanted: str):
+    done = run("-H", "b:1", "--rsh-agent", agent, "--start-timeout", "0.3", SH)
+    assert done.returncode == 1
+    assert wanted in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_program_that_is_missing_there_is_an_error(rsh: str, tmp_path: Path):
+    done = run("-H", "b:1", "--rsh-agent", f"env -C / {rsh}", "--output", str(tmp_path), "-x",
+               "PATH=/none", "env", "no-such-program")  # fmt: skip
+    assert done.returncode == 127
+    assert "rank 0 on host b has failed with exit code 127" in done.stderr
+
+
+@pytest.mark.skipif(bool(mpirun.why_no_hosts()), reason=mpirun.why_no_hosts())
+def test_hosts_with_networks_of_their_own(tmp_path: Path):
+    script = tmp_path / "ranks.py"
+    script.write_text(
+        "import os\nfrom hororing import bootstrap, config, launch\n"
+        "m = bootstrap.find(launch.detect(), config.load())\n"
+        "print(m.share(os.uname().nodename + ' ' + m.local_address, 20)); m.done()\n"
+    )
+    hosts = tmp_path / "hororun"
+    # hosts.sh starts it as it starts mpirun: --hostfile FILE -np N.
+    hosts.write_text(
+        f"#!/bin/bash\nexec {sys.executable} -m hororing.hororun --rsh-agent "
+        '"$PRTE_MCA_plm_ssh_agent" "$@"\n'
+    )
+    hosts.chmod(0o755)
+    done = subprocess.run(
+        [mpirun.HOSTS, "1,2", hosts, "-x", "PYTHONPATH", sys.executable, script],
+        env=environment(), capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lists = {each.partition(" ")[2] for each in done.stdout.splitlines()}
+    assert len(lists) == 1, done.stdout
+    names = [each.split()[0] for each in re.findall(r"'([^']*)'", lists.pop())]
+    assert names == ["host0", "host1", "host1"]
+
+
+# ---------------------------------------------------------------------------------------------
+# Instead of starting
+
+
+def test_there_is_a_flag_for_every_setting_and_for_what_horovod_calls_them(
+    capfd: pytest.CaptureFixture[str],
+):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = capfd.readouterr().out
+    for knob in KNOBS:
+        if knob.name != "ALONE":
+            assert f"--{knob.name.lower().replace('_', '-')}" in text
+    flags = "--fusion-threshold-mb 32 --timeline-filename t --disable-cache --no-stall-check"
+    words = ["-np", "2", "--dry-run", *flags.split(), "--log-with-timestamp", "env", "-np", "3"]
+    assert main(words) == 0
+    shown = capfd.readouterr().out
+    for wanted in (
+        "HORORING_FUSION_BYTES=32MiB", "HORORING_TIMELINE=t", "HORORING_RANK=1",
+        "HORORING_CACHE_CAPACITY=0", "HORORING_STALL_WARNING_S=0", "/env -np 3\n",
+        "HORORING_LOG_HIDE_TIME=0",
+    ):  # fmt: skip
+        assert wanted in shown
+    assert "SECRET" not in shown
+
+
+def test_with_mpi_the_mpirun_line_is_printed_and_run(tmp_path: Path):
+    fake = tmp_path / "mpirun"
+    fake.write_text('#!/bin/sh\necho ran "$@"\nexit 4\n')
+    fake.chmod(0o755)
+    done = run("-np", "4", "-H", "a:2,b:2", "--mpi", "--autotune", "-x", "A", "--mpi-args=--v",
+               "python", "t.py", PATH=f"{tmp_path}:/usr/bin:/bin", A="1")  # fmt: skip
+    words = "-np 4 -H a:2,b:2 --output tag -x A -x HORORING_AUTOTUNE=1 --v python t.py"
+    assert done.stdout == f"mpirun {words}\nran {words}\n"
+    assert done.returncode == 4
