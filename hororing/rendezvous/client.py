@@ -329,6 +329,7 @@ _members: weakref.WeakSet[Member] = weakref.WeakSet()
 def _drop_all() -> None:
     for member in list(_members):
         member.drop()
+        member.at_close.clear()  # of the parent: the store is a thread there
 
 
 os.register_at_fork(after_in_child=_drop_all)

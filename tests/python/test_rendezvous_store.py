@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -365,16 +366,24 @@ def test_a_store_that_ends_is_an_error_and_done_is_none(made: Callable[..., Stor
     first.done()
 
 
-def test_a_forked_child_does_not_keep_its_parent_in_the_job(made: Callable[..., Store]):
+def test_a_forked_child_neither_keeps_its_parent_in_the_job_nor_ends_it(
+    made: Callable[..., Store], tmp_path: Path
+):
     store = made(1)
     one = member(store, 0)
+    one.at_close.append((tmp_path / "called").touch)
     child = os.fork()
     if child == 0:
+        one.done()
+        (tmp_path / "child").touch()
         signal.pause()
         os._exit(0)
     try:
+        wait_until((tmp_path / "child").exists)
+        assert not (tmp_path / "called").exists()
         one.close()
         wait_until(lambda: 0 in store.lost)
+        assert (tmp_path / "called").exists()
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
