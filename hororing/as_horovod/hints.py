@@ -47,7 +47,8 @@ def hint(error: BaseException) -> str | None:
         linecache.getline(frame.filename, frame.lineno or 0)
         for frame in traceback.extract_tb(error.__traceback__)
     ]
+    quoted = "\n".join([text, *lines])  # tf.function has the lines in its text
     for words, code, change in _HINTS:
-        if words in text and (not code or any(code in line for line in lines)):
+        if words in text and code in quoted:
             return f"{change}; {_OLD_KERAS}"
     return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Final, NamedTuple
@@ -67,11 +68,15 @@ def variable_name(variable: Any) -> str:
 
 
 def unique_names(prefix: str, sources: Iterable[Any]) -> list[str]:
-    """Names of requests for `sources`, in their order, equal on all ranks that have the same."""
+    """Names of requests for `sources`, in their order, equal on all ranks that have the same.
+
+    Without the numbers that Keras gives layers, which differ where a rank has made more of them:
+    one that has loaded a model, say.
+    """
     seen: Counter[str] = Counter()
     names = []
     for source in sources:
-        name = variable_name(source)
+        name = re.sub(r"_\d+(?=/|$)", "", variable_name(source))
         seen[name] += 1
         names.append(f"{prefix}/{name}" + (f".{seen[name]}" if seen[name] > 1 else ""))
     return names

@@ -692,6 +692,11 @@ OLD_SCRIPTS = {
         "type('Optimizer', (), {'variables': []})().variables()",
         "optimizer.variables, without brackets",
     ),
+    "optimizer.variables() in a tf.function": (
+        "raise TypeError('in user code:\\n    use(optimizer.variables())\\n"
+        "    TypeError: \\'list\\' object is not callable')",
+        "optimizer.variables, without brackets",
+    ),
     "experimental_run_tf_function": (
         "(lambda optimizer: None)(0, experimental_run_tf_function=False)",
         "experimental_run_tf_function.* leave it out",

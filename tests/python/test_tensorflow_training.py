@@ -340,6 +340,18 @@ def case_verbs_in_forward_mode() -> None:
     np.testing.assert_array_equal(product(), [sum(tangents)] * 2)
 
 
+def case_layers_may_have_other_numbers_on_each_rank() -> None:
+    # A rank that has loaded a model has made more layers than the others.
+    number = 10 * hvd.rank()
+    layers = [tf.Variable([1.0 + number], name=f"dense_{number + at}/kernel") for at in range(3)]
+    hvd.broadcast_variables(layers, root_rank=0)
+    assert [float(each[0]) for each in layers] == [1.0, 1.0, 1.0]
+    with tf.GradientTape() as tape:
+        loss = tf.add_n([tf.reduce_sum((at + 1.0) * each) for at, each in enumerate(layers)])
+    found = hvd.DistributedGradientTape(tape).gradient(loss, layers)
+    assert [float(each[0]) for each in found] == [1.0, 2.0, 3.0]
+
+
 def case_sessions_of_tensorflow_1() -> None:
     v1 = tf.compat.v1
     with tf.Graph().as_default():

@@ -20,7 +20,7 @@ from hororing.compression import Compressor, NoneCompressor
 from hororing.keras.settings import WHAT, Settings, checked_settings
 from hororing.process_sets import ProcessSet, global_process_set
 from hororing.tensorflow.compression import Compression
-from hororing.tensorflow.gradients import reduce_gradients, variable_key, variable_name
+from hororing.tensorflow.gradients import reduce_gradients, unique_names, variable_key
 from hororing.tensorflow.tape import weights_of
 
 Pairs = Iterable[tuple[Any, Any]]  # gradients and variables
@@ -79,13 +79,9 @@ class Distributed:
         self._state.reached = True
         pairs = list(grads_and_vars)
         variables = [variable for _, variable in pairs]
-        names = [  # by place: the numbers in Keras' names may differ between ranks
-            f"{self._settings.name}/{place}.{variable_name(variable).rpartition('/')[2]}"
-            for place, variable in enumerate(variables)
-        ]
         reduced = reduce_gradients(
             [gradient for gradient, _ in pairs],
-            names,
+            unique_names(self._settings.name, variables),
             self._settings,
             keys=[variable_key(variable) for variable in variables],
             local=self._state.local_keys(),
