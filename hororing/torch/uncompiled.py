@@ -22,21 +22,23 @@ F = TypeVar("F", bound=Callable[..., Any])
 # that it takes to submit a tensor.
 _SOURCE = """
 def call{signature}:
-    if callback() is None:
+    if not traced() and callback() is None:
         return function({arguments})
     return disabled()({arguments})
 """
 
 
-def _callback_of_old() -> object:
+def _compiler() -> object:
     return sys.modules.get("torch._dynamo")
 
 
 # What torch does with frames of Python on this thread: None outside of compiled functions. Without
-# the compiler, whose import takes a second.
+# the compiler, whose import takes a second. Old releases do not tell.
 _callback: Callable[[], object] = getattr(
-    torch._C._dynamo.eval_frame, "get_eval_frame_callback", _callback_of_old
+    torch._C._dynamo.eval_frame, "get_eval_frame_callback", _compiler
 )
+# True for the compiler, when it looks for what to compile; it would warn of `_callback`.
+_traced: Callable[[], bool] = getattr(torch.compiler, "is_dynamo_compiling", lambda: False)
 
 
 def uncompiled(function: F) -> F:
@@ -45,13 +47,16 @@ def uncompiled(function: F) -> F:
     What `torch.compiler.disable` does costs more than to submit a tensor, so it is left to those
     who compile.
     """
+    kept: Callable[..., Any] | None = None
 
-    @functools.cache
     def disabled() -> Callable[..., Any]:
-        from torch._dynamo.decorators import disable, skip
+        nonlocal kept
+        if kept is None:
+            from torch._dynamo.decorators import disable, skip
 
-        skip(call)  # this frame; `disable` is for all below
-        return disable(function)  # type: ignore[no-any-return, no-untyped-call]
+            skip(call)  # this frame; `disable` is for all below
+            kept = disable(function)  # type: ignore[no-untyped-call]
+        return cast(Callable[..., Any], kept)
 
     parameters = inspect.signature(function).parameters.values()
     given = [p for p in parameters if p.default is not p.empty]
@@ -64,7 +69,8 @@ def uncompiled(function: F) -> F:
     arguments = [f"{p.name}={p.name}" if p.kind is p.KEYWORD_ONLY else p.name for p in parameters]
     source = _SOURCE.format(signature=signature, arguments=", ".join(arguments))
     scope = {
-        "__name__": __name__, "callback": _callback, "function": function, "disabled": disabled,
+        "__name__": __name__, "callback": _callback, "traced": _traced, "function": function,
+        "disabled": disabled,
     }  # fmt: skip
     exec(compile(source, __file__, "exec"), scope)
     call = cast(FunctionType, scope["call"])
