@@ -195,7 +195,8 @@ bool MpiTransport::Flush(TimeNs deadline) {
     bool unsent = false, deaf = false;
     for (const Peer& peer : peers_) {
       if (peer.outbox.empty() && peer.outgoing.empty()) continue;
-      (peer.failed ? deaf : unsent) = true;
+      const bool silent = peer.asked_ns != 0 && NowNs() - peer.asked_ns > kSecond;
+      (peer.failed || silent ? deaf : unsent) = true;
     }
     if (!unsent) return !deaf;
     if (!backoff.Pause(bell_, seen, moved, deadline)) return false;
