@@ -18,9 +18,13 @@ from hororing.launch import Launch
 
 _FRAMEWORKS = ("torch", "tensorflow", "keras")
 
-# Commands of the toolkit: the modules that have their `add_arguments` and `run`. Only the module of
-# the command that is called is imported.
-_TOOLKIT = {
+# Commands of their own, of the toolkit mostly: the modules that have their `add_arguments` and
+# `run`. Only the module of the command that is called is imported.
+_COMMANDS = {
+    "doctor": (
+        "hororing.doctor",
+        "what the ranks of a running or ended job are doing",
+    ),
     "stragglers": (
         "hororing.toolkit.stragglers.command",
         "which ranks a timeline shows to be late",
@@ -190,7 +194,7 @@ def main(arguments: list[str] | None = None) -> int:
     show = commands.add_parser("config", help="every setting, its value and where it comes from")
     show.add_argument("--markdown", action="store_true", help="print docs/configuration.md")
     given = sys.argv[1:] if arguments is None else arguments
-    for name, (module, text) in _TOOLKIT.items():
+    for name, (module, text) in _COMMANDS.items():
         command = commands.add_parser(name, help=text)
         if given[:1] == [name]:
             tool = importlib.import_module(module)
@@ -199,7 +203,7 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = parser.parse_args(given)
     if chosen.command == "info":
         return info()
-    if chosen.command in _TOOLKIT:
+    if chosen.command in _COMMANDS:
         return int(chosen.run(chosen))
     if chosen.markdown:
         print(documentation.markdown(), end="")

@@ -36,6 +36,12 @@ def _is_alive(pid: int) -> bool:
         return False
 
 
+def job_of(pid: int | str) -> str | None:
+    """The id of the job that a process belongs to, where its launcher has given it one."""
+    found = _variables(pid)
+    return found[0].decode("utf-8", "replace") if found else None
+
+
 class Neighbours:
     """The ranks of this job that have been seen on this host."""
 

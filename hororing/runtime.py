@@ -30,7 +30,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from hororing import config as configuration
-from hororing import errors, job, launch
+from hororing import errors, job, launch, recorder
 from hororing import process_sets as sets
 from hororing._core import ffi, lib
 from hororing.engine_config import engine_config
@@ -134,6 +134,7 @@ def _start(started_by: Launch, comm: Any, dynamic: bool, process_sets: str) -> N
         if ranks is not None:
             c_ranks = ffi.new("int32_t[]", ranks)
             c_config.ranks, c_config.ranks_count = c_ranks, len(ranks)
+        recorder.begin(settings["FLIGHT_RECORDER"], settings["STACK_SIGNAL"], started_by)
         _process.pid = os.getpid()
         _process.launched = launched
         _process.broken = True  # until it is known to be whole
@@ -156,6 +157,7 @@ def _run(c_config: Any, settings: configuration.Config, neighbours: Neighbours |
         _process.topology = job.read_topology()
         _process.timeline = _absolute(settings["TIMELINE"] or "")
         _log.set_rank(_process.topology.rank)
+        recorder.note(rank=_process.topology.rank, size=_process.topology.size)
         if _process.topology.rank == 0:
             for log_level, note in [*settings.notes(), *configuration.horovod_notes()]:
                 logger.log(log_level, note)

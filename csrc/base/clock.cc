@@ -4,6 +4,12 @@
 
 namespace hororing {
 
+TimeNs CoarseNowNs() {
+  timespec now{};
+  clock_gettime(CLOCK_MONOTONIC_COARSE, &now);
+  return static_cast<TimeNs>(now.tv_sec) * kSecond + now.tv_nsec;
+}
+
 TimeNs NowNs() {
   // Not std::chrono::steady_clock: which clock that is, is the library's business, and the
   // times of several processes are compared with one another.

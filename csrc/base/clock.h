@@ -15,6 +15,7 @@ constexpr TimeNs kMillisecond = 1000 * 1000;
 constexpr TimeNs kSecond = 1000 * 1000 * 1000;
 
 TimeNs NowNs();
+TimeNs CoarseNowNs();  // the same clock, some milliseconds late, for less
 
 // Seconds as the user gave them; zero or less means "never".
 inline TimeNs SecondsToNs(double seconds) {

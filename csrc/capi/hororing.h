@@ -25,7 +25,7 @@ extern "C" {
 #endif
 
 /* Grows with every incompatible change of this file. */
-enum { HR_ABI_VERSION = 11 };
+enum { HR_ABI_VERSION = 12 };
 
 /* The values of hororing::Code, and one more. */
 typedef enum hr_code {
@@ -201,9 +201,9 @@ typedef struct hr_stats {
 } hr_stats;
 
 typedef struct hr_log_record {
-  int32_t level;   /* 10 debug, 20 info, 30 warning, 40 error */
-  double time;     /* seconds since the epoch */
-  char text[4096]; /* zero-terminated; longer texts are cut and end in "..." */
+  int32_t level;    /* 10 debug, 20 info, 30 warning, 40 error */
+  double time;      /* seconds since the epoch */
+  char text[20480]; /* zero-terminated; longer texts are cut and end in "..." */
 } hr_log_record;
 
 int hr_abi_version(void);
@@ -309,6 +309,10 @@ void hr_trace_span(int32_t stage, const char* tensor, int64_t begin_ns, int64_t 
 int hr_log_next(double timeout_s, hr_log_record* record);
 void hr_log_close(void);
 void hr_log_open(void);
+/* Maps the file of hororing/recorder.py, which stays open for appending, and notes events there
+ * from now on. `stack_signal`: by whose handler the main thread appends its Python stack; 0: none.
+ * Once per process. */
+int hr_recorder_open(int32_t file, int32_t stack_signal);
 
 void hr_stats_now(hr_stats* stats);
 /* "avx512", "avx2" or "portable". */

@@ -7,6 +7,7 @@
 
 #include "base/clock.h"
 #include "base/log.h"
+#include "base/recorder.h"
 #include "base/reduce.h"
 #include "capi/hororing.h"
 #include "capi/process.h"
@@ -106,6 +107,10 @@ HR_EXPORT int hr_log_next(double timeout_s, hr_log_record* record) {
 
 HR_EXPORT void hr_log_close(void) { CloseLog(); }
 HR_EXPORT void hr_log_open(void) { OpenLog(); }
+
+HR_EXPORT int hr_recorder_open(int32_t file, int32_t stack_signal) {
+  return Remember(OpenRecorder(file, stack_signal));
+}
 
 HR_EXPORT void hr_stats_now(hr_stats* stats) {
   *stats = hr_stats{};

@@ -5,6 +5,7 @@
 
 #include "backend/factory.h"
 #include "base/log.h"
+#include "base/recorder.h"
 #include "base/reduce.h"
 #include "engine/loop.h"
 #include "transport/subgroup.h"
@@ -12,7 +13,8 @@
 namespace hororing {
 
 void Loop::Apply(const Agreement& agreement) {
-  engine_.trace_.CycleStart(NowNs());
+  const TimeNs now = NowNs();
+  engine_.trace_.CycleStart(now);
   // Not always the next one: agreements that do not concern this rank are not sent to it.
   if (agreement.sequence <= applied_) {
     return End(Status(Code::kInternal, "agreement " + std::to_string(agreement.sequence) +
@@ -28,7 +30,9 @@ void Loop::Apply(const Agreement& agreement) {
         for (uint64_t i = 0; i < decision.count && !final_; ++i) {
           const std::optional<Work> agreed = Agreed(decision, decision.cache_id + i);
           if (!agreed) continue;
-          const Collective kind = agreed->entry->request.kind;
+          const Request& request = agreed->entry->request;
+          Record(Event::kAgreed, now, request.kind, request.name);
+          const Collective kind = request.kind;
           if (agreed->entry->views.empty() && kind != Collective::kBarrier) {
             // In its place among the batches, since it is about who takes part in them. Not so a
             // barrier: ranks that do not hear of it must come to the same batches.
@@ -231,6 +235,7 @@ void Loop::Fail(const Decision& decision) {
   // One that is not reported yet, in a set that is removed, is for RemoveSet.
   if (failed == nullptr || failed->reported_ns == 0) return;
   TraceNegotiation(*failed);
+  Record(Event::kFailed, NowNs(), failed->request.kind, failed->request.name);
   Reported(failed->cache_id);
   const std::unique_ptr<TensorEntry> entry = engine_.tensors_.Remove(key);
   ++engine_.stats_.completed;

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <mutex>
 
+#include "base/recorder.h"
 #include "base/reduce.h"
 #include "engine/engine.h"
 
@@ -106,6 +107,7 @@ bool Engine::AtOnce(const OneTensor& tensor, int64_t* handle) {
   ++stats_.tensors;
   stats_.bytes += static_cast<int64_t>(bytes);
   if (size > 1) ++stats_.allreduces[static_cast<size_t>(AllreduceWay::kAtOnce)];
+  Record(Event::kDone, CoarseNowNs(), Collective::kAllreduce, tensor.name);
   *handle = handles_->CreateDone();
   return true;
 }

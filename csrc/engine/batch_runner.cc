@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "base/log.h"
+#include "base/recorder.h"
 #include "collective/segments.h"
 
 namespace hororing {
@@ -292,6 +293,10 @@ void BatchRunner::Begin() {
 // Of a batch that was carried out. What rests may be in the callers' hands again at once: nothing
 // is read of it afterwards.
 void BatchRunner::Complete() {
+  const TimeNs now = NowNs();
+  for (const TensorEntry* entry : resting_) {
+    Record(Event::kDone, now, entry->request.kind, entry->request.name);
+  }
   for (TensorEntry* entry : ending_) Complete(entry);
   stats_.completed += static_cast<int64_t>(complete_.size());
   tensors_.Rest(resting_, &handles_);
@@ -302,6 +307,7 @@ void BatchRunner::Complete(TensorEntry* entry) {
   if (entry->stands_in()) return;
   const std::unique_ptr<TensorEntry> owned = tensors_.Remove(Key(entry->request));
   ++stats_.completed;
+  Record(Event::kDone, NowNs(), owned->request.kind, owned->request.name);
   handles_.Complete(owned->handle, Status::Ok(), std::move(owned->results),
                     std::move(owned->landed));
 }

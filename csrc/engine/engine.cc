@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "base/log.h"
+#include "base/recorder.h"
 #include "base/reduce.h"
 #include "engine/handshake.h"
 #include "engine/loop.h"
@@ -251,9 +252,11 @@ void Engine::Finish(const Status& why) {
     changed_.notify_all();
   }
   state_ = why.code() == Code::kShutDown ? State::kStopped : State::kFailed;
+  const TimeNs now = NowNs();
   std::vector<std::unique_ptr<TensorEntry>> left = tensors_.Close(why);
   for (const std::unique_ptr<TensorEntry>& entry : left) {
     ++stats_.completed;
+    Record(Event::kFailed, now, entry->request.kind, entry->request.name);
     handles_->Complete(entry->handle, During(*entry, why), {});
   }
   // The end of an event is a call of the driver, which the loop's thread may have locked.

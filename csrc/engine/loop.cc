@@ -165,7 +165,8 @@ bool Loop::Step() {
 bool Loop::Decide() {
   const TimeNs now = NowNs();
   const StallInspector::Finding stall = coordinator_->InspectStalls(now);
-  if (!stall.warning.empty()) Log(LogLevel::kWarning, "stall: " + stall.warning);
+  if (!stall.warning.empty()) AskWhatIsDone(stall, now);
+  if (asked_) Warn(now >= asked_->deadline || !stall.abort.ok());
   if (!stall.missing.empty() && stall.abort.ok()) LookForSigns(stall.missing, now);
   if (final_) return true;
   std::vector<Agreement> agreed;  // several where rank 0 alone knows where batches end
@@ -271,6 +272,7 @@ TimeNs Loop::NextDeadline() const {
   TimeNs next = std::min(next_house_ns_, timeline_.NextDeadline());
   if (coordinator_) next = std::min(next, coordinator_->NextDeadline());
   if (host_reports_) next = std::min(next, host_reports_->NextDeadline());
+  if (asked_) next = std::min(next, asked_->deadline);
   return std::min(next, report_ns_);
 }
 
@@ -286,6 +288,7 @@ void Loop::End(Status why) {
 // events that are still on their way.
 void Loop::Farewell() {
   FollowParent();  // a peer may have died of the same, and have been noticed first
+  if (asked_) Warn(true);
   // Otherwise what is under way on devices is broken off with the runner, when all handles are
   // done.
   if (final_->code() == Code::kShutDown) runner_.Leave(After(NowNs(), kFarewellTime));

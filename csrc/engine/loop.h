@@ -69,6 +69,9 @@ class Loop {
   // silence.cc
   void LookAtAnswers(TimeNs now);
   void LookForSigns(const std::map<int, TimeNs>& awaited, TimeNs now);
+  void AskWhatIsDone(const StallInspector::Finding& stall, TimeNs now);
+  void HearDoing(int rank, const std::string& text);
+  void Warn(bool now);
   // apply.cc
   void Apply(const Agreement& agreement);
   void SetHold(TimeNs hold_ns);
@@ -129,6 +132,13 @@ class Loop {
   TimeNs waits_since_ns_ = 0;
   TimeNs next_blocked_ns_ = 0;    // when it may say again that a caller is blocked
   TimeNs warned_silence_ns_ = 0;  // how long a rank had been silent at the last warning
+  // On rank 0: a warning that waits for what the missing ranks say.
+  struct Asked {
+    StallInspector::Finding stall;
+    TimeNs deadline;
+    std::map<int, std::string> said;  // by rank
+  };
+  std::optional<Asked> asked_;
   TimeNs next_house_ns_ = 0;
   TimeNs doze_until_ns_ = 0;  // when the engine's thread wakes by itself
   const int parent_pid_;

@@ -5,6 +5,7 @@
 #include <string>
 #include <utility>
 
+#include "base/recorder.h"
 #include "engine/loop.h"
 #include "negotiation/codec.h"
 
@@ -72,6 +73,7 @@ bool Loop::Report() {
       continue;
     }
     entry->reported_ns = now;
+    Record(Event::kSubmitted, now, entry->request.kind, entry->request.name);
     if (entry->cache_id == 0) entry->cache_id = cache_.Find(entry->request);
     const uint64_t id = entry->cache_id;
     if (coordinator_) {
@@ -177,6 +179,8 @@ bool Loop::Receive() {
       pace_.Answered();
       Report();
       if (understood) Apply(agreement);
+    } else if (understood && kind == MessageKind::kDoing) {
+      HearDoing(peer, message.substr(1));
     } else if (understood && kind == MessageKind::kTrace) {
       std::string events;
       bool last = false;

@@ -4,13 +4,17 @@
 #include <string>
 
 #include "base/log.h"
+#include "base/recorder.h"
 #include "engine/loop.h"
+#include "negotiation/codec.h"
 
 namespace hororing {
 namespace {
 
 // Answers come sooner, mostly.
 constexpr TimeNs kMoment = kSecond / 2;
+// A rank that is asked what it is doing waits for its main thread, too.
+constexpr TimeNs kAnswer = 2 * kSecond;
 
 }  // namespace
 
@@ -65,6 +69,39 @@ void Loop::LookForSigns(const std::map<int, TimeNs>& awaited, TimeNs now) {
   warned_silence_ns_ = silence;
   const std::string waits = engine_.tensors_.Titles({"NEGOTIATE"});
   Log(LogLevel::kWarning, "stall: " + (waits.empty() ? "" : waits + " (NEGOTIATE): ") + text);
+}
+
+// The warning waits for the answers: all of it is one record of the log.
+void Loop::AskWhatIsDone(const StallInspector::Finding& stall, TimeNs now) {
+  if (asked_) Warn(true);
+  asked_ = {stall, After(now, kAnswer), {}};
+  size_t asked = 0;
+  for (const auto& [rank, title] : stall.expected) {
+    if (asked++ == StallInspector::kMostAsked) break;
+    if (rank == topology_.rank) {
+      asked_->said[rank] = WhatIsDoneHere(kMoment);
+    } else {
+      Post(rank, EncodeDoing(""));
+    }
+  }
+}
+
+void Loop::HearDoing(int rank, const std::string& text) {
+  if (text.empty()) return Post(rank, EncodeDoing(WhatIsDoneHere(kMoment)));
+  if (asked_) asked_->said[rank] = text;
+}
+
+// As soon as all that were asked have answered, or `now`.
+void Loop::Warn(bool now) {
+  const StallInspector::Finding& stall = asked_->stall;
+  const size_t asked = std::min(stall.expected.size(), StallInspector::kMostAsked);
+  if (!now && asked_->said.size() < asked) return;
+  const auto host = [this](int rank) {
+    return topology_.hosts[static_cast<size_t>(topology_.host_of[static_cast<size_t>(rank)])];
+  };
+  Log(LogLevel::kWarning,
+      "stall: " + stall.warning + StallInspector::WhatTheySay(stall.expected, asked_->said, host));
+  asked_.reset();
 }
 
 }  // namespace hororing

@@ -352,7 +352,7 @@ bool KindOf(const std::string& message, MessageKind* kind) {
   if (message.empty()) return false;
   const uint8_t byte = static_cast<uint8_t>(message[0]);
   if (byte < static_cast<uint8_t>(MessageKind::kReport) ||
-      byte > static_cast<uint8_t>(MessageKind::kCombined)) {
+      byte > static_cast<uint8_t>(MessageKind::kDoing)) {
     return false;
   }
   *kind = static_cast<MessageKind>(byte);

@@ -18,12 +18,21 @@ namespace hororing {
 constexpr uint32_t kProtocolVersion = 8;
 
 // The first byte of every control message.
-enum class MessageKind : uint8_t { kReport = 1, kAgreement = 2, kTrace = 3, kCombined = 4 };
+enum class MessageKind : uint8_t {
+  kReport = 1,
+  kAgreement = 2,
+  kTrace = 3,
+  kCombined = 4,
+  kDoing = 5,  // the rest is a text: what a rank is doing; empty: what are you doing?
+};
 
 std::string Encode(const Report& report);
 std::string Encode(const Agreement& agreement);
 // Reports that are encoded already, and the ranks that make each.
 std::string EncodeCombined(const std::map<std::string, std::vector<int>>& reports);
+inline std::string EncodeDoing(const std::string& text) {
+  return static_cast<char>(MessageKind::kDoing) + text;
+}
 // Trace events (already bytes); `last`: the sender will send no more.
 std::string EncodeTrace(const std::string& events, bool last);
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <map>
+#include <set>
 #include <utility>
 
 #include "negotiation/validate.h"
@@ -103,8 +104,39 @@ StallInspector::Finding StallInspector::Inspect(const std::vector<Waiting>& wait
   } else if (!to_warn.empty()) {
     finding.warning = "waiting for up to " + Seconds(longest) + ": " + Describe(to_warn) +
                       ". A rank may have taken another branch, have fewer batches, or be busy.";
+    std::set<int> missing;
+    for (const Waiting* request : to_warn) {
+      missing.insert(request->missing.begin(), request->missing.end());
+    }
+    for (const Waiting& request : waiting) {
+      for (const int rank : request.missing) {
+        if (!request.patient && missing.count(rank) != 0) {
+          finding.expected.try_emplace(rank, request.title);
+        }
+      }
+    }
   }
   return finding;
+}
+
+std::string StallInspector::WhatTheySay(const std::map<int, std::string>& expected,
+                                        const std::map<int, std::string>& said,
+                                        const std::function<std::string(int)>& host_of) {
+  std::string text;
+  size_t left = expected.size();
+  for (const auto& [rank, title] : expected) {
+    const auto found = said.find(rank);
+    if (expected.size() - left == kMostAsked) break;
+    --left;
+    text += "\nrank " + std::to_string(rank) + " on host " + host_of(rank) +
+            ", which is to submit " + title + " next, ";
+    text += found != said.end()
+                ? "says: " + found->second
+                : "does not answer: its process is stopped, its host is unreachable, or its engine "
+                  "is in another batch";
+  }
+  if (left > 0) text += "\n" + std::to_string(left) + " more ranks are missing";
+  return text;
 }
 
 TimeNs StallInspector::interval_ns() const {

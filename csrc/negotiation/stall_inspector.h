@@ -2,6 +2,7 @@
 // long. Pure: time is an argument, texts are the result.
 #pragma once
 
+#include <functional>
 #include <map>
 #include <string>
 #include <unordered_map>
@@ -52,12 +53,22 @@ class StallInspector {
     std::string warning;            // empty: nothing (new) to say
     Status abort;                   // kStalled: fail the job
     std::map<int, TimeNs> missing;  // ranks that are waited for, and since when
+    // Of a warning, by rank: the request that is expected next of one that is missing.
+    std::map<int, std::string> expected;
   };
   // Call every interval_ns() while anything waits. Each request is warned about after the warning
   // time, then at intervals that double, so that a long validation phase does not flood the log.
   // `stuck`, per rank: it has joined, or its callers are blocked for the deadlock time. Requests
   // that such ranks alone keep from one another are a deadlock, and fail the job, too.
   Finding Inspect(const std::vector<Waiting>& waiting, std::vector<char> stuck, TimeNs now);
+
+  // So many are asked what they are doing.
+  static constexpr size_t kMostAsked = 4;
+  // What becomes part of a warning: what each of the ranks `expected` has said of itself, if it
+  // has.
+  static std::string WhatTheySay(const std::map<int, std::string>& expected,
+                                 const std::map<int, std::string>& said,
+                                 const std::function<std::string(int)>& host_of);
 
   TimeNs interval_ns() const;
 

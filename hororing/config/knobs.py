@@ -272,6 +272,20 @@ KNOBS: tuple[Knob, ...] = (
         unit="s",
     ),
     Knob(
+        "FLIGHT_RECORDER",
+        PATH,
+        None,
+        "folder in which each rank keeps its last events in a file, also when it is killed, for "
+        "`python -m hororing doctor FILE`; unset: in memory, for `doctor --pid`",
+    ),
+    Knob(
+        "STACK_SIGNAL",
+        integer(0, 64),
+        45,
+        "signal by which the main thread is asked for its Python stack, when other ranks wait for "
+        "this one or `python -m hororing doctor` asks; 0, or one that the script handles: none",
+    ),
+    Knob(
         "TIMEOUT_S",
         _SECONDS,
         300.0,

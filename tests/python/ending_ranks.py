@@ -331,6 +331,23 @@ def never_call_init() -> None:
     fail_with(hvd.init)
 
 
+# -- asked what they are doing -----------------------------------------------------------------
+
+
+def compute_instead() -> None:
+    while True:
+        sum(range(1000))
+
+
+def be_busy_elsewhere() -> None:
+    """Rank 1 computes while the others wait for it."""
+    begin()
+    hvd.allreduce(np.ones(4), name="before")
+    if hvd.rank() == 1:
+        compute_instead()
+    hvd.allreduce(np.ones(4), name="loss")
+
+
 # -- in init -----------------------------------------------------------------------------------
 
 

@@ -20,6 +20,7 @@ import keras
 import mpirun
 import numpy as np
 import pytest
+from asked import asked_during
 from keras import ops
 
 import hororing.keras as hvd
@@ -130,6 +131,15 @@ def case_a_model_that_is_not_built_is_broadcast_after_its_first_batch():
     fit(model, hvd.DistributedOptimizer(sgd()), steps=3, callbacks=[callback])
     assert callback._done
     assert_equal_on_all_ranks(model)
+
+
+def case_a_rank_that_is_asked_tells_what_it_does():
+    model = network()
+    model.compile("sgd", "mse")
+    told = asked_during(lambda: model.fit(X, Y, epochs=1, verbose=0))
+    assert "in case_a_rank_that_is_asked_tells_what_it_does" in told.stack
+    assert "in fit\n" in told.stack
+    assert {each.kind for each in told.events} >= {"submitted", "agreed", "done"}
 
 
 def case_a_broadcast_leaves_out_local_variables_and_random_states():

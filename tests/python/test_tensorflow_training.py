@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import session
 import tensorflow as tf
+from asked import asked_during
 
 import hororing.tensorflow as hvd
 from hororing import collectives, errors
@@ -376,6 +377,18 @@ def case_sessions_of_tensorflow_1() -> None:
             hvd.DistributedOptimizer(v1.train.AdamOptimizer(), op=hvd.Adasum)
         with pytest.raises(ValueError, match="distributed already"):
             hvd.DistributedOptimizer(optimizer)
+
+
+def case_a_rank_that_is_asked_tells_what_it_does() -> None:
+    hvd.allgather(tf.ones(3), name="before it is asked")
+    multiply = tf.function(lambda matrix: matrix @ matrix)
+    told = asked_during(lambda: multiply(tf.ones((300, 300))))
+    assert (told.events[-1].kind, told.events[-1].request) == (
+        "done",
+        "allgather 'before it is asked'",
+    )
+    assert "in case_a_rank_that_is_asked_tells_what_it_does" in told.stack
+    hvd.allreduce(0.0)
 
 
 test_training = session.on_ranks(globals(), 1, 2, 3, push=[2], session="tensorflow")

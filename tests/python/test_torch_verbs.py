@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import session
 import torch
+from asked import asked_during
 
 import hororing.numpy
 import hororing.torch as hvd
@@ -511,6 +512,16 @@ def case_unsupported_types_are_refused_with_a_remedy() -> None:
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
     with pytest.raises(ValueError, match="nested tensors are not supported"):
         hvd.allreduce(nested)
+
+
+def case_a_rank_that_is_asked_tells_what_it_does() -> None:
+    hvd.allreduce(torch.ones(3), name="before it is asked")
+    matrix = torch.ones(300, 300)
+    told = asked_during(lambda: matrix @ matrix)
+    assert told.events[-1].request == "allreduce 'before it is asked'"
+    assert told.events[-1].kind == "done"
+    assert "in case_a_rank_that_is_asked_tells_what_it_does" in told.stack
+    hvd.barrier()
 
 
 def case_shutdown() -> None:

@@ -224,6 +224,18 @@ TEST(leaving_fails_nothing_that_was_ready_before) {
   CHECK(!coordinator.Decide().has_value());
 }
 
+TEST(a_warning_tells_what_missing_ranks_say) {
+  std::map<int, std::string> expected;
+  for (int rank = 0; rank < 6; ++rank) expected[rank] = "allreduce 'x'";
+  const std::string text = StallInspector::WhatTheySay(
+      expected, {{0, "pid 1"}, {2, "pid 3"}}, [](int rank) { return rank == 0 ? "a" : "b"; });
+  CHECK(Contains(text, "\nrank 0 on host a, which is to submit allreduce 'x' next, says: pid 1\n"));
+  CHECK(
+      Contains(text, "\nrank 1 on host b, which is to submit allreduce 'x' next, does not answer"));
+  CHECK(Contains(text, "says: pid 3\n"));
+  CHECK(Contains(text, "\n2 more ranks are missing"));
+}
+
 TEST(stalls_are_warned_about_at_doubling_intervals_and_then_abort) {
   Coordinator::Options options = Options(3);
   options.stall.warning_ns = 8 * kSecond;
@@ -235,8 +247,11 @@ TEST(stalls_are_warned_about_at_doubling_intervals_and_then_abort) {
   std::string text;
   bool aborted = false;
   for (TimeNs now = 0; now <= 70 * kSecond && !aborted; now += kSecond) {
-    const std::string warning = coordinator.InspectStalls(now).warning;
+    const StallInspector::Finding finding = coordinator.InspectStalls(now);
+    const std::string warning = finding.warning;
     if (!warning.empty()) {
+      CHECK(finding.expected ==
+            (std::map<int, std::string>{{1, "allreduce 'x'"}, {2, "allreduce 'y'"}}));
       warned.push_back(now / kSecond);
       text = warning;
     }

@@ -1,0 +1,231 @@
+"""The flight recorder: what this process has done lately, where others can read it.
+
+A file of 68 KB in memory, or in the folder HORORING_FLIGHT_RECORDER: who and where this process is,
+the last 1,024 events of its engine, and behind them the Python stack of its main thread, whenever
+somebody has asked for it. The core writes the events (csrc/base/recorder.cc); `faulthandler` writes
+the stack, on a signal to the main thread, so that nobody else needs the interpreter. Nothing has to
+be served: `python -m hororing doctor` opens the file through /proc, or where a job that was killed
+has left it.
+
+    offset  bytes
+         0   1024  JSON, zero-terminated
+      1024      8  number of events so far
+      1032      4  number of stacks so far
+      2048  65536  1,024 events: time in ns (8), kind, collective, length of name, name (53)
+     67584         text: the latest stack
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import fcntl
+import json
+import mmap
+import os
+import re
+import socket
+import struct
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hororing._core import lib
+from hororing.failures import fail
+from hororing.launch import Launch
+from hororing.neighbours import job_of
+
+SUFFIX = ".hororing"
+NAME = "hororing-recorder"
+
+_JSON, _COUNTS, _RING, _EVENTS = 1024, 1024, 2048, 1024
+_EVENT = struct.Struct("<qBBB53s")
+_SIZE = _RING + _EVENTS * _EVENT.size
+_KINDS = {1: "submitted", 2: "agreed", 3: "done", 4: "failed"}
+_COLLECTIVES = {
+    int(getattr(lib, f"HR_{name.upper()}")): name
+    for name in (
+        "allreduce",
+        "allgather",
+        "broadcast",
+        "barrier",
+        "alltoall",
+        "reducescatter",
+        "join",
+        "add_process_set",
+        "remove_process_set",
+    )
+}
+
+
+# ---------------------------------------------------------------------------------------------
+# The process's own
+
+
+class _Own:
+    """The recorder of this process, which lives as long as it."""
+
+    mapped: mmap.mmap | None = None
+    facts: dict[str, Any] = {}  # noqa: RUF012 - there is one
+
+
+def begin(folder: str | None, stack_signal: int, started_by: Launch) -> None:
+    """Open it, in the first `init` of this process. ValueError: a knob makes that impossible."""
+    if _Own.mapped is not None:
+        return
+    try:
+        file = _create(folder, started_by.rank or 0)
+    except OSError as error:
+        if folder is None:  # a sandbox, say: then without
+            return
+        raise ValueError(f"HORORING_FLIGHT_RECORDER={folder}: {error}") from None
+    _Own.mapped = mmap.mmap(file, _RING)
+    fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_APPEND)
+    if stack_signal != 0 and not _is_free(stack_signal):
+        stack_signal = 0  # somebody else's
+    if stack_signal != 0:
+        try:
+            faulthandler.register(stack_signal, file=file, all_threads=False)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise ValueError(f"HORORING_STACK_SIGNAL={stack_signal}: {error}") from None
+    code = int(lib.hr_recorder_open(file, stack_signal))
+    if code != lib.HR_OK:
+        fail(code)
+    _Own.facts = {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "job": job_of("self") or "",
+        "command": " ".join(sys.orig_argv)[:150],
+        "stack_signal": stack_signal,
+        "wall_minus_monotonic_ns": time.time_ns() - time.monotonic_ns(),
+    }
+    note(rank=started_by.rank, size=started_by.size)
+
+
+def note(**facts: int | None) -> None:
+    """Write down what has become known of this process."""
+    if _Own.mapped is None:
+        return
+    _Own.facts.update(facts)
+    text = json.dumps(_Own.facts, ensure_ascii=False).encode("utf-8", "replace")
+    _Own.mapped[:_JSON] = text.ljust(_JSON, b"\0")
+
+
+def _create(folder: str | None, rank: int) -> int:
+    if folder is None:
+        file = os.memfd_create(NAME)
+    else:
+        os.makedirs(folder, exist_ok=True)
+        path = os.path.join(folder, f"rank-{rank}.{os.getpid()}{SUFFIX}")
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with contextlib.suppress(FileNotFoundError):  # of a process of the same number
+            os.unlink(path)
+        file = os.open(path, flags, 0o600)
+    os.posix_fallocate(file, 0, _SIZE)  # a full disk is an error now, and no SIGBUS later
+    return file
+
+
+def _is_free(signal: int) -> bool:
+    """Whether this process neither handles nor ignores a signal."""
+    return not any(mask >> (signal - 1) & 1 for mask in _signals("self"))
+
+
+def _signals(pid: int | str) -> list[int]:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return [int(mask, 16) for mask in re.findall(r"^Sig(?:Cgt|Ign):\s*(\w+)", status, re.M)]
+
+
+# ---------------------------------------------------------------------------------------------
+# Those of others
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that has happened to a request."""
+
+    time: float  # seconds since the epoch
+    kind: str  # "submitted", "agreed", "done", "failed"
+    request: str  # "allreduce 'x'"
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What a recorder holds."""
+
+    facts: dict[str, Any]
+    events: list[Event]
+    stacks: int  # how many there were
+    stack: str  # the latest; "": none
+
+    def unfinished(self) -> list[Event]:
+        """The last event of each request that is neither done nor failed, as far as is recorded."""
+        last: dict[str, Event] = {}
+        for event in self.events:
+            last.pop(event.request, None)
+            if event.kind in ("submitted", "agreed"):
+                last[event.request] = event
+        return list(last.values())
+
+
+def read(path: str | os.PathLike[str]) -> Recording:
+    """Read a recorder's file. ValueError for any other."""
+    data = Path(path).read_bytes()
+    try:
+        facts = json.loads(data[:_JSON].rstrip(b"\0"))
+        count, stacks = struct.unpack_from("<QI", data, _COUNTS)
+        offset = int(facts["wall_minus_monotonic_ns"])
+        found = [_EVENT.unpack_from(data, _RING + i * _EVENT.size) for i in range(_EVENTS)]
+    except (ValueError, KeyError, TypeError, struct.error):
+        raise ValueError(f"{path} is not a flight recorder of hororing") from None
+    # From the one that is overwritten next.
+    ordered = found if count <= _EVENTS else found[count % _EVENTS :] + found[: count % _EVENTS]
+    events = [
+        Event((time_ns + offset) / 1e9, _KINDS.get(kind, "?"), _request(collective, length, name))
+        for time_ns, kind, collective, length, name in ordered
+        if time_ns != 0
+    ]
+    return Recording(facts, events, stacks, data[_SIZE:].decode("utf-8", "replace"))
+
+
+def _request(collective: int, length: int, name: bytes) -> str:
+    text = name[:length].decode("utf-8", "replace")
+    text = "".join(each if each.isprintable() else "?" for each in text)
+    cut = "..." if length > len(name) else ""
+    return f"{_COLLECTIVES.get(collective, '?')} '{cut}{text}'"
+
+
+def find(pid: int) -> str | None:
+    """The path through which the recorder of a process can be read; None: it has none.
+
+    PermissionError for a process of another user.
+    """
+    folder = f"/proc/{pid}/fd"
+    for number in os.listdir(folder):
+        try:
+            target = os.readlink(f"{folder}/{number}").removesuffix(" (deleted)")
+        except OSError:  # it was closed meanwhile
+            continue
+        if target == f"/memfd:{NAME}" or target.endswith(SUFFIX):
+            return f"{folder}/{number}"
+    return None
+
+
+def ask_for_stack(pid: int, path: str, patience_s: float = 2.0) -> Recording:
+    """Make the main thread of `pid` write its stack, and read the recorder at `path` then.
+
+    Where it does not, the stack is empty.
+    """
+    before = read(path)
+    signal = int(before.facts["stack_signal"])
+    # Without the handler it would end the process.
+    if signal == 0 or not _signals(pid)[-1] >> (signal - 1) & 1:
+        return before
+    os.kill(pid, signal)
+    deadline = time.monotonic() + patience_s
+    while (now := read(path)).stacks == before.stacks:
+        if time.monotonic() > deadline:
+            return Recording(now.facts, now.events, now.stacks, "")
+        time.sleep(0.01)
+    return now
