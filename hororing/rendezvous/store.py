@@ -6,8 +6,8 @@ there is one so far, 0. Nothing polls: a GET or a GATHER is answered when it can
 deadline.
 
 Who has not proved yet that it knows the secret gets 3 s, 4 KiB, and one of 64 places. Others wait
-in the kernel's queue, and where they wait, who has had a place for a while loses it. So neither
-half-open connections nor garbage cost a member anything.
+in the kernel's queue, and where they wait, who has had a place for a while loses it, soon where it
+has not said a word. So neither half-open connections nor garbage cost a member anything.
 
 Everything runs in one event loop: that of the caller (`open`, `close`), or of a thread of the store
 (`start_thread`, `stop`).
@@ -30,8 +30,9 @@ from hororing.rendezvous.protocol import Hello, ProtocolError
 
 _FIRST_S = 3.0
 _PLACES = 64
-# How long a connection keeps its place when others wait for one: some trips over any network.
-_KEPT_S = 0.25
+# How long a connection keeps its place when others wait for one: some trips over any network where
+# it has said who it is, as members do at once.
+_KEPT_S, _SILENT_S = 0.25, 0.02
 _BACKLOG = 4096
 _NO_FILES_S = 0.1  # before the next try, when the process has no file descriptors left
 _START_S = 30.0
@@ -47,7 +48,7 @@ class _Place:
     """A connection that has proved nothing yet."""
 
     writer: asyncio.StreamWriter
-    since: float
+    until: float  # when it may lose its place
 
 
 @dataclass(eq=False)
@@ -124,7 +125,7 @@ class Store:
         self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
         self._serving: set[asyncio.Task[None]] = set()
-        self._places: dict[_Place, None] = {}  # in order of arrival
+        self._places: set[_Place] = set()
         self._place_is_free = asyncio.Event()
         self._peers: dict[int, _Peer] = {}
         self._values: dict[tuple[int, str], str] = {}
@@ -198,7 +199,7 @@ class Store:
             try:
                 accepted, _ = await loop.sock_accept(self._listener)
             except OSError:  # no file descriptors left, or the peer has gone already
-                self._drop_oldest()
+                self._drop_one()
                 await asyncio.sleep(_NO_FILES_S)
                 continue
             try:
@@ -213,32 +214,31 @@ class Store:
         made = asyncio.StreamReaderProtocol(reader)
         transport, _ = await loop.connect_accepted_socket(lambda: made, accepted)
         writer = asyncio.StreamWriter(transport, made, reader, loop)
-        place = _Place(writer, time.monotonic())
-        self._places[place] = None
+        place = _Place(writer, time.monotonic() + _SILENT_S)
+        self._places.add(place)
         task = asyncio.ensure_future(self._serve(reader, writer, place))
         self._serving.add(task)
         task.add_done_callback(self._serving.discard)
 
     async def _wait_for_place(self) -> None:
         while len(self._places) >= _PLACES:
-            oldest = next(iter(self._places))
-            left = oldest.since + _KEPT_S - time.monotonic()
+            left = min(place.until for place in self._places) - time.monotonic()
             if left <= 0:
-                self._drop_oldest()
+                self._drop_one()
                 return
             self._place_is_free.clear()
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._place_is_free.wait(), left)
 
-    def _drop_oldest(self) -> None:
+    def _drop_one(self) -> None:
         if self._places:
-            oldest = next(iter(self._places))
-            self._leave(oldest)
-            oldest.writer.transport.abort()
+            first = min(self._places, key=lambda place: place.until)
+            self._leave(first)
+            first.writer.transport.abort()
 
     def _leave(self, place: _Place) -> None:
-        if self._places.pop(place, place) is None:
-            self._place_is_free.set()
+        self._places.discard(place)
+        self._place_is_free.set()
 
     async def _serve(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, place: _Place
@@ -265,6 +265,7 @@ class Store:
         hello = protocol.parse_hello(await _read(reader, protocol.FIRST_BYTES))
         if hello.job != self.job:
             raise _Refusal("this is the store of another job")
+        place.until = time.monotonic() + _KEPT_S
         nonce = protocol.new_nonce()
         proof = protocol.proof(self._secret, protocol.STORE, nonce, hello)
         writer.write(protocol.encode({"nonce": nonce, "proof": proof}))

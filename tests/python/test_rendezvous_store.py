@@ -557,6 +557,28 @@ def test_the_secret_is_in_no_text(made: Callable[..., Store], caplog: pytest.Log
 
 
 @tiers.full
+def test_ten_thousand_half_open_connections_delay_a_member_by_seconds(made: Callable[..., Store]):
+    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most < 11_000:
+        pytest.skip("not enough file descriptors")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    store = made(2)
+    first = member(store, 0)
+    intruders = [socket.socket() for _ in range(10_000)]
+    for each in intruders:
+        each.setblocking(False)
+        each.connect_ex(("127.0.0.1", store.port))
+    began = time.monotonic()
+    second = member(store, 1)
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(lambda one: one.share("x"), [first, second])) == [["x", "x"]] * 2
+    assert time.monotonic() - began < 15
+    for each in intruders:
+        each.close()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))
+
+
+@tiers.full
 def test_a_thousand_members_form_a_world_in_seconds(made: Callable[..., Store]):
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
