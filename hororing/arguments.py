@@ -31,7 +31,19 @@ _OP_NAMES: Final = {
 }
 
 
-def choose_op(op: int | None, average: bool | None) -> int:
+# What enumerations of other libraries call them, torch.distributed.ReduceOp for one. Their numbers
+# mean something else.
+_OF_NAMES: Final = {
+    "AVG": Average,
+    "MEAN": Average,
+    "SUM": Sum,
+    "MIN": Min,
+    "MAX": Max,
+    "PRODUCT": Product,
+}
+
+
+def choose_op(op: Any, average: bool | None) -> int:
     """The operation that `op` and the deprecated `average` ask for together."""
     if average is not None:
         if op is not None:
@@ -56,20 +68,44 @@ def frames_to_script() -> int:
     return level
 
 
-def check_op(op: int) -> int:
-    """Return `op` if there is such an operation."""
-    if op in _OP_NAMES:
-        return op
+def check_op(op: Any) -> int:
+    """Return the number of the operation `op`, which may be torch.distributed's, for example.
+
+    UnsupportedOpError where there is no such operation, TypeError for what is none at all.
+    """
+    number = _number_of(op)
+    if number in _OP_NAMES:
+        return number
     known = ", ".join(f"{name} ({number})" for number, name in _OP_NAMES.items())
     raise errors.UnsupportedOpError(f"there is no reduce operation {op!r}; use one of {known}")
 
 
-def check_scatter_op(op: int, verb: str) -> None:
-    """Raise UnsupportedOpError unless reduce-scatter can do `op`."""
-    if check_op(op) not in (Average, Sum):
+def _number_of(op: Any) -> int:
+    if type(op) is int:
+        return op
+    member = getattr(op, "op", op)  # torch.distributed.ReduceOp(...) holds one
+    if hasattr(type(member), "__members__") and not isinstance(member, int):
+        return _OF_NAMES.get(member.name, -1)
+    try:
+        if not isinstance(op, bool):
+            return operator.index(op)
+    except TypeError:
+        pass
+    names = ", ".join(_OP_NAMES.values())
+    raise TypeError(
+        f"op must be one of hvd.{names.replace(', ', ', hvd.')} or a member of "
+        f"torch.distributed.ReduceOp, not {type(op).__name__} ({op!r})"
+    )
+
+
+def check_scatter_op(op: Any, verb: str) -> int:
+    """Return the operation `op`; UnsupportedOpError unless reduce-scatter can do it."""
+    number = check_op(op)
+    if number not in (Average, Sum):
         raise errors.UnsupportedOpError(
-            f"{verb}: op={op_name(op)} is not supported; use Average or Sum, or allreduce"
+            f"{verb}: op={op_name(number)} is not supported; use Average or Sum, or allreduce"
         )
+    return number
 
 
 def check_adasum(process_set: int, verb: str) -> None:

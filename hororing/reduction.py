@@ -54,6 +54,7 @@ def checked_reduction(
     `what` is the name of the function that was called. `groups` is a number of groups, or lists of
     variables; `num_groups` is its deprecated form.
     """
+    op = arguments.check_op(op)
     check_reduction(what, op, gradient_predivide_factor, compression, process_set)
     return Reduction(
         op=op,

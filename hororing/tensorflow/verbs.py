@@ -341,7 +341,7 @@ def _scattered(
 ) -> list[tf.Tensor]:
     checked = checked_list(tensors, verb)
     factors = arguments.check_factors(*factors, verb)
-    arguments.check_scatter_op(op, verb)
+    op = arguments.check_scatter_op(op, verb)
     if any(tensor.shape.rank == 0 for tensor in checked):
         raise ValueError(
             f"{verb}: a tensor without dimensions has no rows to scatter; use allreduce"

@@ -118,8 +118,7 @@ def _differentiable(verb: F, record: Callable[..., Any]) -> F:
         bound.apply_defaults()
         given = bound.arguments
         op = given.get("op", arguments.Average)
-        if "average" in given:
-            op = arguments.choose_op(op, given["average"])
+        op = arguments.choose_op(op, given.get("average"))
         factors = given.get("prescale_factor", 1.0), given.get("postscale_factor", 1.0)
         with _request(verb.__name__, given["name"], given["process_set"], op, *factors) as request:
             results = record(request, given, *tensors)
@@ -192,9 +191,10 @@ def start_sparse_allreduce(
         raise TypeError(
             f"sparse_allreduce_async takes sparse COO tensors, not {given}; use allreduce_async"
         )
+    op = arguments.check_op(op)
     if op not in (arguments.Average, arguments.Sum):
         raise ValueError(
-            f"sparse_allreduce_async: op={arguments.op_name(arguments.check_op(op))} is not "
+            f"sparse_allreduce_async: op={arguments.op_name(op)} is not "
             "defined for sparse tensors; use Average or Sum"
         )
     # Gathering joins along the first dimension: one row per stored value, one row of the shape.

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from hororing import arguments
 from hororing.arguments import Adasum, Average
 from hororing.compression import Compressor, NoneCompressor
 from hororing.names import OPTIMIZER, default_name
@@ -94,6 +95,7 @@ def DistributedOptimizer(
         raise ValueError("optimizer is distributed already; wrap it once")
     what = "DistributedOptimizer"
     checked_passes(backward_passes_per_step)
+    op = arguments.check_op(op)
     check_reduction(what, op, gradient_predivide_factor, compression, process_set)
     groups = choose_groups(what, num_groups, groups)
     options = Reduction(

@@ -109,7 +109,7 @@ class Reducescatter(Requests[T]):
         """Start what the verbs above describe; the last two as for `reduce_async`."""
         members = check_member(process_set, verb)
         prescale, postscale = arguments.check_factors(prescale, postscale, verb)
-        arguments.check_scatter_op(op, verb)
+        op = arguments.check_scatter_op(op, verb)
         adapter = self.adapter
         inputs = [adapter.dense(tensor) for tensor in self._checked(tensors, verb)]
         shapes = [adapter.describe(tensor)[2] for tensor in inputs]

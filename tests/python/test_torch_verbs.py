@@ -464,6 +464,39 @@ def case_inference_mode() -> None:
     assert hvd.allreduce_(kept, op=hvd.Sum).tolist() == [hvd.size()] * 2
 
 
+def case_operations_of_torch_distributed() -> None:
+    ops_of_torch = torch.distributed.ReduceOp
+    pairs = (
+        (ops_of_torch.SUM, hvd.Sum),
+        (ops_of_torch.AVG, hvd.Average),
+        (ops_of_torch.MIN, hvd.Min),
+        (ops_of_torch.MAX, hvd.Max),
+        (ops_of_torch.PRODUCT, hvd.Product),
+        (ops_of_torch(ops_of_torch.SUM), hvd.Sum),
+    )
+    for theirs, ours in pairs:
+        mine = torch.tensor([1.0 + hvd.rank(), 2.0], requires_grad=ours == hvd.Sum)
+        assert torch.equal(hvd.allreduce(mine, op=theirs), hvd.allreduce(mine, op=ours))
+        param = torch.nn.Parameter(torch.zeros(2))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], lr=1.0), op=theirs)
+        (param * mine.detach()).sum().backward()
+        assert torch.equal(param.grad, hvd.allreduce(mine.detach(), op=ours))
+        del optimizer
+    rows = torch.ones(hvd.size(), requires_grad=True)
+    hvd.reducescatter(rows, op=ops_of_torch.SUM).sum().backward()
+    expected = rows.grad.clone()
+    rows.grad = None
+    hvd.reducescatter(rows, op=hvd.Sum).sum().backward()
+    assert torch.equal(rows.grad, expected)
+    sparse = torch.eye(2).to_sparse()
+    total = hvd.sparse_allreduce_async(sparse, "sparse", op=ops_of_torch.SUM)()
+    assert torch.equal(total.to_dense(), torch.eye(2) * hvd.size())
+    with pytest.raises(errors.UnsupportedOpError, match="BXOR"):
+        hvd.allreduce(torch.ones(2), op=ops_of_torch.BXOR)
+    with pytest.raises(TypeError, match="not str"):
+        hvd.DistributedOptimizer(torch.optim.SGD([param], lr=1.0), op="sum")
+
+
 def case_unnamed_calls_count_unless_they_are_refused() -> None:
     names.restart_default_names()
     mine = torch.ones(1)

@@ -7,6 +7,7 @@ of them. Either way the text says which tensor, rank and value, and the job goes
 from __future__ import annotations
 
 import contextlib
+import enum
 import functools
 import itertools
 from collections.abc import Callable, Iterator
@@ -395,13 +396,43 @@ def case_what_is_not_a_tensor_of_the_framework(player: Player) -> None:
     works(player)
 
 
+class Foreign(enum.Enum):
+    """Operations of another library, whose numbers are not ours."""
+
+    SUM = 0
+    AVG = 1
+    BAND = 2
+
+
+def case_operations_of_other_libraries_mean_what_they_are_called(player: Player) -> None:
+    mine = np.full(hvd.size(), 1.0 + hvd.rank())
+    total = hvd.size() * (hvd.size() + 1) / 2
+    for verb in ("allreduce", "reducescatter"):
+        function = getattr(player.hvd, verb)
+        for op, wanted in (
+            (Foreign.SUM, total),
+            (Foreign.AVG, total / hvd.size()),
+            (np.int64(hvd.Sum), total),
+        ):
+            result = player.run(lambda x, f=function, op=op: f(x, op=op), mine)
+            assert (result == wanted).all(), (verb, op, result)
+
+
 def case_operations_that_do_not_exist(player: Player) -> None:
     names = {2: "Adasum", 3: "Min", 4: "Max", 5: "Product"}
     for verb in reducing(player):
         call = verbs_of(player)[verb]
-        for op in (99, -1, "Sum", 1.5):
+        for op in (99, -1, Foreign.BAND):
             with refused(player, verb, errors.UnsupportedOpError, repr(op)) as calling:
                 calling(call, player.ones(2), op=op)
+        for wrong in ("Sum", 1.5, True):
+            texts = (
+                "op must be one of hvd.Average, hvd.Sum",
+                "torch.distributed.ReduceOp",
+                repr(wrong),
+            )
+            with refused(player, verb, TypeError, *texts) as calling:
+                calling(call, player.ones(2), op=wrong)
         if "scatter" in verb:
             for op, name in names.items():
                 texts = said_by(verb), f"op={name}", "Average or Sum"
