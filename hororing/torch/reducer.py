@@ -226,6 +226,9 @@ class Reducer:
         if shared.finishing:
             return
         shared.check_set()
+        if shared.arrived:  # in the order in which they came
+            with collect(self._failures):
+                shared.send_arrived()
         late = [entry for entry in self.follow() if not entry[1].sent]
         with torch.no_grad():
             with collect(self._failures):
