@@ -111,7 +111,7 @@ typedef struct hr_config {
   /* Local. */
   double stall_warning_s;  /* <= 0: never */
   double stall_shutdown_s; /* <= 0: never */
-  double deadlock_s;       /* that all callers are blocked; <= 0: for ever */
+  double deadlock_s;       /* that blocked callers may wait for one another; <= 0: for ever */
   double timeout_s;        /* longest wait for a peer inside a collective; <= 0: for ever */
   double spin_us;          /* how long the engine polls before it sleeps */
   int32_t cpu;             /* core for the engine's thread; -1: not bound */
