@@ -18,6 +18,7 @@ _ALIASES = {
     "STALL_SHUTDOWN_S": ["--stall-check-shutdown-time-seconds"],
     "LOG_HIDE_TIME": ["--log-without-timestamp", "--log-hide-timestamp"],
     "CPU": ["--thread-affinity"],
+    "INTERFACE": ["--network-interface", "--network-interfaces"],
 }
 # Those that say something else: flag, knob, whether a value follows, and what it means.
 _OTHERS: list[tuple[str, str, bool, Callable[[str], str]]] = [

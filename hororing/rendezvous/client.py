@@ -145,7 +145,8 @@ class Member:
     def share(self, text: str, timeout_s: float = math.inf) -> list[str]:
         """Tell `text`, and return the texts of all ranks in their order.
 
-        Blocks until every rank has called it. All must call it equally often. A text has at most
+        Blocks until every rank has called it. All must call it equally often, of which only calls
+        that return count: after an error or an interruption it is repeated. A text has at most
         `protocol.TEXT_CHARACTERS` characters.
 
         Raises
@@ -154,11 +155,14 @@ class Member:
         """
         with self._lock:
             key = f"share {self._shares}"
-            self._shares += 1
             deadline = self._ask("gather", key, timeout_s, text=_checked(text))
             texts: list[str] = []
             while len(texts) < self.size:
-                texts += self._take(key, deadline, "texts", list)
+                message = self._next(key, deadline)
+                if message.get("first") != len(texts):
+                    raise self._failed(ProtocolError("a part of the answer is missing"))
+                texts += self._take(message, "texts", list)
+            self._shares += 1
             return texts
 
     def put(self, key: str, text: str, timeout_s: float = _ANSWER_S) -> None:
@@ -171,7 +175,7 @@ class Member:
         """Return the text of `key`; blocks until somebody has told it. RendezvousError if not."""
         with self._lock:
             deadline = self._ask("get", key, timeout_s)
-            return str(self._take(key, deadline, "text", str))
+            return str(self._take(self._next(key, deadline), "text", str))
 
     def done(self, status: int = 0) -> None:
         """Say that this rank ends as it should, and close. Nothing is raised without a store."""
@@ -211,8 +215,7 @@ class Member:
             raise self._failed(error) from None
         return deadline
 
-    def _take(self, key: str, deadline: Deadline, name: str, kind: type) -> Any:
-        message = self._next(key, deadline)
+    def _take(self, message: dict[str, Any], name: str, kind: type) -> Any:
         try:
             return protocol.take(message, name, kind)
         except ProtocolError as error:

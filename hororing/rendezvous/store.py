@@ -72,10 +72,13 @@ class _Wait:
     peer: _Peer
     deadline: asyncio.TimerHandle | None
 
-    def end(self, frame: bytes) -> None:
+    def cancel(self) -> None:
         if self.deadline is not None:
             self.deadline.cancel()
             self.peer.deadlines.discard(self.deadline)
+
+    def end(self, frame: bytes) -> None:
+        self.cancel()
         self.peer.send(frame)
 
 
@@ -361,13 +364,17 @@ class Store:
             return
         gather = self._gathers.setdefault(key, _Gather())
         rank = peer.hello.rank
-        if rank in gather.waits:
-            raise ProtocolError("the same request twice")
+        earlier = gather.waits.pop(rank, None)
+        if earlier is not None:  # a wait that was interrupted
+            earlier.cancel()
         gather.texts[rank] = text
 
         def missed() -> None:
-            del gather.waits[rank]
-            missing = [each for each in range(self.size) if each not in gather.texts]
+            # Whoever gives up takes no part: all have the texts, or nobody has.
+            del gather.waits[rank], gather.texts[rank]
+            missing = [
+                each for each in range(self.size) if each not in gather.texts and each != rank
+            ]
             wait.end(_about(key, {"error": self._missing(missing), "late": True}))
 
         wait = self._wait(peer, message, missed)
@@ -412,15 +419,15 @@ def _about(key: tuple[int, str], what: dict[str, Any]) -> bytes:
 
 
 def _texts(key: tuple[int, str], texts: list[str]) -> bytes:
-    """The frames with everybody's texts: each holds some."""
+    """The frames with everybody's texts: each holds some, from rank "first" on."""
     frames, part, size = [], [], 0
-    for text in texts:
+    for rank, text in enumerate(texts):
         part.append(text)
         size += protocol.CHARACTER_BYTES * len(text) + 4  # quotes and a comma
         if size > protocol.MOST_BYTES // 4:
-            frames.append(_about(key, {"texts": part}))
+            frames.append(_about(key, {"first": rank + 1 - len(part), "texts": part}))
             part, size = [], 0
-    return b"".join([*frames, _about(key, {"texts": part})])
+    return b"".join([*frames, _about(key, {"first": len(texts) - len(part), "texts": part})])
 
 
 def _ranks(ranks: list[int]) -> str:

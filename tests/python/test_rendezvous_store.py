@@ -297,6 +297,39 @@ def test_who_does_not_come_in_time_is_named(made: Callable[..., Store]):
     here.close()
 
 
+def test_who_was_too_late_meets_the_others_when_they_try_again(made: Callable[..., Store]):
+    store = made(2)
+    early, late = member(store, 0), member(store, 1)
+    for _ in range(2):
+        with pytest.raises(RendezvousError, match="rank 1 connected"):
+            early.share("given up", 0.02)
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(late.share, "late", DEADLINE_S)
+        wait_until(lambda: bool(store._gathers))
+        assert not waits.done()  # what was given up counts no more
+        assert early.share("again", DEADLINE_S) == waits.result() == ["again", "late"]
+    early.done()
+    late.done()
+
+
+def test_a_wait_that_was_interrupted_can_be_repeated(made: Callable[..., Store]):
+    store = made(2)
+    first, second = member(store, 0), member(store, 1)
+    first._ask("gather", "share 0", DEADLINE_S, text="interrupted")
+    wait_until(lambda: bool(store._gathers))
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(first.share, "repeated", DEADLINE_S)
+        wait_until(lambda: "repeated" in next(iter(store._gathers.values())).texts.values())
+        assert second.share("x", DEADLINE_S) == waits.result() == ["repeated", "x"]
+    # The answer comes before it is repeated, and half of it has been read.
+    waiting = first._ask("gather", "share 1", DEADLINE_S, text="y" * 30_000)
+    assert second.share("z", DEADLINE_S) == ["y" * 30_000, "z"]
+    first._next("share 1", waiting)
+    with pytest.raises(RendezvousError, match="is lost: a part of the answer is missing"):
+        first.share("y")
+    second.close()
+
+
 def test_a_member_that_dies_is_named_to_all_who_wait_and_who_would(made: Callable[..., Store]):
     store = made(3)
     script = f"""
