@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import socket
 import stat
 import subprocess
@@ -50,10 +52,12 @@ def shared(environ: Mapping[str, str], size: int = 2) -> list[list[str]]:
 
 @pytest.fixture
 def port() -> int:
-    with socket.socket() as taken:
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
+    """Not one of those that the kernel gives to whoever asks for any."""
+    while True:
+        number = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", number))
+            return number
 
 
 @pytest.fixture
@@ -194,7 +198,7 @@ def test_a_stale_file_is_not_joined_and_the_new_one_is(tmp_path: Path, owner: An
     other.start_thread()
     changes = {"owner": owner, "address": f"127.0.0.1:{other.port}"} if owner else {}
     stale(path, **changes)
-    wanted = "what answers there does not have the secret" if owner else "a job that has ended"
+    wanted = "found no store of its job" if owner else "a job that has ended"
     with pytest.raises(RendezvousError, match=wanted):
         files.join(str(tmp_path), job="j", rank=1, size=2, timeout_s=0.3)
     with ThreadPoolExecutor(1) as pool:
