@@ -6,6 +6,8 @@ See hororing/torch/optimizer.py for how an optimizer becomes one.
 from __future__ import annotations
 
 import contextlib
+import copy
+import copyreg
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -67,6 +69,23 @@ class Distributed(torch.optim.Optimizer):
             self._become_distributed(type(self)._passes_of_copies, [])
 
     _passes_of_copies = 1
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as the optimizer that was wrapped: this class is one of this process only."""
+        plain = type(self).__bases__[-1]
+        return copyreg._reconstructor, (plain, object, None), self.__getstate__()  # type: ignore[attr-defined]
+
+    def __copy__(self) -> Distributed:
+        return self._copied(self.__getstate__())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Distributed:
+        return self._copied(copy.deepcopy(self.__getstate__(), memo))
+
+    def _copied(self, state: dict[str, Any]) -> Distributed:
+        """Return a distributed optimizer of the same kind. Its `state` names parameters."""
+        made = type(self).__new__(type(self))
+        made.__setstate__(state)
+        return made
 
     # -- what scripts written for Horovod look at -----------------------------------------------
 

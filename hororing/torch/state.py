@@ -99,13 +99,15 @@ def broadcast_optimizer_state(
 ) -> None:
     """Give every rank the state and the options of rank `root_rank`'s optimizer, in place.
 
-    Nothing else changes: no step is taken, parameters and gradients stay as they are. Options
-    (learning rate, betas, ...) travel also when there is no state yet.
+    No step is taken, and parameters stay as they are. Options (learning rate, betas, ...) travel
+    also when there is no state yet; then parameters without a gradient get a zero one, as in
+    Horovod.
 
     Parameters
     ----------
     optimizer : plain or distributed; of the same class with the same groups on every rank.
-    model : without effect; Horovod's function needs it, to step sparse embeddings.
+    model : that of the optimizer, where some of its embeddings have sparse gradients, which are not
+        made zero.
 
     Raises
     ------
@@ -123,6 +125,8 @@ def broadcast_optimizer_state(
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if isinstance(optimizer, Distributed):
         optimizer._before_state_is_read()
+    if not optimizer.state:
+        _make_zero_gradients(optimizer, parameters, model)
     description: Any = None
     tensors: list[torch.Tensor] = []
     if rank() == root_rank:
@@ -140,6 +144,20 @@ def broadcast_optimizer_state(
     )
     if isinstance(optimizer, Distributed):
         optimizer._after_state_is_replaced()
+
+
+def _make_zero_gradients(
+    optimizer: torch.optim.Optimizer,
+    parameters: list[torch.Tensor],
+    model: torch.nn.Module | None,
+) -> None:
+    if isinstance(optimizer, torch.optim.SparseAdam):  # takes no dense ones
+        return
+    modules = [] if model is None else model.modules()
+    sparse = {id(each.weight) for each in modules if getattr(each, "sparse", False)}
+    for param in parameters:
+        if param.requires_grad and param.grad is None and id(param) not in sparse:
+            param.grad = torch.zeros_like(param)
 
 
 def _describe(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import io
 import pickle
 
 import pytest
@@ -115,13 +116,37 @@ def case_parameters_that_are_added_have_names():
                     assert names == ["0.weight", "0.bias", "2.weight", "2.bias"]
 
 
-def case_it_cannot_be_pickled_but_its_state_can():
+def case_it_is_saved_as_the_optimizer_that_was_wrapped():
     model = network()
     optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
-    train(model, optimizer, batches(1))
-    with pytest.raises((pickle.PicklingError, AttributeError)):
-        pickle.dumps(optimizer)
+    train(model, optimizer, batches(2))
+    file = io.BytesIO()
+    torch.save((model, optimizer), file)
+    file.seek(0)
+    loaded, plain = torch.load(file, weights_only=False)
+    assert type(plain) is torch.optim.SGD
+    assert plain.param_groups[0]["params"][0] is loaded[0].weight
+    hvd.DistributedOptimizer(plain, [(f"loaded.{n}", p) for n, p in loaded.named_parameters()])
+    data = batches(2)
+    train(model, optimizer, data)
+    train(loaded, plain, data)
+    assert_same(model, loaded)
+    assert type(copy.copy(optimizer)) is type(optimizer)
     assert pickle.loads(pickle.dumps(optimizer.state_dict()))["param_groups"]
+
+
+def case_zero_gradients_are_there_after_the_state_was_broadcast():
+    for make in (sgd, plain_sgd):
+        model = nn.ModuleDict({"words": nn.Embedding(4, 3, sparse=True), "out": nn.Linear(3, 2)})
+        model["out"].bias.requires_grad_(False)
+        optimizer = hvd.DistributedOptimizer(make(model.parameters()), model.named_parameters())
+        hvd.broadcast_optimizer_state(optimizer, 0, model)
+        assert not model["out"].weight.grad.any()
+        assert model["out"].bias.grad is None
+        assert model["words"].weight.grad is None
+    optimizer = torch.optim.SparseAdam([model["words"].weight])
+    hvd.broadcast_optimizer_state(optimizer, 0)
+    assert model["words"].weight.grad is None
 
 
 def case_numbers_of_passes_must_be_whole():
