@@ -229,11 +229,13 @@ def _seconds(text: str) -> float:
 def _hosts(arguments: argparse.Namespace) -> list[Host]:
     if arguments.hosts and arguments.hostfile:
         raise ValueError("-H and --hostfile: give one of them")
-    if arguments.hosts:
-        return parse_hosts(arguments.hosts)
-    if arguments.hostfile:
-        return read_hostfile(arguments.hostfile)
-    return [Host("localhost")]
+    if not arguments.hosts and not arguments.hostfile:
+        return [Host("localhost")]
+    hosts = parse_hosts(arguments.hosts) if arguments.hosts else read_hostfile(arguments.hostfile)
+    here = [host.name for host in hosts if _is_here(host.name)]
+    if len(here) > 1:  # their ranks would not know that they are neighbours
+        raise ValueError(f"{here[0]} and {here[1]} are both this host: give it once")
+    return hosts
 
 
 def _per_host(text: str | None) -> int | None:

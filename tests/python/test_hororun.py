@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -269,6 +270,7 @@ def test_who_ignores_the_request_to_end_is_ended_after_the_time_of_grace():
         (["--fusion-bytes", "much", SH], 2, "'much' is not understood: expected bytes"),
         (["--only-output-from", "2", SH], 2, "there is no rank 2 among 2"),
         (["-H", "a:1", SH], 2, "the hosts have 1 slots"),
+        (["-H", f"localhost:1,{socket.gethostname()}:1", SH], 2, "are both this host"),
         (["--hostfile", "/none", SH], 2, "/none"),
         (["-x", "NO_SUCH", SH], 2, "-x NO_SUCH: it is not set here"),
         (["--output", "/dev/null/a", SH], 1, "/dev/null/a"),
