@@ -263,7 +263,7 @@ def test_all_others_end_when_rank_0_is_stopped_in_a_loop_of_steps(transport: str
     """Wherever that meets it: in a batch, or while it negotiates."""
     limit = 3
     environ = {"HORORING_TIMEOUT_S": str(limit), "HORORING_TRANSPORT": transport}
-    with LiveJob(RANKS, 3, "reduce_until_it_fails", **environ) as job:
+    with LiveJob(RANKS, 3, "reduce_until_it_fails", options=PATIENT, **environ) as job:
         job.wait_until_all_say("working")
         time.sleep(random.random() * 0.02)
         os.kill(job.pid(0), signal.SIGSTOP)
@@ -272,6 +272,7 @@ def test_all_others_end_when_rank_0_is_stopped_in_a_loop_of_steps(transport: str
             assert seen["kind"] == "TransportError", seen
             assert "rank 0 on host" in seen["text"] or "from rank(s) 0 for" in seen["text"], seen
             assert seen["seconds"] < limit + 2, seen
+        os.kill(job.pid(0), signal.SIGKILL)
         check_end(job)
 
 
