@@ -8,6 +8,8 @@ from typing import Any
 from hororing import config, mpi, nccl
 from hororing._core import ffi, lib
 from hororing.launch import Launch
+from hororing.rendezvous import interfaces
+from hororing.rendezvous.client import Member
 
 
 def engine_config(
@@ -16,6 +18,7 @@ def engine_config(
     launched: bool,
     log_level: int,
     process_sets: str,
+    member: Member | None,
 ) -> tuple[list[Any], Any]:
     """Return an hr_config without communicator and ranks, and what owns its strings."""
     keep: list[Any] = []
@@ -37,6 +40,13 @@ def engine_config(
     c_config.backend = text(settings["BACKEND"])
     c_config.algorithm = text(settings["ALGORITHM"])
     c_config.mpi_library = text(library if library.exists() else "")
+    if member is not None:
+        c_config.rank, c_config.size = member.rank, member.size
+        c_config.key = text(member.mesh_key or None)
+    if settings["INTERFACE"]:
+        c_config.address = text(interfaces.chosen(settings["INTERFACE"]))
+    elif member is not None:
+        c_config.address = text(member.local_address)
     c_config.chunk_bytes = settings["CHUNK_BYTES"]
     c_config.fusion_bytes = settings["FUSION_BYTES"]
     c_config.cycle_time_ms = settings["CYCLE_TIME_MS"]

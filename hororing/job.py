@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from hororing import errors
 from hororing._core import ffi, lib
 from hororing.failures import fail
+from hororing.rendezvous.client import Member
 
 _FORKED = (
     "hororing has not been initialized in this process, which was forked from one that is: "
@@ -41,6 +42,7 @@ class Process:
     pid: int = 0  # of the process that called init
     topology: Topology | None = None
     launched: bool = False  # MPI found the peers
+    member: Member | None = None  # of a store, which found them
     hooked: bool = False  # into atexit, sys.excepthook and sys.exit
     exit_code: object = None  # of sys.exit, which the script has not caught,
     exit_by: int | None = None  # and the id of that exception

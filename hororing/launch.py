@@ -187,9 +187,9 @@ def refuse_without_mpi(launch: Launch) -> None:
     if launch.launched and not launch.mpi:
         raise ValueError(
             f"init: {launch.sign} tells of {launch.least_size} processes or more (as set by "
-            f"{launch.launcher}), but hororing finds the other ranks by MPI, and no MPI launcher "
-            "has started this process: use mpirun -np N python ...; or set HORORING_ALONE=1, if "
-            "this process is to be a job of one rank"
+            f"{launch.launcher}), but neither MPI nor HORORING_RENDEZVOUS connects this process "
+            "with them: use hororun -np N python ... or mpirun; or set HORORING_ALONE=1, if this "
+            "process is to be a job of one rank"
         )
 
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import os
 import re
 import sys
@@ -29,8 +30,8 @@ import time
 from types import TracebackType
 from typing import Any, NoReturn
 
+from hororing import bootstrap, errors, job, launch, recorder
 from hororing import config as configuration
-from hororing import errors, job, launch, recorder
 from hororing import process_sets as sets
 from hororing._core import ffi, lib
 from hororing.engine_config import engine_config
@@ -52,6 +53,7 @@ from hororing.job import process as _process
 from hororing.launch import Launch
 from hororing.logs import Forwarder, logger
 from hororing.neighbours import Neighbours
+from hororing.rendezvous.client import Member, RendezvousError
 
 # Longest that shutdown() waits for what all ranks had submitted. A peer that is frozen must not
 # keep this process from ending.
@@ -115,12 +117,17 @@ def _start(started_by: Launch, comm: Any, dynamic: bool, process_sets: str) -> N
         if settings["ALONE"]:
             started_by = Launch()
         communicator, ranks, others = _parse_comm(comm, started_by)
-        if communicator == _WORLD:
-            launch.refuse_without_mpi(started_by)
-        launched = (started_by.launched and started_by.mpi) or others
-        if launched:
+        by_mpi = (started_by.launched and started_by.mpi) or others
+        if by_mpi or started_by.launched:
             launch.refuse_children(started_by)
+        if not by_mpi:
+            _find_ranks(started_by, settings, comm)
+        launched = by_mpi or _process.member is not None
+        if communicator == _WORLD and not launched:
+            launch.refuse_without_mpi(started_by)
+        if launched:
             launch.mark_rank()
+        if by_mpi:
             launch.prepare_mpi(started_by)
         level = _log.configure(
             settings.log_level(),
@@ -129,18 +136,50 @@ def _start(started_by: Launch, comm: Any, dynamic: bool, process_sets: str) -> N
         )
         _log.open(started_by.rank if launched else 0)
         _process.dynamic = dynamic or settings["DYNAMIC_PROCESS_SETS"]
-        keep, c_config = engine_config(settings, started_by, launched, level, process_sets)
+        keep, c_config = engine_config(
+            settings, started_by, launched, level, process_sets, _process.member
+        )
         c_config.mpi_communicator = communicator
         if ranks is not None:
             c_ranks = ffi.new("int32_t[]", ranks)
             c_config.ranks, c_config.ranks_count = c_ranks, len(ranks)
         recorder.begin(settings["FLIGHT_RECORDER"], settings["STACK_SIGNAL"], started_by)
         _process.pid = os.getpid()
-        _process.launched = launched
+        _process.launched = by_mpi
         _process.broken = True  # until it is known to be whole
         _install_hooks()
-        _run(c_config, settings, Neighbours(ranks) if communicator == _WORLD else None)
+        watched = communicator == _WORLD and _process.member is None
+        _run(c_config, settings, Neighbours(ranks) if watched else None)
         del keep
+
+
+def _find_ranks(started_by: Launch, settings: configuration.Config, comm: Any) -> None:
+    """Find the store of this job, if the environment tells of one. It serves until the end."""
+    if _process.member is not None:
+        return
+    try:
+        _process.member = bootstrap.find(started_by, settings)
+    except RendezvousError as error:
+        raise _lost(error) from None
+    if _process.member is not None and comm is not None:
+        raise ValueError(f"init: comm={comm!r} needs MPI, which did not start this job")
+
+
+def _lost(error: RendezvousError) -> errors.HororingInternalError:
+    if error.rank < 0:
+        return errors.TransportError(f"init: {error}")
+    return errors.PeerLostError(f"init: {error}", error.rank)
+
+
+def _answer(member: Member, timeout_s: float) -> None:
+    """Share what the core asks for. Blocks until all ranks have come so far."""
+    mine = ffi.string(lib.hr_asked()).decode("utf-8", "surrogateescape")
+    try:
+        texts = member.share(mine, timeout_s or math.inf)
+    except RendezvousError as error:
+        raise _lost(error) from None
+    keep = [ffi.new("char[]", text.encode("utf-8", "surrogateescape")) for text in texts]
+    lib.hr_answer(ffi.new("char *[]", keep), ffi.NULL)
 
 
 def _run(c_config: Any, settings: configuration.Config, neighbours: Neighbours | None) -> None:
@@ -148,7 +187,7 @@ def _run(c_config: Any, settings: configuration.Config, neighbours: Neighbours |
     try:
         code = int(lib.hr_init(c_config))
         if code == lib.HR_OK:
-            code = _await_start(neighbours)
+            code = _await_start(neighbours, settings["TIMEOUT_S"])
         if code != lib.HR_OK:
             # A rank that is not in `comm` does not take part, but nothing is wrong with MPI.
             _process.broken = code != lib.HR_INVALID_ARGUMENT
@@ -171,7 +210,7 @@ def _run(c_config: Any, settings: configuration.Config, neighbours: Neighbours |
         raise
 
 
-def _await_start(neighbours: Neighbours | None) -> int:
+def _await_start(neighbours: Neighbours | None, timeout_s: float) -> int:
     """Wait for the engine of hr_init; its code. Ctrl-C is answered."""
     began = time.monotonic()
     look_at = began + _NEIGHBOURS_S
@@ -179,7 +218,9 @@ def _await_start(neighbours: Neighbours | None) -> int:
     while pending:
         code = int(lib.hr_init_wait(_LOOK_S))
         now = time.monotonic()
-        pending = code == lib.HR_PENDING
+        pending = code in (lib.HR_PENDING, lib.HR_ASKS)
+        if code == lib.HR_ASKS and _process.member is not None:
+            _answer(_process.member, timeout_s)
         # MPI_Init may also fail because of one, and does not tell of which.
         if neighbours is None or not (now >= look_at or code == lib.HR_TRANSPORT):
             continue
@@ -334,6 +375,11 @@ def _at_exit() -> None:
         _process.broken = True  # so mpirun ends the job, with that code
     else:
         _shutdown("the script has ended")
+    if _process.member is not None:
+        if _process.broken:
+            _process.member.close()
+        else:
+            _process.member.done()
     if not _process.broken:
         lib.hr_finalize()
     _log.close()

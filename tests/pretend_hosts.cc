@@ -13,7 +13,7 @@ namespace {
 
 // From the environment, since MPI need not have begun.
 int Rank() {
-  for (const char* name : {"OMPI_COMM_WORLD_RANK", "PMI_RANK"}) {
+  for (const char* name : {"OMPI_COMM_WORLD_RANK", "PMI_RANK", "HORORING_RANK"}) {
     if (const char* rank = std::getenv(name)) return std::atoi(rank);
   }
   return 0;

@@ -30,6 +30,7 @@ enum { HR_ABI_VERSION = 12 };
 /* The values of hororing::Code, and one more. */
 typedef enum hr_code {
   HR_PENDING = -1,
+  HR_ASKS = -2, /* of hr_init_wait */
   HR_OK = 0,
   HR_INVALID_ARGUMENT = 1,
   HR_MISMATCH = 2,
@@ -90,11 +91,16 @@ typedef enum hr_state {
 /* Everything the engine is told; filled from hororing/config. Strings are copied. */
 typedef struct hr_config {
   /* The world. */
-  int32_t launched;         /* the fewest processes that mpirun or the like has started, which find
-                               one another by MPI; 0: no launcher */
-  const char* transport;    /* "auto", "shm", "mpi" */
-  const char* backend;      /* "auto", "host", "shm_direct" */
-  const char* mpi_library;  /* path of libhororing_mpi */
+  int32_t launched;        /* the fewest processes that mpirun or the like has started, which find
+                              one another by MPI; 0: no launcher */
+  const char* transport;   /* "auto", "shm", "tcp", "mpi" */
+  const char* backend;     /* "auto", "host", "shm_direct" */
+  const char* mpi_library; /* path of libhororing_mpi */
+  /* Without MPI: this rank, of `size`, which find one another by the caller of hr_init_wait
+   * (HR_ASKS). size 0: by MPI. */
+  int32_t rank, size;
+  const char* address;      /* of this host, as others reach it; or NULL: not known */
+  const char* key;          /* of the job, secret: proves who belongs to it; or NULL */
   int32_t mpi_communicator; /* Fortran handle of the communicator to duplicate; -1: the world */
   const int32_t* ranks;     /* the sub-job of these ranks of it, or NULL */
   int32_t ranks_count;
@@ -212,8 +218,12 @@ const char* hr_version(void);
 /* Begins to start an engine. HR_OK, and nothing more, when already initialised. */
 int hr_init(const hr_config* config);
 /* Waits, at most so long and for a second, until all ranks have started their engines: HR_OK; or
- * until that has failed, on all of them. HR_PENDING: call it again, or hr_abort. */
+ * until that has failed, on all of them. HR_PENDING: call it again, or hr_abort. HR_ASKS: hr_asked
+ * is this rank's text, and hr_answer wants those of all ranks; then call it again. */
 int hr_init_wait(double timeout_s);
+const char* hr_asked(void);
+/* `texts`: of all ranks, in rank order; or NULL and why there are none. */
+void hr_answer(const char* const* texts, const char* error);
 /* Ends the engine: everything that all ranks had submitted before is carried out, everything
  * else pending fails with HR_SHUT_DOWN on every rank, `reason` in the text ("" for none).
  * Returns within about timeout_s also when peers are dead. hr_init works again afterwards. */

@@ -10,12 +10,14 @@
 #include <mutex>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "base/clock.h"
 #include "base/log.h"
 #include "base/reduce.h"
 #include "capi/hororing.h"
 #include "engine/engine.h"
+#include "transport/bootstrap.h"
 #include "transport/factory.h"
 
 namespace hororing {
@@ -29,10 +31,11 @@ namespace {
 // so that a shutdown on another thread cannot pull it away from under them.
 struct Process {
   std::mutex mutex;
-  std::shared_ptr<Engine> engine;    // GUARDED_BY(mutex)
-  std::shared_ptr<Engine> starting;  // between hr_init and the end of hr_init_wait; the same
-  bool given_up = false;             // a former engine was; GUARDED_BY(mutex)
-  std::string ended_by;              // a former engine; GUARDED_BY(mutex)
+  std::shared_ptr<Engine> engine;           // GUARDED_BY(mutex)
+  std::shared_ptr<Engine> starting;         // between hr_init and the end of hr_init_wait; the same
+  bool given_up = false;                    // a former engine was; GUARDED_BY(mutex)
+  std::string ended_by;                     // a former engine; GUARDED_BY(mutex)
+  std::shared_ptr<AskingBootstrap> asking;  // of the engine that starts; GUARDED_BY(mutex)
   std::shared_ptr<HandleTable> handles = std::make_shared<HandleTable>();
 };
 
@@ -52,6 +55,7 @@ void WatchForks() {
                  [] { pthread_atfork(nullptr, nullptr, [] { in_forked_child.store(true); }); });
 }
 
+thread_local std::string asked;
 thread_local std::string last_error;
 thread_local int last_error_rank = -1;
 
@@ -127,6 +131,8 @@ WorldOptions WorldOptionsFrom(const hr_config& from) {
   WorldOptions options;
   options.launched = from.launched != 0;
   options.transport = Text(from.transport);
+  options.address = Text(from.address);
+  options.key = Text(from.key);
   options.mpi_library_path = Text(from.mpi_library);
   options.mpi.communicator = from.mpi_communicator;
   options.mpi.launched = from.launched;
@@ -146,6 +152,9 @@ int EndEngine(const char* reason, const std::function<bool(Engine&)>& end) {
   {
     std::lock_guard<std::mutex> lock(process.mutex);
     const bool started = process.starting == nullptr;
+    if (process.asking != nullptr) {
+      process.asking->Answer(Status(Code::kTransport, "init was given up"), {});
+    }
     engine = std::exchange(started ? process.engine : process.starting, nullptr);
     if (engine == nullptr) return HR_OK;
     if (!started) process.given_up = true;  // until its thread has ended
@@ -198,14 +207,18 @@ HR_EXPORT int hr_init(const hr_config* config) {
                                            ": this processor, or this build, lacks them; "
                                            "use auto"));
   }
-  const WorldOptions world = WorldOptionsFrom(*config);
+  WorldOptions world = WorldOptionsFrom(*config);
   EngineConfig engine_config = EngineConfigFrom(*config);
   Status parsed = Parse(Text(config->algorithm), &engine_config.allreduce);
   if (parsed.ok()) parsed = Parse(Text(config->gpu), &engine_config.gpu);
   if (!parsed.ok()) return Remember(parsed);
-  std::shared_ptr<Engine> engine = Engine::Begin(
-      engine_config, [world](World* made) { return MakeWorld(world, made); }, process.handles);
+  std::shared_ptr<AskingBootstrap> asking;
+  if (config->size > 0) asking = std::make_shared<AskingBootstrap>(config->rank, config->size);
+  world.bootstrap = asking.get();
+  const auto make = [world, asking](World* made) { return MakeWorld(world, made); };
+  std::shared_ptr<Engine> engine = Engine::Begin(engine_config, make, process.handles);
   std::lock_guard<std::mutex> lock(process.mutex);
+  process.asking = std::move(asking);
   process.starting = std::move(engine);
   return HR_OK;
 }
@@ -213,9 +226,17 @@ HR_EXPORT int hr_init(const hr_config* config) {
 HR_EXPORT int hr_init_wait(double timeout_s) {
   Process& process = TheProcess();
   const std::shared_ptr<Engine> starting = process.starting;
+  const std::shared_ptr<AskingBootstrap> asking = process.asking;
   if (starting == nullptr) return CurrentEngine() != nullptr ? HR_OK : Remember(NotInitialized());
+  const TimeNs end = After(NowNs(), Scaled(timeout_s, kSecond));
   Status status;
-  if (!starting->AwaitStart(Scaled(timeout_s, kSecond), &status)) return HR_PENDING;
+  for (TimeNs left = end - NowNs();; left = end - NowNs()) {
+    if (asking != nullptr && asking->Asked(&asked)) return HR_ASKS;
+    if (starting->AwaitStart(asking == nullptr ? left : std::min(left, kMillisecond), &status)) {
+      break;
+    }
+    if (left <= 0 || asking == nullptr) return HR_PENDING;
+  }
   if (!status.ok()) {
     hr_abort("init had failed");
     return Remember(status);
@@ -223,6 +244,15 @@ HR_EXPORT int hr_init_wait(double timeout_s) {
   std::lock_guard<std::mutex> lock(process.mutex);
   process.engine = std::exchange(process.starting, nullptr);
   return HR_OK;
+}
+
+HR_EXPORT const char* hr_asked(void) { return asked.c_str(); }
+
+HR_EXPORT void hr_answer(const char* const* texts, const char* error) {
+  const std::shared_ptr<AskingBootstrap> asking = TheProcess().asking;
+  if (asking == nullptr) return;
+  if (texts == nullptr) return asking->Answer(Status(Code::kTransport, Text(error)), {});
+  asking->Answer(Status::Ok(), std::vector<std::string>(texts, texts + asking->size()));
 }
 
 HR_EXPORT int hr_shutdown(const char* reason, double timeout_s) {

@@ -14,6 +14,9 @@
 
 #include "transport/routed_transport.h"
 #include "transport/shm_transport.h"
+#include "transport/tcp/handshake.h"
+#include "transport/tcp/socket.h"
+#include "transport/tcp/transport.h"
 
 namespace hororing {
 namespace {
@@ -71,37 +74,19 @@ std::string HostId() {
          (has_shm ? std::to_string(shm.st_dev) + ":" + std::to_string(shm.st_ino) : "none");
 }
 
-// Every rank's text, in rank order, through rank 0. Texts are cut to fit.
-Status ShareTexts(Transport& transport, const std::string& mine, TimeNs deadline,
-                  std::vector<std::string>* texts) {
-  constexpr size_t kWidth = 1024;
-  const size_t size = static_cast<size_t>(transport.size());
-  std::vector<char> all(size * kWidth, '\0');
-  const auto place = [&](int rank) { return all.data() + static_cast<size_t>(rank) * kWidth; };
-  mine.copy(place(transport.rank()), kWidth - 1);
-  if (transport.rank() != 0) {
-    HORORING_RETURN_IF_ERROR(
-        transport.Wait(transport.Send(0, place(transport.rank()), kWidth), deadline));
-    HORORING_RETURN_IF_ERROR(
-        transport.Wait(transport.Receive(0, all.data(), all.size()), deadline));
-  } else {
-    for (int peer = 1; peer < transport.size(); ++peer) {
-      HORORING_RETURN_IF_ERROR(
-          transport.Wait(transport.Receive(peer, place(peer), kWidth), deadline));
-    }
-    for (int peer = 1; peer < transport.size(); ++peer) {
-      HORORING_RETURN_IF_ERROR(
-          transport.Wait(transport.Send(peer, all.data(), all.size()), deadline));
-    }
+// The first of the ranks' errors; ok where all are empty.
+Status FirstOf(const std::vector<std::string>& errors) {
+  for (size_t rank = 0; rank < errors.size(); ++rank) {
+    if (errors[rank].empty()) continue;
+    return Status(Code::kTransport, "rank " + std::to_string(rank) + ": " + errors[rank],
+                  static_cast<int>(rank));
   }
-  texts->clear();
-  for (int rank = 0; rank < transport.size(); ++rank) texts->push_back(place(rank));
   return Status::Ok();
 }
 
 // The transport among the ranks of a host, over a segment that its first one creates and all map,
 // or the same error on every rank of the job.
-Status ShareMemory(Transport& bootstrap, const Topology& topology, const WorldOptions& options,
+Status ShareMemory(Bootstrap& bootstrap, const Topology& topology, const WorldOptions& options,
                    TimeNs deadline, std::unique_ptr<Transport>* transport) {
   size_t most = 0;
   for (const std::vector<int>& ranks : topology.ranks_on()) most = std::max(most, ranks.size());
@@ -119,7 +104,7 @@ Status ShareMemory(Transport& bootstrap, const Topology& topology, const WorldOp
     if (mine.ok()) name = segment->name();
   }
   std::vector<std::string> texts;
-  HORORING_RETURN_IF_ERROR(ShareTexts(bootstrap, name, deadline, &texts));
+  HORORING_RETURN_IF_ERROR(bootstrap.Share(name, deadline, &texts));
   const std::string& created = texts[static_cast<size_t>(first)];
   if (bootstrap.rank() != first && !created.empty()) {
     mine = ShmSegment::Attach(created, geometry, &segment);
@@ -129,25 +114,21 @@ Status ShareMemory(Transport& bootstrap, const Topology& topology, const WorldOp
   if (segment != nullptr) {
     shared = std::make_unique<ShmTransport>(segment, topology.local_rank, options.spin_ns);
   }
-  const Status met = ShareTexts(bootstrap, mine.message(), deadline, &texts);
+  const Status met = bootstrap.Share(mine.message(), deadline, &texts);
   if (segment != nullptr) segment->Unlink();
   HORORING_RETURN_IF_ERROR(met);
-  for (size_t rank = 0; rank < texts.size(); ++rank) {
-    if (texts[rank].empty()) continue;
-    return Status(Code::kTransport, "rank " + std::to_string(rank) + ": " + texts[rank],
-                  static_cast<int>(rank));
-  }
+  HORORING_RETURN_IF_ERROR(FirstOf(texts));
   *transport = std::move(shared);
   return Status::Ok();
 }
 
 bool IsKnown(const std::string& transport) {
-  return transport == "auto" || transport == "shm" || transport == "mpi";
+  return transport == "auto" || transport == "shm" || transport == "mpi" || transport == "tcp";
 }
 
 Status UnknownTransport(const std::string& transport) {
   return Status(Code::kInvalidArgument,
-                "HORORING_TRANSPORT=" + transport + " is unknown; choose auto, shm or mpi");
+                "HORORING_TRANSPORT=" + transport + " is unknown; choose auto, shm, tcp or mpi");
 }
 
 // Every rank must want the same transport, or they would wait for one another on different ones.
@@ -163,24 +144,103 @@ Status CompareWishes(const std::vector<std::string>& wishes) {
                                      "); set the same value on every rank");
 }
 
-// MPI tells nobody when a process ends, but on this host it can be seen.
-Status WatchNeighbours(Transport& transport, const std::vector<std::string>& host_ids,
-                       TimeNs deadline, std::vector<ProcessIdentity>* neighbours) {
+// MPI tells nobody when a process ends, but on this host it can be seen. `mpi` may be null.
+Status WatchNeighbours(Bootstrap& bootstrap, const std::vector<std::string>& host_ids,
+                       TimeNs deadline, Transport* mpi, std::vector<ProcessIdentity>* neighbours) {
   const ProcessIdentity self = ThisProcess();
   std::vector<std::string> texts;
-  HORORING_RETURN_IF_ERROR(
-      ShareTexts(transport, std::to_string(self.pid) + " " + std::to_string(self.start_time),
-                 deadline, &texts));
+  HORORING_RETURN_IF_ERROR(bootstrap.Share(
+      std::to_string(self.pid) + " " + std::to_string(self.start_time), deadline, &texts));
   std::vector<ProcessIdentity> processes(texts.size());
   std::vector<bool> here;
   neighbours->assign(texts.size(), {});
-  const size_t own = static_cast<size_t>(transport.rank());
+  const size_t own = static_cast<size_t>(bootstrap.rank());
   for (size_t rank = 0; rank < texts.size(); ++rank) {
     std::istringstream(texts[rank]) >> processes[rank].pid >> processes[rank].start_time;
     here.push_back(host_ids[rank] == host_ids[own] && rank != own);
     if (here.back()) (*neighbours)[rank] = processes[rank];
   }
-  transport.WatchProcesses(std::move(processes), std::move(here));
+  if (mpi != nullptr) mpi->WatchProcesses(std::move(processes), std::move(here));
+  return Status::Ok();
+}
+
+// Over TCP to all ranks, or the same error on every one of them.
+Status MakeTcp(Bootstrap& bootstrap, const Topology& topology, const WorldOptions& options,
+               TimeNs deadline, std::unique_ptr<Transport>* transport) {
+  const std::string host = topology.hosts.size() == 1 ? "127.0.0.1" : options.address;
+  Socket listener;
+  std::string address;
+  const Status mine =
+      host.empty() ? Status(Code::kTransport,
+                            "it has no address that other hosts reach; set HORORING_INTERFACE")
+                   : Listen(host, &listener, &address);
+  std::vector<std::string> addresses, errors, keys;
+  HORORING_RETURN_IF_ERROR(bootstrap.Share(address, deadline, &addresses));
+  HORORING_RETURN_IF_ERROR(bootstrap.Share(mine.message(), deadline, &errors));
+  HORORING_RETURN_IF_ERROR(FirstOf(errors));
+  TcpOptions tcp;
+  tcp.key = options.key;
+  if (tcp.key.empty()) {  // who can read this can read everything else
+    HORORING_RETURN_IF_ERROR(bootstrap.Share(RandomKey(), deadline, &keys));
+    tcp.key = keys[0];
+  }
+  tcp.spin_ns = options.spin_ns;
+  return TcpTransport::Make(topology.rank, std::move(addresses), std::move(listener), tcp,
+                            transport);
+}
+
+// Among ranks that find one another by `bootstrap`; `over_mpi` is null where that is not MPI.
+Status MakeWorld(Bootstrap& bootstrap, const WorldOptions& options, TimeNs deadline,
+                 std::unique_ptr<Transport> over_mpi, World* world) {
+  const std::string& wish = options.transport;
+  // What follows is decided from what all ranks know, so that they decide alike.
+  std::vector<std::string> host_ids, wishes;
+  HORORING_RETURN_IF_ERROR(bootstrap.Share(HostId(), deadline, &host_ids));
+  HORORING_RETURN_IF_ERROR(bootstrap.Share(wish, deadline, &wishes));
+  HORORING_RETURN_IF_ERROR(CompareWishes(wishes));
+  HORORING_RETURN_IF_ERROR(
+      WatchNeighbours(bootstrap, host_ids, deadline, over_mpi.get(), &world->neighbours));
+  const Topology topology = world->topology = MakeTopology(bootstrap.rank(), host_ids);
+  if (wish == "mpi") {
+    world->transport = std::move(over_mpi);
+    if (world->transport != nullptr) return Status::Ok();
+    return Status(Code::kInvalidArgument,
+                  "HORORING_TRANSPORT=mpi, but MPI did not start this job; use auto, or mpirun");
+  }
+  if (topology.size == 1) {
+    world->transport = std::move(MakeInprocWorld(1, options.spin_ns)[0]);
+    world->bootstrap = std::move(over_mpi);
+    return Status::Ok();
+  }
+  const bool one_host = topology.hosts.size() == 1;
+  if (wish == "shm" && !one_host) {
+    std::string hosts;
+    for (const std::string& host : topology.hosts) hosts += (hosts.empty() ? "" : ", ") + host;
+    return Status(Code::kInvalidArgument,
+                  "HORORING_TRANSPORT=shm, but the ranks do not share memory, they are on: " +
+                      hosts + "; use auto, tcp or mpi");
+  }
+  const bool by_mpi = wish == "auto" && over_mpi != nullptr;
+  const bool some_share = topology.hosts.size() < host_ids.size();
+  if (some_share && !(one_host && wish == "tcp")) {
+    std::unique_ptr<Transport>& shared = one_host ? world->transport : world->local;
+    const Status status = ShareMemory(bootstrap, topology, options, deadline, &shared);
+    if (!status.ok() && (wish == "shm" || !bootstrap.CheckPeers().ok())) return status;
+    if (!status.ok()) {
+      world->note = "ranks of one host talk through " + std::string(by_mpi ? "MPI" : "TCP") +
+                    ", which is slower there than shared memory: " + status.message();
+    } else if (one_host) {
+      world->bootstrap = std::move(over_mpi);
+      return Status::Ok();
+    }
+  }
+  if (by_mpi) {
+    world->transport = std::move(over_mpi);
+  } else {
+    HORORING_RETURN_IF_ERROR(MakeTcp(bootstrap, topology, options, deadline, &world->transport));
+    world->bootstrap = std::move(over_mpi);
+  }
+  if (world->local != nullptr) RouteControl(options, world);
   return Status::Ok();
 }
 
@@ -241,66 +301,20 @@ Status MakeWorld(const WorldOptions& options, World* world) {
     world->topology = MakeTopology(0, {HostId()});
     return Status::Ok();
   }
+  const TimeNs deadline = After(NowNs(), options.timeout_ns);
+  std::unique_ptr<Transport> over_mpi;
+  if (options.bootstrap != nullptr) {
+    return MakeWorld(*options.bootstrap, options, deadline, std::move(over_mpi), world);
+  }
   MpiLibrary mpi;
   HORORING_RETURN_IF_ERROR(LoadMpi(options.mpi_library_path, &mpi));
-  const TimeNs deadline = After(NowNs(), options.timeout_ns);
   Transport* opened = nullptr;
   Status status;
   mpi.open(&options.mpi, options.spin_ns, deadline, &opened, &status);
   HORORING_RETURN_IF_ERROR(status);
-  std::unique_ptr<Transport> over_mpi(opened);
-
-  // What follows is decided from what all ranks know, so that they decide alike.
-  std::vector<std::string> host_ids, wishes;
-  HORORING_RETURN_IF_ERROR(ShareTexts(*over_mpi, HostId(), deadline, &host_ids));
-  HORORING_RETURN_IF_ERROR(ShareTexts(*over_mpi, options.transport, deadline, &wishes));
-  HORORING_RETURN_IF_ERROR(CompareWishes(wishes));
-  HORORING_RETURN_IF_ERROR(WatchNeighbours(*over_mpi, host_ids, deadline, &world->neighbours));
-  world->topology = MakeTopology(over_mpi->rank(), host_ids);
-  if (options.transport == "mpi") {
-    world->transport = std::move(over_mpi);
-    return Status::Ok();
-  }
-  if (over_mpi->size() == 1) {
-    world->transport = std::move(MakeInprocWorld(1, options.spin_ns)[0]);
-    world->bootstrap = std::move(over_mpi);
-    return Status::Ok();
-  }
-  if (world->topology.hosts.size() > 1) {
-    if (options.transport == "auto") {
-      const bool alone = static_cast<size_t>(over_mpi->size()) == world->topology.hosts.size();
-      if (!alone) {
-        const Status local =
-            ShareMemory(*over_mpi, world->topology, options, deadline, &world->local);
-        if (!local.ok() && !over_mpi->CheckPeers().ok()) return local;
-        if (!local.ok()) {
-          world->note =
-              "ranks of one host talk through MPI, which is slower there than shared memory: " +
-              local.message();
-        }
-      }
-      world->transport = std::move(over_mpi);
-      if (world->local != nullptr) RouteControl(options, world);
-      return Status::Ok();
-    }
-    std::string hosts;
-    for (const std::string& host : world->topology.hosts) {
-      hosts += (hosts.empty() ? "" : ", ") + host;
-    }
-    return Status(Code::kInvalidArgument,
-                  "HORORING_TRANSPORT=shm, but the ranks do not share memory, they are on: " +
-                      hosts + "; use auto or mpi");
-  }
-  const Status shared =
-      ShareMemory(*over_mpi, world->topology, options, deadline, &world->transport);
-  if (shared.ok()) {
-    world->bootstrap = std::move(over_mpi);
-    return Status::Ok();
-  }
-  if (options.transport == "shm" || !over_mpi->CheckPeers().ok()) return shared;
-  world->note = "falling back to MPI, which is slower on one host: " + shared.message();
-  world->transport = std::move(over_mpi);
-  return Status::Ok();
+  over_mpi.reset(opened);
+  TransportBootstrap bootstrap(opened);
+  return MakeWorld(bootstrap, options, deadline, std::move(over_mpi), world);
 }
 
 std::vector<std::unique_ptr<Transport>> MakeInprocWorld(int size, TimeNs spin_ns) {

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "base/status.h"
+#include "transport/bootstrap.h"
 #include "transport/mpi_transport.h"
 #include "transport/transport.h"
 
@@ -40,19 +41,23 @@ struct World {
 };
 
 struct WorldOptions {
-  bool launched = false;         // by mpirun or the like: there may be other ranks
-  std::string transport;         // "auto", "shm" or "mpi"
+  bool launched = false;  // there may be other ranks
+  std::string transport;  // "auto", "shm", "tcp" or "mpi"
+  // By which the ranks find one another; null: by MPI. Borrowed.
+  Bootstrap* bootstrap = nullptr;
+  std::string address;           // of this host, as other hosts reach it; "": not known
+  std::string key;               // of the job, secret: for TCP; "": one that `bootstrap` shares
   std::string mpi_library_path;  // of libhororing_mpi
   MpiWorld mpi;
   TimeNs spin_ns = 0;
   TimeNs timeout_ns = kForever;  // for the exchange at start
 };
 
-// auto: one rank -> inproc; all ranks on one host -> shared memory (named through MPI at
-// start, MPI idle afterwards), or MPI with a note where that fails; several hosts -> MPI, and
-// shared memory on each of them for what does not leave it, or a note where that fails. "shm"
-// over several hosts is an error that names the hosts. The ranks decide alike, and fail with the
-// same text, as long as MPI connects them.
+// auto: one rank -> inproc; all ranks on one host -> shared memory; several hosts -> MPI where that
+// has started the job, else TCP, and shared memory on each of them for what does not leave it.
+// Where shared memory fails, MPI or TCP with a note. "tcp": the same, but never MPI, and on one
+// host no shared memory. "shm" over several hosts is an error that names the hosts. The ranks
+// decide alike, and fail with the same text, as long as the bootstrap connects them.
 Status MakeWorld(const WorldOptions& options, World* world);
 
 // Several hosts: control messages between neighbours go through `world.local` from now on.

@@ -188,10 +188,18 @@ KNOBS: tuple[Knob, ...] = (
     ),
     Knob(
         "TRANSPORT",
-        choice("auto", "shm", "mpi"),
+        choice("auto", "shm", "tcp", "mpi"),
         "auto",
-        "how bytes travel; auto: shared memory where all ranks are on one host, else MPI",
+        "how bytes travel; auto: shared memory where all ranks are on one host, else MPI, or TCP "
+        "where MPI did not start the job",
         scope="all",
+    ),
+    Knob(
+        "INTERFACE",
+        PATH,
+        None,
+        "network of this host that TCP uses: an address, or a name such as eth0; unset: that from "
+        "which the store is reached",
     ),
     Knob(
         "BACKEND",

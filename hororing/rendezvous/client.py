@@ -5,6 +5,7 @@ Blocking, for any thread; one request at a time. A child that a rank forks has n
 
 from __future__ import annotations
 
+import hmac
 import math
 import os
 import secrets
@@ -105,6 +106,7 @@ class Member:
     Attributes
     ----------
     address : where the store is.
+    mesh_key : proves to other ranks that this one belongs to the job; "" without a secret.
     local_address : address of this host from which the store is reached, without a port.
     at_close : what `close` calls afterwards, such as the end of a store in this process.
 
@@ -129,6 +131,7 @@ class Member:
         self.host = socket.gethostname() if host is None else host
         self.address = address
         self.local_address = ""
+        self.mesh_key = hmac.new(secret, b"mesh", "sha256").hexdigest() if secret else ""
         self.at_close: list[Callable[[], None]] = []
         self._lock = threading.Lock()
         self._shares = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import ipaddress
 import socket
 import struct
 
@@ -13,11 +14,31 @@ _SIOCGIFADDR = 0x8915  # see netdevice(7)
 def addresses() -> list[str]:
     """IPv4 of every interface, that of the host itself last; then the host's name."""
     found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            with contextlib.suppress(OSError):  # it has none
-                answer = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, request)
-                found.append(socket.inet_ntoa(answer[20:24]))
+    for _, name in socket.if_nameindex():
+        with contextlib.suppress(OSError):  # it has none
+            found.append(_address(name))
     found.sort(key=lambda address: address.startswith("127."))
     return [*dict.fromkeys(found), socket.gethostname()]
+
+
+def chosen(interface: str) -> str:
+    """The address that HORORING_INTERFACE means: itself, or the IPv4 of "eth0".
+
+    ValueError where this host has no such interface, or that no such address.
+    """
+    with contextlib.suppress(ValueError):
+        return str(ipaddress.ip_address(interface))
+    try:
+        return _address(interface)
+    except OSError as error:
+        names = ", ".join(name for _, name in socket.if_nameindex())
+        raise ValueError(
+            f"HORORING_INTERFACE={interface}: {error.strerror}; this host has {names}"
+        ) from None
+
+
+def _address(interface: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        request = struct.pack("256s", interface.encode()[:15])
+        answer = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, request)
+    return socket.inet_ntoa(answer[20:24])

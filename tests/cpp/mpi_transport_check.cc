@@ -156,7 +156,7 @@ TEST(over_mpi_different_wishes_are_an_error_on_every_rank) {
     CHECK(status.code() == Code::kMismatch);
     CHECK(status.message().find("rank 0: shm; rank 1: auto") != std::string::npos);
   }
-  CHECK(Make("smoke", &other).message().find("choose auto, shm or mpi") != std::string::npos);
+  CHECK(Make("smoke", &other).message().find("choose auto, shm, tcp or mpi") != std::string::npos);
 }
 
 TEST(over_mpi_a_deadline_names_the_rank_and_frees_the_buffers) {

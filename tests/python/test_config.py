@@ -61,7 +61,7 @@ def test_bytes_with_and_without_units(text: str, expected: int):
         ("HORORING_CACHE_CAPACITY", "-5"),
         ("HORORING_CACHE_CAPACITY", "1e3"),
         ("HORORING_REPRODUCIBLE", "maybe"),
-        ("HORORING_TRANSPORT", "tcp"),
+        ("HORORING_TRANSPORT", "udp"),
         ("HORORING_LOG_LEVEL", "loud"),
         ("HORORING_CPU", "0,,1"),
         ("HORORING_TIMELINE_STEPS", "5"),

@@ -1,0 +1,64 @@
+// Bootstrap: how the ranks of a job tell one another the few texts that a transport needs to be
+// made, before there is one. By MPI, or by whoever calls init.
+#pragma once
+
+#include <condition_variable>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "base/clock.h"
+#include "base/status.h"
+#include "transport/transport.h"
+
+namespace hororing {
+
+class Bootstrap {
+ public:
+  virtual ~Bootstrap() = default;
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+  // Every rank's text, in rank order. Blocks until all have called it, or one is lost.
+  virtual Status Share(const std::string& mine, TimeNs deadline,
+                       std::vector<std::string>* texts) = 0;
+  // Not ok where ranks cannot reach one another any more.
+  virtual Status CheckPeers() { return Status::Ok(); }
+};
+
+// Over a transport that exists, through rank 0. Texts are cut to 1,023 bytes.
+class TransportBootstrap final : public Bootstrap {
+ public:
+  explicit TransportBootstrap(Transport* transport) : transport_(*transport) {}
+  int rank() const override { return transport_.rank(); }
+  int size() const override { return transport_.size(); }
+  Status Share(const std::string& mine, TimeNs deadline, std::vector<std::string>* texts) override;
+  Status CheckPeers() override { return transport_.CheckPeers(); }
+
+ private:
+  Transport& transport_;
+};
+
+// By another thread, which knows how to reach the other ranks: it looks for questions and answers
+// them. Ends with an error when it leaves.
+class AskingBootstrap final : public Bootstrap {
+ public:
+  AskingBootstrap(int rank, int size) : rank_(rank), size_(size) {}
+  int rank() const override { return rank_; }
+  int size() const override { return size_; }
+  Status Share(const std::string& mine, TimeNs deadline, std::vector<std::string>* texts) override;
+
+  // The other thread: true where this rank's text is to be shared.
+  bool Asked(std::string* mine);
+  void Answer(Status status, std::vector<std::string> texts);
+
+ private:
+  const int rank_, size_;
+  std::mutex mutex_;
+  std::condition_variable answered_;
+  bool asked_ = false;  // GUARDED_BY(mutex_), as all below
+  std::string mine_;
+  Status answer_;                   // of the answer; once not ok it is for ever
+  std::vector<std::string> texts_;  // the answer
+};
+
+}  // namespace hororing

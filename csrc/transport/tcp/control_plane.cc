@@ -1,0 +1,213 @@
+// The control plane of TcpTransport: messages, announcements of failures, and the end.
+//
+// A frame is the number of its bytes (4, of this machine's order), its kind (1), and its text.
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+
+#include "transport/polling.h"
+#include "transport/tcp/transport.h"
+
+namespace hororing {
+namespace {
+
+constexpr TimeNs kLongestSleep = kSecond;  // events end it
+constexpr size_t kHead = 5;
+
+}  // namespace
+
+void TcpTransport::Post(int peer, std::string message) { Put(peer, kMessage, message); }
+
+bool TcpTransport::Poll(int* peer, std::string* message) {
+  if (inbox_.empty()) Events();
+  if (inbox_.empty()) return false;
+  *peer = inbox_.front().first;
+  *message = std::move(inbox_.front().second);
+  inbox_.pop_front();
+  return true;
+}
+
+bool TcpTransport::Move() {
+  const bool moved = MoveData();
+  return Events() || moved;
+}
+
+void TcpTransport::Sleep(TimeNs deadline) {
+  Backoff backoff(options_.spin_ns, kLongestSleep);
+  for (;;) {
+    const bool moved = Move();
+    if (!inbox_.empty() || woken_ || (!failure_.ok() && !failure_shown_)) {
+      woken_ = false;
+      failure_shown_ = !failure_.ok();
+      return;
+    }
+    if (!backoff.Pause(*this, 0, moved, deadline)) return;
+  }
+}
+
+void TcpTransport::Wake() {
+  const uint64_t one = 1;
+  // It can only fail where the count is at its limit: it has been rung then.
+  [[maybe_unused]] const ssize_t written = write(bell_.fd(), &one, sizeof one);
+}
+
+Status TcpTransport::CheckPeers() {
+  Events();
+  return failure_;
+}
+
+TimeNs TcpTransport::Silence(int peer) {
+  Peer& state = PeerOf(peer);
+  if (peer == rank_ || state.lost || state.closed || closing_) return 0;
+  if (state.asked_ns != 0) return NowNs() - state.asked_ns;
+  state.asked_ns = NowNs();
+  Put(peer, kAsk, "");
+  return 0;
+}
+
+// Ahead of what is queued: a peer that takes nothing must not keep others from knowing.
+void TcpTransport::AnnounceFailure(const Status& why) {
+  if (std::exchange(announced_, true)) return;
+  const Status told = Announced(why, rank_);
+  const std::string text = std::to_string(static_cast<int>(told.code())) + " " +
+                           std::to_string(told.rank()) + " " + told.message();
+  for (int peer = 0; peer < size(); ++peer) {
+    if (peer != rank_) Put(peer, kFailure, text, true);
+  }
+}
+
+bool TcpTransport::Flush(TimeNs deadline) {
+  Backoff backoff(options_.spin_ns, kLongestSleep);
+  for (;;) {
+    const bool moved = Move();
+    bool unsent = false, deaf = false;
+    for (const Peer& peer : peers_) {
+      if (!peer.outbox.empty()) (peer.lost ? deaf : unsent) = true;
+    }
+    if (!unsent) return !deaf;
+    if (!backoff.Pause(*this, 0, moved, deadline)) return false;
+  }
+}
+
+bool TcpTransport::Close(TimeNs deadline) {
+  const auto connected = [](const Peer& peer) {
+    const Channel& control = peer.channels[kControl];
+    return control.made.give_up_ns != 0 || control.taken.socket;
+  };
+  for (int peer = 0; peer < size() && !closing_; ++peer) {
+    if (peer != rank_ && (connected(PeerOf(peer)) || size() <= options_.eager_ranks)) {
+      Put(peer, kClose, "");
+    }
+  }
+  closing_ = true;
+  Backoff backoff(options_.spin_ns, kLongestSleep);
+  for (;;) {
+    const bool moved = Events();
+    inbox_.clear();
+    bool waiting = false;
+    for (const Peer& peer : peers_) {
+      waiting |= !peer.lost && (!peer.outbox.empty() || (connected(peer) && !peer.closed));
+    }
+    if (!waiting) return true;
+    if (!backoff.Pause(*this, 0, moved, deadline)) return false;
+  }
+}
+
+void TcpTransport::Put(int peer, Frame kind, const std::string& text, bool first) {
+  Peer& state = PeerOf(peer);
+  const uint32_t bytes = static_cast<uint32_t>(text.size());
+  std::string frame(reinterpret_cast<const char*>(&bytes), sizeof bytes);
+  frame += static_cast<char>(kind);
+  frame += text;
+  auto at = state.outbox.end();
+  if (first) at = state.outbox.begin() + (state.out_at > 0 ? 1 : 0);
+  state.outbox.insert(at, std::move(frame));
+  PushControl(peer);
+}
+
+bool TcpTransport::PushControl(int peer) {
+  Peer& state = PeerOf(peer);
+  if (state.outbox.empty() || state.lost) return false;
+  Need(peer, kControl);
+  Channel& channel = state.channels[kControl];
+  bool moved = false;
+  while (!state.outbox.empty() && channel.sends != nullptr && channel.sends->ready()) {
+    const std::string& frame = state.outbox.front();
+    const ptrdiff_t sent = SendSome(channel.sends->socket.fd(), frame.data() + state.out_at,
+                                    frame.size() - state.out_at);
+    if (sent < 0) {
+      const int error = errno;
+      // What it has told before is still to be read.
+      while (PullControl(peer)) continue;
+      channel.sends->socket = Socket();
+      Ended(peer, error);
+    }
+    if (sent <= 0) break;
+    moved = true;
+    state.out_at += static_cast<size_t>(sent);
+    if (state.out_at < frame.size()) continue;
+    state.outbox.pop_front();
+    state.out_at = 0;
+  }
+  return moved;
+}
+
+bool TcpTransport::PullControl(int peer) {
+  Peer& state = PeerOf(peer);
+  Channel& channel = state.channels[kControl];
+  bool moved = false;
+  char bytes[64 << 10];
+  for (Link* link : {&channel.made, &channel.taken}) {
+    while (link->ready()) {
+      const ptrdiff_t got = ReceiveSome(link->socket.fd(), bytes, sizeof bytes);
+      if (got < 0) {
+        const int error = errno;
+        link->socket = Socket();
+        Ended(peer, error);
+      }
+      if (got <= 0) break;
+      moved = true;
+      state.inbox.append(bytes, static_cast<size_t>(got));
+    }
+  }
+  size_t at = 0;
+  while (state.inbox.size() - at >= kHead) {
+    uint32_t length = 0;
+    std::memcpy(&length, state.inbox.data() + at, sizeof length);
+    if (state.inbox.size() - at < kHead + length) break;
+    const Frame kind = static_cast<Frame>(state.inbox[at + kHead - 1]);
+    std::string text = state.inbox.substr(at + kHead, length);
+    at += kHead + length;
+    Deliver(peer, kind, std::move(text));
+  }
+  state.inbox.erase(0, at);
+  return moved;
+}
+
+void TcpTransport::Deliver(int peer, Frame kind, std::string text) {
+  Peer& state = PeerOf(peer);
+  if (kind == kMessage) {
+    inbox_.emplace_back(peer, std::move(text));
+  } else if (kind == kFailure) {
+    state.lost = true;
+    char* rest = nullptr;
+    const auto code = static_cast<Code>(std::strtol(text.c_str(), &rest, 10));
+    const long blamed = std::strtol(rest, &rest, 10);
+    NoteFailure(Status(code, *rest == '\0' ? "" : rest + 1, static_cast<int>(blamed)));
+  } else if (kind == kClose) {
+    state.closed = true;
+  } else if (kind == kAsk) {
+    if (!closing_) Put(peer, kAnswer, "");  // else kClose was the last word
+  } else {
+    state.asked_ns = 0;
+  }
+}
+
+void TcpTransport::NoteFailure(Status failure) {
+  if (failure_.ok()) failure_ = std::move(failure);
+}
+
+}  // namespace hororing

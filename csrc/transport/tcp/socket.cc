@@ -1,0 +1,124 @@
+#include "transport/tcp/socket.h"
+
+#include <fcntl.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <memory>
+
+namespace hororing {
+namespace {
+
+constexpr int kFlags = SOCK_NONBLOCK | SOCK_CLOEXEC;  // forked children must not hold a peer's end
+
+Status Refused(const std::string& what, const std::string& why) {
+  return Status(Code::kTransport, what + ": " + why);
+}
+
+using Addresses = std::unique_ptr<addrinfo, decltype(&freeaddrinfo)>;
+
+Status Resolve(const std::string& host, const std::string& port, int flags, Addresses* found) {
+  addrinfo hints = {};
+  hints.ai_socktype = SOCK_STREAM;
+  hints.ai_flags = flags | AI_NUMERICSERV;
+  addrinfo* list = nullptr;
+  const int error = getaddrinfo(host.c_str(), port.c_str(), &hints, &list);
+  if (error != 0) return Refused("address " + host, gai_strerror(error));
+  found->reset(list);
+  return Status::Ok();
+}
+
+Status Set(int fd, int level, int option, int value, const char* name) {
+  if (setsockopt(fd, level, option, &value, sizeof value) == 0) return Status::Ok();
+  return Refused(name, std::strerror(errno));
+}
+
+// Where it has connected to: how much of its error is left.
+ptrdiff_t Moved(ptrdiff_t bytes) {
+  if (bytes > 0) return bytes;
+  if (bytes == 0) {
+    errno = 0;
+    return -1;
+  }
+  return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR ? 0 : -1;
+}
+
+}  // namespace
+
+Socket::~Socket() {
+  if (fd_ >= 0) close(fd_);
+}
+
+Status Listen(const std::string& host, Socket* listener, std::string* address) {
+  Addresses found(nullptr, &freeaddrinfo);
+  HORORING_RETURN_IF_ERROR(Resolve(host, "0", AI_PASSIVE, &found));
+  *listener = Socket(socket(found->ai_family, SOCK_STREAM | kFlags, 0));
+  if (!*listener || bind(listener->fd(), found->ai_addr, found->ai_addrlen) != 0 ||
+      listen(listener->fd(), SOMAXCONN) != 0) {
+    return Refused("cannot listen at " + host, std::strerror(errno));
+  }
+  sockaddr_storage own = {};
+  socklen_t bytes = sizeof own;
+  char number[NI_MAXHOST], port[NI_MAXSERV];
+  if (getsockname(listener->fd(), reinterpret_cast<sockaddr*>(&own), &bytes) != 0 ||
+      getnameinfo(reinterpret_cast<sockaddr*>(&own), bytes, number, sizeof number, port,
+                  sizeof port, NI_NUMERICHOST | NI_NUMERICSERV) != 0) {
+    return Refused("cannot tell the address of " + host, std::strerror(errno));
+  }
+  *address = own.ss_family == AF_INET6 ? "[" + std::string(number) + "]:" + port
+                                       : std::string(number) + ":" + port;
+  return Status::Ok();
+}
+
+Status Connect(const std::string& address, Socket* made) {
+  const size_t colon = address.rfind(':');
+  if (colon == std::string::npos) return Refused("address " + address, "it has no port");
+  std::string host = address.substr(0, colon);
+  if (!host.empty() && host.front() == '[' && host.back() == ']') {
+    host = host.substr(1, host.size() - 2);
+  }
+  Addresses found(nullptr, &freeaddrinfo);
+  HORORING_RETURN_IF_ERROR(Resolve(host, address.substr(colon + 1), AI_NUMERICHOST, &found));
+  *made = Socket(socket(found->ai_family, SOCK_STREAM | kFlags, 0));
+  if (!*made) return Refused("cannot make a socket", std::strerror(errno));
+  if (connect(made->fd(), found->ai_addr, found->ai_addrlen) != 0 && errno != EINPROGRESS) {
+    return Refused("cannot connect to " + address, std::strerror(errno));
+  }
+  return Status::Ok();
+}
+
+Socket Accept(int listener) { return Socket(accept4(listener, nullptr, nullptr, kFlags)); }
+
+Status SendAtOnce(int fd, const std::string& congestion) {
+  HORORING_RETURN_IF_ERROR(Set(fd, IPPROTO_TCP, TCP_NODELAY, 1, "TCP_NODELAY"));
+  if (congestion.empty()) return Status::Ok();
+  if (setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, congestion.data(),
+                 static_cast<socklen_t>(congestion.size())) != 0) {
+    return Refused("congestion control " + congestion, std::strerror(errno));
+  }
+  return Status::Ok();
+}
+
+Status BreakWhenSilent(int fd, TimeNs limit_ns) {
+  const int ms = static_cast<int>(std::min<TimeNs>(limit_ns / kMillisecond, 1 << 30));
+  const int probes = 2, seconds = std::max(1, ms / 1000 / probes);
+  HORORING_RETURN_IF_ERROR(Set(fd, SOL_SOCKET, SO_KEEPALIVE, 1, "SO_KEEPALIVE"));
+  HORORING_RETURN_IF_ERROR(Set(fd, IPPROTO_TCP, TCP_KEEPIDLE, seconds, "TCP_KEEPIDLE"));
+  HORORING_RETURN_IF_ERROR(Set(fd, IPPROTO_TCP, TCP_KEEPINTVL, seconds, "TCP_KEEPINTVL"));
+  HORORING_RETURN_IF_ERROR(Set(fd, IPPROTO_TCP, TCP_KEEPCNT, probes, "TCP_KEEPCNT"));
+  return Set(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, ms, "TCP_USER_TIMEOUT");
+}
+
+ptrdiff_t SendSome(int fd, const void* data, size_t bytes) {
+  return Moved(send(fd, data, bytes, MSG_NOSIGNAL));
+}
+
+ptrdiff_t ReceiveSome(int fd, void* data, size_t bytes) { return Moved(recv(fd, data, bytes, 0)); }
+
+}  // namespace hororing

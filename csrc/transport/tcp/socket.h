@@ -1,0 +1,49 @@
+// Sockets of TCP: who owns them, and how they are made. None of them blocks.
+#pragma once
+
+#include <cstddef>
+#include <string>
+#include <utility>
+
+#include "base/clock.h"
+#include "base/status.h"
+
+namespace hororing {
+
+class Socket {
+ public:
+  Socket() = default;
+  explicit Socket(int fd) : fd_(fd) {}
+  Socket(Socket&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  Socket& operator=(Socket&& other) noexcept {
+    std::swap(fd_, other.fd_);
+    return *this;
+  }
+  ~Socket();
+  int fd() const { return fd_; }
+  explicit operator bool() const { return fd_ >= 0; }
+
+ private:
+  int fd_ = -1;
+};
+
+// Listens at `host`, a name or number of this machine, on a free port; `address` is where others
+// reach it: "10.0.0.1:4711", "[fe80::1]:4711".
+Status Listen(const std::string& host, Socket* listener, std::string* address);
+// Begins to connect.
+Status Connect(const std::string& address, Socket* socket);
+// The next one that has connected to `listener`; empty where there is none, with errno.
+Socket Accept(int listener);
+
+// Small messages leave at once. `congestion`: an algorithm of the kernel's, "" for its default.
+Status SendAtOnce(int fd, const std::string& congestion);
+// An end of the connection that is not heard of for so long breaks it. Not for a connection whose
+// receiver may leave bytes where they are for longer than that: Linux counts such time, too.
+Status BreakWhenSilent(int fd, TimeNs limit_ns);
+
+// As send and recv: bytes moved; 0: none can be now; -1: the connection has ended, with errno,
+// which is 0 when the peer has closed it.
+ptrdiff_t SendSome(int fd, const void* data, size_t bytes);
+ptrdiff_t ReceiveSome(int fd, void* data, size_t bytes);
+
+}  // namespace hororing

@@ -1,0 +1,166 @@
+// TcpTransport: a Transport over sockets of TCP, for hosts that no MPI connects. It needs to be
+// told where every rank listens, and a key that proves who belongs to the job (handshake.h).
+//
+//   links.cc          connections: made, accepted, proved, and lost
+//   data_plane.cc     Send, Receive, Wait: bare streams, straight from and into the callers' memory
+//   control_plane.cc  Post, Poll, Sleep, announcements of failures, Close: frames
+//
+// A pair of ranks has one connection for each plane. Of a small job the lower rank makes both at
+// start; else whoever first needs one, and if both do so at once, each sends over its own.
+//
+// A process that ends closes its connections. A cut network is noticed by the control plane alone:
+// its connections are always read, while data may lie in a socket for as long as the receiver
+// computes, which the kernel cannot tell from a cut.
+//
+// Everything is polled through one epoll instance, edge-triggered: what an event tells of is tried
+// until it blocks, or was tried already.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <list>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/clock.h"
+#include "base/status.h"
+#include "transport/tcp/handshake.h"
+#include "transport/tcp/socket.h"
+#include "transport/transport.h"
+
+namespace hororing {
+
+struct TcpOptions {
+  std::string key;         // of the job; 32 bytes
+  std::string congestion;  // the kernel's algorithm; "": its default
+  TimeNs spin_ns = 0;
+  TimeNs silent_ns = 2 * kSecond;    // a network that is cut for so long loses the peer
+  TimeNs connect_ns = 30 * kSecond;  // longest that making a connection may take
+  int eager_ranks = 64;              // up to so many: all connections are made at start
+};
+
+class TcpTransport final : public Transport {
+ public:
+  // `addresses[r]`: where rank r listens; `listener` is this rank's.
+  static Status Make(int rank, std::vector<std::string> addresses, Socket listener,
+                     TcpOptions options, std::unique_ptr<Transport>* made);
+  ~TcpTransport() override;
+
+  int rank() const override { return rank_; }
+  int size() const override { return static_cast<int>(addresses_.size()); }
+  const char* name() const override { return "tcp"; }
+
+  Request Send(int peer, const void* data, size_t bytes) override;
+  Request Receive(int peer, void* data, size_t bytes) override;
+  Status Wait(Request request, TimeNs deadline) override;
+  bool Done(Request request) override;
+
+  void Post(int peer, std::string message) override;
+  bool Poll(int* peer, std::string* message) override;
+  bool Move() override;
+  void Sleep(TimeNs deadline) override;
+  void Wake() override;
+  Status CheckPeers() override;
+  TimeNs Silence(int peer) override;
+  void AnnounceFailure(const Status& why) override;
+  bool Flush(TimeNs deadline) override;
+  bool Close(TimeNs deadline) override;
+
+  // For Backoff: sleeps until something may have come, whatever it is.
+  void SleepUnless(uint32_t seen, TimeNs span_ns);
+
+ private:
+  enum Plane { kData, kControl, kPlanes };
+  enum Frame : uint8_t { kMessage, kFailure, kClose, kAsk, kAnswer };
+  struct Job {
+    std::byte* data;
+    size_t left;
+  };
+  struct Link {
+    Socket socket;
+    std::optional<Handshake> handshake;  // under way
+    TimeNs retry_ns = 0;                 // when to connect again; 0: no need to
+    TimeNs give_up_ns = 0;
+    bool ready() const { return socket && !handshake; }
+  };
+  // The connections of one plane with one peer. Sends go over one and the same.
+  struct Channel {
+    Link made, taken;  // by this rank; by the peer
+    Link* sends = nullptr;
+  };
+  struct Peer {
+    Channel channels[kPlanes];
+    std::deque<Job> sends, receives;
+    uint64_t sends_posted = 0, sends_done = 0;
+    uint64_t receives_posted = 0, receives_done = 0;
+    bool active = false;             // among active_
+    std::deque<std::string> outbox;  // frames
+    size_t out_at = 0;               // bytes of the first that are sent
+    std::string inbox;               // an unfinished frame
+    bool lost = false;               // has failed, or ended
+    bool closed = false;             // its Close was its last word
+    TimeNs asked_ns = 0;
+    Status ended;  // why a connection has ended, until it is known to be a loss
+    TimeNs ended_ns = 0;
+  };
+  // A connection that has not shown yet whose it is.
+  struct Stranger {
+    Socket socket;
+    Handshake handshake;
+    TimeNs since_ns;
+  };
+
+  TcpTransport(int rank, std::vector<std::string> addresses, Socket listener, TcpOptions options);
+  Peer& PeerOf(int peer) { return peers_[static_cast<size_t>(peer)]; }
+
+  // links.cc
+  Status Watch(int fd, uint64_t what, uint32_t events);
+  bool Events();  // true if anything moved
+  void AcceptAll();
+  void Greet(std::list<Stranger>::iterator stranger);
+  void Adopt(Stranger* stranger);
+  void Need(int peer, Plane plane);
+  void Reach(int peer, Plane plane);
+  void Open(int peer, Plane plane, Link* link);
+  void AdvanceLink(int peer, Plane plane, Link* link);
+  void Retry();
+  void Ended(int peer, int error);
+  void LookAtEnded();
+  void Block(TimeNs span_ns);
+
+  // data_plane.cc
+  void Activate(int peer);
+  bool MoveData();  // true if anything moved
+  bool PushData(int peer);
+  bool PullData(int peer);
+  void Abandon();
+
+  // control_plane.cc
+  void Put(int peer, Frame kind, const std::string& text, bool first = false);
+  bool PushControl(int peer);
+  bool PullControl(int peer);
+  void Deliver(int peer, Frame kind, std::string text);
+  void NoteFailure(Status failure);
+
+  const int rank_;
+  const std::vector<std::string> addresses_;
+  const TcpOptions options_;
+  Socket listener_, epoll_, bell_;
+  std::vector<Peer> peers_;
+  std::list<Stranger> strangers_;
+  std::vector<int> active_;                        // peers with transfers under way
+  std::vector<std::pair<int, Plane>> connecting_;  // links of ours that are not ready
+  std::vector<int> ending_;  // peers of which it is not known yet why a connection has ended
+  std::deque<std::pair<int, std::string>> inbox_;
+  bool woken_ = false;  // and no Sleep has ended because of it
+  bool announced_ = false, closing_ = false, failure_shown_ = false;
+  Status failure_;  // the first that a peer announced, or that was noticed
+  Status broken_;   // what every Wait returns from now on
+};
+
+}  // namespace hororing

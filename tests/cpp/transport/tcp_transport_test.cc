@@ -1,0 +1,389 @@
+// Rung 2: the transport over TCP, with ranks as threads that reach one another by 127.0.0.1.
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/sha256.h"
+#include "check.h"
+#include "transport/bootstrap.h"
+#include "transport/factory.h"
+#include "transport/tcp/transport.h"
+#include "transport_conformance.h"
+#include "world.h"
+
+using namespace hororing;
+using namespace hororing_test;
+
+namespace {
+
+constexpr int kWorldSizes[] = {1, 2, 3, 5, 8};
+// All connections at start, or each when it is needed.
+constexpr int kEager[] = {64, 0};
+
+struct Places {
+  std::vector<Socket> listeners;
+  std::vector<std::string> addresses;
+};
+
+Places Listeners(int size, const std::string& host = "127.0.0.1") {
+  Places places;
+  places.listeners.resize(static_cast<size_t>(size));
+  places.addresses.resize(static_cast<size_t>(size));
+  for (size_t rank = 0; rank < places.listeners.size(); ++rank) {
+    CHECK_OK(Listen(host, &places.listeners[rank], &places.addresses[rank]));
+  }
+  return places;
+}
+
+TcpOptions Options(int eager_ranks = 64) {
+  TcpOptions options;
+  options.key = std::string(32, 'k');
+  options.spin_ns = kDefaultSpin;
+  options.eager_ranks = eager_ranks;
+  return options;
+}
+
+std::vector<std::unique_ptr<Transport>> MakeTcpWorld(Places places, const TcpOptions& options) {
+  std::vector<std::unique_ptr<Transport>> world(places.listeners.size());
+  for (size_t rank = 0; rank < world.size(); ++rank) {
+    CHECK_OK(TcpTransport::Make(static_cast<int>(rank), places.addresses,
+                                std::move(places.listeners[rank]), options, &world[rank]));
+  }
+  return world;
+}
+
+std::vector<std::unique_ptr<Transport>> MakeTcpWorld(int size, int eager_ranks) {
+  return MakeTcpWorld(Listeners(size), Options(eager_ranks));
+}
+
+bool Contains(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+// Those who see a failure stay until all have: the end of one is another failure.
+void StayUntil(std::atomic<int>* seen, int all) {
+  ++*seen;
+  while (*seen < all) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+}
+
+// A connection of somebody who is not of the job.
+Socket Intruder(const std::string& address) {
+  Socket made;
+  CHECK_OK(Connect(address, &made));
+  return made;
+}
+
+std::string Hex(const std::string& bytes) {
+  std::string text;
+  for (const char byte : bytes) {
+    char digits[3];
+    std::snprintf(digits, sizeof digits, "%02x", static_cast<unsigned char>(byte));
+    text += digits;
+  }
+  return text;
+}
+
+}  // namespace
+
+// What the callers of init do for the ranks of a job: each asks, and all are answered at once.
+class Board {
+ public:
+  explicit Board(int size) : texts_(static_cast<size_t>(size)) {}
+  std::vector<std::string> Share(int rank, const std::string& mine) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    const int round = round_;
+    texts_[static_cast<size_t>(rank)] = mine;
+    if (++given_ == static_cast<int>(texts_.size())) {
+      given_ = 0;
+      ++round_;
+      answer_ = texts_;
+      complete_.notify_all();
+    }
+    complete_.wait(lock, [&] { return round_ > round; });
+    return answer_;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable complete_;
+  std::vector<std::string> texts_, answer_;
+  int given_ = 0, round_ = 0;
+};
+
+// A world without MPI, and what each rank's was told.
+std::vector<Status> MakeWorlds(int size, const std::vector<std::string>& wishes,
+                               std::vector<World>* worlds) {
+  Board board(size);
+  std::vector<Status> made(static_cast<size_t>(size));
+  *worlds = std::vector<World>(static_cast<size_t>(size));
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < size; ++rank) {
+    threads.emplace_back([&, rank, at = static_cast<size_t>(rank)] {
+      AskingBootstrap bootstrap(rank, size);
+      std::atomic<bool> ready{false};
+      std::thread caller([&] {
+        for (std::string mine; !ready;) {
+          if (bootstrap.Asked(&mine)) bootstrap.Answer(Status::Ok(), board.Share(rank, mine));
+        }
+      });
+      WorldOptions options;
+      options.launched = true;
+      options.bootstrap = &bootstrap;
+      options.transport = wishes[at % wishes.size()];
+      options.timeout_ns = 60 * kSecond;
+      options.spin_ns = kDefaultSpin;
+      made[at] = MakeWorld(options, &(*worlds)[at]);
+      ready = true;
+      caller.join();
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  return made;
+}
+
+// The examples of FIPS 180-4, and of RFC 4231.
+TEST(sha256_and_hmac_give_the_published_digests) {
+  CHECK_EQ(Hex(Sha256("")), "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855");
+  CHECK_EQ(Hex(Sha256("abc")), "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
+  CHECK_EQ(Hex(Sha256("abcdbcdecdefdefgefghfghighijhijkijkljklmklmnlmnomnopnopq")),
+           "248d6a61d20638b8e5c026930c3e6039a33ce45964ff2167f6ecedd419db06c1");
+  CHECK_EQ(Hex(HmacSha256(std::string(20, '\x0b'), "Hi There")),
+           "b0344c61d8db38535ca8afceaf0bf12b881dc200c9833da726e9376c2e32cff7");
+  CHECK_EQ(Hex(HmacSha256(std::string(131, '\xaa'),
+                          "Test Using Larger Than Block-Size Key - Hash Key First")),
+           "60e431591ee0b67f0d8a26aacbf5b77f8e0bc6213728c5140546040f0ee37f54");
+}
+
+TEST(random_messages_between_random_pairs_arrive_intact_over_tcp) {
+  for (int eager : kEager) {
+    for (int size : kWorldSizes) {
+      RunWorld(MakeTcpWorld(size, eager), [&](Rank& rank) {
+        ExchangeRandomMessages(rank, Seed(), 400, 600 << 10);
+        CHECK(rank.transport.Close(Soon()));
+      });
+    }
+  }
+}
+
+TEST(both_planes_carry_more_than_any_buffer_between_two_ranks_over_tcp) {
+  for (int eager : kEager) {
+    RunWorld(MakeTcpWorld(3, eager), [&](Rank& rank) {
+      ExchangeWithAll(rank, (20 << 20) + 13);
+      ExchangeWithAll(rank, 1);
+      ExchangeControlBesideData(rank, 20 << 20);
+      ExchangeControl(rank, 300, 100 << 10);
+      ExchangeControl(rank, 2000, 24);
+      CHECK(rank.transport.Close(Soon()));
+    });
+  }
+}
+
+TEST(wakes_are_not_lost_and_a_sleeper_costs_no_processor_time_over_tcp) {
+  RunWorld(MakeTcpWorld(3, 64), [&](Rank& rank) {
+    WakeManyTimes(rank, 5000);
+    double cpu_seconds = 0;
+    SleepIdly(rank, 300 * kMillisecond, &cpu_seconds);
+    CHECK(cpu_seconds < 0.1);
+    CHECK(rank.transport.Close(Soon()));
+  });
+}
+
+TEST(a_world_over_tcp_can_be_reached_by_ipv6) {
+  Socket probe;
+  std::string address;
+  if (!Listen("::1", &probe, &address).ok()) return;  // this machine has none
+  CHECK(Contains(address, "[::1]:"));
+  RunWorld(MakeTcpWorld(Listeners(2, "::1"), Options()), [&](Rank& rank) {
+    ExchangeWithAll(rank, 100);
+    CHECK(rank.transport.Close(Soon()));
+  });
+}
+
+// Also when it waits for another one, and when nobody waits for anything.
+TEST(the_end_of_a_rank_without_close_is_told_to_all_that_are_connected) {
+  for (bool wait : {true, false}) {
+    std::atomic<int> seen{0};
+    RunWorld(MakeTcpWorld(3, 64), [&](Rank& rank) {
+      Barrier(rank);
+      if (rank.rank() == 1) return;
+      Status status;
+      if (wait) {
+        char byte = 0;
+        status =
+            rank.transport.Wait(rank.transport.Receive(rank.rank() == 0 ? 2 : 1, &byte, 1), Soon());
+      } else {
+        while (rank.transport.CheckPeers().ok()) rank.transport.Sleep(After(NowNs(), kSecond));
+        status = rank.transport.CheckPeers();
+      }
+      CHECK(status.code() == Code::kPeerLost);
+      CHECK_EQ(status.rank(), 1);
+      CHECK_EQ(status.message(), "rank 1 died");
+      StayUntil(&seen, 2);
+    });
+  }
+}
+
+TEST(an_announced_failure_reaches_ranks_that_had_no_connection) {
+  for (int eager : kEager) {
+    std::atomic<int> seen{0};
+    RunWorld(MakeTcpWorld(4, eager), [&](Rank& rank) {
+      if (rank.rank() == 2) {
+        rank.transport.AnnounceFailure(Status(Code::kPeerLost, "out of memory", 2));
+        CHECK(rank.transport.Flush(Soon()));
+        return StayUntil(&seen, 4);
+      }
+      char byte = 0;
+      const Status status =
+          rank.transport.Wait(rank.transport.Receive((rank.rank() + 1) % 4, &byte, 1), Soon());
+      CHECK_EQ(status.message(), "rank 2 failed: out of memory");
+      CHECK_EQ(status.rank(), 2);
+      StayUntil(&seen, 4);
+    });
+  }
+}
+
+TEST(a_wait_over_tcp_ends_at_its_deadline_and_names_the_silent_rank) {
+  RunWorld(MakeTcpWorld(2, 64), [&](Rank& rank) {
+    Barrier(rank);
+    if (rank.rank() == 0) {
+      char byte = 0;
+      const Status status =
+          rank.transport.Wait(rank.transport.Receive(1, &byte, 1), After(NowNs(), kSecond / 5));
+      CHECK(status.code() == Code::kTransport);
+      CHECK_EQ(status.rank(), 1);
+      // It is for ever.
+      CHECK(!rank.transport.Wait(rank.transport.Send(1, &byte, 1), Soon()).ok());
+      rank.transport.Post(1, "done");
+      CHECK(rank.transport.Close(Soon()));
+    } else {
+      int peer = -1;
+      std::string message;
+      CHECK(PollUntil(rank.transport, Soon(), &peer, &message));
+      CHECK(rank.transport.Close(Soon()));
+    }
+  });
+}
+
+TEST(a_rank_that_listens_nowhere_is_an_error_that_names_its_address) {
+  Places places = Listeners(2);
+  places.listeners[1] = Socket();
+  TcpOptions options = Options();
+  options.connect_ns = 200 * kMillisecond;
+  std::unique_ptr<Transport> alone;
+  CHECK_OK(
+      TcpTransport::Make(0, places.addresses, std::move(places.listeners[0]), options, &alone));
+  char byte = 0;
+  const Status status = alone->Wait(alone->Receive(1, &byte, 1), Soon());
+  CHECK(status.code() == Code::kPeerLost);
+  CHECK(Contains(status.message(), places.addresses[1]));
+}
+
+// Garbage, silence, half a handshake, another job's key, and more of them than are listened to.
+TEST(strangers_do_not_disturb_a_world) {
+  Places places = Listeners(2);
+  const std::vector<std::string> addresses = places.addresses;
+  std::vector<Socket> intruders;
+  for (int i = 0; i < 300; ++i) intruders.push_back(Intruder(addresses[0]));
+  std::vector<std::unique_ptr<Transport>> world = MakeTcpWorld(std::move(places), Options());
+  std::thread attacker([&] {
+    std::mt19937 random(Seed());
+    const TimeNs end = NowNs() + 400 * kMillisecond;
+    while (NowNs() < end) {
+      Socket intruder = Intruder(addresses[random() % 2]);
+      const std::string garbage = Content(random(), random() % 200);
+      const TimeNs patience = NowNs() + kMillisecond;
+      while (NowNs() < patience && SendSome(intruder.fd(), garbage.data(), garbage.size()) == 0) {
+      }
+      Handshake other = Handshake::Connecting(std::string(32, 'x'), {1, 0, 1});
+      Socket second = Intruder(addresses[0]);
+      while (NowNs() < patience && other.Advance(second.fd()) == Handshake::State::kUnderWay) {
+      }
+      if (intruders.size() < 600) intruders.push_back(std::move(intruder));
+    }
+  });
+  RunWorld(std::move(world), [&](Rank& rank) {
+    for (int i = 0; i < 20; ++i) ExchangeWithAll(rank, 1 << 20);
+    CHECK(rank.transport.Close(Soon()));
+  });
+  attacker.join();
+}
+
+TEST(a_handshake_with_another_key_or_for_another_rank_fails_on_both_sides) {
+  const auto meet = [](Handshake one, Handshake other) {
+    int fds[2];
+    CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, fds), 0);
+    Socket first(fds[0]), second(fds[1]);
+    std::vector<Handshake::State> states(2, Handshake::State::kUnderWay);
+    for (int i = 0; i < 10; ++i) {
+      if (states[0] == Handshake::State::kUnderWay) states[0] = one.Advance(first.fd());
+      if (states[0] == Handshake::State::kFailed) first = Socket();
+      if (states[1] == Handshake::State::kUnderWay) states[1] = other.Advance(second.fd());
+      if (states[1] == Handshake::State::kFailed) second = Socket();
+    }
+    return states;
+  };
+  const std::string key(32, 'k'), wrong(32, 'w');
+  const std::vector<Handshake::State> good(2, Handshake::State::kDone);
+  const std::vector<Handshake::State> bad(2, Handshake::State::kFailed);
+  CHECK(meet(Handshake::Connecting(key, {1, 0, 0}), Handshake::Accepting(key, 0)) == good);
+  CHECK(meet(Handshake::Connecting(wrong, {1, 0, 0}), Handshake::Accepting(key, 0)) == bad);
+  CHECK(meet(Handshake::Connecting(key, {1, 2, 0}), Handshake::Accepting(key, 0)) == bad);
+  // Somebody who only repeats what was said.
+  CHECK(meet(Handshake::Accepting(key, 1), Handshake::Accepting(key, 0)) != good);
+}
+
+TEST(ranks_that_mpi_did_not_start_get_shared_memory_or_tcp) {
+  for (const std::string wish : {"auto", "shm", "tcp"}) {
+    std::vector<World> worlds;
+    std::vector<std::unique_ptr<Transport>> transports;
+    for (const Status& status : MakeWorlds(3, {wish}, &worlds)) CHECK_OK(status);
+    for (World& world : worlds) {
+      CHECK_EQ(world.topology.local_size, 3);
+      CHECK_EQ(std::string(world.transport->name()), wish == "tcp" ? "tcp" : "shm");
+      transports.push_back(std::move(world.transport));
+    }
+    RunWorld(std::move(transports), [&](Rank& rank) {
+      ExchangeWithAll(rank, 1 << 20);
+      CHECK(rank.transport.Close(Soon()));
+    });
+  }
+}
+
+TEST(ranks_that_want_different_transports_or_mpi_without_it_are_told_so) {
+  std::vector<World> worlds;
+  for (const Status& status : MakeWorlds(2, {"shm", "tcp"}, &worlds)) {
+    CHECK(status.code() == Code::kMismatch);
+    CHECK(Contains(status.message(), "rank 0: shm; rank 1: tcp"));
+  }
+  for (const Status& status : MakeWorlds(2, {"mpi"}, &worlds)) {
+    CHECK(status.code() == Code::kInvalidArgument);
+    CHECK(Contains(status.message(), "MPI did not start this job"));
+  }
+}
+
+TEST(a_bootstrap_that_nobody_answers_ends_at_its_deadline_or_with_the_callers_error) {
+  AskingBootstrap bootstrap(0, 2), left(0, 2);
+  std::vector<std::string> texts;
+  CHECK(bootstrap.Share("mine", After(NowNs(), 50 * kMillisecond), &texts).code() ==
+        Code::kTransport);
+  std::thread caller([&] {
+    std::string mine;
+    while (!left.Asked(&mine)) std::this_thread::yield();
+    left.Answer(Status(Code::kTransport, "rank 1 has left"), {});
+  });
+  CHECK_EQ(left.Share("mine", Soon(), &texts).message(), "rank 1 has left");
+  caller.join();
+  CHECK_EQ(left.Share("again", Soon(), &texts).message(), "rank 1 has left");
+}
