@@ -83,8 +83,9 @@ test-py: programs  ## Python tests of the push tier
 test-tensorflow: build $(OTHER)/.ready  ## Python tests of TensorFlow's adapter on another one: TF=2.19.1
 	PATH="$(OTHER)/bin:$$PATH" $(OTHER)/bin/python -m pytest -k tensorflow $(TENSORFLOW_TESTS)
 
-soak: build  ## random schedules of collectives, new ones for ten minutes
+soak: build  ## random schedules of collectives, then jobs to which things happen: 10 minutes each
 	python tests/python/schedules.py --ranks 4 --minutes 10
+	python tests/python/chaos.py --minutes 10
 
 lint: $(VENV)/.dev typecheck  ## everything that pre-commit checks
 	ruff check $(wildcard $(SOURCES))

@@ -65,7 +65,7 @@ def _unmapped(names: Iterable[str]) -> set[str]:
 class LiveJob:
     """Runs `function` of a file of rank scripts (`file FUNCTION ARGS`) on `size` ranks.
 
-    `hosts`: as for mpirun.run.
+    `hosts`: as for mpirun.run. `by`: the launcher.
     """
 
     def __init__(
@@ -76,6 +76,7 @@ class LiveJob:
         *args: str,
         options: Iterable[str] = (),
         hosts: str = "",
+        by: str = "mpirun",
         **environment: str,
     ) -> None:
         self.size = size
@@ -92,6 +93,8 @@ class LiveJob:
                 word for name in (MARK, *mpirun.FORWARDED, *environment) for word in ("-x", name)
             ]
             command = [str(mpirun.HOSTS), *hosts.split(), launcher, *options, *names]
+        elif by == "hororun":
+            command = [sys.executable, "-m", "hororing.hororun", *options, "-np", str(size)]
         else:
             command = [launcher, *options, "-np", str(size)]
         command += [sys.executable, mpirun.__file__]

@@ -59,6 +59,7 @@ FORWARDED = [
 ]
 
 HOSTS = Path(__file__).parents[1] / "hosts.sh"
+RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "HORORING_RANK")
 
 # For the cases of one file, with the start of the job. On a quiet machine the slowest take 20 s.
 CASES_LIMIT_S = 200.0
@@ -216,7 +217,8 @@ def seed() -> int:
 
 def _main() -> None:
     out, *rest = sys.argv[1:]
-    rank = os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ.get("PMI_RANK") or "0"
+    told = (os.environ.get(name) for name in RANK_VARIABLES)
+    rank = next(filter(None, told), "0")
     sys.path.insert(0, str(Path(__file__).parent))
     import on_rank
 
