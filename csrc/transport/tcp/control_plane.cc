@@ -62,7 +62,8 @@ Status TcpTransport::CheckPeers() {
 TimeNs TcpTransport::Silence(int peer) {
   Peer& state = PeerOf(peer);
   if (peer == rank_ || state.lost || state.closed || closing_) return 0;
-  if (state.asked_ns != 0) return NowNs() - state.asked_ns;
+  if (!state.channels[kControl].begun()) return 0;  // it would take a connection to ask
+  if (state.asked_ns != 0) return NowNs() - std::max(state.asked_ns, resumed_ns_);
   state.asked_ns = NowNs();
   Put(peer, kAsk, "");
   return 0;
@@ -93,10 +94,7 @@ bool TcpTransport::Flush(TimeNs deadline) {
 }
 
 bool TcpTransport::Close(TimeNs deadline) {
-  const auto connected = [](const Peer& peer) {
-    const Channel& control = peer.channels[kControl];
-    return control.made.give_up_ns != 0 || control.taken.socket;
-  };
+  const auto connected = [](const Peer& peer) { return peer.channels[kControl].begun(); };
   for (int peer = 0; peer < size() && !closing_; ++peer) {
     if (peer != rank_ && (connected(PeerOf(peer)) || size() <= options_.eager_ranks)) {
       Put(peer, kClose, "");
@@ -173,17 +171,18 @@ bool TcpTransport::PullControl(int peer) {
       state.inbox.append(bytes, static_cast<size_t>(got));
     }
   }
-  size_t at = 0;
-  while (state.inbox.size() - at >= kHead) {
+  // Deliver may send, and where that fails come back here: then the rest is delivered there.
+  while (state.inbox.size() - state.in_at >= kHead) {
+    const char* head = state.inbox.data() + state.in_at;
     uint32_t length = 0;
-    std::memcpy(&length, state.inbox.data() + at, sizeof length);
-    if (state.inbox.size() - at < kHead + length) break;
-    const Frame kind = static_cast<Frame>(state.inbox[at + kHead - 1]);
-    std::string text = state.inbox.substr(at + kHead, length);
-    at += kHead + length;
+    std::memcpy(&length, head, sizeof length);
+    if (state.inbox.size() - state.in_at < kHead + length) break;
+    const Frame kind = static_cast<Frame>(head[kHead - 1]);
+    std::string text(head + kHead, length);
+    state.in_at += kHead + length;
     Deliver(peer, kind, std::move(text));
   }
-  state.inbox.erase(0, at);
+  state.inbox.erase(0, std::exchange(state.in_at, 0));
   return moved;
 }
 

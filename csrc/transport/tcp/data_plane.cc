@@ -53,11 +53,11 @@ Status TcpTransport::Wait(Request request, TimeNs deadline) {
   const auto lagging = [peer] { return std::to_string(peer); };
   for (unsigned look = 1; broken_.ok(); ++look) {
     if (done >= sequence) return Status::Ok();
-    const bool moved = MoveData();
+    bool moved = MoveData();
     if (done >= sequence) return Status::Ok();
     if (moved) wait.Moved();
     if (!moved || look % kDataLooks == 0) {
-      Events();
+      moved |= Events();
       wait.Look(*this, NowNs(), lagging);
     }
     if (!failure_.ok()) {

@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "transport/long_wait.h"
 #include "transport/tcp/transport.h"
 
 namespace hororing {
@@ -19,6 +20,8 @@ constexpr TimeNs kStrangerTime = 3 * kSecond;
 constexpr TimeNs kRetryInterval = 50 * kMillisecond;
 // What a rank has told before it ended arrives so much later at most than the end of its data.
 constexpr TimeNs kLastWords = 100 * kMillisecond;
+// What waits for data may be idle for hours.
+constexpr int kDataIdleSeconds = 60, kDataIntervalSeconds = 10, kDataProbes = 6;
 // Between two looks at what has a time, not an event.
 constexpr TimeNs kLookInterval = 10 * kMillisecond;
 
@@ -41,7 +44,7 @@ Status TcpTransport::Make(int rank, std::vector<std::string> addresses, Socket l
   self.epoll_ = Socket(epoll_create1(EPOLL_CLOEXEC));
   self.bell_ = Socket(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
   if (!self.epoll_ || !self.bell_) return Failed("cannot wait for connections");
-  HORORING_RETURN_IF_ERROR(self.Watch(self.listener_.fd(), kListener, EPOLLIN));
+  HORORING_RETURN_IF_ERROR(self.Watch(self.listener_.fd(), kListener, EPOLLIN | EPOLLET));
   HORORING_RETURN_IF_ERROR(self.Watch(self.bell_.fd(), kBell, EPOLLIN));
   const bool eager = self.size() <= self.options_.eager_ranks;
   for (int peer = rank + 1; eager && peer < self.size(); ++peer) {
@@ -76,11 +79,14 @@ Status TcpTransport::Watch(int fd, uint64_t what, uint32_t events) {
 bool TcpTransport::Events() {
   epoll_event events[64];
   const int count = epoll_wait(epoll_.fd(), events, 64, 0);
+  const TimeNs now = NowNs();
+  if (now - looked_ns_ > kStoppedItself) resumed_ns_ = now;
+  looked_ns_ = now;
   bool moved = false, strange = false;
   for (int i = 0; i < count; ++i) {
     const uint64_t what = events[i].data.u64;
     if (what == kListener) {
-      AcceptAll();
+      accepting_ = true;
     } else if (what == kBell) {
       uint64_t rung = 0;
       woken_ = read(bell_.fd(), &rung, sizeof rung) > 0 || woken_;
@@ -92,11 +98,13 @@ bool TcpTransport::Events() {
       Channel& channel = PeerOf(peer).channels[plane];
       Link& link = (what & 1) != 0 ? channel.taken : channel.made;
       if (link.handshake) AdvanceLink(peer, plane, &link);
-      if (plane == kControl) moved |= PullControl(peer) | PushControl(peer);
+      // The edge is gone with this look: MoveData has to try again.
+      moved |= plane == kData || (PullControl(peer) | PushControl(peer));
     }
   }
+  if (accepting_) AcceptAll();
   for (auto each = strangers_.begin(); strange && each != strangers_.end();) Greet(each++);
-  if (!strangers_.empty() && NowNs() - strangers_.front().since_ns > kStrangerTime) {
+  if (!strangers_.empty() && now - strangers_.front().since_ns > kStrangerTime) {
     strangers_.pop_front();
   }
   if (!connecting_.empty()) Retry();
@@ -107,10 +115,9 @@ bool TcpTransport::Events() {
 void TcpTransport::AcceptAll() {
   for (size_t i = 0; i < kStrangers; ++i) {
     Socket socket = Accept(listener_.fd());
-    if (!socket) {
-      if (errno == EMFILE || errno == ENFILE) NoteFailure(Failed("cannot accept a connection"));
-      return;
-    }
+    // Where file descriptors are used up, others are accepted later.
+    accepting_ = socket || errno != EAGAIN;
+    if (!socket) return;
     if (!Watch(socket.fd(), kOfStranger, kAllEvents).ok()) continue;
     if (strangers_.size() == kStrangers) strangers_.pop_front();
     strangers_.push_back({std::move(socket), Handshake::Accepting(options_.key, rank_), NowNs()});
@@ -179,7 +186,10 @@ void TcpTransport::Retry() {
       if (begun.ok()) {
         link.handshake = Handshake::Connecting(options_.key, {rank_, peer, plane});
         const uint64_t place = static_cast<uint64_t>(peer) * 4 + (plane == kControl ? 2 : 0);
-        if (!Watch(link.socket.fd(), kOfPeer + place, kAllEvents).ok()) link.socket = Socket();
+        if (!Watch(link.socket.fd(), kOfPeer + place, kAllEvents).ok()) {
+          link.handshake.reset();
+          link.socket = Socket();
+        }
       }
     }
   }
@@ -200,8 +210,10 @@ void TcpTransport::Open(int peer, Plane plane, Link* link) {
                          (link == &channel.taken ? 1 : 0);
   Status status = Watch(link->socket.fd(), kOfPeer + place, kAllEvents);
   if (status.ok()) status = SendAtOnce(link->socket.fd(), options_.congestion);
-  if (status.ok() && plane == kControl) {
-    status = BreakWhenSilent(link->socket.fd(), options_.silent_ns);
+  if (status.ok()) {
+    status = plane == kControl ? BreakWhenSilent(link->socket.fd(), options_.silent_ns)
+                               : KeepAlive(link->socket.fd(), kDataIdleSeconds,
+                                           kDataIntervalSeconds, kDataProbes);
   }
   if (!status.ok()) return NoteFailure(std::move(status));
   if (channel.sends == nullptr) channel.sends = link;
@@ -249,7 +261,7 @@ void TcpTransport::LookAtEnded() {
 }
 
 void TcpTransport::Block(TimeNs span_ns) {
-  if (!connecting_.empty() || !ending_.empty() || !strangers_.empty()) {
+  if (!connecting_.empty() || !ending_.empty() || !strangers_.empty() || accepting_) {
     span_ns = std::min(span_ns, kLookInterval);
   }
   pollfd epoll = {epoll_.fd(), POLLIN, 0};

@@ -4,18 +4,48 @@
 #include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
+#include <pthread.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
+#include <cstdint>
 #include <cstring>
 #include <memory>
 
 namespace hororing {
 namespace {
 
-constexpr int kFlags = SOCK_NONBLOCK | SOCK_CLOEXEC;  // forked children must not hold a peer's end
+constexpr int kFlags = SOCK_NONBLOCK | SOCK_CLOEXEC;
+
+// The file descriptors of all Sockets, a bit each, for children that fork without exec: a
+// connection ends when the last process that holds it does. Higher ones than these are not known.
+constexpr size_t kKnown = 1 << 16;
+std::atomic<uint64_t> held[kKnown / 64];
+
+// In the child: async-signal-safe calls only.
+void CloseAll() {
+  for (size_t word = 0; word < kKnown / 64; ++word) {
+    for (uint64_t left = held[word].exchange(0); left != 0; left &= left - 1) {
+      close(static_cast<int>(word * 64) + __builtin_ctzll(left));
+    }
+  }
+}
+
+void Hold(int fd) {
+  static const int registered = pthread_atfork(nullptr, nullptr, CloseAll);
+  const size_t at = static_cast<size_t>(fd);
+  if (fd < 0 || at >= kKnown || registered != 0) return;
+  held[at / 64].fetch_or(uint64_t{1} << at % 64);
+}
+
+void Close(int fd) {
+  const size_t at = static_cast<size_t>(fd);
+  if (at < kKnown) held[at / 64].fetch_and(~(uint64_t{1} << at % 64));
+  close(fd);
+}
 
 Status Refused(const std::string& what, const std::string& why) {
   return Status(Code::kTransport, what + ": " + why);
@@ -51,8 +81,10 @@ ptrdiff_t Moved(ptrdiff_t bytes) {
 
 }  // namespace
 
+Socket::Socket(int fd) : fd_(fd) { Hold(fd); }
+
 Socket::~Socket() {
-  if (fd_ >= 0) close(fd_);
+  if (fd_ >= 0) Close(fd_);
 }
 
 Status Listen(const std::string& host, Socket* listener, std::string* address) {
@@ -85,11 +117,12 @@ Status Connect(const std::string& address, Socket* made) {
   }
   Addresses found(nullptr, &freeaddrinfo);
   HORORING_RETURN_IF_ERROR(Resolve(host, address.substr(colon + 1), AI_NUMERICHOST, &found));
-  *made = Socket(socket(found->ai_family, SOCK_STREAM | kFlags, 0));
-  if (!*made) return Refused("cannot make a socket", std::strerror(errno));
-  if (connect(made->fd(), found->ai_addr, found->ai_addrlen) != 0 && errno != EINPROGRESS) {
+  Socket begun(socket(found->ai_family, SOCK_STREAM | kFlags, 0));
+  if (!begun) return Refused("cannot make a socket", std::strerror(errno));
+  if (connect(begun.fd(), found->ai_addr, found->ai_addrlen) != 0 && errno != EINPROGRESS) {
     return Refused("cannot connect to " + address, std::strerror(errno));
   }
+  *made = std::move(begun);
   return Status::Ok();
 }
 
@@ -105,13 +138,18 @@ Status SendAtOnce(int fd, const std::string& congestion) {
   return Status::Ok();
 }
 
+Status KeepAlive(int fd, int idle_s, int interval_s, int probes) {
+  HORORING_RETURN_IF_ERROR(Set(fd, SOL_SOCKET, SO_KEEPALIVE, 1, "SO_KEEPALIVE"));
+  HORORING_RETURN_IF_ERROR(Set(fd, IPPROTO_TCP, TCP_KEEPIDLE, idle_s, "TCP_KEEPIDLE"));
+  HORORING_RETURN_IF_ERROR(Set(fd, IPPROTO_TCP, TCP_KEEPINTVL, interval_s, "TCP_KEEPINTVL"));
+  return Set(fd, IPPROTO_TCP, TCP_KEEPCNT, probes, "TCP_KEEPCNT");
+}
+
 Status BreakWhenSilent(int fd, TimeNs limit_ns) {
   const int ms = static_cast<int>(std::min<TimeNs>(limit_ns / kMillisecond, 1 << 30));
-  const int probes = 2, seconds = std::max(1, ms / 1000 / probes);
-  HORORING_RETURN_IF_ERROR(Set(fd, SOL_SOCKET, SO_KEEPALIVE, 1, "SO_KEEPALIVE"));
-  HORORING_RETURN_IF_ERROR(Set(fd, IPPROTO_TCP, TCP_KEEPIDLE, seconds, "TCP_KEEPIDLE"));
-  HORORING_RETURN_IF_ERROR(Set(fd, IPPROTO_TCP, TCP_KEEPINTVL, seconds, "TCP_KEEPINTVL"));
-  HORORING_RETURN_IF_ERROR(Set(fd, IPPROTO_TCP, TCP_KEEPCNT, probes, "TCP_KEEPCNT"));
+  const int probes = 10, seconds = std::max(1, ms / 1000 / probes);
+  HORORING_RETURN_IF_ERROR(KeepAlive(fd, seconds, seconds, probes));
+  // Counts for data on its way, too. Linux then ignores the number of probes.
   return Set(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, ms, "TCP_USER_TIMEOUT");
 }
 

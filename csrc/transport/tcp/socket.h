@@ -10,10 +10,11 @@
 
 namespace hororing {
 
+// A forked child has none of its parent's: they are closed in it.
 class Socket {
  public:
   Socket() = default;
-  explicit Socket(int fd) : fd_(fd) {}
+  explicit Socket(int fd);
   Socket(Socket&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
   Socket& operator=(Socket&& other) noexcept {
     std::swap(fd_, other.fd_);
@@ -30,15 +31,19 @@ class Socket {
 // Listens at `host`, a name or number of this machine, on a free port; `address` is where others
 // reach it: "10.0.0.1:4711", "[fe80::1]:4711".
 Status Listen(const std::string& host, Socket* listener, std::string* address);
-// Begins to connect.
+// Begins to connect. `socket` stays as it is where that fails at once.
 Status Connect(const std::string& address, Socket* socket);
 // The next one that has connected to `listener`; empty where there is none, with errno.
 Socket Accept(int listener);
 
 // Small messages leave at once. `congestion`: an algorithm of the kernel's, "" for its default.
 Status SendAtOnce(int fd, const std::string& congestion);
-// An end of the connection that is not heard of for so long breaks it. Not for a connection whose
-// receiver may leave bytes where they are for longer than that: Linux counts such time, too.
+// Probes a connection that is idle, and breaks it after so many probes without an answer. Firewalls
+// forget connections on which nothing is ever sent.
+Status KeepAlive(int fd, int idle_s, int interval_s, int probes);
+// Breaks a connection whose other end is not heard of for so long; an idle one is probed ten times
+// meanwhile. Not for a connection whose receiver may leave bytes where they are for longer than
+// that: Linux counts such time, too.
 Status BreakWhenSilent(int fd, TimeNs limit_ns);
 
 // As send and recv: bytes moved; 0: none can be now; -1: the connection has ended, with errno,

@@ -8,9 +8,9 @@
 // A pair of ranks has one connection for each plane. Of a small job the lower rank makes both at
 // start; else whoever first needs one, and if both do so at once, each sends over its own.
 //
-// A process that ends closes its connections. A cut network is noticed by the control plane alone:
-// its connections are always read, while data may lie in a socket for as long as the receiver
-// computes, which the kernel cannot tell from a cut.
+// A process that ends closes its connections. A cut network is noticed by the control plane, within
+// `silent_ns`: its connections are always read, while data may lie in a socket for as long as the
+// receiver computes, which the kernel cannot tell from a cut.
 //
 // Everything is polled through one epoll instance, edge-triggered: what an event tells of is tried
 // until it blocks, or was tried already.
@@ -39,7 +39,7 @@ struct TcpOptions {
   std::string key;         // of the job; 32 bytes
   std::string congestion;  // the kernel's algorithm; "": its default
   TimeNs spin_ns = 0;
-  TimeNs silent_ns = 2 * kSecond;    // a network that is cut for so long loses the peer
+  TimeNs silent_ns = 20 * kSecond;   // a network that is cut for so long loses the peer
   TimeNs connect_ns = 30 * kSecond;  // longest that making a connection may take
   int eager_ranks = 64;              // up to so many: all connections are made at start
 };
@@ -92,6 +92,7 @@ class TcpTransport final : public Transport {
   struct Channel {
     Link made, taken;  // by this rank; by the peer
     Link* sends = nullptr;
+    bool begun() const { return made.give_up_ns != 0 || taken.socket; }
   };
   struct Peer {
     Channel channels[kPlanes];
@@ -101,7 +102,8 @@ class TcpTransport final : public Transport {
     bool active = false;             // among active_
     std::deque<std::string> outbox;  // frames
     size_t out_at = 0;               // bytes of the first that are sent
-    std::string inbox;               // an unfinished frame
+    std::string inbox;               // frames, the last unfinished
+    size_t in_at = 0;                // its bytes that are delivered; 0 outside PullControl
     bool lost = false;               // has failed, or ended
     bool closed = false;             // its Close was its last word
     TimeNs asked_ns = 0;
@@ -157,7 +159,10 @@ class TcpTransport final : public Transport {
   std::vector<std::pair<int, Plane>> connecting_;  // links of ours that are not ready
   std::vector<int> ending_;  // peers of which it is not known yet why a connection has ended
   std::deque<std::pair<int, std::string>> inbox_;
-  bool woken_ = false;  // and no Sleep has ended because of it
+  TimeNs looked_ns_ = 0;    // the last look at events
+  TimeNs resumed_ns_ = 0;   // when this process went on after it had been stopped
+  bool accepting_ = false;  // others may wait to be accepted
+  bool woken_ = false;      // and no Sleep has ended because of it
   bool announced_ = false, closing_ = false, failure_shown_ = false;
   Status failure_;  // the first that a peer announced, or that was noticed
   Status broken_;   // what every Wait returns from now on

@@ -1,12 +1,16 @@
 // Rung 2: the transport over TCP, with ranks as threads that reach one another by 127.0.0.1.
 #include <arpa/inet.h>
 #include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <csignal>
 #include <cstring>
 #include <memory>
 #include <mutex>
@@ -19,6 +23,7 @@
 #include "check.h"
 #include "transport/bootstrap.h"
 #include "transport/factory.h"
+#include "transport/long_wait.h"
 #include "transport/tcp/transport.h"
 #include "transport_conformance.h"
 #include "world.h"
@@ -276,18 +281,101 @@ TEST(a_wait_over_tcp_ends_at_its_deadline_and_names_the_silent_rank) {
   });
 }
 
-TEST(a_rank_that_listens_nowhere_is_an_error_that_names_its_address) {
+// Nobody listens there, or the kernel refuses the address at once.
+TEST(a_rank_that_cannot_be_reached_is_an_error_that_names_its_address) {
+  for (const std::string address : {"", "255.255.255.255:4711"}) {
+    Places places = Listeners(2);
+    places.listeners[1] = Socket();
+    if (!address.empty()) places.addresses[1] = address;
+    TcpOptions options = Options();
+    options.connect_ns = 200 * kMillisecond;
+    std::unique_ptr<Transport> alone;
+    CHECK_OK(
+        TcpTransport::Make(0, places.addresses, std::move(places.listeners[0]), options, &alone));
+    char byte = 0;
+    const Status status = alone->Wait(alone->Receive(1, &byte, 1), After(NowNs(), 20 * kSecond));
+    CHECK(status.code() == Code::kPeerLost);
+    CHECK(Contains(status.message(), places.addresses[1]));
+  }
+}
+
+// One probe that the network loses must not break a connection.
+TEST(a_silent_connection_is_probed_several_times_before_it_breaks) {
+  const auto value = [](const Socket& socket, int option) {
+    int found = 0;
+    socklen_t bytes = sizeof found;
+    CHECK_EQ(getsockopt(socket.fd(), IPPROTO_TCP, option, &found, &bytes), 0);
+    return found;
+  };
+  Places places = Listeners(1);
+  const Socket socket = Intruder(places.addresses[0]);
+  const TimeNs limit = Options().silent_ns;
+  CHECK_OK(BreakWhenSilent(socket.fd(), limit));
+  CHECK_EQ(value(socket, TCP_USER_TIMEOUT), limit / kMillisecond);
+  const int idle = value(socket, TCP_KEEPIDLE), interval = value(socket, TCP_KEEPINTVL);
+  CHECK(idle + 4 * interval <= limit / kSecond);
+}
+
+TEST(a_process_without_free_file_descriptors_accepts_peers_later) {
   Places places = Listeners(2);
-  places.listeners[1] = Socket();
-  TcpOptions options = Options();
-  options.connect_ns = 200 * kMillisecond;
-  std::unique_ptr<Transport> alone;
-  CHECK_OK(
-      TcpTransport::Make(0, places.addresses, std::move(places.listeners[0]), options, &alone));
-  char byte = 0;
-  const Status status = alone->Wait(alone->Receive(1, &byte, 1), Soon());
-  CHECK(status.code() == Code::kPeerLost);
-  CHECK(Contains(status.message(), places.addresses[1]));
+  const std::vector<std::string> addresses = places.addresses;
+  std::unique_ptr<Transport> world;
+  CHECK_OK(TcpTransport::Make(0, addresses, std::move(places.listeners[0]), Options(0), &world));
+  const Socket peer = Intruder(addresses[0]);
+  rlimit before;
+  CHECK_EQ(getrlimit(RLIMIT_NOFILE, &before), 0);
+  const rlimit none = {3, before.rlim_max};
+  CHECK_EQ(setrlimit(RLIMIT_NOFILE, &none), 0);
+  const Status status = world->CheckPeers();
+  CHECK_EQ(setrlimit(RLIMIT_NOFILE, &before), 0);
+  CHECK_OK(status);
+  Handshake handshake = Handshake::Connecting(Options().key, {1, 0, 1});
+  Handshake::State state = Handshake::State::kUnderWay;
+  for (const TimeNs end = Soon(); state == Handshake::State::kUnderWay && NowNs() < end;) {
+    CHECK_OK(world->CheckPeers());
+    state = handshake.Advance(peer.fd());
+  }
+  CHECK(state == Handshake::State::kDone);
+}
+
+TEST(to_ask_who_is_silent_makes_no_connections) {
+  std::vector<std::unique_ptr<Transport>> world = MakeTcpWorld(2, 0);
+  for (int look = 0; look < 3; ++look) {
+    CHECK_EQ(world[0]->Silence(1), 0);
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
+
+TEST(a_rank_that_was_stopped_itself_does_not_count_the_silence_of_others_over_tcp) {
+  std::vector<std::unique_ptr<Transport>> world = MakeTcpWorld(2, 64);
+  CHECK_OK(world[0]->CheckPeers());
+  CHECK_EQ(world[0]->Silence(1), 0);
+  std::this_thread::sleep_for(std::chrono::nanoseconds(kStoppedItself + 200 * kMillisecond));
+  CHECK_OK(world[0]->CheckPeers());
+  CHECK(world[0]->Silence(1) < kStoppedItself);
+}
+
+// As a rank that is killed while the workers of its DataLoader live.
+TEST(a_forked_child_does_not_keep_the_end_of_its_parent_from_the_others) {
+  std::vector<std::unique_ptr<Transport>> world = MakeTcpWorld(2, 64);
+  int peer = -1;
+  std::string message;
+  world[1]->Post(0, "connected");
+  for (const TimeNs end = Soon(); !world[0]->Poll(&peer, &message) && NowNs() < end;) {
+    world[1]->Move();
+  }
+  CHECK_EQ(message, "connected");
+  const pid_t child = fork();
+  if (child == 0) {
+    pause();
+    _exit(0);
+  }
+  world[1].reset();
+  const TimeNs end = After(NowNs(), 10 * kSecond);
+  while (world[0]->CheckPeers().ok() && NowNs() < end) world[0]->Move();
+  CHECK_EQ(world[0]->CheckPeers().message(), "rank 1 died");
+  kill(child, SIGKILL);
+  CHECK_EQ(waitpid(child, nullptr, 0), child);
 }
 
 // Garbage, silence, half a handshake, another job's key, and more of them than are listened to.
