@@ -231,8 +231,15 @@ Status Coordinator::Agree(Named& named, Decision* decision, int64_t* bytes) {
   return Status::Ok();
 }
 
+// What its members say next of being blocked is about something else. A rank that has its answer
+// and computes does not report that.
+void Coordinator::Unblock(const ProcessSet& set) {
+  for (const int rank : set.ranks) blocked_[static_cast<size_t>(rank)] = {};
+}
+
 // What it waited for has been decided.
 void Coordinator::Forget(Named& named) {
+  Unblock(*named.pending.set);
   waiting_.back()->place = named.place;
   waiting_[named.place] = waiting_.back();
   waiting_.pop_back();

@@ -112,6 +112,7 @@ class Coordinator {
   void ReportFresh(int rank, const Request& request, TimeNs now);
   Named& NamedBy(const Request& request);
   Pending& PendingFor(const Request& request, Named& named, TimeNs now);
+  void Unblock(const ProcessSet& set);
   void Forget(Named& named);
   using Records = std::unordered_map<uint64_t, std::unique_ptr<Record>>;
   Records::iterator Erase(Records::iterator record);

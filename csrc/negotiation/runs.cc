@@ -32,6 +32,7 @@ bool Coordinator::ReportRuns(const int* ranks, size_t count, const std::vector<u
     }
     complete_.clear();
     pending_runs_.Report(part.ids, set, members_, now, &complete_);
+    if (!complete_.empty()) Unblock(set);
     for (const IdRun& run : complete_) {
       if (recent_runs_.size() >= kMostPieces) BringUpToDate();
       recent_runs_.Add(run);

@@ -23,7 +23,8 @@ struct Waiting {
   bool patient = false;  // a join, which may take as long as it likes
 };
 
-// Of a rank: since when it has said, again and again, that a caller there is blocked.
+// Of a rank: since when it has said, again and again, that a caller there is blocked. To be made
+// anew when a request of the rank is decided.
 class Blocked {
  public:
   void Hear(bool blocked, TimeNs now) {

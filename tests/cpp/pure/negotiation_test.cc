@@ -372,6 +372,54 @@ TEST(a_rank_that_has_joined_ends_no_deadlock) {
   CHECK(DeadlockWithin(30, coordinator, [](int rank, int) { return rank < 2; }).has_value());
 }
 
+// A rank that was blocked computes once it has its answer, and says so only with its next report.
+TEST(nobody_is_blocked_any_more_when_what_may_have_blocked_them_is_decided) {
+  Coordinator::Options options = Options(3);
+  options.stall.deadlock_ns = 10 * kSecond;
+  Request add, join, y = Allreduce("y");
+  add.kind = Collective::kAddProcessSet;
+  add.name = "add";
+  add.ranks = {1, 2};
+  join.kind = Collective::kJoin;
+  join.name = "join";
+  y.process_set = 1;
+  Report blocked, cached_x, cached_y;
+  blocked.blocked = true;
+  cached_x.cached = {1};
+  cached_y.cached = {2};
+  struct Case {
+    Report x, y;   // of ranks 1 and 2, and of rank 1
+    Report late;   // of rank 0
+    bool by_runs;  // they pend as such until nobody has looked
+  };
+  for (const Case& each :
+       {Case{Fresh({Allreduce("x")}), Fresh({y}), Fresh({Allreduce("x")}), false},
+        Case{Fresh({Allreduce("x")}), Fresh({y}), Fresh({join}), false},
+        Case{cached_x, cached_y, cached_x, false}, Case{cached_x, cached_y, cached_x, true}}) {
+    Coordinator coordinator(options);
+    for (const int rank : {0, 1, 2}) coordinator.Receive(rank, Fresh({add}), 0);
+    for (const int rank : {0, 1, 2}) coordinator.Receive(rank, Fresh({Allreduce("x")}), 0);
+    for (const int rank : {1, 2}) coordinator.Receive(rank, Fresh({y}), 0);
+    CHECK_EQ(coordinator.Decide()->decisions.size(), size_t{3});
+    coordinator.Receive(1, each.y, kSecond);
+    for (const int rank : {1, 2}) coordinator.Receive(rank, each.x, kSecond);
+    TimeNs now = kSecond;
+    for (; now <= 15 * kSecond; now += kSecond) {
+      for (const int rank : {1, 2}) coordinator.Receive(rank, blocked, now);
+      if (!each.by_runs) CHECK(coordinator.InspectStalls(now).abort.ok());
+    }
+    coordinator.Receive(0, each.late, now);
+    CHECK_EQ(coordinator.Decide()->decisions.size(), size_t{1});
+    CHECK(coordinator.InspectStalls(now + kSecond).abort.ok());
+    for (int more = 0; more < 12; ++more) {  // the next one takes its time again
+      now += kSecond;
+      for (const int rank : {1, 2}) coordinator.Receive(rank, blocked, now);
+      CHECK_EQ(coordinator.InspectStalls(now).abort.ok(), more < 10);
+      if (more >= 10) break;
+    }
+  }
+}
+
 TEST(ranks_are_listed_shortly) {
   CHECK_EQ(RanksText({2}), std::string("rank 2"));
   CHECK_EQ(RanksText({0, 1}), std::string("ranks 0,1"));
