@@ -167,7 +167,9 @@ bool Loop::Decide() {
   const StallInspector::Finding stall = coordinator_->InspectStalls(now);
   if (!stall.warning.empty()) AskWhatIsDone(stall, now);
   if (asked_) Warn(now >= asked_->deadline || !stall.abort.ok());
-  if (!stall.missing.empty() && stall.abort.ok()) LookForSigns(stall.missing, now);
+  // CheckPeers also finds out that this process was stopped itself. Housekeeping ends the job.
+  const bool waits = !stall.missing.empty() && stall.abort.ok();
+  if (waits && transport_.CheckPeers().ok()) LookForSigns(stall.missing, now);
   if (final_) return true;
   std::vector<Agreement> agreed;  // several where rank 0 alone knows where batches end
   while (std::optional<Agreement> agreement = coordinator_->Decide()) {

@@ -93,6 +93,36 @@ TEST(a_stopped_coordinator_is_a_stall_where_that_limit_is_set) {
   });
 }
 
+// As a batch system suspends jobs: one after another, and lets them go on in any order.
+TEST(a_rank_that_was_stopped_itself_does_not_count_the_silence_of_others_in_that_time) {
+  EngineConfig config;
+  config.timeout_ns = 2 * kSecond;
+  const auto sleep = [](int ms) { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); };
+  std::atomic<bool> stopped[2] = {{false}, {false}};
+  std::atomic<int> ready{0};
+  const auto adjust = [&](int rank, World& world) {
+    world.transport =
+        std::make_unique<StoppableTransport>(std::move(world.transport), stopped[rank]);
+  };
+  const auto script = [&](Player& player) {
+    std::vector<float> data(1000, 1.0f);
+    CHECK_OK(player.Allreduce("x", data));
+    ++ready;
+    while (ready < 2) std::this_thread::yield();
+    if (player.rank == 1) {
+      stopped[1] = true;
+      sleep(300);
+      stopped[0] = true;
+      sleep(3000);
+      stopped[0] = false;
+      sleep(100);
+      stopped[1] = false;
+    }
+    CHECK_OK(player.Allreduce("x", data));
+  };
+  PlayOn({0, 0}, config, script, 0, adjust);
+}
+
 // Over the first rank of the other host, too.
 TEST(callers_that_wait_for_one_another_get_an_error_and_no_others) {
   EngineConfig config;
