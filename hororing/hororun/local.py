@@ -76,6 +76,13 @@ def secret_file(secret: bytes) -> int:
     return number
 
 
+def _with_threads(environment: Mapping[str, str]) -> dict[str, str]:
+    """Share the cores among the ranks of this host: libraries would start threads for all."""
+    cores = len(os.sched_getaffinity(0))
+    ranks = int(environment.get("HORORING_LOCAL_SIZE", 1))
+    return {"OMP_NUM_THREADS": str(max(cores // ranks, 1)), **environment}
+
+
 class LocalRanks:
     """The ranks of this host. Everything happens in the thread that polls `selector`."""
 
@@ -91,7 +98,7 @@ class LocalRanks:
         guard = self._guard or self._start_guard()
         popen = start(
             program.command,
-            env=dict(program.environment),
+            env=_with_threads(program.environment),
             cwd=program.directory,
             stdin=subprocess.DEVNULL if program.stdin is None else program.stdin,
             stdout=subprocess.PIPE,

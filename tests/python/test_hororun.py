@@ -223,6 +223,19 @@ def test_ranks_know_their_places_and_the_secret_is_a_descriptor():
     assert told[0]["env"]["HORORING_JOB"] == told[1]["env"]["HORORING_JOB"]
 
 
+def test_ranks_share_the_cores_of_their_host():
+    shown = sh("echo threads=$OMP_NUM_THREADS")
+    own = str(max(len(os.sched_getaffinity(0)) // 2, 1))
+    assert run("-np", "2", *shown, OMP_NUM_THREADS="").stdout.count("threads=\n") == 2
+    assert run("-np", "2", *shown, OMP_NUM_THREADS="7").stdout.count("threads=7") == 2
+    job = subprocess.run(
+        [*HORORUN, "-np", "2", *shown],
+        env={name: text for name, text in environment().items() if name != "OMP_NUM_THREADS"},
+        capture_output=True, text=True, timeout=DEADLINE_S, check=False,
+    )  # fmt: skip
+    assert job.stdout.count(f"threads={own}") == 2
+
+
 def test_ranks_meet_in_the_store_of_hororun():
     script = (
         "from hororing import bootstrap, config, launch;"
