@@ -9,11 +9,16 @@ import tensorflow as tf
 from hororing import errors
 
 
+def _text(given: tuple[Any, ...]) -> Any:
+    """The message; Keras makes errors again as TensorFlow does: node, operation, message, code."""
+    return given[0] if len(given) == 1 else given[2]
+
+
 class MismatchError(errors.MismatchError, tf.errors.FailedPreconditionError):  # type: ignore[misc]
     """Ranks disagree about one tensor."""
 
-    def __init__(self, text: str) -> None:
-        tf.errors.FailedPreconditionError.__init__(self, None, None, text)
+    def __init__(self, *given: Any) -> None:
+        tf.errors.FailedPreconditionError.__init__(self, None, None, _text(given))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Keep the text when the exception is pickled."""
@@ -23,8 +28,8 @@ class MismatchError(errors.MismatchError, tf.errors.FailedPreconditionError):  #
 class DuplicateNameError(errors.DuplicateNameError, tf.errors.InvalidArgumentError):  # type: ignore[misc]
     """A request of that name is in flight on this rank."""
 
-    def __init__(self, text: str) -> None:
-        tf.errors.InvalidArgumentError.__init__(self, None, None, text)
+    def __init__(self, *given: Any) -> None:
+        tf.errors.InvalidArgumentError.__init__(self, None, None, _text(given))
 
     __reduce__ = MismatchError.__reduce__
 
@@ -32,8 +37,8 @@ class DuplicateNameError(errors.DuplicateNameError, tf.errors.InvalidArgumentErr
 class InvalidArgumentError(ValueError, tf.errors.InvalidArgumentError):  # type: ignore[misc]
     """An argument that the core refuses."""
 
-    def __init__(self, text: str) -> None:
-        tf.errors.InvalidArgumentError.__init__(self, None, None, text)
+    def __init__(self, *given: Any) -> None:
+        tf.errors.InvalidArgumentError.__init__(self, None, None, _text(given))
 
     __reduce__ = MismatchError.__reduce__
 
