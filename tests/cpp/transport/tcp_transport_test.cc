@@ -219,9 +219,10 @@ TEST(a_world_over_tcp_can_be_reached_by_ipv6) {
 // Also when it waits for another one, and when nobody waits for anything.
 TEST(the_end_of_a_rank_without_close_is_told_to_all_that_are_connected) {
   for (bool wait : {true, false}) {
-    std::atomic<int> seen{0};
+    std::atomic<int> ready{0}, seen{0};
     RunWorld(MakeTcpWorld(3, 64), [&](Rank& rank) {
       Barrier(rank);
+      StayUntil(&ready, 3);
       if (rank.rank() == 1) return;
       Status status;
       if (wait) {
