@@ -27,7 +27,7 @@ from typing import Any
 from hororing import launch
 from hororing.config.forms import BOOL, BadText
 from hororing.launch import Launch
-from hororing.rendezvous import files, protocol
+from hororing.rendezvous import files, interfaces, protocol
 from hororing.rendezvous.client import Member
 from hororing.rendezvous.store import Store
 
@@ -90,6 +90,8 @@ def find(
         raise
     if store is not None:
         member.at_close.append(store.stop)
+        if not store.host:  # it is reached from here by another way than from other hosts
+            member.local_address = interfaces.reached_at(told.rendezvous.partition(",")[0])
     return member
 
 

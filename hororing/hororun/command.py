@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import glob
 import io
 import os
@@ -13,7 +12,6 @@ import shlex
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Sequence
 from importlib import metadata
@@ -379,7 +377,4 @@ def _mpirun(arguments: argparse.Namespace, placed: list[Place], command: list[st
     if shutil.which(words[0]) is None:
         print("hororun: there is no mpirun", file=sys.stderr)
         return _NOT_FOUND
-    with contextlib.suppress(KeyboardInterrupt):
-        code = subprocess.call(words)
-        return code if code >= 0 else 128 - code
-    return 128 + signal.SIGINT
+    os.execvp(words[0], words)  # which gets signals itself, and ends its ranks

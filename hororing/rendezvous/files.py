@@ -19,7 +19,7 @@ from typing import Any
 
 from hororing.rendezvous import protocol
 from hororing.rendezvous.client import Deadline, Member, RendezvousError
-from hororing.rendezvous.interfaces import addresses
+from hororing.rendezvous.interfaces import addresses, reached_at
 from hororing.rendezvous.protocol import ProtocolError
 from hororing.rendezvous.store import Store
 
@@ -72,6 +72,7 @@ def serve(directory: str, *, job: str, size: int, timeout_s: float) -> Member:
             path.unlink()
 
     member.at_close += [remove, store.stop]
+    member.local_address = reached_at()  # by other hosts
     return member
 
 

@@ -8,6 +8,8 @@ import ipaddress
 import socket
 import struct
 
+from hororing.rendezvous import protocol
+
 _SIOCGIFADDR = 0x8915  # see netdevice(7)
 
 
@@ -35,6 +37,17 @@ def chosen(interface: str) -> str:
         raise ValueError(
             f"HORORING_INTERFACE={interface}: {error.strerror}; this host has {names}"
         ) from None
+
+
+def reached_at(place: str = "") -> str:
+    """An address of this host that others may reach: that of `place`, "host:port", or the first."""
+    if place:
+        with contextlib.suppress(OSError):
+            named = socket.getaddrinfo(*protocol.parse_address(place), type=socket.SOCK_STREAM)
+            for *_, address in named:
+                if not protocol.is_loopback(str(address[0])):
+                    return str(address[0])
+    return next(each for each in addresses() if not each.startswith("127."))
 
 
 def _address(interface: str) -> str:

@@ -20,7 +20,7 @@ import pytest
 
 from hororing import bootstrap, config
 from hororing.launch import Launch, detect
-from hororing.rendezvous import files, protocol
+from hororing.rendezvous import files, interfaces, protocol
 from hororing.rendezvous.client import Member, RendezvousError
 from hororing.rendezvous.store import Store
 
@@ -219,3 +219,8 @@ def test_a_file_of_garbage_is_an_error_at_the_deadline(tmp_path: Path):
         path.write_text(text)
         with pytest.raises(RendezvousError, match="is not understood"):
             files.join(str(tmp_path), job="j", rank=1, size=2, timeout_s=0.02)
+
+
+@pytest.mark.parametrize("place", ["", "127.0.0.1:1", "localhost:1"])
+def test_rank_0_does_not_tell_others_to_look_for_it_at_home(place: str):
+    assert not interfaces.reached_at(place).startswith("127.")

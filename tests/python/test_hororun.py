@@ -348,7 +348,7 @@ def test_ctrl_c_ends_the_ranks_and_twice_ends_them_at_once(
         process.send_signal(signal.SIGINT)  # two that come at once count as one
         time.sleep(0.1)
     process.communicate(timeout=DEADLINE_S)
-    assert process.returncode == 130
+    assert process.returncode in (130, -signal.SIGINT)  # it may be hit once more when it has ended
     wait_until(lambda: not any(map(is_alive, pids)))
 
 
