@@ -75,6 +75,7 @@ class Launcher:
     size: str = ""  # "": it does not tell
     local_rank: str = ""
     local_size: str = ""
+    counts_alone: bool = False  # also with one process, whatever has started the launcher
 
 
 # The first that is there counts: what started this process stands before what started that.
@@ -87,6 +88,7 @@ LAUNCHERS = (
         "HORORING_SIZE",
         "HORORING_LOCAL_RANK",
         "HORORING_LOCAL_SIZE",
+        counts_alone=True,
     ),
     Launcher(
         "Open MPI",
@@ -166,7 +168,7 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch:
             row.mpi,
             f"{sign}={env.get(sign)}",
         )
-        if row.mpi or launch.least_size > 1:
+        if row.mpi or row.counts_alone or launch.least_size > 1:
             return launch
     return Launch()
 
@@ -195,12 +197,12 @@ def refuse_without_mpi(launch: Launch) -> None:
 
 def refuse_children(launch: Launch, environ: Mapping[str, str] | None = None) -> None:
     """ValueError in a process that a rank has started: it inherits a rank that is not its own."""
-    if multiprocessing.parent_process() is not None:
+    env = os.environ if environ is None else environ
+    if multiprocessing.parent_process() is not None and (launch.mpi or _is_inherited(env)):
         raise ValueError(
             "init: called in a worker process of multiprocessing, which inherits the rank of "
             "its parent; put the script's code under if __name__ == '__main__':"
         )
-    env = os.environ if environ is None else environ
     pid, _, job = env.get(_RANK, "").partition(" ")
     # Another job's: it is one that the rank has started by a launcher.
     if pid not in ("", str(os.getpid())) and job == _job(env):
@@ -209,6 +211,13 @@ def refuse_children(launch: Launch, environ: Mapping[str, str] | None = None) ->
             "it inherits the launcher's variables, but it is no rank itself; set HORORING_ALONE=1 "
             "in its environment if it is to be a job of one rank"
         )
+
+
+def _is_inherited(env: Mapping[str, str]) -> bool:
+    """Whether the rank was there when this process started; else it has been given its own."""
+    with open("/proc/self/environ", "rb") as file:
+        began_with = file.read().split(b"\0")
+    return f"HORORING_RANK={env.get('HORORING_RANK')}".encode() in began_with
 
 
 def mark_rank(environ: MutableMapping[str, str] | None = None) -> None:

@@ -24,13 +24,19 @@ from hororing.hororun.hosts import LocalHost, RemoteHost
 from hororing.hororun.job import CannotStartError, Job
 from hororing.hororun.local import STDERR, STDOUT, Program
 from hororing.hororun.output import Output
-from hororing.hororun.plan import Meeting, Place
+from hororing.hororun.plan import Place, Rendezvous
 from hororing.hosts import Host, parse_hosts, read_hostfile
 from hororing.rendezvous import interfaces, protocol
 from hororing.rendezvous.store import Store
 
 _USAGE, _NOT_FOUND, _FAILED = 2, 127, 1
 _HERE = {"localhost", "127.0.0.1", "::1"}
+
+# Of these mpirun has others, or none.
+_WITHOUT_MPI = (
+    "--output", "--only-output-from", "--start-timeout", "--grace", "--rsh-agent", "--ssh-port",
+    "--ssh-identity-file",
+)  # fmt: skip
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -54,6 +60,8 @@ def main(words: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         parser.error(str(error))
     if arguments.mpi:
+        if ignored := [flag for flag in _WITHOUT_MPI if _is_given(parser, arguments, flag)]:
+            parser.error(f"{ignored[0]} does not go with --mpi; use --mpi-args for what mpirun has")
         return _mpirun(arguments, placed, command)
     program = shutil.which(command[0])
     if program is None:
@@ -96,8 +104,10 @@ def _run(
 
     def prepare() -> None:
         """Tell each host what to start, now that free ports are known."""
-        meeting = Meeting(store.job, _addresses(store), _master(placed[0], remote, bool(others)))
-        _assign(placed, command, variables, meeting, here, remote)
+        rendezvous = Rendezvous(
+            store.job, _addresses(store), _master(placed[0], remote, bool(others))
+        )
+        _assign(placed, command, variables, rendezvous, here, remote)
 
     store.start_thread()
     try:
@@ -122,7 +132,7 @@ def _assign(
     placed: list[Place],
     command: list[str],
     variables: dict[str, str],
-    meeting: Meeting,
+    rendezvous: Rendezvous,
     here: LocalHost,
     remote: list[RemoteHost],
 ) -> None:
@@ -131,7 +141,7 @@ def _assign(
     own = launch.environment()
     inherited = {name: own[name] for name in own if name not in launch.VARIABLES}
     inherited = {"PYTHONUNBUFFERED": "1", **inherited, **variables}
-    told = {place.rank: plan.environment(place, size, meeting) for place in placed}
+    told = {place.rank: plan.environment(place, size, rendezvous) for place in placed}
     here.programs = [
         Program(
             place.rank, command, {**inherited, **told[place.rank]}, os.getcwd(),
@@ -199,6 +209,11 @@ def _parser() -> argparse.ArgumentParser:
     knob_flags.add_arguments(parser)
     add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
+
+
+def _is_given(parser: argparse.ArgumentParser, arguments: argparse.Namespace, flag: str) -> bool:
+    name = flag.removeprefix("--").replace("-", "_")
+    return bool(getattr(arguments, name) != parser.get_default(name))
 
 
 def _version() -> str:
@@ -350,9 +365,9 @@ def _no_program(name: str) -> str:
 
 
 def _dry_run(placed: list[Place], command: list[str], variables: dict[str, str]) -> int:
-    meeting = Meeting("JOB", "HOST:PORT", ("HOST", 0))
+    rendezvous = Rendezvous("JOB", "HOST:PORT", ("HOST", 0))
     for place in placed:
-        told = {**variables, **plan.environment(place, len(placed), meeting)}
+        told = {**variables, **plan.environment(place, len(placed), rendezvous)}
         del told["MASTER_ADDR"], told["MASTER_PORT"]
         shown = " ".join(f"{name}={shlex.quote(value)}" for name, value in told.items())
         print(f"{place.host}: {shown} {shlex.join(command)}")

@@ -19,11 +19,11 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """How the ranks of a job find one another: the same on all hosts."""
 
     job: str
-    rendezvous: str  # addresses of the store
+    address: str  # of the store; several with commas between them
     master: tuple[str, int]  # host and a free port there, for torch.distributed
 
 
@@ -87,19 +87,19 @@ def _counts(hosts: Sequence[Host], size: int | None, per_host: int | None) -> li
     return [size // len(hosts)] * len(hosts)
 
 
-def environment(where: Place, size: int, meeting: Meeting) -> dict[str, str]:
+def environment(where: Place, size: int, rendezvous: Rendezvous) -> dict[str, str]:
     """Variables of a rank, ours and those of torch.distributed. The secret is not among them."""
     return {
         "HORORING_RANK": str(where.rank),
         "HORORING_SIZE": str(size),
         "HORORING_LOCAL_RANK": str(where.local_rank),
         "HORORING_LOCAL_SIZE": str(where.local_size),
-        "HORORING_RENDEZVOUS": meeting.rendezvous,
-        "HORORING_JOB": meeting.job,
+        "HORORING_RENDEZVOUS": rendezvous.address,
+        "HORORING_JOB": rendezvous.job,
         "RANK": str(where.rank),
         "WORLD_SIZE": str(size),
         "LOCAL_RANK": str(where.local_rank),
         "LOCAL_WORLD_SIZE": str(where.local_size),
-        "MASTER_ADDR": meeting.master[0],
-        "MASTER_PORT": str(meeting.master[1]),
+        "MASTER_ADDR": rendezvous.master[0],
+        "MASTER_PORT": str(rendezvous.master[1]),
     }

@@ -156,6 +156,53 @@ def test_ranks_that_are_started_by_hand_meet_in_a_directory(tmp_path: Path) -> N
         assert printed.count("is right") == 2
 
 
+# As torch.multiprocessing.spawn and the launchers of notebooks do.
+SPAWNS = """
+import multiprocessing, os
+
+def rank(number):
+    os.environ["HORORING_RANK"] = str(number)
+    import hororing.numpy as hvd
+    hvd.init()
+    assert hvd.allgather_object(hvd.rank()) == [0, 1]
+    print("is right", flush=True)
+
+if __name__ == "__main__":
+    spawn = multiprocessing.get_context("spawn")
+    processes = [spawn.Process(target=rank, args=(n,)) for n in (0, 1)]
+    for each in processes:
+        each.start()
+    for each in processes:
+        each.join()
+"""
+
+
+def test_workers_of_multiprocessing_may_be_ranks_of_their_own(tmp_path: Path) -> None:
+    script = tmp_path / "spawns.py"
+    script.write_text(SPAWNS)
+    job = subprocess.run(
+        [sys.executable, str(script)],
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "HORORING_SIZE": "2",
+            "HORORING_JOB": "three",
+            "HORORING_RENDEZVOUS": f"file://{tmp_path}",
+        },
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert job.stdout.count("is right") == 2, job.stderr
+
+
+def test_one_rank_is_one_whatever_started_its_launcher() -> None:
+    outer = {"JOB_COMPLETION_INDEX": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2"}
+    job = run("-np", "1", sys.executable, "-c", SCRIPT, "1", **outer)
+    assert job.returncode == 0, job.stderr
+
+
 def test_a_rank_that_nobody_joins_ends_in_time(tmp_path: Path) -> None:
     begin = time.monotonic()
     alone = by_hand(0, 2, f"file://{tmp_path}", HORORING_JOB="two", HORORING_TIMEOUT_S="2")
