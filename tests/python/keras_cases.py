@@ -136,9 +136,8 @@ def case_a_model_that_is_not_built_is_broadcast_after_its_first_batch():
 def case_a_rank_that_is_asked_tells_what_it_does():
     model = network()
     model.compile("sgd", "mse")
-    told = asked_during(lambda: model.fit(X, Y, epochs=1, verbose=0))
+    told = asked_during(lambda: model.fit(X, Y, epochs=1, verbose=0), "in fit\n")
     assert "in case_a_rank_that_is_asked_tells_what_it_does" in told.stack
-    assert "in fit\n" in told.stack
     assert {each.kind for each in told.events} >= {"submitted", "agreed", "done"}
 
 
