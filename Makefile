@@ -44,7 +44,7 @@ help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.demo  ## train a CNN on real digits with two processes
-	mpirun -np 2 python examples/torch_digits.py
+	hororun -np 2 python examples/torch_digits.py
 
 dev: $(VENV)/.dev  ## .venv with all tools, the package built in place
 	@echo "now: source $(VENV)/bin/activate"
