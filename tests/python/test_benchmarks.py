@@ -168,12 +168,12 @@ def test_tables_show_every_part_with_losses_and_failures(report):
     sums = sections["Blocking sum of float32, in place, 2 ranks"]
     assert "**0.5x**" in sums.splitlines()[2]
     told["parts"][1]["commit"] = "old"
-    lines = table.readme_part(told).splitlines()
+    lines = table.page_part(told).splitlines()
     assert "Of earlier runs: commit old: sets on 2 ranks." in lines
     assert "Failed or not whole: mpich on 2 ranks (MPICH was not found)." in lines
     assert any("MPICH: not found; torch DDP, gloo:" in line for line in lines)
     whole = f"before\n{table.BEGIN}\nold\n{table.END}\nafter"
-    part = table.with_readme_part(whole, "new")
+    part = table.with_part(whole, "new")
     assert part == f"before\n{table.BEGIN}\n\nnew\n\n{table.END}\nafter"
 
 
@@ -184,18 +184,26 @@ def test_the_table_of_dtypes_has_horovod_where_it_has_the_dtype():
             "bfloat16": {"hororing": 4.0, "gloo": 20.0}}  # fmt: skip
     rows = [{"measure": f"{dtype} sum", "case": "1 MiB", "who": who, "median_us": us}
             for dtype, ways in took.items() for who, us in ways.items()]  # fmt: skip
-    head, _, line = table.dtypes(
+    head, _, *lines = table.dtypes(
         {"parts": [{"part": "dtypes", "ranks": 2, "rows": rows}]}
-    ).splitlines()
-    cells = [cell.strip() for cell in line.strip("|").split("|")]
-    heads = [cell.strip() for cell in head.strip("|").split("|")]
-    assert list(zip(heads, cells, strict=True)) == [
+    ).splitlines()  # too wide for one row per size
+    assert [tuple(cell.strip() for cell in line.strip("|").split("|"))
+            for line in (head, *lines)] == [
         ("elements of", "1 MiB"),
         ("float32", "8.0 us"), ("gloo", "10.0x"), ("Horovod", "5.0x"),
         ("float16", "4.0 us"), ("float32", "2.0x"),
         ("gloo, float16", "10.0x"), ("Horovod, float16", "15.0x"),
         ("bfloat16", "4.0 us"), ("float32", "2.0x"), ("gloo, bfloat16", "5.0x"),
     ]  # fmt: skip
+
+
+def test_overheads_within_the_noise_have_no_figure():
+    table = importlib.import_module("table")
+    ways = {"plain": 0.0, "hororing": -9000.0, "DDP": 30000.0, "Horovod": 1200.0}
+    rows = {who: {"median_us": 200000.0, "overhead_us": us} for who, us in ways.items()}
+    assert table.overheads({"convolutional": rows}).splitlines()[2] == (
+        "| convolutional | 200 ms | under 5% | 30.0 ms | under 5% |"
+    )
 
 
 @tiers.full
@@ -209,11 +217,11 @@ def test_plots_are_drawn(report, monkeypatch):
         assert image.startswith(b"\x89PNG")
 
 
-def test_the_readme_shows_the_committed_results():
+def test_the_page_shows_the_committed_results():
     table = importlib.import_module("table")
-    text = (ROOT / "README.md").read_text()
+    text = table.PAGE.read_text()
     told = json.loads(table.RESULTS.read_text())
-    assert text == table.with_readme_part(text, table.readme_part(told)), (
+    assert text == table.with_part(text, table.page_part(told)), (
         "python benchmarks/table.py --write"
     )
 
