@@ -5,23 +5,28 @@ Blocking, for any thread; one request at a time. A child that a rank forks has n
 
 from __future__ import annotations
 
+import errno
 import hmac
 import math
 import os
 import secrets
+import selectors
 import socket
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain, repeat
 from typing import Any
 
 from hororing.rendezvous import protocol
 from hororing.rendezvous.protocol import Frames, Hello, ProtocolError
 
 _RETRY_S = (0.02, 0.5)  # first and last pause between two tries to connect
-_CONNECT_S = 5.0  # one try, where there are several addresses
+# One try of all addresses, and how long each is tried before the next one is, too: a network may
+# drop without a word what is sent to one of them.
+_CONNECT_S, _ALONE_S = 2.0, 0.1
 _HANDSHAKE_S = 5.0  # longer than the store waits
 _ANSWER_S = 10.0  # for the store, beyond the deadline that it watches itself
 _DONE_S = 5.0
@@ -96,7 +101,8 @@ class Member:
 
     Parameters
     ----------
-    address : ``host:port``; several with commas between them are tried in turn.
+    address : ``host:port``; several with commas between them are tried in this order,
+        and none waits for long for another.
     secret : of the job; b"" where there is none, which is a ValueError unless the address is of
         this host alone or `insecure`.
     job, rank, size : the job's name, which rank this is, and of how many.
@@ -249,21 +255,22 @@ class Member:
     def _connect(self, places: dict[str, tuple[str, int]], secret: bytes, timeout_s: float) -> None:
         deadline = Deadline(timeout_s)
         pause_s = _RETRY_S[0]
-        reason = "there was no time"
+        reasons: dict[str, str] = {}
         while True:
-            for text, place in places.items():
-                left_s = deadline.left_s()
-                connect_s = min(left_s, _CONNECT_S) if len(places) > 1 else left_s
+            connect_s = max(min(deadline.left_s(), _CONNECT_S), 1e-3)
+            for text, made in _connections(places, Deadline(connect_s)):
                 try:
-                    self._stream = self._try(place, secret, connect_s)
+                    if isinstance(made, OSError):
+                        raise made
+                    self._stream = self._meet(made, secret)
                 except (_Refused, ProtocolError) as error:
                     if len(places) == 1:
                         raise RendezvousError(
                             f"the store at {text}: {error}", refused=isinstance(error, _Refused)
                         ) from None
-                    reason = f"{text}: {error}"
+                    reasons[text] = str(error)
                 except (OSError, EOFError) as error:
-                    reason = f"{text}: {_reason(error)}"
+                    reasons[text] = _reason(error)
                 else:
                     self.address = text
                     self.local_address = self._stream.socket.getsockname()[0]
@@ -271,16 +278,14 @@ class Member:
             if deadline.left_s() == 0:
                 raise RendezvousError(
                     f"rank {self.rank} on host {self.host} found no store of its job within "
-                    f"{timeout_s:g} s; {reason}"
+                    f"{timeout_s:g} s; "
+                    + "; ".join(f"{text}: {reason}" for text, reason in reasons.items())
                 )
             # Ranks that start together must not come together again.
             time.sleep(min(secrets.SystemRandom().uniform(0.5, 1) * pause_s, deadline.left_s()))
             pause_s = min(2 * pause_s, _RETRY_S[1])
 
-    def _try(self, place: tuple[str, int], secret: bytes, connect_s: float) -> _Stream:
-        connection = socket.create_connection(
-            place, timeout=None if math.isinf(connect_s) else max(connect_s, 1e-3)
-        )
+    def _meet(self, connection: socket.socket, secret: bytes) -> _Stream:
         try:
             keep_watch(connection)
             stream = _Stream(connection)
@@ -303,8 +308,76 @@ class Member:
         protocol.take(_accepted(stream.receive(deadline)), "welcome", bool)
 
 
+def _connections(
+    places: Mapping[str, tuple[str, int]], deadline: Deadline
+) -> Iterator[tuple[str, socket.socket | OSError]]:
+    """What becomes of each place, in the order in which it is known; until the deadline."""
+    with selectors.DefaultSelector() as selector:
+        try:
+            for text, begun in chain(_begun(places), repeat(("", None))):
+                if isinstance(begun, OSError):
+                    yield text, begun
+                    continue
+                left_s = deadline.left_s()
+                if begun is not None:
+                    selector.register(begun, selectors.EVENT_WRITE, (text, begun))
+                    wait_s = min(left_s, _ALONE_S)
+                elif selector.get_map():
+                    wait_s = left_s
+                else:
+                    return
+                for key, _ in selector.select(wait_s):
+                    selector.unregister(key.fileobj)
+                    yield key.data[0], _connected(key.data[1])
+                if left_s == 0:
+                    for key in selector.get_map().values():
+                        yield key.data[0], TimeoutError("timed out")
+                    return
+        finally:
+            for key in selector.get_map().values():
+                key.data[1].close()
+
+
+def _begun(
+    places: Mapping[str, tuple[str, int]],
+) -> Iterator[tuple[str, socket.socket | OSError]]:
+    for text, (host, port) in places.items():
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            yield text, error
+            continue
+        for family, _, _, _, address in found:
+            yield text, _begin(family, address)
+
+
+def _begin(family: int, address: Any) -> socket.socket | OSError:
+    try:
+        begun = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:  # IPv6 that is turned off
+        return error
+    begun.setblocking(False)
+    code = begun.connect_ex(address)
+    if code in (0, errno.EINPROGRESS):
+        return begun
+    begun.close()
+    return OSError(code, os.strerror(code))
+
+
+def _connected(begun: socket.socket) -> socket.socket | OSError:
+    code = begun.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    if code == 0 and begun.getsockname() == begun.getpeername():
+        # Where nobody listens, a port of this host may have been given to this very socket.
+        code = errno.ECONNREFUSED
+    if code == 0:
+        return begun
+    begun.close()
+    return OSError(code, os.strerror(code))
+
+
 def keep_watch(connection: socket.socket) -> None:
-    """Let the kernel end a connection whose other host is gone, within 20 s."""
+    """Let the kernel end a connection whose other host is gone, within 20 s, or this process."""
+    keep_from_children(connection)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
@@ -328,14 +401,22 @@ def _reason(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-# A forked child would keep the connection of a rank that has died.
+# A forked child would keep the port of a store, and the connection of a rank, that have died.
 _members: weakref.WeakSet[Member] = weakref.WeakSet()
+_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def keep_from_children(one: socket.socket) -> None:
+    """Close it in every child that this process forks. A program that it starts never has it."""
+    _sockets.add(one)
 
 
 def _drop_all() -> None:
     for member in list(_members):
         member.drop()
         member.at_close.clear()  # of the parent: the store is a thread there
+    for each in list(_sockets):
+        each.close()
 
 
 os.register_at_fork(after_in_child=_drop_all)

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hororing.rendezvous import protocol
-from hororing.rendezvous.client import keep_watch
+from hororing.rendezvous.client import keep_from_children, keep_watch
 from hororing.rendezvous.protocol import Hello, ProtocolError
 
 _FIRST_S = 3.0
@@ -143,6 +143,7 @@ class Store:
     def listen(self) -> None:
         """Bind and listen. OSError where the address is in use, or is not of this host."""
         self._listener = _listen(self.host, self.port)
+        keep_from_children(self._listener)
         self.port = self._listener.getsockname()[1]
 
     async def open(self) -> None:

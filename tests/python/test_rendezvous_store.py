@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 import tiers
 
-from hororing.rendezvous import protocol
+from hororing.rendezvous import client, protocol
 from hororing.rendezvous.client import Member, RendezvousError
 from hororing.rendezvous.interfaces import addresses
 from hororing.rendezvous.protocol import Hello, ProtocolError
@@ -420,6 +420,52 @@ def test_a_forked_child_neither_keeps_its_parent_in_the_job_nor_ends_it(
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+
+
+def test_a_forked_child_keeps_neither_the_port_nor_the_connections_of_a_store(
+    made: Callable[..., Store],
+):
+    store = made(2)
+    one = member(store, 0)
+    with raw(store) as other:
+        other.sendall(protocol.encode(HELLO.message()))
+        read_frame(other)
+        held = [each for each in client._sockets if each.fileno() >= 0]
+        assert len(held) >= 4  # the listener, two of the store and one of `one`
+        assert not any(each.get_inheritable() for each in held)
+        child = os.fork()
+        if child == 0:
+            signal.pause()
+            os._exit(0)
+        try:
+            one.put("a", "b")  # nothing has happened to the parent's
+            assert one.get("a") == "b"
+            one.done()
+            store.stop()
+            assert is_closed(other)
+            socket.create_server(("127.0.0.1", store.port)).close()
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
+def test_an_address_that_says_nothing_holds_up_no_other(made: Callable[..., Store]):
+    store = made(1)
+    with contextlib.ExitStack() as files:
+        hole = files.enter_context(socket.socket())
+        hole.bind(("127.0.0.1", 0))
+        hole.listen(0)
+        for _ in range(5):  # more than wait there: the kernel drops what comes now
+            each = files.enter_context(socket.socket())
+            each.setblocking(False)
+            each.connect_ex(hole.getsockname())
+        address = f"127.0.0.1:{hole.getsockname()[1]}"
+        began = time.monotonic()
+        member(store, 0, address=f"{address},127.0.0.1:{store.port}").done()
+        assert time.monotonic() - began < 4
+        wanted = f"within 0.3 s; 127.0.0.1:1: .* refused; {address}: timed out"
+        with pytest.raises(RendezvousError, match=wanted):
+            member(store, 0, address=f"{address},127.0.0.1:1", timeout_s=0.3)
 
 
 # ---------------------------------------------------------------------------------------------
