@@ -28,7 +28,7 @@ from hororing import launch
 from hororing.config.forms import BOOL, BadText
 from hororing.launch import Launch
 from hororing.rendezvous import files, interfaces, protocol
-from hororing.rendezvous.client import Member
+from hororing.rendezvous.client import Member, RendezvousError
 from hororing.rendezvous.store import Store
 
 _PREFIX = "HORORING_"
@@ -77,21 +77,25 @@ def find(
         return files.join(
             directory, job=told.job, rank=told.rank, size=told.size, timeout_s=timeout_s
         )
-    store = None if told.rank or told.launcher_has_store else _store(told)
+    store, without = (None, "") if told.rank or told.launcher_has_store else _store(told)
     address = told.rendezvous if store is None else _own_address(store)
     try:
         member = Member(
             address, secret=told.secret, job=told.job, rank=told.rank, size=told.size,
             timeout_s=timeout_s, insecure=told.insecure,
         )  # fmt: skip
-    except BaseException:
+    except BaseException as error:
         if store is not None:
             store.stop()
+        if without and isinstance(error, RendezvousError) and not error.refused:
+            raise RendezvousError(f"{error}; {without}") from None
         raise
     if store is not None:
         member.at_close.append(store.stop)
-        if not store.host:  # it is reached from here by another way than from other hosts
-            member.local_address = interfaces.reached_at(told.rendezvous.partition(",")[0])
+    place = told.rendezvous.partition(",")[0]
+    if protocol.is_loopback(member.local_address) and not _is_of_this_host_alone(place):
+        # Ranks of the store's host have another way to it than other hosts have.
+        member.local_address = interfaces.reached_at(place)
     return member
 
 
@@ -233,14 +237,20 @@ def _insecure(env: Mapping[str, str]) -> bool:
 # The store of rank 0
 
 
-def _store(told: Told) -> Store | None:
-    """Start it, if the address is of this host; None: somebody else has it."""
-    host, port = protocol.parse_address(told.rendezvous.partition(",")[0])
+def _store(told: Told) -> tuple[Store | None, str]:
+    """Start it, if the address is of this host; or why not: somebody else has it, or nobody."""
+    place = told.rendezvous.partition(",")[0]
+    host, port = protocol.parse_address(place)
     protocol.check_secret(told.secret, host, told.insecure)
     # The name of this host may mean a loopback address here, and another one elsewhere.
-    everywhere = not protocol.is_loopback(host)
-    if everywhere and not _is_own(host):
-        return None
+    everywhere = not _is_of_this_host_alone(place)
+    if everywhere and not interfaces.is_own(host):
+        without = (
+            f"rank 0 has started no store, since {host} ({_PREFIX}RENDEZVOUS) is no address of its "
+            f"host {socket.gethostname()}: give one of the host on which rank 0 runs"
+        )
+        logging.getLogger("hororing").warning("%s, unless a store runs there already", without)
+        return None, without
     if not told.secret:
         logging.getLogger("hororing").warning(
             "the store at %s has no secret: who can connect can take part", told.rendezvous
@@ -252,26 +262,14 @@ def _store(told: Told) -> Store | None:
     try:
         store.start_thread()
     except OSError as error:
-        if error.errno == errno.EADDRINUSE:  # a store of the user's, or none: Member will tell
-            return None
+        if error.errno == errno.EADDRINUSE:
+            return None, f"rank 0 has started no store, since port {port} of its host is in use"
         raise
-    return store
+    return store, ""
 
 
-def _is_own(host: str) -> bool:
-    """Whether an address is of this host: then it can be bound to."""
-    try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-    except OSError:
-        return False
-    for family, kind, _, _, address in found:
-        with socket.socket(family, kind) as probe:
-            try:
-                probe.bind(address)
-            except OSError:
-                continue
-            return True
-    return False
+def _is_of_this_host_alone(place: str) -> bool:
+    return protocol.is_loopback(protocol.parse_address(place)[0])
 
 
 def _own_address(store: Store) -> str:

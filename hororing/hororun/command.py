@@ -105,7 +105,7 @@ def _run(
     def prepare() -> None:
         """Tell each host what to start, now that free ports are known."""
         rendezvous = Rendezvous(
-            store.job, _addresses(store), _master(placed[0], remote, bool(others))
+            store.job, _addresses(store, others), _master(placed[0], remote, bool(others))
         )
         _assign(placed, command, variables, rendezvous, here, remote)
 
@@ -320,10 +320,13 @@ def _is_here(host: str) -> bool:
     return host in _HERE or host in (own, own.partition(".")[0])
 
 
-def _addresses(store: Store) -> str:
+def _addresses(store: Store, others: list[str]) -> str:
     hosts = [store.host]
-    if not store.host:  # of several hosts: none may take the loopback address for another's
-        hosts = [each for each in interfaces.addresses() if not protocol.is_loopback(each)]
+    if not store.host:
+        # Ranks of this host tell the others the first that they reach the store by, which must be
+        # of the network between the hosts; and none may take the loopback address for another's.
+        found = dict.fromkeys([interfaces.towards(others[0]), *interfaces.addresses()])
+        hosts = [each for each in found if each and not protocol.is_loopback(each)]
     return ",".join(protocol.show_address(host, store.port) for host in hosts)
 
 

@@ -11,16 +11,45 @@ import struct
 from hororing.rendezvous import protocol
 
 _SIOCGIFADDR = 0x8915  # see netdevice(7)
+_ELSEWHERE = "192.0.2.1"  # of no host: kept for documentation (RFC 5737)
 
 
 def addresses() -> list[str]:
-    """IPv4 of every interface, that of the host itself last; then the host's name."""
+    """IPv4 of every interface, then the host's name.
+
+    First comes what the default route uses: not a bridge of containers, which no other host
+    reaches. The host's own 127.0.0.1 is the last of the numbers.
+    """
     found = []
     for _, name in socket.if_nameindex():
         with contextlib.suppress(OSError):  # it has none
             found.append(_address(name))
-    found.sort(key=lambda address: address.startswith("127."))
+    usual = towards(_ELSEWHERE)
+    found.sort(key=lambda address: (address.startswith("127."), address != usual))
     return [*dict.fromkeys(found), socket.gethostname()]
+
+
+def towards(host: str) -> str:
+    """The address of this host from which `host` is reached; "" without a route. Sends nothing."""
+    with contextlib.suppress(OSError):
+        for family, kind, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+            with socket.socket(family, kind) as asking:
+                asking.connect(address)
+                return str(asking.getsockname()[0])
+    return ""
+
+
+def is_own(host: str) -> bool:
+    """Whether an address is of this host: then it can be bound to."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    for family, kind, _, _, address in found:
+        with contextlib.suppress(OSError), socket.socket(family, kind) as probe:
+            probe.bind(address)
+            return True
+    return False
 
 
 def chosen(interface: str) -> str:

@@ -161,6 +161,53 @@ def test_a_job_without_a_secret_is_for_one_host(port: int, caplog: pytest.LogCap
     assert "has no secret" in caplog.text
 
 
+@pytest.fixture
+def node0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name of this host, which /etc/hosts translates as on Debian, where it is its own."""
+    resolve = socket.getaddrinfo
+
+    def translated(host: str, *rest: Any, **more: Any) -> Any:
+        return resolve("127.0.0.1" if host == "node0" else host, *rest, **more)
+
+    monkeypatch.setattr("socket.getaddrinfo", translated)
+
+
+@pytest.mark.usefixtures("node0")
+def test_rank_0_says_why_it_has_no_store(
+    port: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    environ = {"HORORING_RANK": "0", "HORORING_SIZE": "2", "HORORING_SECRET_KEY": KEY}
+    monkeypatch.setattr(interfaces, "is_own", lambda host: False)
+    elsewhere = {**environ, "HORORING_RENDEZVOUS": f"node0:{port}"}
+    wanted = r"no store, since node0 \(HORORING_RENDEZVOUS\) is no address of its host"
+    with pytest.raises(RendezvousError, match=wanted):
+        find(elsewhere, TIMEOUT_S=0.1)
+    assert "is no address of its host" in caplog.text  # at once
+
+
+def test_two_jobs_at_one_port_never_meet(port: int):
+    def told(job: str, rank: int) -> dict[str, str]:
+        return {
+            "HORORING_RANK": str(rank), "HORORING_SIZE": "2", "HORORING_SECRET_KEY": KEY,
+            "HORORING_RENDEZVOUS": f"localhost:{port}", "HORORING_JOB": job,
+        }  # fmt: skip
+
+    first = find(told("a", 0))
+    assert first is not None
+    for rank in (0, 1):
+        with pytest.raises(RendezvousError, match="this is the store of another job"):
+            find(told("b", rank))
+    with pytest.raises(RendezvousError, match="claims the rank of rank 0"):
+        find(told("a", 0))
+    wanted = f"not have the secret of this job; rank 0 .* since port {port} of its host is in use"
+    with pytest.raises(RendezvousError, match=wanted):
+        find({**told("a", 0), "HORORING_SECRET_KEY": KEY + KEY})
+    second = find(told("a", 1))
+    assert second is not None
+    second.done()
+    first.done()
+
+
 def test_a_shared_directory(tmp_path: Path):
     environ = {"HORORING_RENDEZVOUS": f"file://{tmp_path}", "HORORING_JOB": "7.1"}
     assert shared(environ, 3) == [["rank 0", "rank 1", "rank 2"]] * 3
@@ -224,3 +271,23 @@ def test_a_file_of_garbage_is_an_error_at_the_deadline(tmp_path: Path):
 @pytest.mark.parametrize("place", ["", "127.0.0.1:1", "localhost:1"])
 def test_rank_0_does_not_tell_others_to_look_for_it_at_home(place: str):
     assert not interfaces.reached_at(place).startswith("127.")
+
+
+@pytest.mark.usefixtures("node0")
+def test_ranks_beside_rank_0_do_not_tell_others_to_look_for_them_at_home(port: int):
+    told = {"HORORING_SIZE": "2", "HORORING_RENDEZVOUS": f"node0:{port}"}
+    told["HORORING_SECRET_KEY"] = KEY
+    members = [find({**told, "HORORING_RANK": str(rank)}) for rank in range(2)]
+    for each in reversed(members):
+        assert each is not None
+        assert not each.local_address.startswith("127.")
+        each.done()
+
+
+def test_the_address_of_the_default_route_comes_first(monkeypatch: pytest.MonkeyPatch):
+    found = {"lo": "127.0.0.1", "docker0": "172.17.0.1", "eth0": "10.0.0.1", "ib0": "10.1.0.1"}
+    monkeypatch.setattr("socket.if_nameindex", lambda: list(enumerate(found)))
+    monkeypatch.setattr(interfaces, "_address", found.__getitem__)
+    monkeypatch.setattr(interfaces, "towards", lambda host: "10.0.0.1")
+    wanted = ["10.0.0.1", "172.17.0.1", "10.1.0.1", "127.0.0.1", socket.gethostname()]
+    assert interfaces.addresses() == wanted

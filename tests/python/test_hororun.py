@@ -192,12 +192,26 @@ def test_output_that_nobody_reads_ends_nothing():
 # One host
 
 
+# What a rank runs to see whether any process shows the secret that it has: the launcher, agents,
+# the guard, other ranks.
+LOOK_FOR_THE_SECRET = """
+import glob, os
+secret = os.pread(int(os.environ["HORORING_SECRET_FD"]), 99, 0)
+assert len(secret) == 32
+shown = []
+for path in glob.glob("/proc/[0-9]*/cmdline") + glob.glob("/proc/[0-9]*/environ"):
+    try:
+        text = open(path, "rb").read()
+    except OSError:
+        continue
+    shown += [path] * (secret in text or secret.hex().encode() in text)
+assert not shown, shown
+"""
+
+
 def test_ranks_know_their_places_and_the_secret_is_a_descriptor():
-    script = (
-        "import json, os; e = dict(os.environ); n = int(e['HORORING_SECRET_FD']);"
-        "print(json.dumps({'env': e, 'secret': len(os.pread(n, 99, 0)), 'stdin': os.read(0, 9) != "
-        "b'', 'line': open('/proc/self/cmdline').read() + "
-        "open(f'/proc/{os.getppid()}/cmdline').read(), 'hex': os.pread(n, 99, 0).hex()}))"
+    script = LOOK_FOR_THE_SECRET + (
+        "import json;print(json.dumps({'env': dict(os.environ), 'stdin': os.read(0, 9) != b''}))"
     )
     flags = ["-np", "2", "--no-tag-output", "--cycle-time-ms", "2", "--no-autotune", "-x", "A=b"]
     done = run(*flags, sys.executable, "-c", script, HORORING_SECRET_KEY="outer")
@@ -216,10 +230,8 @@ def test_ranks_know_their_places_and_the_secret_is_a_descriptor():
         assert (env["A"], env["HORORING_CYCLE_TIME_MS"], env["HORORING_AUTOTUNE"]) == (
             "b", "2", "0",
         )  # fmt: skip
-        assert each["secret"] == 32
         assert "HORORING_SECRET_KEY" not in env  # that of an outer job
         assert each["stdin"] is False
-        assert each["hex"] not in each["line"] + json.dumps(env)
     assert told[0]["env"]["HORORING_JOB"] == told[1]["env"]["HORORING_JOB"]
 
 
@@ -412,7 +424,7 @@ def test_agents_start_ranks_on_other_hosts(rsh: str):
 
 
 def test_ranks_of_several_hosts_meet(rsh: str):
-    script = (
+    script = LOOK_FOR_THE_SECRET + (
         "from hororing import bootstrap, config, launch;"
         "m = bootstrap.find(launch.detect(), config.load());"
         "print(m.share(str(m.rank), 20)); m.done()"
@@ -483,9 +495,11 @@ def test_hosts_with_networks_of_their_own(tmp_path: Path):
         "print(m.share(os.uname().nodename + ' ' + m.local_address, 20)); m.done()\n"
     )
     hosts = tmp_path / "hororun"
-    # hosts.sh starts it as it starts mpirun: --hostfile FILE -np N.
+    # hosts.sh starts it as it starts mpirun: --hostfile FILE -np N. The first address of the host
+    # is one that others do not reach, as those of virtual machines and containers.
     hosts.write_text(
-        f"#!/bin/bash\nexec {sys.executable} -m hororing.hororun --rsh-agent "
+        "#!/bin/bash\nip addr flush dev eth0; ip addr add 172.31.0.1/24 dev eth0\n"
+        f"ip addr add 10.77.0.1/24 dev eth0; exec {sys.executable} -m hororing.hororun --rsh-agent "
         '"$PRTE_MCA_plm_ssh_agent" "$@"\n'
     )
     hosts.chmod(0o755)
@@ -496,8 +510,8 @@ def test_hosts_with_networks_of_their_own(tmp_path: Path):
     assert done.returncode == 0, done.stderr
     lists = {each.partition(" ")[2] for each in done.stdout.splitlines()}
     assert len(lists) == 1, done.stdout
-    names = [each.split()[0] for each in re.findall(r"'([^']*)'", lists.pop())]
-    assert names == ["host0", "host1", "host1"]
+    told = re.findall(r"'([^']*)'", lists.pop())
+    assert told == ["host0 10.77.0.1", "host1 10.77.0.2", "host1 10.77.0.2"]
 
 
 # ---------------------------------------------------------------------------------------------
