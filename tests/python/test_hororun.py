@@ -54,6 +54,8 @@ def start(*words: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         stdin=subprocess.DEVNULL,
         text=True,
+        # Shells let what they start in the background ignore it, and then so does hororun.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
 
 
