@@ -1,14 +1,17 @@
-"""hororing: data-parallel training on many processes, launched with mpirun.
+"""hororing: data-parallel training on many processes.
 
 Use it through the module of your framework::
 
     import hororing.torch as hvd      # PyTorch
     import hororing.numpy as hvd      # plain arrays
 
-Importing it starts nothing and touches no MPI; `init()` does.
+Start the script with hororun or mpirun, or a function of it with `hororing.run`. Importing hororing
+starts nothing and touches no MPI; `init()` does.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 try:
     from hororing._core import ffi as _ffi
@@ -32,3 +35,15 @@ if _lib.hr_abi_version() != _lib.HR_ABI_VERSION:
         f"hororing/_core was built for version {_lib.HR_ABI_VERSION} of the C interface, "
         f"hororing/lib has version {_lib.hr_abi_version()}; install hororing again"
     )
+
+if TYPE_CHECKING:
+    from hororing.hororun.function import run as run
+else:
+
+    def __getattr__(name: str) -> object:
+        """`run`, which ranks do not need."""
+        if name == "run":
+            from hororing.hororun.function import run
+
+            return run
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

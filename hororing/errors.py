@@ -95,6 +95,29 @@ class TransportError(HororingInternalError):
     """
 
 
+class RunError(RuntimeError):
+    """A job of `hororing.run` has failed, or could not be started.
+
+    Attributes
+    ----------
+    rank : the rank that failed; -1 where none is to blame.
+    exit_code : its exit code, or minus the signal that killed it.
+    traceback : that of the exception which the rank raised, as text; "" where it raised none.
+    """
+
+    def __init__(
+        self, text: str, rank: int = -1, exit_code: int | None = None, traceback: str = ""
+    ) -> None:
+        super().__init__(text)
+        self.rank = rank
+        self.exit_code = exit_code
+        self.traceback = traceback
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Keep the attributes when the exception is pickled."""
+        return type(self), (str(self), self.rank, self.exit_code, self.traceback)
+
+
 class HostsUpdatedInterrupt(RuntimeError):  # not an error: the name is Horovod's
     """Elastic training: hosts were added or removed.
 

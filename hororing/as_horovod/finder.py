@@ -100,7 +100,7 @@ class _Finder(MetaPathFinder):
 _finder = _Finder()
 
 
-class _InstallOnArrival:
+class InstallOnArrival:
     """Installs the finder in the process in which it is unpickled."""
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
@@ -137,6 +137,6 @@ def _reach_workers() -> None:
     prepare = spawn.get_preparation_data
 
     def get_preparation_data(name: str) -> dict[str, Any]:
-        return {**prepare(name), "hororing.as_horovod": _InstallOnArrival()}
+        return {**prepare(name), "hororing.as_horovod": InstallOnArrival()}
 
     spawn.get_preparation_data = get_preparation_data

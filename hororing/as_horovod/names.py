@@ -42,8 +42,8 @@ MODULES = {
 
 _ELASTIC = "to survive a lost rank, write checkpoints and start the job again from the last one"
 _LAUNCH = (
-    "start the script with mpirun: mpirun -np 4 python -m hororing.as_horovod train.py "
-    "(several hosts: -H host1:2,host2:2)"
+    "call horovod.run, or start the script with hororun or mpirun: hororun -np 4 python -m "
+    "hororing.as_horovod train.py (several hosts: -H host1:2,host2:2)"
 )
 _AGGREGATION = (
     "pass backward_passes_per_step= to DistributedOptimizer of horovod.keras, or add gradients up "
@@ -53,9 +53,7 @@ _BUILD = "it is about how Horovod was built; python -m hororing info tells what 
 
 # The way out, for what does not exist: a name and all names below it.
 WAYS_OUT = {
-    "horovod.run": _LAUNCH,
     "horovod.runner": _LAUNCH,
-    "horovod.runner.run": _LAUNCH,
     "horovod.spark": f"run it without Spark; {_LAUNCH}",
     "horovod.ray": f"run it without Ray; {_LAUNCH}",
     "horovod.data": "use a DataLoader with num_workers, which reads ahead as well",

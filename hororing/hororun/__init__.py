@@ -1,6 +1,7 @@
-"""hororun: starts the ranks of a job, on this host or on several, and stays until all have ended.
+"""Starts the ranks of a job, on this host or on several, and stays until all have ended.
 
-`command` reads the command line, `plan` places ranks on hosts, `job` watches over all of them,
-`local` has the processes of one host, `remote` an agent on another, and `output` what they print.
-Standard library only; nothing here imports the core.
+`command` reads the command line of hororun. `function` is `hororing.run`, whose ranks do `call`.
+For both, `plan` places ranks on hosts, `start` starts them, `job` watches over all of them,
+`local` has the processes of one host, `hosts` and `agent` reach another, and `output` shows what
+they print. But for `function` and `call`, which have cloudpickle: standard library only.
 """

@@ -4,7 +4,8 @@ It says MARK first, since a login script may print something before. Afterwards 
 frames (`hororing.rendezvous.protocol`):
 
     agent    -> launcher  ready: a free port; error; rank + stream + data; rank + code
-    launcher -> agent     start: secret, directory, environment, ranks; signal; close
+    launcher -> agent     payload: a part of what ranks read; start: secret, directory, environment,
+                          ranks; signal; close
 
 When standard input ends, so has the launcher or the connection: the agent ends all ranks.
 """
@@ -20,7 +21,7 @@ import sys
 from typing import Any
 
 from hororing import launch
-from hororing.hororun.local import LocalRanks, Program, secret_file, step
+from hororing.hororun.local import LocalRanks, Program, append, memory_file, step
 from hororing.rendezvous import protocol
 from hororing.rendezvous.protocol import Frames
 
@@ -36,6 +37,7 @@ class _Agent:
         self._ranks = LocalRanks(self._selector, self)
         self._frames = Frames()
         self._going = True
+        self._payload: int | None = None
         self._out = os.dup(1)
         os.dup2(2, 1)  # nothing else may get between the frames
 
@@ -75,6 +77,10 @@ class _Agent:
                 self._ranks.signal(message["signal"])
             elif "close" in message:
                 self._going = False
+            elif "payload" in message:
+                if self._payload is None:
+                    self._payload = memory_file("payload", b"")
+                append(self._payload, base64.b64decode(message["payload"]))
             else:
                 self._start(message)
 
@@ -84,7 +90,7 @@ class _Agent:
         environment |= message["environment"]
         # How this host sees the one of the launcher, if ssh tells.
         seen = environment.get("SSH_CONNECTION", "").partition(" ")[0]
-        descriptor = secret_file(bytes.fromhex(message["secret"]))
+        descriptor = memory_file("secret", bytes.fromhex(message["secret"]))
         try:
             for told in message["ranks"]:
                 variables = {**environment, **told["environment"]}
@@ -95,7 +101,10 @@ class _Agent:
                     variables["HORORING_RENDEZVOUS"] = (
                         f"{protocol.show_address(seen, int(port))},{addresses}"
                     )
-                program = Program(told["rank"], message["command"], variables, message["directory"])
+                program = Program(
+                    told["rank"], message["command"], variables, message["directory"],
+                    self._payload, answers=self._payload is not None,
+                )  # fmt: skip
                 self._ranks.start(program, descriptor)
         except OSError as error:
             self._send({"error": f"{error.filename or message['command'][0]}: {error.strerror}"})

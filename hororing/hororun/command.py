@@ -7,30 +7,23 @@ import glob
 import io
 import os
 import re
-import secrets
 import shlex
 import shutil
 import signal
-import socket
 import sys
 from collections.abc import Sequence
 from importlib import metadata
 from typing import IO
 
 from hororing import launch
-from hororing.hororun import knob_flags, plan
-from hororing.hororun.agent import free_port
-from hororing.hororun.hosts import LocalHost, RemoteHost
-from hororing.hororun.job import CannotStartError, Job
-from hororing.hororun.local import STDERR, STDOUT, Program
+from hororing.hororun import knob_flags, plan, start
+from hororing.hororun.job import CannotStartError
+from hororing.hororun.local import STDERR, STDOUT
 from hororing.hororun.output import Output
 from hororing.hororun.plan import Place, Rendezvous
-from hororing.hosts import Host, parse_hosts, read_hostfile
-from hororing.rendezvous import interfaces, protocol
-from hororing.rendezvous.store import Store
+from hororing.hosts import Host
 
 _USAGE, _NOT_FOUND, _FAILED = 2, 127, 1
-_HERE = {"localhost", "127.0.0.1", "::1"}
 
 # Of these mpirun has others, or none.
 _WITHOUT_MPI = (
@@ -51,7 +44,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if not command:
         parser.error("what shall the ranks run? hororun -np 4 python train.py")
     try:
-        hosts = _hosts(arguments)
+        hosts = start.named_hosts(arguments.hosts, arguments.hostfile) or [Host("localhost")]
         placed = plan.place(
             hosts, arguments.num_proc, _per_host(arguments.nproc_per_node), arguments.nnodes
         )
@@ -72,9 +65,15 @@ def main(words: Sequence[str] | None = None) -> int:
     if arguments.dry_run:
         return _dry_run(placed, command, variables)
     output = _output(arguments, len(placed), only_from)
+    rsh = shlex.split(arguments.rsh_agent or "") or start.ssh(
+        arguments.ssh_port, arguments.ssh_identity_file
+    )
+    what = start.Start(
+        placed, command, variables, rsh, arguments.start_timeout, arguments.grace, _stdin()
+    )
     try:
         output.open_files(len(placed))
-        return _run(arguments, placed, command, variables, output)
+        return start.run(what, output).conclude()
     except CannotStartError as error:
         output.say(str(error))
     except OSError as error:
@@ -82,85 +81,6 @@ def main(words: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:  # before the ranks were started
         return 128 + signal.SIGINT
     return _FAILED
-
-
-def _run(
-    arguments: argparse.Namespace,
-    placed: list[Place],
-    command: list[str],
-    variables: dict[str, str],
-    output: Output,
-) -> int:
-    size = len(placed)
-    secret = protocol.new_secret()
-    others = [name for name in dict.fromkeys(place.host for place in placed) if not _is_here(name)]
-    store = Store(
-        job=secrets.token_hex(8), size=size, secret=secret, host="" if others else "127.0.0.1"
-    )
-    job = Job(size, output, grace_s=arguments.grace)
-    job.host_of = {place.rank: place.host for place in placed} if others else {}
-    here = LocalHost(job.selector, job, secret)
-    remote: list[RemoteHost] = []
-
-    def prepare() -> None:
-        """Tell each host what to start, now that free ports are known."""
-        rendezvous = Rendezvous(
-            store.job, _addresses(store, others), _master(placed[0], remote, bool(others))
-        )
-        _assign(placed, command, variables, rendezvous, here, remote)
-
-    store.start_thread()
-    try:
-        job.hosts.append(here)
-        for name in others:
-            ranks = [place.rank for place in placed if place.host == name]
-            remote.append(
-                RemoteHost(
-                    job.selector, job, secret,
-                    name=name, rsh=_rsh(arguments), ranks=ranks, say=output.say,
-                )
-            )  # fmt: skip
-            job.hosts.append(remote[-1])
-        return job.run(arguments.start_timeout, prepare)
-    finally:
-        for host in job.hosts:
-            host.close()
-        store.stop()
-
-
-def _assign(
-    placed: list[Place],
-    command: list[str],
-    variables: dict[str, str],
-    rendezvous: Rendezvous,
-    here: LocalHost,
-    remote: list[RemoteHost],
-) -> None:
-    size = len(placed)
-    # Not what an outer job has set for this process.
-    own = launch.environment()
-    inherited = {name: own[name] for name in own if name not in launch.VARIABLES}
-    inherited = {"PYTHONUNBUFFERED": "1", **inherited, **variables}
-    told = {place.rank: plan.environment(place, size, rendezvous) for place in placed}
-    here.programs = [
-        Program(
-            place.rank, command, {**inherited, **told[place.rank]}, os.getcwd(),
-            _stdin() if place.rank == 0 else None,
-        )
-        for place in placed
-        if _is_here(place.host)
-    ]  # fmt: skip
-    for host in remote:
-        host.message = {
-            "directory": os.getcwd(),
-            "command": command,
-            "environment": {"PYTHONUNBUFFERED": "1", **variables},
-            "ranks": [
-                {"rank": place.rank, "environment": told[place.rank]}
-                for place in placed
-                if place.host == host.name
-            ],
-        }
 
 
 # ---------------------------------------------------------------------------------------------
@@ -239,18 +159,6 @@ def _seconds(text: str) -> float:
     return value
 
 
-def _hosts(arguments: argparse.Namespace) -> list[Host]:
-    if arguments.hosts and arguments.hostfile:
-        raise ValueError("-H and --hostfile: give one of them")
-    if not arguments.hosts and not arguments.hostfile:
-        return [Host("localhost")]
-    hosts = parse_hosts(arguments.hosts) if arguments.hosts else read_hostfile(arguments.hostfile)
-    here = [host.name for host in hosts if _is_here(host.name)]
-    if len(here) > 1:  # their ranks would not know that they are neighbours
-        raise ValueError(f"{here[0]} and {here[1]} are both this host: give it once")
-    return hosts
-
-
 def _per_host(text: str | None) -> int | None:
     if text is None:
         return None
@@ -282,11 +190,7 @@ def _ranks(text: str | None, size: int) -> set[int] | None:
 def _variables(arguments: argparse.Namespace) -> dict[str, str]:
     """For the ranks of all hosts: settings, which most must share, and -x."""
     own = launch.environment()
-    found = {
-        name: own[name]
-        for name in own
-        if name.startswith(("HORORING_", "HOROVOD_")) and name not in launch.VARIABLES
-    }
+    found = start.settings()
     for text in arguments.variables:
         name, equals, value = text.partition("=")
         if not equals and name not in own:
@@ -312,41 +216,6 @@ def _output(arguments: argparse.Namespace, size: int, only_from: set[int] | None
 
 
 # ---------------------------------------------------------------------------------------------
-# Addresses and programs
-
-
-def _is_here(host: str) -> bool:
-    own = socket.gethostname()
-    return host in _HERE or host in (own, own.partition(".")[0])
-
-
-def _addresses(store: Store, others: list[str]) -> str:
-    hosts = [store.host]
-    if not store.host:
-        # Ranks of this host tell the others the first that they reach the store by, which must be
-        # of the network between the hosts; and none may take the loopback address for another's.
-        found = dict.fromkeys([interfaces.towards(others[0]), *interfaces.addresses()])
-        hosts = [each for each in found if each and not protocol.is_loopback(each)]
-    return ",".join(protocol.show_address(host, store.port) for host in hosts)
-
-
-def _master(first: Place, remote: list[RemoteHost], several: bool) -> tuple[str, int]:
-    for host in remote:
-        if host.name == first.host:
-            return host.name, host.port
-    return (socket.gethostname() if several else "127.0.0.1"), free_port()
-
-
-def _rsh(arguments: argparse.Namespace) -> list[str]:
-    if arguments.rsh_agent:
-        return shlex.split(arguments.rsh_agent)
-    # So that a connection that is cut is noticed. The user's own configuration has the rest.
-    words = ["ssh", "-T", "-o", "ServerAliveInterval=10", "-o", "ServerAliveCountMax=3"]
-    if arguments.ssh_port:
-        words += ["-p", str(arguments.ssh_port)]
-    if arguments.ssh_identity_file:
-        words += ["-i", arguments.ssh_identity_file]
-    return words
 
 
 def _stdin() -> IO[bytes] | None:

@@ -11,16 +11,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from hororing.hororun.agent import MARK
 from hororing.hororun.job import CannotStartError
-from hororing.hororun.local import LocalRanks, Program, Sink, secret_file, start
+from hororing.hororun.local import LocalRanks, Program, Sink, memory_file, start
 from hororing.rendezvous import protocol
 from hororing.rendezvous.protocol import Frames, ProtocolError
 
 _READ_BYTES = 2**16
+_PART_BYTES = 2**19  # of a payload in a frame
 _CLOSE_S = 10.0
 _LOST = 255  # exit code of ranks whose host does not answer, as that of ssh
 _MOST_GREETING_BYTES = 2**16
@@ -43,14 +45,11 @@ class LocalHost:
 
     def begin(self) -> None:
         """As `job.Host.begin`."""
-        descriptor = secret_file(self._secret)
+        descriptor = memory_file("secret", self._secret)
         try:
             for program in self.programs:
                 told = {**program.environment, "HORORING_SECRET_FD": str(descriptor)}
-                self._ranks.start(
-                    Program(program.rank, program.command, told, program.directory, program.stdin),
-                    descriptor,
-                )
+                self._ranks.start(replace(program, environment=told), descriptor)
         except OSError as error:
             raise CannotStartError(
                 f"{error.filename or self.programs[0].command[0]}: {error.strerror}"
@@ -92,12 +91,14 @@ class RemoteHost:
         self.ready = False
         self.port = 0  # a free one of that host, once it is ready
         self.message: dict[str, Any] = {}  # what `begin` sends, but for the secret
+        self.payload: bytes | None = None  # what its ranks read from their standard input
         self._selector = selector
         self._sink = sink
         self._secret = secret
         self._say = say
         self._running = set(ranks)
         self._greeting: bytes | None = b""
+        self._unsent = bytearray()
         self._frames = Frames()
         self._error = ""
         try:
@@ -115,9 +116,13 @@ class RemoteHost:
         for stream, call in ((self._out, self._hear), (self._err, self._hear_rsh)):
             os.set_blocking(stream.fileno(), False)
             selector.register(stream, selectors.EVENT_READ, call)
+        os.set_blocking(self._in.fileno(), False)
 
     def begin(self) -> None:
         """As `job.Host.begin`. That it fails there is told later, as the ranks' end."""
+        for begin in range(0, len(self.payload or b""), _PART_BYTES):
+            part = memoryview(self.payload or b"")[begin : begin + _PART_BYTES]
+            self._send({"payload": base64.b64encode(part).decode()})
         try:
             self._send({"secret": self._secret.hex(), **self.message})
         except ValueError:
@@ -133,8 +138,8 @@ class RemoteHost:
         if self._in.closed:
             return
         self._send({"close": True})
-        with contextlib.suppress(OSError):
-            self._in.close()
+        self._forget_unsent()
+        self._in.close()
         end = time.monotonic() + (_CLOSE_S if self.ready else 0.0)
         with selectors.DefaultSelector() as waiting:
             waiting.register(self._out, selectors.EVENT_READ)
@@ -149,10 +154,27 @@ class RemoteHost:
             stream.close()
 
     def _send(self, message: dict[str, Any]) -> None:
-        frame = protocol.encode(message)
-        with contextlib.suppress(OSError):  # it has ended, which `_hear` tells
-            self._in.write(frame)
-            self._in.flush()
+        idle = not self._unsent
+        self._unsent += protocol.encode(message)
+        if idle:
+            self._selector.register(self._in, selectors.EVENT_WRITE, self._send_on)
+        self._send_on()
+
+    def _send_on(self) -> None:
+        """Send what there is, as far as it goes: nobody waits here for the other side."""
+        try:
+            while self._unsent:
+                del self._unsent[: os.write(self._in.fileno(), self._unsent)]
+        except BlockingIOError:
+            return
+        except OSError:  # it has ended, which `_hear` tells
+            pass
+        self._forget_unsent()
+
+    def _forget_unsent(self) -> None:
+        self._unsent.clear()
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(self._in)
 
     def _hear_rsh(self) -> None:
         """What ssh or the agent say themselves."""

@@ -1,7 +1,8 @@
 """A job of several ranks, from the start to the exit code.
 
 The first rank that fails gives the job its exit code; the others are then asked to end, and ended
-after the time of grace. So they are when hororun is told to end.
+after the time of grace. So they are when hororun is told to end. Any thread can run a job; signals
+are noted in the main thread only.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ import contextlib
 import selectors
 import signal
 import socket
+import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Protocol
 
-from hororing.hororun.local import step
+from hororing.hororun.local import RESULT, step
 from hororing.hororun.output import Output
 
 # Sent on as they are. Of the first, each asks for the end.
@@ -46,18 +49,28 @@ class Host(Protocol):
 
 
 class Job:
-    """The ranks of all hosts. A `Sink` of theirs."""
+    """The ranks of all hosts. A `Sink` of theirs.
+
+    Attributes
+    ----------
+    hosts : of the job, to be added before `run`.
+    host_of : names of other hosts, by rank.
+    results : what ranks have answered, by rank; in the order in which they began to.
+    failed : the rank that gives the job its exit code, and its exit code or minus the signal.
+    asked : the signal with which the user has asked for the end.
+    """
 
     def __init__(self, size: int, output: Output, *, grace_s: float) -> None:
         self.selector = selectors.DefaultSelector()
         self.hosts: list[Host] = []
-        self.host_of: dict[int, str] = {}  # names of other hosts, by rank
+        self.host_of: dict[int, str] = {}
+        self.results: dict[int, bytearray] = defaultdict(bytearray)
+        self.failed: tuple[int, int] | None = None
+        self.asked: int | None = None
         self._size = size
         self._output = output
         self._grace_s = grace_s
         self._codes: dict[int, int] = {}
-        self._failed: tuple[int, int] | None = None
-        self._asked: int | None = None  # the signal with which the user has asked for the end
         self._kill_at: float | None = None
         self._killed = False
         self._begun = False
@@ -68,7 +81,10 @@ class Job:
 
     def output(self, rank: int, stream: str, data: bytes) -> None:
         """As `Sink.output`."""
-        self._output.write(rank, stream, data)
+        if stream == RESULT:
+            self.results[rank] += data
+        else:
+            self._output.write(rank, stream, data)
 
     def exited(self, rank: int, code: int) -> None:
         """As `Sink.exited`."""
@@ -78,14 +94,14 @@ class Job:
         if code == 0 or self._kill_at is not None:
             return
         # Of several at once, one that was killed: the others may have met its end.
-        if self._failed is None or (code < 0 < self._failed[1]):
-            self._failed = rank, code
+        if self.failed is None or (code < 0 < self.failed[1]):
+            self.failed = rank, code
 
     # -----------------------------------------------------------------------------------------
     # Running
 
-    def run(self, start_timeout_s: float, before: Callable[[], None]) -> int:
-        """Start the ranks of all hosts, wait until they have ended, and return the exit code.
+    def run(self, start_timeout_s: float, before: Callable[[], None]) -> None:
+        """Start the ranks of all hosts, and wait until they have ended.
 
         Parameters
         ----------
@@ -107,7 +123,7 @@ class Job:
             finally:
                 for host in self.hosts:
                     host.close()
-        return self._end()
+                self._output.close()
 
     def _await_hosts(self, timeout_s: float) -> bool:
         """False: the user has asked for the end."""
@@ -121,7 +137,7 @@ class Job:
                 )
             step(self.selector, left_s)
             self._take_signals()
-            if self._asked is not None:
+            if self.asked is not None:
                 return False
         return True
 
@@ -129,7 +145,7 @@ class Job:
         while len(self._codes) < self._size:
             step(self.selector, self._left_s())
             self._take_signals()
-            if self._failed and self._kill_at is None:
+            if self.failed and self._kill_at is None:
                 self._stop(signal.SIGTERM)
             if self._kill_at is not None and time.monotonic() >= self._kill_at:
                 if self._killed:  # a host that does not answer any more
@@ -163,6 +179,9 @@ class Job:
     @contextlib.contextmanager
     def _signals_noted(self) -> Iterator[None]:
         """Let signals wake the selector, and keep their numbers."""
+        if threading.current_thread() is not threading.main_thread():
+            yield  # they are for that one
+            return
         reading, writing = socket.socketpair()
         reading.setblocking(False)
         writing.setblocking(False)
@@ -190,34 +209,40 @@ class Job:
             number = self._signals.pop(0)
             if number in OTHERS:
                 self._send(number)
-            elif self._asked is None and not self._failed:
-                self._asked = number
+            elif self.asked is None and not self.failed:
+                self.asked = number
                 self._stop(number)
             else:  # once more: now
-                self._asked = self._asked or number
+                self.asked = self.asked or number
                 self._kill()
 
     # -----------------------------------------------------------------------------------------
     # The end
 
-    def _end(self) -> int:
-        self._output.close()
-        if self._asked is not None:
-            name = signal.Signals(self._asked).name
+    def conclude(self) -> int:
+        """Say how it has ended, and return the exit code of hororun."""
+        if self.asked is not None:
+            name = signal.Signals(self.asked).name
             if self._begun and not any(self._codes.values()):
                 return 0
             self._output.say(f"ended by {name}")
-            return 128 + self._asked
-        if self._failed is None:
+            return 128 + self.asked
+        if self.failed is None:
             return 0
-        rank, code = self._failed
-        where = f" on host {self.host_of[rank]}" if rank in self.host_of else ""
-        tail = self._output.tail(rank)
-        last = "; the last lines of its standard error:" if tail else ", and said nothing about it"
-        self._output.say(f"rank {rank}{where} {describe(code)}{last}")
-        for line in tail:
-            self._output.say("    " + line.decode("utf-8", "surrogateescape"))
+        rank, code = self.failed
+        for line in self.epitaph(rank, code):
+            self._output.say(line)
         return code if code > 0 else 128 - code
+
+    def epitaph(self, rank: int, code: int) -> list[str]:
+        """How a rank has ended, for people: lines."""
+        tail = [line.decode("utf-8", "surrogateescape") for line in self._output.tail(rank)]
+        last = "; the last lines of its standard error:" if tail else ", and said nothing about it"
+        return [f"{self.name(rank)} {describe(code)}{last}", *(f"    {line}" for line in tail)]
+
+    def name(self, rank: int) -> str:
+        """The rank, and its host where that is another one."""
+        return f"rank {rank}" + (f" on host {self.host_of[rank]}" if rank in self.host_of else "")
 
 
 def describe(code: int) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Protocol
 
 _READ_BYTES = 2**16
-STDOUT, STDERR = "stdout", "stderr"
+STDOUT, STDERR, RESULT = "stdout", "stderr", "result"
 _SCRIPT = [sys.executable, "-I", "-S"]  # begins to run in a few ms
 
 
@@ -41,7 +41,8 @@ class Program:
     command: Sequence[str]
     environment: Mapping[str, str]
     directory: str
-    stdin: IO[bytes] | None = None  # None: nothing
+    stdin: IO[bytes] | int | None = None  # None: nothing
+    answers: bool = False  # the command gets one word more: a descriptor for its RESULT
 
 
 @dataclass(eq=False)
@@ -69,11 +70,18 @@ def step(selector: selectors.BaseSelector, timeout_s: float | None = None) -> No
             key.data()
 
 
-def secret_file(secret: bytes) -> int:
-    """A descriptor of the secret, for ranks to inherit; no other user can open it."""
-    number = os.memfd_create("hororing-secret")
-    os.write(number, secret)
+def memory_file(name: str, data: bytes) -> int:
+    """A descriptor of a file in memory, for ranks to inherit; no other user can open it."""
+    number = os.memfd_create(f"hororing-{name}")
+    append(number, data)
     return number
+
+
+def append(number: int, data: bytes | bytearray) -> None:
+    """Write all of it."""
+    left = memoryview(data)
+    while left:
+        left = left[os.write(number, left) :]
 
 
 def _with_threads(environment: Mapping[str, str]) -> dict[str, str]:
@@ -96,15 +104,25 @@ class LocalRanks:
     def start(self, program: Program, secret_fd: int) -> None:
         """Start one. OSError where that is not possible at all."""
         guard = self._guard or self._start_guard()
-        popen = start(
-            program.command,
-            env=_with_threads(program.environment),
-            cwd=program.directory,
-            stdin=subprocess.DEVNULL if program.stdin is None else program.stdin,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            pass_fds=[secret_fd],
-        )
+        command, passed, result = list(program.command), [secret_fd], None
+        if program.answers:
+            reading, writing = os.pipe()
+            result = os.fdopen(reading, "rb", buffering=0)
+            command.append(str(writing))
+            passed.append(writing)
+        try:
+            popen = start(
+                command,
+                env=_with_threads(program.environment),
+                cwd=program.directory,
+                stdin=subprocess.DEVNULL if program.stdin is None else program.stdin,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=passed,
+            )
+        finally:
+            for each in passed[1:]:
+                os.close(each)
         assert popen.stdout is not None
         assert popen.stderr is not None
         process = _Process(program, popen, os.pidfd_open(popen.pid))
@@ -113,6 +131,8 @@ class LocalRanks:
         guard.stdin.write(b"%d\n" % popen.pid)
         guard.stdin.flush()
         process.streams = {STDOUT: popen.stdout, STDERR: popen.stderr}
+        if result is not None:
+            process.streams[RESULT] = result
         for name, stream in process.streams.items():
             os.set_blocking(stream.fileno(), False)
             self._register(stream, partial(self._read, process, name))

@@ -172,11 +172,7 @@ REFUSED = (
     ("from horovod import spark", "horovod.spark", "mpirun"),
     ("import horovod.ray", "horovod.ray", "mpirun"),
     ("import horovod.mxnet as hvd", "horovod.mxnet", "hororing.numpy"),
-    ("from horovod import run", "horovod.run", "mpirun -np"),
-    ("import horovod; horovod.run", "horovod.run", "mpirun -np"),
-    ("from horovod.runner import run", "horovod.runner", "mpirun -np"),
-    ("import horovod.runner; horovod.runner.run", "horovod.runner.run", "mpirun -np"),
-    ("import horovod.runner.launch", "horovod.runner.launch", "mpirun -np"),
+    ("import horovod.runner.launch", "horovod.runner.launch", "hororun -np"),
     (
         "import horovod.common.basics as basics; basics.HorovodBasics",
         "horovod.common.basics.HorovodBasics",

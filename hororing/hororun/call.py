@@ -1,0 +1,146 @@
+"""What a rank of `hororing.run` does: it reads a call from its standard input, and answers.
+
+Both are pickles, and so may only come from who started this process: the call from a file in memory
+that the launcher has made, the answer over a pipe whose other end it holds. Neither has a name that
+another process could open.
+
+An answer is its kind, the length of its body (8 bytes, big endian), and the body: a pickle.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import pickle
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import cloudpickle
+
+from hororing.errors import PeerLostError, ShutDownError
+from hororing.hororun.local import append
+
+RETURNED, RAISED = b"R", b"E"
+HEAD_BYTES = 9
+# In front of a descriptor for the answer. Where this package is, PYTHONPATH need not tell.
+PROGRAM = (
+    f"import sys; sys.path[:] = [{str(Path(__file__).parents[2])!r}, *filter(None, sys.path)]; "
+    "from hororing.hororun.call import main; main()"
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What ranks read: first where modules are found, then what needs them.
+
+    `sources` are texts of files that there are not, as cells of notebooks, for tracebacks.
+    """
+
+    path: list[str]
+    argv: list[str]
+    sources: dict[str, Any]
+    call: bytes  # a pickle of function, arguments, keyword arguments
+
+
+@dataclass(frozen=True)
+class Raised:
+    """The exception of a rank. `error` is a pickle of it, b"" where there can be none."""
+
+    what: str  # its type and text
+    trace: str
+    error: bytes
+    by_peers: bool  # it tells of another rank's end
+
+
+def describe(function: Callable[..., Any], args: Any, kwargs: Any) -> bytes:
+    """Make what ranks read. TypeError where it cannot be pickled."""
+    try:
+        call = cloudpickle.dumps((function, args, kwargs))
+    except Exception as error:  # each type has its own
+        raise TypeError(
+            f"run: the function or its arguments cannot be pickled: {_text(error)}; let the "
+            "function open or make what cannot travel"
+        ) from error
+    sources = {
+        # Without a time, so that it is not looked for.
+        name: (len(entry[2]), None, entry[2], name)
+        for name, entry in linecache.cache.items()
+        if len(entry) == 4 and not os.path.exists(name)
+    }
+    return pickle.dumps(Call(list(sys.path), list(sys.argv), sources, call))
+
+
+def main() -> None:
+    """Call the function, and answer. Ends the process as a script does: 1 after an exception."""
+    answer = int(sys.argv[1])
+    os.set_inheritable(answer, False)
+    told: Call = pickle.loads(Path("/proc/self/fd/0").read_bytes())
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    sys.path[:] = [*told.path, sys.path[0]]
+    sys.argv[:] = told.argv
+    linecache.cache.update(told.sources)
+    shown_there: list[BaseException] = []
+    hook = sys.excepthook
+    sys.excepthook = lambda kind, error, trace: (
+        None if error in shown_there else hook(kind, error, trace)
+    )
+    try:
+        function, args, kwargs = pickle.loads(told.call)
+        body = _pickled(function(*args, **kwargs))
+    except SystemExit:
+        raise  # the launcher sees the code
+    except BaseException as error:
+        # Before anybody else is told, so that nobody's answer to this one comes first.
+        _answer(answer, RAISED, pickle.dumps(_raised(error)))
+        shown_there.append(error)
+        raise
+    _answer(answer, RETURNED, body)
+    os.close(answer)
+
+
+def read(answer: bytearray) -> tuple[bytes, Any] | None:
+    """Take an answer apart: its kind, and what was pickled. None: it has not come, or not all."""
+    length = int.from_bytes(answer[1:HEAD_BYTES], "big")
+    if len(answer) < HEAD_BYTES + length or not answer:
+        return None
+    return bytes(answer[:1]), pickle.loads(memoryview(answer)[HEAD_BYTES:])
+
+
+def _answer(descriptor: int, kind: bytes, body: bytes) -> None:
+    append(descriptor, kind + len(body).to_bytes(HEAD_BYTES - 1, "big"))
+    append(descriptor, body)
+
+
+def _pickled(result: Any) -> bytes:
+    try:
+        return bytes(cloudpickle.dumps(result))
+    except Exception as error:
+        raise TypeError(f"the result cannot be pickled: {_text(error)}") from error
+
+
+def _raised(error: BaseException) -> Raised:
+    trace: TracebackType | None = error.__traceback__
+    if trace is not None:
+        trace = trace.tb_next  # without `main`
+    try:
+        pickled = bytes(cloudpickle.dumps(error))
+    except Exception:  # the text has to do
+        pickled = b""
+    return Raised(
+        _text(error),
+        "".join(traceback.format_exception(type(error), error, trace)),
+        pickled,
+        isinstance(error, (PeerLostError, ShutDownError)),
+    )
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}".removesuffix(": ")
+    except Exception:  # of its __str__
+        return type(error).__name__

@@ -1,0 +1,265 @@
+"""`hororing.run`: calls a function on every rank of a new job, and returns what they returned."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import pickle
+import shlex
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, TextIO
+
+from hororing import config, launch
+from hororing.errors import RunError
+from hororing.hororun import plan, start
+from hororing.hororun.call import PROGRAM, RAISED, Raised, describe, read
+from hororing.hororun.job import CannotStartError, Job
+from hororing.hororun.local import STDERR, STDOUT
+from hororing.hororun.output import Output
+from hororing.hororun.plan import Place
+from hororing.hosts import Host
+
+_ELASTIC = "the number of ranks does not change: give np; write checkpoints, and call run again"
+_MPI = "there is no MPI between these ranks: start a script with mpirun instead"
+# Arguments of Horovod's, and what to do instead.
+_REFUSED = {
+    **dict.fromkeys(
+        ("min_num_proc", "max_num_proc", "min_np", "max_np", "slots", "reset_limit",
+         "cooldown_range", "host_discovery_script"),
+        _ELASTIC,
+    ),
+    **dict.fromkeys(("use_mpi", "mpi_args"), _MPI),
+}  # fmt: skip
+_IGNORED = ("verbose", "use_gloo")
+
+
+def run(
+    func: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    np: int | None = None,
+    hosts: str | None = None,
+    *,
+    hostfile: str | None = None,
+    env: Mapping[str, str] | None = None,
+    executable: str | None = None,
+    output_filename: str | None = None,
+    tag_output: bool | None = None,
+    start_timeout: float = 60.0,
+    grace: float = 5.0,
+    rsh_agent: str | None = None,
+    ssh_port: int | None = None,
+    ssh_identity_file: str | None = None,
+    network_interface: str | None = None,
+    disable_cache: bool | None = None,
+    num_proc: int | None = None,
+    network_interfaces: str | None = None,
+    **others: Any,
+) -> list[Any]:
+    """Call `func` on every rank of a new job, and return the results by rank.
+
+    Blocks until all ranks have ended; what they print appears in `sys.stdout` and `sys.stderr`.
+    Works in scripts, notebooks and any thread, and as often as you like.
+
+    Parameters
+    ----------
+    func : any callable that cloudpickle can carry; also of a notebook or of `__main__`. It calls
+        `hvd.init()` itself.
+    args, kwargs : what it is called with, the same on all ranks.
+    np, num_proc : the number of ranks. None: as many as `hosts` have slots, else 1.
+    hosts, hostfile : as ``a:4,b:4``, or a file with a line ``name slots=4`` each. None: this host.
+        Others are reached by ssh; Python and modules have the same paths there.
+    env : variables for all ranks, beside those of this process (on other hosts: beside its
+        HORORING_* and HOROVOD_* ones).
+    executable : the Python of the ranks. None: this one.
+    output_filename : a folder: what ranks print goes to files below, ``rank.N/stdout``.
+    tag_output : lines begin with their rank. None: if there are several.
+    start_timeout : how long other hosts may take to answer, in seconds.
+    grace : between the request to end and the end, for all ranks, in seconds.
+    rsh_agent, ssh_port, ssh_identity_file : a command instead of ssh; options of ssh.
+    network_interface, network_interfaces : as HORORING_INTERFACE.
+    disable_cache : as HORORING_CACHE_CAPACITY=0.
+    others : more of Horovod's arguments. `verbose` and `use_gloo` have no effect.
+
+    Returns
+    -------
+    What `func` returned on each rank, in the order of ranks.
+
+    Raises
+    ------
+    RunError : a rank raised an exception (which is the cause, where it can be pickled), was killed,
+        or cannot be started; the other ranks have been ended.
+    TypeError : `func` or its arguments cannot be pickled.
+    ValueError : numbers that do not fit, or an argument that cannot be met; this process is a rank
+        itself.
+    OSError : `hostfile` or `output_filename` cannot be opened.
+    KeyboardInterrupt : Ctrl-C; all ranks have been ended.
+
+    Examples
+    --------
+    >>> def train(lr):
+    ...     import hororing.torch as hvd
+    ...
+    ...     hvd.init()
+    ...     return hvd.rank(), lr
+    >>> hororing.run(train, args=(0.1,), np=2)
+    [(0, 0.1), (1, 0.1)]
+    """
+    _check(func, args, hosts, others)
+    _refuse_in_rank()
+    placed = _placed(np, num_proc, hosts, hostfile)
+    python = executable or sys.executable
+    program = shutil.which(python)
+    if program is None:
+        raise ValueError(f"run: there is no program {python!r} (executable)")
+    given = {name: str(text) for name, text in (env or {}).items()}
+    if network_interface or network_interfaces:
+        given["HORORING_INTERFACE"] = str(network_interface or network_interfaces)
+    if disable_cache:
+        given["HORORING_CACHE_CAPACITY"] = "0"
+    what = start.Start(
+        placed,
+        [program, "-c", PROGRAM],
+        {**start.settings(), **given},
+        shlex.split(rsh_agent) if rsh_agent else start.ssh(ssh_port, ssh_identity_file),
+        start_timeout,
+        grace,
+        payload=describe(func, tuple(args), dict(kwargs or {})),
+    )
+    size = len(placed)
+    output = Output(
+        {
+            name: _Stream(text)
+            for name, text in ((STDOUT, sys.stdout), (STDERR, sys.stderr))
+            if text
+        },
+        size,
+        tag=size > 1 if tag_output is None else tag_output,
+        directory=output_filename,
+    )
+    output.open_files(size)
+    try:
+        job = start.run(what, output)
+    except CannotStartError as error:
+        raise RunError(f"run: {error}") from None
+    return _results(job, size)
+
+
+class _Stream(io.RawIOBase):
+    """A text stream of Python, which need not be a file, for bytes."""
+
+    def __init__(self, text: TextIO) -> None:
+        self._text = text
+
+    def write(self, data: Any) -> int:
+        words = bytes(data).decode("utf-8", "replace")
+        try:
+            self._text.write(words)
+        except UnicodeEncodeError:
+            self._text.write(words.encode("ascii", "backslashreplace").decode())
+        self._text.flush()
+        return len(data)
+
+
+# ---------------------------------------------------------------------------------------------
+# Arguments
+
+
+def _check(func: object, args: object, hosts: object, others: Mapping[str, Any]) -> None:
+    if not callable(func):
+        raise TypeError(f"run: func is {func!r}, which cannot be called")
+    if not isinstance(args, (tuple, list)):
+        raise TypeError(f"run: args is {args!r}: write a tuple, as (0.1,)")
+    if hosts is not None and not isinstance(hosts, str):
+        raise TypeError(f"run: hosts is {hosts!r}: write a text, as 'a:4,b:4'")
+    for name, value in others.items():
+        if name not in _REFUSED and name not in _IGNORED:
+            raise TypeError(f"run: there is no argument {name!r}")
+        if value and name in _REFUSED:
+            raise ValueError(f"run: {name}={value!r}: {_REFUSED[name]}")
+
+
+def _refuse_in_rank() -> None:
+    here = launch.detect()
+    if here.launched and not config.load()["ALONE"]:
+        raise ValueError(
+            f"run: this process is rank {here.rank or 0} of a job itself ({here.launcher} has "
+            f"started it, says {here.sign}): call run in a process that no launcher has started; "
+            "or set HORORING_ALONE=1 if that is about another program"
+        )
+
+
+def _placed(
+    np: int | None, num_proc: int | None, hosts: str | None, hostfile: str | None
+) -> list[Place]:
+    if np is not None and num_proc is not None and np != num_proc:
+        raise ValueError(f"run: np={np} contradicts num_proc={num_proc}: give one of them")
+    size = num_proc if np is None else np
+    if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+        raise ValueError(f"run: np={size!r} is no number from 1")
+    try:
+        named = start.named_hosts(hosts, hostfile) or [Host("localhost")]
+        if size is None and all(host.slots is None for host in named):
+            size = len(named)
+        return plan.place(named, size, None, None)
+    except ValueError as error:
+        raise ValueError(f"run: {error}") from None
+
+
+# ---------------------------------------------------------------------------------------------
+# Results
+
+
+def _results(job: Job, size: int) -> list[Any]:
+    _pass_signal_on(job)
+    answers: dict[int, tuple[bytes, Any]] = {}
+    for rank in list(job.results):
+        try:
+            answer = read(job.results.pop(rank))
+        except Exception as error:  # unpickling can raise anything
+            raise RunError(
+                f"run: the result of {job.name(rank)} cannot be read here: "
+                f"{type(error).__name__}: {error}",
+                rank,
+            ) from error
+        if answer is not None:
+            answers[rank] = answer
+    raised = {rank: about for rank, (kind, about) in answers.items() if kind == RAISED}
+    own = [rank for rank, about in raised.items() if not about.by_peers]
+    if own or (raised and (job.failed is None or job.failed[0] in raised)):
+        rank = own[0] if own else next(iter(raised))
+        _raise_again(job, rank, raised)
+    if job.failed is not None:
+        rank, code = job.failed
+        raise RunError("run: " + "\n".join(job.epitaph(rank, code)), rank, code)
+    for rank in range(size):
+        if rank not in answers:
+            raise RunError(f"run: {job.name(rank)} has ended without a result", rank, 0)
+    return [answers[rank][1] for rank in range(size)]
+
+
+def _pass_signal_on(job: Job) -> None:
+    """Let the signal that ended the job do what it would have done without us."""
+    if job.asked is None:
+        return
+    signal.raise_signal(job.asked)
+    if job.asked == signal.SIGINT:
+        raise KeyboardInterrupt
+    raise RunError(f"run: ended by {signal.Signals(job.asked).name}")
+
+
+def _raise_again(job: Job, rank: int, raised: Mapping[int, Raised]) -> NoReturn:
+    about = raised[rank]
+    lines = [f"run: {job.name(rank)} raised {about.what}", "", about.trace.rstrip()]
+    lines += [
+        f"Then {job.name(other)} raised {each.what}"
+        for other, each in sorted(raised.items())
+        if other != rank
+    ]
+    cause = None
+    with contextlib.suppress(Exception):  # of a type that there is not here, say
+        cause = pickle.loads(about.error)
+    raise RunError("\n".join(lines), rank, 1, about.trace) from cause

@@ -1,0 +1,201 @@
+"""Starts a job where it was placed, and stays until it has ended.
+
+What the command hororun and `hororing.run` share.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import IO
+
+from hororing import launch
+from hororing.hororun import plan
+from hororing.hororun.agent import free_port
+from hororing.hororun.hosts import LocalHost, RemoteHost
+from hororing.hororun.job import Job
+from hororing.hororun.local import Program, memory_file
+from hororing.hororun.output import Output
+from hororing.hororun.plan import Place, Rendezvous
+from hororing.hosts import Host, parse_hosts, read_hostfile
+from hororing.rendezvous import interfaces, protocol
+from hororing.rendezvous.store import Store
+
+_HERE = {"localhost", "127.0.0.1", "::1"}
+
+
+@dataclass(frozen=True)
+class Start:
+    """What is to be started.
+
+    Parameters
+    ----------
+    placed : where ranks run.
+    command : program and arguments, the same on all hosts.
+    variables : for the ranks of all hosts. Those here have this process's as well.
+    rsh : the words that start a command on another host, before its name.
+    start_timeout_s : how long other hosts may take to answer.
+    grace_s : between the request to end and the end.
+    stdin : the standard input of rank 0; None: nothing.
+    payload : what each rank reads from its standard input. Ranks then answer, as
+        `Program.answers`.
+    """
+
+    placed: Sequence[Place]
+    command: Sequence[str]
+    variables: dict[str, str]
+    rsh: Sequence[str]
+    start_timeout_s: float
+    grace_s: float
+    stdin: IO[bytes] | None = None
+    payload: bytes | None = None
+
+
+def run(what: Start, output: Output) -> Job:
+    """Run a job, and return it when all its ranks have ended.
+
+    Raises
+    ------
+    CannotStartError : a host does not answer, or cannot start its ranks.
+    """
+    size = len(what.placed)
+    secret = protocol.new_secret()
+    names = dict.fromkeys(place.host for place in what.placed)
+    others = [name for name in names if not is_here(name)]
+    store = Store(
+        job=secrets.token_hex(8), size=size, secret=secret, host="" if others else "127.0.0.1"
+    )
+    job = Job(size, output, grace_s=what.grace_s)
+    job.host_of = {place.rank: place.host for place in what.placed} if others else {}
+    here = LocalHost(job.selector, job, secret)
+    remote: list[RemoteHost] = []
+    payload = None if what.payload is None else memory_file("payload", what.payload)
+
+    def prepare() -> None:
+        """Tell each host what to start, now that free ports are known."""
+        rendezvous = Rendezvous(
+            store.job, _addresses(store, others), _master(what.placed[0], remote, bool(others))
+        )
+        _assign(what, rendezvous, here, remote, payload)
+
+    try:
+        store.start_thread()
+        job.hosts.append(here)
+        for name in others:
+            ranks = [place.rank for place in what.placed if place.host == name]
+            remote.append(
+                RemoteHost(
+                    job.selector, job, secret,
+                    name=name, rsh=what.rsh, ranks=ranks, say=output.say,
+                )
+            )  # fmt: skip
+            job.hosts.append(remote[-1])
+        job.run(what.start_timeout_s, prepare)
+    finally:
+        for host in job.hosts:
+            host.close()
+        job.selector.close()
+        store.stop()
+        if payload is not None:
+            os.close(payload)
+    return job
+
+
+def _assign(
+    what: Start,
+    rendezvous: Rendezvous,
+    here: LocalHost,
+    remote: list[RemoteHost],
+    payload: int | None,
+) -> None:
+    size = len(what.placed)
+    # Not what an outer job has set for this process.
+    own = launch.environment()
+    inherited = {name: own[name] for name in own if name not in launch.VARIABLES}
+    inherited = {"PYTHONUNBUFFERED": "1", **inherited, **what.variables}
+    told = {place.rank: plan.environment(place, size, rendezvous) for place in what.placed}
+    stdin = {0: what.stdin} if payload is None else dict.fromkeys(range(size), payload)
+    here.programs = [
+        Program(
+            place.rank, what.command, {**inherited, **told[place.rank]}, os.getcwd(),
+            stdin.get(place.rank), answers=payload is not None,
+        )
+        for place in what.placed
+        if is_here(place.host)
+    ]  # fmt: skip
+    for host in remote:
+        host.payload = what.payload
+        host.message = {
+            "directory": os.getcwd(),
+            "command": list(what.command),
+            "environment": {"PYTHONUNBUFFERED": "1", **what.variables},
+            "ranks": [
+                {"rank": place.rank, "environment": told[place.rank]}
+                for place in what.placed
+                if place.host == host.name
+            ],
+        }
+
+
+def settings() -> dict[str, str]:
+    """Variables of this process that ranks of other hosts need as well: most ranks must agree."""
+    own = launch.environment()
+    return {
+        name: own[name]
+        for name in own
+        if name.startswith(("HORORING_", "HOROVOD_")) and name not in launch.VARIABLES
+    }
+
+
+def named_hosts(hosts: str | None, hostfile: str | None) -> list[Host]:
+    """The hosts that were named; none where neither is given. ValueError, OSError."""
+    if hosts and hostfile:
+        raise ValueError("hosts and a host file: give one of them")
+    if not hosts and not hostfile:
+        return []
+    found = parse_hosts(hosts) if hosts else read_hostfile(str(hostfile))
+    here = [host.name for host in found if is_here(host.name)]
+    if len(here) > 1:  # their ranks would not know that they are neighbours
+        raise ValueError(f"{here[0]} and {here[1]} are both this host: give it once")
+    return found
+
+
+def ssh(port: int | None, identity_file: str | None) -> list[str]:
+    """How commands reach other hosts, unless the user says it."""
+    # So that a connection that is cut is noticed. The user's own configuration has the rest.
+    words = ["ssh", "-T", "-o", "ServerAliveInterval=10", "-o", "ServerAliveCountMax=3"]
+    if port:
+        words += ["-p", str(port)]
+    if identity_file:
+        words += ["-i", identity_file]
+    return words
+
+
+def is_here(host: str) -> bool:
+    """Whether a name is of this host; either may have no domain."""
+    own = socket.gethostname()
+    if host in _HERE or host == own:
+        return True
+    name, _, domain = host.partition(".")
+    own_name, _, own_domain = own.partition(".")
+    return name == own_name and not (domain and own_domain)
+
+
+def _addresses(store: Store, others: list[str]) -> str:
+    hosts = [store.host]
+    if not store.host:
+        # Ranks of this host tell the others the first that they reach the store by, which must be
+        # of the network between the hosts; and none may take the loopback address for another's.
+        found = dict.fromkeys([interfaces.towards(others[0]), *interfaces.addresses()])
+        hosts = [each for each in found if each and not protocol.is_loopback(each)]
+    return ",".join(protocol.show_address(host, store.port) for host in hosts)
+
+
+def _master(first: Place, remote: list[RemoteHost], several: bool) -> tuple[str, int]:
+    for host in remote:
+        if host.name == first.host:
+            return host.name, host.port
+    return (socket.gethostname() if several else "127.0.0.1"), free_port()

@@ -1,0 +1,368 @@
+"""hororing.run: functions on ranks of a new job. Push tier, 16 s, of which a notebook takes 6."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import linecache
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiers
+
+import hororing
+from hororing import launch
+from hororing.errors import PeerLostError, RunError
+
+ROOT = Path(__file__).parents[2]
+NOTEBOOK = ROOT / "examples/notebook.ipynb"
+DEADLINE_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These tests are no ranks, whatever has started them."""
+    monkeypatch.setattr(launch, "detect", lambda: launch.Launch())
+
+
+def script(text: str, *words: str) -> subprocess.Popen[str]:
+    """A program of its own, whose functions are those of `__main__`. Ctrl-C ends it."""
+    return subprocess.Popen(
+        [sys.executable, "-c", text, *words],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        # Shells let what they start in the background ignore it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
+    except OSError:
+        return False
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + DEADLINE_S
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+# What ranks do. They find this module by the caller's sys.path.
+
+
+def total(factor: float, *, offset: int = 0) -> tuple[int, int, list[float]]:
+    import hororing.numpy as hvd
+
+    hvd.init()
+    print("rank", hvd.rank(), "says", "\N{SNOWMAN}")
+    mine = np.full(3, factor * (hvd.rank() + offset))
+    return hvd.rank(), hvd.size(), hvd.allreduce(mine, op=hvd.Sum).tolist()
+
+
+class OwnError(Exception):
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(code, text)
+        self.code = code
+
+
+def one_fails(others_wait: bool) -> None:
+    import hororing.numpy as hvd
+
+    hvd.init()
+    if hvd.rank() == 1:
+        raise OwnError(3, "of one")
+    if others_wait:
+        hvd.barrier()
+
+
+def ends(how: str) -> Any:
+    if os.environ["RANK"] == "0":
+        time.sleep(600 if how in ("kill", "lock", "exit 3") else 0)
+        return 0
+    if how == "kill":
+        print("last words", file=sys.stderr)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how.startswith("exit"):
+        sys.exit(int(how[-1]))
+    if how == "class":
+
+        class Local:
+            def __reduce__(self) -> tuple[Any, ...]:
+                return int, ("no number",)
+
+        return Local()
+    return threading.Lock()
+
+
+def big(count: int) -> np.ndarray:
+    return np.arange(count, dtype=np.float64) + int(os.environ["RANK"])
+
+
+# ---------------------------------------------------------------------------------------------
+# Results
+
+
+def test_results_come_in_the_order_of_ranks(capsys: pytest.CaptureFixture[str]):
+    assert hororing.run(total, (2.0,), {"offset": 1}, np=3) == [
+        (rank, 3, [12.0] * 3) for rank in range(3)
+    ]
+    lines = sorted(capsys.readouterr().out.splitlines())
+    assert lines == [f"[{rank}] rank {rank} says \N{SNOWMAN}" for rank in range(3)]
+    secret = 41
+    assert hororing.run(lambda: secret + 1) == [42]  # one rank, and what it closes over
+
+
+def test_results_may_be_large_and_print_goes_to_files(tmp_path: Path):
+    count = 13_107_200  # 100 MiB
+    (found,) = hororing.run(big, [count], np=1, output_filename=str(tmp_path))
+    assert np.array_equal(found, np.arange(count, dtype=np.float64))
+    assert (tmp_path / "rank.0/stdout").read_text() == ""
+
+
+def test_any_thread_can_call_it_also_in_an_event_loop():
+    found: list[Any] = []
+
+    def call() -> None:
+        found.append(hororing.run(os.getcwd, np=2, env={"A": "b"}))
+
+    threads = [threading.Thread(target=call) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+
+    async def cell() -> list[Any]:
+        return hororing.run(os.getenv, ("A",), np=1, env={"A": "b"})
+
+    assert asyncio.run(cell()) == ["b"]
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    assert found == [[os.getcwd()] * 2] * 2
+
+
+# ---------------------------------------------------------------------------------------------
+# Failures
+
+
+@pytest.mark.parametrize("others_wait", [True, False])
+def test_the_exception_of_a_rank_is_raised_with_its_traceback(others_wait: bool):
+    with pytest.raises(RunError, match=r"run: rank 1 raised OwnError: \(3, 'of one'\)") as caught:
+        hororing.run(one_fails, [others_wait], np=2)
+    error = caught.value
+    assert isinstance(error.__cause__, OwnError)
+    assert (error.rank, error.exit_code, error.__cause__.code) == (1, 1, 3)
+    assert 'raise OwnError(3, "of one")' in error.traceback
+    assert "call.py" not in error.traceback
+    assert error.traceback.rstrip() in str(error)
+
+
+@pytest.mark.parametrize(
+    ("how", "wanted", "code"),
+    [
+        ("kill", "rank 1 was killed by SIGKILL; the last.*\n    last words", -9),
+        ("exit 3", "rank 1 has failed with exit code 3", 3),
+        ("exit 0", "rank 1 has ended without a result", 0),
+        ("lock", "rank 1 raised TypeError: the result cannot be pickled: TypeError: cannot", 1),
+        ("class", "the result of rank 1 cannot be read here: ValueError: invalid literal", None),
+    ],
+)
+def test_a_rank_without_a_result_is_named(how: str, wanted: str, code: int | None):
+    with pytest.raises(RunError, match=wanted) as caught:
+        hororing.run(ends, [how], np=2)
+    assert (caught.value.rank, caught.value.exit_code) == (1, code)
+
+
+def lonely() -> None:
+    import hororing.numpy as hvd
+
+    hvd.init()
+    if hvd.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    hvd.barrier()
+
+
+def test_a_rank_that_was_killed_is_blamed_not_those_who_noticed():
+    with pytest.raises(RunError, match="rank 1 was killed by SIGKILL") as caught:
+        hororing.run(lonely, np=2)
+    assert not isinstance(caught.value.__cause__, PeerLostError)
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "wanted"),
+    [
+        ({"func": 3}, TypeError, "run: func is 3"),
+        ({"args": [threading.Lock()]}, TypeError, "arguments cannot be pickled: TypeError"),
+        ({"args": 0.1}, TypeError, r"run: args is 0.1: write a tuple"),
+        ({"hosts": ["a:2"]}, TypeError, "write a text, as 'a:4,b:4'"),
+        ({"np": 0}, ValueError, "np=0 is no number from 1"),
+        ({"np": 3, "hosts": "localhost:2"}, ValueError, "-np 3: the hosts have 2 slots"),
+        ({"np": 2, "num_proc": 3}, ValueError, "np=2 contradicts num_proc=3"),
+        ({"use_mpi": True}, ValueError, "start a script with mpirun"),
+        ({"min_num_proc": 2}, ValueError, "the number of ranks does not change"),
+        ({"gpus": 2}, TypeError, "there is no argument 'gpus'"),
+        ({"executable": "no-such"}, ValueError, "there is no program 'no-such'"),
+        ({"hosts": "b:1", "rsh_agent": "/bin/false"}, RunError, "host b: the connection"),
+    ],
+)
+def test_what_cannot_be_is_an_error(how: dict[str, Any], kind: type[Exception], wanted: str):
+    with pytest.raises(kind, match=wanted):
+        hororing.run(**{"func": os.getpid, **how})
+
+
+def test_a_rank_cannot_call_it(monkeypatch: pytest.MonkeyPatch):
+    rank = launch.Launch("torchrun", 2, 4, mpi=False, sign="WORLD_SIZE=4")
+    monkeypatch.setattr(launch, "detect", lambda: rank)
+    with pytest.raises(ValueError, match=r"is rank 2 of a job itself \(torchrun has .* WORLD_SIZE"):
+        hororing.run(os.getpid)
+    monkeypatch.setenv("HORORING_ALONE", "1")
+    assert len(hororing.run(os.getpid, verbose=2, use_mpi=False)) == 1
+
+
+# ---------------------------------------------------------------------------------------------
+# Ends
+
+WAITS = """
+import hororing, os, signal, sys, time
+def work(how):
+    if how == "stubborn":
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    print(f"pid={os.getpid()}")
+    time.sleep(600)
+try:
+    hororing.run(work, sys.argv[1:], np=2, grace=0.2)
+except KeyboardInterrupt:
+    print("interrupted", signal.getsignal(signal.SIGINT) == signal.default_int_handler)
+    print(hororing.run(os.getenv, ("RANK",), np=1))
+"""
+
+
+@pytest.mark.parametrize("how", ["ordinary", "stubborn"])
+def test_ctrl_c_ends_the_ranks_and_is_raised(how: str):
+    process = script(WAITS, how)
+    assert process.stdout is not None
+    pids = [int(process.stdout.readline().partition("pid=")[2]) for _ in range(2)]
+    process.send_signal(signal.SIGINT)
+    out, errors = process.communicate(timeout=DEADLINE_S)
+    assert (process.returncode, out) == (0, "interrupted True\n['0']\n"), errors
+    assert not any(map(is_alive, pids))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_ranks_die_with_the_caller(number: signal.Signals):
+    process = script(WAITS, "ordinary")
+    assert process.stdout is not None
+    pids = [int(process.stdout.readline().partition("pid=")[2]) for _ in range(2)]
+    process.send_signal(number)
+    process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == -number
+    wait_until(lambda: not any(map(is_alive, pids)))
+
+
+# ---------------------------------------------------------------------------------------------
+# Other hosts, Horovod's name, notebooks
+
+
+@pytest.fixture
+def rsh(tmp_path: Path) -> str:
+    """Instead of ssh: another environment and folder, but the same host."""
+    file = tmp_path / "rsh"
+    file.write_text(
+        '#!/bin/sh\nhost=$1; shift\ncd /\nexec env -i PATH=/usr/bin:/bin ON=$host sh -c "$*"\n'
+    )
+    file.chmod(0o755)
+    return str(file)
+
+
+def where(data: np.ndarray) -> tuple[str, int, np.ndarray]:
+    if os.environ["RANK"] == "3":
+        raise OwnError(3, "there")
+    return os.environ.get("ON", "here"), int(os.environ["LOCAL_RANK"]), data * 2
+
+
+def test_functions_and_results_travel_to_other_hosts_and_back(rsh: str):
+    data = np.arange(400_000.0)  # more than a frame and a pipe hold
+    found = hororing.run(where, [data], hosts="localhost:1,b:2", rsh_agent=rsh)
+    assert [each[:2] for each in found] == [("here", 0), ("b", 0), ("b", 1)]
+    for _, _, doubled in found:
+        assert np.array_equal(doubled, data * 2)
+    with pytest.raises(
+        RunError, match=r"rank 3 on host c raised OwnError: \(3, 'there'\)"
+    ) as error:
+        hororing.run(where, [0], np=4, hosts="localhost:1,b:2,c:1", rsh_agent=rsh)
+    assert isinstance(error.value.__cause__, OwnError)
+
+
+def test_horovods_run_means_the_same():
+    process = script(
+        "import hororing.as_horovod; hororing.as_horovod.install()\n"
+        "import horovod, horovod.runner\n"
+        "from horovod.common.exceptions import HorovodInternalError\n"
+        "def work(x):\n"
+        "    import horovod.common.basics\n"
+        "    raise HorovodInternalError(horovod.common.basics.__name__) if x else 0\n"
+        "assert horovod.run is horovod.runner.run\n"
+        "try: horovod.run(work, (1,), num_proc=1, verbose=2, use_gloo=True)\n"
+        "except RuntimeError as error: print(repr(error.__cause__))\n"
+    )
+    out, errors = process.communicate(timeout=DEADLINE_S)
+    assert out == "HororingInternalError('hororing.basics')\n", errors
+
+
+def test_tracebacks_show_the_code_of_cells():
+    cell = "def work():\n    return 1 / 0  # in a cell\n"
+    linecache.cache["<cell 7>"] = (len(cell), None, cell.splitlines(keepends=True), "<cell 7>")
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(cell, "<cell 7>", "exec"), names)
+    with pytest.raises(RunError, match=r"return 1 / 0  # in a cell"):
+        hororing.run(names["work"])
+
+
+def cells() -> list[str]:
+    notebook = json.loads(NOTEBOOK.read_text())
+    return ["".join(each["source"]) for each in notebook["cells"] if each["cell_type"] == "code"]
+
+
+def test_the_cells_of_a_notebook_run_in_a_process_with_an_event_loop():
+    # As a kernel runs them, but for IPython: in one namespace, while the loop runs.
+    process = script(
+        "import asyncio, json, sys\n"
+        "async def kernel():\n"
+        "    names = sys.modules['__main__'].__dict__\n"
+        "    for number, cell in enumerate(json.loads(sys.argv[1])):\n"
+        "        exec(compile(cell, f'<cell {number}>', 'exec'), names)\n"
+        "asyncio.run(kernel())\n",
+        json.dumps(cells()),
+    )
+    out, errors = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, errors
+    (accuracies,) = re.findall(r"accuracies: (.*), (.*)", out)
+    assert min(map(float, accuracies)) > 0.8
+    assert "[1] rank 1 has trained on" in out
+
+
+@tiers.full
+def test_a_notebook_runs_in_a_real_kernel():
+    """25 s."""
+    nbclient = pytest.importorskip("nbclient")
+    nbformat = pytest.importorskip("nbformat")
+    pytest.importorskip("ipykernel")
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    broken = "def work():\n    raise KeyError('of a cell')\nhororing.run(work, np=2)"
+    notebook.cells.append(nbformat.v4.new_code_cell(broken))
+    client = nbclient.NotebookClient(notebook, timeout=int(DEADLINE_S), kernel_name="python3")
+    with pytest.raises(nbclient.exceptions.CellExecutionError, match=r"raise KeyError\('of a cell"):
+        client.execute()
+    shown = json.dumps(notebook)
+    assert "rank 1 has trained on" in shown
+    assert "accuracies: " in shown
