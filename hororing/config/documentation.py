@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import textwrap
+
 from hororing.config import Config, horovod_variables
 from hororing.config.knobs import KNOBS, PREFIX
+
+_UNITS = {"ms": " ms", "us": " us", "s": " s"}  # bytes say so themselves
 
 
 def table(config: Config) -> str:
@@ -32,40 +36,63 @@ def markdown() -> str:
         "",
         "<!-- Generated: python -m hororing config --markdown > docs/configuration.md -->",
         "",
-        "Everything is an environment variable. A value that is not understood and an unknown",
-        f"`{PREFIX}*` variable are errors at `init()`. An empty variable counts as not set.",
-        "Horovod's name is accepted where ours is not set. Variables marked *all* must be the same",
-        "on every rank, which `init()` checks; of those marked *rank 0*, that rank's value counts.",
-        "With several hosts, `mpirun -x NAME` sends a variable to all ranks.",
+        *_wrapped(
+            "Every setting is an environment variable. A value that is not understood and an "
+            f"unknown `{PREFIX}*` variable raise an error at `init()`. An empty variable counts "
+            "as not set. If our variable is not set, Horovod's name is accepted. A variable "
+            "marked *all* must be the same on every rank, which `init()` checks. For one marked "
+            "*rank 0*, only the value of rank 0 counts. `hororun` passes these variables to all "
+            "hosts; with mpirun, use `-x NAME`."
+        ),
         "",
-        "| variable | default | unit | ranks | meaning |",
-        "|---|---|---|---|---|",
     ]
     for knob in KNOBS:
         default = f"`{knob.show(knob.default)}`" if knob.default is not None else "unset"
-        lines.append(
-            f"| `{knob.variable}` | {default} | {knob.unit} | {knob.scope} | {knob.help}. "
-            f"Accepts {knob.form.accepted}. |"
+        marks = "" if knob.scope == "each" else f"; *{knob.scope}*"
+        lines += _wrapped(
+            f"* `{knob.variable}`: {knob.help}. Accepts {knob.form.accepted}. "
+            f"Default: {default}{_UNITS.get(knob.unit, '')}{marks}."
         )
-    lines += ["", "| Horovod's name | ours | |", "|---|---|---|"]
+    lines += ["", "## Horovod's names", "", "| Horovod's name | ours | note |", "|---|---|---|"]
     for knob in KNOBS:
         for alias in knob.aliases:
             lines.append(f"| `{alias.name}` | `{knob.variable}` | {alias.note} |")
     lines += [
         "",
-        "Horovod's booleans follow its rule: true is what begins with a positive number, so that",
-        "`true` is false. `HOROVOD_FUSION_THRESHOLD` is not rounded.",
+        *_wrapped(
+            "Horovod's booleans follow its rule: a value is true if it begins with a positive "
+            "number, so `true` is false. `HOROVOD_FUSION_THRESHOLD` is not rounded."
+        ),
         "",
-        "| no effect here, which rank 0 logs as a warning | what happens instead |",
+        *_wrapped(
+            "These variables have no effect here. If the value of one asks for something that "
+            "hororing does not do, rank 0 logs a warning:"
+        ),
+        "",
+        "| variable | what happens instead |",
         "|---|---|",
         *(f"| `{row.name}` | {row.instead} |" for row in horovod_variables.UNUSED),
         "",
-        "All other `HOROVOD_*` variables have no meaning here and are ignored; rank 0 names those",
-        "that are set in one line of level info.",
+        *_wrapped(
+            "All other `HOROVOD_*` variables have no meaning here and are ignored. Rank 0 names "
+            "those that are set, in one line of level info."
+        ),
         "",
-        "Before MPI is initialised, `init()` sets `OMPI_MCA_btl=self,sm`, `OMPI_MCA_pml=ob1` and",
-        "`OMPI_MCA_osc=^ucx` where they are not set, if Open MPI's `mpirun` started the job and",
-        "all its ranks are on one host: MPI starts in a tenth of the time then, and no rank",
-        "listens on the network. With less than 32 MiB free in `/dev/shm` it is `self,sm,tcp`.",
+        "## Open MPI's variables",
+        "",
+        *_wrapped(
+            "If Open MPI's `mpirun` started the job and all its ranks are on one host, `init()` "
+            "sets `OMPI_MCA_btl=self,sm`, `OMPI_MCA_pml=ob1` and `OMPI_MCA_osc=^ucx` before it "
+            "initialises MPI, unless they are set. MPI then starts in a tenth of the time, and no "
+            "rank listens on the network. If less than 32 MiB are free in `/dev/shm`, the first "
+            "one is `self,sm,tcp`."
+        ),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(
+        text, 120, subsequent_indent="  " * text.startswith("* "), break_long_words=False,
+        break_on_hyphens=False,
+    )  # fmt: skip

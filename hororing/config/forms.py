@@ -134,13 +134,13 @@ def _parse_algorithms(text: str) -> str:
 
 BOOL = Form(f"one of {', '.join(_TRUE + _FALSE)}", _parse_bool, lambda value: str(int(value)))
 BYTES = Form(
-    "bytes, as 67108864, 64MiB (1024 * 1024) or 64MB (1000 * 1000), at most 1024GiB",
+    "bytes, such as 67108864, 64MiB (1024 * 1024) or 64MB (1000 * 1000), at most 1024GiB",
     _parse_bytes,
     _show_bytes,
 )
 PATH = Form("a path", str)
 CORES = Form(
-    "core numbers with commas between them, one for each rank of a host",
+    "core numbers separated by commas, one for each rank of a host",
     _parse_cores,
     lambda cores: ",".join(map(str, cores)),
 )
@@ -151,11 +151,11 @@ FUSION = Form(
 )
 CHUNK = Form("0, or 4KiB to 1GiB", _parse_chunk, _show_bytes)
 ALGORITHMS = Form(
-    f"one of {', '.join(_ALGORITHMS)}; or three of them with commas between them",
+    f"one of {', '.join(_ALGORITHMS)}; or three of them separated by commas",
     _parse_algorithms,
 )
 STEPS = Form(
-    "FROM:TO, whole numbers from 1, as 100:110",
+    "FROM:TO, whole numbers from 1, such as 100:110",
     _parse_steps,
     lambda steps: f"{steps[0]}:{steps[1]}",
 )

@@ -1,7 +1,7 @@
-"""Horovod's environment variables that no knob stands for, and what happens instead.
+"""Horovod's environment variables without a knob, and what happens instead.
 
-Those that a knob stands for are in `hororing.config.knobs`. None of these is an error: a job script
-for Horovod runs as it is. Where it asks for something that it does not get, it is told so.
+Variables with a knob are in `hororing.config.knobs`. None of these is an error, so a job script for
+Horovod runs unchanged. If it asks for something that hororing does not do, rank 0 says so.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Unused:
 
     name: str
     instead: str
-    asks: Callable[[str], bool] = is_true  # whether a value asks for what there is not
+    asks: Callable[[str], bool] = is_true  # whether a value asks for something that is missing
 
 
 def _other_than(*words: str) -> Callable[[str], bool]:
@@ -45,15 +45,15 @@ UNUSED = (
     ),
     Unused(
         "HOROVOD_HIERARCHICAL_ALLREDUCE",
-        "all ranks reduce through shared memory on one host; HORORING_ALGORITHM for several",
+        "one host reduces through shared memory; for several hosts HORORING_ALGORITHM",
     ),
     Unused(
         "HOROVOD_HIERARCHICAL_ALLGATHER",
-        "it is so where hosts share memory; HORORING_ALGORITHM=ring: one over all ranks",
+        "always, if the ranks of a host share memory; HORORING_ALGORITHM=ring: never",
     ),
     Unused(
         "HOROVOD_TORUS_ALLREDUCE",
-        "all ranks reduce through shared memory on one host; HORORING_ALGORITHM for several",
+        "one host reduces through shared memory; for several hosts HORORING_ALGORITHM",
     ),
     Unused("HOROVOD_DISABLE_GROUP_FUSION", "groups may share a batch with other tensors"),
     Unused(
@@ -62,17 +62,17 @@ UNUSED = (
     ),
     Unused(
         "HOROVOD_CONTROLLER",
-        "ranks negotiate through shared memory or MPI: HORORING_TRANSPORT",
+        "ranks negotiate through shared memory, TCP or MPI: HORORING_TRANSPORT",
         _other_than("mpi"),
     ),
     Unused(
         "HOROVOD_CPU_OPERATIONS",
-        "arithmetic is hororing's own; bytes travel through shared memory or MPI",
+        "hororing has its own arithmetic and uses shared memory, TCP or MPI",
         _other_than("mpi"),
     ),
     Unused("HOROVOD_ENABLE_XLA_OPS", "no operation is compiled by XLA"),
     Unused("HOROVOD_ELASTIC", "a lost rank ends the job; start it again from a checkpoint"),
-    Unused("HOROVOD_SIZE", "ranks are the processes that mpirun started", lambda text: True),
+    Unused("HOROVOD_SIZE", "ranks are the processes that the launcher started", lambda text: True),
 )
 
 

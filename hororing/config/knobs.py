@@ -96,15 +96,15 @@ KNOBS: tuple[Knob, ...] = (
         "FUSION",
         FUSION,
         "ready",
-        "which tensors are reduced together; ready: what is ready, up to FUSION_BYTES; a number of "
-        "bytes: ready, with that as FUSION_BYTES",
+        "which tensors are reduced together; ready: those that are ready, up to FUSION_BYTES; a "
+        "number of bytes: the same, with that as FUSION_BYTES",
         scope="all",
     ),
     Knob(
         "FUSION_BYTES",
         BYTES,
         64 * 2**20,
-        "most bytes of tensors that are reduced together; 0: each by itself",
+        "largest size of tensors that are reduced together; 0: each tensor is reduced alone",
         unit="bytes",
         scope="all",
         aliases=(
@@ -117,8 +117,9 @@ KNOBS: tuple[Knob, ...] = (
         "CYCLE_TIME_MS",
         number(0, 1e4),
         1.0,
-        "longest that tensors are held back to be reduced together; none that is waited or polled "
-        "for is, and a lone one for an eighth of it",
+        "longest time for which a tensor is held back so that others can join it; an eighth of "
+        "that for a tensor that comes alone; a tensor for which a caller waits or polls is not "
+        "held back",
         unit="ms",
         scope="all",
         aliases=(_same("HOROVOD_CYCLE_TIME", number(0, 1e4)),),
@@ -127,8 +128,8 @@ KNOBS: tuple[Knob, ...] = (
         "AUTOTUNE",
         BOOL,
         False,
-        "find the fastest FUSION_BYTES (not above the default) and CYCLE_TIME_MS by trying, unless "
-        "they are set",
+        "try values of FUSION_BYTES (not above the default) and CYCLE_TIME_MS and keep the "
+        "fastest; a value that you set is kept",
         scope="all",
         aliases=(_horovod_bool("HOROVOD_AUTOTUNE"),),
     ),
@@ -136,7 +137,7 @@ KNOBS: tuple[Knob, ...] = (
         "AUTOTUNE_LOG",
         PATH,
         None,
-        "file for what was tried, as CSV; unset: none",
+        "file for the values that were tried, as CSV; unset: no file",
         scope="rank 0",
         aliases=(_same("HOROVOD_AUTOTUNE_LOG", PATH),),
     ),
@@ -144,7 +145,7 @@ KNOBS: tuple[Knob, ...] = (
         "AUTOTUNE_WARMUP_SAMPLES",
         _COUNT,
         3,
-        "samples before anything is tried",
+        "number of samples before anything is tried",
         scope="rank 0",
         aliases=(_same("HOROVOD_AUTOTUNE_WARMUP_SAMPLES", _COUNT),),
     ),
@@ -152,7 +153,7 @@ KNOBS: tuple[Knob, ...] = (
         "AUTOTUNE_STEPS_PER_SAMPLE",
         integer(1, 10**6),
         10,
-        "steps of training over which something is tried",
+        "number of training steps for one sample",
         scope="rank 0",
         aliases=(_same("HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE", integer(1, 10**6)),),
     ),
@@ -160,7 +161,7 @@ KNOBS: tuple[Knob, ...] = (
         "CACHE_CAPACITY",
         _COUNT,
         8192,
-        "tensors whose negotiation is remembered; 0: none",
+        "number of tensors whose negotiation is remembered; 0: none",
         scope="all",
         aliases=(_same("HOROVOD_CACHE_CAPACITY", _COUNT),),
     ),
@@ -168,8 +169,8 @@ KNOBS: tuple[Knob, ...] = (
         "REPRODUCIBLE",
         BOOL,
         False,
-        "the same bits in every run, whatever arrives when (sums in rank order); costs some speed "
-        "over a network",
+        "the same bits in every run, whatever the order of arrival (sums are made in rank "
+        "order); costs some speed over a network",
         scope="all",
     ),
     Knob(
@@ -190,30 +191,30 @@ KNOBS: tuple[Knob, ...] = (
         "TRANSPORT",
         choice("auto", "shm", "tcp", "mpi"),
         "auto",
-        "how bytes travel; auto: shared memory where all ranks are on one host, else MPI, or TCP "
-        "where MPI did not start the job",
+        "how ranks exchange bytes; auto: shared memory if all ranks are on one host; otherwise "
+        "MPI, or TCP if MPI did not start the job",
         scope="all",
     ),
     Knob(
         "INTERFACE",
         PATH,
         None,
-        "network of this host that TCP uses: an address, or a name such as eth0; unset: that from "
-        "which the store is reached",
+        "network of this host that TCP uses: an address, or a name such as eth0; unset: the "
+        "network from which the store is reached",
     ),
     Knob(
         "BACKEND",
         choice("auto", "host", "shm_direct"),
         "auto",
-        "how batches are reduced; auto: shm_direct where the transport is shared memory",
+        "how batches are reduced; auto: shm_direct if the transport is shared memory",
         scope="all",
     ),
     Knob(
         "CHUNK_BYTES",
         CHUNK,
         0,
-        "blocks in which allreduces walk through shared memory, and messages of rings, as nearly "
-        "as they can be had; 0: by the backend, and by the size of what is reduced",
+        "block size of allreduces through shared memory, and message size of rings, rounded as "
+        "needed; 0: the backend chooses, by the size of the batch",
         unit="bytes",
         scope="all",
     ),
@@ -221,39 +222,39 @@ KNOBS: tuple[Knob, ...] = (
         "ALGORITHM",
         ALGORITHMS,
         "auto",
-        "how allreduces go over several hosts, for batches of any size, or of up to 64 KiB, up to "
-        "4 MiB and larger; auto: the cheapest for their size, by what a "
-        "message costs between the hosts, measured at init; three_phase and leader need shared "
-        "memory on each host, and REPRODUCIBLE=1 allows auto only: it sums in rank order",
+        "algorithm of allreduces over several hosts: one for batches of any size, or three for "
+        "up to 64 KiB, up to 4 MiB and larger; auto: the cheapest for the size, by message "
+        "costs between the hosts, which init measures; three_phase and leader need shared "
+        "memory on each host; REPRODUCIBLE=1 allows only auto, because it sums in rank order",
         scope="all",
     ),
     Knob(
         "GPU",
         choice("auto", "nccl", "staged"),
         "auto",
-        "how tensors in the memory of a GPU travel; nccl: by NCCL, or not at all; staged: by way "
-        "of the host; auto: by NCCL where every rank has it and a GPU of its own",
+        "how tensors in GPU memory are reduced; nccl: through NCCL, or an error; staged: "
+        "through host memory; auto: through NCCL if every rank has it and a GPU of its own",
         scope="all",
     ),
     Knob(
         "NCCL_LIBRARY",
         PATH,
         None,
-        "libnccl.so.2 to use; unset: the one that the framework has loaded, else that of an "
-        "nvidia-nccl-cu* package, else the system's",
+        "the libnccl.so.2 to use; unset: the one that the framework has loaded, otherwise the "
+        "one of an nvidia-nccl-cu* package, otherwise the system's",
     ),
     Knob(
         "CUDA_LIBRARY",
         PATH,
         None,
-        "NVIDIA's driver; unset: libcuda.so.1 of the system",
+        "NVIDIA's driver library; unset: libcuda.so.1 of the system",
     ),
     Knob(
         "STALL_WARNING_S",
         _SECONDS,
         60.0,
-        "a tensor that waits this long for some ranks is logged, with their numbers, as are ranks "
-        "that give no sign of life; 0: never",
+        "a tensor that waits this long for some ranks is logged with their numbers, and so are "
+        "ranks that give no sign of life; 0: never",
         unit="s",
         aliases=(
             _horovod_stall_check("true means 0"),
@@ -275,45 +276,46 @@ KNOBS: tuple[Knob, ...] = (
         "DEADLOCK_S",
         _SECONDS,
         10.0,
-        "ranks of which each has a blocked caller and waits for another one of them, for so long, "
-        "end the job with StalledError; 0: such ranks wait on",
+        "if each of some ranks has a blocked caller and waits for another one of them for this "
+        "long, the job ends with StalledError; 0: they keep waiting",
         unit="s",
     ),
     Knob(
         "FLIGHT_RECORDER",
         PATH,
         None,
-        "folder in which each rank keeps its last events in a file, also when it is killed, for "
+        "folder in which each rank keeps its last events in a file, which survives a kill, for "
         "`python -m hororing doctor FILE`; unset: in memory, for `doctor --pid`",
     ),
     Knob(
         "STACK_SIGNAL",
         integer(0, 64),
         45,
-        "signal by which the main thread is asked for its Python stack, when other ranks wait for "
-        "this one or `python -m hororing doctor` asks; 0, or one that the script handles: none",
+        "signal that asks the main thread for its Python stack when other ranks wait for this "
+        "one or `python -m hororing doctor` asks; 0, or a signal that the script handles: no "
+        "stack",
     ),
     Knob(
         "TIMEOUT_S",
         _SECONDS,
         300.0,
-        "longest that init, or one batch of tensors, may wait for other ranks, and a request for "
-        "ranks that give no sign of life; 0: for ever",
+        "longest time that init or one batch of tensors may wait for other ranks, and a request "
+        "for ranks that give no sign of life; 0: forever",
         unit="s",
     ),
     Knob(
         "SPIN_US",
         number(0, 1e6),
         50.0,
-        "how long the engine polls before it sleeps; 0: small blocking sums on one host, which "
-        "all ranks poll for (ADR 33), are negotiated like others",
+        "time for which the engine polls before it sleeps; 0: small blocking sums on one host, "
+        "for which all ranks poll (ADR 33), are negotiated like others",
         unit="us",
     ),
     Knob(
         "CPU",
         CORES,
         None,
-        "cores that the engines' threads of this host are bound to, in order of local rank; "
+        "cores to which the engine threads of this host are bound, in order of local rank; "
         "unset: not bound",
         aliases=(_same("HOROVOD_THREAD_AFFINITY", CORES),),
     ),
@@ -321,27 +323,28 @@ KNOBS: tuple[Knob, ...] = (
         "KERNELS",
         choice("auto", "portable", "avx2", "avx512"),
         "auto",
-        "instruction set of the arithmetic; all give the same bits",
+        "instruction set of the arithmetic; all sets give the same bits",
     ),
     Knob(
         "LOG_LEVEL",
         LEVEL,
         "warning",
-        "least level that is logged, to Python's logger 'hororing'",
+        "lowest level that is logged, to Python's logger 'hororing'",
         aliases=(_same("HOROVOD_LOG_LEVEL", LEVEL),),
     ),
     Knob(
         "LOG_HIDE_TIME",
         BOOL,
         False,
-        "no time in log lines (where the script has configured no logging of its own)",
+        "omit the time in log lines (if the script has not configured logging itself)",
         aliases=(_horovod_bool("HOROVOD_LOG_HIDE_TIME"),),
     ),
     Knob(
         "TIMELINE",
         PATH,
         None,
-        "file for the timeline of all ranks, written by rank 0; unset: none until start_timeline()",
+        "file for the timeline of all ranks, which rank 0 writes; unset: none until "
+        "start_timeline()",
         scope="rank 0",
         aliases=(
             Alias(
@@ -356,15 +359,15 @@ KNOBS: tuple[Knob, ...] = (
         "TIMELINE_STEPS",
         STEPS,
         None,
-        "the steps of training that TIMELINE is about, counted from 1; a step ends where the name "
-        "of an allreduce among all ranks comes again; unset: everything",
+        "the training steps that TIMELINE records, counted from 1; a step ends when the name of "
+        "an allreduce among all ranks comes again; unset: all steps",
         scope="rank 0",
     ),
     Knob(
         "TIMELINE_BYTES",
         BYTES,
         256 * 2**20,
-        "most bytes of a timeline, which holds the last part then; 0: no limit",
+        "largest size of a timeline, which then holds the last part; 0: no limit",
         unit="bytes",
         scope="rank 0",
     ),
@@ -372,7 +375,7 @@ KNOBS: tuple[Knob, ...] = (
         "TIMELINE_MARK_CYCLES",
         BOOL,
         False,
-        "CYCLE_START events in the timeline",
+        "write CYCLE_START events into the timeline",
         scope="rank 0",
         aliases=(_horovod_bool("HOROVOD_TIMELINE_MARK_CYCLES"),),
     ),

@@ -186,7 +186,7 @@ def test_algorithms_are_given_for_all_sizes_or_by_size():
     by_size = "recursive_doubling,ring,auto"
     assert value("ALGORITHM", HORORING_ALGORITHM="recursive_doubling, RING, auto") == by_size
     for wrong in ("ring,ring", "ring,,ring", "tree"):
-        with pytest.raises(ValueError, match="three of them with commas"):
+        with pytest.raises(ValueError, match="three of them separated by commas"):
             value("ALGORITHM", HORORING_ALGORITHM=wrong)
 
 
