@@ -142,9 +142,16 @@ WorldOptions WorldOptionsFrom(const hr_config& from) {
   return options;
 }
 
-// Takes the engine out of the process and ends it. An engine whose loop does not end in time
-// (a peer is frozen, say) is leaked with its thread: the process is about to end anyway, and
-// anything else could hang or crash.
+// How long an engine may take that waits for nobody any more.
+constexpr TimeNs kAbortTime = 2 * kSecond;
+
+Status Late() {
+  return Status(Code::kStalled, "shutdown: the engine did not end in time; a peer may be frozen");
+}
+
+// Takes the engine out of the process and ends it. An engine whose loop does not end in time, since
+// it is in a call that does not return, is leaked with its thread: the process is about to end
+// anyway, and anything else could hang or crash.
 int EndEngine(const char* reason, const std::function<bool(Engine&)>& end) {
   if (in_forked_child.load()) return HR_OK;
   Process& process = TheProcess();
@@ -167,10 +174,7 @@ int EndEngine(const char* reason, const std::function<bool(Engine&)>& end) {
   }
   const bool given_up = engine->given_up();
   new std::shared_ptr<Engine>(std::move(engine));
-  if (!given_up) {
-    return Remember(
-        Status(Code::kStalled, "shutdown: the engine did not end in time; a peer may be frozen"));
-  }
+  if (!given_up) return Remember(Late());
   std::lock_guard<std::mutex> lock(process.mutex);
   process.given_up = true;
   return Remember(Status(Code::kTransport,
@@ -256,16 +260,19 @@ HR_EXPORT void hr_answer(const char* const* texts, const char* error) {
 }
 
 HR_EXPORT int hr_shutdown(const char* reason, double timeout_s) {
-  return EndEngine(reason, [&](Engine& engine) {
-    return engine.Shutdown(Text(reason), SecondsToNs(timeout_s));
+  bool late = false;
+  const int code = EndEngine(reason, [&](Engine& engine) {
+    late = !engine.Shutdown(Text(reason), SecondsToNs(timeout_s));
+    return !late || engine.Abort(Late().message(), kAbortTime);
   });
+  return late && code == HR_OK ? Remember(Late()) : code;
 }
 
 HR_EXPORT int hr_abort(const char* reason) {
   return EndEngine(reason, [&](Engine& engine) {
     // Where it starts it may be inside MPI_Init, and for long.
     const bool starting = engine.state() == Engine::State::kStarting;
-    return engine.Abort(Text(reason), starting ? kSecond / 2 : 2 * kSecond);
+    return engine.Abort(Text(reason), starting ? kSecond / 2 : kAbortTime);
   });
 }
 

@@ -132,13 +132,17 @@ void Engine::ThreadMain(const WorldMaker& make_world) {
   try {
     std::optional<Loop> loop;
     status = Prepare(make_world, &world, &loop);
-    if (status.ok()) return Serve(world, *loop);
+    if (status.ok()) {
+      Serve(world, *loop);
+      return SetTarget(nullptr);
+    }
   } catch (const std::exception& error) {
     status = Status(Code::kInternal, std::string("the engine could not start: ") + error.what());
   }
   TakeLeave(world, status);
   Finish(status);
   Started(status);
+  SetTarget(nullptr);
 }
 
 // A world that all ranks have reached, and the loop over it.
@@ -174,7 +178,6 @@ Status Engine::Prepare(const WorldMaker& make_world, World* world, std::optional
 }
 
 void Engine::Serve(World& world, Loop& loop) {
-  SetWakeTarget(world.transport.get());
   std::unique_lock<std::mutex> turn(turn_);
   loop_ = &loop;
   state_ = State::kRunning;
@@ -187,14 +190,20 @@ void Engine::Serve(World& world, Loop& loop) {
   }
   loop_ = nullptr;
   turn.unlock();
-  SetWakeTarget(nullptr);
   Finish(why);
   if (why.code() == Code::kShutDown || all_know_) CloseAll(world, why.code() == Code::kStalled);
 }
 
-void Engine::SetWakeTarget(Transport* target) {
-  std::lock_guard<std::mutex> lock(wake_mutex_);
-  wake_target_ = target;
+void Engine::SetTarget(Transport* target) {
+  std::lock_guard<std::mutex> lock(target_mutex_);
+  target_ = target;
+  RevokeAborted();
+}
+
+// REQUIRES: target_mutex_.
+void Engine::RevokeAborted() {
+  if (target_ == nullptr || !aborted_) return;
+  target_->Revoke(Status(Code::kPeerLost, *aborted_, topology_.rank));
 }
 
 // Of a start that has failed. Peers may have started already, and to them who goes without a word
@@ -214,6 +223,7 @@ Status Engine::PrepareWorld(const WorldMaker& make_world, World* world) {
   sets_.Reset(topology_.rank, topology_.size);
   transport_name_ = world->transport->name();
   drivable_ = world->transport->turns() != nullptr;
+  SetTarget(world->transport.get());
   // The tuner, and who counts steps, must see everything; the other backends come to other bits.
   const bool direct = config_.backend == "auto" || config_.backend == "shm_direct";
   if (direct && !config_.tune && config_.timeline_to == 0)
@@ -347,11 +357,10 @@ bool Engine::Shutdown(const std::string& reason, TimeNs timeout_ns) {
 
 bool Engine::Abort(const std::string& reason, TimeNs timeout_ns) {
   {
-    std::lock_guard<std::mutex> lock(mutex_);
-    stop_reason_ = reason;
+    std::lock_guard<std::mutex> lock(target_mutex_);
+    aborted_ = reason;
+    RevokeAborted();
   }
-  abort_ = true;
-  Wake();
   return JoinBefore(timeout_ns);
 }
 

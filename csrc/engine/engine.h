@@ -122,7 +122,8 @@ class Engine {
   // Asks all ranks to stop; see hr_shutdown. False when the loop did not end in time: the
   // engine must then be leaked, not destroyed.
   bool Shutdown(const std::string& reason, TimeNs timeout_ns);
-  // Fails this rank and tells the peers, without their consent; see hr_abort. As Shutdown.
+  // Fails this rank and tells the peers, without their consent; see hr_abort. Ends every wait of
+  // the loop. As Shutdown.
   bool Abort(const std::string& reason, TimeNs timeout_ns);
 
   // Notes in `entry`, whose views lie on device `ordinal`, how far its streams have come: what is
@@ -203,9 +204,11 @@ class Engine {
   // Of a loop that was given up: what still refers to a device.
   std::vector<std::unique_ptr<TensorEntry>> left_behind_;
 
-  std::mutex wake_mutex_;
-  Transport* wake_target_ = nullptr;  // GUARDED_BY(wake_mutex_); null while there is none
-  void SetWakeTarget(Transport* target);
+  std::mutex target_mutex_;
+  Transport* target_ = nullptr;         // GUARDED_BY(target_mutex_); null while there is none
+  std::optional<std::string> aborted_;  // GUARDED_BY(target_mutex_); why
+  void SetTarget(Transport* target);
+  void RevokeAborted();
   void Wake();
   void WakeForRequests();
   void WakeUnless(uint32_t bell);  // where the bell still is what it was
@@ -236,7 +239,6 @@ class Engine {
   Status command_status_;      // GUARDED_BY(mutex_)
   std::mutex command_mutex_;   // serialises callers of RunCommand
   std::atomic<bool> leave_{false};
-  std::atomic<bool> abort_{false};
   std::atomic<bool> command_waiting_{false};
 
   std::thread thread_;

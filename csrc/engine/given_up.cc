@@ -52,9 +52,9 @@ void Engine::LookAtLoop() {
 // REQUIRES: the loop's thread was given up outside of the transport. Over MPI peers hear of it by
 // the end of this process, or at their deadline: to MPI no other thread may talk.
 void Engine::TellPeers(const Status& why) {
-  std::lock_guard<std::mutex> lock(wake_mutex_);
-  if (wake_target_ == nullptr || wake_target_->turns() == nullptr) return;
-  wake_target_->AnnounceFailure(why);
+  std::lock_guard<std::mutex> lock(target_mutex_);
+  if (target_ == nullptr || target_->turns() == nullptr) return;
+  target_->AnnounceFailure(why);
 }
 
 }  // namespace hororing

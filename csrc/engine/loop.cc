@@ -148,9 +148,8 @@ Loop::Left Loop::Drive(const std::function<bool()>& done, TimeNs deadline) {
 
 // One look at everything; true when there was something to do.
 bool Loop::Step() {
-  if (engine_.abort_.load()) {
-    std::lock_guard<std::mutex> lock(engine_.mutex_);
-    End(Status(Code::kPeerLost, engine_.stop_reason_, topology_.rank));
+  if (transport_.revoked()) {
+    End(transport_.CheckPeers());
     return true;
   }
   bool busy = Report();
@@ -299,7 +298,7 @@ void Loop::Farewell() {
     // hear of it as of a rank that was lost.
     if (!engine_.all_know_) transport_.AnnounceFailure(*final_);
     // What this rank's own script has broken off, its traceback tells.
-    if (topology_.size > 1 && !engine_.abort_.load()) {
+    if (topology_.size > 1 && !transport_.revoked()) {
       Log(LogLevel::kError, "the engine has failed: " + final_->message());
     }
   }

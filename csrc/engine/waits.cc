@@ -120,8 +120,8 @@ void Engine::DriveUntil(const std::function<bool()>& done, TimeNs deadline) {
 
 // Under the lock, so that the transport cannot vanish meanwhile; Transport::Wake never blocks.
 void Engine::Wake() {
-  std::lock_guard<std::mutex> lock(wake_mutex_);
-  if (wake_target_ != nullptr) wake_target_->Wake();
+  std::lock_guard<std::mutex> lock(target_mutex_);
+  if (target_ != nullptr) target_->Wake();
 }
 
 // When they are in the table. The loop either takes them after it has withdrawn its word, or we see
@@ -131,8 +131,8 @@ void Engine::WakeForRequests() {
 }
 
 void Engine::WakeUnless(uint32_t bell) {
-  std::lock_guard<std::mutex> lock(wake_mutex_);
-  if (wake_target_ != nullptr && wake_target_->turns()->Bell() != bell) wake_target_->Wake();
+  std::lock_guard<std::mutex> lock(target_mutex_);
+  if (target_ != nullptr && target_->turns()->Bell() != bell) target_->Wake();
 }
 
 }  // namespace hororing

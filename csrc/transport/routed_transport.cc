@@ -76,12 +76,18 @@ void RoutedTransport::Sleep(TimeNs deadline) {
   for (;;) {
     const uint32_t bell = local_.Bell();
     const bool moved = Move();
-    if (Fetch() || bell != last_sleep_bell_) {
+    if (Fetch() || bell != last_sleep_bell_ || revoked()) {
       last_sleep_bell_ = bell;
       return;
     }
     if (!backoff.Pause(local_, bell, moved, deadline)) return;
   }
+}
+
+void RoutedTransport::Revoke(const Status& why) {
+  wire_->Revoke(why);
+  local_.Revoke(why);
+  Transport::Revoke(why);
 }
 
 Status RoutedTransport::CheckPeers() {

@@ -43,6 +43,7 @@ class RoutedTransport final : public Transport {
   bool Move() override;
   void Sleep(TimeNs deadline) override;
   void Wake() override { local_.Wake(); }
+  void Revoke(const Status& why) override;
 
   void WatchProcesses(std::vector<ProcessIdentity> of_ranks, std::vector<bool> here) override {
     wire_->WatchProcesses(std::move(of_ranks), std::move(here));

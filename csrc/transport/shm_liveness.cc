@@ -76,6 +76,7 @@ Status ShmTransport::CheckPeers(const std::string& lagging) {
   if (now - self_.alive_ns.exchange(now, std::memory_order_relaxed) > kStoppedItself) {
     resumed_ns_ = now;
   }
+  if (revoked()) return revocation();
   const auto told = [this](bool of_itself) {
     for (int peer = 0; peer < size_; ++peer) {
       const RankState& state = segment_->rank_state(peer);

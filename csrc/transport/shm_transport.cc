@@ -131,7 +131,7 @@ bool ShmTransport::Done(Request request) {
   const uint64_t sequence = request.slot >> 17;
   const uint64_t& done = (request.slot & 1) != 0 ? state.receives_done : state.sends_done;
   if (done < sequence) Progress();
-  return done >= sequence || !broken_.ok();
+  return done >= sequence || !broken_.ok() || revoked();
 }
 
 void ShmTransport::Post(int peer, std::string message) {
@@ -156,7 +156,7 @@ void ShmTransport::Sleep(TimeNs deadline) {
   for (;;) {
     const uint32_t bell = Bell();
     const bool moved = Progress();
-    if (!received_.empty() || bell != last_sleep_bell_) {
+    if (!received_.empty() || bell != last_sleep_bell_ || revoked()) {
       last_sleep_bell_ = bell;
       return;
     }
@@ -191,7 +191,7 @@ void ShmTransport::RingWorkers(const std::vector<int>& ranks) {
 ShmTransport::Next ShmTransport::Pause(WaitState& wait, uint32_t bell, bool moved,
                                        TimeNs deadline) {
   const TimeNs now = NowNs();
-  if (now >= deadline) return Next::kGiveUp;
+  if (now >= deadline || revoked()) return Next::kGiveUp;
   if (moved) return Next::kTry;
   if (self_.alarm.load() != 0 && self_.alarm.exchange(0) != 0) return Next::kLook;
   if (now < wait.spin_until_ns) {

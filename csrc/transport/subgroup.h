@@ -38,6 +38,7 @@ class Subgroup final : public Transport {
   bool Poll(int* /*peer*/, std::string* /*message*/) override { return false; }
   void Sleep(TimeNs deadline) override { parent_.Sleep(deadline); }
   void Wake() override { parent_.Wake(); }
+  void Revoke(const Status& why) override { parent_.Revoke(why); }
   // Of the parent, in the order that they have here.
   const std::vector<int>& ranks() const { return ranks_; }
   // The rank that one of the parent's has here.

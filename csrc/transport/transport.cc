@@ -2,6 +2,14 @@
 
 namespace hororing {
 
+void Transport::Revoke(const Status& why) {
+  std::call_once(revoking_, [&] {
+    revocation_ = why;
+    revoked_.store(true, std::memory_order_release);
+  });
+  Wake();
+}
+
 Status Announced(const Status& why, int announcing_rank) {
   constexpr size_t kRoom = 200;
   const int blamed = why.rank() < 0 ? announcing_rank : why.rank();

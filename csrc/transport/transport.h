@@ -1,8 +1,8 @@
 // Transport: moves bytes between the ranks of one world. Knows neither element types nor
 // what is negotiated.
 //
-// Thread-safety: one thread at a time, except Wake() and the constant rank()/size(). Where
-// turns() is null that is the same thread from the beginning to the end.
+// Thread-safety: one thread at a time, except Wake(), Revoke() and the constant rank()/size().
+// Where turns() is null that is the same thread from the beginning to the end.
 //
 // Two planes over the same wires:
 //   data     sizes known on both sides; messages of one ordered pair of ranks match in the
@@ -13,15 +13,18 @@
 //   1. Every request is waited for exactly once, on error paths too; Wait returns only when
 //      the transport will not touch the buffer again.
 //   2. Every wait ends: by completion, by the death of a peer (kPeerLost with its rank), by a
-//      peer that announced its failure, or by the deadline (kTransport, naming the peer).
+//      peer that announced its failure, by Revoke, or by the deadline (kTransport, naming the
+//      peer).
 //   3. After the first error the data plane is broken: every later Wait fails at once with
 //      that same error. The control plane goes on as far as it can.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -91,6 +94,11 @@ class Transport {
   virtual void Sleep(TimeNs deadline) = 0;
   // Any thread. Ends the current or the next Sleep.
   virtual void Wake() = 0;
+  // Any thread. Every wait of this rank, under way or to come, ends at once: those of the data
+  // plane with `why`, which CheckPeers returns, too, and Sleep and Close. The first call counts. It
+  // tells nobody: last words can still be announced and flushed.
+  virtual void Revoke(const Status& why);
+  bool revoked() const { return revoked_.load(std::memory_order_acquire); }
   // Null where one thread must do everything, as with MPI.
   virtual Turns* turns() { return nullptr; }
   // Of all ranks of this world; null where there is none.
@@ -128,8 +136,15 @@ class Transport {
   // calls until `deadline`; true when all have come, or are not needed. May be called again.
   virtual bool Close(TimeNs /*deadline*/) { return true; }
 
+ protected:
+  // REQUIRES: revoked().
+  const Status& revocation() const { return revocation_; }
+
  private:
   Patience patience_;
+  std::once_flag revoking_;
+  std::atomic<bool> revoked_{false};
+  Status revocation_;  // constant once revoked_
 };
 
 // What peers are told of a failure. The text is "rank 1 failed: ..." where rank 1 tells of itself,

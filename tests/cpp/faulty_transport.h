@@ -55,6 +55,10 @@ class FaultyTransport final : public hororing::Transport {
   }
   void Sleep(hororing::TimeNs deadline) override { inner_->Sleep(deadline); }
   void Wake() override { inner_->Wake(); }
+  void Revoke(const hororing::Status& why) override {
+    Transport::Revoke(why);
+    inner_->Revoke(why);
+  }
   hororing::Status CheckPeers() override { return Dead() ? Broken() : inner_->CheckPeers(); }
   void AnnounceFailure(const hororing::Status& why) override {
     if (!Dead()) inner_->AnnounceFailure(why);

@@ -31,6 +31,10 @@ class ForwardingTransport : public hororing::Transport {
   bool Poll(int* peer, std::string* message) override { return inner_->Poll(peer, message); }
   void Sleep(hororing::TimeNs deadline) override { inner_->Sleep(deadline); }
   void Wake() override { inner_->Wake(); }
+  void Revoke(const hororing::Status& why) override {
+    Transport::Revoke(why);
+    inner_->Revoke(why);
+  }
   hororing::TimeNs Silence(int peer) override { return inner_->Silence(peer); }
   hororing::Status CheckPeers() override { return inner_->CheckPeers(); }
   void AnnounceFailure(const hororing::Status& why) override { inner_->AnnounceFailure(why); }

@@ -56,7 +56,7 @@ inline void PlayOn(const Hosts& hosts, const EngineConfig& base,
       };
       CHECK_OK(Engine::Start(config, make_world, player.handles, &player.engine));
       script(player);
-      CHECK(player.engine->Shutdown("", kPatience));
+      if (player.engine != nullptr) CHECK(player.engine->Shutdown("", kPatience));
     });
   }
   for (std::thread& thread : threads) thread.join();

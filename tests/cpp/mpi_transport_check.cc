@@ -195,6 +195,20 @@ TEST(over_mpi_a_deadline_names_the_rank_and_frees_the_buffers) {
   ExchangeWithAll(rank, 1 << 20);
 }
 
+TEST(over_mpi_any_thread_can_end_every_kind_of_wait) {
+  for (const char* transport : {"mpi", "auto"}) {
+    World all;
+    CHECK_OK(Make("mpi", &all));
+    Watchdog watchdog(all.topology.size, kWorldLimit);
+    Rank rank{*all.transport, watchdog};
+    for (const EndlessWait& each : kEndlessWaits) {
+      if (rank.size() < 3) break;
+      OverWorld(transport,
+                [&](Rank& revoked) { EndByRevoke(revoked, each, [&] { Barrier(rank); }); });
+    }
+  }
+}
+
 TEST(over_mpi_an_announced_failure_ends_every_wait_with_the_reason) {
   World world;
   CHECK_OK(Make("mpi", &world));

@@ -4,13 +4,18 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <random>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "check.h"
+#include "collective/allreduce.h"
 #include "world.h"
 
 namespace hororing_test {
@@ -216,6 +221,83 @@ inline void SleepIdly(Rank& rank, TimeNs span, double* cpu_seconds) {
   *cpu_seconds = cpu_now() - cpu_before;
   CHECK(NowNs() - begin >= span);
   Barrier(rank);
+}
+
+// Waits that the other ranks never end: all do the same, and none gets what it waits for.
+struct EndlessWait {
+  const char* name;
+  Status (*wait)(Rank& rank);
+};
+
+inline int Next(const Rank& rank) { return (rank.rank() + 1) % rank.size(); }
+
+inline Status ReceiveNothing(Rank& rank) {
+  char byte = 0;
+  return rank.transport.Wait(rank.transport.Receive(Next(rank), &byte, 1), kForever);
+}
+
+inline const EndlessWait kEndlessWaits[] = {
+    {"receive", ReceiveNothing},
+    {"send",
+     [](Rank& rank) {
+       const std::string much(32 << 20, 'm');
+       return rank.transport.Wait(rank.transport.Send(Next(rank), much.data(), much.size()),
+                                  kForever);
+     }},
+    {"exchange",  // of three ranks: each sends to one that sends to another one
+     [](Rank& rank) {
+       const std::string much(32 << 20, 'm');
+       std::string in(much.size(), '-');
+       return SendReceive(rank.transport, Next(rank), much.data(), much.size(), Next(rank),
+                          in.data(), in.size(), kForever);
+     }},
+    {"barrier",
+     [](Rank& rank) {
+       return rank.rank() == 0 ? ReceiveNothing(rank) : hororing::Barrier(rank.transport, kForever);
+     }},
+    {"ring",
+     [](Rank& rank) {
+       if (rank.rank() == 0) return ReceiveNothing(rank);
+       std::vector<float> data(8 << 20, 1.0f);
+       hororing::Scratch scratch;
+       return hororing::RingAllreduce(rank.transport, {data.data(), data.size(), {}}, scratch,
+                                      kForever);
+     }},
+    {"sleep",
+     [](Rank& rank) {
+       while (rank.transport.CheckPeers().ok()) rank.transport.Sleep(kForever);
+       return rank.transport.CheckPeers();
+     }},
+    {"the end of the world",
+     [](Rank& rank) {
+       if (rank.rank() != 0) rank.transport.Close(kForever);
+       while (rank.transport.CheckPeers().ok()) rank.transport.Sleep(kForever);
+       return rank.transport.CheckPeers();
+     }},
+};
+
+// Another thread ends the wait, all later ones end at once, and buffers are the callers' again.
+// `stay` returns when all ranks have called it: the end of one could be another reason.
+inline void EndByRevoke(Rank& rank, const EndlessWait& endless, const std::function<void()>& stay) {
+  constexpr TimeNs kAtOnce = 5 * kSecond;  // a busy machine, sanitizers
+  rank.Enter(endless.name);
+  Barrier(rank);
+  const Status why(Code::kStalled, "the job goes on without this rank", rank.rank());
+  TimeNs begin = 0;
+  std::thread revoker([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(30));
+    begin = NowNs();
+    rank.transport.Revoke(why);
+    rank.transport.Revoke(Status(Code::kInternal, "too late"));
+  });
+  const Status status = endless.wait(rank);
+  revoker.join();
+  CHECK(status.code() == why.code());
+  CHECK_EQ(status.message(), why.message());
+  CHECK_EQ(status.rank(), rank.rank());
+  for (const EndlessWait& each : kEndlessWaits) CHECK_EQ(each.wait(rank).message(), why.message());
+  CHECK(NowNs() - begin < kAtOnce);
+  stay();
 }
 
 }  // namespace hororing_test

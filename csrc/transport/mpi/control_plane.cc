@@ -98,7 +98,8 @@ void MpiTransport::Sleep(TimeNs deadline) {
     const uint32_t seen = bell_.count();
     // Data too: a peer may wait for pieces that this rank has staged.
     const bool moved = ProgressControl() | ProgressData();
-    if (!inbox_.empty() || seen != last_sleep_bell_ || (!failure_.ok() && !failure_shown_)) {
+    if (!inbox_.empty() || seen != last_sleep_bell_ || revoked() ||
+        (!failure_.ok() && !failure_shown_)) {
       last_sleep_bell_ = seen;
       failure_shown_ = !failure_.ok();
       return;
@@ -230,6 +231,7 @@ void MpiTransport::SendControl(int peer) {
 }
 
 bool MpiTransport::ProgressControl() {
+  if (revoked()) NoteFailure(revocation());
   bool moved = false;
   for (int peer = 0; peer < size_; ++peer) {
     Peer& state = PeerOf(peer);

@@ -39,7 +39,7 @@ void TcpTransport::Sleep(TimeNs deadline) {
   Backoff backoff(options_.spin_ns, kLongestSleep);
   for (;;) {
     const bool moved = Move();
-    if (!inbox_.empty() || woken_ || (!failure_.ok() && !failure_shown_)) {
+    if (!inbox_.empty() || woken_ || revoked() || (!failure_.ok() && !failure_shown_)) {
       woken_ = false;
       failure_shown_ = !failure_.ok();
       return;
@@ -109,7 +109,7 @@ bool TcpTransport::Close(TimeNs deadline) {
     for (const Peer& peer : peers_) {
       waiting |= !peer.lost && (!peer.outbox.empty() || (connected(peer) && !peer.closed));
     }
-    if (!waiting) return true;
+    if (!waiting || revoked()) return true;
     if (!backoff.Pause(*this, 0, moved, deadline)) return false;
   }
 }

@@ -82,6 +82,7 @@ bool TcpTransport::Events() {
   const TimeNs now = NowNs();
   if (now - looked_ns_ > kStoppedItself) resumed_ns_ = now;
   looked_ns_ = now;
+  if (revoked()) NoteFailure(revocation());
   bool moved = false, strange = false;
   for (int i = 0; i < count; ++i) {
     const uint64_t what = events[i].data.u64;

@@ -241,6 +241,43 @@ TEST(the_end_of_a_rank_without_close_is_told_to_all_that_are_connected) {
   }
 }
 
+TEST(any_thread_can_end_every_kind_of_wait_over_tcp) {
+  for (const EndlessWait& each : kEndlessWaits) {
+    std::atomic<int> ended{0};
+    RunWorld(MakeTcpWorld(3, 64),
+             [&](Rank& rank) { EndByRevoke(rank, each, [&] { StayUntil(&ended, 3); }); });
+  }
+}
+
+// Its last words are heard nevertheless.
+TEST(a_rank_that_leaves_a_collective_tells_the_others_why) {
+  std::atomic<int> ended{0};
+  RunWorld(MakeTcpWorld(3, 64), [&](Rank& rank) {
+    Barrier(rank);
+    std::thread revoker;
+    if (rank.rank() == 1) {
+      revoker = std::thread([&] {
+        std::this_thread::sleep_for(std::chrono::milliseconds(30));
+        rank.transport.Revoke({Code::kPeerLost, "its script broke", 1});
+      });
+    }
+    std::vector<float> data(8 << 20, 1.0f);
+    Scratch scratch;
+    const Status status =
+        rank.rank() == 2
+            ? ReceiveNothing(rank)
+            : RingAllreduce(rank.transport, {data.data(), data.size(), {}}, scratch, Soon());
+    if (rank.rank() == 1) {
+      revoker.join();
+      rank.transport.AnnounceFailure(status);
+      CHECK(rank.transport.Flush(Soon()));
+    }
+    CHECK_EQ(status.message(),
+             rank.rank() == 1 ? "its script broke" : "rank 1 failed: its script broke");
+    StayUntil(&ended, 3);
+  });
+}
+
 TEST(an_announced_failure_reaches_ranks_that_had_no_connection) {
   for (int eager : kEager) {
     std::atomic<int> seen{0};

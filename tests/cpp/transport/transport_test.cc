@@ -233,6 +233,23 @@ TEST(an_announced_failure_ends_every_wait_with_the_reason) {
   }
 }
 
+TEST(any_thread_can_end_every_kind_of_wait) {
+  std::vector<EndlessWait> waits(std::begin(kEndlessWaits), std::end(kEndlessWaits));
+  waits.push_back({"shared memory", [](Rank& rank) {
+                     return dynamic_cast<ShmTransport&>(rank.transport)
+                         .WaitUntil([] { return false; }, [] { return "1"; }, kForever);
+                   }});
+  for (const EndlessWait& each : waits) {
+    std::atomic<int> ended{0};
+    RunWorld(3, [&](Rank& rank) {
+      EndByRevoke(rank, each, [&] {
+        ++ended;
+        while (ended < 3) std::this_thread::yield();
+      });
+    });
+  }
+}
+
 TEST(long_reasons_are_cut) {
   RunWorld(2, [](Rank& rank) {
     if (rank.rank() == 1)
