@@ -19,6 +19,7 @@ import hororing.numpy as hvd
 JOBS = [
     *(("numpy torch", "auto", size) for size in (1, 2, 3, 4)),
     ("numpy", "mpi", 3),
+    ("numpy", "tcp", 3),
     *(("tensorflow function", "auto", size) for size in (1, 2, 3)),
 ]
 PUSH = [("numpy torch", "auto", 1), ("numpy torch", "auto", 3), ("numpy", "mpi", 3),

@@ -27,6 +27,7 @@ LAYOUTS = ["2,2", "1,2", "2,2 by node", "2,1 by node", "1,1,1 at 500mbit"]
 RANKS = Path(__file__).with_name("ending_ranks.py")
 # Other jobs across hosts Open MPI ends itself, when a connection breaks.
 ULFM = ["--with-ft", "ulfm"]
+TRANSPORTS = ["mpi", "tcp"]
 OPS = [Average, Sum, Min, Max, Product]
 
 
@@ -211,11 +212,22 @@ def test_across_hosts(case: str, layout: str) -> None:
     mpirun.cases_of(__file__, size, limited, **variables).check(case)
 
 
+def transport(name: str) -> dict[str, str]:
+    return {"HORORING_TRANSPORT": name, "HORORING_INTERFACE": "eth0"}
+
+
 @needs_hosts
-@pytest.mark.parametrize("victim", tiers.choose([1, 3], push=[3]))
-def test_a_rank_that_dies_is_noticed_on_its_host_and_on_the_others(victim: int) -> None:
-    with LiveJob(RANKS, 4, "one_dies", str(victim), options=ULFM, hosts="2,2") as job:
-        died = f"allreduce 'large' (REDUCE): rank {victim} (pid {job.said(victim, 'pid')}) died"
+@pytest.mark.parametrize(
+    ("victim", "by"),
+    tiers.choose([(r, by) for r in (1, 3) for by in TRANSPORTS], push=[(3, "mpi"), (1, "tcp")]),
+)
+def test_a_rank_that_dies_is_noticed_on_its_host_and_on_the_others(victim: int, by: str) -> None:
+    with LiveJob(
+        RANKS, 4, "one_dies", str(victim), options=ULFM, hosts="2,2", **transport(by)
+    ) as job:
+        # TCP knows a rank by its connection.
+        process = f" (pid {job.said(victim, 'pid')})" if by == "mpi" else ""
+        died = f"allreduce 'large' (REDUCE): rank {victim}{process} died"
         for rank in set(range(4)) - {victim}:
             failure = json.loads(job.said(rank, "failed"))
             assert failure["text"].startswith(died), failure
@@ -227,7 +239,8 @@ def test_a_rank_that_dies_is_noticed_on_its_host_and_on_the_others(victim: int) 
 
 # Of how many ranks each host has; what is cut off is the first or the second host.
 CUTS = [
-    (cut, doing, time_)
+    (by, cut, doing, time_)
+    for by in TRANSPORTS
     for cut in (0, 1)
     for doing in ("reduce_until_it_fails", "compute_then_reduce")
     for time_ in range(10)
@@ -236,14 +249,22 @@ CUTS = [
 
 @needs_hosts
 @pytest.mark.parametrize(
-    ("cut", "doing", "time_"),
-    tiers.choose(CUTS, push=[(0, "reduce_until_it_fails", 0), (1, "compute_then_reduce", 0)]),
+    ("by", "cut", "doing", "time_"),
+    tiers.choose(
+        CUTS,
+        push=[
+            ("mpi", 0, "reduce_until_it_fails", 0),
+            ("mpi", 1, "compute_then_reduce", 0),
+            ("tcp", 0, "reduce_until_it_fails", 0),
+        ],
+    ),
 )
 def test_both_sides_of_a_cut_network_end_at_the_time_limit(
-    tmp_path: Path, cut: int, doing: str, time_: int
+    tmp_path: Path, by: str, cut: int, doing: str, time_: int
 ) -> None:
     limit = 3
-    with LiveJob(RANKS, 3, doing, str(tmp_path), hosts="1,2", HORORING_TIMEOUT_S=str(limit)) as job:
+    environ = {"HORORING_TIMEOUT_S": str(limit), **transport(by)}
+    with LiveJob(RANKS, 3, doing, str(tmp_path), hosts="1,2", **environ) as job:
         computes = doing == "compute_then_reduce"
         job.wait_until_all_say("ready" if computes else "working")
         inside = ["nsenter", "-t", str(job.pid(cut)), "--net"]

@@ -28,6 +28,7 @@ RANKS = Path(__file__).with_name("ending_ranks.py")
 # mpirun lets the survivors of a rank that has died go on, so that they can say what they saw
 # also on a machine that is too busy to let them do it before mpirun ends the job.
 PATIENT = ["--runtime-options", "recoverable"]
+TRANSPORTS = ["auto", "mpi", "tcp"]
 
 
 def failure(job: LiveJob, rank: int) -> dict:
@@ -72,7 +73,7 @@ def test_a_rank_killed_in_a_large_allreduce_is_named_to_the_others(size: int):
 
 
 @pytest.mark.parametrize("size", tiers.choose([2, 4], push=[2]))
-@pytest.mark.parametrize("transport", tiers.choose(["auto", "mpi"], push=["auto"]))
+@pytest.mark.parametrize("transport", tiers.choose(TRANSPORTS, push=["auto"]))
 @pytest.mark.parametrize("how", ["die_idle", "die_in_a_large_allreduce"])
 def test_mpirun_ends_a_job_that_has_lost_a_rank(size: int, transport: str, how: str):
     with LiveJob(RANKS, size, how, HORORING_TRANSPORT=transport) as job:
@@ -233,7 +234,7 @@ def test_shutdown_in_one_rank_is_told_to_the_others():
 # Stopped
 
 
-@pytest.mark.parametrize("transport", ["auto", "mpi"])
+@pytest.mark.parametrize("transport", tiers.choose(TRANSPORTS, push=["auto", "mpi"]))
 def test_a_stopped_rank_is_named_at_the_time_limit(transport: str):
     environ = {
         "HORORING_TIMEOUT_S": "3",
@@ -255,7 +256,7 @@ def test_a_stopped_rank_is_named_at_the_time_limit(transport: str):
 @pytest.mark.parametrize(
     ("transport", "time_"),
     tiers.choose(
-        [(transport, time_) for transport in ("auto", "mpi") for time_ in range(10)],
+        [(transport, time_) for transport in TRANSPORTS for time_ in range(10)],
         push=[("auto", 0), ("mpi", 0)],
     ),
 )
@@ -276,6 +277,23 @@ def test_all_others_end_when_rank_0_is_stopped_in_a_loop_of_steps(transport: str
         check_end(job)
 
 
+@tiers.full
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_job_that_is_suspended_as_a_whole_goes_on(transport: str):
+    limit = 2
+    environ = {"HORORING_TIMEOUT_S": str(limit), "HORORING_TRANSPORT": transport}
+    with LiveJob(RANKS, 3, "reduce_until_it_fails", **environ) as job:
+        job.wait_until_all_say("working")
+        for time_ in range(3):
+            for rank in range(3):
+                os.kill(job.pid((rank + time_) % 3), signal.SIGSTOP)
+            time.sleep(limit + 1.5)
+            for rank in range(3):
+                os.kill(job.pid(rank), signal.SIGCONT)
+            time.sleep(1)
+        assert not any("failed" in job.printed(rank) for rank in range(3)), job.report()
+
+
 def test_a_stopped_coordinator_is_named_in_a_warning_and_ends_a_stall():
     environ = {"HORORING_STALL_WARNING_S": "1", "HORORING_STALL_SHUTDOWN_S": "2.5"}
     with LiveJob(RANKS, 2, "stop_before_submitting", "0", **environ) as job:
@@ -291,7 +309,8 @@ def test_a_stopped_coordinator_is_named_in_a_warning_and_ends_a_stall():
 @pytest.mark.parametrize(
     ("transport", "step"),
     tiers.choose(
-        [("auto", "eager"), ("mpi", "eager"), ("auto", "graph")], push=[("auto", "eager")]
+        [*((transport, "eager") for transport in TRANSPORTS), ("auto", "graph")],
+        push=[("auto", "eager")],
     ),
 )
 def test_uneven_batches_and_another_collective_are_an_error_on_every_rank(
@@ -313,7 +332,7 @@ def test_uneven_batches_and_another_collective_are_an_error_on_every_rank(
         check_end(job, failed=False)
 
 
-@pytest.mark.parametrize("transport", ["auto", "mpi"])
+@pytest.mark.parametrize("transport", tiers.choose(TRANSPORTS, push=["auto", "mpi"]))
 def test_a_rank_stopped_before_it_submits_is_a_stall(transport: str):
     environ = {
         "HORORING_STALL_WARNING_S": "0.5",
