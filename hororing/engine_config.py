@@ -47,6 +47,7 @@ def engine_config(
         c_config.address = text(interfaces.chosen(settings["INTERFACE"]))
     elif member is not None:
         c_config.address = text(member.local_address)
+    c_config.congestion = text(settings["TCP_CONGESTION"])
     c_config.chunk_bytes = settings["CHUNK_BYTES"]
     c_config.fusion_bytes = settings["FUSION_BYTES"]
     c_config.cycle_time_ms = settings["CYCLE_TIME_MS"]

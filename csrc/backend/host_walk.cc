@@ -132,7 +132,9 @@ Status HostWalk::Until(Ready ready) {
       HORORING_RETURN_IF_ERROR(wire_.CheckPeers());
       wait.Look(wire_, now, [this] { return Lagging(); });
     }
-    if (!backoff.Pause(local_, bell, false, deadline_)) return wait.GiveUp(wire_, Lagging());
+    if (!backoff.Pause(local_, bell, false, wire_.Extended(deadline_))) {
+      return wait.GiveUp(wire_, Lagging());
+    }
   }
 }
 

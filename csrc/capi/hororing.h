@@ -25,7 +25,7 @@ extern "C" {
 #endif
 
 /* Grows with every incompatible change of this file. */
-enum { HR_ABI_VERSION = 12 };
+enum { HR_ABI_VERSION = 13 };
 
 /* The values of hororing::Code, and one more. */
 typedef enum hr_code {
@@ -101,6 +101,7 @@ typedef struct hr_config {
   int32_t rank, size;
   const char* address;      /* of this host, as others reach it; or NULL: not known */
   const char* key;          /* of the job, secret: proves who belongs to it; or NULL */
+  const char* congestion;   /* congestion control of TCP; or NULL: the system's */
   int32_t mpi_communicator; /* Fortran handle of the communicator to duplicate; -1: the world */
   const int32_t* ranks;     /* the sub-job of these ranks of it, or NULL */
   int32_t ranks_count;

@@ -58,7 +58,7 @@ Loop::Loop(Engine& engine, World& world, std::vector<std::unique_ptr<Backend>> b
   const auto warn = [&tensors = engine.tensors_](const std::string& text) {
     Log(LogLevel::kWarning, "stall: " + tensors.Titles({"REDUCE", "PLAN"}) + " (REDUCE): " + text);
   };
-  transport_.SetPatience({engine.config_.stall.warning_ns, warn});
+  transport_.SetPatience({engine.config_.stall.warning_ns, warn, engine.config_.timeout_ns});
   engine_.stats_.fusion_bytes = engine_.config_.fusion_bytes;
   engine_.stats_.hold_ns = engine_.config_.hold_ns;
   if (topology_.rank == neighbours_[0] && neighbours_.size() > 1) {

@@ -47,6 +47,7 @@ struct WorldOptions {
   Bootstrap* bootstrap = nullptr;
   std::string address;           // of this host, as other hosts reach it; "": not known
   std::string key;               // of the job, secret: for TCP; "": one that `bootstrap` shares
+  std::string congestion;        // control of TCP, by its name; "": the kernel's default
   std::string mpi_library_path;  // of libhororing_mpi
   MpiWorld mpi;
   TimeNs spin_ns = 0;

@@ -13,10 +13,6 @@
 
 namespace hororing {
 
-// A rank that has not looked at its peers for so long was stopped itself: what it has not heard
-// meanwhile, it does not count.
-constexpr TimeNs kStoppedItself = 2 * kSecond;
-
 class LongWait {
  public:
   explicit LongWait(TimeNs begin_ns) : since_ns_(begin_ns), next_ns_(After(begin_ns, kFirstLook)) {}

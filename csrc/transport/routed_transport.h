@@ -51,6 +51,7 @@ class RoutedTransport final : public Transport {
   void Watch(CallWatch* calls) override { wire_->Watch(calls); }
   Status CheckPeers() override;
   TimeNs Silence(int peer) override { return wire_->Silence(peer); }
+  TimeNs Extended(TimeNs deadline) const override { return wire_->Extended(deadline); }
   void SetPatience(Patience patience) override { wire_->SetPatience(std::move(patience)); }
   void AnnounceFailure(const Status& why) override { wire_->AnnounceFailure(why); }
   bool Flush(TimeNs deadline) override;

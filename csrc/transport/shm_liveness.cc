@@ -51,7 +51,7 @@ void ShmTransport::SoundAlarm() {
 TimeNs ShmTransport::Silence(int peer) {
   const RankState& state = segment_->rank_state(peer);
   if (state.attached.load() != kAttached || state.failed.load() != 0) return 0;
-  const TimeNs latest = std::max(state.alive_ns.load(std::memory_order_relaxed), resumed_ns_);
+  const TimeNs latest = std::max(state.alive_ns.load(std::memory_order_relaxed), stopped_until());
   return std::max<TimeNs>(NowNs() - latest, 0);
 }
 
@@ -73,9 +73,8 @@ bool ShmTransport::PeerListensNoMore(int peer) const {
 // nothing, then those who failed because of others, then those who left while they were needed.
 Status ShmTransport::CheckPeers(const std::string& lagging) {
   const TimeNs now = NowNs();
-  if (now - self_.alive_ns.exchange(now, std::memory_order_relaxed) > kStoppedItself) {
-    resumed_ns_ = now;
-  }
+  self_.alive_ns.store(now, std::memory_order_relaxed);
+  Looked(now);
   if (revoked()) return revocation();
   const auto told = [this](bool of_itself) {
     for (int peer = 0; peer < size_; ++peer) {

@@ -83,7 +83,7 @@ class ShmTransport final : public Transport, private Turns {
       const uint32_t bell = Bell();
       if (ready()) return Status::Ok();
       const bool moved = Progress();
-      switch (Pause(wait, bell, moved, deadline)) {
+      switch (Pause(wait, bell, moved, Extended(deadline))) {
         case Next::kTry: break;
         case Next::kLook: {
           const Status peers = CheckPeers(lagging());
@@ -95,7 +95,9 @@ class ShmTransport final : public Transport, private Turns {
         }
         case Next::kGiveUp: {
           const Status peers = CheckPeers(lagging());
-          return peers.ok() ? wait.for_peers.GiveUp(*this, lagging()) : peers;
+          if (!peers.ok()) return peers;
+          if (NowNs() < Extended(deadline)) break;  // it was stopped itself
+          return wait.for_peers.GiveUp(*this, lagging());
         }
       }
     }
@@ -164,7 +166,6 @@ class ShmTransport final : public Transport, private Turns {
   uint32_t last_sleep_bell_ = 0;  // doorbell as the last Sleep left it: a later Wake shows
   Status broken_;                 // first data-plane error
   SlotReaders slot_readers_;
-  TimeNs resumed_ns_ = 0;        // when this process went on after it had been stopped
   Outgoing to_slot_, to_pipes_;  // who has read them last differs, so each learns
 };
 

@@ -1,5 +1,7 @@
 #include "transport/transport.h"
 
+#include <utility>
+
 namespace hororing {
 
 void Transport::Revoke(const Status& why) {
@@ -8,6 +10,15 @@ void Transport::Revoke(const Status& why) {
     revoked_.store(true, std::memory_order_release);
   });
   Wake();
+}
+
+TimeNs Transport::Looked(TimeNs now) {
+  // Nobody who runs needs so long for anything else.
+  constexpr TimeNs kStopped = 2 * kSecond;
+  const TimeNs gap = now - std::exchange(looked_ns_, now);
+  if (gap == now || gap <= kStopped) return 0;
+  stopped_until_ns_ = now;
+  return gap;
 }
 
 Status Announced(const Status& why, int announcing_rank) {

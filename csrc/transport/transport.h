@@ -19,6 +19,7 @@
 //      that same error. The control plane goes on as far as it can.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -118,13 +119,21 @@ class Transport {
   // not where its process is stopped, nor through a network that is cut. 0 also for a rank that has
   // failed or left.
   virtual TimeNs Silence(int /*peer*/) { return 0; }
-  // Waits that last so long are told to `warn`, with the ranks that make no progress.
+  // Waits that last so long are told to `warn`, with the ranks that make no progress. `limit_ns` is
+  // that of every wait, as their deadlines say.
   struct Patience {
     TimeNs warning_ns = kForever;
     std::function<void(const std::string&)> warn;
+    TimeNs limit_ns = 0;
   };
   virtual void SetPatience(Patience patience) { patience_ = std::move(patience); }
   const Patience& patience() const { return patience_; }
+  // When a wait until `deadline` gives up. A process that was stopped has its whole limit again.
+  virtual TimeNs Extended(TimeNs deadline) const {
+    return stopped_until_ns_ == 0
+               ? deadline
+               : std::max(deadline, After(stopped_until_ns_, patience_.limit_ns));
+  }
   // Tells the peers that this rank will take no further part: their waits end with what
   // Announced(why) says. `why` blames the rank whose fault it is: this one, or the one that it has
   // lost.
@@ -139,9 +148,14 @@ class Transport {
  protected:
   // REQUIRES: revoked().
   const Status& revocation() const { return revocation_; }
+  // This process looks at its peers, `now`, as it does a few times a second. For how long it has
+  // not where it was stopped, else 0.
+  TimeNs Looked(TimeNs now);
+  TimeNs stopped_until() const { return stopped_until_ns_; }
 
  private:
   Patience patience_;
+  TimeNs looked_ns_ = 0, stopped_until_ns_ = 0;
   std::once_flag revoking_;
   std::atomic<bool> revoked_{false};
   Status revocation_;  // constant once revoked_

@@ -139,6 +139,7 @@ BYTES = Form(
     _show_bytes,
 )
 PATH = Form("a path", str)
+NAME = Form("a name", str)
 CORES = Form(
     "core numbers separated by commas, one for each rank of a host",
     _parse_cores,

@@ -18,6 +18,7 @@ from hororing.config.forms import (
     CORES,
     FUSION,
     LEVEL,
+    NAME,
     PATH,
     STEPS,
     Form,
@@ -201,6 +202,13 @@ KNOBS: tuple[Knob, ...] = (
         None,
         "network of this host that TCP uses: an address, or a name such as eth0; unset: the "
         "network from which the store is reached",
+    ),
+    Knob(
+        "TCP_CONGESTION",
+        NAME,
+        None,
+        "congestion control of TCP, such as cubic or dctcp, one that /proc/sys/net/ipv4/"
+        "tcp_allowed_congestion_control lists; unset: the system's",
     ),
     Knob(
         "BACKEND",

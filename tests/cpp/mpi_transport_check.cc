@@ -209,6 +209,15 @@ TEST(over_mpi_any_thread_can_end_every_kind_of_wait) {
   }
 }
 
+TEST(over_mpi_a_rank_that_was_stopped_while_it_waited_has_its_whole_limit_again) {
+  World all;
+  CHECK_OK(Make("mpi", &all));
+  if (all.topology.size > 1) OverWorld("mpi", GoOnAfterAStop);
+  Watchdog watchdog(all.topology.size, kWorldLimit);
+  Rank rank{*all.transport, watchdog};
+  Barrier(rank);
+}
+
 TEST(over_mpi_an_announced_failure_ends_every_wait_with_the_reason) {
   World world;
   CHECK_OK(Make("mpi", &world));

@@ -3,6 +3,9 @@
 // transport as it found it.
 #pragma once
 
+#include <signal.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -298,6 +301,42 @@ inline void EndByRevoke(Rank& rank, const EndlessWait& endless, const std::funct
   for (const EndlessWait& each : kEndlessWaits) CHECK_EQ(each.wait(rank).message(), why.message());
   CHECK(NowNs() - begin < kAtOnce);
   stay();
+}
+
+// The thread of rank 0 is stopped in a wait, for longer than the limit, as with its whole process.
+inline void GoOnAfterAStop(Rank& rank) {
+  constexpr TimeNs kLimit = kSecond;
+  rank.Enter("stopped");
+  rank.transport.SetPatience({kForever, nullptr, kLimit});
+  Barrier(rank);
+  char byte = 'x';
+  if (rank.rank() == 1) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(3000));
+    CHECK_OK(rank.transport.Wait(rank.transport.Send(0, &byte, 1), Soon()));
+  } else if (rank.rank() == 0) {
+    struct sigaction stop = {}, before = {};
+    stop.sa_handler = [](int) {
+      for (const TimeNs end = NowNs() + 2600 * kMillisecond; NowNs() < end;) usleep(1000);
+    };
+    stop.sa_flags = SA_RESTART;
+    CHECK_EQ(sigaction(SIGUSR2, &stop, &before), 0);
+    std::thread stopper([self = pthread_self()] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(100));
+      pthread_kill(self, SIGUSR2);
+    });
+    CHECK_OK(rank.transport.Wait(rank.transport.Receive(1, &byte, 1), After(NowNs(), kLimit)));
+    // The deadlines of others are what they were.
+    const TimeNs begin = NowNs();
+    CHECK(!rank.transport.Wait(rank.transport.Receive(1, &byte, 1), After(begin, kLimit)).ok());
+    CHECK(NowNs() - begin < 10 * kLimit);
+    stopper.join();
+    CHECK_EQ(sigaction(SIGUSR2, &before, nullptr), 0);
+    rank.transport.Post(1, "done");
+    CHECK(rank.transport.Flush(Soon()));
+  }
+  int peer = -1;
+  std::string message;
+  if (rank.rank() == 1) CHECK(PollUntil(rank.transport, Soon(), &peer, &message));
 }
 
 }  // namespace hororing_test

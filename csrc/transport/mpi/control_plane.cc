@@ -131,7 +131,7 @@ Status MpiTransport::CallError(const char* call, int error, int peer) const {
 bool MpiTransport::LookAtProcesses() {
   const TimeNs now = NowNs();
   if (now < next_look_ns_) return false;
-  if (now - next_look_ns_ > kStoppedItself) resumed_ns_ = now;
+  Looked(now);
   next_look_ns_ = After(now, kLookInterval);
   for (int peer = 0; peer < static_cast<int>(processes_.size()); ++peer) {
     if (!SeenGone(peer)) continue;
@@ -147,7 +147,7 @@ TimeNs MpiTransport::Silence(int peer) {
   Peer& state = PeerOf(peer);
   if (peer == rank_ || state.failed || state.closed) return 0;
   if (close_sent_ && state.asked_ns == 0) return 0;  // that was the last word
-  if (state.asked_ns != 0) return NowNs() - std::max(state.asked_ns, resumed_ns_);
+  if (state.asked_ns != 0) return NowNs() - std::max(state.asked_ns, stopped_until());
   state.asked_ns = NowNs();
   StartControl(peer, "", 0, 0, kAskTag);
   return 0;

@@ -74,8 +74,9 @@ Status MpiTransport::Wait(Request request, TimeNs deadline) {
       broken_ = failure_;
     } else if (!data_error_.ok()) {
       broken_ = data_error_;
-    } else if (!backoff.Pause(bell_, seen, moved, deadline)) {
-      broken_ = wait.GiveUp(*this, lagging());
+    } else if (!backoff.Pause(bell_, seen, moved, Extended(deadline))) {
+      LookAtProcesses();  // tells whether this process was stopped
+      if (NowNs() >= Extended(deadline)) broken_ = wait.GiveUp(*this, lagging());
     }
   }
   Abandon();

@@ -137,7 +137,6 @@ class MpiTransport final : public Transport {
   std::vector<ProcessIdentity> processes_;  // per rank
   std::vector<bool> here_;                  // per rank: its process can be seen
   TimeNs next_look_ns_ = 0;
-  TimeNs resumed_ns_ = 0;  // when this process went on after it had been stopped
   WakeBell bell_;
   uint32_t last_sleep_bell_ = 0;  // as the last Sleep left it: a later Wake shows
   bool announced_ = false;

@@ -63,10 +63,18 @@ TimeNs TcpTransport::Silence(int peer) {
   Peer& state = PeerOf(peer);
   if (peer == rank_ || state.lost || state.closed || closing_) return 0;
   if (!state.channels[kControl].begun()) return 0;  // it would take a connection to ask
-  if (state.asked_ns != 0) return NowNs() - std::max(state.asked_ns, resumed_ns_);
+  if (state.asked_ns != 0) return NowNs() - std::max(state.asked_ns, stopped_until());
   state.asked_ns = NowNs();
   Put(peer, kAsk, "");
   return 0;
+}
+
+// Of many ranks not each can connect to each at once: a rank tells those whom it knows, and those
+// at distances that are powers of two, and who hears of a failure announces it, too.
+bool TcpTransport::Tells(int peer) {
+  const int distance = (peer - rank_ + size()) % size();
+  return size() <= options_.eager_ranks || (distance & (distance - 1)) == 0 ||
+         PeerOf(peer).channels[kControl].begun();
 }
 
 // Ahead of what is queued: a peer that takes nothing must not keep others from knowing.
@@ -76,7 +84,7 @@ void TcpTransport::AnnounceFailure(const Status& why) {
   const std::string text = std::to_string(static_cast<int>(told.code())) + " " +
                            std::to_string(told.rank()) + " " + told.message();
   for (int peer = 0; peer < size(); ++peer) {
-    if (peer != rank_) Put(peer, kFailure, text, true);
+    if (peer != rank_ && Tells(peer)) Put(peer, kFailure, text, true);
   }
 }
 

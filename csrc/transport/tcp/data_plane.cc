@@ -62,8 +62,9 @@ Status TcpTransport::Wait(Request request, TimeNs deadline) {
     }
     if (!failure_.ok()) {
       broken_ = failure_;
-    } else if (!backoff.Pause(*this, 0, moved, deadline)) {
-      broken_ = wait.GiveUp(*this, lagging());
+    } else if (!backoff.Pause(*this, 0, moved, Extended(deadline))) {
+      Events();  // tells whether this process was stopped
+      if (NowNs() >= Extended(deadline)) broken_ = wait.GiveUp(*this, lagging());
     }
   }
   Abandon();

@@ -8,7 +8,6 @@
 #include <cerrno>
 #include <cstring>
 
-#include "transport/long_wait.h"
 #include "transport/tcp/transport.h"
 
 namespace hororing {
@@ -80,8 +79,10 @@ bool TcpTransport::Events() {
   epoll_event events[64];
   const int count = epoll_wait(epoll_.fd(), events, 64, 0);
   const TimeNs now = NowNs();
-  if (now - looked_ns_ > kStoppedItself) resumed_ns_ = now;
-  looked_ns_ = now;
+  const TimeNs stopped = Looked(now);
+  for (const auto& [peer, plane] : connecting_) {
+    PeerOf(peer).channels[plane].made.give_up_ns += stopped;
+  }
   if (revoked()) NoteFailure(revocation());
   bool moved = false, strange = false;
   for (int i = 0; i < count; ++i) {
@@ -210,7 +211,8 @@ void TcpTransport::Open(int peer, Plane plane, Link* link) {
   const uint64_t place = static_cast<uint64_t>(peer) * 4 + (plane == kControl ? 2 : 0) +
                          (link == &channel.taken ? 1 : 0);
   Status status = Watch(link->socket.fd(), kOfPeer + place, kAllEvents);
-  if (status.ok()) status = SendAtOnce(link->socket.fd(), options_.congestion);
+  if (status.ok()) status = SendAtOnce(link->socket.fd());
+  if (status.ok() && plane == kData) status = SetCongestion(link->socket.fd(), options_.congestion);
   if (status.ok()) {
     status = plane == kControl ? BreakWhenSilent(link->socket.fd(), options_.silent_ns)
                                : KeepAlive(link->socket.fd(), kDataIdleSeconds,

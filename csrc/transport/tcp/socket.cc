@@ -13,6 +13,7 @@
 #include <cerrno>
 #include <cstdint>
 #include <cstring>
+#include <fstream>
 #include <memory>
 
 namespace hororing {
@@ -128,14 +129,17 @@ Status Connect(const std::string& address, Socket* made) {
 
 Socket Accept(int listener) { return Socket(accept4(listener, nullptr, nullptr, kFlags)); }
 
-Status SendAtOnce(int fd, const std::string& congestion) {
-  HORORING_RETURN_IF_ERROR(Set(fd, IPPROTO_TCP, TCP_NODELAY, 1, "TCP_NODELAY"));
-  if (congestion.empty()) return Status::Ok();
-  if (setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, congestion.data(),
-                 static_cast<socklen_t>(congestion.size())) != 0) {
-    return Refused("congestion control " + congestion, std::strerror(errno));
+Status SendAtOnce(int fd) { return Set(fd, IPPROTO_TCP, TCP_NODELAY, 1, "TCP_NODELAY"); }
+
+Status SetCongestion(int fd, const std::string& algorithm) {
+  if (algorithm.empty() || setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, algorithm.data(),
+                                      static_cast<socklen_t>(algorithm.size())) == 0) {
+    return Status::Ok();
   }
-  return Status::Ok();
+  const std::string why = std::strerror(errno);
+  std::string allowed;
+  std::getline(std::ifstream("/proc/sys/net/ipv4/tcp_allowed_congestion_control"), allowed);
+  return Refused("HORORING_TCP_CONGESTION=" + algorithm, why + "; this host allows " + allowed);
 }
 
 Status KeepAlive(int fd, int idle_s, int interval_s, int probes) {

@@ -36,8 +36,11 @@ Status Connect(const std::string& address, Socket* socket);
 // The next one that has connected to `listener`; empty where there is none, with errno.
 Socket Accept(int listener);
 
-// Small messages leave at once. `congestion`: an algorithm of the kernel's, "" for its default.
-Status SendAtOnce(int fd, const std::string& congestion);
+// Small messages leave at once.
+Status SendAtOnce(int fd);
+// `algorithm`: one of the kernel's for congestion control, "" for its default. What a listener has,
+// those have that it accepts.
+Status SetCongestion(int fd, const std::string& algorithm);
 // Probes a connection that is idle, and breaks it after so many probes without an answer. Firewalls
 // forget connections on which nothing is ever sent.
 Status KeepAlive(int fd, int idle_s, int interval_s, int probes);

@@ -143,6 +143,7 @@ class TcpTransport final : public Transport {
   void Abandon();
 
   // control_plane.cc
+  bool Tells(int peer);
   void Put(int peer, Frame kind, const std::string& text, bool first = false);
   bool PushControl(int peer);
   bool PullControl(int peer);
@@ -159,8 +160,6 @@ class TcpTransport final : public Transport {
   std::vector<std::pair<int, Plane>> connecting_;  // links of ours that are not ready
   std::vector<int> ending_;  // peers of which it is not known yet why a connection has ended
   std::deque<std::pair<int, std::string>> inbox_;
-  TimeNs looked_ns_ = 0;    // the last look at events
-  TimeNs resumed_ns_ = 0;   // when this process went on after it had been stopped
   bool accepting_ = false;  // others may wait to be accepted
   bool woken_ = false;      // and no Sleep has ended because of it
   bool announced_ = false, closing_ = false, failure_shown_ = false;

@@ -12,6 +12,7 @@
 #include <condition_variable>
 #include <csignal>
 #include <cstring>
+#include <fstream>
 #include <memory>
 #include <mutex>
 #include <random>
@@ -23,7 +24,6 @@
 #include "check.h"
 #include "transport/bootstrap.h"
 #include "transport/factory.h"
-#include "transport/long_wait.h"
 #include "transport/tcp/transport.h"
 #include "transport_conformance.h"
 #include "world.h"
@@ -129,7 +129,7 @@ class Board {
 
 // A world without MPI, and what each rank's was told.
 std::vector<Status> MakeWorlds(int size, const std::vector<std::string>& wishes,
-                               std::vector<World>* worlds) {
+                               std::vector<World>* worlds, const std::string& congestion = "") {
   Board board(size);
   std::vector<Status> made(static_cast<size_t>(size));
   *worlds = std::vector<World>(static_cast<size_t>(size));
@@ -149,6 +149,7 @@ std::vector<Status> MakeWorlds(int size, const std::vector<std::string>& wishes,
       options.transport = wishes[at % wishes.size()];
       options.timeout_ns = 60 * kSecond;
       options.spin_ns = kDefaultSpin;
+      options.congestion = congestion;
       made[at] = MakeWorld(options, &(*worlds)[at]);
       ready = true;
       caller.join();
@@ -292,8 +293,53 @@ TEST(an_announced_failure_reaches_ranks_that_had_no_connection) {
           rank.transport.Wait(rank.transport.Receive((rank.rank() + 1) % 4, &byte, 1), Soon());
       CHECK_EQ(status.message(), "rank 2 failed: out of memory");
       CHECK_EQ(status.rank(), 2);
+      rank.transport.AnnounceFailure(status);  // as an engine does
+      (void)rank.transport.Flush(Soon());      // some listen no more
       StayUntil(&seen, 4);
     });
+  }
+}
+
+// Not each by each.
+TEST(a_failure_spreads_among_many_ranks_by_few_connections) {
+  constexpr int kRanks = 16;
+  Places places = Listeners(kRanks);
+  std::vector<std::unique_ptr<Transport>> world(kRanks);
+  CHECK_OK(TcpTransport::Make(0, places.addresses, std::move(places.listeners[0]), Options(0),
+                              &world[0]));
+  world[0]->AnnounceFailure(Status(Code::kPeerLost, "out of memory", 0));
+  const TimeNs end = After(NowNs(), 200 * kMillisecond);
+  while (NowNs() < end) world[0]->Move();
+  int called = 0;
+  for (int rank = 1; rank < kRanks; ++rank) {
+    called += Accept(places.listeners[static_cast<size_t>(rank)].fd()) ? 1 : 0;
+  }
+  CHECK_EQ(called, 4);
+}
+
+TEST(congestion_control_is_chosen_by_name_or_refused_with_what_there_is) {
+  std::ifstream file("/proc/sys/net/ipv4/tcp_allowed_congestion_control");
+  std::string name;
+  CHECK(static_cast<bool>(file >> name));
+  Places places = Listeners(2);
+  TcpOptions options = Options();
+  options.congestion = name;
+  RunWorld(MakeTcpWorld(std::move(places), options), [&](Rank& rank) {
+    ExchangeWithAll(rank, 100);
+    CHECK(rank.transport.Close(Soon()));
+  });
+  const Socket socket = std::move(Listeners(1).listeners[0]);
+  CHECK_OK(SetCongestion(socket.fd(), name));
+  char found[32] = {};
+  socklen_t bytes = sizeof found;
+  CHECK_EQ(getsockopt(socket.fd(), IPPROTO_TCP, TCP_CONGESTION, found, &bytes), 0);
+  CHECK_EQ(std::string(found), name);
+  const Status refused = SetCongestion(socket.fd(), "carrier_pigeon");
+  CHECK(Contains(refused.message(), "HORORING_TCP_CONGESTION=carrier_pigeon: "));
+  CHECK(Contains(refused.message(), "this host allows " + name));
+  std::vector<World> worlds;
+  for (const Status& status : MakeWorlds(2, {"tcp"}, &worlds, "carrier_pigeon")) {
+    CHECK(Contains(status.message(), "rank 0: HORORING_TCP_CONGESTION=carrier_pigeon"));
   }
 }
 
@@ -388,9 +434,30 @@ TEST(a_rank_that_was_stopped_itself_does_not_count_the_silence_of_others_over_tc
   std::vector<std::unique_ptr<Transport>> world = MakeTcpWorld(2, 64);
   CHECK_OK(world[0]->CheckPeers());
   CHECK_EQ(world[0]->Silence(1), 0);
-  std::this_thread::sleep_for(std::chrono::nanoseconds(kStoppedItself + 200 * kMillisecond));
+  std::this_thread::sleep_for(std::chrono::milliseconds(2200));
   CHECK_OK(world[0]->CheckPeers());
-  CHECK(world[0]->Silence(1) < kStoppedItself);
+  CHECK(world[0]->Silence(1) < 2 * kSecond);
+}
+
+TEST(time_in_which_a_rank_is_stopped_does_not_count_against_its_connections) {
+  Places places = Listeners(2);
+  const std::vector<std::string> addresses = places.addresses;
+  TcpOptions options = Options();
+  options.connect_ns = kSecond;
+  std::vector<std::unique_ptr<Transport>> world(2);
+  CHECK_OK(TcpTransport::Make(0, addresses, std::move(places.listeners[0]), options, &world[0]));
+  CHECK_OK(world[0]->CheckPeers());
+  std::this_thread::sleep_for(std::chrono::milliseconds(2200));
+  CHECK_OK(world[0]->CheckPeers());
+  CHECK_OK(TcpTransport::Make(1, addresses, std::move(places.listeners[1]), options, &world[1]));
+  RunWorld(std::move(world), [&](Rank& rank) {
+    ExchangeWithAll(rank, 100);
+    CHECK(rank.transport.Close(Soon()));
+  });
+}
+
+TEST(a_rank_that_was_stopped_while_it_waited_has_its_whole_limit_again_over_tcp) {
+  RunWorld(MakeTcpWorld(2, 64), GoOnAfterAStop);
 }
 
 // As a rank that is killed while the workers of its DataLoader live.

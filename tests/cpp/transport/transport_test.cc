@@ -250,6 +250,10 @@ TEST(any_thread_can_end_every_kind_of_wait) {
   }
 }
 
+TEST(a_rank_that_was_stopped_while_it_waited_has_its_whole_limit_again) {
+  RunWorld(2, GoOnAfterAStop);
+}
+
 TEST(long_reasons_are_cut) {
   RunWorld(2, [](Rank& rank) {
     if (rank.rank() == 1)
