@@ -84,7 +84,7 @@ def chaos(way: str, size: int, event: str, hit: int, after_s: float) -> None:
                     facts = json.loads(line.removeprefix("failed"))
                     named = re.findall(r"\d+", facts["text"].partition("rank")[2])
                     assert event == "cut" or str(hit) in named, facts
-    left = job.files_left("hororing.")
+    left = job.files_left(of_mpi=False)
     assert not left, f"left behind: {left}"
 
 

@@ -1,8 +1,8 @@
 """A job under mpirun that a test watches and acts upon while it runs: kill this, stop that.
 
 The processes of a job are found by a mark in their environment, so that one which has lost its
-parents is found as well. A file in /dev/shm counts as left behind when it is new and nobody who
-lives has it mapped: other jobs of this machine do not disturb.
+parents is found as well. Of the files in /dev/shm those of MPI are in a folder of the job, and ours
+have the process ids of its ranks in their names: other jobs of this machine do not disturb.
 """
 
 from __future__ import annotations
@@ -51,17 +51,6 @@ def processes_marked(mark: str) -> list[int]:
     return found
 
 
-def _unmapped(names: Iterable[str]) -> set[str]:
-    left = set(names)
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        try:
-            text = maps.read_text(errors="replace")
-        except OSError:
-            continue
-        left -= {name for name in left if f"{SHM}/{name}" in text}
-    return left
-
-
 class LiveJob:
     """Runs `function` of a file of rank scripts (`file FUNCTION ARGS`) on `size` ranks.
 
@@ -83,7 +72,7 @@ class LiveJob:
         self.mark = uuid.uuid4().hex
         self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         self.out = Path(self._folder.name)
-        self._shm_before = set(os.listdir(SHM))
+        self._mpi_files = Path(tempfile.mkdtemp(prefix="test-", dir=SHM))
         launcher = shutil.which("mpirun", path=os.pathsep.join(
             [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
         ))  # fmt: skip
@@ -105,6 +94,8 @@ class LiveJob:
                     **os.environ,
                     **mpirun.launch_environment(self._folder.name),
                     MARK: self.mark,
+                    # Hosts have a /dev/shm of their own each, which ends with them.
+                    **({} if hosts else {"OMPI_MCA_btl_sm_backing_directory": self._mpi_files}),
                     **environment,
                 },
                 stdout=output,
@@ -127,6 +118,7 @@ class LiveJob:
         if value is not None:
             print(self.report())
         self._folder.cleanup()
+        shutil.rmtree(self._mpi_files, ignore_errors=True)
 
     def printed(self, rank: int) -> str:
         """What a rank has printed so far."""
@@ -166,21 +158,17 @@ class LiveJob:
         assert left is True, f"processes are left: {left}\n{self.report()}"
         return code[0]
 
-    def files_left(self, prefix: str = "") -> set[str]:
-        """New files in /dev/shm which nobody uses; waits for them to vanish."""
+    def files_left(self, timeout_s: float = 5, of_mpi: bool = True) -> set[str]:
+        """Files of this job in /dev/shm; waits for them to vanish."""
 
         def left() -> set[str]:
-            new = set(os.listdir(SHM)) - self._shm_before
-            return _unmapped(name for name in new if name.startswith(prefix))
+            pids = [file.read_text() for file in self.out.glob("*.pid")]
+            ours = tuple(f"hororing.{pid}." for pid in pids)
+            found = {name for name in os.listdir(SHM) if name.startswith(ours)}
+            return found | set(os.listdir(self._mpi_files) if of_mpi else ())
 
-        poll(lambda: not left(), 5)
+        poll(lambda: not left(), timeout_s)
         return left()
-
-    def remove_files_of_mpi(self) -> None:
-        """After a job whose mpirun could not do it."""
-        for name in _unmapped(set(os.listdir(SHM)) - self._shm_before):
-            if name.startswith("sm_segment."):
-                (SHM / name).unlink(missing_ok=True)
 
     def report(self) -> str:
         """Everything there is to know about a failure."""

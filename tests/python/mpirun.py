@@ -224,6 +224,7 @@ def _main() -> None:
 
     if rest[0] == "--script":
         on_rank.print_to(Path(out, f"{rank}.out"))
+        Path(out, f"{rank}.pid").write_text(str(os.getpid()))
         sys.argv = rest[1:]
         runpy.run_path(sys.argv[0], run_name="__main__")
     else:

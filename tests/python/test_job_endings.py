@@ -6,6 +6,8 @@ told why they cannot.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import random
@@ -18,7 +20,7 @@ import mpirun
 import numpy as np
 import pytest
 import tiers
-from live_job import LiveJob, poll
+from live_job import SHM, LiveJob, poll
 
 import hororing.numpy as hvd
 from hororing import errors
@@ -152,8 +154,7 @@ def test_ranks_end_by_themselves_when_mpirun_is_killed(doing: str):
         os.kill(job.launcher.pid, signal.SIGKILL)
         job.end()
         # What mpirun itself would have removed is not ours.
-        assert job.files_left("hororing.") == set()
-        job.remove_files_of_mpi()
+        assert job.files_left(of_mpi=False) == set()
 
 
 # ---------------------------------------------------------------------------------------------
@@ -167,6 +168,14 @@ def test_a_script_that_does_not_shut_down_ends_quietly(size: int, how: str):
         assert check_end(job, failed=False) == 0
         printed = [job.printed(rank) for rank in range(size)]
         assert [*printed, (job.out / "launcher.out").read_text()] == [""] * (size + 1)
+        # What files_left counts: not what other jobs leave behind.
+        left = [SHM / f"hororing.{pid}.left" for pid in ("1", (job.out / "0.pid").read_text())]
+        with contextlib.ExitStack() as files:
+            for path in left:
+                # Or the next job on this machine removes it.
+                fcntl.flock(files.enter_context(path.open("w")), fcntl.LOCK_EX)
+                files.callback(path.unlink)
+            assert job.files_left(timeout_s=0) == {left[1].name}
 
 
 def test_the_exit_code_of_one_rank_is_in_the_text_and_that_of_mpirun():
