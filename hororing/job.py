@@ -44,8 +44,7 @@ class Process:
     launched: bool = False  # MPI found the peers
     member: Member | None = None  # of a store, which found them
     hooked: bool = False  # into atexit, sys.excepthook and sys.exit
-    exit_code: object = None  # of sys.exit, which the script has not caught,
-    exit_by: int | None = None  # and the id of that exception
+    exit_code: object = None  # of sys.exit, which the script has not caught
     broken: bool = False  # the job failed here: MPI must not be finalised
     dynamic: bool = False  # process sets may come and go after init
     timeline: str = ""  # the latest file that was asked for

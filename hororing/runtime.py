@@ -9,7 +9,8 @@ How a process ends decides what its peers see:
   initialised it. Peers that go on get ShutDownError.
 * `sys.exit` with another code: the same, with the code in the text, but MPI is not finalised. A
   peer that ends by that error ends with the same code, so that it is mpirun's, too. (Python tells
-  exit hooks nothing of the code, so sys.exit is replaced; `raise SystemExit(3)` looks like an end.)
+  exit hooks nothing of the code, so sys.exit, exit and quit are made to raise an exception of ours;
+  `raise SystemExit(3)` looks like an end.)
 * an uncaught exception: peers get PeerLostError with this rank and the exception's text. MPI is
   not finalised, since that would wait for ranks which may compute for hours: mpirun ends the job.
   Where the interpreter goes on (a prompt, python -i, a library that shows the exception by
@@ -310,24 +311,28 @@ def _install_hooks() -> None:
 
     sys.excepthook = hook
     sys.exit = _exit
+    if "_sitebuiltins" in sys.modules:  # exit() and quit(); they raise what is called so there
+        sys.modules["_sitebuiltins"].SystemExit = _Exit  # type: ignore[attr-defined]
 
 
 class _Exit(SystemExit):
-    """What `sys.exit` raises. When nobody has caught it, it goes after the last Python code."""
+    """What `sys.exit` raises; tells `_at_exit` of the code where nobody catches it."""
 
-    def __del__(self) -> None:
-        if _process.exit_by == id(self) and sys._getframe().f_back is not None:
-            _process.exit_by = _process.exit_code = None
+    def _get(self) -> Any:
+        code = _CODE.__get__(self)
+        if sys._getframe().f_back is None:  # the interpreter asks, after the last Python code
+            _process.exit_code = code
+        return code
+
+    code: Any = property(_get, lambda self, code: _CODE.__set__(self, code))
+
+
+_CODE: Any = vars(SystemExit)["code"]
 
 
 def _exit(status: object = None, /) -> NoReturn:
-    """sys.exit; tells `_at_exit` of the code."""
-    error = _Exit(*status) if isinstance(status, tuple) else _Exit(status)
-    _process.exit_by, _process.exit_code = id(error), error.code
-    try:
-        raise error
-    finally:
-        del error  # which its traceback holds by this frame: it goes when nobody handles it
+    """sys.exit."""
+    raise _Exit(*status) if isinstance(status, tuple) else _Exit(status)
 
 
 # In the text of a ShutDownError.

@@ -179,13 +179,13 @@ def test_a_script_that_does_not_shut_down_ends_quietly(size: int, how: str):
 
 
 def test_the_exit_code_of_one_rank_is_in_the_text_and_that_of_mpirun():
-    with LiveJob(RANKS, 2, "exit_3", options=PATIENT) as job:
+    with LiveJob(RANKS, 2, "exit_3", "exit()", options=PATIENT) as job:
         seen = failure(job, 0)
         assert seen["kind"] == "ShutDownError"
         assert "rank 1 has shut down (the script has ended by sys.exit(3))" in seen["text"]
         check_end(job)
-    for size in (1, 2):
-        with LiveJob(RANKS, size, "exit_3") as job:
+    for size, how in ((1, "exit()"), (2, "sys.exit()")):
+        with LiveJob(RANKS, size, "exit_3", how) as job:
             assert check_end(job) == 3
 
 
