@@ -29,10 +29,6 @@ _COMMANDS = {
         "hororing.toolkit.stragglers.command",
         "which ranks a timeline shows to be late",
     ),
-    "layout": (
-        "hororing.toolkit.layout.command",
-        "where the processes of a job would go, and the mpirun line for it",
-    ),
     "evaluate": (
         "hororing.toolkit.data.command",
         "checkpoints, offline, each rank a shard of the data",

@@ -6,9 +6,7 @@ import os
 import re
 from dataclasses import dataclass
 
-_ITEM = re.compile(
-    r"(?P<name>[^\[\]:,\s]+|[^\[\]:,\s]*\[[^\[\]]*\][^\[\]:,\s]*)(?::(?P<slots>\d+))?"
-)
+_ITEM = re.compile(r"(?P<name>(?:[^\[\]:,\s]|\[[^\[\]]*\])+)(?::(?P<slots>\d+))?")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
@@ -68,7 +66,8 @@ def _expanded(name: str) -> list[str]:
         first, last = (found[1], found[2] or found[1]) if found else ("1", "0")
         if int(first) > int(last):
             raise ValueError(f"hosts: [{part}] in {name!r} is not a number or a range such as 0-7")
-        names += [f"{head}{i:0{len(first)}d}{tail}" for i in range(int(first), int(last) + 1)]
+        for i in range(int(first), int(last) + 1):
+            names += [f"{head}{i:0{len(first)}d}{end}" for end in _expanded(tail)]
     return names
 
 

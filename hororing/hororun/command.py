@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import glob
 import io
+import json
 import os
 import re
 import shlex
@@ -16,7 +17,7 @@ from importlib import metadata
 from typing import IO
 
 from hororing import launch
-from hororing.hororun import knob_flags, plan, start
+from hororing.hororun import allocation, knob_flags, numa, plan, start
 from hororing.hororun.job import CannotStartError
 from hororing.hororun.local import STDERR, STDOUT
 from hororing.hororun.output import Output
@@ -27,31 +28,35 @@ _USAGE, _NOT_FOUND, _FAILED = 2, 127, 1
 
 # Of these mpirun has others, or none.
 _WITHOUT_MPI = (
-    "--output", "--only-output-from", "--start-timeout", "--grace", "--rsh-agent", "--ssh-port",
-    "--ssh-identity-file",
+    "--output", "--start-timeout", "--grace", "--rsh-agent", "--ssh-port", "--ssh-identity-file",
 )  # fmt: skip
+_CONFIGS = ("--import-config", "--export-config")
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run it, and return its exit code: that of the first rank that failed, or 0."""
     parser = _parser()
-    arguments = parser.parse_args(words)
+    words, arguments = _read(parser, list(sys.argv[1:] if words is None else words))
     if arguments.check_build:
         from hororing.__main__ import main as about
 
         return int(about(["info"]) or 0)
-    command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
-    if not command:
+    command = _program(arguments)
+    if not (command or arguments.print_topology or arguments.export_config):
         parser.error("what shall the ranks run? hororun -np 4 python train.py")
     try:
-        hosts = start.named_hosts(arguments.hosts, arguments.hostfile) or [Host("localhost")]
-        placed = plan.place(
-            hosts, arguments.num_proc, _per_host(arguments.nproc_per_node), arguments.nnodes
-        )
+        placed = _placed(arguments)
         only_from = _ranks(arguments.only_output_from, len(placed))
         variables = _variables(arguments)
+        if arguments.export_config:
+            _export(arguments.export_config, _flags(words, arguments), command)
     except (ValueError, OSError) as error:
         parser.error(str(error))
+    if arguments.print_topology:
+        node_of = _node if arguments.numa_aware else None
+        print(plan.topology(placed, arguments.num_replicas, node_of), flush=True)
+    if not command:
+        return 0
     if arguments.mpi:
         if ignored := [flag for flag in _WITHOUT_MPI if _is_given(parser, arguments, flag)]:
             parser.error(f"{ignored[0]} does not go with --mpi; use --mpi-args for what mpirun has")
@@ -62,6 +67,8 @@ def main(words: Sequence[str] | None = None) -> int:
         return _NOT_FOUND
     # Other hosts may have another search path.
     command = [os.path.abspath(program), *command[1:]]
+    if arguments.numa_aware:
+        command = _bound(sys.executable, ["--numa-aware"], command)
     if arguments.dry_run:
         return _dry_run(placed, command, variables)
     output = _output(arguments, len(placed), only_from)
@@ -96,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("-np", "--num-proc", type=_positive, metavar="N", help="ranks")
+    add("-np", "--num-proc", "--num-instances", type=_positive, metavar="N", help="ranks")
     add("-H", "--hosts", "--host", metavar="HOSTS", help="hosts with their slots: a:4,pod[0-3]:8")
     add("-hostfile", "--hostfile", metavar="FILE", help="the same, a line 'name slots=8' each")
     add("--nnodes", type=_positive, metavar="N", help="use so many of the hosts")
@@ -105,6 +112,10 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="ranks of each host; auto: one for each GPU here, or else for each core",
     )
+    add("--num-replicas", type=_positive, metavar="N",
+        help="replicas, such as devices, of all ranks; without -np each has a rank")  # fmt: skip
+    add("--numa-aware", action="store_true",
+        help="bind each rank to a NUMA node of its host, in turn: cores and memory")  # fmt: skip
     add("-x", action="append", default=[], dest="variables", metavar="NAME[=VALUE]",
         help="a variable for the ranks of all hosts")  # fmt: skip
     add("--output", "--output-filename", metavar="DIR",
@@ -122,7 +133,10 @@ def _parser() -> argparse.ArgumentParser:
     add("-i", "--ssh-identity-file", metavar="FILE", help="of ssh")
     add("--mpi", action="store_true", help="print the mpirun line for this, and run it")
     add("--mpi-args", default="", metavar="WORDS", help="with --mpi: more words for mpirun")
+    add("--print-topology", action="store_true", help="show which rank goes where, first")
     add("--dry-run", action="store_true", help="show what would be started where")
+    add("--export-config", metavar="FILE", help="write these flags and the program to a file")
+    add("--import-config", metavar="FILE", help="begin with those of a file; others win over them")
     add("-cb", "--check-build", action="store_true", help="what is installed and works")
     add("-v", "--version", action="version", version=f"hororun {_version()}")
     add("--verbose", "--gloo", action="store_true", help=argparse.SUPPRESS)
@@ -159,6 +173,45 @@ def _seconds(text: str) -> float:
     return value
 
 
+def _placed(arguments: argparse.Namespace) -> list[Place]:
+    """Ranks on the hosts that were named, or else on those of a batch allocation, or else here."""
+    per_host = _per_host(arguments.nproc_per_node)
+    hosts = start.named_hosts(arguments.hosts, arguments.hostfile)
+    size, replicas = arguments.num_proc, arguments.num_replicas
+    given = None if hosts else _allocation()
+    if given is not None:
+        hosts = given.hosts
+        # One task for each host is what schedulers give to who asked for none.
+        untold = size is not None and size > len(hosts) and {each.slots for each in hosts} == {1}
+        if per_host or untold:
+            hosts = [Host(each.name) for each in hosts]
+    hosts = hosts or [Host("localhost")]
+    if size is None and per_host is None and any(host.slots is None for host in hosts):
+        size = replicas
+    try:
+        placed = plan.place(hosts, size, per_host, arguments.nnodes)
+    except ValueError as error:
+        if given is None:
+            raise
+        raise ValueError(
+            f"{error} (these hosts are those of the {given.scheduler} allocation; -H names others)"
+        ) from None
+    if replicas is not None:
+        plan.replicas_of(0, len(placed), replicas)
+    return placed
+
+
+def _allocation() -> allocation.Allocation | None:
+    found = allocation.find(launch.environment())
+    outer = launch.detect()
+    if found is not None and outer.launched and "SLURM" in outer.sign:
+        raise ValueError(
+            f"srun has started hororun itself as several tasks ({outer.sign}): start it once, "
+            "without srun; or let srun start the program"
+        )
+    return found
+
+
 def _per_host(text: str | None) -> int | None:
     if text is None:
         return None
@@ -176,12 +229,10 @@ def _per_host(text: str | None) -> int | None:
 def _ranks(text: str | None, size: int) -> set[int] | None:
     if text is None:
         return None
-    ranks: set[int] = set()
-    for part in text.split(","):
-        found = re.fullmatch(r"(\d{1,7})(?:-(\d{1,7}))?", part.strip())
-        if not found:
-            raise ValueError(f"--only-output-from {text}: expected ranks, as 0,4-6")
-        ranks.update(range(int(found[1]), int(found[2] or found[1]) + 1))
+    try:
+        ranks = set(numa.numbers(text))
+    except ValueError as error:
+        raise ValueError(f"--only-output-from {text}: {error}; write ranks, as 0,4-6") from None
     if wrong := sorted(rank for rank in ranks if rank >= size):
         raise ValueError(f"--only-output-from: there is no rank {wrong[0]} among {size}")
     return ranks
@@ -196,6 +247,8 @@ def _variables(arguments: argparse.Namespace) -> dict[str, str]:
         if not equals and name not in own:
             raise ValueError(f"-x {name}: it is not set here; give -x {name}=VALUE")
         found[name] = value if equals else own[name]
+    if arguments.num_replicas:
+        found["HORORING_NUM_REPLICAS"] = str(arguments.num_replicas)
     return {**found, **knob_flags.chosen(arguments)}
 
 
@@ -216,6 +269,72 @@ def _output(arguments: argparse.Namespace, size: int, only_from: set[int] | None
 
 
 # ---------------------------------------------------------------------------------------------
+
+
+def _node(place: Place) -> str:
+    """The NUMA node that a rank will be bound to, as far as this host can tell."""
+    if not start.is_here(place.host):
+        return "?"
+    allowed = frozenset(os.sched_getaffinity(0))
+    node = numa.choose(place.local_rank, numa.read_nodes(), allowed).node
+    return "-" if node is None else str(node)
+
+
+# ---------------------------------------------------------------------------------------------
+# Flags in files
+
+
+def _read(
+    parser: argparse.ArgumentParser, words: list[str]
+) -> tuple[list[str], argparse.Namespace]:
+    """Parse, after the words of a file where one is named."""
+    arguments = parser.parse_args(words)
+    path = arguments.import_config
+    if path is None:
+        return words, arguments
+    try:
+        with open(path, encoding="utf-8") as file:
+            saved = json.load(file)
+        flags, command = saved["flags"], saved["command"]
+        if not all(isinstance(each, str) for each in [*flags, *command]):
+            raise TypeError
+    except OSError as error:
+        parser.error(str(error))
+    except (ValueError, TypeError, KeyError):
+        parser.error(f"--import-config {path}: no file of --export-config")
+    words = [*flags, *_flags(words, arguments), "--", *(_program(arguments) or command)]
+    return words, parser.parse_args(words)
+
+
+def _export(path: str, flags: list[str], command: list[str]) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump({"flags": flags, "command": command}, file, indent=1)
+        file.write("\n")
+
+
+def _program(arguments: argparse.Namespace) -> list[str]:
+    words: list[str] = arguments.command
+    return words[1:] if words[:1] == ["--"] else words
+
+
+def _flags(words: list[str], arguments: argparse.Namespace) -> list[str]:
+    """What stands before the program, but for _CONFIGS with their files."""
+    flags = words[: len(words) - len(_program(arguments))]
+    while flags[-1:] == ["--"]:
+        flags = flags[:-1]
+    kept: list[str] = []
+    for before, word in zip(["", *flags], flags, strict=False):
+        if before not in _CONFIGS and word.partition("=")[0] not in _CONFIGS:
+            kept.append(word)
+    return kept
+
+
+# ---------------------------------------------------------------------------------------------
+# Programs
+
+
+def _bound(python: str, flags: list[str], command: list[str]) -> list[str]:
+    return [python, "-m", "hororing.hororun.bind", *flags, "--", *command]
 
 
 def _stdin() -> IO[bytes] | None:
@@ -257,6 +376,17 @@ def _mpirun(arguments: argparse.Namespace, placed: list[Place], command: list[st
         words += ["-x", name]
     for name, value in knob_flags.chosen(arguments).items():
         words += ["-x", f"{name}={value}"]
+    if arguments.num_replicas:
+        words += ["-x", f"HORORING_NUM_REPLICAS={arguments.num_replicas}"]
+    binding = []
+    if arguments.numa_aware:
+        words += ["--bind-to", "none"]  # ours binds, memory too
+        binding.append("--numa-aware")
+    if arguments.only_output_from:
+        binding += ["--only-output-from", arguments.only_output_from]
+    if binding:
+        python = command[0] if "python" in os.path.basename(command[0]) else "python"
+        command = _bound(python, binding, command)
     words += [*shlex.split(arguments.mpi_args), *command]
     print(shlex.join(words), flush=True)
     if arguments.dry_run:

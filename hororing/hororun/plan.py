@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hororing.hosts import Host
@@ -85,6 +85,52 @@ def _counts(hosts: Sequence[Host], size: int | None, per_host: int | None) -> li
     if size % len(hosts):
         raise ValueError(f"-np {size} cannot be divided evenly over {len(hosts)} hosts: give slots")
     return [size // len(hosts)] * len(hosts)
+
+
+def replicas_of(rank: int, size: int, replicas: int) -> range:
+    """The numbers of the replicas that a rank drives: ``replicas_of(hvd.rank(), hvd.size(), 256)``.
+
+    Replicas, such as devices of a process that drives several, are divided evenly over ranks.
+    ValueError where that is not possible.
+    """
+    if replicas < 1 or replicas % size:
+        raise ValueError(f"{replicas} replicas cannot be divided evenly over {size} ranks")
+    if not 0 <= rank < size:
+        raise ValueError(f"there is no rank {rank} among {size}")
+    each = replicas // size
+    return range(rank * each, (rank + 1) * each)
+
+
+def topology(
+    placed: Sequence[Place], replicas: int | None, node_of: Callable[[Place], str] | None
+) -> str:
+    """Which rank goes where, for people: a table. `node_of`: its NUMA node; None: not bound."""
+    hosts, size = len({place.host for place in placed}), len(placed)
+    title = f"{_count(size, 'rank')} on {_count(hosts, 'host')}"
+    if replicas is not None:
+        title = f"{_count(replicas, 'replica')} in {title}: {replicas // size} of each rank"
+    rows = [["host", "rank", "local rank"]]
+    rows += [[place.host, str(place.rank), str(place.local_rank)] for place in placed]
+    columns: list[tuple[str, Callable[[Place], str]]] = []
+    if node_of is not None:
+        columns.append(("NUMA node", node_of))
+    if replicas is not None:
+        columns.append(("replicas", lambda place: _span(replicas_of(place.rank, size, replicas))))
+    for name, value in columns:
+        rows[0].append(name)
+        for row, place in zip(rows[1:], placed, strict=True):
+            row.append(value(place))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ("  ".join(x.rjust(w) for x, w in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join([title, *lines])
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")
+
+
+def _span(numbers: range) -> str:
+    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
 
 
 def environment(where: Place, size: int, rendezvous: Rendezvous) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """Tools for training with large batches, on top of hororing: nothing outside of it knows them.
 
 Without a framework: `large_batch` (hierarchical averaging, schedules), `data` (shards, exact
-evaluation), `tracking` (records of runs), `stragglers` (slow ranks), `layout` (which process goes
-where). With one: `torch`, `keras` and `tensorflow`. Only public names of hororing are used here.
+evaluation), `tracking` (records of runs), `stragglers` (slow ranks). With one: `torch`, `keras` and
+`tensorflow`. Only public names of hororing are used here.
 """

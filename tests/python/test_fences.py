@@ -32,8 +32,8 @@ FRAMEWORKS = ("torch", "tensorflow", "keras")
 TOOLKIT = {("toolkit", framework) for framework in FRAMEWORKS}
 # What the toolkit may import: what scripts use, and the API for extensions.
 PUBLIC = {
-    "hororing", "hororing.config", "hororing.errors", "hororing.extension", "hororing.hosts",
-    "hororing.launch", "hororing.numpy", "hororing.process_sets", "hororing.timeline",
+    "hororing", "hororing.config", "hororing.errors", "hororing.extension", "hororing.numpy",
+    "hororing.process_sets", "hororing.timeline",
 }  # fmt: skip
 PUBLIC_OF = {
     "torch": {"hororing.torch.ops", "hororing.torch.extension"},

@@ -1,9 +1,10 @@
-"""Where processes go: hosts, instances, replicas, NUMA nodes; and what mpirun is told of it."""
+"""Where ranks go: hosts, allocations, replicas, NUMA nodes. Push tier, 4 s."""
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,10 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hororing import __main__ as main
+from hororing.hororun import allocation, bind, command, numa, plan
 from hororing.hosts import Host, parse_hosts, read_hostfile
-from hororing.toolkit.layout import bind, numa
-from hororing.toolkit.layout.jobs import Job, export_config, import_config, plan, replicas_of
 
 
 @pytest.mark.parametrize(
@@ -26,6 +25,7 @@ from hororing.toolkit.layout.jobs import Job, export_config, import_config, plan
         ("a:4, b", [Host("a", 4), Host("b")]),
         ("pod[0-2,7]:8,login", [Host(f"pod{i}", 8) for i in (0, 1, 2, 7)] + [Host("login")]),
         ("n[08-11].cluster", [Host(f"n{i}.cluster") for i in ("08", "09", "10", "11")]),
+        ("r[0-1]n[1-2]:3", [Host(f"r{r}n{n}", 3) for r in (0, 1) for n in (1, 2)]),
         ("10.0.0.[1-2]:2", [Host("10.0.0.1", 2), Host("10.0.0.2", 2)]),
     ],
 )
@@ -60,119 +60,194 @@ def test_host_files_are_read(tmp_path):
         read_hostfile(file)
 
 
-# Graphcore's machines: 16 replicas a host, in 8 instances on 8 NUMA nodes.
+# Graphcore's machines: 16 replicas a host, in 8 ranks on 8 NUMA nodes.
 @pytest.mark.parametrize("hosts", [1, 4, 8, 16])
-def test_the_published_machines_come_out(hosts):
-    job = Job(
-        num_replicas=16 * hosts, num_instances=8 * hosts, hosts=f"pod[1-{hosts}]",
-        numa_aware=True, numa_nodes=8,
-    )  # fmt: skip
-    layout = plan(job)
-    assert (layout.replicas_per_instance, layout.instances_per_host) == (2, 8)
-    assert len(layout.instances) == 8 * hosts
-    assert [i for each in layout.instances for i in each.replicas] == [*range(16 * hosts)]
-    for each in layout.instances:
-        assert each.numa_node == each.local_rank == each.rank % 8
-        assert each.host == f"pod{each.rank // 8 + 1}"
+def test_the_published_machines_come_out(hosts: int):
+    placed = plan.place(parse_hosts(f"pod[1-{hosts}]"), 8 * hosts, None, None)
+    replicas = [plan.replicas_of(each.rank, len(placed), 16 * hosts) for each in placed]
+    assert [i for each in replicas for i in each] == [*range(16 * hosts)]
+    assert {each.local_size for each in placed} == {8}
     if hosts == 16:
-        assert (layout.replicas, len(layout.instances)) == (256, 128)
-        assert str(layout).startswith("256 replicas in 128 instances on 16 hosts: 8 instances")
-        assert str(layout).splitlines()[-1].split() == ["pod16", "127", "7", "7", "254-255"]
+        table = plan.topology(placed, 256, lambda place: str(place.local_rank % 8)).splitlines()
+        assert table[0] == "256 replicas in 128 ranks on 16 hosts: 2 of each rank"
+        assert table[1].split() == ["host", "rank", "local", "rank", "NUMA", "node", "replicas"]
+        assert table[-1].split() == ["pod16", "127", "7", "7", "254-255"]
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 5), st.integers(1, 9))
-def test_every_replica_has_one_place(hosts, per_host, per_instance, nodes):
-    instances = hosts * per_host
-    job = Job(instances, instances * per_instance, f"h[1-{hosts}]", True, nodes)
-    layout = plan(job)
-    assert [r for each in layout.instances for r in each.replicas] == [*range(layout.replicas)]
-    for host in layout.hosts:
-        here = [each for each in layout.instances if each.host == host.name]
-        assert [each.local_rank for each in here] == [*range(per_host)]
-        used = [[each.numa_node for each in here].count(node) for node in range(nodes)]
-        assert max(used) - min(used) <= 1  # round-robin
-    for each in layout.instances:
-        assert replicas_of(each.rank, instances, layout.replicas) == each.replicas
+def test_every_replica_has_one_place(hosts: int, per_host: int, per_rank: int, nodes: int):
+    size = hosts * per_host
+    placed = plan.place(parse_hosts(f"h[1-{hosts}]"), size, None, None)
+    replicas = [plan.replicas_of(each.rank, size, size * per_rank) for each in placed]
+    assert [r for each in replicas for r in each] == [*range(size * per_rank)]
+    there = [numa.Node(number, frozenset({number})) for number in range(nodes)]
+    chosen = [
+        numa.choose(each.local_rank, there, ALL).node
+        for each in placed
+        if not each.rank // per_host
+    ]
+    used = [chosen.count(node) for node in range(nodes)]
+    assert max(used) - min(used) <= 1 or nodes == 1  # in turn
 
 
-def test_one_number_says_both():
-    assert plan(Job(num_instances=4)).replicas == 4
-    assert len(plan(Job(num_replicas=4)).instances) == 4
+def hororun(*words: str) -> int:
+    try:
+        return command.main(words)
+    except SystemExit as end:
+        return int(str(end.code))
 
 
 @pytest.mark.parametrize(
-    ("job", "reason"),
+    ("flags", "reason"),
     [
-        (Job(), "give num_instances or num_replicas"),
-        (Job(4, 6), "num_replicas: 6 cannot be divided evenly over num_instances: 4"),
-        (Job(0), "num_instances: 0"),
-        (Job(5, hosts="a,b"), "num_instances: 5 cannot be divided evenly over the number of hosts"),
-        (Job(8, hosts="a:8,b:2"), "host b has 2 slots, and 4 instances"),
-        (Job(2, only_output_from=(2,)), "only_output_from: there is no rank 2 among 2"),
-        (Job(2, numa_nodes=0), "numa_nodes"),
-        (Job(2, numa_nodes=2), "numa_nodes: without numa_aware nothing is bound"),
+        ("", "how many ranks?"),
+        ("-np 4 --num-replicas 6", "6 replicas cannot be divided evenly over 4 ranks"),
+        ("-np 5 -H a,b", "-np 5 cannot be divided evenly over 2 hosts"),
+        ("-H a:8,b:2 --num-replicas 8", "8 replicas cannot be divided evenly over 10 ranks"),
+        ("-np 0", "'0' is no number from 1"),
+        ("-np 2 --only-output-from 2", "there is no rank 2 among 2"),
+        ("-np 2 --only-output-from 3-1", "'3-1' is not a number or a range"),
+        ("-np 2 --num-replicas much", "'much' is no number from 1"),
+        ("-np 2 --import-config /none/such", "No such file or directory: '/none/such'"),
+        ("-np 2 --export-config /none/such", "No such file or directory: '/none/such'"),
     ],
 )
-def test_numbers_that_do_not_fit_are_named(job, reason):
-    with pytest.raises(ValueError, match=reason):
-        plan(job)
-    with pytest.raises(ValueError, match="rank 4 is none of 4"):
-        replicas_of(4, 4, 8)
+def test_what_does_not_fit_is_named(flags: str, reason: str, capsys: pytest.CaptureFixture[str]):
+    assert hororun(*flags.split(), "true") == 2
+    assert reason in capsys.readouterr().err
+    with pytest.raises(ValueError, match="there is no rank 4 among 4"):
+        plan.replicas_of(4, 4, 8)
 
 
-def test_the_mpirun_line_says_all_of_it():
-    command = ("python3", "train.py", "--name", "a b")
+def test_the_topology_is_shown_before_the_job_or_alone(capsys: pytest.CaptureFixture[str]):
     assert (
-        plan(Job(2, command=command)).mpirun_line() == "mpirun -np 2 python3 train.py --name 'a b'"
+        hororun("--print-topology", "-H", "a,localhost", "--num-replicas", "4", "--numa-aware") == 0
     )
-    job = Job(
-        4, 8, "a,b:9", numa_aware=True, tag_output=True, only_output_from=(0, 3),
-        environment=("LR",), mpi_args=("--oversubscribe",), command=command,
-    )  # fmt: skip
-    assert plan(job).mpirun() == [
-        *("mpirun", "-np", "4", "-H", "a:2,b:2", "--output", "tag", "--bind-to", "none"),
-        *("-x", "LR", "--oversubscribe"),
-        *("python3", "-m", "hororing.toolkit.layout.bind", "--numa-aware"),
-        *("--only-output-from", "0,3", "--", *command),
+    table = capsys.readouterr().out.splitlines()
+    assert table[0] == "4 replicas in 4 ranks on 2 hosts: 1 of each rank"
+    assert table[2].split() == ["a", "0", "0", "?", "0"]
+    assert table[4].split()[-2:] == ["-" if len(numa.read_nodes()) < 2 else "0", "2"]
+    words = ["--print-topology", "--dry-run", "-np", "2", "--num-replicas", "8", "true"]
+    assert hororun(*words) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first == "8 replicas in 2 ranks on 1 host: 4 of each rank"
+    assert lines[2].split() == ["localhost", "1", "1", "4-7"]
+    assert all("HORORING_NUM_REPLICAS=8" in line for line in lines[3:])
+
+
+def test_the_mpirun_line_says_all_of_it(capsys: pytest.CaptureFixture[str]):
+    flags = (
+        "--mpi --dry-run -np 4 --num-replicas 8 -H a,b:9 --numa-aware --only-output-from 0,3 "
+        "-x PATH --mpi-args=--oversubscribe"
+    )
+    assert hororun(*flags.replace("a,b:9", "a:2,b:9").split(), "python3", "train.py", "a b") == 0
+    assert shlex.split(capsys.readouterr().out) == [
+        *("mpirun", "-np", "4", "-H", "a:2,b:2", "--output", "tag", "-x", "PATH"),
+        *("-x", "HORORING_NUM_REPLICAS=8", "--bind-to", "none", "--oversubscribe"),
+        *("python3", "-m", "hororing.hororun.bind", "--numa-aware", "--only-output-from", "0,3"),
+        *("--", "python3", "train.py", "a b"),
     ]
-    with pytest.raises(ValueError, match="command: there is none"):
-        plan(Job(2)).mpirun()
 
 
-def test_a_job_goes_to_a_file_and_back(tmp_path):
+def test_flags_go_to_a_file_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     file = tmp_path / "job.json"
-    job = Job(4, 8, "a,b", True, 2, True, (0,), ("LR",), ("--oversubscribe",), ("python", "x.py"))
-    export_config(job, file)
-    assert import_config(file) == job
-    assert import_config(file, num_instances=2).num_instances == 2
-    for content, reason in (
-        ("{", "job.json: "),
-        ("[]", "no object"),
-        ('{"instances": 4}', "'instances' is none of num_instances, num_replicas"),
-        ('{"num_instances": "4"}', "num_instances cannot be '4'"),
-        ('{"command": "x"}', "command cannot be 'x'"),
-    ):
+    flags = ["-np", "4", "-x", "A=1", "--fusion-bytes", "1MiB"]
+    assert hororun(*flags, "--export-config", str(file), "--dry-run", "--", "env", "-np", "7") == 0
+    assert json.loads(file.read_text()) == {
+        "flags": [*flags, "--dry-run"], "command": ["env", "-np", "7"],
+    }  # fmt: skip
+    before = capsys.readouterr().out
+    assert before.count("A=1") == before.count("/env -np 7") == 4
+    assert hororun(f"--import-config={file}") == 0
+    assert capsys.readouterr().out == before
+    assert hororun("--import-config", str(file), "-np", "2", "-x", "A=2", "true") == 0
+    after = capsys.readouterr().out.splitlines()
+    assert len(after) == 2
+    assert all("A=2" in line and line.endswith("/true") for line in after)
+    for content in ("{", "[]", '{"flags": []}', '{"flags": [3], "command": []}', '{"flags": 3}'):
         file.write_text(content)
-        with pytest.raises(ValueError, match=reason):
-            import_config(file)
+        assert hororun("--import-config", str(file)) == 2
+        assert "no file of --export-config" in capsys.readouterr().err
 
 
-def test_the_command_prints_what_it_is_asked_for(tmp_path, capsys):
-    flags = ["layout", "-H", "a,b", "--num-replicas", "8", "-np", "4"]
-    assert main.main(flags) == 0
-    assert capsys.readouterr().out.splitlines()[1].split()[0] == "host"
-    assert main.main([*flags, "--dry-run", "--", "python", "train.py", "--lr", "1"]) == 0
-    assert capsys.readouterr().out == "mpirun -np 4 -H a:2,b:2 python train.py --lr 1\n"
-    file = str(tmp_path / "job.json")
-    assert main.main([*flags, "--only-output-from", "0,2-3", "--export-config", file]) == 0
-    assert json.loads(Path(file).read_text())["only_output_from"] == [0, 2, 3]
-    assert capsys.readouterr().out == ""
-    arguments = ["layout", "--import-config", file, "-np", "8", "--print-topology"]
-    assert main.main(arguments) == 0
-    assert "8 replicas in 8 instances" in capsys.readouterr().out
-    (tmp_path / "hosts").write_text("a slots=1\nb slots=4\n")
-    assert main.main(["layout", "--hostfile", str(tmp_path / "hosts"), "-np", "4"]) == 1
-    assert "host a has 1 slots" in capsys.readouterr().err
+# ---------------------------------------------------------------------------------------------
+# Batch allocations
+
+
+@pytest.mark.parametrize(
+    ("variables", "file", "wanted"),
+    [
+        ({"SLURM_JOB_NODELIST": "n[1-3],gpu7", "SLURM_TASKS_PER_NODE": "4(x2),2(x1),1"}, "",
+         "n1:4 n2:4 n3:2 gpu7:1"),
+        ({"SLURM_JOB_NODELIST": "r[0-1]n[08-09]", "SLURM_TASKS_PER_NODE": "8(x4)"}, "",
+         "r0n08:8 r0n09:8 r1n08:8 r1n09:8"),
+        ({"SLURM_JOB_NODELIST": "a"}, "", "a:None"),
+        ({"PBS_NODEFILE": "FILE"}, "a.x\nb.x\na.x\n", "a.x:2 b.x:1"),
+        ({"LSB_DJOB_HOSTFILE": "FILE", "LSB_HOSTS": "c"}, "a\na\nb\n", "a:2 b:1"),
+        ({"LSB_HOSTS": "a a b"}, "", "a:2 b:1"),
+        ({"SLURM_NTASKS": "4"}, "", ""),
+    ],
+)  # fmt: skip
+def test_hosts_of_an_allocation_are_found(
+    variables: dict[str, str], file: str, wanted: str, tmp_path: Path
+):
+    path = tmp_path / "hosts"
+    path.write_text(file)
+    found = allocation.find(
+        {name: text.replace("FILE", str(path)) for name, text in variables.items()}
+    )
+    hosts = [] if found is None else [f"{host.name}:{host.slots}" for host in found.hosts]
+    assert " ".join(hosts) == wanted
+
+
+NODES = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "1(x2)"}
+STEP = {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "flags", "code", "wanted"),
+    [
+        (NODES, "", 0, "n2: HORORING_RANK=1 HORORING_SIZE=2"),
+        (NODES, "--nproc-per-node 2", 0, "n2: HORORING_RANK=3 HORORING_SIZE=4"),
+        (NODES, "-np 1", 0, "n1: HORORING_RANK=0 HORORING_SIZE=1"),
+        (NODES, "-H b:1", 0, "b: HORORING_RANK=0 HORORING_SIZE=1"),
+        (NODES, "-np 6", 0, "n2: HORORING_RANK=3 HORORING_SIZE=6"),
+        (NODES, "-np 3", 2, "evenly over 2 hosts: give slots (these hosts are those of the Slurm"),
+        (
+            NODES | {"SLURM_TASKS_PER_NODE": "2,1"},
+            "-np 4",
+            2,
+            "the hosts have 3 slots (these hosts",
+        ),
+        (NODES | STEP, "", 2, "srun has started hororun itself as several tasks"),
+        (
+            NODES | {"SLURM_TASKS_PER_NODE": "1(x3)"},
+            "",
+            2,
+            "tells of 3 nodes, and SLURM_JOB_NODELIST",
+        ),
+        (NODES | {"SLURM_TASKS_PER_NODE": "many"}, "", 2, "SLURM_TASKS_PER_NODE=many: expected"),
+        (
+            {"SLURM_JOB_NODELIST": "a[b"},
+            "",
+            2,
+            "SLURM_JOB_NODELIST: hosts: 'a[b' is not understood",
+        ),
+        ({"PBS_NODEFILE": "/dev/null"}, "", 2, "PBS_NODEFILE: it names no host"),
+        ({"PBS_NODEFILE": "/none/such"}, "", 2, "No such file or directory: '/none/such'"),
+    ],
+)
+def test_a_job_goes_to_the_hosts_of_its_allocation(
+    variables: dict[str, str], flags: str, code: int, wanted: str,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+):  # fmt: skip
+    for name in [each for each in os.environ if each.startswith(("SLURM", "PBS", "LSB", "PMI"))]:
+        monkeypatch.delenv(name)
+    for name, text in variables.items():
+        monkeypatch.setenv(name, text)
+    assert hororun("--dry-run", *flags.split(), "true") == code
+    out, errors = capsys.readouterr()
+    assert wanted in (errors if code else out)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -236,7 +311,7 @@ def test_a_process_is_bound_and_so_is_what_it_starts(tmp_path):
         pytest.skip("one core only")
     root = tree(tmp_path / "n", {0: str(cores[0]), 1: str(cores[1])}, "0")
     script = (
-        "import os, sys, pathlib; from hororing.toolkit.layout import numa\n"
+        "import os, sys, pathlib; from hororing.hororun import numa\n"
         "bound = numa.bind(int(sys.argv[2]), pathlib.Path(sys.argv[1]))\n"
         "print(bound.node, bound.memory_node, bound.notice, sep='|', flush=True)\n"
         "os.execvp(sys.executable, [sys.executable, '-c', '''import ctypes, os, platform\n"
@@ -265,21 +340,26 @@ def test_a_process_is_bound_and_so_is_what_it_starts(tmp_path):
 def test_only_the_chosen_ranks_print_and_all_keep_their_errors(tmp_path):
     program = ("import os, sys; rank = os.environ['OMPI_COMM_WORLD_RANK']\n"
                "print('out', rank); print('err', rank, file=sys.stderr)")  # fmt: skip
-    command = (sys.executable, "-c", program)
-    job = Job(3, numa_aware=True, only_output_from=(1,), tag_output=True, command=command)
-    launch = plan(job).mpirun()
+    script = tmp_path / "print.py"
+    script.write_text(program)
+    words = ["-m", "hororing.hororun", "-np", "3", "--mpi", "--numa-aware", "--only-output-from"]
+    launch = [sys.executable, *words, "1", sys.executable, script]
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {**os.environ, **mpirun.launch_environment(str(tmp_path)), "PATH": path}
     done = subprocess.run(launch, env=environment, capture_output=True, text=True, timeout=90)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [
-        line for line in done.stdout.splitlines() if "out 1" in line
-    ]
-    assert "out 1" in done.stdout
+    lines = done.stdout.splitlines()[1:]  # after that of mpirun
+    assert lines
+    assert lines == [line for line in lines if "out 1" in line]
     assert all(f"err {rank}" in done.stdout + done.stderr for rank in range(3))
-    assert "1]" in done.stdout  # tagged
+    assert "1]" in lines[0]  # tagged
     if len(numa.read_nodes()) < 2:
         assert done.stderr.count("nothing is bound") == 1
+    script.write_text(program.replace("OMPI_COMM_WORLD_RANK", "HORORING_RANK"))
+    launch.remove("--mpi")
+    done = subprocess.run(launch, env=environment, capture_output=True, text=True, timeout=90)
+    assert (done.returncode, done.stdout) == (0, "[1] out 1\n"), done.stderr
+    assert done.stderr.count("nothing is bound") == (len(numa.read_nodes()) < 2)
 
 
 def tell_where_we_are() -> None:
@@ -296,28 +376,26 @@ def tell_where_we_are() -> None:
 
 @pytest.mark.skipif(bool(mpirun.why_no_hosts()), reason=mpirun.why_no_hosts())
 def test_ranks_of_two_hosts_are_where_the_layout_says():
-    layout = plan(Job(4, hosts="host[0-1]"))
+    placed = plan.place(parse_hosts("host[0-1]"), 4, None, None)
     job = mpirun.run(__file__, 4, hosts="2,2")
     assert job.returncode == 0, job.report()
-    for instance in layout.instances:
+    for instance in placed:
         names, local_rank = json.loads(job.outputs[instance.rank].splitlines()[-1])
-        assert names == [each.host for each in layout.instances]
+        assert names == [each.host for each in placed]
         assert local_rank == instance.local_rank
 
 
 def test_a_command_that_is_not_there_says_so():
-    words = [sys.executable, "-m", "hororing.toolkit.layout.bind", "--", "no-such-command"]
+    words = [sys.executable, "-m", "hororing.hororun.bind", "--", "no-such-command"]
     done = subprocess.run(words, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (127, "no-such-command: No such file or directory\n")
 
 
 @pytest.mark.parametrize("ranks", ["x", "3-1"])
-def test_ranks_that_are_none_are_named(ranks, capsys):
-    for command in (main.main, bind.main):
-        words = ["--only-output-from", ranks, "--", "python", "train.py"]
-        with pytest.raises(SystemExit):
-            command(["layout", *words] if command is main.main else words)
-        assert ranks in capsys.readouterr().err
+def test_ranks_that_are_none_are_named(ranks: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        bind.main(["--only-output-from", ranks, "--", "python", "train.py"])
+    assert ranks in capsys.readouterr().err
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ def numbers(text: str) -> list[int]:
     """What a list of the kernel says: ``0-2,8`` is 0, 1, 2, 8. ValueError for anything else."""
     found: list[int] = []
     for part in filter(None, text.strip().split(",")):
-        span = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+        span = re.fullmatch(r"(\d{1,7})(?:-(\d{1,7}))?", part.strip())
         if not span or int(span[2] or span[1]) < int(span[1]):
             raise ValueError(f"{part!r} is not a number or a range")
         found += range(int(span[1]), int(span[2] or span[1]) + 1)

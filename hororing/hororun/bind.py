@@ -1,7 +1,7 @@
-"""``python -m hororing.toolkit.layout.bind --numa-aware -- COMMAND``: runs it where it belongs.
+"""``python -m hororing.hororun.bind --numa-aware -- COMMAND``: runs it where it belongs.
 
-What `Layout.mpirun` puts in front of a script. Cores, memory policy and outputs are kept by the
-command that takes this process's place.
+What hororun puts in front of a program, with --mpi too. The program takes this process's place, and
+keeps its cores, memory policy and outputs.
 """
 
 from __future__ import annotations
@@ -10,15 +10,13 @@ import argparse
 import os
 import sys
 
+from hororing.hororun.numa import bind, numbers
 from hororing.launch import detect
-from hororing.toolkit.layout.numa import bind, numbers
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Replace this process by the command; return only where that fails."""
-    parser = argparse.ArgumentParser(
-        prog="python -m hororing.toolkit.layout.bind", description=__doc__
-    )
+    parser = argparse.ArgumentParser(prog="python -m hororing.hororun.bind", description=__doc__)
     parser.add_argument("--numa-aware", action="store_true", help="cores and memory of one node")
     parser.add_argument(
         "--only-output-from", type=numbers, metavar="RANKS", help="as 0,4-6: others print nothing"

@@ -1,0 +1,68 @@
+"""The hosts that Slurm, PBS or LSF have given to a batch job, from the variables that it finds."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from hororing.hosts import Host, parse_hosts
+
+_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """Hosts with their slots, and who has given them."""
+
+    scheduler: str
+    hosts: list[Host]
+
+
+def find(environ: Mapping[str, str]) -> Allocation | None:
+    """Look for an allocation; None: there is none.
+
+    Raises
+    ------
+    ValueError, OSError : a variable or a file is not understood; the text names it.
+    """
+    if nodes := environ.get("SLURM_JOB_NODELIST"):
+        return Allocation("Slurm", _slurm(nodes, environ.get("SLURM_TASKS_PER_NODE", "")))
+    # One line or word for each slot.
+    for scheduler, variable in (("PBS", "PBS_NODEFILE"), ("LSF", "LSB_DJOB_HOSTFILE")):
+        if path := environ.get(variable):
+            with open(path, encoding="utf-8") as file:
+                return Allocation(scheduler, _counted(variable, file.read().split()))
+    if names := environ.get("LSB_HOSTS"):
+        return Allocation("LSF", _counted("LSB_HOSTS", names.split()))
+    return None
+
+
+def _slurm(nodes: str, tasks: str) -> list[Host]:
+    """``node[1-3],gpu7`` and ``4(x2),2,1``: tasks of each, in this order."""
+    try:
+        hosts = parse_hosts(nodes)
+    except ValueError as error:
+        raise ValueError(f"SLURM_JOB_NODELIST: {error}") from None
+    counts: list[int] = []
+    for part in tasks.split(",") if tasks else []:
+        found = _COUNT.fullmatch(part.strip())
+        if found is None:
+            raise ValueError(f"SLURM_TASKS_PER_NODE={tasks}: expected numbers, as 4(x2),2")
+        counts += [int(found[1])] * int(found[2] or 1)
+    if not counts:
+        return hosts
+    if len(counts) != len(hosts):
+        raise ValueError(
+            f"SLURM_TASKS_PER_NODE={tasks} tells of {len(counts)} nodes, and "
+            f"SLURM_JOB_NODELIST={nodes} of {len(hosts)}"
+        )
+    return [Host(host.name, count) for host, count in zip(hosts, counts, strict=True)]
+
+
+def _counted(variable: str, names: Iterable[str]) -> list[Host]:
+    hosts = [Host(name, count) for name, count in Counter(names).items()]
+    if not hosts:
+        raise ValueError(f"{variable}: it names no host")
+    return hosts
