@@ -272,24 +272,18 @@ Decision GetDecision(Reader& in, uint8_t kind) {
 }
 
 void Put(Writer& out, const std::vector<Decision>& decisions) {
-  for (size_t i = 0; i < decisions.size();) {
-    const Decision& first = decisions[i++];
-    if (!IsOfCached(first)) {
-      Put(out, first);
+  for (const Decision& decision : decisions) {
+    if (!IsOfCached(decision)) {
+      Put(out, decision);
       continue;
     }
-    uint64_t end = first.cache_id + first.count;
-    for (; i < decisions.size(); ++i) {
-      const Decision& next = decisions[i];
-      if (!IsOfCached(next) || next.cache_id != end || next.process_set != first.process_set) break;
-      end += next.count;
-    }
-    for (uint64_t id = first.cache_id; id < end;) {
+    const uint64_t end = decision.cache_id + decision.count;
+    for (uint64_t id = decision.cache_id; id < end;) {
       const uint64_t count = std::min<uint64_t>(end - id, kLongestRun);
       out.Unsigned(kRunOfCached);
       out.Unsigned(count);
       out.Unsigned(id);
-      out.Signed(first.process_set);
+      out.Signed(decision.process_set);
       id += count;
     }
   }

@@ -47,10 +47,8 @@ void Coordinator::Receive(const int* ranks, size_t count, const Report& report, 
     applied_[rank] = report.applied;
     blocked_[rank].Hear(report.blocked, now);
   }
+  answered_ = nullptr;
   ForgetRetired();
-  const bool usual = report.fresh.empty() && !report.leaving;
-  if (usual && ReportRuns(ranks, count, report.cached, now)) return;
-  Dissolve();
   for (const uint64_t id : report.cached) ReportCached(ranks, count, id, now);
   for (const Request& request : report.fresh) {
     for (size_t i = 0; i < count; ++i) ReportFresh(ranks[i], request, now);
@@ -79,28 +77,27 @@ void Coordinator::SwitchTimeline(bool on, bool mark_cycles) {
 
 const Request& Coordinator::Pending::any() const {
   if (record != nullptr) return record->request;
-  const auto first = std::find(reported.begin(), reported.end(), 1);
-  return requests[static_cast<size_t>(first - reported.begin())];
+  size_t member = 0;
+  while (!reported.Has(member)) ++member;
+  return requests[member];
 }
 
 // A record that is not there belongs to a process set that was removed: its requests have failed.
 void Coordinator::ReportCached(const int* ranks, size_t count, uint64_t id, TimeNs now) {
-  const auto found = records_.find(id);
-  if (found == records_.end()) return;
-  const Record& record = *found->second;
+  Record* found = records_.Find(id);
+  if (found == nullptr) return;
+  Record& record = *found;
   Pending& pending = PendingFor(record.request, *record.named, now);
-  if (pending.count == 0) {
+  if (pending.reported.count() == 0) {
     pending.id = id;
     pending.record = &record;
   } else if (pending.id != id) {
     Expand(pending);
   }
   for (size_t i = 0; i < count; ++i) {
-    if (pending.id == 0) {
-      const int member = pending.set->IndexOf(ranks[i]);
-      pending.requests[static_cast<size_t>(member)] = RequestOf(record, member);
-    }
-    Count(ranks[i], pending);
+    const size_t member = static_cast<size_t>(pending.set->IndexOf(ranks[i]));
+    if (pending.id == 0) pending.requests[member] = RequestOf(record, static_cast<int>(member));
+    pending.reported.Add(member);
   }
   if (AllHere(pending)) Complete(*record.named);
 }
@@ -112,8 +109,9 @@ void Coordinator::ReportFresh(int rank, const Request& request, TimeNs now) {
   Named& named = NamedBy(request);
   Pending& pending = PendingFor(request, named, now);
   Expand(pending);
-  pending.requests[static_cast<size_t>(set->IndexOf(rank))] = request;
-  Count(rank, pending);
+  const size_t member = static_cast<size_t>(set->IndexOf(rank));
+  pending.requests[member] = request;
+  pending.reported.Add(member);
   if (AllHere(pending)) Complete(named);
 }
 
@@ -129,17 +127,15 @@ Coordinator::Named& Coordinator::NamedBy(const Request& request) {
 
 // What the reports of the name have said so far; another one is about to be counted.
 Coordinator::Pending& Coordinator::PendingFor(const Request& request, Named& named, TimeNs now) {
-  if (waiting_.empty()) stall_check_ns_ = After(now, stall_inspector_.interval_ns());
+  if (waiting_ == 0) stall_check_ns_ = After(now, stall_inspector_.interval_ns());
   Pending& pending = named.pending;
-  if (!named.waits) {
-    named.waits = true;
-    named.place = waiting_.size();
-    waiting_.push_back(&named);
-    pending.set = sets_.Find(request.process_set);
+  if (!pending.waits) {
+    pending.waits = true;
+    ++waiting_;
+    if (pending.set == nullptr) pending.set = sets_.Find(request.process_set);
     pending.id = 0;
     pending.record = nullptr;
-    pending.count = 0;
-    pending.reported.assign(pending.set->ranks.size(), 0);
+    pending.reported.Clear(pending.set->ranks.size());
     pending.requests.clear();
     pending.since_ns = now;
   }
@@ -151,17 +147,11 @@ void Coordinator::Expand(Pending& pending) {
   if (pending.requests.empty()) pending.requests.resize(pending.reported.size());
   if (pending.id == 0) return;
   for (size_t member = 0; member < pending.reported.size(); ++member) {
-    if (!pending.reported[member]) continue;
+    if (!pending.reported.Has(member)) continue;
     pending.requests[member] = RequestOf(*pending.record, static_cast<int>(member));
   }
   pending.id = 0;
   pending.record = nullptr;
-}
-
-void Coordinator::Count(int rank, Pending& pending) {
-  char& reported = pending.reported[static_cast<size_t>(pending.set->IndexOf(rank))];
-  pending.count += reported ? 0 : 1;
-  reported = 1;
 }
 
 void Coordinator::Complete(Named& named) {
@@ -202,7 +192,7 @@ Status Coordinator::Agree(Named& named, Decision* decision, int64_t* bytes) {
     std::vector<const Request*> requests;
     std::vector<int> ranks;
     for (size_t member = 0; member < pending.reported.size(); ++member) {
-      if (!pending.reported[member]) continue;
+      if (!pending.reported.Has(member)) continue;
       requests.push_back(&pending.requests[member]);
       ranks.push_back(pending.set->ranks[member]);
     }
@@ -215,12 +205,11 @@ Status Coordinator::Agree(Named& named, Decision* decision, int64_t* bytes) {
     decision->cache_id = Remember(named, *requests[0], details.rows);
   } else {
     HORORING_RETURN_IF_ERROR(possible);
-    const Record& record = *pending.record;
+    Record& record = *pending.record;
     *bytes = record.bytes;
-    if (retired_.count(pending.id) == 0) {
+    if (!record.retired) {
       decision->cache_id = pending.id;
-      BringUpToDate();
-      recency_.splice(recency_.begin(), recency_, record.recency);
+      record.used = true;
       return Status::Ok();  // joined members got a stand-in with the id
     }
     // The ranks have forgotten the id, or are about to.
@@ -234,21 +223,20 @@ Status Coordinator::Agree(Named& named, Decision* decision, int64_t* bytes) {
 // What its members say next of being blocked is about something else. A rank that has its answer
 // and computes does not report that.
 void Coordinator::Unblock(const ProcessSet& set) {
+  if (std::exchange(answered_, &set) == &set) return;
   for (const int rank : set.ranks) blocked_[static_cast<size_t>(rank)] = {};
 }
 
 // What it waited for has been decided.
 void Coordinator::Forget(Named& named) {
   Unblock(*named.pending.set);
-  waiting_.back()->place = named.place;
-  waiting_[named.place] = waiting_.back();
-  waiting_.pop_back();
-  named.waits = false;
+  --waiting_;
+  named.pending.waits = false;
   EraseIfUnused(named);
 }
 
 void Coordinator::EraseIfUnused(Named& named) {
-  if (!named.waits && named.records == 0) names_.erase(names_.find(named.key));
+  if (!named.pending.waits && named.records == 0) names_.erase(names_.find(named.key));
 }
 
 std::optional<Agreement> Coordinator::Decide() {
@@ -269,12 +257,11 @@ std::optional<Agreement> Coordinator::Decide() {
 TimeNs Coordinator::NextDeadline() const {
   if (stopped_) return kForever;
   if (!queue_.empty()) return 0;
-  return WaitsForSome() ? stall_check_ns_ : kForever;
+  return waiting_ > 0 ? stall_check_ns_ : kForever;
 }
 
 StallInspector::Finding Coordinator::InspectStalls(TimeNs now) {
-  if (stopped_ || !WaitsForSome() || now < stall_check_ns_) return {};
-  Dissolve();
+  if (stopped_ || waiting_ == 0 || now < stall_check_ns_) return {};
   stall_check_ns_ = After(now, stall_inspector_.interval_ns());
   std::vector<char> stuck = joined_;
   for (size_t rank = 0; queue_.empty() && rank < stuck.size(); ++rank) {
@@ -292,10 +279,18 @@ StallInspector::Finding Coordinator::InspectStalls(TimeNs now) {
   return finding;
 }
 
+// In no order.
+std::vector<Coordinator::Named*> Coordinator::Waits() const {
+  std::vector<Named*> waits;
+  for (const auto& [key, named] : names_) {
+    if (named->pending.waits) waits.push_back(named.get());
+  }
+  return waits;
+}
+
 std::vector<Waiting> Coordinator::AllWaiting(bool joins) {
-  Dissolve();
   std::vector<Waiting> all;
-  for (const Named* named : waiting_) {
+  for (const Named* named : Waits()) {
     const Pending& pending = named->pending;
     const Request& request = pending.any();
     Waiting waiting;
@@ -306,7 +301,7 @@ std::vector<Waiting> Coordinator::AllWaiting(bool joins) {
     waiting.since_ns = pending.since_ns;
     for (size_t member = 0; member < pending.reported.size(); ++member) {
       const int rank = pending.set->ranks[member];
-      if (pending.reported[member]) {
+      if (pending.reported.Has(member)) {
         waiting.submitted.push_back(rank);
       } else if (!joined_[static_cast<size_t>(rank)]) {
         waiting.missing.push_back(rank);
@@ -339,42 +334,48 @@ Request Coordinator::RequestOf(const Record& record, int member) const {
   return request;
 }
 
-// Gives `request` an id, in place of the one that its name may have had; evicts the request
-// that was agreed longest ago when the cache is full.
+// Gives `request` an id, in place of the one that its name may have had.
 uint64_t Coordinator::Remember(Named& named, const Request& request,
                                const std::vector<int64_t>& rows) {
   if (options_.cache_capacity <= 0 || request.tensors.empty()) return 0;
-  BringUpToDate();
   if (named.id != 0) {
     // All members have reported the name just now, so no report of the old id is on its way.
-    const auto older = records_.find(named.id);
-    recency_.erase(older->second->recency);
+    const Record& older = *records_.Find(named.id);
+    by_age_.erase(older.age);
     Erase(older);
-  } else if (static_cast<int>(recency_.size()) >= options_.cache_capacity) {
-    const uint64_t victim = recency_.back();
-    recency_.pop_back();
-    records_.at(victim)->named->id = 0;
-    evicted_.push_back(victim);
-    stretches_.Remove(victim);
-    retired_[victim] = kNotAnnounced;
+  } else if (static_cast<int>(by_age_.size()) >= options_.cache_capacity) {
+    Evict();
   }
   const uint64_t id = next_id_++;
-  recency_.push_front(id);
-  records_[id] = std::make_unique<Record>(
-      Record{id, request, rows, recency_.begin(), &named, request.bytes()});
+  by_age_.push_front(id);
+  records_.Add(id, {id, &named, request.bytes(), false, false, by_age_.begin(), request, rows});
   named.id = id;
   ++named.records;
-  if (request.kind == Collective::kAllreduce) stretches_.Add(id, request.process_set);
   return id;
 }
 
-Coordinator::Records::iterator Coordinator::Erase(Records::iterator record) {
-  Named& named = *record->second->named;
-  if (named.id == record->first) named.id = 0;
+// The oldest that was not agreed again since it was last looked at ("second chance").
+void Coordinator::Evict() {
+  for (;;) {
+    Record& oldest = *records_.Find(by_age_.back());
+    if (!std::exchange(oldest.used, false)) break;
+    by_age_.splice(by_age_.begin(), by_age_, oldest.age);
+  }
+  const uint64_t victim = by_age_.back();
+  by_age_.pop_back();
+  Record& evicted = *records_.Find(victim);
+  evicted.named->id = 0;
+  evicted.retired = true;
+  evicted_.push_back(victim);
+  retired_[victim] = kNotAnnounced;
+}
+
+void Coordinator::Erase(const Record& record) {
+  Named& named = *record.named;
+  if (named.id == record.id) named.id = 0;
   --named.records;
-  stretches_.Remove(record->first);
   EraseIfUnused(named);
-  return records_.erase(record);
+  records_.Erase(record.id);
 }
 
 // Not with every report, so that a report does not cost what has been evicted.
@@ -382,10 +383,10 @@ void Coordinator::ForgetRetired() {
   if (++reports_since_forgetting_ < retired_.size()) return;
   reports_since_forgetting_ = 0;
   for (auto retired = retired_.begin(); retired != retired_.end();) {
-    const auto record = records_.find(retired->first);
-    const Request& request = record->second->request;
-    const Named& named = *record->second->named;
-    const bool in_use = named.waits && named.pending.id == retired->first;
+    const Record& record = *records_.Find(retired->first);
+    const Request& request = record.request;
+    const Named& named = *record.named;
+    const bool in_use = named.pending.waits && named.pending.id == retired->first;
     const std::vector<int>& members = sets_.Find(request.process_set)->ranks;
     // A rank that has joined reports nothing before it has applied all there is by then.
     const bool applied = std::all_of(members.begin(), members.end(), [&](int rank) {

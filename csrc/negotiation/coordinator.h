@@ -14,9 +14,9 @@
 //      concern it in that order: sets that overlap cannot wait for one another in a circle
 //      (ADR 0013).
 //
-// Cost: O(1) per reported tensor and rank, and per reported run and rank where allreduces come as
-// they came before (ADR 0036); nothing is proportional to tensors that nobody reports, but for what
-// a join completes. What is reported by its id costs no name and no memory.
+// Cost: O(1) per reported tensor and rank; nothing is proportional to tensors that nobody reports,
+// but for what a join completes. What is reported by its id costs no name and no memory: some ten
+// nanoseconds.
 // See docs/architecture.md, stage NEGOTIATE.
 #pragma once
 
@@ -31,13 +31,11 @@
 #include <vector>
 
 #include "base/clock.h"
+#include "negotiation/id_table.h"
 #include "negotiation/messages.h"
-#include "negotiation/pending_runs.h"
 #include "negotiation/process_sets.h"
 #include "negotiation/ready_queue.h"
-#include "negotiation/recent_runs.h"
 #include "negotiation/stall_inspector.h"
-#include "negotiation/stretches.h"
 
 namespace hororing {
 
@@ -77,34 +75,34 @@ class Coordinator {
 
  private:
   struct Record;
-  // A request that at least one member has reported, and not yet all. Vectors are per member.
+  // A request that at least one member has reported, and not yet all.
   struct Pending {
-    const ProcessSet* set = nullptr;
-    uint64_t id = 0;  // the record that all reports so far named; 0: one came in full
+    const ProcessSet* set = nullptr;  // null: the name has not waited yet
+    uint64_t id = 0;           // the record that all reports so far named; 0: one was in full
+    Record* record = nullptr;  // of `id`
+    bool waits = false;        // else the rest means nothing; its memory is used again
+    MemberSet reported;
     TimeNs since_ns = 0;
-    int count = 0;
-    std::vector<char> reported;
-    std::vector<Request> requests;   // filled once a report came in full
-    const Record* record = nullptr;  // of `id`
-    const Request& any() const;      // of those reported
+    std::vector<Request> requests;  // per member; filled once a report came in full
+    const Request& any() const;     // of those reported
   };
   // What is known by one key.
   struct Named {
-    std::string key;
-    uint64_t id = 0;     // of the live record; 0: there is none
-    int records = 0;     // live and retired
-    bool waits = false;  // and `pending` means something; its memory is used again
-    size_t place = 0;    // in waiting_
     Pending pending;
+    uint64_t id = 0;  // of the live record; 0: there is none
+    int records = 0;  // live and retired
+    std::string key;
   };
   // What is known of a request that was agreed before.
   struct Record {
     uint64_t id = 0;
-    Request request;            // of some member; the others may differ in `rows`
-    std::vector<int64_t> rows;  // as in Decision::Details
-    std::list<uint64_t>::iterator recency;
     Named* named = nullptr;
     int64_t bytes = 0;  // of the request
+    bool retired = false;
+    bool used = false;  // agreed again since its place in by_age_ was looked at
+    std::list<uint64_t>::iterator age;
+    Request request;            // of some member; the others may differ in `rows`
+    std::vector<int64_t> rows;  // as in Decision::Details
   };
 
   void Receive(const int* ranks, size_t count, const Report& report, TimeNs now);
@@ -114,29 +112,25 @@ class Coordinator {
   Pending& PendingFor(const Request& request, Named& named, TimeNs now);
   void Unblock(const ProcessSet& set);
   void Forget(Named& named);
-  using Records = std::unordered_map<uint64_t, std::unique_ptr<Record>>;
-  Records::iterator Erase(Records::iterator record);
+  void Evict();
+  void Erase(const Record& record);
   void EraseIfUnused(Named& named);
   void Expand(Pending& pending);
-  static void Count(int rank, Pending& pending);
   void Complete(Named& named);
   Status Agree(Named& named, Decision* decision, int64_t* bytes);
   Status ChangeSets(const Request& request, std::vector<int64_t>* rows);
   void RemoveSet(int32_t id);
+  std::vector<Named*> Waits() const;
   Request RequestOf(const Record& record, int member) const;
   uint64_t Remember(Named& named, const Request& request, const std::vector<int64_t>& rows);
   void ForgetRetired();
-  bool WaitsForSome() const { return !waiting_.empty() || !pending_runs_.empty(); }
-
-  // runs.cc
-  bool MayGoByRuns() const;
-  bool ReportRuns(const int* ranks, size_t count, const std::vector<uint64_t>& ids, TimeNs now);
-  void Dissolve();
-  void BringUpToDate();
 
   // Join (uneven data).
   void Join(int rank);
-  bool AllHere(const Pending& pending) const;
+  bool AllHere(const Pending& pending) const {
+    return pending.reported.all() || (joined_count_ > 0 && OthersHaveJoined(pending));
+  }
+  bool OthersHaveJoined(const Pending& pending) const;
   std::vector<int> JoinedAmong(const Pending& pending) const;
   // Whether a request can be carried out although these members contribute nothing.
   static Status CheckJoined(const std::vector<int>& joined, const Request& request);
@@ -145,23 +139,18 @@ class Coordinator {
   StallInspector stall_inspector_;
   ProcessSets sets_;
   std::unordered_map<std::string, std::unique_ptr<Named>> names_;  // by Key
-  std::vector<Named*> waiting_;                                    // those that wait, in no order
-  PendingRuns pending_runs_;            // none, where anything is in waiting_
-  Stretches stretches_;                 // of live ids of allreduces
-  RecentRuns recent_runs_;              // not in recency_ yet
-  std::vector<Stretches::Part> parts_;  // of ReportRuns; their memory is used again
-  std::vector<size_t> members_;
-  std::vector<IdRun> complete_;
-  std::set<int32_t> removed_;      // sets, by what is in queue_
-  std::set<int32_t> removed_now_;  // by the latest agreement
-  std::vector<char> joined_;       // per rank
+  size_t waiting_ = 0;                                             // of them
+  std::set<int32_t> removed_;                                      // sets, by what is in queue_
+  std::set<int32_t> removed_now_;                                  // by the latest agreement
+  std::vector<char> joined_;                                       // per rank
   int joined_count_ = 0;
   int last_joined_ = -1;
-  std::vector<Blocked> blocked_;  // per rank
+  std::vector<Blocked> blocked_;          // per rank
+  const ProcessSet* answered_ = nullptr;  // whose members are not blocked, by the report under way
 
   uint64_t next_id_ = 1;
-  Records records_;
-  std::list<uint64_t> recency_;           // live ids, most recent first
+  IdTable<Record> records_;
+  std::list<uint64_t> by_age_;            // live ids, the youngest first
   std::vector<uint64_t> evicted_;         // to announce once nothing decided names them
   std::map<uint64_t, uint64_t> retired_;  // id -> sequence of the announcing agreement
   size_t reports_since_forgetting_ = 0;

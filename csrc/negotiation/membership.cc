@@ -2,6 +2,7 @@
 // of data join.
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "negotiation/coordinator.h"
@@ -30,8 +31,7 @@ Status Coordinator::ChangeSets(const Request& request, std::vector<int64_t>* row
 
 void Coordinator::RemoveSet(int32_t id) {
   const ProcessSet* set = sets_.Find(id);
-  const std::vector<Named*> waiting = waiting_;
-  for (Named* named : waiting) {
+  for (Named* named : Waits()) {
     if (named->pending.set != set) continue;
     const Request& request = named->pending.any();
     Decision fail;
@@ -44,15 +44,19 @@ void Coordinator::RemoveSet(int32_t id) {
     Forget(*named);
     queue_.Push(std::move(fail));
   }
-  for (auto record = records_.begin(); record != records_.end();) {
-    if (record->second->request.process_set != id) {
-      ++record;
-      continue;
-    }
-    if (retired_.erase(record->first) == 0) recency_.erase(record->second->recency);
-    evicted_.erase(std::remove(evicted_.begin(), evicted_.end(), record->first), evicted_.end());
-    record = Erase(record);
+  const auto erased = [&](uint64_t each) {
+    const Record& record = *records_.Find(each);
+    if (record.request.process_set != id) return false;
+    Erase(record);
+    return true;
+  };
+  by_age_.remove_if(erased);
+  for (auto each = retired_.begin(); each != retired_.end();) {
+    each = erased(each->first) ? retired_.erase(each) : std::next(each);
   }
+  evicted_.erase(std::remove_if(evicted_.begin(), evicted_.end(),
+                                [&](uint64_t each) { return records_.Find(each) == nullptr; }),
+                 evicted_.end());
   sets_.Remove(id);
   removed_.insert(id);
 }
@@ -65,7 +69,7 @@ void Coordinator::Join(int rank) {
   ++joined_count_;
   last_joined_ = rank;
   std::vector<Named*> complete;
-  for (Named* named : waiting_) {
+  for (Named* named : Waits()) {
     if (AllHere(named->pending)) complete.push_back(named);
   }
   std::sort(complete.begin(), complete.end(),
@@ -73,11 +77,9 @@ void Coordinator::Join(int rank) {
   for (Named* named : complete) Complete(*named);
 }
 
-bool Coordinator::AllHere(const Pending& pending) const {
-  const size_t count = static_cast<size_t>(pending.count);
-  if (count == pending.reported.size()) return true;
-  if (joined_count_ == 0 || pending.any().kind == Collective::kJoin) return false;
-  return count + JoinedAmong(pending).size() == pending.reported.size();
+bool Coordinator::OthersHaveJoined(const Pending& pending) const {
+  if (pending.any().kind == Collective::kJoin) return false;
+  return pending.reported.count() + JoinedAmong(pending).size() == pending.reported.size();
 }
 
 // Members that have joined and have not reported: ranks of the job.
@@ -86,7 +88,7 @@ std::vector<int> Coordinator::JoinedAmong(const Pending& pending) const {
   if (joined_count_ == 0) return joined;
   for (size_t member = 0; member < pending.reported.size(); ++member) {
     const int rank = pending.set->ranks[member];
-    if (!pending.reported[member] && joined_[static_cast<size_t>(rank)]) joined.push_back(rank);
+    if (!pending.reported.Has(member) && joined_[static_cast<size_t>(rank)]) joined.push_back(rank);
   }
   return joined;
 }
@@ -127,7 +129,7 @@ std::optional<Agreement> Coordinator::PartFor(const std::vector<int>& ranks,
     if (concerns(decision.process_set)) part.decisions.push_back(decision);
   }
   for (uint64_t id : agreement.evicted) {
-    if (concerns(records_.at(id)->request.process_set)) part.evicted.push_back(id);
+    if (concerns(records_.Find(id)->request.process_set)) part.evicted.push_back(id);
   }
   if (part.decisions.empty() && part.evicted.empty()) return std::nullopt;
   return part;

@@ -38,6 +38,13 @@ Decision::Details& Decision::set_details() {
   return *details_;
 }
 
+bool Decision::Extend(const Decision& next) {
+  if (kind != Kind::kRun || next.kind != Kind::kRun || details_ || next.details_) return false;
+  if (next.cache_id != cache_id + count || next.process_set != process_set) return false;
+  count += next.count;
+  return true;
+}
+
 std::string Request::Title() const {
   if (kind >= Collective::kJoin) return Name(kind);  // names there mean nothing to the user
   std::string title = std::string(Name(kind)) + " '" + name + "'";

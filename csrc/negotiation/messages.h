@@ -103,6 +103,9 @@ struct Decision {
   // Empty where none were set.
   const Details& details() const;
   Details& set_details();
+  // Makes this one of the requests of `next`, too, where both are kRuns of cached requests whose
+  // ids follow one another. False: they are not.
+  bool Extend(const Decision& next);
 
   Kind kind = Kind::kRun;
   int32_t process_set = kWorldSet;  // of the request

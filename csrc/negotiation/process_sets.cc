@@ -5,9 +5,7 @@
 
 namespace hororing {
 
-int ProcessSet::IndexOf(int rank) const {
-  // Mostly they are all that there are.
-  if (rank >= 0 && rank < size() && ranks[static_cast<size_t>(rank)] == rank) return rank;
+int ProcessSet::Search(int rank) const {
   const auto place = std::lower_bound(ranks.begin(), ranks.end(), rank);
   if (place == ranks.end() || *place != rank) return -1;
   return static_cast<int>(place - ranks.begin());

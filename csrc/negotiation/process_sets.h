@@ -19,7 +19,43 @@ struct ProcessSet {
 
   int size() const { return static_cast<int>(ranks.size()); }
   // The place of `rank` among them, or -1.
-  int IndexOf(int rank) const;
+  int IndexOf(int rank) const {
+    // Mostly they are all that there are.
+    if (rank >= 0 && rank < size() && ranks[static_cast<size_t>(rank)] == rank) return rank;
+    return Search(rank);
+  }
+  int Search(int rank) const;
+};
+
+// Some of the members of a process set, by their places in it.
+class MemberSet {
+ public:
+  void Clear(size_t size) {
+    size_ = size;
+    count_ = 0;
+    few_ = 0;
+    if (size > 64) many_.assign(size, 0);
+  }
+  bool Has(size_t place) const {
+    return size_ <= 64 ? (few_ >> place & 1) != 0 : many_[place] != 0;
+  }
+  void Add(size_t place) {
+    if (Has(place)) return;
+    ++count_;
+    if (size_ <= 64) {
+      few_ |= uint64_t{1} << place;
+    } else {
+      many_[place] = 1;
+    }
+  }
+  size_t size() const { return size_; }    // of the process set
+  size_t count() const { return count_; }  // that were added
+  bool all() const { return count_ == size_; }
+
+ private:
+  size_t size_ = 0, count_ = 0;
+  uint64_t few_ = 0;        // one bit each, of sets of up to 64
+  std::vector<char> many_;  // of larger ones
 };
 
 class ProcessSets {

@@ -6,6 +6,7 @@
 namespace hororing {
 
 void ReadyQueue::Push(Decision decision, int64_t bytes) {
+  if (!tuner_ && !ready_.empty() && ready_.back().decision.Extend(decision)) return;
   ready_.push_back({std::move(decision), bytes});
 }
 
@@ -26,8 +27,10 @@ std::vector<Decision> ReadyQueue::Take() {
   if (ready_.empty()) return {};
   const size_t count = CountToTake();
   std::vector<Decision> taken;
-  taken.reserve(count);
-  for (size_t i = 0; i < count; ++i) taken.push_back(std::move(ready_[i].decision));
+  for (size_t i = 0; i < count; ++i) {
+    Decision& decision = ready_[i].decision;
+    if (taken.empty() || !taken.back().Extend(decision)) taken.push_back(std::move(decision));
+  }
   ready_.erase(ready_.begin(), ready_.begin() + static_cast<std::ptrdiff_t>(count));
   return taken;
 }

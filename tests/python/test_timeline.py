@@ -446,6 +446,7 @@ def case_the_timeline_is_about_the_steps_that_are_asked_for() -> None:
 
 def case_a_long_timeline_keeps_its_last_part() -> None:
     (path,) = paths("t.json")
+    alone = hvd.size() == 1  # its events fit, and a recording of one rank has no collectives
     begin_again(path, BYTES="600000")
     for step in range(600):
         hvd.allreduce(np.ones(1), name=f"t {step}")
@@ -454,7 +455,7 @@ def case_a_long_timeline_keeps_its_last_part() -> None:
         )  # ranks send their events five times a second: the file holds some of that
     hvd.barrier()
     hvd.shutdown()
-    if path.exists():
+    if path.exists() and not alone:
         assert len(path.read_text()) <= 600_003
         recording = read_timeline(path)
         found = [int(c.name[2:]) for c in recording.collectives if c.name.startswith("t ")]

@@ -57,15 +57,16 @@ class World {
         continue;
       }
       tried = hold;
-      std::string name = decision.details().name;
-      if (name.empty()) {
-        name = names_.at(decision.cache_id);
-      } else {
-        ids_[name] = decision.cache_id;
-        names_[decision.cache_id] = name;
+      const std::string& fresh = decision.details().name;
+      if (!fresh.empty()) {
+        ids_[fresh] = decision.cache_id;
+        names_[decision.cache_id] = fresh;
       }
-      bytes += bytes_.at(name);
-      batch.push_back(name);
+      for (uint64_t id = decision.cache_id; id < decision.cache_id + decision.count; ++id) {
+        const std::string& name = names_.at(id);
+        bytes += bytes_.at(name);
+        batch.push_back(name);
+      }
     }
     for (const uint64_t id : agreement.evicted) {
       ids_.erase(names_.at(id));

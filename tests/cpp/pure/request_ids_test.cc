@@ -1,152 +1,41 @@
-// What is reported and agreed upon by runs of ids: the same is decided, in the same order, as by
-// single requests.
+// Requests that are reported and agreed by their ids: the same is decided as of requests in full.
 #include <algorithm>
+#include <map>
 #include <random>
-#include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "check.h"
 #include "negotiation/coordinator.h"
-#include "negotiation/pending_runs.h"
-#include "negotiation/recent_runs.h"
-#include "negotiation/stretches.h"
+#include "negotiation/id_table.h"
 
 namespace hororing_test {
 namespace {
 
 using namespace hororing;
 
-std::vector<uint64_t> IdsOf(const std::vector<IdRun>& runs) {
-  std::vector<uint64_t> ids;
-  for (const IdRun& run : runs) {
-    for (uint64_t id = run.first; id < run.end(); ++id) ids.push_back(id);
-  }
-  return ids;
-}
-
-TEST(ids_are_cut_where_they_do_not_follow_one_another_or_are_of_another_set) {
-  Stretches stretches;
-  for (uint64_t id = 10; id < 20; ++id) stretches.Add(id, id < 15 ? 0 : 3);
-  stretches.Add(22, 3);
-  std::vector<Stretches::Part> parts;
-  CHECK(stretches.Cut({11, 12, 13, 14, 15, 16, 19, 22, 10}, 5, &parts));
-  CHECK_EQ(parts.size(), size_t{5});
-  const IdRun expected[] = {{11, 4}, {15, 2}, {19, 1}, {22, 1}, {10, 1}};
-  for (size_t i = 0; i < parts.size(); ++i) {
-    CHECK(parts[i].ids == expected[i]);
-    CHECK_EQ(parts[i].process_set, i == 0 || i == 4 ? 0 : 3);
-  }
-  CHECK(!stretches.Cut({11, 13, 15, 17, 19, 22}, 5, &parts));
-  for (const uint64_t none : {9, 20, 21, 23}) CHECK(!stretches.Cut({none}, 5, &parts));
-  CHECK(stretches.Cut({}, 5, &parts));
-  CHECK(parts.empty());
-}
-
-TEST(what_is_removed_is_in_no_stretch) {
+TEST(a_table_holds_what_was_added_and_not_erased) {
   std::mt19937 random(Seed());
-  for (int round = 0; round < 100; ++round) {
-    Stretches stretches;
-    std::set<uint64_t> left;
-    for (uint64_t id = 1; id <= 20; ++id) {
-      if (random() % 5 == 0) continue;
-      stretches.Add(id, 0);
-      left.insert(id);
+  IdTable<std::string> table;
+  std::map<uint64_t, std::string> expected;
+  uint64_t next = 1;
+  for (int change = 0; change < 5000; ++change) {
+    if (random() % 2 == 0) {
+      next += random() % 50 == 0 ? random() % 1000 : 1;
+      expected[next] = std::to_string(next);
+      CHECK_EQ(table.Add(next, std::to_string(next)), expected[next]);
+    } else if (!expected.empty()) {
+      auto victim = expected.lower_bound(random() % (next + 1));
+      if (victim == expected.end()) victim = expected.begin();
+      table.Erase(victim->first);
+      expected.erase(victim);
     }
-    for (int removed = 0; removed < 10; ++removed) {
-      const uint64_t id = 1 + random() % 20;
-      stretches.Remove(id);
-      left.erase(id);
-      std::vector<Stretches::Part> parts;
-      for (uint64_t each = 0; each <= 21; ++each) {
-        CHECK_EQ(stretches.Cut({each}, 1, &parts), left.count(each) != 0);
-      }
-      std::vector<IdRun> runs;
-      CHECK(stretches.Cut({left.begin(), left.end()}, 20, &parts));
-      for (const Stretches::Part& part : parts) runs.push_back(part.ids);
-      CHECK(IdsOf(runs) == std::vector<uint64_t>(left.begin(), left.end()));
-    }
-  }
-}
-
-// Members that cut the same ids in different places, against sets of who has reported each.
-TEST(what_all_have_reported_is_complete_wherever_they_cut_it) {
-  std::mt19937 random(Seed());
-  for (int round = 0; round < 300; ++round) {
-    const size_t size = 1 + random() % 4;
-    ProcessSet set;
-    for (size_t rank = 0; rank < size; ++rank) set.ranks.push_back(static_cast<int>(rank));
-    constexpr uint64_t kEnd = 40;
-    PendingRuns pending;
-    std::vector<std::set<size_t>> who(kEnd);
-    std::vector<uint64_t> next(size, 1);
-    size_t left = size;
-    while (left > 0) {
-      const size_t member = random() % size;
-      if (next[member] == kEnd) continue;
-      const uint64_t count = 1 + random() % (kEnd - next[member]);
-      const IdRun run{next[member], count};
-      std::vector<size_t> together = {member};
-      for (size_t other = 0; other < size; ++other) {  // of the same host
-        if (other != member && next[other] == run.first && random() % 2 == 0) {
-          together.push_back(other);
-        }
-      }
-      std::vector<uint64_t> expected;
-      for (uint64_t id = run.first; id < run.end(); ++id) {
-        who[id].insert(together.begin(), together.end());
-        if (who[id].size() == size) expected.push_back(id);
-      }
-      std::vector<IdRun> complete;
-      pending.Report(run, set, together, 0, &complete);
-      CHECK(IdsOf(complete) == expected);
-      for (const size_t each : together) {
-        next[each] = run.end();
-        if (next[each] == kEnd) --left;
-      }
-    }
-    CHECK(pending.empty());
-  }
-}
-
-TEST(a_piece_counts_from_its_first_report_on) {
-  ProcessSet set;
-  set.ranks = {0, 1, 2};
-  PendingRuns pending;
-  std::vector<IdRun> complete;
-  pending.Report({10, 10}, set, {0}, 5, &complete);
-  pending.Report({12, 2}, set, {1}, 6, &complete);
-  pending.Report({20, 1}, set, {1}, 7, &complete);
-  CHECK(complete.empty());
-  std::vector<PendingRuns::Piece> pieces = pending.TakeAll();
-  std::sort(pieces.begin(), pieces.end(),
-            [](const auto& a, const auto& b) { return a.ids.first < b.ids.first; });
-  CHECK_EQ(pieces.size(), size_t{4});
-  const IdRun expected[] = {{10, 2}, {12, 2}, {14, 6}, {20, 1}};
-  for (size_t i = 0; i < pieces.size(); ++i) {
-    CHECK(pieces[i].ids == expected[i]);
-    CHECK_EQ(pieces[i].since_ns, i == 3 ? 7 : 5);
-    CHECK_EQ(pieces[i].count, i == 1 ? size_t{2} : size_t{1});
-  }
-  CHECK(pending.empty());
-}
-
-TEST(runs_are_remembered_in_the_order_of_their_last_use) {
-  std::mt19937 random(Seed());
-  for (int round = 0; round < 200; ++round) {
-    RecentRuns recent;
-    std::vector<uint64_t> order;
-    for (int use = 0; use < 10; ++use) {
-      const IdRun run{random() % 20, 1 + random() % 10};
-      recent.Add(run);
-      for (uint64_t id = run.first; id < run.end(); ++id) {
-        order.erase(std::remove(order.begin(), order.end(), id), order.end());
-        order.push_back(id);
-      }
-    }
-    CHECK(recent.size() <= 20);
-    CHECK(IdsOf(recent.TakeAll()) == order);
-    CHECK_EQ(recent.size(), size_t{0});
+    const uint64_t id = random() % (next + 100);
+    const auto found = expected.find(id);
+    const std::string* there = table.Find(id);
+    CHECK_EQ(there != nullptr, found != expected.end());
+    if (there != nullptr) CHECK_EQ(*there, found->second);
   }
 }
 
@@ -177,7 +66,7 @@ class World {
     coordinator.Receive(rank, report, now);
   }
 
-  // "run x", "fail y: why", "forget z", in order; none where nothing is decided.
+  // "run x as 1", "fail y: why", "forget z", in order; none where nothing is decided.
   std::vector<std::string> Decide() {
     std::vector<std::string> said;
     while (const auto agreement = coordinator.Decide()) {
@@ -232,7 +121,6 @@ class World {
 std::vector<std::string> TitlesOf(World& world) {
   std::vector<std::string> titles;
   for (const Waiting& waiting : world.coordinator.AllWaiting()) {
-    if (waiting.name == "anchor") continue;
     std::string title = waiting.title + " since " + std::to_string(waiting.since_ns) + " without";
     for (const int rank : waiting.missing) title += " " + std::to_string(rank);
     titles.push_back(title);
@@ -240,14 +128,24 @@ std::vector<std::string> TitlesOf(World& world) {
   return titles;
 }
 
-// A request that waits for ever makes the other world go by single requests.
-TEST(runs_come_to_the_decisions_of_single_requests) {
+// By name, without what is about ids. What is new in a report is counted after what is known.
+std::vector<std::string> NamesOf(std::vector<std::string> said) {
+  std::vector<std::string> names;
+  for (std::string& each : said) {
+    if (each.rfind("forget ", 0) == 0) continue;
+    if (each.rfind("run ", 0) == 0) each.resize(each.find(" as "));
+    names.push_back(std::move(each));
+  }
+  std::sort(names.begin(), names.end());
+  return names;
+}
+
+TEST(reports_by_id_come_to_the_decisions_of_reports_in_full) {
   std::mt19937 random(Seed());
   for (int round = 0; round < 300; ++round) {
     const int size = 2 + static_cast<int>(random() % 3);
     const int capacity = random() % 2 == 0 ? 100 : 5 + static_cast<int>(random() % 10);
-    World by_runs(size, capacity), singly(size, capacity);
-    singly.Report(0, {Allreduce("anchor")}, 0);
+    World by_id(size, capacity), in_full(size, 0);
     const int names = 1 + static_cast<int>(random() % 12);
     TimeNs now = 0;
     for (int step = 0; step < 8; ++step) {
@@ -265,8 +163,8 @@ TEST(runs_come_to_the_decisions_of_single_requests) {
           todo[rank].push_back(request);
           if (rank == odd) todo[rank].back() = Allreduce(name, 6);
         }
-        by_runs.Asks(request);
-        singly.Asks(request);
+        by_id.Asks(request);
+        in_full.Asks(request);
       }
       if (random() % 8 == 0) std::shuffle(todo[0].begin(), todo[0].end(), random);
       while (
@@ -277,14 +175,14 @@ TEST(runs_come_to_the_decisions_of_single_requests) {
         const std::vector<Request> some(todo[rank].begin(), end);
         todo[rank].erase(todo[rank].begin(), end);
         ++now;
-        for (World* world : {&by_runs, &singly}) {
+        for (World* world : {&by_id, &in_full}) {
           world->Report(static_cast<int>(rank), some, now);
         }
-        if (random() % 8 == 0) CHECK(TitlesOf(by_runs) == TitlesOf(singly));
-        if (random() % 2 == 0) CHECK(by_runs.Decide() == singly.Decide());
+        if (random() % 8 == 0) CHECK(TitlesOf(by_id) == TitlesOf(in_full));
+        if (random() % 2 == 0) CHECK(NamesOf(by_id.Decide()) == NamesOf(in_full.Decide()));
       }
-      CHECK(by_runs.Decide() == singly.Decide());
-      CHECK(TitlesOf(by_runs).empty());
+      CHECK(NamesOf(by_id.Decide()) == NamesOf(in_full.Decide()));
+      CHECK(TitlesOf(by_id).empty());
     }
   }
 }
@@ -309,7 +207,7 @@ TEST(a_step_that_goes_like_the_one_before_is_one_decision) {
   }
 }
 
-TEST(what_was_agreed_upon_longest_ago_is_forgotten_first_by_runs_too) {
+TEST(what_was_agreed_upon_longest_ago_is_forgotten_first_by_id_too) {
   World world(2, 4);
   const auto ask = [&](std::vector<std::string> names) {
     std::vector<Request> requests;
@@ -329,7 +227,7 @@ TEST(what_was_agreed_upon_longest_ago_is_forgotten_first_by_runs_too) {
 }
 
 // Its ranks are other members than those of the world are.
-TEST(runs_of_a_process_set_wait_for_its_members_alone) {
+TEST(requests_of_a_process_set_wait_for_its_members_alone) {
   World world(4, 100);
   Request add;
   add.name = "add";
@@ -351,7 +249,7 @@ TEST(runs_of_a_process_set_wait_for_its_members_alone) {
   }
 }
 
-TEST(who_joins_while_runs_wait_counts_for_each_of_their_requests) {
+TEST(who_joins_while_requests_wait_counts_for_each_of_them) {
   World world(3, 100);
   const std::vector<Request> step = {Allreduce("a"), Allreduce("b"), Allreduce("c")};
   for (const Request& request : step) world.Asks(request);
@@ -369,7 +267,7 @@ TEST(who_joins_while_runs_wait_counts_for_each_of_their_requests) {
   CHECK_EQ(world.Decide().size(), size_t{1});
 }
 
-TEST(runs_that_wait_are_a_stall_in_time) {
+TEST(what_waits_by_its_id_is_a_stall_in_time) {
   Coordinator::Options options;
   options.size = 2;
   options.cache_capacity = 100;
@@ -389,7 +287,7 @@ TEST(runs_that_wait_are_a_stall_in_time) {
   CHECK(warning.find(both) != std::string::npos);
   CHECK(coordinator.NextDeadline() > 12 * kSecond);
   coordinator.Receive(0, report, 13 * kSecond);
-  CHECK_EQ(coordinator.Decide()->decisions.size(), size_t{2});
+  CHECK_EQ(coordinator.Decide()->decisions.size(), size_t{1});
   CHECK_EQ(coordinator.NextDeadline(), kForever);
 }
 
