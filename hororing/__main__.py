@@ -23,19 +23,19 @@ _FRAMEWORKS = ("torch", "tensorflow", "keras")
 _COMMANDS = {
     "doctor": (
         "hororing.doctor",
-        "what the ranks of a running or ended job are doing",
+        "show what the ranks of a job are doing, or were doing when it ended",
     ),
     "stragglers": (
         "hororing.toolkit.stragglers.command",
-        "which ranks a timeline shows to be late",
+        "find late ranks in a timeline",
     ),
     "evaluate": (
         "hororing.toolkit.data.command",
-        "checkpoints, offline, each rank a shard of the data",
+        "evaluate checkpoints offline, each rank on a shard of the data",
     ),
     "compare": (
         "hororing.toolkit.tracking.comparison",
-        "how records of runs differ, and what came of them",
+        "compare the records of runs",
     ),
 }
 
@@ -186,7 +186,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m hororing", description=__doc__)
     parser.add_argument("--version", action="version", version=hororing.__version__)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("info", help="what works here, and what is missing")
+    commands.add_parser("info", help="show what works here and what is missing")
     show = commands.add_parser("config", help="every setting, its value and where it comes from")
     show.add_argument("--markdown", action="store_true", help="print docs/configuration.md")
     given = sys.argv[1:] if arguments is None else arguments

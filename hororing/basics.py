@@ -1,4 +1,4 @@
-"""What every adapter offers of the process and its engine, under the names of Horovod's basics."""
+"""The functions about the process and its engine, under the names of Horovod's basics."""
 
 from types import SimpleNamespace
 

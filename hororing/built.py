@@ -1,4 +1,4 @@
-"""Which libraries there are, as Horovod's scripts ask for them."""
+"""Which libraries were found, under the names that scripts for Horovod use."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def gloo_built() -> bool:
 
 
 def nccl_built() -> int:
-    """Return the version of the NCCL that is found here, 23203 for 2.32.3; 0 where there is none.
+    """Return the version of NCCL on this host, 23203 for 2.32.3; 0 if there is none.
 
-    NCCL is no part of a build: one that is installed later is found without another.
+    NCCL is not part of the build: if it is installed later, nothing needs to be rebuilt.
     """
     chosen = config.load()["NCCL_LIBRARY"]
     return int(lib.hr_nccl_version(os.fsencode(nccl.libraries(chosen))))

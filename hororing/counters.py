@@ -1,4 +1,4 @@
-"""What the engine has done so far, in numbers."""
+"""Counters of what the engine has done."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hororing._core import ffi, lib
 
 
 def statistics() -> dict[str, int]:
-    """What the engine of this process has done since `init`, by name.
+    """Return counters of what the engine of this process has done since `init`, by name.
 
     Never blocks. The numbers are counters, read one after another while the engine goes on; what
     each counts is in docs/scheduling.md. ``"groups"`` holds what

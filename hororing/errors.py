@@ -61,15 +61,15 @@ class NotInitializedError(HororingInternalError, ValueError):
 
 
 class ShutDownError(HororingInternalError):
-    """Some rank has shut down or reached the end of its script."""
+    """A rank has shut down or reached the end of its script."""
 
 
 class PeerLostError(HororingInternalError):
-    """A rank died, or ended with an exception. The same on all other ranks.
+    """A rank died, or ended with an exception. All other ranks raise the same error.
 
     Attributes
     ----------
-    rank : the rank that was lost; -1 where it is not known.
+    rank : the rank that was lost; -1 if it is not known.
     """
 
     def __init__(self, text: str, rank: int = -1) -> None:
@@ -82,16 +82,16 @@ class PeerLostError(HororingInternalError):
 
 
 class StalledError(HororingInternalError):
-    """A tensor waited for ranks longer than HORORING_STALL_SHUTDOWN_S, or they for one another.
+    """A tensor waited longer than HORORING_STALL_SHUTDOWN_S, or ranks waited for one another.
 
-    The latter after HORORING_DEADLOCK_S. On all ranks.
+    The latter is raised after HORORING_DEADLOCK_S. Raised on all ranks.
     """
 
 
 class TransportError(HororingInternalError):
     """No progress for HORORING_TIMEOUT_S, or MPI or shared memory reported an error.
 
-    On all ranks, whichever of them has met it.
+    Raised on all ranks, whichever of them noticed it.
     """
 
 

@@ -19,12 +19,12 @@ from hororing.runtime import rank, size
 class MetricAverage:
     """Averages all metrics over the ranks at the end of each epoch.
 
-    It must stand before callbacks that look at them: ReduceLROnPlateau, EarlyStopping,
+    Put it before callbacks that read metrics: ReduceLROnPlateau, EarlyStopping,
     ModelCheckpoint, TensorBoard. All ranks must have the same metrics.
 
     Parameters
     ----------
-    device : Horovod's; without a meaning here.
+    device : accepted for Horovod's sake; no effect.
     """
 
     def __init__(self, device: str = "") -> None:
@@ -51,13 +51,13 @@ class LearningRateSchedule:
     ----------
     initial_lr : the rate that is multiplied.
     multiplier : a function of the epoch, or a number.
-    start_epoch, end_epoch : when it is in force: start_epoch <= epoch < end_epoch.
-    staircase : change it once per epoch; otherwise with every batch, and `multiplier` is given
-        fractions of epochs.
+    start_epoch, end_epoch : when it applies: start_epoch <= epoch < end_epoch.
+    staircase : change the rate once per epoch. Otherwise it changes with every batch, and
+        `multiplier` gets fractions of epochs.
     momentum_correction : keep the effect of momentum when the rate changes (Goyal et al. 2017,
         arXiv:1706.02677, section 3). The velocity of Keras' optimizers contains the rate, so it
         is multiplied by new rate / old rate.
-    steps_per_epoch : batches per epoch, where ``staircase=False`` and Keras does not know it.
+    steps_per_epoch : batches per epoch, if ``staircase=False`` and Keras does not know it.
     """
 
     model: Any  # Keras sets these two
@@ -147,10 +147,10 @@ class LearningRateWarmup(LearningRateSchedule):
 
     Parameters
     ----------
-    initial_lr : the rate to arrive at.
+    initial_lr : the final rate.
     warmup_epochs : how long that takes.
     momentum_correction, steps_per_epoch : as for `LearningRateSchedule`.
-    verbose : 1: rank 0 prints the rate when it has arrived.
+    verbose : 1: rank 0 prints the rate when warm-up ends.
     """
 
     def __init__(

@@ -114,7 +114,7 @@ def topology() -> Topology:
 
 
 def rank() -> int:
-    """Return the number of this process in the job, from 0."""
+    """Return the index of this process in the job, from 0."""
     return topology().rank
 
 
@@ -124,7 +124,7 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """Return the number of this process among those of its host."""
+    """Return the index of this process among those of its host."""
     return topology().local_rank
 
 
@@ -134,7 +134,7 @@ def local_size() -> int:
 
 
 def cross_rank() -> int:
-    """Return the number of this host among those that have this local rank."""
+    """Return the index of this host, among the hosts that have this local rank."""
     return topology().cross_rank
 
 

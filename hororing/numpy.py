@@ -78,8 +78,8 @@ class NumpyAdapter:
         if tensor.dtype.name not in collectives.DTYPES or not tensor.dtype.isnative:
             raise ValueError(
                 f"{verb}: arrays of {tensor.dtype.newbyteorder('=')!s}"
-                f"{'' if tensor.dtype.isnative else ' in foreign byte order'} are not supported; "
-                f"use one of {', '.join(collectives.DTYPES)}"
+                f"{'' if tensor.dtype.isnative else ' in non-native byte order'} are not supported"
+                f"; use one of {', '.join(collectives.DTYPES)}"
             )
         return tensor
 

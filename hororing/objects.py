@@ -1,6 +1,6 @@
-"""Any Python object to all ranks, or from all ranks, by cloudpickle.
+"""Sends any Python object to all ranks, or from all ranks, with cloudpickle.
 
-Sizes travel first, as int64, then the payload as bytes. Without `name` all ranks use one
+Sizes are sent first, as int64, then the payload as bytes. Without `name` all ranks use one
 default name, whatever types their objects have.
 """
 

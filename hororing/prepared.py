@@ -107,7 +107,7 @@ def start_many(
 
 
 def finish_many(handles: list[int], stream: int | None = None) -> bool:
-    """Wait for all, which are no more then. False: not all have succeeded, and all still are.
+    """Wait for all handles and release them. False: some failed, and none is released.
 
     `stream`, of a device, waits for the results there. May be called again.
     """

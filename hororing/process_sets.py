@@ -134,8 +134,9 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     Raises
     ------
     ValueError : on every rank, for ranks that do not exist or occur twice, for a set that exists
-        already, and when ranks pass different sets. On this rank, for what is not a sequence of
-        ranks, and unless ``HORORING_DYNAMIC_PROCESS_SETS=1`` or ``init(process_sets="dynamic")``.
+        already, and if ranks pass different sets. On this rank, if `process_set` is not a sequence
+        of ranks, and without ``HORORING_DYNAMIC_PROCESS_SETS=1`` or
+        ``init(process_sets="dynamic")``.
     """
     if not job.process_sets_are_dynamic():
         raise ValueError(
@@ -149,9 +150,9 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Remove a set. All ranks of the job call it, in the same order.
 
-    Returns whether there was something to remove: False for the global set and for a set that is
-    not registered. What is in flight in the set fails. ValueError as for `add_process_set`,
-    TypeError for what is no ProcessSet.
+    Returns whether a set was removed: False for the global set and for one that is not registered.
+    Requests in flight in the set fail. Raises ValueError as `add_process_set` does, and TypeError
+    for anything that is not a ProcessSet.
     """
     _check_type(process_set, "remove_process_set")
     if not job.process_sets_are_dynamic():

@@ -79,7 +79,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
 
     Parameters
     ----------
-    comm : None for all ranks that mpirun started; a list of ranks for a job of these alone; or
+    comm : None for all ranks of the job; a list of ranks, which then form a job of their own; or
         an mpi4py communicator.
     process_sets : a list of `ProcessSet` or of lists of ranks, registered with ids from 1 in this
         order; or "dynamic", which allows `add_process_set` afterwards.
@@ -92,7 +92,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     MismatchError : ranks are configured differently.
     TransportError : the ranks cannot reach one another, or not all came within HORORING_TIMEOUT_S.
     PeerLostError : a rank has ended before all had come, as far as its host or MPI tells.
-    KeyboardInterrupt : within seconds. Where MPI was starting, the process can only end then.
+    KeyboardInterrupt : within seconds. If MPI was starting, the process can then only end.
     """
     start(launch.detect(), comm, process_sets)
 
@@ -270,8 +270,8 @@ def _parse_comm(comm: Any, started_by: Launch) -> tuple[int, list[int] | None, b
 def shutdown() -> None:
     """End the engine. Does nothing when there is none.
 
-    What all ranks had submitted is carried out; everything else pending fails with ShutDownError,
-    on every rank. Returns also when peers are dead. `init()` works again afterwards.
+    Requests that all ranks had submitted are carried out. All other pending requests fail with
+    ShutDownError on every rank. Returns even if peers are dead. `init()` works again afterwards.
     """
     _shutdown("shutdown() was called")
 
@@ -412,10 +412,10 @@ def _absolute(path: str | os.PathLike[str]) -> str:
 
 
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
-    """Write what all ranks do into `file_path` from now on.
+    """Record the events of all ranks in `file_path` from now on.
 
-    Rank 0's call counts; on other ranks it does nothing. A timeline that is being written is
-    finished first; if it is the same file, it just goes on. `mark_cycles` adds CYCLE_START events.
+    Only rank 0's call counts; on other ranks it does nothing. A timeline that is being written is
+    finished first; if it is the same file, it continues. `mark_cycles` adds CYCLE_START events.
     The file holds the last HORORING_TIMELINE_BYTES. ValueError where it cannot be written.
     """
     topology()

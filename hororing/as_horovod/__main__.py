@@ -50,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
         usage="%(prog)s [-h] (script | -m module | -c code) [arguments of the script ...]",
         description="Run a script for Horovod with hororing: in it, `import horovod.torch` gives "
         "hororing.torch. Launch it with mpirun.",
-        epilog="docs/migrating.md tells what differs and what there is not.",
+        epilog="docs/migrating.md says what differs and what is missing.",
     )
     parser.add_argument("-m", metavar="module", help="run a module or package")
     parser.add_argument("-c", metavar="code", help="run the text of a program")

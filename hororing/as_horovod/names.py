@@ -46,10 +46,10 @@ _LAUNCH = (
     "hororing.as_horovod train.py (several hosts: -H host1:2,host2:2)"
 )
 _AGGREGATION = (
-    "pass backward_passes_per_step= to DistributedOptimizer of horovod.keras, or add gradients up "
-    "before the tape's are asked for"
+    "pass backward_passes_per_step= to DistributedOptimizer of horovod.keras, or add up gradients "
+    "before you ask the tape for them"
 )
-_BUILD = "it is about how Horovod was built; python -m hororing info tells what works here"
+_BUILD = "it describes how Horovod was built; python -m hororing info shows what works here"
 
 # The way out, for what does not exist: a name and all names below it.
 WAYS_OUT = {
@@ -78,4 +78,4 @@ def way_out(name: str) -> str:
         if name in WAYS_OUT:
             return WAYS_OUT[name]
         name = name.rpartition(".")[0]
-    return "docs/migrating.md lists what there is"
+    return "docs/migrating.md lists what is available"

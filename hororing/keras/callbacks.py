@@ -17,17 +17,17 @@ from hororing.runtime import size
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """Lets all ranks begin with the weights and the optimizer's variables of one; checks, too.
+    """Lets all ranks start with the weights and optimizer variables of one rank, and checks them.
 
-    A model that is built is broadcast before its first batch, one that is not after it: ranks have
-    begun with different weights then, but go on with the same ones. States of random generators
-    (of dropout layers, say) stay those of each rank.
+    A model that is already built is broadcast before the first batch. Otherwise the broadcast comes
+    after that batch: ranks start with different weights, but continue with the same ones. Each rank
+    keeps the states of its random generators (for example of dropout layers).
 
     Parameters
     ----------
-    root_rank : the rank whose values all get.
-    device : Horovod's; without a meaning here.
-    local_variables : what is left out, as `register_local_var` does.
+    root_rank : the rank whose values all ranks get.
+    device : accepted for Horovod's sake; no effect.
+    local_variables : variables to leave out, as `register_local_var` does.
 
     Raises
     ------

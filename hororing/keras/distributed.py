@@ -288,9 +288,9 @@ def _is_maximum(variable: Any) -> bool:
 
 NOTHING_REDUCED = (
     "the model was trained, but no gradient went through hororing's DistributedOptimizer: ranks "
-    "train apart. Pass what DistributedOptimizer returns to model.compile (again, if the model was "
-    "trained before); a copy of a model (clone_model, a loaded file) has a plain optimizer, to be "
-    "wrapped again"
+    "train separately. Pass what DistributedOptimizer returns to model.compile (again, if the "
+    "model was trained before); a copy of a model (clone_model, a loaded file) has a plain "
+    "optimizer, which must be wrapped again"
 )
 
 WRONG_ORDER = (

@@ -33,34 +33,34 @@ def DistributedOptimizer(
 ) -> Any:
     """Make `optimizer` reduce its gradients over all ranks, and return it.
 
-    The given optimizer itself becomes distributed; it keeps its state, and files hold it as it was:
-    whoever loads them has a plain optimizer, to be passed to this function again. So have
-    models that were copied (clone_model, deepcopy); a copy of the optimizer alone is distributed.
-    Ranks must agree on which variables have no gradient.
+    The given optimizer itself becomes distributed and keeps its state. Files hold it as a plain
+    optimizer, which must be passed to this function again after loading. A copy of a model
+    (clone_model, deepcopy) has a plain optimizer, too; a copy of the optimizer alone is
+    distributed. Ranks must agree on which variables have no gradient.
 
-    Under the policy mixed_float16 the result is a LossScaleOptimizer around the given one, as
-    ``model.compile`` would make it, but inside out: infinities on one rank are seen by all.
+    Under the policy mixed_float16, the result is a LossScaleOptimizer around the given one, as
+    ``model.compile`` would make it, but all ranks see infinities of one rank.
 
     Parameters
     ----------
     optimizer : any optimizer of Keras 3.
-    name : what the names of its requests begin with, in messages and the timeline.
-    device_dense, device_sparse : Horovod's, for its GPU kernels; without a meaning here.
-    compression : how gradients travel: Compression.none, .fp16, .bf16 or your own Compressor.
-    sparse_as_dense : reduce gradients of embeddings as dense tensors. On TensorFlow they are
-        gathered otherwise; other backends have dense ones.
+    name : prefix of the names of its requests, in messages and the timeline.
+    device_dense, device_sparse : accepted for Horovod's sake; no effect.
+    compression : how gradients are sent: Compression.none, .fp16, .bf16 or your own Compressor.
+    sparse_as_dense : reduce gradients of embeddings as dense tensors. Without it, TensorFlow
+        gathers them; on other backends they are dense anyway.
     gradient_predivide_factor : with op=Average, divide by this before the sum and multiply by
         it after: against overflow of 16-bit floats.
     op : Average, Sum, Min, Max or Product; or Adasum: each rank updates its variables with its own
-        gradients, and what that changed is combined. Optimizer variables then differ between ranks.
+        gradients, and the changes are combined. Optimizer variables then differ between ranks.
     num_groups : deprecated; use `groups`.
-    groups : a number of groups, or lists of variables; a group is reduced in one go. Variables in
-        no list are reduced one by one.
-    backward_passes_per_step : so many batches make one update: gradients are added up, then
-        reduced. `iterations`, and so schedules, count updates. Keras' own
+    groups : a number of groups, or lists of variables. A group is reduced in one message.
+        Variables in no list are reduced one by one.
+    backward_passes_per_step : number of batches for one update: gradients are added up, then
+        reduced. `iterations`, and therefore schedules, count updates. Keras' own
         ``gradient_accumulation_steps`` works, too, but reduces every batch's gradients.
     average_aggregated_gradients : divide the sum by the number of batches.
-    process_set : the ranks that reduce with each other. Ranks outside it train by themselves.
+    process_set : the ranks that reduce with each other. Ranks outside it train alone.
     scale_local_gradients : divide gradients of local variables (`register_local_var` of the
         optimizer) by the number of ranks: they then weigh as much as averaged ones.
 
@@ -98,7 +98,7 @@ def PartialDistributedOptimizer(
 ) -> Any:
     """Do as `DistributedOptimizer`, but leave out what `local_layers` train.
 
-    `local_layers` is a layer, or a list of layers, each rank has for itself. Copies of the
+    `local_layers` is a layer, or a list of layers, that differ between ranks. Copies of the
     optimizer do not know them.
     """
     if local_layers is None:

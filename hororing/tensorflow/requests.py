@@ -210,7 +210,7 @@ def _refuse_xla(name: str) -> None:
                 raise ValueError(
                     f"'{name}': XLA cannot compile communication between processes; use "
                     "jit_compile=False (in model.compile, in tf.function), and tf.function("
-                    "jit_compile=True) around what computes only"
+                    "jit_compile=True) around the computation only"
                 )
             context = context.outer_context
         graph = getattr(graph, "outer_graph", None)

@@ -114,7 +114,7 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: 
     Parameters
     ----------
     root_rank : whose values count.
-    device : Horovod's, of no effect here.
+    device : accepted for Horovod's sake; no effect.
     """
 
     def __init__(self, root_rank: int, device: str = "") -> None:
@@ -139,8 +139,8 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: 
 def _refuse_functions(verb: str) -> None:
     if tf.inside_function():
         raise RuntimeError(
-            f"{verb}: call it outside of tf.function, which would do it while it is traced: "
-            "not each time, and not at the same time on all ranks"
+            f"{verb}: call it outside of tf.function, which would run it during tracing: "
+            "not in every call, and not at the same time on all ranks"
         )
 
 

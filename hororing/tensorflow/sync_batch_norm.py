@@ -39,11 +39,11 @@ class SyncBatchNormalization(GroupedLayer, keras.layers.BatchNormalization):  # 
     Gradients of gamma and beta are this rank's part of the sum: DistributedOptimizer and
     DistributedGradientTape reduce them like any other.
 
-    With `group_size`, ranks share statistics with their group only, and so the moving statistics of
+    With `group_size`, ranks share statistics only within their group, so the moving statistics of
     groups differ: average them before evaluation and checkpoints. Groups are process sets, which
-    the first layer that has them registers when it is made. Therefore all ranks of the job, members
-    of `process_set` or not, must make such layers alike, after `init()`. (After a further `init()`,
-    or in a layer that comes from a file or a config, its next call in training does it.)
+    the first layer that needs them registers. Therefore all ranks of the job, members of
+    `process_set` or not, must create such layers in the same way, after `init()`. (After another
+    `init()`, or in a layer that comes from a file or a config, its next call in training does it.)
 
     Parameters
     ----------
@@ -210,7 +210,7 @@ def _differentiated(tensor: tf.Tensor) -> Any:
     def gradient(upstream: tf.Tensor) -> tf.Tensor:
         problem = (
             "SyncBatchNormalization has no second-order gradients; use "
-            "keras.layers.BatchNormalization in what is differentiated twice"
+            "keras.layers.BatchNormalization where you differentiate twice"
         )
         if tf.executing_eagerly():
             raise NotImplementedError(problem)

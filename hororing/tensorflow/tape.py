@@ -95,17 +95,17 @@ def DistributedGradientTape(
     Parameters
     ----------
     gradtape : a tf.GradientTape, before or after it was used. It itself stays as it is.
-    compression : how gradients travel: Compression.none, .fp16, .bf16 or your own Compressor.
+    compression : how gradients are sent: Compression.none, .fp16, .bf16 or your own Compressor.
     sparse_as_dense : reduce tf.IndexedSlices as dense tensors instead of gathering them.
     op : Average, Sum, Min, Max, Product or Adasum.
     gradient_predivide_factor : with op=Average, divide by this before the sum and multiply by it
         after: against overflow of 16-bit floats.
     num_groups : deprecated; use `groups`.
-    groups : a number of groups, or lists of variables; a group is reduced in one go when all its
-        gradients are there. Variables in no list are reduced one by one.
+    groups : a number of groups, or lists of variables. A group is reduced in one message when all
+        its gradients are ready. Variables in no list are reduced one by one.
     process_set : the ranks that reduce with each other; others keep their own gradients.
     scale_local_gradients : divide gradients of local sources by the number of ranks.
-    device_dense, device_sparse : Horovod's, of no effect here.
+    device_dense, device_sparse : accepted for Horovod's sake; no effect.
 
     Examples
     --------

@@ -72,7 +72,7 @@ def allreduce(
     tensor : a tensor or variable, of the same shape and type on every rank; or tf.IndexedSlices,
         whose rows are gathered (op is Average, which divides the values, or Sum).
     average : deprecated; True is op=Average, False op=Sum.
-    compression : how the tensor travels, e.g. ``Compression.fp16``.
+    compression : how the tensor is sent, e.g. ``Compression.fp16``.
     op : Average (the default), Sum, Min, Max, Product, or Adasum (floating point, among all ranks,
         whose number is a power of two). An average of integers is truncated toward zero; bool has
         no average.
@@ -80,7 +80,7 @@ def allreduce(
     name : unique among tensors in flight; made from the graph, or from the order of eager calls,
         when omitted.
     process_set : the ranks that take part; all of the job when omitted.
-    device_dense, device_sparse, ignore_name_scope : Horovod's, of no effect here.
+    device_dense, device_sparse, ignore_name_scope : accepted for Horovod's sake; no effect.
     """
     check_devices(device_dense, device_sparse)
     chosen = arguments.choose_op(op, average)
@@ -264,7 +264,8 @@ def alltoall(
     ----------
     tensor : rows for rank 0, then those for rank 1, ...; ranks may differ in the first dimension.
     splits : how many rows each rank of the set gets: a list, or a one-dimensional tensor of int32.
-        Rows beyond their sum are not sent. Equally many when omitted.
+        Rows beyond their sum are not sent. Without `splits`, every rank gets the same
+        number.
 
     Returns the rows in the order of the ranks they come from; with `splits`, also how many came
     from each, as int32.

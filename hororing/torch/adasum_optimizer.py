@@ -144,9 +144,9 @@ class DeltaDistributed(Distributed):
     def skip_synchronize(self) -> NoReturn:
         """Raise AssertionError: there is no step without a reduction."""
         raise AssertionError(
-            "optimizer.skip_synchronize() cannot be used with op=Adasum: the changes of parameters "
-            "are reduced, in step(), not gradients before it. Clip or unscale gradients before "
-            "optimizer.step(), and leave out synchronize() and skip_synchronize()"
+            "optimizer.skip_synchronize() cannot be used with op=Adasum, which reduces the changes "
+            "of parameters in step(), not the gradients before it. Clip or unscale gradients "
+            "before optimizer.step(), and leave out synchronize() and skip_synchronize()"
         )
 
     def _start_over(self) -> None:

@@ -225,6 +225,6 @@ def check_auto_groups(groups: str, op: int) -> None:
         )
     if op == arguments.Adasum:
         raise ValueError(
-            'DistributedOptimizer: groups="auto" follows when gradients become ready in backward, '
+            'DistributedOptimizer: groups="auto" measures when gradients become ready in backward, '
             "but op=Adasum reduces all changes at once, in step(); pass a number of groups"
         )

@@ -342,8 +342,8 @@ class Slot(Gradient):
             raise AssertionError(
                 f"gradient of '{self.name}' came again in the same backward pass while it was "
                 "being reduced: several reentrant checkpoints use this parameter, which did not "
-                "happen in the passes before. Call optimizer.synchronize() and begin the step "
-                "anew: now the optimizer knows. Or pass use_reentrant=False to the checkpoints"
+                "happen in the passes before. Call optimizer.synchronize() and start the step "
+                "again: the optimizer knows it now. Or pass use_reentrant=False to the checkpoints"
             )
 
     def prove(self) -> bool:
@@ -379,8 +379,8 @@ class Slot(Gradient):
         text = str(error)
         if isinstance(error, DuplicateNameError):
             text += (
-                "; where two optimizers have parameters of the same names, pass each of them "
-                "named_parameters with a prefix of its own"
+                "; if two optimizers have parameters with the same names, pass named_parameters "
+                "with a different prefix to each of them"
             )
         if self.left == 0:
             passes = self.shared.passes
@@ -554,9 +554,9 @@ def one_pass_too_many(name: str, passes: int, why: str) -> AssertionError:
     """The error where a backward pass comes that was not expected before a step."""
     return AssertionError(
         f"gradient of '{name}' was computed more than backward_passes_per_step ({passes}) times "
-        f"before step(): the gradients that are there {why}; raise backward_passes_per_step, or "
-        "call optimizer.step() or optimizer.zero_grad() (that of the optimizer, not of the model) "
-        "before"
+        f"before step(): the existing gradients {why}; raise backward_passes_per_step, or "
+        "call optimizer.step() or optimizer.zero_grad() (of the optimizer, not of the model) "
+        "first"
     )
 
 

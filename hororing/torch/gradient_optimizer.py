@@ -146,8 +146,8 @@ class Distributed(torch.optim.Optimizer):
             if self._reducer is not None and self._synchronized_by_user:
                 warnings.warn(
                     "optimizer.step() called without optimizer.skip_synchronize() after "
-                    "optimizer.synchronize(); gradients are not reduced a second time. Neither of "
-                    "the two is needed: backward() has reduced the gradients when it returns",
+                    "optimizer.synchronize(); gradients are not reduced a second time. Neither is "
+                    "needed: the gradients are reduced when backward() returns",
                     stacklevel=3,  # torch.compiler.disable is between
                 )
             self._reduce()

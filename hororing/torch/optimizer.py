@@ -1,8 +1,8 @@
 """DistributedOptimizer: an optimizer whose gradients are reduced over all ranks.
 
-The given optimizer itself becomes distributed: its class is replaced by a sub-class of it, made
-for the purpose. So it keeps its state, its options and whatever refers to it (a learning rate
-scheduler, say), and is still an instance of its class.
+The given optimizer itself becomes distributed: its class is replaced by a sub-class of it. So it
+keeps its state and options, other objects that refer to it (such as a learning rate scheduler) stay
+valid, and it is still an instance of its class.
 
 `torch.amp.GradScaler` looks at gradients before it calls `step()`. Its `unscale_` and `step` are
 wrapped here, once for the process, so that they wait for the gradients of distributed
@@ -49,41 +49,41 @@ def DistributedOptimizer(
     """Make `optimizer` reduce its gradients over all ranks, and return it.
 
     Gradients are sent while backward still runs, and are reduced when `backward()` returns, which
-    waits for the other ranks; so does `step()` on a rank without a backward pass. Errors of the
+    waits for the other ranks. On a rank without a backward pass, `step()` does. Errors of the
     reduction (MismatchError, PeerLostError, ...) are raised there. Parameters that are unfrozen or
-    added later are reduced, too; in a job of one rank nothing is.
+    added later are reduced, too. A job of one rank reduces nothing.
 
     Parameters
     ----------
     optimizer : any torch optimizer. It becomes a distributed one itself.
-    named_parameters : ``model.named_parameters()``; names for messages and the timeline, for
-        every parameter of the optimizer. Without it names are made from positions; then all
-        ranks must create their optimizers in the same order.
-    compression : how gradients travel: Compression.none, .fp16, .bf16 or your own Compressor.
-    backward_passes_per_step : gradients are reduced in the last of so many backward passes. They
-        add up over passes and are averaged over ranks.
-    op : Average, Sum, Min, Max or Product; or Adasum, see below. Only averages are averaged again
-        in another backward pass before `step()` or `zero_grad()`; otherwise it is an
+    named_parameters : ``model.named_parameters()``: the names of all parameters of the optimizer,
+        for messages and the timeline. Without it, names are made from positions, and all ranks
+        must create their optimizers in the same order.
+    compression : how gradients are sent: Compression.none, .fp16, .bf16 or your own Compressor.
+    backward_passes_per_step : the number of backward passes, of which the last one reduces.
+        Gradients add up over passes and are averaged over ranks.
+    op : Average, Sum, Min, Max or Product; or Adasum, see below. Another backward pass before
+        `step()` or `zero_grad()` averages again with Average; with another operation it is an
         AssertionError.
     gradient_predivide_factor : with op=Average, divide by this before the sum and multiply by
         it after: against overflow of 16-bit floats.
     num_groups : deprecated; use `groups`.
-    groups : a number of groups, or lists of parameters; a group is reduced in one go when all
-        its gradients are there. Parameters in no list are reduced one by one. "auto": the
+    groups : a number of groups, or lists of parameters. A group is reduced in one message when all
+        its gradients are ready. Parameters in no list are reduced one by one. "auto": the
         groups whose reductions finish earliest, found from measurements of the first steps; see
         docs/scheduling.md.
-    sparse_as_dense : reduce sparse gradients as dense ones. Needed where a rank may lack one
-        before it has had any, for then it cannot know that it is sparse (MismatchError).
-    process_set : the ranks that reduce with each other. Ranks outside it step by themselves.
+    sparse_as_dense : reduce sparse gradients as dense ones. Needed if a rank may lack a gradient
+        that it has never had: it cannot know that it is sparse (MismatchError).
+    process_set : the ranks that reduce with each other. Ranks outside it step alone.
 
     Notes
     -----
     With op=Adasum each rank takes its own step with its own gradients, in `step()`, and the
     changes of the parameters, not the gradients, are combined (Maleki et al. 2020,
-    arXiv:2006.02924). So clip and unscale gradients before `step()`, without `synchronize()` and
-    `skip_synchronize()`; optimizer state differs between ranks. It needs a number of ranks that
-    is a power of two, and all of them. `compression` and `groups` are applied to the changes,
-    which are dense, also where gradients are sparse.
+    arXiv:2006.02924). Clip and unscale gradients before `step()`, without `synchronize()` and
+    `skip_synchronize()`. Optimizer state differs between ranks. All ranks take part, and their
+    number must be a power of two. `compression` and `groups` apply to the changes, which are
+    dense even if gradients are sparse.
 
     Examples
     --------

@@ -388,7 +388,7 @@ def _release(slots: dict[int, Entry]) -> None:
 def _spoilt(slot: Slot) -> AssertionError:
     return AssertionError(
         f"gradient of '{slot.name}' was changed while it was being reduced, so ranks have "
-        "different values; call optimizer.zero_grad() and begin the step anew, on all ranks"
+        "different values; call optimizer.zero_grad() and start the step again, on all ranks"
     )
 
 
@@ -396,6 +396,6 @@ def describe_in_flight(names: list[str]) -> str:
     """Tell that gradients are on their way, and what to do, as the end of a sentence."""
     return (
         f"{len(names)} gradients, '{names[0]}' the first, are being reduced: a backward pass was "
-        "not finished on this rank. Other ranks may wait for the rest of them; call "
-        "optimizer.synchronize(), which reduces what is there, before"
+        "not finished on this rank. Other ranks may wait for the rest of them; first call "
+        "optimizer.synchronize(), which reduces the gradients of this rank"
     )

@@ -99,19 +99,19 @@ def broadcast_optimizer_state(
 ) -> None:
     """Give every rank the state and the options of rank `root_rank`'s optimizer, in place.
 
-    No step is taken, and parameters stay as they are. Options (learning rate, betas, ...) travel
-    also when there is no state yet; then parameters without a gradient get a zero one, as in
-    Horovod.
+    No step is taken, and parameters do not change. Options (learning rate, betas, ...) are sent
+    even if there is no state yet. In that case, parameters without a gradient get a zero gradient,
+    as in Horovod.
 
     Parameters
     ----------
     optimizer : plain or distributed; of the same class with the same groups on every rank.
-    model : that of the optimizer, where some of its embeddings have sparse gradients, which are not
+    model : the optimizer's model, if some of its embeddings have sparse gradients, which are not
         made zero.
 
     Raises
     ------
-    TypeError : for what is no optimizer.
+    TypeError : for anything that is not an optimizer.
     ValueError : for LBFGS, whose state is no set of tensors per parameter; on every rank, when
         the groups differ.
     """

@@ -56,11 +56,11 @@ class SyncBatchNorm(_BatchNorm):
     Gradients of weight and bias are this rank's part of the sum, as in torch.nn.SyncBatchNorm:
     DistributedOptimizer reduces them like any other.
 
-    With `group_size`, ranks share statistics with their group only, and so the running statistics
+    With `group_size`, ranks share statistics only within their group, so the running statistics
     of groups differ: average them before evaluation and checkpoints. Groups are process sets, which
-    the first layer that has them registers when it is made. Therefore all ranks of the job, members
-    of `process_set` or not, must make such layers alike, after `init()`. (After a further `init()`,
-    or in a layer that was read from a file, the next forward pass in training does it.)
+    the first layer that needs them registers. Therefore all ranks of the job, members of
+    `process_set` or not, must create such layers in the same way, after `init()`. (After another
+    `init()`, or in a layer that was read from a file, the next forward pass in training does it.)
 
     Parameters
     ----------

@@ -46,7 +46,7 @@ def synchronize(handle: int) -> Any:
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Block until every rank of the process set has called `barrier`.
 
-    What all of them had submitted to the set by then has landed when it returns.
+    Everything that they had submitted to the set by then is complete when it returns.
     """
     control.barrier(check_member(process_set, "barrier"))
 
@@ -54,16 +54,15 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 def join(device: int = -1) -> int:
     """Block until every rank has called `join`; return the last one to do so.
 
-    For ranks that have run out of data. Until it returns this rank takes part in whatever the
-    others allreduce, with values that leave theirs as they are: zeros for Sum, Average and Adasum
-    (an Average still divides by the number of all ranks), the neutral element for the rest. Other
-    collectives than allreduce and barrier fail with MismatchError meanwhile, on every rank, and so
-    do Min, Max and Product with a prescale_factor.
-    Calls of other threads of this rank are a ValueError until it returns.
+    For ranks that have run out of data. Until it returns, this rank takes part in the allreduces of
+    the others with neutral values: zeros for Sum, Average and Adasum (an Average still divides by
+    the number of all ranks), the neutral element for the rest. Meanwhile, collectives other than
+    allreduce and barrier fail with MismatchError on every rank, and so do Min, Max and Product with
+    a prescale_factor. Calls of other threads of this rank raise ValueError until it returns.
 
     `device` is the GPU whose memory holds those values, as in Horovod: the one that this process
-    communicates on. It need not be said if a tensor has been there before, and counts for nothing
-    where there is no GPU.
+    communicates on. It may be omitted if hororing has seen a tensor there before, and has no effect
+    without a GPU.
     """
     if device != -1:
         context = f" (join: device={device}; leave it out where tensors are on the CPU)"

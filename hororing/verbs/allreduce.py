@@ -35,7 +35,7 @@ class Allreduce(Requests[T]):
         tensor : any shape, the same shape and data type on every rank.
         average : deprecated; True is op=Average, False op=Sum.
         name : unique among tensors in flight; made from the order of calls when omitted.
-        compression : how the tensor travels, e.g. ``Compression.fp16``.
+        compression : how the tensor is sent, e.g. ``Compression.fp16``.
         op : Average (the default), Sum, Min, Max, Product, or Adasum (floating point, among all
             ranks, whose number is a power of two). An average of integers is truncated toward
             zero; bool has no average.

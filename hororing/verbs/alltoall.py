@@ -28,7 +28,8 @@ class Alltoall(Requests[T]):
         tensor : rows for rank 0, then those for rank 1, ...; ranks may differ in the first
             dimension only.
         splits : how many rows each rank of the set gets: a list, or a one-dimensional tensor of
-            int32. Rows beyond their sum are not sent. Equally many when omitted.
+            int32. Rows beyond their sum are not sent. Without `splits`, every rank gets the same
+        number.
 
         Returns the rows in the order of the ranks they come from; with `splits`, also how many
         came from each, as int32.

@@ -181,7 +181,9 @@ def case_hierarchical_sgd_refuses_what_it_cannot_do():
         train(model, 0)
     if hvd.size() > 1:
         model.compile(HierarchicalSGD(sgd(), **levels), "mse")
-        with pytest.warns(UserWarning, match="nobody averages weights: pass HierarchicalSGDCall"):
+        with pytest.warns(
+            UserWarning, match="nothing averages the weights: pass HierarchicalSGDCall"
+        ):
             model.fit(*batch(0, 1, hvd.rank()), verbose=0)
     adam = HierarchicalSGD(keras.optimizers.Adam(), momentum="reset", **levels)
     model.compile(adam, "mse")

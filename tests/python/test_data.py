@@ -174,7 +174,7 @@ def case_results_that_cannot_be_read_or_written_are_an_error_on_every_rank() -> 
     own = tempfile.mkdtemp() if hvd.rank() == 0 else ""
     folder = Path(hvd.broadcast_object(own))
     for content, text in (
-        ('{"checkpoint": "1"}\n{"loss": 3}\n', "line 2 of .* is no result"),
+        ('{"checkpoint": "1"}\n{"loss": 3}\n', "line 2 of .* is not a result"),
         ('{"lr": 1}', "holds no results"),
         (b"\x80\x02weights", "holds no results"),
     ):

@@ -74,7 +74,7 @@ def test_groups_follow_the_hosts_however_uneven():
         ({2.0: 2, 4: 8}, r"level 1 \(period 2.0\): the period must be an int"),
         ({2: 2, 4: True}, r"level 2 \(period 4\): the group size must be an int"),
         ({4: 2, 2: 8}, r"level 2 \(period 2\): periods must ascend"),
-        ({4: 2, 6: 8}, r"level 2 \(period 6\): .*no multiple of the one before, 4.* 4 or 8"),
+        ({4: 2, 6: 8}, r"level 2 \(period 6\): .*not a multiple of the previous one, 4.* 4 or 8"),
         ({2: 4, 4: 2, 8: 8}, r"level 2 \(period 4\): .*\[0, 1, 2, 3\] is split: ranks 0 and 2"),
         ({2: 2, 4: 4}, r"level 2 \(period 4\): the last level must average all 8 ranks"),
         ({2: "node"}, "neither 'host' nor 'world'"),

@@ -363,7 +363,7 @@ def case_wrong_options_are_refused_by_name():
         LARS(rounding=3)
     with pytest.raises(TypeError, match="inner_optimizer must be an optimizer of Keras 3"):
         LossScaleOptimizer("sgd")
-    with pytest.raises(ValueError, match="'kernels' fits no variable"):
+    with pytest.raises(ValueError, match="'kernels' matches no variable"):
         LARS(no_decay=["kernels"]).build([keras.Variable(np.ones(3), name="kernel")])
 
 

@@ -204,7 +204,7 @@ def case_what_cannot_work_says_so() -> None:
         model.fit(x, y, verbose=0, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
     with pytest.raises(TypeError, match="unset TF_USE_LEGACY_KERAS"):
         hvd.DistributedOptimizer(keras.optimizers.SGD())
-    with pytest.raises(ValueError, match="op=Adasum is not there for tf_keras"):
+    with pytest.raises(ValueError, match="op=Adasum is not available for tf_keras"):
         hvd.DistributedOptimizer(tf.keras.optimizers.SGD(), op=hvd.Adasum)
     with pytest.raises(ValueError, match="Keras 3"):
         hororing.tensorflow.SyncBatchNormalization()

@@ -186,7 +186,7 @@ def test_the_command_prints_a_report_or_says_what_is_wrong(tmp_path, capsys):
     for content, text in (
         ("{", "is not a timeline"),
         ("[]", "does not name its ranks"),
-        ('[{"name": "x"}, 3]', "is no list of events"),
+        ('[{"name": "x"}, 3]', "is not a list of events"),
         (json.dumps(json.loads(path.read_text())[:4]), "0 steps of 2 ranks were recorded"),
     ):
         path.write_text(content)

@@ -456,7 +456,7 @@ def case_wrong_use_is_an_error_on_every_rank() -> None:
     def on_last(wrong: object, right: object) -> object:
         return wrong if rank() == last else right
 
-    refused(r"level 2 \(period 3\).*no multiple", period_group_size_dict={2: 1, 3: "world"})
+    refused(r"level 2 \(period 3\).*not a multiple", period_group_size_dict={2: 1, 3: "world"})
     refused("momentum='sum' must be", momentum="sum")
     refused("delay_steps=3 is more", delay_steps=3)
     refused("delay_steps cannot", delay_steps=1, momentum="average")

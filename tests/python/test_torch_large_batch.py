@@ -331,9 +331,9 @@ def test_the_two_lists_of_exclusions_are_separate():
         (0.1, False): {"head.weight"},
         (0.0, False): {"head.bias"},
     }
-    with pytest.raises(ValueError, match=r"exclude_from_decay: '\(' is no regular expression"):
+    with pytest.raises(ValueError, match=r"exclude_from_decay: '\(' is not a regular expression"):
         parameter_groups(model, 1e-4, exclude_from_decay=["("])
-    with pytest.raises(ValueError, match="'gamma' fits no parameter"):
+    with pytest.raises(ValueError, match="'gamma' matches no parameter"):
         parameter_groups(model, 0.1, exclude_from_decay=["gamma"])
     with pytest.raises(TypeError, match="must be a list"):
         parameter_groups(model, 0.1, exclude_from_decay="bias")
@@ -343,7 +343,7 @@ def test_last_gammas_become_zero():
     model = nn.Sequential(Block(), Block())
     zero_last_gammas(model, [r"\d\.bn"])
     assert all((block.bn.weight == 0).all() and (block.norm.weight == 1).all() for block in model)
-    with pytest.raises(ValueError, match="fits no module"):
+    with pytest.raises(ValueError, match="matches no module"):
         zero_last_gammas(model, ["bn"])
     with pytest.raises(ValueError, match="Conv2d"):
         zero_last_gammas(model, [r"\d\.conv"])

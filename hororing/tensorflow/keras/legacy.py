@@ -133,8 +133,8 @@ def _wrapped(optimizer: Any, settings: Settings, local_layers: Sequence[Any] = (
         raise ValueError("optimizer is distributed already; wrap it once")
     if settings.op == Adasum:
         raise ValueError(
-            f"{WHAT}: op=Adasum is not there for tf_keras; use Average, a DistributedGradientTape, "
-            "or Keras 3"
+            f"{WHAT}: op=Adasum is not available for tf_keras; use Average, a "
+            "DistributedGradientTape, or Keras 3"
         )
     if not isinstance(settings.groups, int):
         groups = tuple(tuple(map(variable_key, group)) for group in settings.groups)

@@ -145,7 +145,7 @@ class Totals:
         if values.ndim == 0:
             raise ValueError(
                 f"metric '{name}' is one number for a batch; it must have one value per sample, so "
-                "that those which fill up a batch can be left out"
+                "that padding samples can be left out"
             )
         if mask is not None:
             mask = np.asarray(mask)
@@ -301,8 +301,8 @@ def _read(output: str | os.PathLike[str]) -> dict[str, dict[str, Total]]:
                 results[path] = {n: Total(each["total"], each["count"]) for n, each in line.items()}
             except (ValueError, KeyError, TypeError, AttributeError):
                 raise ValueError(
-                    f"line {number} of {os.fspath(output)!r} is no result of evaluate_checkpoints; "
-                    "pass another file, or delete the line"
+                    f"line {number} of {os.fspath(output)!r} is not a result of "
+                    "evaluate_checkpoints; pass another file, or delete the line"
                 ) from None
         file.truncate(len(whole))
     return results

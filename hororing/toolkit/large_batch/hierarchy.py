@@ -159,8 +159,8 @@ def _check_above(where: str, level: Level, below: Level) -> None:
         )
     if level.period % below.period:
         raise ValueError(
-            f"{where}: the period is no multiple of the one before, {below.period}; levels would "
-            f"not meet. Use {level.period - level.period % below.period} or "
+            f"{where}: the period is not a multiple of the previous one, {below.period}; levels "
+            f"would not meet. Use {level.period - level.period % below.period} or "
             f"{level.period - level.period % below.period + below.period}"
         )
     home = {rank: group for group in level.groups for rank in group}

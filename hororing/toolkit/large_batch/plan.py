@@ -104,8 +104,8 @@ def _checked(request: Request) -> Plan:
             raise ValueError("overlap_backward and delay_steps exclude each other; use one of them")
         if any(len(group) > 1 for group in gradient_groups):
             raise ValueError(
-                "overlap_backward=True updates weights when this rank's gradient is there, and "
-                "cannot wait for those of others: pass gradient_groups=None, or use delay_steps"
+                "overlap_backward=True updates weights as soon as this rank's gradient is ready, "
+                "and cannot wait for those of others: pass gradient_groups=None, or use delay_steps"
             )
     return Plan(
         hierarchy, gradient_groups, request.momentum, request.outer, None, delay_steps,

@@ -60,7 +60,7 @@ def read_timeline(path: str | os.PathLike[str]) -> Recording:
     starts: defaultdict[tuple[int, str, str], defaultdict[int, list[float]]]
     starts = defaultdict(lambda: defaultdict(list))
     if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
-        raise ValueError(f"{os.fspath(path)!r} is not a timeline: it is no list of events")
+        raise ValueError(f"{os.fspath(path)!r} is not a timeline: it is not a list of events")
     # Then the first ones of some ranks are missing, and later ones stand before earlier ones.
     wrapped = any(event.get("name") == "process_labels" for event in events)
     if wrapped:

@@ -89,7 +89,7 @@ class Diagnosis:
         if self.persistent:
             lines.append(
                 f"persistently late: rank {_text(self.persistent)}. Averaging less often cannot "
-                "help: everybody waits for them at last. Look for another process, a slow data "
+                "help: everybody waits for them in the end. Look for another process, a slow data "
                 "loader or longer batches there; give them less data, or leave them out."
             )
         chance = [r for r in self.ranks if r.kind != "persistent"]
@@ -97,7 +97,7 @@ class Diagnosis:
         if self.random and share >= MANY_SHARE:
             lines.append(
                 f"late by chance: rank {_text(self.random)}, {share:.0%} of their steps. "
-                "So many that every group has one in most steps: averaging less often gains "
+                "Every group has a late rank in most steps, so averaging less often gains "
                 "little. Look for what they share: file system, data loading, network."
             )
         elif self.random:
@@ -133,7 +133,7 @@ class Diagnosis:
         lines = ["  ".join(x.rjust(w) for x, w in zip(row, widths, strict=True)) for row in table]
         late = f"late: more than {self.tolerance_s * 1e3:.1f} ms behind half of the ranks"
         guess = [
-            f"predicted speed-up of {name}: {factor:.2f}x (these steps, averaging itself free)"
+            f"predicted speed-up of {name}: {factor:.2f}x (these steps, if averaging costs nothing)"
             for name, factor in self.predicted.items()
         ]
         return "\n".join([head, *lines, late, *self.advice(), *guess])
@@ -166,8 +166,8 @@ def diagnose(recording: Recording, tolerance_s: float | None = None) -> Diagnosi
     own = _own_times(rows, ends)
     if not np.isfinite(own).any():
         raise ValueError(
-            f"{len(rows)} steps of {size} ranks were recorded; stragglers can be told from two "
-            "steps of two ranks on"
+            f"{len(rows)} steps of {size} ranks were recorded; finding stragglers needs at "
+            "least two steps of two ranks"
         )
     # Half of the ranks, rounded down, may be late: then this is somebody punctual.
     typical = _lower_median(own)

@@ -140,7 +140,7 @@ class StragglerInjector:
             prone &= [rank in self._ranks for rank in range(size)]
         if self._hosts is not None:
             if isinstance(hosts, int):
-                raise ValueError("hosts: which ranks share one is not known; give host_of")
+                raise ValueError("hosts: it is not known which ranks share one; pass host_of")
             names = [str(host) for host in hosts]
             order = {name: number for number, name in enumerate(dict.fromkeys(names))}
             numbers = [order[name] for name in names]

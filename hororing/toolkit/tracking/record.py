@@ -232,7 +232,7 @@ def _averaged(ranks: list[tuple[dict[str, float], float, str]]) -> dict[str, flo
                 "rank must log the same ones"
             )
         if not 0 <= weight < float("inf"):
-            raise ValueError(f"rank {rank}: weight must be finite and 0 at least, not {weight}")
+            raise ValueError(f"rank {rank}: weight must be finite and at least 0, not {weight}")
     counted = [(values, weight) for values, weight, _ in ranks if weight > 0]
     total = sum(weight for _, weight in counted)
     return {

@@ -54,7 +54,7 @@ class Player:
             yield other, TypeError, type(other).__name__
         for dtype in ("complex64", "uint32", "uint64", "U3", "O", "datetime64[s]", "i4,f4"):
             yield np.zeros(2, dtype), ValueError, "not supported"
-        yield np.ones(2, np.dtype(np.float32).newbyteorder()), ValueError, "foreign byte order"
+        yield np.ones(2, np.dtype(np.float32).newbyteorder()), ValueError, "non-native byte order"
         yield np.ma.masked_array(np.ones(2)), ValueError, "masked"
 
     def arrays(self, results: Any) -> Any:

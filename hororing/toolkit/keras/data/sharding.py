@@ -58,7 +58,7 @@ class ShardedArrays(keras.utils.PyDataset):  # type: ignore[misc]  # Keras decla
         if self.shard.remainder == "uneven":
             raise ValueError(
                 'ShardedArrays: remainder="uneven" gives processes different numbers of steps, and '
-                'the last ones would wait for nobody; use "drop" or "repeat"'
+                'those with more would wait for the others; use "drop" or "repeat"'
             )
         self._left = self.shard.left()
         self._within = False

@@ -83,7 +83,7 @@ class Averaging:
         if not self.attended and hvd.size() > 1:
             self.attended = True
             warnings.warn(
-                "HierarchicalSGD: the first step comes, and nobody averages weights: pass "
+                "HierarchicalSGD: training has started, but nothing averages the weights: pass "
                 "HierarchicalSGDCallback() to model.fit; in a loop of your own call "
                 "begin_averaging(model.weights) before the first step, average_if_due after each",
                 stacklevel=2,

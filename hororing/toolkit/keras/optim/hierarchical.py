@@ -220,7 +220,7 @@ class Hierarchical(Distributed):
         assert outer is not None
         if "previous" not in state:
             raise RuntimeError(
-                "HierarchicalSGD: the outer optimizer does not know the weights it began with; "
+                "HierarchicalSGD: the outer optimizer does not know its initial weights; "
                 "build the model, and call begin_averaging(model.weights) before the first step"
             )
         results = []

@@ -53,7 +53,7 @@ class Layerwise(keras.Optimizer):  # type: ignore[misc]  # Keras declares no typ
         for argument in ("no_decay", "no_adaptation"):
             for pattern in getattr(self, argument) or ():
                 if not any(re.search(pattern, path) for path in paths):
-                    raise ValueError(f"{argument}: {pattern!r} fits no variable of the model")
+                    raise ValueError(f"{argument}: {pattern!r} matches no variable of the model")
         self._decays = [
             self.coupled_weight_decay if self._use_weight_decay(v) and not _fits(self.no_decay, v)
             else 0.0
@@ -163,7 +163,9 @@ def _patterns(argument: str, patterns: Iterable[str] | None) -> list[str] | None
         try:
             re.compile(pattern)
         except re.error as error:
-            raise ValueError(f"{argument}: {pattern!r} is no regular expression: {error}") from None
+            raise ValueError(
+                f"{argument}: {pattern!r} is not a regular expression: {error}"
+            ) from None
     return found
 
 

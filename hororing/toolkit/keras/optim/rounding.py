@@ -100,7 +100,7 @@ def _word(number: int) -> Any:
 
 def _check_type(dtype: str) -> None:
     if dtype not in shared.SHORT:
-        raise TypeError(f"stochastic rounding is to float16 or bfloat16, not to {dtype}")
+        raise TypeError(f"stochastic rounding rounds to float16 or bfloat16, not to {dtype}")
 
 
 @keras.saving.register_keras_serializable(package="hororing")

@@ -94,7 +94,7 @@ def _masked_sum(
     if values.dim() == 0:
         raise ValueError(
             f"metric '{name}' is one number for a batch; it must have one value per sample "
-            '(reduction="none"), so that those which fill up a batch can be left out'
+            '(reduction="none"), so that padding samples can be left out'
         )
     if mask is None:
         mask = torch.ones(len(values), dtype=torch.bool, device=values.device)

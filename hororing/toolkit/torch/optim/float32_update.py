@@ -204,7 +204,7 @@ def with_float32_update(
     if hasattr(optimizer, "skip_synchronize"):
         raise ValueError("use with_float32_update before DistributedOptimizer, not after it")
     if optimizer.state:
-        raise ValueError("optimizer has taken steps already; use with_float32_update before")
+        raise ValueError("optimizer has taken steps already; use with_float32_update first")
     options = _rounding_defaults(rounding)
     optimizer.defaults.update(options)
     for group in optimizer.param_groups:

@@ -163,7 +163,7 @@ class Hierarchical(Averaging):
         if self._early is not None and self._early.begun and not what.startswith("step()"):
             raise AssertionError(
                 f"optimizer: {what} after weights were updated inside backward "
-                "(overlap_backward=True); call optimizer.step() before"
+                "(overlap_backward=True); call optimizer.step() first"
             )
 
     # -- state ------------------------------------------------------------------------------------
@@ -184,7 +184,7 @@ class Hierarchical(Averaging):
         if KEY not in state_dict["state"]:
             raise ValueError(
                 "HierarchicalSGD: this state has no step counter, so it is another optimizer's. To "
-                "begin with its momenta, load it before HierarchicalSGD wraps the optimizer"
+                "start with its momenta, load it before HierarchicalSGD wraps the optimizer"
             )
         super().load_state_dict(state_dict)
         self._after_state_is_replaced()

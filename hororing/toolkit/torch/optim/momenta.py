@@ -47,7 +47,7 @@ def held(
             if key not in keys:
                 raise ValueError(
                     f"HierarchicalSGD: is state '{key}' of {type(optimizer).__name__} a momentum? "
-                    f"Pass momentum_keys=[{key!r}, ...] with all that are, or momentum='keep'"
+                    f"Pass momentum_keys=[{key!r}, ...] with all momenta, or momentum='keep'"
                 )
             yield (position, key, str(value.dtype)), value
 

@@ -36,7 +36,7 @@ def parameter_groups(
     exclude_from_decay, exclude_from_adaptation : two lists, since implementations differ: regular
         expressions that are searched for in names, or a function (name, parameter) -> bool. None:
         parameters of at most one dimension, and those of normalisation layers. An expression that
-        fits no parameter is a ValueError.
+        matches no parameter is a ValueError.
 
     Returns
     -------
@@ -87,10 +87,10 @@ def _rule(
         try:
             expressions.append(re.compile(each))
         except re.error as error:
-            raise ValueError(f"{what}: {each!r} is no regular expression: {error}") from None
+            raise ValueError(f"{what}: {each!r} is not a regular expression: {error}") from None
     for expression in expressions:
         if not any(expression.search(name) for name in names):
-            raise ValueError(f"{what}: {expression.pattern!r} fits no parameter of the model")
+            raise ValueError(f"{what}: {expression.pattern!r} matches no parameter of the model")
     return lambda name, param: any(expression.search(name) for expression in expressions)
 
 
@@ -112,11 +112,11 @@ def zero_last_gammas(model: nn.Module, names: Iterable[str]) -> None:
     for pattern in names:
         found = [module for name, module in modules.items() if re.fullmatch(pattern, name)]
         if not found:
-            raise ValueError(f"zero_last_gammas: {pattern!r} fits no module")
+            raise ValueError(f"zero_last_gammas: {pattern!r} matches no module")
         for module in found:
             if not isinstance(module, _NORMS) or getattr(module, "weight", None) is None:
                 raise ValueError(
-                    f"zero_last_gammas: {pattern!r} fits a {type(module).__name__}, which is no "
+                    f"zero_last_gammas: {pattern!r} matches a {type(module).__name__}, which is no "
                     "normalisation layer with a weight"
                 )
             nn.init.zeros_(module.weight)  # type: ignore[arg-type]

@@ -92,7 +92,7 @@ def _signed(word: int) -> int:
 
 def _check_type(dtype: torch.dtype) -> None:
     if dtype not in (torch.float16, torch.bfloat16):
-        raise TypeError(f"stochastic rounding is to float16 or bfloat16, not to {dtype}")
+        raise TypeError(f"stochastic rounding rounds to float16 or bfloat16, not to {dtype}")
 
 
 class _Cast(torch.autograd.Function):
