@@ -3,7 +3,8 @@
 ============================  ====================================================================
 HORORING_RANK, _SIZE          which rank this is, and of how many; unset: as the launcher tells
 HORORING_LOCAL_RANK, _SIZE    the same among the ranks of this host
-HORORING_RENDEZVOUS           host:port of the store, or file:///directory that all hosts share
+HORORING_RENDEZVOUS           host:port of the store, or file:///directory that all hosts share;
+                              unset: as the launcher's variables tell (hororing/starts.py)
 HORORING_JOB                  name of this start of the job; needed with a directory
 HORORING_SECRET_FD            descriptor of the secret, of a file in memory: the launcher has the
                               store
@@ -21,22 +22,23 @@ import os
 import re
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hororing import launch
+from hororing import launch, starts
 from hororing.config.forms import BOOL, BadText
 from hororing.launch import Launch
-from hororing.rendezvous import files, interfaces, protocol
+from hororing.rendezvous import files, interfaces, protocol, torch_store
 from hororing.rendezvous.client import Member, RendezvousError
 from hororing.rendezvous.store import Store
+from hororing.starts import FILE, TORCH, Place
 
 _PREFIX = "HORORING_"
 _RANKS = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 _SECRETS = ("SECRET_FD", "SECRET_KEY", "SECRET_FILE")
 _LEAST_SECRET_BYTES = 16
 _MOST_SECRET_BYTES = 4096
-_FILE = "file://"
+_UNNAMED = "job"
 _JOB = re.compile(r"[A-Za-z0-9._-]{1,100}")
 
 
@@ -46,8 +48,7 @@ class Told:
 
     rank: int
     size: int
-    rendezvous: str
-    job: str
+    place: Place
     secret: bytes = field(repr=False)
     insecure: bool
     launcher_has_store: bool
@@ -66,22 +67,60 @@ def find(
     ValueError : a variable is wrong, missing, or contradicts another; the text names it.
     RendezvousError : no store there in time, or it does not let this rank in.
     """
+    if settings["ALONE"]:
+        return None
     told = read(started_by, environ)
-    if told is None or settings["ALONE"] or told.size == 1:
+    if told is None or told.size == 1:
         return None
     timeout_s = settings["TIMEOUT_S"] or math.inf
-    if told.rendezvous.startswith(_FILE):
-        directory = told.rendezvous.removeprefix(_FILE)
-        if told.rank == 0:
-            return files.serve(directory, job=told.job, size=told.size, timeout_s=timeout_s)
+    try:
+        if told.place.rendezvous.startswith(FILE):
+            return _by_file(told, timeout_s)
+        if told.place.rendezvous.startswith(TORCH):
+            return _by_torch(told, timeout_s)
+        return _by_address(told, timeout_s)
+    except RendezvousError as error:
+        if told.place.remedy and not error.refused:
+            error.args = (f"{error}; {told.place.remedy}",)
+        raise
+
+
+def _by_file(told: Told, timeout_s: float) -> Member:
+    directory = told.place.rendezvous.removeprefix(FILE)
+    if told.rank != 0:
         return files.join(
-            directory, job=told.job, rank=told.rank, size=told.size, timeout_s=timeout_s
+            directory, job=told.place.job, rank=told.rank, size=told.size, timeout_s=timeout_s
         )
+    try:
+        if told.place.makes_directory:
+            os.makedirs(directory, mode=0o700, exist_ok=True)
+        return files.serve(
+            directory, job=told.place.job, size=told.size, timeout_s=timeout_s,
+            one_host=told.place.one_host,
+        )  # fmt: skip
+    except OSError as error:
+        remedy = told.place.remedy or f"set {_PREFIX}RENDEZVOUS=file:///directory to another one"
+        raise ValueError(
+            f"init: the ranks meet in {directory}, which rank 0 cannot write to "
+            f"({error.strerror}): {remedy}"
+        ) from None
+
+
+def _by_torch(told: Told, timeout_s: float) -> Member:
+    return torch_store.meet(
+        told.place.rendezvous.removeprefix(TORCH), job=told.place.job, rank=told.rank,
+        size=told.size, timeout_s=timeout_s, secret=told.secret, one_host=told.place.one_host,
+        makes_store=told.place.makes_store,
+    )  # fmt: skip
+
+
+def _by_address(told: Told, timeout_s: float) -> Member:
+    rendezvous = told.place.rendezvous
     store, without = (None, "") if told.rank or told.launcher_has_store else _store(told)
-    address = told.rendezvous if store is None else _own_address(store)
+    address = rendezvous if store is None else _own_address(store)
     try:
         member = Member(
-            address, secret=told.secret, job=told.job, rank=told.rank, size=told.size,
+            address, secret=told.secret, job=told.place.job, rank=told.rank, size=told.size,
             timeout_s=timeout_s, insecure=told.insecure,
         )  # fmt: skip
     except BaseException as error:
@@ -92,42 +131,54 @@ def find(
         raise
     if store is not None:
         member.at_close.append(store.stop)
-    place = told.rendezvous.partition(",")[0]
+    place = rendezvous.partition(",")[0]
     if protocol.is_loopback(member.local_address) and not _is_of_this_host_alone(place):
         # Ranks of the store's host have another way to it than other hosts have.
         member.local_address = interfaces.reached_at(place)
     return member
 
 
+def name_of(member: Member) -> str:
+    """What tells this job from all others of this host."""
+    if member.job != _UNNAMED:
+        return member.job
+    return f"{member.job}:{member.address.rpartition(':')[2]}"  # the store's port
+
+
 def read(started_by: Launch, environ: Mapping[str, str] | None = None) -> Told | None:
     """Read and check the variables; None: none of them tells of a store or of ranks."""
+    everything = launch.environment() if environ is None else environ
+    launch.check(started_by, everything)
     env = {
         name.removeprefix(_PREFIX): text.strip()
-        for name, text in launch.variables(environ).items()
+        for name, text in launch.variables(everything).items()
         if text.strip()
     }
     ranks = {name: _number(name, env[name]) for name in _RANKS if name in env}
-    if not ranks and "RENDEZVOUS" not in env:
+    if not ranks and "RENDEZVOUS" not in env and not starts.tells(started_by):
         return None
-    _check_ranks(ranks)
-    rank = ranks.get("RANK", started_by.rank)
-    size = ranks.get("SIZE", started_by.size)
-    if rank is None or size is None:
+    ranks = _with_launchers(ranks, started_by)
+    if "SECRET_FD" not in env or "TORCHELASTIC_RUN_ID" in everything:
+        _check_torch(ranks, everything)  # not where the script of a rank has changed its variables
+    if "RENDEZVOUS" in env:
+        place = Place(env["RENDEZVOUS"], starts.job(started_by, everything))
+    else:
+        place = starts.place(started_by, everything) or Place("", "")
+    if "RENDEZVOUS" in env and not {"RANK", "SIZE"} & {*ranks}:
         raise ValueError(
             f"{_PREFIX}RENDEZVOUS={env['RENDEZVOUS']} is set, but neither {_PREFIX}RANK and "
             f"{_PREFIX}SIZE nor a launcher tell which rank this is, and of how many"
         )
-    rendezvous = env.get("RENDEZVOUS", "")
-    if not rendezvous and size > 1:
+    _check_ranks(ranks)
+    if not place.rendezvous and ranks["SIZE"] > 1:
         raise ValueError(
-            f"{_PREFIX}SIZE={size} tells of other ranks, but {_PREFIX}RENDEZVOUS does not tell "
-            "where to find them: set it to host:port or to file:///directory"
+            f"{_PREFIX}SIZE={ranks['SIZE']} tells of other ranks, but {_PREFIX}RENDEZVOUS does not "
+            "tell where to find them: set it to host:port or to file:///directory"
         )
     return Told(
-        rank,
-        size,
-        rendezvous,
-        _job(env, rendezvous),
+        ranks["RANK"],
+        ranks["SIZE"],
+        replace(place, job=_job(env, place.job)),
         _secret(env),
         _insecure(env),
         "SECRET_FD" in env,
@@ -142,6 +193,32 @@ def _number(name: str, text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,9}", text):
         raise ValueError(f"{_PREFIX}{name}={text!r} is not understood: expected a whole number")
     return int(text)
+
+
+def _with_launchers(ranks: Mapping[str, int], started_by: Launch) -> dict[str, int]:
+    """Add the launcher's rank and size. ValueError where it tells something else."""
+    told = dict(
+        zip(
+            _RANKS,
+            (started_by.rank, started_by.size, started_by.local_rank, started_by.local_size),
+            strict=True,
+        )
+    )
+    for name, number in ranks.items():
+        if told[name] not in (None, number):
+            raise ValueError(
+                f"{_PREFIX}{name}={number} contradicts {started_by.launcher}, which tells "
+                f"{told[name]} ({started_by.own}, {started_by.sign})"
+            )
+    added = {name: told[name] for name in ("RANK", "SIZE")}
+    return {**{name: number for name, number in added.items() if number is not None}, **ranks}
+
+
+def _check_torch(ranks: Mapping[str, int], env: Mapping[str, str]) -> None:
+    for name, theirs in (("RANK", "RANK"), ("SIZE", "WORLD_SIZE")):
+        text = env.get(theirs, "")
+        if name in ranks and text.isdecimal() and int(text) != ranks[name]:
+            raise ValueError(f"{_PREFIX}{name}={ranks[name]} contradicts {theirs}={text}")
 
 
 def _check_ranks(ranks: Mapping[str, int]) -> None:
@@ -163,10 +240,12 @@ def _check_ranks(ranks: Mapping[str, int]) -> None:
             )
 
 
-def _job(env: Mapping[str, str], rendezvous: str) -> str:
-    job = env.get("JOB", "")
-    if rendezvous.startswith(_FILE):
-        if not rendezvous.removeprefix(_FILE).startswith("/"):
+def _job(env: Mapping[str, str], launchers: str) -> str:
+    """The name of the job: the user's, or the launcher's."""
+    job = env.get("JOB", launchers)
+    rendezvous = env.get("RENDEZVOUS", "")
+    if rendezvous.startswith(FILE):
+        if not rendezvous.removeprefix(FILE).startswith("/"):
             raise ValueError(
                 f"{_PREFIX}RENDEZVOUS={rendezvous!r} is not understood: expected host:port or "
                 "file:///directory"
@@ -187,7 +266,7 @@ def _job(env: Mapping[str, str], rendezvous: str) -> str:
             f"{_PREFIX}JOB={job!r} is not understood: expected up to 100 letters, digits, dots, "
             "dashes and underscores"
         )
-    return job or "job"
+    return job or _UNNAMED
 
 
 def _secret(env: Mapping[str, str]) -> bytes:
@@ -239,7 +318,7 @@ def _insecure(env: Mapping[str, str]) -> bool:
 
 def _store(told: Told) -> tuple[Store | None, str]:
     """Start it, if the address is of this host; or why not: somebody else has it, or nobody."""
-    place = told.rendezvous.partition(",")[0]
+    place = told.place.rendezvous.partition(",")[0]
     host, port = protocol.parse_address(place)
     protocol.check_secret(told.secret, host, told.insecure)
     # The name of this host may mean a loopback address here, and another one elsewhere.
@@ -253,11 +332,11 @@ def _store(told: Told) -> tuple[Store | None, str]:
         return None, without
     if not told.secret:
         logging.getLogger("hororing").warning(
-            "the store at %s has no secret: who can connect can take part", told.rendezvous
+            "the store at %s has no secret: who can connect can take part", told.place.rendezvous
         )
     store = Store(
-        job=told.job, size=told.size, secret=told.secret, host="" if everywhere else host,
-        port=port, insecure=told.insecure,
+        job=told.place.job, size=told.size, secret=told.secret, host="" if everywhere else host,
+        port=port, insecure=told.insecure, one_start=True,
     )  # fmt: skip
     try:
         store.start_thread()

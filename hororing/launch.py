@@ -1,8 +1,9 @@
 """Which launcher started this process, from the variables that it set (LAUNCHERS).
 
 No launcher: a job of one rank, for which MPI is never touched. Being inside an allocation
-(SLURM_NTASKS) is not enough: the launcher must have given this process a rank. A launcher that
-tells of several processes which MPI does not connect is an error: each would train for itself.
+(SLURM_NTASKS) is not enough: the launcher must have given this process a rank. Where MPI does not
+connect the processes, hororing/starts.py tells where they meet. A launcher that tells of several
+processes which nothing connects is an error: each would train for itself.
 
 Beside `hororing.config` the only place that reads or writes environment variables.
 """
@@ -34,7 +35,10 @@ VARIABLES = (
 # In the environment of every rank that MPI connects: its process, and the launcher's name of the
 # job. Not among the HORORING_* variables, since users do not set it.
 _RANK = "_HORORING_RANK"
-_JOBS = ("HORORING_JOB", "PMIX_NAMESPACE", "PMI_PORT", "PMI_FD")
+_JOBS = (
+    "HORORING_JOB", "PMIX_NAMESPACE", "PMI_PORT", "PMI_FD", "TORCHELASTIC_RUN_ID", "MASTER_PORT",
+    "SLURM_JOB_ID", "SLURM_STEP_ID",
+)  # fmt: skip
 
 _SHARED_MEMORY = "/dev/shm"
 # Open MPI's "sm" refuses to start where less than 16 MiB are free, and other ranks start as well.
@@ -52,6 +56,7 @@ class Launch:
     local_size: int | None = None
     mpi: bool = True  # by which the processes find one another
     sign: str = field(default="", compare=False)  # the variable that tells of other processes
+    own: str = field(default="", compare=False)  # the variable that tells which rank this is
 
     @property
     def least_size(self) -> int:
@@ -78,16 +83,30 @@ class Launcher:
     counts_alone: bool = False  # also with one process, whatever has started the launcher
 
 
+TORCHRUN, SRUN, KUBERNETES = "torchrun", "srun", "Kubernetes Indexed Job"
+
 # The first that is there counts: what started this process stands before what started that.
 LAUNCHERS = (
     Launcher(
         "hororun",
         False,
-        ("HORORING_SIZE",),
+        ("HORORING_RANK", "HORORING_SIZE"),
         "HORORING_RANK",
         "HORORING_SIZE",
         "HORORING_LOCAL_RANK",
         "HORORING_LOCAL_SIZE",
+        counts_alone=True,
+    ),
+    # Before MPI: mpirun, and srun with MPI's variables, are ways to start torchrun on several
+    # hosts. Also accelerate.
+    Launcher(
+        TORCHRUN,
+        False,
+        ("TORCHELASTIC_RESTART_COUNT", "WORLD_SIZE"),
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
         counts_alone=True,
     ),
     Launcher(
@@ -127,50 +146,104 @@ LAUNCHERS = (
         "HOROVOD_LOCAL_RANK",
         "HOROVOD_LOCAL_SIZE",
     ),
-    # Also accelerate, DeepSpeed, and Kubeflow's jobs for PyTorch.
+    # The variables of torch.distributed without torchrun: DeepSpeed, Kubeflow's jobs for PyTorch.
     Launcher(
-        "torchrun", False, ("WORLD_SIZE",), "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
+        TORCHRUN, False, ("WORLD_SIZE",), "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
     ),
     # A batch script has SLURM_NTASKS and SLURM_PROCID as well, but is no step.
     Launcher(
-        "srun",
+        SRUN,
         False,
         ("SLURM_PROCID", "SLURM_STEP_ID"),
         "SLURM_PROCID",
         "SLURM_STEP_NUM_TASKS|SLURM_NTASKS",
         "SLURM_LOCALID",
     ),
-    Launcher("Kubernetes Indexed Job", False, ("JOB_COMPLETION_INDEX",), "JOB_COMPLETION_INDEX"),
+    Launcher(
+        KUBERNETES,
+        False,
+        ("JOB_COMPLETION_INDEX",),
+        "JOB_COMPLETION_INDEX",
+        "HORORING_SIZE",
+        counts_alone=True,
+    ),
 )
 
 
-def detect(environ: Mapping[str, str] | None = None) -> Launch:
-    """Look for the variables of LAUNCHERS. Of those without MPI only several processes count."""
+def detect(environ: Mapping[str, str] | None = None, mpi: bool = True) -> Launch:
+    """Look for the variables of LAUNCHERS. Of those without MPI only several processes count.
+
+    `mpi`: whether it can be used at all; otherwise a launcher without it stands before one with it,
+    such as srun before the PMIx that it offers.
+    """
     env = os.environ if environ is None else environ
-
-    def variable(names: str) -> str:
-        """The one of `names` that is a number; "": none is."""
-        return next((name for name in names.split("|") if env.get(name, "").isdecimal()), "")
-
-    def number(names: str) -> int | None:
-        return int(env[variable(names)]) if variable(names) else None
-
+    unusable = Launch()
     for row in LAUNCHERS:
-        if not all(variable(names) for names in row.known_by):
+        if not all(_numbered(names, env) for names in row.known_by):
             continue
-        sign = variable(row.size) or variable(row.rank)
-        launch = Launch(
-            row.name,
-            number(row.rank),
-            number(row.size),
-            number(row.local_rank),
-            number(row.local_size),
-            row.mpi,
-            f"{sign}={env.get(sign)}",
-        )
-        if row.mpi or row.counts_alone or launch.least_size > 1:
+        launch = _launch(row, env)
+        if row.mpi and not mpi:
+            unusable = launch
+        elif row.mpi or row.counts_alone or launch.least_size > 1:
             return launch
-    return Launch()
+    return unusable
+
+
+def _launch(row: Launcher, env: Mapping[str, str]) -> Launch:
+    rank, size, local_rank, local_size = (
+        _numbered(names, env) for names in (row.rank, row.size, row.local_rank, row.local_size)
+    )
+    sign = size or rank
+    return Launch(
+        row.name,
+        int(env[rank]) if rank else None,
+        int(env[size]) if size else None,
+        int(env[local_rank]) if local_rank else None,
+        int(env[local_size]) if local_size else None,
+        row.mpi,
+        f"{sign}={env.get(sign)}",
+        f"{rank}={env.get(rank)}",
+    )
+
+
+def _numbered(names: str, env: Mapping[str, str]) -> str:
+    """The one of `names` that is a number; "": none is."""
+    return next((name for name in names.split("|") if env.get(name, "").isdecimal()), "")
+
+
+def check(launch: Launch, environ: Mapping[str, str] | None = None) -> None:
+    """ValueError where a launcher without MPI tells half of the ranks, or contradicts itself."""
+    env = os.environ if environ is None else environ
+    name = launch.launcher
+    if name == "none" and env.get("RANK"):
+        if env["RANK"].isdecimal() and not env.get("WORLD_SIZE"):
+            raise _incomplete(f"RANK={env['RANK']} is set, but WORLD_SIZE is not")
+        name = TORCHRUN if env.get("WORLD_SIZE") else name  # of one rank, it seems
+    row = next((row for row in LAUNCHERS if row.name == name), None)
+    if row is None or row.mpi or row.name == "hororun":
+        return
+    told = [row.rank, row.size, row.local_rank, row.local_size]
+    named = [next((n for n in names.split("|") if env.get(n)), "") for names in told]
+    for name in named:
+        if name and not env[name].isdecimal():
+            raise _incomplete(f"{name}={env[name]!r} is not a number")
+    rank, size, local_rank, local_size = named
+    if not rank:
+        raise _incomplete(f"{launch.sign} is set, but {row.rank} is not")
+    for one, other, least in (
+        (rank, size, 1),
+        (local_rank, local_size, 1),
+        (local_rank, rank, 0),
+        (local_size, size, 0),
+    ):
+        if one and other and int(env[one]) + least > int(env[other]):
+            raise _incomplete(f"{one}={env[one]} contradicts {other}={env[other]}")
+
+
+def _incomplete(what: str) -> ValueError:
+    return ValueError(
+        f"init: {what}; set HORORING_ALONE=1 if this process is to be a job of one rank"
+    )
 
 
 def environment() -> dict[str, str]:
@@ -198,7 +271,7 @@ def refuse_without_mpi(launch: Launch) -> None:
 def refuse_children(launch: Launch, environ: Mapping[str, str] | None = None) -> None:
     """ValueError in a process that a rank has started: it inherits a rank that is not its own."""
     env = os.environ if environ is None else environ
-    if multiprocessing.parent_process() is not None and (launch.mpi or _is_inherited(env)):
+    if multiprocessing.parent_process() is not None and (launch.mpi or _is_inherited(launch)):
         raise ValueError(
             "init: called in a worker process of multiprocessing, which inherits the rank of "
             "its parent; put the script's code under if __name__ == '__main__':"
@@ -213,11 +286,11 @@ def refuse_children(launch: Launch, environ: Mapping[str, str] | None = None) ->
         )
 
 
-def _is_inherited(env: Mapping[str, str]) -> bool:
+def _is_inherited(launch: Launch) -> bool:
     """Whether the rank was there when this process started; else it has been given its own."""
     with open("/proc/self/environ", "rb") as file:
         began_with = file.read().split(b"\0")
-    return f"HORORING_RANK={env.get('HORORING_RANK')}".encode() in began_with
+    return launch.own.encode() in began_with
 
 
 def mark_rank(environ: MutableMapping[str, str] | None = None) -> None:

@@ -35,7 +35,6 @@ from typing import Any
 from hororing._core import lib
 from hororing.failures import fail
 from hororing.launch import Launch
-from hororing.neighbours import job_of
 
 SUFFIX = ".hororing"
 NAME = "hororing-recorder"
@@ -71,7 +70,7 @@ class _Own:
     facts: dict[str, Any] = {}  # noqa: RUF012 - there is one
 
 
-def begin(folder: str | None, stack_signal: int, started_by: Launch) -> None:
+def begin(folder: str | None, stack_signal: int, started_by: Launch, job: str) -> None:
     """Open it, in the first `init` of this process. ValueError: a knob makes that impossible."""
     if _Own.mapped is not None:
         return
@@ -96,7 +95,7 @@ def begin(folder: str | None, stack_signal: int, started_by: Launch) -> None:
     _Own.facts = {
         "pid": os.getpid(),
         "host": socket.gethostname(),
-        "job": job_of("self") or "",
+        "job": job,
         "command": " ".join(sys.orig_argv)[:150],
         "stack_signal": stack_signal,
         "wall_minus_monotonic_ns": time.time_ns() - time.monotonic_ns(),

@@ -31,7 +31,7 @@ import time
 from types import TracebackType
 from typing import Any, NoReturn
 
-from hororing import bootstrap, errors, job, launch, recorder
+from hororing import bootstrap, errors, job, launch, mpi, recorder
 from hororing import config as configuration
 from hororing import process_sets as sets
 from hororing._core import ffi, lib
@@ -53,7 +53,7 @@ from hororing.job import (
 from hororing.job import process as _process
 from hororing.launch import Launch
 from hororing.logs import Forwarder, logger
-from hororing.neighbours import Neighbours
+from hororing.neighbours import Neighbours, job_of
 from hororing.rendezvous.client import Member, RendezvousError
 
 # Longest that shutdown() waits for what all ranks had submitted. A peer that is frozen must not
@@ -79,22 +79,22 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
 
     Parameters
     ----------
-    comm : None for all ranks of the job; a list of ranks, which then form a job of their own; or
-        an mpi4py communicator.
+    comm : None for all ranks of the job; or, if MPI started them, a list of ranks, which then form
+        a job of their own, or an mpi4py communicator.
     process_sets : a list of `ProcessSet` or of lists of ranks, registered with ids from 1 in this
         order; or "dynamic", which allows `add_process_set` afterwards.
 
     Raises
     ------
     ValueError : a bad argument or environment variable; this rank is not in `comm`; or a launcher
-        tells of several processes, and MPI does not connect them (HORORING_ALONE=1 makes each of
-        them a job of one rank).
+        tells of several processes, but not where they meet (HORORING_ALONE=1 makes each of them a
+        job of one rank).
     MismatchError : ranks are configured differently.
     TransportError : the ranks cannot reach one another, or not all came within HORORING_TIMEOUT_S.
     PeerLostError : a rank has ended before all had come, as far as its host or MPI tells.
     KeyboardInterrupt : within seconds. If MPI was starting, the process can then only end.
     """
-    start(launch.detect(), comm, process_sets)
+    start(launch.detect(mpi=mpi.is_built()), comm, process_sets)
 
 
 def start(started_by: Launch, comm: Any = None, process_sets: Any = None) -> None:
@@ -144,7 +144,8 @@ def _start(started_by: Launch, comm: Any, dynamic: bool, process_sets: str) -> N
         if ranks is not None:
             c_ranks = ffi.new("int32_t[]", ranks)
             c_config.ranks, c_config.ranks_count = c_ranks, len(ranks)
-        recorder.begin(settings["FLIGHT_RECORDER"], settings["STACK_SIGNAL"], started_by)
+        named = bootstrap.name_of(_process.member) if _process.member else job_of("self") or ""
+        recorder.begin(settings["FLIGHT_RECORDER"], settings["STACK_SIGNAL"], started_by, named)
         _process.pid = os.getpid()
         _process.launched = by_mpi
         _process.broken = True  # until it is known to be whole

@@ -52,6 +52,10 @@ class _Refused(Exception):
     pass
 
 
+class _NotYet(Exception):
+    """Refused by the store of an earlier start, which will end."""
+
+
 class Deadline:
     """A moment of the monotonic clock."""
 
@@ -269,7 +273,7 @@ class Member:
                             f"the store at {text}: {error}", refused=isinstance(error, _Refused)
                         ) from None
                     reasons[text] = str(error)
-                except (OSError, EOFError) as error:
+                except (OSError, EOFError, _NotYet) as error:
                     reasons[text] = _reason(error)
                 else:
                     self.address = text
@@ -393,7 +397,7 @@ def _checked(text: str) -> str:
 
 def _accepted(answer: dict[str, Any]) -> dict[str, Any]:
     if "refused" in answer:
-        raise _Refused(str(answer["refused"]))
+        raise (_NotYet if answer.get("again") else _Refused)(str(answer["refused"]))
     return answer
 
 

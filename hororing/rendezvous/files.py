@@ -1,8 +1,8 @@
 """A directory that all hosts share, as the place where ranks find the store.
 
-Rank 0 writes where its store is, and the secret, into a file that only its user can read. Files of
-earlier jobs may lie there: they have another job's name, or their owner is dead, or nobody answers
-with that secret. Whatever is not the store of this job is tried again until the deadline.
+Rank 0 writes its offer (hororing/rendezvous/offers.py) into a file that only its user can read, and
+removes it when all ranks are in. Files of earlier jobs may lie there: they have another job's name,
+or their owner is dead, or nobody answers with that secret.
 """
 
 from __future__ import annotations
@@ -11,20 +11,15 @@ import contextlib
 import json
 import os
 import secrets
-import socket
 import stat
-import time
 from pathlib import Path
 from typing import Any
 
-from hororing.rendezvous import protocol
-from hororing.rendezvous.client import Deadline, Member, RendezvousError
-from hororing.rendezvous.interfaces import addresses, reached_at
+from hororing.rendezvous import offers, protocol
+from hororing.rendezvous.client import Member, RendezvousError
+from hororing.rendezvous.offers import Offer
 from hororing.rendezvous.protocol import ProtocolError
-from hororing.rendezvous.store import Store
 
-_LOOK_S = 0.05  # a shared file system tells nobody about new files
-_TRY_S = 2.0  # one try with what the file says, before it is read again
 _MOST_BYTES = 2**16
 
 
@@ -33,13 +28,15 @@ def place(directory: str, job: str) -> Path:
     return Path(directory) / f"hororing-{job}.json"
 
 
-def serve(directory: str, *, job: str, size: int, timeout_s: float) -> Member:
+def serve(
+    directory: str, *, job: str, size: int, timeout_s: float, one_host: bool = False
+) -> Member:
     """Start the store in this process, rank 0, write where it is, and connect.
 
     Raises
     ------
     OSError : the directory cannot be written.
-    RendezvousError : a job of that name is running.
+    RendezvousError : a job of that name is starting.
     """
     path = place(directory, job)
     found, _ = _read(path)
@@ -48,62 +45,30 @@ def serve(directory: str, *, job: str, size: int, timeout_s: float) -> Member:
             f"{path} is of a job that runs (pid {found['owner'].get('pid')}): give each start of "
             "a job another HORORING_JOB"
         )
-    secret = protocol.new_secret()
-    store = Store(job=job, size=size, secret=secret, host="")
-    store.start_thread()
-    text = {
-        "job": job,
-        "address": ",".join(protocol.show_address(each, store.port) for each in addresses()),
-        "secret": secret.hex(),
-        "owner": _owner(os.getpid()),
-    }
-    try:
-        _write(path, json.dumps(text))
-        member = Member(
-            f"127.0.0.1:{store.port}", secret=secret, job=job, rank=0, size=size,
-            timeout_s=timeout_s,
-        )  # fmt: skip
-    except BaseException:
-        store.stop()
-        raise
 
-    def remove() -> None:
+    def publish(offer: Offer) -> None:
+        _write(path, json.dumps({**offer, "owner": _owner(os.getpid())}))
+
+    def withdraw() -> None:
         with contextlib.suppress(OSError):
             path.unlink()
 
-    member.at_close += [remove, store.stop]
-    member.local_address = reached_at()  # by other hosts
-    return member
+    return offers.make(
+        publish, withdraw, job=job, size=size, timeout_s=timeout_s, one_host=one_host
+    )
 
 
 def join(directory: str, *, job: str, rank: int, size: int, timeout_s: float) -> Member:
     """Wait for the file, and connect. RendezvousError where that fails until the deadline."""
-    deadline = Deadline(timeout_s)
     path = place(directory, job)
-    while True:
-        found, reason = _read(path)
-        if found is not None:
-            try:
-                return Member(
-                    found["address"], secret=bytes.fromhex(found["secret"]), job=job, rank=rank,
-                    size=size, timeout_s=min(_TRY_S, deadline.left_s()),
-                )  # fmt: skip
-            except RendezvousError as error:
-                if error.refused:
-                    raise
-                reason = str(error)
-            except ValueError as error:  # an address that is none
-                reason = f"{path}: {error}"
-        if deadline.left_s() == 0:
-            raise RendezvousError(
-                f"rank {rank} on host {socket.gethostname()} found no store of its job within "
-                f"{timeout_s:g} s; {reason}"
-            )
-        time.sleep(min(_LOOK_S, deadline.left_s()))
+    return offers.accept(lambda: _read(path), rank=rank, size=size, timeout_s=timeout_s)
 
 
 def _read(path: Path) -> tuple[dict[str, Any] | None, str]:
     """What the file says; None and why not, where there is none of a live job."""
+    with contextlib.suppress(OSError):
+        # Lets NFS forget that the file was not there a moment ago.
+        os.close(os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
     try:
         number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
@@ -114,12 +79,9 @@ def _read(path: Path) -> tuple[dict[str, Any] | None, str]:
             return None, f"{path} is not this user's alone"
         text = file.read(_MOST_BYTES)
     try:
-        found = protocol.decode(text)
-        for name in ("job", "address", "secret"):
-            protocol.take(found, name, str)
-        bytes.fromhex(found["secret"])
+        found = offers.parse(text)
         owner = protocol.take(found, "owner", dict)
-    except (ProtocolError, ValueError):
+    except ProtocolError:
         return None, f"{path} is not understood"
     if _is_alive(owner) is False:
         return None, f"{path} is of a job that has ended"

@@ -42,6 +42,11 @@ _CLOSE_S = 2.0
 class _Refusal(Exception):
     """Why a process is not let in, for it to be told."""
 
+    def __init__(self, text: str, again: bool = False) -> None:
+        """`again`: it may try again, since this store will end and another one come."""
+        super().__init__(text)
+        self.again = again
+
 
 @dataclass(eq=False)
 class _Place:
@@ -101,6 +106,9 @@ class Store:
         loopback address or `insecure`.
     host : address to listen on; "": all of this host, IPv4 and IPv6.
     port : 0 for a free one.
+    one_start : it ends with the processes of this start, since one of them has it: a rank that has
+        ended does not come again, and who claims to be it is of a later start.
+    when_complete : called once, when all ranks are in and before any of them is told anything.
 
     Attributes
     ----------
@@ -118,9 +126,12 @@ class Store:
         host: str = "127.0.0.1",
         port: int = 0,
         insecure: bool = False,
+        one_start: bool = False,
+        when_complete: Callable[[], None] = lambda: None,
     ) -> None:
         protocol.check_secret(secret, host, insecure)
         self.job, self.size, self.host, self.port = job, size, host, port
+        self._one_start, self._when_complete = one_start, when_complete
         self.statuses: dict[int, int] = {}
         self.lost: dict[int, str] = {}
         self._secret = secret
@@ -254,7 +265,8 @@ class Store:
                 self._answer(peer, await _read(reader, protocol.MOST_BYTES))
         except _Refusal as refusal:
             with contextlib.suppress(ValueError):
-                writer.write(protocol.encode({"refused": str(refusal)}))
+                told = {"refused": str(refusal), "again": refusal.again}
+                writer.write(protocol.encode(told))
         except (ProtocolError, OSError, EOFError, asyncio.TimeoutError):
             pass
         finally:
@@ -285,11 +297,19 @@ class Store:
         if there is not None:
             raise _Refusal(f"{hello.who()} claims the rank of {there.hello.who()}")
         if hello.rank in self.lost:
-            raise _Refusal(f"{hello.who()} comes for {self.lost[hello.rank]}, which has ended")
+            raise _Refusal(
+                f"{hello.who()} comes for {self.lost[hello.rank]}, which has ended",
+                again=self._one_start,
+            )
+        if self._one_start and hello.rank in self.statuses:
+            raise _Refusal(f"rank {hello.rank} of this job has ended", again=True)
         self._leave(place)
         peer = _Peer(hello, writer)
         self._peers[hello.rank] = peer
         self.statuses.pop(hello.rank, None)
+        if len(self._peers) == self.size:
+            complete, self._when_complete = self._when_complete, lambda: None
+            complete()
         peer.send(protocol.encode({"welcome": True}))
         return peer
 

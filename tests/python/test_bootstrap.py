@@ -121,7 +121,7 @@ def test_no_variables_and_one_rank_need_no_store():
     assert find({"HORORING_JOB": "a", "HORORING_RENDEZVOUS": ""}) is None
     assert find({"HORORING_RANK": "0", "HORORING_SIZE": "1"}) is None
     assert find({**RANK_1, **HERE}, ALONE=True) is None
-    assert find({"WORLD_SIZE": "4", "RANK": "1"}) is None
+    assert find({"HOROVOD_SIZE": "4", "HOROVOD_RANK": "1"}) is None  # which init refuses
 
 
 def test_rank_and_size_may_be_the_launchers():

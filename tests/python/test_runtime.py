@@ -12,7 +12,7 @@ import threading
 import pytest
 
 from hororing import built, errors, job, launch, mpi, runtime
-from hororing.launch import Launch, detect, prepare_mpi
+from hororing.launch import KUBERNETES, Launch, detect, prepare_mpi
 
 QUERIES = [
     runtime.rank,
@@ -405,9 +405,10 @@ SRUN = {
             Launch("horovodrun", 3, 4, 1, 2, mpi=False),
             True,
         ),
+        ({"JOB_COMPLETION_INDEX": "0"}, Launch(KUBERNETES, 0, mpi=False), True),
         (
-            {"JOB_COMPLETION_INDEX": "3"},
-            Launch("Kubernetes Indexed Job", 3, mpi=False),
+            {"JOB_COMPLETION_INDEX": "3", "HORORING_SIZE": "4"},
+            Launch(KUBERNETES, 3, 4, mpi=False),
             True,
         ),
         # One process, or nothing that tells of another.
@@ -415,7 +416,11 @@ SRUN = {
         ({"WORLD_SIZE": "", "RANK": "1"}, Launch(), False),
         ({"WORLD_SIZE": "all"}, Launch(), False),
         ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, Launch(), False),
-        ({"JOB_COMPLETION_INDEX": "0"}, Launch(), False),
+        (
+            {"JOB_COMPLETION_INDEX": "0", "HORORING_SIZE": "1"},
+            Launch(KUBERNETES, 0, 1, mpi=False),
+            False,
+        ),
         # The batch script of an allocation, and an interactive step in one.
         ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, Launch(), False),
         ({**SRUN, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, Launch(), False),
@@ -435,15 +440,16 @@ INIT = "import hororing.runtime as r; r.init(**{}); print(r.size(), r.mpi_enable
         ({"WORLD_SIZE": "2", "RANK": "0"}, "WORLD_SIZE=2"),
         ({"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, "SLURM_NTASKS=2"),
         ({"JOB_COMPLETION_INDEX": "1"}, "JOB_COMPLETION_INDEX=1"),
+        ({"HOROVOD_SIZE": "2", "HOROVOD_RANK": "0"}, "HOROVOD_SIZE=2"),
     ],
 )
-def test_processes_that_mpi_does_not_connect_are_an_error_and_no_jobs_of_one_rank(
+def test_processes_that_nothing_connects_are_an_error_and_no_jobs_of_one_rank(
     monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], told: str
 ):
     for name, text in environ.items():
         monkeypatch.setenv(name, text)
     for comm in (None, [0]):
-        with pytest.raises(ValueError, match=f"{told} tells of 2 processes.*mpirun.*ALONE=1"):
+        with pytest.raises(ValueError, match=f"{told} tells .*HORORING_ALONE=1"):
             runtime.init(comm=comm)
         assert not runtime.is_initialized()
     monkeypatch.setenv("HORORING_ALONE", "1")

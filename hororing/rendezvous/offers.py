@@ -1,0 +1,129 @@
+"""How rank 0 tells the others where it has the store, when they can only read what it leaves.
+
+It offers an address, the job's name and a secret: in a file (`files`), or in torch's store
+(`torch_store`). Offers of earlier starts may lie there, whose store is dead: whatever is not the
+store of this job is tried again until the deadline. Once all ranks are in, the offer is withdrawn.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+from hororing.rendezvous import protocol
+from hororing.rendezvous.client import Deadline, Member, RendezvousError
+from hororing.rendezvous.interfaces import addresses, reached_at, towards
+from hororing.rendezvous.protocol import ProtocolError
+from hororing.rendezvous.store import Store
+
+_LOOK_S = 0.05
+_TRY_S = 2.0  # one try with an offer, before the next look
+_LOOPBACK = "127.0.0.1"
+
+Offer = dict[str, Any]
+
+
+def make(
+    publish: Callable[[Offer], None],
+    withdraw: Callable[[], None],
+    *,
+    job: str,
+    size: int,
+    timeout_s: float,
+    secret: bytes = b"",
+    one_host: bool = False,
+    near: str = "",
+) -> Member:
+    """Start the store in this process, rank 0, publish where it is, and connect.
+
+    Parameters
+    ----------
+    publish, withdraw : of the offer; withdrawn once, from any thread, and raises nothing.
+    secret : of the job, which all ranks know already; b"": a new one, in the offer.
+    one_host : all ranks are of this host, so nobody else can connect.
+    near : a host towards which this one has the address that the others reach best.
+    """
+    pending = [withdraw]
+
+    def once() -> None:
+        while pending:
+            pending.pop()()
+
+    fresh = secret or protocol.new_secret()
+    store = Store(
+        job=job, size=size, secret=fresh, host=_LOOPBACK if one_host else "", one_start=True,
+        when_complete=once,
+    )  # fmt: skip
+    store.start_thread()
+    own = towards(near) if near else ""
+    own = "" if protocol.is_loopback(own) else own
+    places = [_LOOPBACK] if one_host else list(dict.fromkeys(filter(None, [own, *addresses()])))
+    offer = {
+        "job": job,
+        "address": ",".join(protocol.show_address(each, store.port) for each in places),
+        "secret": "" if secret else fresh.hex(),
+    }
+    try:
+        publish(offer)
+        member = Member(
+            f"{_LOOPBACK}:{store.port}", secret=fresh, job=job, rank=0, size=size,
+            timeout_s=timeout_s,
+        )  # fmt: skip
+    except BaseException:
+        once()
+        store.stop()
+        raise
+    member.at_close += [once, store.stop]
+    if not one_host:  # it is reached from here by another way than from other hosts
+        member.local_address = own or reached_at()
+    return member
+
+
+def accept(
+    look: Callable[[], tuple[Offer | None, str]],
+    *,
+    rank: int,
+    size: int,
+    timeout_s: float,
+    secret: bytes = b"",
+) -> Member:
+    """Wait for an offer, and connect. RendezvousError where that fails until the deadline.
+
+    `look` returns the offer that it finds now; else None, and why there is none.
+    """
+    deadline = Deadline(timeout_s)
+    while True:
+        offer, reason = look()
+        if offer is not None:
+            try:
+                return Member(
+                    offer["address"], secret=secret or bytes.fromhex(offer["secret"]),
+                    job=offer["job"], rank=rank, size=size,
+                    timeout_s=min(_TRY_S, deadline.left_s()),
+                )  # fmt: skip
+            except RendezvousError as error:
+                if error.refused:
+                    raise
+                reason = str(error)
+            except ValueError as error:  # an address that is none
+                reason = str(error)
+        if deadline.left_s() == 0:
+            raise RendezvousError(
+                f"rank {rank} on host {socket.gethostname()} found no store of its job within "
+                f"{timeout_s:g} s; {reason}"
+            )
+        time.sleep(min(_LOOK_S, deadline.left_s()))
+
+
+def parse(text: bytes) -> Offer:
+    """Read an offer. ProtocolError where it is none."""
+    offer = protocol.decode(text)
+    for name in ("job", "address", "secret"):
+        protocol.take(offer, name, str)
+    try:
+        bytes.fromhex(offer["secret"])
+    except ValueError:
+        raise ProtocolError("no secret") from None
+    return offer

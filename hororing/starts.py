@@ -1,0 +1,126 @@
+"""Where ranks meet that a launcher without MPI has started, by the variables that it sets.
+
+======================  ========================================================================
+torchrun, accelerate    torch's store at MASTER_ADDR:MASTER_PORT (rendezvous/torch_store.py)
+srun                    a file that only its user can read, named by the job and its step: in
+                        /dev/shm on one node, in ~/.hororing on several
+Kubernetes              rank 0's pod by its name in the job's headless service
+======================  ========================================================================
+
+Pure but for this host's name.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from hororing import launch
+from hororing.launch import Launch
+
+FILE, TORCH = "file://", "torch://"
+KUBERNETES_PORT = 29411
+_ALONE = "HORORING_ALONE=1 makes this process a job of one rank"
+_ONE_NODE = "/dev/shm"
+_IN_HOME = ".hororing"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where ranks meet."""
+
+    rendezvous: str  # host:port, file:///directory, torch://host:port
+    job: str
+    one_host: bool = False  # all ranks are of this host
+    makes_store: bool = False  # torch's: rank 0 has it, and no agent
+    makes_directory: bool = False
+    remedy: str = ""  # what to do where they do not
+
+
+def place(started_by: Launch, env: Mapping[str, str]) -> Place | None:
+    """By the launcher's variables; None: it tells of no place.
+
+    ValueError names the variable that is missing or wrong.
+    """
+    return _PLACES[started_by.launcher](started_by, env) if tells(started_by) else None
+
+
+def tells(started_by: Launch) -> bool:
+    """Whether `place` knows this launcher, and there are other ranks."""
+    return started_by.launched and started_by.launcher in _PLACES
+
+
+def job(started_by: Launch, env: Mapping[str, str]) -> str:
+    """A name that differs between all starts on all hosts that share a directory; "": none."""
+    number = env.get("SLURM_JOB_ID")
+    if started_by.launcher != launch.SRUN or not number:
+        return ""
+    # Clusters may share directories.
+    return _name("slurm", env.get("SLURM_CLUSTER_NAME"), number, env.get("SLURM_STEP_ID"))
+
+
+def _torch(started_by: Launch, env: Mapping[str, str]) -> Place:
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if not env.get(name):
+            raise ValueError(
+                f"init: {started_by.sign} tells of other ranks, but {name} is not set: start with "
+                f"torchrun or hororun, or set HORORING_RENDEZVOUS; {_ALONE}"
+            )
+    port = env["MASTER_PORT"]
+    if not re.fullmatch(r"[0-9]{1,5}", port) or not 0 < int(port) < 2**16:
+        raise ValueError(f"init: MASTER_PORT={port!r} is not a port")
+    host = env["MASTER_ADDR"]
+    return Place(
+        f"{TORCH}[{host}]:{port}" if ":" in host else f"{TORCH}{host}:{port}",
+        _name("torchrun", env.get("TORCHELASTIC_RUN_ID"), env.get("TORCHELASTIC_RESTART_COUNT")),
+        one_host=started_by.local_size == started_by.size,
+        makes_store=env.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+    )
+
+
+def _slurm(started_by: Launch, env: Mapping[str, str]) -> Place:
+    name = job(started_by, env)
+    if not name:
+        raise ValueError(
+            f"init: {started_by.sign} tells of other ranks, but SLURM_JOB_ID is not set; {_ALONE}"
+        )
+    if env.get("SLURM_STEP_NUM_NODES") == "1":
+        return Place(FILE + _ONE_NODE, name, one_host=True)
+    remedy = (
+        "set HORORING_RENDEZVOUS=file:///directory to one that all nodes share and you can write"
+    )
+    home = env.get("HOME", "")
+    if not home.startswith("/"):
+        raise ValueError(f"init: HOME is not set, where the ranks of several nodes meet: {remedy}")
+    directory = f"{FILE}{home.rstrip('/')}/{_IN_HOME}"
+    return Place(directory, name, makes_directory=True, remedy=remedy)
+
+
+def _kubernetes(started_by: Launch, env: Mapping[str, str]) -> Place:
+    if started_by.size is None:
+        raise ValueError(
+            f"init: {started_by.sign} tells which pod of the job this is, but not of how many: set "
+            f"HORORING_SIZE to the job's completions; {_ALONE}"
+        )
+    pod, _, domain = socket.getfqdn().partition(".")
+    name, _, number = pod.rpartition("-")
+    if not name or not domain or number != str(started_by.rank):
+        raise ValueError(
+            f"init: {started_by.own} is set, but this pod's name, {socket.getfqdn()!r}, does not "
+            "tell that of pod 0: give the pods the subdomain of a headless service, or set "
+            f"HORORING_RENDEZVOUS=host:{KUBERNETES_PORT} to the host of pod 0"
+        )
+    return Place(f"{name}-0.{domain}:{KUBERNETES_PORT}", _name(name))
+
+
+def _name(*parts: str | None) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]", "_", ".".join(part for part in parts if part))[:100]
+
+
+_PLACES: dict[str, Callable[[Launch, Mapping[str, str]], Place]] = {
+    launch.TORCHRUN: _torch,
+    launch.SRUN: _slurm,
+    launch.KUBERNETES: _kubernetes,
+}
