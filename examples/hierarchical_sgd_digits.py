@@ -1,8 +1,8 @@
 """Train a small CNN on handwritten digits by hierarchical SGD, with ranks that are late at random.
 
-    mpirun -np 4 python examples/hierarchical_sgd_digits.py
-    mpirun -np 4 python examples/hierarchical_sgd_digits.py --resume-at 30
-    mpirun -np 4 python examples/hierarchical_sgd_digits.py --persistent     # where it cannot help
+    hororun -np 4 python examples/hierarchical_sgd_digits.py
+    hororun -np 4 python examples/hierarchical_sgd_digits.py --resume-at 30
+    hororun -np 4 python examples/hierarchical_sgd_digits.py --persistent     # where it cannot help
 
 It trains twice, with the same data and the same delays: synchronously, and with pairs of ranks that
 average their weights every 2 steps and all of them every 8th. The last lines say what that saved.

@@ -1,6 +1,6 @@
 """Train a small CNN on handwritten digits by hierarchical SGD with model.fit of Keras 3.
 
-    mpirun -np 4 python examples/hierarchical_sgd_digits_keras.py
+    hororun -np 4 python examples/hierarchical_sgd_digits_keras.py
     KERAS_BACKEND=torch mpirun -np 4 python examples/hierarchical_sgd_digits_keras.py
 
 It trains twice, with the same data and with ranks that are late at random in the same steps:

@@ -1,9 +1,9 @@
 """Train a small CNN on scikit-learn's handwritten digits with model.fit of Keras 3.
 
     python examples/keras_digits.py                                 # one process
-    mpirun -np 2 python examples/keras_digits.py                    # two
-    mpirun -np 2 python examples/keras_digits.py --checkpoint last.keras
-    mpirun -np 2 python examples/keras_digits.py --checkpoint last.keras --resume
+    hororun -np 2 python examples/keras_digits.py                    # two
+    hororun -np 2 python examples/keras_digits.py --checkpoint last.keras
+    hororun -np 2 python examples/keras_digits.py --checkpoint last.keras --resume
     KERAS_BACKEND=torch mpirun -np 2 python examples/keras_digits.py
 
 Every line that makes it distributed is marked `# hvd`.
@@ -66,7 +66,7 @@ def main() -> None:
     first = hvd.rank() == 0  # hvd
     (images, labels), test = datasets(args.seed)
     keras.utils.set_random_seed(args.seed + hvd.rank())  # hvd
-    # Each rank has its part of the images, and equally many batches.
+    # Each rank has its part of the images, and all have the same number of batches.
     batch = args.batch_size * hvd.size()  # hvd
     steps_per_epoch = len(images) // batch
     part = slice(hvd.rank(), steps_per_epoch * batch, hvd.size())  # hvd

@@ -1,7 +1,7 @@
 """Train on scikit-learn's handwritten digits with the means of large batches (docs/large_batch.md).
 
     python examples/large_batch_digits.py                    # one process
-    mpirun -np 4 python examples/large_batch_digits.py       # four
+    hororun -np 4 python examples/large_batch_digits.py       # four
     python examples/large_batch_digits.py --optimizer sgd --lr 0.1 --record runs   # for comparison
 
 LARS; linear warm-up and polynomial decay by the effective batch; batch-norm over groups of ranks;

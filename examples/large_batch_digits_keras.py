@@ -1,7 +1,7 @@
 """Train on scikit-learn's handwritten digits with the means of large batches, with Keras 3.
 
     python examples/large_batch_digits_keras.py                           # one process
-    mpirun -np 4 python examples/large_batch_digits_keras.py              # four
+    hororun -np 4 python examples/large_batch_digits_keras.py              # four
     KERAS_BACKEND=torch mpirun -np 4 python examples/large_batch_digits_keras.py
     python examples/large_batch_digits_keras.py --record runs             # a test after each epoch
 

@@ -1,7 +1,7 @@
 """Train a small CNN on scikit-learn's handwritten digits with a training loop of TensorFlow's.
 
     python examples/tensorflow_digits.py                    # one process
-    mpirun -np 2 python examples/tensorflow_digits.py       # two
+    hororun -np 2 python examples/tensorflow_digits.py       # two
 
 Every line that makes it distributed is marked `# hvd`. With model.fit: keras_digits.py.
 """
@@ -70,7 +70,7 @@ def main() -> None:
     tf.config.threading.set_intra_op_parallelism_threads(1)  # such small images need no more
     keras.utils.set_random_seed(args.seed)
     train, test = datasets(args.seed)
-    # The same order on every rank, of which each takes its part; equally many batches.
+    # The order is the same on every rank. Each takes its part, with the same number of batches.
     batch = args.batch_size * hvd.size()  # hvd
     steps_per_epoch = len(train) // batch
     batches = train.shuffle(len(train), seed=args.seed)

@@ -1,7 +1,7 @@
 """Train a small CNN on scikit-learn's handwritten digits (1,797 real images of 8 x 8 pixels).
 
     python examples/torch_digits.py                    # one process
-    mpirun -np 2 python examples/torch_digits.py       # two
+    hororun -np 2 python examples/torch_digits.py       # two
 
 Every line that makes it distributed is marked `# hvd`.
 """

@@ -1,6 +1,6 @@
-"""What layers on top of hororing need beside the verbs, such as optimizers that reduce otherwise.
+"""For layers on top of hororing that need more than the verbs, such as optimizers of your own.
 
-Adapters add what they alone have: `hororing.torch.extension`, `hororing.keras.extension`.
+Adapters add their own parts: `hororing.torch.extension`, `hororing.keras.extension`.
 """
 
 from __future__ import annotations

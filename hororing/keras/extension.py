@@ -1,8 +1,8 @@
-"""To write distributed optimizers of one's own: a sub-class of `Distributed`, and `wrapped`.
+"""For distributed optimizers of your own: a sub-class of `Distributed`, and `wrapped`.
 
-A sub-class may override, beside the methods of Keras' optimizers, `_reduced`, which takes and
-returns the gradients of one update, and use `_reduced_among` with other `Settings` than its own,
-`_settings`. `backend()` is what the framework under Keras does.
+A sub-class may override, besides the methods of Keras' optimizers, `_reduced`, which takes and
+returns the gradients of one update. It may use `_reduced_among` with `Settings` other than its own,
+`_settings`. `backend()` has the operations of the framework under Keras.
 """
 
 from __future__ import annotations

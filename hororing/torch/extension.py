@@ -1,15 +1,15 @@
-"""To write distributed optimizers of one's own: a sub-class of `Distributed`, and `become`.
+"""For distributed optimizers of your own: a sub-class of `Distributed`, and `become`.
 
-A sub-class may override, beside the methods of torch's optimizers:
+A sub-class may override, besides the methods of torch's optimizers:
 
-    _become_distributed      begins to reduce gradients
-    _check_nothing_in_flight raises where gradients are still being reduced
+    _become_distributed      starts to reduce gradients
+    _check_nothing_in_flight raises if gradients are still being reduced
     _reduce_for_scaler       is called before GradScaler looks at gradients
     _agree_on_infinities     takes the flags that GradScaler has found
     _before_state_is_read, _after_state_is_replaced
                              are called when state is saved or sent, loaded or received
 
-and use `_settings`, and `_reducer`, which is None where this rank reduces with nobody.
+and use `_settings` and `_reducer`, which is None if this rank reduces with no other rank.
 """
 
 from __future__ import annotations

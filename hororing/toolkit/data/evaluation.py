@@ -6,10 +6,10 @@ same size; what a batch lacks is filled with samples whose mask is False, and wh
     batches = ceil(ceil(N / P) / b)
     metric = sum of mask value / sum of mask, over all samples of all ranks
 
-Counts (of correct answers, say, and of samples) are integers and are added up by one allreduce of
-int64: the result is that of one process, bit by bit. Losses are added up in float64. What a mean
-over ranks of means over batches would give, or samplers that count the samples twice with which
-they fill up, is close to it, and not it.
+Counts (for example of correct answers and of samples) are integers and are added up by one
+allreduce of int64: the result is that of one process, bit by bit. Losses are added up in float64. A
+mean over ranks of means over batches is only close to it, and so is the result of samplers that
+count padding samples twice.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def masked_batches(
 
     Every batch of every rank has `batch_size` indices, and every rank has the same number of
     batches: ceil(ceil(samples / size) / batch_size). Each index in [0, samples) counts once among
-    all ranks. What is filled up is the last index, samples - 1.
+    all ranks. Padding repeats the last index, samples - 1.
 
     Parameters
     ----------
@@ -76,7 +76,7 @@ def masked_arrays(
 ) -> Iterator[tuple[Any, ...]]:
     """Yield (batch of each array..., mask), as `masked_batches` says.
 
-    Arrays: of NumPy, or what else takes an array of indices, equal in length.
+    Arrays: NumPy arrays, or anything that accepts an array of indices, of equal length.
     """
     if len({len(array) for array in arrays}) != 1:
         raise ValueError(f"masked_arrays: lengths differ: {[len(array) for array in arrays]}")

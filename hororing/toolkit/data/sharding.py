@@ -48,12 +48,12 @@ def place(process_set: ProcessSet = global_process_set) -> tuple[int, int]:
 
 
 class Shard:
-    """The samples of one process, in an order of its own every epoch. Can stop and resume.
+    """The samples of one process, in a new order every epoch. Can stop and resume.
 
-    Iterating yields the indices of this process that are left in the epoch. What has been
-    processed is known by `record` (or `record_batch`), is part of `state_dict()`, and is not
-    yielded again before the next epoch. After a change of the number of processes, `synchronize`
-    or `merge` and `reshard` divide what nobody has processed.
+    Iterating yields the indices of this process that are left in the epoch. `record` (or
+    `record_batch`) notes processed samples, which are part of `state_dict()` and are not yielded
+    again before the next epoch. After a change of the number of processes, `synchronize` or `merge`
+    and `reshard` divide the samples that no process has processed.
 
     Parameters
     ----------
@@ -61,10 +61,10 @@ class Shard:
     rank, size : this process among those that share the samples; by default those of hororing.
     seed : of the permutations; equal on all processes.
     shuffle : False for the order of the data set in every epoch.
-    remainder : when `size` does not divide what there is to share: "drop" leaves the last ones of
-        the permutation out of this epoch (fewer than `size`), "repeat" takes as many as are
-        missing from its beginning again, "uneven" gives some processes one more than others. With
-        the first two all shards are equally long.
+    remainder : if `size` does not divide the samples: "drop" leaves the last ones of the
+        permutation (fewer than `size`) out of this epoch, "repeat" takes the missing ones from its
+        start again, "uneven" gives some processes one more than others. With the first two, all
+        shards have the same length.
 
     Raises
     ------

@@ -41,8 +41,8 @@ def uniform(seed: int, ranks: int, steps: int, first_step: int = 0) -> NDArray[n
 class StragglerInjector:
     """Sleeps `delay_s` in a step with `probability`, independently on each rank.
 
-    Call it once per step, before the forward pass. It takes and ignores whatever a hook is called
-    with, so it is one by itself: ``model.register_forward_pre_hook(injector)`` in torch,
+    Call it once per step, before the forward pass. It ignores its arguments, so it can be used as a
+    hook: ``model.register_forward_pre_hook(injector)`` in torch,
     ``keras.callbacks.LambdaCallback(on_train_batch_begin=injector)`` in Keras. With probability or
     delay 0 a call returns at once, and counts.
 
@@ -51,11 +51,10 @@ class StragglerInjector:
     probability : of a delay, for each rank and step; 0 .. 1.
     delay_s : seconds.
     seed : the same on all ranks.
-    ranks : who may be late; None: everybody.
-    hosts : who may be late, all ranks of a host: names, or numbers in the order of their first
-        ranks; None: everybody. With both, a rank must be in both.
-    rank, host_of : what `init` would tell, for use without it: this rank, and the host (name or
-        number) of every rank.
+    ranks : the ranks that may be late; None: all.
+    hosts : the hosts whose ranks may be late: names, or numbers in the order of their first ranks;
+        None: all. With both, a rank must be in both.
+    rank, host_of : for use without `init`: this rank, and the host (name or number) of every rank.
 
     Raises
     ------

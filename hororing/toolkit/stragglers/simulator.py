@@ -48,15 +48,15 @@ def replay(
     gradient_group: int = 1,
     cost: Callable[[int], float] = lambda group: 0.0,
 ) -> float:
-    """How long it takes until the last rank has ended the last step, in seconds.
+    """Return the time until the last rank has finished the last step, in seconds.
 
     Parameters
     ----------
     durations : (steps, ranks), seconds that each step takes each rank by itself.
     levels : {period in steps: ranks in a group}; {1: size} is synchronous training, {8: size} local
         SGD with period 8, {2: 8, 8: size} hierarchical SGD.
-    gradient_group : ranks that average their gradients in every step; 1: nobody does.
-    cost : seconds that averaging in a group of so many ranks takes.
+    gradient_group : number of ranks that average their gradients in every step; 1: none.
+    cost : seconds for averaging in a group, as a function of its number of ranks.
 
     Raises
     ------

@@ -18,11 +18,11 @@ _BEGIN, _END = "stragglers.begin", "stragglers.end"
 
 
 class StragglerWatch:
-    """Records some steps, and tells every rank who was late in them.
+    """Records some steps, and tells every rank which ranks were late in them.
 
-    All ranks enter and leave it together. It uses the timeline: where one is being written
-    (HORORING_TIMELINE), it goes on, and is read at the end; otherwise nothing is recorded outside
-    of the watch.
+    All ranks enter and leave it together. It uses the timeline. If one is being written
+    (HORORING_TIMELINE), it continues and is read at the end; otherwise nothing is recorded outside
+    the watch.
 
     Parameters
     ----------
@@ -48,7 +48,7 @@ class StragglerWatch:
 
     @property
     def diagnosis(self) -> Diagnosis:
-        """What was found; RuntimeError before the end."""
+        """The result; RuntimeError before the end."""
         if self._diagnosis is None:
             raise RuntimeError("the steps to be watched have not ended")
         return self._diagnosis

@@ -16,14 +16,15 @@ def average_running_statistics(
     *,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Make running means and variances of batch normalisation the averages over ranks.
+    """Average the running means and variances of batch normalisation over ranks.
 
-    All ranks call it, before evaluation and before a checkpoint is written; training may go on with
-    the averages. One request for the whole model. Ranks have the same bits afterwards.
+    All ranks call it, before evaluation and before a checkpoint is written. Training may continue
+    with the averages. It sends one request for the whole model. Ranks have the same bits
+    afterwards.
 
     Parameters
     ----------
-    samples : the weight of this rank, where ranks have trained on different numbers of samples.
+    samples : the weight of this rank, if ranks have trained on different numbers of samples.
 
     Raises
     ------

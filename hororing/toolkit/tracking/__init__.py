@@ -1,4 +1,4 @@
-"""Records of runs: what was configured and what came of it, in files that survive a kill.
+"""Records of runs: configuration and results, in files that survive a kill.
 
 No framework is needed, and nothing beside NumPy; other trackers are used where they are installed.
 """

@@ -17,7 +17,7 @@ class Tracker(ABC):
 
     Parameters
     ----------
-    required : raise ModuleNotFoundError where it is not installed, instead of leaving it out.
+    required : raise ModuleNotFoundError if it is not installed, instead of leaving it out.
     """
 
     package: str  # what is imported

@@ -1,4 +1,4 @@
-"""Runs side by side: which hyper-parameters differ, and what came of it."""
+"""Compares runs: the hyper-parameters that differ, and the results."""
 
 from __future__ import annotations
 

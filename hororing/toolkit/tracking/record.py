@@ -25,20 +25,20 @@ from hororing.toolkit.tracking.circumstances import circumstances
 
 
 class RunRecord:
-    """Appends what a run is and does to a file; every rank makes one, rank 0 writes.
+    """Records a run in a file. Every rank creates one, rank 0 writes.
 
-    Where `init` was called all ranks must call the methods together; where it was not, this
-    process is all there is.
+    After `init`, all ranks must call the methods together. Without `init`, the record is that of
+    this process.
 
     Parameters
     ----------
     folder : where the file goes, `<name>.jsonl`; created if need be.
     config : hyper-parameters, by name; values may be nested dicts and lists. Rank 0's count.
-    name : default: the time and a random number. A file that is there goes on: the run is resumed.
+    name : default: the time and a random number. If the file exists, the run is resumed in it.
     seed : of the run's random numbers.
-    maximize : metrics that are the better the larger; of others the least value is the best one.
+    maximize : metrics whose largest value is the best; for others the smallest is.
     trackers : others that get the same on rank 0: `TensorBoard(...)`, `WeightsAndBiases(...)`,
-        `MLflow(...)`. Those that are not installed are left out with a warning.
+        `MLflow(...)`. Trackers that are not installed are left out with a warning.
 
     Attributes
     ----------

@@ -94,19 +94,19 @@ def coarse_to_fine(
 
     Parameters
     ----------
-    objective : trains with `attempt.params` on all ranks, and returns what counts; rank 0's does.
-        It may raise `StopEarly`, on all ranks; NaN and infinities are failures.
+    objective : trains with `attempt.params` on all ranks, and returns the objective; rank 0's
+        counts. It may raise `StopEarly`, on all ranks; NaN and infinities are failures.
     space : name -> `Range` or a list of choices. Choices stay as they are in all rounds.
     rounds : trials in each round. The first draws at random from all of the space, later ones with
         Optuna's TPE sampler from ranges that are `shrink` times as wide, around the best.
     seed : of the samplers.
     pruner : of Optuna; default: its median pruner.
-    storage : of Optuna, such as ``sqlite:///sweep.db``; default: in memory. A study of this `name`
-        that is there goes on: its trials count for the best one.
+    storage : of Optuna, such as ``sqlite:///sweep.db``; default: in memory. An existing study of
+        this `name` continues: its trials count for the best one.
 
     Raises
     ------
-    ModuleNotFoundError : Optuna is not installed (on rank 0; there is where it is needed).
+    ModuleNotFoundError : Optuna is not installed on rank 0, which needs it.
     RuntimeError : no trial had a result.
     """
     if not 0 < shrink < 1:

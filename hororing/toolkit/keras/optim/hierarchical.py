@@ -1,4 +1,4 @@
-"""HierarchicalSGD for Keras 3: an optimizer whose ranks average their weights now and then.
+"""HierarchicalSGD for Keras 3: an optimizer whose ranks average their weights from time to time.
 
 The optimizer chooses among whom gradients are reduced, inside the train step; weights are averaged
 between steps, by `HierarchicalSGDCallback` or by `average_if_due`. The clock is `iterations`, which
@@ -102,8 +102,8 @@ class Hierarchical(Distributed):
     def average_if_due(self, weights: Sequence[Any]) -> None:
         """Average `weights`, those of the model, if the clock says so. After every update.
 
-        HierarchicalSGDCallback does it. For a loop of one's own, outside of traced functions. A
-        second call after the same update does nothing.
+        HierarchicalSGDCallback does this. For a training loop of your own; call it outside traced
+        functions. A second call after the same update does nothing.
         """
         plan, steps, state = self._plan, self.steps_done, self._averaging.state
         if state.get("seen") == steps:
@@ -312,22 +312,22 @@ def HierarchicalSGD(
 ) -> Any:
     """Make `optimizer` one of hierarchical SGD, and return it. Collective: all ranks call it alike.
 
-    Train with `HierarchicalSGDCallback`. What the options mean is said in
-    `hororing.toolkit.torch.optim.HierarchicalSGD`, with these differences: all floating-point
-    weights of the model are averaged, frozen ones and statistics of batch-norm as well;
-    momentum="reset" is for optimizers that have momentum only; there is no overlap_backward (use
-    delay_steps), for Keras computes all gradients before it calls the optimizer.
+    Train with `HierarchicalSGDCallback`. `hororing.toolkit.torch.optim.HierarchicalSGD` explains
+    the options, with these differences: all floating-point weights of the model are averaged,
+    frozen ones and statistics of batch-norm as well; momentum="reset" is for optimizers that have
+    momentum only; there is no overlap_backward (use delay_steps), because Keras computes all
+    gradients before it calls the optimizer.
 
     Parameters
     ----------
-    optimizer : any optimizer of Keras 3 but LossScaleOptimizer.
+    optimizer : any optimizer of Keras 3 except LossScaleOptimizer.
     name, compression, backward_passes_per_step, average_aggregated_gradients : as for
         `hororing.keras.DistributedOptimizer`. Sparse gradients are made dense.
 
     Raises
     ------
-    ValueError, TypeError : on every rank, for what cannot be on one of them, with the level that is
-        wrong; and when ranks differ. For LossScaleOptimizer and the policy mixed_float16: an
+    ValueError, TypeError : on every rank, if an argument of one rank is invalid; the text names the
+        level. Also if ranks differ. For LossScaleOptimizer and the policy mixed_float16: an
         overflow would let a rank skip steps that others count. Use mixed_bfloat16.
 
     Examples

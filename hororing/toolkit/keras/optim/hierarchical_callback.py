@@ -14,14 +14,14 @@ from hororing.toolkit.keras.optim.hierarchical import Hierarchical
 class HierarchicalSGDCallback(keras.callbacks.Callback):  # type: ignore[misc]
     """Averages weights when the clock of HierarchicalSGD says so. Every rank needs it.
 
-    Before validation, at the end of every epoch and at the end of training all ranks get the same
-    weights, so put it before callbacks that save or evaluate; and after
+    Before validation, at the end of every epoch and at the end of training, all ranks get the same
+    weights. Put it before callbacks that save or evaluate, and after
     BroadcastGlobalVariablesCallback.
 
     Parameters
     ----------
-    every_epoch : False: only at the end of training; then validation and checkpoints of a rank are
-        those of its own weights, which differ between averages.
+    every_epoch : False: only at the end of training. Each rank then validates and saves its own
+        weights, which differ between averages.
 
     Raises
     ------

@@ -15,9 +15,9 @@ from hororing.toolkit.large_batch.stochastic_rounding import StochasticRounding
 
 @keras.saving.register_keras_serializable(package="hororing")
 class LAMB(Layerwise):
-    """Adam in which every variable has a rate of its own: for large batches.
+    """Adam with a rate for each variable, for large batches.
 
-    For a variable w with gradient g, weight decay d and the learning rate of the moment::
+    For a variable w with gradient g, weight decay d and the current learning rate::
 
         m = beta_1 * m + (1 - beta_1) * g            v = beta_2 * v + (1 - beta_2) * g**2
         r = m / (1 - beta_1**t) / (sqrt(v / (1 - beta_2**t)) + epsilon)
@@ -27,8 +27,8 @@ class LAMB(Layerwise):
     (You et al.: "Large batch optimization for deep learning: training BERT in 76 minutes", 2020,
     arXiv:1904.00962, algorithm 2.) `keras.optimizers.Lamb` has its weight decay outside of the
     ratio: there |u| is |r|, and learning_rate * d * w is subtracted before, whatever the ratio is.
-    With weight_decay=0 both take the same steps, but for where epsilon counts. Takes the same steps
-    as `hororing.toolkit.torch.optim.LAMB`.
+    With weight_decay=0 both take the same steps, except for the use of epsilon. Takes the same
+    steps as `hororing.toolkit.torch.optim.LAMB`.
 
     Parameters
     ----------
@@ -37,8 +37,8 @@ class LAMB(Layerwise):
     epsilon : added to the root.
     weight_decay : d, inside the ratio.
     phi : None: phi(x) = x; or (low, high), such as (0, 10): x is clipped to that range.
-    no_decay, no_adaptation : as of `LARS`; without adaptation the ratio is 1 (AdamW, then).
-    rounding : as of `LARS`.
+    no_decay, no_adaptation : as for `LARS`; without adaptation the ratio is 1, which is AdamW.
+    rounding : as for `LARS`.
     **options : of keras.optimizers.Optimizer: clipnorm, gradient_accumulation_steps, name, ...
     """
 

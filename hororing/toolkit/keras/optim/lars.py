@@ -14,9 +14,9 @@ from hororing.toolkit.large_batch.stochastic_rounding import StochasticRounding
 
 @keras.saving.register_keras_serializable(package="hororing")
 class LARS(Layerwise):
-    """Momentum SGD in which every variable has a rate of its own: for large batches.
+    """Momentum SGD with a rate for each variable, for large batches.
 
-    For a variable w with gradient g, weight decay d and the learning rate of the moment::
+    For a variable w with gradient g, weight decay d and the current learning rate::
 
         trust = trust_coefficient * |w| / (|g| + d * |w| + epsilon)     1 where |w| or |g| is 0
         v     = momentum * v + learning_rate * trust * (g + d * w)
@@ -39,8 +39,8 @@ class LARS(Layerwise):
     clip : trust is at most 1 / learning_rate, so that the rate is at most 1 (LARC).
     nesterov : look ahead.
     no_decay, no_adaptation : two lists of regular expressions that are searched for in the paths
-        of variables; what fits does not decay, or has trust 1. None: variables of at most one
-        dimension, gamma and beta. `exclude_from_weight_decay` of Keras counts, too.
+        of variables; a variable that matches does not decay, or has trust 1. None: variables of
+        at most one dimension, gamma and beta. `exclude_from_weight_decay` of Keras counts, too.
     rounding : of 16-bit variables. None: float32 master weights are kept (4 bytes per element).
         Otherwise there are none, and the variables are rounded at random.
     **options : of keras.optimizers.Optimizer: clipnorm, gradient_accumulation_steps, name, ...

@@ -18,10 +18,10 @@ from hororing.process_sets import ProcessSet, global_process_set
 class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):  # type: ignore[misc]
     """Keras' LossScaleOptimizer, but an infinity on one rank makes all ranks skip the step.
 
-    Keras looks at the gradients of its own rank. That is enough where they were averaged over all
-    ranks before, since infinities spread; it is not where they are averaged in groups, or only
-    every now and then, or with op=Adasum. This one reduces what it has found, 4 bytes a step, over
-    `process_set`. Use it inside of `DistributedOptimizer`, like Keras'.
+    Keras checks the gradients of its own rank. That is enough if they were averaged over all ranks
+    before, because infinities spread. It is not enough if they are averaged in groups, or only from
+    time to time, or with op=Adasum. This optimizer reduces its findings, 4 bytes per step, over
+    `process_set`. Use it inside `DistributedOptimizer`, like Keras'.
 
     Parameters
     ----------

@@ -181,11 +181,11 @@ def with_float32_update(
 
     Parameters
     ----------
-    optimizer : any torch optimizer whose step needs its closure once (not LBFGS).
-    rounding : None: float32 master weights are kept (4 bytes per parameter). Otherwise there are
-        none, and parameters are rounded at random.
-    max_norm : clip the norm of all gradients together, in float32; with a GradScaler, the one way
-        to clip float16 gradients.
+    optimizer : any torch optimizer whose step calls its closure once (not LBFGS).
+    rounding : None: float32 master weights are kept (4 bytes per parameter). Otherwise there are no
+        master weights, and parameters are rounded at random.
+    max_norm : clip the norm of all gradients together, in float32; with a GradScaler, the only
+        way to clip float16 gradients.
 
     Examples
     --------

@@ -15,14 +15,15 @@ from hororing.torch.ops import allreduce
 class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler`, but an infinity on one rank makes all ranks skip the step.
 
-    Infinities spread through an allreduce, so torch's own scaler decides alike on all ranks where
-    gradients are averaged over all of them. It does not where they are averaged in groups, or only
-    every now and then (hierarchical and local SGD), or with op=Adasum: then one rank steps and the
-    other does not, and their scales part for ever. This one reduces what it has found, 4 bytes for
-    each optimizer and step, over `process_set`.
+    Infinities spread through an allreduce, so torch's own scaler decides alike on all ranks if
+    gradients are averaged over all of them. If they are averaged in groups, or only from time to
+    time (hierarchical and local SGD), or with op=Adasum, one rank may step and another may not, and
+    their scales diverge. This scaler reduces its findings, 4 bytes for each optimizer and step,
+    over `process_set`.
 
-    Use it like torch's. All ranks of the set must make it, and call `unscale_`, `step` and `update`
-    for the same optimizers in the same order. Scale and growth stay equal if they begin equal.
+    Use it like torch's. All ranks of the set must create it, and call `unscale_`, `step` and
+    `update` for the same optimizers in the same order. Scale and growth stay equal if they start
+    equal.
 
     Parameters
     ----------

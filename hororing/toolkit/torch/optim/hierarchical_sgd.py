@@ -1,6 +1,6 @@
-"""HierarchicalSGD: an optimizer whose ranks average their weights now and then, in levels.
+"""HierarchicalSGD: an optimizer whose ranks average their weights from time to time, in levels.
 
-Like `hororing.torch.DistributedOptimizer` the given optimizer itself becomes it.
+Like `hororing.torch.DistributedOptimizer`, it changes the given optimizer itself.
 """
 
 from __future__ import annotations
@@ -49,39 +49,39 @@ def HierarchicalSGD(
     """Make `optimizer` one of hierarchical SGD, and return it. Collective: all ranks call it alike.
 
     The first `warmup_steps` are those of `DistributedOptimizer`. Then every rank takes its own
-    steps, with gradients that are averaged within its gradient group only, and every so many steps
-    weights are averaged within groups of ranks, the larger the less often. A late rank so delays
-    its group, and the others when they meet. Local SGD is ``{8: "world"}`` with
-    ``gradient_groups=None``, post-local SGD that with `warmup_steps`.
+    steps, with gradients that are averaged only within its gradient group. Weights are averaged
+    periodically within groups of ranks, less often within larger groups. A late rank therefore
+    delays its group at once, and the others at the next average of all. Local SGD is
+    ``{8: "world"}`` with ``gradient_groups=None``; post-local SGD is the same with `warmup_steps`.
 
     Parameters
     ----------
-    optimizer : any torch optimizer but LBFGS. It becomes one of hierarchical SGD itself.
+    optimizer : any torch optimizer except LBFGS. It becomes a hierarchical SGD optimizer itself.
     named_parameters : as for `DistributedOptimizer`.
     period_group_size_dict : from periods, ascending, each a multiple of the one before, to groups:
         a number of consecutive ranks, "host", "world", or lists of ranks. Groups nest; the last is
-        all ranks. ``OrderedDict([(2, 4), (8, 16)])``: fours every 2 steps, all 16 every 8th. When
-        a level is due is said in hororing/toolkit/large_batch/hierarchy.py.
-    warmup_steps : synchronous steps in the beginning.
+        all ranks. ``OrderedDict([(2, 4), (8, 16)])``: groups of 4 every 2 steps, all 16 every 8th.
+        hororing/toolkit/large_batch/hierarchy.py says when a level is due.
+    warmup_steps : number of synchronous steps at the start.
     named_buffers : ``model.named_buffers()``: those of floating point (batch-norm statistics) are
-        averaged with the weights. Nothing is sent in the forward pass. Leave out what must not be
-        averaged.
-    gradient_groups : after the warm-up, whose gradients are averaged in each step: groups as above;
-        None: each rank has its own (torch: post_local_gradient_allreduce=False).
+        averaged with the weights. Nothing is sent in the forward pass. Leave out buffers that must
+        not be averaged.
+    gradient_groups : groups, as above, whose gradients are averaged in each step after the warm-up;
+        None: each rank uses its own (torch: post_local_gradient_allreduce=False).
     momentum : "keep": each rank its own; "average": with the weights; "reset": to zero, and the
         steps of bias correction as well, when weights are averaged.
-    momentum_keys : which tensors in the optimizer's state are momenta, for one that torch lacks.
-    outer : SlowMo or OuterSGD of hororing.toolkit.large_batch.outer: what is done with an average
-        of the last level. Keeps two copies of the weights. All ranks must begin with the same
+    momentum_keys : which tensors in the optimizer's state are momenta, if it is not one of torch's.
+    outer : SlowMo or OuterSGD of hororing.toolkit.large_batch.outer, which is applied to averages
+        of the last level. Keeps two copies of the weights. All ranks must start with the same
         weights.
-    weight : what this rank counts in averages of weights, for example how many samples it has;
-        None on all ranks: all the same.
-    delay_steps : averages run while training goes on, and their correction, mean - snapshot, is
-        added after so many steps; at most the shortest period. Needs a copy of the weights;
+    weight : the weight of this rank in averages, for example its number of samples; None on all
+        ranks: equal weights.
+    delay_steps : averages run while training continues, and their correction, mean - snapshot, is
+        added after this number of steps; at most the shortest period. Needs a copy of the weights;
         excludes momentum="average".
-    overlap_backward : at a sync point update and average weights while backward still runs: for
-        optimizers that update each parameter by itself. Needs gradient_groups=None; excludes
-        clipping, GradScaler, closures, delay_steps, and momentum="average".
+    overlap_backward : when an average is due, update and average weights while backward still
+        runs: for optimizers that update each parameter by itself. Needs gradient_groups=None;
+        excludes clipping, GradScaler, closures, delay_steps, and momentum="average".
     late_parameters : those that are not updated inside backward: used by an operation that runs its
         backward after their gradient is complete.
     compression, backward_passes_per_step : as for `DistributedOptimizer`; compression is for
@@ -94,14 +94,14 @@ def HierarchicalSGD(
 
     Raises
     ------
-    ValueError, TypeError : on every rank, for what cannot be on one of them, with the level that is
-        wrong; and when ranks differ.
+    ValueError, TypeError : on every rank, if an argument of one rank is invalid; the text names the
+        level. Also if ranks differ.
 
     Notes
     -----
-    After the warm-up ranks hold different weights. Averages are over all parameters of the
-    optimizer, with or without gradient. With `torch.amp.GradScaler` all ranks agree in every step
-    whether to skip it, and so wait for the latest: use bfloat16.
+    After the warm-up, ranks hold different weights. Averages cover all parameters of the optimizer,
+    with or without gradient. With `torch.amp.GradScaler`, all ranks agree in every step whether to
+    skip it, and therefore wait for the last one: use bfloat16.
 
     Examples
     --------

@@ -12,9 +12,9 @@ from hororing.toolkit.torch.optim.rounding import StochasticRounding
 
 
 class LAMB(Float32Update):
-    """Adam in which every tensor has a rate of its own: for large batches.
+    """Adam with a rate for each tensor, for large batches.
 
-    For a tensor w with gradient g, weight decay d and the learning rate ``lr`` of the moment::
+    For a tensor w with gradient g, weight decay d and the current learning rate ``lr``::
 
         m = beta1 * m + (1 - beta1) * g            v = beta2 * v + (1 - beta2) * g**2
         r = m / (1 - beta1**t) / (sqrt(v / (1 - beta2**t)) + eps)
@@ -22,14 +22,14 @@ class LAMB(Float32Update):
         w = w - lr * phi(|w|) / |u| * u             the ratio is 1 where |w| or |u| is 0
 
     (You et al.: "Large batch optimization for deep learning: training BERT in 76 minutes", 2020,
-    arXiv:1904.00962, algorithm 2.) ``keras.optimizers.Lamb`` applies its weight decay outside of
-    the ratio instead: there |u| is |r|, and lr * d * w is subtracted before, whatever the ratio is.
+    arXiv:1904.00962, algorithm 2.) ``keras.optimizers.Lamb`` applies its weight decay outside
+    the ratio instead: there |u| is |r|, and lr * d * w is subtracted first, whatever the ratio is.
 
     Parameters
     ----------
-    params : parameters or groups. Options of a group beside those below: ``adapt`` (True): False
-        makes the ratio 1 (AdamW, then). Use ``parameter_groups(model, ...)`` to leave out biases
-        and what belongs to batch-norm. float16 and bfloat16 are updated in float32.
+    params : parameters or groups. A group has one more option than those below, ``adapt`` (True);
+        False makes the ratio 1, which is AdamW. Use ``parameter_groups(model, ...)`` to exclude
+        biases and parameters of batch-norm. float16 and bfloat16 are updated in float32.
     lr : learning rate; schedules change it.
     betas : decay of the two moments.
     eps : added to the root.

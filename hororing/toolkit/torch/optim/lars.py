@@ -12,9 +12,9 @@ from hororing.toolkit.torch.optim.rounding import StochasticRounding
 
 
 class LARS(Float32Update):
-    """Momentum SGD in which every tensor has a rate of its own: for large batches.
+    """Momentum SGD with a rate for each tensor, for large batches.
 
-    For a tensor w with gradient g, weight decay d and the learning rate ``lr`` of the moment::
+    For a tensor w with gradient g, weight decay d and the current learning rate ``lr``::
 
         trust = trust_coefficient * |w| / (|g| + d * |w| + eps)      1 where |w| or |g| is 0
         v     = momentum * v + lr * trust * (g + d * w)
@@ -25,8 +25,8 @@ class LARS(Float32Update):
 
     Parameters
     ----------
-    params : parameters or groups. Options of a group beside those below: ``adapt`` (True): False
-        makes trust 1. Biases and what belongs to batch-norm must neither adapt nor decay, so use
+    params : parameters or groups. A group has one more option than those below, ``adapt`` (True);
+        False makes trust 1. Biases and parameters of batch-norm must neither adapt nor decay: use
         ``parameter_groups(model, ...)``. float16 and bfloat16 are updated in float32.
     lr : learning rate; schedules change it.
     momentum : from 0 to below 1.

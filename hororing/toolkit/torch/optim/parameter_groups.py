@@ -23,7 +23,7 @@ def parameter_groups(
     exclude_from_decay: Choice = None,
     exclude_from_adaptation: Choice = None,
 ) -> list[dict[str, Any]]:
-    """Return parameter groups for `LARS` and `LAMB`: what decays and adapts, and what does not.
+    """Return parameter groups for `LARS` and `LAMB`, with and without decay and adaptation.
 
     Biases and parameters of normalisation layers should do neither: they are few, a decay of
     gamma changes nothing but the effective rate, and their norms say little about their gradients.
@@ -97,14 +97,14 @@ def _rule(
 def zero_last_gammas(model: nn.Module, names: Iterable[str]) -> None:
     r"""Set the weights of these normalisation layers to zero: the last ones of residual blocks.
 
-    Blocks then begin as identities, which eases the first steps of large batches (Goyal et al.,
+    Blocks then start as identities, which eases the first steps of large batches (Goyal et al.,
     section 5.1). Use it before `broadcast_parameters`.
 
     Parameters
     ----------
     model : a module with normalisation layers.
-    names : regular expressions that fit whole names of layers, as ``r"layer\d\.\d\.bn3"`` of
-        torchvision's ResNet-50. ValueError where one fits none, or one without a weight.
+    names : regular expressions that match whole names of layers, as ``r"layer\d\.\d\.bn3"`` for
+        torchvision's ResNet-50. ValueError if one matches none, or a layer without a weight.
     """
     if isinstance(names, str):
         raise TypeError(f"names={names!r} must be a list of expressions: [{names!r}]")

@@ -35,8 +35,8 @@ def round_into(
     result : float16 or bfloat16; any strides.
     source : float32, of the same shape and device.
     seed : of the run, from 0 to 2**64 - 1; see `shared_seed` of hororing.toolkit.large_batch.
-    tensor, step : which tensor this is, and the how-manieth time: other random numbers each.
-    stream : 0 where all ranks need the same result, `rank_stream()` where each has its own.
+    tensor, step : numbers of the tensor and of the step, each with its own random numbers.
+    stream : 0 if all ranks need the same result, `rank_stream()` if each has its own.
     """
     _check_type(result.dtype)
     if source.dtype != torch.float32 or source.shape != result.shape:
@@ -115,14 +115,14 @@ class _Cast(torch.autograd.Function):
 class StochasticCast(nn.Module):
     """Rounds float32 activations at random to 16 bits, on every rank with its own random numbers.
 
-    In evaluation it rounds to nearest. How often it has been called in training is saved with the
-    module, so that a resumed run goes on as it would have.
+    In evaluation it rounds to nearest. The number of calls in training is saved with the module, so
+    that a resumed run continues as it would have without the interruption.
 
     Parameters
     ----------
     dtype : torch.bfloat16 or torch.float16.
     seed : of the run; layers with equal seeds need different `tensor` numbers.
-    tensor : a number of the layer's own.
+    tensor : a number that is unique to the layer.
     """
 
     calls: torch.Tensor

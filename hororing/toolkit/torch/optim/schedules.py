@@ -20,8 +20,8 @@ class ScheduleLR(LRScheduler):
     ----------
     optimizer : any torch optimizer, distributed or not. Its own ``lr`` is replaced.
     schedule : a function of the step, such as `WarmupPolynomial`. Not saved with the scheduler.
-    factors : what the rate of each parameter group is multiplied by; None: 1.
-    last_epoch : the step that was last, where training is resumed without a state_dict.
+    factors : the factor of each parameter group's rate; None: 1.
+    last_epoch : the last step, if training is resumed without a state_dict.
 
     Examples
     --------
