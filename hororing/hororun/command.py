@@ -72,9 +72,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if arguments.dry_run:
         return _dry_run(placed, command, variables)
     output = _output(arguments, len(placed), only_from)
-    rsh = shlex.split(arguments.rsh_agent or "") or start.ssh(
-        arguments.ssh_port, arguments.ssh_identity_file
-    )
+    rsh = arguments.rsh_agent or start.ssh(arguments.ssh_port, arguments.ssh_identity_file)
     what = start.Start(
         placed, command, variables, rsh, arguments.start_timeout, arguments.grace, _stdin()
     )
@@ -128,11 +126,22 @@ def _parser() -> argparse.ArgumentParser:
         help="longest that other hosts may take to answer (60)")  # fmt: skip
     add("--grace", type=_seconds, default=5.0, metavar="S",
         help="time between the request to end and the end, for all ranks (5)")  # fmt: skip
-    add("--rsh-agent", metavar="CMD", help="instead of ssh: CMD HOST COMMAND runs it there")
+    add(
+        "--rsh-agent",
+        type=_words,
+        metavar="CMD",
+        help="instead of ssh: CMD HOST COMMAND runs it there",
+    )
     add("-p", "--ssh-port", type=_positive, metavar="PORT", help="of ssh")
     add("-i", "--ssh-identity-file", metavar="FILE", help="of ssh")
     add("--mpi", action="store_true", help="print the mpirun line for this, and run it")
-    add("--mpi-args", default="", metavar="WORDS", help="with --mpi: more words for mpirun")
+    add(
+        "--mpi-args",
+        type=_words,
+        default=[],
+        metavar="WORDS",
+        help="with --mpi: more words for mpirun",
+    )
     add("--print-topology", action="store_true", help="show which rank goes where, first")
     add("--dry-run", action="store_true", help="show what would be started where")
     add("--export-config", metavar="FILE", help="write these flags and the program to a file")
@@ -171,6 +180,13 @@ def _seconds(text: str) -> float:
     if not 0 <= value <= 1e9:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
     return value
+
+
+def _words(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
 
 
 def _placed(arguments: argparse.Namespace) -> list[Place]:
@@ -233,6 +249,8 @@ def _ranks(text: str | None, size: int) -> set[int] | None:
         ranks = set(numa.numbers(text))
     except ValueError as error:
         raise ValueError(f"--only-output-from {text}: {error}; write ranks, as 0,4-6") from None
+    if not ranks:
+        raise ValueError(f"--only-output-from {text}: it names no rank; write ranks, as 0,4-6")
     if wrong := sorted(rank for rank in ranks if rank >= size):
         raise ValueError(f"--only-output-from: there is no rank {wrong[0]} among {size}")
     return ranks
@@ -244,6 +262,8 @@ def _variables(arguments: argparse.Namespace) -> dict[str, str]:
     found = start.settings()
     for text in arguments.variables:
         name, equals, value = text.partition("=")
+        if not name:
+            raise ValueError(f"-x {text}: write -x NAME or -x NAME=VALUE")
         if not equals and name not in own:
             raise ValueError(f"-x {name}: it is not set here; give -x {name}=VALUE")
         found[name] = value if equals else own[name]
@@ -387,7 +407,7 @@ def _mpirun(arguments: argparse.Namespace, placed: list[Place], command: list[st
     if binding:
         python = command[0] if "python" in os.path.basename(command[0]) else "python"
         command = _bound(python, binding, command)
-    words += [*shlex.split(arguments.mpi_args), *command]
+    words += [*arguments.mpi_args, *command]
     print(shlex.join(words), flush=True)
     if arguments.dry_run:
         return 0

@@ -115,6 +115,10 @@ def run(
     program = shutil.which(python)
     if program is None:
         raise ValueError(f"run: there is no program {python!r} (executable)")
+    try:
+        rsh = None if rsh_agent is None else shlex.split(rsh_agent)
+    except ValueError as error:
+        raise ValueError(f"run: rsh_agent={rsh_agent!r}: {error}") from None
     given = {name: str(text) for name, text in (env or {}).items()}
     if network_interface or network_interfaces:
         given["HORORING_INTERFACE"] = str(network_interface or network_interfaces)
@@ -124,7 +128,7 @@ def run(
         placed,
         [program, "-c", PROGRAM],
         {**start.settings(), **given},
-        shlex.split(rsh_agent) if rsh_agent else start.ssh(ssh_port, ssh_identity_file),
+        start.ssh(ssh_port, ssh_identity_file) if rsh is None else rsh,
         start_timeout,
         grace,
         payload=describe(func, tuple(args), dict(kwargs or {})),

@@ -7,6 +7,7 @@ import contextlib
 import os
 import selectors
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -146,7 +147,8 @@ class RemoteHost:
             while (left_s := end - time.monotonic()) > 0:
                 if waiting.select(left_s) and not self._take():
                     break
-        self._popen.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._popen.pid, signal.SIGKILL)  # what it has started, too
         self._popen.wait()
         for stream in (self._out, self._err):
             with contextlib.suppress(KeyError):

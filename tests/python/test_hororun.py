@@ -300,6 +300,10 @@ def test_who_ignores_the_request_to_end_is_ended_after_the_time_of_grace():
         (["-H", f"localhost:1,{socket.gethostname()}:1", SH], 2, "are both this host"),
         (["--hostfile", "/none", SH], 2, "/none"),
         (["-x", "NO_SUCH", SH], 2, "-x NO_SUCH: it is not set here"),
+        (["-x", "=3", SH], 2, "-x =3: write -x NAME or -x NAME=VALUE"),
+        (["--only-output-from", ",", SH], 2, "it names no rank"),
+        (["--rsh-agent", "a 'b", SH], 2, "No closing quotation"),
+        (["--mpi", "--mpi-args", "a 'b", SH], 2, "No closing quotation"),
         (["--output", "/dev/null/a", SH], 1, "/dev/null/a"),
     ],
 )
@@ -469,7 +473,10 @@ def test_ranks_of_other_hosts_die_with_hororun(
     [
         ("/bin/false", "host b: the connection with its agent has ended"),
         ("/none/at/all", "host b: the connection with its agent has ended"),
-        ("/bin/sh -c 'sleep 600'", "no agent answers on b after 0.3 s (--start-timeout)"),
+        (
+            "/bin/sh -c 'sleep 600 & echo pid=$! >&2; wait'",
+            "no agent answers on b after 0.3 s (--start-timeout)",
+        ),
         ("/bin/sh -c 'yes | head -c 1000000'", "its agent says what is not understood"),
     ],
 )
@@ -479,6 +486,7 @@ def test_a_host_that_does_not_answer_is_an_error(agent: str, wanted: str):
     assert done.returncode == 1
     assert wanted in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
+    wait_until(lambda: not any(map(is_alive, numbers(done.stderr))))
 
 
 def test_a_program_that_is_missing_there_is_an_error(rsh: str, tmp_path: Path):

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import mpirun
 import numpy as np
 import pytest
 import tiers
@@ -210,6 +211,7 @@ def test_a_rank_that_was_killed_is_blamed_not_those_who_noticed():
         ({"np": 2, "num_proc": 3}, ValueError, "np=2 contradicts num_proc=3"),
         ({"use_mpi": True}, ValueError, "start a script with mpirun"),
         ({"min_num_proc": 2}, ValueError, "the number of ranks does not change"),
+        ({"rsh_agent": "a 'b"}, ValueError, "No closing quotation"),
         ({"gpus": 2}, TypeError, "there is no argument 'gpus'"),
         ({"executable": "no-such"}, ValueError, "there is no program 'no-such'"),
         ({"hosts": "b:1", "rsh_agent": "/bin/false"}, RunError, "host b: the connection"),
@@ -301,6 +303,34 @@ def test_functions_and_results_travel_to_other_hosts_and_back(rsh: str):
     ) as error:
         hororing.run(where, [0], np=4, hosts="localhost:1,b:2,c:1", rsh_agent=rsh)
     assert isinstance(error.value.__cause__, OwnError)
+
+
+@tiers.full
+@pytest.mark.skipif(bool(mpirun.why_no_hosts()), reason=mpirun.why_no_hosts())
+def test_ranks_of_hosts_with_networks_of_their_own(tmp_path: Path):
+    """6 s."""
+    program = tmp_path / "caller.py"
+    program.write_text(
+        "import os, sys\nimport hororing\n"
+        "def work():\n"
+        "    import hororing.numpy as hvd, numpy as np\n"
+        "    hvd.init()\n"
+        "    host = os.uname().nodename\n"
+        "    return host, hvd.allreduce(np.full(9, hvd.rank() + 1.0), op=hvd.Sum).tolist()\n"
+        "agent = os.environ['PRTE_MCA_plm_ssh_agent']\n"
+        "print(hororing.run(work, hostfile=sys.argv[1], np=3, rsh_agent=agent))\n"
+    )
+    caller = tmp_path / "caller"
+    # hosts.sh starts it as it starts mpirun: --hostfile FILE -np N.
+    caller.write_text(f'#!/bin/sh\nexec {sys.executable} {program} "$2"\n')
+    caller.chmod(0o755)
+    done = subprocess.run(
+        [mpirun.HOSTS, "1,2", caller],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+        timeout=DEADLINE_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{[(host, [6.0] * 9) for host in ('host0', 'host1', 'host1')]}\n"
 
 
 def test_horovods_run_means_the_same():
