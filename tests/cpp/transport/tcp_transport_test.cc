@@ -7,6 +7,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -511,6 +512,49 @@ TEST(strangers_do_not_disturb_a_world) {
     CHECK(rank.transport.Close(Soon()));
   });
   attacker.join();
+}
+
+// Before the first connection of a peer, so that it waits behind them, and while data moves.
+TEST(ten_thousand_half_open_connections_do_not_keep_peers_from_one_another) {
+  rlimit before;
+  CHECK_EQ(getrlimit(RLIMIT_NOFILE, &before), 0);
+  const rlimit most = {before.rlim_max, before.rlim_max};
+  CHECK_EQ(setrlimit(RLIMIT_NOFILE, &most), 0);
+  const size_t count = std::min<size_t>(10'000, before.rlim_max - 500);
+  Places places = Listeners(2);
+  const std::vector<std::string> addresses = places.addresses;
+  std::vector<Socket> intruders;
+  while (intruders.size() < count / 2)
+    intruders.push_back(Intruder(addresses[intruders.size() % 2]));
+  RunWorld(MakeTcpWorld(std::move(places), Options(0)), [&](Rank& rank) {
+    for (int i = 0; i < 20; ++i) {
+      for (size_t each = 0; rank.rank() == 1 && each < count / 40; ++each) {
+        intruders.push_back(Intruder(addresses[each % 2]));
+      }
+      ExchangeWithAll(rank, 100 << 10);
+    }
+    CHECK(rank.transport.Close(Soon()));
+  });
+  intruders.clear();
+  CHECK_EQ(setrlimit(RLIMIT_NOFILE, &before), 0);
+}
+
+TEST(a_recorded_handshake_is_of_no_use_later) {
+  const std::string key(32, 'k');
+  std::string recorded(16 + sizeof(Hello) + 32, '\0');
+  int fds[2];
+  CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, fds), 0);
+  const Socket spy(fds[0]), peer(fds[1]);
+  const std::string question = "HRT1" + std::string(16, 'n');
+  CHECK_EQ(SendSome(spy.fd(), question.data(), question.size()), 20);
+  Handshake connecting = Handshake::Connecting(key, {1, 0, 0});
+  CHECK(connecting.Advance(peer.fd()) == Handshake::State::kUnderWay);
+  CHECK_EQ(ReceiveSome(spy.fd(), recorded.data(), recorded.size()),
+           static_cast<ptrdiff_t>(recorded.size()));
+  CHECK_EQ(SendSome(spy.fd(), recorded.data(), recorded.size()),
+           static_cast<ptrdiff_t>(recorded.size()));
+  Handshake accepting = Handshake::Accepting(key, 0);
+  CHECK(accepting.Advance(peer.fd()) == Handshake::State::kFailed);
 }
 
 TEST(a_handshake_with_another_key_or_for_another_rank_fails_on_both_sides) {
