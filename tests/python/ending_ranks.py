@@ -197,6 +197,9 @@ def exit_3() -> None:
         except SystemExit as error:
             kept.append(error)
             raise
+    if sys.argv[2].endswith("compute"):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        compute_instead()
     fail_with(lambda: hvd.allreduce(np.ones(4), name="x"))
 
 

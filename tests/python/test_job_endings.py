@@ -184,7 +184,8 @@ def test_the_exit_code_of_one_rank_is_in_the_text_and_that_of_mpirun():
         assert seen["kind"] == "ShutDownError"
         assert "rank 1 has shut down (the script has ended by sys.exit(3))" in seen["text"]
         check_end(job)
-    for size, how in ((1, "exit()"), (2, "sys.exit()")):
+    # The last one: whatever the others do, the job ends.
+    for size, how in ((1, "exit()"), (2, "sys.exit()"), (2, "sys.exit() while others compute")):
         with LiveJob(RANKS, size, "exit_3", how) as job:
             assert check_end(job) == 3
 

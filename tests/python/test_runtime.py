@@ -10,8 +10,9 @@ import sys
 import threading
 
 import pytest
+from live_job import poll
 
-from hororing import built, errors, job, launch, mpi, runtime
+from hororing import built, errors, job, launch, mpi, neighbours, runtime
 from hororing.launch import KUBERNETES, Launch, detect, prepare_mpi
 
 QUERIES = [
@@ -473,6 +474,14 @@ def test_a_launcher_that_mpi_does_not_know_is_an_error(environ: dict[str, str]):
         assert "HORORING_ALONE=1" in done.stderr
     done = run(INIT.format({}), **environ, HORORING_ALONE="1")
     assert (done.returncode, done.stdout) == (0, "1 False\n"), done.stderr
+
+
+def test_a_process_has_ended_though_nobody_has_asked_for_its_exit_code():
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    assert poll(lambda: not neighbours._is_alive(child))
+    os.waitpid(child, 0)
 
 
 ERRORS_RETURN = {"OMPI_MCA_mpi_initial_errhandler": "mpi_errors_return"}

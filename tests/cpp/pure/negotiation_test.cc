@@ -366,7 +366,7 @@ TEST(a_rank_that_has_joined_ends_no_deadlock) {
   Request join;
   join.kind = Collective::kJoin;
   join.name = "join";
-  coordinator.Receive(2, Fresh({join}), 0);
+  coordinator.Receive(2, Fresh({Allreduce("x"), join}), 0);
   coordinator.Receive(0, Fresh({Allreduce("x")}), 0);
   coordinator.Receive(1, Fresh({Allreduce("y")}), 0);
   CHECK(DeadlockWithin(30, coordinator, [](int rank, int) { return rank < 2; }).has_value());
