@@ -13,20 +13,26 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import queue
 import secrets
 import socket
+import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from hororing.rendezvous import offers, protocol
 from hororing.rendezvous.client import Deadline, Member, RendezvousError
 from hororing.rendezvous.offers import Offer
 from hororing.rendezvous.protocol import ProtocolError
 
+_KEY = "hororing/offer"
 _CONNECT_S = 2.0
-_ANSWER_S = 10.0
+_ANSWER_S = 5.0
 _RETRY_S = 0.1
+
+T = TypeVar("T")
 
 
 def meet(
@@ -99,10 +105,8 @@ class _Board:
     def look(self) -> tuple[Offer | None, str]:
         """The offer; None, and why there is none."""
         try:
-            store = self._open()
-            if not store.check([_KEY]):
-                return None, "rank 0 has not come"
-            return offers.parse(store.get(_KEY)), ""
+            found = _bounded(self._get)
+            return (offers.parse(found), "") if found else (None, "rank 0 has not come")
         except (OSError, RuntimeError, ProtocolError) as error:
             self._store = None
             return None, f"torch's store: {_first_line(error)}"
@@ -110,7 +114,7 @@ class _Board:
     def publish(self, offer: Offer) -> str | None:
         """Leave it there; else why that is not possible."""
         try:
-            self._open().set(_KEY, json.dumps(offer))
+            _bounded(lambda: self._open().set(_KEY, json.dumps(offer)))
         except (OSError, RuntimeError) as error:
             self._store = None
             return _first_line(error)
@@ -118,14 +122,19 @@ class _Board:
 
     def withdraw(self) -> None:
         """Remove it, and close. From any thread; nothing is raised."""
-        with contextlib.suppress(OSError, RuntimeError):
-            if self._store is not None:
-                self._store.delete_key(_KEY)
+        store = self._store
+        if store is not None:
+            with contextlib.suppress(OSError, RuntimeError):
+                _bounded(lambda: store.delete_key(_KEY))
         self.close()
 
     def close(self) -> None:
         """End the connection, and torch's store too where this process alone has made it."""
         self._store = None
+
+    def _get(self) -> bytes:
+        store = self._open()
+        return bytes(store.get(_KEY)) if store.check([_KEY]) else b""
 
     def _open(self) -> Any:
         if self._store is not None:
@@ -145,7 +154,27 @@ class _Board:
         return self._store
 
 
-_KEY = "hororing/offer"
+def _bounded(call: Callable[[], T]) -> T:
+    """What a call into torch returns. TimeoutError where nothing answers: torch waits for ever.
+
+    Its own limit does not hold once it is connected, and Ctrl-C does not interrupt it.
+    """
+    results: queue.SimpleQueue[tuple[T | None, Exception | None]] = queue.SimpleQueue()
+
+    def body() -> None:
+        try:
+            results.put((call(), None))
+        except Exception as error:
+            results.put((None, error))
+
+    threading.Thread(target=body, name="hororing-torch-store", daemon=True).start()
+    try:
+        result, error = results.get(timeout=_ANSWER_S)
+    except queue.Empty:
+        raise TimeoutError("no answer") from None
+    if error is not None:
+        raise error
+    return cast(T, result)
 
 
 def _first_line(error: Exception) -> str:

@@ -29,7 +29,7 @@ import tiers
 
 from hororing import bootstrap, starts
 from hororing.launch import Launch, detect
-from hororing.rendezvous import files, offers
+from hororing.rendezvous import files, offers, torch_store
 from hororing.rendezvous.client import Member, RendezvousError
 
 ROOT = Path(__file__).parents[2]
@@ -223,6 +223,35 @@ def test_who_claims_the_rank_of_another_is_told_at_once():
         board.accept()
     one.done()
     zero.done()
+
+
+def test_a_secret_of_the_users_is_not_left_anywhere():
+    board = Board()
+    with ThreadPoolExecutor(1) as pool:
+        zero = offers.make(
+            board.publish, lambda: None, job="j", size=2, timeout_s=30, secret=SECRET.encode()
+        )
+        assert board.offer is not None
+        assert board.offer["secret"] == ""
+        waits = pool.submit(
+            offers.accept, lambda: (board.offer, ""), rank=1, size=2, timeout_s=30,
+            secret=SECRET.encode(),
+        )  # fmt: skip
+        one = waits.result()
+    one.done()
+    zero.done()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_torchs_store_that_says_nothing_is_an_error_in_time(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+):
+    """As of an agent that is stopped. torch waits for it for ever."""
+    monkeypatch.setattr(torch_store, "_ANSWER_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as listens:
+        address = f"127.0.0.1:{listens.getsockname()[1]}"
+        with pytest.raises(RendezvousError, match="no answer"):
+            torch_store.meet(address, job="j", rank=rank, size=2, timeout_s=0.5)
 
 
 # ---------------------------------------------------------------------------------------------
