@@ -37,6 +37,7 @@ _BACKLOG = 4096
 _NO_FILES_S = 0.1  # before the next try, when the process has no file descriptors left
 _START_S = 30.0
 _CLOSE_S = 2.0
+_AGAIN_S = 0.1
 
 
 class _Refusal(Exception):
@@ -166,11 +167,14 @@ class Store:
     async def close(self) -> None:
         """End every connection, and listen no more."""
         self._closing = True
-        tasks = [task for task in (self._accepting, *self._serving) if task is not None]
-        for task in tasks:
-            task.cancel()
         writers = [peer.writer for peer in self._peers.values()]
-        await asyncio.gather(*tasks, return_exceptions=True)
+        while tasks := [
+            each for each in (self._accepting, *self._serving) if each and not each.done()
+        ]:
+            for task in tasks:
+                task.cancel()
+            # Then again: wait_for of Python 3.11 forgets it if its result comes at the same time.
+            await asyncio.wait(tasks, timeout=_AGAIN_S)
         closed = [asyncio.ensure_future(writer.wait_closed()) for writer in writers]
         if closed:  # what they were told last must still reach them
             await asyncio.wait(closed, timeout=_CLOSE_S)
