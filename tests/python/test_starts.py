@@ -539,6 +539,14 @@ def test_srun(script: str, tmp_path: Path):
         for size in (1, 2, 4):
             command = [srun, "-n", str(size), "--overcommit", sys.executable, script]
             check_ranks(outputs([(command, variables)]), size)
+        # What srun offers and this MPI does not understand.
+        wrong = [srun, "--mpi=pmi2", "-n", "2", "--overcommit", sys.executable, script]
+        done = subprocess.run(
+            ["timeout", str(LIMIT_S), *wrong], env={**plain(), **variables}, capture_output=True,
+            text=True, check=False,
+        )  # fmt: skip
+        assert "ValueError: init: the launcher started 2 processes or more" in done.stderr
+        assert "srun --mpi=none" in done.stderr
         # As a launcher of torchrun.
         command = [srun, "-n", "1", *torchrun(2, [script], tmp_path)[0][0]]
         check_ranks(outputs([(command, variables)]), 2)
@@ -563,10 +571,13 @@ def on_hosts(tmp_path: Path, lines: Sequence[str]) -> str:
 
 @tiers.full
 @pytest.mark.skipif(bool(mpirun.why_no_hosts()), reason=mpirun.why_no_hosts())
-@pytest.mark.parametrize("way", ["torchrun", "dynamic torchrun", "srun", "pods"])
+@pytest.mark.parametrize("way", ["hororun", "torchrun", "dynamic torchrun", "srun", "pods"])
 def test_over_hosts_with_networks_of_their_own(way: str, script: str, tmp_path: Path):
     python = f"{sys.executable} {script}"
-    if way == "torchrun":
+    if way == "hororun":
+        agent = '--rsh-agent "$PRTE_MCA_plm_ssh_agent" --no-tag-output -x PYTHONPATH'
+        lines = [f"{sys.executable} -m hororing.hororun -H host0:2,host1:2 {agent} {python}"]
+    elif way == "torchrun":
         how = "--nnodes 2 --nproc-per-node 2 --master-addr host0 --master-port 29500"
         lines = [
             f"on host{host} {' '.join(TORCHRUN)} --node-rank {host} {how} {script}"

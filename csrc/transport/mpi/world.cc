@@ -93,7 +93,7 @@ Status Select(const MpiWorld& world, MPI_Comm* selected, bool* owned) {
                   "init: the launcher started " + std::to_string(world.launched) +
                       " processes or more, but MPI finds only this one: use the mpirun of the MPI "
                       "that hororing was built with (`python -m hororing info` tells which), or "
-                      "set HORORING_ALONE=1 for a job of one rank");
+                      "srun --mpi=none; or set HORORING_ALONE=1 for a job of one rank");
   }
   if (world.ranks.empty()) return Status::Ok();
   std::set<int> seen;
