@@ -2,10 +2,10 @@
 //
 //   stores [--kib K] [--rounds N]
 //
-// Two threads hand K KiB (256) to one another in four rooms, as the slots of backend/shm_walk.h do:
-// one copies into a room, the other out of it, in turns, once with ordinary and once with streaming
-// stores. GB/s, medians of N (400) rounds. The round trip of a cache line between the two tells
-// where they ran: some 60 ns within one last-level cache, 300 and more between two.
+// Two threads hand K KiB (256) to one another in four rooms, as the slots of backend/shm_pipeline.h
+// do: one copies into a room, the other out of it, in turns, once with ordinary and once with
+// streaming stores. GB/s, medians of N (400) rounds. The round trip of a cache line between the two
+// tells where they ran: some 60 ns within one last-level cache, 300 and more between two.
 
 #include <algorithm>
 #include <atomic>
@@ -17,7 +17,7 @@
 #include <vector>
 
 #include "base/clock.h"
-#include "base/outgoing.h"
+#include "base/shared_writer.h"
 
 namespace {
 
@@ -111,7 +111,7 @@ int main(int argc, char** argv) {
           [](void* to, const void* from, size_t bytes) { std::memcpy(to, from, bytes); });
   Measure("streaming", kib << 10, rounds, [](void* to, const void* from, size_t bytes) {
     StreamingCopy(to, from, bytes);
-    Fence();
+    StoreFence();
   });
   std::printf("round trip %.0f ns\n", RoundTripNs());
   return 0;

@@ -18,9 +18,9 @@ constexpr size_t kEntryAlign = 64;  // a cache line, and a multiple of every ele
 // the receiver's word, behind all that is queued.
 constexpr size_t kHostMessage = 32 << 10;
 
-// Of so many bytes that a walk passes from rank to rank in pieces, how many make one. Between hosts
-// a message. Through memory smaller pieces than this would only make more steps, and longer parts
-// are cut into four, so that the stages overlap.
+// Of so many bytes that a pipeline passes from rank to rank in pieces, how many make one. Between
+// hosts a message. Through memory smaller pieces than this would only make more steps, and longer
+// parts are cut into four, so that the stages overlap.
 inline size_t PieceBytes(size_t longest, int hosts) {
   if (hosts > 1) return kHostMessage;
   constexpr size_t kLeast = 64 << 10, kCuts = 4;

@@ -61,7 +61,7 @@ Status CudaBackend::Run(const Batch& batch, TimeNs deadline, TraceSink& trace) {
     const bool known =
         std::find(flight.ready.begin(), flight.ready.end(), entry.ready) != flight.ready.end();
     if (entry.ready == nullptr || known) continue;
-    HORORING_RETURN_IF_ERROR(entry.ready->HoldBack(device_->stream()));
+    HORORING_RETURN_IF_ERROR(entry.ready->StreamWait(device_->stream()));
     flight.ready.push_back(entry.ready);
   }
   // All ranks come to the same.

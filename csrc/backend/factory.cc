@@ -15,7 +15,7 @@ namespace {
 // Null where the ranks share no memory, or too little.
 ShmTransport* SharedBy(Transport& transport) {
   ShmTransport* shared = dynamic_cast<ShmTransport*>(&transport);
-  const bool room = shared != nullptr && ShmDirectBackend::HasRoom(shared->segment().geometry());
+  const bool room = shared != nullptr && ShmDirectBackend::Fits(shared->segment().geometry());
   return room ? shared : nullptr;
 }
 

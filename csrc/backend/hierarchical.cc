@@ -18,7 +18,7 @@
 #include <string>
 
 #include "backend/common.h"
-#include "backend/host_walk.h"
+#include "backend/host_pipeline.h"
 #include "backend/virtual_buffer.h"
 #include "base/copy.h"
 #include "collective/slice_exchange.h"
@@ -40,7 +40,7 @@ struct Plan : VirtualBuffer {
   int owners = 1;
   bool whole = true;  // each host sends all to all others
 
-  // `capacity`: bytes of one block's room in a slot. `chunk_bytes`: of a block; 0: built in.
+  // `capacity`: bytes of one block in a slot. `chunk_bytes`: of a block; 0: built in.
   Plan(const Batch& batch, size_t capacity, int slice_owners, int hosts, const WireCost& wire,
        size_t chunk_bytes)
       : VirtualBuffer(batch), owners(slice_owners) {
@@ -65,14 +65,14 @@ struct Plan : VirtualBuffer {
   }
 };
 
-class AllreduceWalk final : public HostWalk {
+class AllreducePipeline final : public HostPipeline {
  public:
   // `exchange`: null where this rank owns no slices.
-  AllreduceWalk(const HostGroup& group, ShmTransport& local, Transport& wire, const Batch& batch,
-                const Plan& plan, SliceExchange* exchange, uint64_t first, TimeNs deadline,
-                TraceSink& trace)
-      : HostWalk(group, local, wire, batch, exchange != nullptr && group.hosts() > 1, first,
-                 plan.blocks, deadline, trace),
+  AllreducePipeline(const HostGroup& group, ShmTransport& local, Transport& wire,
+                    const Batch& batch, const Plan& plan, SliceExchange* exchange, uint64_t first,
+                    TimeNs deadline, TraceSink& trace)
+      : HostPipeline(group, local, wire, batch, exchange != nullptr && group.hosts() > 1, first,
+                     plan.blocks, deadline, trace),
         plan_(plan),
         exchange_(exchange),
         packed_(first),
@@ -116,7 +116,7 @@ class AllreduceWalk final : public HostWalk {
 
   // Also of this rank itself: sums of the block that lay there come into its slot, too.
   bool CanPack() const {
-    return packed_ < end_ && packed_ < consumed_ + kDepth && RoomIsFree(packed_);
+    return packed_ < end_ && packed_ < consumed_ + kDepth && BlockIsFree(packed_);
   }
   bool CanSum() const {
     return exchange_ != nullptr && summed_ < packed_ && exchange_->CanBegin() &&
@@ -130,13 +130,14 @@ class AllreduceWalk final : public HostWalk {
   void Pack() {
     StageSpan span(trace_, Stage::kPack, batch_);
     const Range block = plan_.Block(packed_ - first_);
-    std::byte* room = Room(rank_, packed_);
+    std::byte* block_at = BlockAt(rank_, packed_);
     const Range own = exchange_ != nullptr ? plan_.SliceOf(block, rank_) : Range{0, 0};
     for (const Range& part : {Range{block.begin, std::max(own.begin, block.begin)},
                               Range{std::max(own.end, block.begin), block.end}}) {
       plan_.ForEachPiece(part, [&](size_t i, size_t at, size_t bytes) {
         const Place& place = plan_.places[i];
-        local_.to_slot().Copy(room + (at - block.begin), place.input + (at - place.begin), bytes);
+        local_.to_slot().Copy(block_at + (at - block.begin), place.input + (at - place.begin),
+                              bytes);
       });
     }
     Publish(&DirectProgress::packed, ++packed_);
@@ -163,14 +164,14 @@ class AllreduceWalk final : public HostWalk {
         for (int source = 0; source < size_; ++source) {
           sources_[static_cast<size_t>(source)] =
               source == rank_ ? place.input + (at + done - place.begin)
-                              : Room(source, summed_) + (at + done - block.begin);
+                              : BlockAt(source, summed_) + (at + done - block.begin);
         }
         SumPartials(batch_.reduce, sums + (at + done - own.begin) / element * partial, sources_,
                     part / element, widened_.data());
       }
     });
     pad(own.end);
-    exchange_->Begin(own.bytes() / element, Room(rank_, summed_) + (own.begin - block.begin));
+    exchange_->Begin(own.bytes() / element, BlockAt(rank_, summed_) + (own.begin - block.begin));
     ++summed_;
     span.End(own.bytes());
   }
@@ -180,7 +181,7 @@ class AllreduceWalk final : public HostWalk {
     const Range block = plan_.Block(consumed_ - first_);
     for (int step = 0; step < plan_.owners; ++step) {
       const int owner = (rank_ + step) % plan_.owners;
-      const std::byte* from = Room(owner, consumed_);
+      const std::byte* from = BlockAt(owner, consumed_);
       plan_.ForEachPiece(plan_.SliceOf(block, owner), [&](size_t i, size_t at, size_t bytes) {
         const Place& place = plan_.places[i];
         CopyBytes(place.output + (at - place.begin), from + (at - block.begin), bytes);
@@ -242,11 +243,11 @@ bool HierarchicalBackend::Supports(const Batch& batch) const {
       return algorithm == Algorithm::kThreePhase || algorithm == Algorithm::kLeader;
     }
     case Collective::kReducescatter:
-      return !options_.reproducible && HasRoom(batch.kind) &&
+      return !options_.reproducible && Fits(batch.kind) &&
              (algorithm_ != Algorithm::kAuto || shape_.hosts == 1 ||
               ScattersByHost(batch.reduce, shape_));
     case Collective::kAllgather:
-    case Collective::kBroadcast: return HasRoom(batch.kind);
+    case Collective::kBroadcast: return Fits(batch.kind);
     default: return false;
   }
 }
@@ -270,7 +271,7 @@ uint64_t HierarchicalBackend::Take(uint64_t blocks) {
 }
 
 size_t HierarchicalBackend::capacity() const {
-  return HostWalk::Capacity(local_.segment().geometry().slot_bytes);
+  return HostPipeline::Capacity(local_.segment().geometry().slot_bytes);
 }
 
 Status HierarchicalBackend::RunAllreduce(const Batch& batch, TimeNs deadline, TraceSink& trace) {
@@ -292,12 +293,12 @@ Status HierarchicalBackend::RunAllreduce(const Batch& batch, TimeNs deadline, Tr
     between.slices = plan.blocks;
     between.most_elements = plan.LargestSlice() / ElementSize(batch.reduce.dtype);
     between.whole = plan.whole;
-    between.depth = HostWalk::kDepth;
+    between.depth = HostPipeline::kDepth;
     exchange.emplace(wire_, std::move(between), deadline);
     HORORING_RETURN_IF_ERROR(exchange->Reserve(scratch_));
   }
-  return AllreduceWalk(group_, local_, wire_, batch, plan, exchange ? &*exchange : nullptr,
-                       Take(plan.blocks), deadline, trace)
+  return AllreducePipeline(group_, local_, wire_, batch, plan, exchange ? &*exchange : nullptr,
+                           Take(plan.blocks), deadline, trace)
       .Run();
 }
 

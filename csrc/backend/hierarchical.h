@@ -1,6 +1,6 @@
 // HierarchicalBackend: collectives over several hosts, whose ranks share memory with those of their
 // host, by all ranks or those of a process set. Of an allreduce the batch is one virtual buffer
-// (its tensors back to back, each padded to 64 bytes) that is walked in blocks; of every block,
+// (its tensors back to back, each padded to 64 bytes) that is passed in blocks; of every block,
 // some ranks of each host own a slice:
 //
 //   PACK      rank r copies the slices of others in block k into its slot       packed[r] = k + 1
@@ -13,7 +13,8 @@
 // ranks of each host own slices as every host has ("three phases": reduce-scatter in the host,
 // allreduces of slices between hosts, all-gather in the host), or only one ("leader").
 //
-// All-gathers and broadcasts are in backend/lane_walk.h, reduce-scatters in backend/scatter_walk.h.
+// All-gathers and broadcasts are in backend/channel_pipeline.h, reduce-scatters in
+// backend/scatter_pipeline.h.
 //
 // Numerics: hosts are summed in their order, each of them in rank order, as partial results that
 // are rounded once; on all ranks the same bits, whatever an element is fused with.
@@ -25,8 +26,8 @@
 #include <vector>
 
 #include "backend/backend.h"
-#include "backend/host_walk.h"
-#include "backend/lane_walk.h"
+#include "backend/channel_pipeline.h"
+#include "backend/host_pipeline.h"
 #include "collective/algorithm.h"
 #include "collective/allreduce.h"
 #include "transport/factory.h"
@@ -56,14 +57,14 @@ class HierarchicalBackend final : public Backend {
   uint64_t Take(uint64_t blocks);
   Status RunAllreduce(const Batch& batch, TimeNs deadline, TraceSink& trace);
   // In hierarchical_moves.cc.
-  bool HasRoom(Collective kind) const;
+  bool Fits(Collective kind) const;
   Status RunAllgather(const Batch& batch, TimeNs deadline, TraceSink& trace);
   Status RunBroadcast(const Batch& batch, TimeNs deadline, TraceSink& trace);
-  Status RunLanes(const Batch& batch, std::vector<Lane> lanes, size_t most, TimeNs deadline,
+  Status RunLanes(const Batch& batch, std::vector<Channel> channels, size_t most, TimeNs deadline,
                   TraceSink& trace);
   Status RunReducescatter(const Batch& batch, TimeNs deadline, TraceSink& trace);
-  // The most lanes that a rank carries in an all-gather.
-  size_t MostLanes() const;
+  // The most channels that a rank owns in an all-gather.
+  size_t MostChannels() const;
 
   Transport& wire_;
   ShmTransport& local_;

@@ -5,14 +5,14 @@
 
 #include "backend/common.h"
 #include "backend/hierarchical.h"
-#include "backend/scatter_walk.h"
+#include "backend/scatter_pipeline.h"
 #include "base/copy.h"
 #include "collective/segments.h"
 
 namespace hororing {
 namespace {
 
-// Less than this per lane does not pay a message of its own.
+// Less than this per channel does not pay a message of its own.
 constexpr size_t kLeastLane = 64 << 10;
 
 Status DoesNotFit(const Batch& batch, const BatchEntry& entry) {
@@ -47,42 +47,43 @@ Neighbours InTree(int place, int count) {
 
 }  // namespace
 
-size_t HierarchicalBackend::MostLanes() const {
+size_t HierarchicalBackend::MostChannels() const {
   size_t most = 0;
   for (int host = 0; host < group_.hosts(); ++host) {
-    std::vector<size_t> carried(group_.places_on[static_cast<size_t>(host)].size(), 1);
+    std::vector<size_t> owned(group_.places_on[static_cast<size_t>(host)].size(), 1);
     for (int other = 0; other < group_.hosts(); ++other) {
       const int ranks = static_cast<int>(group_.places_on[static_cast<size_t>(other)].size());
       for (int local = 0; local < ranks && other != host; ++local) {
-        ++carried[static_cast<size_t>(group_.CarrierOn(host, local, leader()))];
+        ++owned[static_cast<size_t>(group_.OwnerOn(host, local, leader()))];
       }
     }
-    for (const size_t count : carried) most = std::max(most, count);
+    for (const size_t count : owned) most = std::max(most, count);
   }
   return most;
 }
 
 // Where there are very many ranks, pieces would be too small to pay.
-bool HierarchicalBackend::HasRoom(Collective kind) const {
+bool HierarchicalBackend::Fits(Collective kind) const {
   switch (kind) {
-    case Collective::kAllgather: return capacity() / MostLanes() >= LanePlan::kLeastRoom;
+    case Collective::kAllgather: return capacity() / MostChannels() >= ChannelPlan::kLeastBytes;
     case Collective::kReducescatter:
-      return capacity() / static_cast<size_t>(group_.size()) >= ScatterPlan::kLeastRoom;
-    default: return capacity() / static_cast<size_t>(shape_.least) >= LanePlan::kLeastRoom;
+      return capacity() / static_cast<size_t>(group_.size()) >= ScatterPlan::kLeastBytes;
+    default: return capacity() / static_cast<size_t>(shape_.least) >= ChannelPlan::kLeastBytes;
   }
 }
 
-Status HierarchicalBackend::RunLanes(const Batch& batch, std::vector<Lane> lanes, size_t most,
+Status HierarchicalBackend::RunLanes(const Batch& batch, std::vector<Channel> channels, size_t most,
                                      TimeNs deadline, TraceSink& trace) {
-  const LanePlan plan(std::move(lanes), group_, capacity(), most);
+  const ChannelPlan plan(std::move(channels), group_, capacity(), most);
   if (plan.blocks == 0) return Status::Ok();
-  return LaneWalk(group_, local_, wire_, batch, plan, Take(plan.blocks), deadline, trace).Run();
+  return ChannelPipeline(group_, local_, wire_, batch, plan, Take(plan.blocks), deadline, trace)
+      .Run();
 }
 
 Status HierarchicalBackend::RunAllgather(const Batch& batch, TimeNs deadline, TraceSink& trace) {
   const size_t size = static_cast<size_t>(group_.size()), own = static_cast<size_t>(group_.place);
   const size_t element = ElementSize(batch.reduce.dtype);
-  std::vector<Lane> lanes(size);
+  std::vector<Channel> channels(size);
   for (const BatchEntry& entry : batch.entries) {
     if (entry.receive_bytes.size() != size ||
         entry.receive_bytes[own] != entry.elements * element) {
@@ -91,28 +92,28 @@ Status HierarchicalBackend::RunAllgather(const Batch& batch, TimeNs deadline, Tr
     std::byte* at = static_cast<std::byte*>(entry.output);
     for (size_t place = 0; place < size; ++place) {
       const size_t bytes = entry.receive_bytes[place];
-      lanes[place].Add(at, bytes);
+      channels[place].Add(at, bytes);
       if (place == own && bytes > 0 && at != entry.input) CopyBytes(at, entry.input, bytes);
       at += bytes;
     }
   }
   for (size_t place = 0; place < size; ++place) {
-    Lane& lane = lanes[place];
+    Channel& channel = channels[place];
     const int local = group_.local_of[place];
     if (group_.host_of[place] == group_.host) {
-      lane.carrier = local;
+      channel.owner = local;
     } else {
-      lane.carrier = group_.CarrierOn(group_.host, local, leader());
-      if (lane.carrier == group_.local) lane.from = group_.members.ranks[place];
+      channel.owner = group_.OwnerOn(group_.host, local, leader());
+      if (channel.owner == group_.local) channel.from = group_.members.ranks[place];
     }
   }
-  lanes[own].begins = true;
+  channels[own].begins = true;
   // At each distance every host sends to another one.
   for (int distance = 1; distance < group_.hosts(); ++distance) {
     const int host = (group_.host + distance) % group_.hosts();
-    lanes[own].to.push_back(group_.JobRank(host, group_.CarrierOn(host, group_.local, leader())));
+    channels[own].to.push_back(group_.JobRank(host, group_.OwnerOn(host, group_.local, leader())));
   }
-  return RunLanes(batch, std::move(lanes), MostLanes(), deadline, trace);
+  return RunLanes(batch, std::move(channels), MostChannels(), deadline, trace);
 }
 
 Status HierarchicalBackend::RunBroadcast(const Batch& batch, TimeNs deadline, TraceSink& trace) {
@@ -129,17 +130,17 @@ Status HierarchicalBackend::RunBroadcast(const Batch& batch, TimeNs deadline, Tr
   if (total == 0) return Status::Ok();
   const size_t owners = leader() ? 1 : static_cast<size_t>(shape_.least);
   const size_t count = std::min(owners, (total + kLeastLane - 1) / kLeastLane);
-  std::vector<Lane> lanes(count);
-  size_t lane = 0, filled = 0;
+  std::vector<Channel> channels(count);
+  size_t channel = 0, filled = 0;
   for (const BatchEntry& entry : batch.entries) {
     const size_t bytes = entry.elements * element;
     for (size_t done = 0; done < bytes;) {
-      const Span part = Chunk(total, static_cast<int>(count), static_cast<int>(lane));
+      const Span part = Chunk(total, static_cast<int>(count), static_cast<int>(channel));
       const size_t length = std::min(bytes - done, part.begin + part.size - filled);
-      lanes[lane].Add(static_cast<std::byte*>(entry.output) + done, length);
+      channels[channel].Add(static_cast<std::byte*>(entry.output) + done, length);
       done += length;
       filled += length;
-      if (filled == part.begin + part.size) ++lane;
+      if (filled == part.begin + part.size) ++channel;
     }
   }
   const size_t root = static_cast<size_t>(batch.root);
@@ -155,14 +156,14 @@ Status HierarchicalBackend::RunBroadcast(const Batch& batch, TimeNs deadline, Tr
     return group_.JobRank((first + there) % hosts, static_cast<int>(number));
   };
   for (size_t number = 0; number < count; ++number) {
-    Lane& each = lanes[number];
-    each.carrier = position == 0 ? group_.local_of[root] : static_cast<int>(number);
+    Channel& each = channels[number];
+    each.owner = position == 0 ? group_.local_of[root] : static_cast<int>(number);
     each.begins = is_root;
-    if (each.carrier != group_.local) continue;
+    if (each.owner != group_.local) continue;
     if (around.from >= 0) each.from = rank_at(around.from, number);
     for (const int to : around.to) each.to.push_back(rank_at(to, number));
   }
-  return RunLanes(batch, std::move(lanes), count, deadline, trace);
+  return RunLanes(batch, std::move(channels), count, deadline, trace);
 }
 
 Status HierarchicalBackend::RunReducescatter(const Batch& batch, TimeNs deadline,
@@ -183,7 +184,8 @@ Status HierarchicalBackend::RunReducescatter(const Batch& batch, TimeNs deadline
     return Status(Code::kInternal, "reduce-scatter between hosts: no memory for partial sums of " +
                                        std::to_string(bytes) + " bytes");
   }
-  return ScatterWalk(group_, local_, wire_, batch, plan, memory, Take(plan.blocks), deadline, trace)
+  return ScatterPipeline(group_, local_, wire_, batch, plan, memory, Take(plan.blocks), deadline,
+                         trace)
       .Run();
 }
 

@@ -3,7 +3,7 @@
 //
 //   tensors x, y; 2 ranks       x0 y0 | x1 y1        digit: the rank whose part it is
 //
-// so that what goes to, comes from or is reduced by one rank is one stretch of memory.
+// so that what goes to, comes from or is reduced by one rank is one extent of memory.
 #pragma once
 
 #include <cstring>

@@ -5,8 +5,8 @@
 #include <utility>
 
 #include "backend/common.h"
+#include "backend/shm_pipeline.h"
 #include "backend/shm_plan.h"
-#include "backend/shm_walk.h"
 
 namespace hororing {
 namespace {
@@ -40,7 +40,7 @@ ShmDirectBackend::ShmDirectBackend(ShmTransport& transport, Members members, siz
       next_block_(FirstBlock(members_)),
       chunk_bytes_(chunk_bytes) {}
 
-bool ShmDirectBackend::HasRoom(const ShmSegment::Geometry& geometry) {
+bool ShmDirectBackend::Fits(const ShmSegment::Geometry& geometry) {
   return geometry.slot_bytes >= 2 * kEntryAlign;
 }
 
@@ -65,7 +65,7 @@ Status ShmDirectBackend::Run(const Batch& batch, TimeNs deadline, TraceSink& tra
   if (others) broken_ = WaitForReaders(transport_, deadline);
   if (!broken_.ok() || plan.blocks == 0) return broken_;
   way_ = AllreduceWay::kShmDirect;
-  broken_ = Walk(transport_, members_, place_, batch, plan, first, deadline, trace).Run();
+  broken_ = ShmPipeline(transport_, members_, place_, batch, plan, first, deadline, trace).Run();
   readers = {members_.ranks, members_.set, members_.generation, next_block_};
   return broken_;
 }

@@ -1,5 +1,5 @@
 // ShmDirectBackend: allreduce among ranks that map one segment. The batch is one virtual
-// buffer (its tensors back to back, each padded to 64 bytes) that is walked in blocks small
+// buffer (its tensors back to back, each padded to 64 bytes) that is passed in blocks small
 // enough to stay in cache:
 //
 //   PACK    rank r copies what others need of block k into its slot     packed[r] = k + 1
@@ -31,11 +31,11 @@ namespace hororing {
 
 class ShmDirectBackend final : public Backend {
  public:
-  // REQUIRES: HasRoom(transport.segment().geometry()) and members.set < kDirectSets. At most one
+  // REQUIRES: Fits(transport.segment().geometry()) and members.set < kDirectSets. At most one
   // per set of a transport. `chunk_bytes`: of a block; 0: built in.
   ShmDirectBackend(ShmTransport& transport, Members members, size_t chunk_bytes = 0);
   // True when the slots can hold two blocks of at least a cache line.
-  static bool HasRoom(const ShmSegment::Geometry& geometry);
+  static bool Fits(const ShmSegment::Geometry& geometry);
 
   const char* name() const override { return "shm_direct"; }
   bool Supports(const Batch& batch) const override;

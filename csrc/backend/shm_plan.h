@@ -9,8 +9,8 @@
 namespace hororing {
 
 struct Plan : VirtualBuffer {
-  size_t capacity = 0;  // bytes of one block's room in a slot
-  size_t depth = 0;     // such rooms in a slot
+  size_t capacity = 0;  // bytes of one block in a slot
+  size_t depth = 0;     // blocks in a slot
   size_t block_bytes = 0;
   uint64_t blocks = 0;
   bool small = false;  // each rank reduces everything itself

@@ -42,7 +42,8 @@ std::string DescribeCuda(const std::string& library) {
 HR_EXPORT int hr_wait_in_stream(int64_t handle, uintptr_t stream) {
   if (InForkedChild()) return Remember(NotInitialized());
   const std::shared_ptr<const DeviceEvent> landed = Handles()->Landed(handle);
-  return landed == nullptr ? static_cast<int>(HR_OK) : Remember(landed->HoldBack(StreamOf(stream)));
+  return landed == nullptr ? static_cast<int>(HR_OK)
+                           : Remember(landed->StreamWait(StreamOf(stream)));
 }
 
 HR_EXPORT int hr_wait_many_in_stream(const int64_t* handles, int32_t count, double timeout_s,
@@ -57,7 +58,7 @@ HR_EXPORT int hr_wait_many_in_stream(const int64_t* handles, int32_t count, doub
   std::vector<std::shared_ptr<const DeviceEvent>> landed;
   const int code = WaitMany(handles, count, timeout_s, &landed);
   for (size_t i = 0; code == HR_OK && i < landed.size(); ++i) {
-    const Status status = landed[i]->HoldBack(StreamOf(stream));
+    const Status status = landed[i]->StreamWait(StreamOf(stream));
     if (!status.ok()) return Remember(status);
   }
   return code;

@@ -55,9 +55,9 @@ Status GatherChunks(Transport& transport, std::byte* data, const std::vector<Spa
   const size_t segment = SegmentBytes(LargestSize(chunks), way.segment_bytes);
 
   Inflight receives(transport, deadline), sends(transport, deadline);
-  RingWalk to_post(chunks, segment, rank - 1, size - 1);
-  RingWalk to_take(chunks, segment, rank - 1, size - 1);
-  RingWalk::Place place;
+  RingSchedule to_post(chunks, segment, rank - 1, size - 1);
+  RingSchedule to_take(chunks, segment, rank - 1, size - 1);
+  RingSchedule::Place place;
   const auto post_receives = [&](size_t target) {
     while (receives.added() < target && to_post.Next(&place)) {
       receives.Add(transport.Receive(previous, data + place.span.begin, place.span.size));
@@ -68,7 +68,7 @@ Status GatherChunks(Transport& transport, std::byte* data, const std::vector<Spa
   };
 
   post_receives(kAhead);
-  for (RingWalk own(chunks, segment, rank, 1); own.Next(&place);) send();
+  for (RingSchedule own(chunks, segment, rank, 1); own.Next(&place);) send();
   int step = 0;
   size_t sent_before_step = 0;  // what the successor needs to have received before `step`
   for (size_t taken = 1; to_take.Next(&place); ++taken) {

@@ -72,8 +72,8 @@ class Ring {
 
   Status Run() {
     SendOwnChunk();
-    RingWalk to_take(chunks_, segment_, transport_.rank() - 2, 2 * (size_ - 1));
-    RingWalk::Place place;
+    RingSchedule to_take(chunks_, segment_, transport_.rank() - 2, 2 * (size_ - 1));
+    RingSchedule::Place place;
     size_t sent_before_step = sends_.added();
     for (size_t number = 0; to_take.Next(&place); ++number) {
       if (place.step != step_) {
@@ -109,8 +109,8 @@ class Ring {
   }
 
   void SendOwnChunk() {
-    RingWalk own(chunks_, segment_, transport_.rank() - 1, 1);
-    RingWalk::Place place;
+    RingSchedule own(chunks_, segment_, transport_.rank() - 1, 1);
+    RingSchedule::Place place;
     while (own.Next(&place)) {
       Start(spec_, At(place.span), At(place.span), place.span.size);
       Send(place.span);
@@ -135,8 +135,8 @@ class Ring {
   const std::vector<Span>& chunks_;
   const int size_, next_, previous_;
   int step_ = 0;
-  RingWalk to_post_;
-  RingWalk::Place next_to_post_;  // taken from it, or empty
+  RingSchedule to_post_;
+  RingSchedule::Place next_to_post_;  // taken from it, or empty
   Inflight receives_, sends_;
 };
 

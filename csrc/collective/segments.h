@@ -80,7 +80,7 @@ inline size_t SegmentBytes(size_t chunk_bytes, size_t wanted = 0) {
 
 // Visits the segments of `steps` chunks, going down from chunk `first` (modulo their number):
 // the order in which a ring sends them, and its successor receives them.
-class RingWalk {
+class RingSchedule {
  public:
   struct Place {
     int step = 0;
@@ -88,7 +88,7 @@ class RingWalk {
   };
 
   // `chunks` is borrowed.
-  RingWalk(const std::vector<Span>& chunks, size_t segment, int first, int steps)
+  RingSchedule(const std::vector<Span>& chunks, size_t segment, int first, int steps)
       : chunks_(chunks), segment_(segment), first_(first), steps_(steps) {}
 
   // False, and *place unchanged, at the end.

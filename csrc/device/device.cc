@@ -45,7 +45,7 @@ Status DeviceEvent::Look(bool* reached) const {
   return result == kCuNotReady ? Status::Ok() : device_->api().Check(result, "cuEventQuery");
 }
 
-Status DeviceEvent::HoldBack(CuStream stream) const {
+Status DeviceEvent::StreamWait(CuStream stream) const {
   const Device::Current current(*device_);
   HORORING_RETURN_IF_ERROR(current.status());
   return device_->api().Check(device_->api().stream_wait_event(stream, event_, 0),

@@ -36,7 +36,7 @@ class DeviceEvent {
   // Whether the device has come there.
   Status Look(bool* reached) const;
   // What comes later in `stream` of that device waits until it has.
-  Status HoldBack(CuStream stream) const;
+  Status StreamWait(CuStream stream) const;
   const Device& device() const { return *device_; }
 
  private:

@@ -201,13 +201,13 @@ void Loop::AddSet(int32_t id, const Request& request) {
   const ProcessSet set = *engine_.sets_.Find(id);
   const int place = set.IndexOf(topology_.rank);
   if (place < 0) return;
-  Channel channel;
-  channel.ranks = set.ranks;
-  channel.rank = place;
-  channel.transport = std::make_unique<Subgroup>(transport_, set.ranks);
-  channel.backends = MakeSetBackends(engine_.backend_options_, world_, *channel.transport,
-                                     {set.ranks, id, sets_added_});
-  runner_.AddSet(id, std::move(channel));
+  Communicator communicator;
+  communicator.ranks = set.ranks;
+  communicator.rank = place;
+  communicator.transport = std::make_unique<Subgroup>(transport_, set.ranks);
+  communicator.backends = MakeSetBackends(engine_.backend_options_, world_, *communicator.transport,
+                                          {set.ranks, id, sets_added_});
+  runner_.AddSet(id, std::move(communicator));
 }
 
 Status Loop::RemoveSet(int32_t id) {

@@ -29,9 +29,9 @@ std::vector<size_t> InBytes(const std::vector<int64_t>& rows, size_t first, size
 
 // What every rank gets or gives of a tensor, as the agreement says.
 void SetSizes(const TensorEntry& of, size_t index, const std::vector<int64_t>& rows,
-              const Channel& channel, BatchEntry* entry) {
+              const Communicator& communicator, BatchEntry* entry) {
   const TensorView& view = of.views[index];
-  const size_t size = channel.ranks.size(), own = static_cast<size_t>(channel.rank);
+  const size_t size = communicator.ranks.size(), own = static_cast<size_t>(communicator.rank);
   switch (of.request.kind) {
     case Collective::kAllgather:
       entry->receive_bytes = InBytes(rows, index * size, 1, size, RowBytes(view));
@@ -41,9 +41,10 @@ void SetSizes(const TensorEntry& of, size_t index, const std::vector<int64_t>& r
       entry->receive_bytes = InBytes(rows, own, size, size, RowBytes(view));
       break;
     case Collective::kReducescatter:
-      for (int rank = 0; rank < channel.size(); ++rank) {
+      for (int rank = 0; rank < communicator.size(); ++rank) {
         const size_t row_elements = RowBytes(view) / ElementSize(view.dtype);
-        const size_t part = Chunk(static_cast<size_t>(view.shape[0]), channel.size(), rank).size;
+        const size_t part =
+            Chunk(static_cast<size_t>(view.shape[0]), communicator.size(), rank).size;
         entry->parts.push_back(part * row_elements);
       }
       break;
@@ -103,7 +104,7 @@ std::string TensorName(const Request& request, size_t index) {
          std::to_string(request.tensors.size());
 }
 
-BatchRunner::BatchRunner(const Options& options, Channel world, TensorTable& tensors,
+BatchRunner::BatchRunner(const Options& options, Communicator world, TensorTable& tensors,
                          HandleTable& handles, TraceSink& trace, Stats& stats)
     : options_(options), tensors_(tensors), handles_(handles), trace_(trace), stats_(stats) {
   AddSet(kWorldSet, std::move(world));
@@ -111,8 +112,8 @@ BatchRunner::BatchRunner(const Options& options, Channel world, TensorTable& ten
 
 BatchRunner::~BatchRunner() {
   options_.devices->AbortTogether([this] {
-    for (const auto& [id, channel] : channels_) {
-      for (const auto& backend : channel.backends) backend->BreakOff();
+    for (const auto& [id, communicator] : communicators_) {
+      for (const auto& backend : communicator.backends) backend->BreakOff();
     }
   });
 }
@@ -133,7 +134,7 @@ Status BatchRunner::Run(const std::vector<Work>& work) {
     size_t ranks = 0;
     if (IsGathering(entry->request.kind)) {
       HORORING_RETURN_IF_ERROR(Allocate(each));
-      ranks = channels_.at(entry->request.process_set).ranks.size();
+      ranks = communicators_.at(entry->request.process_set).ranks.size();
     }
     if (entry->request.kind == Collective::kAllreduce && entry->views.size() == 1) {
       if (!entry->planned_as) entry->planned_as = Describe(*entry, 0, *each.rows, ranks);
@@ -153,9 +154,9 @@ Status BatchRunner::Run(const std::vector<Work>& work) {
   }
   for (const std::vector<size_t>& items : plan) {
     const int32_t process_set = described_[items[0]].key.process_set;
-    Channel& channel = channels_.at(process_set);
-    Fill(items, channel);
-    HORORING_RETURN_IF_ERROR(RunBatch(process_set, channel));
+    Communicator& communicator = communicators_.at(process_set);
+    Fill(items, communicator);
+    HORORING_RETURN_IF_ERROR(RunBatch(process_set, communicator));
     // And with them what they hold. Those of an allreduce on the host hold nothing, mostly, and are
     // used again.
     const bool bare = batch_.kind == Collective::kAllreduce && !batch_.on_device;
@@ -167,15 +168,15 @@ Status BatchRunner::Run(const std::vector<Work>& work) {
 }
 
 // The batch of these items, and their entries.
-void BatchRunner::Fill(const std::vector<size_t>& items, const Channel& channel) {
+void BatchRunner::Fill(const std::vector<size_t>& items, const Communicator& communicator) {
   const FusionKey& key = described_[items[0]].key;
   batch_.kind = key.kind;
   batch_.reduce = key.reduce;
   batch_.on_device = key.on_device;
   batch_.root = 0;
   if (key.kind == Collective::kBroadcast) {
-    const auto root = std::find(channel.ranks.begin(), channel.ranks.end(), key.root);
-    batch_.root = static_cast<int>(root - channel.ranks.begin());
+    const auto root = std::find(communicator.ranks.begin(), communicator.ranks.end(), key.root);
+    batch_.root = static_cast<int>(root - communicator.ranks.begin());
   }
   batch_.entries.resize(items.size());
   entries_.clear();
@@ -184,7 +185,7 @@ void BatchRunner::Fill(const std::vector<size_t>& items, const Channel& channel)
     const TensorEntry& of = *item.entry;
     const TensorView& view = of.views[item.index];
     BatchEntry& entry = batch_.entries[entries_.size()];
-    SetSizes(of, item.index, *item.rows, channel, &entry);
+    SetSizes(of, item.index, *item.rows, communicator, &entry);
     if (trace_.enabled() || batch_.on_device) entry.name = TensorName(of.request, item.index);
     entry.input = view.input;
     entry.output = IsGathering(key.kind) ? of.results[item.index].data() : view.output;
@@ -200,8 +201,8 @@ Status BatchRunner::Allocate(const Work& work) {
   TensorEntry* entry = work.entry;
   const Request& request = entry->request;
   const std::vector<int64_t>& agreed = *work.rows;
-  const Channel& channel = channels_.at(request.process_set);
-  const size_t size = channel.ranks.size(), own = static_cast<size_t>(channel.rank);
+  const Communicator& communicator = communicators_.at(request.process_set);
+  const size_t size = communicator.ranks.size(), own = static_cast<size_t>(communicator.rank);
   entry->results.resize(entry->views.size());
   for (size_t i = 0; i < entry->views.size(); ++i) {
     std::vector<int64_t> received;
@@ -231,13 +232,13 @@ Status BatchRunner::Allocate(const Work& work) {
   return Status::Ok();
 }
 
-Status BatchRunner::RunBatch(int32_t process_set, Channel& channel) {
+Status BatchRunner::RunBatch(int32_t process_set, Communicator& communicator) {
   const Batch& batch = batch_;
   Begin();
   const int64_t bytes = static_cast<int64_t>(batch.bytes());
   const TimeNs begin = NowNs();
-  const auto backend =
-      std::find_if(channel.backends.begin(), channel.backends.end(), [&](const auto& each) {
+  const auto backend = std::find_if(
+      communicator.backends.begin(), communicator.backends.end(), [&](const auto& each) {
         return each->on_device() == batch.on_device && each->Supports(batch);
       });
   const Status status = (*backend)->Run(batch, After(begin, options_.timeout_ns), trace_);
@@ -253,7 +254,7 @@ Status BatchRunner::RunBatch(int32_t process_set, Channel& channel) {
   stats_.bytes += bytes;
   ++stats_.allreduces[static_cast<size_t>((*backend)->way())];
   size_t scratch = 0;
-  for (const auto& [id, each] : channels_) {
+  for (const auto& [id, each] : communicators_) {
     for (const auto& holder : each.backends) scratch += holder->scratch_bytes();
   }
   stats_.scratch_bytes = static_cast<int64_t>(scratch);
@@ -313,17 +314,17 @@ void BatchRunner::Complete(TensorEntry* entry) {
 }
 
 Status BatchRunner::RemoveSet(int32_t id) {
-  const auto channel = channels_.find(id);
-  if (channel == channels_.end()) return Status::Ok();
+  const auto communicator = communicators_.find(id);
+  if (communicator == communicators_.end()) return Status::Ok();
   // Ranks that are no members wait for this one meanwhile, in the next batch, and no longer than
   // the whole time.
   const TimeNs deadline = After(NowNs(), options_.timeout_ns / 2);
   Status left;
-  for (const auto& backend : channel->second.backends) {
+  for (const auto& backend : communicator->second.backends) {
     const Status status = backend->Leave(deadline);
     if (left.ok()) left = status;
   }
-  channels_.erase(channel);  // which breaks off what is left
+  communicators_.erase(communicator);  // which breaks off what is left
   if (left.ok()) return left;
   return Status(left.code(),
                 "process set " + std::to_string(id) +
@@ -334,15 +335,15 @@ Status BatchRunner::RemoveSet(int32_t id) {
 }
 
 Status BatchRunner::LookAtDevices() {
-  for (const auto& [id, channel] : channels_) {
-    for (const auto& backend : channel.backends) HORORING_RETURN_IF_ERROR(backend->Look());
+  for (const auto& [id, communicator] : communicators_) {
+    for (const auto& backend : communicator.backends) HORORING_RETURN_IF_ERROR(backend->Look());
   }
   return Status::Ok();
 }
 
 void BatchRunner::Leave(TimeNs deadline) {
-  for (const auto& [id, channel] : channels_) {
-    for (const auto& backend : channel.backends) {
+  for (const auto& [id, communicator] : communicators_) {
+    for (const auto& backend : communicator.backends) {
       const Status left = backend->Leave(deadline);
       if (!left.ok()) Log(LogLevel::kWarning, left.message());
     }

@@ -29,7 +29,7 @@ struct Work {
 };
 
 // What runs the batches of one process set that this rank is a member of.
-struct Channel {
+struct Communicator {
   std::vector<int> ranks;                // of the job
   std::unique_ptr<Transport> transport;  // null: the engine's own
   std::vector<std::unique_ptr<Backend>> backends;
@@ -46,14 +46,16 @@ class BatchRunner {
     bool record = false;           // for TakeRan
     std::shared_ptr<Devices> devices;
   };
-  BatchRunner(const Options& options, Channel world, TensorTable& tensors, HandleTable& handles,
-              TraceSink& trace, Stats& stats);
+  BatchRunner(const Options& options, Communicator world, TensorTable& tensors,
+              HandleTable& handles, TraceSink& trace, Stats& stats);
   // Ends what is left on devices, without the other ranks.
   ~BatchRunner();
   BatchRunner(const BatchRunner&) = delete;
   BatchRunner& operator=(const BatchRunner&) = delete;
 
-  void AddSet(int32_t id, Channel channel) { channels_[id] = std::move(channel); }
+  void AddSet(int32_t id, Communicator communicator) {
+    communicators_[id] = std::move(communicator);
+  }
   // On all its ranks. An error: what was under way there on devices is lost; the others go on.
   Status RemoveSet(int32_t id);
 
@@ -85,14 +87,14 @@ class BatchRunner {
     const std::vector<int64_t>* rows;  // of the request
   };
   Status Allocate(const Work& work);
-  void Fill(const std::vector<size_t>& items, const Channel& channel);
-  Status RunBatch(int32_t process_set, Channel& channel);
+  void Fill(const std::vector<size_t>& items, const Communicator& communicator);
+  Status RunBatch(int32_t process_set, Communicator& communicator);
   void Begin();
   void Complete();
 
   const Options options_;
   std::vector<Ran> ran_;
-  std::map<int32_t, Channel> channels_;  // by process set
+  std::map<int32_t, Communicator> communicators_;  // by process set
   TensorTable& tensors_;
   HandleTable& handles_;
   TraceSink& trace_;

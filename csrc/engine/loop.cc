@@ -28,13 +28,13 @@ Coordinator::Options CoordinatorOptions(const EngineConfig& config, const World&
   return options;
 }
 
-Channel WorldChannel(const World& world, std::vector<std::unique_ptr<Backend>> backends) {
-  Channel channel;
-  channel.ranks.resize(static_cast<size_t>(world.topology.size));
-  std::iota(channel.ranks.begin(), channel.ranks.end(), 0);
-  channel.rank = world.topology.rank;
-  channel.backends = std::move(backends);
-  return channel;
+Communicator WorldCommunicator(const World& world, std::vector<std::unique_ptr<Backend>> backends) {
+  Communicator communicator;
+  communicator.ranks.resize(static_cast<size_t>(world.topology.size));
+  std::iota(communicator.ranks.begin(), communicator.ranks.end(), 0);
+  communicator.rank = world.topology.rank;
+  communicator.backends = std::move(backends);
+  return communicator;
 }
 
 }  // namespace
@@ -49,7 +49,7 @@ Loop::Loop(Engine& engine, World& world, std::vector<std::unique_ptr<Backend>> b
       timeline_(*world.transport, world.topology, std::move(clock_offsets), engine.trace_),
       runner_({engine.config_.fusion_bytes, engine.config_.timeout_ns,
                engine.config_.tune && world.topology.rank == 0, engine.devices_},
-              WorldChannel(world, std::move(backends)), engine.tensors_, *engine.handles_,
+              WorldCommunicator(world, std::move(backends)), engine.tensors_, *engine.handles_,
               engine.trace_, engine.stats_),
       audiences_(Audiences(world)),
       neighbours_(Neighbours(world.topology.rank)),

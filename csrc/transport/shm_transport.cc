@@ -33,16 +33,16 @@ uint64_t Slot(int peer, bool receive, uint64_t sequence) {
 // Both: as much as there is room, or data, for. The counters never wrap; an offset is the
 // counter modulo the capacity, a power of two.
 size_t Write(Pipe& pipe, std::byte* ring, size_t capacity, const std::byte* data, size_t bytes,
-             Outgoing& outgoing) {
+             SharedWriter& writer) {
   const uint64_t written = pipe.written.load(std::memory_order_relaxed);
   const uint64_t read = pipe.read.load(std::memory_order_acquire);
   bytes = std::min(bytes, capacity - static_cast<size_t>(written - read));
   if (bytes == 0) return 0;
   const size_t at = static_cast<size_t>(written) & (capacity - 1);
   const size_t first = std::min(bytes, capacity - at);
-  outgoing.Copy(ring + at, data, first);
-  if (bytes > first) outgoing.Copy(ring, data + first, bytes - first);
-  outgoing.Settle();
+  writer.Copy(ring + at, data, first);
+  if (bytes > first) writer.Copy(ring, data + first, bytes - first);
+  writer.Fence();
   pipe.written.store(written + bytes, std::memory_order_release);
   return bytes;
 }

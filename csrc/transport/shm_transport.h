@@ -16,7 +16,7 @@
 #include <utility>
 #include <vector>
 
-#include "base/outgoing.h"
+#include "base/shared_writer.h"
 #include "transport/long_wait.h"
 #include "transport/rendezvous.h"
 #include "transport/shm_segment.h"
@@ -70,7 +70,7 @@ class ShmTransport final : public Transport, private Turns {
   };
   SlotReaders& slot_readers() { return slot_readers_; }
   // Copies into this rank's slot.
-  Outgoing& to_slot() { return to_slot_; }
+  SharedWriter& to_slot() { return to_slot_; }
 
   // Blocks until ready() is true: progress, spin, then sleep on the doorbell; ends early when
   // a peer has died or failed, when one that is lagging has shut down, or at the deadline
@@ -166,7 +166,7 @@ class ShmTransport final : public Transport, private Turns {
   uint32_t last_sleep_bell_ = 0;  // doorbell as the last Sleep left it: a later Wake shows
   Status broken_;                 // first data-plane error
   SlotReaders slot_readers_;
-  Outgoing to_slot_, to_pipes_;  // who has read them last differs, so each learns
+  SharedWriter to_slot_, to_pipes_;  // who has read them last differs, so each learns
 };
 
 }  // namespace hororing

@@ -46,7 +46,7 @@ struct OnDevice {
       return Status(Code::kInternal, "the test waited for ever");
     }
     const std::shared_ptr<const DeviceEvent> landed = player.handles->Landed(handle);
-    if (landed != nullptr) CHECK_OK(landed->HoldBack(reinterpret_cast<CuStream>(stream)));
+    if (landed != nullptr) CHECK_OK(landed->StreamWait(reinterpret_cast<CuStream>(stream)));
     return status;
   }
   Status Allreduce(const std::string& name, std::vector<float>& data, float value,

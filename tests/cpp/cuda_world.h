@@ -107,7 +107,7 @@ inline Status RunBatch(CudaRank& rank, Batch batch, std::function<void()> comput
   for (BatchEntry& entry : batch.entries) entry.ready = ready;
   const Status status = rank.cuda->Run(batch, After(NowNs(), kLimit), rank.trace);
   if (!status.ok()) return status;
-  CHECK_OK(rank.cuda->done()->HoldBack(reinterpret_cast<CuStream>(rank.stream)));
+  CHECK_OK(rank.cuda->done()->StreamWait(reinterpret_cast<CuStream>(rank.stream)));
   RunIn(rank.stream, std::move(look));
   fake_gpu_synchronize(rank.stream);
   return Status::Ok();

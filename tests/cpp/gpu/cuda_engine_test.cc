@@ -54,7 +54,7 @@ TEST(many_handles_are_waited_for_with_their_events) {
     CHECK(all_ok);
     CHECK(!landed.empty());
     for (const auto& event : landed) {
-      CHECK_OK(event->HoldBack(reinterpret_cast<CuStream>(gpu.stream)));
+      CHECK_OK(event->StreamWait(reinterpret_cast<CuStream>(gpu.stream)));
     }
     fake_gpu_synchronize(gpu.stream);
     for (const auto& tensor : data) CHECK_EQ(tensor[99], 2.0f);
@@ -316,7 +316,7 @@ TEST(a_result_that_is_waited_for_in_a_captured_stream_is_refused_with_a_way_out)
     Status status;
     CHECK(player.engine->Wait(handle, kPatience, &status) == HandleTable::Look::kDone);
     fake_gpu_set("capturing", 1);
-    status = player.handles->Landed(handle)->HoldBack(reinterpret_cast<CuStream>(gpu.stream));
+    status = player.handles->Landed(handle)->StreamWait(reinterpret_cast<CuStream>(gpu.stream));
     fake_gpu_set("capturing", 0);
     CHECK(status.code() == Code::kInvalidArgument);
     CHECK(Contains(status.message(), "CUDA graph"));

@@ -520,16 +520,16 @@ TEST(chunks_cover_everything_once_and_differ_by_one_at_most) {
   }
 }
 
-TEST(a_ring_walk_visits_what_the_predecessor_sends) {
+TEST(a_ring_schedule_visits_what_the_predecessor_sends) {
   // Rank r's receives in all steps are its predecessor's sends: the own chunk, then what that
   // one received itself in the step before.
   for (const int size : {2, 3, 5}) {
     std::vector<Span> chunks;
     for (int r = 0; r < size; ++r) chunks.push_back(Chunk(11, size, r));
     for (int rank = 0; rank < size; ++rank) {
-      RingWalk receives(chunks, 2, rank - 1, size - 1);
-      RingWalk sends(chunks, 2, rank - 1 + size, size - 1);
-      RingWalk::Place received, sent;
+      RingSchedule receives(chunks, 2, rank - 1, size - 1);
+      RingSchedule sends(chunks, 2, rank - 1 + size, size - 1);
+      RingSchedule::Place received, sent;
       size_t elements = 0;
       while (receives.Next(&received)) {
         CHECK(sends.Next(&sent));

@@ -1,6 +1,6 @@
-// ScatterWalk: reduce-scatter over several hosts. On every host one rank sums what its ranks have
-// for a rank of another host, and sends that sum there: the way of an all-gather
-// (backend/lane_walk.h), backwards.
+// ScatterPipeline: reduce-scatter over several hosts. On every host one rank sums what its ranks
+// have for a rank of another host, and sends that sum there: the way of an all-gather
+// (backend/channel_pipeline.h), backwards.
 //
 //   2 hosts x 2 ranks, parts a b c d for ranks 0 1 2 3, digits: ranks that are summed up
 //
@@ -22,7 +22,7 @@
 #include <deque>
 #include <vector>
 
-#include "backend/host_walk.h"
+#include "backend/host_pipeline.h"
 #include "collective/allreduce.h"
 
 namespace hororing {
@@ -31,13 +31,13 @@ namespace hororing {
 struct ScatterPlan {
   // Of one rank: the parts of all tensors, back to back. In elements.
   struct Part {
-    struct Stretch {
+    struct Extent {
       size_t begin;  // in the part
       size_t size;
       const std::byte* input;
       std::byte* output;  // null in others' parts
     };
-    std::vector<Stretch> stretches;
+    std::vector<Extent> extents;
     size_t size = 0;
     int reducer = 0;    // on this host, by local rank
     int owner = 0;      // rank of the job
@@ -53,16 +53,16 @@ struct ScatterPlan {
 
   // `leader`: one rank of each host sums all that leaves it.
   ScatterPlan(const HostGroup& group, const Batch& batch, size_t capacity, bool leader);
-  static constexpr size_t kLeastRoom = 4 << 10;  // REQUIRES of capacity / ranks
+  static constexpr size_t kLeastBytes = 4 << 10;  // REQUIRES of capacity / ranks
   // For the blocks under way: sums, and what arrives.
   size_t scratch_bytes(const ReduceSpec& spec) const;
 };
 
-class ScatterWalk final : public HostWalk {
+class ScatterPipeline final : public HostPipeline {
  public:
-  ScatterWalk(const HostGroup& group, ShmTransport& local, Transport& wire, const Batch& batch,
-              const ScatterPlan& plan, std::byte* scratch, uint64_t first, TimeNs deadline,
-              TraceSink& trace);
+  ScatterPipeline(const HostGroup& group, ShmTransport& local, Transport& wire, const Batch& batch,
+                  const ScatterPlan& plan, std::byte* scratch, uint64_t first, TimeNs deadline,
+                  TraceSink& trace);
 
  private:
   bool Finished() const override;
@@ -79,13 +79,13 @@ class ScatterWalk final : public HostWalk {
   void Combine();
   size_t PieceOf(const ScatterPlan::Part& part, uint64_t number) const;
   template <typename Visit>
-  void ForEachStretch(const ScatterPlan::Part& part, uint64_t number, Visit visit) const;
-  std::byte* SumRoom(size_t number, uint64_t block) const;
-  std::byte* ArrivalRoom(size_t number, uint64_t block) const;
+  void ForEachExtent(const ScatterPlan::Part& part, uint64_t number, Visit visit) const;
+  std::byte* SumsAt(size_t number, uint64_t block) const;
+  std::byte* ArrivalsAt(size_t number, uint64_t block) const;
 
   const ScatterPlan& plan_;
-  const size_t partial_;   // bytes of one
-  const size_t sum_room_;  // bytes of the partial results of a piece
+  const size_t partial_;    // bytes of one
+  const size_t sum_bytes_;  // bytes of the partial results of a piece
   std::byte* const scratch_;
   WireQueue receives_, sends_;
   // The next block of each stage: combined_ <= summed_ <= begun_.

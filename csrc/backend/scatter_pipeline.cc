@@ -1,4 +1,4 @@
-#include "backend/scatter_walk.h"
+#include "backend/scatter_pipeline.h"
 
 #include <cstring>
 
@@ -25,15 +25,15 @@ ScatterPlan::ScatterPlan(const HostGroup& group, const Batch& batch, size_t capa
     part.owner = group.members.ranks[at];
     const bool here = group.host_of[at] == group.host;
     part.reducer =
-        here ? group.local_of[at] : group.CarrierOn(group.host, group.local_of[at], leader);
+        here ? group.local_of[at] : group.OwnerOn(group.host, group.local_of[at], leader);
     part.number = summed[static_cast<size_t>(part.reducer)]++;
     for (size_t i = 0; i < batch.entries.size(); ++i) {
       const BatchEntry& entry = batch.entries[i];
       const size_t size = entry.parts[at];
       if (size == 0) continue;
-      part.stretches.push_back({part.size, size,
-                                static_cast<const std::byte*>(entry.input) + done[i] * element,
-                                part.own ? static_cast<std::byte*>(entry.output) : nullptr});
+      part.extents.push_back({part.size, size,
+                              static_cast<const std::byte*>(entry.input) + done[i] * element,
+                              part.own ? static_cast<std::byte*>(entry.output) : nullptr});
       part.size += size;
       done[i] += size;
     }
@@ -42,27 +42,28 @@ ScatterPlan::ScatterPlan(const HostGroup& group, const Batch& batch, size_t capa
   summed_here = summed[static_cast<size_t>(group.local)];
   for (int host = 0; host < group.hosts(); ++host) {
     if (host == group.host) continue;
-    senders.push_back(group.JobRank(host, group.CarrierOn(host, group.local, leader)));
+    senders.push_back(group.JobRank(host, group.OwnerOn(host, group.local, leader)));
   }
-  const size_t room = capacity / parts.size() / kEntryAlign * kEntryAlign / element;
+  const size_t fits = capacity / parts.size() / kEntryAlign * kEntryAlign / element;
   const size_t partial = PartialSize(batch.reduce);  // what travels
   const size_t wanted = PieceBytes(longest * partial, group.hosts()) / partial;
-  piece = std::min({longest, RoundUp(wanted, kEntryAlign), room});
+  piece = std::min({longest, RoundUp(wanted, kEntryAlign), fits});
   blocks = longest == 0 ? 0 : (longest + piece - 1) / piece;
 }
 
 size_t ScatterPlan::scratch_bytes(const ReduceSpec& spec) const {
-  return HostWalk::kDepth * (summed_here + senders.size()) *
+  return HostPipeline::kDepth * (summed_here + senders.size()) *
          RoundUp(piece * PartialSize(spec), kEntryAlign);
 }
 
-ScatterWalk::ScatterWalk(const HostGroup& group, ShmTransport& local, Transport& wire,
-                         const Batch& batch, const ScatterPlan& plan, std::byte* scratch,
-                         uint64_t first, TimeNs deadline, TraceSink& trace)
-    : HostWalk(group, local, wire, batch, group.hosts() > 1, first, plan.blocks, deadline, trace),
+ScatterPipeline::ScatterPipeline(const HostGroup& group, ShmTransport& local, Transport& wire,
+                                 const Batch& batch, const ScatterPlan& plan, std::byte* scratch,
+                                 uint64_t first, TimeNs deadline, TraceSink& trace)
+    : HostPipeline(group, local, wire, batch, group.hosts() > 1, first, plan.blocks, deadline,
+                   trace),
       plan_(plan),
       partial_(PartialSize(batch.reduce)),
-      sum_room_(RoundUp(plan.piece * partial_, kEntryAlign)),
+      sum_bytes_(RoundUp(plan.piece * partial_, kEntryAlign)),
       scratch_(scratch),
       receives_(wire, deadline),
       sends_(wire, deadline),
@@ -72,9 +73,9 @@ ScatterWalk::ScatterWalk(const HostGroup& group, ShmTransport& local, Transport&
       sources_(static_cast<size_t>(size_)),
       widened_(kReducePiece / plan.element * partial_) {}
 
-bool ScatterWalk::Finished() const { return combined_ == end_ && sends_.empty(); }
+bool ScatterPipeline::Finished() const { return combined_ == end_ && sends_.empty(); }
 
-Status ScatterWalk::Advance(bool* moved) {
+Status ScatterPipeline::Advance(bool* moved) {
   HORORING_RETURN_IF_ERROR(receives_.TakeDone(moved));
   HORORING_RETURN_IF_ERROR(sends_.TakeDone(moved));
   // First what others wait for.
@@ -92,51 +93,51 @@ Status ScatterWalk::Advance(bool* moved) {
 }
 
 // Also where sums of the block that lay there are still needed, or on their way.
-bool ScatterWalk::CanBegin() const {
+bool ScatterPipeline::CanBegin() const {
   return begun_ < end_ && begun_ < combined_ + kDepth && begun_ < sends_.FirstOpen(end_) + kDepth &&
-         RoomIsFree(begun_);
+         BlockIsFree(begun_);
 }
 
-bool ScatterWalk::CanSum() const {
+bool ScatterPipeline::CanSum() const {
   return summed_ < begun_ && PeersReached(size_, &DirectProgress::packed, summed_ + 1);
 }
 
-bool ScatterWalk::CanCombine() const {
+bool ScatterPipeline::CanCombine() const {
   return combined_ < summed_ && receives_.FirstOpen(end_) > combined_;
 }
 
-size_t ScatterWalk::PieceOf(const ScatterPlan::Part& part, uint64_t number) const {
+size_t ScatterPipeline::PieceOf(const ScatterPlan::Part& part, uint64_t number) const {
   const size_t begin = static_cast<size_t>(number - first_) * plan_.piece;
   return begin < part.size ? std::min(plan_.piece, part.size - begin) : 0;
 }
 
-// visit(stretch, in the piece, in the stretch, elements) for what the block holds of the part.
+// visit(extent, in the piece, in the extent, elements) for what the block holds of the part.
 template <typename Visit>
-void ScatterWalk::ForEachStretch(const ScatterPlan::Part& part, uint64_t number,
-                                 Visit visit) const {
+void ScatterPipeline::ForEachExtent(const ScatterPlan::Part& part, uint64_t number,
+                                    Visit visit) const {
   const size_t begin = static_cast<size_t>(number - first_) * plan_.piece;
   const size_t end = begin + PieceOf(part, number);
   if (begin >= end) return;
   auto next = std::upper_bound(
-      part.stretches.begin(), part.stretches.end(), begin,
-      [](size_t offset, const ScatterPlan::Part::Stretch& each) { return offset < each.begin; });
-  for (--next; next != part.stretches.end() && next->begin < end; ++next) {
+      part.extents.begin(), part.extents.end(), begin,
+      [](size_t offset, const ScatterPlan::Part::Extent& each) { return offset < each.begin; });
+  for (--next; next != part.extents.end() && next->begin < end; ++next) {
     const size_t from = std::max(begin, next->begin);
     const size_t to = std::min(end, next->begin + next->size);
     visit(*next, from - begin, from - next->begin, to - from);
   }
 }
 
-std::byte* ScatterWalk::SumRoom(size_t number, uint64_t block) const {
-  const size_t rooms = plan_.summed_here + plan_.senders.size();
-  return scratch_ + (static_cast<size_t>(block % kDepth) * rooms + number) * sum_room_;
+std::byte* ScatterPipeline::SumsAt(size_t number, uint64_t block) const {
+  const size_t pieces = plan_.summed_here + plan_.senders.size();
+  return scratch_ + (static_cast<size_t>(block % kDepth) * pieces + number) * sum_bytes_;
 }
 
-std::byte* ScatterWalk::ArrivalRoom(size_t number, uint64_t block) const {
-  return SumRoom(plan_.summed_here + number, block);
+std::byte* ScatterPipeline::ArrivalsAt(size_t number, uint64_t block) const {
+  return SumsAt(plan_.summed_here + number, block);
 }
 
-void ScatterWalk::Begin() {
+void ScatterPipeline::Begin() {
   StageSpan span(trace_, Stage::kPack, batch_);
   const uint64_t number = begun_++;
   size_t packed = 0;
@@ -145,29 +146,29 @@ void ScatterWalk::Begin() {
     const size_t arriving = part.own ? PieceOf(part, number) * partial_ : 0;
     for (size_t i = 0; i < plan_.senders.size() && arriving > 0; ++i) {
       const int from = plan_.senders[i];
-      receives_.Add({wire_.Receive(from, ArrivalRoom(i, number), arriving), from, number, i});
+      receives_.Add({wire_.Receive(from, ArrivalsAt(i, number), arriving), from, number, i});
     }
     if (part.reducer == rank_) continue;
-    std::byte* const room = Room(rank_, number) + place * plan_.piece * plan_.element;
-    ForEachStretch(part, number,
-                   [&](const auto& stretch, size_t in_piece, size_t at, size_t elements) {
-                     const size_t bytes = elements * plan_.element;
-                     local_.to_slot().Copy(room + in_piece * plan_.element,
-                                           stretch.input + at * plan_.element, bytes);
-                     packed += bytes;
-                   });
+    std::byte* const block_at = BlockAt(rank_, number) + place * plan_.piece * plan_.element;
+    ForEachExtent(part, number,
+                  [&](const auto& extent, size_t in_piece, size_t at, size_t elements) {
+                    const size_t bytes = elements * plan_.element;
+                    local_.to_slot().Copy(block_at + in_piece * plan_.element,
+                                          extent.input + at * plan_.element, bytes);
+                    packed += bytes;
+                  });
   }
   Publish(&DirectProgress::packed, begun_);
   span.End(packed);
 }
 
-void ScatterWalk::Sum() {
+void ScatterPipeline::Sum() {
   StageSpan span(trace_, Stage::kReduce, batch_);
   size_t summed = 0;
   for (const ScatterPlan::Part& part : plan_.parts) {
     const size_t elements = PieceOf(part, summed_);
     if (part.reducer != rank_ || elements == 0) continue;
-    std::byte* const sums = SumRoom(part.number, summed_);
+    std::byte* const sums = SumsAt(part.number, summed_);
     SumPiece(part, sums);
     summed += elements * plan_.element;
     if (part.own || group_.host_of[static_cast<size_t>(&part - plan_.parts.data())] == group_.host)
@@ -178,54 +179,53 @@ void ScatterWalk::Sum() {
   span.End(summed);
 }
 
-void ScatterWalk::SumPiece(const ScatterPlan::Part& part, std::byte* sums) {
+void ScatterPipeline::SumPiece(const ScatterPlan::Part& part, std::byte* sums) {
   const size_t place = static_cast<size_t>(&part - plan_.parts.data());
   const size_t step = kReducePiece / plan_.element;
-  ForEachStretch(part, summed_,
-                 [&](const auto& stretch, size_t in_piece, size_t at, size_t elements) {
-                   for (size_t done = 0; done < elements; done += step) {
-                     const size_t count = std::min(step, elements - done);
-                     for (int source = 0; source < size_; ++source) {
-                       const size_t in_slot = place * plan_.piece + in_piece + done;
-                       sources_[static_cast<size_t>(source)] =
-                           source == rank_ ? stretch.input + (at + done) * plan_.element
-                                           : Room(source, summed_) + in_slot * plan_.element;
-                     }
-                     SumPartials(batch_.reduce, sums + (in_piece + done) * partial_, sources_,
-                                 count, widened_.data());
-                   }
-                 });
+  ForEachExtent(part, summed_,
+                [&](const auto& extent, size_t in_piece, size_t at, size_t elements) {
+                  for (size_t done = 0; done < elements; done += step) {
+                    const size_t count = std::min(step, elements - done);
+                    for (int source = 0; source < size_; ++source) {
+                      const size_t in_slot = place * plan_.piece + in_piece + done;
+                      sources_[static_cast<size_t>(source)] =
+                          source == rank_ ? extent.input + (at + done) * plan_.element
+                                          : BlockAt(source, summed_) + in_slot * plan_.element;
+                    }
+                    SumPartials(batch_.reduce, sums + (in_piece + done) * partial_, sources_, count,
+                                widened_.data());
+                  }
+                });
 }
 
-void ScatterWalk::Combine() {
+void ScatterPipeline::Combine() {
   StageSpan span(trace_, Stage::kReduce, batch_);
   const ScatterPlan::Part& own = plan_.parts[static_cast<size_t>(group_.place)];
   const size_t elements = PieceOf(own, combined_);
-  std::byte* const mine = SumRoom(own.number, combined_);
+  std::byte* const mine = SumsAt(own.number, combined_);
   const auto source = [&](int host) {
     if (host == group_.host) return mine;
-    return ArrivalRoom(static_cast<size_t>(host < group_.host ? host : host - 1), combined_);
+    return ArrivalsAt(static_cast<size_t>(host < group_.host ? host : host - 1), combined_);
   };
   std::byte* const sum = source(0);
   for (int host = 1; host < group_.hosts() && elements > 0; ++host) {
     CombinePartials(batch_.reduce, sum, sum, source(host), elements);
   }
-  ForEachStretch(own, combined_,
-                 [&](const auto& stretch, size_t in_piece, size_t at, size_t count) {
-                   FinishPartial(batch_.reduce, group_.size(), stretch.output + at * plan_.element,
-                                 sum + in_piece * partial_, count);
-                 });
+  ForEachExtent(own, combined_, [&](const auto& extent, size_t in_piece, size_t at, size_t count) {
+    FinishPartial(batch_.reduce, group_.size(), extent.output + at * plan_.element,
+                  sum + in_piece * partial_, count);
+  });
   ++combined_;
   span.End(elements * plan_.element);
 }
 
-int ScatterWalk::LaggingOnWire() const {
+int ScatterPipeline::LaggingOnWire() const {
   if (!receives_.empty() && combined_ < summed_) return receives_.oldest().rank;
   return sends_.empty() ? -1 : sends_.oldest().rank;
 }
 
-bool ScatterWalk::Lags(int peer) const {
-  if (!RoomIsFree(begun_) && !Reached(peer, &DirectProgress::consumed, begun_ + 1 - kDepth)) {
+bool ScatterPipeline::Lags(int peer) const {
+  if (!BlockIsFree(begun_) && !Reached(peer, &DirectProgress::consumed, begun_ + 1 - kDepth)) {
     return true;
   }
   return summed_ < begun_ && !Reached(peer, &DirectProgress::packed, summed_ + 1);

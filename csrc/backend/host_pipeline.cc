@@ -1,4 +1,4 @@
-#include "backend/host_walk.h"
+#include "backend/host_pipeline.h"
 
 #include <utility>
 
@@ -65,12 +65,13 @@ Status WireQueue::TakeDone(bool* moved) {
   }
 }
 
-size_t HostWalk::Capacity(size_t slot_bytes) {
+size_t HostPipeline::Capacity(size_t slot_bytes) {
   return slot_bytes / kDepth / kEntryAlign * kEntryAlign;
 }
 
-HostWalk::HostWalk(const HostGroup& group, ShmTransport& local, Transport& wire, const Batch& batch,
-                   bool on_wire, uint64_t first, uint64_t blocks, TimeNs deadline, TraceSink& trace)
+HostPipeline::HostPipeline(const HostGroup& group, ShmTransport& local, Transport& wire,
+                           const Batch& batch, bool on_wire, uint64_t first, uint64_t blocks,
+                           TimeNs deadline, TraceSink& trace)
     : group_(group),
       local_(local),
       wire_(wire),
@@ -87,7 +88,7 @@ HostWalk::HostWalk(const HostGroup& group, ShmTransport& local, Transport& wire,
       end_(first + blocks),
       next_look_ns_(After(NowNs(), kLookInterval)) {}
 
-Status HostWalk::Run() {
+Status HostPipeline::Run() {
   ShmTransport::SlotReaders& readers = local_.slot_readers();
   const Members& members = group_.members;
   if (readers.set != members.set || readers.generation != members.generation) {
@@ -108,7 +109,7 @@ Status HostWalk::Run() {
 
 // Until nobody reads this rank's slot for another set. What the readers have to do, they can do
 // without this one, which has done its part.
-Status HostWalk::WaitForReaders() {
+Status HostPipeline::WaitForReaders() {
   const ShmTransport::SlotReaders& readers = local_.slot_readers();
   return Until([&] {
     return std::all_of(readers.ranks.begin(), readers.ranks.end(), [&](int slot) {
@@ -120,7 +121,7 @@ Status HostWalk::WaitForReaders() {
 
 // ready() does what it can, and is false where that was nothing.
 template <typename Ready>
-Status HostWalk::Until(Ready ready) {
+Status HostPipeline::Until(Ready ready) {
   Backoff backoff(0, on_wire_ ? kLongestWireNap : kLongestNap);
   LongWait wait(backoff.begin_ns());
   for (;;) {
@@ -138,21 +139,21 @@ Status HostWalk::Until(Ready ready) {
   }
 }
 
-bool HostWalk::PeersReached(int count, Counter counter, uint64_t value) const {
+bool HostPipeline::PeersReached(int count, Counter counter, uint64_t value) const {
   for (int peer = 0; peer < count; ++peer) {
     if (peer != rank_ && !Reached(peer, counter, value)) return false;
   }
   return true;
 }
 
-void HostWalk::Publish(Counter counter, uint64_t value) {
-  local_.to_slot().Settle();
+void HostPipeline::Publish(Counter counter, uint64_t value) {
+  local_.to_slot().Fence();
   (Progress(rank_).*counter).store(value, std::memory_order_release);
   local_.RingWorkers(group_.slots);
 }
 
 // A rank that this one waits for, as text.
-std::string HostWalk::Lagging() const {
+std::string HostPipeline::Lagging() const {
   int lagging = LaggingOnWire();
   for (int peer = 0; peer < size_ && lagging < 0; ++peer) {
     if (peer != rank_ && Lags(peer)) lagging = group_.JobRank(group_.host, peer);

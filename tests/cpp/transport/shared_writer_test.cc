@@ -1,5 +1,5 @@
 // Copies for other cores: bytes arrive, in whatever way; and the way is the quicker one.
-#include "base/outgoing.h"
+#include "base/shared_writer.h"
 
 #include <algorithm>
 #include <atomic>
@@ -24,7 +24,7 @@ struct Machine {
 constexpr Machine kOneCache{0.05, 0.035}, kTwoCaches{0.5, 0.07};
 
 // The share of bytes that were streamed, of so many MiB.
-double ShareStreamed(StoreChoice* choice, const Machine& machine, size_t mib,
+double ShareStreamed(StorePolicy* choice, const Machine& machine, size_t mib,
                      size_t piece = 16 << 10) {
   size_t streamed = 0;
   const size_t pieces = (mib << 20) / piece;
@@ -37,7 +37,7 @@ double ShareStreamed(StoreChoice* choice, const Machine& machine, size_t mib,
 }
 
 TEST(stores_are_ordinary_within_one_cache_but_for_trials) {
-  StoreChoice choice;
+  StorePolicy choice;
   const double share = ShareStreamed(&choice, kOneCache, 1024);
   CHECK(share > 0);
   CHECK(share < 0.002);
@@ -45,7 +45,7 @@ TEST(stores_are_ordinary_within_one_cache_but_for_trials) {
 }
 
 TEST(they_stream_between_caches_from_the_first_megabyte_on) {
-  StoreChoice choice;
+  StorePolicy choice;
   CHECK(!choice.streaming());
   CHECK(choice.measures());
   ShareStreamed(&choice, kTwoCaches, 1, 1 << 10);
@@ -56,7 +56,7 @@ TEST(they_stream_between_caches_from_the_first_megabyte_on) {
 }
 
 TEST(they_follow_threads_that_are_moved) {
-  StoreChoice choice;
+  StorePolicy choice;
   ShareStreamed(&choice, kOneCache, 256);
   // Ordinary ones are judged every megabyte, the others every 32nd time.
   ShareStreamed(&choice, kTwoCaches, 100);
@@ -67,7 +67,7 @@ TEST(they_follow_threads_that_are_moved) {
 
 TEST(a_thread_that_lost_its_core_now_and_then_changes_nothing) {
   for (const Machine& machine : {kOneCache, kTwoCaches}) {
-    StoreChoice choice;
+    StorePolicy choice;
     ShareStreamed(&choice, machine, 256);
     const bool streams = ShareStreamed(&choice, machine, 4) > 0.5;
     Machine late = machine;
@@ -87,7 +87,7 @@ TEST(a_thread_that_lost_its_core_now_and_then_changes_nothing) {
 
 // Page faults are as dear for either.
 TEST(new_memory_is_not_mistaken_for_slow_stores) {
-  StoreChoice choice;
+  StorePolicy choice;
   ShareStreamed(&choice, {2.0, 2.0}, 6);
   CHECK(!choice.streaming());
   ShareStreamed(&choice, kTwoCaches, 2);
@@ -95,7 +95,7 @@ TEST(new_memory_is_not_mistaken_for_slow_stores) {
 }
 
 TEST(little_is_gained_by_streaming_where_it_is_a_bit_faster) {
-  StoreChoice choice;
+  StorePolicy choice;
   ShareStreamed(&choice, {0.1, 0.05}, 256);
   CHECK(ShareStreamed(&choice, {0.1, 0.05}, 64) < 0.01);
   // Once it streams, it takes a clear difference to end that.
@@ -124,12 +124,12 @@ TEST(all_bytes_arrive_and_no_others) {
   };
   copies([](void* target, const void* source, size_t bytes) {
     StreamingCopy(target, source, bytes);
-    Fence();
+    StoreFence();
   });
-  Outgoing outgoing;
+  SharedWriter writer;
   copies([&](void* target, const void* source, size_t bytes) {
-    outgoing.Copy(target, source, bytes);
-    outgoing.Settle();
+    writer.Copy(target, source, bytes);
+    writer.Fence();
   });
 }
 
@@ -139,14 +139,14 @@ TimeNs FakeClock() { return fake_now += kMicrosecond; }
 // Waits come between stretches, and here after ordinary copies only.
 TEST(waiting_is_not_counted) {
   std::vector<unsigned char> from(64 << 10), to(64 << 10);
-  Outgoing outgoing(FakeClock);
+  SharedWriter writer(FakeClock);
   size_t streamed = 0, all = 0;
   for (size_t i = 0; i < 1 << 14; ++i) {
-    const bool streams = outgoing.choice().streaming();
+    const bool streams = writer.choice().streaming();
     streamed += streams ? 1 : 0;
     ++all;
-    outgoing.Copy(to.data(), from.data(), 20 << 10);
-    outgoing.Settle();
+    writer.Copy(to.data(), from.data(), 20 << 10);
+    writer.Fence();
     if (!streams) fake_now += kSecond;
   }
   CHECK(streamed > 0);
@@ -180,15 +180,15 @@ size_t Missed(const Copy& copy) {
 }
 
 TEST(the_other_thread_reads_what_was_settled) {
-  Outgoing outgoing;
+  SharedWriter writer;
   CHECK_EQ(Missed([&](void* to, const void* from, size_t bytes) {
-             outgoing.Copy(to, from, bytes);
-             outgoing.Settle();
+             writer.Copy(to, from, bytes);
+             writer.Fence();
            }),
            size_t{0});
   CHECK_EQ(Missed([](void* to, const void* from, size_t bytes) {
              StreamingCopy(to, from, bytes);
-             Fence();
+             StoreFence();
            }),
            size_t{0});
 }

@@ -1,12 +1,12 @@
-// Copies into memory that other cores have read, and will read next: slots and pipes.
+// SharedWriter: copies into memory that other cores have read, and will read next: slots and pipes.
 //
-// A core must own the line that it writes; from a core that has read it since, it is taken away
-// first. Within one last-level cache that costs little. Between two of them it is by far the
-// dearest part of a sum through shared memory: ordinary stores reach 2 GB/s there (EPYC of the
-// Zen 4 generation), though reading what lies in the other cache reaches 18. Streaming stores go
-// past the caches to memory, without asking: 28 GB/s, wherever the other core is, but what is read
-// next comes from memory: 15 GB/s, where in a shared cache it would be 40. So copies are ordinary
-// unless that is slow, which they show themselves: threads move, and machines tell little.
+// A core must own a cache line to write it, so the line is first taken from the core that has read
+// it. Within one last-level cache that is cheap. Between two of them it is by far the most
+// expensive part of a sum through shared memory: ordinary stores reach 2 GB/s (EPYC of the Zen 4
+// generation), although reads of what lies in the other cache reach 18. Non-temporal stores bypass
+// the caches: 28 GB/s wherever the other core is, but the next read comes from memory, at 15 GB/s
+// where a shared cache would give 40. So copies are ordinary unless measurements show that these
+// are slow: threads move between cores, and the machine does not tell.
 #pragma once
 
 #include <array>
@@ -17,7 +17,7 @@
 namespace hororing {
 
 // Which stores the next copy is to use. Pure: times are arguments.
-class StoreChoice {
+class StorePolicy {
  public:
   // Bytes after which stores are judged, bytes from one judgement to the next, and how many of
   // these there are to each of those stores that are not in use; fewer in the beginning, when
@@ -55,26 +55,26 @@ class StoreChoice {
   Costs ordinary_, streamed_;
 };
 
-// With streaming stores, where the processor has them. In no order with what follows until a Fence.
+// With non-temporal stores, where the processor has them. In no order with what follows until a StoreFence.
 void StreamingCopy(void* to, const void* from, size_t bytes);
-void Fence();
+void StoreFence();
 
-class Outgoing {
+class SharedWriter {
  public:
-  explicit Outgoing(TimeNs (*clock)() = NowNs) : clock_(clock) {}
+  explicit SharedWriter(TimeNs (*clock)() = NowNs) : clock_(clock) {}
 
-  // Others may read it after the next Settle, and a release of whatever they wait for.
+  // Others may read it after the next Fence, and a release of whatever they wait for.
   void Copy(void* to, const void* from, size_t bytes);
   // Ends a stretch of copies, and of the work between them, which is timed with them: a single
   // store's time does not show.
-  void Settle();
-  const StoreChoice& choice() const { return choice_; }
+  void Fence();
+  const StorePolicy& choice() const { return choice_; }
 
  private:
   void Account();
 
   TimeNs (*const clock_)();
-  StoreChoice choice_;
+  StorePolicy choice_;
   size_t copied_ = 0;     // since the last Account
   TimeNs begin_ns_ = -1;  // of the stretch that is timed; -1: none is
   bool unsettled_ = false;

@@ -1,14 +1,14 @@
-// HostWalk: what the collectives over several hosts have in common: the ranks of a host walk
-// through a batch in numbered blocks, in slots of the memory that they share, while some of them
-// talk over the wire. Nothing may block, since both sides must go on: a walk is a loop that does
-// whichever stage can go on, and naps where none can.
+// HostPipeline: what the collectives over several hosts have in common. A batch is cut into
+// numbered blocks. The ranks of a host exchange blocks through their slots in shared memory, while
+// some of them exchange blocks with other hosts. No stage may block, because the others must go on:
+// the pipeline is a loop that runs whichever stage can make progress, and sleeps when none can.
 //
 // Invariants
 //   1. and 2. of backend/shm_direct.h: a rank writes to its slot only where all readers of what
 //      lay there have consumed it, and counters only grow.
-//   3. All walks of a set cut slots alike (kDepth rooms, block n in room n % kDepth) and leave all
-//      ranks' `packed` and `consumed` at the number of the next block, whatever the collective.
-//   4. What two ranks send one another within a batch has one order, whatever arrives when.
+//   3. All pipelines of a set divide a slot in the same way: kDepth blocks, block n at n % kDepth.
+//      Every collective leaves all ranks' `packed` and `consumed` at the number of the next block.
+//   4. Two ranks exchange the messages of a batch in one order, in whatever order they arrive.
 #pragma once
 
 #include <algorithm>
@@ -33,7 +33,7 @@ struct HostGroup {
   HostGroup(const Topology& topology, Members members);
 
   // Who of the ranks on a host receives, or sums, for a local rank of another host.
-  int CarrierOn(int on_host, int local_rank, bool leader) const {
+  int OwnerOn(int on_host, int local_rank, bool leader) const {
     const int ranks = static_cast<int>(places_on[static_cast<size_t>(on_host)].size());
     return leader ? 0 : local_rank % ranks;
   }
@@ -62,7 +62,7 @@ class WireQueue {
     Transport::Request request;
     int rank;  // of the job
     uint64_t block;
-    size_t lane;  // whatever the walk calls so
+    size_t tag;  // its meaning is the subclass's
   };
 
   WireQueue(Transport& wire, TimeNs deadline) : wire_(wire), deadline_(deadline) {}
@@ -91,19 +91,19 @@ class WireQueue {
   std::deque<Transfer> transfers_;
 };
 
-class HostWalk {
+class HostPipeline {
  public:
   // Blocks in a slot: while one is packed and another unpacked, the others are on the wire.
   static constexpr size_t kDepth = 8;
-  // Bytes of one block's room in a slot.
+  // Bytes of one block in a slot.
   static size_t Capacity(size_t slot_bytes);
 
   // `on_wire`: whether this rank talks to other hosts in this batch.
-  HostWalk(const HostGroup& group, ShmTransport& local, Transport& wire, const Batch& batch,
-           bool on_wire, uint64_t first, uint64_t blocks, TimeNs deadline, TraceSink& trace);
-  virtual ~HostWalk() = default;
-  HostWalk(const HostWalk&) = delete;
-  HostWalk& operator=(const HostWalk&) = delete;
+  HostPipeline(const HostGroup& group, ShmTransport& local, Transport& wire, const Batch& batch,
+               bool on_wire, uint64_t first, uint64_t blocks, TimeNs deadline, TraceSink& trace);
+  virtual ~HostPipeline() = default;
+  HostPipeline(const HostPipeline&) = delete;
+  HostPipeline& operator=(const HostPipeline&) = delete;
 
   // The batch, from beginning to end.
   Status Run();
@@ -126,11 +126,11 @@ class HostWalk {
   bool PeersReached(int count, Counter counter, uint64_t value) const;
   void Publish(Counter counter, uint64_t value);
   // True when nobody on the host reads any more what lies where block `number` goes.
-  bool RoomIsFree(uint64_t number) const {
+  bool BlockIsFree(uint64_t number) const {
     return number < set_begin_ + kDepth ||
            PeersReached(size_, &DirectProgress::consumed, number + 1 - kDepth);
   }
-  std::byte* Room(int peer, uint64_t number) const {
+  std::byte* BlockAt(int peer, uint64_t number) const {
     return segment_.slot(group_.slots[static_cast<size_t>(peer)]) +
            static_cast<size_t>(number % kDepth) * capacity_;
   }

@@ -19,7 +19,7 @@
 //
 // In place (output == input) is safe: the output of a block is written by REDUCE, which has
 // read that very slice, and by UNPACK, when PACK of the block has copied those slices away.
-#include "backend/shm_walk.h"
+#include "backend/shm_pipeline.h"
 
 #include <algorithm>
 #include <cstring>
@@ -35,8 +35,9 @@ constexpr size_t kReducePiece = 16 << 10;
 
 }  // namespace
 
-Walk::Walk(ShmTransport& transport, const Members& members, int place, const Batch& batch,
-           const Plan& plan, uint64_t first, TimeNs deadline, TraceSink& trace)
+ShmPipeline::ShmPipeline(ShmTransport& transport, const Members& members, int place,
+                         const Batch& batch, const Plan& plan, uint64_t first, TimeNs deadline,
+                         TraceSink& trace)
     : transport_(transport),
       segment_(transport.segment()),
       members_(members),
@@ -53,7 +54,7 @@ Walk::Walk(ShmTransport& transport, const Members& members, int place, const Bat
       consumed_(first),
       sources_(static_cast<size_t>(size_)) {}
 
-Status Walk::Run() {
+Status ShmPipeline::Run() {
   while (consumed_ < end_) {
     if (CanReduce()) {
       Reduce();
@@ -71,7 +72,7 @@ Status Walk::Run() {
 }
 
 // True when `counter` of every peer has reached `value`.
-bool Walk::PeersReached(Counter counter, uint64_t value) const {
+bool ShmPipeline::PeersReached(Counter counter, uint64_t value) const {
   for (int peer = 0; peer < size_; ++peer) {
     if (peer == rank_) continue;
     if ((Progress(peer).*counter).load(std::memory_order_acquire) < value) return false;
@@ -79,13 +80,13 @@ bool Walk::PeersReached(Counter counter, uint64_t value) const {
   return true;
 }
 
-void Walk::Publish(Counter counter, uint64_t value) {
-  transport_.to_slot().Settle();
+void ShmPipeline::Publish(Counter counter, uint64_t value) {
+  transport_.to_slot().Fence();
   (Progress(rank_).*counter).store(value, std::memory_order_release);
 }
 
 // The peers whose counter has not, as text.
-std::string Walk::Missing(Counter counter, uint64_t value) const {
+std::string ShmPipeline::Missing(Counter counter, uint64_t value) const {
   std::string ranks;
   for (int peer = 0; peer < size_; ++peer) {
     if (peer == rank_ || (Progress(peer).*counter).load() >= value) continue;
@@ -95,7 +96,7 @@ std::string Walk::Missing(Counter counter, uint64_t value) const {
 }
 
 // The peers that the oldest unfinished block waits for.
-std::string Walk::Lagging() const {
+std::string ShmPipeline::Lagging() const {
   if (consumed_ < reduced_) return Missing(&DirectProgress::reduced, consumed_ + 1);
   if (reduced_ < packed_) {
     const std::string ranks = Missing(&DirectProgress::packed, reduced_ + 1);
@@ -105,22 +106,22 @@ std::string Walk::Lagging() const {
 }
 
 // Whether what lay in this rank's slot, where block `number` comes, is no longer read.
-bool Walk::RoomIsFree(uint64_t number) const {
+bool ShmPipeline::BlockIsFree(uint64_t number) const {
   return number < FirstBlock(members_) + plan_.depth ||
          PeersReached(&DirectProgress::consumed, number + 1 - plan_.depth);
 }
 
-bool Walk::CanPack() const { return packed_ < end_ && RoomIsFree(packed_); }
+bool ShmPipeline::CanPack() const { return packed_ < end_ && BlockIsFree(packed_); }
 
-bool Walk::CanReduce() const {
+bool ShmPipeline::CanReduce() const {
   return reduced_ < packed_ && PeersReached(&DirectProgress::packed, reduced_ + 1);
 }
 
-bool Walk::CanUnpack() const {
+bool ShmPipeline::CanUnpack() const {
   return consumed_ < reduced_ && PeersReached(&DirectProgress::reduced, consumed_ + 1);
 }
 
-void Walk::Pack() {
+void ShmPipeline::Pack() {
   StageSpan span(trace_, Stage::kPack, batch_);
   const Range block = Block(packed_);
   if (plan_.small) {
@@ -135,7 +136,7 @@ void Walk::Pack() {
   transport_.RingWorkers(members_.ranks);
 }
 
-void Walk::Reduce() {
+void ShmPipeline::Reduce() {
   StageSpan span(trace_, Stage::kReduce, batch_);
   const Range block = Block(reduced_);
   if (plan_.small) {
@@ -151,12 +152,12 @@ void Walk::Reduce() {
   span.End(block.bytes());
 }
 
-void Walk::Unpack() {
+void ShmPipeline::Unpack() {
   StageSpan span(trace_, Stage::kUnpack, batch_);
   const Range block = Block(consumed_);
   for (int step = 1; step < size_; ++step) {
     const int peer = (rank_ + step) % size_;
-    const std::byte* const from = Room(peer, consumed_);
+    const std::byte* const from = BlockAt(peer, consumed_);
     plan_.ForEachPiece(Slice(block, peer), [&](size_t i, size_t at, size_t bytes) {
       const Place& place = plan_.places[i];
       CopyBytes(place.output + (at - place.begin), from + (at - block.begin), bytes);
@@ -168,18 +169,19 @@ void Walk::Unpack() {
 }
 
 // This rank's input in `range`, which lies in the block to be packed, into its slot.
-void Walk::CopyIn(const Range& range) {
-  std::byte* const room = Room(rank_, packed_);
+void ShmPipeline::CopyIn(const Range& range) {
+  std::byte* const block_at = BlockAt(rank_, packed_);
   const size_t block_begin = Block(packed_).begin;
   plan_.ForEachPiece(range, [&](size_t i, size_t at, size_t bytes) {
     const Place& place = plan_.places[i];
-    transport_.to_slot().Copy(room + (at - block_begin), place.input + (at - place.begin), bytes);
+    transport_.to_slot().Copy(block_at + (at - block_begin), place.input + (at - place.begin),
+                              bytes);
   });
 }
 
 // All ranks' inputs in `range`, of block `number`, into this rank's output and, unless all reduce
 // everything, into its slot for the others.
-void Walk::Combine(const Range& range, uint64_t number) {
+void ShmPipeline::Combine(const Range& range, uint64_t number) {
   const size_t block_begin = Block(number).begin;
   const size_t element = ElementSize(batch_.reduce.dtype);
   plan_.ForEachPiece(range, [&](size_t i, size_t at, size_t bytes) {
@@ -190,11 +192,11 @@ void Walk::Combine(const Range& range, uint64_t number) {
       const size_t in_block = at + done - block_begin;
       for (int source = 0; source < size_; ++source) {
         sources_[static_cast<size_t>(source)] =
-            source == rank_ ? place.input + in_tensor : Room(source, number) + in_block;
+            source == rank_ ? place.input + in_tensor : BlockAt(source, number) + in_block;
       }
       std::byte* const result = place.output + in_tensor;
       ReduceMany(batch_.reduce, size_, result, sources_.data(), size_, part / element);
-      if (!plan_.small) transport_.to_slot().Copy(Room(rank_, number) + in_block, result, part);
+      if (!plan_.small) transport_.to_slot().Copy(BlockAt(rank_, number) + in_block, result, part);
     }
   });
 }

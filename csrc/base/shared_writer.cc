@@ -1,4 +1,4 @@
-#include "base/outgoing.h"
+#include "base/shared_writer.h"
 
 #include <algorithm>
 #include <cstdint>
@@ -56,18 +56,18 @@ void StreamingCopy(void* to, const void* from, size_t bytes) {
   if (done < bytes) std::memcpy(target + done, source + done, bytes - done);
 }
 
-void Fence() {
+void StoreFence() {
 #if defined(__SSE2__)
   _mm_sfence();
 #endif
 }
 
-double StoreChoice::Costs::Least() const {
+double StorePolicy::Costs::Least() const {
   const auto known = static_cast<std::ptrdiff_t>(std::min(count, latest.size()));
   return *std::min_element(latest.begin(), latest.begin() + known);
 }
 
-void StoreChoice::Worked(size_t bytes, TimeNs took) {
+void StorePolicy::Worked(size_t bytes, TimeNs took) {
   if (measures_) {
     sampled_bytes_ += bytes;
     sampled_ns_ += took;
@@ -85,7 +85,7 @@ void StoreChoice::Worked(size_t bytes, TimeNs took) {
   streaming_ = prefers_streaming_ != trial;
 }
 
-void StoreChoice::Judge() {
+void StorePolicy::Judge() {
   Costs& costs = streaming_ ? streamed_ : ordinary_;
   costs.Add(static_cast<double>(sampled_ns_) / static_cast<double>(sampled_bytes_));
   sampled_bytes_ = 0;
@@ -96,7 +96,7 @@ void StoreChoice::Judge() {
   prefers_streaming_ = ordinary_.Least() > bound * streamed_.Least();
 }
 
-void Outgoing::Copy(void* to, const void* from, size_t bytes) {
+void SharedWriter::Copy(void* to, const void* from, size_t bytes) {
   auto* target = static_cast<std::byte*>(to);
   const auto* source = static_cast<const std::byte*>(from);
   if (bytes < kLeast) {
@@ -105,7 +105,7 @@ void Outgoing::Copy(void* to, const void* from, size_t bytes) {
   }
   while (bytes > 0) {
     if (choice_.measures() && begin_ns_ < 0) begin_ns_ = clock_();
-    const size_t part = std::min(bytes, StoreChoice::kSample);
+    const size_t part = std::min(bytes, StorePolicy::kSample);
     if (choice_.streaming()) {
       StreamingCopy(target, source, part);
       unsettled_ = true;
@@ -113,20 +113,20 @@ void Outgoing::Copy(void* to, const void* from, size_t bytes) {
       CopyBytes(target, source, part);
     }
     copied_ += part;
-    if (copied_ >= StoreChoice::kSample) Account();
+    if (copied_ >= StorePolicy::kSample) Account();
     target += part;
     source += part;
     bytes -= part;
   }
 }
 
-void Outgoing::Settle() {
-  if (unsettled_) Fence();
+void SharedWriter::Fence() {
+  if (unsettled_) StoreFence();
   unsettled_ = false;
   if (copied_ > 0) Account();
 }
 
-void Outgoing::Account() {
+void SharedWriter::Account() {
   const TimeNs took = choice_.measures() ? clock_() - begin_ns_ : 0;
   begin_ns_ = -1;
   choice_.Worked(std::exchange(copied_, 0), took);

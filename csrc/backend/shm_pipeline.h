@@ -1,4 +1,4 @@
-// Walk: one batch on its way through the slots; the stages of backend/shm_direct.h.
+// ShmPipeline: one batch on its way through the slots; the stages of backend/shm_direct.h.
 #pragma once
 
 #include <atomic>
@@ -16,11 +16,11 @@
 
 namespace hororing {
 
-class Walk {
+class ShmPipeline {
  public:
   // `place`: of this rank among the members. `first`: the number of the batch's first block.
-  Walk(ShmTransport& transport, const Members& members, int place, const Batch& batch,
-       const Plan& plan, uint64_t first, TimeNs deadline, TraceSink& trace);
+  ShmPipeline(ShmTransport& transport, const Members& members, int place, const Batch& batch,
+              const Plan& plan, uint64_t first, TimeNs deadline, TraceSink& trace);
 
   Status Run();
 
@@ -36,7 +36,7 @@ class Walk {
   std::string Missing(Counter counter, uint64_t value) const;
   std::string Lagging() const;
 
-  bool RoomIsFree(uint64_t number) const;
+  bool BlockIsFree(uint64_t number) const;
   bool CanPack() const;
   bool CanReduce() const;
   bool CanUnpack() const;
@@ -46,7 +46,7 @@ class Walk {
   void CopyIn(const Range& range);
   void Combine(const Range& range, uint64_t number);
 
-  std::byte* Room(int member, uint64_t number) const {
+  std::byte* BlockAt(int member, uint64_t number) const {
     return segment_.slot(JobRank(member)) +
            static_cast<size_t>(number % plan_.depth) * plan_.capacity;
   }

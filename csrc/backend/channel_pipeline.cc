@@ -1,0 +1,175 @@
+#include "backend/channel_pipeline.h"
+
+#include <utility>
+
+#include "backend/common.h"
+#include "base/copy.h"
+
+namespace hororing {
+
+ChannelPlan::ChannelPlan(std::vector<Channel> all, const HostGroup& group, size_t capacity,
+                         size_t most)
+    : channels(std::move(all)), owns(static_cast<size_t>(group.local_size()), false) {
+  std::vector<size_t> owned(owns.size(), 0);
+  size_t longest = 0;
+  for (const Channel& channel : channels) {
+    const size_t owner = static_cast<size_t>(channel.owner);
+    place.push_back(owned[owner]++);
+    owns[owner] = owns[owner] || channel.bytes > 0;
+    longest = std::max(longest, channel.bytes);
+  }
+  const size_t wanted = RoundUp(PieceBytes(longest, group.hosts()), kEntryAlign);
+  piece = std::min({RoundUp(longest, kEntryAlign), wanted,
+                    capacity / std::max<size_t>(most, 1) / kEntryAlign * kEntryAlign});
+  blocks = longest == 0 ? 0 : (longest + piece - 1) / piece;
+}
+
+ChannelPipeline::ChannelPipeline(const HostGroup& group, ShmTransport& local, Transport& wire,
+                                 const Batch& batch, const ChannelPlan& plan, uint64_t first,
+                                 TimeNs deadline, TraceSink& trace)
+    : HostPipeline(group, local, wire, batch,
+                   std::any_of(plan.channels.begin(), plan.channels.end(),
+                               [](const Channel& channel) {
+                                 return channel.from >= 0 || !channel.to.empty();
+                               }),
+                   first, plan.blocks, deadline, trace),
+      plan_(plan),
+      receives_(wire, deadline),
+      sends_(wire, deadline),
+      begun_(first),
+      arrived_(first),
+      consumed_(first) {}
+
+bool ChannelPipeline::Finished() const { return consumed_ == end_ && sends_.empty(); }
+
+Status ChannelPipeline::Advance(bool* moved) {
+  HORORING_RETURN_IF_ERROR(TakeArrivals(moved));
+  HORORING_RETURN_IF_ERROR(sends_.TakeDone(moved));
+  // First what goes over the wire.
+  if (CanBegin()) {
+    Begin();
+  } else if (CanUnpack()) {
+    Unpack();
+  } else {
+    return Status::Ok();
+  }
+  *moved = true;
+  return Status::Ok();
+}
+
+Status ChannelPipeline::TakeArrivals(bool* moved) {
+  for (bool taken = true; taken;) {
+    WireQueue::Transfer arrived;
+    HORORING_RETURN_IF_ERROR(receives_.TakeOldest(&arrived, &taken));
+    if (!taken) break;
+    *moved = true;
+    SendOn(arrived.tag, arrived.block);
+  }
+  const uint64_t all_here = receives_.FirstOpen(begun_);
+  if (arrived_ == all_here) return Status::Ok();
+  *moved = true;
+  arrived_ = all_here;
+  Publish(&DirectProgress::packed, arrived_);
+  return Status::Ok();
+}
+
+bool ChannelPipeline::CanBegin() const {
+  return begun_ < end_ && begun_ < consumed_ + kDepth && begun_ < sends_.FirstOpen(end_) + kDepth &&
+         BlockIsFree(begun_);
+}
+
+bool ChannelPipeline::CanUnpack() const {
+  if (consumed_ == arrived_) return false;
+  for (int peer = 0; peer < size_; ++peer) {
+    if (peer == rank_ || !plan_.owns[static_cast<size_t>(peer)]) continue;
+    if (!Reached(peer, &DirectProgress::packed, consumed_ + 1)) return false;
+  }
+  return true;
+}
+
+size_t ChannelPipeline::PieceOf(const Channel& channel, uint64_t number) const {
+  const size_t begin = static_cast<size_t>(number - first_) * plan_.piece;
+  return begin < channel.bytes ? std::min(plan_.piece, channel.bytes - begin) : 0;
+}
+
+std::byte* ChannelPipeline::Place(size_t channel, uint64_t number) const {
+  return BlockAt(plan_.channels[channel].owner, number) + plan_.place[channel] * plan_.piece;
+}
+
+void ChannelPipeline::SendOn(size_t channel, uint64_t number) {
+  const size_t bytes = PieceOf(plan_.channels[channel], number);
+  if (bytes == 0) return;
+  for (const int to : plan_.channels[channel].to) {
+    sends_.Add({wire_.Send(to, Place(channel, number), bytes), to, number, channel});
+  }
+}
+
+// copy(in the piece, in this rank's output, bytes) for what the block holds of the channel.
+template <typename Copy>
+size_t ChannelPipeline::ForEachExtent(const Channel& channel, uint64_t number, Copy copy) const {
+  const size_t begin = static_cast<size_t>(number - first_) * plan_.piece;
+  const size_t end = begin + PieceOf(channel, number);
+  if (begin >= end) return 0;
+  auto next = std::upper_bound(
+      channel.extents.begin(), channel.extents.end(), begin,
+      [](size_t offset, const Channel::Extent& each) { return offset < each.begin; });
+  for (--next; next != channel.extents.end() && next->begin < end; ++next) {
+    const size_t from = std::max(begin, next->begin);
+    const size_t to = std::min(end, next->begin + next->bytes);
+    copy(from - begin, next->at + (from - next->begin), to - from);
+  }
+  return end - begin;
+}
+
+void ChannelPipeline::Begin() {
+  StageSpan span(trace_, Stage::kPack, batch_);
+  size_t packed = 0;
+  const uint64_t number = begun_++;
+  for (size_t i = 0; i < plan_.channels.size(); ++i) {
+    const Channel& channel = plan_.channels[i];
+    const size_t bytes = PieceOf(channel, number);
+    if (channel.from < 0 || bytes == 0) continue;
+    receives_.Add({wire_.Receive(channel.from, Place(i, number), bytes), channel.from, number, i});
+  }
+  for (size_t i = 0; i < plan_.channels.size(); ++i) {
+    if (!plan_.channels[i].begins) continue;
+    std::byte* const block_at = Place(i, number);
+    packed += ForEachExtent(plan_.channels[i], number,
+                            [&](size_t in_piece, const std::byte* at, size_t bytes) {
+                              local_.to_slot().Copy(block_at + in_piece, at, bytes);
+                            });
+    local_.to_slot().Fence();
+    SendOn(i, number);
+  }
+  span.End(packed);
+}
+
+void ChannelPipeline::Unpack() {
+  StageSpan span(trace_, Stage::kUnpack, batch_);
+  size_t unpacked = 0;
+  for (size_t i = 0; i < plan_.channels.size(); ++i) {
+    if (plan_.channels[i].begins) continue;
+    const std::byte* const block_at = Place(i, consumed_);
+    unpacked += ForEachExtent(plan_.channels[i], consumed_,
+                              [&](size_t in_piece, std::byte* at, size_t bytes) {
+                                CopyBytes(at, block_at + in_piece, bytes);
+                              });
+  }
+  Publish(&DirectProgress::consumed, ++consumed_);
+  span.End(unpacked);
+}
+
+int ChannelPipeline::LaggingOnWire() const {
+  if (!receives_.empty()) return receives_.oldest().rank;
+  return sends_.empty() ? -1 : sends_.oldest().rank;
+}
+
+bool ChannelPipeline::Lags(int peer) const {
+  if (!BlockIsFree(begun_) && !Reached(peer, &DirectProgress::consumed, begun_ + 1 - kDepth)) {
+    return true;
+  }
+  return plan_.owns[static_cast<size_t>(peer)] &&
+         !Reached(peer, &DirectProgress::packed, consumed_ + 1);
+}
+
+}  // namespace hororing

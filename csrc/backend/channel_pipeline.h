@@ -1,0 +1,94 @@
+// ChannelPipeline: all-gathers and broadcasts over several hosts. A channel is what begins on one
+// rank and ends on all: a rank's contribution to an all-gather, or a part of what a broadcast
+// sends. Each channel crosses to every host once. One rank of that host, the channel's owner,
+// receives it, and the others copy it from the owner's slot.
+//
+//   all-gather, 2 hosts x 2 ranks, channels a b c d of ranks 0 1 2 3
+//
+//                  slot 0   slot 1        slot 2   slot 3
+//   PACK           a .      b .           . c      . d        the own channel
+//   over the wire  a c      b d           a c      b d        0 <-> 2, 1 <-> 3
+//   UNPACK         all ranks of the host copy a b c d from both slots
+//
+// The channels of an all-gather go straight to all hosts, since each host sends as much as it must
+// anyway. A broadcast goes from host to host, along a chain or a tree as in
+// collective/broadcast.cc, in as many channels as each host has ranks if there is enough to send.
+//
+// Channels are cut into pieces; block n holds the n-th piece of every channel. A piece is received
+// into the slot, and sent on from there.
+//
+// Cost per host: every byte of others is received once; sent are (H-1) times the own bytes by an
+// all-gather, at most S (chain) or S log2(H) (tree) by a broadcast.
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+#include "backend/host_pipeline.h"
+
+namespace hororing {
+
+struct Channel {
+  // A part of the channel where it lies in this rank's output.
+  struct Extent {
+    size_t begin;  // in the channel
+    size_t bytes;
+    std::byte* at;
+  };
+  std::vector<Extent> extents;  // in order, without gaps
+  size_t bytes = 0;
+  int owner = 0;        // on this host, by local rank; where the channel begins, that rank
+  bool begins = false;  // on this rank
+  int from = -1;        // the rank of the job that sends it here; -1: not here
+  std::vector<int> to;  // those to which this one sends it on
+
+  void Add(std::byte* at, size_t length) {
+    if (length > 0) extents.push_back({bytes, length, at});
+    bytes += length;
+  }
+};
+
+// What all ranks compute alike, but for the extents.
+struct ChannelPlan {
+  std::vector<Channel> channels;
+  std::vector<size_t> place;  // of a channel among those of its owner
+  std::vector<bool> owns;     // by local rank
+  size_t piece = 0;           // bytes of a channel in one block
+  uint64_t blocks = 0;
+
+  // `most`: channels that a rank of any host owns. REQUIRES: capacity / most >= kLeastBytes.
+  ChannelPlan(std::vector<Channel> all, const HostGroup& group, size_t capacity, size_t most);
+  static constexpr size_t kLeastBytes = 4 << 10;
+};
+
+class ChannelPipeline final : public HostPipeline {
+ public:
+  ChannelPipeline(const HostGroup& group, ShmTransport& local, Transport& wire, const Batch& batch,
+                  const ChannelPlan& plan, uint64_t first, TimeNs deadline, TraceSink& trace);
+
+ private:
+  bool Finished() const override;
+  Status Advance(bool* moved) override;
+  int LaggingOnWire() const override;
+  bool Lags(int peer) const override;
+
+  Status TakeArrivals(bool* moved);
+  bool CanBegin() const;
+  bool CanUnpack() const;
+  void Begin();
+  void Unpack();
+  void SendOn(size_t channel, uint64_t number);
+  std::byte* Place(size_t channel, uint64_t number) const;
+  size_t PieceOf(const Channel& channel, uint64_t number) const;
+  template <typename Copy>
+  size_t ForEachExtent(const Channel& channel, uint64_t number, Copy copy) const;
+
+  const ChannelPlan& plan_;
+  WireQueue receives_, sends_;
+  // The next block of each stage: consumed_ <= arrived_ <= begun_.
+  uint64_t begun_;
+  uint64_t arrived_;
+  uint64_t consumed_;
+};
+
+}  // namespace hororing
