@@ -255,11 +255,11 @@ def test_what_does_not_exist_is_named_with_the_way_out(
 def test_hasattr_and_find_spec_answer_for_what_does_not_exist():
     program = (
         "import horovod, importlib.util\n"
-        "print(hasattr(horovod, 'run'), hasattr(horovod, 'nonsense'))\n"
-        "try: importlib.util.find_spec('horovod.spark')\n"
+        "print(hasattr(horovod, 'elastic'), hasattr(horovod, 'nonsense'))\n"
+        "try: importlib.util.find_spec('horovod.elastic')\n"
         "except ImportError as error: print(error.name)"
     )
-    assert printed(program).split() == ["False", "False", "horovod.spark"]
+    assert printed(program).split() == ["False", "False", "horovod.elastic"]
 
 
 def test_a_module_is_found_from_the_day_on_which_it_exists(tmp_path: Path):
