@@ -55,7 +55,8 @@ class StorePolicy {
   Costs ordinary_, streamed_;
 };
 
-// With non-temporal stores, where the processor has them. In no order with what follows until a StoreFence.
+// With non-temporal stores, where the processor has them. In no order with what follows until a
+// StoreFence.
 void StreamingCopy(void* to, const void* from, size_t bytes);
 void StoreFence();
 
