@@ -13,6 +13,7 @@ import linecache
 import os
 import pickle
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from hororing.hororun.local import append
 
 RETURNED, RAISED = b"R", b"E"
 HEAD_BYTES = 9
+_END_S = 5.0  # after an exception
 # In front of a descriptor for the answer. Where this package is, PYTHONPATH need not tell.
 PROGRAM = (
     f"import sys; sys.path[:] = [{str(Path(__file__).parents[2])!r}, *filter(None, sys.path)]; "
@@ -98,9 +100,17 @@ def main() -> None:
         # Before anybody else is told, so that nobody's answer to this one comes first.
         _answer(answer, RAISED, pickle.dumps(_raised(error)))
         shown_there.append(error)
+        _end_within(_END_S)
         raise
     _answer(answer, RETURNED, body)
     os.close(answer)
+
+
+def _end_within(limit_s: float) -> None:
+    """End this process then, if a thread of the script lets it live on: the caller waits."""
+    timer = threading.Timer(limit_s, os._exit, (1,))
+    timer.daemon = True
+    timer.start()
 
 
 def read(answer: bytearray) -> tuple[bytes, Any] | None:

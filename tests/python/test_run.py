@@ -184,6 +184,19 @@ def test_a_rank_without_a_result_is_named(how: str, wanted: str, code: int | Non
     assert (caught.value.rank, caught.value.exit_code) == (1, code)
 
 
+def raises_beside_a_thread() -> None:
+    threading.Thread(target=time.sleep, args=(600,)).start()
+    raise OwnError(3, "with a thread")
+
+
+@tiers.full
+def test_a_thread_that_goes_on_hides_no_exception():
+    """6 s. Python waits for it at the end."""
+    with pytest.raises(RunError, match="with a thread") as caught:
+        hororing.run(raises_beside_a_thread)
+    assert isinstance(caught.value.__cause__, OwnError)
+
+
 def lonely() -> None:
     import hororing.numpy as hvd
 
