@@ -126,7 +126,8 @@ def test_the_topology_is_shown_before_the_job_or_alone(capsys: pytest.CaptureFix
     table = capsys.readouterr().out.splitlines()
     assert table[0] == "4 replicas in 4 ranks on 2 hosts: 1 of each rank"
     assert table[2].split() == ["a", "0", "0", "?", "0"]
-    assert table[4].split()[-2:] == ["-" if len(numa.read_nodes()) < 2 else "0", "2"]
+    node = numa.choose(0, numa.read_nodes(), frozenset(os.sched_getaffinity(0))).node
+    assert table[4].split()[-2:] == ["-" if node is None else str(node), "2"]
     words = ["--print-topology", "--dry-run", "-np", "2", "--num-replicas", "8", "true"]
     assert hororun(*words) == 0
     first, *lines = capsys.readouterr().out.splitlines()

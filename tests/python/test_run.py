@@ -27,7 +27,7 @@ from hororing.errors import PeerLostError, RunError
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "examples/notebook.ipynb"
-DEADLINE_S = 60.0
+DEADLINE_S = 150.0
 
 
 @pytest.fixture(autouse=True)
