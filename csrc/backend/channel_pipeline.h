@@ -1,24 +1,24 @@
-// ChannelPipeline: all-gathers and broadcasts over several hosts. A channel is what begins on one
-// rank and ends on all: a rank's contribution to an all-gather, or a part of what a broadcast
-// sends. Each channel crosses to every host once. One rank of that host, the channel's owner,
-// receives it, and the others copy it from the owner's slot.
+// ChannelPipeline: all-gathers and broadcasts over several hosts. A channel
+// is data that starts on one rank and ends on all: the contribution of a rank to an all-gather, or
+// a part of a broadcast. It crosses once to every host, to one rank there, its owner. The other
+// ranks of the host copy it from the owner's slot.
 //
 //   all-gather, 2 hosts x 2 ranks, channels a b c d of ranks 0 1 2 3
 //
 //                  slot 0   slot 1        slot 2   slot 3
-//   PACK           a .      b .           . c      . d        the own channel
+//   PACK           a .      b .           . c      . d        each rank's own channel
 //   over the wire  a c      b d           a c      b d        0 <-> 2, 1 <-> 3
 //   UNPACK         all ranks of the host copy a b c d from both slots
 //
-// The channels of an all-gather go straight to all hosts, since each host sends as much as it must
+// The channels of an all-gather go directly to all hosts, because each host must send that much
 // anyway. A broadcast goes from host to host, along a chain or a tree as in
-// collective/broadcast.cc, in as many channels as each host has ranks if there is enough to send.
+// collective/broadcast.cc. It has as many channels as each host has ranks, if it is large enough.
 //
 // Channels are cut into pieces; block n holds the n-th piece of every channel. A piece is received
-// into the slot, and sent on from there.
+// into the slot and forwarded from there.
 //
-// Cost per host: every byte of others is received once; sent are (H-1) times the own bytes by an
-// all-gather, at most S (chain) or S log2(H) (tree) by a broadcast.
+// Cost per host: every byte of other hosts is received once. An all-gather sends (H-1) times the
+// host's own bytes, a broadcast at most S (chain) or S log2(H) (tree).
 #pragma once
 
 #include <cstddef>
@@ -29,7 +29,7 @@
 namespace hororing {
 
 struct Channel {
-  // A part of the channel where it lies in this rank's output.
+  // A contiguous part of the channel in this rank's output.
   struct Extent {
     size_t begin;  // in the channel
     size_t bytes;
@@ -37,10 +37,10 @@ struct Channel {
   };
   std::vector<Extent> extents;  // in order, without gaps
   size_t bytes = 0;
-  int owner = 0;        // on this host, by local rank; where the channel begins, that rank
+  int owner = 0;        // local rank on this host; where the channel starts, that rank
   bool begins = false;  // on this rank
-  int from = -1;        // the rank of the job that sends it here; -1: not here
-  std::vector<int> to;  // those to which this one sends it on
+  int from = -1;        // the rank of the job that sends it to this rank; -1: none
+  std::vector<int> to;  // ranks to which this rank forwards it
 
   void Add(std::byte* at, size_t length) {
     if (length > 0) extents.push_back({bytes, length, at});
@@ -48,15 +48,16 @@ struct Channel {
   }
 };
 
-// What all ranks compute alike, but for the extents.
+// Equal on all ranks, except for the extents.
 struct ChannelPlan {
   std::vector<Channel> channels;
-  std::vector<size_t> place;  // of a channel among those of its owner
+  std::vector<size_t> place;  // index of a channel among those of its owner
   std::vector<bool> owns;     // by local rank
   size_t piece = 0;           // bytes of a channel in one block
   uint64_t blocks = 0;
 
-  // `most`: channels that a rank of any host owns. REQUIRES: capacity / most >= kLeastBytes.
+  // `most`: the largest number of channels that a rank owns. REQUIRES: capacity / most >=
+  // kLeastBytes.
   ChannelPlan(std::vector<Channel> all, const HostGroup& group, size_t capacity, size_t most);
   static constexpr size_t kLeastBytes = 4 << 10;
 };

@@ -1,4 +1,4 @@
-// What the backends share: how a batch is called in the timeline, and the world of one rank.
+// Shared by the backends: the name of a batch in the timeline, and the world of one rank.
 #pragma once
 
 #include <algorithm>
@@ -14,13 +14,13 @@ namespace hororing {
 
 constexpr size_t kEntryAlign = 64;  // a cache line, and a multiple of every element size
 
-// Bytes of a message between hosts. Open MPI sends so much over TCP at once, where more waits for
-// the receiver's word, behind all that is queued.
+// Bytes of a message between hosts. Open MPI sends that many over TCP at once. A longer message
+// waits for an answer of the receiver, behind everything that is queued.
 constexpr size_t kHostMessage = 32 << 10;
 
-// Of so many bytes that a pipeline passes from rank to rank in pieces, how many make one. Between
-// hosts a message. Through memory smaller pieces than this would only make more steps, and longer
-// parts are cut into four, so that the stages overlap.
+// Bytes of one piece of data that a pipeline passes from rank to rank. Between hosts a piece is a
+// message. Through memory, smaller pieces than kLeast would only add steps; larger parts are cut
+// into four pieces, so that the stages overlap.
 inline size_t PieceBytes(size_t longest, int hosts) {
   if (hosts > 1) return kHostMessage;
   constexpr size_t kLeast = 64 << 10, kCuts = 4;
@@ -30,7 +30,7 @@ inline size_t PieceBytes(size_t longest, int hosts) {
 // "layer1.weight", or "17 tensors".
 std::string TraceLabel(const Batch& batch);
 
-// Puts a span of a stage on the loop's row, from construction to End; free of cost while the
+// Records a span of a stage in the loop's row, from construction to End. Costs nothing while the
 // timeline is off.
 class StageSpan {
  public:
@@ -49,7 +49,7 @@ class StageSpan {
   const TimeNs begin_ns_;
 };
 
-// An allreduce or a reduce-scatter among one rank: only factors are left to apply.
+// An allreduce or a reduce-scatter of one rank: only the factors are applied.
 void ReduceAlone(const Batch& batch, TraceSink& trace);
 
 }  // namespace hororing

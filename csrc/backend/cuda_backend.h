@@ -1,8 +1,8 @@
-// CudaBackend: batches of tensors on CUDA devices, for one process set: by NCCL where every rank
-// has it and a device of its own, else by way of the host (ADR 0023).
+// CudaBackend: batches of tensors on CUDA devices, for one process set. They go through NCCL if
+// every rank has it and a device of its own, otherwise through host memory (ADR 0023).
 //
-// Which of them, the ranks agree on when the first batch comes. Run returns when everything is in
-// the device's private stream, with an event behind it (`done`); what fails later, Look tells.
+// The ranks agree on one of the two when the first batch comes. Run returns when everything is in
+// the device's private stream, with an event behind it (`done`). Look reports later failures.
 #pragma once
 
 #include <deque>
@@ -28,7 +28,7 @@ class CudaBackend final : public Backend {
   struct Options {
     std::shared_ptr<Devices> devices;
     DeviceWay way = DeviceWay::kAuto;
-    bool reproducible = false;  // by way of the host, which sums in the order of ranks
+    bool reproducible = false;  // through host memory, where sums are made in rank order
     size_t fusion_bytes = 0;
   };
   // `host` as for StagedBatches.
@@ -44,7 +44,7 @@ class CudaBackend final : public Backend {
   Status Look() override;
   Status Leave(TimeNs deadline) override;
   void BreakOff() override;
-  // Null: by way of the host, or not chosen yet.
+  // Null: through host memory, or not chosen yet.
   const NcclCommunicator* nccl() const { return nccl_.get(); }
 
  private:

@@ -14,19 +14,20 @@
 namespace hororing {
 
 struct BackendOptions {
-  // "auto", "host" or "shm_direct"; the last one is an error where the ranks share no memory.
+  // "auto", "host" or "shm_direct"; the last one is an error if the ranks share no memory.
   std::string name = "auto";
   AllreduceOptions allreduce;
   CudaBackend::Options cuda;
 };
 
-// Whether there can be what the options ask for; kInvalidArgument with the way out where not.
+// Whether the options can be satisfied; if not, kInvalidArgument with a text that says what to do.
 Status CheckBackends(const BackendOptions& options, const World& world);
-// For batches of all ranks, where CheckBackends does not object. The last two backends of the list
-// support every batch on the host, and every batch on a device.
+// For batches of all ranks. REQUIRES: CheckBackends is ok. The last two backends of the list
+// support every batch on the host and every batch on a device.
 Status MakeBackends(const BackendOptions& options, const World& world,
                     std::vector<std::unique_ptr<Backend>>* backends);
-// For batches of some ranks of `world`, which `subgroup` connects: what the options permit.
+// For batches of some ranks of `world`, which `subgroup` connects: the backends that the options
+// permit.
 std::vector<std::unique_ptr<Backend>> MakeSetBackends(const BackendOptions& options,
                                                       const World& world, Transport& subgroup,
                                                       const Members& members);

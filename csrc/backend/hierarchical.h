@@ -1,7 +1,7 @@
-// HierarchicalBackend: collectives over several hosts, whose ranks share memory with those of their
-// host, by all ranks or those of a process set. Of an allreduce the batch is one virtual buffer
-// (its tensors back to back, each padded to 64 bytes) that is passed in blocks; of every block,
-// some ranks of each host own a slice:
+// HierarchicalBackend: collectives over several hosts whose ranks share memory within their host,
+// for all ranks or those of a process set. The batch of an allreduce is one virtual buffer (its
+// tensors are contiguous, each padded to 64 bytes) that is processed in blocks. Some ranks of each
+// host own a slice of every block:
 //
 //   PACK      rank r copies the slices of others in block k into its slot       packed[r] = k + 1
 //   REDUCE    an owner sums its slice of all ranks of the host, in rank order
@@ -9,18 +9,19 @@
 //             (collective/slice_exchange.h), into the owner's slot             reduced[r] = k + 1
 //   UNPACK    every rank copies all slices to its outputs                      consumed[r] = k + 1
 //
-// Slots hold several blocks, so that the wire is busy while the next blocks are reduced. As many
-// ranks of each host own slices as every host has ("three phases": reduce-scatter in the host,
-// allreduces of slices between hosts, all-gather in the host), or only one ("leader").
+// Slots hold several blocks, so that the wire is busy while the next blocks are reduced. The number
+// of slice owners per host is the smallest number of ranks of any host ("three phases":
+// reduce-scatter in the host, allreduces of slices between hosts, all-gather in the host), or one
+// ("leader").
 //
 // All-gathers and broadcasts are in backend/channel_pipeline.h, reduce-scatters in
 // backend/scatter_pipeline.h.
 //
-// Numerics: hosts are summed in their order, each of them in rank order, as partial results that
-// are rounded once; on all ranks the same bits, whatever an element is fused with.
+// Numerics: hosts are summed in their order, and the ranks of a host in rank order, as partial
+// results that are rounded once. All ranks get the same bits, whatever an element is fused with.
 //
-// Which batches it takes, the costs decide (collective/algorithm.h); the flat algorithms of
-// HostBackend have the rest.
+// Costs decide which batches it runs (collective/algorithm.h). The flat algorithms of HostBackend
+// run the rest.
 #pragma once
 
 #include <vector>
@@ -44,7 +45,7 @@ class HierarchicalBackend final : public Backend {
   const char* name() const override { return "hierarchical"; }
   bool Supports(const Batch& batch) const override;
   Status Run(const Batch& batch, TimeNs deadline, TraceSink& trace) override;
-  // This rank's slot, and what lies between hosts.
+  // This rank's slot, and the buffers for the wire.
   size_t scratch_bytes() const override;
   AllreduceWay way() const override { return way_; }
 
@@ -53,7 +54,7 @@ class HierarchicalBackend final : public Backend {
   bool Flat() const;
   bool leader() const { return algorithm_ == Algorithm::kLeader; }
   size_t capacity() const;
-  // The number of the first of so many blocks.
+  // Reserves `blocks` numbers and returns the first.
   uint64_t Take(uint64_t blocks);
   Status RunAllreduce(const Batch& batch, TimeNs deadline, TraceSink& trace);
   // In hierarchical_moves.cc.
@@ -63,7 +64,7 @@ class HierarchicalBackend final : public Backend {
   Status RunLanes(const Batch& batch, std::vector<Channel> channels, size_t most, TimeNs deadline,
                   TraceSink& trace);
   Status RunReducescatter(const Batch& batch, TimeNs deadline, TraceSink& trace);
-  // The most channels that a rank owns in an all-gather.
+  // The largest number of channels (channels) that a rank owns in an all-gather.
   size_t MostChannels() const;
 
   Transport& wire_;
@@ -71,7 +72,7 @@ class HierarchicalBackend final : public Backend {
   const HostGroup group_;
   const HostShape shape_;
   const AllreduceOptions options_;
-  const Algorithm algorithm_;  // that is wished for of all batches
+  const Algorithm algorithm_;  // requested for all batches
   Scratch scratch_;
   uint64_t next_block_;
   AllreduceWay way_ = AllreduceWay::kNotCounted;

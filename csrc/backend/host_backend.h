@@ -1,7 +1,7 @@
-// HostBackend: runs any batch on host memory over any Transport. An allreduce of several
-// tensors is packed into the fusion buffer, reduced there and unpacked; a single tensor is
-// reduced where it lies. The other collectives of several tensors travel together in the same
-// way, broadcasts where the tensors are small.
+// HostBackend: runs any batch on host memory over any Transport. Several tensors of an allreduce
+// are packed into the fusion buffer, reduced there and unpacked; a single tensor is reduced in
+// place. The other collectives of several tensors share messages in the same way, broadcasts only
+// if the tensors are small.
 #pragma once
 
 #include <memory>
@@ -17,7 +17,7 @@ namespace hororing {
 
 class HostBackend final : public Backend {
  public:
-  // `ranks_on`: where the ranks of `transport` lie, if on several hosts. Empty: one host.
+  // `ranks_on`: the ranks of `transport` by host, if there are several hosts. Empty: one host.
   explicit HostBackend(Transport& transport, const AllreduceOptions& options = {},
                        const std::vector<std::vector<int>>& ranks_on = {});
 
@@ -39,7 +39,7 @@ class HostBackend final : public Backend {
   Status BroadcastTogether(const Batch& batch, const std::vector<const BatchEntry*>& entries,
                            TimeNs deadline, TraceSink& trace);
 
-  // By which algorithm an allreduce among several hosts goes.
+  // The algorithm of an allreduce among several hosts.
   Algorithm Choose(const Batch& batch) const;
   size_t MessageBytes() const;
   GatherWay WayToGather() const;
@@ -50,7 +50,7 @@ class HostBackend final : public Backend {
   Transport& transport_;
   const AllreduceOptions options_;
   const HostShape shape_;
-  const std::unique_ptr<Subgroup> by_host_;  // null where the ranks' own order is as good
+  const std::unique_ptr<Subgroup> by_host_;  // null if the order of the ranks is as good
   Scratch fusion_buffer_;
   Scratch receive_buffer_;
   AllreduceWay way_ = AllreduceWay::kNotCounted;

@@ -1,14 +1,16 @@
-// HostPipeline: what the collectives over several hosts have in common. A batch is cut into
-// numbered blocks. The ranks of a host exchange blocks through their slots in shared memory, while
-// some of them exchange blocks with other hosts. No stage may block, because the others must go on:
-// the pipeline is a loop that runs whichever stage can make progress, and sleeps when none can.
+// HostPipeline: the pipeline that all collectives over several hosts share. The ranks of a host
+// process a batch in numbered blocks, in slots of their shared memory, while some of them exchange
+// data over the wire. No stage may block, because both sides must progress: the pipeline is a loop
+// that runs any stage that can proceed, and sleeps briefly if none can.
 //
 // Invariants
-//   1. and 2. of backend/shm_direct.h: a rank writes to its slot only where all readers of what
-//      lay there have consumed it, and counters only grow.
-//   3. All pipelines of a set divide a slot in the same way: kDepth blocks, block n at n % kDepth.
-//      Every collective leaves all ranks' `packed` and `consumed` at the number of the next block.
-//   4. Two ranks exchange the messages of a batch in one order, in whatever order they arrive.
+//   1. and 2. of backend/shm_direct.h: a rank writes to its slot only when all readers have
+//   consumed
+//      the previous contents, and counters only grow.
+//   3. All pipelines of a set divide slots alike (kDepth rooms, block n in room n % kDepth) and
+//   leave
+//      `packed` and `consumed` of all ranks at the number of the next block, for every collective.
+//   4. Messages between two ranks within a batch have one order, whatever the order of arrival.
 #pragma once
 
 #include <algorithm>
@@ -27,12 +29,12 @@
 
 namespace hororing {
 
-// How the members of a process set lie on hosts, as one of them sees it. Hosts are those that have
-// members, in the order of their first one.
+// How the members of a process set are distributed over hosts, from the view of one of them. Only
+// hosts with members count, in the order of their first member.
 struct HostGroup {
   HostGroup(const Topology& topology, Members members);
 
-  // Who of the ranks on a host receives, or sums, for a local rank of another host.
+  // The rank on a host that receives or sums for a local rank of another host.
   int OwnerOn(int on_host, int local_rank, bool leader) const {
     const int ranks = static_cast<int>(places_on[static_cast<size_t>(on_host)].size());
     return leader ? 0 : local_rank % ranks;
@@ -55,14 +57,14 @@ struct HostGroup {
   int local = 0;  // its place among the members of its host
 };
 
-// Transfers in the order of their posting; each is waited for exactly once.
+// Transfers in the order in which they were posted. Each is waited for exactly once.
 class WireQueue {
  public:
   struct Transfer {
     Transport::Request request;
     int rank;  // of the job
     uint64_t block;
-    size_t tag;  // its meaning is the subclass's
+    size_t channel;  // a tag; the subclass gives it a meaning
   };
 
   WireQueue(Transport& wire, TimeNs deadline) : wire_(wire), deadline_(deadline) {}
@@ -76,11 +78,11 @@ class WireQueue {
   void Add(const Transfer& transfer) { transfers_.push_back(transfer); }
   bool empty() const { return transfers_.empty(); }
   const Transfer& oldest() const { return transfers_.front(); }
-  // Takes the oldest, if it is done: *taken.
+  // Removes the oldest transfer if it is done, and sets *taken.
   Status TakeOldest(Transfer* transfer, bool* taken);
-  // Takes all that are done, up to the first that is not; *moved where there was one.
+  // Removes transfers that are done, up to the first that is not. Sets *moved if there was one.
   Status TakeDone(bool* moved);
-  // The first block of which a transfer is open; `otherwise` where there is none.
+  // The first block with an open transfer; `otherwise` if there is none.
   uint64_t FirstOpen(uint64_t otherwise) const {
     return transfers_.empty() ? otherwise : std::min(otherwise, transfers_.front().block);
   }
@@ -95,37 +97,37 @@ class HostPipeline {
  public:
   // Blocks in a slot: while one is packed and another unpacked, the others are on the wire.
   static constexpr size_t kDepth = 8;
-  // Bytes of one block in a slot.
+  // Bytes that one block may have in a slot.
   static size_t Capacity(size_t slot_bytes);
 
-  // `on_wire`: whether this rank talks to other hosts in this batch.
+  // `on_wire`: whether this rank exchanges data with other hosts in this batch.
   HostPipeline(const HostGroup& group, ShmTransport& local, Transport& wire, const Batch& batch,
                bool on_wire, uint64_t first, uint64_t blocks, TimeNs deadline, TraceSink& trace);
   virtual ~HostPipeline() = default;
   HostPipeline(const HostPipeline&) = delete;
   HostPipeline& operator=(const HostPipeline&) = delete;
 
-  // The batch, from beginning to end.
+  // Runs the whole batch.
   Status Run();
 
  protected:
   using Counter = std::atomic<uint64_t> DirectProgress::*;
 
   virtual bool Finished() const = 0;
-  // Does what can be done now; *moved where there was something.
+  // Runs the stages that can proceed now. Sets *moved if there was one.
   virtual Status Advance(bool* moved) = 0;
-  // The rank of the job that it waits for on the wire; -1 where it does not.
+  // The rank of the job for which it waits on the wire; -1 if it does not wait.
   virtual int LaggingOnWire() const = 0;
-  // The counter that the local peer has still to move for this rank to go on, and how far.
+  // Whether this rank cannot proceed because of the local peer's counter.
   virtual bool Lags(int peer) const = 0;
 
   bool Reached(int peer, Counter counter, uint64_t value) const {
     return (Progress(peer).*counter).load(std::memory_order_acquire) >= value;
   }
-  // True when `counter` of the first `count` ranks of the host but this one has reached `value`.
+  // True if `counter` of the first `count` ranks of the host, except this one, has reached `value`.
   bool PeersReached(int count, Counter counter, uint64_t value) const;
   void Publish(Counter counter, uint64_t value);
-  // True when nobody on the host reads any more what lies where block `number` goes.
+  // True if all ranks of the host have read the previous contents of the room of block `number`.
   bool BlockIsFree(uint64_t number) const {
     return number < set_begin_ + kDepth ||
            PeersReached(size_, &DirectProgress::consumed, number + 1 - kDepth);
@@ -144,9 +146,9 @@ class HostPipeline {
   const bool on_wire_;
   const TimeNs deadline_;
   const size_t capacity_;
-  const int rank_;  // of this host's members, as are all that are called local or peer
+  const int rank_;  // among this host's members, as is everything called local or peer
   const int size_;
-  const uint64_t set_begin_;    // the first block in the set's life
+  const uint64_t set_begin_;    // the set's first block
   const uint64_t first_, end_;  // blocks of this batch
 
  private:

@@ -1,7 +1,7 @@
-// What of NCCL a batch becomes. Nothing here waits for the device.
+// Turns a batch into calls of NCCL. Nothing here waits for the device.
 //
-// Sums of several tensors are packed into the fusion buffer by one kernel, and unpacked by another;
-// all other collectives of several tensors are one group of calls, which NCCL carries out together.
+// For sums of several tensors, one kernel packs the fusion buffer and another one unpacks it. Other
+// collectives of several tensors are one group of calls, which NCCL carries out together.
 #pragma once
 
 #include "backend/backend.h"
@@ -12,12 +12,13 @@
 
 namespace hororing {
 
-// Whether NCCL carries it out as the host would, among `ranks`. Not: 16-bit integers, averages of
-// integers (NCCL's sums of them overflow), Adasum, factors of integers, factors that NCCL would
-// round to 16 bits, and factors of Min, Max and Product, for which it has no operation.
+// Whether NCCL gives the result that the host would give, among `ranks`. It does not for 16-bit
+// integers, averages of integers (NCCL's sums of them overflow), Adasum, factors of integers,
+// factors that NCCL would round to 16 bits, and factors of Min, Max and Product, which it does not
+// have.
 bool NcclCan(const Batch& batch, int ranks);
 
-// Whether the fusion buffer is of use; the same on all ranks. REQUIRES: NcclCan.
+// Whether the fusion buffer helps; the same on all ranks. REQUIRES: NcclCan.
 bool WantsFusionBuffer(const Batch& batch);
 
 // Puts `batch` into the device's private stream. REQUIRES: NcclCan.

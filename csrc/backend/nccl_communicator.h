@@ -1,7 +1,7 @@
-// NcclCommunicator: the ranks of one process set, each with its device, as NCCL knows them.
+// NcclCommunicator: NCCL's communicator for the ranks of one process set, each with its device.
 //
-// It does not block: what NCCL has under way is looked at until it is done, a peer is dead, or a
-// deadline comes. Whatever goes wrong, the communicator is aborted, which ends its kernels.
+// It is non-blocking: the state of an operation is polled until it is done, a peer is dead or a
+// deadline passes. After any error the communicator is aborted, which ends its kernels.
 //
 // Thread-safety: loop thread only.
 #pragma once
@@ -24,14 +24,14 @@ namespace hororing {
 
 class NcclCommunicator {
  public:
-  // All ranks of `transport` call it; its unique id travels there.
+  // All ranks of `transport` call it; the transport carries NCCL's unique id.
   static Status Make(std::shared_ptr<const NcclApi> api, std::shared_ptr<Device> device,
                      Transport& transport, TimeNs deadline,
                      std::unique_ptr<NcclCommunicator>* made);
-  // Aborts, unless Leave has come to its end.
+  // Aborts, unless Leave has succeeded.
   ~NcclCommunicator();
-  // Ends what is under way. Nothing but the destructor may be called afterwards, and not within the
-  // same group of NCCL.
+  // Aborts work in flight. Only the destructor may be called afterwards, and not within the same
+  // group of NCCL.
   void Abort();
   NcclCommunicator(const NcclCommunicator&) = delete;
   NcclCommunicator& operator=(const NcclCommunicator&) = delete;
@@ -39,17 +39,17 @@ class NcclCommunicator {
   // One group of calls, which `enqueue` makes, on the device's private stream. Returns when they
   // are in the stream, so that events may follow.
   Status Group(const std::function<NcclResult()>& enqueue, TimeNs deadline);
-  // kTransport when something that is in the stream has failed.
+  // kTransport if an operation in the stream has failed.
   Status Look() const;
-  // All ranks, when nothing is in the stream any more.
+  // All ranks call it when the stream is empty.
   Status Leave(TimeNs deadline);
 
   // The operation that multiplies by `factor` before it sums; good until the next call. REQUIRES: a
   // floating-point type.
   Status ScaledSum(DataType dtype, double factor, NcclOp* op);
-  // Memory for fusion, allocated once. All ranks call it, with the same `bytes`, and exchange what
-  // they have got: it is there on all of them or on none, since they must make the same calls, and
-  // registered on all or none, since NCCL leaves a mixture undefined.
+  // Memory for fusion, allocated once. All ranks call it, with the same `bytes`, and exchange the
+  // result. The buffer exists on all ranks or on none, because they must make the same calls, and
+  // is registered on all or none, because NCCL leaves a mixture undefined.
   Status MakeFusionBuffer(size_t bytes, TimeNs deadline);
   std::byte* fusion_buffer() const { return static_cast<std::byte*>(fusion_); }
   size_t fusion_bytes() const { return fusion_bytes_; }  // 0: there is none
@@ -71,7 +71,7 @@ class NcclCommunicator {
   const std::shared_ptr<const NcclApi> api_;
   const std::shared_ptr<Device> device_;
   Transport& transport_;
-  NcclComm comm_ = nullptr;  // null: not yet, or no more
+  NcclComm comm_ = nullptr;  // null before creation and after the end
   bool aborted_ = false;
   std::map<std::pair<DataType, double>, NcclOp> scaled_sums_;
   bool fusion_asked_ = false;

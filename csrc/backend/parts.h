@@ -1,9 +1,9 @@
-// Several tensors side by side in the fusion buffer, rank by rank, for the collectives in which
-// every rank has its own part of each:
+// Several tensors in the fusion buffer, ordered by rank, for collectives in which every rank has
+// its own part of each tensor:
 //
 //   tensors x, y; 2 ranks       x0 y0 | x1 y1        digit: the rank whose part it is
 //
-// so that what goes to, comes from or is reduced by one rank is one extent of memory.
+// The bytes that one rank sends, receives or reduces are therefore contiguous.
 #pragma once
 
 #include <cstring>
@@ -13,8 +13,8 @@
 
 namespace hororing {
 
-// visit(entry, begin, length) in that order, for all parts that are not empty. part_of(entry, r) is
-// the length of rank r's part, `begin` where it begins in its tensor, both in bytes.
+// Calls visit(entry, begin, length) in that order for all parts that are not empty. part_of(entry,
+// r) is the length of rank r's part, and `begin` its offset in the tensor, both in bytes.
 template <typename PartOf, typename Visit>
 void ForEachPart(const std::vector<BatchEntry>& entries, size_t ranks, PartOf part_of,
                  Visit visit) {

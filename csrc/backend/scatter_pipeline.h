@@ -1,21 +1,22 @@
-// ScatterPipeline: reduce-scatter over several hosts. On every host one rank sums what its ranks
-// have for a rank of another host, and sends that sum there: the way of an all-gather
-// (backend/channel_pipeline.h), backwards.
+// ScatterPipeline: reduce-scatter over several hosts. For each rank of another host, one rank of
+// this host sums the parts that its host has for it and sends the sum there. This is an all-gather
+// (backend/channel_pipeline.h) in reverse.
 //
-//   2 hosts x 2 ranks, parts a b c d for ranks 0 1 2 3, digits: ranks that are summed up
+//   2 hosts x 2 ranks, parts a b c d for ranks 0 1 2 3, digits: ranks that are summed
 //
 //                   rank 0        rank 1        rank 2        rank 3
-//   PACK            what others of the host sum, into the slot
+//   PACK            the parts that others of the host sum, into the slot
 //   REDUCE          a01 c01       b01 d01       a23 c23       b23 d23
 //   over the wire   a23 from 2    b23 from 3    c01 from 0    d01 from 1
 //   combine         a0123         b0123         c0123         d0123
 //
 // Parts are cut into pieces; block n holds the n-th piece of every part.
 //
-// Numerics: as in backend/hierarchical.h: hosts in their order, each of them in rank order, as
-// partial results that are rounded once: the bits of three phases, whatever a tensor is fused with.
+// Numerics: as in backend/hierarchical.h. Hosts are summed in their order, and the ranks of a host
+// in rank order, as partial results that are rounded once. The bits are those of three phases,
+// whatever a tensor is fused with.
 //
-// Cost per host: (H-1)/H S as partial results are sent, and as much is received.
+// Cost per host: (H-1)/H S sent as partial results, and the same amount received.
 #pragma once
 
 #include <cstddef>
@@ -27,9 +28,9 @@
 
 namespace hororing {
 
-// What all ranks compute alike, but for the addresses.
+// Equal on all ranks, except for the addresses.
 struct ScatterPlan {
-  // Of one rank: the parts of all tensors, back to back. In elements.
+  // The parts of all tensors for one rank, contiguous. In elements.
   struct Part {
     struct Extent {
       size_t begin;  // in the part
@@ -39,22 +40,22 @@ struct ScatterPlan {
     };
     std::vector<Extent> extents;
     size_t size = 0;
-    int reducer = 0;    // on this host, by local rank
+    int reducer = 0;    // local rank on this host
     int owner = 0;      // rank of the job
     bool own = false;   // this rank's
-    size_t number = 0;  // among those that the reducer sums
+    size_t number = 0;  // index among those that the reducer sums
   };
   std::vector<Part> parts;   // by place in the set
-  std::vector<int> senders;  // per other host, in their order: who sums this rank's part there
+  std::vector<int> senders;  // per other host, in order: the rank that sums this rank's part
   size_t summed_here = 0;    // parts that this rank sums
   size_t element = 1;        // bytes
   size_t piece = 0;          // elements of a part in one block
   uint64_t blocks = 0;
 
-  // `leader`: one rank of each host sums all that leaves it.
+  // `leader`: one rank of each host sums everything that leaves the host.
   ScatterPlan(const HostGroup& group, const Batch& batch, size_t capacity, bool leader);
   static constexpr size_t kLeastBytes = 4 << 10;  // REQUIRES of capacity / ranks
-  // For the blocks under way: sums, and what arrives.
+  // For the blocks in flight: sums and received parts.
   size_t scratch_bytes(const ReduceSpec& spec) const;
 };
 

@@ -1,25 +1,26 @@
-// ShmDirectBackend: allreduce among ranks that map one segment. The batch is one virtual
-// buffer (its tensors back to back, each padded to 64 bytes) that is passed in blocks small
-// enough to stay in cache:
+// ShmDirectBackend: allreduce among ranks that map one segment. The batch is one virtual buffer
+// (its tensors are contiguous, each padded to 64 bytes) that is processed in blocks small enough to
+// stay in the cache:
 //
-//   PACK    rank r copies what others need of block k into its slot     packed[r] = k + 1
+//   PACK    rank r copies the parts of block k for others to its slot   packed[r] = k + 1
 //   REDUCE  rank r combines slice r of all ranks, in rank order         reduced[r] = k + 1
 //   UNPACK  rank r copies the others' slices to its outputs             consumed[r] = k + 1
 //
 // Slots hold two or more blocks, so that the stages of neighbouring blocks overlap. No fusion
 // buffer, no pairwise copies, one rounding, the same bits in every run.
 //
-// Batches of a few KB take a short cut, where there are more than two ranks: each rank packs all of
-// its input and reduces all of the block itself, which saves the second wait for the peers and
-// gives the same bits.
+// With more than two ranks, batches of a few KB take a short cut: each rank packs its whole input
+// and reduces the whole block itself. That saves the second wait for the peers and gives the same
+// bits.
 //
 // Invariants
-//   1. Block k of a slot is overwritten only when consumed[q] shows that every q is done with
-//      the block that lay there before.
-//   2. Block numbers never restart: they count on over all batches of the set's life, and a later
-//      set of the same number begins above them.
-//   3. A rank's slot serves one set at a time: before another one's batch writes to it, the
-//      readers of the latest one are waited for.
+//   1. A block of a slot is overwritten only when consumed[q] shows that every rank q has finished
+//      with the previous contents.
+//   2. Block numbers never restart: they increase over all batches of a set, and a later set with
+//   the
+//      same number starts above them.
+//   3. A rank's slot serves one set at a time: before a batch of another set writes to it, the rank
+//      waits for the readers of the latest one.
 #pragma once
 
 #include <memory>

@@ -1,4 +1,5 @@
-// ShmPipeline: one batch on its way through the slots; the stages of backend/shm_direct.h.
+// ShmPipeline: the pipeline of one batch through the slots, with the stages of
+// backend/shm_direct.h.
 #pragma once
 
 #include <atomic>
@@ -50,7 +51,7 @@ class ShmPipeline {
     return segment_.slot(JobRank(member)) +
            static_cast<size_t>(number % plan_.depth) * plan_.capacity;
   }
-  // Where block `number` lies in the virtual buffer.
+  // The range of block `number` in the virtual buffer.
   Range Block(uint64_t number) const {
     const size_t begin = static_cast<size_t>(number - first_) * plan_.block_bytes;
     return {begin, std::min(begin + plan_.block_bytes, plan_.total)};
@@ -63,7 +64,7 @@ class ShmPipeline {
   const Batch& batch_;
   const Plan& plan_;
   TraceSink& trace_;
-  const int rank_;  // and all members: places among the members
+  const int rank_;  // like all members: index among the members
   const int size_;
   const TimeNs deadline_;
   const uint64_t end_;

@@ -1,14 +1,14 @@
-// StagedBatches: batches on a device by way of the host: where there is no NCCL, where several
-// ranks share a device, and for what NCCL lacks.
+// StagedBatches: batches on a device that go through host memory: without NCCL, if several ranks
+// share a device, and for operations that NCCL lacks.
 //
-// Sums go in pieces through two pinned buffers, so that one piece is copied while another is
-// reduced. All else goes at once.
+// Sums go in pieces through two pinned buffers, so that one piece is copied while another one is
+// reduced. Everything else goes at once.
 //
 //   device   copy 0 | copy 1 |          back 0 | copy 2 |          back 1 | ...
 //   host            | reduce 0          | reduce 1          | reduce 2
 //
-// Unlike NCCL this blocks the loop: until the framework's kernels have come so far, and while the
-// host reduces. Thread-safety: loop thread only.
+// Unlike NCCL this blocks the loop, until the framework's kernels have produced the inputs and
+// while the host reduces. Thread-safety: loop thread only.
 #pragma once
 
 #include <memory>
@@ -26,8 +26,8 @@ class StagedBatches {
   StagedBatches(Transport& transport, std::vector<Backend*> host)
       : transport_(transport), host_(std::move(host)) {}
 
-  // The private stream of `device` waits for the inputs already; when it comes to its end the
-  // outputs are complete. `timeout` bounds every wait on a peer.
+  // The private stream of `device` already waits for the inputs. The outputs are complete when that
+  // stream is done. `timeout` limits every wait for a peer.
   Status Run(const Batch& batch, const std::shared_ptr<Device>& device, TimeNs timeout,
              TraceSink& trace);
   size_t scratch_bytes() const { return buffers_[0].bytes + buffers_[1].bytes; }
@@ -38,7 +38,7 @@ class StagedBatches {
     size_t bytes = 0;
     std::byte* data() const { return static_cast<std::byte*>(memory->data()); }
   };
-  // A stretch of one tensor; several, of different tensors, travel together.
+  // A part of one tensor. Several parts, of different tensors, are sent together.
   struct Stretch {
     size_t entry, first, elements;
   };

@@ -1,5 +1,5 @@
-// The virtual buffer of an allreduce through shared memory: a batch's tensors back to back, each
-// padded to a cache line; what lies where in it.
+// The virtual buffer of an allreduce through shared memory, in which a batch's tensors are
+// contiguous, each padded to a cache line, and the layout of tensors in it.
 #pragma once
 
 #include <algorithm>
@@ -40,7 +40,7 @@ struct VirtualBuffer {
     }
   }
 
-  // Rank r's part of a range that begins with a cache line: equal up to one line.
+  // Rank r's part of a range that starts at a cache line. Parts differ by at most one line.
   static Range Slice(const Range& range, int rank, int ranks) {
     const size_t lines = range.bytes() / kEntryAlign;
     const size_t n = static_cast<size_t>(ranks), r = static_cast<size_t>(rank);
@@ -48,8 +48,8 @@ struct VirtualBuffer {
             range.begin + lines * (r + 1) / n * kEntryAlign};
   }
 
-  // Calls visit(index of the place, at, bytes) for the parts of tensors that lie in `range`, in
-  // order; `at` is an offset in the virtual buffer.
+  // Calls visit(index of the place, at, bytes) for the parts of tensors in `range`, in order; `at`
+  // is an offset in the virtual buffer.
   template <typename Visit>
   void ForEachPiece(const Range& range, Visit visit) const {
     if (range.begin >= range.end) return;

@@ -1,10 +1,11 @@
-// CallWatch: calls that should return at once, and may not return at all.
+// CallWatch: watches calls that should return at once, but may never return.
 //
-// MPI's calls that do not block can do so nevertheless: Open MPI with MPI_THREAD_MULTIPLE has
-// locked itself out while it heard over TCP that a peer had died. NVIDIA's driver waits for kernels
-// that wait for a peer, and NCCL, where it aborts, for its own. Nothing ends such a call. Those who
-// wait for its thread notice it here and give the thread up; should the call return after all, the
-// thread stops there for ever, before it touches anything that others have taken over.
+// Non-blocking calls of MPI can block nevertheless: Open MPI with MPI_THREAD_MULTIPLE has
+// deadlocked itself when it learned over TCP that a peer had died. NVIDIA's driver waits for
+// kernels that wait for a peer, and NCCL waits for its own kernels when it aborts. Nothing ends
+// such a call. Threads that wait for the calling thread notice that here and give it up. If the
+// call returns after all, its thread stops there forever, before it touches anything that others
+// have taken over.
 //
 // Thread-safety: Call on one thread, never two at a time; everything else on any.
 #pragma once
@@ -22,7 +23,7 @@ namespace hororing {
 
 class CallWatch {
  public:
-  // Its name, and whose it is: null for the transport's. Both are literals.
+  // Its name and its library; null: the transport's. Both are literals.
   struct Name {
     const char* call = nullptr;
     const char* library = nullptr;
@@ -44,8 +45,8 @@ class CallWatch {
     CallWatch* const watch_;
   };
 
-  // Makes `watch` that of this thread, while it lives: for calls of libraries that any thread
-  // makes, of which only this one is looked after.
+  // Makes `watch` the watch of this thread while it lives: for calls of libraries that any thread
+  // makes, of which only this one is watched.
   class Thread {
    public:
     explicit Thread(CallWatch* watch) { of_thread_ = watch; }
@@ -55,8 +56,8 @@ class CallWatch {
   };
   static CallWatch* OfThread() { return of_thread_; }
 
-  // For how long looks have found the same call under way; 0 without one. Between two of them a
-  // second counts at most: where the whole process was stopped, no call is to blame.
+  // For how long checks have found the same call in progress; 0 without one. Between two checks at
+  // most one second counts: if the whole process was stopped, no call is to blame.
   TimeNs Lasts(TimeNs now) {
     std::lock_guard<std::mutex> lock(mutex_);
     const uint64_t state = state_.load();
@@ -70,8 +71,9 @@ class CallWatch {
     return lasts_ns_;
   }
 
-  // The thread never leaves the call that the last look found; its name, and all that the thread
-  // did before is visible. No name where it has left, or was given up before.
+  // From now on the thread never leaves the call that the last check found. Returns its name;
+  // everything that the thread did before is visible. No name if the thread has left the call or
+  // was given up before.
   Name GiveUp() {
     std::lock_guard<std::mutex> lock(mutex_);
     if (seen_ % 2 == 0 || !state_.compare_exchange_strong(seen_, kGivenUp)) return {};
@@ -82,7 +84,7 @@ class CallWatch {
   bool parked() const { return parked_.load(); }
 
  private:
-  static constexpr uint64_t kGivenUp = ~uint64_t{0} - 1;  // even: no call to look after
+  static constexpr uint64_t kGivenUp = ~uint64_t{0} - 1;  // even: no call to watch
 
   void Enter(const Name& name) {
     call_.store(name.call, std::memory_order_relaxed);
@@ -98,7 +100,7 @@ class CallWatch {
 
   inline static thread_local CallWatch* of_thread_ = nullptr;
 
-  // The number of entries and exits, odd while a call is under way.
+  // The number of entries and exits, odd while a call is in progress.
   std::atomic<uint64_t> state_{0};
   uint64_t count_ = 0;  // the same; of the thread that calls
   std::atomic<const char*> call_{nullptr}, library_{nullptr};

@@ -1,5 +1,5 @@
 // The one clock: CLOCK_MONOTONIC, which all processes of a host share, in nanoseconds.
-// Rooms that must be testable without waiting take time as an argument instead.
+// Code that must be testable without waiting takes time as an argument instead.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ constexpr TimeNs kMillisecond = 1000 * 1000;
 constexpr TimeNs kSecond = 1000 * 1000 * 1000;
 
 TimeNs NowNs();
-TimeNs CoarseNowNs();  // the same clock, some milliseconds late, for less
+TimeNs CoarseNowNs();  // the same clock, some milliseconds late, but cheaper
 
 // Seconds as the user gave them; zero or less means "never".
 inline TimeNs SecondsToNs(double seconds) {

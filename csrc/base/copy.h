@@ -1,4 +1,4 @@
-// Copies of what may be large, and may lie anywhere.
+// Copies for data that may be large and unaligned.
 #pragma once
 
 #include <cstddef>

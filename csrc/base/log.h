@@ -1,8 +1,7 @@
-// Log: a bounded queue of messages from the core to whoever prints them (the Python package
-// forwards them to the `logging` module). The engine's thread never runs Python, so it cannot
-// log there itself.
+// Log: a bounded queue of messages from the core to their printer (the Python package forwards them
+// to the `logging` module). The engine's thread never runs Python, so it cannot log there itself.
 //
-// One queue per process: messages must also get out when there is no engine. Thread-safe.
+// One queue per process: messages must also be delivered without an engine. Thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -22,8 +21,8 @@ struct LogRecord {
 };
 
 void SetLogLevel(LogLevel least);
-// Dropped below the level. When kMaxRecords wait, the oldest makes room and is counted; the
-// count is told with the next record that is taken.
+// Records below the level are dropped. When kMaxRecords wait, the oldest is dropped and counted;
+// the next record that is taken gives the count.
 void Log(LogLevel level, std::string text);
 
 enum class LogTake { kRecord, kNothing, kClosed };

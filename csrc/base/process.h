@@ -1,4 +1,4 @@
-// Processes of this machine: is one still the one that we knew?
+// Processes of this machine, and whether one is still the same process.
 #pragma once
 
 #include <cstdint>
@@ -6,12 +6,12 @@
 namespace hororing {
 
 struct ProcessIdentity {
-  int pid = 0;             // 0: none that can be asked about
+  int pid = 0;             // 0: none
   int64_t start_time = 0;  // in clock ticks since boot: guards against pid reuse
 };
 
 ProcessIdentity ThisProcess();
-// False also where nobody can tell.
+// Also false if it cannot be found out.
 bool IsGone(const ProcessIdentity& process);
 
 }  // namespace hororing

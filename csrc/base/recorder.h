@@ -1,8 +1,8 @@
-// Recorder: the last events of this process, and where its main thread is, for those who ask what
-// it is doing: other ranks, and `python -m hororing doctor`. In a file that the Python package
-// makes and reads (hororing/recorder.py), mapped here: a process that is killed leaves it behind.
+// Recorder: the last events of this process and the stack of its main thread, for other ranks and
+// `python -m hororing doctor`, which ask what it is doing. They are in a file that the Python
+// package creates and reads (hororing/recorder.py) and that is mapped here, so it survives a kill.
 //
-// One per process, as the log's queue. Thread-safe, and without locks.
+// One per process, like the queue of the log. Thread-safe, without locks.
 #pragma once
 
 #include <cstdint>
@@ -15,16 +15,16 @@
 
 namespace hororing {
 
-// The numbers are those of the file.
+// These numbers are used in the file.
 enum class Event : uint8_t { kSubmitted = 1, kAgreed = 2, kDone = 3, kFailed = 4 };
 
-// Once, for good. `stack_signal`: one that makes the main thread write its Python stack behind the
-// events in the file, by the handler that is installed; 0: there is none.
+// Called once. `stack_signal`: the signal whose handler makes the main thread write its Python
+// stack into the file, behind the events; 0: none.
 Status OpenRecorder(int file, int stack_signal);
-// Nothing before OpenRecorder.
+// Does nothing before OpenRecorder.
 void Record(Event event, TimeNs now, Collective collective, std::string_view name);
 // "pid 12; the last event: done allreduce 'x', 3 s ago; its main thread:\n  File ...", of at most
-// 4 KiB. Waits for the main thread at most so long.
+// 4 KiB. Waits for the main thread for at most that time.
 std::string WhatIsDoneHere(TimeNs patience);
 
 }  // namespace hororing

@@ -1,5 +1,5 @@
 // Reduction kernels: elementwise arithmetic on contiguous memory, vectorised, chosen once at
-// run time for the processor at hand (portable, AVX2+F16C, AVX-512 with BF16 where present).
+// run time for the processor (portable, AVX2+F16C, AVX-512 with BF16 where present).
 //
 // Pure functions of their arguments, callable from any thread. Pointers need the alignment
 // of their element type only.
@@ -76,8 +76,8 @@ void CombinePartials(const ReduceSpec& spec, void* accumulator, const void* firs
 void FinishPartial(const ReduceSpec& spec, int divisor, void* result, const void* partial,
                    size_t n);
 
-// What leaves the other sources of a reduction as they are: 0, 1, the largest or the smallest value
-// (infinite where there is infinity). Not for Min, Max and Product with a prescale.
+// The neutral element of a reduction: 0, 1, the largest or the smallest value (infinite if the type
+// has infinity). Not for Min, Max and Product with a prescale.
 void FillNeutral(const ReduceSpec& spec, void* data, size_t n);
 
 // The instruction set in use: "avx512", "avx2" or "portable"; and, for tests, a way to force

@@ -1,4 +1,4 @@
-// What reduce.cc knows of the kernels: a table of functions per instruction set. The functions
+// The kernels' interface to reduce.cc: a table of functions per instruction set. The functions
 // share one source (reduce_kernels.inc), compiled once per set with that set's compiler flags.
 #pragma once
 
@@ -9,7 +9,7 @@
 
 namespace hororing {
 
-// What happens around the operation; 1 means nothing.
+// Factors around the operation; 1 means none.
 struct Factors {
   double prescale = 1.0;
   double postscale = 1.0;

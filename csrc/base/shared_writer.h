@@ -1,12 +1,13 @@
-// SharedWriter: copies into memory that other cores have read, and will read next: slots and pipes.
+// Copies into memory that other cores have read and will read next: slots and pipes.
 //
-// A core must own a cache line to write it, so the line is first taken from the core that has read
-// it. Within one last-level cache that is cheap. Between two of them it is by far the most
-// expensive part of a sum through shared memory: ordinary stores reach 2 GB/s (EPYC of the Zen 4
-// generation), although reads of what lies in the other cache reach 18. Non-temporal stores bypass
-// the caches: 28 GB/s wherever the other core is, but the next read comes from memory, at 15 GB/s
-// where a shared cache would give 40. So copies are ordinary unless measurements show that these
-// are slow: threads move between cores, and the machine does not tell.
+// A core must own a cache line to write it, so the line is first taken away from a core that has
+// read it. Within one last-level cache that costs little. Between two of them it is by far the most
+// expensive part of a sum through shared memory: ordinary stores reach 2 GB/s there (EPYC of the
+// Zen 4 generation), while reading from the other cache reaches 18. Non-temporal (streaming) stores
+// bypass the caches: 28 GB/s, wherever the other core is. The next read then comes from memory, at
+// 15 GB/s instead of 40 in a shared cache. Copies are therefore ordinary unless they turn out to be
+// slow. They are measured, because threads move between cores and machines do not tell their
+// topology.
 #pragma once
 
 #include <array>
@@ -16,31 +17,30 @@
 
 namespace hororing {
 
-// Which stores the next copy is to use. Pure: times are arguments.
+// Decides which stores the next copy uses. Pure: times are arguments.
 class StorePolicy {
  public:
-  // Bytes after which stores are judged, bytes from one judgement to the next, and how many of
-  // these there are to each of those stores that are not in use; fewer in the beginning, when
-  // memory is new.
+  // Bytes of one measurement, bytes between two of them, and the number of measurements of the
+  // stores in use for each one of the others; fewer at the start, when memory is new.
   static constexpr size_t kSample = 32 << 10, kInterval = 1 << 20, kTrialEvery = 32;
-  // Streaming begins where work with ordinary stores takes so many times as long, and ends where it
-  // does not take so many times. Within one cache it is less than twice, and what readers save
-  // outweighs that; across caches it is three times and more.
+  // Streaming starts if work with ordinary stores takes this many times as long, and ends if it
+  // takes less. Within one cache the factor is below two, which the readers' gain outweighs; across
+  // caches it is three and more.
   static constexpr double kBegin = 2.5, kEnd = 1.8;
 
   bool streaming() const { return streaming_; }
-  // Whether Worked needs to know how long it took.
+  // Whether Worked needs the duration.
   bool measures() const { return measures_; }
-  // So many bytes were copied, and what belongs to it done.
+  // This many bytes were copied, and the work that belongs to them is done.
   void Worked(size_t bytes, TimeNs took);
 
  private:
-  // What the latest samples took, in nanoseconds per byte.
+  // Duration of the latest samples, in nanoseconds per byte.
   struct Costs {
     std::array<double, 3> latest{};
     size_t count = 0;
     void Add(double cost) { latest[count++ % latest.size()] = cost; }
-    // Page faults and a core that was lost make samples dearer, nothing makes them cheaper.
+    // Page faults and a lost core make samples slower; nothing makes them faster.
     double Least() const;
   };
   void Judge();
@@ -48,15 +48,14 @@ class StorePolicy {
   bool streaming_ = false;  // of the next copy
   bool prefers_streaming_ = false;
   bool measures_ = true;
-  size_t left_ = kSample;  // bytes until something changes
+  size_t left_ = kSample;  // bytes until the next change
   size_t sampled_bytes_ = 0;
   TimeNs sampled_ns_ = 0;
   size_t samples_ = 0, next_trial_ = 1;
   Costs ordinary_, streamed_;
 };
 
-// With non-temporal stores, where the processor has them. In no order with what follows until a
-// StoreFence.
+// With non-temporal stores, if the processor has them. Not ordered with later stores until a Fence.
 void StreamingCopy(void* to, const void* from, size_t bytes);
 void StoreFence();
 
@@ -64,10 +63,10 @@ class SharedWriter {
  public:
   explicit SharedWriter(TimeNs (*clock)() = NowNs) : clock_(clock) {}
 
-  // Others may read it after the next Fence, and a release of whatever they wait for.
+  // Others may read it after the next Fence and a release store to the flag that they wait for.
   void Copy(void* to, const void* from, size_t bytes);
-  // Ends a stretch of copies, and of the work between them, which is timed with them: a single
-  // store's time does not show.
+  // Ends a sequence of copies and of the work between them, which are timed together, because a
+  // single store cannot be timed.
   void Fence();
   const StorePolicy& choice() const { return choice_; }
 
@@ -77,7 +76,7 @@ class SharedWriter {
   TimeNs (*const clock_)();
   StorePolicy choice_;
   size_t copied_ = 0;     // since the last Account
-  TimeNs begin_ns_ = -1;  // of the stretch that is timed; -1: none is
+  TimeNs begin_ns_ = -1;  // of the sequence being timed; -1: none
   bool unsettled_ = false;
 };
 

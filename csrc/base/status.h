@@ -1,7 +1,7 @@
 // Status: what a fallible operation returns. Exceptions exist only at the Python edge.
 //
-// `rank` names the peer at fault for kPeerLost (-1 where nobody is to blame), so that the
-// Python side can offer it without parsing text.
+// `rank` names the peer at fault for kPeerLost (-1 if there is none), so that the Python side need
+// not parse the text.
 #pragma once
 
 #include <string>

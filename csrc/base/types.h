@@ -1,5 +1,5 @@
-// The words that every room shares: element types, reduce operations, collectives, and a
-// tensor as the core sees it. Knows no framework, no memory owner and no rank.
+// The types that all folders share: element types, reduce operations, collectives, and a tensor as
+// the core sees it. Knows no framework, no memory owner and no rank.
 #pragma once
 
 #include <cstddef>
@@ -42,7 +42,7 @@ enum class Collective : uint8_t {
   kBarrier = 3,
   kAlltoall = 4,
   kReducescatter = 5,
-  // The rest moves no tensors.
+  // These move no tensors.
   kJoin = 6,
   kAddProcessSet = 7,
   kRemoveProcessSet = 8,
@@ -71,7 +71,7 @@ struct TensorView {
   void* output = nullptr;  // may equal `input`; null where the core allocates the result
   DataType dtype = DataType::kFloat32;
   std::vector<int64_t> shape;
-  int device = kHost;  // the CUDA device that it lies on
+  int device = kHost;  // the CUDA device that holds it
 
   bool on_device() const { return device != kHost; }
   int64_t elements() const;

@@ -1,4 +1,4 @@
-// Which algorithm an allreduce over several hosts takes: a pure function of what all ranks know.
+// Chooses the algorithm of an allreduce over several hosts: a pure function of what all ranks know.
 //
 // Thread-safety: pure functions.
 #pragma once
@@ -17,12 +17,12 @@ enum class Algorithm {
   kAuto,               // the cheapest
   kRing,               // around all ranks; rank order where it must round once
   kRecursiveDoubling,  // among all ranks
-  kThreePhase,         // in each host, between the hosts by as many ranks as each has, in each host
+  kThreePhase,         // in each host, between hosts by the ranks that every host has, in each host
   kLeader,             // the same with one rank of each host between the hosts
 };
 
-// What has carried out an allreduce among several ranks, as statistics tell it: an Algorithm is
-// what was wished for.
+// The algorithm that ran an allreduce among several ranks, for statistics. (An Algorithm is what
+// was requested.)
 enum class AllreduceWay {
   kNotCounted,  // nothing to do, Adasum, or not on the host
   kShmDirect,
@@ -36,9 +36,9 @@ enum class AllreduceWay {
 constexpr size_t kAllreduceWays = 8;
 
 const char* Name(Algorithm algorithm);
-// kInvalidArgument where `name` is none.
+// kInvalidArgument if there is no algorithm `name`.
 Status Parse(const std::string& name, Algorithm* algorithm);
-// What a message between two hosts takes: alpha + bytes * beta.
+// Duration of a message between two hosts: alpha + bytes * beta.
 struct WireCost {
   double alpha_s = 50e-6;
   double beta_s = 1 / 1.25e9;  // 10 Gbit/s
@@ -51,24 +51,24 @@ struct AllreduceOptions {
 
   // Over several hosts, by class of batches.
   std::array<Algorithm, kClassEnds.size() + 1> algorithms{};
-  // Of the blocks in which shared memory is walked, and of the segments of rings; 0: built in. What
-  // it cannot be, it is as nearly as possible.
+  // Bytes of the blocks in shared memory and of the segments of rings; 0: built in. Rounded to the
+  // nearest possible size.
   size_t chunk_bytes = 0;
   bool reproducible = false;  // rank-order sums everywhere
   WireCost wire;
 
-  // For a batch of so many bytes.
+  // For a batch of that many bytes.
   Algorithm AlgorithmFor(size_t bytes) const;
-  // That of all classes; kAuto where they differ.
+  // The algorithm of all classes; kAuto if they differ.
   Algorithm OnlyAlgorithm() const;
 };
 
 // Of every class of batches: one name for all of them, or as many with commas between them.
 Status Parse(const std::string& names, AllreduceOptions* options);
-// The same the other way round.
+// The inverse.
 std::string Names(const AllreduceOptions& options);
 
-// How the ranks lie.
+// How the ranks are distributed over hosts.
 struct HostShape {
   int hosts = 1;
   int ranks = 1;
@@ -77,7 +77,7 @@ struct HostShape {
   bool shared = false;  // the ranks of each host share memory
 };
 
-// Of the ranks on each host; without shared memory. Nothing given: one host.
+// The shape for the ranks on each host, without shared memory. Empty: one host.
 HostShape ShapeOf(const std::vector<std::vector<int>>& ranks_on);
 
 // Seconds, by the formulas of docs/algorithms.md.
@@ -87,10 +87,10 @@ double Cost(Algorithm algorithm, size_t elements, const ReduceSpec& spec, const 
 Algorithm Cheapest(size_t elements, const ReduceSpec& spec, const HostShape& shape,
                    const WireCost& wire);
 
-// Whether a slice between hosts goes whole to every other one, which saves the way back.
+// Whether hosts send whole slices to every other host, so that no results are returned.
 bool GoesWhole(size_t elements, const ReduceSpec& spec, int hosts, const WireCost& wire);
-// Whether a reduce-scatter sends less when hosts sum up what leaves them, as partial results, than
-// when every rank sends to every other one.
+// Whether a reduce-scatter sends less if hosts sum what leaves them, as partial results, than if
+// every rank sends to every other one.
 bool ScattersByHost(const ReduceSpec& spec, const HostShape& shape);
 
 }  // namespace hororing

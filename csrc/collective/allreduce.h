@@ -7,7 +7,7 @@
 //   RingAllreduce           2(N-1)            2(N-1)/N * S          ring order, differs per chunk
 //   RecursiveDoubling       log2(N) (+2)      S * log2(N)           a fixed tree
 //   RankOrderAllreduce      2(N-1)            2(N-1)/N * S          rank order, wide accumulator
-//   RankOrderReduceScatter  N-1               S less its own part   rank order, wide accumulator
+//   RankOrderReduceScatter  N-1               S minus own part      rank order, wide accumulator
 //   AdasumAllreduce         about 2 log2(N)   2(N-1)/N * S          a fixed tree of pairs
 //
 // Each file explains its algorithm with a picture, the index formula and the byte count.
@@ -35,7 +35,7 @@ class Scratch {
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
 
-  // At least `bytes`, 64-byte aligned, contents undefined; null when memory is short. Earlier
+  // At least `bytes`, 64-byte aligned, contents undefined; null if there is no memory. Earlier
   // pointers become invalid when it grows.
   void* Reserve(size_t bytes);
   size_t bytes() const { return bytes_; }
@@ -58,12 +58,12 @@ Status RingAllreduce(Transport& transport, const ReduceBuffer& buffer, Scratch& 
                      TimeNs deadline, size_t segment_bytes = 0);
 Status RankOrderAllreduce(Transport& transport, const ReduceBuffer& buffer, Scratch& scratch,
                           TimeNs deadline, const GatherWay& way = {});
-// Any spec: 16-bit floats and integer averages travel as wide partial results.
+// Any spec: 16-bit floats and integer averages are sent as wide partial results.
 Status RecursiveDoublingAllreduce(Transport& transport, const ReduceBuffer& buffer,
                                   Scratch& scratch, TimeNs deadline);
 
 struct FlatOptions {
-  // Demands the same bits in every run whatever is fused with what: rank order everywhere.
+  // Requires the same bits in every run, whatever is fused: rank order everywhere.
   bool reproducible = false;
   // kRing or kRecursiveDoubling; kAuto: from the bytes, the spec and the world size alone.
   Algorithm algorithm = Algorithm::kAuto;
@@ -72,13 +72,13 @@ struct FlatOptions {
   // Of messages of kRing; 0: those of `way`. Changes no bit.
   size_t segment_bytes = 0;
 };
-// The choice among them, told in `way`.
+// Chooses among them, and sets `way`.
 Status Allreduce(Transport& transport, const ReduceBuffer& buffer, const FlatOptions& options,
                  Scratch& scratch, TimeNs deadline, AllreduceWay* way);
 
-// What is reduced and scattered: parts[r] elements of spec.dtype for each rank r, back to back at
-// `input`; this rank's part of the result goes to `result`, which is parts[rank] elements long and
-// either does not overlap `input` or is this rank's place in it.
+// The operands of a reduce-scatter: parts[r] elements of spec.dtype for each rank r, contiguous at
+// `input`. This rank's part of the result goes to `result`, which has parts[rank] elements and
+// either does not overlap `input` or is this rank's part of it.
 struct ScatterBuffer {
   const void* input = nullptr;
   std::vector<size_t> parts;
@@ -90,10 +90,10 @@ struct ScatterBuffer {
 Status RankOrderReduceScatter(Transport& transport, const ScatterBuffer& buffer, Scratch& scratch,
                               TimeNs deadline, size_t segment_bytes = 0);
 
-// kInvalidArgument with a reason where an Adasum of `spec` among `size` ranks is not defined.
+// kInvalidArgument with a reason if an Adasum of `spec` among `size` ranks is not defined.
 Status CheckAdasum(const ReduceSpec& spec, int size);
-// Adaptive summation of several tensors, each with coefficients of its own. tensors[t] elements
-// belong to tensor t; they lie in `buffer` chunk by chunk: Chunk(tensors[t], N, 0) of every t, then
+// Adaptive summation of several tensors, each with its own coefficients. tensors[t] elements belong
+// to tensor t. They are in `buffer` chunk by chunk: Chunk(tensors[t], N, 0) of every t, then
 // Chunk(tensors[t], N, 1) of every t, and so on. The same bits whatever a tensor is fused with.
 Status AdasumAllreduce(Transport& transport, const ReduceBuffer& buffer,
                        const std::vector<size_t>& tensors, Scratch& scratch, TimeNs deadline);

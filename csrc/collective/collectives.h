@@ -16,22 +16,22 @@ namespace hororing {
 // Returns when every rank has entered. Dissemination: ceil(log2 N) rounds of one-byte messages.
 Status Barrier(Transport& transport, TimeNs deadline);
 
-// `data` of `root` ends up in `data` of all. A binomial tree for small payloads; a pipelined
+// Copies `data` of `root` to `data` of all ranks. A binomial tree for small payloads; a pipelined
 // chain in segments for large ones.
 Status Broadcast(Transport& transport, int root, void* data, size_t bytes, TimeNs deadline,
                  size_t segment_bytes = 0);
 
-// How all-gathers go; the same on all ranks.
+// Options of an all-gather; the same on all ranks.
 struct GatherWay {
-  // The same ranks in the order in which a ring goes round; null: as they are.
+  // The same ranks in the order of the ring; null: rank order.
   Subgroup* ring = nullptr;
   size_t segment_bytes = 0;
-  // From every rank to every other one instead of around a ring: for ranks on hosts of their own.
+  // Sends from every rank to every other one instead of around a ring: if each host has one rank.
   bool straight = false;
 };
 
-// Rank r contributes bytes_per_rank[r]; `result` receives all contributions back to back in
-// rank order. `input` may point to this rank's place inside `result`.
+// Rank r contributes bytes_per_rank[r]; `result` receives all contributions in rank order,
+// contiguous. `input` may be this rank's part of `result`.
 Status AllgatherV(Transport& transport, const void* input,
                   const std::vector<size_t>& bytes_per_rank, void* result, TimeNs deadline,
                   const GatherWay& way = {});

@@ -1,11 +1,11 @@
-// How the collectives cut their data, and how they keep track of what is under way.
+// How the collectives divide their data, and how they keep track of messages in flight.
 //
 //   chunk     one rank's part of the data; sizes differ by at most one element where the cuts are
 //             ours (Chunks), and are any where the caller says them (BackToBack)
 //   segment   what travels as one message: while one is combined, the next ones arrive
 //
-// Every rank computes the same cuts from the sizes alone. Empty chunks have no segments: nobody
-// sends or expects a message for them.
+// Every rank computes the same division from the sizes alone. Empty chunks have no segments: no
+// rank sends or expects a message for them.
 #pragma once
 
 #include <algorithm>

@@ -1,9 +1,9 @@
-// SliceExchange: allreduces of slices among one rank of every host, several under way at a time.
-// The part of an allreduce over several hosts that goes over the wire; never blocks.
+// SliceExchange: allreduces of slices among one rank of every host, several in flight at a time.
+// This is the part of an allreduce over several hosts that uses the wire. It never blocks.
 //
-// What a rank brings is the sum of its host, as partial results (base/reduce.h); what it gets is
-// finished: divided, scaled and rounded once. Hosts are summed in their order, so that bits depend
-// neither on the cuts nor on time.
+// A rank contributes the sum of its host, as partial results (base/reduce.h). The result is
+// finished: divided, scaled and rounded once. Hosts are summed in their order, so the bits depend
+// neither on the division nor on time.
 //
 //                   host 0           host 1           host 2         chunks a b c of one slice
 //   begin           a0 b0 c0         a1 b1 c1         a2 b2 c2       sums of each host
@@ -12,12 +12,12 @@
 //   and back        a  b  c          a  b  c          a  b  c        to all others
 //
 // Each host sends (H-1)/H of the slice as partial results and as much as finished elements, like a
-// ring (the least possible), but with 2 latencies instead of 2(H-1). A slice that is so small that
-// a latency costs more than its bytes goes there whole, to every other host, and not back.
+// ring (the minimum), but with 2 latencies instead of 2(H-1). If a slice is so small that a latency
+// costs more than its bytes, hosts send it whole to every other host, and nothing is returned.
 //
-// Messages of two ranks match in the order of their posting, so it must be the same everywhere,
-// whatever arrives when: slice t + lead goes there before slice t comes back, and before slice
-// t + lead + 1 goes there.
+// Messages of two ranks match in the order in which they are posted, so that order must be the same
+// everywhere: slice t + lead is sent before slice t is returned, and before slice t + lead + 1 is
+// sent.
 #pragma once
 
 #include <cstddef>
@@ -64,7 +64,7 @@ class SliceExchange {
   std::byte* Partial() { return partials_ + begun_ % plan_.depth * partial_room_; }
   // The next slice, which lies in Partial(); `result` is written until it is complete.
   void Begin(size_t elements, std::byte* result);
-  // Goes on as far as it can; *moved where it could.
+  // Progresses as far as possible. Sets *moved if it did.
   Status Step(bool* moved);
   // Slices that are complete: the first ones.
   uint64_t completed() const { return completed_; }

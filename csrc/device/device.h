@@ -1,13 +1,13 @@
-// Device: one GPU as the engine uses it: a private stream on which all of its work is in order,
-// events that tie that stream to the framework's, and memory.
+// Device: one GPU as the engine uses it: a private stream that orders all of its work, events that
+// connect that stream to the framework's, and memory.
 //
 //   framework's stream   ... backward | event ----------- wait | step ...
 //   private stream           wait ----+ pack reduce unpack | event ----+
 //
-// No function blocks the host, but those that allocate.
+// No function blocks the host, except those that allocate.
 //
-// Thread-safety: everything from any thread; but what goes to the private stream is ordered by
-// whoever calls, and that is the loop alone.
+// Thread-safety: any function from any thread. Only the loop puts work into the private stream, so
+// it determines its order.
 #pragma once
 
 #include <cstddef>
@@ -33,9 +33,9 @@ class DeviceEvent {
   DeviceEvent(const DeviceEvent&) = delete;
   DeviceEvent& operator=(const DeviceEvent&) = delete;
 
-  // Whether the device has come there.
+  // Whether the device has reached it.
   Status Look(bool* reached) const;
-  // What comes later in `stream` of that device waits until it has.
+  // Later work in `stream` of that device waits until it has.
   Status StreamWait(CuStream stream) const;
   const Device& device() const { return *device_; }
 
@@ -44,8 +44,8 @@ class DeviceEvent {
   const CuEvent event_;
 };
 
-// Memory of a device, in the order of its private stream: it may be written there at once, and is
-// given back when that stream comes to its end.
+// Memory of a device, in the order of its private stream: work there may write it at once, and it
+// is released when that stream is done.
 class DeviceMemory {
  public:
   DeviceMemory(std::shared_ptr<const Device> device, CuAddress address)

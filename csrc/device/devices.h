@@ -1,7 +1,7 @@
-// Devices: the one GPU that an engine works with: the first one that a tensor lies on.
+// Devices: the one GPU that an engine uses: that of the first GPU tensor.
 //
-// One process per GPU, as Horovod has it; a tensor on another device is refused. The driver is
-// loaded when the first tensor comes, never before.
+// One process per GPU, as in Horovod; a tensor on another device is refused. The driver is loaded
+// when the first GPU tensor comes, never before.
 //
 // Thread-safe.
 #pragma once
@@ -28,7 +28,7 @@ class Devices {
   };
   explicit Devices(const Options& options) : options_(options) {}
 
-  // Whether there are any, and a driver that is new enough.
+  // Whether there are devices and a driver that is new enough.
   bool Exist();
   // Device `ordinal`; kInvalidArgument where it cannot be had, or another one is in use.
   Status Use(int ordinal, std::shared_ptr<Device>* device);
@@ -50,8 +50,8 @@ class Devices {
   std::shared_ptr<Device> opened();         // null: none
 
   const Options options_;
-  // Each is held while its library is called, which may take for ever: whoever needs the device
-  // does not wait for NCCL, and whoever has one not for who opens it.
+  // Each is held while its library is called, which may take forever. There are two, so that a
+  // caller that needs the device does not wait for NCCL.
   std::mutex opening_, loading_nccl_;
   std::shared_ptr<const CudaApi> cuda_;  // GUARDED_BY(opening_)
   std::mutex mutex_;                     // not held during any call

@@ -1,4 +1,4 @@
-// Library: functions of a shared library that is looked for at run time (ADR 0023).
+// Library: functions of a shared library that is found at run time (ADR 0023).
 //
 // Opened libraries are never closed: their threads and exit handlers live as long as the process.
 #pragma once
@@ -12,9 +12,9 @@ namespace hororing {
 
 class Library {
  public:
-  // Opens the first of `paths` that can be opened. One that the process has loaded already (by the
-  // framework, say) is taken before all others: two copies of one library do not go together.
-  // `what` is for error texts: "NVIDIA's driver".
+  // Opens the first of `paths` that can be opened. A library that the process has already loaded
+  // (for example by the framework) is preferred, because two copies of one library conflict. `what`
+  // is for error texts: "NVIDIA's driver".
   static Status Open(const std::string& what, const std::vector<std::string>& paths,
                      Library* library);
 

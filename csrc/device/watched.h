@@ -1,5 +1,5 @@
-// Watched: a function of a library that is found at run time. Calls that the loop's thread makes
-// are looked after (base/call_watch.h): some of NVIDIA's may never return.
+// Watched: a function of a library that is found at run time. Calls by the loop's thread are
+// watched (base/call_watch.h), because some of NVIDIA's may never return.
 #pragma once
 
 #include "base/call_watch.h"

@@ -23,12 +23,12 @@ enum class MessageKind : uint8_t {
   kAgreement = 2,
   kTrace = 3,
   kCombined = 4,
-  kDoing = 5,  // the rest is a text: what a rank is doing; empty: what are you doing?
+  kDoing = 5,  // the rest is a text that says what a rank is doing; empty: the question
 };
 
 std::string Encode(const Report& report);
 std::string Encode(const Agreement& agreement);
-// Reports that are encoded already, and the ranks that make each.
+// Reports that are already encoded, and the ranks that make each of them.
 std::string EncodeCombined(const std::map<std::string, std::vector<int>>& reports);
 inline std::string EncodeDoing(const std::string& text) {
   return static_cast<char>(MessageKind::kDoing) + text;

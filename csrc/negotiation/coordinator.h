@@ -1,21 +1,21 @@
-// Coordinator: reports of all ranks in, agreements out. Lives on rank 0.
+// Coordinator: takes the reports of all ranks and makes agreements. Lives on rank 0.
 //
-// A sans-IO state machine: no threads, no transport, no clock; what it decides depends on the
-// calls made, in their order, alone.
+// A sans-IO state machine: no threads, no transport, no clock. Its decisions depend only on the
+// calls and their order.
 //
 // Invariants
 //   1. A request is decided once all members of its process set have reported it or have joined:
 //      exactly one kRun or kFail.
-//   2. A mismatch fails the one name it concerns and nothing else.
-//   3. A cache id is never reused; what an evicted id stood for is remembered until no report
-//      can mention it any more (every member of its set has applied the eviction, or has joined).
+//   2. A mismatch fails only the name that it concerns.
+//   3. A cache id is never reused. The request of an evicted id is remembered until no report can
+//      mention it any more (every member of its set has applied the eviction, or has joined).
 //   4. After a kLeave or kAbort nothing more is decided.
 //   5. The decisions of all process sets have one order, and every rank carries out those that
-//      concern it in that order: sets that overlap cannot wait for one another in a circle
+//      concern it in that order. Overlapping sets therefore cannot wait for one another in a cycle
 //      (ADR 0013).
 //
-// Cost: O(1) per reported tensor and rank; nothing is proportional to tensors that nobody reports,
-// but for what a join completes. What is reported by its id costs no name and no memory: some ten
+// Cost: O(1) per reported tensor and rank. Nothing is proportional to tensors that no rank reports,
+// except for requests that a join completes. A report by id needs no name and no memory: some ten
 // nanoseconds.
 // See docs/architecture.md, stage NEGOTIATE.
 #pragma once
@@ -50,58 +50,59 @@ class Coordinator {
   explicit Coordinator(const Options& options);
 
   void Receive(int rank, const Report& report, TimeNs now) { Receive(&rank, 1, report, now); }
-  // The same report of several ranks, for less than as many.
+  // The same report of several ranks, at a lower cost than one by one.
   void Receive(const std::vector<int>& ranks, const Report& report, TimeNs now) {
     Receive(ranks.data(), ranks.size(), report, now);
   }
-  // Queues a switch of the timeline, in order with everything else.
+  // Queues a switch of the timeline, in order with all other decisions.
   void SwitchTimeline(bool on, bool mark_cycles);
 
-  // What is decided by now, if anything; while something is tuned perhaps not all of it.
+  // Returns what has been decided, if anything. While the tuner works it may keep a part back.
   std::optional<Agreement> Decide();
-  // What of the agreement just decided concerns any of `ranks`; nothing: it need not be sent there.
+  // The part of the latest agreement that concerns any of `ranks`. If nothing does, it need not be
+  // sent to them.
   std::optional<Agreement> PartFor(const std::vector<int>& ranks, const Agreement& agreement) const;
   // Whether every agreement concerns every rank.
   bool world_only() const { return sets_.count() == 1; }
   ReadyQueue& queue() { return queue_; }
-  // When Decide or InspectStalls has something to do although no report comes; kForever: never.
+  // When Decide or InspectStalls has something to do without a new report; kForever: never.
   TimeNs NextDeadline() const;
 
-  // What there is to say of stalls; nothing while it is not time for a look. One that lasts longer
-  // than the shutdown time becomes a kAbort of the next agreement.
+  // Checks for stalls, if it is time to. A stall that lasts longer than the shutdown time becomes a
+  // kAbort in the next agreement.
   StallInspector::Finding InspectStalls(TimeNs now);
-  // Everything that waits for some rank, what has waited longest first.
+  // All requests that wait for some rank, those that have waited longest first.
   std::vector<Waiting> AllWaiting(bool joins = false);
 
  private:
   struct Record;
-  // A request that at least one member has reported, and not yet all.
+  // A request that some members have reported, but not all.
   struct Pending {
     const ProcessSet* set = nullptr;  // null: the name has not waited yet
-    uint64_t id = 0;           // the record that all reports so far named; 0: one was in full
+    uint64_t id = 0;           // the record that all reports so far named; 0: a report was in full
     Record* record = nullptr;  // of `id`
-    bool waits = false;        // else the rest means nothing; its memory is used again
+    bool waits = false;        // if not, the rest means nothing; its memory is reused
     MemberSet reported;
     TimeNs since_ns = 0;
     std::vector<Request> requests;  // per member; filled once a report came in full
-    const Request& any() const;     // of those reported
+    const Request& any() const;     // one of those reported
   };
-  // What is known by one key.
+  // Everything known under one key.
   struct Named {
     Pending pending;
     uint64_t id = 0;  // of the live record; 0: there is none
     int records = 0;  // live and retired
     std::string key;
   };
-  // What is known of a request that was agreed before.
+  // A request that was agreed upon before.
   struct Record {
     uint64_t id = 0;
     Named* named = nullptr;
     int64_t bytes = 0;  // of the request
     bool retired = false;
-    bool used = false;  // agreed again since its place in by_age_ was looked at
+    bool used = false;  // agreed upon again since its place in by_age_ was last checked
     std::list<uint64_t>::iterator age;
-    Request request;            // of some member; the others may differ in `rows`
+    Request request;            // of one member; the others may differ in `rows`
     std::vector<int64_t> rows;  // as in Decision::Details
   };
 
@@ -132,7 +133,7 @@ class Coordinator {
   }
   bool OthersHaveJoined(const Pending& pending) const;
   std::vector<int> JoinedAmong(const Pending& pending) const;
-  // Whether a request can be carried out although these members contribute nothing.
+  // Whether a request can be carried out if these members contribute nothing.
   static Status CheckJoined(const std::vector<int>& joined, const Request& request);
 
   const Options options_;
@@ -140,18 +141,18 @@ class Coordinator {
   ProcessSets sets_;
   std::unordered_map<std::string, std::unique_ptr<Named>> names_;  // by Key
   size_t waiting_ = 0;                                             // of them
-  std::set<int32_t> removed_;                                      // sets, by what is in queue_
-  std::set<int32_t> removed_now_;                                  // by the latest agreement
-  std::vector<char> joined_;                                       // per rank
+  std::set<int32_t> removed_;      // sets that decisions in queue_ remove
+  std::set<int32_t> removed_now_;  // sets that the latest agreement removes
+  std::vector<char> joined_;       // per rank
   int joined_count_ = 0;
   int last_joined_ = -1;
   std::vector<Blocked> blocked_;          // per rank
-  const ProcessSet* answered_ = nullptr;  // whose members are not blocked, by the report under way
+  const ProcessSet* answered_ = nullptr;  // its members are not blocked, by the current report
 
   uint64_t next_id_ = 1;
   IdTable<Record> records_;
   std::list<uint64_t> by_age_;            // live ids, the youngest first
-  std::vector<uint64_t> evicted_;         // to announce once nothing decided names them
+  std::vector<uint64_t> evicted_;         // to announce once no decision names them
   std::map<uint64_t, uint64_t> retired_;  // id -> sequence of the announcing agreement
   size_t reports_since_forgetting_ = 0;
 

@@ -1,18 +1,18 @@
-// HostReports: combines what the ranks of a host report into one message to the coordinator. Lives
-// on the first rank of every host but rank 0's.
+// HostReports: combines the reports of a host's ranks into one message to the coordinator. Lives on
+// the first rank of every host except rank 0's.
 //
-// What concerns all ranks is decided when all have reported it, so nothing is lost where a report
-// waits for the other ranks of the host to say the same. It must arrive in the end, so that stalls
-// are seen. What is held goes on as one message
+// A request of all ranks is decided when all have reported it, so a report may wait until the other
+// ranks of the host report the same. It must arrive eventually, so that stalls are noticed. Held
+// reports are sent as one message
 //
-//   as soon as every rank of the host has reported some request of it, which rank 0 can use now;
-//   as soon as every rank has something held: it says no more until it is answered;
-//   at once, where rank 0 may wait for nothing else: a request of another process set, a rank that
-//   leaves, everything while a rank of the host has joined;
-//   `hold_ns` after the first of it, at the latest.
+//   as soon as every rank of the host has reported one of their requests, which rank 0 can use now;
+//   as soon as a report of every rank is held: a rank reports no more until it is answered;
+//   at once, if rank 0 may be waiting for nothing else: a request of another process set, a rank
+//   that leaves, everything while a rank of the host has joined; `hold_ns` after the first of them,
+//   at the latest.
 //
-// What each rank has said stays apart, so that the coordinator knows all ranks as without us; what
-// several say alike travels once.
+// The message keeps the ranks apart, so the coordinator knows as much as without it. Identical
+// reports of several ranks are sent once.
 //
 // Sans-IO: time is an argument.
 #pragma once
@@ -37,12 +37,12 @@ class HostReports {
 
   // `of_world`: every request in it concerns all ranks. REQUIRES: `rank` is one of this host.
   void Receive(int rank, const Report& report, bool of_world, TimeNs now);
-  // Of what is decided no rank reports more. REQUIRES: every agreement that reaches this host, in
-  // order with the reports.
+  // No rank reports a decided request again. REQUIRES: called for every agreement that reaches this
+  // host, in order with the reports.
   void Decided(const Agreement& agreement);
-  // The message, if it is time for one.
+  // Returns the message, if it is time to send one.
   std::optional<std::string> Take(TimeNs now);
-  // When Take has something to do although no report comes; kForever: never.
+  // When Take has something to do without a new report; kForever: never.
   TimeNs NextDeadline() const;
 
  private:
@@ -52,10 +52,10 @@ class HostReports {
   const std::vector<int> ranks_;
   TimeNs hold_ns_;
   std::vector<std::optional<Report>> held_;  // by place among `ranks`
-  size_t held_count_ = 0;                    // of those that there are
+  size_t held_count_ = 0;                    // how many are held
   TimeNs since_ns_ = 0;                      // when the first of them came
-  bool goes_ = false;                        // at once
-  // By how many ranks requests have been reported, while that is not all of them.
+  bool goes_ = false;                        // send at once
+  // The number of ranks that have reported a request, while it is not all of them.
   std::unordered_map<uint64_t, size_t> cached_;
   std::unordered_map<std::string, size_t> fresh_;
   std::string join_;  // by its key; empty: no rank of this host has joined

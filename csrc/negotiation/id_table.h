@@ -1,7 +1,7 @@
-// IdTable: values by ids that count upwards and are never used again.
+// IdTable: values by ids that count upwards and are never reused.
 //
-// The values lie in pages of ids that follow one another: what is agreed in one step is looked up
-// in order in the next. A page goes with its last value.
+// The values are in pages of consecutive ids, because ids that were agreed upon in one step are
+// looked up in the same order in the next. A page is freed with its last value.
 #pragma once
 
 #include <array>
@@ -17,7 +17,7 @@ namespace hororing {
 template <typename T>
 class IdTable {
  public:
-  // Null: there is none. Valid until Erase.
+  // Null if there is none. Valid until Erase.
   T* Find(uint64_t id) const {
     Page* page = PageOf(id / kPage);
     if (page == nullptr) return nullptr;
@@ -46,7 +46,7 @@ class IdTable {
     size_t count = 0;
     std::array<std::optional<T>, kPage> values;
   };
-  // Null: none of its ids has a value.
+  // Null if none of its ids has a value.
   Page* PageOf(uint64_t number) const {
     if (latest_ != nullptr && number == latest_number_) return latest_;
     const auto found = pages_.find(number);
@@ -56,7 +56,7 @@ class IdTable {
   }
 
   std::unordered_map<uint64_t, std::unique_ptr<Page>> pages_;  // by id / kPage
-  mutable Page* latest_ = nullptr;                             // that was looked up
+  mutable Page* latest_ = nullptr;                             // looked up last
   mutable uint64_t latest_number_ = 0;
 };
 

@@ -1,5 +1,4 @@
-// What the ranks tell one another while they negotiate. Plain values; their bytes are in
-// codec.h.
+// The messages of the negotiation, as plain values. codec.h has their bytes.
 #pragma once
 
 #include <cstdint>
@@ -17,13 +16,13 @@ namespace hororing {
 // The process set of all ranks.
 constexpr int32_t kWorldSet = 0;
 
-// What one rank wants done under one name. The members of the process set must agree on everything
-// but the first dimensions of tensors to be gathered, and the splits of an alltoall.
+// What one rank asks for under one name. The members of the process set must agree on everything
+// except the first dimensions of tensors to be gathered and the splits of an alltoall.
 struct Request {
   struct Tensor {
     DataType dtype = DataType::kFloat32;
     std::vector<int64_t> shape;
-    bool on_device = false;  // which one, ranks need not agree on
+    bool on_device = false;  // ranks need not agree on which one
     bool operator==(const Tensor& other) const {
       return dtype == other.dtype && shape == other.shape && on_device == other.on_device;
     }
@@ -44,50 +43,49 @@ struct Request {
 
   bool operator==(const Request& other) const;
   int64_t bytes() const;  // of all tensors together
-  // All tensors of a request lie on the host, or all on a device.
+  // All tensors of a request are on the host, or all on a device.
   bool on_device() const { return !tensors.empty() && tensors[0].on_device; }
   // "allreduce 'layer1.weight'", "allgather 'x' of process set 2"
   std::string Title() const;
 };
 
-// What a rank knows a request by: names are scoped by process set.
+// The key of a request: names are scoped by process set.
 std::string Key(int32_t process_set, const std::string& name);
-// The same, into memory that is there.
+// The same, into existing memory.
 void SetKey(int32_t process_set, const char* name, std::string* key);
 inline std::string Key(const Request& request) { return Key(request.process_set, request.name); }
 
-// From a rank to the coordinator: what has been submitted since the last report.
+// From a rank to the coordinator: the requests submitted since the last report.
 struct Report {
   uint64_t applied = 0;          // sequence of the last agreement that this rank has applied
   std::vector<uint64_t> cached;  // requests known by their cache id
   std::vector<Request> fresh;    // requests in full
   bool leaving = false;          // the rank is shutting down ...
   std::string reason;            // ... and why, if it said so
-  // Nothing new: a caller of this rank is blocked, and nothing has been answered for a while. Said
-  // again and again, as long as that is so.
+  // No new request: a caller of this rank is blocked, and no answer has come for a while. Repeated
+  // as long as that is so.
   bool blocked = false;
 };
 
 // One item of an agreement. Every rank carries out the decisions of all agreements in the same
-// order: that order is what keeps the data plane free of deadlock.
+// order. That order keeps the data plane free of deadlock.
 struct Decision {
   enum class Kind : uint8_t {
     kRun = 0,       // carry out the request: `cache_id` if it is cached, else `name`
     kFail = 1,      // complete `name` with `status`, without running it
     kLeave = 2,     // a rank has shut down: fail everything pending with `status`, stop
-    kAbort = 3,     // the engine cannot go on: fail everything pending with `status`
+    kAbort = 3,     // the engine cannot continue: fail everything pending with `status`
     kTimeline = 4,  // switch the timeline
-    kTune = 5,      // let requests come together for so long from now on
+    kTune = 5,      // from now on, collect requests for this long before reporting them
   };
-  // What a kRun of cached requests, which most decisions are, has nothing of.
+  // Not needed by a kRun of cached requests, which most decisions are.
   struct Details {
     std::string name;  // kRun of an uncached request, kFail
     Status status;     // kFail, kLeave, kAbort
     // kRun. Allgather: first dimensions, [tensor * members + member]; alltoall: splits,
     // [sender * members + receiver]; join: the last rank to join; add_process_set: the set.
     std::vector<int64_t> rows;
-    // kRun of an allreduce: what is carried out, for members that have joined and so have no
-    // request of their own.
+    // kRun of an allreduce: the request, for members that have joined and therefore have none.
     std::optional<Request> stand_in;
     bool timeline_on = false;  // kTimeline
     bool timeline_cycles = false;
@@ -100,7 +98,7 @@ struct Decision {
   Decision(const Decision& other) { *this = other; }
   Decision& operator=(const Decision& other);
 
-  // Empty where none were set.
+  // Empty if none were set.
   const Details& details() const;
   Details& set_details();
   // Makes this one of the requests of `next`, too, where both are kRuns of cached requests whose
@@ -110,7 +108,7 @@ struct Decision {
   Kind kind = Kind::kRun;
   int32_t process_set = kWorldSet;  // of the request
   uint64_t cache_id = 0;  // kRun: nonzero if the request is, or (with a name) becomes, cached
-  uint64_t count = 1;     // kRun of the cached requests from `cache_id` on, so many
+  uint64_t count = 1;     // kRun: the number of cached requests, from `cache_id` on
 
  private:
   std::unique_ptr<Details> details_;
@@ -120,7 +118,7 @@ struct Decision {
 struct Agreement {
   uint64_t sequence = 0;
   std::vector<Decision> decisions;
-  std::vector<uint64_t> evicted;  // cache ids to forget once the decisions are carried out
+  std::vector<uint64_t> evicted;  // cache ids to forget after carrying out the decisions
 };
 
 }  // namespace hororing

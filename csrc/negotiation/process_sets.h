@@ -1,5 +1,5 @@
-// ProcessSets: which ranks belong to which process set. A plain value: the coordinator has one, and
-// every rank has one; all change alike, by agreements.
+// ProcessSets: which ranks belong to which process set. A plain value. The coordinator and every
+// rank have one, and agreements change all of them alike.
 #pragma once
 
 #include <cstdint>
@@ -15,10 +15,10 @@ namespace hororing {
 
 struct ProcessSet {
   std::vector<int> ranks;  // of the job, ascending
-  bool internal = false;   // a layer's own: users may add the same ranks
+  bool internal = false;   // created by a layer: users may add the same ranks
 
   int size() const { return static_cast<int>(ranks.size()); }
-  // The place of `rank` among them, or -1.
+  // The index of `rank` among them, or -1.
   int IndexOf(int rank) const {
     // Mostly they are all that there are.
     if (rank >= 0 && rank < size() && ranks[static_cast<size_t>(rank)] == rank) return rank;
@@ -63,17 +63,17 @@ class ProcessSets {
   // With kWorldSet of ranks 0 .. size-1.
   explicit ProcessSets(int size);
 
-  // kInvalidArgument with a reason when no such set can be added: ranks that the job does not have
-  // or that occur twice, or, unless it is internal, a set that is there already.
+  // kInvalidArgument with a reason if such a set cannot be added: ranks that the job does not have
+  // or that occur twice, or, unless it is internal, a set that exists already.
   Status Check(const std::vector<int32_t>& ranks, bool internal) const;
   // The lowest free id.
   int32_t NextId() const;
   // REQUIRES: Check(ranks, internal).ok().
   void Add(int32_t id, const std::vector<int32_t>& ranks, bool internal);
   void Remove(int32_t id) { sets_.erase(id); }
-  // Null when there is none; valid until Remove.
+  // Null if there is none; valid until Remove.
   const ProcessSet* Find(int32_t id) const;
-  // The same, for those who need it longer.
+  // The same, for callers that need it longer.
   std::shared_ptr<const ProcessSet> Share(int32_t id) const;
   size_t count() const { return sets_.size(); }
 

@@ -1,10 +1,10 @@
-// ReadyQueue: decisions on their way into an agreement, in the order in which they became ready.
+// ReadyQueue: decisions that wait for the next agreement, in the order in which they became ready.
 //
-// All of them go at once: ranks let requests come together before they report them, and every rank
-// cuts the agreement into batches at the same threshold. Only while the tuner tries a lower one,
-// which this rank alone knows, an agreement ends where a batch would.
+// All of them are sent at once: ranks collect requests before they report them, and every rank cuts
+// the agreement into batches at the same threshold. While the tuner tries a lower threshold, which
+// only this rank knows, an agreement ends where a batch would end.
 //
-// Sans-IO, as the coordinator that owns it.
+// Sans-IO, like the coordinator that owns it.
 #pragma once
 
 #include <cstdint>
@@ -20,22 +20,22 @@ namespace hororing {
 
 class ReadyQueue {
  public:
-  // Nothing is tuned without options.
+  // Without options nothing is tuned.
   explicit ReadyQueue(const std::optional<Tuner::Options>& tune) {
     if (!tune) return;
     most_bytes_ = tune->initial.fusion_bytes;
     tuner_.emplace(*tune);
   }
 
-  // `bytes`: of its tensors; they count where something is tuned.
+  // `bytes`: of its tensors; used only by the tuner.
   void Push(Decision decision, int64_t bytes = 0);
-  // What goes into the next agreement; empty: nothing.
+  // Removes and returns the decisions for the next agreement; may be empty.
   std::vector<Decision> Take();
   bool empty() const { return ready_.empty(); }
 
   bool tunes() const { return tuner_.has_value(); }
-  // The tuner learns from what this rank submits and carries out: allreduces among all ranks. What
-  // other ranks must know of the next setting is pushed, ahead of the step that tries it.
+  // The tuner learns from the allreduces among all ranks that this rank submits and carries out. It
+  // pushes what other ranks must know about the next setting, ahead of the step that tries it.
   void Submitted(const Request& request, uint64_t id, TimeNs when);  // id 0: it is not cached
   void Ran(int64_t bytes, TimeNs end) { watch_.Ran(bytes, end); }
   Tuner* tuner() { return tuner_ ? &*tuner_ : nullptr; }  // null: nothing is tuned
@@ -48,7 +48,7 @@ class ReadyQueue {
   size_t CountToTake() const;
 
   std::vector<Item> ready_;
-  int64_t most_bytes_ = 0;  // of a batch, as all ranks know
+  int64_t most_bytes_ = 0;  // of a batch, known to all ranks
   std::optional<Tuner> tuner_;
   StepWatch watch_;
 };

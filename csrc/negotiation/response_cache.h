@@ -1,8 +1,8 @@
-// ResponseCache: what a rank remembers of requests that were agreed before, so that the next
-// report and the next agreement name them by a number.
+// ResponseCache: the requests that were agreed upon before, so that later reports and agreements
+// refer to them by a number.
 //
-// Every rank applies the same definitions and evictions in the same order (they travel in
-// agreements), so ids mean the same everywhere. The coordinator alone decides what is evicted.
+// Every rank applies the same definitions and evictions in the same order, because they are part of
+// agreements. Ids therefore mean the same everywhere. Only the coordinator decides what is evicted.
 #pragma once
 
 #include <cstdint>
@@ -21,16 +21,16 @@ class ResponseCache {
     std::vector<int64_t> rows;  // as in Decision::Details
   };
 
-  // The id under which exactly this request is cached, or 0.
+  // The id of exactly this request, or 0 if it is not cached.
   uint64_t Find(const Request& request) const;
-  // The id under which a request of that name is, or 0.
+  // The id of a request of that name, or 0.
   uint64_t Find(int32_t process_set, const std::string& name) const;
-  // Null when `id` is not cached.
+  // Null if `id` is not cached.
   const Record* Lookup(uint64_t id) const;
   // A name has at most one id: an older one is forgotten.
   void Define(uint64_t id, Request request, std::vector<int64_t> rows);
   void Evict(uint64_t id);
-  // The process set is no more. Returns the ids of its requests.
+  // Forgets a removed process set. Returns the ids of its requests.
   std::vector<uint64_t> ForgetSet(int32_t process_set);
   size_t size() const { return records_.size(); }
 

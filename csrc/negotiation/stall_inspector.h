@@ -1,5 +1,5 @@
-// StallInspector: notices requests that some ranks have made and others have not, for too
-// long. Pure: time is an argument, texts are the result.
+// StallInspector: finds requests that some ranks have made and others have not made for too long.
+// Pure: time is an argument, texts are the result.
 #pragma once
 
 #include <functional>
@@ -20,11 +20,11 @@ struct Waiting {
   TimeNs since_ns = 0;         // first report
   std::vector<int> submitted;  // ranks, ascending
   std::vector<int> missing;
-  bool patient = false;  // a join, which may take as long as it likes
+  bool patient = false;  // a join, which may take any time
 };
 
-// Of a rank: since when it has said, again and again, that a caller there is blocked. To be made
-// anew when a request of the rank is decided.
+// Since when a rank has been saying, repeatedly, that one of its callers is blocked. Replaced by a
+// new one when a request of the rank is decided.
 class Blocked {
  public:
   void Hear(bool blocked, TimeNs now) {
@@ -32,9 +32,9 @@ class Blocked {
     last_ns_ = now;
     heard_until_ns_ = blocked ? After(now, 3 * kInterval) : 0;
   }
-  // For how long, so far; 0 where it says so no more.
+  // For how long so far; 0 if it no longer says so.
   TimeNs Lasts(TimeNs now) const { return now <= heard_until_ns_ ? last_ns_ - since_ns_ : 0; }
-  // Between two times that it says so.
+  // Time between two such reports.
   static constexpr TimeNs kInterval = kSecond;
 
  private:
@@ -51,22 +51,22 @@ class StallInspector {
   explicit StallInspector(const Options& options) : options_(options) {}
 
   struct Finding {
-    std::string warning;            // empty: nothing (new) to say
+    std::string warning;            // empty: nothing new
     Status abort;                   // kStalled: fail the job
-    std::map<int, TimeNs> missing;  // ranks that are waited for, and since when
-    // Of a warning, by rank: the request that is expected next of one that is missing.
+    std::map<int, TimeNs> missing;  // ranks that others wait for, and since when
+    // With a warning: the next request that is expected from each missing rank.
     std::map<int, std::string> expected;
   };
-  // Call every interval_ns() while anything waits. Each request is warned about after the warning
-  // time, then at intervals that double, so that a long validation phase does not flood the log.
-  // `stuck`, per rank: it has joined, or its callers are blocked for the deadlock time. Requests
-  // that such ranks alone keep from one another are a deadlock, and fail the job, too.
+  // Call every interval_ns() while anything waits. Warns about each request after the warning time,
+  // then at intervals that double, so that a long validation phase does not flood the log.
+  // `stuck`, per rank: it has joined, or its callers have been blocked for the deadlock time. If
+  // only such ranks wait for one another, that is a deadlock, which fails the job, too.
   Finding Inspect(const std::vector<Waiting>& waiting, std::vector<char> stuck, TimeNs now);
 
-  // So many are asked what they are doing.
+  // The number of ranks that are asked what they are doing.
   static constexpr size_t kMostAsked = 4;
-  // What becomes part of a warning: what each of the ranks `expected` has said of itself, if it
-  // has.
+  // The part of a warning that quotes what each of the ranks in `expected` said it is doing, if it
+  // answered.
   static std::string WhatTheySay(const std::map<int, std::string>& expected,
                                  const std::map<int, std::string>& said,
                                  const std::function<std::string(int)>& host_of);
@@ -74,7 +74,7 @@ class StallInspector {
   TimeNs interval_ns() const;
 
  private:
-  // One title comes again in every step: what is known is of the request that waited since then.
+  // A title comes again in every step: the entry is about the request that has waited since then.
   struct Known {
     TimeNs since_ns, next_warning_ns;
   };

@@ -1,4 +1,4 @@
-// Validate: do the requests that all ranks made under one name fit together?
+// Validate: checks that the requests of all ranks under one name agree.
 #pragma once
 
 #include <functional>
@@ -11,7 +11,7 @@
 namespace hororing {
 
 // Ok, or kMismatch with a text that names the tensor and lists the differing values grouped by
-// rank, whatever the order in which the reports arrived:
+// rank, independent of the order in which the reports arrived:
 //   allreduce 'layer3.weight' (NEGOTIATE): shapes differ: ranks 0,1,3: [256, 128]; rank 2:
 //   [256, 64]. Every rank must pass ...
 // `requests[i]` is that of rank `ranks[i]`; all have the same name and process set.

@@ -1,5 +1,5 @@
-// DLPack's table of functions, version 1: how tensors of a framework that has one are looked at
-// without knowing the framework. https://dmlc.github.io/dlpack/latest/c_api.html
+// DLPack's table of functions, version 1, through which tensors of a framework that has it are
+// inspected without knowing the framework. https://dmlc.github.io/dlpack/latest/c_api.html
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// The way of gradients through an optimizer's hooks, as far as all of them go the same way:
-// hororing/torch/gradient.py and reducer.py are the owners, and do the rest.
+// The path of gradients through an optimizer's hooks, as far as it is the same for all of them.
+// hororing/torch/gradient.py and reducer.py own it and do the rest.
 #pragma once
 
 #include <Python.h>

@@ -1,4 +1,4 @@
-// What the files of the module have in common.
+// Shared by the files of the module.
 #pragma once
 
 #include <Python.h>

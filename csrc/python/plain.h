@@ -1,7 +1,7 @@
-// What a framework's tensor is, in a few nanoseconds: what the verbs look at in every call.
+// Inspects a framework's tensor in a few nanoseconds, in every call of a verb.
 //
-// A plain tensor is of one of the framework's own types, dense, in host memory, and holds what its
-// memory says. All else is for hororing/verbs. Under the GIL.
+// A plain tensor has one of the framework's own types, is dense, is in host memory, and its memory
+// holds its values as they are. hororing/verbs handles all other tensors. Under the GIL.
 #pragma once
 
 #include <Python.h>

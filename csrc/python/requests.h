@@ -1,5 +1,5 @@
-// Requests of plain tensors on their way into the core and out of it, as hororing/collectives.py
-// keeps them. Under the GIL; only waiting gives it up.
+// Requests of plain tensors, from submission to result, as hororing/collectives.py keeps them.
+// Under the GIL, which only waiting releases.
 #pragma once
 
 #include <Python.h>

@@ -1,6 +1,6 @@
 // StepWatch: recognises the steps of a training loop in the allreduces that a rank submits.
 //
-// A step ends when a tensor is submitted that this step had already; nobody needs to say so.
+// A step ends when a tensor is submitted that it has already had. The script need not mark steps.
 //
 // Pure: time is an argument. See docs/scheduling.md.
 #pragma once
@@ -21,8 +21,8 @@ struct Step {
 
 class StepWatch {
  public:
-  // Tensor `id` (0: one that is not cached) was submitted at `when`. Returns the step that is over
-  // thereby, if one is.
+  // Tensor `id` (0: one that is not cached) was submitted at `when`. Returns the step that this
+  // ends, if any.
   std::optional<Step> Submitted(uint64_t id, TimeNs when);
   // A batch was carried out.
   void Ran(int64_t bytes, TimeNs end);

@@ -1,13 +1,12 @@
 // Tuner: finds the fusion threshold and the hold time with which a job's steps communicate the
 // fastest, by successive halving (K. Jamieson, A. Talwalkar, "Non-stochastic best arm
 // identification and hyperparameter optimization", AISTATS 2016, arXiv:1502.07943): every candidate
-// is tried for a little while, the better half twice as long, and so on until one is left, which
-// stays. The last two have three samples each at least, so that none of them decides alone. Within
-// a round the candidates take turns, so that a machine that is slow for a while is slow for all of
-// them.
+// is tried for a short time, the better half twice as long, and so on until one is left. The last
+// two have at least three samples each, so that no single sample decides. Within a round the
+// candidates take turns, so that a slow phase of the machine affects all of them.
 //
-// Score: bytes reduced per second of busy step time, from the first tensor of a step to the end
-// of its last batch; of a candidate, the median over its samples.
+// Score: bytes reduced per second of busy step time, which lasts from the first tensor of a step to
+// the end of its last batch; the median over a candidate's samples.
 //
 // Pure: time is an argument. On rank 0.
 #pragma once
@@ -32,12 +31,12 @@ class Tuner {
     Setting initial;          // also the largest threshold that is tried
     bool tune_fusion = true;  // false: as in `initial`
     bool tune_hold = true;
-    int warmup_samples = 3;  // with the initial setting, and forgotten
+    int warmup_samples = 3;  // with the initial setting; they do not count
     int steps_per_sample = 10;
   };
   explicit Tuner(const Options& options);
 
-  // A step is over; see `setting` for what the next one uses.
+  // A step has ended; `setting` says what the next one uses.
   void Learn(const Step& step);
 
   const Setting& setting() const { return candidates_[turn_ % candidates_.size()].setting; }

@@ -1,10 +1,10 @@
-// The requests that were submitted and not waited for, with the tensors whose memory they use.
+// Requests that were submitted and not yet waited for, with the tensors whose memory they use.
 //
-// The core reads and writes that memory until a request is complete, whether or not the graph that
-// submitted it still runs: when another operation of the graph fails, TensorFlow drops the tensors
-// of the rest. So references are held here. It drops the handle, too, which is how a request is
-// known to be abandoned: it goes on, since other ranks take part in it, and is forgotten once it is
-// complete.
+// The core reads and writes that memory until a request is complete, even if the graph that
+// submitted it no longer runs: when another operation of the graph fails, TensorFlow drops the
+// tensors of the rest. References are therefore held here. TensorFlow drops the handle, too, which
+// shows that a request is abandoned. The request continues, because other ranks take part in it,
+// and is forgotten when it is complete.
 //
 // Callable from any thread.
 #pragma once

@@ -2,11 +2,11 @@
 // step are in flight together while the rest of the graph runs:
 //
 //   HororingStep   -> token             stateful: TensorFlow may neither drop nor precompute it,
-//                                       and so neither what depends on the token
+//                                       and therefore nothing that depends on the token
 //   HororingSubmit token, name, tensors -> handle
-//                                       stateless: runs as soon as its tensors are there, in any
-//                                       order. Token and name together are like no other's, so
-//                                       that equal ones are not merged
+//                                       stateless: runs as soon as its tensors are ready, in any
+//                                       order. Token and name together are unique, so that equal
+//                                       operations are not merged
 //   HororingWait   handles -> results   stateful; blocks no thread of the inter-op pool
 //
 // See docs/adr/0014-tensorflow-plug-in.md and 0040-waits-in-graphs-block-no-thread.md.
@@ -23,7 +23,7 @@ void RegisterStep(TfStatus* status);
 void RegisterSubmit(TfStatus* status);
 void RegisterWait(TfStatus* status);
 
-// What registering one takes: specifications as in TensorFlow's REGISTER_OP.
+// Arguments of a registration: specifications as in TensorFlow's REGISTER_OP.
 struct Operation {
   const char* name;
   const char* const* attributes;  // these three end with nullptr

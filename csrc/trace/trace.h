@@ -29,8 +29,8 @@ enum class Stage : uint8_t {
 };
 const char* Name(Stage stage);  // "HOOK", ...
 
-// Where an event is drawn: one row per thread of a rank, and free-floating spans for
-// negotiations, which overlap one another.
+// The row of an event: one per thread of a rank. Negotiations overlap one another, so they are
+// async spans.
 enum class Track : uint8_t {
   kCaller = 0,     // the thread that submits and waits: HOOK, VIEW, SUBMIT
   kLoop = 1,       // the engine's thread: PLAN, <COLLECTIVE>, PACK, REDUCE, UNPACK, COMPLETE
@@ -39,14 +39,14 @@ enum class Track : uint8_t {
 
 struct TraceEvent {
   std::string name;    // "PACK", "NEGOTIATE_ALLREDUCE", "CYCLE_START"
-  std::string tensor;  // argument; empty where none applies
+  std::string tensor;  // argument; empty if none applies
   Track track = Track::kLoop;
   bool instant = false;
   TimeNs begin_ns = 0;
   TimeNs end_ns = 0;
-  int64_t bytes = -1;  // argument; -1 where none applies
-  // Arguments of a negotiation: whose it is, where not all ranks', and whether this rank had
-  // nothing to report because it had joined.
+  int64_t bytes = -1;  // argument; -1 if none applies
+  // Arguments of a negotiation: the process set, if it is not that of all ranks, and whether this
+  // rank had nothing to report because it had joined.
   int32_t process_set = 0;
   bool joined = false;
 };
@@ -65,7 +65,7 @@ class TraceSink {
   void CycleStart(TimeNs now);
 
   bool empty() const;
-  // Takes what has been collected, in order of arrival.
+  // Removes and returns the collected events, in order of arrival.
   std::vector<TraceEvent> Drain();
   // Events lost because more than kMaxPending waited to be shipped.
   int64_t dropped() const;
@@ -80,7 +80,7 @@ class TraceSink {
   int64_t dropped_ = 0;             // GUARDED_BY(mutex_)
 };
 
-// Wire form of events, for the way to rank 0 (negotiation/codec ships the bytes).
+// Wire form of events, which are sent to rank 0 (negotiation/codec carries the bytes).
 std::string EncodeEvents(const std::vector<TraceEvent>& events);
 bool DecodeEvents(const std::string& bytes, std::vector<TraceEvent>* events);
 

@@ -1,26 +1,26 @@
 // TraceWriter: one Chrome-trace JSON file for the whole job, written by rank 0 as events
-// arrive. A job that is killed, at whatever moment, leaves a whole JSON array.
+// arrive. A job that is killed at any moment leaves a complete JSON array.
 //
-// Note [Whole at every moment]: the array's end is written ahead, behind a reserve of white
-// space, and records go into the reserve:
+// Note [Whole at every moment]: the end of the array is written in advance, behind a reserve of
+// white space, and records are written into the reserve:
 //
 //   [ record, record, record            ...white space...            ]
 //                           ^ tail_                                  ^ end_
 //
-// Linux looks for SIGKILL between the pages of a write, so no record crosses a page (those that
-// are longer than one do). What remains is a microsecond between the two writes that move the
-// end, once per reserve.
+// Linux checks for SIGKILL between the pages of a write, so no record crosses a page (unless it is
+// longer than one). The only gap is a microsecond between the two writes that move the end, once
+// per reserve.
 //
-// Note [The last part]: with a limit the pages behind the metadata are a ring. When the file is as
-// long as it may be, records go over the oldest ones, page by page: since each page is whole
-// records, the array stays whole, and so it does when the process is killed between two pages.
+// Note [The last part]: with a limit, the pages behind the metadata are a ring. When the file has
+// reached the limit, records overwrite the oldest ones, page by page. Each page consists of
+// complete records, so the array stays complete, even if the process is killed between two pages.
 //
 // pid = rank + 1, tid = 16 * rank + track + 1: viewers drop pid 0 and tid 0, and tids must be
 // unique over the whole file (facts/frameworks.md, section 7).
 //
-// Viewers demand that the spans of one tid nest. Those of the loop do; callers may be several
-// threads, so a caller's span that would cross another one moves to a further row of its rank
-// ("caller 2", ...; there is room for 14 rows).
+// Viewers require that the spans of one tid nest. Those of the loop do. Callers may be several
+// threads, so a caller's span that would cross another one moves to another row of its rank
+// ("caller 2", ...; up to 14 rows).
 //
 // Thread-safety: none; the engine's loop thread owns it.
 #pragma once
@@ -43,13 +43,13 @@ class TraceWriter {
 
   // Creates or truncates `path` and writes the metadata (process and thread names, sort
   // order, wall-clock time of timestamp 0). `hosts[r]` is the host name of rank r. A file that
-  // was open before is closed. Beyond `most_bytes` (0: none; else 64 KiB for records at least) the
-  // oldest records are lost, and such as are longer than a page. A symbolic link of another user is
-  // not followed.
+  // was open before is closed. Beyond `most_bytes` (0: no limit; otherwise at least 64 KiB for
+  // records) the oldest records are lost, and so are records longer than a page. A symbolic link of
+  // another user is not followed.
   Status Open(const std::string& path, const std::vector<std::string>& hosts,
               int64_t most_bytes = 0);
   bool is_open() const { return fd_ >= 0; }
-  // Whether records of this file have been lost to later ones.
+  // Whether later records have overwritten some.
   bool wrapped() const { return wrapped_; }
 
   // `clock_offset_ns` is added to every time stamp: the difference between rank 0's clock and
