@@ -4,8 +4,8 @@
 
 copies the tree into build/mutants/source, builds there, and runs the chosen test files as they are:
 they must pass. Then for each fault (all, or those named) it puts the fault in, builds, runs the
-fault's tests, which must fail, and takes the fault out. It prints a row of Markdown for each. A
-fault that cannot be built is not caught, nor one that makes a C++ test hang.
+fault's tests, which must fail, and takes the fault out. It prints an item of docs/testing.md for
+each. A fault that cannot be built is not caught, nor one that makes a C++ test hang.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ FAULTS = [
           "return id != 0 && records_.at(id).request == request ? id : 0;", "return id;",
           "engine_test"),
     Fault("a joined rank is counted twice", "csrc/negotiation/membership.cc",
-          "return count + JoinedAmong(pending).size() == pending.reported.size();",
-          "return count + static_cast<size_t>(joined_count_) >= pending.reported.size();",
+          "JoinedAmong(pending).size() == pending.reported.size();",
+          "static_cast<size_t>(joined_count_) >= pending.reported.size();",
           "membership_test"),
     Fault("only rank 0 hears of a mismatch", "csrc/engine/apply.cc",
           "Complete(entry->handle, decision.details().status, {});",
@@ -239,7 +239,6 @@ def main(names: list[str]) -> int:
             sys.exit(f"{tests}: cannot be built")
         if failed := failed_test(tests):
             sys.exit(f"{tests}: fails without a fault, in {failed}")
-    print("| fault | file | noticed by |\n|---|---|---|", flush=True)
     missed = 0
     for fault in chosen:
         place = SOURCE / fault.file
@@ -254,8 +253,9 @@ def main(names: list[str]) -> int:
         if native and fault.tests.startswith("pytest"):
             must([sys.executable, "setup.py", "-q", "build_ext", "--inplace"])
         missed += not caught
+        caught = re.sub(r"::\w+\[([^\]]*)\]$", r": \1", caught)
         result = f"`{caught}`" if caught else "**nothing**" if built else "**cannot be built**"
-        print(f"| {fault.name} | `{fault.file}` | {result} |", flush=True)
+        print(f"* {fault.name} (`{fault.file}`):\n  {result}", flush=True)
     return missed
 
 
