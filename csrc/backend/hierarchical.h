@@ -61,8 +61,8 @@ class HierarchicalBackend final : public Backend {
   bool Fits(Collective kind) const;
   Status RunAllgather(const Batch& batch, TimeNs deadline, TraceSink& trace);
   Status RunBroadcast(const Batch& batch, TimeNs deadline, TraceSink& trace);
-  Status RunLanes(const Batch& batch, std::vector<Channel> channels, size_t most, TimeNs deadline,
-                  TraceSink& trace);
+  Status RunChannels(const Batch& batch, std::vector<Channel> channels, size_t most,
+                     TimeNs deadline, TraceSink& trace);
   Status RunReducescatter(const Batch& batch, TimeNs deadline, TraceSink& trace);
   // The largest number of channels (channels) that a rank owns in an all-gather.
   size_t MostChannels() const;

@@ -72,8 +72,8 @@ bool HierarchicalBackend::Fits(Collective kind) const {
   }
 }
 
-Status HierarchicalBackend::RunLanes(const Batch& batch, std::vector<Channel> channels, size_t most,
-                                     TimeNs deadline, TraceSink& trace) {
+Status HierarchicalBackend::RunChannels(const Batch& batch, std::vector<Channel> channels,
+                                        size_t most, TimeNs deadline, TraceSink& trace) {
   const ChannelPlan plan(std::move(channels), group_, capacity(), most);
   if (plan.blocks == 0) return Status::Ok();
   return ChannelPipeline(group_, local_, wire_, batch, plan, Take(plan.blocks), deadline, trace)
@@ -113,7 +113,7 @@ Status HierarchicalBackend::RunAllgather(const Batch& batch, TimeNs deadline, Tr
     const int host = (group_.host + distance) % group_.hosts();
     channels[own].to.push_back(group_.JobRank(host, group_.OwnerOn(host, group_.local, leader())));
   }
-  return RunLanes(batch, std::move(channels), MostChannels(), deadline, trace);
+  return RunChannels(batch, std::move(channels), MostChannels(), deadline, trace);
 }
 
 Status HierarchicalBackend::RunBroadcast(const Batch& batch, TimeNs deadline, TraceSink& trace) {
@@ -163,7 +163,7 @@ Status HierarchicalBackend::RunBroadcast(const Batch& batch, TimeNs deadline, Tr
     if (around.from >= 0) each.from = rank_at(around.from, number);
     for (const int to : around.to) each.to.push_back(rank_at(to, number));
   }
-  return RunLanes(batch, std::move(channels), count, deadline, trace);
+  return RunChannels(batch, std::move(channels), count, deadline, trace);
 }
 
 Status HierarchicalBackend::RunReducescatter(const Batch& batch, TimeNs deadline,

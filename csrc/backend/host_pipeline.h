@@ -7,7 +7,7 @@
 //   1. and 2. of backend/shm_direct.h: a rank writes to its slot only when all readers have
 //   consumed
 //      the previous contents, and counters only grow.
-//   3. All pipelines of a set divide slots alike (kDepth rooms, block n in room n % kDepth) and
+//   3. All pipelines of a set divide slots alike (kDepth blocks, block n at n % kDepth) and
 //   leave
 //      `packed` and `consumed` of all ranks at the number of the next block, for every collective.
 //   4. Messages between two ranks within a batch have one order, whatever the order of arrival.
@@ -127,7 +127,7 @@ class HostPipeline {
   // True if `counter` of the first `count` ranks of the host, except this one, has reached `value`.
   bool PeersReached(int count, Counter counter, uint64_t value) const;
   void Publish(Counter counter, uint64_t value);
-  // True if all ranks of the host have read the previous contents of the room of block `number`.
+  // True if all ranks of the host have read the previous contents at the place of block `number`.
   bool BlockIsFree(uint64_t number) const {
     return number < set_begin_ + kDepth ||
            PeersReached(size_, &DirectProgress::consumed, number + 1 - kDepth);
