@@ -64,7 +64,7 @@ class WireQueue {
     Transport::Request request;
     int rank;  // of the job
     uint64_t block;
-    size_t channel;  // a tag; the subclass gives it a meaning
+    size_t tag;  // its meaning is the subclass's
   };
 
   WireQueue(Transport& wire, TimeNs deadline) : wire_(wire), deadline_(deadline) {}
