@@ -139,7 +139,7 @@ void Engine::ThreadMain(const WorldMaker& make_world) {
   } catch (const std::exception& error) {
     status = Status(Code::kInternal, std::string("the engine could not start: ") + error.what());
   }
-  TakeLeave(world, status);
+  AnnounceStartFailure(world, status);
   Finish(status);
   Started(status);
   SetTarget(nullptr);
@@ -209,7 +209,7 @@ void Engine::RevokeAborted() {
 // Of a start that has failed. Peers may have started already, and to them who goes without a word
 // has left in peace. Where all ranks have come to the same end, they wait for those that do not
 // know it yet: nobody must hear of it as of a rank that was lost.
-void Engine::TakeLeave(World& world, const Status& why) {
+void Engine::AnnounceStartFailure(World& world, const Status& why) {
   if (world.transport == nullptr) return;
   if (all_know_) return CloseAll(world);
   world.transport->AnnounceFailure({why.code(), "init: " + why.message(), why.rank()});

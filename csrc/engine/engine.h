@@ -57,7 +57,7 @@ struct EngineConfig {
   StallInspector::Options stall;
   TimeNs timeout_ns = kForever;  // for every wait on a peer
   // How often a rank that has nothing to do looks whether its peers and its parent are alive.
-  TimeNs house_ns = 250 * kMillisecond;
+  TimeNs checks_ns = 250 * kMillisecond;
   int cpu = -1;               // core for the loop thread; -1: any
   bool watch_parent = false;  // end the process when its parent dies
   std::string timeline;       // path; rank 0's counts
@@ -164,7 +164,7 @@ class Engine {
   void Ended();
   Status PrepareWorld(const WorldMaker& make_world, World* world);
   void Started(Status status);
-  void TakeLeave(World& world, const Status& why);
+  void AnnounceStartFailure(World& world, const Status& why);
   void Finish(const Status& why);
   void TellPeers(const Status& why);
   bool Await(std::unique_lock<std::mutex>& lock, TimeNs timeout_ns,
@@ -219,7 +219,7 @@ class Engine {
   bool drivable_ = false;
   // The loop's thread looks at what is submitted in a moment, without being woken. Written by that
   // thread: false before it looks.
-  std::atomic<bool> looks_soon_{false};
+  std::atomic<bool> poll_scheduled_{false};
   // Callers in Wait and WaitMany.
   std::atomic<int> waiting_{0};
   std::atomic<int> awaiting_next_{0};  // and in NextCompletion

@@ -91,9 +91,9 @@ Status Loop::Run(std::unique_lock<std::mutex>& turn) {
       ++engine_.stats_.loop_wakeups;
     }
   } catch (const std::exception& error) {
-    Broke(error);
+    OnException(error);
   }
-  Farewell();
+  DrainAndStop();
   return *final_;
 }
 
@@ -139,7 +139,7 @@ Loop::Left Loop::Drive(const std::function<bool()>& done, TimeNs deadline) {
       ++engine_.stats_.loop_wakeups;
     }
   } catch (const std::exception& error) {
-    Broke(error);
+    OnException(error);
   }
   driven_ = false;
   turns_->EndDriving();
@@ -157,7 +157,7 @@ bool Loop::Step() {
   if (!final_ && host_reports_) busy |= Forward();
   if (!final_ && coordinator_) busy |= Decide();
   if (!final_) busy |= ServeCommands();
-  if (!final_) KeepHouse(NowNs());
+  if (!final_) RunPeriodicChecks(NowNs());
   return busy;
 }
 
@@ -250,34 +250,34 @@ bool Loop::ServeCommands() {
   return true;
 }
 
-void Loop::KeepHouse(TimeNs now) {
+void Loop::RunPeriodicChecks(TimeNs now) {
   timeline_.Ship(now);
-  if (now < next_house_ns_) return;
-  next_house_ns_ = After(now, engine_.config_.house_ns);
+  if (now < next_checks_ns_) return;
+  next_checks_ns_ = After(now, engine_.config_.checks_ns);
   // The last words of a peer that broke off say more than the end of the launcher that they caused.
   const Status peers = transport_.CheckPeers();
   if (!peers.ok()) End(peers);
   const Status devices = runner_.LookAtDevices();
   if (!devices.ok()) End(devices);
   LookAtAnswers(now);
-  FollowParent();
+  ExitIfOrphaned();
 }
 
-void Loop::FollowParent() {
+void Loop::ExitIfOrphaned() {
   if (!engine_.config_.watch_parent || getppid() == parent_pid_) return;
   End(Status(Code::kPeerLost, "the launcher of this rank has ended"));
   kill(getpid(), SIGTERM);
 }
 
 TimeNs Loop::NextDeadline() const {
-  TimeNs next = std::min(next_house_ns_, timeline_.NextDeadline());
+  TimeNs next = std::min(next_checks_ns_, timeline_.NextDeadline());
   if (coordinator_) next = std::min(next, coordinator_->NextDeadline());
   if (host_reports_) next = std::min(next, host_reports_->NextDeadline());
   if (asked_) next = std::min(next, asked_->deadline);
   return std::min(next, report_ns_);
 }
 
-void Loop::Broke(const std::exception& error) {
+void Loop::OnException(const std::exception& error) {
   End(Status(Code::kInternal, std::string("the engine broke: ") + error.what()));
 }
 
@@ -287,8 +287,8 @@ void Loop::End(Status why) {
 
 // The last words: peers must learn that this rank takes no further part, and rank 0 wants the
 // events that are still on their way.
-void Loop::Farewell() {
-  FollowParent();  // a peer may have died of the same, and have been noticed first
+void Loop::DrainAndStop() {
+  ExitIfOrphaned();  // a peer may have died of the same, and have been noticed first
   if (asked_) Warn(true);
   // Otherwise what is under way on devices is broken off with the runner, when all handles are
   // done.

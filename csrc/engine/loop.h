@@ -49,7 +49,7 @@ class Loop {
  private:
   bool Step();
   void Doze(std::unique_lock<std::mutex>& turn, uint32_t bell);
-  bool MayGather() const { return engine_.looks_soon_.load(std::memory_order_relaxed); }
+  bool MayGather() const { return engine_.poll_scheduled_.load(std::memory_order_relaxed); }
   // Each of the steps returns true when there was something to do, and sets final_ to end.
   bool Report();
   bool Receive();
@@ -91,11 +91,11 @@ class Loop {
   // loop.cc
   void FollowTuner();
   void FollowSteps(const TensorEntry& entry);
-  void KeepHouse(TimeNs now);
-  void FollowParent();
+  void RunPeriodicChecks(TimeNs now);
+  void ExitIfOrphaned();
   void End(Status why);
-  void Broke(const std::exception& error);
-  void Farewell();
+  void OnException(const std::exception& error);
+  void DrainAndStop();
   TimeNs NextDeadline() const;
 
   Engine& engine_;
@@ -139,7 +139,7 @@ class Loop {
     std::map<int, std::string> said;  // by rank
   };
   std::optional<Asked> asked_;
-  TimeNs next_house_ns_ = 0;
+  TimeNs next_checks_ns_ = 0;
   TimeNs doze_until_ns_ = 0;  // when the engine's thread wakes by itself
   const int parent_pid_;
   std::optional<Status> final_;

@@ -45,7 +45,7 @@ bool Loop::IsUrgent() const {
 // thread gives its word to look in time, and who submits meanwhile wakes nobody. A driver, which
 // reports everything, leaves that word as it is.
 bool Loop::LetsMoreCome() {
-  if (!driven_) engine_.looks_soon_ = false;  // before the look: what it does not see wakes us
+  if (!driven_) engine_.poll_scheduled_ = false;  // before the look: what it does not see wakes us
   report_ns_ = kForever;
   if (IsUrgent()) return false;
   const TensorTable::Submitted submitted = engine_.tensors_.submitted();
@@ -55,7 +55,7 @@ bool Loop::LetsMoreCome() {
   if (now >= due) return submitted.count == 0;
   report_ns_ = due;
   if (turns_ != nullptr) gather_bell_ = turns_->Bell();
-  engine_.looks_soon_ = true;
+  engine_.poll_scheduled_ = true;
   return !IsUrgent();  // who has begun to wait since may not have seen our word
 }
 

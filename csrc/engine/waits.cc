@@ -76,7 +76,7 @@ HandleTable::Look Engine::Poll(int64_t handle) {
   LookAtLoop();
   if (tensors_.submitted().count != 0) {
     asked_for_ = true;
-    if (looks_soon_.load()) Wake();
+    if (poll_scheduled_.load()) Wake();
   }
   return look;
 }
@@ -103,7 +103,7 @@ bool Engine::Drivable() const { return drivable_ && !devices_->in_use() && !tens
 void Engine::DriveUntil(const std::function<bool()>& done, TimeNs deadline) {
   if (done()) return;
   if (!Drivable()) {
-    if (looks_soon_.load()) Wake();  // it need not let more come
+    if (poll_scheduled_.load()) Wake();  // it need not let more come
     return;
   }
   std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);
@@ -127,7 +127,7 @@ void Engine::Wake() {
 // When they are in the table. The loop either takes them after it has withdrawn its word, or we see
 // that it has.
 void Engine::WakeForRequests() {
-  if (!looks_soon_.load()) Wake();
+  if (!poll_scheduled_.load()) Wake();
 }
 
 void Engine::WakeUnless(uint32_t bell) {

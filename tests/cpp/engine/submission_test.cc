@@ -260,14 +260,14 @@ TEST(a_waiter_for_many_of_which_one_is_released_is_told) {
   CHECK(table.Poll(handles[0]) == Look::kDone);
 }
 
-// Who submits wakes the loop unless that has given its word to look (Engine::looks_soon_). Were one
-// wake lost, nothing else would find the request here: no housekeeping, and in a world of one rank
-// no message.
+// A submitter wakes the loop unless the loop has promised to poll (Engine::poll_scheduled_). Were
+// one wake lost, nothing else would find the request here: no housekeeping, and in a world of one
+// rank no message.
 TEST(every_request_that_nobody_waits_for_wakes_a_loop_that_does_not_look_by_itself) {
   constexpr TimeNs kLost = 10 * kSecond;
   constexpr size_t kMost = 20;
   EngineConfig config;
-  config.house_ns = kForever;
+  config.checks_ns = kForever;
   for (int size : {1, 2}) {
     // By rank; they outlive the engines, which may still have what was lost.
     std::vector<std::vector<std::vector<float>>> all(
