@@ -257,6 +257,13 @@ def variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     return {name: env[name] for name in VARIABLES if name in env}
 
 
+def become(told: Mapping[str, str]) -> None:
+    """Set what makes this process a rank, where another program has started it."""
+    for name in VARIABLES:
+        os.environ.pop(name, None)
+    os.environ.update(told)
+
+
 def refuse_without_mpi(launch: Launch) -> None:
     """ValueError where there are other processes, which MPI does not connect with this one."""
     if launch.launched and not launch.mpi:

@@ -38,6 +38,8 @@ MODULES = {
     "horovod.keras": "hororing.keras",
     "horovod.keras.callbacks": "hororing.keras.callbacks",
     "horovod.keras.elastic": "hororing.keras.elastic",
+    "horovod.ray": "hororing.ray",
+    "horovod.spark": "hororing.spark",
 }
 
 _ELASTIC = "to survive a lost rank, write checkpoints and start the job again from the last one"
@@ -54,8 +56,11 @@ _BUILD = "it describes how Horovod was built; python -m hororing info shows what
 # The way out, for what does not exist: a name and all names below it.
 WAYS_OUT = {
     "horovod.runner": _LAUNCH,
-    "horovod.spark": f"run it without Spark; {_LAUNCH}",
-    "horovod.ray": f"run it without Ray; {_LAUNCH}",
+    "horovod.spark": "there are no estimators: train in a function, by horovod.spark.run",
+    "horovod.spark.elastic": _ELASTIC,
+    "horovod.spark.run_elastic": _ELASTIC,
+    "horovod.ray": "use horovod.ray.RayExecutor with num_workers or num_hosts",
+    "horovod.ray.elastic": _ELASTIC,
     "horovod.data": "use a DataLoader with num_workers, which reads ahead as well",
     "horovod.common.basics.HorovodBasics": _BUILD,
     "horovod.common.util.check_installed_version": _BUILD,

@@ -10,7 +10,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn, Protocol, TextIO
 
 from hororing import config, launch
 from hororing.errors import RunError
@@ -149,7 +149,8 @@ def run(
         job = start.run(what, output)
     except CannotStartError as error:
         raise RunError(f"run: {error}") from None
-    return _results(job, size)
+    _pass_signal_on(job)
+    return results(job, size)
 
 
 class _Stream(io.RawIOBase):
@@ -217,8 +218,21 @@ def _placed(
 # Results
 
 
-def _results(job: Job, size: int) -> list[Any]:
-    _pass_signal_on(job)
+class Ended(Protocol):
+    """A job that has ended; `Job` tells what they are."""
+
+    results: dict[int, bytearray]
+    failed: tuple[int, int] | None
+
+    def name(self, rank: int) -> str:
+        """As `Job.name`."""
+
+    def epitaph(self, rank: int, code: int) -> list[str]:
+        """As `Job.epitaph`."""
+
+
+def results(job: Ended, size: int) -> list[Any]:
+    """What the function has returned, by rank. RunError where a rank has failed."""
     answers: dict[int, tuple[bytes, Any]] = {}
     for rank in list(job.results):
         try:
@@ -255,7 +269,7 @@ def _pass_signal_on(job: Job) -> None:
     raise RunError(f"run: ended by {signal.Signals(job.asked).name}")
 
 
-def _raise_again(job: Job, rank: int, raised: Mapping[int, Raised]) -> NoReturn:
+def _raise_again(job: Ended, rank: int, raised: Mapping[int, Raised]) -> NoReturn:
     about = raised[rank]
     lines = [f"run: {job.name(rank)} raised {about.what}", "", about.trace.rstrip()]
     lines += [

@@ -57,6 +57,22 @@ def place(
     return placed
 
 
+def neighbours(hosts: Sequence[str]) -> list[int]:
+    """The order of processes in which those of a host follow one another.
+
+    `hosts` has the name of each process's host.
+    """
+    return sorted(range(len(hosts)), key=lambda i: hosts.index(hosts[i]))
+
+
+def by_host(hosts: Sequence[str]) -> list[Place]:
+    """Places of ranks that others have started: `hosts` has the name of each rank's host."""
+    return [
+        Place(rank, host, hosts[:rank].count(host), hosts.count(host))
+        for rank, host in enumerate(hosts)
+    ]
+
+
 def _counts(hosts: Sequence[Host], size: int | None, per_host: int | None) -> list[int]:
     if per_host is not None:
         for host in hosts:

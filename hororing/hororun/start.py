@@ -62,12 +62,9 @@ def run(what: Start, output: Output) -> Job:
     CannotStartError : a host does not answer, or cannot start its ranks.
     """
     size = len(what.placed)
-    secret = protocol.new_secret()
     names = dict.fromkeys(place.host for place in what.placed)
     others = [name for name in names if not is_here(name)]
-    store = Store(
-        job=secrets.token_hex(8), size=size, secret=secret, host="" if others else "127.0.0.1"
-    )
+    store, secret = new_store(size, bool(others))
     job = Job(size, output, grace_s=what.grace_s)
     job.host_of = {place.rank: place.host for place in what.placed} if others else {}
     here = LocalHost(job.selector, job, secret)
@@ -102,6 +99,13 @@ def run(what: Start, output: Output) -> Job:
         if payload is not None:
             os.close(payload)
     return job
+
+
+def new_store(size: int, several_hosts: bool) -> tuple[Store, bytes]:
+    """The store of a new job, to be started, and its secret."""
+    secret = protocol.new_secret()
+    host = "" if several_hosts else "127.0.0.1"
+    return Store(job=secrets.token_hex(8), size=size, secret=secret, host=host), secret
 
 
 def _assign(

@@ -176,6 +176,13 @@ def test_only_adapters_import_frameworks():
     assert users(neutral, loads) == {"hororing/rendezvous/torch_store.py"}
 
 
+@pytest.mark.parametrize(("room", "library"), [("ray", "ray"), ("spark", "pyspark")])
+def test_clusters_have_one_folder_each(room: str, library: str):
+    others = [f for f in PACKAGE if f.relative_to(ROOT / "hororing").parts[0] != room]
+    assert users(others, rf"^\s*(from|import) ({library}|hororing\.{room})\b") == set()
+    assert users(PACKAGE, rf"^\s*(from|import) {library}\b")
+
+
 def tools(part: str) -> list[Path]:
     return [f for f in PACKAGE if f.relative_to(ROOT / "hororing").parts[:2] == ("toolkit", part)]
 

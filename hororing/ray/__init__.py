@@ -1,0 +1,30 @@
+"""Ranks on a Ray cluster.
+
+`RayExecutor` has the methods of Horovod's. `HororingConfig` is the backend for Ray Train. Both need
+Ray on this machine, and hororing on all machines of the cluster.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+try:
+    import ray as _ray  # noqa: F401
+except ImportError as error:
+    raise ImportError(f"hororing.ray needs Ray ({error}): pip install 'hororing[ray]'") from error
+
+from hororing.ray.executor import RayExecutor
+
+__all__ = ["HororingConfig", "RayExecutor"]
+
+if TYPE_CHECKING:
+    from hororing.ray.train import HororingConfig
+else:
+
+    def __getattr__(name: str) -> object:
+        """`HororingConfig`, since Ray Train needs more packages than Ray itself."""
+        if name == "HororingConfig":
+            from hororing.ray.train import HororingConfig
+
+            return HororingConfig
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

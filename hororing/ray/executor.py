@@ -1,0 +1,400 @@
+"""Ranks that are actors of Ray, with the methods of Horovod's RayExecutor."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+from ray.util.placement_group import get_current_placement_group, placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from hororing.errors import PeerLostError, RunError, ShutDownError
+from hororing.hororun import plan
+from hororing.ray import ranks
+from hororing.ray.ranks import Where
+from hororing.rendezvous.store import Store
+
+# How long the other ranks may go on when one has failed, and how long they may take to shut down.
+_GRACE_S = 5.0
+# Arguments of Horovod's for jobs whose size changes, and their defaults.
+_ELASTIC = {
+    "min_workers": None, "max_workers": None, "reset_limit": None, "cooldown_range": None,
+    "elastic_timeout": 600, "override_discovery": True,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `RayExecutor.create_settings` makes."""
+
+    timeout_s: float = 300.0
+    placement_group_timeout_s: float = 100.0
+    interface: str | None = None
+
+
+class RayExecutor:
+    """The ranks of a job, which are actors of Ray: they live from `start` to `shutdown`.
+
+    The actors of a node have neighbouring ranks. This process is no rank; when it ends, so do the
+    actors.
+
+    Parameters
+    ----------
+    settings : of `create_settings`.
+    num_workers : the number of ranks, on whatever nodes have room; or
+    num_hosts, num_workers_per_host : so many different nodes, with so many ranks each.
+    cpus_per_worker : what Ray reserves for each.
+    use_gpu, gpus_per_worker : as well; one GPU for each, if it is not given. A rank sees the GPUs
+        of all ranks of its node, so that `hvd.local_rank()` is the number of its own.
+    use_current_placement_group : if this process runs in a placement group, so do the actors; only
+        with `num_workers`.
+    elastic : Horovod's other arguments, for jobs whose size changes, are errors.
+
+    Raises
+    ------
+    ValueError : arguments that do not fit, or cannot be met.
+    """
+
+    def __init__(
+        self,
+        settings: Settings | None = None,
+        num_workers: int | None = None,
+        num_hosts: int | None = None,
+        num_workers_per_host: int = 1,
+        cpus_per_worker: int = 1,
+        use_gpu: bool = False,
+        gpus_per_worker: int | None = None,
+        use_current_placement_group: bool = True,
+        **elastic: Any,
+    ) -> None:
+        for name, value in elastic.items():
+            if name not in _ELASTIC:
+                raise TypeError(f"RayExecutor: there is no argument {name!r}")
+            if value != _ELASTIC[name]:
+                raise ValueError(
+                    f"RayExecutor: {name}={value!r}: the number of ranks does not change: give "
+                    "num_workers; write checkpoints, and start again after a failure"
+                )
+        if (num_workers is None) == (num_hosts is None):
+            raise ValueError(
+                f"RayExecutor: num_workers={num_workers}, num_hosts={num_hosts}: give one of them"
+            )
+        for name, number in (
+            ("num_workers", 1 if num_workers is None else num_workers),
+            ("num_hosts", 1 if num_hosts is None else num_hosts),
+            ("num_workers_per_host", num_workers_per_host),
+            ("gpus_per_worker", 1 if gpus_per_worker is None else gpus_per_worker),
+        ):
+            if not isinstance(number, int) or number < 1:
+                raise ValueError(f"RayExecutor: {name}={number!r} is no number from 1")
+        if gpus_per_worker is not None and not use_gpu:
+            raise ValueError(f"RayExecutor: gpus_per_worker={gpus_per_worker} needs use_gpu=True")
+        self._settings = settings or Settings()
+        self._size = num_workers or (num_hosts or 0) * num_workers_per_host
+        self._per_bundle = 1 if num_hosts is None else num_workers_per_host
+        self._on_different_hosts = num_hosts is not None
+        self._resources = {
+            "CPU": cpus_per_worker,
+            "GPU": (gpus_per_worker or 1) if use_gpu else 0,
+        }
+        self._in_current_group = use_current_placement_group
+        self._group: Any = None  # a placement group of ours
+        self._workers: list[Any] = []  # handles of actors, by rank
+        self._places: list[Where] = []
+        self._store: Store | None = None
+
+    @classmethod
+    def create_settings(
+        cls,
+        timeout_s: float = 300.0,
+        ssh_identity_file: str | None = None,
+        ssh_str: str | None = None,
+        placement_group_timeout_s: float = 100.0,
+        nics: Sequence[str] | str | None = None,
+        verbose: Any = None,
+    ) -> Settings:
+        """Make the first argument of `RayExecutor`.
+
+        Parameters
+        ----------
+        timeout_s : how long actors may take to start, in seconds.
+        placement_group_timeout_s : how long Ray may take to find room for them.
+        nics : as HORORING_INTERFACE; one.
+        verbose : no effect.
+        ssh_identity_file, ssh_str : an error, since Ray starts the actors.
+        """
+        if ssh_identity_file or ssh_str:
+            raise ValueError(
+                "create_settings: ssh_identity_file and ssh_str have no meaning: Ray starts the "
+                "actors, without ssh"
+            )
+        names = [nics] if isinstance(nics, str) else list(nics or ())
+        if len(names) > 1:
+            raise ValueError(f"create_settings: nics={nics!r}: give one network interface")
+        return Settings(timeout_s, placement_group_timeout_s, names[0] if names else None)
+
+    def start(
+        self,
+        executable_cls: Callable[..., Any] | None = None,
+        executable_args: Sequence[Any] | None = None,
+        executable_kwargs: Mapping[str, Any] | None = None,
+        extra_env_vars: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Start the actors. Blocks until all are there.
+
+        Parameters
+        ----------
+        executable_cls : each rank makes one, for `execute`.
+        executable_args, executable_kwargs : what it is made of.
+        extra_env_vars : variables for all ranks, beside the HORORING_* and HOROVOD_* ones of this
+            process.
+
+        Raises
+        ------
+        RunError : no room in the cluster, or an actor does not start; none is left.
+        ValueError : this process is connected by Ray Client.
+        """
+        if self._workers:
+            raise RunError("start: the actors are there already: call shutdown() first")
+        if ray.util.client.ray.is_connected():
+            raise ValueError(
+                "start: this process is connected by Ray Client (ray://), so that actors do not "
+                "reach it: start it in the cluster, as by `ray job submit`"
+            )
+        try:
+            self._start(extra_env_vars)
+            if executable_cls is not None:
+                args, kwargs = tuple(executable_args or ()), dict(executable_kwargs or {})
+                self._all("start", "make", executable_cls, args, kwargs)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        callbacks: Any = None,
+    ) -> list[Any]:
+        """Call ``fn(*args, **kwargs)`` on all ranks, and return the results by rank.
+
+        Blocks until all have returned. `callbacks` are an error.
+
+        Raises
+        ------
+        RunError : a rank has raised an exception, which is the cause, or its actor has died; `rank`
+            tells which. The other ranks get 5 s to return as well. If all do and no actor has died,
+            the executor goes on; otherwise all actors have been ended, and `start` may follow.
+        KeyboardInterrupt : all actors have been ended.
+        """
+        if callbacks:
+            raise ValueError("run: callbacks are for jobs whose size changes, which there are not")
+        return self._all("run", "execute", _call_of(fn, args, kwargs))
+
+    def run_remote(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """As `run`, but returns references for `ray.get` at once.
+
+        If a rank fails, the others may wait for it: `shutdown` ends them.
+        """
+        return self._submit("run_remote", "execute", _call_of(fn, args, kwargs))
+
+    def execute(self, fn: Callable[[Any], Any]) -> list[Any]:
+        """Call `fn` on all ranks with the rank's `executable_cls` object; otherwise as `run`."""
+        return self._all("execute", "execute", fn)
+
+    def execute_single(self, fn: Callable[[Any], Any]) -> Any:
+        """As `execute`, on rank 0 alone. Returns its result."""
+        self._check_started("execute_single")
+        return self._results("execute_single", [self._workers[0].execute.remote(fn)])[0]
+
+    def shutdown(self) -> None:
+        """End all actors. Does nothing where there are none."""
+        if self._store is not None and ray.is_initialized():
+            # Ranks that still work must not take the end of others for a failure.
+            leaving = [worker.leave.remote() for worker in self._workers]
+            ray.wait(leaving, num_returns=len(leaving), timeout=_GRACE_S)
+        self._end()
+
+    # -----------------------------------------------------------------------------------------
+    # Start and end
+
+    def _start(self, more: Mapping[str, Any] | None) -> None:
+        group = self._placement_group()
+        cpus, gpus = self._resources["CPU"], self._resources["GPU"]
+        self._workers = [
+            ray.remote(_Worker)
+            .options(
+                num_cpus=cpus,
+                num_gpus=gpus,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    group, -1 if self._group is None else i // self._per_bundle
+                ),
+            )
+            .remote()
+            for i in range(self._size)
+        ]
+        places = self._all("start", "where", timeout_s=self._settings.timeout_s)
+        order = plan.neighbours([place.node for place in places])
+        self._workers = [self._workers[i] for i in order]
+        self._places = [places[i] for i in order]
+        variables = ranks.variables(self._settings.interface, more)
+        self._store, secret, told = ranks.meet(self._places, variables)
+        self._results(
+            "start",
+            [
+                worker.become.remote(each, secret)
+                for worker, each in zip(self._workers, told, strict=True)
+            ],
+        )
+
+    def _placement_group(self) -> Any:
+        if self._in_current_group and not self._on_different_hosts:
+            current = get_current_placement_group()
+            if current is not None:
+                return current
+        bundle = {name: n * self._per_bundle for name, n in self._resources.items() if n}
+        self._group = placement_group(
+            [bundle] * (self._size // self._per_bundle),
+            strategy="STRICT_SPREAD" if self._on_different_hosts else "PACK",
+        )
+        timeout_s = self._settings.placement_group_timeout_s
+        if not self._group.wait(timeout_s):
+            spread = " on different nodes" if self._on_different_hosts else ""
+            raise RunError(
+                f"start: the cluster has no room for {self._group.bundle_count} times {bundle}"
+                f"{spread} within {timeout_s:g} s; it has {ray.cluster_resources()}, of which are "
+                f"free {ray.available_resources()}"
+            )
+        return self._group
+
+    def _end(self) -> None:
+        if ray.is_initialized():  # or they have ended with Ray
+            for worker in self._workers:
+                ray.kill(worker)
+            if self._group is not None:
+                ray.util.remove_placement_group(self._group)
+        self._workers, self._places, self._group = [], [], None
+        if self._store is not None:
+            self._store.stop()
+            self._store = None
+
+    # -----------------------------------------------------------------------------------------
+    # Calls
+
+    def _check_started(self, doing: str) -> None:
+        if not self._workers:
+            raise RunError(f"{doing}: there are no actors: call start() first")
+
+    def _submit(self, doing: str, method: str, *args: Any) -> list[Any]:
+        self._check_started(doing)
+        return [getattr(worker, method).remote(*args) for worker in self._workers]
+
+    def _all(
+        self, doing: str, method: str, *args: Any, timeout_s: float | None = None
+    ) -> list[Any]:
+        return self._results(doing, self._submit(doing, method, *args), timeout_s)
+
+    def _results(
+        self, doing: str, asked: Sequence[Any], timeout_s: float | None = None
+    ) -> list[Any]:
+        """What ranks answer, by rank."""
+        pending = {reference: rank for rank, reference in enumerate(asked)}
+        results: dict[int, Any] = {}
+        failed: dict[int, Exception] = {}
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        try:
+            while pending:
+                left_s = None if until is None else max(until - time.monotonic(), 0.0)
+                done, _ = ray.wait(list(pending), timeout=left_s)
+                if not done:
+                    break
+                rank = pending.pop(done[0])
+                try:
+                    results[rank] = ray.get(done[0])
+                except Exception as error:
+                    if not failed:
+                        until = time.monotonic() + _GRACE_S
+                    failed[rank] = error
+        except BaseException:  # Ctrl-C: nobody knows when the actors would be free again
+            self._end()
+            raise
+        if not pending and not failed:
+            return [results[rank] for rank in range(len(asked))]
+        self._fail(doing, failed, sorted(pending.values()))
+
+    def _fail(
+        self, doing: str, failed: Mapping[int, Exception], pending: Sequence[int]
+    ) -> NoReturn:
+        names = [self._name(rank) for rank in range(self._size)]
+        late = ", ".join(names[rank] for rank in pending)
+        dead = [rank for rank, error in failed.items() if isinstance(error, RayActorError)]
+        if dead or pending:
+            self._end()
+        if not failed:
+            raise RunError(
+                f"{doing}: no answer in time from {late}; all actors have been ended", pending[0]
+            )
+        own = [rank for rank, error in failed.items() if not _is_by_peers(error)]
+        rank = [*dead, *own, *failed][0]
+        error = failed[rank]
+        rest = f"; {late} did not return, so all actors have been ended" if late else ""
+        if isinstance(error, RayTaskError):
+            cause = error.cause
+            raise RunError(
+                f"{doing}: {names[rank]} raised {type(cause).__name__}: {cause}{rest}\n\n{error}",
+                rank, 1, str(error),
+            ) from cause  # fmt: skip
+        what = "has died" if dead else "has not answered"
+        raise RunError(
+            f"{doing}: the actor of {names[rank]} {what}: {error}{rest}", rank
+        ) from error
+
+    def _name(self, rank: int) -> str:
+        if not self._places:  # nobody has a rank yet
+            return f"actor {rank}"
+        return f"rank {rank} on {self._places[rank].address}"
+
+
+class _Worker:
+    """The actor of a rank."""
+
+    def __init__(self) -> None:
+        self._executable: Any = None
+
+    def where(self) -> Where:
+        return ranks.where()
+
+    def become(self, told: Mapping[str, str], secret: bytes) -> None:
+        ranks.become(told, secret)
+
+    def make(self, cls: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self._executable = cls(*args, **kwargs)
+
+    def execute(self, fn: Callable[[Any], Any]) -> Any:
+        return fn(self._executable)
+
+    def leave(self) -> None:
+        ranks.leave()
+
+
+def _call_of(
+    fn: Callable[..., Any], args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None
+) -> Callable[[Any], Any]:
+    positional, named = tuple(args or ()), dict(kwargs or {})
+    return lambda _: fn(*positional, **named)
+
+
+def _is_by_peers(error: Exception) -> bool:
+    """Whether it tells of another rank's end."""
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    return isinstance(cause, (PeerLostError, ShutDownError))

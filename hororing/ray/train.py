@@ -1,0 +1,72 @@
+"""The backend for Ray Train."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import ray
+from ray.train.backend import Backend, BackendConfig
+
+from hororing.ray import ranks
+from hororing.rendezvous.store import Store
+
+_LEAVE_S = 5.0
+
+
+@dataclass
+class HororingConfig(BackendConfig):  # type: ignore[misc]
+    """Makes the workers of a trainer ranks of one job.
+
+    It stands in the place of `TorchConfig`, or of another trainer's. The training function calls
+    `hvd.init()` itself; `hvd.rank()` is then Ray Train's world rank.
+
+    Parameters
+    ----------
+    env : variables for all workers, beside the HORORING_* and HOROVOD_* ones of the process that
+        makes this object.
+
+    Examples
+    --------
+    >>> trainer = ray.train.torch.TorchTrainer(
+    ...     train,
+    ...     torch_config=HororingConfig(),
+    ...     scaling_config=ray.train.ScalingConfig(num_workers=4),
+    ... )
+    """
+
+    env: dict[str, str] = field(default_factory=dict)
+    backend: ClassVar[str] = "hororing"  # TorchTrainer asks for it
+
+    def __post_init__(self) -> None:
+        self.env = ranks.variables(more=self.env)
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        """What Ray Train calls when workers have started, and before they end."""
+        return _HororingBackend
+
+
+class _HororingBackend(Backend):  # type: ignore[misc]
+    _store: Store | None = None
+
+    def on_start(self, worker_group: Any, backend_config: HororingConfig) -> None:
+        self._stop()  # of workers that failed
+        places = worker_group.execute(ranks.where)
+        self._store, secret, told = ranks.meet(places, backend_config.env)
+        ray.get(
+            [
+                worker_group.execute_single_async(rank, ranks.become, each, secret)
+                for rank, each in enumerate(told)
+            ]
+        )
+
+    def on_shutdown(self, worker_group: Any, backend_config: HororingConfig) -> None:
+        leaving = worker_group.execute_async(ranks.leave)
+        ray.wait(leaving, num_returns=len(leaving), timeout=_LEAVE_S)
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._store is not None:
+            self._store.stop()
+            self._store = None

@@ -1,0 +1,189 @@
+"""The part of `hororing.spark.run` in the driver."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from pyspark import InheritableThread, SparkContext
+
+from hororing.errors import RunError
+from hororing.hororun import start
+from hororing.hororun.call import describe
+from hororing.hororun.function import results
+from hororing.hororun.job import describe as describe_code
+from hororing.rendezvous import protocol
+from hororing.rendezvous.store import Store
+from hororing.spark.task import Outcome, Told, run_rank
+
+_LOOK_S = 0.5
+_PRINTED = "what ranks print is in the logs of Spark's executors"
+_MPI = "there is no MPI between these ranks"
+
+
+def run(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    num_proc: int | None = None,
+    start_timeout: float | None = None,
+    use_mpi: bool | None = None,
+    use_gloo: bool | None = None,
+    extra_mpi_args: str | None = None,
+    env: Mapping[str, Any] | None = None,
+    stdout: Any = None,
+    stderr: Any = None,
+    verbose: int = 1,
+    nics: Iterable[str] | str | None = None,
+    prefix_output_with_timestamp: bool = False,
+    executable: str | None = None,
+) -> list[Any]:
+    """Call ``fn(*args, **kwargs)`` on every rank of a new job, and return the results by rank.
+
+    Blocks until all ranks have ended. They run at the same time, each in a task of Spark's; those
+    of a host are neighbours. Nothing is tried twice.
+
+    Parameters
+    ----------
+    fn : any callable that cloudpickle can carry. It calls `hvd.init()` itself.
+    num_proc : the number of ranks. None: Spark's default parallelism.
+    start_timeout : how long Spark may take until all tasks run, in seconds. None: 600.
+    env : variables for all ranks, beside those of the executors, and beside the HORORING_* and
+        HOROVOD_* ones of this process.
+    nics : as HORORING_INTERFACE; one.
+    executable : the Python of the ranks. None: that of the executors.
+    use_gloo, verbose : no effect.
+    use_mpi, extra_mpi_args, stdout, stderr, prefix_output_with_timestamp : errors, if they are
+        given.
+
+    Raises
+    ------
+    RunError : a rank raised an exception (which is the cause, where it can be pickled), was killed,
+        or its task was lost; or the tasks did not start in time.
+    TypeError : `fn` or its arguments cannot be pickled.
+    ValueError : an argument that cannot be met, or there is no SparkContext.
+    KeyboardInterrupt : Ctrl-C; the tasks have been cancelled.
+    """
+    for name, value, why in (
+        ("use_mpi", use_mpi, _MPI),
+        ("extra_mpi_args", extra_mpi_args, _MPI),
+        ("stdout", stdout, _PRINTED),
+        ("stderr", stderr, _PRINTED),
+        ("prefix_output_with_timestamp", prefix_output_with_timestamp, _PRINTED),
+    ):
+        if value:
+            raise ValueError(f"run: {name}={value!r}: {why}")
+    interface = [nics] if isinstance(nics, str) else list(nics or ())
+    if len(interface) > 1:
+        raise ValueError(f"run: nics={nics!r}: give one network interface")
+    context = SparkContext._active_spark_context
+    if context is None:
+        raise ValueError(
+            "run: there is no SparkContext: make a SparkSession first; Spark Connect has none"
+        )
+    size = context.defaultParallelism if num_proc is None else num_proc
+    if not isinstance(size, int) or size < 1:
+        raise ValueError(f"run: num_proc={num_proc!r} is no number from 1")
+    variables = {
+        **start.settings(),
+        **({"HORORING_INTERFACE": interface[0]} if interface else {}),
+        **{name: str(value) for name, value in (env or {}).items()},
+    }
+    payload = describe(fn, tuple(args), dict(kwargs or {}))
+    several = not context.master.startswith("local")
+    store, secret = start.new_store(size, several)
+    store.start_thread()
+    try:
+        host = context.getConf().get("spark.driver.host") if several else "127.0.0.1"
+        address = protocol.show_address(str(host), store.port)
+        told = Told(store.job, address, secret, variables, executable, payload)
+        outcomes = _collect(context, size, partial(run_rank, told), store, start_timeout or 600.0)
+    finally:
+        store.stop()
+    return results(_Ended(outcomes), size)
+
+
+class _Ended:
+    """All outcomes, as `function.Ended`."""
+
+    def __init__(self, outcomes: Iterable[Outcome]) -> None:
+        self._outcomes = {each.rank: each for each in outcomes}
+        self.results = {rank: each.answer for rank, each in self._outcomes.items() if each.answer}
+        # One that was killed first, then one that has just ended: others may have met its end.
+        failed = sorted(
+            (each.code > 0, each.rank in self.results, each.rank, each.code)
+            for each in self._outcomes.values()
+            if each.code
+        )
+        self.failed = failed[0][2:] if failed else None
+
+    def name(self, rank: int) -> str:
+        return f"rank {rank} on host {self._outcomes[rank].host}"
+
+    def epitaph(self, rank: int, code: int) -> list[str]:
+        lines = self._outcomes[rank].last_lines
+        last = "; the last lines of its standard error:" if lines else ""
+        return [f"{self.name(rank)} {describe_code(code)}{last}", *lines]
+
+
+def _collect(
+    context: SparkContext,
+    size: int,
+    task: Callable[[Iterable[int]], Iterator[Outcome]],
+    store: Store,
+    start_timeout_s: float,
+) -> list[Outcome]:
+    """Run the tasks in a thread, which may have to be left alone: Spark itself waits for slots.
+
+    Spark does not try a barrier stage again whose results are collected.
+    """
+    group = f"hororing-{secrets.token_hex(4)}"
+    done = threading.Event()
+    outcomes: list[Outcome] = []
+    errors: list[Exception] = []
+
+    def collect() -> None:
+        try:
+            context.setJobGroup(group, "hororing.spark.run", interruptOnCancel=True)
+            parts = context.parallelize(range(size), size).barrier().mapPartitions(task)
+            outcomes.extend(parts.collect())
+        except Exception as error:
+            errors.append(error)
+        finally:
+            done.set()
+
+    InheritableThread(target=collect, daemon=True).start()
+    try:
+        _watch(context, group, done, size, start_timeout_s)
+    except BaseException:
+        context.cancelJobGroup(group)
+        raise
+    if errors:
+        why = getattr(errors[0], "java_exception", errors[0])  # without where Java was
+        rank = next(iter(store.lost), -1)  # the first whose connection has ended
+        lost = f" (rank {rank} was lost first)" if rank >= 0 else ""
+        raise RunError(f"run: Spark could not run the tasks{lost}: {why}", rank) from errors[0]
+    return outcomes
+
+
+def _watch(
+    context: SparkContext, group: str, done: threading.Event, size: int, start_timeout_s: float
+) -> None:
+    """Wait for the end. RunError where the tasks do not start in time."""
+    tracker = context.statusTracker()
+    until = time.monotonic() + start_timeout_s
+    begun = False
+    while not done.wait(_LOOK_S):
+        jobs = [tracker.getJobInfo(number) for number in tracker.getJobIdsForGroup(group)]
+        stages = [tracker.getStageInfo(number) for job in jobs if job for number in job.stageIds]
+        begun |= any(stage and stage.numActiveTasks for stage in stages)
+        if not begun and time.monotonic() > until:
+            raise RunError(
+                f"run: Spark has not started {size} tasks at once within "
+                f"{start_timeout_s:g} s (start_timeout): are there as many cores? num_proc gives "
+                "the number of ranks"
+            )

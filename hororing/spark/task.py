@@ -1,0 +1,121 @@
+"""The part of `hororing.spark.run` in a task: it starts the process of a rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import selectors
+import socket
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from io import FileIO, RawIOBase
+
+from pyspark import BarrierTaskContext
+
+from hororing import launch
+from hororing.hororun import plan
+from hororing.hororun.agent import free_port
+from hororing.hororun.call import PROGRAM
+from hororing.hororun.local import RESULT, STDERR, STDOUT, LocalRanks, Program, memory_file, step
+from hororing.hororun.output import Output
+from hororing.hororun.plan import Rendezvous
+from hororing.rendezvous import interfaces, protocol
+
+
+@dataclass(frozen=True)
+class Told:
+    """What the tasks need to know."""
+
+    job: str
+    store: str  # its address
+    secret: bytes = field(repr=False)
+    variables: dict[str, str]
+    executable: str | None
+    payload: bytes = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a rank has ended."""
+
+    rank: int
+    host: str
+    code: int  # exit code, or minus the signal
+    answer: bytearray
+    last_lines: list[str]  # of its standard error
+
+
+def run_rank(told: Told, _: Iterable[int]) -> Iterator[Outcome]:
+    """Be one task of a barrier stage: tell how its rank has ended. Blocks until it has."""
+    context = BarrierTaskContext.get()
+    driver, _port = protocol.parse_address(told.store)
+    mine = [socket.gethostname(), interfaces.towards(driver), free_port()]
+    everybody = [json.loads(text) for text in context.allGather(json.dumps(mine))]
+    order = plan.neighbours([each[0] for each in everybody])
+    rank = order.index(context.partitionId())
+    _, address, port = everybody[order[0]]
+    rendezvous = Rendezvous(told.job, told.store, (address, port))
+    place = plan.by_host([everybody[i][0] for i in order])[rank]
+    environment = {
+        "PYTHONUNBUFFERED": "1",
+        **{
+            name: value
+            for name, value in launch.environment().items()
+            if name not in launch.VARIABLES
+        },
+        **told.variables,
+        **plan.environment(place, len(order), rendezvous),
+    }
+    call = pickle.loads(told.payload)
+    # Spark puts modules where tasks find them; this host need not have the driver's folders.
+    call = replace(call, path=[*dict.fromkeys([*sys.path, *call.path])])
+    yield _Process(rank, len(order)).run(told, environment, pickle.dumps(call))
+
+
+class _Process:
+    """The process of a rank. A `Sink`."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank = rank
+        self._code: int | None = None
+        self._answer = bytearray()
+        streams: dict[str, RawIOBase] = {
+            STDOUT: FileIO(1, "wb", closefd=False),
+            STDERR: FileIO(2, "wb", closefd=False),
+        }
+        self._output = Output(streams, size, tag=size > 1)
+
+    def output(self, rank: int, stream: str, data: bytes) -> None:
+        if stream == RESULT:
+            self._answer += data
+        else:
+            self._output.write(rank, stream, data)
+
+    def exited(self, rank: int, code: int) -> None:
+        self._code = code
+
+    def run(self, told: Told, environment: dict[str, str], payload: bytes) -> Outcome:
+        """Start it, and stay until it has ended. When the task is killed, so is the process."""
+        descriptors = memory_file("secret", told.secret), memory_file("payload", payload)
+        environment["HORORING_SECRET_FD"] = str(descriptors[0])
+        command = [told.executable or sys.executable, "-c", PROGRAM]
+        with selectors.DefaultSelector() as selector:
+            ranks = LocalRanks(selector, self)
+            try:
+                ranks.start(
+                    Program(
+                        self._rank, command, environment, os.getcwd(), descriptors[1], answers=True
+                    ),
+                    descriptors[0],
+                )
+                while self._code is None:
+                    step(selector)
+            finally:
+                ranks.close()
+                self._output.close()
+                for each in descriptors:
+                    os.close(each)
+        lines = [f"    {line.decode('utf-8', 'replace')}" for line in self._output.tail(self._rank)]
+        return Outcome(self._rank, socket.gethostname(), self._code, self._answer, lines)

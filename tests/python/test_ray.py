@@ -1,0 +1,287 @@
+"""Ranks that are actors of Ray, in a real cluster here. Full tier, 90 s; without Ray skipped."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiers
+
+from hororing.errors import RunError
+
+ROOT = Path(__file__).parents[2]
+FOUND = importlib.util.find_spec("ray") is not None
+needs_ray = pytest.mark.skipif(not FOUND, reason="Ray is missing: pip install 'hororing[ray]'")
+
+
+def test_without_ray_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch):
+    """Push tier, 0 s."""
+    monkeypatch.delitem(sys.modules, "hororing.ray", raising=False)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(
+        ImportError, match=r"hororing.ray needs Ray .*pip install 'hororing\[ray\]'"
+    ):
+        importlib.import_module("hororing.ray")
+
+
+@pytest.fixture(scope="module")
+def ray() -> Iterator[Any]:
+    """Ray with room for two ranks, and two GPUs that it only believes in."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")  # or it leaves a file at home
+        patch.setenv("HORORING_STALL_WARNING_S", "33")
+        ray = pytest.importorskip("ray")
+        ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+        ray.init(num_cpus=2, num_gpus=2, include_dashboard=False, log_to_driver=False)
+        yield ray
+        ray.shutdown()
+
+
+@pytest.fixture
+def executor(ray: Any) -> Iterator[Any]:
+    from hororing.ray import RayExecutor
+
+    made = RayExecutor(RayExecutor.create_settings(nics="lo"), num_workers=2, use_gpu=True)
+    yield made
+    made.shutdown()
+
+
+# What ranks do.
+
+
+class Counter:
+    def __init__(self, begin: int, *, step: int) -> None:
+        import hororing.numpy as hvd
+
+        hvd.init()
+        self.value, self.step = begin + hvd.rank(), step
+
+    def count(self) -> int:
+        self.value += self.step
+        return self.value
+
+
+def total(factor: float, *, offset: int) -> dict[str, Any]:
+    import hororing.numpy as hvd
+
+    hvd.init()
+    mine = np.full(3, factor * (hvd.rank() + offset))
+    return {
+        "rank": hvd.rank(),
+        "size": hvd.size(),
+        "local": (hvd.local_rank(), hvd.local_size()),
+        "sum": hvd.allreduce(mine, op=hvd.Sum).tolist(),
+        "variables": dict(os.environ),
+    }
+
+
+def fails(how: str) -> int:
+    import hororing.numpy as hvd
+
+    hvd.init()
+    if hvd.rank() == 1:
+        if how == "killed":
+            os.kill(os.getpid(), 9)
+        raise KeyError("of one")
+    if how != "raised alone":
+        hvd.barrier()
+    return hvd.rank()
+
+
+@tiers.full
+@needs_ray
+def test_results_and_objects_of_ranks(executor: Any):
+    executor.start(Counter, [10], {"step": 5}, extra_env_vars={"OF_THIS_TEST": 7})
+    answers = executor.run(total, (2.0,), {"offset": 1})
+    assert [each["rank"] for each in answers] == [0, 1]
+    for rank, each in enumerate(answers):
+        assert (each["size"], each["local"], each["sum"]) == (2, (rank, 2), [6.0] * 3)
+        told = each["variables"]
+        assert told["OF_THIS_TEST"] == "7"
+        assert told["HORORING_STALL_WARNING_S"] == "33"  # this process has it
+        assert told["HORORING_INTERFACE"] == "lo"
+        assert told["CUDA_VISIBLE_DEVICES"] == "0,1"
+        secrets = [name for name in told if name.startswith("HORORING_SECRET")]
+        assert secrets == ["HORORING_SECRET_FD"]  # a number
+    assert executor.execute(lambda counter: counter.count()) == [15, 16]
+    assert executor.execute_single(lambda counter: counter.count()) == 20
+    from ray import get
+
+    assert [each["rank"] for each in get(executor.run_remote(total, [1.0], {"offset": 0}))] == [
+        0,
+        1,
+    ]
+    with pytest.raises(RunError, match="call shutdown"):
+        executor.start()
+
+
+@tiers.full
+@needs_ray
+def test_failures_name_the_rank_and_what_can_go_on_goes_on(executor: Any):
+    with pytest.raises(RunError, match=r"call start\(\) first"):
+        executor.run(fails, ["raised alone"])
+    executor.start()
+    with pytest.raises(RunError, match=r"run: rank 1 on .* raised KeyError: 'of one'") as raised:
+        executor.run(fails, ["raised alone"])
+    assert raised.value.rank == 1
+    assert "in fails" in raised.value.traceback
+    assert isinstance(raised.value.__cause__, KeyError)
+    assert len(executor.run(total, [1.0], {"offset": 0})) == 2
+    # The other rank waits for it.
+    with pytest.raises(RunError, match=r"raised KeyError: 'of one'; rank 0 on .* did not return"):
+        executor.run(fails, ["raised"])
+    with pytest.raises(RunError, match=r"call start\(\) first"):
+        executor.run(fails, ["raised"])
+    executor.start()
+    with pytest.raises(RunError, match=r"run: the actor of rank 1 on .* has died") as died:
+        executor.run(fails, ["killed"])
+    assert died.value.rank == 1
+    executor.start()
+    assert len(executor.run(total, [1.0], {"offset": 0})) == 2
+
+
+@tiers.full
+@needs_ray
+def test_a_cluster_without_room_is_an_error(ray: Any):
+    from hororing.ray import RayExecutor
+
+    settings = RayExecutor.create_settings(placement_group_timeout_s=1)
+    for where, text in (
+        ({"num_workers": 3}, r"no room for 3 times \{'CPU': 1\} within 1 s; it has .*'CPU': 2.0"),
+        ({"num_hosts": 2}, r"no room for 2 times \{'CPU': 1\} on different nodes"),
+    ):
+        with pytest.raises(RunError, match=text):
+            RayExecutor(settings, **where).start()
+    ends = time.monotonic() + 60
+    while ray.available_resources().get("CPU") != 2.0:  # nothing is kept for them
+        assert time.monotonic() < ends
+        time.sleep(0.1)
+
+
+@tiers.full
+@needs_ray
+def test_horovods_name_is_the_same_and_elastic_jobs_have_a_way_out():
+    program = (
+        "import hororing.as_horovod, hororing.ray\n"
+        "hororing.as_horovod.install()\n"
+        "from horovod.ray import RayExecutor\n"
+        "assert RayExecutor is hororing.ray.RayExecutor\n"
+        "try: import horovod.ray.elastic\n"
+        "except ImportError as error: assert 'checkpoints' in str(error), error\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+@tiers.full
+@needs_ray
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({}, "num_workers=None, num_hosts=None: give one of them"),
+        ({"num_workers": 2, "num_hosts": 1}, "num_workers=2, num_hosts=1: give one of them"),
+        ({"num_workers": 0}, "num_workers=0 is no number from 1"),
+        ({"num_workers": 2, "gpus_per_worker": 1}, "gpus_per_worker=1 needs use_gpu=True"),
+        ({"min_workers": 1}, "min_workers=1: the number of ranks does not change"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(arguments: dict[str, Any], text: str):
+    from hororing.ray import RayExecutor
+
+    with pytest.raises(ValueError, match=text):
+        RayExecutor(**arguments)
+    with pytest.raises(ValueError, match="ssh"):
+        RayExecutor.create_settings(ssh_identity_file="key")
+
+
+def train(told: dict[str, Any]) -> None:
+    import ray.train
+
+    import hororing.numpy as hvd
+
+    hvd.init()
+    here = ray.train.get_context()
+    assert (here.get_world_rank(), here.get_local_rank()) == (hvd.rank(), hvd.local_rank())
+    sums = hvd.allreduce(np.full(3, told["factor"]), op=hvd.Sum).tolist()
+    first = not Path(told["mark"]).exists()
+    hvd.barrier()
+    if first and hvd.rank() == 1:
+        Path(told["mark"]).touch()
+        raise KeyError("of one")
+    hvd.barrier()
+    if hvd.rank() == 0:
+        Path(told["answer"]).write_text(f"{hvd.size()} {sums} {os.environ['OF_THIS_TEST']}")
+
+
+@tiers.full
+@needs_ray
+def test_a_trainer_of_ray_train_and_its_second_try(ray: Any, tmp_path: Path):
+    for needed in ("pyarrow", "pandas"):
+        pytest.importorskip(needed, reason="pip install 'ray[train]'")
+    pytest.importorskip("torch")
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    from hororing.ray import HororingConfig
+
+    mark, answer = tmp_path / "tried", tmp_path / "answer"
+    TorchTrainer(
+        train,
+        train_loop_config={"factor": 2.0, "mark": str(mark), "answer": str(answer)},
+        torch_config=HororingConfig(env={"OF_THIS_TEST": 7}),
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig(
+            storage_path=str(tmp_path / "results"), failure_config=FailureConfig(max_failures=1)
+        ),
+    ).fit()
+    assert mark.exists()
+    assert answer.read_text() == "2 [4.0, 4.0, 4.0] 7"
+
+
+TWO_NODES = """
+import os, ray
+from ray.cluster_utils import Cluster
+from hororing.ray import RayExecutor
+
+def where():
+    import hororing.numpy as hvd
+    hvd.init()
+    hvd.barrier()
+    return (
+        hvd.rank(), os.environ["HORORING_LOCAL_RANK"], ray.get_runtime_context().get_node_id(),
+        os.environ["HORORING_RENDEZVOUS"],
+    )
+
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+cluster.add_node(num_cpus=2)
+ray.init(address=cluster.address)
+executor = RayExecutor(num_hosts=2, num_workers_per_host=2)
+executor.start()
+ranks, local_ranks, nodes, stores = zip(*executor.run(where))
+executor.shutdown()
+assert ranks == (0, 1, 2, 3), ranks
+assert local_ranks == ("0", "1", "0", "1"), local_ranks
+assert nodes[0] == nodes[1] != nodes[2] == nodes[3], nodes
+assert {each.rpartition(":")[0] for each in stores} == {ray.util.get_node_ip_address()}, stores
+ray.shutdown()
+cluster.shutdown()
+"""
+
+
+@tiers.full
+@needs_ray
+def test_ranks_of_a_node_are_neighbours():
+    subprocess.run(
+        [sys.executable, "-c", TWO_NODES],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled"},
+        check=True,
+        timeout=200,
+    )
