@@ -11,7 +11,7 @@ import sys
 from importlib import metadata
 
 import hororing
-from hororing import config, mpi, nccl, runtime
+from hororing import config, launch, mpi, nccl, runtime
 from hororing._core import ffi, lib
 from hororing.config import documentation
 from hororing.launch import Launch
@@ -83,7 +83,8 @@ def _try_allreduce() -> tuple[bool, str]:
 
         import hororing.numpy as hvd
 
-        runtime.start(Launch())  # alone, also when mpirun started this
+        launch.be_alone()
+        runtime.start(Launch())
         total = hvd.allreduce(np.arange(5, dtype=np.float32), op=hvd.Sum, name="info")
         hvd.shutdown()
     except Exception as error:  # whatever it is belongs into the report

@@ -246,6 +246,11 @@ def _incomplete(what: str) -> ValueError:
     )
 
 
+def be_alone() -> None:
+    """Make this process a job of one rank, whatever has started it."""
+    os.environ["HORORING_ALONE"] = "1"
+
+
 def environment() -> dict[str, str]:
     """A copy of this process's environment, for those that it starts."""
     return dict(os.environ)

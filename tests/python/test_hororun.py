@@ -565,3 +565,9 @@ def test_with_mpi_the_mpirun_line_is_printed_and_run(tmp_path: Path):
     words = "-np 4 -H a:2,b:2 --output tag -x A -x HORORING_AUTOTUNE=1 --v python t.py"
     assert done.stdout == f"mpirun {words}\nran {words}\n"
     assert done.returncode == 4
+
+
+def test_info_is_of_one_rank_also_where_hororun_starts_it():  # push tier, 1 s
+    told = run("-np", "2", sys.executable, "-m", "hororing", "info")
+    assert told.returncode == 0, told
+    assert told.stdout.count("works (one process)") == 2
