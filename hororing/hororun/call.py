@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from types import CodeType, FunctionType, TracebackType
 from typing import Any
 
 import cloudpickle
@@ -40,12 +40,14 @@ PROGRAM = (
 class Call:
     """What ranks read: first where modules are found, then what needs them.
 
-    `sources` are texts of files that there are not, as cells of notebooks, for tracebacks.
+    `sources` are texts of files that there are not, as cells of notebooks, for tracebacks. `file`
+    is where the function is defined: cloudpickle 3.1.3 does not tell.
     """
 
     path: list[str]
     argv: list[str]
     sources: dict[str, Any]
+    file: str
     call: bytes  # a pickle of function, arguments, keyword arguments
 
 
@@ -74,7 +76,8 @@ def describe(function: Callable[..., Any], args: Any, kwargs: Any) -> bytes:
         for name, entry in linecache.cache.items()
         if len(entry) == 4 and not os.path.exists(name)
     }
-    return pickle.dumps(Call(list(sys.path), list(sys.argv), sources, call))
+    file = function.__code__.co_filename if isinstance(function, FunctionType) else ""
+    return pickle.dumps(Call(list(sys.path), list(sys.argv), sources, file, call))
 
 
 def main() -> None:
@@ -93,6 +96,8 @@ def main() -> None:
     )
     try:
         function, args, kwargs = pickle.loads(told.call)
+        if isinstance(function, FunctionType):
+            function.__code__ = _of_file(function.__code__, told.file)
         body = _pickled(function(*args, **kwargs))
     except SystemExit:
         raise  # the launcher sees the code
@@ -104,6 +109,14 @@ def main() -> None:
         raise
     _answer(answer, RETURNED, body)
     os.close(answer)
+
+
+def _of_file(code: CodeType, file: str) -> CodeType:
+    """The code, and that of the functions in it, with the name of their file if that was lost."""
+    if code.co_filename != "<dynamic-code>":
+        return code
+    constants = (_of_file(c, file) if isinstance(c, CodeType) else c for c in code.co_consts)
+    return code.replace(co_filename=file, co_consts=tuple(constants))
 
 
 def _end_within(limit_s: float) -> None:
