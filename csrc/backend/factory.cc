@@ -15,8 +15,8 @@ namespace {
 // Null where the ranks share no memory, or too little.
 ShmTransport* SharedBy(Transport& transport) {
   ShmTransport* shared = dynamic_cast<ShmTransport*>(&transport);
-  const bool room = shared != nullptr && ShmDirectBackend::Fits(shared->segment().geometry());
-  return room ? shared : nullptr;
+  const bool fits = shared != nullptr && ShmDirectBackend::Fits(shared->segment().geometry());
+  return fits ? shared : nullptr;
 }
 
 // Behind all backends of the host, which it uses. It looks for no device before a batch comes.

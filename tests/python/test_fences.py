@@ -1,4 +1,4 @@
-"""The fences between the rooms (docs/architecture.md), each as one line."""
+"""The fences between the folders (docs/architecture.md), each as one line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 CORE = sorted(p for p in (ROOT / "csrc").rglob("*") if p.suffix in {".cc", ".h", ".inc"})
 PACKAGE = sorted((ROOT / "hororing").rglob("*.py"))
 
-ROOMS = {
+FOLDERS = {
     "base": set(),
     "trace": {"base"},
     "transport": {"base"},
@@ -24,10 +24,10 @@ ROOMS = {
     "schedule": {"base"},
     "negotiation": {"base", "transport", "schedule"},
 }
-ROOMS["engine"] = set(ROOMS)
-ROOMS["capi"] = set(ROOMS)
-ROOMS["tensorflow"] = {"capi"}
-ROOMS["python"] = {"capi"}
+FOLDERS["engine"] = set(FOLDERS)
+FOLDERS["capi"] = set(FOLDERS)
+FOLDERS["tensorflow"] = {"capi"}
+FOLDERS["python"] = {"capi"}
 FRAMEWORKS = ("torch", "tensorflow", "keras")
 TOOLKIT = {("toolkit", framework) for framework in FRAMEWORKS}
 # What the toolkit may import: what scripts use, and the API for extensions.
@@ -63,11 +63,11 @@ def test_the_fences_see_the_files():
     assert users(CORE, r"#include <vector>")
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_a_room_includes_only_the_rooms_below_it(room: str):
-    for file in (ROOT / "csrc" / room).rglob("*.*"):
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_folder_includes_only_the_folders_below_it(folder: str):
+    for file in (ROOT / "csrc" / folder).rglob("*.*"):
         included = set(re.findall(r'#include "([a-z_]+)/', file.read_text()))
-        assert included <= ROOMS[room] | {room}, file
+        assert included <= FOLDERS[folder] | {folder}, file
 
 
 def test_mpi_has_one_folder_that_nobody_else_includes():
@@ -75,7 +75,7 @@ def test_mpi_has_one_folder_that_nobody_else_includes():
     assert {str(Path(file).parent) for file in files} == {"csrc/transport/mpi"}
 
 
-def test_no_header_of_nccl_or_cuda_and_their_names_in_one_room():
+def test_no_header_of_nccl_or_cuda_and_their_names_in_one_folder():
     assert users(CORE, r"#include [<\"](nccl|cuda)") == set()
     # What loads libraries: those two, the MPI of this machine, and TensorFlow's functions.
     assert {str(Path(file).parent) for file in users(CORE, r"\bdlopen\(|\bdlsym\(")} == {
@@ -176,10 +176,10 @@ def test_only_adapters_import_frameworks():
     assert users(neutral, loads) == {"hororing/rendezvous/torch_store.py"}
 
 
-@pytest.mark.parametrize(("room", "library"), [("ray", "ray"), ("spark", "pyspark")])
-def test_clusters_have_one_folder_each(room: str, library: str):
-    others = [f for f in PACKAGE if f.relative_to(ROOT / "hororing").parts[0] != room]
-    assert users(others, rf"^\s*(from|import) ({library}|hororing\.{room})\b") == set()
+@pytest.mark.parametrize(("folder", "library"), [("ray", "ray"), ("spark", "pyspark")])
+def test_clusters_have_one_folder_each(folder: str, library: str):
+    others = [f for f in PACKAGE if f.relative_to(ROOT / "hororing").parts[0] != folder]
+    assert users(others, rf"^\s*(from|import) ({library}|hororing\.{folder})\b") == set()
     assert users(PACKAGE, rf"^\s*(from|import) {library}\b")
 
 
