@@ -40,8 +40,8 @@ PROGRAM = (
 class Call:
     """What ranks read: first where modules are found, then what needs them.
 
-    `sources` are texts of files that there are not, as cells of notebooks, for tracebacks. `file`
-    is where the function is defined: cloudpickle 3.1.3 does not tell.
+    `sources` are the texts of files that exist in memory only, such as notebook cells; tracebacks
+    show them. `file` is where the function is defined, which cloudpickle 3.1.3 leaves out.
     """
 
     path: list[str]

@@ -278,6 +278,6 @@ def _raise_again(job: Ended, rank: int, raised: Mapping[int, Raised]) -> NoRetur
         if other != rank
     ]
     cause = None
-    with contextlib.suppress(Exception):  # of a type that there is not here, say
+    with contextlib.suppress(Exception):  # its type may not exist in this process
         cause = pickle.loads(about.error)
     raise RunError("\n".join(lines), rank, 1, about.trace) from cause
