@@ -148,6 +148,7 @@ class Store:
         self._gathers: dict[tuple[int, str], _Gather] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
+        self._stopping = threading.Lock()
 
     # -----------------------------------------------------------------------------------------
     # Life
@@ -195,13 +196,14 @@ class Store:
         self._call(self.open())
 
     def stop(self) -> None:
-        """Close it and end its thread. Does nothing where there is none."""
-        if self._thread is None or self._loop is None:
-            return
-        self._call(self.close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_START_S)
-        self._thread = None
+        """Close it and end its thread. Does nothing where there is none; any thread may call it."""
+        with self._stopping:
+            if self._thread is None or self._loop is None:
+                return
+            self._call(self.close())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(_START_S)
+            self._thread = None
 
     def _call(self, what: Coroutine[Any, Any, None]) -> None:
         assert self._loop is not None

@@ -424,6 +424,12 @@ def test_a_store_ends_while_members_come(
         each.close()
 
 
+def test_threads_may_stop_a_store_at_the_same_time(made: Callable[..., Store]):
+    for _ in range(20):
+        store = made(1)
+        on_threads(4, lambda _, store=store: store.stop())
+
+
 def test_a_forked_child_neither_keeps_its_parent_in_the_job_nor_ends_it(
     made: Callable[..., Store], tmp_path: Path
 ):
