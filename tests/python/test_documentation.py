@@ -1,4 +1,4 @@
-"""What the documentation refers to is there: files, headings, names, counters."""
+"""What the documentation refers to exists (files, headings, names, counters), and lines fit."""
 
 from __future__ import annotations
 
@@ -29,6 +29,16 @@ def test_links_lead_somewhere() -> None:
                 broken.append(f"{page.relative_to(ROOT)}: {file}#{anchor}")
     assert len(PAGES) > 10
     assert broken == []
+
+
+def test_no_line_but_those_of_tables_is_wider_than_120_columns() -> None:
+    wide = [
+        f"{page.relative_to(ROOT)}:{number}"
+        for page in PAGES
+        for number, line in enumerate(page.read_text("utf-8").splitlines(), 1)
+        if len(line) > 120 and not line.startswith("|")
+    ]
+    assert wide == []
 
 
 def defines(name: str) -> bool:
