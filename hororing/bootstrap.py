@@ -10,6 +10,8 @@ HORORING_SECRET_FD            descriptor of the secret, of a file in memory: the
                               store
 HORORING_SECRET_KEY, _FILE    the secret, or its file: rank 0 has the store
 HORORING_INSECURE             1: a store without a secret on a network
+HORORING_ELASTIC              1: the launcher's store gives this process a rank, again and again
+HORORING_HOSTNAME             name of this host there; unset: its own
 ============================  ====================================================================
 """
 
@@ -30,6 +32,7 @@ from hororing.config.forms import BOOL, BadText
 from hororing.launch import Launch
 from hororing.rendezvous import files, interfaces, protocol, torch_store
 from hororing.rendezvous.client import Member, RendezvousError
+from hororing.rendezvous.elastic_member import ElasticMember
 from hororing.rendezvous.store import Store
 from hororing.starts import FILE, TORCH, Place
 
@@ -85,6 +88,36 @@ def find(
         raise
 
 
+def is_elastic() -> bool:
+    """Whether the environment tells of an elastic job."""
+    return _switch(_variables(launch.environment()), "ELASTIC")
+
+
+def join(settings: Mapping[str, Any]) -> ElasticMember:
+    """Connect with the store of this elastic job, as a process that is in no generation yet.
+
+    Blocks until the store is there, for at most TIMEOUT_S. ValueError, RendezvousError: as `find`.
+    """
+    env = _variables(launch.environment())
+    rendezvous = env.get("RENDEZVOUS", "")
+    for name in _RANKS:
+        if name in env:
+            raise ValueError(
+                f"{_PREFIX}{name} is set, but in an elastic job ({_PREFIX}ELASTIC=1) the store "
+                "gives ranks to processes"
+            )
+    if not rendezvous or rendezvous.startswith(FILE):
+        raise ValueError(
+            f"{_PREFIX}ELASTIC=1 needs {_PREFIX}RENDEZVOUS=host:port, the store of the launcher"
+        )
+    member = ElasticMember(
+        rendezvous, secret=_secret(env), job=_job(env, ""), host=env.get("HOSTNAME"),
+        timeout_s=settings["TIMEOUT_S"] or math.inf, insecure=_insecure(env),
+    )  # fmt: skip
+    _reach(member, rendezvous)
+    return member
+
+
 def _by_file(told: Told, timeout_s: float) -> Member:
     directory = told.place.rendezvous.removeprefix(FILE)
     if told.rank != 0:
@@ -131,11 +164,16 @@ def _by_address(told: Told, timeout_s: float) -> Member:
         raise
     if store is not None:
         member.at_close.append(store.stop)
+    _reach(member, rendezvous)
+    return member
+
+
+def _reach(member: Member, rendezvous: str) -> None:
+    """Find the address at which other hosts reach this one."""
     place = rendezvous.partition(",")[0]
     if protocol.is_loopback(member.local_address) and not _is_of_this_host_alone(place):
         # Ranks of the store's host have another way to it than other hosts have.
         member.local_address = interfaces.reached_at(place)
-    return member
 
 
 def name_of(member: Member) -> str:
@@ -149,11 +187,7 @@ def read(started_by: Launch, environ: Mapping[str, str] | None = None) -> Told |
     """Read and check the variables; None: none of them tells of a store or of ranks."""
     everything = launch.environment() if environ is None else environ
     launch.check(started_by, everything)
-    env = {
-        name.removeprefix(_PREFIX): text.strip()
-        for name, text in launch.variables(everything).items()
-        if text.strip()
-    }
+    env = _variables(everything)
     ranks = {name: _number(name, env[name]) for name in _RANKS if name in env}
     if not ranks and "RENDEZVOUS" not in env and not starts.tells(started_by):
         return None
@@ -187,6 +221,14 @@ def read(started_by: Launch, environ: Mapping[str, str] | None = None) -> Told |
 
 # ---------------------------------------------------------------------------------------------
 # Variables
+
+
+def _variables(environ: Mapping[str, str]) -> dict[str, str]:
+    return {
+        name.removeprefix(_PREFIX): text.strip()
+        for name, text in launch.variables(environ).items()
+        if text.strip()
+    }
 
 
 def _number(name: str, text: str) -> int:
@@ -303,12 +345,16 @@ def _secret_of(name: str, text: str) -> bytes:
 
 
 def _insecure(env: Mapping[str, str]) -> bool:
-    text = env.get("INSECURE", "0")
+    return _switch(env, "INSECURE")
+
+
+def _switch(env: Mapping[str, str], name: str) -> bool:
+    text = env.get(name, "0")
     try:
         return bool(BOOL.parse(text))
     except BadText:
         raise ValueError(
-            f"{_PREFIX}INSECURE={text!r} is not understood: expected {BOOL.accepted}"
+            f"{_PREFIX}{name}={text!r} is not understood: expected {BOOL.accepted}"
         ) from None
 
 

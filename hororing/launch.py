@@ -29,7 +29,8 @@ _OPENMPI_ON_ONE_HOST = {
 VARIABLES = (
     "HORORING_RANK", "HORORING_SIZE", "HORORING_LOCAL_RANK", "HORORING_LOCAL_SIZE",
     "HORORING_RENDEZVOUS", "HORORING_JOB", "HORORING_SECRET_FD", "HORORING_SECRET_FILE",
-    "HORORING_SECRET_KEY", "HORORING_INSECURE", "HORORING_NUM_REPLICAS",
+    "HORORING_SECRET_KEY", "HORORING_INSECURE", "HORORING_NUM_REPLICAS", "HORORING_ELASTIC",
+    "HORORING_HOSTNAME",
 )  # fmt: skip
 
 # In the environment of every rank that MPI connects: its process, and the launcher's name of the
@@ -83,6 +84,7 @@ class Launcher:
     counts_alone: bool = False  # also with one process, whatever has started the launcher
 
 
+ELASTIC = "an elastic job"  # of hororun; none of LAUNCHERS, since ranks come from its store
 TORCHRUN, SRUN, KUBERNETES = "torchrun", "srun", "Kubernetes Indexed Job"
 
 # The first that is there counts: what started this process stands before what started that.

@@ -31,7 +31,7 @@ import time
 from types import TracebackType
 from typing import Any, NoReturn
 
-from hororing import bootstrap, errors, job, launch, mpi, recorder
+from hororing import bootstrap, errors, job, launch, membership, mpi, recorder
 from hororing import config as configuration
 from hororing import process_sets as sets
 from hororing._core import ffi, lib
@@ -75,7 +75,9 @@ _log = Forwarder()
 def init(comm: Any = None, process_sets: Any = None) -> None:
     """Start the engine and find the other ranks. Blocks until all ranks have called it.
 
-    Does nothing when already initialised. `shutdown()` and `init()` may follow one another.
+    Does nothing when already initialised. `shutdown()` and `init()` may follow one another. In an
+    elastic job (hororun --min-np) that forms the next generation: of the processes that are there
+    by then, with ranks of its own.
 
     Parameters
     ----------
@@ -93,6 +95,8 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     TransportError : the ranks cannot reach one another, or not all came within HORORING_TIMEOUT_S.
     PeerLostError : a rank has ended before all had come, as far as its host or MPI tells.
     KeyboardInterrupt : within seconds. If MPI was starting, the process can then only end.
+    SystemExit : 0, an elastic job does without this process: its host was taken away, or all is
+        done.
     """
     start(launch.detect(mpi=mpi.is_built()), comm, process_sets)
 
@@ -117,6 +121,9 @@ def _start(started_by: Launch, comm: Any, dynamic: bool, process_sets: str) -> N
         settings = configuration.load()
         if settings["ALONE"]:
             started_by = Launch()
+        elif membership.is_elastic():
+            _start_elastic(settings, comm, dynamic, process_sets)
+            return
         communicator, ranks, others = _parse_comm(comm, started_by)
         by_mpi = (started_by.launched and started_by.mpi) or others
         if by_mpi or started_by.launched:
@@ -130,29 +137,29 @@ def _start(started_by: Launch, comm: Any, dynamic: bool, process_sets: str) -> N
             launch.mark_rank()
         if by_mpi:
             launch.prepare_mpi(started_by)
-        level = _log.configure(
-            settings.log_level(),
-            chosen=settings.settings["LOG_LEVEL"].source != "default",
-            hide_time=settings["LOG_HIDE_TIME"],
-        )
-        _log.open(started_by.rank if launched else 0)
-        _process.dynamic = dynamic or settings["DYNAMIC_PROCESS_SETS"]
-        keep, c_config = engine_config(
-            settings, started_by, launched, level, process_sets, _process.member
-        )
-        c_config.mpi_communicator = communicator
-        if ranks is not None:
-            c_ranks = ffi.new("int32_t[]", ranks)
-            c_config.ranks, c_config.ranks_count = c_ranks, len(ranks)
-        named = bootstrap.name_of(_process.member) if _process.member else job_of("self") or ""
-        recorder.begin(settings["FLIGHT_RECORDER"], settings["STACK_SIGNAL"], started_by, named)
-        _process.pid = os.getpid()
         _process.launched = by_mpi
-        _process.broken = True  # until it is known to be whole
-        _install_hooks()
+        _process.dynamic = dynamic or settings["DYNAMIC_PROCESS_SETS"]
         watched = communicator == _WORLD and _process.member is None
-        _run(c_config, settings, Neighbours(ranks) if watched else None)
-        del keep
+        neighbours = Neighbours(ranks) if watched else None
+        _run(settings, started_by, launched, process_sets, communicator, ranks, neighbours)
+
+
+def _start_elastic(
+    settings: configuration.Config, comm: Any, dynamic: bool, process_sets: str
+) -> None:
+    """Form the next generation, and another one where a member is lost meanwhile."""
+    if comm is not None:
+        raise ValueError(f"init: comm={comm!r} needs MPI, which did not start this elastic job")
+    launch.refuse_children(Launch(launch.ELASTIC, mpi=False, own=membership.SIGN))
+    _process.dynamic = dynamic or settings["DYNAMIC_PROCESS_SETS"]
+    while True:
+        started_by = membership.enter(settings, failed=_process.broken)
+        launch.mark_rank()
+        try:
+            return _run(settings, started_by, True, process_sets, _WORLD, None, None)
+        except (errors.PeerLostError, errors.TransportError):
+            if membership.is_hopeless():
+                raise
 
 
 def _find_ranks(started_by: Launch, settings: configuration.Config, comm: Any) -> None:
@@ -184,8 +191,34 @@ def _answer(member: Member, timeout_s: float) -> None:
     lib.hr_answer(ffi.new("char *[]", keep), ffi.NULL)
 
 
-def _run(c_config: Any, settings: configuration.Config, neighbours: Neighbours | None) -> None:
+def _run(
+    settings: configuration.Config,
+    started_by: Launch,
+    launched: bool,
+    process_sets: str,
+    communicator: int,
+    ranks: list[int] | None,
+    neighbours: Neighbours | None,
+) -> None:
     """Start the engine; after whatever exception there is none."""
+    level = _log.configure(
+        settings.log_level(),
+        chosen=settings.settings["LOG_LEVEL"].source != "default",
+        hide_time=settings["LOG_HIDE_TIME"],
+    )
+    _log.open(started_by.rank if launched else 0)
+    keep, c_config = engine_config(
+        settings, started_by, launched, level, process_sets, _process.member
+    )
+    c_config.mpi_communicator = communicator
+    if ranks is not None:
+        keep.append(ffi.new("int32_t[]", ranks))
+        c_config.ranks, c_config.ranks_count = keep[-1], len(ranks)
+    named = bootstrap.name_of(_process.member) if _process.member else job_of("self") or ""
+    recorder.begin(settings["FLIGHT_RECORDER"], settings["STACK_SIGNAL"], started_by, named)
+    _process.pid = os.getpid()
+    _process.broken = True  # until it is known to be whole
+    _install_hooks()
     try:
         code = int(lib.hr_init(c_config))
         if code == lib.HR_OK:

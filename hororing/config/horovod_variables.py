@@ -71,7 +71,7 @@ UNUSED = (
         _other_than("mpi"),
     ),
     Unused("HOROVOD_ENABLE_XLA_OPS", "no operation is compiled by XLA"),
-    Unused("HOROVOD_ELASTIC", "a lost rank ends the job; start it again from a checkpoint"),
+    Unused("HOROVOD_ELASTIC", "a lost rank ends the job, unless hororun --min-np has started it"),
     Unused("HOROVOD_SIZE", "ranks are the processes that the launcher started", lambda text: True),
 )
 

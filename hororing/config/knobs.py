@@ -312,6 +312,22 @@ KNOBS: tuple[Knob, ...] = (
         unit="s",
     ),
     Knob(
+        "ELASTIC_TIMEOUT_S",
+        _SECONDS,
+        600.0,
+        "elastic jobs: longest time with fewer than --min-np processes, or until all processes of "
+        "a generation that is over ask for the next one; 0: forever; read by hororun",
+        unit="s",
+        aliases=(_same("HOROVOD_ELASTIC_TIMEOUT", _SECONDS),),
+    ),
+    Knob(
+        "PEER_TIMEOUT_S",
+        number(0.5, 3600),
+        2.0,
+        "elastic jobs: a process that gives no sign of life for so long is lost; read by hororun",
+        unit="s",
+    ),
+    Knob(
         "SPIN_US",
         number(0, 1e6),
         50.0,

@@ -16,6 +16,7 @@ _ALIASES = {
     "AUTOTUNE_LOG": ["--autotune-log-file"],
     "STALL_WARNING_S": ["--stall-check-warning-time-seconds"],
     "STALL_SHUTDOWN_S": ["--stall-check-shutdown-time-seconds"],
+    "ELASTIC_TIMEOUT_S": ["--elastic-timeout"],
     "LOG_HIDE_TIME": ["--log-without-timestamp", "--log-hide-timestamp"],
     "CPU": ["--thread-affinity"],
     "INTERFACE": ["--network-interface", "--network-interfaces"],

@@ -110,13 +110,14 @@ class Member:
     secret : of the job; b"" where there is none, which is a ValueError unless the address is of
         this host alone or `insecure`.
     job, rank, size : the job's name, which rank this is, and of how many.
+    uid : of a process without a rank (rank -1, size 0); see `elastic_member.ElasticMember`.
     host : name of this host in error texts; None: its own.
     timeout_s : how long to try; infinite: for ever.
 
     Attributes
     ----------
     address : where the store is.
-    mesh_key : proves to other ranks that this one belongs to the job; "" without a secret.
+    generation : the one in which it has this rank; 0, and for ever, where jobs are not elastic.
     local_address : address of this host from which the store is reached, without a port.
     at_close : what `close` calls afterwards, such as the end of a store in this process.
 
@@ -133,15 +134,17 @@ class Member:
         job: str,
         rank: int,
         size: int,
+        uid: str = "",
         host: str | None = None,
         timeout_s: float = 60.0,
         insecure: bool = False,
     ) -> None:
-        self.job, self.rank, self.size = job, rank, size
+        self.job, self.rank, self.size, self.uid = job, rank, size, uid
+        self.generation = 0
         self.host = socket.gethostname() if host is None else host
         self.address = address
         self.local_address = ""
-        self.mesh_key = hmac.new(secret, b"mesh", "sha256").hexdigest() if secret else ""
+        self._mesh_key = hmac.new(secret, b"mesh", "sha256").hexdigest() if secret else ""
         self.at_close: list[Callable[[], None]] = []
         self._lock = threading.Lock()
         self._shares = 0
@@ -154,6 +157,12 @@ class Member:
 
     # -----------------------------------------------------------------------------------------
     # Requests
+
+    @property
+    def mesh_key(self) -> str:
+        """Proves to other ranks that this one belongs to the job, and to this generation of it."""
+        key, told = self._mesh_key.encode(), str(self.generation).encode()
+        return hmac.new(key, told, "sha256").hexdigest() if key else ""
 
     def share(self, text: str, timeout_s: float = math.inf) -> list[str]:
         """Tell `text`, and return the texts of all ranks in their order.
@@ -217,9 +226,9 @@ class Member:
 
     def _ask(self, what: str, key: str, timeout_s: float, **more: Any) -> Deadline:
         if self._stream is None:
-            raise RendezvousError(f"rank {self.rank} has no connection to the store any more")
+            raise RendezvousError(f"{self._name()} has no connection to the store any more")
         deadline = Deadline(timeout_s + _ANSWER_S)
-        request = {"do": what, "generation": 0, "key": key, **more}
+        request = {"do": what, "generation": self.generation, "key": key, **more}
         if math.isfinite(timeout_s):
             request["timeout_s"] = timeout_s
         try:
@@ -248,6 +257,9 @@ class Member:
                 rank = message.get("rank", -1)
                 raise RendezvousError(str(message["error"]), rank if type(rank) is int else -1)
             return message
+
+    def _name(self) -> str:
+        return f"rank {self.rank}" if self.rank >= 0 else f"process {os.getpid()}"
 
     def _failed(self, error: Exception) -> RendezvousError:
         self.drop()
@@ -281,7 +293,7 @@ class Member:
                     return
             if deadline.left_s() == 0:
                 raise RendezvousError(
-                    f"rank {self.rank} on host {self.host} found no store of its job within "
+                    f"{self._name()} on host {self.host} found no store of its job within "
                     f"{timeout_s:g} s; "
                     + "; ".join(f"{text}: {reason}" for text, reason in reasons.items())
                 )
@@ -301,7 +313,7 @@ class Member:
 
     def _introduce(self, stream: _Stream, secret: bytes, deadline: Deadline) -> None:
         nonce = protocol.new_nonce()
-        hello = Hello(self.job, self.rank, self.size, self.host, os.getpid(), nonce)
+        hello = Hello(self.job, self.rank, self.size, self.host, os.getpid(), nonce, self.uid)
         stream.send(hello.message(), deadline)
         answer = _accepted(stream.receive(deadline))
         theirs = protocol.take(answer, "nonce", str)

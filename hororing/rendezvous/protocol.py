@@ -2,7 +2,7 @@
 
 A frame is its length (4 bytes, big endian) and a JSON object in ASCII. A connection begins with
 
-    member -> store   hello: version, job, rank, size, host, pid, nonce
+    member -> store   hello: version, job, rank, size, host, pid, nonce, uid
     store  -> member  nonce, proof
     member -> store   proof
     store  -> member  welcome
@@ -25,7 +25,7 @@ import secrets
 from dataclasses import asdict, dataclass
 from typing import Any
 
-VERSION = 1
+VERSION = 2
 LENGTH_BYTES = 4
 # The longest frame before the other side is known, and afterwards.
 FIRST_BYTES = 4096
@@ -35,6 +35,7 @@ TEXT_CHARACTERS = 2**15
 CHARACTER_BYTES = 12
 SECRET_BYTES = 32
 _NONCE_BYTES = 16
+_UID_BYTES = 8
 _MOST_RANKS = 2**20
 
 STORE, MEMBER = "store", "member"
@@ -114,6 +115,10 @@ class Hello:
     host: str
     pid: int
     nonce: str
+    # Of a process of an elastic job, which has no rank until the store gives it one (rank -1, size
+    # 0): different for every membership.
+    uid: str = ""
+    beats: bool = False  # its second connection, which only tells that it lives
 
     def message(self) -> dict[str, Any]:
         """The first frame of a connection."""
@@ -121,6 +126,8 @@ class Hello:
 
     def who(self) -> str:
         """The member in error texts."""
+        if self.uid:
+            return f"the process {self.pid} on host {self.host}"
         return f"rank {self.rank} (host {self.host}, pid {self.pid})"
 
 
@@ -128,20 +135,28 @@ def parse_hello(message: dict[str, Any]) -> Hello:
     """Check the first frame of a connection."""
     if take(message, "hororing", int) != VERSION:
         raise ProtocolError(f"version {message['hororing']} of the protocol, this is {VERSION}")
-    texts = {name: take(message, name, str) for name in ("job", "host", "nonce")}
+    texts = {name: take(message, name, str) for name in ("job", "host", "nonce", "uid")}
     numbers = {name: take(message, name, int) for name in ("rank", "size", "pid")}
-    if not 0 <= numbers["rank"] < numbers["size"] <= _MOST_RANKS:
+    elastic = texts["uid"] != "" and (numbers["rank"], numbers["size"]) == (-1, 0)
+    if not elastic and not 0 <= numbers["rank"] < numbers["size"] <= _MOST_RANKS:
         raise ProtocolError(f"rank {numbers['rank']} of {numbers['size']}")
+    if elastic and not re.fullmatch(rf"[0-9a-f]{{{2 * _UID_BYTES}}}", texts["uid"]):
+        raise ProtocolError("no uid")
     if not re.fullmatch(rf"[0-9a-f]{{{2 * _NONCE_BYTES}}}", texts["nonce"]):
         raise ProtocolError("no nonce")
     if not texts["host"].isprintable() or len(texts["host"]) > 255:
         raise ProtocolError("no name of a host")
-    return Hello(**texts, **numbers)
+    return Hello(**texts, **numbers, beats=take(message, "beats", bool))
 
 
 def new_nonce() -> str:
     """A number that was never used before."""
     return secrets.token_hex(_NONCE_BYTES)
+
+
+def new_uid() -> str:
+    """The name of a membership."""
+    return secrets.token_hex(_UID_BYTES)
 
 
 def new_secret() -> bytes:

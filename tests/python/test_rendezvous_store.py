@@ -134,7 +134,7 @@ def test_a_frame_has_a_limit_on_both_sides():
 @pytest.mark.parametrize(
     "wrong",
     [{"rank": -1}, {"rank": 2}, {"rank": True}, {"rank": "1"}, {"size": 2**40}, {"nonce": "x"},
-     {"nonce": "00"}, {"host": "a\x1b[2J"}, {"job": 1}, {"hororing": 2}, {"pid": None}],
+     {"nonce": "00"}, {"host": "a\x1b[2J"}, {"job": 1}, {"hororing": 1}, {"pid": None}],
 )  # fmt: skip
 def test_a_hello_is_checked(wrong: dict[str, Any]):
     assert protocol.parse_hello(HELLO.message()) == HELLO
@@ -228,7 +228,7 @@ def test_a_value_is_pushed_to_whoever_asked_before_and_kept_for_later(made: Call
     first, second = member(store, 0), member(store, 1)
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(first.get, "where", DEADLINE_S)
-        wait_until(lambda: bool(store._gets))
+        wait_until(lambda: bool(store._exchange._gets))
         second.put("where", "here")
         assert asked.result() == "here"
     assert second.get("where") == "here"
@@ -305,7 +305,7 @@ def test_who_was_too_late_meets_the_others_when_they_try_again(made: Callable[..
             early.share("given up", 0.02)
     with ThreadPoolExecutor(1) as pool:
         waits = pool.submit(late.share, "late", DEADLINE_S)
-        wait_until(lambda: bool(store._gathers))
+        wait_until(lambda: bool(store._exchange._gathers))
         assert not waits.done()  # what was given up counts no more
         assert early.share("again", DEADLINE_S) == waits.result() == ["again", "late"]
     early.done()
@@ -316,10 +316,12 @@ def test_a_wait_that_was_interrupted_can_be_repeated(made: Callable[..., Store])
     store = made(2)
     first, second = member(store, 0), member(store, 1)
     first._ask("gather", "share 0", DEADLINE_S, text="interrupted")
-    wait_until(lambda: bool(store._gathers))
+    wait_until(lambda: bool(store._exchange._gathers))
     with ThreadPoolExecutor(1) as pool:
         waits = pool.submit(first.share, "repeated", DEADLINE_S)
-        wait_until(lambda: "repeated" in next(iter(store._gathers.values())).texts.values())
+        wait_until(
+            lambda: "repeated" in next(iter(store._exchange._gathers.values())).texts.values()
+        )
         assert second.share("x", DEADLINE_S) == waits.result() == ["repeated", "x"]
     # The answer comes before it is repeated, and half of it has been read.
     waiting = first._ask("gather", "share 1", DEADLINE_S, text="y" * 30_000)
@@ -347,7 +349,7 @@ def test_a_member_that_dies_is_named_to_all_who_wait_and_who_would(made: Callabl
         first, second = member(store, 0), member(store, 1)
         with ThreadPoolExecutor(2) as pool:
             waits = [pool.submit(first.share, "x"), pool.submit(second.get, "y")]
-            wait_until(lambda: bool(store._gathers) and len(store._gets) == 2)
+            wait_until(lambda: bool(store._exchange._gathers) and len(store._exchange._gets) == 2)
             dying.send_signal(signal.SIGKILL)
             for each in waits:
                 wanted = rf"rank 2 \(host there, pid {dying.pid}\) has ended without a word"
@@ -356,7 +358,7 @@ def test_a_member_that_dies_is_named_to_all_who_wait_and_who_would(made: Callabl
                 assert caught.value.rank == 2
     with pytest.raises(RendezvousError, match="rank 2"):
         second.share("x")
-    with pytest.raises(RendezvousError, match="which has ended") as refused:
+    with pytest.raises(RendezvousError, match="has ended without a word") as refused:
         member(store, 2)
     assert refused.value.refused
     first.done()
@@ -368,7 +370,7 @@ def test_who_is_done_is_not_waited_for_and_may_come_again(made: Callable[..., St
     first, second = member(store, 0), member(store, 1)
     with ThreadPoolExecutor(1) as pool:
         waits = pool.submit(first.share, "x")
-        wait_until(lambda: bool(store._gathers))
+        wait_until(lambda: bool(store._exchange._gathers))
         second.done(3)
         with pytest.raises(RendezvousError, match="rank 1 has ended with status 3"):
             waits.result()
@@ -389,7 +391,7 @@ def test_a_store_that_ends_is_an_error_and_done_is_none(made: Callable[..., Stor
     first, second = member(store, 0), member(store, 1)
     with ThreadPoolExecutor(1) as pool:
         waits = pool.submit(first.share, "x")
-        wait_until(lambda: bool(store._gathers))
+        wait_until(lambda: bool(store._exchange._gathers))
         store.stop()
         with pytest.raises(RendezvousError, match="is lost: it has closed the connection"):
             waits.result()
@@ -590,7 +592,7 @@ def test_garbage_and_half_open_connections_disturb_no_member(made: Callable[...,
 
 
 def test_a_stranger_has_a_few_seconds(made: Callable[..., Store], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("hororing.rendezvous.store._FIRST_S", 0.2)
+    monkeypatch.setattr("hororing.rendezvous.server._FIRST_S", 0.2)
     store = made(1)
     frame = protocol.encode(HELLO.message())
     with raw(store) as slow:

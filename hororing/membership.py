@@ -1,0 +1,138 @@
+"""What this process is in an elastic job: in which generation, with whom, and what has changed.
+
+`runtime.init` forms a generation (`enter`); whoever trains in it, such as hororing.elastic, asks
+here. Knows no framework.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+from hororing import bootstrap, errors, launch
+from hororing.config import Config
+from hororing.job import process as _process
+from hororing.launch import Launch
+from hororing.rendezvous.client import RendezvousError
+from hororing.rendezvous.elastic_member import ElasticMember, RetiredError
+from hororing.rendezvous.generations import ADDED, REMOVED, Member, World
+
+NO_UPDATE, MIXED = 0, REMOVED | ADDED
+
+SIGN = "HORORING_ELASTIC=1"  # of the environment
+
+# So many generations of the same members may fail to start before `init` gives up.
+_TRIES = 3
+
+
+@dataclass
+class _Own:
+    """The state of this process."""
+
+    step: int = 0
+    voted: bool = False
+    worlds: list[World] = field(default_factory=list)
+
+
+_own = _Own()
+
+
+def is_elastic() -> bool:
+    """Whether a launcher has started this process for an elastic job (HORORING_ELASTIC=1)."""
+    return bootstrap.is_elastic()
+
+
+def generation() -> int:
+    """The number of the current or last generation, from 1; 0: there was none, or not elastic."""
+    return _own.worlds[-1].generation if _own.worlds else 0
+
+
+def history() -> list[World]:
+    """The generations in which this process was, oldest first: number, and members by rank."""
+    return list(_own.worlds)
+
+
+def set_progress(step: int, voted: bool = False) -> None:
+    """Say how far the state of this process is, for the next generation.
+
+    There, whoever has most steps is rank 0, among those who has `voted`: it has all gradients of
+    the next step, but has not applied them.
+    """
+    _own.step, _own.voted = step, voted
+
+
+def updates() -> tuple[int, int]:
+    """What has changed of the hosts and processes since this generation began. Does not block long.
+
+    Returns
+    -------
+    When that was last, in microseconds since the epoch, and what: 0 nothing, 1 some are to go, 2
+    some have come, 3 both. (0, 0) in jobs that are not elastic.
+
+    Raises
+    ------
+    TransportError : the store is lost.
+    """
+    member = _process.member
+    if not isinstance(member, ElasticMember):
+        return 0, NO_UPDATE
+    try:
+        return member.updates()
+    except RendezvousError as error:
+        raise errors.TransportError(str(error)) from None
+
+
+def enter(settings: Config, failed: bool) -> Launch:
+    """Leave the generation, if there is one, and wait for the next. For `runtime.init`.
+
+    Parameters
+    ----------
+    failed : what ran in the last one has failed, so that the others cannot go on either.
+
+    Returns
+    -------
+    The place that this process has now, as a launcher would tell.
+
+    Raises
+    ------
+    ValueError : a variable is wrong.
+    TransportError : there is no store, or the job cannot go on.
+    SystemExit : 0, the job does without this process: its host was taken away, or all is done.
+    """
+    member = _process.member
+    try:
+        if not isinstance(member, ElasticMember) or not member.connected:
+            # Of a member that was declared lost: it comes back as another one.
+            member = _process.member = bootstrap.join(settings)
+        world = member.next_world(_own.step, _own.voted, failed)
+    except RendezvousError as error:
+        raise errors.TransportError(f"init: {error}") from None
+    except RetiredError:
+        logging.getLogger("hororing").info("the job does without this process, which ends")
+        raise SystemExit(0) from None
+    _own.worlds.append(world)
+    local = [rank for rank, each in enumerate(world.members) if each.host == member.host]
+    return Launch(
+        launch.ELASTIC, member.rank, member.size, local.index(member.rank), len(local), mpi=False,
+        sign=f"{SIGN}, generation {world.generation}", own=SIGN,
+    )  # fmt: skip
+
+
+def is_hopeless() -> bool:
+    """Whether the last generations, which have failed to start, all had the same members."""
+    last = [[each.uid for each in world.members] for world in _own.worlds[-_TRIES:]]
+    return len(last) == _TRIES and all(each == last[0] for each in last)
+
+
+__all__ = [
+    "SIGN",
+    "Member",
+    "World",
+    "enter",
+    "generation",
+    "history",
+    "is_elastic",
+    "is_hopeless",
+    "set_progress",
+    "updates",
+]

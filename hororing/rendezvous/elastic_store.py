@@ -1,0 +1,250 @@
+"""The server of an elastic job: who is in it, and the generations that its members form.
+
+A connection is a membership, as with `store.Store`; but a member that is lost costs the job no more
+than its place. What is decided when, `generations` knows; here are connections and time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from hororing.rendezvous import protocol
+from hororing.rendezvous.exchange import Exchange
+from hororing.rendezvous.generations import (
+    Broken,
+    Done,
+    Ended,
+    Event,
+    Generations,
+    Joined,
+    Lost,
+    Retired,
+    Updated,
+    World,
+)
+from hororing.rendezvous.protocol import ProtocolError
+from hororing.rendezvous.server import Peer, Refusal, Server
+
+__all__ = ["Done", "ElasticStore", "Ended", "Event", "Joined", "Lost", "World"]
+
+
+class ElasticStore(Server):
+    """The server of one elastic job.
+
+    Parameters
+    ----------
+    job, secret, host, port, insecure : as those of `Server`.
+    np : how many members the first generation waits for.
+    min_np, max_np : the fewest and the most members of a generation; None: `np`.
+    elastic_timeout_s : longest time with fewer than that, or until the members of a generation that
+        is over ask for the next one; 0: no limit.
+    peer_timeout_s : a member that gives no sign of life for so long is lost.
+    on_event : called in the event loop of the store with each Joined, Lost, Done, World and Ended.
+        What it raises is logged.
+    """
+
+    def __init__(
+        self,
+        *,
+        job: str,
+        secret: bytes,
+        np: int,
+        min_np: int | None = None,
+        max_np: int | None = None,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        elastic_timeout_s: float = 600.0,
+        peer_timeout_s: float = 2.0,
+        insecure: bool = False,
+        on_event: Callable[[Event], None] = lambda event: None,
+    ) -> None:
+        super().__init__(job=job, secret=secret, host=host, port=port, insecure=insecure)
+        self._on_event = on_event
+        self._elastic_timeout_s, self._peer_timeout_s = elastic_timeout_s, peer_timeout_s
+        self._machine = Generations(
+            np, np if min_np is None else min_np, np if max_np is None else max_np
+        )
+        self._peers: dict[str, Peer] = {}
+        self._asks: dict[str, int] = {}  # the numbers of requests for a generation, by uid
+        self._ranks: dict[int, Peer] = {}  # of the current generation
+        self._exchange = Exchange(0, 0, self._ranks)
+        self._stamp, self._updates = 0, 0
+        self._limit: asyncio.TimerHandle | None = None
+
+    # -----------------------------------------------------------------------------------------
+    # What the launcher tells; any thread
+
+    def expect(self, count: int) -> None:
+        """Tell how many processes have been started that have not come yet.
+
+        The first generation waits for `np` members, or until none is expected any more; later ones
+        never wait for processes that have not come. Each that comes counts one down.
+        """
+        self._tell(lambda: self._machine.expect(count))
+
+    def hosts_updated(self, added: Iterable[str] = (), removed: Iterable[str] = ()) -> None:
+        """Tell members that hosts have come and gone, so that they leave in agreement."""
+        came, gone = list(added), list(removed)
+        self._tell(lambda: self._machine.hosts_updated(came, gone))
+
+    def retire(self, host: str) -> None:
+        """Let processes of this host into no further generation.
+
+        They stay in the current one until all leave it; their `init` then ends the process.
+        """
+        self._tell(lambda: self._machine.retire(host))
+
+    def _tell(self, what: Callable[[], list[Event]]) -> None:
+        def act() -> None:
+            self._carry_out(what())
+
+        if self._loop is None:
+            act()
+        else:
+            self._loop.call_soon_threadsafe(act)
+
+    # -----------------------------------------------------------------------------------------
+    # What members tell
+
+    def _members(self) -> list[Peer]:
+        return list(self._peers.values())
+
+    def _enter(self, peer: Peer) -> None:
+        hello = peer.hello
+        if not hello.uid:
+            raise Refusal(
+                f"{hello.who()} is of a job of {hello.size} ranks, and this one is elastic"
+            )
+        if self._machine.ended:
+            raise Refusal(self._machine.ended)
+        if hello.uid in self._peers:
+            raise Refusal(f"{hello.who()} has a uid that is in use")
+        self._peers[hello.uid] = peer
+        peer.send(protocol.encode({"welcome": True}))
+        self._carry_out(self._machine.join(hello.uid, hello.host, hello.pid))
+
+    def _answer(self, peer: Peer, message: dict[str, Any]) -> None:
+        uid = peer.hello.uid
+        what = protocol.take(message, "do", str)
+        if what == "ready":
+            self._asks[uid] = protocol.take(message, "ask", int)
+            if self._machine.ended:
+                self._reply(uid, {"error": self._machine.ended})
+                return
+            self._carry_out(
+                self._machine.ready(
+                    uid,
+                    protocol.take(message, "generation", int),
+                    protocol.take(message, "step", int),
+                    protocol.take(message, "voted", bool),
+                    protocol.take(message, "failed", bool),
+                )
+            )
+        elif what == "updates":
+            current = protocol.take(message, "generation", int) == self._machine.number
+            what_changed = self._updates if current else 0
+            peer.send(protocol.encode({"stamp": self._stamp, "what": what_changed}))
+        elif what == "done":
+            peer.done = protocol.take(message, "status", int)
+            peer.send(protocol.encode({"done": True}))
+        else:
+            rank = self._machine.rank(uid)
+            if rank < 0:
+                raise ProtocolError("a request of a process without a rank")
+            self._exchange.answer(rank, peer, what, message)
+
+    def _ended(self, peer: Peer) -> None:
+        uid = peer.hello.uid
+        if self._peers.get(uid) is not peer:
+            return  # it was declared lost before
+        if peer.done is None:
+            self._lose(uid, "its connection has ended without a word")
+            return
+        self._forget(uid)
+        self._carry_out(self._machine.done(uid, peer.done))
+
+    def _lose(self, uid: str, why: str) -> None:
+        self._carry_out(self._machine.lost(uid, why))
+
+    def _forget(self, uid: str) -> None:
+        peer = self._peers.pop(uid)
+        self._asks.pop(uid, None)
+        for rank in [each for each, there in self._ranks.items() if there is peer]:
+            del self._ranks[rank]
+            self._exchange.end(rank, peer, peer.done, "")
+
+    # -----------------------------------------------------------------------------------------
+    # What follows from it
+
+    def _carry_out(self, events: list[Event]) -> None:
+        for event in events:
+            if isinstance(event, World):
+                self._formed(event)
+            elif isinstance(event, Broken):
+                self._break(event)
+            elif isinstance(event, Updated):
+                self._update(event)
+            elif isinstance(event, Retired):
+                self._reply(event.uid, {"retired": True})
+            elif isinstance(event, Lost):
+                self._drop(event)
+            elif isinstance(event, Ended):
+                for uid in list(self._asks):
+                    self._reply(uid, {"error": event.reason})
+            if isinstance(event, (Joined, Lost, Done, World, Ended)):
+                self._report(event)
+        self._watch_limit()
+
+    def _report(self, event: Event) -> None:
+        try:
+            self._on_event(event)
+        except Exception:
+            logging.getLogger("hororing").exception("on_event of the elastic store has failed")
+
+    def _formed(self, world: World) -> None:
+        self._updates = 0
+        self._ranks = {rank: self._peers[member.uid] for rank, member in enumerate(world.members)}
+        self._exchange = Exchange(world.generation, len(world.members), self._ranks)
+        told = [[each.uid, each.host, each.pid, each.step, each.voted] for each in world.members]
+        for member in world.members:
+            self._reply(member.uid, {"generation": world.generation, "members": told})
+
+    def _break(self, event: Broken) -> None:
+        peer = self._ranks.get(event.rank)
+        if peer is not None:  # it has left by itself
+            self._exchange.end(event.rank, peer, None, event.why)
+
+    def _update(self, event: Updated) -> None:
+        self._stamp = max(self._stamp + 1, time.time_ns() // 1000)
+        self._updates |= event.what
+
+    def _drop(self, event: Lost) -> None:
+        """Before anybody hears of it: its connection, and what waits for it."""
+        peer = self._peers.pop(event.uid)
+        self._asks.pop(event.uid, None)
+        peer.writer.transport.abort()
+        for rank in [each for each, there in self._ranks.items() if there is peer]:
+            del self._ranks[rank]
+            self._exchange.end(rank, peer, None, f"{peer.hello.who()} is lost: {event.why}")
+
+    def _reply(self, uid: str, what: dict[str, Any]) -> None:
+        ask = self._asks.pop(uid, None)
+        if ask is not None:
+            self._peers[uid].send(protocol.encode({"ask": ask, **what}))
+
+    def _watch_limit(self) -> None:
+        lacks = bool(self._machine.lacks()) and self._elastic_timeout_s > 0
+        if not lacks and self._limit is not None:
+            self._limit.cancel()
+            self._limit = None
+        elif lacks and self._limit is None:
+            loop = asyncio.get_running_loop()
+            self._limit = loop.call_later(self._elastic_timeout_s, self._give_up)
+
+    def _give_up(self) -> None:
+        self._limit = None
+        self._carry_out(self._machine.give_up())

@@ -1,0 +1,204 @@
+"""The texts that the ranks of one generation tell one another, through the store.
+
+A GET or a GATHER is answered when it can be, or at its deadline. Once a rank is lost, whoever waits
+is told, and so is whoever would wait later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hororing.rendezvous import protocol
+from hororing.rendezvous.protocol import ProtocolError
+from hororing.rendezvous.server import Peer
+
+
+@dataclass(eq=False)
+class _Wait:
+    """A GET or GATHER that is not answered yet."""
+
+    peer: Peer
+    deadline: asyncio.TimerHandle | None
+
+    def cancel(self) -> None:
+        if self.deadline is not None:
+            self.deadline.cancel()
+            self.peer.deadlines.discard(self.deadline)
+
+    def end(self, frame: bytes) -> None:
+        self.cancel()
+        self.peer.send(frame)
+
+
+@dataclass(eq=False)
+class _Gather:
+    """The texts that have come, and who waits for the rest, by rank."""
+
+    texts: dict[int, str] = field(default_factory=dict)
+    waits: dict[int, _Wait] = field(default_factory=dict)
+
+
+class Exchange:
+    """Of `size` ranks; in the event loop of the store.
+
+    Attributes
+    ----------
+    lost : why nothing can be gathered any more, by rank.
+    statuses : what ranks have said that ended as they should.
+    """
+
+    def __init__(self, generation: int, size: int, peers: Mapping[int, Peer]) -> None:
+        """`peers`: who is connected, by rank; changed by the store."""
+        self.lost: dict[int, str] = {}
+        self.statuses: dict[int, int] = {}
+        self._generation, self._size, self._peers = generation, size, peers
+        self._values: dict[str, str] = {}
+        self._gets: dict[str, list[_Wait]] = {}
+        self._gathers: dict[str, _Gather] = {}
+
+    def answer(self, rank: int, peer: Peer, what: str, message: dict[str, Any]) -> None:
+        """Carry out a request of a rank: "get", "put" or "gather"."""
+        key = protocol.take(message, "key", str)
+        if len(key) > protocol.FIRST_BYTES:
+            raise ProtocolError("a key that is too long")
+        if protocol.take(message, "generation", int) != self._generation:
+            peer.send(about(message["generation"], key, {"error": "that generation is over"}))
+        elif what == "get":
+            self._get(peer, key, message)
+        else:
+            text = protocol.take(message, "text", str)
+            if len(text) > protocol.TEXT_CHARACTERS:
+                raise ProtocolError("a text that is too long")
+            if what == "put":
+                self._put(peer, key, text)
+            elif what == "gather":
+                self._gather(rank, peer, key, text, message)
+            else:
+                raise ProtocolError("an unknown request")
+
+    def end(self, rank: int, peer: Peer, status: int | None, who: str) -> None:
+        """A rank has left: with a status as it should, or else it is lost."""
+        for deadline in peer.deadlines:
+            deadline.cancel()
+        if status is None:
+            self.lost[rank] = who
+        else:
+            self.statuses[rank] = status
+        for key, gather in list(self._gathers.items()):
+            gather.waits.pop(rank, None)
+            if status is None or rank not in gather.texts:
+                del self._gathers[key]
+                for wait in gather.waits.values():
+                    wait.end(self._gone(key, rank))
+        for key, waits in list(self._gets.items()):
+            self._gets[key] = [wait for wait in waits if wait.peer is not peer]
+            if status is None:
+                for wait in self._gets.pop(key):
+                    wait.end(self._gone(key, rank))
+
+    def _put(self, peer: Peer, key: str, text: str) -> None:
+        self._values[key] = text
+        peer.send(self._about(key, {}))
+        for wait in self._gets.pop(key, []):
+            wait.end(self._about(key, {"text": text}))
+
+    def _get(self, peer: Peer, key: str, message: dict[str, Any]) -> None:
+        if key in self._values:
+            peer.send(self._about(key, {"text": self._values[key]}))
+        elif self.lost:
+            peer.send(self._gone(key, next(iter(self.lost))))
+        else:
+            waits = self._gets.setdefault(key, [])
+
+            def missed() -> None:
+                waits.remove(wait)
+                wait.end(self._about(key, {"error": f"nobody has told {key!r}", "late": True}))
+
+            wait = self._wait(peer, message, missed)
+            waits.append(wait)
+
+    def _gather(self, rank: int, peer: Peer, key: str, text: str, message: dict[str, Any]) -> None:
+        if self.lost:
+            peer.send(self._gone(key, next(iter(self.lost))))
+            return
+        gather = self._gathers.setdefault(key, _Gather())
+        earlier = gather.waits.pop(rank, None)
+        if earlier is not None:  # a wait that was interrupted
+            earlier.cancel()
+        gather.texts[rank] = text
+
+        def missed() -> None:
+            # Whoever gives up takes no part: all have the texts, or nobody has.
+            del gather.waits[rank], gather.texts[rank]
+            missing = [
+                each for each in range(self._size) if each not in gather.texts and each != rank
+            ]
+            wait.end(self._about(key, {"error": self._missing(missing), "late": True}))
+
+        wait = self._wait(peer, message, missed)
+        gather.waits[rank] = wait
+        if len(gather.texts) == self._size:
+            del self._gathers[key]
+            frames = _texts(
+                self._generation, key, [gather.texts[each] for each in range(self._size)]
+            )
+            for each in gather.waits.values():
+                each.end(frames)
+
+    def _wait(self, peer: Peer, message: dict[str, Any], missed: Callable[[], None]) -> _Wait:
+        timeout_s = message.get("timeout_s")
+        if timeout_s is None:
+            return _Wait(peer, None)
+        timeout_s = protocol.take(message, "timeout_s", float)
+        deadline = asyncio.get_running_loop().call_later(max(timeout_s, 0.0), missed)
+        peer.deadlines.add(deadline)
+        return _Wait(peer, deadline)
+
+    def _missing(self, ranks: list[int]) -> str:
+        """Who has not come, and who of them has at least connected."""
+        here = [rank for rank in ranks if rank in self._peers]
+        away = [rank for rank in ranks if rank not in self._peers]
+        parts = []
+        if away:
+            parts.append(f"{_ranks(away)} never connected or ended")
+        if here:
+            named = ", ".join(self._peers[rank].hello.who() for rank in here[:8])
+            parts.append(f"{_ranks(here)} connected, but did not get here: {named}")
+        return "; ".join(parts)
+
+    def _gone(self, key: str, rank: int) -> bytes:
+        if rank in self.lost:
+            text = self.lost[rank]
+        else:
+            text = f"rank {rank} has ended with status {self.statuses.get(rank)}"
+        return self._about(key, {"error": text, "rank": rank})
+
+    def _about(self, key: str, what: dict[str, Any]) -> bytes:
+        return about(self._generation, key, what)
+
+
+def about(generation: int, key: str, what: dict[str, Any]) -> bytes:
+    """The frame of an answer about a key."""
+    return protocol.encode({"generation": generation, "key": key, **what})
+
+
+def _texts(generation: int, key: str, texts: list[str]) -> bytes:
+    """The frames with everybody's texts: each holds some, from rank "first" on."""
+    frames, part, size = [], [], 0
+    for rank, text in enumerate(texts):
+        part.append(text)
+        size += protocol.CHARACTER_BYTES * len(text) + 4  # quotes and a comma
+        if size > protocol.MOST_BYTES // 4:
+            frames.append(about(generation, key, {"first": rank + 1 - len(part), "texts": part}))
+            part, size = [], 0
+    return b"".join(
+        [*frames, about(generation, key, {"first": len(texts) - len(part), "texts": part})]
+    )
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"{len(ranks)} ranks ({shown})"

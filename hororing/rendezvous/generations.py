@@ -1,0 +1,324 @@
+"""Who is in an elastic job, and when its next generation forms: a state machine without IO.
+
+A generation is a set of members with ranks 0 to n-1. Members come (`join`), say that they have left
+their generation and want the next one (`ready`), end as they should (`done`) or are lost (`lost`).
+As soon as every live member is ready, and there are enough, a `World` forms. Nobody waits for
+processes that may come later, except for the first generation.
+
+    join -> waiting -> World -> member -> ready -> waiting -> World ...
+
+Invariants
+  1. Generations have ascending numbers, from 1; each has one World.
+  2. A World holds only members that have said, since the World before, that they have left it.
+  3. Rank 0 has the most advanced state: most steps first, then who has voted for the next one, then
+     who came first. Ranks of a host follow one another.
+
+Every method returns what has happened thereby, in this order. Pure: no clock, sockets or threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+REMOVED, ADDED = 1, 2  # of hosts; as Horovod's HostUpdateResult
+
+
+@dataclass(frozen=True)
+class Member:
+    """A process in a generation; its place is its rank."""
+
+    uid: str
+    host: str
+    pid: int
+    step: int  # what it had reached when the generation formed
+    voted: bool  # it has all gradients of the next step
+
+    def who(self) -> str:
+        """Name it for people."""
+        return f"process {self.pid} on host {self.host}"
+
+
+@dataclass(frozen=True)
+class Event:
+    """What has happened."""
+
+
+@dataclass(frozen=True)
+class Joined(Event):
+    """A process has come; it is in no generation yet."""
+
+    uid: str
+    host: str
+    pid: int
+
+
+@dataclass(frozen=True)
+class Lost(Event):
+    """A process has gone without a word, or was declared dead. `rank`: -1 if it had none."""
+
+    uid: str
+    host: str
+    pid: int
+    rank: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Done(Event):
+    """A process has ended as it should. `rank`: -1 if it had none."""
+
+    uid: str
+    rank: int
+    status: int
+
+
+@dataclass(frozen=True)
+class World(Event):
+    """A generation has formed; members by rank."""
+
+    generation: int
+    members: tuple[Member, ...]
+
+
+@dataclass(frozen=True)
+class Broken(Event):
+    """The generation cannot go on: who is still in it must leave. `rank` is to blame."""
+
+    generation: int
+    rank: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Updated(Event):
+    """Members should leave in agreement, when it suits them. `what`: REMOVED, ADDED, or both."""
+
+    generation: int
+    what: int
+
+
+@dataclass(frozen=True)
+class Retired(Event):
+    """A waiting process is of a host that was taken away: it is to end."""
+
+    uid: str
+
+
+@dataclass(frozen=True)
+class Ended(Event):
+    """The job cannot go on; nobody gets into a generation any more."""
+
+    reason: str
+
+
+@dataclass(eq=False)
+class _Process:
+    uid: str
+    host: str
+    pid: int
+    order: int  # in which it came
+    ready: bool = False
+    step: int = 0
+    voted: bool = False
+    rank: int = -1  # in the last generation; -1: it was not in it
+    newcomer: bool = True  # it was in none
+    told: bool = False  # to end
+
+    def advance(self) -> tuple[int, int, int]:
+        return -self.step, -self.voted, self.order
+
+
+@dataclass(eq=False)
+class Generations:
+    """The members of one job, and the generations that they form.
+
+    Parameters
+    ----------
+    np : how many the first generation waits for.
+    min_np, max_np : the fewest and the most members of a generation.
+    """
+
+    np: int
+    min_np: int
+    max_np: int
+    number: int = 0  # of the last generation
+    world: World | None = None  # the last generation
+    broken: bool = False  # it is over, though some may not know
+    ended: str = ""  # why there will be no other
+    _finished: bool = False  # a member has done its work: the rest may end in any number
+    _expected: int | None = None
+    _came: int = 0
+    _processes: dict[str, _Process] = field(default_factory=dict)
+    _retired: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_np <= self.np <= self.max_np:
+            raise ValueError(
+                f"min_np={self.min_np}, np={self.np}, max_np={self.max_np}: they must ascend from 1"
+            )
+
+    # -----------------------------------------------------------------------------------------
+    # What happens
+
+    def join(self, uid: str, host: str, pid: int) -> list[Event]:
+        """Take in a process, which is to say `ready` next. ValueError: that uid is there."""
+        if uid in self._processes:
+            raise ValueError(f"the uid {uid} is in use")
+        self._processes[uid] = _Process(uid, host, pid, self._came)
+        self._came += 1
+        if self._expected:
+            self._expected -= 1
+        return [Joined(uid, host, pid)]
+
+    def ready(self, uid: str, generation: int, step: int, voted: bool, failed: bool) -> list[Event]:
+        """Note that it has left its generation, and waits for the next one.
+
+        Parameters
+        ----------
+        generation : the last one that it was in; 0: none. An older one than that in which it is
+            means that it never got there, and nobody can.
+        step, voted : the state that it has.
+        failed : it left since something had failed, so the others cannot go on either.
+        """
+        process = self._processes[uid]
+        events: list[Event] = []
+        if process.rank >= 0 and not process.ready and (failed or generation != self.number):
+            events += self._break(process.rank, f"{_name(process)} has left")
+        comes = process.rank < 0 and not process.ready
+        process.ready, process.step, process.voted = True, step, voted
+        events += self._form()
+        if process.ready and comes and self._is_room_for(process):
+            events += self._update(ADDED)
+        return events
+
+    def lost(self, uid: str, why: str) -> list[Event]:
+        """Take out a process that has gone without a word, or must be taken for dead."""
+        process = self._processes.pop(uid)
+        events: list[Event] = [Lost(uid, process.host, process.pid, process.rank, why)]
+        if process.rank >= 0 and not process.ready:
+            events += self._break(process.rank, f"{_name(process)} is lost: {why}")
+        return events + self._form()
+
+    def done(self, uid: str, status: int) -> list[Event]:
+        """Take out a process that has said that it ends."""
+        process = self._processes.pop(uid)
+        self._finished |= status == 0 and not process.newcomer and not self._is_retired(process)
+        return [Done(uid, process.rank, status), *self._form()]
+
+    def expect(self, count: int) -> list[Event]:
+        """Note how many processes have been started and have not come.
+
+        Where there are none, the first generation does not wait for `np`, but only for `min_np`.
+        """
+        self._expected = count
+        return self._form()
+
+    def hosts_updated(self, added: Iterable[str], removed: Iterable[str]) -> list[Event]:
+        """Tell members that hosts have come and gone. A host that comes again is not retired."""
+        came, gone = set(added), set(removed)
+        self._retired -= came
+        return self._update((ADDED if came else 0) | (REMOVED if gone else 0))
+
+    def retire(self, host: str) -> list[Event]:
+        """Let processes of this host into no further generation: they end when they ask for one."""
+        self._retired.add(host)
+        return self._form()
+
+    # -----------------------------------------------------------------------------------------
+    # Time
+
+    def lacks(self) -> str:
+        """What the next generation waits for, where that must not last for ever; "": nothing."""
+        members = [each for each in self._all() if each.rank >= 0]
+        over = self.broken or not members or any(each.ready for each in members)
+        if self.ended or not (over if self.number else self._processes):
+            return ""
+        here = sum(
+            self._is_wanted(each) and (each.ready or each.rank >= 0 or not self.number)
+            for each in self._all()
+        )
+        if here < self._least():
+            return "" if self._finished else f"{here} of at least {self._least()} processes"
+        late = self._late()
+        return f"{_name(late[0])} has not come" if late else ""
+
+    def give_up(self) -> list[Event]:
+        """What `lacks` tells of has lasted too long."""
+        self._expected = 0  # the first generation may be smaller
+        events = self._form()
+        if self.lacks():
+            for each in self._late():
+                events += self.lost(each.uid, "it has not asked for a new generation in time")
+        if lacking := self.lacks():
+            self.ended = f"the job cannot go on with {lacking}"
+            events.append(Ended(self.ended))
+        return events
+
+    # -----------------------------------------------------------------------------------------
+
+    def rank(self, uid: str) -> int:
+        """Its rank in the current generation; -1: it is not in it, or not any more."""
+        process = self._processes.get(uid)
+        return -1 if process is None or process.ready else process.rank
+
+    def _all(self) -> Iterable[_Process]:
+        return self._processes.values()
+
+    def _least(self) -> int:
+        if self._finished:
+            return 1
+        return self.min_np if self.number or self._expected == 0 else self.np
+
+    def _is_retired(self, process: _Process) -> bool:
+        return process.host in self._retired
+
+    def _is_wanted(self, process: _Process) -> bool:
+        return not self._is_retired(process) and not (self._finished and process.newcomer)
+
+    def _is_room_for(self, process: _Process) -> bool:
+        members = len(self.world.members) if self.world is not None else 0
+        return members < self.max_np and self._is_wanted(process)
+
+    def _late(self) -> list[_Process]:
+        """Who could be ready, and must be: only the first generation waits for newcomers."""
+        return [
+            each for each in self._all() if not each.ready and (each.rank >= 0 or not self.number)
+        ]
+
+    def _break(self, rank: int, why: str) -> list[Event]:
+        if self.broken:
+            return []
+        self.broken = True
+        return [Broken(self.number, rank, why)]
+
+    def _update(self, what: int) -> list[Event]:
+        return [Updated(self.number, what)] if what and self.world is not None else []
+
+    def _form(self) -> list[Event]:
+        """The next generation, if it can form now."""
+        events: list[Event] = []
+        for each in self._all():
+            if each.ready and not each.told and not self._is_wanted(each):
+                each.told = True
+                events.append(Retired(each.uid))
+        waiting = [each for each in self._all() if each.ready and not each.told]
+        if self.ended or self._late() or len(waiting) < max(self._least(), 1):
+            return events
+        chosen = sorted(waiting, key=_Process.advance)[: self.max_np]
+        hosts = list(dict.fromkeys(each.host for each in chosen))
+        chosen.sort(key=lambda each: (hosts.index(each.host), each.advance()))
+        for each in self._all():
+            each.rank = -1
+        for rank, each in enumerate(chosen):
+            each.rank, each.ready, each.newcomer = rank, False, False
+        self.number += 1
+        self.broken = False
+        members = (Member(each.uid, each.host, each.pid, each.step, each.voted) for each in chosen)
+        self.world = World(self.number, tuple(members))
+        return [*events, self.world]
+
+
+def _name(process: _Process) -> str:
+    rank = f"rank {process.rank}" if process.rank >= 0 else "a process"
+    return f"{rank} (host {process.host}, pid {process.pid})"

@@ -1,0 +1,309 @@
+"""What every store is: a server that lets in who knows the job's secret.
+
+Who has not proved yet that it knows the secret gets 3 s, 4 KiB, and one of 64 places. Others wait
+in the kernel's queue, and where they wait, who has had a place for a while loses it, soon where it
+has not said a word. So neither half-open connections nor garbage cost a member anything.
+
+Everything runs in one event loop: that of the caller (`open`, `close`), or of a thread of the store
+(`start_thread`, `stop`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+from hororing.rendezvous import protocol
+from hororing.rendezvous.client import keep_from_children, keep_watch
+from hororing.rendezvous.protocol import Hello, ProtocolError
+
+_FIRST_S = 3.0
+_PLACES = 64
+# How long a connection keeps its place when others wait for one: some trips over any network where
+# it has said who it is, as members do at once.
+_KEPT_S, _SILENT_S = 0.25, 0.02
+_BACKLOG = 4096
+_NO_FILES_S = 0.1  # before the next try, when the process has no file descriptors left
+_START_S = 30.0
+_CLOSE_S = 2.0
+_AGAIN_S = 0.1
+
+
+class Refusal(Exception):
+    """Why a process is not let in, for it to be told."""
+
+    def __init__(self, text: str, again: bool = False) -> None:
+        """`again`: it may try again, since this store will end and another one come."""
+        super().__init__(text)
+        self.again = again
+
+
+@dataclass(eq=False)
+class _Place:
+    """A connection that has proved nothing yet."""
+
+    writer: asyncio.StreamWriter
+    until: float  # when it may lose its place
+
+
+@dataclass(eq=False)
+class Peer:
+    """A member and its connection."""
+
+    hello: Hello
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    done: int | None = None  # status, once it has been said
+    deadlines: set[asyncio.TimerHandle] = field(default_factory=set)
+
+    def send(self, frame: bytes) -> None:
+        """Send it some time, if the connection still is there. Never blocks."""
+        if not self.writer.is_closing():
+            self.writer.write(frame)
+
+
+class Server:
+    """The server of one job. What its members may ask for, subclasses know.
+
+    Parameters
+    ----------
+    job : its name; members of other jobs are refused.
+    secret : of `protocol.new_secret`; b"" lets everybody in, and is a ValueError unless `host` is a
+        loopback address or `insecure`.
+    host : address to listen on; "": all of this host, IPv4 and IPv6.
+    port : 0 for a free one.
+
+    Attributes
+    ----------
+    port : where it listens, once it is open.
+    """
+
+    def __init__(
+        self, *, job: str, secret: bytes, host: str = "127.0.0.1", port: int = 0,
+        insecure: bool = False,
+    ) -> None:  # fmt: skip
+        protocol.check_secret(secret, host, insecure)
+        self.job, self.host, self.port = job, host, port
+        self._secret = secret
+        self._closing = False
+        self._listener: socket.socket | None = None
+        self._accepting: asyncio.Task[None] | None = None
+        self._serving: set[asyncio.Task[None]] = set()
+        self._places: set[_Place] = set()
+        self._place_is_free = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._stopping = threading.Lock()
+
+    # -----------------------------------------------------------------------------------------
+    # What a subclass knows; all of it in the event loop
+
+    def _members(self) -> list[Peer]:
+        """Whose last words must get out before the store ends."""
+        raise NotImplementedError
+
+    def _enter(self, peer: Peer) -> None:
+        """Take in who has proved that it belongs to the job, and welcome it; or Refusal."""
+        raise NotImplementedError
+
+    async def _serve_member(self, peer: Peer) -> None:
+        """Until it says that it is done, or its connection ends."""
+        while peer.done is None:
+            self._answer(peer, await read(peer.reader, protocol.MOST_BYTES))
+
+    def _answer(self, peer: Peer, message: dict[str, Any]) -> None:
+        """Carry out a request. ProtocolError ends the connection."""
+        raise NotImplementedError
+
+    def _ended(self, peer: Peer) -> None:
+        """Its connection has ended."""
+        raise NotImplementedError
+
+    # -----------------------------------------------------------------------------------------
+    # Life
+
+    def listen(self) -> None:
+        """Bind and listen. OSError where the address is in use, or is not of this host."""
+        self._listener = _listen(self.host, self.port)
+        keep_from_children(self._listener)
+        self.port = self._listener.getsockname()[1]
+
+    async def open(self) -> None:
+        """Let members in from now on."""
+        if self._listener is None:
+            self.listen()
+        self._accepting = asyncio.ensure_future(self._accept())
+
+    async def close(self) -> None:
+        """End every connection, and listen no more."""
+        self._closing = True
+        writers = [peer.writer for peer in self._members()]
+        while tasks := [
+            each for each in (self._accepting, *self._serving) if each and not each.done()
+        ]:
+            for task in tasks:
+                task.cancel()
+            # Then again: wait_for of Python 3.11 forgets it if its result comes at the same time.
+            await asyncio.wait(tasks, timeout=_AGAIN_S)
+        closed = [asyncio.ensure_future(writer.wait_closed()) for writer in writers]
+        if closed:  # what they were told last must still reach them
+            await asyncio.wait(closed, timeout=_CLOSE_S)
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
+    def start_thread(self) -> None:
+        """Open it in a thread of its own; returns when members can connect."""
+        if self._listener is None:
+            self.listen()
+        loop = asyncio.new_event_loop()
+        self._loop = loop
+        self._thread = threading.Thread(
+            target=_run, args=(loop,), name="hororing-store", daemon=True
+        )
+        self._thread.start()
+        self._call(self.open())
+
+    def stop(self) -> None:
+        """Close it and end its thread. Does nothing where there is none; any thread may call it."""
+        with self._stopping:
+            if self._thread is None or self._loop is None:
+                return
+            self._call(self.close())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(_START_S)
+            self._thread = None
+
+    def _call(self, what: Coroutine[Any, Any, None]) -> None:
+        assert self._loop is not None
+        asyncio.run_coroutine_threadsafe(what, self._loop).result(_START_S)
+
+    # -----------------------------------------------------------------------------------------
+    # Connections
+
+    async def _accept(self) -> None:
+        assert self._listener is not None
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._wait_for_place()
+            try:
+                accepted, _ = await loop.sock_accept(self._listener)
+            except OSError:  # no file descriptors left, or the peer has gone already
+                self._drop_one()
+                await asyncio.sleep(_NO_FILES_S)
+                continue
+            try:
+                await self._begin(accepted)
+            except OSError:
+                accepted.close()
+
+    async def _begin(self, accepted: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        keep_watch(accepted)
+        reader = asyncio.StreamReader(limit=protocol.FIRST_BYTES)
+        made = asyncio.StreamReaderProtocol(reader)
+        transport, _ = await loop.connect_accepted_socket(lambda: made, accepted)
+        writer = asyncio.StreamWriter(transport, made, reader, loop)
+        place = _Place(writer, time.monotonic() + _SILENT_S)
+        self._places.add(place)
+        task = asyncio.ensure_future(self._serve(reader, writer, place))
+        self._serving.add(task)
+        task.add_done_callback(self._serving.discard)
+
+    async def _wait_for_place(self) -> None:
+        while len(self._places) >= _PLACES:
+            left = min(place.until for place in self._places) - time.monotonic()
+            if left <= 0:
+                self._drop_one()
+                return
+            self._place_is_free.clear()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._place_is_free.wait(), left)
+
+    def _drop_one(self) -> None:
+        if self._places:
+            first = min(self._places, key=lambda place: place.until)
+            self._leave(first)
+            first.writer.transport.abort()
+
+    def _leave(self, place: _Place) -> None:
+        self._places.discard(place)
+        self._place_is_free.set()
+
+    async def _serve(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, place: _Place
+    ) -> None:
+        peer = None
+        try:
+            peer = await asyncio.wait_for(self._let_in(reader, writer, place), _FIRST_S)
+            await self._serve_member(peer)
+        except Refusal as refusal:
+            with contextlib.suppress(ValueError):
+                told = {"refused": str(refusal), "again": refusal.again}
+                writer.write(protocol.encode(told))
+        except (ProtocolError, OSError, EOFError, asyncio.TimeoutError):
+            pass
+        finally:
+            self._leave(place)
+            if peer is not None and not self._closing:  # or it would be the store that ends
+                self._ended(peer)
+            writer.close()
+
+    async def _let_in(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, place: _Place
+    ) -> Peer:
+        hello = protocol.parse_hello(await read(reader, protocol.FIRST_BYTES))
+        if hello.job != self.job:
+            raise Refusal("this is the store of another job")
+        place.until = time.monotonic() + _KEPT_S
+        nonce = protocol.new_nonce()
+        proof = protocol.proof(self._secret, protocol.STORE, nonce, hello)
+        writer.write(protocol.encode({"nonce": nonce, "proof": proof}))
+        claimed = (await read(reader, protocol.FIRST_BYTES)).get("proof")
+        if not protocol.is_proof(claimed, self._secret, protocol.MEMBER, nonce, hello):
+            raise ProtocolError("a wrong proof")
+        peer = Peer(hello, reader, writer)
+        self._enter(peer)  # only now: who knows the secret may know who is in the job
+        self._leave(place)
+        return peer
+
+
+async def read(reader: asyncio.StreamReader, most: int) -> dict[str, Any]:
+    """Read a frame of at most `most` bytes."""
+    head = await reader.readexactly(protocol.LENGTH_BYTES)  # IncompleteReadError is an EOFError
+    return protocol.decode(await reader.readexactly(protocol.length(head, most)))
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    loop.run_forever()
+    loop.close()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    if not host and socket.has_dualstack_ipv6():
+        with contextlib.suppress(OSError):  # IPv6 may be built in and turned off
+            made = socket.create_server(
+                ("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True
+            )
+            made.setblocking(False)
+            return made
+    family, _, _, _, address = socket.getaddrinfo(
+        host or "0.0.0.0", port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    made = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(address)
+        made.listen(_BACKLOG)
+    except OSError:
+        made.close()
+        raise
+    made.setblocking(False)
+    return made
