@@ -14,7 +14,7 @@ namespace hororing {
 
 void Loop::Apply(const Agreement& agreement) {
   const TimeNs now = NowNs();
-  engine_.trace_.CycleStart(now);
+  shared_.trace.CycleStart(now);
   // Not always the next one: agreements that do not concern this rank are not sent to it.
   if (agreement.sequence <= applied_) {
     return End(Status(Code::kInternal, "agreement " + std::to_string(agreement.sequence) +
@@ -56,7 +56,7 @@ void Loop::Apply(const Agreement& agreement) {
       case Decision::Kind::kAbort:
         Run(&work);
         if (final_) break;
-        engine_.all_know_ = true;
+        end_agreed_ = true;
         End(decision.details().status);
         break;
     }
@@ -72,7 +72,7 @@ void Loop::Apply(const Agreement& agreement) {
 void Loop::SetHold(TimeNs hold_ns) {
   pace_.set_hold(hold_ns);
   if (host_reports_) host_reports_->set_hold(ReportPace::kPatience * hold_ns);
-  engine_.stats_.hold_ns = hold_ns;
+  shared_.stats.hold_ns = hold_ns;
 }
 
 void Loop::Run(std::vector<Work>* work) {
@@ -85,12 +85,12 @@ void Loop::Run(std::vector<Work>* work) {
 // What this rank has to do of a decision about the request that is cached as `id`, if it is cached;
 // nothing, where it does not take part.
 std::optional<Work> Loop::Agreed(const Decision& decision, uint64_t id) {
-  if (!engine_.sets_.Holds(decision.process_set)) return std::nullopt;
+  if (!shared_.sets.Holds(decision.process_set)) return std::nullopt;
   Work work;
   const Decision::Details& details = decision.details();
   const bool cached = details.name.empty();
   work.entry =
-      cached ? Reported(id) : engine_.tensors_.Find(Key(decision.process_set, details.name));
+      cached ? Reported(id) : shared_.tensors.Find(Key(decision.process_set, details.name));
   // What is known of an allreduce by its id, its entry says.
   const bool looks =
       cached && (work.entry == nullptr || work.entry->request.kind != Collective::kAllreduce);
@@ -127,7 +127,7 @@ TensorEntry* Loop::Reported(uint64_t id) {
 
 void Loop::Forget(uint64_t id) {
   if (const ResponseCache::Record* record = cache_.Lookup(id)) {
-    engine_.tensors_.Forget(Key(record->request));
+    shared_.tensors.Forget(Key(record->request));
   }
   cache_.Evict(id);
   reported_.erase(id);
@@ -169,7 +169,7 @@ TensorEntry* Loop::StandIn(const Request& request) {
 
 Status Loop::ToDevice(size_t bytes, GatheredTensor* memory) {
   std::shared_ptr<Device> device;
-  HORORING_RETURN_IF_ERROR(engine_.devices_->Any(&device));
+  HORORING_RETURN_IF_ERROR(shared_.devices->Any(&device));
   GatheredTensor moved;
   HORORING_RETURN_IF_ERROR(moved.AllocateOn(*device, bytes, 0));
   HORORING_RETURN_IF_ERROR(device->CopyToDevice(moved.data(), memory->data(), bytes));
@@ -196,23 +196,23 @@ void Loop::Settle(const Work& work) {
 }
 
 void Loop::AddSet(int32_t id, const Request& request) {
-  engine_.sets_.Add(id, request.ranks, request.root != 0);
+  shared_.sets.Add(id, request.ranks, request.root != 0);
   ++sets_added_;
-  const ProcessSet set = *engine_.sets_.Find(id);
+  const ProcessSet set = *shared_.sets.Find(id);
   const int place = set.IndexOf(topology_.rank);
   if (place < 0) return;
   Communicator communicator;
   communicator.ranks = set.ranks;
   communicator.rank = place;
   communicator.transport = std::make_unique<Subgroup>(transport_, set.ranks);
-  communicator.backends = MakeSetBackends(engine_.backend_options_, world_, *communicator.transport,
+  communicator.backends = MakeSetBackends(backend_options_, world_, *communicator.transport,
                                           {set.ranks, id, sets_added_});
   runner_.AddSet(id, std::move(communicator));
 }
 
 Status Loop::RemoveSet(int32_t id) {
-  engine_.sets_.Remove(id);
-  for (std::unique_ptr<TensorEntry>& entry : engine_.tensors_.RemoveSet(id)) {
+  shared_.sets.Remove(id);
+  for (std::unique_ptr<TensorEntry>& entry : shared_.tensors.RemoveSet(id)) {
     FailRemoved(std::move(entry));
   }
   for (const uint64_t cached : cache_.ForgetSet(id)) reported_.erase(cached);
@@ -223,40 +223,40 @@ Status Loop::RemoveSet(int32_t id) {
 void Loop::FailSettled(TensorEntry& entry, const Status& why) {
   Log(LogLevel::kError, why.message());
   if (entry.stands_in()) return;
-  const std::unique_ptr<TensorEntry> owned = engine_.tensors_.Remove(Key(entry.request));
+  const std::unique_ptr<TensorEntry> owned = shared_.tensors.Remove(Key(entry.request));
   owned->stage = "COMPLETE";
-  ++engine_.stats_.completed;
-  engine_.handles_->Complete(owned->handle, During(*owned, why), {});
+  ++shared_.stats.completed;
+  shared_.handles->Complete(owned->handle, During(*owned, why), {});
 }
 
 void Loop::Fail(const Decision& decision) {
   const std::string key = Key(decision.process_set, decision.details().name);
-  const TensorEntry* failed = engine_.tensors_.Find(key);
+  const TensorEntry* failed = shared_.tensors.Find(key);
   // One that is not reported yet, in a set that is removed, is for RemoveSet.
   if (failed == nullptr || failed->reported_ns == 0) return;
   TraceNegotiation(*failed);
   Record(Event::kFailed, NowNs(), failed->request.kind, failed->request.name);
   Reported(failed->cache_id);
-  const std::unique_ptr<TensorEntry> entry = engine_.tensors_.Remove(key);
-  ++engine_.stats_.completed;
-  engine_.handles_->Complete(entry->handle, decision.details().status, {});
+  const std::unique_ptr<TensorEntry> entry = shared_.tensors.Remove(key);
+  ++shared_.stats.completed;
+  shared_.handles->Complete(entry->handle, decision.details().status, {});
 }
 
 void Loop::FailRemoved(std::unique_ptr<TensorEntry> entry) {
   const Status removed(Code::kInvalidArgument, "the process set has been removed");
-  ++engine_.stats_.completed;
-  engine_.handles_->Complete(entry->handle, During(*entry, removed), {});
+  ++shared_.stats.completed;
+  shared_.handles->Complete(entry->handle, During(*entry, removed), {});
 }
 
 void Loop::TraceNegotiation(const TensorEntry& entry) {
-  if (!engine_.trace_.enabled()) return;
+  if (!shared_.trace.enabled()) return;
   const TimeNs end = NowNs();
   const std::string name = std::string("NEGOTIATE_") + UpperName(entry.request.kind);
   for (size_t i = 0; i < std::max<size_t>(entry.views.size(), 1); ++i) {
-    engine_.trace_.Add({name, TensorName(entry.request, i), Track::kNegotiate, false,
-                        entry.reported_ns, end,
-                        entry.views.empty() ? 0 : static_cast<int64_t>(entry.views[i].bytes()),
-                        entry.request.process_set, entry.stands_in()});
+    shared_.trace.Add({name, TensorName(entry.request, i), Track::kNegotiate, false,
+                       entry.reported_ns, end,
+                       entry.views.empty() ? 0 : static_cast<int64_t>(entry.views[i].bytes()),
+                       entry.request.process_set, entry.stands_in()});
   }
 }
 

@@ -86,9 +86,9 @@ bool Engine::AtOnce(const OneTensor& tensor, int64_t* handle) {
   const ReduceSpec spec{tensor.dtype, tensor.op, tensor.prescale, tensor.postscale};
   Signature signature;
   // Nothing in flight: no request of that name, no join, and nothing that a barrier would miss.
-  if (!Check(spec).ok() || !signature.Write(tensor) || trace_.enabled() || shows_all_ ||
-      leave_.load() || state() != State::kRunning ||
-      stats_.submitted.load() != stats_.completed.load()) {
+  if (!Check(spec).ok() || !signature.Write(tensor) || shared_.trace.enabled() || shows_all_ ||
+      shared_.mailbox.stopping() || state() != State::kRunning ||
+      shared_.stats.submitted.load() != shared_.stats.completed.load()) {
     return false;
   }
   const std::unique_lock<std::mutex> alone(rendezvous_mutex_, std::try_to_lock);
@@ -101,14 +101,14 @@ bool Engine::AtOnce(const OneTensor& tensor, int64_t* handle) {
     payloads[static_cast<size_t>(rank)] = rendezvous_->payload(rank);
   }
   ReduceMany(spec, size, tensor.output, payloads.data(), size, elements);
-  ++stats_.submitted;
-  ++stats_.completed;
-  ++stats_.batches;
-  ++stats_.tensors;
-  stats_.bytes += static_cast<int64_t>(bytes);
-  if (size > 1) ++stats_.allreduces[static_cast<size_t>(AllreduceWay::kAtOnce)];
+  ++shared_.stats.submitted;
+  ++shared_.stats.completed;
+  ++shared_.stats.batches;
+  ++shared_.stats.tensors;
+  shared_.stats.bytes += static_cast<int64_t>(bytes);
+  if (size > 1) ++shared_.stats.allreduces[static_cast<size_t>(AllreduceWay::kAtOnce)];
   Record(Event::kDone, CoarseNowNs(), Collective::kAllreduce, tensor.name);
-  *handle = handles_->CreateDone();
+  *handle = shared_.handles->CreateDone();
   return true;
 }
 

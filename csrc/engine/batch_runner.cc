@@ -104,14 +104,13 @@ std::string TensorName(const Request& request, size_t index) {
          std::to_string(request.tensors.size());
 }
 
-BatchRunner::BatchRunner(const Options& options, Communicator world, TensorTable& tensors,
-                         HandleTable& handles, TraceSink& trace, Stats& stats)
-    : options_(options), tensors_(tensors), handles_(handles), trace_(trace), stats_(stats) {
+BatchRunner::BatchRunner(Shared& shared, Communicator world)
+    : shared_(shared), records_(shared.config.tune && world.rank == 0) {
   AddSet(kWorldSet, std::move(world));
 }
 
 BatchRunner::~BatchRunner() {
-  options_.devices->AbortTogether([this] {
+  shared_.devices->AbortTogether([this] {
     for (const auto& [id, communicator] : communicators_) {
       for (const auto& backend : communicator.backends) backend->BreakOff();
     }
@@ -147,10 +146,10 @@ Status BatchRunner::Run(const std::vector<Work>& work) {
       described_.push_back(Describe(*entry, i, *each.rows, ranks));
     }
   }
-  const std::vector<std::vector<size_t>> plan = PlanFusion(described_, options_.fusion_bytes);
-  if (trace_.enabled() && !items_.empty()) {
-    trace_.Span(Stage::kPlan, Track::kLoop, std::to_string(items_.size()) + " tensors", plan_begin,
-                NowNs());
+  const std::vector<std::vector<size_t>> plan = PlanFusion(described_, shared_.config.fusion_bytes);
+  if (shared_.trace.enabled() && !items_.empty()) {
+    shared_.trace.Span(Stage::kPlan, Track::kLoop, std::to_string(items_.size()) + " tensors",
+                       plan_begin, NowNs());
   }
   for (const std::vector<size_t>& items : plan) {
     const int32_t process_set = described_[items[0]].key.process_set;
@@ -160,7 +159,7 @@ Status BatchRunner::Run(const std::vector<Work>& work) {
     // And with them what they hold. Those of an allreduce on the host hold nothing, mostly, and are
     // used again.
     const bool bare = batch_.kind == Collective::kAllreduce && !batch_.on_device;
-    if (!bare || trace_.enabled()) batch_.entries.clear();
+    if (!bare || shared_.trace.enabled()) batch_.entries.clear();
   }
   // Last: what a rank has submitted before a barrier has landed when the barrier lets it go on.
   for (TensorEntry* barrier : barriers) Complete(barrier);
@@ -186,7 +185,8 @@ void BatchRunner::Fill(const std::vector<size_t>& items, const Communicator& com
     const TensorView& view = of.views[item.index];
     BatchEntry& entry = batch_.entries[entries_.size()];
     SetSizes(of, item.index, *item.rows, communicator, &entry);
-    if (trace_.enabled() || batch_.on_device) entry.name = TensorName(of.request, item.index);
+    if (shared_.trace.enabled() || batch_.on_device)
+      entry.name = TensorName(of.request, item.index);
     entry.input = view.input;
     entry.output = IsGathering(key.kind) ? of.results[item.index].data() : view.output;
     entry.elements = static_cast<size_t>(view.elements());
@@ -215,7 +215,7 @@ Status BatchRunner::Allocate(const Work& work) {
     bool allocated = true;
     if (request.on_device()) {
       std::shared_ptr<Device> device;
-      HORORING_RETURN_IF_ERROR(options_.devices->Any(&device));
+      HORORING_RETURN_IF_ERROR(shared_.devices->Any(&device));
       HORORING_RETURN_IF_ERROR(entry->results[i].AllocateOn(*device, bytes, rows));
     } else {
       allocated = entry->results[i].Allocate(bytes, rows);
@@ -241,31 +241,33 @@ Status BatchRunner::RunBatch(int32_t process_set, Communicator& communicator) {
       communicator.backends.begin(), communicator.backends.end(), [&](const auto& each) {
         return each->on_device() == batch.on_device && each->Supports(batch);
       });
-  const Status status = (*backend)->Run(batch, After(begin, options_.timeout_ns), trace_);
+  const Status status =
+      (*backend)->Run(batch, After(begin, shared_.config.timeout_ns), shared_.trace);
   const TimeNs end = NowNs();
-  if (trace_.enabled()) {
-    trace_.Add({UpperName(batch.kind), NamesOf(batch), Track::kLoop, false, begin, end, bytes});
+  if (shared_.trace.enabled()) {
+    shared_.trace.Add(
+        {UpperName(batch.kind), NamesOf(batch), Track::kLoop, false, begin, end, bytes});
   }
-  if (options_.record && batch.kind == Collective::kAllreduce && process_set == kWorldSet) {
+  if (records_ && batch.kind == Collective::kAllreduce && process_set == kWorldSet) {
     ran_.push_back({bytes, end});
   }
-  ++stats_.batches;
-  stats_.tensors += static_cast<int64_t>(batch.entries.size());
-  stats_.bytes += bytes;
-  ++stats_.allreduces[static_cast<size_t>((*backend)->way())];
+  ++shared_.stats.batches;
+  shared_.stats.tensors += static_cast<int64_t>(batch.entries.size());
+  shared_.stats.bytes += bytes;
+  ++shared_.stats.allreduces[static_cast<size_t>((*backend)->way())];
   size_t scratch = 0;
   for (const auto& [id, each] : communicators_) {
     for (const auto& holder : each.backends) scratch += holder->scratch_bytes();
   }
-  stats_.scratch_bytes = static_cast<int64_t>(scratch);
+  shared_.stats.scratch_bytes = static_cast<int64_t>(scratch);
 
   if (!status.ok()) return status;
   if (batch.on_device) {
     for (TensorEntry* entry : entries_) entry->landed = (*backend)->done();
   }
   Complete();
-  if (trace_.enabled()) {
-    trace_.Span(Stage::kComplete, Track::kLoop, NamesOf(batch), end, NowNs());
+  if (shared_.trace.enabled()) {
+    shared_.trace.Span(Stage::kComplete, Track::kLoop, NamesOf(batch), end, NowNs());
   }
   return Status::Ok();
 }
@@ -299,18 +301,18 @@ void BatchRunner::Complete() {
     Record(Event::kDone, now, entry->request.kind, entry->request.name);
   }
   for (TensorEntry* entry : ending_) Complete(entry);
-  stats_.completed += static_cast<int64_t>(complete_.size());
-  tensors_.Rest(resting_, &handles_);
-  handles_.Complete(complete_);
+  shared_.stats.completed += static_cast<int64_t>(complete_.size());
+  shared_.tensors.Rest(resting_, shared_.handles.get());
+  shared_.handles->Complete(complete_);
 }
 
 void BatchRunner::Complete(TensorEntry* entry) {
   if (entry->stands_in()) return;
-  const std::unique_ptr<TensorEntry> owned = tensors_.Remove(Key(entry->request));
-  ++stats_.completed;
+  const std::unique_ptr<TensorEntry> owned = shared_.tensors.Remove(Key(entry->request));
+  ++shared_.stats.completed;
   Record(Event::kDone, NowNs(), owned->request.kind, owned->request.name);
-  handles_.Complete(owned->handle, Status::Ok(), std::move(owned->results),
-                    std::move(owned->landed));
+  shared_.handles->Complete(owned->handle, Status::Ok(), std::move(owned->results),
+                            std::move(owned->landed));
 }
 
 Status BatchRunner::RemoveSet(int32_t id) {
@@ -318,7 +320,7 @@ Status BatchRunner::RemoveSet(int32_t id) {
   if (communicator == communicators_.end()) return Status::Ok();
   // Ranks that are no members wait for this one meanwhile, in the next batch, and no longer than
   // the whole time.
-  const TimeNs deadline = After(NowNs(), options_.timeout_ns / 2);
+  const TimeNs deadline = After(NowNs(), shared_.config.timeout_ns / 2);
   Status left;
   for (const auto& backend : communicator->second.backends) {
     const Status status = backend->Leave(deadline);

@@ -13,11 +13,8 @@
 #include "backend/backend.h"
 #include "base/clock.h"
 #include "base/status.h"
-#include "device/devices.h"
-#include "engine/stats.h"
-#include "engine/tensor_table.h"
+#include "engine/shared.h"
 #include "schedule/fusion_planner.h"
-#include "trace/trace.h"
 #include "transport/transport.h"
 
 namespace hororing {
@@ -40,14 +37,7 @@ struct Communicator {
 
 class BatchRunner {
  public:
-  struct Options {
-    int64_t fusion_bytes = 0;
-    TimeNs timeout_ns = kForever;  // for every wait on a peer
-    bool record = false;           // for TakeRan
-    std::shared_ptr<Devices> devices;
-  };
-  BatchRunner(const Options& options, Communicator world, TensorTable& tensors,
-              HandleTable& handles, TraceSink& trace, Stats& stats);
+  BatchRunner(Shared& shared, Communicator world);
   // Ends what is left on devices, without the other ranks.
   ~BatchRunner();
   BatchRunner(const BatchRunner&) = delete;
@@ -69,7 +59,7 @@ class BatchRunner {
     int64_t bytes;
     TimeNs end;
   };
-  // Those since the last call. REQUIRES: options.record.
+  // Those since the last call, on rank 0 where it tunes.
   std::vector<Ran> TakeRan() { return std::exchange(ran_, {}); }
 
   // Runs `work` in as few batches as the fusion threshold allows and completes the entries as
@@ -92,13 +82,10 @@ class BatchRunner {
   void Begin();
   void Complete();
 
-  const Options options_;
+  Shared& shared_;
+  const bool records_;  // for TakeRan
   std::vector<Ran> ran_;
   std::map<int32_t, Communicator> communicators_;  // by process set
-  TensorTable& tensors_;
-  HandleTable& handles_;
-  TraceSink& trace_;
-  Stats& stats_;
   // Of Run; their memory is used again.
   std::vector<Item> items_;
   std::vector<FusionItem> described_;

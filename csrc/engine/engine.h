@@ -1,7 +1,7 @@
-// Engine: one rank's background thread and what the callers share with it. A value, not a
-// global: a test world is several engines in one process.
+// Engine: one rank's background thread and what callers ask of it. A value, not a global: a test
+// world is several engines in one process.
 //
-//   callers      Submit -> TensorTable, wake the loop          Wait -> HandleTable
+//   callers      Submit -> TensorTable, wake the loop (engine/mailbox.h)     Wait -> HandleTable
 //   loop thread  report -> NEGOTIATE -> agreement -> PLAN .. COMPLETE (engine/loop.h)
 //
 // A caller in Wait takes the loop over while it waits, if its thread is asleep (ADR 0012).
@@ -9,12 +9,12 @@
 // States: Starting -> Running -> Stopped (some rank shut down) or Failed (a peer was lost, or
 // worse). In the last two every request fails at once, with the reason.
 //
-// Thread-safety: everything but Start and the destructor from any thread. See docs/threading.md.
+// Thread-safety: everything but Begin and the destructor from any thread. See docs/threading.md.
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <functional>
+#include <future>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -22,50 +22,15 @@
 #include <thread>
 #include <vector>
 
-#include "backend/factory.h"
 #include "base/call_watch.h"
 #include "base/clock.h"
 #include "base/process.h"
 #include "base/status.h"
-#include "collective/algorithm.h"
-#include "engine/handle_table.h"
-#include "engine/shared_process_sets.h"
-#include "engine/stats.h"
-#include "engine/tensor_table.h"
-#include "negotiation/stall_inspector.h"
-#include "schedule/tuner.h"
-#include "trace/trace.h"
+#include "engine/shared.h"
 #include "transport/factory.h"
 #include "transport/rendezvous.h"
 
 namespace hororing {
-
-struct EngineConfig {
-  // Rank-visible.
-  int64_t fusion_bytes = 64 << 20;
-  TimeNs hold_ns = kMillisecond;
-  int cache_capacity = 8192;
-  AllreduceOptions allreduce;  // but for what the wire costs, which is measured
-  // Finds fusion_bytes and hold_ns by trying. Its initial setting is those.
-  std::optional<Tuner::Options> tune;
-  std::string tune_log;     // path, for rank 0; empty: none
-  std::string fingerprint;  // see CompareFingerprints
-  // Local.
-  std::string backend = "auto";
-  DeviceWay gpu = DeviceWay::kAuto;  // rank-visible
-  Devices::Options devices;          // but for `likely`
-  StallInspector::Options stall;
-  TimeNs timeout_ns = kForever;  // for every wait on a peer
-  // How often a rank that has nothing to do looks whether its peers and its parent are alive.
-  TimeNs checks_ns = 250 * kMillisecond;
-  int cpu = -1;               // core for the loop thread; -1: any
-  bool watch_parent = false;  // end the process when its parent dies
-  std::string timeline;       // path; rank 0's counts
-  bool timeline_cycles = false;
-  int64_t timeline_bytes = 0;  // most of any timeline; 0: no limit
-  // The steps of training that `timeline` is about, counted from 1; 0: everything.
-  int64_t timeline_from = 0, timeline_to = 0;
-};
 
 class Loop;
 
@@ -75,12 +40,9 @@ class Engine {
   // Called once, on the loop thread, so that one thread does all the communication.
   using WorldMaker = std::function<Status(World*)>;
 
-  // Blocks until the loop runs on every rank, or fails (alike on all ranks, where they can still
-  // talk). `handles` may be shared by engines that follow one another.
-  static Status Start(const EngineConfig& config, WorldMaker make_world,
-                      std::shared_ptr<HandleTable> handles, std::unique_ptr<Engine>* engine);
-  // The same in steps: Begin, and AwaitStart until it returns true, or Abort. `status` is that of
-  // Start; where it is an error, Abort tells whether the engine can be destroyed.
+  // Begin, and AwaitStart until it returns true, or Abort. `status`: the loop runs on every rank,
+  // or why it does not, alike on all ranks where they can still talk; then Abort tells whether the
+  // engine can be destroyed. `handles` may be shared by engines that follow one another.
   static std::unique_ptr<Engine> Begin(const EngineConfig& config, WorldMaker make_world,
                                        std::shared_ptr<HandleTable> handles);
   bool AwaitStart(TimeNs timeout_ns, Status* status);
@@ -130,10 +92,10 @@ class Engine {
   // in streams[i] now computes view i. kInvalidArgument where the device cannot be used.
   Status MarkReady(int ordinal, const std::vector<CuStream>& streams, TensorEntry* entry);
 
-  Devices& devices() { return *devices_; }
+  Devices& devices() { return *shared_.devices; }
 
   // The process sets that this rank is a member of, or knows of.
-  const SharedProcessSets& sets() const { return sets_; }
+  const SharedProcessSets& sets() const { return shared_.sets; }
 
   // Rank 0 starts and stops the timeline of all ranks; on others a check of the state.
   Status StartTimeline(const std::string& path, bool mark_cycles);
@@ -141,57 +103,35 @@ class Engine {
 
   State state() const { return state_.load(); }
   const Topology& topology() const { return topology_; }
-  const std::string& transport_name() const { return transport_name_; }
-  TraceSink& trace() { return trace_; }
-  const Stats& stats() const { return stats_; }
-
-  // What callers ask of the loop. One at a time; later ones wait.
-  struct Command {
-    enum class Kind { kNone, kStartTimeline, kStopTimeline };
-    Kind kind = Kind::kNone;
-    std::string path;
-    bool mark_cycles = false;
-    int64_t number = 0;  // unique
-  };
+  TraceSink& trace() { return shared_.trace; }
+  const Stats& stats() const { return shared_.stats; }
 
  private:
-  friend class Loop;
   Engine(const EngineConfig& config, std::shared_ptr<HandleTable> handles);
 
   void ThreadMain(const WorldMaker& make_world);
   Status Prepare(const WorldMaker& make_world, World* world, std::optional<Loop>* loop);
-  void Serve(World& world, Loop& loop);
-  void Ended();
   Status PrepareWorld(const WorldMaker& make_world, World* world);
-  void Started(Status status);
+  void Serve(World& world, Loop& loop);
   void AnnounceStartFailure(World& world, const Status& why);
   void Finish(const Status& why);
-  void TellPeers(const Status& why);
-  bool Await(std::unique_lock<std::mutex>& lock, TimeNs timeout_ns,
-             const std::function<bool()>& done);
-  bool JoinBefore(TimeNs timeout_ns);
-  Status RunCommand(const Command& command, TimeNs timeout_ns);
-  Status StoppedStatus() const;
+  template <typename T>
+  bool Await(const std::future<T>& future, TimeNs timeout_ns);
+  Status RunCommand(Mailbox::Command command, TimeNs timeout_ns);
   Status Add(std::unique_ptr<TensorEntry> entry, int64_t handle);
   void Forget(int64_t handle, const Status& status);
-  bool Drivable() const;
+  template <typename Done, typename Look>
+  HandleTable::Look WaitUntil(const Done& done, const Look& look, TimeNs timeout_ns);
   void DriveUntil(const std::function<bool()>& done, TimeNs deadline);
 
-  const EngineConfig config_;
-  const std::shared_ptr<HandleTable> handles_;
-  TensorTable tensors_;
-  SharedProcessSets sets_;
-  BackendOptions backend_options_;  // loop thread
-  bool all_know_ = false;           // loop thread: every rank comes to the same end
-  TraceSink trace_;
-  Stats stats_;
+  Shared shared_;
   std::atomic<State> state_{State::kStarting};
 
   // Written by the loop thread before `started_`, constant afterwards.
   Topology topology_;
   std::string transport_name_;
-  std::shared_ptr<Devices> devices_;
   std::vector<ProcessIdentity> neighbours_;
+  bool all_fail_ = false;  // loop thread: every rank's start comes to the same end
 
   // Null: every request goes through the loop.
   std::shared_ptr<Rendezvous> rendezvous_;
@@ -204,43 +144,13 @@ class Engine {
   // Of a loop that was given up: what still refers to a device.
   std::vector<std::unique_ptr<TensorEntry>> left_behind_;
 
-  std::mutex target_mutex_;
-  Transport* target_ = nullptr;         // GUARDED_BY(target_mutex_); null while there is none
-  std::optional<std::string> aborted_;  // GUARDED_BY(target_mutex_); why
-  void SetTarget(Transport* target);
-  void RevokeAborted();
-  void Wake();
-  void WakeForRequests();
-  void WakeUnless(uint32_t bell);  // where the bell still is what it was
-
   std::mutex turn_;       // held by whoever runs the loop; see Transport
   Loop* loop_ = nullptr;  // GUARDED_BY(turn_); null before it begins and after it has ended
-  // Whether the transport lets callers drive the loop. Constant once `started_`.
-  bool drivable_ = false;
-  // The loop's thread looks at what is submitted in a moment, without being woken. Written by that
-  // thread: false before it looks.
-  std::atomic<bool> poll_scheduled_{false};
-  // Callers in Wait and WaitMany.
-  std::atomic<int> waiting_{0};
-  std::atomic<int> awaiting_next_{0};  // and in NextCompletion
-  class Waits;
-  // Somebody polls, and what is submitted is not reported yet.
-  std::atomic<bool> asked_for_{false};
 
-  mutable std::mutex mutex_;
-  std::condition_variable changed_;
-  bool started_ = false;       // GUARDED_BY(mutex_)
-  bool ended_ = false;         // GUARDED_BY(mutex_)
-  Status start_status_;        // GUARDED_BY(mutex_)
-  Status final_status_;        // GUARDED_BY(mutex_)
-  std::string stop_reason_;    // GUARDED_BY(mutex_)
-  Command command_;            // GUARDED_BY(mutex_)
-  bool command_done_ = false;  // GUARDED_BY(mutex_)
-  Status command_status_;      // GUARDED_BY(mutex_)
-  std::mutex command_mutex_;   // serialises callers of RunCommand
-  std::atomic<bool> leave_{false};
-  std::atomic<bool> command_waiting_{false};
-
+  std::mutex command_mutex_;  // serialises callers of RunCommand
+  std::promise<Status> start_;
+  std::shared_future<Status> started_{start_.get_future()};
+  std::future<void> ended_;
   std::thread thread_;
 };
 

@@ -17,7 +17,7 @@ constexpr TimeNs kLongestAfterDeath = 2 * kSecond;
 
 void Engine::LookAtLoop() {
   const TimeNs lasts = calls_.Lasts(NowNs());
-  const TimeNs limit = std::min(config_.timeout_ns, kLongestCall);
+  const TimeNs limit = std::min(shared_.config.timeout_ns, kLongestCall);
   // Once everything has failed nobody waits but for the thread's end, and what NCCL aborts may take
   // its time, although a neighbour is dead.
   const bool ended = state() == State::kStopped || state() == State::kFailed;
@@ -30,7 +30,7 @@ void Engine::LookAtLoop() {
   if (name.call == nullptr) return;
 
   // From here on this thread is the loop's.
-  const std::string in_batch = tensors_.Titles({"REDUCE", "PLAN"});
+  const std::string in_batch = shared_.tensors.Titles({"REDUCE", "PLAN"});
   const std::string whose =
       name.library != nullptr ? name.library : "the transport '" + transport_name_ + "'";
   std::string text = std::string(name.call) + " of " + whose + " has not returned for " +
@@ -45,16 +45,8 @@ void Engine::LookAtLoop() {
     why = Status(Code::kPeerLost, who + ", and " + text, dead);
   }
   Log(LogLevel::kError, "the engine has failed: " + why.message());
-  if (name.library != nullptr) TellPeers(why);
+  if (name.library != nullptr) shared_.mailbox.TellPeers(why);
   Finish(why);
-}
-
-// REQUIRES: the loop's thread was given up outside of the transport. Over MPI peers hear of it by
-// the end of this process, or at their deadline: to MPI no other thread may talk.
-void Engine::TellPeers(const Status& why) {
-  std::lock_guard<std::mutex> lock(target_mutex_);
-  if (target_ == nullptr || target_->turns() == nullptr) return;
-  target_->AnnounceFailure(why);
 }
 
 }  // namespace hororing

@@ -39,36 +39,35 @@ Communicator WorldCommunicator(const World& world, std::vector<std::unique_ptr<B
 
 }  // namespace
 
-Loop::Loop(Engine& engine, World& world, std::vector<std::unique_ptr<Backend>> backends,
-           std::vector<TimeNs> clock_offsets)
-    : engine_(engine),
+Loop::Loop(Shared& shared, World& world, const BackendOptions& options,
+           std::vector<std::unique_ptr<Backend>> backends, std::vector<TimeNs> clock_offsets)
+    : shared_(shared),
+      mailbox_(shared.mailbox),
       world_(world),
+      backend_options_(options),
       transport_(*world.transport),
       turns_(world.transport->turns()),
       topology_(world.topology),
-      timeline_(*world.transport, world.topology, std::move(clock_offsets), engine.trace_),
-      runner_({engine.config_.fusion_bytes, engine.config_.timeout_ns,
-               engine.config_.tune && world.topology.rank == 0, engine.devices_},
-              WorldCommunicator(world, std::move(backends)), engine.tensors_, *engine.handles_,
-              engine.trace_, engine.stats_),
+      timeline_(*world.transport, world.topology, std::move(clock_offsets), shared.trace),
+      runner_(shared, WorldCommunicator(world, std::move(backends))),
       audiences_(Audiences(world)),
       neighbours_(Neighbours(world.topology.rank)),
-      pace_(engine.config_.hold_ns),
+      pace_(shared.config.hold_ns),
       parent_pid_(getppid()) {
-  const auto warn = [&tensors = engine.tensors_](const std::string& text) {
+  const auto warn = [&tensors = shared.tensors](const std::string& text) {
     Log(LogLevel::kWarning, "stall: " + tensors.Titles({"REDUCE", "PLAN"}) + " (REDUCE): " + text);
   };
-  transport_.SetPatience({engine.config_.stall.warning_ns, warn, engine.config_.timeout_ns});
-  engine_.stats_.fusion_bytes = engine_.config_.fusion_bytes;
-  engine_.stats_.hold_ns = engine_.config_.hold_ns;
+  transport_.SetPatience({shared.config.stall.warning_ns, warn, shared.config.timeout_ns});
+  shared_.stats.fusion_bytes = shared_.config.fusion_bytes;
+  shared_.stats.hold_ns = shared_.config.hold_ns;
   if (topology_.rank == neighbours_[0] && neighbours_.size() > 1) {
-    host_reports_.emplace(neighbours_, ReportPace::kPatience * engine.config_.hold_ns);
+    host_reports_.emplace(neighbours_, ReportPace::kPatience * shared.config.hold_ns);
   }
   if (topology_.rank != 0) return;
-  coordinator_.emplace(CoordinatorOptions(engine.config_, world));
-  if (!engine.config_.tune_log.empty()) {
-    tune_log_.open(engine.config_.tune_log);
-    if (!tune_log_) Log(LogLevel::kError, "autotune: cannot write " + engine.config_.tune_log);
+  coordinator_.emplace(CoordinatorOptions(shared.config, world));
+  if (!shared.config.tune_log.empty()) {
+    tune_log_.open(shared.config.tune_log);
+    if (!tune_log_) Log(LogLevel::kError, "autotune: cannot write " + shared.config.tune_log);
   }
   FollowTuner();
 }
@@ -79,7 +78,7 @@ Status Loop::Run(std::unique_lock<std::mutex>& turn) {
       const uint32_t bell = turns_ != nullptr ? turns_->Bell() : 0;
       const bool busy = Step();
       if (final_) continue;
-      if (turns_ != nullptr && MayGather()) {
+      if (turns_ != nullptr && mailbox_.poll_scheduled()) {
         Doze(turn, gather_bell_);
       } else if (busy) {
         continue;
@@ -88,7 +87,7 @@ Status Loop::Run(std::unique_lock<std::mutex>& turn) {
       } else {
         transport_.Sleep(NextDeadline());
       }
-      ++engine_.stats_.loop_wakeups;
+      ++shared_.stats.loop_wakeups;
     }
   } catch (const std::exception& error) {
     OnException(error);
@@ -101,7 +100,7 @@ Status Loop::Run(std::unique_lock<std::mutex>& turn) {
 // does it: a driver rings the bell if it leaves anything behind.
 void Loop::Doze(std::unique_lock<std::mutex>& turn, uint32_t bell) {
   const TimeNs until = doze_until_ns_ = NextDeadline();
-  const bool gathers = MayGather();  // and `until` is when this thread has said that it looks
+  const bool gathers = mailbox_.poll_scheduled();  // and `until` is when it has promised to
   turn.unlock();
   if (gathers) {
     if (NowNs() < until) turns_->Nap(bell, until);
@@ -128,7 +127,7 @@ Loop::Left Loop::Drive(const std::function<bool()>& done, TimeNs deadline) {
     for (;;) {
       bell = turns_->Bell();
       const bool busy = Step();
-      if (final_ || !engine_.Drivable()) break;
+      if (final_ || !shared_.Drivable()) break;
       if (done()) {
         if (++last_looks > kLastLooks || turns_->Bell() == bell) break;
         continue;
@@ -136,14 +135,14 @@ Loop::Left Loop::Drive(const std::function<bool()>& done, TimeNs deadline) {
       if (busy) continue;
       if (NowNs() >= deadline) break;
       transport_.Sleep(std::min(deadline, NextDeadline()));
-      ++engine_.stats_.loop_wakeups;
+      ++shared_.stats.loop_wakeups;
     }
   } catch (const std::exception& error) {
     OnException(error);
   }
   driven_ = false;
   turns_->EndDriving();
-  return {bell, final_ || !engine_.Drivable() || NextDeadline() < doze_until_ns_};
+  return {bell, final_ || !shared_.Drivable() || NextDeadline() < doze_until_ns_};
 }
 
 // One look at everything; true when there was something to do.
@@ -156,7 +155,7 @@ bool Loop::Step() {
   busy |= Receive();
   if (!final_ && host_reports_) busy |= Forward();
   if (!final_ && coordinator_) busy |= Decide();
-  if (!final_) busy |= ServeCommands();
+  if (!final_) busy |= ServeCommand();
   if (!final_) RunPeriodicChecks(NowNs());
   return busy;
 }
@@ -188,7 +187,7 @@ void Loop::FollowTuner() {
   Tuner* const tuner = queue.tuner();
   if (tuner == nullptr) return;
   for (const BatchRunner::Ran& ran : runner_.TakeRan()) queue.Ran(ran.bytes, ran.end);
-  engine_.stats_.fusion_bytes = tuner->setting().fusion_bytes;
+  shared_.stats.fusion_bytes = tuner->setting().fusion_bytes;
   const std::vector<std::string> lines = tuner->TakeLog();
   for (const std::string& line : lines) tune_log_ << line << std::endl;
   if (!tuner->done() || lines.empty()) return;
@@ -201,7 +200,7 @@ void Loop::FollowTuner() {
 // Rank 0: turns the timeline on and off with the steps that it is about. By names, since a tensor
 // has no id before its second step.
 void Loop::FollowSteps(const TensorEntry& entry) {
-  const EngineConfig& config = engine_.config_;
+  const EngineConfig& config = shared_.config;
   const Request& request = entry.request;
   if (request.kind != Collective::kAllreduce || request.process_set != kWorldSet) return;
   if (step_ > config.timeline_to) return;
@@ -217,43 +216,26 @@ void Loop::FollowSteps(const TensorEntry& entry) {
   }
 }
 
-bool Loop::ServeCommands() {
-  if (!engine_.command_waiting_.load()) return false;
-  std::unique_lock<std::mutex> lock(engine_.mutex_);
-  Engine::Command command = engine_.command_;
-  lock.unlock();
+bool Loop::ServeCommand() {
+  const std::shared_ptr<Mailbox::Command> command = mailbox_.command();
+  if (command == nullptr) return false;
+  const bool first = !std::exchange(command->begun, true);
   Status status;
-  bool done = true;
-  if (command.kind == Engine::Command::Kind::kStartTimeline) {
-    status = timeline_.Open(command.path, engine_.config_.timeline_bytes);
-    if (status.ok()) coordinator_->SwitchTimeline(true, command.mark_cycles);
-  } else {
-    done = timeline_.closed();
-    if (!done && command.kind == Engine::Command::Kind::kStopTimeline) {
-      coordinator_->SwitchTimeline(false, false);
-      command.kind = Engine::Command::Kind::kNone;  // from now on only wait for the last events
-    }
-  }
-  lock.lock();
-  // Its caller may have given up meanwhile, and another command may be there.
-  if (engine_.command_.number != command.number) return true;
-  if (done) {
-    engine_.command_waiting_ = false;
-    engine_.command_done_ = true;
-    engine_.command_status_ = status;
-    engine_.changed_.notify_all();
-  } else {
-    const bool first = engine_.command_.kind != command.kind;
-    engine_.command_ = command;
+  if (command->path) {
+    status = timeline_.Open(*command->path, shared_.config.timeline_bytes);
+    if (status.ok()) coordinator_->SwitchTimeline(true, command->mark_cycles);
+  } else if (!timeline_.closed()) {
+    if (first) coordinator_->SwitchTimeline(false, false);
     return first;
   }
+  mailbox_.Answer(*command, status);
   return true;
 }
 
 void Loop::RunPeriodicChecks(TimeNs now) {
   timeline_.Ship(now);
   if (now < next_checks_ns_) return;
-  next_checks_ns_ = After(now, engine_.config_.checks_ns);
+  next_checks_ns_ = After(now, shared_.config.checks_ns);
   // The last words of a peer that broke off say more than the end of the launcher that they caused.
   const Status peers = transport_.CheckPeers();
   if (!peers.ok()) End(peers);
@@ -264,7 +246,7 @@ void Loop::RunPeriodicChecks(TimeNs now) {
 }
 
 void Loop::ExitIfOrphaned() {
-  if (!engine_.config_.watch_parent || getppid() == parent_pid_) return;
+  if (!shared_.config.watch_parent || getppid() == parent_pid_) return;
   End(Status(Code::kPeerLost, "the launcher of this rank has ended"));
   kill(getpid(), SIGTERM);
 }
@@ -296,15 +278,15 @@ void Loop::DrainAndStop() {
   if (final_->code() != Code::kShutDown) {
     // An end that was agreed on reaches all ranks as such. In other words, and earlier, they would
     // hear of it as of a rank that was lost.
-    if (!engine_.all_know_) transport_.AnnounceFailure(*final_);
+    if (!end_agreed_) transport_.AnnounceFailure(*final_);
     // What this rank's own script has broken off, its traceback tells.
     if (topology_.size > 1 && !transport_.revoked()) {
       Log(LogLevel::kError, "the engine has failed: " + final_->message());
     }
   }
-  if (coordinator_ && step_ < engine_.config_.timeline_from) {
+  if (coordinator_ && step_ < shared_.config.timeline_from) {
     Log(LogLevel::kWarning, "no timeline: HORORING_TIMELINE_STEPS begins with step " +
-                                std::to_string(engine_.config_.timeline_from) + ", of " +
+                                std::to_string(shared_.config.timeline_from) + ", of " +
                                 std::to_string(step_));
   }
   timeline_.Switch(false, false);

@@ -19,23 +19,26 @@
 #include <vector>
 
 #include "engine/batch_runner.h"
-#include "engine/engine.h"
 #include "engine/report_pace.h"
+#include "engine/shared.h"
 #include "engine/timeline.h"
 #include "negotiation/coordinator.h"
 #include "negotiation/host_reports.h"
 #include "negotiation/response_cache.h"
+#include "transport/factory.h"
 
 namespace hororing {
 
 class Loop {
  public:
-  Loop(Engine& engine, World& world, std::vector<std::unique_ptr<Backend>> backends,
-       std::vector<TimeNs> clock_offsets);
+  Loop(Shared& shared, World& world, const BackendOptions& options,
+       std::vector<std::unique_ptr<Backend>> backends, std::vector<TimeNs> clock_offsets);
 
   // Until a rank shuts down (kShutDown) or something breaks; tells the peers, and returns why.
   // `turn` is held, but while the thread sleeps.
   Status Run(std::unique_lock<std::mutex>& turn);
+  // All ranks have agreed on the end.
+  bool end_agreed() const { return end_agreed_; }
 
   // What a driver leaves to the engine's thread, which may be asleep.
   struct Left {
@@ -49,15 +52,13 @@ class Loop {
  private:
   bool Step();
   void Doze(std::unique_lock<std::mutex>& turn, uint32_t bell);
-  bool MayGather() const { return engine_.poll_scheduled_.load(std::memory_order_relaxed); }
   // Each of the steps returns true when there was something to do, and sets final_ to end.
   bool Report();
   bool Receive();
   bool Forward();
   bool Decide();
-  bool ServeCommands();
+  bool ServeCommand();
   // messages.cc, with the first three steps
-  bool IsUrgent() const;
   bool LetsMoreCome();
   void Tell(const struct Report& report, TimeNs now);
   bool IsOfWorld(const struct Report& report) const;
@@ -98,8 +99,10 @@ class Loop {
   void DrainAndStop();
   TimeNs NextDeadline() const;
 
-  Engine& engine_;
+  Shared& shared_;
+  Mailbox& mailbox_;
   World& world_;
+  const BackendOptions backend_options_;
   Transport& transport_;
   Turns* const turns_;  // null: only the engine's thread may use the transport
   const Topology& topology_;
@@ -118,7 +121,7 @@ class Loop {
   std::unordered_map<uint64_t, TensorEntry*> reported_;
   std::vector<TensorEntry*> submitted_;  // of Report; its memory is used again
   ReportPace pace_;
-  TimeNs report_ns_ = kForever;  // when the loop's thread has given its word to look
+  TimeNs report_ns_ = kForever;  // when the loop's thread has promised to poll
   uint32_t gather_bell_ = 0;     // as it was then
   bool driven_ = false;          // by a caller
   // Of the agreement under way: what this rank contributes although it has joined.
@@ -143,6 +146,7 @@ class Loop {
   TimeNs doze_until_ns_ = 0;  // when the engine's thread wakes by itself
   const int parent_pid_;
   std::optional<Status> final_;
+  bool end_agreed_ = false;
 };
 
 }  // namespace hororing

@@ -37,26 +37,22 @@ int Loop::superior() const {
   return first == topology_.rank ? 0 : first;
 }
 
-bool Loop::IsUrgent() const {
-  return engine_.waiting_.load() != 0 || engine_.asked_for_.load() || engine_.leave_.load();
-}
-
 // Whether what callers have submitted since the last report is left alone for now. Then the loop's
-// thread gives its word to look in time, and who submits meanwhile wakes nobody. A driver, which
-// reports everything, leaves that word as it is.
+// thread promises to poll in time, and who submits meanwhile wakes nobody. A driver, which reports
+// everything, leaves that promise as it is.
 bool Loop::LetsMoreCome() {
-  if (!driven_) engine_.poll_scheduled_ = false;  // before the look: what it does not see wakes us
+  if (!driven_) mailbox_.set_poll_scheduled(false);  // before the look, which then misses nothing
   report_ns_ = kForever;
-  if (IsUrgent()) return false;
-  const TensorTable::Submitted submitted = engine_.tensors_.submitted();
+  if (mailbox_.IsUrgent()) return false;
+  const TensorTable::Submitted submitted = shared_.tensors.submitted();
   if (submitted.count == 0 && !pace_.unanswered()) return true;
   const TimeNs now = NowNs();
   const TimeNs due = pace_.Due(submitted.first_ns, submitted.count, now);
   if (now >= due) return submitted.count == 0;
   report_ns_ = due;
   if (turns_ != nullptr) gather_bell_ = turns_->Bell();
-  engine_.poll_scheduled_ = true;
-  return !IsUrgent();  // who has begun to wait since may not have seen our word
+  mailbox_.set_poll_scheduled(true);
+  return !mailbox_.IsUrgent();  // who has begun to wait since may not have seen the promise
 }
 
 // SUBMIT -> NEGOTIATE: what callers have submitted since the last time.
@@ -64,12 +60,12 @@ bool Loop::Report() {
   if (LetsMoreCome()) return false;
   struct Report report;
   report.applied = applied_;
-  engine_.asked_for_ = false;
-  engine_.tensors_.TakeSubmitted(&submitted_);
+  mailbox_.Reporting();
+  shared_.tensors.TakeSubmitted(&submitted_);
   const TimeNs now = NowNs();
   for (TensorEntry* entry : submitted_) {
-    if (!engine_.sets_.Holds(entry->request.process_set)) {  // removed since it was submitted
-      FailRemoved(engine_.tensors_.Remove(Key(entry->request)));
+    if (!shared_.sets.Holds(entry->request.process_set)) {  // removed since it was submitted
+      FailRemoved(shared_.tensors.Remove(Key(entry->request)));
       continue;
     }
     entry->reported_ns = now;
@@ -78,7 +74,7 @@ bool Loop::Report() {
     const uint64_t id = entry->cache_id;
     if (coordinator_) {
       coordinator_->queue().Submitted(entry->request, id, entry->submitted_ns);
-      if (engine_.config_.timeline_to > 0) FollowSteps(*entry);
+      if (shared_.config.timeline_to > 0) FollowSteps(*entry);
     }
     if (id != 0) {
       reported_[id] = entry;
@@ -87,12 +83,11 @@ bool Loop::Report() {
       report.fresh.push_back(entry->request);
     }
   }
-  engine_.stats_.cache_hits += static_cast<int64_t>(report.cached.size());
-  engine_.stats_.cache_misses += static_cast<int64_t>(report.fresh.size());
-  if (engine_.leave_.load() && !left_) {
-    std::lock_guard<std::mutex> lock(engine_.mutex_);
+  shared_.stats.cache_hits += static_cast<int64_t>(report.cached.size());
+  shared_.stats.cache_misses += static_cast<int64_t>(report.fresh.size());
+  if (mailbox_.stopping() && !left_) {
     report.leaving = left_ = true;
-    report.reason = engine_.stop_reason_;
+    report.reason = mailbox_.stop_reason();
   }
   if (report.cached.empty() && report.fresh.empty() && !report.leaving) return false;
   Tell(report, now);
@@ -116,7 +111,7 @@ void Loop::Tell(const struct Report& report, TimeNs now) {
 
 // Whether every request of a report concerns all ranks. What this rank does not know does not.
 bool Loop::IsOfWorld(const struct Report& report) const {
-  if (engine_.sets_.only_world()) return true;
+  if (shared_.sets.only_world()) return true;
   return std::all_of(report.fresh.begin(), report.fresh.end(),
                      [](const Request& each) { return each.process_set == kWorldSet; }) &&
          std::all_of(report.cached.begin(), report.cached.end(), [this](uint64_t id) {
@@ -135,7 +130,7 @@ bool Loop::Forward() {
 
 void Loop::Post(int peer, std::string message) {
   transport_.Post(peer, std::move(message));
-  ++engine_.stats_.control_messages_sent;
+  ++shared_.stats.control_messages_sent;
 }
 
 bool Loop::Receive() {
@@ -149,7 +144,7 @@ bool Loop::Receive() {
   std::string message;
   while (!final_ && transport_.Poll(&peer, &message)) {
     any = true;
-    ++engine_.stats_.control_messages_received;
+    ++shared_.stats.control_messages_received;
     MessageKind kind = MessageKind::kReport;
     bool understood = KindOf(message, &kind);
     if (understood && kind == MessageKind::kReport && (coordinator_ || host_reports_)) {

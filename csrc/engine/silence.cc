@@ -20,14 +20,14 @@ constexpr TimeNs kAnswer = 2 * kSecond;
 
 // With the housekeeping. That rank 0 itself waits for somebody, it knows and says.
 void Loop::LookAtAnswers(TimeNs now) {
-  const bool waits = left_ || engine_.stats_.submitted.load() != engine_.stats_.completed.load();
+  const bool waits = left_ || shared_.stats.submitted.load() != shared_.stats.completed.load();
   if (!waits || applied_ != answered_) {
     answered_ = applied_;
     waits_since_ns_ = now;
   }
   if (now - waits_since_ns_ < kMoment) return;
-  const bool says = engine_.config_.stall.deadlock_ns != kForever && now >= next_blocked_ns_;
-  if (says && engine_.waiting_.load() + engine_.awaiting_next_.load() > 0) {
+  const bool says = shared_.config.stall.deadlock_ns != kForever && now >= next_blocked_ns_;
+  if (says && mailbox_.waiting.load() + mailbox_.awaiting_any.load() > 0) {
     next_blocked_ns_ = After(now, Blocked::kInterval);
     struct Report report;
     report.applied = applied_;
@@ -51,9 +51,9 @@ void Loop::LookForSigns(const std::map<int, TimeNs>& awaited, TimeNs now) {
     rank = each;
   }
   if (silence < warned_silence_ns_) warned_silence_ns_ = 0;
-  const StallInspector::Options& stall = engine_.config_.stall;
-  const bool stalled = stall.shutdown_ns < engine_.config_.timeout_ns;
-  const TimeNs limit = stalled ? stall.shutdown_ns : engine_.config_.timeout_ns;
+  const StallInspector::Options& stall = shared_.config.stall;
+  const bool stalled = stall.shutdown_ns < shared_.config.timeout_ns;
+  const TimeNs limit = stalled ? stall.shutdown_ns : shared_.config.timeout_ns;
   const bool over = silence >= limit;
   if (!over && silence < std::max(stall.warning_ns, 2 * warned_silence_ns_)) return;
   const size_t host = static_cast<size_t>(topology_.host_of[static_cast<size_t>(rank)]);
@@ -67,7 +67,7 @@ void Loop::LookForSigns(const std::map<int, TimeNs>& awaited, TimeNs now) {
                       text + " (HORORING_" + knob + " sets the limit)", rank));
   }
   warned_silence_ns_ = silence;
-  const std::string waits = engine_.tensors_.Titles({"NEGOTIATE"});
+  const std::string waits = shared_.tensors.Titles({"NEGOTIATE"});
   Log(LogLevel::kWarning, "stall: " + (waits.empty() ? "" : waits + " (NEGOTIATE): ") + text);
 }
 

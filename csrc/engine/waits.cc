@@ -2,6 +2,7 @@
 // sleep, look after it now and then, and see that its thread is awake.
 #include <algorithm>
 #include <chrono>
+#include <functional>
 
 #include "base/clock.h"
 #include "engine/engine.h"
@@ -18,121 +19,101 @@ TimeNs NextLook(TimeNs deadline) {
 
 }  // namespace
 
-// A caller in Wait: what it waits for is reported at once.
-class Engine::Waits {
- public:
-  explicit Waits(Engine& engine) : engine_(engine) { ++engine_.waiting_; }
-  ~Waits() { --engine_.waiting_; }
-  Waits(const Waits&) = delete;
-  Waits& operator=(const Waits&) = delete;
-
- private:
-  Engine& engine_;
-};
+// For a caller that is blocked until done(). `look`, which looks whether it is, sleeps so long.
+template <typename Done, typename Look>
+HandleTable::Look Engine::WaitUntil(const Done& done, const Look& look, TimeNs timeout_ns) {
+  ++shared_.mailbox.waiting;
+  const TimeNs deadline = After(NowNs(), timeout_ns);
+  DriveUntil(std::ref(done), deadline);
+  HandleTable::Look seen = look(NextLook(deadline));
+  while (seen == HandleTable::Look::kPending) {
+    LookAtLoop();
+    if (NowNs() >= deadline) break;
+    seen = look(NextLook(deadline));
+  }
+  --shared_.mailbox.waiting;
+  return seen;
+}
 
 HandleTable::Look Engine::Wait(int64_t handle, TimeNs timeout_ns, Status* status) {
-  const Waits waits(*this);
-  const TimeNs deadline = After(NowNs(), timeout_ns);
-  DriveUntil([&] { return handles_->Poll(handle) != HandleTable::Look::kPending; }, deadline);
-  for (;;) {
-    const HandleTable::Look look = handles_->Wait(handle, NextLook(deadline), status);
-    if (look != HandleTable::Look::kPending) return look;
-    LookAtLoop();
-    if (NowNs() >= deadline) return look;
-  }
+  HandleTable& handles = *shared_.handles;
+  return WaitUntil([&] { return handles.Poll(handle) != HandleTable::Look::kPending; },
+                   [&](TimeNs most) { return handles.Wait(handle, most, status); }, timeout_ns);
 }
 
 HandleTable::Look Engine::WaitMany(const int64_t* handles, size_t count, TimeNs timeout_ns,
                                    bool* all_ok,
                                    std::vector<std::shared_ptr<const DeviceEvent>>* landed) {
-  const Waits waits(*this);
-  const TimeNs deadline = After(NowNs(), timeout_ns);
+  HandleTable& table = *shared_.handles;
   size_t left = count;
-  DriveUntil(
-      [&] {
-        while (left > 0 && handles_->Poll(handles[left - 1]) != HandleTable::Look::kPending) --left;
-        return left == 0;
-      },
-      deadline);
-  for (;;) {
-    const HandleTable::Look look =
-        handles_->WaitMany(handles, count, NextLook(deadline), all_ok, landed);
-    if (look != HandleTable::Look::kPending) return look;
-    LookAtLoop();
-    if (NowNs() >= deadline) return look;
-  }
+  const auto done = [&] {
+    while (left > 0 && table.Poll(handles[left - 1]) != HandleTable::Look::kPending) --left;
+    return left == 0;
+  };
+  return WaitUntil(
+      done, [&](TimeNs most) { return table.WaitMany(handles, count, most, all_ok, landed); },
+      timeout_ns);
 }
 
 int64_t Engine::NextCompletion(int64_t seen, TimeNs timeout_ns) {
-  ++awaiting_next_;
-  const int64_t completions = handles_->NextCompletion(seen, timeout_ns);
-  --awaiting_next_;
+  ++shared_.mailbox.awaiting_any;
+  const int64_t completions = shared_.handles->NextCompletion(seen, timeout_ns);
+  --shared_.mailbox.awaiting_any;
   return completions;
 }
 
 HandleTable::Look Engine::Poll(int64_t handle) {
-  const HandleTable::Look look = handles_->Poll(handle);
+  const HandleTable::Look look = shared_.handles->Poll(handle);
   if (look != HandleTable::Look::kPending) return look;
   LookAtLoop();
-  if (tensors_.submitted().count != 0) {
-    asked_for_ = true;
-    if (poll_scheduled_.load()) Wake();
-  }
+  if (shared_.tensors.submitted().count != 0) shared_.mailbox.Ask();
   return look;
 }
 
-// Waits for `done`, at most so long, and looks after the loop meanwhile. False: in vain.
-bool Engine::Await(std::unique_lock<std::mutex>& lock, TimeNs timeout_ns,
-                   const std::function<bool()>& done) {
+// Waits for the thread, at most so long, and looks after the loop meanwhile. False: in vain.
+template <typename T>
+bool Engine::Await(const std::future<T>& future, TimeNs timeout_ns) {
   const TimeNs deadline = After(NowNs(), timeout_ns);
-  while (!changed_.wait_for(lock, std::chrono::nanoseconds(NextLook(deadline)), done)) {
-    if (NowNs() >= deadline) return false;
-    lock.unlock();
+  for (;;) {
+    const std::chrono::nanoseconds most(given_up() ? 0 : NextLook(deadline));
+    if (future.wait_for(most) == std::future_status::ready) return true;
+    if (given_up() || NowNs() >= deadline) return false;
     LookAtLoop();
-    lock.lock();
   }
-  return true;
 }
 
-// A call of NVIDIA's that does not return must not be one that a caller is in: nobody could give it
-// up, so with a device the loop stays with its thread. So it does while this rank has joined, when
-// tensors of the others may be its first on a device.
-bool Engine::Drivable() const { return drivable_ && !devices_->in_use() && !tensors_.joining(); }
+bool Engine::Shutdown(const std::string& reason, TimeNs timeout_ns) {
+  shared_.mailbox.Stop(reason);
+  return Await(ended_, timeout_ns);
+}
+
+bool Engine::Abort(const std::string& reason, TimeNs timeout_ns) {
+  shared_.mailbox.Revoke(reason);
+  return Await(ended_, timeout_ns);
+}
+
+Status Engine::RunCommand(Mailbox::Command command, TimeNs timeout_ns) {
+  std::lock_guard<std::mutex> one_at_a_time(command_mutex_);
+  std::future<Status> outcome = shared_.mailbox.Post(std::move(command));
+  if (Await(outcome, timeout_ns)) return outcome.get();
+  return Status(Code::kStalled, "timeline: the other ranks did not send their last events");
+}
 
 // Runs the loop, unless somebody else does or it is not for callers to run.
 void Engine::DriveUntil(const std::function<bool()>& done, TimeNs deadline) {
   if (done()) return;
-  if (!Drivable()) {
-    if (poll_scheduled_.load()) Wake();  // it need not let more come
-    return;
-  }
+  Mailbox& mailbox = shared_.mailbox;
+  if (!shared_.Drivable()) return mailbox.Hurry();
   std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);
   if (turn.owns_lock() && loop_ != nullptr && loop_->drivable()) {
     const Loop::Left left = loop_->Drive(done, deadline);
     turn.unlock();
     // Only now: what rings before the turn is free wakes a thread that cannot take it.
-    left.wake ? Wake() : WakeUnless(left.bell);
+    left.wake ? mailbox.Wake() : mailbox.WakeIfRung(left.bell);
   } else {
     if (turn.owns_lock()) turn.unlock();
-    Wake();  // a request that was submitted without may have been overlooked
+    mailbox.Wake();  // a request that was submitted without may have been overlooked
   }
-}
-
-// Under the lock, so that the transport cannot vanish meanwhile; Transport::Wake never blocks.
-void Engine::Wake() {
-  std::lock_guard<std::mutex> lock(target_mutex_);
-  if (target_ != nullptr) target_->Wake();
-}
-
-// When they are in the table. The loop either takes them after it has withdrawn its word, or we see
-// that it has.
-void Engine::WakeForRequests() {
-  if (!poll_scheduled_.load()) Wake();
-}
-
-void Engine::WakeUnless(uint32_t bell) {
-  std::lock_guard<std::mutex> lock(target_mutex_);
-  if (target_ != nullptr && target_->turns()->Bell() != bell) target_->Wake();
 }
 
 }  // namespace hororing

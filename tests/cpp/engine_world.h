@@ -114,6 +114,18 @@ struct Player {
   Status Join(int64_t* last) { return Control(Collective::kJoin, last); }
 };
 
+// Blocks until the loop runs on every rank, or has failed; then the player has no engine.
+inline Status Start(const EngineConfig& config, Engine::WorldMaker make_world, Player* player) {
+  std::unique_ptr<Engine> engine = Engine::Begin(config, std::move(make_world), player->handles);
+  while (!engine->AwaitStart(kSecond, &player->started)) continue;
+  if (player->started.ok()) {
+    player->engine = std::move(engine);
+  } else if (!engine->Abort("init had failed", 2 * kSecond)) {
+    static_cast<void>(engine.release());
+  }
+  return player->started;
+}
+
 // Runs `script` on every rank of a world of `size`, each in a thread with an engine of its own.
 inline void Play(int size, const EngineConfig& base, const std::function<void(Player&)>& script,
                  const std::function<void(int, EngineConfig&)>& adjust = {}) {
@@ -133,8 +145,7 @@ inline void Play(int size, const EngineConfig& base, const std::function<void(Pl
             MakeTopology(rank, std::vector<std::string>(static_cast<size_t>(size), "host"));
         return Status::Ok();
       };
-      player.started = Engine::Start(config, make_world, player.handles, &player.engine);
-      if (!player.started.ok()) player.engine = nullptr;
+      static_cast<void>(Start(config, make_world, &player));
       script(player);
       if (player.engine != nullptr) CHECK(player.engine->Shutdown("", kPatience));
     });

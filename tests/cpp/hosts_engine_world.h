@@ -54,7 +54,7 @@ inline void PlayOn(const Hosts& hosts, const EngineConfig& base,
         *world = std::move(worlds[static_cast<size_t>(rank)]);
         return Status::Ok();
       };
-      CHECK_OK(Engine::Start(config, make_world, player.handles, &player.engine));
+      CHECK_OK(Start(config, make_world, &player));
       script(player);
       if (player.engine != nullptr) CHECK(player.engine->Shutdown("", kPatience));
     });

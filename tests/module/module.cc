@@ -56,7 +56,6 @@ std::vector<std::vector<Tensor>> PlayWorld(const std::vector<std::vector<Tensor>
       config.cache_capacity = cache_capacity;
       config.timeout_ns = 60 * kSecond;
       auto handles = std::make_shared<HandleTable>();
-      std::unique_ptr<Engine> engine;
       const auto make_world = [&](World* world) {
         world->transport = std::move(transports[static_cast<size_t>(rank)]);
         world->topology =
@@ -64,7 +63,10 @@ std::vector<std::vector<Tensor>> PlayWorld(const std::vector<std::vector<Tensor>
         return Status::Ok();
       };
       std::vector<Tensor>& mine = results[static_cast<size_t>(rank)];
-      if (!Engine::Start(config, make_world, handles, &engine).ok()) return;
+      const std::unique_ptr<Engine> engine = Engine::Begin(config, make_world, handles);
+      Status started;
+      while (!engine->AwaitStart(kSecond, &started)) continue;
+      if (!started.ok()) return;
       for (int step = 0; step < steps; ++step) {
         mine = submissions[static_cast<size_t>(rank)];
         std::vector<int64_t> pending;

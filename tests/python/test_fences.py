@@ -109,6 +109,11 @@ def test_the_core_does_not_sleep_to_wait():
     assert users(CORE, r"\bsleep_for\b|\bsleep_until\b|\b(u|nano)?sleep\(") == set()
 
 
+def test_the_engine_has_no_friends():
+    # What callers share with the loop is engine/shared.h, and safe to use from any thread.
+    assert users(CORE, r"\bfriend\b") == set()
+
+
 def test_threads_are_the_engines():
     assert users(CORE, r"std::(thread|async|jthread)\b|pthread_create") == {
         "csrc/engine/engine.cc",

@@ -278,7 +278,7 @@ TEST(a_rank_that_gives_up_starting_is_heard_of_by_those_who_have_started) {
       world->topology = MakeTopology(rank, {"host", "host", "host"});
       return Status::Ok();
     };
-    return Engine::Start(config, make_world, players[rank].handles, &players[rank].engine);
+    return Start(config, make_world, &players[rank]);
   };
   std::thread gives_up([&] { CHECK(!start(2).ok()); });
   const Status started = start(0);

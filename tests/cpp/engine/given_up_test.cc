@@ -89,19 +89,15 @@ void PlayStuck(TimeNs timeout_ns, std::vector<ProcessIdentity> neighbours,
       Player player;
       player.rank = rank;
       player.size = 2;
-      player.started = Engine::Start(
-          config,
-          [&](World* world) {
-            world->transport = std::move(transports[static_cast<size_t>(rank)]);
-            world->topology = MakeTopology(rank, {"host", "host"});
-            if (rank != kStuck) return Status::Ok();
-            world->neighbours = neighbours;
-            world->transport =
-                std::make_unique<StuckTransport>(std::move(world->transport), *stuck);
-            return Status::Ok();
-          },
-          player.handles, &player.engine);
-      CHECK(player.started.ok());
+      const auto make_world = [&](World* world) {
+        world->transport = std::move(transports[static_cast<size_t>(rank)]);
+        world->topology = MakeTopology(rank, {"host", "host"});
+        if (rank != kStuck) return Status::Ok();
+        world->neighbours = neighbours;
+        world->transport = std::make_unique<StuckTransport>(std::move(world->transport), *stuck);
+        return Status::Ok();
+      };
+      CHECK_OK(Start(config, make_world, &player));
       if (rank == kStuck) {
         on_stuck(player, *stuck);
         // As the C interface does.

@@ -260,7 +260,7 @@ TEST(a_waiter_for_many_of_which_one_is_released_is_told) {
   CHECK(table.Poll(handles[0]) == Look::kDone);
 }
 
-// A submitter wakes the loop unless the loop has promised to poll (Engine::poll_scheduled_). Were
+// A submitter wakes the loop unless the loop has promised to poll (Mailbox::Submitted). Were
 // one wake lost, nothing else would find the request here: no housekeeping, and in a world of one
 // rank no message.
 TEST(every_request_that_nobody_waits_for_wakes_a_loop_that_does_not_look_by_itself) {

@@ -1,0 +1,149 @@
+// Mailbox: what callers tell the loop besides their requests (engine/tensor_table.h): that they
+// wait, a command, that it must end. And how they wake it.
+//
+// Thread-safe. "Loop:" marks what only the loop calls.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <future>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "base/status.h"
+#include "transport/transport.h"
+
+namespace hororing {
+
+class Mailbox {
+ public:
+  // Ends the loop's sleep, or the next one. Never blocks.
+  void Wake() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (transport_ != nullptr) transport_->Wake();
+  }
+  // Unless nobody has rung the bell since it was `bell`. REQUIRES: callers can drive the loop.
+  void WakeIfRung(uint32_t bell) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (transport_ != nullptr && transport_->turns()->Bell() != bell) transport_->Wake();
+  }
+  // Requests are in the table. The loop, where it has promised to poll, either takes them after it
+  // has withdrawn its promise, or we see that it has.
+  void Submitted() {
+    if (!poll_scheduled_.load()) Wake();
+  }
+  // Somebody waits for what is in the table: the loop, where it has promised to poll, does it now.
+  void Hurry() {
+    if (poll_scheduled_.load()) Wake();
+  }
+  // The same for one that polls, and does not count as waiting.
+  void Ask() {
+    asked_for_ = true;
+    Hurry();
+  }
+  // Loop: the table is about to be emptied.
+  void Reporting() { asked_for_ = false; }
+  // Loop: its thread looks soon at what is submitted, without being woken. False before it looks.
+  void set_poll_scheduled(bool scheduled) { poll_scheduled_ = scheduled; }
+  bool poll_scheduled() const { return poll_scheduled_.load(std::memory_order_relaxed); }
+  // Loop: whether what is submitted must be reported now.
+  bool IsUrgent() const { return waiting.load() != 0 || asked_for_.load() || stopping_.load(); }
+
+  // All ranks are to end. The first reason counts.
+  void Stop(const std::string& reason) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (stop_reason_.empty()) stop_reason_ = reason;
+    }
+    stopping_ = true;
+    Wake();
+  }
+  bool stopping() const { return stopping_.load(); }
+  std::string stop_reason() const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return stop_reason_;
+  }
+
+  struct Command {
+    std::optional<std::string> path;  // of a timeline to start; none: stop it, with its last events
+    bool mark_cycles = false;
+    bool begun = false;  // the loop's
+    std::promise<Status> outcome = {};
+  };
+  // In place of the one before, for which nobody waits any more.
+  std::future<Status> Post(Command command) {
+    std::future<Status> outcome = command.outcome.get_future();
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      command_ = std::make_shared<Command>(std::move(command));
+      commanded_ = closed_.ok();
+      if (!closed_.ok()) command_->outcome.set_value(closed_);
+    }
+    Wake();
+    return outcome;
+  }
+  // Loop: the command that is not answered yet; null: none.
+  std::shared_ptr<Command> command() const {
+    if (!commanded_.load()) return nullptr;
+    std::lock_guard<std::mutex> lock(mutex_);
+    return command_;
+  }
+  void Answer(const Command& command, const Status& status) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (command_.get() != &command || !commanded_.exchange(false)) return;
+    command_->outcome.set_value(status);
+  }
+  // Nobody serves commands any more: answers them all with `why`.
+  void Close(const Status& why) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    closed_ = why;
+    if (commanded_.exchange(false)) command_->outcome.set_value(why);
+  }
+  // `why`; Ok before.
+  Status closed() const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return closed_;
+  }
+
+  // Loop: over which it is woken. Null: it has ended.
+  void Attach(Transport* transport) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    transport_ = transport;
+    RevokeIfAttached();
+  }
+  // Ends every wait of the loop: this rank fails, for this reason.
+  void Revoke(const std::string& reason) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    revoked_ = reason;
+    RevokeIfAttached();
+  }
+  // REQUIRES: the loop was given up outside of the transport. Over MPI peers hear of it by the end
+  // of this process, or at their deadline: to MPI no other thread may talk.
+  void TellPeers(const Status& why) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (transport_ != nullptr && transport_->turns() != nullptr) transport_->AnnounceFailure(why);
+  }
+
+  // Callers that are blocked: until their requests are complete, which are reported at once; and
+  // until any request is.
+  std::atomic<int> waiting{0}, awaiting_any{0};
+
+ private:
+  void RevokeIfAttached() {  // REQUIRES: mutex_
+    if (transport_ == nullptr || !revoked_) return;
+    transport_->Revoke(Status(Code::kPeerLost, *revoked_, transport_->rank()));
+  }
+
+  std::atomic<bool> asked_for_{false}, poll_scheduled_{false}, stopping_{false}, commanded_{false};
+  mutable std::mutex mutex_;
+  std::string stop_reason_;             // GUARDED_BY(mutex_)
+  std::shared_ptr<Command> command_;    // GUARDED_BY(mutex_)
+  Status closed_;                       // GUARDED_BY(mutex_)
+  Transport* transport_ = nullptr;      // GUARDED_BY(mutex_), and so does not vanish meanwhile
+  std::optional<std::string> revoked_;  // GUARDED_BY(mutex_)
+};
+
+}  // namespace hororing
