@@ -86,6 +86,7 @@ test-tensorflow: build $(OTHER)/.ready  ## Python tests of TensorFlow's adapter 
 soak: build  ## random schedules of collectives, then jobs to which things happen: 10 minutes each
 	python tests/python/schedules.py --ranks 4 --minutes 10
 	python tests/python/chaos.py --minutes 10
+	python tests/python/nemesis.py --minutes 10
 
 lint: $(VENV)/.dev typecheck  ## everything that pre-commit checks
 	ruff check $(wildcard $(SOURCES))

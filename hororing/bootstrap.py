@@ -11,6 +11,7 @@ HORORING_SECRET_FD            descriptor of the secret, of a file in memory: the
 HORORING_SECRET_KEY, _FILE    the secret, or its file: rank 0 has the store
 HORORING_INSECURE             1: a store without a secret on a network
 HORORING_ELASTIC              1: the launcher's store gives this process a rank, again and again
+HORORING_PROCESS              number of this process there, from 0, as the launcher counts
 HORORING_HOSTNAME             name of this host there; unset: its own
 ============================  ====================================================================
 """
@@ -113,6 +114,7 @@ def join(settings: Mapping[str, Any]) -> ElasticMember:
     member = ElasticMember(
         rendezvous, secret=_secret(env), job=_job(env, ""), host=env.get("HOSTNAME"),
         timeout_s=settings["TIMEOUT_S"] or math.inf, insecure=_insecure(env),
+        process=int(env.get("PROCESS", 0)),
     )  # fmt: skip
     _reach(member, rendezvous)
     return member

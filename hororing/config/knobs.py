@@ -183,6 +183,12 @@ KNOBS: tuple[Knob, ...] = (
         aliases=(_horovod_bool("HOROVOD_DYNAMIC_PROCESS_SETS"),),
     ),
     Knob(
+        "RESET_LIMIT",
+        _COUNT,
+        0,
+        "how often an elastic job may be formed anew; 0: any number of times",
+    ),
+    Knob(
         "ALONE",
         BOOL,
         False,

@@ -5,7 +5,7 @@ frames (`hororing.rendezvous.protocol`):
 
     agent    -> launcher  ready: a free port; error; rank + stream + data; rank + code
     launcher -> agent     payload: a part of what ranks read; start: secret, directory, environment,
-                          ranks; signal; close
+                          ranks; signal, perhaps to one rank; bury: a rank that has ended; close
 
 When standard input ends, so has the launcher or the connection: the agent ends all ranks.
 """
@@ -74,7 +74,9 @@ class _Agent:
             self._going = False
         for message in self._frames.feed(data):
             if "signal" in message:
-                self._ranks.signal(message["signal"])
+                self._ranks.signal(message["signal"], message.get("rank"))
+            elif "bury" in message:
+                self._ranks.bury(message["bury"])
             elif "close" in message:
                 self._going = False
             elif "payload" in message:
@@ -103,7 +105,7 @@ class _Agent:
                     )
                 program = Program(
                     told["rank"], message["command"], variables, message["directory"],
-                    self._payload, answers=self._payload is not None,
+                    message.get("sharing", 0), self._payload, answers=self._payload is not None,
                 )  # fmt: skip
                 self._ranks.start(program, descriptor)
         except OSError as error:

@@ -14,10 +14,11 @@ import signal
 import sys
 from collections.abc import Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import IO
 
 from hororing import launch
-from hororing.hororun import allocation, knob_flags, numa, plan, start
+from hororing.hororun import allocation, elastic_flags, knob_flags, numa, plan, start
 from hororing.hororun.job import CannotStartError
 from hororing.hororun.local import STDERR, STDOUT
 from hororing.hororun.output import Output
@@ -45,9 +46,11 @@ def main(words: Sequence[str] | None = None) -> int:
     if not (command or arguments.print_topology or arguments.export_config):
         parser.error("what shall the ranks run? hororun -np 4 python train.py")
     try:
-        placed = _placed(arguments)
-        only_from = _ranks(arguments.only_output_from, len(placed))
         variables = _variables(arguments)
+        elastic = elastic_flags.chosen(arguments, lambda: _hosts(arguments)[0], variables)
+        placed = [] if elastic else _placed(arguments)
+        size = elastic.max_np if elastic else len(placed)
+        only_from = _ranks(arguments.only_output_from, size)
         if arguments.export_config:
             _export(arguments.export_config, _flags(words, arguments), command)
     except (ValueError, OSError) as error:
@@ -71,13 +74,15 @@ def main(words: Sequence[str] | None = None) -> int:
         command = _bound(sys.executable, ["--numa-aware"], command)
     if arguments.dry_run:
         return _dry_run(placed, command, variables)
-    output = _output(arguments, len(placed), only_from)
+    output = _output(arguments, size, only_from, elastic is not None)
     rsh = arguments.rsh_agent or start.ssh(arguments.ssh_port, arguments.ssh_identity_file)
     what = start.Start(
         placed, command, variables, rsh, arguments.start_timeout, arguments.grace, _stdin()
     )
     try:
-        output.open_files(len(placed))
+        if elastic is not None:
+            return start.run_elastic(what, elastic, output, _membership(arguments.output))
+        output.open_files(size)
         return start.run(what, output).conclude()
     except CannotStartError as error:
         output.say(str(error))
@@ -134,6 +139,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("-p", "--ssh-port", type=_positive, metavar="PORT", help="of ssh")
     add("-i", "--ssh-identity-file", metavar="FILE", help="of ssh")
+    elastic_flags.add_arguments(parser, _positive, _seconds)
     add("--mpi", action="store_true", help="print the mpirun line for this, and run it")
     add(
         "--mpi-args",
@@ -192,16 +198,8 @@ def _words(text: str) -> list[str]:
 def _placed(arguments: argparse.Namespace) -> list[Place]:
     """Ranks on the hosts that were named, or else on those of a batch allocation, or else here."""
     per_host = _per_host(arguments.nproc_per_node)
-    hosts = start.named_hosts(arguments.hosts, arguments.hostfile)
+    hosts, given = _hosts(arguments)
     size, replicas = arguments.num_proc, arguments.num_replicas
-    given = None if hosts else _allocation()
-    if given is not None:
-        hosts = given.hosts
-        # One task for each host is what schedulers give to who asked for none.
-        untold = size is not None and size > len(hosts) and {each.slots for each in hosts} == {1}
-        if per_host or untold:
-            hosts = [Host(each.name) for each in hosts]
-    hosts = hosts or [Host("localhost")]
     if size is None and per_host is None and any(host.slots is None for host in hosts):
         size = replicas
     try:
@@ -215,6 +213,19 @@ def _placed(arguments: argparse.Namespace) -> list[Place]:
     if replicas is not None:
         plan.replicas_of(0, len(placed), replicas)
     return placed
+
+
+def _hosts(arguments: argparse.Namespace) -> tuple[list[Host], allocation.Allocation | None]:
+    hosts = start.named_hosts(arguments.hosts, arguments.hostfile)
+    given = None if hosts else _allocation()
+    if given is None:
+        return hosts or [Host("localhost")], None
+    size = arguments.num_proc
+    # One task for each host is what schedulers give to who asked for none.
+    untold = size and size > len(given.hosts) and {each.slots for each in given.hosts} == {1}
+    if arguments.nproc_per_node or untold:
+        return [Host(each.name) for each in given.hosts], given
+    return given.hosts, given
 
 
 def _allocation() -> allocation.Allocation | None:
@@ -272,7 +283,19 @@ def _variables(arguments: argparse.Namespace) -> dict[str, str]:
     return {**found, **knob_flags.chosen(arguments)}
 
 
-def _output(arguments: argparse.Namespace, size: int, only_from: set[int] | None) -> Output:
+def _membership(directory: str | None) -> Path | None:
+    """A file for the generations of an elastic job, beside what its processes print. OSError."""
+    if directory is None:
+        return None
+    file = Path(directory, "membership.jsonl")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(b"")
+    return file
+
+
+def _output(
+    arguments: argparse.Namespace, size: int, only_from: set[int] | None, elastic: bool
+) -> Output:
     tag = size > 1 if arguments.tag_output is None else arguments.tag_output
     streams: dict[str, io.RawIOBase] = {
         name: io.FileIO(number, "w", closefd=False) for name, number in ((STDOUT, 1), (STDERR, 2))
@@ -285,6 +308,7 @@ def _output(arguments: argparse.Namespace, size: int, only_from: set[int] | None
         colour=[name for name, stream in streams.items() if stream.isatty() and not plain],
         only_from=only_from,
         directory=arguments.output,
+        elastic=elastic,
     )
 
 

@@ -22,7 +22,10 @@ from hororing.hororun.output import Output
 from hororing.hororun.plan import Place
 from hororing.hosts import Host
 
-_ELASTIC = "the number of ranks does not change: give np; write checkpoints, and call run again"
+_ELASTIC = (
+    "the number of ranks does not change: give np; or start a script with hororun --min-np 1 "
+    "--max-np 4"
+)
 _MPI = "there is no MPI between these ranks: start a script with mpirun instead"
 # Arguments of Horovod's, and what to do instead.
 _REFUSED = {

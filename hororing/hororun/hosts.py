@@ -8,6 +8,7 @@ import os
 import selectors
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -40,27 +41,36 @@ class LocalHost:
     def __init__(self, selector: selectors.BaseSelector, sink: Sink, secret: bytes) -> None:
         self.name = "localhost"
         self.ready = True
+        self.hostname = socket.gethostname()  # as ranks call it
         self.programs: list[Program] = []
         self._ranks = LocalRanks(selector, sink)
         self._secret = secret
 
     def begin(self) -> None:
         """As `job.Host.begin`."""
+        self.start(self.programs)
+
+    def start(self, programs: Sequence[Program]) -> None:
+        """Start some. CannotStartError."""
         descriptor = memory_file("secret", self._secret)
         try:
-            for program in self.programs:
+            for program in programs:
                 told = {**program.environment, "HORORING_SECRET_FD": str(descriptor)}
                 self._ranks.start(replace(program, environment=told), descriptor)
         except OSError as error:
             raise CannotStartError(
-                f"{error.filename or self.programs[0].command[0]}: {error.strerror}"
+                f"{error.filename or programs[0].command[0]}: {error.strerror}"
             ) from None
         finally:
             os.close(descriptor)
 
-    def signal(self, number: int) -> None:
+    def signal(self, number: int, rank: int | None = None) -> None:
         """As `job.Host.signal`."""
-        self._ranks.signal(number)
+        self._ranks.signal(number, rank)
+
+    def bury(self, rank: int) -> None:
+        """As `local.LocalRanks.bury`."""
+        self._ranks.bury(rank)
 
     def close(self) -> None:
         """As `job.Host.close`."""
@@ -75,6 +85,9 @@ class RemoteHost:
     rsh : the words before the host's name.
     ranks : those that it has to start.
     say : shows a line of the launcher's.
+    on_end : called when the agent or the connection has ended, with what is to be said, before its
+        ranks count as failed. None: that is said, and it is a CannotStartError where it was not
+        ready yet.
     """
 
     def __init__(
@@ -87,9 +100,11 @@ class RemoteHost:
         rsh: Sequence[str],
         ranks: Sequence[int],
         say: Callable[[str], None],
+        on_end: Callable[[str], None] | None = None,
     ) -> None:
         self.name = name
         self.ready = False
+        self.hostname = name
         self.port = 0  # a free one of that host, once it is ready
         self.message: dict[str, Any] = {}  # what `begin` sends, but for the secret
         self.payload: bytes | None = None  # what its ranks read from their standard input
@@ -97,6 +112,7 @@ class RemoteHost:
         self._sink = sink
         self._secret = secret
         self._say = say
+        self._on_end = on_end or self._say_end
         self._running = set(ranks)
         self._greeting: bytes | None = b""
         self._unsent = bytearray()
@@ -124,15 +140,34 @@ class RemoteHost:
         for begin in range(0, len(self.payload or b""), _PART_BYTES):
             part = memoryview(self.payload or b"")[begin : begin + _PART_BYTES]
             self._send({"payload": base64.b64encode(part).decode()})
+        self._start(self.message)
+
+    def start(self, programs: Sequence[Program]) -> None:
+        """Start some of one command. That it fails there is told later, as their end."""
+        self._running.update(program.rank for program in programs)
+        told = [{"rank": each.rank, "environment": dict(each.environment)} for each in programs]
+        first = programs[0]
+        self._start(
+            {
+                "directory": first.directory, "command": list(first.command), "environment": {},
+                "sharing": first.sharing, "ranks": told,
+            }
+        )  # fmt: skip
+
+    def _start(self, message: dict[str, Any]) -> None:
         try:
-            self._send({"secret": self._secret.hex(), **self.message})
+            self._send({"secret": self._secret.hex(), **message})
         except ValueError:
             raise CannotStartError("the command and its variables are too long") from None
 
-    def signal(self, number: int) -> None:
+    def signal(self, number: int, rank: int | None = None) -> None:
         """As `job.Host.signal`."""
         if self.ready:
-            self._send({"signal": number})
+            self._send({"signal": number, "rank": rank})
+
+    def bury(self, rank: int) -> None:
+        """As `local.LocalRanks.bury`."""
+        self._send({"bury": rank})
 
     def close(self) -> None:
         """As `job.Host.close`. Waits until the agent has ended its ranks, for some seconds."""
@@ -234,11 +269,15 @@ class RemoteHost:
 
     def _ended(self) -> None:
         """The agent, or the connection: its ranks count as failed."""
-        text = f"host {self.name}: {self._error or 'the connection with its agent has ended'}"
+        self._on_end(
+            f"host {self.name}: {self._error or 'the connection with its agent has ended'}"
+        )
+        for rank in sorted(self._running):
+            self._sink.exited(rank, _LOST)
+        self._running.clear()
+
+    def _say_end(self, text: str) -> None:
         if not self.ready:
             raise CannotStartError(text)
         if self._running:
             self._say(text)
-        for rank in sorted(self._running):
-            self._sink.exited(rank, _LOST)
-        self._running.clear()

@@ -1,7 +1,8 @@
 """The processes of one host: started, watched, and none left behind.
 
 Each rank leads a session of its own, so that signals reach what it has started as well. It is not
-waited for until the end: as long as its number is taken, no other process group can have it.
+waited for until the end, or until it is buried: as long as its number is taken, no other process
+group can have it.
 """
 
 from __future__ import annotations
@@ -35,12 +36,13 @@ class Sink(Protocol):
 
 @dataclass(frozen=True)
 class Program:
-    """What a rank runs."""
+    """What a rank runs. In an elastic job `rank` is the number of the process (`elastic`)."""
 
     rank: int
     command: Sequence[str]
     environment: Mapping[str, str]
     directory: str
+    sharing: int = 0  # so many ranks share the cores of this host; 0: HORORING_LOCAL_SIZE
     stdin: IO[bytes] | int | None = None  # None: nothing
     answers: bool = False  # the command gets one word more: a descriptor for its RESULT
 
@@ -84,11 +86,11 @@ def append(number: int, data: bytes | bytearray) -> None:
         left = left[os.write(number, left) :]
 
 
-def _with_threads(environment: Mapping[str, str]) -> dict[str, str]:
+def _with_threads(program: Program) -> dict[str, str]:
     """Share the cores among the ranks of this host: libraries would start threads for all."""
     cores = len(os.sched_getaffinity(0))
-    ranks = int(environment.get("HORORING_LOCAL_SIZE", 1))
-    return {"OMP_NUM_THREADS": str(max(cores // ranks, 1)), **environment}
+    ranks = program.sharing or int(program.environment.get("HORORING_LOCAL_SIZE", 1))
+    return {"OMP_NUM_THREADS": str(max(cores // ranks, 1)), **program.environment}
 
 
 class LocalRanks:
@@ -113,7 +115,7 @@ class LocalRanks:
         try:
             popen = start(
                 command,
-                env=_with_threads(program.environment),
+                env=_with_threads(program),
                 cwd=program.directory,
                 stdin=subprocess.DEVNULL if program.stdin is None else program.stdin,
                 stdout=subprocess.PIPE,
@@ -127,9 +129,7 @@ class LocalRanks:
         assert popen.stderr is not None
         process = _Process(program, popen, os.pidfd_open(popen.pid))
         self._processes.append(process)
-        assert guard.stdin is not None
-        guard.stdin.write(b"%d\n" % popen.pid)
-        guard.stdin.flush()
+        self._tell_guard(guard, popen.pid)
         process.streams = {STDOUT: popen.stdout, STDERR: popen.stderr}
         if result is not None:
             process.streams[RESULT] = result
@@ -138,30 +138,53 @@ class LocalRanks:
             self._register(stream, partial(self._read, process, name))
         self._register(process.pidfd, partial(self._ended, process))
 
-    def signal(self, number: int) -> None:
-        """Send it to every rank that runs, and to what it has started."""
+    def signal(self, number: int, rank: int | None = None) -> None:
+        """Send it to every rank that runs, or to one, and to what it has started."""
         for process in self._processes:
-            if process.running:
+            if process.running and rank in (None, process.program.rank):
                 _kill(process, number)
+
+    def bury(self, rank: int) -> None:
+        """End what a rank that has ended leaves behind, and forget it: another may take its place.
+
+        For jobs that go on after a rank's end, which would collect the dead.
+        """
+        dead = [each for each in self._processes if each.program.rank == rank]
+        for process in dead:
+            _kill(process, signal.SIGKILL)
+        for process in dead:
+            if self._guard is not None:
+                with contextlib.suppress(OSError):  # it was killed
+                    self._tell_guard(self._guard, -process.popen.pid)
+            self._bury(process)
+            self._processes.remove(process)
 
     def close(self) -> None:
         """End whatever is left of the ranks, children too, and pass on what they printed last."""
         for process in self._processes:
             _kill(process, signal.SIGKILL)
         for process in self._processes:
-            process.popen.wait()
-            for name in list(process.streams):
-                self._drain(process, name)
-                self._forget(process, name)
-            if process.running:
-                self._selector.unregister(process.pidfd)
-            os.close(process.pidfd)
+            self._bury(process)
         self._processes.clear()
         if self._guard is not None and self._guard.stdin is not None:
             self._guard.kill()
             self._guard.wait()
             self._guard.stdin.close()
             self._guard = None
+
+    def _bury(self, process: _Process) -> None:
+        process.popen.wait()
+        for name in list(process.streams):
+            self._drain(process, name)
+            self._forget(process, name)
+        if process.running:
+            self._selector.unregister(process.pidfd)
+        os.close(process.pidfd)
+
+    def _tell_guard(self, guard: subprocess.Popen[bytes], number: int) -> None:
+        assert guard.stdin is not None
+        guard.stdin.write(b"%d\n" % number)
+        guard.stdin.flush()
 
     def _start_guard(self) -> subprocess.Popen[bytes]:
         self._guard = subprocess.Popen(

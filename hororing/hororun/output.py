@@ -29,6 +29,11 @@ class Output:
     colour : streams whose tags have colours.
     only_from : ranks whose standard output is shown; None: all. Errors are always shown.
     directory : where each rank's output goes instead, as rank.N/stdout and rank.N/stderr.
+    elastic : ranks are numbers of processes; files are in process.N.
+
+    Attributes
+    ----------
+    ranks : of processes of an elastic job that have one now, by their number; None: not elastic.
     """
 
     def __init__(
@@ -40,7 +45,9 @@ class Output:
         colour: Collection[str] = (),
         only_from: Collection[int] | None = None,
         directory: str | None = None,
+        elastic: bool = False,
     ) -> None:
+        self.ranks: dict[int, int] | None = {} if elastic else None
         self._streams = streams
         self._width = len(str(size - 1))
         self._tag = tag
@@ -69,7 +76,9 @@ class Output:
             tail.extend(line for line in lines if line.strip())
         if self._directory is not None:
             self._to_file(rank, stream, data)
-        elif stream == STDERR or self._only_from is None or rank in self._only_from:
+            if not data and self.ranks is not None:  # there may be many in the end
+                self._files.pop((rank, stream)).close()
+        elif stream == STDERR or self._only_from is None or self._rank(rank) in self._only_from:
             self._show(stream, b"".join(self._tagged(rank, stream, line) for line in lines))
 
     def open_files(self, size: int) -> None:
@@ -99,10 +108,14 @@ class Output:
     def _tagged(self, rank: int, stream: str, line: bytes) -> bytes:
         if not self._tag:
             return line
-        tag = f"[{rank:{self._width}d}]".encode()
+        now = self._rank(rank)
+        tag = f"[{f'p{rank}' if now is None else now:>{self._width}}]".encode()
         if stream in self._colour:
             tag = b"\x1b[%dm%b\x1b[0m" % (_COLOURS[rank % len(_COLOURS)], tag)
         return tag + b" " + line
+
+    def _rank(self, rank: int) -> int | None:
+        return rank if self.ranks is None else self.ranks.get(rank)
 
     def _show(self, stream: str, data: bytes) -> None:
         left = memoryview(data)
@@ -119,7 +132,8 @@ class Output:
     def _to_file(self, rank: int, stream: str, data: bytes) -> None:
         assert self._directory is not None
         if (rank, stream) not in self._files:
-            folder = self._directory / f"rank.{rank:0{self._width}d}"
+            kind = "rank" if self.ranks is None else "process"
+            folder = self._directory / f"{kind}.{rank:0{self._width}d}"
             folder.mkdir(parents=True, exist_ok=True)
             self._files[rank, stream] = (folder / stream).open("wb", buffering=0)
         self._files[rank, stream].write(data)

@@ -8,20 +8,25 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO
 
 from hororing import launch
 from hororing.hororun import plan
 from hororing.hororun.agent import free_port
+from hororing.hororun.elastic import Elastic, ElasticJob
 from hororing.hororun.hosts import LocalHost, RemoteHost
 from hororing.hororun.job import Job
 from hororing.hororun.local import Program, memory_file
 from hororing.hororun.output import Output
 from hororing.hororun.plan import Place, Rendezvous
+from hororing.hororun.slots import Slot
 from hororing.hosts import Host, parse_hosts, read_hostfile
 from hororing.rendezvous import interfaces, protocol
+from hororing.rendezvous.elastic_store import ElasticStore, Event
+from hororing.rendezvous.server import Server
 from hororing.rendezvous.store import Store
 
 _HERE = {"localhost", "127.0.0.1", "::1"}
@@ -101,6 +106,65 @@ def run(what: Start, output: Output) -> Job:
     return job
 
 
+def run_elastic(what: Start, elastic: Elastic, output: Output, membership: Path | None) -> int:
+    """Run an elastic job, `placed` of which tells nothing, and return hororun's exit code.
+
+    Raises
+    ------
+    CannotStartError : there are no hosts, or a program cannot be started.
+    """
+    secret, job = protocol.new_secret(), secrets.token_hex(8)
+    own = launch.environment()
+    inherited = {name: own[name] for name in own if name not in launch.VARIABLES}
+    common = {"PYTHONUNBUFFERED": "1", "HORORING_ELASTIC": "1", "HORORING_JOB": job}
+    told: dict[bool, str] = {}  # where processes find the store, by whether they are here
+
+    def make_store(
+        at_first: Elastic, hosts: Sequence[Host], on_event: Callable[[Event], None]
+    ) -> ElasticStore:
+        others = [host.name for host in hosts if not is_here(host.name)]
+        several = bool(others) or at_first.script is not None
+        store = ElasticStore(
+            job=job, secret=secret, host="" if several else "127.0.0.1", on_event=on_event,
+            np=at_first.np, min_np=at_first.min_np, max_np=at_first.max_np,
+            elastic_timeout_s=at_first.elastic_timeout_s, peer_timeout_s=at_first.peer_timeout_s,
+        )  # fmt: skip
+        store.listen()
+        told[False] = _addresses(store, others)
+        # Where no host but this one is known, its other addresses may not even work.
+        loopback = protocol.show_address("127.0.0.1", store.port)
+        told[True] = told[False] if others or not several else f"{loopback},{told[False]}"
+        return store
+
+    def make_program(number: int, slot: Slot) -> Program:
+        here = is_here(slot.host)
+        variables = {
+            **(inherited if here else {}),
+            **common,
+            **what.variables,
+            "HORORING_RENDEZVOUS": told[here],
+            "HORORING_PROCESS": str(number),
+            **({} if here else {"HORORING_HOSTNAME": slot.host}),
+        }
+        return Program(number, what.command, variables, os.getcwd(), sharing=slot.neighbours)
+
+    def make_host(
+        job: ElasticJob, name: str, ended: Callable[[str], None]
+    ) -> LocalHost | RemoteHost:
+        if is_here(name):
+            return LocalHost(job.selector, job, secret)
+        return RemoteHost(
+            job.selector, job, secret,
+            name=name, rsh=what.rsh, ranks=(), say=output.say, on_end=ended,
+        )  # fmt: skip
+
+    return ElasticJob(
+        elastic, output,
+        make_program=make_program, make_store=make_store, make_host=make_host,
+        grace_s=what.grace_s, start_timeout_s=what.start_timeout_s, membership=membership,
+    ).run()  # fmt: skip
+
+
 def new_store(size: int, several_hosts: bool) -> tuple[Store, bytes]:
     """The store of a new job, to be started, and its secret."""
     secret = protocol.new_secret()
@@ -125,7 +189,7 @@ def _assign(
     here.programs = [
         Program(
             place.rank, what.command, {**inherited, **told[place.rank]}, os.getcwd(),
-            stdin.get(place.rank), answers=payload is not None,
+            stdin=stdin.get(place.rank), answers=payload is not None,
         )
         for place in what.placed
         if is_here(place.host)
@@ -188,12 +252,13 @@ def is_here(host: str) -> bool:
     return name == own_name and not (domain and own_domain)
 
 
-def _addresses(store: Store, others: list[str]) -> str:
+def _addresses(store: Server, others: list[str]) -> str:
     hosts = [store.host]
     if not store.host:
         # Ranks of this host tell the others the first that they reach the store by, which must be
         # of the network between the hosts; and none may take the loopback address for another's.
-        found = dict.fromkeys([interfaces.towards(others[0]), *interfaces.addresses()])
+        first = [interfaces.towards(others[0])] if others else []
+        found = dict.fromkeys([*first, *interfaces.addresses()])
         hosts = [each for each in found if each and not protocol.is_loopback(each)]
     return ",".join(protocol.show_address(host, store.port) for host in hosts)
 

@@ -23,12 +23,14 @@ class ElasticMember(Member):
     Parameters
     ----------
     address, secret, job, host, timeout_s, insecure : as those of `Member`.
+    process : the number that the launcher knows this process by.
     """
 
-    def __init__(self, address: str, *, secret: bytes, job: str, **how: Any) -> None:
-        super().__init__(
-            address, secret=secret, job=job, rank=-1, size=0, uid=protocol.new_uid(), **how
-        )
+    def __init__(
+        self, address: str, *, secret: bytes, job: str, process: int = 0, **how: Any
+    ) -> None:
+        uid = protocol.new_uid(process)
+        super().__init__(address, secret=secret, job=job, rank=-1, size=0, uid=uid, **how)
         self._asked = 0
 
     @property

@@ -31,6 +31,9 @@ from hororing.rendezvous.server import Peer, Refusal, Server
 
 __all__ = ["Done", "ElasticStore", "Ended", "Event", "Joined", "Lost", "World"]
 
+# Why most are lost; of others the process may still be there.
+CONNECTION_ENDED = "its connection has ended without a word"
+
 
 class ElasticStore(Server):
     """The server of one elastic job.
@@ -162,7 +165,7 @@ class ElasticStore(Server):
         if self._peers.get(uid) is not peer:
             return  # it was declared lost before
         if peer.done is None:
-            self._lose(uid, "its connection has ended without a word")
+            self._lose(uid, CONNECTION_ENDED)
             return
         self._forget(uid)
         self._carry_out(self._machine.done(uid, peer.done))

@@ -154,9 +154,14 @@ def new_nonce() -> str:
     return secrets.token_hex(_NONCE_BYTES)
 
 
-def new_uid() -> str:
-    """The name of a membership."""
-    return secrets.token_hex(_UID_BYTES)
+def new_uid(process: int = 0) -> str:
+    """The name of a membership. `process`: the number that the launcher has given the process."""
+    return f"{process % 2**32:08x}" + secrets.token_hex(_UID_BYTES - 4)
+
+
+def process_of(uid: str) -> int:
+    """The number of the process, as its launcher counts."""
+    return int(uid[:8], 16)
 
 
 def new_secret() -> bytes:

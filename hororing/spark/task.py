@@ -106,7 +106,12 @@ class _Process:
             try:
                 ranks.start(
                     Program(
-                        self._rank, command, environment, os.getcwd(), descriptors[1], answers=True
+                        self._rank,
+                        command,
+                        environment,
+                        os.getcwd(),
+                        stdin=descriptors[1],
+                        answers=True,
                     ),
                     descriptors[0],
                 )

@@ -1,0 +1,602 @@
+"""An elastic job: processes come and go, and it goes on while there are enough of them.
+
+A process is known by its number, in the order of starts. It has a rank as soon as the store has put
+it into a generation. A process that fails is replaced by a new one in the same slot, after a rest
+(`slots`), until a process has finished: then nothing is started any more, and the job ends with the
+last one. Success is said to the store; an exit code of 0 alone is none.
+
+Everything but `_Events.put` happens in the thread that runs the job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import queue
+import selectors
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from hororing.hororun.discovery import Discovery
+from hororing.hororun.ending import Ending
+from hororing.hororun.hosts import LocalHost, RemoteHost
+from hororing.hororun.job import CannotStartError, conclude_asked, describe, epitaph
+from hororing.hororun.local import Program, step
+from hororing.hororun.output import Output
+from hororing.hororun.slots import Slot, Slots
+from hororing.hosts import Host
+from hororing.rendezvous import protocol
+from hororing.rendezvous.elastic_store import (
+    CONNECTION_ENDED,
+    Done,
+    ElasticStore,
+    Ended,
+    Event,
+    Joined,
+    Lost,
+    World,
+)
+
+# How long the store may wait for the end of one that it has declared dead.
+_GONE_S = 1.0
+_NOT_STARTED = 127
+_LONGEST_WAIT_S = 3600.0  # epoll takes no longer ones than some weeks
+_NAMED = 8  # of those that have failed, at the end
+_FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)  # no fault of the process
+
+
+@dataclass(frozen=True)
+class Elastic:
+    """What is special about an elastic job.
+
+    Parameters
+    ----------
+    np, min_np, max_np : processes at the start; the fewest and the most.
+    hosts : with their slots; where `script` is given, it tells them.
+    script : words of the command that tells hosts. None: they stay the same.
+    slots_per_host : of hosts of which the script tells no number.
+    cooldown : as `Slots.cooldown`.
+    reset_limit : the most generations after the first; 0: no limit.
+    elastic_timeout_s, peer_timeout_s : as those of `ElasticStore`.
+    """
+
+    np: int
+    min_np: int
+    max_np: int
+    hosts: Sequence[Host] = ()
+    script: Sequence[str] | None = None
+    slots_per_host: int | None = None
+    cooldown: tuple[float, float] | None = None
+    reset_limit: int = 0
+    elastic_timeout_s: float = 600.0
+    peer_timeout_s: float = 2.0
+
+
+@dataclass(eq=False)
+class _Host:
+    of: LocalHost | RemoteHost
+    ready_by: float  # the agent must have answered
+    leaves: bool = False  # it was taken away
+
+
+@dataclass(eq=False)
+class _Process:
+    number: int
+    slot: Slot
+    host: _Host
+    began: float
+    uid: str = ""  # of its membership, once it has come
+    rank: int | None = None  # in the last generation in which it was
+    generation: int = 0
+    status: int | None = None  # what it has said at its end
+    code: int | None = None  # its exit code, or minus the signal
+    leaves: bool = False  # as the job wants it: no failure
+    lost_at: float | None = None  # when the store lost it
+    gone: list[threading.Event] = field(default_factory=list)  # to be set at its end
+
+
+class _Events:
+    """What the store tells, in its thread, for the thread of the job."""
+
+    def __init__(self, selector: selectors.BaseSelector) -> None:
+        self._queue: queue.SimpleQueue[tuple[Event, threading.Event]] = queue.SimpleQueue()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._selector = selector
+        selector.register(self._wake, selectors.EVENT_READ, self._woken)
+
+    def put(self, event: Event) -> None:
+        """Called by the store, which goes on when a process that it has declared dead is dead.
+
+        A process that was only stopped could otherwise write into the memory of the next
+        generation.
+        """
+        gone = threading.Event()
+        self._queue.put((event, gone))
+        os.eventfd_write(self._wake, 1)
+        if isinstance(event, Lost) and event.why != CONNECTION_ENDED:
+            gone.wait(_GONE_S)
+
+    def take(self) -> Iterator[tuple[Event, threading.Event]]:
+        """What has come."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                yield self._queue.get_nowait()
+
+    def close(self) -> None:
+        """Once nobody puts anything."""
+        self._selector.unregister(self._wake)
+        os.close(self._wake)
+
+    def _woken(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+
+
+class ElasticJob:
+    """The processes of all hosts. A `Sink` of theirs, whose ranks are their numbers.
+
+    Parameters
+    ----------
+    what : see there.
+    output : whose `ranks` follow the generations.
+    make_program : tells what the process of a number runs in a slot.
+    make_store : makes a store, to be started, which waits for so many processes at first, and calls
+        what it is given with events. Also gets the hosts that are known.
+    make_host : makes what stands here for the host of a name, and calls what it is given when the
+        host cannot be reached any more. CannotStartError.
+    grace_s : between the request to end and the end.
+    start_timeout_s : how long an agent may take to answer.
+    membership : a file that gets a line of JSON for each generation. None: there is none.
+    """
+
+    def __init__(
+        self,
+        what: Elastic,
+        output: Output,
+        *,
+        make_program: Callable[[int, Slot], Program],
+        make_store: Callable[[Elastic, Sequence[Host], Callable[[Event], None]], ElasticStore],
+        make_host: Callable[[ElasticJob, str, Callable[[str], None]], LocalHost | RemoteHost],
+        grace_s: float,
+        start_timeout_s: float,
+        membership: Path | None = None,
+    ) -> None:
+        self.selector = selectors.DefaultSelector()
+        self._what, self._output, self._membership = what, output, membership
+        self._make_program, self._make_store, self._make_host = make_program, make_store, make_host
+        self._grace_s, self._start_timeout_s = grace_s, start_timeout_s
+        self._ending = Ending(self.selector, self._send, grace_s)
+        self._events = _Events(self.selector)
+        self._slots = Slots(what.max_np, what.cooldown)
+        self._known: Sequence[Host] | None = None
+        self._retired: set[str] = set()  # names of hosts that members may not come from
+        self._hosts: dict[str, _Host] = {}
+        self._dead_hosts: list[_Host] = []  # to be closed
+        self._processes: list[_Process] = []
+        self._store: ElasticStore | None = None  # once there are enough slots
+        self._patience_s = what.elastic_timeout_s or math.inf
+        self._began = time.monotonic()
+        self._few_since: float | None = None
+        self._generation = 0
+        self._causes: list[str] = []  # of the next generation
+        self._expected = 0
+        self._failures: list[_Process] = []
+        self._recent = 0  # the first of these that no generation has followed
+        self._finished = False  # a process has: nothing is started any more
+        self._why = ""  # the job has failed
+        self._given_up = False  # a host does not answer any more
+        self._discovery: Discovery | None = None
+
+    # -----------------------------------------------------------------------------------------
+    # What hosts tell
+
+    def output(self, rank: int, stream: str, data: bytes) -> None:
+        """As `Sink.output`."""
+        self._output.write(rank, stream, data)
+
+    def exited(self, rank: int, code: int) -> None:
+        """As `Sink.exited`."""
+        process = self._processes[rank]
+        if process.code is not None:
+            return
+        self._take_events()  # what it had said before
+        process.code = code
+        process.slot.busy = False
+        for gone in process.gone:
+            gone.set()
+        process.host.of.bury(rank)
+        if self._ending.begun or process.leaves:
+            return
+        took_part = process.generation > 0
+        if code == 0 and ((took_part and process.status == 0) or not self._generation):
+            self._finish()
+        else:
+            self._failed(process)
+
+    def _failed(self, process: _Process) -> None:
+        self._failures.append(process)
+        text = f"{self._name(process)} {_how(process)}, {self._now_s():.1f} s after the start"
+        if self._finished:
+            self._why = self._why or "a process has failed after another one had finished"
+        else:
+            took_part = process.generation > 0
+            rest_s = self._slots.failed(
+                process.slot,
+                time.monotonic(),
+                early=not took_part and process.code not in _FROM_OUTSIDE,
+                lived_s=time.monotonic() - process.began if took_part else 0.0,
+            )
+            if process.slot.given_up:
+                text += "; its slot is not used any more"
+            elif rest_s > 0:
+                text += f"; its slot rests {rest_s:.1f} s"
+        self._output.say(text)
+
+    def _finish(self) -> None:
+        """No more starts, and who has not taken part yet has nothing to do."""
+        self._finished = True
+        for process in self._live():
+            if not process.generation:
+                self._end(process)
+
+    def _end(self, process: _Process, number: int = signal.SIGTERM) -> None:
+        process.leaves = True
+        process.host.of.signal(number, process.number)
+
+    # -----------------------------------------------------------------------------------------
+    # Running
+
+    def run(self) -> int:
+        """Run the job until all processes have ended, and return the exit code of hororun.
+
+        CannotStartError : there are no hosts, or a program cannot be started.
+        """
+        with self._ending.signals_noted():
+            try:
+                self._find_hosts()
+                while not self._is_over():
+                    self._start_due()
+                    step(self.selector, self._left_s())
+                    self._ending.take_signals(failed=self._ending.begun)
+                    self._take_events()
+                    self._look_at_hosts()
+                    self._judge()
+            finally:
+                self._close()
+        self.selector.close()
+        return self._conclude()
+
+    def _find_hosts(self) -> None:
+        if self._what.script is None:
+            self._found(list(self._what.hosts))
+            return
+        self._discovery = Discovery(
+            self.selector, self._what.script, self._what.slots_per_host,
+            found=self._found, failed=self._not_found,
+        )  # fmt: skip
+
+    def _is_over(self) -> bool:
+        over = self._ending.begun or self._finished
+        return self._given_up or (over and not self._live())
+
+    def _live(self) -> list[_Process]:
+        return [each for each in self._processes if each.code is None]
+
+    def _close(self) -> None:
+        if self._discovery is not None:
+            self._discovery.close()
+        for host in [*self._hosts.values(), *self._dead_hosts]:
+            host.of.close()
+        if self._store is not None:
+            self._store.stop()
+        self._events.close()
+        self._output.close()
+
+    def _send(self, number: int) -> None:
+        for host in self._hosts.values():
+            host.of.signal(number)
+
+    def _left_s(self) -> float:
+        """Time until something is to be done that no event tells of."""
+        now = time.monotonic()
+        running = len(self._live())
+        starts = not (self._ending.begun or self._finished)
+        times = [
+            self._slots.next_at(now, running) if starts and self._store is not None else None,
+            self._few_since + self._patience_s if starts and self._few_since else None,
+            *(host.ready_by for host in self._hosts.values() if not host.of.ready),
+            *(each.lost_at + self._grace_s for each in self._live() if each.lost_at is not None),
+        ]
+        lefts = [max(each - now, 0.0) for each in times if each is not None]
+        lefts += [each for each in (self._ending.left_s(),) if each is not None]
+        if self._discovery is not None and starts:
+            lefts.append(self._discovery.left_s())
+        return min([*lefts, _LONGEST_WAIT_S])
+
+    def _now_s(self) -> float:
+        return time.monotonic() - self._began
+
+    # -----------------------------------------------------------------------------------------
+    # Starting
+
+    def _start_due(self) -> None:
+        if self._ending.begun or self._finished:
+            return
+        if self._store is None:
+            if self._slots.usable() < self._what.np:
+                return
+            # Each change costs a moment: the first generation has all for whom there is a slot.
+            at_first = replace(self._what, np=self._slots.usable())
+            self._store = self._make_store(at_first, self._known or (), self._events.put)
+            self._store.start_thread()
+        for slot in self._slots.due(time.monotonic(), len(self._live())):
+            if slot.host not in self._hosts:
+                self._reach(slot.host)
+            host = self._hosts.get(slot.host)
+            if host is not None and host.of.ready and not host.leaves:
+                self._start(slot, host)
+        expected = max(self._slots.usable() - sum(bool(each.uid) for each in self._live()), 0)
+        if expected != self._expected:
+            self._expected = expected
+            self._store.expect(expected)
+
+    def _reach(self, name: str) -> None:
+        def ended(text: str) -> None:
+            self._host_ended(name, host, text)
+
+        try:
+            host = _Host(self._make_host(self, name, ended), time.monotonic())
+        except CannotStartError as error:  # the command that reaches others
+            self._fail(str(error))
+            return
+        host.ready_by += self._start_timeout_s
+        self._hosts[name] = host
+        if name in self._retired and self._store is not None:
+            self._retired.remove(name)
+            self._store.hosts_updated(added=[host.of.hostname])
+
+    def _start(self, slot: Slot, host: _Host) -> None:
+        process = _Process(len(self._processes), slot, host, time.monotonic())
+        if process.number >= self._slots.max_np:
+            self._output.say(f"{self._name(process)} starts")
+        slot.busy = True
+        self._processes.append(process)
+        try:
+            host.of.start([self._make_program(process.number, slot)])
+        except CannotStartError as error:
+            self._output.say(str(error))
+            self.exited(process.number, _NOT_STARTED)
+
+    # -----------------------------------------------------------------------------------------
+    # Hosts
+
+    def _found(self, hosts: list[Host]) -> None:
+        first = self._known is None
+        self._known = hosts
+        came, gone = self._slots.update(hosts)
+        for name in gone:
+            if not first:
+                self._output.say(f"host {name} was taken away")
+            self._retire(name)
+        if came and not first:
+            self._output.say(f"host {', '.join(came)} was added")
+
+    def _retire(self, name: str) -> None:
+        """Let members leave this host when it suits them, and others at once."""
+        host = self._hosts.get(name)
+        if host is None or self._store is None:
+            return
+        host.leaves = True
+        for process in self._live():
+            if process.host is host:
+                process.leaves = True
+                if not process.generation:
+                    self._end(process)
+        self._retired.add(name)
+        self._store.retire(host.of.hostname)
+        self._store.hosts_updated(removed=[host.of.hostname])
+
+    def _not_found(self, text: str) -> None:
+        if self._known is None:
+            raise CannotStartError(text)
+        self._output.say(text)
+
+    def _host_ended(self, name: str, host: _Host, text: str) -> None:
+        """Of the agent; its processes are told to have ended next."""
+        if self._hosts.get(name) is not host:
+            return
+        del self._hosts[name]
+        self._dead_hosts.append(host)
+        if not (self._ending.begun or self._finished):
+            self._output.say(text)
+            for slot in self._slots.of(name):
+                if not slot.busy:
+                    self._slots.failed(slot, time.monotonic(), early=True)
+
+    def _look_at_hosts(self) -> None:
+        if self._discovery is not None and not (self._ending.begun or self._finished):
+            self._discovery.go_on()
+        for name, host in list(self._hosts.items()):
+            if not host.of.ready and time.monotonic() >= host.ready_by:
+                self._host_ended(
+                    name, host,
+                    f"no agent answers on {name} after {self._start_timeout_s:g} s "
+                    "(--start-timeout)",
+                )  # fmt: skip
+            elif host.leaves and not any(each.host is host for each in self._live()):
+                del self._hosts[name]
+                self._dead_hosts.append(host)
+        for host in self._dead_hosts:
+            host.of.close()
+        self._dead_hosts.clear()
+
+    # -----------------------------------------------------------------------------------------
+    # What the store tells
+
+    def _take_events(self) -> None:
+        for event, gone in self._events.take():
+            if isinstance(event, World):
+                self._form(event)
+            elif isinstance(event, Ended):
+                self._fail(event.reason)
+            elif isinstance(event, (Joined, Lost, Done)):
+                self._about(event, gone)
+
+    def _about(self, event: Joined | Lost | Done, gone: threading.Event) -> None:
+        process = self._process(event.uid)
+        if process is None:
+            return
+        if isinstance(event, Joined):
+            process.uid, process.lost_at = event.uid, None
+            if self._generation:
+                self._causes.append(f"process {process.number} has come")
+        elif isinstance(event, Lost):
+            self._causes.append(f"lost process {process.number}")
+            process.lost_at = time.monotonic()
+            process.gone.append(gone)
+            if process.code is not None:
+                gone.set()
+            elif event.why != CONNECTION_ENDED:
+                process.host.of.signal(signal.SIGKILL, process.number)
+        else:
+            process.status = event.status
+            if event.status == 0 and process.generation and not process.leaves:
+                self._finish()
+
+    def _process(self, uid: str) -> _Process | None:
+        number = protocol.process_of(uid)
+        return self._processes[number] if number < len(self._processes) else None
+
+    def _form(self, world: World) -> None:
+        self._generation = world.generation
+        self._recent = len(self._failures)
+        ranks = {protocol.process_of(each.uid): n for n, each in enumerate(world.members)}
+        for process in self._processes:
+            if process.number in ranks:
+                process.rank, process.generation = ranks[process.number], world.generation
+            elif process.code is None and process.leaves:
+                self._end(process)
+        self._output.ranks = ranks
+        cause = "; ".join(self._causes) or "start"
+        self._causes.clear()
+        self._record(world, cause)
+        if world.generation > 1:
+            self._output.say(f"generation {world.generation} has {len(ranks)} ranks: {cause}")
+        limit = self._what.reset_limit
+        if limit and world.generation - 1 > limit:
+            self._fail(f"more than {limit} resets (--reset-limit)")
+
+    def _record(self, world: World, cause: str) -> None:
+        if self._membership is None:
+            return
+        line = {
+            "generation": world.generation,
+            "time": time.time(),
+            "step": max(each.step for each in world.members),
+            "cause": cause,
+            "members": [asdict(each) for each in world.members],
+        }
+        with self._membership.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+    # -----------------------------------------------------------------------------------------
+    # Whether it can go on
+
+    def _judge(self) -> None:
+        if not self._ending.go_on():
+            self._given_up = True
+            return
+        for process in self._live():
+            if process.lost_at is not None and self._is_over_time(process.lost_at, self._grace_s):
+                process.lost_at = None
+                self._end(process, signal.SIGKILL)
+        if not (self._ending.begun or self._finished):
+            self._judge_slots()
+            self._judge_members()
+
+    def _judge_members(self) -> None:
+        live = self._live()
+        if self._generation:
+            if not any(each.generation for each in live):
+                self._fail("no process is left that has the state of the training")
+        elif not any(each.uid for each in live):
+            # Started again, it would fail again.
+            failed = {each.slot for each in self._failures if (each.code or 0) > 0}
+            if failed and len(failed) >= self._slots.usable():
+                self._fail("every process has failed before the first generation")
+
+    def _judge_slots(self) -> None:
+        usable = self._slots.usable()
+        wanted = self._what.np if self._store is None else self._what.min_np
+        if usable >= wanted:
+            self._few_since = None
+            return
+        text = f"there are {usable} usable slots, of at least {wanted} that are needed"
+        if self._discovery is None:
+            self._fail(text)
+        elif self._few_since is None:
+            self._few_since = time.monotonic()
+        elif self._is_over_time(self._few_since, self._patience_s):
+            self._fail(f"{text}, for {self._patience_s:g} s (--elastic-timeout)")
+
+    def _is_over_time(self, since: float, limit_s: float) -> bool:
+        return time.monotonic() >= since + limit_s
+
+    def _fail(self, why: str) -> None:
+        if not self._why:
+            self._why = why
+        if not self._ending.begun:
+            self._ending.stop(signal.SIGTERM)
+
+    # -----------------------------------------------------------------------------------------
+    # The end
+
+    def _conclude(self) -> int:
+        self._say_failures()
+        if self._ending.asked is not None:
+            codes = [each.code for each in self._processes] or [1]
+            return conclude_asked(self._ending.asked, codes, self._output)
+        if not self._why:
+            return 0
+        self._output.say(f"the job has failed: {self._why}")
+        recent = self._failures[self._recent :] or self._failures[-1:]
+        if not recent:
+            return 1
+        # One that was killed: the others may have met its end.
+        first = next((each for each in recent if (each.code or 0) < 0), recent[0])
+        for line in epitaph(f"{self._name(first)} {_how(first)}", self._output.tail(first.number)):
+            self._output.say(line)
+        code = first.code or 1
+        return code if code > 0 else 128 - code
+
+    def _say_failures(self) -> None:
+        if not self._failures:
+            return
+        names = ", ".join(self._name(each) for each in self._failures[:_NAMED])
+        more = len(self._failures) - _NAMED
+        self._output.say(
+            f"{len(self._failures)} of {len(self._processes)} processes have failed ({names}"
+            + (f" and {more} more" if more > 0 else "")
+            + f"); there were {self._generation} generations"
+        )
+
+    def _name(self, process: _Process) -> str:
+        where = f"process {process.number}"
+        if self._what.script is not None or len(self._what.hosts) > 1:
+            where += f" on host {process.slot.host}"
+        if process.rank is None:
+            return where
+        return f"rank {process.rank} of generation {process.generation} ({where})"
+
+
+def _how(process: _Process) -> str:
+    if process.code == 0:
+        return "has ended without finishing"
+    assert process.code is not None
+    return describe(process.code)

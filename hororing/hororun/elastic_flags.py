@@ -1,0 +1,106 @@
+"""The flags of elastic jobs, with Horovod's names."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from hororing import config, launch
+from hororing.hororun.elastic import Elastic
+from hororing.hosts import Host
+
+# With any of the first ones the job is elastic.
+_MAKE_ELASTIC = ("min_np", "max_np", "host_discovery_script")
+_ONLY_ELASTIC = ("slots_per_host", "blacklist_cooldown_range")
+_NOT_ELASTIC = (
+    "mpi", "nnodes", "nproc_per_node", "num_replicas", "numa_aware", "print_topology", "dry_run",
+)  # fmt: skip
+
+
+def add_arguments(
+    parser: argparse.ArgumentParser, positive: Callable[[str], int], seconds: Callable[[str], float]
+) -> None:
+    """Add them, in a group of their own."""
+    add = parser.add_argument_group(
+        "elastic jobs", "With one of the first three flags, the job goes on when processes end."
+    ).add_argument
+    add("--min-np", "--min-num-proc", type=positive, metavar="N",
+        help="fewest ranks with which the job goes on (-np)")  # fmt: skip
+    add("--max-np", "--max-num-proc", type=positive, metavar="N", help="most ranks (-np)")
+    add("--host-discovery-script", metavar="CMD",
+        help="run once a second: prints the hosts to use, a line host:slots each")  # fmt: skip
+    add("--slots-per-host", type=positive, metavar="N", help="slots of hosts without a number")
+    add("--blacklist-cooldown-range", type=seconds, nargs=2, metavar=("MIN", "MAX"),
+        help="a slot rests MIN to 2 MIN seconds after a failure, twice as long after the next one, "
+        "at most MAX")  # fmt: skip
+
+
+def chosen(
+    arguments: argparse.Namespace,
+    hosts: Callable[[], Sequence[Host]],
+    variables: Mapping[str, str],
+) -> Elastic | None:
+    """What was given; None: the job is not elastic. ValueError, OSError.
+
+    Parameters
+    ----------
+    hosts : finds those that were named.
+    variables : for the ranks, with what stands in this process's environment.
+    """
+    given = [name for name in _MAKE_ELASTIC if getattr(arguments, name) is not None]
+    if not given:
+        for name in _ONLY_ELASTIC:
+            if getattr(arguments, name) is not None:
+                raise ValueError(f"{_flag(name)} is of elastic jobs: give --min-np N, too")
+        return None
+    for name in _NOT_ELASTIC:
+        if getattr(arguments, name):
+            raise ValueError(f"{_flag(name)} does not go with {_flag(given[0])}")
+    np = arguments.num_proc or arguments.min_np
+    if np is None:
+        raise ValueError(f"{_flag(given[0])}: how many ranks at the start? Give -np N")
+    min_np, max_np = arguments.min_np or np, arguments.max_np or np
+    if not min_np <= np <= max_np:
+        raise ValueError(f"--min-np {min_np}, -np {np}, --max-np {max_np}: they must ascend")
+    cooldown = arguments.blacklist_cooldown_range
+    if cooldown is not None and not 0 < cooldown[0] <= cooldown[1]:
+        raise ValueError(f"--blacklist-cooldown-range {cooldown[0]:g} {cooldown[1]:g}: they must "
+                         "ascend from above 0")  # fmt: skip
+    settings = config.load({**launch.environment(), **variables})
+    elastic = Elastic(
+        np, min_np, max_np,
+        slots_per_host=arguments.slots_per_host,
+        cooldown=None if cooldown is None else (cooldown[0], cooldown[1]),
+        reset_limit=settings["RESET_LIMIT"],
+        elastic_timeout_s=settings["ELASTIC_TIMEOUT_S"],
+        peer_timeout_s=settings["PEER_TIMEOUT_S"],
+    )  # fmt: skip
+    if arguments.host_discovery_script is None:
+        return replace(elastic, hosts=_with_slots(hosts(), arguments.slots_per_host, np))
+    if arguments.hosts or arguments.hostfile:
+        raise ValueError("--host-discovery-script tells the hosts: give no others")
+    try:
+        script = shlex.split(arguments.host_discovery_script)
+    except ValueError as error:
+        raise ValueError(
+            f"--host-discovery-script {arguments.host_discovery_script}: {error}"
+        ) from None
+    if not script:
+        raise ValueError("--host-discovery-script: it is empty")
+    return replace(elastic, script=script)
+
+
+def _with_slots(hosts: Sequence[Host], slots: int | None, np: int) -> list[Host]:
+    """Hosts of which nobody has told a number of slots get equal ones."""
+    untold = slots or -(-np // len(hosts))
+    found = [host if host.slots is not None else replace(host, slots=untold) for host in hosts]
+    total = sum(host.slots or 0 for host in found)
+    if total < np:
+        raise ValueError(f"-np {np}: the hosts have {total} slots")
+    return found
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,120 @@
+"""Where an elastic job may start processes, and when again after one has failed. Pure.
+
+A slot is a place for one process on a host. After a failure it rests for a while, longer after each
+one; the slot is judged, and not its host, since the failure may be that of one GPU. A slot whose
+processes fail by themselves before they take part in any generation is given up.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from hororing.hosts import Host
+
+# Without --blacklist-cooldown-range: the first failure costs no time, the next ones 0.5, 1, 2, ...
+_FIRST_S, _LONGEST_S = 0.5, 60.0
+# A process that has lived so long wipes out the failures before it.
+_LONG_LIFE_S = 60.0
+_EARLY_FAILURES = 3
+
+
+@dataclass(eq=False)
+class Slot:
+    """A place for one process.
+
+    Attributes
+    ----------
+    index : among those of the host.
+    neighbours : the number of slots of the host, when it came.
+    busy : a process of it runs.
+    ready_at : not to be used before then; a monotonic time in seconds.
+    given_up : not to be used again.
+    """
+
+    host: str
+    index: int
+    neighbours: int  # slots of the host
+    busy: bool = False
+    ready_at: float = 0.0
+    given_up: bool = False
+    failures: int = 0  # in a row
+    early: int = 0  # of these, before the process took part
+
+
+@dataclass(eq=False)
+class Slots:
+    """All slots of a job.
+
+    Parameters
+    ----------
+    max_np : the most processes at a time.
+    cooldown : shortest and longest rest after a failure, in seconds; None: see above.
+    """
+
+    max_np: int
+    cooldown: tuple[float, float] | None = None
+    random: random.Random = field(default_factory=random.Random)
+    _hosts: dict[str, list[Slot]] = field(default_factory=dict)
+
+    def update(self, hosts: Iterable[Host]) -> tuple[list[str], list[str]]:
+        """Take these hosts, each with its slots, from now on; return who came and who went.
+
+        Slots that stay keep their past; of a host that comes again, all are new.
+        """
+        before, self._hosts = self._hosts, {}
+        for host in hosts:
+            slots = before.get(host.name, [])[: host.slots]
+            new = range(len(slots), host.slots or 0)
+            total = host.slots or 0
+            self._hosts[host.name] = [*slots, *(Slot(host.name, index, total) for index in new)]
+        came = [name for name in self._hosts if name not in before]
+        return came, [name for name in before if name not in self._hosts]
+
+    def of(self, host: str) -> list[Slot]:
+        """Those of a host; none where it is not of the job."""
+        return self._hosts.get(host, [])
+
+    def usable(self) -> int:
+        """How many processes there can be, now or after a rest."""
+        return min(sum(not slot.given_up for slot in self._all()), self.max_np)
+
+    def due(self, now: float, running: int) -> list[Slot]:
+        """Those in which to start a process now, where so many run already."""
+        ready = [slot for slot in self._free() if slot.ready_at <= now]
+        return ready[: max(self.max_np - running, 0)]
+
+    def next_at(self, now: float, running: int) -> float | None:
+        """When the next one will be due; None: not by time alone."""
+        if running >= self.max_np:
+            return None
+        return min((slot.ready_at for slot in self._free() if slot.ready_at > now), default=None)
+
+    def failed(self, slot: Slot, now: float, *, early: bool, lived_s: float = 0.0) -> float:
+        """Let it rest, and return how long, in seconds.
+
+        `early`: the process failed by itself, before it took part in a generation.
+        """
+        slot.busy = False
+        if lived_s >= _LONG_LIFE_S:
+            slot.failures = 0
+        slot.failures += 1
+        slot.early = slot.early + 1 if early else 0
+        slot.given_up = slot.early >= _EARLY_FAILURES and self.cooldown is None
+        rest_s = self._rest_s(slot.failures)
+        slot.ready_at = now + rest_s
+        return rest_s
+
+    def _rest_s(self, failures: int) -> float:
+        if self.cooldown is None:
+            return min(_FIRST_S * 2.0 ** min(failures - 2, 30), _LONGEST_S) if failures > 1 else 0.0
+        shortest, longest = self.cooldown
+        random_s = self.random.random() * shortest  # so that not all come at once
+        return min(shortest * 2.0 ** min(failures - 1, 30) + random_s, longest)
+
+    def _all(self) -> list[Slot]:
+        return [slot for slots in self._hosts.values() for slot in slots]
+
+    def _free(self) -> list[Slot]:
+        return [slot for slot in self._all() if not slot.busy and not slot.given_up]

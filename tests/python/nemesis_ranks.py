@@ -1,0 +1,111 @@
+"""A rank of an elastic job that trains, and looks whether all is as it must be. For nemesis.py.
+
+    nemesis_ranks.py STOP [FLOATS]
+
+It trains until the file STOP is there. A step is a transaction: the gradients are summed, then all
+agree that they have them, then each applies them. It prints lines "word number number ...", and
+WRONG, with exit code 9, where ranks differ, or a sample was not used exactly once in an epoch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import zlib
+from dataclasses import dataclass, field
+
+import numpy as np
+
+import hororing.numpy as hvd
+from hororing import membership
+from hororing.errors import HororingInternalError
+
+SAMPLES, BATCH, SHOWN_EVERY, ASKED_EVERY = 101, 4, 10, 5
+FLOATS = int(sys.argv[2]) if len(sys.argv) > 2 else 1000
+
+
+@dataclass
+class State:
+    weights: np.ndarray = field(default_factory=lambda: np.zeros(FLOATS, np.float32))
+    used: np.ndarray = field(default_factory=lambda: np.zeros(SAMPLES, np.int64))  # how often
+    step: int = 0
+    epoch: int = 0
+    position: int = 0  # in the epoch
+
+    def crc(self) -> int:
+        return zlib.crc32(self.weights.tobytes())
+
+
+def say(*words: object) -> None:
+    print(*words, flush=True)
+
+
+def wrong(*words: object) -> None:
+    say("WRONG", *words)
+    os._exit(9)
+
+
+def synchronise(state: State) -> None:
+    """All get the state of rank 0; nothing of it before all of it is there."""
+    told = np.array([state.step, state.epoch, state.position])
+    told = hvd.broadcast(told, 0, name="told")
+    weights = hvd.broadcast(state.weights, 0, name="weights")
+    used = hvd.broadcast(state.used, 0, name="used")
+    state.weights, state.used = weights, used
+    state.step, state.epoch, state.position = (int(each) for each in told)
+    membership.set_progress(state.step)
+
+
+def step(state: State) -> np.ndarray:
+    """One step. Returns what ranks have agreed on: whether to stop, whether hosts have changed."""
+    order = np.random.default_rng(state.epoch).permutation(SAMPLES)
+    batch = order[state.position :][: hvd.size() * BATCH]
+    mine = batch[hvd.rank() :: hvd.size()]
+    gradient = np.full(FLOATS, np.float32(0.1) * mine.sum(dtype=np.float32), np.float32)
+    gradient = hvd.allreduce(gradient, op=hvd.Sum, name="gradient")
+    asks = state.step % ASKED_EVERY == 0
+    told = [state.crc(), -state.crc(), os.path.exists(sys.argv[1]),
+            asks and membership.updates()[1] != 0]  # fmt: skip
+    agreed = hvd.allreduce(np.array(told), op=hvd.Max, name="agreed")
+    if agreed[0] != -agreed[1]:
+        wrong("weights differ at step", state.step)
+    state.weights = state.weights - np.float32(0.01) * gradient
+    state.used[batch] += 1
+    state.position += len(batch)
+    state.step += 1
+    membership.set_progress(state.step)
+    if state.position == SAMPLES:
+        state.epoch, state.position = state.epoch + 1, 0
+        if not (state.used == state.epoch).all():
+            wrong("samples were used", state.used.tolist(), "times in", state.epoch, "epochs")
+    return agreed[2:]
+
+
+def main() -> None:
+    state = State()
+    while True:
+        hvd.init()
+        say("world", membership.generation(), hvd.rank(), hvd.size(), time.time())
+        try:
+            synchronise(state)
+            first = state.step
+            while True:
+                stop, updated = step(state)
+                if state.step == first + 1:
+                    say("first", membership.generation(), state.step, time.time())
+                if state.step % SHOWN_EVERY == 0:
+                    say("step", membership.generation(), state.step)
+                if stop:
+                    say("end", state.step, state.epoch, state.position, state.crc())
+                    return
+                if updated:
+                    break
+                time.sleep(0.001)
+        except HororingInternalError as error:
+            say("error", membership.generation(), type(error).__name__, time.time())
+        hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,329 @@
+"""hororun with jobs that go on when processes end. Push tier, 15 s."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+
+import nemesis
+import pytest
+import tiers
+from nemesis import ElasticRun, disturb, kill
+from test_hororun import DEADLINE_S, is_alive, line, numbers, run, sh, start, wait_until
+
+from hororing.hororun import discovery
+from hororing.hororun.command import main
+from hororing.hororun.output import Output
+from hororing.hororun.slots import Slots
+from hororing.hosts import Host
+
+# ---------------------------------------------------------------------------------------------
+# Parts
+
+
+def names(slots: Slots, now: float, running: int = 0) -> list[str]:
+    return [f"{slot.host}{slot.index}" for slot in slots.due(now, running)]
+
+
+def test_slots_are_filled_host_after_host_and_rest_longer_after_each_failure():
+    slots = Slots(max_np=3)
+    assert slots.update([Host("a", 2), Host("b", 2)]) == (["a", "b"], [])
+    assert names(slots, 0.0) == ["a0", "a1", "b0"]
+    assert names(slots, 0.0, running=2) == ["a0"]
+    first = slots.due(0.0, 0)[0]
+    rests = [slots.failed(first, 100.0, early=False) for _ in range(12)]
+    assert rests[:5] == [0.0, 0.5, 1.0, 2.0, 4.0]
+    assert rests[-1] == 60.0
+    assert not first.given_up
+    assert names(slots, 159.0) == ["a1", "b0", "b1"]  # another one takes its place
+    assert slots.next_at(159.0, 0) == 160.0
+    assert slots.next_at(159.0, 3) is None
+    assert slots.failed(first, 160.0, early=False, lived_s=61.0) == 0.0
+
+
+def test_a_slot_whose_processes_never_take_part_is_given_up():
+    slots = Slots(max_np=2)
+    slots.update([Host("a", 2)])
+    first, second = slots.due(0.0, 0)
+    for early in (True, True, False, True, True):
+        slots.failed(first, 0.0, early=early)
+    assert slots.usable() == 2
+    slots.failed(first, 0.0, early=True)
+    assert (first.given_up, second.given_up, slots.usable()) == (True, False, 1)
+    assert names(slots, 1e9) == ["a1"]
+
+
+def test_a_cooldown_range_is_the_users_and_gives_nothing_up():
+    slots = Slots(max_np=1, cooldown=(2.0, 20.0), random=Random(1))
+    slots.update([Host("a", 1)])
+    (slot,) = slots.due(0.0, 0)
+    rests = [slots.failed(slot, 0.0, early=True) for _ in range(5)]
+    assert 2.0 <= rests[0] <= 4.0 <= rests[1] <= 6.0 <= 8.0 <= rests[2] <= 10.0
+    assert rests[4] == 20.0
+    assert slots.usable() == 1
+
+
+def test_hosts_come_and_go_and_slots_that_stay_keep_their_past():
+    slots = Slots(max_np=9)
+    slots.update([Host("a", 1)])
+    slots.failed(slots.of("a")[0], 5.0, early=False)
+    slots.failed(slots.of("a")[0], 5.0, early=False)
+    assert slots.update([Host("b", 1), Host("a", 2)]) == (["b"], [])
+    assert names(slots, 5.0) == ["b0", "a1"]
+    assert slots.update([Host("b", 0)]) == ([], ["a"])
+    assert slots.usable() == 0
+
+
+def test_the_script_prints_hosts_with_or_without_slots():
+    assert discovery.parse("a:2\n\n b \n", 4) == [Host("a", 2), Host("b", 4)]
+    assert discovery.parse("", None) == []
+    for text, wanted in (
+        ("a\n", "a has no number of slots: print host:slots, or give --slots-per-host"),
+        ("a:1\na:2", "'a' comes twice"),
+        ("a 2", "'a 2' is not understood"),
+    ):
+        with pytest.raises(ValueError, match=wanted):
+            discovery.parse(text, None)
+
+
+def test_lines_have_the_rank_of_their_process_where_there_is_one():
+    class Kept:
+        text = b""
+
+        def write(self, data: bytes) -> int:
+            self.text += data
+            return len(data)
+
+    out = Kept()
+    output = Output({"stdout": out}, 2, tag=True, only_from={1}, elastic=True)  # type: ignore[dict-item]
+    output.write(4, "stdout", b"a\n")
+    output.ranks = {4: 1, 5: 0}
+    output.write(4, "stdout", b"b\n")
+    output.write(5, "stdout", b"c\n")
+    assert out.text == b"[1] b\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ("--min-np 3 -np 2", "--min-np 3, -np 2, --max-np 2: they must ascend"),
+        ("--max-np 3", "--max-np: how many ranks at the start? Give -np N"),
+        ("-np 2 --slots-per-host 2", "--slots-per-host is of elastic jobs: give --min-np N, too"),
+        ("-np 2 --min-num-proc 1 --numa-aware", "--numa-aware does not go with --min-np"),
+        ("-np 2 --max-num-proc 4 --mpi", "--mpi does not go with --max-np"),
+        ("-np 3 --min-np 1 -H localhost:2", "-np 3: the hosts have 2 slots"),
+        ("-np 1 --host-discovery-script a -H b:1", "tells the hosts: give no others"),
+        ('-np 1 --host-discovery-script "a \'b"', "No closing quotation"),
+        ("-np 1 --min-np 1 --blacklist-cooldown-range 3 2", "they must ascend from above 0"),
+        ("-np 1 --min-np 1 --elastic-timeout soon", "'soon' is not understood"),
+    ],
+)
+def test_flags_that_do_not_fit_are_an_error(
+    words: str, wanted: str, capfd: pytest.CaptureFixture[str]
+):
+    import shlex
+
+    with pytest.raises(SystemExit) as end:
+        main([*shlex.split(words), "/bin/sh"])
+    assert end.value.code == 2
+    assert wanted in capfd.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------------
+# Processes that are no ranks: /bin/sh
+
+
+@pytest.fixture
+def started() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    made = []
+
+    def make(*words: str) -> subprocess.Popen[str]:
+        made.append(start(*words))
+        return made[-1]
+
+    yield make
+    for process in made:
+        process.kill()
+        process.communicate()
+
+
+def test_a_script_that_fails_everywhere_is_not_started_for_ever():
+    done = run("-np", "2", "--min-np", "1", *sh("echo no >&2; exit 3"))
+    assert done.returncode == 3, done.stderr
+    assert "every process has failed before the first generation" in done.stderr
+    assert done.stderr.count("] no\n") <= 4
+    assert (
+        done.stderr.splitlines()[-2:]
+        == [
+            "hororun: process 0 has failed with exit code 3; the last lines of its standard error:",
+            "hororun:     no",
+        ]
+        or "process 1 has failed" in done.stderr
+    )
+
+
+def test_a_slot_that_fails_is_given_up_and_too_few_end_the_job():
+    script = "[ $HORORING_PROCESS = 0 ] && sleep 600; kill -8 $$"
+    done = run("-np", "2", "--min-np", "2", *sh(script))
+    assert done.returncode == 128 + 8, done.stderr
+    assert done.stderr.count(" s after the start") == 3
+    assert "its slot is not used any more" in done.stderr
+    assert "the job has failed: there are 1 usable slots, of at least 2" in done.stderr
+    assert "3 of 4 processes have failed (process 1, process 2, process 3)" in done.stderr
+
+
+def test_a_program_that_is_no_rank_ends_well_and_knows_no_rank():
+    shown = "env | grep -E '^(HORORING_|RANK|OMP)'"
+    done = run("-np", "1", "--min-np", "1", *sh(shown), HORORING_RANK="7", HORORING_SIZE="9")
+    assert done.returncode == 0, done.stderr
+    for variable in ("ELASTIC=1", "PROCESS=0", "SECRET_FD=", "JOB=", "RENDEZVOUS=127.0.0.1:"):
+        assert f"HORORING_{variable}" in done.stdout
+    assert "RANK=" not in done.stdout
+    assert "SIZE=" not in done.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_end_the_job_and_start_nothing(
+    number: int, started: Callable[..., subprocess.Popen[str]]
+):
+    job = started("-np", "2", "--min-np", "1", *sh("echo pid=$$; exec sleep 600"))
+    pids = numbers(line(job) + line(job))
+    job.send_signal(number)
+    out, errors = job.communicate(timeout=DEADLINE_S)
+    assert job.returncode == 128 + number
+    assert out == ""
+    assert f"ended by {signal.Signals(number).name}" in errors
+    assert not any(is_alive(pid) for pid in pids)
+
+
+def test_processes_and_their_children_die_with_hororun_even_if_it_is_killed(
+    started: Callable[..., subprocess.Popen[str]],
+):
+    # The one that was killed first has left a child; that is gone before its slot is used again.
+    script = "sleep 600 & echo pid=$! pid=$$; wait"
+    job = started("-np", "1", "--min-np", "1", "--no-tag-output", *sh(script))
+    child, parent = numbers(line(job))
+    os.kill(parent, signal.SIGKILL)
+    again = numbers(line(job))
+    assert not is_alive(child)
+    job.kill()
+    wait_until(lambda: not any(is_alive(pid) for pid in again))
+
+
+def test_the_script_tells_the_hosts(tmp_path: Path, started: Callable[..., subprocess.Popen[str]]):
+    # The first time one slot, then an error, then more slots.
+    script = tmp_path / "script"
+    script.write_text(
+        f"cd {tmp_path}; echo >> times; case $(wc -l < times) in 1) echo localhost:1;; "
+        "2) echo oh >&2; exit 7;; *) echo localhost:9;; esac"
+    )
+    job = started(
+        "-np", "1", "--max-np", "2", "--host-discovery-script", f"sh {script}",
+        *sh("echo process=$HORORING_PROCESS=; exec sleep 600"),
+    )  # fmt: skip
+    assert "process=0=" in line(job)
+    assert "process=1=" in line(job)
+    job.terminate()
+    _, errors = job.communicate(timeout=DEADLINE_S)
+    assert f"--host-discovery-script sh {script}: exit code 7: oh" in errors
+
+
+def test_a_script_that_fails_at_first_is_an_error():
+    done = run("-np", "1", "--host-discovery-script", "false", *sh("echo here"))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "hororun: --host-discovery-script false: exit code 1" in done.stderr
+
+
+def test_too_few_hosts_are_waited_for_and_not_for_ever():
+    done = run(
+        "-np", "2", "--host-discovery-script", "echo localhost:1", "--elastic-timeout", "0.3",
+        *sh("echo here"),
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "1 usable slots, of at least 2 that are needed, for 0.3 s" in done.stderr
+
+
+# ---------------------------------------------------------------------------------------------
+# Ranks
+
+
+def test_a_job_goes_on_when_rank_0_and_then_the_last_one_are_killed():  # push tier, 4 s
+    with ElasticRun(3) as job:
+        generation = job.wait_until_it_works()
+        for rank in (0, 2):
+            kill(job.pid(rank))
+            generation = job.wait_until_it_works(after=generation)
+        job.end()
+        told = job.told()
+        assert "3 ranks: process 4 has come" in told
+        assert "2 of 5 processes have failed" in told
+
+
+def test_hosts_that_are_taken_away_end_well(tmp_path: Path):  # push tier, 5 s
+    hosts, rsh = tmp_path / "hosts", tmp_path / "rsh"
+    rsh.write_text(f'#!/bin/sh\nshift\n{nemesis.MARK}="${nemesis.MARK}" exec sh -c "$*"\n')
+    rsh.chmod(0o755)
+    hosts.write_text("localhost:1\nother:1\n")
+    flags = ["--host-discovery-script", f"cat {hosts}", "--rsh-agent", str(rsh)]
+    with ElasticRun(2, flags) as job:
+        generation = job.wait_until_it_works()
+        told = {each["host"] for each in job.worlds()[-1]["members"]}
+        assert told == {socket.gethostname(), "other"}
+        hosts.write_text("localhost:1\n")
+        job.wait_until_it_works(1, after=generation)
+        job.wait(lambda: len(nemesis.ranks(job)) == 1, "the other one does not end")
+        job.size = 1
+        job.end()
+        assert "processes have failed" not in job.told()
+
+
+def test_a_reset_limit_ends_the_job():  # push tier, 2 s
+    with ElasticRun(2, ["--reset-limit", "1"]) as job:
+        job.wait_until_it_works()
+        kill(job.pid(1))
+        job.wait(lambda: job.hororun.poll() is not None, "it does not end")
+        assert job.hororun.returncode == 128 + signal.SIGKILL
+        assert "more than 1 resets (--reset-limit)" in job.told()
+
+
+def test_an_exit_code_of_0_alone_is_no_success():  # push tier, 1 s
+    script = "import os, hororing.numpy as hvd; hvd.init(); os._exit(0)"
+    done = run("-np", "1", "--min-np", "1", sys.executable, "-c", script)
+    assert done.returncode == 1, done.stderr
+    assert "rank 0 of generation 1 (process 0) has ended without finishing" in done.stderr
+    assert "no process is left that has the state of the training" in done.stderr
+
+
+@tiers.full
+@pytest.mark.parametrize("event", nemesis.EVENTS)
+def test_the_job_survives(event: str):  # full tier, 10 s each
+    rng = Random(event)
+    with ElasticRun(3) as job:
+        job.wait_until_it_works()
+        for _ in range(3):
+            disturb(job, event, rng)
+        job.end()
+
+
+@tiers.full
+@pytest.mark.parametrize("seed", range(5))
+def test_nemesis(seed: int):  # full tier, 2 minutes each
+    done = nemesis.nemesis(3 + seed % 2, f"test.{seed}", time.monotonic() + 110)
+    assert sum(done.values()) > 3
+
+
+@tiers.full
+def test_a_killed_hororun_takes_a_stopped_rank_along():  # full tier, 3 s
+    with ElasticRun(2) as job:
+        job.wait_until_it_works()
+        kill(job.pid(1), signal.SIGSTOP)
+        job.hororun.kill()
+        job.hororun.wait()
+        wait_until(lambda: not nemesis.ranks(job))
