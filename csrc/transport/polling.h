@@ -64,10 +64,12 @@ class WakeBell {
 // One wait. Loop thread only.
 class Backoff {
  public:
+  static constexpr TimeNs kYield = 200 * kMicrosecond;
+
   // `longest_sleep_ns` is the delay that a message may suffer, and what an idle rank costs: a
-  // look takes a few microseconds.
-  Backoff(TimeNs spin_ns, TimeNs longest_sleep_ns)
-      : spin_ns_(spin_ns), longest_sleep_ns_(longest_sleep_ns) {}
+  // look takes a few microseconds. `yield_ns`: before it sleeps, beyond `spin_ns`.
+  Backoff(TimeNs spin_ns, TimeNs longest_sleep_ns, TimeNs yield_ns = kYield)
+      : yield_until_ns_(spin_ns + yield_ns), longest_sleep_ns_(longest_sleep_ns) {}
 
   TimeNs begin_ns() const { return begin_ns_; }
 
@@ -83,7 +85,7 @@ class Backoff {
     }
     const TimeNs quiet = now - quiet_since_ns_;
     if (moved || quiet < kKeepCore) return true;
-    if (quiet < spin_ns_ + kYield) {
+    if (quiet < yield_until_ns_) {
       sched_yield();
       return true;
     }
@@ -93,10 +95,9 @@ class Backoff {
   }
 
  private:
-  static constexpr TimeNs kYield = 200 * kMicrosecond;
   static constexpr TimeNs kShortestSleep = 20 * kMicrosecond;
 
-  const TimeNs spin_ns_;
+  const TimeNs yield_until_ns_;
   const TimeNs longest_sleep_ns_;
   const TimeNs begin_ns_ = NowNs();
   TimeNs quiet_since_ns_ = begin_ns_;

@@ -12,6 +12,10 @@ namespace hororing {
 namespace {
 
 constexpr TimeNs kLongestSleep = 50 * kMillisecond;  // events end it
+// Who waits for so much sleeps at once: it takes longer than polling pays for.
+constexpr size_t kMuch = 128 << 10;
+// Data wakes by portions, not by packets, or by all that is left; a little by every packet.
+constexpr size_t kPortion = 32 << 10, kLittle = 4 << 10;
 // Looks at the data between two looks at events, while data moves.
 constexpr unsigned kDataLooks = 8;
 
@@ -48,7 +52,9 @@ Status TcpTransport::Wait(Request request, TimeNs deadline) {
   const uint64_t sequence = request.slot >> 17;
   const Peer& state = PeerOf(peer);
   const uint64_t& done = (request.slot & 1) != 0 ? state.receives_done : state.sends_done;
-  Backoff backoff(options_.spin_ns, kLongestSleep);
+  const std::deque<Job>& jobs = (request.slot & 1) != 0 ? state.receives : state.sends;
+  const bool much = done < sequence && broken_.ok() && jobs[sequence - done - 1].left >= kMuch;
+  Backoff backoff(options_.spin_ns, kLongestSleep, much ? -options_.spin_ns : Backoff::kYield);
   LongWait wait(backoff.begin_ns());
   const auto lagging = [peer] { return std::to_string(peer); };
   for (unsigned look = 1; broken_.ok(); ++look) {
@@ -137,18 +143,22 @@ bool TcpTransport::PullData(int peer) {
   while (!state.receives.empty()) {
     Job& job = state.receives.front();
     const size_t before = job.left;
+    std::optional<int> ended;
     for (Link* link : {&channel.made, &channel.taken}) {
       if (job.left == 0 || !link->ready()) continue;
+      const size_t portion = job.left < kLittle ? 1 : std::min(job.left, kPortion);
+      if (portion != std::exchange(link->portion, portion)) WakeFor(link->socket.fd(), portion);
       const ptrdiff_t got = ReceiveSome(link->socket.fd(), job.data, job.left);
       if (got < 0) {
-        const int error = errno;
+        ended = errno;
         link->socket = Socket();
-        Ended(peer, error);
       }
       if (got <= 0) continue;
       job.data += got;
       job.left -= static_cast<size_t>(got);
     }
+    // Of two connections the other one may have brought what was due.
+    if (ended && job.left > 0) Ended(peer, *ended);
     if (job.left > 0 && job.left == before) break;
     moved = true;
     if (job.left > 0) continue;

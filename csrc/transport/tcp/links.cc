@@ -219,6 +219,7 @@ void TcpTransport::Open(int peer, Plane plane, Link* link) {
                                            kDataIntervalSeconds, kDataProbes);
   }
   if (!status.ok()) return NoteFailure(std::move(status));
+  link->portion = 1;
   if (channel.sends == nullptr) channel.sends = link;
   if (plane == kControl) {
     PushControl(peer);

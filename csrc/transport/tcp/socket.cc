@@ -142,6 +142,10 @@ Status SetCongestion(int fd, const std::string& algorithm) {
   return Refused("HORORING_TCP_CONGESTION=" + algorithm, why + "; this host allows " + allowed);
 }
 
+void WakeFor(int fd, size_t bytes) {
+  (void)Set(fd, SOL_SOCKET, SO_RCVLOWAT, static_cast<int>(bytes), "SO_RCVLOWAT").ok();
+}
+
 Status KeepAlive(int fd, int idle_s, int interval_s, int probes) {
   HORORING_RETURN_IF_ERROR(Set(fd, SOL_SOCKET, SO_KEEPALIVE, 1, "SO_KEEPALIVE"));
   HORORING_RETURN_IF_ERROR(Set(fd, IPPROTO_TCP, TCP_KEEPIDLE, idle_s, "TCP_KEEPIDLE"));

@@ -41,6 +41,8 @@ Status SendAtOnce(int fd);
 // `algorithm`: one of the kernel's for congestion control, "" for its default. What a listener has,
 // those have that it accepts.
 Status SetCongestion(int fd, const std::string& algorithm);
+// Events tell that there is something to read when that is so many bytes, or the end.
+void WakeFor(int fd, size_t bytes);
 // Probes a connection that is idle, and breaks it after so many probes without an answer. Firewalls
 // forget connections on which nothing is ever sent.
 Status KeepAlive(int fd, int idle_s, int interval_s, int probes);

@@ -84,6 +84,7 @@ class TcpTransport final : public Transport {
   struct Link {
     Socket socket;
     std::optional<Handshake> handshake;  // under way
+    size_t portion = 1;                  // so much data makes an event
     TimeNs retry_ns = 0;                 // when to connect again; 0: no need to
     TimeNs give_up_ns = 0;
     bool ready() const { return socket && !handshake; }

@@ -302,6 +302,34 @@ TEST(an_announced_failure_reaches_ranks_that_had_no_connection) {
   }
 }
 
+// As where two ranks have connected to one another at once, and one of them is at its end.
+TEST(what_one_connection_has_brought_counts_although_the_other_has_ended) {
+  Places places = Listeners(2);
+  std::unique_ptr<Transport> world;
+  CHECK_OK(
+      TcpTransport::Make(0, places.addresses, std::move(places.listeners[0]), Options(0), &world));
+  char out = 'o', in = '-';
+  const Transport::Request sending = world->Send(1, &out, 1);
+  Socket taken = Intruder(places.addresses[0]), made;
+  Handshake connecting = Handshake::Connecting(Options().key, {1, 0, 0});
+  Handshake accepting = Handshake::Accepting(Options().key, 1);
+  Handshake::State one = Handshake::State::kUnderWay, other = one;
+  for (const TimeNs end = Soon(); NowNs() < end;) {
+    world->Move();
+    if (!made) made = Accept(places.listeners[1].fd());
+    if (made && one == Handshake::State::kUnderWay) one = accepting.Advance(made.fd());
+    if (other == Handshake::State::kUnderWay) other = connecting.Advance(taken.fd());
+    if (one == Handshake::State::kDone && other == Handshake::State::kDone) break;
+  }
+  CHECK_OK(world->Wait(sending, Soon()));
+  for (int look = 0; look < 100; ++look) world->Move();  // the last proof
+  CHECK_EQ(SendSome(taken.fd(), "x", 1), 1);
+  made = Socket();
+  CHECK_OK(world->Wait(world->Receive(1, &in, 1), Soon()));
+  CHECK_EQ(in, 'x');
+  CHECK_OK(world->CheckPeers());
+}
+
 // Not each by each.
 TEST(a_failure_spreads_among_many_ranks_by_few_connections) {
   constexpr int kRanks = 16;
