@@ -5,11 +5,14 @@
     ... --collective allgather broadcast --bytes 4194304 --only auto mpi gloo
 
 Contestants take turns in the same processes on the same memory, in random order; a call's time is
-that of the slowest rank. `of_limit` is the least time that the collective needs of the wires, over
-the time taken, in frames of 1,514 bytes that hold 1,448 of them. Of the tensor's bytes, for an
-allreduce every one of H hosts must send 2 (H - 1) / H; hosts must receive all of a broadcast; in an
-all-gather or a reduce-scatter, a host with k of N ranks must receive or send the parts of the
-others, (N - k) / N; in an all-to-all, where every rank has a tensor, send k (N - k) / N.
+that of the slowest rank, its processor time that of all ranks together. `over_mpi` is ours with MPI
+between the hosts, `tcp` the same with TCP.
+
+`of_limit` is the least time that the collective needs of the wires, over the time taken, in frames
+of 1,514 bytes that hold 1,448 of them. Of the tensor's bytes, for an allreduce every one of H hosts
+must send 2 (H - 1) / H; hosts must receive all of a broadcast; in an all-gather or a
+reduce-scatter, a host with k of N ranks must receive or send the parts of the others, (N - k) / N;
+in an all-to-all, where every rank has a tensor, send k (N - k) / N.
 
 Figures are written after every turn. A way whose calls of one size have taken more than --patience
 seconds in all has no more turns; `turns` tells how many count: 0 where the only figure is that of
@@ -36,7 +39,16 @@ from mpi4py import MPI
 
 import hororing.torch as hvd
 
-OURS = ["auto", "ring", "recursive_doubling", "three_phase", "leader"]
+# Ours: the variables of each. Algorithms go by the transport that `auto` takes.
+OURS = {
+    "auto": {},
+    "tcp": {"HORORING_TRANSPORT": "tcp"},
+    "over_mpi": {"HORORING_TRANSPORT": "mpi"},
+    **{
+        name: {"HORORING_ALGORITHM": name}
+        for name in ("ring", "recursive_doubling", "three_phase", "leader")
+    },
+}
 WORLD = MPI.COMM_WORLD
 PAYLOAD = 1448 / 1514  # of TCP over Ethernet
 
@@ -83,9 +95,10 @@ def contestant(name: str, collective: str) -> Callable[[torch.Tensor], object]:
         return of_mpi(collective)
     if name == "gloo":
         return of_gloo(collective)
-    if not hvd.is_initialized() or os.environ.get("HORORING_ALGORITHM") != name:
+    chosen = {"HORORING_ALGORITHM": "auto", "HORORING_TRANSPORT": "auto"} | OURS[name]
+    if not hvd.is_initialized() or not chosen.items() <= os.environ.items():
         hvd.shutdown()
-        os.environ["HORORING_ALGORITHM"] = name
+        os.environ.update(chosen)
         hvd.init()
     return {
         "allreduce": lambda x: hvd.allreduce_(x, op=hvd.Sum, name="benchmark"),
@@ -102,21 +115,25 @@ def wait_for_all() -> None:
         time.sleep(20e-6)
 
 
-def timed(run: Callable[[torch.Tensor], object], tensor: torch.Tensor, calls: int) -> float:
-    """Seconds of a call, on the slowest rank."""
+def timed(
+    run: Callable[[torch.Tensor], object], tensor: torch.Tensor, calls: int
+) -> tuple[float, float]:
+    """Seconds of a call on the slowest rank, and processor time of all ranks together."""
     wait_for_all()
-    begin = time.perf_counter()
+    begin, begin_cpu = time.perf_counter(), time.process_time()
     for _ in range(calls):
         run(tensor)
     elapsed = (time.perf_counter() - begin) / calls
+    cpu = (time.process_time() - begin_cpu) / calls
     wait_for_all()  # asleep, while slower ranks still work
-    return WORLD.allreduce(elapsed, MPI.MAX)
+    return WORLD.allreduce(elapsed, MPI.MAX), WORLD.allreduce(cpu, MPI.SUM)
 
 
 class Series(NamedTuple):
     """A contestant's calls of one size: the seconds of each turn's, or of the first call alone."""
 
     seconds: list[float]
+    cpu: list[float]
     turns: int = 0
 
 
@@ -137,16 +154,19 @@ def measure(collective: str, names: list[str], tensors: dict[int, torch.Tensor],
                 continue
             run = contestant(name, collective)
             for nbytes in sizes:
-                first = timed(run, tensors[nbytes], 1)  # warms up
+                first, cpu = timed(run, tensors[nbytes], 1)  # warms up
                 left[name, nbytes] -= first
-                so_far = found[nbytes].setdefault(name, Series([first]))
+                so_far = found[nbytes].setdefault(name, Series([first], [cpu]))
                 if left[name, nbytes] <= 0:
                     continue
-                calls = max(1, min(20, (64 << 10) // nbytes))
-                seconds = timed(run, tensors[nbytes], calls)
+                calls = max(1, min(20, (256 << 10) // nbytes))
+                seconds, cpu = timed(run, tensors[nbytes], calls)
                 left[name, nbytes] -= seconds * calls
-                earlier = so_far.seconds if so_far.turns else []
-                found[nbytes][name] = Series([*earlier, seconds], so_far.turns + 1)
+                if not so_far.turns:
+                    so_far = Series([], [])
+                found[nbytes][name] = Series(
+                    [*so_far.seconds, seconds], [*so_far.cpu, cpu], so_far.turns + 1
+                )
             yield found
 
 
@@ -159,6 +179,7 @@ def shares(of_size: dict[str, Series], limit: float) -> dict[str, dict[str, floa
             "p10_us": float(np.percentile(series.seconds, 10)) * 1e6,
             "p90_us": float(np.percentile(series.seconds, 90)) * 1e6,
             "of_limit": limit / statistics.median(series.seconds),
+            "cpu_us": statistics.median(series.cpu) * 1e6,
         }
         for name, series in of_size.items()
     }
@@ -171,7 +192,8 @@ def show(row: dict[str, Any]) -> None:
             continue
         median, low, high = (figures[f"{which}_us"] / 1e3 for which in ("median", "p10", "p90"))
         print(f"{row['collective']:<13} {row['bytes']:>9} {name:<20} {median:9.3f} ms "
-              f"({low:.1f} to {high:.1f})  {figures['of_limit']:6.1%}"
+              f"({low:.1f} to {high:.1f})  {figures['of_limit']:6.1%}  "
+              f"{figures['cpu_us'] / 1e3:9.3f} ms of processors"
               f"{'' if figures['turns'] else '  first call'}", flush=True)  # fmt: skip
 
 

@@ -97,6 +97,17 @@ def compared(cases: dict[str, dict[str, record.Row]]) -> str:
     return markdown(["", "hororing", *(["of the limit"] if limited else []), *names], body)
 
 
+def processor_times(cases: dict[str, dict[str, record.Row]]) -> str:
+    """One line per case: the processor time of a call, of all ranks together."""
+    names = list(dict.fromkeys(who for found in cases.values() for who in found))
+    names = [name for name in names if not name.endswith("(limit)")]
+    body = []
+    for case, found in cases.items():
+        used = [found[name].get("cpu_us") if name in found else None for name in names]
+        body.append([case, *("" if us is None else duration(us) for us in used)])
+    return markdown(["", *names], body)
+
+
 def overheads(cases: dict[str, dict[str, record.Row]]) -> str:
     """One line per case: the step alone, and what everybody takes beyond that."""
     names = list(dict.fromkeys(who for found in cases.values() for who in found if who != "plain"))
@@ -217,6 +228,12 @@ def sections(report: Report) -> dict[str, str]:
     for ranks, title in hosts.items():
         if chosen := rows(report, "verbs", ranks):
             found[f"Other collectives over several hosts: {title}"] = compared(by_case(chosen))
+    for ranks, title in hosts.items():
+        chosen = [*rows(report, "hosts", ranks), *rows(report, "verbs", ranks)]
+        if any("cpu_us" in row for row in chosen):
+            found[f"Processor time of these, of all ranks together: {title}"] = processor_times(
+                by_case(chosen)
+            )
     for part, title in (("latency", "A small blocking sum, by who asks for it"), ("process sets",
                         "Sums in a process set of 2, beside a world of 3")):  # fmt: skip
         for ranks in (2, 3):

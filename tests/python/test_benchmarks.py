@@ -113,6 +113,7 @@ def test_figures_of_hosts_are_written_also_of_ways_without_patience(tmp_path, pa
         for way in ("auto", "mpi"):
             assert row[way]["turns"] == (2 if patience_s > 1 else 0)
             assert row[way]["median_us"] > 0
+            assert row[way]["cpu_us"] > 0
 
 
 def test_what_hosts_had_when_it_was_ended_makes_rows_and_a_table():
@@ -121,7 +122,8 @@ def test_what_hosts_had_when_it_was_ended_makes_rows_and_a_table():
     figures = {"turns": 3, "median_us": 5e5, "p10_us": 4e5, "p90_us": 6e5, "of_limit": 0.5}
     slow = {**figures, "turns": 0, "median_us": 5e6}
     told = {"mpi": "Open MPI v5.0.11, package", "results": [
-        {"collective": "alltoall", "bytes": 4 << 20, "auto": figures, "mpi": slow},
+        {"collective": "alltoall", "bytes": 4 << 20, "auto": figures | {"cpu_us": 12_300},
+         "mpi": slow},
         {"collective": "broadcast", "bytes": 4 << 20, "gloo": dict(figures)},
         {"collective": "allreduce", "bytes": 4 << 20},
     ]}  # fmt: skip
@@ -134,6 +136,7 @@ def test_what_hosts_had_when_it_was_ended_makes_rows_and_a_table():
     lines = table.compared(table.by_case(rows)).splitlines()
     assert len(lines) == 3
     assert "10.0x, the first call" in lines[2]
+    assert "| alltoall of 4 MiB | 12.3 ms |  |  |" in table.processor_times(table.by_case(rows))
 
 
 @pytest.fixture
