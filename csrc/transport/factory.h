@@ -38,6 +38,7 @@ struct World {
   // Per rank, of those on this host but this one itself.
   std::vector<ProcessIdentity> neighbours;
   std::string note;  // why not the transport that one would expect; empty: nothing to say
+  std::string why;   // MPI, or not, where there was a choice; else empty
 };
 
 struct WorldOptions {
@@ -47,6 +48,7 @@ struct WorldOptions {
   Bootstrap* bootstrap = nullptr;
   std::string address;           // of this host, as other hosts reach it; "": not known
   std::string key;               // of the job, secret: for TCP; "": one that `bootstrap` shares
+  std::string fabric;            // a network of this host that is faster with MPI; "": none
   std::string congestion;        // control of TCP, by its name; "": the kernel's default
   std::string mpi_library_path;  // of libhororing_mpi
   MpiWorld mpi;
@@ -54,11 +56,12 @@ struct WorldOptions {
   TimeNs timeout_ns = kForever;  // for the exchange at start
 };
 
-// auto: one rank -> inproc; all ranks on one host -> shared memory; several hosts -> MPI where that
-// has started the job, else TCP, and shared memory on each of them for what does not leave it.
-// Where shared memory fails, MPI or TCP with a note. "tcp": the same, but never MPI, and on one
-// host no shared memory. "shm" over several hosts is an error that names the hosts. The ranks
-// decide alike, and fail with the same text, as long as the bootstrap connects them.
+// auto: one rank -> inproc; all ranks on one host -> shared memory; several hosts -> TCP, or MPI
+// where that has started the job and all hosts have a fabric for it, and shared memory on each of
+// them for what does not leave it. Where shared memory fails, MPI or TCP with a note. "tcp" and
+// "mpi": the same with that one between hosts, and on one host without shared memory. "shm" over
+// several hosts is an error that names the hosts. The ranks decide alike, and fail with the same
+// text, as long as the bootstrap connects them.
 Status MakeWorld(const WorldOptions& options, World* world);
 
 // Several hosts: control messages between neighbours go through `world.local` from now on.

@@ -198,8 +198,8 @@ KNOBS: tuple[Knob, ...] = (
         "TRANSPORT",
         choice("auto", "shm", "tcp", "mpi"),
         "auto",
-        "how ranks exchange bytes; auto: shared memory if all ranks are on one host; otherwise "
-        "MPI, or TCP if MPI did not start the job",
+        "how ranks exchange bytes; auto: shared memory within a host, and TCP between hosts, or "
+        "MPI if it started the job and all hosts have a network for it, such as InfiniBand",
         scope="all",
     ),
     Knob(
@@ -207,7 +207,8 @@ KNOBS: tuple[Knob, ...] = (
         PATH,
         None,
         "network of this host that TCP uses: an address, or a name such as eth0; unset: the "
-        "network from which the store is reached",
+        "network from which the store is reached; under mpirun the one that Open MPI is told to "
+        "use, or that of the default route",
     ),
     Knob(
         "TCP_CONGESTION",

@@ -64,6 +64,8 @@ WAYS = [
     *ways("BACKEND=shm_direct", {"shm_direct", "at_once"}, "aa"),
     *ways("SPIN_US=0", {"shm_direct"}, "aaa"),
     *ways("TRANSPORT=mpi", {"recursive_doubling", *FLAT}, "aa", "aaaa"),
+    *ways("TRANSPORT=mpi ALGORITHM=ring", FLAT, "aba"),
+    *ways("TRANSPORT=mpi ALGORITHM=three_phase", {"three_phase"}, "aab", "abab"),
 ]
 # An uneven layout of each, or one whose ranks alternate; four ranks of one host.
 PUSH = [way for way in WAYS if str(way).startswith(PUSHED)]

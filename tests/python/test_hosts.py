@@ -197,12 +197,22 @@ needs_hosts = pytest.mark.skipif(bool(mpirun.why_no_hosts()), reason=mpirun.why_
 
 @needs_hosts
 @pytest.mark.parametrize("case", mpirun.case_names(globals()))
-@pytest.mark.parametrize("layout", tiers.choose(LAYOUTS, push=["1,2", "2,2 by node"]))
-def test_across_hosts(case: str, layout: str) -> None:
+@pytest.mark.parametrize(
+    ("by", "layout"),
+    tiers.choose(
+        [(by, layout) for by in TRANSPORTS for layout in LAYOUTS],
+        push=[("tcp", "1,2"), ("mpi", "2,2 by node")],
+    ),
+)
+def test_across_hosts(case: str, by: str, layout: str) -> None:
     hosts, _, rate = layout.partition(" at ")
     hosts, _, interleaved = hosts.partition(" by ")
     size = sum(map(int, hosts.split(",")))
-    variables = {"TEST_LAYOUT": hosts, "HORORING_DYNAMIC_PROCESS_SETS": "1"}
+    variables = {
+        "TEST_LAYOUT": hosts,
+        "HORORING_DYNAMIC_PROCESS_SETS": "1",
+        "HORORING_TRANSPORT": by,
+    }
     if interleaved:
         variables["TEST_INTERLEAVED"] = "1"
         variables["PRTE_MCA_rmaps_default_mapping_policy"] = "node:oversubscribe"
@@ -212,10 +222,6 @@ def test_across_hosts(case: str, layout: str) -> None:
     mpirun.cases_of(__file__, size, limited, **variables).check(case)
 
 
-def transport(name: str) -> dict[str, str]:
-    return {"HORORING_TRANSPORT": name, "HORORING_INTERFACE": "eth0"}
-
-
 @needs_hosts
 @pytest.mark.parametrize(
     ("victim", "by"),
@@ -223,7 +229,7 @@ def transport(name: str) -> dict[str, str]:
 )
 def test_a_rank_that_dies_is_noticed_on_its_host_and_on_the_others(victim: int, by: str) -> None:
     with LiveJob(
-        RANKS, 4, "one_dies", str(victim), options=ULFM, hosts="2,2", **transport(by)
+        RANKS, 4, "one_dies", str(victim), options=ULFM, hosts="2,2", HORORING_TRANSPORT=by
     ) as job:
         # TCP knows a rank by its connection.
         process = f" (pid {job.said(victim, 'pid')})" if by == "mpi" else ""
@@ -263,7 +269,7 @@ def test_both_sides_of_a_cut_network_end_at_the_time_limit(
     tmp_path: Path, by: str, cut: int, doing: str, time_: int
 ) -> None:
     limit = 3
-    environ = {"HORORING_TIMEOUT_S": str(limit), **transport(by)}
+    environ = {"HORORING_TIMEOUT_S": str(limit), "HORORING_TRANSPORT": by}
     with LiveJob(RANKS, 3, doing, str(tmp_path), hosts="1,2", **environ) as job:
         computes = doing == "compute_then_reduce"
         job.wait_until_all_say("ready" if computes else "working")
@@ -287,7 +293,7 @@ def test_a_host_without_shared_memory_is_slower_and_says_so(tmp_path: Path) -> N
     job = mpirun.run(script, 4, hosts="2,2 -s 12m")
     assert job.returncode == 0, job.report()
     for text in job.outputs:
-        assert "ranks of one host talk through MPI" in text, job.report()
+        assert "ranks of one host talk through TCP" in text, job.report()
         assert "cannot reserve" in text, job.report()
         assert text.splitlines()[-1] == "4.0", job.report()
 

@@ -1,0 +1,85 @@
+"""Which network hosts talk over under mpirun. Push tier, 4 s: one job of three ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mpirun
+import pretend_hosts
+import pytest
+
+from hororing import fabric
+from hororing.rendezvous import interfaces
+
+# Three lives of a job on two hosts: it is said of all ranks that they have a fast network, then of
+# rank 0 alone, which does not count where the user chooses.
+SCRIPT = """
+import os
+
+import numpy as np
+import hororing.fabric
+import hororing.numpy as hvd
+
+has = True
+for transport in ("auto", "auto", "mpi"):
+    os.environ["HORORING_TRANSPORT"] = transport
+    hororing.fabric.fast = lambda _: "mlx5_0" if has else ""
+    hvd.init()
+    assert hvd.allreduce(np.ones(3), op=hvd.Sum).tolist() == [3.0] * 3
+    has = hvd.rank() == 0
+    hvd.shutdown()
+"""
+
+
+def port(root: Path, device: str, state: str) -> None:
+    folder = root / "sys/class/infiniband" / device / "ports/1"
+    folder.mkdir(parents=True)
+    (folder / "state").write_text(state)
+
+
+def test_a_port_that_is_up_and_can_be_opened_is_a_fast_network(tmp_path: Path):
+    assert fabric.fast({}, tmp_path) == ""
+    port(tmp_path, "mlx5_0", "1: DOWN\n")
+    port(tmp_path, "mlx5_1", "4: ACTIVE\n")
+    assert fabric.fast({}, tmp_path) == ""  # a container without its device files
+    (tmp_path / "dev/infiniband").mkdir(parents=True)
+    (tmp_path / "dev/infiniband/uverbs1").touch()
+    assert fabric.fast({}, tmp_path) == "mlx5_1"
+    (tmp_path / "sys/class/cxi/cxi0").mkdir(parents=True)
+    assert fabric.fast({}, tmp_path) == "cxi0"
+
+
+def test_what_the_user_tells_open_mpi_counts_more(tmp_path: Path):
+    (tmp_path / "sys/class/cxi/cxi0").mkdir(parents=True)
+    assert fabric.fast({"OMPI_MCA_pml": "ob1"}, tmp_path) == ""
+    assert fabric.fast({"OMPI_MCA_pml": "ucx"}, tmp_path / "none") == "OMPI_MCA_pml=ucx"
+    assert fabric.fast({"OMPI_MCA_pml": ""}, tmp_path) == "cxi0"
+
+
+def test_tcp_takes_the_network_that_open_mpi_is_told_to_take(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(
+        interfaces, "addresses", lambda: ["10.1.0.7", "192.168.3.4", "127.0.0.1", "h"]
+    )
+
+    def address(networks: str) -> str:
+        return fabric.tcp_address({"OMPI_MCA_btl_tcp_if_include": networks})
+
+    assert fabric.tcp_address({}) == "10.1.0.7"
+    assert address("192.168.0.0/16") == "192.168.3.4"
+    assert address("172.16.0.0/12,192.168.3.0/24") == "192.168.3.4"
+    assert address("lo") == "127.0.0.1"
+    assert address("no_such_0,nonsense/3") == "10.1.0.7"
+
+
+@pytest.mark.skipif(bool(pretend_hosts.why_not()), reason=pretend_hosts.why_not())
+def test_mpi_connects_hosts_only_where_all_have_a_fast_network(tmp_path: Path):
+    script = tmp_path / "lives.py"
+    script.write_text(SCRIPT)
+    job = mpirun.run(script, 3, names="a,a,b", environment={"HORORING_LOG_LEVEL": "debug"})
+    assert job.returncode == 0, job.report()
+    for printed in job.outputs:
+        first, second, third = (line for line in printed.splitlines() if "; transport " in line)
+        assert "transport mpi, since all hosts have a network for it, such as mlx5_0;" in first
+        assert "transport tcp, since rank 1 has no network that MPI uses better" in second
+        assert "transport mpi, since HORORING_TRANSPORT says so" in third
+        assert "backends hierarchical" in third  # ranks of one host share memory
