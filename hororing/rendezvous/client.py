@@ -278,7 +278,8 @@ class Member:
                 try:
                     if isinstance(made, OSError):
                         raise made
-                    self._stream = self._meet(made, secret)
+                    meet_s = min(deadline.left_s(), _HANDSHAKE_S)
+                    self._stream = self._meet(made, secret, Deadline(meet_s))
                 except (_Refused, ProtocolError) as error:
                     if len(places) == 1:
                         raise RendezvousError(
@@ -301,11 +302,11 @@ class Member:
             time.sleep(min(secrets.SystemRandom().uniform(0.5, 1) * pause_s, deadline.left_s()))
             pause_s = min(2 * pause_s, _RETRY_S[1])
 
-    def _meet(self, connection: socket.socket, secret: bytes) -> _Stream:
+    def _meet(self, connection: socket.socket, secret: bytes, deadline: Deadline) -> _Stream:
         try:
             keep_watch(connection)
             stream = _Stream(connection)
-            self._introduce(stream, secret, Deadline(_HANDSHAKE_S))
+            self._introduce(stream, secret, deadline)
         except BaseException:
             connection.close()
             raise

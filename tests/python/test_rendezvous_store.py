@@ -649,6 +649,10 @@ def test_a_server_that_is_no_store_is_no_hang():
             with pytest.raises(RendezvousError, match=f"the store at {address}: "):
                 Member(address, secret=SECRET, job="a job", rank=0, size=1, timeout_s=DEADLINE_S)
         thread.join()
+        began = time.monotonic()
+        with pytest.raises(RendezvousError, match=r"within 0\.3 s; .*: "):  # it only listens
+            Member(address, secret=SECRET, job="a job", rank=0, size=1, timeout_s=0.3)
+        assert time.monotonic() - began < 4
 
 
 def test_the_secret_is_in_no_text(made: Callable[..., Store], caplog: pytest.LogCaptureFixture):
