@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -66,6 +67,17 @@ def die_idle() -> None:
     if the_last_one():
         time.sleep(1000)
     fail_with(lambda: hvd.allreduce(np.ones(4), name="x"))
+
+
+def die_one_after_the_other() -> None:
+    """The last rank is killed from outside, and rank 0 ends because of it."""
+    begin()
+    if the_last_one():
+        time.sleep(1000)
+    with contextlib.suppress(errors.PeerLostError):
+        fail_with(lambda: hvd.allreduce(np.ones(4), name="x"))
+    hvd.shutdown()
+    os.kill(os.getpid(), signal.SIGKILL)  # after another end mpirun ends the job
 
 
 def wait_for_its_middle(ones: np.ndarray, handle: int) -> None:

@@ -74,6 +74,32 @@ def test_a_rank_killed_in_a_large_allreduce_is_named_to_the_others(size: int):
         check_end(job)
 
 
+# Survivors are not ended by mpirun, and hear of a death from MPI.
+ULFM = ["--with-ft", "ulfm", "--mca", "coll", "^han"]
+
+
+@pytest.mark.parametrize(
+    ("transport", "options"),
+    tiers.choose(
+        [*((transport, PATIENT) for transport in TRANSPORTS), ("mpi", ULFM)], push=[("mpi", ULFM)]
+    ),
+)
+def test_who_ends_because_of_a_death_is_not_taken_for_the_dead(transport: str, options: list[str]):
+    environ = {"HORORING_TRANSPORT": transport}
+    if options is ULFM:  # otherwise the end of a connection ends Open MPI
+        environ["OMPI_MCA_btl"] = "self,tcp"
+    with LiveJob(RANKS, 3, "die_one_after_the_other", options=options, **environ) as job:
+        job.wait_until_all_say("ready")
+        os.kill(job.pid(1), signal.SIGSTOP)  # it finds two dead ranks when it goes on
+        os.kill(job.pid(2), signal.SIGKILL)
+        assert failure(job, 0)["rank"] == 2
+        assert poll(lambda: not Path(f"/proc/{job.pid(0)}").exists())
+        os.kill(job.pid(1), signal.SIGCONT)
+        seen = failure(job, 1)
+        assert (seen["kind"], seen["rank"]) == ("PeerLostError", 2), seen
+        job.end()
+
+
 @pytest.mark.parametrize("size", tiers.choose([2, 4], push=[2]))
 @pytest.mark.parametrize("transport", tiers.choose(TRANSPORTS, push=["auto"]))
 @pytest.mark.parametrize("how", ["die_idle", "die_in_a_large_allreduce"])
@@ -376,10 +402,6 @@ def test_on_one_host_no_rank_listens_on_the_network():
 
 # ---------------------------------------------------------------------------------------------
 # In init
-
-
-# Survivors are not ended by mpirun, and hear of a death from MPI.
-ULFM = ["--with-ft", "ulfm", "--mca", "coll", "^han"]
 
 
 def test_a_rank_that_dies_before_another_init_is_named_by_it():

@@ -17,6 +17,8 @@ constexpr size_t kControlWindow = 16;
 constexpr size_t kControlBytes = 64 << 20;
 // Between two looks whether the peers' processes are there.
 constexpr TimeNs kLookInterval = 100 * kMillisecond;
+// What a rank has told before it ended arrives so much later at most than the news of its end.
+constexpr TimeNs kLastWords = 100 * kMillisecond;
 constexpr int kControlTag = 2, kMoreTag = 3, kFailureTag = 4, kCloseTag = 5;
 constexpr int kAskTag = 6, kAnswerTag = 7;  // whether it is alive, and that it is
 
@@ -122,9 +124,23 @@ Status MpiTransport::Died(int peer) const {
   return Status(Code::kPeerLost, who + " died", peer);
 }
 
-Status MpiTransport::CallError(const char* call, int error, int peer) const {
+Status MpiTransport::CallError(const char* call, int error, int peer) {
   Status status = MpiError(call, error, peer);
-  return status.code() == Code::kPeerLost && peer >= 0 ? Died(peer) : status;
+  if (status.code() != Code::kPeerLost) return status;
+  HearLastWords(peer);
+  if (!failure_.ok()) return failure_;
+  return peer >= 0 ? Died(peer) : status;
+}
+
+// A rank that is gone may have ended because of another one, and have told so, or have left in
+// peace. `peer`: who is gone, or -1.
+void MpiTransport::HearLastWords(int peer) {
+  if (std::exchange(hearing_, true)) return;
+  const TimeNs end = After(NowNs(), kLastWords);
+  while (failure_.ok() && !(peer >= 0 && PeerOf(peer).closed) && NowNs() < end) {
+    if (!ProgressControl()) sched_yield();
+  }
+  hearing_ = false;
 }
 
 // Cheap between two looks, for loops that wait.
@@ -134,11 +150,9 @@ bool MpiTransport::LookAtProcesses() {
   Looked(now);
   next_look_ns_ = After(now, kLookInterval);
   for (int peer = 0; peer < static_cast<int>(processes_.size()); ++peer) {
-    if (!SeenGone(peer)) continue;
-    // It may have told, or left in peace.
-    while (ProgressControl()) continue;
-    if (PeerOf(peer).failed || PeerOf(peer).closed) continue;
-    NoteFailure(Died(peer));
+    if (!failure_.ok() || PeerOf(peer).closed || !SeenGone(peer)) continue;
+    HearLastWords(peer);
+    if (!PeerOf(peer).closed) NoteFailure(Died(peer));
   }
   return true;
 }
@@ -214,7 +228,7 @@ void MpiTransport::StartControl(int peer, const std::string& text, size_t at, si
     return MPI_Isend(message.text.data(), static_cast<int>(bytes), MPI_BYTE, peer, tag, control_,
                      &message.request);
   });
-  if (error != MPI_SUCCESS) NoteFailure(CallError("MPI_Isend", error, peer));
+  if (error != MPI_SUCCESS) NoteControlError("MPI_Isend", error, peer);
 }
 
 void MpiTransport::SendControl(int peer) {
@@ -249,8 +263,9 @@ bool MpiTransport::ProgressControl() {
       return MPI_Improbe(MPI_ANY_SOURCE, MPI_ANY_TAG, control_, &arrived, &matched, &status);
     });
     if (error != MPI_SUCCESS) {
-      NoteFailure(CallError("MPI_Improbe", error, WhoDied()));
       arrived = 0;
+      AcknowledgeDead(control_);
+      NoteControlError("MPI_Improbe", error, WhoDied());
     }
     if (arrived != 0) Accept(&matched, status);
   } while (arrived != 0);
@@ -270,7 +285,7 @@ bool MpiTransport::ControlDone(Message& message, int peer) {
   int done = 0;
   const int error =
       Call("MPI_Test", [&] { return MPI_Test(&message.request, &done, MPI_STATUS_IGNORE); });
-  if (error != MPI_SUCCESS) NoteFailure(CallError("control message", error, peer));
+  if (error != MPI_SUCCESS) NoteControlError("control message", error, peer);
   return error == MPI_SUCCESS && done != 0;
 }
 
@@ -284,7 +299,7 @@ void MpiTransport::Accept(MPI_Message* matched, const MPI_Status& status) {
   const int error = Call("MPI_Imrecv", [&] {
     return MPI_Imrecv(message.text.data(), bytes, MPI_BYTE, matched, &message.request);
   });
-  if (error != MPI_SUCCESS) NoteFailure(CallError("MPI_Imrecv", error, status.MPI_SOURCE));
+  if (error != MPI_SUCCESS) NoteControlError("MPI_Imrecv", error, status.MPI_SOURCE);
 }
 
 void MpiTransport::Deliver(int peer, Message message) {
@@ -315,6 +330,10 @@ void MpiTransport::Deliver(int peer, Message message) {
   }
   if (!state.partial.empty()) message.text.insert(0, std::exchange(state.partial, {}));
   inbox_.emplace_back(peer, std::move(message.text));
+}
+
+void MpiTransport::NoteControlError(const char* call, int error, int peer) {
+  if (!hearing_) NoteFailure(CallError(call, error, peer));  // else the caller knows already
 }
 
 void MpiTransport::NoteFailure(Status failure) {

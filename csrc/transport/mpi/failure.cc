@@ -44,6 +44,13 @@ std::vector<int> KnownDead(MPI_Comm communicator) {
   return ranks;
 }
 
+void AcknowledgeDead(MPI_Comm communicator) {
+  using Acknowledge = int (*)(MPI_Comm);
+  const auto acknowledge =
+      reinterpret_cast<Acknowledge>(dlsym(RTLD_DEFAULT, "MPIX_Comm_failure_ack"));
+  if (acknowledge != nullptr) acknowledge(communicator);
+}
+
 void Bury(std::shared_ptr<void> memory) {
   static auto* const graveyard = new std::vector<std::shared_ptr<void>>;
   graveyard->push_back(std::move(memory));

@@ -22,6 +22,9 @@ Status MpiError(const char* call, int error, int peer);
 // list.
 std::vector<int> KnownDead(MPI_Comm communicator);
 
+// Until then MPI reports the dead of `communicator` instead of what has come from any rank.
+void AcknowledgeDead(MPI_Comm communicator);
+
 // Memory that MPI may still use, after a failure: until the process ends.
 void Bury(std::shared_ptr<void> memory);
 

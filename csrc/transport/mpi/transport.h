@@ -117,12 +117,14 @@ class MpiTransport final : public Transport {
   void Accept(MPI_Message* matched, const MPI_Status& status);
   void Deliver(int peer, Message message);
   void NoteFailure(Status failure);
+  void NoteControlError(const char* call, int error, int peer);
   bool SeenGone(int peer) const {
     const size_t rank = static_cast<size_t>(peer);
     return here_[rank] && IsGone(processes_[rank]);
   }
   Status Died(int peer) const;
-  Status CallError(const char* call, int error, int peer) const;
+  Status CallError(const char* call, int error, int peer);
+  void HearLastWords(int peer);
   bool LookAtProcesses();  // false: it is not time for it
   int WhoDied();
 
@@ -140,6 +142,7 @@ class MpiTransport final : public Transport {
   WakeBell bell_;
   uint32_t last_sleep_bell_ = 0;  // as the last Sleep left it: a later Wake shows
   bool announced_ = false;
+  bool hearing_ = false;  // last words of ranks that are gone
   bool close_sent_ = false;
   bool closed_ = false;         // every rank has taken all messages
   bool failure_shown_ = false;  // a Sleep has ended because of it
