@@ -64,7 +64,7 @@ void Loop::Apply(const Agreement& agreement) {
   }
   Run(&work);
   stand_ins_.clear();
-  for (uint64_t id : agreement.evicted) Forget(id);
+  for (uint64_t id : agreement.evicted) shared_.tensors.Forget(id);
   applied_ = agreement.sequence;
 }
 
@@ -91,28 +91,22 @@ std::optional<Work> Loop::Agreed(const Decision& decision, uint64_t id) {
   const bool cached = details.name.empty();
   work.entry =
       cached ? Reported(id) : shared_.tensors.Find(Key(decision.process_set, details.name));
-  // What is known of an allreduce by its id, its entry says.
-  const bool looks =
-      cached && (work.entry == nullptr || work.entry->request.kind != Collective::kAllreduce);
-  const ResponseCache::Record* record = looks ? cache_.Lookup(id) : nullptr;
+  const KnownRequest* const known = cached ? shared_.tensors.Known(id) : nullptr;
   if (work.entry == nullptr) {
     if (details.stand_in) {
       work.entry = StandIn(*details.stand_in);
-    } else if (record != nullptr) {
-      work.entry = StandIn(record->request);
+    } else if (known != nullptr) {
+      work.entry = StandIn(known->request);
     } else {
       End(Status(Code::kInternal, "agreement on a request that this rank does not have: '" +
                                       details.name + "', id " + std::to_string(id)));
     }
     if (work.entry == nullptr) return std::nullopt;
   }
-  work.rows = record != nullptr ? &record->rows : &details.rows;
+  work.rows = known != nullptr ? &known->rows : &details.rows;
   if (!cached) {
     Reported(work.entry->cache_id);  // by what is replaced now
-    if (id != 0) {
-      Forget(cache_.Find(work.entry->request.process_set, work.entry->request.name));
-      cache_.Define(id, work.entry->request, details.rows);
-    }
+    if (id != 0) shared_.tensors.Define(id, work.entry->request, details.rows);
     work.entry->cache_id = id;
   }
   TraceNegotiation(*work.entry);
@@ -121,16 +115,8 @@ std::optional<Work> Loop::Agreed(const Decision& decision, uint64_t id) {
 
 // What is in flight under this id, which nothing is from now on.
 TensorEntry* Loop::Reported(uint64_t id) {
-  const auto reported = reported_.find(id);
-  return reported == reported_.end() ? nullptr : std::exchange(reported->second, nullptr);
-}
-
-void Loop::Forget(uint64_t id) {
-  if (const ResponseCache::Record* record = cache_.Lookup(id)) {
-    shared_.tensors.Forget(Key(record->request));
-  }
-  cache_.Evict(id);
-  reported_.erase(id);
+  KnownRequest* const known = shared_.tensors.Known(id);
+  return known == nullptr ? nullptr : std::exchange(known->reported, nullptr);
 }
 
 // This rank has joined, and contributes what leaves the others' values as they are.
@@ -215,7 +201,6 @@ Status Loop::RemoveSet(int32_t id) {
   for (std::unique_ptr<TensorEntry>& entry : shared_.tensors.RemoveSet(id)) {
     FailRemoved(std::move(entry));
   }
-  for (const uint64_t cached : cache_.ForgetSet(id)) reported_.erase(cached);
   return runner_.RemoveSet(id);
 }
 

@@ -15,7 +15,6 @@
 #include <mutex>
 #include <optional>
 #include <string>
-#include <unordered_map>
 #include <vector>
 
 #include "engine/batch_runner.h"
@@ -24,7 +23,6 @@
 #include "engine/timeline.h"
 #include "negotiation/coordinator.h"
 #include "negotiation/host_reports.h"
-#include "negotiation/response_cache.h"
 #include "transport/factory.h"
 
 namespace hororing {
@@ -82,7 +80,6 @@ class Loop {
   TensorEntry* StandIn(const Request& request);
   Status ToDevice(size_t bytes, GatheredTensor* memory);
   void Settle(const Work& work);
-  void Forget(uint64_t id);
   void AddSet(int32_t id, const Request& request);
   Status RemoveSet(int32_t id);
   void FailSettled(TensorEntry& entry, const Status& why);
@@ -116,10 +113,7 @@ class Loop {
   std::ofstream tune_log_;                   // on rank 0
   StepWatch steps_;                          // on rank 0, where the timeline is about some
   int64_t step_ = 0;                         // the one under way, from 1
-  ResponseCache cache_;
-  // In flight and reported by these ids; null: none is.
-  std::unordered_map<uint64_t, TensorEntry*> reported_;
-  std::vector<TensorEntry*> submitted_;  // of Report; its memory is used again
+  std::vector<TensorEntry*> submitted_;      // of Report; its memory is used again
   ReportPace pace_;
   TimeNs report_ns_ = kForever;  // when the loop's thread has promised to poll
   uint32_t gather_bell_ = 0;     // as it was then

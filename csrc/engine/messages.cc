@@ -70,14 +70,14 @@ bool Loop::Report() {
     }
     entry->reported_ns = now;
     Record(Event::kSubmitted, now, entry->request.kind, entry->request.name);
-    if (entry->cache_id == 0) entry->cache_id = cache_.Find(entry->request);
+    if (entry->cache_id == 0) entry->cache_id = shared_.tensors.IdOf(entry->request);
     const uint64_t id = entry->cache_id;
     if (coordinator_) {
       coordinator_->queue().Submitted(entry->request, id, entry->submitted_ns);
       if (shared_.config.timeline_to > 0) FollowSteps(*entry);
     }
     if (id != 0) {
-      reported_[id] = entry;
+      shared_.tensors.Known(id)->reported = entry;
       report.cached.push_back(id);
     } else {
       report.fresh.push_back(entry->request);
@@ -115,8 +115,8 @@ bool Loop::IsOfWorld(const struct Report& report) const {
   return std::all_of(report.fresh.begin(), report.fresh.end(),
                      [](const Request& each) { return each.process_set == kWorldSet; }) &&
          std::all_of(report.cached.begin(), report.cached.end(), [this](uint64_t id) {
-           const ResponseCache::Record* record = cache_.Lookup(id);
-           return record != nullptr && record->request.process_set == kWorldSet;
+           const KnownRequest* const known = shared_.tensors.Known(id);
+           return known != nullptr && known->request.process_set == kWorldSet;
          });
 }
 

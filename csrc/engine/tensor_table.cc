@@ -37,20 +37,20 @@ Status TensorTable::Add(std::unique_ptr<TensorEntry> entry) {
                                  "this rank has called join; no other call is possible, in any "
                                  "thread, until join has returned"));
   }
-  const auto [place, added] = entries_.try_emplace(Key(entry->request));
-  if (!added && !place->second->resting) {
-    return During(
-        *entry, Status(Code::kDuplicateName,
-                       std::string("a request of that name (") + Name(place->second->request.kind) +
-                           ") is still in flight on this rank; wait for it, or use "
-                           "another name"));
+  Named& named = named_[Key(entry->request)];
+  if (const TensorEntry* other = InFlight(named)) {
+    return During(*entry,
+                  Status(Code::kDuplicateName,
+                         std::string("a request of that name (") + Name(other->request.kind) +
+                             ") is still in flight on this rank; wait for it, or use "
+                             "another name"));
   }
   entry->stage = "NEGOTIATE";
   joining_ = entry->request.kind == Collective::kJoin;
   if (submitted_.empty()) first_submitted_ns_ = entry->submitted_ns;
   submitted_.push_back(entry.get());
-  if (!added) Going(*place->second);
-  place->second = std::move(entry);
+  if (named.entry != nullptr) Going(*named.entry);
+  named.entry = std::move(entry);
   return Status::Ok();
 }
 
@@ -63,9 +63,9 @@ TensorEntry* TensorTable::FindAgain(const OneTensor& tensor) {
     }
   }
   SetKey(tensor.process_set, tensor.name, &key_);
-  const auto found = entries_.find(key_);
-  if (found == entries_.end()) return nullptr;
-  TensorEntry* const entry = found->second.get();
+  const auto found = named_.find(key_);
+  TensorEntry* const entry = found == named_.end() ? nullptr : found->second.entry.get();
+  if (entry == nullptr) return nullptr;
   if (!InOrder(*entry)) {
     entry->place = order_.size();
     order_.push_back(entry);
@@ -122,17 +122,17 @@ void TensorTable::TakeSubmitted(std::vector<TensorEntry*>* submitted) {
 
 TensorEntry* TensorTable::Find(const std::string& key) {
   std::lock_guard<std::mutex> lock(mutex_);
-  const auto entry = entries_.find(key);
-  return entry == entries_.end() || entry->second->resting ? nullptr : entry->second.get();
+  const auto found = named_.find(key);
+  return found == named_.end() ? nullptr : InFlight(found->second);
 }
 
 std::unique_ptr<TensorEntry> TensorTable::Remove(const std::string& key) {
   std::lock_guard<std::mutex> lock(mutex_);
-  const auto entry = entries_.find(key);
-  if (entry == entries_.end() || entry->second->resting) return nullptr;
-  std::unique_ptr<TensorEntry> removed = std::move(entry->second);
+  const auto found = named_.find(key);
+  if (found == named_.end() || InFlight(found->second) == nullptr) return nullptr;
+  std::unique_ptr<TensorEntry> removed = std::move(found->second.entry);
   Going(*removed);
-  entries_.erase(entry);
+  if (found->second.id == 0) named_.erase(found);
   if (removed->request.kind == Collective::kJoin) joining_ = false;
   return removed;
 }
@@ -147,15 +147,36 @@ void TensorTable::Rest(const std::vector<TensorEntry*>& entries, HandleTable* ha
   }
 }
 
-void TensorTable::Forget(const std::string& key) {
+uint64_t TensorTable::IdOf(const Request& request) {
   std::lock_guard<std::mutex> lock(mutex_);
-  const auto entry = entries_.find(key);
-  if (entry == entries_.end()) return;
-  if (entry->second->resting) {
-    Going(*entry->second);
-    entries_.erase(entry);
+  const uint64_t id = named_.at(Key(request)).id;
+  return id != 0 && known_.Find(id)->request == request ? id : 0;
+}
+
+void TensorTable::Define(uint64_t id, const Request& request, const std::vector<int64_t>& rows) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  Named& named = named_[Key(request)];
+  if (named.id != 0) known_.Erase(named.id);
+  if (named.entry != nullptr && named.entry->resting) {  // this rank has joined
+    Going(*named.entry);
+    named.entry.reset();
+  }
+  named.id = id;
+  known_.Add(id, {request, rows});
+}
+
+void TensorTable::Forget(uint64_t id) {
+  const KnownRequest* const known = known_.Find(id);
+  if (known == nullptr) return;
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = named_.find(Key(known->request));
+  known_.Erase(id);
+  found->second.id = 0;
+  if (TensorEntry* const entry = InFlight(found->second)) {
+    entry->cache_id = 0;
   } else {
-    entry->second->cache_id = 0;
+    if (found->second.entry != nullptr) Going(*found->second.entry);
+    named_.erase(found);
   }
 }
 
@@ -163,15 +184,18 @@ std::vector<std::unique_ptr<TensorEntry>> TensorTable::RemoveSet(int32_t process
   std::lock_guard<std::mutex> lock(mutex_);
   order_.clear();
   std::vector<std::unique_ptr<TensorEntry>> removed;
-  for (auto entry = entries_.begin(); entry != entries_.end();) {
-    if (entry->second->request.process_set == process_set) {
-      submitted_.erase(std::remove(submitted_.begin(), submitted_.end(), entry->second.get()),
-                       submitted_.end());
-      if (!entry->second->resting) removed.push_back(std::move(entry->second));
-      entry = entries_.erase(entry);
-    } else {
-      ++entry;
+  for (auto each = named_.begin(); each != named_.end();) {
+    Named& named = each->second;
+    const Request& request = named.entry ? named.entry->request : known_.Find(named.id)->request;
+    if (request.process_set != process_set) {
+      ++each;
+      continue;
     }
+    if (named.id != 0) known_.Erase(named.id);
+    submitted_.erase(std::remove(submitted_.begin(), submitted_.end(), named.entry.get()),
+                     submitted_.end());
+    if (InFlight(named) != nullptr) removed.push_back(std::move(named.entry));
+    each = named_.erase(each);
   }
   return removed;
 }
@@ -182,8 +206,9 @@ std::string TensorTable::Titles(std::initializer_list<std::string_view> stages) 
   std::string text;
   size_t count = 0;
   for (const std::string_view stage : stages) {
-    for (const auto& [name, entry] : entries_) {
-      if (entry->resting || entry->stage != stage || ++count > kShown) continue;
+    for (const auto& [name, named] : named_) {
+      const TensorEntry* const entry = InFlight(named);
+      if (entry == nullptr || entry->stage != stage || ++count > kShown) continue;
       text += (text.empty() ? "" : ", ") + entry->request.Title();
     }
     if (count > 0) break;
@@ -197,10 +222,10 @@ std::vector<std::unique_ptr<TensorEntry>> TensorTable::Close(const Status& why) 
   submitted_.clear();
   order_.clear();
   std::vector<std::unique_ptr<TensorEntry>> left;
-  for (auto& [name, entry] : entries_) {
-    if (!entry->resting) left.push_back(std::move(entry));
+  for (auto& [name, named] : named_) {
+    if (InFlight(named) != nullptr) left.push_back(std::move(named.entry));
   }
-  entries_.clear();
+  named_.clear();
   return left;
 }
 

@@ -105,6 +105,48 @@ TEST(what_was_submitted_before_is_submitted_again_up_to_what_is_not_the_same) {
   }
 }
 
+TEST(a_table_knows_requests_by_their_ids_while_none_is_in_flight) {
+  TensorTable table;
+  std::vector<float> data(3);
+  const auto submit = [&](size_t elements) {
+    data.resize(elements);
+    std::unique_ptr<TensorEntry> entry = Player::Entry("a", data, ReduceOp::kSum, 1);
+    const Request request = entry->request;
+    CHECK_OK(table.Add(std::move(entry)));
+    return request;
+  };
+  const Request three = submit(3);
+  const std::string key = Key(three);
+  CHECK_EQ(table.IdOf(three), uint64_t{0});
+  table.Define(7, three, {1, 2});
+  CHECK_EQ(table.IdOf(three), uint64_t{7});
+  CHECK(table.Remove(key) != nullptr);
+  CHECK(table.Find(key) == nullptr && table.Remove(key) == nullptr);
+  CHECK(table.Titles({"NEGOTIATE"}).empty());
+  CHECK(table.Known(7)->request == three && table.Known(7)->rows.size() == 2);
+
+  const Request four = submit(4);  // as which it is not known
+  CHECK_EQ(table.IdOf(four), uint64_t{0});
+  table.Find(key)->cache_id = 8;
+  table.Define(8, four, {});
+  CHECK(table.Known(7) == nullptr);
+  table.Forget(8);
+  table.Forget(8);
+  CHECK(table.Known(8) == nullptr && table.IdOf(four) == 0);
+  CHECK_EQ(table.Find(key)->cache_id, uint64_t{0});
+  CHECK(table.Remove(key) != nullptr);
+
+  table.Define(9, three, {});  // by a rank that has joined
+  CHECK(table.RemoveSet(2).empty());
+  CHECK(table.Known(9) != nullptr);
+  static_cast<void>(submit(3));
+  CHECK_EQ(table.RemoveSet(1).size(), size_t{1});
+  CHECK(table.Known(9) == nullptr);
+  table.Define(10, three, {});
+  CHECK(table.RemoveSet(1).empty());
+  CHECK(table.Known(10) == nullptr && table.Find(key) == nullptr);
+}
+
 // Names that come again, in any order, with other shapes, in sets that come and go, while the cache
 // forgets most of them: whichever way a request takes, its result is right.
 TEST(requests_made_again_are_right_whatever_was_forgotten_meanwhile) {
@@ -168,16 +210,23 @@ TEST(the_loop_is_rung_once_for_what_it_has_not_taken_yet) {
     return ring;
   };
   CHECK_EQ(take(), size_t{3});
-  for (int round = 0; round < 2; ++round) {
+  for (uint64_t round = 0; round < 2; ++round) {
+    const uint64_t a = 2 * round + 1, b = 2 * round + 2;
+    table.Define(a, Player::Entry("a", data, ReduceOp::kSum)->request, {});
+    table.Define(b, Player::Entry("b", data, ReduceOp::kSum)->request, {});
+    for (const char* name : {"a", "b"}) {
+      CHECK_OK(table.Add(Player::Entry(name, data, ReduceOp::kSum)));
+    }
+    CHECK_EQ(take(), size_t{2});
     CHECK(!rings("c", false));
     CHECK(rings("a", true));
     CHECK(!rings("b", true));
     CHECK_EQ(take(), size_t{3});
     CHECK(rings("b", true));
     CHECK_EQ(take(), size_t{1});
-    table.Forget("b");
+    table.Forget(b);
     CHECK(rings("a", true));
-    table.Forget("a");  // in flight
+    table.Forget(a);  // in flight
     CHECK(!rings("c", true));
     CHECK_EQ(take(), size_t{2});
     CHECK_OK(table.Add(Player::Entry("b", data, ReduceOp::kSum)));

@@ -2,6 +2,8 @@
 // threads, transports or time.
 #include <algorithm>
 #include <functional>
+#include <iterator>
+#include <map>
 #include <optional>
 #include <random>
 #include <set>
@@ -11,7 +13,6 @@
 #include "check.h"
 #include "negotiation/codec.h"
 #include "negotiation/coordinator.h"
-#include "negotiation/response_cache.h"
 #include "negotiation/validate.h"
 
 using namespace hororing;
@@ -436,7 +437,7 @@ TEST(random_schedules_decide_everything_exactly_once) {
     options.cache_capacity = static_cast<int>(random() % 8);
     Coordinator coordinator(options);
     struct Member {
-      ResponseCache cache;
+      std::map<uint64_t, std::string> known;  // names by id
       std::vector<std::string> todo;
       std::set<std::string> in_flight;
       uint64_t applied = 0;
@@ -462,9 +463,10 @@ TEST(random_schedules_decide_everything_exactly_once) {
           const std::string name = member.todo[i];
           if (member.in_flight.count(name) != 0 || random() % 2 == 0) continue;
           const Request request = Allreduce(name);
-          const uint64_t id = member.cache.Find(request);
-          if (id != 0) {
-            report.cached.push_back(id);
+          const auto known = std::find_if(member.known.begin(), member.known.end(),
+                                          [&](const auto& each) { return each.second == name; });
+          if (known != member.known.end()) {
+            report.cached.push_back(known->first);
           } else {
             report.fresh.push_back(request);
           }
@@ -483,16 +485,18 @@ TEST(random_schedules_decide_everything_exactly_once) {
           CHECK(decision.kind == Decision::Kind::kRun);
           std::string name = decision.details().name;
           if (name.empty()) {
-            const ResponseCache::Record* record = member.cache.Lookup(decision.cache_id);
-            CHECK(record != nullptr);
-            name = record->request.name;
+            CHECK_EQ(member.known.count(decision.cache_id), size_t{1});
+            name = member.known[decision.cache_id];
           } else if (decision.cache_id != 0) {
-            member.cache.Define(decision.cache_id, Allreduce(name), decision.details().rows);
+            for (auto known = member.known.begin(); known != member.known.end();) {
+              known = known->second == name ? member.known.erase(known) : std::next(known);
+            }
+            member.known[decision.cache_id] = name;
           }
           CHECK_EQ(member.in_flight.erase(name), size_t{1});
         }
-        for (uint64_t id : agreement.evicted) member.cache.Evict(id);
-        CHECK(static_cast<int>(member.cache.size()) <= options.cache_capacity);
+        for (uint64_t id : agreement.evicted) member.known.erase(id);
+        CHECK(static_cast<int>(member.known.size()) <= options.cache_capacity);
         member.applied = agreement.sequence;
       }
       if (const auto agreement = coordinator.Decide()) {
