@@ -114,15 +114,14 @@ bench: build  ## against all peers, on 2 and 4 ranks: JSON, tables, plots (15 mi
 simulate: programs  ## training on 8 to 2,048 ranks through the real planner and coordinator
 	python benchmarks/simulate.py
 
-# A run of MPICH needs an environment in which everything uses it; nothing else is built again.
+# A run of MPICH needs an environment in which everything uses it; only its layer is built.
 bench-mpich: build
 	test -x $(MPICH)/bin/mpicc || { $(BIN)/python -m venv $(MPICH) && \
 	  $(MPICH)/bin/pip install --quiet mpich mpi4py; }
 	cmake -S . -B $(MPICH)/core -DCMAKE_BUILD_TYPE=Release -DHORORING_MPICC=$(MPICH)/bin/mpicc
-	cmake --build $(MPICH)/core --target hororing_mpi --parallel $(JOBS)
-	rm -rf $(MPICH)/hororing && cp -r hororing $(MPICH)/
-	cp $(MPICH)/core/libhororing_mpi.so $(MPICH)/hororing/lib/
-	$(BIN)/python -c 'import site; print("$(MPICH)", site.getsitepackages()[0], sep="\n")' \
+	cmake --build $(MPICH)/core --target hororing_mpi_mpich --parallel $(JOBS)
+	cp $(MPICH)/core/libhororing_mpi_mpich.so hororing/lib/
+	$(BIN)/python -c 'import site; print("$(CURDIR)", site.getsitepackages()[0], sep="\n")' \
 	  > "$$($(MPICH)/bin/python -c 'import site; print(site.getsitepackages()[0])')/hororing.pth"
 	touch $(MPICH)/.ready
 

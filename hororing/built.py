@@ -23,7 +23,7 @@ def mpi_threads_supported() -> bool:
         raise ValueError(
             "MPI is not enabled: hororing was built without; see docs/troubleshooting.md"
         )
-    return not runtime.mpi_enabled() or mpi.describe()[1] == "multiple"
+    return not runtime.mpi_enabled() or mpi.describe().level == "multiple"
 
 
 def gloo_enabled() -> bool:

@@ -20,7 +20,10 @@ def engine_config(
     process_sets: str,
     member: Member | None,
 ) -> tuple[list[Any], Any]:
-    """Return an hr_config without communicator and ranks, and what owns its strings."""
+    """Return an hr_config without communicator and ranks, and what owns its strings.
+
+    TransportError where there is no MPI, by which the processes are to find one another.
+    """
     keep: list[Any] = []
 
     def text(value: str | os.PathLike[str] | None) -> Any:
@@ -29,7 +32,6 @@ def engine_config(
         keep.append(ffi.new("char[]", os.fsencode(value)))
         return keep[-1]
 
-    library = mpi.library()
     fingerprint = (
         f"version={ffi.string(lib.hr_version()).decode()}\ninit(process_sets)={process_sets}\n"
         f"{settings.fingerprint()}"
@@ -39,7 +41,9 @@ def engine_config(
     c_config.transport = text(settings["TRANSPORT"])
     c_config.backend = text(settings["BACKEND"])
     c_config.algorithm = text(settings["ALGORITHM"])
-    c_config.mpi_library = text(library if library.exists() else "")
+    c_config.mpi_library = text(
+        mpi.choose(started_by.launcher).layer if launched and member is None else ""
+    )
     if member is not None:
         c_config.rank, c_config.size = member.rank, member.size
         c_config.key = text(member.mesh_key or None)

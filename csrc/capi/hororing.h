@@ -95,7 +95,7 @@ typedef struct hr_config {
                               one another by MPI; 0: no launcher */
   const char* transport;   /* "auto", "shm", "tcp", "mpi" */
   const char* backend;     /* "auto", "host", "shm_direct" */
-  const char* mpi_library; /* path of libhororing_mpi */
+  const char* mpi_library; /* path of the layer for the MPI that is loaded */
   /* Without MPI: this rank, of `size`, which find one another by the caller of hr_init_wait
    * (HR_ASKS). size 0: by MPI. */
   int32_t rank, size;
@@ -329,8 +329,9 @@ int hr_recorder_open(int32_t file, int32_t stack_signal);
 void hr_stats_now(hr_stats* stats);
 /* "avx512", "avx2" or "portable". */
 const char* hr_kernels(void);
-/* Library version and thread level of the MPI behind `mpi_library`, without initialising it:
- * "Open MPI v5.0.11, ...\nserialized" (second line empty before initialisation). */
+/* Library version, thread level and path of the MPI behind `mpi_library`, without initialising it:
+ * "Open MPI v5.0.11, ...\nserialized\n/opt/mpi/lib/libmpi.so.40" (second line empty before
+ * initialisation). */
 int hr_describe_mpi(const char* mpi_library, char* text, int32_t text_bytes);
 
 #ifdef __cplusplus

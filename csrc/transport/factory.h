@@ -50,7 +50,7 @@ struct WorldOptions {
   std::string key;               // of the job, secret: for TCP; "": one that `bootstrap` shares
   std::string fabric;            // a network of this host that is faster with MPI; "": none
   std::string congestion;        // control of TCP, by its name; "": the kernel's default
-  std::string mpi_library_path;  // of libhororing_mpi
+  std::string mpi_library_path;  // the layer for the MPI that is loaded
   MpiWorld mpi;
   TimeNs spin_ns = 0;
   TimeNs timeout_ns = kForever;  // for the exchange at start

@@ -1,7 +1,10 @@
 // MpiTransport: a Transport over an MPI communicator of its own (a duplicate of what it was
-// given). Only the folder transport/mpi includes <mpi.h>; it is a library of its own
-// (libhororing_mpi) that the core loads only when a job has more than one rank: a job of one rank
-// neither needs nor initialises MPI.
+// given). Only the folder transport/mpi includes <mpi.h>; it is a library of its own, one for each
+// ABI of MPI (libhororing_mpi_openmpi and others), that the core loads only when a job has more
+// than one rank: a job of one rank neither needs nor initialises MPI.
+//
+// It is not linked to MPI: the MPI library that fits must have been loaded before it, with its
+// symbols visible (hororing/mpi.py).
 //
 // Only the loop thread calls MPI (Wake does not). If somebody else initialised MPI with less than
 // MPI_THREAD_MULTIPLE, creation is refused: two threads inside a SERIALIZED Open MPI crash
@@ -38,10 +41,11 @@ struct MpiInfo {
   std::string library;  // MPI_Get_library_version, first line
   std::string
       thread_level;  // "single", "funneled", "serialized", "multiple"; "" if not initialised
+  std::string path;  // of the MPI library that is in use
   bool initialized = false;
 };
 
-// The entry points of libhororing_mpi, resolved with dlsym by transport/factory.cc.
+// The entry points of such a library, resolved with dlsym by transport/factory.cc.
 extern "C" {
 // Initialises MPI if nobody has (asking for MULTIPLE, content with SERIALIZED), else checks the
 // thread level. Waits for the other ranks until `deadline`, as far as MPI lets it: MPI_Init_thread

@@ -265,6 +265,14 @@ KNOBS: tuple[Knob, ...] = (
         "NVIDIA's driver library; unset: libcuda.so.1 of the system",
     ),
     Knob(
+        "MPI_LIBRARY",
+        PATH,
+        None,
+        "the MPI library to use, such as /opt/mpi/lib/libmpi.so.12; unset: the one that the "
+        "process has loaded, otherwise one of the environment, of the mpirun in PATH, or of the "
+        "system",
+    ),
+    Knob(
         "STALL_WARNING_S",
         _SECONDS,
         60.0,

@@ -12,9 +12,7 @@ from typing import Any, Final
 
 import tensorflow as tf
 
-from hororing import mpi
-
-LIBRARY: Final = mpi.library().with_name("libhororing_tensorflow.so")
+LIBRARY: Final = Path(__file__).parents[1] / "lib" / "libhororing_tensorflow.so"
 
 
 def load(library: Path) -> Any:

@@ -3,7 +3,7 @@
 //   mpirun -np 3 ./mpi_transport_check                the transport of HORORING's default, "auto"
 //   mpirun -np 3 ./mpi_transport_check over_mpi       only the cases whose names say so
 //
-// The library is taken from HORORING_MPI_LIBRARY, as CMake defines it.
+// The layer is taken from HORORING_MPI_LIBRARY, as CMake defines it; the program is linked to MPI.
 #include <dirent.h>
 #include <dlfcn.h>
 #include <signal.h>
@@ -257,7 +257,7 @@ TEST(over_mpi_the_end) {
   CHECK_OK(DescribeMpi(HORORING_MPI_LIBRARY, &info));
   if (!info.initialized) return;
   // A rank that has lost another must not wait for it in MPI_Finalize. Here all are well, and
-  // mpirun wants it. The symbol is visible only if the library has made MPI's symbols so.
+  // mpirun wants it.
   using Finalize = int (*)();
   const auto finalize = reinterpret_cast<Finalize>(dlsym(RTLD_DEFAULT, "MPI_Finalize"));
   CHECK(finalize != nullptr);

@@ -76,8 +76,9 @@ def finalize_by_hand() -> None:
 
 def tell_threads() -> None:
     hvd.init()
-    version, level = mpi.describe()
+    version, level, path, _ = mpi.describe()
     assert version
+    assert "libmpi" in path
     assert level == "multiple", level
     assert runtime.mpi_enabled()
     assert built.mpi_threads_supported()

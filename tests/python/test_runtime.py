@@ -476,6 +476,12 @@ def test_a_launcher_that_mpi_does_not_know_is_an_error(environ: dict[str, str]):
     assert (done.returncode, done.stdout) == (0, "1 False\n"), done.stderr
 
 
+def test_an_mpi_that_cannot_be_loaded_is_an_error():
+    environ = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}
+    done = run(INIT.format({}), **environ, HORORING_MPI_LIBRARY="/no/such/libmpi.so.40")
+    assert "TransportError: the MPI library /no/such/libmpi.so.40 cannot be loaded" in done.stderr
+
+
 def test_a_process_has_ended_though_nobody_has_asked_for_its_exit_code():
     child = os.fork()
     if child == 0:

@@ -140,11 +140,14 @@ def test_where_ranks_meet(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_an_srun_that_offers_pmix_is_used_without_mpi():
+    def none(launcher: str) -> bool:
+        return False
+
     offered = {**SRUN, "PMIX_RANK": "1"}
     assert detect(offered).launcher == "Slurm"
-    assert detect(offered, mpi=False) == detect(SRUN)
+    assert detect(offered, mpi=none) == detect(SRUN)
     mpirun_only = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}
-    assert detect(mpirun_only, mpi=False).launcher == "Open MPI"  # which init refuses
+    assert detect(mpirun_only, mpi=none).launcher == "Open MPI"  # which init refuses
 
 
 def test_torchrun_counts_before_what_has_started_it():

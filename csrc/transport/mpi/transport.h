@@ -2,7 +2,7 @@
 //
 //   data_plane.cc     Send, Receive, Wait: through staging buffers, on a communicator of its own
 //   control_plane.cc  Post, Poll, Sleep, announcements of failures, Close: on another one
-//   world.cc          starts MPI and makes the communicators; what libhororing_mpi exports
+//   world.cc          starts MPI and makes the communicators; what the library exports
 //
 // Whoever waits in one plane also looks after the other: a peer may wait for what is under way
 // there.

@@ -1,4 +1,4 @@
-// How MPI is started, the communicators of a transport made, and MPI ended: what libhororing_mpi
+// How MPI is started, the communicators of a transport made, and MPI ended: what the library
 // exports (transport/mpi_transport.h).
 #include <dlfcn.h>
 #include <mpi.h>
@@ -50,12 +50,6 @@ Status EnsureInitialized() {
         "would call it beside theirs; call hvd.init() before they do, or set "
         "mpi4py.rc.thread_level = \"multiple\" before importing mpi4py.MPI");
   }
-  // MPI's plug-ins look for its symbols, but whoever loaded this library may have kept them from
-  // view.
-  Dl_info mpi = {};
-  if (dladdr(reinterpret_cast<void*>(&MPI_Init_thread), &mpi) != 0) {
-    dlopen(mpi.dli_fname, RTLD_NOW | RTLD_GLOBAL | RTLD_NOLOAD);
-  }
   // MULTIPLE, because the script may import mpi4py later and call MPI beside the engine's thread.
   const int error = MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &level);
   if (error != MPI_SUCCESS) {
@@ -77,9 +71,8 @@ Status EnsureInitialized() {
 // The communicator that `world` means; *owned if it must be freed.
 Status Select(const MpiWorld& world, MPI_Comm* selected, bool* owned) {
   *owned = false;
-  *selected = world.communicator == MpiWorld::kWorld
-                  ? MPI_COMM_WORLD
-                  : MPI_Comm_f2c(static_cast<MPI_Fint>(world.communicator));
+  *selected =
+      world.communicator == MpiWorld::kWorld ? MPI_COMM_WORLD : MPI_Comm_f2c(world.communicator);
   if (*selected == MPI_COMM_NULL) {
     return Status(Code::kInvalidArgument,
                   "init: the communicator passed as comm is MPI.COMM_NULL on this process; only "
@@ -89,11 +82,12 @@ Status Select(const MpiWorld& world, MPI_Comm* selected, bool* owned) {
   RETURN_IF_MPI_ERROR(MPI_Comm_rank(*selected, &rank));
   RETURN_IF_MPI_ERROR(MPI_Comm_size(*selected, &size));
   if (world.communicator == MpiWorld::kWorld && size == 1 && world.launched > 1) {
-    return Status(Code::kInvalidArgument,
-                  "init: the launcher started " + std::to_string(world.launched) +
-                      " processes or more, but MPI finds only this one: use the mpirun of the MPI "
-                      "that hororing was built with (`python -m hororing info` tells which), or "
-                      "srun --mpi=none; or set HORORING_ALONE=1 for a job of one rank");
+    return Status(
+        Code::kInvalidArgument,
+        "init: the launcher started " + std::to_string(world.launched) +
+            " processes or more, but MPI finds only this one: use the mpirun of the MPI that is "
+            "loaded here (`python -m hororing info` tells which; HORORING_MPI_LIBRARY chooses "
+            "another), or srun --mpi=none; or set HORORING_ALONE=1 for a job of one rank");
   }
   if (world.ranks.empty()) return Status::Ok();
   std::set<int> seen;
@@ -211,6 +205,8 @@ HORORING_EXPORT void hororing_mpi_describe(hororing::MpiInfo* info) {
   MPI_Get_library_version(text, &bytes);
   info->library = text;  // not by its length, in which Open MPI counts the zero
   info->library.erase(std::min(info->library.find('\n'), info->library.size()));
+  Dl_info mpi = {};
+  if (dladdr(reinterpret_cast<void*>(&MPI_Init_thread), &mpi) != 0) info->path = mpi.dli_fname;
   MPI_Initialized(&initialized);
   MPI_Finalized(&finalized);
   info->initialized = initialized != 0 && finalized == 0;
