@@ -46,6 +46,7 @@ def engine_config(
     )
     if member is not None:
         c_config.rank, c_config.size = member.rank, member.size
+        c_config.generation = member.generation
         c_config.key = text(member.mesh_key or None)
     if settings["INTERFACE"]:
         c_config.address = text(interfaces.chosen(settings["INTERFACE"]))

@@ -7,10 +7,12 @@ here. Knows no framework.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from hororing import bootstrap, errors, launch
-from hororing.config import Config
+from hororing._core import ffi, lib
 from hororing.job import process as _process
 from hororing.launch import Launch
 from hororing.rendezvous.client import RendezvousError
@@ -23,6 +25,10 @@ SIGN = "HORORING_ELASTIC=1"  # of the environment
 
 # So many generations of the same members may fail to start before `init` gives up.
 _TRIES = 3
+# Signs of life in the time that a silent process has; the knob is that of the store's process, too.
+_BEATS = 10
+# How long a process that was declared lost looks for the store, in s.
+_AGAIN_S = 20.0
 
 
 @dataclass
@@ -62,27 +68,19 @@ def set_progress(step: int, voted: bool = False) -> None:
 
 
 def updates() -> tuple[int, int]:
-    """What has changed of the hosts and processes since this generation began. Does not block long.
+    """What has changed of the hosts and processes since this generation began. Does not block.
 
     Returns
     -------
     When that was last, in microseconds since the epoch, and what: 0 nothing, 1 some are to go, 2
     some have come, 3 both. (0, 0) in jobs that are not elastic.
-
-    Raises
-    ------
-    TransportError : the store is lost.
     """
-    member = _process.member
-    if not isinstance(member, ElasticMember):
-        return 0, NO_UPDATE
-    try:
-        return member.updates()
-    except RendezvousError as error:
-        raise errors.TransportError(str(error)) from None
+    what = ffi.new("int32_t *")
+    stamp = int(lib.hr_membership_updates(generation(), what))
+    return stamp, int(what[0])
 
 
-def enter(settings: Config, failed: bool) -> Launch:
+def enter(settings: Mapping[str, Any], failed: bool) -> Launch:
     """Leave the generation, if there is one, and wait for the next. For `runtime.init`.
 
     Parameters
@@ -99,15 +97,13 @@ def enter(settings: Config, failed: bool) -> Launch:
     TransportError : there is no store, or the job cannot go on.
     SystemExit : 0, the job does without this process: its host was taken away, or all is done.
     """
-    member = _process.member
     try:
-        if not isinstance(member, ElasticMember) or not member.connected:
-            # Of a member that was declared lost: it comes back as another one.
-            member = _process.member = bootstrap.join(settings)
-        world = member.next_world(_own.step, _own.voted, failed)
+        member, world = _next(settings, failed)
     except RendezvousError as error:
         raise errors.TransportError(f"init: {error}") from None
     except RetiredError:
+        if _process.member is not None:
+            _process.member.done()
         logging.getLogger("hororing").info("the job does without this process, which ends")
         raise SystemExit(0) from None
     _own.worlds.append(world)
@@ -116,6 +112,24 @@ def enter(settings: Config, failed: bool) -> Launch:
         launch.ELASTIC, member.rank, member.size, local.index(member.rank), len(local), mpi=False,
         sign=f"{SIGN}, generation {world.generation}", own=SIGN,
     )  # fmt: skip
+
+
+def _next(settings: Mapping[str, Any], failed: bool) -> tuple[ElasticMember, World]:
+    member = _process.member
+    if isinstance(member, ElasticMember):
+        try:
+            return member, member.next_world(_own.step, _own.voted, failed)
+        except RendezvousError:
+            if member.connected:
+                raise
+        # The store may have declared it lost, and is there: it comes back as another one.
+        member.close()
+        settings = {**settings, "TIMEOUT_S": _AGAIN_S}
+    member = bootstrap.join(settings)
+    _process.member = member
+    lib.hr_membership_begin(member.beats.fileno(), settings["PEER_TIMEOUT_S"] / _BEATS)
+    member.at_close.append(lib.hr_membership_end)
+    return member, member.next_world(_own.step, _own.voted, failed=False)
 
 
 def is_hopeless() -> bool:

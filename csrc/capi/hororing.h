@@ -25,7 +25,7 @@ extern "C" {
 #endif
 
 /* Grows with every incompatible change of this file. */
-enum { HR_ABI_VERSION = 13 };
+enum { HR_ABI_VERSION = 14 };
 
 /* The values of hororing::Code, and one more. */
 typedef enum hr_code {
@@ -103,6 +103,7 @@ typedef struct hr_config {
   const char* key;          /* of the job, secret: proves who belongs to it; or NULL */
   const char* fabric;       /* a network of this host on which MPI beats TCP; or NULL: none */
   const char* congestion;   /* congestion control of TCP; or NULL: the system's */
+  int64_t generation;       /* of an elastic job, from 1; 0: it is none */
   int32_t mpi_communicator; /* Fortran handle of the communicator to duplicate; -1: the world */
   const int32_t* ranks;     /* the sub-job of these ranks of it, or NULL */
   int32_t ranks_count;
@@ -235,6 +236,16 @@ int hr_shutdown(const char* reason, double timeout_s);
 int hr_abort(const char* reason);
 /* Finalises MPI if this library initialised it. At the end of the process only. */
 void hr_finalize(void);
+
+/* Elastic jobs: from now on this process tells the store at the other end of `socket`, which stays
+ * open until hr_membership_end, every interval_s that it lives; and when the store says that a
+ * generation is over, every wait of its engine ends with HR_PEER_LOST. If the connection ends, so
+ * does the engine, with HR_TRANSPORT. Replaces an earlier one. */
+void hr_membership_begin(int32_t socket, double interval_s);
+void hr_membership_end(void);
+/* When (microseconds since the epoch; 0: never) and what the store has told last of hosts and
+ * processes: 0 nothing since `generation` began, 1 some are to go, 2 some have come, 3 both. */
+int64_t hr_membership_updates(int64_t generation, int32_t* what);
 
 int hr_state_now(void);
 int hr_topology_now(hr_topology* topology);

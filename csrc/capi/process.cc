@@ -33,6 +33,7 @@ struct Process {
   std::mutex mutex;
   std::shared_ptr<Engine> engine;           // GUARDED_BY(mutex)
   std::shared_ptr<Engine> starting;         // between hr_init and the end of hr_init_wait; the same
+  int64_t generation = 0;                   // of the latest engine; GUARDED_BY(mutex)
   bool given_up = false;                    // a former engine was; GUARDED_BY(mutex)
   std::string ended_by;                     // a former engine; GUARDED_BY(mutex)
   std::shared_ptr<AskingBootstrap> asking;  // of the engine that starts; GUARDED_BY(mutex)
@@ -84,6 +85,17 @@ Status NotInitialized() {
 bool InForkedChild() { return in_forked_child.load(std::memory_order_relaxed); }
 
 const std::shared_ptr<HandleTable>& Handles() { return TheProcess().handles; }
+
+void RevokeGeneration(int64_t generation, const Status& why) {
+  Process& process = TheProcess();
+  std::shared_ptr<Engine> engine;
+  {
+    std::lock_guard<std::mutex> lock(process.mutex);
+    if (process.generation == 0 || process.generation > generation) return;
+    engine = process.starting != nullptr ? process.starting : process.engine;
+  }
+  if (engine != nullptr) engine->Revoke(why);
+}
 
 std::shared_ptr<Engine> CurrentEngine() {
   if (InForkedChild()) return nullptr;
@@ -223,9 +235,15 @@ HR_EXPORT int hr_init(const hr_config* config) {
   world.bootstrap = asking.get();
   const auto make = [world, asking](World* made) { return MakeWorld(world, made); };
   std::shared_ptr<Engine> engine = Engine::Begin(engine_config, make, process.handles);
-  std::lock_guard<std::mutex> lock(process.mutex);
-  process.asking = std::move(asking);
-  process.starting = std::move(engine);
+  {
+    std::lock_guard<std::mutex> lock(process.mutex);
+    process.asking = std::move(asking);
+    process.starting = std::move(engine);
+    process.generation = config->generation;
+  }
+  // It may have been over before there was anything to revoke.
+  const Status over = LookAtGeneration(config->generation);
+  if (!over.ok()) RevokeGeneration(config->generation, over);
   return HR_OK;
 }
 

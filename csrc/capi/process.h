@@ -23,6 +23,11 @@ int WaitMany(const int64_t* handles, int32_t count, double timeout_s,
 // Null before hr_init and after hr_shutdown.
 std::shared_ptr<Engine> CurrentEngine();
 Status NotInitialized();
+// Ends every wait of the engine, if it is of that generation of an elastic job or an earlier one.
+// Any thread; does not block.
+void RevokeGeneration(int64_t generation, const Status& why);
+// Not ok where it is known to be over. (capi/membership.cc)
+Status LookAtGeneration(int64_t generation);
 // For hr_last_error; returns the code.
 int Remember(const Status& status);
 

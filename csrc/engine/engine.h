@@ -84,6 +84,8 @@ class Engine {
   // Asks all ranks to stop; see hr_shutdown. False when the loop did not end in time: the
   // engine must then be leaked, not destroyed.
   bool Shutdown(const std::string& reason, TimeNs timeout_ns);
+  // Ends every wait of the loop, which fails with `why`; rank -1 means this one. Does not block.
+  void Revoke(const Status& why) { shared_.mailbox.Revoke(why); }
   // Fails this rank and tells the peers, without their consent; see hr_abort. Ends every wait of
   // the loop. As Shutdown.
   bool Abort(const std::string& reason, TimeNs timeout_ns);

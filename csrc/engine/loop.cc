@@ -15,8 +15,9 @@
 namespace hororing {
 namespace {
 
-// How long the last messages (the agreement to stop, the end of the timeline) may take.
-constexpr TimeNs kFarewellTime = 2 * kSecond;
+// How long the last messages (the agreement to stop, the end of the timeline) may take; and what is
+// said of a failure where nothing must be waited for.
+constexpr TimeNs kFarewellTime = 2 * kSecond, kShortFarewellTime = kSecond / 5;
 
 Coordinator::Options CoordinatorOptions(const EngineConfig& config, const World& world) {
   Coordinator::Options options;
@@ -290,7 +291,7 @@ void Loop::DrainAndStop() {
                                 std::to_string(step_));
   }
   timeline_.Switch(false, false);
-  const TimeNs deadline = After(NowNs(), kFarewellTime);
+  const TimeNs deadline = After(NowNs(), transport_.revoked() ? kShortFarewellTime : kFarewellTime);
   transport_.Flush(deadline);
   if (!timeline_.closed() && final_->code() == Code::kShutDown) {
     int peer = 0;

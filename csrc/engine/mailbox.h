@@ -114,10 +114,11 @@ class Mailbox {
     transport_ = transport;
     RevokeIfAttached();
   }
-  // Ends every wait of the loop: this rank fails, for this reason.
-  void Revoke(const std::string& reason) {
+  // Ends every wait of the loop, which fails with `why`; rank -1 means this one. The first call
+  // counts.
+  void Revoke(const Status& why) {
     std::lock_guard<std::mutex> lock(mutex_);
-    revoked_ = reason;
+    if (!revoked_) revoked_ = why;
     RevokeIfAttached();
   }
   // REQUIRES: the loop was given up outside of the transport. Over MPI peers hear of it by the end
@@ -134,16 +135,17 @@ class Mailbox {
  private:
   void RevokeIfAttached() {  // REQUIRES: mutex_
     if (transport_ == nullptr || !revoked_) return;
-    transport_->Revoke(Status(Code::kPeerLost, *revoked_, transport_->rank()));
+    const int rank = revoked_->rank() < 0 ? transport_->rank() : revoked_->rank();
+    transport_->Revoke(Status(revoked_->code(), revoked_->message(), rank));
   }
 
   std::atomic<bool> asked_for_{false}, poll_scheduled_{false}, stopping_{false}, commanded_{false};
   mutable std::mutex mutex_;
-  std::string stop_reason_;             // GUARDED_BY(mutex_)
-  std::shared_ptr<Command> command_;    // GUARDED_BY(mutex_)
-  Status closed_;                       // GUARDED_BY(mutex_)
-  Transport* transport_ = nullptr;      // GUARDED_BY(mutex_), and so does not vanish meanwhile
-  std::optional<std::string> revoked_;  // GUARDED_BY(mutex_)
+  std::string stop_reason_;           // GUARDED_BY(mutex_)
+  std::shared_ptr<Command> command_;  // GUARDED_BY(mutex_)
+  Status closed_;                     // GUARDED_BY(mutex_)
+  Transport* transport_ = nullptr;    // GUARDED_BY(mutex_), and so does not vanish meanwhile
+  std::optional<Status> revoked_;     // GUARDED_BY(mutex_)
 };
 
 }  // namespace hororing

@@ -88,7 +88,7 @@ bool Engine::Shutdown(const std::string& reason, TimeNs timeout_ns) {
 }
 
 bool Engine::Abort(const std::string& reason, TimeNs timeout_ns) {
-  shared_.mailbox.Revoke(reason);
+  Revoke(Status(Code::kPeerLost, reason));
   return Await(ended_, timeout_ns);
 }
 

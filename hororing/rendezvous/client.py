@@ -152,7 +152,8 @@ class Member:
         places = {text: protocol.parse_address(text) for text in address.split(",")}
         for place in places.values():
             protocol.check_secret(secret, place[0], insecure)
-        self._connect(places, secret, timeout_s)
+        self._stream, self.address = self._connect(places, secret, timeout_s)
+        self.local_address = self._stream.socket.getsockname()[0]
         _members.add(self)
 
     # -----------------------------------------------------------------------------------------
@@ -268,7 +269,13 @@ class Member:
     # -----------------------------------------------------------------------------------------
     # Connecting
 
-    def _connect(self, places: dict[str, tuple[str, int]], secret: bytes, timeout_s: float) -> None:
+    def _connect(
+        self,
+        places: dict[str, tuple[str, int]],
+        secret: bytes,
+        timeout_s: float,
+        beats: bool = False,
+    ) -> tuple[_Stream, str]:
         deadline = Deadline(timeout_s)
         pause_s = _RETRY_S[0]
         reasons: dict[str, str] = {}
@@ -279,7 +286,7 @@ class Member:
                     if isinstance(made, OSError):
                         raise made
                     meet_s = min(deadline.left_s(), _HANDSHAKE_S)
-                    self._stream = self._meet(made, secret, Deadline(meet_s))
+                    return self._meet(made, secret, beats, Deadline(meet_s)), text
                 except (_Refused, ProtocolError) as error:
                     if len(places) == 1:
                         raise RendezvousError(
@@ -288,10 +295,6 @@ class Member:
                     reasons[text] = str(error)
                 except (OSError, EOFError, _NotYet) as error:
                     reasons[text] = _reason(error)
-                else:
-                    self.address = text
-                    self.local_address = self._stream.socket.getsockname()[0]
-                    return
             if deadline.left_s() == 0:
                 raise RendezvousError(
                     f"{self._name()} on host {self.host} found no store of its job within "
@@ -302,19 +305,23 @@ class Member:
             time.sleep(min(secrets.SystemRandom().uniform(0.5, 1) * pause_s, deadline.left_s()))
             pause_s = min(2 * pause_s, _RETRY_S[1])
 
-    def _meet(self, connection: socket.socket, secret: bytes, deadline: Deadline) -> _Stream:
+    def _meet(
+        self, connection: socket.socket, secret: bytes, beats: bool, deadline: Deadline
+    ) -> _Stream:
         try:
             keep_watch(connection)
             stream = _Stream(connection)
-            self._introduce(stream, secret, deadline)
+            self._introduce(stream, secret, beats, deadline)
         except BaseException:
             connection.close()
             raise
         return stream
 
-    def _introduce(self, stream: _Stream, secret: bytes, deadline: Deadline) -> None:
+    def _introduce(self, stream: _Stream, secret: bytes, beats: bool, deadline: Deadline) -> None:
         nonce = protocol.new_nonce()
-        hello = Hello(self.job, self.rank, self.size, self.host, os.getpid(), nonce, self.uid)
+        hello = Hello(
+            self.job, self.rank, self.size, self.host, os.getpid(), nonce, self.uid, beats
+        )
         stream.send(hello.message(), deadline)
         answer = _accepted(stream.receive(deadline))
         theirs = protocol.take(answer, "nonce", str)

@@ -24,13 +24,34 @@ class ElasticMember(Member):
     ----------
     address, secret, job, host, timeout_s, insecure : as those of `Member`.
     process : the number that the launcher knows this process by.
+
+    Attributes
+    ----------
+    beats : the second connection, by which the core tells that this process lives, and hears what
+        `protocol.over` and `protocol.updated` make.
     """
 
     def __init__(
-        self, address: str, *, secret: bytes, job: str, process: int = 0, **how: Any
+        self,
+        address: str,
+        *,
+        secret: bytes,
+        job: str,
+        process: int = 0,
+        timeout_s: float = 60.0,
+        **how: Any,
     ) -> None:
         uid = protocol.new_uid(process)
-        super().__init__(address, secret=secret, job=job, rank=-1, size=0, uid=uid, **how)
+        super().__init__(
+            address, secret=secret, job=job, rank=-1, size=0, uid=uid, timeout_s=timeout_s, **how
+        )
+        place = {self.address: protocol.parse_address(self.address)}
+        try:
+            stream, _ = self._connect(place, secret, timeout_s, beats=True)
+        except BaseException:
+            self.drop()
+            raise
+        self.beats = stream.socket
         self._asked = 0
 
     @property
@@ -60,7 +81,7 @@ class ElasticMember(Member):
                 {"do": "ready", "ask": self._asked, "generation": self.generation, "step": step,
                  "voted": voted, "failed": failed}
             )  # fmt: skip
-            answer = self._hear("ask", self._asked)
+            answer = self._hear(self._asked)
             if "error" in answer:
                 raise RendezvousError(str(answer["error"]))
             if "retired" in answer:
@@ -74,12 +95,10 @@ class ElasticMember(Member):
             self._shares = 0
             return World(self.generation, members)
 
-    def updates(self) -> tuple[int, int]:
-        """When hosts have changed last, in microseconds since the epoch, and how (membership)."""
-        with self._lock:
-            self._say({"do": "updates", "generation": self.generation})
-            answer = self._hear("stamp", None)
-            return self._take(answer, "stamp", int), self._take(answer, "what", int)
+    def close(self) -> None:
+        """End the connections; without `done` this process then counts as lost."""
+        super().close()
+        self.beats.close()  # only now: whoever uses it has ended by `at_close`
 
     def _say(self, message: dict[str, Any]) -> None:
         if self._stream is None:
@@ -89,13 +108,13 @@ class ElasticMember(Member):
         except OSError as error:
             raise self._failed(error) from None
 
-    def _hear(self, name: str, value: int | None) -> dict[str, Any]:
-        """The next message that has `name`, with this value if there is one."""
+    def _hear(self, asked: int) -> dict[str, Any]:
+        """The answer to this request. Those to what was given up before are left out."""
         assert self._stream is not None
         while True:
             try:
                 message = self._stream.receive(Deadline(math.inf))
             except (OSError, EOFError, ProtocolError) as error:
                 raise self._failed(error) from None
-            if name in message and value in (None, message[name]):
+            if message.get("ask") == asked:
                 return message

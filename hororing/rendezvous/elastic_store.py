@@ -35,6 +35,10 @@ __all__ = ["Done", "ElasticStore", "Ended", "Event", "Joined", "Lost", "World"]
 CONNECTION_ENDED = "its connection has ended without a word"
 
 
+# Looks at who lives, in the time that a silent member has.
+_LOOKS = 8
+
+
 class ElasticStore(Server):
     """The server of one elastic job.
 
@@ -75,6 +79,12 @@ class ElasticStore(Server):
         self._asks: dict[str, int] = {}  # the numbers of requests for a generation, by uid
         self._ranks: dict[int, Peer] = {}  # of the current generation
         self._exchange = Exchange(0, 0, self._ranks)
+        # By uid: the connections by which members tell that they live, and when they did so last.
+        self._beats: dict[str, Peer] = {}
+        self._heard: dict[str, float] = {}
+        self._looked = 0.0
+        self._looking: asyncio.TimerHandle | None = None
+        self._over, self._updated = b"", b""  # the last frames of these kinds
         self._stamp, self._updates = 0, 0
         self._limit: asyncio.TimerHandle | None = None
 
@@ -114,10 +124,16 @@ class ElasticStore(Server):
     # What members tell
 
     def _members(self) -> list[Peer]:
-        return list(self._peers.values())
+        return [*self._peers.values(), *self._beats.values()]
 
     def _enter(self, peer: Peer) -> None:
         hello = peer.hello
+        if hello.beats:
+            if hello.uid not in self._peers or hello.uid in self._beats:
+                raise Refusal(f"{hello.who()} is no member")
+            self._beats[hello.uid] = peer
+            peer.send(protocol.encode({"welcome": True}))
+            return
         if not hello.uid:
             raise Refusal(
                 f"{hello.who()} is of a job of {hello.size} ranks, and this one is elastic"
@@ -129,6 +145,16 @@ class ElasticStore(Server):
         self._peers[hello.uid] = peer
         peer.send(protocol.encode({"welcome": True}))
         self._carry_out(self._machine.join(hello.uid, hello.host, hello.pid))
+
+    async def _serve_member(self, peer: Peer) -> None:
+        if not peer.hello.beats:
+            return await super()._serve_member(peer)
+        uid = peer.hello.uid
+        while await peer.reader.read(protocol.FIRST_BYTES):
+            if uid not in self._heard:  # only now does it read frames
+                peer.send(self._over + self._updated)
+            self._heard[uid] = asyncio.get_running_loop().time()
+        return None
 
     def _answer(self, peer: Peer, message: dict[str, Any]) -> None:
         uid = peer.hello.uid
@@ -147,10 +173,6 @@ class ElasticStore(Server):
                     protocol.take(message, "failed", bool),
                 )
             )
-        elif what == "updates":
-            current = protocol.take(message, "generation", int) == self._machine.number
-            what_changed = self._updates if current else 0
-            peer.send(protocol.encode({"stamp": self._stamp, "what": what_changed}))
         elif what == "done":
             peer.done = protocol.take(message, "status", int)
             peer.send(protocol.encode({"done": True}))
@@ -162,8 +184,9 @@ class ElasticStore(Server):
 
     def _ended(self, peer: Peer) -> None:
         uid = peer.hello.uid
-        if self._peers.get(uid) is not peer:
-            return  # it was declared lost before
+        member = self._peers.get(uid)
+        if member is None or (member is not peer and member.done is not None):
+            return  # it was declared lost before, or is about to be done
         if peer.done is None:
             self._lose(uid, CONNECTION_ENDED)
             return
@@ -174,11 +197,18 @@ class ElasticStore(Server):
         self._carry_out(self._machine.lost(uid, why))
 
     def _forget(self, uid: str) -> None:
-        peer = self._peers.pop(uid)
-        self._asks.pop(uid, None)
+        peer = self._peers[uid]
+        for connection in self._remove(uid):
+            connection.writer.close()
         for rank in [each for each, there in self._ranks.items() if there is peer]:
             del self._ranks[rank]
             self._exchange.end(rank, peer, peer.done, "")
+
+    def _remove(self, uid: str) -> list[Peer]:
+        """Forget its connections, which are returned."""
+        self._asks.pop(uid, None)
+        self._heard.pop(uid, None)
+        return [each.pop(uid) for each in (self._peers, self._beats) if uid in each]
 
     # -----------------------------------------------------------------------------------------
     # What follows from it
@@ -220,16 +250,24 @@ class ElasticStore(Server):
         peer = self._ranks.get(event.rank)
         if peer is not None:  # it has left by itself
             self._exchange.end(event.rank, peer, None, event.why)
+        self._over = protocol.over(event.generation, event.rank, event.why)
+        self._push(self._over)
 
     def _update(self, event: Updated) -> None:
         self._stamp = max(self._stamp + 1, time.time_ns() // 1000)
         self._updates |= event.what
+        self._updated = protocol.updated(event.generation, self._stamp, self._updates)
+        self._push(self._updated)
+
+    def _push(self, frame: bytes) -> None:
+        for uid in self._heard:
+            self._beats[uid].send(frame)
 
     def _drop(self, event: Lost) -> None:
         """Before anybody hears of it: its connection, and what waits for it."""
-        peer = self._peers.pop(event.uid)
-        self._asks.pop(event.uid, None)
-        peer.writer.transport.abort()
+        peer = self._peers[event.uid]
+        for connection in self._remove(event.uid):
+            connection.writer.transport.abort()
         for rank in [each for each, there in self._ranks.items() if there is peer]:
             del self._ranks[rank]
             self._exchange.end(rank, peer, None, f"{peer.hello.who()} is lost: {event.why}")
@@ -238,6 +276,35 @@ class ElasticStore(Server):
         ask = self._asks.pop(uid, None)
         if ask is not None:
             self._peers[uid].send(protocol.encode({"ask": ask, **what}))
+
+    # -----------------------------------------------------------------------------------------
+    # Time
+
+    async def open(self) -> None:
+        """Let members in from now on, and watch that they live."""
+        await super().open()
+        self._looked = asyncio.get_running_loop().time()
+        self._look()
+
+    async def close(self) -> None:
+        """End every connection, and listen no more."""
+        for timer in (self._looking, self._limit):
+            if timer is not None:
+                timer.cancel()
+        await super().close()
+
+    def _look(self) -> None:
+        loop = asyncio.get_running_loop()
+        now, pause_s = loop.time(), self._peer_timeout_s / _LOOKS
+        if now - self._looked > 2 * pause_s:
+            # This process was stopped, or had no time: so nobody was heard.
+            self._heard = dict.fromkeys(self._heard, now)
+        self._looked = now
+        for uid in [each for each, at in self._heard.items() if now - at > self._peer_timeout_s]:
+            if uid in self._heard:
+                silent_s = now - self._heard[uid]
+                self._lose(uid, f"it has given no sign of life for {silent_s:.1f} s")
+        self._looking = loop.call_later(pause_s, self._look)
 
     def _watch_limit(self) -> None:
         lacks = bool(self._machine.lacks()) and self._elastic_timeout_s > 0

@@ -7,6 +7,9 @@ A frame is its length (4 bytes, big endian) and a JSON object in ASCII. A connec
     member -> store   proof
     store  -> member  welcome
 
+The second connection of a process of an elastic job then carries other things: from the process,
+one byte now and then, which says that it lives; to it, frames of fixed size (`over`, `updated`).
+
 A proof is HMAC-SHA256 with the job's secret over who proves it, both nonces and the whole hello, so
 that a recorded one is of no use, neither towards the same side nor towards the other. Data is
 authenticated in this way only, and not encrypted, as with MPI, NCCL and gloo.
@@ -22,6 +25,7 @@ import ipaddress
 import json
 import re
 import secrets
+import struct
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -37,6 +41,10 @@ SECRET_BYTES = 32
 _NONCE_BYTES = 16
 _UID_BYTES = 8
 _MOST_RANKS = 2**20
+
+# As Frame of csrc/membership/membership.h: kind, rank, generation, stamp, what, text.
+_OVER_BYTES = 132
+_FRAME = struct.Struct(f"<Iiqqi{_OVER_BYTES}s")
 
 STORE, MEMBER = "store", "member"
 
@@ -183,6 +191,17 @@ def is_proof(claimed: Any, secret: bytes, side: str, store_nonce: str, hello: He
         and claimed.isascii()  # compare_digest refuses others
         and hmac.compare_digest(claimed, wanted)
     )
+
+
+def over(generation: int, rank: int, why: str) -> bytes:
+    """Say that this generation is over; `rank` is to blame."""
+    text = why.encode()[: _OVER_BYTES - 1].decode(errors="ignore").encode()
+    return _FRAME.pack(1, rank, generation, 0, 0, text)
+
+
+def updated(generation: int, stamp: int, what: int) -> bytes:
+    """Say when, and what, has changed of hosts and processes since this generation began."""
+    return _FRAME.pack(2, -1, generation, stamp, what, b"")
 
 
 def parse_address(text: str) -> tuple[str, int]:

@@ -67,6 +67,8 @@ class ElasticJob:
         self.ranks: list[subprocess.Popen[str]] = []
         self.lines: list[list[str]] = []
         self._changed = threading.Condition()
+        # So long that nobody is declared lost on a busy machine, unless a test wants that.
+        how = {"peer_timeout_s": DEADLINE_S, **how}
         self.store = ElasticStore(
             job="elastic", secret=SECRET.encode(), np=np, min_np=min_np, max_np=max_np or np + 1,
             on_event=self._note, **how,

@@ -25,6 +25,7 @@ FOLDERS = {
     "negotiation": {"base", "transport", "schedule"},
 }
 FOLDERS["engine"] = set(FOLDERS)
+FOLDERS["membership"] = {"base"}
 FOLDERS["capi"] = set(FOLDERS)
 FOLDERS["tensorflow"] = {"capi"}
 FOLDERS["python"] = {"capi"}
@@ -118,6 +119,7 @@ def test_threads_are_the_engines():
     assert users(CORE, r"std::(thread|async|jthread)\b|pthread_create") == {
         "csrc/engine/engine.cc",
         "csrc/engine/engine.h",
+        "csrc/membership/membership.h",  # who tells the store of an elastic job that this lives
         "csrc/tensorflow/wait.cc",  # who calls TensorFlow back
     }
 

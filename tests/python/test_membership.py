@@ -1,11 +1,14 @@
-"""Elastic jobs of real processes without a launcher: deaths, newcomers, ends. Push tier, 8 s."""
+"""Elastic jobs of real processes without a launcher: deaths, newcomers, ends. Push tier, 15 s."""
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
-from elastic_ranks import ElasticJob
+import tiers
+from elastic_ranks import DEADLINE_S, ElasticJob
 
 from hororing.rendezvous.generations import Done, Joined
 
@@ -39,3 +42,118 @@ def test_survivors_go_on_in_the_same_processes_and_a_newcomer_joins(tmp_path: Pa
         assert members[2].step == 0
         job.wait(lambda: sum(isinstance(event, Done) for event in job.events) == 3)
         assert sum(isinstance(event, Joined) for event in job.events) == 4
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_stopped_process_is_declared_lost_and_comes_back_as_a_newcomer(
+    tmp_path: Path, transport: str
+):
+    """Its connections stay open: only that it is silent tells."""
+    stop = tmp_path / "stop"
+    with ElasticJob(np=3, max_np=3, peer_timeout_s=2.0) as job:
+        for _ in range(3):
+            job.start(str(stop), HORORING_TRANSPORT=transport)
+        job.wait(lambda: all(job.started(each, 1) for each in range(3)))
+        last = job.process_of(2)
+        uid = job.worlds()[0].members[2].uid
+        job.ranks[last].send_signal(signal.SIGSTOP)
+        rest = sorted({0, 1, 2} - {last})
+        job.wait(lambda: all(job.started(each, 2) for each in rest))
+        assert job.lost()[0].rank == 2
+        assert "no sign of life" in job.lost()[0].why
+        job.ranks[last].send_signal(signal.SIGCONT)
+        # In its old generation it gets an error; in the next it is somebody else.
+        job.wait(lambda: any(line.startswith("error") for line in job.lines[last]))
+        job.wait(lambda: len(job.worlds()[-1].members) == 3 and len(job.worlds()) > 2)
+        members = job.worlds()[-1].members
+        assert uid not in [each.uid for each in members]
+        assert job.ranks[last].pid in [each.pid for each in members]
+        stop.touch()
+        assert len(set(job.ends(*rest, last))) == 1
+
+
+def test_the_end_of_the_store_ends_the_job(tmp_path: Path):
+    with ElasticJob(np=2, min_np=2) as job:
+        for _ in range(2):
+            job.start(str(tmp_path / "stop"))
+        job.wait(lambda: all(job.started(each, 1) for each in range(2)))
+        job.store.stop()
+        for each in range(2):
+            job.wait(lambda each=each: "error TransportError" in job.lines[each])
+
+
+def test_a_process_whose_host_was_taken_away_ends_without_an_error(tmp_path: Path):
+    stop = tmp_path / "stop"
+    with ElasticJob(np=3) as job:
+        for host in ("kept", "kept", "gone"):
+            job.start(str(stop), HORORING_HOSTNAME=host)
+        job.wait(lambda: all(job.started(each, 1) for each in range(3)))
+        assert [each.host for each in job.worlds()[0].members].count("kept") == 2
+        job.store.retire("gone")
+        job.store.hosts_updated(removed=["gone"])
+        assert job.ranks[2].wait(DEADLINE_S) == 0
+        job.wait(lambda: all(job.started(each, 2) for each in range(2)))
+        stop.touch()
+        assert len(set(job.ends(0, 1))) == 1
+        assert job.lost() == []
+
+
+def test_a_second_death_while_a_generation_forms(tmp_path: Path):
+    stop = tmp_path / "stop"
+    with ElasticJob(np=3) as job:
+        for _ in range(3):
+            job.start(str(stop))
+        job.wait(lambda: all(job.started(each, 1) for each in range(3)))
+        job.ranks[0].kill()
+        job.wait(
+            lambda: any(line.startswith("error") for each in (1, 2) for line in job.lines[each])
+        )
+        job.ranks[1].kill()
+        job.wait(lambda: any(len(world.members) == 1 for world in job.worlds()))
+        stop.touch()
+        job.ends(2)
+
+
+RESTARTS = """
+import gc, os, sys, threading
+import numpy as np
+import hororing.numpy as hvd
+from hororing import membership
+
+def held():
+    gc.collect()
+    with open("/proc/self/status") as file:
+        told = dict(line.split(":", 1) for line in file)
+    return (len(os.listdir("/proc/self/fd")), int(told["Threads"]), int(told["VmRSS"].split()[0]))
+
+counts = []
+for number in range(int(sys.argv[1]) + 1):
+    hvd.init()
+    assert hvd.allreduce(np.full(5000, 1.0), op=hvd.Sum)[0] == hvd.size()
+    assert membership.generation() == number + 1
+    hvd.shutdown()  # of all: the first one ends the others' engines
+    if number in (10, int(sys.argv[1])):
+        counts.append(held())
+(files, threads, kilobytes), (files_then, threads_then, kilobytes_then) = counts
+assert files_then <= files, counts
+assert threads_then <= threads, counts
+# Histories of generations are kept: 1 KB for each of them.
+assert kilobytes_then - kilobytes < 4096 + 4 * int(sys.argv[1]), counts
+print("end", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("restarts", "transport"),
+    tiers.choose([(40, "shm"), (1000, "shm"), (1000, "tcp")], push=[(40, "shm")]),
+)
+def test_generations_leave_nothing_behind(restarts: int, transport: str):
+    with ElasticJob(np=3) as job:
+        segments = set(os.listdir("/dev/shm"))
+        for _ in range(3):
+            job.start(str(restarts), script=RESTARTS, HORORING_TRANSPORT=transport)
+        job.ends(0, 1, 2)
+        assert len(job.worlds()) == restarts + 1
+        assert not [
+            name for name in set(os.listdir("/dev/shm")) - segments if str(job.ranks[0].pid) in name
+        ]

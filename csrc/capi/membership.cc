@@ -1,0 +1,55 @@
+// The C interface: this process as a member of an elastic job.
+#include "membership/membership.h"
+
+#include <memory>
+#include <mutex>
+#include <utility>
+
+#include "capi/hororing.h"
+#include "capi/process.h"
+
+namespace hororing {
+namespace {
+
+std::mutex mutex;
+std::shared_ptr<Membership> current;  // GUARDED_BY(mutex)
+
+std::shared_ptr<Membership> Exchange(std::shared_ptr<Membership> next) {
+  std::lock_guard<std::mutex> lock(mutex);
+  return std::exchange(current, std::move(next));
+}
+
+std::shared_ptr<Membership> Current() {
+  if (InForkedChild()) return nullptr;
+  std::lock_guard<std::mutex> lock(mutex);
+  return current;
+}
+
+}  // namespace
+
+Status LookAtGeneration(int64_t generation) {
+  const std::shared_ptr<Membership> membership = Current();
+  return generation == 0 || membership == nullptr ? Status::Ok() : membership->Look(generation);
+}
+
+}  // namespace hororing
+
+using namespace hororing;  // the functions below are the only ones outside the namespace
+
+HR_EXPORT void hr_membership_begin(int32_t socket, double interval_s) {
+  hr_membership_end();
+  Exchange(std::make_shared<Membership>(socket, Scaled(interval_s, kSecond), RevokeGeneration));
+}
+
+// What is replaced is destroyed here, outside of the lock: its thread may be about to revoke.
+HR_EXPORT void hr_membership_end(void) {
+  if (!InForkedChild()) Exchange(nullptr);
+}
+
+HR_EXPORT int64_t hr_membership_updates(int64_t generation, int32_t* what) {
+  const std::shared_ptr<Membership> membership = Current();
+  const Membership::Updates updates =
+      membership == nullptr ? Membership::Updates() : membership->UpdatesSince(generation);
+  *what = updates.what;
+  return updates.stamp;
+}

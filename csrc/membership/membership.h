@@ -1,0 +1,78 @@
+// Membership: how the store of an elastic job knows that this process lives, and how this process
+// hears at once that its generation is over. One connection, which Python has opened and proved to
+// be of the job, and one thread, since whoever computes must not count as dead: it needs neither
+// the interpreter nor the loop.
+//
+//   process -> store   one byte, every interval
+//   store -> process   frames of fixed size; what is true already comes again after the first byte
+//
+// Thread-safety: any thread, except that the constructor and the destructor are not called at the
+// same time as anything else.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <thread>
+
+#include "base/clock.h"
+#include "base/status.h"
+
+namespace hororing {
+
+class Membership {
+ public:
+  // On the thread of the membership: generations up to this one are over. Must not block.
+  using Ended = std::function<void(int64_t generation, const Status& why)>;
+
+  // `socket` is borrowed, and connected until the destructor returns.
+  Membership(int socket, TimeNs interval_ns, Ended ended);
+  // Ends the thread and the connection.
+  ~Membership();
+  Membership(const Membership&) = delete;
+  Membership& operator=(const Membership&) = delete;
+
+  // Ok while that generation is not over, as far as this process knows.
+  Status Look(int64_t generation) const;
+  // What has changed of the hosts and processes since that generation began: when (microseconds
+  // since the epoch), and what (1: some are to go, 2: some have come; 3: both).
+  struct Updates {
+    int64_t stamp = 0;
+    int32_t what = 0;
+  };
+  Updates UpdatesSince(int64_t generation) const;
+
+ private:
+  // As FRAME of hororing/rendezvous/protocol.py; little-endian.
+  struct Frame {
+    uint32_t kind;
+    int32_t rank;  // to blame
+    int64_t generation;
+    int64_t stamp;
+    int32_t what;
+    char text[132];  // zero-terminated
+  };
+  static constexpr uint32_t kOver = 1, kUpdated = 2;
+  static_assert(sizeof(Frame) == 160, "as the store sends it");
+
+  void ThreadMain();
+  bool Beat();
+  bool Receive();
+  void Take(const Frame& frame);
+  void End(int64_t generation, const Status& why);
+
+  const int socket_;
+  const TimeNs interval_ns_;
+  const Ended ended_;
+  std::atomic<bool> leaving_{false};
+  mutable std::mutex mutex_;
+  int64_t over_ = 0;     // GUARDED_BY(mutex_): generations up to this one
+  Status why_;           // GUARDED_BY(mutex_)
+  Frame updates_ = {};   // GUARDED_BY(mutex_): the last one
+  Frame incoming_ = {};  // the thread's, as below
+  size_t received_ = 0;  // bytes of it
+  std::thread thread_;   // last: it uses the others
+};
+
+}  // namespace hororing
