@@ -47,6 +47,7 @@ class Process:
     exit_code: object = None  # of sys.exit, which the script has not caught
     broken: bool = False  # the job failed here: MPI must not be finalised
     dynamic: bool = False  # process sets may come and go after init
+    process_sets: object = None  # as `init` was given them
     timeline: str = ""  # the latest file that was asked for
     lock: threading.Lock = field(default_factory=threading.Lock)
     at_init: list[Callable[[], None]] = field(default_factory=list)

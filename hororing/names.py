@@ -74,6 +74,19 @@ def forget_counts(which: Callable[[str, int], bool]) -> None:
             del counts[counter]
 
 
+def optimizers() -> dict[tuple[str, int], int]:
+    """How many optimizers have got a default name so far, by process set."""
+    with _lock:
+        return {counter: count for counter, count in counts.items() if counter[0] == OPTIMIZER}
+
+
+def restart_optimizers(known: dict[tuple[str, int], int]) -> None:
+    """Count optimizers from what `optimizers` has returned."""
+    forget_counts(lambda verb, _: verb == OPTIMIZER)
+    with _lock:
+        counts.update(known)
+
+
 def restart_default_names() -> None:
     """Count from 1 again: ranks that start together begin with equal counts."""
     with _lock:

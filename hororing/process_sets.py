@@ -10,7 +10,8 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from hororing import control, job
+from hororing import control, job, membership
+from hororing.logs import logger
 from hororing.names import WORLD_SET
 
 
@@ -26,6 +27,8 @@ class ProcessSet:
     """
 
     mpi_comm = None
+    # Of the job, in which it was registered: in another one the same numbers are other processes.
+    generation = 0
 
     def __init__(self, ranks: Iterable[int]) -> None:
         try:
@@ -112,6 +115,7 @@ def register(process_set: ProcessSet | Sequence[int], *, internal: bool = False)
     if process_set.process_set_id is not None:
         raise ValueError(f"attempted to add a duplicate process set: {process_set} is registered")
     process_set.process_set_id = control.add_process_set(process_set.ranks, internal=internal)
+    process_set.generation = membership.generation()
     _registered[process_set.process_set_id] = process_set
     return process_set
 
@@ -193,10 +197,10 @@ def check_member(process_set: ProcessSet, verb: str) -> int:
         return WORLD_SET
     _check_type(process_set, verb)
     if process_set.process_set_id is None:
-        raise TypeError(
-            f"{verb}: {process_set} is not registered; pass it to init(process_sets=[...]) or "
-            "add_process_set first"
-        )
+        remedy = "pass it to init(process_sets=[...]) or add_process_set first"
+        if membership.is_elastic():
+            remedy += f"; all its ranks are needed, and this job has {job.size()} now"
+        raise TypeError(f"{verb}: {process_set} is not registered; {remedy}")
     if not process_set.included():
         raise ValueError(
             f"{verb}: rank {job.rank()} is not a member of the provided process set {process_set}"
@@ -234,6 +238,8 @@ def parse(given: Any) -> list[ProcessSet]:
 def register_static(sets: Sequence[ProcessSet]) -> None:
     """Register the sets of `init(process_sets=...)`: ids from 1 in the order of the list."""
     for number, process_set in enumerate(sets):
+        if membership.is_elastic() and not _fits(process_set):
+            continue
         try:
             register(process_set)
         except ValueError as error:
@@ -241,6 +247,23 @@ def register_static(sets: Sequence[ProcessSet]) -> None:
                 "add_process_set (NEGOTIATE): "
             )  # the user did not call it
             raise ValueError(f"init: entry {number} of process_sets: {why}") from None
+
+
+def _fits(process_set: ProcessSet) -> bool:
+    """Whether a set is some of the ranks of an elastic job, which may have had other ranks before.
+
+    A set of all ranks is the global one; one that lacks ranks cannot be used.
+    """
+    ranks = process_set.ranks
+    if ranks == global_process_set.ranks:
+        process_set.process_set_id = WORLD_SET
+        process_set.generation = membership.generation()
+        _adopted.append(process_set)
+        return False
+    if ranks and ranks[-1] >= job.size():
+        logger.warning("init: %s is not registered: there are %d ranks now", ranks, job.size())
+        return False
+    return True
 
 
 def adopt_static(sets: Sequence[ProcessSet]) -> None:

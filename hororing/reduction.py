@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from hororing import arguments, runtime
+from hororing import arguments, membership, runtime
 from hororing.arguments import Adasum, Average
 from hororing.compression import Compressor, NoneCompressor, check_compression
 from hororing.process_sets import ProcessSet, check_member, global_process_set
@@ -33,8 +33,9 @@ class Reduction:
 
     @property
     def reduces(self) -> bool:
-        """Whether this rank has somebody to reduce with."""
-        return self.process_set.included() and len(self.process_set.ranks) > 1
+        """Whether this rank has somebody to reduce with, or may have: an elastic job grows."""
+        several = len(self.process_set.ranks) > 1 or membership.is_elastic()
+        return self.process_set.included() and several
 
 
 def checked_reduction(

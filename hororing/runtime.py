@@ -110,6 +110,7 @@ def start(started_by: Launch, comm: Any = None, process_sets: Any = None) -> Non
     dynamic = isinstance(process_sets, str)
     compared = "dynamic" if dynamic else str([each.ranks for each in static])
     _start(started_by, comm, dynamic, compared)
+    _process.process_sets = process_sets
     sets.register_static(static)
 
 

@@ -42,7 +42,10 @@ MODULES = {
     "horovod.spark": "hororing.spark",
 }
 
-_ELASTIC = "to survive a lost rank, write checkpoints and start the job again from the last one"
+_ELASTIC = (
+    "start the script with hororun --min-np, and use elastic of horovod.torch, horovod.keras or "
+    "horovod.tensorflow"
+)
 _LAUNCH = (
     "call horovod.run, or start the script with hororun or mpirun: hororun -np 4 python -m "
     "hororing.as_horovod train.py (several hosts: -H host1:2,host2:2)"
@@ -66,14 +69,9 @@ WAYS_OUT = {
     "horovod.common.util.check_installed_version": _BUILD,
     "horovod.common.util.get_ext_suffix": _BUILD,
     "horovod.mxnet": "MXNet is retired; hororing.numpy has the same collectives on arrays",
-    "horovod.common.elastic": _ELASTIC,
-    "horovod.torch.elastic": _ELASTIC,
     "horovod.tensorflow.data": "give every rank its part of the data with Dataset.shard()",
-    "horovod.tensorflow.elastic": _ELASTIC,
     "horovod.tensorflow.LocalGradientAggregationHelper": _AGGREGATION,
     "horovod.tensorflow.gradient_aggregation": _AGGREGATION,
-    "horovod.tensorflow.keras.elastic": _ELASTIC,
-    "horovod.keras.elastic": _ELASTIC,
 }
 
 

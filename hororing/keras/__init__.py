@@ -9,7 +9,7 @@
 All names and recipes: docs/keras.md.
 """
 
-from hororing.keras import callbacks, exports
+from hororing.keras import callbacks, elastic, exports
 from hororing.keras.compression import Compression
 from hororing.keras.exports import *  # noqa: F403
 from hororing.keras.optimizer import (
@@ -23,6 +23,7 @@ __all__ = [
     "DistributedOptimizer",
     "PartialDistributedOptimizer",
     "callbacks",
+    "elastic",
     "load_model",
 ]
 __all__ += exports.__all__

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from hororing import arguments, collectives, fit_callbacks
+from hororing import arguments, collectives, fit_callbacks, membership
 from hororing.keras.backends import backend
 from hororing.keras.distributed import NOTHING_REDUCED, WRONG_ORDER, Distributed
 from hororing.keras.values import broadcast_variables
@@ -44,6 +44,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         self.root_rank = arguments.check_root(root_rank, type(self).__name__)
         self._local = {_key(variable) for variable in local_variables or ()}
         self._done = False
+        self._generation = 0
         self._checked = False
         self._submitted = 0
 
@@ -62,7 +63,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
             backend().prepare(model)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Broadcast, if there is something."""
+        """Broadcast, if there is something; again, when an elastic job was formed anew."""
+        self._done = self._done and self._generation == membership.generation()
+        self._generation = membership.generation()
         if self.model.built and not self._done:
             optimizer = getattr(self.model, "optimizer", None)
             if optimizer is not None and not optimizer.built:

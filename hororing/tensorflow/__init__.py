@@ -24,7 +24,7 @@ from hororing.errors import (
     TransportError,
     UnsupportedOpError,
 )
-from hororing.tensorflow import mpi_ops, util
+from hororing.tensorflow import elastic, mpi_ops, util
 from hororing.tensorflow.compression import Compression
 from hororing.tensorflow.mpi_ops import *  # noqa: F403
 from hororing.tensorflow.optimizer import DistributedOptimizer
@@ -63,6 +63,7 @@ __all__ = [
     "broadcast_object",
     "broadcast_object_fn",
     "broadcast_variables",
+    "elastic",
 ]
 __all__ += mpi_ops.__all__
 __all__ += util.__all__

@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import numpy as np
 import tensorflow as tf
 
-from hororing import collectives, errors
+from hororing import collectives, errors, membership
 from hororing.arguments import Sum
 from hororing.collectives import ALLGATHER, ALLREDUCE, ALLTOALL, BROADCAST, REDUCESCATTER
 from hororing.names import DefaultName, encode_name
@@ -56,15 +56,16 @@ class Request(NamedTuple):
         if self.collective in (ALLREDUCE, BROADCAST):
             return shapes
         place, size = place_and_size(self.process_set)
+        changes = membership.is_elastic()  # then a graph lives longer than the number of ranks
         return [
-            *(self._rows(shape, place, size) for shape in shapes),
-            *([tf.TensorShape([size])] if self.collective == ALLTOALL else []),
+            *(self._rows(shape, place, 0 if changes else size) for shape in shapes),
+            *([tf.TensorShape([None if changes else size])] if self.collective == ALLTOALL else []),
         ]
 
     def _rows(self, shape: tf.TensorShape, place: int, size: int) -> tf.TensorShape:
         if not shape.rank:  # unknown, or wrong, which the core says
             return tf.TensorShape(None)
-        known = self.collective == REDUCESCATTER and shape[0] is not None
+        known = size and self.collective == REDUCESCATTER and shape[0] is not None
         return tf.TensorShape([rows_of(shape[0], size, place) if known else None]) + shape[1:]
 
 
@@ -186,18 +187,28 @@ def _wait(requests: Sequence[Request], handles: list[tf.Tensor]) -> list[tf.Tens
 _FAILURE: Final = re.compile(r"^(?:{{.*?}} )?(?:\w+: )?(.*) \[hororing (\d+) (-?\d+)\]", re.DOTALL)
 
 
+def as_ours(error: Exception) -> Exception | None:
+    """Return what an error of TensorFlow is in Python, if it comes from the core.
+
+    csrc/tensorflow/kernels.cc writes the text, to which graphs add where it happened.
+    """
+    if not isinstance(error, tf.errors.OpError) or isinstance(error, errors.HororingInternalError):
+        return error
+    failure = _FAILURE.search(error.message)
+    if failure is None:
+        return None
+    text, code, rank = failure.groups()
+    return errors.error_for(int(code), text, int(rank))
+
+
 def _as_ours(call: Callable[[], T]) -> T:
-    """Raise what the core's failure is in Python (csrc/tensorflow/kernels.cc writes the text)."""
+    """Raise the core's failure as what it is in Python."""
     try:
         return call()
-    except tf.errors.OpError as error:
-        failure = _FAILURE.match(error.message)
-        if failure is None:
+    except (tf.errors.OpError, ValueError) as error:  # the latter of the wait
+        ours = as_ours(error)
+        if ours is None:
             raise
-        text, code, rank = failure.groups()
-        ours = errors.error_for(int(code), text, int(rank))
-    except ValueError as error:  # of the wait
-        ours = error
     raise both(ours)
 
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 import tensorflow as tf
 
-from hororing import arguments, control
+from hororing import arguments, control, membership
 from hororing.arguments import Adasum, Average, Sum
 from hororing.compression import Compressor, NoneCompressor, check_compression
 from hororing.process_sets import ProcessSet, check_member, global_process_set, place_and_size
@@ -27,7 +27,7 @@ from hororing.tensorflow.tensors import (
     members,
     refuse_lone_parts,
 )
-from hororing.tensorflow.topology import at_run_time
+from hororing.tensorflow.topology import at_run_time, size_op
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -132,7 +132,10 @@ def averaged_slices(
 ) -> tf.IndexedSlices:
     """What was gathered, as slices; divided by the number of ranks where op is Average."""
     if op == Average:
-        values = values / tf.cast(place_and_size(process_set)[1], values.dtype)
+        # A graph of an elastic job lives longer than the number of ranks.
+        changes = membership.is_elastic() and process_set is global_process_set
+        count = size_op() if changes else place_and_size(process_set)[1]
+        values = values / tf.cast(count, values.dtype)
     return tf.IndexedSlices(values, indices, like.dense_shape)
 
 

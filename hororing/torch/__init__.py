@@ -22,7 +22,7 @@ from hororing.errors import (
     TransportError,
     UnsupportedOpError,
 )
-from hororing.torch import mpi_ops
+from hororing.torch import elastic, mpi_ops
 from hororing.torch.compression import Compression
 from hororing.torch.mpi_ops import *  # noqa: F403
 from hororing.torch.optimizer import DistributedOptimizer
@@ -50,5 +50,6 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "elastic",
 ]
 __all__ += mpi_ops.__all__

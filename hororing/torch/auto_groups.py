@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from hororing import arguments, counters
+from hororing import arguments, counters, membership
 from hororing.bucket_planning import fit_cost, propose
 from hororing.torch.gradient import Slot
 from hororing.torch.gradient_optimizer import Distributed
@@ -222,6 +222,11 @@ def check_auto_groups(groups: str, op: int) -> None:
         raise ValueError(
             f'DistributedOptimizer: groups={groups!r} must be "auto", a number of groups, or lists '
             "of parameters"
+        )
+    if membership.is_elastic():
+        raise ValueError(
+            'DistributedOptimizer: groups="auto" measures the first steps of all ranks together, '
+            "and ranks of an elastic job come later, too; pass a number of groups"
         )
     if op == arguments.Adasum:
         raise ValueError(

@@ -38,7 +38,7 @@ from hororing.compression import NoneCompressor
 from hororing.errors import DuplicateNameError
 from hororing.failures import fail
 from hororing.prepared import PreparedAllreduce, start_many
-from hororing.process_sets import check_member
+from hororing.process_sets import ProcessSet, check_member
 from hororing.reduction import Reduction
 from hororing.torch.adapter import DTYPES
 from hororing.torch.ops import start_sparse_allreduce, synchronize
@@ -90,7 +90,8 @@ class Shared(Arrivals):
     """What the slots of one optimizer have in common."""
 
     __slots__ = (
-        "batch_bytes", "begun", "ended", "failed", "finishing", "flying", "is_last", "lock",
+        "batch_bytes", "begun", "ended", "failed", "finishing", "flying",
+        "generation", "is_last", "lock",
         "members", "nested", "on_device", "options", "owner", "passes", "synchronized", "tasks",
         "tracing", "unproven",
     )  # fmt: skip
@@ -101,6 +102,7 @@ class Shared(Arrivals):
     def __init__(self, options: Reduction, passes: int, owner: Callable[[], Owner | None]) -> None:
         self.options = options
         self.members = check_member(options.process_set, "DistributedOptimizer")
+        self.generation = options.process_set.generation
         self.owner = owner
         self.passes = passes  # backward passes per step
         self.ended = 0  # of them
@@ -196,11 +198,10 @@ class Shared(Arrivals):
 
     def check_set(self) -> None:
         """Raise unless the process set is the one that it was: numbers of sets are used again."""
-        if check_member(self.options.process_set, "DistributedOptimizer") != self.members:
-            raise ValueError(
-                f"DistributedOptimizer: its process set was removed and registered again, now as "
-                f"{self.options.process_set}; make the optimizer again, too"
-            )
+        process_set = self.options.process_set
+        members = check_member(process_set, "DistributedOptimizer")
+        if (members, process_set.generation) != (self.members, self.generation):
+            raise another_set(process_set)
 
     @uncompiled
     def send_arrived(self) -> None:
@@ -548,6 +549,14 @@ class Slot(Gradient):
         if self.group is not None:
             self.group.abandon()
         self.rest()
+
+
+def another_set(process_set: ProcessSet) -> ValueError:
+    """The error where an optimizer was made for the set as it was before."""
+    return ValueError(
+        f"DistributedOptimizer: its process set was removed and registered again, now as "
+        f"{process_set}; make the optimizer again, too"
+    )
 
 
 def one_pass_too_many(name: str, passes: int, why: str) -> AssertionError:

@@ -16,6 +16,7 @@ import torch
 
 from hororing import arguments
 from hororing.reduction import Reduction, checked_passes
+from hororing.torch.gradient import another_set
 from hororing.torch.reducer import Reducer, describe_in_flight
 from hororing.torch.verbs import verbs
 
@@ -51,6 +52,7 @@ class Distributed(torch.optim.Optimizer):
         self._should_synchronize = True
         self._synchronized_by_user = False
         self._reducer = None
+        self._generation = settings.options.process_set.generation
         if settings.options.reduces:
             self._reducer = self._reducer_type(
                 settings.options,
@@ -120,7 +122,11 @@ class Distributed(torch.optim.Optimizer):
         self._synchronized_by_user = True
 
     def _reduce(self) -> None:
-        if self._reducer is not None and not self._reducer.synchronized:
+        if self._reducer is None:
+            process_set = self._settings.options.process_set
+            if self._generation != process_set.generation:  # this rank may be a member now
+                raise another_set(process_set)
+        elif not self._reducer.synchronized:
             self._synchronized_by_user = False
             self._reducer.synchronize()
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from hororing import arguments
+from hororing import arguments, membership
 from hororing.arguments import Adasum, Average
 from hororing.compression import Compressor, NoneCompressor
 from hororing.names import OPTIMIZER, default_name
@@ -102,7 +102,8 @@ def DistributedOptimizer(
         op=op, predivide=gradient_predivide_factor, compression=compression,
         sparse_as_dense=sparse_as_dense, process_set=process_set,
     )  # fmt: skip
-    mixin = DeltaDistributed if op == Adasum and size() > 1 else Distributed
+    several = size() > 1 or membership.is_elastic()
+    mixin = DeltaDistributed if op == Adasum and several else Distributed
     if isinstance(groups, str):
         check_auto_groups(groups, op)
         mixin, groups = AutoGrouped, None

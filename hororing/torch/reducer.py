@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from hororing import collectives
+from hororing import collectives, job
 from hororing._tensors import finish_gradients
 from hororing.arguments import Average
 from hororing.prepared import finish_many
@@ -39,6 +39,16 @@ Entry = tuple[torch.Tensor, Slot]
 # reducers is, and reducers hold their parameters, so an id is never mistaken.
 _wanted_by: dict[int, weakref.WeakSet[Reducer]] = {}
 _numbers = itertools.count()
+_alive: weakref.WeakSet[Reducer] = weakref.WeakSet()
+
+
+def _begin_anew() -> None:
+    """Forget what the last engine has not reduced: its handles mean nothing to this one."""
+    for reducer in list(_alive):
+        reducer.abandon()
+
+
+job.at_init(_begin_anew)
 
 
 class _Ending(threading.local):
@@ -105,6 +115,7 @@ class Reducer:
         self.follow()
         self.form_groups(groups)
         weakref.finalize(self, _release, self._slots).atexit = False
+        _alive.add(self)
 
     def form_groups(self, groups: Iterable[Sequence[torch.Tensor]]) -> None:
         """Reduce these parameters' gradients together. REQUIRES: nothing is in flight."""

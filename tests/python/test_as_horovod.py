@@ -201,12 +201,6 @@ REFUSED = (
     ("import horovod.nonsense", "horovod.nonsense", "docs/migrating.md"),
     # Ours, but no module of Horovod: a second copy of it would be a trap.
     ("import horovod.torch.reducer", "horovod.torch.reducer", "docs/migrating.md"),
-    ("import horovod.torch as hvd; hvd.elastic.run", "horovod.torch.elastic", "checkpoint"),
-    ("from horovod.torch import elastic", "horovod.torch.elastic", "checkpoint"),
-    ("import horovod.torch.elastic.sampler", "horovod.torch.elastic", "checkpoint"),
-    ("from horovod.common.elastic import State", "horovod.common.elastic", "checkpoint"),
-    ("import horovod.tensorflow.elastic", "horovod.tensorflow.elastic", "checkpoint"),
-    ("from horovod.tensorflow import elastic", "horovod.tensorflow.elastic", "checkpoint"),
     (
         "import horovod.tensorflow.data.compute_service",
         "horovod.tensorflow.data",
@@ -217,8 +211,6 @@ REFUSED = (
         "horovod.tensorflow.gradient_aggregation",
         "backward_passes_per_step",
     ),
-    ("import horovod.tensorflow.keras.elastic", "horovod.tensorflow.keras.elastic", "checkpoint"),
-    ("import horovod.keras as hvd; hvd.elastic.run", "horovod.keras.elastic", "checkpoint"),
     ("import horovod.keras.nonsense", "horovod.keras.nonsense", "docs/migrating.md"),
 )
 
@@ -312,9 +304,6 @@ def test_the_table_has_ways_out_for_modules_only_and_no_row_twice():
     assert all(name.partition(".")[0] == "horovod" for name in [*MODULES, *WAYS_OUT])
     # Horovod's module and ours have the same name.
     assert all(ours.endswith("." + name.rpartition(".")[2]) for name, ours in MODULES.items())
-    # What can be missing and has no parent that can: the user is told more than "no".
-    missing = {name for name, ours in MODULES.items() if ".elastic" in ours}
-    assert all(any(name.startswith(way) for way in WAYS_OUT) for name in missing)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -176,7 +176,7 @@ def test_horovods_name_is_the_same_and_elastic_jobs_have_a_way_out():
         "from horovod.ray import RayExecutor\n"
         "assert RayExecutor is hororing.ray.RayExecutor\n"
         "try: import horovod.ray.elastic\n"
-        "except ImportError as error: assert 'checkpoints' in str(error), error\n"
+        "except ImportError as error: assert 'hororun --min-np' in str(error), error\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 

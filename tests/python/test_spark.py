@@ -180,6 +180,6 @@ def test_horovods_name_is_the_same_and_estimators_have_a_way_out():
         "try: import horovod.spark.keras\n"
         "except ImportError as error: assert 'no estimators' in str(error), error\n"
         "try: horovod.spark.run_elastic\n"
-        "except AttributeError as error: assert 'checkpoints' in str(error), error\n"
+        "except AttributeError as error: assert 'hororun --min-np' in str(error), error\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -53,6 +53,9 @@ class Backend(Protocol):
     def as_written(self, function: F) -> F:
         """Return `function`, safe from tools that rewrite Python while they trace."""
 
+    def as_ours(self, error: Exception) -> Exception | None:
+        """Return what an error that a train step raises is here; None if it is not ours."""
+
     def prepare(self, model: Any) -> None:
         """See to it that the train step can be compiled, before it is; ValueError if it cannot."""
 

@@ -17,6 +17,7 @@ from hororing.keras.backends.dense import reduce_all
 from hororing.keras.settings import Settings
 
 F = TypeVar("F", bound=Callable[..., Any])
+_failures: list[Exception] = []  # of the last callback
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -111,6 +112,13 @@ def as_written(function: F) -> F:
     return function
 
 
+def as_ours(error: Exception) -> Exception | None:
+    """See `Backend`."""
+    if not isinstance(error, jax.errors.JaxRuntimeError):
+        return error
+    return _failures.pop() if _failures else None
+
+
 def prepare(model: Any) -> None:
     """Do nothing: JAX compiles callbacks."""
 
@@ -124,7 +132,12 @@ def _call(function: Callable[..., list[Any]], results: list[Any], tensors: list[
     if any(isinstance(tensor, jax.core.Tracer) for tensor in tensors):
 
         def with_arrays(*values: Any) -> list[Any]:
-            return function(*(np.asarray(value) for value in values))
+            _failures.clear()
+            try:
+                return function(*(np.asarray(value) for value in values))
+            except Exception as error:  # JAX raises one of its own, with the text
+                _failures.append(error)
+                raise
 
         return list(io_callback(with_arrays, results, *tensors, ordered=True))
     return [jax.numpy.asarray(each) for each in function(*map(np.asarray, tensors))]

@@ -13,6 +13,7 @@ from keras import ops
 from hororing.keras.backends.accumulator import VariableAccumulator
 from hororing.keras.settings import Settings
 from hororing.runtime import rank
+from hororing.tensorflow import requests
 from hororing.tensorflow.gradients import reduce_gradients
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -44,6 +45,11 @@ def choose(due: Any, update: Callable[[], Any], otherwise: Callable[[], Any]) ->
 def as_written(function: F) -> F:
     """Spare AutoGraph the search for Python conditionals on tensors: there are none."""
     return tf.autograph.experimental.do_not_convert(function)  # type: ignore[no-any-return]
+
+
+def as_ours(error: Exception) -> Exception | None:
+    """See `Backend`."""
+    return requests.as_ours(error)
 
 
 def prepare(model: Any) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from hororing.keras import exports
 from hororing.keras.exports import *  # noqa: F403
-from hororing.tensorflow.keras import callbacks
+from hororing.tensorflow.keras import callbacks, elastic
 from hororing.tensorflow.which_keras import is_legacy
 
 if TYPE_CHECKING or not is_legacy():
@@ -33,6 +33,7 @@ __all__ = [
     "DistributedOptimizer",
     "PartialDistributedOptimizer",
     "callbacks",
+    "elastic",
     "load_model",
 ]
 __all__ += exports.__all__

@@ -8,7 +8,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from hororing import arguments, collectives, fit_callbacks
+from hororing import arguments, collectives, fit_callbacks, membership
+from hororing.elastic import fit
 from hororing.keras.distributed import NOTHING_REDUCED
 from hororing.runtime import size
 from hororing.tensorflow.gradients import variable_key
@@ -30,6 +31,7 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):  # type: ig
         self.root_rank = arguments.check_root(root_rank, type(self).__name__)
         self._local = {variable_key(variable) for variable in local_variables or ()}
         self._done = False
+        self._generation = 0
         self._checked = False
         self._submitted = 0
 
@@ -38,7 +40,9 @@ class BroadcastGlobalVariablesCallback(tf.keras.callbacks.Callback):  # type: ig
         self._local.add(variable_key(var))
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Broadcast, if there is something."""
+        """Broadcast, if there is something; again, when an elastic job was formed anew."""
+        self._done = self._done and self._generation == membership.generation()
+        self._generation = membership.generation()
         if not tf.executing_eagerly():
             raise RuntimeError(
                 f"{type(self).__name__}: tf_keras in sessions of TensorFlow 1 is not supported; "
@@ -142,10 +146,25 @@ class BestModelCheckpoint(fit_callbacks.BestModel, tf.keras.callbacks.ModelCheck
             self.filepath = None
 
 
+class CommitStateCallback(fit.CommitState, tf.keras.callbacks.Callback):  # type: ignore[misc]
+    """Commits the state: hororing.elastic.fit.CommitState."""
+
+
+class UpdateBatchStateCallback(fit.UpdateBatchState, tf.keras.callbacks.Callback):  # type: ignore[misc]
+    """Counts batches in ``state.batch``: hororing.elastic.fit.UpdateBatchState."""
+
+
+class UpdateEpochStateCallback(fit.UpdateEpochState, tf.keras.callbacks.Callback):  # type: ignore[misc]
+    """Notes the epoch in ``state.epoch``: hororing.elastic.fit.UpdateEpochState."""
+
+
 __all__ = [
     "BestModelCheckpoint",
     "BroadcastGlobalVariablesCallback",
+    "CommitStateCallback",
     "LearningRateScheduleCallback",
     "LearningRateWarmupCallback",
     "MetricAverageCallback",
+    "UpdateBatchStateCallback",
+    "UpdateEpochStateCallback",
 ]

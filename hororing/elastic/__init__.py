@@ -1,0 +1,24 @@
+"""Training that goes on when ranks die, leave or come, for every framework.
+
+`run` is the loop around a training function, `State` what that function must not lose. Scripts use
+the names in hororing.torch.elastic, hororing.tensorflow.elastic and hororing.keras.elastic; see
+docs/elastic.md.
+"""
+
+from __future__ import annotations
+
+from hororing.elastic.loop import run, run_fn
+from hororing.elastic.state import ObjectState, State
+from hororing.errors import HororingInternalError, HorovodInternalError, HostsUpdatedInterrupt
+from hororing.membership import history
+
+__all__ = [
+    "HororingInternalError",
+    "HorovodInternalError",
+    "HostsUpdatedInterrupt",
+    "ObjectState",
+    "State",
+    "history",
+    "run",
+    "run_fn",
+]

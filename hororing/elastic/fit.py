@@ -1,0 +1,125 @@
+"""What the callbacks of ``model.fit`` do for an elastic state, for Keras 3 and for tf_keras.
+
+Classes to be put before a callback of either, as those of hororing.fit_callbacks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class CommitState:
+    """Commits the state after every so many batches, and after every epoch.
+
+    That is done when the next batch, the validation or the next epoch begins, and at the end: the
+    other callbacks have noted then what they have to, wherever they stand in the list.
+
+    Parameters
+    ----------
+    state : an elastic state of the model.
+    batches_per_commit : a commit copies the model, which takes time; a failure costs the batches
+        since the last one. Changes of hosts are looked for after every commit.
+    """
+
+    def __init__(self, state: Any, batches_per_commit: int = 1) -> None:
+        super().__init__()
+        self.state = state
+        self.batches_per_commit = batches_per_commit
+        self._batches = 0  # since the last commit
+        self._due = False
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Begin to count."""
+        self._batches, self._due = 0, False
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Count."""
+        self._batches += 1
+        self._due = self._batches >= self.batches_per_commit
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Note that it is time."""
+        self._due = True
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Commit, if it is time."""
+        if self._due:
+            self._batches, self._due = 0, False
+            self.state.commit()
+
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Commit, if it is time."""
+        self.on_train_batch_begin(0)
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Commit, if it is time."""
+        self.on_train_batch_begin(0)
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Commit, if it is time."""
+        self.on_train_batch_begin(0)
+
+
+class UpdateBatchState:
+    """Counts the batches of an epoch in ``state.batch``, and ends a resumed epoch earlier.
+
+    An epoch that was interrupted after `state.batch` batches has so many fewer when it is resumed,
+    if Keras knows how many it has. Which samples come is up to the data.
+
+    Parameters
+    ----------
+    state : an elastic state with a `batch`, 0 in the beginning.
+    """
+
+    model: Any  # Keras sets these two
+    params: dict[str, Any] | None
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state = state
+        self._before = 0  # batches of this epoch that were done before it was resumed
+        self._ended = False
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Note where the epoch is resumed."""
+        self._before = self.state.batch
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Count, and end an epoch that has had all its batches."""
+        self.state.batch = self._before + batch + 1
+        steps = (self.params or {}).get("steps")
+        if self._before and steps and self.state.batch >= steps:
+            self._ended = not self.model.stop_training
+            self.model.stop_training = True  # Keras leaves the epoch then, and looks again after it
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Begin to count anew, and let training go on after an epoch that was ended."""
+        self.state.batch = 0
+        if self._ended:
+            self._ended = self.model.stop_training = False
+
+
+class UpdateEpochState:
+    """Notes the epoch in ``state.epoch``: the one to begin with, when training is resumed.
+
+    >>> model.fit(..., initial_epoch=state.epoch)
+
+    Parameters
+    ----------
+    state : an elastic state with an `epoch`, 0 in the beginning.
+    """
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state = state
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Note the epoch."""
+        self.state.epoch = epoch
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Note the next epoch."""
+        self.state.epoch = epoch + 1
+
+
+__all__ = ["CommitState", "UpdateBatchState", "UpdateEpochState"]

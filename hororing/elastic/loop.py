@@ -1,0 +1,137 @@
+"""The loop of elastic training: train; after a change of members begin again from the state."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+
+import hororing.numpy as hvd
+from hororing import arguments, config, job, membership, names, runtime
+from hororing.errors import HororingInternalError, HostsUpdatedInterrupt
+
+Train = Callable[..., Any]
+# What the exceptions of a framework are here; None for those that have nothing to do with ranks.
+AsOurs = Callable[[Exception], Exception | None]
+
+_NOT_ELASTIC: Final = (
+    "; this job cannot go on: start it with hororun --min-np, and hvd.elastic.run goes on with the "
+    "ranks that are left"
+)
+
+
+def run(func: Train) -> Train:
+    """Make a training function go on when ranks die, leave or come.
+
+    >>> @hvd.elastic.run
+    ... def train(state):
+    ...     for state.epoch in range(state.epoch, 10):
+    ...         ...
+    ...         state.commit()
+    >>> train(state)
+
+    `func` takes a `State` first. Before it is called all ranks get the state of rank 0. When a rank
+    is lost, the others go back to what they have saved last; when ranks come or go by announcement,
+    they keep what they have. Then they form the job anew, call the state's reset callbacks, send
+    the state if a rank needs it, and call `func` again, until it returns. Between `hvd.init()` and
+    here a script must not communicate: ranks that come later would be alone.
+
+    Raises
+    ------
+    HororingInternalError : the job is not elastic (docs/elastic.md), or has been formed anew too
+        often (HORORING_RESET_LIMIT), or cannot be.
+    ValueError : whatever `func` raises is raised, and also errors of hororing that are ValueErrors,
+        such as MismatchError: going on would not help.
+    """
+    return run_fn(func, reset)
+
+
+def run_fn(func: Train, reset: Callable[[], None], as_ours: AsOurs = lambda error: error) -> Train:
+    """Do as `run`, with another function that forms the job anew.
+
+    `as_ours` returns what an exception of a framework is here, if it comes from hororing.
+    """
+
+    @functools.wraps(func)
+    def train(state: Any, *args: Any, **kwargs: Any) -> Any:
+        optimizers = names.optimizers()
+        resets, needs_sync = 0, True
+        while True:
+            try:
+                if resets:
+                    state.on_reset()
+                state.save()  # what rank 0 has saved is what all get
+                if _synchronized(state, needs_sync):
+                    needs_sync = False
+                # Ranks that come make as many optimizers from here on as those that begin again.
+                names.restart_optimizers(optimizers)
+                return func(state, *args, **kwargs)
+            except HostsUpdatedInterrupt as interrupt:
+                needs_sync = needs_sync or not interrupt.skip_sync
+                cause: Exception = interrupt
+            except Exception as error:
+                failure = as_ours(error)
+                if not isinstance(failure, HororingInternalError) or isinstance(
+                    failure, ValueError
+                ):
+                    raise
+                if not membership.is_elastic():
+                    _add(failure, _NOT_ELASTIC)
+                    raise failure from (None if failure is error else error)
+                state.restore()
+                needs_sync = True
+                cause = failure
+            resets += 1
+            _check_limit(resets, cause)
+            reset()
+
+    return train
+
+
+def _synchronized(state: Any, needs_sync: bool) -> bool:
+    """Give all ranks the state of rank 0, if one of them needs it; whether that was done.
+
+    All ranks must decide alike: those that stay may need nothing, while one has just come.
+    """
+    commits = getattr(state, "_commits", 0)
+    if job.is_initialized() and job.size() > 1:
+        mine = np.array([needs_sync, commits], np.int64)
+        needs_sync, commits = hvd.allreduce(mine, name="elastic.sync", op=arguments.Max).tolist()
+    if needs_sync:
+        state.sync()
+        state._commits = commits
+        membership.set_progress(commits)
+    return bool(needs_sync)
+
+
+def _check_limit(resets: int, cause: Exception) -> None:
+    limit = config.load()["RESET_LIMIT"]
+    # Ranks that came later have fewer resets behind them, and must decide as the others do.
+    if limit and max(resets, membership.generation()) > limit:
+        text = f"; the job was formed anew {limit} times, which is HORORING_RESET_LIMIT"
+        if isinstance(cause, HororingInternalError):
+            _add(cause, text)
+            raise cause
+        raise HororingInternalError(f"{cause}{text}")
+
+
+def _add(error: Exception, text: str) -> None:
+    error.args = (f"{error}{text}", *error.args[1:])
+
+
+def reset() -> None:
+    """Form the job anew. Blocks until the ranks that are left, and new ones, have come."""
+    static, formed = job.process.process_sets, False
+    while not formed:
+        runtime.shutdown()
+        try:
+            runtime.init(process_sets=static)
+            formed = True
+        except HororingInternalError:
+            if not job.is_initialized():
+                raise  # else a rank was lost again, while process sets were registered
+
+
+__all__ = ["reset", "run", "run_fn"]

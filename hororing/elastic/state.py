@@ -1,0 +1,168 @@
+"""What elastic training keeps over a change of members: it can be saved, restored and sent.
+
+Note [Which values count]. `save` keeps values in this process. `restore` goes back to them, after a
+failure, on all ranks that are left. Then `sync` gives every rank what rank 0 has, which is the rank
+with the most commits. Ranks that die during `sync` do no harm: what was saved is replaced when all
+of it has come.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+from hororing import job, membership
+from hororing.errors import HostsUpdatedInterrupt
+
+_REMOVED: Final = 1  # of `membership.updates`: some leave, and none comes
+
+
+class State:
+    """What a training function needs to go on. A base class: see `ObjectState`.
+
+    Parameters
+    ----------
+    bcast_object : a function that returns, on all ranks, the object that rank 0 calls it with.
+    get_rank : a function that returns the rank of this process.
+    """
+
+    def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int]) -> None:
+        self._bcast_object = bcast_object
+        self._rank = get_rank
+        self._announced: deque[tuple[int, int]] = deque()  # any thread may announce
+        self._last_update = 0  # when that was, which all ranks have heard of
+        self._reset_callbacks: list[Callable[[], None]] = []
+        self._commits = 0
+
+    def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
+        """Call these after every change of members, before the state is sent.
+
+        They adapt what depends on the number of ranks: a learning rate, say.
+        """
+        self._reset_callbacks.extend(callbacks)
+
+    def on_reset(self) -> None:
+        """Adapt to the new members. Called by `run` when hororing is initialised again."""
+        self._announced.clear()
+        self.reset()
+        for callback in self._reset_callbacks:
+            callback()
+
+    def on_hosts_updated(self, timestamp: int, update_res: int) -> None:
+        """Note that hosts will change, for the next `check_host_updates` on rank 0.
+
+        The job's launcher is heard without it.
+
+        Parameters
+        ----------
+        timestamp : when that became known; a later one is larger.
+        update_res : 1: hosts were removed, 2: added, 3: both.
+        """
+        self._announced.append((timestamp, update_res))
+
+    def commit(self) -> None:
+        """Save, and leave the training function if members come or go.
+
+        All ranks call it after the same steps. Blocks until rank 0 has called it, too.
+
+        Raises
+        ------
+        HostsUpdatedInterrupt : on all ranks, for `run`.
+        """
+        self.save()
+        self._commits += 1
+        membership.set_progress(self._commits)
+        self.check_host_updates()
+
+    def check_host_updates(self) -> None:
+        """Leave the training function if members come or go, and go on with what is not saved.
+
+        All ranks call it after the same steps. Blocks until rank 0 has called it, too. Does nothing
+        in a job whose ranks stay the same.
+
+        Raises
+        ------
+        HostsUpdatedInterrupt : on all ranks, for `run`.
+        """
+        if job.is_initialized() and not membership.is_elastic():
+            return
+        latest, what = self._latest_update() if self._rank() == 0 else (0, 0)
+        # What rank 0 knows counts, since the others may hear of it a little earlier or later.
+        known, latest, what = self._bcast_object((self._last_update, latest, what))
+        self._last_update = latest
+        if latest > known:
+            raise HostsUpdatedInterrupt(what == _REMOVED)
+
+    def _latest_update(self) -> tuple[int, int]:
+        """When hosts or processes have changed last, and how since the last look. On rank 0."""
+        latest, what = membership.updates()
+        if latest <= self._last_update:
+            latest, what = self._last_update, 0
+        while self._announced:
+            stamp, kind = self._announced.popleft()
+            if stamp > self._last_update:
+                latest, what = max(latest, stamp), what | kind
+        return latest, what
+
+    def save(self) -> None:
+        """Keep the values as they are now, in memory."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Go back to the values that were saved last."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Give every rank the values of rank 0, and save them. All ranks call it."""
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        """Adapt what depends on the rank and the number of ranks. Nothing, unless overridden."""
+
+
+class ObjectState(State):
+    """A state of plain objects, which become attributes. They must be picklable.
+
+    >>> state = ObjectState(hvd.broadcast_object, hvd.rank, epoch=0, batch=0)
+    >>> state.epoch += 1
+
+    Parameters
+    ----------
+    bcast_object, get_rank : as for `State`.
+    kwargs : the objects by name, as they are before training.
+    """
+
+    def __init__(
+        self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int], **kwargs: Any
+    ) -> None:
+        super().__init__(bcast_object, get_rank)
+        self._saved_state = kwargs
+        for name, value in kwargs.items():
+            setattr(self, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        """AttributeError. (Without this, type checkers know of no attributes by arguments.)"""
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def save(self) -> None:
+        """Copy the objects."""
+        self._saved_state = {name: copy.deepcopy(getattr(self, name)) for name in self._saved_state}
+
+    def restore(self) -> None:
+        """Go back to copies of the objects as they were saved last."""
+        for name, value in copy.deepcopy(self._saved_state).items():
+            setattr(self, name, value)
+
+    def sync(self) -> None:
+        """Give every rank the objects that rank 0 has saved last."""
+        if not self._saved_state:
+            return
+        saved = self._bcast_object(self._saved_state)
+        if self._rank() != 0:
+            self._saved_state = saved
+            ObjectState.restore(self)
+
+
+__all__ = ["ObjectState", "State"]

@@ -1,0 +1,134 @@
+"""A state of variables: what TensorFlow and Keras train. Each framework says how to read them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+import hororing.numpy as hvd
+from hororing import collectives, job, objects
+from hororing.elastic.state import ObjectState
+
+# The name is always the same: ranks that have come later have counted fewer calls.
+broadcast = functools.partial(objects.broadcast_object, root_rank=0, name="elastic.state")
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class VariablesState(ObjectState):
+    """A state of variables and plain objects. A base class.
+
+    `save` copies the variables into host memory.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(broadcast, job.rank, **kwargs)
+        self._saved_values: list[Array] = self._read()
+
+    def _variables(self) -> list[Any]:
+        """Return the variables, in the same order on every rank."""
+        raise NotImplementedError
+
+    def _array(self, variable: Any) -> Array:
+        """Return the value of one."""
+        raise NotImplementedError
+
+    def _read(self) -> list[Array]:
+        return [np.array(self._array(each)) for each in self._variables()]
+
+    def _assign(self, values: Sequence[Array]) -> None:
+        for variable, value in zip(self._variables(), values, strict=True):
+            variable.assign(value)
+
+    def save(self) -> None:
+        """Copy the values and the objects."""
+        values = self._read()
+        super().save()
+        self._saved_values = values
+
+    def restore(self) -> None:
+        """Go back to what was saved last."""
+        self._assign(self._saved_values)
+        super().restore()
+
+    def sync(self) -> None:
+        """Give every rank what rank 0 has saved last."""
+        # Rank 0 says what there is: an optimizer that has just been made may lack variables.
+        kinds = broadcast([(each.shape, each.dtype) for each in self._saved_values])
+        values = self._saved_values
+        if job.rank() != 0:
+            values = [np.empty(shape, dtype) for shape, dtype in kinds]
+        handles = [
+            # As bytes: some weights have types that only Keras knows.
+            hvd.broadcast_async_(
+                value.reshape(-1).view(np.uint8), 0, name=f"elastic.state.{number}"
+            )
+            for number, value in enumerate(values)
+        ]
+        collectives.wait_all(handles)
+        super().sync()
+        if job.rank() != 0:
+            self._saved_values = values
+            self._assign(values)
+
+
+class ModelState(VariablesState):
+    """A state of a Keras model, its optimizer and plain objects, as attributes. A base class.
+
+    Parameters
+    ----------
+    model : it must be built.
+    optimizer : None: that of the compiled model, if it is.
+    kwargs : the objects by name.
+
+    Raises
+    ------
+    ValueError : the model has no variables yet.
+    """
+
+    def __init__(self, model: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        if not model.built:
+            raise ValueError(
+                f"{type(self).__name__}: the model has no variables yet; call model.build(), or "
+                "call the model with a batch"
+            )
+        self.model = model
+        self.optimizer = getattr(model, "optimizer", None) if optimizer is None else optimizer
+        if self.optimizer is not None:
+            self._build(self.optimizer, model.trainable_variables)
+        self._saved_here: list[tuple[Any, Array]] = []
+        super().__init__(**kwargs)
+
+    def save(self) -> None:
+        """Copy the values and the objects; also what is this rank's own: random generators."""
+        write_back = getattr(self.model, "jax_state_sync", None)  # Keras on JAX trains copies
+        if write_back is not None:
+            write_back()
+        super().save()
+        sent = {id(each) for each in self._variables()}
+        self._saved_here = [
+            (each, np.array(self._array(each)))
+            for each in getattr(self.model, "variables", ())
+            if id(each) not in sent
+        ]
+
+    def restore(self) -> None:
+        """Go back to what was saved last."""
+        super().restore()
+        for variable, value in self._saved_here:
+            variable.assign(value)
+
+    def _build(self, optimizer: Any, variables: Sequence[Any]) -> None:
+        """Make the variables of the optimizer, which otherwise come with the first step."""
+        if not optimizer.built:
+            optimizer.build(variables)
+
+    def _variables(self) -> list[Any]:
+        held = () if self.optimizer is None else self.optimizer.variables
+        return [*self.model.weights, *(held() if callable(held) else held)]
+
+
+__all__ = ["ModelState", "VariablesState", "broadcast"]

@@ -1,0 +1,95 @@
+"""Elastic training with Keras 3::
+
+    import hororing.keras as hvd
+
+    hvd.init()
+    model = ...  # built and compiled
+    state = hvd.elastic.KerasState(model, epoch=0, batch=0)
+
+    @hvd.elastic.run
+    def train(state):
+        model.fit(..., initial_epoch=state.epoch, callbacks=[
+            hvd.elastic.UpdateEpochStateCallback(state),
+            hvd.elastic.UpdateBatchStateCallback(state),
+            hvd.elastic.CommitStateCallback(state),
+        ])
+
+    train(state)
+
+Start it with hororun --min-np. See docs/elastic.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+from keras import ops
+
+from hororing.elastic import (
+    HororingInternalError,
+    HorovodInternalError,
+    HostsUpdatedInterrupt,
+    ObjectState,
+    State,
+    fit,
+    history,
+    run_fn,
+)
+from hororing.elastic.loop import reset
+from hororing.elastic.variables import ModelState
+from hororing.keras.backends import backend
+
+
+def run(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Do as `hororing.elastic.run`, also for the errors of what Keras has compiled."""
+    return run_fn(func, reset, lambda error: backend().as_ours(error))
+
+
+class KerasState(ModelState):
+    """A state of a model, its optimizer and plain objects, as attributes.
+
+    >>> state = KerasState(model, epoch=0, batch=0)
+
+    Parameters
+    ----------
+    model : it must be built.
+    optimizer : None: that of the compiled model, if it is.
+    kwargs : the objects by name.
+
+    Raises
+    ------
+    ValueError : the model has no variables yet.
+    """
+
+    def _array(self, variable: Any) -> Any:
+        return ops.convert_to_numpy(variable)
+
+
+class CommitStateCallback(fit.CommitState, keras.callbacks.Callback):  # type: ignore[misc]
+    """Commits the state: hororing.elastic.fit.CommitState."""
+
+
+class UpdateBatchStateCallback(fit.UpdateBatchState, keras.callbacks.Callback):  # type: ignore[misc]
+    """Counts batches in ``state.batch``: hororing.elastic.fit.UpdateBatchState."""
+
+
+class UpdateEpochStateCallback(fit.UpdateEpochState, keras.callbacks.Callback):  # type: ignore[misc]
+    """Notes the epoch in ``state.epoch``: hororing.elastic.fit.UpdateEpochState."""
+
+
+__all__ = [
+    "CommitStateCallback",
+    "HororingInternalError",
+    "HorovodInternalError",
+    "HostsUpdatedInterrupt",
+    "KerasState",
+    "ObjectState",
+    "State",
+    "UpdateBatchStateCallback",
+    "UpdateEpochStateCallback",
+    "history",
+    "run",
+    "run_fn",
+]

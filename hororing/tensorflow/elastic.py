@@ -1,0 +1,132 @@
+"""Elastic training with TensorFlow::
+
+    import hororing.tensorflow as hvd
+
+    hvd.init()
+    model = ...  # built
+    state = hvd.elastic.TensorFlowKerasState(model, optimizer, batch=0)
+
+    @hvd.elastic.run
+    def train(state):
+        ...
+        state.commit()
+
+    train(state)
+
+Start it with hororun --min-np. See docs/elastic.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hororing.elastic import (
+    HororingInternalError,
+    HorovodInternalError,
+    HostsUpdatedInterrupt,
+    ObjectState,
+    State,
+    history,
+    run_fn,
+)
+from hororing.elastic.loop import reset
+from hororing.elastic.variables import ModelState, VariablesState
+from hororing.tensorflow.requests import as_ours
+
+
+def run(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Do as `hororing.elastic.run`, also for the errors that graphs raise."""
+    return run_fn(func, reset, as_ours)
+
+
+class TensorFlowState(VariablesState):
+    """A state of TensorFlow variables and plain objects.
+
+    >>> state = TensorFlowState([weights, bias], batch=0)
+
+    Parameters
+    ----------
+    variables : the same on every rank; None: the global variables of a graph of TensorFlow 1.
+    session : of TensorFlow 1, in which they live; None: the default session, if there is one.
+    kwargs : the objects by name, which become attributes.
+    """
+
+    def __init__(
+        self, variables: Iterable[Any] | None = None, session: Any = None, **kwargs: Any
+    ) -> None:
+        if variables is None:
+            variables = tf.compat.v1.global_variables()
+        self.variables = list(variables)
+        self.session = session
+        super().__init__(**kwargs)
+
+    def _session(self) -> Any:
+        if tf.executing_eagerly():
+            return None
+        return self.session or tf.compat.v1.get_default_session()
+
+    def _variables(self) -> list[Any]:
+        return self.variables
+
+    def _array(self, variable: Any) -> Any:
+        session = self._session()
+        return variable.numpy() if session is None else session.run(variable)
+
+    def _assign(self, values: Sequence[Any]) -> None:
+        session = self._session()
+        if session is None:
+            super()._assign(values)
+            return
+        for variable, value in zip(self.variables, values, strict=True):
+            variable.load(value, session)
+
+
+class TensorFlowKerasState(ModelState):
+    """A state of a model of tf.keras, its optimizer and plain objects, as attributes.
+
+    >>> state = TensorFlowKerasState(model, optimizer, epoch=0, batch=0)
+
+    Parameters
+    ----------
+    model : it must be built.
+    optimizer : None: that of the compiled model, if it is.
+    backend : Horovod's; no effect.
+    kwargs : the objects by name.
+
+    Raises
+    ------
+    ValueError : the model has no variables yet.
+    """
+
+    def __init__(
+        self, model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any
+    ) -> None:
+        super().__init__(model, optimizer, **kwargs)
+
+    def _build(self, optimizer: Any, variables: Sequence[Any]) -> None:
+        inner = getattr(optimizer, "inner_optimizer", optimizer)  # of a LossScaleOptimizer
+        make = getattr(inner, "_create_all_weights", None)  # of a legacy one of Keras 2
+        if make is not None:
+            make(variables)
+        elif not getattr(optimizer, "built", getattr(optimizer, "_built", False)):
+            optimizer.build(variables)
+
+    def _array(self, variable: Any) -> Any:
+        return tf.convert_to_tensor(variable)
+
+
+__all__ = [
+    "HororingInternalError",
+    "HorovodInternalError",
+    "HostsUpdatedInterrupt",
+    "ObjectState",
+    "State",
+    "TensorFlowKerasState",
+    "TensorFlowState",
+    "history",
+    "run",
+    "run_fn",
+]

@@ -1,0 +1,31 @@
+"""hororing.keras.elastic as Horovod's users of tf.keras know it; also for Keras 2."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hororing.tensorflow import elastic
+from hororing.tensorflow.elastic import *  # noqa: F403
+from hororing.tensorflow.elastic import TensorFlowKerasState as KerasState
+from hororing.tensorflow.which_keras import is_legacy
+
+if TYPE_CHECKING or not is_legacy():
+    from hororing.keras.elastic import (
+        CommitStateCallback,
+        UpdateBatchStateCallback,
+        UpdateEpochStateCallback,
+    )
+else:
+    from hororing.tensorflow.keras.legacy_callbacks import (
+        CommitStateCallback,
+        UpdateBatchStateCallback,
+        UpdateEpochStateCallback,
+    )
+
+__all__ = [
+    "CommitStateCallback",
+    "KerasState",
+    "UpdateBatchStateCallback",
+    "UpdateEpochStateCallback",
+]
+__all__ += elastic.__all__

@@ -1,0 +1,48 @@
+"""Elastic training with PyTorch::
+
+    import hororing.torch as hvd
+
+    hvd.init()
+    model = ...
+    optimizer = hvd.DistributedOptimizer(...)
+    sampler = hvd.elastic.ElasticSampler(dataset)
+    state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0)
+
+    @hvd.elastic.run
+    def train(state):
+        ...
+        state.commit()
+
+    train(state)
+
+Start it with hororun --min-np. See docs/elastic.md.
+"""
+
+from __future__ import annotations
+
+from hororing import elastic
+from hororing.elastic import *  # noqa: F403
+from hororing.torch.elastic.sampler import ElasticSampler
+from hororing.torch.elastic.state import (
+    ModelStateHandler,
+    ObjectWithStateHandler,
+    OptimizerStateHandler,
+    SamplerStateHandler,
+    StateHandler,
+    TorchState,
+    get_handler_registry,
+    set_handler_registry,
+)
+
+__all__ = [
+    "ElasticSampler",
+    "ModelStateHandler",
+    "ObjectWithStateHandler",
+    "OptimizerStateHandler",
+    "SamplerStateHandler",
+    "StateHandler",
+    "TorchState",
+    "get_handler_registry",
+    "set_handler_registry",
+]
+__all__ += elastic.__all__

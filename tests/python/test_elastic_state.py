@@ -1,0 +1,319 @@
+"""Elastic training without ranks: the loop, states, and who gets which sample. Push tier, 3 s."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hororing import elastic, membership
+from hororing.elastic import fit
+from hororing.elastic.partition import samples_left, share_of
+from hororing.errors import (
+    HororingInternalError,
+    HostsUpdatedInterrupt,
+    MismatchError,
+    ShutDownError,
+)
+
+# ---------------------------------------------------------------------------------------------
+# Samples
+
+
+EVENTS = st.tuples(st.sampled_from(["batch", "commit", "lost", "leave"]), st.integers(1, 4))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 5), st.booleans(), st.lists(EVENTS, max_size=30))
+def test_every_sample_comes_once_whatever_happens(
+    count: int, batch: int, shuffle: bool, events: list[tuple[str, int]]
+):
+    """Ranks process batches; commits, losses and joins come at any time; a loss goes back."""
+    module = pytest.importorskip("hororing.torch.elastic.sampler")
+    place = SimpleNamespace(rank=lambda: place.now, size=lambda: place.ranks, now=0, ranks=3)
+
+    def dealt(state: dict[str, int]) -> tuple[list[Any], list[list[int]]]:
+        samplers = []
+        for rank in range(place.ranks):
+            place.now = rank
+            sampler = module.ElasticSampler(range(count), shuffle, seed=2)
+            sampler.load_state_dict(state)
+            samplers.append(sampler)
+        shares = [list(each) for each in samplers]
+        assert {len(share) for share in shares} == {len(each) for each in samplers}
+        return samplers, shares
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "job", place)
+        committed = {"epoch": 1, "processed_num": 0}
+        seen: list[int] = []  # by the model, as it is
+        saved: list[int] = []  # by the model, as it was committed
+        samplers, shares = dealt(committed)
+        at = 0
+        while committed["processed_num"] < count:
+            event, ranks = events.pop() if events else ("commit" if at else "batch", 0)
+            if event == "batch" and at < len(shares[0]):
+                for sampler, share in zip(samplers, shares, strict=True):
+                    seen += share[at : at + batch]
+                    sampler.record_batch(0, batch)
+                at += batch
+            if event in ("commit", "leave"):
+                saved, committed = list(seen), samplers[-1].state_dict()
+            if ranks and event in ("lost", "leave"):
+                seen, place.ranks = list(saved), ranks
+                samplers, shares = dealt(committed)
+                at = 0
+            elif event == "commit" and not events:
+                samplers, shares = dealt(committed)
+                at = 0
+    times = Counter(saved)
+    assert set(times) == set(range(count))
+    assert sum(times.values()) - count < 4  # ranks: the last samples are dealt evenly
+
+
+def test_samples_are_dealt_in_turn_and_the_first_again():
+    assert [share_of([5, 6, 7, 8, 9], rank, 2) for rank in (0, 1)] == [[5, 7, 9], [6, 8, 5]]
+    assert [share_of([3], rank, 4) for rank in range(4)] == [[3]] * 4
+    assert share_of([], 0, 3) == []
+    order = samples_left(10, 0, 3)
+    assert sorted(order) == list(range(10))
+    assert order != sorted(order)
+    assert samples_left(10, 4, 3) == order[4:]
+    assert samples_left(4, 1, None) == [1, 2, 3]
+
+
+# ---------------------------------------------------------------------------------------------
+# States
+
+
+def state(**objects: Any) -> elastic.ObjectState:
+    return elastic.ObjectState(lambda each: each, lambda: 0, **objects)
+
+
+def test_an_object_state_saves_copies():
+    mine = state(epoch=1, log=[1])
+    mine.epoch = 2
+    mine.log.append(2)
+    mine.save()
+    mine.epoch = 3
+    mine.log.append(3)
+    mine.restore()
+    assert (mine.epoch, mine.log) == (2, [1, 2])
+    mine.log.append(4)
+    mine.restore()
+    assert mine.log == [1, 2]
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = mine.nothing
+
+
+def test_another_rank_gets_what_rank_0_has_saved():
+    other = elastic.ObjectState(lambda each: {"epoch": 7}, lambda: 1, epoch=0)
+    other.sync()
+    assert other.epoch == 7
+    other.epoch = 8
+    other.restore()
+    assert other.epoch == 7
+
+
+@pytest.mark.parametrize(("what", "skip_sync"), [(1, True), (2, False), (3, False)])
+def test_announced_changes_interrupt_once(what: int, skip_sync: bool):
+    mine = state(epoch=0)
+    mine.commit()
+    mine.on_hosts_updated(5, what)
+    with pytest.raises(HostsUpdatedInterrupt) as interrupt:
+        mine.commit()
+    assert interrupt.value.skip_sync is skip_sync
+    mine.commit()
+    mine.on_hosts_updated(4, 2)  # is old
+    mine.commit()
+    mine.on_hosts_updated(6, 1)
+    mine.on_hosts_updated(7, 2)
+    with pytest.raises(HostsUpdatedInterrupt) as interrupt:
+        mine.check_host_updates()
+    assert interrupt.value.skip_sync is False
+
+
+# ---------------------------------------------------------------------------------------------
+# The loop
+
+
+class Traced(elastic.State):
+    """Notes what is done with it."""
+
+    def __init__(self, trace: list[str]) -> None:
+        super().__init__(lambda each: each, lambda: 0)
+        self.trace = trace
+
+    def save(self) -> None:
+        self.trace.append("save")
+
+    def restore(self) -> None:
+        self.trace.append("restore")
+
+    def sync(self) -> None:
+        self.trace.append("sync")
+
+    def reset(self) -> None:
+        self.trace.append("adapt")
+
+
+def traced(outcomes: list[Any], elastic_job: bool = True) -> tuple[list[str], Any]:
+    """What the loop does where the function has these outcomes, and what it returns or raises."""
+    trace: list[str] = []
+
+    def func(given: Any, *args: Any, **kwargs: Any) -> Any:
+        assert args == (1,)
+        assert kwargs == {"two": 2}
+        trace.append("func")
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    own = Traced(trace)
+    own.register_reset_callbacks([lambda: trace.append("callback")])
+    result: Any
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(membership, "is_elastic", lambda: elastic_job)
+        try:
+            result = elastic.run_fn(func, lambda: trace.append("reset"))(own, 1, two=2)
+        except Exception as error:
+            result = error
+    return trace, result
+
+
+BEGIN = ["save", "sync", "func"]
+
+
+def test_the_loop_goes_back_and_on():
+    assert traced(["done"]) == (BEGIN, "done")
+    again = ["reset", "adapt", "callback", "save", "sync", "func"]
+    assert traced([ShutDownError("x"), 3]) == ([*BEGIN, "restore", *again], 3)
+    assert traced([HostsUpdatedInterrupt(False), 3]) == ([*BEGIN, *again], 3)
+    skipped = [each for each in again if each != "sync"]
+    assert traced([HostsUpdatedInterrupt(True), 3]) == ([*BEGIN, *skipped], 3)
+    both = [HostsUpdatedInterrupt(True), ShutDownError("x"), 3]
+    assert traced(both) == ([*BEGIN, *skipped, "restore", *again], 3)
+
+
+def test_a_failure_while_the_state_is_sent_is_one_like_others():
+    calls = []
+
+    class Failing(Traced):
+        def sync(self) -> None:
+            super().sync()
+            calls.append(1)
+            if len(calls) == 2:
+                raise ShutDownError("in the middle")
+
+    trace: list[str] = []
+    outcomes = [HostsUpdatedInterrupt(False), "done"]
+
+    def func(_: Any) -> Any:
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(membership, "is_elastic", lambda: True)
+        assert elastic.run_fn(func, lambda: trace.append("reset"))(Failing(trace)) == "done"
+    again = ["reset", "adapt", "save", "sync"]
+    assert trace == ["save", "sync", *again, "restore", *again]
+
+
+def test_what_the_script_has_done_wrong_is_raised():
+    for error in (ValueError("x"), KeyError("x"), MismatchError("shapes differ")):
+        assert traced([error]) == (BEGIN, error)
+
+
+def test_a_job_that_is_not_elastic_raises_with_the_way_out():
+    trace, error = traced([ShutDownError("rank 1 has ended")], elastic_job=False)
+    assert trace == BEGIN
+    assert type(error) is ShutDownError
+    assert str(error).startswith("rank 1 has ended; ")
+    assert "hororun --min-np" in str(error)
+
+
+def test_the_reset_limit_ends_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HORORING_RESET_LIMIT", "2")
+    trace, error = traced([ShutDownError("a"), ShutDownError("b"), ShutDownError("c")])
+    assert trace.count("reset") == 2
+    assert str(error).startswith("c; ")
+    assert "HORORING_RESET_LIMIT" in str(error)
+    trace, error = traced([HostsUpdatedInterrupt() for _ in range(3)])
+    assert trace.count("reset") == 2
+    assert type(error) is HororingInternalError
+
+
+# ---------------------------------------------------------------------------------------------
+# model.fit
+
+
+def batches_of_epochs(callbacks: list[Any], model: Any, steps: int, first: int, epochs: int):
+    """What `fit` does with callbacks; a list of the numbers of batches of the epochs."""
+    done = []
+
+    def call(name: str, *arguments: Any) -> None:
+        for each in callbacks:
+            method = getattr(each, name, None)
+            if method is not None:
+                method(*arguments)
+
+    for each in callbacks:
+        each.model, each.params = model, {"steps": steps}
+    call("on_train_begin")
+    for epoch in range(first, epochs):
+        call("on_epoch_begin", epoch)
+        count = 0
+        for batch in range(steps):
+            call("on_train_batch_begin", batch)
+            count += 1
+            call("on_train_batch_end", batch)
+            if model.stop_training:
+                break
+        done.append(count)
+        call("on_epoch_end", epoch)
+        if model.stop_training:
+            break
+    call("on_train_end")
+    return done
+
+
+@pytest.mark.parametrize("commit_first", [True, False])
+def test_callbacks_resume_where_the_state_is(commit_first: bool):
+    mine = state(epoch=0, batch=0)
+    saved: list[tuple[int, int]] = []
+    stop_at = 6
+
+    def commit() -> None:
+        saved.append((mine.epoch, mine.batch))
+        if len(saved) == stop_at:
+            raise HostsUpdatedInterrupt
+
+    mine.commit = commit
+    notes = [fit.UpdateEpochState(mine), fit.UpdateBatchState(mine)]
+    commits = [fit.CommitState(mine)]
+    model = SimpleNamespace(stop_training=False)
+    callbacks = commits + notes if commit_first else notes + commits
+    with pytest.raises(HostsUpdatedInterrupt):
+        batches_of_epochs(callbacks, model, 4, 0, 3)
+    assert saved == [(0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2)]
+    stop_at = 0
+    # As run would: the callbacks are made anew, or are the old ones.
+    assert batches_of_epochs(callbacks, model, 4, mine.epoch, 3) == [2, 4]
+    assert saved[6:] == [(1, 3), (2, 0), (2, 1), (2, 2), (2, 3), (3, 0)]
+
+
+def test_commits_are_as_far_apart_as_asked():
+    mine = state(epoch=0, batch=0)
+    saved: list[int] = []
+    mine.commit = lambda: saved.append(mine.batch)
+    model = SimpleNamespace(stop_training=False)
+    callbacks = [fit.CommitState(mine, batches_per_commit=3), fit.UpdateBatchState(mine)]
+    batches_of_epochs(callbacks, model, 7, 0, 1)
+    assert saved == [3, 6, 0]

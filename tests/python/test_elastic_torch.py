@@ -1,0 +1,100 @@
+"""Elastic training with torch: ranks are killed and come while it runs. 15 s of the push tier."""
+
+from __future__ import annotations
+
+import pytest
+import tiers
+from elastic_ranks import ElasticJob
+
+pytest.importorskip("torch")
+
+# Trains until an epoch is over that began when the newcomer was there.
+SCRIPT = """
+import os, time
+from collections import Counter
+
+import torch
+import hororing.torch as hvd
+from hororing.errors import MismatchError
+
+COUNT, BATCH = 50, 2
+pairs = hvd.ProcessSet([0, 1]), hvd.ProcessSet([1, 2])
+hvd.init(process_sets=list(pairs))
+torch.manual_seed(os.getpid())
+model = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
+optimizer = torch.optim.Adam(model.parameters(), lr=0.001 * hvd.size())
+optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), groups=2)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7, gamma=0.999)
+data = torch.utils.data.TensorDataset(torch.arange(COUNT, dtype=torch.float32).reshape(COUNT, 1))
+sampler = hvd.elastic.ElasticSampler(data)
+state = hvd.elastic.TorchState(
+    model, optimizer, sampler=sampler, scheduler=scheduler, epoch=0, began=0, steps=0,
+    seen=Counter(), sizes=[],
+)
+state.register_reset_callbacks([lambda: state.sizes.append(hvd.size())])
+
+
+def generation():
+    return hvd.elastic.history()[-1].generation
+
+
+@hvd.elastic.run
+def train(state):
+    print("world", generation(), hvd.rank(), hvd.size(), flush=True)
+    assert pairs[0].process_set_id == hvd.size() - 2  # of two ranks it is the global one
+    if hvd.size() == 2:
+        try:
+            hvd.allreduce(torch.ones(1), process_set=pairs[1])
+        except TypeError as error:
+            assert "this job has 2 now" in str(error), error
+    while state.began < 3:
+        if not state.seen:
+            state.began = generation()
+        for index, (batch,) in enumerate(torch.utils.data.DataLoader(data, BATCH, sampler=sampler)):
+            optimizer.zero_grad()
+            inputs = batch if len(batch) > 1 else batch.repeat(2, 1)
+            (model(inputs / COUNT) - 1).square().mean().backward()
+            everybody = hvd.allgather(batch).reshape(-1).int().tolist()
+            optimizer.step()
+            scheduler.step()
+            state.seen.update(everybody)
+            state.steps += 1
+            sampler.record_batch(index, BATCH)
+            if state.steps % 2:
+                state.commit()
+            else:
+                state.check_host_updates()
+            time.sleep(0.002)
+        assert set(state.seen) == set(range(COUNT)), state.seen
+        assert sum(state.seen.values()) - COUNT < 3, state.seen
+        state.seen = Counter()
+        state.epoch += 1
+        sampler.set_epoch(state.epoch)
+    return "done"
+
+
+done = train(state)
+moments = [each["exp_avg_sq"].double().sum().item() for each in optimizer.state.values()]
+values = [each.double().sum().item() for each in model.parameters()]
+print("end", done, state.steps, optimizer.param_groups[0]["lr"], sum(values), sum(moments),
+      flush=True)
+"""
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("rank", tiers.choose((0, 2), push=(0,)))
+def test_training_goes_on_without_a_rank_and_with_a_new_one(rank: int):
+    with ElasticJob(np=3, min_np=2, max_np=3) as job:
+        for _ in range(3):
+            job.start(script=SCRIPT)
+        job.wait(lambda: all(job.started(each, 1) for each in range(3)))
+        killed = job.process_of(rank)
+        job.ranks[killed].kill()
+        rest = sorted({0, 1, 2} - {killed})
+        job.wait(lambda: all(job.started(each, 2) for each in rest))
+        new = job.start(script=SCRIPT)
+        ends = job.ends(*rest, new)
+        assert ends[0].startswith("end done")
+        assert len(set(ends)) == 1, ends
+        assert [len(world.members) for world in job.worlds()] == [3, 2, 3]
+        assert [each.rank for each in job.lost()] == [rank]
