@@ -14,9 +14,9 @@ constexpr TimeNs kLookInterval = 2 * kMillisecond;
 // Of a rank whose last bytes may still be on the wire: looking moves them, too.
 constexpr TimeNs kWireLookInterval = 50 * kMicrosecond;
 // How long a rank with nothing on the wire sleeps; its peers on the host ring.
-constexpr TimeNs kLongestNap = 5 * kMillisecond;
+constexpr TimeNs kLongestSleep = 5 * kMillisecond;
 // MPI rings for nobody.
-constexpr TimeNs kLongestWireNap = 100 * kMicrosecond;
+constexpr TimeNs kLongestWireSleep = 100 * kMicrosecond;
 
 }  // namespace
 
@@ -122,10 +122,10 @@ Status HostPipeline::WaitForReaders() {
 // ready() does what it can, and is false where that was nothing.
 template <typename Ready>
 Status HostPipeline::Until(Ready ready) {
-  Backoff backoff(0, on_wire_ ? kLongestWireNap : kLongestNap);
+  Backoff backoff(0, on_wire_ ? kLongestWireSleep : kLongestSleep);
   LongWait wait(backoff.begin_ns());
   for (;;) {
-    const uint32_t bell = local_.Bell();
+    const uint32_t epoch = local_.Epoch();
     if (ready()) return Status::Ok();
     const TimeNs now = NowNs();
     if (now >= next_look_ns_) {
@@ -133,7 +133,7 @@ Status HostPipeline::Until(Ready ready) {
       HORORING_RETURN_IF_ERROR(wire_.CheckPeers());
       wait.Look(wire_, now, [this] { return Lagging(); });
     }
-    if (!backoff.Pause(local_, bell, false, wire_.Extended(deadline_))) {
+    if (!backoff.Pause(local_, epoch, false, wire_.Extended(deadline_))) {
       return wait.GiveUp(wire_, Lagging());
     }
   }

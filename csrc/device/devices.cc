@@ -7,20 +7,20 @@
 namespace hororing {
 
 // Whoever waits here waits for a call that another thread is in. Where the loop's thread may be
-// given up it must not have the turn, which it would keep for ever: it has let go of it before the
+// given up it must not have the lock, which it would keep for ever: it has let go of it before the
 // watched wait ends, and tries again.
-std::unique_lock<std::mutex> Devices::TurnToOpen() {
+std::unique_lock<std::mutex> Devices::LockOpening() {
   constexpr CallWatch::Name kOpening{"the first use of a device, in another thread,",
                                      "NVIDIA's driver"};
   for (;;) {
-    std::unique_lock<std::mutex> turn(opening_, std::try_to_lock);
-    if (turn.owns_lock()) return turn;
+    std::unique_lock<std::mutex> opening(opening_, std::try_to_lock);
+    if (opening.owns_lock()) return opening;
     const CallWatch::Call waits(CallWatch::OfThread(), kOpening);
     std::lock_guard<std::mutex> wait(opening_);
   }
 }
 
-// REQUIRES: the turn to open.
+// REQUIRES: opening_.
 Status Devices::LoadDriver() {
   if (cuda_ != nullptr) return Status::Ok();
   auto api = std::make_shared<CudaApi>();
@@ -29,7 +29,7 @@ Status Devices::LoadDriver() {
   return Status::Ok();
 }
 
-// REQUIRES: the turn to open, and none is.
+// REQUIRES: opening_, and none is open.
 Status Devices::Open(std::optional<int> ordinal) {
   in_use_ = true;  // callers leave the loop to its thread from here on (engine/engine.h)
   std::shared_ptr<Device> fresh;
@@ -51,7 +51,7 @@ std::shared_ptr<Device> Devices::opened() {
 Status Devices::Use(int ordinal, std::shared_ptr<Device>* device) {
   std::shared_ptr<Device> one = opened();
   if (one == nullptr) {
-    const std::unique_lock<std::mutex> turn = TurnToOpen();
+    const std::unique_lock<std::mutex> opening = LockOpening();
     if (opened() == nullptr) HORORING_RETURN_IF_ERROR(Open(ordinal));
     one = opened();
   }
@@ -70,14 +70,14 @@ Status Devices::Use(int ordinal, std::shared_ptr<Device>* device) {
 Status Devices::Any(std::shared_ptr<Device>* device) {
   *device = opened();
   if (*device != nullptr) return Status::Ok();
-  const std::unique_lock<std::mutex> turn = TurnToOpen();
+  const std::unique_lock<std::mutex> opening = LockOpening();
   if (opened() == nullptr) HORORING_RETURN_IF_ERROR(Open(std::nullopt));
   *device = opened();
   return Status::Ok();
 }
 
 bool Devices::Exist() {
-  const std::unique_lock<std::mutex> turn = TurnToOpen();
+  const std::unique_lock<std::mutex> opening = LockOpening();
   return LoadDriver().ok();
 }
 

@@ -44,7 +44,7 @@ class Devices {
   void AbortTogether(const std::function<void()>& end_communicators);
 
  private:
-  std::unique_lock<std::mutex> TurnToOpen();
+  std::unique_lock<std::mutex> LockOpening();
   Status LoadDriver();
   Status Open(std::optional<int> ordinal);  // none: the likely one
   std::shared_ptr<Device> opened();         // null: none

@@ -166,18 +166,18 @@ Status Engine::Prepare(const WorldMaker& make_world, World* world, std::optional
 }
 
 void Engine::Serve(World& world, Loop& loop) {
-  std::unique_lock<std::mutex> turn(turn_);
+  std::unique_lock<std::mutex> progress(progress_mutex_);
   loop_ = &loop;
   state_ = State::kRunning;
   start_.set_value(Status::Ok());
   Status why;
   try {
-    why = loop.Run(turn);
+    why = loop.Run(progress);
   } catch (const std::exception& error) {  // from its last words: the loop itself catches
     why = Status(Code::kInternal, std::string("the engine broke: ") + error.what());
   }
   loop_ = nullptr;
-  turn.unlock();
+  progress.unlock();
   Finish(why);
   const bool peaceful = why.code() == Code::kShutDown || loop.end_agreed();
   if (peaceful) CloseAll(world, why.code() == Code::kStalled);
@@ -199,7 +199,7 @@ Status Engine::PrepareWorld(const WorldMaker& make_world, World* world) {
   topology_ = world->topology;
   shared_.sets.Reset(topology_.rank, topology_.size);
   transport_name_ = world->transport->name();
-  shared_.transport_drivable = world->transport->turns() != nullptr;
+  shared_.transport_drivable = world->transport->eventcount() != nullptr;
   shared_.mailbox.Attach(world->transport.get());
   // The tuner, and who counts steps, must see everything; the other backends come to other bits.
   const bool direct = shared_.config.backend == "auto" || shared_.config.backend == "shm_direct";

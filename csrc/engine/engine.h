@@ -146,8 +146,9 @@ class Engine {
   // Of a loop that was given up: what still refers to a device.
   std::vector<std::unique_ptr<TensorEntry>> left_behind_;
 
-  std::mutex turn_;       // held by whoever runs the loop; see Transport
-  Loop* loop_ = nullptr;  // GUARDED_BY(turn_); null before it begins and after it has ended
+  std::mutex progress_mutex_;  // held by whoever runs the loop; see Eventcount
+  // GUARDED_BY(progress_mutex_); null before it begins and after it has ended.
+  Loop* loop_ = nullptr;
 
   std::mutex command_mutex_;  // serialises callers of RunCommand
   std::promise<Status> start_;

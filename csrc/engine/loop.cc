@@ -47,7 +47,7 @@ Loop::Loop(Shared& shared, World& world, const BackendOptions& options,
       world_(world),
       backend_options_(options),
       transport_(*world.transport),
-      turns_(world.transport->turns()),
+      eventcount_(world.transport->eventcount()),
       topology_(world.topology),
       timeline_(*world.transport, world.topology, std::move(clock_offsets), shared.trace),
       runner_(shared, WorldCommunicator(world, std::move(backends))),
@@ -73,18 +73,18 @@ Loop::Loop(Shared& shared, World& world, const BackendOptions& options,
   FollowTuner();
 }
 
-Status Loop::Run(std::unique_lock<std::mutex>& turn) {
+Status Loop::Run(std::unique_lock<std::mutex>& progress) {
   try {
     while (!final_) {
-      const uint32_t bell = turns_ != nullptr ? turns_->Bell() : 0;
+      const uint32_t epoch = eventcount_ != nullptr ? eventcount_->Epoch() : 0;
       const bool busy = Step();
       if (final_) continue;
-      if (turns_ != nullptr && mailbox_.poll_scheduled()) {
-        Doze(turn, gather_bell_);
+      if (eventcount_ != nullptr && mailbox_.poll_scheduled()) {
+        Park(progress, poll_epoch_);
       } else if (busy) {
         continue;
-      } else if (turns_ != nullptr) {
-        Doze(turn, bell);
+      } else if (eventcount_ != nullptr) {
+        Park(progress, epoch);
       } else {
         transport_.Sleep(NextDeadline());
       }
@@ -97,22 +97,22 @@ Status Loop::Run(std::unique_lock<std::mutex>& turn) {
   return *final_;
 }
 
-// Sleeps without the turn, and comes back with it when there is something to do and nobody who
-// does it: a driver rings the bell if it leaves anything behind.
-void Loop::Doze(std::unique_lock<std::mutex>& turn, uint32_t bell) {
-  const TimeNs until = doze_until_ns_ = NextDeadline();
+// Sleeps without the lock, and comes back with it when there is something to do and nobody who does
+// it: a driver rings if it leaves anything behind.
+void Loop::Park(std::unique_lock<std::mutex>& progress, uint32_t epoch) {
+  const TimeNs until = parked_until_ns_ = NextDeadline();
   const bool gathers = mailbox_.poll_scheduled();  // and `until` is when it has promised to
-  turn.unlock();
+  progress.unlock();
   if (gathers) {
-    if (NowNs() < until) turns_->Nap(bell, until);
-    bell = turns_->Bell();
-    if (turn.try_lock()) return;  // otherwise the driver looks
+    if (NowNs() < until) eventcount_->Park(epoch, until);
+    epoch = eventcount_->Epoch();
+    if (progress.try_lock()) return;  // otherwise the driver looks
   }
   for (;;) {
-    turns_->Doze(bell, until);
-    if (NowNs() >= until) return turn.lock();
-    bell = turns_->Bell();  // before the attempt: what comes after it rings again
-    if (turn.try_lock()) return;
+    eventcount_->SpinThenPark(epoch, until);
+    if (NowNs() >= until) return progress.lock();
+    epoch = eventcount_->Epoch();  // before the attempt: what comes after it rings again
+    if (progress.try_lock()) return;
   }
 }
 
@@ -120,17 +120,17 @@ Loop::Left Loop::Drive(const std::function<bool()>& done, TimeNs deadline) {
   // Peers ring while the last batch is under way. Another look finds that this was all, mostly,
   // and spares the engine's thread to be woken for it.
   constexpr int kLastLooks = 3;
-  turns_->BeginDriving();
+  eventcount_->BeginDriving();
   driven_ = true;
-  uint32_t bell = 0;
+  uint32_t epoch = 0;
   int last_looks = 0;
   try {
     for (;;) {
-      bell = turns_->Bell();
+      epoch = eventcount_->Epoch();
       const bool busy = Step();
       if (final_ || !shared_.Drivable()) break;
       if (done()) {
-        if (++last_looks > kLastLooks || turns_->Bell() == bell) break;
+        if (++last_looks > kLastLooks || eventcount_->Epoch() == epoch) break;
         continue;
       }
       if (busy) continue;
@@ -142,8 +142,8 @@ Loop::Left Loop::Drive(const std::function<bool()>& done, TimeNs deadline) {
     OnException(error);
   }
   driven_ = false;
-  turns_->EndDriving();
-  return {bell, final_ || !shared_.Drivable() || NextDeadline() < doze_until_ns_};
+  eventcount_->EndDriving();
+  return {epoch, final_ || !shared_.Drivable() || NextDeadline() < parked_until_ns_};
 }
 
 // One look at everything; true when there was something to do.

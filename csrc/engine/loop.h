@@ -4,7 +4,7 @@
 // comes; there is no cycle. Runs on the engine's thread; where the transport permits it, a caller
 // that waits for a request drives it meanwhile, which saves two changes of threads (ADR 0012).
 //
-// Thread-safety: everything under Engine::turn_, whoever calls.
+// Thread-safety: everything under Engine::progress_mutex_, whoever calls.
 #pragma once
 
 #include <exception>
@@ -33,23 +33,23 @@ class Loop {
        std::vector<std::unique_ptr<Backend>> backends, std::vector<TimeNs> clock_offsets);
 
   // Until a rank shuts down (kShutDown) or something breaks; tells the peers, and returns why.
-  // `turn` is held, but while the thread sleeps.
-  Status Run(std::unique_lock<std::mutex>& turn);
+  // `progress` is held, but while the thread sleeps.
+  Status Run(std::unique_lock<std::mutex>& progress);
   // All ranks have agreed on the end.
   bool end_agreed() const { return end_agreed_; }
 
   // What a driver leaves to the engine's thread, which may be asleep.
   struct Left {
-    uint32_t bell;  // as it was before the driver's last look
-    bool wake;      // in any case: the end, or an earlier deadline than it sleeps to
+    uint32_t epoch;  // as it was before the driver's last look
+    bool wake;       // in any case: the end, or an earlier deadline than it sleeps to
   };
   // Does the same, for a caller that waits, until done() or `deadline`. REQUIRES: drivable().
   Left Drive(const std::function<bool()>& done, TimeNs deadline);
-  bool drivable() const { return turns_ != nullptr && !final_; }
+  bool drivable() const { return eventcount_ != nullptr && !final_; }
 
  private:
   bool Step();
-  void Doze(std::unique_lock<std::mutex>& turn, uint32_t bell);
+  void Park(std::unique_lock<std::mutex>& progress, uint32_t epoch);
   // Each of the steps returns true when there was something to do, and sets final_ to end.
   bool Report();
   bool Receive();
@@ -101,7 +101,7 @@ class Loop {
   World& world_;
   const BackendOptions backend_options_;
   Transport& transport_;
-  Turns* const turns_;  // null: only the engine's thread may use the transport
+  Eventcount* const eventcount_;  // null: only the engine's thread may use the transport
   const Topology& topology_;
   Timeline timeline_;
   BatchRunner runner_;
@@ -116,7 +116,7 @@ class Loop {
   std::vector<TensorEntry*> submitted_;      // of Report; its memory is used again
   ReportPace pace_;
   TimeNs report_ns_ = kForever;  // when the loop's thread has promised to poll
-  uint32_t gather_bell_ = 0;     // as it was then
+  uint32_t poll_epoch_ = 0;      // as it was then
   bool driven_ = false;          // by a caller
   // Of the agreement under way: what this rank contributes although it has joined.
   std::vector<std::unique_ptr<TensorEntry>> stand_ins_;
@@ -137,7 +137,7 @@ class Loop {
   };
   std::optional<Asked> asked_;
   TimeNs next_checks_ns_ = 0;
-  TimeNs doze_until_ns_ = 0;  // when the engine's thread wakes by itself
+  TimeNs parked_until_ns_ = 0;  // when the engine's thread wakes by itself
   const int parent_pid_;
   std::optional<Status> final_;
   bool end_agreed_ = false;

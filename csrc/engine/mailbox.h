@@ -25,10 +25,10 @@ class Mailbox {
     std::lock_guard<std::mutex> lock(mutex_);
     if (transport_ != nullptr) transport_->Wake();
   }
-  // Unless nobody has rung the bell since it was `bell`. REQUIRES: callers can drive the loop.
-  void WakeIfRung(uint32_t bell) {
+  // If anything has happened since `epoch`. REQUIRES: callers can drive the loop.
+  void WakeIfAny(uint32_t epoch) {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (transport_ != nullptr && transport_->turns()->Bell() != bell) transport_->Wake();
+    if (transport_ != nullptr && transport_->eventcount()->Epoch() != epoch) transport_->Wake();
   }
   // Requests are in the table. The loop, where it has promised to poll, either takes them after it
   // has withdrawn its promise, or we see that it has.
@@ -125,7 +125,8 @@ class Mailbox {
   // of this process, or at their deadline: to MPI no other thread may talk.
   void TellPeers(const Status& why) {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (transport_ != nullptr && transport_->turns() != nullptr) transport_->AnnounceFailure(why);
+    if (transport_ != nullptr && transport_->eventcount() != nullptr)
+      transport_->AnnounceFailure(why);
   }
 
   // Callers that are blocked: until their requests are complete, which are reported at once; and

@@ -50,7 +50,7 @@ bool Loop::LetsMoreCome() {
   const TimeNs due = pace_.Due(submitted.first_ns, submitted.count, now);
   if (now >= due) return submitted.count == 0;
   report_ns_ = due;
-  if (turns_ != nullptr) gather_bell_ = turns_->Bell();
+  if (eventcount_ != nullptr) poll_epoch_ = eventcount_->Epoch();
   mailbox_.set_poll_scheduled(true);
   return !mailbox_.IsUrgent();  // who has begun to wait since may not have seen the promise
 }

@@ -104,14 +104,14 @@ void Engine::DriveUntil(const std::function<bool()>& done, TimeNs deadline) {
   if (done()) return;
   Mailbox& mailbox = shared_.mailbox;
   if (!shared_.Drivable()) return mailbox.Hurry();
-  std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);
-  if (turn.owns_lock() && loop_ != nullptr && loop_->drivable()) {
+  std::unique_lock<std::mutex> progress(progress_mutex_, std::try_to_lock);
+  if (progress.owns_lock() && loop_ != nullptr && loop_->drivable()) {
     const Loop::Left left = loop_->Drive(done, deadline);
-    turn.unlock();
-    // Only now: what rings before the turn is free wakes a thread that cannot take it.
-    left.wake ? mailbox.Wake() : mailbox.WakeIfRung(left.bell);
+    progress.unlock();
+    // Only now: what happens before the lock is free wakes a thread that cannot take it.
+    left.wake ? mailbox.Wake() : mailbox.WakeIfAny(left.epoch);
   } else {
-    if (turn.owns_lock()) turn.unlock();
+    if (progress.owns_lock()) progress.unlock();
     mailbox.Wake();  // a request that was submitted without may have been overlooked
   }
 }

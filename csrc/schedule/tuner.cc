@@ -55,11 +55,11 @@ void Tuner::Sampled(double score) {
     return Log("warmup", score);
   }
   Log("round " + std::to_string(round_), score);
-  candidates_[turn_ % candidates_.size()].scores.push_back(score);
-  if (++turn_ == TurnsOfRound()) Halve();
+  candidates_[sample_ % candidates_.size()].scores.push_back(score);
+  if (++sample_ == SamplesOfRound()) Halve();
 }
 
-size_t Tuner::TurnsOfRound() const {
+size_t Tuner::SamplesOfRound() const {
   size_t each = size_t{1} << (round_ - 1);
   if (candidates_.size() == 2) each = std::max(each, kDecidingSamples);
   return candidates_.size() * each;
@@ -69,7 +69,7 @@ void Tuner::Halve() {
   std::stable_sort(candidates_.begin(), candidates_.end(),
                    [](const Candidate& a, const Candidate& b) { return a.score() > b.score(); });
   candidates_.resize((candidates_.size() + 1) / 2);
-  turn_ = 0;
+  sample_ = 0;
   if (done()) return Log("best", candidates_[0].score());
   ++round_;
   for (Candidate& candidate : candidates_) candidate.scores.clear();

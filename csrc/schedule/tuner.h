@@ -3,7 +3,7 @@
 // identification and hyperparameter optimization", AISTATS 2016, arXiv:1502.07943): every candidate
 // is tried for a short time, the better half twice as long, and so on until one is left. The last
 // two have at least three samples each, so that no single sample decides. Within a round the
-// candidates take turns, so that a slow phase of the machine affects all of them.
+// candidates are measured round-robin, so that a slow phase of the machine affects all of them.
 //
 // Score: bytes reduced per second of busy step time, which lasts from the first tensor of a step to
 // the end of its last batch; the median over a candidate's samples.
@@ -39,7 +39,7 @@ class Tuner {
   // A step has ended; `setting` says what the next one uses.
   void Learn(const Step& step);
 
-  const Setting& setting() const { return candidates_[turn_ % candidates_.size()].setting; }
+  const Setting& setting() const { return candidates_[sample_ % candidates_.size()].setting; }
   bool done() const { return candidates_.size() == 1; }
   // Lines of the log (CSV) since the last call, the header first.
   std::vector<std::string> TakeLog();
@@ -52,7 +52,7 @@ class Tuner {
   };
 
   void Sampled(double score);
-  size_t TurnsOfRound() const;
+  size_t SamplesOfRound() const;
   void Halve();
   void Log(const std::string& phase, double score);
 
@@ -60,7 +60,7 @@ class Tuner {
   std::vector<Candidate> candidates_;  // never empty; the initial setting is the first
   int warmup_left_;
   int round_ = 1;
-  size_t turn_ = 0;  // of the round
+  size_t sample_ = 0;  // of the round
   // Of the sample under way.
   int steps_ = 0;
   int64_t bytes_ = 0;

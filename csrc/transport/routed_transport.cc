@@ -28,7 +28,7 @@ RoutedTransport::RoutedTransport(std::unique_ptr<Transport> wire, ShmTransport& 
 Status RoutedTransport::Wait(Request request, TimeNs deadline) {
   Backoff backoff(spin_ns_, kLongestDataSleep);
   while (!MoveLocal() && !wire_->Done(request) && wire_->CheckPeers().ok()) {
-    if (!backoff.Pause(local_, local_.Bell(), false, deadline)) break;
+    if (!backoff.Pause(local_, local_.Epoch(), false, deadline)) break;
   }
   return wire_->Wait(request, deadline);
 }
@@ -74,13 +74,13 @@ bool RoutedTransport::Move() {
 void RoutedTransport::Sleep(TimeNs deadline) {
   Backoff backoff(spin_ns_, kLongestIdleSleep);
   for (;;) {
-    const uint32_t bell = local_.Bell();
+    const uint32_t epoch = local_.Epoch();
     const bool moved = Move();
-    if (Fetch() || bell != last_sleep_bell_ || revoked()) {
-      last_sleep_bell_ = bell;
+    if (Fetch() || epoch != last_sleep_epoch_ || revoked()) {
+      last_sleep_epoch_ = epoch;
       return;
     }
-    if (!backoff.Pause(local_, bell, moved, deadline)) return;
+    if (!backoff.Pause(local_, epoch, moved, deadline)) return;
   }
 }
 

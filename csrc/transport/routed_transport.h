@@ -69,7 +69,7 @@ class RoutedTransport final : public Transport {
   std::vector<int> place_of_;     // per rank: its local rank, or -1 on another host
   const TimeNs spin_ns_;
   std::deque<std::pair<int, std::string>> inbox_;
-  uint32_t last_sleep_bell_ = 0;  // as the last Sleep left it: a later Wake shows
+  uint32_t last_sleep_epoch_ = 0;  // as the last Sleep left it: a later Wake shows
 };
 
 }  // namespace hororing

@@ -21,9 +21,9 @@ namespace {
 constexpr TimeNs kLookInterval = 50 * kMillisecond;
 constexpr TimeNs kIdleLookInterval = 500 * kMillisecond;
 
-// RankState::sleepers. kWorker: the thread that has the turn; kDozer: the loop thread while it has
-// not. They are also the bits of the futex by which each is woken.
-constexpr uint32_t kWorker = 1, kDozer = 2, kDriven = 4;
+// RankState::sleepers. kWorker: the thread that runs the loop; kParked: the loop thread while it
+// does not. They are also the bits of the futex by which each is woken.
+constexpr uint32_t kWorker = 1, kParked = 2, kDriven = 4;
 
 // A request's slot: its number among those of its kind and peer, the peer, and the kind.
 uint64_t Slot(int peer, bool receive, uint64_t sequence) {
@@ -154,13 +154,13 @@ void ShmTransport::Sleep(TimeNs deadline) {
   WaitState wait(spin_ns_);
   wait.next_look_ns = After(wait.begin_ns, kIdleLookInterval);
   for (;;) {
-    const uint32_t bell = Bell();
+    const uint32_t epoch = Epoch();
     const bool moved = Progress();
-    if (!received_.empty() || bell != last_sleep_bell_ || revoked()) {
-      last_sleep_bell_ = bell;
+    if (!received_.empty() || epoch != last_sleep_epoch_ || revoked()) {
+      last_sleep_epoch_ = epoch;
       return;
     }
-    const Next next = Pause(wait, bell, moved, deadline);
+    const Next next = Pause(wait, epoch, moved, deadline);
     if (next == Next::kGiveUp) return;
     if (next == Next::kLook && !CheckPeers().ok()) return;
   }
@@ -168,14 +168,14 @@ void ShmTransport::Sleep(TimeNs deadline) {
 
 void ShmTransport::Wake() { Ring(rank_); }
 
-void ShmTransport::Ring(int peer, bool dozers_too) {
+void ShmTransport::Ring(int peer, bool parked_too) {
   RankState& state = segment_->rank_state(peer);
-  // Sequentially consistent here and in SleepOnBell: either the sleeper sees the new value and
+  // Sequentially consistent here and in SleepOnDoorbell: either the sleeper sees the new value and
   // does not sleep, or we see that it sleeps. The same goes for a driver that is leaving.
   state.doorbell.fetch_add(1);
   const uint32_t sleepers = state.sleepers.load();
-  const bool everybody = dozers_too && (sleepers & kDriven) == 0;
-  const uint32_t whom = sleepers & (everybody ? kWorker | kDozer : kWorker);
+  const bool everybody = parked_too && (sleepers & kDriven) == 0;
+  const uint32_t whom = sleepers & (everybody ? kWorker | kParked : kWorker);
   if (whom == 0) return;
   const int scope = segment_->process_shared() ? 0 : FUTEX_PRIVATE_FLAG;
   syscall(SYS_futex, &state.doorbell, FUTEX_WAKE_BITSET | scope, INT_MAX, nullptr, nullptr, whom);
@@ -183,12 +183,12 @@ void ShmTransport::Ring(int peer, bool dozers_too) {
 
 void ShmTransport::RingWorkers(const std::vector<int>& ranks) {
   for (const int peer : ranks) {
-    if (peer != rank_) Ring(peer, /*dozers_too=*/false);
+    if (peer != rank_) Ring(peer, /*parked_too=*/false);
   }
 }
 
-// One step of waiting. `bell`: from before the caller looked for something to do.
-ShmTransport::Next ShmTransport::Pause(WaitState& wait, uint32_t bell, bool moved,
+// One step of waiting. `epoch`: from before the caller looked for something to do.
+ShmTransport::Next ShmTransport::Pause(WaitState& wait, uint32_t epoch, bool moved,
                                        TimeNs deadline) {
   const TimeNs now = NowNs();
   if (now >= deadline || revoked()) return Next::kGiveUp;
@@ -208,33 +208,33 @@ ShmTransport::Next ShmTransport::Pause(WaitState& wait, uint32_t bell, bool move
     wait.next_look_ns = After(now, kLookInterval);
     return Next::kLook;
   }
-  SleepOnBell(bell, std::min(deadline, wait.next_look_ns), kWorker);
+  SleepOnDoorbell(epoch, std::min(deadline, wait.next_look_ns), kWorker);
   return Next::kTry;
 }
 
 void ShmTransport::SleepUnless(uint32_t seen, TimeNs span_ns) {
-  SleepOnBell(seen, After(NowNs(), span_ns), kWorker);
+  SleepOnDoorbell(seen, After(NowNs(), span_ns), kWorker);
 }
 
-void ShmTransport::SleepOnBell(uint32_t bell, TimeNs deadline, uint32_t sleeper) {
+void ShmTransport::SleepOnDoorbell(uint32_t epoch, TimeNs deadline, uint32_t sleeper) {
   self_.sleepers.fetch_or(sleeper);
-  if (self_.doorbell.load() == bell) {
+  if (self_.doorbell.load() == epoch) {
     // The kernel's time here is absolute, by the clock that NowNs() reads.
     const timespec until{static_cast<time_t>(deadline / kSecond),
                          static_cast<long>(deadline % kSecond)};
     const int scope = segment_->process_shared() ? 0 : FUTEX_PRIVATE_FLAG;
-    syscall(SYS_futex, &self_.doorbell, FUTEX_WAIT_BITSET | scope, bell, &until, nullptr, sleeper);
+    syscall(SYS_futex, &self_.doorbell, FUTEX_WAIT_BITSET | scope, epoch, &until, nullptr, sleeper);
   }
   self_.sleepers.fetch_and(~sleeper);
 }
 
 // Reads shared atomics only: somebody else may be using the transport meanwhile.
-void ShmTransport::Doze(uint32_t seen, TimeNs deadline) {
+void ShmTransport::SpinThenPark(uint32_t seen, TimeNs deadline) {
   const TimeNs begin = NowNs(), spin_until = std::min(deadline, After(begin, spin_ns_));
   while (self_.doorbell.load() == seen) {
     const TimeNs now = NowNs();
     if (now >= spin_until || (self_.sleepers.load() & kDriven) != 0) {
-      return SleepOnBell(seen, deadline, kDozer);
+      return SleepOnDoorbell(seen, deadline, kParked);
     }
     if (now - begin < kKeepCore) {
       for (int i = 0; i < 16; ++i) CpuRelax();
@@ -244,7 +244,9 @@ void ShmTransport::Doze(uint32_t seen, TimeNs deadline) {
   }
 }
 
-void ShmTransport::Nap(uint32_t seen, TimeNs deadline) { SleepOnBell(seen, deadline, kDozer); }
+void ShmTransport::Park(uint32_t seen, TimeNs deadline) {
+  SleepOnDoorbell(seen, deadline, kParked);
+}
 
 void ShmTransport::BeginDriving() { self_.sleepers.fetch_or(kDriven); }
 void ShmTransport::EndDriving() { self_.sleepers.fetch_and(~kDriven); }
@@ -253,10 +255,10 @@ bool ShmTransport::Flush(TimeNs deadline) {
   WaitState wait(spin_ns_);
   bool delivered = true;
   for (;;) {
-    const uint32_t bell = Bell();
+    const uint32_t epoch = Epoch();
     const bool moved = Progress();
     if (!HasUnsent()) return delivered;
-    const Next next = Pause(wait, bell, moved, deadline);
+    const Next next = Pause(wait, epoch, moved, deadline);
     if (next == Next::kGiveUp) return false;
     if (next != Next::kLook) continue;
     // Peers that nothing reaches any more must not keep the others from their messages.
@@ -276,9 +278,9 @@ bool ShmTransport::HasUnsent() const {
 
 bool ShmTransport::Progress() {
   // Whoever changes a pipe rings afterwards; what this rank posts is tried at once.
-  const uint32_t bell = Bell();
-  if (bell == progress_bell_) return false;
-  progress_bell_ = bell;
+  const uint32_t epoch = Epoch();
+  if (epoch == progress_epoch_) return false;
+  progress_epoch_ = epoch;
   bool moved = false;
   for (int peer = 0; peer < size_; ++peer) {
     if (peer == rank_) continue;

@@ -24,7 +24,7 @@
 
 namespace hororing {
 
-class ShmTransport final : public Transport, private Turns {
+class ShmTransport final : public Transport, private Eventcount {
  public:
   // `spin_ns`: how long a wait polls before it sleeps on the futex.
   ShmTransport(std::shared_ptr<ShmSegment> segment, int rank, TimeNs spin_ns);
@@ -43,7 +43,7 @@ class ShmTransport final : public Transport, private Turns {
   bool Move() override { return Progress(); }
   void Sleep(TimeNs deadline) override;
   void Wake() override;
-  Turns* turns() override { return this; }
+  Eventcount* eventcount() override { return this; }
   std::shared_ptr<Rendezvous> rendezvous() const override { return rendezvous_; }
   Status CheckPeers() override { return CheckPeers(""); }
   TimeNs Silence(int peer) override;
@@ -55,10 +55,11 @@ class ShmTransport final : public Transport, private Turns {
   // For backend/shm_direct, which shares the segment and this rank's doorbell.
   ShmSegment& segment() { return *segment_; }
   // Rings the doorbell of the other ranks of a batch; a system call only for those that sleep. A
-  // loop thread that dozes has no batch under way, and is left alone.
+  // loop thread that is parked has no batch under way, and is left alone.
   void RingWorkers(const std::vector<int>& ranks);
-  // For a worker that waits for other things as well, as a bell of Backoff (transport/polling.h).
-  uint32_t Bell() const override { return self_.doorbell.load(); }
+  // For a worker that waits for other things as well, as the `Bell` of Backoff
+  // (transport/polling.h).
+  uint32_t Epoch() const override { return self_.doorbell.load(); }
   void SleepUnless(uint32_t seen, TimeNs span_ns);
   // Who may still read this rank's slot: the ranks of the latest direct batch, until all have
   // consumed its blocks before `end`.
@@ -80,10 +81,10 @@ class ShmTransport final : public Transport, private Turns {
   Status WaitUntil(Ready ready, Lagging lagging, TimeNs deadline) {
     WaitState wait(spin_ns_);
     for (;;) {
-      const uint32_t bell = Bell();
+      const uint32_t epoch = Epoch();
       if (ready()) return Status::Ok();
       const bool moved = Progress();
-      switch (Pause(wait, bell, moved, Extended(deadline))) {
+      switch (Pause(wait, epoch, moved, Extended(deadline))) {
         case Next::kTry: break;
         case Next::kLook: {
           const Status peers = CheckPeers(lagging());
@@ -133,9 +134,9 @@ class ShmTransport final : public Transport, private Turns {
   // The frame of a control message: the size of its body, uint64.
   static constexpr size_t kFrameBytes = sizeof(uint64_t);
 
-  void Ring(int peer, bool dozers_too = true);
-  void Doze(uint32_t seen, TimeNs deadline) override;
-  void Nap(uint32_t seen, TimeNs deadline) override;
+  void Ring(int peer, bool parked_too = true);
+  void SpinThenPark(uint32_t seen, TimeNs deadline) override;
+  void Park(uint32_t seen, TimeNs deadline) override;
   void BeginDriving() override;
   void EndDriving() override;
   bool Progress();
@@ -143,8 +144,8 @@ class ShmTransport final : public Transport, private Turns {
   bool Pull(int peer);
   bool PushControl(int peer);
   bool PullControl(int peer);
-  Next Pause(WaitState& wait, uint32_t bell, bool moved, TimeNs deadline);
-  void SleepOnBell(uint32_t bell, TimeNs deadline, uint32_t sleeper);
+  Next Pause(WaitState& wait, uint32_t epoch, bool moved, TimeNs deadline);
+  void SleepOnDoorbell(uint32_t epoch, TimeNs deadline, uint32_t sleeper);
   Status CheckPeers(const std::string& lagging);
   bool PeerProcessIsGone(int peer) const;
   bool PeerListensNoMore(int peer) const;
@@ -161,10 +162,10 @@ class ShmTransport final : public Transport, private Turns {
   std::vector<Peer> peers_;
   std::deque<std::pair<int, std::string>> received_;  // complete control messages
   // The doorbell before the last Progress: while it stays, no pipe has changed.
-  uint32_t progress_bell_ = 0;
-  bool shares_core_ = false;      // somebody else ran when this rank last offered its core
-  uint32_t last_sleep_bell_ = 0;  // doorbell as the last Sleep left it: a later Wake shows
-  Status broken_;                 // first data-plane error
+  uint32_t progress_epoch_ = 0;
+  bool shares_core_ = false;       // somebody else ran when this rank last offered its core
+  uint32_t last_sleep_epoch_ = 0;  // doorbell as the last Sleep left it: a later Wake shows
+  Status broken_;                  // first data-plane error
   SlotReaders slot_readers_;
   SharedWriter to_slot_, to_pipes_;  // who has read them last differs, so each learns
 };

@@ -2,7 +2,7 @@
 // what is negotiated.
 //
 // Thread-safety: one thread at a time, except Wake(), Revoke() and the constant rank()/size().
-// Where turns() is null that is the same thread from the beginning to the end.
+// Where eventcount() is null that is the same thread from the beginning to the end.
 //
 // Two planes over the same wires:
 //   data     sizes known on both sides; messages of one ordered pair of ranks match in the
@@ -36,22 +36,20 @@
 
 namespace hororing {
 
-// How two threads take turns at one transport: the loop thread, and a caller that drives the loop
-// while it waits for its own request (docs/threading.md). Whose turn it is, they settle by a lock
-// of their own; this is about sleeping and waking.
-class Turns {
+// What the loop thread sleeps on while a caller that waits for its own request may drive the loop
+// (docs/threading.md). Who drives it, they settle by a lock of their own.
+class Eventcount {
  public:
-  virtual ~Turns() = default;
+  virtual ~Eventcount() = default;
 
   // Any thread. Changes whenever something may have happened: read it before looking for work.
-  virtual uint32_t Bell() const = 0;
-  // The loop thread, while it does not have the turn: polls briefly, then sleeps, until the bell
-  // is no longer `seen`, but not woken while somebody drives; or until `deadline`. May return
-  // early.
-  virtual void Doze(uint32_t seen, TimeNs deadline) = 0;
-  // The same without polling, for one that has a deadline soon.
-  virtual void Nap(uint32_t seen, TimeNs deadline) = 0;
-  // Around another thread's turn. Between them the bell does not wake the loop thread.
+  virtual uint32_t Epoch() const = 0;
+  // The loop thread, without that lock: sleeps until the epoch is no longer `seen`, but is not
+  // woken while somebody drives; or until `deadline`. May return early.
+  virtual void Park(uint32_t seen, TimeNs deadline) = 0;
+  // The same, and polls briefly before.
+  virtual void SpinThenPark(uint32_t seen, TimeNs deadline) = 0;
+  // Around a caller's driving. Between them no event wakes the loop thread.
   virtual void BeginDriving() = 0;
   virtual void EndDriving() = 0;
 };
@@ -101,7 +99,7 @@ class Transport {
   virtual void Revoke(const Status& why);
   bool revoked() const { return revoked_.load(std::memory_order_acquire); }
   // Null where one thread must do everything, as with MPI.
-  virtual Turns* turns() { return nullptr; }
+  virtual Eventcount* eventcount() { return nullptr; }
   // Of all ranks of this world; null where there is none.
   virtual std::shared_ptr<Rendezvous> rendezvous() const { return nullptr; }
 

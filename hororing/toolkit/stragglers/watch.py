@@ -85,7 +85,7 @@ class StragglerWatch:
         self._diagnosis = found
 
     def _recorded(self) -> Recording:
-        """What lies between the meetings of the begin and of the end."""
+        """The steps between the broadcasts at the beginning and at the end."""
         deadline = time.monotonic() + _ARRIVAL_S
         while True:
             recording = read_timeline(timeline.path())
