@@ -43,8 +43,9 @@ from hororing.rendezvous.elastic_store import (
     World,
 )
 
-# How long the store may wait for the end of one that it has declared dead.
-_GONE_S = 1.0
+# How long the store may wait for the end of one that it has declared dead. Meanwhile it hears from
+# nobody, so it is less than PEER_TIMEOUT_S.
+_GONE_S = 0.4
 _NOT_STARTED = 127
 _LONGEST_WAIT_S = 3600.0  # epoll takes no longer ones than some weeks
 _NAMED = 8  # of those that have failed, at the end
@@ -113,8 +114,8 @@ class _Events:
     def put(self, event: Event) -> None:
         """Called by the store, which goes on when a process that it has declared dead is dead.
 
-        A process that was only stopped could otherwise write into the memory of the next
-        generation.
+        A process that was only stopped could otherwise write into memory that it shares with the
+        others. Only one of this host is waited for: another host may not be reached any more.
         """
         gone = threading.Event()
         self._queue.put((event, gone))
@@ -450,7 +451,8 @@ class ElasticJob:
 
     def _about(self, event: Joined | Lost | Done, gone: threading.Event) -> None:
         process = self._process(event.uid)
-        if process is None:
+        if process is None:  # of somebody who knows the secret
+            gone.set()
             return
         if isinstance(event, Joined):
             process.uid, process.lost_at = event.uid, None
@@ -460,10 +462,10 @@ class ElasticJob:
             self._causes.append(f"lost process {process.number}")
             process.lost_at = time.monotonic()
             process.gone.append(gone)
-            if process.code is not None:
-                gone.set()
-            elif event.why != CONNECTION_ENDED:
+            if process.code is None and event.why != CONNECTION_ENDED:
                 process.host.of.signal(signal.SIGKILL, process.number)
+            if process.code is not None or isinstance(process.host.of, RemoteHost):
+                gone.set()
         else:
             process.status = event.status
             if event.status == 0 and process.generation and not process.leaves:

@@ -21,11 +21,14 @@ import tempfile
 import time
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from live_job import MARK, poll, processes_marked
+import mpirun
+from live_job import MARK, PATIENCE_S, poll, processes_marked
+
+from hororing.rendezvous.protocol import process_of
 
 ROOT = Path(__file__).parents[2]
 RANKS = Path(__file__).with_name("nemesis_ranks.py")
@@ -43,18 +46,34 @@ class ElasticRun:
     size : how many ranks there are, as long as nothing happens.
     flags : more of them, for hororun.
     floats : so many weights.
+    hosts : so many pretended hosts with a rank each, instead of this one (hosts.sh).
     """
 
     def __init__(
-        self, size: int, flags: Sequence[str] = (), *, floats: int = 1000, **environment: str
+        self,
+        size: int,
+        flags: Sequence[str] = (),
+        *,
+        floats: int = 1000,
+        hosts: int = 0,
+        **environment: str,
     ) -> None:
         self.size = size
         self.mark = uuid.uuid4().hex
         self._folder = tempfile.TemporaryDirectory()
         folder = Path(self._folder.name)
         self.stop_file, self.out, self._errors = folder / "stop", folder / "out", folder / "errors"
+        launcher = [sys.executable, "-m", "hororing.hororun", "-np", str(size)]
+        if hosts:
+            wrapper = folder / "hororun"
+            wrapper.write_text(
+                f"#!/bin/bash\nexec {sys.executable} -m hororing.hororun "
+                f'--rsh-agent "$PRTE_MCA_plm_ssh_agent" -x PYTHONPATH -x {MARK} "$@"\n'
+            )
+            wrapper.chmod(0o755)
+            launcher = [str(mpirun.HOSTS), ",".join("1" * hosts), str(wrapper)]
         command = [
-            sys.executable, "-m", "hororing.hororun", "-np", str(size), "--min-np", "1",
+            *launcher, "--min-np", "1",
             "--blacklist-cooldown-range", "0.05", "0.2", "--output", str(self.out),
             "--peer-timeout-s", str(PEER_TIMEOUT_S), *flags,
             sys.executable, str(RANKS), str(self.stop_file), str(floats),
@@ -69,8 +88,12 @@ class ElasticRun:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.hororun.kill()
-        self.hororun.wait()
+        self.hororun.terminate()  # hosts.sh has something to do, too
+        try:
+            self.hororun.wait(PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            self.hororun.kill()
+            self.hororun.wait()
         poll(lambda: not processes_marked(self.mark))
         self._folder.cleanup()
 
@@ -92,10 +115,14 @@ class ElasticRun:
 
     def processes(self) -> list[int]:
         """The number of the process of each rank, in the last generation."""
-        return [int(each["uid"][:8], 16) for each in self.worlds()[-1]["members"]]
+        return [process_of(each["uid"]) for each in self.worlds()[-1]["members"]]
+
+    def pids(self) -> list[int]:
+        """Of each rank of the last generation."""
+        return [int(each["pid"]) for each in self.worlds()[-1]["members"]]
 
     def pid(self, rank: int) -> int:
-        return int(self.worlds()[-1]["members"][rank]["pid"])
+        return self.pids()[rank]
 
     def wait(self, true: Any, what: str) -> Any:
         """Until `true` is so, while hororun lives; what it returns."""
@@ -112,21 +139,30 @@ class ElasticRun:
             parts.append(f"{path.parent.name}/{path.name}: " + "\n    ".join(lines))
         return "\n".join(parts)
 
-    def works(self, size: int | None = None, after: int = 0) -> bool:
-        """Whether a generation after this one has `size` ranks, and all of them make steps."""
+    def works(self, size: int, after: int, without: Collection[int]) -> bool:
         worlds = self.worlds()
         if not worlds or worlds[-1]["generation"] <= after:
             return False
         number = str(worlds[-1]["generation"])
-        processes = self.processes()
-        return len(processes) == (size or self.size) and all(
-            any(line[0] == number for line in self.lines(each, "step")) for each in processes
+        members = worlds[-1]["members"]
+        return (
+            len(members) == size
+            and not any(each["pid"] in without for each in members)
+            and all(
+                any(line[0] == number for line in self.lines(process_of(each["uid"]), "step"))
+                for each in members
+            )
         )
 
-    def wait_until_it_works(self, size: int | None = None, after: int = 0) -> int:
-        """The number of that generation."""
+    def wait_until_it_works(
+        self, size: int | None = None, after: int = 0, without: Collection[int] = ()
+    ) -> int:
+        """Wait for a generation after that one, of `size` ranks and without some processes.
+
+        All its ranks make steps. Returns its number.
+        """
         size = size or self.size
-        self.wait(lambda: self.works(size, after), f"no generation of {size} works")
+        self.wait(lambda: self.works(size, after, without), f"no generation of {size} works")
         return int(self.worlds()[-1]["generation"])
 
     def end(self) -> None:
@@ -160,31 +196,37 @@ def kill(pid: int, number: int = signal.SIGKILL) -> None:
 
 def disturb(job: ElasticRun, event: str, rng: random.Random) -> None:
     """Do it to a job that works, and wait until it works again."""
-    generation = job.worlds()[-1]["generation"]
-    pids = [job.pid(rank) for rank in range(job.size)]
+    job.wait_until_it_works()
+    pids = job.pids()
     one, two = rng.sample(pids, 2)
+    hit = {one}
     if event == "hold up":
         kill(one, signal.SIGSTOP)
         time.sleep(PEER_TIMEOUT_S / 4)
         kill(one, signal.SIGCONT)
-        steps = max(int(line[1]) for line in job.lines(job.processes()[0], "step"))
-        job.wait(
-            lambda: int(job.lines(job.processes()[0], "step")[-1][1]) > steps, "it did not go on"
-        )
+        # A very busy machine may have held it up for longer: then it is lost.
+        before = steps(job)
+        job.wait(lambda: steps(job) > before + 50, "it does not go on")
+        job.wait_until_it_works()
         return
     kill(one, signal.SIGSTOP if event == "stop" else signal.SIGKILL)
-    if event == "kill two":
-        kill(two)
-    elif event == "kill in recovery":
+    if event == "kill in recovery":
         time.sleep(rng.choice((0.03, 0.3)) * rng.random())
+    if event in ("kill two", "kill in recovery"):
         kill(two)
+        hit.add(two)
     elif event == "kill a newcomer":
-        known = set(pids)
-        newcomer = job.wait(lambda: set(ranks(job)) - known, "nobody has come")
+        newcomer = job.wait(lambda: set(ranks(job)) - set(pids), "nobody has come").pop()
         time.sleep(rng.random())
-        kill(newcomer.pop())
-    job.wait_until_it_works(after=generation)
-    assert one not in ranks(job), f"it was to be dead\n{job.told()}"
+        kill(newcomer)
+        hit.add(newcomer)
+    job.wait_until_it_works(without=hit)
+    assert not hit & set(ranks(job)), f"{hit} are still there\n{job.told()}"
+
+
+def steps(job: ElasticRun) -> int:
+    """How many steps the job has made, about."""
+    return max(int(line[1]) for each in job.processes() for line in job.lines(each, "step"))
 
 
 def ranks(job: ElasticRun) -> list[int]:

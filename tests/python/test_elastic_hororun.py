@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 
+import mpirun
 import nemesis
 import pytest
 import tiers
@@ -313,10 +315,51 @@ def test_the_job_survives(event: str):  # full tier, 10 s each
 
 
 @tiers.full
+def test_the_benchmark_runs():  # full tier, 5 s
+    script = nemesis.ROOT / "benchmarks" / "elastic.py"
+    done = subprocess.run(
+        [sys.executable, script, "--quick", "--ranks", "3", "--floats", "1000"],
+        capture_output=True, text=True, timeout=2 * DEADLINE_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    told = [each.split()[0] for each in done.stdout.splitlines()]
+    assert told[:3] == ["error", "generation", "step"]
+
+
+@tiers.full
 @pytest.mark.parametrize("seed", range(5))
 def test_nemesis(seed: int):  # full tier, 2 minutes each
     done = nemesis.nemesis(3 + seed % 2, f"test.{seed}", time.monotonic() + 110)
     assert sum(done.values()) > 3
+
+
+@tiers.full
+@pytest.mark.skipif(bool(mpirun.why_no_hosts()), reason=mpirun.why_no_hosts())
+def test_hosts_fail_and_come_back():  # full tier, 20 s
+    with ElasticRun(3, hosts=3) as job:
+        job.wait_until_it_works()
+        assert {each["host"] for each in job.worlds()[-1]["members"]} == {"host0", "host1", "host2"}
+        # A host dies, with agent and rank.
+        rank = job.pids()[[each["host"] for each in job.worlds()[-1]["members"]].index("host1")]
+        status = Path(f"/proc/{rank}/status").read_text()
+        kill(int(re.findall(r"PPid:\s+(\d+)", status)[0]))
+        job.wait_until_it_works(without=[rank])
+        # A cable is pulled out, and put in again.
+        rank = job.pids()[[each["host"] for each in job.worlds()[-1]["members"]].index("host2")]
+        with open(f"/proc/{rank}/ns/net") as network:
+            cable = [
+                "nsenter",
+                f"--net=/proc/self/fd/{network.fileno()}",
+                "ip",
+                "link",
+                "set",
+                "eth0",
+            ]
+            subprocess.run([*cable, "down"], check=True, pass_fds=[network.fileno()])
+            job.wait_until_it_works(2, without=[rank])
+            subprocess.run([*cable, "up"], check=True, pass_fds=[network.fileno()])
+        job.wait_until_it_works()
+        job.end()
 
 
 @tiers.full
