@@ -225,7 +225,7 @@ def test_across_hosts(case: str, by: str, layout: str) -> None:
 @needs_hosts
 @pytest.mark.parametrize(
     ("victim", "by"),
-    tiers.choose([(r, by) for r in (1, 3) for by in TRANSPORTS], push=[(3, "mpi"), (1, "tcp")]),
+    tiers.choose([(r, by) for r in (1, 3) for by in TRANSPORTS], push=[(3, "tcp"), (1, "tcp")]),
 )
 def test_a_rank_that_dies_is_noticed_on_its_host_and_on_the_others(victim: int, by: str) -> None:
     with LiveJob(
