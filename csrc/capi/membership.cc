@@ -12,17 +12,22 @@ namespace hororing {
 namespace {
 
 std::mutex mutex;
-std::shared_ptr<Membership> current;  // GUARDED_BY(mutex)
+
+// Never destroyed: in a forked child there is no thread that could be joined.
+std::shared_ptr<Membership>& TheMembership() {  // REQUIRES: mutex
+  static auto* const membership = new std::shared_ptr<Membership>();
+  return *membership;
+}
 
 std::shared_ptr<Membership> Exchange(std::shared_ptr<Membership> next) {
   std::lock_guard<std::mutex> lock(mutex);
-  return std::exchange(current, std::move(next));
+  return std::exchange(TheMembership(), std::move(next));
 }
 
 std::shared_ptr<Membership> Current() {
   if (InForkedChild()) return nullptr;
   std::lock_guard<std::mutex> lock(mutex);
-  return current;
+  return TheMembership();
 }
 
 }  // namespace

@@ -37,6 +37,8 @@ CONNECTION_ENDED = "its connection has ended without a word"
 
 # Looks at who lives, in the time that a silent member has.
 _LOOKS = 8
+# Its first sign of life may come so many times later.
+_FIRST_BEAT = 10
 
 
 class ElasticStore(Server):
@@ -82,6 +84,7 @@ class ElasticStore(Server):
         # By uid: the connections by which members tell that they live, and when they did so last.
         self._beats: dict[str, Peer] = {}
         self._heard: dict[str, float] = {}
+        self._beating: set[str] = set()  # who has, and so reads frames
         self._looked = 0.0
         self._looking: asyncio.TimerHandle | None = None
         self._over, self._updated = b"", b""  # the last frames of these kinds
@@ -143,6 +146,9 @@ class ElasticStore(Server):
         if hello.uid in self._peers:
             raise Refusal(f"{hello.who()} has a uid that is in use")
         self._peers[hello.uid] = peer
+        # An interpreter on a busy machine may need a while for its second connection.
+        first = asyncio.get_running_loop().time() + _FIRST_BEAT * self._peer_timeout_s
+        self._heard[hello.uid] = first
         peer.send(protocol.encode({"welcome": True}))
         self._carry_out(self._machine.join(hello.uid, hello.host, hello.pid))
 
@@ -150,14 +156,17 @@ class ElasticStore(Server):
         if not peer.hello.beats:
             return await super()._serve_member(peer)
         uid = peer.hello.uid
-        while await peer.reader.read(protocol.FIRST_BYTES):
-            if uid not in self._heard:  # only now does it read frames
+        while await peer.reader.read(protocol.FIRST_BYTES) and self._beats.get(uid) is peer:
+            if uid not in self._beating:
+                self._beating.add(uid)
                 peer.send(self._over + self._updated)
             self._heard[uid] = asyncio.get_running_loop().time()
         return None
 
     def _answer(self, peer: Peer, message: dict[str, Any]) -> None:
         uid = peer.hello.uid
+        if self._peers.get(uid) is not peer:
+            raise ProtocolError("a request of a process that was declared lost")
         what = protocol.take(message, "do", str)
         if what == "ready":
             self._asks[uid] = protocol.take(message, "ask", int)
@@ -208,6 +217,7 @@ class ElasticStore(Server):
         """Forget its connections, which are returned."""
         self._asks.pop(uid, None)
         self._heard.pop(uid, None)
+        self._beating.discard(uid)
         return [each.pop(uid) for each in (self._peers, self._beats) if uid in each]
 
     # -----------------------------------------------------------------------------------------
@@ -260,7 +270,7 @@ class ElasticStore(Server):
         self._push(self._updated)
 
     def _push(self, frame: bytes) -> None:
-        for uid in self._heard:
+        for uid in self._beating:
             self._beats[uid].send(frame)
 
     def _drop(self, event: Lost) -> None:
@@ -298,7 +308,7 @@ class ElasticStore(Server):
         now, pause_s = loop.time(), self._peer_timeout_s / _LOOKS
         if now - self._looked > 2 * pause_s:
             # This process was stopped, or had no time: so nobody was heard.
-            self._heard = dict.fromkeys(self._heard, now)
+            self._heard = {uid: max(at, now) for uid, at in self._heard.items()}
         self._looked = now
         for uid in [each for each, at in self._heard.items() if now - at > self._peer_timeout_s]:
             if uid in self._heard:

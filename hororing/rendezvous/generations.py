@@ -7,6 +7,8 @@ processes that may come later, except for the first generation.
 
     join -> waiting -> World -> member -> ready -> waiting -> World ...
 
+See docs/adr/0051-generations-of-engines.md.
+
 Invariants
   1. Generations have ascending numbers, from 1; each has one World.
   2. A World holds only members that have said, since the World before, that they have left it.

@@ -131,6 +131,12 @@ for number in range(int(sys.argv[1]) + 1):
     hvd.init()
     assert hvd.allreduce(np.full(5000, 1.0), op=hvd.Sum)[0] == hvd.size()
     assert membership.generation() == number + 1
+    if number == 5:  # a child has no part in it, and can end
+        child = os.fork()
+        if child == 0:
+            sys.exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        hvd.allreduce(np.ones(1))
     hvd.shutdown()  # of all: the first one ends the others' engines
     if number in (10, int(sys.argv[1])):
         counts.append(held())
