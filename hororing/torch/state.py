@@ -92,6 +92,7 @@ class _Spec(NamedTuple):
     position: int
     shape: tuple[int, ...]
     dtype: torch.dtype
+    on_host: bool
 
 
 def broadcast_optimizer_state(
@@ -169,7 +170,8 @@ def _describe(
     def replace(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             if id(value) not in specs:
-                specs[id(value)] = _Spec(len(tensors), tuple(value.shape), value.dtype)
+                on_host = value.device.type == "cpu"
+                specs[id(value)] = _Spec(len(tensors), tuple(value.shape), value.dtype, on_host)
                 tensors.append(value)
             return specs[id(value)]
         return _rebuilt(value, replace)
@@ -190,35 +192,40 @@ def _adopt(
     tensors: dict[int, torch.Tensor] = {}
     taken: set[int] = set()
 
-    def restore(value: Any, old: Any) -> Any:
+    def restore(value: Any, old: Any, device: torch.device) -> Any:
         if isinstance(value, _Spec):
             if value.position not in tensors:
                 fits = (
                     isinstance(old, torch.Tensor)
                     and old.dtype is value.dtype
                     and tuple(old.shape) == value.shape
+                    and (old.device.type == "cpu") is value.on_host
                     and id(old) not in taken
                 )
-                new = old if fits else torch.empty(value.shape, dtype=value.dtype)
+                where = torch.device("cpu") if value.on_host else device
+                new = old if fits else torch.empty(value.shape, dtype=value.dtype, device=where)
                 taken.add(id(new))
                 tensors[value.position] = new
             return tensors[value.position]
         if isinstance(value, dict):
             held = old if isinstance(old, dict) else {}
-            return {key: restore(item, held.get(key)) for key, item in value.items()}
-        return _rebuilt(value, lambda item: restore(item, None))
+            return {key: restore(item, held.get(key), device) for key, item in value.items()}
+        return _rebuilt(value, lambda item: restore(item, None, device))
 
     for parameter, state in zip(parameters, description["state"], strict=True):
         if state is None:
             optimizer.state.pop(parameter, None)
         else:
-            optimizer.state[parameter] = restore(state, optimizer.state.get(parameter))
+            optimizer.state[parameter] = restore(
+                state, optimizer.state.get(parameter), parameter.device
+            )
+    device = parameters[0].device if parameters else torch.device("cpu")
     held = _shared_state(optimizer)
     for key in held.keys() - description["shared state"].keys():
         del optimizer.state[key]
-    optimizer.state.update(restore(description["shared state"], held))
+    optimizer.state.update(restore(description["shared state"], held, device))
     for group, options in zip(optimizer.param_groups, description["options"], strict=True):
-        group.update(restore(options, _options(group)))
+        group.update(restore(options, _options(group), device))
     return [tensors[index] for index in range(len(tensors))]
 
 

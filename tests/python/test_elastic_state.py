@@ -6,12 +6,13 @@ from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hororing import elastic, membership
-from hororing.elastic import fit
+from hororing import elastic, job, membership, names
+from hororing.elastic import fit, loop
 from hororing.elastic.partition import samples_left, share_of
 from hororing.errors import (
     HororingInternalError,
@@ -317,3 +318,82 @@ def test_commits_are_as_far_apart_as_asked():
     callbacks = [fit.CommitState(mine, batches_per_commit=3), fit.UpdateBatchState(mine)]
     batches_of_epochs(callbacks, model, 7, 0, 1)
     assert saved == [3, 6, 0]
+
+
+# ---------------------------------------------------------------------------------------------
+# What a rank that has just come receives
+
+
+def test_an_optimizer_gets_its_state_where_its_parameters_are():
+    torch = pytest.importorskip("torch")
+    module = pytest.importorskip("hororing.torch.state")
+
+    def made() -> Any:
+        weight = torch.nn.Parameter(torch.zeros(3, device="meta"))  # stands for a GPU
+        return torch.optim.Adam([weight]), [weight]
+
+    root, params = made()
+    moment = torch.zeros_like(params[0])
+    root.state[params[0]] = {"step": torch.tensor(1.0), "exp_avg": moment}
+    description = module._describe(root, params, [])
+    new, params = made()
+    module._adopt(new, params, description)
+    devices = {name: each.device.type for name, each in new.state[params[0]].items()}
+    assert devices == {"step": "cpu", "exp_avg": "meta"}
+
+
+def test_all_ranks_send_if_one_needs_it(monkeypatch: pytest.MonkeyPatch):
+    """Ranks that stay have left for a removal only, and a new one has come meanwhile."""
+    new_needs = [0]
+
+    def allreduce(mine: Any, **_: Any) -> Any:
+        return np.maximum(mine, [new_needs[0], 7])
+
+    monkeypatch.setattr(job, "is_initialized", lambda: True)
+    monkeypatch.setattr(job, "size", lambda: 2)
+    monkeypatch.setattr(loop.hvd, "allreduce", allreduce)
+    skipped = [*BEGIN, "reset", "adapt", "callback", "save"]
+    assert traced([HostsUpdatedInterrupt(True), 1]) == ([*skipped, "func"], 1)
+    new_needs[0] = 1
+    assert traced([HostsUpdatedInterrupt(True), 1]) == ([*skipped, "sync", "func"], 1)
+
+
+def test_optimizers_are_counted_from_where_the_function_begins():
+    names.default_name(names.OPTIMIZER)
+    first = names.optimizers()
+    made = []
+
+    def func(_: Any) -> str:
+        made.append(str(names.default_name(names.OPTIMIZER)))
+        if len(made) < 3:
+            raise ShutDownError("again")
+        return "done"
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(membership, "is_elastic", lambda: True)
+        assert elastic.run_fn(func, names.restart_default_names)(Traced([])) == "done"
+    names.restart_optimizers({})
+    assert first
+    assert len(set(made)) == 1, made
+
+
+def test_what_reset_callbacks_change_is_sent():
+    sent = []
+
+    def broadcast(each: Any) -> Any:
+        sent.append(each)
+        return each
+
+    mine = elastic.ObjectState(broadcast, lambda: 0, rate=1)
+    mine.rate = 2  # since the constructor
+    mine.register_reset_callbacks([lambda: setattr(mine, "rate", 3)])
+    outcomes: list[Any] = [HostsUpdatedInterrupt(), "done"]
+
+    def func(_: Any) -> Any:
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    assert elastic.run_fn(func, lambda: None)(mine) == "done"
+    assert sent == [{"rate": 2}, {"rate": 3}]
