@@ -14,6 +14,7 @@ Callable from any thread. Only `wait` blocks, in slices, so that Ctrl-C is answe
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -287,6 +288,26 @@ def block_until_complete(handle: int) -> int:
         code = int(lib.hr_wait(handle, WAIT_SLICE_S))
         if code != lib.HR_PENDING:
             return code
+
+
+def wait_at_most(handle: int, timeout_s: float) -> bool:
+    """Block until `wait(handle)` would return at once; False: not within `timeout_s`."""
+    end = time.monotonic() + timeout_s
+    while True:
+        left_s = max(end - time.monotonic(), 0.0)
+        if int(lib.hr_wait(handle, min(left_s, WAIT_SLICE_S))) != lib.HR_PENDING:
+            return True
+        if left_s == 0:
+            return False
+
+
+def next_completion(seen: int) -> int:
+    """Block until a request completes that `poll` has found pending; return the next `seen`.
+
+    Returns after WAIT_SLICE_S at the latest, at once with -1. To the other ranks, a caller is
+    blocked meanwhile.
+    """
+    return int(lib.hr_next_completion(seen, WAIT_SLICE_S))
 
 
 def abandon(handle: int, keep: object) -> None:

@@ -14,6 +14,7 @@ _BARRIER: Final = int(lib.HR_BARRIER)
 _JOIN: Final = int(lib.HR_JOIN)
 _ADD_PROCESS_SET: Final = int(lib.HR_ADD_PROCESS_SET)
 _REMOVE_PROCESS_SET: Final = int(lib.HR_REMOVE_PROCESS_SET)
+_OF_MEMBERS_ALONE: Final = 2  # as the root of _ADD_PROCESS_SET
 
 
 def barrier(process_set: int = WORLD_SET) -> None:
@@ -37,6 +38,26 @@ def add_process_set(ranks: Sequence[int], *, internal: bool = False) -> int:
     # The id may have been that of another set, in which other ranks called.
     forget_counts(lambda _, process_set: process_set == added)
     return added
+
+
+def start_adding_process_set(ranks: Sequence[int]) -> int:
+    """Start to add an internal set that only its members ask for; `wait` returns its id.
+
+    Once at a time for the same ranks, which are ascending.
+    """
+    name = f"add_process_set.{'.'.join(map(str, ranks))}"
+    return submit(
+        _ADD_PROCESS_SET, name, (), keep=None, finish=partial(_number, True), integers=ranks,
+        root=_OF_MEMBERS_ALONE,
+    )  # fmt: skip
+
+
+def start_barrier(name: str, process_set: int, *, wait_follows: bool) -> int:
+    """Start a barrier of a name of its own."""
+    return submit(
+        _BARRIER, name, (), keep=None, finish=partial(_number, False), process_set=process_set,
+        wait_follows=wait_follows,
+    )  # fmt: skip
 
 
 def remove_process_set(process_set: int) -> bool:

@@ -85,12 +85,13 @@ class Launcher:
 
 
 ELASTIC = "an elastic job"  # of hororun; none of LAUNCHERS, since ranks come from its store
+HORORUN = "hororun"
 TORCHRUN, SRUN, KUBERNETES = "torchrun", "srun", "Kubernetes Indexed Job"
 
 # The first that is there counts: what started this process stands before what started that.
 LAUNCHERS = (
     Launcher(
-        "hororun",
+        HORORUN,
         False,
         ("HORORING_RANK", "HORORING_SIZE"),
         "HORORING_RANK",
@@ -224,7 +225,7 @@ def check(launch: Launch, environ: Mapping[str, str] | None = None) -> None:
             raise _incomplete(f"RANK={env['RANK']} is set, but WORLD_SIZE is not")
         name = TORCHRUN if env.get("WORLD_SIZE") else name  # of one rank, it seems
     row = next((row for row in LAUNCHERS if row.name == name), None)
-    if row is None or row.mpi or row.name == "hororun":
+    if row is None or row.mpi or row.name == HORORUN:
         return
     told = [row.rank, row.size, row.local_rank, row.local_size]
     named = [next((n for n in names.split("|") if env.get(n)), "") for names in told]

@@ -6,11 +6,13 @@ overlap: ranks may use them in any order. See docs/process_sets.md.
 
 from __future__ import annotations
 
+import itertools
 import operator
+import threading
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from hororing import control, job, membership
+from hororing import collectives, control, job, membership
 from hororing.logs import logger
 from hororing.names import WORLD_SET
 
@@ -123,6 +125,50 @@ def register(process_set: ProcessSet | Sequence[int], *, internal: bool = False)
 def find(ranks: Sequence[int]) -> ProcessSet | None:
     """Return the registered set of these ranks, which are ascending, if there is one."""
     return next((each for each in _registered.values() if each.ranks == list(ranks)), None)
+
+
+class SetOfMembers:
+    """An internal set that only its members ask for; see `of_members`."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.users = itertools.count(1)  # for names: it has as many users on all members
+        self._lock = threading.Lock()
+        self._handle = 0
+        self._set = global_process_set
+        if len(ranks) < job.size():
+            self._set = ProcessSet(ranks)
+            self._handle = control.start_adding_process_set(self._set.ranks)
+
+    def ready(self) -> bool:
+        """Whether `get` returns at once, or raises."""
+        return self._set.process_set_id is not None or collectives.poll(self._handle)
+
+    def get(self, timeout_s: float) -> ProcessSet | None:
+        """Block until all members have asked for it; None: not within `timeout_s`."""
+        if self._set.process_set_id is None:
+            if not collectives.wait_at_most(self._handle, timeout_s):
+                return None
+            with self._lock:
+                if self._set.process_set_id is None:
+                    self._set.process_set_id = collectives.wait(self._handle)
+        return self._set
+
+
+_of_members: dict[tuple[int, ...], SetOfMembers] = {}
+_of_members_lock = threading.Lock()
+job.at_shutdown(_of_members.clear)
+
+
+def of_members(ranks: Sequence[int]) -> SetOfMembers:
+    """Ask for a set of these ranks, this one among them. Does not block.
+
+    Only its members ask for it, at any time. There is one for the same ranks, whoever asks.
+    """
+    key = tuple(sorted(ranks))
+    with _of_members_lock:
+        if key not in _of_members:
+            _of_members[key] = SetOfMembers(key)
+        return _of_members[key]
 
 
 def obtain(ranks: Sequence[int]) -> ProcessSet:

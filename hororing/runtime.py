@@ -28,6 +28,7 @@ import re
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -101,28 +102,42 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     start(launch.detect(mpi=mpi.is_usable), comm, process_sets)
 
 
-def start(started_by: Launch, comm: Any = None, process_sets: Any = None) -> None:
-    """Do what `init` does, in a job that was launched as told."""
+def start(
+    started_by: Launch,
+    comm: Any = None,
+    process_sets: Any = None,
+    meet: Callable[[], Member] | None = None,
+) -> None:
+    """Do what `init` does, in a job that was launched as told.
+
+    `meet` finds the ranks' store, where nothing in the environment tells of one.
+    """
     static = sets.parse(process_sets)
     if job.has_engine():
         sets.adopt_static(static)
         return
     dynamic = isinstance(process_sets, str)
     compared = "dynamic" if dynamic else str([each.ranks for each in static])
-    _start(started_by, comm, dynamic, compared)
+    _start(started_by, comm, dynamic, compared, meet)
     _process.process_sets = process_sets
     sets.register_static(static)
 
 
-def _start(started_by: Launch, comm: Any, dynamic: bool, process_sets: str) -> None:
+def _start(
+    started_by: Launch,
+    comm: Any,
+    dynamic: bool,
+    process_sets: str,
+    meet: Callable[[], Member] | None,
+) -> None:
     job.refuse_forked()  # where the lock may be held by nobody
     with _process.lock:
         if job.has_engine():
             return
         settings = configuration.load()
-        if settings["ALONE"]:
+        if settings["ALONE"] and meet is None:
             started_by = Launch()
-        elif membership.is_elastic():
+        elif meet is None and membership.is_elastic():
             _start_elastic(settings, comm, dynamic, process_sets)
             return
         communicator, ranks, others = _parse_comm(comm, started_by)
@@ -130,7 +145,7 @@ def _start(started_by: Launch, comm: Any, dynamic: bool, process_sets: str) -> N
         if by_mpi or started_by.launched:
             launch.refuse_children(started_by)
         if not by_mpi:
-            _find_ranks(started_by, settings, comm)
+            _find_ranks(started_by, settings, comm, meet)
         launched = by_mpi or _process.member is not None
         if communicator == _WORLD and not launched:
             launch.refuse_without_mpi(started_by)
@@ -163,12 +178,20 @@ def _start_elastic(
                 raise
 
 
-def _find_ranks(started_by: Launch, settings: configuration.Config, comm: Any) -> None:
+def _find_ranks(
+    started_by: Launch,
+    settings: configuration.Config,
+    comm: Any,
+    meet: Callable[[], Member] | None,
+) -> None:
     """Find the store of this job, if the environment tells of one. It serves until the end."""
     if _process.member is not None:
-        return
+        if meet is None:
+            return
+        _process.member.done()  # with the job before
+        _process.member = None
     try:
-        _process.member = bootstrap.find(started_by, settings)
+        _process.member = meet() if meet else bootstrap.find(started_by, settings)
     except RendezvousError as error:
         raise _lost(error) from None
     if _process.member is not None and comm is not None:

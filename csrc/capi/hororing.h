@@ -74,7 +74,7 @@ typedef enum hr_collective {
   HR_ALLTOALL = 4,
   HR_REDUCESCATTER = 5,
   HR_JOIN = 6,              /* all ranks; its one result is the last rank to join */
-  HR_ADD_PROCESS_SET = 7,   /* all ranks; its one result is the set's id */
+  HR_ADD_PROCESS_SET = 7,   /* all ranks, or see `root`; its one result is the set's id */
   HR_REMOVE_PROCESS_SET = 8 /* all ranks; its one result is 1, or 0 when there was no such set */
 } hr_collective;
 
@@ -167,7 +167,9 @@ typedef struct hr_request {
   int32_t process_set;        /* this rank is a member of it */
   int32_t op;                 /* hr_op; HR_ALLREDUCE, HR_REDUCESCATTER */
   int32_t root;               /* HR_BROADCAST: a rank of the job; HR_REMOVE_PROCESS_SET: the set;
-                                 HR_ADD_PROCESS_SET: 1 for one that may be a duplicate */
+                                 HR_ADD_PROCESS_SET: 1 for one that may be a duplicate; 2: so
+                                 may this one, and only its ranks ask for it, by a name that stands
+                                 for these ranks */
   double prescale, postscale; /* HR_ALLREDUCE, HR_REDUCESCATTER */
   int32_t tensors_count; /* 0 for HR_BARRIER and from HR_JOIN on; one for HR_ALLTOALL; more than
                             one otherwise: a group, all or nothing */

@@ -109,7 +109,7 @@ void Coordinator::ReportFresh(int rank, const Request& request, TimeNs now) {
   Named& named = NamedBy(request);
   Pending& pending = PendingFor(request, named, now);
   Expand(pending);
-  const size_t member = static_cast<size_t>(set->IndexOf(rank));
+  const size_t member = static_cast<size_t>(pending.set->IndexOf(rank));
   pending.requests[member] = request;
   pending.reported.Add(member);
   if (AllHere(pending)) Complete(named);
@@ -132,7 +132,12 @@ Coordinator::Pending& Coordinator::PendingFor(const Request& request, Named& nam
   if (!pending.waits) {
     pending.waits = true;
     ++waiting_;
-    if (pending.set == nullptr) pending.set = sets_.Find(request.process_set);
+    if (request.of_members_alone()) {
+      pending.asked.ranks.assign(request.ranks.begin(), request.ranks.end());
+      pending.set = &pending.asked;
+    } else if (pending.set == nullptr) {
+      pending.set = sets_.Find(request.process_set);
+    }
     pending.id = 0;
     pending.record = nullptr;
     pending.reported.Clear(pending.set->ranks.size());
@@ -203,6 +208,7 @@ Status Coordinator::Agree(Named& named, Decision* decision, int64_t* bytes) {
     details.rows = RowsOf(requests);
     *bytes = requests[0]->bytes();
     decision->cache_id = Remember(named, *requests[0], details.rows);
+    if (requests[0]->of_members_alone()) details.stand_in = *requests[0];
   } else {
     HORORING_RETURN_IF_ERROR(possible);
     Record& record = *pending.record;

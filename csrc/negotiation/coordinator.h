@@ -78,7 +78,8 @@ class Coordinator {
   struct Record;
   // A request that some members have reported, but not all.
   struct Pending {
-    const ProcessSet* set = nullptr;  // null: the name has not waited yet
+    const ProcessSet* set = nullptr;  // whose ranks report; null: the name has not waited yet
+    ProcessSet asked;                 // `set` of a request of its members alone
     uint64_t id = 0;           // the record that all reports so far named; 0: a report was in full
     Record* record = nullptr;  // of `id`
     bool waits = false;        // if not, the rest means nothing; its memory is reused

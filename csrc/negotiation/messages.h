@@ -33,7 +33,8 @@ struct Request {
   Collective kind = Collective::kAllreduce;
   ReduceOp op = ReduceOp::kSum;  // allreduce, reduce-scatter
   int32_t root = 0;              // broadcast: a rank of the job; remove_process_set: the set;
-                                 // add_process_set: 1 when it is internal
+                                 // add_process_set: 1 when it is internal, 2 when
+                                 // moreover only its ranks report it
   double prescale = 1.0;         // allreduce, reduce-scatter
   double postscale = 1.0;
   std::vector<Tensor> tensors;  // several: a group, all or nothing; none: barrier and the like
@@ -43,6 +44,8 @@ struct Request {
 
   bool operator==(const Request& other) const;
   int64_t bytes() const;  // of all tensors together
+  // The name then stands for the ranks.
+  bool of_members_alone() const { return kind == Collective::kAddProcessSet && root == 2; }
   // All tensors of a request are on the host, or all on a device.
   bool on_device() const { return !tensors.empty() && tensors[0].on_device; }
   // "allreduce 'layer1.weight'", "allgather 'x' of process set 2"
@@ -85,7 +88,8 @@ struct Decision {
     // kRun. Allgather: first dimensions, [tensor * members + member]; alltoall: splits,
     // [sender * members + receiver]; join: the last rank to join; add_process_set: the set.
     std::vector<int64_t> rows;
-    // kRun of an allreduce: the request, for members that have joined and therefore have none.
+    // kRun of an allreduce or of a new set: the request, for members that have joined, or ranks
+    // that are not asked, and therefore have none.
     std::optional<Request> stand_in;
     bool timeline_on = false;  // kTimeline
     bool timeline_cycles = false;

@@ -20,6 +20,8 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from hororing.rendezvous import offers, protocol
@@ -27,7 +29,7 @@ from hororing.rendezvous.client import Deadline, Member, RendezvousError
 from hororing.rendezvous.offers import Offer
 from hororing.rendezvous.protocol import ProtocolError
 
-_KEY = "hororing/offer"
+_KEY, _HOST = "hororing/offer", "hororing/host/"
 _CONNECT_S = 2.0
 _ANSWER_S = 5.0
 _RETRY_S = 0.1
@@ -64,26 +66,49 @@ def meet(
     """
     board = _Board(address, makes_store and rank == 0)
     if rank != 0:
-        try:
-            return offers.accept(
-                board.look, rank=rank, size=size, timeout_s=timeout_s, secret=secret
-            )
-        finally:
-            board.close()
-    deadline = Deadline(timeout_s)
+        return _accept(board, rank, size, Deadline(timeout_s), secret)
+    remedy = f"torch's store at {address} cannot be used: {{reason}}; is MASTER_ADDR right?"
+    return _make(
+        board, job, size, Deadline(timeout_s), remedy, secret=secret, one_host=one_host,
+        near=protocol.parse_address(address)[0],
+    )  # fmt: skip
 
+
+def meet_in(store: Any, *, rank: int, size: int, timeout_s: float) -> Member:
+    """Find the other ranks by a store of torch's that all have, each its own object.
+
+    Blocks until all have come. RendezvousError: not within `timeout_s`.
+    """
+    board, deadline = _Shared(store), Deadline(timeout_s)
+    board.tell_host(rank)
+    if rank != 0:
+        return _accept(board, rank, size, deadline, b"")
+    one_host = board.all_on_one_host(size, deadline)
+    remedy = "the store of torch.distributed cannot be used: {reason}"
+    return _make(board, "torch", size, deadline, remedy, one_host=one_host)
+
+
+def _accept(board: _Board, rank: int, size: int, deadline: Deadline, secret: bytes) -> Member:
+    try:
+        return offers.accept(
+            board.look, rank=rank, size=size, timeout_s=deadline.left_s(), secret=secret
+        )
+    finally:
+        board.close()
+
+
+def _make(
+    board: _Board, job: str, size: int, deadline: Deadline, remedy: str, **more: Any
+) -> Member:
     def publish(offer: Offer) -> None:
         while (reason := board.publish(offer)) is not None:
             if deadline.left_s() == 0:
-                raise RendezvousError(
-                    f"torch's store at {address} cannot be used: {reason}; is MASTER_ADDR right?"
-                )
+                raise RendezvousError(remedy.format(reason=reason))
             time.sleep(min(_RETRY_S, deadline.left_s()))
 
     return offers.make(
         publish, board.withdraw, job=f"{job}.{secrets.token_hex(4)}", size=size,
-        timeout_s=timeout_s, secret=secret, one_host=one_host,
-        near=protocol.parse_address(address)[0],
+        timeout_s=deadline.left_s(), **more,
     )  # fmt: skip
 
 
@@ -152,6 +177,41 @@ class _Board:
             timeout=timedelta(seconds=_ANSWER_S),
         )  # fmt: skip
         return self._store
+
+
+class _Shared(_Board):
+    """The same in a store that somebody else has made, and keys of the ranks' hosts."""
+
+    def __init__(self, store: Any) -> None:
+        self._given = self._store = store
+
+    def _open(self) -> Any:
+        self._store = self._given
+        return self._store
+
+    def tell_host(self, rank: int) -> None:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        with contextlib.suppress(OSError, RuntimeError):  # then rank 0 waits for it in vain
+            _bounded(lambda: self._given.set(f"{_HOST}{rank}", f"{socket.gethostname()} {boot}"))
+
+    def all_on_one_host(self, size: int, deadline: Deadline) -> bool:
+        """Block until all have told theirs."""
+        keys = [f"{_HOST}{rank}" for rank in range(size)]
+        try:
+            while not _bounded(lambda: self._given.check(keys)):
+                if deadline.left_s() == 0:
+                    missing = [r for r, key in enumerate(keys) if not self._given.check([key])]
+                    raise RendezvousError(
+                        f"of {size} ranks, these have not called init_process_group in time: "
+                        f"{missing}",
+                        missing[0],
+                    )
+                time.sleep(min(_RETRY_S, deadline.left_s()))
+            return len({bytes(_bounded(partial(self._given.get, key))) for key in keys}) == 1
+        except (OSError, RuntimeError) as error:
+            raise RendezvousError(
+                f"the store of torch.distributed cannot be used: {_first_line(error)}"
+            ) from None
 
 
 def _bounded(call: Callable[[], T]) -> T:

@@ -460,15 +460,16 @@ class Slot(Gradient):
         before, after = options.factors
         compression = options.compression
         values, context = compression.compress(grad._values() * before)
-        self.handle, gathered = start_sparse_allreduce(
+        handle, combine = start_sparse_allreduce(
             torch.sparse_coo_tensor(grad._indices(), values, grad.shape, check_invariants=False),
             self.name,
             options.op,
             options.process_set,
         )
+        self.handle = handle
 
         def finish() -> torch.Tensor:
-            result = gathered()
+            result = combine(synchronize(handle))
             values = compression.decompress(result._values(), context) * after
             return torch.sparse_coo_tensor(
                 result._indices(), values, result.shape, check_invariants=False

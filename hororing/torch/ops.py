@@ -175,8 +175,8 @@ def sparse_allreduce_async(
     ------
     ValueError : on every rank, from the returned function, when the dense shapes differ.
     """
-    _, finish = start_sparse_allreduce(tensor, name, op, process_set)
-    return finish
+    handle, combine = start_sparse_allreduce(tensor, name, op, process_set)
+    return lambda: combine(synchronize(handle))
 
 
 def start_sparse_allreduce(
@@ -184,8 +184,8 @@ def start_sparse_allreduce(
     name: str | None,
     op: int,
     process_set: ProcessSet = global_process_set,
-) -> tuple[int, Callable[[], torch.Tensor]]:
-    """Return the handle as well, for those who may abandon it."""
+) -> tuple[int, Callable[[Any], torch.Tensor]]:
+    """Return the handle, and what makes the sum of what `synchronize(handle)` returns."""
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.sparse_coo:
         given = tensor.layout if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         raise TypeError(
@@ -204,8 +204,8 @@ def start_sparse_allreduce(
     handle = verbs.gather_async("sparse_allreduce", rows, name, process_set=process_set)
     shape = tensor.shape
 
-    def finish() -> torch.Tensor:
-        indices, values, shapes = synchronize(handle)
+    def combine(gathered: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        indices, values, shapes = gathered
         if bool((shapes != shapes[0]).any()):
             raise ValueError(
                 f"sparse allreduce '{name}': shapes differ; by rank: {shapes.tolist()}. Every "
@@ -215,7 +215,7 @@ def start_sparse_allreduce(
             values = values / place_and_size(process_set)[1]
         return torch.sparse_coo_tensor(indices.t(), values, shape, check_invariants=False)
 
-    return handle, finish
+    return handle, combine
 
 
 __all__ = [

@@ -46,7 +46,7 @@ class Allreduce(Requests[T]):
         if compression is not NoneCompressor:
             check_compression(compression)
             tensor, context = compression.compress(tensor)
-        answer = self._start_one(
+        answer = self.start_one(
             tensor, False, average, name, op, prescale_factor, postscale_factor, process_set, True
         )
         result: T = collectives.settled(answer)
@@ -63,7 +63,7 @@ class Allreduce(Requests[T]):
         process_set: ProcessSet = global_process_set,
     ) -> T:
         """Do as `allreduce`, into `tensor` itself, and return it."""
-        answer = self._start_one(
+        answer = self.start_one(
             tensor, True, average, name, op, prescale_factor, postscale_factor, process_set, True
         )
         result: T = answer if answer is tensor else collectives.settled(answer)
@@ -83,7 +83,7 @@ class Allreduce(Requests[T]):
 
         `tensor` must not be written to before that.
         """
-        handle: int = self._start_one(
+        handle: int = self.start_one(
             tensor, False, average, name, op, prescale_factor, postscale_factor, process_set
         )
         return handle
@@ -99,12 +99,12 @@ class Allreduce(Requests[T]):
         process_set: ProcessSet = global_process_set,
     ) -> int:
         """Start an `allreduce_`; `tensor` must not be touched before `synchronize(handle)`."""
-        handle: int = self._start_one(
+        handle: int = self.start_one(
             tensor, True, average, name, op, prescale_factor, postscale_factor, process_set
         )
         return handle
 
-    def _start_one(
+    def start_one(
         self,
         tensor: T,
         in_place: bool,
@@ -160,7 +160,7 @@ class Allreduce(Requests[T]):
         process_set: ProcessSet,
         wait_follows: bool = False,
     ) -> Any:
-        """Do as `_start_one` with several tensors in place."""
+        """Do as `start_one` with several tensors in place."""
         if average is not None:
             op = arguments.choose_op(op, average)
         tensors = tuple(tensors)

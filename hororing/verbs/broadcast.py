@@ -25,7 +25,9 @@ class Broadcast(Requests[T]):
         of the job, also within a process set.
         """
         result: T = collectives.wait(
-            self._broadcast(tensor, root_rank, name, process_set, in_place=False, wait_follows=True)
+            self.start_broadcast(
+                tensor, root_rank, name, process_set, in_place=False, wait_follows=True
+            )
         )
         return result
 
@@ -38,7 +40,9 @@ class Broadcast(Requests[T]):
     ) -> T:
         """Do as `broadcast`, into `tensor` itself, and return it."""
         result: T = collectives.wait(
-            self._broadcast(tensor, root_rank, name, process_set, in_place=True, wait_follows=True)
+            self.start_broadcast(
+                tensor, root_rank, name, process_set, in_place=True, wait_follows=True
+            )
         )
         return result
 
@@ -50,7 +54,7 @@ class Broadcast(Requests[T]):
         process_set: ProcessSet = global_process_set,
     ) -> int:
         """Start a `broadcast`; `synchronize(handle)` returns its result."""
-        return self._broadcast(tensor, root_rank, name, process_set, in_place=False)
+        return self.start_broadcast(tensor, root_rank, name, process_set, in_place=False)
 
     def broadcast_async_(
         self,
@@ -60,9 +64,9 @@ class Broadcast(Requests[T]):
         process_set: ProcessSet = global_process_set,
     ) -> int:
         """Start a `broadcast_`; `tensor` must not be touched before `synchronize(handle)`."""
-        return self._broadcast(tensor, root_rank, name, process_set, in_place=True)
+        return self.start_broadcast(tensor, root_rank, name, process_set, in_place=True)
 
-    def _broadcast(
+    def start_broadcast(
         self,
         tensor: T,
         root_rank: int,
@@ -72,6 +76,7 @@ class Broadcast(Requests[T]):
         in_place: bool,
         wait_follows: bool = False,
     ) -> int:
+        """Start what the verbs above describe; `wait_follows` as for `reduce_async`."""
         members = check_member(process_set, "broadcast")
         root_rank = arguments.check_root(root_rank, "broadcast")
         targets = self._checked([tensor], "broadcast", writable=in_place)

@@ -91,6 +91,7 @@ struct Player {
     entry->request.kind = kind;
     entry->request.ranks = std::move(ranks);
     entry->request.root = root;
+    if (entry->request.of_members_alone()) entry->request.name += " of members";
     int64_t handle = 0;
     const Status submitted = engine->Submit(std::move(entry), /*wait_follows=*/true, &handle);
     if (!submitted.ok()) return submitted;

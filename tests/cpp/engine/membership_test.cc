@@ -131,6 +131,38 @@ TEST(the_set_of_a_layer_leaves_its_ranks_to_the_user) {
   CHECK_EQ(AddSet(coordinator, 2, {0}), int64_t{3});
 }
 
+TEST(a_set_may_be_added_by_its_members_alone_and_all_ranks_know_it) {
+  Coordinator coordinator = MakeCoordinator(4);
+  Request first = Control(Collective::kAddProcessSet, {0, 3}, /*of_members_alone*/ 2);
+  Request second = Control(Collective::kAddProcessSet, {1, 2}, /*of_members_alone*/ 2);
+  first.name = "0.3";
+  second.name = "1.2";
+  Tell(coordinator, 1, {second});
+  Tell(coordinator, 3, {first});
+  CHECK_EQ(Decisions(coordinator).size(), size_t{0});
+  Tell(coordinator, 0, {first});
+  Tell(coordinator, 2, {second});
+  const std::vector<Decision> decisions = Decisions(coordinator);
+  CHECK_EQ(decisions.size(), size_t{2});
+  for (size_t i = 0; i < 2; ++i) {
+    CHECK_EQ(decisions[i].process_set, kWorldSet);
+    CHECK_EQ(decisions[i].details().rows.at(0), static_cast<int64_t>(i + 1));
+    CHECK(decisions[i].details().stand_in == (i == 0 ? first : second));
+  }
+  Play(3, EngineConfig(), [](Player& player) {
+    int64_t id = 0;
+    if (player.rank != 1) {
+      CHECK_OK(player.Control(Collective::kAddProcessSet, &id, {0, 2}, 2));
+      CHECK_EQ(id, int64_t{1});
+      std::vector<float> data(5, static_cast<float>(player.rank + 1));
+      CHECK_OK(player.Allreduce("x", data, ReduceOp::kSum, 1));
+      CHECK_EQ(data[4], 4.0f);
+    }
+    CHECK_OK(player.AddSet({0, 1}, &id));
+    CHECK_EQ(id, int64_t{2});
+  });
+}
+
 TEST(ranks_that_add_different_sets_are_told_of_one_another) {
   Coordinator coordinator = MakeCoordinator(2);
   Tell(coordinator, 0, {Control(Collective::kAddProcessSet, {0})});

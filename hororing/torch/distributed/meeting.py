@@ -1,0 +1,113 @@
+"""How the process group of all ranks comes to an engine, and to a store of torch's.
+
+An engine that runs already is used. Otherwise `init_process_group` starts one: by the launcher
+where that is MPI or hororun, and by torch's own store everywhere else (torchrun,
+`torch.multiprocessing.spawn`, a file), which needs no launcher. The latter ends when the group is
+destroyed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, Final
+
+import torch.distributed as torch_distributed
+
+from hororing import collectives, control, job, launch, mpi, runtime
+from hororing.errors import HororingInternalError
+from hororing.launch import Launch
+from hororing.names import WORLD_SET
+from hororing.objects import broadcast_object
+from hororing.rendezvous import interfaces, torch_store
+from hororing.torch.distributed.group import ProcessGroup
+
+# torch's stubs lack much of it.
+dist: Any = torch_distributed
+
+_LEAVE: Final = "torch.distributed.destroy_process_group"
+# Longest that a rank waits at its end for ranks that still use other groups.
+_LEAVE_S: Final = 30.0
+
+
+def create(options: Any, _: Any = None) -> ProcessGroup:
+    """Make a process group; torch calls it in each member of the group."""
+    ranks, place, size = options.global_ranks_in_group, options.group_rank, options.group_size
+    timeout: timedelta = options.timeout
+    of_all = not ranks
+    leaves = False
+    if not job.has_engine():
+        if not of_all and size != dist.get_world_size():
+            raise ValueError(
+                f"process group {options.group_id} of ranks {list(ranks)}: the engine does not run "
+                'yet, and all ranks must start it; call init_process_group("hororing") or '
+                "hororing.torch.init() before"
+            )
+        leaves = _start(options.store, place, size, timeout.total_seconds())
+    ranks = list(ranks) or list(range(size))
+    _check(ranks, place, size, of_all)
+    return ProcessGroup(place, ranks, timeout, _leave if leaves else _nothing)
+
+
+def _start(store: Any, place: int, size: int, timeout_s: float) -> bool:
+    """Start the engine; return whether it is of these ranks' making, and can be of others later."""
+    started_by = launch.detect(mpi=mpi.is_usable)
+    by_launcher = started_by.mpi or started_by.launcher == launch.HORORUN
+    if by_launcher and (started_by.rank, started_by.least_size) == (place, size):
+        runtime.start(started_by)
+        return False
+    if size == 1:
+        runtime.start(Launch())
+        return True
+    told = Launch(
+        "torch.distributed", place, size, mpi=False, sign=f"world_size={size}", own=f"rank={place}"
+    )
+    runtime.start(
+        told, meet=lambda: torch_store.meet_in(store, rank=place, size=size, timeout_s=timeout_s)
+    )
+    return True
+
+
+def _check(ranks: list[int], place: int, size: int, of_all: bool) -> None:
+    """ValueError unless torch's ranks are those of the job."""
+    if of_all and (place, size) != (job.rank(), job.size()):
+        raise ValueError(
+            f"init_process_group: torch.distributed has rank {place} of {size}, but hororing runs "
+            f"already with rank {job.rank()} of {job.size()}; they must be the same"
+        )
+    if ranks != sorted(ranks):
+        raise ValueError(f"a process group of ranks {ranks} is not supported: sort them")
+
+
+def _leave() -> None:
+    """End the engine that a group started, when the other ranks have left theirs, too."""
+    if not job.has_engine():
+        return
+    with suppress(HororingInternalError, ValueError):  # the job has ended already
+        handle = control.start_barrier(_LEAVE, WORLD_SET, wait_follows=True)
+        if collectives.wait_at_most(handle, _LEAVE_S):
+            collectives.wait(handle)
+        else:
+            collectives.abandon(handle, None)
+    runtime.shutdown()
+
+
+def _nothing() -> None:
+    pass
+
+
+def meet(_: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
+    """Start the engine by its own means, and share a store of torch's: hororing://."""
+    runtime.init()
+    rank, size = job.rank(), job.size()
+    store, place = None, None
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
+        one_host = job.local_size() == size
+        place = "127.0.0.1" if one_host else interfaces.reached_at(), store.port
+    host, port = broadcast_object(place, 0, name="torch.distributed.store")
+    if store is None:
+        store = dist.TCPStore(host, port, size, is_master=False, wait_for_workers=False)
+    yield store, rank, size
+    raise RuntimeError("ranks meet once by hororing://")

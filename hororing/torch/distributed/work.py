@@ -1,0 +1,258 @@
+"""What a collective of torch.distributed returns: a `Work`, and its future.
+
+Whoever waits for a work, or polls it, finishes it. Only for those whose future was asked for (by
+DDP, say) there are threads, since C++ waits for futures without us: one that waits for the engine's
+next completion, and another one only while a callback of a future runs on the first.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from time import monotonic
+from typing import Any
+
+import torch
+from torch.distributed import Work as _Work
+
+from hororing import collectives
+from hororing.errors import StalledError
+
+# Between two looks at what the engine does not tell of.
+_LOOK_S = 0.01
+
+
+class Work(_Work):
+    """One request in flight.
+
+    Parameters
+    ----------
+    title : for errors, such as "allreduce 'group0.5'".
+    handle : of `hororing.collectives`; 0: it is complete.
+    result : what `result()` and the future have: a list of tensors.
+    finish : called once with what `collectives.wait(handle)` returns, by any thread.
+    timeout_s : the longest wait.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        handle: int,
+        result: list[torch.Tensor],
+        timeout_s: float,
+        finish: Callable[[Any], None] | None = None,
+    ) -> None:
+        super().__init__()
+        self._title = title
+        self._handle = handle
+        self._result = result
+        self._timeout_s = timeout_s
+        self._finish = finish
+        self._done = handle == 0
+        self._error: Exception | None = None
+        # Again by the same thread: a signal handler may wait, too.
+        self._lock = threading.RLock()
+        self._promise: Any = None
+        self._future: Any = None
+        self._deadline = 0.0
+
+    def __del__(self) -> None:
+        if not self._done and self._handle:
+            collectives.abandon(self._handle, self._result)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until it is complete; return True, or raise its error.
+
+        The GIL is released, and Ctrl-C is answered. StalledError after `timeout`, by default that
+        of the call or its group; the request stays in flight, and the other ranks can complete it.
+        """
+        if not self._done:
+            seconds = timeout.total_seconds() if timeout else 0.0
+            self._wait(seconds if seconds > 0 else self._timeout_s)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def _wait(self, timeout_s: float) -> None:
+        if collectives.wait_at_most(self._handle, timeout_s):
+            self.settle()
+        else:
+            self.expire(timeout_s)
+
+    def synchronize(self) -> None:
+        """Do as `wait`."""
+        self.wait()
+
+    def complete(self) -> bool:
+        """Whether `settle` would return at once."""
+        if self._done:
+            return True
+        try:
+            return collectives.poll(self._handle)
+        except ValueError:  # another thread has just settled it
+            return True
+
+    def settle(self) -> None:
+        """Finish it; blocks until it is complete."""
+        with self._lock:
+            if self._done:
+                return
+            try:
+                value = collectives.wait(self._handle)
+                if self._finish is not None:
+                    self._finish(value)
+            except Exception as error:  # which `wait` raises
+                self._error = error
+            self._end()
+        self._tell()
+
+    def expire(self, timeout_s: float) -> None:
+        """Give it up. The engine keeps the memory that it may still write to."""
+        with self._lock:
+            if self._done:
+                return
+            self._error = StalledError(
+                f"{self._title} has waited for {timeout_s:g} s, which is its timeout: every rank "
+                "of the process group must make this call; the log of rank 0 names those that have "
+                "not, after HORORING_STALL_WARNING_S"
+            )
+            self._abandon()
+            self._end()
+        self._tell()
+
+    def _abandon(self) -> None:
+        collectives.abandon(self._handle, self._result)
+
+    def _end(self) -> None:
+        self._done = True
+        self._finish = None
+
+    def _tell(self) -> None:
+        with self._lock:
+            promise, self._promise = self._promise, None
+        if promise is not None:
+            promise.set_result(None)
+
+    def is_completed(self) -> bool:
+        """Whether `wait` returns at once. Completes it where that is possible."""
+        if not self._done and self.complete():
+            self.settle()
+        return self._done
+
+    def is_success(self) -> bool:
+        """Whether it is complete and has no error."""
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> Exception | None:
+        """Return its error, if it is complete and has one."""
+        return self._error
+
+    def result(self) -> list[torch.Tensor]:
+        """Return the tensors that it writes."""
+        return self._result
+
+    def source_rank(self) -> int:
+        """Return which rank of the group has sent it. ValueError unless it was received."""
+        raise ValueError(f"{self._title} has no source rank; irecv has")
+
+    _source_rank = source_rank
+
+    def get_future(self) -> Any:
+        """Return a future of `result()`. Its callbacks run on a thread of hororing."""
+        with self._lock:
+            if self._future is None:
+                promise: Any = torch.futures.Future()
+                # Only what a callback raises is an error to C++.
+                self._future = promise.then(self._value)
+                self._promise = promise
+                self._deadline = monotonic() + self._timeout_s
+        if self._done:
+            self._tell()
+        else:
+            _completions.watch(self)
+        return self._future
+
+    def _value(self, _: Any) -> list[torch.Tensor]:
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    # Of `_Completions`.
+
+    blocks = True  # who waits for it is blocked until the engine completes its request
+
+    def look(self, now: float) -> bool:
+        """Whether it is complete or too late."""
+        return now >= self._deadline or self.complete()
+
+    def close(self) -> None:
+        """Settle it after `look`."""
+        if self.complete():
+            self.settle()
+        else:
+            self.expire(self._timeout_s)
+
+
+class _Completions:
+    """The works that nobody else may complete, and the threads that do so.
+
+    One thread at a time looks for works that are complete. Before it completes them, which may run
+    callbacks that wait for other works, it lets another thread look.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._works: list[Work] = []
+        self._idle = 0
+        self._looks = False
+        self._seen = -1
+
+    def watch(self, work: Work) -> None:
+        """Complete `work` as soon as that is possible."""
+        if work.complete():  # and if not, the engine tells of it from now on
+            work.settle()
+            return
+        with self._changed:
+            self._works.append(work)
+            if not self._looks:
+                self._need_thread()
+
+    def _need_thread(self) -> None:
+        if self._idle:
+            self._changed.notify()
+        else:
+            threading.Thread(target=self._run, name="hororing-torch", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._idle += 1
+                self._changed.wait_for(lambda: self._works and not self._looks)
+                self._idle -= 1
+                self._looks = True
+            ready = self._next()
+            with self._changed:
+                self._works = [work for work in self._works if work not in ready]
+                self._looks = False
+                if self._works:
+                    self._need_thread()
+            while ready:
+                ready.pop().close()
+
+    def _next(self) -> list[Work]:
+        """Block until works are complete or too late, and return them."""
+        while True:
+            with self._changed:
+                works = list(self._works)
+            now = monotonic()
+            if ready := [work for work in works if work.look(now)]:
+                return ready
+            if all(work.blocks for work in works):
+                self._seen = collectives.next_completion(self._seen)
+            else:
+                with self._changed:
+                    self._changed.wait(_LOOK_S)
+
+
+_completions = _Completions()

@@ -1,0 +1,52 @@
+"""Where torch finds the backend of `hororing.torch.distributed`: an entry point of torch.backends.
+
+`import torch` calls `register` in every environment where hororing is installed, so this imports
+nothing but torch.distributed; the rest comes with the first process group.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+_BACKEND = "hororing"
+
+
+def register() -> None:
+    """Make "hororing" a backend of torch.distributed. Does nothing the second time."""
+    dist: Any = importlib.import_module("torch.distributed")
+    if not dist.is_available() or hasattr(dist.Backend, _BACKEND.upper()):
+        return
+    dist.Backend.register_backend(_BACKEND, _create, extended_api=True, devices=["cpu"])
+    rendezvous = importlib.import_module("torch.distributed.rendezvous")
+    rendezvous.register_rendezvous_handler(_BACKEND, _meet)
+    # There is no public way to add to "env://", which is what init_process_group uses by default,
+    # and mpirun sets none of its variables. Where torch has changed, pass init_method="hororing://".
+    handlers = getattr(rendezvous, "_rendezvous_handlers", {})
+    if "env" in handlers:
+        handlers["env"] = _with_mpi(handlers["env"])
+
+
+def _create(options: Any, backend_options: Any) -> Any:
+    return _meeting().create(options, backend_options)
+
+
+def _meet(url: str, **options: Any) -> Iterator[Any]:
+    yield from _meeting().meet(url, **options)
+
+
+def _with_mpi(by_variables: Any) -> Any:
+    def meet(url: str, **options: Any) -> Iterator[Any]:
+        launch = importlib.import_module("hororing.launch")
+        told = launch.detect()
+        if told.launched and told.mpi and not launch.environment().get("MASTER_ADDR"):
+            return _meet(url, **options)
+        answer: Iterator[Any] = by_variables(url, **options)
+        return answer
+
+    return meet
+
+
+def _meeting() -> Any:
+    return importlib.import_module("hororing.torch.distributed.meeting")
