@@ -214,7 +214,7 @@ def test_processes_and_their_children_die_with_hororun_even_if_it_is_killed(
     child, parent = numbers(line(job))
     os.kill(parent, signal.SIGKILL)
     again = numbers(line(job))
-    assert not is_alive(child)
+    wait_until(lambda: not is_alive(child))
     job.kill()
     wait_until(lambda: not any(is_alive(pid) for pid in again))
 
@@ -260,11 +260,12 @@ def test_a_job_goes_on_when_rank_0_and_then_the_last_one_are_killed():  # push t
     with ElasticRun(3) as job:
         generation = job.wait_until_it_works()
         for rank in (0, 2):
-            kill(job.pid(rank))
-            generation = job.wait_until_it_works(after=generation)
+            hit = job.pid(rank)
+            kill(hit)
+            generation = job.wait_until_it_works(after=generation, without=[hit])
         job.end()
         told = job.told()
-        assert "3 ranks: process 4 has come" in told
+        assert "process 4 has come" in told
         assert "2 of 5 processes have failed" in told
 
 
@@ -289,8 +290,14 @@ def test_hosts_that_are_taken_away_end_well(tmp_path: Path):  # push tier, 5 s
 def test_a_reset_limit_ends_the_job():  # push tier, 2 s
     with ElasticRun(2, ["--reset-limit", "1"]) as job:
         job.wait_until_it_works()
-        kill(job.pid(1))
-        job.wait(lambda: job.hororun.poll() is not None, "it does not end")
+        # One kill costs one generation only, if the new process is quicker than the others.
+        while job.hororun.poll() is None:
+            hit = job.pid(1)
+            kill(hit)
+            job.wait(
+                lambda hit=hit: job.hororun.poll() is not None or job.works(2, 0, [hit]),
+                "it does not end",
+            )
         assert job.hororun.returncode == 128 + signal.SIGKILL
         assert "more than 1 resets (--reset-limit)" in job.told()
 
