@@ -7,6 +7,7 @@ here. Knows no framework.
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -127,6 +128,9 @@ def _next(settings: Mapping[str, Any], failed: bool) -> tuple[ElasticMember, Wor
         settings = {**settings, "TIMEOUT_S": _AGAIN_S}
     member = bootstrap.join(settings)
     _process.member = member
+    # Where its own link is cut, this process learns of it when the store does.
+    timeout_ms = int(settings["PEER_TIMEOUT_S"] * 1000)
+    member.beats.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
     lib.hr_membership_begin(member.beats.fileno(), settings["PEER_TIMEOUT_S"] / _BEATS)
     member.at_close.append(lib.hr_membership_end)
     return member, member.next_world(_own.step, _own.voted, failed=False)

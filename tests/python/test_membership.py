@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import tiers
-from elastic_ranks import DEADLINE_S, ElasticJob
+from elastic_ranks import DEADLINE_S, TRAIN, ElasticJob
 
 from hororing.rendezvous.generations import Done, Joined
 
@@ -112,6 +112,45 @@ def test_a_second_death_while_a_generation_forms(tmp_path: Path):
         job.wait(lambda: any(len(world.members) == 1 for world in job.worlds()))
         stop.touch()
         job.ends(2)
+
+
+# As TRAIN, but who is told to dies in the second generation, when it has a rank and no peers yet.
+DIES_ON_ITS_WAY = """
+import os, signal, sys
+from hororing import membership, runtime
+
+answer = runtime._answer
+
+def dies(*how):
+    if membership.generation() == 2 and os.environ.get("DIES"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return answer(*how)
+
+runtime._answer = dies
+"""
+
+
+def test_a_death_on_the_way_into_a_generation_is_no_error_of_the_script(tmp_path: Path):
+    stop = tmp_path / "stop"
+    with ElasticJob(np=3) as job:
+        for dies in ("", "", "1"):
+            job.start(str(stop), script=DIES_ON_ITS_WAY + TRAIN, DIES=dies)
+        job.wait(lambda: all(job.started(each, 1) for each in range(3)))
+        job.ranks[0].kill()
+        job.wait(lambda: job.started(1, 3))
+        assert not job.started(1, 2)
+        assert [len(world.members) for world in job.worlds()] == [3, 2, 1]
+        stop.touch()
+        job.ends(1)
+
+
+def test_a_process_that_waits_for_others_can_be_interrupted(tmp_path: Path):
+    with ElasticJob(np=2) as job:
+        job.start(str(tmp_path / "stop"))
+        job.wait(lambda: job.store._asks)  # it waits
+        job.ranks[0].send_signal(signal.SIGINT)
+        assert job.ranks[0].wait(DEADLINE_S) != 0
+        job.wait(job.lost)
 
 
 RESTARTS = """
