@@ -456,7 +456,7 @@ def test_a_forked_child_neither_keeps_its_parent_in_the_job_nor_ends_it(
 
 
 def test_a_forked_child_keeps_neither_the_port_nor_the_connections_of_a_store(
-    made: Callable[..., Store],
+    made: Callable[..., Store], tmp_path: Path
 ):
     store = made(2)
     one = member(store, 0)
@@ -468,9 +468,11 @@ def test_a_forked_child_keeps_neither_the_port_nor_the_connections_of_a_store(
         assert not any(each.get_inheritable() for each in held)
         child = os.fork()
         if child == 0:
+            (tmp_path / "child").touch()
             signal.pause()
             os._exit(0)
         try:
+            wait_until((tmp_path / "child").exists)
             one.put("a", "b")  # nothing has happened to the parent's
             assert one.get("a") == "b"
             one.done()
