@@ -68,10 +68,16 @@ class Backoff {
 
   // `longest_sleep_ns` is the delay that a message may suffer, and what an idle rank costs: a
   // look takes a few microseconds. `yield_ns`: before it sleeps, beyond `spin_ns`.
-  Backoff(TimeNs spin_ns, TimeNs longest_sleep_ns, TimeNs yield_ns = kYield)
-      : yield_until_ns_(spin_ns + yield_ns), longest_sleep_ns_(longest_sleep_ns) {}
+  // `shortest_sleep_ns`: more where the bell rings for all that it waits for.
+  Backoff(TimeNs spin_ns, TimeNs longest_sleep_ns, TimeNs yield_ns = kYield,
+          TimeNs shortest_sleep_ns = kShortestSleep)
+      : yield_until_ns_(spin_ns + yield_ns),
+        shortest_sleep_ns_(shortest_sleep_ns),
+        longest_sleep_ns_(longest_sleep_ns) {}
 
   TimeNs begin_ns() const { return begin_ns_; }
+  // Since when nothing has moved.
+  TimeNs quiet_since_ns() const { return quiet_since_ns_; }
 
   // To be called after a look that found nothing (`moved` false), or something but not what the
   // wait is for. False once the deadline has passed. `Bell` is WakeBell, or sleeps as it does.
@@ -81,7 +87,7 @@ class Backoff {
     if (now >= deadline) return false;
     if (moved) {
       quiet_since_ns_ = now;
-      sleep_ns_ = kShortestSleep;
+      sleep_ns_ = shortest_sleep_ns_;
     }
     const TimeNs quiet = now - quiet_since_ns_;
     if (moved || quiet < kKeepCore) return true;
@@ -98,10 +104,11 @@ class Backoff {
   static constexpr TimeNs kShortestSleep = 20 * kMicrosecond;
 
   const TimeNs yield_until_ns_;
+  const TimeNs shortest_sleep_ns_;
   const TimeNs longest_sleep_ns_;
   const TimeNs begin_ns_ = NowNs();
   TimeNs quiet_since_ns_ = begin_ns_;
-  TimeNs sleep_ns_ = kShortestSleep;
+  TimeNs sleep_ns_ = shortest_sleep_ns_;
 };
 
 }  // namespace hororing

@@ -54,12 +54,19 @@ Status TcpTransport::Wait(Request request, TimeNs deadline) {
   const uint64_t& done = (request.slot & 1) != 0 ? state.receives_done : state.sends_done;
   const std::deque<Job>& jobs = (request.slot & 1) != 0 ? state.receives : state.sends;
   const bool much = done < sequence && broken_.ok() && jobs[sequence - done - 1].left >= kMuch;
-  Backoff backoff(options_.spin_ns, kLongestSleep, much ? -options_.spin_ns : Backoff::kYield);
+  // Polling did not pay in the last wait that had to sleep, or will not in this one.
+  const bool sleeps = much || last_gap_ns_ > options_.spin_ns + Backoff::kYield;
+  Backoff backoff(options_.spin_ns, kLongestSleep, sleeps ? -options_.spin_ns : Backoff::kYield,
+                  kLongestSleep);
   LongWait wait(backoff.begin_ns());
   const auto lagging = [peer] { return std::to_string(peer); };
   for (unsigned look = 1; broken_.ok(); ++look) {
     if (done >= sequence) return Status::Ok();
     bool moved = MoveData();
+    if (moved && look > 1) {
+      const TimeNs gap = NowNs() - backoff.quiet_since_ns();
+      if (gap > kKeepCore) last_gap_ns_ = gap;
+    }
     if (done >= sequence) return Status::Ok();
     if (moved) wait.Moved();
     if (!moved || look % kDataLooks == 0) {

@@ -164,8 +164,9 @@ class TcpTransport final : public Transport {
   bool accepting_ = false;  // others may wait to be accepted
   bool woken_ = false;      // and no Sleep has ended because of it
   bool announced_ = false, closing_ = false, failure_shown_ = false;
-  Status failure_;  // the first that a peer announced, or that was noticed
-  Status broken_;   // what every Wait returns from now on
+  Status failure_;          // the first that a peer announced, or that was noticed
+  Status broken_;           // what every Wait returns from now on
+  TimeNs last_gap_ns_ = 0;  // in which a wait for data saw none
 };
 
 }  // namespace hororing
