@@ -310,6 +310,20 @@ def test_an_exit_code_of_0_alone_is_no_success():  # push tier, 1 s
     assert "no process is left that has the state of the training" in done.stderr
 
 
+def test_who_fails_when_others_have_finished_fails_the_job():  # push tier, 1 s
+    script = (
+        "import os, sys, time, numpy as np, hororing.numpy as hvd\n"
+        "hvd.init(); rank = hvd.rank(); pids = hvd.allgather(np.array([os.getpid()]))\n"
+        "hvd.shutdown()\n"
+        "while rank == 1 and os.path.exists(f'/proc/{pids[0]}'): time.sleep(0.01)\n"
+        "sys.exit(5 * rank)"
+    )
+    done = run("-np", "2", "--min-np", "1", sys.executable, "-c", script)
+    assert done.returncode == 5, done.stderr
+    assert "a process has failed after another one had finished" in done.stderr
+    assert "starts" not in done.stderr
+
+
 @tiers.full
 @pytest.mark.parametrize("event", nemesis.EVENTS)
 def test_the_job_survives(event: str):  # full tier, 10 s each
