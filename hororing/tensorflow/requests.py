@@ -184,7 +184,7 @@ def _wait(requests: Sequence[Request], handles: list[tf.Tensor]) -> list[tf.Tens
         return list(operations.hororing_wait(handles=handles, R=dtypes))
 
 
-_FAILURE: Final = re.compile(r"^(?:{{.*?}} )?(?:\w+: )?(.*) \[hororing (\d+) (-?\d+)\]", re.DOTALL)
+_FAILURE: Final = re.compile(r"\w+Error: (.*?) \[hororing (\d+) (-?\d+)\]", re.DOTALL)
 
 
 def as_ours(error: Exception) -> Exception | None:

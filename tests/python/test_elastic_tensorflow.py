@@ -1,0 +1,109 @@
+"""Elastic training with your own loop in TensorFlow: eager, tf.function, and states. Full tier."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import tiers
+from elastic_ranks import ElasticJob
+
+pytest.importorskip("tensorflow")
+pytestmark = [tiers.full, pytest.mark.timeout(300)]
+
+# Sums ones in a compiled step until the newcomer has taken part in 20 steps. An embedding's
+# gradient comes in slices, of which the graph divides the sum.
+SCRIPT = """
+import os, time
+import tensorflow as tf
+import hororing.tensorflow as hvd
+
+hvd.init()
+table = tf.Variable(tf.ones((4, 2)))
+weight = tf.Variable(float(os.getpid()))
+state = hvd.elastic.TensorFlowState([table, weight], step=0, last=10**9)
+
+
+@tf.function
+def step():
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(tf.gather(table, [0, 2])) + weight
+    return hvd.DistributedGradientTape(tape).gradient(loss, [table, weight])
+
+
+@hvd.elastic.run
+def train(state):
+    print("world", hvd.elastic.history()[-1].generation, hvd.rank(), hvd.size(), flush=True)
+    while state.step < state.last:
+        slices, one = step()
+        assert float(one) == 1.0, one
+        dense = tf.convert_to_tensor(slices).numpy().tolist()
+        assert dense == [[1.0, 1.0], [0.0, 0.0], [1.0, 1.0], [0.0, 0.0]], dense
+        weight.assign_sub(0.5 * one)
+        table.assign_sub(0.5 * tf.convert_to_tensor(slices))
+        state.step += 1
+        if hvd.elastic.history()[-1].generation == 3 and state.last == 10**9:
+            state.last = state.step + 20
+        state.commit()
+        time.sleep(0.002)
+
+
+train(state)
+print("end", state.step, float(weight), table.numpy().sum(), flush=True)
+"""
+
+
+def test_a_compiled_step_goes_on_with_other_ranks():
+    with ElasticJob(np=3, min_np=2, max_np=3) as job:
+        for _ in range(3):
+            job.start(script=SCRIPT)
+        job.wait(lambda: all(job.started(each, 1) for each in range(3)))
+        killed = job.process_of(0)
+        job.ranks[killed].kill()
+        rest = sorted({0, 1, 2} - {killed})
+        job.wait(lambda: all(job.started(each, 2) for each in rest))
+        new = job.start(script=SCRIPT)
+        ends = job.ends(*rest, new)
+        assert len(set(ends)) == 1, ends
+
+
+STATES = """
+import numpy as np, tensorflow as tf
+import hororing.tensorflow as hvd
+
+hvd.init()
+if {eager}:
+    first, second = tf.Variable([1.0, 2.0]), tf.Variable(3, dtype=tf.int64)
+    state = hvd.elastic.TensorFlowState([first, second], batch=4)
+    read = lambda: (first.numpy().tolist(), int(second.numpy()))
+    write = lambda: (first.assign([7.0, 7.0]), second.assign(7))
+else:
+    tf.compat.v1.disable_eager_execution()
+    first, second = tf.compat.v1.get_variable("a", initializer=[1.0, 2.0]), tf.Variable(3)
+    session = tf.compat.v1.Session()
+    session.run(tf.compat.v1.global_variables_initializer())
+    state = hvd.elastic.TensorFlowState(session=session, batch=4)
+    read = lambda: tuple(np.array(each).tolist() for each in session.run([first, second]))
+    write = lambda: (first.load([7.0, 7.0], session), second.load(7, session))
+write()
+state.batch = 5
+state.restore()
+assert (read(), state.batch) == (([1.0, 2.0], 3), 4), read()
+write()
+state.save()
+state.sync()
+assert read() == ([7.0, 7.0], 7), read()
+try:
+    hvd.elastic.TensorFlowKerasState(tf.keras.Sequential([tf.keras.layers.Dense(2)]))
+except ValueError as error:
+    assert "no variables yet" in str(error), error
+else:
+    raise AssertionError
+"""
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_a_state_of_variables_goes_back(eager: bool):
+    program = STATES.format(eager=eager)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
