@@ -244,13 +244,8 @@ Status Engine::MarkReady(int ordinal, const std::vector<CuStream>& streams, Tens
 }
 
 Status Engine::Submit(std::unique_ptr<TensorEntry> entry, bool wait_follows, int64_t* handle) {
-  *handle = shared_.handles->Create();
-  const Status status = Add(std::move(entry), *handle);
-  if (!status.ok()) {
-    *handle = 0;
-  } else if (!wait_follows || !shared_.Drivable()) {
-    shared_.mailbox.Submitted();
-  }
+  const Status status = Add(std::move(entry), handle);
+  if (status.ok() && (!wait_follows || !shared_.Drivable())) shared_.mailbox.Submitted();
   return status;
 }
 
@@ -268,38 +263,31 @@ size_t Engine::SubmitAgain(const OneTensor* tensors, size_t count, bool wait_fol
 
 Status Engine::SubmitMany(std::vector<std::unique_ptr<TensorEntry>> entries, int64_t* handles,
                           size_t* submitted) {
-  shared_.handles->Create(handles, entries.size());
   Status status;
   for (*submitted = 0; *submitted < entries.size(); ++*submitted) {
-    status = Add(std::move(entries[*submitted]), handles[*submitted]);
+    status = Add(std::move(entries[*submitted]), &handles[*submitted]);
     if (!status.ok()) break;
   }
-  for (size_t i = *submitted + 1; i < entries.size(); ++i) Forget(handles[i], status);
   if (*submitted > 0) shared_.mailbox.Submitted();
   return status;
 }
 
-// On failure `handle` is no more.
-Status Engine::Add(std::unique_ptr<TensorEntry> entry, int64_t handle) {
+// On failure `handle` is 0.
+Status Engine::Add(std::unique_ptr<TensorEntry> entry, int64_t* handle) {
   const TimeNs begin = entry->submitted_ns = NowNs();
-  entry->handle = handle;
+  entry->handle = *handle = shared_.handles->Create();
   const std::string tensor = shared_.trace.enabled() ? entry->request.name : std::string();
   const int64_t bytes = shared_.trace.enabled() ? entry->request.bytes() : 0;
   // From Add on the entry belongs to the loop.
   const Status status = shared_.tensors.Add(std::move(entry));
   if (!status.ok()) {
-    Forget(handle, status);
+    shared_.handles->TakeBack(std::exchange(*handle, 0));
     return status;
   }
   ++shared_.stats.submitted;
   if (shared_.trace.enabled())
     shared_.trace.Span(Stage::kSubmit, Track::kCaller, tensor, begin, NowNs(), bytes);
   return Status::Ok();
-}
-
-void Engine::Forget(int64_t handle, const Status& status) {
-  shared_.handles->Release(handle);
-  shared_.handles->Complete(handle, status, {});
 }
 
 Status Engine::StartTimeline(const std::string& path, bool mark_cycles) {

@@ -120,8 +120,7 @@ class Engine {
   template <typename T>
   bool Await(const std::future<T>& future, TimeNs timeout_ns);
   Status RunCommand(Mailbox::Command command, TimeNs timeout_ns);
-  Status Add(std::unique_ptr<TensorEntry> entry, int64_t handle);
-  void Forget(int64_t handle, const Status& status);
+  Status Add(std::unique_ptr<TensorEntry> entry, int64_t* handle);
   template <typename Done, typename Look>
   HandleTable::Look WaitUntil(const Done& done, const Look& look, TimeNs timeout_ns);
   void DriveUntil(const std::function<bool()>& done, TimeNs deadline);
