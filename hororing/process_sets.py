@@ -137,11 +137,15 @@ class SetOfMembers:
         self._set = global_process_set
         if len(ranks) < job.size():
             self._set = ProcessSet(ranks)
+            self._set.generation = membership.generation()
             self._handle = control.start_adding_process_set(self._set.ranks)
 
     def ready(self) -> bool:
         """Whether `get` returns at once, or raises."""
-        return self._set.process_set_id is not None or collectives.poll(self._handle)
+        try:
+            return self._set.process_set_id is not None or collectives.poll(self._handle)
+        except ValueError:  # another thread has just got it
+            return True
 
     def get(self, timeout_s: float) -> ProcessSet | None:
         """Block until all members have asked for it; None: not within `timeout_s`."""

@@ -50,7 +50,7 @@ def raises(kind: type[Exception], words: str, call: Callable[[], Any]) -> None:
 
 
 def case_init_by_mpirun() -> None:
-    dist.init_process_group("hororing", timeout=timedelta(seconds=60))
+    dist.init_process_group("hororing", timeout=timedelta(seconds=150))
     assert isinstance(dist.group.WORLD, ProcessGroup)
     assert (dist.get_rank(), dist.get_world_size()) == (hvd.rank(), hvd.size())
     assert dist.get_backend() == "hororing"
@@ -271,6 +271,57 @@ def case_works_and_futures() -> None:
     dist.barrier()
 
 
+def case_messages_between_two_ranks() -> None:
+    rank = dist.get_rank()
+    right, left = (rank + 1) % 3, (rank - 1) % 3
+    # A ring, in which everybody sends first: with whom nobody has talked before.
+    for size in (5, 1, 0):
+        received = torch.empty(size)
+        works = [dist.isend(mine(size), right), dist.irecv(received, left)]
+        for work in works:
+            work.wait()
+        assert torch.equal(received, mine(size, of=left))
+    assert works[1].source_rank() == left
+    # In order of tags and numbers, whatever the order of waits.
+    tensors = [torch.empty(2, 3) for _ in range(4)]
+    works = [dist.irecv(tensors[i], left, tag=i % 2) for i in (3, 2, 1, 0)]
+    for i in (0, 1, 3, 2):
+        dist.send(mine(2, 3) * (i + 1), right, tag=i % 2)
+    for work in works:
+        work.wait()
+    # The first of a tag that was sent is the first that was received.
+    sent_as = {3: 1, 1: 3, 2: 0, 0: 2}
+    for i, tensor in enumerate(tensors):
+        assert torch.equal(tensor, mine(2, 3, of=left) * (sent_as[i] + 1))
+    wide = torch.zeros(3, 4)
+    operations = [
+        dist.P2POp(dist.isend, mine(3, 2).t(), right),
+        dist.P2POp(dist.irecv, wide[:, 1:3].t(), left),
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    assert torch.equal(wide[:, 1:3], mine(3, 2, of=left))
+    future = dist.irecv(received := torch.empty(1), left).get_future()
+    dist.isend(mine(1), right)
+    assert torch.equal(future.wait()[0], mine(1, of=left))
+    group = dist.new_group([0, 2])
+    if rank != 1:
+        objects = ["from 2"] if rank == 2 else [None]
+        exchange = dist.send_object_list if rank == 2 else dist.recv_object_list
+        exchange(objects, 2 - rank, group=group)
+        assert objects == ["from 2"]
+    if rank == 0:
+        raises(errors.MismatchError, r"rank 0: \[2\]; rank 1: \[3\]", lambda: dist.send(mine(2), 1))
+        raises(NotImplementedError, "pass src", lambda: dist.recv(mine(2)))
+        raises(ValueError, "not another rank", lambda: dist.isend(mine(2), 0))
+    if rank == 1:
+        raises(errors.MismatchError, "shapes differ", lambda: dist.recv(mine(3), 0))
+    short = dist.new_group([0, 1, 2], timeout=timedelta(seconds=0.2))
+    if rank == 2:
+        raises(errors.StalledError, "0.2 s", lambda: dist.recv(mine(1), 1, group=short))
+    dist.barrier()
+
+
 def case_functional_collectives() -> None:
     group = dist.group.WORLD
     assert torch.equal(functional.all_reduce(mine(4), "sum", group), all_of(4).sum(0))
@@ -334,13 +385,13 @@ def case_a_call_that_a_rank_does_not_make_times_out_on_the_others() -> None:
         raises(errors.StalledError, "0.2 s", lambda: dist.all_reduce(tensor, group=group))
         future = dist.all_reduce(tensor, group=group, async_op=True).get_future()
         raises(RuntimeError, "StalledError.*0.2 s", future.wait)
+    group.set_timeout(timedelta(seconds=150))
     dist.barrier()
     if dist.get_rank() == 0:  # they have sent theirs, nevertheless
         dist.all_reduce(tensor, group=group)
         assert torch.equal(tensor, all_of(2).sum(0))
         dist.all_reduce(mine(2), group=group)
     dist.barrier()
-    group.set_timeout(timedelta(seconds=60))
     tensor = mine(2)
     dist.all_reduce(tensor, group=group)
     assert torch.equal(tensor, all_of(2).sum(0))

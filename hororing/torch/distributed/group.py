@@ -13,7 +13,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Final, TypeVar
 
@@ -23,6 +24,7 @@ import torch.distributed as torch_distributed
 from hororing import arguments, collectives, control, process_sets
 from hororing.errors import MismatchError, StalledError, UnsupportedOpError
 from hororing.process_sets import ProcessSet
+from hororing.torch.distributed.message import Message
 from hororing.torch.distributed.work import Work
 from hororing.torch.ops import start_sparse_allreduce
 from hororing.torch.verbs import adapter, verbs
@@ -132,6 +134,10 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         self._timeout_s = timeout.total_seconds()
         self._at_shutdown: Callable[[], None] | None = at_shutdown
         self._numbers = itertools.count(1)
+        # Of messages, by source, target and tag.
+        self._messages: defaultdict[tuple[int, int, int], Iterator[int]] = defaultdict(
+            lambda: itertools.count(1)
+        )
         members = process_sets.of_members(self._ranks)
         # torch's own name may differ between the members.
         self._name = f"group{next(members.users)}"
@@ -193,8 +199,7 @@ class ProcessGroup(_Base):  # type: ignore[misc]
 
     def next_name(self, verb: str) -> str:
         """Return the name of the next call. ValueError after `shutdown`."""
-        if self._at_shutdown is None:
-            raise ValueError(f"{verb}: {self!r} has been destroyed")
+        self._check_alive(verb)
         return f"{self._name}.{next(self._numbers)}"
 
     def refuse(self, name: str) -> None:
@@ -568,6 +573,63 @@ class ProcessGroup(_Base):  # type: ignore[misc]
         handle = control.start_barrier(name, self._members(), wait_follows=not opts.asyncOp)
         return self._work("barrier", name, handle, [], opts)
 
+    # -- messages
+
+    def send(self, tensors: Tensors, target: int, tag: int = 0) -> Work:
+        """Send a tensor to a rank of the group, which receives it into one of as many elements.
+
+        Messages of one tag arrive in order. ValueError if the target is this rank.
+        """
+        tensor = adapter.check(_single(tensors, "send"), "send")
+        flat = tensor.data.reshape(-1)
+        return self._message("send", tensor, flat, self._place, target, tag, target, None)
+
+    def recv(self, tensors: Tensors, source: int, tag: int = 0) -> Work:
+        """Receive a tensor from a rank of the group.
+
+        MismatchError on both ranks if it differs in data type or number of elements.
+        """
+        tensor = adapter.check(_single(tensors, "recv"), "recv")
+        adapter.check_writable(tensor, "recv")
+        if tensor.is_contiguous():
+            flat, finish = tensor.detach().view(-1), None
+        else:
+            flat = tensor.detach().new_empty(tensor.numel())
+
+            def finish(_: Any) -> None:
+                adapter.copy(tensor, flat.view(tensor.shape))
+
+        return self._message("recv", tensor, flat, source, self._place, tag, source, finish)
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
+        """Raise NotImplementedError: both ranks must know who sends."""
+        raise NotImplementedError("recv: messages from any source are not supported; pass src")
+
+    def _message(
+        self,
+        verb: str,
+        tensor: torch.Tensor,
+        flat: torch.Tensor,
+        source: int,
+        target: int,
+        tag: int,
+        peer: int,
+        finish: Callable[[Any], None] | None,
+    ) -> Work:
+        self._check_alive(verb)
+        if not 0 <= peer < len(self._ranks) or peer == self._place:
+            raise ValueError(f"{verb}: rank {peer} is not another rank of {self!r}")
+        number = next(self._messages[source, target, tag])
+        # Other groups of these two have messages, too.
+        name = f"set{self._members()}.{self._name}.from{source}.to{target}.tag{tag}.{number}"
+        root = self._ranks[source]
+
+        def start(pair: ProcessSet) -> int:
+            return verbs.start_broadcast(flat, root, name, pair, in_place=True)
+
+        pair = process_sets.of_members([root, self._ranks[target]])
+        return Message(f"{verb} '{name}'", tensor, self._timeout_s, pair, start, source, finish)
+
     # The names of torch 2.13; those above are what torch has called them before.
     all_gather_single = _allgather_base
     all_gather_single_coalesced = allgather_into_tensor_coalesced
@@ -576,6 +638,10 @@ class ProcessGroup(_Base):  # type: ignore[misc]
     all_to_all_single = alltoall_base
 
     # -- checks
+
+    def _check_alive(self, verb: str) -> None:
+        if self._at_shutdown is None:
+            raise ValueError(f"{verb}: {self!r} has been destroyed")
 
     def _check_count(self, verb: str, what: str, tensors: Sequence[Any]) -> None:
         if len(tensors) != len(self._ranks):

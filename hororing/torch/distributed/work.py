@@ -170,7 +170,7 @@ class Work(_Work):
         if self._done:
             self._tell()
         else:
-            _completions.watch(self)
+            completions.watch(self)
         return self._future
 
     def _value(self, _: Any) -> list[torch.Tensor]:
@@ -255,4 +255,4 @@ class _Completions:
                     self._changed.wait(_LOOK_S)
 
 
-_completions = _Completions()
+completions = _Completions()
