@@ -7,6 +7,7 @@ has started, and one that dies: push tier, 10 s.
 from __future__ import annotations
 
 import itertools
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 import session
+import tiers
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
@@ -532,6 +534,60 @@ def test_ranks_without_a_launcher_meet_in_torchs_store_and_see_a_death(tmp_path:
     )  # fmt: skip
     assert "lost 1\n" in done.stdout, done.stdout + done.stderr
     assert "codes [0, 7, 0]" in done.stdout, done.stdout + done.stderr
+
+
+SHARDED = """
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+import hororing.torch.distributed
+
+dist.init_process_group("hororing")
+rank, size = dist.get_rank(), dist.get_world_size()
+mesh = dist.init_device_mesh("cpu", (size,))
+
+def trained(wrap, make=lambda params: torch.optim.Adam(params, 0.1), rows=slice(rank, None, size)):
+    torch.manual_seed(1)
+    net = wrap(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)))
+    optimizer = make(net.parameters())
+    for step in range(3):
+        data = torch.randn(4 * size, 8, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        net(data[rows]).square().mean().backward()
+        optimizer.step()
+    return [getattr(p, "full_tensor", lambda p=p: p)().detach() for p in net.parameters()]
+
+alone = trained(lambda net: net, rows=slice(None))
+zero = lambda params: ZeroRedundancyOptimizer(params, torch.optim.Adam, lr=0.1)
+for weights in (
+    trained(lambda net: fully_shard(net, mesh=mesh) or net),
+    trained(nn.parallel.DistributedDataParallel, zero),
+):
+    torch.testing.assert_close(weights, alone, rtol=1e-3, atol=1e-4)
+
+whole = torch.arange(12.0).reshape(4, 3)
+rows = distribute_tensor(whole, mesh, [Shard(0)])
+assert torch.equal(rows.redistribute(mesh, [Replicate()]).to_local(), whole)
+assert torch.equal(rows.redistribute(mesh, [Shard(1)]).full_tensor(), whole)
+dist.destroy_process_group()
+print("rank", rank, "is done", flush=True)
+"""
+
+
+@tiers.full
+def test_sharded_training_under_torchrun(tmp_path: Path) -> None:
+    """Full tier, 15 s."""
+    script = tmp_path / "sharded.py"
+    script.write_text(SHARDED)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+         script],
+        capture_output=True, text=True, timeout=200, check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert all(f"rank {rank} is done" in done.stdout for rank in range(2)), done.stderr
 
 
 def test_torch_finds_the_backend() -> None:
