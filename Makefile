@@ -141,6 +141,9 @@ docs: build  ## docs/configuration.md from the table of knobs
 	python -m hororing config --markdown > docs/configuration.md.new
 	mv docs/configuration.md.new docs/configuration.md
 
+walk: build  ## docs/walk.md: the functions that one gradient passes through, from a trace
+	python benchmarks/walk.py
+
 clean:  ## everything that was built, the environment too
 	rm -rf build dist *.egg-info hororing/lib hororing/_*.abi3.so $(VENV)
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
