@@ -6,6 +6,7 @@ Each rank prints lines "event number number ...", which the store's process read
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -92,8 +93,10 @@ class ElasticJob:
             **variables,
         }  # fmt: skip
         rank = subprocess.Popen(
-            [sys.executable, "-c", script, *arguments], env=env, stdout=subprocess.PIPE, text=True
-        )
+            [sys.executable, "-c", script, *arguments], env=env, stdout=subprocess.PIPE, text=True,
+            # Shells let what they start in the background ignore it.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )  # fmt: skip
         self.ranks.append(rank)
         self.lines.append([])
         threading.Thread(target=self._read, args=(rank, self.lines[-1]), daemon=True).start()

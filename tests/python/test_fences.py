@@ -178,12 +178,9 @@ def test_only_adapters_import_frameworks():
         and f.relative_to(ROOT / "hororing").parts[:2] not in TOOLKIT
     ]
     assert users(neutral, rf"^\s*(from|import) ({'|'.join(FRAMEWORKS)})\b") == set()
-    # On demand, where torch's launcher has started the ranks (ADR 47), and where torch asks.
+    # On demand, where torch's launcher has started the ranks (ADR 47).
     loads = rf"import_module\([\"']({'|'.join(FRAMEWORKS)})\b"
-    assert users(neutral, loads) == {
-        "hororing/rendezvous/torch_store.py",
-        "hororing/torch_backend.py",
-    }
+    assert users(neutral, loads) == {"hororing/rendezvous/torch_store.py"}
 
 
 @pytest.mark.parametrize(("folder", "library"), [("ray", "ray"), ("spark", "pyspark")])

@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 import hororing.torch as hvd
-import hororing.torch.distributed
+import hororing_torch_backend
 from hororing import errors
 from hororing.torch.distributed import ProcessGroup
 
@@ -491,7 +491,7 @@ FORKED = """
 import multiprocessing, os, sys
 import torch, torch.distributed as dist
 from hororing import errors
-from hororing.torch_backend import register
+from hororing_torch_backend import register
 
 def rank(number, path):
     register()
@@ -594,7 +594,7 @@ def test_torch_finds_the_backend() -> None:
     tomllib = pytest.importorskip("tomllib")
     told = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     name = told["project"]["entry-points"]["torch.backends"]["hororing"]
-    assert name == "hororing.torch_backend:register"
-    hororing.torch_backend.register()
-    hororing.torch_backend.register()  # does nothing
+    assert name == "hororing_torch_backend:register"
+    hororing_torch_backend.register()
+    hororing_torch_backend.register()  # does nothing
     assert dist.Backend.HORORING == "hororing"

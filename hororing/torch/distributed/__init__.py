@@ -13,7 +13,7 @@ from __future__ import annotations
 from hororing.torch.distributed.group import ProcessGroup
 from hororing.torch.distributed.meeting import create
 from hororing.torch.distributed.work import Work
-from hororing.torch_backend import register
+from hororing_torch_backend import register
 
 register()
 

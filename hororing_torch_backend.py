@@ -1,13 +1,14 @@
 """Where torch finds the backend of `hororing.torch.distributed`: an entry point of torch.backends.
 
-`import torch` calls `register` in every environment where hororing is installed, so this imports
-nothing but torch.distributed; the rest comes with the first process group.
+`import torch` calls `register` in every environment where hororing is installed, and must work
+where hororing cannot be loaded. So this is no part of the package, and imports nothing but
+torch.distributed; the rest comes with the first process group.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 _BACKEND = "hororing"
@@ -36,14 +37,16 @@ def _meet(url: str, **options: Any) -> Iterator[Any]:
     yield from _meeting().meet(url, **options)
 
 
-def _with_mpi(by_variables: Any) -> Any:
+def _with_mpi(by_variables: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
     def meet(url: str, **options: Any) -> Iterator[Any]:
-        launch = importlib.import_module("hororing.launch")
+        try:
+            launch = importlib.import_module("hororing.launch")
+        except ImportError:
+            return by_variables(url, **options)
         told = launch.detect()
         if told.launched and told.mpi and not launch.environment().get("MASTER_ADDR"):
             return _meet(url, **options)
-        answer: Iterator[Any] = by_variables(url, **options)
-        return answer
+        return by_variables(url, **options)
 
     return meet
 
