@@ -103,7 +103,8 @@ Status Engine::RunCommand(Mailbox::Command command, TimeNs timeout_ns) {
 void Engine::DriveUntil(const std::function<bool()>& done, TimeNs deadline) {
   if (done()) return;
   Mailbox& mailbox = shared_.mailbox;
-  if (!shared_.Drivable()) return mailbox.Hurry();
+  // A device may have come into use since Submit, which then woke nobody.
+  if (!shared_.Drivable()) return shared_.transport_drivable ? mailbox.Wake() : mailbox.Hurry();
   std::unique_lock<std::mutex> progress(progress_mutex_, std::try_to_lock);
   if (progress.owns_lock() && loop_ != nullptr && loop_->drivable()) {
     const Loop::Left left = loop_->Drive(done, deadline);

@@ -40,6 +40,23 @@ TEST(a_step_of_many_tensors_on_devices_is_right_and_never_waits_for_the_host) {
   }
 }
 
+// Submit wakes nobody where the caller can run the loop in Wait. If a device comes into use in
+// between, the caller cannot, and nothing else wakes the loop here: no periodic check, no peer.
+TEST(a_caller_that_can_no_longer_drive_the_loop_wakes_it) {
+  EngineConfig config = CudaConfig();
+  config.checks_ns = kForever;
+  std::vector<float> data(10, 1.0f);  // outlives the engine
+  PlayCuda(1, config, [&data](Player& player, OnDevice& gpu) {
+    CHECK_OK(player.Allreduce("first", data));
+    int64_t handle = 0;
+    CHECK_OK(player.Submit("second", data, ReduceOp::kSum, &handle, /*wait_follows=*/true));
+    TensorEntry elsewhere;
+    CHECK_OK(gpu.Ready(&elsewhere));
+    CHECK_OK(player.Wait(handle));
+  });
+  NothingLeft();
+}
+
 TEST(many_handles_are_waited_for_with_their_events) {
   PlayCuda(2, CudaConfig(), [](Player& player, OnDevice& gpu) {
     std::vector<std::vector<float>> data(5, std::vector<float>(100));
