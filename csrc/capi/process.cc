@@ -32,7 +32,7 @@ namespace {
 struct Process {
   std::mutex mutex;
   std::shared_ptr<Engine> engine;           // GUARDED_BY(mutex)
-  std::shared_ptr<Engine> starting;         // between hr_init and the end of hr_init_wait; the same
+  std::shared_ptr<Engine> starting;         // from hr_init to hr_init_wait; GUARDED_BY(mutex)
   int64_t generation = 0;                   // of the latest engine; GUARDED_BY(mutex)
   bool given_up = false;                    // a former engine was; GUARDED_BY(mutex)
   std::string ended_by;                     // a former engine; GUARDED_BY(mutex)
@@ -249,8 +249,13 @@ HR_EXPORT int hr_init(const hr_config* config) {
 
 HR_EXPORT int hr_init_wait(double timeout_s) {
   Process& process = TheProcess();
-  const std::shared_ptr<Engine> starting = process.starting;
-  const std::shared_ptr<AskingBootstrap> asking = process.asking;
+  std::shared_ptr<Engine> starting;
+  std::shared_ptr<AskingBootstrap> asking;
+  {
+    std::lock_guard<std::mutex> lock(process.mutex);
+    starting = process.starting;
+    asking = process.asking;
+  }
   if (starting == nullptr) return CurrentEngine() != nullptr ? HR_OK : Remember(NotInitialized());
   const TimeNs end = After(NowNs(), Scaled(timeout_s, kSecond));
   Status status;
@@ -273,7 +278,12 @@ HR_EXPORT int hr_init_wait(double timeout_s) {
 HR_EXPORT const char* hr_asked(void) { return asked.c_str(); }
 
 HR_EXPORT void hr_answer(const char* const* texts, const char* error) {
-  const std::shared_ptr<AskingBootstrap> asking = TheProcess().asking;
+  Process& process = TheProcess();
+  std::shared_ptr<AskingBootstrap> asking;
+  {
+    std::lock_guard<std::mutex> lock(process.mutex);
+    asking = process.asking;
+  }
   if (asking == nullptr) return;
   if (texts == nullptr) return asking->Answer(Status(Code::kTransport, Text(error)), {});
   asking->Answer(Status::Ok(), std::vector<std::string>(texts, texts + asking->size()));
