@@ -33,7 +33,6 @@ class ReadyQueue {
   std::vector<Decision> Take();
   bool empty() const { return ready_.empty(); }
 
-  bool tunes() const { return tuner_.has_value(); }
   // The tuner learns from the allreduces among all ranks that this rank submits and carries out. It
   // pushes what other ranks must know about the next setting, ahead of the step that tries it.
   void Submitted(const Request& request, uint64_t id, TimeNs when);  // id 0: it is not cached
