@@ -67,7 +67,7 @@ inline uint64_t FirstBlock(const Members& members) { return members.generation <
 class Backend {
  public:
   virtual ~Backend() = default;
-  virtual const char* name() const = 0;  // "host", "shm_direct"
+  virtual const char* name() const = 0;  // "host", "shm_direct", "hierarchical", "cuda"
   virtual bool Supports(const Batch& batch) const = 0;
   // Whether it runs batches on a device.
   virtual bool on_device() const { return false; }

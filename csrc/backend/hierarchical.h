@@ -64,7 +64,7 @@ class HierarchicalBackend final : public Backend {
   Status RunChannels(const Batch& batch, std::vector<Channel> channels, size_t most,
                      TimeNs deadline, TraceSink& trace);
   Status RunReducescatter(const Batch& batch, TimeNs deadline, TraceSink& trace);
-  // The largest number of channels (channels) that a rank owns in an all-gather.
+  // The largest number of channels that a rank owns in an all-gather.
   size_t MostChannels() const;
 
   Transport& wire_;

@@ -5,11 +5,10 @@
 //
 // Invariants
 //   1. and 2. of backend/shm_direct.h: a rank writes to its slot only when all readers have
-//   consumed
-//      the previous contents, and counters only grow.
+//      consumed the previous contents, and counters only grow.
 //   3. All pipelines of a set divide slots alike (kDepth blocks, block n at n % kDepth) and
-//   leave
-//      `packed` and `consumed` of all ranks at the number of the next block, for every collective.
+//      leave `packed` and `consumed` of all ranks at the number of the next block, for every
+//      collective.
 //   4. Messages between two ranks within a batch have one order, whatever the order of arrival.
 #pragma once
 

@@ -9,16 +9,15 @@
 // Slots hold two or more blocks, so that the stages of neighbouring blocks overlap. No fusion
 // buffer, no pairwise copies, one rounding, the same bits in every run.
 //
-// With more than two ranks, batches of a few KB take a short cut: each rank packs its whole input
-// and reduces the whole block itself. That saves the second wait for the peers and gives the same
-// bits.
+// With more than two ranks, batches of up to 32 KiB take a short cut: each rank packs its whole
+// input and reduces the whole block itself. That saves the second wait for the peers and gives the
+// same bits.
 //
 // Invariants
 //   1. A block of a slot is overwritten only when consumed[q] shows that every rank q has finished
 //      with the previous contents.
 //   2. Block numbers never restart: they increase over all batches of a set, and a later set with
-//   the
-//      same number starts above them.
+//      the same number starts above them.
 //   3. A rank's slot serves one set at a time: before a batch of another set writes to it, the rank
 //      waits for the readers of the latest one.
 #pragma once

@@ -15,7 +15,8 @@
 
 namespace hororing {
 
-// These numbers are used in the file.
+// These numbers are used in the file. kSubmitted is written when the loop reports the request,
+// which is at most a few CYCLE_TIME_MS after the caller submitted it.
 enum class Event : uint8_t { kSubmitted = 1, kAgreed = 2, kDone = 3, kFailed = 4 };
 
 // Called once. `stack_signal`: the signal whose handler makes the main thread write its Python

@@ -48,7 +48,7 @@ const KernelSets& Available() {
   return sets;
 }
 
-// Not an engine's: tests alone change it, and every choice gives the same bits.
+// One per process: HORORING_KERNELS and tests change it, and every choice gives the same bits.
 std::atomic<const KernelTable*>& Chosen() {
   static std::atomic<const KernelTable*> chosen{[] {
     for (const KernelTable* table : Available().tables) {

@@ -167,9 +167,8 @@ typedef struct hr_request {
   int32_t process_set;        /* this rank is a member of it */
   int32_t op;                 /* hr_op; HR_ALLREDUCE, HR_REDUCESCATTER */
   int32_t root;               /* HR_BROADCAST: a rank of the job; HR_REMOVE_PROCESS_SET: the set;
-                                 HR_ADD_PROCESS_SET: 1 for one that may be a duplicate; 2: so
-                                 may this one, and only its ranks ask for it, by a name that stands
-                                 for these ranks */
+                                 HR_ADD_PROCESS_SET: 1: may duplicate a set; 2: may also duplicate a
+                                 set; only its members call, with a name derived from the ranks */
   double prescale, postscale; /* HR_ALLREDUCE, HR_REDUCESCATTER */
   int32_t tensors_count; /* 0 for HR_BARRIER and from HR_JOIN on; one for HR_ALLTOALL; more than
                             one otherwise: a group, all or nothing */

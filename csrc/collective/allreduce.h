@@ -26,8 +26,8 @@
 
 namespace hororing {
 
-// Memory that a backend keeps between calls: allocated once, touched once, never returned
-// before the engine stops (page faults of fresh temporaries cost MPI half of its time).
+// Memory that a backend keeps between calls. It grows when a larger block is reserved, and is not
+// returned before the engine stops (page faults of fresh temporaries cost MPI half of its time).
 class Scratch {
  public:
   Scratch() = default;

@@ -1,4 +1,4 @@
-// Loop, second half: what a rank does of an agreement.
+// Loop: how a rank carries out an agreement.
 #include <algorithm>
 #include <string>
 #include <utility>

@@ -40,9 +40,9 @@ class Engine {
   // Called once, on the loop thread, so that one thread does all the communication.
   using WorldMaker = std::function<Status(World*)>;
 
-  // Begin, and AwaitStart until it returns true, or Abort. `status`: the loop runs on every rank,
-  // or why it does not, alike on all ranks where they can still talk; then Abort tells whether the
-  // engine can be destroyed. `handles` may be shared by engines that follow one another.
+  // Call Begin, then AwaitStart until it returns true, or Abort. On success all ranks run. On
+  // failure all reachable ranks get the same error; call Abort, and destroy the engine only if it
+  // returns true. `handles` may be shared by engines that follow one another.
   static std::unique_ptr<Engine> Begin(const EngineConfig& config, WorldMaker make_world,
                                        std::shared_ptr<HandleTable> handles);
   bool AwaitStart(TimeNs timeout_ns, Status* status);
@@ -66,7 +66,7 @@ class Engine {
   // `handle` is complete. False: nothing has happened; submit it. That is so where the ranks do not
   // come at the same time, or this one has something else in flight. (engine/at_once.cc)
   bool AtOnce(const OneTensor& tensor, int64_t* handle);
-  // As those of HandleTable. What is polled for is reported at once, as what is waited for.
+  // As those of HandleTable. Polling for a request reports it immediately, just as waiting does.
   HandleTable::Look Poll(int64_t handle);
   HandleTable::Look Wait(int64_t handle, TimeNs timeout_ns, Status* status);
   HandleTable::Look WaitMany(const int64_t* handles, size_t count, TimeNs timeout_ns, bool* all_ok,

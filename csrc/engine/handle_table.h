@@ -71,8 +71,8 @@ class HandleTable {
   // Waits at most `timeout_ns`; fills `status` when done.
   Look Wait(int64_t handle, TimeNs timeout_ns, Status* status);
   // Waits for all of them. When all have succeeded they are released, and `all_ok` is true;
-  // `landed` receives their events. A handle that is no more counts as one that has succeeded: who
-  // was interrupted before it could note that it had waited asks again.
+  // `landed` receives their events. An already released handle counts as successful, so an
+  // interrupted wait can be repeated.
   Look WaitMany(const int64_t* handles, size_t count, TimeNs timeout_ns, bool* all_ok,
                 std::vector<std::shared_ptr<const DeviceEvent>>* landed = nullptr);
   // The same for one that is done, has succeeded, and has no results or events: whether it is that.

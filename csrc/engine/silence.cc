@@ -1,5 +1,5 @@
-// Loop, third part: when negotiation does not go on. A rank that is busy answers nevertheless,
-// since its engine is not; one that gives no sign of life is stopped, or behind a cut network.
+// Loop: what it does when negotiation does not go on. The engine of a rank that computes answers
+// nevertheless; a rank that gives no sign of life is stopped, or behind a cut network.
 #include <algorithm>
 #include <string>
 

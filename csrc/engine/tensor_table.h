@@ -85,10 +85,10 @@ class TensorTable {
   // the status of Close after it.
   Status Add(std::unique_ptr<TensorEntry> entry);
 
-  // Adds those whose entries rest here, up to the first that has none, or is not as it was then.
-  // How many, whose handles are `handles` now. `ring`: whether the caller will wake the loop now;
-  // it must only if that stays true: else somebody else does who has added something that the loop
-  // has not taken yet.
+  // Re-submits tensors whose entries are cached, stopping at the first that has none or has
+  // changed. Returns how many, and fills as many `handles`. `ring`: whether the caller is going to
+  // wake the loop. If it was true and is false on return, an earlier submitter has already woken
+  // the loop for this load, and the caller need not.
   size_t AddAgain(const OneTensor* tensors, size_t count, int64_t* handles, TimeNs now, bool* ring);
 
   // What was added since the last TakeSubmitted.

@@ -1,7 +1,7 @@
 // Timeline: brings the events of all ranks into rank 0's file. Every rank ships what it has
 // collected a few times a second over the control plane; rank 0 appends as it arrives.
 //
-// Loop thread only, except sink(), which is thread-safe.
+// Loop thread only.
 #pragma once
 
 #include <string>

@@ -29,11 +29,11 @@ enum class Stage : uint8_t {
 };
 const char* Name(Stage stage);  // "HOOK", ...
 
-// The row of an event: one per thread of a rank. Negotiations overlap one another, so they are
-// async spans.
+// The row of an event: one for callers and one for the loop. Negotiations overlap one another, so
+// they are async spans.
 enum class Track : uint8_t {
   kCaller = 0,     // the thread that submits and waits: HOOK, VIEW, SUBMIT
-  kLoop = 1,       // the engine's thread: PLAN, <COLLECTIVE>, PACK, REDUCE, UNPACK, COMPLETE
+  kLoop = 1,       // who runs the loop: PLAN, <COLLECTIVE>, PACK, REDUCE, UNPACK, COMPLETE
   kNegotiate = 2,  // async spans NEGOTIATE_<COLLECTIVE>
 };
 

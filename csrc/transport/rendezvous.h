@@ -16,8 +16,8 @@
 //
 // Invariants
 //   1. A rank's slot of one parity is not written while a peer reads it: the generation changes
-//   when
-//      all are there, who have then read the payloads of the generation before, in the other slot.
+//      when all are there, who have then read the payloads of the generation before, in the other
+//      slot.
 //   2. A rank's payload stays in its slot until the rank comes again.
 #pragma once
 
@@ -77,8 +77,7 @@ class Rendezvous {
   const TimeNs limit_ns_;
   std::atomic<uint64_t>& word_;
   uint32_t met_ = 0;  // the generation of the latest success
-  // Of those that this rank came first to: how many failed in a row, and how many it has skipped
-  // since.
+  // Consecutive failed meetings at which this rank arrived first, and meetings skipped since.
   int failed_ = 0, skipped_ = 0;
   bool shares_core_ = false;  // somebody else ran when this rank last offered its core
 };

@@ -10,9 +10,8 @@
 // A name in /dev/shm exists only between Create and Unlink, which the factory calls as soon as
 // all ranks have attached: afterwards nothing can be left behind, not even by SIGKILL. Until then
 // the creator holds a lock on the file, so that the next Create on this host can remove what has
-// no owner. The
-// pages are reserved at creation (posix_fallocate), so that a full /dev/shm is an error at
-// init and not a SIGBUS in the middle of training.
+// no owner. The pages are reserved at creation (posix_fallocate), so that a full /dev/shm is an
+// error at init and not a SIGBUS in the middle of training.
 //
 // Thread-safety: the struct is shared between processes; every field says who writes it.
 #pragma once

@@ -67,7 +67,7 @@ class Transport {
 
   virtual int rank() const = 0;
   virtual int size() const = 0;
-  virtual const char* name() const = 0;  // "inproc", "shm", "mpi"
+  virtual const char* name() const = 0;  // "inproc", "shm", "tcp", "mpi"
 
   // Data plane. `data` stays valid and, for Receive, untouched until the Wait returns.
   // Zero bytes are legal. `peer` is never this rank.
@@ -146,8 +146,8 @@ class Transport {
  protected:
   // REQUIRES: revoked().
   const Status& revocation() const { return revocation_; }
-  // This process looks at its peers, `now`, as it does a few times a second. For how long it has
-  // not where it was stopped, else 0.
+  // Called whenever this process checks its peers, a few times a second. Returns how long this
+  // process was stopped since its last check, or 0.
   TimeNs Looked(TimeNs now);
   TimeNs stopped_until() const { return stopped_until_ns_; }
 

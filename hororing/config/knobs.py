@@ -221,7 +221,8 @@ KNOBS: tuple[Knob, ...] = (
         "BACKEND",
         choice("auto", "host", "shm_direct"),
         "auto",
-        "how batches are reduced; auto: shm_direct if the transport is shared memory",
+        "how batches are reduced; auto: shm_direct if all ranks share memory, hierarchical if only "
+        "the ranks of each host do, and host for the rest",
         scope="all",
     ),
     Knob(

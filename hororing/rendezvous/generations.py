@@ -12,8 +12,8 @@ See docs/adr/0051-generations-of-engines.md.
 Invariants
   1. Generations have ascending numbers, from 1; each has one World.
   2. A World holds only members that have said, since the World before, that they have left it.
-  3. Rank 0 has the most advanced state: most steps first, then who has voted for the next one, then
-     who came first. Ranks of a host follow one another.
+  3. Rank 0 has the most advanced state: most steps first, then members that have voted for the next
+     one (nothing in hororing says that yet), then the oldest. Ranks of a host follow one another.
 
 Every method returns what has happened thereby, in this order. Pure: no clock, sockets or threads.
 """
