@@ -68,7 +68,7 @@ class Backoff {
 
   // `longest_sleep_ns` is the delay that a message may suffer, and what an idle rank costs: a
   // look takes a few microseconds. `yield_ns`: before it sleeps, beyond `spin_ns`.
-  // `shortest_sleep_ns`: more where the bell rings for all that it waits for.
+  // `shortest_sleep_ns`: longer where every event that it waits for ends the sleep.
   Backoff(TimeNs spin_ns, TimeNs longest_sleep_ns, TimeNs yield_ns = kYield,
           TimeNs shortest_sleep_ns = kShortestSleep)
       : yield_until_ns_(spin_ns + yield_ns),

@@ -37,7 +37,7 @@
 namespace hororing {
 
 // What the loop thread sleeps on while a caller that waits for its own request may drive the loop
-// (docs/threading.md). Who drives it, they settle by a lock of their own.
+// (docs/threading.md). A lock of the engine decides which of them drives it.
 class Eventcount {
  public:
   virtual ~Eventcount() = default;

@@ -1,7 +1,7 @@
 """An elastic job: processes come and go, and it goes on while there are enough of them.
 
 A process is known by its number, in the order of starts. It has a rank as soon as the store has put
-it into a generation. A process that fails is replaced by a new one in the same slot, after a rest
+it into a generation. A process that fails is replaced by a new one in the same slot, after a delay
 (`slots`), until a process has finished: then nothing is started any more, and the job ends with the
 last one. Success is said to the store; an exit code of 0 alone is none.
 

@@ -50,7 +50,7 @@ class Slots:
     Parameters
     ----------
     max_np : the most processes at a time.
-    cooldown : shortest and longest rest after a failure, in seconds; None: see above.
+    cooldown : shortest and longest delay after a failure, in seconds; None: see above.
     """
 
     max_np: int
@@ -77,7 +77,7 @@ class Slots:
         return self._hosts.get(host, [])
 
     def usable(self) -> int:
-        """How many processes there can be, now or after a rest."""
+        """How many processes there can be, now or after a delay."""
         return min(sum(not slot.given_up for slot in self._all()), self.max_np)
 
     def due(self, now: float, running: int) -> list[Slot]:
@@ -92,7 +92,7 @@ class Slots:
         return min((slot.ready_at for slot in self._free() if slot.ready_at > now), default=None)
 
     def failed(self, slot: Slot, now: float, *, early: bool, lived_s: float = 0.0) -> float:
-        """Let it rest, and return how long, in seconds.
+        """Delay its next start, and return by how many seconds.
 
         `early`: the process failed by itself, before it took part in a generation.
         """
