@@ -30,11 +30,11 @@ def register() -> None:
 
 
 def _create(options: Any, backend_options: Any) -> Any:
-    return _meeting().create(options, backend_options)
+    return _implementation().create(options, backend_options)
 
 
 def _meet(url: str, **options: Any) -> Iterator[Any]:
-    yield from _meeting().meet(url, **options)
+    yield from _implementation().meet(url, **options)
 
 
 def _with_mpi(by_variables: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
@@ -51,5 +51,5 @@ def _with_mpi(by_variables: Callable[..., Iterator[Any]]) -> Callable[..., Itera
     return meet
 
 
-def _meeting() -> Any:
-    return importlib.import_module("hororing.torch.distributed.meeting")
+def _implementation() -> Any:
+    return importlib.import_module("hororing.torch.distributed.rendezvous")

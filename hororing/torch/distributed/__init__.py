@@ -11,7 +11,7 @@ can do, and what it cannot: docs/torch_distributed.md.
 from __future__ import annotations
 
 from hororing.torch.distributed.group import ProcessGroup
-from hororing.torch.distributed.meeting import create
+from hororing.torch.distributed.rendezvous import create
 from hororing.torch.distributed.work import Work
 from hororing_torch_backend import register
 

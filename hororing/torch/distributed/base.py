@@ -1,0 +1,211 @@
+"""What every part of a process group has: its ranks, its names, its checks.
+
+A group is a process set. Its calls are numbered, and the number is the request's name: so calls
+match in their order, and one that differs between ranks is a MismatchError on all of them. A call
+that fails on one rank alone, before the engine has it, takes its number too; the rank sends a
+barrier in its place, from which the others learn that it made no such call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as torch_distributed
+
+from hororing import collectives, control, process_sets
+from hororing.errors import MismatchError, StalledError
+from hororing.process_sets import ProcessSet
+from hororing.torch.distributed.work import Work
+from hororing.torch.verbs import adapter
+
+# torch's stubs tell of other signatures, and lack much.
+dist: Any = torch_distributed
+_Base: Any = dist.ProcessGroup
+
+Tensors = list[torch.Tensor]
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def request(function: F) -> F:
+    """Give a method the name of its request, and that to the other ranks if it fails."""
+    verb = function.__name__.lstrip("_")
+
+    @functools.wraps(function)
+    def call(self: Group, *args: Any, **kwargs: Any) -> Work:
+        name = self.next_name(verb)
+        try:
+            work: Work = function(self, name, *args, **kwargs)
+        except (TypeError, ValueError, NotImplementedError):
+            self.refuse(name)
+            raise
+        return work
+
+    return call  # type: ignore[return-value]
+
+
+def single(tensors: Any, verb: str) -> Any:
+    """Return the one tensor of `tensors`. ValueError if there are others."""
+    if len(tensors) != 1:
+        raise ValueError(f"{verb}: a process has one tensor here, not {len(tensors)}")
+    return tensors[0]
+
+
+def fill(verb: str, outputs: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> None:
+    """Copy what each rank of the group has sent."""
+    for rank, (output, part) in enumerate(zip(outputs, parts, strict=True)):
+        if output.numel() != part.numel():
+            raise MismatchError(
+                f"{verb}: rank {rank} of the group has sent {part.numel()} elements, but the "
+                f"output for them has {output.numel()} (shape {list(output.shape)})"
+            )
+        adapter.copy(output, part.reshape(output.shape))
+
+
+def same_shape(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether all have one shape."""
+    return all(tensor.shape == tensors[0].shape for tensor in tensors)
+
+
+class Group(_Base):  # type: ignore[misc]
+    """Ranks that make calls together. Parameters: those of `ProcessGroup`."""
+
+    def __init__(
+        self,
+        rank: int,
+        ranks: Sequence[int],
+        timeout: timedelta,
+        at_shutdown: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(rank, len(ranks))
+        self._place, self._ranks = rank, list(ranks)
+        self._torch_name = self._description = "undefined"
+        self._timeout_s = timeout.total_seconds()
+        self._at_shutdown: Callable[[], None] | None = at_shutdown
+        self._numbers = itertools.count(1)
+        # Of messages, by source, target and tag.
+        self._messages: defaultdict[tuple[int, int, int], Iterator[int]] = defaultdict(
+            lambda: itertools.count(1)
+        )
+        members = process_sets.of_members(self._ranks)
+        # torch's own name may differ between the members.
+        self._name = f"group{next(members.users)}"
+        found = members.get(self._timeout_s)
+        if found is None:
+            raise StalledError(
+                f"process group of ranks {self._ranks}: some of them have not made it within "
+                f"{self._timeout_s:g} s"
+            )
+        self._set: ProcessSet = found
+
+    # -- what it is
+
+    def getBackendName(self) -> str:
+        """Return "hororing"."""
+        return "hororing"
+
+    _get_backend_name = name = getBackendName
+
+    def __repr__(self) -> str:
+        return f"<hororing {self._name} of ranks {self._ranks}: rank {self._place} of it>"
+
+    def getGroupName(self) -> str:
+        """Return torch's name of the group."""
+        return self._torch_name
+
+    def setGroupName(self, name: str) -> None:
+        """Note torch's name of the group."""
+        self._torch_name = name
+
+    def getGroupDesc(self) -> str:
+        """Return torch's description of the group."""
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:
+        """Note torch's description of the group."""
+        self._description = description
+
+    group_name = property(getGroupName)
+    group_desc = property(getGroupDesc)
+    _set_group_name = setGroupName
+    _set_group_desc = setGroupDesc
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Have later calls wait so long."""
+        self._timeout_s = timeout.total_seconds()
+
+    _set_default_timeout = set_timeout
+
+    def shutdown(self) -> None:
+        """End the group. What is in flight goes on; later calls are a ValueError."""
+        ended, self._at_shutdown = self._at_shutdown, None
+        if ended is not None:
+            ended()
+
+    abort = shutdown
+
+    # -- names and waits
+
+    def next_name(self, verb: str) -> str:
+        """Return the name of the next call. ValueError after `shutdown`."""
+        self._check_alive(verb)
+        return f"{self._name}.{next(self._numbers)}"
+
+    def refuse(self, name: str) -> None:
+        """Let the other ranks know that this one fails to make the call."""
+        with contextlib.suppress(ValueError):  # there is no engine
+            handle = control.start_barrier(name, self._members(), wait_follows=False)
+            collectives.abandon(handle, None)
+
+    def _members(self) -> int:
+        return process_sets.check_member(self._set, "process group")
+
+    def _root(self, opts: Any) -> int:
+        rank: int = opts.rootRank
+        if not 0 <= rank < len(self._ranks):
+            raise ValueError(f"rank {rank} is not one of the group, which has {len(self._ranks)}")
+        return self._ranks[rank]
+
+    def _work(
+        self,
+        verb: str,
+        name: str,
+        handle: int,
+        result: Tensors,
+        opts: Any = None,
+        finish: Callable[[Any], None] | None = None,
+    ) -> Work:
+        timeout_s = opts.timeout.total_seconds() if opts is not None else 0.0
+        return Work(
+            f"{verb} '{name}'", handle, result, timeout_s if timeout_s > 0 else self._timeout_s,
+            finish,
+        )  # fmt: skip
+
+    # -- checks
+
+    def _check_alive(self, verb: str) -> None:
+        if self._at_shutdown is None:
+            raise ValueError(f"{verb}: {self!r} has been destroyed")
+
+    def _check_count(self, verb: str, what: str, tensors: Sequence[Any]) -> None:
+        if len(tensors) != len(self._ranks):
+            raise ValueError(
+                f"{verb}: there are {len(tensors)} {what}; there must be one for each of the "
+                f"{len(self._ranks)} ranks of the group"
+            )
+
+    def _check_whole(
+        self, verb: str, what: str, whole: torch.Tensor, of_what: str, part: torch.Tensor
+    ) -> None:
+        if whole.numel() != part.numel() * len(self._ranks) or whole.dtype != part.dtype:
+            raise ValueError(
+                f"{verb}: the {what} has {whole.numel()} elements of {whole.dtype}; it must have "
+                f"{len(self._ranks)} (ranks) times the {part.numel()} of the {of_what}, of "
+                f"{part.dtype}"
+            )

@@ -1,0 +1,235 @@
+"""Collectives that copy: broadcast, gather, scatter, all_gather, all_to_all; and the barrier."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hororing import control
+from hororing.errors import MismatchError
+from hororing.torch.distributed.base import (
+    Group,
+    Tensors,
+    dist,
+    fill,
+    request,
+    same_shape,
+    single,
+)
+from hororing.torch.distributed.work import Work
+from hororing.torch.verbs import adapter, verbs
+
+
+class Exchanges(Group):
+    """What copies tensors between ranks."""
+
+    @request
+    def broadcast(self, name: str, tensors: Any, opts: Any) -> Work:
+        """Copy the root's tensor to all ranks."""
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        handle = verbs.start_broadcast(
+            single(tensors, "broadcast"), self._root(opts), name, self._set, in_place=True,
+            wait_follows=not opts.asyncOp,
+        )  # fmt: skip
+        return self._work("broadcast", name, handle, tensors, opts)
+
+    @request
+    def allgather(
+        self, name: str, outputs: list[Tensors], inputs: Tensors, opts: Any = None
+    ) -> Work:
+        """Copy every rank's tensor into a list; ranks may differ in the first dimension."""
+        opts = opts or dist.AllgatherOptions()
+        tensor, targets = single(inputs, "all_gather"), single(outputs, "all_gather")
+        return self._gather("all_gather", name, [list(targets)], [tensor], opts)
+
+    @request
+    def allgather_coalesced(
+        self, name: str, outputs: list[Tensors], inputs: Tensors, opts: Any = None
+    ) -> Work:
+        """Do as `allgather` with several tensors, which are lists of `outputs` by rank."""
+        opts = opts or dist.AllgatherOptions()
+        self._check_count("all_gather_coalesced", "lists of outputs", outputs)
+        if any(len(each) != len(inputs) for each in outputs):
+            raise ValueError(
+                f"all_gather_coalesced: every list of outputs must have {len(inputs)} tensors, as "
+                "the inputs are"
+            )
+        return self._gather(
+            "all_gather_coalesced", name, [list(each) for each in zip(*outputs, strict=True)],
+            inputs, opts,
+        )  # fmt: skip
+
+    def _gather(
+        self, verb: str, name: str, outputs: list[Tensors], inputs: Tensors, opts: Any
+    ) -> Work:
+        """Gather each input into its outputs, which are in rank order."""
+        for targets in outputs:
+            self._check_count(verb, "outputs", targets)
+        # Of equal shapes: then ranks that differ find out. A row of a tensor, else its own rows.
+        alike = [same_shape([one, *targets]) for one, targets in zip(inputs, outputs, strict=True)]
+        sent = [
+            tensor.unsqueeze(0) if even or tensor.dim() == 0 else tensor
+            for tensor, even in zip(inputs, alike, strict=True)
+        ]
+
+        def finish(gathered: tuple[torch.Tensor, ...]) -> None:
+            for rows, targets, even in zip(gathered, outputs, alike, strict=True):
+                sizes = [1 if even or not each.dim() else each.shape[0] for each in targets]
+                if sum(sizes) != len(rows):
+                    raise MismatchError(
+                        f"{verb} '{name}': the ranks have sent {len(rows)} rows together, but the "
+                        f"outputs have {sizes}"
+                    )
+                fill(verb, targets, torch.split(rows, sizes))
+
+        handle = verbs.gather_async(
+            verb, sent, name, process_set=self._set, wait_follows=not opts.asyncOp
+        )
+        return self._work(
+            verb, name, handle, list(itertools.chain.from_iterable(outputs)), opts, finish
+        )
+
+    @request
+    def _allgather_base(
+        self, name: str, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
+    ) -> Work:
+        """Copy every rank's tensor into one, after one another."""
+        opts = opts or dist.AllgatherOptions()
+        return self._gather_into("all_gather_into_tensor", name, [output], [tensor], opts)
+
+    @request
+    def allgather_into_tensor_coalesced(
+        self, name: str, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> Work:
+        """Do as `_allgather_base` with several tensors, in one request."""
+        opts = opts or dist.AllgatherOptions()
+        return self._gather_into("all_gather_into_tensor_coalesced", name, outputs, inputs, opts)
+
+    def _gather_into(
+        self, verb: str, name: str, outputs: Tensors, inputs: Tensors, opts: Any
+    ) -> Work:
+        for output, tensor in zip(outputs, inputs, strict=True):
+            self._check_whole(verb, "output", output, "input", tensor)
+
+        def finish(gathered: tuple[torch.Tensor, ...]) -> None:
+            for output, rows in zip(outputs, gathered, strict=True):
+                adapter.copy(output, rows.reshape(output.shape))
+
+        handle = verbs.gather_async(
+            verb, [tensor.unsqueeze(0) for tensor in inputs], name, process_set=self._set,
+            wait_follows=not opts.asyncOp,
+        )  # fmt: skip
+        return self._work(verb, name, handle, outputs, opts, finish)
+
+    @request
+    def gather(self, name: str, outputs: list[Tensors], inputs: Tensors, opts: Any) -> Work:
+        """Copy every rank's tensor, all of one shape, into a list of the root."""
+        tensor, root = single(inputs, "gather"), self._root(opts)
+        targets = list(single(outputs, "gather")) if root == self._ranks[self._place] else []
+        if targets:
+            self._check_count("gather", "outputs", targets)
+
+        def finish(answer: tuple[torch.Tensor, torch.Tensor]) -> None:
+            if targets:
+                fill("gather", targets, torch.split(answer[0], 1))
+
+        splits = [int(rank == root) for rank in self._ranks]
+        handle = verbs.exchange_async(tensor.unsqueeze(0), splits, name, self._set)
+        return self._work("gather", name, handle, targets, opts, finish)
+
+    @request
+    def scatter(self, name: str, outputs: Tensors, inputs: list[Tensors], opts: Any) -> Work:
+        """Copy one of the root's tensors, all of one shape, to each rank."""
+        output = single(outputs, "scatter")
+        if self._root(opts) == self._ranks[self._place]:
+            sources = single(inputs, "scatter")
+            self._check_count("scatter", "inputs", sources)
+            rows = torch.stack([source.detach() for source in sources])
+        else:
+            rows = output.detach().new_empty((0, *output.shape))
+        splits = [int(len(rows) > 0)] * len(self._ranks)
+
+        def finish(answer: tuple[torch.Tensor, torch.Tensor]) -> None:
+            fill("scatter", [output], [answer[0]])
+
+        handle = verbs.exchange_async(rows, splits, name, self._set)
+        return self._work("scatter", name, handle, [output], opts, finish)
+
+    @request
+    def alltoall_base(
+        self,
+        name: str,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        opts: Any = None,
+    ) -> Work:
+        """Send rows to every rank; splits are rows by rank, or empty for equally many."""
+        verb = "all_to_all_single"
+        opts = opts or dist.AllToAllOptions()
+        sends = self._splits(verb, "input", tensor, input_splits)
+        receives = self._splits(verb, "output", output, output_splits)
+
+        def finish(answer: tuple[torch.Tensor, torch.Tensor]) -> None:
+            rows, counts = answer
+            if counts.tolist() != receives:
+                raise MismatchError(
+                    f"{verb} '{name}': this rank expects {receives} rows from the ranks of the "
+                    f"group, which have sent {counts.tolist()}"
+                )
+            adapter.copy(output, rows.reshape(output.shape))
+
+        handle = verbs.exchange_async(tensor, sends, name, self._set, wait_follows=not opts.asyncOp)
+        return self._work(verb, name, handle, [output], opts, finish)
+
+    @request
+    def alltoall(self, name: str, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
+        """Send a tensor to every rank; sizes may differ."""
+        verb = "all_to_all"
+        opts = opts or dist.AllToAllOptions()
+        self._check_count(verb, "inputs", inputs)
+        self._check_count(verb, "outputs", outputs)
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in inputs])
+
+        def finish(answer: tuple[torch.Tensor, torch.Tensor]) -> None:
+            fill(verb, outputs, torch.split(answer[0], answer[1].tolist()))
+
+        handle = verbs.exchange_async(
+            flat, [tensor.numel() for tensor in inputs], name, self._set,
+            wait_follows=not opts.asyncOp,
+        )  # fmt: skip
+        return self._work(verb, name, handle, outputs, opts, finish)
+
+    @request
+    def barrier(self, name: str, opts: Any = None) -> Work:
+        """Wait for all ranks."""
+        opts = opts or dist.BarrierOptions()
+        handle = control.start_barrier(name, self._members(), wait_follows=not opts.asyncOp)
+        return self._work("barrier", name, handle, [], opts)
+
+    # The names of torch 2.13; those above are what torch has called them before.
+    all_gather_single = _allgather_base
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+    all_to_all_single = alltoall_base
+
+    def _splits(
+        self, verb: str, what: str, tensor: torch.Tensor, splits: Sequence[int]
+    ) -> list[int]:
+        rows, size = tensor.shape[0] if tensor.dim() else 0, len(self._ranks)
+        if not splits:
+            if rows % size:
+                raise ValueError(
+                    f"{verb}: the {rows} rows of the {what} cannot be split equally among {size} "
+                    "ranks; pass splits"
+                )
+            return [rows // size] * size
+        if len(splits) != size or sum(splits) != rows:
+            raise ValueError(
+                f"{verb}: the {what} has {rows} rows for {size} ranks, but its splits are "
+                f"{list(splits)}"
+            )
+        return list(splits)
