@@ -2,9 +2,12 @@
 
     python tests/python/nemesis.py --minutes 30             with a seed of its own, which it prints
     python tests/python/nemesis.py --minutes 30 --seed 7    the same things again
+    python tests/python/nemesis.py --hosts 3                cables and hosts, too (hosts.sh)
 
 After each event the job must go on, with as many ranks as before, and no rank may see anything
-wrong (nemesis_ranks.py). The exit code is 1 when anything was not so. `make soak` runs it.
+wrong (nemesis_ranks.py). At its end, every checksum that a rank has printed must be that of the
+same training in one process, which knows no more of the job than membership.jsonl tells
+(nemesis_replay.py). The exit code is 1 when anything was not so. `make soak` runs it.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -21,11 +25,12 @@ import tempfile
 import time
 import uuid
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import mpirun
+import nemesis_replay
 from live_job import MARK, PATIENCE_S, poll, processes_marked
 
 from hororing.rendezvous.protocol import process_of
@@ -33,8 +38,9 @@ from hororing.rendezvous.protocol import process_of
 ROOT = Path(__file__).parents[2]
 RANKS = Path(__file__).with_name("nemesis_ranks.py")
 EVENTS = (
-    "kill", "kill two", "kill in recovery", "kill a newcomer", "hold up", "stop",
+    "kill", "kill rank 0", "kill two", "kill in recovery", "kill a newcomer", "hold up", "stop",
 )  # fmt: skip
+HOST_EVENTS = (*EVENTS, "kill agent", "cut", "slow")
 PEER_TIMEOUT_S = 2
 
 
@@ -58,7 +64,7 @@ class ElasticRun:
         hosts: int = 0,
         **environment: str,
     ) -> None:
-        self.size = size
+        self.size, self.floats = size, floats
         self.mark = uuid.uuid4().hex
         self._folder = tempfile.TemporaryDirectory()
         folder = Path(self._folder.name)
@@ -124,6 +130,10 @@ class ElasticRun:
     def pid(self, rank: int) -> int:
         return self.pids()[rank]
 
+    def hosts(self) -> dict[str, int]:
+        """The hosts of the last generation, and the process id of a rank on each."""
+        return {each["host"]: int(each["pid"]) for each in self.worlds()[-1]["members"]}
+
     def wait(self, true: Any, what: str) -> Any:
         """Until `true` is so, while hororun lives; what it returns."""
         found = poll(lambda: true() or self.hororun.poll() is not None)
@@ -175,6 +185,7 @@ class ElasticRun:
         assert len(ends[0]) == 1, (ends, self.told())
         assert poll(lambda: not processes_marked(self.mark)), "processes are left behind"
         self.check()
+        self.check_replay(int(ends[0][0][0]), int(ends[0][0][3]))
 
     def check(self) -> None:
         """Nothing was wrong so far, and the history is one."""
@@ -188,6 +199,21 @@ class ElasticRun:
             uids = [each["uid"] for each in world["members"]]
             assert len(uids) == len(set(uids)), world
 
+    def check_replay(self, steps: int, crc: int) -> None:
+        """The history alone leads to the same bits, in every step that the job has kept."""
+        worlds = self.worlds()
+        crcs = list(nemesis_replay.replay(worlds, steps, self.floats))
+        assert crcs[-1] == crc, ("the replay ends elsewhere", steps, self.told())
+        began = {each["generation"]: each["step"] for each in worlds}
+        members = {each["generation"]: {m["uid"] for m in each["members"]} for each in worlds}
+        uids = {process_of(uid): uid for each in members.values() for uid in each}
+        for process, uid in uids.items():
+            for generation, step, shown in (map(int, line) for line in self.lines(process, "step")):
+                if step <= began.get(generation + 1, steps):
+                    assert crcs[step] == shown, (process, generation, step, self.told())
+                else:  # it has made a step that was lost with it
+                    assert uid not in members[generation + 1], (process, generation, step)
+
 
 def kill(pid: int, number: int = signal.SIGKILL) -> None:
     with contextlib.suppress(ProcessLookupError):
@@ -199,17 +225,31 @@ def disturb(job: ElasticRun, event: str, rng: random.Random) -> None:
     job.wait_until_it_works()
     pids = job.pids()
     one, two = rng.sample(pids, 2)
-    hit = {one}
-    if event == "hold up":
-        kill(one, signal.SIGSTOP)
-        time.sleep(PEER_TIMEOUT_S / 4)
-        kill(one, signal.SIGCONT)
+    if event == "kill rank 0":
+        one = pids[0]
+    elif event == "kill agent":  # and with it all ranks of a host that is not hororun's
+        one = rng.choice([pid for host, pid in job.hosts().items() if host != "host0"])
+    if event in ("hold up", "slow"):
+        with held_up(one) if event == "hold up" else slow(one):
+            time.sleep(PEER_TIMEOUT_S / 4)
         # A very busy machine may have held it up for longer: then it is lost.
         before = steps(job)
         job.wait(lambda: steps(job) > before + 50, "it does not go on")
         job.wait_until_it_works()
         return
-    kill(one, signal.SIGSTOP if event == "stop" else signal.SIGKILL)
+    hit = {one}
+    if event == "kill agent":
+        kill(parent(one))
+    elif event == "cut":
+        with cut(one):
+            # On the other side of hororun's, ranks look for it for a while.
+            job.wait(lambda: len(job.worlds()[-1]["members"]) < job.size, "nobody was lost")
+            time.sleep(2 * rng.random())
+        hit.clear()
+    elif event == "stop":
+        kill(one, signal.SIGSTOP)
+    else:
+        kill(one)
     if event == "kill in recovery":
         time.sleep(rng.choice((0.03, 0.3)) * rng.random())
     if event in ("kill two", "kill in recovery"):
@@ -222,6 +262,58 @@ def disturb(job: ElasticRun, event: str, rng: random.Random) -> None:
         hit.add(newcomer)
     job.wait_until_it_works(without=hit)
     assert not hit & set(ranks(job)), f"{hit} are still there\n{job.told()}"
+
+
+def parent(pid: int) -> int:
+    """Of a process; that of a rank on another host is the agent there."""
+    return int(re.findall(r"PPid:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[0])
+
+
+@contextlib.contextmanager
+def held_up(pid: int) -> Iterator[None]:
+    """A process that is stopped meanwhile."""
+    kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        kill(pid, signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def cut(pid: int) -> Iterator[None]:
+    """The cable of this process's host is pulled out meanwhile."""
+    with network_of(pid) as do:
+        do("ip", "link", "set", "eth0", "down")
+        try:
+            yield
+        finally:
+            do("ip", "link", "set", "eth0", "up")
+
+
+@contextlib.contextmanager
+def slow(pid: int) -> Iterator[None]:
+    """What this process's host sends is slow meanwhile: 2 Mbit/s."""
+    with network_of(pid) as do:
+        shape = ["root", "tbf", "rate", "2mbit", "burst", "16kb", "latency", "400ms"]
+        do("tc", "qdisc", "add", "dev", "eth0", *shape)
+        try:
+            yield
+        finally:
+            do("tc", "qdisc", "del", "dev", "eth0", "root")
+
+
+@contextlib.contextmanager
+def network_of(pid: int) -> Iterator[Callable[..., None]]:
+    """What runs a command in the network namespace of a process, even when that has ended."""
+    with open(f"/proc/{pid}/ns/net") as network:
+        number = network.fileno()
+
+        def do(*words: str) -> None:
+            subprocess.run(
+                ["nsenter", f"--net=/proc/self/fd/{number}", *words], check=True, pass_fds=[number]
+            )
+
+        yield do
 
 
 def steps(job: ElasticRun) -> int:
@@ -240,16 +332,19 @@ def ranks(job: ElasticRun) -> list[int]:
     return found
 
 
-def nemesis(size: int, seed: str, end: float, events: Sequence[str] = EVENTS) -> Counter[str]:
-    """One job, until `end`. AssertionError where it went wrong. Returns what was done."""
+def nemesis(size: int, seed: str, end: float, hosts: int = 0) -> Counter[str]:
+    """One job, until `end`. AssertionError where it went wrong. Returns what was done.
+
+    With `hosts`, each rank has a pretended host of its own.
+    """
     rng = random.Random(seed)
     done: Counter[str] = Counter()
-    environment = {"HORORING_TRANSPORT": "tcp"} if rng.random() < 0.5 else {}
-    with ElasticRun(size, **environment) as job:
+    environment = {"HORORING_TRANSPORT": "tcp"} if hosts or rng.random() < 0.5 else {}
+    with ElasticRun(size, hosts=hosts, **environment) as job:
         job.wait_until_it_works()
         while time.monotonic() < end:
             time.sleep(rng.random() / 2)
-            event = rng.choice(events)
+            event = rng.choice(HOST_EVENTS if hosts else EVENTS)
             disturb(job, event, rng)
             job.check()
             done[event] += 1
@@ -261,6 +356,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--ranks", type=int, default=0, help="2 or more; 0: 3 or 4")
+    parser.add_argument("--hosts", type=int, default=0, help="of one rank each; needs root")
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     options = parser.parse_args()
     print(f"seed {options.seed}", flush=True)
@@ -272,11 +368,12 @@ def main() -> int:
         jobs += 1
         try:
             # A new job now and then, since the end is part of it.
-            done += nemesis(options.ranks or 3 + jobs % 2, seed, min(end, time.monotonic() + 60))
+            size = options.hosts or options.ranks or 3 + jobs % 2
+            done += nemesis(size, seed, min(end, time.monotonic() + 60), options.hosts)
         except AssertionError as error:
             wrong += 1
             print(f"WRONG, job {seed}: {error}", flush=True)
-    print(f"{jobs} jobs, {wrong} of them wrong: {dict(done)}")
+    print(f"{sum(done.values())} faults in {jobs} jobs, {wrong} of them wrong: {dict(done)}")
     return 1 if wrong else 0
 
 

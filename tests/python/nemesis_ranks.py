@@ -12,29 +12,15 @@ from __future__ import annotations
 import os
 import sys
 import time
-import zlib
-from dataclasses import dataclass, field
 
 import numpy as np
+from nemesis_replay import FLOATS, Training
 
 import hororing.numpy as hvd
 from hororing import membership
 from hororing.errors import HororingInternalError
 
-SAMPLES, BATCH, SHOWN_EVERY, ASKED_EVERY = 101, 4, 10, 5
-FLOATS = int(sys.argv[2]) if len(sys.argv) > 2 else 1000
-
-
-@dataclass
-class State:
-    weights: np.ndarray = field(default_factory=lambda: np.zeros(FLOATS, np.float32))
-    used: np.ndarray = field(default_factory=lambda: np.zeros(SAMPLES, np.int64))  # how often
-    step: int = 0
-    epoch: int = 0
-    position: int = 0  # in the epoch
-
-    def crc(self) -> int:
-        return zlib.crc32(self.weights.tobytes())
+SHOWN_EVERY, ASKED_EVERY = 10, 5
 
 
 def say(*words: object) -> None:
@@ -46,7 +32,7 @@ def wrong(*words: object) -> None:
     os._exit(9)
 
 
-def synchronise(state: State) -> None:
+def synchronise(state: Training) -> None:
     """All get the state of rank 0; nothing of it before all of it is there."""
     told = np.array([state.step, state.epoch, state.position])
     told = hvd.broadcast(told, 0, name="told")
@@ -57,12 +43,10 @@ def synchronise(state: State) -> None:
     membership.set_progress(state.step)
 
 
-def step(state: State) -> np.ndarray:
+def step(state: Training) -> np.ndarray:
     """One step. Returns what ranks have agreed on: whether to stop, whether hosts have changed."""
-    order = np.random.default_rng(state.epoch).permutation(SAMPLES)
-    batch = order[state.position :][: hvd.size() * BATCH]
-    mine = batch[hvd.rank() :: hvd.size()]
-    gradient = np.full(FLOATS, np.float32(0.1) * mine.sum(dtype=np.float32), np.float32)
+    batch = state.batch(hvd.size())
+    gradient = state.gradient(batch[hvd.rank() :: hvd.size()])
     gradient = hvd.allreduce(gradient, op=hvd.Sum, name="gradient")
     asks = state.step % ASKED_EVERY == 0
     told = [state.crc(), -state.crc(), os.path.exists(sys.argv[1]),
@@ -70,20 +54,15 @@ def step(state: State) -> np.ndarray:
     agreed = hvd.allreduce(np.array(told), op=hvd.Max, name="agreed")
     if agreed[0] != -agreed[1]:
         wrong("weights differ at step", state.step)
-    state.weights = state.weights - np.float32(0.01) * gradient
-    state.used[batch] += 1
-    state.position += len(batch)
-    state.step += 1
+    state.apply(gradient, batch)
     membership.set_progress(state.step)
-    if state.position == SAMPLES:
-        state.epoch, state.position = state.epoch + 1, 0
-        if not (state.used == state.epoch).all():
-            wrong("samples were used", state.used.tolist(), "times in", state.epoch, "epochs")
+    if state.position == 0 and not (state.used == state.epoch).all():
+        wrong("samples were used", state.used.tolist(), "times in", state.epoch, "epochs")
     return agreed[2:]
 
 
 def main() -> None:
-    state = State()
+    state = Training(int(sys.argv[2]) if len(sys.argv) > 2 else FLOATS)
     while True:
         hvd.init()
         say("world", membership.generation(), hvd.rank(), hvd.size(), time.time())
@@ -95,7 +74,7 @@ def main() -> None:
                 if state.step == first + 1:
                     say("first", membership.generation(), state.step, time.time())
                 if state.step % SHOWN_EVERY == 0:
-                    say("step", membership.generation(), state.step)
+                    say("step", membership.generation(), state.step, state.crc())
                 if stop:
                     say("end", state.step, state.epoch, state.position, state.crc())
                     return
