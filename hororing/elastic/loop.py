@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 
 import hororing.numpy as hvd
-from hororing import arguments, config, job, membership, names, runtime
+from hororing import arguments, job, membership, names, runtime
 from hororing.errors import HororingInternalError, HostsUpdatedInterrupt
 
 Train = Callable[..., Any]
@@ -40,8 +40,7 @@ def run(func: Train) -> Train:
 
     Raises
     ------
-    HororingInternalError : the job is not elastic (docs/elastic.md), or has been formed anew too
-        often (HORORING_RESET_LIMIT), or cannot be.
+    HororingInternalError : the job is not elastic (docs/elastic.md), or cannot be formed anew.
     ValueError : whatever `func` raises is raised, and also errors of hororing that are ValueErrors,
         such as MismatchError: going on would not help.
     """
@@ -57,10 +56,10 @@ def run_fn(func: Train, reset: Callable[[], None], as_ours: AsOurs = lambda erro
     @functools.wraps(func)
     def train(state: Any, *args: Any, **kwargs: Any) -> Any:
         optimizers = names.optimizers()
-        resets, needs_sync = 0, True
+        again, needs_sync = False, True
         while True:
             try:
-                if resets:
+                if again:
                     state.on_reset()
                 state.save()  # what rank 0 has saved is what all get
                 if _synchronized(state, needs_sync):
@@ -70,7 +69,6 @@ def run_fn(func: Train, reset: Callable[[], None], as_ours: AsOurs = lambda erro
                 return func(state, *args, **kwargs)
             except HostsUpdatedInterrupt as interrupt:
                 needs_sync = needs_sync or not interrupt.skip_sync
-                cause: Exception = interrupt
             except Exception as error:
                 failure = as_ours(error)
                 if not isinstance(failure, HororingInternalError) or isinstance(
@@ -82,9 +80,7 @@ def run_fn(func: Train, reset: Callable[[], None], as_ours: AsOurs = lambda erro
                     raise failure from (None if failure is error else error)
                 state.restore()
                 needs_sync = True
-                cause = failure
-            resets += 1
-            _check_limit(resets, cause)
+            again = True
             reset()
 
     return train
@@ -104,17 +100,6 @@ def _synchronized(state: Any, needs_sync: bool) -> bool:
         state._commits = commits
         membership.set_progress(commits)
     return bool(needs_sync)
-
-
-def _check_limit(resets: int, cause: Exception) -> None:
-    limit = config.load()["RESET_LIMIT"]
-    # Ranks that came later have fewer resets behind them, and must decide as the others do.
-    if limit and max(resets, membership.generation()) > limit:
-        text = f"; the job was formed anew {limit} times, which is HORORING_RESET_LIMIT"
-        if isinstance(cause, HororingInternalError):
-            _add(cause, text)
-            raise cause
-        raise HororingInternalError(f"{cause}{text}")
 
 
 def _add(error: Exception, text: str) -> None:

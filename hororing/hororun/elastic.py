@@ -5,28 +5,28 @@ it into a generation. A process that fails is replaced by a new one in the same 
 (`slots`), until a process has finished: then nothing is started any more, and the job ends with the
 last one. Success is said to the store; an exit code of 0 alone is none.
 
-Everything but `_Events.put` happens in the thread that runs the job.
+Everything but `Events.put` happens in the thread that runs the job.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import os
-import queue
 import selectors
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from hororing.hororun.discovery import Discovery
+from hororing.hororun.elastic_events import Events
+from hororing.hororun.elastic_flags import Elastic
+from hororing.hororun.elastic_processes import ElasticHost, ElasticProcess
 from hororing.hororun.ending import Ending
 from hororing.hororun.hosts import LocalHost, RemoteHost
-from hororing.hororun.job import CannotStartError, conclude_asked, describe, epitaph
+from hororing.hororun.job import CannotStartError, conclude_asked, epitaph
 from hororing.hororun.local import Program, step
 from hororing.hororun.output import Output
 from hororing.hororun.slots import Slot, Slots
@@ -43,100 +43,10 @@ from hororing.rendezvous.elastic_store import (
     World,
 )
 
-# How long the store may wait for the end of one that it has declared dead. Meanwhile it hears from
-# nobody, so it is less than PEER_TIMEOUT_S.
-_GONE_S = 0.4
 _NOT_STARTED = 127
 _LONGEST_WAIT_S = 3600.0  # epoll takes no longer ones than some weeks
 _NAMED = 8  # of those that have failed, at the end
 _FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)  # no fault of the process
-
-
-@dataclass(frozen=True)
-class Elastic:
-    """What is special about an elastic job.
-
-    Parameters
-    ----------
-    np, min_np, max_np : processes at the start; the fewest and the most.
-    hosts : with their slots; where `script` is given, it tells them.
-    script : words of the command that tells hosts. None: they stay the same.
-    slots_per_host : of hosts of which the script tells no number.
-    cooldown : as `Slots.cooldown`.
-    reset_limit : the most generations after the first; 0: no limit.
-    elastic_timeout_s, peer_timeout_s : as those of `ElasticStore`.
-    """
-
-    np: int
-    min_np: int
-    max_np: int
-    hosts: Sequence[Host] = ()
-    script: Sequence[str] | None = None
-    slots_per_host: int | None = None
-    cooldown: tuple[float, float] | None = None
-    reset_limit: int = 0
-    elastic_timeout_s: float = 600.0
-    peer_timeout_s: float = 2.0
-
-
-@dataclass(eq=False)
-class _Host:
-    of: LocalHost | RemoteHost
-    ready_by: float  # the agent must have answered
-    leaves: bool = False  # it was taken away
-
-
-@dataclass(eq=False)
-class _Process:
-    number: int
-    slot: Slot
-    host: _Host
-    began: float
-    uid: str = ""  # of its membership, once it has come
-    rank: int | None = None  # in the last generation in which it was
-    generation: int = 0
-    status: int | None = None  # what it has said at its end
-    code: int | None = None  # its exit code, or minus the signal
-    leaves: bool = False  # as the job wants it: no failure
-    lost_at: float | None = None  # when the store lost it
-    gone: list[threading.Event] = field(default_factory=list)  # to be set at its end
-
-
-class _Events:
-    """What the store tells, in its thread, for the thread of the job."""
-
-    def __init__(self, selector: selectors.BaseSelector) -> None:
-        self._queue: queue.SimpleQueue[tuple[Event, threading.Event]] = queue.SimpleQueue()
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._selector = selector
-        selector.register(self._wake, selectors.EVENT_READ, self._woken)
-
-    def put(self, event: Event) -> None:
-        """Called by the store, which goes on when a process that it has declared dead is dead.
-
-        A process that was only stopped could otherwise write into memory that it shares with the
-        others. Only one of this host is waited for: another host may not be reached any more.
-        """
-        gone = threading.Event()
-        self._queue.put((event, gone))
-        os.eventfd_write(self._wake, 1)
-        if isinstance(event, Lost) and event.why != CONNECTION_ENDED:
-            gone.wait(_GONE_S)
-
-    def take(self) -> Iterator[tuple[Event, threading.Event]]:
-        """What has come."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                yield self._queue.get_nowait()
-
-    def close(self) -> None:
-        """Once nobody puts anything."""
-        self._selector.unregister(self._wake)
-        os.close(self._wake)
-
-    def _woken(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wake)
 
 
 class ElasticJob:
@@ -173,13 +83,13 @@ class ElasticJob:
         self._make_program, self._make_store, self._make_host = make_program, make_store, make_host
         self._grace_s, self._start_timeout_s = grace_s, start_timeout_s
         self._ending = Ending(self.selector, self._send, grace_s)
-        self._events = _Events(self.selector)
+        self._events = Events(self.selector)
         self._slots = Slots(what.max_np, what.cooldown)
         self._known: Sequence[Host] | None = None
         self._retired: set[str] = set()  # names of hosts that members may not come from
-        self._hosts: dict[str, _Host] = {}
-        self._dead_hosts: list[_Host] = []  # to be closed
-        self._processes: list[_Process] = []
+        self._hosts: dict[str, ElasticHost] = {}
+        self._dead_hosts: list[ElasticHost] = []  # to be closed
+        self._processes: list[ElasticProcess] = []
         self._store: ElasticStore | None = None  # once there are enough slots
         self._patience_s = what.elastic_timeout_s or math.inf
         self._began = time.monotonic()
@@ -187,7 +97,7 @@ class ElasticJob:
         self._generation = 0
         self._causes: list[str] = []  # of the next generation
         self._expected = 0
-        self._failures: list[_Process] = []
+        self._failures: list[ElasticProcess] = []
         self._recent = 0  # the first of these that no generation has followed
         self._finished = False  # a process has: nothing is started any more
         self._why = ""  # the job has failed
@@ -220,9 +130,10 @@ class ElasticJob:
         else:
             self._failed(process)
 
-    def _failed(self, process: _Process) -> None:
+    def _failed(self, process: ElasticProcess) -> None:
         self._failures.append(process)
-        text = f"{self._name(process)} {_how(process)}, {self._now_s():.1f} s after the start"
+        after_s = time.monotonic() - self._began
+        text = f"{self._name(process)} {process.how()}, {after_s:.1f} s after the start"
         if self._finished:
             self._why = self._why or "a process has failed after another one had finished"
         else:
@@ -246,7 +157,7 @@ class ElasticJob:
             if not process.generation:
                 self._end(process)
 
-    def _end(self, process: _Process, number: int = signal.SIGTERM) -> None:
+    def _end(self, process: ElasticProcess, number: int = signal.SIGTERM) -> None:
         process.leaves = True
         process.host.of.signal(number, process.number)
 
@@ -286,7 +197,7 @@ class ElasticJob:
         over = self._ending.begun or self._finished
         return self._given_up or (over and not self._live())
 
-    def _live(self) -> list[_Process]:
+    def _live(self) -> list[ElasticProcess]:
         return [each for each in self._processes if each.code is None]
 
     def _close(self) -> None:
@@ -320,9 +231,6 @@ class ElasticJob:
             lefts.append(self._discovery.left_s())
         return min([*lefts, _LONGEST_WAIT_S])
 
-    def _now_s(self) -> float:
-        return time.monotonic() - self._began
-
     # -----------------------------------------------------------------------------------------
     # Starting
 
@@ -352,7 +260,7 @@ class ElasticJob:
             self._host_ended(name, host, text)
 
         try:
-            host = _Host(self._make_host(self, name, ended), time.monotonic())
+            host = ElasticHost(self._make_host(self, name, ended), time.monotonic())
         except CannotStartError as error:  # the command that reaches others
             self._fail(str(error))
             return
@@ -362,8 +270,8 @@ class ElasticJob:
             self._retired.remove(name)
             self._store.hosts_updated(added=[host.of.hostname])
 
-    def _start(self, slot: Slot, host: _Host) -> None:
-        process = _Process(len(self._processes), slot, host, time.monotonic())
+    def _start(self, slot: Slot, host: ElasticHost) -> None:
+        process = ElasticProcess(len(self._processes), slot, host, time.monotonic())
         if process.number >= self._slots.max_np:
             self._output.say(f"{self._name(process)} starts")
         slot.busy = True
@@ -408,7 +316,7 @@ class ElasticJob:
             raise CannotStartError(text)
         self._output.say(text)
 
-    def _host_ended(self, name: str, host: _Host, text: str) -> None:
+    def _host_ended(self, name: str, host: ElasticHost, text: str) -> None:
         """Of the agent; its processes are told to have ended next."""
         if self._hosts.get(name) is not host:
             return
@@ -471,7 +379,7 @@ class ElasticJob:
             if event.status == 0 and process.generation and not process.leaves:
                 self._finish()
 
-    def _process(self, uid: str) -> _Process | None:
+    def _process(self, uid: str) -> ElasticProcess | None:
         number = protocol.process_of(uid)
         return self._processes[number] if number < len(self._processes) else None
 
@@ -515,7 +423,7 @@ class ElasticJob:
             self._given_up = True
             return
         for process in self._live():
-            if process.lost_at is not None and self._is_over_time(process.lost_at, self._grace_s):
+            if process.lost_at is not None and time.monotonic() >= process.lost_at + self._grace_s:
                 process.lost_at = None
                 self._end(process, signal.SIGKILL)
         if not (self._ending.begun or self._finished):
@@ -544,11 +452,8 @@ class ElasticJob:
             self._fail(text)
         elif self._few_since is None:
             self._few_since = time.monotonic()
-        elif self._is_over_time(self._few_since, self._patience_s):
+        elif time.monotonic() >= self._few_since + self._patience_s:
             self._fail(f"{text}, for {self._patience_s:g} s (--elastic-timeout)")
-
-    def _is_over_time(self, since: float, limit_s: float) -> bool:
-        return time.monotonic() >= since + limit_s
 
     def _fail(self, why: str) -> None:
         if not self._why:
@@ -572,7 +477,7 @@ class ElasticJob:
             return 1
         # One that was killed: the others may have met its end.
         first = next((each for each in recent if (each.code or 0) < 0), recent[0])
-        for line in epitaph(f"{self._name(first)} {_how(first)}", self._output.tail(first.number)):
+        for line in epitaph(f"{self._name(first)} {first.how()}", self._output.tail(first.number)):
             self._output.say(line)
         code = first.code or 1
         return code if code > 0 else 128 - code
@@ -588,17 +493,6 @@ class ElasticJob:
             + f"); there were {self._generation} generations"
         )
 
-    def _name(self, process: _Process) -> str:
-        where = f"process {process.number}"
-        if self._what.script is not None or len(self._what.hosts) > 1:
-            where += f" on host {process.slot.host}"
-        if process.rank is None:
-            return where
-        return f"rank {process.rank} of generation {process.generation} ({where})"
-
-
-def _how(process: _Process) -> str:
-    if process.code == 0:
-        return "has ended without finishing"
-    assert process.code is not None
-    return describe(process.code)
+    def _name(self, process: ElasticProcess) -> str:
+        several = self._what.script is not None or len(self._what.hosts) > 1
+        return process.name(with_host=several)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from hororing import config, launch
-from hororing.hororun.elastic import Elastic
 from hororing.hosts import Host
 
 # With any of the first ones the job is elastic.
@@ -17,6 +16,33 @@ _ONLY_ELASTIC = ("slots_per_host", "blacklist_cooldown_range")
 _NOT_ELASTIC = (
     "mpi", "nnodes", "nproc_per_node", "num_replicas", "numa_aware", "print_topology", "dry_run",
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Elastic:
+    """What is special about an elastic job.
+
+    Parameters
+    ----------
+    np, min_np, max_np : processes at the start; the fewest and the most.
+    hosts : with their slots; where `script` is given, it tells them.
+    script : words of the command that tells hosts. None: they stay the same.
+    slots_per_host : of hosts of which the script tells no number.
+    cooldown : as `Slots.cooldown`.
+    reset_limit : the most generations after the first; 0: no limit.
+    elastic_timeout_s, peer_timeout_s : as those of `ElasticStore`.
+    """
+
+    np: int
+    min_np: int
+    max_np: int
+    hosts: Sequence[Host] = ()
+    script: Sequence[str] | None = None
+    slots_per_host: int | None = None
+    cooldown: tuple[float, float] | None = None
+    reset_limit: int = 0
+    elastic_timeout_s: float = 600.0
+    peer_timeout_s: float = 2.0
 
 
 def add_arguments(

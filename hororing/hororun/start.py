@@ -16,7 +16,8 @@ from typing import IO
 from hororing import launch
 from hororing.hororun import plan
 from hororing.hororun.agent import free_port
-from hororing.hororun.elastic import Elastic, ElasticJob
+from hororing.hororun.elastic import ElasticJob
+from hororing.hororun.elastic_flags import Elastic
 from hororing.hororun.hosts import LocalHost, RemoteHost
 from hororing.hororun.job import Job
 from hororing.hororun.local import Program, memory_file

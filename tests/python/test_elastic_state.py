@@ -15,7 +15,6 @@ from hororing import elastic, job, membership, names
 from hororing.elastic import fit, loop
 from hororing.elastic.partition import samples_left, share_of
 from hororing.errors import (
-    HororingInternalError,
     HostsUpdatedInterrupt,
     MismatchError,
     ShutDownError,
@@ -238,17 +237,6 @@ def test_a_job_that_is_not_elastic_raises_with_the_way_out():
     assert type(error) is ShutDownError
     assert str(error).startswith("rank 1 has ended; ")
     assert "hororun --min-np" in str(error)
-
-
-def test_the_reset_limit_ends_it(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("HORORING_RESET_LIMIT", "2")
-    trace, error = traced([ShutDownError("a"), ShutDownError("b"), ShutDownError("c")])
-    assert trace.count("reset") == 2
-    assert str(error).startswith("c; ")
-    assert "HORORING_RESET_LIMIT" in str(error)
-    trace, error = traced([HostsUpdatedInterrupt() for _ in range(3)])
-    assert trace.count("reset") == 2
-    assert type(error) is HororingInternalError
 
 
 # ---------------------------------------------------------------------------------------------

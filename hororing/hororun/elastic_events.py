@@ -1,0 +1,53 @@
+"""What the store of an elastic job tells, in its thread, for the thread of the job."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import selectors
+import threading
+from collections.abc import Iterator
+
+from hororing.rendezvous.elastic_store import CONNECTION_ENDED, Event, Lost
+
+# How long the store may wait for the end of one that it has declared dead. Meanwhile it hears from
+# nobody, so it is less than PEER_TIMEOUT_S.
+_GONE_S = 0.4
+
+
+class Events:
+    """What the store tells, in its thread, for the thread of the job."""
+
+    def __init__(self, selector: selectors.BaseSelector) -> None:
+        self._queue: queue.SimpleQueue[tuple[Event, threading.Event]] = queue.SimpleQueue()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._selector = selector
+        selector.register(self._wake, selectors.EVENT_READ, self._woken)
+
+    def put(self, event: Event) -> None:
+        """Called by the store, which goes on when a process that it has declared dead is dead.
+
+        A process that was only stopped could otherwise write into memory that it shares with the
+        others. Only one of this host is waited for: another host may not be reached any more.
+        """
+        gone = threading.Event()
+        self._queue.put((event, gone))
+        os.eventfd_write(self._wake, 1)
+        if isinstance(event, Lost) and event.why != CONNECTION_ENDED:
+            gone.wait(_GONE_S)
+
+    def take(self) -> Iterator[tuple[Event, threading.Event]]:
+        """What has come."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                yield self._queue.get_nowait()
+
+    def close(self) -> None:
+        """Once nobody puts anything."""
+        self._selector.unregister(self._wake)
+        os.close(self._wake)
+
+    def _woken(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake)

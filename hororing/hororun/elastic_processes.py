@@ -1,0 +1,51 @@
+"""The processes of an elastic job and their hosts, as the job knows them."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+from hororing.hororun.hosts import LocalHost, RemoteHost
+from hororing.hororun.job import describe
+from hororing.hororun.slots import Slot
+
+
+@dataclass(eq=False)
+class ElasticHost:
+    """A host, and whether it is to be used."""
+
+    of: LocalHost | RemoteHost
+    ready_by: float  # the agent must have answered
+    leaves: bool = False  # it was taken away
+
+
+@dataclass(eq=False)
+class ElasticProcess:
+    """A process: what was done with it, and what it has done."""
+
+    number: int
+    slot: Slot
+    host: ElasticHost
+    began: float
+    uid: str = ""  # of its membership, once it has come
+    rank: int | None = None  # in the last generation in which it was
+    generation: int = 0
+    status: int | None = None  # what it has said at its end
+    code: int | None = None  # its exit code, or minus the signal
+    leaves: bool = False  # as the job wants it: no failure
+    lost_at: float | None = None  # when the store lost it
+    gone: list[threading.Event] = field(default_factory=list)  # to be set at its end
+
+    def name(self, with_host: bool) -> str:
+        """Name it for people; with its host, if there are several."""
+        where = f"process {self.number}" + (f" on host {self.slot.host}" if with_host else "")
+        if self.rank is None:
+            return where
+        return f"rank {self.rank} of generation {self.generation} ({where})"
+
+    def how(self) -> str:
+        """Say how it has ended."""
+        if self.code == 0:
+            return "has ended without finishing"
+        assert self.code is not None
+        return describe(self.code)
