@@ -239,17 +239,22 @@ inline Status ReceiveNothing(Rank& rank) {
   return rank.transport.Wait(rank.transport.Receive(Next(rank), &byte, 1), kForever);
 }
 
+inline const std::string& Much() {
+  static const std::string much(32 << 20, 'm');
+  return much;
+}
+
 inline const EndlessWait kEndlessWaits[] = {
     {"receive", ReceiveNothing},
     {"send",
      [](Rank& rank) {
-       const std::string much(32 << 20, 'm');
+       const std::string& much = Much();
        return rank.transport.Wait(rank.transport.Send(Next(rank), much.data(), much.size()),
                                   kForever);
      }},
     {"exchange",  // of three ranks: each sends to one that sends to another one
      [](Rank& rank) {
-       const std::string much(32 << 20, 'm');
+       const std::string& much = Much();
        std::string in(much.size(), '-');
        return SendReceive(rank.transport, Next(rank), much.data(), much.size(), Next(rank),
                           in.data(), in.size(), kForever);
@@ -282,7 +287,9 @@ inline const EndlessWait kEndlessWaits[] = {
 // Another thread ends the wait, all later ones end at once, and buffers are the callers' again.
 // `stay` returns when all ranks have called it: the end of one could be another reason.
 inline void EndByRevoke(Rank& rank, const EndlessWait& endless, const std::function<void()>& stay) {
-  constexpr TimeNs kAtOnce = 5 * kSecond;  // a busy machine, sanitizers
+  // Without the revocation, these waits never end. A sanitizer on a busy machine needs seconds for
+  // the buffers.
+  constexpr TimeNs kAtOnce = 60 * kSecond;
   rank.Enter(endless.name);
   Barrier(rank);
   const Status why(Code::kStalled, "the job goes on without this rank", rank.rank());
