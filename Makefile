@@ -38,7 +38,7 @@ CTEST := --output-on-failure --no-tests=error --parallel $(shell expr $(JOBS) + 
 NO_ASLR := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo dev build programs test test-all test-cpp test-py test-tensorflow tsan asan soak lint format typecheck bench bench-mpich bench-horovod simulate kernels wheel docs clean
+.PHONY: help demo dev build programs test test-all test-cpp test-py test-tensorflow tsan asan soak lint format typecheck bench bench-mpich bench-horovod simulate kernels wheel docs docs-site walk clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -141,6 +141,11 @@ wheel: $(VENV)/bin/python  ## dist/: sdist, and a wheel for every MPI and Python
 docs: build  ## docs/configuration.md from the table of knobs
 	python -m hororing config --markdown > docs/configuration.md.new
 	mv docs/configuration.md.new docs/configuration.md
+
+docs-site: build  ## build/site: all pages, and the public names from their docstrings
+	$(BIN)/python -c 'import mkdocstrings, material' 2>/dev/null || $(BIN)/pip install --quiet \
+	  'mkdocs==1.6.1' 'mkdocs-material==9.8.2' 'mkdocstrings[python]==1.0.8'
+	python -m mkdocs build --strict
 
 walk: build  ## docs/walk.md: the functions that one gradient passes through, from a trace
 	python benchmarks/walk.py

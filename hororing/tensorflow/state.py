@@ -26,14 +26,14 @@ def broadcast_variables(
 ) -> Any:
     """Give the variables of all ranks the values that those of rank `root_rank` have.
 
+    The result is None in eager mode, and an operation in a graph of TensorFlow 1.
+
     Parameters
     ----------
     variables : TensorFlow or Keras variables, in the same order on every rank, such as
         ``model.variables`` or ``optimizer.variables``; build both before.
     root_rank : counts among all ranks of the job, also within a process set.
     inplace : Horovod's; variables are assigned either way, and nothing is copied twice.
-
-    Returns None in eager mode, and an operation in a graph of TensorFlow 1.
     """
     return _assigned("broadcast_variables", variables, root_rank, process_set)
 

@@ -263,15 +263,14 @@ def alltoall(
 ) -> Any:
     """Send rows of `tensor` to every rank, and return the rows that all ranks sent here.
 
+    The rows come in the order of the ranks that sent them. With `splits`, the result is a pair: the
+    rows, and how many came from each rank, as int32.
+
     Parameters
     ----------
     tensor : rows for rank 0, then those for rank 1, ...; ranks may differ in the first dimension.
     splits : how many rows each rank of the set gets: a list, or a one-dimensional tensor of int32.
-        Rows beyond their sum are not sent. Without `splits`, every rank gets the same
-        number.
-
-    Returns the rows in the order of the ranks they come from; with `splits`, also how many came
-    from each, as int32.
+        Rows beyond their sum are not sent. Without `splits`, every rank gets the same number.
     """
     checked = checked_list([tensor], "alltoall")
     refuse_lone_parts(checked, "alltoall")

@@ -21,7 +21,8 @@ class ShardSampler(Shard, Sampler[int]):
     Parameters
     ----------
     dataset : what has the length of the data set, or that length.
-    rank, size, seed, shuffle, remainder : as for `Shard`.
+    rank, size : as for `Shard`.
+    **options : `seed`, `shuffle` and `remainder`, as for `Shard`.
     """
 
     def __init__(
