@@ -94,7 +94,7 @@ def start_many(
     requests = [each.request for each in prepared]
     token = next(submit_count)
     submitting[token] = keeps
-    started = int(lib.hr_allreduce_many(requests, addresses, count, c_handles))
+    started = int(lib.hr_start(requests, addresses, count, c_handles))
     handles = ffi.unpack(c_handles, count)
     code = 0 if started == count else handles[started]
     del handles[started:]

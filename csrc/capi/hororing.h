@@ -25,7 +25,7 @@ extern "C" {
 #endif
 
 /* Grows with every incompatible change of this file. */
-enum { HR_ABI_VERSION = 14 };
+enum { HR_ABI_VERSION = 15 };
 
 /* The values of hororing::Code, and one more. */
 typedef enum hr_code {
@@ -183,6 +183,7 @@ typedef struct hr_request {
   uintptr_t stream; /* tensors on a device: the CUDA stream whose work, so far, computes them; 0:
                        the default stream */
   const uintptr_t* streams; /* the stream of each tensor, where they differ; NULL: all `stream` */
+  uint64_t id;              /* hr_start's, of this request; 0 at first */
 } hr_request;
 
 typedef struct hr_result {
@@ -261,12 +262,14 @@ int32_t hr_last_error_rank(void);
 /* A handle > 0, or a negative hr_code. Does not block; with `wait_follows` it may poll for the
  * other ranks for 40 us, and the handle may be complete. */
 int64_t hr_submit(const hr_request* request);
-/* hr_submit for `count` requests of HR_ALLREDUCE with one tensor each, in place, now at
- * `addresses`: what gradient hooks call for small gradients. Wakes the engine once. Ends at the
- * first that fails. Returns how many have been submitted, which have handles; where those are fewer
- * than `count`, the next handle is the negated hr_code. */
-int32_t hr_allreduce_many(const hr_request* const* requests, const uintptr_t* addresses,
-                          int32_t count, int64_t* handles);
+/* Starts `count` persistent requests (MPI's word) of HR_ALLREDUCE with one tensor each, in place,
+ * now at `addresses`: what gradient hooks call. Each is prepared by its first starts, as hr_submit
+ * would take it, and has an id then; from then on nothing of it may change but `stream`, and only
+ * the id is looked at. Where the id is no longer valid, the request is prepared again. Wakes the
+ * engine once. Ends at the first that fails. Returns how many were started, which have handles;
+ * where those are fewer than `count`, the next handle is the negated hr_code. */
+int32_t hr_start(hr_request* const* requests, const uintptr_t* addresses, int32_t count,
+                 int64_t* handles);
 /* 1 when complete, 0 when pending, HR_INVALID_ARGUMENT negated when there is no such handle. */
 int hr_poll(int64_t handle);
 /* For one thread that waits for any of many handles: waits at most timeout_s until a handle that

@@ -117,9 +117,16 @@ Status CheckLocally(const TensorEntry& entry, const ProcessSet& set) {
   return Status::Ok();
 }
 
+// Into an entry that may have been another's, whose memory is used again.
 Status EntryFrom(const hr_request& from, TensorEntry* entry) {
   Request& request = entry->request;
   request.name = from.name != nullptr ? from.name : "";
+  request.op = ReduceOp::kSum;
+  request.root = 0;
+  request.prescale = request.postscale = 1.0;
+  request.splits.clear();
+  request.ranks.clear();
+  entry->ready.clear();
   if (from.collective < HR_ALLREDUCE || from.collective > HR_REMOVE_PROCESS_SET) {
     return Status(Code::kInvalidArgument,
                   "there is no collective number " + std::to_string(from.collective));
@@ -148,48 +155,32 @@ Status EntryFrom(const hr_request& from, TensorEntry* entry) {
     }
     std::sort(request.ranks.begin(), request.ranks.end());
   }
-  for (int32_t i = 0; i < from.tensors_count; ++i) {
+  const size_t count = static_cast<size_t>(from.tensors_count);
+  request.tensors.resize(count);
+  entry->views.resize(count);
+  for (size_t i = 0; i < count; ++i) {
     const hr_tensor& tensor = from.tensors[i];
     if (tensor.dtype < 0 || tensor.dtype >= kDataTypeCount) {
       return Invalid(request, "there is no data type number " + std::to_string(tensor.dtype));
     }
-    TensorView view;
+    TensorView& view = entry->views[i];
     view.input = reinterpret_cast<const void*>(tensor.input);
     view.output = reinterpret_cast<void*>(tensor.output);
     view.dtype = static_cast<DataType>(tensor.dtype);
     view.shape.assign(tensor.shape, tensor.shape + tensor.ndim);
     view.device = tensor.device > 0 ? tensor.device - 1 : TensorView::kHost;
-    if (i > 0 && view.device != entry->views[0].device) {
+    if (view.device != entry->views[0].device) {
       return Invalid(request, "the tensors of a group must be on the same device; this one has " +
                                   DeviceText(entry->views[0]) + " and " + DeviceText(view));
     }
-    request.tensors.push_back({view.dtype, view.shape, view.on_device()});
-    entry->views.push_back(std::move(view));
+    request.tensors[i].dtype = view.dtype;
+    request.tensors[i].shape = view.shape;
+    request.tensors[i].on_device = view.on_device();
   }
   return Status::Ok();
 }
 
 }  // namespace
-
-bool IsOneTensor(const hr_request& from, OneTensor* tensor) {
-  if (from.collective != HR_ALLREDUCE || from.tensors_count != 1 || from.name == nullptr ||
-      from.op < HR_AVERAGE || from.op > HR_PRODUCT) {
-    return false;
-  }
-  const hr_tensor& only = from.tensors[0];
-  if (only.dtype < 0 || only.dtype >= kDataTypeCount || only.device != 0) return false;
-  *tensor = {from.name,
-             from.process_set,
-             static_cast<ReduceOp>(from.op),
-             from.prescale,
-             from.postscale,
-             static_cast<DataType>(only.dtype),
-             only.shape,
-             static_cast<size_t>(only.ndim),
-             reinterpret_cast<const void*>(only.input),
-             reinterpret_cast<void*>(only.output)};
-  return true;
-}
 
 Status MakeEntry(const hr_request& from, const SharedProcessSets& sets, int rank,
                  TensorEntry* entry) {

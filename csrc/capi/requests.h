@@ -9,11 +9,9 @@
 
 namespace hororing {
 
-// kInvalidArgument, naming the request, when it makes no sense.
+// kInvalidArgument, naming the request, when it makes no sense. `entry`: a new one, or one that
+// Engine::Submit has left.
 Status MakeEntry(const hr_request& from, const SharedProcessSets& sets, int rank,
                  TensorEntry* entry);
-
-// Whether the request is an allreduce of one tensor in host memory; if so, that.
-bool IsOneTensor(const hr_request& from, OneTensor* tensor);
 
 }  // namespace hororing

@@ -91,12 +91,12 @@ std::optional<Work> Loop::Agreed(const Decision& decision, uint64_t id) {
   const bool cached = details.name.empty();
   work.entry =
       cached ? Reported(id) : shared_.tensors.Find(Key(decision.process_set, details.name));
-  const KnownRequest* const known = cached ? shared_.tensors.Known(id) : nullptr;
+  const RequestRecord* const known = cached ? shared_.tensors.Known(id) : nullptr;
   if (work.entry == nullptr) {
     if (details.stand_in) {
       work.entry = StandIn(*details.stand_in);
     } else if (known != nullptr) {
-      work.entry = StandIn(known->request);
+      work.entry = StandIn(known->agreed);
     } else {
       End(Status(Code::kInternal, "agreement on a request that this rank does not have: '" +
                                       details.name + "', id " + std::to_string(id)));
@@ -109,13 +109,13 @@ std::optional<Work> Loop::Agreed(const Decision& decision, uint64_t id) {
     if (id != 0) shared_.tensors.Define(id, work.entry->request, details.rows);
     work.entry->cache_id = id;
   }
-  TraceNegotiation(*work.entry);
+  if (shared_.trace.enabled()) TraceNegotiation(*work.entry);
   return work;
 }
 
 // What is in flight under this id, which nothing is from now on.
 TensorEntry* Loop::Reported(uint64_t id) {
-  KnownRequest* const known = shared_.tensors.Known(id);
+  RequestRecord* const known = shared_.tensors.Known(id);
   return known == nullptr ? nullptr : std::exchange(known->reported, nullptr);
 }
 
@@ -219,7 +219,7 @@ void Loop::Fail(const Decision& decision) {
   const TensorEntry* failed = shared_.tensors.Find(key);
   // One that is not reported yet, in a set that is removed, is for RemoveSet.
   if (failed == nullptr || failed->reported_ns == 0) return;
-  TraceNegotiation(*failed);
+  if (shared_.trace.enabled()) TraceNegotiation(*failed);
   Record(Event::kFailed, NowNs(), failed->request.kind, failed->request.name);
   Reported(failed->cache_id);
   const std::unique_ptr<TensorEntry> entry = shared_.tensors.Remove(key);
@@ -234,7 +234,6 @@ void Loop::FailRemoved(std::unique_ptr<TensorEntry> entry) {
 }
 
 void Loop::TraceNegotiation(const TensorEntry& entry) {
-  if (!shared_.trace.enabled()) return;
   const TimeNs end = NowNs();
   const std::string name = std::string("NEGOTIATE_") + UpperName(entry.request.kind);
   for (size_t i = 0; i < std::max<size_t>(entry.views.size(), 1); ++i) {

@@ -23,19 +23,20 @@ constexpr size_t kMaxRead = 64 << 10;
 class Signature {
  public:
   // False: it is too long, or none.
-  bool Write(const OneTensor& tensor) {
-    const size_t name = std::strlen(tensor.name);
-    const size_t shape = tensor.dimensions * sizeof(int64_t);
+  bool Write(const Request& request) {
+    const Request::Tensor& tensor = request.tensors[0];
+    const size_t name = request.name.size();
+    const size_t shape = tensor.shape.size() * sizeof(int64_t);
     if (name == 0 || sizeof(Fixed) + name + shape > bytes_.size()) return false;
     Fixed fixed;
-    fixed.prescale = tensor.prescale;
-    fixed.postscale = tensor.postscale;
-    fixed.dimensions = static_cast<uint32_t>(tensor.dimensions);
-    fixed.op = static_cast<uint16_t>(tensor.op);
+    fixed.prescale = request.prescale;
+    fixed.postscale = request.postscale;
+    fixed.dimensions = static_cast<uint32_t>(tensor.shape.size());
+    fixed.op = static_cast<uint16_t>(request.op);
     fixed.dtype = static_cast<uint16_t>(tensor.dtype);
     Put(&fixed, sizeof fixed);
-    Put(tensor.shape, shape);
-    Put(tensor.name, name);
+    Put(tensor.shape.data(), shape);
+    Put(request.name.data(), name);
     return true;
   }
   const void* data() const { return bytes_.data(); }
@@ -59,13 +60,11 @@ class Signature {
 };
 
 // How many elements the tensor has; 0: none, or more than a payload holds.
-size_t FewElements(const OneTensor& tensor) {
+size_t FewElements(const TensorView& view) {
   size_t elements = 1;
-  for (size_t i = 0; i < tensor.dimensions; ++i) {
-    if (tensor.shape[i] <= 0 || tensor.shape[i] > static_cast<int64_t>(Rendezvous::kMaxPayload)) {
-      return 0;
-    }
-    elements *= static_cast<size_t>(tensor.shape[i]);
+  for (const int64_t dimension : view.shape) {
+    if (dimension <= 0 || dimension > static_cast<int64_t>(Rendezvous::kMaxPayload)) return 0;
+    elements *= static_cast<size_t>(dimension);
     if (elements > Rendezvous::kMaxPayload) return 0;
   }
   return elements;
@@ -73,41 +72,44 @@ size_t FewElements(const OneTensor& tensor) {
 
 }  // namespace
 
-bool Engine::AtOnce(const OneTensor& tensor, int64_t* handle) {
-  if (rendezvous_ == nullptr || tensor.process_set != kWorldSet || tensor.op == ReduceOp::kAdasum ||
-      tensor.input == nullptr || tensor.output == nullptr) {
+bool Engine::AtOnce(const TensorEntry& entry, int64_t* handle) {
+  const Request& request = entry.request;
+  if (rendezvous_ == nullptr || request.kind != Collective::kAllreduce ||
+      request.tensors.size() != 1 || request.on_device() || request.process_set != kWorldSet ||
+      request.op == ReduceOp::kAdasum) {
     return false;
   }
   const int size = rendezvous_->size();
-  const size_t elements = FewElements(tensor);
-  const size_t bytes = elements * ElementSize(tensor.dtype);
+  const TensorView& view = entry.views[0];
+  const size_t elements = FewElements(view);
+  const size_t bytes = elements * ElementSize(view.dtype);
   if (bytes == 0 || bytes > Rendezvous::kMaxPayload || bytes * static_cast<size_t>(size) > kMaxRead)
     return false;
-  const ReduceSpec spec{tensor.dtype, tensor.op, tensor.prescale, tensor.postscale};
+  const ReduceSpec spec{view.dtype, request.op, request.prescale, request.postscale};
   Signature signature;
   // Nothing in flight: no request of that name, no join, and nothing that a barrier would miss.
-  if (!Check(spec).ok() || !signature.Write(tensor) || shared_.trace.enabled() || shows_all_ ||
+  if (!signature.Write(request) || shared_.trace.enabled() || shows_all_ ||
       shared_.mailbox.stopping() || state() != State::kRunning ||
       shared_.stats.submitted.load() != shared_.stats.completed.load()) {
     return false;
   }
   const std::unique_lock<std::mutex> alone(rendezvous_mutex_, std::try_to_lock);
   if (!alone.owns_lock() ||
-      !rendezvous_->Try(signature.data(), signature.size(), tensor.input, bytes)) {
+      !rendezvous_->Try(signature.data(), signature.size(), view.input, bytes)) {
     return false;
   }
   std::array<const void*, Rendezvous::kMaxRanks> payloads;
   for (int rank = 0; rank < size; ++rank) {
     payloads[static_cast<size_t>(rank)] = rendezvous_->payload(rank);
   }
-  ReduceMany(spec, size, tensor.output, payloads.data(), size, elements);
+  ReduceMany(spec, size, view.output, payloads.data(), size, elements);
   ++shared_.stats.submitted;
   ++shared_.stats.completed;
   ++shared_.stats.batches;
   ++shared_.stats.tensors;
   shared_.stats.bytes += static_cast<int64_t>(bytes);
   if (size > 1) ++shared_.stats.allreduces[static_cast<size_t>(AllreduceWay::kAtOnce)];
-  Record(Event::kDone, CoarseNowNs(), Collective::kAllreduce, tensor.name);
+  Record(Event::kDone, CoarseNowNs(), request.kind, request.name);
   *handle = shared_.handles->CreateDone();
   return true;
 }

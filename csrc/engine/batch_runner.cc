@@ -276,33 +276,32 @@ Status BatchRunner::RunBatch(int32_t process_set, Communicator& communicator) {
 // cache: after a batch they are not.
 void BatchRunner::Begin() {
   complete_.clear();
-  resting_.clear();
+  persistent_.clear();
   ending_.clear();
   for (TensorEntry* entry : entries_) {
     entry->stage = "REDUCE";
     if (--entry->unfinished > 0) continue;
-    const bool may_rest = entry->cache_id != 0 && entry->views.size() == 1 &&
-                          entry->request.kind == Collective::kAllreduce &&
+    const bool persists = entry->cache_id != 0 && entry->results.empty() &&
                           !entry->request.on_device() && !entry->stands_in();
-    if (may_rest) {
+    if (persists) {
       complete_.push_back(entry->handle);
-      resting_.push_back(entry);
+      persistent_.push_back(entry);
     } else {
       ending_.push_back(entry);
     }
   }
 }
 
-// Of a batch that was carried out. What rests may be in the callers' hands again at once: nothing
+// Of a batch that was carried out. What persists may be started again at once: nothing
 // is read of it afterwards.
 void BatchRunner::Complete() {
   const TimeNs now = NowNs();
-  for (const TensorEntry* entry : resting_) {
+  for (const TensorEntry* entry : persistent_) {
     Record(Event::kDone, now, entry->request.kind, entry->request.name);
   }
   for (TensorEntry* entry : ending_) Complete(entry);
   shared_.stats.completed += static_cast<int64_t>(complete_.size());
-  shared_.tensors.Rest(resting_, shared_.handles.get());
+  shared_.tensors.Deactivate(persistent_);
   shared_.handles->Complete(complete_);
 }
 

@@ -91,8 +91,9 @@ class BatchRunner {
   std::vector<FusionItem> described_;
   Batch batch_;
   std::vector<TensorEntry*> entries_;
-  // Whose last tensors are in the batch: those that will rest, their handles, and all others.
-  std::vector<TensorEntry*> resting_, ending_;
+  // Whose last tensors are in the batch: those that will be inactive, their handles, and all
+  // others.
+  std::vector<TensorEntry*> persistent_, ending_;
   std::vector<int64_t> complete_;
 };
 

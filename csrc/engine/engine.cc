@@ -7,7 +7,6 @@
 #include <chrono>
 #include <exception>
 #include <future>
-#include <map>
 #include <utility>
 
 #include "base/log.h"
@@ -229,12 +228,12 @@ void Engine::Finish(const Status& why) {
   if (given_up()) left_behind_ = std::move(left);
 }
 
-Status Engine::MarkReady(int ordinal, const std::vector<CuStream>& streams, TensorEntry* entry) {
+Status Engine::MarkReady(int ordinal, const std::vector<CuStream>& streams, StreamEvents* events,
+                         TensorEntry* entry) {
   std::shared_ptr<Device> device;
   Status status = shared_.devices->Use(ordinal, &device);
-  std::map<CuStream, std::shared_ptr<DeviceEvent>> events;
   for (size_t i = 0; status.ok() && i < streams.size(); ++i) {
-    std::shared_ptr<DeviceEvent>& event = events[streams[i]];
+    std::shared_ptr<DeviceEvent>& event = (*events)[streams[i]];
     if (event == nullptr) status = device->Record(streams[i], &event);
     entry->ready.push_back(event);
   }
@@ -243,51 +242,28 @@ Status Engine::MarkReady(int ordinal, const std::vector<CuStream>& streams, Tens
   return status.ok() ? status : During(*entry, Status(Code::kInvalidArgument, status.message()));
 }
 
-Status Engine::Submit(std::unique_ptr<TensorEntry> entry, bool wait_follows, int64_t* handle) {
-  const Status status = Add(std::move(entry), handle);
-  if (status.ok() && (!wait_follows || !shared_.Drivable())) shared_.mailbox.Submitted();
-  return status;
-}
-
-size_t Engine::SubmitAgain(const OneTensor* tensors, size_t count, bool wait_follows,
-                           int64_t* handles) {
-  if (shared_.trace.enabled()) return 0;  // each has its span
-  const TimeNs now = shared_.config.tune ? NowNs() : 0;
-  bool ring = !wait_follows || !shared_.Drivable();
-  const size_t added = shared_.tensors.AddAgain(tensors, count, handles, now, &ring);
-  if (added == 0) return 0;
-  shared_.stats.submitted += static_cast<int64_t>(added);
-  if (ring) shared_.mailbox.Submitted();
-  return added;
-}
-
-Status Engine::SubmitMany(std::vector<std::unique_ptr<TensorEntry>> entries, int64_t* handles,
-                          size_t* submitted) {
-  Status status;
-  for (*submitted = 0; *submitted < entries.size(); ++*submitted) {
-    status = Add(std::move(entries[*submitted]), &handles[*submitted]);
-    if (!status.ok()) break;
-  }
-  if (*submitted > 0) shared_.mailbox.Submitted();
-  return status;
-}
-
-// On failure `handle` is 0.
-Status Engine::Add(std::unique_ptr<TensorEntry> entry, int64_t* handle) {
-  const TimeNs begin = entry->submitted_ns = NowNs();
-  entry->handle = *handle = shared_.handles->Create();
-  const std::string tensor = shared_.trace.enabled() ? entry->request.name : std::string();
-  const int64_t bytes = shared_.trace.enabled() ? entry->request.bytes() : 0;
-  // From Add on the entry belongs to the loop.
-  const Status status = shared_.tensors.Add(std::move(entry));
-  if (!status.ok()) {
-    shared_.handles->TakeBack(std::exchange(*handle, 0));
-    return status;
-  }
+Status Engine::Submit(std::unique_ptr<TensorEntry>* entry, int64_t* handle, uint64_t* id) {
+  const TimeNs begin = (*entry)->submitted_ns = NowNs();
+  const bool traces = shared_.trace.enabled();
+  const std::string tensor = traces ? (*entry)->request.name : std::string();
+  const int64_t bytes = traces ? (*entry)->request.bytes() : 0;
+  HORORING_RETURN_IF_ERROR(shared_.tensors.Submit(entry, handle, id));
   ++shared_.stats.submitted;
-  if (shared_.trace.enabled())
-    shared_.trace.Span(Stage::kSubmit, Track::kCaller, tensor, begin, NowNs(), bytes);
+  if (traces) shared_.trace.Span(Stage::kSubmit, Track::kCaller, tensor, begin, NowNs(), bytes);
   return Status::Ok();
+}
+
+size_t Engine::Start(const uint64_t* ids, const uintptr_t* addresses, size_t count,
+                     int64_t* handles) {
+  if (shared_.trace.enabled()) return 0;  // each has its span
+  const size_t started = shared_.tensors.Start(ids, addresses, count, handles, NowNs());
+  shared_.stats.submitted += static_cast<int64_t>(started);
+  return started;
+}
+
+void Engine::Ring(bool wait_follows) {
+  if (wait_follows && shared_.Drivable()) return;
+  if (shared_.tensors.Ring()) shared_.mailbox.Submitted();
 }
 
 Status Engine::StartTimeline(const std::string& path, bool mark_cycles) {

@@ -15,6 +15,7 @@
 #include <atomic>
 #include <functional>
 #include <future>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -34,6 +35,8 @@ namespace hororing {
 
 class Loop;
 
+using StreamEvents = std::map<CuStream, std::shared_ptr<DeviceEvent>>;
+
 class Engine {
  public:
   enum class State { kStarting, kRunning, kStopped, kFailed };
@@ -51,21 +54,19 @@ class Engine {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  // `entry` without handle and times; its request matches its views. `wait_follows`: this thread
-  // calls Wait(*handle) next, so nobody else needs to be woken.
-  Status Submit(std::unique_ptr<TensorEntry> entry, bool wait_follows, int64_t* handle);
-  // Those of the first tensors whose names were used for the same before and are not in flight:
-  // they cost little. How many; nothing is said of the others.
-  size_t SubmitAgain(const OneTensor* tensors, size_t count, bool wait_follows, int64_t* handles);
-  // Several, for which nobody waits next; the first that is refused is the last that is tried.
-  // `submitted` of them then have handles.
-  Status SubmitMany(std::vector<std::unique_ptr<TensorEntry>> entries, int64_t* handles,
-                    size_t* submitted);
+  // `**entry` without handle and times; its request matches its views. `id`: for Start, or 0.
+  // `*entry` is null afterwards, or may be used again. Call Ring next.
+  Status Submit(std::unique_ptr<TensorEntry>* entry, int64_t* handle, uint64_t* id);
+  // As TensorTable::Start. Call Ring next.
+  size_t Start(const uint64_t* ids, const uintptr_t* addresses, size_t count, int64_t* handles);
+  // Wakes the loop for what was submitted. `wait_follows`: this thread calls Wait next, so nobody
+  // else needs to be woken where it may drive the loop.
+  void Ring(bool wait_follows);
   // Sums the tensor at the rendezvous of all ranks (transport/rendezvous.h), without the loop, for
   // a caller that would wait. True: it is done, with the bits that the loop would have come to, and
   // `handle` is complete. False: nothing has happened; submit it. That is so where the ranks do not
   // come at the same time, or this one has something else in flight. (engine/at_once.cc)
-  bool AtOnce(const OneTensor& tensor, int64_t* handle);
+  bool AtOnce(const TensorEntry& entry, int64_t* handle);
   // As those of HandleTable. Polling for a request reports it immediately, just as waiting does.
   HandleTable::Look Poll(int64_t handle);
   HandleTable::Look Wait(int64_t handle, TimeNs timeout_ns, Status* status);
@@ -91,8 +92,10 @@ class Engine {
   bool Abort(const std::string& reason, TimeNs timeout_ns);
 
   // Notes in `entry`, whose views lie on device `ordinal`, how far its streams have come: what is
-  // in streams[i] now computes view i. kInvalidArgument where the device cannot be used.
-  Status MarkReady(int ordinal, const std::vector<CuStream>& streams, TensorEntry* entry);
+  // in streams[i] now computes view i. `events`: those that one call has recorded, once for each
+  // stream. kInvalidArgument where the device cannot be used.
+  Status MarkReady(int ordinal, const std::vector<CuStream>& streams, StreamEvents* events,
+                   TensorEntry* entry);
 
   Devices& devices() { return *shared_.devices; }
 
@@ -120,7 +123,6 @@ class Engine {
   template <typename T>
   bool Await(const std::future<T>& future, TimeNs timeout_ns);
   Status RunCommand(Mailbox::Command command, TimeNs timeout_ns);
-  Status Add(std::unique_ptr<TensorEntry> entry, int64_t* handle);
   template <typename Done, typename Look>
   HandleTable::Look WaitUntil(const Done& done, const Look& look, TimeNs timeout_ns);
   void DriveUntil(const std::function<bool()>& done, TimeNs deadline);

@@ -104,11 +104,6 @@ int64_t HandleTable::CreateDone() {
   return handle;
 }
 
-void HandleTable::TakeBack(int64_t handle) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  Free(*Find(handle));
-}
-
 // Whether somebody sleeps until then.
 bool HandleTable::Finish(Slot& slot) {
   const bool awaited = slot.awaited;

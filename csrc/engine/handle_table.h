@@ -8,7 +8,6 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
-#include <utility>
 #include <vector>
 
 #include "base/clock.h"
@@ -55,8 +54,6 @@ class HandleTable {
   void Create(int64_t* handles, size_t count);
   // One that is complete, with success and without results.
   int64_t CreateDone();
-  // One that nobody has heard of is not needed.
-  void TakeBack(int64_t handle);
   // REQUIRES: `handle` is pending. Releases it if its owner has done so already. `landed`: on a
   // device the results are there then; null: now.
   void Complete(int64_t handle, Status status, std::vector<GatheredTensor> results,
@@ -120,27 +117,6 @@ class HandleTable {
   std::vector<int64_t> free_;  // places; GUARDED_BY(mutex_)
   int64_t next_ = 0;           // GUARDED_BY(mutex_)
   int64_t completions_ = 0;    // of handles that were awaited; GUARDED_BY(mutex_)
-};
-
-// A handle for a request that is to come.
-class SpareHandle {
- public:
-  SpareHandle() = default;
-  SpareHandle(HandleTable* table, int64_t handle) : table_(table), handle_(handle) {}
-  SpareHandle(SpareHandle&& other) noexcept { *this = std::move(other); }
-  SpareHandle& operator=(SpareHandle&& other) noexcept {
-    std::swap(table_, other.table_);
-    std::swap(handle_, other.handle_);
-    return *this;
-  }
-  ~SpareHandle() {
-    if (handle_ != 0) table_->TakeBack(handle_);
-  }
-  int64_t Use() { return std::exchange(handle_, 0); }
-
- private:
-  HandleTable* table_ = nullptr;
-  int64_t handle_ = 0;
 };
 
 }  // namespace hororing

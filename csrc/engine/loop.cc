@@ -70,7 +70,7 @@ Loop::Loop(Shared& shared, World& world, const BackendOptions& options,
     tune_log_.open(shared.config.tune_log);
     if (!tune_log_) Log(LogLevel::kError, "autotune: cannot write " + shared.config.tune_log);
   }
-  FollowTuner();
+  if (shared_.config.tune) FollowTuner();
 }
 
 Status Loop::Run(std::unique_lock<std::mutex>& progress) {
@@ -79,7 +79,7 @@ Status Loop::Run(std::unique_lock<std::mutex>& progress) {
       const uint32_t epoch = eventcount_ != nullptr ? eventcount_->Epoch() : 0;
       const bool busy = Step();
       if (final_) continue;
-      if (eventcount_ != nullptr && mailbox_.poll_scheduled()) {
+      if (eventcount_ != nullptr && mailbox_.poll_by.load() != kForever) {
         Park(progress, poll_epoch_);
       } else if (busy) {
         continue;
@@ -101,7 +101,7 @@ Status Loop::Run(std::unique_lock<std::mutex>& progress) {
 // it: a driver rings if it leaves anything behind.
 void Loop::Park(std::unique_lock<std::mutex>& progress, uint32_t epoch) {
   const TimeNs until = parked_until_ns_ = NextDeadline();
-  const bool gathers = mailbox_.poll_scheduled();  // and `until` is when it has promised to
+  const bool gathers = mailbox_.poll_by.load() != kForever;  // then `until` is not later
   progress.unlock();
   if (gathers) {
     if (NowNs() < until) eventcount_->Park(epoch, until);
@@ -178,15 +178,15 @@ bool Loop::Decide() {
   for (const Agreement& agreement : agreed) {
     if (!final_) Apply(agreement);
   }
-  if (!agreed.empty()) FollowTuner();
+  if (shared_.config.tune && !agreed.empty()) FollowTuner();
   return !agreed.empty();
 }
 
-// Rank 0: the tuner hears of the batches that were run, and its findings go to the log.
+// Rank 0, where something is tuned: the tuner hears of the batches that were run, and its findings
+// go to the log.
 void Loop::FollowTuner() {
   ReadyQueue& queue = coordinator_->queue();
   Tuner* const tuner = queue.tuner();
-  if (tuner == nullptr) return;
   for (const BatchRunner::Ran& ran : runner_.TakeRan()) queue.Ran(ran.bytes, ran.end);
   shared_.stats.fusion_bytes = tuner->setting().fusion_bytes;
   const std::vector<std::string> lines = tuner->TakeLog();
@@ -257,7 +257,7 @@ TimeNs Loop::NextDeadline() const {
   if (coordinator_) next = std::min(next, coordinator_->NextDeadline());
   if (host_reports_) next = std::min(next, host_reports_->NextDeadline());
   if (asked_) next = std::min(next, asked_->deadline);
-  return std::min(next, report_ns_);
+  return driven_ ? next : std::min(next, mailbox_.poll_by.load());
 }
 
 void Loop::OnException(const std::exception& error) {

@@ -115,9 +115,8 @@ class Loop {
   int64_t step_ = 0;                         // the one under way, from 1
   std::vector<TensorEntry*> submitted_;      // of Report; its memory is used again
   ReportPace pace_;
-  TimeNs report_ns_ = kForever;  // when the loop's thread has promised to poll
-  uint32_t poll_epoch_ = 0;      // as it was then
-  bool driven_ = false;          // by a caller
+  uint32_t poll_epoch_ = 0;  // as it was when the loop's thread promised to poll
+  bool driven_ = false;      // by a caller
   // Of the agreement under way: what this rank contributes although it has joined.
   std::vector<std::unique_ptr<TensorEntry>> stand_ins_;
   uint64_t applied_ = 0;

@@ -13,6 +13,7 @@
 #include <string>
 #include <utility>
 
+#include "base/clock.h"
 #include "base/status.h"
 #include "transport/transport.h"
 
@@ -33,11 +34,11 @@ class Mailbox {
   // Requests are in the table. The loop, where it has promised to poll, either takes them after it
   // has withdrawn its promise, or we see that it has.
   void Submitted() {
-    if (!poll_scheduled_.load()) Wake();
+    if (poll_by.load() == kForever) Wake();
   }
   // Somebody waits for what is in the table: the loop, where it has promised to poll, does it now.
   void Hurry() {
-    if (poll_scheduled_.load()) Wake();
+    if (poll_by.load() != kForever) Wake();
   }
   // The same for one that polls, and does not count as waiting.
   void Ask() {
@@ -46,9 +47,6 @@ class Mailbox {
   }
   // Loop: the table is about to be emptied.
   void Reporting() { asked_for_ = false; }
-  // Loop: its thread looks soon at what is submitted, without being woken. False before it looks.
-  void set_poll_scheduled(bool scheduled) { poll_scheduled_ = scheduled; }
-  bool poll_scheduled() const { return poll_scheduled_.load(std::memory_order_relaxed); }
   // Loop: whether what is submitted must be reported now.
   bool IsUrgent() const { return waiting.load() != 0 || asked_for_.load() || stopping_.load(); }
 
@@ -129,6 +127,9 @@ class Mailbox {
       transport_->AnnounceFailure(why);
   }
 
+  // When the loop's thread looks at what is submitted, without being woken; kForever: it has not
+  // promised to. The loop withdraws its promise before it looks.
+  std::atomic<TimeNs> poll_by{kForever};
   // Callers that are blocked: until their requests are complete, which are reported at once; and
   // until any request is.
   std::atomic<int> waiting{0}, awaiting_any{0};
@@ -140,7 +141,7 @@ class Mailbox {
     transport_->Revoke(Status(revoked_->code(), revoked_->message(), rank));
   }
 
-  std::atomic<bool> asked_for_{false}, poll_scheduled_{false}, stopping_{false}, commanded_{false};
+  std::atomic<bool> asked_for_{false}, stopping_{false}, commanded_{false};
   mutable std::mutex mutex_;
   std::string stop_reason_;           // GUARDED_BY(mutex_)
   std::shared_ptr<Command> command_;  // GUARDED_BY(mutex_)

@@ -41,17 +41,15 @@ int Loop::superior() const {
 // thread promises to poll in time, and who submits meanwhile wakes nobody. A driver, which reports
 // everything, leaves that promise as it is.
 bool Loop::LetsMoreCome() {
-  if (!driven_) mailbox_.set_poll_scheduled(false);  // before the look, which then misses nothing
-  report_ns_ = kForever;
+  if (!driven_) mailbox_.poll_by = kForever;  // before the look, which then misses nothing
   if (mailbox_.IsUrgent()) return false;
   const TensorTable::Submitted submitted = shared_.tensors.submitted();
   if (submitted.count == 0 && !pace_.unanswered()) return true;
   const TimeNs now = NowNs();
   const TimeNs due = pace_.Due(submitted.first_ns, submitted.count, now);
   if (now >= due) return submitted.count == 0;
-  report_ns_ = due;
   if (eventcount_ != nullptr) poll_epoch_ = eventcount_->Epoch();
-  mailbox_.set_poll_scheduled(true);
+  mailbox_.poll_by = due;
   return !mailbox_.IsUrgent();  // who has begun to wait since may not have seen the promise
 }
 
@@ -115,8 +113,8 @@ bool Loop::IsOfWorld(const struct Report& report) const {
   return std::all_of(report.fresh.begin(), report.fresh.end(),
                      [](const Request& each) { return each.process_set == kWorldSet; }) &&
          std::all_of(report.cached.begin(), report.cached.end(), [this](uint64_t id) {
-           const KnownRequest* const known = shared_.tensors.Known(id);
-           return known != nullptr && known->request.process_set == kWorldSet;
+           const RequestRecord* const known = shared_.tensors.Known(id);
+           return known != nullptr && known->agreed.process_set == kWorldSet;
          });
 }
 

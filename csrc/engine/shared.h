@@ -52,7 +52,7 @@ struct EngineConfig {
 
 struct Shared {
   Shared(const EngineConfig& with, std::shared_ptr<HandleTable> results)
-      : config(with), handles(std::move(results)) {}
+      : config(with), handles(std::move(results)), tensors(handles.get()) {}
 
   const EngineConfig config;
   const std::shared_ptr<HandleTable> handles;

@@ -1,14 +1,14 @@
-// TensorTable: what this rank knows of requests. Those between SUBMIT and COMPLETE, by process set
-// and name: the caller adds, the engine's thread takes and removes. And by their ids those that
-// were agreed upon before, which later reports and agreements name so: every rank applies the same
-// definitions and evictions in the same order, since they are part of agreements, and only the
-// coordinator decides what is evicted.
+// TensorTable: what this rank knows of requests, one record for each name of a process set: the
+// request between SUBMIT and COMPLETE, and what was agreed upon under that name before, with the id
+// by which later reports and agreements name it. Every rank applies the same definitions and
+// evictions in the same order, since they are part of agreements, and only the coordinator decides
+// what is evicted.
 //
-// An entry whose request has an id rests here when it is complete: the next request of that name is
-// the same, mostly, and then costs no memory to be made.
+// A request with an id is persistent, in MPI's word: when it is complete it stays here, inactive,
+// and may be started again, by its id or by a submission of the same.
 //
-// Thread-safety: Add and AddAgain from any thread; everything else from the loop thread. Entries
-// that are in flight belong to the loop thread until Remove or Rest.
+// Thread-safety: Submit, Start and Ring from any thread; everything else from the loop thread.
+// Entries that are active belong to the loop thread until Remove or Deactivate.
 #pragma once
 
 #include <atomic>
@@ -39,9 +39,7 @@ struct TensorEntry {
   TimeNs submitted_ns = 0;  // for the tuner
   // On a device: when each view may be used; empty: now.
   std::vector<std::shared_ptr<const DeviceEvent>> ready;
-  bool resting = false;  // not in flight; GUARDED_BY the table's mutex
-  SpareHandle next;      // where it rests: of the next request; GUARDED_BY the table's mutex
-  size_t place = 0;      // in the table's order, if it is there; GUARDED_BY the table's mutex
+  bool active = false;  // in flight; GUARDED_BY the table's mutex
   // Loop thread only.
   uint64_t cache_id = 0;  // of `request`; 0: none, as far as is known
   TimeNs reported_ns = 0;
@@ -59,37 +57,32 @@ struct TensorEntry {
 // "allreduce 'layer1.weight' (REDUCE): text", with the code and rank of `status`.
 Status During(const TensorEntry& entry, const Status& status);
 
-// A request that was agreed upon before.
-struct KnownRequest {
-  Request request;                  // as this rank submitted it
+// All that is known under one key.
+struct RequestRecord {
+  std::unique_ptr<TensorEntry> entry;  // active or inactive; GUARDED_BY the table's mutex
+  // What was agreed upon; id 0: nothing. Constant while there is an id.
+  uint64_t id = 0;
+  Request agreed;                   // as this rank submitted it
   std::vector<int64_t> rows;        // as in Decision::Details
-  TensorEntry* reported = nullptr;  // in flight, and reported by the id
-};
-
-// An allreduce of one tensor in host memory, as its caller knows it before there is an entry.
-struct OneTensor {
-  const char* name;
-  int32_t process_set;
-  ReduceOp op;
-  double prescale, postscale;
-  DataType dtype;
-  const int64_t* shape;
-  size_t dimensions;
-  const void* input;
-  void* output;
+  TensorEntry* reported = nullptr;  // active, and reported by the id; loop thread
 };
 
 class TensorTable {
  public:
-  // kDuplicateName while a request of that name is in flight; kInvalidArgument while a join is;
-  // the status of Close after it.
-  Status Add(std::unique_ptr<TensorEntry> entry);
+  explicit TensorTable(HandleTable* handles);
 
-  // Re-submits tensors whose entries are cached, stopping at the first that has none or has
-  // changed. Returns how many, and fills as many `handles`. `ring`: whether the caller is going to
-  // wake the loop. If it was true and is false on return, an earlier submitter has already woken
-  // the loop for this load, and the caller need not.
-  size_t AddAgain(const OneTensor* tensors, size_t count, int64_t* handles, TimeNs now, bool* ring);
+  // Takes `*entry`; or only what is new of it, where the record has an inactive one that is the
+  // same. It has a `handle` then. `id`: for Start, where there is one already; else 0.
+  // kDuplicateName while a request of that name is active; kInvalidArgument while a join is;
+  // the status of Close after it.
+  Status Submit(std::unique_ptr<TensorEntry>* entry, int64_t* handle, uint64_t* id);
+  // Starts persistent requests of one tensor in host memory, which is now, in place, at
+  // `addresses`, up to the first that must be submitted: it is active, has no valid id, or no
+  // memory. Returns how many; each has a handle.
+  size_t Start(const uint64_t* ids, const uintptr_t* addresses, size_t count, int64_t* handles,
+               TimeNs now);
+  // Whether the loop must be woken for what was submitted. Once until TakeSubmitted.
+  bool Ring();
 
   // What was added since the last TakeSubmitted.
   struct Submitted {
@@ -99,19 +92,22 @@ class TensorTable {
   Submitted submitted();
   // Everything added since the last call, in order.
   void TakeSubmitted(std::vector<TensorEntry*>* submitted);
-  // Those in flight, by Key(process set, name).
+  // Those that are active, by Key(process set, name).
   TensorEntry* Find(const std::string& key);
   std::unique_ptr<TensorEntry> Remove(const std::string& key);
-  // These are complete, have no results, and a cache_id. `handles`: for their next requests.
-  void Rest(const std::vector<TensorEntry*>& entries, HandleTable* handles);
+  // These are complete, have no results, and a cache_id.
+  void Deactivate(const std::vector<TensorEntry*>& entries);
 
   // Null: there is none.
-  KnownRequest* Known(uint64_t id) { return known_.Find(id); }
-  // Of exactly this request, which is in flight; 0: none.
+  RequestRecord* Known(uint64_t id) {
+    RequestRecord** const found = known_.Find(id);
+    return found == nullptr ? nullptr : *found;
+  }
+  // Of exactly this request, which is active; 0: none.
   uint64_t IdOf(const Request& request);
   // A name has at most one id: an older one is forgotten.
   void Define(uint64_t id, const Request& request, const std::vector<int64_t>& rows);
-  // Nothing of it rests here then.
+  // An inactive request is forgotten with its id.
   void Forget(uint64_t id);
 
   // All requests of a process set, of which nothing is known any more.
@@ -121,40 +117,26 @@ class TensorTable {
   std::string Titles(std::initializer_list<std::string_view> stages);
   // Whether a join is in flight. Any thread.
   bool joining() const { return joining_.load(std::memory_order_relaxed); }
-  // Refuses every later Add with `why`, and hands out all that is left.
+  // Refuses every later request with `why`, and hands out all that are active.
   std::vector<std::unique_ptr<TensorEntry>> Close(const Status& why);
 
  private:
-  // All that is known by one key. Not both are missing.
-  struct Named {
-    std::unique_ptr<TensorEntry> entry;  // in flight, or resting
-    uint64_t id = 0;
-  };
   // Null: none is.
-  static TensorEntry* InFlight(const Named& named) {
-    return named.entry == nullptr || named.entry->resting ? nullptr : named.entry.get();
+  static TensorEntry* Active(const RequestRecord& record) {
+    return record.entry != nullptr && record.entry->active ? record.entry.get() : nullptr;
   }
+  void Activate(TensorEntry* entry, TimeNs now);  // REQUIRES: mutex_
 
-  // All of these: REQUIRES mutex_.
-  TensorEntry* FindAgain(const OneTensor& tensor);  // null: none of that name
-  bool InOrder(const TensorEntry& entry) const;
-  void Going(const TensorEntry& entry);  // is about to be erased
-
+  HandleTable* const handles_;
+  const uint64_t first_id_;  // what callers have as ids counts from here, as no other table's does
   std::mutex mutex_;
-  std::unordered_map<std::string, Named> named_;  // by Key; GUARDED_BY(mutex_)
-  std::vector<TensorEntry*> submitted_;           // GUARDED_BY(mutex_)
-  TimeNs first_submitted_ns_ = 0;                 // GUARDED_BY(mutex_)
-  bool rung_ = false;                             // for what is in submitted_; GUARDED_BY(mutex_)
-  std::string key_;                               // of what is looked for; GUARDED_BY(mutex_)
-  std::vector<int64_t> next_handles_;  // of Rest; its memory is used again; GUARDED_BY(mutex_)
-  // Entries as they were added again, and the place in there of the one that comes next: steps
-  // repeat themselves, and then none is looked for by its name. Every entry that is in here is in
-  // named_, once. GUARDED_BY(mutex_)
-  std::vector<TensorEntry*> order_;
-  size_t next_ = 0;
+  std::unordered_map<std::string, RequestRecord> records_;  // by Key; GUARDED_BY(mutex_)
+  std::vector<TensorEntry*> submitted_;                     // GUARDED_BY(mutex_)
+  bool rung_ = false;                 // for what is in submitted_; GUARDED_BY(mutex_)
+  std::string key_;                   // of what is looked for; GUARDED_BY(mutex_)
   Status closed_;                     // GUARDED_BY(mutex_)
-  std::atomic<bool> joining_{false};  // a join is in named_; written under mutex_
-  IdTable<KnownRequest> known_;       // loop thread
+  std::atomic<bool> joining_{false};  // a join is active; written under mutex_
+  IdTable<RequestRecord*> known_;     // the loop thread changes it, under mutex_
 };
 
 }  // namespace hororing

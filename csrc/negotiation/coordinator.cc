@@ -48,7 +48,7 @@ void Coordinator::Receive(const int* ranks, size_t count, const Report& report, 
     blocked_[rank].Hear(report.blocked, now);
   }
   answered_ = nullptr;
-  ForgetRetired();
+  if (!retired_.empty()) ForgetRetired();
   for (const uint64_t id : report.cached) ReportCached(ranks, count, id, now);
   for (const Request& request : report.fresh) {
     for (size_t i = 0; i < count; ++i) ReportFresh(ranks[i], request, now);
@@ -73,13 +73,6 @@ void Coordinator::SwitchTimeline(bool on, bool mark_cycles) {
   decision.set_details().timeline_on = on;
   decision.set_details().timeline_cycles = mark_cycles;
   queue_.Push(std::move(decision));
-}
-
-const Request& Coordinator::Pending::any() const {
-  if (record != nullptr) return record->request;
-  size_t member = 0;
-  while (!reported.Has(member)) ++member;
-  return requests[member];
 }
 
 // A record that is not there belongs to a process set that was removed: its requests have failed.
@@ -191,7 +184,8 @@ void Coordinator::Complete(Named& named) {
 // What becomes of a request that all members have reported, or cannot report any more.
 Status Coordinator::Agree(Named& named, Decision* decision, int64_t* bytes) {
   Pending& pending = named.pending;
-  const std::vector<int> joined = JoinedAmong(pending);
+  std::vector<int> joined;
+  if (joined_count_ > 0) joined = JoinedAmong(pending);
   const Status possible = joined.empty() ? Status() : CheckJoined(joined, pending.any());
   if (pending.id == 0) {
     std::vector<const Request*> requests;
@@ -226,23 +220,16 @@ Status Coordinator::Agree(Named& named, Decision* decision, int64_t* bytes) {
   return Status::Ok();
 }
 
-// What its members say next of being blocked is about something else. A rank that has its answer
-// and computes does not report that.
-void Coordinator::Unblock(const ProcessSet& set) {
-  if (std::exchange(answered_, &set) == &set) return;
-  for (const int rank : set.ranks) blocked_[static_cast<size_t>(rank)] = {};
-}
-
-// What it waited for has been decided.
+// What it waited for has been decided. What its members say next of being blocked is about
+// something else; a rank that has its answer and computes does not report that.
 void Coordinator::Forget(Named& named) {
-  Unblock(*named.pending.set);
+  const ProcessSet* const set = named.pending.set;
+  if (std::exchange(answered_, set) != set) {
+    for (const int rank : set->ranks) blocked_[static_cast<size_t>(rank)] = {};
+  }
   --waiting_;
   named.pending.waits = false;
-  EraseIfUnused(named);
-}
-
-void Coordinator::EraseIfUnused(Named& named) {
-  if (!named.pending.waits && named.records == 0) names_.erase(names_.find(named.key));
+  if (named.records == 0) names_.erase(names_.find(named.key));
 }
 
 std::optional<Agreement> Coordinator::Decide() {
@@ -379,8 +366,7 @@ void Coordinator::Evict() {
 void Coordinator::Erase(const Record& record) {
   Named& named = *record.named;
   if (named.id == record.id) named.id = 0;
-  --named.records;
-  EraseIfUnused(named);
+  if (--named.records == 0 && !named.pending.waits) names_.erase(names_.find(named.key));
   records_.Erase(record.id);
 }
 

@@ -86,7 +86,12 @@ class Coordinator {
     MemberSet reported;
     TimeNs since_ns = 0;
     std::vector<Request> requests;  // per member; filled once a report came in full
-    const Request& any() const;     // one of those reported
+    const Request& any() const {    // one of those reported
+      if (record != nullptr) return record->request;
+      size_t member = 0;
+      while (!reported.Has(member)) ++member;
+      return requests[member];
+    }
   };
   // Everything known under one key.
   struct Named {
@@ -112,11 +117,9 @@ class Coordinator {
   void ReportFresh(int rank, const Request& request, TimeNs now);
   Named& NamedBy(const Request& request);
   Pending& PendingFor(const Request& request, Named& named, TimeNs now);
-  void Unblock(const ProcessSet& set);
   void Forget(Named& named);
   void Evict();
   void Erase(const Record& record);
-  void EraseIfUnused(Named& named);
   void Expand(Pending& pending);
   void Complete(Named& named);
   Status Agree(Named& named, Decision* decision, int64_t* bytes);

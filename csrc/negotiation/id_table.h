@@ -2,14 +2,16 @@
 //
 // The values are in pages of consecutive ids, because ids that were agreed upon in one step are
 // looked up in the same order in the next. A page is freed with its last value.
+//
+// Thread-safety: that of a standard container; Find alone may run in several threads.
 #pragma once
 
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <optional>
-#include <unordered_map>
 #include <utility>
 
 namespace hororing {
@@ -19,25 +21,29 @@ class IdTable {
  public:
   // Null if there is none. Valid until Erase.
   T* Find(uint64_t id) const {
-    Page* page = PageOf(id / kPage);
-    if (page == nullptr) return nullptr;
-    std::optional<T>& value = page->values[id % kPage];
+    const uint64_t at = id / kPage - first_;  // wraps for what is before the first
+    if (at >= pages_.size() || pages_[at] == nullptr) return nullptr;
+    std::optional<T>& value = pages_[at]->values[id % kPage];
     return value ? &*value : nullptr;
   }
   // REQUIRES: Find(id) == nullptr.
   T& Add(uint64_t id, T value) {
-    std::unique_ptr<Page>& page = pages_[id / kPage];
+    const uint64_t number = id / kPage;
+    if (pages_.empty()) first_ = number;
+    for (; number < first_; --first_) pages_.emplace_front();
+    while (number - first_ >= pages_.size()) pages_.emplace_back();
+    std::unique_ptr<Page>& page = pages_[number - first_];
     if (page == nullptr) page = std::make_unique<Page>();
     ++page->count;
     return page->values[id % kPage].emplace(std::move(value));
   }
   // REQUIRES: Find(id) != nullptr.
   void Erase(uint64_t id) {
-    Page* page = PageOf(id / kPage);
+    std::unique_ptr<Page>& page = pages_[id / kPage - first_];
     page->values[id % kPage].reset();
     if (--page->count > 0) return;
-    latest_ = nullptr;
-    pages_.erase(id / kPage);
+    page.reset();
+    for (; !pages_.empty() && pages_.front() == nullptr; ++first_) pages_.pop_front();
   }
 
  private:
@@ -46,18 +52,9 @@ class IdTable {
     size_t count = 0;
     std::array<std::optional<T>, kPage> values;
   };
-  // Null if none of its ids has a value.
-  Page* PageOf(uint64_t number) const {
-    if (latest_ != nullptr && number == latest_number_) return latest_;
-    const auto found = pages_.find(number);
-    if (found == pages_.end()) return nullptr;
-    latest_number_ = number;
-    return latest_ = found->second.get();
-  }
 
-  std::unordered_map<uint64_t, std::unique_ptr<Page>> pages_;  // by id / kPage
-  mutable Page* latest_ = nullptr;                             // looked up last
-  mutable uint64_t latest_number_ = 0;
+  std::deque<std::unique_ptr<Page>> pages_;  // of the ids from first_ * kPage on; null: no values
+  uint64_t first_ = 0;
 };
 
 }  // namespace hororing

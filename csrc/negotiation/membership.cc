@@ -85,7 +85,6 @@ bool Coordinator::OthersHaveJoined(const Pending& pending) const {
 // Members that have joined and have not reported: ranks of the job.
 std::vector<int> Coordinator::JoinedAmong(const Pending& pending) const {
   std::vector<int> joined;
-  if (joined_count_ == 0) return joined;
   for (size_t member = 0; member < pending.reported.size(); ++member) {
     const int rank = pending.set->ranks[member];
     if (!pending.reported.Has(member) && joined_[static_cast<size_t>(rank)]) joined.push_back(rank);

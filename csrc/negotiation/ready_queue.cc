@@ -10,9 +10,8 @@ void ReadyQueue::Push(Decision decision, int64_t bytes) {
   ready_.push_back({std::move(decision), bytes});
 }
 
-// How many of ready_ go now. REQUIRES: some do.
+// How many of ready_ go now, while thresholds are tried. REQUIRES: some do.
 size_t ReadyQueue::CountToTake() const {
-  if (!tuner_) return ready_.size();
   const int64_t limit = tuner_->setting().fusion_bytes;
   if (limit >= most_bytes_) return ready_.size();
   size_t count = 1;
@@ -25,7 +24,7 @@ size_t ReadyQueue::CountToTake() const {
 
 std::vector<Decision> ReadyQueue::Take() {
   if (ready_.empty()) return {};
-  const size_t count = CountToTake();
+  const size_t count = tuner_ ? CountToTake() : ready_.size();
   std::vector<Decision> taken;
   for (size_t i = 0; i < count; ++i) {
     Decision& decision = ready_[i].decision;

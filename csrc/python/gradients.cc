@@ -89,7 +89,7 @@ PyObject* OnGradient(PyObject* object, PyObject* param) {
 // Gradients on their way into the core, each with its slot.
 struct Batch {
   std::vector<Reference> slots, grads;
-  std::vector<const hr_request*> requests;
+  std::vector<hr_request*> requests;
   std::vector<uintptr_t> addresses;
 };
 
@@ -116,8 +116,8 @@ int Take(const Plain& plain, PyObject* slot, PyObject* failures, Batch* batch) {
   Py_DECREF(grad);
   if (gradient->simple != 0 && !IsNone(gradient->prepared) &&
       PyObject_TypeCheck(gradient->prepared, prepared_type) != 0) {
-    const auto* const request = reinterpret_cast<const hr_request*>(
-        reinterpret_cast<Prepared*>(gradient->prepared)->address);
+    auto* const request =
+        reinterpret_cast<hr_request*>(reinterpret_cast<Prepared*>(gradient->prepared)->address);
     hr_tensor seen;
     Plain::Shapes shapes;
     const int is_plain = plain.Describe(grad, &seen, &shapes);
@@ -181,9 +181,8 @@ PyObject* SendGradients(PyObject*, PyObject* const* arguments, Py_ssize_t count)
   while (begin < batch.slots.size()) {
     const size_t wanted = batch.slots.size() - begin;
     std::vector<int64_t> handles(wanted);
-    const int32_t started =
-        hr_allreduce_many(batch.requests.data() + begin, batch.addresses.data() + begin,
-                          static_cast<int32_t>(wanted), handles.data());
+    const int32_t started = hr_start(batch.requests.data() + begin, batch.addresses.data() + begin,
+                                     static_cast<int32_t>(wanted), handles.data());
     const size_t number = static_cast<size_t>(started);
     if (Started(batch, begin, handles, number, flying) != 0) return nullptr;
     begin += number;
@@ -298,10 +297,6 @@ PyTypeObject* MakeType(PyObject* module, const char* name, PyMemberDef* members,
   return reinterpret_cast<PyTypeObject*>(type);
 }
 
-PyObject* CaughtSend(PyObject* module, PyObject* const* arguments, Py_ssize_t count) {
-  return Caught(SendGradients, module, arguments, count);
-}
-
 }  // namespace
 
 int AddGradients(PyObject* module) {
@@ -333,7 +328,7 @@ int AddGradients(PyObject* module) {
       {nullptr, nullptr, 0, nullptr},
   };
   static PyMethodDef functions[] = {
-      {"send_gradients", AsMethod(CaughtSend), METH_FASTCALL, kSendText},
+      {"send_gradients", AsMethod(Catching<SendGradients>::Call), METH_FASTCALL, kSendText},
       {"finish_gradients", AsMethod(FinishGradients), METH_FASTCALL, kFinishText},
       {nullptr, nullptr, 0, nullptr},
   };

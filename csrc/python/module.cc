@@ -124,25 +124,16 @@ PyObject* FinishHandle(PyObject* self, PyObject* handle) {
   return Finish(*reinterpret_cast<PlainTensors*>(self)->table, handle);
 }
 
-PyObject* CaughtNew(PyTypeObject* type, PyObject* arguments, PyObject* named) {
-  return Caught(New, type, arguments, named);
-}
-PyObject* CaughtAllreduce(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
-  return Caught(Allreduce, self, arguments, count);
-}
-PyObject* CaughtGrouped(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
-  return Caught(GroupedAllreduce, self, arguments, count);
-}
-
 int Execute(PyObject* module) {
   static PyMethodDef methods[] = {
-      {"allreduce", AsMethod(CaughtAllreduce), METH_FASTCALL, kAllreduceText},
-      {"grouped_allreduce", AsMethod(CaughtGrouped), METH_FASTCALL, kGroupedText},
+      {"allreduce", AsMethod(Catching<Allreduce>::Call), METH_FASTCALL, kAllreduceText},
+      {"grouped_allreduce", AsMethod(Catching<GroupedAllreduce>::Call), METH_FASTCALL,
+       kGroupedText},
       {"finish", FinishHandle, METH_O, kFinishText},
       {nullptr, nullptr, 0, nullptr},
   };
   static PyType_Slot slots[] = {
-      {Py_tp_new, AsSlot(CaughtNew)},
+      {Py_tp_new, AsSlot(Catching<New>::Call)},
       {Py_tp_dealloc, AsSlot(Delete)},
       {Py_tp_methods, methods},
       {0, nullptr},

@@ -12,16 +12,20 @@ namespace hororing {
 // Of an object of type PlainTensors; null for others.
 const Plain* PlainOf(PyObject* object);
 
-// Out of memory, mostly: C++ may not throw into Python.
-template <typename Function, typename... Given>
-PyObject* Caught(const Function& function, const Given&... given) {
-  try {
-    return function(given...);
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
-    return nullptr;
+// What Python calls in place of `function`: C++ may not throw into Python. Out of memory, mostly.
+template <auto function>
+struct Catching;
+template <typename... Given, PyObject* (*function)(Given...)>
+struct Catching<function> {
+  static PyObject* Call(Given... given) {
+    try {
+      return function(given...);
+    } catch (const std::exception& error) {
+      PyErr_SetString(PyExc_RuntimeError, error.what());
+      return nullptr;
+    }
   }
-}
+};
 
 template <typename Function>
 PyCFunction AsMethod(Function function) {

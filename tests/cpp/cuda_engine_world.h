@@ -27,11 +27,13 @@ struct OnDevice {
     return entry;
   }
   Status Ready(TensorEntry* entry) {
-    return player.engine->MarkReady(player.rank, {reinterpret_cast<CuStream>(stream)}, entry);
+    StreamEvents events;
+    const std::vector<CuStream> streams = {reinterpret_cast<CuStream>(stream)};
+    return player.engine->MarkReady(player.rank, streams, &events, entry);
   }
   Status Submit(std::unique_ptr<TensorEntry> entry, int64_t* handle) {
     const Status ready = Ready(entry.get());
-    return ready.ok() ? player.engine->Submit(std::move(entry), false, handle) : ready;
+    return ready.ok() ? player.Submit(std::move(entry), false, handle) : ready;
   }
   // The stream computes `value` everywhere, late; submits.
   Status Start(const std::string& name, std::vector<float>& data, float value, int64_t* handle,

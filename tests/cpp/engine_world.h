@@ -41,20 +41,16 @@ struct Player {
     entry->views = {view};
     return entry;
   }
-  // The same for SubmitAgain. `name` and `shape` must live until then.
-  static OneTensor Again(const std::string& name, std::vector<float>& data, ReduceOp op,
-                         int64_t* shape, int32_t process_set = kWorldSet) {
-    *shape = static_cast<int64_t>(data.size());
-    return {name.c_str(),       process_set, op, 1.0,         1.0,
-            DataType::kFloat32, shape,       1,  data.data(), data.data()};
+  // As the C interface does.
+  Status Submit(std::unique_ptr<TensorEntry> entry, bool wait_follows, int64_t* handle) {
+    uint64_t id = 0;
+    const Status status = engine->Submit(&entry, handle, &id);
+    if (status.ok()) engine->Ring(wait_follows);
+    return status;
   }
   Status Submit(const std::string& name, std::vector<float>& data, ReduceOp op, int64_t* handle,
                 bool wait_follows = false, int32_t process_set = kWorldSet) {
-    // As the C interface does.
-    int64_t shape = 0;
-    const OneTensor tensor = Again(name, data, op, &shape, process_set);
-    if (engine->SubmitAgain(&tensor, 1, wait_follows, handle) == 1) return Status::Ok();
-    return engine->Submit(Entry(name, data, op, process_set), wait_follows, handle);
+    return Submit(Entry(name, data, op, process_set), wait_follows, handle);
   }
   Status Gather(const std::string& name, std::vector<float>& data, int64_t* handle) {
     auto entry = std::make_unique<TensorEntry>();
@@ -65,7 +61,7 @@ struct Player {
     view.shape = {static_cast<int64_t>(data.size())};
     entry->request.tensors = {{view.dtype, view.shape}};
     entry->views = {view};
-    return engine->Submit(std::move(entry), /*wait_follows=*/false, handle);
+    return Submit(std::move(entry), /*wait_follows=*/false, handle);
   }
   // Looks up every `slice`, as Python does for its signals.
   Status Wait(int64_t handle, TimeNs slice = kPatience) {
@@ -93,7 +89,7 @@ struct Player {
     entry->request.root = root;
     if (entry->request.of_members_alone()) entry->request.name += " of members";
     int64_t handle = 0;
-    const Status submitted = engine->Submit(std::move(entry), /*wait_follows=*/true, &handle);
+    const Status submitted = Submit(std::move(entry), /*wait_follows=*/true, &handle);
     if (!submitted.ok()) return submitted;
     Status status;
     if (engine->Wait(handle, kPatience, &status) != HandleTable::Look::kDone) {

@@ -83,7 +83,9 @@ std::vector<std::vector<Tensor>> PlayWorld(const std::vector<std::vector<Tensor>
           entry->request.tensors = {{view.dtype, view.shape}};
           entry->views = {view};
           int64_t handle = 0;
-          const Status status = engine->Submit(std::move(entry), /*wait_follows=*/false, &handle);
+          uint64_t id = 0;
+          const Status status = engine->Submit(&entry, &handle, &id);
+          engine->Ring(/*wait_follows=*/false);
           if (!status.ok()) bytes = "error: " + status.message();
           pending.push_back(handle);
         }

@@ -159,7 +159,7 @@ TEST(a_group_of_different_types_keeps_their_sizes) {
         entry->request.tensors = {{bytes.dtype, bytes.shape}, {doubles.dtype, doubles.shape}};
         entry->views = {bytes, doubles};
         int64_t handle = 0;
-        CHECK_OK(player.engine->Submit(std::move(entry), true, &handle));
+        CHECK_OK(player.Submit(std::move(entry), true, &handle));
         Status status;
         CHECK(player.engine->Wait(handle, kPatience, &status) == HandleTable::Look::kDone);
         CHECK_OK(status);
@@ -325,20 +325,6 @@ TEST(one_thread_hears_of_whichever_handle_is_complete) {
   engine.join();
   table.Complete(slow, Status(Code::kShutDown, "over"), {});
   CHECK(table.NextCompletion(one, kPatience) == one + 1);
-}
-
-TEST(a_spare_handle_that_is_not_used_is_taken_back) {
-  HandleTable table;
-  const int64_t unused = table.Create();
-  int64_t used = 0;
-  {
-    SpareHandle spare(&table, unused), other(&table, table.Create());
-    CHECK(table.Poll(unused) == HandleTable::Look::kPending);
-    used = other.Use();
-    const SpareHandle moved = std::move(spare);
-  }
-  CHECK(table.Poll(unused) == HandleTable::Look::kUnknown);
-  CHECK(table.Poll(used) == HandleTable::Look::kPending);
 }
 
 TEST(a_handle_that_is_done_is_released_at_once_and_only_then) {

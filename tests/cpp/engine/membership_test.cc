@@ -367,7 +367,7 @@ TEST(a_barrier_of_some_ranks_leaves_the_batches_of_all_alike) {
         auto entry = std::make_unique<TensorEntry>();
         entry->request = Control(Collective::kBarrier);
         entry->request.process_set = static_cast<int32_t>(set);
-        CHECK_OK(player.engine->Submit(std::move(entry), true, &handles[1]));
+        CHECK_OK(player.Submit(std::move(entry), true, &handles[1]));
       }
       CHECK_OK(player.Submit("after", after, ReduceOp::kSum, &handles[2], true));
       for (const int64_t handle : handles) {
@@ -388,7 +388,7 @@ TEST(a_joined_rank_takes_part_in_a_barrier_between_allreduces) {
         CHECK_OK(player.Submit("before", before, ReduceOp::kSum, &handles[0], true));
         auto entry = std::make_unique<TensorEntry>();
         entry->request = Control(Collective::kBarrier);
-        CHECK_OK(player.engine->Submit(std::move(entry), true, &handles[1]));
+        CHECK_OK(player.Submit(std::move(entry), true, &handles[1]));
         CHECK_OK(player.Submit("after", after, ReduceOp::kMax, &handles[2], true));
         for (const int64_t handle : handles) CHECK_OK(player.Wait(handle));
         CHECK(before[19] >= 2.0f);  // rank 2 may have joined

@@ -100,7 +100,7 @@ int PlayRounds(int size, int rounds, double out, double mistaken, TimeNs latest)
 constexpr size_t kMost = Rendezvous::kMaxPayload;
 
 // Whether it was made at once; its handle is complete then.
-bool AtOnce(Player& player, const OneTensor& tensor) {
+bool AtOnce(Player& player, const TensorEntry& tensor) {
   int64_t handle = 0;
   if (!player.engine->AtOnce(tensor, &handle)) return false;
   CHECK(player.engine->Poll(handle) == HandleTable::Look::kDone);
@@ -112,8 +112,7 @@ bool AtOnce(Player& player, const OneTensor& tensor) {
 // At once where the ranks meet; else as it is otherwise done.
 Status Sum(Player& player, const std::string& name, std::vector<float>& data, bool* at_once,
            ReduceOp op = ReduceOp::kSum) {
-  int64_t shape = 0;
-  *at_once = AtOnce(player, Player::Again(name, data, op, &shape));
+  *at_once = AtOnce(player, *Player::Entry(name, data, op));
   return *at_once ? Status::Ok() : player.Allreduce(name, data, op);
 }
 
@@ -219,18 +218,18 @@ TEST(requests_that_differ_in_anything_do_not_meet) {
     const std::string name = "sum", other_name = "sun";
     for (int i = 0; i < 300; ++i) {
       std::vector<float> data(16, 1.0f);
-      const std::array<int64_t, 2> shape = {other && i % 7 == 0 ? 8 : 4,
-                                            other && i % 7 == 0 ? 2 : 4};
-      int64_t flat = 0;
-      OneTensor tensor = Player::Again(name, data, ReduceOp::kSum, &flat);
-      tensor.shape = shape.data();
-      tensor.dimensions = 2;
-      if (other && i % 7 == 6) tensor.dimensions = 1;
-      if (other && i % 7 == 1) tensor.op = ReduceOp::kMax;
-      if (other && i % 7 == 2) tensor.dtype = DataType::kInt32;
-      if (other && i % 7 == 3) tensor.prescale = 2;
-      if (other && i % 7 == 4) tensor.postscale = 2;
-      if (other && i % 7 == 5) tensor.name = other_name.c_str();
+      const std::unique_ptr<TensorEntry> entry = Player::Entry(name, data, ReduceOp::kSum);
+      TensorEntry& tensor = *entry;
+      Request& request = tensor.request;
+      tensor.views[0].shape = {4, 4};
+      if (other && i % 7 == 0) tensor.views[0].shape = {8, 2};
+      if (other && i % 7 == 6) tensor.views[0].shape = {4};
+      if (other && i % 7 == 1) request.op = ReduceOp::kMax;
+      if (other && i % 7 == 2) tensor.views[0].dtype = DataType::kInt32;
+      if (other && i % 7 == 3) request.prescale = 2;
+      if (other && i % 7 == 4) request.postscale = 2;
+      if (other && i % 7 == 5) request.name = other_name;
+      request.tensors = {{tensor.views[0].dtype, tensor.views[0].shape}};
       step.Wait();
       CHECK(!AtOnce(player, tensor));
       CHECK(data == std::vector<float>(16, 1.0f));
@@ -242,13 +241,13 @@ TEST(nothing_is_summed_at_once_beside_what_is_in_flight) {
   InStep step(2);
   Play(2, EngineConfig(), [&](Player& player) {
     std::vector<float> under_way(8, 1.0f), data(8, 1.0f);
-    int64_t handle = 0, shape = 0;
+    int64_t handle = 0;
     if (player.rank == 0) {
       CHECK_OK(player.Submit("under way", under_way, ReduceOp::kSum, &handle));
     }
     for (int i = 0; i < 300; ++i) {
       step.Wait();
-      CHECK(!AtOnce(player, Player::Again("under way", data, ReduceOp::kSum, &shape)));
+      CHECK(!AtOnce(player, *Player::Entry("under way", data, ReduceOp::kSum)));
     }
     CHECK(data[0] == 1.0f);
     if (player.rank == 1) {
@@ -262,27 +261,21 @@ TEST(nothing_is_summed_at_once_beside_what_is_in_flight) {
 TEST(what_is_unusual_goes_by_the_loop) {
   InStep step(2);
   Play(2, EngineConfig(), [&](Player& player) {
-    int64_t shape = 0;
     std::vector<float> large(kMost / 4 + 1, 1.0f), empty, small(1, 1.0f);
     const std::string longest(Rendezvous::kMaxSignature, 'n'), name = "unusual", unnamed;
-    const std::vector<OneTensor> unusual = {
-        Player::Again(name, small, ReduceOp::kSum, &shape, 3),
-        Player::Again(name, small, ReduceOp::kAdasum, &shape),
-        Player::Again(longest, small, ReduceOp::kSum, &shape),
-        Player::Again(unnamed, small, ReduceOp::kSum, &shape),
+    std::array<std::unique_ptr<TensorEntry>, 6> unusual = {
+        Player::Entry(name, small, ReduceOp::kSum, 3),
+        Player::Entry(name, small, ReduceOp::kAdasum),
+        Player::Entry(longest, small, ReduceOp::kSum),
+        Player::Entry(unnamed, small, ReduceOp::kSum),
+        Player::Entry(name, large, ReduceOp::kSum),
+        Player::Entry(name, empty, ReduceOp::kSum),
     };
-    int64_t large_shape = 0, empty_shape = 0;
-    const OneTensor too_large = Player::Again(name, large, ReduceOp::kSum, &large_shape);
-    const OneTensor nothing = Player::Again(name, empty, ReduceOp::kSum, &empty_shape);
     for (int i = 0; i < 100; ++i) {
-      for (const OneTensor& tensor : unusual) {
+      for (const auto& entry : unusual) {
         step.Wait();
-        CHECK(!AtOnce(player, tensor));
+        CHECK(!AtOnce(player, *entry));
       }
-      step.Wait();
-      CHECK(!AtOnce(player, too_large));
-      step.Wait();
-      CHECK(!AtOnce(player, nothing));
     }
     bool at_once = false;
     CHECK_OK(Sum(player, longest, small, &at_once));

@@ -67,7 +67,7 @@ void Send(Player& player, const Plan& plan, size_t i, int32_t set, Try* each) {
     CHECK_OK(player.Submit(name, each->data, op, &each->handle, false, set));
     return;
   }
-  CHECK_OK(player.engine->Submit(std::move(entry), false, &each->handle));
+  CHECK_OK(player.Submit(std::move(entry), false, &each->handle));
 }
 
 void Look(Player& player, const Plan& plan, size_t i, Try& each) {

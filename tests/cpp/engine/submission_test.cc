@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <map>
+#include <memory>
 #include <random>
 #include <string>
 #include <thread>
@@ -16,7 +18,6 @@
 namespace hororing_test {
 namespace {
 
-using Entries = std::vector<std::unique_ptr<TensorEntry>>;
 using Look = HandleTable::Look;
 
 TEST(many_requests_are_submitted_and_awaited_together) {
@@ -25,15 +26,12 @@ TEST(many_requests_are_submitted_and_awaited_together) {
       constexpr size_t kCount = 40;
       for (int round = 0; round < 3; ++round) {
         std::vector<std::vector<float>> data(kCount);
-        Entries entries;
+        std::array<int64_t, kCount> handles{};
         for (size_t i = 0; i < kCount; ++i) {
           data[i].assign(i % 5, static_cast<float>(player.rank + 1));
-          entries.push_back(Player::Entry("t" + std::to_string(i), data[i], ReduceOp::kSum));
+          const std::string name = "t" + std::to_string(i);
+          CHECK_OK(player.Submit(name, data[i], ReduceOp::kSum, &handles[i]));
         }
-        std::array<int64_t, kCount> handles{};
-        size_t submitted = 0;
-        CHECK_OK(player.engine->SubmitMany(std::move(entries), handles.data(), &submitted));
-        CHECK_EQ(submitted, kCount);
         bool all_ok = false;
         const Look look = player.engine->WaitMany(handles.data(), kCount, kPatience, &all_ok);
         CHECK(look == Look::kDone);
@@ -48,71 +46,91 @@ TEST(many_requests_are_submitted_and_awaited_together) {
   }
 }
 
-TEST(what_was_submitted_before_is_submitted_again_up_to_what_is_not_the_same) {
+TEST(persistent_requests_start_by_their_ids_up_to_one_that_must_be_submitted) {
   for (int size : {1, 2, 3}) {
     Play(size, {}, [](Player& player) {
-      const std::array<std::string, 4> names{"a", "b", "c", "d"};
-      std::array<std::vector<float>, 4> data;
-      std::array<int64_t, 4> handles{}, shapes{};
-      std::array<OneTensor, 4> tensors{};
-      const auto prepare = [&](size_t elements) {
-        for (size_t i = 0; i < names.size(); ++i) {
-          data[i].assign(elements, static_cast<float>(player.rank + 1));
-          tensors[i] = Player::Again(names[i], data[i], ReduceOp::kSum, &shapes[i]);
+      constexpr size_t kCount = 4;
+      const std::array<std::string, kCount> names{"a", "b", "c", "d"};
+      std::array<std::vector<float>, kCount> data;
+      std::array<int64_t, kCount> handles{};
+      std::array<uint64_t, kCount> ids{};
+      std::array<uintptr_t, kCount> addresses{};
+      const auto fill = [&] {
+        for (size_t i = 0; i < kCount; ++i) {
+          data[i].assign(3, static_cast<float>(player.rank + 1));
+          addresses[i] = reinterpret_cast<uintptr_t>(data[i].data());
         }
       };
-      const auto again = [&] {
-        return player.engine->SubmitAgain(tensors.data(), tensors.size(), false, handles.data());
+      const auto submit = [&](size_t i, ReduceOp op = ReduceOp::kSum) {
+        auto entry = Player::Entry(names[i], data[i], op);
+        CHECK_OK(player.engine->Submit(&entry, &handles[i], &ids[i]));
       };
-      const auto sum = static_cast<float>(player.size * (player.size + 1) / 2);
-      prepare(3);
-      CHECK_EQ(again(), size_t{0});
-      for (auto& each : data) CHECK_OK(player.Allreduce(names[&each - data.data()], each));
+      const auto start = [&] {
+        return player.engine->Start(ids.data(), addresses.data(), kCount, handles.data());
+      };
+      const auto wait = [&] {
+        player.engine->Ring(false);
+        bool all_ok = false;
+        const Look look = player.engine->WaitMany(handles.data(), kCount, kPatience, &all_ok);
+        CHECK(look == Look::kDone && all_ok);
+        const auto sum = static_cast<float>(player.size * (player.size + 1) / 2);
+        for (const auto& each : data) CHECK(each == std::vector<float>(3, sum));
+      };
+      CHECK_EQ(start(), size_t{0});
+      for (int round = 0; round < 2; ++round) {
+        fill();
+        for (size_t i = 0; i < kCount; ++i) {
+          submit(i);
+          CHECK_EQ(ids[i] != 0, round == 1);
+        }
+        wait();
+      }
       for (int round = 0; round < 3; ++round) {
-        prepare(3);
+        fill();
         std::vector<float> go(1, 0.0f);
         if (player.rank != 0) CHECK_OK(player.Allreduce("go", go));
-        CHECK_EQ(again(), size_t{4});
+        CHECK_EQ(start(), kCount);
         if (player.rank == 0) {
-          std::array<int64_t, 4> others{};
-          const OneTensor* const first = tensors.data();
-          // In flight, as long as the others do not go.
-          if (player.size > 1) {
-            CHECK_EQ(player.engine->SubmitAgain(first, 4, false, others.data()), size_t{0});
-          }
+          std::array<int64_t, kCount> others{};
+          // Active, as long as the others do not go.
+          const size_t more =
+              player.engine->Start(ids.data(), addresses.data(), kCount, others.data());
+          if (player.size > 1) CHECK_EQ(more, size_t{0});
           CHECK_OK(player.Allreduce("go", go));
         }
-        bool all_ok = false;
-        const Look look = player.engine->WaitMany(handles.data(), 4, kPatience, &all_ok);
-        CHECK(look == Look::kDone && all_ok);
-        for (const auto& each : data) CHECK(each == std::vector<float>(3, sum));
+        wait();
       }
-      tensors[2].op = ReduceOp::kAverage;
-      CHECK_EQ(again(), size_t{2});
+      fill();
+      addresses[2] = 0;  // no memory
+      CHECK_EQ(start(), size_t{2});
       for (size_t i : {0, 1}) CHECK_OK(player.Wait(handles[i]));
-      prepare(4);
-      CHECK_EQ(again(), size_t{0});
-      tensors[0].shape = tensors[1].shape;
-      shapes[1] = 3;
-      tensors[0].input = nullptr;
-      CHECK_EQ(again(), size_t{0});
+      const uint64_t b = ids[1];
+      submit(1, ReduceOp::kMax);  // from now on the name is another request's
+      CHECK_EQ(ids[1], uint64_t{0});
+      CHECK_OK(player.Wait(handles[1]));
+      fill();
+      ids[1] = b;
+      CHECK_EQ(start(), size_t{1});
+      CHECK_OK(player.Wait(handles[0]));
       std::vector<float> last(1, 0.0f);
       CHECK_OK(player.Allreduce("all are here", last));
       CHECK(player.engine->Shutdown("", kPatience));
-      prepare(3);
-      CHECK_EQ(again(), size_t{0});
+      CHECK_EQ(start(), size_t{0});
     });
   }
 }
 
 TEST(a_table_knows_requests_by_their_ids_while_none_is_in_flight) {
-  TensorTable table;
+  HandleTable handles;
+  TensorTable table(&handles);
   std::vector<float> data(3);
+  int64_t handle = 0;
+  uint64_t id = 0;
   const auto submit = [&](size_t elements) {
     data.resize(elements);
     std::unique_ptr<TensorEntry> entry = Player::Entry("a", data, ReduceOp::kSum, 1);
     const Request request = entry->request;
-    CHECK_OK(table.Add(std::move(entry)));
+    CHECK_OK(table.Submit(&entry, &handle, &id));
     return request;
   };
   const Request three = submit(3);
@@ -123,7 +141,7 @@ TEST(a_table_knows_requests_by_their_ids_while_none_is_in_flight) {
   CHECK(table.Remove(key) != nullptr);
   CHECK(table.Find(key) == nullptr && table.Remove(key) == nullptr);
   CHECK(table.Titles({"NEGOTIATE"}).empty());
-  CHECK(table.Known(7)->request == three && table.Known(7)->rows.size() == 2);
+  CHECK(table.Known(7)->agreed == three && table.Known(7)->rows.size() == 2);
 
   const Request four = submit(4);  // as which it is not known
   CHECK_EQ(table.IdOf(four), uint64_t{0});
@@ -190,96 +208,70 @@ TEST(requests_made_again_are_right_whatever_was_forgotten_meanwhile) {
 // count.
 TEST(the_loop_is_rung_once_for_what_it_has_not_taken_yet) {
   HandleTable handles;
-  TensorTable table;
+  TensorTable table(&handles), other(&handles);
   std::vector<float> data(2, 1.0f);
   std::vector<TensorEntry*> taken;
-  for (const char* name : {"a", "b", "c"}) {
-    CHECK_OK(table.Add(Player::Entry(name, data, ReduceOp::kSum)));
-  }
+  std::map<std::string, uint64_t> ids;
+  int64_t handle = 0;
+  const auto submit = [&](const char* name) {
+    std::unique_ptr<TensorEntry> entry = Player::Entry(name, data, ReduceOp::kSum);
+    CHECK_OK(table.Submit(&entry, &handle, &ids[name]));
+    CHECK(handles.Poll(handle) == Look::kPending);
+  };
+  const auto start = [&](TensorTable& of, const char* name) {
+    const auto address = reinterpret_cast<uintptr_t>(data.data());
+    return of.Start(&ids[name], &address, 1, &handle, 0) == 1;
+  };
+  // All that are taken are complete.
   const auto take = [&] {
     table.TakeSubmitted(&taken);
-    table.Rest(taken, &handles);
+    table.Deactivate(taken);
     return taken.size();
   };
-  const auto rings = [&](const std::string& name, bool ring) {
-    int64_t shape = 0;
-    int64_t handle = 0;
-    const OneTensor tensor = Player::Again(name, data, ReduceOp::kSum, &shape);
-    CHECK_EQ(table.AddAgain(&tensor, 1, &handle, 0, &ring), size_t{1});
-    CHECK(handles.Poll(handle) == Look::kPending);
-    return ring;
-  };
+  CHECK(!table.Ring());
+  for (const char* name : {"a", "b", "c"}) submit(name);
+  CHECK(table.Ring());
   CHECK_EQ(take(), size_t{3});
   for (uint64_t round = 0; round < 2; ++round) {
     const uint64_t a = 2 * round + 1, b = 2 * round + 2;
-    table.Define(a, Player::Entry("a", data, ReduceOp::kSum)->request, {});
-    table.Define(b, Player::Entry("b", data, ReduceOp::kSum)->request, {});
-    for (const char* name : {"a", "b"}) {
-      CHECK_OK(table.Add(Player::Entry(name, data, ReduceOp::kSum)));
+    for (const auto& [name, id] : {std::pair("a", a), std::pair("b", b)}) {
+      submit(name);
+      table.Define(id, Player::Entry(name, data, ReduceOp::kSum)->request, {});
+      table.Find(name)->cache_id = id;
+      CHECK(!start(table, name));
     }
     CHECK_EQ(take(), size_t{2});
-    CHECK(!rings("c", false));
-    CHECK(rings("a", true));
-    CHECK(!rings("b", true));
+    submit("c");  // and does not ring
+    submit("a");
+    CHECK(table.Ring());
+    submit("b");
+    CHECK(!table.Ring());
     CHECK_EQ(take(), size_t{3});
-    CHECK(rings("b", true));
+    CHECK(start(table, "b") && !start(table, "b") && !start(other, "a"));
+    CHECK(table.Ring());
     CHECK_EQ(take(), size_t{1});
     table.Forget(b);
-    CHECK(rings("a", true));
-    table.Forget(a);  // in flight
-    CHECK(!rings("c", true));
-    CHECK_EQ(take(), size_t{2});
-    CHECK_OK(table.Add(Player::Entry("b", data, ReduceOp::kSum)));
+    CHECK(!start(table, "b"));
+    CHECK(start(table, "a"));
+    CHECK(table.Ring());
+    table.Forget(a);  // active
+    CHECK_EQ(table.Find("a")->cache_id, uint64_t{0});
     CHECK_EQ(take(), size_t{1});
+    CHECK(!start(table, "a"));
   }
-}
-
-TEST(the_first_request_that_is_refused_ends_a_submission_of_many) {
-  Play(2, {}, [](Player& player) {
-    std::vector<float> a(3, 1.0f), x(3, 1.0f), b(3, 1.0f), both(1, 0.0f);
-    int64_t first = 0;
-    std::array<int64_t, 3> handles{};
-    size_t submitted = 9;
-    if (player.rank == 0) {
-      CHECK_OK(player.Submit("x", x, ReduceOp::kSum, &first));
-      Entries entries;
-      entries.push_back(Player::Entry("a", a, ReduceOp::kSum));
-      entries.push_back(Player::Entry("x", x, ReduceOp::kSum));
-      entries.push_back(Player::Entry("b", b, ReduceOp::kSum));
-      const Status status =
-          player.engine->SubmitMany(std::move(entries), handles.data(), &submitted);
-      CHECK(status.code() == Code::kDuplicateName);
-      CHECK(Contains(status.message(), "'x'"));
-      CHECK_EQ(submitted, size_t{1});
-      CHECK(player.handles->Poll(handles[1]) == Look::kUnknown);
-      CHECK(player.handles->Poll(handles[2]) == Look::kUnknown);
-    }
-    CHECK_OK(player.Allreduce("both are here", both));
-    if (player.rank == 1) {
-      CHECK_OK(player.Submit("a", a, ReduceOp::kSum, &handles[0]));
-      CHECK_OK(player.Submit("x", x, ReduceOp::kSum, &first));
-    }
-    CHECK_OK(player.Allreduce("b", b));
-    CHECK_OK(player.Wait(handles[0]));
-    CHECK_OK(player.Wait(first));
-    CHECK_EQ(a[0] + x[0] + b[0], 6.0f);
-  });
 }
 
 TEST(who_waits_for_many_hears_that_one_has_failed_and_may_ask_each) {
   Play(2, {}, [](Player& player) {
     std::vector<float> good(3, 1.0f), bad(player.rank == 1 ? 5u : 4u, 1.0f), late(3, 1.0f),
         both(1, 0.0f);
-    Entries entries;
-    entries.push_back(Player::Entry("good", good, ReduceOp::kSum));
-    entries.push_back(Player::Entry("bad", bad, ReduceOp::kSum));
-    if (player.rank == 0) entries.push_back(Player::Entry("late", late, ReduceOp::kSum));
     std::array<int64_t, 3> handles{};
-    size_t submitted = 0;
-    CHECK_OK(player.engine->SubmitMany(std::move(entries), handles.data(), &submitted));
+    CHECK_OK(player.Submit("good", good, ReduceOp::kSum, &handles[0]));
+    CHECK_OK(player.Submit("bad", bad, ReduceOp::kSum, &handles[1]));
     bool all_ok = true;
     if (player.rank == 0) {
-      const Look look = player.engine->WaitMany(handles.data(), submitted, kMillisecond, &all_ok);
+      CHECK_OK(player.Submit("late", late, ReduceOp::kSum, &handles[2]));
+      const Look look = player.engine->WaitMany(handles.data(), 3, kMillisecond, &all_ok);
       CHECK(look == Look::kPending);
       CHECK(!all_ok);
     }

@@ -168,7 +168,8 @@ TEST(a_second_device_and_a_captured_stream_are_refused_and_the_job_goes_on) {
     std::vector<float> data(4);
     CHECK_OK(gpu.Allreduce("x", data, 1.0f));
     auto entry = gpu.Entry("y", data, ReduceOp::kSum);
-    Status status = player.engine->MarkReady(5, {nullptr}, entry.get());
+    StreamEvents events;
+    Status status = player.engine->MarkReady(5, {nullptr}, &events, entry.get());
     CHECK(status.code() == Code::kInvalidArgument);
     CHECK(Contains(status.message(), "'y' (SUBMIT): the tensor is on CUDA device 5"));
     CHECK(Contains(status.message(), "one process per GPU"));

@@ -129,8 +129,9 @@ TEST(an_abort_does_not_wait_for_a_device_that_a_caller_never_gets) {
     fake_gpu_hang_in("cuDevicePrimaryCtxRetain", -1);
     Engine* const engine = player.engine.get();
     stuck = std::thread([engine] {
+      StreamEvents events;
       TensorEntry entry;
-      static_cast<void>(engine->MarkReady(kStuck, {nullptr}, &entry));
+      static_cast<void>(engine->MarkReady(kStuck, {nullptr}, &events, &entry));
     });
     AwaitHanging();
     CHECK(engine->Abort("no more", 10 * kSecond));
@@ -147,8 +148,9 @@ TEST(a_rank_that_has_joined_does_not_wait_for_ever_for_a_device_that_a_caller_ne
   PlayStuck("cuStreamCreateWithPriority", /*first=*/true, [&](Player& player, OnDevice&) {
     Engine* const engine = player.engine.get();  // which is leaked
     stuck = std::thread([engine] {
+      StreamEvents events;
       TensorEntry entry;
-      static_cast<void>(engine->MarkReady(kStuck, {nullptr}, &entry));
+      static_cast<void>(engine->MarkReady(kStuck, {nullptr}, &events, &entry));
     });
     AwaitHanging();
     int64_t last = 0;
