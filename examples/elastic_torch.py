@@ -57,7 +57,7 @@ def main() -> None:
                 nn.functional.cross_entropy(model(inputs), targets).backward()
                 optimizer.step()
                 sampler.record_batch(index, args.batch_size)
-                state.commit()
+                state.check_host_updates()
             state.epoch += 1
             sampler.set_epoch(state.epoch)
             state.commit()

@@ -25,6 +25,10 @@ _COMMANDS = {
         "hororing.doctor",
         "show what the ranks of a job are doing, or were doing when it ended",
     ),
+    "store": (
+        "hororing.hororun.store_command",
+        "serve an elastic job whose processes something else than hororun starts",
+    ),
     "stragglers": (
         "hororing.toolkit.stragglers.command",
         "find late ranks in a timeline",

@@ -120,6 +120,15 @@ def join(settings: Mapping[str, Any]) -> ElasticMember:
     return member
 
 
+def of_store() -> tuple[bytes, str, bool]:
+    """What the store of an elastic job is told: its secret, the job's name, whether it is insecure.
+
+    ValueError names the variable that is wrong.
+    """
+    env = _variables(launch.environment())
+    return _secret(env), _job(env, ""), _insecure(env)
+
+
 def _by_file(told: Told, timeout_s: float) -> Member:
     directory = told.place.rendezvous.removeprefix(FILE)
     if told.rank != 0:

@@ -37,7 +37,7 @@ class _Own:
     """The state of this process."""
 
     step: int = 0
-    voted: bool = False
+    marks: int = 0
     worlds: list[World] = field(default_factory=list)
 
 
@@ -59,13 +59,13 @@ def history() -> list[World]:
     return list(_own.worlds)
 
 
-def set_progress(step: int, voted: bool = False) -> None:
+def set_progress(step: int, marks: int = 0) -> None:
     """Say how far the state of this process is, for the next generation.
 
-    There, whoever has most steps is rank 0, among those who has `voted`: it has all gradients of
-    the next step, but has not applied them.
+    There, whoever has most steps is rank 0, among those who has most `marks`: how often it has
+    noted, since that step, what the script keeps beside the parameters.
     """
-    _own.step, _own.voted = step, voted
+    _own.step, _own.marks = step, marks
 
 
 def updates() -> tuple[int, int]:
@@ -119,7 +119,7 @@ def _next(settings: Mapping[str, Any], failed: bool) -> tuple[ElasticMember, Wor
     member = _process.member
     if isinstance(member, ElasticMember):
         try:
-            return member, member.next_world(_own.step, _own.voted, failed)
+            return member, member.next_world(_own.step, _own.marks, failed)
         except RendezvousError:
             if member.connected:
                 raise
@@ -133,7 +133,7 @@ def _next(settings: Mapping[str, Any], failed: bool) -> tuple[ElasticMember, Wor
     member.beats.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
     lib.hr_membership_begin(member.beats.fileno(), settings["PEER_TIMEOUT_S"] / _BEATS)
     member.at_close.append(lib.hr_membership_end)
-    return member, member.next_world(_own.step, _own.voted, failed=False)
+    return member, member.next_world(_own.step, _own.marks, failed=False)
 
 
 def is_hopeless() -> bool:

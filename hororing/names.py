@@ -19,8 +19,10 @@ WORLD_SET: Final = int(lib.HR_WORLD_SET)
 # What `default_name` counts beside verbs.
 OPTIMIZER: Final = "optimizer"
 
+Counts = dict[tuple[str, int], int]
+
 # How many unnamed calls of a verb were made in a process set.
-counts: Final[dict[tuple[str, int], int]] = {}
+counts: Final[Counts] = {}
 _lock: Final = threading.RLock()  # a finalizer may call a verb in the middle of anything
 
 
@@ -74,13 +76,13 @@ def forget_counts(which: Callable[[str, int], bool]) -> None:
             del counts[counter]
 
 
-def optimizers() -> dict[tuple[str, int], int]:
+def optimizers() -> Counts:
     """How many optimizers have got a default name so far, by process set."""
     with _lock:
         return {counter: count for counter, count in counts.items() if counter[0] == OPTIMIZER}
 
 
-def restart_optimizers(known: dict[tuple[str, int], int]) -> None:
+def restart_optimizers(known: Counts) -> None:
     """Count optimizers from what `optimizers` has returned."""
     forget_counts(lambda verb, _: verb == OPTIMIZER)
     with _lock:

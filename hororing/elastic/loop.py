@@ -6,10 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Any, Final
 
-import numpy as np
-
-import hororing.numpy as hvd
-from hororing import arguments, job, membership, names, runtime
+from hororing import job, membership, names, runtime
+from hororing.elastic.state import DealAnew
 from hororing.errors import HororingInternalError, HostsUpdatedInterrupt
 
 Train = Callable[..., Any]
@@ -56,50 +54,50 @@ def run_fn(func: Train, reset: Callable[[], None], as_ours: AsOurs = lambda erro
     @functools.wraps(func)
     def train(state: Any, *args: Any, **kwargs: Any) -> Any:
         optimizers = names.optimizers()
-        again, needs_sync = False, True
-        while True:
-            try:
-                if again:
-                    state.on_reset()
-                state.save()  # what rank 0 has saved is what all get
-                if _synchronized(state, needs_sync):
-                    needs_sync = False
-                # Ranks that come make as many optimizers from here on as those that begin again.
-                names.restart_optimizers(optimizers)
-                return func(state, *args, **kwargs)
-            except HostsUpdatedInterrupt as interrupt:
-                needs_sync = needs_sync or not interrupt.skip_sync
-            except Exception as error:
-                failure = as_ours(error)
-                if not isinstance(failure, HororingInternalError) or isinstance(
-                    failure, ValueError
-                ):
-                    raise
-                if not membership.is_elastic():
-                    _add(failure, _NOT_ELASTIC)
-                    raise failure from (None if failure is error else error)
-                state.restore()
-                needs_sync = True
-            again = True
-            reset()
+        formed, needs_sync = False, True
+        state._begin()
+        try:
+            while True:
+                try:
+                    if formed:
+                        state.on_reset()
+                    state.save()  # what rank 0 has saved is what all get
+                    if state._synchronize(needs_sync):
+                        needs_sync = False
+                    return _call(func, state, args, kwargs, optimizers)
+                except HostsUpdatedInterrupt as interrupt:
+                    failed, needs_sync = False, needs_sync or not interrupt.skip_sync
+                except Exception as error:
+                    failure = as_ours(error)
+                    if not isinstance(failure, HororingInternalError) or isinstance(
+                        failure, ValueError
+                    ):
+                        raise
+                    if not membership.is_elastic():
+                        _add(failure, _NOT_ELASTIC)
+                        raise failure from (None if failure is error else error)
+                    state._fall_back()
+                    failed = needs_sync = True
+                membership.set_progress(*state._progress())
+                reset()
+                formed = True
+                if failed:
+                    state._settle()
+        finally:
+            state._end()
 
     return train
 
 
-def _synchronized(state: Any, needs_sync: bool) -> bool:
-    """Give all ranks the state of rank 0, if one of them needs it; whether that was done.
-
-    All ranks must decide alike: those that stay may need nothing, while one has just come.
-    """
-    commits = getattr(state, "_commits", 0)
-    if job.is_initialized() and job.size() > 1:
-        mine = np.array([needs_sync, commits], np.int64)
-        needs_sync, commits = hvd.allreduce(mine, name="elastic.sync", op=arguments.Max).tolist()
-    if needs_sync:
-        state.sync()
-        state._commits = commits
-        membership.set_progress(commits)
-    return bool(needs_sync)
+def _call(func: Train, state: Any, args: Any, kwargs: Any, optimizers: names.Counts) -> Any:
+    """Call the training function; again after steps that it has only kept account of."""
+    while True:
+        # Ranks that come make as many optimizers from here on as those that begin again.
+        names.restart_optimizers(optimizers)
+        try:
+            return func(state, *args, **kwargs)
+        except DealAnew:
+            state.reset()
 
 
 def _add(error: Exception, text: str) -> None:

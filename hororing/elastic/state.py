@@ -13,10 +13,18 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
-from hororing import job, membership
+import numpy as np
+
+import hororing.numpy as hvd
+from hororing import arguments, job, membership
+from hororing.elastic.steps import Steps
 from hororing.errors import HostsUpdatedInterrupt
 
 _REMOVED: Final = 1  # of `membership.updates`: some leave, and none comes
+
+
+class DealAnew(Exception):
+    """The training function is to begin again, with what is left of the samples. For `run`."""
 
 
 class State:
@@ -35,6 +43,7 @@ class State:
         self._last_update = 0  # when that was, which all ranks have heard of
         self._reset_callbacks: list[Callable[[], None]] = []
         self._commits = 0
+        self._steps: Steps | None = None  # where every step is a transaction
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
         """Call these after every change of members, before the state is sent.
@@ -71,29 +80,43 @@ class State:
         ------
         HostsUpdatedInterrupt : on all ranks, for `run`.
         """
+        replayed = self._steps is not None and self._steps.mark(light=False)
         self.save()
         self._commits += 1
-        membership.set_progress(self._commits)
-        self.check_host_updates()
+        self._leave_if_due(replayed)
 
     def check_host_updates(self) -> None:
         """Leave the training function if members come or go, and go on with what is not saved.
 
-        All ranks call it after the same steps. Blocks until rank 0 has called it, too. Does nothing
-        in a job whose ranks stay the same.
+        All ranks call it after the same steps. Blocks until rank 0 has called it, too, unless the
+        ranks have told one another with their last step. Does nothing in a job whose ranks stay
+        the same.
 
         Raises
         ------
         HostsUpdatedInterrupt : on all ranks, for `run`.
         """
+        replayed = False
+        if self._steps is not None:
+            replayed = self._steps.mark(light=True)
+            self._mark()
+        self._leave_if_due(replayed)
+
+    def _leave_if_due(self, replayed: bool) -> None:
         if job.is_initialized() and not membership.is_elastic():
             return
-        latest, what = self._latest_update() if self._rank() == 0 else (0, 0)
-        # What rank 0 knows counts, since the others may hear of it a little earlier or later.
-        known, latest, what = self._bcast_object((self._last_update, latest, what))
-        self._last_update = latest
+        if self._steps is not None and self._steps.votes:
+            known = self._last_update
+            latest, what = self._steps.agreed()
+        else:
+            latest, what = self._latest_update() if self._rank() == 0 else (0, 0)
+            # What rank 0 knows counts, since the others may hear of it earlier or later.
+            known, latest, what = self._bcast_object((self._last_update, latest, what))
+        self._last_update = max(known, latest)
         if latest > known:
             raise HostsUpdatedInterrupt(what == _REMOVED)
+        if replayed:
+            raise DealAnew
 
     def _latest_update(self) -> tuple[int, int]:
         """When hosts or processes have changed last, and how since the last look. On rank 0."""
@@ -105,6 +128,44 @@ class State:
             if stamp > self._last_update:
                 latest, what = max(latest, stamp), what | kind
         return latest, what
+
+    # -- for `run`; see hororing.elastic.steps ---------------------------------------------------
+
+    def _begin(self) -> None:
+        """Training is about to begin, or to go on."""
+
+    def _end(self) -> None:
+        """It is over."""
+
+    def _mark(self) -> None:
+        """Copy what is kept beside the parameters."""
+
+    def _progress(self) -> tuple[int, int]:
+        """Tell steps and marks, for `membership.set_progress`."""
+        return self._commits, 0
+
+    def _fall_back(self) -> None:
+        """Do at once what a failure asks for."""
+        self.restore()
+
+    def _settle(self) -> None:
+        """Do the rest, in the next generation."""
+
+    def _synchronize(self, needed: bool) -> bool:
+        """Give all ranks the state of rank 0, if one of them needs it; whether that was done.
+
+        All ranks must decide alike: those that stay may need nothing, while one has just come.
+        """
+        commits = self._commits
+        if job.is_initialized() and job.size() > 1:
+            mine = np.array([needed, commits], np.int64)
+            needed, commits = hvd.allreduce(mine, name="elastic.sync", op=arguments.Max).tolist()
+        if needed:
+            self.sync()
+            self._commits = commits
+        return bool(needed)
+
+    # --------------------------------------------------------------------------------------------
 
     def save(self) -> None:
         """Keep the values as they are now, in memory."""
@@ -165,4 +226,4 @@ class ObjectState(State):
             ObjectState.restore(self)
 
 
-__all__ = ["ObjectState", "State"]
+__all__ = ["DealAnew", "ObjectState", "State"]

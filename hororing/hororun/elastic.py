@@ -10,16 +10,16 @@ Everything but `Events.put` happens in the thread that runs the job.
 
 from __future__ import annotations
 
-import json
 import math
 import selectors
 import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
+from hororing.hororun import history
 from hororing.hororun.discovery import Discovery
 from hororing.hororun.elastic_events import Events
 from hororing.hororun.elastic_flags import Elastic
@@ -403,17 +403,8 @@ class ElasticJob:
             self._fail(f"more than {limit} resets (--reset-limit)")
 
     def _record(self, world: World, cause: str) -> None:
-        if self._membership is None:
-            return
-        line = {
-            "generation": world.generation,
-            "time": time.time(),
-            "step": max(each.step for each in world.members),
-            "cause": cause,
-            "members": [asdict(each) for each in world.members],
-        }
-        with self._membership.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        if self._membership is not None:
+            history.record(self._membership, world, cause)
 
     # -----------------------------------------------------------------------------------------
     # Whether it can go on

@@ -59,15 +59,15 @@ class ElasticMember(Member):
         """Whether the store still knows it; else only a new connection can be of use."""
         return self._stream is not None
 
-    def next_world(self, step: int, voted: bool, failed: bool) -> World:
+    def next_world(self, step: int, marks: int, failed: bool) -> World:
         """Leave the generation, and wait for the next one, in which it has a new rank.
 
         Blocks until all members have called it; Ctrl-C ends that, and it may be called again.
 
         Parameters
         ----------
-        step, voted : how far its state is: the number of steps, and whether it has all gradients
-            of the next one.
+        step, marks : how far its state is: the number of steps, and how often it has noted since
+            then what it keeps beside the parameters.
         failed : something has failed, so the other members cannot go on either.
 
         Raises
@@ -79,7 +79,7 @@ class ElasticMember(Member):
             self._asked += 1
             self._say(
                 {"do": "ready", "ask": self._asked, "generation": self.generation, "step": step,
-                 "voted": voted, "failed": failed}
+                 "marks": marks, "failed": failed}
             )  # fmt: skip
             answer = self._hear(self._asked)
             if "error" in answer:

@@ -178,7 +178,7 @@ class ElasticStore(Server):
                     uid,
                     protocol.take(message, "generation", int),
                     protocol.take(message, "step", int),
-                    protocol.take(message, "voted", bool),
+                    protocol.take(message, "marks", int),
                     protocol.take(message, "failed", bool),
                 )
             )
@@ -252,7 +252,7 @@ class ElasticStore(Server):
         self._updates = 0
         self._ranks = {rank: self._peers[member.uid] for rank, member in enumerate(world.members)}
         self._exchange = Exchange(world.generation, len(world.members), self._ranks)
-        told = [[each.uid, each.host, each.pid, each.step, each.voted] for each in world.members]
+        told = [[each.uid, each.host, each.pid, each.step, each.marks] for each in world.members]
         for member in world.members:
             self._reply(member.uid, {"generation": world.generation, "members": told})
 

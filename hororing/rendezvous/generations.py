@@ -12,8 +12,8 @@ See docs/adr/0051-generations-of-engines.md.
 Invariants
   1. Generations have ascending numbers, from 1; each has one World.
   2. A World holds only members that have said, since the World before, that they have left it.
-  3. Rank 0 has the most advanced state: most steps first, then members that have voted for the next
-     one (nothing in hororing says that yet), then the oldest. Ranks of a host follow one another.
+  3. Rank 0 has the most advanced state: most steps first, then most marks since the last one, then
+     the oldest. Ranks of a host follow one another.
 
 Every method returns what has happened thereby, in this order. Pure: no clock, sockets or threads.
 """
@@ -34,7 +34,7 @@ class Member:
     host: str
     pid: int
     step: int  # what it had reached when the generation formed
-    voted: bool  # it has all gradients of the next step
+    marks: int  # how often it has noted, since then, what it keeps beside the parameters
 
     def who(self) -> str:
         """Name it for people."""
@@ -82,6 +82,11 @@ class World(Event):
     generation: int
     members: tuple[Member, ...]
 
+    @property
+    def step(self) -> int:
+        """How many steps were done before it: those from here on are steps of its members."""
+        return self.members[0].step
+
 
 @dataclass(frozen=True)
 class Broken(Event):
@@ -122,13 +127,13 @@ class _Process:
     order: int  # in which it came
     ready: bool = False
     step: int = 0
-    voted: bool = False
+    marks: int = 0
     rank: int = -1  # in the last generation; -1: it was not in it
     newcomer: bool = True  # it was in none
     told: bool = False  # to end
 
     def advance(self) -> tuple[int, int, int]:
-        return -self.step, -self.voted, self.order
+        return -self.step, -self.marks, self.order
 
 
 @dataclass(eq=False)
@@ -173,14 +178,14 @@ class Generations:
             self._expected -= 1
         return [Joined(uid, host, pid)]
 
-    def ready(self, uid: str, generation: int, step: int, voted: bool, failed: bool) -> list[Event]:
+    def ready(self, uid: str, generation: int, step: int, marks: int, failed: bool) -> list[Event]:
         """Note that it has left its generation, and waits for the next one.
 
         Parameters
         ----------
         generation : the last one that it was in; 0: none. An older one than that in which it is
             means that it never got there, and nobody can.
-        step, voted : the state that it has.
+        step, marks : the state that it has.
         failed : it left since something had failed, so the others cannot go on either.
         """
         process = self._processes[uid]
@@ -188,7 +193,7 @@ class Generations:
         if process.rank >= 0 and not process.ready and (failed or generation != self.number):
             events += self._break(process.rank, f"{_name(process)} has left")
         comes = process.rank < 0 and not process.ready
-        process.ready, process.step, process.voted = True, step, voted
+        process.ready, process.step, process.marks = True, step, marks
         events += self._form()
         if process.ready and comes and self._is_room_for(process):
             events += self._update(ADDED)
@@ -316,7 +321,7 @@ class Generations:
             each.rank, each.ready, each.newcomer = rank, False, False
         self.number += 1
         self.broken = False
-        members = (Member(each.uid, each.host, each.pid, each.step, each.voted) for each in chosen)
+        members = (Member(each.uid, each.host, each.pid, each.step, each.marks) for each in chosen)
         self.world = World(self.number, tuple(members))
         return [*events, self.world]
 

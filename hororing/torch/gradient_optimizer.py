@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import copyreg
+import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -15,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 
 from hororing import arguments
+from hororing.elastic.steps import Steps
+from hororing.process_sets import global_process_set
 from hororing.reduction import Reduction, checked_passes
 from hororing.torch.gradient import another_set
 from hororing.torch.reducer import Reducer, describe_in_flight
@@ -38,6 +41,9 @@ class Distributed(torch.optim.Optimizer):
     _settings: Settings  # of the class, which serves one optimizer and its copies
     _reducer_type: type[Reducer] = Reducer
     _reducer: Reducer | None  # None where this rank reduces with nobody
+    # Of the elastic state that it is in, if all ranks can agree on each step.
+    _steps: Steps | None = None
+    can_agree_on_steps = True
     backward_passes_per_step: int
     _parameter_names: dict[torch.Tensor, str]
 
@@ -111,6 +117,12 @@ class Distributed(torch.optim.Optimizer):
 
     # ---------------------------------------------------------------------------------------------
 
+    @property
+    def agrees_on_steps(self) -> bool:
+        """Whether all ranks of the job can agree on each step before they take it."""
+        whole = self._settings.options.process_set is global_process_set
+        return self.can_agree_on_steps and whole
+
     def synchronize(self) -> None:
         """Reduce the gradients, unless `backward()` has done so.
 
@@ -160,11 +172,17 @@ class Distributed(torch.optim.Optimizer):
         else:
             self._check_nothing_in_flight("step() inside skip_synchronize()")
         self._start_over()
-        return super().step(**kwargs)
+        if self._steps is None:
+            return super().step(**kwargs)
+        if self._reducer is not None:
+            self._reducer.await_device()
+        return self._steps.take(functools.partial(super().step, **kwargs))
 
     def _step_with_closure(self, closure: Callable[[], Any], **kwargs: Any) -> Any:
         if self._reducer is None:
             return super().step(closure, **kwargs)
+        if self._steps is not None:
+            self._steps.torn = True  # parameters change before all ranks can agree
 
         def reduced() -> Any:
             loss = closure()

@@ -298,6 +298,11 @@ class Reducer:
             other._reductions != count for other, count in self._newer.items()
         )
 
+    def await_device(self) -> None:
+        """Block until the gradients are reduced, on a device not only in the stream's order."""
+        if self._shared.on_device:
+            torch.cuda.current_stream().synchronize()
+
     @property
     def in_flight(self) -> list[str]:
         """Names of the parameters whose gradients are being reduced."""

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hororing import elastic, job, membership, names
-from hororing.elastic import fit, loop
+from hororing.elastic import fit
+from hororing.elastic import state as state_module
 from hororing.elastic.partition import samples_left, share_of
 from hororing.errors import (
     HostsUpdatedInterrupt,
@@ -339,7 +340,7 @@ def test_all_ranks_send_if_one_needs_it(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(job, "is_initialized", lambda: True)
     monkeypatch.setattr(job, "size", lambda: 2)
-    monkeypatch.setattr(loop.hvd, "allreduce", allreduce)
+    monkeypatch.setattr(state_module.hvd, "allreduce", allreduce)
     skipped = [*BEGIN, "reset", "adapt", "callback", "save"]
     assert traced([HostsUpdatedInterrupt(True), 1]) == ([*skipped, "func"], 1)
     new_needs[0] = 1

@@ -44,7 +44,7 @@ def member(store: ElasticStore, **how: Any) -> ElasticMember:
 def worlds(*members: ElasticMember, failed: bool = False) -> list[World]:
     """All of them leave their generation, each in a thread; what each is told."""
     with ThreadPoolExecutor(len(members)) as pool:
-        waits = [pool.submit(each.next_world, 3, False, failed) for each in members]
+        waits = [pool.submit(each.next_world, 3, 0, failed) for each in members]
         return [each.result(DEADLINE_S) for each in waits]
 
 
@@ -138,7 +138,7 @@ def test_who_beats_lives_and_who_stops_is_lost_and_fenced():
         assert lost.uid == stops.uid
         assert "no sign of life" in lost.why
         with pytest.raises(RendezvousError):
-            stops.next_world(0, voted=False, failed=False)
+            stops.next_world(0, marks=0, failed=False)
         assert not stops.connected
         lives.done()
 
@@ -158,7 +158,7 @@ def test_too_few_for_too_long_ends_the_job():
     with opened(np=2, min_np=2, elastic_timeout_s=0.3) as (store, events):
         first = member(store)
         with pytest.raises(RendezvousError, match="1 of at least 2 processes"):
-            first.next_world(0, voted=False, failed=False)
+            first.next_world(0, marks=0, failed=False)
         assert "1 of at least 2" in wait_for(events, Ended).reason
         with pytest.raises(RendezvousError, match="1 of at least 2") as caught:
             member(store)
@@ -169,11 +169,11 @@ def test_an_interrupted_wait_can_be_repeated():
     with opened(np=2) as (store, _):
         first, second = member(store), member(store)
         first._say(  # as `next_world`, whose answer nobody waits for
-            {"do": "ready", "ask": 0, "generation": 0, "step": 0, "voted": False, "failed": False}
+            {"do": "ready", "ask": 0, "generation": 0, "step": 0, "marks": 0, "failed": False}
         )
         assert worlds(second)[0].generation == 1
         with ThreadPoolExecutor(1) as pool:
-            again = pool.submit(first.next_world, 5, False, False)
+            again = pool.submit(first.next_world, 5, 0, False)
             with pytest.raises(RendezvousError, match="has left"):
                 second.share("x")  # the first never got there
             assert worlds(second, failed=True)[0] == again.result(DEADLINE_S)
@@ -185,7 +185,7 @@ def test_who_is_not_needed_is_told_so():
         worlds(first)
         spare = member(store)
         with ThreadPoolExecutor(1) as pool:
-            waits = pool.submit(spare.next_world, 0, False, False)
+            waits = pool.submit(spare.next_world, 0, 0, False)
             first.done()
             with pytest.raises(RetiredError):
                 waits.result(DEADLINE_S)

@@ -40,7 +40,7 @@ def uids(events: list[Event]) -> list[str]:
 
 
 def again(job: Generations, uid: str, step: int = 0, **how: bool) -> list[Event]:
-    return job.ready(uid, job.number, step, how.get("voted", False), how.get("failed", False))
+    return job.ready(uid, job.number, step, how.get("marks", 0), how.get("failed", False))
 
 
 def test_the_first_generation_waits_for_all_that_were_asked_for():
@@ -100,8 +100,8 @@ def test_rank_0_is_the_most_advanced_and_hosts_stay_together():
     assert [each.host for each in job.world.members] == ["a", "a", "b", "b"]
     again(job, "x", step=6)
     again(job, "y", step=7)
-    again(job, "z", step=7, voted=True)
-    assert uids(again(job, "w", step=7, voted=True)) == ["z", "x", "w", "y"]
+    again(job, "z", step=7, marks=1)
+    assert uids(again(job, "w", step=7, marks=1)) == ["z", "x", "w", "y"]
 
 
 def test_a_death_while_a_generation_forms_costs_nothing_else():
@@ -219,13 +219,13 @@ class AnyHistory(RuleBasedStateMachine):
         self.note(self.job.join(uid, host, self.count))
 
     @precondition(lambda self: self.silent or self.inside)
-    @rule(data=st.data(), step=st.integers(0, 3), voted=st.booleans(), failed=st.booleans())
-    def leaves(self, data: st.DataObject, step: int, voted: bool, failed: bool) -> None:
+    @rule(data=st.data(), step=st.integers(0, 3), marks=st.integers(0, 2), failed=st.booleans())
+    def leaves(self, data: st.DataObject, step: int, marks: int, failed: bool) -> None:
         uid = data.draw(st.sampled_from(sorted({*self.silent, *self.inside})))
         last = self.inside.pop(uid, 0)
         self.silent.discard(uid)
         self.waiting.add(uid)
-        self.note(self.job.ready(uid, last, step, voted, failed))
+        self.note(self.job.ready(uid, last, step, marks, failed))
 
     @precondition(lambda self: self.there())
     @rule(data=st.data())
@@ -246,8 +246,8 @@ class AnyHistory(RuleBasedStateMachine):
     def ranks_are_in_order(self) -> None:
         if self.worlds:
             members = self.worlds[-1].members
-            best = max((each.step, each.voted) for each in members)
-            assert (members[0].step, members[0].voted) == best
+            best = max((each.step, each.marks) for each in members)
+            assert (members[0].step, members[0].marks) == best
             hosts = [each.host for each in members]
             assert len([1 for a, b in pairwise(hosts) if a != b]) < len(set(hosts))
 

@@ -22,17 +22,17 @@ from __future__ import annotations
 
 from hororing import elastic
 from hororing.elastic import *  # noqa: F403
-from hororing.torch.elastic.sampler import ElasticSampler
-from hororing.torch.elastic.state import (
+from hororing.torch.elastic.handlers import (
     ModelStateHandler,
     ObjectWithStateHandler,
     OptimizerStateHandler,
     SamplerStateHandler,
     StateHandler,
-    TorchState,
     get_handler_registry,
     set_handler_registry,
 )
+from hororing.torch.elastic.sampler import ElasticSampler
+from hororing.torch.elastic.state import TorchState
 
 __all__ = [
     "ElasticSampler",

@@ -9,6 +9,7 @@ import torch.utils.data
 
 from hororing import job
 from hororing.elastic.partition import samples_left, share_of
+from hororing.elastic.steps import Steps
 
 
 class ElasticSampler(torch.utils.data.Sampler[int]):
@@ -38,6 +39,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.seed = seed
         self.epoch = 0
         self.processed_num = 0  # samples of this epoch, of all ranks
+        self._steps: Steps | None = None
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
@@ -51,9 +53,9 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
         `batch_idx` is Horovod's; batches are counted here.
         """
-        self.processed_num = min(
-            self.processed_num + batch_size * self.num_replicas, len(self.dataset)
-        )
+        # A step that is replayed was one of as many ranks as there were then.
+        ranks = (self._steps.recorded_ranks if self._steps else 0) or self.num_replicas
+        self.processed_num = min(self.processed_num + batch_size * ranks, len(self.dataset))
 
     def record_indices(self, indices: Sized) -> None:
         """Note that this rank has processed the samples `indices`, and each rank as many."""

@@ -3,132 +3,19 @@
 from __future__ import annotations
 
 import copy
-import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
-from hororing import job, objects
+import hororing.numpy as hvd
+from hororing import arguments, job, membership
 from hororing.elastic.state import ObjectState
+from hororing.elastic.steps import Steps
+from hororing.torch.elastic.handlers import StateHandler, broadcast, handler_for
 from hororing.torch.elastic.sampler import ElasticSampler
-from hororing.torch.state import broadcast_optimizer_state, broadcast_parameters
-
-# The name is always the same: ranks that have come later have counted fewer calls.
-_broadcast = functools.partial(objects.broadcast_object, root_rank=0, name="elastic.state")
-
-
-class StateHandler:
-    """Saves, restores and sends one value of a `TorchState`. A base class.
-
-    Attributes
-    ----------
-    value : the value.
-    """
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def save(self) -> None:
-        """Keep a copy of what the value holds."""
-        raise NotImplementedError
-
-    def restore(self) -> None:
-        """Go back to the copy."""
-        raise NotImplementedError
-
-    def sync(self) -> None:
-        """Give the values of all ranks what that of rank 0 holds. All ranks call it.
-
-        What was saved stays: `TorchState` saves when all values have come.
-        """
-        raise NotImplementedError
-
-    def reset(self) -> None:
-        """Adapt to the rank and the number of ranks, which have changed."""
-
-    def set_value(self, value: Any) -> None:
-        """Handle another value from now on, and save it."""
-        self.value = value
-        self.save()
-
-
-class ObjectWithStateHandler(StateHandler):
-    """Handles what has a `state_dict` of plain objects: a learning rate scheduler, say."""
-
-    def __init__(self, value: Any) -> None:
-        super().__init__(value)
-        self.save()
-
-    def save(self) -> None:
-        """Copy the `state_dict`."""
-        self._saved = copy.deepcopy(self.value.state_dict())
-
-    def restore(self) -> None:
-        """Load a copy of the copy: the value may change what it loads."""
-        self.value.load_state_dict(copy.deepcopy(self._saved))
-
-    def sync(self) -> None:
-        """Send and load the `state_dict`."""
-        state = _broadcast(self.value.state_dict())
-        if job.rank() != 0:
-            self.value.load_state_dict(state)
-
-
-class ModelStateHandler(ObjectWithStateHandler):
-    """Handles a `torch.nn.Module`."""
-
-    def sync(self) -> None:
-        """Send parameters and buffers into place, and what else the `state_dict` holds."""
-        state = self.value.state_dict()
-        tensors = {name: each for name, each in state.items() if isinstance(each, torch.Tensor)}
-        broadcast_parameters(tensors, root_rank=0)
-        if len(tensors) < len(state):
-            others = _broadcast({name: state[name] for name in state.keys() - tensors.keys()})
-            self.value.load_state_dict({**tensors, **others})
-
-
-class OptimizerStateHandler(ObjectWithStateHandler):
-    """Handles a `torch.optim.Optimizer`, plain or distributed."""
-
-    def sync(self) -> None:
-        """Send state and options. Which there are, rank 0 decides: a new rank has none yet."""
-        broadcast_optimizer_state(self.value, root_rank=0)
-
-
-class SamplerStateHandler(ObjectWithStateHandler):
-    """Handles an `ElasticSampler`."""
-
-    def reset(self) -> None:
-        """Deal the samples that are left to the ranks of now."""
-        self.value.reset()
-
-
-_registry: list[tuple[Any, type[StateHandler]]] = [
-    (torch.nn.Module, ModelStateHandler),
-    (torch.optim.Optimizer, OptimizerStateHandler),
-    (ElasticSampler, SamplerStateHandler),
-    (torch.optim.lr_scheduler.LRScheduler, ObjectWithStateHandler),
-    (torch.amp.GradScaler, ObjectWithStateHandler),
-]
-
-
-def get_handler_registry() -> list[tuple[Any, type[StateHandler]]]:
-    """Return the types that have handlers, with those. The first type that fits counts."""
-    return _registry
-
-
-def set_handler_registry(registry: Sequence[tuple[Any, type[StateHandler]]]) -> None:
-    """Replace the types that have handlers, for states that are made from now on."""
-    global _registry
-    _registry = list(registry)
-
-
-def _handler_for(value: Any) -> StateHandler | None:
-    for kind, handler in _registry:
-        if isinstance(value, kind):
-            return handler(value)
-    return None
+from hororing.torch.gradient_optimizer import Distributed, parameters
 
 
 class TorchState(ObjectState):
@@ -157,11 +44,11 @@ class TorchState(ObjectState):
         kwargs.update({"model": model} if model is not None else {})
         kwargs.update({"optimizer": optimizer} if optimizer is not None else {})
         for name in list(kwargs):
-            handler = _handler_for(kwargs[name])
+            handler = handler_for(kwargs[name])
             if handler is not None:
                 self._handlers[name] = handler
                 object.__setattr__(self, name, kwargs.pop(name))
-        super().__init__(_broadcast, job.rank, **kwargs)
+        super().__init__(broadcast, job.rank, **kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Save a new model, optimizer or the like in its place; objects are only set."""
@@ -174,12 +61,16 @@ class TorchState(ObjectState):
         for handler in self._handlers.values():
             handler.save()
         super().save()
+        if self._steps is not None:
+            self._steps.note_saved()
 
     def restore(self) -> None:
         """Go back to what was saved last; gradients that are being reduced are forgotten."""
         for handler in self._handlers.values():
             handler.restore()
         super().restore()
+        if self._steps is not None:
+            self._steps.begin(self._steps.saved, light=False)
 
     def sync(self) -> None:
         """Give every rank what rank 0 has, and save it."""
@@ -194,14 +85,109 @@ class TorchState(ObjectState):
         for handler in self._handlers.values():
             handler.reset()
 
+    # -- every step as a transaction; see hororing.elastic.steps ---------------------------------
 
-__all__ = [
-    "ModelStateHandler",
-    "ObjectWithStateHandler",
-    "OptimizerStateHandler",
-    "SamplerStateHandler",
-    "StateHandler",
-    "TorchState",
-    "get_handler_registry",
-    "set_handler_registry",
-]
+    def _begin(self) -> None:
+        if not (membership.is_elastic() and self._can_agree_on_steps()):
+            self._steps = None
+            return
+        if self._steps is None:
+            self._steps = Steps(self._latest_update)
+        self._attach(self._steps)
+
+    def _end(self) -> None:
+        self._attach(None)
+
+    def _attach(self, steps: Steps | None) -> None:
+        for handler in self._handlers.values():
+            if isinstance(handler.value, Distributed | ElasticSampler):
+                handler.value._steps = steps
+
+    def _can_agree_on_steps(self) -> bool:
+        """Whether only steps that all ranks take together change models and optimizers."""
+        values = [handler.value for handler in self._handlers.values()]
+        stepped: set[int] = set()
+        for each in values:
+            if isinstance(each, torch.optim.Optimizer):
+                if not (isinstance(each, Distributed) and each.agrees_on_steps):
+                    return False
+                stepped.update(map(id, parameters(each)))
+        models = [each for each in values if isinstance(each, torch.nn.Module)]
+        return (
+            bool(stepped)
+            and all(handler.can_mark for handler in self._handlers.values())
+            and all(id(param) in stepped for model in models for param in model.parameters())
+        )
+
+    def _mark(self) -> None:
+        for handler in self._handlers.values():
+            handler.mark()
+        self._marked = {name: copy.deepcopy(getattr(self, name)) for name in self._saved_state}
+
+    def _progress(self) -> tuple[int, int]:
+        if self._steps is None:
+            return super()._progress()
+        self._steps.running = False
+        return self._steps.place[:2]
+
+    def _fall_back(self) -> None:
+        if self._steps is None or not self._steps.goes_back_lightly:
+            super()._fall_back()
+
+    def _settle(self) -> None:
+        steps = self._steps
+        if steps is None:
+            return
+        steps.settle(membership.history()[-1].step)
+        if steps.light:
+            for handler in self._handlers.values():
+                handler.go_back()
+            for name, value in copy.deepcopy(self._marked).items():
+                setattr(self, name, value)
+
+    def _synchronize(self, needed: bool) -> bool:
+        steps = self._steps
+        if steps is None:
+            return super()._synchronize(needed)
+        world = membership.history()[-1]
+        is_new = any((each.step, each.marks) == (0, 0) for each in world.members)
+        needed = is_new or steps.place.step != world.step
+        if job.size() > 1:
+            digest = 0 if needed else digest_of(self._stepped_tensors())
+            told = np.array([needed, digest, -digest], np.int64)
+            told = hvd.allreduce(told, name="elastic.sync", op=arguments.Max)
+            steps.torn = job.rank() != 0  # until all of it has come
+            if told[0] or told[1] != -told[2]:
+                self.sync()
+            else:
+                for name in sorted(self._handlers):
+                    self._handlers[name].sync_marked()
+                ObjectState.sync(self)
+        place, light, self._last_update = broadcast((steps.place, steps.light, self._last_update))
+        steps.begin(place, light)
+        steps.saved, steps.running = place, True
+        if light:
+            self._mark()
+        return True
+
+    def _stepped_tensors(self) -> Iterator[torch.Tensor]:
+        for handler in self._handlers.values():
+            if isinstance(handler.value, torch.nn.Module):
+                yield from handler.value.parameters()
+            elif isinstance(handler.value, torch.optim.Optimizer):
+                for held in handler.value.state.values():
+                    values = held.values() if isinstance(held, dict) else (held,)
+                    yield from (each for each in values if isinstance(each, torch.Tensor))
+
+
+def digest_of(tensors: Iterable[torch.Tensor]) -> int:
+    """A number that equal bits have in common, below 2**62. Reads all of them."""
+    total = 0
+    for tensor in tensors:
+        flat = tensor.detach().reshape(-1)
+        words = torch.int32 if flat.element_size() % 4 == 0 else torch.uint8
+        total += int(flat.view(words).sum(dtype=torch.int64))
+    return total % (1 << 62)
+
+
+__all__ = ["TorchState"]

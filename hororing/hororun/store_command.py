@@ -1,0 +1,159 @@
+"""``python -m hororing store``: the store of an elastic job whose processes hororun does not start.
+
+Kubernetes, Ray, mpirun or a shell start them, and start others in the place of those that fail.
+docs/elastic.md tells which variables they need.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import queue
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+from hororing import bootstrap, config
+from hororing.hororun import history
+from hororing.rendezvous import protocol
+from hororing.rendezvous.elastic_store import Done, ElasticStore, Ended, Event, Joined, Lost, World
+from hororing.starts import KUBERNETES_PORT
+
+_DEFAULT = f"127.0.0.1:{KUBERNETES_PORT}"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add those of the command."""
+    add = parser.add_argument
+    add("-np", "--num-proc", type=int, required=True, metavar="N",
+        help="how many processes the job waits for at its start")  # fmt: skip
+    add("--min-np", type=int, metavar="N", help="fewest with which it goes on (-np)")
+    add("--max-np", type=int, metavar="N", help="most that take part (-np)")
+    add("--listen", default=_DEFAULT, metavar="[HOST:]PORT",
+        help=f"where processes find it; a port alone: at all addresses ({_DEFAULT})")  # fmt: skip
+    add("--membership", type=Path, metavar="FILE",
+        help="gets a line of JSON for each generation")  # fmt: skip
+    add("--linger", type=float, default=0.0, metavar="S",
+        help="stay so long after the end: processes that come late then end well (0)")  # fmt: skip
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until the job ends. 0: its processes have finished; 1: it cannot go on; 2: flags."""
+    try:
+        store, job = _made(arguments)
+        store.listen()
+    except (ValueError, OSError) as error:
+        print(f"store: {error}", file=sys.stderr)
+        return 2
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        store.start_thread()
+        job.say(f"waits for {arguments.num_proc} processes, port {store.port}")
+        code = job.follow()
+        with contextlib.suppress(KeyboardInterrupt):
+            time.sleep(arguments.linger if code == 0 else 0)
+        return code
+    except KeyboardInterrupt:
+        job.say("ended by a signal")
+        return 128 + signal.SIGTERM
+    finally:
+        store.stop()
+        signal.signal(signal.SIGTERM, before)
+
+
+class _Job:
+    """What the store tells, and what follows from it."""
+
+    def __init__(self, membership: Path | None, reset_limit: int) -> None:
+        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._membership, self._reset_limit = membership, reset_limit
+        self._members: dict[str, bool] = {}  # by uid: whether it has taken part
+        self._causes: list[str] = []  # of the next generation
+        self._generation = 0
+        self._finished = False
+
+    def say(self, text: str) -> None:
+        print(f"store: {text}", file=sys.stderr, flush=True)
+
+    def follow(self) -> int:
+        """Until the job is over; the exit code."""
+        why = None
+        while why is None:
+            why = self._note(self.events.get())
+        self.say(why or "the job has finished")
+        return 1 if why else 0
+
+    def _note(self, event: Event) -> str | None:
+        """None: the job goes on; "": it has finished; else why it has failed."""
+        if isinstance(event, Joined):
+            self._members[event.uid] = False
+            self._causes += [f"{_who(event)} has come"] if self._generation else []
+        elif isinstance(event, World):
+            return self._form(event)
+        elif isinstance(event, Ended):
+            return event.reason
+        elif isinstance(event, (Lost, Done)):
+            return self._left(event, took_part=self._members.pop(event.uid, False))
+        return None
+
+    def _left(self, event: Lost | Done, took_part: bool) -> str | None:
+        left = any(self._members.values())
+        if isinstance(event, Lost):
+            self._causes.append(f"lost {_who(event)}")
+            self.say(f"{_who(event)} is lost: {event.why}")
+            if took_part and self._finished:
+                return "a process has failed after another one had finished"
+            return (
+                "no process is left that has the state of the training"
+                if took_part and not left
+                else None
+            )
+        self._finished |= took_part and event.status == 0
+        if took_part and not left:
+            return "" if self._finished else "the last process has ended without finishing"
+        return None
+
+    def _form(self, world: World) -> str | None:
+        self._generation = world.generation
+        self._members.update({each.uid: True for each in world.members})
+        cause = "; ".join(self._causes) or "start"
+        self._causes.clear()
+        self.say(f"generation {world.generation} has {len(world.members)} ranks: {cause}")
+        if self._membership is not None:
+            history.record(self._membership, world, cause)
+        if self._reset_limit and world.generation - 1 > self._reset_limit:
+            return f"more than {self._reset_limit} resets (HORORING_RESET_LIMIT)"
+        return None
+
+
+def _made(arguments: argparse.Namespace) -> tuple[ElasticStore, _Job]:
+    np = arguments.num_proc
+    min_np, max_np = arguments.min_np or np, arguments.max_np or np
+    if not 1 <= min_np <= np <= max_np:
+        raise ValueError(f"--min-np {min_np}, -np {np}, --max-np {max_np}: they must ascend from 1")
+    if re.fullmatch(r"\d{1,5}", arguments.listen):
+        host, port = "", int(arguments.listen)
+    else:
+        host, port = protocol.parse_address(arguments.listen)
+    settings = config.load()
+    secret, name, insecure = bootstrap.of_store()
+    job = _Job(arguments.membership, settings["RESET_LIMIT"])
+    store = ElasticStore(
+        job=name, secret=secret, host=host, port=port, insecure=insecure,
+        np=np, min_np=min_np, max_np=max_np,
+        elastic_timeout_s=settings["ELASTIC_TIMEOUT_S"],
+        peer_timeout_s=settings["PEER_TIMEOUT_S"],
+        on_event=job.events.put,
+    )  # fmt: skip
+    return store, job
+
+
+def _who(event: Joined | Lost) -> str:
+    return f"process {event.pid} on host {event.host}"
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt

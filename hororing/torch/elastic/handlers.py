@@ -1,0 +1,246 @@
+"""Handlers: how a `TorchState` saves, restores and sends values, by their type."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hororing import job, objects
+from hororing.torch.elastic.sampler import ElasticSampler
+from hororing.torch.state import broadcast_optimizer_state, broadcast_parameters
+
+# The name is always the same: ranks that have come later have counted fewer calls.
+broadcast = functools.partial(objects.broadcast_object, root_rank=0, name="elastic.state")
+
+
+class StateHandler:
+    """Saves, restores and sends one value of a `TorchState`. A base class.
+
+    Attributes
+    ----------
+    value : the value.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def save(self) -> None:
+        """Keep a copy of what the value holds."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Go back to the copy."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Give the values of all ranks what that of rank 0 holds. All ranks call it.
+
+        What was saved stays: `TorchState` saves when all values have come.
+        """
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        """Adapt to the rank and the number of ranks, which have changed."""
+
+    # Whether there are the following three. Without them a failure goes back to the last commit.
+    can_mark = False
+
+    def mark(self) -> None:
+        """Keep a copy of what the value holds, but for what the steps of optimizers change."""
+        raise NotImplementedError
+
+    def go_back(self) -> None:
+        """Go back to that copy."""
+        raise NotImplementedError
+
+    def sync_marked(self) -> None:
+        """Do as `sync`, with what `mark` copies."""
+        raise NotImplementedError
+
+    def set_value(self, value: Any) -> None:
+        """Handle another value from now on, and save it."""
+        self.value = value
+        self.save()
+
+
+class ObjectWithStateHandler(StateHandler):
+    """Handles what has a `state_dict` of plain objects: a learning rate scheduler, say."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__(value)
+        self.save()
+
+    def save(self) -> None:
+        """Copy the `state_dict`."""
+        self._saved = copy.deepcopy(self.value.state_dict())
+
+    def restore(self) -> None:
+        """Load a copy of the copy: the value may change what it loads."""
+        self.value.load_state_dict(copy.deepcopy(self._saved))
+
+    def sync(self) -> None:
+        """Send and load the `state_dict`."""
+        state = broadcast(self.value.state_dict())
+        if job.rank() != 0:
+            self.value.load_state_dict(state)
+
+    can_mark = True
+
+    def mark(self) -> None:
+        """Copy the `state_dict`."""
+        self._marked = copy.deepcopy(self.value.state_dict())
+
+    def go_back(self) -> None:
+        """Load a copy of the copy."""
+        self.value.load_state_dict(copy.deepcopy(self._marked))
+
+    def sync_marked(self) -> None:
+        """Send and load all of it."""
+        self.sync()
+
+
+class ModelStateHandler(ObjectWithStateHandler):
+    """Handles a `torch.nn.Module`."""
+
+    _holders: list[Any] | None = None
+    _marked: Any = ()
+
+    def sync(self) -> None:
+        """Send parameters and buffers into place, and what else the `state_dict` holds."""
+        state = self.value.state_dict()
+        tensors = {name: each for name, each in state.items() if isinstance(each, torch.Tensor)}
+        broadcast_parameters(tensors, root_rank=0)
+        if len(tensors) < len(state):
+            others = broadcast({name: state[name] for name in state.keys() - tensors.keys()})
+            self.value.load_state_dict({**tensors, **others})
+
+    @property
+    def can_mark(self) -> bool:  # type: ignore[override]
+        """Whether all that it holds are tensors."""
+        plain = torch.nn.Module.get_extra_state
+        return all(type(each).get_extra_state is plain for each in self.value.modules())
+
+    def mark(self) -> None:
+        """Copy the buffers. The parameters, optimizers change."""
+        live, kept = self._buffers(), self._marked
+        if [each.shape for each in live] == [each.shape for each in kept]:
+            torch._foreach_copy_(kept, live)
+        else:
+            self._marked = [each.clone() for each in live]
+
+    @torch.no_grad()
+    def go_back(self) -> None:
+        """Copy them back."""
+        for live, kept in zip(self._buffers(), self._marked, strict=True):
+            live.copy_(kept)
+
+    def sync_marked(self) -> None:
+        """Send the buffers into place."""
+        named = [(f"buffer.{number}", each) for number, each in enumerate(self._buffers())]
+        broadcast_parameters(named, root_rank=0)
+
+    def _buffers(self) -> list[torch.Tensor]:
+        # Looked up anew: a module may replace its buffers. Which modules have any, it may not.
+        if self._holders is None:
+            self._holders = [each._buffers for each in self.value.modules() if each._buffers]
+        return [each for held in self._holders for each in held.values() if each is not None]
+
+    def set_value(self, value: Any) -> None:
+        """Handle another module from now on, and save it."""
+        self._holders = None
+        super().set_value(value)
+
+
+class OptimizerStateHandler(ObjectWithStateHandler):
+    """Handles a `torch.optim.Optimizer`, plain or distributed."""
+
+    def sync(self) -> None:
+        """Send state and options. Which there are, rank 0 decides: a new rank has none yet."""
+        broadcast_optimizer_state(self.value, root_rank=0)
+
+    def restore(self) -> None:
+        """Load a copy of the copy. Gradients are forgotten: some may be reduced, and some not."""
+        super().restore()
+        self.value.zero_grad()
+
+    def mark(self) -> None:
+        """Copy the options, such as the learning rate. The state, steps change."""
+        self._marked = self._options()
+
+    def go_back(self) -> None:
+        """Go back to those options, and forget gradients."""
+        self._set_options(self._marked)
+        self.value.zero_grad()
+
+    def sync_marked(self) -> None:
+        """Send the options."""
+        options = broadcast(self._options())
+        if job.rank() != 0:
+            self._set_options(options)
+
+    def _options(self) -> list[dict[str, Any]]:
+        def copied(value: Any) -> Any:
+            changes = isinstance(value, torch.Tensor | list | dict)
+            return copy.deepcopy(value) if changes else value
+
+        return [
+            {key: copied(value) for key, value in group.items() if key != "params"}
+            for group in self.value.param_groups
+        ]
+
+    def _set_options(self, options: list[dict[str, Any]]) -> None:
+        for group, held in zip(self.value.param_groups, options, strict=True):
+            group.update(copy.deepcopy(held))
+
+
+class SamplerStateHandler(ObjectWithStateHandler):
+    """Handles an `ElasticSampler`."""
+
+    def reset(self) -> None:
+        """Deal the samples that are left to the ranks of now."""
+        self.value.reset()
+
+
+_registry: list[tuple[Any, type[StateHandler]]] = [
+    (torch.nn.Module, ModelStateHandler),
+    (torch.optim.Optimizer, OptimizerStateHandler),
+    (ElasticSampler, SamplerStateHandler),
+    (torch.optim.lr_scheduler.LRScheduler, ObjectWithStateHandler),
+    (torch.amp.GradScaler, ObjectWithStateHandler),
+]
+
+
+def get_handler_registry() -> list[tuple[Any, type[StateHandler]]]:
+    """Return the types that have handlers, with those. The first type that fits counts."""
+    return _registry
+
+
+def set_handler_registry(registry: Sequence[tuple[Any, type[StateHandler]]]) -> None:
+    """Replace the types that have handlers, for states that are made from now on."""
+    global _registry
+    _registry = list(registry)
+
+
+def handler_for(value: Any) -> StateHandler | None:
+    """Make the handler for a value. None: it is a plain object."""
+    for kind, handler in _registry:
+        if isinstance(value, kind):
+            return handler(value)
+    return None
+
+
+__all__ = [
+    "ModelStateHandler",
+    "ObjectWithStateHandler",
+    "OptimizerStateHandler",
+    "SamplerStateHandler",
+    "StateHandler",
+    "broadcast",
+    "get_handler_registry",
+    "handler_for",
+    "set_handler_registry",
+]

@@ -1,0 +1,192 @@
+"""A step as a transaction: in whatever moment of it a rank dies. 12 s of the push tier."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from elastic_ranks import ElasticJob
+
+from hororing.elastic.steps import Place, Steps
+
+# Each time a sample is in a step, its own parameter is one less. The last rank dies in steps 3, 6
+# and 9: when nobody has voted; when all have, and rank 1 has applied the step while rank 0 does not
+# know; when all have applied it and nobody has marked it. Then a newcomer comes to the last rank.
+SCRIPT = """
+import os, sys, time
+from pathlib import Path
+
+import torch
+import hororing.torch as hvd
+from hororing.elastic.steps import Steps
+
+DEATHS = {3: "nobody", 6: "some", 9: "all"}
+COUNT, BATCH = 240, 2
+applied = Path(sys.argv[1])
+hvd.init()
+newcomer = hvd.size() == 2
+model = torch.nn.Embedding(COUNT, 1)
+torch.nn.init.zeros_(model.weight)
+model.register_buffer("steps", torch.zeros(1))
+optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), op=hvd.Sum)
+scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+sampler = hvd.elastic.ElasticSampler(range(COUNT))
+state = hvd.elastic.TorchState(
+    model, optimizer, sampler=sampler, scheduler=scheduler, epoch=0, began=0, steps=0
+)
+voted, sync = Steps._vote_now, state.sync
+
+
+def told_sync():
+    print("sent", hvd.elastic.history()[-1].generation, flush=True)
+    sync()
+
+
+state.sync = told_sync
+
+
+def due(what):
+    return DEATHS.get(state.steps + 1) == what and len(hvd.elastic.history()[0].members) == 4
+
+
+def die_once(there):
+    while not there.exists():
+        time.sleep(0.001)
+    os.kill(os.getpid(), 9)
+
+
+def vote_now(steps):
+    voted(steps)
+    if due("some") and hvd.rank() == 2:
+        die_once(applied / "some")
+    if due("some") and hvd.rank() == 0:
+        hvd.allreduce(torch.zeros(1), name="never")
+
+
+Steps._vote_now = vote_now
+
+
+@hvd.elastic.run
+def train(state):
+    print("world", hvd.elastic.history()[-1].generation, hvd.rank(), hvd.size(), flush=True)
+    while True:
+        began = len(hvd.elastic.history()[-1].members) if sampler.processed_num == 0 else 0
+        state.began = state.began or began
+        for batch in torch.utils.data.DataLoader(sampler.dataset, BATCH, sampler=sampler):
+            if due("nobody") and hvd.rank() == 3:
+                os.kill(os.getpid(), 9)
+            model(batch).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if due("some"):
+                (applied / "some").touch()
+            if due("all") and hvd.rank() == 0:
+                (applied / "all").touch()
+            if due("all") and hvd.rank() == 1:
+                die_once(applied / "all")
+            hvd.allreduce(torch.zeros(1), name="loss")
+            scheduler.step()
+            model.steps += 1
+            state.steps += 1
+            sampler.record_batch(0, BATCH)
+            state.check_host_updates()
+            time.sleep(0.002)
+        state.epoch += 1
+        sampler.set_epoch(state.epoch)
+        if state.began == 2:
+            return
+        state.began = 0
+
+
+train(state)
+times = sorted(set((-model.weight).long().flatten().tolist()))
+print("steps", [(each.step, len(each.members)) for each in hvd.elastic.history()], flush=True)
+print("end", times == [state.epoch], state.steps, scheduler.last_epoch, model.steps.item(),
+      flush=True)
+"""
+
+
+@pytest.mark.timeout(120)
+def test_no_step_is_lost_or_taken_twice_whenever_a_rank_dies(tmp_path: Path):
+    pytest.importorskip("torch")
+    with ElasticJob(np=4, min_np=1, max_np=4) as job:
+        for _ in range(4):
+            job.start(str(tmp_path), script=SCRIPT)
+        job.wait(lambda: len(job.worlds()) == 4)
+        last = job.process_of(0)
+        new = job.start(str(tmp_path), script=SCRIPT)
+        ends = job.ends(last, new)
+        assert ends[0] == ends[1], job.lines
+        _, once, *steps = ends[0].split()
+        assert once == "True", job.lines
+        assert len({float(each) for each in steps}) == 1, steps
+        told = [(each.step, len(each.members)) for each in job.worlds()]
+        # The step in which nobody had voted is done again; the others are not.
+        assert told[:4] == [(0, 4), (2, 3), (6, 2), (9, 1)]
+        assert str(told) in job.lines[last][-2]
+        # No model was sent to those that have stayed, but for the newcomer's sake.
+        sent = {int(line.split()[1]) for line in job.lines[last] if line.startswith("sent")}
+        assert sent == {1, len(told)}, job.lines
+
+
+ADASUM = """
+import os, sys, time
+
+import torch
+import hororing.torch as hvd
+
+hvd.init()
+torch.manual_seed(os.getpid())
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), op=hvd.Adasum)
+state = hvd.elastic.TorchState(model, optimizer, left=20)
+
+
+@hvd.elastic.run
+def train(state):
+    generation = hvd.elastic.history()[-1].generation
+    print("world", generation, hvd.rank(), hvd.size(), flush=True)
+    while state.left:
+        optimizer.zero_grad()
+        model(torch.randn(3, 4)).square().mean().backward()
+        optimizer.step()
+        state.left -= generation == 3  # when one has gone and another one has come
+        state.commit()
+        time.sleep(0.002)
+
+
+train(state)
+print("end", [each.double().sum().item() for each in model.parameters()], flush=True)
+"""
+
+
+@pytest.mark.timeout(120)
+def test_adasum_goes_on_with_other_ranks():
+    pytest.importorskip("torch")
+    with ElasticJob(np=2, min_np=1, max_np=2) as job:
+        for _ in range(2):
+            job.start(script=ADASUM)
+        job.wait(lambda: all(job.started(each, 1) for each in range(2)))
+        killed = job.process_of(1)
+        job.ranks[killed].kill()
+        job.wait(lambda: job.started(1 - killed, 2))
+        ends = job.ends(1 - killed, job.start(script=ADASUM))
+        assert ends[0] == ends[1]
+        assert "nan" not in ends[0]
+
+
+def test_steps_since_the_mark_are_replayed_and_no_others():
+    """Without ranks: what a script that is interrupted and called again does to the parameters."""
+    steps, taken = Steps(lambda: (0, 0)), []
+    place = Place(7, 1, (4, 3))
+    steps.begin(place, light=True)
+    assert [steps.recorded_ranks, steps.take(lambda: taken.append(1))] == [4, None]
+    assert [steps.recorded_ranks, steps.take(lambda: taken.append(2))] == [4, None]
+    assert steps.recorded_ranks == 3
+    assert taken == []
+    assert steps.mark(light=True)
+    assert steps.place == Place(7, 2)
+    assert steps.recorded_ranks == 0
+    assert not steps.mark(light=True)
