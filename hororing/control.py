@@ -60,6 +60,12 @@ def start_barrier(name: str, process_set: int, *, wait_follows: bool) -> int:
     )  # fmt: skip
 
 
+def check_engine() -> None:
+    """Raise what a request would that is made now, where the engine has ended or failed."""
+    if lib.hr_state_now() != lib.HR_STATE_RUNNING:
+        _control(_BARRIER, "barrier.check")
+
+
 def remove_process_set(process_set: int) -> bool:
     """Whether there was such a set. All ranks call it."""
     return bool(_control(_REMOVE_PROCESS_SET, "remove_process_set.noname", root=process_set))

@@ -10,6 +10,7 @@ import itertools
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -314,7 +315,6 @@ def case_messages_between_two_ranks() -> None:
         assert objects == ["from 2"]
     if rank == 0:
         raises(errors.MismatchError, r"rank 0: \[2\]; rank 1: \[3\]", lambda: dist.send(mine(2), 1))
-        raises(NotImplementedError, "pass src", lambda: dist.recv(mine(2)))
         raises(ValueError, "not another rank", lambda: dist.isend(mine(2), 0))
     if rank == 1:
         raises(errors.MismatchError, "shapes differ", lambda: dist.recv(mine(3), 0))
@@ -322,6 +322,65 @@ def case_messages_between_two_ranks() -> None:
     if rank == 2:
         raises(errors.StalledError, "0.2 s", lambda: dist.recv(mine(1), 1, group=short))
     dist.barrier()
+
+
+def case_messages_from_any_source() -> None:
+    rank = dist.get_rank()
+    if rank == 0:
+        received: dict[int, list[float]] = {1: [], 2: []}
+        for _ in range(4):
+            tensor = torch.empty(3)
+            received[dist.recv(tensor)].append(tensor[0].item())
+        assert received == {1: [2, 20], 2: [3, 30]}
+    else:  # nobody waits for them
+        works = [dist.isend(mine(3) * factor, 0) for factor in (1, 10)]
+    dist.barrier()
+    assert rank == 0 or all(work.is_success() for work in works)
+    if rank == 0:  # who is named comes first, and another tag waits
+        named, anybody, tagged = torch.empty(2), torch.empty(2), torch.empty(2)
+        works = [dist.irecv(named, 1), dist.irecv(anybody), dist.irecv(tagged, tag=3)]
+        assert works[2].get_future().wait()[0] is tagged
+        works[1].wait()
+        works[0].wait()
+        assert [work.source_rank() for work in works] == [1, 2, 1]
+        assert torch.equal(named, mine(2, of=1))
+        assert torch.equal(anybody, mine(2, of=2))
+        assert torch.equal(tagged, mine(2, of=1))
+    else:
+        dist.send(mine(2), 0)
+        if rank == 1:
+            dist.send(mine(2), 0, tag=3)
+    short = dist.new_group([0, 1, 2], timeout=timedelta(seconds=0.2))
+    if rank == 0:
+        work = dist.irecv(torch.empty(2), group=short, tag=9)
+        raises(ValueError, "nobody has sent yet", work.source_rank)
+        raises(errors.StalledError, "0.2 s", work.wait)
+        raises(errors.MismatchError, "shapes differ", lambda: dist.recv(torch.empty(2)))
+    if rank == 2:
+        raises(errors.MismatchError, "shapes differ", lambda: dist.send(mine(3), 0))
+    dist.barrier()
+
+
+def case_a_monitored_barrier_names_who_is_missing() -> None:
+    group = dist.new_group([0, 1, 2], timeout=timedelta(seconds=150))
+    group.monitored_barrier()
+    group.monitored_barrier(timedelta(seconds=60), wait_all_ranks=True)
+    late = dist.get_rank() == 1
+    if late:  # those who come later get the same answer
+        dist.barrier()
+    began = time.monotonic()
+    raises(errors.StalledError, r"rank 1 did not come within the timeout of 0.3 s",
+           lambda: group.monitored_barrier(timedelta(seconds=0.3)))  # fmt: skip
+    raises(errors.StalledError, r"ranks \[1\] did not come within the timeout of 0.3 s",
+           lambda: group.monitored_barrier(0.3, wait_all_ranks=True))  # fmt: skip
+    assert late or time.monotonic() - began > 0.59
+    if not late:
+        dist.barrier()
+    group.monitored_barrier()
+    # What torch refuses itself, so that there is no way but the method.
+    raises(ValueError, "only implemented for GLOO", lambda: dist.monitored_barrier(group))
+    raises(RuntimeError, "No device associated",
+           lambda: dist.split_group(split_ranks=[[0, 1], [2]]))  # fmt: skip
 
 
 def case_functional_collectives() -> None:
@@ -508,11 +567,12 @@ def rank(number, path):
     if number == 1:
         os._exit(7)
     if number == 0:
-        try:
-            dist.all_reduce(tensor)
-        except errors.PeerLostError as error:
-            assert error.rank == 1, error
-            print("lost", error.rank, flush=True)
+        for call in (dist.recv, dist.all_reduce, dist.group.WORLD.monitored_barrier):
+            try:
+                call(tensor) if call != dist.group.WORLD.monitored_barrier else call()
+            except errors.PeerLostError as error:
+                assert error.rank == 1, error
+                print("lost", error.rank, flush=True)
     os._exit(0)
 
 fork = multiprocessing.get_context("fork")
@@ -532,7 +592,7 @@ def test_ranks_without_a_launcher_meet_in_torchs_store_and_see_a_death(tmp_path:
         [sys.executable, script, tmp_path / "store"], capture_output=True, text=True, timeout=200,
         check=False,
     )  # fmt: skip
-    assert "lost 1\n" in done.stdout, done.stdout + done.stderr
+    assert done.stdout.count("lost 1\n") == 3, done.stdout + done.stderr
     assert "codes [0, 7, 0]" in done.stdout, done.stdout + done.stderr
 
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+import secrets
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -22,8 +22,9 @@ import torch.distributed as torch_distributed
 from hororing import collectives, control, process_sets
 from hororing.errors import MismatchError, StalledError
 from hororing.process_sets import ProcessSet
+from hororing.torch.distributed.board import Board
 from hororing.torch.distributed.work import Work
-from hororing.torch.verbs import adapter
+from hororing.torch.verbs import adapter, verbs
 
 # torch's stubs tell of other signatures, and lack much.
 dist: Any = torch_distributed
@@ -81,6 +82,7 @@ class Group(_Base):  # type: ignore[misc]
         rank: int,
         ranks: Sequence[int],
         timeout: timedelta,
+        store: Any,
         at_shutdown: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(rank, len(ranks))
@@ -89,10 +91,6 @@ class Group(_Base):  # type: ignore[misc]
         self._timeout_s = timeout.total_seconds()
         self._at_shutdown: Callable[[], None] | None = at_shutdown
         self._numbers = itertools.count(1)
-        # Of messages, by source, target and tag.
-        self._messages: defaultdict[tuple[int, int, int], Iterator[int]] = defaultdict(
-            lambda: itertools.count(1)
-        )
         members = process_sets.of_members(self._ranks)
         # torch's own name may differ between the members.
         self._name = f"group{next(members.users)}"
@@ -103,6 +101,15 @@ class Group(_Base):  # type: ignore[misc]
                 f"{self._timeout_s:g} s"
             )
         self._set: ProcessSet = found
+        # Of its keys in the store, where former groups may have left some.
+        sign = torch.tensor(secrets.randbits(48))
+        handle = verbs.start_broadcast(
+            sign, self._ranks[0], f"{self._name}.sign", self._set, in_place=True
+        )
+        signed = Work(f"{self._name}.sign", handle, [sign], self._timeout_s)
+        self._board = Board(
+            store, lambda: f"hororing/{sign.item():x}/" if signed.wait() else "", rank
+        )
 
     # -- what it is
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 
 from hororing import control
-from hororing.errors import MismatchError
+from hororing.errors import MismatchError, StalledError
 from hororing.torch.distributed.base import (
     Group,
     Tensors,
@@ -210,6 +211,30 @@ class Exchanges(Group):
         opts = opts or dist.BarrierOptions()
         handle = control.start_barrier(name, self._members(), wait_follows=not opts.asyncOp)
         return self._work("barrier", name, handle, [], opts)
+
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        """Wait for all ranks, and learn which have not come.
+
+        torch.distributed.monitored_barrier takes only groups of gloo: call this method of a group.
+        The ranks meet in torch's store, so this works while requests of the group hang.
+
+        Raises
+        ------
+        StalledError : on every rank that has come, with the ranks that have not within `timeout`
+            (a timedelta or seconds; None: that of the group): the first, or all of them if
+            `wait_all_ranks`. PeerLostError and the like if the job has ended.
+        """
+        self._check_alive("monitored_barrier")
+        seconds = self._timeout_s if timeout is None else timeout
+        seconds = seconds.total_seconds() if isinstance(seconds, timedelta) else float(seconds)
+        missing = self._board.missing(len(self._ranks), seconds)
+        missing = [0] if missing is None else missing
+        if missing:
+            who = f"ranks {missing}" if wait_all_ranks else f"rank {missing[0]}"
+            raise StalledError(
+                f"monitored_barrier: {who} did not come within the timeout of {seconds:g} s, in "
+                f"{self!r}"
+            )
 
     # The names of torch 2.13; those above are what torch has called them before.
     all_gather_single = _allgather_base

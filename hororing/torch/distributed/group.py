@@ -25,5 +25,6 @@ class ProcessGroup(Reductions, Exchanges, PointToPoint):
     rank : of this process among `ranks`.
     ranks : of the job, ascending.
     timeout : how long a call waits.
+    store : of torch's, which all members share.
     at_shutdown : called when the group is destroyed.
     """

@@ -2,21 +2,32 @@
 
 The pair asks for its set with its first message, in either direction. Neither rank can wait for the
 other there, since each may first have messages with other ranks: such a message is submitted as
-soon as the set is there, by whoever waits for it or polls it, or by the thread of the futures.
+soon as the set is there, by whoever waits for it or polls it, or by the thread of the futures. So
+is one from any source, as soon as that is known.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from time import monotonic
-from typing import Any
+from time import monotonic, sleep
+from typing import Any, NamedTuple
 
 import torch
 
 from hororing import collectives
 from hororing.process_sets import ProcessSet, SetOfMembers
+from hororing.torch.distributed.board import POLL_S, announcer
 from hororing.torch.distributed.work import Work, completions
+
+
+class Route(NamedTuple):
+    """The set of both ranks, which rank of the group sends, and the number of the message."""
+
+    pair: SetOfMembers
+    source: int
+    number: int
+    name: str
 
 
 class Message(Work):
@@ -24,58 +35,90 @@ class Message(Work):
 
     Parameters
     ----------
-    pair : the set of both ranks.
-    start : submits the request in that set and returns its handle.
-    source : which rank of the group sends.
+    verb : for errors.
+    find : returns its route, or None while that is not known. Does not block.
+    start : submits the request of the route's name in its set, and returns the handle.
+    found : called once, when `find` is not called any more.
     """
 
     def __init__(
         self,
-        title: str,
+        verb: str,
         tensor: torch.Tensor,
         timeout_s: float,
-        pair: SetOfMembers,
-        start: Callable[[ProcessSet], int],
-        source: int,
+        find: Callable[[], Route | None],
+        start: Callable[[ProcessSet, Route], int],
         finish: Callable[[Any], None] | None,
+        found: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__(title, 0, [tensor], timeout_s, finish)
+        super().__init__(verb, 0, [tensor], timeout_s, finish)
         self._done = False
-        self._pair = pair
-        self._start: Callable[[ProcessSet], int] | None = start
-        self._source = source
+        self._find: Callable[[], Route | None] | None = find
+        self._found = found
+        self._route: Route | None = None
+        self._start: Callable[[ProcessSet, Route], int] | None = start
         self._deadline = monotonic() + timeout_s
-        if pair.ready():
+        if self._is_ready():
             self._submit()
         else:
             completions.watch(self)
 
     def source_rank(self) -> int:
-        """Return which rank of the group has sent it."""
-        return self._source
+        """Return which rank of the group has sent it. ValueError: not known yet."""
+        if self._route is None:
+            raise ValueError(f"{self._title}: nobody has sent yet; wait() first")
+        return self._route.source
 
     _source_rank = source_rank
+
+    def _is_ready(self) -> bool:
+        """Whether `_submit` can hand it over, or it has an error."""
+        with self._lock:
+            if self._find is not None:
+                try:
+                    self._route = self._find()
+                except Exception as error:  # the engine has ended, or there is no store
+                    self._fail(error)
+                if self._route is None:
+                    return self._done
+                self._title = f"{self._title} '{self._route.name}'"
+                self._stop_looking()
+        return self._done or self._route is None or self._route.pair.ready()
+
+    def _stop_looking(self) -> None:
+        if self._find is not None:
+            self._find = None
+            with suppress(Exception):  # there is no store any more
+                self._found()
+
+    def _fail(self, error: Exception) -> None:
+        self._error = error
+        self._end()
 
     def _submit(self) -> None:
         """Hand the request to the engine, once; the set is there, or will never be."""
         with self._lock:
             start, self._start = self._start, None
-            if start is None or self._done:
+            if start is None or self._done or self._route is None:
                 return
             try:
-                pair = self._pair.get(0.0)
+                pair = self._route.pair.get(0.0)
                 assert pair is not None
-                self._handle = start(pair)
+                self._handle = start(pair, self._route)
             except Exception as error:  # the engine has ended
-                self._error = error
-                self._end()
-        self._tell()
+                self._fail(error)
+        if self._done:
+            self._tell()
 
     def _wait(self, timeout_s: float) -> None:
         end = monotonic() + timeout_s
-        if self._start is not None:
+        while not self._is_ready() and self._route is None:
+            if monotonic() >= end:
+                return self.expire(timeout_s)
+            sleep(POLL_S)
+        if self._start is not None and self._route is not None:
             with suppress(Exception):  # which `_submit` gets, too
-                if self._pair.get(timeout_s) is None:
+                if self._route.pair.get(max(end - monotonic(), 0.0)) is None:
                     return self.expire(timeout_s)
             self._submit()
         if self._done:
@@ -88,15 +131,21 @@ class Message(Work):
     def complete(self) -> bool:
         """Whether `settle` would return at once."""
         if self._start is not None and not self._done:
-            if not self._pair.ready():
+            if not self._is_ready():
                 return False
             self._submit()
         return super().complete()
 
     def _abandon(self) -> None:
         self._start = None
+        self._stop_looking()
         if self._handle:
             super()._abandon()
+
+    def _end(self) -> None:
+        self._stop_looking()
+        announcer.forget(self)
+        super()._end()
 
     @property
     def blocks(self) -> bool:  # type: ignore[override]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 from hororing import process_sets
 from hororing.process_sets import ProcessSet
 from hororing.torch.distributed.base import Group, Tensors, single
-from hororing.torch.distributed.message import Message
+from hororing.torch.distributed.board import announcer
+from hororing.torch.distributed.message import Message, Route
 from hororing.torch.distributed.work import Work
 from hororing.torch.verbs import adapter, verbs
 
@@ -18,57 +20,90 @@ from hororing.torch.verbs import adapter, verbs
 class PointToPoint(Group):
     """What goes from one rank to another one."""
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        # How many messages there have been, by source, target and tag.
+        self._messages: defaultdict[tuple[int, int, int], int] = defaultdict(int)
+
     def send(self, tensors: Tensors, target: int, tag: int = 0) -> Work:
         """Send a tensor to a rank of the group, which receives it into one of as many elements.
 
         Messages of one tag arrive in order. ValueError if the target is this rank.
         """
         tensor = adapter.check(single(tensors, "send"), "send")
-        flat = tensor.data.reshape(-1)
-        return self._message("send", tensor, flat, self._place, target, tag, target, None)
+        self._check_peer("send", target)
+        route = self._route(self._place, target, tag)
+        sent = self._message("send", tensor, tensor.data.reshape(-1), lambda: route, None)
+        if not sent.is_completed():
+            announcer.watch(sent, self._board, target, tag, route.number)
+        return sent
 
     def recv(self, tensors: Tensors, source: int, tag: int = 0) -> Work:
         """Receive a tensor from a rank of the group.
 
         MismatchError on both ranks if it differs in data type or number of elements.
         """
-        tensor = adapter.check(single(tensors, "recv"), "recv")
-        adapter.check_writable(tensor, "recv")
-        if tensor.is_contiguous():
-            flat, finish = tensor.detach().view(-1), None
-        else:
-            flat = tensor.detach().new_empty(tensor.numel())
-
-            def finish(_: Any) -> None:
-                adapter.copy(tensor, flat.view(tensor.shape))
-
-        return self._message("recv", tensor, flat, source, self._place, tag, source, finish)
+        tensor, flat, finish = self._target("recv", tensors)
+        self._check_peer("recv", source)
+        route = self._route(source, self._place, tag)
+        return self._message("recv", tensor, flat, lambda: route, finish)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
-        """Raise NotImplementedError: both ranks must know who sends."""
-        raise NotImplementedError("recv: messages from any source are not supported; pass src")
+        """Receive a tensor from whichever rank of the group sends one with that tag.
+
+        The ranks find each other by torch's store, which takes some milliseconds.
+        """
+        tensor, flat, finish = self._target("recv", tensors)
+        self._check_alive("recv")
+        board = self._board
+        board.want(1)
+
+        def find() -> Route | None:
+            source = board.take(
+                tag, lambda rank, number: number > self._messages[rank, self._place, tag]
+            )
+            return None if source is None else self._route(source, self._place, tag)
+
+        return self._message("recv", tensor, flat, find, finish, lambda: board.want(-1))
+
+    def _target(
+        self, verb: str, tensors: Tensors
+    ) -> tuple[torch.Tensor, torch.Tensor, Callable[[Any], None] | None]:
+        """The tensor, what is received in its place, and what puts that there."""
+        tensor = adapter.check(single(tensors, verb), verb)
+        adapter.check_writable(tensor, verb)
+        if tensor.is_contiguous():
+            return tensor, tensor.detach().view(-1), None
+        flat = tensor.detach().new_empty(tensor.numel())
+        return tensor, flat, lambda _: adapter.copy(tensor, flat.view(tensor.shape))
+
+    def _check_peer(self, verb: str, peer: int) -> None:
+        self._check_alive(verb)
+        if not 0 <= peer < len(self._ranks) or peer == self._place:
+            raise ValueError(f"{verb}: rank {peer} is not another rank of {self!r}")
+
+    def _route(self, source: int, target: int, tag: int) -> Route:
+        """The way of the next message."""
+        key = source, target, tag
+        self._messages[key] += 1
+        number = self._messages[key]
+        # Other groups of these two have messages, too.
+        name = f"set{self._members()}.{self._name}.from{source}.to{target}.tag{tag}.{number}"
+        pair = process_sets.of_members([self._ranks[source], self._ranks[target]])
+        return Route(pair, source, number, name)
 
     def _message(
         self,
         verb: str,
         tensor: torch.Tensor,
         flat: torch.Tensor,
-        source: int,
-        target: int,
-        tag: int,
-        peer: int,
+        find: Callable[[], Route | None],
         finish: Callable[[Any], None] | None,
-    ) -> Work:
-        self._check_alive(verb)
-        if not 0 <= peer < len(self._ranks) or peer == self._place:
-            raise ValueError(f"{verb}: rank {peer} is not another rank of {self!r}")
-        number = next(self._messages[source, target, tag])
-        # Other groups of these two have messages, too.
-        name = f"set{self._members()}.{self._name}.from{source}.to{target}.tag{tag}.{number}"
-        root = self._ranks[source]
+        found: Callable[[], None] = lambda: None,
+    ) -> Message:
+        def start(pair: ProcessSet, route: Route) -> int:
+            return verbs.start_broadcast(
+                flat, self._ranks[route.source], route.name, pair, in_place=True
+            )
 
-        def start(pair: ProcessSet) -> int:
-            return verbs.start_broadcast(flat, root, name, pair, in_place=True)
-
-        pair = process_sets.of_members([root, self._ranks[target]])
-        return Message(f"{verb} '{name}'", tensor, self._timeout_s, pair, start, source, finish)
+        return Message(verb, tensor, self._timeout_s, find, start, finish, found)

@@ -47,7 +47,9 @@ def create(options: Any, _: Any = None) -> ProcessGroup:
         leaves = _start(options.store, place, size, timeout.total_seconds())
     ranks = list(ranks) or list(range(size))
     _check(ranks, place, size, of_all)
-    return ProcessGroup(place, ranks, timeout, _leave if leaves else _nothing)
+    # The name of a group, which is in its store's prefix, may differ between the members.
+    store = options.store if of_all else dist.distributed_c10d._get_default_store()
+    return ProcessGroup(place, ranks, timeout, store, _leave if leaves else _nothing)
 
 
 def _start(store: Any, place: int, size: int, timeout_s: float) -> bool:

@@ -113,8 +113,8 @@ class Work(_Work):
             if self._done:
                 return
             self._error = StalledError(
-                f"{self._title} has waited for {timeout_s:g} s, which is its timeout: every rank "
-                "of the process group must make this call; the log of rank 0 names those that have "
+                f"{self._title} has waited for {timeout_s:g} s, the timeout of the call: every "
+                "rank of the process group must make it; the log of rank 0 names those that have "
                 "not, after HORORING_STALL_WARNING_S"
             )
             self._abandon()

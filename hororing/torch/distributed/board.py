@@ -1,0 +1,165 @@
+"""What the ranks of a group tell each other by torch's store: who has come, who waits to send.
+
+A message is a broadcast in a set of two ranks, so a receiver from any source must first learn who
+sends. It says in the store that it wants to; a rank whose message waits looks there, and leaves its
+number. Nothing of that happens to messages whose receiver comes within milliseconds, and nothing is
+left in the store where nobody receives from any source.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from time import monotonic, sleep
+from typing import Any, Final
+
+from hororing import control
+
+# Between two looks at the store; the announcer's grows while nothing new is sent.
+POLL_S: Final = 0.002
+_SLOW_POLL_S: Final = 0.05
+# Longest that a rank waits for the verdict of rank 0 after the timeout of a monitored barrier.
+_VERDICT_S: Final = 10.0
+
+
+class Board:
+    """The keys of a group in torch's store.
+
+    Parameters
+    ----------
+    prefix : returns that of the keys, which no other group has ever used. May block.
+    place : of this rank in the group.
+    """
+
+    def __init__(self, store: Any, prefix: Callable[[], str], place: int) -> None:
+        self._store, self._prefix, self._place = store, prefix, place
+        self._barriers = itertools.count(1)
+        self._lock = threading.RLock()
+        self._receivers = 0
+        self._read = 0
+        self._announced: list[tuple[int, int, int]] = []
+
+    # -- messages from any source
+
+    def want(self, change: int) -> None:
+        """One receiver from any source more (1) or less (-1) on this rank."""
+        with self._lock:
+            before, self._receivers = self._receivers, self._receivers + change
+            if not before or not self._receivers:
+                self._store.set(
+                    f"{self._prefix()}wants{self._place}", "yes" if self._receivers else ""
+                )
+
+    def is_wanted(self, target: int) -> bool:
+        """Whether a rank of the group wants to know who sends to it."""
+        key = f"{self._prefix()}wants{target}"
+        return bool(self._store.check([key])) and bool(self._store.get(key))
+
+    def announce(self, target: int, tag: int, number: int) -> None:
+        """Leave word for `target` that this rank's message of that tag and number waits."""
+        to = f"{self._prefix()}to{target}."
+        place = self._store.add(to, 1)
+        self._store.set(f"{to}{place}", f"{self._place} {tag} {number}")
+
+    def take(self, tag: int, take: Callable[[int, int], bool]) -> int | None:
+        """Return a rank that sends to this one, for whom `take(rank, number)` was true."""
+        control.check_engine()
+        with self._lock:
+            to = f"{self._prefix()}to{self._place}."
+            while self._store.check([key := f"{to}{self._read + 1}"]):
+                source, its_tag, number = map(int, self._store.get(key).split())
+                self._announced.append((source, its_tag, number))
+                self._store.delete_key(key)
+                self._read += 1
+            for each in [each for each in self._announced if each[1] == tag]:
+                self._announced.remove(each)
+                if take(each[0], each[2]):
+                    return each[0]
+        return None
+
+    # -- barrier
+
+    def missing(self, size: int, timeout_s: float) -> list[int] | None:
+        """Meet the other ranks; return which have not come in time. None: rank 0 does not answer.
+
+        All ranks that come get the same answer, also those that come later.
+        """
+        number = next(self._barriers)
+        key = f"{self._prefix()}barrier{number}."
+        self._store.set(f"{key}{self._place}", "")
+        end = monotonic() + timeout_s
+        if self._place == 0:
+            missing = list(range(1, size))
+            while missing := [rank for rank in missing if not self._store.check([f"{key}{rank}"])]:
+                control.check_engine()
+                if monotonic() >= end:
+                    break
+                sleep(POLL_S)
+            self._store.set(f"{key}verdict", " ".join(map(str, missing)))
+            if not missing:  # then nobody reads those of the last one any more
+                last = f"{self._prefix()}barrier{number - 1}."
+                for name in ("verdict", *range(size)):
+                    self._store.delete_key(f"{last}{name}")
+            return missing
+        while not self._store.check([f"{key}verdict"]):
+            control.check_engine()
+            if monotonic() >= end + _VERDICT_S:
+                return None
+            sleep(POLL_S)
+        return list(map(int, self._store.get(f"{key}verdict").split()))
+
+
+class _Announcer:
+    """A thread that looks whether receivers want to know of messages that wait."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._waiting: dict[Any, tuple[Board, int, int, int]] = {}
+        self._sleeps = False
+        self._started = False
+
+    def watch(self, message: Any, board: Board, target: int, tag: int, number: int) -> None:
+        """Announce `message`, which is not complete, as soon as `target` wants that."""
+        self._waiting[message] = board, target, tag, number
+        if self._sleeps or not self._started:
+            with self._changed:
+                if not self._started:
+                    threading.Thread(
+                        target=self._run, name="hororing-torch-any-source", daemon=True
+                    ).start()
+                self._started, self._sleeps = True, False
+                self._changed.notify()
+
+    def forget(self, message: Any) -> None:
+        """It is complete, or given up."""
+        self._waiting.pop(message, None)
+
+    def _run(self) -> None:
+        period_s = POLL_S
+        before = 0
+        while True:
+            with self._changed:
+                self._sleeps = True  # before the look: `watch` does both the other way round
+                self._changed.wait_for(lambda: self._waiting or not self._sleeps)
+                self._sleeps = False
+            sleep(period_s)
+            waiting = list(self._waiting.items())
+            period_s = POLL_S if len(waiting) > before else min(1.2 * period_s, _SLOW_POLL_S)
+            before = len(waiting)
+            wanted: dict[tuple[Board, int], bool] = {}
+            for message, (board, target, tag, number) in waiting:
+                try:
+                    done = message.complete()
+                    if not done and (board, target) not in wanted:
+                        wanted[board, target] = board.is_wanted(target)
+                    if not done and wanted[board, target]:
+                        board.announce(target, tag, number)
+                        done = True
+                except Exception:  # neither engine nor store: whoever waits for it learns that
+                    done = True
+                if done:
+                    self.forget(message)
+
+
+announcer = _Announcer()
