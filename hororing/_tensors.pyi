@@ -44,37 +44,31 @@ class PlainTensors:
     ) -> Any: ...
     def finish(self, handle: int, /) -> Any: ...
 
-class Arrivals:
-    """What the gradients of one optimizer have in common. Owners have `send_arrived()`."""
+class Queue:
+    """The gradients of one optimizer that are to be sent. Subclasses have `send_queued()`."""
 
-    arrived: list[Any]
+    queued: list[Any]
     room: int
     thread: int
 
-class Prepared:
-    """A request that is made again and again."""
+class Gradient:
+    """One parameter's gradient, and the request that reduces it.
 
+    Subclasses have `may_send()`, `weight_of(param)`, `send_alone(grad, failures)` and
+    `failure(code)`, for all that is rare.
+    """
+
+    reducer: Any
+    param: Any
     keep: Any
     address: int
     handle: int
-
-class Gradient:
-    """One parameter's gradient.
-
-    Owners have `count()`, `weight_of(param)`, `send_alone(grad, failures)` and `failure(code)`, for
-    all that is rare.
-    """
-
-    shared: Any
-    prepared: Any
-    param: Any
     weight: int
-    left: int
-    sent: bool
+    state: int
     simple: bool
     def on_gradient(self, param: Any, /) -> None: ...
 
 def send_gradients(
-    plain: PlainTensors, slots: list[Any], flying: list[int], failures: list[Exception], /
+    plain: PlainTensors, gradients: list[Any], in_flight: list[int], failures: list[Exception], /
 ) -> None: ...
-def finish_gradients(entries: list[Any], passes: int, /) -> list[Any]: ...
+def finish_gradients(entries: list[Any], state: int, /) -> list[Any]: ...

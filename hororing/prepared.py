@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import IntEnum
 from typing import Any
 
 from hororing._core import ffi, lib
-from hororing._tensors import Prepared
+from hororing._tensors import Gradient
 from hororing.collectives import (
     ALLREDUCE,
     HOST,
@@ -23,41 +24,47 @@ from hororing.failures import fail
 from hororing.names import WORLD_SET
 
 
-class PreparedAllreduce(Prepared):
-    """An in-place allreduce of one tensor, again and again: all that can be is computed once.
+class State(IntEnum):
+    """The states of a gradient, as in csrc/python/gradients.cc."""
 
-    `start_many` submits, `finish` waits. At most one start may be in flight; `keep` holds the
-    tensor meanwhile. Who has waited by `finish_many` resets `handle`.
+    ASK = 0  # not computed; the hook asks `may_send`
+    READY = 1  # not computed; the hook sends it
+    QUEUED = 2  # computed, and to be sent
+    SENT = 3  # in flight
+
+
+class PersistentAllreduce(Gradient):
+    """An in-place allreduce of one tensor, prepared once and started again and again.
+
+    `start_many` starts, `wait_in` waits. At most one start may be in flight; `keep` holds the
+    tensor meanwhile. A caller of `finish_many` resets `handle`.
     """
 
-    __slots__ = ("_owners", "on_device", "request")
+    __slots__ = ("_owners", "device", "request")
 
-    def __init__(
-        self,
-        name: str,
-        dtype: int,
-        shape: Sequence[int],
-        op: int,
-        prescale: float,
-        postscale: float,
-        process_set: int = WORLD_SET,
-        device: int = HOST,
-    ) -> None:
-        view = View(0, 0, dtype, tuple(shape), device)
-        self.on_device = device != HOST
+    def __init__(self, device: int) -> None:
+        self.device = device
+        self.request: Any = None
+
+    def prepare(
+        self, name: str, dtype: int, shape: Sequence[int], op: int, prescale: float = 1.0,
+        postscale: float = 1.0, process_set: int = WORLD_SET,
+    ) -> None:  # fmt: skip
+        """Compute all that every start needs."""
         self.request, self._owners = make_request(
-            ALLREDUCE, name, [view], process_set, op, 0, prescale, postscale, None
-        )
+            ALLREDUCE, name, [View(0, 0, dtype, tuple(shape), self.device)], process_set, op, 0,
+            prescale, postscale, None,
+        )  # fmt: skip
         self.address = int(ffi.cast("uintptr_t", self.request))
 
-    def finish(self, stream: int = 0) -> Any:
-        """Wait for what was started, if it is in flight; return what has held it.
+    def wait_in(self, stream: int = 0) -> Any:
+        """Wait for what was started, if it is in flight; return its tensor.
 
-        On a device that is `stream` that waits, and the one that it was computed in.
+        On a device `stream` waits, and the stream that the tensor was computed in.
         """
         handle, keep = self.handle, self.keep
         code = block_until_complete(handle) if handle else lib.HR_OK
-        if handle and self.on_device and code == lib.HR_OK:
+        if handle and self.device != HOST and code == lib.HR_OK:
             try:
                 for each in {stream, int(self.request.stream)}:
                     wait_in_stream(handle, each)
@@ -76,32 +83,32 @@ class PreparedAllreduce(Prepared):
         """Forget what is in flight, if anything is."""
         if self.handle:
             abandon(self.handle, self.keep)
-            self.handle = 0
-            self.keep = None
+        self.handle = 0
+        self.keep = None
 
 
 def start_many(
-    prepared: Sequence[PreparedAllreduce], addresses: list[int], keeps: Sequence[object],
-    flying: list[int],
+    requests: Sequence[PersistentAllreduce], addresses: list[int], tensors: Sequence[object],
+    in_flight: list[int],
 ) -> tuple[int, int]:  # fmt: skip
-    """Submit tensors at `addresses`, which `keeps` own; return how many were, and a code.
+    """Start requests with `tensors` at `addresses`; return how many were, and a code.
 
     If one is refused, it and those after it are not in flight; `fail(code)` tells why. The handles
-    of the others are added to `flying`.
+    of the others are added to `in_flight`.
     """
     count = len(addresses)
     c_handles = ffi.new("int64_t[]", count)
-    requests = [each.request for each in prepared]
     token = next(submit_count)
-    submitting[token] = keeps
-    started = int(lib.hr_start(requests, addresses, count, c_handles))
+    submitting[token] = tensors
+    started = int(lib.hr_start([each.request for each in requests], addresses, count, c_handles))
     handles = ffi.unpack(c_handles, count)
     code = 0 if started == count else handles[started]
     del handles[started:]
-    for each, keep, handle in zip(prepared, keeps, handles, strict=False):
-        each.keep = keep
+    for each, tensor, handle in zip(requests, tensors, handles, strict=False):
+        each.keep = tensor
         each.handle = handle
-    flying += handles
+        each.state = State.SENT
+    in_flight += handles
     del submitting[token]
     return started, code
 

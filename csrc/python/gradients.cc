@@ -17,33 +17,36 @@
 namespace hororing {
 namespace {
 
-// What the gradients of an optimizer have in common (Shared).
-struct Arrivals {
-  PyObject_HEAD PyObject* arrived;  // list of Gradient
-  long long room;                   // for more, in bytes, until they are sent
-  unsigned long thread;             // whose backward pass will tell when it ends; 0: none
+// The gradients of one optimizer that have come and are not sent. Its reducer derives from it.
+struct Queue {
+  PyObject_HEAD PyObject* queued;  // list of Gradient
+  long long room;                  // for more, in bytes, until they are sent
+  unsigned long thread;            // whose backward pass will tell when it ends; 0: none
 };
 
-// A request that is made again and again (PreparedAllreduce).
-struct Prepared {
-  PyObject_HEAD PyObject* keep;  // the tensor in flight
-  unsigned long long address;    // of the hr_request, which the owner keeps
-  long long handle;              // 0: not in flight
+// The states of a gradient (hororing/prepared.py has them, too).
+enum State : int {
+  kAsk,     // not computed; the hook asks may_send()
+  kReady,   // not computed; the hook sends it
+  kQueued,  // computed, and in the queue
+  kSent,    // in flight
 };
 
-// One parameter's gradient (Slot).
+// One parameter's gradient, and the persistent request that reduces it.
 struct Gradient {
-  PyObject_HEAD PyObject* shared;  // Arrivals
-  PyObject* prepared;              // Prepared, or None
-  PyObject* param;                 // while its gradient has arrived and is not sent; else None
-  long long weight;                // of room
-  int left;                        // 1: goes when it comes; 0: has come; else ask the owner
-  char sent;
-  char simple;  // goes as it is, if it is plain: in host memory, and by itself
+  PyObject_HEAD PyObject* reducer;  // Queue
+  PyObject* param;                  // from the hook until its gradient is sent; else None
+  PyObject* keep;                   // the tensor that the request reduces now; else None
+  unsigned long long address;       // of the hr_request, which the owner keeps; 0: none
+  long long handle;                 // of what is in flight; 0: nothing is
+  long long weight;                 // what it takes of Queue::room
+  int state;
+  char simple;  // the request takes the tensor as it is, if it is plain: in host memory
 };
 
-PyTypeObject *arrivals_type, *prepared_type, *gradient_type;  // of the process, as its engine is
-PyObject *count_name, *send_arrived_name, *weight_name, *grad_name, *send_alone_name, *failure_name;
+PyTypeObject *queue_type, *gradient_type;  // of the process, as its engine is
+PyObject *may_send_name, *send_queued_name, *weight_name, *grad_name, *send_alone_name,
+    *failure_name;
 
 bool IsNone(PyObject* object) { return object == nullptr || object == Py_None; }
 
@@ -53,23 +56,23 @@ void Replace(PyObject** place, PyObject* object) {  // takes the reference
   Py_XDECREF(old);
 }
 
-// Takes note of an accumulated gradient. What happens rarely is a method of the owner's.
+// Takes note of an accumulated gradient. What happens rarely is a method of the gradient's.
 PyObject* OnGradient(PyObject* object, PyObject* param) {
   auto* const self = reinterpret_cast<Gradient*>(object);
-  if (self->shared == nullptr || PyObject_TypeCheck(self->shared, arrivals_type) == 0) {
-    PyErr_SetString(PyExc_TypeError, "a gradient needs what it shares");
+  if (self->reducer == nullptr || PyObject_TypeCheck(self->reducer, queue_type) == 0) {
+    PyErr_SetString(PyExc_TypeError, "a gradient needs a reducer");
     return nullptr;
   }
-  auto* const shared = reinterpret_cast<Arrivals*>(self->shared);
-  if (self->left != 1 || shared->thread != PyThread_get_thread_ident()) {
-    PyObject* const goes = PyObject_CallMethodObjArgs(object, count_name, nullptr);
+  auto* const queue = reinterpret_cast<Queue*>(self->reducer);
+  if (self->state != kReady || queue->thread != PyThread_get_thread_ident()) {
+    PyObject* const goes = PyObject_CallMethodObjArgs(object, may_send_name, nullptr);
     if (goes == nullptr) return nullptr;
     const int goes_now = PyObject_IsTrue(goes);
     Py_DECREF(goes);
     if (goes_now < 0) return nullptr;
     if (goes_now == 0) Py_RETURN_NONE;
   }
-  self->left = 0;
+  self->state = kQueued;
   Py_INCREF(param);
   Replace(&self->param, param);
   long long weight = self->weight;
@@ -80,15 +83,15 @@ PyObject* OnGradient(PyObject* object, PyObject* param) {
     Py_DECREF(found);
     if (weight == -1 && PyErr_Occurred() != nullptr) return nullptr;
   }
-  shared->room -= weight;
-  if (PyList_Append(shared->arrived, object) != 0) return nullptr;
-  if (shared->room > 0) Py_RETURN_NONE;
-  return PyObject_CallMethodObjArgs(self->shared, send_arrived_name, nullptr);
+  queue->room -= weight;
+  if (PyList_Append(queue->queued, object) != 0) return nullptr;
+  if (queue->room > 0) Py_RETURN_NONE;
+  return PyObject_CallMethodObjArgs(self->reducer, send_queued_name, nullptr);
 }
 
-// Gradients on their way into the core, each with its slot.
+// Gradients on their way into the core, each with its tensor.
 struct Batch {
-  std::vector<Reference> slots, grads;
+  std::vector<Reference> gradients, tensors;
   std::vector<hr_request*> requests;
   std::vector<uintptr_t> addresses;
 };
@@ -102,11 +105,11 @@ bool IsAsPrepared(const hr_tensor& prepared, const hr_tensor& grad) {
   return true;
 }
 
-// Puts the gradient that has arrived into the batch, or has its owner send it. 0, or -1.
-int Take(const Plain& plain, PyObject* slot, PyObject* failures, Batch* batch) {
-  auto* const gradient = reinterpret_cast<Gradient*>(slot);
+// Puts a queued gradient into the batch, or calls the method that sends it alone. 0, or -1.
+int Take(const Plain& plain, PyObject* object, PyObject* failures, Batch* batch) {
+  auto* const gradient = reinterpret_cast<Gradient*>(object);
   if (IsNone(gradient->param)) {
-    PyErr_SetString(PyExc_AssertionError, "no gradient has arrived there");
+    PyErr_SetString(PyExc_AssertionError, "this gradient is not queued");
     return -1;
   }
   PyObject* const grad = PyObject_GetAttr(gradient->param, grad_name);
@@ -114,41 +117,39 @@ int Take(const Plain& plain, PyObject* slot, PyObject* failures, Batch* batch) {
   if (grad == nullptr) return -1;
   const Reference held(grad);
   Py_DECREF(grad);
-  if (gradient->simple != 0 && !IsNone(gradient->prepared) &&
-      PyObject_TypeCheck(gradient->prepared, prepared_type) != 0) {
-    auto* const request =
-        reinterpret_cast<hr_request*>(reinterpret_cast<Prepared*>(gradient->prepared)->address);
+  if (gradient->simple != 0 && gradient->address != 0) {
+    auto* const request = reinterpret_cast<hr_request*>(gradient->address);
     hr_tensor seen;
     Plain::Shapes shapes;
     const int is_plain = plain.Describe(grad, &seen, &shapes);
     if (is_plain < 0) return -1;
     if (is_plain == 1 && IsAsPrepared(request->tensors[0], seen)) {
-      batch->slots.emplace_back(slot);
-      batch->grads.emplace_back(grad);
+      batch->gradients.emplace_back(object);
+      batch->tensors.emplace_back(grad);
       batch->requests.push_back(request);
       batch->addresses.push_back(seen.input);
       return 0;
     }
   }
-  PyObject* const sent = PyObject_CallMethodObjArgs(slot, send_alone_name, grad, failures, nullptr);
+  PyObject* const sent =
+      PyObject_CallMethodObjArgs(object, send_alone_name, grad, failures, nullptr);
   Py_XDECREF(sent);
   return sent == nullptr ? -1 : 0;
 }
 
 // Notes what the core has taken.
 int Started(const Batch& batch, size_t begin, const std::vector<int64_t>& handles, size_t count,
-            PyObject* flying) {
+            PyObject* in_flight) {
   for (size_t i = begin; i < begin + count; ++i) {
-    auto* const slot = reinterpret_cast<Gradient*>(batch.slots[i].get());
-    auto* const prepared = reinterpret_cast<Prepared*>(slot->prepared);
-    Py_INCREF(batch.grads[i].get());
-    Replace(&prepared->keep, batch.grads[i].get());
-    prepared->handle = handles[i - begin];
-    slot->sent = 1;
+    auto* const gradient = reinterpret_cast<Gradient*>(batch.gradients[i].get());
+    Py_INCREF(batch.tensors[i].get());
+    Replace(&gradient->keep, batch.tensors[i].get());
+    gradient->handle = handles[i - begin];
+    gradient->state = kSent;
   }
   for (size_t i = 0; i < count; ++i) {
     PyObject* const handle = PyLong_FromLongLong(handles[i]);
-    const bool added = handle != nullptr && PyList_Append(flying, handle) == 0;
+    const bool added = handle != nullptr && PyList_Append(in_flight, handle) == 0;
     Py_XDECREF(handle);
     if (!added) return -1;
   }
@@ -156,8 +157,8 @@ int Started(const Batch& batch, size_t begin, const std::vector<int64_t>& handle
 }
 
 const char* const kSendText =
-    "send_gradients(plain, slots, flying, failures)\n\n"
-    "Submit what has arrived at `slots`, in one call where it is plain; handles go to `flying`.";
+    "send_gradients(plain, gradients, in_flight, failures)\n\n"
+    "Submit queued `gradients`, in one call where they are plain; handles go to `in_flight`.";
 
 PyObject* SendGradients(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   const Plain* const plain = count == 4 ? PlainOf(arguments[0]) : nullptr;
@@ -166,31 +167,31 @@ PyObject* SendGradients(PyObject*, PyObject* const* arguments, Py_ssize_t count)
     PyErr_SetString(PyExc_TypeError, "send_gradients takes PlainTensors and three lists");
     return nullptr;
   }
-  PyObject *const slots = arguments[1], *const flying = arguments[2],
+  PyObject *const gradients = arguments[1], *const in_flight = arguments[2],
                   *const failures = arguments[3];
   Batch batch;
-  for (Py_ssize_t i = 0; i < PyList_Size(slots); ++i) {
-    const Reference slot(PyList_GetItem(slots, i));
-    if (PyObject_TypeCheck(slot.get(), gradient_type) == 0) {
-      PyErr_SetString(PyExc_TypeError, "slots are Gradients");
+  for (Py_ssize_t i = 0; i < PyList_Size(gradients); ++i) {
+    const Reference gradient(PyList_GetItem(gradients, i));
+    if (PyObject_TypeCheck(gradient.get(), gradient_type) == 0) {
+      PyErr_SetString(PyExc_TypeError, "gradients are Gradients");
       return nullptr;
     }
-    if (Take(*plain, slot.get(), failures, &batch) != 0) return nullptr;
+    if (Take(*plain, gradient.get(), failures, &batch) != 0) return nullptr;
   }
   size_t begin = 0;
-  while (begin < batch.slots.size()) {
-    const size_t wanted = batch.slots.size() - begin;
+  while (begin < batch.gradients.size()) {
+    const size_t wanted = batch.gradients.size() - begin;
     std::vector<int64_t> handles(wanted);
     const int32_t started = hr_start(batch.requests.data() + begin, batch.addresses.data() + begin,
                                      static_cast<int32_t>(wanted), handles.data());
     const size_t number = static_cast<size_t>(started);
-    if (Started(batch, begin, handles, number, flying) != 0) return nullptr;
+    if (Started(batch, begin, handles, number, in_flight) != 0) return nullptr;
     begin += number;
     if (number == wanted) break;
     PyObject* const code = PyLong_FromLongLong(handles[number]);
     if (code == nullptr) return nullptr;
     PyObject* const failure =
-        PyObject_CallMethodObjArgs(batch.slots[begin].get(), failure_name, code, nullptr);
+        PyObject_CallMethodObjArgs(batch.gradients[begin].get(), failure_name, code, nullptr);
     Py_DECREF(code);
     const bool noted = failure != nullptr && PyList_Append(failures, failure) == 0;
     Py_XDECREF(failure);
@@ -200,44 +201,41 @@ PyObject* SendGradients(PyObject*, PyObject* const* arguments, Py_ssize_t count)
   Py_RETURN_NONE;
 }
 
-// Whether the reduced gradient is where it belongs; if so, its slot is ready for the next step. -1:
-// an exception is set.
-int Finish(PyObject* param, Gradient* slot, int passes) {
-  if (IsNone(slot->prepared) || PyObject_TypeCheck(slot->prepared, prepared_type) == 0) return 0;
-  auto* const prepared = reinterpret_cast<Prepared*>(slot->prepared);
-  if (prepared->handle == 0 || IsNone(prepared->keep)) return 0;
+// Whether the reduced tensor is the parameter's gradient; if so, the next step may begin. -1: an
+// exception is set.
+int Finish(PyObject* param, Gradient* gradient, State next) {
+  if (gradient->handle == 0 || IsNone(gradient->keep)) return 0;
   PyObject* const grad = PyObject_GetAttr(param, grad_name);
   if (grad == nullptr) return -1;
-  const bool in_place = grad == prepared->keep;
+  const bool in_place = grad == gradient->keep;
   Py_DECREF(grad);
   if (!in_place) return 0;
-  prepared->handle = 0;
-  Replace(&prepared->keep, nullptr);
-  slot->sent = 0;
-  slot->left = passes;
+  gradient->handle = 0;
+  Replace(&gradient->keep, nullptr);
+  gradient->state = next;
   return 1;
 }
 
 const char* const kFinishText =
-    "finish_gradients(entries, passes)\n\n"
-    "Forget what was in flight at entries (param, slot) and has succeeded. Return the other ones.";
+    "finish_gradients(entries, state)\n\n"
+    "Put what has been reduced of entries (param, gradient) into `state`. Return the other ones.";
 
 PyObject* FinishGradients(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   if (count != 2 || !PyList_Check(arguments[0])) {
     PyErr_SetString(PyExc_TypeError, "finish_gradients takes a list and a number");
     return nullptr;
   }
-  const long passes = PyLong_AsLong(arguments[1]);
-  if (passes == -1 && PyErr_Occurred() != nullptr) return nullptr;
+  const long next = PyLong_AsLong(arguments[1]);
+  if (next == -1 && PyErr_Occurred() != nullptr) return nullptr;
   PyObject* const others = PyList_New(0);
   for (Py_ssize_t i = 0; others != nullptr && i < PyList_Size(arguments[0]); ++i) {
     const Reference entry(PyList_GetItem(arguments[0], i));
     PyObject* const param = PyTuple_GetItem(entry.get(), 0);
-    PyObject* const slot = param != nullptr ? PyTuple_GetItem(entry.get(), 1) : nullptr;
+    PyObject* const gradient = param != nullptr ? PyTuple_GetItem(entry.get(), 1) : nullptr;
     int finished = -1;
-    if (slot != nullptr && PyObject_TypeCheck(slot, gradient_type) != 0) {
-      finished = Finish(param, reinterpret_cast<Gradient*>(slot), static_cast<int>(passes));
-    } else if (slot != nullptr) {
+    if (gradient != nullptr && PyObject_TypeCheck(gradient, gradient_type) != 0) {
+      finished = Finish(param, reinterpret_cast<Gradient*>(gradient), static_cast<State>(next));
+    } else if (gradient != nullptr) {
       PyErr_SetString(PyExc_TypeError, "entries are of a parameter and its Gradient");
     }
     if (finished == 0 && PyList_Append(others, entry.get()) != 0) finished = -1;
@@ -251,9 +249,8 @@ PyObject* FinishGradients(PyObject*, PyObject* const* arguments, Py_ssize_t coun
 
 // Memory: what such an object refers to, and that it is a part of cycles.
 
-auto Parts(Arrivals* self) { return std::array{&self->arrived}; }
-auto Parts(Prepared* self) { return std::array{&self->keep}; }
-auto Parts(Gradient* self) { return std::array{&self->shared, &self->prepared, &self->param}; }
+auto Parts(Queue* self) { return std::array{&self->queued}; }
+auto Parts(Gradient* self) { return std::array{&self->reducer, &self->param, &self->keep}; }
 
 template <typename Object>
 int Traverse(PyObject* self, visitproc visit, void* arg) {
@@ -300,25 +297,20 @@ PyTypeObject* MakeType(PyObject* module, const char* name, PyMemberDef* members,
 }  // namespace
 
 int AddGradients(PyObject* module) {
-  static PyMemberDef arrivals[] = {
-      {"arrived", T_OBJECT, offsetof(Arrivals, arrived), 0, nullptr},
-      {"room", T_LONGLONG, offsetof(Arrivals, room), 0, nullptr},
-      {"thread", T_ULONG, offsetof(Arrivals, thread), 0, nullptr},
-      {nullptr, 0, 0, 0, nullptr},
-  };
-  static PyMemberDef prepared[] = {
-      {"keep", T_OBJECT, offsetof(Prepared, keep), 0, nullptr},
-      {"address", T_ULONGLONG, offsetof(Prepared, address), 0, nullptr},
-      {"handle", T_LONGLONG, offsetof(Prepared, handle), 0, nullptr},
+  static PyMemberDef queue[] = {
+      {"queued", T_OBJECT, offsetof(Queue, queued), 0, nullptr},
+      {"room", T_LONGLONG, offsetof(Queue, room), 0, nullptr},
+      {"thread", T_ULONG, offsetof(Queue, thread), 0, nullptr},
       {nullptr, 0, 0, 0, nullptr},
   };
   static PyMemberDef gradient[] = {
-      {"shared", T_OBJECT, offsetof(Gradient, shared), 0, nullptr},
-      {"prepared", T_OBJECT, offsetof(Gradient, prepared), 0, nullptr},
+      {"reducer", T_OBJECT, offsetof(Gradient, reducer), 0, nullptr},
       {"param", T_OBJECT, offsetof(Gradient, param), 0, nullptr},
+      {"keep", T_OBJECT, offsetof(Gradient, keep), 0, nullptr},
+      {"address", T_ULONGLONG, offsetof(Gradient, address), 0, nullptr},
+      {"handle", T_LONGLONG, offsetof(Gradient, handle), 0, nullptr},
       {"weight", T_LONGLONG, offsetof(Gradient, weight), 0, nullptr},
-      {"left", T_INT, offsetof(Gradient, left), 0, nullptr},
-      {"sent", T_BOOL, offsetof(Gradient, sent), 0, nullptr},
+      {"state", T_INT, offsetof(Gradient, state), 0, nullptr},
       {"simple", T_BOOL, offsetof(Gradient, simple), 0, nullptr},
       {nullptr, 0, 0, 0, nullptr},
   };
@@ -332,13 +324,12 @@ int AddGradients(PyObject* module) {
       {"finish_gradients", AsMethod(FinishGradients), METH_FASTCALL, kFinishText},
       {nullptr, nullptr, 0, nullptr},
   };
-  arrivals_type = MakeType<Arrivals>(module, "hororing._tensors.Arrivals", arrivals, none);
-  prepared_type = MakeType<Prepared>(module, "hororing._tensors.Prepared", prepared, none);
+  queue_type = MakeType<Queue>(module, "hororing._tensors.Queue", queue, none);
   gradient_type = MakeType<Gradient>(module, "hororing._tensors.Gradient", gradient, hook);
-  if (arrivals_type == nullptr || prepared_type == nullptr || gradient_type == nullptr) return -1;
+  if (queue_type == nullptr || gradient_type == nullptr) return -1;
   const std::pair<PyObject**, const char*> names[] = {
-      {&count_name, "count"}, {&send_arrived_name, "send_arrived"}, {&weight_name, "weight_of"},
-      {&grad_name, "grad"},   {&send_alone_name, "send_alone"},     {&failure_name, "failure"},
+      {&may_send_name, "may_send"}, {&send_queued_name, "send_queued"}, {&weight_name, "weight_of"},
+      {&grad_name, "grad"},         {&send_alone_name, "send_alone"},   {&failure_name, "failure"},
   };
   for (const auto& [place, text] : names) {
     *place = PyUnicode_InternFromString(text);

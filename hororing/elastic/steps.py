@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hororing import arguments, job
-from hororing.collectives import DTYPES
+from hororing.collectives import DTYPES, HOST
 from hororing.failures import fail
-from hororing.prepared import PreparedAllreduce, start_many
+from hororing.prepared import PersistentAllreduce, start_many
 
 _BITS = 2  # of what has changed, below the time when
 
@@ -73,9 +73,8 @@ class Steps:
         self._apply: Callable[[], Any] | None = None
         self._ranks = 0
         self._number = np.zeros(1, np.int64)
-        self._vote = PreparedAllreduce(
-            "elastic.vote", DTYPES["int64"], (1,), arguments.Max, 1.0, 1.0
-        )
+        self._vote = PersistentAllreduce(HOST)
+        self._vote.prepare("elastic.vote", DTYPES["int64"], (1,), arguments.Max)
 
     # -- in a step ------------------------------------------------------------------------------
 
@@ -101,7 +100,7 @@ class Steps:
                 started, code = start_many([self._vote], [address], [self._number], [])
                 if not started:
                     fail(code)
-            self._vote.finish()
+            self._vote.wait_in()
         self._agreed = int(self._number[0])
         self.votes += 1
 

@@ -19,87 +19,86 @@ from typing import Any, NoReturn
 import torch
 
 from hororing import timeline
-from hororing.torch.gradient import Shared, Slot, one_pass_too_many
+from hororing.torch.gradient import ASK, SENT, Gradient, one_pass_too_many
 from hororing.torch.gradient_optimizer import Distributed
 from hororing.torch.reducer import Reducer, collect
 
 
-class _DeltaSlot(Slot):
+class _Delta(Gradient):
     """The change of one parameter. The hook only counts passes, of this parameter."""
 
     __slots__ = ("live",)
 
-    def __init__(self, name: str, param: torch.Tensor, shared: Shared) -> None:
-        super().__init__(name, param, shared)
+    def __init__(self, name: str, param: torch.Tensor, reducer: Reducer) -> None:
+        super().__init__(name, param, reducer)
         # Has ever needed a gradient. Later a step may change it also while it is frozen: an old
         # gradient, weight decay, momentum.
         self.live = False
 
     def on_gradient(self, param: torch.Tensor) -> None:
         """Take note of a backward pass."""
-        passes = self.shared.passes
+        passes = self.reducer.passes
         if self.seen >= passes:
             raise one_pass_too_many(self.name, passes, "belong to a step that was not taken")
         self.seen += 1
-        self.sent = self.seen == passes
-        self.shared.begun = True
+        self.state = SENT if self.seen == passes else ASK
 
-    def rest(self) -> None:
+    def reset(self) -> None:
         """Be ready for the next step."""
-        super().rest()
+        super().reset()
         self.seen = 0
 
 
-_Before = deque[tuple[torch.Tensor, _DeltaSlot, torch.Tensor]]
+_Before = deque[tuple[torch.Tensor, _Delta, torch.Tensor]]
 
 
 class _DeltaReducer(Reducer):
-    slot_type = _DeltaSlot
+    gradient_type = _Delta
 
     def arrange(self) -> None:
         """Count the passes of all parameters: changes are this optimizer's own."""
         self._followed = []
-        for param, slot in self._slots.values():
-            if slot.hook is None and param.requires_grad:
-                self._hook(param, slot)
+        for param, gradient in self._gradients.values():
+            if gradient.hook is None and param.requires_grad:
+                self._hook(param, gradient)
 
     def copies(self) -> _Before:
-        """Return the parameters as they are, each with its slot."""
-        self._shared.tracing = timeline.enabled()
+        """Return the parameters as they are, each with what will be its change."""
+        self.tracing = timeline.enabled()
         before: _Before = deque()
-        for param, slot in self.follow():
-            assert isinstance(slot, _DeltaSlot)
-            slot.live |= param.requires_grad
-            if slot.live:
-                before.append((param, slot, param.detach().clone()))
+        for param, delta in self.follow():
+            assert isinstance(delta, _Delta)
+            delta.live |= param.requires_grad
+            if delta.live:
+                before.append((param, delta, param.detach().clone()))
         return before
 
     @torch.no_grad()
     def reduce(self, before: _Before) -> None:
         """Combine what has changed since `copies`. After an error parameters are as then."""
-        changed: list[tuple[torch.Tensor, _DeltaSlot]] = []
+        changed: list[tuple[torch.Tensor, _Delta]] = []
         failures: list[Exception] = []
         while before:  # the copies go one by one
-            param, slot, old = before.popleft()
-            delta = param - old
+            param, delta, old = before.popleft()
+            change = param - old
             param.copy_(old)
             with collect(failures):
-                slot.note_stream()
-                slot.send(delta)
-                changed.append((param, slot))
+                delta.note_stream()
+                delta.send(change)
+                changed.append((param, delta))
         for group in self._groups:
             with collect(failures):
-                group.flush(self._shared.options)
-        deltas = []
-        for param, slot in changed:
+                group.flush(self.options)
+        reduced = []
+        for param, delta in changed:
             with collect(failures):
-                deltas.append((param, slot.wait()))
-                slot.rest()
-        self._shared.flying.clear()
+                reduced.append((param, delta.wait()))
+                delta.reset()
+        self.pending.clear()
         if failures:
             raise failures[0]
-        for param, delta in deltas:
-            param.add_(delta)
+        for param, change in reduced:
+            param.add_(change)
 
 
 class DeltaDistributed(Distributed):

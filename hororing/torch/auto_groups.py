@@ -31,7 +31,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hororing import arguments, counters, membership
 from hororing.bucket_planning import fit_cost, propose
-from hororing.torch.gradient import Slot
+from hororing.torch.gradient import Gradient
 from hororing.torch.gradient_optimizer import Distributed
 from hororing.torch.ops import synchronize
 from hororing.torch.reducer import Reducer
@@ -65,21 +65,21 @@ class AutoReducer(Reducer):
         self._stop.atexit = False
         super().__init__(*options)
 
-    def _hook(self, param: torch.Tensor, slot: Slot) -> None:
-        super()._hook(param, slot)
-        if slot.hook is not None and self._stop.alive:
+    def _hook(self, param: torch.Tensor, gradient: Gradient) -> None:
+        super()._hook(param, gradient)
+        if gradient.hook is not None and self._stop.alive:
             leave_uncompiled(_note)
             register: Any = param.register_post_accumulate_grad_hook  # torch declares no types
             self._timers.append(register(partial(_note, self._fired_s, id(param))))
 
-    def pass_ended(self, is_last: bool) -> None:
+    def pass_ended(self) -> None:
         """Note when the gradients of a step's last pass were ready."""
-        if is_last and self._stop.alive and self._fired_s:
+        if self.ended == self.passes and self._stop.alive and self._fired_s:
             begin_s = min(self._fired_s.values())
             self._steps.append({key: at - begin_s for key, at in self._fired_s.items()})
             self._left = max(0, self._left - 1)
         self._fired_s.clear()
-        super().pass_ended(is_last)
+        super().pass_ended()
 
     def synchronize(self) -> None:
         """Do as any reducer; until groups are found vote on whether to look for them now.
@@ -114,12 +114,12 @@ class AutoReducer(Reducer):
     def _vote(self) -> None:
         ballot = torch.tensor([float(self._left == 0)], dtype=torch.float64, device="cpu")
         votes, _ = self._once("vote", partial(self._allreduce, ballot, arguments.Sum, "vote"))
-        if votes[0] == len(self._shared.options.process_set.ranks):
+        if votes[0] == len(self.options.process_set.ranks):
             self._regroup()
 
     def _regroup(self) -> None:
         """Find groups and form them. All ranks call it at once."""
-        entries = list(self._slots.values())
+        entries = list(self._gradients.values())
         times_s = [self._ready_s(*entry) for entry in entries]
         times_s += [self._fastest_s(SMALL_BYTES), self._fastest_s(LARGE_BYTES)]
         mine = torch.tensor(times_s, dtype=torch.float64, device="cpu")
@@ -139,13 +139,13 @@ class AutoReducer(Reducer):
         counters.show_groups(self, self._prefix, {**sizes, **predicted})
         self._stop()
 
-    def _ready_s(self, param: torch.Tensor, slot: Slot) -> float:
+    def _ready_s(self, param: torch.Tensor, gradient: Gradient) -> float:
         """When the gradient is ready here; infinite if it cannot be in a group.
 
         A hook of a parameter on a device fires when the gradient is launched, not when it is there.
         """
         times_s = [step[id(param)] for step in self._steps if id(param) in step]
-        sparse = slot.sparse_dims > 0 and not self._shared.options.sparse_as_dense
+        sparse = gradient.sparse_dims > 0 and not self.options.sparse_as_dense
         if len(times_s) < MEASURED or sparse or param.device.type != "cpu":
             return float("inf")
         return statistics.median(times_s)
@@ -157,9 +157,9 @@ class AutoReducer(Reducer):
         send = partial(self._allreduce, message, arguments.Sum, name)
         return min(self._once(f"{name}.{turn}", send)[1] for turn in range(REPEATS))
 
-    def _plan(self, entries: list[tuple[torch.Tensor, Slot]], latest: torch.Tensor) -> int:
+    def _plan(self, entries: list[tuple[torch.Tensor, Gradient]], latest: torch.Tensor) -> int:
         """Start the broadcast of the number of each gradient's bucket, and the times predicted."""
-        members = self._shared.options.process_set
+        members = self.options.process_set
         plan = torch.zeros(len(latest), dtype=torch.float64, device="cpu")
         if members.rank() == 0:
             *ready_s, small_s, large_s = latest.tolist()
@@ -172,13 +172,13 @@ class AutoReducer(Reducer):
         return verbs.broadcast_async_(plan, members.ranks[0], name=name, process_set=members)
 
     def _wire_bytes(self, param: torch.Tensor) -> int:
-        dtype = getattr(self._shared.options.compression, "dtype", None)  # Compression.fp16 has it
+        dtype = getattr(self.options.compression, "dtype", None)  # Compression.fp16 has it
         if isinstance(dtype, torch.dtype) and param.is_floating_point():
             return param.numel() * dtype.itemsize
         return param.nbytes
 
     def _allreduce(self, tensor: torch.Tensor, op: int, what: str) -> int:
-        members = self._shared.options.process_set
+        members = self.options.process_set
         name = f"{self._prefix}.groups.{what}"
         return verbs.allreduce_async_(tensor, name=name, op=op, process_set=members)
 

@@ -1,291 +1,85 @@
 """One gradient on its way: from the hook into the core and back into `param.grad`.
 
-A `Slot` per parameter holds all that can be computed once, so that the hook (thread: whichever
-runs autograd) does little. Hooks put small gradients on the list of what the slots of an optimizer
-have in common (`Shared`); one call of the core submits what is there when that is enough, and when
-the backward pass ends, since other ranks may wait for it. Large ones go at once. On a device the
-core records one event per batch and stream, behind all that its hooks ran behind.
-
-Note [Backward passes]. A pass is one call of `backward()` in which a hook has run. Autograd tells
-when it ends by a callback that belongs to a graph task: that of the call, or, inside a reentrant
-checkpoint, that of a call within it. When a task within ends, the pass goes on, and the task around
-it is asked as soon as it does something. A pass that raises drops its callback, which tells, too.
+A `Gradient` per parameter holds all that can be computed once, so that the hook (thread: whichever
+runs autograd) does little. Its `State` (hororing/prepared.py) says what the hook does: where it is
+READY, the hook queues the gradient, and the reducer sends its queue when that is large enough,
+large gradients at once. Where it is ASK, the hook does so only if `may_send` agrees, and others go
+at the end of the pass. On a device the core records one event per batch and stream, behind all that
+its hooks ran behind.
 
 A gradient may come several times in one pass, once from each reentrant checkpoint that uses the
 parameter. So a gradient is sent by its hook only if it came once in a pass before; the others are
 sent when the pass ends.
 
-Ownership: parameter -> hook -> slot -> (in flight only) gradient. Slots hold no parameter, so
-nothing here keeps a model alive. See hororing/torch/reducer.py for who drives them.
+Ownership: parameter -> hook -> gradient -> reducer -> parameter, until the reducer takes the hooks
+away, which it does when its optimizer is deleted. See hororing/torch/reducer.py for who sends and
+waits.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from functools import partial
 from operator import itemgetter
 from threading import get_ident
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from hororing import arguments, collectives, timeline
-from hororing._tensors import Arrivals, Gradient, send_gradients
+from hororing import timeline
 from hororing.collectives import HOST
 from hororing.compression import NoneCompressor
 from hororing.errors import DuplicateNameError
 from hororing.failures import fail
-from hororing.prepared import PreparedAllreduce, start_many
-from hororing.process_sets import ProcessSet, check_member
-from hororing.reduction import Reduction
+from hororing.prepared import PersistentAllreduce, State, start_many
+from hororing.process_sets import ProcessSet
 from hororing.torch.adapter import DTYPES
 from hororing.torch.ops import start_sparse_allreduce, synchronize
 from hororing.torch.submission import BATCH_BYTES, LEAST_WEIGHT, Group
 from hororing.torch.uncompiled import uncompiled
-from hororing.torch.verbs import adapter, verbs
+from hororing.torch.verbs import verbs
 
-BY_OWNER: Final = 2  # of Slot.left: `Slot.count` decides; so do all numbers but 0 and 1
+if TYPE_CHECKING:
+    from hororing.torch.reducer import Reducer
 
-queue_callback: Final = torch.autograd.Variable._execution_engine.queue_callback
-
-
-class _End:
-    """The callback at the end of a graph task. One that fails drops it without a call."""
-
-    __slots__ = ("_shared", "_task")
-
-    def __init__(self, shared: Shared, task: int) -> None:
-        self._shared: Shared | None = shared
-        self._task = task
-
-    def __call__(self) -> None:
-        shared, self._shared = self._shared, None
-        assert shared is not None
-        shared.task_ended(self._task)
-
-    def __del__(self) -> None:
-        if self._shared is not None:
-            self._shared.task_failed(self._task)
+ASK: Final = State.ASK
+READY: Final = State.READY
+QUEUED: Final = State.QUEUED
+SENT: Final = State.SENT
 
 
-class Owner(Protocol):
-    """What slots ask of the reducer that they belong to."""
-
-    def forget_failed_pass(self) -> None:
-        """Forget the gradients of a pass that was not finished. AssertionError if some are sent."""
-
-    def came_again(self, slot: Slot) -> None:
-        """Learn anew how often gradients come; that of `slot` is spoilt."""
-
-    def pass_failed(self) -> None:
-        """Take note that a pass has raised."""
-
-    def pass_ended(self, is_last: bool) -> None:
-        """Take note of the end of a pass, if `is_last` the last one of a step."""
-
-
-class Shared(Arrivals):
-    """What the slots of one optimizer have in common."""
-
-    __slots__ = (
-        "batch_bytes", "begun", "ended", "failed", "finishing", "flying",
-        "generation", "is_last", "lock",
-        "members", "nested", "on_device", "options", "owner", "passes", "synchronized", "tasks",
-        "tracing", "unproven",
-    )  # fmt: skip
-
-    arrived: list[Slot]
-    thread: int  # that runs hooks in one of `tasks`
-
-    def __init__(self, options: Reduction, passes: int, owner: Callable[[], Owner | None]) -> None:
-        self.options = options
-        self.members = check_member(options.process_set, "DistributedOptimizer")
-        self.generation = options.process_set.generation
-        self.owner = owner
-        self.passes = passes  # backward passes per step
-        self.ended = 0  # of them
-        self.tasks: dict[int, int] = {}  # graph tasks whose end will be told, with their threads
-        self.is_last = False  # the pass under way is the step's last one, and the only one
-        self.nested = False  # a task within a pass has ended, and the pass has not
-        self.failed = False  # a pass, since the last `rest`
-        self.unproven: list[Slot] = []  # those that wait for the end of a pass
-        self.begun = False  # a hook has fired since the last synchronize or restart
-        self.synchronized = False  # gradients are reduced, and no hook has fired since
-        self.tracing = False
-        # Gradients that are there and not sent. Autograd may run hooks on several threads:
-        # appended to without the lock, emptied with it.
-        self.arrived = []
-        self.batch_bytes = self.room = LEAST_WEIGHT  # of the batch; of it, for more gradients
-        self.flying: list[int] = []  # handles that nobody has waited for
-        self.finishing = False  # all is sent, some of it may be waited for: between two `rest`s
-        self.on_device = False  # whether a parameter lies there
-        self.lock = threading.Lock()
-
-    @uncompiled
-    def first_hook(self, name: str) -> None:
-        """Take note of a graph task, by its first hook in this thread, that of `name`."""
-        task, thread = torch._C._current_graph_task_id(), get_ident()
-        if task not in self.tasks:
-            if not self.tasks and not self.nested:
-                self._begin_pass(name)
-            self.tasks[task] = thread
-            queue_callback(_End(self, task))
-            alone = len(set(self.tasks.values())) == 1  # tasks of one thread are nested
-            self.is_last = alone and self.ended + 1 == self.passes
-        self.thread = thread
-
-    def _begin_pass(self, name: str) -> None:
-        owner = self.owner()
-        if owner is not None and (self.failed or self.finishing):
-            owner.forget_failed_pass()
-        if self.ended >= self.passes:
-            op = arguments.op_name(self.options.op)
-            raise one_pass_too_many(
-                name, self.passes, f"would be reduced again, which op={op} does not allow"
-            )
-        self.check_set()
-        self.synchronized = self.failed = self.finishing = False
-        self.tracing = timeline.enabled()
-        self.begun = True
-        self.batch_bytes = self.room = LEAST_WEIGHT
-
-    @uncompiled
-    def task_ended(self, task: int) -> None:
-        """End the backward pass, if `task` is not one within it."""
-        self.thread = 0
-        self.tasks.pop(task, None)
-        outer = torch._C._current_autograd_node()
-        if outer is not None:
-            self._ask_outer_task(outer)
-            return
-        self.nested = False
-        self.ended += 1
-        self.unproven = [slot for slot in self.unproven if not slot.prove()]
-        if self.ended >= self.passes and (self.tasks or self.ended > self.passes):
-            raise AssertionError(
-                "optimizer: backward passes of several threads at once; pass "
-                "backward_passes_per_step=their number, and gradients are reduced when the last "
-                "of them ends"
-            )
-        owner = self.owner()
-        if owner is not None:
-            owner.pass_ended(self.ended == self.passes)
-
-    def _ask_outer_task(self, node: Any) -> None:
-        """Be called at the end of the task that carries out `node`, which calls backward()."""
-        self.nested = True
-        handles: list[Any] = []
-
-        def outside(_: Any) -> None:
-            for handle in handles:
-                handle.remove()
-            self.first_hook("")
-
-        for following, _ in node.next_functions:
-            if following is not None:
-                handles.append(following.register_prehook(outside))
-
-    def task_failed(self, task: int) -> None:
-        """Take note that no end of `task` will come."""
-        self.tasks.pop(task, None)
-        self.thread = 0
-        self.failed = True
-        owner = self.owner()
-        if owner is not None:
-            owner.pass_failed()
-
-    def check_set(self) -> None:
-        """Raise unless the process set is the one that it was: numbers of sets are used again."""
-        process_set = self.options.process_set
-        members = check_member(process_set, "DistributedOptimizer")
-        if (members, process_set.generation) != (self.members, self.generation):
-            raise another_set(process_set)
-
-    @uncompiled
-    def send_arrived(self) -> None:
-        """Start the reduction of what has arrived. An error is raised when all else is sent."""
-        with self.lock:
-            arrived = self.arrived[:]
-            del self.arrived[: len(arrived)]
-            self.batch_bytes = self.room = min(2 * self.batch_bytes, BATCH_BYTES)
-        failures: list[Exception] = []
-        if self.tracing:
-            for slot in arrived:
-                begin_ns = timeline.now_ns()
-                slot.send_alone(slot.take_gradient(), failures, begin_ns)
-        elif self.on_device:
-            _send_together(arrived, self.flying, failures)
-        else:
-            send_gradients(adapter.plain_gradients, arrived, self.flying, failures)
-        if failures:
-            raise failures[0]
-
-    def send_late(self, entries: list[tuple[torch.Tensor, Slot]]) -> None:
-        """Send the gradients that the hooks have not; zeros where there is none."""
-        self.drop_arrived()
-        for param, slot in entries:
-            if param.requires_grad:
-                slot.ensure_gradient(param)
-                slot.param = param
-                slot.note_stream()
-                self.arrived.append(slot)
-        if self.arrived:
-            self.send_arrived()
-
-    def drop_arrived(self) -> None:
-        """Forget what is not sent."""
-        with self.lock:
-            for slot in self.arrived:
-                slot.param = None
-            self.arrived.clear()
-
-    def rest(self) -> None:
-        """Be ready for the next step. REQUIRES: nothing is in flight."""
-        self.drop_arrived()
-        self.flying.clear()
-        self.tasks.clear()
-        self.thread = self.ended = 0
-        self.begun = self.finishing = self.failed = self.nested = False
-
-
-class Slot(Gradient):
+class Gradient(PersistentAllreduce):
     """The gradient of one parameter. Its hook, `on_gradient`, is in csrc/python/gradients.cc."""
 
     __slots__ = (
-        "device", "dtype", "finish_general", "group", "handle", "hook", "name", "position",
+        "dtype", "finish_general", "group", "hook", "name", "position",
         "proven", "seen", "shape", "sparse_dims", "torch_device",
     )  # fmt: skip
 
-    shared: Shared
-    prepared: PreparedAllreduce | None
-    param: torch.Tensor | None  # while the gradient has arrived and is not sent
+    reducer: Reducer
+    param: torch.Tensor | None  # while the gradient is queued
 
-    def __init__(self, name: str, param: torch.Tensor, shared: Shared) -> None:
+    def __init__(self, name: str, param: torch.Tensor, reducer: Reducer) -> None:
+        super().__init__(verbs.adapter.device(param))
         self.name = name
-        self.shared = shared
-        self.left = BY_OWNER
+        self.reducer = reducer
         self.seen = 0  # how often it has come; in one pass, while it is not proven
         self.proven = False  # it came once in a pass
-        shared.unproven.append(self)
-        self.weight = BATCH_BYTES  # what it takes of Shared.room: sent at once
+        self.weight = BATCH_BYTES  # what it takes of the queue's room: sent at once
         self.sparse_dims = 0  # of the latest gradient that was sparse
         self.hook: RemovableHandle | None = None
         self.group: Group | None = None
         self.position = 0  # in the group
         self.dtype, self.shape = param.dtype, param.shape
-        # In flight by the general way: its handle (0 in a group) and how to end it.
-        self.handle = 0
-        self.finish_general: Callable[[], torch.Tensor] | None = None
-        options = shared.options
-        self.device = verbs.adapter.device(param)
         self.torch_device = param.get_device()
-        shared.on_device = shared.on_device or self.device != HOST
+        # How to wait for it, while it is in flight but not by the persistent request.
+        self.finish_general: Callable[[], torch.Tensor] | None = None
+        options = reducer.options
         if options.compression is NoneCompressor and param.dtype in DTYPES:
-            self.prepared = PreparedAllreduce(
+            self.prepare(
                 name, DTYPES[param.dtype], param.shape, options.op, *options.factors,
-                process_set=shared.members, device=self.device,
+                reducer.members,
             )  # fmt: skip
             self.weight = max(param.nbytes, LEAST_WEIGHT)
             self.simple = self.device == HOST
@@ -294,16 +88,22 @@ class Slot(Gradient):
         """Be reduced with the others of `group`."""
         self.group, self.position, self.simple = group, position, False
 
+    def unhook(self) -> None:
+        """Take the hook away, if there is one."""
+        if self.hook is not None:
+            self.hook.remove()
+            self.hook = None
+
     # -- in the hook --------------------------------------------------------------------------
 
     def note_stream(self) -> None:
         """Note that this thread's stream computes the gradient: it may be sent in another's."""
-        if self.prepared is not None and self.device != HOST:
-            self.prepared.request.stream = self.stream()
+        if self.address and self.device != HOST:
+            self.request.stream = self.stream()
 
     @uncompiled
     def weight_of(self, param: torch.Tensor) -> int:
-        """Return what the gradient takes of Shared.room; on a device note its stream, too.
+        """Return what the gradient takes of the queue's room; on a device note its stream, too.
 
         Who has to compute from it before it is sent does so in this stream, so at once.
         """
@@ -313,33 +113,30 @@ class Slot(Gradient):
         return self.weight if param.grad is not None and self.is_plain(param.grad) else BATCH_BYTES
 
     @uncompiled
-    def count(self) -> bool:
-        """Take note of a gradient that is not to be sent at once; whether it is nevertheless.
+    def may_send(self) -> bool:
+        """Take note of a gradient that is not READY, or the first one of a graph task.
 
-        A pass that is captured into a CUDA graph is none: when the graph is replayed no hook comes,
-        and `synchronize` sends all gradients.
+        Returns whether its hook may send it nevertheless. A pass that is captured into a CUDA graph
+        is none: when the graph is replayed no hook comes, and `synchronize` sends all gradients.
         """
-        shared = self.shared
+        reducer = self.reducer
         if self.device != HOST and torch.cuda.is_current_stream_capturing():
             return False
-        if shared.thread != get_ident():
-            shared.first_hook(self.name)
-        if self.left == 0:
-            self._wait_for_ends()
+        if reducer.thread != get_ident():
+            reducer.note_task(self.name)
+        if self.state >= QUEUED:
+            self._came_twice()
             return False
         self.seen += 1
-        return self.proven and shared.is_last
+        return self.proven and reducer.is_last
 
-    def _wait_for_ends(self) -> None:
+    def _came_twice(self) -> None:
         """Go at the end of passes from now on: it has come a second time in this one."""
         if self.proven:
-            self.proven = False
-            self.shared.unproven.append(self)
+            self.doubt()
         self.seen = 2
-        if self.sent:
-            owner = self.shared.owner()
-            if owner is not None:
-                owner.came_again(self)
+        if self.state == SENT:
+            self.reducer.came_again(self)
             raise AssertionError(
                 f"gradient of '{self.name}' came again in the same backward pass while it was "
                 "being reduced: several reentrant checkpoints use this parameter, which did not "
@@ -347,13 +144,18 @@ class Slot(Gradient):
                 "again: the optimizer knows it now. Or pass use_reentrant=False to the checkpoints"
             )
 
+    def doubt(self) -> None:
+        """Go at the end of passes, until one has shown how often it comes."""
+        self.proven, self.seen = False, 0
+        self.reducer.unproven.append(self)
+
     def prove(self) -> bool:
         """At the end of a pass: whether the gradient may go when it comes, from now on."""
         self.proven = self.seen == 1
         return self.proven
 
-    def take_gradient(self) -> torch.Tensor | None:
-        """Return the gradient that has arrived."""
+    def take(self) -> torch.Tensor | None:
+        """Return the gradient that was queued."""
         param, self.param = self.param, None
         assert param is not None
         return param.grad
@@ -383,18 +185,18 @@ class Slot(Gradient):
                 "; if two optimizers have parameters with the same names, pass named_parameters "
                 "with a different prefix to each of them"
             )
-        if self.left == 0:
-            passes = self.shared.passes
+        if self.state == QUEUED:
+            passes = self.reducer.passes
             place = f"gradient of '{self.name}', backward pass {passes} of {passes}"
             text += f" (in the hook: {place})"
-            self.left = BY_OWNER  # another attempt is as good
+            self.state = ASK  # another attempt is as good
         error.args = (text, *error.args[1:])
         return error
 
     def is_plain(self, grad: torch.Tensor) -> bool:
         """Whether it goes as it is: dense, contiguous, by itself, and of the type as declared."""
         return (
-            self.prepared is not None
+            self.address != 0
             and self.group is None
             and grad.layout is torch.strided
             and grad.dtype is self.dtype
@@ -406,23 +208,23 @@ class Slot(Gradient):
     def send(self, grad: torch.Tensor | None) -> None:
         """Start the reduction of `grad`, in place if it is dense and not compressed."""
         assert grad is not None
+        reducer = self.reducer
         if not self.is_plain(grad):
             self._send_general(grad)
-        else:
-            assert self.prepared is not None
-            begin_ns = timeline.now_ns() if self.shared.tracing else 0
-            address = grad.data_ptr()
-            if self.shared.tracing:
-                timeline.trace_view(self.name, begin_ns, grad.nbytes)
-            started, code = start_many([self.prepared], [address], [grad], self.shared.flying)
-            if not started:
-                fail(code)
-        self.sent = True
+            self.state = SENT
+            return
+        begin_ns = timeline.now_ns() if reducer.tracing else 0
+        address = grad.data_ptr()
+        if reducer.tracing:
+            timeline.trace_view(self.name, begin_ns, grad.nbytes)
+        started, code = start_many([self], [address], [grad], reducer.pending)
+        if not started:
+            fail(code)
 
     @torch.no_grad()
     def _send_general(self, grad: torch.Tensor) -> None:
         """Do as `send` for all but dense contiguous gradients that go one by one as they are."""
-        options = self.shared.options
+        options = self.reducer.options
         is_sparse = grad.layout is torch.sparse_coo
         if is_sparse:
             self.sparse_dims = grad.sparse_dim()
@@ -451,7 +253,7 @@ class Slot(Gradient):
         self.finish_general = finish
 
     def _send_sparse(self, grad: torch.Tensor) -> None:
-        options = self.shared.options
+        options = self.reducer.options
         if self.group is not None:
             raise ValueError(
                 f"gradient of '{self.name}' is sparse and in a group; pass sparse_as_dense=True "
@@ -477,12 +279,12 @@ class Slot(Gradient):
 
         self.finish_general = finish
 
-    # -- in synchronize -----------------------------------------------------------------------
+    # -- at the end of a pass, or in synchronize ------------------------------------------------
 
     def ensure_gradient(self, param: torch.Tensor) -> None:
         """Make a zero one where this rank has none."""
         if param.grad is None:
-            sparse = self.sparse_dims > 0 and not self.shared.options.sparse_as_dense
+            sparse = self.sparse_dims > 0 and not self.reducer.options.sparse_as_dense
             param.grad = self._sparse_zero(param) if sparse else torch.zeros_like(param)
 
     def _sparse_zero(self, param: torch.Tensor) -> torch.Tensor:
@@ -496,10 +298,9 @@ class Slot(Gradient):
         )
 
     def wait(self) -> torch.Tensor:
-        """Return what `send` was given, reduced. Nothing is in flight then: see `rest`."""
-        prepared = self.prepared
-        if prepared is not None and prepared.keep is not None:
-            reduced: torch.Tensor = prepared.finish(self.stream())
+        """Return what `send` was given, reduced. Nothing is in flight then: see `reset`."""
+        if self.keep is not None:
+            reduced: torch.Tensor = self.wait_in(self.stream())
         else:
             assert self.finish_general is not None
             reduced = self.finish_general()
@@ -507,7 +308,7 @@ class Slot(Gradient):
         return reduced
 
     def finish(self, param: torch.Tensor) -> None:
-        """Wait for the reduced gradient, leave it in `param.grad`, and rest.
+        """Wait for the reduced gradient, leave it in `param.grad`, and reset.
 
         After an interrupt it is still in flight, so that who waits again does not send it again.
         """
@@ -519,9 +320,9 @@ class Slot(Gradient):
                 else:
                     param.grad = reduced
         except Exception:
-            self.rest()
+            self.reset()
             raise
-        self.rest()
+        self.reset()
 
     def stream(self) -> int:
         """Return the stream that this thread computes in, where the parameter is."""
@@ -530,26 +331,54 @@ class Slot(Gradient):
     @property
     def handle_in_flight(self) -> int:
         """The core's handle of what `send` was given."""
-        if self.group is not None:
-            return self.group.handle
-        return self.handle or (self.prepared.handle if self.prepared is not None else 0)
+        return self.handle if self.group is None else self.group.handle
 
-    def rest(self) -> None:
+    def reset(self) -> None:
         """Be ready for the next step. REQUIRES: nothing is in flight."""
-        self.sent = False
-        self.left = self.shared.passes if self.proven else BY_OWNER
+        self.state = READY if self.proven and self.reducer.passes == 1 else ASK
         self.handle = 0
         self.finish_general = None
 
     def abandon(self) -> None:
         """Forget what is in flight."""
-        if self.prepared is not None:
-            self.prepared.abandon()
-        if self.handle:
-            collectives.abandon(self.handle, None)
+        super().abandon()
         if self.group is not None:
             self.group.abandon()
-        self.rest()
+        self.reset()
+
+
+def spoilt(name: str) -> AssertionError:
+    """The error where a gradient was touched that was in flight."""
+    return AssertionError(
+        f"gradient of '{name}' was changed while it was being reduced, so ranks have "
+        "different values; call optimizer.zero_grad() and start the step again, on all ranks"
+    )
+
+
+def describe_in_flight(names: list[str]) -> str:
+    """Tell that gradients are on their way, and what to do, as the end of a sentence."""
+    return (
+        f"{len(names)} gradients, '{names[0]}' the first, are being reduced: a backward pass was "
+        "not finished on this rank. Other ranks may wait for the rest of them; first call "
+        "optimizer.synchronize(), which reduces the gradients of this rank"
+    )
+
+
+def send_together(queued: list[Gradient], pending: list[int], failures: list[Exception]) -> None:
+    """Do as `hororing._tensors.send_gradients`, where gradients are on a device, too."""
+    plain: list[tuple[Gradient, torch.Tensor]] = []
+    for gradient in queued:
+        grad = gradient.take()
+        if grad is None or not gradient.is_plain(grad):
+            gradient.send_alone(grad, failures)
+        else:
+            plain.append((gradient, grad))
+    while plain:
+        gradients, grads = zip(*plain, strict=True)
+        count, code = start_many(gradients, [grad.data_ptr() for grad in grads], grads, pending)
+        if count < len(plain):
+            failures.append(gradients[count].failure(code))
+        del plain[: count + 1]
 
 
 def another_set(process_set: ProcessSet) -> ValueError:
@@ -568,27 +397,3 @@ def one_pass_too_many(name: str, passes: int, why: str) -> AssertionError:
         "call optimizer.step() or optimizer.zero_grad() (of the optimizer, not of the model) "
         "first"
     )
-
-
-def _send_together(arrived: list[Slot], flying: list[int], failures: list[Exception]) -> None:
-    slots, addresses, grads = [], [], []
-    prepared: list[PreparedAllreduce] = []
-    for slot in arrived:
-        grad = slot.take_gradient()
-        if grad is None or not slot.is_plain(grad):
-            slot.send_alone(grad, failures)
-            continue
-        assert slot.prepared is not None
-        slots.append(slot)
-        prepared.append(slot.prepared)
-        addresses.append(grad.data_ptr())
-        grads.append(grad)
-    begin = 0
-    while begin < len(slots):
-        count, code = start_many(prepared[begin:], addresses[begin:], grads[begin:], flying)
-        for slot in slots[begin : begin + count]:
-            slot.sent = True
-        begin += count
-        if begin < len(slots):
-            failures.append(slots[begin].failure(code))
-            begin += 1

@@ -19,8 +19,8 @@ from hororing import arguments
 from hororing.elastic.steps import Steps
 from hororing.process_sets import global_process_set
 from hororing.reduction import Reduction, checked_passes
-from hororing.torch.gradient import another_set
-from hororing.torch.reducer import Reducer, describe_in_flight
+from hororing.torch.gradient import another_set, describe_in_flight
+from hororing.torch.reducer import Reducer
 from hororing.torch.verbs import verbs
 
 
@@ -40,7 +40,7 @@ class Distributed(torch.optim.Optimizer):
 
     _settings: Settings  # of the class, which serves one optimizer and its copies
     _reducer_type: type[Reducer] = Reducer
-    _reducer: Reducer | None  # None where this rank reduces with nobody
+    _reducer: Reducer | None = None  # None where this rank reduces with nobody
     # Of the elastic state that it is in, if all ranks can agree on each step.
     _steps: Steps | None = None
     can_agree_on_steps = True
@@ -57,6 +57,8 @@ class Distributed(torch.optim.Optimizer):
         self._parameter_names = {param: name for name, param in named}
         self._should_synchronize = True
         self._synchronized_by_user = False
+        if self._reducer is not None:
+            self._reducer.release()
         self._reducer = None
         self._generation = settings.options.process_set.generation
         if settings.options.reduces:

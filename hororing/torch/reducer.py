@@ -1,10 +1,12 @@
 """Reducer: reduces the gradients of one optimizer while backward runs, and before it returns.
 
-What the hooks did not send, `Reducer.send_rest` sends when the last backward pass of a step ends,
-or `Reducer.synchronize` where it has not ended; hooks only make it earlier. When several optimizers
+Hooks queue gradients; one call of the core sends the queue when it is large enough, and when the
+backward pass ends, since other ranks may wait for it. What the hooks did not send,
+`Reducer.send_remaining` sends when the last backward pass of a step ends, or
+`Reducer.synchronize` where it has not ended; hooks only make it earlier. When several optimizers
 have gradients in one pass, all of them send theirs before the first one waits: another rank may
-have none for some of them, and sends those in `step()`. Knows nothing of optimizer steps; see
-hororing/torch/optimizer.py for those.
+have none for some of them, and sends those in `step()`. Knows nothing of the steps of
+hororing/torch/optimizer.py.
 
 Note [Shared parameters]. A parameter of several optimizers is reduced by the newest of them, as one
 of its gradients: an older one may be garbage on some ranks. An older one that steps sees to it that
@@ -19,36 +21,59 @@ import itertools
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from enum import Enum
 from operator import is_
 from typing import Any
 
 import torch
 
-from hororing import collectives, job
-from hororing._tensors import finish_gradients
+from hororing import arguments, collectives, job, timeline
+from hororing._tensors import finish_gradients, send_gradients
 from hororing.arguments import Average
 from hororing.prepared import finish_many
+from hororing.process_sets import check_member
 from hororing.reduction import Reduction
-from hororing.torch.gradient import BY_OWNER, Shared, Slot, queue_callback
-from hororing.torch.submission import Group
+from hororing.torch.gradient import (
+    ASK,
+    QUEUED,
+    READY,
+    SENT,
+    Gradient,
+    another_set,
+    describe_in_flight,
+    one_pass_too_many,
+    send_together,
+    spoilt,
+)
+from hororing.torch.passes import Passes, queue_callback
+from hororing.torch.submission import BATCH_BYTES, LEAST_WEIGHT, Group
 from hororing.torch.uncompiled import leave_uncompiled, uncompiled
+from hororing.torch.verbs import adapter
 
-Entry = tuple[torch.Tensor, Slot]
+Entry = tuple[torch.Tensor, Gradient]
 
-# Which reducers have a parameter, by id(parameter). An entry is alive as long as one of its
-# reducers is, and reducers hold their parameters, so an id is never mistaken.
-_wanted_by: dict[int, weakref.WeakSet[Reducer]] = {}
+# Which reducers have a parameter, by id(parameter). They hold it, so an id is never mistaken.
+_wanted_by: dict[int, set[Reducer]] = {}
 _numbers = itertools.count()
-_alive: weakref.WeakSet[Reducer] = weakref.WeakSet()
 
 
 def _begin_anew() -> None:
     """Forget what the last engine has not reduced: its handles mean nothing to this one."""
-    for reducer in list(_alive):
+    for reducer in set[Reducer]().union(*_wanted_by.values()):
         reducer.abandon()
 
 
 job.at_init(_begin_anew)
+
+
+class Phase(Enum):
+    """What a reducer does, from one step to the next."""
+
+    IDLE = "no hook has fired since the last step"
+    FILLING = "a hook has fired"
+    FAILED = "a backward pass has raised"
+    SENT = "all gradients are sent, and some of them may be waited for"
+    REDUCED = "all gradients are reduced, and no hook has fired since"
 
 
 class _Ending(threading.local):
@@ -67,22 +92,23 @@ def _finish_all_reducers() -> None:
     reducers, _ending.reducers = _ending.reducers, []
     failures: list[Exception] = []
     for reducer in reducers:
-        if reducer._shared.finishing:  # else a step has done so, after an interrupt in here
+        if reducer.phase is Phase.SENT:  # else a step has done so, after an interrupt in here
             with collect(failures):
                 reducer.finish()
     if failures:
         raise failures[0]
 
 
-class Reducer:
+class Reducer(Passes):
     """Reduces the gradients of the parameters of one optimizer.
 
     `named` gives names to parameters by identity, `prefix` to those that are not in it.
     `groups` are lists of parameters that are reduced together. All must be the same on every
-    rank. Not thread-safe but for the hooks.
+    rank. Not thread-safe but for the hooks. Call `release` to end it before its optimizer.
     """
 
-    slot_type = Slot
+    gradient_type = Gradient
+    queued: list[Gradient]  # hooks append to it without the lock; it is emptied with it
 
     def __init__(
         self,
@@ -93,39 +119,50 @@ class Reducer:
         prefix: str,
         groups: Iterable[Sequence[torch.Tensor]],
     ) -> None:
+        super().__init__(passes)
+        self.options = options
+        self.members = check_member(options.process_set, "DistributedOptimizer")
+        self.phase = Phase.IDLE
+        self.tracing = False
+        self.unproven: list[Gradient] = []  # those that wait for the end of a pass
+        self.pending: list[int] = []  # handles of started requests that nobody has waited for
+        self.queued = []
+        self.batch_bytes = self.room = LEAST_WEIGHT  # of the batch; of it, for more gradients
+        self._lock = threading.Lock()
+        self._on_device = False  # whether a parameter lies there
+        self._generation = options.process_set.generation
         self._number = next(_numbers)  # the newest has the largest
         self._optimizer = weakref.ref(optimizer)
-        self._shared = Shared(options, passes, weakref.ref(self))
         self._names = {id(param): (name, param) for name, param in named}
         self._prefix = prefix
-        self._slots: dict[int, Entry] = {}  # by id(parameter)
+        self._gradients: dict[int, Entry] = {}  # by id(parameter)
         self._groups: list[Group] = []
         # See Note [Shared parameters]: whether `step()` reduces; what newer reducers reduce; those,
         # with the number of their reductions when this one's step began.
         self._reduces_in_step = False
         self._left_out: set[int] = set()
-        self._newer: weakref.WeakKeyDictionary[Reducer, int] = weakref.WeakKeyDictionary()
+        self._newer: dict[Reducer, int] = {}
         self._reductions = 0
         # As `follow` has found them: the parameters of each group, where all of them have hooks or
-        # are left out; and the others with their slots.
+        # are left out; and the others with their gradients.
         self._followed: list[list[torch.Tensor]] = []
         self._entries: list[Entry] = []
         self._failures: list[Exception] = []  # of this step
-        self._versions: list[tuple[Slot, torch.Tensor, int]] = []  # as a failed pass left them
+        self._versions: list[tuple[Gradient, torch.Tensor, int]] = []  # as a failed pass left them
+        self.release = weakref.finalize(optimizer, self._release)
+        self.release.atexit = False
         self.follow()
         self.form_groups(groups)
-        weakref.finalize(self, _release, self._slots).atexit = False
-        _alive.add(self)
 
     def form_groups(self, groups: Iterable[Sequence[torch.Tensor]]) -> None:
         """Reduce these parameters' gradients together. REQUIRES: nothing is in flight."""
         self._groups = []
         for index, members in enumerate(groups):
-            slots = [self._slots[id(param)][1] for param in members]
-            name = f"{self._prefix}.group.{index}:{slots[0].name}..{slots[-1].name}"
-            group = Group(name, len(slots))
-            for position, slot in enumerate(slots):
-                slot.join(group, position)
+            gradients = [self._gradients[id(param)][1] for param in members]
+            name = f"{self._prefix}.group.{index}:{gradients[0].name}..{gradients[-1].name}"
+            group = Group(name, len(gradients))
+            for position, gradient in enumerate(gradients):
+                gradient.join(group, position)
             self._groups.append(group)
 
     def follow(self) -> list[Entry]:
@@ -141,23 +178,25 @@ class Reducer:
         entries, new = [], []
         for number, group in enumerate(groups):
             for index, param in enumerate(group["params"]):
-                entry = self._slots.get(id(param))
+                entry = self._gradients.get(id(param))
                 if entry is None:
                     name, _ = self._names.get(id(param), (f"{self._prefix}.{number}.{index}", None))
-                    entry = (param, self.slot_type(name, param, self._shared))
-                    self._slots[id(param)] = entry
-                    _wanted_by.setdefault(id(param), weakref.WeakSet()).add(self)
+                    entry = (param, self.gradient_type(name, param, self))
+                    self.unproven.append(entry[1])
+                    self._on_device |= entry[1].device != collectives.HOST
+                    self._gradients[id(param)] = entry
+                    _wanted_by.setdefault(id(param), set()).add(self)
                     new.append(id(param))
                 entries.append(entry)
         left_out = self._left_out
         if new or any(
-            slot.hook is None and param.requires_grad and id(param) not in left_out
-            for param, slot in entries
+            gradient.hook is None and param.requires_grad and id(param) not in left_out
+            for param, gradient in entries
         ):
             for reducer in {self, *(other for key in new for other in _wanted_by[key])}:
                 reducer.arrange()
         self._entries = [entry for entry in entries if id(entry[0]) not in self._left_out]
-        if all(slot.hook is not None for _, slot in self._entries):
+        if all(gradient.hook is not None for _, gradient in self._entries):
             self._followed = [list(group["params"]) for group in groups]
         return self._entries
 
@@ -165,89 +204,170 @@ class Reducer:
         """Have hooks at what is to be reduced here; see Note [Shared parameters]."""
         self._reduces_in_step, self._left_out = False, set()
         newer: dict[Reducer, int] = {}
-        for key in self._slots:
+        for key in self._gradients:
             rivals = _wanted_by[key]
             for other in rivals if len(rivals) > 1 else ():
-                if other._meaning != self._meaning:
+                if (other.options.op, other.members) != (self.options.op, self.members):
                     self._reduces_in_step = True
                 elif other._number > self._number:
                     self._left_out.add(key)
                     newer[other] = self._newer.get(other, other._reductions)
         if self._reduces_in_step:
             self._left_out, newer = set(), {}
-        self._newer = weakref.WeakKeyDictionary(newer)
-        for key, (param, slot) in self._slots.items():
+        self._newer = newer
+        for key, (param, gradient) in self._gradients.items():
             if self._reduces_in_step or key in self._left_out:
-                _unhook(slot)
-            elif slot.hook is None and param.requires_grad:
-                self._hook(param, slot)
+                gradient.unhook()
+            elif gradient.hook is None and param.requires_grad:
+                self._hook(param, gradient)
         self._followed = []
 
-    @property
-    def _meaning(self) -> tuple[int, int]:
-        return self._shared.options.op, self._shared.members
-
-    def _hook(self, param: torch.Tensor, slot: Slot) -> None:
+    def _hook(self, param: torch.Tensor, gradient: Gradient) -> None:
         # Backward may run inside a function that torch.compile traces.
-        leave_uncompiled(type(slot).on_gradient)
+        leave_uncompiled(type(gradient).on_gradient)
         register: Any = param.register_post_accumulate_grad_hook  # torch declares no types
-        slot.hook = register(slot.on_gradient)
+        gradient.hook = register(gradient.on_gradient)
 
-    # -- at the end of a backward pass ----------------------------------------------------------
+    def _release(self) -> None:
+        """Undo what this did to parameters and core, and keep no parameter."""
+        self.abandon()
+        others: set[Reducer] = set()
+        for key, (_, gradient) in self._gradients.items():
+            gradient.unhook()
+            rivals = _wanted_by[key]
+            rivals.discard(self)
+            others |= rivals
+            if not rivals:
+                del _wanted_by[key]
+        self._gradients, self._names, self._entries, self._followed = {}, {}, [], []
+        for other in others:
+            other.arrange()
 
-    def pass_ended(self, is_last: bool) -> None:
-        """Reduce, if it is the last one of a step."""
-        if not is_last or self._reduces_in_step:
-            return
-        self.send_rest()
-        _ending.reducers.append(self)
-        queue_callback(_finish_all_reducers)  # behind what other optimizers have queued
+    # -- in a backward pass ---------------------------------------------------------------------
 
-    def forget_failed_pass(self) -> None:
-        """Forget the gradients of a pass that was not finished. AssertionError if some are sent."""
-        self._shared.drop_arrived()
-        for _, slot in self._slots.values():
-            if not slot.sent:
-                slot.rest()
+    def begin_pass(self, name: str) -> None:
+        """Be ready for the gradients of a pass. AssertionError if some of another are in flight."""
+        if self.phase in (Phase.FAILED, Phase.SENT):
+            self._forget_failed_pass()
+        if self.ended >= self.passes:
+            op = arguments.op_name(self.options.op)
+            raise one_pass_too_many(
+                name, self.passes, f"would be reduced again, which op={op} does not allow"
+            )
+        self._check_set()
+        self.phase = Phase.FILLING
+        self.tracing = timeline.enabled()
+        self.batch_bytes = self.room = LEAST_WEIGHT
+
+    def _check_set(self) -> None:
+        """Raise unless the process set is the one that it was: numbers of sets are used again."""
+        process_set = self.options.process_set
+        members = check_member(process_set, "DistributedOptimizer")
+        if (members, process_set.generation) != (self.members, self._generation):
+            raise another_set(process_set)
+
+    def _forget_failed_pass(self) -> None:
+        self._reset_unsent()
         if self.in_flight:
             raise AssertionError(
                 f"optimizer: a backward pass after one that was not finished, while "
                 f"{describe_in_flight(self.in_flight)}"
             )
 
-    def came_again(self, slot: Slot) -> None:
-        """Learn anew how often gradients come; that of `slot` is spoilt."""
-        self._failures.append(_spoilt(slot))
-        for _, other in self._slots.values():
+    def _reset_unsent(self) -> None:
+        """Forget the gradients that are not sent."""
+        self._drop_queue()
+        for _, gradient in self._gradients.values():
+            if gradient.state != SENT:
+                gradient.reset()
+
+    def _drop_queue(self) -> None:
+        with self._lock:
+            for gradient in self.queued:
+                gradient.param = None
+            self.queued.clear()
+
+    @uncompiled
+    def send_queued(self) -> None:
+        """Start the reduction of what is queued. An error is raised when all else is sent."""
+        with self._lock:
+            queued = self.queued[:]
+            del self.queued[: len(queued)]
+            self.batch_bytes = self.room = min(2 * self.batch_bytes, BATCH_BYTES)
+        failures: list[Exception] = []
+        if self.tracing:
+            for gradient in queued:
+                begin_ns = timeline.now_ns()
+                gradient.send_alone(gradient.take(), failures, begin_ns)
+        elif self._on_device:
+            send_together(queued, self.pending, failures)
+        else:
+            send_gradients(adapter.plain_gradients, queued, self.pending, failures)
+        if failures:
+            raise failures[0]
+
+    def came_again(self, gradient: Gradient) -> None:
+        """Learn anew how often gradients come; `gradient` is spoilt."""
+        self._failures.append(spoilt(gradient.name))
+        for _, other in self._gradients.values():
             if other.proven:
-                other.proven, other.seen = False, 0
-                self._shared.unproven.append(other)
+                other.doubt()
 
     def pass_failed(self) -> None:
         """Note the versions of the gradients in flight, which nobody may touch now."""
+        if self.phase is Phase.FILLING:
+            self.phase = Phase.FAILED
         self._versions = [
-            (slot, param.grad, param.grad._version)
-            for param, slot in self._slots.values()
-            if slot.sent and param.grad is not None
+            (gradient, param.grad, param.grad._version)
+            for param, gradient in self._gradients.values()
+            if gradient.state == SENT and param.grad is not None
         ]
 
-    def send_rest(self) -> None:
-        """Send the gradients that the hooks did not. Errors are left to `finish`."""
-        shared = self._shared
-        if shared.finishing:
+    # -- at the end of a backward pass ----------------------------------------------------------
+
+    def pass_ended(self) -> None:
+        """Reduce, if it was the last one of a step."""
+        self.unproven = [gradient for gradient in self.unproven if not gradient.prove()]
+        if self.ended >= self.passes and (self.tasks or self.ended > self.passes):
+            raise AssertionError(
+                "optimizer: backward passes of several threads at once; pass "
+                "backward_passes_per_step=their number, and gradients are reduced when the last "
+                "of them ends"
+            )
+        if self.ended < self.passes or self._reduces_in_step or not self.release.alive:
             return
-        shared.check_set()
-        if shared.arrived:  # in the order in which they came
+        self.send_remaining()
+        _ending.reducers.append(self)
+        queue_callback(_finish_all_reducers)  # behind what other optimizers have queued
+
+    def send_remaining(self) -> None:
+        """Send the gradients that the hooks did not. Errors are left to `finish`."""
+        if self.phase is Phase.SENT:
+            return
+        self._check_set()
+        if self.queued:  # in the order in which they came
             with collect(self._failures):
-                shared.send_arrived()
-        late = [entry for entry in self.follow() if not entry[1].sent]
+                self.send_queued()
+        late = [entry for entry in self.follow() if entry[1].state != SENT]
         with torch.no_grad():
-            with collect(self._failures):
-                shared.send_late(late)
+            if late:
+                with collect(self._failures):
+                    self._send_late(late)
             for group in self._groups:
                 with collect(self._failures):
-                    group.flush(shared.options)
-        shared.finishing = True
+                    group.flush(self.options)
+        self.phase = Phase.SENT
+
+    def _send_late(self, entries: list[Entry]) -> None:
+        """Send gradients without their hooks; zeros where there is none."""
+        for param, gradient in entries:
+            if param.requires_grad:
+                gradient.ensure_gradient(param)
+                gradient.param = param
+                gradient.note_stream()
+                self.queued.append(gradient)
+        if self.queued:
+            self.send_queued()
 
     def finish(self) -> None:
         """Wait for all gradients, and leave them where they belong.
@@ -255,120 +375,116 @@ class Reducer:
         An error is raised when nothing is in flight any more; gradients without an error are
         reduced then. After a KeyboardInterrupt another call takes up where it was.
         """
-        self.send_rest()
-        shared, entries = self._shared, self._entries
-        sent = [entry for entry in entries if entry[1].sent]
-        for slot, grad, version in self._versions:
+        self.send_remaining()
+        entries = self._entries
+        sent = [entry for entry in entries if entry[1].state == SENT]
+        for gradient, grad, version in self._versions:
             if grad._version != version:
-                self._failures.append(_spoilt(slot))
+                self._failures.append(spoilt(gradient.name))
         self._versions = []
         with torch.no_grad():
-            finish_all(sent, shared.flying, self._failures)
+            self._wait_for(sent)
         if len(sent) < len(entries):
-            for _, slot in entries:
-                if not slot.sent:
-                    slot.rest()
-        for slot in shared.unproven:
-            slot.left = BY_OWNER
-        shared.synchronized = not self._failures  # before all is forgotten, by an interrupt perhaps
+            for _, gradient in entries:
+                if gradient.state != SENT:
+                    gradient.reset()
+        for gradient in self.unproven:
+            gradient.state = ASK
+        # Before all is forgotten, by an interrupt perhaps.
+        self.phase = Phase.IDLE if self._failures else Phase.REDUCED
         failures, self._failures = self._failures, []
         self._reductions += 1
-        shared.rest()
+        self._drop_queue()
+        self.start_again()
         if failures:
             raise failures[0]
-        if shared.options.op != Average:  # which alone may be reduced again
-            shared.ended = shared.passes
+        if self.options.op != Average:  # which alone may be reduced again
+            self.ended = self.passes
+
+    def _wait_for(self, entries: list[Entry]) -> None:
+        """Wait for the gradients of `entries`, mostly in one call of the core."""
+        if self._on_device and entries:
+            requests = [g for _, g in entries if g.address and g.device != collectives.HOST]
+            here = requests[0].stream() if requests else 0
+            elsewhere = {int(each.request.stream) for each in requests} - {here}
+            complete = not elsewhere and finish_many(self.pending, here)
+        else:
+            complete = finish_many(self.pending)
+        if complete and entries:
+            entries = finish_gradients(entries, READY if self.passes == 1 else ASK)  # almost all
+        for param, gradient in entries:
+            if complete and gradient.keep is not None:
+                gradient.handle = 0
+            with collect(self._failures):
+                gradient.finish(param)
+        self.pending.clear()  # last: an interrupt leaves them, to be waited for again
 
     # -- at a step ------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
         """Do as `finish`; see to it that newer reducers have reduced what is shared with them."""
         due = [other for other, count in self._newer.items() if other._reductions == count]
-        if not self._shared.synchronized:
+        if self.phase is not Phase.REDUCED:
             due.append(self)
         for reducer in due:
-            reducer.send_rest()
+            reducer.send_remaining()
         for reducer in due:
             reducer.finish()
 
     @property
     def synchronized(self) -> bool:
         """Whether all gradients are reduced and no newer ones have come since."""
-        return self._shared.synchronized and all(
+        return self.phase is Phase.REDUCED and all(
             other._reductions != count for other, count in self._newer.items()
         )
 
     def await_device(self) -> None:
         """Block until the gradients are reduced, on a device not only in the stream's order."""
-        if self._shared.on_device:
+        if self._on_device:
             torch.cuda.current_stream().synchronize()
 
     @property
     def in_flight(self) -> list[str]:
         """Names of the parameters whose gradients are being reduced."""
-        if not self._shared.begun:
+        if self.phase in (Phase.IDLE, Phase.REDUCED):
             return []
-        return [slot.name for _, slot in self._slots.values() if slot.left == 0 or slot.sent]
+        return [each.name for _, each in self._gradients.values() if each.state >= QUEUED]
 
     @property
     def names(self) -> dict[torch.Tensor, str]:
         """The name of each parameter."""
-        return {param: slot.name for param, slot in self._slots.values()}
+        return {param: gradient.name for param, gradient in self._gradients.values()}
 
     @property
     def handles(self) -> dict[torch.Tensor, int]:
         """The handle of each gradient that is being reduced; 0 until its group is complete."""
-        return {param: slot.handle_in_flight for param, slot in self._slots.values() if slot.sent}
+        return {
+            param: gradient.handle_in_flight
+            for param, gradient in self._gradients.values()
+            if gradient.state == SENT
+        }
 
     def restart(self, passes: int | None = None) -> None:
         """Count backward passes from the beginning; gradients are no longer synchronized."""
-        shared = self._shared
-        shared.synchronized = False
-        shared.ended = 0
+        if self.phase is Phase.REDUCED:
+            self.phase = Phase.IDLE
+        self.ended = 0
         for other in self._newer:
             self._newer[other] = other._reductions
-        if passes is None and not shared.begun:
+        if passes is None and self.phase is Phase.IDLE:
             return
-        shared.passes = passes or shared.passes
-        shared.drop_arrived()
-        for _, slot in self._slots.values():
-            if not slot.sent:
-                slot.rest()
+        self.passes = passes or self.passes
+        self._reset_unsent()
 
     def abandon(self) -> None:
         """Forget everything in flight."""
-        for _, slot in self._slots.values():
-            slot.abandon()
-        self._shared.rest()
-        self._shared.synchronized = False
+        for _, gradient in self._gradients.values():
+            gradient.abandon()
+        self.pending.clear()
+        self._drop_queue()
+        self.start_again()
+        self.phase = Phase.IDLE
         self._failures, self._versions = [], []
-
-
-def finish_all(
-    entries: list[Entry],
-    flying: list[int],
-    failures: list[Exception],
-) -> None:
-    """Wait for the gradients of `entries`, mostly in one call of the core."""
-    landed = _landed(entries, flying)
-    if landed and entries:
-        entries = finish_gradients(entries, entries[0][1].shared.passes)  # almost all
-    for param, slot in entries:
-        if landed and slot.prepared:
-            slot.prepared.handle = 0
-        with collect(failures):
-            slot.finish(param)
-    flying.clear()  # last: an interrupt leaves them, to be waited for again
-
-
-def _landed(entries: list[Entry], flying: list[int]) -> bool:
-    """Wait for all that flies. False: each slot has to see for itself."""
-    if not entries or not entries[0][1].shared.on_device:
-        return finish_many(flying)
-    slots = [slot for _, slot in entries if slot.prepared and slot.device != collectives.HOST]
-    here = slots[0].stream() if slots else 0
-    computed_in = {int(slot.prepared.request.stream) for slot in slots if slot.prepared}
-    return computed_in <= {here} and finish_many(flying, here)
 
 
 @contextlib.contextmanager
@@ -378,40 +494,3 @@ def collect(failures: list[Exception]) -> Iterator[None]:
         yield
     except Exception as error:  # the caller raises it
         failures.append(error)
-
-
-def _unhook(slot: Slot) -> None:
-    if slot.hook is not None:
-        slot.hook.remove()
-        slot.hook = None
-
-
-def _release(slots: dict[int, Entry]) -> None:
-    """Undo what a reducer did to parameters and core."""
-    others: set[Reducer] = set()
-    for key, (_, slot) in slots.items():
-        _unhook(slot)
-        slot.abandon()
-        if key in _wanted_by:
-            left = set(_wanted_by[key])
-            others |= left
-            if not left:
-                del _wanted_by[key]
-    for other in others:
-        other.arrange()
-
-
-def _spoilt(slot: Slot) -> AssertionError:
-    return AssertionError(
-        f"gradient of '{slot.name}' was changed while it was being reduced, so ranks have "
-        "different values; call optimizer.zero_grad() and start the step again, on all ranks"
-    )
-
-
-def describe_in_flight(names: list[str]) -> str:
-    """Tell that gradients are on their way, and what to do, as the end of a sentence."""
-    return (
-        f"{len(names)} gradients, '{names[0]}' the first, are being reduced: a backward pass was "
-        "not finished on this rank. Other ranks may wait for the rest of them; first call "
-        "optimizer.synchronize(), which reduces the gradients of this rank"
-    )

@@ -13,7 +13,7 @@ import torch
 
 import hororing.torch as hvd
 from hororing import collectives, prepared
-from hororing.torch import gradient, reducer
+from hororing.torch import gradient, passes, reducer
 
 
 def interrupted(call: Callable[[], object], at: int, *functions: Any) -> bool:
@@ -80,10 +80,10 @@ def check_optimizer(prefix: str, **options: Any) -> None:
         loss = sum((p * (at + hvd.rank())).sum() for p in parameters[:4])
         assert isinstance(loss, torch.Tensor)
         again = hvd.rank() == 0 and interrupted(
-            loss.backward, at, gradient.Shared.task_ended.__wrapped__,
+            loss.backward, at, passes.Passes.task_ended.__wrapped__,
             reducer._finish_all_reducers.__wrapped__, reducer.Reducer.pass_ended,
-            reducer.Reducer.send_rest, reducer.Reducer.finish, reducer.finish_all, reducer._landed,
-            gradient.Slot.finish, prepared.finish_many, collectives.block_until_complete,
+            reducer.Reducer.send_remaining, reducer.Reducer.finish, reducer.Reducer._wait_for,
+            gradient.Gradient.finish, prepared.finish_many, collectives.block_until_complete,
         )  # fmt: skip
         torch.set_grad_enabled(True)  # the line may have been the end of no_grad()
         if hvd.rank() > 0:

@@ -46,7 +46,6 @@ class Hierarchical(Averaging):
         plan = self._plan
         self._level_sets = [obtain_groups(level.groups) for level in plan.hierarchy.levels]
         self._gradient_set = obtain_groups(plan.gradient_groups)
-        self._reducer = None
         self._reducing_in: ProcessSet | None = None
         self._follow_clock()
 
@@ -75,7 +74,6 @@ class Hierarchical(Averaging):
         hierarchy, steps = self._plan.hierarchy, self.steps_done
         members = self._gradient_set if hierarchy.is_local(steps) else global_process_set
         if members is not self._reducing_in:
-            self._reducer = None  # with it go its hooks
             options = dataclasses.replace(self._settings.options, process_set=members)
             self._settings = self._settings._replace(options=options)
             super()._become_distributed(self.backward_passes_per_step, self._extra)

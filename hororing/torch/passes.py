@@ -1,0 +1,115 @@
+"""Backward passes of an optimizer: when one begins, ends or fails.
+
+A pass is one call of `backward()` in which a hook has run. Autograd tells when it ends by a
+callback that belongs to a graph task: that of the call, or, inside a reentrant checkpoint, that of
+a call within it. When a task within ends, the pass goes on, and the task around it is asked as
+soon as it does something. A pass that raises drops its callback, which tells, too.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from threading import get_ident
+from typing import Any, Final
+
+import torch
+
+from hororing._tensors import Queue
+from hororing.torch.uncompiled import uncompiled
+
+queue_callback: Final = torch.autograd.Variable._execution_engine.queue_callback
+
+
+class _TaskEnd:
+    """The callback at the end of a graph task. One that fails drops it without a call."""
+
+    __slots__ = ("_passes", "_task")
+
+    def __init__(self, passes: Passes, task: int) -> None:
+        self._passes: Passes | None = passes
+        self._task = task
+
+    def __call__(self) -> None:
+        passes, self._passes = self._passes, None
+        assert passes is not None
+        passes.task_ended(self._task)
+
+    def __del__(self) -> None:
+        if self._passes is not None:
+            self._passes.task_failed(self._task)
+
+
+class Passes(Queue):
+    """Counts the backward passes of a step. Hooks may run on several threads."""
+
+    thread: int  # that runs hooks in one of `tasks`
+
+    def __init__(self, passes: int) -> None:
+        self.passes = passes  # per step
+        self.ended = 0  # of them
+        self.tasks: dict[int, int] = {}  # graph tasks whose end will be told, with their threads
+        self.is_last = False  # the pass under way is the step's last one, and the only one
+        self._nested = False  # a task within a pass has ended, and the pass has not
+
+    @abstractmethod
+    def begin_pass(self, name: str) -> None:
+        """Take note of the first hook of a pass, that of `name`."""
+
+    @abstractmethod
+    def pass_ended(self) -> None:
+        """Take note of the end of a pass: `ended` counts it."""
+
+    @abstractmethod
+    def pass_failed(self) -> None:
+        """Take note that a pass has raised."""
+
+    def start_again(self) -> None:
+        """Forget all passes."""
+        self.tasks.clear()
+        self.thread = self.ended = 0
+        self._nested = False
+
+    @uncompiled
+    def note_task(self, name: str) -> None:
+        """Take note of a graph task, by its first hook in this thread, that of `name`."""
+        task, thread = torch._C._current_graph_task_id(), get_ident()
+        if task not in self.tasks:
+            if not self.tasks and not self._nested:
+                self.begin_pass(name)
+            self.tasks[task] = thread
+            queue_callback(_TaskEnd(self, task))
+            alone = len(set(self.tasks.values())) == 1  # tasks of one thread are nested
+            self.is_last = alone and self.ended + 1 == self.passes
+        self.thread = thread
+
+    @uncompiled
+    def task_ended(self, task: int) -> None:
+        """End the backward pass, if `task` is not one within it."""
+        self.thread = 0
+        self.tasks.pop(task, None)
+        outer = torch._C._current_autograd_node()
+        self._nested = outer is not None
+        if outer is not None:
+            self._ask_outer_task(outer)
+        else:
+            self.ended += 1
+            self.pass_ended()
+
+    def _ask_outer_task(self, node: Any) -> None:
+        """Be called at the end of the task that carries out `node`, which calls backward()."""
+        handles: list[Any] = []
+
+        def outside(_: Any) -> None:
+            for handle in handles:
+                handle.remove()
+            self.note_task("")
+
+        for following, _ in node.next_functions:
+            if following is not None:
+                handles.append(following.register_prehook(outside))
+
+    def task_failed(self, task: int) -> None:
+        """Take note that no end of `task` will come."""
+        self.tasks.pop(task, None)
+        self.thread = 0
+        self.pass_failed()
