@@ -188,7 +188,7 @@ def test_flags_of_the_store_that_do_not_fit(
 
 
 def test_the_elastic_manifest_for_kubernetes_is_consistent():
-    text = (ROOT / "examples/kubernetes_elastic.yaml").read_text()
+    text = (ROOT / "examples/clusters/kubernetes_elastic.yaml").read_text()
     service, store, job = text.split("---\n")
 
     def values(field: str, part: str = job) -> list[str]:

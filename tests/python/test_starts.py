@@ -533,7 +533,7 @@ def test_pods_that_are_restarted_after_a_failure_are_a_new_job(script: str, tmp_
 
 
 def test_the_manifest_for_kubernetes_is_consistent():
-    text = (ROOT / "examples/kubernetes.yaml").read_text()
+    text = (ROOT / "examples/clusters/kubernetes.yaml").read_text()
     service, job = text.split("---\n")
 
     def values(field: str, part: str = job) -> list[str]:

