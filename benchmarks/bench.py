@@ -128,6 +128,12 @@ PARTS = [
     Part("sets", 4, "sets", ONE_HOROVOD, scale=0.5),
     Part("step", 2, "torch_step"),
     Part("step", 4, "torch_step", ONE_HOROVOD, scale=0.5),
+    *(
+        # To gloo, LOCAL_WORLD_SIZE says that the ranks share a host.
+        Part(name, ranks, "ddp", environment=environment, scale=2.0)
+        for ranks in (2, 4)
+        for name, environment in (("ddp", {}), ("ddp-local", {"LOCAL_WORLD_SIZE": str(ranks)}))
+    ),
     Part("keras", 2, "keras_step", ("--loop", "custom", "--rounds", "10")),
     Part("latency", 2, "latency"),
     Part("memory", 2, "memory"),

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 FAKE_HOROVOD = Path(__file__).with_name("fake_horovod")
 HOROVODS = {"Horovod", "Horovod, 0.1 ms"}
-SCRIPTS = ["allreduce", "sets", "torch_step", "latency", "memory", "process_sets"]
+SCRIPTS = ["allreduce", "sets", "torch_step", "ddp", "latency", "memory", "process_sets"]
 RANKS = 3  # what process_sets needs
 TIMED = {"median_us", "p10_us", "p90_us", "series"}
 
@@ -143,7 +143,8 @@ def test_what_hosts_had_when_it_was_ended_makes_rows_and_a_table():
 def report(reports, tmp_path) -> Path:
     """A results file as bench.py writes it, with one part that failed."""
     bench = importlib.import_module("bench")
-    parts = {"allreduce": "sums", "sets": "sets", "torch_step": "step", "latency": "latency"}
+    parts = {"allreduce": "sums", "sets": "sets", "torch_step": "step", "ddp": "ddp",
+             "latency": "latency"}  # fmt: skip
     told = [
         reports[script] | {"part": part, "ranks": 2, "load_average_before": 1.0}
         for script, part in parts.items()
@@ -220,13 +221,12 @@ def test_plots_are_drawn(report, monkeypatch):
         assert image.startswith(b"\x89PNG")
 
 
-def test_the_page_shows_the_committed_results():
+def test_the_pages_show_the_committed_results():
     table = importlib.import_module("table")
-    text = table.PAGE.read_text()
     told = json.loads(table.RESULTS.read_text())
-    assert text == table.with_part(text, table.page_part(told)), (
-        "python benchmarks/table.py --write"
-    )
+    for page, part_of in table.PAGES.items():
+        text = page.read_text()
+        assert text == table.with_part(text, part_of(told)), "python benchmarks/table.py --write"
 
 
 def test_edits_of_horovod_are_all_made_or_none(tmp_path, monkeypatch):
