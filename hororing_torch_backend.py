@@ -23,7 +23,8 @@ def register() -> None:
     rendezvous = importlib.import_module("torch.distributed.rendezvous")
     rendezvous.register_rendezvous_handler(_BACKEND, _meet)
     # There is no public way to add to "env://", which is what init_process_group uses by default,
-    # and mpirun sets none of its variables. Where torch has changed, pass init_method="hororing://".
+    # and mpirun does not set its variables. Where torch has changed, pass
+    # init_method="hororing://".
     handlers = getattr(rendezvous, "_rendezvous_handlers", {})
     if "env" in handlers:
         handlers["env"] = _with_mpi(handlers["env"])
@@ -44,7 +45,10 @@ def _with_mpi(by_variables: Callable[..., Iterator[Any]]) -> Callable[..., Itera
         except ImportError:
             return by_variables(url, **options)
         told = launch.detect()
-        if told.launched and told.mpi and not launch.environment().get("MASTER_ADDR"):
+        variables = launch.environment()
+        # Some launchers (accelerate) give an address to mpirun, which then gives no rank.
+        complete = variables.get("MASTER_ADDR") and ("RANK" in variables or "rank=" in url)
+        if told.launched and told.mpi and not complete:
             return _meet(url, **options)
         return by_variables(url, **options)
 

@@ -53,7 +53,9 @@ def raises(kind: type[Exception], words: str, call: Callable[[], Any]) -> None:
 
 
 def case_init_by_mpirun() -> None:
+    os.environ["MASTER_ADDR"] = "127.0.0.1"  # as `accelerate launch` does; there is no RANK
     dist.init_process_group("hororing", timeout=timedelta(seconds=150))
+    del os.environ["MASTER_ADDR"]
     assert isinstance(dist.group.WORLD, ProcessGroup)
     assert (dist.get_rank(), dist.get_world_size()) == (hvd.rank(), hvd.size())
     assert dist.get_backend() == "hororing"
