@@ -1,44 +1,23 @@
 """Life of the engine in this process: `init`, `shutdown`, and its timeline.
 
-There is one engine per process; a forked child has none, and none of the hooks below act there. The
-state is that of `hororing.job`.
-
-How a process ends decides what its peers see:
-
-* the script returns, or calls `sys.exit(0)`: `shutdown()`, then MPI is finalised if we had
-  initialised it. Peers that go on get ShutDownError.
-* `sys.exit` with another code: the same, with the code in the text, but MPI is not finalised. A
-  peer that ends by that error ends with the same code, so that it is mpirun's, too. (Python tells
-  exit hooks nothing of the code, so sys.exit, exit and quit are made to raise an exception of ours;
-  `raise SystemExit(3)` looks like an end.)
-* an uncaught exception: peers get PeerLostError with this rank and the exception's text. MPI is
-  not finalised, since that would wait for ranks which may compute for hours: mpirun ends the job.
-  Where the interpreter goes on (a prompt, python -i, a library that shows the exception by
-  sys.excepthook), so does the engine.
-* killed: peers notice.
+There is one engine per process; a forked child has none. The state is that of `hororing.job`. How
+the engine ends with its process: hororing/process_end.py.
 """
 
 from __future__ import annotations
 
-import atexit
-import logging
 import math
 import os
-import re
-import sys
-import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
 
 from hororing import bootstrap, errors, job, launch, membership, mpi, recorder
 from hororing import config as configuration
 from hororing import process_sets as sets
 from hororing._core import ffi, lib
 from hororing.engine_config import engine_config
-from hororing.errors import ShutDownError
-from hororing.failures import fail, last_error
+from hororing.failures import fail
 from hororing.job import (
     cross_rank,
     cross_size,
@@ -55,11 +34,8 @@ from hororing.job import process as _process
 from hororing.launch import Launch
 from hororing.logs import Forwarder, logger
 from hororing.neighbours import Neighbours, job_of
+from hororing.process_end import install_hooks, reason_of, shutdown
 from hororing.rendezvous.client import Member, RendezvousError
-
-# Longest that shutdown() waits for what all ranks had submitted. A peer that is frozen must not
-# keep this process from ending.
-_SHUTDOWN_TIMEOUT_S = 30.0
 
 # Between two looks for a signal, and for ranks of this host that have ended, while init waits.
 _LOOK_S, _NEIGHBOURS_S = 0.2, 0.5
@@ -242,7 +218,7 @@ def _run(
     recorder.begin(settings["FLIGHT_RECORDER"], settings["STACK_SIGNAL"], started_by, named)
     _process.pid = os.getpid()
     _process.broken = True  # until it is known to be whole
-    _install_hooks()
+    install_hooks(_log.close)
     try:
         code = int(lib.hr_init(c_config))
         if code == lib.HR_OK:
@@ -264,7 +240,7 @@ def _run(
     except BaseException as error:
         if _process.topology is not None or not isinstance(error, Exception):  # Ctrl-C, say
             _process.broken = True
-        lib.hr_abort(_reason(type(error), error))
+        lib.hr_abort(reason_of(type(error), error))
         _process.topology = None
         raise
 
@@ -319,146 +295,6 @@ def _parse_comm(comm: Any, started_by: Launch) -> tuple[int, list[int] | None, b
     raise ValueError(
         f"init: comm={comm!r} is neither None, nor a list of ranks, nor an mpi4py communicator"
     )
-
-
-# ---------------------------------------------------------------------------------------------
-# The end
-
-
-def shutdown() -> None:
-    """End the engine. Does nothing when there is none.
-
-    Requests that all ranks had submitted are carried out. All other pending requests fail with
-    ShutDownError on every rank. Returns even if peers are dead. `init()` works again afterwards.
-    """
-    _shutdown("shutdown() was called")
-
-
-def _shutdown(reason: str) -> None:
-    if not job.has_engine():  # also in a forked child
-        return
-    with _process.lock:
-        if not job.has_engine():
-            return
-        _process.broken |= lib.hr_state_now() == lib.HR_STATE_FAILED
-        code = int(lib.hr_shutdown(reason.encode(), _SHUTDOWN_TIMEOUT_S))
-        _process.topology = None
-        if code != lib.HR_OK:
-            _process.broken = True
-            logger.warning(last_error())
-        for callback in _process.at_shutdown:
-            callback()
-
-
-def _install_hooks() -> None:
-    if _process.hooked:
-        return
-    _process.hooked = True
-    atexit.register(_at_exit)
-    previous = sys.excepthook
-
-    def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
-        # The peers first: mpirun may end this process as soon as something is printed.
-        ends = not _interpreter_goes_on()
-        if ends:
-            _abort(kind, value)
-        previous(kind, value, trace)
-        code = _EXIT.search(str(value)) if ends and isinstance(value, ShutDownError) else None
-        if code is not None:
-            raise SystemExit(int(code[1]))  # which Python takes from a hook
-
-    sys.excepthook = hook
-    sys.exit = _exit
-    if "_sitebuiltins" in sys.modules:  # exit() and quit(); they raise what is called so there
-        sys.modules["_sitebuiltins"].SystemExit = _Exit  # type: ignore[attr-defined]
-
-
-class _Exit(SystemExit):
-    """What `sys.exit` raises; tells `_at_exit` of the code where nobody catches it."""
-
-    def _get(self) -> Any:
-        code = _CODE.__get__(self)
-        if sys._getframe().f_back is None:  # the interpreter asks, after the last Python code
-            _process.exit_code = code
-        return code
-
-    code: Any = property(_get, lambda self, code: _CODE.__set__(self, code))
-
-
-_CODE: Any = vars(SystemExit)["code"]
-
-
-def _exit(status: object = None, /) -> NoReturn:
-    """sys.exit."""
-    raise _Exit(*status) if isinstance(status, tuple) else _Exit(status)
-
-
-# In the text of a ShutDownError.
-_EXIT = re.compile(r"by sys\.exit\((\d+)\)")
-
-
-def _interpreter_goes_on() -> bool:
-    """Whether sys.excepthook was called for something else than the end of the script.
-
-    At a prompt, or by Python code that only shows an exception with it. The interpreter itself
-    calls it when no Python code of the main thread runs any more.
-    """
-    if sys.flags.inspect or hasattr(sys, "ps1"):
-        return True
-    if threading.current_thread() is not threading.main_thread():
-        return True
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-    return frame.f_code.co_name in ("<module>", "_run_module_as_main")  # else: another hook
-
-
-def _abort(kind: type[BaseException], value: BaseException) -> None:
-    if _process.pid != os.getpid():
-        return
-    _process.broken = True
-    lib.hr_abort(_reason(kind, value))
-    _process.topology = None
-
-
-def _reason(kind: type[BaseException], value: BaseException) -> bytes:
-    try:
-        reason = f"{kind.__name__}: {value}".removesuffix(": ")
-    except Exception:  # a broken __str__ must not hide the exception itself
-        reason = kind.__name__
-    return reason.encode("utf-8", "replace")
-
-
-def _at_exit() -> None:
-    if _process.pid != os.getpid():
-        return
-    code = _process.exit_code
-    if code:
-        _shutdown(f"the script has ended by sys.exit({code!r})")
-        _process.broken = True  # so mpirun ends the job, with that code
-    else:
-        _shutdown("the script has ended")
-    if _process.member is not None:
-        if _process.broken:
-            _process.member.close()
-        else:
-            _process.member.done()
-    if not _process.broken:
-        lib.hr_finalize()
-    _log.close()
-    if _process.broken and _process.launched and _mpi4py_would_finalize():
-        # mpi4py finalises MPI after every hook of Python, and would wait there for peers that
-        # are lost or busy. mpirun sees the exit code and ends the job.
-        logging.shutdown()
-        for stream in (sys.stdout, sys.stderr):
-            if stream is not None:
-                stream.flush()
-        os._exit(code if code and isinstance(code, int) else 1)
-
-
-def _mpi4py_would_finalize() -> bool:
-    mpi = sys.modules.get("mpi4py.MPI")
-    return mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized()
 
 
 # ---------------------------------------------------------------------------------------------

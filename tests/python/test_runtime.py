@@ -12,7 +12,7 @@ import threading
 import pytest
 from live_job import poll
 
-from hororing import built, errors, job, launch, mpi, neighbours, runtime
+from hororing import built, errors, job, launch, mpi, neighbours, process_end, runtime
 from hororing.launch import KUBERNETES, Launch, detect, prepare_mpi
 
 QUERIES = [
@@ -168,7 +168,7 @@ def test_a_forked_child_knows_its_place_has_no_engine_and_ends():
         except errors.NotInitializedError as error:
             os.write(writer, str(error).encode())
         finally:
-            runtime._at_exit()
+            process_end._at_exit(lambda: None)
             os._exit(0)
     os.close(writer)
     with os.fdopen(reader) as pipe:

@@ -1,0 +1,179 @@
+"""The end of the engine: `shutdown`, and the hooks that end it with the process.
+
+None of the hooks acts in a forked child, which has no engine.
+
+How a process ends decides what its peers see:
+
+* the script returns, or calls `sys.exit(0)`: `shutdown()`, then MPI is finalised if we had
+  initialised it. Peers that go on get ShutDownError.
+* `sys.exit` with another code: the same, with the code in the text, but MPI is not finalised. A
+  peer that ends by that error ends with the same code, so that it is mpirun's, too. (Python tells
+  exit hooks nothing of the code, so sys.exit, exit and quit are made to raise an exception of ours;
+  `raise SystemExit(3)` looks like an end.)
+* an uncaught exception: peers get PeerLostError with this rank and the exception's text. MPI is
+  not finalised, since that would wait for ranks which may compute for hours: mpirun ends the job.
+  Where the interpreter goes on (a prompt, python -i, a library that shows the exception by
+  sys.excepthook), so does the engine.
+* killed: peers notice.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import re
+import sys
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, NoReturn
+
+from hororing import job
+from hororing._core import lib
+from hororing.errors import ShutDownError
+from hororing.failures import last_error
+from hororing.job import process as _process
+from hororing.logs import logger
+
+# Longest that shutdown() waits for what all ranks had submitted. A peer that is frozen must not
+# keep this process from ending.
+_SHUTDOWN_TIMEOUT_S = 30.0
+
+
+def shutdown() -> None:
+    """End the engine. Does nothing when there is none.
+
+    Requests that all ranks had submitted are carried out. All other pending requests fail with
+    ShutDownError on every rank. Returns even if peers are dead. `init()` works again afterwards.
+    """
+    _shutdown("shutdown() was called")
+
+
+def _shutdown(reason: str) -> None:
+    if not job.has_engine():  # also in a forked child
+        return
+    with _process.lock:
+        if not job.has_engine():
+            return
+        _process.broken |= lib.hr_state_now() == lib.HR_STATE_FAILED
+        code = int(lib.hr_shutdown(reason.encode(), _SHUTDOWN_TIMEOUT_S))
+        _process.topology = None
+        if code != lib.HR_OK:
+            _process.broken = True
+            logger.warning(last_error())
+        for callback in _process.at_shutdown:
+            callback()
+
+
+def install_hooks(close_log: Callable[[], None]) -> None:
+    """End the engine with the process, in whichever way that ends; once for all engines."""
+    if _process.hooked:
+        return
+    _process.hooked = True
+    atexit.register(_at_exit, close_log)
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+        # The peers first: mpirun may end this process as soon as something is printed.
+        ends = not _interpreter_goes_on()
+        if ends:
+            _abort(kind, value)
+        previous(kind, value, trace)
+        code = _EXIT.search(str(value)) if ends and isinstance(value, ShutDownError) else None
+        if code is not None:
+            raise SystemExit(int(code[1]))  # which Python takes from a hook
+
+    sys.excepthook = hook
+    sys.exit = _exit
+    if "_sitebuiltins" in sys.modules:  # exit() and quit(); they raise what is called so there
+        sys.modules["_sitebuiltins"].SystemExit = _Exit  # type: ignore[attr-defined]
+
+
+class _Exit(SystemExit):
+    """What `sys.exit` raises; tells `_at_exit` of the code where nobody catches it."""
+
+    def _get(self) -> Any:
+        code = _CODE.__get__(self)
+        if sys._getframe().f_back is None:  # the interpreter asks, after the last Python code
+            _process.exit_code = code
+        return code
+
+    code: Any = property(_get, lambda self, code: _CODE.__set__(self, code))
+
+
+_CODE: Any = vars(SystemExit)["code"]
+
+
+def _exit(status: object = None, /) -> NoReturn:
+    """sys.exit."""
+    raise _Exit(*status) if isinstance(status, tuple) else _Exit(status)
+
+
+# In the text of a ShutDownError.
+_EXIT = re.compile(r"by sys\.exit\((\d+)\)")
+
+
+def _interpreter_goes_on() -> bool:
+    """Whether sys.excepthook was called for something else than the end of the script.
+
+    At a prompt, or by Python code that only shows an exception with it. The interpreter itself
+    calls it when no Python code of the main thread runs any more.
+    """
+    if sys.flags.inspect or hasattr(sys, "ps1"):
+        return True
+    if threading.current_thread() is not threading.main_thread():
+        return True
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code.co_name in ("<module>", "_run_module_as_main")  # else: another hook
+
+
+def _abort(kind: type[BaseException], value: BaseException) -> None:
+    if _process.pid != os.getpid():
+        return
+    _process.broken = True
+    lib.hr_abort(reason_of(kind, value))
+    _process.topology = None
+
+
+def reason_of(kind: type[BaseException], value: BaseException) -> bytes:
+    """What peers are told of an exception."""
+    try:
+        reason = f"{kind.__name__}: {value}".removesuffix(": ")
+    except Exception:  # a broken __str__ must not hide the exception itself
+        reason = kind.__name__
+    return reason.encode("utf-8", "replace")
+
+
+def _at_exit(close_log: Callable[[], None]) -> None:
+    if _process.pid != os.getpid():
+        return
+    code = _process.exit_code
+    if code:
+        _shutdown(f"the script has ended by sys.exit({code!r})")
+        _process.broken = True  # so mpirun ends the job, with that code
+    else:
+        _shutdown("the script has ended")
+    if _process.member is not None:
+        if _process.broken:
+            _process.member.close()
+        else:
+            _process.member.done()
+    if not _process.broken:
+        lib.hr_finalize()
+    close_log()
+    if _process.broken and _process.launched and _mpi4py_would_finalize():
+        # mpi4py finalises MPI after every hook of Python, and would wait there for peers that
+        # are lost or busy. mpirun sees the exit code and ends the job.
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+        os._exit(code if code and isinstance(code, int) else 1)
+
+
+def _mpi4py_would_finalize() -> bool:
+    mpi = sys.modules.get("mpi4py.MPI")
+    return mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized()
