@@ -9,14 +9,17 @@ of it has come.
 from __future__ import annotations
 
 import copy
+import os
 from collections import deque
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
 import hororing.numpy as hvd
 from hororing import arguments, job, membership
+from hororing.elastic import saved
 from hororing.elastic.steps import Steps
 from hororing.errors import HostsUpdatedInterrupt
 
@@ -44,6 +47,8 @@ class State:
         self._reset_callbacks: list[Callable[[], None]] = []
         self._commits = 0
         self._steps: Steps | None = None  # where every step is a transaction
+        self._path: Path | None = None  # of `save_to`
+        self._commits_per_file = 1
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
         """Call these after every change of members, before the state is sent.
@@ -83,7 +88,56 @@ class State:
         replayed = self._steps is not None and self._steps.mark(light=False)
         self.save()
         self._commits += 1
+        if (
+            self._path is not None
+            and self._rank() == 0
+            and self._commits % self._commits_per_file == 0
+        ):
+            saved.write(self._path, self._commits, (type(self).__name__, self._kept()))
         self._leave_if_due(replayed)
+
+    def save_to(self, path: str | os.PathLike[str], every: int = 1) -> None:
+        """Write commits to a file, too, and begin with the one that is there.
+
+        For jobs that start all processes again, as torchrun does, or after the end of an elastic
+        job. Call it before `run`, on all ranks. Rank 0 writes. If the file exists, ranks take its
+        values now; when `run` begins, all get those of rank 0. A rank that joins a job that has
+        made steps does not read it. The file is a pickle: name none that others can write.
+
+        Parameters
+        ----------
+        path : of the file. All hosts must see it; one that does not has nothing to offer if rank 0
+            dies at once. It is replaced as a whole. A commit returns when the file is on disk.
+        every : so many commits per file.
+
+        Raises
+        ------
+        ValueError : the file is no such state, or that of another script.
+        TypeError : a value can be saved in memory only.
+        """
+        if every < 1:
+            raise ValueError(f"save_to: every={every!r} is no number from 1")
+        self._path, self._commits_per_file = Path(path), every
+        worlds = membership.history()
+        begun = bool(worlds and worlds[-1].step)
+        found = None if begun else saved.read(self._path)
+        if found is None:
+            return
+        commits, (kind, kept) = found
+        try:
+            check_names([type(self).__name__], [kind])
+            self._take(kept)
+        except (KeyError, ValueError, RuntimeError, AttributeError) as error:
+            raise ValueError(f"save_to: {path} is of another script: {error}") from error
+        self._commits = commits
+
+    def _kept(self) -> Any:
+        """Return what `save` has kept, which can be pickled."""
+        raise TypeError(f"save_to: {type(self).__name__} can be saved in memory only")
+
+    def _take(self, kept: Any) -> None:
+        """Go to what `_kept` has returned in another process."""
+        raise TypeError(f"save_to: {type(self).__name__} can be saved in memory only")
 
     def check_host_updates(self) -> None:
         """Leave the training function if members come or go, and go on with what is not saved.
@@ -216,6 +270,14 @@ class ObjectState(State):
         for name, value in copy.deepcopy(self._saved_state).items():
             setattr(self, name, value)
 
+    def _kept(self) -> Any:
+        return self._saved_state
+
+    def _take(self, kept: Any) -> None:
+        check_names(self._saved_state, kept)
+        self._saved_state = kept
+        ObjectState.restore(self)
+
     def sync(self) -> None:
         """Give every rank the objects that rank 0 has saved last."""
         if not self._saved_state:
@@ -226,4 +288,10 @@ class ObjectState(State):
             ObjectState.restore(self)
 
 
-__all__ = ["DealAnew", "ObjectState", "State"]
+def check_names(here: Iterable[str], there: Iterable[str]) -> None:
+    """ValueError where a state that was saved has other values than the one here."""
+    if set(here) != set(there):
+        raise ValueError(f"it has {sorted(there)}, and the state here {sorted(here)}")
+
+
+__all__ = ["DealAnew", "ObjectState", "State", "check_names"]

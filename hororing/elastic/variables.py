@@ -54,6 +54,15 @@ class VariablesState(ObjectState):
         self._assign(self._saved_values)
         super().restore()
 
+    def _kept(self) -> Any:
+        return self._saved_values, super()._kept()
+
+    def _take(self, kept: Any) -> None:
+        values, objects = kept
+        self._assign(values)
+        self._saved_values = values
+        super()._take(objects)
+
     def sync(self) -> None:
         """Give every rank what rank 0 has saved last."""
         # Rank 0 says what there is: an optimizer that has just been made may lack variables.

@@ -43,6 +43,14 @@ class StateHandler:
         """
         raise NotImplementedError
 
+    def kept(self) -> Any:
+        """Return what `save` has kept, for `TorchState.save_to`. It can be pickled."""
+        raise TypeError(f"save_to: {type(self).__name__} has no method kept")
+
+    def take(self, kept: Any) -> None:
+        """Go to what `kept` has returned in another process."""
+        raise TypeError(f"save_to: {type(self).__name__} has no method take")
+
     def reset(self) -> None:
         """Adapt to the rank and the number of ranks, which have changed."""
 
@@ -81,6 +89,15 @@ class ObjectWithStateHandler(StateHandler):
     def restore(self) -> None:
         """Load a copy of the copy: the value may change what it loads."""
         self.value.load_state_dict(copy.deepcopy(self._saved))
+
+    def kept(self) -> Any:
+        """Return the copy."""
+        return self._saved
+
+    def take(self, kept: Any) -> None:
+        """Load it, and keep it."""
+        self._saved = kept
+        self.restore()
 
     def sync(self) -> None:
         """Send and load the `state_dict`."""

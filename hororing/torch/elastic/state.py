@@ -11,7 +11,7 @@ import torch
 
 import hororing.numpy as hvd
 from hororing import arguments, job, membership
-from hororing.elastic.state import ObjectState
+from hororing.elastic.state import ObjectState, check_names
 from hororing.elastic.steps import Steps
 from hororing.torch.elastic.handlers import StateHandler, broadcast, handler_for
 from hororing.torch.elastic.sampler import ElasticSampler
@@ -71,6 +71,16 @@ class TorchState(ObjectState):
         super().restore()
         if self._steps is not None:
             self._steps.begin(self._steps.saved, light=False)
+
+    def _kept(self) -> Any:
+        return {name: each.kept() for name, each in self._handlers.items()}, super()._kept()
+
+    def _take(self, kept: Any) -> None:
+        handled, objects = kept
+        check_names(self._handlers, handled)
+        super()._take(objects)
+        for name, handler in self._handlers.items():
+            handler.take(handled[name])
 
     def sync(self) -> None:
         """Give every rank what rank 0 has, and save it."""

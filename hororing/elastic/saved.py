@@ -1,0 +1,46 @@
+"""The last commit in a file, for a job that starts anew: `State.save_to`."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any, Final
+
+_FORMAT: Final = "hororing elastic state 1"
+
+
+def write(path: Path, commits: int, kept: Any) -> None:
+    """Put a commit into a file, which is the old one or the new one whatever happens. OSError."""
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with fresh.open("wb") as file:
+            pickle.dump((_FORMAT, commits, kept), file, protocol=5)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(fresh, path)
+    except BaseException:
+        fresh.unlink(missing_ok=True)
+        raise
+
+
+def read(path: Path) -> tuple[int, Any] | None:
+    """Return the number of commits and the state; None: there is no such file.
+
+    ValueError : it is no state, or cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            form, commits, kept = pickle.load(file)
+    except FileNotFoundError:
+        return None
+    except Exception as error:  # unpickling can raise anything
+        raise ValueError(
+            f"save_to: {path} cannot be read: {type(error).__name__}: {error}"
+        ) from error
+    if form != _FORMAT:
+        raise ValueError(f"save_to: {path} is no state that hororing has saved")
+    return int(commits), kept
+
+
+__all__ = ["read", "write"]
