@@ -20,10 +20,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+import hororing.numpy as hvd
 from hororing import arguments, job
-from hororing.collectives import DTYPES, HOST
-from hororing.failures import fail
-from hororing.prepared import PersistentAllreduce, start_many
 
 _BITS = 2  # of what has changed, below the time when
 
@@ -72,36 +70,31 @@ class Steps:
         # This rank has voted for it, as one of so many.
         self._apply: Callable[[], Any] | None = None
         self._ranks = 0
-        self._number = np.zeros(1, np.int64)
-        self._vote = PersistentAllreduce(HOST)
-        self._vote.prepare("elastic.vote", DTYPES["int64"], (1,), arguments.Max)
 
     # -- in a step ------------------------------------------------------------------------------
 
     def take(self, apply: Callable[[], Any]) -> Any:
         """Let all ranks take a step, by `apply`; what it returns. None where it is replayed.
 
-        Blocks until all ranks hold their gradients. HororingInternalError: this rank does not know
-        whether they do; `settle` does, in the next generation.
+        Where a failure is not to go back further, it blocks until all ranks hold their gradients.
+        HororingInternalError: this rank does not know whether they do; `settle` does, in the next
+        generation.
         """
         if self._owed:
             self._replayed = self._owed.pop(0)
             return None
         self._apply, self._ranks = apply, job.size()
-        self._vote_now()
+        if self.light:
+            self._vote_now()
         return self._applied()
 
     def _vote_now(self) -> None:
         latest, what = self._news()
-        self._number[0] = max(self._agreed, latest << _BITS | what)
+        told = np.array([max(self._agreed, latest << _BITS | what)])
         if job.size() > 1:
-            if not self._vote.handle:  # else it was interrupted here
-                address = self._number.ctypes.data
-                started, code = start_many([self._vote], [address], [self._number], [])
-                if not started:
-                    fail(code)
-            self._vote.wait_in()
-        self._agreed = int(self._number[0])
+            # Blocking: this thread then does the work of the engine, which need not wake.
+            told = hvd.allreduce(told, name="elastic.vote", op=arguments.Max)
+        self._agreed = int(told[0])
         self.votes += 1
 
     def _applied(self) -> Any:
@@ -154,7 +147,6 @@ class Steps:
 
     def begin(self, place: Place, light: bool) -> None:
         """Go on from a place; the steps since its mark are to be replayed."""
-        self._vote.abandon()  # of an engine that has ended
         self.place, self.light, self.torn = place, light, False
         self._owed, self._replayed, self._apply = list(place.since_mark), 0, None
         self._agreed = self.votes = 0

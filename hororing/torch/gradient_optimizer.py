@@ -176,7 +176,7 @@ class Distributed(torch.optim.Optimizer):
         self._start_over()
         if self._steps is None:
             return super().step(**kwargs)
-        if self._reducer is not None:
+        if self._steps.light and self._reducer is not None:
             self._reducer.await_device()
         return self._steps.take(functools.partial(super().step, **kwargs))
 

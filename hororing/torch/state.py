@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +32,26 @@ def broadcast_parameters(
         a list. A name that occurs twice. On every rank: when ranks do not hold the same names.
     TypeError : a value is not a tensor; use `broadcast_object` for it.
     """
+    send_parameters(params, broadcast_from(root_rank))
+
+
+# Fills tensors, which have names, on all ranks or on some; all ranks make the same calls.
+Send = Callable[[Sequence[tuple[str, torch.Tensor]]], None]
+
+
+def broadcast_from(root_rank: int) -> Send:
+    """Send by broadcasts."""
+
+    def send(named: Sequence[tuple[str, torch.Tensor]]) -> None:
+        collectives.wait_all(
+            [verbs.broadcast_async_(tensor, root_rank, name) for name, tensor in named]
+        )
+
+    return send
+
+
+def send_parameters(params: Any, send: Send) -> None:
+    """Do as `broadcast_parameters`, by another way to send."""
     named = _named(params)
     for name, tensor in named:
         if not isinstance(tensor, torch.Tensor):
@@ -47,9 +67,7 @@ def broadcast_parameters(
     if twice:
         raise ValueError(f"broadcast_parameters: the name '{twice[0]}' occurs more than once")
     _check_same_names([name for name, _ in named])
-    collectives.wait_all(
-        [verbs.broadcast_async_(tensor, root_rank, name) for name, tensor in named]
-    )
+    send(named)
 
 
 def _named(params: Any) -> list[tuple[str, Any]]:
@@ -116,6 +134,13 @@ def broadcast_optimizer_state(
     ValueError : for LBFGS, whose state is no set of tensors per parameter; on every rank, when
         the groups differ.
     """
+    send_optimizer_state(optimizer, root_rank, model, broadcast_from(root_rank))
+
+
+def send_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None, send: Send
+) -> None:
+    """Do as `broadcast_optimizer_state`, by another way to send tensors."""
     if not hasattr(optimizer, "param_groups"):
         raise TypeError(
             "broadcast_optimizer_state: optimizer must be a torch.optim.Optimizer, not "
@@ -137,12 +162,7 @@ def broadcast_optimizer_state(
 
     if rank() != root_rank:
         tensors = _adopt(optimizer, parameters, description)
-    collectives.wait_all(
-        [
-            verbs.broadcast_async_(tensor, root_rank, f"broadcast_optimizer_state.{index}")
-            for index, tensor in enumerate(tensors)
-        ]
-    )
+    send([(f"broadcast_optimizer_state.{index}", each) for index, each in enumerate(tensors)])
     if isinstance(optimizer, Distributed):
         optimizer._after_state_is_replaced()
 

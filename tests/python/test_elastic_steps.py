@@ -1,4 +1,4 @@
-"""A step as a transaction: in whatever moment of it a rank dies. 12 s of the push tier."""
+"""A step as a transaction: in whatever moment of it a rank dies. 20 s of the push tier."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 from elastic_ranks import ElasticJob
 
 from hororing.elastic.steps import Place, Steps
+from hororing.rendezvous.generations import Member
 
 # Each time a sample is in a step, its own parameter is one less. The last rank dies in steps 3, 6
 # and 9: when nobody has voted; when all have, and rank 1 has applied the step while rank 0 does not
@@ -175,6 +176,16 @@ def test_adasum_goes_on_with_other_ranks():
         ends = job.ends(1 - killed, job.start(script=ADASUM))
         assert ends[0] == ends[1]
         assert "nan" not in ends[0]
+
+
+def test_who_lacks_the_state_asks_its_own_host():
+    pytest.importorskip("torch")
+    from hororing.torch.elastic.sending import sources
+
+    members = [Member(str(n), host, n, 0, 0) for n, host in enumerate("aabbccc")]
+    lacks = [False, False, False, True, True, True, True]
+    assert sources(members, lacks) == [0, 1, 2, 2, 0, 1, 0]
+    assert sources(members[:2], [False, True]) is None
 
 
 def test_steps_since_the_mark_are_replayed_and_no_others():

@@ -85,14 +85,14 @@ print("end", done, state.steps, optimizer.param_groups[0]["lr"], sum(values), su
 @pytest.mark.parametrize("rank", tiers.choose((0, 2), push=(0,)))
 def test_training_goes_on_without_a_rank_and_with_a_new_one(rank: int):
     with ElasticJob(np=3, min_np=2, max_np=3) as job:
-        for _ in range(3):
-            job.start(script=SCRIPT)
+        for host in ("one", "two", "two"):
+            job.start(script=SCRIPT, HORORING_HOSTNAME=host)
         job.wait(lambda: all(job.started(each, 1) for each in range(3)))
         killed = job.process_of(rank)
         job.ranks[killed].kill()
         rest = sorted({0, 1, 2} - {killed})
         job.wait(lambda: all(job.started(each, 2) for each in rest))
-        new = job.start(script=SCRIPT)
+        new = job.start(script=SCRIPT, HORORING_HOSTNAME="two")  # which has the state
         ends = job.ends(*rest, new)
         assert ends[0].startswith("end done")
         assert len(set(ends)) == 1, ends

@@ -11,7 +11,13 @@ import torch
 
 from hororing import job, objects
 from hororing.torch.elastic.sampler import ElasticSampler
-from hororing.torch.state import broadcast_optimizer_state, broadcast_parameters
+from hororing.torch.state import (
+    Send,
+    broadcast_from,
+    broadcast_parameters,
+    send_optimizer_state,
+    send_parameters,
+)
 
 # The name is always the same: ranks that have come later have counted fewer calls.
 broadcast = functools.partial(objects.broadcast_object, root_rank=0, name="elastic.state")
@@ -23,10 +29,12 @@ class StateHandler:
     Attributes
     ----------
     value : the value.
+    send : how `sync` sends tensors.
     """
 
     def __init__(self, value: Any) -> None:
         self.value = value
+        self.send: Send = broadcast_from(0)
 
     def save(self) -> None:
         """Keep a copy of what the value holds."""
@@ -130,7 +138,7 @@ class ModelStateHandler(ObjectWithStateHandler):
         """Send parameters and buffers into place, and what else the `state_dict` holds."""
         state = self.value.state_dict()
         tensors = {name: each for name, each in state.items() if isinstance(each, torch.Tensor)}
-        broadcast_parameters(tensors, root_rank=0)
+        send_parameters(tensors, self.send)
         if len(tensors) < len(state):
             others = broadcast({name: state[name] for name in state.keys() - tensors.keys()})
             self.value.load_state_dict({**tensors, **others})
@@ -177,7 +185,7 @@ class OptimizerStateHandler(ObjectWithStateHandler):
 
     def sync(self) -> None:
         """Send state and options. Which there are, rank 0 decides: a new rank has none yet."""
-        broadcast_optimizer_state(self.value, root_rank=0)
+        send_optimizer_state(self.value, 0, None, self.send)
 
     def restore(self) -> None:
         """Load a copy of the copy. Gradients are forgotten: some may be reduced, and some not."""

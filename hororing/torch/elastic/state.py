@@ -10,12 +10,14 @@ import numpy as np
 import torch
 
 import hororing.numpy as hvd
-from hororing import arguments, job, membership
+from hororing import job, membership
 from hororing.elastic.state import ObjectState, check_names
 from hororing.elastic.steps import Steps
 from hororing.torch.elastic.handlers import StateHandler, broadcast, handler_for
 from hororing.torch.elastic.sampler import ElasticSampler
+from hororing.torch.elastic.sending import Sender, sources
 from hororing.torch.gradient_optimizer import Distributed, parameters
+from hororing.torch.state import broadcast_from
 
 
 class TorchState(ObjectState):
@@ -160,20 +162,26 @@ class TorchState(ObjectState):
         if steps is None:
             return super()._synchronize(needed)
         world = membership.history()[-1]
-        is_new = any((each.step, each.marks) == (0, 0) for each in world.members)
-        needed = is_new or steps.place.step != world.step
         if job.size() > 1:
+            is_new = steps.place[:2] == (0, 0) or steps.place.step != world.step
+            needed = job.rank() > 0 and is_new
             digest = 0 if needed else digest_of(self._stepped_tensors())
-            told = np.array([needed, digest, -digest], np.int64)
-            told = hvd.allreduce(told, name="elastic.sync", op=arguments.Max)
+            rows = hvd.allgather(np.array([[needed, digest]], np.int64), name="elastic.sync")
+            lacks = rows[:, 0].astype(bool)
+            alike = len(set(rows[~lacks, 1])) == 1
             steps.torn = job.rank() != 0  # until all of it has come
-            if told[0] or told[1] != -told[2]:
+            if lacks.any() or not alike:
+                found = sources(world.members, lacks.tolist()) if alike else None
+                send = Sender(job.rank(), found) if found else broadcast_from(0)
+                for handler in self._handlers.values():
+                    handler.send = send
                 self.sync()
             else:
                 for name in sorted(self._handlers):
                     self._handlers[name].sync_marked()
                 ObjectState.sync(self)
-        place, light, self._last_update = broadcast((steps.place, steps.light, self._last_update))
+        told = steps.place, steps.light, self._last_update, self._commits
+        place, light, self._last_update, self._commits = broadcast(told)
         steps.begin(place, light)
         steps.saved, steps.running = place, True
         if light:

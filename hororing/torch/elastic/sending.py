@@ -1,0 +1,84 @@
+"""How tensors of a state get to ranks that lack it: from rank 0, or from a rank of their host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hororing import collectives
+from hororing.membership import Member
+from hororing.torch.verbs import verbs
+
+# Of what is on its way at once, since it is received into memory of its own.
+_PART_BYTES = 16 << 20
+
+
+def sources(members: Sequence[Member], lacks: Sequence[bool]) -> list[int] | None:
+    """From which rank each gets the state; from itself, if it has it. None: rank 0 sends to all.
+
+    Who lacks it asks a rank of its host, if one there has it, and one that few others ask. On one
+    host a broadcast is as fast: all ranks copy at the same time.
+
+    Parameters
+    ----------
+    members : by rank.
+    lacks : whether it has not got the state, by rank; rank 0 has it.
+    """
+    if len({each.host for each in members}) == 1:
+        return None
+    found = list(range(len(members)))
+    asked = [0] * len(members)
+    for rank in found:
+        if lacks[rank]:
+            found[rank] = min(
+                (each for each in range(len(members)) if not lacks[each]),
+                key=lambda each: (members[each].host != members[rank].host, asked[each], each),
+            )
+            asked[found[rank]] += 1
+    return found
+
+
+class Sender:
+    """Sends tensors as `sources` has found. All ranks make the same calls.
+
+    Parameters
+    ----------
+    rank : that of this process.
+    found : what `sources` has returned.
+    """
+
+    def __init__(self, rank: int, found: Sequence[int]) -> None:
+        self._splits = [int(each == rank != other) for other, each in enumerate(found)]
+        self._lacks = found[rank] != rank
+
+    @torch.no_grad()
+    def __call__(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Fill these, where the rank lacks the state. Blocks until they are there."""
+        part: list[tuple[str, torch.Tensor]] = []
+        size = 0
+        for name, tensor in named:
+            if tensor.numel() == 0:
+                continue
+            part.append((name, tensor))
+            size += tensor.nbytes
+            if size >= _PART_BYTES:
+                self._send(part)
+                part, size = [], 0
+        self._send(part)
+
+    def _send(self, part: list[tuple[str, torch.Tensor]]) -> None:
+        count = sum(self._splits)
+        handles = [
+            verbs.alltoall_async(tensor.reshape(1, -1).repeat(count, 1), self._splits, name)
+            if count != 1
+            else verbs.alltoall_async(tensor.reshape(1, -1), self._splits, name)
+            for name, tensor in part
+        ]
+        received = collectives.wait_all(handles)
+        if self._lacks:
+            for (_, tensor), (rows, _) in zip(part, received, strict=True):
+                tensor.copy_(rows[0].view(tensor.shape))
+
+
+__all__ = ["Sender", "sources"]
