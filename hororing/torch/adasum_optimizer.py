@@ -105,7 +105,6 @@ class DeltaDistributed(Distributed):
     """What optimizers with op=Adasum add to their class, where there are several ranks."""
 
     _reducer_type = _DeltaReducer
-    can_agree_on_steps = False  # a rank's own step comes before the reduction
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Take the wrapped optimizer's step on this rank, and combine the changes of all ranks.

@@ -43,7 +43,6 @@ class Distributed(torch.optim.Optimizer):
     _reducer: Reducer | None = None  # None where this rank reduces with nobody
     # Of the elastic state that it is in, if all ranks can agree on each step.
     _steps: Steps | None = None
-    can_agree_on_steps = True
     backward_passes_per_step: int
     _parameter_names: dict[torch.Tensor, str]
 
@@ -121,9 +120,12 @@ class Distributed(torch.optim.Optimizer):
 
     @property
     def agrees_on_steps(self) -> bool:
-        """Whether all ranks of the job can agree on each step before they take it."""
+        """Whether all ranks of the job can agree on each step before they take it.
+
+        Those of sub-classes change parameters in other ways, too: they combine changes, or average.
+        """
         whole = self._settings.options.process_set is global_process_set
-        return self.can_agree_on_steps and whole
+        return whole and type(self).__bases__[0] is Distributed
 
     def synchronize(self) -> None:
         """Reduce the gradients, unless `backward()` has done so.

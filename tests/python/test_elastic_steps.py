@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from elastic_ranks import ElasticJob
@@ -186,6 +187,24 @@ def test_who_lacks_the_state_asks_its_own_host():
     lacks = [False, False, False, True, True, True, True]
     assert sources(members, lacks) == [0, 1, 2, 2, 0, 1, 0]
     assert sources(members[:2], [False, True]) is None
+
+
+def test_only_steps_that_all_ranks_take_alike_are_agreed_on():
+    torch = pytest.importorskip("torch")
+    from hororing.process_sets import ProcessSet, global_process_set
+    from hororing.toolkit.torch.optim.averaging import Averaging
+    from hororing.torch.adasum_optimizer import DeltaDistributed
+    from hororing.torch.gradient_optimizer import Distributed
+
+    def agrees(mixin: type, ranks: ProcessSet) -> bool:
+        settings = SimpleNamespace(options=SimpleNamespace(process_set=ranks))
+        kind = type("SGD", (mixin, torch.optim.SGD), {"_settings": settings})
+        return kind.__new__(kind).agrees_on_steps
+
+    assert agrees(Distributed, global_process_set)
+    assert not agrees(Distributed, ProcessSet([0, 1]))
+    assert not agrees(Averaging, global_process_set)
+    assert not agrees(DeltaDistributed, global_process_set)
 
 
 def test_steps_since_the_mark_are_replayed_and_no_others():
