@@ -76,7 +76,7 @@ FAULTS = [
           "rows.push_back(requests[0]->tensors[tensor].shape[0] + 0 * request->root);",
           "engine_test"),
     Fault("a cached request outlives its shape", "csrc/engine/tensor_table.cc",
-          "return id != 0 && known_.Find(id)->request == request ? id : 0;", "return id;",
+          "return record.id != 0 && record.agreed == request ? record.id : 0;", "return record.id;",
           "engine_test"),
     Fault("a joined rank is counted twice", "csrc/negotiation/membership.cc",
           "JoinedAmong(pending).size() == pending.reported.size();",

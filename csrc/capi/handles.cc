@@ -74,11 +74,6 @@ HR_EXPORT int hr_wait_many(const int64_t* handles, int32_t count, double timeout
   return WaitMany(handles, count, timeout_s, nullptr);
 }
 
-HR_EXPORT int hr_finish(int64_t handle, double timeout_s) {
-  if (!InForkedChild() && Handles()->ReleaseIfDone(handle)) return HR_OK;
-  return hr_wait_many(&handle, 1, timeout_s);
-}
-
 HR_EXPORT int hr_take_result(int64_t handle, int32_t index, hr_result* result) {
   if (InForkedChild()) return Remember(NotInitialized());
   GatheredTensor gathered;

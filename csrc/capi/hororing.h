@@ -284,8 +284,6 @@ int hr_wait(int64_t handle, double timeout_s);
  * failed, which hr_wait tells of each; none is released. May be called again: handles that are no
  * more have succeeded. */
 int hr_wait_many(const int64_t* handles, int32_t count, double timeout_s);
-/* hr_wait_many of one. */
-int hr_finish(int64_t handle, double timeout_s);
 /* Moves result `index` out of a complete handle. HR_ALLGATHER: one per tensor. HR_ALLTOALL: the
  * tensor, then the rows received from each rank. Numbers (those rows; what HR_JOIN and later ones
  * tell) are int64. */

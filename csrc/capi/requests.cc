@@ -126,7 +126,6 @@ Status EntryFrom(const hr_request& from, TensorEntry* entry) {
   request.prescale = request.postscale = 1.0;
   request.splits.clear();
   request.ranks.clear();
-  entry->ready.clear();
   if (from.collective < HR_ALLREDUCE || from.collective > HR_REMOVE_PROCESS_SET) {
     return Status(Code::kInvalidArgument,
                   "there is no collective number " + std::to_string(from.collective));

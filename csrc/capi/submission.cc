@@ -1,4 +1,5 @@
 // The C interface: requests on their way to the engine.
+#include <algorithm>
 #include <memory>
 #include <vector>
 
@@ -22,14 +23,38 @@ Status MarkReady(Engine& engine, const hr_request& from, StreamEvents* events, T
 }
 
 // `id`: as of Engine::Submit. `events`: of all that are submitted together.
+// Whether `known` is the allreduce of one tensor in host memory that `from` is, which has memory.
+bool IsSame(const hr_request& from, const Request& known) {
+  const hr_tensor& tensor = from.tensors[0];
+  const Request::Tensor& as = known.tensors[0];
+  return known.kind == Collective::kAllreduce && known.tensors.size() == 1 && !as.on_device &&
+         known.process_set == from.process_set && static_cast<int32_t>(known.op) == from.op &&
+         known.prescale == from.prescale && known.postscale == from.postscale &&
+         static_cast<int32_t>(as.dtype) == tensor.dtype && known.name == from.name &&
+         std::equal(as.shape.begin(), as.shape.end(), tensor.shape, tensor.shape + tensor.ndim) &&
+         tensor.input != 0 && tensor.output != 0;
+}
+
+bool StartNext(Engine& engine, const hr_request& from, int64_t* handle) {
+  if (from.collective != HR_ALLREDUCE || from.tensors_count != 1 || from.name == nullptr ||
+      from.tensors[0].device != 0) {
+    return false;
+  }
+  return engine.StartNext([&from](const Request& known) { return IsSame(from, known); },
+                          reinterpret_cast<const void*>(from.tensors[0].input),
+                          reinterpret_cast<void*>(from.tensors[0].output), handle);
+}
+
 Status Submit(Engine& engine, const hr_request& from, bool at_once, StreamEvents* events,
               uint64_t* id, int64_t* handle) {
   thread_local std::unique_ptr<TensorEntry> entry;  // the memory of one is used again
   if (entry == nullptr) entry = std::make_unique<TensorEntry>();
   HORORING_RETURN_IF_ERROR(MakeEntry(from, engine.sets(), engine.topology().rank, entry.get()));
   if (at_once && engine.AtOnce(*entry, handle)) return Status::Ok();
-  HORORING_RETURN_IF_ERROR(MarkReady(engine, from, events, entry.get()));
-  return engine.Submit(&entry, handle, id);
+  Status status = MarkReady(engine, from, events, entry.get());
+  if (status.ok()) status = engine.Submit(&entry, handle, id);
+  if (entry != nullptr) entry->ready.clear();  // nobody else would, until who knows when
+  return status;
 }
 
 }  // namespace
@@ -41,8 +66,10 @@ HR_EXPORT int64_t hr_submit(const hr_request* request) {
   StreamEvents events;
   uint64_t id = 0;
   int64_t handle = 0;
-  const Status status = Submit(*engine, *request, wait_follows, &events, &id, &handle);
-  if (!status.ok()) return -Remember(status);
+  if (wait_follows || !StartNext(*engine, *request, &handle)) {
+    const Status status = Submit(*engine, *request, wait_follows, &events, &id, &handle);
+    if (!status.ok()) return -Remember(status);
+  }
   engine->Ring(wait_follows);
   return handle;
 }

@@ -243,8 +243,8 @@ Status Engine::MarkReady(int ordinal, const std::vector<CuStream>& streams, Stre
 }
 
 Status Engine::Submit(std::unique_ptr<TensorEntry>* entry, int64_t* handle, uint64_t* id) {
-  const TimeNs begin = (*entry)->submitted_ns = NowNs();
   const bool traces = shared_.trace.enabled();
+  const TimeNs begin = traces ? NowNs() : 0;
   const std::string tensor = traces ? (*entry)->request.name : std::string();
   const int64_t bytes = traces ? (*entry)->request.bytes() : 0;
   HORORING_RETURN_IF_ERROR(shared_.tensors.Submit(entry, handle, id));
@@ -256,14 +256,22 @@ Status Engine::Submit(std::unique_ptr<TensorEntry>* entry, int64_t* handle, uint
 size_t Engine::Start(const uint64_t* ids, const uintptr_t* addresses, size_t count,
                      int64_t* handles) {
   if (shared_.trace.enabled()) return 0;  // each has its span
-  const size_t started = shared_.tensors.Start(ids, addresses, count, handles, NowNs());
+  const size_t started = shared_.tensors.Start(ids, addresses, count, handles);
   shared_.stats.submitted += static_cast<int64_t>(started);
   return started;
 }
 
+bool Engine::StartNext(const std::function<bool(const Request&)>& same, const void* input,
+                       void* output, int64_t* handle) {
+  if (shared_.trace.enabled() || !shared_.tensors.StartNext(same, input, output, handle)) {
+    return false;
+  }
+  ++shared_.stats.submitted;
+  return true;
+}
+
 void Engine::Ring(bool wait_follows) {
-  if (wait_follows && shared_.Drivable()) return;
-  if (shared_.tensors.Ring()) shared_.mailbox.Submitted();
+  if (!wait_follows || !shared_.Drivable()) shared_.mailbox.Submitted();
 }
 
 Status Engine::StartTimeline(const std::string& path, bool mark_cycles) {

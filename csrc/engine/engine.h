@@ -57,8 +57,10 @@ class Engine {
   // `**entry` without handle and times; its request matches its views. `id`: for Start, or 0.
   // `*entry` is null afterwards, or may be used again. Call Ring next.
   Status Submit(std::unique_ptr<TensorEntry>* entry, int64_t* handle, uint64_t* id);
-  // As TensorTable::Start. Call Ring next.
+  // As those of TensorTable. Call Ring next.
   size_t Start(const uint64_t* ids, const uintptr_t* addresses, size_t count, int64_t* handles);
+  bool StartNext(const std::function<bool(const Request&)>& same, const void* input, void* output,
+                 int64_t* handle);
   // Wakes the loop for what was submitted. `wait_follows`: this thread calls Wait next, so nobody
   // else needs to be woken where it may drive the loop.
   void Ring(bool wait_follows);

@@ -190,14 +190,6 @@ HandleTable::Look HandleTable::Wait(int64_t handle, TimeNs timeout_ns, Status* s
   return look;
 }
 
-bool HandleTable::ReleaseIfDone(int64_t handle) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  Slot* const slot = Find(handle);
-  if (slot == nullptr || !slot->done || slot->outcome != nullptr) return false;
-  Free(*slot);
-  return true;
-}
-
 std::shared_ptr<const DeviceEvent> HandleTable::Landed(int64_t handle) {
   std::lock_guard<std::mutex> lock(mutex_);
   const Slot* const slot = Find(handle);

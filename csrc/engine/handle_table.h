@@ -72,8 +72,6 @@ class HandleTable {
   // interrupted wait can be repeated.
   Look WaitMany(const int64_t* handles, size_t count, TimeNs timeout_ns, bool* all_ok,
                 std::vector<std::shared_ptr<const DeviceEvent>>* landed = nullptr);
-  // The same for one that is done, has succeeded, and has no results or events: whether it is that.
-  bool ReleaseIfDone(int64_t handle);
   // Null where there is none, or no such handle.
   std::shared_ptr<const DeviceEvent> Landed(int64_t handle);
   // The first dimension of result `index` of a handle that is done; kInvalidArgument for anything

@@ -32,9 +32,10 @@ class Mailbox {
     if (transport_ != nullptr && transport_->eventcount()->Epoch() != epoch) transport_->Wake();
   }
   // Requests are in the table. The loop, where it has promised to poll, either takes them after it
-  // has withdrawn its promise, or we see that it has.
+  // has withdrawn its promise, or we see that it has. Where somebody has rung since it looked last,
+  // it looks again.
   void Submitted() {
-    if (poll_by.load() == kForever) Wake();
+    if (poll_by.load() == kForever && !rung_.load() && !rung_.exchange(true)) Wake();
   }
   // Somebody waits for what is in the table: the loop, where it has promised to poll, does it now.
   void Hurry() {
@@ -45,6 +46,8 @@ class Mailbox {
     asked_for_ = true;
     Hurry();
   }
+  // Loop: it is about to look at the table.
+  void Looking() { rung_ = false; }
   // Loop: the table is about to be emptied.
   void Reporting() { asked_for_ = false; }
   // Loop: whether what is submitted must be reported now.
@@ -141,7 +144,7 @@ class Mailbox {
     transport_->Revoke(Status(revoked_->code(), revoked_->message(), rank));
   }
 
-  std::atomic<bool> asked_for_{false}, stopping_{false}, commanded_{false};
+  std::atomic<bool> asked_for_{false}, rung_{false}, stopping_{false}, commanded_{false};
   mutable std::mutex mutex_;
   std::string stop_reason_;           // GUARDED_BY(mutex_)
   std::shared_ptr<Command> command_;  // GUARDED_BY(mutex_)

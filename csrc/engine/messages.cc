@@ -42,6 +42,7 @@ int Loop::superior() const {
 // everything, leaves that promise as it is.
 bool Loop::LetsMoreCome() {
   if (!driven_) mailbox_.poll_by = kForever;  // before the look, which then misses nothing
+  mailbox_.Looking();
   if (mailbox_.IsUrgent()) return false;
   const TensorTable::Submitted submitted = shared_.tensors.submitted();
   if (submitted.count == 0 && !pace_.unanswered()) return true;

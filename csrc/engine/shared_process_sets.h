@@ -23,6 +23,7 @@ class SharedProcessSets {
     std::lock_guard<std::mutex> lock(mutex_);
     rank_ = rank;
     sets_.emplace(size);
+    world_ = sets_->Share(kWorldSet);
   }
   void Add(int32_t id, const std::vector<int32_t>& ranks, bool internal) {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -38,6 +39,7 @@ class SharedProcessSets {
   }
   // Null when there is none.
   std::shared_ptr<const ProcessSet> Find(int32_t id) const {
+    if (id == kWorldSet) return world_;
     std::lock_guard<std::mutex> lock(mutex_);
     return sets_->Share(id);
   }
@@ -50,6 +52,7 @@ class SharedProcessSets {
   }
 
  private:
+  std::shared_ptr<const ProcessSet> world_;  // constant from Reset on
   mutable std::mutex mutex_;
   int rank_ = 0;                     // GUARDED_BY(mutex_)
   std::optional<ProcessSets> sets_;  // GUARDED_BY(mutex_)

@@ -22,9 +22,16 @@ Status During(const TensorEntry& entry, const Status& status) {
 TensorTable::TensorTable(HandleTable* handles)
     : handles_(handles), first_id_(++tables << kIdBits) {}
 
-void TensorTable::Activate(TensorEntry* entry, TimeNs now) {
+// What may be started by its id; null: nothing.
+TensorEntry* TensorTable::Inactive(uint64_t id) {
+  const RequestRecord* const record = Known(id);
+  const bool there = record != nullptr && record->entry != nullptr && !record->entry->active;
+  return there ? record->entry.get() : nullptr;
+}
+
+void TensorTable::Activate(TensorEntry* entry) {
   entry->active = true;
-  entry->submitted_ns = now;
+  entry->submitted_ns = submitted_.empty() ? NowNs() : submitted_[0]->submitted_ns;
   entry->reported_ns = 0;
   entry->stage = "NEGOTIATE";
   submitted_.push_back(entry);
@@ -43,6 +50,7 @@ Status TensorTable::Submit(std::unique_ptr<TensorEntry>* entry, int64_t* handle,
   }
   SetKey(given.request.process_set, given.request.name.c_str(), &key_);
   RequestRecord& record = records_[key_];
+  next_id_ = record.id + 1;
   if (const TensorEntry* other = Active(record)) {
     return During(given,
                   Status(Code::kDuplicateName,
@@ -51,7 +59,6 @@ Status TensorTable::Submit(std::unique_ptr<TensorEntry>* entry, int64_t* handle,
                              "another name"));
   }
   joining_ = given.request.kind == Collective::kJoin;
-  const TimeNs now = given.submitted_ns;
   if (record.entry != nullptr && record.entry->request == given.request) {
     record.entry->views.swap(given.views);
     record.entry->ready.swap(given.ready);
@@ -61,25 +68,22 @@ Status TensorTable::Submit(std::unique_ptr<TensorEntry>* entry, int64_t* handle,
     *id = 0;
   }
   record.entry->handle = *handle = handles_->Create();
-  Activate(record.entry.get(), now);
+  Activate(record.entry.get());
   return Status::Ok();
 }
 
 size_t TensorTable::Start(const uint64_t* ids, const uintptr_t* addresses, size_t count,
-                          int64_t* handles, TimeNs now) {
+                          int64_t* handles) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (!closed_.ok() || joining_) return 0;
   size_t started = 0;
   for (; started < count; ++started) {
-    const uint64_t id = ids[started] - first_id_;
-    const RequestRecord* const record = Known(id);
-    if (record == nullptr || record->entry == nullptr) break;
-    TensorEntry& entry = *record->entry;
-    if (entry.active || entry.cache_id != id) break;
-    TensorView& view = entry.views[0];
+    TensorEntry* const entry = Inactive(ids[started] - first_id_);
+    if (entry == nullptr) break;
+    TensorView& view = entry->views[0];
     if (addresses[started] == 0 && view.elements() > 0) break;
     view.input = view.output = reinterpret_cast<void*>(addresses[started]);
-    Activate(&entry, now);
+    Activate(entry);
   }
   handles_->Create(handles, started);
   for (size_t i = 0; i < started; ++i) {
@@ -88,9 +92,17 @@ size_t TensorTable::Start(const uint64_t* ids, const uintptr_t* addresses, size_
   return started;
 }
 
-bool TensorTable::Ring() {
+bool TensorTable::StartNext(const std::function<bool(const Request&)>& same, const void* input,
+                            void* output, int64_t* handle) {
   std::lock_guard<std::mutex> lock(mutex_);
-  return !submitted_.empty() && !std::exchange(rung_, true);
+  TensorEntry* const entry = closed_.ok() && !joining_ ? Inactive(next_id_) : nullptr;
+  if (entry == nullptr || !same(entry->request)) return false;
+  ++next_id_;
+  entry->views[0].input = input;
+  entry->views[0].output = output;
+  entry->handle = *handle = handles_->Create();
+  Activate(entry);
+  return true;
 }
 
 TensorTable::Submitted TensorTable::submitted() {
@@ -102,7 +114,6 @@ void TensorTable::TakeSubmitted(std::vector<TensorEntry*>* submitted) {
   submitted->clear();
   std::lock_guard<std::mutex> lock(mutex_);
   submitted->swap(submitted_);
-  rung_ = false;
 }
 
 TensorEntry* TensorTable::Find(const std::string& key) {

@@ -7,12 +7,13 @@
 // A request with an id is persistent, in MPI's word: when it is complete it stays here, inactive,
 // and may be started again, by its id or by a submission of the same.
 //
-// Thread-safety: Submit, Start and Ring from any thread; everything else from the loop thread.
+// Thread-safety: Submit, Start and StartNext from any thread; everything else from the loop thread.
 // Entries that are active belong to the loop thread until Remove or Deactivate.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <initializer_list>
 #include <memory>
 #include <mutex>
@@ -36,7 +37,7 @@ struct TensorEntry {
   Request request;
   std::vector<TensorView> views;  // one per tensor of the request
   int64_t handle = 0;
-  TimeNs submitted_ns = 0;  // for the tuner
+  TimeNs submitted_ns = 0;  // of the first that the loop takes with it
   // On a device: when each view may be used; empty: now.
   std::vector<std::shared_ptr<const DeviceEvent>> ready;
   bool active = false;  // in flight; GUARDED_BY the table's mutex
@@ -59,7 +60,7 @@ Status During(const TensorEntry& entry, const Status& status);
 
 // All that is known under one key.
 struct RequestRecord {
-  std::unique_ptr<TensorEntry> entry;  // active or inactive; GUARDED_BY the table's mutex
+  std::unique_ptr<TensorEntry> entry;  // active; or inactive, of this id; GUARDED_BY the mutex
   // What was agreed upon; id 0: nothing. Constant while there is an id.
   uint64_t id = 0;
   Request agreed;                   // as this rank submitted it
@@ -79,10 +80,12 @@ class TensorTable {
   // Starts persistent requests of one tensor in host memory, which is now, in place, at
   // `addresses`, up to the first that must be submitted: it is active, has no valid id, or no
   // memory. Returns how many; each has a handle.
-  size_t Start(const uint64_t* ids, const uintptr_t* addresses, size_t count, int64_t* handles,
-               TimeNs now);
-  // Whether the loop must be woken for what was submitted. Once until TakeSubmitted.
-  bool Ring();
+  size_t Start(const uint64_t* ids, const uintptr_t* addresses, size_t count, int64_t* handles);
+
+  // Starts the persistent request that has the id after the last one, if `same` says that it is
+  // what the caller wants: steps repeat themselves.
+  bool StartNext(const std::function<bool(const Request&)>& same, const void* input, void* output,
+                 int64_t* handle);
 
   // What was added since the last TakeSubmitted.
   struct Submitted {
@@ -125,15 +128,17 @@ class TensorTable {
   static TensorEntry* Active(const RequestRecord& record) {
     return record.entry != nullptr && record.entry->active ? record.entry.get() : nullptr;
   }
-  void Activate(TensorEntry* entry, TimeNs now);  // REQUIRES: mutex_
+  // Both: REQUIRES mutex_.
+  TensorEntry* Inactive(uint64_t id);
+  void Activate(TensorEntry* entry);
 
   HandleTable* const handles_;
   const uint64_t first_id_;  // what callers have as ids counts from here, as no other table's does
   std::mutex mutex_;
   std::unordered_map<std::string, RequestRecord> records_;  // by Key; GUARDED_BY(mutex_)
   std::vector<TensorEntry*> submitted_;                     // GUARDED_BY(mutex_)
-  bool rung_ = false;                 // for what is in submitted_; GUARDED_BY(mutex_)
   std::string key_;                   // of what is looked for; GUARDED_BY(mutex_)
+  uint64_t next_id_ = 0;              // most likely of the next request; GUARDED_BY(mutex_)
   Status closed_;                     // GUARDED_BY(mutex_)
   std::atomic<bool> joining_{false};  // a join is active; written under mutex_
   IdTable<RequestRecord*> known_;     // the loop thread changes it, under mutex_

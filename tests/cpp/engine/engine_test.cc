@@ -329,21 +329,20 @@ TEST(one_thread_hears_of_whichever_handle_is_complete) {
 
 TEST(a_handle_that_is_done_is_released_at_once_and_only_then) {
   HandleTable table;
-  const int64_t pending = table.Create(), failed = table.Create(), gathered = table.Create();
+  const auto succeeds = [&](int64_t handle) {
+    bool ok = false;
+    const HandleTable::Look look = table.WaitMany(&handle, 1, 0, &ok);
+    return look == HandleTable::Look::kDone && ok;
+  };
+  const int64_t pending = table.Create(), failed = table.Create();
   const int64_t done = table.Create(), left = table.Create();
-  std::vector<GatheredTensor> results(1);
-  CHECK(results[0].Hold({1, 2}));
   table.Complete(failed, Status(Code::kMismatch, "they differ"), {});
-  table.Complete(gathered, Status::Ok(), std::move(results));
   CHECK(table.Release(left));
   table.Complete({done, left});
-  for (const int64_t handle : {pending, failed, gathered, left, int64_t{0}, int64_t{-1}}) {
-    CHECK(!table.ReleaseIfDone(handle));
-  }
-  CHECK(table.ReleaseIfDone(done));
-  CHECK(!table.ReleaseIfDone(done));
+  for (const int64_t handle : {pending, failed}) CHECK(!succeeds(handle));
+  for (const int64_t handle : {left, int64_t{0}, int64_t{-1}}) CHECK(succeeds(handle));
+  CHECK(succeeds(done));
   CHECK(table.Poll(done) == HandleTable::Look::kUnknown);
-  CHECK(table.Poll(gathered) == HandleTable::Look::kDone);
   // What has its place now is pending.
   const int64_t mask = (int64_t{1} << HandleTable::kPlaceBits) - 1;
   const int64_t next = table.Create();
