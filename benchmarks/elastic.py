@@ -1,6 +1,7 @@
-"""How long an elastic job stands still when a rank is killed, and when one comes.
+"""How long an elastic job stands still: a rank is killed or frozen, a link is cut, a rank comes.
 
     python benchmarks/elastic.py                       # 4 ranks, 4 MB, 20 kills
+    python benchmarks/elastic.py --all                 # and what is below the line
     python benchmarks/elastic.py --kills 5 --floats 16000000 -x HORORING_TRANSPORT=tcp
 
 Each step is a sum of all floats and a small sum by which all agree that they have it. Once all make
@@ -14,10 +15,17 @@ Then hororun starts another process. It gets the floats in the generation that i
 
     pause       from the last step of the others without it to the first one with it, on all ranks
     grown       from the kill to that step: most is the start of Python
+    --------------------------------------------------------------------------------------------
+    frozen      a rank is stopped: until the survivors' first step, less the detection limit (1 s)
+    cut         the same with the link of a host, of 3 hosts of a rank each (root only)
+    torchrun    the same sums by gloo under torchrun: from the kill to the first step of the
+                processes that its agent has started again; they have no state
+    plain, elastic  a step of 2 ranks, in us, of jobs that are and are not elastic; in turns
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import random
@@ -25,6 +33,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -36,6 +45,10 @@ import record
 ROOT = Path(__file__).parents[1]
 DEADLINE_S = 60.0
 WARM_S = 0.3
+LIMIT_S = 1.0  # after which a silent process counts as lost
+HOSTS = 3
+TIMED_S = 3.0
+TORCHRUN_S = 40.0
 
 
 def rank(floats: int) -> None:
@@ -80,37 +93,100 @@ def rank(floats: int) -> None:
         hvd.shutdown()
 
 
-class Job:
-    """hororun, and what its processes have printed."""
+def torchrun_rank(floats: int) -> None:
+    """A process of torchrun. Prints as `rank`, once all have made its first step."""
+    import torch
+    import torch.distributed as dist
 
-    def __init__(self, ranks: int, floats: int, variables: list[str]) -> None:
+    dist.init_process_group("gloo")
+    gradient, state = torch.ones(floats), torch.zeros(floats)
+    small = torch.ones(2)
+    generation = int(os.environ["TORCHELASTIC_RESTART_COUNT"]) + 1
+    first = True
+    while True:
+        total = gradient.clone()
+        dist.all_reduce(total)
+        dist.all_reduce(small.clone(), op=dist.ReduceOp.MAX)
+        state += total
+        if first:
+            line = f"{os.getpid()} step {generation} {dist.get_world_size()} {time.monotonic()}\n"
+            os.write(1, line.encode())  # at once: torchrun starts Python unbuffered
+            first = False
+
+
+def timed_rank(floats: int) -> None:
+    """A process of a job, elastic or not: the median time of a step of TIMED_S, on rank 0."""
+    import numpy as np
+
+    import hororing.numpy as hvd
+    from hororing import membership
+
+    hvd.init()
+    state, gradient = np.zeros(floats, np.float32), np.ones(floats, np.float32)
+    times, going = [], True
+    end = time.monotonic() + TIMED_S
+    while going:
+        began = time.monotonic()
+        total = hvd.allreduce(gradient, op=hvd.Sum, name="gradient")
+        told = np.array([time.monotonic() > end, membership.updates()[1]])
+        going = not hvd.allreduce(told, op=hvd.Max, name="agreed")[0]
+        state += total
+        membership.set_progress(len(times))
+        times.append(time.monotonic() - began)
+    if hvd.rank() == 0:
+        print(statistics.median(times[len(times) // 5 :]), flush=True)
+
+
+def timed(ranks: int, floats: int, more: list[str]) -> float:
+    """Of a job with these flags, in seconds."""
+    done = subprocess.run(
+        [*hororun(ranks, "--no-tag-output", *more),
+         sys.executable, __file__, "--timed-rank", str(floats)],
+        capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    return float(done.stdout)
+
+
+class Job:
+    """A launcher, and what its processes have printed.
+
+    Parameters
+    ----------
+    ranks : how many.
+    command : of the launcher; what its processes run is not in it.
+    program : this script's flag for its ranks.
+    """
+
+    def __init__(
+        self, ranks: int, floats: int, command: list[str], program: str = "--rank"
+    ) -> None:
         self.ranks = ranks
         self._told: list[tuple[int, str, int, int, float]] = []
         self._changed = threading.Condition()
-        words = [each for name in variables for each in ("-x", name)]
-        self._hororun = subprocess.Popen(
-            [sys.executable, "-m", "hororing.hororun", "-np", str(ranks), "--min-np", "1",
-             "--no-tag-output", "--blacklist-cooldown-range", "0.01", "0.02", *words,
-             sys.executable, __file__, "--rank", str(floats)],
+        python = [sys.executable] if program == "--rank" else []
+        self._launcher = subprocess.Popen(
+            [*command, *python, __file__, program, str(floats)],
             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL, text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            # torchrun's agent keeps what gloo has told in the store of the job before: its restarts
+            # mostly fail then. With this variable rank 0 makes a store each time.
+            env={**os.environ, "PYTHONPATH": str(ROOT), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
         )  # fmt: skip
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
-        assert self._hororun.stdout is not None
-        for line in self._hororun.stdout:
+        assert self._launcher.stdout is not None
+        for line in self._launcher.stdout:
             pid, word, generation, size, at = line.split()
             with self._changed:
                 self._told.append((int(pid), word, int(generation), int(size), float(at)))
                 self._changed.notify_all()
 
-    def wait(self, true: Callable[[], Any]) -> Any:
-        end = time.monotonic() + DEADLINE_S
+    def wait(self, true: Callable[[], Any], limit_s: float = DEADLINE_S) -> Any:
+        end = time.monotonic() + limit_s
         with self._changed:
             while not (found := true()):
-                if self._hororun.poll() is not None or time.monotonic() > end:
-                    raise RuntimeError(f"the job does not go on: {self._told[-20:]}")
+                if self._launcher.poll() is not None or time.monotonic() > end:
+                    raise TimeoutError(f"the job does not go on: {self._told[-20:]}")
                 self._changed.wait(0.5)
         return found
 
@@ -126,8 +202,12 @@ class Job:
         return max((n for n in numbers if self.when("step", n, self.ranks)), default=0)
 
     def end(self) -> None:
-        self._hororun.terminate()
-        self._hororun.wait()
+        self._launcher.terminate()
+        try:
+            self._launcher.wait(DEADLINE_S)
+        except subprocess.TimeoutExpired:  # torchrun waits for its workers
+            self._launcher.kill()
+            self._launcher.wait()
 
 
 def one_kill(job: Job, generation: int, rng: random.Random) -> tuple[int, dict[str, float]]:
@@ -151,36 +231,193 @@ def one_kill(job: Job, generation: int, rng: random.Random) -> tuple[int, dict[s
     return now, times
 
 
-def main() -> None:
-    parser = record.arguments(__doc__)
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--floats", type=int, default=1_000_000)
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("-x", action="append", default=[], dest="variables", metavar="NAME=VALUE")
-    options = parser.parse_args()
-    kills = 2 if options.quick else options.kills
-    rng = random.Random(options.seed)
-    job = Job(options.ranks, options.floats, options.variables)
-    rows: list[record.Row] = []
+def one_stop(
+    job: Job, generation: int, hit: int, begin: Callable[[], None], end: Callable[[], None]
+) -> tuple[int, float]:
+    """Something happens to one rank; when the others have made a step after that, in seconds."""
+    time.sleep(WARM_S)
+    began = time.monotonic()
+    begin()
+    found = job.wait(lambda: job.when("step", generation + 1, job.ranks - 1))
+    assert hit not in found
+    end()
+    return job.wait(lambda: job.full(generation + 1)), max(found.values()) - began
+
+
+def flags(variables: list[str], *more: str) -> list[str]:
+    """Of hororun, for an elastic job."""
+    words = [each for name in variables for each in ("-x", name)]
+    return ["--min-np", "1", "--no-tag-output", "--blacklist-cooldown-range", "0.01", "0.02",
+            *words, *more]  # fmt: skip
+
+
+def hororun(ranks: int, *more: str) -> list[str]:
+    """The command, on this host."""
+    return [sys.executable, "-m", "hororing.hororun", "-np", str(ranks), *more]
+
+
+def kills(options: Any, rng: random.Random, count: int) -> dict[str, list[float]]:
+    """Kill ranks; times in ms by name."""
     series: dict[str, list[float]] = {}
+    job = Job(options.ranks, options.floats, hororun(options.ranks, *flags(options.variables)))
     try:
         generation = job.wait(lambda: job.full(0))
-        for _ in range(kills):
+        for _ in range(count):
             generation, times = one_kill(job, generation, rng)
             for name, seconds in times.items():
                 series.setdefault(name, []).append(1e3 * seconds)
     finally:
         job.end()
+    return series
+
+
+def frozen(options: Any, rng: random.Random, count: int) -> dict[str, list[float]]:
+    """Stop ranks; by how much the survivors' next step comes after the limit, in ms."""
+    limit = ["--peer-timeout-s", str(LIMIT_S)]
+    command = hororun(options.ranks, *flags(options.variables, *limit))
+    job = Job(options.ranks, options.floats, command)
+    found = []
+    try:
+        generation = job.wait(lambda: job.full(0))
+        for _ in range(count):
+            hit = rng.choice(list(job.when("step", generation, job.ranks)))
+            generation, seconds = one_stop(
+                job, generation, hit, lambda hit=hit: os.kill(hit, signal.SIGSTOP), lambda: None
+            )
+            found.append(1e3 * (seconds - LIMIT_S))
+    finally:
+        job.end()
+    return {"frozen": found}
+
+
+def cut(options: Any, rng: random.Random, count: int) -> dict[str, list[float]]:
+    """Cut hosts off; as `frozen`."""
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        wrapper = Path(folder) / "hororun"
+        wrapper.write_text(
+            f"#!/bin/bash\nexec {sys.executable} -m hororing.hororun "
+            '--rsh-agent "$PRTE_MCA_plm_ssh_agent" -x PYTHONPATH "$@"\n'
+        )
+        wrapper.chmod(0o755)
+        job = Job(
+            HOSTS, options.floats,
+            [str(ROOT / "tests" / "hosts.sh"), ",".join("1" * HOSTS), str(wrapper),
+             *flags(options.variables, "--peer-timeout-s", str(LIMIT_S))],
+        )  # fmt: skip
+        try:
+            generation = job.wait(lambda: job.full(0))
+            for _ in range(count):
+                pids = list(job.when("step", generation, HOSTS))
+                hit = rng.choice([pid for pid in pids if host_of(pid) != "host0"])
+                with open(f"/proc/{hit}/ns/net") as network:
+
+                    def link(state: str, number: int = network.fileno()) -> None:
+                        subprocess.run(
+                            ["nsenter", f"--net=/proc/self/fd/{number}",
+                             "ip", "link", "set", "eth0", state], check=True, pass_fds=[number],
+                        )  # fmt: skip
+
+                    generation, seconds = one_stop(
+                        job, generation, hit, lambda: link("down"), lambda: link("up")
+                    )
+                found.append(1e3 * (seconds - LIMIT_S))
+        finally:
+            job.end()
+    return {"cut": found}
+
+
+def host_of(pid: int) -> str:
+    """The name of the pretended host of a process."""
+    return subprocess.run(
+        ["nsenter", "-t", str(pid), "--uts", "hostname"], check=True, capture_output=True, text=True
+    ).stdout.strip()
+
+
+def torchrun(options: Any, rng: random.Random, count: int) -> dict[str, list[float]]:
+    """Kill a rank of torchrun, in a job for each time; until all have made a step again, in ms.
+
+    Those that do not go on within TORCHRUN_S are left out, and told.
+    """
+    found = []
+    for _ in range(count):
+        job = Job(
+            options.ranks, options.floats,
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+             str(options.ranks), "--max-restarts", "2", "--monitor-interval", "0.1"],
+            "--torchrun-rank",
+        )  # fmt: skip
+        try:
+            pids = list(job.wait(lambda job=job: job.when("step", 1, job.ranks)))
+            time.sleep(WARM_S)
+            began = time.monotonic()
+            os.kill(rng.choice(pids), signal.SIGKILL)
+            again = job.wait(lambda job=job: job.when("step", 2, job.ranks), TORCHRUN_S)
+            found.append(1e3 * (max(again.values()) - began))
+        except TimeoutError:
+            print(f"torchrun did not go on within {TORCHRUN_S:g} s", flush=True)
+        finally:
+            job.end()
+    return {"torchrun": found} if found else {}
+
+
+def overhead(options: Any, count: int) -> dict[str, list[float]]:
+    """Steps of jobs that are elastic and of others, in turns; in us."""
+    found: dict[str, list[float]] = {"plain": [], "elastic": []}
+    for _ in range(count):
+        for name, more in (("plain", []), ("elastic", ["--min-np", "1"])):
+            found[name].append(1e6 * timed(2, options.floats, more))
+    return found
+
+
+def main() -> None:
+    parser = record.arguments(__doc__)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--floats", type=int, default=1_000_000)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--all", action="store_true", help="also frozen, cut, torchrun, overhead")
+    parser.add_argument("-x", action="append", default=[], dest="variables", metavar="NAME=VALUE")
+    options = parser.parse_args()
+    count = 2 if options.quick else options.kills
+    rng = random.Random(options.seed)
+    series = kills(options, rng, count)
+    show(series)
+    if options.all:
+        few = max(count // 3, 2)
+        parts = [frozen, torchrun, cut] if os.geteuid() == 0 else [frozen, torchrun]
+        for part in parts:
+            found = part(options, rng, few)
+            show(found)
+            series |= found
+        found = overhead(options, few)
+        show(found)
+        series |= found
+    if options.json:
+        report = {"command": record.command(), "ranks": options.ranks, **record.machine(),
+                  "rows": [row(name, found) for name, found in series.items()]}  # fmt: skip
+        Path(options.json).write_text(json.dumps(report, indent=1) + "\n")
+
+
+def row(name: str, found: list[float]) -> record.Row:
+    """What is written down: ms, and us of steps."""
+    unit = "us" if name in ("plain", "elastic") else "ms"
+    found = sorted(found)
+    return {"measure": name, "unit": unit, "median": round(statistics.median(found), 2),
+            "p95": round(found[math.ceil(0.95 * len(found)) - 1], 2), "count": len(found),
+            "series": [round(each, 2) for each in found]}  # fmt: skip
+
+
+def show(series: dict[str, list[float]]) -> None:
+    """A line for each."""
     for name, found in series.items():
-        found.sort()
-        high = found[math.ceil(0.95 * len(found)) - 1]
-        print(f"{name:<12} median {statistics.median(found):7.1f} ms   p95 {high:7.1f} ms   "
-              f"max {found[-1]:7.1f} ms   ({len(found)})")  # fmt: skip
-        rows.append({"measure": name, "median_ms": statistics.median(found), "p95_ms": high})
+        one = row(name, found)
+        print(f"{name:<12} median {one['median']:7.1f} {one['unit']}   p95 {one['p95']:7.1f}   "
+              f"max {max(found):7.1f}   ({len(found)})", flush=True)  # fmt: skip
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--rank"]:
-        rank(int(sys.argv[2]))
+    RANKS = {"--rank": rank, "--torchrun-rank": torchrun_rank, "--timed-rank": timed_rank}
+    if sys.argv[1:2] and sys.argv[1] in RANKS:
+        RANKS[sys.argv[1]](int(sys.argv[2]))
     else:
         main()
