@@ -21,7 +21,7 @@ from keras import ops
 
 from hororing.arguments import Adasum, Max
 from hororing.keras.backends import Accumulator, backend
-from hororing.keras.settings import Settings
+from hororing.optimizer_settings import Settings
 
 Update = Callable[[list[Any]], Any]
 

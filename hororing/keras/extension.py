@@ -10,6 +10,6 @@ from __future__ import annotations
 from hororing.keras.backends import backend
 from hororing.keras.callbacks import velocities
 from hororing.keras.distributed import Distributed, wrapped
-from hororing.keras.settings import Settings, checked_settings
+from hororing.optimizer_settings import Settings, checked_settings
 
 __all__ = ["Distributed", "Settings", "backend", "checked_settings", "velocities", "wrapped"]

@@ -11,7 +11,7 @@ import keras
 from hororing.arguments import Average
 from hororing.compression import Compressor, NoneCompressor
 from hororing.keras.distributed import wrapped
-from hororing.keras.settings import checked_settings
+from hororing.optimizer_settings import checked_settings
 from hororing.process_sets import ProcessSet, global_process_set
 
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 import keras
 
-from hororing.keras.settings import Settings
+from hororing.optimizer_settings import Settings
 
 F = TypeVar("F", bound=Callable[..., Any])
 # Whether the totals of gradients are due, and how to get them (and begin anew).

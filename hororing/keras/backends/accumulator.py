@@ -8,7 +8,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from hororing.keras.settings import Settings
+from hororing.optimizer_settings import Settings
 
 
 class VariableAccumulator:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hororing import collectives
-from hororing.keras.settings import Settings
+from hororing.optimizer_settings import Settings
 
 
 def reduce_all(

@@ -14,7 +14,7 @@ from jax.experimental import io_callback
 
 import hororing.numpy as hvd
 from hororing.keras.backends.dense import reduce_all
-from hororing.keras.settings import Settings
+from hororing.optimizer_settings import Settings
 
 F = TypeVar("F", bound=Callable[..., Any])
 _failures: list[Exception] = []  # of the last callback

@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras import ops
 
 from hororing.keras.backends.accumulator import VariableAccumulator
-from hororing.keras.settings import Settings
+from hororing.optimizer_settings import Settings
 from hororing.runtime import rank
 from hororing.tensorflow import requests
 from hororing.tensorflow.gradients import reduce_gradients

@@ -10,7 +10,7 @@ import torch
 import hororing.torch as hvd
 from hororing.keras.backends.accumulator import VariableAccumulator
 from hororing.keras.backends.dense import reduce_all
-from hororing.keras.settings import Settings
+from hororing.optimizer_settings import Settings
 
 F = TypeVar("F", bound=Callable[..., Any])
 

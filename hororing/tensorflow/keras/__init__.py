@@ -6,27 +6,15 @@ Keras runs on TensorFlow then. Where tf.keras is Keras 2, the optimizers and cal
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from hororing.keras import exports
 from hororing.keras.exports import *  # noqa: F403
 from hororing.tensorflow.keras import callbacks, elastic
-from hororing.tensorflow.which_keras import is_legacy
-
-if TYPE_CHECKING or not is_legacy():
-    from hororing.tensorflow.keras.keras3 import (
-        Compression,
-        DistributedOptimizer,
-        PartialDistributedOptimizer,
-        load_model,
-    )
-else:
-    from hororing.tensorflow.keras.legacy import (
-        Compression,
-        DistributedOptimizer,
-        PartialDistributedOptimizer,
-        load_model,
-    )
+from hororing.tensorflow.keras.optimizer import (
+    Compression,
+    DistributedOptimizer,
+    PartialDistributedOptimizer,
+    load_model,
+)
 
 __all__ = [
     "Compression",

@@ -15,11 +15,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from hororing.arguments import Adasum, Average
+from hororing.arguments import Adasum
 from hororing.compression import Compressor, NoneCompressor
-from hororing.keras.settings import WHAT, Settings, checked_settings
-from hororing.process_sets import ProcessSet, global_process_set
-from hororing.tensorflow.compression import Compression
+from hororing.optimizer_settings import WHAT, Settings, checked_settings
 from hororing.tensorflow.gradients import reduce_gradients, unique_names, variable_key
 from hororing.tensorflow.tape import weights_of
 
@@ -120,7 +118,8 @@ def inner_optimizer(optimizer: Any) -> Any:
     return optimizer.inner_optimizer if scales else optimizer
 
 
-def _wrapped(optimizer: Any, settings: Settings, local_layers: Sequence[Any] = ()) -> Any:
+def wrapped(optimizer: Any, settings: Settings, local_layers: Sequence[Any] = ()) -> Any:
+    """Make `optimizer` itself distributed, or what is in a LossScaleOptimizer, and return it."""
     inner = inner_optimizer(optimizer)
     kinds = (tf.keras.optimizers.Optimizer, tf.keras.optimizers.legacy.Optimizer)
     if not isinstance(inner, kinds):
@@ -154,51 +153,6 @@ def _wrapped(optimizer: Any, settings: Settings, local_layers: Sequence[Any] = (
     return optimizer
 
 
-def DistributedOptimizer(
-    optimizer: Any,
-    name: str | None = None,
-    device_dense: str = "",
-    device_sparse: str = "",
-    compression: type[Compressor] = NoneCompressor,
-    sparse_as_dense: bool = False,
-    gradient_predivide_factor: float = 1.0,
-    op: int = Average,
-    backward_passes_per_step: int = 1,
-    average_aggregated_gradients: bool = False,
-    num_groups: int = 0,
-    groups: int | Sequence[Sequence[Any]] | None = None,
-    process_set: ProcessSet = global_process_set,
-    scale_local_gradients: bool = True,
-) -> Any:
-    """Make `optimizer`, of tf_keras, reduce its gradients over all ranks, and return it.
-
-    Arguments are those of hororing.keras.DistributedOptimizer; `op` is not Adasum. What holds
-    for Keras 3 holds here: the optimizer itself becomes distributed, keeps its state, and is
-    saved as a plain one. A LossScaleOptimizer may be inside or outside.
-    """
-    settings = checked_settings(
-        name=name, device_dense=device_dense, device_sparse=device_sparse, compression=compression,
-        sparse_as_dense=sparse_as_dense, gradient_predivide_factor=gradient_predivide_factor, op=op,
-        backward_passes_per_step=backward_passes_per_step,
-        average_aggregated_gradients=average_aggregated_gradients, num_groups=num_groups,
-        groups=groups, process_set=process_set, scale_local_gradients=scale_local_gradients,
-    )  # fmt: skip
-    return _wrapped(optimizer, settings)
-
-
-def PartialDistributedOptimizer(
-    optimizer: Any, *args: Any, local_layers: Any = None, **kwargs: Any
-) -> Any:
-    """Do as `DistributedOptimizer`, but leave out what `local_layers` train: one, or a list."""
-    several = local_layers if isinstance(local_layers, list | tuple) else [local_layers]
-    weights_of(local_layers)  # ValueError for what is no layer
-    distributed = DistributedOptimizer(optimizer, *args, **kwargs)
-    inner_optimizer(distributed)._state.local_layers = [
-        each for each in several if each is not None
-    ]
-    return distributed
-
-
 def load_model(
     filepath: str | os.PathLike[str],
     custom_optimizers: Sequence[type] | None = None,
@@ -214,13 +168,5 @@ def load_model(
     named = {each.__name__: each for each in custom_optimizers or ()}
     model = tf.keras.models.load_model(filepath, custom_objects={**named, **(custom_objects or {})})
     if getattr(model, "optimizer", None) is not None:
-        DistributedOptimizer(model.optimizer, compression=compression)
+        wrapped(model.optimizer, checked_settings(compression=compression))
     return model
-
-
-__all__ = [
-    "Compression",
-    "DistributedOptimizer",
-    "PartialDistributedOptimizer",
-    "load_model",
-]
