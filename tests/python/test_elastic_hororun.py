@@ -362,6 +362,13 @@ def test_nemesis_between_hosts(seed: int):  # full tier, 2 minutes each
 
 
 @tiers.full
+def test_nemesis_with_torch():  # full tier, 1 minute
+    pytest.importorskip("torch")
+    done = nemesis.nemesis(3, "torch", time.monotonic() + 50, script=nemesis.TORCH_RANKS)
+    assert sum(done.values()) > 1
+
+
+@tiers.full
 @pytest.mark.skipif(bool(mpirun.why_no_hosts()), reason=mpirun.why_no_hosts())
 @pytest.mark.parametrize("event", ["kill agent", "cut", "slow"])
 def test_the_job_survives_between_hosts(event: str):  # full tier, 15 s each

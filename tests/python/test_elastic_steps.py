@@ -220,3 +220,13 @@ def test_steps_since_the_mark_are_replayed_and_no_others():
     assert steps.place == Place(7, 2)
     assert steps.recorded_ranks == 0
     assert not steps.mark(light=True)
+
+
+def test_a_model_without_buffers_can_be_marked_again():
+    torch = pytest.importorskip("torch")
+    from hororing.torch.elastic import ModelStateHandler
+
+    handler = ModelStateHandler(torch.nn.Linear(1, 1))
+    for _ in range(3):
+        handler.mark()
+        handler.go_back()

@@ -152,7 +152,7 @@ class ModelStateHandler(ObjectWithStateHandler):
     def mark(self) -> None:
         """Copy the buffers. The parameters, optimizers change."""
         live, kept = self._buffers(), self._marked
-        if [each.shape for each in live] == [each.shape for each in kept]:
+        if live and [each.shape for each in live] == [each.shape for each in kept]:
             torch._foreach_copy_(kept, live)
         else:
             self._marked = [each.clone() for each in live]
