@@ -532,9 +532,15 @@ def case_destroyed_groups_refuse_and_a_new_one_begins() -> None:
     raises(ValueError, "has been destroyed", lambda: group.allreduce([mine(2)]))
     old = dist.group.WORLD
     dist.destroy_process_group()
-    raises(ValueError, "has been destroyed", lambda: old.barrier().wait())
+    for call in (
+        old.barrier,
+        old.monitored_barrier,
+        lambda: old.send([torch.ones(2)], 0),
+        lambda: old.recv_anysource([torch.ones(2)]),
+    ):
+        raises(ValueError, "has been destroyed", call)
     assert hvd.is_initialized()
-    dist.init_process_group("cpu:hororing")
+    dist.init_process_group("cpu:hororing,cuda:nccl")  # works without CUDA
     tensor = mine(4)
     dist.all_reduce(tensor)
     assert torch.equal(tensor, all_of(4).sum(0))
