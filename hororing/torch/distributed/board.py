@@ -116,12 +116,14 @@ class _Announcer:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._waiting: dict[Any, tuple[Board, int, int, int]] = {}
+        self._has_new = False
         self._sleeps = False
         self._started = False
 
     def watch(self, message: Any, board: Board, target: int, tag: int, number: int) -> None:
         """Announce `message`, which is not complete, as soon as `target` wants that."""
         self._waiting[message] = board, target, tag, number
+        self._has_new = True
         if self._sleeps or not self._started:
             with self._changed:
                 if not self._started:
@@ -137,16 +139,15 @@ class _Announcer:
 
     def _run(self) -> None:
         period_s = POLL_S
-        before = 0
         while True:
             with self._changed:
                 self._sleeps = True  # before the look: `watch` does both the other way round
                 self._changed.wait_for(lambda: self._waiting or not self._sleeps)
                 self._sleeps = False
+            period_s = POLL_S if self._has_new else min(1.2 * period_s, _SLOW_POLL_S)
+            self._has_new = False
             sleep(period_s)
             waiting = list(self._waiting.items())
-            period_s = POLL_S if len(waiting) > before else min(1.2 * period_s, _SLOW_POLL_S)
-            before = len(waiting)
             wanted: dict[tuple[Board, int], bool] = {}
             for message, (board, target, tag, number) in waiting:
                 try:
