@@ -28,6 +28,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 import hororing.torch as hvd
 import hororing_torch_backend
 from hororing import errors
+from hororing.toolkit.torch.optim import LARS, HierarchicalSGD
 from hororing.torch.distributed import ProcessGroup
 
 OP = dist.ReduceOp
@@ -513,6 +514,31 @@ def case_ddp_beside_our_optimizer() -> None:
         torch.optim.SGD(ours.parameters(), 0.1), ours.named_parameters()
     )
     torch.testing.assert_close(trained(ours, rank, optimizer), trained(ddp, rank))
+
+
+def case_the_toolkit_on_a_ddp_model() -> None:
+    rank = dist.get_rank()
+    ddp, ours = nn.parallel.DistributedDataParallel(model()), model()
+    optimizer = hvd.DistributedOptimizer(LARS(ours.parameters(), 0.1), ours.named_parameters())
+    lars = trained(ddp, rank, LARS(ddp.parameters(), 0.1))
+    torch.testing.assert_close(trained(ours, rank, optimizer), lars)
+
+    # DDP averages the gradients of a pair, HSGD the weights of all: as HSGD does both by itself.
+    pair, alone = dist.new_group([0, 1]), dist.new_group([2])
+    ddp = nn.parallel.DistributedDataParallel(
+        model(), process_group=pair if rank < 2 else alone
+    )  # fmt: skip
+    weights = []
+    for each, groups in ((ddp, None), (model(), [[0, 1], [2]])):
+        optimizer = HierarchicalSGD(
+            torch.optim.SGD(each.parameters(), 0.1), each.named_parameters(),
+            period_group_size_dict={2: "world"}, gradient_groups=groups,
+        )  # fmt: skip
+        weights.append(trained(each, rank, optimizer))
+        optimizer.final_average()
+        weights.append([param.detach().clone() for param in each.parameters()])
+    torch.testing.assert_close(weights[:2], weights[2:])
+    assert not torch.equal(weights[0][0], weights[1][0])  # there was something to average
 
 
 def case_ddp_tells_of_a_mismatch_on_every_rank() -> None:
