@@ -140,7 +140,6 @@ void Batches(const std::shared_ptr<Devices>& devices, const std::shared_ptr<Devi
         to_second(*device, std::vector<float>(count));
     Batch batch;
     batch.kind = each.kind;
-    batch.reduce = {DataType::kFloat32, each.op, each.factor, 1.0};
     batch.on_device = true;
     std::shared_ptr<DeviceEvent> ready;
     Status status = device->Record(device->stream(), &ready);
@@ -150,6 +149,7 @@ void Batches(const std::shared_ptr<Devices>& devices, const std::shared_ptr<Devi
       entry.input = input->data();
       entry.output = output->data();
       entry.elements = count;
+      entry.reduce = {DataType::kFloat32, each.op, each.factor, 1.0};
       entry.receive_bytes = {count * sizeof(float)};
       entry.parts = {count};
       entry.ready = ready;

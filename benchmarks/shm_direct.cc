@@ -56,12 +56,12 @@ bool Reduce(ShmDirectBackend& backend, void* data, size_t elements, size_t tenso
             DataType dtype = DataType::kFloat32) {
   static TraceSink trace;
   Batch batch;
-  batch.reduce.dtype = dtype;
   for (size_t t = 0; t < tensors; ++t) {
     const size_t begin = elements * t / tensors;
     BatchEntry entry;
     entry.name = "benchmark";
     entry.elements = elements * (t + 1) / tensors - begin;
+    entry.reduce.dtype = dtype;
     entry.input = entry.output = static_cast<std::byte*>(data) + begin * ElementSize(dtype);
     batch.entries.push_back(entry);
   }

@@ -45,10 +45,11 @@ FAULTS = [
           "const Bits rounded = bits + 0x7FFFu + ((bits >> 16) & 1u);",
           "const Bits rounded = bits;", "half_test"),
     Fault("a ring receives where it has not combined yet", "csrc/collective/ring_allreduce.cc",
-          "return scratch_ + number % kAhead * segment_ * element_;",
-          "return scratch_ + number % 2 * segment_ * element_;", "collective_test"),
+          "return scratch_ + number % kAhead * segment_;",
+          "return scratch_ + number % 2 * segment_;", "collective_test"),
     Fault("a ring's average is not divided", "csrc/collective/ring_allreduce.cc",
-          "Finish(spec_, size_, At", "Finish(spec_, 1, At", "collective_test"),
+          "FinishPartial(layout_, span, size_,", "FinishPartial(layout_, span, 1,",
+          "collective_test"),
     Fault("uneven chunks begin where even ones would", "csrc/collective/segments.h",
           "return {i * each + std::min(i, larger),", "return {i * each,", "collective_test"),
     Fault("an alltoall keeps the wrong rows", "csrc/collective/alltoall.cc",
@@ -63,14 +64,12 @@ FAULTS = [
           "from += RoundUp(bytes, kEntryAlign);", "from += bytes;", "backend_test"),
     Fault("rank 0 is always the root", "csrc/backend/host_moves.cc",
           "const bool is_root = transport_.rank() == batch.root;\n"
-          "  const size_t element = ElementSize(batch.reduce.dtype);\n"
           "  std::vector<const BatchEntry*> alone",
           "const bool is_root = transport_.rank() == 0;\n"
-          "  const size_t element = ElementSize(batch.reduce.dtype);\n"
           "  std::vector<const BatchEntry*> alone", "backend_others_test"),
-    Fault("types are mixed in a batch", "csrc/schedule/fusion_planner.cc",
-          "if (candidate.key == item.key) fitting",
-          "if (candidate.key.process_set == item.key.process_set) fitting", "schedule_test"),
+    Fault("a tensor is summed as one of the type before it", "csrc/collective/layout.cc",
+          "if (!runs_.empty() && runs_.back().spec == spec) {",
+          "if (!runs_.empty()) {", "collective_test"),
     Fault("all ranks gather as many rows as the first", "csrc/negotiation/coordinator.cc",
           "rows.push_back(request->tensors[tensor].shape[0]);",
           "rows.push_back(requests[0]->tensors[tensor].shape[0] + 0 * request->root);",

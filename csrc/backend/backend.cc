@@ -11,9 +11,9 @@ Members Members::World(int size) {
 }
 
 size_t Batch::bytes() const {
-  size_t elements = 0;
-  for (const BatchEntry& entry : entries) elements += entry.elements;
-  return elements * ElementSize(reduce.dtype);
+  size_t bytes = 0;
+  for (const BatchEntry& entry : entries) bytes += entry.bytes();
+  return bytes;
 }
 
 std::string TraceLabel(const Batch& batch) {
@@ -25,9 +25,25 @@ void ReduceAlone(const Batch& batch, TraceSink& trace) {
   StageSpan span(trace, Stage::kReduce, batch);
   for (const BatchEntry& entry : batch.entries) {
     if (entry.elements == 0) continue;
-    ReduceMany(batch.reduce, 1, entry.output, &entry.input, 1, entry.elements);
+    ReduceMany(entry.reduce, 1, entry.output, &entry.input, 1, entry.elements);
   }
   span.End(batch.bytes());
+}
+
+Status CheckSpecs(const Batch& batch) {
+  const ReduceSpec* checked = nullptr;
+  for (const BatchEntry& entry : batch.entries) {
+    if (checked != nullptr && *checked == entry.reduce) continue;
+    checked = &entry.reduce;
+    HORORING_RETURN_IF_ERROR(Check(entry.reduce));
+  }
+  return Status::Ok();
+}
+
+Volume VolumeOf(const Batch& batch) {
+  Volume volume;
+  for (const BatchEntry& entry : batch.entries) volume.Add(entry.reduce, entry.bytes());
+  return volume;
 }
 
 }  // namespace hororing

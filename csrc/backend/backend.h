@@ -26,6 +26,7 @@ struct BatchEntry {
   const void* input = nullptr;
   void* output = nullptr;  // allreduce, broadcast: as large as the input, may equal it
   size_t elements = 0;     // of this rank's input
+  ReduceSpec reduce;       // if nothing is reduced, only `dtype` is meaningful
   std::string name;  // for the timeline, and for errors of a device; otherwise it may be empty
   // Allgather, alltoall: bytes received from each rank, in rank order; `output` holds their sum.
   std::vector<size_t> receive_bytes;
@@ -37,18 +38,24 @@ struct BatchEntry {
   std::vector<size_t> parts;
   // On a device: when `input` is complete and `output` may be written.
   std::shared_ptr<const DeviceEvent> ready;
+
+  size_t bytes() const { return elements * ElementSize(reduce.dtype); }
 };
 
-// Invariant: all entries share collective, reduce spec (allreduce, reduce-scatter), root
-// (broadcast) and kind of memory.
+// Invariant: all entries share collective, root (broadcast) and kind of memory. Those of
+// reduce-scatters and of Adasum share their reduce spec, too.
 struct Batch {
   Collective kind = Collective::kAllreduce;
-  ReduceSpec reduce;  // allreduce, reduce-scatter; for the others only `dtype` is meaningful
   int root = 0;
   bool on_device = false;  // where the tensors are, on every rank
   std::vector<BatchEntry> entries;
 
   size_t bytes() const;  // of this rank's inputs
+  // Reduce-scatter, Adasum: the spec of all entries. REQUIRES: there are entries.
+  const ReduceSpec& reduce() const { return entries.front().reduce; }
+  bool is_adasum() const {
+    return kind == Collective::kAllreduce && reduce().op == ReduceOp::kAdasum;
+  }
 };
 
 // Which ranks of a transport run batches together: those of one process set.

@@ -8,6 +8,7 @@
 
 #include "backend/backend.h"
 #include "base/clock.h"
+#include "collective/algorithm.h"
 #include "trace/trace.h"
 
 namespace hororing {
@@ -51,5 +52,10 @@ class StageSpan {
 
 // An allreduce or a reduce-scatter of one rank: only the factors are applied.
 void ReduceAlone(const Batch& batch, TraceSink& trace);
+
+// Check (base/reduce.h) of all entries.
+Status CheckSpecs(const Batch& batch);
+// Of this rank's inputs.
+Volume VolumeOf(const Batch& batch);
 
 }  // namespace hororing

@@ -65,20 +65,37 @@ Status CudaBackend::Run(const Batch& batch, TimeNs deadline, TraceSink& trace) {
     flight.ready.push_back(entry.ready);
   }
   // All ranks come to the same.
-  if (nccl_ != nullptr && NcclCan(batch, transport_.size())) {
-    if (WantsFusionBuffer(batch) && options_.fusion_bytes > 0) {
-      HORORING_RETURN_IF_ERROR(nccl_->MakeFusionBuffer(options_.fusion_bytes, deadline));
-    }
-    HORORING_RETURN_IF_ERROR(
-        RunByNccl(batch, *nccl_, *device_, transport_.size(), After(NowNs(), timeout), trace));
-  } else {
+  const auto by_nccl = [&](const BatchEntry& entry) {
+    return nccl_ != nullptr && NcclCan(batch.kind, entry.reduce, transport_.size());
+  };
+  const auto without = std::find_if_not(batch.entries.begin(), batch.entries.end(), by_nccl);
+  if (without == batch.entries.end()) {
+    HORORING_RETURN_IF_ERROR(RunOnDevice(batch, timeout, trace));
+  } else if (std::none_of(batch.entries.begin(), batch.entries.end(), by_nccl)) {
     HORORING_RETURN_IF_ERROR(staged_.Run(batch, device_, timeout, trace));
+  } else {  // a batch for what NCCL can, and one for what it cannot
+    Batch on_device = batch;
+    const auto rest =
+        std::stable_partition(on_device.entries.begin(), on_device.entries.end(), by_nccl);
+    Batch through_host = on_device;
+    through_host.entries.assign(rest, on_device.entries.end());
+    on_device.entries.erase(rest, on_device.entries.end());
+    HORORING_RETURN_IF_ERROR(RunOnDevice(on_device, timeout, trace));
+    HORORING_RETURN_IF_ERROR(staged_.Run(through_host, device_, timeout, trace));
   }
   std::shared_ptr<DeviceEvent> done;
   HORORING_RETURN_IF_ERROR(device_->Record(device_->stream(), &done));
   done_ = flight.done = std::move(done);
   in_flight_.push_back(std::move(flight));
   return Status::Ok();
+}
+
+Status CudaBackend::RunOnDevice(const Batch& batch, TimeNs timeout, TraceSink& trace) {
+  const TimeNs deadline = After(NowNs(), timeout);
+  if (WantsFusionBuffer(batch) && options_.fusion_bytes > 0) {
+    HORORING_RETURN_IF_ERROR(nccl_->MakeFusionBuffer(options_.fusion_bytes, deadline));
+  }
+  return RunByNccl(batch, *nccl_, *device_, transport_.size(), deadline, trace);
 }
 
 // All ranks come here with the same batch, so they may exchange something.

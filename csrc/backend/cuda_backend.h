@@ -58,6 +58,7 @@ class CudaBackend final : public Backend {
   };
   struct Card;
   Status Choose(TimeNs deadline);
+  Status RunOnDevice(const Batch& batch, TimeNs timeout, TraceSink& trace);
   Status Compare(int nccl_version, TimeNs deadline, std::string* obstacle);
   std::string Obstacle(const std::vector<Card>& cards) const;
   Status LookAt(InFlight& batch, bool* done);

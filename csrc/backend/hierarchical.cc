@@ -35,6 +35,7 @@ constexpr size_t kLocalBlock = 256 << 10;
 constexpr size_t kReducePiece = 16 << 10;
 // What all ranks compute alike.
 struct Plan : VirtualBuffer {
+  Layout layout;
   size_t block_bytes = 0;
   uint64_t blocks = 0;
   int owners = 1;
@@ -44,11 +45,11 @@ struct Plan : VirtualBuffer {
   Plan(const Batch& batch, size_t capacity, int slice_owners, int hosts, const WireCost& wire,
        size_t chunk_bytes)
       : VirtualBuffer(batch), owners(slice_owners) {
-    const size_t element = ElementSize(batch.reduce.dtype);
-    const size_t partial = PartialSize(batch.reduce);
-    whole = GoesWhole(total / element, batch.reduce, hosts, wire);
+    for (const Place& place : places) layout.Add(place.reduce, RoundUp(place.bytes, kEntryAlign));
+    const size_t partial = std::max<size_t>(layout.volume().partial, 1);
+    whole = GoesWhole(layout.volume(), hosts, wire);
     const size_t messages = static_cast<size_t>(owners) * static_cast<size_t>(whole ? 1 : hosts);
-    size_t wanted = hosts == 1 ? kLocalBlock : messages * kHostMessage / partial * element;
+    size_t wanted = hosts == 1 ? kLocalBlock : messages * kHostMessage * total / partial;
     if (chunk_bytes != 0) wanted = chunk_bytes;
     block_bytes = std::min({total, RoundUp(wanted, kEntryAlign), capacity});
     blocks = total == 0 ? 0 : (total + block_bytes - 1) / block_bytes;
@@ -80,7 +81,7 @@ class AllreducePipeline final : public HostPipeline {
         reduced_(first),
         consumed_(first),
         sources_(static_cast<size_t>(size_)),
-        widened_(kReducePiece * PartialSize(batch.reduce) / ElementSize(batch.reduce.dtype)) {}
+        widened_(kReducePiece * plan.layout.widening()) {}
 
  private:
   bool Finished() const override {
@@ -147,16 +148,16 @@ class AllreducePipeline final : public HostPipeline {
   void Sum() {
     StageSpan span(trace_, Stage::kReduce, batch_);
     const Range block = plan_.Block(summed_ - first_), own = plan_.SliceOf(block, rank_);
-    const size_t element = ElementSize(batch_.reduce.dtype);
-    const size_t partial = PartialSize(batch_.reduce);
-    std::byte* const sums = exchange_->Partial();
+    std::byte* sums = exchange_->Partial();
     size_t filled = own.begin;  // what tensors leave out is padding, which travels too
     const auto pad = [&](size_t end) {
-      std::memset(sums + (filled - own.begin) / element * partial, 0,
-                  (end - filled) / element * partial);
+      const size_t partial = plan_.layout.PartialBytes(Span{filled, end - filled});
+      std::memset(sums, 0, partial);
+      sums += partial;
     };
     plan_.ForEachPiece(own, [&](size_t i, size_t at, size_t bytes) {
       const Place& place = plan_.places[i];
+      const size_t element = ElementSize(place.reduce.dtype);
       pad(at);
       filled = at + bytes;
       for (size_t done = 0; done < bytes; done += kReducePiece) {
@@ -166,12 +167,12 @@ class AllreducePipeline final : public HostPipeline {
               source == rank_ ? place.input + (at + done - place.begin)
                               : BlockAt(source, summed_) + (at + done - block.begin);
         }
-        SumPartials(batch_.reduce, sums + (at + done - own.begin) / element * partial, sources_,
-                    part / element, widened_.data());
+        SumPartials(place.reduce, sums, sources_, part / element, widened_.data());
+        sums += part / element * PartialSize(place.reduce);
       }
     });
     pad(own.end);
-    exchange_->Begin(own.bytes() / element, BlockAt(rank_, summed_) + (own.begin - block.begin));
+    exchange_->Begin({own.begin, own.bytes()}, BlockAt(rank_, summed_) + (own.begin - block.begin));
     ++summed_;
     span.End(own.bytes());
   }
@@ -224,8 +225,7 @@ Algorithm HierarchicalBackend::Choose(const Batch& batch) const {
   if (shape_.hosts == 1) return Algorithm::kThreePhase;
   const Algorithm algorithm = options_.AlgorithmFor(batch.bytes());
   if (algorithm != Algorithm::kAuto) return algorithm;
-  const size_t elements = batch.bytes() / ElementSize(batch.reduce.dtype);
-  return Cheapest(elements, batch.reduce, shape_, options_.wire);
+  return Cheapest(VolumeOf(batch), shape_, options_.wire);
 }
 
 // Whether all batches over several hosts shall go by the flat algorithms.
@@ -238,14 +238,14 @@ bool HierarchicalBackend::Supports(const Batch& batch) const {
   if (Flat()) return false;
   switch (batch.kind) {
     case Collective::kAllreduce: {
-      if (batch.reduce.op == ReduceOp::kAdasum || options_.reproducible) return false;
+      if (batch.is_adasum() || options_.reproducible) return false;
       const Algorithm algorithm = Choose(batch);
       return algorithm == Algorithm::kThreePhase || algorithm == Algorithm::kLeader;
     }
     case Collective::kReducescatter:
       return !options_.reproducible && Fits(batch.kind) &&
              (algorithm_ != Algorithm::kAuto || shape_.hosts == 1 ||
-              ScattersByHost(batch.reduce, shape_));
+              ScattersByHost(batch.reduce(), shape_));
     case Collective::kAllgather:
     case Collective::kBroadcast: return Fits(batch.kind);
     default: return false;
@@ -275,7 +275,7 @@ size_t HierarchicalBackend::capacity() const {
 }
 
 Status HierarchicalBackend::RunAllreduce(const Batch& batch, TimeNs deadline, TraceSink& trace) {
-  HORORING_RETURN_IF_ERROR(Check(batch.reduce));
+  HORORING_RETURN_IF_ERROR(CheckSpecs(batch));
   const bool by_leader = Choose(batch) == Algorithm::kLeader;
   const Plan plan(batch, capacity(), by_leader ? 1 : shape_.least, shape_.hosts, options_.wire,
                   options_.chunk_bytes);
@@ -288,10 +288,10 @@ Status HierarchicalBackend::RunAllreduce(const Batch& batch, TimeNs deadline, Tr
       between.ranks.push_back(group_.JobRank(host, group_.local));
     }
     between.place = group_.host;
-    between.spec = batch.reduce;
+    between.layout = &plan.layout;
     between.divisor = group_.size();
     between.slices = plan.blocks;
-    between.most_elements = plan.LargestSlice() / ElementSize(batch.reduce.dtype);
+    between.most_bytes = plan.LargestSlice();
     between.whole = plan.whole;
     between.depth = HostPipeline::kDepth;
     exchange.emplace(wire_, std::move(between), deadline);

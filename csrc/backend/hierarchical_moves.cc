@@ -82,11 +82,9 @@ Status HierarchicalBackend::RunChannels(const Batch& batch, std::vector<Channel>
 
 Status HierarchicalBackend::RunAllgather(const Batch& batch, TimeNs deadline, TraceSink& trace) {
   const size_t size = static_cast<size_t>(group_.size()), own = static_cast<size_t>(group_.place);
-  const size_t element = ElementSize(batch.reduce.dtype);
   std::vector<Channel> channels(size);
   for (const BatchEntry& entry : batch.entries) {
-    if (entry.receive_bytes.size() != size ||
-        entry.receive_bytes[own] != entry.elements * element) {
+    if (entry.receive_bytes.size() != size || entry.receive_bytes[own] != entry.bytes()) {
       return DoesNotFit(batch, entry);
     }
     std::byte* at = static_cast<std::byte*>(entry.output);
@@ -117,11 +115,10 @@ Status HierarchicalBackend::RunAllgather(const Batch& batch, TimeNs deadline, Tr
 }
 
 Status HierarchicalBackend::RunBroadcast(const Batch& batch, TimeNs deadline, TraceSink& trace) {
-  const size_t element = ElementSize(batch.reduce.dtype);
   const bool is_root = batch.root == group_.place;
   size_t total = 0;
   for (const BatchEntry& entry : batch.entries) {
-    const size_t bytes = entry.elements * element;
+    const size_t bytes = entry.bytes();
     total += bytes;
     if (is_root && bytes > 0 && entry.output != entry.input) {
       CopyBytes(entry.output, entry.input, bytes);
@@ -133,7 +130,7 @@ Status HierarchicalBackend::RunBroadcast(const Batch& batch, TimeNs deadline, Tr
   std::vector<Channel> channels(count);
   size_t channel = 0, filled = 0;
   for (const BatchEntry& entry : batch.entries) {
-    const size_t bytes = entry.elements * element;
+    const size_t bytes = entry.bytes();
     for (size_t done = 0; done < bytes;) {
       const Span part = Chunk(total, static_cast<int>(count), static_cast<int>(channel));
       const size_t length = std::min(bytes - done, part.begin + part.size - filled);
@@ -168,7 +165,7 @@ Status HierarchicalBackend::RunBroadcast(const Batch& batch, TimeNs deadline, Tr
 
 Status HierarchicalBackend::RunReducescatter(const Batch& batch, TimeNs deadline,
                                              TraceSink& trace) {
-  HORORING_RETURN_IF_ERROR(Check(batch.reduce));
+  HORORING_RETURN_IF_ERROR(Check(batch.reduce()));
   for (const BatchEntry& entry : batch.entries) {
     size_t elements = 0;
     for (const size_t part : entry.parts) elements += part;
@@ -178,7 +175,7 @@ Status HierarchicalBackend::RunReducescatter(const Batch& batch, TimeNs deadline
   }
   const ScatterPlan plan(group_, batch, capacity(), leader());
   if (plan.blocks == 0) return Status::Ok();
-  const size_t bytes = plan.scratch_bytes(batch.reduce);
+  const size_t bytes = plan.scratch_bytes(batch.reduce());
   std::byte* const memory = static_cast<std::byte*>(scratch_.Reserve(bytes));
   if (memory == nullptr) {
     return Status(Code::kInternal, "reduce-scatter between hosts: no memory for partial sums of " +

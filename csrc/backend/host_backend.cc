@@ -49,8 +49,7 @@ Algorithm HostBackend::Choose(const Batch& batch) const {
     default: break;  // where three phases cannot be had
   }
   if (shape_.hosts == 1) return Algorithm::kAuto;
-  const size_t elements = batch.bytes() / ElementSize(batch.reduce.dtype);
-  return Cheapest(elements, batch.reduce, shape_, options_.wire);
+  return Cheapest(VolumeOf(batch), shape_, options_.wire);
 }
 
 bool HostBackend::Supports(const Batch&) const { return true; }
@@ -59,8 +58,8 @@ Status HostBackend::Run(const Batch& batch, TimeNs deadline, TraceSink& trace) {
   way_ = AllreduceWay::kNotCounted;
   switch (batch.kind) {
     case Collective::kAllreduce:
-      return batch.reduce.op == ReduceOp::kAdasum ? RunAdasum(batch, deadline, trace)
-                                                  : RunAllreduce(batch, deadline, trace);
+      return batch.is_adasum() ? RunAdasum(batch, deadline, trace)
+                               : RunAllreduce(batch, deadline, trace);
     case Collective::kAllgather: return RunAllgather(batch, deadline, trace);
     case Collective::kBroadcast: return RunBroadcast(batch, deadline, trace);
     case Collective::kBarrier: return Barrier(transport_, deadline);
@@ -78,7 +77,7 @@ Status HostBackend::Run(const Batch& batch, TimeNs deadline, TraceSink& trace) {
 void HostBackend::MoveToOutput(const Batch& batch, const BatchEntry& entry, TraceSink& trace) {
   if (entry.output == entry.input) return;
   StageSpan span(trace, Stage::kPack, batch);
-  CopyBytes(entry.output, entry.input, entry.elements * ElementSize(batch.reduce.dtype));
+  CopyBytes(entry.output, entry.input, entry.bytes());
   span.End(batch.bytes());
 }
 
@@ -93,32 +92,28 @@ GatherWay HostBackend::WayToGather() const {
 }
 
 Status HostBackend::RunAllreduce(const Batch& batch, TimeNs deadline, TraceSink& trace) {
-  HORORING_RETURN_IF_ERROR(Check(batch.reduce));
+  HORORING_RETURN_IF_ERROR(CheckSpecs(batch));
   if (transport_.size() == 1) {
     ReduceAlone(batch, trace);
     return Status::Ok();
   }
-  const size_t element = ElementSize(batch.reduce.dtype);
   std::vector<const BatchEntry*> entries;
-  size_t padded = 0;
+  ReduceBuffer buffer;
   for (const BatchEntry& entry : batch.entries) {
     if (entry.elements == 0) continue;
     entries.push_back(&entry);
-    padded += RoundUp(entry.elements * element, kEntryAlign);
+    buffer.layout.Add(entry.reduce, RoundUp(entry.bytes(), kEntryAlign));
   }
   if (entries.empty()) return Status::Ok();
 
-  ReduceBuffer buffer;
-  buffer.spec = batch.reduce;
   const bool fused = entries.size() > 1;
   if (fused) {
     StageSpan span(trace, Stage::kPack, batch);
     std::byte* to = nullptr;
-    HORORING_RETURN_IF_ERROR(Fuse(padded, &to));
+    HORORING_RETURN_IF_ERROR(Fuse(buffer.layout.bytes(), &to));
     buffer.data = to;
-    buffer.elements = padded / element;
     for (const BatchEntry* entry : entries) {
-      const size_t bytes = entry->elements * element;
+      const size_t bytes = entry->bytes();
       const size_t room = RoundUp(bytes, kEntryAlign);
       CopyBytes(to, entry->input, bytes);
       // The padding is reduced too: zeros are cheap, what lay there before may be not-a-number.
@@ -127,8 +122,7 @@ Status HostBackend::RunAllreduce(const Batch& batch, TimeNs deadline, TraceSink&
     }
     span.End(batch.bytes());
   } else {
-    buffer.data = entries[0]->output;
-    buffer.elements = entries[0]->elements;
+    buffer = {entries[0]->output, entries[0]->elements, entries[0]->reduce};
     MoveToOutput(batch, *entries[0], trace);
   }
   {
@@ -141,9 +135,9 @@ Status HostBackend::RunAllreduce(const Batch& batch, TimeNs deadline, TraceSink&
   }
   if (!fused) return Status::Ok();
   StageSpan span(trace, Stage::kUnpack, batch);
-  const std::byte* from = static_cast<const std::byte*>(buffer.data);
+  const std::byte* from = buffer.data;
   for (const BatchEntry* entry : entries) {
-    const size_t bytes = entry->elements * element;
+    const size_t bytes = entry->bytes();
     CopyBytes(entry->output, from, bytes);
     from += RoundUp(bytes, kEntryAlign);
   }
@@ -153,60 +147,55 @@ Status HostBackend::RunAllreduce(const Batch& batch, TimeNs deadline, TraceSink&
 
 Status HostBackend::RunAdasum(const Batch& batch, TimeNs deadline, TraceSink& trace) {
   const int size = transport_.size();
-  HORORING_RETURN_IF_ERROR(CheckAdasum(batch.reduce, size));
+  HORORING_RETURN_IF_ERROR(CheckAdasum(batch.reduce(), size));
   if (size == 1) {
     ReduceAlone(batch, trace);
     return Status::Ok();
   }
-  ReduceBuffer buffer;
-  buffer.spec = batch.reduce;
   std::vector<size_t> tensors;
   const BatchEntry* only = nullptr;
   for (const BatchEntry& entry : batch.entries) {
     if (entry.elements == 0) continue;
     tensors.push_back(entry.elements);
-    buffer.elements += entry.elements;
     only = &entry;
   }
   if (tensors.empty()) return Status::Ok();
 
   const size_t ranks = static_cast<size_t>(size);
   const bool fused = tensors.size() > 1;
+  std::byte* data = nullptr;
   const auto chunk = [&](const BatchEntry& entry, size_t r) {
-    return Chunk(entry.elements, size, static_cast<int>(r)).size * ElementSize(batch.reduce.dtype);
+    return Chunk(entry.elements, size, static_cast<int>(r)).size *
+           ElementSize(batch.reduce().dtype);
   };
   if (fused) {
     StageSpan span(trace, Stage::kPack, batch);
-    std::byte* packed = nullptr;
-    HORORING_RETURN_IF_ERROR(Fuse(batch.bytes(), &packed));
-    PackParts(batch.entries, ranks, chunk, packed);
-    buffer.data = packed;
+    HORORING_RETURN_IF_ERROR(Fuse(batch.bytes(), &data));
+    PackParts(batch.entries, ranks, chunk, data);
     span.End(batch.bytes());
   } else {
-    buffer.data = only->output;
+    data = static_cast<std::byte*>(only->output);
     MoveToOutput(batch, *only, trace);
   }
   {
     StageSpan span(trace, Stage::kReduce, batch);
     HORORING_RETURN_IF_ERROR(
-        AdasumAllreduce(transport_, buffer, tensors, receive_buffer_, deadline));
+        AdasumAllreduce(transport_, batch.reduce(), data, tensors, receive_buffer_, deadline));
     span.End(batch.bytes());
   }
   if (!fused) return Status::Ok();
   StageSpan span(trace, Stage::kUnpack, batch);
-  UnpackParts(batch.entries, ranks, chunk, static_cast<const std::byte*>(buffer.data));
+  UnpackParts(batch.entries, ranks, chunk, data);
   span.End(batch.bytes());
   return Status::Ok();
 }
 
 Status HostBackend::RunReducescatter(const Batch& batch, TimeNs deadline, TraceSink& trace) {
-  HORORING_RETURN_IF_ERROR(Check(batch.reduce));
+  HORORING_RETURN_IF_ERROR(Check(batch.reduce()));
   const size_t size = static_cast<size_t>(transport_.size());
   const size_t rank = static_cast<size_t>(transport_.rank());
-  const size_t element = ElementSize(batch.reduce.dtype);
-  ScatterBuffer buffer;
-  buffer.spec = batch.reduce;
-  buffer.parts.assign(size, 0);
+  const size_t element = ElementSize(batch.reduce().dtype);
+  std::vector<size_t> parts(size, 0);
   for (const BatchEntry& entry : batch.entries) {
     size_t elements = 0;
     for (const size_t part : entry.parts) elements += part;
@@ -214,7 +203,7 @@ Status HostBackend::RunReducescatter(const Batch& batch, TimeNs deadline, TraceS
       return Status(Code::kInternal, "reducescatter of '" + entry.name +
                                          "': the agreed parts do not fit this rank's tensor");
     }
-    for (size_t r = 0; r < size; ++r) buffer.parts[r] += entry.parts[r];
+    for (size_t r = 0; r < size; ++r) parts[r] += entry.parts[r];
   }
   if (batch.bytes() == 0) return Status::Ok();
   if (size == 1) {
@@ -223,6 +212,7 @@ Status HostBackend::RunReducescatter(const Batch& batch, TimeNs deadline, TraceS
   }
 
   const bool fused = batch.entries.size() > 1;
+  ScatterBuffer buffer(batch.entries[0].input, parts, batch.entries[0].output, batch.reduce());
   if (fused) {
     StageSpan span(trace, Stage::kPack, batch);
     std::byte* packed = nullptr;
@@ -231,11 +221,8 @@ Status HostBackend::RunReducescatter(const Batch& batch, TimeNs deadline, TraceS
         batch.entries, size,
         [&](const BatchEntry& entry, size_t r) { return entry.parts[r] * element; }, packed);
     buffer.input = packed;
-    buffer.result = packed + BackToBack(buffer.parts)[rank].begin * element;
+    buffer.result = packed + BackToBack(parts)[rank].begin * element;
     span.End(batch.bytes());
-  } else {
-    buffer.input = batch.entries[0].input;
-    buffer.result = batch.entries[0].output;
   }
   {
     StageSpan span(trace, Stage::kReduce, batch);
@@ -247,9 +234,8 @@ Status HostBackend::RunReducescatter(const Batch& batch, TimeNs deadline, TraceS
   StageSpan span(trace, Stage::kUnpack, batch);
   UnpackParts(
       batch.entries, 1,
-      [&](const BatchEntry& entry, size_t) { return entry.parts[rank] * element; },
-      static_cast<const std::byte*>(buffer.result));
-  span.End(buffer.parts[rank] * element);
+      [&](const BatchEntry& entry, size_t) { return entry.parts[rank] * element; }, buffer.result);
+  span.End(parts[rank] * element);
   return Status::Ok();
 }
 

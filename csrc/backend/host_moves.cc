@@ -30,11 +30,9 @@ size_t Sum(const std::vector<size_t>& sizes) {
 Status HostBackend::RunAllgather(const Batch& batch, TimeNs deadline, TraceSink& trace) {
   const size_t size = static_cast<size_t>(transport_.size());
   const size_t rank = static_cast<size_t>(transport_.rank());
-  const size_t element = ElementSize(batch.reduce.dtype);
   std::vector<size_t> bytes_per_rank(size, 0);
   for (const BatchEntry& entry : batch.entries) {
-    if (entry.receive_bytes.size() != size ||
-        entry.receive_bytes[rank] != entry.elements * element) {
+    if (entry.receive_bytes.size() != size || entry.receive_bytes[rank] != entry.bytes()) {
       return Status(Code::kInternal, "allgather of '" + entry.name +
                                          "': the agreed sizes do not fit this rank's tensor");
     }
@@ -73,11 +71,10 @@ Status HostBackend::RunAllgather(const Batch& batch, TimeNs deadline, TraceSink&
 // Several tensors travel as one message per pair of ranks.
 Status HostBackend::RunAlltoall(const Batch& batch, TimeNs deadline, TraceSink& trace) {
   const size_t size = static_cast<size_t>(transport_.size());
-  const size_t element = ElementSize(batch.reduce.dtype);
   std::vector<size_t> send_bytes(size, 0), receive_bytes(size, 0);
   for (const BatchEntry& entry : batch.entries) {
     if (entry.send_bytes.size() != size || entry.receive_bytes.size() != size ||
-        Sum(entry.send_bytes) != entry.elements * element) {
+        Sum(entry.send_bytes) != entry.bytes()) {
       return Status(Code::kInternal, "alltoall of '" + entry.name +
                                          "': the agreed sizes do not fit this rank's tensor");
     }
@@ -111,10 +108,9 @@ Status HostBackend::RunAlltoall(const Batch& batch, TimeNs deadline, TraceSink& 
 
 Status HostBackend::RunBroadcast(const Batch& batch, TimeNs deadline, TraceSink& trace) {
   const bool is_root = transport_.rank() == batch.root;
-  const size_t element = ElementSize(batch.reduce.dtype);
   std::vector<const BatchEntry*> alone, together;
   for (const BatchEntry& entry : batch.entries) {
-    const size_t bytes = entry.elements * element;
+    const size_t bytes = entry.bytes();
     if (bytes == 0) continue;
     if (is_root) CopyIfMoved(entry.output, entry.input, bytes);
     (bytes < kBroadcastAlone ? together : alone).push_back(&entry);
@@ -126,8 +122,7 @@ Status HostBackend::RunBroadcast(const Batch& batch, TimeNs deadline, TraceSink&
     HORORING_RETURN_IF_ERROR(BroadcastTogether(batch, together, deadline, trace));
   }
   for (const BatchEntry* entry : alone) {
-    HORORING_RETURN_IF_ERROR(
-        BroadcastByHost(batch.root, entry->output, entry->elements * element, deadline));
+    HORORING_RETURN_IF_ERROR(BroadcastByHost(batch.root, entry->output, entry->bytes(), deadline));
   }
   return Status::Ok();
 }
@@ -142,16 +137,15 @@ Status HostBackend::BroadcastTogether(const Batch& batch,
                                       const std::vector<const BatchEntry*>& entries,
                                       TimeNs deadline, TraceSink& trace) {
   const bool is_root = transport_.rank() == batch.root;
-  const size_t element = ElementSize(batch.reduce.dtype);
   size_t total = 0;
-  for (const BatchEntry* entry : entries) total += entry->elements * element;
+  for (const BatchEntry* entry : entries) total += entry->bytes();
   std::byte* buffer = nullptr;
   HORORING_RETURN_IF_ERROR(Fuse(total, &buffer));
   if (is_root) {
     StageSpan span(trace, Stage::kPack, batch);
     std::byte* to = buffer;
     for (const BatchEntry* entry : entries) {
-      const size_t bytes = entry->elements * element;
+      const size_t bytes = entry->bytes();
       CopyBytes(to, entry->output, bytes);
       to += bytes;
     }
@@ -162,7 +156,7 @@ Status HostBackend::BroadcastTogether(const Batch& batch,
   StageSpan span(trace, Stage::kUnpack, batch);
   const std::byte* from = buffer;
   for (const BatchEntry* entry : entries) {
-    const size_t bytes = entry->elements * element;
+    const size_t bytes = entry->bytes();
     CopyBytes(entry->output, from, bytes);
     from += bytes;
   }

@@ -76,15 +76,39 @@ std::vector<const BatchEntry*> NotEmpty(const Batch& batch) {
   return entries;
 }
 
-// Where each tensor lies in the fusion buffer, and its bytes without the padding.
-std::vector<DeviceCopy> Packing(const std::vector<const BatchEntry*>& entries, size_t element,
-                                std::byte* to) {
-  std::vector<DeviceCopy> copies;
+// One allreduce: a tensor, or tensors of one spec in the fusion buffer.
+struct Run {
+  const std::byte* from;
+  std::byte* to;
+  size_t bytes;
+  ReduceSpec spec;
+  NcclOp op;
+};
+
+// The same tensors as runs of their own, and in the fusion buffer. `copies`: where each tensor lies
+// there, and its bytes without the padding.
+std::vector<Run> Alone(const std::vector<const BatchEntry*>& entries) {
+  std::vector<Run> runs;
   for (const BatchEntry* entry : entries) {
-    copies.push_back({to, entry->input, entry->elements * element});
-    to += RoundUp(copies.back().bytes, kEntryAlign);
+    runs.push_back({static_cast<const std::byte*>(entry->input),
+                    static_cast<std::byte*>(entry->output), entry->bytes(), entry->reduce,
+                    kNcclSum});
   }
-  return copies;
+  return runs;
+}
+std::vector<Run> Packed(const std::vector<const BatchEntry*>& entries, std::byte* to,
+                        std::vector<DeviceCopy>* copies) {
+  std::vector<Run> runs;
+  for (const BatchEntry* entry : entries) {
+    const size_t room = RoundUp(entry->bytes(), kEntryAlign);
+    copies->push_back({to, entry->input, entry->bytes()});
+    if (runs.empty() || !(runs.back().spec == entry->reduce)) {
+      runs.push_back({to, to, 0, entry->reduce, kNcclSum});
+    }
+    runs.back().bytes += room;  // the padding, too: whatever lies there harms nobody
+    to += room;
+  }
+  return runs;
 }
 
 // Booleans are bytes of 0 and 1: their sum is whether any is set, their product whether all are.
@@ -111,40 +135,31 @@ Status RunAllreduce(const Batch& batch, NcclCommunicator& communicator, const De
                     int ranks, TimeNs deadline, TraceSink& trace) {
   const std::vector<const BatchEntry*> entries = NotEmpty(batch);
   if (entries.empty()) return Status::Ok();
-  const size_t element = ElementSize(batch.reduce.dtype);
-  const NcclType type = NcclTypeOf(batch.reduce.dtype);
-  NcclOp op = kNcclSum;
-  HORORING_RETURN_IF_ERROR(OpOf(batch.reduce, ranks, communicator, &op));
   size_t padded = 0;
-  for (const BatchEntry* entry : entries) padded += RoundUp(entry->elements * element, kEntryAlign);
-  Calls calls(communicator, device);
-  std::byte* const buffer = communicator.fusion_buffer();
-  if (entries.size() == 1 || padded > communicator.fusion_bytes()) {
-    StageSpan span(trace, Stage::kReduce, batch);
-    HORORING_RETURN_IF_ERROR(communicator.Group(
-        [&] {
-          for (const BatchEntry* entry : entries) {
-            calls.AllReduce(entry->input, entry->output, entry->elements, type, op);
-          }
-          return calls.result();
-        },
-        deadline));
-    span.End(batch.bytes());
-    return Status::Ok();
+  for (const BatchEntry* entry : entries) padded += RoundUp(entry->bytes(), kEntryAlign);
+  const bool packs = entries.size() > 1 && padded <= communicator.fusion_bytes();
+  std::vector<DeviceCopy> copies;
+  std::vector<Run> runs =
+      packs ? Packed(entries, communicator.fusion_buffer(), &copies) : Alone(entries);
+  for (Run& run : runs) HORORING_RETURN_IF_ERROR(OpOf(run.spec, ranks, communicator, &run.op));
+  if (packs) {
+    StageSpan pack(trace, Stage::kPack, batch);
+    HORORING_RETURN_IF_ERROR(device.CopyOnDevice(copies));
+    pack.End(batch.bytes());
   }
-  std::vector<DeviceCopy> copies = Packing(entries, element, buffer);
-  StageSpan pack(trace, Stage::kPack, batch);
-  HORORING_RETURN_IF_ERROR(device.CopyOnDevice(copies));
-  pack.End(batch.bytes());
+  Calls calls(communicator, device);
   StageSpan reduce(trace, Stage::kReduce, batch);
   HORORING_RETURN_IF_ERROR(communicator.Group(
       [&] {
-        // The padding, too: whatever lies there harms nobody.
-        calls.AllReduce(buffer, buffer, padded / element, type, op);
+        for (const Run& run : runs) {
+          calls.AllReduce(run.from, run.to, run.bytes / ElementSize(run.spec.dtype),
+                          NcclTypeOf(run.spec.dtype), run.op);
+        }
         return calls.result();
       },
       deadline));
   reduce.End(batch.bytes());
+  if (!packs) return Status::Ok();
   StageSpan unpack(trace, Stage::kUnpack, batch);
   for (size_t i = 0; i < copies.size(); ++i) {
     copies[i] = {entries[i]->output, copies[i].to, copies[i].bytes};
@@ -198,9 +213,8 @@ void Scatter(const BatchEntry& entry, DataType dtype, NcclOp op, Calls& calls) {
 
 }  // namespace
 
-bool NcclCan(const Batch& batch, int ranks) {
-  if (!IsReduction(batch.kind)) return true;  // bytes
-  const ReduceSpec& spec = batch.reduce;
+bool NcclCan(Collective kind, const ReduceSpec& spec, int ranks) {
+  if (!IsReduction(kind)) return true;  // bytes
   if (!NcclHas(spec.dtype) || spec.op == ReduceOp::kAdasum) return false;
   const bool floating = IsFloating(spec.dtype);
   if (spec.op == ReduceOp::kAverage && !floating) return false;
@@ -219,26 +233,26 @@ bool WantsFusionBuffer(const Batch& batch) {
 
 Status RunByNccl(const Batch& batch, NcclCommunicator& communicator, const Device& device,
                  int ranks, TimeNs deadline, TraceSink& trace) {
+  HORORING_RETURN_IF_ERROR(communicator.LimitScaledSums());
   if (batch.kind == Collective::kAllreduce) {
     return RunAllreduce(batch, communicator, device, ranks, deadline, trace);
   }
   NcclOp op = kNcclSum;
   if (batch.kind == Collective::kReducescatter) {
-    HORORING_RETURN_IF_ERROR(OpOf(batch.reduce, ranks, communicator, &op));
+    HORORING_RETURN_IF_ERROR(OpOf(batch.reduce(), ranks, communicator, &op));
   }
   Calls calls(communicator, device);
   StageSpan span(trace, Stage::kReduce, batch);
   HORORING_RETURN_IF_ERROR(communicator.Group(
       [&] {
         for (const BatchEntry& entry : batch.entries) {
-          const size_t bytes = entry.elements * ElementSize(batch.reduce.dtype);
           if (batch.kind == Collective::kAllgather) Gather(entry, calls);
           if (batch.kind == Collective::kAlltoall) Exchange(entry, calls);
           if (batch.kind == Collective::kReducescatter) {
-            Scatter(entry, batch.reduce.dtype, op, calls);
+            Scatter(entry, batch.reduce().dtype, op, calls);
           }
-          if (batch.kind == Collective::kBroadcast && bytes > 0) {
-            calls.Broadcast(entry.input, entry.output, bytes, batch.root);
+          if (batch.kind == Collective::kBroadcast && entry.elements > 0) {
+            calls.Broadcast(entry.input, entry.output, entry.bytes(), batch.root);
           }
         }
         return calls.result();

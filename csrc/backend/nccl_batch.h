@@ -1,7 +1,8 @@
 // Turns a batch into calls of NCCL. Nothing here waits for the device.
 //
-// For sums of several tensors, one kernel packs the fusion buffer and another one unpacks it. Other
-// collectives of several tensors are one group of calls, which NCCL carries out together.
+// For sums of several tensors, one kernel packs the fusion buffer and another one unpacks it. A
+// batch of several types is one group of calls, one per run of a type; so are other collectives of
+// several tensors. NCCL carries out a group together.
 #pragma once
 
 #include "backend/backend.h"
@@ -12,16 +13,17 @@
 
 namespace hororing {
 
-// Whether NCCL gives the result that the host would give, among `ranks`. It does not for 16-bit
-// integers, averages of integers (NCCL's sums of them overflow), Adasum, factors of integers,
-// factors that NCCL would round to 16 bits, and factors of Min, Max and Product, which it does not
-// have.
-bool NcclCan(const Batch& batch, int ranks);
+// Whether NCCL gives the result of this entry that the host would give, among `ranks`. It does not
+// for 16-bit integers, averages of integers (NCCL's sums of them overflow), Adasum, factors of
+// integers, factors that NCCL would round to 16 bits, and factors of Min, Max and Product, which it
+// does not have.
+bool NcclCan(Collective kind, const ReduceSpec& spec, int ranks);
 
-// Whether the fusion buffer helps; the same on all ranks. REQUIRES: NcclCan.
+// Whether the fusion buffer helps; the same on all ranks. REQUIRES: NcclCan, for
+// all entries.
 bool WantsFusionBuffer(const Batch& batch);
 
-// Puts `batch` into the device's private stream. REQUIRES: NcclCan.
+// Puts `batch` into the device's private stream. REQUIRES: NcclCan, for all entries.
 Status RunByNccl(const Batch& batch, NcclCommunicator& communicator, const Device& device,
                  int ranks, TimeNs deadline, TraceSink& trace);
 

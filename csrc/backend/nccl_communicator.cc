@@ -181,21 +181,22 @@ Status NcclCommunicator::ScaledSum(DataType dtype, double factor, NcclOp* op) {
     *op = made->second;
     return Status::Ok();
   }
-  // Factors that change from step to step would fill NCCL's table. An operation may end as soon as
-  // the calls that use it have returned.
-  if (scaled_sums_.size() == kMostScaledSums) {
-    for (const auto& [what, old] : scaled_sums_) {
-      HORORING_RETURN_IF_ERROR(
-          api_->Check(api_->op_destroy(old, comm_), "ncclRedOpDestroy", comm_));
-    }
-    scaled_sums_.clear();
-  }
   Scalar scalar(dtype, factor);
   HORORING_RETURN_IF_ERROR(
       api_->Check(api_->op_create_pre_mul_sum(op, scalar.bytes, NcclTypeOf(dtype),
                                               kNcclScalarHostImmediate, comm_),
                   "ncclRedOpCreatePreMulSum", comm_));
   scaled_sums_[{dtype, factor}] = *op;
+  return Status::Ok();
+}
+
+// An operation may end as soon as the calls that use it have returned.
+Status NcclCommunicator::LimitScaledSums() {
+  if (scaled_sums_.size() < kMostScaledSums) return Status::Ok();
+  for (const auto& [what, old] : scaled_sums_) {
+    HORORING_RETURN_IF_ERROR(api_->Check(api_->op_destroy(old, comm_), "ncclRedOpDestroy", comm_));
+  }
+  scaled_sums_.clear();
   return Status::Ok();
 }
 

@@ -44,9 +44,12 @@ class NcclCommunicator {
   // All ranks call it when the stream is empty.
   Status Leave(TimeNs deadline);
 
-  // The operation that multiplies by `factor` before it sums; good until the next call. REQUIRES: a
-  // floating-point type.
+  // The operation that multiplies by `factor` before it sums; good until LimitScaledSums. REQUIRES:
+  // a floating-point type.
   Status ScaledSum(DataType dtype, double factor, NcclOp* op);
+  // Called before each batch: ends the operations if there are many. Factors that change from step
+  // to step would fill NCCL's table.
+  Status LimitScaledSums();
   // Memory for fusion, allocated once. All ranks call it, with the same `bytes`, and exchange the
   // result. The buffer exists on all ranks or on none, because they must make the same calls, and
   // is registered on all or none, because NCCL leaves a mixture undefined.

@@ -14,7 +14,7 @@ constexpr size_t kReducePiece = 16 << 10;
 }  // namespace
 
 ScatterPlan::ScatterPlan(const HostGroup& group, const Batch& batch, size_t capacity, bool leader)
-    : parts(static_cast<size_t>(group.size())), element(ElementSize(batch.reduce.dtype)) {
+    : parts(static_cast<size_t>(group.size())), element(ElementSize(batch.reduce().dtype)) {
   std::vector<size_t> summed(static_cast<size_t>(group.local_size()), 0);
   std::vector<size_t> done(batch.entries.size(), 0);  // elements of each tensor
   size_t longest = 0;
@@ -45,7 +45,7 @@ ScatterPlan::ScatterPlan(const HostGroup& group, const Batch& batch, size_t capa
     senders.push_back(group.JobRank(host, group.OwnerOn(host, group.local, leader)));
   }
   const size_t fits = capacity / parts.size() / kEntryAlign * kEntryAlign / element;
-  const size_t partial = PartialSize(batch.reduce);  // what travels
+  const size_t partial = PartialSize(batch.reduce());  // what travels
   const size_t wanted = PieceBytes(longest * partial, group.hosts()) / partial;
   piece = std::min({longest, RoundUp(wanted, kEntryAlign), fits});
   blocks = longest == 0 ? 0 : (longest + piece - 1) / piece;
@@ -62,7 +62,7 @@ ScatterPipeline::ScatterPipeline(const HostGroup& group, ShmTransport& local, Tr
     : HostPipeline(group, local, wire, batch, group.hosts() > 1, first, plan.blocks, deadline,
                    trace),
       plan_(plan),
-      partial_(PartialSize(batch.reduce)),
+      partial_(PartialSize(batch.reduce())),
       sum_bytes_(RoundUp(plan.piece * partial_, kEntryAlign)),
       scratch_(scratch),
       receives_(wire, deadline),
@@ -192,8 +192,8 @@ void ScatterPipeline::SumPiece(const ScatterPlan::Part& part, std::byte* sums) {
                           source == rank_ ? extent.input + (at + done) * plan_.element
                                           : BlockAt(source, summed_) + in_slot * plan_.element;
                     }
-                    SumPartials(batch_.reduce, sums + (in_piece + done) * partial_, sources_, count,
-                                widened_.data());
+                    SumPartials(batch_.reduce(), sums + (in_piece + done) * partial_, sources_,
+                                count, widened_.data());
                   }
                 });
 }
@@ -209,10 +209,10 @@ void ScatterPipeline::Combine() {
   };
   std::byte* const sum = source(0);
   for (int host = 1; host < group_.hosts() && elements > 0; ++host) {
-    CombinePartials(batch_.reduce, sum, sum, source(host), elements);
+    CombinePartials(batch_.reduce(), sum, sum, source(host), elements);
   }
   ForEachExtent(own, combined_, [&](const auto& extent, size_t in_piece, size_t at, size_t count) {
-    FinishPartial(batch_.reduce, group_.size(), extent.output + at * plan_.element,
+    FinishPartial(batch_.reduce(), group_.size(), extent.output + at * plan_.element,
                   sum + in_piece * partial_, count);
   });
   ++combined_;

@@ -45,12 +45,12 @@ bool ShmDirectBackend::Fits(const ShmSegment::Geometry& geometry) {
 }
 
 bool ShmDirectBackend::Supports(const Batch& batch) const {
-  return batch.kind == Collective::kAllreduce && batch.reduce.op != ReduceOp::kAdasum;
+  return batch.kind == Collective::kAllreduce && !batch.is_adasum();
 }
 
 Status ShmDirectBackend::Run(const Batch& batch, TimeNs deadline, TraceSink& trace) {
   way_ = AllreduceWay::kNotCounted;
-  HORORING_RETURN_IF_ERROR(Check(batch.reduce));
+  HORORING_RETURN_IF_ERROR(CheckSpecs(batch));
   if (members_.ranks.size() == 1) {
     ReduceAlone(batch, trace);
     return Status::Ok();

@@ -183,9 +183,9 @@ void ShmPipeline::CopyIn(const Range& range) {
 // everything, into its slot for the others.
 void ShmPipeline::Combine(const Range& range, uint64_t number) {
   const size_t block_begin = Block(number).begin;
-  const size_t element = ElementSize(batch_.reduce.dtype);
   plan_.ForEachPiece(range, [&](size_t i, size_t at, size_t bytes) {
     const Place& place = plan_.places[i];
+    const size_t element = ElementSize(place.reduce.dtype);
     for (size_t done = 0; done < bytes; done += kReducePiece) {
       const size_t part = std::min(kReducePiece, bytes - done);
       const size_t in_tensor = at + done - place.begin;
@@ -195,7 +195,7 @@ void ShmPipeline::Combine(const Range& range, uint64_t number) {
             source == rank_ ? place.input + in_tensor : BlockAt(source, number) + in_block;
       }
       std::byte* const result = place.output + in_tensor;
-      ReduceMany(batch_.reduce, size_, result, sources_.data(), size_, part / element);
+      ReduceMany(place.reduce, size_, result, sources_.data(), size_, part / element);
       if (!plan_.small) transport_.to_slot().Copy(BlockAt(rank_, number) + in_block, result, part);
     }
   });

@@ -25,12 +25,12 @@ struct Extent {
 };
 
 Extent ExtentOf(const Batch& batch, const BatchEntry& entry, int rank) {
-  const size_t element = ElementSize(batch.reduce.dtype), bytes = entry.elements * element;
+  const size_t bytes = entry.bytes();
   switch (batch.kind) {
     case Collective::kAllgather: return {bytes, Sum(entry.receive_bytes)};
     case Collective::kAlltoall: return {Sum(entry.send_bytes), Sum(entry.receive_bytes)};
     case Collective::kReducescatter:
-      return {bytes, entry.parts[static_cast<size_t>(rank)] * element};
+      return {bytes, entry.parts[static_cast<size_t>(rank)] * ElementSize(entry.reduce.dtype)};
     default: return {bytes, bytes};
   }
 }
@@ -40,26 +40,26 @@ Extent ExtentOf(const Batch& batch, const BatchEntry& entry, int rank) {
 Status StagedBatches::Run(const Batch& batch, const std::shared_ptr<Device>& device, TimeNs timeout,
                           TraceSink& trace) {
   // Adasum looks at whole tensors.
-  const bool pieces = batch.kind == Collective::kAllreduce && batch.reduce.op != ReduceOp::kAdasum;
+  const bool pieces = batch.kind == Collective::kAllreduce && !batch.is_adasum();
   return pieces ? RunAllreduce(batch, *device, timeout, trace)
                 : RunWhole(batch, *device, timeout, trace);
 }
 
 // Every rank comes to the same pieces.
 std::vector<StagedBatches::Piece> StagedBatches::Pieces(const Batch& batch) {
-  const size_t element = ElementSize(batch.reduce.dtype);
   std::vector<Piece> pieces;
   size_t room = 0;
   for (size_t i = 0; i < batch.entries.size(); ++i) {
-    for (size_t first = 0; first < batch.entries[i].elements;) {
+    const size_t bytes = batch.entries[i].bytes();
+    for (size_t begin = 0; begin < bytes;) {
       if (room < kEntryAlign) {
         pieces.emplace_back();
         room = kPieceBytes;
       }
-      const size_t elements = std::min(batch.entries[i].elements - first, room / element);
-      pieces.back().push_back({i, first, elements});
-      first += elements;
-      room -= RoundUp(elements * element, kEntryAlign);
+      const size_t part = std::min(bytes - begin, room);  // whole elements: room is whole lines
+      pieces.back().push_back({i, begin, part});
+      begin += part;
+      room -= RoundUp(part, kEntryAlign);
     }
   }
   return pieces;
@@ -67,7 +67,6 @@ std::vector<StagedBatches::Piece> StagedBatches::Pieces(const Batch& batch) {
 
 Status StagedBatches::RunAllreduce(const Batch& batch, const Device& device, TimeNs timeout,
                                    TraceSink& trace) {
-  const size_t element = ElementSize(batch.reduce.dtype);
   const std::vector<Piece> pieces = Pieces(batch);
   std::shared_ptr<DeviceEvent> fetched[2];
   if (!pieces.empty()) {
@@ -82,22 +81,22 @@ Status StagedBatches::RunAllreduce(const Batch& batch, const Device& device, Tim
     HORORING_RETURN_IF_ERROR(Reach(*fetched[side]));
     Batch on_host;
     on_host.kind = batch.kind;
-    on_host.reduce = batch.reduce;
     std::byte* at = buffers_[side].data();
     for (const Stretch& stretch : pieces[k]) {
       BatchEntry entry;
       entry.name = batch.entries[stretch.entry].name;
       entry.input = entry.output = at;
-      entry.elements = stretch.elements;
+      entry.reduce = batch.entries[stretch.entry].reduce;
+      entry.elements = stretch.bytes / ElementSize(entry.reduce.dtype);
       on_host.entries.push_back(std::move(entry));
-      at += RoundUp(stretch.elements * element, kEntryAlign);
+      at += RoundUp(stretch.bytes, kEntryAlign);
     }
     HORORING_RETURN_IF_ERROR(RunOnHost(on_host, timeout, trace));
     for (size_t i = 0; i < pieces[k].size(); ++i) {
       const Stretch& stretch = pieces[k][i];
       auto* to = static_cast<std::byte*>(batch.entries[stretch.entry].output);
-      HORORING_RETURN_IF_ERROR(device.CopyToDevice(
-          to + stretch.first * element, on_host.entries[i].output, stretch.elements * element));
+      HORORING_RETURN_IF_ERROR(
+          device.CopyToDevice(to + stretch.begin, on_host.entries[i].output, stretch.bytes));
     }
   }
   return Status::Ok();
@@ -106,14 +105,12 @@ Status StagedBatches::RunAllreduce(const Batch& batch, const Device& device, Tim
 // Copies a piece to `buffer`; what was in there goes back to the device before, in the stream.
 Status StagedBatches::Fetch(const Batch& batch, const Piece& piece, const Device& device,
                             Buffer& buffer, std::shared_ptr<DeviceEvent>* fetched) {
-  const size_t element = ElementSize(batch.reduce.dtype);
   HORORING_RETURN_IF_ERROR(Room(device, kPieceBytes, &buffer));
   std::byte* to = buffer.data();
   for (const Stretch& stretch : piece) {
     const auto* from = static_cast<const std::byte*>(batch.entries[stretch.entry].input);
-    HORORING_RETURN_IF_ERROR(
-        device.CopyToHost(to, from + stretch.first * element, stretch.elements * element));
-    to += RoundUp(stretch.elements * element, kEntryAlign);
+    HORORING_RETURN_IF_ERROR(device.CopyToHost(to, from + stretch.begin, stretch.bytes));
+    to += RoundUp(stretch.bytes, kEntryAlign);
   }
   return device.Record(device.stream(), fetched);
 }

@@ -38,9 +38,9 @@ class StagedBatches {
     size_t bytes = 0;
     std::byte* data() const { return static_cast<std::byte*>(memory->data()); }
   };
-  // A part of one tensor. Several parts, of different tensors, are sent together.
+  // A part of one tensor, in bytes. Several parts, of different tensors, are sent together.
   struct Stretch {
-    size_t entry, first, elements;
+    size_t entry, begin, bytes;
   };
   using Piece = std::vector<Stretch>;
 

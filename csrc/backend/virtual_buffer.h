@@ -15,6 +15,7 @@ namespace hororing {
 struct Place {
   const std::byte* input;
   std::byte* output;
+  ReduceSpec reduce;
   size_t begin;
   size_t bytes;
 };
@@ -29,13 +30,12 @@ struct VirtualBuffer {
   size_t total = 0;           // bytes
 
   explicit VirtualBuffer(const Batch& batch) {
-    const size_t element = ElementSize(batch.reduce.dtype);
     places.reserve(batch.entries.size());
     for (const BatchEntry& entry : batch.entries) {
-      const size_t bytes = entry.elements * element;
+      const size_t bytes = entry.bytes();
       if (bytes == 0) continue;
       places.push_back({static_cast<const std::byte*>(entry.input),
-                        static_cast<std::byte*>(entry.output), total, bytes});
+                        static_cast<std::byte*>(entry.output), entry.reduce, total, bytes});
       total += RoundUp(bytes, kEntryAlign);
     }
   }

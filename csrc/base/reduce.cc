@@ -156,11 +156,6 @@ bool NeedsWideAccumulator(const ReduceSpec& spec) {
   return IsShortFloat(spec.dtype) || IsIntegerAverage(spec);
 }
 
-void ReduceInto(const ReduceSpec& spec, void* accumulator, const void* source, size_t n) {
-  const void* const sources[] = {accumulator, source};
-  Reduce(spec.dtype, ArithmeticOf(spec.op), Factors{}, accumulator, sources, 2, n);
-}
-
 void ReduceMany(const ReduceSpec& spec, int divisor, void* result, const void* const* sources,
                 int count, size_t n) {
   const Factors factors{spec.prescale, spec.postscale, DivisorOf(spec, divisor)};
@@ -178,18 +173,6 @@ void ReduceMany(const ReduceSpec& spec, int divisor, void* result, const void* c
   Reduce(spec.dtype, ArithmeticOf(spec.op), factors, result, sources, count, n);
 }
 
-void Start(const ReduceSpec& spec, void* result, const void* source, size_t n) {
-  ReduceSpec start = spec;
-  start.postscale = 1.0;
-  ReduceMany(start, 1, result, &source, 1, n);
-}
-
-void Finish(const ReduceSpec& spec, int divisor, void* result, const void* source, size_t n) {
-  ReduceSpec finish = spec;
-  finish.prescale = 1.0;
-  ReduceMany(finish, divisor, result, &source, 1, n);
-}
-
 size_t PartialSize(const ReduceSpec& spec) {
   return IsIntegerAverage(spec) ? IntegerKernelsOf(spec.dtype).wide_bytes
                                 : ElementSize(PartialType(spec));
@@ -204,7 +187,9 @@ void StartPartial(const ReduceSpec& spec, void* partial, const void* source, siz
   } else if (IsIntegerAverage(spec)) {
     IntegerKernelsOf(spec.dtype).start(factors, partial, source, n);
   } else {
-    Start(spec, partial, source, n);
+    ReduceSpec start = spec;
+    start.postscale = 1.0;
+    ReduceMany(start, 1, partial, &source, 1, n);
   }
 }
 
@@ -228,7 +213,9 @@ void FinishPartial(const ReduceSpec& spec, int divisor, void* result, const void
   } else if (IsIntegerAverage(spec)) {
     IntegerKernelsOf(spec.dtype).finish(factors, result, partial, n);
   } else {
-    Finish(spec, divisor, result, partial, n);
+    ReduceSpec finish = spec;
+    finish.prescale = 1.0;
+    ReduceMany(finish, divisor, result, &partial, 1, n);
   }
 }
 

@@ -48,26 +48,17 @@ Status Check(const ReduceSpec& spec);
 // partial results below.
 bool NeedsWideAccumulator(const ReduceSpec& spec);
 
-// accumulator[i] = accumulator[i] op source[i] for i < n; an Average adds. No factors.
-// REQUIRES: !NeedsWideAccumulator(spec). The ranges are equal or do not overlap.
-void ReduceInto(const ReduceSpec& spec, void* accumulator, const void* source, size_t n);
-
 // result[i] = finish(start(sources[0][i]) op start(sources[1][i]) op ...): prescale on every
 // source, the operation in source order, division by `divisor` for an Average, postscale.
 // `result` may equal any of the sources. REQUIRES: count >= 1.
 void ReduceMany(const ReduceSpec& spec, int divisor, void* result, const void* const* sources,
                 int count, size_t n);
 
-// The two ends of ReduceMany for algorithms that combine with ReduceInto in between.
-// In place (result == source) or not. Start applies prescale; Finish divides and postscales.
-// A plain copy, or nothing when in place, where there is nothing to apply.
-void Start(const ReduceSpec& spec, void* result, const void* source, size_t n);
-void Finish(const ReduceSpec& spec, int divisor, void* result, const void* source, size_t n);
-
 // Partial results, for algorithms that combine pairwise and send what they have so far: the
 // accumulation type, float32 for 16-bit floats, int64 or a 128-bit integer for integer averages,
 // and the element type otherwise. The three steps equal one ReduceMany where the combinations
-// are made in its order. Partials are aligned to PartialSize; ranges do not overlap.
+// are made in its order. Partials are aligned to PartialSize; ranges do not overlap, but without a
+// wide accumulator the first and the last step also work in place.
 size_t PartialSize(const ReduceSpec& spec);  // bytes per element
 void StartPartial(const ReduceSpec& spec, void* partial, const void* source, size_t n);
 // accumulator[i] = first[i] op second[i]; `accumulator` may equal either.

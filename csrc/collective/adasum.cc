@@ -210,10 +210,8 @@ class Adasum {
 };
 
 template <typename T>
-Status Run(Transport& transport, const ReduceBuffer& buffer, const std::vector<size_t>& tensors,
-           Scratch& scratch, TimeNs deadline) {
-  const ReduceSpec& spec = buffer.spec;
-  const size_t n = buffer.elements;
+Status Run(Transport& transport, const ReduceSpec& spec, void* data, size_t n,
+           const std::vector<size_t>& tensors, Scratch& scratch, TimeNs deadline) {
   const bool wide = sizeof(T) != ElementSize(spec.dtype);
   size_t half = 0;  // elements of the lower half of the positions, which is not the smaller one
   for (int position = 0; position < transport.size() / 2; ++position) {
@@ -226,16 +224,12 @@ Status Run(Transport& transport, const ReduceBuffer& buffer, const std::vector<s
     return Status(Code::kInternal, "Adasum: no memory for working data of " +
                                        std::to_string(scratch_bytes) + " bytes");
   }
-  T* const work = wide ? reinterpret_cast<T*>(memory + room) : static_cast<T*>(buffer.data);
-  if (wide) {
-    StartPartial(spec, work, buffer.data, n);
-  } else {
-    Start(spec, work, buffer.data, n);
-  }
+  T* const work = wide ? reinterpret_cast<T*>(memory + room) : static_cast<T*>(data);
+  StartPartial(spec, work, data, n);
   Adasum<T> adasum(transport, tensors, work, reinterpret_cast<T*>(memory), deadline);
   HORORING_RETURN_IF_ERROR(adasum.Combine());
 
-  std::byte* const result = static_cast<std::byte*>(buffer.data);
+  std::byte* const result = static_cast<std::byte*>(data);
   const size_t element = ElementSize(spec.dtype);
   const Span own = adasum.own();
   FinishPartial(spec, 1, result + own.begin * element, work + own.begin, own.size);
@@ -271,23 +265,18 @@ Status CheckAdasum(const ReduceSpec& spec, int size) {
   return Status::Ok();
 }
 
-Status AdasumAllreduce(Transport& transport, const ReduceBuffer& buffer,
+Status AdasumAllreduce(Transport& transport, const ReduceSpec& spec, void* data,
                        const std::vector<size_t>& tensors, Scratch& scratch, TimeNs deadline) {
-  HORORING_RETURN_IF_ERROR(CheckAdasum(buffer.spec, transport.size()));
+  HORORING_RETURN_IF_ERROR(CheckAdasum(spec, transport.size()));
   size_t elements = 0;
   for (const size_t each : tensors) elements += each;
-  if (elements != buffer.elements) {
-    return Status(Code::kInternal, "Adasum: tensors of " + std::to_string(elements) +
-                                       " elements in a buffer of " +
-                                       std::to_string(buffer.elements));
-  }
   if (transport.size() == 1 || elements == 0) {
-    ReduceMany(buffer.spec, 1, buffer.data, &buffer.data, 1, elements);
+    ReduceMany(spec, 1, data, &data, 1, elements);
     return Status::Ok();
   }
-  return buffer.spec.dtype == DataType::kFloat64
-             ? Run<double>(transport, buffer, tensors, scratch, deadline)
-             : Run<float>(transport, buffer, tensors, scratch, deadline);
+  return spec.dtype == DataType::kFloat64
+             ? Run<double>(transport, spec, data, elements, tensors, scratch, deadline)
+             : Run<float>(transport, spec, data, elements, tensors, scratch, deadline);
 }
 
 }  // namespace hororing

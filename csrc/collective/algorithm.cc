@@ -85,12 +85,18 @@ std::string Names(const AllreduceOptions& options) {
   return first + "," + Name(all[1]) + "," + Name(all[2]);
 }
 
-bool GoesWhole(size_t elements, const ReduceSpec& spec, int hosts, const WireCost& wire) {
-  const double others = hosts - 1, count = static_cast<double>(elements);
-  const double partial = static_cast<double>(PartialSize(spec));
-  const double element = static_cast<double>(ElementSize(spec.dtype));
-  const double whole = others * count * partial;
-  const double there_and_back = others / hosts * count * (partial + element);
+void Volume::Add(const ReduceSpec& spec, size_t more) {
+  bytes += more;
+  partial += more / ElementSize(spec.dtype) * PartialSize(spec);
+  wide = wide || NeedsWideAccumulator(spec);
+}
+
+bool GoesWhole(const Volume& volume, int hosts, const WireCost& wire) {
+  const double others = hosts - 1;
+  const double bytes = static_cast<double>(volume.bytes);
+  const double partial = static_cast<double>(volume.partial);
+  const double whole = others * partial;
+  const double there_and_back = others / hosts * (partial + bytes);
   return (whole - there_and_back) * wire.beta_s <= wire.alpha_s;
 }
 
@@ -104,20 +110,18 @@ bool ScattersByHost(const ReduceSpec& spec, const HostShape& shape) {
   return (hosts - 1) / hosts * wider <= most * (ranks - most) / ranks;
 }
 
-double Cost(Algorithm algorithm, size_t elements, const ReduceSpec& spec, const HostShape& shape,
+double Cost(Algorithm algorithm, const Volume& volume, const HostShape& shape,
             const WireCost& wire) {
-  const double count = static_cast<double>(elements);
-  const double bytes = count * static_cast<double>(ElementSize(spec.dtype));
-  const double partial = count * static_cast<double>(PartialSize(spec));
+  const double bytes = static_cast<double>(volume.bytes);
+  const double partial = static_cast<double>(volume.partial);
   const double arithmetic = bytes * kGamma;
   const double hosts = shape.hosts, ranks = shape.ranks, most = shape.most;
   switch (algorithm) {
     case Algorithm::kRing: {
-      const double steps = NeedsWideAccumulator(spec) ? ranks : 2 * (ranks - 1);
+      const double steps = volume.wide ? ranks : 2 * (ranks - 1);
       // In rank order every rank of a host sends to every rank of the others by itself.
-      const double sent = NeedsWideAccumulator(spec)
-                              ? bytes * (most * (ranks - most) + ranks - 1) / ranks
-                              : 2 * bytes * (ranks - 1) / ranks;
+      const double sent = volume.wide ? bytes * (most * (ranks - most) + ranks - 1) / ranks
+                                      : 2 * bytes * (ranks - 1) / ranks;
       return steps * wire.alpha_s + sent * wire.beta_s + arithmetic;
     }
     case Algorithm::kRecursiveDoubling: {
@@ -128,7 +132,7 @@ double Cost(Algorithm algorithm, size_t elements, const ReduceSpec& spec, const 
     case Algorithm::kThreePhase:
     case Algorithm::kLeader: {
       const bool leader = algorithm == Algorithm::kLeader;
-      const bool whole = GoesWhole(elements, spec, shape.hosts, wire);
+      const bool whole = GoesWhole(volume, shape.hosts, wire);
       const double sent = whole ? (hosts - 1) * partial : (hosts - 1) / hosts * (partial + bytes);
       // A rank that reduces alone keeps the wire waiting for it.
       return (whole ? 1 : 2) * wire.alpha_s + sent * wire.beta_s + 2 * kLocalAlpha +
@@ -136,16 +140,15 @@ double Cost(Algorithm algorithm, size_t elements, const ReduceSpec& spec, const 
     }
     case Algorithm::kAuto: break;
   }
-  return Cost(Cheapest(elements, spec, shape, wire), elements, spec, shape, wire);
+  return Cost(Cheapest(volume, shape, wire), volume, shape, wire);
 }
 
-Algorithm Cheapest(size_t elements, const ReduceSpec& spec, const HostShape& shape,
-                   const WireCost& wire) {
+Algorithm Cheapest(const Volume& volume, const HostShape& shape, const WireCost& wire) {
   Algorithm best = Algorithm::kRecursiveDoubling;
-  double least = Cost(best, elements, spec, shape, wire);
+  double least = Cost(best, volume, shape, wire);
   for (const Algorithm each : {Algorithm::kRing, Algorithm::kThreePhase, Algorithm::kLeader}) {
     if (each != Algorithm::kRing && !shape.shared) continue;
-    const double cost = Cost(each, elements, spec, shape, wire);
+    const double cost = Cost(each, volume, shape, wire);
     if (cost >= least) continue;
     best = each;
     least = cost;

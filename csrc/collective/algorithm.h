@@ -68,6 +68,15 @@ Status Parse(const std::string& names, AllreduceOptions* options);
 // The inverse.
 std::string Names(const AllreduceOptions& options);
 
+// What an allreduce moves, in bytes.
+struct Volume {
+  size_t bytes = 0;
+  size_t partial = 0;  // as partial results
+  bool wide = false;   // whether anything of it needs a wide accumulator (base/reduce.h)
+
+  void Add(const ReduceSpec& spec, size_t more);
+};
+
 // How the ranks are distributed over hosts.
 struct HostShape {
   int hosts = 1;
@@ -81,14 +90,13 @@ struct HostShape {
 HostShape ShapeOf(const std::vector<std::vector<int>>& ranks_on);
 
 // Seconds, by the formulas of docs/algorithms.md.
-double Cost(Algorithm algorithm, size_t elements, const ReduceSpec& spec, const HostShape& shape,
+double Cost(Algorithm algorithm, const Volume& volume, const HostShape& shape,
             const WireCost& wire);
 // The cheapest of those that can run: the last two only with shared memory.
-Algorithm Cheapest(size_t elements, const ReduceSpec& spec, const HostShape& shape,
-                   const WireCost& wire);
+Algorithm Cheapest(const Volume& volume, const HostShape& shape, const WireCost& wire);
 
 // Whether hosts send whole slices to every other host, so that no results are returned.
-bool GoesWhole(size_t elements, const ReduceSpec& spec, int hosts, const WireCost& wire);
+bool GoesWhole(const Volume& volume, int hosts, const WireCost& wire);
 // Whether a reduce-scatter sends less if hosts sum what leaves them, as partial results, than if
 // every rank sends to every other one.
 bool ScattersByHost(const ReduceSpec& spec, const HostShape& shape);

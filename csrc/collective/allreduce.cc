@@ -1,5 +1,5 @@
-// The choice among the allreduce algorithms: a pure function of (world size, spec, bytes,
-// reproducible), which are equal on all ranks.
+// The choice among the allreduce algorithms: a pure function of (world size, layout, reproducible),
+// which are equal on all ranks.
 //
 // Where recursive doubling ends: with alpha seconds per message and beta seconds per byte it takes
 // log2(N) (alpha + S beta), the others 2(N-1) (alpha + S/N beta). They meet at
@@ -31,14 +31,15 @@ Status Allreduce(Transport& transport, const ReduceBuffer& buffer, const FlatOpt
     return RankOrderAllreduce(transport, buffer, scratch, deadline, gather);
   }
   const bool small = options.algorithm == Algorithm::kAuto
-                         ? buffer.elements <= kRecursiveDoublingBytes / PartialSize(buffer.spec)
+                         ? buffer.layout.volume().partial <= kRecursiveDoublingBytes
                          : options.algorithm == Algorithm::kRecursiveDoubling;
   Transport& in_order = gather.ring != nullptr ? *gather.ring : transport;
   if (small) {
     *way = AllreduceWay::kRecursiveDoubling;
     return RecursiveDoublingAllreduce(in_order, buffer, scratch, deadline);
   }
-  if (NeedsWideAccumulator(buffer.spec)) {
+  // All of it: with one message for all types, rank order costs the others little more than a ring.
+  if (buffer.layout.volume().wide) {
     *way = AllreduceWay::kRankOrder;
     return RankOrderAllreduce(transport, buffer, scratch, deadline, gather);
   }

@@ -14,6 +14,8 @@
 #pragma once
 
 #include <cstddef>
+#include <numeric>
+#include <utility>
 #include <vector>
 
 #include "base/clock.h"
@@ -21,6 +23,7 @@
 #include "base/status.h"
 #include "collective/algorithm.h"
 #include "collective/collectives.h"
+#include "collective/layout.h"
 #include "transport/subgroup.h"
 #include "transport/transport.h"
 
@@ -45,27 +48,30 @@ class Scratch {
   size_t bytes_ = 0;
 };
 
-// What is summed: `elements` of spec.dtype at `data`, in place. The whole of ReduceSpec is
-// honoured: prescale before, Average's division and postscale after.
+// What is summed, in place. The whole of each ReduceSpec is honoured: prescale before, Average's
+// division and postscale after.
 struct ReduceBuffer {
-  void* data = nullptr;
-  size_t elements = 0;
-  ReduceSpec spec;
+  ReduceBuffer() = default;
+  ReduceBuffer(void* at, size_t elements, const ReduceSpec& spec)
+      : data(static_cast<std::byte*>(at)), layout(spec, elements) {}
+
+  std::byte* data = nullptr;
+  Layout layout;
 };
 
-// `segment_bytes`: of a message; 0: built in. REQUIRES: !NeedsWideAccumulator(spec).
+// `segment_bytes`: of a message; 0: built in. REQUIRES: !layout.volume().wide.
 Status RingAllreduce(Transport& transport, const ReduceBuffer& buffer, Scratch& scratch,
                      TimeNs deadline, size_t segment_bytes = 0);
 Status RankOrderAllreduce(Transport& transport, const ReduceBuffer& buffer, Scratch& scratch,
                           TimeNs deadline, const GatherWay& way = {});
-// Any spec: 16-bit floats and integer averages are sent as wide partial results.
+// Any layout: 16-bit floats and integer averages are sent as wide partial results.
 Status RecursiveDoublingAllreduce(Transport& transport, const ReduceBuffer& buffer,
                                   Scratch& scratch, TimeNs deadline);
 
 struct FlatOptions {
   // Requires the same bits in every run, whatever is fused: rank order everywhere.
   bool reproducible = false;
-  // kRing or kRecursiveDoubling; kAuto: from the bytes, the spec and the world size alone.
+  // kRing or kRecursiveDoubling; kAuto: from the layout and the world size alone.
   Algorithm algorithm = Algorithm::kAuto;
   // For the order of the ranks; and for messages and gathering of those in rank order.
   GatherWay way;
@@ -76,26 +82,33 @@ struct FlatOptions {
 Status Allreduce(Transport& transport, const ReduceBuffer& buffer, const FlatOptions& options,
                  Scratch& scratch, TimeNs deadline, AllreduceWay* way);
 
-// The operands of a reduce-scatter: parts[r] elements of spec.dtype for each rank r, contiguous at
-// `input`. This rank's part of the result goes to `result`, which has parts[rank] elements and
-// either does not overlap `input` or is this rank's part of it.
+// The operands of a reduce-scatter: `input`, and how many units of its layout every rank's part
+// has, in rank order. This rank's part of the result goes to `result`, which either does not
+// overlap `input` or is this rank's part of it.
 struct ScatterBuffer {
-  const void* input = nullptr;
+  ScatterBuffer() = default;
+  ScatterBuffer(const void* from, std::vector<size_t> elements, void* to, const ReduceSpec& spec)
+      : input(static_cast<const std::byte*>(from)),
+        parts(std::move(elements)),
+        result(static_cast<std::byte*>(to)),
+        layout(spec, std::accumulate(parts.begin(), parts.end(), size_t{0})) {}
+
+  const std::byte* input = nullptr;
   std::vector<size_t> parts;
-  void* result = nullptr;
-  ReduceSpec spec;
+  std::byte* result = nullptr;
+  Layout layout;
 };
 
-// Any spec. `segment_bytes`: of a message; 0: built in.
+// Any layout. `segment_bytes`: of a message; 0: built in.
 Status RankOrderReduceScatter(Transport& transport, const ScatterBuffer& buffer, Scratch& scratch,
                               TimeNs deadline, size_t segment_bytes = 0);
 
 // kInvalidArgument with a reason if an Adasum of `spec` among `size` ranks is not defined.
 Status CheckAdasum(const ReduceSpec& spec, int size);
 // Adaptive summation of several tensors, each with its own coefficients. tensors[t] elements belong
-// to tensor t. They are in `buffer` chunk by chunk: Chunk(tensors[t], N, 0) of every t, then
+// to tensor t. They are at `data` chunk by chunk: Chunk(tensors[t], N, 0) of every t, then
 // Chunk(tensors[t], N, 1) of every t, and so on. The same bits whatever a tensor is fused with.
-Status AdasumAllreduce(Transport& transport, const ReduceBuffer& buffer,
+Status AdasumAllreduce(Transport& transport, const ReduceSpec& spec, void* data,
                        const std::vector<size_t>& tensors, Scratch& scratch, TimeNs deadline);
 
 }  // namespace hororing

@@ -20,19 +20,15 @@ namespace hororing {
 
 Status RankOrderAllreduce(Transport& transport, const ReduceBuffer& buffer, Scratch& scratch,
                           TimeNs deadline, const GatherWay& way) {
-  const std::vector<Span> chunks =
-      Scaled(Chunks(buffer.elements, transport.size()), ElementSize(buffer.spec.dtype));
-  std::byte* data = static_cast<std::byte*>(buffer.data);
+  const std::vector<Span> chunks = buffer.layout.Parts(transport.size());
   ScatterBuffer scatter;
-  scatter.input = data;
-  for (int r = 0; r < transport.size(); ++r) {
-    scatter.parts.push_back(Chunk(buffer.elements, transport.size(), r).size);
-  }
-  scatter.result = data + chunks[static_cast<size_t>(transport.rank())].begin;
-  scatter.spec = buffer.spec;
+  scatter.input = buffer.data;
+  for (const Span& chunk : chunks) scatter.parts.push_back(chunk.size / buffer.layout.unit());
+  scatter.result = buffer.data + chunks[static_cast<size_t>(transport.rank())].begin;
+  scatter.layout = buffer.layout;
   HORORING_RETURN_IF_ERROR(
       RankOrderReduceScatter(transport, scatter, scratch, deadline, way.segment_bytes));
-  return GatherChunks(transport, data, chunks, way, deadline);
+  return GatherChunks(transport, buffer.data, chunks, way, deadline);
 }
 
 }  // namespace hororing

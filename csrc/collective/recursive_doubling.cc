@@ -46,13 +46,13 @@ Status ReceiveFrom(Transport& transport, int peer, void* data, size_t bytes, Tim
 Status RecursiveDoublingAllreduce(Transport& transport, const ReduceBuffer& buffer,
                                   Scratch& scratch, TimeNs deadline) {
   const int size = transport.size(), rank = transport.rank();
-  const ReduceSpec& spec = buffer.spec;
-  const size_t n = buffer.elements;
-  if (size == 1 || n == 0) {
-    ReduceMany(spec, size, buffer.data, &buffer.data, 1, n);
+  const Layout& layout = buffer.layout;
+  if (size == 1 || layout.bytes() == 0) {
+    ReduceAlone(layout, buffer.data, buffer.data);
     return Status::Ok();
   }
-  const size_t bytes = n * PartialSize(spec);
+  const Span all{0, layout.bytes()};
+  const size_t bytes = layout.volume().partial;
   const size_t room = RoundUp(bytes, kAlign);
   std::byte* sum = static_cast<std::byte*>(scratch.Reserve(2 * room));
   if (sum == nullptr) {
@@ -67,15 +67,15 @@ Status RecursiveDoublingAllreduce(Transport& transport, const ReduceBuffer& buff
   const int extra = size - power;
   const bool paired = rank < 2 * extra;
 
-  StartPartial(spec, sum, buffer.data, n);
+  StartPartial(layout, all, sum, buffer.data);
   if (paired && rank % 2 == 1) {
     HORORING_RETURN_IF_ERROR(SendTo(transport, rank - 1, sum, bytes, deadline));
     // The finished result: the even rank has rounded it.
-    return ReceiveFrom(transport, rank - 1, buffer.data, n * ElementSize(spec.dtype), deadline);
+    return ReceiveFrom(transport, rank - 1, buffer.data, all.size, deadline);
   }
   if (paired) {
     HORORING_RETURN_IF_ERROR(ReceiveFrom(transport, rank + 1, other, bytes, deadline));
-    CombinePartials(spec, sum, sum, other, n);
+    CombinePartials(layout, all, sum, sum, other);
   }
   const int number = paired ? rank / 2 : rank - extra;
   for (int bit = 1; bit < power; bit *= 2) {
@@ -84,11 +84,11 @@ Status RecursiveDoublingAllreduce(Transport& transport, const ReduceBuffer& buff
     HORORING_RETURN_IF_ERROR(
         SendReceive(transport, partner, sum, bytes, partner, other, bytes, deadline));
     const bool first = partner_number > number;
-    CombinePartials(spec, sum, first ? sum : other, first ? other : sum, n);
+    CombinePartials(layout, all, sum, first ? sum : other, first ? other : sum);
   }
-  FinishPartial(spec, size, buffer.data, sum, n);
+  FinishPartial(layout, all, size, buffer.data, sum);
   if (!paired) return Status::Ok();
-  return SendTo(transport, rank + 1, buffer.data, n * ElementSize(spec.dtype), deadline);
+  return SendTo(transport, rank + 1, buffer.data, all.size, deadline);
 }
 
 }  // namespace hororing

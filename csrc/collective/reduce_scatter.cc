@@ -50,11 +50,10 @@ class Exchange {
   Exchange(Transport& transport, const ScatterBuffer& buffer, const std::vector<Span>& parts,
            size_t segment, size_t depth, std::byte* scratch, TimeNs deadline)
       : transport_(transport),
-        spec_(buffer.spec),
-        input_(static_cast<const std::byte*>(buffer.input)),
-        result_(static_cast<std::byte*>(buffer.result)),
+        layout_(buffer.layout),
+        input_(buffer.input),
+        result_(buffer.result),
         scratch_(scratch),
-        element_(ElementSize(buffer.spec.dtype)),
         segment_(segment),
         depth_(depth),
         parts_(parts),
@@ -91,41 +90,42 @@ class Exchange {
   std::byte* Slot(size_t round, int i) {
     const size_t slot =
         round % depth_ * static_cast<size_t>(size_ - 1) + static_cast<size_t>(i) - 1;
-    return scratch_ + slot * segment_ * element_;
+    return scratch_ + slot * segment_;
   }
 
   void Post(size_t round) {
     const Span own = Segment(rank_, round);
     for (int i = 1; i < size_ && own.size > 0; ++i) {
       const int from = (rank_ + size_ - i) % size_;
-      receives_.Add(transport_.Receive(from, Slot(round, i), own.size * element_));
+      receives_.Add(transport_.Receive(from, Slot(round, i), own.size));
     }
     for (int i = 1; i < size_; ++i) {
       const int to = (rank_ + i) % size_;
       const Span theirs = Segment(to, round);
       if (theirs.size == 0) continue;
-      sends_.Add(transport_.Send(to, input_ + theirs.begin * element_, theirs.size * element_));
+      sends_.Add(transport_.Send(to, input_ + theirs.begin, theirs.size));
     }
     sent_.push_back(sends_.added());
   }
 
   void Combine(const Span& own, size_t round) {
     const size_t done = own.begin - parts_[static_cast<size_t>(rank_)].begin;
-    sources_[static_cast<size_t>(rank_)] = input_ + own.begin * element_;
-    for (int i = 1; i < size_; ++i) {
-      sources_[static_cast<size_t>((rank_ + size_ - i) % size_)] = Slot(round, i);
-    }
-    ReduceMany(spec_, size_, result_ + done * element_, sources_.data(), size_, own.size);
+    layout_.ForEachRun(own, [&](const ReduceSpec& spec, size_t at, size_t, size_t elements) {
+      sources_[static_cast<size_t>(rank_)] = input_ + own.begin + at;
+      for (int i = 1; i < size_; ++i) {
+        sources_[static_cast<size_t>((rank_ + size_ - i) % size_)] = Slot(round, i) + at;
+      }
+      ReduceMany(spec, size_, result_ + done + at, sources_.data(), size_, elements);
+    });
   }
 
   Transport& transport_;
-  const ReduceSpec& spec_;
+  const Layout& layout_;
   const std::byte* const input_;
   std::byte* const result_;
   std::byte* const scratch_;  // depth_ * (N-1) segments
-  const size_t element_;
-  const size_t segment_;  // elements
-  const size_t depth_;    // rounds under way
+  const size_t segment_;      // bytes
+  const size_t depth_;        // rounds under way
   const std::vector<Span>& parts_;
   const int size_, rank_;
   std::vector<const void*> sources_;
@@ -138,21 +138,21 @@ class Exchange {
 Status RankOrderReduceScatter(Transport& transport, const ScatterBuffer& buffer, Scratch& scratch,
                               TimeNs deadline, size_t segment_bytes) {
   const int size = transport.size();
-  const std::vector<Span> parts = BackToBack(buffer.parts);
+  const size_t unit = buffer.layout.unit();
+  const std::vector<Span> parts = Scaled(BackToBack(buffer.parts), unit);
   if (parts.size() != static_cast<size_t>(size)) {
     return Status(Code::kInternal, "reduce-scatter: parts for " + std::to_string(parts.size()) +
                                        " ranks in a job of " + std::to_string(size));
   }
   const size_t largest = LargestSize(parts);
   if (size == 1 || largest == 0) {
-    ReduceMany(buffer.spec, size, buffer.result, &buffer.input, 1, parts[0].size);
+    ReduceAlone(buffer.layout, buffer.result, buffer.input);
     return Status::Ok();
   }
-  const size_t element = ElementSize(buffer.spec.dtype);
   const size_t depth = segment_bytes == 0 ? kRounds : RoundsUnderWay(static_cast<size_t>(size - 1));
   const size_t segment =
-      std::min(RoundBytes(largest * element, size, depth, segment_bytes) / element, largest);
-  const size_t scratch_bytes = depth * static_cast<size_t>(size - 1) * segment * element;
+      std::min(RoundBytes(largest, size, depth, segment_bytes) / unit * unit, largest);
+  const size_t scratch_bytes = depth * static_cast<size_t>(size - 1) * segment;
   void* memory = scratch.Reserve(scratch_bytes);
   if (memory == nullptr) {
     return Status(Code::kInternal, "rank-order reduce-scatter: no memory for receive buffers of " +

@@ -57,10 +57,9 @@ class Ring {
   Ring(Transport& transport, const ReduceBuffer& buffer, const std::vector<Span>& chunks,
        size_t segment, std::byte* scratch, TimeNs deadline)
       : transport_(transport),
-        spec_(buffer.spec),
-        data_(static_cast<std::byte*>(buffer.data)),
+        layout_(buffer.layout),
+        data_(buffer.data),
         scratch_(scratch),
-        element_(ElementSize(buffer.spec.dtype)),
         segment_(segment),
         chunks_(chunks),
         size_(transport.size()),
@@ -86,15 +85,14 @@ class Ring {
       PostReceives(number + kAhead);
       HORORING_RETURN_IF_ERROR(receives_.WaitOldest());
       if (step_ < size_ - 1) Combine(place.span, Slot(number));
-      if (step_ == size_ - 2) Finish(spec_, size_, At(place.span), At(place.span), place.span.size);
+      if (step_ == size_ - 2) Finish(place.span);
       if (step_ < 2 * size_ - 3) Send(place.span);
     }
     return sends_.WaitAll();
   }
 
  private:
-  std::byte* At(const Span& span) { return data_ + span.begin * element_; }
-  std::byte* Slot(size_t number) { return scratch_ + number % kAhead * segment_ * element_; }
+  std::byte* Slot(size_t number) { return scratch_ + number % kAhead * segment_; }
 
   // So many of all, as far as their places are free.
   void PostReceives(size_t target) {
@@ -103,8 +101,8 @@ class Ring {
       const int step = next_to_post_.step;
       if (step > size_ - 2 && step > step_ + size_ - 2) return;
       const Span span = std::exchange(next_to_post_.span, {});
-      std::byte* const to = step < size_ - 1 ? Slot(receives_.added()) : At(span);
-      receives_.Add(transport_.Receive(previous_, to, span.size * element_));
+      std::byte* const to = step < size_ - 1 ? Slot(receives_.added()) : data_ + span.begin;
+      receives_.Add(transport_.Receive(previous_, to, span.size));
     }
   }
 
@@ -112,26 +110,31 @@ class Ring {
     RingSchedule own(chunks_, segment_, transport_.rank() - 1, 1);
     RingSchedule::Place place;
     while (own.Next(&place)) {
-      Start(spec_, At(place.span), At(place.span), place.span.size);
+      Start(place.span);
       Send(place.span);
     }
   }
-  void Send(const Span& span) {
-    sends_.Add(transport_.Send(next_, At(span), span.size * element_));
-  }
+  void Send(const Span& span) { sends_.Add(transport_.Send(next_, data_ + span.begin, span.size)); }
 
+  void Start(const Span& span) {
+    std::byte* const own = data_ + span.begin;
+    StartPartial(layout_, span, own, own);  // partial results have the types of the elements
+  }
   void Combine(const Span& span, const std::byte* received) {
-    std::byte* const own = At(span);
-    Start(spec_, own, own, span.size);
-    ReduceInto(spec_, own, received, span.size);
+    std::byte* const own = data_ + span.begin;
+    Start(span);
+    CombinePartials(layout_, span, own, own, received);
+  }
+  void Finish(const Span& span) {
+    std::byte* const own = data_ + span.begin;
+    FinishPartial(layout_, span, size_, own, own);
   }
 
   Transport& transport_;
-  const ReduceSpec& spec_;
+  const Layout& layout_;
   std::byte* const data_;
   std::byte* const scratch_;  // kAhead segments
-  const size_t element_;
-  const size_t segment_;  // elements
+  const size_t segment_;      // bytes
   const std::vector<Span>& chunks_;
   const int size_, next_, previous_;
   int step_ = 0;
@@ -145,16 +148,16 @@ class Ring {
 Status RingAllreduce(Transport& transport, const ReduceBuffer& buffer, Scratch& scratch,
                      TimeNs deadline, size_t segment_bytes) {
   const int size = transport.size();
-  if (size == 1 || buffer.elements == 0) {
-    ReduceMany(buffer.spec, size, buffer.data, &buffer.data, 1, buffer.elements);
+  if (size == 1 || buffer.layout.bytes() == 0) {
+    ReduceAlone(buffer.layout, buffer.data, buffer.data);
     return Status::Ok();
   }
-  const size_t element = ElementSize(buffer.spec.dtype);
-  const std::vector<Span> chunks = Chunks(buffer.elements, size);
+  const size_t unit = buffer.layout.unit();
+  const std::vector<Span> chunks = buffer.layout.Parts(size);
   const size_t largest = LargestSize(chunks);
-  const size_t bytes = SegmentBytes(largest * element, segment_bytes);
-  const size_t segment = std::clamp<size_t>(bytes / element, 1, largest);
-  const size_t scratch_bytes = kAhead * segment * element;
+  const size_t bytes = SegmentBytes(largest, segment_bytes);
+  const size_t segment = std::clamp(bytes / unit * unit, unit, largest);
+  const size_t scratch_bytes = kAhead * segment;
   void* memory = scratch.Reserve(scratch_bytes);
   if (memory == nullptr) {
     return Status(Code::kInternal, "ring allreduce: no memory for a receive buffer of " +

@@ -31,13 +31,11 @@ SliceExchange::SliceExchange(Transport& wire, Plan plan, TimeNs deadline)
       plan_(std::move(plan)),
       deadline_(deadline),
       lead_(plan_.depth / 2),
-      partial_(PartialSize(plan_.spec)),
-      element_(ElementSize(plan_.spec.dtype)),
-      partial_room_(RoundUp(plan_.most_elements * partial_, kAlign)),
-      arrival_room_(plan_.whole
-                        ? partial_room_
-                        : RoundUp(Chunk(plan_.most_elements, hosts(), 0).size * partial_, kAlign)) {
-}
+      partial_room_(RoundUp(plan_.most_bytes * layout().widening(), kAlign)),
+      arrival_room_(plan_.whole ? partial_room_
+                                : RoundUp(layout().Part({0, plan_.most_bytes}, hosts(), 0).size *
+                                              layout().widening(),
+                                          kAlign)) {}
 
 SliceExchange::~SliceExchange() {
   for (Slice& slice : under_way_) {
@@ -69,67 +67,66 @@ void SliceExchange::Send(Slice& slice, int host, const std::byte* data, size_t b
   if (bytes > 0) slice.sends.push_back({wire_.Send(rank, data, bytes), rank});
 }
 
-void SliceExchange::Begin(size_t elements, std::byte* result) {
+void SliceExchange::Begin(const Span& span, std::byte* result) {
   const size_t others = static_cast<size_t>(hosts() - 1);
   under_way_.emplace_back();
   Slice& slice = under_way_.back();
-  slice.elements = elements;
+  slice.span = span;
   slice.partial = Partial();
   slice.arrived = arrivals_ + begun_ % plan_.depth * others * arrival_room_;
   slice.result = result;
   ++begun_;
-  const Span own = plan_.whole ? Span{0, elements} : Chunk(elements, hosts(), plan_.place);
+  const size_t arriving = layout().PartialBytes(PartOf(slice, plan_.place));
   // At each distance everybody sends to somebody else.
-  for (int i = 1; i < hosts() && own.size > 0; ++i) {
+  for (int i = 1; i < hosts() && arriving > 0; ++i) {
     const int from = (plan_.place + hosts() - i) % hosts();
     const size_t place = static_cast<size_t>(from < plan_.place ? from : from - 1);
     const int rank = plan_.ranks[static_cast<size_t>(from)];
     slice.there.push_back(
-        {wire_.Receive(rank, slice.arrived + place * arrival_room_, own.size * partial_), rank});
+        {wire_.Receive(rank, slice.arrived + place * arrival_room_, arriving), rank});
   }
   for (int i = 1; i < hosts(); ++i) {
     const int to = (plan_.place + i) % hosts();
-    const Span part = plan_.whole ? own : Chunk(elements, hosts(), to);
-    Send(slice, to, slice.partial + part.begin * partial_, part.size * partial_);
+    const Span part = PartOf(slice, to);
+    Send(slice, to, slice.partial + PartialAt(slice, part), layout().PartialBytes(part));
   }
 }
 
 // Into memory of an arrival: the own sums may still be on their way.
 void SliceExchange::Combine(Slice& slice) {
-  const Span own =
-      plan_.whole ? Span{0, slice.elements} : Chunk(slice.elements, hosts(), plan_.place);
+  const Span own = PartOf(slice, plan_.place);
   if (own.size == 0) return;
   const auto source = [&](int host) {
     return host == plan_.place
-               ? slice.partial + own.begin * partial_
+               ? slice.partial + PartialAt(slice, own)
                : slice.arrived +
                      static_cast<size_t>(host < plan_.place ? host : host - 1) * arrival_room_;
   };
   if (hosts() == 1) {
-    return FinishPartial(plan_.spec, plan_.divisor, slice.result, slice.partial, own.size);
+    return FinishPartial(layout(), own, plan_.divisor, slice.result, slice.partial);
   }
   std::byte* const sum = source(plan_.place == 0 ? 1 : 0);
-  CombinePartials(plan_.spec, sum, source(0), source(1), own.size);
+  CombinePartials(layout(), own, sum, source(0), source(1));
   for (int host = 2; host < hosts(); ++host) {
-    CombinePartials(plan_.spec, sum, sum, source(host), own.size);
+    CombinePartials(layout(), own, sum, sum, source(host));
   }
-  FinishPartial(plan_.spec, plan_.divisor, slice.result + own.begin * element_, sum, own.size);
+  FinishPartial(layout(), own, plan_.divisor, slice.result + (own.begin - slice.span.begin), sum);
 }
 
 void SliceExchange::SendBack(Slice& slice) {
   if (plan_.whole) return;
-  const Span own = Chunk(slice.elements, hosts(), plan_.place);
+  const Span own = PartOf(slice, plan_.place);
   for (int i = 1; i < hosts(); ++i) {
     const int from = (plan_.place + hosts() - i) % hosts();
-    const Span part = Chunk(slice.elements, hosts(), from);
+    const Span part = PartOf(slice, from);
     const int rank = plan_.ranks[static_cast<size_t>(from)];
     if (part.size == 0) continue;
     slice.back.push_back(
-        {wire_.Receive(rank, slice.result + part.begin * element_, part.size * element_), rank});
+        {wire_.Receive(rank, slice.result + (part.begin - slice.span.begin), part.size), rank});
   }
   for (int i = 1; i < hosts(); ++i) {
-    Send(slice, (plan_.place + i) % hosts(), slice.result + own.begin * element_,
-         own.size * element_);
+    Send(slice, (plan_.place + i) % hosts(), slice.result + (own.begin - slice.span.begin),
+         own.size);
   }
 }
 

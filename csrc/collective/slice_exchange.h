@@ -41,14 +41,14 @@ void SumPartials(const ReduceSpec& spec, std::byte* partials, const std::vector<
 class SliceExchange {
  public:
   struct Plan {
-    std::vector<int> ranks;  // of `wire`: one per host, in the order of the hosts
-    int place = 0;           // of this rank among them
-    ReduceSpec spec;
-    int divisor = 1;           // ranks of the job
-    bool whole = false;        // there whole, and not back
-    uint64_t slices = 0;       // that will begin
-    size_t most_elements = 0;  // of a slice
-    uint64_t depth = 2;        // slices under way at most, at least 2
+    std::vector<int> ranks;          // of `wire`: one per host, in the order of the hosts
+    int place = 0;                   // of this rank among them
+    const Layout* layout = nullptr;  // of the buffer that the slices are parts of; borrowed
+    int divisor = 1;                 // ranks of the job
+    bool whole = false;              // there whole, and not back
+    uint64_t slices = 0;             // that will begin
+    size_t most_bytes = 0;           // of a slice
+    uint64_t depth = 2;              // slices under way at most, at least 2
   };
 
   SliceExchange(Transport& wire, Plan plan, TimeNs deadline);
@@ -62,8 +62,9 @@ class SliceExchange {
   bool CanBegin() const;
   // REQUIRES: CanBegin(). Where the host's sum of the next slice goes, as partial results.
   std::byte* Partial() { return partials_ + begun_ % plan_.depth * partial_room_; }
-  // The next slice, which lies in Partial(); `result` is written until it is complete.
-  void Begin(size_t elements, std::byte* result);
+  // The next slice, a span of the layout, which lies in Partial(); `result` is written until it is
+  // complete.
+  void Begin(const Span& span, std::byte* result);
   // Progresses as far as possible. Sets *moved if it did.
   Status Step(bool* moved);
   // Slices that are complete: the first ones.
@@ -78,7 +79,7 @@ class SliceExchange {
     int rank;
   };
   struct Slice {
-    size_t elements;
+    Span span;
     std::byte* partial;
     std::byte* arrived;  // of the other hosts, in their order
     std::byte* result;
@@ -86,6 +87,14 @@ class SliceExchange {
   };
 
   int hosts() const { return static_cast<int>(plan_.ranks.size()); }
+  const Layout& layout() const { return *plan_.layout; }
+  // What a host sums of a slice, and where that lies in the slice's partial results.
+  Span PartOf(const Slice& slice, int host) const {
+    return plan_.whole ? slice.span : layout().Part(slice.span, hosts(), host);
+  }
+  size_t PartialAt(const Slice& slice, const Span& part) const {
+    return layout().PartialBytes({slice.span.begin, part.begin - slice.span.begin});
+  }
   Status TakeDone(std::deque<Transfer>* transfers, bool* moved);
   void Combine(Slice& slice);
   void SendBack(Slice& slice);
@@ -95,9 +104,8 @@ class SliceExchange {
   const Plan plan_;
   const TimeNs deadline_;
   const uint64_t lead_;
-  const size_t partial_, element_;  // bytes of one
-  const size_t partial_room_;       // bytes of the longest slice
-  const size_t arrival_room_;       // bytes of what comes from one host
+  const size_t partial_room_;  // bytes of the longest slice
+  const size_t arrival_room_;  // bytes of what comes from one host
   std::byte* partials_ = nullptr;
   std::byte* arrivals_ = nullptr;
   std::deque<Slice> under_way_;  // slices completed_ .. begun_

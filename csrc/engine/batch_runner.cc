@@ -76,10 +76,11 @@ FusionItem Describe(const TensorEntry& entry, size_t index, const std::vector<in
   } else {
     described.bytes = static_cast<int64_t>(view.bytes());
   }
-  // The type is part of every key: a batch counts its bytes by one element size.
-  described.key.reduce.dtype = view.dtype;
+  described.reduce.dtype = view.dtype;
   if (IsReduction(request.kind)) {
-    described.key.reduce = ReduceSpec{view.dtype, request.op, request.prescale, request.postscale};
+    described.reduce = {view.dtype, request.op, request.prescale, request.postscale};
+    const bool only = request.kind == Collective::kReducescatter || request.op == ReduceOp::kAdasum;
+    if (only) described.key.only = described.reduce;
   }
   return described;
 }
@@ -170,7 +171,6 @@ Status BatchRunner::Run(const std::vector<Work>& work) {
 void BatchRunner::Fill(const std::vector<size_t>& items, const Communicator& communicator) {
   const FusionKey& key = described_[items[0]].key;
   batch_.kind = key.kind;
-  batch_.reduce = key.reduce;
   batch_.on_device = key.on_device;
   batch_.root = 0;
   if (key.kind == Collective::kBroadcast) {
@@ -190,6 +190,7 @@ void BatchRunner::Fill(const std::vector<size_t>& items, const Communicator& com
     entry.input = view.input;
     entry.output = IsGathering(key.kind) ? of.results[item.index].data() : view.output;
     entry.elements = static_cast<size_t>(view.elements());
+    entry.reduce = described_[i].reduce;
     if (batch_.on_device && !of.ready.empty()) entry.ready = of.ready[item.index];
     entries_.push_back(item.entry);
   }

@@ -1,5 +1,8 @@
 #include "schedule/fusion_planner.h"
 
+#include <algorithm>
+#include <tuple>
+
 namespace hororing {
 namespace {
 
@@ -8,6 +11,12 @@ struct Open {
   size_t batch;
   int64_t bytes;
 };
+
+// Some order of all specs.
+bool Before(const ReduceSpec& a, const ReduceSpec& b) {
+  return std::tie(a.dtype, a.op, a.prescale, a.postscale) <
+         std::tie(b.dtype, b.op, b.prescale, b.postscale);
+}
 
 int64_t Padded(int64_t bytes) {
   return (bytes + kFusionAlignment - 1) / kFusionAlignment * kFusionAlignment;
@@ -37,6 +46,12 @@ std::vector<std::vector<size_t>> PlanFusion(const std::vector<FusionItem>& items
       *fitting = fresh;
     } else if (fusion_bytes > 0) {
       open.push_back(fresh);
+    }
+  }
+  const auto before = [&](size_t a, size_t b) { return Before(items[a].reduce, items[b].reduce); };
+  for (std::vector<size_t>& batch : batches) {
+    if (!std::is_sorted(batch.begin(), batch.end(), before)) {
+      std::stable_sort(batch.begin(), batch.end(), before);
     }
   }
   return batches;

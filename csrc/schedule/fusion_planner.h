@@ -4,10 +4,13 @@
 // computes the same batches. Knows nothing about memory, threads or time.
 //
 // Invariants
-//   1. Every item is in exactly one batch; within a batch the order of the items is kept.
-//   2. A batch has one (process set, collective, dtype, op, factors, root, kind of memory) and at
-//      most `fusion_bytes` bytes, padding included, unless it holds a single larger tensor.
-//   3. Batches are ordered by their first items.
+//   1. Every item is in exactly one batch. Within a batch, items that are reduced alike are
+//      neighbours, in their order.
+//   2. A batch has one (process set, collective, root, kind of memory). Its tensors may have
+//      different dtypes, ops and factors, except for reduce-scatters and Adasum.
+//   3. A batch has at most `fusion_bytes` bytes, padding included, unless it holds a single larger
+//      tensor.
+//   4. Batches are ordered by their earliest items.
 //
 // Cost: O(items x open batches), where open batches are as many as there are different keys.
 // See docs/architecture.md, stage PLAN.
@@ -25,19 +28,20 @@ namespace hororing {
 // What decides whether two tensors may share a batch.
 struct FusionKey {
   Collective kind = Collective::kAllreduce;
-  ReduceSpec reduce;
+  ReduceSpec only;  // reduce-scatter, Adasum: of all tensors
   int root = 0;
   int process_set = 0;
   bool on_device = false;
 
   bool operator==(const FusionKey& other) const {
-    return kind == other.kind && reduce == other.reduce && root == other.root &&
+    return kind == other.kind && only == other.only && root == other.root &&
            process_set == other.process_set && on_device == other.on_device;
   }
 };
 
 struct FusionItem {
   FusionKey key;
+  ReduceSpec reduce;
   int64_t bytes = 0;
 };
 

@@ -196,19 +196,30 @@ inline std::vector<ReduceSpec> AllSpecs() {
 // One batch as all ranks agree on it; inputs and outputs of all ranks are kept here.
 struct Case {
   struct Tensor {
+    ReduceSpec spec;
     size_t elements = 0;
     bool in_place = false;
     std::vector<Guarded> inputs, outputs;  // per rank
     std::vector<Bytes> original;           // per rank
+
+    Bytes result(size_t rank) const {
+      Guarded memory = in_place ? inputs[rank] : outputs[rank];
+      CHECK(memory.intact());
+      return Bytes(memory.data(), memory.data() + original[rank].size());
+    }
   };
-  ReduceSpec spec;
   std::vector<Tensor> tensors;
 
-  Case(const ReduceSpec& reduce, const std::vector<size_t>& sizes, int ranks, std::mt19937& random)
-      : spec(reduce), tensors(sizes.size()) {
-    const size_t element = ElementSize(spec.dtype);
+  Case(const ReduceSpec& spec, const std::vector<size_t>& sizes, int ranks, std::mt19937& random)
+      : Case(std::vector<ReduceSpec>{spec}, sizes, ranks, random) {}
+  // Each spec for every so many-th tensor.
+  Case(const std::vector<ReduceSpec>& specs, const std::vector<size_t>& sizes, int ranks,
+       std::mt19937& random)
+      : tensors(sizes.size()) {
     for (size_t t = 0; t < sizes.size(); ++t) {
       Tensor& tensor = tensors[t];
+      const ReduceSpec& spec = tensor.spec = specs[t % specs.size()];
+      const size_t element = ElementSize(spec.dtype);
       tensor.elements = sizes[t];
       tensor.in_place = random() % 2 == 0;
       const size_t bytes = sizes[t] * element;
@@ -225,7 +236,6 @@ struct Case {
   Batch BatchOf(int rank) {
     const size_t r = static_cast<size_t>(rank);
     Batch batch;
-    batch.reduce = spec;
     for (size_t t = 0; t < tensors.size(); ++t) {
       BatchEntry entry;
       entry.name = "t" + std::to_string(t);
@@ -233,6 +243,7 @@ struct Case {
       entry.output =
           tensors[t].in_place ? tensors[t].inputs[r].data() : tensors[t].outputs[r].data();
       entry.elements = tensors[t].elements;
+      entry.reduce = tensors[t].spec;
       batch.entries.push_back(entry);
     }
     return batch;
@@ -250,6 +261,7 @@ struct Case {
   std::string Judge(bool exact) {
     for (size_t t = 0; t < tensors.size(); ++t) {
       Tensor& tensor = tensors[t];
+      const ReduceSpec& spec = tensor.spec;
       const size_t ranks = tensor.inputs.size();
       std::vector<const void*> sources;
       for (const Bytes& source : tensor.original) sources.push_back(source.data());
@@ -269,7 +281,8 @@ struct Case {
         const unsigned char* first =
             tensor.in_place ? tensor.inputs[0].data() : tensor.outputs[0].data();
         if (!std::equal(expected.begin(), expected.end(), output) &&
-            (exact || !IsFloat(spec.dtype) || !Close(expected.data(), output, tensor.elements))) {
+            (exact || !IsFloat(spec.dtype) ||
+             !Close(spec.dtype, expected.data(), output, tensor.elements))) {
           return who + ": wrong";
         }
         if (!std::equal(output, output + expected.size(), first)) return who + ": not as rank 0";
@@ -280,17 +293,34 @@ struct Case {
 
   // Another order of summation: at most N roundings of values below N * 2 (products: 2^N), in
   // the accumulation type, and one of the result.
-  bool Close(const unsigned char* a, const unsigned char* b, size_t elements) const {
-    const double unit = spec.dtype == DataType::kFloat64   ? 1e-14
-                        : spec.dtype == DataType::kFloat32 ? 1e-5
-                        : spec.dtype == DataType::kFloat16 ? 2e-3
-                                                           : 2e-2;
+  static bool Close(DataType dtype, const unsigned char* a, const unsigned char* b,
+                    size_t elements) {
+    const double unit = dtype == DataType::kFloat64   ? 1e-14
+                        : dtype == DataType::kFloat32 ? 1e-5
+                        : dtype == DataType::kFloat16 ? 2e-3
+                                                      : 2e-2;
     for (size_t i = 0; i < elements; ++i) {
-      const double x = ElementAt(spec.dtype, a, i), y = ElementAt(spec.dtype, b, i);
+      const double x = ElementAt(dtype, a, i), y = ElementAt(dtype, b, i);
       if (!(std::fabs(x - y) <= unit * (16 + std::fabs(x)))) return false;
     }
     return true;
   }
+};
+
+// Of five types, averages and factors among them; the last one needs twice the memory for partial
+// results, or eight times.
+inline const std::vector<ReduceSpec> kMixedSpecs = {
+    {DataType::kBfloat16, ReduceOp::kAverage, 1, 1},
+    {DataType::kFloat32, ReduceOp::kAverage, 0.5, 3},
+    {DataType::kInt64, ReduceOp::kSum, 1, 1},
+    {DataType::kFloat64, ReduceOp::kMax, 1, 1},
+    {DataType::kUint8, ReduceOp::kAverage, 1, 1},
+};
+// None of these needs a wide accumulator.
+inline const std::vector<ReduceSpec> kNarrowSpecs = {
+    {DataType::kFloat64, ReduceOp::kSum, 1, 1}, {DataType::kFloat32, ReduceOp::kAverage, 1, 1},
+    {DataType::kInt64, ReduceOp::kSum, 1, 1},   {DataType::kInt32, ReduceOp::kProduct, 1, 1},
+    {DataType::kBool, ReduceOp::kSum, 1, 1},
 };
 
 inline std::string Describe(const ReduceSpec& spec, const std::vector<size_t>& sizes, int ranks) {
@@ -302,9 +332,10 @@ inline std::string Describe(const ReduceSpec& spec, const std::vector<size_t>& s
 }
 
 // Runs the case on a backend of `world`, and fails the test with a text that says where.
-inline void RunCase(TestWorld& world, const std::string& backend, const ReduceSpec& spec,
-                    const std::vector<size_t>& sizes, bool exact, std::mt19937& random) {
-  Case c(spec, sizes, world.size(), random);
+inline void RunCase(TestWorld& world, const std::string& backend,
+                    const std::vector<ReduceSpec>& specs, const std::vector<size_t>& sizes,
+                    bool exact, std::mt19937& random) {
+  Case c(specs, sizes, world.size(), random);
   world.Run([&](int r, Rank& rank) {
     const Batch batch = c.BatchOf(r);
     CHECK(rank.backend(backend).Supports(batch));
@@ -312,9 +343,13 @@ inline void RunCase(TestWorld& world, const std::string& backend, const ReduceSp
   });
   const std::string verdict = c.Judge(exact);
   if (!verdict.empty()) {
-    CHECK_EQ(backend + ", " + Describe(spec, sizes, world.size()) + ": " + verdict,
+    CHECK_EQ(backend + ", " + Describe(specs[0], sizes, world.size()) + ": " + verdict,
              std::string("right"));
   }
+}
+inline void RunCase(TestWorld& world, const std::string& backend, const ReduceSpec& spec,
+                    const std::vector<size_t>& sizes, bool exact, std::mt19937& random) {
+  RunCase(world, backend, std::vector<ReduceSpec>{spec}, sizes, exact, random);
 }
 
 }  // namespace hororing

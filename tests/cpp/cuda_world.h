@@ -156,7 +156,8 @@ inline void RunAllSums(int size, const CudaOptions& options, const std::vector<R
     if (!wrong.empty()) {
       std::vector<size_t> sizes;
       for (const auto& tensor : c->tensors) sizes.push_back(tensor.elements);
-      hororing_test::Fail(__FILE__, __LINE__, Describe(c->spec, sizes, size) + ": " + wrong);
+      hororing_test::Fail(__FILE__, __LINE__,
+                          Describe(c->tensors[0].spec, sizes, size) + ": " + wrong);
     }
   }
 }

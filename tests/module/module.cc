@@ -136,7 +136,7 @@ PYBIND11_MODULE(_testing, module) {
     std::vector<FusionItem> described;
     for (const auto& [dtype, bytes] : items) {
       FusionItem item;
-      item.key.reduce.dtype = static_cast<DataType>(dtype);
+      item.reduce.dtype = static_cast<DataType>(dtype);
       item.bytes = bytes;
       described.push_back(item);
     }

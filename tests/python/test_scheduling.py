@@ -140,6 +140,24 @@ def case_statistics_count_what_was_done():
         hvd.statistics()
 
 
+def case_tensors_of_five_dtypes_are_one_batch_with_the_bits_of_five():
+    dtypes = (np.float32, np.int64, np.float16, np.float64, np.uint8)
+    with engine(SPIN_US=0):  # every sum is negotiated
+        draw = np.random.default_rng([11, hvd.rank()])
+        tensors = [(9 * draw.random(i % 70)).astype(dtypes[i % 5]) for i in range(200)]
+        before = hvd.statistics()["batches"]
+        sums = hvd.grouped_allreduce(tensors, op=hvd.Sum, name="mixed")
+        rows = hvd.grouped_allgather(tensors, name="mixed rows")
+        assert hvd.statistics()["batches"] - before == 2
+        for first in range(5):
+            expected = hvd.grouped_allreduce(tensors[first::5], op=hvd.Sum, name=f"one {first}")
+            for of_all, alone in zip(sums[first::5], expected, strict=True):
+                np.testing.assert_array_equal(of_all, alone, strict=True)
+            expected = hvd.grouped_allgather(tensors[first::5], name=f"rows {first}")
+            for of_all, alone in zip(rows[first::5], expected, strict=True):
+                np.testing.assert_array_equal(of_all, alone, strict=True)
+
+
 def messages_and_batches() -> np.ndarray:
     now = hvd.statistics()
     return np.array([now[f"control_messages_{way}"] for way in ("sent", "received")]

@@ -45,13 +45,13 @@ TEST(allgather_concatenates_ragged_parts_in_rank_order) {
           }
           Batch batch;
           batch.kind = Collective::kAllgather;
-          batch.reduce.dtype = DataType::kUint8;
           for (size_t t = 0; t < tensors; ++t) {
             BatchEntry entry;
             entry.name = "g" + std::to_string(t);
             entry.input = inputs[t].data();
             entry.output = outputs[t].data();
             entry.elements = inputs[t].size();
+            entry.reduce.dtype = DataType::kUint8;
             entry.receive_bytes = sizes[t];
             batch.entries.push_back(entry);
           }
@@ -69,6 +69,7 @@ TEST(allgather_with_sizes_that_do_not_fit_is_refused) {
   batch.kind = Collective::kAllgather;
   BatchEntry entry;
   entry.elements = 3;
+  entry.reduce.dtype = DataType::kUint8;
   entry.receive_bytes = {8};
   batch.entries.push_back(entry);
   TraceSink trace;
@@ -86,7 +87,6 @@ TEST(alltoall_brings_every_part_to_its_rank_in_rank_order) {
         std::vector<Bytes> inputs(tensors), outputs(tensors), expected(tensors);
         Batch batch;
         batch.kind = Collective::kAlltoall;
-        batch.reduce.dtype = DataType::kUint8;
         for (size_t t = 0; t < tensors; ++t) {
           BatchEntry entry;
           for (int q = 0; q < ranks; ++q) {
@@ -101,6 +101,7 @@ TEST(alltoall_brings_every_part_to_its_rank_in_rank_order) {
           entry.input = inputs[t].data();
           entry.output = outputs[t].data();
           entry.elements = inputs[t].size();
+          entry.reduce.dtype = DataType::kUint8;
           batch.entries.push_back(entry);
         }
         for (int round = 0; round < 3; ++round) {
@@ -119,9 +120,9 @@ TEST(alltoall_with_sizes_that_do_not_fit_is_refused) {
   TestWorld world(1);
   Batch batch;
   batch.kind = Collective::kAlltoall;
-  batch.reduce.dtype = DataType::kUint8;
   BatchEntry entry;
   entry.elements = 3;
+  entry.reduce.dtype = DataType::kUint8;
   entry.receive_bytes = {2};
   for (const std::vector<size_t>& sizes : {std::vector<size_t>{2}, std::vector<size_t>{2, 1}}) {
     entry.send_bytes = sizes;
@@ -170,13 +171,13 @@ TEST(reducescatter_gives_the_bits_of_rank_order_however_many_tensors) {
         const size_t r = static_cast<size_t>(rank);
         Batch batch;
         batch.kind = Collective::kReducescatter;
-        batch.reduce = spec;
         for (size_t t = 0; t < parts.size(); ++t) {
           BatchEntry entry;
           entry.name = "t" + std::to_string(t);
           entry.input = inputs[t][r].data();
           entry.output = outputs[t][r].data();
           entry.elements = inputs[t][r].size() / element;
+          entry.reduce = spec;
           entry.parts = parts[t];
           batch.entries.push_back(entry);
         }
@@ -204,6 +205,7 @@ TEST(reducescatter_with_parts_that_do_not_fit_is_refused) {
   batch.kind = Collective::kReducescatter;
   BatchEntry entry;
   entry.elements = 3;
+  entry.reduce.dtype = DataType::kUint8;
   for (const std::vector<size_t>& parts : {std::vector<size_t>{2}, std::vector<size_t>{2, 1}}) {
     entry.parts = parts;
     batch.entries = {entry};
@@ -223,7 +225,6 @@ TEST(broadcast_brings_the_roots_tensors_to_all_ranks) {
           std::vector<Bytes> inputs, outputs;
           Batch batch;
           batch.kind = Collective::kBroadcast;
-          batch.reduce.dtype = DataType::kUint8;
           batch.root = root;
           for (size_t size : sizes) {
             inputs.emplace_back(size, static_cast<unsigned char>(r + 1));
@@ -235,6 +236,7 @@ TEST(broadcast_brings_the_roots_tensors_to_all_ranks) {
             entry.input = inputs[t].data();
             entry.output = in_place ? inputs[t].data() : outputs[t].data();
             entry.elements = sizes[t];
+            entry.reduce.dtype = DataType::kUint8;
             batch.entries.push_back(entry);
           }
           CHECK_OK(rank.host->Run(batch, After(NowNs(), kLimit), rank.trace));

@@ -66,6 +66,24 @@ TEST(large_tensors_cross_many_blocks) {
   }
 }
 
+TEST(tensors_of_five_types_in_one_batch_are_reduced_each_by_its_own) {
+  std::mt19937 random(hororing_test::Seed());
+  const std::vector<size_t> small = {3, 1, 7, 0, 65, 1, 2}, large = {40009, 1, 30011, 17, 70001, 3};
+  for (int ranks : {1, 2, 3}) {
+    TestWorld world(ranks);
+    AllreduceOptions options;
+    options.reproducible = true;
+    TestWorld in_rank_order(ranks, options);
+    for (const auto& sizes : {small, large, RandomSizes(ranks, random)}) {
+      for (const auto& specs : {kMixedSpecs, kNarrowSpecs}) {
+        RunCase(world, "shm_direct", specs, sizes, true, random);
+        RunCase(world, "host", specs, sizes, false, random);
+        RunCase(in_rank_order, "host", specs, sizes, true, random);
+      }
+    }
+  }
+}
+
 TEST(every_size_around_the_short_cut_and_the_block_is_right) {
   std::mt19937 random(hororing_test::Seed());
   for (int ranks : {2, 3}) {  // two take none
@@ -209,11 +227,12 @@ TEST(silent_peer_ends_in_an_error_at_the_deadline) {
 TEST(meaningless_specs_are_refused) {
   TestWorld world(1);
   Batch batch;
-  batch.reduce = {DataType::kBool, ReduceOp::kAverage, 1, 1};
+  batch.entries.resize(1);
+  batch.entries[0].reduce = {DataType::kBool, ReduceOp::kAverage, 1, 1};
   TraceSink trace;
   CHECK(world.rank(0).direct->Run(batch, kForever, trace).code() == Code::kInvalidArgument);
   CHECK(world.rank(0).host->Run(batch, kForever, trace).code() == Code::kInvalidArgument);
-  batch.reduce.op = ReduceOp::kAdasum;
+  batch.entries[0].reduce.op = ReduceOp::kAdasum;
   CHECK(world.rank(0).host->Run(batch, kForever, trace).code() == Code::kInvalidArgument);
   batch.kind = Collective::kReducescatter;
   CHECK(world.rank(0).host->Run(batch, kForever, trace).code() == Code::kInvalidArgument);
@@ -227,11 +246,12 @@ TEST(meaningless_specs_are_refused) {
 TEST(shm_direct_leaves_all_but_elementwise_allreduces_to_the_host_backend) {
   TestWorld world(1);
   Batch batch;
+  batch.entries.resize(1);
   CHECK(world.rank(0).direct->Supports(batch));
-  batch.reduce.op = ReduceOp::kAdasum;
+  batch.entries[0].reduce.op = ReduceOp::kAdasum;
   CHECK(!world.rank(0).direct->Supports(batch));
   CHECK(world.rank(0).host->Supports(batch));
-  batch.reduce.op = ReduceOp::kSum;
+  batch.entries[0].reduce.op = ReduceOp::kSum;
   for (const Collective kind : {Collective::kAllgather, Collective::kBroadcast,
                                 Collective::kAlltoall, Collective::kReducescatter}) {
     batch.kind = kind;
@@ -260,14 +280,9 @@ TEST(adasum_gives_a_tensor_the_same_bits_alone_and_fused_in_place_or_not) {
         alone.tensors[0].original = tensor.original;
         alone.Restore();
         run(alone);
-        const auto result = [&](const Case::Tensor& of, size_t r) {
-          Guarded memory = of.in_place ? of.inputs[r] : of.outputs[r];
-          CHECK(memory.intact());
-          return Bytes(memory.data(), memory.data() + tensor.original[r].size());
-        };
         for (size_t r = 0; r < tensor.original.size(); ++r) {
-          CHECK(result(tensor, r) == result(alone.tensors[0], 0));
-          CHECK(result(alone.tensors[0], r) == result(alone.tensors[0], 0));
+          CHECK(tensor.result(r) == alone.tensors[0].result(0));
+          CHECK(alone.tensors[0].result(r) == alone.tensors[0].result(0));
         }
       }
     }

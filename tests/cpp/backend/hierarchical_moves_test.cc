@@ -105,13 +105,13 @@ Job Allgather(Set& set, DataType dtype, size_t tensors, std::mt19937& random) {
   const auto batch_of = [=](size_t place) {
     Batch batch;
     batch.kind = Collective::kAllgather;
-    batch.reduce.dtype = dtype;
     for (size_t t = 0; t < tensors; ++t) {
       BatchEntry entry;
       entry.name = "gather";
       entry.input = memory->inputs[place][t].data();
       entry.output = memory->outputs[place][t].data();
       entry.elements = memory->inputs[place][t].size() / element;
+      entry.reduce.dtype = dtype;
       entry.receive_bytes = sizes[t];
       batch.entries.push_back(entry);
     }
@@ -141,12 +141,12 @@ Job Broadcast(Set& set, int root, DataType dtype, const std::vector<size_t>& siz
     Batch batch;
     batch.kind = Collective::kBroadcast;
     batch.root = root;
-    batch.reduce.dtype = dtype;
     for (size_t t = 0; t < sizes.size(); ++t) {
       BatchEntry entry;
       entry.input = memory->inputs[place][t].data();
       entry.output = (in_place ? memory->inputs : memory->outputs)[place][t].data();
       entry.elements = sizes[t];
+      entry.reduce.dtype = dtype;
       batch.entries.push_back(entry);
     }
     return batch;
@@ -211,13 +211,13 @@ Job Reducescatter(Set& set, const Hosts& hosts, const ReduceSpec& spec, size_t t
   const auto batch_of = [=](size_t place) {
     Batch batch;
     batch.kind = Collective::kReducescatter;
-    batch.reduce = spec;
     for (size_t t = 0; t < tensors; ++t) {
       BatchEntry entry;
       entry.name = "scatter";
       entry.input = memory->inputs[place][t].data();
       entry.output = memory->outputs[place][t].data();
       entry.elements = totals[t];
+      entry.reduce = spec;
       entry.parts = parts[t];
       batch.entries.push_back(entry);
     }

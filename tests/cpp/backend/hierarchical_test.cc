@@ -80,6 +80,37 @@ TEST(every_size_there_and_back_and_whole) {
   }
 }
 
+// Bit by bit what each tensor gets alone, in any order of types.
+TEST(tensors_of_five_types_in_one_batch_get_the_bits_that_they_get_alone) {
+  std::mt19937 random(hororing_test::Seed());
+  for (const Hosts& hosts : kLayouts) {
+    for (const double alpha : {0.0, 1.0}) {  // a second of latency: everything goes whole
+      HostsWorld world("inproc", hosts);
+      auto backends = Backends(world, Algorithm::kThreePhase, {alpha, 1e-9});
+      const auto run = [&](Case& c) {
+        world.Run([&](int r) {
+          TraceSink trace;
+          const Batch batch = c.BatchOf(r);
+          CHECK_OK(backends[static_cast<size_t>(r)]->Run(batch, After(NowNs(), kLimit), trace));
+          CHECK_EQ(world.wire(r).open(), 0u);
+        });
+        CHECK_EQ(c.Judge(/*exact=*/false), std::string());
+      };
+      for (const auto& specs : {kMixedSpecs, kNarrowSpecs}) {
+        Case fused(specs, {3, 40009, 1, 0, 65, 17, 2, 30011, 9}, world.size(), random);
+        run(fused);
+        for (const Case::Tensor& tensor : fused.tensors) {
+          Case alone(tensor.spec, {tensor.elements}, world.size(), random);
+          alone.tensors[0].original = tensor.original;
+          alone.Restore();
+          run(alone);
+          CHECK(tensor.result(0) == alone.tensors[0].result(0));
+        }
+      }
+    }
+  }
+}
+
 TEST(large_batches_wrap_around_the_slots) {
   std::mt19937 random(hororing_test::Seed());
   const ReduceSpec sum{DataType::kFloat32, ReduceOp::kSum, 1, 1};
@@ -118,8 +149,8 @@ TEST(sixteen_bit_floats_are_rounded_once) {
   for (const uint16_t value : inputs) data.emplace_back(kN, value);
   world.Run([&](int r) {
     Batch batch;
-    batch.reduce = sum;
     BatchEntry entry;
+    entry.reduce = sum;
     entry.input = entry.output = data[static_cast<size_t>(r)].data();
     entry.elements = kN;
     batch.entries.push_back(entry);
@@ -148,8 +179,8 @@ TEST(bits_do_not_depend_on_what_a_tensor_is_fused_with) {
       const size_t place = static_cast<size_t>(r);
       results[place].resize(kN * 4);
       Batch batch;
-      batch.reduce = sum;
       BatchEntry other, entry;
+      other.reduce = entry.reduce = sum;
       other.input = other.output = first[place].data();
       other.elements = before;
       entry.input = values[place].data();
@@ -279,21 +310,25 @@ TEST(a_ring_goes_host_by_host_whatever_the_order_of_the_ranks) {
 // ---- which one ----
 
 TEST(the_cheapest_algorithm_follows_the_costs) {
-  const ReduceSpec sum{DataType::kFloat32, ReduceOp::kSum, 1, 1};
+  const auto FloatsOf = [](size_t elements) {
+    Volume volume;
+    volume.Add({DataType::kFloat32, ReduceOp::kSum, 1, 1}, elements * 4);
+    return volume;
+  };
   HostShape shape{2, 8, 4, 4, true};
   const WireCost gigabit{100e-6, 8e-9};
-  CHECK(Cheapest(16 << 20, sum, shape, gigabit) == Algorithm::kThreePhase);
+  CHECK(Cheapest(FloatsOf(16 << 20), shape, gigabit) == Algorithm::kThreePhase);
   // Bytes on the wire alone: 2 (N-1)/N against 2 (H-1)/H.
-  const double flat = Cost(Algorithm::kRing, 16 << 20, sum, shape, gigabit);
-  const double phases = Cost(Algorithm::kThreePhase, 16 << 20, sum, shape, gigabit);
+  const double flat = Cost(Algorithm::kRing, FloatsOf(16 << 20), shape, gigabit);
+  const double phases = Cost(Algorithm::kThreePhase, FloatsOf(16 << 20), shape, gigabit);
   CHECK_NEAR(flat / phases, 1.75, 0.05);
   shape.shared = false;
-  CHECK(Cheapest(16 << 20, sum, shape, gigabit) == Algorithm::kRing);
-  CHECK(Cheapest(1, sum, shape, gigabit) == Algorithm::kRecursiveDoubling);
+  CHECK(Cheapest(FloatsOf(16 << 20), shape, gigabit) == Algorithm::kRing);
+  CHECK(Cheapest(FloatsOf(1), shape, gigabit) == Algorithm::kRecursiveDoubling);
   // Two hosts that exchange all: no more bytes than there and back, and half of the latency.
-  CHECK(GoesWhole(1 << 20, sum, 2, gigabit));
-  CHECK(!GoesWhole(1 << 20, sum, 4, gigabit));
-  CHECK(GoesWhole(100, sum, 4, gigabit));
+  CHECK(GoesWhole(FloatsOf(1 << 20), 2, gigabit));
+  CHECK(!GoesWhole(FloatsOf(1 << 20), 4, gigabit));
+  CHECK(GoesWhole(FloatsOf(100), 4, gigabit));
 }
 
 TEST(algorithms_are_given_for_all_sizes_or_by_size) {

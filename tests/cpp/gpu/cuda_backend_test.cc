@@ -28,7 +28,7 @@ void CheckMove(int size, const CudaOptions& options, Collective kind,
     Batch batch;
     batch.kind = kind;
     batch.root = size - 1;
-    batch.reduce.dtype = DataType::kInt32;
+    entry.reduce.dtype = DataType::kInt32;
     entry.name = "x";
     entry.input = moved.input.data();
     entry.output = kind == Collective::kBroadcast ? moved.input.data() : moved.output.data();
@@ -76,6 +76,26 @@ TEST(several_tensors_are_packed_by_two_kernels_or_by_copies_where_there_are_none
     CHECK_EQ(fake_gpu_count("kernels") - kernels, without ? 0 : 2 * 2 * 3);  // 120 in a launch
     CHECK_EQ(fake_gpu_count("copies") - copies, without ? 2 * 2 * 300 : 0);
   }
+  NothingLeft();
+}
+
+TEST(a_batch_of_several_types_is_one_call_for_each_and_what_nccl_lacks_goes_through_the_host) {
+  fake_gpu_reset();
+  std::vector<ReduceSpec> specs = kNarrowSpecs;
+  const std::vector<size_t> sizes = {7, 1000, 3, 1, 65};
+  std::mt19937 random(hororing_test::Seed());
+  const auto collectives_of = [&](const CudaOptions& options) {
+    Case c(specs, sizes, 2, random);
+    const int64_t before = fake_gpu_count("collectives");
+    RunCuda(2, options, [&](CudaRank& rank) { RunSums(rank, c); });
+    CHECK_EQ(c.Judge(/*exact=*/false), std::string());
+    return (fake_gpu_count("collectives") - before) / 2;
+  };
+  CHECK_EQ(collectives_of({DeviceWay::kNccl}), 5);
+  specs[2] = {DataType::kInt16, ReduceOp::kSum, 1, 1};  // NCCL has none
+  specs[4] = {DataType::kUint8, ReduceOp::kAverage, 1, 1};
+  CHECK_EQ(collectives_of({DeviceWay::kNccl}), 3);
+  CHECK_EQ(collectives_of({DeviceWay::kStaged}), 0);
   NothingLeft();
 }
 
@@ -225,8 +245,8 @@ TEST(factors_that_nccl_would_round_or_has_not_go_by_way_of_the_host) {
     uint16_t part = 0, seen = 0;
     Batch batch;
     batch.kind = Collective::kReducescatter;
-    batch.reduce = {DataType::kFloat16, ReduceOp::kSum, 1.0 / 3, 1.0};
     batch.entries.resize(1);
+    batch.entries[0].reduce = {DataType::kFloat16, ReduceOp::kSum, 1.0 / 3, 1.0};
     batch.entries[0].input = halfs.data();
     batch.entries[0].output = &part;
     batch.entries[0].elements = 2;
@@ -395,9 +415,9 @@ TEST(factors_that_change_from_step_to_step_leave_no_operations_behind) {
     for (int step = 1; step <= 200; ++step) {
       float value = 3, seen = 0;
       Batch batch = OneFloat(&value);
-      batch.reduce.prescale = step % 3 == 0 ? 0.5 : static_cast<double>(step) / 64;
+      batch.entries[0].reduce.prescale = step % 3 == 0 ? 0.5 : static_cast<double>(step) / 64;
       CHECK_OK(RunBatch(rank, batch, [&] { value = 64; }, [&] { seen = value; }));
-      CHECK_EQ(seen, static_cast<float>(64 * batch.reduce.prescale));
+      CHECK_EQ(seen, static_cast<float>(64 * batch.entries[0].reduce.prescale));
       CHECK(fake_gpu_count("operations") <= 64);
     }
   });

@@ -323,24 +323,23 @@ TEST(the_result_may_be_any_of_the_sources) {
   }
 }
 
-TEST(start_reduce_into_and_finish_equal_reduce_many) {
+TEST(partial_results_in_place_equal_reduce_many) {
   std::mt19937 random(hororing_test::Seed());
   for (const std::string& set : Sets()) {
     SetKernels(set.c_str());
     for (const ReduceSpec& spec : AllSpecs()) {
       if (NeedsWideAccumulator(spec)) continue;
-      const size_t n = 531, bytes = n * ElementSize(spec.dtype);
+      const size_t n = 531;
       std::vector<Bytes> sources;
       for (int s = 0; s < 3; ++s) sources.push_back(RandomValues(spec.dtype, n, random));
-      Bytes expected(bytes);
+      Bytes expected(n * ElementSize(spec.dtype));
       ReduceMany(spec, 3, expected.data(), Pointers(sources).data(), 3, n);
-      Bytes sum(bytes), next(bytes);
-      Start(spec, sum.data(), sources[0].data(), n);
+      Bytes& sum = sources[0];
+      for (Bytes& source : sources) StartPartial(spec, source.data(), source.data(), n);
       for (size_t s = 1; s < 3; ++s) {
-        Start(spec, next.data(), sources[s].data(), n);
-        ReduceInto(spec, sum.data(), next.data(), n);
+        CombinePartials(spec, sum.data(), sum.data(), sources[s].data(), n);
       }
-      Finish(spec, 3, sum.data(), sum.data(), n);
+      FinishPartial(spec, 3, sum.data(), sum.data(), n);
       CHECK(Same(spec.dtype, sum.data(), expected.data(), n));
     }
   }

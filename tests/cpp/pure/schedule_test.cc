@@ -1,4 +1,5 @@
 // Rung 1: the fusion planner.
+#include <algorithm>
 #include <random>
 #include <set>
 #include <vector>
@@ -13,7 +14,7 @@ namespace {
 FusionItem Item(int64_t bytes, DataType dtype = DataType::kFloat32) {
   FusionItem item;
   item.bytes = bytes;
-  item.key.reduce.dtype = dtype;
+  item.reduce.dtype = dtype;
   return item;
 }
 
@@ -24,8 +25,18 @@ TEST(what_fits_is_fused_in_order) {
   CHECK(plan == (std::vector<std::vector<size_t>>{{0, 1}, {2}}));
 }
 
-TEST(another_dtype_does_not_close_a_batch) {
+TEST(tensors_of_several_dtypes_share_a_batch_with_those_of_a_dtype_side_by_side) {
   const auto plan = PlanFusion({Item(64), Item(64, DataType::kFloat16), Item(64)}, 1024);
+  CHECK(plan == (std::vector<std::vector<size_t>>{{1, 0, 2}}));
+}
+
+TEST(a_reduce_scatter_of_another_dtype_neither_joins_nor_closes_a_batch) {
+  FusionItem floats = Item(64), ints = Item(64, DataType::kInt32);
+  for (FusionItem* item : {&floats, &ints}) {
+    item->key.kind = Collective::kReducescatter;
+    item->key.only = item->reduce;
+  }
+  const auto plan = PlanFusion({floats, ints, floats}, 1024);
   CHECK(plan == (std::vector<std::vector<size_t>>{{0, 2}, {1}}));
 }
 
@@ -57,11 +68,14 @@ TEST(every_item_is_in_exactly_one_batch_of_one_key_within_the_threshold) {
     size_t previous_first = 0;
     for (const auto& batch : PlanFusion(items, threshold)) {
       CHECK(!batch.empty());
-      CHECK(seen.empty() || batch[0] > previous_first);
-      previous_first = batch[0];
+      const size_t first = *std::min_element(batch.begin(), batch.end());
+      CHECK(seen.empty() || first > previous_first);
+      previous_first = first;
       int64_t bytes = 0;
+      std::set<DataType> dtypes;
       for (size_t k = 0; k < batch.size(); ++k) {
-        CHECK(k == 0 || batch[k] > batch[k - 1]);
+        const bool same = k > 0 && items[batch[k]].reduce == items[batch[k - 1]].reduce;
+        CHECK(same ? batch[k] > batch[k - 1] : dtypes.insert(items[batch[k]].reduce.dtype).second);
         CHECK(items[batch[k]].key == items[batch[0]].key);
         CHECK(seen.insert(batch[k]).second);
         bytes += (items[batch[k]].bytes + 63) / 64 * 64;

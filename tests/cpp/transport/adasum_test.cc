@@ -73,8 +73,7 @@ std::vector<std::vector<Bytes>> RunAdasum(const char* kind, const ReduceSpec& sp
       }
     }
     Scratch scratch;
-    CHECK_OK(
-        AdasumAllreduce(rank.transport, {data.data(), total, spec}, elements, scratch, Soon()));
+    CHECK_OK(AdasumAllreduce(rank.transport, spec, data.data(), elements, scratch, Soon()));
     CHECK_EQ(Open(rank.transport), 0u);
     CHECK_EQ(data.back(), 0xA5);
     for (size_t t = 0; t < tensors.size(); ++t) {
@@ -271,13 +270,7 @@ TEST(what_adasum_is_not_defined_for_is_refused_with_a_reason) {
     float data[2] = {1, 2};
     Scratch scratch;
     const ReduceSpec spec{DataType::kFloat32, ReduceOp::kAdasum, 1, 1};
-    CHECK(!AdasumAllreduce(rank.transport, {data, 2, spec}, {2}, scratch, Soon()).ok());
-  });
-  hororing_test::RunWorld(MakeWorld("inproc", 2), [](Rank& rank) {
-    float data[2] = {1, 2};
-    Scratch scratch;
-    const ReduceSpec spec{DataType::kFloat32, ReduceOp::kAdasum, 1, 1};
-    CHECK(!AdasumAllreduce(rank.transport, {data, 2, spec}, {1}, scratch, Soon()).ok());
+    CHECK(!AdasumAllreduce(rank.transport, spec, data, {2}, scratch, Soon()).ok());
   });
 }
 

@@ -98,6 +98,55 @@ TEST(every_algorithm_type_and_op_gives_the_oracles_bits) {
   }
 }
 
+// Every algorithm, on several types in one buffer: the same bits as each type alone.
+void CheckMixed(Rank& rank, const std::vector<ReduceSpec>& specs, size_t n, Scratch& scratch) {
+  ReduceBuffer buffer;
+  Bytes input, expected;
+  for (size_t i = 0; i < specs.size(); ++i) {
+    Bytes part = Input(specs[i], rank.rank(), n + i), sum = Expected(specs[i], rank.size(), part);
+    part.resize(RoundUp(part.size(), 64));
+    sum.resize(part.size());
+    buffer.layout.Add(specs[i], part.size());
+    input.insert(input.end(), part.begin(), part.end());
+    expected.insert(expected.end(), sum.begin(), sum.end());
+  }
+  for (const Which algorithm : kAlgorithms) {
+    if (algorithm == Which::kRing && buffer.layout.volume().wide) continue;
+    rank.Enter(Name(algorithm));
+    Scratch aligned;
+    buffer.data = static_cast<std::byte*>(aligned.Reserve(input.size()));
+    std::memcpy(buffer.data, input.data(), input.size());
+    CHECK_OK(Run(algorithm, rank.transport, buffer, scratch));
+    CHECK_EQ(Open(rank.transport), 0u);
+    if (std::memcmp(buffer.data, expected.data(), expected.size()) != 0) {
+      hororing_test::Fail(__FILE__, __LINE__,
+                          std::string(rank.transport.name()) + ": " + Name(algorithm) + " of " +
+                              std::to_string(n) + " of each type on rank " +
+                              std::to_string(rank.rank()) + " of " + std::to_string(rank.size()));
+    }
+  }
+}
+
+TEST(several_types_in_one_buffer_get_the_oracles_bits) {
+  const ReduceSpec f64{DataType::kFloat64, ReduceOp::kSum, 1, 1};
+  const ReduceSpec f32{DataType::kFloat32, ReduceOp::kAverage, 3, 4};
+  const ReduceSpec bf16{DataType::kBfloat16, ReduceOp::kAverage, 1, 1};
+  const ReduceSpec counts{DataType::kInt64, ReduceOp::kAverage, 1, 1};
+  const ReduceSpec bytes{DataType::kUint8, ReduceOp::kAverage, 1, 1};
+  const ReduceSpec i32{DataType::kInt32, ReduceOp::kMin, 1, 1};
+  for (const char* kind : kKinds) {
+    for (const int size : kSizes) {
+      hororing_test::RunWorld(MakeWorld(kind, size), [&](Rank& rank) {
+        Scratch scratch;
+        for (const size_t n : {size_t{1}, size_t{61}, size_t{40009}}) {
+          CheckMixed(rank, {bytes, bf16, f64, counts, f32}, n, scratch);
+          CheckMixed(rank, {f32, i32, f64, {DataType::kInt64, ReduceOp::kSum, 1, 1}}, n, scratch);
+        }
+      });
+    }
+  }
+}
+
 TEST(every_count_works_also_fewer_elements_than_ranks) {
   for (const char* kind : kKinds) {
     for (const int size : kSizes) {
@@ -404,8 +453,7 @@ Status RunAdasum(Transport& transport) {
   std::vector<float> data(1000, 1.0f);
   Scratch scratch;
   const ReduceSpec spec{DataType::kFloat32, ReduceOp::kAdasum, 1, 1};
-  return AdasumAllreduce(transport, {data.data(), data.size(), spec}, {data.size()}, scratch,
-                         Soon());
+  return AdasumAllreduce(transport, spec, data.data(), {data.size()}, scratch, Soon());
 }
 Status RunBarrier(Transport& transport) { return Barrier(transport, Soon()); }
 
@@ -482,7 +530,7 @@ TEST(a_deadline_ends_a_collective_that_a_peer_does_not_join) {
                                       scratch, After(NowNs(), limit));
       },
       [&](Transport& transport, Scratch& scratch) {
-        return AdasumAllreduce(transport, {data.data(), 100, adasum}, {100}, scratch,
+        return AdasumAllreduce(transport, adasum, data.data(), {100}, scratch,
                                After(NowNs(), limit));
       },
       [&](Transport& transport, Scratch&) {

@@ -1,0 +1,87 @@
+// Layout: what a buffer holds that an allreduce sums. A buffer is a list of runs: neighbouring
+// elements of one type that are reduced alike.
+//
+//   run 0: float32, Average         | run 1: bfloat16, Average  | run 2: int64, Sum
+//   begins at byte 0                | begins at a cache line    | begins at a cache line
+//
+// The algorithms cut buffers into parts and messages by bytes and know nothing of types. A message
+// may hold parts of several runs. Partial results (base/reduce.h) of the runs lie one after the
+// other, in the order of the buffer.
+//
+// Thread-safety: as a container of the standard library.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <vector>
+
+#include "base/reduce.h"
+#include "collective/algorithm.h"
+#include "collective/segments.h"
+
+namespace hororing {
+
+class Layout {
+ public:
+  Layout() = default;
+  Layout(const ReduceSpec& spec, size_t elements) { Add(spec, elements * ElementSize(spec.dtype)); }
+
+  // Appends `bytes`, padding included, to the last run or as a run of their own. REQUIRES: all that
+  // is before a new run has whole cache lines, and so has a new run unless it is the first.
+  void Add(const ReduceSpec& spec, size_t bytes);
+
+  size_t bytes() const { return volume_.bytes; }
+  const Volume& volume() const { return volume_; }
+  // How many times as many bytes an element has as a partial result, at most.
+  size_t widening() const;
+  // Bytes of the partial results of the first `bytes`.
+  size_t PartialBytes(size_t bytes) const;
+  size_t PartialBytes(const Span& span) const {
+    return PartialBytes(span.begin + span.size) - PartialBytes(span.begin);
+  }
+
+  // The bytes between two places where the buffer may be cut: an element or, of several runs, a
+  // cache line.
+  size_t unit() const;
+  // Part `index` of `count` of a span. Sizes differ by at most one unit.
+  Span Part(const Span& span, int count, int index) const;
+  std::vector<Span> Parts(int count) const;
+
+  // Calls visit(spec, at, partial_at, elements) for the parts of runs in `span`, in order; `at` and
+  // `partial_at` are offsets in the span, and in its partial results, in bytes.
+  template <typename Visit>
+  void ForEachRun(const Span& span, Visit visit) const {
+    size_t partial_at = 0;
+    for (size_t i = 0; i < runs_.size() && runs_[i].begin < span.begin + span.size; ++i) {
+      const Run& run = runs_[i];
+      const size_t begin = std::max(span.begin, run.begin);
+      const size_t end = std::min(span.begin + span.size, run.end);
+      if (begin >= end) continue;
+      const size_t elements = (end - begin) / ElementSize(run.spec.dtype);
+      visit(run.spec, begin - span.begin, partial_at, elements);
+      partial_at += elements * PartialSize(run.spec);
+    }
+  }
+
+ private:
+  struct Run {
+    ReduceSpec spec;
+    size_t begin, end;  // bytes
+  };
+  std::vector<Run> runs_;
+  Volume volume_;
+};
+
+// An allreduce of one rank: only the factors are applied. In place, or not.
+void ReduceAlone(const Layout& layout, std::byte* result, const std::byte* source);
+
+// base/reduce.h's steps for the runs in `span`. All pointers are to the begin of the span, or of
+// its partial results.
+void StartPartial(const Layout& layout, const Span& span, std::byte* partial,
+                  const std::byte* source);
+void CombinePartials(const Layout& layout, const Span& span, std::byte* accumulator,
+                     const std::byte* first, const std::byte* second);
+void FinishPartial(const Layout& layout, const Span& span, int divisor, std::byte* result,
+                   const std::byte* partial);
+
+}  // namespace hororing
