@@ -66,7 +66,12 @@ def uncompiled(function: F) -> F:
             for p in parameters
         ]
     )
-    arguments = [f"{p.name}={p.name}" if p.kind is p.KEYWORD_ONLY else p.name for p in parameters]
+    kinds = inspect.Parameter
+    stars: dict[object, str] = {kinds.VAR_POSITIONAL: "*", kinds.VAR_KEYWORD: "**"}
+    arguments = [
+        f"{p.name}={p.name}" if p.kind is p.KEYWORD_ONLY else stars.get(p.kind, "") + p.name
+        for p in parameters
+    ]
     source = _SOURCE.format(signature=signature, arguments=", ".join(arguments))
     scope = {
         "__name__": __name__, "callback": _callback, "traced": _traced, "function": function,

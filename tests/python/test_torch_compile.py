@@ -15,6 +15,11 @@ from typing import Any
 import pytest
 import session
 import torch
+import torch.distributed as dist
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
 
 import hororing.torch as hvd
 from hororing import names
@@ -138,6 +143,56 @@ def case_a_model_and_a_whole_step() -> None:
                 results = train(step_of)
             for result, value in zip(results, wanted, strict=True):
                 torch.testing.assert_close(result, value)
+
+
+class Layers(torch.nn.Module):
+    """1 MiB each, as the buckets; of a class of ours, since torch leaves its own alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(512, 512) for _ in range(3))
+
+    def forward(self, x: Any) -> Any:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+def case_ddp_is_compiled_in_parts_and_buckets_travel_between_them() -> None:
+    dist.init_process_group("hororing")
+    torch._dynamo.reset()
+    ddp = [DistributedDataParallel(Layers(), bucket_cap_mb=1) for _ in range(2)]
+    events: list[str] = []
+
+    def noted(graph: Any, _: Any) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            events.append("backward")
+            return graph.forward(*args)
+
+        return make_boxed_func(run)
+
+    def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP knows no annotations of text
+        events.append("bucket")
+        return default_hooks.allreduce_hook(state, bucket)
+
+    ddp[0].register_comm_hook(None, hook)
+    backend = aot_autograd(
+        fw_compiler=lambda graph, _: make_boxed_func(graph.forward), bw_compiler=noted
+    )
+    compiled = torch.compile(ddp[0], backend=backend)
+    x = torch.full((2, 512), 0.1 * (hvd.rank() + 1))
+    for _ in range(3):  # DDP agrees on its buckets in the second
+        events.clear()
+        for each, call in ((ddp[0], compiled), (ddp[1], ddp[1])):
+            each.zero_grad()
+            call(x).sum().backward()
+        for one, other in zip(ddp[0].parameters(), ddp[1].parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad)
+    assert events.count("backward") == 3
+    first = events.index("bucket")
+    assert "backward" in events[first:]
+    dist.destroy_process_group()
 
 
 def case_inductor() -> None:

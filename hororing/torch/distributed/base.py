@@ -14,7 +14,7 @@ import itertools
 import secrets
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as torch_distributed
@@ -24,6 +24,7 @@ from hororing.errors import MismatchError, StalledError
 from hororing.process_sets import ProcessSet
 from hororing.torch.distributed.board import Board
 from hororing.torch.distributed.work import Work
+from hororing.torch.uncompiled import uncompiled
 from hororing.torch.verbs import adapter, verbs
 
 # torch's stubs tell of other signatures, and lack much.
@@ -38,7 +39,7 @@ def request(function: F) -> F:
     """Give a method the name of its request, and that to the other ranks if it fails."""
     verb = function.__name__.lstrip("_")
 
-    @functools.wraps(function)
+    @uncompiled  # DDP calls in the midst of compiled functions
     def call(self: Group, *args: Any, **kwargs: Any) -> Work:
         name = self.next_name(verb)
         try:
@@ -48,7 +49,7 @@ def request(function: F) -> F:
             raise
         return work
 
-    return call  # type: ignore[return-value]
+    return cast(F, functools.wraps(function)(call))
 
 
 def single(tensors: Any, verb: str) -> Any:

@@ -18,6 +18,7 @@ from torch.distributed import Work as _Work
 
 from hororing import collectives
 from hororing.errors import StalledError
+from hororing.torch.uncompiled import uncompiled
 
 # Between two looks at what the engine does not tell of.
 _LOOK_S = 0.01
@@ -61,6 +62,7 @@ class Work(_Work):
         if not self._done and self._handle:
             collectives.abandon(self._handle, self._result)
 
+    @uncompiled
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until it is complete; return True, or raise its error.
 
@@ -134,6 +136,7 @@ class Work(_Work):
         if promise is not None:
             promise.set_result(None)
 
+    @uncompiled
     def is_completed(self) -> bool:
         """Whether `wait` returns at once. Completes it where that is possible."""
         if not self._done and self.complete():
@@ -158,6 +161,7 @@ class Work(_Work):
 
     _source_rank = source_rank
 
+    @uncompiled
     def get_future(self) -> Any:
         """Return a future of `result()`. Its callbacks run on a thread of hororing."""
         with self._lock:

@@ -1,0 +1,111 @@
+"""DistributedDataParallel over hororing: buckets travel during backward; communication hooks.
+
+Cases on 3 ranks in the job of the other files of PyTorch: push tier, 3 s.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+import warnings
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import session
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer
+
+import hororing.torch as hvd
+
+STEPS = 4
+SLEEP_S = 0.1
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2))
+
+
+def in_buckets() -> Any:
+    """A model with DDP, of which every layer has a bucket of its own."""
+    return nn.parallel.DistributedDataParallel(model(), bucket_cap_mb=0.0001)
+
+
+def trained(net: nn.Module, rank: int | None, optimizer: Any = None) -> list[torch.Tensor]:
+    """Its weights after some steps, with one rank's part of the batch or all of it."""
+    optimizer = optimizer or torch.optim.SGD(net.parameters(), 0.1)
+    for step in range(STEPS):
+        data = torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        net(data.flatten(0, 1) if rank is None else data[rank]).square().mean().backward()
+        optimizer.step()
+    return [param.detach().clone() for param in net.parameters()]
+
+
+def case_init() -> None:
+    dist.init_process_group("hororing")
+
+
+def case_a_bucket_is_reduced_before_backward_ends() -> None:
+    net = in_buckets()
+    # Between the gradients of the last layer and those of the first.
+    net.module[1].register_full_backward_hook(lambda *_: time.sleep(SLEEP_S))
+    net(torch.ones(4, 6)).sum().backward()  # DDP has one bucket before
+    folder = hvd.broadcast_object(tempfile.mkdtemp() if dist.get_rank() == 0 else "", 0)
+    path = Path(folder, "timeline.json")
+    hvd.start_timeline(path)
+    dist.barrier()
+    net(torch.ones(4, 6)).sum().backward()
+    dist.barrier()
+    hvd.stop_timeline()
+    if dist.get_rank() == 0:
+        reductions = defaultdict(list)  # by rank: when each began and ended, in microseconds
+        for event in json.loads(path.read_text()):
+            if event["name"] == "ALLREDUCE":
+                reductions[event["pid"]].append((event["ts"], event["ts"] + event["dur"]))
+        assert len(reductions) == 3
+        for spans in reductions.values():
+            (_, first_end), (last_begin, _) = min(spans), max(spans)
+            # The last is of the first layer, whose gradients backward made after it had slept.
+            assert last_begin - first_end > SLEEP_S / 2 * 1e6
+
+
+def case_gradients_travel_as_bfloat16() -> None:
+    def hook(state: Any, bucket: Any) -> Any:  # torch asks for CUDA where it knows the hook's name
+        return default_hooks.bf16_compress_hook(state, bucket)
+
+    hook.__annotations__.clear()  # which are text here
+    net = in_buckets()
+    net.register_comm_hook(None, hook)
+    weights, alone = trained(net, dist.get_rank()), trained(model(), None)
+    torch.testing.assert_close(weights, alone, rtol=0.02, atol=1e-3)
+    assert any(not torch.equal(a, b) for a, b in zip(weights, alone, strict=True))
+
+
+def case_post_local_sgd() -> None:
+    """Gradients of all ranks for two steps, then of this rank alone, and weights are averaged."""
+    own = [dist.new_group([rank]) for rank in range(3)][dist.get_rank()]
+    net = in_buckets()
+    state = post_localSGD_hook.PostLocalSGDState(None, own, start_localSGD_iter=2)
+    net.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that every step is often; so the result is known
+        averager = PeriodicModelAverager(period=1, warmup_steps=2)
+    optimizer = PostLocalSGDOptimizer(torch.optim.SGD(net.parameters(), 0.1), averager)
+    weights = trained(net, dist.get_rank(), optimizer)
+    assert state.iter == 2
+    torch.testing.assert_close(weights, trained(model(), None))
+
+
+def case_destroy() -> None:
+    dist.destroy_process_group()
+    hvd.shutdown()
+
+
+test_case = session.on_ranks(globals(), 3, session="torch")
