@@ -7,6 +7,7 @@ next completion, and another one only while a callback of a future runs on the f
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -58,8 +59,9 @@ class Work(_Work):
         self._future: Any = None
         self._deadline = 0.0
 
-    def __del__(self) -> None:
-        if not self._done and self._handle:
+    # At the end of the interpreter, names of modules are None, and the engine has ended.
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not self._done and self._handle and not ending():
             collectives.abandon(self._handle, self._result)
 
     @uncompiled
