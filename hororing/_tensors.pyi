@@ -28,7 +28,7 @@ class PlainTensors:
         op: int | None,
         prescale: float,
         postscale: float,
-        wait_follows: bool,
+        blocking: bool,
         /,
     ) -> Any: ...
     def grouped_allreduce(
@@ -39,7 +39,7 @@ class PlainTensors:
         op: int | None,
         prescale: float,
         postscale: float,
-        wait_follows: bool,
+        blocking: bool,
         /,
     ) -> Any: ...
     def finish(self, handle: int, /) -> Any: ...

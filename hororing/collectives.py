@@ -108,7 +108,7 @@ def submit(
     prescale: float = 1.0,
     postscale: float = 1.0,
     integers: Sequence[int] | None = None,
-    wait_follows: bool = False,
+    blocking: bool = False,
     stream: int = 0,
     streams: Sequence[int] | None = None,
 ) -> int:
@@ -116,7 +116,7 @@ def submit(
 
     Several views are a group: reduced when all ranks have submitted all of it. `keep` stays
     alive until the handle is complete; `finish` makes the result when it is waited for.
-    `integers` are the splits of an alltoall. `wait_follows`: this thread calls `wait` next, and
+    `integers` are the splits of an alltoall. `blocking`: this thread calls `wait` next, and
     does the engine's work there. `stream`: of views on a device, what computes them; `streams`: the
     same for each, where they differ.
     """
@@ -124,7 +124,7 @@ def submit(
         request, owners = make_request(
             collective, name, views, process_set, op, root, prescale, postscale, integers
         )
-        request.wait_follows = wait_follows
+        request.blocking = blocking
         request.stream = stream
         c_streams = ffi.NULL if streams is None else ffi.new("uintptr_t[]", list(streams))
         request.streams = c_streams

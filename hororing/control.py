@@ -52,11 +52,11 @@ def start_adding_process_set(ranks: Sequence[int]) -> int:
     )  # fmt: skip
 
 
-def start_barrier(name: str, process_set: int, *, wait_follows: bool) -> int:
+def start_barrier(name: str, process_set: int, *, blocking: bool) -> int:
     """Start a barrier of a name of its own."""
     return submit(
         _BARRIER, name, (), keep=None, finish=partial(_number, False), process_set=process_set,
-        wait_follows=wait_follows,
+        blocking=blocking,
     )  # fmt: skip
 
 
@@ -78,7 +78,7 @@ def _control(collective: int, name: str, **arguments: Any) -> int:
     count.
     """
     finish = partial(_number, collective != _BARRIER)
-    handle = submit(collective, name, (), keep=None, finish=finish, wait_follows=True, **arguments)
+    handle = submit(collective, name, (), keep=None, finish=finish, blocking=True, **arguments)
     return int(wait(handle))
 
 

@@ -80,7 +80,7 @@ def engine_config(
     c_config.tune = settings["AUTOTUNE"]
     # What was chosen is not tuned.
     c_config.tune_fusion = settings.settings["FUSION_BYTES"].source == "default"
-    c_config.tune_hold = settings.settings["CYCLE_TIME_MS"].source == "default"
+    c_config.tune_cycle_time = settings.settings["CYCLE_TIME_MS"].source == "default"
     c_config.tune_warmup_samples = settings["AUTOTUNE_WARMUP_SAMPLES"]
     c_config.tune_steps_per_sample = settings["AUTOTUNE_STEPS_PER_SAMPLE"]
     c_config.tune_log = text(settings["AUTOTUNE_LOG"])

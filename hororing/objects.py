@@ -110,7 +110,7 @@ def _broadcast(
             finish=_nothing,
             process_set=members,
             root=root_rank,
-            wait_follows=True,
+            blocking=True,
         )
     )
 
@@ -125,7 +125,7 @@ def _allgather(buffer: Any, dtype: str, count: int, name: str, members: int) -> 
             keep=buffer,
             finish=lambda handle: collectives.take(handle, 0).buffer,
             process_set=members,
-            wait_follows=True,
+            blocking=True,
         )
     )
 

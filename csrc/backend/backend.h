@@ -84,7 +84,7 @@ class Backend {
   // Bytes of scratch memory held now (fusion buffer, receive buffers).
   virtual size_t scratch_bytes() const = 0;
   // The algorithm of the latest Run.
-  virtual AllreduceWay way() const { return AllreduceWay::kNotCounted; }
+  virtual AlgorithmUsed algorithm_used() const { return AlgorithmUsed::kNotCounted; }
 
   // On a device: when the outputs of the last Run are complete.
   virtual std::shared_ptr<const DeviceEvent> done() const { return nullptr; }

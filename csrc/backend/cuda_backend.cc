@@ -15,11 +15,11 @@ namespace {
 
 constexpr TimeNs kLookInterval = kMillisecond;
 
-// By DeviceWay.
-const char* const kWays[] = {"auto", "nccl", "staged"};
+// By GpuMode.
+const char* const kModes[] = {"auto", "nccl", "staged"};
 
-std::string Setting(DeviceWay way) {
-  return std::string("HORORING_GPU=") + kWays[static_cast<size_t>(way)];
+std::string Setting(GpuMode mode) {
+  return std::string("HORORING_GPU=") + kModes[static_cast<size_t>(mode)];
 }
 
 Status TookTooLong(const std::string& label) {
@@ -36,13 +36,13 @@ struct CudaBackend::Card {
   int32_t nccl_version = 0;  // 0: none
 };
 
-Status Parse(const std::string& name, DeviceWay* way) {
-  const auto found = std::find(std::begin(kWays), std::end(kWays), name.empty() ? "auto" : name);
-  if (found == std::end(kWays)) {
+Status Parse(const std::string& name, GpuMode* mode) {
+  const auto found = std::find(std::begin(kModes), std::end(kModes), name.empty() ? "auto" : name);
+  if (found == std::end(kModes)) {
     return Status(Code::kInvalidArgument,
                   "unknown HORORING_GPU '" + name + "'; choose auto, nccl or staged");
   }
-  *way = static_cast<DeviceWay>(found - std::begin(kWays));
+  *mode = static_cast<GpuMode>(found - std::begin(kModes));
   return Status::Ok();
 }
 
@@ -103,18 +103,18 @@ Status CudaBackend::Choose(TimeNs deadline) {
   HORORING_RETURN_IF_ERROR(options_.devices->Any(&device_));
   std::shared_ptr<const NcclApi> api;
   Status loaded;
-  if (options_.way != DeviceWay::kStaged && !options_.reproducible) {
+  if (options_.mode != GpuMode::kStaged && !options_.reproducible) {
     loaded = options_.devices->Nccl(&api);
   }
   std::string obstacle;
   HORORING_RETURN_IF_ERROR(Compare(api != nullptr ? api->version : 0, deadline, &obstacle));
-  if (options_.way == DeviceWay::kNccl && !obstacle.empty()) {
+  if (options_.mode == GpuMode::kNccl && !obstacle.empty()) {
     return Status(Code::kInvalidArgument,
-                  Setting(options_.way) + ": " + (loaded.ok() ? obstacle : loaded.message()));
+                  Setting(options_.mode) + ": " + (loaded.ok() ? obstacle : loaded.message()));
   }
   if (obstacle.empty()) {
     HORORING_RETURN_IF_ERROR(NcclCommunicator::Make(api, device_, transport_, deadline, &nccl_));
-  } else if (options_.way == DeviceWay::kAuto && !options_.reproducible && !loaded.ok()) {
+  } else if (options_.mode == GpuMode::kAuto && !options_.reproducible && !loaded.ok()) {
     Log(LogLevel::kWarning,
         "tensors on the device travel by way of the host, which is slow: " + loaded.message());
   }
@@ -139,8 +139,8 @@ Status CudaBackend::Compare(int nccl_version, TimeNs deadline, std::string* obst
                                       cards.data(), deadline));
   if (options_.reproducible) {
     *obstacle = "HORORING_REPRODUCIBLE=1 sums in the order of ranks";
-  } else if (options_.way == DeviceWay::kStaged) {
-    *obstacle = Setting(options_.way);
+  } else if (options_.mode == GpuMode::kStaged) {
+    *obstacle = Setting(options_.mode);
   } else {
     *obstacle = Obstacle(cards);
   }
@@ -161,7 +161,7 @@ std::string CudaBackend::Obstacle(const std::vector<Card>& cards) const {
              std::to_string(cards[0].nccl_version) + "; install the same release";
     }
     if (!devices.emplace(card.device.bytes, sizeof card.device.bytes).second &&
-        options_.way == DeviceWay::kAuto) {
+        options_.mode == GpuMode::kAuto) {
       return who + "shares its device with another one";
     }
   }

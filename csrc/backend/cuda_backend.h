@@ -19,15 +19,15 @@
 
 namespace hororing {
 
-enum class DeviceWay { kAuto, kNccl, kStaged };
+enum class GpuMode { kAuto, kNccl, kStaged };
 // "auto", "nccl", "staged"
-Status Parse(const std::string& name, DeviceWay* way);
+Status Parse(const std::string& name, GpuMode* mode);
 
 class CudaBackend final : public Backend {
  public:
   struct Options {
     std::shared_ptr<Devices> devices;
-    DeviceWay way = DeviceWay::kAuto;
+    GpuMode mode = GpuMode::kAuto;
     bool reproducible = false;  // through host memory, where sums are made in rank order
     size_t fusion_bytes = 0;
   };

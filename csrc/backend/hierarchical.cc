@@ -253,7 +253,7 @@ bool HierarchicalBackend::Supports(const Batch& batch) const {
 }
 
 Status HierarchicalBackend::Run(const Batch& batch, TimeNs deadline, TraceSink& trace) {
-  way_ = AllreduceWay::kNotCounted;
+  algorithm_used_ = AlgorithmUsed::kNotCounted;
   HORORING_RETURN_IF_ERROR(broken_);
   switch (batch.kind) {
     case Collective::kAllgather: broken_ = RunAllgather(batch, deadline, trace); break;
@@ -280,7 +280,7 @@ Status HierarchicalBackend::RunAllreduce(const Batch& batch, TimeNs deadline, Tr
   const Plan plan(batch, capacity(), by_leader ? 1 : shape_.least, shape_.hosts, options_.wire,
                   options_.chunk_bytes);
   if (plan.blocks == 0) return Status::Ok();
-  way_ = by_leader ? AllreduceWay::kLeader : AllreduceWay::kThreePhase;
+  algorithm_used_ = by_leader ? AlgorithmUsed::kLeader : AlgorithmUsed::kThreePhase;
   std::optional<SliceExchange> exchange;
   if (group_.local < plan.owners) {
     SliceExchange::Plan between;

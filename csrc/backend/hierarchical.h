@@ -47,7 +47,7 @@ class HierarchicalBackend final : public Backend {
   Status Run(const Batch& batch, TimeNs deadline, TraceSink& trace) override;
   // This rank's slot, and the buffers for the wire.
   size_t scratch_bytes() const override;
-  AllreduceWay way() const override { return way_; }
+  AlgorithmUsed algorithm_used() const override { return algorithm_used_; }
 
  private:
   Algorithm Choose(const Batch& batch) const;
@@ -75,7 +75,7 @@ class HierarchicalBackend final : public Backend {
   const Algorithm algorithm_;  // requested for all batches
   Scratch scratch_;
   uint64_t next_block_;
-  AllreduceWay way_ = AllreduceWay::kNotCounted;
+  AlgorithmUsed algorithm_used_ = AlgorithmUsed::kNotCounted;
   Status broken_;  // the first error: the ranks' counters no longer agree, every later Run fails
 };
 

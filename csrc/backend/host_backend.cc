@@ -55,7 +55,7 @@ Algorithm HostBackend::Choose(const Batch& batch) const {
 bool HostBackend::Supports(const Batch&) const { return true; }
 
 Status HostBackend::Run(const Batch& batch, TimeNs deadline, TraceSink& trace) {
-  way_ = AllreduceWay::kNotCounted;
+  algorithm_used_ = AlgorithmUsed::kNotCounted;
   switch (batch.kind) {
     case Collective::kAllreduce:
       return batch.is_adasum() ? RunAdasum(batch, deadline, trace)
@@ -87,7 +87,7 @@ size_t HostBackend::MessageBytes() const {
   return shape_.hosts > 1 && kHostMessage * options_.wire.beta_s > 100e-6 ? kHostMessage : 0;
 }
 
-GatherWay HostBackend::WayToGather() const {
+GatherOptions HostBackend::gather_options() const {
   return {by_host_.get(), MessageBytes(), MessageBytes() != 0 && shape_.most == 1};
 }
 
@@ -127,10 +127,10 @@ Status HostBackend::RunAllreduce(const Batch& batch, TimeNs deadline, TraceSink&
   }
   {
     StageSpan span(trace, Stage::kReduce, batch);
-    const FlatOptions options{options_.reproducible, Choose(batch), WayToGather(),
+    const FlatOptions options{options_.reproducible, Choose(batch), gather_options(),
                               options_.chunk_bytes};
     HORORING_RETURN_IF_ERROR(
-        Allreduce(transport_, buffer, options, receive_buffer_, deadline, &way_));
+        Allreduce(transport_, buffer, options, receive_buffer_, deadline, &algorithm_used_));
     span.End(batch.bytes());
   }
   if (!fused) return Status::Ok();

@@ -25,7 +25,7 @@ class HostBackend final : public Backend {
   bool Supports(const Batch& batch) const override;
   Status Run(const Batch& batch, TimeNs deadline, TraceSink& trace) override;
   size_t scratch_bytes() const override;
-  AllreduceWay way() const override { return way_; }
+  AlgorithmUsed algorithm_used() const override { return algorithm_used_; }
 
  private:
   Status RunAllreduce(const Batch& batch, TimeNs deadline, TraceSink& trace);
@@ -42,7 +42,7 @@ class HostBackend final : public Backend {
   // The algorithm of an allreduce among several hosts.
   Algorithm Choose(const Batch& batch) const;
   size_t MessageBytes() const;
-  GatherWay WayToGather() const;
+  GatherOptions gather_options() const;
   void MoveToOutput(const Batch& batch, const BatchEntry& entry, TraceSink& trace);
   // The fusion buffer, at least `bytes` long.
   Status Fuse(size_t bytes, std::byte** buffer);
@@ -53,7 +53,7 @@ class HostBackend final : public Backend {
   const std::unique_ptr<Subgroup> by_host_;  // null if the order of the ranks is as good
   Scratch fusion_buffer_;
   Scratch receive_buffer_;
-  AllreduceWay way_ = AllreduceWay::kNotCounted;
+  AlgorithmUsed algorithm_used_ = AlgorithmUsed::kNotCounted;
 };
 
 }  // namespace hororing

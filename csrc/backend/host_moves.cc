@@ -42,7 +42,7 @@ Status HostBackend::RunAllgather(const Batch& batch, TimeNs deadline, TraceSink&
   if (total == 0) return Status::Ok();
   if (batch.entries.size() == 1) {
     return AllgatherV(transport_, batch.entries[0].input, bytes_per_rank, batch.entries[0].output,
-                      deadline, WayToGather());
+                      deadline, gather_options());
   }
 
   std::byte* buffer = nullptr;
@@ -58,7 +58,7 @@ Status HostBackend::RunAllgather(const Batch& batch, TimeNs deadline, TraceSink&
   }
   pack.End(bytes_per_rank[rank]);
   HORORING_RETURN_IF_ERROR(
-      AllgatherV(transport_, own, bytes_per_rank, buffer, deadline, WayToGather()));
+      AllgatherV(transport_, own, bytes_per_rank, buffer, deadline, gather_options()));
 
   StageSpan unpack(trace, Stage::kUnpack, batch);
   UnpackParts(

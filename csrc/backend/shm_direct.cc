@@ -49,7 +49,7 @@ bool ShmDirectBackend::Supports(const Batch& batch) const {
 }
 
 Status ShmDirectBackend::Run(const Batch& batch, TimeNs deadline, TraceSink& trace) {
-  way_ = AllreduceWay::kNotCounted;
+  algorithm_used_ = AlgorithmUsed::kNotCounted;
   HORORING_RETURN_IF_ERROR(CheckSpecs(batch));
   if (members_.ranks.size() == 1) {
     ReduceAlone(batch, trace);
@@ -64,7 +64,7 @@ Status ShmDirectBackend::Run(const Batch& batch, TimeNs deadline, TraceSink& tra
   const bool others = readers.set != members_.set || readers.generation != members_.generation;
   if (others) broken_ = WaitForReaders(transport_, deadline);
   if (!broken_.ok() || plan.blocks == 0) return broken_;
-  way_ = AllreduceWay::kShmDirect;
+  algorithm_used_ = AlgorithmUsed::kShmDirect;
   broken_ = ShmPipeline(transport_, members_, place_, batch, plan, first, deadline, trace).Run();
   readers = {members_.ranks, members_.set, members_.generation, next_block_};
   return broken_;

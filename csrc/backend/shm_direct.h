@@ -42,7 +42,7 @@ class ShmDirectBackend final : public Backend {
   Status Run(const Batch& batch, TimeNs deadline, TraceSink& trace) override;
   // This rank's slot.
   size_t scratch_bytes() const override;
-  AllreduceWay way() const override { return way_; }
+  AlgorithmUsed algorithm_used() const override { return algorithm_used_; }
 
  private:
   ShmTransport& transport_;
@@ -50,7 +50,7 @@ class ShmDirectBackend final : public Backend {
   const int place_;  // of this rank among the members
   uint64_t next_block_;
   const size_t chunk_bytes_;
-  AllreduceWay way_ = AllreduceWay::kNotCounted;
+  AlgorithmUsed algorithm_used_ = AlgorithmUsed::kNotCounted;
   Status broken_;  // the first error: the ranks' counters no longer agree, every later Run fails
 };
 

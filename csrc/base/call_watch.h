@@ -73,18 +73,18 @@ class CallWatch {
 
   // From now on the thread never leaves the call that the last check found. Returns its name;
   // everything that the thread did before is visible. No name if the thread has left the call or
-  // was given up before.
-  Name GiveUp() {
+  // was abandoned before.
+  Name Abandon() {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (seen_ % 2 == 0 || !state_.compare_exchange_strong(seen_, kGivenUp)) return {};
+    if (seen_ % 2 == 0 || !state_.compare_exchange_strong(seen_, kAbandoned)) return {};
     return {call_.load(), library_.load()};
   }
-  bool given_up() const { return state_.load() == kGivenUp; }
+  bool abandoned() const { return state_.load() == kAbandoned; }
   // Whether the call has returned since.
   bool parked() const { return parked_.load(); }
 
  private:
-  static constexpr uint64_t kGivenUp = ~uint64_t{0} - 1;  // even: no call to watch
+  static constexpr uint64_t kAbandoned = ~uint64_t{0} - 1;  // even: no call to watch
 
   void Enter(const Name& name) {
     call_.store(name.call, std::memory_order_relaxed);

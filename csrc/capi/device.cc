@@ -41,9 +41,9 @@ std::string DescribeCuda(const std::string& library) {
 
 HR_EXPORT int hr_wait_in_stream(int64_t handle, uintptr_t stream) {
   if (InForkedChild()) return Remember(NotInitialized());
-  const std::shared_ptr<const DeviceEvent> landed = Handles()->Landed(handle);
-  return landed == nullptr ? static_cast<int>(HR_OK)
-                           : Remember(landed->StreamWait(StreamOf(stream)));
+  const std::shared_ptr<const DeviceEvent> done_event = Handles()->DoneEvent(handle);
+  return done_event == nullptr ? static_cast<int>(HR_OK)
+                               : Remember(done_event->StreamWait(StreamOf(stream)));
 }
 
 HR_EXPORT int hr_wait_many_in_stream(const int64_t* handles, int32_t count, double timeout_s,
@@ -55,10 +55,10 @@ HR_EXPORT int hr_wait_many_in_stream(const int64_t* handles, int32_t count, doub
     const Status free = device->RefuseCaptured(StreamOf(stream));
     if (!free.ok()) return Remember(free);
   }
-  std::vector<std::shared_ptr<const DeviceEvent>> landed;
-  const int code = WaitMany(handles, count, timeout_s, &landed);
-  for (size_t i = 0; code == HR_OK && i < landed.size(); ++i) {
-    const Status status = landed[i]->StreamWait(StreamOf(stream));
+  std::vector<std::shared_ptr<const DeviceEvent>> done_events;
+  const int code = WaitMany(handles, count, timeout_s, &done_events);
+  for (size_t i = 0; code == HR_OK && i < done_events.size(); ++i) {
+    const Status status = done_events[i]->StreamWait(StreamOf(stream));
     if (!status.ok()) return Remember(status);
   }
   return code;
@@ -68,10 +68,10 @@ HR_EXPORT int hr_landed(int64_t handle) {
   if (InForkedChild()) return -Remember(NotInitialized());
   const std::shared_ptr<HandleTable> handles = Handles();
   if (handles->Poll(handle) == HandleTable::Look::kPending) return 0;
-  const std::shared_ptr<const DeviceEvent> landed = handles->Landed(handle);
+  const std::shared_ptr<const DeviceEvent> done_event = handles->DoneEvent(handle);
   bool reached = false;
   // A device that does not answer uses no memory any more.
-  return landed == nullptr || !landed->Look(&reached).ok() || reached;
+  return done_event == nullptr || !done_event->Look(&reached).ok() || reached;
 }
 
 HR_EXPORT int hr_result_rows(int64_t handle, int32_t index, int64_t* rows) {

@@ -12,17 +12,17 @@
 namespace hororing {
 
 int WaitMany(const int64_t* handles, int32_t count, double timeout_s,
-             std::vector<std::shared_ptr<const DeviceEvent>>* landed) {
+             std::vector<std::shared_ptr<const DeviceEvent>>* done_events) {
   if (InForkedChild()) return Remember(NotInitialized());
   const TimeNs timeout = timeout_s < 0 ? kForever : Scaled(timeout_s, kSecond);
   const size_t number = static_cast<size_t>(count);
   bool all_ok = false;
   const std::shared_ptr<HandleTable>& table = Handles();
-  HandleTable::Look look = table->WaitMany(handles, number, 0, &all_ok, landed);
+  HandleTable::Look look = table->WaitMany(handles, number, 0, &all_ok, done_events);
   if (look == HandleTable::Look::kPending && timeout > 0) {
     const std::shared_ptr<Engine> engine = CurrentEngine();
-    look = engine != nullptr ? engine->WaitMany(handles, number, timeout, &all_ok, landed)
-                             : table->WaitMany(handles, number, timeout, &all_ok, landed);
+    look = engine != nullptr ? engine->WaitMany(handles, number, timeout, &all_ok, done_events)
+                             : table->WaitMany(handles, number, timeout, &all_ok, done_events);
   }
   if (look == HandleTable::Look::kPending) return HR_PENDING;
   if (all_ok) return HR_OK;

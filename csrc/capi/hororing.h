@@ -133,8 +133,8 @@ typedef struct hr_config {
    * allreduce among all ranks comes again on rank 0. */
   int64_t timeline_from, timeline_to;
   int32_t timeline_mark_cycles;
-  int32_t tune_fusion; /* of `tune`, on rank 0: nonzero: smaller fusion_bytes */
-  int32_t tune_hold;   /* nonzero: other cycle_time_ms */
+  int32_t tune_fusion;     /* of `tune`, on rank 0: nonzero: smaller fusion_bytes */
+  int32_t tune_cycle_time; /* nonzero: other cycle_time_ms */
   int32_t tune_warmup_samples;
   int32_t tune_steps_per_sample;
   const char* tune_log; /* path of its CSV log, or NULL */
@@ -177,7 +177,7 @@ typedef struct hr_request {
    * beyond their sum are not sent. HR_ADD_PROCESS_SET: the ranks. */
   const int64_t* integers;
   int32_t integers_count;
-  int32_t wait_follows; /* nonzero: this thread calls hr_wait next. Nobody needs to wake the engine,
+  int32_t blocking; /* nonzero: this thread calls hr_wait next. Nobody needs to wake the engine,
                            and small sums need no negotiation where the ranks of a host make them
                            at the same time (ADR 33) */
   uintptr_t stream; /* tensors on a device: the CUDA stream whose work, so far, computes them; 0:
@@ -208,7 +208,7 @@ typedef struct hr_stats {
   /* Batches of HR_ALLREDUCE among several ranks, on the host, by the algorithm that ran. */
   int64_t allreduces_shm_direct, allreduces_three_phase, allreduces_leader, allreduces_ring;
   int64_t allreduces_recursive_doubling, allreduces_rank_order;
-  int64_t allreduces_at_once; /* without negotiation (`wait_follows`), each a batch of its own */
+  int64_t allreduces_at_once; /* without negotiation (`blocking`), each a batch of its own */
 } hr_stats;
 
 typedef struct hr_log_record {
@@ -259,7 +259,7 @@ const char* hr_host_name(int32_t rank); /* NULL when there is no such rank or no
 const char* hr_last_error(void);
 int32_t hr_last_error_rank(void);
 
-/* A handle > 0, or a negative hr_code. Does not block; with `wait_follows` it may poll for the
+/* A handle > 0, or a negative hr_code. Does not block; with `blocking` it may poll for the
  * other ranks for 40 us, and the handle may be complete. */
 int64_t hr_submit(const hr_request* request);
 /* Starts `count` persistent requests (MPI's word) of HR_ALLREDUCE with one tensor each, in place,

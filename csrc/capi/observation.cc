@@ -130,15 +130,15 @@ HR_EXPORT void hr_stats_now(hr_stats* stats) {
   stats->scratch_bytes = from.scratch_bytes;
   stats->trace_events_dropped = engine->trace().dropped();
   stats->fusion_bytes = from.fusion_bytes;
-  stats->cycle_time_ns = from.hold_ns;
-  const auto allreduces = [&](AllreduceWay way) {
-    return from.allreduces[static_cast<size_t>(way)].load();
+  stats->cycle_time_ns = from.cycle_time_ns;
+  const auto allreduces = [&](AlgorithmUsed used) {
+    return from.allreduces[static_cast<size_t>(used)].load();
   };
-  stats->allreduces_shm_direct = allreduces(AllreduceWay::kShmDirect);
-  stats->allreduces_three_phase = allreduces(AllreduceWay::kThreePhase);
-  stats->allreduces_leader = allreduces(AllreduceWay::kLeader);
-  stats->allreduces_ring = allreduces(AllreduceWay::kRing);
-  stats->allreduces_recursive_doubling = allreduces(AllreduceWay::kRecursiveDoubling);
-  stats->allreduces_rank_order = allreduces(AllreduceWay::kRankOrder);
-  stats->allreduces_at_once = allreduces(AllreduceWay::kAtOnce);
+  stats->allreduces_shm_direct = allreduces(AlgorithmUsed::kShmDirect);
+  stats->allreduces_three_phase = allreduces(AlgorithmUsed::kThreePhase);
+  stats->allreduces_leader = allreduces(AlgorithmUsed::kLeader);
+  stats->allreduces_ring = allreduces(AlgorithmUsed::kRing);
+  stats->allreduces_recursive_doubling = allreduces(AlgorithmUsed::kRecursiveDoubling);
+  stats->allreduces_rank_order = allreduces(AlgorithmUsed::kRankOrder);
+  stats->allreduces_at_once = allreduces(AlgorithmUsed::kRendezvous);
 }

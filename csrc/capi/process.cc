@@ -34,7 +34,7 @@ struct Process {
   std::shared_ptr<Engine> engine;           // GUARDED_BY(mutex)
   std::shared_ptr<Engine> starting;         // from hr_init to hr_init_wait; GUARDED_BY(mutex)
   int64_t generation = 0;                   // of the latest engine; GUARDED_BY(mutex)
-  bool given_up = false;                    // a former engine was; GUARDED_BY(mutex)
+  bool abandoned = false;                   // a former engine was; GUARDED_BY(mutex)
   std::string ended_by;                     // a former engine; GUARDED_BY(mutex)
   std::shared_ptr<AskingBootstrap> asking;  // of the engine that starts; GUARDED_BY(mutex)
   std::shared_ptr<HandleTable> handles = std::make_shared<HandleTable>();
@@ -109,14 +109,14 @@ namespace {
 EngineConfig EngineConfigFrom(const hr_config& from) {
   EngineConfig config;
   config.fusion_bytes = from.fusion_bytes;
-  config.hold_ns = Scaled(from.cycle_time_ms, kMillisecond);
+  config.cycle_time_ns = Scaled(from.cycle_time_ms, kMillisecond);
   config.cache_capacity = from.cache_capacity;
   config.allreduce.reproducible = from.reproducible != 0;
   config.allreduce.chunk_bytes = static_cast<size_t>(from.chunk_bytes);
   if (from.tune != 0) {
     config.tune.emplace();
     config.tune->tune_fusion = from.tune_fusion != 0;
-    config.tune->tune_hold = from.tune_hold != 0;
+    config.tune->tune_cycle_time = from.tune_cycle_time != 0;
     config.tune->warmup_samples = from.tune_warmup_samples;
     config.tune->steps_per_sample = from.tune_steps_per_sample;
     config.tune_log = Text(from.tune_log);
@@ -178,19 +178,19 @@ int EndEngine(const char* reason, const std::function<bool(Engine&)>& end) {
     }
     engine = std::exchange(started ? process.engine : process.starting, nullptr);
     if (engine == nullptr) return HR_OK;
-    if (!started) process.given_up = true;  // until its thread has ended
+    if (!started) process.abandoned = true;  // until its thread has ended
     process.ended_by = Text(reason);
   }
   if (end(*engine)) {
     std::lock_guard<std::mutex> lock(process.mutex);
-    process.given_up = false;
+    process.abandoned = false;
     return HR_OK;
   }
-  const bool given_up = engine->given_up();
+  const bool abandoned = engine->abandoned();
   new std::shared_ptr<Engine>(std::move(engine));
-  if (!given_up) return Remember(Late());
+  if (!abandoned) return Remember(Late());
   std::lock_guard<std::mutex> lock(process.mutex);
-  process.given_up = true;
+  process.abandoned = true;
   return Remember(Status(Code::kTransport,
                          "shutdown: the engine's thread stays in a call that does not return"));
 }
@@ -210,7 +210,7 @@ HR_EXPORT int hr_init(const hr_config* config) {
   {
     std::lock_guard<std::mutex> lock(process.mutex);
     if (process.engine != nullptr || process.starting != nullptr) return HR_OK;
-    if (process.given_up) {
+    if (process.abandoned) {
       return Remember(Status(Code::kTransport,
                              "init: the thread of an earlier engine is in a call that does not "
                              "return, or still waits for the other ranks; start this process "

@@ -17,9 +17,9 @@ namespace hororing {
 bool InForkedChild();
 // Those of all engines of the process.
 const std::shared_ptr<HandleTable>& Handles();
-// hr_wait_many; `landed` as for HandleTable::WaitMany.
+// hr_wait_many; `done_events` as for HandleTable::WaitMany.
 int WaitMany(const int64_t* handles, int32_t count, double timeout_s,
-             std::vector<std::shared_ptr<const DeviceEvent>>* landed);
+             std::vector<std::shared_ptr<const DeviceEvent>>* done_events);
 // Null before hr_init and after hr_shutdown.
 std::shared_ptr<Engine> CurrentEngine();
 Status NotInitialized();

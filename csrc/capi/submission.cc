@@ -45,12 +45,12 @@ bool StartNext(Engine& engine, const hr_request& from, int64_t* handle) {
                           reinterpret_cast<void*>(from.tensors[0].output), handle);
 }
 
-Status Submit(Engine& engine, const hr_request& from, bool at_once, StreamEvents* events,
+Status Submit(Engine& engine, const hr_request& from, bool blocking, StreamEvents* events,
               uint64_t* id, int64_t* handle) {
   thread_local std::unique_ptr<TensorEntry> entry;  // the memory of one is used again
   if (entry == nullptr) entry = std::make_unique<TensorEntry>();
   HORORING_RETURN_IF_ERROR(MakeEntry(from, engine.sets(), engine.topology().rank, entry.get()));
-  if (at_once && engine.AtOnce(*entry, handle)) return Status::Ok();
+  if (blocking && engine.AllreduceAtRendezvous(*entry, handle)) return Status::Ok();
   Status status = MarkReady(engine, from, events, entry.get());
   if (status.ok()) status = engine.Submit(&entry, handle, id);
   if (entry != nullptr) entry->ready.clear();  // nobody else would, until who knows when
@@ -62,15 +62,15 @@ Status Submit(Engine& engine, const hr_request& from, bool at_once, StreamEvents
 HR_EXPORT int64_t hr_submit(const hr_request* request) {
   const std::shared_ptr<Engine> engine = CurrentEngine();
   if (engine == nullptr) return -Remember(NotInitialized());
-  const bool wait_follows = request->wait_follows != 0;
+  const bool blocking = request->blocking != 0;
   StreamEvents events;
   uint64_t id = 0;
   int64_t handle = 0;
-  if (wait_follows || !StartNext(*engine, *request, &handle)) {
-    const Status status = Submit(*engine, *request, wait_follows, &events, &id, &handle);
+  if (blocking || !StartNext(*engine, *request, &handle)) {
+    const Status status = Submit(*engine, *request, blocking, &events, &id, &handle);
     if (!status.ok()) return -Remember(status);
   }
-  engine->Ring(wait_follows);
+  engine->Ring(blocking);
   return handle;
 }
 

@@ -23,7 +23,7 @@ enum class Algorithm {
 
 // The algorithm that ran an allreduce among several ranks, for statistics. (An Algorithm is what
 // was requested.)
-enum class AllreduceWay {
+enum class AlgorithmUsed {
   kNotCounted,  // nothing to do, Adasum, or not on the host
   kShmDirect,
   kThreePhase,
@@ -31,9 +31,9 @@ enum class AllreduceWay {
   kRing,
   kRecursiveDoubling,
   kRankOrder,
-  kAtOnce,  // the engine, without a backend (engine/at_once.cc)
+  kRendezvous,  // the engine, without a backend (engine/rendezvous_allreduce.cc)
 };
-constexpr size_t kAllreduceWays = 8;
+constexpr size_t kAlgorithmsUsed = 8;
 
 const char* Name(Algorithm algorithm);
 // kInvalidArgument if there is no algorithm `name`.

@@ -39,20 +39,20 @@ constexpr size_t kAhead = 16;
 }  // namespace
 
 Status GatherChunks(Transport& transport, std::byte* data, const std::vector<Span>& chunks,
-                    const GatherWay& way, TimeNs deadline) {
+                    const GatherOptions& options, TimeNs deadline) {
   const int size = transport.size(), rank = transport.rank();
   if (size == 1) return Status::Ok();
-  if (way.straight) {
+  if (options.straight) {
     const std::vector<Span> own(chunks.size(), chunks[static_cast<size_t>(rank)]);
-    return ExchangeParts(transport, data, own, data, chunks, deadline, way.segment_bytes);
+    return ExchangeParts(transport, data, own, data, chunks, deadline, options.segment_bytes);
   }
-  if (way.ring != nullptr) {
+  if (options.ring != nullptr) {
     std::vector<Span> in_order;
-    for (const int each : way.ring->ranks()) in_order.push_back(chunks[static_cast<size_t>(each)]);
-    return GatherChunks(*way.ring, data, in_order, {nullptr, way.segment_bytes, false}, deadline);
+    for (const int r : options.ring->ranks()) in_order.push_back(chunks[static_cast<size_t>(r)]);
+    return GatherChunks(*options.ring, data, in_order, {nullptr, options.segment_bytes}, deadline);
   }
   const int next = (rank + 1) % size, previous = (rank + size - 1) % size;
-  const size_t segment = SegmentBytes(LargestSize(chunks), way.segment_bytes);
+  const size_t segment = SegmentBytes(LargestSize(chunks), options.segment_bytes);
 
   Inflight receives(transport, deadline), sends(transport, deadline);
   RingSchedule to_post(chunks, segment, rank - 1, size - 1);
@@ -87,7 +87,7 @@ Status GatherChunks(Transport& transport, std::byte* data, const std::vector<Spa
 
 Status AllgatherV(Transport& transport, const void* input,
                   const std::vector<size_t>& bytes_per_rank, void* result, TimeNs deadline,
-                  const GatherWay& way) {
+                  const GatherOptions& options) {
   const size_t size = static_cast<size_t>(transport.size());
   const size_t rank = static_cast<size_t>(transport.rank());
   if (bytes_per_rank.size() != size) {
@@ -100,7 +100,7 @@ Status AllgatherV(Transport& transport, const void* input,
   if (chunks[rank].size > 0 && data + chunks[rank].begin != input) {
     CopyBytes(data + chunks[rank].begin, input, chunks[rank].size);
   }
-  return GatherChunks(transport, data, chunks, way, deadline);
+  return GatherChunks(transport, data, chunks, options, deadline);
 }
 
 }  // namespace hororing

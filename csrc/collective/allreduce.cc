@@ -22,12 +22,12 @@ constexpr size_t kRecursiveDoublingBytes = 64 << 10;
 }  // namespace
 
 Status Allreduce(Transport& transport, const ReduceBuffer& buffer, const FlatOptions& options,
-                 Scratch& scratch, TimeNs deadline, AllreduceWay* way) {
-  const GatherWay& gather = options.way;
+                 Scratch& scratch, TimeNs deadline, AlgorithmUsed* used) {
+  const GatherOptions& gather = options.gather;
   // Not even recursive doubling's fixed tree: whether a tensor is in a small batch is not
   // reproducible.
   if (options.reproducible) {
-    *way = AllreduceWay::kRankOrder;
+    *used = AlgorithmUsed::kRankOrder;
     return RankOrderAllreduce(transport, buffer, scratch, deadline, gather);
   }
   const bool small = options.algorithm == Algorithm::kAuto
@@ -35,15 +35,15 @@ Status Allreduce(Transport& transport, const ReduceBuffer& buffer, const FlatOpt
                          : options.algorithm == Algorithm::kRecursiveDoubling;
   Transport& in_order = gather.ring != nullptr ? *gather.ring : transport;
   if (small) {
-    *way = AllreduceWay::kRecursiveDoubling;
+    *used = AlgorithmUsed::kRecursiveDoubling;
     return RecursiveDoublingAllreduce(in_order, buffer, scratch, deadline);
   }
   // All of it: with one message for all types, rank order costs the others little more than a ring.
   if (buffer.layout.volume().wide) {
-    *way = AllreduceWay::kRankOrder;
+    *used = AlgorithmUsed::kRankOrder;
     return RankOrderAllreduce(transport, buffer, scratch, deadline, gather);
   }
-  *way = AllreduceWay::kRing;
+  *used = AlgorithmUsed::kRing;
   const size_t segment = options.segment_bytes != 0 ? options.segment_bytes : gather.segment_bytes;
   return RingAllreduce(in_order, buffer, scratch, deadline, segment);
 }

@@ -63,7 +63,7 @@ struct ReduceBuffer {
 Status RingAllreduce(Transport& transport, const ReduceBuffer& buffer, Scratch& scratch,
                      TimeNs deadline, size_t segment_bytes = 0);
 Status RankOrderAllreduce(Transport& transport, const ReduceBuffer& buffer, Scratch& scratch,
-                          TimeNs deadline, const GatherWay& way = {});
+                          TimeNs deadline, const GatherOptions& options = {});
 // Any layout: 16-bit floats and integer averages are sent as wide partial results.
 Status RecursiveDoublingAllreduce(Transport& transport, const ReduceBuffer& buffer,
                                   Scratch& scratch, TimeNs deadline);
@@ -74,13 +74,13 @@ struct FlatOptions {
   // kRing or kRecursiveDoubling; kAuto: from the layout and the world size alone.
   Algorithm algorithm = Algorithm::kAuto;
   // For the order of the ranks; and for messages and gathering of those in rank order.
-  GatherWay way;
-  // Of messages of kRing; 0: those of `way`. Changes no bit.
+  GatherOptions gather;
+  // Of messages of kRing; 0: those of `gather`. Changes no bit.
   size_t segment_bytes = 0;
 };
-// Chooses among them, and sets `way`.
+// Chooses among them, and sets `used`.
 Status Allreduce(Transport& transport, const ReduceBuffer& buffer, const FlatOptions& options,
-                 Scratch& scratch, TimeNs deadline, AllreduceWay* way);
+                 Scratch& scratch, TimeNs deadline, AlgorithmUsed* used);
 
 // The operands of a reduce-scatter: `input`, and how many units of its layout every rank's part
 // has, in rank order. This rank's part of the result goes to `result`, which either does not

@@ -22,7 +22,7 @@ Status Broadcast(Transport& transport, int root, void* data, size_t bytes, TimeN
                  size_t segment_bytes = 0);
 
 // Options of an all-gather; the same on all ranks.
-struct GatherWay {
+struct GatherOptions {
   // The same ranks in the order of the ring; null: rank order.
   Subgroup* ring = nullptr;
   size_t segment_bytes = 0;
@@ -34,7 +34,7 @@ struct GatherWay {
 // contiguous. `input` may be this rank's part of `result`.
 Status AllgatherV(Transport& transport, const void* input,
                   const std::vector<size_t>& bytes_per_rank, void* result, TimeNs deadline,
-                  const GatherWay& way = {});
+                  const GatherOptions& options = {});
 
 // Rank r sends send_bytes[q] to rank q and receives receive_bytes[q] from it, in both memories
 // back to back in rank order. REQUIRES: send_bytes[q] of rank r is receive_bytes[r] of rank q;

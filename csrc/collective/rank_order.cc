@@ -19,7 +19,7 @@
 namespace hororing {
 
 Status RankOrderAllreduce(Transport& transport, const ReduceBuffer& buffer, Scratch& scratch,
-                          TimeNs deadline, const GatherWay& way) {
+                          TimeNs deadline, const GatherOptions& options) {
   const std::vector<Span> chunks = buffer.layout.Parts(transport.size());
   ScatterBuffer scatter;
   scatter.input = buffer.data;
@@ -27,8 +27,8 @@ Status RankOrderAllreduce(Transport& transport, const ReduceBuffer& buffer, Scra
   scatter.result = buffer.data + chunks[static_cast<size_t>(transport.rank())].begin;
   scatter.layout = buffer.layout;
   HORORING_RETURN_IF_ERROR(
-      RankOrderReduceScatter(transport, scatter, scratch, deadline, way.segment_bytes));
-  return GatherChunks(transport, buffer.data, chunks, way, deadline);
+      RankOrderReduceScatter(transport, scatter, scratch, deadline, options.segment_bytes));
+  return GatherChunks(transport, buffer.data, chunks, options, deadline);
 }
 
 }  // namespace hororing

@@ -168,7 +168,7 @@ inline size_t RoundsUnderWay(size_t others) {
 // The second half of several algorithms: chunk r of `data` is complete on rank r, and will be on
 // all ranks. Spans are in bytes; see allgather.cc. REQUIRES: no other transfer touches `data`.
 Status GatherChunks(Transport& transport, std::byte* data, const std::vector<Span>& chunks,
-                    const GatherWay& way, TimeNs deadline);
+                    const GatherOptions& options, TimeNs deadline);
 
 // By pairwise exchange: sends[q] of `from` goes to rank q, receives[q] of `to` comes from it; what
 // is this rank's own stays where it is. Spans are in bytes; see alltoall.cc. `segment_bytes`: of a

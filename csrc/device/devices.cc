@@ -7,7 +7,7 @@
 namespace hororing {
 
 // Whoever waits here waits for a call that another thread is in. Where the loop's thread may be
-// given up it must not have the lock, which it would keep for ever: it has let go of it before the
+// abandoned it must not have the lock, which it would keep for ever: it has let go of it before the
 // watched wait ends, and tries again.
 std::unique_lock<std::mutex> Devices::LockOpening() {
   constexpr CallWatch::Name kOpening{"the first use of a device, in another thread,",

@@ -50,7 +50,7 @@ void Loop::Apply(const Agreement& agreement) {
         break;
       case Decision::Kind::kTune:
         Run(&work);
-        SetHold(decision.details().hold_ns);
+        SetCycleTime(decision.details().cycle_time_ns);
         break;
       case Decision::Kind::kLeave:
       case Decision::Kind::kAbort:
@@ -69,10 +69,10 @@ void Loop::Apply(const Agreement& agreement) {
 }
 
 // For how long requests come together before they are reported.
-void Loop::SetHold(TimeNs hold_ns) {
-  pace_.set_hold(hold_ns);
-  if (host_reports_) host_reports_->set_hold(ReportPace::kPatience * hold_ns);
-  shared_.stats.hold_ns = hold_ns;
+void Loop::SetCycleTime(TimeNs cycle_time_ns) {
+  pace_.set_cycle_time(cycle_time_ns);
+  if (host_reports_) host_reports_->set_cycle_time(ReportPace::kPatience * cycle_time_ns);
+  shared_.stats.cycle_time_ns = cycle_time_ns;
 }
 
 void Loop::Run(std::vector<Work>* work) {

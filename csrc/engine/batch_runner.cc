@@ -255,7 +255,7 @@ Status BatchRunner::RunBatch(int32_t process_set, Communicator& communicator) {
   ++shared_.stats.batches;
   shared_.stats.tensors += static_cast<int64_t>(batch.entries.size());
   shared_.stats.bytes += bytes;
-  ++shared_.stats.allreduces[static_cast<size_t>((*backend)->way())];
+  ++shared_.stats.allreduces[static_cast<size_t>((*backend)->algorithm_used())];
   size_t scratch = 0;
   for (const auto& [id, each] : communicators_) {
     for (const auto& holder : each.backends) scratch += holder->scratch_bytes();
@@ -264,7 +264,7 @@ Status BatchRunner::RunBatch(int32_t process_set, Communicator& communicator) {
 
   if (!status.ok()) return status;
   if (batch.on_device) {
-    for (TensorEntry* entry : entries_) entry->landed = (*backend)->done();
+    for (TensorEntry* entry : entries_) entry->done_event = (*backend)->done();
   }
   Complete();
   if (shared_.trace.enabled()) {
@@ -312,7 +312,7 @@ void BatchRunner::Complete(TensorEntry* entry) {
   ++shared_.stats.completed;
   Record(Event::kDone, NowNs(), owned->request.kind, owned->request.name);
   shared_.handles->Complete(owned->handle, Status::Ok(), std::move(owned->results),
-                            std::move(owned->landed));
+                            std::move(owned->done_event));
 }
 
 Status BatchRunner::RemoveSet(int32_t id) {

@@ -198,7 +198,7 @@ Status Engine::PrepareWorld(const WorldMaker& make_world, World* world) {
   topology_ = world->topology;
   shared_.sets.Reset(topology_.rank, topology_.size);
   transport_name_ = world->transport->name();
-  shared_.transport_drivable = world->transport->eventcount() != nullptr;
+  shared_.transport_lets_callers = world->transport->eventcount() != nullptr;
   shared_.mailbox.Attach(world->transport.get());
   // The tuner, and who counts steps, must see everything; the other backends come to other bits.
   const bool direct = shared_.config.backend == "auto" || shared_.config.backend == "shm_direct";
@@ -225,7 +225,7 @@ void Engine::Finish(const Status& why) {
     shared_.handles->Complete(entry->handle, During(*entry, why), {});
   }
   // The end of an event is a call of the driver, which the loop's thread may have locked.
-  if (given_up()) left_behind_ = std::move(left);
+  if (abandoned()) left_behind_ = std::move(left);
 }
 
 Status Engine::MarkReady(int ordinal, const std::vector<CuStream>& streams, StreamEvents* events,
@@ -270,8 +270,8 @@ bool Engine::StartNext(const std::function<bool(const Request&)>& same, const vo
   return true;
 }
 
-void Engine::Ring(bool wait_follows) {
-  if (!wait_follows || !shared_.Drivable()) shared_.mailbox.Submitted();
+void Engine::Ring(bool blocking) {
+  if (!blocking || !shared_.CallersMayProgress()) shared_.mailbox.Submitted();
 }
 
 Status Engine::StartTimeline(const std::string& path, bool mark_cycles) {

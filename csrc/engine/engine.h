@@ -61,28 +61,29 @@ class Engine {
   size_t Start(const uint64_t* ids, const uintptr_t* addresses, size_t count, int64_t* handles);
   bool StartNext(const std::function<bool(const Request&)>& same, const void* input, void* output,
                  int64_t* handle);
-  // Wakes the loop for what was submitted. `wait_follows`: this thread calls Wait next, so nobody
-  // else needs to be woken where it may drive the loop.
-  void Ring(bool wait_follows);
+  // Wakes the loop for what was submitted. `blocking`: this thread calls Wait next, so nobody
+  // else needs to be woken where it may run the loop.
+  void Ring(bool blocking);
   // Sums the tensor at the rendezvous of all ranks (transport/rendezvous.h), without the loop, for
   // a caller that would wait. True: it is done, with the bits that the loop would have come to, and
   // `handle` is complete. False: nothing has happened; submit it. That is so where the ranks do not
-  // come at the same time, or this one has something else in flight. (engine/at_once.cc)
-  bool AtOnce(const TensorEntry& entry, int64_t* handle);
+  // come at the same time, or this one has something else in flight. (rendezvous_allreduce.cc)
+  bool AllreduceAtRendezvous(const TensorEntry& entry, int64_t* handle);
   // As those of HandleTable. Polling for a request reports it immediately, just as waiting does.
   HandleTable::Look Poll(int64_t handle);
   HandleTable::Look Wait(int64_t handle, TimeNs timeout_ns, Status* status);
-  HandleTable::Look WaitMany(const int64_t* handles, size_t count, TimeNs timeout_ns, bool* all_ok,
-                             std::vector<std::shared_ptr<const DeviceEvent>>* landed = nullptr);
+  HandleTable::Look WaitMany(
+      const int64_t* handles, size_t count, TimeNs timeout_ns, bool* all_ok,
+      std::vector<std::shared_ptr<const DeviceEvent>>* done_events = nullptr);
 
   // As that of HandleTable, for a caller that is blocked until then.
   int64_t NextCompletion(int64_t seen, TimeNs timeout_ns);
 
-  // For those who wait in another way: gives the loop up where its thread is in a call that does
+  // For those who wait in another way: abandons the loop where its thread is in a call that does
   // not return (base/call_watch.h), so that everything pending fails.
   void LookAtLoop();
   // That has happened.
-  bool given_up() const { return calls_.given_up(); }
+  bool abandoned() const { return calls_.abandoned(); }
 
   // Asks all ranks to stop; see hr_shutdown. False when the loop did not end in time: the
   // engine must then be leaked, not destroyed.
@@ -127,7 +128,7 @@ class Engine {
   Status RunCommand(Mailbox::Command command, TimeNs timeout_ns);
   template <typename Done, typename Look>
   HandleTable::Look WaitUntil(const Done& done, const Look& look, TimeNs timeout_ns);
-  void DriveUntil(const std::function<bool()>& done, TimeNs deadline);
+  void ProgressUntil(const std::function<bool()>& done, TimeNs deadline);
 
   Shared shared_;
   std::atomic<State> state_{State::kStarting};
@@ -146,7 +147,7 @@ class Engine {
 
   const TimeNs start_deadline_;
   CallWatch calls_;  // of the loop's thread
-  // Of a loop that was given up: what still refers to a device.
+  // Of an abandoned loop: what still refers to a device.
   std::vector<std::unique_ptr<TensorEntry>> left_behind_;
 
   std::mutex progress_mutex_;  // held by whoever runs the loop; see Eventcount

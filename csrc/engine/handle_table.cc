@@ -117,10 +117,10 @@ bool HandleTable::Finish(Slot& slot) {
 }
 
 void HandleTable::Complete(int64_t handle, Status status, std::vector<GatheredTensor> results,
-                           std::shared_ptr<const DeviceEvent> landed) {
+                           std::shared_ptr<const DeviceEvent> done_event) {
   std::unique_ptr<Outcome> outcome;
-  if (!status.ok() || !results.empty() || landed != nullptr) {
-    outcome.reset(new Outcome{std::move(status), std::move(results), std::move(landed)});
+  if (!status.ok() || !results.empty() || done_event != nullptr) {
+    outcome.reset(new Outcome{std::move(status), std::move(results), std::move(done_event)});
   }
   bool wake = false;
   {
@@ -190,15 +190,15 @@ HandleTable::Look HandleTable::Wait(int64_t handle, TimeNs timeout_ns, Status* s
   return look;
 }
 
-std::shared_ptr<const DeviceEvent> HandleTable::Landed(int64_t handle) {
+std::shared_ptr<const DeviceEvent> HandleTable::DoneEvent(int64_t handle) {
   std::lock_guard<std::mutex> lock(mutex_);
   const Slot* const slot = Find(handle);
-  return slot == nullptr || slot->outcome == nullptr ? nullptr : slot->outcome->landed;
+  return slot == nullptr || slot->outcome == nullptr ? nullptr : slot->outcome->done_event;
 }
 
-HandleTable::Look HandleTable::WaitMany(const int64_t* handles, size_t count, TimeNs timeout_ns,
-                                        bool* all_ok,
-                                        std::vector<std::shared_ptr<const DeviceEvent>>* landed) {
+HandleTable::Look HandleTable::WaitMany(
+    const int64_t* handles, size_t count, TimeNs timeout_ns, bool* all_ok,
+    std::vector<std::shared_ptr<const DeviceEvent>>* done_events) {
   // What lies on a device, and events: their end is a call of the driver, not for a time under the
   // mutex.
   std::vector<std::unique_ptr<Outcome>> ended;
@@ -231,10 +231,11 @@ HandleTable::Look HandleTable::WaitMany(const int64_t* handles, size_t count, Ti
     Slot* const slot = Find(handles[i]);
     if (slot == nullptr) continue;  // it is there twice, or has been waited for
     if (slot->outcome != nullptr) {
-      std::shared_ptr<const DeviceEvent>& event = slot->outcome->landed;
+      std::shared_ptr<const DeviceEvent>& event = slot->outcome->done_event;
       // Mostly those of one batch follow one another, and have one event.
-      if (landed != nullptr && event != nullptr && (landed->empty() || landed->back() != event)) {
-        landed->push_back(std::move(event));
+      if (done_events != nullptr && event != nullptr &&
+          (done_events->empty() || done_events->back() != event)) {
+        done_events->push_back(std::move(event));
       }
       ended.push_back(std::move(slot->outcome));
     }

@@ -54,10 +54,10 @@ class HandleTable {
   void Create(int64_t* handles, size_t count);
   // One that is complete, with success and without results.
   int64_t CreateDone();
-  // REQUIRES: `handle` is pending. Releases it if its owner has done so already. `landed`: on a
+  // REQUIRES: `handle` is pending. Releases it if its owner has done so already. `done_event`: on a
   // device the results are there then; null: now.
   void Complete(int64_t handle, Status status, std::vector<GatheredTensor> results,
-                std::shared_ptr<const DeviceEvent> landed = nullptr);
+                std::shared_ptr<const DeviceEvent> done_event = nullptr);
   // With success and without results. Whoever waits is woken once.
   void Complete(const std::vector<int64_t>& handles);
 
@@ -68,12 +68,12 @@ class HandleTable {
   // Waits at most `timeout_ns`; fills `status` when done.
   Look Wait(int64_t handle, TimeNs timeout_ns, Status* status);
   // Waits for all of them. When all have succeeded they are released, and `all_ok` is true;
-  // `landed` receives their events. An already released handle counts as successful, so an
+  // `done_events` receives their events. An already released handle counts as successful, so an
   // interrupted wait can be repeated.
   Look WaitMany(const int64_t* handles, size_t count, TimeNs timeout_ns, bool* all_ok,
-                std::vector<std::shared_ptr<const DeviceEvent>>* landed = nullptr);
+                std::vector<std::shared_ptr<const DeviceEvent>>* done_events = nullptr);
   // Null where there is none, or no such handle.
-  std::shared_ptr<const DeviceEvent> Landed(int64_t handle);
+  std::shared_ptr<const DeviceEvent> DoneEvent(int64_t handle);
   // The first dimension of result `index` of a handle that is done; kInvalidArgument for anything
   // else. Take moves it out.
   Status Rows(int64_t handle, size_t index, int64_t* rows);
@@ -89,7 +89,7 @@ class HandleTable {
   struct Outcome {
     Status status;
     std::vector<GatheredTensor> results;
-    std::shared_ptr<const DeviceEvent> landed;
+    std::shared_ptr<const DeviceEvent> done_event;
   };
 
   // Small: of a step's thousand, each is looked at when others have filled the cache since.

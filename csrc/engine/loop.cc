@@ -23,7 +23,7 @@ Coordinator::Options CoordinatorOptions(const EngineConfig& config, const World&
   Coordinator::Options options;
   options.size = world.topology.size;
   options.tune = config.tune;
-  if (config.tune) options.tune->initial = {config.fusion_bytes, config.hold_ns};
+  if (config.tune) options.tune->initial = {config.fusion_bytes, config.cycle_time_ns};
   options.cache_capacity = config.cache_capacity;
   options.stall = config.stall;
   return options;
@@ -51,18 +51,18 @@ Loop::Loop(Shared& shared, World& world, const BackendOptions& options,
       topology_(world.topology),
       timeline_(*world.transport, world.topology, std::move(clock_offsets), shared.trace),
       runner_(shared, WorldCommunicator(world, std::move(backends))),
-      audiences_(Audiences(world)),
+      agreement_groups_(AgreementGroups(world)),
       neighbours_(Neighbours(world.topology.rank)),
-      pace_(shared.config.hold_ns),
+      pace_(shared.config.cycle_time_ns),
       parent_pid_(getppid()) {
   const auto warn = [&tensors = shared.tensors](const std::string& text) {
     Log(LogLevel::kWarning, "stall: " + tensors.Titles({"REDUCE", "PLAN"}) + " (REDUCE): " + text);
   };
   transport_.SetPatience({shared.config.stall.warning_ns, warn, shared.config.timeout_ns});
   shared_.stats.fusion_bytes = shared_.config.fusion_bytes;
-  shared_.stats.hold_ns = shared_.config.hold_ns;
+  shared_.stats.cycle_time_ns = shared_.config.cycle_time_ns;
   if (topology_.rank == neighbours_[0] && neighbours_.size() > 1) {
-    host_reports_.emplace(neighbours_, ReportPace::kPatience * shared.config.hold_ns);
+    host_reports_.emplace(neighbours_, ReportPace::kPatience * shared.config.cycle_time_ns);
   }
   if (topology_.rank != 0) return;
   coordinator_.emplace(CoordinatorOptions(shared.config, world));
@@ -98,7 +98,7 @@ Status Loop::Run(std::unique_lock<std::mutex>& progress) {
 }
 
 // Sleeps without the lock, and comes back with it when there is something to do and nobody who does
-// it: a driver rings if it leaves anything behind.
+// it: a caller rings if it leaves anything behind.
 void Loop::Park(std::unique_lock<std::mutex>& progress, uint32_t epoch) {
   const TimeNs until = parked_until_ns_ = NextDeadline();
   const bool gathers = mailbox_.poll_by.load() != kForever;  // then `until` is not later
@@ -106,7 +106,7 @@ void Loop::Park(std::unique_lock<std::mutex>& progress, uint32_t epoch) {
   if (gathers) {
     if (NowNs() < until) eventcount_->Park(epoch, until);
     epoch = eventcount_->Epoch();
-    if (progress.try_lock()) return;  // otherwise the driver looks
+    if (progress.try_lock()) return;  // otherwise a caller runs the loop
   }
   for (;;) {
     eventcount_->SpinThenPark(epoch, until);
@@ -116,19 +116,19 @@ void Loop::Park(std::unique_lock<std::mutex>& progress, uint32_t epoch) {
   }
 }
 
-Loop::Left Loop::Drive(const std::function<bool()>& done, TimeNs deadline) {
+Loop::Left Loop::ProgressUntil(const std::function<bool()>& done, TimeNs deadline) {
   // Peers ring while the last batch is under way. Another look finds that this was all, mostly,
   // and spares the engine's thread to be woken for it.
   constexpr int kLastLooks = 3;
-  eventcount_->BeginDriving();
-  driven_ = true;
+  eventcount_->BeginCallerProgress();
+  run_by_caller_ = true;
   uint32_t epoch = 0;
   int last_looks = 0;
   try {
     for (;;) {
       epoch = eventcount_->Epoch();
       const bool busy = Step();
-      if (final_ || !shared_.Drivable()) break;
+      if (final_ || !shared_.CallersMayProgress()) break;
       if (done()) {
         if (++last_looks > kLastLooks || eventcount_->Epoch() == epoch) break;
         continue;
@@ -141,9 +141,9 @@ Loop::Left Loop::Drive(const std::function<bool()>& done, TimeNs deadline) {
   } catch (const std::exception& error) {
     OnException(error);
   }
-  driven_ = false;
-  eventcount_->EndDriving();
-  return {epoch, final_ || !shared_.Drivable() || NextDeadline() < parked_until_ns_};
+  run_by_caller_ = false;
+  eventcount_->EndCallerProgress();
+  return {epoch, final_ || !shared_.CallersMayProgress() || NextDeadline() < parked_until_ns_};
 }
 
 // One look at everything; true when there was something to do.
@@ -195,7 +195,7 @@ void Loop::FollowTuner() {
   const Tuner::Setting& best = tuner->setting();
   Log(LogLevel::kInfo, "autotune: settled on HORORING_FUSION_BYTES=" +
                            std::to_string(best.fusion_bytes) + " HORORING_CYCLE_TIME_MS=" +
-                           std::to_string(static_cast<double>(best.hold_ns) / kMillisecond));
+                           std::to_string(static_cast<double>(best.cycle_time_ns) / kMillisecond));
 }
 
 // Rank 0: turns the timeline on and off with the steps that it is about. By names, since a tensor
@@ -257,7 +257,7 @@ TimeNs Loop::NextDeadline() const {
   if (coordinator_) next = std::min(next, coordinator_->NextDeadline());
   if (host_reports_) next = std::min(next, host_reports_->NextDeadline());
   if (asked_) next = std::min(next, asked_->deadline);
-  return driven_ ? next : std::min(next, mailbox_.poll_by.load());
+  return run_by_caller_ ? next : std::min(next, mailbox_.poll_by.load());
 }
 
 void Loop::OnException(const std::exception& error) {

@@ -2,7 +2,7 @@
 //
 // Event-driven: it sleeps until a request is submitted, a control message arrives or a deadline
 // comes; there is no cycle. Runs on the engine's thread; where the transport permits it, a caller
-// that waits for a request drives it meanwhile, which saves two changes of threads (ADR 0012).
+// that waits for a request runs it meanwhile, which saves two changes of threads (ADR 0012).
 //
 // Thread-safety: everything under Engine::progress_mutex_, whoever calls.
 #pragma once
@@ -38,13 +38,13 @@ class Loop {
   // All ranks have agreed on the end.
   bool end_agreed() const { return end_agreed_; }
 
-  // What a driver leaves to the engine's thread, which may be asleep.
+  // What a caller leaves to the engine's thread, which may be asleep.
   struct Left {
-    uint32_t epoch;  // as it was before the driver's last look
+    uint32_t epoch;  // as it was before the caller's last look
     bool wake;       // in any case: the end, or an earlier deadline than it sleeps to
   };
   // Does the same, for a caller that waits, until done() or `deadline`. REQUIRES: drivable().
-  Left Drive(const std::function<bool()>& done, TimeNs deadline);
+  Left ProgressUntil(const std::function<bool()>& done, TimeNs deadline);
   bool drivable() const { return eventcount_ != nullptr && !final_; }
 
  private:
@@ -60,9 +60,9 @@ class Loop {
   bool LetsMoreCome();
   void Tell(const struct Report& report, TimeNs now);
   bool IsOfWorld(const struct Report& report) const;
-  static std::vector<std::vector<int>> Audiences(const World& world);
+  static std::vector<std::vector<int>> AgreementGroups(const World& world);
   std::vector<int> Neighbours(int rank) const;
-  int superior() const;
+  int parent_rank() const;
   void Post(int peer, std::string message);
   void Send(const Agreement& agreement);
   // silence.cc
@@ -73,7 +73,7 @@ class Loop {
   void Warn(bool now);
   // apply.cc
   void Apply(const Agreement& agreement);
-  void SetHold(TimeNs hold_ns);
+  void SetCycleTime(TimeNs cycle_time_ns);
   void Run(std::vector<Work>* work);
   TensorEntry* Reported(uint64_t id);
   std::optional<Work> Agreed(const Decision& decision, uint64_t id);
@@ -106,7 +106,7 @@ class Loop {
   Timeline timeline_;
   BatchRunner runner_;
   // Ranks that report to rank 0 and hear from it together, by the first of them; this rank's own.
-  const std::vector<std::vector<int>> audiences_;
+  const std::vector<std::vector<int>> agreement_groups_;
   const std::vector<int> neighbours_;
   std::optional<Coordinator> coordinator_;   // on rank 0
   std::optional<HostReports> host_reports_;  // on the first of the others
@@ -116,7 +116,7 @@ class Loop {
   std::vector<TensorEntry*> submitted_;      // of Report; its memory is used again
   ReportPace pace_;
   uint32_t poll_epoch_ = 0;  // as it was when the loop's thread promised to poll
-  bool driven_ = false;      // by a caller
+  bool run_by_caller_ = false;
   // Of the agreement under way: what this rank contributes although it has joined.
   std::vector<std::unique_ptr<TensorEntry>> stand_ins_;
   uint64_t applied_ = 0;

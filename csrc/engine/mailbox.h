@@ -26,7 +26,7 @@ class Mailbox {
     std::lock_guard<std::mutex> lock(mutex_);
     if (transport_ != nullptr) transport_->Wake();
   }
-  // If anything has happened since `epoch`. REQUIRES: callers can drive the loop.
+  // If anything has happened since `epoch`. REQUIRES: callers may run the loop.
   void WakeIfAny(uint32_t epoch) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (transport_ != nullptr && transport_->eventcount()->Epoch() != epoch) transport_->Wake();
@@ -38,20 +38,20 @@ class Mailbox {
     if (poll_by.load() == kForever && !rung_.load() && !rung_.exchange(true)) Wake();
   }
   // Somebody waits for what is in the table: the loop, where it has promised to poll, does it now.
-  void Hurry() {
+  void ReportNow() {
     if (poll_by.load() != kForever) Wake();
   }
   // The same for one that polls, and does not count as waiting.
-  void Ask() {
-    asked_for_ = true;
-    Hurry();
+  void Polled() {
+    polled_ = true;
+    ReportNow();
   }
   // Loop: it is about to look at the table.
   void Looking() { rung_ = false; }
   // Loop: the table is about to be emptied.
-  void Reporting() { asked_for_ = false; }
+  void Reporting() { polled_ = false; }
   // Loop: whether what is submitted must be reported now.
-  bool IsUrgent() const { return waiting.load() != 0 || asked_for_.load() || stopping_.load(); }
+  bool IsUrgent() const { return waiting.load() != 0 || polled_.load() || stopping_.load(); }
 
   // All ranks are to end. The first reason counts.
   void Stop(const std::string& reason) {
@@ -122,7 +122,7 @@ class Mailbox {
     if (!revoked_) revoked_ = why;
     RevokeIfAttached();
   }
-  // REQUIRES: the loop was given up outside of the transport. Over MPI peers hear of it by the end
+  // REQUIRES: the loop was abandoned outside of the transport. Over MPI peers hear of it by the end
   // of this process, or at their deadline: to MPI no other thread may talk.
   void TellPeers(const Status& why) {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -144,7 +144,7 @@ class Mailbox {
     transport_->Revoke(Status(revoked_->code(), revoked_->message(), rank));
   }
 
-  std::atomic<bool> asked_for_{false}, rung_{false}, stopping_{false}, commanded_{false};
+  std::atomic<bool> polled_{false}, rung_{false}, stopping_{false}, commanded_{false};
   mutable std::mutex mutex_;
   std::string stop_reason_;           // GUARDED_BY(mutex_)
   std::shared_ptr<Command> command_;  // GUARDED_BY(mutex_)

@@ -12,36 +12,36 @@
 namespace hororing {
 // Those that hear from rank 0 together: its neighbours by themselves, where there is memory to
 // reach them; the ranks of another host through the first of them.
-std::vector<std::vector<int>> Loop::Audiences(const World& world) {
-  std::vector<std::vector<int>> audiences;
+std::vector<std::vector<int>> Loop::AgreementGroups(const World& world) {
+  std::vector<std::vector<int>> groups;
   for (const std::vector<int>& ranks : world.topology.ranks_on()) {
     if (world.local != nullptr && ranks[0] != 0) {
-      audiences.push_back(ranks);
+      groups.push_back(ranks);
     } else {
-      for (const int rank : ranks) audiences.push_back({rank});
+      for (const int rank : ranks) groups.push_back({rank});
     }
   }
-  return audiences;
+  return groups;
 }
 
 std::vector<int> Loop::Neighbours(int rank) const {
-  for (const std::vector<int>& ranks : audiences_) {
+  for (const std::vector<int>& ranks : agreement_groups_) {
     if (std::find(ranks.begin(), ranks.end(), rank) != ranks.end()) return ranks;
   }
   return {rank};
 }
 
 // Whom this rank reports to, and hears from.
-int Loop::superior() const {
+int Loop::parent_rank() const {
   const int first = neighbours_[0];
   return first == topology_.rank ? 0 : first;
 }
 
 // Whether what callers have submitted since the last report is left alone for now. Then the loop's
-// thread promises to poll in time, and who submits meanwhile wakes nobody. A driver, which reports
-// everything, leaves that promise as it is.
+// thread promises to poll in time, and who submits meanwhile wakes nobody. A caller that runs the
+// loop reports everything, and leaves that promise as it is.
 bool Loop::LetsMoreCome() {
-  if (!driven_) mailbox_.poll_by = kForever;  // before the look, which then misses nothing
+  if (!run_by_caller_) mailbox_.poll_by = kForever;  // before the look, which then misses nothing
   mailbox_.Looking();
   if (mailbox_.IsUrgent()) return false;
   const TensorTable::Submitted submitted = shared_.tensors.submitted();
@@ -104,7 +104,7 @@ void Loop::Tell(const struct Report& report, TimeNs now) {
   } else if (host_reports_) {
     host_reports_->Receive(topology_.rank, report, IsOfWorld(report), now);
   } else {
-    Post(superior(), Encode(report));
+    Post(parent_rank(), Encode(report));
   }
 }
 
@@ -162,7 +162,7 @@ bool Loop::Receive() {
                                                [&](int rank) { return on_host(rank, peer); });
         if (understood) coordinator_->Receive(ranks, report, NowNs());
       }
-    } else if (understood && kind == MessageKind::kAgreement && peer == superior()) {
+    } else if (understood && kind == MessageKind::kAgreement && peer == parent_rank()) {
       Agreement agreement;
       understood = Decode(message, &agreement);
       // Before it is carried out, which takes all of them; and so with what is not reported yet.
@@ -194,7 +194,7 @@ bool Loop::Receive() {
 void Loop::Send(const Agreement& agreement) {
   const bool to_all = coordinator_->world_only();
   const std::string message = to_all ? Encode(agreement) : std::string();
-  for (const std::vector<int>& ranks : audiences_) {
+  for (const std::vector<int>& ranks : agreement_groups_) {
     if (ranks[0] == 0) continue;
     if (to_all) {
       Post(ranks[0], message);

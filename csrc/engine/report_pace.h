@@ -18,41 +18,41 @@ namespace hororing {
 
 class ReportPace {
  public:
-  // `hold_ns`: from one report to the next.
-  explicit ReportPace(TimeNs hold_ns) : hold_ns_(hold_ns) {}
+  // `cycle_time_ns`: from one report to the next.
+  explicit ReportPace(TimeNs cycle_time_ns) : cycle_time_ns_(cycle_time_ns) {}
   // From the next report on.
-  void set_hold(TimeNs hold_ns) { hold_ns_ = hold_ns; }
+  void set_cycle_time(TimeNs cycle_time_ns) { cycle_time_ns_ = cycle_time_ns; }
 
   // When `count` requests, the first of which was submitted at `first`, are to be reported.
   TimeNs Due(TimeNs first, size_t count, TimeNs now) const {
     if (unanswered()) return unanswered_until_ns_;
     const bool burst = count > 1 && now - first <= static_cast<TimeNs>(count) * kClosely;
-    return std::max(next_ns_, After(first, burst ? hold_ns_ : hold_ns_ / kMoment));
+    return std::max(next_ns_, After(first, burst ? cycle_time_ns_ : cycle_time_ns_ / kMoment));
   }
 
   // What was there has been reported; not by a message, on rank 0.
-  void Reported(TimeNs now) { next_ns_ = After(now, hold_ns_); }
+  void Reported(TimeNs now) { next_ns_ = After(now, cycle_time_ns_); }
   // By a message.
   void Told(TimeNs now) {
     Reported(now);
-    unanswered_until_ns_ = After(now, kPatience * hold_ns_);
+    unanswered_until_ns_ = After(now, kPatience * cycle_time_ns_);
   }
   // An agreement has come.
   void Answered() { unanswered_until_ns_ = 0; }
   bool unanswered() const { return unanswered_until_ns_ != 0; }
 
-  // In terms of hold_ns. Others may not have what this rank has reported, but wait for what it has
-  // not reported yet: silence must end without an answer.
+  // In terms of cycle_time_ns. Others may not have what this rank has reported, but wait for what
+  // it has not reported yet: silence must end without an answer.
   static constexpr TimeNs kPatience = 8;
 
  private:
-  // Of hold_ns, for the first requests.
+  // Of cycle_time_ns, for the first requests.
   static constexpr TimeNs kMoment = 8;
   // Between requests of a burst, on average: a framework's call for one takes a microsecond or
   // three, and computes nothing worth the name before the next.
   static constexpr TimeNs kClosely = 8 * kMicrosecond;
 
-  TimeNs hold_ns_;
+  TimeNs cycle_time_ns_;
   TimeNs next_ns_ = 0;
   TimeNs unanswered_until_ns_ = 0;  // 0: answered
 };

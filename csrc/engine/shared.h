@@ -26,17 +26,17 @@ namespace hororing {
 struct EngineConfig {
   // Rank-visible.
   int64_t fusion_bytes = 64 << 20;
-  TimeNs hold_ns = kMillisecond;
+  TimeNs cycle_time_ns = kMillisecond;
   int cache_capacity = 8192;
   AllreduceOptions allreduce;  // but for what the wire costs, which is measured
-  // Finds fusion_bytes and hold_ns by trying. Its initial setting is those.
+  // Finds fusion_bytes and cycle_time_ns by trying. Its initial setting is those.
   std::optional<Tuner::Options> tune;
   std::string tune_log;     // path, for rank 0; empty: none
   std::string fingerprint;  // see CompareFingerprints
   // Local.
   std::string backend = "auto";
-  DeviceWay gpu = DeviceWay::kAuto;  // rank-visible
-  Devices::Options devices;          // but for `likely`
+  GpuMode gpu = GpuMode::kAuto;  // rank-visible
+  Devices::Options devices;      // but for `likely`
   StallInspector::Options stall;
   TimeNs timeout_ns = kForever;  // for every wait on a peer
   // How often a rank that has nothing to do looks whether its peers and its parent are alive.
@@ -63,12 +63,14 @@ struct Shared {
   Stats stats;
   // Constant once the engine has started.
   std::shared_ptr<Devices> devices;
-  bool transport_drivable = false;  // it lets callers drive the loop
+  bool transport_lets_callers = false;  // run the loop
 
-  // Whether callers may drive the loop now. A call of NVIDIA's that does not return must not be one
-  // that a caller is in: nobody could give it up, so with a device the loop stays with its thread.
+  // Whether callers may run the loop now. A call of NVIDIA's that does not return must not be one
+  // that a caller is in: nobody could abandon it, so with a device the loop stays with its thread.
   // So it does while this rank has joined, when tensors of the others may be its first on a device.
-  bool Drivable() const { return transport_drivable && !devices->in_use() && !tensors.joining(); }
+  bool CallersMayProgress() const {
+    return transport_lets_callers && !devices->in_use() && !tensors.joining();
+  }
 };
 
 }  // namespace hororing

@@ -35,7 +35,7 @@ void Loop::LookAtAnswers(TimeNs now) {
     Tell(report, now);
   }
   if (coordinator_) return;
-  LookForSigns({{superior(), waits_since_ns_}, {0, waits_since_ns_}}, now);
+  LookForSigns({{parent_rank(), waits_since_ns_}, {0, waits_since_ns_}}, now);
 }
 
 // Of ranks that are waited for, and since when. It is part of the limit how long that is: nobody

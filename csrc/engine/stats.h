@@ -23,9 +23,9 @@ struct Stats {
   Counter control_messages_received{0};
   Counter loop_wakeups{0};
   Counter scratch_bytes{0};
-  Counter fusion_bytes{0};  // in use, as far as this rank knows: rank 0 tunes
-  Counter hold_ns{0};       // in use
-  std::array<Counter, kAllreduceWays> allreduces{};  // batches, by AllreduceWay
+  Counter fusion_bytes{0};   // in use, as far as this rank knows: rank 0 tunes
+  Counter cycle_time_ns{0};  // in use
+  std::array<Counter, kAlgorithmsUsed> allreduces{};  // batches, by AlgorithmUsed
 };
 
 }  // namespace hororing

@@ -48,8 +48,8 @@ struct TensorEntry {
   size_t unfinished = 0;            // tensors of this entry that still have to go through a batch
   // As which the tensor of an allreduce is planned; none: nobody has asked yet.
   std::optional<FusionItem> planned_as;
-  std::vector<GatheredTensor> results;        // memory of the core: what is gathered, numbers
-  std::shared_ptr<const DeviceEvent> landed;  // on a device: of the batch of its last tensor
+  std::vector<GatheredTensor> results;            // memory of the core: what is gathered, numbers
+  std::shared_ptr<const DeviceEvent> done_event;  // on a device: of the batch of its last tensor
 
   // Takes part for a rank that has joined: nobody submitted it, nobody waits for it.
   bool stands_in() const { return handle == 0; }
@@ -116,7 +116,7 @@ class TensorTable {
   // All requests of a process set, of which nothing is known any more.
   std::vector<std::unique_ptr<TensorEntry>> RemoveSet(int32_t process_set);
   // What has reached the first of these stages that any has: "'a', 'b' and 7 more"; empty: none.
-  // From other threads REQUIRES: the loop has been given up.
+  // From other threads REQUIRES: the loop has been abandoned.
   std::string Titles(std::initializer_list<std::string_view> stages);
   // Whether a join is in flight. Any thread.
   bool joining() const { return joining_.load(std::memory_order_relaxed); }

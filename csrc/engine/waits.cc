@@ -24,7 +24,7 @@ template <typename Done, typename Look>
 HandleTable::Look Engine::WaitUntil(const Done& done, const Look& look, TimeNs timeout_ns) {
   ++shared_.mailbox.waiting;
   const TimeNs deadline = After(NowNs(), timeout_ns);
-  DriveUntil(std::ref(done), deadline);
+  ProgressUntil(std::ref(done), deadline);
   HandleTable::Look seen = look(NextLook(deadline));
   while (seen == HandleTable::Look::kPending) {
     LookAtLoop();
@@ -43,7 +43,7 @@ HandleTable::Look Engine::Wait(int64_t handle, TimeNs timeout_ns, Status* status
 
 HandleTable::Look Engine::WaitMany(const int64_t* handles, size_t count, TimeNs timeout_ns,
                                    bool* all_ok,
-                                   std::vector<std::shared_ptr<const DeviceEvent>>* landed) {
+                                   std::vector<std::shared_ptr<const DeviceEvent>>* done_events) {
   HandleTable& table = *shared_.handles;
   size_t left = count;
   const auto done = [&] {
@@ -51,7 +51,7 @@ HandleTable::Look Engine::WaitMany(const int64_t* handles, size_t count, TimeNs 
     return left == 0;
   };
   return WaitUntil(
-      done, [&](TimeNs most) { return table.WaitMany(handles, count, most, all_ok, landed); },
+      done, [&](TimeNs most) { return table.WaitMany(handles, count, most, all_ok, done_events); },
       timeout_ns);
 }
 
@@ -66,7 +66,7 @@ HandleTable::Look Engine::Poll(int64_t handle) {
   const HandleTable::Look look = shared_.handles->Poll(handle);
   if (look != HandleTable::Look::kPending) return look;
   LookAtLoop();
-  if (shared_.tensors.submitted().count != 0) shared_.mailbox.Ask();
+  if (shared_.tensors.submitted().count != 0) shared_.mailbox.Polled();
   return look;
 }
 
@@ -75,9 +75,9 @@ template <typename T>
 bool Engine::Await(const std::future<T>& future, TimeNs timeout_ns) {
   const TimeNs deadline = After(NowNs(), timeout_ns);
   for (;;) {
-    const std::chrono::nanoseconds most(given_up() ? 0 : NextLook(deadline));
+    const std::chrono::nanoseconds most(abandoned() ? 0 : NextLook(deadline));
     if (future.wait_for(most) == std::future_status::ready) return true;
-    if (given_up() || NowNs() >= deadline) return false;
+    if (abandoned() || NowNs() >= deadline) return false;
     LookAtLoop();
   }
 }
@@ -100,14 +100,15 @@ Status Engine::RunCommand(Mailbox::Command command, TimeNs timeout_ns) {
 }
 
 // Runs the loop, unless somebody else does or it is not for callers to run.
-void Engine::DriveUntil(const std::function<bool()>& done, TimeNs deadline) {
+void Engine::ProgressUntil(const std::function<bool()>& done, TimeNs deadline) {
   if (done()) return;
   Mailbox& mailbox = shared_.mailbox;
   // A device may have come into use since Submit, which then woke nobody.
-  if (!shared_.Drivable()) return shared_.transport_drivable ? mailbox.Wake() : mailbox.Hurry();
+  if (!shared_.CallersMayProgress())
+    return shared_.transport_lets_callers ? mailbox.Wake() : mailbox.ReportNow();
   std::unique_lock<std::mutex> progress(progress_mutex_, std::try_to_lock);
   if (progress.owns_lock() && loop_ != nullptr && loop_->drivable()) {
-    const Loop::Left left = loop_->Drive(done, deadline);
+    const Loop::Left left = loop_->ProgressUntil(done, deadline);
     progress.unlock();
     // Only now: what happens before the lock is free wakes a thread that cannot take it.
     left.wake ? mailbox.Wake() : mailbox.WakeIfAny(left.epoch);

@@ -234,7 +234,7 @@ void Put(Writer& out, const Decision& decision) {
       out.Unsigned(details.timeline_on);
       out.Unsigned(details.timeline_cycles);
       break;
-    case Decision::Kind::kTune: out.Signed(details.hold_ns); break;
+    case Decision::Kind::kTune: out.Signed(details.cycle_time_ns); break;
   }
 }
 
@@ -266,7 +266,7 @@ Decision GetDecision(Reader& in, uint8_t kind) {
       details.timeline_on = in.Unsigned() != 0;
       details.timeline_cycles = in.Unsigned() != 0;
       break;
-    case Decision::Kind::kTune: details.hold_ns = in.Signed(); break;
+    case Decision::Kind::kTune: details.cycle_time_ns = in.Signed(); break;
   }
   return decision;
 }

@@ -14,8 +14,8 @@ constexpr size_t kMostCounts = 1 << 16;
 
 }  // namespace
 
-HostReports::HostReports(std::vector<int> ranks, TimeNs hold_ns)
-    : ranks_(std::move(ranks)), hold_ns_(hold_ns), held_(ranks_.size()) {}
+HostReports::HostReports(std::vector<int> ranks, TimeNs cycle_time_ns)
+    : ranks_(std::move(ranks)), cycle_time_ns_(cycle_time_ns), held_(ranks_.size()) {}
 
 void HostReports::Receive(int rank, const Report& report, bool of_world, TimeNs now) {
   const auto place = std::find(ranks_.begin(), ranks_.end(), rank) - ranks_.begin();
@@ -74,7 +74,7 @@ std::optional<std::string> HostReports::Take(TimeNs now) {
 }
 
 TimeNs HostReports::NextDeadline() const {
-  return held_count_ > 0 ? After(since_ns_, hold_ns_) : kForever;
+  return held_count_ > 0 ? After(since_ns_, cycle_time_ns_) : kForever;
 }
 
 }  // namespace hororing

@@ -8,8 +8,8 @@
 //   as soon as every rank of the host has reported one of their requests, which rank 0 can use now;
 //   as soon as a report of every rank is held: a rank reports no more until it is answered;
 //   at once, if rank 0 may be waiting for nothing else: a request of another process set, a rank
-//   that leaves, everything while a rank of the host has joined; `hold_ns` after the first of them,
-//   at the latest.
+//   that leaves, everything while a rank of the host has joined; `cycle_time_ns` after the first of
+//   them, at the latest.
 //
 // The message keeps the ranks apart, so the coordinator knows as much as without it. Identical
 // reports of several ranks are sent once.
@@ -32,8 +32,8 @@ namespace hororing {
 class HostReports {
  public:
   // `ranks`: of this host.
-  HostReports(std::vector<int> ranks, TimeNs hold_ns);
-  void set_hold(TimeNs hold_ns) { hold_ns_ = hold_ns; }
+  HostReports(std::vector<int> ranks, TimeNs cycle_time_ns);
+  void set_cycle_time(TimeNs cycle_time_ns) { cycle_time_ns_ = cycle_time_ns; }
 
   // `of_world`: every request in it concerns all ranks. REQUIRES: `rank` is one of this host.
   void Receive(int rank, const Report& report, bool of_world, TimeNs now);
@@ -50,7 +50,7 @@ class HostReports {
   void Count(std::unordered_map<Id, size_t>& requests, const Id& id);
 
   const std::vector<int> ranks_;
-  TimeNs hold_ns_;
+  TimeNs cycle_time_ns_;
   std::vector<std::optional<Report>> held_;  // by place among `ranks`
   size_t held_count_ = 0;                    // how many are held
   TimeNs since_ns_ = 0;                      // when the first of them came

@@ -93,7 +93,7 @@ struct Decision {
     std::optional<Request> stand_in;
     bool timeline_on = false;  // kTimeline
     bool timeline_cycles = false;
-    TimeNs hold_ns = 0;  // kTune
+    TimeNs cycle_time_ns = 0;  // kTune
   };
 
   Decision() = default;

@@ -39,13 +39,13 @@ void ReadyQueue::Submitted(const Request& request, uint64_t id, TimeNs when) {
   if (request.kind != Collective::kAllreduce || request.process_set != kWorldSet) return;
   const std::optional<Step> over = watch_.Submitted(id, when);
   if (!over) return;
-  const TimeNs before = tuner_->setting().hold_ns;
+  const TimeNs before = tuner_->setting().cycle_time_ns;
   tuner_->Learn(*over);
-  const TimeNs now = tuner_->setting().hold_ns;
+  const TimeNs now = tuner_->setting().cycle_time_ns;
   if (now == before) return;
   Decision tune;
   tune.kind = Decision::Kind::kTune;
-  tune.set_details().hold_ns = now;
+  tune.set_details().cycle_time_ns = now;
   Push(std::move(tune));
 }
 

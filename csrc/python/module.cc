@@ -63,7 +63,7 @@ int Parse(PyObject* const* arguments, hr_request* request) {
     return 0;
   }
   request->process_set = static_cast<int32_t>(PyLong_AsLong(arguments[1]));
-  request->wait_follows = PyObject_IsTrue(arguments[5]);
+  request->blocking = PyObject_IsTrue(arguments[5]);
   return PyErr_Occurred() == nullptr ? 1 : -1;
 }
 
@@ -73,9 +73,9 @@ PyObject* Answer(int plain) {
 }
 
 const char* const kAllreduceText =
-    "allreduce(tensor, output, keep, name, process_set, op, prescale, postscale, wait_follows)\n\n"
+    "allreduce(tensor, output, keep, name, process_set, op, prescale, postscale, blocking)\n\n"
     "Submit an allreduce. Return its handle, the core's code negated, or None: not that simple. "
-    "With wait_follows it may be done; then `keep` is returned, as by finish(handle).";
+    "With blocking it may be done; then `keep` is returned, as by finish(handle).";
 
 PyObject* Allreduce(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
   if (Arguments(count, 9) != 0) return nullptr;
@@ -96,7 +96,7 @@ PyObject* Allreduce(PyObject* self, PyObject* const* arguments, Py_ssize_t count
 }
 
 const char* const kGroupedText =
-    "grouped_allreduce(tensors, name, process_set, op, prescale, postscale, wait_follows)\n\n"
+    "grouped_allreduce(tensors, name, process_set, op, prescale, postscale, blocking)\n\n"
     "Do as allreduce, in place, with a tuple of tensors, which is the result.";
 
 PyObject* GroupedAllreduce(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {

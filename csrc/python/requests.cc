@@ -57,7 +57,7 @@ int ParseReduction(PyObject* op, PyObject* prescale, PyObject* postscale, hr_req
 
 PyObject* Submit(const Table& table, const hr_request& request, PyObject* keep) {
   const int64_t handle = hr_submit(&request);
-  if (handle > 0 && request.wait_follows != 0 && hr_wait_many(&handle, 1, 0.0) == HR_OK) {
+  if (handle > 0 && request.blocking != 0 && hr_wait_many(&handle, 1, 0.0) == HR_OK) {
     Py_INCREF(keep);
     return keep;
   }

@@ -11,22 +11,23 @@ namespace {
 constexpr int64_t kLeastThreshold = 64 << 10;
 constexpr int64_t kStep = 8;  // between thresholds
 constexpr int kThresholds = 3;
-constexpr TimeNs kLongHold = 5;         // times the initial hold time
+constexpr TimeNs kLongCycle = 5;        // times the initial cycle time
 constexpr size_t kDecidingSamples = 3;  // the least of which the median can do without one
 
 }  // namespace
 
 Tuner::Tuner(const Options& options) : options_(options), warmup_left_(options.warmup_samples) {
   log_.push_back("sample,phase,fusion_bytes,cycle_time_ms,score_mb_per_s");
-  std::vector<TimeNs> holds = {options.initial.hold_ns};
-  if (options.tune_hold && holds[0] > 0) {
-    holds.push_back(0);
-    holds.push_back(kLongHold * holds[0]);
+  std::vector<TimeNs> cycle_times = {options.initial.cycle_time_ns};
+  if (options.tune_cycle_time && cycle_times[0] > 0) {
+    cycle_times.push_back(0);
+    cycle_times.push_back(kLongCycle * cycle_times[0]);
   }
   int64_t fusion_bytes = options.initial.fusion_bytes;
   for (int i = 0; i < kThresholds; ++i, fusion_bytes /= kStep) {
     if (i > 0 && (!options.tune_fusion || fusion_bytes < kLeastThreshold)) break;
-    for (const TimeNs hold_ns : holds) candidates_.push_back({{fusion_bytes, hold_ns}});
+    for (const TimeNs cycle_time_ns : cycle_times)
+      candidates_.push_back({{fusion_bytes, cycle_time_ns}});
   }
 }
 
@@ -79,7 +80,7 @@ void Tuner::Log(const std::string& phase, double score) {
   char numbers[160];
   std::snprintf(numbers, sizeof numbers, ",%lld,%.6g,%.6g",
                 static_cast<long long>(setting().fusion_bytes),
-                static_cast<double>(setting().hold_ns) * 1e-6, score * 1e-6);
+                static_cast<double>(setting().cycle_time_ns) * 1e-6, score * 1e-6);
   log_.push_back(std::to_string(samples_) + "," + phase + numbers);
 }
 

@@ -1,4 +1,4 @@
-// Tuner: finds the fusion threshold and the hold time with which a job's steps communicate the
+// Tuner: finds the fusion threshold and the cycle time with which a job's steps communicate the
 // fastest, by successive halving (K. Jamieson, A. Talwalkar, "Non-stochastic best arm
 // identification and hyperparameter optimization", AISTATS 2016, arXiv:1502.07943): every candidate
 // is tried for a short time, the better half twice as long, and so on until one is left. The last
@@ -25,12 +25,12 @@ class Tuner {
  public:
   struct Setting {
     int64_t fusion_bytes = 0;
-    TimeNs hold_ns = 0;
+    TimeNs cycle_time_ns = 0;
   };
   struct Options {
     Setting initial;          // also the largest threshold that is tried
     bool tune_fusion = true;  // false: as in `initial`
-    bool tune_hold = true;
+    bool tune_cycle_time = true;
     int warmup_samples = 3;  // with the initial setting; they do not count
     int steps_per_sample = 10;
   };

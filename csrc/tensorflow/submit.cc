@@ -20,7 +20,7 @@ constexpr int kFirstTensor = 4;
 // The attributes of one node of a graph.
 struct Submit {
   int64_t collective, process_set, op, root;
-  int64_t has_splits, wait_follows;
+  int64_t has_splits, blocking;
   int64_t awaits_abandoned;  // an earlier request of this name; not in eager mode: Ctrl-C
 
   bool preallocates() const { return collective != HR_ALLGATHER && collective != HR_ALLTOALL; }
@@ -53,7 +53,7 @@ void* Create(TF_OpKernelConstruction* construction) {
   submit->op = read.Integer("op");
   submit->root = read.Integer("root");
   submit->has_splits = read.Integer("has_splits");
-  submit->wait_follows = read.Integer("wait_follows");
+  submit->blocking = read.Integer("blocking");
   submit->awaits_abandoned = read.Integer("awaits_abandoned");
   if (read.status()->ok()) return submit.release();
   api.OpKernelConstruction_Failure(construction, read.status()->get());
@@ -205,7 +205,7 @@ class Execution {
                              ? &kNone
                              : static_cast<const int64_t*>(api.TensorData(splits.get()));
     }
-    request.wait_follows = static_cast<int32_t>(submit_.wait_follows);
+    request.blocking = static_cast<int32_t>(submit_.blocking);
     return hr_submit(&request);
   }
 
@@ -231,7 +231,7 @@ void RegisterSubmit(TfStatus* status) {
       "T: list(type) >= 1",  // the core knows which types it takes
       "P: list(type) >= 0",  // T where results are as large as the core is told; else none
       "collective: int",    "process_set: int",      "op: int", "root: int", "has_splits: int",
-      "wait_follows: int",  "awaits_abandoned: int", nullptr,
+      "blocking: int",      "awaits_abandoned: int", nullptr,
   };
   static const char* const inputs[] = {"token: int64",  "request_name: uint8", "factors: double",
                                        "splits: int64", "tensors: T",          nullptr};

@@ -41,7 +41,7 @@ constexpr int kDirectSets = 16;  // the world and 15 more at a time; the rest go
 struct alignas(kCacheLine) RankState {
   // Bumped by anybody who changed something that this rank may sleep on; a futex word.
   std::atomic<uint32_t> doorbell{0};
-  // Bits: who of this rank is in, or about to enter, futex_wait, and whether a caller drives its
+  // Bits: who of this rank is in, or about to enter, futex_wait, and whether a caller runs its
   // loop. Says whom to wake, and saves wakers the system call where there is nobody.
   std::atomic<uint32_t> sleepers{0};
   // Set by a peer that has failed or left, before it rings: look at all peers now.

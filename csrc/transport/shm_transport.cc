@@ -23,7 +23,7 @@ constexpr TimeNs kIdleLookInterval = 500 * kMillisecond;
 
 // RankState::sleepers. kWorker: the thread that runs the loop; kParked: the loop thread while it
 // does not. They are also the bits of the futex by which each is woken.
-constexpr uint32_t kWorker = 1, kParked = 2, kDriven = 4;
+constexpr uint32_t kWorker = 1, kParked = 2, kCallerProgress = 4;
 
 // A request's slot: its number among those of its kind and peer, the peer, and the kind.
 uint64_t Slot(int peer, bool receive, uint64_t sequence) {
@@ -171,10 +171,10 @@ void ShmTransport::Wake() { Ring(rank_); }
 void ShmTransport::Ring(int peer, bool parked_too) {
   RankState& state = segment_->rank_state(peer);
   // Sequentially consistent here and in SleepOnDoorbell: either the sleeper sees the new value and
-  // does not sleep, or we see that it sleeps. The same goes for a driver that is leaving.
+  // does not sleep, or we see that it sleeps. The same goes for a caller that leaves the loop.
   state.doorbell.fetch_add(1);
   const uint32_t sleepers = state.sleepers.load();
-  const bool everybody = parked_too && (sleepers & kDriven) == 0;
+  const bool everybody = parked_too && (sleepers & kCallerProgress) == 0;
   const uint32_t whom = sleepers & (everybody ? kWorker | kParked : kWorker);
   if (whom == 0) return;
   const int scope = segment_->process_shared() ? 0 : FUTEX_PRIVATE_FLAG;
@@ -233,7 +233,7 @@ void ShmTransport::SpinThenPark(uint32_t seen, TimeNs deadline) {
   const TimeNs begin = NowNs(), spin_until = std::min(deadline, After(begin, spin_ns_));
   while (self_.doorbell.load() == seen) {
     const TimeNs now = NowNs();
-    if (now >= spin_until || (self_.sleepers.load() & kDriven) != 0) {
+    if (now >= spin_until || (self_.sleepers.load() & kCallerProgress) != 0) {
       return SleepOnDoorbell(seen, deadline, kParked);
     }
     if (now - begin < kKeepCore) {
@@ -248,8 +248,8 @@ void ShmTransport::Park(uint32_t seen, TimeNs deadline) {
   SleepOnDoorbell(seen, deadline, kParked);
 }
 
-void ShmTransport::BeginDriving() { self_.sleepers.fetch_or(kDriven); }
-void ShmTransport::EndDriving() { self_.sleepers.fetch_and(~kDriven); }
+void ShmTransport::BeginCallerProgress() { self_.sleepers.fetch_or(kCallerProgress); }
+void ShmTransport::EndCallerProgress() { self_.sleepers.fetch_and(~kCallerProgress); }
 
 bool ShmTransport::Flush(TimeNs deadline) {
   WaitState wait(spin_ns_);

@@ -137,8 +137,8 @@ class ShmTransport final : public Transport, private Eventcount {
   void Ring(int peer, bool parked_too = true);
   void SpinThenPark(uint32_t seen, TimeNs deadline) override;
   void Park(uint32_t seen, TimeNs deadline) override;
-  void BeginDriving() override;
-  void EndDriving() override;
+  void BeginCallerProgress() override;
+  void EndCallerProgress() override;
   bool Progress();
   bool Push(int peer);
   bool Pull(int peer);

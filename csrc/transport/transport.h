@@ -36,8 +36,8 @@
 
 namespace hororing {
 
-// What the loop thread sleeps on while a caller that waits for its own request may drive the loop
-// (docs/threading.md). A lock of the engine decides which of them drives it.
+// What the loop thread sleeps on while a caller that waits for its own request may run the loop
+// (docs/threading.md). A lock of the engine decides which of them runs it.
 class Eventcount {
  public:
   virtual ~Eventcount() = default;
@@ -45,13 +45,13 @@ class Eventcount {
   // Any thread. Changes whenever something may have happened: read it before looking for work.
   virtual uint32_t Epoch() const = 0;
   // The loop thread, without that lock: sleeps until the epoch is no longer `seen`, but is not
-  // woken while somebody drives; or until `deadline`. May return early.
+  // woken while a caller runs the loop; or until `deadline`. May return early.
   virtual void Park(uint32_t seen, TimeNs deadline) = 0;
   // The same, and polls briefly before.
   virtual void SpinThenPark(uint32_t seen, TimeNs deadline) = 0;
-  // Around a caller's driving. Between them no event wakes the loop thread.
-  virtual void BeginDriving() = 0;
-  virtual void EndDriving() = 0;
+  // While a caller runs the loop. Between them no event wakes the loop thread.
+  virtual void BeginCallerProgress() = 0;
+  virtual void EndCallerProgress() = 0;
 };
 
 class Rendezvous;

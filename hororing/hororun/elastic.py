@@ -144,7 +144,7 @@ class ElasticJob:
                 early=not took_part and process.code not in _FROM_OUTSIDE,
                 lived_s=time.monotonic() - process.began if took_part else 0.0,
             )
-            if process.slot.given_up:
+            if process.slot.retired:
                 text += "; its slot is not used any more"
             elif rest_s > 0:
                 text += f"; its slot rests {rest_s:.1f} s"

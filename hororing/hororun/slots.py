@@ -2,7 +2,7 @@
 
 A slot is a place for one process on a host. After a failure it rests for a while, longer after each
 one; the slot is judged, and not its host, since the failure may be that of one GPU. A slot whose
-processes fail by themselves before they take part in any generation is given up.
+processes fail by themselves before they take part in any generation is retired.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Slot:
     neighbours : the number of slots of the host, when it came.
     busy : a process of it runs.
     ready_at : not to be used before then; a monotonic time in seconds.
-    given_up : not to be used again.
+    retired : not to be used again.
     """
 
     host: str
@@ -38,7 +38,7 @@ class Slot:
     neighbours: int  # slots of the host
     busy: bool = False
     ready_at: float = 0.0
-    given_up: bool = False
+    retired: bool = False
     failures: int = 0  # in a row
     early: int = 0  # of these, before the process took part
 
@@ -78,7 +78,7 @@ class Slots:
 
     def usable(self) -> int:
         """How many processes there can be, now or after a delay."""
-        return min(sum(not slot.given_up for slot in self._all()), self.max_np)
+        return min(sum(not slot.retired for slot in self._all()), self.max_np)
 
     def due(self, now: float, running: int) -> list[Slot]:
         """Those in which to start a process now, where so many run already."""
@@ -101,7 +101,7 @@ class Slots:
             slot.failures = 0
         slot.failures += 1
         slot.early = slot.early + 1 if early else 0
-        slot.given_up = slot.early >= _EARLY_FAILURES and self.cooldown is None
+        slot.retired = slot.early >= _EARLY_FAILURES and self.cooldown is None
         rest_s = self._rest_s(slot.failures)
         slot.ready_at = now + rest_s
         return rest_s
@@ -117,4 +117,4 @@ class Slots:
         return [slot for slots in self._hosts.values() for slot in slots]
 
     def _free(self) -> list[Slot]:
-        return [slot for slot in self._all() if not slot.busy and not slot.given_up]
+        return [slot for slot in self._all() if not slot.busy and not slot.retired]

@@ -134,7 +134,7 @@ def _eagerly(requests: Sequence[Request]) -> list[tf.Tensor]:
     alone = len(requests) == 1
     handles = []
     for each in requests:
-        handles.append(_submit(token, each, wait_follows=alone))
+        handles.append(_submit(token, each, blocking=alone))
         if isinstance(each.name, DefaultName):
             each.name.submitted = True
     for handle in handles:
@@ -142,7 +142,7 @@ def _eagerly(requests: Sequence[Request]) -> list[tf.Tensor]:
     return _wait(requests, handles)
 
 
-def _submit(token: tf.Tensor, request: Request, *, wait_follows: bool = False) -> tf.Tensor:
+def _submit(token: tf.Tensor, request: Request, *, blocking: bool = False) -> tf.Tensor:
     process_set, root = request.process_set, request.root
     if not -(2**31) <= root < 2**31:  # the core's integers
         raise ValueError(f"'{request.name}' (SUBMIT): root rank {root} is out of range")
@@ -162,7 +162,7 @@ def _submit(token: tf.Tensor, request: Request, *, wait_follows: bool = False) -
             op=request.op,
             root=root,
             has_splits=splits is not None,
-            wait_follows=wait_follows,
+            blocking=blocking,
             awaits_abandoned=not tf.executing_eagerly(),
         ).handle
 

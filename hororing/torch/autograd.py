@@ -63,7 +63,7 @@ class _Allreduce(torch.autograd.Function):
         verb, name, process_set, op, factors = request
         handle = verbs.reduce_async(
             verb, tensors, False, name, op, *factors, tuple,
-            process_set=process_set, wait_follows=True,
+            process_set=process_set, blocking=True,
         )  # fmt: skip
         results: tuple[torch.Tensor, ...] = collectives.wait(handle)
         _record(ctx, request, results)
@@ -80,7 +80,7 @@ class _Allgather(torch.autograd.Function):
     def forward(ctx: Any, request: Request, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         verb, name, process_set, *_ = request
         results: tuple[torch.Tensor, ...] = collectives.wait(
-            verbs.gather_async(verb, tensors, name, process_set=process_set, wait_follows=True)
+            verbs.gather_async(verb, tensors, name, process_set=process_set, blocking=True)
         )
         _record(ctx, request, results)
         ctx.rows = [tensor.shape[0] for tensor in tensors]
@@ -123,9 +123,7 @@ class _Alltoall(torch.autograd.Function):
         ctx: Any, request: Request, splits: Any, tensor: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         received, received_splits = collectives.wait(
-            verbs.exchange_async(
-                tensor, splits, request.name, request.process_set, wait_follows=True
-            )
+            verbs.exchange_async(tensor, splits, request.name, request.process_set, blocking=True)
         )
         ctx.request, ctx.rows, ctx.received = request, tensor.shape[0], received_splits.tolist()
         ctx.mark_non_differentiable(received_splits)
@@ -146,7 +144,7 @@ class _Reducescatter(torch.autograd.Function):
     def forward(ctx: Any, request: Request, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         verb, name, process_set, op, factors = request
         handle = verbs.scatter_async(
-            verb, tensors, name, op, process_set, *factors, tuple, wait_follows=True
+            verb, tensors, name, op, process_set, *factors, tuple, blocking=True
         )
         results: tuple[torch.Tensor, ...] = collectives.wait(handle)
         _record(ctx, request, results)

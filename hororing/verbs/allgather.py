@@ -25,7 +25,7 @@ class Allgather(Requests[T]):
         """
         result: T = collectives.wait(
             self.gather_async(
-                "allgather", [tensor], name, first, process_set=process_set, wait_follows=True
+                "allgather", [tensor], name, first, process_set=process_set, blocking=True
             )
         )
         return result
@@ -45,7 +45,7 @@ class Allgather(Requests[T]):
         """Do as `allgather` for several tensors under one name, all or none of them."""
         result: tuple[T, ...] = collectives.wait(
             self.gather_async(
-                "grouped_allgather", tensors, name, process_set=process_set, wait_follows=True
+                "grouped_allgather", tensors, name, process_set=process_set, blocking=True
             )
         )
         return result
@@ -67,7 +67,7 @@ class Allgather(Requests[T]):
         pack: Callable[[list[T]], Any] = tuple,
         *,
         process_set: ProcessSet = global_process_set,
-        wait_follows: bool = False,
+        blocking: bool = False,
     ) -> int:
         """Start what the verbs above describe; the last three as for `reduce_async`."""
         members = check_member(process_set, verb)
@@ -84,5 +84,5 @@ class Allgather(Requests[T]):
             keep=inputs,
             finish=finish,
             process_set=members,
-            wait_follows=wait_follows,
+            blocking=blocking,
         )

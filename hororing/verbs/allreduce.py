@@ -114,11 +114,11 @@ class Allreduce(Requests[T]):
         prescale: float,
         postscale: float,
         process_set: ProcessSet,
-        wait_follows: bool = False,
+        blocking: bool = False,
     ) -> Any:
         """Do as `reduce_async` with one tensor, quickly where it is a plain one.
 
-        With `wait_follows` what it returns is for `collectives.settled`.
+        With `blocking` what it returns is for `collectives.settled`.
         """
         if average is not None:
             op = arguments.choose_op(op, average)
@@ -130,7 +130,7 @@ class Allreduce(Requests[T]):
             given: Any = default_name("allreduce", members) if name is None else name
             try:
                 answer = adapter.plain_tensors.allreduce(
-                    tensor, output, keep, given, members, op, prescale, postscale, wait_follows
+                    tensor, output, keep, given, members, op, prescale, postscale, blocking
                 )
                 if type(answer) is int and answer < 0:
                     fail(answer)
@@ -146,7 +146,7 @@ class Allreduce(Requests[T]):
             take_back(given)
         return self.reduce_async(
             "allreduce", [tensor], in_place, name, arguments.choose_op(op, None), prescale,
-            postscale, first, process_set=process_set, wait_follows=wait_follows,
+            postscale, first, process_set=process_set, blocking=blocking,
         )  # fmt: skip
 
     def _start_group(
@@ -158,7 +158,7 @@ class Allreduce(Requests[T]):
         prescale: float,
         postscale: float,
         process_set: ProcessSet,
-        wait_follows: bool = False,
+        blocking: bool = False,
     ) -> Any:
         """Do as `start_one` with several tensors in place."""
         if average is not None:
@@ -168,7 +168,7 @@ class Allreduce(Requests[T]):
         given = default_name("grouped_allreduce", members) if name is None else name
         try:
             answer = self.adapter.plain_tensors.grouped_allreduce(
-                tensors, given, members, op, prescale, postscale, wait_follows
+                tensors, given, members, op, prescale, postscale, blocking
             )
             if type(answer) is int and answer < 0:
                 fail(answer)
@@ -183,7 +183,7 @@ class Allreduce(Requests[T]):
         take_back(given)
         return self.reduce_async(
             "grouped_allreduce", tensors, True, name, arguments.choose_op(op, None), prescale,
-            postscale, tuple, process_set=process_set, wait_follows=wait_follows,
+            postscale, tuple, process_set=process_set, blocking=blocking,
         )  # fmt: skip
 
     def grouped_allreduce(
@@ -206,7 +206,7 @@ class Allreduce(Requests[T]):
         chosen = arguments.choose_op(op, average)
         handle = self.reduce_async(
             "grouped_allreduce", [tensor for tensor, _ in packed], False, name, chosen,
-            prescale_factor, postscale_factor, process_set=process_set, wait_follows=True,
+            prescale_factor, postscale_factor, process_set=process_set, blocking=True,
         )  # fmt: skip
         results = collectives.wait(handle)
         return [
@@ -276,12 +276,12 @@ class Allreduce(Requests[T]):
         pack: Callable[[list[T]], Any] = list,
         *,
         process_set: ProcessSet = global_process_set,
-        wait_follows: bool = False,
+        blocking: bool = False,
         streams: Sequence[int] | None = None,
     ) -> int:
         """Start what the verbs above describe; `pack` shapes the result.
 
-        `wait_follows` and `streams` as for `collectives.submit`.
+        `blocking` and `streams` as for `collectives.submit`.
         """
         adapter = self.adapter
         members = check_member(process_set, verb)
@@ -305,6 +305,6 @@ class Allreduce(Requests[T]):
             op=op,
             prescale=prescale,
             postscale=postscale,
-            wait_follows=wait_follows,
+            blocking=blocking,
             streams=streams,
         )

@@ -34,7 +34,7 @@ class Alltoall(Requests[T]):
             int32. Rows beyond their sum are not sent. Without `splits`, every rank gets the same
             number.
         """
-        handle = self.exchange_async(tensor, splits, name, process_set, wait_follows=True)
+        handle = self.exchange_async(tensor, splits, name, process_set, blocking=True)
         received, received_splits = collectives.wait(handle)
         return received if splits is None else (received, received_splits)
 
@@ -55,9 +55,9 @@ class Alltoall(Requests[T]):
         name: str | None,
         process_set: ProcessSet,
         *,
-        wait_follows: bool = False,
+        blocking: bool = False,
     ) -> int:
-        """Start what the verbs above describe; `wait_follows` as for `reduce_async`."""
+        """Start what the verbs above describe; `blocking` as for `reduce_async`."""
         members = check_member(process_set, "alltoall")
         adapter = self.adapter
         rows = None if splits is None else adapter.splits(splits)
@@ -76,5 +76,5 @@ class Alltoall(Requests[T]):
             finish=finish,
             process_set=members,
             integers=rows,
-            wait_follows=wait_follows,
+            blocking=blocking,
         )

@@ -26,7 +26,7 @@ class Broadcast(Requests[T]):
         """
         result: T = collectives.wait(
             self.start_broadcast(
-                tensor, root_rank, name, process_set, in_place=False, wait_follows=True
+                tensor, root_rank, name, process_set, in_place=False, blocking=True
             )
         )
         return result
@@ -40,9 +40,7 @@ class Broadcast(Requests[T]):
     ) -> T:
         """Do as `broadcast`, into `tensor` itself, and return it."""
         result: T = collectives.wait(
-            self.start_broadcast(
-                tensor, root_rank, name, process_set, in_place=True, wait_follows=True
-            )
+            self.start_broadcast(tensor, root_rank, name, process_set, in_place=True, blocking=True)
         )
         return result
 
@@ -74,9 +72,9 @@ class Broadcast(Requests[T]):
         process_set: ProcessSet,
         *,
         in_place: bool,
-        wait_follows: bool = False,
+        blocking: bool = False,
     ) -> int:
-        """Start what the verbs above describe; `wait_follows` as for `reduce_async`."""
+        """Start what the verbs above describe; `blocking` as for `reduce_async`."""
         members = check_member(process_set, "broadcast")
         root_rank = arguments.check_root(root_rank, "broadcast")
         targets = self._checked([tensor], "broadcast", writable=in_place)
@@ -94,5 +92,5 @@ class Broadcast(Requests[T]):
             finish=lambda _: (self._written(targets, outputs) if in_place else outputs)[0],
             process_set=members,
             root=root_rank,
-            wait_follows=wait_follows,
+            blocking=blocking,
         )

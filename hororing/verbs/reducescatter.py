@@ -35,7 +35,7 @@ class Reducescatter(Requests[T]):
         compressed, context = compression.compress(tensor)
         handle = self.scatter_async(
             "reducescatter", [compressed], name, op, process_set,
-            prescale_factor, postscale_factor, first, wait_follows=True,
+            prescale_factor, postscale_factor, first, blocking=True,
         )  # fmt: skip
         result: T = compression.decompress(collectives.wait(handle), context)
         return result
@@ -70,7 +70,7 @@ class Reducescatter(Requests[T]):
         packed = [compression.compress(tensor) for tensor in tensors]
         handle = self.scatter_async(
             "grouped_reducescatter", [tensor for tensor, _ in packed], name, op, process_set,
-            prescale_factor, postscale_factor, wait_follows=True,
+            prescale_factor, postscale_factor, blocking=True,
         )  # fmt: skip
         results = collectives.wait(handle)
         return [
@@ -104,7 +104,7 @@ class Reducescatter(Requests[T]):
         postscale: float,
         pack: Callable[[list[T]], Any] = list,
         *,
-        wait_follows: bool = False,
+        blocking: bool = False,
     ) -> int:
         """Start what the verbs above describe; the last two as for `reduce_async`."""
         members = check_member(process_set, verb)
@@ -132,7 +132,7 @@ class Reducescatter(Requests[T]):
             op=op,
             prescale=prescale,
             postscale=postscale,
-            wait_follows=wait_follows,
+            blocking=blocking,
         )
 
 

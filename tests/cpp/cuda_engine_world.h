@@ -47,8 +47,8 @@ struct OnDevice {
     if (player.engine->Wait(handle, kPatience, &status) != HandleTable::Look::kDone) {
       return Status(Code::kInternal, "the test waited for ever");
     }
-    const std::shared_ptr<const DeviceEvent> landed = player.handles->Landed(handle);
-    if (landed != nullptr) CHECK_OK(landed->StreamWait(reinterpret_cast<CuStream>(stream)));
+    const std::shared_ptr<const DeviceEvent> done_event = player.handles->DoneEvent(handle);
+    if (done_event != nullptr) CHECK_OK(done_event->StreamWait(reinterpret_cast<CuStream>(stream)));
     return status;
   }
   Status Allreduce(const std::string& name, std::vector<float>& data, float value,

@@ -59,7 +59,7 @@ struct CudaRank {
 };
 
 struct CudaOptions {
-  DeviceWay way = DeviceWay::kAuto;
+  GpuMode mode = GpuMode::kAuto;
   bool one_device = false;  // for all ranks
   bool reproducible = false;
   size_t fusion_bytes = 1 << 20;
@@ -85,7 +85,7 @@ inline void RunCuda(int size, const CudaOptions& options,
       CHECK_OK(rank.devices->Any(&rank.device));
       rank.stream = fake_gpu_stream();
       rank.host = std::make_unique<HostBackend>(*rank.transport);
-      CudaBackend::Options cuda{rank.devices, options.way, options.reproducible,
+      CudaBackend::Options cuda{rank.devices, options.mode, options.reproducible,
                                 options.fusion_bytes};
       rank.cuda = std::make_unique<CudaBackend>(*rank.transport, cuda,
                                                 std::vector<Backend*>{rank.host.get()});

@@ -42,15 +42,15 @@ struct Player {
     return entry;
   }
   // As the C interface does.
-  Status Submit(std::unique_ptr<TensorEntry> entry, bool wait_follows, int64_t* handle) {
+  Status Submit(std::unique_ptr<TensorEntry> entry, bool blocking, int64_t* handle) {
     uint64_t id = 0;
     const Status status = engine->Submit(&entry, handle, &id);
-    if (status.ok()) engine->Ring(wait_follows);
+    if (status.ok()) engine->Ring(blocking);
     return status;
   }
   Status Submit(const std::string& name, std::vector<float>& data, ReduceOp op, int64_t* handle,
-                bool wait_follows = false, int32_t process_set = kWorldSet) {
-    return Submit(Entry(name, data, op, process_set), wait_follows, handle);
+                bool blocking = false, int32_t process_set = kWorldSet) {
+    return Submit(Entry(name, data, op, process_set), blocking, handle);
   }
   Status Gather(const std::string& name, std::vector<float>& data, int64_t* handle) {
     auto entry = std::make_unique<TensorEntry>();
@@ -61,7 +61,7 @@ struct Player {
     view.shape = {static_cast<int64_t>(data.size())};
     entry->request.tensors = {{view.dtype, view.shape}};
     entry->views = {view};
-    return Submit(std::move(entry), /*wait_follows=*/false, handle);
+    return Submit(std::move(entry), /*blocking=*/false, handle);
   }
   // Looks up every `slice`, as Python does for its signals.
   Status Wait(int64_t handle, TimeNs slice = kPatience) {
@@ -76,7 +76,7 @@ struct Player {
   Status Allreduce(const std::string& name, std::vector<float>& data, ReduceOp op = ReduceOp::kSum,
                    int32_t process_set = kWorldSet) {
     int64_t handle = 0;
-    const Status submitted = Submit(name, data, op, &handle, /*wait_follows=*/true, process_set);
+    const Status submitted = Submit(name, data, op, &handle, /*blocking=*/true, process_set);
     return submitted.ok() ? Wait(handle) : submitted;
   }
   // A request without tensors; `number` receives what it comes to.
@@ -89,7 +89,7 @@ struct Player {
     entry->request.root = root;
     if (entry->request.of_members_alone()) entry->request.name += " of members";
     int64_t handle = 0;
-    const Status submitted = Submit(std::move(entry), /*wait_follows=*/true, &handle);
+    const Status submitted = Submit(std::move(entry), /*blocking=*/true, &handle);
     if (!submitted.ok()) return submitted;
     Status status;
     if (engine->Wait(handle, kPatience, &status) != HandleTable::Look::kDone) {

@@ -85,7 +85,7 @@ std::vector<std::vector<Tensor>> PlayWorld(const std::vector<std::vector<Tensor>
           int64_t handle = 0;
           uint64_t id = 0;
           const Status status = engine->Submit(&entry, &handle, &id);
-          engine->Ring(/*wait_follows=*/false);
+          engine->Ring(/*blocking=*/false);
           if (!status.ok()) bytes = "error: " + status.message();
           pending.push_back(handle);
         }
@@ -180,7 +180,7 @@ PYBIND11_MODULE(_testing, module) {
                              [](const Decision& d) { return d.details().status.message(); });
 
   py::class_<ReportPace>(module, "ReportPace")
-      .def(py::init<TimeNs>(), py::arg("hold_ns"))
+      .def(py::init<TimeNs>(), py::arg("cycle_time_ns"))
       .def("due", &ReportPace::Due, py::arg("first"), py::arg("count"), py::arg("now"))
       .def("told", &ReportPace::Told, py::arg("now"))
       .def("answered", &ReportPace::Answered);

@@ -42,14 +42,14 @@ def test_slots_are_filled_host_after_host_and_rest_longer_after_each_failure():
     rests = [slots.failed(first, 100.0, early=False) for _ in range(12)]
     assert rests[:5] == [0.0, 0.5, 1.0, 2.0, 4.0]
     assert rests[-1] == 60.0
-    assert not first.given_up
+    assert not first.retired
     assert names(slots, 159.0) == ["a1", "b0", "b1"]  # another one takes its place
     assert slots.next_at(159.0, 0) == 160.0
     assert slots.next_at(159.0, 3) is None
     assert slots.failed(first, 160.0, early=False, lived_s=61.0) == 0.0
 
 
-def test_a_slot_whose_processes_never_take_part_is_given_up():
+def test_a_slot_whose_processes_never_take_part_is_retired():
     slots = Slots(max_np=2)
     slots.update([Host("a", 2)])
     first, second = slots.due(0.0, 0)
@@ -57,7 +57,7 @@ def test_a_slot_whose_processes_never_take_part_is_given_up():
         slots.failed(first, 0.0, early=early)
     assert slots.usable() == 2
     slots.failed(first, 0.0, early=True)
-    assert (first.given_up, second.given_up, slots.usable()) == (True, False, 1)
+    assert (first.retired, second.retired, slots.usable()) == (True, False, 1)
     assert names(slots, 1e9) == ["a1"]
 
 

@@ -168,7 +168,7 @@ class Group(_Base):  # type: ignore[misc]
     def refuse(self, name: str) -> None:
         """Let the other ranks know that this one fails to make the call."""
         with contextlib.suppress(ValueError):  # there is no engine
-            handle = control.start_barrier(name, self._members(), wait_follows=False)
+            handle = control.start_barrier(name, self._members(), blocking=False)
             collectives.abandon(handle, None)
 
     def _members(self) -> int:

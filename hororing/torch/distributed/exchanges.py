@@ -33,7 +33,7 @@ class Exchanges(Group):
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         handle = verbs.start_broadcast(
             single(tensors, "broadcast"), self._root(opts), name, self._set, in_place=True,
-            wait_follows=not opts.asyncOp,
+            blocking=not opts.asyncOp,
         )  # fmt: skip
         return self._work("broadcast", name, handle, tensors, opts)
 
@@ -87,7 +87,7 @@ class Exchanges(Group):
                 fill(verb, targets, torch.split(rows, sizes))
 
         handle = verbs.gather_async(
-            verb, sent, name, process_set=self._set, wait_follows=not opts.asyncOp
+            verb, sent, name, process_set=self._set, blocking=not opts.asyncOp
         )
         return self._work(
             verb, name, handle, list(itertools.chain.from_iterable(outputs)), opts, finish
@@ -121,7 +121,7 @@ class Exchanges(Group):
 
         handle = verbs.gather_async(
             verb, [tensor.unsqueeze(0) for tensor in inputs], name, process_set=self._set,
-            wait_follows=not opts.asyncOp,
+            blocking=not opts.asyncOp,
         )  # fmt: skip
         return self._work(verb, name, handle, outputs, opts, finish)
 
@@ -184,7 +184,7 @@ class Exchanges(Group):
                 )
             adapter.copy(output, rows.reshape(output.shape))
 
-        handle = verbs.exchange_async(tensor, sends, name, self._set, wait_follows=not opts.asyncOp)
+        handle = verbs.exchange_async(tensor, sends, name, self._set, blocking=not opts.asyncOp)
         return self._work(verb, name, handle, [output], opts, finish)
 
     @request
@@ -201,7 +201,7 @@ class Exchanges(Group):
 
         handle = verbs.exchange_async(
             flat, [tensor.numel() for tensor in inputs], name, self._set,
-            wait_follows=not opts.asyncOp,
+            blocking=not opts.asyncOp,
         )  # fmt: skip
         return self._work(verb, name, handle, outputs, opts, finish)
 
@@ -209,7 +209,7 @@ class Exchanges(Group):
     def barrier(self, name: str, opts: Any = None) -> Work:
         """Wait for all ranks."""
         opts = opts or dist.BarrierOptions()
-        handle = control.start_barrier(name, self._members(), wait_follows=not opts.asyncOp)
+        handle = control.start_barrier(name, self._members(), blocking=not opts.asyncOp)
         return self._work("barrier", name, handle, [], opts)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:

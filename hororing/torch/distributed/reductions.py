@@ -96,7 +96,7 @@ class Reductions(Group):
         handle = verbs.reduce_async(
             "all_reduce_coalesced", tensors, True, name,
             _number(opts.reduceOp, "all_reduce_coalesced"), 1.0, 1.0, process_set=self._set,
-            wait_follows=not opts.asyncOp,
+            blocking=not opts.asyncOp,
         )  # fmt: skip
         return self._work("all_reduce_coalesced", name, handle, tensors, opts)
 
@@ -110,7 +110,7 @@ class Reductions(Group):
             return self._bitwise("reduce", name, tensor, op, opts, keeps)
         handle = verbs.reduce_async(
             "reduce", tensors, keeps, name, _number(op, "reduce"), 1.0, 1.0,
-            process_set=self._set, wait_follows=not opts.asyncOp,
+            process_set=self._set, blocking=not opts.asyncOp,
         )  # fmt: skip
         return self._work("reduce", name, handle, tensors, opts)
 
@@ -176,7 +176,7 @@ class Reductions(Group):
                 adapter.copy(output, part.reshape(output.shape))
 
         handle = verbs.scatter_async(
-            verb, rows, name, op, self._set, 1.0, 1.0, wait_follows=not opts.asyncOp
+            verb, rows, name, op, self._set, 1.0, 1.0, blocking=not opts.asyncOp
         )
         return self._work(verb, name, handle, outputs, opts, finish)
 
@@ -197,7 +197,7 @@ class Reductions(Group):
 
         handle = verbs.reduce_async(
             verb, inputs, False, name, _number(opts.reduceOp, verb), 1.0, 1.0,
-            process_set=self._set, wait_follows=not opts.asyncOp,
+            process_set=self._set, blocking=not opts.asyncOp,
         )  # fmt: skip
         return self._work(verb, name, handle, outputs, opts, finish)
 

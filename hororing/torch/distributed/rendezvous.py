@@ -87,7 +87,7 @@ def _leave() -> None:
     if not job.has_engine():
         return
     with suppress(HororingInternalError, ValueError):  # the job has ended already
-        handle = control.start_barrier(_LEAVE, WORLD_SET, wait_follows=True)
+        handle = control.start_barrier(_LEAVE, WORLD_SET, blocking=True)
         if collectives.wait_at_most(handle, _LEAVE_S):
             collectives.wait(handle)
         else:

@@ -102,7 +102,7 @@ TEST(a_name_in_flight_is_refused_and_leaves_the_first_one_alone) {
 
 TEST(what_was_submitted_before_a_barrier_has_landed_after_it) {
   EngineConfig config;
-  config.hold_ns = kPatience;
+  config.cycle_time_ns = kPatience;
   Play(3, config, [](Player& player) {
     for (int step = 0; step < 10; ++step) {
       std::vector<float> data(300000, 1.0f), later(1, 1.0f);
@@ -399,7 +399,7 @@ TEST(a_wait_that_was_announced_and_does_not_come_holds_nothing_up) {
   Play(2, {}, [](Player& player) {
     std::vector<float> data(4, 1.0f);
     int64_t handle = 0;
-    CHECK_OK(player.Submit("x", data, ReduceOp::kSum, &handle, /*wait_follows=*/true));
+    CHECK_OK(player.Submit("x", data, ReduceOp::kSum, &handle, /*blocking=*/true));
     Status status;
     CHECK(player.handles->Wait(handle, kPatience, &status) == HandleTable::Look::kDone);
     CHECK_EQ(data[0], 2.0f);

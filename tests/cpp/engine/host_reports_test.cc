@@ -205,7 +205,7 @@ TEST(a_round_takes_one_message_each_way_per_neighbour_and_host) {
   constexpr int kRounds = 200;
   const Hosts hosts = {0, 0, 0, 1, 1, 1, 2, 2, 2};
   EngineConfig config;
-  config.hold_ns = kSecond;  // a rank that has lost its core does not count
+  config.cycle_time_ns = kSecond;  // a rank that has lost its core does not count
   PlayOn(hosts, config, [&](Player& player) {
     std::vector<float> data(10, 1.0f);
     CHECK_OK(player.Allreduce("x", data));

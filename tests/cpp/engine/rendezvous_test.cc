@@ -100,9 +100,9 @@ int PlayRounds(int size, int rounds, double out, double mistaken, TimeNs latest)
 constexpr size_t kMost = Rendezvous::kMaxPayload;
 
 // Whether it was made at once; its handle is complete then.
-bool AtOnce(Player& player, const TensorEntry& tensor) {
+bool AllreduceAtRendezvous(Player& player, const TensorEntry& tensor) {
   int64_t handle = 0;
-  if (!player.engine->AtOnce(tensor, &handle)) return false;
+  if (!player.engine->AllreduceAtRendezvous(tensor, &handle)) return false;
   CHECK(player.engine->Poll(handle) == HandleTable::Look::kDone);
   CHECK_OK(player.Wait(handle));
   CHECK(player.engine->Poll(handle) == HandleTable::Look::kUnknown);
@@ -110,10 +110,10 @@ bool AtOnce(Player& player, const TensorEntry& tensor) {
 }
 
 // At once where the ranks meet; else as it is otherwise done.
-Status Sum(Player& player, const std::string& name, std::vector<float>& data, bool* at_once,
+Status Sum(Player& player, const std::string& name, std::vector<float>& data, bool* at_rendezvous,
            ReduceOp op = ReduceOp::kSum) {
-  *at_once = AtOnce(player, *Player::Entry(name, data, op));
-  return *at_once ? Status::Ok() : player.Allreduce(name, data, op);
+  *at_rendezvous = AllreduceAtRendezvous(player, *Player::Entry(name, data, op));
+  return *at_rendezvous ? Status::Ok() : player.Allreduce(name, data, op);
 }
 
 }  // namespace
@@ -178,9 +178,9 @@ TEST(equal_bits_at_once_and_by_the_loop) {
         for (float& value : data) value = normal(values);
         std::vector<float> again = data;
         const ReduceOp op = i % 3 == 0 ? ReduceOp::kAverage : ReduceOp::kSum;
-        bool at_once = false;
-        CHECK_OK(Sum(player, "at once", data, &at_once, op));
-        met += at_once ? 1 : 0;
+        bool at_rendezvous = false;
+        CHECK_OK(Sum(player, "at once", data, &at_rendezvous, op));
+        met += at_rendezvous ? 1 : 0;
         CHECK_OK(player.Allreduce("by the loop", again, op));
         CHECK(data == again);
       }
@@ -198,13 +198,13 @@ TEST(a_mismatch_has_the_words_of_the_coordinator) {
   Play(2, EngineConfig(), [](Player& player) {
     for (int i = 0; i < 50; ++i) {
       std::vector<float> data(static_cast<size_t>(4 + player.rank), 1.0f);
-      bool at_once = false;
-      const Status status = Sum(player, "unlike", data, &at_once);
-      CHECK(!at_once);
+      bool at_rendezvous = false;
+      const Status status = Sum(player, "unlike", data, &at_rendezvous);
+      CHECK(!at_rendezvous);
       CHECK(status.code() == Code::kMismatch);
       CHECK(Contains(status.message(), "unlike"));
       std::vector<float> fine(3, 1.0f);
-      CHECK_OK(Sum(player, "alike", fine, &at_once));
+      CHECK_OK(Sum(player, "alike", fine, &at_rendezvous));
       CHECK_EQ(fine[2], 2.0f);
     }
   });
@@ -231,7 +231,7 @@ TEST(requests_that_differ_in_anything_do_not_meet) {
       if (other && i % 7 == 5) request.name = other_name;
       request.tensors = {{tensor.views[0].dtype, tensor.views[0].shape}};
       step.Wait();
-      CHECK(!AtOnce(player, tensor));
+      CHECK(!AllreduceAtRendezvous(player, tensor));
       CHECK(data == std::vector<float>(16, 1.0f));
     }
   });
@@ -247,7 +247,7 @@ TEST(nothing_is_summed_at_once_beside_what_is_in_flight) {
     }
     for (int i = 0; i < 300; ++i) {
       step.Wait();
-      CHECK(!AtOnce(player, *Player::Entry("under way", data, ReduceOp::kSum)));
+      CHECK(!AllreduceAtRendezvous(player, *Player::Entry("under way", data, ReduceOp::kSum)));
     }
     CHECK(data[0] == 1.0f);
     if (player.rank == 1) {
@@ -274,11 +274,11 @@ TEST(what_is_unusual_goes_by_the_loop) {
     for (int i = 0; i < 100; ++i) {
       for (const auto& entry : unusual) {
         step.Wait();
-        CHECK(!AtOnce(player, *entry));
+        CHECK(!AllreduceAtRendezvous(player, *entry));
       }
     }
-    bool at_once = false;
-    CHECK_OK(Sum(player, longest, small, &at_once));
+    bool at_rendezvous = false;
+    CHECK_OK(Sum(player, longest, small, &at_rendezvous));
     CHECK_EQ(small[0], 2.0f);
   });
 }
@@ -287,12 +287,12 @@ TEST(a_rank_that_never_comes_holds_nobody_up) {
   Play(3, EngineConfig(), [](Player& player) {
     for (int i = 0; i < 100; ++i) {
       std::vector<float> data(16, 1.0f);
-      bool at_once = false;
+      bool at_rendezvous = false;
       // Rank 2 does not come to the rendezvous.
-      const Status status =
-          player.rank == 2 ? player.Allreduce("sum", data) : Sum(player, "sum", data, &at_once);
+      const Status status = player.rank == 2 ? player.Allreduce("sum", data)
+                                             : Sum(player, "sum", data, &at_rendezvous);
       CHECK_OK(status);
-      CHECK(!at_once);
+      CHECK(!at_rendezvous);
       CHECK_EQ(data[15], 3.0f);
     }
   });

@@ -17,37 +17,37 @@ namespace {
 
 using Look = HandleTable::Look;
 
-constexpr TimeNs kHold = 8 * kMillisecond;
+constexpr TimeNs kCycleTime = 8 * kMillisecond;
 
 TEST(the_first_requests_wait_a_moment_and_as_long_as_they_are_a_burst) {
-  const ReportPace pace(kHold);
+  const ReportPace pace(kCycleTime);
   const TimeNs first = kSecond, moment = first + kMillisecond;
   CHECK_EQ(pace.Due(first, 1, first), moment);
   CHECK_EQ(pace.Due(first, 1, moment), moment);
-  CHECK_EQ(pace.Due(first, 300, moment), first + kHold);
+  CHECK_EQ(pace.Due(first, 300, moment), first + kCycleTime);
   CHECK_EQ(pace.Due(first, 2, moment), moment);
-  CHECK_EQ(pace.Due(first, 100000, first + kHold), first + kHold);
+  CHECK_EQ(pace.Due(first, 100000, first + kCycleTime), first + kCycleTime);
 }
 
 TEST(reports_are_a_while_apart) {
-  ReportPace pace(kHold);
+  ReportPace pace(kCycleTime);
   pace.Reported(kSecond);
   CHECK(!pace.unanswered());
-  CHECK_EQ(pace.Due(kSecond + 1, 1, kSecond + 1), kSecond + kHold);
+  CHECK_EQ(pace.Due(kSecond + 1, 1, kSecond + 1), kSecond + kCycleTime);
   const TimeNs later = 2 * kSecond;
   CHECK_EQ(pace.Due(later, 1, later), later + kMillisecond);
 }
 
 TEST(who_has_reported_is_silent_until_it_is_answered) {
-  ReportPace pace(kHold);
+  ReportPace pace(kCycleTime);
   pace.Told(kSecond);
   CHECK(pace.unanswered());
-  const TimeNs end = kSecond + ReportPace::kPatience * kHold;
+  const TimeNs end = kSecond + ReportPace::kPatience * kCycleTime;
   CHECK_EQ(pace.Due(kSecond + 1, 1, kSecond + 1), end);
-  CHECK_EQ(pace.Due(kSecond + 1, 1000, kSecond + kHold), end);
+  CHECK_EQ(pace.Due(kSecond + 1, 1000, kSecond + kCycleTime), end);
   pace.Answered();
   CHECK(!pace.unanswered());
-  CHECK_EQ(pace.Due(kSecond + 1, 1, kSecond + 1), kSecond + kHold);
+  CHECK_EQ(pace.Due(kSecond + 1, 1, kSecond + 1), kSecond + kCycleTime);
 }
 
 // Tensors that come too slowly for a burst, on a rank that is behind the other, ahead of it, and
@@ -55,7 +55,7 @@ TEST(who_has_reported_is_silent_until_it_is_answered) {
 TEST(the_reports_of_a_batch_do_not_grow_with_its_tensors) {
   constexpr int kTensors = 200, kRounds = 4;
   EngineConfig config;
-  config.hold_ns = 4 * kMillisecond;  // and an answer is waited for eight times as long
+  config.cycle_time_ns = 4 * kMillisecond;  // and an answer is waited for eight times as long
   for (const int late : {-1, 0, 1}) {
     Play(2, config, [late](Player& player) {
       std::vector<std::vector<float>> data(kTensors, std::vector<float>(1, 1.0f));
@@ -83,7 +83,7 @@ TEST(the_reports_of_a_batch_do_not_grow_with_its_tensors) {
 // Neither a moment, nor an answer.
 TEST(what_somebody_waits_or_polls_for_is_reported_at_once) {
   EngineConfig config;
-  config.hold_ns = 10 * kPatience;
+  config.cycle_time_ns = 10 * kPatience;
   Play(2, config, [](Player& player) {
     std::vector<float> early(1, 1.0f), late(1, 1.0f);
     int64_t first = 0, second = 0;

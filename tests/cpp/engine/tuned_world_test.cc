@@ -85,7 +85,7 @@ TEST(sums_are_the_same_with_tuning_and_without) {
   }
 }
 
-// Hold times are tried, and all ranks end up with the same one.
+// Cycle times are tried, and all ranks end up with the same one.
 TEST(all_ranks_try_the_same_and_settle_on_it) {
   std::string log = std::string(P_tmpdir) + "/hororing_tuned." + std::to_string(getpid());
   for (const Hosts& hosts : {Hosts{0, 0, 1, 1}, Hosts{0, 1, 2}, Hosts{0, 0}}) {
@@ -93,7 +93,7 @@ TEST(all_ranks_try_the_same_and_settle_on_it) {
     config.tune->warmup_samples = 1;
     config.tune->tune_fusion = false;
     config.tune_log = log;
-    std::array<std::atomic<TimeNs>, 4> holds{};
+    std::array<std::atomic<TimeNs>, 4> cycle_times{};
     PlayOn(hosts, config, [&](Player& player) {
       // Rank 0 says when it is over: a file that ends in "best".
       float over = 0;
@@ -118,10 +118,10 @@ TEST(all_ranks_try_the_same_and_settle_on_it) {
         over = told[0];
       }
       CHECK_EQ(over, 1.0f);
-      holds[static_cast<size_t>(player.rank)] = player.engine->stats().hold_ns.load();
+      cycle_times[static_cast<size_t>(player.rank)] = player.engine->stats().cycle_time_ns.load();
     });
     for (size_t rank = 1; rank < hosts.size(); ++rank)
-      CHECK_EQ(holds[rank].load(), holds[0].load());
+      CHECK_EQ(cycle_times[rank].load(), cycle_times[0].load());
     std::ifstream lines(log);
     std::string all((std::istreambuf_iterator<char>(lines)), std::istreambuf_iterator<char>());
     CHECK(Contains(all, ",round 1,"));

@@ -42,16 +42,16 @@ void CheckMove(int size, const CudaOptions& options, Collective kind,
   });
 }
 
-const DeviceWay kWays[] = {DeviceWay::kNccl, DeviceWay::kStaged};
+const GpuMode kModes[] = {GpuMode::kNccl, GpuMode::kStaged};
 
 }  // namespace
 
 TEST(sums_of_every_type_and_operation_are_right_every_way) {
   fake_gpu_reset();
   fake_gpu_set("delay_us", 20);
-  for (const DeviceWay way : kWays) {
+  for (const GpuMode mode : kModes) {
     for (int size : {1, 2, 3}) {
-      RunAllSums(size, {way}, AllSpecs(), {{1}, {5, 0, 17, 333}});
+      RunAllSums(size, {mode}, AllSpecs(), {{1}, {5, 0, 17, 333}});
     }
   }
   NothingLeft();
@@ -60,8 +60,8 @@ TEST(sums_of_every_type_and_operation_are_right_every_way) {
 TEST(large_tensors_go_in_pieces_through_both_pinned_buffers) {
   fake_gpu_reset();
   const std::vector<ReduceSpec> specs = {{DataType::kFloat32, ReduceOp::kAverage, 0.5, 3.0}};
-  RunAllSums(2, {DeviceWay::kStaged}, specs, {{2600000}, {1, 1100000, 70, 1100001, 0, 9}});
-  RunAllSums(2, {DeviceWay::kNccl}, specs, {{1, 110000, 70, 110001, 0, 9}});
+  RunAllSums(2, {GpuMode::kStaged}, specs, {{2600000}, {1, 1100000, 70, 1100001, 0, 9}});
+  RunAllSums(2, {GpuMode::kNccl}, specs, {{1, 110000, 70, 110001, 0, 9}});
   NothingLeft();
 }
 
@@ -72,7 +72,7 @@ TEST(several_tensors_are_packed_by_two_kernels_or_by_copies_where_there_are_none
     fake_gpu_reset();
     fake_gpu_set("no_module", without);
     const int64_t kernels = fake_gpu_count("kernels"), copies = fake_gpu_count("copies");
-    RunAllSums(2, {DeviceWay::kNccl}, specs, {many});
+    RunAllSums(2, {GpuMode::kNccl}, specs, {many});
     CHECK_EQ(fake_gpu_count("kernels") - kernels, without ? 0 : 2 * 2 * 3);  // 120 in a launch
     CHECK_EQ(fake_gpu_count("copies") - copies, without ? 2 * 2 * 300 : 0);
   }
@@ -91,17 +91,17 @@ TEST(a_batch_of_several_types_is_one_call_for_each_and_what_nccl_lacks_goes_thro
     CHECK_EQ(c.Judge(/*exact=*/false), std::string());
     return (fake_gpu_count("collectives") - before) / 2;
   };
-  CHECK_EQ(collectives_of({DeviceWay::kNccl}), 5);
+  CHECK_EQ(collectives_of({GpuMode::kNccl}), 5);
   specs[2] = {DataType::kInt16, ReduceOp::kSum, 1, 1};  // NCCL has none
   specs[4] = {DataType::kUint8, ReduceOp::kAverage, 1, 1};
-  CHECK_EQ(collectives_of({DeviceWay::kNccl}), 3);
-  CHECK_EQ(collectives_of({DeviceWay::kStaged}), 0);
+  CHECK_EQ(collectives_of({GpuMode::kNccl}), 3);
+  CHECK_EQ(collectives_of({GpuMode::kStaged}), 0);
   NothingLeft();
 }
 
 TEST(what_does_not_fit_into_the_fusion_buffer_goes_as_it_lies) {
   fake_gpu_reset();
-  CudaOptions options{DeviceWay::kNccl};
+  CudaOptions options{GpuMode::kNccl};
   options.fusion_bytes = 1024;
   RunAllSums(2, options, {{DataType::kFloat32, ReduceOp::kSum, 1.0, 1.0}}, {{200, 200}});
   NothingLeft();
@@ -112,7 +112,7 @@ TEST(a_fusion_buffer_that_one_rank_cannot_have_none_has_and_nobody_waits_in_vain
   fake_gpu_set("no_memory_on", 1);
   const int64_t collectives = fake_gpu_count("collectives");
   const std::vector<ReduceSpec> specs = {{DataType::kFloat32, ReduceOp::kSum, 1.0, 1.0}};
-  RunAllSums(3, {DeviceWay::kNccl}, specs, {{5, 7, 0}, {9, 2}});
+  RunAllSums(3, {GpuMode::kNccl}, specs, {{5, 7, 0}, {9, 2}});
   CHECK_EQ(fake_gpu_count("collectives") - collectives, 3 * 2 * 2);
   fake_gpu_reset();
   NothingLeft();
@@ -122,7 +122,7 @@ TEST(the_fusion_buffer_is_registered_on_all_ranks_or_on_none) {
   for (const int64_t without : {-1, 0, 1}) {
     fake_gpu_reset();
     fake_gpu_set("no_registration_on", without);
-    RunCuda(2, {DeviceWay::kNccl}, [&](CudaRank& rank) {
+    RunCuda(2, {GpuMode::kNccl}, [&](CudaRank& rank) {
       float values[2] = {1, 2};
       Batch batch = OneFloat(&values[0]);
       batch.entries.push_back(batch.entries[0]);
@@ -141,14 +141,14 @@ TEST(the_fusion_buffer_is_registered_on_all_ranks_or_on_none) {
 
 TEST(gathered_rows_may_differ_between_ranks) {
   fake_gpu_reset();
-  for (const DeviceWay way : kWays) {
+  for (const GpuMode mode : kModes) {
     for (int size : {1, 2, 3, 4}) {
       for (bool even : {true, false}) {
         const auto rows = [&](int r) { return static_cast<size_t>(even ? 5 : r * 4); };
         std::vector<int32_t> all;
         for (int r = 0; r < size; ++r) all.insert(all.end(), rows(r), 100 + r);
         CheckMove(
-            size, {way}, Collective::kAllgather,
+            size, {mode}, Collective::kAllgather,
             [&](int r, BatchEntry* entry, Moved* moved) {
               moved->input.assign(rows(r), 100 + r);
               moved->output.assign(all.size(), 0);
@@ -163,10 +163,10 @@ TEST(gathered_rows_may_differ_between_ranks) {
 
 TEST(the_last_rank_broadcasts) {
   fake_gpu_reset();
-  for (const DeviceWay way : kWays) {
+  for (const GpuMode mode : kModes) {
     for (int size : {1, 2, 3, 4}) {
       CheckMove(
-          size, {way}, Collective::kBroadcast,
+          size, {mode}, Collective::kBroadcast,
           [](int r, BatchEntry*, Moved* moved) { moved->input.assign(70001, 7 + r); },
           [&](int) { return std::vector<int32_t>(70001, 7 + size - 1); });
     }
@@ -176,11 +176,11 @@ TEST(the_last_rank_broadcasts) {
 
 TEST(every_rank_sends_every_other_its_rows) {
   fake_gpu_reset();
-  for (const DeviceWay way : kWays) {
+  for (const GpuMode mode : kModes) {
     for (int size : {1, 2, 3, 4}) {
       const auto rows = [](int from, int to) { return static_cast<size_t>((from * 3 + to) % 4); };
       CheckMove(
-          size, {way}, Collective::kAlltoall,
+          size, {mode}, Collective::kAlltoall,
           [&](int r, BatchEntry* entry, Moved* moved) {
             for (int q = 0; q < size; ++q) {
               moved->input.insert(moved->input.end(), rows(r, q), 10 * r + q);
@@ -201,12 +201,12 @@ TEST(every_rank_sends_every_other_its_rows) {
 
 TEST(parts_of_a_reduce_scatter_may_differ) {
   fake_gpu_reset();
-  for (const DeviceWay way : kWays) {
+  for (const GpuMode mode : kModes) {
     for (int size : {1, 2, 3, 4}) {
       for (size_t spare : {size_t{0}, size_t{1}}) {
         const auto part = [&](int r) { return 4 + (r == 0 ? spare : 0); };
         CheckMove(
-            size, {way}, Collective::kReducescatter,
+            size, {mode}, Collective::kReducescatter,
             [&](int r, BatchEntry* entry, Moved* moved) {
               for (int q = 0; q < size; ++q) {
                 entry->parts.push_back(part(q));
@@ -238,9 +238,9 @@ TEST(factors_that_nccl_would_round_or_has_not_go_by_way_of_the_host) {
   }
   const int64_t collectives = fake_gpu_count("collectives");
   for (int size : {1, 3}) {
-    RunAllSums(size, {DeviceWay::kNccl}, specs, {{1}, {5, 0, 1777, 333}, {9001}});
+    RunAllSums(size, {GpuMode::kNccl}, specs, {{1}, {5, 0, 1777, 333}, {9001}});
   }
-  RunCuda(2, {DeviceWay::kNccl}, [](CudaRank& rank) {
+  RunCuda(2, {GpuMode::kNccl}, [](CudaRank& rank) {
     std::vector<uint16_t> halfs(2);
     uint16_t part = 0, seen = 0;
     Batch batch;
@@ -262,7 +262,7 @@ TEST(factors_that_nccl_would_round_or_has_not_go_by_way_of_the_host) {
 TEST(factors_that_cancel_out_leave_averages_of_sixteen_bits_to_nccl) {
   fake_gpu_reset();
   const int64_t collectives = fake_gpu_count("collectives");
-  RunAllSums(3, {DeviceWay::kNccl}, {{DataType::kBfloat16, ReduceOp::kAverage, 0.5, 2.0}}, {{100}});
+  RunAllSums(3, {GpuMode::kNccl}, {{DataType::kBfloat16, ReduceOp::kAverage, 0.5, 2.0}}, {{100}});
   CHECK_EQ(fake_gpu_count("collectives") - collectives, 3);
   NothingLeft();
 }
@@ -284,7 +284,7 @@ TEST(ranks_choose_nccl_where_each_has_it_and_a_device_of_its_own) {
   };
   CudaOptions shared, reproducible, without, demanded;
   shared.one_device = demanded.one_device = true;
-  demanded.way = DeviceWay::kNccl;
+  demanded.mode = GpuMode::kNccl;
   reproducible.reproducible = true;
   without.nccl = "libno_such_nccl.so";
   CHECK_EQ(goes_by_nccl({}), 2);
@@ -324,7 +324,7 @@ bool Contains(const std::string& text, const std::string& part) {
 
 TEST(nccl_that_is_demanded_and_missing_is_an_error_with_the_reason) {
   fake_gpu_reset();
-  CudaOptions options{DeviceWay::kNccl};
+  CudaOptions options{GpuMode::kNccl};
   options.nccl = "libno_such_nccl.so";
   options.leave = false;
   RunCuda(2, options, [](CudaRank& rank) {
@@ -340,7 +340,7 @@ TEST(a_communicator_that_does_not_come_about_ends_by_the_deadline_and_is_aborted
   fake_gpu_reset();
   fake_gpu_set("init_hangs", 1);
   const int64_t aborts = fake_gpu_count("aborts");
-  CudaOptions options{DeviceWay::kNccl};
+  CudaOptions options{GpuMode::kNccl};
   options.leave = false;
   RunCuda(2, options, [](CudaRank& rank) {
     float value = 1;
@@ -365,7 +365,7 @@ TEST(a_communicator_that_does_not_come_about_ends_by_the_deadline_and_is_aborted
 // Also of tensors that are unpacked behind it, from memory that the backend's end gives back.
 TEST(a_collective_that_hangs_is_noticed_and_the_abort_frees_the_stream) {
   fake_gpu_reset();
-  CudaOptions options{DeviceWay::kNccl};
+  CudaOptions options{GpuMode::kNccl};
   options.leave = false;
   for (const bool packed : {false, true}) {
     fake_gpu_set("hang_after", fake_gpu_count("collectives"));
@@ -396,7 +396,7 @@ TEST(a_collective_that_hangs_is_noticed_and_the_abort_frees_the_stream) {
 
 TEST(looking_at_what_is_under_way_breaks_no_capture_of_the_framework) {
   fake_gpu_reset();
-  RunCuda(2, {DeviceWay::kNccl}, [](CudaRank& rank) {
+  RunCuda(2, {GpuMode::kNccl}, [](CudaRank& rank) {
     float value = 1;
     CHECK_OK(rank.cuda->Run(OneFloat(&value), After(NowNs(), kLimit), rank.trace));
     CHECK_OK(Barrier(*rank.transport, After(NowNs(), kLimit)));
@@ -411,7 +411,7 @@ TEST(looking_at_what_is_under_way_breaks_no_capture_of_the_framework) {
 
 TEST(factors_that_change_from_step_to_step_leave_no_operations_behind) {
   fake_gpu_reset();
-  RunCuda(1, {DeviceWay::kNccl}, [](CudaRank& rank) {
+  RunCuda(1, {GpuMode::kNccl}, [](CudaRank& rank) {
     for (int step = 1; step <= 200; ++step) {
       float value = 3, seen = 0;
       Batch batch = OneFloat(&value);
@@ -427,7 +427,7 @@ TEST(factors_that_change_from_step_to_step_leave_no_operations_behind) {
 
 TEST(an_error_that_nccl_finds_later_is_told) {
   fake_gpu_reset();
-  CudaOptions options{DeviceWay::kNccl};
+  CudaOptions options{GpuMode::kNccl};
   options.leave = false;
   RunCuda(2, options, [](CudaRank& rank) {
     float value = 1;

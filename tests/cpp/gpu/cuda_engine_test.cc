@@ -9,10 +9,10 @@
 using namespace hororing_test;
 
 TEST(a_step_of_many_tensors_on_devices_is_right_and_never_waits_for_the_host) {
-  for (const DeviceWay way : {DeviceWay::kAuto, DeviceWay::kStaged}) {
+  for (const GpuMode mode : {GpuMode::kAuto, GpuMode::kStaged}) {
     for (int size : {1, 2, 3}) {
       EngineConfig config = CudaConfig();
-      config.gpu = way;
+      config.gpu = mode;
       PlayCuda(size, config, [](Player& player, OnDevice& gpu) {
         constexpr size_t kTensors = 20;
         std::vector<std::vector<float>> data, seen(kTensors);
@@ -49,7 +49,7 @@ TEST(a_caller_that_can_no_longer_drive_the_loop_wakes_it) {
   PlayCuda(1, config, [&data](Player& player, OnDevice& gpu) {
     CHECK_OK(player.Allreduce("first", data));
     int64_t handle = 0;
-    CHECK_OK(player.Submit("second", data, ReduceOp::kSum, &handle, /*wait_follows=*/true));
+    CHECK_OK(player.Submit("second", data, ReduceOp::kSum, &handle, /*blocking=*/true));
     TensorEntry elsewhere;
     CHECK_OK(gpu.Ready(&elsewhere));
     CHECK_OK(player.Wait(handle));
@@ -65,12 +65,12 @@ TEST(many_handles_are_waited_for_with_their_events) {
       CHECK_OK(gpu.Start("t" + std::to_string(t), data[t], 1.0f, &handles[t]));
     }
     bool all_ok = false;
-    std::vector<std::shared_ptr<const DeviceEvent>> landed;
-    CHECK(player.engine->WaitMany(handles.data(), 5, kPatience, &all_ok, &landed) ==
+    std::vector<std::shared_ptr<const DeviceEvent>> done_events;
+    CHECK(player.engine->WaitMany(handles.data(), 5, kPatience, &all_ok, &done_events) ==
           HandleTable::Look::kDone);
     CHECK(all_ok);
-    CHECK(!landed.empty());
-    for (const auto& event : landed) {
+    CHECK(!done_events.empty());
+    for (const auto& event : done_events) {
       CHECK_OK(event->StreamWait(reinterpret_cast<CuStream>(gpu.stream)));
     }
     fake_gpu_synchronize(gpu.stream);
@@ -257,7 +257,7 @@ TEST(a_process_set_that_is_stuck_on_the_device_fails_its_removal_and_nothing_els
 
 TEST(sets_within_a_host_over_hosts_and_of_one_rank_per_host_go_by_nccl) {
   EngineConfig config = CudaConfig();
-  config.gpu = DeviceWay::kNccl;
+  config.gpu = GpuMode::kNccl;
   PlayOn({0, 0, 1, 1}, config, [](Player& player) {
     OnDevice gpu{player};
     std::vector<float> data(3001);
@@ -334,7 +334,7 @@ TEST(a_result_that_is_waited_for_in_a_captured_stream_is_refused_with_a_way_out)
     Status status;
     CHECK(player.engine->Wait(handle, kPatience, &status) == HandleTable::Look::kDone);
     fake_gpu_set("capturing", 1);
-    status = player.handles->Landed(handle)->StreamWait(reinterpret_cast<CuStream>(gpu.stream));
+    status = player.handles->DoneEvent(handle)->StreamWait(reinterpret_cast<CuStream>(gpu.stream));
     fake_gpu_set("capturing", 0);
     CHECK(status.code() == Code::kInvalidArgument);
     CHECK(Contains(status.message(), "CUDA graph"));

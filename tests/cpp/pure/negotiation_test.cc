@@ -520,11 +520,11 @@ TEST(what_is_tuned_travels_in_an_agreement) {
   agreement.sequence = 1;
   agreement.decisions.emplace_back();
   agreement.decisions[0].kind = Decision::Kind::kTune;
-  agreement.decisions[0].set_details().hold_ns = 5 * kMillisecond;
+  agreement.decisions[0].set_details().cycle_time_ns = 5 * kMillisecond;
   Agreement decoded;
   CHECK(Decode(Encode(agreement), &decoded));
   CHECK_EQ(decoded.decisions.size(), size_t{1});
-  CHECK_EQ(decoded.decisions[0].details().hold_ns, 5 * kMillisecond);
+  CHECK_EQ(decoded.decisions[0].details().cycle_time_ns, 5 * kMillisecond);
 }
 
 // Whatever there is between them, and however many they are.

@@ -44,8 +44,8 @@ class World {
   }
 
   Coordinator coordinator;
-  std::vector<Names> batches;  // of the latest step, as they were agreed
-  TimeNs hold = 0, tried = 0;  // the latest; with which the latest tensor was reduced
+  std::vector<Names> batches;        // of the latest step, as they were agreed
+  TimeNs cycle_time = 0, tried = 0;  // the latest; with which the latest tensor was reduced
 
  private:
   void Run(const Agreement& agreement) {
@@ -53,10 +53,10 @@ class World {
     int64_t bytes = 0;
     for (const Decision& decision : agreement.decisions) {
       if (decision.kind == Decision::Kind::kTune) {
-        hold = decision.details().hold_ns;
+        cycle_time = decision.details().cycle_time_ns;
         continue;
       }
-      tried = hold;
+      tried = cycle_time;
       const std::string& fresh = decision.details().name;
       if (!fresh.empty()) {
         ids_[fresh] = decision.cache_id;
@@ -145,7 +145,7 @@ TEST(nothing_is_tuned_by_what_is_not_of_all_ranks_or_no_allreduce) {
 // Ranks forget an evicted id when they hear of it: not before all that goes by it was agreed on.
 TEST(an_id_that_the_rest_of_a_cut_queue_goes_by_is_not_evicted_before_it) {
   Tuner::Options tune;
-  tune.tune_hold = false;
+  tune.tune_cycle_time = false;
   tune.steps_per_sample = 1;
   Coordinator::Options options = Tuned(tune);
   options.cache_capacity = 5;  // the last ones take the places of two that are in the queue
@@ -214,36 +214,36 @@ TEST(all_ranks_hear_of_what_is_tried_before_the_step_that_tries_it) {
   const Tuner& tuner = *world.coordinator.queue().tuner();
   int changes = 0;
   for (int i = 0; i < 100 && !tuner.done(); ++i) {
-    const TimeNs before = world.hold;
+    const TimeNs before = world.cycle_time;
     world.Play(step);
-    changes += world.hold == before ? 0 : 1;
-    CHECK_EQ(world.hold, world.tried);  // by the batches of this step
+    changes += world.cycle_time == before ? 0 : 1;
+    CHECK_EQ(world.cycle_time, world.tried);  // by the batches of this step
   }
   CHECK(tuner.done());
   CHECK(changes > 5);
   for (int i = 0; i < 3; ++i) world.Play(step);
-  CHECK_EQ(world.hold, tuner.setting().hold_ns);
+  CHECK_EQ(world.cycle_time, tuner.setting().cycle_time_ns);
 }
 
 TEST(what_is_not_to_be_tuned_stays) {
   Tuner::Options options;
   options.initial = {1 << 20, kMillisecond};
-  options.tune_fusion = options.tune_hold = false;
+  options.tune_fusion = options.tune_cycle_time = false;
   CHECK(Tuner(options).done());
-  options.tune_hold = true;
+  options.tune_cycle_time = true;
   options.warmup_samples = 0;
   options.steps_per_sample = 1;
   Tuner tuner(options);
-  std::set<TimeNs> holds;
+  std::set<TimeNs> cycle_times;
   for (TimeNs i = 0; !tuner.done() && i < 100; ++i) {
     CHECK_EQ(tuner.setting().fusion_bytes, int64_t{1} << 20);
-    holds.insert(tuner.setting().hold_ns);
+    cycle_times.insert(tuner.setting().cycle_time_ns);
     Step step;
     step.bytes = 1000;
-    step.end_ns = 1000 + tuner.setting().hold_ns;
+    step.end_ns = 1000 + tuner.setting().cycle_time_ns;
     tuner.Learn(step);
   }
   CHECK(tuner.done());
-  CHECK(holds == (std::set<TimeNs>{0, kMillisecond, 5 * kMillisecond}));
-  CHECK_EQ(tuner.setting().hold_ns, TimeNs{0});
+  CHECK(cycle_times == (std::set<TimeNs>{0, kMillisecond, 5 * kMillisecond}));
+  CHECK_EQ(tuner.setting().cycle_time_ns, TimeNs{0});
 }

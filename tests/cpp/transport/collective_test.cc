@@ -48,10 +48,10 @@ Status Run(Which algorithm, Transport& transport, const ReduceBuffer& buffer, Sc
     case Which::kReproducible: {
       FlatOptions options;
       options.reproducible = algorithm == Which::kReproducible;
-      AllreduceWay way = AllreduceWay::kNotCounted;
-      const Status status = Allreduce(transport, buffer, options, scratch, Soon(), &way);
-      CHECK(options.reproducible ? way == AllreduceWay::kRankOrder
-                                 : way != AllreduceWay::kNotCounted);
+      AlgorithmUsed used = AlgorithmUsed::kNotCounted;
+      const Status status = Allreduce(transport, buffer, options, scratch, Soon(), &used);
+      CHECK(options.reproducible ? used == AlgorithmUsed::kRankOrder
+                                 : used != AlgorithmUsed::kNotCounted);
       return status;
     }
   }

@@ -201,8 +201,9 @@ TEST(ways_of_gathering_and_lengths_of_segments_change_no_byte) {
                 for (size_t i = 0; i < sizes[r] && r == me; ++i) input.push_back(Content(r, i));
               }
               Bytes result(expected.size() + 1, 0xA5);
-              const GatherWay way{nullptr, segment_bytes, straight};
-              CHECK_OK(AllgatherV(rank.transport, input.data(), sizes, result.data(), Soon(), way));
+              const GatherOptions options{nullptr, segment_bytes, straight};
+              CHECK_OK(
+                  AllgatherV(rank.transport, input.data(), sizes, result.data(), Soon(), options));
               CHECK_EQ(Open(rank.transport), 0u);
               CHECK_EQ(result.back(), 0xA5);
               result.pop_back();
@@ -226,14 +227,14 @@ TEST(sums_in_rank_order_have_the_same_bits_in_segments_of_any_length) {
             for (const size_t segment_bytes : {size_t{1}, size_t{8} << 10, size_t{1} << 20}) {
               FlatOptions options;
               options.reproducible = true;
-              options.way = {nullptr, segment_bytes, segment_bytes != 1};
+              options.gather = {nullptr, segment_bytes, segment_bytes != 1};
               Bytes data = Input(spec, rank.rank(), n);
               const Bytes expected = Expected(spec, rank.size(), data);
               if (segment_bytes == 1 && n > 100) continue;  // of the gathering, one message a byte
-              AllreduceWay way = AllreduceWay::kNotCounted;
+              AlgorithmUsed used = AlgorithmUsed::kNotCounted;
               CHECK_OK(Allreduce(rank.transport, {data.data(), n, spec}, options, scratch, Soon(),
-                                 &way));
-              CHECK(way == AllreduceWay::kRankOrder);
+                                 &used));
+              CHECK(used == AlgorithmUsed::kRankOrder);
               CHECK(data == expected);
             }
           }

@@ -72,7 +72,7 @@ size_t FewElements(const TensorView& view) {
 
 }  // namespace
 
-bool Engine::AtOnce(const TensorEntry& entry, int64_t* handle) {
+bool Engine::AllreduceAtRendezvous(const TensorEntry& entry, int64_t* handle) {
   const Request& request = entry.request;
   if (rendezvous_ == nullptr || request.kind != Collective::kAllreduce ||
       request.tensors.size() != 1 || request.on_device() || request.process_set != kWorldSet ||
@@ -108,7 +108,7 @@ bool Engine::AtOnce(const TensorEntry& entry, int64_t* handle) {
   ++shared_.stats.batches;
   ++shared_.stats.tensors;
   shared_.stats.bytes += static_cast<int64_t>(bytes);
-  if (size > 1) ++shared_.stats.allreduces[static_cast<size_t>(AllreduceWay::kAtOnce)];
+  if (size > 1) ++shared_.stats.allreduces[static_cast<size_t>(AlgorithmUsed::kRendezvous)];
   Record(Event::kDone, CoarseNowNs(), request.kind, request.name);
   *handle = shared_.handles->CreateDone();
   return true;

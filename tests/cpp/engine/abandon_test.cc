@@ -131,7 +131,7 @@ TEST(who_waits_for_a_call_that_does_not_return_gets_an_error) {
     }
     CHECK(Contains(player.Wait(unnegotiated).message(), "allreduce 'y' (NEGOTIATE)"));
     CHECK(player.engine->state() == Engine::State::kFailed);
-    CHECK(player.engine->given_up());
+    CHECK(player.engine->abandoned());
     CHECK(Contains(player.Allreduce("z", other).message(), "Block of the transport 'stuck'"));
     // What was the loop's is ours: when it comes back, it must not get to it.
     data.assign(data.size(), 7.0f);
@@ -161,7 +161,7 @@ TEST(a_neighbours_death_is_told_although_the_loop_is_stuck) {
 TEST(calls_are_as_old_as_looks_have_seen) {
   CallWatch calls;
   CHECK_EQ(calls.Lasts(0), 0);
-  CHECK(calls.GiveUp().call == nullptr);
+  CHECK(calls.Abandon().call == nullptr);
   for (int i = 0; i < 2; ++i) {
     const CallWatch::Call call(&calls, {"A"});
     CHECK_EQ(calls.Lasts(10), 0);
@@ -169,7 +169,7 @@ TEST(calls_are_as_old_as_looks_have_seen) {
     // Nobody looked for long: the process was stopped.
     CHECK_EQ(calls.Lasts(100 * kSecond), 20 + kSecond);
   }
-  CHECK(calls.GiveUp().call == nullptr);  // it has returned
+  CHECK(calls.Abandon().call == nullptr);  // it has returned
   CHECK_EQ(calls.Lasts(200 * kSecond), 0);
-  CHECK(!calls.given_up());
+  CHECK(!calls.abandoned());
 }

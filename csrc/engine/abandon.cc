@@ -26,7 +26,7 @@ void Engine::LookAtLoop() {
   const int ranks = static_cast<int>(neighbours_.size());
   while (dead < ranks && !IsGone(neighbours_[static_cast<size_t>(dead)])) ++dead;
   if (dead == ranks && lasts < limit) return;
-  const CallWatch::Name name = calls_.GiveUp();
+  const CallWatch::Name name = calls_.Abandon();
   if (name.call == nullptr) return;
 
   // From here on this thread is the loop's.

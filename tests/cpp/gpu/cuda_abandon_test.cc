@@ -30,7 +30,7 @@ void PlayStuck(const char* function, bool first,
         if (player.rank == kStuck) {
           fake_gpu_hang_in(function, kStuck);
           script(player, gpu);
-          CHECK(player.engine->given_up());
+          CHECK(player.engine->abandoned());
           CHECK(!player.engine->Shutdown("", kPatience));
           // As the C interface does. The thread is let go, and stops before it touches anything.
           static_cast<void>(player.engine.release());
@@ -107,7 +107,7 @@ TEST(an_abort_that_never_ends_keeps_no_error_from_anybody_and_shutdown_returns) 
         const TimeNs begin = NowNs();
         CHECK_EQ(player.engine->Shutdown("", kPatience), !both);
         CHECK(NowNs() - begin < 20 * kSecond);
-        CHECK_EQ(player.engine->given_up(), both);
+        CHECK_EQ(player.engine->abandoned(), both);
         CHECK(Contains(player.Allreduce("z", other).message(), "'first'"));
         both ? static_cast<void>(player.engine.release()) : player.engine.reset();
       },
