@@ -181,10 +181,14 @@ def case_tensors_of_several_blocks(player: Player) -> None:
 
 
 def several_blocks(player: Player, part: int = 1) -> None:
-    """Those tensors, or so small a part of each."""
-    with book(player) as calls:
-        for dtype, count in (("float32", 1_234_577), ("int16", 700_001), ("float16", 262_147)):
+    """Those tensors, or so small a part of each.
+
+    Each type alone: in a batch with another one it may be reduced in another way.
+    """
+    for dtype, count in (("float32", 1_234_577), ("int16", 700_001), ("float16", 262_147)):
+        with book(player) as calls:
             calls.write("allreduce", dtype, (count // part,))
+    with book(player) as calls:
         rows = tuple((40_000 // part + rank,) for rank in calls.world)
         calls.write("allgather", "int32", (0, 7), rows=rows)
         calls.write("broadcast", "int64", (500_000 // part,), root=hvd.size() - 1)
