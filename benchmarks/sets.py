@@ -16,6 +16,9 @@
 
 All sum gradients of float32 in the order in which backward makes them; each is the `grad` of a
 parameter, as in a model. DDP's division by the number of ranks is left out for all.
+
+With --mixed, every second gradient is in bfloat16, and there are twelve counters in int64. hororing
+alone takes part, and "a group for each dtype" reduces one group after the other.
 """
 
 from __future__ import annotations
@@ -61,6 +64,27 @@ def grouped(gradients: list[torch.Tensor], verbs: Any = hvd) -> None:
 
 def named(prefix: str, gradients: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     return {f"{prefix}.{number}": gradient for number, gradient in enumerate(gradients)}
+
+
+def in_mixed_precision(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+    counters = [torch.zeros(1, dtype=torch.int64) for _ in range(12)]
+    return [g.bfloat16() if i % 2 else g for i, g in enumerate(gradients)] + counters
+
+
+def mixed_contestants(gradients: list[torch.Tensor]) -> dict[str, Callable[[], object]]:
+    by_name = named("gradient", gradients)
+    dtypes = dict.fromkeys(gradient.dtype for gradient in gradients)
+    groups = [(str(dtype), [g for g in gradients if g.dtype == dtype]) for dtype in dtypes]
+
+    def a_group_for_each_dtype() -> None:
+        for name, group in groups:
+            hvd.grouped_allreduce_(group, op=hvd.Sum, name=name)
+
+    return {
+        "hororing": lambda: one_by_one(by_name),
+        "hororing grouped": lambda: grouped(gradients),
+        "a group for each dtype": a_group_for_each_dtype,
+    }
 
 
 def blocking_mpi(gradients: list[torch.Tensor]) -> None:
@@ -134,6 +158,7 @@ def contestants(
 def main(argv: list[str] | None = None) -> None:
     parser = arguments(__doc__)
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
+    parser.add_argument("--mixed", action="store_true")
     horovod_peer.add_option(parser)
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
@@ -144,9 +169,10 @@ def main(argv: list[str] | None = None) -> None:
     rows: list[Row] = []
     for name in ["1,000 of 1 KB"] if options.quick else options.sets:
         gradients = [torch.zeros(shape).fill_(0.0) for shape in reversed(SETS[name]())]
-        parameters = parameters_with(gradients)
+        gradients = in_mixed_precision(gradients) if options.mixed else gradients
+        parameters = [] if options.mixed else parameters_with(gradients)
         times = take_turns(
-            contestants(gradients, horovods),
+            mixed_contestants(gradients) if options.mixed else contestants(gradients, horovods),
             order,
             seconds=options.seconds,
             rounds=(1, 1) if options.quick else (5, 100),
@@ -159,8 +185,8 @@ def main(argv: list[str] | None = None) -> None:
         del parameters
         nbytes = sum(gradient.nbytes for gradient in gradients)
         case = [
-            {"measure": "set of gradients", "case": name, "who": who, "nbytes": nbytes,
-             "tensors": len(gradients), **summary(series)}
+            {"measure": "set of gradients", "case": name + ", mixed" * options.mixed, "who": who,
+             "nbytes": nbytes, "tensors": len(gradients), **summary(series)}
             for who, series in times.items()
         ]  # fmt: skip
         rows += case

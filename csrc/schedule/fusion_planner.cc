@@ -1,7 +1,6 @@
 #include "schedule/fusion_planner.h"
 
 #include <algorithm>
-#include <tuple>
 
 namespace hororing {
 namespace {
@@ -11,12 +10,6 @@ struct Open {
   size_t batch;
   int64_t bytes;
 };
-
-// Some order of all specs.
-bool Before(const ReduceSpec& a, const ReduceSpec& b) {
-  return std::tie(a.dtype, a.op, a.prescale, a.postscale) <
-         std::tie(b.dtype, b.op, b.prescale, b.postscale);
-}
 
 int64_t Padded(int64_t bytes) {
   return (bytes + kFusionAlignment - 1) / kFusionAlignment * kFusionAlignment;
@@ -48,10 +41,11 @@ std::vector<std::vector<size_t>> PlanFusion(const std::vector<FusionItem>& items
       open.push_back(fresh);
     }
   }
-  const auto before = [&](size_t a, size_t b) { return Before(items[a].reduce, items[b].reduce); };
   for (std::vector<size_t>& batch : batches) {
-    if (!std::is_sorted(batch.begin(), batch.end(), before)) {
-      std::stable_sort(batch.begin(), batch.end(), before);
+    for (auto begin = batch.begin(); begin != batch.end();) {
+      const ReduceSpec& first = items[*begin].reduce;
+      begin = std::stable_partition(begin, batch.end(),
+                                    [&](size_t i) { return items[i].reduce == first; });
     }
   }
   return batches;

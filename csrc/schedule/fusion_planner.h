@@ -5,14 +5,14 @@
 //
 // Invariants
 //   1. Every item is in exactly one batch. Within a batch, items that are reduced alike are
-//      neighbours, in their order.
+//      neighbours, in their order, and come where the first of them comes.
 //   2. A batch has one (process set, collective, root, kind of memory). Its tensors may have
 //      different dtypes, ops and factors, except for reduce-scatters and Adasum.
 //   3. A batch has at most `fusion_bytes` bytes, padding included, unless it holds a single larger
 //      tensor.
-//   4. Batches are ordered by their earliest items.
+//   4. Batches are ordered by their first items.
 //
-// Cost: O(items x open batches), where open batches are as many as there are different keys.
+// Cost: O(items x (keys + different reductions in a batch)).
 // See docs/architecture.md, stage PLAN.
 #pragma once
 

@@ -125,10 +125,10 @@ class AutoReducer(Reducer):
         mine = torch.tensor(times_s, dtype=torch.float64, device="cpu")
         latest, _ = self._once("times", partial(self._allreduce, mine, arguments.Max, "times"))
         plan, _ = self._once("plan", partial(self._plan, entries, latest))
-        buckets: dict[tuple[int, torch.dtype], list[int]] = {}
+        buckets: dict[int, list[int]] = {}
         for index in torch.argsort(latest[:-2], stable=True).tolist():
             if plan[index] >= 0:
-                buckets.setdefault((int(plan[index]), entries[index][0].dtype), []).append(index)
+                buckets.setdefault(int(plan[index]), []).append(index)
         for bucket in buckets.values():
             # When this one comes, send it and all that waits for company: it completes the bucket.
             entries[bucket[-1]][1].weight = BATCH_BYTES

@@ -253,6 +253,7 @@ if __name__ == "__main__":
         more = ["--limit"] if script == "allreduce" else []
         results = str(Path(sys.argv[1], f"{script}.json"))
         importlib.import_module(script).main(["--quick", "--json", results, *more])
+    importlib.import_module("sets").main(["--quick", "--mixed"])
     horovod = importlib.import_module("horovod.torch")
     assert horovod.cycles == {"1", "0.1"}
     assert not horovod.awake

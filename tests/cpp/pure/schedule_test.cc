@@ -26,8 +26,9 @@ TEST(what_fits_is_fused_in_order) {
 }
 
 TEST(tensors_of_several_dtypes_share_a_batch_with_those_of_a_dtype_side_by_side) {
-  const auto plan = PlanFusion({Item(64), Item(64, DataType::kFloat16), Item(64)}, 1024);
-  CHECK(plan == (std::vector<std::vector<size_t>>{{1, 0, 2}}));
+  const FusionItem halves = Item(64, DataType::kFloat16), ints = Item(64, DataType::kInt32);
+  const auto plan = PlanFusion({Item(64), halves, ints, Item(64), ints, halves}, 1024);
+  CHECK(plan == (std::vector<std::vector<size_t>>{{0, 3, 1, 5, 2, 4}}));
 }
 
 TEST(a_reduce_scatter_of_another_dtype_neither_joins_nor_closes_a_batch) {
@@ -68,9 +69,9 @@ TEST(every_item_is_in_exactly_one_batch_of_one_key_within_the_threshold) {
     size_t previous_first = 0;
     for (const auto& batch : PlanFusion(items, threshold)) {
       CHECK(!batch.empty());
-      const size_t first = *std::min_element(batch.begin(), batch.end());
-      CHECK(seen.empty() || first > previous_first);
-      previous_first = first;
+      CHECK(batch[0] == *std::min_element(batch.begin(), batch.end()));
+      CHECK(seen.empty() || batch[0] > previous_first);
+      previous_first = batch[0];
       int64_t bytes = 0;
       std::set<DataType> dtypes;
       for (size_t k = 0; k < batch.size(); ++k) {
