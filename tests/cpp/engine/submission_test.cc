@@ -126,11 +126,13 @@ TEST(a_table_knows_requests_by_their_ids_while_none_is_in_flight) {
   std::vector<float> data(3);
   int64_t handle = 0;
   uint64_t id = 0;
+  std::vector<TensorEntry*> taken;
   const auto submit = [&](size_t elements) {
     data.resize(elements);
     std::unique_ptr<TensorEntry> entry = Player::Entry("a", data, ReduceOp::kSum, 1);
     const Request request = entry->request;
     CHECK_OK(table.Submit(&entry, &handle, &id));
+    table.TakeSubmitted(&taken);  // as the loop does before it removes any
     return request;
   };
   const Request three = submit(3);
