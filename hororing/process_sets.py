@@ -57,7 +57,7 @@ class ProcessSet:
         return None if self.process_set_id is None else len(self.ranks)
 
     def rank(self) -> int | None:
-        """Return this process's place among the ranks of the set; None while not registered.
+        """Return this process's rank in the set; None while not registered.
 
         ValueError where this process is not a member.
         """
@@ -266,8 +266,8 @@ def _check_type(process_set: object, verb: str) -> None:
         )
 
 
-def place_and_size(process_set: ProcessSet) -> tuple[int, int]:
-    """Return this rank's place among the ranks of the set, and how many those are."""
+def rank_and_size(process_set: ProcessSet) -> tuple[int, int]:
+    """Return this process's rank in the set, and the size of the set."""
     if process_set is global_process_set:
         return job.rank(), job.size()
     return process_set.ranks.index(job.rank()), len(process_set.ranks)

@@ -104,7 +104,8 @@ std::vector<std::unique_ptr<Backend>> MakeSetBackends(const BackendOptions& opti
     backends.push_back(std::make_unique<HierarchicalBackend>(
         *world.transport, *local, world.topology, members, options.allreduce));
   }
-  backends.push_back(std::make_unique<HostBackend>(subgroup, options.allreduce, group.places_on));
+  backends.push_back(
+      std::make_unique<HostBackend>(subgroup, options.allreduce, group.group_ranks_on));
   AddCuda(options, subgroup, &backends);
   return backends;
 }

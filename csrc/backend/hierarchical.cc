@@ -216,7 +216,7 @@ HierarchicalBackend::HierarchicalBackend(Transport& wire, ShmTransport& local,
     : wire_(wire),
       local_(local),
       group_(topology, members),
-      shape_(Shared(ShapeOf(group_.places_on))),
+      shape_(Shared(ShapeOf(group_.group_ranks_on))),
       options_(options),
       algorithm_(options.OnlyAlgorithm()),
       next_block_(FirstBlock(members)) {}
@@ -287,7 +287,7 @@ Status HierarchicalBackend::RunAllreduce(const Batch& batch, TimeNs deadline, Tr
     for (int host = 0; host < group_.hosts(); ++host) {
       between.ranks.push_back(group_.JobRank(host, group_.local));
     }
-    between.place = group_.host;
+    between.host = group_.host;
     between.layout = &plan.layout;
     between.divisor = group_.size();
     between.slices = plan.blocks;

@@ -20,27 +20,27 @@ Status DoesNotFit(const Batch& batch, const BatchEntry& entry) {
                                      "': the agreed sizes do not fit this rank's tensor");
 }
 
-// Who sends to a place, and to whom it sends, when `count` places pass on what place 0 has; as in
+// Who sends to a rank, and to whom it sends, when `count` ranks pass on what rank 0 has; as in
 // collective/broadcast.cc. -1: nobody.
 struct Neighbours {
   int from = -1;
   std::vector<int> to;
 };
 
-Neighbours InChain(int place, int count) {
+Neighbours InChain(int rank, int count) {
   Neighbours neighbours;
-  if (place > 0) neighbours.from = place - 1;
-  if (place + 1 < count) neighbours.to.push_back(place + 1);
+  if (rank > 0) neighbours.from = rank - 1;
+  if (rank + 1 < count) neighbours.to.push_back(rank + 1);
   return neighbours;
 }
 
-Neighbours InTree(int place, int count) {
+Neighbours InTree(int rank, int count) {
   Neighbours neighbours;
   int bit = 1;
-  while (bit < count && (place & bit) == 0) bit *= 2;
-  if (place > 0) neighbours.from = place - bit;
+  while (bit < count && (rank & bit) == 0) bit *= 2;
+  if (rank > 0) neighbours.from = rank - bit;
   for (bit /= 2; bit > 0; bit /= 2) {
-    if (place + bit < count) neighbours.to.push_back(place + bit);
+    if (rank + bit < count) neighbours.to.push_back(rank + bit);
   }
   return neighbours;
 }
@@ -50,9 +50,9 @@ Neighbours InTree(int place, int count) {
 size_t HierarchicalBackend::MostChannels() const {
   size_t most = 0;
   for (int host = 0; host < group_.hosts(); ++host) {
-    std::vector<size_t> owned(group_.places_on[static_cast<size_t>(host)].size(), 1);
+    std::vector<size_t> owned(group_.group_ranks_on[static_cast<size_t>(host)].size(), 1);
     for (int other = 0; other < group_.hosts(); ++other) {
-      const int ranks = static_cast<int>(group_.places_on[static_cast<size_t>(other)].size());
+      const int ranks = static_cast<int>(group_.group_ranks_on[static_cast<size_t>(other)].size());
       for (int local = 0; local < ranks && other != host; ++local) {
         ++owned[static_cast<size_t>(group_.OwnerOn(host, local, leader()))];
       }
@@ -81,28 +81,29 @@ Status HierarchicalBackend::RunChannels(const Batch& batch, std::vector<Channel>
 }
 
 Status HierarchicalBackend::RunAllgather(const Batch& batch, TimeNs deadline, TraceSink& trace) {
-  const size_t size = static_cast<size_t>(group_.size()), own = static_cast<size_t>(group_.place);
+  const size_t size = static_cast<size_t>(group_.size()),
+               own = static_cast<size_t>(group_.group_rank);
   std::vector<Channel> channels(size);
   for (const BatchEntry& entry : batch.entries) {
     if (entry.receive_bytes.size() != size || entry.receive_bytes[own] != entry.bytes()) {
       return DoesNotFit(batch, entry);
     }
     std::byte* at = static_cast<std::byte*>(entry.output);
-    for (size_t place = 0; place < size; ++place) {
-      const size_t bytes = entry.receive_bytes[place];
-      channels[place].Add(at, bytes);
-      if (place == own && bytes > 0 && at != entry.input) CopyBytes(at, entry.input, bytes);
+    for (size_t rank = 0; rank < size; ++rank) {
+      const size_t bytes = entry.receive_bytes[rank];
+      channels[rank].Add(at, bytes);
+      if (rank == own && bytes > 0 && at != entry.input) CopyBytes(at, entry.input, bytes);
       at += bytes;
     }
   }
-  for (size_t place = 0; place < size; ++place) {
-    Channel& channel = channels[place];
-    const int local = group_.local_of[place];
-    if (group_.host_of[place] == group_.host) {
+  for (size_t rank = 0; rank < size; ++rank) {
+    Channel& channel = channels[rank];
+    const int local = group_.local_of[rank];
+    if (group_.host_of[rank] == group_.host) {
       channel.owner = local;
     } else {
       channel.owner = group_.OwnerOn(group_.host, local, leader());
-      if (channel.owner == group_.local) channel.from = group_.members.ranks[place];
+      if (channel.owner == group_.local) channel.from = group_.members.ranks[rank];
     }
   }
   channels[own].begins = true;
@@ -115,7 +116,7 @@ Status HierarchicalBackend::RunAllgather(const Batch& batch, TimeNs deadline, Tr
 }
 
 Status HierarchicalBackend::RunBroadcast(const Batch& batch, TimeNs deadline, TraceSink& trace) {
-  const bool is_root = batch.root == group_.place;
+  const bool is_root = batch.root == group_.group_rank;
   size_t total = 0;
   for (const BatchEntry& entry : batch.entries) {
     const size_t bytes = entry.bytes();

@@ -130,7 +130,7 @@ Status HostBackend::RunBroadcast(const Batch& batch, TimeNs deadline, TraceSink&
 Status HostBackend::BroadcastByHost(int root, void* data, size_t bytes, TimeNs deadline) {
   const size_t message = MessageBytes();
   if (by_host_ == nullptr) return Broadcast(transport_, root, data, bytes, deadline, message);
-  return Broadcast(*by_host_, by_host_->PlaceOf(root), data, bytes, deadline, message);
+  return Broadcast(*by_host_, by_host_->RankOf(root), data, bytes, deadline, message);
 }
 
 Status HostBackend::BroadcastTogether(const Batch& batch,

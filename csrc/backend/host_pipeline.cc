@@ -32,17 +32,17 @@ HostGroup::HostGroup(const Topology& topology, Members all) : members(std::move(
     int& number = numbers[static_cast<size_t>(topology.host_of[rank])];
     if (number < 0) {
       number = hosts();
-      places_on.emplace_back();
+      group_ranks_on.emplace_back();
     }
-    std::vector<int>& here = places_on[static_cast<size_t>(number)];
+    std::vector<int>& here = group_ranks_on[static_cast<size_t>(number)];
     host_of.push_back(number);
     local_of.push_back(static_cast<int>(here.size()));
     here.push_back(static_cast<int>(at));
-    if (members.ranks[at] == topology.rank) place = static_cast<int>(at);
+    if (members.ranks[at] == topology.rank) group_rank = static_cast<int>(at);
   }
-  host = host_of[static_cast<size_t>(place)];
-  local = local_of[static_cast<size_t>(place)];
-  for (const int at : places_on[static_cast<size_t>(host)]) {
+  host = host_of[static_cast<size_t>(group_rank)];
+  local = local_of[static_cast<size_t>(group_rank)];
+  for (const int at : group_ranks_on[static_cast<size_t>(host)]) {
     slots.push_back(local_ranks[static_cast<size_t>(members.ranks[static_cast<size_t>(at)])]);
   }
 }

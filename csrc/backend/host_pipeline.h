@@ -35,25 +35,25 @@ struct HostGroup {
 
   // The rank on a host that receives or sums for a local rank of another host.
   int OwnerOn(int on_host, int local_rank, bool leader) const {
-    const int ranks = static_cast<int>(places_on[static_cast<size_t>(on_host)].size());
+    const int ranks = static_cast<int>(group_ranks_on[static_cast<size_t>(on_host)].size());
     return leader ? 0 : local_rank % ranks;
   }
   int JobRank(int on_host, int local_rank) const {
-    const int at = places_on[static_cast<size_t>(on_host)][static_cast<size_t>(local_rank)];
+    const int at = group_ranks_on[static_cast<size_t>(on_host)][static_cast<size_t>(local_rank)];
     return members.ranks[static_cast<size_t>(at)];
   }
-  int hosts() const { return static_cast<int>(places_on.size()); }
+  int hosts() const { return static_cast<int>(group_ranks_on.size()); }
   int size() const { return static_cast<int>(members.ranks.size()); }
   int local_size() const { return static_cast<int>(slots.size()); }
 
   const Members members;
-  std::vector<int> host_of;                 // by place in the set
-  std::vector<int> local_of;                // by place in the set: the place on its host
-  std::vector<std::vector<int>> places_on;  // per host, ascending
-  std::vector<int> slots;                   // of this host's members: their ranks in its segment
-  int place = 0;                            // of this rank, in the set
+  std::vector<int> host_of;                      // by group rank
+  std::vector<int> local_of;                     // by group rank: the rank on its host
+  std::vector<std::vector<int>> group_ranks_on;  // per host, ascending
+  std::vector<int> slots;  // of this host's members: their ranks in its segment
+  int group_rank = 0;      // of this rank, in the set
   int host = 0;
-  int local = 0;  // its place among the members of its host
+  int local = 0;  // its rank among the members of its host
 };
 
 // Transfers in the order in which they were posted. Each is waited for exactly once.

@@ -18,10 +18,10 @@ ScatterPlan::ScatterPlan(const HostGroup& group, const Batch& batch, size_t capa
   std::vector<size_t> summed(static_cast<size_t>(group.local_size()), 0);
   std::vector<size_t> done(batch.entries.size(), 0);  // elements of each tensor
   size_t longest = 0;
-  for (int place = 0; place < group.size(); ++place) {
-    const size_t at = static_cast<size_t>(place);
+  for (int rank = 0; rank < group.size(); ++rank) {
+    const size_t at = static_cast<size_t>(rank);
     Part& part = parts[at];
-    part.own = place == group.place;
+    part.own = rank == group.group_rank;
     part.owner = group.members.ranks[at];
     const bool here = group.host_of[at] == group.host;
     part.reducer =
@@ -141,15 +141,15 @@ void ScatterPipeline::Begin() {
   StageSpan span(trace_, Stage::kPack, batch_);
   const uint64_t number = begun_++;
   size_t packed = 0;
-  for (size_t place = 0; place < plan_.parts.size(); ++place) {
-    const ScatterPlan::Part& part = plan_.parts[place];
+  for (size_t rank = 0; rank < plan_.parts.size(); ++rank) {
+    const ScatterPlan::Part& part = plan_.parts[rank];
     const size_t arriving = part.own ? PieceOf(part, number) * partial_ : 0;
     for (size_t i = 0; i < plan_.senders.size() && arriving > 0; ++i) {
       const int from = plan_.senders[i];
       receives_.Add({wire_.Receive(from, ArrivalsAt(i, number), arriving), from, number, i});
     }
     if (part.reducer == rank_) continue;
-    std::byte* const block_at = BlockAt(rank_, number) + place * plan_.piece * plan_.element;
+    std::byte* const block_at = BlockAt(rank_, number) + rank * plan_.piece * plan_.element;
     ForEachExtent(part, number,
                   [&](const auto& extent, size_t in_piece, size_t at, size_t elements) {
                     const size_t bytes = elements * plan_.element;
@@ -180,14 +180,14 @@ void ScatterPipeline::Sum() {
 }
 
 void ScatterPipeline::SumPiece(const ScatterPlan::Part& part, std::byte* sums) {
-  const size_t place = static_cast<size_t>(&part - plan_.parts.data());
+  const size_t rank = static_cast<size_t>(&part - plan_.parts.data());
   const size_t step = kReducePiece / plan_.element;
   ForEachExtent(part, summed_,
                 [&](const auto& extent, size_t in_piece, size_t at, size_t elements) {
                   for (size_t done = 0; done < elements; done += step) {
                     const size_t count = std::min(step, elements - done);
                     for (int source = 0; source < size_; ++source) {
-                      const size_t in_slot = place * plan_.piece + in_piece + done;
+                      const size_t in_slot = rank * plan_.piece + in_piece + done;
                       sources_[static_cast<size_t>(source)] =
                           source == rank_ ? extent.input + (at + done) * plan_.element
                                           : BlockAt(source, summed_) + in_slot * plan_.element;
@@ -200,7 +200,7 @@ void ScatterPipeline::SumPiece(const ScatterPlan::Part& part, std::byte* sums) {
 
 void ScatterPipeline::Combine() {
   StageSpan span(trace_, Stage::kReduce, batch_);
-  const ScatterPlan::Part& own = plan_.parts[static_cast<size_t>(group_.place)];
+  const ScatterPlan::Part& own = plan_.parts[static_cast<size_t>(group_.group_rank)];
   const size_t elements = PieceOf(own, combined_);
   std::byte* const mine = SumsAt(own.number, combined_);
   const auto source = [&](int host) {

@@ -45,7 +45,7 @@ struct ScatterPlan {
     bool own = false;   // this rank's
     size_t number = 0;  // index among those that the reducer sums
   };
-  std::vector<Part> parts;   // by place in the set
+  std::vector<Part> parts;   // by group rank
   std::vector<int> senders;  // per other host, in order: the rank that sums this rank's part
   size_t summed_here = 0;    // parts that this rank sums
   size_t element = 1;        // bytes

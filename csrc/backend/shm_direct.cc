@@ -11,7 +11,7 @@
 namespace hororing {
 namespace {
 
-int PlaceOf(int rank, const std::vector<int>& ranks) {
+int RankAmong(int rank, const std::vector<int>& ranks) {
   return static_cast<int>(std::find(ranks.begin(), ranks.end(), rank) - ranks.begin());
 }
 
@@ -36,7 +36,7 @@ Status WaitForReaders(ShmTransport& transport, TimeNs deadline) {
 ShmDirectBackend::ShmDirectBackend(ShmTransport& transport, Members members, size_t chunk_bytes)
     : transport_(transport),
       members_(std::move(members)),
-      place_(PlaceOf(transport.rank(), members_.ranks)),
+      group_rank_(RankAmong(transport.rank(), members_.ranks)),
       next_block_(FirstBlock(members_)),
       chunk_bytes_(chunk_bytes) {}
 
@@ -65,7 +65,8 @@ Status ShmDirectBackend::Run(const Batch& batch, TimeNs deadline, TraceSink& tra
   if (others) broken_ = WaitForReaders(transport_, deadline);
   if (!broken_.ok() || plan.blocks == 0) return broken_;
   algorithm_used_ = AlgorithmUsed::kShmDirect;
-  broken_ = ShmPipeline(transport_, members_, place_, batch, plan, first, deadline, trace).Run();
+  broken_ =
+      ShmPipeline(transport_, members_, group_rank_, batch, plan, first, deadline, trace).Run();
   readers = {members_.ranks, members_.set, members_.generation, next_block_};
   return broken_;
 }

@@ -47,7 +47,7 @@ class ShmDirectBackend final : public Backend {
  private:
   ShmTransport& transport_;
   const Members members_;
-  const int place_;  // of this rank among the members
+  const int group_rank_;  // of this rank among the members
   uint64_t next_block_;
   const size_t chunk_bytes_;
   AlgorithmUsed algorithm_used_ = AlgorithmUsed::kNotCounted;

@@ -35,7 +35,7 @@ constexpr size_t kReducePiece = 16 << 10;
 
 }  // namespace
 
-ShmPipeline::ShmPipeline(ShmTransport& transport, const Members& members, int place,
+ShmPipeline::ShmPipeline(ShmTransport& transport, const Members& members, int rank,
                          const Batch& batch, const Plan& plan, uint64_t first, TimeNs deadline,
                          TraceSink& trace)
     : transport_(transport),
@@ -44,7 +44,7 @@ ShmPipeline::ShmPipeline(ShmTransport& transport, const Members& members, int pl
       batch_(batch),
       plan_(plan),
       trace_(trace),
-      rank_(place),
+      rank_(rank),
       size_(static_cast<int>(members.ranks.size())),
       deadline_(deadline),
       end_(first + plan.blocks),

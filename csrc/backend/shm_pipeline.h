@@ -19,8 +19,8 @@ namespace hororing {
 
 class ShmPipeline {
  public:
-  // `place`: of this rank among the members. `first`: the number of the batch's first block.
-  ShmPipeline(ShmTransport& transport, const Members& members, int place, const Batch& batch,
+  // `rank`: of this rank among the members. `first`: the number of the batch's first block.
+  ShmPipeline(ShmTransport& transport, const Members& members, int rank, const Batch& batch,
               const Plan& plan, uint64_t first, TimeNs deadline, TraceSink& trace);
 
   Status Run();

@@ -251,8 +251,8 @@ int64_t hr_membership_updates(int64_t generation, int32_t* what);
 
 int hr_state_now(void);
 int hr_topology_now(hr_topology* topology);
-/* This rank's place among the ranks of a process set, and how many those are. */
-int hr_place_now(int32_t process_set, int32_t* place, int32_t* size);
+/* This rank's rank in a process set, and the size of the set. */
+int hr_group_rank_now(int32_t process_set, int32_t* rank, int32_t* size);
 const char* hr_host_name(int32_t rank); /* NULL when there is no such rank or no engine */
 
 /* Text of the last failure on the calling thread, and the rank to blame or -1. */

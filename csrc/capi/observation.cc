@@ -24,7 +24,7 @@ HR_EXPORT int hr_topology_now(hr_topology* topology) {
   return HR_OK;
 }
 
-HR_EXPORT int hr_place_now(int32_t process_set, int32_t* place, int32_t* size) {
+HR_EXPORT int hr_group_rank_now(int32_t process_set, int32_t* rank, int32_t* size) {
   const std::shared_ptr<Engine> engine = CurrentEngine();
   if (engine == nullptr) return Remember(NotInitialized());
   const std::shared_ptr<const ProcessSet> set = engine->sets().Find(process_set);
@@ -33,7 +33,7 @@ HR_EXPORT int hr_place_now(int32_t process_set, int32_t* place, int32_t* size) {
     return Remember(Status(Code::kInvalidArgument,
                            "this rank is in no process set " + std::to_string(process_set)));
   }
-  *place = found;
+  *rank = found;
   *size = set->size();
   return HR_OK;
 }

@@ -76,17 +76,17 @@ void SliceExchange::Begin(const Span& span, std::byte* result) {
   slice.arrived = arrivals_ + begun_ % plan_.depth * others * arrival_room_;
   slice.result = result;
   ++begun_;
-  const size_t arriving = layout().PartialBytes(PartOf(slice, plan_.place));
+  const size_t arriving = layout().PartialBytes(PartOf(slice, plan_.host));
   // At each distance everybody sends to somebody else.
   for (int i = 1; i < hosts() && arriving > 0; ++i) {
-    const int from = (plan_.place + hosts() - i) % hosts();
-    const size_t place = static_cast<size_t>(from < plan_.place ? from : from - 1);
+    const int from = (plan_.host + hosts() - i) % hosts();
+    const size_t index = static_cast<size_t>(from < plan_.host ? from : from - 1);
     const int rank = plan_.ranks[static_cast<size_t>(from)];
     slice.there.push_back(
-        {wire_.Receive(rank, slice.arrived + place * arrival_room_, arriving), rank});
+        {wire_.Receive(rank, slice.arrived + index * arrival_room_, arriving), rank});
   }
   for (int i = 1; i < hosts(); ++i) {
-    const int to = (plan_.place + i) % hosts();
+    const int to = (plan_.host + i) % hosts();
     const Span part = PartOf(slice, to);
     Send(slice, to, slice.partial + PartialAt(slice, part), layout().PartialBytes(part));
   }
@@ -94,18 +94,18 @@ void SliceExchange::Begin(const Span& span, std::byte* result) {
 
 // Into memory of an arrival: the own sums may still be on their way.
 void SliceExchange::Combine(Slice& slice) {
-  const Span own = PartOf(slice, plan_.place);
+  const Span own = PartOf(slice, plan_.host);
   if (own.size == 0) return;
   const auto source = [&](int host) {
-    return host == plan_.place
+    return host == plan_.host
                ? slice.partial + PartialAt(slice, own)
                : slice.arrived +
-                     static_cast<size_t>(host < plan_.place ? host : host - 1) * arrival_room_;
+                     static_cast<size_t>(host < plan_.host ? host : host - 1) * arrival_room_;
   };
   if (hosts() == 1) {
     return FinishPartial(layout(), own, plan_.divisor, slice.result, slice.partial);
   }
-  std::byte* const sum = source(plan_.place == 0 ? 1 : 0);
+  std::byte* const sum = source(plan_.host == 0 ? 1 : 0);
   CombinePartials(layout(), own, sum, source(0), source(1));
   for (int host = 2; host < hosts(); ++host) {
     CombinePartials(layout(), own, sum, sum, source(host));
@@ -115,9 +115,9 @@ void SliceExchange::Combine(Slice& slice) {
 
 void SliceExchange::SendBack(Slice& slice) {
   if (plan_.whole) return;
-  const Span own = PartOf(slice, plan_.place);
+  const Span own = PartOf(slice, plan_.host);
   for (int i = 1; i < hosts(); ++i) {
-    const int from = (plan_.place + hosts() - i) % hosts();
+    const int from = (plan_.host + hosts() - i) % hosts();
     const Span part = PartOf(slice, from);
     const int rank = plan_.ranks[static_cast<size_t>(from)];
     if (part.size == 0) continue;
@@ -125,7 +125,7 @@ void SliceExchange::SendBack(Slice& slice) {
         {wire_.Receive(rank, slice.result + (part.begin - slice.span.begin), part.size), rank});
   }
   for (int i = 1; i < hosts(); ++i) {
-    Send(slice, (plan_.place + i) % hosts(), slice.result + (own.begin - slice.span.begin),
+    Send(slice, (plan_.host + i) % hosts(), slice.result + (own.begin - slice.span.begin),
          own.size);
   }
 }

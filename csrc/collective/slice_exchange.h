@@ -42,7 +42,7 @@ class SliceExchange {
  public:
   struct Plan {
     std::vector<int> ranks;          // of `wire`: one per host, in the order of the hosts
-    int place = 0;                   // of this rank among them
+    int host = 0;                    // of this rank
     const Layout* layout = nullptr;  // of the buffer that the slices are parts of; borrowed
     int divisor = 1;                 // ranks of the job
     bool whole = false;              // there whole, and not back

@@ -185,11 +185,11 @@ void Loop::AddSet(int32_t id, const Request& request) {
   shared_.sets.Add(id, request.ranks, request.root != 0);
   ++sets_added_;
   const ProcessSet set = *shared_.sets.Find(id);
-  const int place = set.IndexOf(topology_.rank);
-  if (place < 0) return;
+  const int rank = set.IndexOf(topology_.rank);
+  if (rank < 0) return;
   Communicator communicator;
   communicator.ranks = set.ranks;
-  communicator.rank = place;
+  communicator.rank = rank;
   communicator.transport = std::make_unique<Subgroup>(transport_, set.ranks);
   communicator.backends = MakeSetBackends(backend_options_, world_, *communicator.transport,
                                           {set.ranks, id, sets_added_});

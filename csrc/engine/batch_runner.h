@@ -30,7 +30,7 @@ struct Communicator {
   std::vector<int> ranks;                // of the job
   std::unique_ptr<Transport> transport;  // null: the engine's own
   std::vector<std::unique_ptr<Backend>> backends;
-  int rank = 0;  // the place of this rank among them
+  int rank = 0;  // of this rank among them
 
   int size() const { return static_cast<int>(ranks.size()); }
 };

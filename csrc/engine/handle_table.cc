@@ -16,7 +16,7 @@ namespace {
 constexpr size_t kAlignment = 64;
 
 // How many handles there are until numbers come again.
-constexpr int64_t kNumbers = (int64_t{1} << (63 - HandleTable::kPlaceBits)) - 2;
+constexpr int64_t kNumbers = (int64_t{1} << (63 - HandleTable::kIndexBits)) - 2;
 
 Status NoResult(int64_t handle, size_t index) {
   return Status(Code::kInvalidArgument,
@@ -68,18 +68,18 @@ int64_t HandleTable::New() {
     free_.push_back(static_cast<int64_t>(slots_.size()));
     slots_.emplace_back();
   }
-  const int64_t place = free_.back();
+  const int64_t index = free_.back();
   free_.pop_back();
   next_ = next_ % kNumbers + 1;
-  const int64_t handle = next_ << kPlaceBits | place;
-  slots_[static_cast<size_t>(place)].handle = handle;
+  const int64_t handle = next_ << kIndexBits | index;
+  slots_[static_cast<size_t>(index)].handle = handle;
   return handle;
 }
 
 HandleTable::Slot* HandleTable::Find(int64_t handle) {
-  const size_t place = static_cast<size_t>(handle & ((int64_t{1} << kPlaceBits) - 1));
-  if (handle <= 0 || place >= slots_.size() || slots_[place].handle != handle) return nullptr;
-  return &slots_[place];
+  const size_t index = static_cast<size_t>(handle & ((int64_t{1} << kIndexBits) - 1));
+  if (handle <= 0 || index >= slots_.size() || slots_[index].handle != handle) return nullptr;
+  return &slots_[index];
 }
 
 void HandleTable::Free(Slot& slot) {

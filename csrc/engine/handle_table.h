@@ -47,8 +47,8 @@ class HandleTable {
  public:
   enum class Look { kUnknown, kPending, kDone };
 
-  // Of a handle's 63: those of its place, which is below the most requests in flight at a time.
-  static constexpr int kPlaceBits = 28;
+  // Of a handle's 63: those of its index, which is below the most requests in flight at a time.
+  static constexpr int kIndexBits = 28;
 
   int64_t Create();
   void Create(int64_t* handles, size_t count);
@@ -110,9 +110,9 @@ class HandleTable {
 
   std::mutex mutex_;
   std::condition_variable completed_;
-  // A handle is the place of its slot and, above that, a number that its slot never had before.
+  // A handle is the index of its slot and, above that, a number that its slot never had before.
   std::vector<Slot> slots_;    // GUARDED_BY(mutex_)
-  std::vector<int64_t> free_;  // places; GUARDED_BY(mutex_)
+  std::vector<int64_t> free_;  // indices; GUARDED_BY(mutex_)
   int64_t next_ = 0;           // GUARDED_BY(mutex_)
   int64_t completions_ = 0;    // of handles that were awaited; GUARDED_BY(mutex_)
 };

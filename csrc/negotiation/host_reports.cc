@@ -18,8 +18,8 @@ HostReports::HostReports(std::vector<int> ranks, TimeNs cycle_time_ns)
     : ranks_(std::move(ranks)), cycle_time_ns_(cycle_time_ns), held_(ranks_.size()) {}
 
 void HostReports::Receive(int rank, const Report& report, bool of_world, TimeNs now) {
-  const auto place = std::find(ranks_.begin(), ranks_.end(), rank) - ranks_.begin();
-  std::optional<Report>& held = held_[static_cast<size_t>(place)];
+  const auto index = std::find(ranks_.begin(), ranks_.end(), rank) - ranks_.begin();
+  std::optional<Report>& held = held_[static_cast<size_t>(index)];
   if (held_count_ == 0) since_ns_ = now;
   if (!held) {
     held.emplace();
@@ -63,9 +63,9 @@ std::optional<std::string> HostReports::Take(TimeNs now) {
   const bool all = held_count_ == ranks_.size();
   if (held_count_ == 0 || (!goes_ && !all && now < NextDeadline())) return std::nullopt;
   std::map<std::string, std::vector<int>> alike;
-  for (size_t place = 0; place < held_.size(); ++place) {
-    if (held_[place]) alike[Encode(*held_[place])].push_back(ranks_[place]);
-    held_[place].reset();
+  for (size_t index = 0; index < held_.size(); ++index) {
+    if (held_[index]) alike[Encode(*held_[index])].push_back(ranks_[index]);
+    held_[index].reset();
   }
   held_count_ = 0;
   goes_ = false;

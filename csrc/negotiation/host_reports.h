@@ -51,7 +51,7 @@ class HostReports {
 
   const std::vector<int> ranks_;
   TimeNs cycle_time_ns_;
-  std::vector<std::optional<Report>> held_;  // by place among `ranks`
+  std::vector<std::optional<Report>> held_;  // by index among `ranks`
   size_t held_count_ = 0;                    // how many are held
   TimeNs since_ns_ = 0;                      // when the first of them came
   bool goes_ = false;                        // send at once

@@ -6,9 +6,9 @@
 namespace hororing {
 
 int ProcessSet::Search(int rank) const {
-  const auto place = std::lower_bound(ranks.begin(), ranks.end(), rank);
-  if (place == ranks.end() || *place != rank) return -1;
-  return static_cast<int>(place - ranks.begin());
+  const auto found = std::lower_bound(ranks.begin(), ranks.end(), rank);
+  if (found == ranks.end() || *found != rank) return -1;
+  return static_cast<int>(found - ranks.begin());
 }
 
 ProcessSets::ProcessSets(int size) : size_(size) {

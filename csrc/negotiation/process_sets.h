@@ -27,7 +27,7 @@ struct ProcessSet {
   int Search(int rank) const;
 };
 
-// Some of the members of a process set, by their places in it.
+// Some of the members of a process set, by their indices in it.
 class MemberSet {
  public:
   void Clear(size_t size) {
@@ -36,16 +36,16 @@ class MemberSet {
     few_ = 0;
     if (size > 64) many_.assign(size, 0);
   }
-  bool Has(size_t place) const {
-    return size_ <= 64 ? (few_ >> place & 1) != 0 : many_[place] != 0;
+  bool Has(size_t index) const {
+    return size_ <= 64 ? (few_ >> index & 1) != 0 : many_[index] != 0;
   }
-  void Add(size_t place) {
-    if (Has(place)) return;
+  void Add(size_t index) {
+    if (Has(index)) return;
     ++count_;
     if (size_ <= 64) {
-      few_ |= uint64_t{1} << place;
+      few_ |= uint64_t{1} << index;
     } else {
-      many_[place] = 1;
+      many_[index] = 1;
     }
   }
   size_t size() const { return size_; }    // of the process set

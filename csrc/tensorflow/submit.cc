@@ -156,13 +156,13 @@ class Execution {
 
   // Of the ranks as they are now, which may be others than when the graph was made.
   Tensor AllocateRows(int i, TfType type, std::vector<int64_t> shape, size_t bytes) {
-    int32_t place = 0, parts = 1;
+    int32_t rank = 0, parts = 1;
     const auto process_set = static_cast<int32_t>(submit_.process_set);
-    if (shape.empty() || hr_place_now(process_set, &place, &parts) != HR_OK) {
+    if (shape.empty() || hr_group_rank_now(process_set, &rank, &parts) != HR_OK) {
       return nullptr;  // the core says what is wrong
     }
     const int64_t rows = shape[0];
-    shape[0] = rows / parts + (place < rows % parts ? 1 : 0);
+    shape[0] = rows / parts + (rank < rows % parts ? 1 : 0);
     const size_t size = rows == 0 ? 0 : bytes / static_cast<size_t>(rows);
     return Tensor(api.AllocateOutput(context_, i, type, shape.data(),
                                      static_cast<int>(shape.size()),

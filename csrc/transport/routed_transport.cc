@@ -17,10 +17,10 @@ RoutedTransport::RoutedTransport(std::unique_ptr<Transport> wire, ShmTransport& 
     : wire_(std::move(wire)),
       local_(local),
       ranks_(ranks),
-      place_of_(static_cast<size_t>(wire_->size()), -1),
+      local_rank_of_(static_cast<size_t>(wire_->size()), -1),
       spin_ns_(spin_ns) {
-  for (size_t place = 0; place < ranks.size(); ++place) {
-    place_of_[static_cast<size_t>(ranks[place])] = static_cast<int>(place);
+  for (size_t local_rank = 0; local_rank < ranks.size(); ++local_rank) {
+    local_rank_of_[static_cast<size_t>(ranks[local_rank])] = static_cast<int>(local_rank);
   }
 }
 
@@ -39,9 +39,9 @@ bool RoutedTransport::Done(Request request) {
 }
 
 void RoutedTransport::Post(int peer, std::string message) {
-  const int place = place_of_[static_cast<size_t>(peer)];
-  if (place >= 0) {
-    local_.Post(place, std::move(message));
+  const int local_rank = local_rank_of_[static_cast<size_t>(peer)];
+  if (local_rank >= 0) {
+    local_.Post(local_rank, std::move(message));
   } else {
     wire_->Post(peer, std::move(message));
   }

@@ -65,8 +65,8 @@ class RoutedTransport final : public Transport {
 
   const std::unique_ptr<Transport> wire_;
   ShmTransport& local_;
-  const std::vector<int> ranks_;  // of this host, by local rank
-  std::vector<int> place_of_;     // per rank: its local rank, or -1 on another host
+  const std::vector<int> ranks_;    // of this host, by local rank
+  std::vector<int> local_rank_of_;  // per rank: its local rank, or -1 on another host
   const TimeNs spin_ns_;
   std::deque<std::pair<int, std::string>> inbox_;
   uint32_t last_sleep_epoch_ = 0;  // as the last Sleep left it: a later Wake shows

@@ -42,7 +42,7 @@ class Subgroup final : public Transport {
   // Of the parent, in the order that they have here.
   const std::vector<int>& ranks() const { return ranks_; }
   // The rank that one of the parent's has here.
-  int PlaceOf(int parents) const;
+  int RankOf(int parents) const;
   TimeNs Silence(int peer) override { return parent_.Silence(Parents(peer)); }
   Status CheckPeers() override { return parent_.CheckPeers(); }
   void AnnounceFailure(const Status& why) override { parent_.AnnounceFailure(why); }

@@ -22,7 +22,7 @@ from hororing import arguments, runtime
 from hororing.arguments import Average, Sum
 from hororing.collectives import ALLGATHER, ALLREDUCE, ALLTOALL, BROADCAST, REDUCESCATTER
 from hororing.names import take_back
-from hororing.process_sets import ProcessSet, place_and_size
+from hororing.process_sets import ProcessSet, rank_and_size
 from hororing.tensorflow.requests import Request, carry_out
 from hororing.tensorflow.tensors import PARTS, as_parts, from_parts
 
@@ -125,8 +125,8 @@ def allgather(call: Call, tensors: Sequence[tf.Tensor]) -> tuple[tf.Tensor, ...]
         mine = tf.stack([tf.shape(tensor, tf.int64)[0] for tensor in smooth])
         # rows[r][i]: rows of tensor i on rank r
         (rows,) = Call(f"{call.name}.rows", call.process_set).request(ALLGATHER, [mine[None]])
-        place, _ = place_and_size(call.process_set)
-        before = tf.reduce_sum(rows[:place], 0)
+        rank, _ = rank_and_size(call.process_set)
+        before = tf.reduce_sum(rows[:rank], 0)
         return [
             gradient[before[index] : before[index] + mine[index]]
             for index, gradient in enumerate(whole)
@@ -175,7 +175,7 @@ def reducescatter(call: Call, tensors: Sequence[tf.Tensor]) -> tuple[tf.Tensor, 
     def backward(gradients: list[tf.Tensor]) -> tuple[tf.Tensor, ...]:
         factor = call.factors[0] * call.factors[1]
         if call.op == Sum:
-            factor *= place_and_size(call.process_set)[1]
+            factor *= rank_and_size(call.process_set)[1]
         mine = [gradient * tf.cast(factor, gradient.dtype) for gradient in gradients]
         return allgather(call.backward(factors=(1.0, 1.0)), mine)
 

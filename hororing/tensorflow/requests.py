@@ -23,7 +23,7 @@ from hororing import collectives, errors, membership
 from hororing.arguments import Sum
 from hororing.collectives import ALLGATHER, ALLREDUCE, ALLTOALL, BROADCAST, REDUCESCATTER
 from hororing.names import DefaultName, encode_name
-from hororing.process_sets import ProcessSet, check_member, global_process_set, place_and_size
+from hororing.process_sets import ProcessSet, check_member, global_process_set, rank_and_size
 from hororing.tensorflow.errors import both
 from hororing.tensorflow.names import alone_in_graph
 from hororing.tensorflow.plugin import operations
@@ -55,18 +55,18 @@ class Request(NamedTuple):
         shapes = [tensor.shape for tensor in self.tensors]
         if self.collective in (ALLREDUCE, BROADCAST):
             return shapes
-        place, size = place_and_size(self.process_set)
+        rank, size = rank_and_size(self.process_set)
         changes = membership.is_elastic()  # then a graph lives longer than the number of ranks
         return [
-            *(self._rows(shape, place, 0 if changes else size) for shape in shapes),
+            *(self._rows(shape, rank, 0 if changes else size) for shape in shapes),
             *([tf.TensorShape([None if changes else size])] if self.collective == ALLTOALL else []),
         ]
 
-    def _rows(self, shape: tf.TensorShape, place: int, size: int) -> tf.TensorShape:
+    def _rows(self, shape: tf.TensorShape, rank: int, size: int) -> tf.TensorShape:
         if not shape.rank:  # unknown, or wrong, which the core says
             return tf.TensorShape(None)
         known = size and self.collective == REDUCESCATTER and shape[0] is not None
-        return tf.TensorShape([rows_of(shape[0], size, place) if known else None]) + shape[1:]
+        return tf.TensorShape([rows_of(shape[0], size, rank) if known else None]) + shape[1:]
 
 
 def carry_out(requests: Sequence[Request]) -> list[list[tf.Tensor]]:

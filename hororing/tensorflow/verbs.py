@@ -17,7 +17,7 @@ import tensorflow as tf
 from hororing import arguments, control, membership
 from hororing.arguments import Adasum, Average, Sum
 from hororing.compression import Compressor, NoneCompressor, check_compression
-from hororing.process_sets import ProcessSet, check_member, global_process_set, place_and_size
+from hororing.process_sets import ProcessSet, check_member, global_process_set, rank_and_size
 from hororing.tensorflow import autograd
 from hororing.tensorflow.names import request_name
 from hororing.tensorflow.tensors import (
@@ -134,7 +134,7 @@ def averaged_slices(
     if op == Average:
         # A graph of an elastic job lives longer than the number of ranks.
         changes = membership.is_elastic() and process_set is global_process_set
-        count = size_op() if changes else place_and_size(process_set)[1]
+        count = size_op() if changes else rank_and_size(process_set)[1]
         values = values / tf.cast(count, values.dtype)
     return tf.IndexedSlices(values, indices, like.dense_shape)
 

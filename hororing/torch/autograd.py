@@ -20,7 +20,7 @@ import torch
 
 from hororing import arguments, collectives
 from hororing.arguments import Average
-from hororing.process_sets import ProcessSet, place_and_size
+from hororing.process_sets import ProcessSet, rank_and_size
 from hororing.runtime import rank
 from hororing.torch.verbs import verbs
 
@@ -94,8 +94,8 @@ class _Allgather(torch.autograd.Function):
         )
         # rows[r][i]: rows of tensor i on rank r
         rows = verbs.allgather(torch.tensor([ctx.rows]), f"{name}.rows", process_set)
-        place, _ = place_and_size(process_set)
-        before = rows[:place].sum(dim=0).tolist()
+        rank, _ = rank_and_size(process_set)
+        before = rows[:rank].sum(dim=0).tolist()
         mine = [
             gradient.narrow(0, before[index], ctx.rows[index])
             for index, gradient in zip(ctx.recorded, whole, strict=True)
@@ -155,7 +155,7 @@ class _Reducescatter(torch.autograd.Function):
         _, name, process_set, op, (prescale, postscale) = ctx.request
         factor = prescale * postscale
         if op == arguments.Sum:
-            factor *= place_and_size(process_set)[1]
+            factor *= rank_and_size(process_set)[1]
         mine = [gradient * factor for gradient in _recorded(ctx, gradients)]
         whole = allgather(Request("grouped_allgather", f"{name}.grad", process_set), *mine)
         return (None, *_in_place_of_all(ctx, len(gradients), whole))

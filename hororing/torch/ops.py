@@ -19,7 +19,7 @@ from hororing import arguments
 from hororing import verbs as neutral
 from hororing.compression import Compressor, check_compression
 from hororing.names import default_name, take_back
-from hororing.process_sets import ProcessSet, check_member, global_process_set, place_and_size
+from hororing.process_sets import ProcessSet, check_member, global_process_set, rank_and_size
 from hororing.torch import autograd
 from hororing.torch.autograd import Request
 from hororing.torch.uncompiled import uncompiled
@@ -212,7 +212,7 @@ def start_sparse_allreduce(
                 "rank must pass the same dense shape"
             )
         if op == arguments.Average:
-            values = values / place_and_size(process_set)[1]
+            values = values / rank_and_size(process_set)[1]
         return torch.sparse_coo_tensor(indices.t(), values, shape, check_invariants=False)
 
     return handle, combine

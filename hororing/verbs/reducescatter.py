@@ -9,7 +9,7 @@ from hororing import arguments, collectives
 from hororing.adapter import T
 from hororing.compression import Compressor, NoneCompressor, check_compression
 from hororing.names import default_name
-from hororing.process_sets import ProcessSet, check_member, global_process_set, place_and_size
+from hororing.process_sets import ProcessSet, check_member, global_process_set, rank_and_size
 from hororing.verbs.requests import Requests, first
 
 
@@ -117,9 +117,9 @@ class Reducescatter(Requests[T]):
             raise ValueError(
                 f"{verb}: a tensor without dimensions has no rows to scatter; use allreduce"
             )
-        place, size = place_and_size(process_set)
+        rank, size = rank_and_size(process_set)
         outputs = [
-            adapter.empty_rows(tensor, rows_of(shape[0], size, place))
+            adapter.empty_rows(tensor, rows_of(shape[0], size, rank))
             for tensor, shape in zip(inputs, shapes, strict=True)
         ]
         return self._submit(
@@ -136,6 +136,6 @@ class Reducescatter(Requests[T]):
         )
 
 
-def rows_of(rows: int, size: int, place: int) -> int:
-    """How many of `rows` rows the rank at `place` gets when `size` ranks share them."""
-    return rows // size + (place < rows % size)
+def rows_of(rows: int, size: int, rank: int) -> int:
+    """How many of `rows` rows rank `rank` gets when `size` ranks share them."""
+    return rows // size + (rank < rows % size)

@@ -33,7 +33,7 @@ _LEAVE_S: Final = 30.0
 
 def create(options: Any, _: Any = None) -> ProcessGroup:
     """Make a process group; torch calls it in each member of the group."""
-    ranks, place, size = options.global_ranks_in_group, options.group_rank, options.group_size
+    ranks, rank, size = options.global_ranks_in_group, options.group_rank, options.group_size
     timeout: timedelta = options.timeout
     of_all = not ranks
     leaves = False
@@ -44,38 +44,38 @@ def create(options: Any, _: Any = None) -> ProcessGroup:
                 'yet, and all ranks must start it; call init_process_group("hororing") or '
                 "hororing.torch.init() before"
             )
-        leaves = _start(options.store, place, size, timeout.total_seconds())
+        leaves = _start(options.store, rank, size, timeout.total_seconds())
     ranks = list(ranks) or list(range(size))
-    _check(ranks, place, size, of_all)
+    _check(ranks, rank, size, of_all)
     # The name of a group, which is in its store's prefix, may differ between the members.
     store = options.store if of_all else dist.distributed_c10d._get_default_store()
-    return ProcessGroup(place, ranks, timeout, store, _leave if leaves else _nothing)
+    return ProcessGroup(rank, ranks, timeout, store, _leave if leaves else _nothing)
 
 
-def _start(store: Any, place: int, size: int, timeout_s: float) -> bool:
+def _start(store: Any, rank: int, size: int, timeout_s: float) -> bool:
     """Start the engine; return whether it is of these ranks' making, and can be of others later."""
     started_by = launch.detect(mpi=mpi.is_usable)
     by_launcher = started_by.mpi or started_by.launcher == launch.HORORUN
-    if by_launcher and (started_by.rank, started_by.least_size) == (place, size):
+    if by_launcher and (started_by.rank, started_by.least_size) == (rank, size):
         runtime.start(started_by)
         return False
     if size == 1:
         runtime.start(Launch())
         return True
     told = Launch(
-        "torch.distributed", place, size, mpi=False, sign=f"world_size={size}", own=f"rank={place}"
+        "torch.distributed", rank, size, mpi=False, sign=f"world_size={size}", own=f"rank={rank}"
     )
     runtime.start(
-        told, meet=lambda: torch_store.meet_in(store, rank=place, size=size, timeout_s=timeout_s)
+        told, meet=lambda: torch_store.meet_in(store, rank=rank, size=size, timeout_s=timeout_s)
     )
     return True
 
 
-def _check(ranks: list[int], place: int, size: int, of_all: bool) -> None:
+def _check(ranks: list[int], rank: int, size: int, of_all: bool) -> None:
     """ValueError unless torch's ranks are those of the job."""
-    if of_all and (place, size) != (job.rank(), job.size()):
+    if of_all and (rank, size) != (job.rank(), job.size()):
         raise ValueError(
-            f"init_process_group: torch.distributed has rank {place} of {size}, but hororing runs "
+            f"init_process_group: torch.distributed has rank {rank} of {size}, but hororing runs "
             f"already with rank {job.rank()} of {job.size()}; they must be the same"
         )
     if ranks != sorted(ranks):

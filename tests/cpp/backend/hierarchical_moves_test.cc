@@ -38,7 +38,7 @@ struct Set {
 // One batch of a set, with its memory.
 struct Job {
   Set* set;
-  std::function<Batch(size_t)> batch;  // of a place in the set
+  std::function<Batch(size_t)> batch;  // of a rank in the set
   std::function<std::string()> judge;  // what is wrong with the outputs, or ""
 };
 
@@ -70,15 +70,15 @@ Bytes Random(DataType dtype, size_t elements, std::mt19937& random) {
   return data;
 }
 
-// Memory of the tensors of a batch on all members, by place.
+// Memory of the tensors of a batch on all members, by rank.
 struct Tensors {
   explicit Tensors(size_t members) : inputs(members), outputs(members) {}
-  std::vector<std::vector<Bytes>> inputs, outputs;  // [place][tensor]
+  std::vector<std::vector<Bytes>> inputs, outputs;  // [rank][tensor]
 };
 
 // Empty contributions, small ones, and some of several blocks.
-size_t RaggedSize(size_t place, size_t tensor, std::mt19937& random) {
-  switch ((place + tensor) % 4) {
+size_t RaggedSize(size_t rank, size_t tensor, std::mt19937& random) {
+  switch ((rank + tensor) % 4) {
     case 0: return 0;
     case 1: return random() % 7;
     case 2: return random() % 2000;
@@ -88,29 +88,29 @@ size_t RaggedSize(size_t place, size_t tensor, std::mt19937& random) {
 
 Job Allgather(Set& set, DataType dtype, size_t tensors, std::mt19937& random) {
   const size_t element = ElementSize(dtype);
-  std::vector<std::vector<size_t>> sizes(tensors);  // bytes, [tensor][place]
+  std::vector<std::vector<size_t>> sizes(tensors);  // bytes, [tensor][rank]
   std::vector<Bytes> expected(tensors);
   const auto memory = std::make_shared<Tensors>(set.size());
   Tensors& data = *memory;
   for (size_t t = 0; t < tensors; ++t) {
-    for (size_t place = 0; place < set.size(); ++place) {
-      const size_t elements = RaggedSize(place, t, random) / element;
-      data.inputs[place].push_back(Random(dtype, elements, random));
+    for (size_t rank = 0; rank < set.size(); ++rank) {
+      const size_t elements = RaggedSize(rank, t, random) / element;
+      data.inputs[rank].push_back(Random(dtype, elements, random));
       sizes[t].push_back(elements * element);
-      expected[t].insert(expected[t].end(), data.inputs[place][t].begin(),
-                         data.inputs[place][t].end());
+      expected[t].insert(expected[t].end(), data.inputs[rank][t].begin(),
+                         data.inputs[rank][t].end());
     }
     for (auto& outputs : data.outputs) outputs.emplace_back(expected[t].size(), 0xEE);
   }
-  const auto batch_of = [=](size_t place) {
+  const auto batch_of = [=](size_t rank) {
     Batch batch;
     batch.kind = Collective::kAllgather;
     for (size_t t = 0; t < tensors; ++t) {
       BatchEntry entry;
       entry.name = "gather";
-      entry.input = memory->inputs[place][t].data();
-      entry.output = memory->outputs[place][t].data();
-      entry.elements = memory->inputs[place][t].size() / element;
+      entry.input = memory->inputs[rank][t].data();
+      entry.output = memory->outputs[rank][t].data();
+      entry.elements = memory->inputs[rank][t].size() / element;
       entry.reduce.dtype = dtype;
       entry.receive_bytes = sizes[t];
       batch.entries.push_back(entry);
@@ -129,22 +129,22 @@ Job Broadcast(Set& set, int root, DataType dtype, const std::vector<size_t>& siz
               std::mt19937& random) {
   const auto memory = std::make_shared<Tensors>(set.size());
   Tensors& data = *memory;
-  for (size_t place = 0; place < set.size(); ++place) {
+  for (size_t rank = 0; rank < set.size(); ++rank) {
     for (const size_t elements : sizes) {
-      data.inputs[place].push_back(Random(dtype, elements, random));
-      data.outputs[place].emplace_back(elements * ElementSize(dtype), 0xEE);
+      data.inputs[rank].push_back(Random(dtype, elements, random));
+      data.outputs[rank].emplace_back(elements * ElementSize(dtype), 0xEE);
     }
   }
   const std::vector<Bytes> expected = data.inputs[static_cast<size_t>(root)];
   const bool in_place = random() % 2 == 0;
-  const auto batch_of = [=](size_t place) {
+  const auto batch_of = [=](size_t rank) {
     Batch batch;
     batch.kind = Collective::kBroadcast;
     batch.root = root;
     for (size_t t = 0; t < sizes.size(); ++t) {
       BatchEntry entry;
-      entry.input = memory->inputs[place][t].data();
-      entry.output = (in_place ? memory->inputs : memory->outputs)[place][t].data();
+      entry.input = memory->inputs[rank][t].data();
+      entry.output = (in_place ? memory->inputs : memory->outputs)[rank][t].data();
       entry.elements = sizes[t];
       entry.reduce.dtype = dtype;
       batch.entries.push_back(entry);
@@ -171,8 +171,8 @@ Bytes SummedByHosts(const ReduceSpec& spec, const Hosts& hosts, const std::vecto
   Bytes total;
   for (const int host : order) {
     std::vector<const void*> here;
-    for (size_t place = 0; place < ranks.size(); ++place) {
-      if (hosts[static_cast<size_t>(ranks[place])] == host) here.push_back(sources[place]);
+    for (size_t rank = 0; rank < ranks.size(); ++rank) {
+      if (hosts[static_cast<size_t>(ranks[rank])] == host) here.push_back(sources[rank]);
     }
     std::vector<std::byte> sum(n * partial), widened(n * partial);
     SumPartials(spec, sum.data(), here, n, widened.data());
@@ -192,30 +192,30 @@ Bytes SummedByHosts(const ReduceSpec& spec, const Hosts& hosts, const std::vecto
 Job Reducescatter(Set& set, const Hosts& hosts, const ReduceSpec& spec, size_t tensors,
                   std::mt19937& random) {
   const size_t element = ElementSize(spec.dtype);
-  std::vector<std::vector<size_t>> parts(tensors);  // elements, [tensor][place]
+  std::vector<std::vector<size_t>> parts(tensors);  // elements, [tensor][rank]
   std::vector<size_t> totals(tensors, 0);
   const auto memory = std::make_shared<Tensors>(set.size());
   Tensors& data = *memory;
   for (size_t t = 0; t < tensors; ++t) {
-    for (size_t place = 0; place < set.size(); ++place) {
-      parts[t].push_back(RaggedSize(place, t, random) / 8);
+    for (size_t rank = 0; rank < set.size(); ++rank) {
+      parts[t].push_back(RaggedSize(rank, t, random) / 8);
       totals[t] += parts[t].back();
     }
-    for (size_t place = 0; place < set.size(); ++place) {
-      data.inputs[place].push_back(Random(spec.dtype, totals[t], random));
-      data.outputs[place].emplace_back(parts[t][place] * element, 0xEE);
+    for (size_t rank = 0; rank < set.size(); ++rank) {
+      data.inputs[rank].push_back(Random(spec.dtype, totals[t], random));
+      data.outputs[rank].emplace_back(parts[t][rank] * element, 0xEE);
     }
   }
   const Tensors before = data;
   const Members members = set.members;
-  const auto batch_of = [=](size_t place) {
+  const auto batch_of = [=](size_t rank) {
     Batch batch;
     batch.kind = Collective::kReducescatter;
     for (size_t t = 0; t < tensors; ++t) {
       BatchEntry entry;
       entry.name = "scatter";
-      entry.input = memory->inputs[place][t].data();
-      entry.output = memory->outputs[place][t].data();
+      entry.input = memory->inputs[rank][t].data();
+      entry.output = memory->outputs[rank][t].data();
       entry.elements = totals[t];
       entry.reduce = spec;
       entry.parts = parts[t];
@@ -230,11 +230,10 @@ Job Reducescatter(Set& set, const Hosts& hosts, const ReduceSpec& spec, size_t t
       for (const auto& inputs : before.inputs) sources.push_back(inputs[t].data());
       const Bytes all = SummedByHosts(spec, hosts, members.ranks, sources, totals[t]);
       size_t begin = 0;
-      for (size_t place = 0; place < parts[t].size(); ++place) {
-        const Bytes& got = memory->outputs[place][t];
+      for (size_t rank = 0; rank < parts[t].size(); ++rank) {
+        const Bytes& got = memory->outputs[rank][t];
         if (!std::equal(got.begin(), got.end(), all.begin() + static_cast<ptrdiff_t>(begin))) {
-          return "reducescatter: tensor " + std::to_string(t) + " at place " +
-                 std::to_string(place);
+          return "reducescatter: tensor " + std::to_string(t) + " at rank " + std::to_string(rank);
         }
         begin += got.size();
       }
@@ -248,16 +247,16 @@ Job Reducescatter(Set& set, const Hosts& hosts, const ReduceSpec& spec, size_t t
 Job Allreduce(Set& set, size_t elements) {
   const auto memory = std::make_shared<Tensors>(set.size());
   const size_t ranks = set.size();
-  for (size_t place = 0; place < ranks; ++place) {
+  for (size_t rank = 0; rank < ranks; ++rank) {
     std::vector<float> values(elements);
-    for (size_t i = 0; i < elements; ++i) values[i] = static_cast<float>(i % 1000 + place);
+    for (size_t i = 0; i < elements; ++i) values[i] = static_cast<float>(i % 1000 + rank);
     const auto* bytes = reinterpret_cast<const unsigned char*>(values.data());
-    memory->inputs[place].emplace_back(bytes, bytes + elements * 4);
+    memory->inputs[rank].emplace_back(bytes, bytes + elements * 4);
   }
-  const auto batch_of = [=](size_t place) {
+  const auto batch_of = [=](size_t rank) {
     Batch batch;
     BatchEntry entry;
-    entry.input = entry.output = memory->inputs[place][0].data();
+    entry.input = entry.output = memory->inputs[rank][0].data();
     entry.elements = elements;
     batch.entries.push_back(entry);
     return batch;

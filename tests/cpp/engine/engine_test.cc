@@ -344,7 +344,7 @@ TEST(a_handle_that_is_done_is_released_at_once_and_only_then) {
   CHECK(succeeds(done));
   CHECK(table.Poll(done) == HandleTable::Look::kUnknown);
   // What has its place now is pending.
-  const int64_t mask = (int64_t{1} << HandleTable::kPlaceBits) - 1;
+  const int64_t mask = (int64_t{1} << HandleTable::kIndexBits) - 1;
   const int64_t next = table.Create();
   CHECK(next != done);
   CHECK_EQ(next & mask, done & mask);
