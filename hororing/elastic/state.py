@@ -143,8 +143,8 @@ class State:
         """Leave the training function if members come or go, and go on with what is not saved.
 
         All ranks call it after the same steps. Blocks until rank 0 has called it, too, unless the
-        ranks have told one another with their last step. Does nothing in a job whose ranks stay
-        the same.
+        ranks have told one another with the step before the last one. Does nothing in a job whose
+        ranks stay the same.
 
         Raises
         ------
@@ -159,7 +159,7 @@ class State:
     def _leave_if_due(self, replayed: bool) -> None:
         if job.is_initialized() and not membership.is_elastic():
             return
-        if self._steps is not None and self._steps.votes:
+        if self._steps is not None and self._steps.heard:
             known = self._last_update
             latest, what = self._steps.agreed()
         else:

@@ -1,27 +1,34 @@
-"""A step of training as a transaction: the ranks that live apply it, all of them or none.
+"""A step of training as a transaction: it is in the state that all ranks go on with, or is not.
 
-    gradients are reduced -> vote: all ranks hold them -> parameters change -> ... -> mark -> ...
+    gradients are reduced -> parameters change -> ... -> mark -> ...
 
-A rank votes when it holds all reduced gradients and has nothing left to do but to apply them. When
-a rank is lost, and another one knows that all have voted, then everybody holds the gradients: those
-that have not applied them do so. If nobody knows, nobody has applied them, and the step is done
-again. So parameters need no copy, and the steps before are never lost.
+A rank applies a step when all its gradients are reduced, so the step is that of all ranks. When a
+rank is lost meanwhile, some of the others may have applied the step, and some may not. The next
+generation goes on from whoever has taken most steps: a rank that lacks one gets the state of
+another. If nobody who lives has applied the step, it is done again. So parameters need no copy, and
+the steps before are never lost.
 
 What the script keeps beside the parameters (epoch, place in the data, learning rate) is small. A
 copy of it is taken at each *mark*, where the script says that a step is over. After a failure that
 copy may be older than the parameters: by the steps since the mark. The script then runs them again,
 so that it keeps account of them, and `take` leaves the parameters alone: a step is *replayed*.
+
+With each step ranks also start to tell one another what they know of hosts and processes that come
+and go. They have heard it when the next step is over, all of them, and so leave at the same mark.
+Nobody waits for it: what all ranks have started before their gradients is complete with these.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 import hororing.numpy as hvd
-from hororing import arguments, job
+from hororing import arguments, collectives, job
+from hororing.errors import HororingInternalError
 
 _BITS = 2  # of what has changed, below the time when
 
@@ -42,7 +49,7 @@ class Place(NamedTuple):
 
 
 class Steps:
-    """The steps of the optimizers of one elastic state, all of which vote.
+    """The steps of the optimizers of one elastic state.
 
     Parameters
     ----------
@@ -55,7 +62,7 @@ class Steps:
     saved : how far the copy of all values is.
     light : the last mark has left out the parameters, so that a failure is not to go back further.
     torn : parameters have changed in another way than by a step, or are being received.
-    votes : since the last mark.
+    heard : how often all ranks have told one another news since the last mark.
     running : the script is training, and not `run` preparing for it.
     """
 
@@ -63,47 +70,37 @@ class Steps:
         self._news = news
         self.place = self.saved = Place()
         self.light = self.torn = self.running = False
-        self.votes = 0
+        self.heard = 0
         self._agreed = 0
+        self._telling = 0  # the handle of what ranks tell one another; 0: none
         self._owed: list[int] = []  # steps to be replayed
         self._replayed = 0  # the number of ranks of the step that was, since the mark
-        # This rank has voted for it, as one of so many.
-        self._apply: Callable[[], Any] | None = None
-        self._ranks = 0
 
     # -- in a step ------------------------------------------------------------------------------
 
     def take(self, apply: Callable[[], Any]) -> Any:
-        """Let all ranks take a step, by `apply`; what it returns. None where it is replayed.
-
-        Where a failure is not to go back further, it blocks until all ranks hold their gradients.
-        HororingInternalError: this rank does not know whether they do; `settle` does, in the next
-        generation.
-        """
+        """Take a step of all ranks by `apply`; what it returns. None where it is replayed."""
         if self._owed:
             self._replayed = self._owed.pop(0)
             return None
-        self._apply, self._ranks = apply, job.size()
-        if self.light:
-            self._vote_now()
-        return self._applied()
-
-    def _vote_now(self) -> None:
-        latest, what = self._news()
-        told = np.array([max(self._agreed, latest << _BITS | what)])
-        if job.size() > 1:
-            # Blocking: this thread then does the work of the engine, which need not wake.
-            told = hvd.allreduce(told, name="elastic.vote", op=arguments.Max)
-        self._agreed = int(told[0])
-        self.votes += 1
-
-    def _applied(self) -> Any:
-        apply, self._apply = self._apply, None
-        assert apply is not None
         place = self.place
-        self.place = Place(place.step + 1, 0, (*place.since_mark, self._ranks))
+        self.place = Place(place.step + 1, 0, (*place.since_mark, job.size()))
         self._replayed = 0
-        return apply()
+        result = apply()
+        # Whoever is lost, the next gradients tell of it; and others may have ended with this step.
+        with contextlib.suppress(HororingInternalError):
+            self._exchange_news()
+        return result
+
+    def _exchange_news(self) -> None:
+        if self._telling:  # since the step before
+            telling, self._telling = self._telling, 0
+            self._agreed = max(self._agreed, int(hvd.synchronize(telling)[0]))
+            self.heard += 1
+        if self.light:
+            latest, what = self._news()
+            told = np.array([max(self._agreed, latest << _BITS | what)])
+            self._telling = hvd.allreduce_async(told, name="elastic.news", op=arguments.Max)
 
     @property
     def recorded_ranks(self) -> int:
@@ -120,12 +117,12 @@ class Steps:
         replayed = bool(self._replayed)
         self.place = Place(self.place.step, self.place.marks + 1)
         self.light, self.torn = light, False
-        self._owed, self._replayed, self._apply = [], 0, None
+        self._owed, self._replayed = [], 0
         return replayed
 
     def agreed(self) -> tuple[int, int]:
-        """What all ranks have told one another by their votes: as `news`, of all of them."""
-        agreed, self._agreed, self.votes = self._agreed, 0, 0
+        """What all ranks have heard since the last mark: as `news`, of all of them."""
+        agreed, self._agreed, self.heard = self._agreed, 0, 0
         return agreed >> _BITS, agreed & ((1 << _BITS) - 1)
 
     # -- after a failure ------------------------------------------------------------------------
@@ -139,17 +136,18 @@ class Steps:
         """Note that all values are copied. Where the script does so, a step is over."""
         self.saved = Place(self.place.step, self.place.marks) if self.running else self.place
 
-    def settle(self, step: int) -> None:
-        """Apply what this rank has voted for, if others have: they have done `step` steps."""
-        if self._apply is not None and step > self.place.step:
-            self._applied()
-        self._apply = None
-
     def begin(self, place: Place, light: bool) -> None:
         """Go on from a place; the steps since its mark are to be replayed."""
         self.place, self.light, self.torn = place, light, False
-        self._owed, self._replayed, self._apply = list(place.since_mark), 0, None
-        self._agreed = self.votes = 0
+        self._owed, self._replayed = list(place.since_mark), 0
+        self._agreed = self.heard = 0
+        self.end()
+
+    def end(self) -> None:
+        """Forget what ranks are telling one another."""
+        if self._telling:
+            collectives.abandon(self._telling, None)
+        self._telling = 0
 
 
 __all__ = ["Place", "Steps"]

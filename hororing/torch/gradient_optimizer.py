@@ -41,7 +41,7 @@ class Distributed(torch.optim.Optimizer):
     _settings: Settings  # of the class, which serves one optimizer and its copies
     _reducer_type: type[Reducer] = Reducer
     _reducer: Reducer | None = None  # None where this rank reduces with nobody
-    # Of the elastic state that it is in, if all ranks can agree on each step.
+    # Of the elastic state that it is in, if each step is one of all ranks.
     _steps: Steps | None = None
     backward_passes_per_step: int
     _parameter_names: dict[torch.Tensor, str]
@@ -120,7 +120,7 @@ class Distributed(torch.optim.Optimizer):
 
     @property
     def agrees_on_steps(self) -> bool:
-        """Whether all ranks of the job can agree on each step before they take it.
+        """Whether a step changes parameters only when the gradients of all ranks are reduced.
 
         Those of sub-classes change parameters in other ways, too: they combine changes, or average.
         """
@@ -186,7 +186,7 @@ class Distributed(torch.optim.Optimizer):
         if self._reducer is None:
             return super().step(closure, **kwargs)
         if self._steps is not None:
-            self._steps.torn = True  # parameters change before all ranks can agree
+            self._steps.torn = True  # parameters change before the step is one of all ranks
 
         def reduced() -> Any:
             loss = closure()

@@ -9,11 +9,13 @@ import pytest
 from elastic_ranks import ElasticJob
 
 from hororing.elastic.steps import Place, Steps
+from hororing.errors import ShutDownError
 from hororing.rendezvous.generations import Member
 
-# Each time a sample is in a step, its own parameter is one less. The last rank dies in steps 3, 6
-# and 9: when nobody has voted; when all have, and rank 1 has applied the step while rank 0 does not
-# know; when all have applied it and nobody has marked it. Then a newcomer comes to the last rank.
+# Each time a sample is in a step, its own parameter is one less. A rank dies in steps 3, 6 and 9:
+# when nobody has all gradients; when rank 1 has applied the step, and rank 0 has not and holds
+# garbage; when all have applied it and nobody has marked it. The rank that lacked step 6 is left,
+# and a newcomer comes to it.
 SCRIPT = """
 import os, sys, time
 from pathlib import Path
@@ -22,7 +24,7 @@ import torch
 import hororing.torch as hvd
 from hororing.elastic.steps import Steps
 
-DEATHS = {3: "nobody", 6: "some", 9: "all"}
+DEATHS = {3: ("nobody", 4), 6: ("some", 3), 9: ("all", 2)}  # and of how many ranks
 COUNT, BATCH = 240, 2
 applied = Path(sys.argv[1])
 hvd.init()
@@ -37,7 +39,7 @@ sampler = hvd.elastic.ElasticSampler(range(COUNT))
 state = hvd.elastic.TorchState(
     model, optimizer, sampler=sampler, scheduler=scheduler, epoch=0, began=0, steps=0
 )
-voted, sync = Steps._vote_now, state.sync
+taken, sync = Steps.take, state.sync
 
 
 def told_sync():
@@ -49,7 +51,7 @@ state.sync = told_sync
 
 
 def due(what):
-    return DEATHS.get(state.steps + 1) == what and len(hvd.elastic.history()[0].members) == 4
+    return DEATHS.get(state.steps + 1) == (what, hvd.size())
 
 
 def die_once(there):
@@ -58,15 +60,16 @@ def die_once(there):
     os.kill(os.getpid(), 9)
 
 
-def vote_now(steps):
-    voted(steps)
+def take(steps, apply):
+    if due("some") and hvd.rank() == 0:
+        model.weight.grad.fill_(99)
+        hvd.allreduce(torch.zeros(1), name="never")
+    taken(steps, apply)
     if due("some") and hvd.rank() == 2:
         die_once(applied / "some")
-    if due("some") and hvd.rank() == 0:
-        hvd.allreduce(torch.zeros(1), name="never")
 
 
-Steps._vote_now = vote_now
+Steps.take = take
 
 
 @hvd.elastic.run
@@ -83,9 +86,9 @@ def train(state):
             optimizer.zero_grad()
             if due("some"):
                 (applied / "some").touch()
-            if due("all") and hvd.rank() == 0:
-                (applied / "all").touch()
             if due("all") and hvd.rank() == 1:
+                (applied / "all").touch()
+            if due("all") and hvd.rank() == 0:
                 die_once(applied / "all")
             hvd.allreduce(torch.zeros(1), name="loss")
             scheduler.step()
@@ -124,12 +127,12 @@ def test_no_step_is_lost_or_taken_twice_whenever_a_rank_dies(tmp_path: Path):
         assert once == "True", job.lines
         assert len({float(each) for each in steps}) == 1, steps
         told = [(each.step, len(each.members)) for each in job.worlds()]
-        # The step in which nobody had voted is done again; the others are not.
+        # The step that nobody has applied is done again; the others are not.
         assert told[:4] == [(0, 4), (2, 3), (6, 2), (9, 1)]
         assert str(told) in job.lines[last][-2]
-        # No model was sent to those that have stayed, but for the newcomer's sake.
+        # A model was sent only where a rank lacked a step, and to the newcomer.
         sent = {int(line.split()[1]) for line in job.lines[last] if line.startswith("sent")}
-        assert sent == {1, len(told)}, job.lines
+        assert sent == {1, 3, len(told)}, job.lines
 
 
 ADASUM = """
@@ -220,6 +223,51 @@ def test_steps_since_the_mark_are_replayed_and_no_others():
     assert steps.place == Place(7, 2)
     assert steps.recorded_ranks == 0
     assert not steps.mark(light=True)
+
+
+def test_news_are_heard_by_all_ranks_with_the_next_step(monkeypatch: pytest.MonkeyPatch):
+    hvd = pytest.importorskip("hororing.numpy")
+    hvd.init()
+    news = [(3, 1)]
+    steps = Steps(lambda: news[-1])
+    steps.mark(light=True)
+    heard = []
+    for _ in range(3):
+        steps.take(lambda: None)
+        heard.append((steps.heard, *steps.agreed()))
+        news.append((9, 2))
+    assert heard == [(0, 0, 0), (1, 3, 1), (1, 9, 2)]
+    steps.mark(light=False)  # as `commit`
+    steps.take(lambda: None)
+    assert steps.heard == 1
+    steps.take(lambda: None)
+    assert steps.heard == 1
+    # Where the others have ended with this step, it is taken all the same.
+    steps.mark(light=True)
+    monkeypatch.setattr(hvd, "allreduce_async", lambda *_, **__: fail(ShutDownError()))
+    assert steps.take(lambda: "taken") == "taken"
+
+
+def fail(error: Exception) -> None:
+    raise error
+
+
+def test_a_scaler_that_failed_in_a_step_can_take_it_again():
+    torch = pytest.importorskip("torch")
+    from hororing.torch.elastic.handlers import handler_for
+
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    handler = handler_for(scaler)
+    assert handler is not None
+    handler.mark()
+    for go_back in (handler.go_back, handler.restore, lambda: None):
+        optimizer.zero_grad()
+        scaler.scale(weight.sum()).backward()
+        scaler.unscale_(optimizer)
+        assert weight.grad.item() == 1.0
+        go_back()
 
 
 def test_a_model_without_buffers_can_be_marked_again():

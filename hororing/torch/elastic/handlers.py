@@ -222,6 +222,20 @@ class OptimizerStateHandler(ObjectWithStateHandler):
             group.update(copy.deepcopy(held))
 
 
+class GradScalerStateHandler(ObjectWithStateHandler):
+    """Handles a `torch.amp.GradScaler`, which may be in the middle of a step that is undone."""
+
+    def restore(self) -> None:
+        """Load a copy of the copy, and look at the gradients of the next step anew."""
+        super().restore()
+        self.value._per_optimizer_states.clear()
+
+    def go_back(self) -> None:
+        """Do the same with the copy of `mark`."""
+        super().go_back()
+        self.value._per_optimizer_states.clear()
+
+
 class SamplerStateHandler(ObjectWithStateHandler):
     """Handles an `ElasticSampler`."""
 
@@ -235,7 +249,7 @@ _registry: list[tuple[Any, type[StateHandler]]] = [
     (torch.optim.Optimizer, OptimizerStateHandler),
     (ElasticSampler, SamplerStateHandler),
     (torch.optim.lr_scheduler.LRScheduler, ObjectWithStateHandler),
-    (torch.amp.GradScaler, ObjectWithStateHandler),
+    (torch.amp.GradScaler, GradScalerStateHandler),
 ]
 
 

@@ -109,6 +109,8 @@ class TorchState(ObjectState):
 
     def _end(self) -> None:
         self._attach(None)
+        if self._steps is not None:
+            self._steps.end()
 
     def _attach(self, steps: Steps | None) -> None:
         for handler in self._handlers.values():
@@ -147,11 +149,7 @@ class TorchState(ObjectState):
             super()._fall_back()
 
     def _settle(self) -> None:
-        steps = self._steps
-        if steps is None:
-            return
-        steps.settle(membership.history()[-1].step)
-        if steps.light:
+        if self._steps is not None and self._steps.light:
             for handler in self._handlers.values():
                 handler.go_back()
             for name, value in copy.deepcopy(self._marked).items():
@@ -166,12 +164,14 @@ class TorchState(ObjectState):
             is_new = steps.place[:2] == (0, 0) or steps.place.step != world.step
             needed = job.rank() > 0 and is_new
             digest = 0 if needed else digest_of(self._stepped_tensors())
-            rows = hvd.allgather(np.array([[needed, digest]], np.int64), name="elastic.sync")
+            row = np.array([[needed, digest, steps.place.marks]], np.int64)
+            rows = hvd.allgather(row, name="elastic.sync")
             lacks = rows[:, 0].astype(bool)
-            alike = len(set(rows[~lacks, 1])) == 1
+            alike, marked = (len(set(rows[~lacks, column])) == 1 for column in (1, 2))
             steps.torn = job.rank() != 0  # until all of it has come
             if lacks.any() or not alike:
-                found = sources(world.members, lacks.tolist()) if alike else None
+                # Only rank 0 has the buffers of its mark.
+                found = sources(world.members, lacks.tolist()) if alike and marked else None
                 send = Sender(job.rank(), found) if found else broadcast_from(0)
                 for handler in self._handlers.values():
                     handler.send = send
