@@ -112,12 +112,12 @@ void StreamMemory(const Device& device) {
 
 // Of one rank: what comes out is what went in, times the factor.
 void Batches(const std::shared_ptr<Devices>& devices, const std::shared_ptr<Device>& device,
-             DeviceWay way, const std::string& name) {
+             GpuMode mode, const std::string& name) {
   auto transports = MakeInprocWorld(1, 20 * kMicrosecond);
   HostBackend host(*transports[0]);
   CudaBackend::Options options;
   options.devices = devices;
-  options.way = way;
+  options.mode = mode;
   options.fusion_bytes = 1 << 20;
   CudaBackend cuda(*transports[0], options, {&host});
   TraceSink trace;
@@ -189,7 +189,7 @@ int main(int argc, char** argv) {
   const Status loaded = devices->Nccl(&nccl);
   std::printf("%s\n",
               loaded.ok() ? ("NCCL " + nccl->version_text()).c_str() : loaded.message().c_str());
-  if (loaded.ok()) Batches(devices, device, DeviceWay::kNccl, "NCCL");
-  Batches(devices, device, DeviceWay::kStaged, "host");
+  if (loaded.ok()) Batches(devices, device, GpuMode::kNccl, "NCCL");
+  Batches(devices, device, GpuMode::kStaged, "host");
   return all_ok ? 0 : 1;
 }
