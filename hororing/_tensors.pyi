@@ -48,7 +48,7 @@ class Queue:
     """The gradients of one optimizer that are to be sent. Subclasses have `send_queued()`."""
 
     queued: list[Any]
-    room: int
+    bytes_left: int
     thread: int
 
 class Gradient:

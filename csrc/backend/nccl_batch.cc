@@ -100,13 +100,13 @@ std::vector<Run> Packed(const std::vector<const BatchEntry*>& entries, std::byte
                         std::vector<DeviceCopy>* copies) {
   std::vector<Run> runs;
   for (const BatchEntry* entry : entries) {
-    const size_t room = RoundUp(entry->bytes(), kEntryAlign);
+    const size_t padded = RoundUp(entry->bytes(), kEntryAlign);
     copies->push_back({to, entry->input, entry->bytes()});
     if (runs.empty() || !(runs.back().spec == entry->reduce)) {
       runs.push_back({to, to, 0, entry->reduce, kNcclSum});
     }
-    runs.back().bytes += room;  // the padding, too: whatever lies there harms nobody
-    to += room;
+    runs.back().bytes += padded;  // reducing the padding, too, does no harm
+    to += padded;
   }
   return runs;
 }

@@ -48,18 +48,18 @@ Status StagedBatches::Run(const Batch& batch, const std::shared_ptr<Device>& dev
 // Every rank comes to the same pieces.
 std::vector<StagedBatches::Piece> StagedBatches::Pieces(const Batch& batch) {
   std::vector<Piece> pieces;
-  size_t room = 0;
+  size_t free_bytes = 0;
   for (size_t i = 0; i < batch.entries.size(); ++i) {
     const size_t bytes = batch.entries[i].bytes();
     for (size_t begin = 0; begin < bytes;) {
-      if (room < kEntryAlign) {
+      if (free_bytes < kEntryAlign) {
         pieces.emplace_back();
-        room = kPieceBytes;
+        free_bytes = kPieceBytes;
       }
-      const size_t part = std::min(bytes - begin, room);  // whole elements: room is whole lines
+      const size_t part = std::min(bytes - begin, free_bytes);  // whole lines, so whole elements
       pieces.back().push_back({i, begin, part});
       begin += part;
-      room -= RoundUp(part, kEntryAlign);
+      free_bytes -= RoundUp(part, kEntryAlign);
     }
   }
   return pieces;
@@ -82,21 +82,21 @@ Status StagedBatches::RunAllreduce(const Batch& batch, const Device& device, Tim
     Batch on_host;
     on_host.kind = batch.kind;
     std::byte* at = buffers_[side].data();
-    for (const Stretch& stretch : pieces[k]) {
+    for (const Slice& slice : pieces[k]) {
       BatchEntry entry;
-      entry.name = batch.entries[stretch.entry].name;
+      entry.name = batch.entries[slice.entry].name;
       entry.input = entry.output = at;
-      entry.reduce = batch.entries[stretch.entry].reduce;
-      entry.elements = stretch.bytes / ElementSize(entry.reduce.dtype);
+      entry.reduce = batch.entries[slice.entry].reduce;
+      entry.elements = slice.bytes / ElementSize(entry.reduce.dtype);
       on_host.entries.push_back(std::move(entry));
-      at += RoundUp(stretch.bytes, kEntryAlign);
+      at += RoundUp(slice.bytes, kEntryAlign);
     }
     HORORING_RETURN_IF_ERROR(RunOnHost(on_host, timeout, trace));
     for (size_t i = 0; i < pieces[k].size(); ++i) {
-      const Stretch& stretch = pieces[k][i];
-      auto* to = static_cast<std::byte*>(batch.entries[stretch.entry].output);
+      const Slice& slice = pieces[k][i];
+      auto* to = static_cast<std::byte*>(batch.entries[slice.entry].output);
       HORORING_RETURN_IF_ERROR(
-          device.CopyToDevice(to + stretch.begin, on_host.entries[i].output, stretch.bytes));
+          device.CopyToDevice(to + slice.begin, on_host.entries[i].output, slice.bytes));
     }
   }
   return Status::Ok();
@@ -107,10 +107,10 @@ Status StagedBatches::Fetch(const Batch& batch, const Piece& piece, const Device
                             Buffer& buffer, std::shared_ptr<DeviceEvent>* fetched) {
   HORORING_RETURN_IF_ERROR(Room(device, kPieceBytes, &buffer));
   std::byte* to = buffer.data();
-  for (const Stretch& stretch : piece) {
-    const auto* from = static_cast<const std::byte*>(batch.entries[stretch.entry].input);
-    HORORING_RETURN_IF_ERROR(device.CopyToHost(to, from + stretch.begin, stretch.bytes));
-    to += RoundUp(stretch.bytes, kEntryAlign);
+  for (const Slice& slice : piece) {
+    const auto* from = static_cast<const std::byte*>(batch.entries[slice.entry].input);
+    HORORING_RETURN_IF_ERROR(device.CopyToHost(to, from + slice.begin, slice.bytes));
+    to += RoundUp(slice.bytes, kEntryAlign);
   }
   return device.Record(device.stream(), fetched);
 }

@@ -39,10 +39,10 @@ class StagedBatches {
     std::byte* data() const { return static_cast<std::byte*>(memory->data()); }
   };
   // A part of one tensor, in bytes. Several parts, of different tensors, are sent together.
-  struct Stretch {
+  struct Slice {
     size_t entry, begin, bytes;
   };
-  using Piece = std::vector<Stretch>;
+  using Piece = std::vector<Slice>;
 
   Status RunAllreduce(const Batch& batch, const Device& device, TimeNs timeout, TraceSink& trace);
   Status RunWhole(const Batch& batch, const Device& device, TimeNs timeout, TraceSink& trace);

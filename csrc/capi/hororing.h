@@ -262,7 +262,7 @@ int32_t hr_last_error_rank(void);
 /* A handle > 0, or a negative hr_code. Does not block; with `blocking` it may poll for the
  * other ranks for 40 us, and the handle may be complete. */
 int64_t hr_submit(const hr_request* request);
-/* Starts `count` persistent requests (MPI's word) of HR_ALLREDUCE with one tensor each, in place,
+/* Starts `count` persistent requests (MPI's term) of HR_ALLREDUCE with one tensor each, in place,
  * now at `addresses`: what gradient hooks call. Each is prepared by its first starts, as hr_submit
  * would take it, and has an id then; from then on nothing of it may change but `stream`, and only
  * the id is looked at. Where the id is no longer valid, the request is prepared again. Wakes the

@@ -4,7 +4,7 @@
 // evictions in the same order, since they are part of agreements, and only the coordinator decides
 // what is evicted.
 //
-// A request with an id is persistent, in MPI's word: when it is complete it stays here, inactive,
+// A request with an id is persistent, as MPI calls it: when it is complete it stays here, inactive,
 // and may be started again, by its id or by a submission of the same.
 //
 // Thread-safety: Submit, Start and StartNext from any thread; everything else from the loop thread.

@@ -20,7 +20,7 @@ namespace {
 // The gradients of one optimizer that have come and are not sent. Its reducer derives from it.
 struct Queue {
   PyObject_HEAD PyObject* queued;  // list of Gradient
-  long long room;                  // for more, in bytes, until they are sent
+  long long bytes_left;            // in the batch; at 0 it is sent
   unsigned long thread;            // whose backward pass will tell when it ends; 0: none
 };
 
@@ -39,7 +39,7 @@ struct Gradient {
   PyObject* keep;                   // the tensor that the request reduces now; else None
   unsigned long long address;       // of the hr_request, which the owner keeps; 0: none
   long long handle;                 // of what is in flight; 0: nothing is
-  long long weight;                 // what it takes of Queue::room
+  long long weight;                 // what it takes of Queue::bytes_left
   int state;
   char simple;  // the request takes the tensor as it is, if it is plain: in host memory
 };
@@ -83,9 +83,9 @@ PyObject* OnGradient(PyObject* object, PyObject* param) {
     Py_DECREF(found);
     if (weight == -1 && PyErr_Occurred() != nullptr) return nullptr;
   }
-  queue->room -= weight;
+  queue->bytes_left -= weight;
   if (PyList_Append(queue->queued, object) != 0) return nullptr;
-  if (queue->room > 0) Py_RETURN_NONE;
+  if (queue->bytes_left > 0) Py_RETURN_NONE;
   return PyObject_CallMethodObjArgs(self->reducer, send_queued_name, nullptr);
 }
 
@@ -299,7 +299,7 @@ PyTypeObject* MakeType(PyObject* module, const char* name, PyMemberDef* members,
 int AddGradients(PyObject* module) {
   static PyMemberDef queue[] = {
       {"queued", T_OBJECT, offsetof(Queue, queued), 0, nullptr},
-      {"room", T_LONGLONG, offsetof(Queue, room), 0, nullptr},
+      {"bytes_left", T_LONGLONG, offsetof(Queue, bytes_left), 0, nullptr},
       {"thread", T_ULONG, offsetof(Queue, thread), 0, nullptr},
       {nullptr, 0, 0, 0, nullptr},
   };

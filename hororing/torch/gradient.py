@@ -66,7 +66,7 @@ class Gradient(PersistentAllreduce):
         self.reducer = reducer
         self.seen = 0  # how often it has come; in one pass, while it is not proven
         self.proven = False  # it came once in a pass
-        self.weight = BATCH_BYTES  # what it takes of the queue's room: sent at once
+        self.weight = BATCH_BYTES  # what it takes of the queue's bytes_left: sent at once
         self.sparse_dims = 0  # of the latest gradient that was sparse
         self.hook: RemovableHandle | None = None
         self.group: Group | None = None
@@ -103,7 +103,7 @@ class Gradient(PersistentAllreduce):
 
     @uncompiled
     def weight_of(self, param: torch.Tensor) -> int:
-        """Return what the gradient takes of the queue's room; on a device note its stream, too.
+        """Return what the gradient takes of `bytes_left`; on a device note its stream, too.
 
         Who has to compute from it before it is sent does so in this stream, so at once.
         """

@@ -127,7 +127,7 @@ class Reducer(Passes):
         self.unproven: list[Gradient] = []  # those that wait for the end of a pass
         self.pending: list[int] = []  # handles of started requests that nobody has waited for
         self.queued = []
-        self.batch_bytes = self.room = LEAST_WEIGHT  # of the batch; of it, for more gradients
+        self.batch_bytes = self.bytes_left = LEAST_WEIGHT  # of the batch
         self._lock = threading.Lock()
         self._on_device = False  # whether a parameter lies there
         self._generation = options.process_set.generation
@@ -257,7 +257,7 @@ class Reducer(Passes):
         self._check_set()
         self.phase = Phase.FILLING
         self.tracing = timeline.enabled()
-        self.batch_bytes = self.room = LEAST_WEIGHT
+        self.batch_bytes = self.bytes_left = LEAST_WEIGHT
 
     def _check_set(self) -> None:
         """Raise unless the process set is the one that it was: numbers of sets are used again."""
@@ -293,7 +293,7 @@ class Reducer(Passes):
         with self._lock:
             queued = self.queued[:]
             del self.queued[: len(queued)]
-            self.batch_bytes = self.room = min(2 * self.batch_bytes, BATCH_BYTES)
+            self.batch_bytes = self.bytes_left = min(2 * self.batch_bytes, BATCH_BYTES)
         failures: list[Exception] = []
         if self.tracing:
             for gradient in queued:
