@@ -7,7 +7,7 @@ costs its negotiation and its allreduce. Which gradients share a batch is decide
     one bucket   all wait for the last
     DDP          1 MiB first, then 25 MiB, in the order of backward (DistributedDataParallel)
     ready        the engine's rule: whatever is ready when the channel is free goes together, cut
-                 by the core's fusion planner (csrc/schedule/fusion_planner.h)
+                 by the core's fusion planner (csrc/engine/fusion_planner.h)
 
 The fusion planner is the real one, through the test module; times are simulated.
 """

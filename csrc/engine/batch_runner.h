@@ -13,8 +13,8 @@
 #include "backend/backend.h"
 #include "base/clock.h"
 #include "base/status.h"
+#include "engine/fusion_planner.h"
 #include "engine/shared.h"
-#include "schedule/fusion_planner.h"
 #include "transport/transport.h"
 
 namespace hororing {

@@ -18,7 +18,7 @@
 #include "engine/stats.h"
 #include "engine/tensor_table.h"
 #include "negotiation/stall_inspector.h"
-#include "schedule/tuner.h"
+#include "negotiation/tuner.h"
 #include "trace/trace.h"
 
 namespace hororing {

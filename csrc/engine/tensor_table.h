@@ -26,10 +26,10 @@
 #include "base/clock.h"
 #include "base/status.h"
 #include "base/types.h"
+#include "engine/fusion_planner.h"
 #include "engine/handle_table.h"
 #include "negotiation/id_table.h"
 #include "negotiation/messages.h"
-#include "schedule/fusion_planner.h"
 
 namespace hororing {
 

@@ -13,8 +13,8 @@
 
 #include "base/clock.h"
 #include "negotiation/messages.h"
-#include "schedule/step_watch.h"
-#include "schedule/tuner.h"
+#include "negotiation/step_watch.h"
+#include "negotiation/tuner.h"
 
 namespace hororing {
 

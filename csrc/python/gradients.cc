@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "capi/hororing.h"
+#include "python/dlpack_view.h"
 #include "python/module.h"
-#include "python/plain.h"
 
 namespace hororing {
 namespace {

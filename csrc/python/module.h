@@ -5,7 +5,7 @@
 
 #include <exception>
 
-#include "python/plain.h"
+#include "python/dlpack_view.h"
 
 namespace hororing {
 

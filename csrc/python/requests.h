@@ -7,7 +7,7 @@
 #include <cstdint>
 
 #include "capi/hororing.h"
-#include "python/plain.h"
+#include "python/dlpack_view.h"
 
 namespace hororing {
 

@@ -12,11 +12,11 @@
 
 #include "base/reduce.h"
 #include "engine/engine.h"
+#include "engine/fusion_planner.h"
 #include "engine/report_pace.h"
 #include "negotiation/codec.h"
 #include "negotiation/coordinator.h"
 #include "negotiation_cost.h"
-#include "schedule/fusion_planner.h"
 #include "transport/factory.h"
 
 namespace py = pybind11;

@@ -21,8 +21,7 @@ FOLDERS = {
     "collective": {"base", "transport"},
     "device": {"base"},
     "backend": {"base", "device", "transport", "collective", "trace"},
-    "schedule": {"base"},
-    "negotiation": {"base", "transport", "schedule"},
+    "negotiation": {"base", "transport"},
 }
 FOLDERS["engine"] = set(FOLDERS)
 FOLDERS["membership"] = {"base"}

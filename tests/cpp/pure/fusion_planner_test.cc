@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "check.h"
-#include "schedule/fusion_planner.h"
+#include "engine/fusion_planner.h"
 
 using namespace hororing;
 

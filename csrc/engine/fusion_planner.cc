@@ -1,4 +1,4 @@
-#include "schedule/fusion_planner.h"
+#include "engine/fusion_planner.h"
 
 #include <algorithm>
 

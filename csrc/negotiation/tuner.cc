@@ -1,4 +1,4 @@
-#include "schedule/tuner.h"
+#include "negotiation/tuner.h"
 
 #include <algorithm>
 #include <cstdio>

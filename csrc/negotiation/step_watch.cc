@@ -1,4 +1,4 @@
-#include "schedule/step_watch.h"
+#include "negotiation/step_watch.h"
 
 #include <algorithm>
 #include <utility>

@@ -17,7 +17,7 @@
 #include <vector>
 
 #include "base/clock.h"
-#include "schedule/step_watch.h"
+#include "negotiation/step_watch.h"
 
 namespace hororing {
 

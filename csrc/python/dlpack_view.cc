@@ -1,4 +1,4 @@
-#include "python/plain.h"
+#include "python/dlpack_view.h"
 
 #include <utility>
 
