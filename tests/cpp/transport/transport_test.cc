@@ -328,7 +328,7 @@ TEST(a_wait_that_lasts_blames_who_gives_no_sign_of_life) {
     const Status status = rank.transport.Wait(receiving, After(NowNs(), 1500 * kMillisecond));
     CHECK(status.code() == Code::kTransport);
     CHECK_EQ(status.rank(), 2);
-    CHECK(Contains(status.message(), "no progress from rank(s) 2 for 1.5 s"));
+    CHECK(Contains(status.message(), "no progress from rank(s) 2 for "));  // 1.5 s, more under load
     CHECK(!warnings.empty());
     for (const std::string& text : warnings) CHECK(Contains(text, "from rank(s) 2 for "));
     CHECK(rank.transport.Silence(1 - rank.rank()) < rank.transport.Silence(2));
