@@ -12,7 +12,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from test_core import load_core
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -27,7 +26,10 @@ MB = 10**6
 
 @pytest.fixture(scope="module")
 def core() -> ModuleType:
-    return load_core()
+    try:
+        return simulate.load_core()
+    except SystemExit as error:
+        pytest.skip(str(error))
 
 
 # ---------------------------------------------------------------------------------------------

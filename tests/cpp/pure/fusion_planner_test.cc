@@ -67,8 +67,15 @@ TEST(every_item_is_in_exactly_one_batch_of_one_key_within_the_threshold) {
     const int64_t threshold = static_cast<int64_t>(random() % 6000);
     std::set<size_t> seen;
     size_t previous_first = 0;
+    std::vector<size_t> previous;
+    const auto padded = [&](size_t at) { return (items[at].bytes + 63) / 64 * 64; };
     for (const auto& batch : PlanFusion(items, threshold)) {
       CHECK(!batch.empty());
+      // It was not begun in vain: its first item did not fit into the one before.
+      int64_t before = padded(batch[0]);
+      for (const size_t at : previous) before += at < batch[0] ? padded(at) : 0;
+      CHECK(previous.empty() || threshold == 0 || before > threshold);
+      previous = batch;
       CHECK(batch[0] == *std::min_element(batch.begin(), batch.end()));
       CHECK(seen.empty() || batch[0] > previous_first);
       previous_first = batch[0];
@@ -79,10 +86,11 @@ TEST(every_item_is_in_exactly_one_batch_of_one_key_within_the_threshold) {
         CHECK(same ? batch[k] > batch[k - 1] : dtypes.insert(items[batch[k]].reduce.dtype).second);
         CHECK(items[batch[k]].key == items[batch[0]].key);
         CHECK(seen.insert(batch[k]).second);
-        bytes += (items[batch[k]].bytes + 63) / 64 * 64;
+        bytes += padded(batch[k]);
       }
       CHECK(bytes <= threshold || batch.size() == 1);
     }
     CHECK_EQ(seen.size(), items.size());
+    CHECK_EQ(PlanFusion(items, int64_t{1} << 40).size(), items.empty() ? size_t{0} : size_t{1});
   }
 }

@@ -150,6 +150,18 @@ TEST(a_mismatch_names_the_tensor_and_groups_values_by_rank) {
                  "rank 2: [256, 64]. Every rank must pass the same shape"));
 }
 
+TEST(the_text_of_a_mismatch_does_not_depend_on_who_came_first) {
+  std::vector<int> order = {0, 1, 2};
+  std::set<std::string> texts;
+  do {
+    Coordinator coordinator(Options(3));
+    for (int rank : order) coordinator.Receive(rank, Fresh({Allreduce("x", {rank})}), 0);
+    texts.insert(coordinator.Decide()->decisions[0].details().status.message());
+  } while (std::next_permutation(order.begin(), order.end()));
+  CHECK_EQ(texts.size(), size_t{1});
+  CHECK(Contains(*texts.begin(), "rank 0: [0]; rank 1: [1]; rank 2: [2]"));
+}
+
 TEST(every_property_that_must_agree_is_checked) {
   const Request base = Allreduce("x");
   std::vector<std::pair<Request, std::string>> others;

@@ -29,7 +29,8 @@ constexpr DataType kTypes[] = {DataType::kUint8,   DataType::kInt8,    DataType:
                                DataType::kBool,    DataType::kBfloat16};
 constexpr ReduceOp kOps[] = {ReduceOp::kAverage, ReduceOp::kSum, ReduceOp::kMin, ReduceOp::kMax,
                              ReduceOp::kProduct};
-constexpr double kFactors[][2] = {{1, 1}, {0.5, 1}, {1, 1.0 / 3}, {1.7, -0.3}, {-3, 100}};
+constexpr double kFactors[][2] = {{1, 1},      {0.5, 1},  {1, 1.0 / 3},
+                                  {1.7, -0.3}, {-3, 100}, {0, 1e10}};
 
 bool IsFloat(DataType dtype) {
   return dtype == DataType::kFloat16 || dtype == DataType::kBfloat16 ||
@@ -180,7 +181,8 @@ Bytes Oracle(const ReduceSpec& spec, int divisor, const std::vector<Bytes>& sour
     if (IsFloat(spec.dtype)) {
       WriteReal(spec.dtype, result.data(), i, OneReal(spec, divisor, sources, i));
     } else if (spec.dtype == DataType::kBool) {
-      result[i] = OneBool(spec, sources, i) ? 1 : 0;
+      // Of one source all bytes stay what they are; any but 0 is true.
+      result[i] = sources.size() == 1 ? sources[0][i] : OneBool(spec, sources, i) ? 1 : 0;
     } else {
       WriteInteger(spec.dtype, result.data(), i, OneInteger(spec, divisor, sources, i));
     }
@@ -209,7 +211,7 @@ Bytes RandomValues(DataType dtype, size_t n, std::mt19937& random) {
   const double special[] = {0.0, -0.0, INFINITY, -INFINITY, NAN, 1e-40, -6e-8, 65504, 3e38, 1e-310};
   for (size_t i = 0; i < n; ++i) {
     if (dtype == DataType::kBool) {
-      values[i] = static_cast<unsigned char>(random() % 3 == 0 ? 0 : 1);
+      values[i] = static_cast<unsigned char>(random() % 3 == 0 ? 0 : random());  // true: not zero
     } else if (IsFloat(dtype)) {
       const double ordinary = (static_cast<double>(random() % 2000001) - 1e6) / 65536.0;
       WriteReal(dtype, values.data(), i, random() % 16 == 0 ? special[random() % 10] : ordinary);

@@ -1,0 +1,37 @@
+"""Transports between processes conform: tests/cpp/mpi_transport_check.cc, under mpirun."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import mpirun
+import pytest
+import tiers
+
+BUILDS = [Path(__file__).parents[2] / "build" / preset for preset in ("editable", "release", "dev")]
+
+
+@pytest.mark.parametrize("size", tiers.choose([2, 3, 4], push=[3]))
+def test_transports_between_processes_conform(size: int):
+    found = [folder / "mpi_transport_check" for folder in BUILDS]
+    found = [program for program in found if program.exists()]
+    if not found:
+        pytest.skip("mpi_transport_check is not built: make test-cpp builds it")
+    launcher = shutil.which(
+        "mpirun", path=os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")])
+    )
+    assert launcher, "mpirun is not on the PATH"
+    done = subprocess.run(
+        [launcher, "-np", str(size), str(found[0])],
+        env={**os.environ, **mpirun.LAUNCH_ENVIRONMENT},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output
+    assert output.count(" 0 failed") == size, output
