@@ -132,7 +132,7 @@ bench-horovod: build  ## Horovod, built from its sdist into build/horovod
 	$(BIN)/pip install --quiet cffi cloudpickle packaging psutil pyyaml
 	$(BIN)/python buildtools/build_horovod.py $(HOROVOD) $(JOBS)
 
-kernels: $(VENV)/.dev  ## csrc/device/kernels.inc from kernels.cu, with nvcc: NVCC=/usr/local/cuda/bin/nvcc
+kernels: $(VENV)/.dev  ## csrc/gpu/kernels.inc from kernels.cu, with nvcc: NVCC=/usr/local/cuda/bin/nvcc
 	python buildtools/kernels.py $(NVCC)
 
 wheel: $(VENV)/bin/python  ## dist/: sdist, and a wheel for every MPI and Python

@@ -10,8 +10,8 @@
 #include <string>
 #include <vector>
 
-#include "backend/cuda_backend.h"
 #include "backend/host_backend.h"
+#include "gpu/cuda_backend.h"
 #include "trace/trace.h"
 #include "transport/factory.h"
 

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "base/clock.h"
-#include "device/devices.h"
+#include "gpu/devices.h"
 
 using namespace hororing;
 

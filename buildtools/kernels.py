@@ -1,4 +1,4 @@
-"""Compiles csrc/device/kernels.cu to csrc/device/kernels.inc: PTX, as a string of C++.
+"""Compiles csrc/gpu/kernels.cu to csrc/gpu/kernels.inc: PTX, as a string of C++.
 
 Only who changes the kernel needs it, and with it nvcc (CUDA 13): `make kernels`. PTX is what the
 driver compiles for the GPU that it finds. The version of the language and the GPU that nvcc writes
@@ -16,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOM = Path(__file__).resolve().parents[1] / "csrc/device"
+FOLDER = Path(__file__).resolve().parents[1] / "csrc/gpu"
 ARCHITECTURE = 75  # compute capability 7.5: the least that CUDA 13 compiles for
 LANGUAGE = "7.2"  # of PTX: CUDA 11.2
 LEAST_GPU = 50  # compute capability 5.0: Maxwell, the least that CUDA 12 knows
@@ -35,7 +35,7 @@ def compile_kernels(nvcc: str) -> str:
             "-o",
             str(ptx),
         ]
-        subprocess.run([*command, str(ROOM / "kernels.cu")], check=True)
+        subprocess.run([*command, str(FOLDER / "kernels.cu")], check=True)
         # Comments hold the machine's paths, and nothing that the driver reads.
         code = re.sub(r"//[^\n]*", "", ptx.read_text())
         code = re.sub(r"^\.version .*$", f".version {LANGUAGE}", code, flags=re.MULTILINE)
@@ -54,7 +54,7 @@ def main() -> None:
     nvcc = sys.argv[1] if len(sys.argv) > 1 else shutil.which("nvcc")
     if nvcc is None:
         sys.exit("kernels: there is no nvcc in PATH; pass its path: make kernels NVCC=...")
-    (ROOM / "kernels.inc").write_text(compile_kernels(nvcc))
+    (FOLDER / "kernels.inc").write_text(compile_kernels(nvcc))
 
 
 if __name__ == "__main__":

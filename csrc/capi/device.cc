@@ -7,8 +7,8 @@
 
 #include "capi/hororing.h"
 #include "capi/process.h"
-#include "device/devices.h"
 #include "engine/engine.h"
+#include "gpu/devices.h"
 
 using namespace hororing;
 

@@ -3,10 +3,10 @@
 #include <string>
 #include <utility>
 
-#include "backend/factory.h"
 #include "base/log.h"
 #include "base/recorder.h"
 #include "base/reduce.h"
+#include "engine/backends.h"
 #include "engine/loop.h"
 #include "transport/subgroup.h"
 

@@ -12,7 +12,7 @@
 
 #include "base/clock.h"
 #include "base/status.h"
-#include "device/device.h"
+#include "gpu/device.h"
 
 namespace hororing {
 

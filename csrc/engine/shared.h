@@ -8,15 +8,15 @@
 #include <string>
 #include <utility>
 
-#include "backend/factory.h"
 #include "base/clock.h"
 #include "collective/algorithm.h"
-#include "device/devices.h"
+#include "engine/backends.h"
 #include "engine/handle_table.h"
 #include "engine/mailbox.h"
 #include "engine/shared_process_sets.h"
 #include "engine/stats.h"
 #include "engine/tensor_table.h"
+#include "gpu/devices.h"
 #include "negotiation/stall_inspector.h"
 #include "negotiation/tuner.h"
 #include "trace/trace.h"

@@ -12,9 +12,9 @@
 #include <utility>
 #include <vector>
 
-#include "backend/cuda_backend.h"
 #include "backend_world.h"
 #include "fake_gpu.h"
+#include "gpu/cuda_backend.h"
 
 namespace hororing {
 

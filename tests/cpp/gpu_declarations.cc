@@ -1,13 +1,13 @@
 // Compiled, never run, by tests/python/test_gpu_declarations.py where the headers of CUDA and NCCL
-// are: what csrc/device declares of them is what they are. NCCL 2.14 or later.
+// are: what csrc/gpu declares of them is what they are. NCCL 2.14 or later.
 #include <cuda.h>
 #include <nccl.h>
 
 #include <cstddef>
 #include <type_traits>
 
-#include "device/cuda_api.h"
-#include "device/nccl_api.h"
+#include "gpu/cuda_api.h"
+#include "gpu/nccl_api.h"
 
 namespace hororing {
 namespace {

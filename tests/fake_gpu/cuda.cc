@@ -1,4 +1,4 @@
-// The functions of libcuda that csrc/device uses.
+// The functions of libcuda that csrc/gpu uses.
 #include <algorithm>
 #include <condition_variable>
 #include <cstdlib>

@@ -1,4 +1,4 @@
-// The functions of libnccl that csrc/device uses. Ranks are threads or processes.
+// The functions of libnccl that csrc/gpu uses. Ranks are threads or processes.
 //
 // As with the real one a collective does nothing before its group has ended and, since
 // communicators do not block, before comm_async_error has been asked afterwards: whoever records

@@ -19,8 +19,8 @@ FOLDERS = {
     "trace": {"base"},
     "transport": {"base"},
     "collective": {"base", "transport"},
-    "device": {"base"},
-    "backend": {"base", "device", "transport", "collective", "trace"},
+    "backend": {"base", "transport", "collective", "trace"},
+    "gpu": {"base", "transport", "collective", "trace", "backend"},
     "negotiation": {"base", "transport"},
 }
 FOLDERS["engine"] = set(FOLDERS)
@@ -79,7 +79,7 @@ def test_no_header_of_nccl_or_cuda_and_their_names_in_one_folder():
     assert users(CORE, r"#include [<\"](nccl|cuda)") == set()
     # What loads libraries: those two, the MPI of this machine, and TensorFlow's functions.
     assert {str(Path(file).parent) for file in users(CORE, r"\bdlopen\(|\bdlsym\(")} == {
-        "csrc/device",
+        "csrc/gpu",
         "csrc/tensorflow",
         "csrc/transport",
         "csrc/transport/mpi",

@@ -1,4 +1,4 @@
-"""What csrc/device declares of CUDA and NCCL, against headers and libraries where they are."""
+"""What csrc/gpu declares of CUDA and NCCL, against headers and libraries where they are."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_the_embedded_kernels_are_for_every_gpu_that_a_ptxas_compiles_for(tmp_pa
     places += installed("nvidia/cu*/bin/ptxas") + installed("triton/backends/nvidia/bin/ptxas")
     if not places:
         pytest.skip("there is no ptxas")
-    embedded = (ROOT / "csrc/device/kernels.inc").read_text()
+    embedded = (ROOT / "csrc/gpu/kernels.inc").read_text()
     ptx = tmp_path / "kernels.ptx"
     ptx.write_text(embedded.removeprefix('R"ptx(').removesuffix(')ptx"\n'))
     for ptxas in places:
@@ -101,5 +101,5 @@ def test_the_embedded_kernel_is_that_of_its_source(tmp_path: Path):
     version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
     if "release 13.0" not in version:
         pytest.skip("another nvcc than that of CUDA 13.0 writes another text")
-    committed = (ROOT / "csrc/device/kernels.inc").read_text()
+    committed = (ROOT / "csrc/gpu/kernels.inc").read_text()
     assert kernels.compile_kernels(nvcc) == committed

@@ -9,9 +9,9 @@
 #include <utility>
 #include <vector>
 
-#include "backend/factory.h"
 #include "backend_world.h"
 #include "check.h"
+#include "engine/backends.h"
 
 namespace hororing {
 namespace {

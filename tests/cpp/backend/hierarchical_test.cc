@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "backend/factory.h"
 #include "backend_world.h"
+#include "engine/backends.h"
 #include "hosts_world.h"
 
 namespace hororing {

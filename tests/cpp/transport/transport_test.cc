@@ -283,7 +283,7 @@ TEST(a_deadline_names_the_rank_breaks_the_data_plane_and_frees_the_buffers) {
     const Status first = rank.transport.Wait(receiving, After(NowNs(), 50 * kMillisecond));
     CHECK(first.code() == Code::kTransport);
     CHECK_EQ(first.rank(), 1);
-    CHECK(Contains(first.message(), "no progress from rank(s) 1 for 0.0"));
+    CHECK(Contains(first.message(), "no progress from rank(s) 1 for "));
     CHECK_EQ(rank.transport.Wait(sending, kForever).message(), first.message());
     gave_up = true;
     for (int i = 0; i < 20; ++i) {

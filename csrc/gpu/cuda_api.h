@@ -11,8 +11,8 @@
 #include <string>
 
 #include "base/status.h"
-#include "device/library.h"
-#include "device/watched.h"
+#include "gpu/library.h"
+#include "gpu/watched.h"
 
 namespace hororing {
 

@@ -1,4 +1,4 @@
-#include "device/nccl_api.h"
+#include "gpu/nccl_api.h"
 
 namespace hororing {
 

@@ -16,8 +16,8 @@
 #include "base/clock.h"
 #include "base/status.h"
 #include "base/types.h"
-#include "device/device.h"
-#include "device/nccl_api.h"
+#include "gpu/device.h"
+#include "gpu/nccl_api.h"
 #include "transport/transport.h"
 
 namespace hororing {

@@ -18,7 +18,7 @@
 #include <vector>
 
 #include "base/status.h"
-#include "device/cuda_api.h"
+#include "gpu/cuda_api.h"
 
 namespace hororing {
 

@@ -1,4 +1,4 @@
-#include "device/library.h"
+#include "gpu/library.h"
 
 #include <dlfcn.h>
 #include <link.h>

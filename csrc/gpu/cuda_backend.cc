@@ -1,4 +1,4 @@
-#include "backend/cuda_backend.h"
+#include "gpu/cuda_backend.h"
 
 #include <algorithm>
 #include <cstring>

@@ -1,4 +1,4 @@
-#include "backend/factory.h"
+#include "engine/backends.h"
 
 #include <algorithm>
 #include <string>

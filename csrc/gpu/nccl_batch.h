@@ -6,9 +6,9 @@
 #pragma once
 
 #include "backend/backend.h"
-#include "backend/nccl_communicator.h"
 #include "base/clock.h"
 #include "base/status.h"
+#include "gpu/nccl_communicator.h"
 #include "trace/trace.h"
 
 namespace hororing {

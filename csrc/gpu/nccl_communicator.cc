@@ -1,4 +1,4 @@
-#include "backend/nccl_communicator.h"
+#include "gpu/nccl_communicator.h"
 
 #include <algorithm>
 #include <cstring>

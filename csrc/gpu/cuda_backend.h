@@ -11,10 +11,10 @@
 #include <vector>
 
 #include "backend/backend.h"
-#include "backend/nccl_batch.h"
-#include "backend/nccl_communicator.h"
-#include "backend/staged_batch.h"
-#include "device/devices.h"
+#include "gpu/devices.h"
+#include "gpu/nccl_batch.h"
+#include "gpu/nccl_communicator.h"
+#include "gpu/staged_batch.h"
 #include "transport/transport.h"
 
 namespace hororing {

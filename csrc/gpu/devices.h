@@ -14,8 +14,8 @@
 #include <string>
 
 #include "base/status.h"
-#include "device/device.h"
-#include "device/nccl_api.h"
+#include "gpu/device.h"
+#include "gpu/nccl_api.h"
 
 namespace hororing {
 

@@ -1,4 +1,4 @@
-#include "device/devices.h"
+#include "gpu/devices.h"
 
 #include <utility>
 

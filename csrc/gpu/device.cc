@@ -1,4 +1,4 @@
-#include "device/device.h"
+#include "gpu/device.h"
 
 #include <algorithm>
 #include <utility>
@@ -24,7 +24,7 @@ struct PackTable {
 static_assert(sizeof(PackTable) <= 4096 - 16, "a launch takes 4 KiB of arguments");
 
 constexpr char kKernels[] =
-#include "device/kernels.inc"
+#include "gpu/kernels.inc"
     ;
 
 CuAddress AddressOf(const void* memory) { return reinterpret_cast<CuAddress>(memory); }

@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "backend/backend.h"
-#include "device/device.h"
+#include "gpu/device.h"
 #include "transport/transport.h"
 
 namespace hororing {

@@ -1,4 +1,4 @@
-#include "backend/nccl_batch.h"
+#include "gpu/nccl_batch.h"
 
 #include <algorithm>
 #include <cstddef>

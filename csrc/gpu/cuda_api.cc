@@ -1,4 +1,4 @@
-#include "device/cuda_api.h"
+#include "gpu/cuda_api.h"
 
 namespace hororing {
 

@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "backend/backend.h"
-#include "backend/cuda_backend.h"
 #include "collective/algorithm.h"
+#include "gpu/cuda_backend.h"
 #include "transport/factory.h"
 #include "transport/transport.h"
 

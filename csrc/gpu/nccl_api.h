@@ -11,9 +11,9 @@
 #include <string>
 
 #include "base/status.h"
-#include "device/cuda_api.h"
-#include "device/library.h"
-#include "device/watched.h"
+#include "gpu/cuda_api.h"
+#include "gpu/library.h"
+#include "gpu/watched.h"
 
 namespace hororing {
 

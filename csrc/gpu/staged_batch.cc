@@ -1,4 +1,4 @@
-#include "backend/staged_batch.h"
+#include "gpu/staged_batch.h"
 
 #include <algorithm>
 #include <numeric>
