@@ -17,7 +17,11 @@ import session
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    default_hooks,
+    post_localSGD_hook,
+    powerSGD_hook,
+)
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.optim import PostLocalSGDOptimizer
 
@@ -29,7 +33,9 @@ SLEEP_S = 0.1
 
 def model() -> nn.Sequential:
     torch.manual_seed(7)
-    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2))
+    return nn.Sequential(
+        nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 2)
+    )
 
 
 def in_buckets() -> Any:
@@ -86,6 +92,58 @@ def case_gradients_travel_as_bfloat16() -> None:
     weights, alone = trained(net, dist.get_rank()), trained(model(), None)
     torch.testing.assert_close(weights, alone, rtol=0.02, atol=1e-3)
     assert any(not torch.equal(a, b) for a, b in zip(weights, alone, strict=True))
+
+
+def case_callbacks_of_hooks_call_collectives() -> None:
+    """In an order that differs between ranks, and on different threads."""
+    rank, buckets = dist.get_rank(), set()
+
+    def average(tensor: torch.Tensor) -> Any:
+        return dist.all_reduce(tensor, dist.ReduceOp.AVG, async_op=True)
+
+    def once_more(done: Any) -> list[torch.Tensor]:
+        return average(done.value()[0]).get_future().wait()
+
+    def hook(_: Any, bucket: Any) -> Any:
+        buckets.add(bucket.index())
+        work = average(bucket.buffer())
+        future = work.get_future()
+        if bucket.index() % 3 == rank:  # here the callbacks run at once
+            work.wait()
+        elif bucket.index() % 3 == (rank + 1) % 3:
+            future = future.then(once_more)
+            future.wait()
+            return future.then(once_more).then(lambda done: done.value()[0])
+        return future.then(once_more).then(once_more).then(lambda done: done.value()[0])
+
+    hook.__annotations__.clear()
+    net = in_buckets()
+    net.register_comm_hook(None, hook)
+    torch.testing.assert_close(trained(net, rank), trained(model(), None))
+    assert len(buckets) == 3
+
+
+def case_power_sgd() -> None:
+    """As over gloo, where each bucket waits for the one before."""
+
+    def in_turn(state: Any, bucket: Any) -> Any:
+        future = powerSGD_hook.powerSGD_hook(state, bucket)
+        future.wait()
+        return future
+
+    in_turn.__annotations__.clear()
+    weights = []
+    for backend, hook in (("gloo", in_turn), ("hororing", powerSGD_hook.powerSGD_hook)):
+        group = dist.new_group(backend=backend)
+        net = nn.parallel.DistributedDataParallel(
+            model(), process_group=group, bucket_cap_mb=0.0001
+        )
+        state = powerSGD_hook.PowerSGDState(group, start_powerSGD_iter=2, min_compression_rate=1)
+        net.register_comm_hook(state, hook)
+        weights.append(trained(net, dist.get_rank()))
+        assert len(state.error_dict) == 3
+    torch.testing.assert_close(*weights)
+    assert not torch.allclose(weights[0][0], trained(model(), None)[0], rtol=1e-3)
 
 
 def case_post_local_sgd() -> None:

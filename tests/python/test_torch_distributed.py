@@ -493,9 +493,7 @@ def case_ddp_trains_as_one_process() -> None:
     for number, register in enumerate(hooks):
         net = model()
         net[1] = nn.Identity()
-        # PowerSGD's callbacks call collectives: in one order only where there is one bucket.
-        several = {} if number == 2 else {"bucket_cap_mb": 0.0001}
-        ddp = nn.parallel.DistributedDataParallel(net, **several)
+        ddp = nn.parallel.DistributedDataParallel(net, bucket_cap_mb=0.0001)
         register(ddp)
         weights = trained(ddp, rank)
         exact = {} if number == 0 else {"rtol": 0.2, "atol": 0.05}

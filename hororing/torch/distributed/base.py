@@ -22,6 +22,7 @@ import torch.distributed as torch_distributed
 from hororing import collectives, control, process_sets
 from hororing.errors import MismatchError, StalledError
 from hororing.process_sets import ProcessSet
+from hororing.torch.distributed import callbacks
 from hororing.torch.distributed.board import Board
 from hororing.torch.distributed.work import Work
 from hororing.torch.uncompiled import uncompiled
@@ -163,7 +164,8 @@ class Group(_Base):  # type: ignore[misc]
     def next_name(self, verb: str) -> str:
         """Return the name of the next call. ValueError after `shutdown`."""
         self._check_alive(verb)
-        return f"{self._name}.{next(self._numbers)}"
+        callback = callbacks.current(self)
+        return callback.next_call() if callback else f"{self._name}.{next(self._numbers)}"
 
     def refuse(self, name: str) -> None:
         """Let the other ranks know that this one fails to make the call."""
@@ -192,7 +194,7 @@ class Group(_Base):  # type: ignore[misc]
         timeout_s = opts.timeout.total_seconds() if opts is not None else 0.0
         return Work(
             f"{verb} '{name}'", handle, result, timeout_s if timeout_s > 0 else self._timeout_s,
-            finish,
+            finish, lambda future: callbacks.name(future, self, name),
         )  # fmt: skip
 
     # -- checks

@@ -35,6 +35,7 @@ class Work(_Work):
     result : what `result()` and the future have: a list of tensors.
     finish : called once with what `collectives.wait(handle)` returns, by any thread.
     timeout_s : the longest wait.
+    on_future : called with the future, when that is first asked for.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Work(_Work):
         result: list[torch.Tensor],
         timeout_s: float,
         finish: Callable[[Any], None] | None = None,
+        on_future: Callable[[Any], None] = lambda future: None,
     ) -> None:
         super().__init__()
         self._title = title
@@ -51,6 +53,7 @@ class Work(_Work):
         self._result = result
         self._timeout_s = timeout_s
         self._finish = finish
+        self._on_future = on_future
         self._done = handle == 0
         self._error: Exception | None = None
         # Again by the same thread: a signal handler may wait, too.
@@ -171,6 +174,7 @@ class Work(_Work):
                 promise: Any = torch.futures.Future()
                 # Only what a callback raises is an error to C++.
                 self._future = promise.then(self._value)
+                self._on_future(self._future)
                 self._promise = promise
                 self._deadline = monotonic() + self._timeout_s
         if self._done:
