@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, ClassVar
 
 
@@ -70,8 +71,53 @@ class CastCompressor(Compressor):
         return tensor if ctx is None else cls.cast(tensor, ctx)
 
 
+class WithoutState(type):
+    """The class of `Compression` where there is none that keeps errors: asked for one, it says so.
+
+    Whether a name is there can be asked as ever.
+    """
+
+    def __getattr__(cls, name: str) -> Any:
+        if name in ("int8", "powersgd", "topk", "auto"):
+            raise AttributeError(
+                f"Compression.{name} keeps errors from step to step, which DistributedOptimizer of "
+                "hororing.torch alone does; here use Compression.none, .fp16 or .bf16"
+            )
+        raise AttributeError(f"Compression has no attribute {name!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class StatefulCompression:
+    """Options of a compressor that keeps what it has not sent for the next step.
+
+    Call it for other options: ``Compression.int8(scope="hosts")``.
+
+    Parameters
+    ----------
+    scope : "all": between all ranks. "hosts": gradients of ranks on one host are added up as they
+        are, and their sums are compressed between hosts.
+    """
+
+    scope: str = dataclasses.field(default="all", kw_only=True)
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        if self.scope not in ("all", "hosts"):
+            raise ValueError(f'Compression: scope={self.scope!r} must be "all" or "hosts"')
+
+    def __call__(self, **options: Any) -> Any:
+        """Return the compressor with other options."""
+        return dataclasses.replace(self, **options)
+
+
 def check_compression(compression: object) -> None:
     """Raise TypeError unless `compression` can be used as a compressor."""
+    if isinstance(compression, StatefulCompression):
+        raise TypeError(
+            f"compression={compression!r} keeps errors from step to step: it is for "
+            "DistributedOptimizer of hororing.torch alone; here use Compression.none, .fp16 or "
+            ".bf16"
+        )
     if not callable(getattr(compression, "compress", None)) or not callable(
         getattr(compression, "decompress", None)
     ):

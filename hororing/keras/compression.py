@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 from keras import backend, ops
 
-from hororing.compression import CastCompressor, Compressor, NoneCompressor
+from hororing.compression import CastCompressor, Compressor, NoneCompressor, WithoutState
 
 
 class _Cast(CastCompressor):
@@ -36,7 +36,7 @@ class BF16Compressor(_Cast):
     dtype = "bfloat16"
 
 
-class Compression:
+class Compression(metaclass=WithoutState):
     """The compressors there are."""
 
     none = NoneCompressor

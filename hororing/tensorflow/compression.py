@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hororing.compression import CastCompressor, Compressor, NoneCompressor
+from hororing.compression import CastCompressor, Compressor, NoneCompressor, WithoutState
 
 
 class _Cast(CastCompressor):
@@ -32,7 +32,7 @@ class BF16Compressor(_Cast):
     dtype = tf.bfloat16
 
 
-class Compression:
+class Compression(metaclass=WithoutState):
     """The compressors there are."""
 
     none = NoneCompressor

@@ -256,8 +256,8 @@ class Gradient(PersistentAllreduce):
         options = self.reducer.options
         if self.group is not None:
             raise ValueError(
-                f"gradient of '{self.name}' is sparse and in a group; pass sparse_as_dense=True "
-                "or leave the parameter out of `groups`"
+                f"gradient of '{self.name}' is sparse and in a group, or would be compressed; pass "
+                "sparse_as_dense=True, or leave the parameter out of `groups` and `compression`"
             )
         before, after = options.factors
         compression = options.compression

@@ -239,6 +239,9 @@ class Distributed(torch.optim.Optimizer):
         """Reduce what `torch.amp.GradScaler` is about to look at."""
         self._reduce()
 
+    def _note_scale(self, scale: torch.Tensor) -> None:
+        """Take note of the scale of `torch.amp.GradScaler`, a tensor that it changes in place."""
+
     def _before_state_is_read(self) -> None:
         """Bring `state` up to date: it is to be saved or sent."""
 

@@ -14,19 +14,21 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from hororing import arguments, membership
 from hororing.arguments import Adasum, Average
-from hororing.compression import Compressor, NoneCompressor
+from hororing.compression import Compressor, NoneCompressor, StatefulCompression
 from hororing.names import OPTIMIZER, default_name
 from hororing.process_sets import ProcessSet, global_process_set
 from hororing.reduction import Reduction, check_reduction, checked_passes, choose_groups
 from hororing.runtime import size
 from hororing.torch.adasum_optimizer import DeltaDistributed
 from hororing.torch.auto_groups import AutoGrouped, check_auto_groups
+from hororing.torch.compression.method import Method
+from hororing.torch.compression.optimizer import Compressed, CompressingReducer, check_compressed
 from hororing.torch.gradient_optimizer import (
     Distributed,
     Settings,
@@ -37,7 +39,7 @@ from hororing.torch.gradient_optimizer import (
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
-    compression: type[Compressor] = NoneCompressor,
+    compression: type[Compressor] | StatefulCompression = NoneCompressor,
     backward_passes_per_step: int = 1,
     op: int = Average,
     gradient_predivide_factor: float = 1.0,
@@ -59,7 +61,9 @@ def DistributedOptimizer(
     named_parameters : ``model.named_parameters()``: the names of all parameters of the optimizer,
         for messages and the timeline. Without it, names are made from positions, and all ranks
         must create their optimizers in the same order.
-    compression : how gradients are sent: Compression.none, .fp16, .bf16 or your own Compressor.
+    compression : how gradients are sent: Compression.none, .fp16, .bf16 or your own Compressor; or
+        Compression.int8, .powersgd or .topk, which keep what they have not sent for the next step
+        (docs/gradients.md); with op=Average or Sum.
     backward_passes_per_step : the number of backward passes, of which the last one reduces.
         Gradients add up over passes and are averaged over ranks.
     op : Average, Sum, Min, Max or Product; or Adasum, see below. Another backward pass before
@@ -96,14 +100,22 @@ def DistributedOptimizer(
     what = "DistributedOptimizer"
     checked_passes(backward_passes_per_step)
     op = arguments.check_op(op)
+    method = compression if isinstance(compression, Method) else None
+    compression = NoneCompressor if method is not None else cast(type[Compressor], compression)
     check_reduction(what, op, gradient_predivide_factor, compression, process_set)
     groups = choose_groups(what, num_groups, groups)
     options = Reduction(
         op=op, predivide=gradient_predivide_factor, compression=compression,
         sparse_as_dense=sparse_as_dense, process_set=process_set,
     )  # fmt: skip
+    if method is not None:
+        check_compressed(options, groups)
+        return become(
+            optimizer, Compressed, options, named_parameters, backward_passes_per_step,
+            cast(Any, groups), _reducer_type=functools.partial(CompressingReducer, method),
+        )  # fmt: skip
     several = size() > 1 or membership.is_elastic()
-    mixin = DeltaDistributed if op == Adasum and several else Distributed
+    mixin: type[Distributed] = DeltaDistributed if op == Adasum and several else Distributed
     if isinstance(groups, str):
         check_auto_groups(groups, op)
         mixin, groups = AutoGrouped, None
@@ -234,6 +246,8 @@ def _teach_grad_scaler() -> None:
     def reduce_first(self: Any, optimizer: Any) -> None:
         if isinstance(optimizer, Distributed) and self.is_enabled():
             optimizer._reduce_for_scaler()
+            if self._scale is not None:
+                optimizer._note_scale(self._scale)
 
     @functools.wraps(unscale)
     def unscale_(self: Any, optimizer: Any) -> None:

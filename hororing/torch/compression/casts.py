@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hororing.compression import CastCompressor, Compressor, NoneCompressor
+from hororing.compression import CastCompressor
 
 
 class _Cast(CastCompressor):
@@ -27,14 +27,3 @@ class BF16Compressor(_Cast):
     """Sends floating-point tensors as bfloat16: the range of float32, 8 bits of precision."""
 
     dtype = torch.bfloat16
-
-
-class Compression:
-    """The compressors there are."""
-
-    none = NoneCompressor
-    fp16 = FP16Compressor
-    bf16 = BF16Compressor
-
-
-__all__ = ["BF16Compressor", "Compression", "Compressor", "FP16Compressor", "NoneCompressor"]

@@ -1,0 +1,36 @@
+"""Compressors: casts to 16 bits, and methods that keep what they have not sent.
+
+`Compression.none`, `.fp16` and `.bf16` have no state and work wherever `compression=` is taken. The
+others are for `DistributedOptimizer`; see docs/gradients.md, and ADR 58 for how they are made.
+"""
+
+from __future__ import annotations
+
+from hororing.compression import Compressor, NoneCompressor
+from hororing.torch.compression.casts import BF16Compressor, FP16Compressor
+from hororing.torch.compression.int8 import Int8
+from hororing.torch.compression.powersgd import PowerSGD
+from hororing.torch.compression.topk import TopK
+
+
+class Compression:
+    """The compressors there are."""
+
+    none = NoneCompressor
+    fp16 = FP16Compressor
+    bf16 = BF16Compressor
+    int8 = Int8()
+    powersgd = PowerSGD()
+    topk = TopK()
+
+
+__all__ = [
+    "BF16Compressor",
+    "Compression",
+    "Compressor",
+    "FP16Compressor",
+    "Int8",
+    "NoneCompressor",
+    "PowerSGD",
+    "TopK",
+]

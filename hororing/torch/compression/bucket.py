@@ -1,0 +1,256 @@
+"""Buckets: gradients that are compressed and reduced together, in a few collectives.
+
+A bucket starts when its last gradient has come, in that one's hook, and goes on whenever another
+one starts and its collective is complete; what is left to do is done when somebody waits, all
+buckets in turn. Names make collectives match, so ranks may do so in any order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import torch
+
+from hororing.arguments import Average
+from hororing.process_sets import ProcessSet
+from hororing.reduction import Reduction
+from hororing.torch.compression.hosts import Hosts
+from hororing.torch.compression.memory import Memory
+from hororing.torch.compression.method import Kept, Link, Method, Piece
+from hororing.torch.ops import poll, synchronize
+from hororing.torch.submission import Group
+
+
+class Driver:
+    """The buckets of one optimizer that are in flight."""
+
+    def __init__(self) -> None:
+        self._active: list[Bucket] = []
+        self._hosts: Hosts | None = None
+        self._lock = threading.RLock()  # hooks may run on several threads
+
+    def start(self, bucket: Bucket) -> None:
+        """Let a bucket begin, and let those go on that can at once."""
+        with self._lock:
+            for each in self._active[:]:
+                while each.handle and poll(each.handle):
+                    self._resume(each)
+            self._active.append(bucket)
+            self._resume(bucket)
+
+    def finish(self) -> None:
+        """Wait for all. Does not raise what a reduction raises: `Bucket.finish` does."""
+        with self._lock:
+            while self._active:
+                for bucket in self._active[:]:
+                    self._resume(bucket)
+
+    def hosts(self, process_set: ProcessSet) -> Hosts:
+        """Return the hosts of the set, the same object for all buckets."""
+        if self._hosts is None:
+            self._hosts = Hosts(process_set.ranks)
+        return self._hosts
+
+    def begin_anew(self) -> None:
+        """Forget the hosts: an engine starts."""
+        self._hosts = None
+
+    def forget(self, bucket: Bucket) -> None:
+        """Let it not go on."""
+        with self._lock:
+            if bucket in self._active:
+                self._active.remove(bucket)
+
+    def _resume(self, bucket: Bucket) -> None:
+        if not bucket.resume():
+            self._active.remove(bucket)
+
+
+class Bucket(Group):
+    """Some gradients of one type, on one device. See `Group` for what callers see."""
+
+    def __init__(
+        self, name: str, params: Sequence[tuple[str, torch.Tensor]], method: Method,
+        memory: Memory, driver: Driver,
+    ) -> None:  # fmt: skip
+        super().__init__(name, len(params))
+        self._method, self._memory, self._driver = method, memory, driver
+        self._names = [name for name, _ in params]
+        self._shapes = [param.shape for _, param in params]
+        unit = method.multiple
+        self._lengths = [-(-param.numel() // unit) * unit for _, param in params]
+        param = params[0][1]
+        self._device = param.device
+        self._dtype = torch.float64 if param.dtype is torch.float64 else torch.float32
+        self._steps: Generator[int, Any, None] | None = None
+        self._given: Any = None  # what the next step is to be sent
+        self._failure: Exception | None = None
+        self._stream: Any = None  # that computes, on a device
+        # Memory for errors and gradients; of the two, `_flat` holds errors between steps.
+        self._flat = self._spare = torch.empty(0, dtype=self._dtype, device=self._device)
+
+    def _submit(self, options: Reduction, weight: None = None) -> None:
+        order = sorted(self._waiting)
+        tensors, streams = zip(*(self._waiting[position] for position in order), strict=True)
+        self._waiting = {}
+        self._results = dict(zip(order, tensors, strict=True))
+        if self._device.type == "cuda":
+            self._stream = torch.cuda.current_stream(self._device)
+            external: Any = torch.cuda.ExternalStream  # torch declares no types
+            for stream in {*streams} - {self._stream.cuda_stream}:
+                self._stream.wait_stream(external(stream, self._device))
+        self._steps = self._reduce(order, tensors, options)
+        self._driver.start(self)
+
+    def resume(self) -> bool:
+        """Wait for the collective in flight and go on to the next one; False: it is over."""
+        if self._steps is None:  # since an interrupt
+            return False
+        try:
+            if self.handle:
+                # After an interrupt here the handle is still there to be waited for.
+                self._given, self.handle = synchronize(self.handle), 0
+            with self._computing(), torch.no_grad():
+                given, self._given = self._given, None
+                self.handle = self._steps.send(given)
+            return True
+        except StopIteration:
+            pass
+        except Exception as error:
+            self._failure, self.handle = error, 0
+        except BaseException:
+            if not self.handle:  # it ends what computes
+                self._steps, self._failure = None, _interrupted(self._name)
+            raise
+        self._steps = None
+        return False
+
+    def finish(self, position: int) -> torch.Tensor:
+        """Wait for all buckets, if nobody has yet; this one's error is raised once."""
+        self._driver.finish()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+        return self._results.pop(position)
+
+    def abandon(self) -> None:
+        """Forget what is there and what is in flight."""
+        self._driver.forget(self)
+        super().abandon()
+        self._steps, self._given, self._failure = None, None, None
+
+    def _computing(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def _reduce(
+        self, order: Sequence[int], tensors: Sequence[torch.Tensor], options: Reduction
+    ) -> Generator[int, Any, None]:
+        process_set = options.process_set
+        if self._method.scope == "hosts":
+            total = yield from self._reduce_by_hosts(order, tensors, process_set)
+        else:
+            total = yield from self._compress(order, tensors, process_set)
+        if options.op == Average:
+            total /= len(process_set.ranks)
+        for position, view in zip(order, self._views(total, order), strict=True):
+            self._results[position] = view
+        if self._stream is not None:
+            total.record_stream(torch.cuda.current_stream(self._device))
+
+    def _reduce_by_hosts(
+        self, order: Sequence[int], tensors: Sequence[torch.Tensor], process_set: ProcessSet
+    ) -> Generator[int, Any, torch.Tensor]:
+        hosts = self._driver.hosts(process_set)
+        total = torch.empty(self._length(order), dtype=self._dtype, device=self._device)
+        views = self._views(total, order)
+        for view, tensor in zip(views, tensors, strict=True):
+            view.copy_(tensor)
+        inside, failure = hosts.inside(), None
+        if inside is not None:
+            total = yield Link(f"{self._name}.host", inside).sum(total, "sum")
+        leaders = hosts.leaders()
+        if leaders is not None:
+            try:
+                result = yield from self._compress(order, views, leaders)
+                total.copy_(result)
+            except Exception as error:  # the ranks of this host wait for the result
+                total.fill_(float("nan"))
+                failure = error
+        if inside is not None and hosts.several:
+            link = Link(f"{self._name}.host", inside)
+            total = yield link.broadcast(total, hosts.leader, "result")
+        if failure is not None:
+            raise failure
+        return total
+
+    def _compress(
+        self, order: Sequence[int], tensors: Sequence[torch.Tensor], process_set: ProcessSet
+    ) -> Generator[int, Any, torch.Tensor]:
+        piece = self._piece(order, tensors)
+        total, kept = yield from self._method.reduce(piece, Link(self._name, process_set))
+        self._keep(piece, total, kept)
+        return total
+
+    def _length(self, order: Sequence[int]) -> int:
+        return sum(self._lengths[position] for position in order)
+
+    def _views(self, flat: torch.Tensor, order: Sequence[int]) -> list[torch.Tensor]:
+        """Return the part of each gradient in a vector of the bucket, and make the gaps zero."""
+        views = []
+        begin = 0
+        for position in order:
+            shape, length = self._shapes[position], self._lengths[position]
+            end = begin + shape.numel()
+            views.append(flat[begin:end].view(shape))
+            begin += length
+            if end < begin:
+                flat[end:begin] = 0
+        return views
+
+    def _piece(self, order: Sequence[int], tensors: Sequence[torch.Tensor]) -> Piece:
+        """Add up gradients and errors."""
+        names = [self._names[position] for position in order]
+        flat = self._spare
+        if len(flat) == 0 or len(order) < self._count:
+            flat = torch.empty(self._length(order), dtype=self._dtype, device=self._device)
+        views = self._views(flat, order)
+        kept = [self._memory.contents.get(name, {}) for name in names]
+        factor = self._memory.change_of_scale(self._name)
+        for view, tensor, held in zip(views, tensors, kept, strict=True):
+            error = held.get("error")
+            if error is None or error.shape != view.shape:
+                view.copy_(tensor)
+                continue
+            held["error"] = error = error.to(view.device, view.dtype)
+            if factor is not None:
+                error.mul_(factor.to(error.device))
+            torch.add(error, tensor, out=view)
+        return Piece(flat, views, names, kept)
+
+    def _keep(self, piece: Piece, total: torch.Tensor, kept: Sequence[Kept]) -> None:
+        """Keep what was not sent; where the sum is not finite, all stays as it was.
+
+        `GradScaler` skips such a step, on all ranks alike: they have the same sum.
+        """
+        finite = torch.isfinite(total.sum())
+        if self._device.type == "cpu" and not finite:
+            return
+        for view, name, old, new in zip(piece.views, piece.names, piece.kept, kept, strict=True):
+            new = {"error": view, **new}
+            if self._device.type != "cpu":  # where to ask would mean to wait
+                for what, tensor in new.items():
+                    before = old.get(what, torch.zeros_like(tensor))
+                    tensor.copy_(torch.where(finite, tensor, before))
+            self._memory.contents[name] = new
+        if len(piece.views) == self._count:
+            self._flat, self._spare = piece.flat, self._flat
+
+
+def _interrupted(name: str) -> AssertionError:
+    return AssertionError(
+        f"the reduction of '{name}' was interrupted between its collectives, for the rest of which "
+        "other ranks wait; end the job"
+    )

@@ -1,0 +1,53 @@
+"""scope="hosts": who adds up within a host, and who compresses between hosts.
+
+The first rank on each host of a process set leads it: it compresses the host's sum with the other
+leaders, keeps the errors, and gives the result to its host. What is on the wires between hosts does
+not depend on the number of leaders; one per host keeps one error per host, and any layout will do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from hororing import job
+from hororing.process_sets import ProcessSet, SetOfMembers, of_members
+
+_LOOK_S: Final = 1.0
+
+
+class Hosts:
+    """The hosts of some ranks, this one among them."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        names, rank = job.host_names(), job.rank()
+        by_host: dict[str, list[int]] = {}
+        for each in ranks:
+            by_host.setdefault(names[each], []).append(each)
+        inside = by_host[names[rank]]
+        self.leader = inside[0]
+        self.leads = self.leader == rank
+        leaders = [members[0] for members in by_host.values()]
+        # Asked for before any is waited for. None: nobody to communicate with.
+        self._inside = of_members(inside) if len(inside) > 1 else None
+        self._leaders = of_members(leaders) if self.leads and len(leaders) > 1 else None
+        self.several = len(leaders) > 1
+
+    def inside(self) -> ProcessSet | None:
+        """Return the ranks of this host; None: this one alone. Blocks until they ask for it, too.
+
+        So does `leaders`.
+        """
+        return _wait_for(self._inside)
+
+    def leaders(self) -> ProcessSet | None:
+        """Return the leaders of all hosts; None: there is one host."""
+        return _wait_for(self._leaders)
+
+
+def _wait_for(members: SetOfMembers | None) -> ProcessSet | None:
+    while members is not None:
+        found = members.get(_LOOK_S)
+        if found is not None:
+            return found
+    return None

@@ -1,0 +1,103 @@
+"""What a method of compression with error feedback is.
+
+A method reduces one bucket, a flat vector, in a few collectives, and is a generator: it yields the
+handle of each and is sent its result. So its first collective starts in the hook of the bucket's
+last gradient, and those of other buckets go on while this one's are in flight. What a rank has not
+sent stays in the vector and is added to the gradient of the next step.
+
+Source of error feedback: F. Seide et al., "1-bit stochastic gradient descent and its application to
+data-parallel distributed training of speech DNNs", Interspeech 2014; S. P. Karimireddy et al.,
+"Error feedback fixes SignSGD and other gradient compression schemes", ICML 2019, arXiv:1901.09847.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Sequence
+from typing import Any, Final
+
+import torch
+
+from hororing.arguments import Sum
+from hororing.compression import StatefulCompression
+from hororing.process_sets import ProcessSet, rank_and_size
+from hororing.torch.verbs import verbs
+
+# Elements; smaller tensors are reduced as they are: the messages would not be shorter.
+LEAST_ELEMENTS: Final = 1024
+
+Kept = dict[str, torch.Tensor]  # the state of one parameter, by what it is
+# Yields handles, is sent what `synchronize` returns for them; returns the sum over all ranks, a
+# vector like the bucket's, and what is to be kept of each parameter.
+Steps = Generator[int, Any, tuple[torch.Tensor, Sequence[Kept]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """The ranks that reduce a bucket. Starts collectives, whose names begin with `name`."""
+
+    name: str
+    process_set: ProcessSet
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank in the set."""
+        return rank_and_size(self.process_set)[0]
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.process_set.ranks)
+
+    def sum(self, tensor: torch.Tensor, what: str) -> int:
+        """Start to add up `tensor`, in place."""
+        name = f"{self.name}.{what}"
+        return verbs.allreduce_async_(tensor, name=name, op=Sum, process_set=self.process_set)
+
+    def gather(self, tensors: Sequence[torch.Tensor], what: str) -> int:
+        """Start to gather the rows of each tensor from all ranks; the result is a tuple."""
+        return verbs.grouped_allgather_async(tensors, f"{self.name}.{what}", self.process_set)
+
+    def exchange(self, rows: torch.Tensor, splits: list[int], what: str) -> int:
+        """Start to send so many rows to each rank; the result is a pair of rows and numbers."""
+        return verbs.alltoall_async(rows, splits, f"{self.name}.{what}", self.process_set)
+
+    def broadcast(self, tensor: torch.Tensor, root: int, what: str) -> int:
+        """Start to overwrite `tensor` with that of rank `root` of the job."""
+        return verbs.broadcast_async_(tensor, root, f"{self.name}.{what}", self.process_set)
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """What this rank contributes to the sum of a bucket.
+
+    Attributes
+    ----------
+    flat : gradients and errors of earlier steps, added up; float32, or float64 for such gradients.
+        Each parameter has a multiple of the method's `multiple` of elements there, the last ones
+        zeros. The method leaves there what it has not sent: the sum over all ranks is that of the
+        result and of what is left.
+    views : the part of each parameter, in its shape.
+    names : of the parameters.
+    kept : what the method has asked to keep of each; may be empty.
+    """
+
+    flat: torch.Tensor
+    views: Sequence[torch.Tensor]
+    names: Sequence[str]
+    kept: Sequence[Kept]
+
+
+class Method(StatefulCompression, ABC):
+    """A method of compression: its options. Base of those in `Compression`."""
+
+    multiple: int = 1  # of elements, which each parameter is padded to
+
+    def compresses(self, param: torch.Tensor) -> bool:
+        """Whether gradients of this parameter are compressed; the others are sent as they are."""
+        return param.is_floating_point() and param.numel() >= LEAST_ELEMENTS
+
+    @abstractmethod
+    def reduce(self, piece: Piece, link: Link) -> Steps:
+        """Reduce `piece` over the ranks of `link`. Results have the same bits on every rank."""

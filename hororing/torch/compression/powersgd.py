@@ -1,0 +1,97 @@
+"""PowerSGD: matrices of low rank instead of gradients.
+
+    M of this rank: n x m;  Q: m x r, the same on all ranks, as the last step has left it
+    P = sum of M Q;  P <- an orthonormal basis of its columns;  Q = sum of M^T P
+    result: P Q^T;  what this rank keeps: M - P Q^T / ranks
+
+Both sums are allreduces, of (n + m) r elements in all. This is one step of subspace iteration: as
+gradients change slowly, Q approaches the leading singular vectors over steps (warm start). A tensor
+is a matrix of its first dimension and all others. P and the result are computed on every rank, so
+they have the same bits where ranks have the same processors and numbers of threads.
+
+Source: T. Vogels, S. P. Karimireddy, M. Jaggi, "PowerSGD: practical low-rank gradient compression
+for distributed optimization", NeurIPS 2019, arXiv:1905.13727, algorithms 1 and 2.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Sequence
+
+import torch
+
+from hororing.torch.compression.method import Link, Method, Piece, Steps
+
+_LEAST_RATIO = 2  # by which P and Q together must be smaller than M
+
+
+@dataclasses.dataclass(frozen=True)
+class PowerSGD(Method):
+    """Low rank.
+
+    Parameters
+    ----------
+    rank : of the matrices, r above; at least 1. Tensors of less than two dimensions, and those that
+        it would not make half as large, are sent as they are.
+    scope : see `StatefulCompression`.
+    """
+
+    rank: int = 4
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        super().__post_init__()
+        if not isinstance(self.rank, int) or self.rank < 1:
+            raise ValueError(f"Compression.powersgd: rank={self.rank!r} must be at least 1")
+
+    def compresses(self, param: torch.Tensor) -> bool:
+        """Whether it is a matrix, or more, and large."""
+        if not super().compresses(param) or param.dim() < 2:
+            return False
+        rows, columns = param.shape[0], param.numel() // param.shape[0]
+        return (rows + columns) * self.rank * _LEAST_RATIO <= rows * columns
+
+    def reduce(self, piece: Piece, link: Link) -> Steps:
+        """Sum P, and Q."""
+        matrices = [view.view(view.shape[0], -1) for view in piece.views]
+        factors = [
+            _orthonormal(kept["q"].to(matrix)) if "q" in kept else self._first(name, matrix)
+            for name, kept, matrix in zip(piece.names, piece.kept, matrices, strict=True)
+        ]
+        products = [matrix @ q for matrix, q in zip(matrices, factors, strict=True)]
+        flat = yield link.sum(_joined(products), "p")
+        bases = [_orthonormal(p) for p in _parted(flat, products)]
+        products = [matrix.t() @ p for matrix, p in zip(matrices, bases, strict=True)]
+        flat = yield link.sum(_joined(products), "q")
+
+        factors = _parted(flat, products)
+        total = torch.zeros_like(piece.flat)
+        begin = 0
+        for matrix, p, q in zip(matrices, bases, factors, strict=True):
+            part = total[begin : begin + matrix.numel()].view(matrix.shape)
+            torch.mm(p, q.t(), out=part)
+            matrix.sub_(part, alpha=1 / link.size)
+            begin += matrix.numel()
+        return total, [{"q": q.clone()} for q in factors]
+
+    def _first(self, name: str, matrix: torch.Tensor) -> torch.Tensor:
+        """Return the Q to begin with, the same on all ranks."""
+        made = torch.Generator().manual_seed(zlib.crc32(name.encode("utf-8", "backslashreplace")))
+        random = torch.randn(matrix.shape[1], self.rank, generator=made, dtype=torch.float32)
+        return _orthonormal(random.to(matrix))
+
+
+def _orthonormal(matrix: torch.Tensor) -> torch.Tensor:
+    """Return an orthonormal basis that spans the columns."""
+    basis: torch.Tensor = torch.linalg.qr(matrix)[0]
+    return basis
+
+
+def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def _parted(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    parts = torch.split(flat, [each.numel() for each in like])
+    return [part.view(each.shape) for part, each in zip(parts, like, strict=True)]

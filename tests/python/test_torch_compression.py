@@ -1,0 +1,340 @@
+"""DistributedOptimizer with compressors that keep errors, against NumPy references.
+
+Losses are sums of parameter times constant, so gradients are what a case asks for. All ranks know
+those of all ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Iterator
+
+import compression_oracle as oracle
+import mpirun
+import numpy as np
+import pytest
+import session
+import torch
+from test_torch_optimizer import assert_equal_on_all_ranks, share, start
+from torch import nn
+
+import hororing.torch as hvd
+
+SHAPES = [(40, 30), (7,), (64, 5, 5), (1100,)]  # the second one is too small to be compressed
+STEPS = 4
+
+
+def parameters(dtype: torch.dtype = torch.float64) -> list[tuple[str, nn.Parameter]]:
+    return [(f"p{at}", nn.Parameter(torch.zeros(s, dtype=dtype))) for at, s in enumerate(SHAPES)]
+
+
+def gradients(step: int, dtype: torch.dtype = torch.float64) -> list[list[torch.Tensor]]:
+    """By rank."""
+    made = torch.Generator().manual_seed(mpirun.seed() + step)
+    return [
+        [torch.randn(shape, dtype=dtype, generator=made) * 10.0 ** (at - 2) for at, shape in
+         enumerate(SHAPES)] for _ in range(hvd.size())
+    ]  # fmt: skip
+
+
+def backward(named: list[tuple[str, nn.Parameter]], values: list[torch.Tensor]) -> None:
+    sum((param * value).sum() for (_, param), value in zip(named, values, strict=True)).backward()
+
+
+def flat(tensors: list[torch.Tensor]) -> np.ndarray:
+    """As a bucket has them: from the last one to the first."""
+    return torch.cat([t.reshape(-1) for t in reversed(tensors) if t.numel() > 1000]).numpy()
+
+
+def distributed(named, compression, **options) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD([param for _, param in named], lr=0.1)
+    return hvd.DistributedOptimizer(optimizer, named, compression=compression, **options)
+
+
+def case_start():
+    start()
+    torch.set_default_dtype(torch.float32)
+
+
+def assert_as_reference(method, reference, tolerance: float = 1e-9, **options) -> None:
+    named = parameters()
+    optimizer = distributed(named, method, **options)
+    factor = 1 if options.get("op") == hvd.Sum else hvd.size()
+    for step in range(STEPS):
+        given = gradients(step)
+        optimizer.zero_grad()
+        backward(named, given[hvd.rank()])
+        grads = [param.grad for _, param in named]
+        if hvd.size() == 1:
+            assert all(map(torch.equal, grads, given[0]))
+            continue
+        expected = reference.reduce(np.stack([flat(each) for each in given])) / factor
+        np.testing.assert_allclose(flat(grads), expected, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(grads[1], sum(each[1] for each in given) / factor)
+        assert_equal_on_all_ranks(*grads)
+
+
+# Of the bucket, from its first gradient to its last one.
+SIZES = [size for shape in reversed(SHAPES) if (size := int(np.prod(shape))) > 1000]
+
+
+def case_int8_is_as_the_reference():
+    for block in (32, 256):
+        reference = oracle.Int8(hvd.size(), SIZES, block)
+        assert_as_reference(hvd.Compression.int8(block=block), reference)
+    reference = oracle.Int8(hvd.size(), SIZES, 256)
+    assert_as_reference(hvd.Compression.int8, reference, op=hvd.Sum)
+
+
+METHODS = [
+    hvd.Compression.int8,
+    hvd.Compression.powersgd(rank=2),
+    hvd.Compression.topk(ratio=0.1),
+    hvd.Compression.int8(scope="hosts"),
+]
+
+
+def held_errors(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    kept = optimizer.state_dict()["state"].get("hororing.compression", {})
+    return {name: tensors["error"] for name, tensors in kept.items()}
+
+
+def case_a_group_goes_its_own_way():
+    named = parameters()
+    optimizer = distributed(named, hvd.Compression.int8, groups=[[named[0][1], named[1][1]]])
+    given = gradients(0)
+    backward(named, given[hvd.rank()])
+    assert len(optimizer._groups) == 1
+    for at, (_, param) in enumerate(named):
+        exact = sum(each[at] for each in given) / hvd.size()
+        step = max(each[at].abs().max() for each in given) / 127
+        assert (param.grad - exact).abs().max() <= 2 * step
+    assert_equal_on_all_ranks(*(param.grad for _, param in named))
+
+
+def case_what_is_not_sent_is_kept():
+    if hvd.size() == 1:
+        return
+    for method in METHODS:
+        for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 1e-4)):
+            named = parameters(dtype)
+            optimizer = distributed(named, method, op=hvd.Sum)
+            reduced = [torch.zeros_like(param) for _, param in named]
+            exact = [torch.zeros_like(param) for _, param in named]
+            for step in range(STEPS):
+                given = gradients(step, dtype)
+                optimizer.zero_grad()
+                backward(named, given[hvd.rank()])
+                for at, (_, param) in enumerate(named):
+                    reduced[at] += param.grad
+                    exact[at] += sum(each[at] for each in given)
+            errors = held_errors(optimizer)
+            if method.scope == "all":
+                compressed = [name for name, param in named if method.compresses(param)]
+                assert sorted(errors) == compressed
+            for at, (name, param) in enumerate(named):
+                left = hvd.allreduce(errors.get(name, torch.zeros_like(param)), op=hvd.Sum)
+                torch.testing.assert_close(
+                    reduced[at] + left, exact[at], rtol=tolerance, atol=tolerance
+                )
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(20, 60), nn.Tanh(), nn.Linear(60, 40), nn.Linear(40, 5))
+
+
+def data(steps: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    for step in range(steps):
+        made = torch.Generator().manual_seed(mpirun.seed() + step)
+        yield torch.randn(24, 20, generator=made), torch.randn(24, 5, generator=made)
+
+
+def train(model, optimizer, steps: int, passes: int = 1, scaler=None) -> None:
+    for inputs, targets in data(steps):
+        optimizer.zero_grad()
+        inputs, targets = share(inputs), share(targets)
+        for part in range(passes):
+            loss = nn.functional.mse_loss(model(inputs[part::passes]), targets[part::passes])
+            (loss if scaler is None else scaler.scale(loss)).backward()
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+
+
+def trained(method, steps: int = 6, passes: int = 1, groups=None, scaler=None, **options):
+    torch.manual_seed(mpirun.seed())
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    params = list(model.parameters())
+    if groups == "lists":
+        groups = [params[:3], params[4:]]
+    hvd.DistributedOptimizer(
+        optimizer, model.named_parameters(), compression=method, backward_passes_per_step=passes,
+        groups=groups, **options,
+    )  # fmt: skip
+    train(model, optimizer, steps, passes, scaler)
+    assert_equal_on_all_ranks(*model.parameters())
+    return model, optimizer
+
+
+def case_it_trains_with_passes_and_groups():
+    for method in METHODS:
+        exact, _ = trained(hvd.Compression.none)
+        for options in ({"passes": 2}, {"groups": 2}, {"groups": "lists"}):
+            model, _ = trained(method, **options)
+            for mine, others in zip(model.parameters(), exact.parameters(), strict=True):
+                assert (mine - others).abs().max() < 6 * 2e-3  # of Adam's steps
+
+
+def case_scaled_gradients_and_steps_that_are_skipped():
+    for method in METHODS:
+        plain, _ = trained(method)
+        # Powers of two: nothing is rounded otherwise. It doubles after each step.
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
+        scaled, _ = trained(method, scaler=scaler)
+        if hvd.size() > 1:
+            assert scaler.get_scale() == 8.0 * 2**6
+        for mine, others in zip(scaled.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine, others, rtol=1e-4, atol=1e-5)
+
+
+def case_an_infinite_gradient_leaves_the_errors():
+    for method in METHODS:
+        named = parameters()
+        optimizer = distributed(named, method)
+        backward(named, gradients(0)[hvd.rank()])
+        before = copy.deepcopy(held_errors(optimizer))
+        optimizer.zero_grad()
+        spoilt = gradients(1)[hvd.rank()]
+        if hvd.rank() == hvd.size() - 1:
+            spoilt[0][3, 4] = float("inf")
+            spoilt[2][3, 4] = float("nan")
+        backward(named, spoilt)
+        assert not named[0][1].grad.isfinite().all()
+        after = held_errors(optimizer)
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def case_state_is_saved_and_loaded():
+    for method in METHODS:
+        model, optimizer = trained(method)
+        file = io.BytesIO()
+        torch.save([model.state_dict(), optimizer.state_dict()], file)
+        train(model, optimizer, 3)
+        file.seek(0)
+        other = network()
+        again = torch.optim.Adam(other.parameters(), lr=1e-3)
+        hvd.DistributedOptimizer(again, other.named_parameters(), compression=method)
+        weights, state = torch.load(file)
+        other.load_state_dict(weights)
+        again.load_state_dict(state)
+        train(other, again, 3)
+        for mine, others in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(mine, others)
+
+
+def case_state_is_broadcast():
+    for method in METHODS:
+        _, optimizer = trained(method)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        errors = held_errors(optimizer)
+        if hvd.size() > 1 and method.scope == "all":
+            assert errors
+        assert_equal_on_all_ranks(torch.zeros(1), *errors.values())
+        assert all(isinstance(key, torch.Tensor) for key in optimizer.state)
+
+
+def case_process_sets():
+    from test_torch_optimizer_sets import some_sets
+
+    for process_set in some_sets():
+        for method in METHODS:
+            named = parameters()
+            optimizer = distributed(named, method, process_set=process_set)
+            given = gradients(0)
+            backward(named, given[hvd.rank()])
+            ranks = process_set.ranks if process_set.included() else [hvd.rank()]
+            total = sum(given[rank][1] for rank in ranks) / len(ranks)
+            torch.testing.assert_close(named[1][1].grad, total)
+            if len(ranks) == 1:
+                assert torch.equal(named[0][1].grad, given[hvd.rank()][0])
+            optimizer.step()
+
+
+def case_frozen_and_later_parameters():
+    for method in METHODS:
+        named = parameters()
+        for name, param in named:
+            param.requires_grad = name not in ("p0", "p2")
+        optimizer = distributed(named, method)
+        for step in range(6):
+            if step == 2:
+                named[0][1].requires_grad = named[2][1].requires_grad = True
+            if step == 4:
+                named[0][1].requires_grad = False
+            optimizer.zero_grad()
+            given = gradients(step)
+            live = [at for at, (_, param) in enumerate(named) if param.requires_grad]
+            backward([named[at] for at in live], [given[hvd.rank()][at] for at in live])
+            assert_equal_on_all_ranks(*[named[at][1].grad for at in live])
+            optimizer.step()
+
+
+def case_it_begins_anew_with_a_new_engine():
+    for method in METHODS:
+        named = parameters()
+        optimizer = distributed(named, method)
+        backward(named, gradients(0)[hvd.rank()])
+        first = [param.grad.clone() for _, param in named]
+        optimizer.step()
+        optimizer.zero_grad()
+        hvd.shutdown()
+        hvd.init()
+        assert not held_errors(optimizer)
+        backward(named, gradients(0)[hvd.rank()])
+        assert all(torch.equal(param.grad, at) for (_, param), at in zip(named, first, strict=True))
+
+
+def case_wrong_arguments():
+    named = parameters()
+    with pytest.raises(ValueError, match=r"op=Min cannot be used with a compression"):
+        distributed(named, hvd.Compression.int8, op=hvd.Min)
+    with pytest.raises(ValueError, match=r"gradient_predivide_factor cannot be used"):
+        distributed(named, hvd.Compression.int8, gradient_predivide_factor=2.0)
+    with pytest.raises(ValueError, match=r"groups='auto' cannot be used"):
+        distributed(named, hvd.Compression.int8, groups="auto")
+    with pytest.raises(ValueError, match=r"block=6 must be a multiple of 4"):
+        hvd.Compression.int8(block=6)
+    with pytest.raises(ValueError, match=r"scope='rack' must be"):
+        hvd.Compression.int8(scope="rack")
+    with pytest.raises(ValueError, match=r"ratio=0 must be in"):
+        hvd.Compression.topk(ratio=0)
+    with pytest.raises(ValueError, match=r"rank=0 must be at least 1"):
+        hvd.Compression.powersgd(rank=0)
+    optimizer = distributed(named, hvd.Compression.topk)
+    with pytest.raises(ValueError, match=r"optimizer.weight = 2.0 cannot be used"):
+        optimizer.weight = 2.0
+    with pytest.raises(TypeError, match=r"blocks"):
+        hvd.Compression.int8(blocks=6)
+    with pytest.raises(TypeError, match=r"for DistributedOptimizer of hororing.torch alone"):
+        hvd.allreduce(torch.ones(3), compression=hvd.Compression.int8)
+
+
+def case_sparse_gradients_are_an_error_that_says_what_to_do():
+    embedding = nn.Embedding(100, 20, sparse=True)
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=0.1)
+    method = hvd.Compression.int8
+    hvd.DistributedOptimizer(optimizer, embedding.named_parameters(), compression=method)
+    loss = embedding(torch.tensor([1, 2])).sum()
+    if hvd.size() == 1:
+        loss.backward()
+        return
+    with pytest.raises(ValueError, match="sparse_as_dense=True"):
+        loss.backward()
+
+
+test_on_ranks = session.on_ranks(globals(), 1, 2, 3, 4, push=[3], session="torch")
