@@ -244,67 +244,12 @@ def markdown(report: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def plot(report: dict[str, Any], folder: Path) -> None:
-    """One PNG per question, a panel per job."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    titles = {"algorithms": "algorithm", "policies": f"fusion policy, with {network.BEST}",
-              "negotiation": "negotiation"}  # fmt: skip
-    for group, title in titles.items():
-        figure, panels = plt.subplots(2, 3, figsize=(15, 8.5), sharey=True)
-        for axes, each in zip(panels.flat, report["scaling"], strict=False):
-            for name, line in each[group].items():
-                style = "--" if name == engine_replay.POLICY else "-"
-                axes.plot(each["ranks"], line, style, marker="o", markersize=3, label=name)
-            for number, (who, points) in enumerate(each["published"].items()):
-                x, y = zip(*points, strict=True)
-                axes.axhline(y[-1], color="black", linewidth=0.7, linestyle=":")
-                axes.plot(x, y, "k--", marker="*P"[number], markersize=9,
-                          label=f"published: {who}")  # fmt: skip
-            axes.set_xscale("log", base=2)
-            axes.set_title(f"{each['job']}\n{each['note']}", fontsize=9)
-            axes.set(ylim=(0, 1.02), xlabel="ranks", ylabel="predicted efficiency")
-            axes.grid(alpha=0.3)
-            axes.legend(fontsize=7, loc="lower left")
-        panels.flat[-1].axis("off")
-        figure.suptitle(f"Simulated scaling by {title}")
-        figure.tight_layout()
-        figure.savefig(folder / f"simulate-{group}.png", dpi=90)
-        plt.close(figure)
-    figure, panels = plt.subplots(1, 3, figsize=(15, 4.5))
-    columns = (("messages_in", "messages to rank 0 per step"), ("bytes_in", "bytes to rank 0 per "
-               "step"), ("work_ms", "coordinator, CPU ms per step"))  # fmt: skip
-    for axes, (key, label) in zip(panels, columns, strict=True):
-        for name, together in itertools.product(("first", "later"), (8, 1)):
-            rows = [
-                row
-                for row in report["control_plane"]
-                if row["step"] == name and row["ranks_per_message"] == together
-            ]
-            how = "combined per host" if together > 1 else "each rank by itself"
-            axes.plot([row["ranks"] for row in rows], [row[key] for row in rows],
-                      "o-" if together > 1 else "o--", markersize=4,
-                      label=f"{name} step{'s' * (name == 'later')}, {how}")  # fmt: skip
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set(xlabel="ranks", title=label)
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=7)
-    figure.suptitle("The real coordinator: 161 gradients of ResNet-50 in 8 bursts")
-    figure.tight_layout()
-    figure.savefig(folder / "simulate-control.png", dpi=90)
-    plt.close(figure)
-
-
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--out", default=str(RESULTS), help="folder")
-    parser.add_argument("--quick", action="store_true", help="a few ranks, no plots")
+    parser.add_argument("--quick", action="store_true", help="a few ranks")
     options = parser.parse_args(argv)
     begin = time.monotonic()
     core = load_core()
@@ -322,8 +267,6 @@ def main(argv: list[str] | None = None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "simulate.json").write_text(json.dumps(report, indent=1) + "\n")
     (folder / "simulate.md").write_text(markdown(report))
-    if not options.quick:
-        plot(report, folder)
     print(markdown(report))
     print(f"{time.monotonic() - begin:.1f} s")
 
