@@ -103,6 +103,11 @@ class Steps:
             self._telling = hvd.allreduce_async(told, name="elastic.news", op=arguments.Max)
 
     @property
+    def owed(self) -> int:
+        """How many steps are still to be replayed."""
+        return len(self._owed)
+
+    @property
     def recorded_ranks(self) -> int:
         """How many ranks have shared the step that the script keeps account of; 0: those of now."""
         return self._replayed or (self._owed[0] if self._owed else 0)

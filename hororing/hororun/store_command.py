@@ -41,27 +41,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until the job ends. 0: its processes have finished; 1: it cannot go on; 2: flags."""
+    """Serve until the job ends, or a signal comes.
+
+    Returns
+    -------
+    0: the job's processes have finished; 1: it cannot go on; 2: flags; 130: Ctrl-C; 143: SIGTERM.
+    """
     try:
         store, job = _made(arguments)
         store.listen()
     except (ValueError, OSError) as error:
         print(f"store: {error}", file=sys.stderr)
         return 2
-    before = signal.signal(signal.SIGTERM, _interrupt)
+    before = {each: signal.signal(each, _interrupt) for each in (signal.SIGINT, signal.SIGTERM)}
     try:
         store.start_thread()
         job.say(f"waits for {arguments.num_proc} processes, port {store.port}")
         code = job.follow()
-        with contextlib.suppress(KeyboardInterrupt):
+        with contextlib.suppress(_Interrupted):
             time.sleep(arguments.linger if code == 0 else 0)
         return code
-    except KeyboardInterrupt:
-        job.say("ended by a signal")
-        return 128 + signal.SIGTERM
+    except _Interrupted as interrupt:
+        job.say(f"ended by {interrupt.signal.name}")
+        return 128 + interrupt.signal
     finally:
         store.stop()
-        signal.signal(signal.SIGTERM, before)
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 class _Job:
@@ -155,5 +161,13 @@ def _who(event: Joined | Lost) -> str:
     return f"process {event.pid} on host {event.host}"
 
 
+class _Interrupted(BaseException):
+    """A signal asks the store to end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.signal = signal.Signals(number)
+
+
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+    raise _Interrupted(number)

@@ -264,9 +264,13 @@ def _teach_grad_scaler() -> None:
     @functools.wraps(step)
     def scaled_step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         reduce_first(self, optimizer)
+        steps = optimizer._steps if isinstance(optimizer, Distributed) else None
+        owed = steps.owed if steps is not None else 0
         result = step(self, optimizer, *args, **kwargs)
         if isinstance(optimizer, Distributed) and self.is_enabled():
             optimizer._start_over()  # also when the step was skipped
+            if steps is not None and owed and steps.owed == owed:
+                steps.take(lambda: None)  # it was taken before, and is replayed so
         return result
 
     scaler.unscale_ = unscale_  # type: ignore[method-assign]

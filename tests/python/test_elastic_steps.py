@@ -270,6 +270,29 @@ def test_a_scaler_that_failed_in_a_step_can_take_it_again():
         go_back()
 
 
+def test_a_replayed_step_that_a_scaler_skips_is_replayed_all_the_same():
+    torch = pytest.importorskip("torch")
+    hvd = pytest.importorskip("hororing.torch")
+
+    hvd.init()
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizer._steps = steps = Steps(lambda: (0, 0))
+    steps.begin(Place(7, 1, (4,)), light=True)
+
+    def step(factor: float) -> None:
+        optimizer.zero_grad()
+        scaler.scale(weight.sum() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    step(torch.inf)
+    assert (steps.owed, steps.recorded_ranks) == (0, 4)
+    step(1.0)
+    assert (weight.item(), steps.place.step) == (0.0, 8)  # 7 with the replayed one
+
+
 def test_a_model_without_buffers_can_be_marked_again():
     torch = pytest.importorskip("torch")
     from hororing.torch.elastic import ModelStateHandler

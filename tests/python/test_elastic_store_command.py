@@ -194,6 +194,16 @@ def test_of_the_tasks_of_ray_only_the_lost_one_starts_again(tmp_path: Path):  # 
             ray.shutdown()
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_store(number: signal.Signals, tmp_path: Path):  # push tier, 1 s
+    with Outside(tmp_path, "-np", "1") as job:
+        assert poll(lambda: "waits for" in job.told("store"))
+        job.store.send_signal(number)
+        assert job.store.wait(PATIENCE_S) == 128 + number
+        assert job.told("store").splitlines()[-1] == f"store: ended by {number.name}"
+        assert "Traceback" not in job.told("store")
+
+
 def test_a_job_that_has_lost_its_state_has_failed(tmp_path: Path):  # push tier, 1 s
     with Outside(tmp_path, "-np", "1") as job:
         job.pod(0)
