@@ -250,6 +250,71 @@ def case_groups_in_any_order() -> None:
     assert torch.equal(tensor, all_of(2).sum(0))
 
 
+def case_groups_in_an_order_of_their_own() -> None:
+    rank = dist.get_rank()
+    for order in ([2, 0], [1, 2, 0], [2, 1, 0]):
+        group = dist.new_group(order, sort_ranks=False)
+        if rank not in order:
+            continue
+        size, here = len(order), order.index(rank)
+        assert (dist.get_group_rank(group, rank), group.rank()) == (here, here)
+        every = torch.stack([mine(2 * size, of=of) for of in order])  # by rank of the group
+        outputs = [torch.empty(2) for _ in order]
+        dist.all_gather(outputs, mine(2), group)
+        assert torch.equal(torch.stack(outputs), every[:, :2])
+        outputs = [torch.empty(of + 1) for of in order]  # uneven
+        dist.all_gather(outputs, mine(rank + 1), group)
+        assert all(
+            torch.equal(a, mine(of + 1, of=of)) for a, of in zip(outputs, order, strict=True)
+        )
+        whole = torch.empty(2 * size)
+        dist.all_gather_into_tensor(whole, mine(2), group)
+        assert torch.equal(whole, every[:, :2].flatten())
+        parts = every.reshape(size, size, 2)  # from, to
+        part, rows = torch.empty(2), list(mine(size, 2))
+        for op, oracle in ((OP.SUM, parts.sum(0)), (OP.MAX, parts.amax(0))):
+            dist.reduce_scatter(part, rows, op, group)
+            assert torch.equal(part, oracle[here])
+            dist.reduce_scatter_tensor(part, mine(2 * size), op, group)
+            assert torch.equal(part, oracle[here])
+        for root in order:
+            lists = [torch.empty(2) for _ in order] if rank == root else None
+            dist.gather(mine(2), lists, root, group)
+            assert lists is None or torch.equal(torch.stack(lists), every[:, :2])
+            dist.scatter(part, rows if rank == root else None, root, group)
+            assert torch.equal(part, parts[order.index(root), here])
+            tensor = mine(2)
+            dist.broadcast(tensor, root, group)
+            assert torch.equal(tensor, mine(2, of=root))
+        output = torch.empty(size, 2)
+        dist.all_to_all_single(output, mine(size, 2), group=group)
+        assert torch.equal(output, parts[:, here])
+        # Rank i of the group sends i + 2j numbers to rank j.
+        splits = [here + 2 * to for to in range(size)]
+        counts = [2 * here + of for of in range(size)]
+        sent = [
+            mine(20, of=of)[: sum(i + 2 * to for to in range(size))].split(
+                [i + 2 * to for to in range(size)]
+            )[here]
+            for i, of in enumerate(order)
+        ]
+        output = torch.empty(sum(counts))
+        dist.all_to_all_single(output, mine(20)[: sum(splits)], counts, splits, group)
+        assert torch.equal(output, torch.cat(sent))
+        outputs = [torch.empty(count) for count in counts]
+        dist.all_to_all(outputs, list(mine(20)[: sum(splits)].split(splits)), group)
+        assert all(torch.equal(a, b) for a, b in zip(outputs, sent, strict=True))
+        right, left = order[(here + 1) % size], order[here - 1]
+        received = torch.empty(2)
+        works = [dist.isend(mine(2), right, group), dist.irecv(received, left, group)]
+        for work in works:
+            work.wait()
+        assert torch.equal(received, mine(2, of=left))
+        objects: list[Any] = [None] * size
+        dist.all_gather_object(objects, rank, group)
+        assert objects == order
+
+
 def case_works_and_futures() -> None:
     tensors = [mine(size) for size in range(1, 40)]
     works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]

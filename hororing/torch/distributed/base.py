@@ -12,7 +12,7 @@ import contextlib
 import functools
 import itertools
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -34,6 +34,7 @@ _Base: Any = dist.ProcessGroup
 
 Tensors = list[torch.Tensor]
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 
 def request(function: F) -> F:
@@ -71,6 +72,10 @@ def fill(verb: str, outputs: Sequence[torch.Tensor], parts: Sequence[torch.Tenso
         adapter.copy(output, part.reshape(output.shape))
 
 
+def _first(pair: tuple[int, Any]) -> int:
+    return pair[0]
+
+
 def same_shape(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether all have one shape."""
     return all(tensor.shape == tensors[0].shape for tensor in tensors)
@@ -89,6 +94,9 @@ class Group(_Base):  # type: ignore[misc]
     ) -> None:
         super().__init__(rank, len(ranks))
         self._place, self._ranks = rank, list(ranks)
+        # The engine has the ranks of a set in ascending order: for each, its rank in the group.
+        self._order = sorted(range(len(ranks)), key=self._ranks.__getitem__)
+        self._is_ascending = self._order == list(range(len(ranks)))
         self._torch_name = self._description = "undefined"
         self._timeout_s = timeout.total_seconds()
         self._at_shutdown: Callable[[], None] | None = at_shutdown
@@ -158,6 +166,17 @@ class Group(_Base):  # type: ignore[misc]
             ended()
 
     abort = shutdown
+
+    # -- the order of ranks
+
+    def _in_set_order(self, parts: Iterable[T]) -> list[T]:
+        """Put parts that are in the order of the group into that of the engine."""
+        listed = list(parts)
+        return [listed[rank] for rank in self._order]
+
+    def _in_group_order(self, parts: Iterable[T]) -> list[T]:
+        """Put parts that are in the order of the engine into that of the group."""
+        return [part for _, part in sorted(zip(self._order, parts, strict=True), key=_first)]
 
     # -- names and waits
 

@@ -84,7 +84,8 @@ class Exchanges(Group):
                         f"{verb} '{name}': the ranks have sent {len(rows)} rows together, but the "
                         f"outputs have {sizes}"
                     )
-                fill(verb, targets, torch.split(rows, sizes))
+                parts = torch.split(rows, self._in_set_order(sizes))
+                fill(verb, targets, self._in_group_order(parts))
 
         handle = verbs.gather_async(
             verb, sent, name, process_set=self._set, blocking=not opts.asyncOp
@@ -117,7 +118,8 @@ class Exchanges(Group):
 
         def finish(gathered: tuple[torch.Tensor, ...]) -> None:
             for output, rows in zip(outputs, gathered, strict=True):
-                adapter.copy(output, rows.reshape(output.shape))
+                ordered = rows if self._is_ascending else torch.stack(self._in_group_order(rows))
+                adapter.copy(output, ordered.reshape(output.shape))
 
         handle = verbs.gather_async(
             verb, [tensor.unsqueeze(0) for tensor in inputs], name, process_set=self._set,
@@ -135,9 +137,9 @@ class Exchanges(Group):
 
         def finish(answer: tuple[torch.Tensor, torch.Tensor]) -> None:
             if targets:
-                fill("gather", targets, torch.split(answer[0], 1))
+                fill("gather", targets, self._in_group_order(torch.split(answer[0], 1)))
 
-        splits = [int(rank == root) for rank in self._ranks]
+        splits = [int(rank == root) for rank in sorted(self._ranks)]
         handle = verbs.exchange_async(tensor.unsqueeze(0), splits, name, self._set)
         return self._work("gather", name, handle, targets, opts, finish)
 
@@ -148,7 +150,7 @@ class Exchanges(Group):
         if self._root(opts) == self._ranks[self._place]:
             sources = single(inputs, "scatter")
             self._check_count("scatter", "inputs", sources)
-            rows = torch.stack([source.detach() for source in sources])
+            rows = torch.stack([source.detach() for source in self._in_set_order(sources)])
         else:
             rows = output.detach().new_empty((0, *output.shape))
         splits = [int(len(rows) > 0)] * len(self._ranks)
@@ -176,14 +178,20 @@ class Exchanges(Group):
         receives = self._splits(verb, "output", output, output_splits)
 
         def finish(answer: tuple[torch.Tensor, torch.Tensor]) -> None:
-            rows, counts = answer
-            if counts.tolist() != receives:
+            rows, counts = answer[0], self._in_group_order(answer[1].tolist())
+            if counts != receives:
                 raise MismatchError(
                     f"{verb} '{name}': this rank expects {receives} rows from the ranks of the "
-                    f"group, which have sent {counts.tolist()}"
+                    f"group, which have sent {counts}"
                 )
+            if not self._is_ascending:
+                parts = torch.split(rows, self._in_set_order(counts))
+                rows = torch.cat(self._in_group_order(parts))
             adapter.copy(output, rows.reshape(output.shape))
 
+        if not self._is_ascending:
+            tensor = torch.cat(self._in_set_order(torch.split(tensor.detach(), sends)))
+            sends = self._in_set_order(sends)
         handle = verbs.exchange_async(tensor, sends, name, self._set, blocking=not opts.asyncOp)
         return self._work(verb, name, handle, [output], opts, finish)
 
@@ -194,10 +202,12 @@ class Exchanges(Group):
         opts = opts or dist.AllToAllOptions()
         self._check_count(verb, "inputs", inputs)
         self._check_count(verb, "outputs", outputs)
+        inputs = self._in_set_order(inputs)
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in inputs])
 
         def finish(answer: tuple[torch.Tensor, torch.Tensor]) -> None:
-            fill(verb, outputs, torch.split(answer[0], answer[1].tolist()))
+            parts = torch.split(answer[0], answer[1].tolist())
+            fill(verb, outputs, self._in_group_order(parts))
 
         handle = verbs.exchange_async(
             flat, [tensor.numel() for tensor in inputs], name, self._set,

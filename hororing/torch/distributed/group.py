@@ -23,7 +23,7 @@ class ProcessGroup(Reductions, Exchanges, PointToPoint):
     Parameters
     ----------
     rank : of this process among `ranks`.
-    ranks : of the job, ascending.
+    ranks : of the job, in the order of the group.
     timeout : how long a call waits.
     store : of torch's, which all members share.
     at_shutdown : called when the group is destroyed.

@@ -175,6 +175,8 @@ class Reductions(Group):
             for output, part in zip(outputs, parts, strict=True):
                 adapter.copy(output, part.reshape(output.shape))
 
+        if not self._is_ascending:
+            rows = [torch.stack(self._in_set_order(each)) for each in rows]
         handle = verbs.scatter_async(
             verb, rows, name, op, self._set, 1.0, 1.0, blocking=not opts.asyncOp
         )

@@ -46,7 +46,7 @@ def create(options: Any, _: Any = None) -> ProcessGroup:
             )
         leaves = _start(options.store, rank, size, timeout.total_seconds())
     ranks = list(ranks) or list(range(size))
-    _check(ranks, rank, size, of_all)
+    _check(rank, size, of_all)
     # The name of a group, which is in its store's prefix, may differ between the members.
     store = options.store if of_all else dist.distributed_c10d._get_default_store()
     return ProcessGroup(rank, ranks, timeout, store, _leave if leaves else _nothing)
@@ -71,15 +71,13 @@ def _start(store: Any, rank: int, size: int, timeout_s: float) -> bool:
     return True
 
 
-def _check(ranks: list[int], rank: int, size: int, of_all: bool) -> None:
+def _check(rank: int, size: int, of_all: bool) -> None:
     """ValueError unless torch's ranks are those of the job."""
     if of_all and (rank, size) != (job.rank(), job.size()):
         raise ValueError(
             f"init_process_group: torch.distributed has rank {rank} of {size}, but hororing runs "
             f"already with rank {job.rank()} of {job.size()}; they must be the same"
         )
-    if ranks != sorted(ranks):
-        raise ValueError(f"a process group of ranks {ranks} is not supported: sort them")
 
 
 def _leave() -> None:
