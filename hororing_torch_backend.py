@@ -7,6 +7,7 @@ torch.distributed; the rest comes with the first process group.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,6 +29,9 @@ def register() -> None:
     handlers = getattr(rendezvous, "_rendezvous_handlers", {})
     if "env" in handlers:
         handlers["env"] = _with_mpi(handlers["env"])
+    # It refuses every group whose backend is not called gloo.
+    c10d: Any = importlib.import_module("torch.distributed.distributed_c10d")
+    c10d.monitored_barrier = dist.monitored_barrier = _of_group(dist.monitored_barrier)
 
 
 def _create(options: Any, backend_options: Any) -> Any:
@@ -53,6 +57,18 @@ def _with_mpi(by_variables: Callable[..., Iterator[Any]]) -> Callable[..., Itera
         return by_variables(url, **options)
 
     return meet
+
+
+def _of_group(monitored_barrier: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(monitored_barrier)
+    def call(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        asked = importlib.import_module("torch.distributed").group.WORLD if group is None else group
+        if type(asked).__module__.startswith("hororing."):
+            asked.monitored_barrier(timeout, wait_all_ranks)
+        else:
+            monitored_barrier(group, timeout, wait_all_ranks)
+
+    return call
 
 
 def _implementation() -> Any:

@@ -431,22 +431,30 @@ def case_messages_from_any_source() -> None:
 
 def case_a_monitored_barrier_names_who_is_missing() -> None:
     group = dist.new_group([0, 1, 2], timeout=timedelta(seconds=150))
-    group.monitored_barrier()
-    group.monitored_barrier(timedelta(seconds=60), wait_all_ranks=True)
+    dist.monitored_barrier()
+    dist.monitored_barrier(group, timedelta(seconds=60), wait_all_ranks=True)
     late = dist.get_rank() == 1
     if late:  # those who come later get the same answer
         dist.barrier()
     began = time.monotonic()
-    raises(errors.StalledError, r"rank 1 did not come within the timeout of 0.3 s",
-           lambda: group.monitored_barrier(timedelta(seconds=0.3)))  # fmt: skip
-    raises(errors.StalledError, r"ranks \[1\] did not come within the timeout of 0.3 s",
-           lambda: group.monitored_barrier(0.3, wait_all_ranks=True))  # fmt: skip
+    words = "Rank 1 failed to pass monitoredBarrier in 0.3 s"
+    raises(errors.StalledError, words, lambda: dist.monitored_barrier(group, 0.3))
+    raises(errors.StalledError, words, lambda: dist.monitored_barrier(group, 0.3, True))
     assert late or time.monotonic() - began > 0.59
     if not late:
         dist.barrier()
-    group.monitored_barrier()
-    # What torch refuses itself, so that there is no way but the method.
-    raises(ValueError, "only implemented for GLOO", lambda: dist.monitored_barrier(group))
+    dist.monitored_barrier(group)
+    rank = dist.get_rank()
+    if rank != 0:
+        dist.barrier()
+    words = f"Rank {rank} successfully reached monitoredBarrier.*" if rank != 0 else ""
+    raises(errors.StalledError, words + "Ranks 1, 2 failed to pass monitoredBarrier in 0.1 s",
+           lambda: dist.monitored_barrier(group, 0.1, True))  # fmt: skip
+    if rank == 0:
+        dist.barrier()
+    other = dist.new_group(backend="gloo")
+    dist.monitored_barrier(other, timedelta(seconds=60))
+    # What torch refuses itself.
     raises(RuntimeError, "No device associated",
            lambda: dist.split_group(split_ranks=[[0, 1], [2]]))  # fmt: skip
 

@@ -16,9 +16,6 @@ import tiers
 
 pytest.importorskip("expecttest", reason="PyTorch's tests need it")
 
-# torch.distributed.monitored_barrier takes only groups of gloo.
-DIFFERENT = "test_monitored_barrier"
-
 
 def results(backend: str, *arguments: str) -> dict[str, dict[str, str]]:
     """What became of each test."""
@@ -40,6 +37,5 @@ def test_hororing_passes_what_gloo_passes(arguments: tuple[str, ...]) -> None:
     passed = {name for name, row in gloo.items() if row["outcome"] == "passed"}
     assert len(passed) > (80 if not arguments else 3)
     for name, row in ours.items():
-        if not name.startswith(DIFFERENT):
-            assert row["outcome"] != "failed", row
-            assert row["outcome"] == "passed" or name not in passed, row
+        assert row["outcome"] != "failed", row
+        assert row["outcome"] == "passed" or name not in passed, row

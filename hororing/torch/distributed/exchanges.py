@@ -225,7 +225,6 @@ class Exchanges(Group):
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """Wait for all ranks, and learn which have not come.
 
-        torch.distributed.monitored_barrier takes only groups of gloo: call this method of a group.
         The ranks meet in torch's store, so this works while requests of the group hang.
 
         Raises
@@ -240,11 +239,18 @@ class Exchanges(Group):
         missing = self._board.missing(len(self._ranks), seconds)
         missing = [0] if missing is None else missing
         if missing:
-            who = f"ranks {missing}" if wait_all_ranks else f"rank {missing[0]}"
-            raise StalledError(
-                f"monitored_barrier: {who} did not come within the timeout of {seconds:g} s, in "
-                f"{self!r}"
-            )
+            several = wait_all_ranks and len(missing) > 1
+            who = f"Ranks {str(missing)[1:-1]}" if several else f"Rank {missing[0]}"
+            why = f"{who} failed to pass monitoredBarrier in {seconds:g} s"
+            # All in the words of gloo, which scripts and PyTorch's tests look for.
+            if self._place != 0:
+                why = (
+                    f"Rank {self._place} successfully reached monitoredBarrier, but received "
+                    f"errors while waiting for send/recv from rank 0: {why}"
+                )
+            elif seconds <= 0:
+                why = f"Rank 0 timed out in monitoredBarrier: {why}"
+            raise StalledError(f"monitored_barrier: {why}, in {self!r}")
 
     # The names of torch 2.13; those above are what torch has called them before.
     all_gather_single = _allgather_base
