@@ -14,7 +14,8 @@ def statistics() -> dict[str, int]:
 
     Never blocks. The numbers are counters, read one after another while the engine goes on; what
     each counts is in docs/scheduling.md. ``"groups"`` holds what
-    ``DistributedOptimizer(groups="auto")`` has found, by optimizer.
+    ``DistributedOptimizer(groups="auto")`` has found, by optimizer, and ``"compression"`` what
+    ``Compression.auto`` has chosen.
 
     Examples
     --------
@@ -28,17 +29,25 @@ def statistics() -> dict[str, int]:
     lib.hr_stats_now(counters)
     found: dict[str, Any] = {name: getattr(counters, name) for name in dir(counters)}
     found["groups"] = dict(_groups.values())
+    found["compression"] = dict(_compression.values())
     return found
 
 
 # Of the optimizers that are alive, each with its name.
 _groups: weakref.WeakKeyDictionary[object, tuple[str, dict[str, float]]]
 _groups = weakref.WeakKeyDictionary()
+_compression: weakref.WeakKeyDictionary[object, tuple[str, dict[str, float]]]
+_compression = weakref.WeakKeyDictionary()
 
 
 def show_groups(owner: object, optimizer: str, groups: dict[str, float]) -> None:
     """Let `statistics` tell of an optimizer's groups as long as `owner` lives."""
     _groups[owner] = optimizer, groups
+
+
+def show_compression(owner: object, optimizer: str, chosen: dict[str, float]) -> None:
+    """Let `statistics` tell how gradients are compressed as long as `owner` lives."""
+    _compression[owner] = optimizer, chosen
 
 
 __all__ = ["statistics"]

@@ -88,6 +88,13 @@ class Gradient(PersistentAllreduce):
         """Be reduced with the others of `group`."""
         self.group, self.position, self.simple = group, position, False
 
+    def leave(self) -> None:
+        """Be reduced by itself again. REQUIRES: nothing is in flight."""
+        self.group = None
+        if self.address:
+            self.weight = max(self.shape.numel() * self.dtype.itemsize, LEAST_WEIGHT)
+            self.simple = self.device == HOST
+
     def unhook(self) -> None:
         """Take the hook away, if there is one."""
         if self.hook is not None:

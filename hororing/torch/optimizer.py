@@ -27,7 +27,7 @@ from hororing.reduction import Reduction, check_reduction, checked_passes, choos
 from hororing.runtime import size
 from hororing.torch.adasum_optimizer import DeltaDistributed
 from hororing.torch.auto_groups import AutoGrouped, check_auto_groups
-from hororing.torch.compression.method import Method
+from hororing.torch.compression.auto import Auto, Choosing, ChoosingReducer
 from hororing.torch.compression.optimizer import Compressed, CompressingReducer, check_compressed
 from hororing.torch.gradient_optimizer import (
     Distributed,
@@ -62,8 +62,8 @@ def DistributedOptimizer(
         for messages and the timeline. Without it, names are made from positions, and all ranks
         must create their optimizers in the same order.
     compression : how gradients are sent: Compression.none, .fp16, .bf16 or your own Compressor; or
-        Compression.int8, .powersgd or .topk, which keep what they have not sent for the next step
-        (docs/gradients.md); with op=Average or Sum.
+        Compression.int8, .powersgd, .topk or .auto, which keep what they have not sent for the next
+        step (docs/gradients.md); with op=Average or Sum.
     backward_passes_per_step : the number of backward passes, of which the last one reduces.
         Gradients add up over passes and are averaged over ranks.
     op : Average, Sum, Min, Max or Product; or Adasum, see below. Another backward pass before
@@ -100,7 +100,7 @@ def DistributedOptimizer(
     what = "DistributedOptimizer"
     checked_passes(backward_passes_per_step)
     op = arguments.check_op(op)
-    method = compression if isinstance(compression, Method) else None
+    method = compression if isinstance(compression, StatefulCompression) else None
     compression = NoneCompressor if method is not None else cast(type[Compressor], compression)
     check_reduction(what, op, gradient_predivide_factor, compression, process_set)
     groups = choose_groups(what, num_groups, groups)
@@ -110,9 +110,12 @@ def DistributedOptimizer(
     )  # fmt: skip
     if method is not None:
         check_compressed(options, groups)
+        is_auto = isinstance(method, Auto)
+        kind: type[Distributed] = Choosing if is_auto else Compressed
+        reducer = ChoosingReducer if is_auto else CompressingReducer
         return become(
-            optimizer, Compressed, options, named_parameters, backward_passes_per_step,
-            cast(Any, groups), _reducer_type=functools.partial(CompressingReducer, method),
+            optimizer, kind, options, named_parameters, backward_passes_per_step,
+            cast(Any, groups), _reducer_type=functools.partial(cast(Any, reducer), method),
         )  # fmt: skip
     several = size() > 1 or membership.is_elastic()
     mixin: type[Distributed] = DeltaDistributed if op == Adasum and several else Distributed

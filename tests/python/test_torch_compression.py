@@ -7,12 +7,16 @@ those of all ranks.
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import logging
 from collections.abc import Iterator
+from pathlib import Path
 
 import compression_oracle as oracle
 import mpirun
 import numpy as np
+import pretend_hosts
 import pytest
 import session
 import torch
@@ -20,6 +24,8 @@ from test_torch_optimizer import assert_equal_on_all_ranks, share, start
 from torch import nn
 
 import hororing.torch as hvd
+from hororing import logs
+from hororing.torch.compression import auto, bucket
 
 SHAPES = [(40, 30), (7,), (64, 5, 5), (1100,)]  # the second one is too small to be compressed
 STEPS = 4
@@ -299,6 +305,111 @@ def case_it_begins_anew_with_a_new_engine():
         assert all(torch.equal(param.grad, at) for (_, param), at in zip(named, first, strict=True))
 
 
+def kinds(optimizer: torch.optim.Optimizer) -> str:
+    return "+".join(sorted({b._method.name for b in optimizer._reducer.buckets.values()})) or "none"
+
+
+def auto_trained(seconds: dict[str, float], waiting: float, steps: int, loss=None, **options):
+    """What it uses in each step, if steps take so long, and its optimizer."""
+
+    def wait_for(self, entries):
+        real(self, entries)
+        whole = seconds.get(kinds(optimizer), 0.9)
+        # All but the last rank wait for others, too.
+        wait = 0.9 if hvd.rank() < hvd.size() - 1 else waiting
+        self._last = auto.Step(whole, wait * whole, 0.9 * whole)
+
+    named = parameters(torch.float32)
+    optimizer = distributed(named, hvd.Compression.auto(sample_steps=5, **options))
+    real, auto.ChoosingReducer._wait_for = auto.ChoosingReducer._wait_for, wait_for
+    try:
+        used = []
+        for step in range(steps):
+            optimizer.zero_grad()
+            backward(named, gradients(step, torch.float32)[hvd.rank()])
+            assert_equal_on_all_ranks(*(param.grad for _, param in named))
+            optimizer.step()
+            used.append(kinds(optimizer))
+            if loss is not None:
+                optimizer.note_loss(loss(step))
+    finally:
+        auto.ChoosingReducer._wait_for = real
+    assert len(set(hvd.allgather_object(str(used)))) == 1
+    return used, optimizer
+
+
+def case_auto_takes_what_is_measured_to_be_fast():
+    if hvd.size() == 1:
+        return
+    fast = {"none": 1.0, "int8": 0.5, "powersgd": 0.4}
+    used, optimizer = auto_trained(fast, 0.5, 45)
+    # Gradients are random, so those of low rank are far from them.
+    assert list(dict.fromkeys(used)) == ["none", "int8", "powersgd"]
+    assert used[-10:] == ["int8"] * 10
+    told = hvd.statistics()["compression"]["optimizer.p0"]
+    assert told["int8"] == 1
+    assert told["least_cosine"] > 0.99
+    used, optimizer = auto_trained(fast, 0.5, 35, least_cosine=-1.0)
+    assert used[-1] == "powersgd"
+    del optimizer
+    gc.collect()
+    assert "optimizer.p0" not in hvd.statistics()["compression"]
+
+
+def case_auto_leaves_alone_what_does_not_wait():
+    if hvd.size() == 1:
+        return
+    used, optimizer = auto_trained({}, 0.01, 12)
+    assert set(used) == {"none"}
+    reducer = optimizer._reducer
+    assert reducer._program is None
+    assert all(gradient.group is None for _, gradient in reducer._gradients.values())
+    used, _ = auto_trained({"none": 1.0, "int8": 0.99, "powersgd": 2.0}, 0.5, 35)
+    assert set(used[8:20]) == {"int8", "powersgd"}
+    assert used[-1] == "none"
+
+
+def case_auto_goes_back_when_losses_rise_or_sums_are_wrong():
+    if hvd.size() == 1:
+        return
+    fast = {"none": 1.0, "int8": 0.5, "powersgd": 2.0}
+    used, _ = auto_trained(fast, 0.5, 50, loss=lambda step: step if hvd.rank() == 0 else 0.0)
+    assert used[30] == "int8"
+    assert used[-1] == "none"
+    used, _ = auto_trained(fast, 0.5, 50, loss=lambda step: -step)
+    assert used[-1] == "int8"
+    real, bucket._cosine = bucket._cosine, lambda exact, other: -1.0 if hvd.rank() == 1 else 1.0
+    try:
+        used, _ = auto_trained(fast, 0.5, 45)
+    finally:
+        bucket._cosine = real
+    assert used[-1] == "none"
+
+
+def case_auto_with_an_engine_that_starts_anew():
+    _, optimizer = auto_trained({}, 0.01, 12)
+    hvd.shutdown()
+    hvd.init()
+    if hvd.size() > 1:
+        assert optimizer._reducer._program is not None
+
+
+def case_auto_tells_what_it_does():
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logs.logger.addHandler(handler)
+    before = logs.logger.level
+    logs.logger.setLevel(logging.INFO)
+    try:
+        auto_trained({}, 0.01, 12)
+    finally:
+        logs.logger.removeHandler(handler)
+        logs.logger.setLevel(before)
+    found = [line for line in lines if "not used: a step waits 1.0% for gradients" in line]
+    assert len(found) == (hvd.rank() == 0 and hvd.size() > 1)
+
+
 def case_wrong_arguments():
     named = parameters()
     with pytest.raises(ValueError, match=r"op=Min cannot be used with a compression"):
@@ -315,6 +426,10 @@ def case_wrong_arguments():
         hvd.Compression.topk(ratio=0)
     with pytest.raises(ValueError, match=r"rank=0 must be at least 1"):
         hvd.Compression.powersgd(rank=0)
+    with pytest.raises(ValueError, match=r"methods=\(1,\) must be a tuple of methods"):
+        hvd.Compression.auto(methods=(1,))
+    with pytest.raises(ValueError, match=r"sample_steps=0 must be positive"):
+        hvd.Compression.auto(sample_steps=0)
     optimizer = distributed(named, hvd.Compression.topk)
     with pytest.raises(ValueError, match=r"optimizer.weight = 2.0 cannot be used"):
         optimizer.weight = 2.0
@@ -338,3 +453,36 @@ def case_sparse_gradients_are_an_error_that_says_what_to_do():
 
 
 test_on_ranks = session.on_ranks(globals(), 1, 2, 3, 4, push=[3], session="torch")
+
+
+BETWEEN_HOSTS = """
+import compression_oracle as oracle
+import numpy as np
+import torch
+import hororing.torch as hvd
+import test_torch_compression as cases
+
+cases.case_start()
+hosts = [[0, 2], [1]]
+reference = oracle.Int8(2, cases.SIZES, 256)
+named = cases.parameters()
+optimizer = cases.distributed(named, hvd.Compression.int8(scope="hosts"))
+for step in range(3):
+    given = cases.gradients(step)
+    optimizer.zero_grad()
+    cases.backward(named, given[hvd.rank()])
+    sums = np.stack([sum(cases.flat(given[rank]) for rank in host) for host in hosts])
+    grads = [param.grad for _, param in named]
+    np.testing.assert_allclose(cases.flat(grads), reference.reduce(sums) / 3, atol=1e-9)
+    cases.assert_equal_on_all_ranks(*grads)
+assert bool(cases.held_errors(optimizer)) == (hvd.rank() < 2)
+hvd.shutdown()
+"""
+
+
+@pytest.mark.skipif(bool(pretend_hosts.why_not()), reason=pretend_hosts.why_not())
+def test_ranks_of_a_host_are_one_where_only_hosts_compress(tmp_path: Path):
+    script = tmp_path / "between_hosts.py"
+    script.write_text(BETWEEN_HOSTS)
+    job = mpirun.run(script, 3, names="a,b,a")
+    assert job.returncode == 0, job.report()

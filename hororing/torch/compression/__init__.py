@@ -7,6 +7,7 @@ others are for `DistributedOptimizer`; see docs/gradients.md, and ADR 58 for how
 from __future__ import annotations
 
 from hororing.compression import Compressor, NoneCompressor
+from hororing.torch.compression.auto import Auto
 from hororing.torch.compression.casts import BF16Compressor, FP16Compressor
 from hororing.torch.compression.int8 import Int8
 from hororing.torch.compression.powersgd import PowerSGD
@@ -22,9 +23,11 @@ class Compression:
     int8 = Int8()
     powersgd = PowerSGD()
     topk = TopK()
+    auto = Auto()
 
 
 __all__ = [
+    "Auto",
     "BF16Compressor",
     "Compression",
     "Compressor",

@@ -8,7 +8,9 @@ buckets in turn. Names make collectives match, so ranks may do so in any order.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
+import time
 from collections.abc import Generator, Sequence
 from typing import Any
 
@@ -78,13 +80,16 @@ class Bucket(Group):
     ) -> None:  # fmt: skip
         super().__init__(name, len(params))
         self._method, self._memory, self._driver = method, memory, driver
-        self._names = [name for name, _ in params]
+        self.names = [name for name, _ in params]
         self._shapes = [param.shape for _, param in params]
         unit = method.multiple
         self._lengths = [-(-param.numel() // unit) * unit for _, param in params]
         param = params[0][1]
         self._device = param.device
         self._dtype = torch.float64 if param.dtype is torch.float64 else torch.float32
+        self.work_s = 0.0  # spent here so far, without waiting
+        self.samples = False  # whether to compare the next sum with the exact one
+        self.cosine = float("inf")  # between the two, at the last such comparison
         self._steps: Generator[int, Any, None] | None = None
         self._given: Any = None  # what the next step is to be sent
         self._failure: Exception | None = None
@@ -113,9 +118,13 @@ class Bucket(Group):
             if self.handle:
                 # After an interrupt here the handle is still there to be waited for.
                 self._given, self.handle = synchronize(self.handle), 0
-            with self._computing(), torch.no_grad():
-                given, self._given = self._given, None
-                self.handle = self._steps.send(given)
+            given, self._given = self._given, None
+            begin_s = time.perf_counter()
+            try:
+                with self._computing(), torch.no_grad():
+                    self.handle = self._steps.send(given)
+            finally:
+                self.work_s += time.perf_counter() - begin_s
             return True
         except StopIteration:
             pass
@@ -190,7 +199,12 @@ class Bucket(Group):
         self, order: Sequence[int], tensors: Sequence[torch.Tensor], process_set: ProcessSet
     ) -> Generator[int, Any, torch.Tensor]:
         piece = self._piece(order, tensors)
-        total, kept = yield from self._method.reduce(piece, Link(self._name, process_set))
+        link = Link(self._name, process_set)
+        exact = piece.flat.clone() if self.samples else None
+        total, kept = yield from self._method.reduce(piece, link)
+        if exact is not None:
+            exact = yield link.sum(exact, "exact")
+            self.samples, self.cosine = False, _cosine(exact, total)
         self._keep(piece, total, kept)
         return total
 
@@ -212,7 +226,7 @@ class Bucket(Group):
 
     def _piece(self, order: Sequence[int], tensors: Sequence[torch.Tensor]) -> Piece:
         """Add up gradients and errors."""
-        names = [self._names[position] for position in order]
+        names = [self.names[position] for position in order]
         flat = self._spare
         if len(flat) == 0 or len(order) < self._count:
             flat = torch.empty(self._length(order), dtype=self._dtype, device=self._device)
@@ -247,6 +261,13 @@ class Bucket(Group):
             self._memory.contents[name] = new
         if len(piece.views) == self._count:
             self._flat, self._spare = piece.flat, self._flat
+
+
+def _cosine(exact: torch.Tensor, other: torch.Tensor) -> float:
+    """Return 1 where both are zero, and -1 where one of them is not finite."""
+    scale = float(exact.norm() * other.norm())
+    cosine = float(exact @ other) / scale if scale else float(torch.equal(exact, other))
+    return cosine if math.isfinite(cosine) else -1.0
 
 
 def _interrupted(name: str) -> AssertionError:

@@ -47,6 +47,10 @@ class Int8(Method):
         """A block."""
         return self.block
 
+    def traffic(self, param: torch.Tensor, ranks: int) -> float:
+        """One byte for each element, and the scales."""
+        return (1 + _SCALE_BYTES / self.block) / param.element_size()
+
     def reduce(self, piece: Piece, link: Link) -> Steps:
         """Exchange, add up, gather."""
         values = piece.flat.view(-1, self.block)
@@ -71,11 +75,12 @@ class Int8(Method):
         """
         if values.numel() == 0:
             return values.new_empty(0, self.block + _SCALE_BYTES, dtype=torch.int8)
-        low, high = torch.aminmax(values, dim=1, keepdim=True)
+        # aminmax would be one call, and 20 times slower on a CPU.
+        low, high = values.amin(1, keepdim=True), values.amax(1, keepdim=True)
         scales = torch.maximum(high, -low).div_(127).to(torch.float32)
         scales.clamp_(min=torch.finfo(torch.float32).tiny)
         rows = values.new_empty(len(values), self.block + _SCALE_BYTES, dtype=torch.int8)
-        integers = (values / scales).round_().clamp_(-127, 127)
+        integers = (values / scales).round_()
         rows[:, : self.block] = integers
         rows[:, self.block :] = scales.view(torch.int8)
         values.addcmul_(integers, scales.to(values.dtype), value=-1)

@@ -89,14 +89,28 @@ class Piece:
     kept: Sequence[Kept]
 
 
+def is_large(param: torch.Tensor) -> bool:
+    """Whether gradients of this parameter are worth being compressed."""
+    return param.is_floating_point() and param.numel() >= LEAST_ELEMENTS
+
+
 class Method(StatefulCompression, ABC):
     """A method of compression: its options. Base of those in `Compression`."""
 
     multiple: int = 1  # of elements, which each parameter is padded to
 
+    @property
+    def name(self) -> str:
+        """Its name, as in `Compression`."""
+        return type(self).__name__.lower()
+
     def compresses(self, param: torch.Tensor) -> bool:
         """Whether gradients of this parameter are compressed; the others are sent as they are."""
-        return param.is_floating_point() and param.numel() >= LEAST_ELEMENTS
+        return is_large(param)
+
+    @abstractmethod
+    def traffic(self, param: torch.Tensor, ranks: int) -> float:
+        """Return the bytes that it sends for a gradient, relative to an allreduce."""
 
     @abstractmethod
     def reduce(self, piece: Piece, link: Link) -> Steps:

@@ -13,7 +13,7 @@ from hororing import arguments, job
 from hororing.reduction import Reduction
 from hororing.torch.compression.bucket import Bucket, Driver
 from hororing.torch.compression.memory import KEY, Memory
-from hororing.torch.compression.method import Method
+from hororing.torch.compression.method import Method, is_large
 from hororing.torch.gradient_optimizer import Distributed
 from hororing.torch.reducer import Entry, Reducer
 from hororing.torch.submission import BATCH_BYTES
@@ -39,23 +39,34 @@ class CompressingReducer(Reducer):
     gradients are expected, from the last parameter to the first.
     """
 
-    def __init__(self, method: Method, *given: Any) -> None:
+    def __init__(self, method: Method | None, *given: Any) -> None:
         self._method = method
         self.memory = Memory()
         self._driver = Driver()
-        self._made = 0  # buckets, for their names
-        self._asked: list[list[torch.Tensor]] = []  # the user's groups
+        self.asked: list[list[torch.Tensor]] = []  # the user's groups
+        # What may be a bucket, the same for all methods; a method leaves some parameters out.
+        self.parts: list[list[torch.Tensor]] = []
+        self.buckets: dict[int, Bucket] = {}  # by the number of the part
         self._arranged: list[Entry] | None = None  # as `follow` has returned them
         super().__init__(*given)
         _alive.add(self)
 
+    def choice(self, part: int) -> Method | None:
+        """Return how a part is compressed; None: not at all."""
+        return self._method
+
     def form_groups(self, groups: Iterable[Sequence[torch.Tensor]]) -> None:
         """Form buckets, and groups of what is not compressed."""
-        self._asked = [list(members) for members in groups]
-        small = [[p for p in group if not self._method.compresses(p)] for group in self._asked]
+        self.asked = [list(members) for members in groups]
+        for _, gradient in self._gradients.values():
+            gradient.leave()
+        self.parts = [part for group in self.asked for part in _cut(group, float("inf"))]
+        self.buckets = {}
+        taken = {id(p) for at in range(len(self.parts)) for p in self._compressed(at)}
+        small = [[param for param in group if id(param) not in taken] for group in self.asked]
         super().form_groups([members for members in small if members])
-        for members in self._asked:
-            self._form(members, float("inf"))
+        for at in range(len(self.parts)):
+            self._form_bucket(at)
         self._arranged = None
         self.follow()
 
@@ -64,31 +75,29 @@ class CompressingReducer(Reducer):
         entries = super().follow()
         if entries is not self._arranged and self._gradients:
             self._arranged = entries
-            self._form([p for p, _ in reversed(entries) if p.requires_grad], BUCKET_BYTES)
+            known = {id(param) for part in (*self.parts, *self.asked) for param in part}
+            new = [p for p, _ in reversed(entries) if p.requires_grad and id(p) not in known]
+            for part in _cut(new, BUCKET_BYTES):
+                self.parts.append(part)
+                self._form_bucket(len(self.parts) - 1)
         return entries
 
-    def _form(self, params: Sequence[torch.Tensor], limit: float) -> None:
-        """Form buckets of those that are compressed and in none, each full at `limit` bytes."""
-        open_buckets: dict[Any, list[torch.Tensor]] = {}
-        for param in params:
-            if self._gradients[id(param)][1].group is None and self._method.compresses(param):
-                key = param.dtype, param.device
-                bucket = open_buckets.setdefault(key, [])
-                bucket.append(param)
-                if sum(each.nbytes for each in bucket) >= limit:
-                    self._form_bucket(open_buckets.pop(key))
-        for bucket in open_buckets.values():
-            self._form_bucket(bucket)
+    def _compressed(self, part: int) -> list[torch.Tensor]:
+        method = self.choice(part)
+        return [p for p in self.parts[part] if method is not None and method.compresses(p)]
 
-    def _form_bucket(self, params: Sequence[torch.Tensor]) -> None:
+    def _form_bucket(self, part: int) -> None:
+        method, params = self.choice(part), self._compressed(part)
+        if method is None or not params:
+            return
         gradients = [self._gradients[id(param)][1] for param in params]
         named = [(gradient.name, param) for gradient, param in zip(gradients, params, strict=True)]
-        name = f"{self._prefix}.compressed.{self._made}:{named[0][0]}..{named[-1][0]}"
-        self._made += 1
-        bucket = Bucket(name, named, self._method, self.memory, self._driver)
+        name = f"{self._prefix}.{method.name}.{part}:{named[0][0]}..{named[-1][0]}"
+        bucket = Bucket(name, named, method, self.memory, self._driver)
         for position, gradient in enumerate(gradients):
             gradient.join(bucket, position)
             gradient.weight = BATCH_BYTES  # it is not sent with others
+        self.buckets[part] = bucket
         self._groups.append(bucket)
 
     def _wait_for(self, entries: list[Entry]) -> None:
@@ -97,14 +106,24 @@ class CompressingReducer(Reducer):
 
     def begin_anew(self) -> None:
         """Forget all errors, and form buckets as a rank does that is new: an engine starts."""
-        if not self.release.alive:
-            return
-        self.memory.replace({})
-        self._driver.begin_anew()
-        for _, gradient in self._gradients.values():
-            gradient.group = None
-        self._made = 0
-        self.form_groups(self._asked)
+        if self.release.alive:
+            self.memory.replace({})
+            self._driver.begin_anew()
+            self.form_groups(self.asked)
+
+
+def _cut(params: Sequence[torch.Tensor], limit: float) -> list[list[torch.Tensor]]:
+    """Return what can be compressed in parts of one type and device, full at `limit` bytes."""
+    parts: list[list[torch.Tensor]] = []
+    unfilled: dict[Any, list[torch.Tensor]] = {}
+    for param in params:
+        if is_large(param):
+            key = param.dtype, param.device
+            part = unfilled.setdefault(key, [])
+            part.append(param)
+            if sum(each.nbytes for each in part) >= limit:
+                parts.append(unfilled.pop(key))
+    return parts + list(unfilled.values())
 
 
 class Compressed(Distributed):

@@ -49,8 +49,12 @@ class PowerSGD(Method):
         """Whether it is a matrix, or more, and large."""
         if not super().compresses(param) or param.dim() < 2:
             return False
+        return self.traffic(param, 1) * _LEAST_RATIO <= 1
+
+    def traffic(self, param: torch.Tensor, ranks: int) -> float:
+        """P and Q, instead of M."""
         rows, columns = param.shape[0], param.numel() // param.shape[0]
-        return (rows + columns) * self.rank * _LEAST_RATIO <= rows * columns
+        return (rows + columns) * self.rank / (rows * columns)
 
     def reduce(self, piece: Piece, link: Link) -> Steps:
         """Sum P, and Q."""

@@ -36,6 +36,10 @@ class TopK(Method):
         if not isinstance(self.ratio, int | float) or not 0 < self.ratio <= 1:
             raise ValueError(f"Compression.topk: ratio={self.ratio!r} must be in (0, 1]")
 
+    def traffic(self, param: torch.Tensor, ranks: int) -> float:
+        """Each rank gets 8 bytes an element from each other one."""
+        return self.ratio * ranks * 4 / param.element_size()
+
     def reduce(self, piece: Piece, link: Link) -> Steps:
         """Choose, gather, add up."""
         flat = piece.flat

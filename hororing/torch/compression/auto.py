@@ -1,0 +1,337 @@
+"""Compression.auto: finds out in the first steps whether compression pays, where, and which.
+
+    uncompressed: 2 + 5 steps | each method: 2 + 5 steps | what was chosen: 2 + 5 steps | watched
+
+1. Without compression each rank measures how long a step takes, how long it waits for gradients
+   after backward, and how long their reduction takes from the first hook on. If the rank that waits
+   least, the last one to come, waits less than LEAST_WAIT of a step, nothing is compressed.
+2. Each method is tried on all parts (the buckets). Measured are the step, the work of each bucket,
+   and, in one step, the cosine between the exact sum of a bucket and the compressed one.
+3. For each part: gain = bytes saved * seconds per byte without compression - work. The method of
+   the largest gain is chosen, or none. Methods whose cosine is less than `least_cosine` are out.
+4. The choice is measured like a method. Of all that was measured the shortest step is taken;
+   compression must make it shorter by LEAST_GAIN at least.
+5. Every `sample_steps` steps cosines are measured again, and the mean loss is compared with that of
+   the windows before, if the script tells it. A part, or all, goes back to no compression.
+
+All ranks decide alike: they compute the same from the same numbers, maxima and sums over ranks. The
+first measurement ends with a vote after each step, as in hororing/torch/auto_groups.py, since ranks
+that have joined count fewer steps. The rest of it is one generator, `_program`, which yields None
+until the next step is over and handles of what it asks other ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Generator
+from logging import INFO, WARNING
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from hororing import arguments, counters
+from hororing.compression import StatefulCompression
+from hororing.logs import logger
+from hororing.torch.compression.int8 import Int8
+from hororing.torch.compression.method import Method
+from hororing.torch.compression.optimizer import Compressed, CompressingReducer
+from hororing.torch.compression.powersgd import PowerSGD
+from hororing.torch.ops import synchronize
+from hororing.torch.reducer import Entry
+from hororing.torch.verbs import verbs
+
+SKIPPED: Final = 2  # steps, in which memory is allocated and factors become warm
+MEASURED: Final = 5  # steps
+LEAST_WAIT: Final = 0.05  # of a step
+LEAST_GAIN: Final = 0.02  # of a step
+
+Choices = dict[int, Method]  # by the number of the part; the others are not compressed
+Program = Generator[int | None, Any, None]
+
+clock = time.perf_counter
+
+
+@dataclasses.dataclass(frozen=True)
+class Auto(StatefulCompression):
+    """Compression where it pays, as measured.
+
+    Parameters
+    ----------
+    methods : what is tried, in this order.
+    least_cosine : between exact and compressed sums of a part; below it is not compressed.
+    sample_steps : after so many steps cosines and losses are looked at, again and again.
+    scope : "hosts": that of all methods; see `StatefulCompression`.
+    """
+
+    methods: tuple[Method, ...] = (Int8(), PowerSGD())
+    least_cosine: float = 0.5
+    sample_steps: int = 100
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        super().__post_init__()
+        if not self.methods or not all(isinstance(each, Method) for each in self.methods):
+            raise ValueError(
+                f"Compression.auto: methods={self.methods!r} must be a tuple of methods, such as "
+                "Compression.int8"
+            )
+        if not -1 <= self.least_cosine <= 1:
+            raise ValueError(f"Compression.auto: least_cosine={self.least_cosine} is no cosine")
+        if not isinstance(self.sample_steps, int) or self.sample_steps < 1:
+            raise ValueError(f"Compression.auto: sample_steps={self.sample_steps} must be positive")
+
+    @property
+    def candidates(self) -> list[Method]:
+        """The methods, between hosts if this is."""
+        scope = {} if self.scope == "all" else {"scope": self.scope}
+        return [dataclasses.replace(each, **scope) for each in self.methods]
+
+
+class Step(NamedTuple):
+    """Seconds of one step, or their medians."""
+
+    whole: float
+    waiting: float  # for gradients after backward
+    reducing: float  # from the first hook on
+
+
+class ChoosingReducer(CompressingReducer):
+    """A reducer that finds out what to compress."""
+
+    def __init__(self, auto: Auto, *given: Any) -> None:
+        self._auto = auto
+        self._choices: Choices = {}
+        self._program: Program | None = None
+        self._handle = 0  # of what the program asks
+        self._answer: Any = None
+        self._advanced = False  # the program has seen this step
+        self._last = Step(0.0, 0.0, 0.0)
+        self._began_s = self._ended_s = clock()
+        self._losses: list[float] = [0.0, 0.0]  # their sum and number since the last sample
+        super().__init__(None, *given)
+        self._start()
+
+    def _start(self) -> None:
+        self._program, self._handle, self._answer = self._run(), 0, None
+
+    def choice(self, part: int) -> Method | None:
+        """Return how a part is compressed."""
+        return self._choices.get(part)
+
+    def _release(self) -> None:
+        super()._release()
+        self._program = None  # which refers to this
+
+    def begin_anew(self) -> None:
+        """Measure again: the ranks are others."""
+        if self.release.alive:
+            self._choices = {}
+            super().begin_anew()
+            self._start()
+
+    # -- measuring ------------------------------------------------------------------------------
+
+    def begin_pass(self, name: str) -> None:
+        """Note when the first gradient of the last pass has come."""
+        super().begin_pass(name)
+        self._began_s = clock()
+
+    def _wait_for(self, entries: list[Entry]) -> None:
+        if self._program is not None:
+            self.await_device()
+        sent_s = clock()
+        super()._wait_for(entries)
+        if self._program is not None:
+            self.await_device()
+        now_s = clock()
+        self._last = Step(now_s - self._ended_s, now_s - sent_s, now_s - self._began_s)
+        self._ended_s = now_s
+
+    def note_loss(self, loss: float) -> None:
+        """Take the loss of a step."""
+        self._losses[0] += loss
+        self._losses[1] += 1
+
+    # -- the program ----------------------------------------------------------------------------
+
+    def synchronize(self) -> None:
+        """Do as any reducer, and let the program go on. That is in `step()`, not in backward."""
+        if not super().synchronized:
+            super().synchronize()
+        if self._program is None or self._advanced:
+            return
+        try:
+            while True:
+                if self._handle:  # still there after an interrupt
+                    self._answer, self._handle = synchronize(self._handle), 0
+                answer, self._answer = self._answer, None
+                asked = self._program.send(answer)
+                if asked is None:
+                    break
+                self._handle = asked
+        except StopIteration:
+            self._program = None
+        except Exception:
+            self._program, self._handle = None, 0
+            raise
+        self._advanced = True
+
+    @property
+    def synchronized(self) -> bool:
+        """Whether gradients are reduced, and the program has seen it."""
+        return super().synchronized and (self._advanced or self._program is None)
+
+    def restart(self, passes: int | None = None) -> None:
+        """Count backward passes from the beginning."""
+        self._advanced = False
+        super().restart(passes)
+
+    def _agree(self, values: list[float], op: int, what: str) -> int:
+        """Start to combine numbers of all ranks."""
+        members = self.options.process_set
+        tensor = torch.tensor(values, dtype=torch.float64, device="cpu")
+        return verbs.allreduce_async_(
+            tensor, name=f"{self._prefix}.auto.{what}", op=op, process_set=members
+        )
+
+    def _run(self) -> Program:
+        size = len(self.options.process_set.ranks)
+        plain = yield from self._measure_plain(size)
+        if plain.waiting < LEAST_WAIT * plain.whole:
+            self._tell(f"not used: a step waits {plain.waiting / plain.whole:.1%} for gradients")
+            return
+        seconds_per_byte = plain.reducing / max(
+            1, sum(param.nbytes for param, _ in self._gradients.values())
+        )
+        found = [(plain.whole * (1 - LEAST_GAIN), 1.0, Choices())]
+        best: dict[int, tuple[float, Method, float]] = {}  # gain, method, cosine
+        for method in self._auto.candidates:
+            choices = dict.fromkeys(range(len(self.parts)), method)
+            whole, work_s, cosines = yield from self._try(choices)
+            for part, cosine in cosines.items():
+                params = [param for param in self.parts[part] if method.compresses(param)]
+                saved = sum(param.nbytes * (1 - method.traffic(param, size)) for param in params)
+                gain = saved * seconds_per_byte - work_s[part]
+                if cosine >= self._auto.least_cosine and gain > best.get(part, (0.0,))[0]:
+                    best[part] = gain, method, cosine
+            least = min(cosines.values(), default=1.0)
+            if least >= self._auto.least_cosine:
+                found.append((whole, least, choices))
+        if best:
+            choices = {part: method for part, (_, method, _) in best.items()}
+            whole, _, cosines = yield from self._try(choices)
+            least = min(cosines.values(), default=1.0)
+            if least >= self._auto.least_cosine:
+                found.append((whole, least, choices))
+        whole, least, choices = min(found, key=lambda each: each[0])
+        self._use(choices)
+        if not choices:
+            self._tell("not used: no step with it is shorter than without")
+            return
+        self._tell(f"steps of {whole:.4f} s instead of {plain.whole:.4f} s", least)
+        yield from self._watch()
+
+    def _measure_plain(self, size: int) -> Generator[int | None, Any, Step]:
+        """Measure until all ranks have done enough steps."""
+        steps: deque[Step] = deque(maxlen=MEASURED)
+        for count in itertools.count(1):
+            steps.append(self._last)
+            votes = yield self._agree([float(count >= SKIPPED + MEASURED)], arguments.Sum, "vote")
+            if votes[0] == size:
+                break
+            yield None
+        whole, waiting, reducing = (statistics.median(each) for each in zip(*steps, strict=True))
+        agreed = yield self._agree([whole, -waiting, -reducing], arguments.Max, "plain")
+        return Step(float(agreed[0]), -float(agreed[1]), -float(agreed[2]))
+
+    def _try(
+        self, choices: Choices
+    ) -> Generator[int | None, Any, tuple[float, dict[int, float], dict[int, float]]]:
+        """Return the seconds of a step, and the seconds of work and the cosine of each part."""
+        self._use(choices)
+        for _ in range(SKIPPED):
+            self._sample()
+            yield None
+        cosines = yield from self._cosines()
+        before = {part: bucket.work_s for part, bucket in self.buckets.items()}
+        steps = []
+        for _ in range(MEASURED):
+            yield None
+            steps.append(self._last.whole)
+        work_s = [(each.work_s - before[part]) / MEASURED for part, each in self.buckets.items()]
+        agreed = yield self._agree([statistics.median(steps), *work_s], arguments.Max, "try")
+        whole, *work_s = agreed.tolist()
+        return whole, dict(zip(self.buckets, work_s, strict=True)), cosines
+
+    def _watch(self) -> Program:
+        """Look at cosines and losses from time to time, for ever or until nothing is compressed."""
+        losses: deque[float] = deque(maxlen=3)
+        while self.buckets:
+            for _ in range(self._auto.sample_steps - 1):
+                yield None
+            self._sample()
+            yield None
+            cosines = yield from self._cosines()
+            total, count = (yield self._agree(self._losses, arguments.Sum, "losses")).tolist()
+            self._losses = [0.0, 0.0]
+            if count:
+                losses.append(total / count)
+            rising = len(losses) == 3 and losses[0] < losses[1] < losses[2]
+            if not all(map(math.isfinite, losses)) or rising:
+                self._use({})
+                means = ", ".join(f"{each:.4g}" for each in losses)
+                self._tell(f"no longer used: mean losses were {means}", level=WARNING)
+                return
+            wrong = {part for part, each in cosines.items() if each < self._auto.least_cosine}
+            if wrong:
+                self._use({p: each for p, each in self._choices.items() if p not in wrong})
+                least = min(cosines.values())
+                self._tell(
+                    f"no longer used for {len(wrong)} buckets: a compressed sum has the cosine "
+                    f"{least:.2f} with the exact one", level=WARNING,
+                )  # fmt: skip
+
+    def _sample(self) -> None:
+        """Let buckets compare their next sums with exact ones."""
+        for bucket in self.buckets.values():
+            bucket.samples = True
+
+    def _cosines(self) -> Generator[int | None, Any, dict[int, float]]:
+        """Return the last cosines, the least of all ranks: only leaders of hosts have some."""
+        mine = [-each.cosine for each in self.buckets.values()]
+        agreed = yield self._agree(mine, arguments.Max, "cosines")
+        return {part: -value for part, value in zip(self.buckets, agreed.tolist(), strict=True)}
+
+    def _use(self, choices: Choices) -> None:
+        self._choices = choices
+        self.form_groups(self.asked)
+        kept = {name for bucket in self.buckets.values() for name in bucket.names}
+        for name in self.memory.contents.keys() - kept:
+            del self.memory.contents[name]
+
+    def _tell(self, why: str, cosine: float = 1.0, level: int = INFO) -> None:
+        counts: dict[str, Any] = {"none": len(self.parts) - len(self._choices)}
+        for method in self._choices.values():
+            counts[method.name] = counts.get(method.name, 0) + 1
+        counters.show_compression(self, self._prefix, {**counts, "least_cosine": cosine})
+        if self.options.process_set.rank() == 0:
+            what = "Compression.auto of %s: %s; buckets: %s"
+            logger.log(level, what, self._prefix, why, counts)
+
+
+class Choosing(Compressed):
+    """What optimizers with Compression.auto add to their class."""
+
+    def note_loss(self, loss: float | torch.Tensor) -> None:
+        """Tell the loss of a step. If its means rise for two windows, nothing is compressed.
+
+        A window has `sample_steps` steps, and losses of all ranks count. Does not block, but for a
+        tensor on a device.
+        """
+        if isinstance(self._reducer, ChoosingReducer):
+            self._reducer.note_loss(float(loss))
