@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from hororing.compression import NoneCompressor, WithoutState
 from hororing.torch.compression import Compression
 from hororing.torch.compression.method import Kept, Method, Piece, Steps
 
@@ -243,3 +244,17 @@ def test_powersgd_is_as_the_hook_of_torch():
             torch.testing.assert_close(total.view(shape), model.weight.grad)
     finally:
         dist.destroy_process_group()
+
+
+def test_adapters_without_them_say_so():
+    class Compressors(metaclass=WithoutState):
+        none = NoneCompressor
+
+    assert Compressors.none is NoneCompressor
+    for name in ("int8", "powersgd", "topk", "auto"):
+        assert getattr(Compression, name).scope == "all"
+        assert not hasattr(Compressors, name)
+        with pytest.raises(AttributeError, match=rf"Compression\.{name} keeps errors"):
+            getattr(Compressors, name)
+    with pytest.raises(AttributeError, match="no attribute 'fp8'"):
+        Compressors.fp8  # noqa: B018

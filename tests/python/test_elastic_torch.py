@@ -81,18 +81,36 @@ print("end", done, state.steps, optimizer.param_groups[0]["lr"], sum(values), su
 """
 
 
+def compressed(script: str, method: str) -> str:
+    """With layers that are large enough to be compressed."""
+    script = script.replace("8, 1)", "1200, 1)").replace("1, 8)", "1, 1200)")
+    script = script.replace("groups=2", f"compression=hvd.Compression.{method}")
+    return script.replace("BatchNorm1d(8)", "BatchNorm1d(1200)")
+
+
+SCRIPTS = {
+    "plain": SCRIPT,
+    "int8": compressed(SCRIPT, "int8"),
+    "auto": compressed(SCRIPT, "auto"),
+}
+
+
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("rank", tiers.choose((0, 2), push=(0,)))
-def test_training_goes_on_without_a_rank_and_with_a_new_one(rank: int):
+@pytest.mark.parametrize(
+    ("rank", "script"),
+    tiers.choose([(0, "plain"), (2, "plain"), (0, "int8"), (2, "auto")], push=[(0, "plain")]),
+)
+def test_training_goes_on_without_a_rank_and_with_a_new_one(rank: int, script: str):
+    script = SCRIPTS[script]
     with ElasticJob(np=3, min_np=2, max_np=3) as job:
         for host in ("one", "two", "two"):
-            job.start(script=SCRIPT, HORORING_HOSTNAME=host)
+            job.start(script=script, HORORING_HOSTNAME=host)
         job.wait(lambda: all(job.started(each, 1) for each in range(3)))
         killed = job.process_of(rank)
         job.ranks[killed].kill()
         rest = sorted({0, 1, 2} - {killed})
         job.wait(lambda: all(job.started(each, 2) for each in rest))
-        new = job.start(script=SCRIPT, HORORING_HOSTNAME="two")  # which has the state
+        new = job.start(script=script, HORORING_HOSTNAME="two")  # which has the state
         ends = job.ends(*rest, new)
         assert ends[0].startswith("end done")
         assert len(set(ends)) == 1, ends

@@ -15,7 +15,12 @@ from hororing.torch.compression.topk import TopK
 
 
 class Compression:
-    """The compressors there are."""
+    """The compressors there are.
+
+    `none`, `fp16` and `bf16` are classes. The others keep errors, and are called for other options:
+    `int8(block=256)`, `powersgd(rank=4)`, `topk(ratio=0.01)`, and `auto`, which chooses. All of
+    these take ``scope="hosts"``.
+    """
 
     none = NoneCompressor
     fp16 = FP16Compressor

@@ -254,8 +254,9 @@ class ChoosingReducer(CompressingReducer):
     ) -> Generator[int | None, Any, tuple[float, dict[int, float], dict[int, float]]]:
         """Return the seconds of a step, and the seconds of work and the cosine of each part."""
         self._use(choices)
-        for _ in range(SKIPPED):
-            self._sample()
+        for step in range(SKIPPED):
+            if step == SKIPPED - 1:
+                self._sample()
             yield None
         cosines = yield from self._cosines()
         before = {part: bucket.work_s for part, bucket in self.buckets.items()}

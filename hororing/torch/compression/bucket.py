@@ -115,16 +115,16 @@ class Bucket(Group):
         if self._steps is None:  # since an interrupt
             return False
         try:
-            if self.handle:
-                # After an interrupt here the handle is still there to be waited for.
-                self._given, self.handle = synchronize(self.handle), 0
-            given, self._given = self._given, None
-            begin_s = time.perf_counter()
-            try:
-                with self._computing(), torch.no_grad():
+            with self._computing(), torch.no_grad():
+                if self.handle:
+                    # After an interrupt here the handle is still there to be waited for.
+                    self._given, self.handle = synchronize(self.handle), 0
+                given, self._given = self._given, None
+                begin_s = time.perf_counter()
+                try:
                     self.handle = self._steps.send(given)
-            finally:
-                self.work_s += time.perf_counter() - begin_s
+                finally:
+                    self.work_s += time.perf_counter() - begin_s
             return True
         except StopIteration:
             pass
@@ -143,7 +143,12 @@ class Bucket(Group):
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
-        return self._results.pop(position)
+        result = self._results.pop(position)
+        if self._stream is not None:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_stream(self._stream)
+            result.record_stream(current)
+        return result
 
     def abandon(self) -> None:
         """Forget what is there and what is in flight."""
@@ -166,8 +171,6 @@ class Bucket(Group):
             total /= len(process_set.ranks)
         for position, view in zip(order, self._views(total, order), strict=True):
             self._results[position] = view
-        if self._stream is not None:
-            total.record_stream(torch.cuda.current_stream(self._device))
 
     def _reduce_by_hosts(
         self, order: Sequence[int], tensors: Sequence[torch.Tensor], process_set: ProcessSet

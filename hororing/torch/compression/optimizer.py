@@ -170,7 +170,7 @@ class Compressed(Distributed):
             self._memory.replace(copy.deepcopy(kept))
 
     def _before_state_is_read(self) -> None:
-        if self._memory is not None:
+        if self._memory is not None and self._memory.contents:
             self.state[KEY] = self._memory.contents  # type: ignore[index]
 
     def _after_state_is_replaced(self) -> None:
