@@ -601,7 +601,8 @@ def test_mixed_precision_trains_and_skips_the_same_steps_everywhere(size: int):
 
 ENDING = """\
 import sys
-import horovod.torch as hvd
+import horovod.common.util
+import hororing.numpy as hvd  # which is quicker to import than a framework
 hvd.init()
 x = hvd.broadcast_object(hvd.rank(), root_rank=hvd.size() - 1, name="x")
 print(f"rank {hvd.rank()} of {hvd.size()}: {x} {sys.argv[1:]}\\n", end="", flush=True)
@@ -620,7 +621,6 @@ if fails:
 def test_arguments_and_exit_codes_pass_through_mpirun(
     size: int, form: list[str], code: int, tmp_path: Path
 ):
-    pytest.importorskip("torch")
     write(tmp_path, {"ending.py": ENDING})
     done = job(size, *form, str(code), "--lr", "1", cwd=tmp_path)
     assert done.returncode == code, done.stdout + done.stderr
@@ -630,9 +630,8 @@ def test_arguments_and_exit_codes_pass_through_mpirun(
 
 
 def test_an_exception_of_one_rank_ends_all_with_its_traceback():
-    pytest.importorskip("torch")
     program = (
-        "import horovod.torch as hvd\n"
+        "import hororing.numpy as hvd\n"
         "from horovod.common.exceptions import HorovodInternalError\n"
         "hvd.init()\n"
         "if hvd.rank() == 1: raise KeyError('on purpose')\n"
@@ -649,9 +648,8 @@ def test_an_exception_of_one_rank_ends_all_with_its_traceback():
 
 
 def test_rank_0_says_what_horovods_variables_do_not_do():
-    pytest.importorskip("torch")
     program = (
-        "import horovod.torch as hvd, hororing.config\n"
+        "import hororing.numpy as hvd, hororing.config\n"
         "hvd.init()\n"
         "assert hororing.config.load()['FUSION_BYTES'] == 4096\n"
         "hvd.barrier()"

@@ -1,4 +1,4 @@
-"""A step as a transaction: in whatever moment of it a rank dies. 20 s of the push tier."""
+"""A step as a transaction: in whatever moment of it a rank dies. 12 s of the push tier."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import tiers
 from elastic_ranks import ElasticJob
 
 from hororing.elastic.steps import Place, Steps
@@ -167,8 +168,9 @@ print("end", [each.double().sum().item() for each in model.parameters()], flush=
 """
 
 
+@tiers.full
 @pytest.mark.timeout(120)
-def test_adasum_goes_on_with_other_ranks():
+def test_adasum_goes_on_with_other_ranks():  # full tier, 10 s
     pytest.importorskip("torch")
     with ElasticJob(np=2, min_np=1, max_np=2) as job:
         for _ in range(2):

@@ -185,7 +185,7 @@ def hvd_rank_is_0() -> bool:
     return os.environ.get("OMPI_COMM_WORLD_RANK", "0") == "0"
 
 
-test_case = session.on_ranks(globals(), 1, 2, 3, 4)
+test_case = session.on_ranks(globals(), 1, 2, 3, 4, session="numpy")
 
 
 # ---------------------------------------------------------------------------------------------

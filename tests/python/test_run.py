@@ -1,4 +1,4 @@
-"""hororing.run: functions on ranks of a new job. Push tier, 16 s, of which a notebook takes 6."""
+"""hororing.run: functions on ranks of a new job. Push tier, 10 s."""
 
 from __future__ import annotations
 
@@ -376,7 +376,9 @@ def cells() -> list[str]:
     return ["".join(each["source"]) for each in notebook["cells"] if each["cell_type"] == "code"]
 
 
+@tiers.full
 def test_the_cells_of_a_notebook_run_in_a_process_with_an_event_loop():
+    """6 s."""
     # As a kernel runs them, but for IPython: in one namespace, while the loop runs.
     process = script(
         "import asyncio, json, sys\n"

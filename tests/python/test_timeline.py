@@ -104,13 +104,12 @@ class Timeline:
 
 
 @functools.cache
-def trained(size: int, **environment: str) -> Timeline:
+def trained(size: int) -> Timeline:
     """The timeline of one training."""
     pytest.importorskip("torch")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "timeline.json")
-        environ = {"HORORING_TIMELINE": str(path), **environment}
-        job = mpirun.run(RANKS, size, "train", environment=environ)
+        job = mpirun.run(RANKS, size, "train", environment={"HORORING_TIMELINE": str(path)})
         assert job.returncode == 0, job.report()
         assert job.outputs == [""] * size, job.report()
         return Timeline(path)
@@ -130,6 +129,7 @@ def test_every_rank_is_a_process_and_every_row_has_a_name(size: int):
     assert sorted(timeline.processes) == list(range(1, size + 1))
     for pid, name in timeline.processes.items():
         assert re.fullmatch(rf"rank {pid - 1} \(.+\)", name)
+    assert timeline.marks() == []  # nobody has asked for them
     tids = {event["tid"]: event["pid"] for event in timeline.events}
     assert min(tids) >= 1
     used = {(event["pid"], event["tid"]) for event in timeline.events}
@@ -283,16 +283,6 @@ def test_gradients_travel_while_backward_still_runs(size: int):
         assert overlapping, f"rank {rank}: in no step"
 
 
-def test_cycles_are_marked_when_asked_for():
-    assert trained(2).marks() == []
-    marks = trained(2, HORORING_TIMELINE_MARK_CYCLES="1").marks()
-    assert {(mark["ph"], mark["s"], mark["pid"]) for mark in marks} == {
-        ("i", "g", 1),
-        ("i", "g", 2),
-    }
-    assert len(marks) >= 2 * STEPS
-
-
 # ---------------------------------------------------------------------------------------------
 # The job is killed
 
@@ -441,6 +431,23 @@ def case_the_timeline_is_about_the_steps_that_are_asked_for() -> None:
                 counted = timeline.tensors(rank, "NEGOTIATE_ALLREDUCE")
                 assert (counted["t one"], counted["t two"]) == (3, 3), counted
         assert not none.exists()
+    hvd.init()
+
+
+def case_cycles_are_marked_when_asked_for() -> None:
+    (path,) = paths("t.json")
+    pids = range(1, hvd.size() + 1)
+    begin_again(path, MARK_CYCLES="1")
+    for _ in range(STEPS):
+        reduce("t cycle")
+    hvd.barrier()
+    hvd.shutdown()
+    if path.exists():
+        marks = Timeline(path).marks()
+        assert {(each["ph"], each["s"], each["pid"]) for each in marks} == {
+            ("i", "g", pid) for pid in pids
+        }
+        assert len(marks) >= len(pids) * STEPS
     hvd.init()
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import mpirun
 import numpy as np
 import pytest
+import session
 import tiers
 from live_job import LiveJob
 
@@ -352,9 +353,7 @@ def test_keras_records_what_fit_tells_averaged_over_ranks(tmp_path):
     assert job.returncode == 0, job.report()
 
 
-@pytest.mark.parametrize("case", mpirun.case_names(globals()))
-def test_in_a_job_of_three_ranks(case):
-    mpirun.cases_of(__file__, 3).check(case)
+test_in_a_job_of_three_ranks = session.on_ranks(globals(), 3, session="numpy")
 
 
 if __name__ == "__main__":
