@@ -226,6 +226,7 @@ def _main() -> None:
         on_rank.print_to(Path(out, f"{rank}.out"))
         Path(out, f"{rank}.pid").write_text(str(os.getpid()))
         sys.argv = rest[1:]
+        sys.path.insert(0, str(Path(sys.argv[0]).parent))  # as Python does
         runpy.run_path(sys.argv[0], run_name="__main__")
     else:
         on_rank.run_files(rest, Path(out, rank))
