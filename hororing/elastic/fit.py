@@ -102,7 +102,7 @@ class UpdateBatchState:
 class UpdateEpochState:
     """Notes the epoch in ``state.epoch``: the one to begin with, when training is resumed.
 
-    >>> model.fit(..., initial_epoch=state.epoch)
+    >>> model.fit(x, y, initial_epoch=state.epoch)
 
     Parameters
     ----------

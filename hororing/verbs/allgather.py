@@ -22,6 +22,8 @@ class Allgather(Requests[T]):
 
         First dimensions may differ between ranks and may be 0; the others must be equal. A
         tensor without dimensions is a ValueError.
+
+        >>> of_all = hvd.allgather(scores, name="scores")
         """
         result: T = collectives.wait(
             self.gather_async(

@@ -41,6 +41,11 @@ class Allreduce(Requests[T]):
             zero; bool has no average.
         prescale_factor, postscale_factor : applied to every rank's tensor, and to the result.
         process_set : the ranks that take part; all of the job when omitted.
+
+        Examples
+        --------
+        >>> mean = hvd.allreduce(loss, name="loss")
+        >>> total = hvd.allreduce(correct, name="correct", op=hvd.Sum)
         """
         context = None
         if compression is not NoneCompressor:

@@ -33,6 +33,10 @@ class Alltoall(Requests[T]):
         splits : how many rows each rank of the set gets: a list, or a one-dimensional tensor of
             int32. Rows beyond their sum are not sent. Without `splits`, every rank gets the same
             number.
+
+        Examples
+        --------
+        >>> received = hvd.alltoall(scores, name="scores")
         """
         handle = self.exchange_async(tensor, splits, name, process_set, blocking=True)
         received, received_splits = collectives.wait(handle)

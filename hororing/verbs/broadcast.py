@@ -23,6 +23,8 @@ class Broadcast(Requests[T]):
 
         `tensor` has the same shape and data type on every rank. `root_rank` counts among all ranks
         of the job, also within a process set.
+
+        >>> weights = hvd.broadcast(weights, root_rank=0, name="weights")
         """
         result: T = collectives.wait(
             self.start_broadcast(

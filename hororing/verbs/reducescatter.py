@@ -30,6 +30,8 @@ class Reducescatter(Requests[T]):
 
         The first dimension is split over the ranks in order; where it does not divide evenly, the
         first ranks get one row more. `op` is Average or Sum; the rest as for `allreduce`.
+
+        >>> part = hvd.reducescatter(scores, name="scores", op=hvd.Sum)
         """
         check_compression(compression)
         compressed, context = compression.compress(tensor)

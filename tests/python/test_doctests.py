@@ -1,0 +1,157 @@
+"""The examples in docstrings run, on one rank, with the names that a script has at that place.
+
+Push tier: 2 s in a session of torch. The full tier has those of Keras and TensorFlow: 20 s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import importlib
+import io
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import mpirun
+import numpy as np
+import pytest
+import session
+import tiers
+
+ROOT = Path(__file__).parents[2]
+# Their examples need several ranks, and run in their own tests.
+ELSEWHERE = {
+    "hororing.ray.train": "test_ray.py",
+    "hororing.hororun.function": "test_run.py",
+    "hororing.toolkit.stragglers.watch": "test_stragglers.py",
+}
+
+
+def modules(*, of_keras: bool) -> list[str]:
+    """Those with examples, for PyTorch or for Keras and TensorFlow."""
+    found = []
+    for path in sorted(ROOT.glob("hororing/**/*.py")):
+        if ">>> " in path.read_text("utf-8"):
+            name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            keras = bool({"keras", "tensorflow"} & set(name.split("."))) or name.endswith("fit")
+            if keras == of_keras and name not in ELSEWHERE:
+                found.append(name)
+    return found
+
+
+class Checker(doctest.OutputChecker):
+    """Where an example shows no output, it may have some."""
+
+    def check_output(self, want: str, got: str, flags: int) -> bool:
+        return not want or super().check_output(want, got, flags)
+
+
+def run(names: list[str], script: Callable[[str], dict[str, Any]]) -> int:
+    """Run the examples of the modules, each docstring in a script of its own; return how many."""
+    runner = doctest.DocTestRunner(Checker(), optionflags=doctest.NORMALIZE_WHITESPACE)
+    said = io.StringIO()
+    for name in names:
+        module = importlib.import_module(name)
+        for each in doctest.DocTestFinder(exclude_empty=True).find(module):
+            if each.examples:
+                with folder():
+                    each.globs = {**vars(module), **script(name)}
+                    runner.run(each, out=said.write, clear_globs=False)
+    assert runner.failures == 0, said.getvalue()
+    return runner.tries
+
+
+@contextlib.contextmanager
+def folder() -> Iterator[None]:
+    """Examples write into the folder that they run in."""
+    before = os.getcwd()
+    with tempfile.TemporaryDirectory() as path:
+        os.chdir(path)
+        try:
+            yield
+        finally:
+            os.chdir(before)
+
+
+def torch_script(_: str) -> dict[str, Any]:
+    """What a script of PyTorch has made before the line that the example shows."""
+    import argparse
+
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    import hororing.torch as hvd
+    from hororing.toolkit.large_batch.schedules import WarmupPolynomial
+    from hororing.toolkit.torch.optim import parameter_groups
+
+    model = torch.nn.Linear(3, 2)
+    dataset = TensorDataset(torch.randn(16, 3), torch.randn(16, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(4, 3)).sum().backward()
+    return {
+        "DataLoader": DataLoader, "WarmupPolynomial": WarmupPolynomial,
+        "args": argparse.Namespace(seed=1, epochs=2), "batch_size": 4, "correct": torch.tensor(3),
+        "dataset": dataset, "epoch": 0, "hvd": hvd, "loader": DataLoader(dataset, 4),
+        "model": model, "np": np, "optimizer": optimizer, "loss": torch.tensor(0.5),
+        "scores": torch.ones(4, 2), "weights": torch.ones(3), "parameter_groups": parameter_groups,
+        "sampler": hvd.elastic.ElasticSampler(dataset),
+        "state": hvd.elastic.TorchState(model, optimizer, epoch=0), "torch": torch,
+        "train": lambda *_: None, "train_and_test": lambda epoch: (1.0 / (epoch + 1), 0.5),
+    }  # fmt: skip
+
+
+def case_torch() -> None:
+    import hororing.torch as hvd
+
+    hvd.init()
+    assert run(modules(of_keras=False), torch_script) > 30
+
+
+test_on_one_rank = session.on_ranks(globals(), 1, push=[1], session="torch")
+
+
+def keras_script(module: str) -> dict[str, Any]:
+    """The same for Keras and TensorFlow."""
+    import keras
+    import tensorflow as tf
+
+    import hororing.keras
+    import hororing.tensorflow
+    from hororing.toolkit.keras.optim import LARS, HierarchicalSGDCallback
+    from hororing.toolkit.large_batch import schedules
+
+    hvd = hororing.tensorflow if "tensorflow" in module else hororing.keras
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    optimizer = keras.optimizers.SGD(0.1)
+    optimizer.build(model.trainable_variables)
+    model.compile(optimizer, loss="mse")
+    x, y = np.ones((8, 3), np.float32), np.ones((8, 2), np.float32)
+    return {
+        "HierarchicalSGDCallback": HierarchicalSGDCallback, "LARS": LARS, "batch": 64,
+        "bias": tf.Variable([1.0]), "config": {"lr": 0.1}, "hvd": hvd,
+        "images": x, "keras": keras, "labels": y, "loss_of": keras.losses.MeanSquaredError(),
+        "model": model, "optimizer": optimizer, "pair": hvd.global_process_set,
+        "schedules": schedules, "state": hororing.keras.elastic.KerasState(model, epoch=0, batch=0),
+        "tf": tf, "weights": tf.Variable([[1.0]]), "x": x, "y": y,
+    }  # fmt: skip
+
+
+@tiers.full
+def test_of_keras_and_tensorflow() -> None:
+    pytest.importorskip("tensorflow")
+    job = mpirun.run(__file__, 1, environment={"KERAS_BACKEND": "tensorflow"})
+    assert job.returncode == 0, job.report()
+
+
+def main() -> None:
+    import hororing.keras as hvd
+
+    hvd.init()
+    assert run(modules(of_keras=True), keras_script) > 15
+
+
+if __name__ == "__main__":
+    main()
