@@ -24,6 +24,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 import hororing.torch as hvd
 import hororing_torch_backend
@@ -459,6 +460,17 @@ def case_a_monitored_barrier_names_who_is_missing() -> None:
            lambda: dist.split_group(split_ranks=[[0, 1], [2]]))  # fmt: skip
 
 
+def case_what_torch_asks_of_a_group() -> None:
+    """To hand out the weights of rank 0, say."""
+    net = nn.Linear(2, 2)
+    state = {name: mine(*p.shape) for name, p in net.named_parameters()}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(net, state if dist.get_rank() == 0 else {}, options=options)
+    assert torch.equal(net.weight.detach(), mine(2, 2, of=0))
+    assert dist.distributed_c10d._device_capability()[0] == "cpu"
+    assert not dist.group.WORLD._get_backend(torch.device("cpu")).supports_splitting
+
+
 def case_functional_collectives() -> None:
     group = dist.group.WORLD
     assert torch.equal(functional.all_reduce(mine(4), "sum", group), all_of(4).sum(0))
@@ -702,9 +714,9 @@ def test_ranks_without_a_launcher_meet_in_torchs_store_and_see_a_death(tmp_path:
 
 
 SHARDED = """
-import torch, torch.distributed as dist
+import tempfile, torch, torch.distributed as dist, torch.distributed.checkpoint as checkpoint
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import hororing.torch.distributed
@@ -712,6 +724,18 @@ import hororing.torch.distributed
 dist.init_process_group("hororing")
 rank, size = dist.get_rank(), dist.get_world_size()
 mesh = dist.init_device_mesh("cpu", (size,))
+
+def saved_and_loaded(net):
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [folder]
+        dist.broadcast_object_list(paths)
+        # It asks whether the group has a backend for the CPU.
+        checkpoint.async_save(net.state_dict(), checkpoint_id=paths[0]).result()
+        state = {name: torch.zeros_like(value) for name, value in net.state_dict().items()}
+        checkpoint.load(state, checkpoint_id=paths[0])
+        dist.barrier()
+    for name, value in net.state_dict().items():
+        assert torch.equal(state[name].full_tensor(), value.full_tensor())
 
 def trained(wrap, make=lambda params: torch.optim.Adam(params, 0.1), rows=slice(rank, None, size)):
     torch.manual_seed(1)
@@ -722,6 +746,8 @@ def trained(wrap, make=lambda params: torch.optim.Adam(params, 0.1), rows=slice(
         optimizer.zero_grad()
         net(data[rows]).square().mean().backward()
         optimizer.step()
+    if isinstance(net, FSDPModule):
+        saved_and_loaded(net)
     return [getattr(p, "full_tensor", lambda p=p: p)().detach() for p in net.parameters()]
 
 alone = trained(lambda net: net, rows=slice(None))

@@ -148,6 +148,17 @@ class Group(_Base):  # type: ignore[misc]
         """Note torch's description of the group."""
         self._description = description
 
+    @property
+    def _device_types(self) -> list[torch.device]:
+        cuda = [torch.device("cuda")] if torch.cuda.is_available() else []
+        return [torch.device("cpu"), *cuda]
+
+    def _get_backend(self, _: torch.device) -> Group:
+        return self
+
+    # What torch asks of the backend of a device.
+    supports_splitting = supports_coalescing = supports_shrinking = supports_time_estimate = False
+
     group_name = property(getGroupName)
     group_desc = property(getGroupDesc)
     _set_group_name = setGroupName
