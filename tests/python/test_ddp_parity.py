@@ -99,4 +99,4 @@ def case_accumulated_gradients_agree():
     dist.destroy_process_group()
 
 
-test_on_ranks = session.on_ranks(globals(), 2, 3)
+test_on_ranks = session.on_ranks(globals(), 2, 3, session="torch")

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-import mpirun
 import pytest
+import session
 import torch
 
 import hororing.torch as hvd
@@ -115,6 +115,4 @@ def case_grouped_gradients_may_be_waited_for_again() -> None:
     check_optimizer("grouped", num_groups=2)
 
 
-@pytest.mark.parametrize("case", mpirun.case_names(globals()))
-def test_case(case: str):
-    mpirun.cases_of(__file__, 2).check(case)
+test_case = session.on_ranks(globals(), 2, push=[2], session="torch")

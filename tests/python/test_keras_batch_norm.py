@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+if __name__ == "cases":  # on the ranks
+    os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 
 import tempfile
 from collections.abc import Sequence
@@ -19,6 +21,7 @@ import keras
 import mpirun
 import numpy as np
 import pytest
+import session
 import tiers
 from keras import ops
 
@@ -284,13 +287,14 @@ def case_wrong_arguments() -> None:
         layer(np.ones((2, CHANNELS + (hvd.rank() == 1)), np.float32), training=True)
 
 
+test_on_tensorflow = session.on_ranks(globals(), 2, push=[2], session="tensorflow")
+
+
+@tiers.full
 @pytest.mark.parametrize("case", mpirun.case_names(globals()))
-@pytest.mark.parametrize(
-    ("size", "backend"),
-    tiers.choose([(2, "torch"), (4, "torch"), (2, "tensorflow")], push=[(2, "tensorflow")]),
-)
-def test_case(case: str, size: int, backend: str) -> None:
-    mpirun.cases_of(__file__, size, KERAS_BACKEND=backend).check(case)
+@pytest.mark.parametrize("size", [2, 4])
+def test_on_torch(case: str, size: int) -> None:
+    mpirun.cases_of(__file__, size, KERAS_BACKEND="torch").check(case)
 
 
 def test_other_backends_are_told_a_way_out() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 
 import layerwise_oracle as oracle
@@ -10,9 +11,12 @@ import mpirun
 import numpy as np
 import pytest
 import rounding_oracle
+import session
 import tiers
 
 if __name__ == "cases":  # on the ranks
+    if os.environ.setdefault("KERAS_BACKEND", "torch") == "torch":
+        sys.modules["tensorflow"] = None  # Keras imports it where it is, which takes long
     import keras
     from keras import ops
 
@@ -367,7 +371,11 @@ def case_wrong_options_are_refused_by_name():
         LARS(no_decay=["kernels"]).build([keras.Variable(np.ones(3), name="kernel")])
 
 
-@pytest.mark.parametrize("backend", tiers.choose(["tensorflow", "torch", "jax"], push=["torch"]))
+test_on_torch = session.on_ranks(globals(), 2, push=[2], session="keras on torch")
+
+
+@tiers.full
+@pytest.mark.parametrize("backend", ["tensorflow", "jax"])
 @pytest.mark.parametrize("case", mpirun.case_names(globals()))
 def test(case: str, backend: str):
     pytest.importorskip(backend)

@@ -26,7 +26,9 @@ CASES = re.findall(
 )
 
 
-test_keras_on_torch = session.on_ranks(globals(), 1, 2, 3, push=[2], cases=CASES)
+test_keras_on_torch = session.on_ranks(
+    globals(), 1, 2, 3, push=[2], session="keras on torch", cases=CASES
+)
 
 
 # -- this backend alone ----------------------------------------------------------------------------

@@ -129,4 +129,4 @@ def case_ranks_share_a_seed_and_have_streams_of_their_own():
     assert len({*hvd.allgather_object(own), same[0]}) == hvd.size() + 1
 
 
-test_case = session.on_ranks(globals(), 2, push=[2])
+test_case = session.on_ranks(globals(), 2, push=[2], session="torch")

@@ -34,6 +34,7 @@ if os.environ.get("TEST_TORCH_FIRST"):
 import mpirun
 import numpy as np
 import pytest
+import session
 import tensorflow as tf
 import tiers
 from configured import made_at_once
@@ -47,23 +48,24 @@ from hororing.collectives import ALLREDUCE
 from hororing.tensorflow import plugin, requests
 from hororing.tensorflow.requests import Request, carry_out
 
-THREADS = int(os.environ.get("TEST_THREADS", "2"))
-tf.config.threading.set_inter_op_parallelism_threads(THREADS)
+if "TEST_THREADS" in os.environ:
+    tf.config.threading.set_inter_op_parallelism_threads(int(os.environ["TEST_THREADS"]))
+THREADS = tf.config.threading.get_inter_op_parallelism_threads() or os.cpu_count()
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None  # `make test-tensorflow` has none
 
-# What takes long and depends on neither ranks nor threads is done in one of the jobs.
-FIRST_JOB = os.environ.get("TEST_JOB") == "first"
-
+# Beside the one that TensorFlow's files share. What takes long and depends on neither ranks nor
+# threads is not done again.
+AGAIN = "TEST_AGAIN"
 JOBS = {
-    "2 ranks": (2, {"TEST_JOB": "first"}),
     "2 ranks, one thread, torch first": (
         2,
-        {"TEST_THREADS": "1", "TEST_TORCH_FIRST": "1"},
+        {AGAIN: "1", "TEST_THREADS": "1", "TEST_TORCH_FIRST": "1"},
     ),
-    "2 ranks, eight threads": (2, {"TEST_THREADS": "8"}),
-    "1 rank": (1, {}),
+    "2 ranks, eight threads": (2, {AGAIN: "1", "TEST_THREADS": "8"}),
+    "1 rank": (1, {AGAIN: "1"}),
 }
+FIRST_JOB = AGAIN not in os.environ
 
 
 def submitted() -> int:
@@ -771,9 +773,13 @@ def _job(name: str) -> mpirun.Job:
     )
 
 
+test_graphs = session.on_ranks(globals(), 2, push=[2], session="tensorflow")
+
+
+@tiers.full
 @pytest.mark.parametrize("case", mpirun.case_names(globals()))
-@pytest.mark.parametrize("job", tiers.choose(JOBS, push=[next(iter(JOBS))]))
-def test_graphs(job: str, case: str):
+@pytest.mark.parametrize("job", JOBS)
+def test_graphs_in_other_jobs(job: str, case: str):
     _job(job).check(case)
 
 

@@ -9,49 +9,27 @@ from __future__ import annotations
 import copy
 import threading
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
-import mpirun
 import pytest
 import session
 import torch
+from test_torch_optimizer import assert_same, batches, sgd, share, squares, start
 from torch import nn
 
 import hororing.torch as hvd
 from hororing.errors import DuplicateNameError
 
-BATCH = 24  # a multiple of 1, 2, 3 and 4 ranks
-TOLERANCE = 1e-12  # sums of at most 24 numbers of about 1, in another order
 WIDE = 66  # a matrix of 33 KiB, which is more than what each rank sums by itself
 
 
 def case_start() -> None:
-    hvd.init()
-    torch.set_num_threads(1)
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(mpirun.seed())
+    start()
 
 
 def network() -> nn.Module:
     return nn.Sequential(nn.Linear(5, WIDE), nn.Tanh(), nn.Linear(WIDE, WIDE), nn.Tanh(),
                          nn.Linear(WIDE, 3))  # fmt: skip
-
-
-def batches(steps: int = 4) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    return [(torch.randn(BATCH, 5), torch.randn(BATCH, 3)) for _ in range(steps)]
-
-
-def share(whole: torch.Tensor) -> torch.Tensor:
-    return whole[hvd.rank() :: hvd.size()]
-
-
-def loss_of(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return nn.functional.mse_loss(model(inputs), targets)
-
-
-def sgd(params: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=0.05, momentum=0.9)
 
 
 def distributed(model: nn.Module, **options: Any) -> Any:
@@ -62,13 +40,6 @@ def twins(**options: Any) -> tuple[nn.Module, Any, nn.Module, Any]:
     model = network()
     twin = copy.deepcopy(model)
     return model, distributed(model, **options), twin, sgd(twin.parameters())
-
-
-def assert_same(model: nn.Module, twin: nn.Module) -> None:
-    for (name, mine), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(
-            mine, theirs, rtol=TOLERANCE, atol=TOLERANCE, msg=lambda text, n=name: f"{n}: {text}"
-        )
 
 
 # ---------------------------------------------------------------------------------------------
@@ -92,10 +63,10 @@ def case_gradients_that_are_not_reset_add_up():
     total: list[torch.Tensor] = []
     for inputs, targets in batches(3):
         # The reduced sum of before is on every rank, and is summed again.
-        (loss_of(model, share(inputs), share(targets)) / hvd.size()).backward()
+        (squares(model, share(inputs), share(targets)) / hvd.size()).backward()
         optimizer.step()
         plain.zero_grad()
-        loss_of(twin, inputs, targets).backward()
+        squares(twin, inputs, targets).backward()
         new = [p.grad.clone() for p in twin.parameters()]
         total = [old * hvd.size() + grad for old, grad in zip(total or [0] * 6, new, strict=True)]
         for param, grad in zip(twin.parameters(), total, strict=True):
@@ -108,7 +79,7 @@ def case_a_gradient_that_the_user_puts_in_its_place_is_what_the_step_takes():
     model, optimizer, twin, _ = twins(op=hvd.Sum)
     inputs, targets = batches(1)[0]
     for _ in range(2):
-        loss_of(model, share(inputs), share(targets)).backward()
+        squares(model, share(inputs), share(targets)).backward()
         optimizer.synchronize()
         for param in model.parameters():
             param.grad = torch.ones_like(param)
@@ -311,8 +282,8 @@ def case_training_goes_on_with_another_engine():
         for inputs, targets in batches(2):
             optimizer.zero_grad()
             plain.zero_grad()
-            loss_of(model, share(inputs), share(targets)).backward()
-            loss_of(twin, inputs, targets).backward()
+            squares(model, share(inputs), share(targets)).backward()
+            squares(twin, inputs, targets).backward()
             optimizer.step()
             plain.step()
         assert_same(model, twin)

@@ -17,7 +17,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import mpirun
 import pytest
 import session
 import torch
@@ -102,29 +101,6 @@ def case_ranks_may_run_different_branches():
             average_gradients(twin, loss)
             plain.step()
         assert_same(model, twin)
-
-
-def case_a_rank_may_have_no_gradient_at_all():
-    if hvd.size() == 1:
-        return
-    model = network()
-    twin = copy.deepcopy(model)
-    optimizer = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
-    plain = sgd(twin.parameters())
-    for inputs, targets in batches():
-
-        def loss(module, rank, inputs=inputs, targets=targets):
-            if rank == 0:
-                return torch.zeros(())
-            return squares(module, share(inputs, rank), share(targets, rank))
-
-        optimizer.zero_grad()
-        if hvd.rank() > 0:
-            loss(model, hvd.rank()).backward()
-        optimizer.step()
-        average_gradients(twin, loss)
-        plain.step()
-    assert_same(model, twin)
 
 
 def case_a_listed_group_waits_for_nobody_who_has_no_gradient():
@@ -844,6 +820,50 @@ def case_the_last_layer_is_reduced_before_backward_ends():
         assert torch.equal(seen[0], model[4].bias.grad)
 
 
+def case_the_timeline_shows_reductions_before_the_last_hook():
+    if hvd.size() == 1:
+        return
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    optimizer = hvd.DistributedOptimizer(
+        plain_sgd(model.parameters()), model.named_parameters(), op=hvd.Sum
+    )
+    model(torch.ones(1, 8)).sum().backward()  # in its first pass a gradient waits for the end
+    optimizer.zero_grad()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "overlap.json")
+        hvd.start_timeline(str(file))
+        hvd.barrier()
+        hidden = model[0](torch.ones(1, 8))
+        hidden.register_hook(lambda _: wait_until_equal(model[2].bias.grad, hvd.size()))
+        model[1:](hidden).sum().backward()
+        optimizer.step()
+        hvd.barrier()
+        hvd.stop_timeline()
+        records = json.loads(file.read_text()) if hvd.rank() == 0 else []
+    spans = [record for record in records if record["ph"] in "Xb"]
+
+    def begins(pid: int, name: str, tensor: str) -> list[float]:
+        return [
+            record["ts"]
+            for record in spans
+            if (record["pid"], record["name"]) == (pid, name)
+            and tensor in record["args"]["tensor"].split(", ")
+        ]
+
+    for pid in range(1, hvd.size() + 1) if spans else []:
+        hooks = [record for record in spans if (record["pid"], record["name"]) == (pid, "HOOK")]
+        hooks.sort(key=lambda record: record["ts"])
+        layers = [record["args"]["tensor"].split(".")[0] for record in hooks]
+        assert layers == ["2", "2", "1", "1", "0", "0"]
+        for name in ("NEGOTIATE_ALLREDUCE", "ALLREDUCE"):
+            (early,) = begins(pid, name, "2.bias")
+            (late,) = begins(pid, name, "0.weight")
+            assert hooks[0]["ts"] < early < hooks[4]["ts"] < late
+        reductions = [record["ts"] for record in spans if record["name"] == "REDUCE"]
+        assert min(reductions) < hooks[4]["ts"]
+    assert bool(spans) == (hvd.rank() == 0)
+
+
 class Careless(hvd.Compression.none):
     """Sends another type on rank 0, when it is told to."""
 
@@ -966,59 +986,3 @@ test_on_ranks = session.on_ranks(globals(), 1, 2, 3, 4, session="torch")
 def test_a_distributed_optimizer_needs_init():
     with pytest.raises(ValueError, match="has not been initialized"):
         hvd.DistributedOptimizer(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0))
-
-
-OVERLAP = """
-import os
-import time
-import torch
-import hororing.torch as hvd
-
-hvd.init()
-model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), op=hvd.Sum)
-model(torch.ones(1, 8)).sum().backward()  # in its first pass a gradient waits for the end
-optimizer.zero_grad()
-hvd.start_timeline(os.environ["TIMELINE"])
-hvd.barrier()
-hidden = model[0](torch.ones(1, 8))
-deadline = time.monotonic() + 30
-
-def wait(gradient):
-    while not (model[2].bias.grad == hvd.size()).all():
-        assert time.monotonic() < deadline
-
-hidden.register_hook(wait)
-model[1:](hidden).sum().backward()
-optimizer.step()
-hvd.shutdown()
-"""
-
-
-def test_the_timeline_shows_reductions_before_the_last_hook(tmp_path: Path):
-    script, file = tmp_path / "overlap.py", tmp_path / "timeline.json"
-    script.write_text(OVERLAP)
-    job = mpirun.run(script, 2, environment={"TIMELINE": str(file)})
-    assert job.returncode == 0, job.report()
-    spans = [record for record in json.loads(file.read_text()) if record["ph"] in "Xb"]
-
-    def begins(pid: int, name: str, tensor: str) -> list[float]:
-        return [
-            record["ts"]
-            for record in spans
-            if (record["pid"], record["name"]) == (pid, name)
-            and tensor in record["args"]["tensor"].split(", ")
-        ]
-
-    for pid in (1, 2):
-        hooks = [record for record in spans if (record["pid"], record["name"]) == (pid, "HOOK")]
-        hooks.sort(key=lambda record: record["ts"])
-        layers = [record["args"]["tensor"].split(".")[0] for record in hooks]
-        assert layers == ["2", "2", "1", "1", "0", "0"]
-        for name in ("NEGOTIATE_ALLREDUCE", "ALLREDUCE"):
-            (early,) = begins(pid, name, "2.bias")
-            (late,) = begins(pid, name, "0.weight")
-            assert hooks[0]["ts"] < early < hooks[4]["ts"] < late
-        reductions = [record["ts"] for record in spans if record["name"] == "REDUCE"]
-        assert min(reductions) < hooks[4]["ts"]

@@ -335,30 +335,6 @@ def case_fused_optimizers_and_scalers_skip_the_same_steps():
             assert skipped == (step == 2)
 
 
-def case_clipping_and_accumulation_in_a_plain_loop():
-    """Gradients are summed over passes and averaged over ranks, then clipped."""
-    model = network()
-    twin = copy.deepcopy(model)
-    optimizer = hvd.DistributedOptimizer(
-        sgd(model.parameters()), model.named_parameters(), backward_passes_per_step=2
-    )
-    plain = sgd(twin.parameters())
-    data = batches(7)  # the last step has one pass only
-    for first in range(0, 7, 2):
-        optimizer.zero_grad()
-        plain.zero_grad()
-        for inputs, targets in data[first : first + 2]:
-            (squares(model, share(inputs), share(targets)) / 2).backward()
-            (squares(twin, inputs, targets) / 2).backward()
-        optimizer.synchronize()
-        for module in (model, twin):
-            nn.utils.clip_grad_norm_(module.parameters(), 0.1)
-        with optimizer.skip_synchronize():
-            optimizer.step()
-        plain.step()
-    assert_same(model, twin)
-
-
 def case_operations_other_than_sums_see_zeros_of_ranks_without_a_gradient():
     for op, expected in ((hvd.Min, -2.0), (hvd.Max, 0.0), (hvd.Product, 0.0)):
         param = nn.Parameter(torch.ones(3))
