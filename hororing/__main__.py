@@ -46,7 +46,7 @@ _COMMANDS = {
 _MOST_GPU_TEXT = 8192  # bytes
 
 _SHARED_MEMORY = "/dev/shm"
-# What two ranks need for their pipes and slots; less than this is refused at init.
+# Two ranks need this much for their pipes and slots; init refuses less.
 _LEAST_SHARED_MEMORY_BYTES = 64 * 2**20
 
 
@@ -141,7 +141,7 @@ def _mpi(missing: list[str]) -> list[str]:
 
 
 def _between_hosts() -> str:
-    """What this host takes part in, and why."""
+    """Tell what connects hosts in a job of this host, and why."""
     chosen = config.load()["TRANSPORT"]
     if chosen != "auto":
         return f"HORORING_TRANSPORT={chosen}"

@@ -1,4 +1,4 @@
-"""What happens for every tensor of every call, in C++ (csrc/python/module.cc)."""
+"""The work for every tensor of every call, in C++ (csrc/python/module.cc)."""
 
 from collections.abc import Callable
 from typing import Any

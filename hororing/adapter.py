@@ -1,4 +1,4 @@
-"""What the verbs must be told of one framework's arrays."""
+"""Tells the verbs how to use one framework's arrays."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Adapter(Protocol[T]):
-    """What `Verbs` asks of a framework. Nothing here blocks."""
+    """The interface of a framework for `Verbs`. Nothing here blocks."""
 
     plain_tensors: PlainTensors  # those that can be read and written where they lie
 
@@ -37,7 +37,7 @@ class Adapter(Protocol[T]):
     def record(self, owners: object) -> None:
         """Note that this thread's stream uses memory that others may have been given.
 
-        `owners` are tensors, in lists and tuples. Nobody gets that memory before the stream is
+        `owners` are tensors, in lists and tuples. Their memory is not reused before the stream is
         done with it.
         """
 

@@ -31,7 +31,7 @@ _OP_NAMES: Final = {
 }
 
 
-# What enumerations of other libraries call them, torch.distributed.ReduceOp for one. Their numbers
+# Their names in enumerations of other libraries, such as torch.distributed.ReduceOp. Their numbers
 # mean something else.
 _OF_NAMES: Final = {
     "AVG": Average,

@@ -35,9 +35,9 @@ def register(group_size: int, process_set: ProcessSet, title: str) -> ProcessSet
 
 
 class GroupedLayer:
-    """What Keras layers that share statistics have in common, whatever computes them.
+    """The common part of Keras layers that share statistics, for every backend.
 
-    Stands before the class of the layer among the bases of one; knows with whom it shares.
+    A mixin, placed before the class of the layer; knows the ranks that share the statistics.
     """
 
     process_set: ProcessSet
@@ -87,7 +87,7 @@ class GroupedLayer:
         return layer
 
     def _sharing(self) -> ProcessSet | None:
-        """Return the ranks that share statistics with this one; None for nobody."""
+        """Return the ranks that share statistics with this one; None if there are none."""
         job.topology()
         if self.process_set.process_set_id is None:  # it may have been registered by its ranks
             self.process_set = process_sets.find(self.process_set.ranks) or self.process_set

@@ -48,7 +48,7 @@ _JOB = re.compile(r"[A-Za-z0-9._-]{1,100}")
 
 @dataclass(frozen=True)
 class Told:
-    """What the environment says, checked."""
+    """What the environment says about the job, checked."""
 
     rank: int
     size: int
@@ -121,7 +121,7 @@ def join(settings: Mapping[str, Any]) -> ElasticMember:
 
 
 def of_store() -> tuple[bytes, str, bool]:
-    """What the store of an elastic job is told: its secret, the job's name, whether it is insecure.
+    """Return the settings of an elastic job's store: its secret, the job's name, whether insecure.
 
     ValueError names the variable that is wrong.
     """
@@ -188,7 +188,7 @@ def _reach(member: Member, rendezvous: str) -> None:
 
 
 def name_of(member: Member) -> str:
-    """What tells this job from all others of this host."""
+    """Return a name that no other job on this host has."""
     if member.job != _UNNAMED:
         return member.job
     return f"{member.job}:{member.address.rpartition(':')[2]}"  # the store's port
@@ -374,7 +374,7 @@ def _switch(env: Mapping[str, str], name: str) -> bool:
 
 
 def _store(told: Told) -> tuple[Store | None, str]:
-    """Start it, if the address is of this host; or why not: somebody else has it, or nobody."""
+    """Start the store if its address is on this host; else return why it was not started."""
     place = told.place.rendezvous.partition(",")[0]
     host, port = protocol.parse_address(place)
     protocol.check_secret(told.secret, host, told.insecure)
@@ -389,7 +389,8 @@ def _store(told: Told) -> tuple[Store | None, str]:
         return None, without
     if not told.secret:
         logging.getLogger("hororing").warning(
-            "the store at %s has no secret: who can connect can take part", told.place.rendezvous
+            "the store at %s has no secret: any process that can connect can take part",
+            told.place.rendezvous,
         )
     store = Store(
         job=told.place.job, size=told.size, secret=told.secret, host="" if everywhere else host,

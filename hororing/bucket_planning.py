@@ -34,7 +34,7 @@ LEAST_GAIN: Final = 0.01
 
 
 class Cost(NamedTuple):
-    """What a message costs."""
+    """The cost of a message."""
 
     alpha_s: float
     beta_s_per_byte: float

@@ -1,4 +1,4 @@
-"""What every framework adapter needs and none may repeat: requests, handles, waiting.
+"""The common part of all framework adapters: requests, handles, waiting.
 
 Framework-neutral: a tensor is a `View` (addresses, data type number, shape). The adapters turn
 their arrays into views and keep nothing else of this; `hororing.verbs` builds the public
@@ -53,7 +53,7 @@ HOST: Final = -1  # as the number of a device
 
 
 class View(NamedTuple):
-    """One tensor of a request: contiguous memory that somebody else owns."""
+    """One tensor of a request: contiguous memory that the caller owns."""
 
     input: int  # address; 0 only where there are no elements
     output: int  # address, may equal `input`; 0 where the core allocates the result
@@ -63,7 +63,7 @@ class View(NamedTuple):
 
 
 class Gathered(NamedTuple):
-    """A result in memory of the core. Whoever holds `buffer` keeps it alive."""
+    """A result in memory of the core. References to `buffer` keep it alive."""
 
     buffer: Any  # writable buffer object, None where there are no bytes
     rows: int  # first dimension of the result
@@ -77,7 +77,7 @@ class Pending(NamedTuple):
 
 
 class Separate(NamedTuple):
-    """What owns the memory of a plain tensor's request, where the result is another tensor."""
+    """Owns the memory of a plain tensor's request if the result is another tensor."""
 
     source: object
     result: Any
@@ -91,7 +91,7 @@ _pending: Final[dict[int, object]] = {}
 # there (Ctrl-C) must not free the memory.
 submitting: dict[int, object] = {}
 submit_count = itertools.count()
-# Handles that nobody will ask for, with the owners of their memory.
+# Abandoned handles, with the owners of their memory.
 _abandoned: dict[int, object] = {}
 
 
@@ -283,7 +283,7 @@ def _taken(handle: int) -> ValueError:
 
 
 def block_until_complete(handle: int) -> int:
-    """Block until the core's request is complete, whoever submitted it; return its code."""
+    """Block until the core's request is complete; return its code."""
     while True:
         code = int(lib.hr_wait(handle, WAIT_SLICE_S))
         if code != lib.HR_PENDING:

@@ -33,7 +33,7 @@ def statistics() -> dict[str, int]:
     return found
 
 
-# Of the optimizers that are alive, each with its name.
+# The group counters of live optimizers, each with the optimizer's name.
 _groups: weakref.WeakKeyDictionary[object, tuple[str, dict[str, float]]]
 _groups = weakref.WeakKeyDictionary()
 _compression: weakref.WeakKeyDictionary[object, tuple[str, dict[str, float]]]

@@ -91,7 +91,7 @@ def report(recording: recorder.Recording, events: int, pid: int | None = None) -
 
 
 def missing(recordings: Iterable[recorder.Recording]) -> list[str]:
-    """What some of the ranks have submitted and others of them have not."""
+    """Return the requests that some of the ranks have submitted and others have not."""
     jobs: dict[str, dict[int, set[str]]] = {}
     for each in recordings:
         waits = {event.request for event in each.unfinished() if event.kind == "submitted"}
@@ -120,7 +120,7 @@ def _ranks_of(job: str) -> list[int]:
                 continue
             facts = recorder.read(path).facts
             own = re.findall(r"^NSpid:.*?(\d+)$", Path(f"/proc/{pid}/status").read_text(), re.M)
-        except (OSError, ValueError):  # it has ended, or is somebody else's
+        except (OSError, ValueError):  # it has ended, or is another user's
             continue
         if own and int(own[0]) == facts["pid"]:  # else a child, which has it open as well
             found[pid] = str(facts["job"])

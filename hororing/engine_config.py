@@ -1,4 +1,4 @@
-"""What the core is told when it starts: the knobs, and how the job was launched."""
+"""The core's configuration when it starts: the knobs, and how the job was launched."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def engine_config(
     ) or (0, 0)
     c_config.timeline_mark_cycles = settings["TIMELINE_MARK_CYCLES"]
     c_config.tune = settings["AUTOTUNE"]
-    # What was chosen is not tuned.
+    # Settings that the user has chosen are not tuned.
     c_config.tune_fusion = settings.settings["FUSION_BYTES"].source == "default"
     c_config.tune_cycle_time = settings.settings["CYCLE_TIME_MS"].source == "default"
     c_config.tune_warmup_samples = settings["AUTOTUNE_WARMUP_SAMPLES"]

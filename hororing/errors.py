@@ -154,7 +154,7 @@ def error_for(code: int, text: str, rank: int = -1) -> Exception:
     ----------
     code : a positive hr_code.
     text : what the core says, as hr_last_error().
-    rank : whom it blames, as hr_last_error_rank().
+    rank : the rank to blame, as hr_last_error_rank().
     """
     if code == lib.HR_PEER_LOST:
         return PeerLostError(text, rank)

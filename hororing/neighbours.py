@@ -20,7 +20,7 @@ def _variables(pid: int | str) -> tuple[bytes, int] | None:
         with open(f"/proc/{pid}/environ", "rb") as file:
             pairs = (entry.partition(b"=") for entry in file.read().split(b"\0"))
             found = {name: value for name, _, value in pairs if name in (_JOB, _RANK)}
-    except OSError:  # it has ended meanwhile, or is somebody else's
+    except OSError:  # it has ended meanwhile, or is another user's
         return None
     if len(found) < 2 or not found[_RANK].isdigit():
         return None

@@ -16,7 +16,7 @@ from hororing.collectives import DTYPES, View
 from hororing.names import default_name, extended
 from hororing.process_sets import ProcessSet, check_member, global_process_set
 
-# Sent in place of a size by a rank whose object cannot be pickled, so that nobody waits for it.
+# A rank whose object cannot be pickled sends this in place of a size, so that no rank waits for it.
 _CANNOT_PICKLE = -1
 
 

@@ -1,4 +1,4 @@
-"""What the user asks of a distributed optimizer, checked."""
+"""The checked options of a distributed optimizer."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def install_hooks(close_log: Callable[[], None]) -> None:
 
 
 class _Exit(SystemExit):
-    """What `sys.exit` raises; tells `_at_exit` of the code where nobody catches it."""
+    """Raised by `sys.exit`; tells `_at_exit` the code if it is not caught."""
 
     def _get(self) -> Any:
         code = _CODE.__get__(self)
@@ -139,7 +139,7 @@ def _abort(kind: type[BaseException], value: BaseException) -> None:
 
 
 def reason_of(kind: type[BaseException], value: BaseException) -> bytes:
-    """What peers are told of an exception."""
+    """Return the text that peers get for an exception."""
     try:
         reason = f"{kind.__name__}: {value}".removesuffix(": ")
     except Exception:  # a broken __str__ must not hide the exception itself

@@ -29,7 +29,7 @@ class ProcessSet:
     """
 
     mpi_comm = None
-    # Of the job, in which it was registered: in another one the same numbers are other processes.
+    # The job in which it was registered: in another one the same ranks are other processes.
     generation = 0
 
     def __init__(self, ranks: Iterable[int]) -> None:
@@ -49,7 +49,7 @@ class ProcessSet:
         return self
 
     def __reduce__(self) -> Any:
-        """Keep the ranks when pickled: whoever reads that registers them in its own job."""
+        """Keep the ranks when pickled: the process that unpickles registers them in its own job."""
         return ProcessSet, (self.ranks,)
 
     def size(self) -> int | None:
@@ -166,7 +166,7 @@ job.at_shutdown(_of_members.clear)
 def of_members(ranks: Sequence[int]) -> SetOfMembers:
     """Ask for a set of these ranks, this one among them. Does not block.
 
-    Only its members ask for it, at any time. There is one for the same ranks, whoever asks.
+    Only its members ask for it, at any time. Calls with the same ranks share one set.
     """
     key = tuple(sorted(ranks))
     with _of_members_lock:

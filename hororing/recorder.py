@@ -1,11 +1,11 @@
-"""The flight recorder: what this process has done lately, where others can read it.
+"""The flight recorder: the latest events of this process, where other processes can read them.
 
-A file of 68 KB in memory, or in the folder HORORING_FLIGHT_RECORDER: who and where this process is,
-the last 1,024 events of its engine, and behind them the Python stack of its main thread, whenever
-somebody has asked for it. The core writes the events (csrc/base/recorder.cc); `faulthandler` writes
-the stack, on a signal to the main thread, so that nobody else needs the interpreter. Nothing has to
-be served: `python -m hororing doctor` opens the file through /proc, or where a job that was killed
-has left it.
+It is a file of 68 KB in memory, or in the folder HORORING_FLIGHT_RECORDER. It holds the rank, host
+and process, the last 1,024 events of the engine, and then the Python stack of the main thread at
+each request for it. The core writes the events (csrc/base/recorder.cc). `faulthandler` writes the
+stack, on a signal to the main thread, so that no other thread needs the interpreter. No server is
+needed: `python -m hororing doctor` opens the file through /proc, or where a job that was killed has
+left it.
 
     offset  bytes
          0   1024  JSON, zero-terminated
@@ -83,7 +83,7 @@ def begin(folder: str | None, stack_signal: int, started_by: Launch, job: str) -
     _Own.mapped = mmap.mmap(file, _RING)
     fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_APPEND)
     if stack_signal != 0 and not _is_free(stack_signal):
-        stack_signal = 0  # somebody else's
+        stack_signal = 0  # the script uses it
     if stack_signal != 0:
         try:
             faulthandler.register(stack_signal, file=file, all_threads=False)
@@ -137,7 +137,7 @@ def _signals(pid: int | str) -> list[int]:
 
 
 # ---------------------------------------------------------------------------------------------
-# Those of others
+# Recorders of other processes
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Recording:
-    """What a recorder holds."""
+    """The contents of a recorder."""
 
     facts: dict[str, Any]
     events: list[Event]

@@ -72,7 +72,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     TransportError : the ranks cannot reach one another, or not all came within HORORING_TIMEOUT_S.
     PeerLostError : a rank has ended before all had come, as far as its host or MPI tells.
     KeyboardInterrupt : within seconds. If MPI was starting, the process can then only end.
-    SystemExit : 0, an elastic job does without this process: its host was taken away, or all is
+    SystemExit : 0, an elastic job no longer needs this process: its host was removed, or all is
         done.
     """
     start(launch.detect(mpi=mpi.is_usable), comm, process_sets)
@@ -106,7 +106,7 @@ def _start(
     process_sets: str,
     meet: Callable[[], Member] | None,
 ) -> None:
-    job.refuse_forked()  # where the lock may be held by nobody
+    job.refuse_forked()  # in a child the lock may stay locked for ever
     with _process.lock:
         if job.has_engine():
             return
@@ -332,7 +332,7 @@ def stop_timeline() -> None:
         fail(code)
 
 
-# What scripts call; the rest is for the library.
+# Scripts call these; the rest is for the library.
 __all__ = [
     "cross_rank",
     "cross_size",

@@ -31,7 +31,7 @@ def main(arguments: list[str]) -> None:
     first, *rest = arguments or [""]
     run: Callable[[str], None] = _run_file
     if first[:2] in ("-m", "-c"):
-        # As in python: the value may be glued to the option, and ends our options.
+        # Like python: the value may be glued to the option, and ends our options.
         what, *rest = [first[2:], *rest] if first[2:] else rest or [""]
         run = _run_module if first[:2] == "-m" else _run_code
     else:

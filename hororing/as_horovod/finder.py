@@ -33,7 +33,7 @@ class _Loader(Loader):
         self.ours = ours
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return None  # an empty module, which nobody keeps
+        return None  # an empty module, which is dropped at once
 
     def exec_module(self, module: ModuleType) -> None:
         assert module.__spec__ is not None

@@ -11,7 +11,7 @@ _OLD_KERAS: Final = (
     "TF_USE_LEGACY_KERAS=1 (for tf.keras; docs/migrating.md)"
 )
 
-# What the error's text has, what the script's line has, and what to change.
+# A part of the error's text, a part of the script's line, and what to change.
 _HINTS: Final = (
     (
         "'list' object is not callable",

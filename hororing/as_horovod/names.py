@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# A module of ours that does not exist is an error when somebody imports it under Horovod's name,
+# A module of ours that does not exist is an error when a script imports it under Horovod's name,
 # and works by itself from the day on which it does.
 MODULES = {
     "horovod": "hororing.as_horovod.horovod",
@@ -76,7 +76,7 @@ WAYS_OUT = {
 
 
 def way_out(name: str) -> str:
-    """What to do about a name that does not exist here."""
+    """Tell what to do about a name that does not exist here."""
     while name:
         if name in WAYS_OUT:
             return WAYS_OUT[name]

@@ -45,7 +45,7 @@ class Config(Mapping[str, Any]):
         return len(self.settings)
 
     def notes(self) -> list[tuple[int, str]]:
-        """What to log about settings without an effect: level and text."""
+        """Return log records about settings without an effect: level and text."""
         log = self.settings["AUTOTUNE_LOG"]
         if log.value is None or self["AUTOTUNE"]:
             return []
@@ -112,7 +112,7 @@ def _threshold(settings: dict[str, Setting]) -> None:
 
 
 def horovod_notes(environ: Mapping[str, str] | None = None) -> list[tuple[int, str]]:
-    """What to log about Horovod's variables that no knob reads: level and text."""
+    """Return log records about Horovod's variables that no knob reads: level and text."""
     used = frozenset(alias.name for knob in KNOBS for alias in knob.aliases)
     return list(horovod_variables.notes(os.environ if environ is None else environ, used))
 

@@ -77,7 +77,7 @@ UNUSED = (
 
 
 def notes(environ: Mapping[str, str], used: frozenset[str]) -> Iterator[tuple[int, str]]:
-    """What to log about the variables of `environ`: level of Python's logging, and text.
+    """Return log records about the variables of `environ`: level of Python's logging, and text.
 
     Parameters
     ----------

@@ -14,7 +14,7 @@ _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 @dataclass(frozen=True)
 class Allocation:
-    """Hosts with their slots, and who has given them."""
+    """Hosts with their slots, and the scheduler or file that gave them."""
 
     scheduler: str
     hosts: list[Host]

@@ -1,8 +1,8 @@
-"""What a rank of `hororing.run` does: it reads a call from its standard input, and answers.
+"""A rank of `hororing.run`: it reads a call from its standard input, and answers.
 
-Both are pickles, and so may only come from who started this process: the call from a file in memory
-that the launcher has made, the answer over a pipe whose other end it holds. Neither has a name that
-another process could open.
+Both are pickles, so both must come from a trusted process: the call comes from a file in memory
+that the launcher has made, and the answer goes over a pipe whose other end it holds. Neither has a
+name that another process could open.
 
 An answer is its kind, the length of its body (8 bytes, big endian), and the body: a pickle.
 """
@@ -38,7 +38,7 @@ PROGRAM = (
 
 @dataclass(frozen=True)
 class Call:
-    """What ranks read: first where modules are found, then what needs them.
+    """The message to ranks: first where modules are found, then the call, which needs them.
 
     `sources` are the texts of files that exist in memory only, such as notebook cells; tracebacks
     show them. `file` is where the function is defined, which cloudpickle 3.1.3 leaves out.
@@ -102,7 +102,7 @@ def main() -> None:
     except SystemExit:
         raise  # the launcher sees the code
     except BaseException as error:
-        # Before anybody else is told, so that nobody's answer to this one comes first.
+        # Answer before other ranks learn of the error: their errors follow from this one.
         _answer(answer, RAISED, pickle.dumps(_raised(error)))
         shown_there.append(error)
         _end_within(_END_S)

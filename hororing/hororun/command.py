@@ -221,7 +221,7 @@ def _hosts(arguments: argparse.Namespace) -> tuple[list[Host], allocation.Alloca
     if given is None:
         return hosts or [Host("localhost")], None
     size = arguments.num_proc
-    # One task for each host is what schedulers give to who asked for none.
+    # Schedulers give one task per host if the user did not ask for a number.
     untold = size and size > len(given.hosts) and {each.slots for each in given.hosts} == {1}
     if arguments.nproc_per_node or untold:
         return [Host(each.name) for each in given.hosts], given

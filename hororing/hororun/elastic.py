@@ -151,7 +151,7 @@ class ElasticJob:
         self._output.say(text)
 
     def _finish(self) -> None:
-        """No more starts, and who has not taken part yet has nothing to do."""
+        """Start no more processes; those that have not taken part yet are not needed."""
         self._finished = True
         for process in self._live():
             if not process.generation:
@@ -240,7 +240,7 @@ class ElasticJob:
         if self._store is None:
             if self._slots.usable() < self._what.np:
                 return
-            # Each change costs a moment: the first generation has all for whom there is a slot.
+            # Each change takes time, so the first generation has a process for every slot.
             at_first = replace(self._what, np=self._slots.usable())
             self._store = self._make_store(at_first, self._known or (), self._events.put)
             self._store.start_thread()
@@ -359,7 +359,7 @@ class ElasticJob:
 
     def _about(self, event: Joined | Lost | Done, gone: threading.Event) -> None:
         process = self._process(event.uid)
-        if process is None:  # of somebody who knows the secret
+        if process is None:  # a process that we did not start, but that knows the secret
             gone.set()
             return
         if isinstance(event, Joined):

@@ -1,4 +1,4 @@
-"""What the store of an elastic job tells, in its thread, for the thread of the job."""
+"""Events of an elastic job's store, from its thread to the thread of the job."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from collections.abc import Iterator
 
 from hororing.rendezvous.elastic_store import CONNECTION_ENDED, Event, Lost
 
-# How long the store may wait for the end of one that it has declared dead. Meanwhile it hears from
-# nobody, so it is less than PEER_TIMEOUT_S.
+# How long the store may wait for the end of a process that it has declared dead. It receives
+# nothing meanwhile, so this is less than PEER_TIMEOUT_S.
 _GONE_S = 0.4
 
 
 class Events:
-    """What the store tells, in its thread, for the thread of the job."""
+    """Events of the store, from its thread to the thread of the job."""
 
     def __init__(self, selector: selectors.BaseSelector) -> None:
         self._queue: queue.SimpleQueue[tuple[Event, threading.Event]] = queue.SimpleQueue()
@@ -38,13 +38,13 @@ class Events:
             gone.wait(_GONE_S)
 
     def take(self) -> Iterator[tuple[Event, threading.Event]]:
-        """What has come."""
+        """Yield the events that have come."""
         with contextlib.suppress(queue.Empty):
             while True:
                 yield self._queue.get_nowait()
 
     def close(self) -> None:
-        """Once nobody puts anything."""
+        """Close it. REQUIRES: no thread puts anything any more."""
         self._selector.unregister(self._wake)
         os.close(self._wake)
 

@@ -119,7 +119,7 @@ def chosen(
 
 
 def _with_slots(hosts: Sequence[Host], slots: int | None, np: int) -> list[Host]:
-    """Hosts of which nobody has told a number of slots get equal ones."""
+    """Give hosts without a number of slots equal numbers."""
     untold = slots or -(-np // len(hosts))
     found = [host if host.slots is not None else replace(host, slots=untold) for host in hosts]
     total = sum(host.slots or 0 for host in found)

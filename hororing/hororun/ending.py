@@ -46,7 +46,7 @@ class Ending:
 
     @property
     def begun(self) -> bool:
-        """As above."""
+        """Whether the end has begun."""
         return self._at is not None
 
     def left_s(self) -> float | None:
@@ -60,7 +60,7 @@ class Ending:
             self._at = time.monotonic() + self._grace_s
 
     def go_on(self) -> bool:
-        """Kill who had its time; False: even that was long ago, and a host does not answer."""
+        """Kill processes whose time is over. False: that was long ago; a host does not answer."""
         if self._at is None or time.monotonic() < self._at:
             return True
         if self._killed:

@@ -198,7 +198,7 @@ class RemoteHost:
         self._send_on()
 
     def _send_on(self) -> None:
-        """Send what there is, as far as it goes: nobody waits here for the other side."""
+        """Send as much as possible without blocking."""
         try:
             while self._unsent:
                 del self._unsent[: os.write(self._in.fileno(), self._unsent)]

@@ -69,23 +69,23 @@ class Job:
         return self._ending.asked
 
     # -----------------------------------------------------------------------------------------
-    # What hosts tell
+    # Called by hosts
 
     def output(self, rank: int, stream: str, data: bytes) -> None:
-        """As `Sink.output`."""
+        """See `Sink.output`."""
         if stream == RESULT:
             self.results[rank] += data
         else:
             self._output.write(rank, stream, data)
 
     def exited(self, rank: int, code: int) -> None:
-        """As `Sink.exited`."""
+        """See `Sink.exited`."""
         if rank in self._codes:
             return
         self._codes[rank] = code
         if code == 0 or self._ending.begun:
             return
-        # Of several at once, one that was killed: the others may have met its end.
+        # If several end at once, blame one that was killed: it may have caused the others' ends.
         if self.failed is None or (code < 0 < self.failed[1]):
             self.failed = rank, code
 

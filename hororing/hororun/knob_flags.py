@@ -21,14 +21,14 @@ _ALIASES = {
     "CPU": ["--thread-affinity"],
     "INTERFACE": ["--network-interface", "--network-interfaces"],
 }
-# Those that say something else: flag, knob, whether a value follows, and what it means.
+# Flags with another meaning than their knob: flag, knob, whether a value follows, the meaning.
 _OTHERS: list[tuple[str, str, bool, Callable[[str], str]]] = [
     ("--fusion-threshold-mb", "FUSION_BYTES", True, lambda text: f"{text}MiB"),
     ("--disable-cache", "CACHE_CAPACITY", False, lambda _: "0"),
     ("--no-stall-check", "STALL_WARNING_S", False, lambda _: "0"),
     ("--log-with-timestamp", "LOG_HIDE_TIME", False, lambda _: "0"),
 ]
-# Of hororun itself: ranks are told otherwise.
+# Flags of hororun itself; ranks get their values in another way.
 _LEFT_OUT = {"ALONE"}
 
 
@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def chosen(arguments: argparse.Namespace) -> dict[str, str]:
-    """What was given, as variables."""
+    """Return the given flags as variables."""
     given = {knob.variable: getattr(arguments, _PREFIX + knob.name, None) for knob in KNOBS}
     return {name: text for name, text in given.items() if text is not None}
 

@@ -25,7 +25,7 @@ _SCRIPT = [sys.executable, "-I", "-S"]  # begins to run in a few ms
 
 
 class Sink(Protocol):
-    """Who is told what ranks do."""
+    """Receives events of ranks."""
 
     def output(self, rank: int, stream: str, data: bytes) -> None:
         """Tell what a rank has printed, in pieces of any size; b"": nothing comes any more."""
@@ -36,7 +36,7 @@ class Sink(Protocol):
 
 @dataclass(frozen=True)
 class Program:
-    """What a rank runs. In an elastic job `rank` is the number of the process (`elastic`)."""
+    """The program of a rank. In an elastic job `rank` is the number of the process (`elastic`)."""
 
     rank: int
     command: Sequence[str]

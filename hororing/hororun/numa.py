@@ -27,7 +27,7 @@ class Node:
 
 
 def numbers(text: str) -> list[int]:
-    """What a list of the kernel says: ``0-2,8`` is 0, 1, 2, 8. ValueError for anything else."""
+    """Parse a list of the kernel: ``0-2,8`` is 0, 1, 2, 8. ValueError for anything else."""
     found: list[int] = []
     for part in filter(None, text.strip().split(",")):
         span = re.fullmatch(r"(\d{1,7})(?:-(\d{1,7}))?", part.strip())
@@ -57,7 +57,7 @@ def read_nodes(root: Path = SYSFS) -> list[Node]:
 
 @dataclass(frozen=True)
 class Binding:
-    """What a process may use; `notice`: why that is not a node's cores and memory, or ""."""
+    """The cores and memory of a process; `notice`: why they are not those of a NUMA node, or ""."""
 
     node: int | None
     cores: frozenset[int]

@@ -1,4 +1,4 @@
-"""What ranks print: whole lines, each with its rank, to the terminal or to files."""
+"""The output of ranks: whole lines, each with its rank, to the terminal or to files."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Output:
         self._show(STDERR, f"hororun: {text}\n".encode("utf-8", "surrogateescape"))
 
     def close(self) -> None:
-        """Show half lines that nobody has ended, and close files."""
+        """Show unfinished lines, and close files."""
         for rank, stream in list(self._parts):
             self.write(rank, stream, b"")
         for file in self._files.values():
@@ -122,10 +122,10 @@ class Output:
         while left and stream in self._streams:
             try:
                 written = self._streams[stream].write(left)
-            except BrokenPipeError:  # nobody reads it any more; the job goes on
+            except BrokenPipeError:  # its reader is gone; the job goes on
                 del self._streams[stream]
                 return
-            if written is None:  # somebody has made it non-blocking, and it is full
+            if written is None:  # it is non-blocking, and full
                 select.select([], [self._streams[stream]], [])
             left = left[written or 0 :]
 

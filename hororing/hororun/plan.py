@@ -1,4 +1,4 @@
-"""Which rank goes where, and what it is told in its environment. Pure."""
+"""The placement of ranks, and their environment variables. Pure."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def replicas_of(rank: int, size: int, replicas: int) -> range:
 def topology(
     placed: Sequence[Place], replicas: int | None, node_of: Callable[[Place], str] | None
 ) -> str:
-    """Which rank goes where, for people: a table. `node_of`: its NUMA node; None: not bound."""
+    """Return the placement as a table for people. `node_of`: the NUMA node; None: not bound."""
     hosts, size = len({place.host for place in placed}), len(placed)
     title = f"{_count(size, 'rank')} on {_count(hosts, 'host')}"
     if replicas is not None:

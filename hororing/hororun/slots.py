@@ -59,7 +59,7 @@ class Slots:
     _hosts: dict[str, list[Slot]] = field(default_factory=dict)
 
     def update(self, hosts: Iterable[Host]) -> tuple[list[str], list[str]]:
-        """Take these hosts, each with its slots, from now on; return who came and who went.
+        """Take these hosts, each with its slots, from now on; return the added and removed ones.
 
         Slots that stay keep their past; of a host that comes again, all are new.
         """
@@ -73,7 +73,7 @@ class Slots:
         return came, [name for name in before if name not in self._hosts]
 
     def of(self, host: str) -> list[Slot]:
-        """Those of a host; none where it is not of the job."""
+        """Return the slots of a host; none if it is not part of the job."""
         return self._hosts.get(host, [])
 
     def usable(self) -> int:
@@ -81,7 +81,7 @@ class Slots:
         return min(sum(not slot.retired for slot in self._all()), self.max_np)
 
     def due(self, now: float, running: int) -> list[Slot]:
-        """Those in which to start a process now, where so many run already."""
+        """Return the slots in which to start a process now. `running`: processes that run."""
         ready = [slot for slot in self._free() if slot.ready_at <= now]
         return ready[: max(self.max_np - running, 0)]
 

@@ -1,4 +1,4 @@
-"""What a distributed optimizer adds to its class: gradients that are reduced before each update.
+"""A mixin for optimizers: gradients are reduced before each update.
 
 Keras calls an optimizer through `apply` (TensorFlow, torch) or `stateless_apply` (JAX), and through
 nothing else; both are overridden here. Reduced gradients go to the optimizer's own methods, so
@@ -27,7 +27,7 @@ Update = Callable[[list[Any]], Any]
 
 
 class _State:
-    """What a distributed optimizer knows beside what Keras saves and tracks."""
+    """The state of a distributed optimizer that Keras neither saves nor tracks."""
 
     def __init__(self, first_iteration: int = 0) -> None:
         self.first_iteration = first_iteration  # when it became distributed
@@ -39,7 +39,7 @@ class _State:
 
 
 class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no types
-    """What distributed optimizers add to their class."""
+    """The mixin of distributed optimizers."""
 
     _settings: Settings  # of the class, which serves one optimizer and its copies
     built: bool
@@ -145,7 +145,7 @@ class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no t
             raise RuntimeError(NOTHING_REDUCED)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # What LossScaleOptimizer does to the optimizer that it is given, when it is made.
+        # LossScaleOptimizer does this to its inner optimizer when it is created.
         if name == "loss_scale_factor":
             caller = sys._getframe(1).f_locals.get("self")
             if caller is not self and isinstance(caller, keras.optimizers.LossScaleOptimizer):
@@ -230,7 +230,7 @@ class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no t
             results[at] = result
 
     def _combined_variables(self, variables: Sequence[Any]) -> list[Any]:
-        """Which variables' changes op=Adasum combines."""
+        """Return the variables whose changes op=Adasum combines."""
         local = self._local_keys()
         return [v for v in variables if not _is_maximum(v) and self._var_key(v) not in local]
 

@@ -29,7 +29,7 @@ _ELASTIC = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What `RayExecutor.create_settings` makes."""
+    """The result of `RayExecutor.create_settings`."""
 
     timeout_s: float = 300.0
     placement_group_timeout_s: float = 100.0
@@ -202,7 +202,7 @@ class RayExecutor:
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """As `run`, but returns references for `ray.get` at once.
+        """Like `run`, but returns references for `ray.get` at once.
 
         If a rank fails, the others may wait for it: `shutdown` ends them.
         """
@@ -213,7 +213,7 @@ class RayExecutor:
         return self._all("execute", "execute", fn)
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
-        """As `execute`, on rank 0 alone. Returns its result."""
+        """Like `execute`, on rank 0 alone. Returns its result."""
         self._check_started("execute_single")
         return self._results("execute_single", [self._workers[0].execute.remote(fn)])[0]
 
@@ -307,7 +307,7 @@ class RayExecutor:
     def _results(
         self, doing: str, asked: Sequence[Any], timeout_s: float | None = None
     ) -> list[Any]:
-        """What ranks answer, by rank."""
+        """Return the answers of ranks, by rank."""
         pending = {reference: rank for rank, reference in enumerate(asked)}
         results: dict[int, Any] = {}
         failed: dict[int, Exception] = {}
@@ -325,7 +325,7 @@ class RayExecutor:
                     if not failed:
                         until = time.monotonic() + _GRACE_S
                     failed[rank] = error
-        except BaseException:  # Ctrl-C: nobody knows when the actors would be free again
+        except BaseException:  # Ctrl-C: it is unknown when the actors would be free again
             self._end()
             raise
         if not pending and not failed:
@@ -360,7 +360,7 @@ class RayExecutor:
         ) from error
 
     def _name(self, rank: int) -> str:
-        if not self._places:  # nobody has a rank yet
+        if not self._places:  # no actor has a rank yet
             return f"actor {rank}"
         return f"rank {rank} on {self._places[rank].address}"
 

@@ -1,4 +1,4 @@
-"""What makes processes that Ray has started ranks of one job."""
+"""Makes processes that Ray has started ranks of one job."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def meet(
     )
     told = []
     for place in plan.by_host([each.node for each in ranks]):
-        # Those of all neighbours, so that local ranks are numbers of devices.
+        # The devices of all neighbours, so that local ranks are numbers of devices.
         gpus = dict.fromkeys(gpu for each in ranks if each.node == place.host for gpu in each.gpus)
         devices = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
         told.append({**variables, **devices, **plan.environment(place, len(ranks), rendezvous)})

@@ -43,7 +43,7 @@ class HororingConfig(BackendConfig):  # type: ignore[misc]
 
     @property
     def backend_cls(self) -> type[Backend]:
-        """What Ray Train calls when workers have started, and before they end."""
+        """Ray Train calls these when workers have started, and before they end."""
         return _HororingBackend
 
 

@@ -189,13 +189,13 @@ class Member:
             return texts
 
     def put(self, key: str, text: str, timeout_s: float = _ANSWER_S) -> None:
-        """Tell `text` to whoever asks for `key`, now or later."""
+        """Set the text of `key`, for members that ask for it now or later."""
         with self._lock:
             deadline = self._ask("put", key, timeout_s, text=_checked(text))
             self._next(key, deadline)
 
     def get(self, key: str, timeout_s: float = math.inf) -> str:
-        """Return the text of `key`; blocks until somebody has told it. RendezvousError if not."""
+        """Return the text of `key`; blocks until a member has set it. RendezvousError if not."""
         with self._lock:
             deadline = self._ask("get", key, timeout_s)
             return str(self._take(self._next(key, deadline), "text", str))
@@ -335,7 +335,7 @@ class Member:
 def _connections(
     places: Mapping[str, tuple[str, int]], deadline: Deadline
 ) -> Iterator[tuple[str, socket.socket | OSError]]:
-    """What becomes of each place, in the order in which it is known; until the deadline."""
+    """Yield the outcome of each place as it becomes known, until the deadline."""
     with selectors.DefaultSelector() as selector:
         try:
             for text, begun in chain(_begun(places), repeat(("", None))):
@@ -391,7 +391,7 @@ def _begin(family: int, address: Any) -> socket.socket | OSError:
 def _connected(begun: socket.socket) -> socket.socket | OSError:
     code = begun.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
     if code == 0 and begun.getsockname() == begun.getpeername():
-        # Where nobody listens, a port of this host may have been given to this very socket.
+        # If no process listens on a port of this host, this very socket may have got that port.
         code = errno.ECONNREFUSED
     if code == 0:
         return begun

@@ -98,7 +98,7 @@ class ElasticMember(Member):
     def close(self) -> None:
         """End the connections; without `done` this process then counts as lost."""
         super().close()
-        self.beats.close()  # only now: whoever uses it has ended by `at_close`
+        self.beats.close()  # only now: its users have ended by `at_close`
 
     def _say(self, message: dict[str, Any]) -> None:
         if self._stream is None:

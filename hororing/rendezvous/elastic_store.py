@@ -1,4 +1,4 @@
-"""The server of an elastic job: who is in it, and the generations that its members form.
+"""The server of an elastic job: its members, and the generations that they form.
 
 A connection is a membership, as with `store.Store`; but a member that is lost costs the job no more
 than its place. What is decided when, `generations` knows; here are connections and time.
@@ -35,7 +35,7 @@ __all__ = ["Done", "ElasticStore", "Ended", "Event", "Joined", "Lost", "World"]
 CONNECTION_ENDED = "its connection has ended without a word"
 
 
-# Looks at who lives, in the time that a silent member has.
+# Checks for signs of life, in the time that a silent member has.
 _LOOKS = 8
 # Its first sign of life may come so many times later.
 _FIRST_BEAT = 10
@@ -84,7 +84,7 @@ class ElasticStore(Server):
         # By uid: the connections by which members tell that they live, and when they did so last.
         self._beats: dict[str, Peer] = {}
         self._heard: dict[str, float] = {}
-        self._beating: set[str] = set()  # who has, and so reads frames
+        self._beating: set[str] = set()  # members that have, and so read frames
         self._looked = 0.0
         self._looking: asyncio.TimerHandle | None = None
         self._over, self._updated = b"", b""  # the last frames of these kinds
@@ -92,7 +92,7 @@ class ElasticStore(Server):
         self._limit: asyncio.TimerHandle | None = None
 
     # -----------------------------------------------------------------------------------------
-    # What the launcher tells; any thread
+    # Called by the launcher, on any thread
 
     def expect(self, count: int) -> None:
         """Tell how many processes have been started that have not come yet.
@@ -124,7 +124,7 @@ class ElasticStore(Server):
             self._loop.call_soon_threadsafe(act)
 
     # -----------------------------------------------------------------------------------------
-    # What members tell
+    # Messages of members
 
     def _members(self) -> list[Peer]:
         return [*self._peers.values(), *self._beats.values()]
@@ -221,7 +221,7 @@ class ElasticStore(Server):
         return [each.pop(uid) for each in (self._peers, self._beats) if uid in each]
 
     # -----------------------------------------------------------------------------------------
-    # What follows from it
+    # Consequences of events
 
     def _carry_out(self, events: list[Event]) -> None:
         for event in events:
@@ -274,7 +274,7 @@ class ElasticStore(Server):
             self._beats[uid].send(frame)
 
     def _drop(self, event: Lost) -> None:
-        """Before anybody hears of it: its connection, and what waits for it."""
+        """Close its connection and end what waits for it, before other members are told."""
         peer = self._peers[event.uid]
         for connection in self._remove(event.uid):
             connection.writer.transport.abort()
@@ -307,7 +307,7 @@ class ElasticStore(Server):
         loop = asyncio.get_running_loop()
         now, pause_s = loop.time(), self._peer_timeout_s / _LOOKS
         if now - self._looked > 2 * pause_s:
-            # This process was stopped, or had no time: so nobody was heard.
+            # This process was stopped, or had no time, so it has received no sign of life.
             self._heard = {uid: max(at, now) for uid, at in self._heard.items()}
         self._looked = now
         for uid in [each for each, at in self._heard.items() if now - at > self._peer_timeout_s]:

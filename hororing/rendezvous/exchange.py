@@ -1,7 +1,7 @@
 """The texts that the ranks of one generation tell one another, through the store.
 
-A GET or a GATHER is answered when it can be, or at its deadline. Once a rank is lost, whoever waits
-is told, and so is whoever would wait later.
+A GET or a GATHER is answered when it can be, or at its deadline. Once a rank is lost, ranks that
+wait are told, and so are ranks that would wait later.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class _Wait:
 
 @dataclass(eq=False)
 class _Gather:
-    """The texts that have come, and who waits for the rest, by rank."""
+    """The texts that have come, and the ranks that wait for the rest."""
 
     texts: dict[int, str] = field(default_factory=dict)
     waits: dict[int, _Wait] = field(default_factory=dict)
 
 
 class Exchange:
-    """Of `size` ranks; in the event loop of the store.
+    """The exchange of `size` ranks; in the event loop of the store.
 
     Attributes
     ----------
@@ -51,7 +51,7 @@ class Exchange:
     """
 
     def __init__(self, generation: int, size: int, peers: Mapping[int, Peer]) -> None:
-        """`peers`: who is connected, by rank; changed by the store."""
+        """`peers`: the connected peers, by rank; changed by the store."""
         self.lost: dict[int, str] = {}
         self.statuses: dict[int, int] = {}
         self._generation, self._size, self._peers = generation, size, peers
@@ -115,7 +115,7 @@ class Exchange:
 
             def missed() -> None:
                 waits.remove(wait)
-                wait.end(self._about(key, {"error": f"nobody has told {key!r}", "late": True}))
+                wait.end(self._about(key, {"error": f"no rank has set {key!r}", "late": True}))
 
             wait = self._wait(peer, message, missed)
             waits.append(wait)
@@ -131,7 +131,7 @@ class Exchange:
         gather.texts[rank] = text
 
         def missed() -> None:
-            # Whoever gives up takes no part: all have the texts, or nobody has.
+            # A rank that gives up takes no part: all ranks get the texts, or none does.
             del gather.waits[rank], gather.texts[rank]
             missing = [
                 each for each in range(self._size) if each not in gather.texts and each != rank
@@ -158,7 +158,7 @@ class Exchange:
         return _Wait(peer, deadline)
 
     def _missing(self, ranks: list[int]) -> str:
-        """Who has not come, and who of them has at least connected."""
+        """Describe the ranks that have not come, and which of them have at least connected."""
         here = [rank for rank in ranks if rank in self._peers]
         away = [rank for rank in ranks if rank not in self._peers]
         parts = []
@@ -186,7 +186,7 @@ def about(generation: int, key: str, what: dict[str, Any]) -> bytes:
 
 
 def _texts(generation: int, key: str, texts: list[str]) -> bytes:
-    """The frames with everybody's texts: each holds some, from rank "first" on."""
+    """The frames with all ranks' texts: each holds some, from rank "first" on."""
     frames, part, size = [], [], 0
     for rank, text in enumerate(texts):
         part.append(text)

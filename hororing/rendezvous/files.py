@@ -2,7 +2,7 @@
 
 Rank 0 writes its offer (hororing/rendezvous/offers.py) into a file that only its user can read, and
 removes it when all ranks are in. Files of earlier jobs may lie there: they have another job's name,
-or their owner is dead, or nobody answers with that secret.
+or their owner is dead, or no store answers with that secret.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def join(directory: str, *, job: str, rank: int, size: int, timeout_s: float) ->
 
 
 def _read(path: Path) -> tuple[dict[str, Any] | None, str]:
-    """What the file says; None and why not, where there is none of a live job."""
+    """Return the offer in the file; or None, and why there is none of a live job."""
     with contextlib.suppress(OSError):
         # Lets NFS forget that the file was not there a moment ago.
         os.close(os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
@@ -104,7 +104,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _owner(pid: int) -> dict[str, Any]:
-    """What tells a process from all others: of this machine, since it was started."""
+    """Return an identity that no other process of this machine has had since its boot."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
     return {

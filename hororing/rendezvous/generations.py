@@ -1,9 +1,9 @@
-"""Who is in an elastic job, and when its next generation forms: a state machine without IO.
+"""The members of an elastic job, and when its next generation forms: a state machine without IO.
 
 A generation is a set of members with ranks 0 to n-1. Members come (`join`), say that they have left
 their generation and want the next one (`ready`), end as they should (`done`) or are lost (`lost`).
-As soon as every live member is ready, and there are enough, a `World` forms. Nobody waits for
-processes that may come later, except for the first generation.
+As soon as every live member is ready, and there are enough, a `World` forms. Only the first
+generation waits for processes that may come later.
 
     join -> waiting -> World -> member -> ready -> waiting -> World ...
 
@@ -43,7 +43,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Event:
-    """What has happened."""
+    """An event."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class World(Event):
 
 @dataclass(frozen=True)
 class Broken(Event):
-    """The generation cannot go on: who is still in it must leave. `rank` is to blame."""
+    """The generation cannot go on: its members must leave it. `rank` is to blame."""
 
     generation: int
     rank: int
@@ -114,7 +114,7 @@ class Retired(Event):
 
 @dataclass(frozen=True)
 class Ended(Event):
-    """The job cannot go on; nobody gets into a generation any more."""
+    """The job cannot go on; no process gets into a generation any more."""
 
     reason: str
 
@@ -166,7 +166,7 @@ class Generations:
             )
 
     # -----------------------------------------------------------------------------------------
-    # What happens
+    # Events
 
     def join(self, uid: str, host: str, pid: int) -> list[Event]:
         """Take in a process, which is to say `ready` next. ValueError: that uid is there."""
@@ -184,7 +184,7 @@ class Generations:
         Parameters
         ----------
         generation : the last one that it was in; 0: none. An older one than that in which it is
-            means that it never got there, and nobody can.
+            means that it never got there, and no member can.
         step, marks : the state that it has.
         failed : it left since something had failed, so the others cannot go on either.
         """
@@ -236,7 +236,7 @@ class Generations:
     # Time
 
     def lacks(self) -> str:
-        """What the next generation waits for, where that must not last for ever; "": nothing."""
+        """Return what the next generation waits for and must not wait for ever; "": nothing."""
         members = [each for each in self._all() if each.rank >= 0]
         over = self.broken or not members or any(each.ready for each in members)
         if self.ended or not (over if self.number else self._processes):
@@ -251,7 +251,7 @@ class Generations:
         return f"{_name(late[0])} has not come" if late else ""
 
     def give_up(self) -> list[Event]:
-        """What `lacks` tells of has lasted too long."""
+        """The wait that `lacks` describes has lasted too long."""
         self._expected = 0  # the first generation may be smaller
         events = self._form()
         if self.lacks():
@@ -288,7 +288,7 @@ class Generations:
         return members < self.max_np and self._is_wanted(process)
 
     def _late(self) -> list[_Process]:
-        """Who could be ready, and must be: only the first generation waits for newcomers."""
+        """The members that must be ready: only the first generation waits for newcomers."""
         return [
             each for each in self._all() if not each.ready and (each.rank >= 0 or not self.number)
         ]

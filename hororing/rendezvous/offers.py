@@ -42,7 +42,7 @@ def make(
     ----------
     publish, withdraw : of the offer; withdrawn once, from any thread, and raises nothing.
     secret : of the job, which all ranks know already; b"": a new one, in the offer.
-    one_host : all ranks are of this host, so nobody else can connect.
+    one_host : all ranks are on this host, so no other host needs to connect.
     near : a host towards which this one has the address that the others reach best.
     """
     pending = [withdraw]

@@ -1,4 +1,4 @@
-"""What store and members say to each other: frames, and how each proves that it has the secret.
+"""The protocol between store and members: frames, and how each proves that it has the secret.
 
 A frame is its length (4 bytes, big endian) and a JSON object in ASCII. A connection begins with
 
@@ -10,8 +10,8 @@ A frame is its length (4 bytes, big endian) and a JSON object in ASCII. A connec
 The second connection of a process of an elastic job then carries other things: from the process,
 one byte now and then, which says that it lives; to it, frames of fixed size (`over`, `updated`).
 
-A proof is HMAC-SHA256 with the job's secret over who proves it, both nonces and the whole hello, so
-that a recorded one is of no use, neither towards the same side nor towards the other. Data is
+A proof is HMAC-SHA256 with the job's secret over the side that proves, both nonces and the whole
+hello, so a recorded one is of no use, neither towards the same side nor towards the other. Data is
 authenticated in this way only, and not encrypted, as with MPI, NCCL and gloo.
 
 Pure: no sockets, no clock, no environment.
@@ -42,7 +42,7 @@ _NONCE_BYTES = 16
 _UID_BYTES = 8
 _MOST_RANKS = 2**20
 
-# As Frame of csrc/membership/membership.h: kind, rank, generation, stamp, what, text.
+# The layout of Frame in csrc/membership/membership.h: kind, rank, generation, stamp, what, text.
 _OVER_BYTES = 132
 _FRAME = struct.Struct(f"<Iiqqi{_OVER_BYTES}s")
 
@@ -50,7 +50,7 @@ STORE, MEMBER = "store", "member"
 
 
 class ProtocolError(Exception):
-    """What has come is not what a store or a member says."""
+    """Received bytes that neither a store nor a member sends."""
 
 
 def encode(message: dict[str, Any]) -> bytes:
@@ -115,7 +115,7 @@ def take(message: dict[str, Any], name: str, kind: type, default: Any = None) ->
 
 @dataclass(frozen=True)
 class Hello:
-    """Who a member says it is. `pid` is for people only."""
+    """A member's identity, as it says itself. `pid` is for people only."""
 
     job: str
     rank: int
@@ -178,7 +178,7 @@ def new_secret() -> bytes:
 
 
 def proof(secret: bytes, side: str, store_nonce: str, hello: Hello) -> str:
-    """What only a `side` (STORE or MEMBER) that knows the secret can say in this connection."""
+    """Return the proof that `side` (STORE or MEMBER) knows the secret, for this connection."""
     told = _text({"side": side, "store": store_nonce, "hello": hello.message()})
     return hmac.new(secret, told, hashlib.sha256).hexdigest()
 
@@ -233,7 +233,7 @@ def check_secret(secret: bytes, host: str, insecure: bool) -> None:
         raise ValueError(
             f"the job has no secret, and the address {host!r} is not of this host alone: give "
             "every rank the same HORORING_SECRET_KEY or HORORING_SECRET_FILE; or set "
-            "HORORING_INSECURE=1 where everybody who can reach this network may take part"
+            "HORORING_INSECURE=1 if every process that can reach this network may take part"
         )
 
 

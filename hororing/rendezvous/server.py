@@ -1,8 +1,8 @@
-"""What every store is: a server that lets in who knows the job's secret.
+"""The base of every store: a server that admits peers that know the job's secret.
 
-Who has not proved yet that it knows the secret gets 3 s, 4 KiB, and one of 64 places. Others wait
-in the kernel's queue, and where they wait, who has had a place for a while loses it, soon where it
-has not said a word. So neither half-open connections nor garbage cost a member anything.
+A peer that has not proved yet that it knows the secret gets 3 s, 4 KiB, and one of 64 places.
+Others wait in the kernel's queue. While some wait, a peer loses its place after a while, and sooner
+if it has sent nothing. So neither half-open connections nor garbage cost a member anything.
 
 Everything runs in one event loop: that of the caller (`open`, `close`), or of a thread of the store
 (`start_thread`, `stop`).
@@ -25,8 +25,8 @@ from hororing.rendezvous.protocol import Hello, ProtocolError
 
 _FIRST_S = 3.0
 _PLACES = 64
-# How long a connection keeps its place when others wait for one: some trips over any network where
-# it has said who it is, as members do at once.
+# How long a connection keeps its place when others wait for one: a few round trips over any network
+# if it has sent its hello, as members do at once; less if it has not.
 _KEPT_S, _SILENT_S = 0.25, 0.02
 _BACKLOG = 4096
 _NO_FILES_S = 0.1  # before the next try, when the process has no file descriptors left
@@ -74,7 +74,7 @@ class Server:
     Parameters
     ----------
     job : its name; members of other jobs are refused.
-    secret : of `protocol.new_secret`; b"" lets everybody in, and is a ValueError unless `host` is a
+    secret : of `protocol.new_secret`; b"" admits every peer, and is a ValueError unless `host` is a
         loopback address or `insecure`.
     host : address to listen on; "": all of this host, IPv4 and IPv6.
     port : 0 for a free one.
@@ -102,14 +102,14 @@ class Server:
         self._stopping = threading.Lock()
 
     # -----------------------------------------------------------------------------------------
-    # What a subclass knows; all of it in the event loop
+    # Implemented by subclasses; called in the event loop
 
     def _members(self) -> list[Peer]:
         """Whose last words must get out before the store ends."""
         raise NotImplementedError
 
     def _enter(self, peer: Peer) -> None:
-        """Take in who has proved that it belongs to the job, and welcome it; or Refusal."""
+        """Admit and welcome a peer that has proved that it belongs to the job; or Refusal."""
         raise NotImplementedError
 
     async def _serve_member(self, peer: Peer) -> None:
@@ -269,7 +269,7 @@ class Server:
         if not protocol.is_proof(claimed, self._secret, protocol.MEMBER, nonce, hello):
             raise ProtocolError("a wrong proof")
         peer = Peer(hello, reader, writer)
-        self._enter(peer)  # only now: who knows the secret may know who is in the job
+        self._enter(peer)  # only now: only peers that know the secret may learn of the members
         self._leave(place)
         return peer
 

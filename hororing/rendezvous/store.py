@@ -1,9 +1,9 @@
-"""The server: who is in a job, and the few texts that its ranks tell one another.
+"""The server: the ranks of a job, and the few texts that they exchange.
 
 A connection is a membership: when it ends and the member has not said DONE, the rank is lost. Then
-whoever waits for it is told, and so is whoever would wait later. Keys live under a generation;
-there is one here, 0 (`elastic_store` has more). Nothing polls: a GET or a GATHER is answered when
-it can be, or at its deadline.
+ranks that wait for it are told, and so are ranks that would wait later. Keys live under a
+generation; there is one here, 0 (`elastic_store` has more). Nothing polls: a GET or a GATHER is
+answered when it can be, or at its deadline.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Store(Server):
     job, secret, host, port, insecure : as those of `Server`.
     size : how many ranks there are.
     one_start : it ends with the processes of this start, since one of them has it: a rank that has
-        ended does not come again, and who claims to be it is of a later start.
+        ended does not come again, and a process that claims its rank is of a later start.
     when_complete : called once, when all ranks are in and before any of them is told anything.
 
     Attributes

@@ -1,9 +1,9 @@
-"""torch's store (TCPStore) as the place where ranks find ours: what torchrun's workers share.
+"""Finds the store through torch's store (TCPStore), which torchrun's workers share.
 
 Rank 0 leaves its offer (hororing/rendezvous/offers.py) under a key there, and removes it when all
-ranks are in. Torch's store lets everybody in: until then, whoever can reach its port can read the
-job's secret, unless the user has given one. Where no agent has that store, rank 0 has it until
-then, as `init_process_group` would, which may be called before or after.
+ranks are in. Torch's store has no access control: until then, every process that can reach its port
+can read the job's secret, unless the user has given one. If no agent has that store, rank 0 opens
+it for that time, as `init_process_group` would, which may be called before or after.
 
 The only module beside the adapters that imports torch: on demand.
 """
@@ -57,7 +57,7 @@ def meet(
     job : name of the job, to which rank 0 adds what tells this start from others.
     secret : of the job, which all ranks know; b"": a new one.
     one_host : all ranks are of one host.
-    makes_store : where nobody listens at `address`, rank 0 makes torch's store itself.
+    makes_store : if no store listens at `address`, rank 0 opens torch's store itself.
 
     Raises
     ------
@@ -180,7 +180,7 @@ class _Board:
 
 
 class _Shared(_Board):
-    """The same in a store that somebody else has made, and keys of the ranks' hosts."""
+    """The same in a store that another process has opened, and keys of the ranks' hosts."""
 
     def __init__(self, store: Any) -> None:
         self._given = self._store = store
@@ -215,7 +215,7 @@ class _Shared(_Board):
 
 
 def _bounded(call: Callable[[], T]) -> T:
-    """What a call into torch returns. TimeoutError where nothing answers: torch waits for ever.
+    """Return the result of a call into torch. TimeoutError if there is none: torch waits for ever.
 
     Its own limit does not hold once it is connected, and Ctrl-C does not interrupt it.
     """

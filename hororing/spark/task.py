@@ -26,7 +26,7 @@ from hororing.rendezvous import interfaces, protocol
 
 @dataclass(frozen=True)
 class Told:
-    """What the tasks need to know."""
+    """The settings of the tasks."""
 
     job: str
     store: str  # its address

@@ -28,7 +28,7 @@ from hororing.tensorflow.tensors import PARTS, as_parts, from_parts
 
 
 class Call(NamedTuple):
-    """What is asked of a verb, beside the tensors."""
+    """The arguments of a verb, besides the tensors."""
 
     name: str
     process_set: ProcessSet
@@ -94,7 +94,7 @@ def _recorded(
 
 
 def _may_be_asked(tensors: Sequence[tf.Tensor]) -> bool:
-    """Whether somebody may want gradients. Not without a tape; that halves an eager call."""
+    """Whether a tape may want gradients. If none is active, an eager call takes half the time."""
     return not tf.executing_eagerly() or bool(PossibleTapeGradientTypes(tensors))
 
 

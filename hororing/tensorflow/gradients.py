@@ -47,7 +47,7 @@ def checked_options(what: str, **arguments: Any) -> Reduction:
 
 
 def variable_key(variable: Any) -> Any:
-    """What is the same for a Keras variable and the TensorFlow variable inside it.
+    """Return an identity that a Keras variable shares with the TensorFlow variable inside it.
 
     Names would not do: in Keras 3 every layer has a "kernel".
     """
@@ -57,7 +57,7 @@ def variable_key(variable: Any) -> Any:
 
 
 def variable_name(variable: Any) -> str:
-    """What to call a variable, or another source of gradients; it need not be unique."""
+    """Return a name for a variable, or another source of gradients; it need not be unique."""
     name = getattr(variable, "path", None)
     if not isinstance(name, str):
         try:
@@ -162,7 +162,7 @@ class _Sparse(NamedTuple):
 
 
 class _Plan:
-    """Which requests a step's gradients become, and where the results go."""
+    """The requests of a step's gradients, and where their results go."""
 
     def __init__(self, options: Reduction) -> None:
         self.options = options

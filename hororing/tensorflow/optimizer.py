@@ -107,7 +107,7 @@ def DistributedOptimizer(
             f"DistributedOptimizer takes an optimizer of Keras or of tf.compat.v1.train, not "
             f"{type(optimizer).__name__}; with a loop of your own use DistributedGradientTape"
         )
-    import hororing.tensorflow.keras as of_keras  # imports Keras, which not everybody here uses
+    import hororing.tensorflow.keras as of_keras  # imports Keras, which not every script uses
 
     return of_keras.DistributedOptimizer(
         optimizer, name, backward_passes_per_step=backward_passes_per_step,

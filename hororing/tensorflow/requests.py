@@ -51,7 +51,7 @@ class Request(NamedTuple):
         return [*dtypes, tf.int32] if self.collective == ALLTOALL else dtypes
 
     def result_shapes(self) -> list[tf.TensorShape]:
-        """What is known of the results' shapes before they are there."""
+        """Return what is known of the results' shapes before they are complete."""
         shapes = [tensor.shape for tensor in self.tensors]
         if self.collective in (ALLREDUCE, BROADCAST):
             return shapes

@@ -214,7 +214,7 @@ def _differentiated(tensor: tf.Tensor) -> Any:
         )
         if tf.executing_eagerly():
             raise NotImplementedError(problem)
-        # Graphs of gradients are built in case that somebody asks for them.
+        # Graphs of gradients are built even if they are not used.
         with tf.control_dependencies([tf.debugging.Assert(False, [problem])]):
             return tf.identity(upstream)
 

@@ -1,4 +1,4 @@
-"""What verbs are given, as tensors that the core can take."""
+"""Converts the arguments of verbs to tensors that the core can take."""
 
 from __future__ import annotations
 

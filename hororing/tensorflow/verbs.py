@@ -130,7 +130,7 @@ def averaged_slices(
     op: int,
     process_set: ProcessSet,
 ) -> tf.IndexedSlices:
-    """What was gathered, as slices; divided by the number of ranks where op is Average."""
+    """Return gathered slices; divided by the number of ranks if op is Average."""
     if op == Average:
         # A graph of an elastic job lives longer than the number of ranks.
         changes = membership.is_elastic() and process_set is global_process_set

@@ -1,4 +1,4 @@
-"""Which Keras tf.keras is."""
+"""Finds out which Keras tf.keras is."""
 
 from __future__ import annotations
 

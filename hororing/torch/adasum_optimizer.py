@@ -102,7 +102,7 @@ class _DeltaReducer(Reducer):
 
 
 class DeltaDistributed(Distributed):
-    """What optimizers with op=Adasum add to their class, where there are several ranks."""
+    """The mixin of optimizers with op=Adasum, if there are several ranks."""
 
     _reducer_type = _DeltaReducer
 

@@ -7,7 +7,7 @@ plans buckets (hororing/bucket_planning.py) and broadcasts them.
 All ranks must do so after the same step, and ranks that have joined count fewer steps. So until
 groups are found, each step ends with a vote, an allreduce of one number: 1 from a rank that has
 measured enough, 0 from another one, and zeros are what joined ranks contribute. All ranks that vote
-see the same sum. If it is the number of ranks, all of them have just voted, nobody has joined, and
+see the same sum. If it is the number of ranks, all of them have just voted, no rank has joined, and
 nothing else is in flight.
 
 Why messages are timed then, and not in the steps: gradients share batches there, and one that waits
@@ -206,7 +206,7 @@ def _remove(timers: list[RemovableHandle]) -> None:
 
 
 class AutoGrouped(Distributed):
-    """What optimizers with groups="auto" add to their class."""
+    """The mixin of optimizers with groups="auto"."""
 
     _reducer_type = AutoReducer
 

@@ -26,7 +26,7 @@ from hororing.torch.verbs import verbs
 
 
 class Request(NamedTuple):
-    """What is asked of a verb, beside the tensors."""
+    """The arguments of a verb, besides the tensors."""
 
     verb: str
     name: str

@@ -1,4 +1,4 @@
-"""What a distributed optimizer adds to its class: gradients that are reduced in backward().
+"""The mixin of distributed optimizers: gradients are reduced in backward().
 
 See hororing/torch/optimizer.py for how an optimizer becomes one.
 """
@@ -36,12 +36,12 @@ class Settings(NamedTuple):
 
 
 class Distributed(torch.optim.Optimizer):
-    """What distributed optimizers add to their class."""
+    """The mixin of distributed optimizers."""
 
     _settings: Settings  # of the class, which serves one optimizer and its copies
     _reducer_type: type[Reducer] = Reducer
     _reducer: Reducer | None = None  # None where this rank reduces with nobody
-    # Of the elastic state that it is in, if each step is one of all ranks.
+    # The steps of its elastic state, if each step is a transaction of all ranks.
     _steps: Steps | None = None
     backward_passes_per_step: int
     _parameter_names: dict[torch.Tensor, str]

@@ -1,4 +1,4 @@
-"""What a checkpointed segment computes again does not communicate again: `stored_statistics`."""
+"""Recomputed checkpointed segments do not communicate again: `stored_statistics`."""
 
 from __future__ import annotations
 

@@ -170,14 +170,14 @@ class SyncBatchNorm(_BatchNorm):
         return result
 
     def extra_repr(self) -> str:
-        """Describe the layer, and who shares its statistics where that is not everybody."""
+        """Describe the layer, and the ranks that share its statistics if those are not all."""
         text: str = super().extra_repr()  # type: ignore[no-untyped-call]
         if self.process_set is not global_process_set:
             text += f", process_set={self.process_set.ranks}"
         return text if self.group_size is None else f"{text}, group_size={self.group_size}"
 
     def _sharing(self) -> ProcessSet | None:
-        """Return the ranks that share statistics with this one; None for nobody."""
+        """Return the ranks that share statistics with this one; None if there are none."""
         job.topology()
         process_sets.check_member(self.process_set, f"SyncBatchNorm '{self.name}'")
         if self.group_size is None:

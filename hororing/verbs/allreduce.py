@@ -295,7 +295,7 @@ class Allreduce(Requests[T]):
         prescale, postscale = arguments.check_factors(prescale, postscale, verb)
         targets = self._checked(tensors, verb, writable=in_place)
         sources = [adapter.dense(tensor) for tensor in targets]
-        # A tensor that had to be copied is reduced inside its copy: nobody else sees that.
+        # A tensor that had to be copied is reduced inside its copy, which only we can see.
         outputs = [
             source if in_place or source is not target else adapter.empty_like(source)
             for source, target in zip(sources, targets, strict=True)

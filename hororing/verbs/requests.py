@@ -14,7 +14,7 @@ first = itemgetter(0)
 
 
 class Requests(Generic[T]):
-    """What the verbs over one array type have in common."""
+    """The common part of the verbs over one array type."""
 
     def __init__(self, adapter: Adapter[T]) -> None:
         self.adapter = adapter
@@ -53,7 +53,7 @@ class Requests(Generic[T]):
 
         Of tensors on a device, what this thread computes from `finish` on comes after the results,
         and so does what comes later in the streams that they were computed or submitted in: that is
-        where their memory goes to when nobody needs it any more.
+        where their memory goes to when it is no longer needed.
         """
         device = views[0].device
         if device == collectives.HOST:

@@ -232,7 +232,7 @@ def test_a_value_is_pushed_to_whoever_asked_before_and_kept_for_later(made: Call
         second.put("where", "here")
         assert asked.result() == "here"
     assert second.get("where") == "here"
-    with pytest.raises(RendezvousError, match="nobody has told 'when'"):
+    with pytest.raises(RendezvousError, match="no rank has set 'when'"):
         first.get("when", 0.01)
     assert first.get("where") == "here"  # and the connection is as good as before
     first.done()

@@ -1,6 +1,6 @@
-"""What `import horovod` gives."""
+"""The module of `import horovod`."""
 
 from hororing.as_horovod.horovod.runner import run as run
 
-# Of the Horovod whose interface this is; scripts compare it. Ours is hororing.__version__.
+# The version of Horovod with this interface; scripts compare it. Ours is hororing.__version__.
 __version__ = "0.28.1"

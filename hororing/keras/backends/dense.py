@@ -1,4 +1,4 @@
-"""What backends without sparse gradients and graphs of their own share."""
+"""The common part of backends without sparse gradients and graphs of their own."""
 
 from __future__ import annotations
 

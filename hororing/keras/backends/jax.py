@@ -108,7 +108,7 @@ def choose(due: Any, update: Callable[[], Any], otherwise: Callable[[], Any]) ->
 
 
 def as_written(function: F) -> F:
-    """Return it: nobody rewrites Python."""
+    """Return it: JAX does not rewrite Python."""
     return function
 
 

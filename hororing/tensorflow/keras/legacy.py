@@ -25,9 +25,9 @@ Pairs = Iterable[tuple[Any, Any]]  # gradients and variables
 
 
 class Distributed:
-    """What a distributed optimizer adds to its class. Before an optimizer's class of tf_keras."""
+    """The mixin of distributed optimizers, placed before an optimizer's class of tf_keras."""
 
-    # Of the class, which serves one optimizer and its copies.
+    # Attributes of the class, which serves one optimizer and its copies.
     _settings: Settings
     _state: _State
 
@@ -88,7 +88,7 @@ class Distributed:
 
 
 class _State:
-    """What a distributed optimizer knows beside what Keras saves and tracks."""
+    """The state of a distributed optimizer that Keras neither saves nor tracks."""
 
     def __init__(self, local_layers: Sequence[Any]) -> None:
         self.reached = False  # gradients have come by

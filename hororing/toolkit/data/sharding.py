@@ -1,4 +1,4 @@
-"""Which samples a process reads: equal, disjoint shards of a seeded permutation, epoch by epoch.
+"""The samples of a process: equal, disjoint shards of a seeded permutation, epoch by epoch.
 
 The permutation of N samples is a function of (seed, epoch) alone: the order of N 64-bit words that
 Philox makes of them, whose stream NumPy guarantees for all its versions and machines. Of what is
@@ -69,7 +69,7 @@ class Shard:
     Raises
     ------
     ValueError : for a wrong argument; from `iter` and `len` with "drop" if nothing would be left
-        of an epoch that nobody has begun.
+        of an epoch that no rank has begun.
     """
 
     def __init__(

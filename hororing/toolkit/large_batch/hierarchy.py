@@ -39,7 +39,7 @@ class Hierarchy:
     """Levels with ascending periods; the last one has one group.
 
     Invariants: a period divides the next one; each group lies within one group of the next level.
-    So who averages in a level has just missed no average of a lower one.
+    So a rank that averages in a level has not missed an average of a lower one.
     """
 
     levels: tuple[Level, ...]
@@ -50,7 +50,7 @@ class Hierarchy:
         return steps >= self.warmup_steps
 
     def level_after(self, steps: int) -> int | None:
-        """Which of the levels averages when `steps` steps are done; None: none."""
+        """Return the level that averages when `steps` steps are done; None: none."""
         local = steps - self.warmup_steps
         if local <= 0:
             return None
@@ -193,6 +193,6 @@ def group_of(groups: Groups, rank: int) -> tuple[int, ...]:
 
 
 def shares(weights: Sequence[float], group: Sequence[int]) -> dict[int, float]:
-    """What each rank of `group` counts in a weighted average: n_i over their sum."""
+    """Return each rank's weight in a weighted average over `group`: n_i over their sum."""
     total = sum(weights[rank] for rank in group)
     return {rank: weights[rank] / total for rank in group}

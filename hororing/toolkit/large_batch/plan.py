@@ -1,4 +1,4 @@
-"""What a user asks of hierarchical SGD, checked, and agreed on by all ranks."""
+"""The checked options of hierarchical SGD, which all ranks agree on."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Request(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What they mean, the same on all ranks."""
+    """The plan that the options stand for, the same on all ranks."""
 
     hierarchy: Hierarchy
     gradient_groups: Groups

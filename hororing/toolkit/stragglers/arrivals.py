@@ -35,7 +35,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Recording:
-    """What was recorded of a job; `hosts` by rank, `collectives` in the order of their ends."""
+    """The record of a job; `hosts` by rank, `collectives` in the order of their ends."""
 
     hosts: list[str]
     collectives: list[Collective]
@@ -56,7 +56,7 @@ def read_timeline(path: str | os.PathLike[str]) -> Recording:
         except ValueError as error:  # no JSON, or no text
             raise ValueError(f"{os.fspath(path)!r} is not a timeline: {error}") from None
     hosts: dict[int, str] = {}
-    # Of one key the ranks record the same negotiations, in the same order.
+    # For one key the ranks record the same negotiations, in the same order.
     starts: defaultdict[tuple[int, str, str], defaultdict[int, list[float]]]
     starts = defaultdict(lambda: defaultdict(list))
     if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):

@@ -11,7 +11,7 @@ from hororing.toolkit.stragglers.diagnosis import diagnose
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
+    """The arguments of the command."""
     parser.add_argument("timeline", help="what HORORING_TIMELINE or start_timeline() wrote")
     parser.add_argument(
         "--tolerance-ms",

@@ -1,4 +1,4 @@
-"""Who is late, how long the others wait, and what can be done about it."""
+"""Which ranks are late, how long the others wait, and what can be done about it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ Array = NDArray[np.float64]
 PERSISTENT_SHARE = 0.5
 # From here on nearly every small group has a straggler in every step.
 MANY_SHARE = 0.2
-# Who is late now and then and costs the others less than this share of the time is none of it.
+# A rank that is late now and then and costs the others less than this share of the time is no
+# straggler.
 NOISE_SHARE = 0.01
 # So few steps make no prediction.
 _LEAST_STEPS = 20
@@ -46,7 +47,7 @@ class RankReport:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Of some steps of a job. `str()` is the report."""
+    """The diagnosis of some steps of a job. `str()` is the report."""
 
     ranks: list[RankReport]
     steps: int
@@ -79,7 +80,7 @@ class Diagnosis:
         return {**vars(self), "ranks": ranks, **lists}
 
     def advice(self) -> list[str]:
-        """What to do, a line each."""
+        """Return advice, a line each."""
         lines = []
         if self.slow_hosts:
             lines.append(
@@ -169,7 +170,7 @@ def diagnose(recording: Recording, tolerance_s: float | None = None) -> Diagnosi
             f"{len(rows)} steps of {size} ranks were recorded; finding stragglers needs at "
             "least two steps of two ranks"
         )
-    # Half of the ranks, rounded down, may be late: then this is somebody punctual.
+    # Half of the ranks, rounded down, may be late: then this is a punctual rank.
     typical = _lower_median(own)
     behind = own - typical[:, None]
     if tolerance_s is None:
@@ -233,7 +234,7 @@ def _lower_median(own: Array) -> Array:
 
 
 def _predicted(own: Array, hosts: list[str]) -> dict[str, float]:
-    """What the same steps would take if ranks averaged less often; of steps of all ranks only."""
+    """Return the time of the same steps if ranks averaged less often; for steps of all ranks."""
     whole = own[np.isfinite(own).all(axis=1)]
     if len(whole) < _LEAST_STEPS or len(whole) < len(own) - 1:
         return {}

@@ -153,7 +153,7 @@ class StragglerInjector:
         return prone
 
     def delays(self, steps: int, ranks: int | None = None) -> NDArray[np.float64]:
-        """What all ranks sleep from step 0 on: seconds, (steps, ranks). Sleeps nothing itself.
+        """Return the delays of all ranks from step 0 on: seconds, (steps, ranks). Does not sleep.
 
         `ranks`: how many there are; needed without `host_of` and before `init`.
         """
@@ -162,7 +162,7 @@ class StragglerInjector:
         return np.where(late, self.delay_s, 0.0)
 
     def state_dict(self) -> dict[str, int]:
-        """What a checkpoint needs so that a resumed run goes on with the same draws."""
+        """Return the state with which a resumed run goes on with the same draws."""
         return {"step": self.step, "seed": self.seed}
 
     def load_state_dict(self, state: dict[str, int]) -> None:

@@ -1,4 +1,4 @@
-"""What stragglers cost, by arithmetic: ranks that work alone for a while and then wait for others.
+"""The cost of stragglers, by arithmetic: ranks that work alone, and then wait for others.
 
 After step k (from 1) the ranks of each group of the largest level whose period divides k wait for
 the slowest of them. Groups are consecutive ranks. With `gradient_group` the ranks of such a group

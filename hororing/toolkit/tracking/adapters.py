@@ -40,7 +40,7 @@ class Tracker(ABC):
         return True
 
     def why_not(self) -> str:
-        """What to do where it is missing."""
+        """Tell what to do if it is missing."""
         name = type(self).__name__
         return f"tracking without {name}: it is not installed; pip install {self.distribution}"
 

@@ -1,4 +1,4 @@
-"""What a run should be remembered by: versions, hosts, the commit."""
+"""The circumstances of a run: versions, hosts, the commit."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ import hororing.numpy as hvd
 from hororing import config
 from hororing.extension import host_names
 
-# Of these, those that the script has imported.
+# Packages whose versions are recorded if the script has imported them.
 _PACKAGES = ("numpy", "torch", "tensorflow", "keras", "jax", "mpi4py")
 _GIT_S = 5.0
 
 
 def circumstances() -> dict[str, Any]:
-    """What can be seen from here. NotInitializedError never: without `init` it is one rank."""
+    """Return the circumstances of this process. Without `init` it is one rank."""
     started = hvd.is_initialized()
     return {
         "time": time.time(),

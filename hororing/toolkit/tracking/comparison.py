@@ -108,7 +108,7 @@ def _differing(dicts: list[dict[str, Any]]) -> dict[str, list[Any]]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What ``python -m hororing compare`` takes."""
+    """The arguments of ``python -m hororing compare``."""
     parser.add_argument("runs", nargs="+", metavar="RUN", help="files that RunRecord wrote")
     parser.add_argument(
         "--maximize", action="append", default=[], metavar="METRIC", help="the larger the better"

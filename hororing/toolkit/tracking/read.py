@@ -33,7 +33,7 @@ class Metric:
 
 @dataclass(frozen=True)
 class Run:
-    """What a file says. `head` is the first line, of the latest start where it was resumed."""
+    """The contents of a file. `head` is the first line; if resumed, that of the latest start."""
 
     path: Path
     head: dict[str, Any]

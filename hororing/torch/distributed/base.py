@@ -1,4 +1,4 @@
-"""What every part of a process group has: its ranks, its names, its checks.
+"""The common base of a process group's parts: its ranks, its names, its checks.
 
 A group is a process set. Its calls are numbered, and the number is the request's name: so calls
 match in their order, and one that differs between ranks is a MismatchError on all of them. A call

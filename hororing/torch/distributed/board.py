@@ -1,9 +1,9 @@
-"""What the ranks of a group tell each other by torch's store: who has come, who waits to send.
+"""Messages of a group's ranks through torch's store: which have come, which wait to send.
 
 A message is a broadcast in a set of two ranks, so a receiver from any source must first learn who
 sends. It says in the store that it wants to; a rank whose message waits looks there, and leaves its
 number. Nothing of that happens to messages whose receiver comes within milliseconds, and nothing is
-left in the store where nobody receives from any source.
+left in the store where no rank receives from any source.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Board:
                 )
 
     def is_wanted(self, target: int) -> bool:
-        """Whether a rank of the group wants to know who sends to it."""
+        """Whether a rank of the group wants to know which ranks send to it."""
         key = f"{self._prefix()}wants{target}"
         return bool(self._store.check([key])) and bool(self._store.get(key))
 
@@ -97,7 +97,7 @@ class Board:
                     break
                 sleep(POLL_S)
             self._store.set(f"{key}verdict", " ".join(map(str, missing)))
-            if not missing:  # then nobody reads those of the last one any more
+            if not missing:  # then no rank reads the keys of the last one any more
                 last = f"{self._prefix()}barrier{number - 1}."
                 for name in ("verdict", *range(size)):
                     self._store.delete_key(f"{last}{name}")
@@ -157,7 +157,7 @@ class _Announcer:
                     if not done and wanted[board, target]:
                         board.announce(target, tag, number)
                         done = True
-                except Exception:  # neither engine nor store: whoever waits for it learns that
+                except Exception:  # neither engine nor store: the waiting caller gets the error
                     done = True
                 if done:
                     self.forget(message)

@@ -25,7 +25,7 @@ from hororing.torch.verbs import adapter, verbs
 
 
 class Exchanges(Group):
-    """What copies tensors between ranks."""
+    """Collectives that copy tensors between ranks."""
 
     @request
     def broadcast(self, name: str, tensors: Any, opts: Any) -> Work:

@@ -18,7 +18,7 @@ from hororing.torch.verbs import adapter, verbs
 
 
 class PointToPoint(Group):
-    """What goes from one rank to another one."""
+    """Messages from one rank to another one."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

@@ -23,13 +23,13 @@ _OPS: Final[dict[Any, int]] = {
     _RedOpType.MAX: arguments.Max,
     _RedOpType.PRODUCT: arguments.Product,
 }
-# Of integers and bool: all ranks' tensors are gathered and combined here.
+# For integers and bool: all ranks' tensors are gathered and combined here.
 _BITWISE: Final[dict[Any, Callable[..., torch.Tensor]]] = {
     _RedOpType.BAND: torch.bitwise_and,
     _RedOpType.BOR: torch.bitwise_or,
     _RedOpType.BXOR: torch.bitwise_xor,
 }
-# What reduce-scatter can do; the rest is an allreduce, of which each rank keeps its part.
+# Reduce-scatter has these; others use an allreduce, of which each rank keeps its part.
 _SCATTERS: Final = (arguments.Sum, arguments.Average)
 
 
@@ -45,7 +45,7 @@ def _number(op: Any, verb: str) -> int:
 
 
 class Reductions(Group):
-    """What combines tensors of all ranks."""
+    """Collectives that combine tensors of all ranks."""
 
     @request
     def allreduce(self, name: str, tensors: Any, opts: Any = None) -> Work:

@@ -1,8 +1,8 @@
-"""What a collective of torch.distributed returns: a `Work`, and its future.
+"""The result of a collective of torch.distributed: a `Work`, and its future.
 
-Whoever waits for a work, or polls it, finishes it. Only for those whose future was asked for (by
-DDP, say) there are threads, since C++ waits for futures without us: one that waits for the engine's
-next completion, and another one only while a callback of a future runs on the first.
+The caller that waits for a work, or polls it, finishes it. Works whose future was asked for (by
+DDP, say) are finished by threads, since C++ waits for futures without us: one waits for the
+engine's next completion, and another one runs only while a callback of a future runs on the first.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class Work(_Work):
 
     # Of `_Completions`.
 
-    blocks = True  # who waits for it is blocked until the engine completes its request
+    blocks = True  # a caller that waits is blocked until the engine completes its request
 
     def look(self, now: float) -> bool:
         """Whether it is complete or too late."""
@@ -205,7 +205,7 @@ class Work(_Work):
 
 
 class _Completions:
-    """The works that nobody else may complete, and the threads that do so.
+    """The works that callers do not complete, and the threads that do so.
 
     One thread at a time looks for works that are complete. Before it completes them, which may run
     callbacks that wait for other works, it lets another thread look.

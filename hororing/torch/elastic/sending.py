@@ -10,15 +10,15 @@ from hororing import collectives
 from hororing.membership import Member
 from hororing.torch.verbs import verbs
 
-# Of what is on its way at once, since it is received into memory of its own.
+# Bounds the bytes in flight, since they are received into extra memory.
 _PART_BYTES = 16 << 20
 
 
 def sources(members: Sequence[Member], lacks: Sequence[bool]) -> list[int] | None:
     """From which rank each gets the state; from itself, if it has it. None: rank 0 sends to all.
 
-    Who lacks it asks a rank of its host, if one there has it, and one that few others ask. On one
-    host a broadcast is as fast: all ranks copy at the same time.
+    A rank that lacks it asks a rank of its host, if one there has it, and one that few others ask.
+    On one host a broadcast is as fast: all ranks copy at the same time.
 
     Parameters
     ----------

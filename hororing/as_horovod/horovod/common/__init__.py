@@ -1,1 +1,1 @@
-"""What `import horovod.common` gives: its modules."""
+"""The package of `import horovod.common`: its modules."""

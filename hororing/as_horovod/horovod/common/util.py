@@ -19,7 +19,7 @@ _cache = functools.cache
 
 
 # ---------------------------------------------------------------------------------------------
-# What works here
+# These work here
 
 
 def _adapter_exists(framework: str) -> bool:

@@ -1,4 +1,4 @@
-"""What `import horovod.runner` gives: `run`, and what is not about starting ranks."""
+"""The package of `import horovod.runner`: `run`, and everything but starting ranks."""
 
 from __future__ import annotations
 
@@ -27,5 +27,5 @@ def _arrive(_: None, func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def run(func: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-    """As `hororing.run`; ranks find hororing under Horovod's names, too."""
+    """Like `hororing.run`; ranks find hororing under Horovod's names, too."""
     return hororing.run(_Function(func) if callable(func) else func, *args, **kwargs)

@@ -22,7 +22,7 @@ def array_of(variable: Any) -> Array:
 
 
 def averageable(variables: Sequence[Any]) -> list[Any]:
-    """Those of floating point, each once: no seeds and counters."""
+    """Return the variables of floating point, each once: no seeds and counters."""
     unique = {id(variable): variable for variable in variables}
     return [v for v in unique.values() if keras.backend.is_float_dtype(v.dtype)]
 
@@ -71,15 +71,15 @@ class Flight(NamedTuple):
 
 
 class Averaging:
-    """What the optimizer knows beside what Keras saves and tracks."""
+    """The optimizer's state that Keras neither saves nor tracks."""
 
     def __init__(self) -> None:
         self.flight: Flight | None = None
         self.state: dict[str, Any] = {}  # what `averaging_state` returns
-        self.attended = False  # somebody averages, or was told to
+        self.attended = False  # a callback or the script averages, or has said that it will
 
     def check_attended(self) -> None:
-        """Warn, once, if a step comes and nobody averages."""
+        """Warn, once, if a step comes and nothing averages."""
         if not self.attended and hvd.size() > 1:
             self.attended = True
             warnings.warn(

@@ -1,6 +1,6 @@
 """HierarchicalSGD for Keras 3: an optimizer whose ranks average their weights from time to time.
 
-The optimizer chooses among whom gradients are reduced, inside the train step; weights are averaged
+The optimizer chooses the ranks that reduce gradients, inside the train step; weights are averaged
 between steps, by `HierarchicalSGDCallback` or by `average_if_due`. The clock is `iterations`, which
 Keras saves with the model.
 """
@@ -35,7 +35,7 @@ from hororing.toolkit.large_batch.plan import WHAT, Plan, Request, make_plan
 
 
 class Hierarchical(Distributed):
-    """What optimizers of hierarchical SGD add to their class."""
+    """The mixin of optimizers of hierarchical SGD."""
 
     _plan: Plan  # this and what follows: of the class
     _gradient_settings: Settings
@@ -84,7 +84,7 @@ class Hierarchical(Distributed):
         return results
 
     def attend(self) -> None:
-        """Say that somebody will call `average_if_due`; without it there is a warning."""
+        """Say that the caller will call `average_if_due`; without it there is a warning."""
         self._averaging.attended = True
 
     # -- averages, between train steps ------------------------------------------------------

@@ -77,7 +77,7 @@ class LARS(Layerwise):
         ):
             if word not in allowed:
                 raise ValueError(f"LARS: {name}={word!r} must be one of {allowed}")
-        # Not `momentum`: who corrects momentum for a changing rate looks for that.
+        # Not `momentum`: code that corrects momentum for a changing rate looks for that name.
         self.lars_momentum, self.epsilon = momentum, epsilon
         self.trust_coefficient, self.denominator = trust_coefficient, denominator
         self.momentum_form, self.clip, self.nesterov = momentum_form, clip, nesterov

@@ -1,4 +1,4 @@
-"""What LARS and LAMB share: which variables decay and adapt, float32 arithmetic, norms.
+"""The common part of LARS and LAMB: which variables decay and adapt, float32 arithmetic, norms.
 
 A 16-bit variable is updated in float32: through a master weight, or without, rounded at random.
 """
@@ -83,7 +83,7 @@ class Layerwise(keras.Optimizer):  # type: ignore[misc]  # Keras declares no typ
         dtype, master = _wide(variable), self._masters[at]
         weight = ops.cast(ops.convert_to_tensor(variable), dtype)
         if master is not None:
-            # Whatever somebody else wrote into the variable since counts, where it did.
+            # Keep what other code has written into the variable since.
             kept = ops.convert_to_tensor(master)
             unchanged = ops.equal(ops.cast(ops.cast(kept, variable.dtype), dtype), weight)
             weight = ops.where(unchanged, kept, weight)

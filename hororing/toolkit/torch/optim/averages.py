@@ -17,7 +17,7 @@ class Average:
 
     Tensors keep dtype and memory; 16-bit ones are summed in float32 and rounded once. A rank that
     has called `join` does not count: beside the tensors travels what this rank counts, and the
-    result is divided by its total, which is 1 where nobody is missing.
+    result is divided by its total, which is 1 if no rank is missing.
 
     Parameters
     ----------

@@ -69,7 +69,7 @@ class Averaging(Distributed):
     # -- averages ---------------------------------------------------------------------------------
 
     def _weights(self) -> list[torch.Tensor]:
-        """What is averaged for each parameter: where there is a master copy, that."""
+        """Return the tensor to average for each parameter: its master copy, if it has one."""
         return [self._master(param) for param in parameters(self)]
 
     def _master(self, param: torch.Tensor) -> torch.Tensor:

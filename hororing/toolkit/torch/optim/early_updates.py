@@ -30,7 +30,7 @@ BUCKET_BYTES: Final = 4 << 20
 
 
 class EarlyUpdates:
-    """Those of one optimizer. `late`: parameters that are not updated inside backward."""
+    """Early updates of one optimizer. `late`: parameters that are not updated inside backward."""
 
     def __init__(self, optimizer: Hierarchical, late: Sequence[torch.Tensor]) -> None:
         self._optimizer = weakref.ref(optimizer)  # hooks of its parameters lead here
@@ -110,7 +110,7 @@ class EarlyUpdates:
                 self._updated[at] = optimizer._update_early(bucket, f".{at}")
 
     def not_updated(self) -> list[torch.Tensor]:
-        """What the wrapped optimizer's step is left with."""
+        """Return the parameters that remain for the wrapped optimizer's step."""
         buckets = enumerate(self._buckets)
         return [param for at, bucket in buckets if at not in self._updated for param in bucket]
 

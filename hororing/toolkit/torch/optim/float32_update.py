@@ -30,7 +30,7 @@ Closure = Callable[[], Any] | None
 
 
 class Float32Update(torch.optim.Optimizer):
-    """What adds float32 updates of 16-bit parameters to an optimizer's class."""
+    """A mixin that adds float32 updates of 16-bit parameters to an optimizer's class."""
 
     # GradScaler leaves gradients as they are and sets `grad_scale` and `found_inf` instead:
     # dividing them in float16 would flush small ones to zero.

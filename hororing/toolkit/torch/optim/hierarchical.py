@@ -1,4 +1,4 @@
-"""What an optimizer of hierarchical SGD does: gradients by phase, averages of weights by the clock.
+"""Optimizers of hierarchical SGD: gradients by phase, averages of weights by the clock.
 
 See hororing/toolkit/torch/optim/hierarchical_sgd.py for how an optimizer becomes one, and
 hororing/toolkit/large_batch/hierarchy.py for the clock.
@@ -27,7 +27,7 @@ from hororing.torch.ops import allreduce
 
 
 class Hierarchical(Averaging):
-    """What optimizers of hierarchical SGD add to their class."""
+    """The mixin of optimizers of hierarchical SGD."""
 
     _late: Sequence[torch.Tensor]  # not updated in backward
 

@@ -1,4 +1,4 @@
-"""What LARS and LAMB share: norms of many tensors in one go."""
+"""The common part of LARS and LAMB: norms of many tensors in one go."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ KNOWN = frozenset({
     "momentum_buffer", "square_avg",
 })  # fmt: skip
 
-# Of hororing's LARS and LAMB, and of others.
+# Names of master copies in hororing's LARS and LAMB, and in other optimizers.
 MASTERS = frozenset({"float32_weight", "master", "master_param", "master_weight"})
 
 Spec = tuple[int, str, str]  # position of the parameter, key, dtype

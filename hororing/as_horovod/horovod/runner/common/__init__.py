@@ -1,1 +1,1 @@
-"""What `import horovod.runner.common` gives: its modules."""
+"""The package of `import horovod.runner.common`: its modules."""

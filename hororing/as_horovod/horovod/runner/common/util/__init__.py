@@ -1,1 +1,1 @@
-"""What `import horovod.runner.common.util` gives: its modules."""
+"""The package of `import horovod.runner.common.util`: its modules."""
