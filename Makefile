@@ -38,7 +38,7 @@ CTEST := --output-on-failure --no-tests=error --parallel $(shell expr $(JOBS) + 
 NO_ASLR := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo dev build programs test test-all test-cpp test-py test-tensorflow tsan asan soak lint format typecheck bench bench-mpich bench-horovod simulate kernels wheel docs docs-site walk clean
+.PHONY: help demo dev build programs test test-all test-cpp test-py test-tensorflow tsan asan soak lint format typecheck bench bench-mpich bench-horovod simulate pictures kernels wheel docs docs-site walk clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -131,6 +131,13 @@ bench-mpich: build
 bench-horovod: build  ## Horovod, built from its sdist into build/horovod
 	$(BIN)/pip install --quiet cffi cloudpickle packaging psutil pyyaml
 	$(BIN)/python buildtools/build_horovod.py $(HOROVOD) $(JOBS)
+
+# The viewer's picture needs Chromium, and npm the first time (tests/python/timeline_viewer.py).
+pictures: build  ## all pictures of the pages, drawn again from committed results
+	python benchmarks/plots.py
+	python benchmarks/stragglers.py show
+	python benchmarks/digits.py show
+	python benchmarks/timeline_plot.py
 
 kernels: $(VENV)/.dev  ## csrc/gpu/kernels.inc from kernels.cu, with nvcc: NVCC=/usr/local/cuda/bin/nvcc
 	python buildtools/kernels.py $(NVCC)

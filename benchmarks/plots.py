@@ -1,4 +1,4 @@
-"""The plot (PNG) of the README, of what benchmarks/bench.py has written, beside it.
+"""Plots (PNG) for the pages, of what benchmarks/bench.py and simulate.py have written, beside it.
 
 python benchmarks/plots.py [benchmarks/results/bench.json]
 """
@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import matplotlib
-from table import RESULTS, Report, sums
+from table import RESULTS, Report, rows, sums
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -46,11 +48,59 @@ def bus_bandwidth(report: Report, ranks: int, path: Path) -> None:
     plt.close(figure)
 
 
+def bars(
+    axes: Any, bench: Report, part: str, case: str, layouts: dict[int, str], limit: str
+) -> None:
+    """Milliseconds of hororing and its peers by layout, with the limit as a line."""
+    measure = {"sets": "set of gradients", "hosts": "several hosts"}[part]
+    for place, ranks in enumerate(layouts):
+        found = {re.sub(r" [\d.]+(?=,|$)", "", row["who"]): row["median_us"] / 1e3
+                 for row in rows(bench, part, ranks, measure) if row["case"] == case}  # fmt: skip
+        peers = [who for who in ("hororing", "Horovod", "Open MPI", "Open MPI, each",
+                             "DDP's views", "gloo")
+                 if who in found]  # fmt: skip
+        wide = 0.8 / len(peers)
+        for number, who in enumerate(peers):
+            axes.bar(place + wide * (number - (len(peers) - 1) / 2), found[who], wide,
+                     color=f"C{number}", label=who if place == 0 else None)  # fmt: skip
+        axes.plot([place - 0.45, place + 0.45], [found[limit]] * 2, "k:",
+                  label="limit" if place == 0 else None)  # fmt: skip
+    axes.set_xticks(range(len(layouts)), layouts.values(), fontsize=8)
+    axes.set_ylabel("ms")
+
+
+def scaling(bench: Report, simulated: dict[str, Any], path: Path) -> None:
+    """Three panels: ranks of one host, hosts with slow links, and the simulation of many ranks."""
+    figure, (ranks, hosts, many) = plt.subplots(1, 3, figsize=(12, 4))
+    one_host = {2: "2 ranks", 4: "4 ranks"}
+    bars(ranks, bench, "sets", "ResNet-50", one_host, "copy (limit)")
+    ranks.set_title("measured: all gradients of ResNet-50,\none host of 2 cores", fontsize=9)
+    layouts = {4: "4 hosts\nof 1 rank", 6: "3 hosts\nof 2 ranks", 8: "2 hosts\nof 4 ranks"}
+    bars(hosts, bench, "hosts", "16 MiB", layouts, "wire (limit)")
+    hosts.set_title("measured: a sum of 16 MiB,\nlinks of 200 Mbit/s", fontsize=9)
+    for job in simulated["scaling"]:
+        line = job["algorithms"]["the best per size"]
+        many.plot(job["ranks"], line, "o-", markersize=3, label=job["job"].rpartition(",")[0])
+    many.set_xscale("log", base=2)
+    many.set(xlabel="ranks", ylabel="predicted efficiency", ylim=(0, 1.02))
+    many.set_title("simulated, not measured:\na training step", fontsize=9)
+    for axes in (ranks, hosts, many):
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=100)
+    plt.close(figure)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file", nargs="?", default=str(RESULTS))
     path = Path(parser.parse_args().file)
-    bus_bandwidth(json.loads(path.read_text()), 2, path.with_name(f"{path.stem}-sums-2.png"))
+    bench = json.loads(path.read_text())
+    bus_bandwidth(bench, 2, path.with_name(f"{path.stem}-sums-2.png"))
+    simulated = path.with_name("simulate.json")
+    if simulated.exists():
+        scaling(bench, json.loads(simulated.read_text()), path.with_name("scaling.png"))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,15 @@
-"""Draws docs/timeline.png: one training step of two ranks, of which rank 1 is late.
+"""Pictures of a timeline: two training steps of three ranks, in the second of which rank 1 is late.
 
-mpirun -np 2 python benchmarks/timeline_plot.py docs/timeline.png
+    hororun -np 3 python benchmarks/timeline_plot.py --record    # results/timeline.json
+    python benchmarks/timeline_plot.py                           # docs/timeline*.png of it
+
+timeline.png is drawn here, and has the second step; timeline-viewer.png is what Chrome's trace
+viewer shows (chrome://tracing; tests/python/timeline_viewer.py finds its parts).
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import tempfile
@@ -20,26 +25,30 @@ import hororing.torch as hvd
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
+ROOT = Path(__file__).parents[1]
+RECORD = ROOT / "benchmarks/results/timeline.json"
+
 COLORS = {"HOOK": "#5b8db8", "NEGOTIATE": "#dddddd", "ALLREDUCE": "#f2a65a", "PACK": "#c8553d",
           "REDUCE": "#7a1f1f", "UNPACK": "#c8553d"}  # fmt: skip
 Span = tuple[str, float, float, str]  # stage, begin and length in ms, tensor
 
 
-def train(timeline: Path) -> None:
-    """Three steps of a small network with eight layers of 4 MiB; the timeline has the last one."""
+def record(timeline: Path) -> None:
+    """Four steps of a small network with six layers of 4 MiB; the timeline has the last two."""
     torch.set_num_threads(1)
-    layers = [torch.nn.Linear(1024, 1024, bias=False) for _ in range(8)]
+    layers = [torch.nn.Linear(1024, 1024, bias=False) for _ in range(6)]
     model = torch.nn.Sequential(*layers)
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.01),
         named_parameters=((f"layer{name}", each) for name, each in model.named_parameters()),
     )
-    for step in range(3):
+    for step in range(4):
         if step == 2:
             hvd.start_timeline(str(timeline))
         hvd.barrier()
-        loss = model(torch.ones(64, 1024)).square().mean()
-        time.sleep(0.02 * hvd.rank())
+        loss = model(torch.ones(16, 1024)).square().mean()
+        if step == 3 and hvd.rank() == 1:
+            time.sleep(0.1)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -68,8 +77,11 @@ def spans(events: list[dict[str, Any]], pid: int) -> list[Span]:
 def draw(events: list[dict[str, Any]], picture: Path) -> None:
     """A panel per rank: hooks, what waits for the other rank, and allreduces."""
     pids = sorted({event["pid"] for event in events})
-    first = min(span[1] for pid in pids for span in spans(events, pid) if span[0] == "HOOK") - 1
-    figure, panels = plt.subplots(len(pids), 1, figsize=(9, 2.2 * len(pids)), sharex=True)
+    # The second step begins with the second hook of the last layer, on the first rank to have it.
+    last = "layer5.weight"
+    hooks = [[x for x in spans(events, pid) if x[0] == "HOOK" and last in x[3]] for pid in pids]
+    first = min(found[-1][1] for found in hooks) - 1
+    figure, panels = plt.subplots(len(pids), 1, figsize=(9, 1.9 * len(pids)), sharex=True)
     for axes, pid in zip(panels, pids, strict=True):
         seen = [span for span in spans(events, pid) if span[1] >= first]
         waiting = [span for span in seen if span[0] == "NEGOTIATE"]
@@ -83,7 +95,7 @@ def draw(events: list[dict[str, Any]], picture: Path) -> None:
                 wide = max(length, 0.08)  # a pixel at least
                 axes.barh(row, wide, height, left=begin - first, color=COLORS[stage])
         places = [-1, below / 2, below]
-        axes.set_yticks(places, ["gradient hook", "waits for\nthe other rank", "allreduce"])
+        axes.set_yticks(places, ["gradient hook", "waits for\nother ranks", "allreduce"])
         axes.tick_params(labelsize=7)
         axes.set_ylim(below + 1.5, -2.5)
         axes.set_title(f"rank {pid - 1}", fontsize=9, loc="left")
@@ -96,12 +108,22 @@ def draw(events: list[dict[str, Any]], picture: Path) -> None:
 
 
 def main() -> None:
-    hvd.init()
-    with tempfile.TemporaryDirectory() as folder:
-        timeline = Path(folder, "timeline.json")
-        train(timeline)
-        if hvd.rank() == 0:
-            draw(json.loads(timeline.read_text()), Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--record", action="store_true", help="on three ranks; draw nothing")
+    if parser.parse_args().record:
+        hvd.init()
+        with tempfile.TemporaryDirectory() as folder:
+            timeline = Path(folder, "timeline.json")
+            record(timeline)
+            if hvd.rank() == 0:
+                events = json.loads(timeline.read_text())
+                RECORD.write_text("[" + ",\n".join(map(json.dumps, events)) + "]\n")
+        return
+    draw(json.loads(RECORD.read_text()), ROOT / "docs/timeline.png")
+    sys.path.insert(0, str(ROOT / "tests/python"))
+    import timeline_viewer
+
+    timeline_viewer.screenshot(RECORD, ROOT / "docs/timeline-viewer.png")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import mpirun
 import pytest
 import tiers
 from timeline_ranks import LAYERS, STEPS
-from timeline_viewer import Model, ViewerMissingError, open_timeline
+from timeline_viewer import Model, ViewerMissingError, open_timeline, screenshot
 
 pytestmark = tiers.full
 
@@ -134,6 +134,15 @@ def test_truncated_file_is_refused_before_the_viewer_guesses(tmp_path: Path) -> 
             open_timeline(path)
     except ViewerMissingError as missing:
         pytest.skip(str(missing))
+
+
+def test_a_screenshot_of_the_timeline_of_the_pages_is_a_picture(tmp_path: Path) -> None:
+    record = Path(__file__).parents[2] / "benchmarks/results/timeline.json"
+    model = open_or_skip(record)
+    assert model.warnings == []
+    assert len(model.processes) == 3
+    screenshot(record, tmp_path / "shown.png")
+    assert (tmp_path / "shown.png").read_bytes().startswith(b"\x89PNG")
 
 
 JOB = """

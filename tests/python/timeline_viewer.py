@@ -234,6 +234,17 @@ def _load(browser: str, page: bytes) -> dict | None:
             server.server_close()
 
 
+def _page(path: str | Path) -> str:
+    """The viewer with the timeline at `path` in it."""
+    text = Path(path).read_text(encoding="utf-8")
+    json.loads(text)  # strict, with a better error than the browser's
+    return PAGE % {
+        "polyfill": _polyfill(),
+        "viewer": _viewer(),
+        "timeline": json.dumps(text).replace("</", "<\\/").replace("<!--", "<\\!--"),
+    }
+
+
 def open_timeline(path: str | Path) -> Model:
     """Load the timeline at `path` into the viewer and return the viewer's model of it.
 
@@ -242,20 +253,28 @@ def open_timeline(path: str | Path) -> Model:
     ViewerMissingError : browser, viewer or polyfill is not there; tests skip with its text.
     AssertionError : the file is no JSON, or the viewer did not finish with it.
     """
-    browser, viewer, polyfill = _browser(), _viewer(), _polyfill()
-    text = Path(path).read_text(encoding="utf-8")
-    json.loads(text)  # strict, with a better error than the browser's
-    page = PAGE % {
-        "polyfill": polyfill,
-        "viewer": viewer,
-        "timeline": json.dumps(text).replace("</", "<\\/").replace("<!--", "<\\!--"),
-    }
-    outcome = _load(browser, page.encode())
+    outcome = _load(_browser(), _page(path).encode())
     if outcome is None:
         raise AssertionError(f"the viewer did not load {path} within {TIME_LIMIT_S} s")
     if "failure" in outcome:
         raise AssertionError(f"the viewer refused {path}: {outcome['failure']}")
     return _model(outcome)
+
+
+def screenshot(path: str | Path, picture: Path, width: int = 1200, height: int = 520) -> None:
+    """Write what the viewer shows of the timeline at `path`, as PNG; errors as above."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        page = Path(folder, "page.html")
+        page.write_text(_page(path), encoding="utf-8")
+        # Of the time of the page, which passes at once: the viewer needs some to draw.
+        subprocess.run(
+            [_browser(), "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
+             "--no-first-run", "--hide-scrollbars", f"--user-data-dir={folder}/profile",
+             f"--window-size={width},{height}", "--virtual-time-budget=20000",
+             f"--screenshot={picture}", page.as_uri()],
+            check=True, timeout=TIME_LIMIT_S, stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
 
 
 if __name__ == "__main__":
