@@ -1,57 +1,33 @@
-"""torch.distributed over hororing: every collective, groups, futures, DDP, errors.
+"""torch.distributed over hororing: every collective, futures, DDP, errors.
 
-Cases on 3 ranks in the job of the other files of PyTorch: push tier, 10 s. Ranks that no launcher
-has started, and one that dies: push tier, 10 s.
+Cases on 3 ranks in the job of the other files of PyTorch: push tier, 6 s.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import pytest
 import session
 import tiers
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from rank_tensors import all_of, mine, raises
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 import hororing.torch as hvd
-import hororing_torch_backend
 from hororing import errors
 from hororing.toolkit.torch.optim import LARS, HierarchicalSGD
 from hororing.torch.distributed import ProcessGroup
 
 OP = dist.ReduceOp
-
-
-def mine(*shape: int, dtype: torch.dtype = torch.float32, of: int | None = None) -> torch.Tensor:
-    """A tensor that differs between ranks."""
-    rank = dist.get_rank() if of is None else of
-    return (torch.arange(torch.Size(shape).numel()).reshape(shape) % 5 + 1 + rank).to(dtype)
-
-
-def all_of(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.stack([mine(*shape, dtype=dtype, of=r) for r in range(dist.get_world_size())])
-
-
-def raises(kind: type[Exception], words: str, call: Callable[[], Any]) -> None:
-    with pytest.raises(kind, match=words):
-        call()
-
-
-# ---------------------------------------------------------------------------------------------
-# Cases, on every rank
 
 
 def case_init_by_mpirun() -> None:
@@ -217,105 +193,6 @@ def case_objects_and_barriers() -> None:
     assert work.is_completed()
 
 
-def case_groups_in_any_order() -> None:
-    rank = dist.get_rank()
-    members = [[0, 1], [1, 2], [0, 2], [0], [1], [2], [0, 1, 2], [0, 1]]
-    groups = [dist.new_group(ranks) for ranks in members]
-    mine_now = [(g, ranks) for g, ranks in zip(groups, members, strict=True) if rank in ranks]
-    for order in itertools.permutations(range(3)):
-        # Each rank takes its groups in an order of its own.
-        shift = order[rank]
-        turned = mine_now[shift:] + mine_now[:shift]
-        tensors = [mine(4) for _ in turned]
-        works = [
-            dist.all_reduce(tensor, group=group, async_op=True)
-            for tensor, (group, _) in zip(tensors, turned, strict=True)
-        ]
-        for work, tensor, (_, ranks) in zip(works, tensors, turned, strict=True):
-            work.wait()
-            assert torch.equal(tensor, all_of(4)[ranks].sum(0))
-    if rank != 0:
-        group = groups[1]
-        assert dist.get_group_rank(group, rank) == rank - 1
-        tensor = mine(3)
-        dist.broadcast(tensor, 2, group=group)
-        assert torch.equal(tensor, mine(3, of=2))
-    local = dist.new_group([0, 2], use_local_synchronization=True) if rank != 1 else None
-    if local is not None:
-        tensor = mine(1)
-        dist.all_reduce(tensor, group=local)
-        assert tensor.item() == 4
-    mesh = dist.init_device_mesh("cpu", (3,))
-    tensor = mine(2)
-    dist.all_reduce(tensor, group=mesh.get_group())
-    assert torch.equal(tensor, all_of(2).sum(0))
-
-
-def case_groups_in_an_order_of_their_own() -> None:
-    rank = dist.get_rank()
-    for order in ([2, 0], [1, 2, 0], [2, 1, 0]):
-        group = dist.new_group(order, sort_ranks=False)
-        if rank not in order:
-            continue
-        size, here = len(order), order.index(rank)
-        assert (dist.get_group_rank(group, rank), group.rank()) == (here, here)
-        every = torch.stack([mine(2 * size, of=of) for of in order])  # by rank of the group
-        outputs = [torch.empty(2) for _ in order]
-        dist.all_gather(outputs, mine(2), group)
-        assert torch.equal(torch.stack(outputs), every[:, :2])
-        outputs = [torch.empty(of + 1) for of in order]  # uneven
-        dist.all_gather(outputs, mine(rank + 1), group)
-        assert all(
-            torch.equal(a, mine(of + 1, of=of)) for a, of in zip(outputs, order, strict=True)
-        )
-        whole = torch.empty(2 * size)
-        dist.all_gather_into_tensor(whole, mine(2), group)
-        assert torch.equal(whole, every[:, :2].flatten())
-        parts = every.reshape(size, size, 2)  # from, to
-        part, rows = torch.empty(2), list(mine(size, 2))
-        for op, oracle in ((OP.SUM, parts.sum(0)), (OP.MAX, parts.amax(0))):
-            dist.reduce_scatter(part, rows, op, group)
-            assert torch.equal(part, oracle[here])
-            dist.reduce_scatter_tensor(part, mine(2 * size), op, group)
-            assert torch.equal(part, oracle[here])
-        for root in order:
-            lists = [torch.empty(2) for _ in order] if rank == root else None
-            dist.gather(mine(2), lists, root, group)
-            assert lists is None or torch.equal(torch.stack(lists), every[:, :2])
-            dist.scatter(part, rows if rank == root else None, root, group)
-            assert torch.equal(part, parts[order.index(root), here])
-            tensor = mine(2)
-            dist.broadcast(tensor, root, group)
-            assert torch.equal(tensor, mine(2, of=root))
-        output = torch.empty(size, 2)
-        dist.all_to_all_single(output, mine(size, 2), group=group)
-        assert torch.equal(output, parts[:, here])
-        # Rank i of the group sends i + 2j numbers to rank j.
-        splits = [here + 2 * to for to in range(size)]
-        counts = [2 * here + of for of in range(size)]
-        sent = [
-            mine(20, of=of)[: sum(i + 2 * to for to in range(size))].split(
-                [i + 2 * to for to in range(size)]
-            )[here]
-            for i, of in enumerate(order)
-        ]
-        output = torch.empty(sum(counts))
-        dist.all_to_all_single(output, mine(20)[: sum(splits)], counts, splits, group)
-        assert torch.equal(output, torch.cat(sent))
-        outputs = [torch.empty(count) for count in counts]
-        dist.all_to_all(outputs, list(mine(20)[: sum(splits)].split(splits)), group)
-        assert all(torch.equal(a, b) for a, b in zip(outputs, sent, strict=True))
-        right, left = order[(here + 1) % size], order[here - 1]
-        received = torch.empty(2)
-        works = [dist.isend(mine(2), right, group), dist.irecv(received, left, group)]
-        for work in works:
-            work.wait()
-        assert torch.equal(received, mine(2, of=left))
-        objects: list[Any] = [None] * size
-        dist.all_gather_object(objects, rank, group)
-        assert objects == order
-
-
 def case_works_and_futures() -> None:
     tensors = [mine(size) for size in range(1, 40)]
     works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
@@ -341,134 +218,6 @@ def case_works_and_futures() -> None:
     assert torch.equal(polled, all_of(3).sum(0))
     dist.all_reduce(mine(3), async_op=True)  # nobody waits
     dist.barrier()
-
-
-def case_messages_between_two_ranks() -> None:
-    rank = dist.get_rank()
-    right, left = (rank + 1) % 3, (rank - 1) % 3
-    # A ring, in which everybody sends first: with whom nobody has talked before.
-    for size in (5, 1, 0):
-        received = torch.empty(size)
-        works = [dist.isend(mine(size), right), dist.irecv(received, left)]
-        for work in works:
-            work.wait()
-        assert torch.equal(received, mine(size, of=left))
-    assert works[1].source_rank() == left
-    # In order of tags and numbers, whatever the order of waits.
-    tensors = [torch.empty(2, 3) for _ in range(4)]
-    works = [dist.irecv(tensors[i], left, tag=i % 2) for i in (3, 2, 1, 0)]
-    for i in (0, 1, 3, 2):
-        dist.send(mine(2, 3) * (i + 1), right, tag=i % 2)
-    for work in works:
-        work.wait()
-    # The first of a tag that was sent is the first that was received.
-    sent_as = {3: 1, 1: 3, 2: 0, 0: 2}
-    for i, tensor in enumerate(tensors):
-        assert torch.equal(tensor, mine(2, 3, of=left) * (sent_as[i] + 1))
-    wide = torch.zeros(3, 4)
-    operations = [
-        dist.P2POp(dist.isend, mine(3, 2).t(), right),
-        dist.P2POp(dist.irecv, wide[:, 1:3].t(), left),
-    ]
-    for work in dist.batch_isend_irecv(operations):
-        work.wait()
-    assert torch.equal(wide[:, 1:3], mine(3, 2, of=left))
-    future = dist.irecv(received := torch.empty(1), left).get_future()
-    dist.isend(mine(1), right)
-    assert torch.equal(future.wait()[0], mine(1, of=left))
-    group = dist.new_group([0, 2])
-    if rank != 1:
-        objects = ["from 2"] if rank == 2 else [None]
-        exchange = dist.send_object_list if rank == 2 else dist.recv_object_list
-        exchange(objects, 2 - rank, group=group)
-        assert objects == ["from 2"]
-    if rank == 0:
-        raises(errors.MismatchError, r"rank 0: \[2\]; rank 1: \[3\]", lambda: dist.send(mine(2), 1))
-        raises(ValueError, "not another rank", lambda: dist.isend(mine(2), 0))
-    if rank == 1:
-        raises(errors.MismatchError, "shapes differ", lambda: dist.recv(mine(3), 0))
-    short = dist.new_group([0, 1, 2], timeout=timedelta(seconds=0.2))
-    if rank == 2:
-        raises(errors.StalledError, "0.2 s", lambda: dist.recv(mine(1), 1, group=short))
-    dist.barrier()
-
-
-def case_messages_from_any_source() -> None:
-    rank = dist.get_rank()
-    if rank == 0:
-        received: dict[int, list[float]] = {1: [], 2: []}
-        for _ in range(4):
-            tensor = torch.empty(3)
-            received[dist.recv(tensor)].append(tensor[0].item())
-        assert received == {1: [2, 20], 2: [3, 30]}
-    else:  # nobody waits for them
-        works = [dist.isend(mine(3) * factor, 0) for factor in (1, 10)]
-    dist.barrier()
-    assert rank == 0 or all(work.is_success() for work in works)
-    if rank == 0:  # who is named comes first, and another tag waits
-        named, anybody, tagged = torch.empty(2), torch.empty(2), torch.empty(2)
-        works = [dist.irecv(named, 1), dist.irecv(anybody), dist.irecv(tagged, tag=3)]
-        assert works[2].get_future().wait()[0] is tagged
-        works[1].wait()
-        works[0].wait()
-        assert [work.source_rank() for work in works] == [1, 2, 1]
-        assert torch.equal(named, mine(2, of=1))
-        assert torch.equal(anybody, mine(2, of=2))
-        assert torch.equal(tagged, mine(2, of=1))
-    else:
-        dist.send(mine(2), 0)
-        if rank == 1:
-            dist.send(mine(2), 0, tag=3)
-    short = dist.new_group([0, 1, 2], timeout=timedelta(seconds=0.2))
-    if rank == 0:
-        work = dist.irecv(torch.empty(2), group=short, tag=9)
-        raises(ValueError, "nobody has sent yet", work.source_rank)
-        raises(errors.StalledError, "0.2 s", work.wait)
-        raises(errors.MismatchError, "shapes differ", lambda: dist.recv(torch.empty(2)))
-    if rank == 2:
-        raises(errors.MismatchError, "shapes differ", lambda: dist.send(mine(3), 0))
-    dist.barrier()
-
-
-def case_a_monitored_barrier_names_who_is_missing() -> None:
-    group = dist.new_group([0, 1, 2], timeout=timedelta(seconds=150))
-    dist.monitored_barrier()
-    dist.monitored_barrier(group, timedelta(seconds=60), wait_all_ranks=True)
-    late = dist.get_rank() == 1
-    if late:  # those who come later get the same answer
-        dist.barrier()
-    began = time.monotonic()
-    words = "Rank 1 failed to pass monitoredBarrier in 0.3 s"
-    raises(errors.StalledError, words, lambda: dist.monitored_barrier(group, 0.3))
-    raises(errors.StalledError, words, lambda: dist.monitored_barrier(group, 0.3, True))
-    assert late or time.monotonic() - began > 0.59
-    if not late:
-        dist.barrier()
-    dist.monitored_barrier(group)
-    rank = dist.get_rank()
-    if rank != 0:
-        dist.barrier()
-    words = f"Rank {rank} successfully reached monitoredBarrier.*" if rank != 0 else ""
-    raises(errors.StalledError, words + "Ranks 1, 2 failed to pass monitoredBarrier in 0.1 s",
-           lambda: dist.monitored_barrier(group, 0.1, True))  # fmt: skip
-    if rank == 0:
-        dist.barrier()
-    other = dist.new_group(backend="gloo")
-    dist.monitored_barrier(other, timedelta(seconds=60))
-    # What torch refuses itself.
-    raises(RuntimeError, "No device associated",
-           lambda: dist.split_group(split_ranks=[[0, 1], [2]]))  # fmt: skip
-
-
-def case_what_torch_asks_of_a_group() -> None:
-    """To hand out the weights of rank 0, say."""
-    net = nn.Linear(2, 2)
-    state = {name: mine(*p.shape) for name, p in net.named_parameters()}
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(net, state if dist.get_rank() == 0 else {}, options=options)
-    assert torch.equal(net.weight.detach(), mine(2, 2, of=0))
-    assert dist.distributed_c10d._device_capability()[0] == "cpu"
-    assert not dist.group.WORLD._get_backend(torch.device("cpu")).supports_splitting
 
 
 def case_functional_collectives() -> None:
@@ -635,83 +384,12 @@ def case_ddp_tells_of_a_mismatch_on_every_rank() -> None:
         )
 
 
-def case_destroyed_groups_refuse_and_a_new_one_begins() -> None:
-    group = dist.new_group([0, 1, 2])
-    dist.destroy_process_group(group)
-    raises(ValueError, "has been destroyed", lambda: group.allreduce([mine(2)]))
-    old = dist.group.WORLD
+def case_destroy() -> None:
     dist.destroy_process_group()
-    for call in (
-        old.barrier,
-        old.monitored_barrier,
-        lambda: old.send([torch.ones(2)], 0),
-        lambda: old.recv_anysource([torch.ones(2)]),
-    ):
-        raises(ValueError, "has been destroyed", call)
-    assert hvd.is_initialized()
-    dist.init_process_group("cpu:hororing,cuda:nccl")  # works without CUDA
-    tensor = mine(4)
-    dist.all_reduce(tensor)
-    assert torch.equal(tensor, all_of(4).sum(0))
-    dist.destroy_process_group()
-    raises(ValueError, "hororing runs already with rank", lambda: dist.init_process_group(
-        "hororing", store=dist.HashStore(), rank=0, world_size=1))  # fmt: skip
+    hvd.shutdown()
 
 
 test_case = session.on_ranks(globals(), 3, session="torch")
-
-# ---------------------------------------------------------------------------------------------
-# Without a launcher
-
-FORKED = """
-import multiprocessing, os, sys
-import torch, torch.distributed as dist
-from hororing import errors
-from hororing_torch_backend import register
-
-def rank(number, path):
-    register()
-    for size in (3, 2):  # the second time without rank 2
-        if number >= size:
-            break
-        dist.init_process_group("hororing", init_method=f"file://{path}.{size}", rank=number,
-                                world_size=size)
-        tensor = torch.ones(2)
-        dist.all_reduce(tensor)
-        assert tensor.tolist() == [size] * 2
-        if size == 3:
-            dist.destroy_process_group()
-    if number == 1:
-        os._exit(7)
-    if number == 0:
-        for call in (dist.recv, dist.all_reduce, dist.group.WORLD.monitored_barrier):
-            try:
-                call(tensor) if call != dist.group.WORLD.monitored_barrier else call()
-            except errors.PeerLostError as error:
-                assert error.rank == 1, error
-                print("lost", error.rank, flush=True)
-    os._exit(0)
-
-fork = multiprocessing.get_context("fork")
-ranks = [fork.Process(target=rank, args=(number, sys.argv[1])) for number in range(3)]
-for each in ranks:
-    each.start()
-for each in ranks:
-    each.join()
-print("codes", [each.exitcode for each in ranks])
-"""
-
-
-def test_ranks_without_a_launcher_meet_in_torchs_store_and_see_a_death(tmp_path: Path) -> None:
-    script = tmp_path / "ranks.py"
-    script.write_text(FORKED)
-    done = subprocess.run(
-        [sys.executable, script, tmp_path / "store"], capture_output=True, text=True, timeout=200,
-        check=False,
-    )  # fmt: skip
-    assert done.stdout.count("lost 1\n") == 3, done.stdout + done.stderr
-    assert "codes [0, 7, 0]" in done.stdout, done.stdout + done.stderr
-
 
 SHARDED = """
 import tempfile, torch, torch.distributed as dist, torch.distributed.checkpoint as checkpoint
@@ -779,13 +457,3 @@ def test_sharded_training_under_torchrun(tmp_path: Path) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert all(f"rank {rank} is done" in done.stdout for rank in range(2)), done.stderr
-
-
-def test_torch_finds_the_backend() -> None:
-    tomllib = pytest.importorskip("tomllib")
-    told = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
-    name = told["project"]["entry-points"]["torch.backends"]["hororing"]
-    assert name == "hororing_torch_backend:register"
-    hororing_torch_backend.register()
-    hororing_torch_backend.register()  # does nothing
-    assert dist.Backend.HORORING == "hororing"
