@@ -97,7 +97,7 @@ class Bucket(Group):
         # Memory for errors and gradients; of the two, `_flat` holds errors between steps.
         self._flat = self._spare = torch.empty(0, dtype=self._dtype, device=self._device)
 
-    def _submit(self, options: Reduction, weight: None = None) -> None:
+    def _submit(self, options: Reduction, weight: float | None = None) -> None:
         order = sorted(self._waiting)
         tensors, streams = zip(*(self._waiting[position] for position in order), strict=True)
         self._waiting = {}
