@@ -81,7 +81,9 @@ def main(words: Sequence[str] | None = None) -> int:
     )
     try:
         if elastic is not None:
-            return start.run_elastic(what, elastic, output, _membership(arguments.output))
+            return start.run_elastic(
+                what, elastic, output, _membership(arguments.output)
+            ).conclude()
         output.open_files(size)
         return start.run(what, output).conclude()
     except CannotStartError as error:

@@ -15,6 +15,7 @@ import selectors
 import signal
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,11 +24,11 @@ from hororing.hororun import history
 from hororing.hororun.discovery import Discovery
 from hororing.hororun.elastic_events import Events
 from hororing.hororun.elastic_flags import Elastic
-from hororing.hororun.elastic_processes import ElasticHost, ElasticProcess
+from hororing.hororun.elastic_processes import ElasticHost, ElasticProcess, failures
 from hororing.hororun.ending import Ending
 from hororing.hororun.hosts import LocalHost, RemoteHost
 from hororing.hororun.job import CannotStartError, conclude_asked, epitaph
-from hororing.hororun.local import Program, step
+from hororing.hororun.local import RESULT, Program, step
 from hororing.hororun.output import Output
 from hororing.hororun.slots import Slot, Slots
 from hororing.hosts import Host
@@ -45,7 +46,6 @@ from hororing.rendezvous.elastic_store import (
 
 _NOT_STARTED = 127
 _LONGEST_WAIT_S = 3600.0  # epoll takes no longer ones than some weeks
-_NAMED = 8  # of those that have failed, at the end
 _FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)  # no fault of the process
 
 
@@ -64,6 +64,11 @@ class ElasticJob:
     grace_s : between the request to end and the end.
     start_timeout_s : how long an agent may take to answer.
     membership : a file that gets a line of JSON for each generation. None: there is none.
+
+    Attributes
+    ----------
+    processes : all that were started; those that failed are among them.
+    answers : their RESULT, by number. why : the job has failed; "": it has not.
     """
 
     def __init__(
@@ -89,7 +94,8 @@ class ElasticJob:
         self._retired: set[str] = set()  # names of hosts that members may not come from
         self._hosts: dict[str, ElasticHost] = {}
         self._dead_hosts: list[ElasticHost] = []  # to be closed
-        self._processes: list[ElasticProcess] = []
+        self.processes: list[ElasticProcess] = []
+        self._several = what.script is not None or len(what.hosts) > 1
         self._store: ElasticStore | None = None  # once there are enough slots
         self._patience_s = what.elastic_timeout_s or math.inf
         self._began = time.monotonic()
@@ -100,7 +106,8 @@ class ElasticJob:
         self._failures: list[ElasticProcess] = []
         self._recent = 0  # the first of these that no generation has followed
         self._finished = False  # a process has: nothing is started any more
-        self._why = ""  # the job has failed
+        self.why = ""  # it has failed
+        self.answers: dict[int, bytearray] = defaultdict(bytearray)  # by number
         self._given_up = False  # a host does not answer any more
         self._discovery: Discovery | None = None
 
@@ -109,11 +116,14 @@ class ElasticJob:
 
     def output(self, rank: int, stream: str, data: bytes) -> None:
         """As `Sink.output`."""
-        self._output.write(rank, stream, data)
+        if stream == RESULT:
+            self.answers[rank] += data
+        else:
+            self._output.write(rank, stream, data)
 
     def exited(self, rank: int, code: int) -> None:
         """As `Sink.exited`."""
-        process = self._processes[rank]
+        process = self.processes[rank]
         if process.code is not None:
             return
         self._take_events()  # what it had said before
@@ -133,9 +143,9 @@ class ElasticJob:
     def _failed(self, process: ElasticProcess) -> None:
         self._failures.append(process)
         after_s = time.monotonic() - self._began
-        text = f"{self._name(process)} {process.how()}, {after_s:.1f} s after the start"
+        text = f"{process.name(self._several)} {process.how()}, {after_s:.1f} s after the start"
         if self._finished:
-            self._why = self._why or "a process has failed after another one had finished"
+            self.why = self.why or "a process has failed after another one had finished"
         else:
             took_part = process.generation > 0
             rest_s = self._slots.failed(
@@ -164,8 +174,8 @@ class ElasticJob:
     # -----------------------------------------------------------------------------------------
     # Running
 
-    def run(self) -> int:
-        """Run the job until all processes have ended, and return the exit code of hororun.
+    def run(self) -> None:
+        """Run the job until all processes have ended.
 
         CannotStartError : there are no hosts, or a program cannot be started.
         """
@@ -182,7 +192,6 @@ class ElasticJob:
             finally:
                 self._close()
         self.selector.close()
-        return self._conclude()
 
     def _find_hosts(self) -> None:
         if self._what.script is None:
@@ -198,7 +207,7 @@ class ElasticJob:
         return self._given_up or (over and not self._live())
 
     def _live(self) -> list[ElasticProcess]:
-        return [each for each in self._processes if each.code is None]
+        return [each for each in self.processes if each.code is None]
 
     def _close(self) -> None:
         if self._discovery is not None:
@@ -271,11 +280,11 @@ class ElasticJob:
             self._store.hosts_updated(added=[host.of.hostname])
 
     def _start(self, slot: Slot, host: ElasticHost) -> None:
-        process = ElasticProcess(len(self._processes), slot, host, time.monotonic())
+        process = ElasticProcess(len(self.processes), slot, host, time.monotonic())
         if process.number >= self._slots.max_np:
-            self._output.say(f"{self._name(process)} starts")
+            self._output.say(f"{process.name(self._several)} starts")
         slot.busy = True
-        self._processes.append(process)
+        self.processes.append(process)
         try:
             host.of.start([self._make_program(process.number, slot)])
         except CannotStartError as error:
@@ -381,13 +390,13 @@ class ElasticJob:
 
     def _process(self, uid: str) -> ElasticProcess | None:
         number = protocol.process_of(uid)
-        return self._processes[number] if number < len(self._processes) else None
+        return self.processes[number] if number < len(self.processes) else None
 
     def _form(self, world: World) -> None:
         self._generation = world.generation
         self._recent = len(self._failures)
         ranks = {protocol.process_of(each.uid): n for n, each in enumerate(world.members)}
-        for process in self._processes:
+        for process in self.processes:
             if process.number in ranks:
                 process.rank, process.generation = ranks[process.number], world.generation
             elif process.code is None and process.leaves:
@@ -447,43 +456,45 @@ class ElasticJob:
             self._fail(f"{text}, for {self._patience_s:g} s (--elastic-timeout)")
 
     def _fail(self, why: str) -> None:
-        if not self._why:
-            self._why = why
+        if not self.why:
+            self.why = why
         if not self._ending.begun:
             self._ending.stop(signal.SIGTERM)
 
     # -----------------------------------------------------------------------------------------
     # The end
 
-    def _conclude(self) -> int:
-        self._say_failures()
-        if self._ending.asked is not None:
-            codes = [each.code for each in self._processes] or [1]
-            return conclude_asked(self._ending.asked, codes, self._output)
-        if not self._why:
-            return 0
-        self._output.say(f"the job has failed: {self._why}")
+    @property
+    def asked(self) -> int | None:
+        """As `Job.asked`."""
+        return self._ending.asked
+
+    @property
+    def first_failed(self) -> ElasticProcess | None:
+        """The process that tells best why the job has failed."""
         recent = self._failures[self._recent :] or self._failures[-1:]
-        if not recent:
-            return 1
         # One that was killed: the others may have met its end.
-        first = next((each for each in recent if (each.code or 0) < 0), recent[0])
-        for line in epitaph(f"{self._name(first)} {first.how()}", self._output.tail(first.number)):
+        return next((each for each in recent if (each.code or 0) < 0), next(iter(recent), None))
+
+    def conclude(self) -> int:
+        """Say how it has ended, and return the exit code of hororun."""
+        if self._failures:
+            started = len(self.processes)
+            self._output.say(failures(self._failures, started, self._generation, self._several))
+        if self._ending.asked is not None:
+            codes = [each.code for each in self.processes] or [1]
+            return conclude_asked(self._ending.asked, codes, self._output)
+        if not self.why:
+            return 0
+        self._output.say(f"the job has failed: {self.why}")
+        if self.first_failed is None:
+            return 1
+        for line in self.epitaph(self.first_failed):
             self._output.say(line)
-        code = first.code or 1
+        code = self.first_failed.code or 1
         return code if code > 0 else 128 - code
 
-    def _say_failures(self) -> None:
-        if not self._failures:
-            return
-        names = ", ".join(self._name(each) for each in self._failures[:_NAMED])
-        more = len(self._failures) - _NAMED
-        self._output.say(
-            f"{len(self._failures)} of {len(self._processes)} processes have failed ({names}"
-            + (f" and {more} more" if more > 0 else "")
-            + f"); there were {self._generation} generations"
-        )
-
-    def _name(self, process: ElasticProcess) -> str:
-        several = self._what.script is not None or len(self._what.hosts) > 1
-        return process.name(with_host=several)
+    def epitaph(self, process: ElasticProcess) -> list[str]:
+        """How it has ended, for people: lines."""
+        how = f"{process.name(self._several)} {process.how()}"
+        return epitaph(how, self._output.tail(process.number))

@@ -13,7 +13,7 @@ from hororing.hosts import Host
 # With any of the first ones the job is elastic.
 _MAKE_ELASTIC = ("min_np", "max_np", "host_discovery_script")
 _ONLY_ELASTIC = ("slots_per_host", "blacklist_cooldown_range")
-_NOT_ELASTIC = (
+NOT_ELASTIC = (
     "mpi", "nnodes", "nproc_per_node", "num_replicas", "numa_aware", "print_topology", "dry_run",
 )  # fmt: skip
 
@@ -81,7 +81,7 @@ def chosen(
             if getattr(arguments, name) is not None:
                 raise ValueError(f"{_flag(name)} is of elastic jobs: give --min-np N, too")
         return None
-    for name in _NOT_ELASTIC:
+    for name in NOT_ELASTIC:
         if getattr(arguments, name):
             raise ValueError(f"{_flag(name)} does not go with {_flag(given[0])}")
     np = arguments.num_proc or arguments.min_np

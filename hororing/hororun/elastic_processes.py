@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hororing.hororun.hosts import LocalHost, RemoteHost
 from hororing.hororun.job import describe
 from hororing.hororun.slots import Slot
+
+_NAMED = 8  # of those that have failed
 
 
 @dataclass(eq=False)
@@ -49,3 +52,13 @@ class ElasticProcess:
             return "has ended without finishing"
         assert self.code is not None
         return describe(self.code)
+
+
+def failures(failed: Sequence[ElasticProcess], started: int, generations: int, host: bool) -> str:
+    """Tell how many have failed, for people; with hosts, if there are several."""
+    names = ", ".join(each.name(host) for each in failed[:_NAMED])
+    more = f" and {len(failed) - _NAMED} more" if len(failed) > _NAMED else ""
+    return (
+        f"{len(failed)} of {started} processes have failed ({names}{more}); there were "
+        f"{generations} generations"
+    )

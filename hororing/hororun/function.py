@@ -14,28 +14,18 @@ from typing import Any, NoReturn, Protocol, TextIO
 
 from hororing import config, launch
 from hororing.errors import RunError
-from hororing.hororun import plan, start
+from hororing.hororun import elastic_call, plan, start
 from hororing.hororun.call import PROGRAM, RAISED, Raised, describe, read
-from hororing.hororun.job import CannotStartError, Job
+from hororing.hororun.elastic_call import EndedElastic
+from hororing.hororun.job import CannotStartError
 from hororing.hororun.local import STDERR, STDOUT
 from hororing.hororun.output import Output
 from hororing.hororun.plan import Place
 from hororing.hosts import Host
 
-_ELASTIC = (
-    "the number of ranks does not change: give np; or start a script with hororun --min-np 1 "
-    "--max-np 4"
-)
 _MPI = "there is no MPI between these ranks: start a script with mpirun instead"
 # Arguments of Horovod's, and what to do instead.
-_REFUSED = {
-    **dict.fromkeys(
-        ("min_num_proc", "max_num_proc", "min_np", "max_np", "slots", "reset_limit",
-         "cooldown_range", "host_discovery_script"),
-        _ELASTIC,
-    ),
-    **dict.fromkeys(("use_mpi", "mpi_args"), _MPI),
-}  # fmt: skip
+_REFUSED = dict.fromkeys(("use_mpi", "mpi_args"), _MPI)
 _IGNORED = ("verbose", "use_gloo")
 
 
@@ -60,6 +50,14 @@ def run(
     disable_cache: bool | None = None,
     num_proc: int | None = None,
     network_interfaces: str | None = None,
+    min_np: int | None = None,
+    max_np: int | None = None,
+    min_num_proc: int | None = None,
+    max_num_proc: int | None = None,
+    slots: int | None = None,
+    reset_limit: int | None = None,
+    cooldown_range: tuple[float, float] | None = None,
+    host_discovery_script: str | None = None,
     **others: Any,
 ) -> list[Any]:
     """Call `func` on every rank of a new job, and return the results by rank.
@@ -85,16 +83,24 @@ def run(
     rsh_agent, ssh_port, ssh_identity_file : a command instead of ssh; options of ssh.
     network_interface, network_interfaces : as HORORING_INTERFACE.
     disable_cache : as HORORING_CACHE_CAPACITY=0.
+    min_np, min_num_proc, max_np, max_num_proc : with any of these or `host_discovery_script` the
+        job is elastic (docs/elastic.md): `func` calls what `hvd.elastic.run` has made. Processes
+        that fail are replaced. The fewest and the most ranks; None: `np`.
+    slots, reset_limit, cooldown_range, host_discovery_script : as ``--slots-per-host``,
+        ``--reset-limit``, ``--blacklist-cooldown-range`` and ``--host-discovery-script`` of
+        hororun.
     others : more of Horovod's arguments. `verbose` and `use_gloo` have no effect.
 
     Returns
     -------
-    What `func` returned on each rank, in the order of ranks.
+    What `func` returned on each rank, in the order of ranks; of an elastic job, of those that have
+    finished.
 
     Raises
     ------
     RunError : a rank raised an exception (which is the cause, where it can be pickled), was killed,
-        or cannot be started; the other ranks have been ended.
+        or cannot be started; the other ranks have been ended. In an elastic job: it cannot go on;
+        `rank` is the number of a process then.
     TypeError : `func` or its arguments cannot be pickled.
     ValueError : numbers that do not fit, or an argument that cannot be met; this process is a rank
         itself.
@@ -113,7 +119,7 @@ def run(
     """
     _check(func, args, hosts, others)
     _refuse_in_rank()
-    placed = _placed(np, num_proc, hosts, hostfile)
+    size = _one("np", np, "num_proc", num_proc)
     python = executable or sys.executable
     program = shutil.which(python)
     if program is None:
@@ -127,6 +133,18 @@ def run(
         given["HORORING_INTERFACE"] = str(network_interface or network_interfaces)
     if disable_cache:
         given["HORORING_CACHE_CAPACITY"] = "0"
+    if reset_limit is not None:
+        given["HORORING_RESET_LIMIT"] = str(reset_limit)
+    asked = {
+        "num_proc": size, "hosts": hosts, "hostfile": hostfile, "slots_per_host": slots,
+        "min_np": _one("min_np", min_np, "min_num_proc", min_num_proc),
+        "max_np": _one("max_np", max_np, "max_num_proc", max_num_proc),
+        "blacklist_cooldown_range": cooldown_range, "host_discovery_script": host_discovery_script,
+    }  # fmt: skip
+    elastic = elastic_call.chosen(asked, given)
+    if reset_limit is not None and elastic is None:
+        raise ValueError("run: reset_limit is of elastic jobs: give min_np, too")
+    placed = [] if elastic else _placed(size, hosts, hostfile)
     what = start.Start(
         placed,
         [program, "-c", PROGRAM],
@@ -136,7 +154,7 @@ def run(
         grace,
         payload=describe(func, tuple(args), dict(kwargs or {})),
     )
-    size = len(placed)
+    size = elastic.max_np if elastic else len(placed)
     output = Output(
         {
             name: _Stream(text)
@@ -146,14 +164,20 @@ def run(
         size,
         tag=size > 1 if tag_output is None else tag_output,
         directory=output_filename,
+        elastic=elastic is not None,
     )
-    output.open_files(size)
     try:
-        job = start.run(what, output)
+        if elastic is not None:
+            job = start.run_elastic(what, elastic, output, None)
+            _pass_signal_on(job.asked)
+            ended = EndedElastic(job)
+            return results(ended, len(ended.results))
+        output.open_files(size)
+        fixed = start.run(what, output)
     except CannotStartError as error:
         raise RunError(f"run: {error}") from None
-    _pass_signal_on(job)
-    return results(job, size)
+    _pass_signal_on(fixed.asked)
+    return results(fixed, size)
 
 
 class _Stream(io.RawIOBase):
@@ -200,12 +224,13 @@ def _refuse_in_rank() -> None:
         )
 
 
-def _placed(
-    np: int | None, num_proc: int | None, hosts: str | None, hostfile: str | None
-) -> list[Place]:
-    if np is not None and num_proc is not None and np != num_proc:
-        raise ValueError(f"run: np={np} contradicts num_proc={num_proc}: give one of them")
-    size = num_proc if np is None else np
+def _one(name: str, value: int | None, other: str, same: int | None) -> int | None:
+    if value is not None and same is not None and value != same:
+        raise ValueError(f"run: {name}={value} contradicts {other}={same}: give one of them")
+    return same if value is None else value
+
+
+def _placed(size: int | None, hosts: str | None, hostfile: str | None) -> list[Place]:
     if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
         raise ValueError(f"run: np={size!r} is no number from 1")
     try:
@@ -262,14 +287,14 @@ def results(job: Ended, size: int) -> list[Any]:
     return [answers[rank][1] for rank in range(size)]
 
 
-def _pass_signal_on(job: Job) -> None:
+def _pass_signal_on(asked: int | None) -> None:
     """Let the signal that ended the job do what it would have done without us."""
-    if job.asked is None:
+    if asked is None:
         return
-    signal.raise_signal(job.asked)
-    if job.asked == signal.SIGINT:
+    signal.raise_signal(asked)
+    if asked == signal.SIGINT:
         raise KeyboardInterrupt
-    raise RunError(f"run: ended by {signal.Signals(job.asked).name}")
+    raise RunError(f"run: ended by {signal.Signals(asked).name}")
 
 
 def _raise_again(job: Ended, rank: int, raised: Mapping[int, Raised]) -> NoReturn:

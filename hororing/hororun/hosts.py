@@ -137,9 +137,6 @@ class RemoteHost:
 
     def begin(self) -> None:
         """As `job.Host.begin`. That it fails there is told later, as the ranks' end."""
-        for begin in range(0, len(self.payload or b""), _PART_BYTES):
-            part = memoryview(self.payload or b"")[begin : begin + _PART_BYTES]
-            self._send({"payload": base64.b64encode(part).decode()})
         self._start(self.message)
 
     def start(self, programs: Sequence[Program]) -> None:
@@ -155,6 +152,10 @@ class RemoteHost:
         )  # fmt: skip
 
     def _start(self, message: dict[str, Any]) -> None:
+        payload, self.payload = memoryview(self.payload or b""), None  # the agent keeps it
+        for begin in range(0, len(payload), _PART_BYTES):
+            part = base64.b64encode(payload[begin : begin + _PART_BYTES])
+            self._send({"payload": part.decode()})
         try:
             self._send({"secret": self._secret.hex(), **message})
         except ValueError:

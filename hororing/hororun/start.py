@@ -107,8 +107,10 @@ def run(what: Start, output: Output) -> Job:
     return job
 
 
-def run_elastic(what: Start, elastic: Elastic, output: Output, membership: Path | None) -> int:
-    """Run an elastic job, `placed` of which tells nothing, and return hororun's exit code.
+def run_elastic(
+    what: Start, elastic: Elastic, output: Output, membership: Path | None
+) -> ElasticJob:
+    """Run an elastic job, `placed` of which tells nothing, and return it when it has ended.
 
     Raises
     ------
@@ -118,6 +120,7 @@ def run_elastic(what: Start, elastic: Elastic, output: Output, membership: Path 
     own = launch.environment()
     inherited = {name: own[name] for name in own if name not in launch.VARIABLES}
     common = {"PYTHONUNBUFFERED": "1", "HORORING_ELASTIC": "1", "HORORING_JOB": job}
+    payload = None if what.payload is None else memory_file("payload", what.payload)
     told: dict[bool, str] = {}  # where processes find the store, by whether they are here
 
     def make_store(
@@ -147,23 +150,34 @@ def run_elastic(what: Start, elastic: Elastic, output: Output, membership: Path 
             "HORORING_PROCESS": str(number),
             **({} if here else {"HORORING_HOSTNAME": slot.host}),
         }
-        return Program(number, what.command, variables, os.getcwd(), sharing=slot.neighbours)
+        return Program(
+            number, what.command, variables, os.getcwd(), sharing=slot.neighbours,
+            stdin=payload, answers=payload is not None,
+        )  # fmt: skip
 
     def make_host(
         job: ElasticJob, name: str, ended: Callable[[str], None]
     ) -> LocalHost | RemoteHost:
         if is_here(name):
             return LocalHost(job.selector, job, secret)
-        return RemoteHost(
+        host = RemoteHost(
             job.selector, job, secret,
             name=name, rsh=what.rsh, ranks=(), say=output.say, on_end=ended,
         )  # fmt: skip
+        host.payload = what.payload
+        return host
 
-    return ElasticJob(
+    ended = ElasticJob(
         elastic, output,
         make_program=make_program, make_store=make_store, make_host=make_host,
         grace_s=what.grace_s, start_timeout_s=what.start_timeout_s, membership=membership,
-    ).run()  # fmt: skip
+    )  # fmt: skip
+    try:
+        ended.run()
+    finally:
+        if payload is not None:
+            os.close(payload)
+    return ended
 
 
 def new_store(size: int, several_hosts: bool) -> tuple[Store, bytes]:

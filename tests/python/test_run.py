@@ -223,7 +223,11 @@ def test_a_rank_that_was_killed_is_blamed_not_those_who_noticed():
         ({"np": 3, "hosts": "localhost:2"}, ValueError, "-np 3: the hosts have 2 slots"),
         ({"np": 2, "num_proc": 3}, ValueError, "np=2 contradicts num_proc=3"),
         ({"use_mpi": True}, ValueError, "start a script with mpirun"),
-        ({"min_num_proc": 2}, ValueError, "the number of ranks does not change"),
+        ({"min_num_proc": 3, "np": 2}, ValueError, "--min-np 3, -np 2, --max-np 2: they must asc"),
+        ({"min_np": 0}, ValueError, "min_np=0 is no number from 1"),
+        ({"min_np": 1, "min_num_proc": 2}, ValueError, "min_np=1 contradicts min_num_proc=2"),
+        ({"slots": 2}, ValueError, "--slots-per-host is of elastic jobs: give --min-np"),
+        ({"reset_limit": 2}, ValueError, "reset_limit is of elastic jobs: give min_np"),
         ({"rsh_agent": "a 'b"}, ValueError, "No closing quotation"),
         ({"gpus": 2}, TypeError, "there is no argument 'gpus'"),
         ({"executable": "no-such"}, ValueError, "there is no program 'no-such'"),
@@ -242,6 +246,47 @@ def test_a_rank_cannot_call_it(monkeypatch: pytest.MonkeyPatch):
         hororing.run(os.getpid)
     monkeypatch.setenv("HORORING_ALONE", "1")
     assert len(hororing.run(os.getpid, verbose=2, use_mpi=False)) == 1
+
+
+# ---------------------------------------------------------------------------------------------
+# Elastic jobs
+
+
+def survivors(how: str) -> tuple[int, int, int]:
+    import hororing.numpy as hvd
+    from hororing import elastic
+    from hororing.objects import broadcast_object
+
+    if how == "fails":
+        raise KeyError("nothing")
+    hvd.init()
+    state = elastic.ObjectState(broadcast_object, hvd.rank, step=0)
+
+    @elastic.run
+    def train(state: Any) -> tuple[int, int, int]:
+        first = elastic.history()[-1].generation == 1
+        while state.step < 20:
+            if first and state.step == 5 and hvd.rank() == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            hvd.allreduce(np.ones(1), name="step")
+            state.step += 1
+            state.commit()
+        return hvd.rank(), hvd.size(), state.step
+
+    result: tuple[int, int, int] = train(state)
+    return result
+
+
+def test_an_elastic_job_returns_what_its_last_ranks_return():
+    results = hororing.run(survivors, ("lives",), np=3, min_np=2)
+    assert results == [(rank, len(results), 20) for rank in range(len(results))]
+    assert len(results) in (2, 3)  # the third may have been replaced
+
+
+def test_an_elastic_job_that_cannot_go_on_tells_why():
+    with pytest.raises(RunError, match="raised KeyError: 'nothing'") as caught:
+        hororing.run(survivors, ("fails",), np=2, min_np=1)
+    assert isinstance(caught.value.__cause__, KeyError)
 
 
 # ---------------------------------------------------------------------------------------------

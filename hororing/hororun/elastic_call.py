@@ -1,0 +1,65 @@
+"""`hororing.run` of an elastic job: who takes part, and what the function has returned."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import Any
+
+from hororing.errors import RunError
+from hororing.hororun import elastic_flags, start
+from hororing.hororun.elastic import ElasticJob
+from hororing.hororun.elastic_flags import Elastic
+from hororing.hosts import Host
+
+_NUMBERS = {"num_proc": "np", "min_np": "min_np", "max_np": "max_np", "slots_per_host": "slots"}
+
+
+def chosen(asked: Mapping[str, Any], variables: Mapping[str, str]) -> Elastic | None:
+    """What was asked for, by the names of the flags of hororun. None: the job is not elastic.
+
+    ValueError, OSError.
+    """
+    for flag, name in _NUMBERS.items():
+        value = asked[flag]
+        if value is not None and (type(value) is not int or value < 1):
+            raise ValueError(f"run: {name}={value!r} is no number from 1")
+    flags = argparse.Namespace(**dict.fromkeys(elastic_flags.NOT_ELASTIC), **asked)
+    try:
+        named = start.named_hosts(flags.hosts, flags.hostfile) or [Host("localhost")]
+        return elastic_flags.chosen(flags, lambda: named, variables)
+    except ValueError as error:
+        raise ValueError(f"run: {error}") from None
+
+
+class EndedElastic:
+    """An elastic job that has ended, as `function.results` asks for it.
+
+    Ranks are those in the end; where the job has failed, numbers of processes.
+
+    Raises
+    ------
+    RunError : it has failed, and no process tells why.
+    """
+
+    def __init__(self, job: ElasticJob) -> None:
+        self._job = job
+        first = job.first_failed
+        if job.why and first is None:
+            raise RunError(f"run: the job has failed: {job.why}")
+        self.failed = (first.number, first.code or 1) if job.why and first is not None else None
+        done = [each for each in job.processes if each.status == each.code == 0]
+        done.sort(key=lambda each: (each.generation, each.rank or 0))
+        if job.why:
+            self.results = dict(job.answers)
+        else:
+            self.results = {rank: job.answers[each.number] for rank, each in enumerate(done)}
+
+    def name(self, rank: int) -> str:
+        """As `Job.name`."""
+        return self._job.processes[rank].name(False) if self._job.why else f"rank {rank}"
+
+    def epitaph(self, rank: int, code: int) -> list[str]:
+        """As `Job.epitaph`."""
+        lines = self._job.epitaph(self._job.processes[rank])
+        return [f"the job has failed: {self._job.why}", *lines]
