@@ -11,6 +11,9 @@ from typing import Any
 class CommitState:
     """Commits the state after every so many batches, and after every epoch.
 
+    Where each step is a transaction, it calls `check_host_updates` after the other batches: then a
+    failure costs the batch in flight only, however seldom the state is committed.
+
     That is done when the next batch, the validation or the next epoch begins, and at the end: the
     other callbacks have noted then what they have to, wherever they stand in the list.
 
@@ -26,15 +29,17 @@ class CommitState:
         self.state = state
         self.batches_per_commit = batches_per_commit
         self._batches = 0  # since the last commit
+        self._ended = False  # a batch, since the last look
         self._due = False
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Begin to count."""
-        self._batches, self._due = 0, False
+        self._batches, self._ended, self._due = 0, False, False
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Count."""
         self._batches += 1
+        self._ended = True
         self._due = self._batches >= self.batches_per_commit
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -43,9 +48,12 @@ class CommitState:
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Commit, if it is time."""
+        ended, self._ended = self._ended, False
         if self._due:
             self._batches, self._due = 0, False
             self.state.commit()
+        elif ended and self.state.keeps_steps:
+            self.state.check_host_updates()
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Commit, if it is time."""

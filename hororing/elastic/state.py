@@ -156,6 +156,22 @@ class State:
             self._mark()
         self._leave_if_due(replayed)
 
+    @property
+    def keeps_steps(self) -> bool:
+        """Whether a failure costs the step in flight only, with `check_host_updates` after each."""
+        return self._steps is not None
+
+    @property
+    def ranks_in_step(self) -> int:
+        """How many ranks have taken the step that the script is about to keep account of.
+
+        That is `size()`, but for a step that is replayed. Count samples of all ranks with it.
+        """
+        if self._steps is None:
+            return job.size()
+        self._steps.look()
+        return self._steps.recorded_ranks or job.size()
+
     def _leave_if_due(self, replayed: bool) -> None:
         if job.is_initialized() and not membership.is_elastic():
             return

@@ -21,8 +21,8 @@ Nobody waits for it: what all ranks have started before their gradients is compl
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -48,6 +48,20 @@ class Place(NamedTuple):
     since_mark: tuple[int, ...] = ()
 
 
+class Counter(Protocol):
+    """Counts steps where Python does not see them: in a compiled function."""
+
+    @property
+    def agrees(self) -> bool:
+        """Whether parameters change only when the gradients of all ranks are reduced."""
+
+    def begin(self, owed: int) -> None:
+        """Count from 0, and leave out the first `owed` steps, which are replayed."""
+
+    def read(self) -> tuple[int, int, int]:
+        """Return how many steps have been left out, begun, and taken."""
+
+
 class Steps:
     """The steps of the optimizers of one elastic state.
 
@@ -64,7 +78,10 @@ class Steps:
     torn : parameters have changed in another way than by a step, or are being received.
     heard : how often all ranks have told one another news since the last mark.
     running : the script is training, and not `run` preparing for it.
+    counter : of steps that do not come by `take`; their place is known after `look`.
     """
+
+    counter: Counter | None = None
 
     def __init__(self, news: Callable[[], tuple[int, int]]) -> None:
         self._news = news
@@ -107,6 +124,20 @@ class Steps:
         """How many steps are still to be replayed."""
         return len(self._owed)
 
+    def look(self) -> None:
+        """Learn of the steps that `counter` has counted."""
+        if self.counter is None:
+            return
+        replayed, begun, taken = self.counter.read()
+        for _ in range(replayed):
+            self._replayed = self._owed.pop(0)
+        if taken:
+            since_mark = self.place.since_mark + (job.size(),) * taken
+            self.place = Place(self.place.step + taken, 0, since_mark)
+        self.torn = self.torn or begun != taken  # it failed while it changed parameters
+        if replayed or begun:
+            self.counter.begin(len(self._owed))
+
     @property
     def recorded_ranks(self) -> int:
         """How many ranks have shared the step that the script keeps account of; 0: those of now."""
@@ -119,11 +150,18 @@ class Steps:
 
         Returns whether steps were replayed, so that samples are to be dealt anew.
         """
+        self.look()
         replayed = bool(self._replayed)
         self.place = Place(self.place.step, self.place.marks + 1)
-        self.light, self.torn = light, False
-        self._owed, self._replayed = [], 0
+        self.light = light and (self.counter is None or self.counter.agrees)
+        self.torn = False
+        self._owe([])
         return replayed
+
+    def _owe(self, steps: Iterable[int]) -> None:
+        owed, self._owed, self._replayed = self._owed, list(steps), 0
+        if self.counter is not None and (owed or self._owed):
+            self.counter.begin(len(self._owed))
 
     def agreed(self) -> tuple[int, int]:
         """What all ranks have heard since the last mark: as `news`, of all of them."""
@@ -139,12 +177,14 @@ class Steps:
 
     def note_saved(self) -> None:
         """Note that all values are copied. Where the script does so, a step is over."""
+        self.look()
         self.saved = Place(self.place.step, self.place.marks) if self.running else self.place
 
     def begin(self, place: Place, light: bool) -> None:
         """Go on from a place; the steps since its mark are to be replayed."""
+        self.look()  # and forget it
         self.place, self.light, self.torn = place, light, False
-        self._owed, self._replayed = list(place.since_mark), 0
+        self._owe(place.since_mark)
         self._agreed = self.heard = 0
         self.end()
 
@@ -155,4 +195,4 @@ class Steps:
         self._telling = 0
 
 
-__all__ = ["Place", "Steps"]
+__all__ = ["Counter", "Place", "Steps"]

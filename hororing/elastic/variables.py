@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
 import hororing.numpy as hvd
 from hororing import collectives, job, objects
-from hororing.elastic.state import ObjectState
+from hororing.elastic.stepped import SteppedState
+from hororing.elastic.steps import Steps
 
 # The name is always the same: ranks that have come later have counted fewer calls.
 broadcast = functools.partial(objects.broadcast_object, root_rank=0, name="elastic.state")
@@ -18,7 +19,7 @@ broadcast = functools.partial(objects.broadcast_object, root_rank=0, name="elast
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
-class VariablesState(ObjectState):
+class VariablesState(SteppedState):
     """A state of variables and plain objects. A base class.
 
     `save` copies the variables into host memory.
@@ -70,22 +71,39 @@ class VariablesState(ObjectState):
         values = self._saved_values
         if job.rank() != 0:
             values = [np.empty(shape, dtype) for shape, dtype in kinds]
-        handles = [
-            # As bytes: some weights have types that only Keras knows.
-            hvd.broadcast_async_(
-                value.reshape(-1).view(np.uint8), 0, name=f"elastic.state.{number}"
-            )
-            for number, value in enumerate(values)
-        ]
-        collectives.wait_all(handles)
+        send(values)
         super().sync()
         if job.rank() != 0:
             self._saved_values = values
             self._assign(values)
 
 
+def send(arrays: Iterable[Array]) -> None:
+    """Fill the arrays of all ranks with those of rank 0."""
+    handles = [
+        # As bytes: some weights have types that only Keras knows.
+        hvd.broadcast_async_(each.reshape(-1).view(np.uint8), 0, name=f"elastic.state.{number}")
+        for number, each in enumerate(arrays)
+    ]
+    collectives.wait_all(handles)
+
+
+class Stepper(Protocol):
+    """Takes the steps of an optimizer, and lets a state know of them."""
+
+    def take(self, apply: Callable[[], Any], gradients: Sequence[Any]) -> None:
+        """Take a step by `apply`, when the gradients are there; or leave it out."""
+
+    def attach(self, steps: Steps | None) -> None:
+        """Count steps for these from now on; None: for nobody."""
+
+
 class ModelState(VariablesState):
     """A state of a Keras model, its optimizer and plain objects, as attributes. A base class.
+
+    Steps can be transactions where there is a `Stepper` for the optimizer, with Keras 3. They
+    change the weights that were made to be trained, and the optimizer's variables. All else of the
+    model is copied at each mark, since it is small: averages of batches, random generators.
 
     Parameters
     ----------
@@ -105,7 +123,7 @@ class ModelState(VariablesState):
                 "call the model with a batch"
             )
         self.model = model
-        self.optimizer = getattr(model, "optimizer", None) if optimizer is None else optimizer
+        self.optimizer: Any = getattr(model, "optimizer", None) if optimizer is None else optimizer
         if self.optimizer is not None:
             self._build(self.optimizer, model.trainable_variables)
         self._saved_here: list[tuple[Any, Array]] = []
@@ -130,6 +148,53 @@ class ModelState(VariablesState):
         for variable, value in self._saved_here:
             variable.assign(value)
 
+    # -- every step as a transaction; see hororing.elastic.steps ---------------------------------
+
+    def _stepper(self) -> Stepper | None:
+        """What takes the steps of the optimizer, if all ranks take them together."""
+        return getattr(self.optimizer, "stepper", None)
+
+    def _can_agree_on_steps(self) -> bool:
+        if self._stepper() is None:
+            return False
+        stepped = {id(each) for each in self.optimizer._trainable_variables}
+        return all(id(each) in stepped for each in self.model.trainable_variables)
+
+    def _attach(self, steps: Steps | None) -> None:
+        stepper = self._stepper()
+        if stepper is not None:
+            stepper.attach(steps)
+
+    def _mark(self) -> None:
+        self._marked_values = [(each, np.array(self._array(each))) for each in self._beside()]
+        super()._mark()
+
+    def _go_back(self) -> None:
+        for variable, value in self._marked_values:
+            variable.assign(value)
+
+    def _sync_marked(self) -> None:
+        sent = {id(each) for each in self.model.weights}
+        weights = [each for each in self._beside() if id(each) in sent]
+        values = [np.array(self._array(each)) for each in weights]
+        send(values)
+        for variable, value in zip(weights, values, strict=True):
+            variable.assign(value)
+
+    def _digest(self) -> int:
+        beside = {id(each) for each in self._beside()}
+        return digest_of(
+            np.asarray(self._array(each)) for each in self._variables() if id(each) not in beside
+        )
+
+    def _beside(self) -> list[Any]:
+        """What steps of optimizers leave alone."""
+        layers = self.model._flatten_layers()
+        made = {id(each) for layer in layers for each in layer._trainable_variables}
+        return [each for each in self.model.variables if id(each) not in made]
+
+    # --------------------------------------------------------------------------------------------
+
     def _build(self, optimizer: Any, variables: Sequence[Any]) -> None:
         """Make the variables of the optimizer, which otherwise come with the first step."""
         if not optimizer.built:
@@ -140,4 +205,14 @@ class ModelState(VariablesState):
         return [*self.model.weights, *(held() if callable(held) else held)]
 
 
-__all__ = ["ModelState", "VariablesState", "broadcast"]
+def digest_of(arrays: Iterable[Array]) -> int:
+    """A number that equal bits have in common, below 2**62. Reads all of them."""
+    total = 0
+    for each in arrays:
+        flat = np.ascontiguousarray(each).reshape(-1)
+        words = flat.view(np.int32 if flat.itemsize % 4 == 0 else np.uint8)
+        total += int(words.sum(dtype=np.int64))
+    return total % (1 << 62)
+
+
+__all__ = ["ModelState", "Stepper", "VariablesState", "broadcast"]

@@ -19,9 +19,12 @@ from typing import Any
 import keras
 from keras import ops
 
+from hororing import membership
 from hororing.arguments import Adasum, Max
+from hororing.elastic.variables import Stepper
 from hororing.keras.backends import Accumulator, backend
 from hororing.optimizer_settings import Settings
+from hororing.process_sets import global_process_set
 
 Update = Callable[[list[Any]], Any]
 
@@ -36,6 +39,7 @@ class _State:
         self.local_variables: list[Any] = []
         self.local_layers: Sequence[Any] = ()
         self.accumulator: Accumulator | None = None
+        self.stepper: Stepper | None = None
 
 
 class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no types
@@ -52,8 +56,26 @@ class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no t
     def _become_distributed(self, local_layers: Sequence[Any]) -> None:
         self.__dict__["_hororing_state"] = _State(int(ops.convert_to_numpy(self.iterations)))
         self._hororing.local_layers = local_layers
+        if membership.is_elastic():
+            self._hororing.stepper = backend().stepper()
         if self.built:
             self._make_accumulator(self._trainable_variables)
+
+    @property
+    def stepper(self) -> Stepper | None:
+        """For an elastic state. None: ranks do not take each step together, or it is not known.
+
+        Sub-classes change variables in other ways, too.
+        """
+        settings, state = self._settings, self._hororing
+        together = (
+            settings.process_set is global_process_set
+            and settings.op != Adasum
+            and settings.passes == 1
+            and not (state.local_variables or state.local_layers)
+            and type(self).__bases__[0] is Distributed
+        )
+        return state.stepper if together else None
 
     def register_local_var(self, var: Any) -> None:
         """Leave the gradient of a variable out of the reduction: each rank has its own."""
@@ -87,7 +109,11 @@ class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no t
 
         def update(totals: list[Any]) -> None:
             if self._settings.op != Adasum or not self._settings.reduces:
-                apply(self._reduced(totals, variables), trainable_variables)
+                reduced = self._reduced(totals, variables)
+                if self.stepper is None:
+                    apply(reduced, trainable_variables)
+                else:
+                    self.stepper.take(lambda: apply(reduced, trainable_variables), reduced)
                 return
             totals = self._reduced_maxima(totals, variables, self._settings)
             combined = self._combined_variables(variables)

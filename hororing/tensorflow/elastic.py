@@ -23,6 +23,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from hororing import membership
 from hororing.elastic import (
     HororingInternalError,
     HorovodInternalError,
@@ -33,8 +34,9 @@ from hororing.elastic import (
     run_fn,
 )
 from hororing.elastic.loop import reset
-from hororing.elastic.variables import ModelState, VariablesState
+from hororing.elastic.variables import ModelState, Stepper, VariablesState
 from hororing.tensorflow.requests import as_ours
+from hororing.tensorflow.steps import CountedSteps, count_steps_of
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -101,10 +103,19 @@ class TensorFlowKerasState(ModelState):
     ValueError : the model has no variables yet.
     """
 
+    _counted: CountedSteps | None = None
+
     def __init__(
         self, model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any
     ) -> None:
         super().__init__(model, optimizer, **kwargs)
+        # Optimizers of Keras 2 have no `stateless_apply`.
+        plain = not hasattr(self.optimizer, "stepper")
+        if membership.is_elastic() and plain and hasattr(self.optimizer, "stateless_apply"):
+            self._counted = count_steps_of(self.optimizer)
+
+    def _stepper(self) -> Stepper | None:
+        return self._counted or super()._stepper()
 
     def _build(self, optimizer: Any, variables: Sequence[Any]) -> None:
         inner = getattr(optimizer, "inner_optimizer", optimizer)  # of a LossScaleOptimizer

@@ -21,6 +21,17 @@ from hororing.tensorflow.gradients import (
 from hororing.tensorflow.tensors import check_devices
 
 
+class _Seen:
+    """What tapes of this process have done."""
+
+    by_all = False
+
+
+def has_reduced_for_all() -> bool:
+    """Whether a tape has reduced all its gradients over all ranks."""
+    return _Seen.by_all
+
+
 class _DistributedTape(tf.GradientTape):  # type: ignore[misc]
     """Shares everything with the tape it was made of, except how gradients are made."""
 
@@ -55,6 +66,8 @@ class _DistributedTape(tf.GradientTape):  # type: ignore[misc]
             keys=[variable_key(source) for source in flat],
             local=self._local,
         )
+        if self._options.process_set is global_process_set and not self._local:
+            _Seen.by_all = True
         return tf.nest.pack_sequence_as(sources, reduced)
 
     def register_local_source(self, source: Any) -> None:

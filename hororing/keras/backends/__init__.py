@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 import keras
 
+from hororing.elastic.variables import Stepper
 from hororing.optimizer_settings import Settings
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -49,6 +50,9 @@ class Backend(Protocol):
 
     def choose(self, due: Any, update: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
         """Call `update` if `due`, else `otherwise`, and return the result."""
+
+    def stepper(self) -> Stepper | None:
+        """Return what makes steps transactions of an elastic job; None: a failed step is lost."""
 
     def as_written(self, function: F) -> F:
         """Return `function`, safe from tools that rewrite Python while they trace."""

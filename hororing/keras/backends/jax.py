@@ -107,6 +107,10 @@ def choose(due: Any, update: Callable[[], Any], otherwise: Callable[[], Any]) ->
     return update() if due else otherwise()
 
 
+def stepper() -> None:
+    """See `Backend`. A train step is given the memory of the weights, which is lost if it fails."""
+
+
 def as_written(function: F) -> F:
     """Return it: JAX does not rewrite Python."""
     return function

@@ -15,6 +15,7 @@ from hororing.optimizer_settings import Settings
 from hororing.runtime import rank
 from hororing.tensorflow import requests
 from hororing.tensorflow.gradients import reduce_gradients
+from hororing.tensorflow.steps import CountedSteps
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -40,6 +41,11 @@ def accumulator(
 def choose(due: Any, update: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
     """See `Backend`."""
     return ops.cond(due, update, otherwise)
+
+
+def stepper() -> CountedSteps:
+    """See `Backend`."""
+    return CountedSteps()
 
 
 def as_written(function: F) -> F:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 import hororing.torch as hvd
+from hororing.elastic.steps import Steps
 from hororing.keras.backends.accumulator import VariableAccumulator
 from hororing.keras.backends.dense import reduce_all
 from hororing.optimizer_settings import Settings
@@ -44,6 +45,28 @@ def accumulator(
 def choose(due: Any, update: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
     """See `Backend`."""
     return update() if due else otherwise()
+
+
+class Stepper:
+    """See `Backend`. Keras calls the optimizer for each step."""
+
+    _steps: Steps | None = None
+
+    def take(self, apply: Callable[[], Any], gradients: Sequence[Any]) -> None:
+        """Take a step, or leave it out."""
+        if self._steps is None:
+            apply()
+        else:
+            self._steps.take(apply)
+
+    def attach(self, steps: Steps | None) -> None:
+        """Let these decide."""
+        self._steps = steps
+
+
+def stepper() -> Stepper:
+    """See `Backend`."""
+    return Stepper()
 
 
 def as_written(function: F) -> F:

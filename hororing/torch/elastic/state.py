@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
-import hororing.numpy as hvd
-from hororing import job, membership
-from hororing.elastic.state import ObjectState, check_names
+from hororing import job
+from hororing.elastic.state import check_names
+from hororing.elastic.stepped import SteppedState
 from hororing.elastic.steps import Steps
+from hororing.membership import Member
 from hororing.torch.elastic.handlers import StateHandler, broadcast, handler_for
 from hororing.torch.elastic.sampler import ElasticSampler
 from hororing.torch.elastic.sending import Sender, sources
@@ -20,7 +19,7 @@ from hororing.torch.gradient_optimizer import Distributed, parameters
 from hororing.torch.state import broadcast_from
 
 
-class TorchState(ObjectState):
+class TorchState(SteppedState):
     """A state of models, optimizers, samplers, schedulers and plain objects, as attributes.
 
     >>> state = TorchState(model, optimizer, sampler=sampler, epoch=0, batch=0)
@@ -63,16 +62,12 @@ class TorchState(ObjectState):
         for handler in self._handlers.values():
             handler.save()
         super().save()
-        if self._steps is not None:
-            self._steps.note_saved()
 
     def restore(self) -> None:
         """Go back to what was saved last; gradients that are being reduced are forgotten."""
         for handler in self._handlers.values():
             handler.restore()
         super().restore()
-        if self._steps is not None:
-            self._steps.begin(self._steps.saved, light=False)
 
     def _kept(self) -> Any:
         return {name: each.kept() for name, each in self._handlers.items()}, super()._kept()
@@ -99,26 +94,12 @@ class TorchState(ObjectState):
 
     # -- every step as a transaction; see hororing.elastic.steps ---------------------------------
 
-    def _begin(self) -> None:
-        if not (membership.is_elastic() and self._can_agree_on_steps()):
-            self._steps = None
-            return
-        if self._steps is None:
-            self._steps = Steps(self._latest_update)
-        self._attach(self._steps)
-
-    def _end(self) -> None:
-        self._attach(None)
-        if self._steps is not None:
-            self._steps.end()
-
     def _attach(self, steps: Steps | None) -> None:
         for handler in self._handlers.values():
             if isinstance(handler.value, Distributed | ElasticSampler):
                 handler.value._steps = steps
 
     def _can_agree_on_steps(self) -> bool:
-        """Whether only steps that all ranks take together change models and optimizers."""
         values = [handler.value for handler in self._handlers.values()]
         stepped: set[int] = set()
         for each in values:
@@ -136,57 +117,24 @@ class TorchState(ObjectState):
     def _mark(self) -> None:
         for handler in self._handlers.values():
             handler.mark()
-        self._marked = {name: copy.deepcopy(getattr(self, name)) for name in self._saved_state}
+        super()._mark()
 
-    def _progress(self) -> tuple[int, int]:
-        if self._steps is None:
-            return super()._progress()
-        self._steps.running = False
-        return self._steps.place[:2]
+    def _go_back(self) -> None:
+        for handler in self._handlers.values():
+            handler.go_back()
 
-    def _fall_back(self) -> None:
-        if self._steps is None or not self._steps.goes_back_lightly:
-            super()._fall_back()
+    def _prepare_sync(self, members: Sequence[Member], lacks: Sequence[bool], alike: bool) -> None:
+        found = sources(members, lacks) if alike else None
+        send = Sender(job.rank(), found) if found else broadcast_from(0)
+        for handler in self._handlers.values():
+            handler.send = send
 
-    def _settle(self) -> None:
-        if self._steps is not None and self._steps.light:
-            for handler in self._handlers.values():
-                handler.go_back()
-            for name, value in copy.deepcopy(self._marked).items():
-                setattr(self, name, value)
+    def _sync_marked(self) -> None:
+        for name in sorted(self._handlers):
+            self._handlers[name].sync_marked()
 
-    def _synchronize(self, needed: bool) -> bool:
-        steps = self._steps
-        if steps is None:
-            return super()._synchronize(needed)
-        world = membership.history()[-1]
-        if job.size() > 1:
-            is_new = steps.place[:2] == (0, 0) or steps.place.step != world.step
-            needed = job.rank() > 0 and is_new
-            digest = 0 if needed else digest_of(self._stepped_tensors())
-            row = np.array([[needed, digest, steps.place.marks]], np.int64)
-            rows = hvd.allgather(row, name="elastic.sync")
-            lacks = rows[:, 0].astype(bool)
-            alike, marked = (len(set(rows[~lacks, column])) == 1 for column in (1, 2))
-            steps.torn = job.rank() != 0  # until all of it has come
-            if lacks.any() or not alike:
-                # Only rank 0 has the buffers of its mark.
-                found = sources(world.members, lacks.tolist()) if alike and marked else None
-                send = Sender(job.rank(), found) if found else broadcast_from(0)
-                for handler in self._handlers.values():
-                    handler.send = send
-                self.sync()
-            else:
-                for name in sorted(self._handlers):
-                    self._handlers[name].sync_marked()
-                ObjectState.sync(self)
-        told = steps.place, steps.light, self._last_update, self._commits
-        place, light, self._last_update, self._commits = broadcast(told)
-        steps.begin(place, light)
-        steps.saved, steps.running = place, True
-        if light:
-            self._mark()
-        return True
+    def _digest(self) -> int:
+        return digest_of(self._stepped_tensors())
 
     def _stepped_tensors(self) -> Iterator[torch.Tensor]:
         for handler in self._handlers.values():

@@ -1,0 +1,127 @@
+"""A state for which a step is a transaction; each framework says what its steps change.
+
+See hororing.elastic.steps, and Note [Which values count] in hororing.elastic.state.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import numpy as np
+
+import hororing.numpy as hvd
+from hororing import job, membership
+from hororing.elastic.state import ObjectState
+from hororing.elastic.steps import Steps
+from hororing.membership import Member
+
+
+class SteppedState(ObjectState):
+    """A state of plain objects and of what steps change. A base class."""
+
+    def save(self) -> None:
+        """Copy everything. Sub-classes copy theirs first."""
+        super().save()
+        if self._steps is not None:
+            self._steps.note_saved()
+
+    def restore(self) -> None:
+        """Go back to what was saved last. Sub-classes do so with theirs first."""
+        super().restore()
+        if self._steps is not None:
+            self._steps.begin(self._steps.saved, light=False)
+
+    # -- what each framework says ----------------------------------------------------------------
+
+    def _can_agree_on_steps(self) -> bool:
+        """Whether only steps that all ranks take together change what `_digest` reads."""
+        return False
+
+    def _attach(self, steps: Steps | None) -> None:
+        """Let optimizers take their steps by these, or as they would without a state."""
+        raise NotImplementedError
+
+    def _go_back(self) -> None:
+        """Go back to what `_mark` has copied."""
+        raise NotImplementedError
+
+    def _digest(self) -> int:
+        """Return a number that equal bits have in common, of what steps change; below 2**62."""
+        raise NotImplementedError
+
+    def _sync_marked(self) -> None:
+        """Give every rank what `_mark` copies, but for objects, of rank 0."""
+        raise NotImplementedError
+
+    def _prepare_sync(self, members: Sequence[Member], lacks: Sequence[bool], alike: bool) -> None:
+        """Choose who sends in `sync`: rank 0, unless all ranks that lack nothing are `alike`."""
+
+    # -- for `run` -------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        if not (membership.is_elastic() and self._can_agree_on_steps()):
+            self._steps = None
+            return
+        if self._steps is None:
+            self._steps = Steps(self._latest_update)
+        self._attach(self._steps)
+
+    def _end(self) -> None:
+        if self._steps is not None:
+            self._attach(None)
+            self._steps.end()
+
+    def _mark(self) -> None:
+        self._marked = {name: copy.deepcopy(getattr(self, name)) for name in self._saved_state}
+
+    def _progress(self) -> tuple[int, int]:
+        if self._steps is None:
+            return super()._progress()
+        self._steps.look()
+        self._steps.running = False
+        return self._steps.place[:2]
+
+    def _fall_back(self) -> None:
+        if self._steps is not None:
+            self._steps.look()
+        if self._steps is None or not self._steps.goes_back_lightly:
+            super()._fall_back()
+
+    def _settle(self) -> None:
+        if self._steps is not None and self._steps.light:
+            self._go_back()
+            for name, value in copy.deepcopy(self._marked).items():
+                setattr(self, name, value)
+
+    def _synchronize(self, needed: bool) -> bool:
+        steps = self._steps
+        if steps is None:
+            return super()._synchronize(needed)
+        world = membership.history()[-1]
+        if job.size() > 1:
+            is_new = steps.place[:2] == (0, 0) or steps.place.step != world.step
+            needed = job.rank() > 0 and is_new
+            digest = 0 if needed else self._digest()
+            row = np.array([[needed, digest, steps.place.marks]], np.int64)
+            rows = hvd.allgather(row, name="elastic.sync")
+            lacks = rows[:, 0].astype(bool)
+            alike, marked = (len(set(rows[~lacks, column])) == 1 for column in (1, 2))
+            steps.torn = job.rank() != 0  # until all of it has come
+            if lacks.any() or not alike:
+                # Only rank 0 has what was copied at its mark.
+                self._prepare_sync(world.members, lacks.tolist(), alike and marked)
+                self.sync()
+            else:
+                self._sync_marked()
+                ObjectState.sync(self)
+        told = steps.place, steps.light, self._last_update, self._commits
+        place, light, self._last_update, self._commits = self._bcast_object(told)
+        steps.begin(place, light)
+        steps.saved, steps.running = place, True
+        if light:
+            self._mark()
+        return True
+
+
+__all__ = ["SteppedState"]
