@@ -8,6 +8,7 @@ from __future__ import annotations
 from hororing.collectives import abandon
 from hororing.compression import Compressor, NoneCompressor
 from hororing.job import host_names
+from hororing.membership import is_elastic
 from hororing.names import OPTIMIZER, default_name
 from hororing.process_sets import check_member, find, obtain
 from hororing.reduction import Reduction, check_reduction, checked_passes
@@ -24,5 +25,6 @@ __all__ = [
     "default_name",
     "find",
     "host_names",
+    "is_elastic",
     "obtain",
 ]

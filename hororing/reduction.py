@@ -34,8 +34,8 @@ class Reduction:
     @property
     def reduces(self) -> bool:
         """Whether this rank has somebody to reduce with, or may have: an elastic job grows."""
-        several = len(self.process_set.ranks) > 1 or membership.is_elastic()
-        return self.process_set.included() and several
+        grows = self.process_set is global_process_set and membership.is_elastic()
+        return self.process_set.included() and (grows or len(self.process_set.ranks) > 1)
 
 
 def checked_reduction(

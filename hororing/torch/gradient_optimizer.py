@@ -242,6 +242,12 @@ class Distributed(torch.optim.Optimizer):
     def _note_scale(self, scale: torch.Tensor) -> None:
         """Take note of the scale of `torch.amp.GradScaler`, a tensor that it changes in place."""
 
+    def _join_generation(self) -> None:
+        """Do what ranks must do together after a change of members. Here nothing.
+
+        Called by `hororing.elastic.run` on all ranks, before they get the state.
+        """
+
     def _before_state_is_read(self) -> None:
         """Bring `state` up to date: it is to be saved or sent."""
 

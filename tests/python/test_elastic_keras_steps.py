@@ -74,6 +74,15 @@ hvd.init()
 model = keras.Sequential([keras.layers.Embedding(COUNT, 1, "zeros"), Counting()])
 model.build((None, 1))
 optimizer = keras.optimizers.SGD(1.0)
+if kind == "tensorflow":
+    from hororing.toolkit.keras.optim import HierarchicalSGD
+
+    try:
+        HierarchicalSGD(keras.optimizers.SGD(1.0), period_group_size_dict={2: "world"})
+    except ValueError as error:
+        assert "not in an elastic job" in str(error), error
+    else:
+        raise AssertionError
 if kind == "tape":
     state = hvd.elastic.TensorFlowKerasState(model, optimizer, epoch=0, done=0, began=0, steps=0)
 else:

@@ -136,7 +136,7 @@ def test_no_step_is_lost_or_taken_twice_whenever_a_rank_dies(tmp_path: Path):
         assert sent == {1, 3, len(told)}, job.lines
 
 
-ADASUM = """
+OTHERS = """
 import os, sys, time
 
 import torch
@@ -146,7 +146,15 @@ hvd.init()
 torch.manual_seed(os.getpid())
 model = torch.nn.Linear(4, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), op=hvd.Adasum)
+if sys.argv[1] == "adasum":
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), op=hvd.Adasum)
+else:
+    from hororing.toolkit.torch.optim import HierarchicalSGD
+
+    optimizer = HierarchicalSGD(
+        optimizer, model.named_parameters(), period_group_size_dict={4: "world"},
+        gradient_groups=None,
+    )
 state = hvd.elastic.TorchState(model, optimizer, left=20)
 
 
@@ -164,22 +172,27 @@ def train(state):
 
 
 train(state)
+if sys.argv[1] == "hierarchical":
+    done = optimizer.steps_done
+    assert optimizer.last_average == (done - done % 4, 4), (done, optimizer.last_average)
+    optimizer.final_average()
 print("end", [each.double().sum().item() for each in model.parameters()], flush=True)
 """
 
 
 @tiers.full
 @pytest.mark.timeout(120)
-def test_adasum_goes_on_with_other_ranks():  # full tier, 10 s
+@pytest.mark.parametrize("kind", ["adasum", "hierarchical"])
+def test_other_optimizers_go_on_with_other_ranks(kind: str):  # full tier, 10 s each
     pytest.importorskip("torch")
     with ElasticJob(np=2, min_np=1, max_np=2) as job:
         for _ in range(2):
-            job.start(script=ADASUM)
+            job.start(kind, script=OTHERS)
         job.wait(lambda: all(job.started(each, 1) for each in range(2)))
         killed = job.process_of(1)
         job.ranks[killed].kill()
         job.wait(lambda: job.started(1 - killed, 2))
-        ends = job.ends(1 - killed, job.start(script=ADASUM))
+        ends = job.ends(1 - killed, job.start(kind, script=OTHERS))
         assert ends[0] == ends[1]
         assert "nan" not in ends[0]
 

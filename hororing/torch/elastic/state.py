@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hororing import job
+from hororing import job, membership
 from hororing.elastic.state import check_names
 from hororing.elastic.stepped import SteppedState
 from hororing.elastic.steps import Steps
@@ -93,6 +93,13 @@ class TorchState(SteppedState):
             handler.reset()
 
     # -- every step as a transaction; see hororing.elastic.steps ---------------------------------
+
+    def _synchronize(self, needed: bool) -> bool:
+        if membership.is_elastic():
+            for handler in self._handlers.values():
+                if isinstance(handler.value, Distributed):
+                    handler.value._join_generation()
+        return super()._synchronize(needed)
 
     def _attach(self, steps: Steps | None) -> None:
         for handler in self._handlers.values():

@@ -16,7 +16,13 @@ import keras
 import numpy as np
 from keras import ops
 
-from hororing.extension import OPTIMIZER, Compressor, NoneCompressor, default_name
+from hororing.extension import (
+    OPTIMIZER,
+    Compressor,
+    NoneCompressor,
+    default_name,
+    is_elastic,
+)
 from hororing.keras.extension import Distributed, Settings, backend, checked_settings, wrapped
 from hororing.numpy import rank, size
 from hororing.process_sets import ProcessSet
@@ -328,7 +334,7 @@ def HierarchicalSGD(
     ------
     ValueError, TypeError : on every rank, if an argument of one rank is invalid; the text names the
         level. Also if ranks differ. For LossScaleOptimizer and the policy mixed_float16: an
-        overflow would let a rank skip steps that others count. Use mixed_bfloat16.
+        overflow would let a rank skip steps that others count. Use mixed_bfloat16. In elastic jobs.
 
     Examples
     --------
@@ -365,6 +371,11 @@ def HierarchicalSGD(
         )
         return {"name": checked[0].name}
 
+    if is_elastic():
+        raise ValueError(
+            f"{WHAT}: with Keras not in an elastic job, where ranks that come later would wait for "
+            "the others to make it, too: use DistributedOptimizer, or start a job of fixed size"
+        )
     plan = make_plan(request, check)
     settings = checked[0]
     if name is None:  # counted now that no rank has failed

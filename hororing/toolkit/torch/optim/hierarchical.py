@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 from hororing.errors import HororingInternalError
+from hororing.extension import is_elastic
 from hororing.numpy import Max, size
 from hororing.process_sets import ProcessSet, global_process_set
 from hororing.toolkit.large_batch.agreement import obtain_groups
@@ -39,8 +40,21 @@ class Hierarchical(Averaging):
         state: Any = self.state
         state.setdefault(KEY, {"step": 0})
         self.backward_passes_per_step = passes
-        self._early = EarlyUpdates(self, self._late) if self._plan.overlap_backward else None
-        self._form_groups()
+        self._early = EarlyUpdates(self, self._late) if self._request.overlap_backward else None
+        if is_elastic():
+            super()._become_distributed(passes, extra)
+        else:
+            self._form_groups()
+
+    def _join_generation(self) -> None:
+        self.regroup()
+
+    def _check_groups(self) -> None:
+        if not hasattr(self, "_level_sets"):
+            raise RuntimeError(
+                "HierarchicalSGD: in an elastic job hvd.elastic.run forms the groups: put the "
+                "optimizer into the TorchState, and train in the function that run calls"
+            )
 
     def _form_groups(self) -> None:
         plan = self._plan
@@ -87,6 +101,7 @@ class Hierarchical(Averaging):
         After the warm-up gradients are reduced within this rank's gradient group. A `closure` and
         its loss as well.
         """
+        self._check_groups()
         clock, steps = self._clock, self.steps_done
         if self._plan.outer is not None and self._plan.hierarchy.is_local(steps):
             self._begin_outer(clock)
@@ -198,7 +213,8 @@ class Hierarchical(Averaging):
         state[KEY] = copy.deepcopy(self._clock)
         if self._early is not None:
             self._early.forget()
-        self._follow_clock()
+        if hasattr(self, "_level_sets"):
+            self._follow_clock()
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(

@@ -17,6 +17,7 @@ from hororing.extension import (
     Reduction,
     check_reduction,
     checked_passes,
+    is_elastic,
 )
 from hororing.numpy import Average, rank, size
 from hororing.process_sets import global_process_set
@@ -103,6 +104,11 @@ def HierarchicalSGD(
     with or without gradient. With `torch.amp.GradScaler`, all ranks agree in every step whether to
     skip it, and therefore wait for the last one: use bfloat16.
 
+    In an elastic job ranks do not meet here. Put the optimizer into a `TorchState`: whenever
+    `hvd.elastic.run` calls the training function, groups have been formed of the ranks of then, by
+    the same rules. If these do not fit, that is a ValueError of `run` on every rank: "host" and
+    "world" always do. All ranks then have the weights of rank 0.
+
     Examples
     --------
     >>> optimizer = HierarchicalSGD(
@@ -131,8 +137,12 @@ def HierarchicalSGD(
         shapes = [tuple(param.shape) for param in parameters(optimizer)]
         return {"buffers": [name for name, _ in buffers], "shapes of parameters": shapes}
 
-    plan = make_plan(request, check)
-    if rank() == 0 and size() > 1 and len(plan.gradient_groups) == 1:
+    if is_elastic():  # ranks that come later make it while others train
+        plan = None
+        check()
+    else:
+        plan = make_plan(request, check)
+    if plan is not None and rank() == 0 and size() > 1 and len(plan.gradient_groups) == 1:
         warnings.warn(
             f"{WHAT}: gradient_groups={gradient_groups!r} is one group of all {size()} ranks, so "
             "training stays synchronous after the warm-up; pass smaller groups, or None",
