@@ -7,9 +7,8 @@
 
 namespace hororing {
 
-ChannelPlan::ChannelPlan(std::vector<Channel> all, const HostGroup& group, size_t capacity,
-                         size_t most)
-    : channels(std::move(all)), owns(static_cast<size_t>(group.local_size()), false) {
+ChannelPlan::ChannelPlan(std::vector<Channel> all, const SetSlots& set, size_t most)
+    : channels(std::move(all)), owns(static_cast<size_t>(set.group.local_size()), false) {
   std::vector<size_t> owned(owns.size(), 0);
   size_t longest = 0;
   for (const Channel& channel : channels) {
@@ -18,43 +17,43 @@ ChannelPlan::ChannelPlan(std::vector<Channel> all, const HostGroup& group, size_
     owns[owner] = owns[owner] || channel.bytes > 0;
     longest = std::max(longest, channel.bytes);
   }
-  const size_t wanted = RoundUp(PieceBytes(longest, group.hosts()), kEntryAlign);
+  const size_t wanted = RoundUp(PieceBytes(longest, set.group.hosts()), kEntryAlign);
   piece = std::min({RoundUp(longest, kEntryAlign), wanted,
-                    capacity / std::max<size_t>(most, 1) / kEntryAlign * kEntryAlign});
+                    set.geometry.capacity / std::max<size_t>(most, 1) / kEntryAlign * kEntryAlign});
   blocks = longest == 0 ? 0 : (longest + piece - 1) / piece;
 }
 
-ChannelPipeline::ChannelPipeline(const HostGroup& group, ShmTransport& local, Transport& wire,
-                                 const Batch& batch, const ChannelPlan& plan, uint64_t first,
+ChannelPipeline::ChannelPipeline(SetSlots& set, const Batch& batch, const ChannelPlan& plan,
                                  TimeNs deadline, TraceSink& trace)
-    : HostPipeline(group, local, wire, batch,
+    : HostPipeline(set, batch,
                    std::any_of(plan.channels.begin(), plan.channels.end(),
                                [](const Channel& channel) {
                                  return channel.from >= 0 || !channel.to.empty();
                                }),
-                   first, plan.blocks, deadline, trace),
+                   plan.blocks, deadline, trace),
       plan_(plan),
-      receives_(wire, deadline),
-      sends_(wire, deadline),
-      begun_(first),
-      arrived_(first),
-      consumed_(first) {}
+      receives_(wire_, deadline),
+      sends_(wire_, deadline),
+      begun_(first_),
+      arrived_(first_),
+      consumed_(first_) {}
 
 bool ChannelPipeline::Finished() const { return consumed_ == end_ && sends_.empty(); }
 
-Status ChannelPipeline::Advance(bool* moved) {
-  HORORING_RETURN_IF_ERROR(TakeArrivals(moved));
-  HORORING_RETURN_IF_ERROR(sends_.TakeDone(moved));
+bool ChannelPipeline::Advance(Status* status) {
+  bool moved = false;
+  *status = TakeArrivals(&moved);
+  if (status->ok()) *status = sends_.TakeDone(&moved);
+  if (!status->ok()) return true;
   // First what goes over the wire.
   if (CanBegin()) {
     Begin();
   } else if (CanUnpack()) {
     Unpack();
   } else {
-    return Status::Ok();
+    return moved;
   }
-  *moved = true;
-  return Status::Ok();
+  return true;
 }
 
 Status ChannelPipeline::TakeArrivals(bool* moved) {
@@ -74,7 +73,7 @@ Status ChannelPipeline::TakeArrivals(bool* moved) {
 }
 
 bool ChannelPipeline::CanBegin() const {
-  return begun_ < end_ && begun_ < consumed_ + kDepth && begun_ < sends_.FirstOpen(end_) + kDepth &&
+  return begun_ < end_ && begun_ < consumed_ + depth_ && begun_ < sends_.FirstOpen(end_) + depth_ &&
          BlockIsFree(begun_);
 }
 
@@ -165,11 +164,8 @@ int ChannelPipeline::LaggingOnWire() const {
 }
 
 bool ChannelPipeline::Lags(int peer) const {
-  if (!BlockIsFree(begun_) && !Reached(peer, &DirectProgress::consumed, begun_ + 1 - kDepth)) {
-    return true;
-  }
-  return plan_.owns[static_cast<size_t>(peer)] &&
-         !Reached(peer, &DirectProgress::packed, consumed_ + 1);
+  return !BlockIsFree(peer, begun_) || (plan_.owns[static_cast<size_t>(peer)] &&
+                                        !Reached(peer, &DirectProgress::packed, consumed_ + 1));
 }
 
 }  // namespace hororing

@@ -58,18 +58,18 @@ struct ChannelPlan {
 
   // `most`: the largest number of channels that a rank owns. REQUIRES: capacity / most >=
   // kLeastBytes.
-  ChannelPlan(std::vector<Channel> all, const HostGroup& group, size_t capacity, size_t most);
+  ChannelPlan(std::vector<Channel> all, const SetSlots& set, size_t most);
   static constexpr size_t kLeastBytes = 4 << 10;
 };
 
 class ChannelPipeline final : public HostPipeline {
  public:
-  ChannelPipeline(const HostGroup& group, ShmTransport& local, Transport& wire, const Batch& batch,
-                  const ChannelPlan& plan, uint64_t first, TimeNs deadline, TraceSink& trace);
+  ChannelPipeline(SetSlots& set, const Batch& batch, const ChannelPlan& plan, TimeNs deadline,
+                  TraceSink& trace);
 
  private:
   bool Finished() const override;
-  Status Advance(bool* moved) override;
+  bool Advance(Status* status) override;
   int LaggingOnWire() const override;
   bool Lags(int peer) const override;
 

@@ -1,20 +1,9 @@
 // HierarchicalBackend: collectives over several hosts whose ranks share memory within their host,
-// for all ranks or those of a process set. The batch of an allreduce is one virtual buffer (its
-// tensors are contiguous, each padded to 64 bytes) that is processed in blocks. Some ranks of each
-// host own a slice of every block:
-//
-//   PACK      rank r copies the slices of others in block k into its slot       packed[r] = k + 1
-//   REDUCE    an owner sums its slice of all ranks of the host, in rank order
-//   exchange  the owners of a slice on all hosts add up their sums, over the wire
-//             (collective/slice_exchange.h), into the owner's slot             reduced[r] = k + 1
-//   UNPACK    every rank copies all slices to its outputs                      consumed[r] = k + 1
-//
-// Slots hold several blocks, so that the wire is busy while the next blocks are reduced. The number
-// of slice owners per host is the smallest number of ranks of any host ("three phases":
-// reduce-scatter in the host, allreduces of slices between hosts, all-gather in the host), or one
-// ("leader").
-//
-// All-gathers and broadcasts are in backend/channel_pipeline.h, reduce-scatters in
+// for all ranks or those of a process set. Allreduces are in backend/allreduce_pipeline.h. The
+// number of their slice owners per host is the smallest number of ranks of any host ("three
+// phases": reduce-scatter in the host, allreduces of slices between hosts, all-gather in the host),
+// or one
+// ("leader"). All-gathers and broadcasts are in backend/channel_pipeline.h, reduce-scatters in
 // backend/scatter_pipeline.h.
 //
 // Numerics: hosts are summed in their order, and the ranks of a host in rank order, as partial
@@ -53,9 +42,6 @@ class HierarchicalBackend final : public Backend {
   Algorithm Choose(const Batch& batch) const;
   bool Flat() const;
   bool leader() const { return algorithm_ == Algorithm::kLeader; }
-  size_t capacity() const;
-  // Reserves `blocks` numbers and returns the first.
-  uint64_t Take(uint64_t blocks);
   Status RunAllreduce(const Batch& batch, TimeNs deadline, TraceSink& trace);
   // In hierarchical_moves.cc.
   bool Fits(Collective kind) const;
@@ -67,14 +53,11 @@ class HierarchicalBackend final : public Backend {
   // The largest number of channels that a rank owns in an all-gather.
   size_t MostChannels() const;
 
-  Transport& wire_;
-  ShmTransport& local_;
-  const HostGroup group_;
+  SetSlots set_;
   const HostShape shape_;
   const AllreduceOptions options_;
   const Algorithm algorithm_;  // requested for all batches
   Scratch scratch_;
-  uint64_t next_block_;
   AlgorithmUsed algorithm_used_ = AlgorithmUsed::kNotCounted;
   Status broken_;  // the first error: the ranks' counters no longer agree, every later Run fails
 };

@@ -49,12 +49,13 @@ Neighbours InTree(int rank, int count) {
 
 size_t HierarchicalBackend::MostChannels() const {
   size_t most = 0;
-  for (int host = 0; host < group_.hosts(); ++host) {
-    std::vector<size_t> owned(group_.group_ranks_on[static_cast<size_t>(host)].size(), 1);
-    for (int other = 0; other < group_.hosts(); ++other) {
-      const int ranks = static_cast<int>(group_.group_ranks_on[static_cast<size_t>(other)].size());
+  for (int host = 0; host < set_.group.hosts(); ++host) {
+    std::vector<size_t> owned(set_.group.group_ranks_on[static_cast<size_t>(host)].size(), 1);
+    for (int other = 0; other < set_.group.hosts(); ++other) {
+      const int ranks =
+          static_cast<int>(set_.group.group_ranks_on[static_cast<size_t>(other)].size());
       for (int local = 0; local < ranks && other != host; ++local) {
-        ++owned[static_cast<size_t>(group_.OwnerOn(host, local, leader()))];
+        ++owned[static_cast<size_t>(set_.group.OwnerOn(host, local, leader()))];
       }
     }
     for (const size_t count : owned) most = std::max(most, count);
@@ -65,24 +66,26 @@ size_t HierarchicalBackend::MostChannels() const {
 // Where there are very many ranks, pieces would be too small to pay.
 bool HierarchicalBackend::Fits(Collective kind) const {
   switch (kind) {
-    case Collective::kAllgather: return capacity() / MostChannels() >= ChannelPlan::kLeastBytes;
+    case Collective::kAllgather:
+      return set_.geometry.capacity / MostChannels() >= ChannelPlan::kLeastBytes;
     case Collective::kReducescatter:
-      return capacity() / static_cast<size_t>(group_.size()) >= ScatterPlan::kLeastBytes;
-    default: return capacity() / static_cast<size_t>(shape_.least) >= ChannelPlan::kLeastBytes;
+      return set_.geometry.capacity / static_cast<size_t>(set_.group.size()) >=
+             ScatterPlan::kLeastBytes;
+    default:
+      return set_.geometry.capacity / static_cast<size_t>(shape_.least) >= ChannelPlan::kLeastBytes;
   }
 }
 
 Status HierarchicalBackend::RunChannels(const Batch& batch, std::vector<Channel> channels,
                                         size_t most, TimeNs deadline, TraceSink& trace) {
-  const ChannelPlan plan(std::move(channels), group_, capacity(), most);
+  const ChannelPlan plan(std::move(channels), set_, most);
   if (plan.blocks == 0) return Status::Ok();
-  return ChannelPipeline(group_, local_, wire_, batch, plan, Take(plan.blocks), deadline, trace)
-      .Run();
+  return ChannelPipeline(set_, batch, plan, deadline, trace).Run();
 }
 
 Status HierarchicalBackend::RunAllgather(const Batch& batch, TimeNs deadline, TraceSink& trace) {
-  const size_t size = static_cast<size_t>(group_.size()),
-               own = static_cast<size_t>(group_.group_rank);
+  const size_t size = static_cast<size_t>(set_.group.size()),
+               own = static_cast<size_t>(set_.group.group_rank);
   std::vector<Channel> channels(size);
   for (const BatchEntry& entry : batch.entries) {
     if (entry.receive_bytes.size() != size || entry.receive_bytes[own] != entry.bytes()) {
@@ -98,25 +101,26 @@ Status HierarchicalBackend::RunAllgather(const Batch& batch, TimeNs deadline, Tr
   }
   for (size_t rank = 0; rank < size; ++rank) {
     Channel& channel = channels[rank];
-    const int local = group_.local_of[rank];
-    if (group_.host_of[rank] == group_.host) {
+    const int local = set_.group.local_of[rank];
+    if (set_.group.host_of[rank] == set_.group.host) {
       channel.owner = local;
     } else {
-      channel.owner = group_.OwnerOn(group_.host, local, leader());
-      if (channel.owner == group_.local) channel.from = group_.members.ranks[rank];
+      channel.owner = set_.group.OwnerOn(set_.group.host, local, leader());
+      if (channel.owner == set_.group.local) channel.from = set_.group.members.ranks[rank];
     }
   }
   channels[own].begins = true;
   // At each distance every host sends to another one.
-  for (int distance = 1; distance < group_.hosts(); ++distance) {
-    const int host = (group_.host + distance) % group_.hosts();
-    channels[own].to.push_back(group_.JobRank(host, group_.OwnerOn(host, group_.local, leader())));
+  for (int distance = 1; distance < set_.group.hosts(); ++distance) {
+    const int host = (set_.group.host + distance) % set_.group.hosts();
+    channels[own].to.push_back(
+        set_.group.JobRank(host, set_.group.OwnerOn(host, set_.group.local, leader())));
   }
   return RunChannels(batch, std::move(channels), MostChannels(), deadline, trace);
 }
 
 Status HierarchicalBackend::RunBroadcast(const Batch& batch, TimeNs deadline, TraceSink& trace) {
-  const bool is_root = batch.root == group_.group_rank;
+  const bool is_root = batch.root == set_.group.group_rank;
   size_t total = 0;
   for (const BatchEntry& entry : batch.entries) {
     const size_t bytes = entry.bytes();
@@ -142,22 +146,22 @@ Status HierarchicalBackend::RunBroadcast(const Batch& batch, TimeNs deadline, Tr
     }
   }
   const size_t root = static_cast<size_t>(batch.root);
-  const int hosts = group_.hosts(), first = group_.host_of[root];
-  const int position = (group_.host - first + hosts) % hosts;
+  const int hosts = set_.group.hosts(), first = set_.group.host_of[root];
+  const int position = (set_.group.host - first + hosts) % hosts;
   size_t rounds = 0;
   while ((size_t{1} << rounds) < static_cast<size_t>(hosts)) ++rounds;
   const size_t segments = (total + kLeastLane - 1) / kLeastLane;
   const bool chain = static_cast<size_t>(std::max(hosts - 2, 0)) + segments < rounds * segments;
   const Neighbours around = chain ? InChain(position, hosts) : InTree(position, hosts);
   const auto rank_at = [&](int there, size_t number) {
-    if (there == 0) return group_.members.ranks[root];
-    return group_.JobRank((first + there) % hosts, static_cast<int>(number));
+    if (there == 0) return set_.group.members.ranks[root];
+    return set_.group.JobRank((first + there) % hosts, static_cast<int>(number));
   };
   for (size_t number = 0; number < count; ++number) {
     Channel& each = channels[number];
-    each.owner = position == 0 ? group_.local_of[root] : static_cast<int>(number);
+    each.owner = position == 0 ? set_.group.local_of[root] : static_cast<int>(number);
     each.begins = is_root;
-    if (each.owner != group_.local) continue;
+    if (each.owner != set_.group.local) continue;
     if (around.from >= 0) each.from = rank_at(around.from, number);
     for (const int to : around.to) each.to.push_back(rank_at(to, number));
   }
@@ -170,21 +174,20 @@ Status HierarchicalBackend::RunReducescatter(const Batch& batch, TimeNs deadline
   for (const BatchEntry& entry : batch.entries) {
     size_t elements = 0;
     for (const size_t part : entry.parts) elements += part;
-    if (entry.parts.size() != static_cast<size_t>(group_.size()) || elements != entry.elements) {
+    if (entry.parts.size() != static_cast<size_t>(set_.group.size()) ||
+        elements != entry.elements) {
       return DoesNotFit(batch, entry);
     }
   }
-  const ScatterPlan plan(group_, batch, capacity(), leader());
+  const ScatterPlan plan(set_, batch, leader());
   if (plan.blocks == 0) return Status::Ok();
-  const size_t bytes = plan.scratch_bytes(batch.reduce());
+  const size_t bytes = set_.geometry.depth * plan.scratch_bytes(batch.reduce());
   std::byte* const memory = static_cast<std::byte*>(scratch_.Reserve(bytes));
   if (memory == nullptr) {
     return Status(Code::kInternal, "reduce-scatter between hosts: no memory for partial sums of " +
                                        std::to_string(bytes) + " bytes");
   }
-  return ScatterPipeline(group_, local_, wire_, batch, plan, memory, Take(plan.blocks), deadline,
-                         trace)
-      .Run();
+  return ScatterPipeline(set_, batch, plan, memory, deadline, trace).Run();
 }
 
 }  // namespace hororing

@@ -65,65 +65,79 @@ Status WireQueue::TakeDone(bool* moved) {
   }
 }
 
-size_t HostPipeline::Capacity(size_t slot_bytes) {
-  return slot_bytes / kDepth / kEntryAlign * kEntryAlign;
+SlotGeometry SlotGeometry::OneHost(size_t slot_bytes) {
+  const size_t capacity = std::min(kMaxLocalBlock, slot_bytes / 2) / kEntryAlign * kEntryAlign;
+  return {slot_bytes / capacity, capacity};
 }
 
-HostPipeline::HostPipeline(const HostGroup& group, ShmTransport& local, Transport& wire,
-                           const Batch& batch, bool on_wire, uint64_t first, uint64_t blocks,
+SlotGeometry SlotGeometry::SeveralHosts(size_t slot_bytes) {
+  constexpr size_t kDepth = 8;
+  return {kDepth, slot_bytes / kDepth / kEntryAlign * kEntryAlign};
+}
+
+HostPipeline::HostPipeline(SetSlots& set, const Batch& batch, bool on_wire, uint64_t blocks,
                            TimeNs deadline, TraceSink& trace)
-    : group_(group),
-      local_(local),
-      wire_(wire),
-      segment_(local.segment()),
+    : group_(set.group),
+      wire_(set.wire),
+      local_(set.local),
+      segment_(set.local.segment()),
       batch_(batch),
       trace_(trace),
       on_wire_(on_wire),
       deadline_(deadline),
-      capacity_(Capacity(segment_.geometry().slot_bytes)),
-      rank_(group.local),
-      size_(group.local_size()),
-      set_begin_(FirstBlock(group.members)),
-      first_(first),
-      end_(first + blocks),
-      next_look_ns_(After(NowNs(), kLookInterval)) {}
+      depth_(set.geometry.depth),
+      capacity_(set.geometry.capacity),
+      rank_(group_.local),
+      size_(group_.local_size()),
+      set_begin_(FirstBlock(group_.members)),
+      first_(set.next_block),
+      end_(first_ + blocks) {
+  set.next_block = end_;
+}
 
 Status HostPipeline::Run() {
   ShmTransport::SlotReaders& readers = local_.slot_readers();
   const Members& members = group_.members;
-  if (readers.set != members.set || readers.generation != members.generation) {
+  if (readers.slots.empty() || readers.set != members.set ||
+      readers.generation != members.generation) {
     HORORING_RETURN_IF_ERROR(WaitForReaders());
+    readers = {group_.slots, {}, members.set, members.generation, 0};
+    for (int peer = 0; peer < size_; ++peer) {
+      readers.ranks.push_back(group_.JobRank(group_.host, peer));
+    }
   }
-  readers = {group_.slots, members.set, members.generation, end_};
-  while (!Finished()) {
-    Status status;
-    HORORING_RETURN_IF_ERROR(Until([&] {
-      bool moved = false;
-      status = Advance(&moved);
-      return moved || !status.ok();
-    }));
-    HORORING_RETURN_IF_ERROR(status);
+  readers.end = end_;
+  Status status;
+  const auto advance = [&] { return Advance(&status); };
+  while (status.ok() && !Finished()) {
+    if (!advance()) HORORING_RETURN_IF_ERROR(Until(advance, [this] { return Lagging(); }));
   }
-  return Status::Ok();
+  return status;
 }
 
 // Until nobody reads this rank's slot for another set. What the readers have to do, they can do
 // without this one, which has done its part.
 Status HostPipeline::WaitForReaders() {
   const ShmTransport::SlotReaders& readers = local_.slot_readers();
-  return Until([&] {
-    return std::all_of(readers.ranks.begin(), readers.ranks.end(), [&](int slot) {
-      return segment_.rank_state(slot).direct[readers.set].consumed.load(
-                 std::memory_order_acquire) >= readers.end;
-    });
-  });
+  const auto lagging = [&] {
+    std::string ranks;
+    for (size_t i = 0; i < readers.slots.size(); ++i) {
+      const DirectProgress& reader = segment_.rank_state(readers.slots[i]).direct[readers.set];
+      if (reader.consumed.load(std::memory_order_acquire) >= readers.end) continue;
+      ranks += (ranks.empty() ? "" : ", ") + std::to_string(readers.ranks[i]);
+    }
+    return ranks;
+  };
+  return Until([&] { return lagging().empty(); }, lagging);
 }
 
 // ready() does what it can, and is false where that was nothing.
-template <typename Ready>
-Status HostPipeline::Until(Ready ready) {
+template <typename Ready, typename Whom>
+Status HostPipeline::Until(Ready ready, Whom lagging) {
+  if (&wire_ == &local_) return local_.WaitUntil(ready, lagging, deadline_);
   Backoff backoff(0, on_wire_ ? kLongestWireSleep : kLongestSleep);
   LongWait wait(backoff.begin_ns());
+  if (next_look_ns_ == 0) next_look_ns_ = After(backoff.begin_ns(), kLookInterval);
   for (;;) {
     const uint32_t epoch = local_.Epoch();
     if (ready()) return Status::Ok();
@@ -131,10 +145,10 @@ Status HostPipeline::Until(Ready ready) {
     if (now >= next_look_ns_) {
       next_look_ns_ = After(now, on_wire_ ? kWireLookInterval : kLookInterval);
       HORORING_RETURN_IF_ERROR(wire_.CheckPeers());
-      wait.Look(wire_, now, [this] { return Lagging(); });
+      wait.Look(wire_, now, lagging);
     }
     if (!backoff.Pause(local_, epoch, false, wire_.Extended(deadline_))) {
-      return wait.GiveUp(wire_, Lagging());
+      return wait.GiveUp(wire_, lagging());
     }
   }
 }
@@ -152,13 +166,16 @@ void HostPipeline::Publish(Counter counter, uint64_t value) {
   local_.RingWorkers(group_.slots);
 }
 
-// A rank that this one waits for, as text.
+// The ranks that this one waits for, as text.
 std::string HostPipeline::Lagging() const {
-  int lagging = LaggingOnWire();
-  for (int peer = 0; peer < size_ && lagging < 0; ++peer) {
-    if (peer != rank_ && Lags(peer)) lagging = group_.JobRank(group_.host, peer);
+  const int on_wire = LaggingOnWire();
+  if (on_wire >= 0) return std::to_string(on_wire);
+  std::string ranks;
+  for (int peer = 0; peer < size_; ++peer) {
+    if (peer == rank_ || !Lags(peer)) continue;
+    ranks += (ranks.empty() ? "" : ", ") + std::to_string(group_.JobRank(group_.host, peer));
   }
-  return lagging < 0 ? "" : std::to_string(lagging);
+  return ranks;
 }
 
 }  // namespace hororing

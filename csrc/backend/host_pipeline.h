@@ -1,15 +1,21 @@
-// HostPipeline: the pipeline that all collectives over several hosts share. The ranks of a host
-// process a batch in numbered blocks, in slots of their shared memory, while some of them exchange
-// data over the wire. No stage may block, because both sides must progress: the pipeline is a loop
-// that runs any stage that can proceed, and sleeps briefly if none can.
+// HostPipeline: the pipeline of all collectives through shared memory. The ranks of a host process
+// a batch in numbered blocks, in slots of their segment, while some of them may exchange data with
+// other hosts over the wire. No stage may block, because both sides must progress: the pipeline is
+// a loop that runs any stage that can proceed, and sleeps if none can.
+//
+// A rank does whichever stage can proceed, and waits only if none can, so a rank that is late (or
+// has lost its core) delays the others only when they have run out of blocks.
 //
 // Invariants
-//   1. and 2. of backend/shm_direct.h: a rank writes to its slot only when all readers have
-//      consumed the previous contents, and counters only grow.
-//   3. All pipelines of a set divide slots alike (kDepth blocks, block n at n % kDepth) and
-//      leave `packed` and `consumed` of all ranks at the number of the next block, for every
-//      collective.
-//   4. Messages between two ranks within a batch have one order, whatever the order of arrival.
+//   1. A block of a slot is overwritten only when consumed[q] shows that every rank q has finished
+//      with the previous contents.
+//   2. Block numbers never restart: they increase over all batches of a set, and a later set with
+//      the same number starts above them.
+//   3. A rank's slot serves one set at a time: before a batch of another set writes to it, the rank
+//      waits for the readers of the latest one.
+//   4. All pipelines of a set divide slots alike (SlotGeometry) and leave `packed` and `consumed`
+//      of all ranks at the number of the next block, for every collective.
+//   5. Messages between two ranks within a batch have one order, whatever the order of arrival.
 #pragma once
 
 #include <algorithm>
@@ -56,6 +62,34 @@ struct HostGroup {
   int local = 0;  // its rank among the members of its host
 };
 
+// Reduced at a time: what is done with the result next finds it in the first-level cache.
+constexpr size_t kReducePiece = 16 << 10;
+
+// How a rank's slot is divided: block n of a set is at n % depth.
+struct SlotGeometry {
+  // Measured on one host with benchmarks/shm_direct.cc on 2 and 4 ranks: 128 KiB costs 10 to 30 %
+  // at 64 MiB (more waits), 1 MiB up to 50 % where the second-level cache has 1 MiB. Cutting
+  // smaller batches into more blocks than needed, for the stages to overlap, gains nothing.
+  static constexpr size_t kMaxLocalBlock = 512 << 10;
+
+  size_t depth;     // blocks
+  size_t capacity;  // bytes of one
+  // At least two blocks, so that the stages of neighbouring ones overlap.
+  static SlotGeometry OneHost(size_t slot_bytes);
+  // While one block is packed and another unpacked, the others are on the wire.
+  static SlotGeometry SeveralHosts(size_t slot_bytes);
+};
+
+// A process set's ranks, their slots on this host, and what connects them.
+struct SetSlots {
+  const HostGroup group;
+  // All ranks of the job. On one host it is `local` itself.
+  Transport& wire;
+  ShmTransport& local;  // those of this host
+  const SlotGeometry geometry;
+  uint64_t next_block;  // of the next batch
+};
+
 // Transfers in the order in which they were posted. Each is waited for exactly once.
 class WireQueue {
  public:
@@ -94,14 +128,9 @@ class WireQueue {
 
 class HostPipeline {
  public:
-  // Blocks in a slot: while one is packed and another unpacked, the others are on the wire.
-  static constexpr size_t kDepth = 8;
-  // Bytes that one block may have in a slot.
-  static size_t Capacity(size_t slot_bytes);
-
   // `on_wire`: whether this rank exchanges data with other hosts in this batch.
-  HostPipeline(const HostGroup& group, ShmTransport& local, Transport& wire, const Batch& batch,
-               bool on_wire, uint64_t first, uint64_t blocks, TimeNs deadline, TraceSink& trace);
+  HostPipeline(SetSlots& set, const Batch& batch, bool on_wire, uint64_t blocks, TimeNs deadline,
+               TraceSink& trace);
   virtual ~HostPipeline() = default;
   HostPipeline(const HostPipeline&) = delete;
   HostPipeline& operator=(const HostPipeline&) = delete;
@@ -113,8 +142,8 @@ class HostPipeline {
   using Counter = std::atomic<uint64_t> DirectProgress::*;
 
   virtual bool Finished() const = 0;
-  // Runs the stages that can proceed now. Sets *moved if there was one.
-  virtual Status Advance(bool* moved) = 0;
+  // Runs the stages that can proceed now. False if there is none; true, too, if one fails.
+  virtual bool Advance(Status* status) = 0;
   // The rank of the job for which it waits on the wire; -1 if it does not wait.
   virtual int LaggingOnWire() const = 0;
   // Whether this rank cannot proceed because of the local peer's counter.
@@ -126,25 +155,30 @@ class HostPipeline {
   // True if `counter` of the first `count` ranks of the host, except this one, has reached `value`.
   bool PeersReached(int count, Counter counter, uint64_t value) const;
   void Publish(Counter counter, uint64_t value);
-  // True if all ranks of the host have read the previous contents at the place of block `number`.
+  // True if `peer`, or all ranks of the host, have read the previous contents at the place of block
+  // `number`.
+  bool BlockIsFree(int peer, uint64_t number) const {
+    return number < set_begin_ + depth_ ||
+           Reached(peer, &DirectProgress::consumed, number + 1 - depth_);
+  }
   bool BlockIsFree(uint64_t number) const {
-    return number < set_begin_ + kDepth ||
-           PeersReached(size_, &DirectProgress::consumed, number + 1 - kDepth);
+    return number < set_begin_ + depth_ ||
+           PeersReached(size_, &DirectProgress::consumed, number + 1 - depth_);
   }
   std::byte* BlockAt(int peer, uint64_t number) const {
     return segment_.slot(group_.slots[static_cast<size_t>(peer)]) +
-           static_cast<size_t>(number % kDepth) * capacity_;
+           static_cast<size_t>(number % depth_) * capacity_;
   }
 
   const HostGroup& group_;
-  ShmTransport& local_;
   Transport& wire_;
+  ShmTransport& local_;
   ShmSegment& segment_;
   const Batch& batch_;
   TraceSink& trace_;
   const bool on_wire_;
   const TimeNs deadline_;
-  const size_t capacity_;
+  const size_t depth_, capacity_;  // of the slots
   const int rank_;  // among this host's members, as is everything called local or peer
   const int size_;
   const uint64_t set_begin_;    // the set's first block
@@ -154,12 +188,12 @@ class HostPipeline {
   DirectProgress& Progress(int peer) const {
     return segment_.rank_state(group_.slots[static_cast<size_t>(peer)]).direct[group_.members.set];
   }
-  template <typename Ready>
-  Status Until(Ready ready);
+  template <typename Ready, typename Whom>
+  Status Until(Ready ready, Whom lagging);
   Status WaitForReaders();
   std::string Lagging() const;
 
-  TimeNs next_look_ns_;
+  TimeNs next_look_ns_ = 0;
 };
 
 }  // namespace hororing

@@ -6,15 +6,10 @@
 #include "collective/slice_exchange.h"
 
 namespace hororing {
-namespace {
 
-// Reduced at a time: what is added next finds the sum in the first-level cache.
-constexpr size_t kReducePiece = 16 << 10;
-
-}  // namespace
-
-ScatterPlan::ScatterPlan(const HostGroup& group, const Batch& batch, size_t capacity, bool leader)
-    : parts(static_cast<size_t>(group.size())), element(ElementSize(batch.reduce().dtype)) {
+ScatterPlan::ScatterPlan(const SetSlots& set, const Batch& batch, bool leader)
+    : parts(static_cast<size_t>(set.group.size())), element(ElementSize(batch.reduce().dtype)) {
+  const HostGroup& group = set.group;
   std::vector<size_t> summed(static_cast<size_t>(group.local_size()), 0);
   std::vector<size_t> done(batch.entries.size(), 0);  // elements of each tensor
   size_t longest = 0;
@@ -44,7 +39,7 @@ ScatterPlan::ScatterPlan(const HostGroup& group, const Batch& batch, size_t capa
     if (host == group.host) continue;
     senders.push_back(group.JobRank(host, group.OwnerOn(host, group.local, leader)));
   }
-  const size_t fits = capacity / parts.size() / kEntryAlign * kEntryAlign / element;
+  const size_t fits = set.geometry.capacity / parts.size() / kEntryAlign * kEntryAlign / element;
   const size_t partial = PartialSize(batch.reduce());  // what travels
   const size_t wanted = PieceBytes(longest * partial, group.hosts()) / partial;
   piece = std::min({longest, RoundUp(wanted, kEntryAlign), fits});
@@ -52,32 +47,31 @@ ScatterPlan::ScatterPlan(const HostGroup& group, const Batch& batch, size_t capa
 }
 
 size_t ScatterPlan::scratch_bytes(const ReduceSpec& spec) const {
-  return HostPipeline::kDepth * (summed_here + senders.size()) *
-         RoundUp(piece * PartialSize(spec), kEntryAlign);
+  return (summed_here + senders.size()) * RoundUp(piece * PartialSize(spec), kEntryAlign);
 }
 
-ScatterPipeline::ScatterPipeline(const HostGroup& group, ShmTransport& local, Transport& wire,
-                                 const Batch& batch, const ScatterPlan& plan, std::byte* scratch,
-                                 uint64_t first, TimeNs deadline, TraceSink& trace)
-    : HostPipeline(group, local, wire, batch, group.hosts() > 1, first, plan.blocks, deadline,
-                   trace),
+ScatterPipeline::ScatterPipeline(SetSlots& set, const Batch& batch, const ScatterPlan& plan,
+                                 std::byte* scratch, TimeNs deadline, TraceSink& trace)
+    : HostPipeline(set, batch, set.group.hosts() > 1, plan.blocks, deadline, trace),
       plan_(plan),
       partial_(PartialSize(batch.reduce())),
       sum_bytes_(RoundUp(plan.piece * partial_, kEntryAlign)),
       scratch_(scratch),
-      receives_(wire, deadline),
-      sends_(wire, deadline),
-      begun_(first),
-      summed_(first),
-      combined_(first),
+      receives_(wire_, deadline),
+      sends_(wire_, deadline),
+      begun_(first_),
+      summed_(first_),
+      combined_(first_),
       sources_(static_cast<size_t>(size_)),
       widened_(kReducePiece / plan.element * partial_) {}
 
 bool ScatterPipeline::Finished() const { return combined_ == end_ && sends_.empty(); }
 
-Status ScatterPipeline::Advance(bool* moved) {
-  HORORING_RETURN_IF_ERROR(receives_.TakeDone(moved));
-  HORORING_RETURN_IF_ERROR(sends_.TakeDone(moved));
+bool ScatterPipeline::Advance(Status* status) {
+  bool moved = false;
+  *status = receives_.TakeDone(&moved);
+  if (status->ok()) *status = sends_.TakeDone(&moved);
+  if (!status->ok()) return true;
   // First what others wait for.
   if (CanSum()) {
     Sum();
@@ -86,15 +80,14 @@ Status ScatterPipeline::Advance(bool* moved) {
   } else if (CanCombine()) {
     Combine();
   } else {
-    return Status::Ok();
+    return moved;
   }
-  *moved = true;
-  return Status::Ok();
+  return true;
 }
 
 // Also where sums of the block that lay there are still needed, or on their way.
 bool ScatterPipeline::CanBegin() const {
-  return begun_ < end_ && begun_ < combined_ + kDepth && begun_ < sends_.FirstOpen(end_) + kDepth &&
+  return begun_ < end_ && begun_ < combined_ + depth_ && begun_ < sends_.FirstOpen(end_) + depth_ &&
          BlockIsFree(begun_);
 }
 
@@ -130,7 +123,7 @@ void ScatterPipeline::ForEachExtent(const ScatterPlan::Part& part, uint64_t numb
 
 std::byte* ScatterPipeline::SumsAt(size_t number, uint64_t block) const {
   const size_t pieces = plan_.summed_here + plan_.senders.size();
-  return scratch_ + (static_cast<size_t>(block % kDepth) * pieces + number) * sum_bytes_;
+  return scratch_ + (static_cast<size_t>(block % depth_) * pieces + number) * sum_bytes_;
 }
 
 std::byte* ScatterPipeline::ArrivalsAt(size_t number, uint64_t block) const {
@@ -225,10 +218,8 @@ int ScatterPipeline::LaggingOnWire() const {
 }
 
 bool ScatterPipeline::Lags(int peer) const {
-  if (!BlockIsFree(begun_) && !Reached(peer, &DirectProgress::consumed, begun_ + 1 - kDepth)) {
-    return true;
-  }
-  return summed_ < begun_ && !Reached(peer, &DirectProgress::packed, summed_ + 1);
+  return !BlockIsFree(peer, begun_) ||
+         (summed_ < begun_ && !Reached(peer, &DirectProgress::packed, summed_ + 1));
 }
 
 }  // namespace hororing

@@ -53,21 +53,20 @@ struct ScatterPlan {
   uint64_t blocks = 0;
 
   // `leader`: one rank of each host sums everything that leaves the host.
-  ScatterPlan(const HostGroup& group, const Batch& batch, size_t capacity, bool leader);
+  ScatterPlan(const SetSlots& set, const Batch& batch, bool leader);
   static constexpr size_t kLeastBytes = 4 << 10;  // REQUIRES of capacity / ranks
-  // For the blocks in flight: sums and received parts.
+  // For each block in flight: sums and received parts.
   size_t scratch_bytes(const ReduceSpec& spec) const;
 };
 
 class ScatterPipeline final : public HostPipeline {
  public:
-  ScatterPipeline(const HostGroup& group, ShmTransport& local, Transport& wire, const Batch& batch,
-                  const ScatterPlan& plan, std::byte* scratch, uint64_t first, TimeNs deadline,
-                  TraceSink& trace);
+  ScatterPipeline(SetSlots& set, const Batch& batch, const ScatterPlan& plan, std::byte* scratch,
+                  TimeNs deadline, TraceSink& trace);
 
  private:
   bool Finished() const override;
-  Status Advance(bool* moved) override;
+  bool Advance(Status* status) override;
   int LaggingOnWire() const override;
   bool Lags(int peer) const override;
 

@@ -61,11 +61,12 @@ class ShmTransport final : public Transport, private Eventcount {
   // (transport/polling.h).
   uint32_t Epoch() const override { return self_.doorbell.load(); }
   void SleepUnless(uint32_t seen, TimeNs span_ns);
-  // Who may still read this rank's slot: the ranks of the latest direct batch, until all have
+  // Who may still read this rank's slot: the ranks of the latest batch through slots, until all have
   // consumed its blocks before `end`.
   struct SlotReaders {
-    std::vector<int> ranks;
-    int set = 0;  // as in RankState::direct
+    std::vector<int> slots;  // empty: nobody
+    std::vector<int> ranks;  // of the job, whose slots those are
+    int set = 0;             // as in RankState::direct
     uint64_t generation = 0;
     uint64_t end = 0;
   };

@@ -1,0 +1,278 @@
+// A block of three ranks of one host, each slot being one row (a, b, c: the inputs of ranks 0, 1,
+// 2):
+//
+//             slice 0   slice 1   slice 2
+//   slot 0   [       | PACK a1 | PACK a2 ]      after PACK: what the others need of rank r
+//   slot 1   [ b0    |         |      b2 ]
+//   slot 2   [ c0    |      c1 |         ]
+//
+//   slot 0   [ sum 0 |    a1   |    a2   ]      after REDUCE: rank r has put the sum of slice r
+//   slot 1   [ b0    |  sum 1  |    b2   ]      where nobody needed its input; its own input
+//   slot 2   [ c0    |    c1   |  sum 2  ]      it has read from the tensor itself
+//
+// UNPACK copies the sums of the others' slices to the tensor; that of the own slice was written
+// there directly. Per rank and block of S bytes: (N-1)/N * S are written and read by PACK,
+// S are read and 2 S / N written by REDUCE, (N-1)/N * S are read and written by UNPACK.
+//
+// Over several hosts, sums come into the slot from the exchange, and fewer ranks than a host has
+// may own slices. An owner's result then lies only in its slot, so it unpacks its own slice, too.
+//
+// REDUCE goes first because peers wait for it; UNPACK before PACK, because what it touches is in
+// the cache.
+//
+// In place (output == input) is safe: the output of a block is written by REDUCE, which has read
+// that very slice, and by UNPACK, when PACK of the block has copied those slices away.
+#include "backend/allreduce_pipeline.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#include "backend/common.h"
+#include "base/copy.h"
+#include "base/reduce.h"
+#include "collective/slice_exchange.h"
+
+namespace hororing {
+namespace {
+
+// One host: up to here every rank reduces everything itself: one wait for the peers instead of two,
+// where a wait may be a change of threads. Not two ranks: they save little by it, reduce twice as
+// much, and leave at different times, so that the report on the next tensor of the one that is
+// ahead wakes the loop thread of the other, which was about to look.
+constexpr size_t kSmallBatch = 32 << 10;
+constexpr int kLeastForSmall = 3;
+
+class AllreducePipeline final : public HostPipeline {
+ public:
+  // `exchange`: null on one host, and where this rank owns no slices.
+  AllreducePipeline(SetSlots& set, const Batch& batch, const AllreducePlan& plan,
+                    SliceExchange* exchange, TimeNs deadline, TraceSink& trace)
+      : HostPipeline(set, batch, exchange != nullptr, plan.blocks, deadline, trace),
+        plan_(plan),
+        exchange_(exchange),
+        one_host_(set.group.hosts() == 1),
+        owns_(rank_ < plan.owners),
+        packed_(first_),
+        summed_(first_),
+        reduced_(first_),
+        consumed_(first_),
+        sources_(static_cast<size_t>(size_)),
+        widened_(exchange != nullptr ? kReducePiece * plan.layout.widening() : 0) {}
+
+ private:
+  bool Finished() const override {
+    return consumed_ == end_ && (exchange_ == nullptr || exchange_->idle());
+  }
+
+  bool Advance(Status* status) override {
+    bool moved = false;
+    if (exchange_ != nullptr) {
+      *status = exchange_->Step(&moved);
+      if (!status->ok()) return true;
+      while (reduced_ < first_ + exchange_->completed()) {
+        Publish(&DirectProgress::reduced, ++reduced_);
+      }
+    }
+    if (CanReduce()) {
+      Reduce();
+    } else if (CanUnpack()) {
+      Unpack();
+    } else if (CanPack()) {
+      Pack();
+    } else {
+      return moved;
+    }
+    return true;
+  }
+
+  int LaggingOnWire() const override { return exchange_ != nullptr ? exchange_->Lagging() : -1; }
+  // Whether the oldest unfinished block waits for it.
+  bool Lags(int peer) const override {
+    if (consumed_ == packed_) return !BlockIsFree(peer, packed_);
+    if (!PeersReached(size_, &DirectProgress::packed, consumed_ + 1)) {
+      return !Reached(peer, &DirectProgress::packed, consumed_ + 1);
+    }
+    return peer < plan_.owners && !Reached(peer, &DirectProgress::reduced, consumed_ + 1);
+  }
+
+  // Also of this rank itself: sums of the block that lay there come into its slot, too.
+  bool CanPack() const {
+    return packed_ < end_ && packed_ < consumed_ + depth_ && BlockIsFree(packed_);
+  }
+  bool CanReduce() const {
+    return owns_ && summed_ < packed_ && (exchange_ == nullptr || exchange_->CanBegin()) &&
+           PeersReached(size_, &DirectProgress::packed, summed_ + 1);
+  }
+  bool CanUnpack() const {
+    return consumed_ < (owns_ ? reduced_ : packed_) &&
+           PeersReached(plan_.owners, &DirectProgress::reduced, consumed_ + 1);
+  }
+
+  void Pack() {
+    StageSpan span(trace_, Stage::kPack, batch_);
+    const Range block = plan_.Block(packed_ - first_);
+    std::byte* const block_at = BlockAt(rank_, packed_);
+    const bool all = plan_.small || !owns_;
+    const Range own = all ? Range{block.begin, block.begin} : plan_.SliceOf(block, rank_);
+    for (const Range& part : {Range{block.begin, own.begin}, Range{own.end, block.end}}) {
+      plan_.ForEachPiece(part, [&](size_t i, size_t at, size_t bytes) {
+        const Place& place = plan_.places[i];
+        local_.to_slot().Copy(block_at + (at - block.begin), place.input + (at - place.begin),
+                              bytes);
+      });
+    }
+    span.End(block.bytes());
+    Publish(&DirectProgress::packed, ++packed_);
+  }
+
+  void Reduce() {
+    StageSpan span(trace_, Stage::kReduce, batch_);
+    const Range block = plan_.Block(summed_ - first_);
+    const Range own = plan_.small ? block : plan_.SliceOf(block, rank_);
+    if (exchange_ != nullptr) {
+      SumForExchange(block, own);
+      ++summed_;
+    } else {
+      SumToOutput(block, own);
+      reduced_ = ++summed_;
+      if (plan_.small) {  // nothing is left to unpack, and nobody waits for the sum
+        Publish(&DirectProgress::consumed, ++consumed_);
+      } else {
+        Publish(&DirectProgress::reduced, reduced_);
+      }
+    }
+    span.End(one_host_ ? block.bytes() : own.bytes());
+  }
+
+  // Calls visit(place, at, bytes, sources) for pieces of tensors in `range`: as small as the
+  // first-level cache, where the result still is when it is used next.
+  template <typename Visit>
+  void ForEachSum(const Range& block, const Range& range, Visit visit) {
+    plan_.ForEachPiece(range, [&](size_t i, size_t at, size_t bytes) {
+      const Place& place = plan_.places[i];
+      for (size_t end = at + bytes; at < end; at += kReducePiece) {
+        for (int source = 0; source < size_; ++source) {
+          sources_[static_cast<size_t>(source)] =
+              source == rank_ ? place.input + (at - place.begin)
+                              : BlockAt(source, summed_) + (at - block.begin);
+        }
+        visit(place, at, std::min(kReducePiece, end - at));
+      }
+    });
+  }
+
+  // Into this rank's output and, unless all reduce everything, into its slot for the others.
+  void SumToOutput(const Range& block, const Range& own) {
+    std::byte* const block_at = BlockAt(rank_, summed_);
+    ForEachSum(block, own, [&](const Place& place, size_t at, size_t bytes) {
+      std::byte* const result = place.output + (at - place.begin);
+      ReduceMany(place.reduce, size_, result, sources_.data(), size_,
+                 bytes / ElementSize(place.reduce.dtype));
+      if (!plan_.small) local_.to_slot().Copy(block_at + (at - block.begin), result, bytes);
+    });
+  }
+
+  // Not inline: the code of one host stays short, which is some percent of a sum of 4 bytes.
+  [[gnu::noinline]] void SumForExchange(const Range& block, const Range& own) {
+    std::byte* sums = exchange_->Partial();
+    size_t filled = own.begin;  // what tensors leave out is padding, which travels too
+    const auto pad = [&](size_t end) {
+      const size_t partial = plan_.layout.PartialBytes(Span{filled, end - filled});
+      std::memset(sums, 0, partial);
+      sums += partial;
+    };
+    ForEachSum(block, own, [&](const Place& place, size_t at, size_t bytes) {
+      const size_t elements = bytes / ElementSize(place.reduce.dtype);
+      pad(at);
+      filled = at + bytes;
+      SumPartials(place.reduce, sums, sources_, elements, widened_.data());
+      sums += elements * PartialSize(place.reduce);
+    });
+    pad(own.end);
+    exchange_->Begin({own.begin, own.bytes()}, BlockAt(rank_, summed_) + (own.begin - block.begin));
+  }
+
+  void Unpack() {
+    StageSpan span(trace_, Stage::kUnpack, batch_);
+    const Range block = plan_.Block(consumed_ - first_);
+    for (int step = one_host_ ? 1 : 0; step < plan_.owners; ++step) {
+      const int owner = (rank_ + step) % plan_.owners;
+      const std::byte* const from = BlockAt(owner, consumed_);
+      plan_.ForEachPiece(plan_.SliceOf(block, owner), [&](size_t i, size_t at, size_t bytes) {
+        const Place& place = plan_.places[i];
+        CopyBytes(place.output + (at - place.begin), from + (at - block.begin), bytes);
+      });
+    }
+    span.End(block.bytes());
+    Publish(&DirectProgress::consumed, ++consumed_);
+  }
+
+  const AllreducePlan& plan_;
+  SliceExchange* const exchange_;
+  const bool one_host_, owns_;
+  // The next block of each stage: consumed_ <= reduced_ <= summed_ <= packed_ for an owner.
+  uint64_t packed_;
+  uint64_t summed_;
+  uint64_t reduced_;
+  uint64_t consumed_;
+  std::vector<const void*> sources_;
+  std::vector<std::byte> widened_;
+};
+
+Status RunWithExchange(SetSlots& set, const Batch& batch, const AllreducePlan& plan,
+                       Scratch& scratch, TimeNs deadline, TraceSink& trace) {
+  const HostGroup& group = set.group;
+  SliceExchange::Plan between;
+  for (int host = 0; host < group.hosts(); ++host) {
+    between.ranks.push_back(group.JobRank(host, group.local));
+  }
+  between.host = group.host;
+  between.layout = &plan.layout;
+  between.divisor = group.size();
+  between.slices = plan.blocks;
+  between.most_bytes = plan.LargestSlice();
+  between.whole = plan.whole;
+  between.depth = set.geometry.depth;
+  SliceExchange exchange(set.wire, std::move(between), deadline);
+  HORORING_RETURN_IF_ERROR(exchange.Reserve(scratch));
+  return AllreducePipeline(set, batch, plan, &exchange, deadline, trace).Run();
+}
+
+}  // namespace
+
+AllreducePlan::AllreducePlan(const Batch& batch, const SetSlots& set, int slice_owners,
+                             const WireCost& wire, size_t chunk_bytes)
+    : VirtualBuffer(batch), owners(slice_owners) {
+  if (total == 0) return;
+  const int hosts = set.group.hosts();
+  const size_t capacity = set.geometry.capacity;
+  size_t wanted = SlotGeometry::kMaxLocalBlock;
+  if (hosts == 1) {
+    small = owners >= kLeastForSmall && total <= std::min(kSmallBatch, capacity);
+    if (small) chunk_bytes = 0;
+  } else {
+    // A block between hosts is so large that two owners exchange kHostMessage. Then the wire need
+    // not wait long for the first block to be packed, nor the ranks for the last one; and as few
+    // blocks are open at a time, all owners of a host keep one pace: TCP shares a wire unevenly,
+    // and whoever is last then has it for itself, and cannot fill it.
+    for (const Place& place : places) layout.Add(place.reduce, RoundUp(place.bytes, kEntryAlign));
+    whole = GoesWhole(layout.volume(), hosts, wire);
+    const size_t messages = static_cast<size_t>(owners) * static_cast<size_t>(whole ? 1 : hosts);
+    wanted = messages * kHostMessage * total / layout.volume().partial;
+  }
+  if (chunk_bytes != 0) wanted = chunk_bytes;
+  block_bytes = std::min({total, RoundUp(wanted, kEntryAlign), capacity});
+  blocks = (total + block_bytes - 1) / block_bytes;
+}
+
+Status RunAllreduce(SetSlots& set, const Batch& batch, const AllreducePlan& plan, Scratch& scratch,
+                    TimeNs deadline, TraceSink& trace) {
+  const HostGroup& group = set.group;
+  const bool exchanges = group.hosts() > 1 && group.local < plan.owners;
+  return exchanges ? RunWithExchange(set, batch, plan, scratch, deadline, trace)
+                   : AllreducePipeline(set, batch, plan, nullptr, deadline, trace).Run();
+}
+
+}  // namespace hororing

@@ -1,0 +1,59 @@
+// The allreduce through shared memory, on one host and over several. The batch is one virtual
+// buffer (its tensors are contiguous, each padded to 64 bytes) that is processed in blocks small
+// enough to stay in the cache. Some ranks of each host own a slice of every block; on one host all
+// of them do:
+//
+//   PACK      rank r copies the slices of others in block k into its slot      packed[r] = k + 1
+//   REDUCE    an owner sums its slice of all ranks of the host, in rank order
+//   exchange  several hosts: the owners of a slice on all hosts add up their sums, over the wire
+//             (collective/slice_exchange.h)                                    reduced[r] = k + 1
+//   UNPACK    every rank copies the slices of others to its outputs            consumed[r] = k + 1
+//
+// No fusion buffer, no pairwise copies, and one rounding.
+//
+// On one host with more than two ranks, batches of up to 32 KiB take a short cut: each rank packs
+// its whole input and reduces the whole block itself. That saves the second wait for the peers and
+// gives the same bits.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "backend/host_pipeline.h"
+#include "backend/virtual_buffer.h"
+#include "collective/algorithm.h"
+#include "collective/allreduce.h"
+
+namespace hororing {
+
+// How a batch is cut: the same on all ranks.
+struct AllreducePlan : VirtualBuffer {
+  // `slice_owners`: per host. `chunk_bytes`: of a block; 0: built in.
+  AllreducePlan(const Batch& batch, const SetSlots& set, int slice_owners, const WireCost& wire,
+                size_t chunk_bytes);
+
+  Range Block(uint64_t index) const {
+    const size_t begin = static_cast<size_t>(index) * block_bytes;
+    return {begin, std::min(begin + block_bytes, total)};
+  }
+  Range SliceOf(const Range& block, int owner) const { return Slice(block, owner, owners); }
+  size_t LargestSlice() const {
+    return (block_bytes / kEntryAlign + static_cast<size_t>(owners) - 1) /
+           static_cast<size_t>(owners) * kEntryAlign;
+  }
+
+  int owners;
+  size_t block_bytes = 0;
+  uint64_t blocks = 0;
+  // One host: each rank reduces everything itself.
+  bool small = false;
+  // Several hosts.
+  Layout layout;
+  bool whole = true;  // each host sends all to all others
+};
+
+// `scratch`: for what is on the wire.
+Status RunAllreduce(SetSlots& set, const Batch& batch, const AllreducePlan& plan, Scratch& scratch,
+                    TimeNs deadline, TraceSink& trace);
+
+}  // namespace hororing
