@@ -1,6 +1,6 @@
-// Polling: what a rank does between two looks. And how it waits on something that has no doorbell,
-// such as MPI: it polls for a moment, then offers the core to others between two looks, then sleeps
-// longer and longer.
+// Polling: what a rank that waits does between two looks. It polls for a moment, then offers its
+// core to others between two looks, then sleeps: until something rings, or, where nothing may ring,
+// as with MPI, longer and longer.
 #pragma once
 
 #include <linux/futex.h>
@@ -18,10 +18,8 @@
 
 namespace hororing {
 
-// How long a wait polls without offering its core to others: about a change of threads. Not where
-// the last offer was taken, which shows by how long it took.
+// How long a wait polls without offering its core to others: about a change of threads.
 constexpr TimeNs kKeepCore = 3 * kMicrosecond;
-constexpr TimeNs kOfferRefused = kMicrosecond;
 
 inline void CpuRelax() {
 #if defined(__x86_64__)
@@ -30,6 +28,31 @@ inline void CpuRelax() {
   std::atomic_signal_fence(std::memory_order_seq_cst);
 #endif
 }
+
+// A moment between two looks. Where the last offer of the core was taken, which shows by how long
+// it took, the core is offered at once, in later waits, too: the peer may be waiting for this very
+// core.
+class Spinner {
+ public:
+  // `relax`: pauses of the processor, for looks at memory that a peer is about to write.
+  explicit Spinner(int relax) : relax_(relax) {}
+
+  void Pause(TimeNs now, TimeNs waited) {
+    if (!shares_core_ && waited < kKeepCore) {
+      for (int i = 0; i < relax_; ++i) CpuRelax();
+    } else {
+      sched_yield();
+      shares_core_ = NowNs() - now > kOfferRefused;
+    }
+  }
+  bool shares_core() const { return shares_core_; }
+
+ private:
+  static constexpr TimeNs kOfferRefused = kMicrosecond;
+
+  const int relax_;
+  bool shares_core_ = false;
+};
 
 // What ends a sleep early; rung by any thread of this process.
 class WakeBell {
@@ -71,11 +94,19 @@ class Backoff {
   // `shortest_sleep_ns`: longer where every event that it waits for ends the sleep.
   Backoff(TimeNs spin_ns, TimeNs longest_sleep_ns, TimeNs yield_ns = kYield,
           TimeNs shortest_sleep_ns = kShortestSleep)
-      : yield_until_ns_(spin_ns + yield_ns),
+      : poll_until_ns_(std::max(spin_ns + yield_ns, kKeepCore)),
         shortest_sleep_ns_(shortest_sleep_ns),
         longest_sleep_ns_(longest_sleep_ns) {}
+  // Where every event rings: sleeps after `spin_ns`, but looks every `interval_ns`.
+  Backoff(TimeNs spin_ns, TimeNs interval_ns, Spinner* spinner)
+      : spinner_(spinner),
+        poll_until_ns_(spin_ns),
+        shortest_sleep_ns_(interval_ns),
+        longest_sleep_ns_(interval_ns) {}
 
   TimeNs begin_ns() const { return begin_ns_; }
+  // Of the latest Pause.
+  TimeNs now_ns() const { return now_ns_; }
   // Since when nothing has moved.
   TimeNs quiet_since_ns() const { return quiet_since_ns_; }
 
@@ -83,31 +114,32 @@ class Backoff {
   // wait is for. False once the deadline has passed. `Bell` is WakeBell, or sleeps as it does.
   template <typename Bell>
   bool Pause(Bell& bell, uint32_t seen, bool moved, TimeNs deadline) {
-    const TimeNs now = NowNs();
-    if (now >= deadline) return false;
+    now_ns_ = NowNs();
+    if (now_ns_ >= deadline) return false;
+    const TimeNs quiet = now_ns_ - quiet_since_ns_;
     if (moved) {
-      quiet_since_ns_ = now;
+      quiet_since_ns_ = now_ns_;
       sleep_ns_ = shortest_sleep_ns_;
+    } else if (quiet < poll_until_ns_) {
+      spinner_->Pause(now_ns_, quiet);
+    } else {
+      bell.SleepUnless(seen, std::min(sleep_ns_, deadline - now_ns_));
+      sleep_ns_ = std::min(2 * sleep_ns_, longest_sleep_ns_);
+      now_ns_ = NowNs();
     }
-    const TimeNs quiet = now - quiet_since_ns_;
-    if (moved || quiet < kKeepCore) return true;
-    if (quiet < yield_until_ns_) {
-      sched_yield();
-      return true;
-    }
-    bell.SleepUnless(seen, std::min(sleep_ns_, deadline - now));
-    sleep_ns_ = std::min(2 * sleep_ns_, longest_sleep_ns_);
     return true;
   }
 
  private:
   static constexpr TimeNs kShortestSleep = 20 * kMicrosecond;
 
-  const TimeNs yield_until_ns_;
+  Spinner own_{0};
+  Spinner* const spinner_ = &own_;
+  const TimeNs poll_until_ns_;
   const TimeNs shortest_sleep_ns_;
   const TimeNs longest_sleep_ns_;
   const TimeNs begin_ns_ = NowNs();
-  TimeNs quiet_since_ns_ = begin_ns_;
+  TimeNs quiet_since_ns_ = begin_ns_, now_ns_ = begin_ns_;
   TimeNs sleep_ns_ = shortest_sleep_ns_;
 };
 

@@ -1,13 +1,10 @@
 #include "transport/rendezvous.h"
 
-#include <sched.h>
-
 #include <algorithm>
 #include <cstring>
 #include <utility>
 
 #include "base/copy.h"
-#include "transport/polling.h"
 
 namespace hororing {
 namespace {
@@ -106,18 +103,13 @@ void Rendezvous::Fill(uint32_t generation, const void* signature, Sizes sizes,
 // Whether the others come within the time limit.
 bool Rendezvous::OthersCome(uint32_t generation) {
   const auto met = [&] { return Generation(word_.load(std::memory_order_acquire)) != generation; };
-  for (int look = 0; look < kFirstLooks && !shares_core_; ++look) {
+  for (int look = 0; look < kFirstLooks && !spinner_.shares_core(); ++look) {
     if (met()) return true;
     CpuRelax();
   }
   const TimeNs begin = NowNs();
   for (TimeNs now = begin; now - begin < limit_ns_; now = NowNs()) {
-    if (!shares_core_ && now - begin < kKeepCore) {
-      CpuRelax();
-    } else {
-      sched_yield();
-      shares_core_ = NowNs() - now > kOfferRefused;
-    }
+    spinner_.Pause(now, now - begin);
     if (met()) return true;
   }
   return !Leave(generation);

@@ -27,6 +27,7 @@
 #include <memory>
 
 #include "base/clock.h"
+#include "transport/polling.h"
 #include "transport/shm_segment.h"
 
 namespace hororing {
@@ -79,7 +80,7 @@ class Rendezvous {
   uint32_t met_ = 0;  // the generation of the latest success
   // Consecutive failed meetings at which this rank arrived first, and meetings skipped since.
   int failed_ = 0, skipped_ = 0;
-  bool shares_core_ = false;  // somebody else ran when this rank last offered its core
+  Spinner spinner_{1};
 };
 
 }  // namespace hororing

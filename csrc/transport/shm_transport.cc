@@ -1,7 +1,6 @@
 #include "transport/shm_transport.h"
 
 #include <linux/futex.h>
-#include <sched.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -16,9 +15,7 @@
 namespace hororing {
 namespace {
 
-// How often a rank that waits looks whether its peers are alive; and one that sleeps, whose
-// caller looks too.
-constexpr TimeNs kLookInterval = 50 * kMillisecond;
+// How often a rank that sleeps, whose caller looks too, looks whether its peers are alive.
 constexpr TimeNs kIdleLookInterval = 500 * kMillisecond;
 
 // RankState::sleepers. kWorker: the thread that runs the loop; kParked: the loop thread while it
@@ -64,12 +61,6 @@ size_t Read(Pipe& pipe, const std::byte* ring, size_t capacity, std::byte* data,
 size_t Grain(size_t capacity) { return std::max<size_t>(capacity / 4, 1); }
 
 }  // namespace
-
-ShmTransport::WaitState::WaitState(TimeNs spin_ns)
-    : begin_ns(NowNs()),
-      spin_until_ns(After(begin_ns, spin_ns)),
-      next_look_ns(After(begin_ns, kLookInterval)),
-      for_peers(begin_ns) {}
 
 ShmTransport::ShmTransport(std::shared_ptr<ShmSegment> segment, int rank, TimeNs spin_ns)
     : segment_(std::move(segment)),
@@ -151,8 +142,8 @@ bool ShmTransport::Poll(int* peer, std::string* message) {
 }
 
 void ShmTransport::Sleep(TimeNs deadline) {
-  WaitState wait(spin_ns_);
-  wait.next_look_ns = After(wait.begin_ns, kIdleLookInterval);
+  Backoff backoff(spin_ns_, kIdleLookInterval, &spinner_);
+  TimeNs look_ns = After(backoff.begin_ns(), kIdleLookInterval);
   for (;;) {
     const uint32_t epoch = Epoch();
     const bool moved = Progress();
@@ -160,9 +151,8 @@ void ShmTransport::Sleep(TimeNs deadline) {
       last_sleep_epoch_ = epoch;
       return;
     }
-    const Next next = Pause(wait, epoch, moved, deadline);
-    if (next == Next::kGiveUp) return;
-    if (next == Next::kLook && !CheckPeers().ok()) return;
+    if (!backoff.Pause(*this, epoch, moved, deadline)) return;
+    if (LookIsDue(backoff.now_ns(), kIdleLookInterval, &look_ns) && !CheckPeers().ok()) return;
   }
 }
 
@@ -187,29 +177,12 @@ void ShmTransport::RingWorkers(const std::vector<int>& ranks) {
   }
 }
 
-// One step of waiting. `epoch`: from before the caller looked for something to do.
-ShmTransport::Next ShmTransport::Pause(WaitState& wait, uint32_t epoch, bool moved,
-                                       TimeNs deadline) {
-  const TimeNs now = NowNs();
-  if (now >= deadline || revoked()) return Next::kGiveUp;
-  if (moved) return Next::kTry;
-  if (self_.alarm.load() != 0 && self_.alarm.exchange(0) != 0) return Next::kLook;
-  if (now < wait.spin_until_ns) {
-    // Soon leaves the core to whoever needs it: the peer may be waiting for this very core.
-    if (!shares_core_ && now - wait.begin_ns < kKeepCore) {
-      for (int i = 0; i < 16; ++i) CpuRelax();
-    } else {
-      sched_yield();
-      shares_core_ = NowNs() - now > kOfferRefused;
-    }
-    return Next::kTry;
-  }
-  if (now >= wait.next_look_ns) {
-    wait.next_look_ns = After(now, kLookInterval);
-    return Next::kLook;
-  }
-  SleepOnDoorbell(epoch, std::min(deadline, wait.next_look_ns), kWorker);
-  return Next::kTry;
+// Whether to look at the peers: at intervals, and at once where one of them has sounded the alarm.
+bool ShmTransport::LookIsDue(TimeNs now, TimeNs interval, TimeNs* look_ns) {
+  const bool alarm = self_.alarm.load() != 0 && self_.alarm.exchange(0) != 0;
+  if (!alarm && now < *look_ns) return false;
+  *look_ns = After(now, interval);
+  return true;
 }
 
 void ShmTransport::SleepUnless(uint32_t seen, TimeNs span_ns) {
@@ -231,16 +204,13 @@ void ShmTransport::SleepOnDoorbell(uint32_t epoch, TimeNs deadline, uint32_t sle
 // Reads shared atomics only: somebody else may be using the transport meanwhile.
 void ShmTransport::SpinThenPark(uint32_t seen, TimeNs deadline) {
   const TimeNs begin = NowNs(), spin_until = std::min(deadline, After(begin, spin_ns_));
+  Spinner spinner(16);
   while (self_.doorbell.load() == seen) {
     const TimeNs now = NowNs();
     if (now >= spin_until || (self_.sleepers.load() & kCallerProgress) != 0) {
       return SleepOnDoorbell(seen, deadline, kParked);
     }
-    if (now - begin < kKeepCore) {
-      for (int i = 0; i < 16; ++i) CpuRelax();
-    } else {
-      sched_yield();
-    }
+    spinner.Pause(now, now - begin);
   }
 }
 
@@ -252,15 +222,15 @@ void ShmTransport::BeginCallerProgress() { self_.sleepers.fetch_or(kCallerProgre
 void ShmTransport::EndCallerProgress() { self_.sleepers.fetch_and(~kCallerProgress); }
 
 bool ShmTransport::Flush(TimeNs deadline) {
-  WaitState wait(spin_ns_);
+  Backoff backoff(spin_ns_, kLookInterval, &spinner_);
+  TimeNs look_ns = After(backoff.begin_ns(), kLookInterval);
   bool delivered = true;
   for (;;) {
     const uint32_t epoch = Epoch();
     const bool moved = Progress();
     if (!HasUnsent()) return delivered;
-    const Next next = Pause(wait, epoch, moved, deadline);
-    if (next == Next::kGiveUp) return false;
-    if (next != Next::kLook) continue;
+    if (!backoff.Pause(*this, epoch, moved, revoked() ? 0 : deadline)) return false;
+    if (!LookIsDue(backoff.now_ns(), kLookInterval, &look_ns)) continue;
     // Peers that nothing reaches any more must not keep the others from their messages.
     for (int peer = 0; peer < size_; ++peer) {
       Peer& state = peers_[static_cast<size_t>(peer)];

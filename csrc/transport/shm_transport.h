@@ -18,6 +18,7 @@
 
 #include "base/shared_writer.h"
 #include "transport/long_wait.h"
+#include "transport/polling.h"
 #include "transport/rendezvous.h"
 #include "transport/shm_segment.h"
 #include "transport/transport.h"
@@ -61,8 +62,8 @@ class ShmTransport final : public Transport, private Eventcount {
   // (transport/polling.h).
   uint32_t Epoch() const override { return self_.doorbell.load(); }
   void SleepUnless(uint32_t seen, TimeNs span_ns);
-  // Who may still read this rank's slot: the ranks of the latest batch through slots, until all have
-  // consumed its blocks before `end`.
+  // Who may still read this rank's slot: the ranks of the latest batch through slots, until all
+  // have consumed its blocks before `end`.
   struct SlotReaders {
     std::vector<int> slots;  // empty: nobody
     std::vector<int> ranks;  // of the job, whose slots those are
@@ -80,41 +81,32 @@ class ShmTransport final : public Transport, private Eventcount {
   // shared atomics whose writers ring this rank's doorbell.
   template <typename Ready, typename Lagging>
   Status WaitUntil(Ready ready, Lagging lagging, TimeNs deadline) {
-    WaitState wait(spin_ns_);
+    Backoff backoff(spin_ns_, kLookInterval, &spinner_);
+    LongWait wait(backoff.begin_ns());
+    TimeNs look_ns = After(backoff.begin_ns(), kLookInterval);
     for (;;) {
       const uint32_t epoch = Epoch();
       if (ready()) return Status::Ok();
       const bool moved = Progress();
-      switch (Pause(wait, epoch, moved, Extended(deadline))) {
-        case Next::kTry: break;
-        case Next::kLook: {
-          const Status peers = CheckPeers(lagging());
-          wait.for_peers.Look(*this, NowNs(), lagging);
-          if (peers.ok()) break;
-          // What a peer wrote before it went counts.
-          Progress();
-          return ready() ? Status::Ok() : peers;
-        }
-        case Next::kGiveUp: {
-          const Status peers = CheckPeers(lagging());
-          if (!peers.ok()) return peers;
-          if (NowNs() < Extended(deadline)) break;  // it was stopped itself
-          return wait.for_peers.GiveUp(*this, lagging());
-        }
+      if (!backoff.Pause(*this, epoch, moved, revoked() ? 0 : Extended(deadline))) {
+        const Status peers = CheckPeers(lagging());
+        if (!peers.ok()) return peers;
+        if (NowNs() < Extended(deadline)) continue;  // it was stopped itself
+        return wait.GiveUp(*this, lagging());
       }
+      if (!LookIsDue(backoff.now_ns(), kLookInterval, &look_ns)) continue;
+      const Status peers = CheckPeers(lagging());
+      wait.Look(*this, backoff.now_ns(), lagging);
+      if (peers.ok()) continue;
+      // What a peer wrote before it went counts.
+      Progress();
+      return ready() ? Status::Ok() : peers;
     }
   }
 
  private:
-  // How far a wait has got: it spins, then yields, then sleeps, and looks at its peers.
-  struct WaitState {
-    explicit WaitState(TimeNs spin_ns);
-    TimeNs begin_ns;
-    TimeNs spin_until_ns;
-    TimeNs next_look_ns;
-    LongWait for_peers;
-  };
-  enum class Next { kTry, kLook, kGiveUp };
+  // How often a rank that waits looks whether its peers are alive.
+  static constexpr TimeNs kLookInterval = 50 * kMillisecond;
   // A transfer that is not complete.
   struct Job {
     std::byte* data;
@@ -145,7 +137,7 @@ class ShmTransport final : public Transport, private Eventcount {
   bool Pull(int peer);
   bool PushControl(int peer);
   bool PullControl(int peer);
-  Next Pause(WaitState& wait, uint32_t epoch, bool moved, TimeNs deadline);
+  bool LookIsDue(TimeNs now, TimeNs interval, TimeNs* look_ns);
   void SleepOnDoorbell(uint32_t epoch, TimeNs deadline, uint32_t sleeper);
   Status CheckPeers(const std::string& lagging);
   bool PeerProcessIsGone(int peer) const;
@@ -164,7 +156,7 @@ class ShmTransport final : public Transport, private Eventcount {
   std::deque<std::pair<int, std::string>> received_;  // complete control messages
   // The doorbell before the last Progress: while it stays, no pipe has changed.
   uint32_t progress_epoch_ = 0;
-  bool shares_core_ = false;       // somebody else ran when this rank last offered its core
+  Spinner spinner_{16};
   uint32_t last_sleep_epoch_ = 0;  // doorbell as the last Sleep left it: a later Wake shows
   Status broken_;                  // first data-plane error
   SlotReaders slot_readers_;
