@@ -22,11 +22,6 @@ constexpr TimeNs kIdleLookInterval = 500 * kMillisecond;
 // does not. They are also the bits of the futex by which each is woken.
 constexpr uint32_t kWorker = 1, kParked = 2, kCallerProgress = 4;
 
-// A request's slot: its number among those of its kind and peer, the peer, and the kind.
-uint64_t Slot(int peer, bool receive, uint64_t sequence) {
-  return sequence << 17 | static_cast<uint64_t>(peer) << 1 | (receive ? 1 : 0);
-}
-
 // Both: as much as there is room, or data, for. The counters never wrap; an offset is the
 // counter modulo the capacity, a power of two.
 size_t Write(Pipe& pipe, std::byte* ring, size_t capacity, const std::byte* data, size_t bytes,
@@ -78,51 +73,35 @@ ShmTransport::ShmTransport(std::shared_ptr<ShmSegment> segment, int rank, TimeNs
 ShmTransport::~ShmTransport() { AnnounceLeave(); }
 
 Transport::Request ShmTransport::Send(int peer, const void* data, size_t bytes) {
-  Peer& state = peers_[static_cast<size_t>(peer)];
-  const uint64_t sequence = ++state.sends_posted;
-  if (broken_.ok()) {
-    // A Job is used in both directions; that of a send is only read.
-    state.sends.push_back({static_cast<std::byte*>(const_cast<void*>(data)), bytes});
-    Push(peer);
-  }
-  return {Slot(peer, false, sequence)};
+  const Request request =
+      peers_[static_cast<size_t>(peer)].PostSend(peer, data, bytes, !broken_.ok());
+  Push(peer);
+  return request;
 }
 
 Transport::Request ShmTransport::Receive(int peer, void* data, size_t bytes) {
-  Peer& state = peers_[static_cast<size_t>(peer)];
-  const uint64_t sequence = ++state.receives_posted;
-  if (broken_.ok()) {
-    state.receives.push_back({static_cast<std::byte*>(data), bytes});
-    Pull(peer);
-  }
-  return {Slot(peer, true, sequence)};
+  const Request request =
+      peers_[static_cast<size_t>(peer)].PostReceive(peer, data, bytes, !broken_.ok());
+  Pull(peer);
+  return request;
 }
 
 Status ShmTransport::Wait(Request request, TimeNs deadline) {
   HORORING_RETURN_IF_ERROR(broken_);
-  const int peer = static_cast<int>(request.slot >> 1 & 0xffff);
-  const uint64_t sequence = request.slot >> 17;
-  const Peer& state = peers_[static_cast<size_t>(peer)];
-  const uint64_t& done = (request.slot & 1) != 0 ? state.receives_done : state.sends_done;
-  if (done >= sequence) return Status::Ok();
-  broken_ = WaitUntil([&] { return done >= sequence; }, [peer] { return std::to_string(peer); },
+  const PostedTransfer posted(request, peers_);
+  if (posted.done()) return Status::Ok();
+  broken_ = WaitUntil([&] { return posted.done(); }, [&] { return std::to_string(posted.peer); },
                       deadline);
-  if (!broken_.ok()) {
-    // Nothing is touched any more: the buffers belong to the caller again.
-    for (Peer& each : peers_) {
-      each.sends.clear();
-      each.receives.clear();
-    }
+  for (Peer& each : peers_) {
+    if (!broken_.ok()) each.Drop();
   }
   return broken_;
 }
 
 bool ShmTransport::Done(Request request) {
-  const Peer& state = peers_[static_cast<size_t>(request.slot >> 1 & 0xffff)];
-  const uint64_t sequence = request.slot >> 17;
-  const uint64_t& done = (request.slot & 1) != 0 ? state.receives_done : state.sends_done;
-  if (done < sequence) Progress();
-  return done >= sequence || !broken_.ok() || revoked();
+  const PostedTransfer posted(request, peers_);
+  if (!posted.done()) Progress();
+  return posted.done() || !broken_.ok() || revoked();
 }
 
 void ShmTransport::Post(int peer, std::string message) {
@@ -268,8 +247,8 @@ bool ShmTransport::Push(int peer) {
   std::byte* const ring = segment_->data_pipe_data(rank_, peer);
   const size_t capacity = segment_->geometry().data_pipe_bytes;
   bool moved = false;
-  while (!state.sends.empty()) {
-    Job& job = state.sends.front();
+  while (!state.sends.jobs.empty()) {
+    Transfers::Job& job = state.sends.jobs.front();
     while (job.left > 0) {
       const size_t bytes =
           Write(pipe, ring, capacity, job.data, std::min(job.left, Grain(capacity)), to_pipes_);
@@ -279,8 +258,7 @@ bool ShmTransport::Push(int peer) {
       Ring(peer);
       moved = true;
     }
-    state.sends.pop_front();
-    ++state.sends_done;
+    state.sends.FinishFirst();
     moved = true;
   }
   return moved;
@@ -292,8 +270,8 @@ bool ShmTransport::Pull(int peer) {
   const std::byte* const ring = segment_->data_pipe_data(peer, rank_);
   const size_t capacity = segment_->geometry().data_pipe_bytes;
   bool moved = false;
-  while (!state.receives.empty()) {
-    Job& job = state.receives.front();
+  while (!state.receives.jobs.empty()) {
+    Transfers::Job& job = state.receives.jobs.front();
     while (job.left > 0) {
       const size_t bytes =
           Read(pipe, ring, capacity, job.data, std::min(job.left, Grain(capacity)));
@@ -303,8 +281,7 @@ bool ShmTransport::Pull(int peer) {
       Ring(peer);
       moved = true;
     }
-    state.receives.pop_front();
-    ++state.receives_done;
+    state.receives.FinishFirst();
     moved = true;
   }
   return moved;

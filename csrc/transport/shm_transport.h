@@ -21,6 +21,7 @@
 #include "transport/polling.h"
 #include "transport/rendezvous.h"
 #include "transport/shm_segment.h"
+#include "transport/transfers.h"
 #include "transport/transport.h"
 
 namespace hororing {
@@ -107,16 +108,8 @@ class ShmTransport final : public Transport, private Eventcount {
  private:
   // How often a rank that waits looks whether its peers are alive.
   static constexpr TimeNs kLookInterval = 50 * kMillisecond;
-  // A transfer that is not complete.
-  struct Job {
-    std::byte* data;
-    size_t left;
-  };
   // What this rank has under way with one peer.
-  struct Peer {
-    std::deque<Job> sends, receives;
-    uint64_t sends_posted = 0, sends_done = 0;
-    uint64_t receives_posted = 0, receives_done = 0;
+  struct Peer : PeerTransfers {
     std::deque<std::string> outbox;  // framed messages
     size_t outbox_offset = 0;        // of the first message: bytes that are already sent
     // Of the message that is arriving: its frame, then its body.

@@ -25,46 +25,30 @@ constexpr int kDataTag = 1;
 // Looks at the data between two looks at the control messages, while waiting for data.
 constexpr unsigned kDataLooks = 8;
 
-uint64_t Slot(int peer, bool receive, uint64_t sequence) {
-  return sequence << 17 | static_cast<uint64_t>(peer) << 1 | (receive ? 1 : 0);
-}
-
 }  // namespace
 
 Transport::Request MpiTransport::Send(int peer, const void* data, size_t bytes) {
-  Peer& state = PeerOf(peer);
-  const uint64_t sequence = ++state.sends_posted;
-  if (broken_.ok()) {
-    // A Job is used in both directions; that of a send is only read.
-    state.sends.push_back({static_cast<std::byte*>(const_cast<void*>(data)), bytes});
-    StartSends(peer);
-  }
-  return {Slot(peer, false, sequence)};
+  const Request request = PeerOf(peer).PostSend(peer, data, bytes, !broken_.ok());
+  StartSends(peer);
+  return request;
 }
 
 Transport::Request MpiTransport::Receive(int peer, void* data, size_t bytes) {
-  Peer& state = PeerOf(peer);
-  const uint64_t sequence = ++state.receives_posted;
-  if (broken_.ok()) {
-    state.receives.push_back({static_cast<std::byte*>(data), bytes});
-    StartReceives(peer);
-  }
-  return {Slot(peer, true, sequence)};
+  const Request request = PeerOf(peer).PostReceive(peer, data, bytes, !broken_.ok());
+  StartReceives(peer);
+  return request;
 }
 
 Status MpiTransport::Wait(Request request, TimeNs deadline) {
-  const int peer = static_cast<int>(request.slot >> 1 & 0xffff);
-  const uint64_t sequence = request.slot >> 17;
-  const Peer& state = PeerOf(peer);
-  const uint64_t& done = (request.slot & 1) != 0 ? state.receives_done : state.sends_done;
+  const PostedTransfer posted(request, peers_);
   Backoff backoff(spin_ns_, kLongestDataSleep);
   LongWait wait(backoff.begin_ns());
-  const auto lagging = [peer] { return std::to_string(peer); };
+  const auto lagging = [&] { return std::to_string(posted.peer); };
   for (unsigned look = 1; broken_.ok(); ++look) {
     const uint32_t seen = bell_.count();
-    if (done >= sequence) return Status::Ok();
+    if (posted.done()) return Status::Ok();
     const bool moved = ProgressData();
-    if (done >= sequence && data_error_.ok()) return Status::Ok();
+    if (posted.done() && data_error_.ok()) return Status::Ok();
     if (moved) wait.Moved();
     if (look % kDataLooks == 0) {
       ProgressControl();
@@ -84,11 +68,9 @@ Status MpiTransport::Wait(Request request, TimeNs deadline) {
 }
 
 bool MpiTransport::Done(Request request) {
-  const uint64_t sequence = request.slot >> 17;
-  const Peer& state = PeerOf(static_cast<int>(request.slot >> 1 & 0xffff));
-  const uint64_t& done = (request.slot & 1) != 0 ? state.receives_done : state.sends_done;
-  if (done < sequence) ProgressData();
-  return done >= sequence || !broken_.ok() || !failure_.ok() || !data_error_.ok();
+  const PostedTransfer posted(request, peers_);
+  if (!posted.done()) ProgressData();
+  return posted.done() || !broken_.ok() || !failure_.ok() || !data_error_.ok();
 }
 
 bool MpiTransport::MayStart(const std::deque<Piece>& under_way) const {
@@ -110,8 +92,8 @@ void MpiTransport::GiveBack(Buffer buffer) {
 
 void MpiTransport::StartSends(int peer) {
   Peer& state = PeerOf(peer);
-  while (!state.sends.empty() && MayStart(state.sending) && data_error_.ok()) {
-    Job& job = state.sends.front();
+  while (!state.sends.jobs.empty() && MayStart(state.sending) && data_error_.ok()) {
+    Transfers::Job& job = state.sends.jobs.front();
     const size_t bytes = std::min(job.left, kPieceBytes);
     Piece piece{TakeBuffer(), MPI_REQUEST_NULL, nullptr, bytes, bytes == job.left};
     CopyBytes(piece.buffer.get(), job.data, bytes);
@@ -122,18 +104,15 @@ void MpiTransport::StartSends(int peer) {
     NoteDataError("MPI_Isend", error, peer);
     job.data += bytes;
     job.left -= bytes;
-    if (piece.last) {
-      state.sends.pop_front();
-      ++state.sends_done;
-    }
+    if (piece.last) state.sends.FinishFirst();
     state.sending.push_back(std::move(piece));
   }
 }
 
 void MpiTransport::StartReceives(int peer) {
   Peer& state = PeerOf(peer);
-  while (!state.receives.empty() && MayStart(state.receiving) && data_error_.ok()) {
-    Job& job = state.receives.front();
+  while (!state.receives.jobs.empty() && MayStart(state.receiving) && data_error_.ok()) {
+    Transfers::Job& job = state.receives.jobs.front();
     const size_t bytes = std::min(job.left, kPieceBytes);
     Piece piece{TakeBuffer(), MPI_REQUEST_NULL, job.data, bytes, bytes == job.left};
     const int error = Call("MPI_Irecv", [&] {
@@ -143,7 +122,7 @@ void MpiTransport::StartReceives(int peer) {
     NoteDataError("MPI_Irecv", error, peer);
     job.data += bytes;
     job.left -= bytes;
-    if (piece.last) state.receives.pop_front();
+    if (piece.last) state.receives.jobs.pop_front();
     state.receiving.push_back(std::move(piece));
   }
 }
@@ -164,7 +143,7 @@ bool MpiTransport::ProgressData() {
       Piece& piece = state.receiving.front();
       Buffer buffer = std::move(piece.buffer);
       CopyBytes(piece.into, buffer.get(), piece.bytes);
-      if (piece.last) ++state.receives_done;
+      if (piece.last) ++state.receives.done;
       state.receiving.pop_front();
       GiveBack(std::move(buffer));
       StartReceives(peer);
@@ -191,8 +170,7 @@ void MpiTransport::NoteDataError(const char* call, int error, int peer) {
 void MpiTransport::Abandon() {
   broken_here = true;
   for (Peer& peer : peers_) {
-    peer.sends.clear();
-    peer.receives.clear();
+    peer.Drop();
     if (peer.sending.empty() && peer.receiving.empty()) continue;
     for (Piece& piece : peer.receiving) {
       if (piece.request == MPI_REQUEST_NULL) continue;

@@ -23,6 +23,7 @@
 #include "base/status.h"
 #include "transport/long_wait.h"
 #include "transport/polling.h"
+#include "transport/transfers.h"
 #include "transport/transport.h"
 
 namespace hororing {
@@ -60,11 +61,6 @@ class MpiTransport final : public Transport {
 
  private:
   using Buffer = std::unique_ptr<std::byte[]>;
-  // A transfer that the caller waits for, as far as it is not staged (sends) or started.
-  struct Job {
-    std::byte* data;
-    size_t left;
-  };
   struct Piece {
     Buffer buffer;
     MPI_Request request;
@@ -77,11 +73,9 @@ class MpiTransport final : public Transport {
     MPI_Request request;
     int tag;
   };
-  struct Peer {
-    std::deque<Job> sends, receives;
+  // A job is as much of a transfer as is not staged (sends) or started (receives).
+  struct Peer : PeerTransfers {
     std::deque<Piece> sending, receiving;
-    uint64_t sends_posted = 0, sends_done = 0;
-    uint64_t receives_posted = 0, receives_done = 0;
     std::deque<std::string> outbox;  // not yet given to MPI
     std::deque<Message> outgoing, arriving;
     std::string partial;  // the parts so far of a control message of several

@@ -19,55 +19,40 @@ constexpr size_t kPortion = 32 << 10, kLittle = 4 << 10;
 // Looks at the data between two looks at events, while data moves.
 constexpr unsigned kDataLooks = 8;
 
-uint64_t Slot(int peer, bool receive, uint64_t sequence) {
-  return sequence << 17 | static_cast<uint64_t>(peer) << 1 | (receive ? 1 : 0);
-}
-
 }  // namespace
 
 Transport::Request TcpTransport::Send(int peer, const void* data, size_t bytes) {
-  Peer& state = PeerOf(peer);
-  const uint64_t sequence = ++state.sends_posted;
-  if (broken_.ok()) {
-    // A Job is used in both directions; that of a send is only read.
-    state.sends.push_back({static_cast<std::byte*>(const_cast<void*>(data)), bytes});
-    Activate(peer);
-    PushData(peer);
-  }
-  return {Slot(peer, false, sequence)};
+  const Request request = PeerOf(peer).PostSend(peer, data, bytes, !broken_.ok());
+  Activate(peer);
+  PushData(peer);
+  return request;
 }
 
 Transport::Request TcpTransport::Receive(int peer, void* data, size_t bytes) {
-  Peer& state = PeerOf(peer);
-  const uint64_t sequence = ++state.receives_posted;
-  if (broken_.ok()) {
-    state.receives.push_back({static_cast<std::byte*>(data), bytes});
-    Activate(peer);
-  }
-  return {Slot(peer, true, sequence)};
+  const Request request = PeerOf(peer).PostReceive(peer, data, bytes, !broken_.ok());
+  Activate(peer);
+  return request;
 }
 
 Status TcpTransport::Wait(Request request, TimeNs deadline) {
-  const int peer = static_cast<int>(request.slot >> 1 & 0xffff);
-  const uint64_t sequence = request.slot >> 17;
-  const Peer& state = PeerOf(peer);
-  const uint64_t& done = (request.slot & 1) != 0 ? state.receives_done : state.sends_done;
-  const std::deque<Job>& jobs = (request.slot & 1) != 0 ? state.receives : state.sends;
-  const bool much = done < sequence && broken_.ok() && jobs[sequence - done - 1].left >= kMuch;
+  const PostedTransfer posted(request, peers_);
+  const Transfers& transfers = posted.transfers;
+  const bool much = !posted.done() && broken_.ok() &&
+                    transfers.jobs[posted.number - transfers.done - 1].left >= kMuch;
   // Polling did not pay in the last wait that had to sleep, or will not in this one.
   const bool sleeps = much || last_gap_ns_ > options_.spin_ns + Backoff::kYield;
   Backoff backoff(options_.spin_ns, kLongestSleep, sleeps ? -options_.spin_ns : Backoff::kYield,
                   kLongestSleep);
   LongWait wait(backoff.begin_ns());
-  const auto lagging = [peer] { return std::to_string(peer); };
+  const auto lagging = [&] { return std::to_string(posted.peer); };
   for (unsigned look = 1; broken_.ok(); ++look) {
-    if (done >= sequence) return Status::Ok();
+    if (posted.done()) return Status::Ok();
     bool moved = MoveData();
     if (moved && look > 1) {
       const TimeNs gap = NowNs() - backoff.quiet_since_ns();
       if (gap > kKeepCore) last_gap_ns_ = gap;
     }
-    if (done >= sequence) return Status::Ok();
+    if (posted.done()) return Status::Ok();
     if (moved) wait.Moved();
     if (!moved || look % kDataLooks == 0) {
       moved |= Events();
@@ -85,11 +70,9 @@ Status TcpTransport::Wait(Request request, TimeNs deadline) {
 }
 
 bool TcpTransport::Done(Request request) {
-  const uint64_t sequence = request.slot >> 17;
-  const Peer& state = PeerOf(static_cast<int>(request.slot >> 1 & 0xffff));
-  const uint64_t& done = (request.slot & 1) != 0 ? state.receives_done : state.sends_done;
-  if (done < sequence) Move();
-  return done >= sequence || !broken_.ok() || !failure_.ok();
+  const PostedTransfer posted(request, peers_);
+  if (!posted.done()) Move();
+  return posted.done() || !broken_.ok() || !failure_.ok();
 }
 
 void TcpTransport::SleepUnless(uint32_t /*seen*/, TimeNs span_ns) { Block(span_ns); }
@@ -105,7 +88,7 @@ bool TcpTransport::MoveData() {
     const int peer = active_[i];
     moved |= PushData(peer) | PullData(peer);
     Peer& state = PeerOf(peer);
-    if (state.sends.empty() && state.receives.empty()) {
+    if (state.sends.jobs.empty() && state.receives.jobs.empty()) {
       state.active = false;
       active_[i] = active_.back();
       active_.pop_back();
@@ -119,10 +102,10 @@ bool TcpTransport::MoveData() {
 bool TcpTransport::PushData(int peer) {
   Peer& state = PeerOf(peer);
   Channel& channel = state.channels[kData];
-  if (!state.sends.empty()) Need(peer, kData);
+  if (!state.sends.jobs.empty()) Need(peer, kData);
   bool moved = false;
-  while (!state.sends.empty()) {
-    Job& job = state.sends.front();
+  while (!state.sends.jobs.empty()) {
+    Transfers::Job& job = state.sends.jobs.front();
     if (job.left > 0) {
       if (channel.sends == nullptr || !channel.sends->ready()) break;
       const ptrdiff_t sent = SendSome(channel.sends->socket.fd(), job.data, job.left);
@@ -137,8 +120,7 @@ bool TcpTransport::PushData(int peer) {
     }
     moved = true;
     if (job.left > 0) break;  // the socket is full
-    state.sends.pop_front();
-    ++state.sends_done;
+    state.sends.FinishFirst();
   }
   return moved;
 }
@@ -147,8 +129,8 @@ bool TcpTransport::PullData(int peer) {
   Peer& state = PeerOf(peer);
   Channel& channel = state.channels[kData];
   bool moved = false;
-  while (!state.receives.empty()) {
-    Job& job = state.receives.front();
+  while (!state.receives.jobs.empty()) {
+    Transfers::Job& job = state.receives.jobs.front();
     const size_t before = job.left;
     std::optional<int> ended;
     for (Link* link : {&channel.made, &channel.taken}) {
@@ -169,8 +151,7 @@ bool TcpTransport::PullData(int peer) {
     if (job.left > 0 && job.left == before) break;
     moved = true;
     if (job.left > 0) continue;
-    state.receives.pop_front();
-    ++state.receives_done;
+    state.receives.FinishFirst();
   }
   return moved;
 }
@@ -178,10 +159,7 @@ bool TcpTransport::PullData(int peer) {
 // After a failure the callers' memory is theirs again: nothing is under way but what the kernel
 // holds, which belongs to streams that nobody reads any more.
 void TcpTransport::Abandon() {
-  for (Peer& peer : peers_) {
-    peer.sends.clear();
-    peer.receives.clear();
-  }
+  for (Peer& peer : peers_) peer.Drop();
 }
 
 }  // namespace hororing

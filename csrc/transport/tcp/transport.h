@@ -31,6 +31,7 @@
 #include "base/status.h"
 #include "transport/tcp/handshake.h"
 #include "transport/tcp/socket.h"
+#include "transport/transfers.h"
 #include "transport/transport.h"
 
 namespace hororing {
@@ -77,10 +78,6 @@ class TcpTransport final : public Transport {
  private:
   enum Plane { kData, kControl, kPlanes };
   enum Frame : uint8_t { kMessage, kFailure, kClose, kAsk, kAnswer };
-  struct Job {
-    std::byte* data;
-    size_t left;
-  };
   struct Link {
     Socket socket;
     std::optional<Handshake> handshake;  // under way
@@ -95,11 +92,8 @@ class TcpTransport final : public Transport {
     Link* sends = nullptr;
     bool begun() const { return made.give_up_ns != 0 || taken.socket; }
   };
-  struct Peer {
+  struct Peer : PeerTransfers {
     Channel channels[kPlanes];
-    std::deque<Job> sends, receives;
-    uint64_t sends_posted = 0, sends_done = 0;
-    uint64_t receives_posted = 0, receives_done = 0;
     bool active = false;             // among active_
     std::deque<std::string> outbox;  // frames
     size_t out_at = 0;               // bytes of the first that are sent
