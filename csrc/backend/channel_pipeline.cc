@@ -58,7 +58,7 @@ bool ChannelPipeline::Advance(Status* status) {
 
 Status ChannelPipeline::TakeArrivals(bool* moved) {
   for (bool taken = true; taken;) {
-    WireQueue::Transfer arrived;
+    Inflight::Transfer arrived;
     HORORING_RETURN_IF_ERROR(receives_.TakeOldest(&arrived, &taken));
     if (!taken) break;
     *moved = true;
@@ -99,7 +99,7 @@ void ChannelPipeline::SendOn(size_t channel, uint64_t number) {
   const size_t bytes = PieceOf(plan_.channels[channel], number);
   if (bytes == 0) return;
   for (const int to : plan_.channels[channel].to) {
-    sends_.Add({wire_.Send(to, Place(channel, number), bytes), to, number, channel});
+    sends_.Add(wire_.Send(to, Place(channel, number), bytes), to, number, channel);
   }
 }
 
@@ -128,7 +128,7 @@ void ChannelPipeline::Begin() {
     const Channel& channel = plan_.channels[i];
     const size_t bytes = PieceOf(channel, number);
     if (channel.from < 0 || bytes == 0) continue;
-    receives_.Add({wire_.Receive(channel.from, Place(i, number), bytes), channel.from, number, i});
+    receives_.Add(wire_.Receive(channel.from, Place(i, number), bytes), channel.from, number, i);
   }
   for (size_t i = 0; i < plan_.channels.size(); ++i) {
     if (!plan_.channels[i].begins) continue;

@@ -85,7 +85,7 @@ class ChannelPipeline final : public HostPipeline {
   size_t ForEachExtent(const Channel& channel, uint64_t number, Copy copy) const;
 
   const ChannelPlan& plan_;
-  WireQueue receives_, sends_;
+  Inflight receives_, sends_;
   // The next block of each stage: consumed_ <= arrived_ <= begun_.
   uint64_t begun_;
   uint64_t arrived_;

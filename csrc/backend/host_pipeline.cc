@@ -47,24 +47,6 @@ HostGroup::HostGroup(const Topology& topology, Members all) : members(std::move(
   }
 }
 
-Status WireQueue::TakeOldest(Transfer* transfer, bool* taken) {
-  *taken = !transfers_.empty() && wire_.Done(transfers_.front().request);
-  if (!*taken) return Status::Ok();
-  *transfer = transfers_.front();
-  transfers_.pop_front();
-  return wire_.Wait(transfer->request, deadline_);
-}
-
-Status WireQueue::TakeDone(bool* moved) {
-  for (;;) {
-    Transfer transfer;
-    bool taken = false;
-    HORORING_RETURN_IF_ERROR(TakeOldest(&transfer, &taken));
-    if (!taken) return Status::Ok();
-    *moved = true;
-  }
-}
-
 SlotGeometry SlotGeometry::OneHost(size_t slot_bytes) {
   const size_t capacity = std::min(kMaxLocalBlock, slot_bytes / 2) / kEntryAlign * kEntryAlign;
   return {slot_bytes / capacity, capacity};

@@ -22,13 +22,13 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <deque>
 #include <string>
 #include <vector>
 
 #include "backend/backend.h"
 #include "base/clock.h"
 #include "base/status.h"
+#include "collective/segments.h"
 #include "transport/factory.h"
 #include "transport/shm_transport.h"
 
@@ -88,42 +88,6 @@ struct SetSlots {
   ShmTransport& local;  // those of this host
   const SlotGeometry geometry;
   uint64_t next_block;  // of the next batch
-};
-
-// Transfers in the order in which they were posted. Each is waited for exactly once.
-class WireQueue {
- public:
-  struct Transfer {
-    Transport::Request request;
-    int rank;  // of the job
-    uint64_t block;
-    size_t tag;  // its meaning is the subclass's
-  };
-
-  WireQueue(Transport& wire, TimeNs deadline) : wire_(wire), deadline_(deadline) {}
-  // The transport remembers its first error, which the caller is already returning.
-  ~WireQueue() {
-    for (const Transfer& each : transfers_) (void)wire_.Wait(each.request, deadline_).ok();
-  }
-  WireQueue(const WireQueue&) = delete;
-  WireQueue& operator=(const WireQueue&) = delete;
-
-  void Add(const Transfer& transfer) { transfers_.push_back(transfer); }
-  bool empty() const { return transfers_.empty(); }
-  const Transfer& oldest() const { return transfers_.front(); }
-  // Removes the oldest transfer if it is done, and sets *taken.
-  Status TakeOldest(Transfer* transfer, bool* taken);
-  // Removes transfers that are done, up to the first that is not. Sets *moved if there was one.
-  Status TakeDone(bool* moved);
-  // The first block with an open transfer; `otherwise` if there is none.
-  uint64_t FirstOpen(uint64_t otherwise) const {
-    return transfers_.empty() ? otherwise : std::min(otherwise, transfers_.front().block);
-  }
-
- private:
-  Transport& wire_;
-  const TimeNs deadline_;
-  std::deque<Transfer> transfers_;
 };
 
 class HostPipeline {

@@ -139,7 +139,7 @@ void ScatterPipeline::Begin() {
     const size_t arriving = part.own ? PieceOf(part, number) * partial_ : 0;
     for (size_t i = 0; i < plan_.senders.size() && arriving > 0; ++i) {
       const int from = plan_.senders[i];
-      receives_.Add({wire_.Receive(from, ArrivalsAt(i, number), arriving), from, number, i});
+      receives_.Add(wire_.Receive(from, ArrivalsAt(i, number), arriving), from, number, i);
     }
     if (part.reducer == rank_) continue;
     std::byte* const block_at = BlockAt(rank_, number) + rank * plan_.piece * plan_.element;
@@ -166,7 +166,7 @@ void ScatterPipeline::Sum() {
     summed += elements * plan_.element;
     if (part.own || group_.host_of[static_cast<size_t>(&part - plan_.parts.data())] == group_.host)
       continue;
-    sends_.Add({wire_.Send(part.owner, sums, elements * partial_), part.owner, summed_, 0});
+    sends_.Add(wire_.Send(part.owner, sums, elements * partial_), part.owner, summed_);
   }
   Publish(&DirectProgress::consumed, ++summed_);
   span.End(summed);

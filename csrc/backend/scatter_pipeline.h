@@ -87,7 +87,7 @@ class ScatterPipeline final : public HostPipeline {
   const size_t partial_;    // bytes of one
   const size_t sum_bytes_;  // bytes of the partial results of a piece
   std::byte* const scratch_;
-  WireQueue receives_, sends_;
+  Inflight receives_, sends_;
   // The next block of each stage: combined_ <= summed_ <= begun_.
   uint64_t begun_;
   uint64_t summed_;

@@ -119,30 +119,39 @@ class RingSchedule {
 // when a function returns early, by the destructor.
 class Inflight {
  public:
+  // What the caller wants to know of a request later.
+  struct Transfer {
+    Transport::Request request;
+    int rank = -1;  // of the peer
+    uint64_t block = 0;
+    size_t tag = 0;
+  };
+
   Inflight(Transport& transport, TimeNs deadline) : transport_(transport), deadline_(deadline) {}
   // The transport remembers its first error, which the caller is already returning.
   ~Inflight() { (void)WaitAll().ok(); }
   Inflight(const Inflight&) = delete;
   Inflight& operator=(const Inflight&) = delete;
 
-  void Add(Transport::Request request) {
-    requests_.push_back(request);
+  void Add(Transport::Request request, int rank = -1, uint64_t block = 0, size_t tag = 0) {
+    transfers_.push_back({request, rank, block, tag});
     ++added_;
   }
   size_t added() const { return added_; }
-  bool empty() const { return requests_.empty(); }
+  bool empty() const { return transfers_.empty(); }
+  const Transfer& oldest() const { return transfers_.front(); }
 
   // REQUIRES: !empty().
   Status WaitOldest() {
-    const Transport::Request oldest = requests_.front();
-    requests_.pop_front();
+    const Transport::Request oldest = transfers_.front().request;
+    transfers_.pop_front();
     return transport_.Wait(oldest, deadline_);
   }
   // Of everything that was ever added, the first `count`. Goes on after an error, which it
   // returns.
   Status WaitFirst(size_t count) {
     Status first;
-    while (added_ - requests_.size() < count && !empty()) {
+    while (added_ - transfers_.size() < count && !empty()) {
       Status status = WaitOldest();
       if (first.ok()) first = std::move(status);
     }
@@ -150,10 +159,30 @@ class Inflight {
   }
   Status WaitAll() { return WaitFirst(added_); }
 
+  // These never block. Removes the oldest transfer if it is done, and sets *taken.
+  Status TakeOldest(Transfer* transfer, bool* taken) {
+    *taken = !empty() && transport_.Done(oldest().request);
+    if (!*taken) return Status::Ok();
+    *transfer = oldest();
+    return WaitOldest();
+  }
+  // Removes transfers that are done, up to the first that is not. Sets *moved if there was one.
+  Status TakeDone(bool* moved) {
+    while (!empty() && transport_.Done(oldest().request)) {
+      *moved = true;
+      HORORING_RETURN_IF_ERROR(WaitOldest());
+    }
+    return Status::Ok();
+  }
+  // The first block with an open transfer; `otherwise` if there is none.
+  uint64_t FirstOpen(uint64_t otherwise) const {
+    return empty() ? otherwise : std::min(otherwise, oldest().block);
+  }
+
  private:
   Transport& transport_;
   const TimeNs deadline_;
-  std::deque<Transport::Request> requests_;
+  std::deque<Transfer> transfers_;
   size_t added_ = 0;
 };
 

@@ -2,8 +2,6 @@
 
 #include <utility>
 
-#include "collective/segments.h"
-
 namespace hororing {
 namespace {
 
@@ -37,15 +35,6 @@ SliceExchange::SliceExchange(Transport& wire, Plan plan, TimeNs deadline)
                                               layout().widening(),
                                           kAlign)) {}
 
-SliceExchange::~SliceExchange() {
-  for (Slice& slice : under_way_) {
-    for (auto* transfers : {&slice.there, &slice.back, &slice.sends}) {
-      // The transport remembers its first error, which the caller is already returning.
-      for (Transfer& each : *transfers) (void)wire_.Wait(each.request, deadline_).ok();
-    }
-  }
-}
-
 Status SliceExchange::Reserve(Scratch& scratch) {
   const size_t bytes =
       plan_.depth * (partial_room_ + static_cast<size_t>(hosts() - 1) * arrival_room_);
@@ -64,12 +53,12 @@ bool SliceExchange::CanBegin() const {
 
 void SliceExchange::Send(Slice& slice, int host, const std::byte* data, size_t bytes) {
   const int rank = plan_.ranks[static_cast<size_t>(host)];
-  if (bytes > 0) slice.sends.push_back({wire_.Send(rank, data, bytes), rank});
+  if (bytes > 0) slice.sends.Add(wire_.Send(rank, data, bytes), rank);
 }
 
 void SliceExchange::Begin(const Span& span, std::byte* result) {
   const size_t others = static_cast<size_t>(hosts() - 1);
-  under_way_.emplace_back();
+  under_way_.emplace_back(wire_, deadline_);
   Slice& slice = under_way_.back();
   slice.span = span;
   slice.partial = Partial();
@@ -82,8 +71,7 @@ void SliceExchange::Begin(const Span& span, std::byte* result) {
     const int from = (plan_.host + hosts() - i) % hosts();
     const size_t index = static_cast<size_t>(from < plan_.host ? from : from - 1);
     const int rank = plan_.ranks[static_cast<size_t>(from)];
-    slice.there.push_back(
-        {wire_.Receive(rank, slice.arrived + index * arrival_room_, arriving), rank});
+    slice.there.Add(wire_.Receive(rank, slice.arrived + index * arrival_room_, arriving), rank);
   }
   for (int i = 1; i < hosts(); ++i) {
     const int to = (plan_.host + i) % hosts();
@@ -102,9 +90,6 @@ void SliceExchange::Combine(Slice& slice) {
                : slice.arrived +
                      static_cast<size_t>(host < plan_.host ? host : host - 1) * arrival_room_;
   };
-  if (hosts() == 1) {
-    return FinishPartial(layout(), own, plan_.divisor, slice.result, slice.partial);
-  }
   std::byte* const sum = source(plan_.host == 0 ? 1 : 0);
   CombinePartials(layout(), own, sum, source(0), source(1));
   for (int host = 2; host < hosts(); ++host) {
@@ -121,8 +106,8 @@ void SliceExchange::SendBack(Slice& slice) {
     const Span part = PartOf(slice, from);
     const int rank = plan_.ranks[static_cast<size_t>(from)];
     if (part.size == 0) continue;
-    slice.back.push_back(
-        {wire_.Receive(rank, slice.result + (part.begin - slice.span.begin), part.size), rank});
+    slice.back.Add(wire_.Receive(rank, slice.result + (part.begin - slice.span.begin), part.size),
+                   rank);
   }
   for (int i = 1; i < hosts(); ++i) {
     Send(slice, (plan_.host + i) % hosts(), slice.result + (own.begin - slice.span.begin),
@@ -130,21 +115,10 @@ void SliceExchange::SendBack(Slice& slice) {
   }
 }
 
-// The first ones that are done; their order is that in which they are expected.
-Status SliceExchange::TakeDone(std::deque<Transfer>* transfers, bool* moved) {
-  while (!transfers->empty() && wire_.Done(transfers->front().request)) {
-    const Transport::Request request = transfers->front().request;
-    transfers->pop_front();
-    HORORING_RETURN_IF_ERROR(wire_.Wait(request, deadline_));
-    *moved = true;
-  }
-  return Status::Ok();
-}
-
 Status SliceExchange::Step(bool* moved) {
   while (turned_ < begun_ && (begun_ > turned_ + lead_ || begun_ == plan_.slices)) {
     Slice& slice = under_way_[static_cast<size_t>(turned_ - completed_)];
-    HORORING_RETURN_IF_ERROR(TakeDone(&slice.there, moved));
+    HORORING_RETURN_IF_ERROR(slice.there.TakeDone(moved));
     if (!slice.there.empty()) break;
     Combine(slice);
     SendBack(slice);
@@ -153,8 +127,8 @@ Status SliceExchange::Step(bool* moved) {
   }
   while (completed_ < turned_) {
     Slice& slice = under_way_.front();
-    HORORING_RETURN_IF_ERROR(TakeDone(&slice.back, moved));
-    if (slice.back.empty()) HORORING_RETURN_IF_ERROR(TakeDone(&slice.sends, moved));
+    HORORING_RETURN_IF_ERROR(slice.back.TakeDone(moved));
+    if (slice.back.empty()) HORORING_RETURN_IF_ERROR(slice.sends.TakeDone(moved));
     if (!slice.back.empty() || !slice.sends.empty()) break;
     under_way_.pop_front();
     ++completed_;
@@ -166,7 +140,7 @@ Status SliceExchange::Step(bool* moved) {
 int SliceExchange::Lagging() const {
   for (const Slice& slice : under_way_) {
     for (const auto* transfers : {&slice.there, &slice.back, &slice.sends}) {
-      if (!transfers->empty()) return transfers->front().rank;
+      if (!transfers->empty()) return transfers->oldest().rank;
     }
   }
   return -1;

@@ -29,6 +29,7 @@
 #include "base/clock.h"
 #include "base/reduce.h"
 #include "collective/allreduce.h"
+#include "collective/segments.h"
 #include "transport/transport.h"
 
 namespace hororing {
@@ -52,8 +53,7 @@ class SliceExchange {
   };
 
   SliceExchange(Transport& wire, Plan plan, TimeNs deadline);
-  // Waits for what is still under way.
-  ~SliceExchange();
+  // The destructor waits for what is still under way.
   SliceExchange(const SliceExchange&) = delete;
   SliceExchange& operator=(const SliceExchange&) = delete;
 
@@ -74,16 +74,15 @@ class SliceExchange {
   int Lagging() const;
 
  private:
-  struct Transfer {
-    Transport::Request request;
-    int rank;
-  };
   struct Slice {
+    Slice(Transport& wire, TimeNs deadline)
+        : there(wire, deadline), back(wire, deadline), sends(wire, deadline) {}
+
     Span span;
     std::byte* partial;
     std::byte* arrived;  // of the other hosts, in their order
     std::byte* result;
-    std::deque<Transfer> there, back, sends;
+    Inflight there, back, sends;
   };
 
   int hosts() const { return static_cast<int>(plan_.ranks.size()); }
@@ -95,7 +94,6 @@ class SliceExchange {
   size_t PartialAt(const Slice& slice, const Span& part) const {
     return layout().PartialBytes({slice.span.begin, part.begin - slice.span.begin});
   }
-  Status TakeDone(std::deque<Transfer>* transfers, bool* moved);
   void Combine(Slice& slice);
   void SendBack(Slice& slice);
   void Send(Slice& slice, int host, const std::byte* data, size_t bytes);
