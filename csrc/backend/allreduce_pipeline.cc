@@ -112,13 +112,12 @@ class AllreducePipeline final : public HostPipeline {
 
   void Pack() {
     StageSpan span(trace_, Stage::kPack, batch_);
-    const Range block = plan_.Block(packed_ - first_);
+    const Range block = PieceOf(plan_.total, plan_.block_bytes, packed_);
     std::byte* const block_at = BlockAt(rank_, packed_);
     const bool all = plan_.small || !owns_;
     const Range own = all ? Range{block.begin, block.begin} : plan_.SliceOf(block, rank_);
     for (const Range& part : {Range{block.begin, own.begin}, Range{own.end, block.end}}) {
-      plan_.ForEachPiece(part, [&](size_t i, size_t at, size_t bytes) {
-        const Place& place = plan_.places[i];
+      plan_.ForEachPiece(part, [&](const Place& place, size_t at, size_t bytes) {
         local_.to_slot().Copy(block_at + (at - block.begin), place.input + (at - place.begin),
                               bytes);
       });
@@ -129,7 +128,7 @@ class AllreducePipeline final : public HostPipeline {
 
   void Reduce() {
     StageSpan span(trace_, Stage::kReduce, batch_);
-    const Range block = plan_.Block(summed_ - first_);
+    const Range block = PieceOf(plan_.total, plan_.block_bytes, summed_);
     const Range own = plan_.small ? block : plan_.SliceOf(block, rank_);
     if (exchange_ != nullptr) {
       SumForExchange(block, own);
@@ -150,8 +149,7 @@ class AllreducePipeline final : public HostPipeline {
   // first-level cache, where the result still is when it is used next.
   template <typename Visit>
   void ForEachSum(const Range& block, const Range& range, Visit visit) {
-    plan_.ForEachPiece(range, [&](size_t i, size_t at, size_t bytes) {
-      const Place& place = plan_.places[i];
+    plan_.ForEachPiece(range, [&](const Place& place, size_t at, size_t bytes) {
       for (size_t end = at + bytes; at < end; at += kReducePiece) {
         for (int source = 0; source < size_; ++source) {
           sources_[static_cast<size_t>(source)] =
@@ -196,14 +194,14 @@ class AllreducePipeline final : public HostPipeline {
 
   void Unpack() {
     StageSpan span(trace_, Stage::kUnpack, batch_);
-    const Range block = plan_.Block(consumed_ - first_);
+    const Range block = PieceOf(plan_.total, plan_.block_bytes, consumed_);
     for (int step = one_host_ ? 1 : 0; step < plan_.owners; ++step) {
       const int owner = (rank_ + step) % plan_.owners;
       const std::byte* const from = BlockAt(owner, consumed_);
-      plan_.ForEachPiece(plan_.SliceOf(block, owner), [&](size_t i, size_t at, size_t bytes) {
-        const Place& place = plan_.places[i];
-        CopyBytes(place.output + (at - place.begin), from + (at - block.begin), bytes);
-      });
+      plan_.ForEachPiece(
+          plan_.SliceOf(block, owner), [&](const Place& place, size_t at, size_t bytes) {
+            CopyBytes(place.output + (at - place.begin), from + (at - block.begin), bytes);
+          });
     }
     span.End(block.bytes());
     Publish(&DirectProgress::consumed, ++consumed_);

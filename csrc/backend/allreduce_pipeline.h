@@ -32,10 +32,6 @@ struct AllreducePlan : VirtualBuffer {
   AllreducePlan(const Batch& batch, const SetSlots& set, int slice_owners, const WireCost& wire,
                 size_t chunk_bytes);
 
-  Range Block(uint64_t index) const {
-    const size_t begin = static_cast<size_t>(index) * block_bytes;
-    return {begin, std::min(begin + block_bytes, total)};
-  }
   Range SliceOf(const Range& block, int owner) const { return Slice(block, owner, owners); }
   size_t LargestSlice() const {
     return (block_bytes / kEntryAlign + static_cast<size_t>(owners) - 1) /

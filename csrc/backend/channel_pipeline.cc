@@ -7,6 +7,8 @@
 
 namespace hororing {
 
+using Extent = Channel::Extent;
+
 ChannelPlan::ChannelPlan(std::vector<Channel> all, const SetSlots& set, size_t most)
     : channels(std::move(all)), owns(static_cast<size_t>(set.group.local_size()), false) {
   std::vector<size_t> owned(owns.size(), 0);
@@ -86,38 +88,16 @@ bool ChannelPipeline::CanUnpack() const {
   return true;
 }
 
-size_t ChannelPipeline::PieceOf(const Channel& channel, uint64_t number) const {
-  const size_t begin = static_cast<size_t>(number - first_) * plan_.piece;
-  return begin < channel.bytes ? std::min(plan_.piece, channel.bytes - begin) : 0;
-}
-
 std::byte* ChannelPipeline::Place(size_t channel, uint64_t number) const {
   return BlockAt(plan_.channels[channel].owner, number) + plan_.place[channel] * plan_.piece;
 }
 
 void ChannelPipeline::SendOn(size_t channel, uint64_t number) {
-  const size_t bytes = PieceOf(plan_.channels[channel], number);
+  const size_t bytes = PieceOf(plan_.channels[channel], number).bytes();
   if (bytes == 0) return;
   for (const int to : plan_.channels[channel].to) {
     sends_.Add(wire_.Send(to, Place(channel, number), bytes), to, number, channel);
   }
-}
-
-// copy(in the piece, in this rank's output, bytes) for what the block holds of the channel.
-template <typename Copy>
-size_t ChannelPipeline::ForEachExtent(const Channel& channel, uint64_t number, Copy copy) const {
-  const size_t begin = static_cast<size_t>(number - first_) * plan_.piece;
-  const size_t end = begin + PieceOf(channel, number);
-  if (begin >= end) return 0;
-  auto next = std::upper_bound(
-      channel.extents.begin(), channel.extents.end(), begin,
-      [](size_t offset, const Channel::Extent& each) { return offset < each.begin; });
-  for (--next; next != channel.extents.end() && next->begin < end; ++next) {
-    const size_t from = std::max(begin, next->begin);
-    const size_t to = std::min(end, next->begin + next->bytes);
-    copy(from - begin, next->at + (from - next->begin), to - from);
-  }
-  return end - begin;
 }
 
 void ChannelPipeline::Begin() {
@@ -126,17 +106,20 @@ void ChannelPipeline::Begin() {
   const uint64_t number = begun_++;
   for (size_t i = 0; i < plan_.channels.size(); ++i) {
     const Channel& channel = plan_.channels[i];
-    const size_t bytes = PieceOf(channel, number);
+    const size_t bytes = PieceOf(channel, number).bytes();
     if (channel.from < 0 || bytes == 0) continue;
     receives_.Add(wire_.Receive(channel.from, Place(i, number), bytes), channel.from, number, i);
   }
   for (size_t i = 0; i < plan_.channels.size(); ++i) {
-    if (!plan_.channels[i].begins) continue;
-    std::byte* const block_at = Place(i, number);
-    packed += ForEachExtent(plan_.channels[i], number,
-                            [&](size_t in_piece, const std::byte* at, size_t bytes) {
-                              local_.to_slot().Copy(block_at + in_piece, at, bytes);
-                            });
+    const Channel& channel = plan_.channels[i];
+    if (!channel.begins) continue;
+    const Range piece = PieceOf(channel, number);
+    ForEachPart(channel.extents, &Extent::bytes, piece,
+                [&, to = Place(i, number)](const Extent& extent, size_t at, size_t bytes) {
+                  local_.to_slot().Copy(to + (at - piece.begin), extent.at + (at - extent.begin),
+                                        bytes);
+                });
+    packed += piece.bytes();
     local_.to_slot().Fence();
     SendOn(i, number);
   }
@@ -147,12 +130,14 @@ void ChannelPipeline::Unpack() {
   StageSpan span(trace_, Stage::kUnpack, batch_);
   size_t unpacked = 0;
   for (size_t i = 0; i < plan_.channels.size(); ++i) {
-    if (plan_.channels[i].begins) continue;
-    const std::byte* const block_at = Place(i, consumed_);
-    unpacked += ForEachExtent(plan_.channels[i], consumed_,
-                              [&](size_t in_piece, std::byte* at, size_t bytes) {
-                                CopyBytes(at, block_at + in_piece, bytes);
-                              });
+    const Channel& channel = plan_.channels[i];
+    if (channel.begins) continue;
+    const Range piece = PieceOf(channel, consumed_);
+    ForEachPart(channel.extents, &Extent::bytes, piece,
+                [&, from = Place(i, consumed_)](const Extent& extent, size_t at, size_t bytes) {
+                  CopyBytes(extent.at + (at - extent.begin), from + (at - piece.begin), bytes);
+                });
+    unpacked += piece.bytes();
   }
   Publish(&DirectProgress::consumed, ++consumed_);
   span.End(unpacked);

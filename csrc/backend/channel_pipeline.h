@@ -80,9 +80,9 @@ class ChannelPipeline final : public HostPipeline {
   void Unpack();
   void SendOn(size_t channel, uint64_t number);
   std::byte* Place(size_t channel, uint64_t number) const;
-  size_t PieceOf(const Channel& channel, uint64_t number) const;
-  template <typename Copy>
-  size_t ForEachExtent(const Channel& channel, uint64_t number, Copy copy) const;
+  Range PieceOf(const Channel& channel, uint64_t number) const {
+    return HostPipeline::PieceOf(channel.bytes, plan_.piece, number);
+  }
 
   const ChannelPlan& plan_;
   Inflight receives_, sends_;

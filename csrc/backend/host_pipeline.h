@@ -26,6 +26,7 @@
 #include <vector>
 
 #include "backend/backend.h"
+#include "backend/virtual_buffer.h"
 #include "base/clock.h"
 #include "base/status.h"
 #include "collective/segments.h"
@@ -128,6 +129,11 @@ class HostPipeline {
   bool BlockIsFree(uint64_t number) const {
     return number < set_begin_ + depth_ ||
            PeersReached(size_, &DirectProgress::consumed, number + 1 - depth_);
+  }
+  // What block `number` holds of `total` that is cut into pieces.
+  Range PieceOf(size_t total, size_t piece, uint64_t number) const {
+    const size_t begin = static_cast<size_t>(number - first_) * piece;
+    return {std::min(begin, total), std::min(begin + piece, total)};
   }
   std::byte* BlockAt(int peer, uint64_t number) const {
     return segment_.slot(group_.slots[static_cast<size_t>(peer)]) +

@@ -7,6 +7,8 @@
 
 namespace hororing {
 
+using Extent = ScatterPlan::Part::Extent;
+
 ScatterPlan::ScatterPlan(const SetSlots& set, const Batch& batch, bool leader)
     : parts(static_cast<size_t>(set.group.size())), element(ElementSize(batch.reduce().dtype)) {
   const HostGroup& group = set.group;
@@ -99,28 +101,6 @@ bool ScatterPipeline::CanCombine() const {
   return combined_ < summed_ && receives_.FirstOpen(end_) > combined_;
 }
 
-size_t ScatterPipeline::PieceOf(const ScatterPlan::Part& part, uint64_t number) const {
-  const size_t begin = static_cast<size_t>(number - first_) * plan_.piece;
-  return begin < part.size ? std::min(plan_.piece, part.size - begin) : 0;
-}
-
-// visit(extent, in the piece, in the extent, elements) for what the block holds of the part.
-template <typename Visit>
-void ScatterPipeline::ForEachExtent(const ScatterPlan::Part& part, uint64_t number,
-                                    Visit visit) const {
-  const size_t begin = static_cast<size_t>(number - first_) * plan_.piece;
-  const size_t end = begin + PieceOf(part, number);
-  if (begin >= end) return;
-  auto next = std::upper_bound(
-      part.extents.begin(), part.extents.end(), begin,
-      [](size_t offset, const ScatterPlan::Part::Extent& each) { return offset < each.begin; });
-  for (--next; next != part.extents.end() && next->begin < end; ++next) {
-    const size_t from = std::max(begin, next->begin);
-    const size_t to = std::min(end, next->begin + next->size);
-    visit(*next, from - begin, from - next->begin, to - from);
-  }
-}
-
 std::byte* ScatterPipeline::SumsAt(size_t number, uint64_t block) const {
   const size_t pieces = plan_.summed_here + plan_.senders.size();
   return scratch_ + (static_cast<size_t>(block % depth_) * pieces + number) * sum_bytes_;
@@ -136,20 +116,21 @@ void ScatterPipeline::Begin() {
   size_t packed = 0;
   for (size_t rank = 0; rank < plan_.parts.size(); ++rank) {
     const ScatterPlan::Part& part = plan_.parts[rank];
-    const size_t arriving = part.own ? PieceOf(part, number) * partial_ : 0;
+    const Range piece = PieceOf(part, number);
+    const size_t arriving = part.own ? piece.bytes() * partial_ : 0;
     for (size_t i = 0; i < plan_.senders.size() && arriving > 0; ++i) {
       const int from = plan_.senders[i];
       receives_.Add(wire_.Receive(from, ArrivalsAt(i, number), arriving), from, number, i);
     }
     if (part.reducer == rank_) continue;
     std::byte* const block_at = BlockAt(rank_, number) + rank * plan_.piece * plan_.element;
-    ForEachExtent(part, number,
-                  [&](const auto& extent, size_t in_piece, size_t at, size_t elements) {
-                    const size_t bytes = elements * plan_.element;
-                    local_.to_slot().Copy(block_at + in_piece * plan_.element,
-                                          extent.input + at * plan_.element, bytes);
-                    packed += bytes;
-                  });
+    ForEachPart(part.extents, &Extent::size, piece,
+                [&](const Extent& extent, size_t at, size_t elements) {
+                  local_.to_slot().Copy(block_at + (at - piece.begin) * plan_.element,
+                                        extent.input + (at - extent.begin) * plan_.element,
+                                        elements * plan_.element);
+                });
+    packed += piece.bytes() * plan_.element;
   }
   Publish(&DirectProgress::packed, begun_);
   span.End(packed);
@@ -159,7 +140,7 @@ void ScatterPipeline::Sum() {
   StageSpan span(trace_, Stage::kReduce, batch_);
   size_t summed = 0;
   for (const ScatterPlan::Part& part : plan_.parts) {
-    const size_t elements = PieceOf(part, summed_);
+    const size_t elements = PieceOf(part, summed_).bytes();
     if (part.reducer != rank_ || elements == 0) continue;
     std::byte* const sums = SumsAt(part.number, summed_);
     SumPiece(part, sums);
@@ -175,26 +156,27 @@ void ScatterPipeline::Sum() {
 void ScatterPipeline::SumPiece(const ScatterPlan::Part& part, std::byte* sums) {
   const size_t rank = static_cast<size_t>(&part - plan_.parts.data());
   const size_t step = kReducePiece / plan_.element;
-  ForEachExtent(part, summed_,
-                [&](const auto& extent, size_t in_piece, size_t at, size_t elements) {
-                  for (size_t done = 0; done < elements; done += step) {
-                    const size_t count = std::min(step, elements - done);
-                    for (int source = 0; source < size_; ++source) {
-                      const size_t in_slot = rank * plan_.piece + in_piece + done;
-                      sources_[static_cast<size_t>(source)] =
-                          source == rank_ ? extent.input + (at + done) * plan_.element
-                                          : BlockAt(source, summed_) + in_slot * plan_.element;
-                    }
-                    SumPartials(batch_.reduce(), sums + (in_piece + done) * partial_, sources_,
-                                count, widened_.data());
+  const Range piece = PieceOf(part, summed_);
+  ForEachPart(part.extents, &Extent::size, piece,
+              [&](const Extent& extent, size_t at, size_t elements) {
+                for (size_t end = at + elements; at < end; at += step) {
+                  const size_t in_slot = rank * plan_.piece + (at - piece.begin);
+                  for (int source = 0; source < size_; ++source) {
+                    sources_[static_cast<size_t>(source)] =
+                        source == rank_ ? extent.input + (at - extent.begin) * plan_.element
+                                        : BlockAt(source, summed_) + in_slot * plan_.element;
                   }
-                });
+                  SumPartials(batch_.reduce(), sums + (at - piece.begin) * partial_, sources_,
+                              std::min(step, end - at), widened_.data());
+                }
+              });
 }
 
 void ScatterPipeline::Combine() {
   StageSpan span(trace_, Stage::kReduce, batch_);
   const ScatterPlan::Part& own = plan_.parts[static_cast<size_t>(group_.group_rank)];
-  const size_t elements = PieceOf(own, combined_);
+  const Range piece = PieceOf(own, combined_);
+  const size_t elements = piece.bytes();
   std::byte* const mine = SumsAt(own.number, combined_);
   const auto source = [&](int host) {
     if (host == group_.host) return mine;
@@ -204,10 +186,12 @@ void ScatterPipeline::Combine() {
   for (int host = 1; host < group_.hosts() && elements > 0; ++host) {
     CombinePartials(batch_.reduce(), sum, sum, source(host), elements);
   }
-  ForEachExtent(own, combined_, [&](const auto& extent, size_t in_piece, size_t at, size_t count) {
-    FinishPartial(batch_.reduce(), group_.size(), extent.output + at * plan_.element,
-                  sum + in_piece * partial_, count);
-  });
+  ForEachPart(own.extents, &Extent::size, piece,
+              [&](const Extent& extent, size_t at, size_t count) {
+                FinishPartial(batch_.reduce(), group_.size(),
+                              extent.output + (at - extent.begin) * plan_.element,
+                              sum + (at - piece.begin) * partial_, count);
+              });
   ++combined_;
   span.End(elements * plan_.element);
 }

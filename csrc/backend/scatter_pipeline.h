@@ -77,9 +77,10 @@ class ScatterPipeline final : public HostPipeline {
   void Sum();
   void SumPiece(const ScatterPlan::Part& part, std::byte* sums);
   void Combine();
-  size_t PieceOf(const ScatterPlan::Part& part, uint64_t number) const;
-  template <typename Visit>
-  void ForEachExtent(const ScatterPlan::Part& part, uint64_t number, Visit visit) const;
+  // In elements.
+  Range PieceOf(const ScatterPlan::Part& part, uint64_t number) const {
+    return HostPipeline::PieceOf(part.size, plan_.piece, number);
+  }
   std::byte* SumsAt(size_t number, uint64_t block) const;
   std::byte* ArrivalsAt(size_t number, uint64_t block) const;
 

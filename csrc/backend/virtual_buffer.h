@@ -25,6 +25,21 @@ struct Range {
   size_t bytes() const { return end - begin; }
 };
 
+// Calls visit(item, at, length) for the parts of `items` in `range`, in order; `at` is an offset
+// like Item::begin. REQUIRES: items are in order, and the first one begins no later than the range.
+template <typename Item, typename Visit>
+void ForEachPart(const std::vector<Item>& items, size_t Item::* length, const Range& range,
+                 Visit visit) {
+  if (range.begin >= range.end) return;
+  auto item = std::upper_bound(items.begin(), items.end(), range.begin,
+                               [](size_t offset, const Item& each) { return offset < each.begin; });
+  for (--item; item != items.end() && item->begin < range.end; ++item) {
+    const size_t begin = std::max(range.begin, item->begin);
+    const size_t end = std::min(range.end, item->begin + (*item).*length);
+    if (begin < end) visit(*item, begin, end - begin);
+  }
+}
+
 struct VirtualBuffer {
   std::vector<Place> places;  // of the tensors that are not empty
   size_t total = 0;           // bytes
@@ -48,20 +63,10 @@ struct VirtualBuffer {
             range.begin + lines * (r + 1) / n * kEntryAlign};
   }
 
-  // Calls visit(index of the place, at, bytes) for the parts of tensors in `range`, in order; `at`
-  // is an offset in the virtual buffer.
+  // Calls visit(place, at, bytes) for the parts of tensors in `range`.
   template <typename Visit>
   void ForEachPiece(const Range& range, Visit visit) const {
-    if (range.begin >= range.end) return;
-    const auto next =
-        std::upper_bound(places.begin(), places.end(), range.begin,
-                         [](size_t offset, const Place& each) { return offset < each.begin; });
-    for (size_t i = static_cast<size_t>(next - places.begin()) - 1;
-         i < places.size() && places[i].begin < range.end; ++i) {
-      const size_t begin = std::max(range.begin, places[i].begin);
-      const size_t end = std::min(range.end, places[i].begin + places[i].bytes);
-      if (begin < end) visit(i, begin, end - begin);
-    }
+    ForEachPart(places, &Place::bytes, range, visit);
   }
 };
 
