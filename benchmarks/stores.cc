@@ -2,10 +2,11 @@
 //
 //   stores [--kib K] [--rounds N]
 //
-// Two threads hand K KiB (256) to one another in four rooms, as the slots of backend/host_pipeline.h
-// do: one copies into a room, the other out of it, in turns, once with ordinary and once with
-// streaming stores. GB/s, medians of N (400) rounds. The round trip of a cache line between the two
-// tells where they ran: some 60 ns within one last-level cache, 300 and more between two.
+// Two threads hand K KiB (256) to one another in four rooms, as the slots of
+// backend/host_pipeline.h do: one copies into a room, the other out of it, in turns, once with
+// ordinary and once with streaming stores. GB/s, medians of N (400) rounds. The round trip of a
+// cache line between the two tells where they ran: some 60 ns within one last-level cache, 300 and
+// more between two.
 
 #include <algorithm>
 #include <atomic>

@@ -36,8 +36,6 @@ class HostBackend final : public Backend {
   Status RunAlltoall(const Batch& batch, TimeNs deadline, TraceSink& trace);
   Status RunBroadcast(const Batch& batch, TimeNs deadline, TraceSink& trace);
   Status BroadcastByHost(int root, void* data, size_t bytes, TimeNs deadline);
-  Status BroadcastTogether(const Batch& batch, const std::vector<const BatchEntry*>& entries,
-                           TimeNs deadline, TraceSink& trace);
 
   // The algorithm of an allreduce among several hosts.
   Algorithm Choose(const Batch& batch) const;

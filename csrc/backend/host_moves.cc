@@ -106,23 +106,37 @@ Status HostBackend::RunAlltoall(const Batch& batch, TimeNs deadline, TraceSink& 
   return Status::Ok();
 }
 
+// Small tensors travel as one message.
 Status HostBackend::RunBroadcast(const Batch& batch, TimeNs deadline, TraceSink& trace) {
+  const auto small_bytes = [](const BatchEntry& entry, size_t) {
+    return entry.bytes() < kBroadcastAlone ? entry.bytes() : 0;
+  };
   const bool is_root = transport_.rank() == batch.root;
-  std::vector<const BatchEntry*> alone, together;
+  size_t total = 0, count = 0;  // of the small ones
   for (const BatchEntry& entry : batch.entries) {
-    const size_t bytes = entry.bytes();
-    if (bytes == 0) continue;
-    if (is_root) CopyIfMoved(entry.output, entry.input, bytes);
-    (bytes < kBroadcastAlone ? together : alone).push_back(&entry);
+    if (is_root) CopyIfMoved(entry.output, entry.input, entry.bytes());
+    total += small_bytes(entry, 0);
+    count += small_bytes(entry, 0) > 0 ? 1 : 0;
   }
   if (transport_.size() == 1) return Status::Ok();
-  if (together.size() == 1) {
-    alone.push_back(together[0]);
-  } else if (!together.empty()) {
-    HORORING_RETURN_IF_ERROR(BroadcastTogether(batch, together, deadline, trace));
+  if (count > 1) {
+    std::byte* buffer = nullptr;
+    HORORING_RETURN_IF_ERROR(Fuse(total, &buffer));
+    if (is_root) {
+      StageSpan pack(trace, Stage::kPack, batch);
+      PackParts(batch.entries, 1, small_bytes, buffer);
+      pack.End(total);
+    }
+    HORORING_RETURN_IF_ERROR(BroadcastByHost(batch.root, buffer, total, deadline));
+    if (!is_root) {
+      StageSpan unpack(trace, Stage::kUnpack, batch);
+      UnpackParts(batch.entries, 1, small_bytes, buffer);
+      unpack.End(total);
+    }
   }
-  for (const BatchEntry* entry : alone) {
-    HORORING_RETURN_IF_ERROR(BroadcastByHost(batch.root, entry->output, entry->bytes(), deadline));
+  for (const BatchEntry& entry : batch.entries) {
+    if (entry.bytes() == 0 || (count > 1 && small_bytes(entry, 0) > 0)) continue;
+    HORORING_RETURN_IF_ERROR(BroadcastByHost(batch.root, entry.output, entry.bytes(), deadline));
   }
   return Status::Ok();
 }
@@ -131,37 +145,6 @@ Status HostBackend::BroadcastByHost(int root, void* data, size_t bytes, TimeNs d
   const size_t message = MessageBytes();
   if (by_host_ == nullptr) return Broadcast(transport_, root, data, bytes, deadline, message);
   return Broadcast(*by_host_, by_host_->RankOf(root), data, bytes, deadline, message);
-}
-
-Status HostBackend::BroadcastTogether(const Batch& batch,
-                                      const std::vector<const BatchEntry*>& entries,
-                                      TimeNs deadline, TraceSink& trace) {
-  const bool is_root = transport_.rank() == batch.root;
-  size_t total = 0;
-  for (const BatchEntry* entry : entries) total += entry->bytes();
-  std::byte* buffer = nullptr;
-  HORORING_RETURN_IF_ERROR(Fuse(total, &buffer));
-  if (is_root) {
-    StageSpan span(trace, Stage::kPack, batch);
-    std::byte* to = buffer;
-    for (const BatchEntry* entry : entries) {
-      const size_t bytes = entry->bytes();
-      CopyBytes(to, entry->output, bytes);
-      to += bytes;
-    }
-    span.End(total);
-  }
-  HORORING_RETURN_IF_ERROR(BroadcastByHost(batch.root, buffer, total, deadline));
-  if (is_root) return Status::Ok();
-  StageSpan span(trace, Stage::kUnpack, batch);
-  const std::byte* from = buffer;
-  for (const BatchEntry* entry : entries) {
-    const size_t bytes = entry->bytes();
-    CopyBytes(entry->output, from, bytes);
-    from += bytes;
-  }
-  span.End(total);
-  return Status::Ok();
 }
 
 }  // namespace hororing

@@ -6,10 +6,10 @@
 // The bytes that one rank sends, receives or reduces are therefore contiguous.
 #pragma once
 
-#include <cstring>
 #include <vector>
 
 #include "backend/backend.h"
+#include "base/copy.h"
 
 namespace hororing {
 
@@ -32,7 +32,7 @@ template <typename PartOf>
 void PackParts(const std::vector<BatchEntry>& entries, size_t ranks, PartOf part_of,
                std::byte* to) {
   ForEachPart(entries, ranks, part_of, [&](const BatchEntry& entry, size_t begin, size_t length) {
-    std::memcpy(to, static_cast<const std::byte*>(entry.input) + begin, length);
+    CopyBytes(to, static_cast<const std::byte*>(entry.input) + begin, length);
     to += length;
   });
 }
@@ -41,7 +41,7 @@ template <typename PartOf>
 void UnpackParts(const std::vector<BatchEntry>& entries, size_t ranks, PartOf part_of,
                  const std::byte* from) {
   ForEachPart(entries, ranks, part_of, [&](const BatchEntry& entry, size_t begin, size_t length) {
-    std::memcpy(static_cast<std::byte*>(entry.output) + begin, from, length);
+    CopyBytes(static_cast<std::byte*>(entry.output) + begin, from, length);
     from += length;
   });
 }
