@@ -155,6 +155,17 @@ def check_factors(prescale: float, postscale: float, verb: str) -> tuple[float, 
     return float(prescale), float(postscale)
 
 
+def check_weight(weight: Any, verb: str) -> float | None:
+    """Return the weight if it is a number, or None. Which ones are possible, the core checks."""
+    if weight is None:
+        return None
+    if isinstance(weight, str) or not hasattr(weight, "__float__"):
+        raise TypeError(
+            f"{verb}: weight must be a number, not {type(weight).__name__} ({weight!r})"
+        )
+    return float(weight)
+
+
 def check_splits(splits: Any, dimensions: int = 1, dtype: str = "int32") -> list[int]:
     """Return the splits of an alltoall as a list. How many and how large, the core checks."""
     if dimensions != 1:

@@ -111,6 +111,7 @@ def submit(
     blocking: bool = False,
     stream: int = 0,
     streams: Sequence[int] | None = None,
+    weight: float | None = None,
 ) -> int:
     """Hand one request to the core and return its handle, an int for `poll` and `wait`.
 
@@ -118,13 +119,15 @@ def submit(
     alive until the handle is complete; `finish` makes the result when it is waited for.
     `integers` are the splits of an alltoall. `blocking`: this thread calls `wait` next, and
     does the engine's work there. `stream`: of views on a device, what computes them; `streams`: the
-    same for each, where they differ.
+    same for each, where they differ. `weight`: of this rank in a weighted average.
     """
     try:
         request, owners = make_request(
             collective, name, views, process_set, op, root, prescale, postscale, integers
         )
         request.blocking = blocking
+        c_weight = ffi.NULL if weight is None else ffi.new("double *", weight)
+        request.weight = c_weight
         request.stream = stream
         c_streams = ffi.NULL if streams is None else ffi.new("uintptr_t[]", list(streams))
         request.streams = c_streams
@@ -132,7 +135,7 @@ def submit(
     except BaseException:
         take_back(name)
         raise
-    del owners, c_streams
+    del owners, c_streams, c_weight
     if isinstance(name, DefaultName):
         name.submitted = True
     if _abandoned:

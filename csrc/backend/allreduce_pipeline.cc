@@ -185,7 +185,8 @@ class AllreducePipeline final : public HostPipeline {
       const size_t elements = bytes / ElementSize(place.reduce.dtype);
       pad(at);
       filled = at + bytes;
-      SumPartials(place.reduce, sums, sources_, elements, widened_.data());
+      SumPartials(place.reduce, sums, sources_, elements, widened_.data(),
+                  group_.group_ranks_on[static_cast<size_t>(group_.host)].data());
       sums += elements * PartialSize(place.reduce);
     });
     pad(own.end);

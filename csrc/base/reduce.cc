@@ -66,10 +66,7 @@ const KernelTable& Kernels() { return KernelsNow(); }
 bool IsShortFloat(DataType dtype) {
   return dtype == DataType::kFloat16 || dtype == DataType::kBfloat16;
 }
-bool IsFloat(DataType dtype) {
-  return IsShortFloat(dtype) || dtype == DataType::kFloat32 || dtype == DataType::kFloat64;
-}
-bool IsInteger(DataType dtype) { return !IsFloat(dtype) && dtype != DataType::kBool; }
+bool IsInteger(DataType dtype) { return !IsFloating(dtype) && dtype != DataType::kBool; }
 bool IsIntegerAverage(const ReduceSpec& spec) {
   return spec.op == ReduceOp::kAverage && IsInteger(spec.dtype);
 }
@@ -87,14 +84,34 @@ Arithmetic ArithmeticOf(ReduceOp op) {
 }
 
 // `divisor` where the spec has one.
-int DivisorOf(const ReduceSpec& spec, int divisor) {
-  return spec.op == ReduceOp::kAverage ? divisor : 1;
+double DivisorOf(const ReduceSpec& spec, int divisor) {
+  if (spec.op != ReduceOp::kAverage) return 1;
+  return spec.weights != nullptr ? spec.weights->back() : divisor;
 }
 
 void Reduce(DataType dtype, Arithmetic arithmetic, const Factors& factors, void* result,
             const void* const* sources, int count, size_t n) {
   Kernels().reduce[static_cast<int>(dtype)][static_cast<int>(arithmetic)](factors, result, sources,
                                                                           count, n);
+}
+
+// Of those sources that count: 0 times infinity would be no number.
+void ReduceWeighted(const ReduceSpec& spec, Factors factors, void* result,
+                    const void* const* sources, int count, size_t n, const int* ranks) {
+  thread_local std::vector<const void*> from;
+  thread_local std::vector<double> weights;
+  from.clear();
+  weights.clear();
+  for (int i = 0; i < count; ++i) {
+    const double weight = (*spec.weights)[static_cast<size_t>(ranks != nullptr ? ranks[i] : i)];
+    if (weight == 0) continue;
+    from.push_back(sources[i]);
+    weights.push_back(weight);
+  }
+  if (from.empty()) return FillNeutral(spec, result, n);
+  factors.weights = weights.data();
+  Reduce(spec.dtype, Arithmetic::kSum, factors, result, from.data(), static_cast<int>(from.size()),
+         n);
 }
 
 // The type and the operation of partial results that are combined by the common kernels.
@@ -109,6 +126,10 @@ std::string Text(double factor) {
 }
 
 }  // namespace
+
+bool IsFloating(DataType dtype) {
+  return IsShortFloat(dtype) || dtype == DataType::kFloat32 || dtype == DataType::kFloat64;
+}
 
 const KernelTable& KernelsNow() { return *Chosen().load(std::memory_order_relaxed); }
 
@@ -157,8 +178,11 @@ bool NeedsWideAccumulator(const ReduceSpec& spec) {
 }
 
 void ReduceMany(const ReduceSpec& spec, int divisor, void* result, const void* const* sources,
-                int count, size_t n) {
+                int count, size_t n, const int* ranks) {
   const Factors factors{spec.prescale, spec.postscale, DivisorOf(spec, divisor)};
+  if (spec.weights != nullptr) {
+    return ReduceWeighted(spec, factors, result, sources, count, n, ranks);
+  }
   const bool scaled = factors.prescale != 1.0 || factors.postscale != 1.0 || factors.divisor != 1;
   if (count == 1 && !scaled) {
     if (result != sources[0] && n > 0) std::memcpy(result, sources[0], n * ElementSize(spec.dtype));
@@ -180,7 +204,9 @@ size_t PartialSize(const ReduceSpec& spec) {
 
 void StartPartial(const ReduceSpec& spec, void* partial, const void* source, size_t n) {
   const Factors factors{spec.prescale, 1.0, 1};
-  if (spec.dtype == DataType::kFloat16) {
+  if (spec.weights != nullptr && spec.prescale == 0) {
+    std::memset(partial, 0, n * PartialSize(spec));
+  } else if (spec.dtype == DataType::kFloat16) {
     Kernels().widen_float16(factors, partial, &source, 1, n);
   } else if (spec.dtype == DataType::kBfloat16) {
     Kernels().widen_bfloat16(factors, partial, &source, 1, n);
@@ -189,6 +215,7 @@ void StartPartial(const ReduceSpec& spec, void* partial, const void* source, siz
   } else {
     ReduceSpec start = spec;
     start.postscale = 1.0;
+    start.weights = nullptr;
     ReduceMany(start, 1, partial, &source, 1, n);
   }
 }
@@ -212,6 +239,8 @@ void FinishPartial(const ReduceSpec& spec, int divisor, void* result, const void
     Kernels().narrow_bfloat16(factors, result, &partial, 1, n);
   } else if (IsIntegerAverage(spec)) {
     IntegerKernelsOf(spec.dtype).finish(factors, result, partial, n);
+  } else if (spec.weights != nullptr) {
+    Reduce(spec.dtype, Arithmetic::kSum, factors, result, &partial, 1, n);
   } else {
     ReduceSpec finish = spec;
     finish.prescale = 1.0;

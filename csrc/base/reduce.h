@@ -8,7 +8,9 @@
 //   1. float16 and bfloat16 are accumulated in float32 and rounded once (to nearest even).
 //   2. Sources are combined in the order given, so equal inputs give equal bits.
 //   3. An average divides once, at the end, in the accumulation type; integers are summed
-//      exactly (128 bit for 64-bit integers) and the quotient is truncated toward zero.
+//      exactly (128 bit for 64-bit integers) and the quotient is truncated toward zero. So does a
+//      weighted average, of floats: sum(w[r] * source[r]) / sum(w); a source of weight 0 is not
+//      read.
 //   4. prescale is applied to every source element, postscale to the result, in the
 //      accumulation type; for integers each application goes through float64, truncates toward
 //      zero and saturates at the ends of the element type (not-a-number becomes 0).
@@ -19,6 +21,7 @@
 #pragma once
 
 #include <cstddef>
+#include <vector>
 
 #include "base/status.h"
 #include "base/types.h"
@@ -33,10 +36,14 @@ struct ReduceSpec {
   ReduceOp op = ReduceOp::kSum;
   double prescale = 1.0;
   double postscale = 1.0;
+  // Weighted Average of floats: a weight for each source, and last their sum, or 1 where it is 0;
+  // borrowed. `prescale` is this rank's own one. Null: all count the same.
+  const std::vector<double>* weights = nullptr;
 
   bool operator==(const ReduceSpec& other) const {
     return dtype == other.dtype && op == other.op && prescale == other.prescale &&
-           postscale == other.postscale;
+           postscale == other.postscale &&
+           (weights == other.weights || (weights && other.weights && *weights == *other.weights));
   }
 };
 
@@ -47,12 +54,14 @@ Status Check(const ReduceSpec& spec);
 // 16-bit floats, and integer averages. Pairwise algorithms must then use ReduceMany, or the
 // partial results below.
 bool NeedsWideAccumulator(const ReduceSpec& spec);
+bool IsFloating(DataType dtype);
 
 // result[i] = finish(start(sources[0][i]) op start(sources[1][i]) op ...): prescale on every
 // source, the operation in source order, division by `divisor` for an Average, postscale.
-// `result` may equal any of the sources. REQUIRES: count >= 1.
+// `result` may equal any of the sources. `ranks`: whose sources they are, for their weights; null:
+// all ranks', in their order. REQUIRES: count >= 1.
 void ReduceMany(const ReduceSpec& spec, int divisor, void* result, const void* const* sources,
-                int count, size_t n);
+                int count, size_t n, const int* ranks = nullptr);
 
 // Partial results, for algorithms that combine pairwise and send what they have so far: the
 // accumulation type, float32 for 16-bit floats, int64 or a 128-bit integer for integer averages,

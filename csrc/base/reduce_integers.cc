@@ -96,7 +96,7 @@ struct Kernels {
     for (size_t i = 0; i < n; ++i) {
       Wide value = wide[i];
       if (average) {
-        if (factors.divisor != 1) value = Quotient(value, factors.divisor);
+        if (factors.divisor != 1) value = Quotient(value, static_cast<int>(factors.divisor));
       } else {
         value = static_cast<Wide>(static_cast<T>(value));  // the wrapped sum or product
       }

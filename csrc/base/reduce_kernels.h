@@ -13,7 +13,8 @@ namespace hororing {
 struct Factors {
   double prescale = 1.0;
   double postscale = 1.0;
-  int divisor = 1;  // of an Average
+  double divisor = 1;               // of an Average
+  const double* weights = nullptr;  // of the sources, in place of prescale: sums of floats only
 };
 
 // result[i] = finish(start(sources[0][i]) op start(sources[1][i]) op ...) for i < n.

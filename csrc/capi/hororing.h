@@ -25,7 +25,7 @@ extern "C" {
 #endif
 
 /* Grows with every incompatible change of this file. */
-enum { HR_ABI_VERSION = 15 };
+enum { HR_ABI_VERSION = 16 };
 
 /* The values of hororing::Code, and one more. */
 typedef enum hr_code {
@@ -170,6 +170,11 @@ typedef struct hr_request {
                                  HR_ADD_PROCESS_SET: 1: may duplicate a set; 2: may also duplicate a
                                  set; only its members call, with a name derived from the ranks */
   double prescale, postscale; /* HR_ALLREDUCE, HR_REDUCESCATTER */
+  const double* weight;  /* HR_ALLREDUCE with HR_AVERAGE, of floats: how much this rank's tensors
+                            count, and 0 if it has joined; read when the request is submitted. NULL,
+                            on all ranks or none: all count the same. The result is the sum of the
+                            ranks' tensors times their weights, divided by the sum of the weights,
+                            or 0 where that is 0. What is of weight 0 is not read */
   int32_t tensors_count; /* 0 for HR_BARRIER and from HR_JOIN on; one for HR_ALLTOALL; more than
                             one otherwise: a group, all or nothing */
   const hr_tensor* tensors;
@@ -264,10 +269,11 @@ int32_t hr_last_error_rank(void);
 int64_t hr_submit(const hr_request* request);
 /* Starts `count` persistent requests (MPI's term) of HR_ALLREDUCE with one tensor each, in place,
  * now at `addresses`: what gradient hooks call. Each is prepared by its first starts, as hr_submit
- * would take it, and has an id then; from then on nothing of it may change but `stream`, and only
- * the id is looked at. Where the id is no longer valid, the request is prepared again. Wakes the
- * engine once. Ends at the first that fails. Returns how many were started, which have handles;
- * where those are fewer than `count`, the next handle is the negated hr_code. */
+ * would take it, and has an id then; from then on nothing of it may change but `stream` and
+ * `weight`, and only the id and the weight are looked at. Where the id is no longer valid, the
+ * request is prepared again. Wakes the engine once. Ends at the first that fails. Returns how many
+ * were started, which have handles; where those are fewer than `count`, the next handle is the
+ * negated hr_code. */
 int32_t hr_start(hr_request* const* requests, const uintptr_t* addresses, int32_t count,
                  int64_t* handles);
 /* 1 when complete, 0 when pending, HR_INVALID_ARGUMENT negated when there is no such handle. */

@@ -68,6 +68,11 @@ Status Split(const hr_request& from, const ProcessSet& set, TensorEntry* entry) 
 
 Status CheckReduction(const Request& request, const TensorView& view, int size) {
   const ReduceSpec spec{view.dtype, request.op, request.prescale, request.postscale};
+  if (request.weight && (request.op != ReduceOp::kAverage || !IsFloating(view.dtype))) {
+    return Invalid(request, std::string("weight is for op=Average of floats only, not op=") +
+                                Name(request.op) + " of " + Name(view.dtype) +
+                                "; scale or convert the tensor before the call");
+  }
   if (request.kind == Collective::kReducescatter) {
     if (view.shape.empty()) {
       return Invalid(request, "a tensor without dimensions has no rows to scatter; use allreduce");
@@ -124,6 +129,7 @@ Status EntryFrom(const hr_request& from, TensorEntry* entry) {
   request.op = ReduceOp::kSum;
   request.root = 0;
   request.prescale = request.postscale = 1.0;
+  request.weight.reset();
   request.splits.clear();
   request.ranks.clear();
   if (from.collective < HR_ALLREDUCE || from.collective > HR_REMOVE_PROCESS_SET) {
@@ -140,6 +146,7 @@ Status EntryFrom(const hr_request& from, TensorEntry* entry) {
     request.op = static_cast<ReduceOp>(from.op);
     request.prescale = from.prescale;
     request.postscale = from.postscale;
+    if (request.kind == Collective::kAllreduce) request.weight = WeightOf(from);
   }
   if (request.kind == Collective::kBroadcast || request.kind >= Collective::kAddProcessSet) {
     request.root = from.root;

@@ -9,6 +9,10 @@
 
 namespace hororing {
 
+inline std::optional<double> WeightOf(const hr_request& from) {
+  return from.weight != nullptr ? std::optional<double>(*from.weight) : std::nullopt;
+}
+
 // kInvalidArgument, naming the request, when it makes no sense. `entry`: a new one, or one that
 // Engine::Submit has left.
 Status MakeEntry(const hr_request& from, const SharedProcessSets& sets, int rank,

@@ -30,6 +30,7 @@ bool IsSame(const hr_request& from, const Request& known) {
   return known.kind == Collective::kAllreduce && known.tensors.size() == 1 && !as.on_device &&
          known.process_set == from.process_set && static_cast<int32_t>(known.op) == from.op &&
          known.prescale == from.prescale && known.postscale == from.postscale &&
+         known.weight.has_value() == (from.weight != nullptr) &&
          static_cast<int32_t>(as.dtype) == tensor.dtype && known.name == from.name &&
          std::equal(as.shape.begin(), as.shape.end(), tensor.shape, tensor.shape + tensor.ndim) &&
          tensor.input != 0 && tensor.output != 0;
@@ -42,7 +43,7 @@ bool StartNext(Engine& engine, const hr_request& from, int64_t* handle) {
   }
   return engine.StartNext([&from](const Request& known) { return IsSame(from, known); },
                           reinterpret_cast<const void*>(from.tensors[0].input),
-                          reinterpret_cast<void*>(from.tensors[0].output), handle);
+                          reinterpret_cast<void*>(from.tensors[0].output), WeightOf(from), handle);
 }
 
 Status Submit(Engine& engine, const hr_request& from, bool blocking, StreamEvents* events,
@@ -82,13 +83,13 @@ HR_EXPORT int32_t hr_start(hr_request* const* requests, const uintptr_t* address
     return 0;
   }
   const size_t wanted = static_cast<size_t>(count);
-  std::vector<uint64_t> ids(wanted);
-  for (size_t i = 0; i < wanted; ++i) ids[i] = requests[i]->id;
+  std::vector<Restart> restarts(wanted);
+  for (size_t i = 0; i < wanted; ++i) restarts[i] = {requests[i]->id, WeightOf(*requests[i])};
   StreamEvents events;
   Status status;
   size_t started = 0;
   while (status.ok() && started < wanted) {
-    started += engine->Start(ids.data() + started, addresses + started, wanted - started,
+    started += engine->Start(restarts.data() + started, addresses + started, wanted - started,
                              handles + started);
     if (started == wanted) break;
     hr_tensor tensor = requests[started]->tensors[0];

@@ -10,17 +10,20 @@ constexpr size_t kAlign = 64;
 }  // namespace
 
 void SumPartials(const ReduceSpec& spec, std::byte* partials, const std::vector<const void*>& from,
-                 size_t n, std::byte* widened) {
+                 size_t n, std::byte* widened, const int* ranks) {
+  ReduceSpec of = spec;
   if (!NeedsWideAccumulator(spec)) {
-    ReduceSpec sum = spec;  // an average divides by 1
-    sum.postscale = 1.0;
-    ReduceMany(sum, 1, partials, from.data(), static_cast<int>(from.size()), n);
+    if (of.op == ReduceOp::kAverage) of.op = ReduceOp::kSum;
+    of.postscale = 1.0;
+    ReduceMany(of, 1, partials, from.data(), static_cast<int>(from.size()), n, ranks);
     return;
   }
-  StartPartial(spec, partials, from[0], n);
-  for (size_t i = 1; i < from.size(); ++i) {
-    StartPartial(spec, widened, from[i], n);
-    CombinePartials(spec, partials, partials, widened, n);
+  for (size_t i = 0; i < from.size(); ++i) {
+    if (spec.weights != nullptr) {
+      of.prescale = (*spec.weights)[ranks != nullptr ? static_cast<size_t>(ranks[i]) : i];
+    }
+    StartPartial(of, i == 0 ? partials : widened, from[i], n);
+    if (i > 0) CombinePartials(of, partials, partials, widened, n);
   }
 }
 

@@ -35,9 +35,9 @@
 namespace hororing {
 
 // The sum of a host, in the order of its sources: partials[i] = from[0][i] op from[1][i] ..., with
-// prescale. `widened` has room for n partial results.
+// prescale. `widened` has room for n partial results. `ranks` as for ReduceMany.
 void SumPartials(const ReduceSpec& spec, std::byte* partials, const std::vector<const void*>& from,
-                 size_t n, std::byte* widened);
+                 size_t n, std::byte* widened, const int* ranks = nullptr);
 
 class SliceExchange {
  public:

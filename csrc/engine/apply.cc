@@ -103,6 +103,7 @@ std::optional<Work> Loop::Agreed(const Decision& decision, uint64_t id) {
     }
     if (work.entry == nullptr) return std::nullopt;
   }
+  if (!details.weights.empty()) work.weights = &details.weights;
   work.rows = known != nullptr ? &known->rows : &details.rows;
   if (!cached) {
     Reported(work.entry->cache_id);  // by what is replaced now

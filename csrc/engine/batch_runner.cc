@@ -85,6 +85,14 @@ FusionItem Describe(const TensorEntry& entry, size_t index, const std::vector<in
   return described;
 }
 
+// Of a weighted average; the two factors may as well be one.
+void SetWeights(const Work& work, int rank, ReduceSpec* reduce) {
+  if (work.weights == nullptr) return;
+  reduce->postscale *= reduce->prescale;
+  reduce->prescale = (*work.weights)[static_cast<size_t>(rank)];
+  reduce->weights = work.weights;
+}
+
 std::string NamesOf(const Batch& batch) {
   constexpr size_t kShown = 8;
   std::string names;
@@ -131,20 +139,23 @@ Status BatchRunner::Run(const std::vector<Work>& work) {
       continue;
     }
     entry->stage = "PLAN";
+    const Communicator& communicator = communicators_.at(entry->request.process_set);
     size_t ranks = 0;
     if (IsGathering(entry->request.kind)) {
       HORORING_RETURN_IF_ERROR(Allocate(each));
-      ranks = communicators_.at(entry->request.process_set).ranks.size();
+      ranks = communicator.ranks.size();
     }
     if (entry->request.kind == Collective::kAllreduce && entry->views.size() == 1) {
       if (!entry->planned_as) entry->planned_as = Describe(*entry, 0, *each.rows, ranks);
       items_.push_back({entry, 0, each.rows});
       described_.push_back(*entry->planned_as);
+      SetWeights(each, communicator.rank, &described_.back().reduce);
       continue;
     }
     for (size_t i = 0; i < entry->views.size(); ++i) {
       items_.push_back({entry, i, each.rows});
       described_.push_back(Describe(*entry, i, *each.rows, ranks));
+      SetWeights(each, communicator.rank, &described_.back().reduce);
     }
   }
   const std::vector<std::vector<size_t>> plan = PlanFusion(described_, shared_.config.fusion_bytes);

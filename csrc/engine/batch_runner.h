@@ -22,7 +22,8 @@ namespace hororing {
 // A request that all its ranks have agreed to carry out now.
 struct Work {
   TensorEntry* entry = nullptr;
-  const std::vector<int64_t>* rows = nullptr;  // as in Decision::Details
+  const std::vector<int64_t>* rows = nullptr;    // as in Decision::Details
+  const std::vector<double>* weights = nullptr;  // likewise; null: none
 };
 
 // What runs the batches of one process set that this rank is a member of.

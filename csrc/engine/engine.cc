@@ -253,17 +253,17 @@ Status Engine::Submit(std::unique_ptr<TensorEntry>* entry, int64_t* handle, uint
   return Status::Ok();
 }
 
-size_t Engine::Start(const uint64_t* ids, const uintptr_t* addresses, size_t count,
+size_t Engine::Start(const Restart* restarts, const uintptr_t* addresses, size_t count,
                      int64_t* handles) {
   if (shared_.trace.enabled()) return 0;  // each has its span
-  const size_t started = shared_.tensors.Start(ids, addresses, count, handles);
+  const size_t started = shared_.tensors.Start(restarts, addresses, count, handles);
   shared_.stats.submitted += static_cast<int64_t>(started);
   return started;
 }
 
 bool Engine::StartNext(const std::function<bool(const Request&)>& same, const void* input,
-                       void* output, int64_t* handle) {
-  if (shared_.trace.enabled() || !shared_.tensors.StartNext(same, input, output, handle)) {
+                       void* output, std::optional<double> weight, int64_t* handle) {
+  if (shared_.trace.enabled() || !shared_.tensors.StartNext(same, input, output, weight, handle)) {
     return false;
   }
   ++shared_.stats.submitted;

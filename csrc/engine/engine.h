@@ -58,9 +58,9 @@ class Engine {
   // `*entry` is null afterwards, or may be used again. Call Ring next.
   Status Submit(std::unique_ptr<TensorEntry>* entry, int64_t* handle, uint64_t* id);
   // As those of TensorTable. Call Ring next.
-  size_t Start(const uint64_t* ids, const uintptr_t* addresses, size_t count, int64_t* handles);
+  size_t Start(const Restart* restarts, const uintptr_t* addresses, size_t count, int64_t* handles);
   bool StartNext(const std::function<bool(const Request&)>& same, const void* input, void* output,
-                 int64_t* handle);
+                 std::optional<double> weight, int64_t* handle);
   // Wakes the loop for what was submitted. `blocking`: this thread calls Wait next, so nobody
   // else needs to be woken where it may run the loop.
   void Ring(bool blocking);

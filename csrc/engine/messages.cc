@@ -77,6 +77,10 @@ bool Loop::Report() {
     }
     if (id != 0) {
       shared_.tensors.Known(id)->reported = entry;
+      if (const std::optional<double>& weight = entry->request.weight) {
+        report.weights.resize(report.cached.size());
+        report.weights.push_back(*weight);
+      }
       report.cached.push_back(id);
     } else {
       report.fresh.push_back(entry->request);

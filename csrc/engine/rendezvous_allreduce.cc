@@ -76,7 +76,7 @@ bool Engine::AllreduceAtRendezvous(const TensorEntry& entry, int64_t* handle) {
   const Request& request = entry.request;
   if (rendezvous_ == nullptr || request.kind != Collective::kAllreduce ||
       request.tensors.size() != 1 || request.on_device() || request.process_set != kWorldSet ||
-      request.op == ReduceOp::kAdasum) {
+      request.op == ReduceOp::kAdasum || request.weight) {
     return false;
   }
   const int size = rendezvous_->size();

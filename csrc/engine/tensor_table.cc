@@ -62,6 +62,7 @@ Status TensorTable::Submit(std::unique_ptr<TensorEntry>* entry, int64_t* handle,
   if (record.entry != nullptr && record.entry->request == given.request) {
     record.entry->views.swap(given.views);
     record.entry->ready.swap(given.ready);
+    record.entry->request.weight = given.request.weight;
     *id = first_id_ + record.id;
   } else {
     record.entry = std::move(*entry);
@@ -72,17 +73,19 @@ Status TensorTable::Submit(std::unique_ptr<TensorEntry>* entry, int64_t* handle,
   return Status::Ok();
 }
 
-size_t TensorTable::Start(const uint64_t* ids, const uintptr_t* addresses, size_t count,
+size_t TensorTable::Start(const Restart* restarts, const uintptr_t* addresses, size_t count,
                           int64_t* handles) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (!closed_.ok() || joining_) return 0;
   size_t started = 0;
   for (; started < count; ++started) {
-    TensorEntry* const entry = Inactive(ids[started] - first_id_);
-    if (entry == nullptr) break;
+    const Restart& restart = restarts[started];
+    TensorEntry* const entry = Inactive(restart.id - first_id_);
+    if (entry == nullptr || entry->request.weight.has_value() != restart.weight.has_value()) break;
     TensorView& view = entry->views[0];
     if (addresses[started] == 0 && view.elements() > 0) break;
     view.input = view.output = reinterpret_cast<void*>(addresses[started]);
+    entry->request.weight = restart.weight;
     Activate(entry);
   }
   handles_->Create(handles, started);
@@ -93,13 +96,14 @@ size_t TensorTable::Start(const uint64_t* ids, const uintptr_t* addresses, size_
 }
 
 bool TensorTable::StartNext(const std::function<bool(const Request&)>& same, const void* input,
-                            void* output, int64_t* handle) {
+                            void* output, std::optional<double> weight, int64_t* handle) {
   std::lock_guard<std::mutex> lock(mutex_);
   TensorEntry* const entry = closed_.ok() && !joining_ ? Inactive(next_id_) : nullptr;
   if (entry == nullptr || !same(entry->request)) return false;
   ++next_id_;
   entry->views[0].input = input;
   entry->views[0].output = output;
+  entry->request.weight = weight;
   entry->handle = *handle = handles_->Create();
   Activate(entry);
   return true;

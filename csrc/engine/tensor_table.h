@@ -33,6 +33,12 @@
 
 namespace hororing {
 
+// A persistent request of one tensor in host memory, which is to be started again.
+struct Restart {
+  uint64_t id = 0;
+  std::optional<double> weight;
+};
+
 struct TensorEntry {
   Request request;
   std::vector<TensorView> views;  // one per tensor of the request
@@ -78,14 +84,14 @@ class TensorTable {
   // the status of Close after it.
   Status Submit(std::unique_ptr<TensorEntry>* entry, int64_t* handle, uint64_t* id);
   // Starts persistent requests of one tensor in host memory, which is now, in place, at
-  // `addresses`, up to the first that must be submitted: it is active, has no valid id, or no
-  // memory. Returns how many; each has a handle.
-  size_t Start(const uint64_t* ids, const uintptr_t* addresses, size_t count, int64_t* handles);
+  // `addresses`, up to the first that must be submitted: it is active, has no valid id, no memory,
+  // or a weight and had none, or the reverse. Returns how many; each has a handle.
+  size_t Start(const Restart* restarts, const uintptr_t* addresses, size_t count, int64_t* handles);
 
   // Starts the persistent request that has the id after the last one, if `same` says that it is
   // what the caller wants: steps repeat themselves.
   bool StartNext(const std::function<bool(const Request&)>& same, const void* input, void* output,
-                 int64_t* handle);
+                 std::optional<double> weight, int64_t* handle);
 
   // What was added since the last TakeSubmitted.
   struct Submitted {

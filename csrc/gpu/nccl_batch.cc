@@ -10,11 +10,6 @@
 namespace hororing {
 namespace {
 
-bool IsFloating(DataType dtype) {
-  return dtype == DataType::kFloat16 || dtype == DataType::kBfloat16 ||
-         dtype == DataType::kFloat32 || dtype == DataType::kFloat64;
-}
-
 // Whether a number of that type is as good as `value`.
 bool Holds(DataType dtype, double value) {
   const float narrow = static_cast<float>(value);
@@ -125,6 +120,9 @@ Status OpOf(const ReduceSpec& spec, int ranks, NcclCommunicator& communicator, N
       return factor == 1.0 ? Status::Ok() : communicator.ScaledSum(spec.dtype, factor, op);
     case ReduceOp::kAverage:
       *op = kNcclAvg;
+      if (spec.weights != nullptr) {
+        return communicator.ScaledSum(spec.dtype, factor / spec.weights->back(), op);
+      }
       return factor == 1.0 ? Status::Ok() : communicator.ScaledSum(spec.dtype, factor / ranks, op);
     case ReduceOp::kAdasum: break;
   }
@@ -218,6 +216,10 @@ bool NcclCan(Collective kind, const ReduceSpec& spec, int ranks) {
   if (!NcclHas(spec.dtype) || spec.op == ReduceOp::kAdasum) return false;
   const bool floating = IsFloating(spec.dtype);
   if (spec.op == ReduceOp::kAverage && !floating) return false;
+  if (spec.weights != nullptr) {  // the factors of 16 bits would be rounded; 0 times NaN is NaN
+    const std::vector<double>& weights = *spec.weights;
+    return ElementSize(spec.dtype) > 2 && std::count(weights.begin(), weights.end(), 0.0) == 0;
+  }
   if (spec.prescale == 1.0 && spec.postscale == 1.0) return true;
   if (!floating) return false;
   const double factor = spec.prescale * spec.postscale;

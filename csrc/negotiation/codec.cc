@@ -155,6 +155,23 @@ void GetIds(Reader& in, std::vector<uint64_t>* ids) {
   }
 }
 
+// Weights, of which many follow one another that are the same.
+void Put(Writer& out, const std::vector<double>& weights) {
+  for (size_t i = 0; i < weights.size();) {
+    const size_t end =
+        EndOfRun(i, weights.size(), [&](size_t next) { return weights[next] == weights[i]; });
+    out.Unsigned(end - i);
+    out.Double(weights[i]);
+    i = end;
+  }
+  out.Unsigned(0);
+}
+
+void Get(Reader& in, std::vector<double>* weights) {
+  weights->clear();
+  while (const size_t count = in.Run()) weights->insert(weights->end(), count, in.Double());
+}
+
 void Put(Writer& out, const Request& request) {
   out.Text(request.name);
   out.Signed(request.process_set);
@@ -163,6 +180,8 @@ void Put(Writer& out, const Request& request) {
   out.Signed(request.root);
   out.Double(request.prescale);
   out.Double(request.postscale);
+  out.Unsigned(request.weight.has_value());
+  if (request.weight) out.Double(*request.weight);
   out.Unsigned(request.tensors.size());
   for (const Request::Tensor& tensor : request.tensors) {
     out.Unsigned(static_cast<uint8_t>(tensor.dtype));
@@ -182,6 +201,7 @@ Request GetRequest(Reader& in) {
   request.root = static_cast<int32_t>(in.Signed());
   request.prescale = in.Double();
   request.postscale = in.Double();
+  if (in.Unsigned() != 0) request.weight = in.Double();
   request.tensors.resize(in.Count());
   for (Request::Tensor& tensor : request.tensors) {
     tensor.dtype = in.Choice(DataType::kBfloat16);
@@ -205,11 +225,6 @@ Status GetStatus(Reader& in) {
   return Status(code, in.Text(), rank);
 }
 
-// Of cached requests, which most are: it is their ids and their process set.
-bool IsOfCached(const Decision& decision) {
-  return decision.kind == Decision::Kind::kRun && decision.details().name.empty();
-}
-
 void Put(Writer& out, const Decision& decision) {
   const Decision::Details& details = decision.details();
   out.Unsigned(static_cast<uint8_t>(decision.kind));
@@ -220,6 +235,7 @@ void Put(Writer& out, const Decision& decision) {
       out.Text(details.name);
       if (details.name.empty()) break;
       Put(out, details.rows);
+      Put(out, details.weights);
       out.Unsigned(details.stand_in.has_value());
       if (details.stand_in) Put(out, *details.stand_in);
       break;
@@ -249,6 +265,7 @@ Decision GetDecision(Reader& in, uint8_t kind) {
     Decision::Details& details = decision.set_details();
     details.name = std::move(name);
     Get(in, &details.rows);
+    Get(in, &details.weights);
     if (in.Unsigned() != 0) details.stand_in = GetRequest(in);
     return decision;
   }
@@ -273,7 +290,7 @@ Decision GetDecision(Reader& in, uint8_t kind) {
 
 void Put(Writer& out, const std::vector<Decision>& decisions) {
   for (const Decision& decision : decisions) {
-    if (!IsOfCached(decision)) {
+    if (!decision.of_cached()) {
       Put(out, decision);
       continue;
     }
@@ -284,6 +301,7 @@ void Put(Writer& out, const std::vector<Decision>& decisions) {
       out.Unsigned(count);
       out.Unsigned(id);
       out.Signed(decision.process_set);
+      Put(out, decision.details().weights);
       id += count;
     }
   }
@@ -301,6 +319,9 @@ void Get(Reader& in, std::vector<Decision>* decisions) {
     decisions->back().count = in.Run();
     decisions->back().cache_id = in.Unsigned();
     decisions->back().process_set = static_cast<int32_t>(in.Signed());
+    std::vector<double> weights;
+    Get(in, &weights);
+    if (!weights.empty()) decisions->back().set_details().weights = std::move(weights);
   }
 }
 
@@ -310,6 +331,7 @@ std::string Encode(const Report& report) {
   Writer out(MessageKind::kReport);
   out.Unsigned(report.applied);
   PutIds(out, report.cached);
+  Put(out, report.weights);
   out.Unsigned(report.fresh.size());
   for (const Request& request : report.fresh) Put(out, request);
   out.Unsigned((report.leaving ? 1 : 0) | (report.blocked ? 2 : 0));
@@ -358,6 +380,7 @@ bool Decode(const std::string& message, Report* report) {
   if (!in.Expect(MessageKind::kReport)) return false;
   report->applied = in.Unsigned();
   GetIds(in, &report->cached);
+  Get(in, &report->weights);
   report->fresh.resize(in.Count());
   for (Request& request : report->fresh) request = GetRequest(in);
   const uint64_t flags = in.Unsigned();

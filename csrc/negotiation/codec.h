@@ -15,7 +15,7 @@
 
 namespace hororing {
 
-constexpr uint32_t kProtocolVersion = 8;
+constexpr uint32_t kProtocolVersion = 9;
 
 // The first byte of every control message.
 enum class MessageKind : uint8_t {

@@ -49,7 +49,10 @@ void Coordinator::Receive(const int* ranks, size_t count, const Report& report, 
   }
   answered_ = nullptr;
   if (!retired_.empty()) ForgetRetired();
-  for (const uint64_t id : report.cached) ReportCached(ranks, count, id, now);
+  for (size_t i = 0; i < report.cached.size(); ++i) {
+    const double weight = i < report.weights.size() ? report.weights[i] : 0;
+    ReportCached(ranks, count, report.cached[i], weight, now);
+  }
   for (const Request& request : report.fresh) {
     for (size_t i = 0; i < count; ++i) ReportFresh(ranks[i], request, now);
   }
@@ -76,7 +79,8 @@ void Coordinator::SwitchTimeline(bool on, bool mark_cycles) {
 }
 
 // A record that is not there belongs to a process set that was removed: its requests have failed.
-void Coordinator::ReportCached(const int* ranks, size_t count, uint64_t id, TimeNs now) {
+void Coordinator::ReportCached(const int* ranks, size_t count, uint64_t id, double weight,
+                               TimeNs now) {
   Record* found = records_.Find(id);
   if (found == nullptr) return;
   Record& record = *found;
@@ -90,6 +94,7 @@ void Coordinator::ReportCached(const int* ranks, size_t count, uint64_t id, Time
   for (size_t i = 0; i < count; ++i) {
     const size_t member = static_cast<size_t>(pending.set->IndexOf(ranks[i]));
     if (pending.id == 0) pending.requests[member] = RequestOf(record, static_cast<int>(member));
+    if (record.request.weight) pending.weights[member] = weight;
     pending.reported.Add(member);
   }
   if (AllHere(pending)) Complete(*record.named);
@@ -104,6 +109,7 @@ void Coordinator::ReportFresh(int rank, const Request& request, TimeNs now) {
   Expand(pending);
   const size_t member = static_cast<size_t>(pending.set->IndexOf(rank));
   pending.requests[member] = request;
+  if (request.weight) pending.weights[member] = *request.weight;
   pending.reported.Add(member);
   if (AllHere(pending)) Complete(named);
 }
@@ -135,8 +141,10 @@ Coordinator::Pending& Coordinator::PendingFor(const Request& request, Named& nam
     pending.record = nullptr;
     pending.reported.Clear(pending.set->ranks.size());
     pending.requests.clear();
+    pending.weights.clear();
     pending.since_ns = now;
   }
+  if (request.weight) pending.weights.resize(pending.reported.size());
   return pending;
 }
 
@@ -186,7 +194,11 @@ Status Coordinator::Agree(Named& named, Decision* decision, int64_t* bytes) {
   Pending& pending = named.pending;
   std::vector<int> joined;
   if (joined_count_ > 0) joined = JoinedAmong(pending);
-  const Status possible = joined.empty() ? Status() : CheckJoined(joined, pending.any());
+  Status possible = joined.empty() ? Status() : CheckJoined(joined, pending.any());
+  if (!pending.weights.empty() && possible.ok()) {
+    std::vector<double>& weights = decision->set_details().weights = pending.weights;
+    possible = Weigh(pending.any(), pending.set->ranks, &weights);
+  }
   if (pending.id == 0) {
     std::vector<const Request*> requests;
     std::vector<int> ranks;

@@ -85,6 +85,7 @@ class Coordinator {
     bool waits = false;        // if not, the rest means nothing; its memory is reused
     MemberSet reported;
     TimeNs since_ns = 0;
+    std::vector<double> weights;    // per member, 0 at first; empty: the average is not weighted
     std::vector<Request> requests;  // per member; filled once a report came in full
     const Request& any() const {    // one of those reported
       if (record != nullptr) return record->request;
@@ -113,7 +114,7 @@ class Coordinator {
   };
 
   void Receive(const int* ranks, size_t count, const Report& report, TimeNs now);
-  void ReportCached(const int* ranks, size_t count, uint64_t id, TimeNs now);
+  void ReportCached(const int* ranks, size_t count, uint64_t id, double weight, TimeNs now);
   void ReportFresh(int rank, const Request& request, TimeNs now);
   Named& NamedBy(const Request& request);
   Pending& PendingFor(const Request& request, Named& named, TimeNs now);

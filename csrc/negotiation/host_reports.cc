@@ -27,6 +27,10 @@ void HostReports::Receive(int rank, const Report& report, bool of_world, TimeNs 
     // The older one of those that are combined: no id may be forgotten that is named below.
     held->applied = report.applied;
   }
+  if (!report.weights.empty()) {
+    held->weights.resize(held->cached.size());
+    held->weights.insert(held->weights.end(), report.weights.begin(), report.weights.end());
+  }
   held->cached.insert(held->cached.end(), report.cached.begin(), report.cached.end());
   held->fresh.insert(held->fresh.end(), report.fresh.begin(), report.fresh.end());
   for (const uint64_t id : report.cached) Count(cached_, id);

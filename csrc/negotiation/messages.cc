@@ -5,7 +5,8 @@ namespace hororing {
 bool Request::operator==(const Request& other) const {
   return kind == other.kind && op == other.op && root == other.root && prescale == other.prescale &&
          postscale == other.postscale && process_set == other.process_set && name == other.name &&
-         tensors == other.tensors && splits == other.splits && ranks == other.ranks;
+         tensors == other.tensors && splits == other.splits && ranks == other.ranks &&
+         weight.has_value() == other.weight.has_value();
 }
 
 int64_t Request::bytes() const {
@@ -39,8 +40,10 @@ Decision::Details& Decision::set_details() {
 }
 
 bool Decision::Extend(const Decision& next) {
-  if (kind != Kind::kRun || next.kind != Kind::kRun || details_ || next.details_) return false;
-  if (next.cache_id != cache_id + count || next.process_set != process_set) return false;
+  if (!of_cached() || !next.of_cached() || next.process_set != process_set) return false;
+  if (next.cache_id != cache_id + count || next.details().weights != details().weights) {
+    return false;
+  }
   count += next.count;
   return true;
 }

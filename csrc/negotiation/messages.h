@@ -17,7 +17,7 @@ namespace hororing {
 constexpr int32_t kWorldSet = 0;
 
 // What one rank asks for under one name. The members of the process set must agree on everything
-// except the first dimensions of tensors to be gathered and the splits of an alltoall.
+// except the first dimensions of tensors to be gathered, the splits of an alltoall and the weight.
 struct Request {
   struct Tensor {
     DataType dtype = DataType::kFloat32;
@@ -37,7 +37,8 @@ struct Request {
                                  // moreover only its ranks report it
   double prescale = 1.0;         // allreduce, reduce-scatter
   double postscale = 1.0;
-  std::vector<Tensor> tensors;  // several: a group, all or nothing; none: barrier and the like
+  std::optional<double> weight;  // allreduce, Average: weighted; ranks may differ in how much
+  std::vector<Tensor> tensors;   // several: a group, all or nothing; none: barrier and the like
   // Alltoall: rows for each member of the set, in rank order; their sum is the first dimension.
   std::vector<int64_t> splits;
   std::vector<int32_t> ranks;  // add_process_set
@@ -62,6 +63,7 @@ inline std::string Key(const Request& request) { return Key(request.process_set,
 struct Report {
   uint64_t applied = 0;          // sequence of the last agreement that this rank has applied
   std::vector<uint64_t> cached;  // requests known by their cache id
+  std::vector<double> weights;   // of `cached`, up to the last that has a weight
   std::vector<Request> fresh;    // requests in full
   bool leaving = false;          // the rank is shutting down ...
   std::string reason;            // ... and why, if it said so
@@ -81,13 +83,14 @@ struct Decision {
     kTimeline = 4,  // switch the timeline
     kTune = 5,      // from now on, collect requests for this long before reporting them
   };
-  // Not needed by a kRun of cached requests, which most decisions are.
+  // Not needed by a kRun of cached requests without weights, which most decisions are.
   struct Details {
     std::string name;  // kRun of an uncached request, kFail
     Status status;     // kFail, kLeave, kAbort
     // kRun. Allgather: first dimensions, [tensor * members + member]; alltoall: splits,
     // [sender * members + receiver]; join: the last rank to join; add_process_set: the set.
     std::vector<int64_t> rows;
+    std::vector<double> weights;  // kRun of a weighted average, as in ReduceSpec; else empty
     // kRun of an allreduce or of a new set: the request, for members that have joined, or ranks
     // that are not asked, and therefore have none.
     std::optional<Request> stand_in;
@@ -102,6 +105,8 @@ struct Decision {
   Decision(const Decision& other) { *this = other; }
   Decision& operator=(const Decision& other);
 
+  // Of cached requests, which most are: it is their ids, process set and weights.
+  bool of_cached() const { return kind == Kind::kRun && details().name.empty(); }
   // Empty if none were set.
   const Details& details() const;
   Details& set_details();

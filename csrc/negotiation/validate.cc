@@ -1,6 +1,7 @@
 #include "negotiation/validate.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <utility>
 
@@ -78,6 +79,9 @@ std::vector<Check> ChecksOfRequest(const Request& first) {
                                NumberText(r.postscale);
                       },
                       "Every rank must pass the same prescale_factor and postscale_factor."});
+    checks.push_back({"weights",
+                      [](const Request& r) { return std::string(r.weight ? "given" : "none"); },
+                      "Every rank must pass a weight, or none."});
     checks.push_back({"reduce operations", [](const Request& r) { return std::string(Name(r.op)); },
                       "Every rank must pass the same op."});
   }
@@ -160,6 +164,23 @@ Status Validate(const std::vector<const Request*>& requests, const std::vector<i
   for (const Check& check : ChecksOfRequest(first)) {
     HORORING_RETURN_IF_ERROR(Compare(requests, ranks, check));
   }
+  return Status::Ok();
+}
+
+Status Weigh(const Request& request, const std::vector<int>& members,
+             std::vector<double>* weights) {
+  const bool valid = std::all_of(weights->begin(), weights->end(), [](double weight) {
+    return weight >= 0 && std::isfinite(weight);
+  });
+  if (!valid) {
+    return Status(Code::kInvalidArgument,
+                  request.Title() + " (NEGOTIATE): weights must be finite and not negative: " +
+                      GroupedByRank(members, [&](size_t i) { return NumberText((*weights)[i]); }));
+  }
+  const double largest = *std::max_element(weights->begin(), weights->end());
+  double sum = 0;
+  for (double& weight : *weights) sum += largest > 0 ? weight /= largest : 0;
+  weights->push_back(largest > 0 ? sum : 1);
   return Status::Ok();
 }
 

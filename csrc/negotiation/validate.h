@@ -17,6 +17,11 @@ namespace hororing {
 // `requests[i]` is that of rank `ranks[i]`; all have the same name and process set.
 Status Validate(const std::vector<const Request*>& requests, const std::vector<int>& ranks);
 
+// What each contribution to a weighted average counts, and the sum, as in ReduceSpec: `weights` are
+// what members gave for their requests, here relative to the largest, so that no sum is infinite.
+// kInvalidArgument where one is negative or not finite.
+Status Weigh(const Request& request, const std::vector<int>& members, std::vector<double>* weights);
+
 // "rank 2", "ranks 0,1,3", "ranks 0-2,5".
 std::string RanksText(const std::vector<int>& ranks);
 

@@ -10,7 +10,8 @@
 namespace hororing::tensorflow {
 namespace {
 
-// Inputs: a token, then these, then the tensors. Name and factors are inputs because
+// Inputs: a token, then these, then the tensors. Factors are prescale, postscale and, of a
+// weighted average, this rank's weight. Name and factors are inputs because
 // TensorFlow keeps a kernel for every combination of attributes that eager calls have.
 constexpr int kName = 1;
 constexpr int kFactors = 2;
@@ -193,8 +194,10 @@ class Execution {
     request.process_set = static_cast<int32_t>(submit_.process_set);
     request.op = static_cast<int32_t>(submit_.op);
     request.root = static_cast<int32_t>(submit_.root);
-    request.prescale = static_cast<const double*>(api.TensorData(factors.get()))[0];
-    request.postscale = static_cast<const double*>(api.TensorData(factors.get()))[1];
+    const auto* const numbers = static_cast<const double*>(api.TensorData(factors.get()));
+    request.prescale = numbers[0];
+    request.postscale = numbers[1];
+    if (api.Dim(factors.get(), 0) > 2) request.weight = numbers + 2;
     request.tensors_count = static_cast<int32_t>(views_.size());
     request.tensors = views_.data();
     if (submit_.has_splits != 0) {

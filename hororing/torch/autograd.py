@@ -1,7 +1,7 @@
 """The gradients of the verbs, which are Horovod's.
 
 * allreduce: reduced with the same operation and factors; for Min, Max and Product that is not
-  the mathematical gradient;
+  the mathematical gradient; of a weighted average the sum, times this rank's share of the weights;
 * allgather: the average of the whole gradient, of which each rank takes its own rows;
 * broadcast: the average of the gradient on the root, zero elsewhere;
 * alltoall: every row back to where it came from, zero for rows that were not sent;
@@ -33,6 +33,7 @@ class Request(NamedTuple):
     process_set: ProcessSet
     op: int = Average
     factors: tuple[float, float] = (1.0, 1.0)  # prescale, postscale
+    weight: float | None = None
 
     def backward(self) -> Request:
         """Ask the same of the gradients."""
@@ -60,10 +61,10 @@ def _in_place_of_all(ctx: Any, count: int, recorded: Any) -> list[torch.Tensor |
 class _Allreduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, request: Request, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        verb, name, process_set, op, factors = request
+        verb, name, process_set, op, factors, weight = request
         handle = verbs.reduce_async(
             verb, tensors, False, name, op, *factors, tuple,
-            process_set=process_set, blocking=True,
+            process_set=process_set, blocking=True, weight=weight,
         )  # fmt: skip
         results: tuple[torch.Tensor, ...] = collectives.wait(handle)
         _record(ctx, request, results)
@@ -71,7 +72,17 @@ class _Allreduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        reduced = allreduce(ctx.request.backward(), *_recorded(ctx, gradients))
+        request = ctx.request.backward()
+        if request.weight is None:
+            reduced = allreduce(request, *_recorded(ctx, gradients))
+        else:
+            total = verbs.allreduce(
+                torch.tensor([float(request.weight)], dtype=torch.float64, device="cpu"),
+                name=f"{request.name}.weight", op=arguments.Sum, process_set=request.process_set,
+            ).item()  # fmt: skip
+            share = request.weight / total if total > 0 else 0.0
+            request = request._replace(op=arguments.Sum, weight=None)
+            reduced = [each * share for each in allreduce(request, *_recorded(ctx, gradients))]
         return (None, *_in_place_of_all(ctx, len(gradients), reduced))
 
 
@@ -142,7 +153,7 @@ class _Alltoall(torch.autograd.Function):
 class _Reducescatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, request: Request, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        verb, name, process_set, op, factors = request
+        verb, name, process_set, op, factors, _ = request
         handle = verbs.scatter_async(
             verb, tensors, name, op, process_set, *factors, tuple, blocking=True
         )
@@ -152,7 +163,7 @@ class _Reducescatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        _, name, process_set, op, (prescale, postscale) = ctx.request
+        _, name, process_set, op, (prescale, postscale), _ = ctx.request
         factor = prescale * postscale
         if op == arguments.Sum:
             factor *= rank_and_size(process_set)[1]

@@ -71,13 +71,14 @@ def _request(
     op: int,
     prescale: float,
     postscale: float,
+    weight: float | None,
 ) -> Iterator[Request]:
     """Name the request now: its gradient is named after it."""
     members = check_member(process_set, verb)
     if name is None:
         name = default_name(verb, members)
     try:
-        yield Request(verb, name, process_set, op, (prescale, postscale))
+        yield Request(verb, name, process_set, op, (prescale, postscale), weight)
     except BaseException:
         take_back(name)
         raise
@@ -120,7 +121,9 @@ def _differentiable(verb: F, record: Callable[..., Any]) -> F:
         op = given.get("op", arguments.Average)
         op = arguments.choose_op(op, given.get("average"))
         factors = given.get("prescale_factor", 1.0), given.get("postscale_factor", 1.0)
-        with _request(verb.__name__, given["name"], given["process_set"], op, *factors) as request:
+        with _request(
+            verb.__name__, given["name"], given["process_set"], op, *factors, given.get("weight")
+        ) as request:
             results = record(request, given, *tensors)
         return results if several else results[0]
 
@@ -184,6 +187,7 @@ def start_sparse_allreduce(
     name: str | None,
     op: int,
     process_set: ProcessSet = global_process_set,
+    weight: float | None = None,
 ) -> tuple[int, Callable[[Any], torch.Tensor]]:
     """Return the handle, and what makes the sum of what `synchronize(handle)` returns."""
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.sparse_coo:
@@ -200,18 +204,24 @@ def start_sparse_allreduce(
     # Gathering joins along the first dimension: one row per stored value, one row of the shape.
     # On its device, as all of a group.
     own_shape = torch.tensor([tensor.shape], device=tensor.device)
-    rows = [tensor._indices().t(), tensor._values(), own_shape]
+    own_values = tensor._values()
+    rows = [tensor._indices().t(), own_values, own_shape]
+    if weight is not None:
+        rows[1] = own_values * weight if weight else torch.zeros_like(own_values)
+        rows.append(torch.tensor([weight], dtype=torch.float64, device=tensor.device))
     handle = verbs.gather_async("sparse_allreduce", rows, name, process_set=process_set)
     shape = tensor.shape
 
     def combine(gathered: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        indices, values, shapes = gathered
+        indices, values, shapes, *weights = gathered
         if bool((shapes != shapes[0]).any()):
             raise ValueError(
                 f"sparse allreduce '{name}': shapes differ; by rank: {shapes.tolist()}. Every "
                 "rank must pass the same dense shape"
             )
-        if op == arguments.Average:
+        if weights:
+            values = values / (weights[0].sum().item() or 1.0)
+        elif op == arguments.Average:
             values = values / rank_and_size(process_set)[1]
         return torch.sparse_coo_tensor(indices.t(), values, shape, check_invariants=False)
 

@@ -27,6 +27,7 @@ class Allreduce(Requests[T]):
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
         process_set: ProcessSet = global_process_set,
+        weight: float | None = None,
     ) -> T:
         """Combine `tensor` over all ranks and return the result, the same bits on every rank.
 
@@ -41,6 +42,11 @@ class Allreduce(Requests[T]):
             zero; bool has no average.
         prescale_factor, postscale_factor : applied to every rank's tensor, and to the result.
         process_set : the ranks that take part; all of the job when omitted.
+        weight : with op=Average, of floats: how much this rank's tensor counts, its number of
+            samples, for example. The result is the sum of the ranks' tensors times their weights,
+            divided by the sum of the weights. What a rank with weight 0 passes does not matter;
+            where all weights are 0 the result is 0. All ranks pass a weight, or none does. A
+            weight that is negative or not finite is a ValueError on every rank.
 
         Examples
         --------
@@ -52,8 +58,9 @@ class Allreduce(Requests[T]):
             check_compression(compression)
             tensor, context = compression.compress(tensor)
         answer = self.start_one(
-            tensor, False, average, name, op, prescale_factor, postscale_factor, process_set, True
-        )
+            tensor, False, average, name, op, prescale_factor, postscale_factor, process_set, True,
+            weight,
+        )  # fmt: skip
         result: T = collectives.settled(answer)
         return result if compression is NoneCompressor else compression.decompress(result, context)
 
@@ -66,11 +73,13 @@ class Allreduce(Requests[T]):
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
         process_set: ProcessSet = global_process_set,
+        weight: float | None = None,
     ) -> T:
         """Do as `allreduce`, into `tensor` itself, and return it."""
         answer = self.start_one(
-            tensor, True, average, name, op, prescale_factor, postscale_factor, process_set, True
-        )
+            tensor, True, average, name, op, prescale_factor, postscale_factor, process_set, True,
+            weight,
+        )  # fmt: skip
         result: T = answer if answer is tensor else collectives.settled(answer)
         return result
 
@@ -83,14 +92,16 @@ class Allreduce(Requests[T]):
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
         process_set: ProcessSet = global_process_set,
+        weight: float | None = None,
     ) -> int:
         """Start an `allreduce`; `synchronize(handle)` returns its result.
 
         `tensor` must not be written to before that.
         """
         handle: int = self.start_one(
-            tensor, False, average, name, op, prescale_factor, postscale_factor, process_set
-        )
+            tensor, False, average, name, op, prescale_factor, postscale_factor, process_set,
+            weight=weight,
+        )  # fmt: skip
         return handle
 
     def allreduce_async_(
@@ -102,11 +113,13 @@ class Allreduce(Requests[T]):
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
         process_set: ProcessSet = global_process_set,
+        weight: float | None = None,
     ) -> int:
         """Start an `allreduce_`; `tensor` must not be touched before `synchronize(handle)`."""
         handle: int = self.start_one(
-            tensor, True, average, name, op, prescale_factor, postscale_factor, process_set
-        )
+            tensor, True, average, name, op, prescale_factor, postscale_factor, process_set,
+            weight=weight,
+        )  # fmt: skip
         return handle
 
     def start_one(
@@ -120,6 +133,7 @@ class Allreduce(Requests[T]):
         postscale: float,
         process_set: ProcessSet,
         blocking: bool = False,
+        weight: float | None = None,
     ) -> Any:
         """Do as `reduce_async` with one tensor, quickly where it is a plain one.
 
@@ -129,7 +143,7 @@ class Allreduce(Requests[T]):
             op = arguments.choose_op(op, average)
         adapter = self.adapter
         output = tensor if in_place else adapter.plain_like(tensor)
-        if output is not None:
+        if output is not None and weight is None:
             members = check_member(process_set, "allreduce")
             keep = tensor if in_place else collectives.Separate(tensor, output)
             given: Any = default_name("allreduce", members) if name is None else name
@@ -152,6 +166,7 @@ class Allreduce(Requests[T]):
         return self.reduce_async(
             "allreduce", [tensor], in_place, name, arguments.choose_op(op, None), prescale,
             postscale, first, process_set=process_set, blocking=blocking,
+            weight=weight,
         )  # fmt: skip
 
     def _start_group(
@@ -164,6 +179,7 @@ class Allreduce(Requests[T]):
         postscale: float,
         process_set: ProcessSet,
         blocking: bool = False,
+        weight: float | None = None,
     ) -> Any:
         """Do as `start_one` with several tensors in place."""
         if average is not None:
@@ -172,9 +188,11 @@ class Allreduce(Requests[T]):
         members = check_member(process_set, "grouped_allreduce")
         given = default_name("grouped_allreduce", members) if name is None else name
         try:
-            answer = self.adapter.plain_tensors.grouped_allreduce(
-                tensors, given, members, op, prescale, postscale, blocking
-            )
+            answer = None
+            if weight is None:
+                answer = self.adapter.plain_tensors.grouped_allreduce(
+                    tensors, given, members, op, prescale, postscale, blocking
+                )
             if type(answer) is int and answer < 0:
                 fail(answer)
         except BaseException:
@@ -189,6 +207,7 @@ class Allreduce(Requests[T]):
         return self.reduce_async(
             "grouped_allreduce", tensors, True, name, arguments.choose_op(op, None), prescale,
             postscale, tuple, process_set=process_set, blocking=blocking,
+            weight=weight,
         )  # fmt: skip
 
     def grouped_allreduce(
@@ -201,6 +220,7 @@ class Allreduce(Requests[T]):
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
         process_set: ProcessSet = global_process_set,
+        weight: float | None = None,
     ) -> list[T]:
         """Do as `allreduce` for several tensors under one name, all or none of them.
 
@@ -212,6 +232,7 @@ class Allreduce(Requests[T]):
         handle = self.reduce_async(
             "grouped_allreduce", [tensor for tensor, _ in packed], False, name, chosen,
             prescale_factor, postscale_factor, process_set=process_set, blocking=True,
+            weight=weight,
         )  # fmt: skip
         results = collectives.wait(handle)
         return [
@@ -228,11 +249,13 @@ class Allreduce(Requests[T]):
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
         process_set: ProcessSet = global_process_set,
+        weight: float | None = None,
     ) -> tuple[T, ...]:
         """Do as `grouped_allreduce`, into the tensors themselves; returns a tuple of them."""
         answer = self._start_group(
-            tensors, average, name, op, prescale_factor, postscale_factor, process_set, True
-        )
+            tensors, average, name, op, prescale_factor, postscale_factor, process_set, True,
+            weight,
+        )  # fmt: skip
         result: tuple[T, ...] = collectives.settled(answer)
         return result
 
@@ -245,12 +268,13 @@ class Allreduce(Requests[T]):
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
         process_set: ProcessSet = global_process_set,
+        weight: float | None = None,
     ) -> int:
         """Start a `grouped_allreduce`: one handle for the group, one list from `synchronize`."""
         chosen = arguments.choose_op(op, average)
         return self.reduce_async(
             "grouped_allreduce", tensors, False, name, chosen, prescale_factor, postscale_factor,
-            process_set=process_set,
+            process_set=process_set, weight=weight,
         )  # fmt: skip
 
     def grouped_allreduce_async_(
@@ -262,11 +286,13 @@ class Allreduce(Requests[T]):
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
         process_set: ProcessSet = global_process_set,
+        weight: float | None = None,
     ) -> int:
         """Start a `grouped_allreduce_`: one handle for the group, one tuple from `synchronize`."""
         handle: int = self._start_group(
-            tensors, average, name, op, prescale_factor, postscale_factor, process_set
-        )
+            tensors, average, name, op, prescale_factor, postscale_factor, process_set,
+            weight=weight,
+        )  # fmt: skip
         return handle
 
     def reduce_async(
@@ -283,6 +309,7 @@ class Allreduce(Requests[T]):
         process_set: ProcessSet = global_process_set,
         blocking: bool = False,
         streams: Sequence[int] | None = None,
+        weight: float | None = None,
     ) -> int:
         """Start what the verbs above describe; `pack` shapes the result.
 
@@ -293,6 +320,7 @@ class Allreduce(Requests[T]):
         if op == arguments.Adasum:
             arguments.check_adasum(members, verb)
         prescale, postscale = arguments.check_factors(prescale, postscale, verb)
+        weight = arguments.check_weight(weight, verb)
         targets = self._checked(tensors, verb, writable=in_place)
         sources = [adapter.dense(tensor) for tensor in targets]
         # A tensor that had to be copied is reduced inside its copy, which only we can see.
@@ -312,4 +340,5 @@ class Allreduce(Requests[T]):
             postscale=postscale,
             blocking=blocking,
             streams=streams,
+            weight=weight,
         )

@@ -178,6 +178,9 @@ inline const auto kAllTypes = hororing_test::AllOrFew<DataType>(
      DataType::kBfloat16},
     {DataType::kFloat16, DataType::kFloat32, DataType::kInt64});
 
+// In a spec: weights of a Case's own, for the number of its ranks.
+inline const std::vector<double> kWeighted;
+
 // Every dtype and op that go together, with factors and without.
 inline std::vector<ReduceSpec> AllSpecs() {
   std::vector<ReduceSpec> specs;
@@ -189,6 +192,17 @@ inline std::vector<ReduceSpec> AllSpecs() {
         if (Check(spec).ok()) specs.push_back(spec);
       }
     }
+  }
+  return specs;
+}
+
+// And weighted averages.
+inline std::vector<ReduceSpec> AllreduceSpecs() {
+  std::vector<ReduceSpec> specs = AllSpecs();
+  for (const ReduceSpec& spec : AllSpecs()) {
+    if (spec.op != ReduceOp::kAverage || !IsFloat(spec.dtype)) continue;
+    specs.push_back(spec);
+    specs.back().weights = &kWeighted;
   }
   return specs;
 }
@@ -209,6 +223,7 @@ struct Case {
     }
   };
   std::vector<Tensor> tensors;
+  std::unique_ptr<std::vector<double>> weights = std::make_unique<std::vector<double>>();
 
   Case(const ReduceSpec& spec, const std::vector<size_t>& sizes, int ranks, std::mt19937& random)
       : Case(std::vector<ReduceSpec>{spec}, sizes, ranks, random) {}
@@ -216,9 +231,16 @@ struct Case {
   Case(const std::vector<ReduceSpec>& specs, const std::vector<size_t>& sizes, int ranks,
        std::mt19937& random)
       : tensors(sizes.size()) {
+    double sum = 0;
+    for (int r = 0; r < ranks; ++r) {
+      weights->push_back(random() % 3 == 0 ? 0 : static_cast<double>(random() % 1000) / 1000);
+      sum += weights->back();
+    }
+    weights->push_back(sum > 0 ? sum : 1);
     for (size_t t = 0; t < sizes.size(); ++t) {
       Tensor& tensor = tensors[t];
-      const ReduceSpec& spec = tensor.spec = specs[t % specs.size()];
+      ReduceSpec& spec = tensor.spec = specs[t % specs.size()];
+      if (spec.weights != nullptr) spec.weights = weights.get();
       const size_t element = ElementSize(spec.dtype);
       tensor.elements = sizes[t];
       tensor.in_place = random() % 2 == 0;
@@ -228,6 +250,8 @@ struct Case {
         tensor.outputs.emplace_back(bytes, random() % 8 * element);
         unsigned char* data = tensor.inputs.back().data();
         Fill(spec.dtype, data, sizes[t], random);
+        const bool counts = spec.weights == nullptr || (*weights)[static_cast<size_t>(r)] > 0;
+        if (!counts) std::fill_n(data, bytes, 0xff);  // not-a-number
         tensor.original.emplace_back(data, data + bytes);
       }
     }
@@ -244,6 +268,7 @@ struct Case {
           tensors[t].in_place ? tensors[t].inputs[r].data() : tensors[t].outputs[r].data();
       entry.elements = tensors[t].elements;
       entry.reduce = tensors[t].spec;
+      if (entry.reduce.weights != nullptr) entry.reduce.prescale = (*weights)[r];
       batch.entries.push_back(entry);
     }
     return batch;

@@ -17,6 +17,7 @@ import pretend_hosts
 import pytest
 import schedules
 import tiers
+import weighted_oracle
 from conformance import results
 from conformance.players import player_of
 
@@ -74,6 +75,7 @@ PUSH = [way for way in WAYS if str(way).startswith(PUSHED)]
 # On the ranks
 
 # Process sets go by what their own ranks have, and may be by something else.
+WEIGHTED = "case_weighted_averages"
 OF_SETS = {"case_every_verb_in_every_process_set"}
 _taken: set[str] = set()
 
@@ -90,7 +92,9 @@ def counted() -> dict[str, int]:
 def play(case: str) -> None:
     wished = set(os.environ["TEST_TAKEN"].split())
     before = counted()
-    if case == "case_tensors_of_several_blocks":
+    if case == WEIGHTED:
+        weighted_oracle.check_numpy((1, 5000, 40_000))
+    elif case == "case_tensors_of_several_blocks":
         results.several_blocks(player_of("numpy"), PART)
     else:
         getattr(results, case)(player_of("numpy"))
@@ -115,7 +119,10 @@ def random_calls() -> None:
 
 CASES: dict[str, Any] = {
     "case_begin": begin,
-    **{case: functools.partial(play, case) for case in mpirun.case_names(vars(results))},
+    **{
+        case: functools.partial(play, case)
+        for case in (*mpirun.case_names(vars(results)), WEIGHTED)
+    },
     "case_everything_was_taken": everything_was_taken,
     "case_random_calls": random_calls,
 }

@@ -33,7 +33,7 @@ void RandomBatches(const std::string& backend, bool reproducible, bool exact) {
     AllreduceOptions options;
     options.reproducible = reproducible;
     TestWorld world(ranks, options);
-    for (const ReduceSpec& spec : AllSpecs()) {
+    for (const ReduceSpec& spec : AllreduceSpecs()) {
       if (random() % 2 == 0) continue;  // every spec meets some of the world sizes in each run
       RunCase(world, backend, spec, RandomSizes(ranks, random), exact, random);
     }

@@ -47,7 +47,7 @@ TEST(every_type_and_operation_on_every_layout) {
       // Slots of 32 KiB: several blocks. No latency: nothing goes whole.
       HostsWorld world(++number % 3 == 0 ? "queue" : "inproc", hosts, {}, 32 << 10);
       auto backends = Backends(world, algorithm, {0, 1e-9});
-      for (const ReduceSpec& spec : AllSpecs()) {
+      for (const ReduceSpec& spec : AllreduceSpecs()) {
         const std::vector<size_t> sizes = {random() % 1000, 0, 1, random() % 3000};
         const std::string verdict = Check(world, backends, spec, sizes, random);
         if (verdict.empty()) continue;

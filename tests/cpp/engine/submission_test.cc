@@ -66,7 +66,9 @@ TEST(persistent_requests_start_by_their_ids_up_to_one_that_must_be_submitted) {
         CHECK_OK(player.engine->Submit(&entry, &handles[i], &ids[i]));
       };
       const auto start = [&] {
-        return player.engine->Start(ids.data(), addresses.data(), kCount, handles.data());
+        std::array<Restart, kCount> restarts;
+        for (size_t i = 0; i < kCount; ++i) restarts[i].id = ids[i];
+        return player.engine->Start(restarts.data(), addresses.data(), kCount, handles.data());
       };
       const auto wait = [&] {
         player.engine->Ring(false);
@@ -91,10 +93,10 @@ TEST(persistent_requests_start_by_their_ids_up_to_one_that_must_be_submitted) {
         if (player.rank != 0) CHECK_OK(player.Allreduce("go", go));
         CHECK_EQ(start(), kCount);
         if (player.rank == 0) {
-          std::array<int64_t, kCount> others{};
           // Active, as long as the others do not go.
-          const size_t more =
-              player.engine->Start(ids.data(), addresses.data(), kCount, others.data());
+          const std::array<int64_t, kCount> first = handles;
+          const size_t more = start();
+          handles = first;
           if (player.size > 1) CHECK_EQ(more, size_t{0});
           CHECK_OK(player.Allreduce("go", go));
         }
@@ -242,7 +244,8 @@ TEST(a_table_starts_what_is_inactive_and_has_an_id_of_its_own) {
   };
   const auto start = [&](TensorTable& of, const char* name) {
     const auto address = reinterpret_cast<uintptr_t>(data.data());
-    return of.Start(&ids[name], &address, 1, &handle) == 1;
+    const Restart restart{ids[name], std::nullopt};
+    return of.Start(&restart, &address, 1, &handle) == 1;
   };
   // All that are taken are complete.
   const auto take = [&] {

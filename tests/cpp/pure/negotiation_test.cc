@@ -1,6 +1,7 @@
 // Rung 1: coordinator, cache, codec, stall inspector and the texts of mismatches, without
 // threads, transports or time.
 #include <algorithm>
+#include <cmath>
 #include <functional>
 #include <iterator>
 #include <map>
@@ -105,6 +106,68 @@ TEST(cached_reports_are_agreed_by_id_and_mix_with_full_ones) {
   CHECK(agreement->decisions[0].cache_id != id);
 }
 
+TEST(weights_are_told_with_every_decision_and_a_bad_one_is_an_error_for_all) {
+  Coordinator coordinator(Options(3));
+  const auto weighted = [](const char* name, double weight) {
+    Request request = Allreduce(name);
+    request.op = ReduceOp::kAverage;
+    request.weight = weight;
+    return request;
+  };
+  const auto decided = [&] {
+    const std::string message = Encode(*coordinator.Decide());
+    Agreement agreement;
+    CHECK(Decode(message, &agreement));
+    return agreement.decisions;
+  };
+  for (int rank : {0, 1, 2}) {
+    coordinator.Receive(rank, Fresh({weighted("x", rank), weighted("y", rank)}), 0);
+  }
+  std::vector<Decision> decisions = decided();
+  CHECK_EQ(decisions.size(), size_t{2});
+  CHECK(decisions[0].details().weights == (std::vector<double>{0, 0.5, 1, 1.5}));
+  const uint64_t id = decisions[0].cache_id;
+
+  const auto report = [&](int rank, double weight) {
+    Report cached, read;
+    cached.cached = {id, id + 1};
+    cached.weights = {weight, weight};
+    CHECK(Decode(Encode(cached), &read));
+    CHECK(read.weights.size() == 2);
+    coordinator.Receive(rank, read, 1);
+  };
+  report(0, 8);
+  report(1, 0);
+  report(2, 2);
+  decisions = decided();
+  CHECK_EQ(decisions.size(), size_t{1});  // both, since their weights are the same
+  CHECK_EQ(decisions[0].count, uint64_t{2});
+  CHECK(decisions[0].details().weights == (std::vector<double>{1, 0, 0.25, 1.25}));
+
+  for (int rank : {0, 1, 2}) report(rank, 0);
+  CHECK(decided()[0].details().weights == (std::vector<double>{0, 0, 0, 1}));
+
+  for (const double bad : {-1.0, std::nan(""), HUGE_VAL}) {
+    for (int rank : {0, 1, 2}) report(rank, rank == 1 ? bad : 1);
+    decisions = decided();
+    CHECK_EQ(decisions.size(), size_t{2});
+    CHECK(decisions[0].kind == Decision::Kind::kFail);
+    CHECK(decisions[0].details().status.code() == Code::kInvalidArgument);
+    CHECK(Contains(decisions[0].details().status.message(), "ranks 0,2: 1; rank 1: "));
+  }
+
+  // None of what has joined, and a report in full beside those by id.
+  Request join;
+  join.name = "join";
+  join.kind = Collective::kJoin;
+  coordinator.Receive(1, Fresh({join}), 2);
+  report(0, 3);
+  coordinator.Receive(2, Fresh({weighted("x", 1), weighted("y", 4)}), 2);
+  decisions = decided();
+  CHECK(decisions[0].details().weights == (std::vector<double>{1, 0, 1.0 / 3, 4.0 / 3}));
+  CHECK(decisions[1].details().weights == (std::vector<double>{0.75, 0, 1, 1.75}));
+}
+
 TEST(gathered_rows_travel_with_the_agreement_and_are_cached) {
   Coordinator coordinator(Options(2));
   coordinator.Receive(0, Fresh({Allgather("g", 2)}), 0);
@@ -176,6 +239,7 @@ TEST(every_property_that_must_agree_is_checked) {
   add([](Request& r) { r.op = ReduceOp::kMax; },
       "reduce operations differ: rank 0: Sum; rank 1: Max");
   add([](Request& r) { r.prescale = 0.5; }, "scale factors differ");
+  add([](Request& r) { r.weight = 1; }, "weights differ: rank 0: none; rank 1: given");
   add([](Request& r) { r.tensors.push_back(r.tensors[0]); }, "numbers of tensors");
   for (const auto& [other, what] : others) {
     const Status status = Validate({&base, &other}, {0, 1});

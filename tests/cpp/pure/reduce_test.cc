@@ -415,6 +415,64 @@ TEST(integer_averages_are_exact_and_truncate_toward_zero) {
   }
 }
 
+TEST(weighted_averages_equal_the_oracle_whole_and_in_partials) {
+  std::mt19937 random(hororing_test::Seed());
+  constexpr size_t kN = 203;
+  for (const std::string& set : Sets()) {
+    SetKernels(set.c_str());
+    for (const DataType dtype :
+         {DataType::kFloat16, DataType::kBfloat16, DataType::kFloat32, DataType::kFloat64}) {
+      for (const std::vector<double>& weights :
+           {std::vector<double>{0.25, 0, 1, 0.75, 2}, {1, 1, 0, 1, 3}, {0, 0, 0, 0, 1}}) {
+        const size_t ranks = weights.size() - 1;
+        std::vector<Bytes> sources;
+        std::vector<double> expected(kN, 0.0);
+        for (size_t s = 0; s < ranks; ++s) {
+          sources.emplace_back(kN * ElementSize(dtype));
+          for (size_t i = 0; i < kN; ++i) {
+            const double value =
+                weights[s] == 0 ? NAN : static_cast<double>(static_cast<int>(random() % 99) - 49);
+            WriteReal(dtype, sources.back().data(), i, value);
+            if (weights[s] != 0) expected[i] += weights[s] * value / weights.back();
+          }
+        }
+        ReduceSpec spec{dtype, ReduceOp::kAverage, 1, 0.5};
+        spec.weights = &weights;
+        Bytes whole(kN * ElementSize(dtype)), result = whole;
+        ReduceMany(spec, 7, whole.data(), Pointers(sources).data(), static_cast<int>(ranks), kN);
+        std::vector<double> sum(kN), own(kN);  // room for any partials
+        for (size_t s = 0; s < ranks; ++s) {
+          spec.prescale = weights[s];
+          StartPartial(spec, s == 0 ? sum.data() : own.data(), sources[s].data(), kN);
+          if (s > 0) CombinePartials(spec, sum.data(), sum.data(), own.data(), kN);
+        }
+        FinishPartial(spec, 7, result.data(), sum.data(), kN);
+        const double unit = dtype == DataType::kFloat64   ? 1e-14
+                            : dtype == DataType::kFloat32 ? 1e-6
+                                                          : 1.0 / 256;
+        for (size_t i = 0; i < kN; ++i) {
+          const double value = ReadReal(dtype, whole.data(), i);
+          CHECK(std::fabs(value - 0.5 * expected[i]) <= unit * 32);
+          CHECK(std::fabs(ReadReal(dtype, result.data(), i) - value) <= unit * 32);
+        }
+      }
+    }
+  }
+}
+
+TEST(weights_that_are_alike_give_the_bits_of_the_plain_average) {
+  const std::vector<double> alike{1, 1, 1, 3};
+  std::mt19937 random(hororing_test::Seed());
+  ReduceSpec spec{DataType::kFloat32, ReduceOp::kAverage, 1, 1};
+  std::vector<Bytes> sources;
+  for (int s = 0; s < 3; ++s) sources.push_back(RandomValues(spec.dtype, 100, random));
+  Bytes plain(400), weighted(400);
+  ReduceMany(spec, 3, plain.data(), Pointers(sources).data(), 3, 100);
+  spec.weights = &alike;
+  ReduceMany(spec, 3, weighted.data(), Pointers(sources).data(), 3, 100);
+  CHECK(Same(spec.dtype, plain.data(), weighted.data(), 100));
+}
+
 TEST(specs_without_a_meaning_are_refused_with_a_reason) {
   const ReduceSpec good{DataType::kFloat32, ReduceOp::kSum, 1, 1};
   CHECK_OK(Check(good));
