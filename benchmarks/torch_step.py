@@ -8,6 +8,7 @@
     DDP's views    with gradient_as_bucket_view=True
     Horovod        its DistributedOptimizer, with its cycle of 1 ms and with one of 0.1 ms
     MPI, each      one blocking MPI_Allreduce per gradient after backward, and the division
+    weighted       hororing, where each rank has a new weight in each step (with --weights alone)
 
 On the same model, batches and processes, one thread of compute per rank. The overhead of a way is
 the median over rounds of the difference to plain's series of the same round.
@@ -15,6 +16,7 @@ the median over rounds of the difference to plain's series of the same round.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 
@@ -70,7 +72,7 @@ def training(
     model, shape = make()
     parameters = list(model.parameters())
     optimizer: torch.optim.Optimizer = torch.optim.SGD(parameters, 0.001)
-    if way == "hororing":
+    if way in ("hororing", "weighted"):
         optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(prefix=way))
     elif horovod is not None:
         optimizer = horovod.optimizer(optimizer, model.named_parameters(prefix=way))
@@ -80,7 +82,11 @@ def training(
     y = torch.randint(0, 10, (BATCH,))
     loss_of = nn.CrossEntropyLoss()
 
+    weights = itertools.cycle([hvd.rank() + number for number in (1, 5, 3)])
+
     def step() -> None:
+        if way == "weighted":
+            optimizer.weight = next(weights)  # type: ignore[attr-defined]
         optimizer.zero_grad()
         loss_of(model(x), y).backward()
         if way == f"{peers.mpi_name()}, each":
@@ -95,6 +101,7 @@ def training(
 def main(argv: list[str] | None = None) -> None:
     parser = arguments(__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--weights", action="store_true", help="what weighted averages cost")
     horovod_peer.add_option(parser)
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
@@ -103,6 +110,8 @@ def main(argv: list[str] | None = None) -> None:
     horovods = horovod_peer.found(options.horovod)
     order = random.Random(options.seed)
     names = ["plain", "hororing", "DDP", "DDP's views", f"{peers.mpi_name()}, each", *horovods]
+    if options.weights:
+        names = ["plain", "hororing", "weighted"]
     rows: list[Row] = []
     for model in options.models[:1] if options.quick else options.models:
         make, steps = MODELS[model]

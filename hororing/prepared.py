@@ -57,6 +57,14 @@ class PersistentAllreduce(Gradient):
         )  # fmt: skip
         self.address = int(ffi.cast("uintptr_t", self.request))
 
+    def weigh(self, cell: Any) -> None:
+        """Make it a weighted average; `cell`, of `new_weight`, has this rank's. None: a plain one.
+
+        Whoever gives the cell keeps it. It is read at each start.
+        """
+        if self.request is not None:
+            self.request.weight = ffi.NULL if cell is None else cell
+
     def wait_in(self, stream: int = 0) -> Any:
         """Wait for what was started, if it is in flight; return its tensor.
 
@@ -85,6 +93,11 @@ class PersistentAllreduce(Gradient):
             abandon(self.handle, self.keep)
         self.handle = 0
         self.keep = None
+
+
+def new_weight() -> Any:
+    """Return memory for a weight, its item 0, which is 0 at first."""
+    return ffi.new("double *")
 
 
 def start_many(

@@ -18,6 +18,7 @@ waits.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 from operator import itemgetter
@@ -53,7 +54,7 @@ class Gradient(PersistentAllreduce):
     """The gradient of one parameter. Its hook, `on_gradient`, is in csrc/python/gradients.cc."""
 
     __slots__ = (
-        "dtype", "finish_general", "group", "hook", "name", "position",
+        "dtype", "finish_general", "group", "hook", "name", "position", "pre_hook",
         "proven", "seen", "shape", "sparse_dims", "torch_device",
     )  # fmt: skip
 
@@ -69,6 +70,7 @@ class Gradient(PersistentAllreduce):
         self.weight = BATCH_BYTES  # what it takes of the queue's bytes_left: sent at once
         self.sparse_dims = 0  # of the latest gradient that was sparse
         self.hook: RemovableHandle | None = None
+        self.pre_hook: RemovableHandle | None = None  # of several weighted passes
         self.group: Group | None = None
         self.position = 0  # in the group
         self.dtype, self.shape = param.dtype, param.shape
@@ -83,6 +85,7 @@ class Gradient(PersistentAllreduce):
             )  # fmt: skip
             self.weight = max(param.nbytes, LEAST_WEIGHT)
             self.simple = self.device == HOST
+            self.weigh(reducer.weighing.cell if reducer.weighing.weight is not None else None)
 
     def join(self, group: Group, position: int) -> None:
         """Be reduced with the others of `group`."""
@@ -96,10 +99,11 @@ class Gradient(PersistentAllreduce):
             self.simple = self.device == HOST
 
     def unhook(self) -> None:
-        """Take the hook away, if there is one."""
-        if self.hook is not None:
-            self.hook.remove()
-            self.hook = None
+        """Take the hooks away, if there are any."""
+        for hook in (self.hook, self.pre_hook):
+            if hook is not None:
+                hook.remove()
+        self.hook = self.pre_hook = None
 
     # -- in the hook --------------------------------------------------------------------------
 
@@ -107,6 +111,18 @@ class Gradient(PersistentAllreduce):
         """Note that this thread's stream computes the gradient: it may be sent in another's."""
         if self.address and self.device != HOST:
             self.request.stream = self.stream()
+
+    @uncompiled
+    def before_gradient(
+        self, param: weakref.ref[torch.Tensor], grad: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Weigh what a pass is about to add, where it is not the only one."""
+        reducer, to = self.reducer, param()
+        if reducer.passes == 1 or reducer.weighing.weight is None or to is None:
+            return None
+        if reducer.thread != get_ident():
+            reducer.note_task(self.name)
+        return reducer.weighing.weigh(to, grad)
 
     @uncompiled
     def weight_of(self, param: torch.Tensor) -> int:
@@ -244,12 +260,12 @@ class Gradient(PersistentAllreduce):
         if group is not None:
             if self.device != HOST:  # what has to be copied for it is copied in this stream
                 dense = verbs.adapter.dense(dense)
-            group.add(self.position, dense, self.stream(), options)
+            group.add(self.position, dense, self.stream(), options, self.reducer.weighing.current)
             reduced = partial(group.finish, self.position)
         else:
             self.handle = verbs.reduce_async(
                 "allreduce", [dense], True, self.name, options.op, *options.factors, itemgetter(0),
-                process_set=options.process_set,
+                process_set=options.process_set, weight=self.reducer.weighing.current,
             )  # fmt: skip
             reduced = partial(synchronize, self.handle)
 
@@ -274,6 +290,7 @@ class Gradient(PersistentAllreduce):
             self.name,
             options.op,
             options.process_set,
+            self.reducer.weighing.current,
         )
         self.handle = handle
 

@@ -22,6 +22,7 @@ from hororing.reduction import Reduction, checked_passes
 from hororing.torch.gradient import another_set, describe_in_flight
 from hororing.torch.reducer import Reducer
 from hororing.torch.verbs import verbs
+from hororing.torch.weighing import checked_weight
 
 
 class Settings(NamedTuple):
@@ -43,6 +44,7 @@ class Distributed(torch.optim.Optimizer):
     _reducer: Reducer | None = None  # None where this rank reduces with nobody
     # The steps of its elastic state, if each step is a transaction of all ranks.
     _steps: Steps | None = None
+    _takes_weights = True  # may its backward passes have weights?
     backward_passes_per_step: int
     _parameter_names: dict[torch.Tensor, str]
 
@@ -56,20 +58,26 @@ class Distributed(torch.optim.Optimizer):
         self._parameter_names = {param: name for name, param in named}
         self._should_synchronize = True
         self._synchronized_by_user = False
+        weight = self.weight
         if self._reducer is not None:
             self._reducer.release()
         self._reducer = None
         self._generation = settings.options.process_set.generation
         if settings.options.reduces:
-            self._reducer = self._reducer_type(
-                settings.options,
-                passes,
-                self,
-                [*extra, *named],
-                settings.prefix,
-                [[params[position] for position in group] for group in settings.groups],
-            )
-            self._parameter_names = self._reducer.names
+            self._start_reducing([*extra, *named])
+        self.weight = weight
+
+    def _start_reducing(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+        settings, params = self._settings, parameters(self)
+        self._reducer = self._reducer_type(
+            settings.options,
+            self.backward_passes_per_step,
+            self,
+            named,
+            settings.prefix,
+            [[params[position] for position in group] for group in settings.groups],
+        )
+        self._parameter_names = self._reducer.names
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -127,6 +135,40 @@ class Distributed(torch.optim.Optimizer):
         whole = self._settings.options.process_set is global_process_set
         return whole and type(self).__bases__[0] is Distributed
 
+    @property
+    def weight(self) -> float | None:
+        """How much the next backward pass counts: its number of samples, or of tokens.
+
+        Any number that is finite and not negative, to be set before `backward()`; it holds until it
+        is set again. Then gradients are averages over ranks, and over the passes of a step,
+        weighted by it: the sum of all gradients times their weights over the sum of weights. A
+        pass with weight 0 and a rank that has joined contribute nothing; a rank without a backward
+        pass contributes zeros, with the weight that is set. Where all weights are 0,
+        gradients are 0 and `step()` changes nothing. All ranks set a weight, or none does. None, as
+        at first: ranks count the same, and gradients add up over passes. Of no effect on ranks
+        outside of `process_set`.
+
+        Raises
+        ------
+        ValueError : for a negative weight, one that is not finite, and for another op than Average.
+        """
+        return None if self._reducer is None else self._reducer.weighing.weight
+
+    @weight.setter
+    def weight(self, weight: float | None) -> None:
+        options = self._settings.options
+        weight = checked_weight(weight, options.op)
+        if weight is not None and not self._takes_weights:
+            raise NotImplementedError(
+                "optimizer: weight is for DistributedOptimizer only; this one averages parameters"
+            )
+        if self._reducer is None and weight is not None and options.process_set.included():
+            self._start_reducing([(name, param) for param, name in self._parameter_names.items()])
+        if self._reducer is not None:
+            if (weight is None) != (self.weight is None):
+                self._check_nothing_in_flight(f"weight = {weight}")
+            self._reducer.weighing.set(weight, self._reducer)
+
     def synchronize(self) -> None:
         """Reduce the gradients, unless `backward()` has done so.
 
@@ -175,7 +217,10 @@ class Distributed(torch.optim.Optimizer):
             self._reduce()
         else:
             self._check_nothing_in_flight("step() inside skip_synchronize()")
+        counts = self._reducer is None or not self._reducer.weighing.all_zero
         self._start_over()
+        if not counts:
+            return None
         if self._steps is None:
             return super().step(**kwargs)
         if self._steps.light and self._reducer is not None:
@@ -191,6 +236,8 @@ class Distributed(torch.optim.Optimizer):
         def reduced() -> Any:
             loss = closure()
             self._reduce()  # on a rank without a backward pass: others have reduced within theirs
+            if self._reducer is not None and self._reducer.weighing.all_zero:
+                raise ValueError("optimizer: step(closure) where the weights of all ranks are 0")
             return self._reduced_loss(loss)
 
         result = super().step(reduced, **kwargs)
@@ -203,15 +250,18 @@ class Distributed(torch.optim.Optimizer):
 
     def _reduced_loss(self, loss: Any) -> Any:
         name, op = f"{self._settings.names[0]}.closure_loss", self._settings.options.op
+        weight = None if self._reducer is None else self._reducer.weighing.sent
         if isinstance(loss, float | int):
-            return self._agree(torch.tensor(loss, dtype=torch.float64), name, op).item()
+            return self._agree(torch.tensor(loss, dtype=torch.float64), name, op, weight).item()
         if isinstance(loss, torch.Tensor):
-            return self._agree(loss.detach(), name, op)
+            return self._agree(loss.detach(), name, op, weight)
         return loss  # None, or something that only the caller understands
 
-    def _agree(self, value: torch.Tensor, name: str, op: int) -> torch.Tensor:
+    def _agree(
+        self, value: torch.Tensor, name: str, op: int, weight: float | None = None
+    ) -> torch.Tensor:
         members = self._settings.options.process_set
-        return verbs.allreduce(value, name=name, op=op, process_set=members)
+        return verbs.allreduce(value, name=name, op=op, process_set=members, weight=weight)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients. AssertionError while some are being reduced: `backward()` failed."""
@@ -260,6 +310,7 @@ class Distributed(torch.optim.Optimizer):
         type(self)._passes_of_copies = passes
         if self._reducer is not None:
             self._reducer.restart(passes)
+            self._reducer.weighing.set(self.weight, self._reducer)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; their gradients are reduced from now on."""

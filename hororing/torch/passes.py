@@ -9,6 +9,7 @@ soon as it does something. A pass that raises drops its callback, which tells, t
 from __future__ import annotations
 
 from abc import abstractmethod
+from enum import Enum
 from threading import get_ident
 from typing import Any, Final
 
@@ -18,6 +19,16 @@ from hororing._tensors import Queue
 from hororing.torch.uncompiled import uncompiled
 
 queue_callback: Final = torch.autograd.Variable._execution_engine.queue_callback
+
+
+class Phase(Enum):
+    """What a reducer does, from one step to the next."""
+
+    IDLE = "no hook has fired since the last step"
+    FILLING = "a hook has fired"
+    FAILED = "a backward pass has raised"
+    SENT = "all gradients are sent, and some of them may be waited for"
+    REDUCED = "all gradients are reduced, and no hook has fired since"
 
 
 class _TaskEnd:

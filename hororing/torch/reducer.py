@@ -21,7 +21,6 @@ import itertools
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from enum import Enum
 from operator import is_
 from typing import Any
 
@@ -45,10 +44,11 @@ from hororing.torch.gradient import (
     send_together,
     spoilt,
 )
-from hororing.torch.passes import Passes, queue_callback
+from hororing.torch.passes import Passes, Phase, queue_callback
 from hororing.torch.submission import BATCH_BYTES, LEAST_WEIGHT, Group
 from hororing.torch.uncompiled import leave_uncompiled, uncompiled
 from hororing.torch.verbs import adapter
+from hororing.torch.weighing import Weighing
 
 Entry = tuple[torch.Tensor, Gradient]
 
@@ -64,16 +64,6 @@ def _begin_anew() -> None:
 
 
 job.at_init(_begin_anew)
-
-
-class Phase(Enum):
-    """What a reducer does, from one step to the next."""
-
-    IDLE = "no hook has fired since the last step"
-    FILLING = "a hook has fired"
-    FAILED = "a backward pass has raised"
-    SENT = "all gradients are sent, and some of them may be waited for"
-    REDUCED = "all gradients are reduced, and no hook has fired since"
 
 
 class _Ending(threading.local):
@@ -135,6 +125,7 @@ class Reducer(Passes):
         self._optimizer = weakref.ref(optimizer)
         self._names = {id(param): (name, param) for name, param in named}
         self._prefix = prefix
+        self.weighing = Weighing(f"{prefix}.sum_of_weights", self.members)
         self._gradients: dict[int, Entry] = {}  # by id(parameter)
         self._groups: list[Group] = []
         # See Note [Shared parameters]: whether `step()` reduces; what newer reducers reduce; those,
@@ -227,6 +218,7 @@ class Reducer(Passes):
         leave_uncompiled(type(gradient).on_gradient)
         register: Any = param.register_post_accumulate_grad_hook  # torch declares no types
         gradient.hook = register(gradient.on_gradient)
+        self.weighing.arrange(param, gradient)
 
     def _release(self) -> None:
         """Undo what this did to parameters and core, and keep no parameter."""
@@ -255,6 +247,7 @@ class Reducer(Passes):
                 name, self.passes, f"would be reduced again, which op={op} does not allow"
             )
         self._check_set()
+        self.weighing.begin_pass(self)
         self.phase = Phase.FILLING
         self.tracing = timeline.enabled()
         self.batch_bytes = self.bytes_left = LEAST_WEIGHT
@@ -328,6 +321,7 @@ class Reducer(Passes):
     def pass_ended(self) -> None:
         """Reduce, if it was the last one of a step."""
         self.unproven = [gradient for gradient in self.unproven if not gradient.prove()]
+        self.weighing.pass_ended(self._entries)
         if self.ended >= self.passes and (self.tasks or self.ended > self.passes):
             raise AssertionError(
                 "optimizer: backward passes of several threads at once; pass "
@@ -345,6 +339,7 @@ class Reducer(Passes):
         if self.phase is Phase.SENT:
             return
         self._check_set()
+        self.weighing.end_passes(self.passes, hooked=not self._reduces_in_step)
         if self.queued:  # in the order in which they came
             with collect(self._failures):
                 self.send_queued()
@@ -355,7 +350,8 @@ class Reducer(Passes):
                     self._send_late(late)
             for group in self._groups:
                 with collect(self._failures):
-                    group.flush(self.options)
+                    group.flush(self.options, self.weighing.current)
+            self.weighing.send_total(self._failures)
         self.phase = Phase.SENT
 
     def _send_late(self, entries: list[Entry]) -> None:
@@ -384,6 +380,7 @@ class Reducer(Passes):
         self._versions = []
         with torch.no_grad():
             self._wait_for(sent)
+            self.weighing.finish_total(self._failures)
         if len(sent) < len(entries):
             for _, gradient in entries:
                 if gradient.state != SENT:
@@ -469,6 +466,7 @@ class Reducer(Passes):
         if self.phase is Phase.REDUCED:
             self.phase = Phase.IDLE
         self.ended = 0
+        self.weighing.start_again()
         for other in self._newer:
             self._newer[other] = other._reductions
         if passes is None and self.phase is Phase.IDLE:
@@ -476,8 +474,14 @@ class Reducer(Passes):
         self.passes = passes or self.passes
         self._reset_unsent()
 
+    def start_again(self) -> None:
+        """Forget all passes."""
+        super().start_again()
+        self.weighing.start_again()
+
     def abandon(self) -> None:
         """Forget everything in flight."""
+        self.weighing.abandon()
         for _, gradient in self._gradients.values():
             gradient.abandon()
         self.pending.clear()

@@ -31,7 +31,10 @@ class Group:
         # Autograd may run hooks on several threads.
         self._lock = threading.Lock()
 
-    def add(self, position: int, tensor: torch.Tensor, stream: int, options: Reduction) -> None:
+    def add(
+        self, position: int, tensor: torch.Tensor, stream: int, options: Reduction,
+        weight: float | None = None,
+    ) -> None:  # fmt: skip
         """Take the gradient of one member, dense on a device, where `stream` computes it.
 
         Send all when it is the last.
@@ -39,22 +42,22 @@ class Group:
         with self._lock:
             self._waiting[position] = tensor, stream
             if len(self._waiting) == self._count:
-                self._submit(options)
+                self._submit(options, weight)
 
-    def flush(self, options: Reduction) -> None:
+    def flush(self, options: Reduction, weight: float | None = None) -> None:
         """Send what is there: the other members are frozen."""
         with self._lock:
             if self._waiting:
-                self._submit(options)
+                self._submit(options, weight)
 
-    def _submit(self, options: Reduction) -> None:
+    def _submit(self, options: Reduction, weight: float | None = None) -> None:
         order = sorted(self._waiting)  # ranks must agree on it, and arrival differs
         tensors, streams = zip(*(self._waiting[position] for position in order), strict=True)
         self._waiting = {}
         self._results = dict(zip(order, tensors, strict=True))
         self.handle = verbs.reduce_async(
             "grouped_allreduce", tensors, True, self._name, options.op, *options.factors,
-            process_set=options.process_set, streams=streams,
+            process_set=options.process_set, streams=streams, weight=weight,
         )  # fmt: skip
 
     def finish(self, position: int) -> torch.Tensor:

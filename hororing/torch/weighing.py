@@ -1,0 +1,184 @@
+"""The weights of an optimizer's backward passes: how much each counts in the average.
+
+Over the passes of a step a gradient is the weighted mean of those so far. Before pass p is
+added, with n[p] as its weight and N[p] = n[1] + ... + n[p], what is there is multiplied by
+N[p - 1] / N[p], and what is added by n[p] / N[p]. The last pass sends that mean with the weight
+N[p]. Nothing grows beyond the range of 16-bit floats.
+
+The requests of all gradients read one number, so a new weight costs the same for any number of
+them. Another request sums the weights, for what is to be done where all are 0.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hororing import arguments
+from hororing.collectives import HOST
+from hororing.failures import fail
+from hororing.prepared import PersistentAllreduce, new_weight, start_many
+from hororing.torch.adapter import DTYPES
+from hororing.torch.passes import Phase
+
+if TYPE_CHECKING:
+    from hororing.torch.gradient import Gradient
+    from hororing.torch.reducer import Reducer
+
+
+def checked_weight(weight: Any, op: int) -> float | None:
+    """Return a weight that an optimizer may be given. TypeError, ValueError for others."""
+    number = arguments.check_weight(weight, "DistributedOptimizer")
+    if number is None:
+        return None
+    if op != arguments.Average:
+        raise ValueError(
+            f"DistributedOptimizer: weight is for op=Average only, not op={arguments.op_name(op)}"
+        )
+    if not 0 <= number < math.inf:
+        raise ValueError(f"DistributedOptimizer: weight={weight} must be finite and not negative")
+    return number
+
+
+class Weighing:
+    """The weights of one reducer. `name` is that of the request that sums them."""
+
+    def __init__(self, name: str, members: int) -> None:
+        self.weight: float | None = None  # of passes to come; None: all count the same
+        self.cell = new_weight()  # where the requests find this rank's weight, of all passes
+        self.sent: float | None = None  # with the latest gradients
+        self.all_zero = False  # all ranks' weights were, in the reduction that is complete
+        self._passes = 1  # for which gradients are arranged
+        self._begun = False  # a pass of this step
+        self._ended = 0.0  # weight of the passes of this step that have ended
+        self._shares: tuple[float, float] | None = None  # of them and of this pass, from the second
+        self._weighed: set[int] = set()  # ids of the gradients' parameters, in this pass
+        self._total = torch.zeros(1, dtype=torch.float64, device="cpu")
+        self._request = PersistentAllreduce(HOST)
+        self._request.prepare(name, DTYPES[torch.float64], (1,), arguments.Sum, process_set=members)
+
+    @property
+    def current(self) -> float | None:
+        """The weight of what is sent now."""
+        return None if self.weight is None else float(self.cell[0])
+
+    def set(self, weight: float | None, reducer: Reducer) -> None:
+        """Give the passes to come a weight; None: none has one. REQUIRES: no pass runs."""
+        changes = (weight is None) != (self.weight is None)
+        if changes and reducer.ended and reducer.passes > 1:
+            raise AssertionError(
+                f"optimizer: weight = {weight} after the first backward pass of a step, which had "
+                f"{'none' if self.weight is None else 'one'}; set it before the first one"
+            )
+        changes = changes or self._passes != reducer.passes
+        self.weight, self._passes = weight, reducer.passes
+        for param, gradient in reducer.follow() if changes else ():
+            self.arrange(param, gradient)
+
+    def arrange(self, param: torch.Tensor, gradient: Gradient) -> None:
+        """Have a gradient weighed, or not."""
+        gradient.weigh(None if self.weight is None else self.cell)
+        adds = self.weight is not None and self._passes > 1 and gradient.hook is not None
+        if adds and gradient.pre_hook is None:
+            before = partial(gradient.before_gradient, weakref.ref(param))
+            gradient.pre_hook = param.register_hook(before)  # type: ignore[no-untyped-call]
+
+    def start_again(self) -> None:
+        """Forget all passes."""
+        self._begun, self._ended, self._shares = False, 0.0, None
+
+    def begin_pass(self, reducer: Reducer) -> None:
+        """Add the weight of a pass to those of the step's passes before it."""
+        if self.weight is None:
+            return
+        if reducer.passes == 1:
+            self._begun, self.cell[0] = True, self.weight
+            return
+        if reducer.phase is Phase.REDUCED:
+            raise AssertionError(
+                "optimizer: a backward pass after the gradients were reduced, which have no weight "
+                "beside those of its backward_passes_per_step passes; call step() or zero_grad() "
+                "(of the optimizer, not of the model) first"
+            )
+        total = self._ended + self.weight
+        if reducer.ended:
+            self._shares = (self._ended / total, self.weight / total) if total else (0.0, 0.0)
+        self._begun, self.cell[0] = True, total
+        self._weighed.clear()
+
+    def end_passes(self, passes: int, *, hooked: bool) -> None:
+        """Take the weight that is set for the only pass where no hook has told of any."""
+        if self.weight is None or self._begun:
+            return
+        if passes > 1 and not hooked:
+            raise NotImplementedError(
+                "optimizer: weight and backward_passes_per_step for parameters that several "
+                "optimizers reduce in different ways; use one backward pass per step"
+            )
+        self.cell[0] = self.weight
+
+    def weigh(self, param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor | None:
+        """Return what this pass adds to `param.grad`, which this scales; None: `grad` itself."""
+        if self._shares is None:
+            return None
+        self._scale(param)
+        return _times(grad, self._shares[1])
+
+    def pass_ended(self, entries: list[tuple[torch.Tensor, Gradient]]) -> None:
+        """Scale the gradients to which this pass has added nothing."""
+        if self.weight is None:
+            return
+        self._ended = self.cell[0]
+        if self._shares is not None:
+            for param, _ in entries:
+                self._scale(param)
+
+    @torch.no_grad()
+    def _scale(self, param: torch.Tensor) -> None:
+        assert self._shares is not None
+        if param.grad is not None and id(param) not in self._weighed:
+            param.grad.copy_(_times(param.grad, self._shares[0]))
+        self._weighed.add(id(param))
+
+    def send_total(self, failures: list[Exception]) -> None:
+        """Start the sum of the ranks' weights; an error goes to `failures`."""
+        self.sent, self.all_zero = self.current, False
+        if self.sent is None:
+            return
+        self._total[0] = self.sent
+        started, code = start_many([self._request], [self._total.data_ptr()], [self._total], [])
+        try:
+            if not started:
+                fail(code)
+        except Exception as error:
+            failures.append(error)
+
+    def finish_total(self, failures: list[Exception]) -> None:
+        """Wait for the sum, if it was started; not after failures: others may never start it."""
+        if failures:
+            self._abandon_total()
+        elif self._request.handle:
+            try:
+                self._request.wait_in()
+                self.all_zero = float(self._total[0]) == 0
+            except Exception as error:
+                failures.append(error)
+
+    def abandon(self) -> None:
+        """Forget what is in flight, and all passes."""
+        self._abandon_total()
+        self.start_again()
+
+    def _abandon_total(self) -> None:
+        if self._request.handle:
+            self._request.abandon()
+            self._total = torch.zeros_like(self._total)  # the core may still write to the old one
+
+
+def _times(grad: torch.Tensor, factor: float) -> torch.Tensor:
+    """Multiply; by 0 whatever it is."""
+    return grad * factor if factor else torch.zeros_like(grad)
