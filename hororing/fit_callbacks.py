@@ -25,11 +25,14 @@ class MetricAverage:
     Parameters
     ----------
     device : accepted for Horovod's sake; no effect.
+    weight : how much this rank's metrics count, its number of samples, for example: a number, or a
+        function without arguments that returns one. All ranks count the same without.
     """
 
-    def __init__(self, device: str = "") -> None:
+    def __init__(self, device: str = "", weight: float | Callable[[], float] | None = None) -> None:
         super().__init__()
         arguments.check_text("device", device)
+        self._weight = weight if callable(weight) else arguments.check_weight(weight, "metrics")
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Replace the metrics in `logs`."""
@@ -40,6 +43,7 @@ class MetricAverage:
             np.array([float(logs[name]) for name in names]),
             name=f"{type(self).__name__}.{epoch}",
             op=arguments.Average,
+            weight=self._weight() if callable(self._weight) else self._weight,
         )
         logs.update(zip(names, means.tolist(), strict=True))
 

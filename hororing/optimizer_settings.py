@@ -20,10 +20,13 @@ class Settings(Reduction):
     name: str  # what the names of its requests begin with
     passes: int  # gradients that are added up before each reduction
     average_passes: bool
+    weight: Any = None  # a tensor, while an update is made: how much this rank counts
 
     def for_maxima(self, op: int) -> Settings:
         """Return the settings under which variables that are no weights are reduced."""
-        return dataclasses.replace(self, op=op, predivide=1.0, compression=NoneCompressor, groups=0)
+        return dataclasses.replace(
+            self, op=op, predivide=1.0, compression=NoneCompressor, groups=0, weight=None
+        )
 
 
 def checked_settings(

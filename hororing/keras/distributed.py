@@ -11,7 +11,9 @@ distributed training with adaptive summation", 2020, arXiv:2006.02924.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -20,7 +22,7 @@ import keras
 from keras import ops
 
 from hororing import membership
-from hororing.arguments import Adasum, Max
+from hororing.arguments import Adasum, Average, Max, Sum, check_weight, op_name
 from hororing.elastic.variables import Stepper
 from hororing.keras.backends import Accumulator, backend
 from hororing.optimizer_settings import Settings
@@ -40,12 +42,14 @@ class _State:
         self.local_layers: Sequence[Any] = ()
         self.accumulator: Accumulator | None = None
         self.stepper: Stepper | None = None
+        self.weight: Any = None  # a function, or a variable; None: all ranks count the same
 
 
 class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no types
     """The mixin of distributed optimizers."""
 
     _settings: Settings  # of the class, which serves one optimizer and its copies
+    _takes_weights = True
     built: bool
 
     @property
@@ -81,6 +85,55 @@ class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no t
         """Leave the gradient of a variable out of the reduction: each rank has its own."""
         self._hororing.local_variables.append(var)
 
+    @property
+    def weight(self) -> Any:
+        """How much this rank counts in the average of gradients: its number of samples, or what
+        sample weights add up to. A number, or a function without arguments that returns one, or a
+        tensor; it is called in the train step, for each update.
+
+        Then gradients are averages weighted by it: the sum of all ranks' gradients times their
+        weights, divided by the sum of the weights. A rank with weight 0 contributes nothing; where
+        all weights are 0 nothing changes. All ranks set one before the first batch, or none does.
+        None, as at first: all ranks count the same. A copy of the optimizer has none.
+
+        Raises
+        ------
+        ValueError : for a number that is negative or not finite, for another op than Average, and
+            together with backward_passes_per_step.
+        RuntimeError : where the train step was made without.
+        NotImplementedError : on JAX.
+        """
+        weight = self._hororing.weight
+        return ops.convert_to_numpy(weight).item() if isinstance(weight, keras.Variable) else weight
+
+    @weight.setter
+    def weight(self, weight: Any) -> None:
+        state, settings = self._hororing, self._settings
+        if state.reached and (state.weight is None) != (weight is None):
+            raise RuntimeError("optimizer: set its weight before the first batch")
+        if weight is None:
+            state.weight = None
+            return
+        if not self._takes_weights or keras.backend.backend() == "jax":
+            raise NotImplementedError(
+                "optimizer: weight is for DistributedOptimizer on TensorFlow and torch only"
+            )
+        if settings.op != Average or settings.passes > 1:
+            raise ValueError(
+                f"optimizer: weight is for op=Average and backward_passes_per_step=1 only, not "
+                f"op={op_name(settings.op)} and {settings.passes} passes"
+            )
+        if callable(weight):
+            state.weight = weight
+            return
+        number = check_weight(weight, "DistributedOptimizer")
+        assert number is not None
+        if not 0 <= number < math.inf:
+            raise ValueError(f"optimizer: weight={weight} must be finite and not negative")
+        if not isinstance(state.weight, keras.Variable):  # which a train step reads each time
+            state.weight = keras.Variable(number, trainable=False, dtype="float64", name="weight")
+        state.weight.assign(number)
+
     # -- what Keras calls -----------------------------------------------------------------------
 
     def build(self, variables: Any) -> None:
@@ -109,11 +162,18 @@ class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no t
 
         def update(totals: list[Any]) -> None:
             if self._settings.op != Adasum or not self._settings.reduces:
-                reduced = self._reduced(totals, variables)
-                if self.stepper is None:
-                    apply(reduced, trainable_variables)
+                due, reduced = self._weighted(totals, variables)
+
+                def step() -> None:
+                    if self.stepper is None:
+                        apply(reduced, trainable_variables)
+                    else:
+                        self.stepper.take(lambda: apply(reduced, trainable_variables), reduced)
+
+                if due is None:
+                    step()
                 else:
-                    self.stepper.take(lambda: apply(reduced, trainable_variables), reduced)
+                    backend().choose(due, step, lambda: None)
                 return
             totals = self._reduced_maxima(totals, variables, self._settings)
             combined = self._combined_variables(variables)
@@ -207,6 +267,21 @@ class Distributed(keras.Optimizer):  # type: ignore[misc]  # Keras declares no t
     def _reduced(self, grads: list[Any], variables: Sequence[Any]) -> list[Any]:
         """Return the gradients reduced over the ranks, but for those of local variables."""
         return self._reduced_among(grads, variables, self._settings)
+
+    def _weighted(self, grads: list[Any], variables: Sequence[Any]) -> tuple[Any, list[Any]]:
+        """Return whether any rank counts, None without weights; and the gradients reduced."""
+        given = self._hororing.weight
+        if given is None:
+            return None, self._reduced(grads, variables)
+        weight = ops.convert_to_tensor(given if isinstance(given, keras.Variable) else given())
+        weight = ops.cast(weight, "float64")
+        settings = dataclasses.replace(self._settings, weight=weight)
+        reduced = self._reduced_among(grads, variables, settings)
+        total = backend().reduce(
+            [ops.reshape(weight, (1,))], [f"{settings.name}/sum_of_weights"], [],
+            settings.for_maxima(Sum),
+        )[0]  # fmt: skip
+        return total[0] > 0, reduced
 
     def _reduced_among(
         self, grads: list[Any], variables: Sequence[Any], settings: Settings

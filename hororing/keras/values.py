@@ -38,6 +38,7 @@ def allreduce(
     postscale_factor: float = 1.0,
     op: int | None = None,
     compression: type[Compressor] = NoneCompressor,
+    weight: float | None = None,
 ) -> Any:
     """Combine `value` over all ranks and return the result.
 
@@ -48,7 +49,7 @@ def allreduce(
     return _value(
         hvd.allreduce(
             _array(value), name=name, compression=compression, op=op,
-            prescale_factor=prescale_factor, postscale_factor=postscale_factor,
+            prescale_factor=prescale_factor, postscale_factor=postscale_factor, weight=weight,
         )
     )  # fmt: skip
 

@@ -1,8 +1,9 @@
 """The gradients of the verbs: those of torch's (hororing/torch/autograd.py).
 
-An allreduce's is reduced like it; an allgather's is averaged, and each rank takes its own rows; a
-broadcast's is averaged on the root and zero elsewhere; rows of an alltoall go back to where they
-came from; those of a reducescatter are gathered.
+An allreduce's is reduced like it, but of a weighted one it is the sum times the rank's share; an
+allgather's is averaged, and each rank takes its own rows; a broadcast's is averaged on the root and
+zero elsewhere; rows of an alltoall go back to where they came from; those of a reducescatter are
+gathered.
 
 Here arguments are checked already, and tensors are those that travel: compressed, say.
 """
@@ -35,15 +36,16 @@ class Call(NamedTuple):
     op: int = Average
     factors: tuple[float, float] = (1.0, 1.0)
     root: int = 0
+    weight: tf.Tensor | None = None
 
     def request(
         self, collective: int, tensors: Sequence[tf.Tensor], splits: Any = None
     ) -> tuple[tf.Tensor, ...]:
         """Carry it out for these tensors, which may be complex."""
         parts = [as_parts(tensor) for tensor in tensors]
-        name, process_set, op, factors, root = self
+        name, process_set, op, factors, root, weight = self
         (results,) = carry_out(
-            [Request(collective, name, parts, process_set, op, factors, root, splits)]
+            [Request(collective, name, parts, process_set, op, factors, root, splits, weight)]
         )
         whole = [
             from_parts(result, tensor.dtype)
@@ -111,9 +113,19 @@ def allreduce(call: Call, tensors: Sequence[tf.Tensor]) -> tuple[tf.Tensor, ...]
                     f"'{call.name}': op={arguments.op_name(call.op)} is not defined for "
                     f"{tensor.dtype.name}; use Average or Sum"
                 )
-    return _recorded(
-        call, partial(call.request, ALLREDUCE), partial(allreduce, call.backward()), tensors
-    )
+    backward: Backward = partial(allreduce, call.backward())
+    if call.weight is not None:
+        backward = partial(_weighted_backward, call)
+    return _recorded(call, partial(call.request, ALLREDUCE), backward, tensors)
+
+
+def _weighted_backward(call: Call, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
+    """Return the sum, times this rank's share of the weights."""
+    whole = Call(f"{call.name}.weight", call.process_set, Sum)
+    (total,) = whole.request(ALLREDUCE, [call.weight])
+    share = tf.math.divide_no_nan(call.weight, total)[0]
+    sums = allreduce(call.backward(op=Sum, weight=None), gradients)
+    return [each * tf.cast(share, each.dtype) for each in sums]
 
 
 def allgather(call: Call, tensors: Sequence[tf.Tensor]) -> tuple[tf.Tensor, ...]:

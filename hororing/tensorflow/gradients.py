@@ -22,6 +22,7 @@ from hororing.process_sets import ProcessSet
 from hororing.reduction import Reduction, checked_reduction
 from hororing.tensorflow.names import in_graph
 from hororing.tensorflow.requests import Request, carry_out
+from hororing.tensorflow.tensors import checked_weight
 from hororing.tensorflow.verbs import averaged_slices
 
 # A tensor, slices of one, or nothing: what a gradient may be.
@@ -94,6 +95,7 @@ def reduce_gradients(
     *,
     keys: Sequence[Any] = (),
     local: Collection[Any] = (),
+    weight: Any = None,
 ) -> list[Gradient]:
     """Return the gradients reduced over the ranks of the process set.
 
@@ -104,14 +106,18 @@ def reduce_gradients(
     keys : `variable_key` of each gradient's variable, for groups given as lists and for `local`.
     local : keys of variables whose gradients are not reduced, but divided by the number of ranks
         if `scale_local` is set: then they weigh as much as averaged ones.
+    weight : how much the others count on this rank, a number or a tensor of one element. None: as
+        much as on every rank.
     """
     results = [
         _checked_sparse(each, name, options) if isinstance(each, tf.IndexedSlices) else each
         for each, name in zip(gradients, names, strict=True)
     ]
-    if not options.reduces:
+    weight = checked_weight(weight, "gradients")
+    alone = weight is not None and options.process_set.included()  # weight 0 is for one rank, too
+    if not options.reduces and not alone:
         return results
-    plan = _Plan(options)
+    plan = _Plan(options, weight)
     for at, gradient in enumerate(results):
         if gradient is None:
             continue
@@ -164,8 +170,9 @@ class _Sparse(NamedTuple):
 class _Plan:
     """The requests of a step's gradients, and where their results go."""
 
-    def __init__(self, options: Reduction) -> None:
+    def __init__(self, options: Reduction, weight: tf.Tensor | None) -> None:
         self.options = options
+        self.weight = weight
         self.dense: list[_Dense] = []
         self.sparse: list[_Sparse] = []
 
@@ -173,7 +180,11 @@ class _Plan:
         self.dense.append(_Dense(at, *self.options.compression.compress(tensor), name, key))
 
     def add_sparse(self, at: int, slices: tf.IndexedSlices, name: str) -> None:
-        compressed = self.options.compression.compress(slices.values)
+        values = slices.values
+        if self.weight is not None:
+            own = tf.cast(self.weight[0], values.dtype)
+            values = tf.where(own > 0, values * own, tf.zeros_like(values))
+        compressed = self.options.compression.compress(values)
         self.sparse.append(_Sparse(at, slices, *compressed, name))
 
     def carry_out(self, results: list[Gradient]) -> None:
@@ -188,11 +199,15 @@ class _Plan:
                 options.process_set,
                 options.op,
                 options.factors,
+                weight=self.weight,
             )
             for group in groups
         ]
+        own = [] if self.weight is None else [self.weight]
         requests += [
-            Request(ALLGATHER, each.name, [each.values, each.slices.indices], options.process_set)
+            Request(
+                ALLGATHER, each.name, [each.values, each.slices.indices, *own], options.process_set
+            )
             for each in self.sparse
         ]
         if not requests:
@@ -201,10 +216,15 @@ class _Plan:
         for group, tensors in zip(groups, answers, strict=False):
             for each, tensor in zip(group, tensors, strict=True):
                 results[each.at] = options.compression.decompress(tensor, each.context)
-        for sparse, (values, indices) in zip(self.sparse, answers[len(groups) :], strict=True):
+        for sparse, answer in zip(self.sparse, answers[len(groups) :], strict=True):
+            values, indices, *weights = answer
             values = options.compression.decompress(values, sparse.context)
+            op = options.op
+            if weights:
+                total = tf.cast(tf.reduce_sum(weights[0]), values.dtype)
+                values, op = tf.math.divide_no_nan(values, total), Sum
             results[sparse.at] = averaged_slices(
-                values, indices, sparse.slices, options.op, options.process_set
+                values, indices, sparse.slices, op, options.process_set
             )
 
     def _grouped(self) -> list[list[_Dense]]:

@@ -43,6 +43,7 @@ class Request(NamedTuple):
     factors: tuple[float, float] = (1.0, 1.0)  # prescale, postscale
     root: int = 0
     splits: tf.Tensor | None = None  # int64, one-dimensional; of an alltoall
+    weight: tf.Tensor | None = None  # float64, of shape [1]; of a weighted average
 
     @property
     def result_dtypes(self) -> list[tf.DType]:
@@ -152,7 +153,7 @@ def _submit(token: tf.Tensor, request: Request, *, blocking: bool = False) -> tf
     with tf.device("CPU:0"):
         return operations.hororing_submit(
             token=token,
-            factors=_constant(request.factors, tf.float64),
+            factors=_factors(request),
             splits=_constant((), tf.int64) if splits is None else splits,
             request_name=tf.constant(np.frombuffer(encode_name(request.name), np.uint8)),
             tensors=request.tensors,
@@ -165,6 +166,13 @@ def _submit(token: tf.Tensor, request: Request, *, blocking: bool = False) -> tf
             blocking=blocking,
             awaits_abandoned=not tf.executing_eagerly(),
         ).handle
+
+
+def _factors(request: Request) -> tf.Tensor:
+    factors = _constant(request.factors, tf.float64)
+    if request.weight is None:
+        return factors
+    return tf.concat([factors, request.weight], 0)
 
 
 def _constant(value: Any, dtype: tf.DType) -> tf.Tensor:

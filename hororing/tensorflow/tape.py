@@ -18,7 +18,7 @@ from hororing.tensorflow.gradients import (
     unique_names,
     variable_key,
 )
-from hororing.tensorflow.tensors import check_devices
+from hororing.tensorflow.tensors import check_devices, checked_weight
 
 
 class _Seen:
@@ -37,6 +37,7 @@ class _DistributedTape(tf.GradientTape):  # type: ignore[misc]
 
     _options: Reduction
     _local: set[Any]  # keys of variables
+    _weight: Any
 
     def gradient(
         self,
@@ -65,6 +66,7 @@ class _DistributedTape(tf.GradientTape):  # type: ignore[misc]
             self._options,
             keys=[variable_key(source) for source in flat],
             local=self._local,
+            weight=self._weight,
         )
         if self._options.process_set is global_process_set and not self._local:
             _Seen.by_all = True
@@ -102,6 +104,7 @@ def DistributedGradientTape(
     groups: int | Sequence[Sequence[Any]] | None = None,
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
+    weight: Any = None,
 ) -> Any:
     """Return a tape that records and watches what `gradtape` does, and reduces its gradients.
 
@@ -119,6 +122,11 @@ def DistributedGradientTape(
     process_set : the ranks that reduce with each other; others keep their own gradients.
     scale_local_gradients : divide gradients of local sources by the number of ranks.
     device_dense, device_sparse : accepted for Horovod's sake; no effect.
+    weight : with op=Average, how much this rank's gradients count: its number of samples or tokens,
+        a number or a tensor of one element, not negative. The result is the sum of the ranks'
+        gradients times their weights, divided by the sum of the weights; what is of weight 0
+        contributes nothing. Where all weights are 0 gradients are 0: leave the step out, if your
+        optimizer has momentum. All ranks pass a weight, or none does. Local sources have none.
 
     Examples
     --------
@@ -132,15 +140,18 @@ def DistributedGradientTape(
     if isinstance(gradtape, _DistributedTape):
         raise ValueError("gradtape is distributed already; wrap it once")
     check_devices(device_dense, device_sparse)
+    what = "DistributedGradientTape"
     options = checked_options(
-        "DistributedGradientTape", op=op, gradient_predivide_factor=gradient_predivide_factor,
+        what, op=op, gradient_predivide_factor=gradient_predivide_factor,
         compression=compression, sparse_as_dense=sparse_as_dense, num_groups=num_groups,
         groups=groups, process_set=process_set, scale_local_gradients=scale_local_gradients,
     )  # fmt: skip
     # Of the very class of the tape, which a user may have derived. The state is one: what either
     # records, both have.
     kind = type(gradtape)
-    kind = type(kind.__name__, (_DistributedTape, kind), {"_options": options, "_local": set()})
+    checked_weight(weight, what)
+    state = {"_options": options, "_local": set(), "_weight": weight}
+    kind = type(kind.__name__, (_DistributedTape, kind), state)
     tape = object.__new__(kind)
     tape.__dict__ = gradtape.__dict__
     return tape
@@ -159,6 +170,7 @@ def PartialDistributedGradientTape(
     process_set: ProcessSet = global_process_set,
     local_layers: Any = None,
     scale_local_gradients: bool = True,
+    weight: Any = None,
 ) -> Any:
     """Do as `DistributedGradientTape`, but leave the gradients of `local_layers` on this rank.
 
@@ -166,7 +178,7 @@ def PartialDistributedGradientTape(
     """
     tape = DistributedGradientTape(
         gradtape, device_dense, device_sparse, compression, sparse_as_dense, op,
-        gradient_predivide_factor, num_groups, groups, process_set, scale_local_gradients,
+        gradient_predivide_factor, num_groups, groups, process_set, scale_local_gradients, weight,
     )  # fmt: skip
     for variable in weights_of(local_layers):
         tape.register_local_source(variable)

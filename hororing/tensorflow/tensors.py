@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import tensorflow as tf
 
-from hororing import collectives
+from hororing import arguments, collectives
 
 # Complex numbers travel as pairs of these.
 PARTS: Final = {tf.complex64: tf.float32, tf.complex128: tf.float64}
@@ -44,6 +44,15 @@ def checked_tensor(tensor: Any, verb: str) -> tf.Tensor:
             f"of {', '.join([*collectives.DTYPES, *(dtype.name for dtype in PARTS)])}"
         )
     return tensor
+
+
+def checked_weight(weight: Any, verb: str) -> tf.Tensor | None:
+    """Return a weight as float64, of shape [1]. Which ones are possible, the core checks."""
+    if weight is None:
+        return None
+    if not isinstance(weight, (tf.Tensor, tf.Variable)):
+        weight = tf.constant(arguments.check_weight(weight, verb), tf.float64)
+    return tf.reshape(tf.cast(weight, tf.float64), [1])
 
 
 def members(tensors: Iterable[Any]) -> list[Any]:

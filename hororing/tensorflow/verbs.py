@@ -24,6 +24,7 @@ from hororing.tensorflow.tensors import (
     check_devices,
     checked_list,
     checked_tensor,
+    checked_weight,
     members,
     refuse_lone_parts,
 )
@@ -64,6 +65,7 @@ def allreduce(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
     ignore_name_scope: bool = False,
+    weight: Any = None,
 ) -> Any:
     """Combine `tensor` over all ranks and return the result, the same bits on every rank.
 
@@ -81,17 +83,30 @@ def allreduce(
         when omitted.
     process_set : the ranks that take part; all of the job when omitted.
     device_dense, device_sparse, ignore_name_scope : accepted for Horovod's sake; no effect.
+    weight : with op=Average, of floats: how much this rank's tensor counts, its number of samples,
+        for example; a number, or a tensor of one element. The result is the sum of the ranks'
+        tensors times their weights, divided by the sum of the weights. What a rank with weight 0
+        passes does not matter; where all weights are 0 the result is 0. All ranks pass a weight, or
+        none does. A weight that is negative or not finite is a ValueError on every rank.
     """
     check_devices(device_dense, device_sparse)
     chosen = arguments.choose_op(op, average)
     if isinstance(tensor, tf.IndexedSlices):
+        _refuse_weight(weight)
         factors = prescale_factor, postscale_factor
         return _allreduce_sparse(tensor, name, compression, chosen, factors, process_set)
     (result,) = _grouped_allreduce(
         "allreduce", [tensor], name, compression, chosen, (prescale_factor, postscale_factor),
-        process_set,
+        process_set, weight,
     )  # fmt: skip
     return result
+
+
+def _refuse_weight(weight: Any) -> None:
+    if weight is not None:
+        raise NotImplementedError(
+            "allreduce: there is no weight for tf.IndexedSlices; use tf.convert_to_tensor"
+        )
 
 
 def _allreduce_sparse(
@@ -147,12 +162,16 @@ def _grouped_allreduce(
     op: int,
     factors: tuple[float, float],
     process_set: ProcessSet,
+    weight: Any = None,
 ) -> list[tf.Tensor]:
     checked = checked_list(tensors, verb)
     factors = arguments.check_factors(*factors, verb)
+    weight = checked_weight(weight, verb)
     if op == Adasum:
         arguments.check_adasum(check_member(process_set, verb), verb)
-    call = autograd.Call(request_name(verb, name, process_set), process_set, op, factors)
+    call = autograd.Call(
+        request_name(verb, name, process_set), process_set, op, factors, weight=weight
+    )
     return _compressed(compression, checked, partial(autograd.allreduce, call))
 
 
@@ -169,6 +188,7 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
     ignore_name_scope: bool = False,
     name: str | None = None,
+    weight: Any = None,
 ) -> Any:
     """Do as `allreduce` for several tensors under one name, all or none of them.
 
@@ -186,11 +206,12 @@ def grouped_allreduce(
     if dense:
         reduced = _grouped_allreduce(
             "grouped_allreduce", [results[at] for at in dense], name, compression, chosen, factors,
-            process_set,
+            process_set, weight,
         )  # fmt: skip
         for at, tensor in zip(dense, reduced, strict=True):
             results[at] = tensor
     for at in sparse:
+        _refuse_weight(weight)
         sparse_name = None if name is None else f"{name}.{at}"
         results[at] = _allreduce_sparse(
             results[at], sparse_name, compression, chosen, factors, process_set

@@ -114,6 +114,59 @@ def gradient_at(w: np.ndarray, step: int) -> np.ndarray:
 # -- training ------------------------------------------------------------------------------------
 
 
+class Counting(keras.Model):
+    """Tells how many samples its loss is the mean of."""
+
+    count = None
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        self.count = ops.shape(y)[0] if sample_weight is None else ops.sum(sample_weight)
+        return super().compute_loss(x, y, y_pred, sample_weight, training)
+
+
+def case_ranks_with_different_numbers_of_samples_are_weighted():
+    if BACKEND == "jax":
+        with pytest.raises(NotImplementedError, match="on TensorFlow and torch only"):
+            hvd.DistributedOptimizer(sgd()).weight = 1
+        return
+    rank, size, steps = hvd.rank(), hvd.size(), 4
+    part = BATCH // (size + 1)
+    begin, end = rank * part, (rank + 1) * part if rank + 1 < size else BATCH
+    rows = np.arange(steps * BATCH).reshape(steps, BATCH)[:, begin:end].ravel()
+    x, y = X[rows], Y[rows]
+    expected = network()
+    fit(expected, sgd(), steps=steps, alone=True)
+    for by_number in (True, False):
+        plain = network()
+        model = Counting(plain.inputs, plain.outputs)
+        optimizer = hvd.DistributedOptimizer(sgd())
+        assert optimizer.weight is None
+        optimizer.weight = end - begin if by_number else lambda model=model: model.count
+        model.compile(optimizer, "mse")
+        average = hvd.callbacks.MetricAverageCallback(weight=end - begin)
+        history = model.fit(
+            x, y, batch_size=end - begin, shuffle=False, verbose=0, callbacks=[average]
+        )
+        assert_same_weights(model, expected)
+        assert_equal_on_all_ranks(model)
+        losses = hvd.allgather_object(history.history["loss"])
+        assert all(each == losses[0] for each in losses)
+    before = model.get_weights()
+    optimizer = hvd.DistributedOptimizer(sgd())
+    optimizer.weight = 0
+    model.compile(optimizer, "mse")
+    model.fit(x, y, batch_size=end - begin, verbose=0)
+    for weight, old in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(weight, old)
+    for bad in (-1, float("nan")):
+        with pytest.raises(ValueError, match="must be finite and not negative"):
+            optimizer.weight = bad
+    with pytest.raises(RuntimeError, match="before the first batch"):
+        optimizer.weight = None
+    with pytest.raises(ValueError, match=r"not op=Sum and 1 passes"):
+        hvd.DistributedOptimizer(sgd(), op=hvd.Sum).weight = 1
+
+
 def case_training_equals_one_process_with_the_large_batch():
     for make in (sgd, lambda: keras.optimizers.Adam(0.01, clipnorm=0.5)):
         model = network(seed=hvd.rank())

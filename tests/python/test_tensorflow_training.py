@@ -105,6 +105,58 @@ def case_other_operations_and_compression() -> None:
             np.testing.assert_allclose(gradient, mean_of(at), rtol=2e-2, atol=0.2)
 
 
+def case_a_tape_weighs_gradients() -> None:
+    sources, rank, size = variables(), hvd.rank(), hvd.size()
+    table = tf.Variable(np.zeros((5, 2)))
+    given = tf.Variable(0.0, dtype=tf.float64)
+
+    def gradients(wrap: Callable[[tf.GradientTape], Any]) -> list[tf.Tensor]:
+        return gradients_by(wrap, sources)
+
+    def embedded(wrap: Callable[[tf.GradientTape], Any]) -> list[tf.Tensor]:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.gather(table, [rank % 4, 4]) * (rank + 1.0))
+        return [tf.convert_to_tensor(each) for each in wrap(tape).gradient(loss, [table])]
+
+    graphs = [
+        tf.function(lambda make=make: make(lambda t: hvd.DistributedGradientTape(t, weight=given)))
+        for make in (gradients, embedded)
+    ]
+    for weights in ([*range(1, size + 1)], [0] * (size - 1) + [2.5], [0] * size):
+        total = sum(weights) or 1
+        shares = [weight / total for weight in weights]
+        wanted = [
+            sum(share * values(each, at) for each, share in enumerate(shares))
+            for at in range(len(sources))
+        ]
+        rows = np.zeros((5, 2))
+        for each, share in enumerate(shares):
+            rows[each % 4] += share * (each + 1)
+            rows[4] += share * (each + 1)
+        given.assign(weights[rank])
+        for weight in (weights[rank], tf.constant([weights[rank]], tf.float32)):
+            wrap = lambda t, w=weight: hvd.DistributedGradientTape(t, weight=w)  # noqa: E731
+            for found, expected in zip(
+                [*gradients(wrap), *embedded(wrap)], [*wanted, rows], strict=True
+            ):
+                np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
+        for graph, expected_ones in zip(graphs, (wanted, [rows]), strict=True):
+            for found, expected in zip(graph(), expected_ones, strict=True):
+                np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
+    mean = tf.Variable(tf.ones(3, tf.float64) * (rank + 1))
+    with tf.GradientTape() as tape:
+        result = hvd.allreduce(mean, weight=rank + 1)
+    total = size * (size + 1) / 2
+    expected = sum((each + 1) ** 2 for each in range(size)) / total
+    np.testing.assert_allclose(result, np.full(3, expected))
+    np.testing.assert_allclose(tape.gradient(result, mean), np.full(3, (rank + 1) * size / total))
+    np.testing.assert_allclose(hvd.grouped_allreduce([mean], weight=rank + 1)[0], result)
+    with pytest.raises(ValueError, match="weights must be finite and not negative"):
+        hvd.allreduce(mean, weight=-1.0 if rank == 0 else 1.0)
+    with pytest.raises(NotImplementedError, match=r"no weight for tf\.IndexedSlices"):
+        hvd.allreduce(tf.IndexedSlices(tf.ones((1, 2)), [0]), weight=1.0)
+
+
 def case_the_structure_of_sources_is_kept() -> None:
     a, b = tf.Variable(2.0), tf.Variable(3.0)
 

@@ -23,6 +23,7 @@ def reduce_all(
     grouped = {at for group in groups for at in group}
     parts = [*groups, *([at] for at in range(len(tensors)) if at not in grouped)]
     results = list(tensors)
+    weight = None if settings.weight is None else float(settings.weight)
     handles: list[int] = []
     failures: list[Exception] = []
     try:
@@ -30,7 +31,7 @@ def reduce_all(
             name = names[part[0]] if len(part) == 1 else f"{names[part[0]]}+{len(part) - 1}"
             handle = verbs.grouped_allreduce_async(
                 [tensors[at] for at in part], None, name, settings.op, *settings.factors,
-                settings.process_set,
+                settings.process_set, weight=weight,
             )  # fmt: skip
             handles.append(handle)
     except BaseException:

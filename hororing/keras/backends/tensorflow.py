@@ -28,7 +28,9 @@ def reduce(
 ) -> list[Any]:
     """See `Backend`."""
     options = dataclasses.replace(settings, groups=tuple(tuple(group) for group in groups))
-    return reduce_gradients(gradients, names, options, keys=range(len(gradients)))
+    return reduce_gradients(
+        gradients, names, options, keys=range(len(gradients)), weight=settings.weight
+    )
 
 
 def accumulator(

@@ -43,6 +43,7 @@ from hororing.toolkit.large_batch.plan import WHAT, Plan, Request, make_plan
 class Hierarchical(Distributed):
     """The mixin of optimizers of hierarchical SGD."""
 
+    _takes_weights = False
     _plan: Plan  # this and what follows: of the class
     _gradient_settings: Settings
     _level_sets: list[ProcessSet]
