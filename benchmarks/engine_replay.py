@@ -49,7 +49,7 @@ class Engine:
                     wake = min(wake, due / NS)
             decided = [self._number(each) for each in self._coordinator.decide()]
             if decided:
-                self._pace.answered()
+                self._pace.on_answer()
                 done += len(decided)
                 now = self._carry_out(decided, now)
                 continue
@@ -67,7 +67,7 @@ class Engine:
                 shape = [self._step.nbytes[number] // 4]
                 fresh.append(self._core.Request(f"gradient.{number}", 0, FLOAT32, shape))
         self._coordinator.receive(0, fresh, cached, now=round(now * NS))
-        self._pace.told(round(now * NS))
+        self._pace.on_report_sent(round(now * NS))
 
     def _number(self, decision: object) -> int:
         if decision.name:

@@ -32,7 +32,7 @@ std::string Text(const Status& status) { return status.ok() ? "" : status.messag
 Status Finish(const Device& device) {
   std::shared_ptr<DeviceEvent> event;
   HORORING_RETURN_IF_ERROR(device.Record(device.stream(), &event));
-  for (bool reached = false; !reached;) HORORING_RETURN_IF_ERROR(event->Look(&reached));
+  for (bool reached = false; !reached;) HORORING_RETURN_IF_ERROR(event->Poll(&reached));
   return Status::Ok();
 }
 

@@ -29,7 +29,7 @@ void Check(const Status& status) {
 void Finish(const Device& device) {
   std::shared_ptr<DeviceEvent> event;
   Check(device.Record(device.stream(), &event));
-  for (bool reached = false; !reached;) Check(event->Look(&reached));
+  for (bool reached = false; !reached;) Check(event->Poll(&reached));
 }
 
 // `moved`: bytes that are read and written. The first one is what the others are compared with.

@@ -50,6 +50,7 @@ class _Lib:
     HR_MIN: Final[int]
     HR_MAX: Final[int]
     HR_PRODUCT: Final[int]
+    HR_OP_COUNT: Final[int]
     HR_ALLREDUCE: Final[int]
     HR_ALLGATHER: Final[int]
     HR_BROADCAST: Final[int]

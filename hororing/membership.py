@@ -96,7 +96,7 @@ def enter(settings: Mapping[str, Any], failed: bool) -> Launch:
     ------
     ValueError : a variable is wrong.
     TransportError : there is no store, or the job cannot go on.
-    SystemExit : 0, the job does without this process: its host was taken away, or all is done.
+    SystemExit : 0, the job no longer needs this process: its host was removed, or the job is done.
     """
     try:
         member, world = _next(settings, failed)
@@ -105,7 +105,7 @@ def enter(settings: Mapping[str, Any], failed: bool) -> Launch:
     except RetiredError:
         if _process.member is not None:
             _process.member.done()
-        logging.getLogger("hororing").info("the job does without this process, which ends")
+        logging.getLogger("hororing").info("the job no longer needs this process; exiting")
         raise SystemExit(0) from None
     _own.worlds.append(world)
     local = [rank for rank, each in enumerate(world.members) if each.host == member.host]

@@ -77,7 +77,7 @@ FAULTS = [
     Fault("a cached request outlives its shape", "csrc/engine/tensor_table.cc",
           "return record.id != 0 && record.agreed == request ? record.id : 0;", "return record.id;",
           "engine_test"),
-    Fault("a joined rank is counted twice", "csrc/negotiation/membership.cc",
+    Fault("a joined rank is counted twice", "csrc/negotiation/join_and_process_sets.cc",
           "JoinedAmong(pending).size() == pending.reported.size();",
           "static_cast<size_t>(joined_count_) >= pending.reported.size();",
           "membership_test"),

@@ -1,8 +1,9 @@
 // Backend: runs one agreed batch on one kind of memory. It knows nothing of the meaning of names,
 // of negotiation or of the engine, which adds tensor names to errors.
 //
-// Thread-safety: loop thread only. Every rank of the world runs the same batches in the same order.
-// The choice of the backend depends only on the batch.
+// Thread-safety: only for the thread that runs the loop (the holder of Engine::progress_mutex_).
+// Every rank of the world runs the same batches in the same order. The choice of the backend
+// depends only on the batch.
 #pragma once
 
 #include <cstdint>
@@ -58,11 +59,11 @@ struct Batch {
   }
 };
 
-// Which ranks of a transport run batches together: those of one process set.
+// The ranks of a transport that run batches together: the members of one process set.
 struct Members {
   std::vector<int> ranks;   // ascending
   int set = 0;              // 0: all ranks
-  uint64_t generation = 0;  // distinguishes the set from earlier ones with that number
+  uint64_t generation = 0;  // distinguishes this set from an earlier one with the same id
 
   static Members World(int size);
 };
@@ -89,7 +90,7 @@ class Backend {
   // On a device: when the outputs of the last Run are complete.
   virtual std::shared_ptr<const DeviceEvent> done() const { return nullptr; }
   // Returns the first error in the streams since the last call, if any. Called now and then.
-  virtual Status Look() { return Status::Ok(); }
+  virtual Status Poll() { return Status::Ok(); }
   // Called when all ranks shut down normally, before the transport does. Waits for the streams
   // until `deadline`. An error means that work in the streams is lost.
   virtual Status Leave(TimeNs /*deadline*/) { return Status::Ok(); }

@@ -55,7 +55,7 @@ void ReduceAlone(const Batch& batch, TraceSink& trace);
 
 // Check (base/reduce.h) of all entries.
 Status CheckSpecs(const Batch& batch);
-// Of this rank's inputs.
+// The volume of this rank's inputs.
 Volume VolumeOf(const Batch& batch);
 
 }  // namespace hororing

@@ -81,8 +81,8 @@ void HostBackend::MoveToOutput(const Batch& batch, const BatchEntry& entry, Trac
   span.End(batch.bytes());
 }
 
-// Of a message; 0: by the size of the batch. On a slow wire they are those that TCP sends at once:
-// what there is to be done for each is little against the 100 us that it takes.
+// The size of messages; 0: it depends on the batch. On a slow wire a message is as large as TCP
+// sends at once: its overhead is small against the 100 us that it takes.
 size_t HostBackend::MessageBytes() const {
   return shape_.hosts > 1 && kHostMessage * options_.wire.beta_s > 100e-6 ? kHostMessage : 0;
 }

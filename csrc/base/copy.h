@@ -5,7 +5,7 @@
 
 namespace hororing {
 
-// As memcpy.
+// Like memcpy.
 void CopyBytes(void* to, const void* from, size_t bytes);
 
 }  // namespace hororing

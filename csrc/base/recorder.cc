@@ -16,7 +16,7 @@ namespace {
 
 constexpr size_t kEvents = 1024, kName = 53, kMostText = 3500;
 
-// As hororing/recorder.py reads it.
+// hororing/recorder.py reads this layout.
 struct Entry {
   std::atomic<int64_t> time_ns;  // 0: it is being written
   Event event;

@@ -22,7 +22,7 @@ inline Floats FloatsFromHalfs(Shorts halfs) {
 inline Shorts HalfsFromFloats(Floats floats) {
   return BitCast<Shorts>(_mm256_cvtps_ph(BitCast<__m256>(floats), _MM_FROUND_TO_NEAREST_INT));
 }
-// What __builtin_convertvector makes of these is half as fast (GCC 12).
+// __builtin_convertvector would be half as fast here (GCC 12).
 inline Bits Widen(Shorts shorts) {
   return BitCast<Bits>(_mm256_cvtepu16_epi32(BitCast<__m128i>(shorts)));
 }

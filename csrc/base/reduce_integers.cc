@@ -27,8 +27,8 @@ T Truncate(double value) {
   return static_cast<T>(value);
 }
 
-// Everything happens modulo 2^64 (2^128), whose remainder modulo 2^bits is what the element
-// type's own wrapping arithmetic gives; sums of fewer than 2^32 ranks do not wrap at all.
+// All arithmetic is modulo 2^64 (2^128). Its remainder modulo 2^bits equals the result of the
+// element type's own wrapping arithmetic. Sums of fewer than 2^32 ranks do not wrap at all.
 template <typename T>
 struct Kernels {
   static constexpr bool kIs64 = sizeof(T) == 8;

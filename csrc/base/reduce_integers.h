@@ -13,7 +13,7 @@ namespace hororing {
 // The functions for one integer type. `Wide` is int64_t, or a 128-bit integer for int64.
 struct IntegerKernels {
   size_t wide_bytes;
-  // As ReduceFunction; `average` says that the quotient is wanted, of the exact sum.
+  // Like ReduceFunction. `average`: divide the exact sum.
   void (*reduce)(const Factors& factors, Arithmetic arithmetic, bool average, void* result,
                  const void* const* sources, int count, size_t n);
   // The steps of an average.

@@ -15,7 +15,7 @@ namespace hororing {
 namespace {
 
 constexpr size_t kLine = 64;
-// Of a copy. Below, nothing is gained.
+// The smallest copy that gains from it.
 constexpr size_t kLeast = 512;
 
 #if defined(__SSE2__)

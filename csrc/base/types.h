@@ -34,6 +34,7 @@ enum class ReduceOp : uint8_t {
   kMax = 4,
   kProduct = 5,
 };
+constexpr int kReduceOpCount = 6;
 
 enum class Collective : uint8_t {
   kAllreduce = 0,
@@ -62,8 +63,8 @@ const char* Name(Collective kind);                         // "allreduce"
 const char* UpperName(Collective kind);                    // "ALLREDUCE", as in the timeline
 std::string ShapeText(const std::vector<int64_t>& shape);  // "[256, 128]"
 
-// A tensor as the core sees it: contiguous memory that somebody else owns and keeps alive until the
-// handle that it was submitted under has completed.
+// A tensor as the core sees it: contiguous memory that the caller owns and keeps alive until the
+// request's handle is complete.
 struct TensorView {
   static constexpr int kHost = -1;
 

@@ -67,11 +67,11 @@ HR_EXPORT int hr_wait_many_in_stream(const int64_t* handles, int32_t count, doub
 HR_EXPORT int hr_landed(int64_t handle) {
   if (InForkedChild()) return -Remember(NotInitialized());
   const std::shared_ptr<HandleTable> handles = Handles();
-  if (handles->Poll(handle) == HandleTable::Look::kPending) return 0;
+  if (handles->Poll(handle) == HandleState::kPending) return 0;
   const std::shared_ptr<const DeviceEvent> done_event = handles->DoneEvent(handle);
   bool reached = false;
   // A device that does not answer uses no memory any more.
-  return done_event == nullptr || !done_event->Look(&reached).ok() || reached;
+  return done_event == nullptr || !done_event->Poll(&reached).ok() || reached;
 }
 
 HR_EXPORT int hr_result_rows(int64_t handle, int32_t index, int64_t* rows) {
@@ -82,7 +82,7 @@ HR_EXPORT int hr_result_rows(int64_t handle, int32_t index, int64_t* rows) {
 HR_EXPORT int hr_move_result(int64_t handle, int32_t index, uintptr_t memory, uintptr_t stream) {
   const int waits = hr_wait_in_stream(handle, stream);
   if (waits != HR_OK) return waits;
-  GatheredTensor gathered;
+  ResultBuffer gathered;
   const Status taken = Handles()->Take(handle, static_cast<size_t>(index), &gathered);
   if (!taken.ok() || gathered.on_device() == nullptr) return Remember(taken);
   return Remember(gathered.on_device()->MoveTo(reinterpret_cast<void*>(memory), gathered.bytes(),

@@ -18,13 +18,13 @@ int WaitMany(const int64_t* handles, int32_t count, double timeout_s,
   const size_t number = static_cast<size_t>(count);
   bool all_ok = false;
   const std::shared_ptr<HandleTable>& table = Handles();
-  HandleTable::Look look = table->WaitMany(handles, number, 0, &all_ok, done_events);
-  if (look == HandleTable::Look::kPending && timeout > 0) {
+  HandleState state = table->WaitMany(handles, number, 0, &all_ok, done_events);
+  if (state == HandleState::kPending && timeout > 0) {
     const std::shared_ptr<Engine> engine = CurrentEngine();
-    look = engine != nullptr ? engine->WaitMany(handles, number, timeout, &all_ok, done_events)
-                             : table->WaitMany(handles, number, timeout, &all_ok, done_events);
+    state = engine != nullptr ? engine->WaitMany(handles, number, timeout, &all_ok, done_events)
+                              : table->WaitMany(handles, number, timeout, &all_ok, done_events);
   }
-  if (look == HandleTable::Look::kPending) return HR_PENDING;
+  if (state == HandleState::kPending) return HR_PENDING;
   if (all_ok) return HR_OK;
   return Remember(Status(Code::kInvalidArgument, "some of these handles have failed"));
 }
@@ -37,9 +37,9 @@ HR_EXPORT int hr_poll(int64_t handle) {
   if (InForkedChild()) return -Remember(NotInitialized());
   const std::shared_ptr<Engine> engine = CurrentEngine();
   switch (engine != nullptr ? engine->Poll(handle) : Handles()->Poll(handle)) {
-    case HandleTable::Look::kPending: return 0;
-    case HandleTable::Look::kDone: return 1;
-    case HandleTable::Look::kUnknown: break;
+    case HandleState::kPending: return 0;
+    case HandleState::kDone: return 1;
+    case HandleState::kUnknown: break;
   }
   return -Remember(Status(Code::kInvalidArgument, "there is no handle " + std::to_string(handle)));
 }
@@ -56,16 +56,16 @@ HR_EXPORT int hr_wait(int64_t handle, double timeout_s) {
   Status status;
   const TimeNs timeout = timeout_s < 0 ? kForever : Scaled(timeout_s, kSecond);
   const std::shared_ptr<Engine> engine = CurrentEngine();
-  HandleTable::Look look;
+  HandleState state;
   if (engine != nullptr) {
-    look = engine->Wait(handle, timeout, &status);
+    state = engine->Wait(handle, timeout, &status);
   } else {
-    look = Handles()->Wait(handle, timeout, &status);
+    state = Handles()->Wait(handle, timeout, &status);
   }
-  switch (look) {
-    case HandleTable::Look::kPending: return HR_PENDING;
-    case HandleTable::Look::kDone: return Remember(status);
-    case HandleTable::Look::kUnknown: break;
+  switch (state) {
+    case HandleState::kPending: return HR_PENDING;
+    case HandleState::kDone: return Remember(status);
+    case HandleState::kUnknown: break;
   }
   return Remember(Status(Code::kInvalidArgument, "there is no handle " + std::to_string(handle)));
 }
@@ -76,7 +76,7 @@ HR_EXPORT int hr_wait_many(const int64_t* handles, int32_t count, double timeout
 
 HR_EXPORT int hr_take_result(int64_t handle, int32_t index, hr_result* result) {
   if (InForkedChild()) return Remember(NotInitialized());
-  GatheredTensor gathered;
+  ResultBuffer gathered;
   const Status status = Handles()->Take(handle, static_cast<size_t>(index), &gathered);
   if (!status.ok()) return Remember(status);
   if (gathered.on_device() != nullptr) {

@@ -65,6 +65,7 @@ typedef enum hr_op {
   HR_MAX = 4,
   HR_PRODUCT = 5
 } hr_op;
+enum { HR_OP_COUNT = 6 }; /* the number of reduction operations */
 
 typedef enum hr_collective {
   HR_ALLREDUCE = 0,
@@ -182,13 +183,14 @@ typedef struct hr_request {
    * beyond their sum are not sent. HR_ADD_PROCESS_SET: the ranks. */
   const int64_t* integers;
   int32_t integers_count;
-  int32_t blocking; /* nonzero: this thread calls hr_wait next. Nobody needs to wake the engine,
+  int32_t blocking; /* nonzero: this thread calls hr_wait next. The engine need not be woken,
                            and small sums need no negotiation where the ranks of a host make them
                            at the same time (ADR 33) */
   uintptr_t stream; /* tensors on a device: the CUDA stream whose work, so far, computes them; 0:
                        the default stream */
   const uintptr_t* streams; /* the stream of each tensor, where they differ; NULL: all `stream` */
-  uint64_t id;              /* hr_start's, of this request; 0 at first */
+  uint64_t id; /* set by hr_start when the request is prepared; 0 at first. Neither a cache id nor a
+                  process set's id */
 } hr_request;
 
 typedef struct hr_result {
@@ -238,8 +240,8 @@ void hr_answer(const char* const* texts, const char* error);
  * else pending fails with HR_SHUT_DOWN on every rank, `reason` in the text ("" for none).
  * Returns within about timeout_s also when peers are dead. hr_init works again afterwards. */
 int hr_shutdown(const char* reason, double timeout_s);
-/* As hr_shutdown, without waiting for anybody: peers fail with HR_PEER_LOST and `reason`. For
- * a process that is about to die, or an hr_init that nobody waits for any more. */
+/* The same without waiting for the peers, which fail with HR_PEER_LOST and `reason`. For a process
+ * that is about to exit, or to give up hr_init. */
 int hr_abort(const char* reason);
 /* Finalises MPI if this library initialised it. At the end of the process only. */
 void hr_finalize(void);
@@ -278,9 +280,9 @@ int32_t hr_start(hr_request* const* requests, const uintptr_t* addresses, int32_
                  int64_t* handles);
 /* 1 when complete, 0 when pending, HR_INVALID_ARGUMENT negated when there is no such handle. */
 int hr_poll(int64_t handle);
-/* For one thread that waits for any of many handles: waits at most timeout_s until a handle that
- * hr_poll has found pending is complete since the call that returned `seen`, and returns the next
- * `seen`. At once with -1. */
+/* For a thread that waits for any of many handles. Blocks until the completion counter exceeds
+ * `seen`, or until the timeout. The counter counts handles that a caller had polled or waited for
+ * before they completed. Returns the counter; at once if `seen` is -1. */
 int64_t hr_next_completion(int64_t seen, double timeout_s);
 /* Waits at most timeout_s (< 0: for ever): HR_PENDING, or the handle's final code. The handle
  * stays valid until hr_release. */

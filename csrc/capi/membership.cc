@@ -32,9 +32,9 @@ std::shared_ptr<Membership> Current() {
 
 }  // namespace
 
-Status LookAtGeneration(int64_t generation) {
+Status CheckGeneration(int64_t generation) {
   const std::shared_ptr<Membership> membership = Current();
-  return generation == 0 || membership == nullptr ? Status::Ok() : membership->Look(generation);
+  return generation == 0 || membership == nullptr ? Status::Ok() : membership->Check(generation);
 }
 
 }  // namespace hororing
@@ -46,7 +46,7 @@ HR_EXPORT void hr_membership_begin(int32_t socket, double interval_s) {
   Exchange(std::make_shared<Membership>(socket, Scaled(interval_s, kSecond), RevokeGeneration));
 }
 
-// What is replaced is destroyed here, outside of the lock: its thread may be about to revoke.
+// The old membership is destroyed here, outside of the lock: its thread may be about to revoke.
 HR_EXPORT void hr_membership_end(void) {
   if (!InForkedChild()) Exchange(nullptr);
 }

@@ -140,5 +140,5 @@ HR_EXPORT void hr_stats_now(hr_stats* stats) {
   stats->allreduces_ring = allreduces(AlgorithmUsed::kRing);
   stats->allreduces_recursive_doubling = allreduces(AlgorithmUsed::kRecursiveDoubling);
   stats->allreduces_rank_order = allreduces(AlgorithmUsed::kRankOrder);
-  stats->allreduces_at_once = allreduces(AlgorithmUsed::kRendezvous);
+  stats->allreduces_at_once = allreduces(AlgorithmUsed::kOneShot);
 }

@@ -46,8 +46,8 @@ Process& TheProcess() {
   return *process;
 }
 
-// In a forked child the engine's thread does not exist and locks may be held by nobody:
-// nothing of the parent's state is touched there.
+// In a forked child the engine's thread does not exist, and locks may be held by threads that do
+// not exist either. The child therefore does not touch the parent's state.
 std::atomic<bool> in_forked_child{false};
 
 void WatchForks() {
@@ -156,7 +156,7 @@ WorldOptions WorldOptionsFrom(const hr_config& from) {
   return options;
 }
 
-// How long an engine may take that waits for nobody any more.
+// The time that an engine may take to stop once its waits have ended.
 constexpr TimeNs kAbortTime = 2 * kSecond;
 
 Status Late() {
@@ -242,7 +242,7 @@ HR_EXPORT int hr_init(const hr_config* config) {
     process.generation = config->generation;
   }
   // It may have been over before there was anything to revoke.
-  const Status over = LookAtGeneration(config->generation);
+  const Status over = CheckGeneration(config->generation);
   if (!over.ok()) RevokeGeneration(config->generation, over);
   return HR_OK;
 }
@@ -300,7 +300,7 @@ HR_EXPORT int hr_shutdown(const char* reason, double timeout_s) {
 
 HR_EXPORT int hr_abort(const char* reason) {
   return EndEngine(reason, [&](Engine& engine) {
-    // Where it starts it may be inside MPI_Init, and for long.
+    // While it starts, it may be inside MPI_Init for a long time.
     const bool starting = engine.state() == Engine::State::kStarting;
     return engine.Abort(Text(reason), starting ? kSecond / 2 : kAbortTime);
   });

@@ -1,4 +1,4 @@
-// What the files of the C interface share: the process's engine, and the thread's last error.
+// State that the files of the C interface share: the process's engine, and the thread's last error.
 #pragma once
 
 #include <memory>
@@ -13,9 +13,9 @@
 
 namespace hororing {
 
-// Nothing of the parent's state may be touched in a forked child: locks may be held by nobody.
+// A forked child must not touch the parent's state: threads that hold its locks do not exist there.
 bool InForkedChild();
-// Those of all engines of the process.
+// The handles of all engines of the process.
 const std::shared_ptr<HandleTable>& Handles();
 // hr_wait_many; `done_events` as for HandleTable::WaitMany.
 int WaitMany(const int64_t* handles, int32_t count, double timeout_s,
@@ -26,8 +26,8 @@ Status NotInitialized();
 // Ends every wait of the engine, if it is of that generation of an elastic job or an earlier one.
 // Any thread; does not block.
 void RevokeGeneration(int64_t generation, const Status& why);
-// Not ok where it is known to be over. (capi/membership.cc)
-Status LookAtGeneration(int64_t generation);
+// Not ok if the generation is known to be over. (capi/membership.cc)
+Status CheckGeneration(int64_t generation);
 // For hr_last_error; returns the code.
 int Remember(const Status& status);
 

@@ -10,6 +10,8 @@
 #include "negotiation/validate.h"
 
 namespace hororing {
+static_assert(HR_OP_COUNT == kReduceOpCount);
+
 namespace {
 
 Status Invalid(const Request& request, const std::string& what) {
@@ -29,7 +31,7 @@ Status CheckSet(const Request& request, const ProcessSet* set, int rank) {
                               (set->ranks.empty() ? "no ranks" : RanksText(set->ranks)));
 }
 
-// Which rows of an alltoall go where.
+// Fills in the splits of an alltoall.
 Status Split(const hr_request& from, const ProcessSet& set, TensorEntry* entry) {
   Request& request = entry->request;
   if (request.kind != Collective::kAlltoall) return Status::Ok();
@@ -86,7 +88,7 @@ Status CheckReduction(const Request& request, const TensorView& view, int size) 
   return status.ok() ? status : Invalid(request, status.message());
 }
 
-// What can be seen to be wrong on this rank alone.
+// Finds errors that this rank can see alone.
 Status CheckLocally(const TensorEntry& entry, const ProcessSet& set) {
   const Request& request = entry.request;
   const bool allocated =
@@ -122,7 +124,7 @@ Status CheckLocally(const TensorEntry& entry, const ProcessSet& set) {
   return Status::Ok();
 }
 
-// Into an entry that may have been another's, whose memory is used again.
+// Fills in an entry. It may have been used before, so that its memory is reused.
 Status EntryFrom(const hr_request& from, TensorEntry* entry) {
   Request& request = entry->request;
   request.name = from.name != nullptr ? from.name : "";
@@ -140,7 +142,7 @@ Status EntryFrom(const hr_request& from, TensorEntry* entry) {
   if (request.name.empty()) return Invalid(request, "the name is empty");
   request.process_set = from.process_set;
   if (IsReduction(request.kind)) {
-    if (from.op < HR_AVERAGE || from.op > HR_PRODUCT) {
+    if (from.op < 0 || from.op >= kReduceOpCount) {
       return Invalid(request, "there is no reduce operation number " + std::to_string(from.op));
     }
     request.op = static_cast<ReduceOp>(from.op);

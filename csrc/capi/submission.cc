@@ -22,8 +22,8 @@ Status MarkReady(Engine& engine, const hr_request& from, StreamEvents* events, T
   return engine.MarkReady(entry->views[0].device, streams, events, entry);
 }
 
-// `id`: as of Engine::Submit. `events`: of all that are submitted together.
-// Whether `known` is the allreduce of one tensor in host memory that `from` is, which has memory.
+// Whether `known` is the request `from`, an allreduce of one tensor in host memory, and `from` has
+// memory.
 bool IsSame(const hr_request& from, const Request& known) {
   const hr_tensor& tensor = from.tensors[0];
   const Request::Tensor& as = known.tensors[0];
@@ -46,15 +46,17 @@ bool StartNext(Engine& engine, const hr_request& from, int64_t* handle) {
                           reinterpret_cast<void*>(from.tensors[0].output), WeightOf(from), handle);
 }
 
+// `id`: see Engine::Submit. `events`: shared by all requests of one call.
 Status Submit(Engine& engine, const hr_request& from, bool blocking, StreamEvents* events,
               uint64_t* id, int64_t* handle) {
   thread_local std::unique_ptr<TensorEntry> entry;  // the memory of one is used again
   if (entry == nullptr) entry = std::make_unique<TensorEntry>();
   HORORING_RETURN_IF_ERROR(MakeEntry(from, engine.sets(), engine.topology().rank, entry.get()));
-  if (blocking && engine.AllreduceAtRendezvous(*entry, handle)) return Status::Ok();
+  if (blocking && engine.AllreduceOneShot(*entry, handle)) return Status::Ok();
   Status status = MarkReady(engine, from, events, entry.get());
   if (status.ok()) status = engine.Submit(&entry, handle, id);
-  if (entry != nullptr) entry->ready.clear();  // nobody else would, until who knows when
+  // Release the events now; the cached entry may live as long as the thread.
+  if (entry != nullptr) entry->ready.clear();
   return status;
 }
 

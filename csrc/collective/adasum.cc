@@ -135,7 +135,7 @@ class Adasum {
   }
 
  private:
-  // Where `count` positions lie, in elements.
+  // The span of `count` positions, in elements.
   Span Of(int position, int count) const {
     const size_t begin = begins_[static_cast<size_t>(position)];
     return {begin, begins_[static_cast<size_t>(position + count)] - begin};

@@ -8,7 +8,7 @@ namespace {
 
 constexpr const char* kNames[] = {"auto", "ring", "recursive_doubling", "three_phase", "leader"};
 
-// What a message or a wait for the others takes within a host, and combining a byte.
+// Seconds for a message or a wait for the others within a host, and for combining a byte.
 constexpr double kLocalAlpha = 5e-6, kGamma = 0.2e-9;
 
 int Log2(int n) {
@@ -100,8 +100,8 @@ bool GoesWhole(const Volume& volume, int hosts, const WireCost& wire) {
   return (whole - there_and_back) * wire.beta_s <= wire.alpha_s;
 }
 
-// Of S bytes the largest host sends (H-1)/H S as partial results, or most (N - most)/N S as they
-// are.
+// The largest host sends (H-1)/H of S bytes as partial results, or most (N - most)/N of them
+// unreduced.
 bool ScattersByHost(const ReduceSpec& spec, const HostShape& shape) {
   if (!shape.shared) return false;
   const double hosts = shape.hosts, ranks = shape.ranks, most = shape.most;

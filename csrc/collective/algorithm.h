@@ -31,7 +31,7 @@ enum class AlgorithmUsed {
   kRing,
   kRecursiveDoubling,
   kRankOrder,
-  kRendezvous,  // the engine, without a backend (engine/rendezvous_allreduce.cc)
+  kOneShot,  // the engine, without a backend (engine/one_shot_allreduce.cc)
 };
 constexpr size_t kAlgorithmsUsed = 8;
 
@@ -63,12 +63,12 @@ struct AllreduceOptions {
   Algorithm OnlyAlgorithm() const;
 };
 
-// Of every class of batches: one name for all of them, or as many with commas between them.
+// `names`: one algorithm for all classes of batches, or one per class, separated by commas.
 Status Parse(const std::string& names, AllreduceOptions* options);
 // The inverse.
 std::string Names(const AllreduceOptions& options);
 
-// What an allreduce moves, in bytes.
+// The data that an allreduce moves, in bytes.
 struct Volume {
   size_t bytes = 0;
   size_t partial = 0;  // as partial results

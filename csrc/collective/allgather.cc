@@ -10,14 +10,14 @@
 //   rank r sends    chunk r - s
 //   rank r receives chunk r - 1 - s, to its place
 //
-// What is received in step s is sent on in step s + 1, segment by segment. Chunks may differ in
-// size; empty ones take no message. Cost per rank: (N-1) messages' latency; every byte of the
+// A rank passes on in step s + 1 what it receives in step s, segment by segment. Chunks may differ
+// in size; empty ones take no message. Cost per rank: (N-1) messages' latency; every byte of the
 // others is received once, and all but one chunk is sent once.
 //
-// Where every rank has a wire of its own, each may as well send its chunk straight to all others,
-// by the pairwise exchange of alltoall.cc: the same bytes on every wire, one latency, and of every
-// peer only as much is under way as has been asked for. A ring's first step sends a whole chunk at
-// once, which fills the queues before the wires.
+// If every rank has its own wire, each may send its chunk directly to all others instead, by the
+// pairwise exchange of alltoall.cc: the same bytes on every wire and one latency. That exchange
+// bounds the bytes in flight per peer, whereas a ring's first step sends a whole chunk at once,
+// which fills the queues before the wires.
 //
 // Source: the all-gather of R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective
 // communication operations in MPICH", Int. J. High Perform. Comput. Appl. 19 (2005) 49-66,

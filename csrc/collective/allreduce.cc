@@ -1,8 +1,8 @@
 // The choice among the allreduce algorithms: a pure function of (world size, layout, reproducible),
 // which are equal on all ranks.
 //
-// Where recursive doubling ends: with alpha seconds per message and beta seconds per byte it takes
-// log2(N) (alpha + S beta), the others 2(N-1) (alpha + S/N beta). They meet at
+// The limit of recursive doubling: with alpha seconds per message and beta seconds per byte it
+// takes log2(N) (alpha + S beta), the others 2(N-1) (alpha + S/N beta). The times are equal at
 //
 //   S = alpha / beta * (2(N-1) - log2 N) / (log2 N - 2(N-1)/N)
 //
@@ -24,7 +24,7 @@ constexpr size_t kRecursiveDoublingBytes = 64 << 10;
 Status Allreduce(Transport& transport, const ReduceBuffer& buffer, const FlatOptions& options,
                  Scratch& scratch, TimeNs deadline, AlgorithmUsed* used) {
   const GatherOptions& gather = options.gather;
-  // Not even recursive doubling's fixed tree: whether a tensor is in a small batch is not
+  // Recursive doubling's fixed tree is excluded, too: whether a tensor is in a small batch is not
   // reproducible.
   if (options.reproducible) {
     *used = AlgorithmUsed::kRankOrder;

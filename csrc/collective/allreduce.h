@@ -48,7 +48,7 @@ class Scratch {
   size_t bytes_ = 0;
 };
 
-// What is summed, in place. The whole of each ReduceSpec is honoured: prescale before, Average's
+// A buffer to reduce in place. Each ReduceSpec is applied in full: prescale before, Average's
 // division and postscale after.
 struct ReduceBuffer {
   ReduceBuffer() = default;
@@ -75,7 +75,7 @@ struct FlatOptions {
   Algorithm algorithm = Algorithm::kAuto;
   // For the order of the ranks; and for messages and gathering of those in rank order.
   GatherOptions gather;
-  // Of messages of kRing; 0: those of `gather`. Changes no bit.
+  // The size of messages of kRing; 0: that of `gather`. It changes no bits.
   size_t segment_bytes = 0;
 };
 // Chooses among them, and sets `used`.

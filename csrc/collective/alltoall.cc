@@ -1,5 +1,5 @@
 // All-to-all by pairwise exchange: in step i = 1 .. N-1 rank r sends to r + i and receives from
-// r - i (modulo N), so that at each step everybody sends to somebody else.
+// r - i (modulo N), so that at each step every rank sends to a different one.
 //
 //                rank 0          rank 1          rank 2
 //   input        a0 a1 a2        b0 b1 b2        c0 c1 c2        digit: the rank it is for
@@ -40,7 +40,7 @@ namespace {
 
 constexpr size_t kAhead = 8, kMostAhead = 64;  // requests
 
-// What comes next of `part` when `done` bytes of it are posted.
+// The next segment of `part` when `done` bytes of it are posted.
 Span Segment(const Span& part, size_t done, size_t segment) {
   const size_t begin = std::min(part.size, done);
   return {part.begin + begin, std::min(segment, part.size - begin)};

@@ -8,7 +8,7 @@
 //
 // Tree: place p > 0 receives from p without its lowest set bit; with b the value of that bit
 // (for the root: the least power of two that is at least N), it then sends to p + b/2, p + b/4,
-// ..., p + 1, where those are below N. Everybody has it after ceil(log2 N) messages of S bytes.
+// ..., p + 1, where those are below N. All have it after ceil(log2 N) messages of S bytes.
 //
 // Chain: place p receives every segment from p - 1 and passes it on to p + 1 as it comes. The
 // last place has it after N - 2 + K messages of S / K bytes, for K segments.
@@ -72,7 +72,7 @@ Status Chain(Transport& transport, int root, std::byte* data, size_t bytes, size
     }
     if (place < size - 1) {
       sends.Add(transport.Send(next, at(number), size_of(number)));
-      // Bounds what is under way. The successor waits for nobody behind it but in the same way.
+      // Bounds the transfers in flight. The successor waits for its own successor in the same way.
       if (number >= kAhead) HORORING_RETURN_IF_ERROR(sends.WaitFirst(number + 1 - kAhead));
     }
   }

@@ -8,8 +8,8 @@
 //   combine      a               b               c              ReduceMany, in rank order
 //
 // In round k = 0, 1, ... rank r sends segment k of part r + i (modulo N) to rank r + i, and
-// receives segment k of part r from rank r - i, for i = 1 .. N-1: at each i everybody sends to
-// somebody else. There are as many rounds as the largest part has segments; a part that is
+// receives segment k of part r from rank r - i, for i = 1 .. N-1: at each i every rank sends to a
+// different one. There are as many rounds as the largest part has segments; a part that is
 // shorter takes no message in the last ones. K rounds are under way: one is combined while the next
 // ones arrive; the scratch is K (N-1) segments, bounded by kScratchBytes. K is 2, and more for few
 // ranks where segments are as long as a message between hosts.
@@ -86,7 +86,7 @@ class Exchange {
     const size_t begin = std::min(part.size, round * segment_);
     return {part.begin + begin, std::min(segment_, part.size - begin)};
   }
-  // Where the contribution of the i-th rank before this one lies, i = 1 .. N-1.
+  // The contribution of the i-th rank before this one, i = 1 .. N-1.
   std::byte* Slot(size_t round, int i) {
     const size_t slot =
         round % depth_ * static_cast<size_t>(size_ - 1) + static_cast<size_t>(i) - 1;

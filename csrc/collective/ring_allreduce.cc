@@ -23,7 +23,7 @@
 //   s = 3   c'             a'             b'
 //
 // Chunk r is completed on rank r, so that all ranks hold the bits of the one that finished it.
-// What rank r receives in step s it sends on in step s + 1, segment by segment, also from the
+// Rank r passes on in step s + 1 what it receives in step s, segment by segment, also from the
 // reduce-scatter to the all-gather: no rank waits for a whole chunk, and the wire is never idle.
 //
 // Cost per rank: 2(N-1) messages' latency, 2(N-1)/N * S bytes sent and as many received, the

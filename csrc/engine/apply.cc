@@ -34,8 +34,8 @@ void Loop::Apply(const Agreement& agreement) {
           Record(Event::kAgreed, now, request.kind, request.name);
           const Collective kind = request.kind;
           if (agreed->entry->views.empty() && kind != Collective::kBarrier) {
-            // In its place among the batches, since it is about who takes part in them. Not so a
-            // barrier: ranks that do not hear of it must come to the same batches.
+            // It changes which ranks take part in batches, so it keeps its place among them. A
+            // barrier does not: ranks outside its process set must compute the same batches.
             Run(&work);
             if (!final_) Settle(*agreed);
           } else {
@@ -68,7 +68,7 @@ void Loop::Apply(const Agreement& agreement) {
   applied_ = agreement.sequence;
 }
 
-// For how long requests come together before they are reported.
+// Sets how long requests are collected before they are reported.
 void Loop::SetCycleTime(TimeNs cycle_time_ns) {
   pace_.set_cycle_time(cycle_time_ns);
   if (host_reports_) host_reports_->set_cycle_time(ReportPace::kPatience * cycle_time_ns);
@@ -82,15 +82,15 @@ void Loop::Run(std::vector<Work>* work) {
   if (!status.ok()) End(status);
 }
 
-// What this rank has to do of a decision about the request that is cached as `id`, if it is cached;
-// nothing, where it does not take part.
+// Returns this rank's part of a decision. `id`: the cache id of the request, if it is cached.
+// Nothing if this rank does not take part.
 std::optional<Work> Loop::Agreed(const Decision& decision, uint64_t id) {
   if (!shared_.sets.Holds(decision.process_set)) return std::nullopt;
   Work work;
   const Decision::Details& details = decision.details();
   const bool cached = details.name.empty();
   work.entry =
-      cached ? Reported(id) : shared_.tensors.Find(Key(decision.process_set, details.name));
+      cached ? TakeInFlight(id) : shared_.tensors.Find(Key(decision.process_set, details.name));
   const RequestRecord* const known = cached ? shared_.tensors.Known(id) : nullptr;
   if (work.entry == nullptr) {
     if (details.stand_in) {
@@ -106,7 +106,7 @@ std::optional<Work> Loop::Agreed(const Decision& decision, uint64_t id) {
   if (!details.weights.empty()) work.weights = &details.weights;
   work.rows = known != nullptr ? &known->rows : &details.rows;
   if (!cached) {
-    Reported(work.entry->cache_id);  // by what is replaced now
+    TakeInFlight(work.entry->cache_id);  // this id is replaced now
     if (id != 0) shared_.tensors.Define(id, work.entry->request, details.rows);
     work.entry->cache_id = id;
   }
@@ -114,13 +114,13 @@ std::optional<Work> Loop::Agreed(const Decision& decision, uint64_t id) {
   return work;
 }
 
-// What is in flight under this id, which nothing is from now on.
-TensorEntry* Loop::Reported(uint64_t id) {
+// Returns the in-flight entry with this cache id and clears it. Null if there is none.
+TensorEntry* Loop::TakeInFlight(uint64_t id) {
   RequestRecord* const known = shared_.tensors.Known(id);
   return known == nullptr ? nullptr : std::exchange(known->reported, nullptr);
 }
 
-// This rank has joined, and contributes what leaves the others' values as they are.
+// This rank has joined. It contributes neutral values, which leave the others' values as they are.
 TensorEntry* Loop::StandIn(const Request& request) {
   auto entry = std::make_unique<TensorEntry>();
   entry->request = request;
@@ -129,8 +129,8 @@ TensorEntry* Loop::StandIn(const Request& request) {
     TensorView view;
     view.dtype = tensor.dtype;
     view.shape = tensor.shape;
-    view.device = tensor.on_device ? 0 : TensorView::kHost;  // which, nobody asks
-    GatheredTensor memory;
+    view.device = tensor.on_device ? 0 : TensorView::kHost;  // the number is not used
+    ResultBuffer memory;
     if (!memory.Allocate(view.bytes(), 0)) {
       End(Status(Code::kInternal, "no memory to take part in " + request.Title() + " after join, " +
                                       std::to_string(view.bytes()) + " bytes"));
@@ -154,17 +154,17 @@ TensorEntry* Loop::StandIn(const Request& request) {
   return stand_ins_.back().get();
 }
 
-Status Loop::ToDevice(size_t bytes, GatheredTensor* memory) {
+Status Loop::ToDevice(size_t bytes, ResultBuffer* memory) {
   std::shared_ptr<Device> device;
   HORORING_RETURN_IF_ERROR(shared_.devices->Any(&device));
-  GatheredTensor moved;
+  ResultBuffer moved;
   HORORING_RETURN_IF_ERROR(moved.AllocateOn(*device, bytes, 0));
   HORORING_RETURN_IF_ERROR(device->CopyToDevice(moved.data(), memory->data(), bytes));
   *memory = std::move(moved);
   return Status::Ok();
 }
 
-// A request without tensors: that all ranks have agreed is all there is to it, mostly.
+// Completes a request without tensors. Mostly the agreement itself is all that it needs.
 void Loop::Settle(const Work& work) {
   const Request& request = work.entry->request;
   if (request.kind == Collective::kAddProcessSet) {
@@ -183,7 +183,7 @@ void Loop::Settle(const Work& work) {
 }
 
 void Loop::AddSet(int32_t id, const Request& request) {
-  shared_.sets.Add(id, request.ranks, request.root != 0);
+  shared_.sets.Add(id, request.ranks, request.scope() != SetScope::kPublic);
   ++sets_added_;
   const ProcessSet set = *shared_.sets.Find(id);
   const int rank = set.IndexOf(topology_.rank);
@@ -218,11 +218,11 @@ void Loop::FailSettled(TensorEntry& entry, const Status& why) {
 void Loop::Fail(const Decision& decision) {
   const std::string key = Key(decision.process_set, decision.details().name);
   const TensorEntry* failed = shared_.tensors.Find(key);
-  // One that is not reported yet, in a set that is removed, is for RemoveSet.
+  // RemoveSet fails requests of a removed set that are not reported yet.
   if (failed == nullptr || failed->reported_ns == 0) return;
   if (shared_.trace.enabled()) TraceNegotiation(*failed);
   Record(Event::kFailed, NowNs(), failed->request.kind, failed->request.name);
-  Reported(failed->cache_id);
+  TakeInFlight(failed->cache_id);
   const std::unique_ptr<TensorEntry> entry = shared_.tensors.Remove(key);
   ++shared_.stats.completed;
   shared_.handles->Complete(entry->handle, decision.details().status, {});

@@ -99,7 +99,7 @@ std::vector<std::unique_ptr<Backend>> MakeSetBackends(const BackendOptions& opti
   }
   const HostGroup group(world.topology, members);
   ShmTransport* const local = dynamic_cast<ShmTransport*>(world.local.get());
-  // Where each host has one member, the wire is all there is.
+  // If each host has one member, there is only the wire.
   if (local != nullptr && counted && group.hosts() < group.size()) {
     backends.push_back(std::make_unique<HierarchicalBackend>(
         *world.transport, *local, world.topology, members, options.allreduce));

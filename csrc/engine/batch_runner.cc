@@ -27,7 +27,7 @@ std::vector<size_t> InBytes(const std::vector<int64_t>& rows, size_t first, size
   return bytes;
 }
 
-// What every rank gets or gives of a tensor, as the agreement says.
+// Fills in how many bytes of a tensor each rank sends or receives, as the agreement says.
 void SetSizes(const TensorEntry& of, size_t index, const std::vector<int64_t>& rows,
               const Communicator& communicator, BatchEntry* entry) {
   const TensorView& view = of.views[index];
@@ -168,12 +168,12 @@ Status BatchRunner::Run(const std::vector<Work>& work) {
     Communicator& communicator = communicators_.at(process_set);
     Fill(items, communicator);
     HORORING_RETURN_IF_ERROR(RunBatch(process_set, communicator));
-    // And with them what they hold. Those of an allreduce on the host hold nothing, mostly, and are
-    // used again.
+    // Entries may hold names, events and lists. Entries of an allreduce on the host hold none of
+    // these unless a timeline is written, so they are reused.
     const bool bare = batch_.kind == Collective::kAllreduce && !batch_.on_device;
     if (!bare || shared_.trace.enabled()) batch_.entries.clear();
   }
-  // Last: what a rank has submitted before a barrier has landed when the barrier lets it go on.
+  // Last, so that everything that a rank submitted before the barrier is complete when it returns.
   for (TensorEntry* barrier : barriers) Complete(barrier);
   return Status::Ok();
 }
@@ -284,8 +284,8 @@ Status BatchRunner::RunBatch(int32_t process_set, Communicator& communicator) {
   return Status::Ok();
 }
 
-// The next batch is that of entries_; what it completes is found out now, when they are in the
-// cache: after a batch they are not.
+// Before the batch of entries_: finds which of them it completes. Now they are in the CPU's cache;
+// after the batch they are not.
 void BatchRunner::Begin() {
   complete_.clear();
   persistent_.clear();
@@ -304,8 +304,8 @@ void BatchRunner::Begin() {
   }
 }
 
-// Of a batch that was carried out. What persists may be started again at once: nothing
-// is read of it afterwards.
+// Completes the entries of a batch that was carried out. The caller may start a persistent entry
+// again at once, so nothing of it is read afterwards.
 void BatchRunner::Complete() {
   const TimeNs now = NowNs();
   for (const TensorEntry* entry : persistent_) {
@@ -329,27 +329,26 @@ void BatchRunner::Complete(TensorEntry* entry) {
 Status BatchRunner::RemoveSet(int32_t id) {
   const auto communicator = communicators_.find(id);
   if (communicator == communicators_.end()) return Status::Ok();
-  // Ranks that are no members wait for this one meanwhile, in the next batch, and no longer than
-  // the whole time.
+  // Half of the limit: ranks that are not members wait for this one in the next batch meanwhile.
   const TimeNs deadline = After(NowNs(), shared_.config.timeout_ns / 2);
   Status left;
   for (const auto& backend : communicator->second.backends) {
     const Status status = backend->Leave(deadline);
     if (left.ok()) left = status;
   }
-  communicators_.erase(communicator);  // which breaks off what is left
+  communicators_.erase(communicator);  // aborts whatever is still pending
   if (left.ok()) return left;
   return Status(left.code(),
-                "process set " + std::to_string(id) +
-                    " could not be left in peace, and what was under way there on devices is "
-                    "lost; everything else goes on: " +
+                "could not shut down process set " + std::to_string(id) +
+                    " cleanly; its pending GPU operations were aborted. Other process sets are "
+                    "unaffected: " +
                     left.message(),
                 left.rank());
 }
 
-Status BatchRunner::LookAtDevices() {
+Status BatchRunner::CheckDevices() {
   for (const auto& [id, communicator] : communicators_) {
-    for (const auto& backend : communicator.backends) HORORING_RETURN_IF_ERROR(backend->Look());
+    for (const auto& backend : communicator.backends) HORORING_RETURN_IF_ERROR(backend->Poll());
   }
   return Status::Ok();
 }

@@ -1,7 +1,7 @@
 // BatchRunner: carries out agreed requests: stages PLAN, PACK .. UNPACK (in the backend) and
 // COMPLETE.
 //
-// Loop thread only.
+// Thread-safety: only for the holder of Engine::progress_mutex_.
 #pragma once
 
 #include <cstdint>
@@ -26,12 +26,12 @@ struct Work {
   const std::vector<double>* weights = nullptr;  // likewise; null: none
 };
 
-// What runs the batches of one process set that this rank is a member of.
+// Runs the batches of one process set that this rank is a member of.
 struct Communicator {
-  std::vector<int> ranks;                // of the job
+  std::vector<int> ranks;                // members, by their ranks in the job
   std::unique_ptr<Transport> transport;  // null: the engine's own
   std::vector<std::unique_ptr<Backend>> backends;
-  int rank = 0;  // of this rank among them
+  int rank = 0;  // this rank's index in `ranks`
 
   int size() const { return static_cast<int>(ranks.size()); }
 };
@@ -39,7 +39,7 @@ struct Communicator {
 class BatchRunner {
  public:
   BatchRunner(Shared& shared, Communicator world);
-  // Ends what is left on devices, without the other ranks.
+  // Aborts pending GPU operations, without the other ranks.
   ~BatchRunner();
   BatchRunner(const BatchRunner&) = delete;
   BatchRunner& operator=(const BatchRunner&) = delete;
@@ -47,12 +47,12 @@ class BatchRunner {
   void AddSet(int32_t id, Communicator communicator) {
     communicators_[id] = std::move(communicator);
   }
-  // On all its ranks. An error: what was under way there on devices is lost; the others go on.
+  // Called on all its ranks. After an error its pending GPU operations are lost; other sets go on.
   Status RemoveSet(int32_t id);
 
-  // What has gone wrong on devices since, if anything has.
-  Status LookAtDevices();
-  // All ranks end in peace: waits for devices, until `deadline`.
+  // Returns the error of a GPU batch that has failed since it was started, if any.
+  Status CheckDevices();
+  // Clean shutdown of all ranks: waits for devices, until `deadline`.
   void Leave(TimeNs deadline);
 
   // An allreduce batch of all ranks that was carried out.
@@ -60,14 +60,14 @@ class BatchRunner {
     int64_t bytes;
     TimeNs end;
   };
-  // Those since the last call, on rank 0 where it tunes.
+  // Returns the batches since the last call; only on rank 0, and only if it tunes.
   std::vector<Ran> TakeRan() { return std::exchange(ran_, {}); }
 
   // Runs `work` in as few batches as the fusion threshold allows and completes the entries as
   // their last tensors are done. An error leaves the world broken; what is not complete then
   // stays in the table, with the stage that it had reached.
   Status Run(const std::vector<Work>& work);
-  // Of an entry that has no tensors, or none left to do.
+  // Completes an entry whose tensors are all done, or that has none.
   void Complete(TensorEntry* entry);
 
  private:
@@ -87,13 +87,13 @@ class BatchRunner {
   const bool records_;  // for TakeRan
   std::vector<Ran> ran_;
   std::map<int32_t, Communicator> communicators_;  // by process set
-  // Of Run; their memory is used again.
+  // Scratch of Run; members so that their memory is reused.
   std::vector<Item> items_;
   std::vector<FusionItem> described_;
   Batch batch_;
   std::vector<TensorEntry*> entries_;
-  // Whose last tensors are in the batch: those that will be inactive, their handles, and all
-  // others.
+  // Entries whose last tensors are in the batch: persistent ones, which become inactive
+  // (`complete_` has their handles), and the rest.
   std::vector<TensorEntry*> persistent_, ending_;
   std::vector<int64_t> complete_;
 };

@@ -20,10 +20,10 @@ namespace {
 
 // How long ranks wait for one another when they all stop.
 constexpr TimeNs kCloseTime = 5 * kSecond;
-// What steps of the start with time limits of their own, which know more, get beyond it.
+// Extra time for steps of the start that have their own time limits, and better error texts.
 constexpr TimeNs kStartGrace = 2 * kSecond;
 
-// Somebody who has been stopped does not come.
+// Whether a peer is silent: it may be stopped, and then it does not close its side.
 bool IsSilent(Transport& transport) {
   for (int peer = 0; peer < transport.size(); ++peer) {
     if (peer != transport.rank() && transport.Silence(peer) > kSecond) return true;
@@ -31,7 +31,7 @@ bool IsSilent(Transport& transport) {
   return false;
 }
 
-// Waits for the others, as long as all are alive; after a stall not for who is `silent`.
+// Waits for the others, as long as all are alive; after a stall, not for ranks that are silent.
 void CloseAll(World& world, bool stalled = false) {
   const TimeNs deadline = After(NowNs(), kCloseTime);
   if (stalled) IsSilent(*world.transport);  // asks
@@ -172,7 +172,7 @@ void Engine::Serve(World& world, Loop& loop) {
   Status why;
   try {
     why = loop.Run(progress);
-  } catch (const std::exception& error) {  // from its last words: the loop itself catches
+  } catch (const std::exception& error) {  // from DrainAndStop: the loop itself catches
     why = Status(Code::kInternal, std::string("the engine broke: ") + error.what());
   }
   loop_ = nullptr;
@@ -182,9 +182,9 @@ void Engine::Serve(World& world, Loop& loop) {
   if (peaceful) CloseAll(world, why.code() == Code::kStalled);
 }
 
-// Of a start that has failed. Peers may have started already, and to them who goes without a word
-// has left in peace. Where all ranks have come to the same end, they wait for those that do not
-// know it yet: nobody must hear of it as of a rank that was lost.
+// Called when the start fails. Peers may already run; without an announcement they would take this
+// exit for a normal shutdown. If all ranks fail with the same error, wait for the others, so that
+// none reports a lost peer.
 void Engine::AnnounceStartFailure(World& world, const Status& why) {
   if (world.transport == nullptr) return;
   if (all_fail_) return CloseAll(world);
@@ -200,10 +200,10 @@ Status Engine::PrepareWorld(const WorldMaker& make_world, World* world) {
   transport_name_ = world->transport->name();
   shared_.transport_lets_callers = world->transport->eventcount() != nullptr;
   shared_.mailbox.Attach(world->transport.get());
-  // The tuner, and who counts steps, must see everything; the other backends come to other bits.
+  // Tuning and counting steps need to see every request. Other backends compute other bits.
   const bool direct = shared_.config.backend == "auto" || shared_.config.backend == "shm_direct";
   if (direct && !shared_.config.tune && shared_.config.timeline_to == 0)
-    rendezvous_ = world->transport->rendezvous();
+    exchange_ = world->transport->one_shot_exchange();
   neighbours_ = world->neighbours;
   world->transport->Watch(&calls_);
   if (!world->note.empty()) Log(LogLevel::kWarning, world->note);
@@ -213,7 +213,7 @@ Status Engine::PrepareWorld(const WorldMaker& make_world, World* world) {
   return same;
 }
 
-// Everything that is left fails with `why`, and so does everything that comes later.
+// Fails all pending and all later requests with `why`.
 void Engine::Finish(const Status& why) {
   shared_.mailbox.Close(why);
   state_ = why.code() == Code::kShutDown ? State::kStopped : State::kFailed;
@@ -224,7 +224,7 @@ void Engine::Finish(const Status& why) {
     Record(Event::kFailed, now, entry->request.kind, entry->request.name);
     shared_.handles->Complete(entry->handle, During(*entry, why), {});
   }
-  // The end of an event is a call of the driver, which the loop's thread may have locked.
+  // Destroying an event calls the driver, which the loop's thread may have locked.
   if (abandoned()) left_behind_ = std::move(left);
 }
 
@@ -237,7 +237,7 @@ Status Engine::MarkReady(int ordinal, const std::vector<CuStream>& streams, Stre
     if (event == nullptr) status = device->Record(streams[i], &event);
     entry->ready.push_back(event);
   }
-  // That CUDA is broken is no fault of the engine's, which goes on.
+  // The engine itself is not broken by an error of CUDA, and goes on.
   entry->stage = "SUBMIT";
   return status.ok() ? status : During(*entry, Status(Code::kInvalidArgument, status.message()));
 }
@@ -271,7 +271,7 @@ bool Engine::StartNext(const std::function<bool(const Request&)>& same, const vo
 }
 
 void Engine::Ring(bool blocking) {
-  if (!blocking || !shared_.CallersMayProgress()) shared_.mailbox.Submitted();
+  if (!blocking || !shared_.CallersMayProgress()) shared_.mailbox.NotifySubmitted();
 }
 
 Status Engine::StartTimeline(const std::string& path, bool mark_cycles) {

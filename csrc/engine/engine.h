@@ -2,7 +2,7 @@
 // world is several engines in one process.
 //
 //   callers      Submit -> TensorTable, wake the loop (engine/mailbox.h)     Wait -> HandleTable
-//   loop thread  report -> NEGOTIATE -> agreement -> PLAN .. COMPLETE (engine/loop.h)
+//   the loop     report -> NEGOTIATE -> agreement -> PLAN .. COMPLETE (engine/loop.h)
 //
 // A caller in Wait takes the loop over while it waits, if its thread is asleep (ADR 0012).
 //
@@ -29,7 +29,7 @@
 #include "base/status.h"
 #include "engine/shared.h"
 #include "transport/factory.h"
-#include "transport/rendezvous.h"
+#include "transport/one_shot_exchange.h"
 
 namespace hororing {
 
@@ -64,25 +64,24 @@ class Engine {
   // Wakes the loop for what was submitted. `blocking`: this thread calls Wait next, so nobody
   // else needs to be woken where it may run the loop.
   void Ring(bool blocking);
-  // Sums the tensor at the rendezvous of all ranks (transport/rendezvous.h), without the loop, for
-  // a caller that would wait. True: it is done, with the bits that the loop would have come to, and
-  // `handle` is complete. False: nothing has happened; submit it. That is so where the ranks do not
-  // come at the same time, or this one has something else in flight. (rendezvous_allreduce.cc)
-  bool AllreduceAtRendezvous(const TensorEntry& entry, int64_t* handle);
-  // As those of HandleTable. Polling for a request reports it immediately, just as waiting does.
-  HandleTable::Look Poll(int64_t handle);
-  HandleTable::Look Wait(int64_t handle, TimeNs timeout_ns, Status* status);
-  HandleTable::Look WaitMany(
-      const int64_t* handles, size_t count, TimeNs timeout_ns, bool* all_ok,
-      std::vector<std::shared_ptr<const DeviceEvent>>* done_events = nullptr);
+  // Sums the tensor through the one-shot exchange of all ranks (transport/one_shot_exchange.h),
+  // without the loop, for a caller that would wait. True: it is done, with the same bits that the
+  // loop would have computed, and `handle` is complete. False: nothing has happened; submit it.
+  // That is so if the ranks do not come at the same time, or if this rank has a request in flight.
+  bool AllreduceOneShot(const TensorEntry& entry, int64_t* handle);
+  // See HandleTable. Polling for a request reports it immediately, just as waiting does.
+  HandleState Poll(int64_t handle);
+  HandleState Wait(int64_t handle, TimeNs timeout_ns, Status* status);
+  HandleState WaitMany(const int64_t* handles, size_t count, TimeNs timeout_ns, bool* all_ok,
+                       std::vector<std::shared_ptr<const DeviceEvent>>* done_events = nullptr);
 
-  // As that of HandleTable, for a caller that is blocked until then.
+  // See HandleTable; for a caller that is blocked until then.
   int64_t NextCompletion(int64_t seen, TimeNs timeout_ns);
 
-  // For those who wait in another way: abandons the loop where its thread is in a call that does
-  // not return (base/call_watch.h), so that everything pending fails.
-  void LookAtLoop();
-  // That has happened.
+  // For callers that wait in another way: if the loop's thread is in a call that does not return
+  // (base/call_watch.h), abandons the loop, so that everything pending fails.
+  void CheckLoop();
+  // Whether the loop was abandoned.
   bool abandoned() const { return calls_.abandoned(); }
 
   // Asks all ranks to stop; see hr_shutdown. False when the loop did not end in time: the
@@ -94,9 +93,9 @@ class Engine {
   // the loop. As Shutdown.
   bool Abort(const std::string& reason, TimeNs timeout_ns);
 
-  // Notes in `entry`, whose views lie on device `ordinal`, how far its streams have come: what is
-  // in streams[i] now computes view i. `events`: those that one call has recorded, once for each
-  // stream. kInvalidArgument where the device cannot be used.
+  // Records in `entry`, whose views are on device `ordinal`, when its inputs are ready: the work
+  // that is in streams[i] now computes view i. `events`: the events that one call has recorded,
+  // one per stream. kInvalidArgument if the device cannot be used.
   Status MarkReady(int ordinal, const std::vector<CuStream>& streams, StreamEvents* events,
                    TensorEntry* entry);
 
@@ -126,8 +125,8 @@ class Engine {
   template <typename T>
   bool Await(const std::future<T>& future, TimeNs timeout_ns);
   Status RunCommand(Mailbox::Command command, TimeNs timeout_ns);
-  template <typename Done, typename Look>
-  HandleTable::Look WaitUntil(const Done& done, const Look& look, TimeNs timeout_ns);
+  template <typename Done, typename PollFn>
+  HandleState WaitUntil(const Done& done, const PollFn& poll, TimeNs timeout_ns);
   void ProgressUntil(const std::function<bool()>& done, TimeNs deadline);
 
   Shared shared_;
@@ -140,17 +139,17 @@ class Engine {
   bool all_fail_ = false;  // loop thread: every rank's start comes to the same end
 
   // Null: every request goes through the loop.
-  std::shared_ptr<Rendezvous> rendezvous_;
-  std::mutex rendezvous_mutex_;  // held by the one caller that is there
-  // On rank 0, without which no rendezvous succeeds: the timeline is to show everything now.
+  std::shared_ptr<OneShotExchange> exchange_;
+  std::mutex exchange_mutex_;  // held by the one caller that exchanges
+  // On rank 0, which disables the exchange for all ranks: the timeline must show everything.
   std::atomic<bool> shows_all_{false};
 
   const TimeNs start_deadline_;
   CallWatch calls_;  // of the loop's thread
-  // Of an abandoned loop: what still refers to a device.
+  // Entries of an abandoned loop that still refer to a device.
   std::vector<std::unique_ptr<TensorEntry>> left_behind_;
 
-  std::mutex progress_mutex_;  // held by whoever runs the loop; see Eventcount
+  std::mutex progress_mutex_;  // held by the thread that runs the loop; see Eventcount
   // GUARDED_BY(progress_mutex_); null before it begins and after it has ended.
   Loop* loop_ = nullptr;
 

@@ -25,7 +25,7 @@
 
 namespace hororing {
 
-// What decides whether two tensors may share a batch.
+// Two tensors may share a batch if their keys are equal.
 struct FusionKey {
   Collective kind = Collective::kAllreduce;
   ReduceSpec only;  // reduce-scatter, Adasum: of all tensors

@@ -12,10 +12,10 @@
 namespace hororing {
 namespace {
 
-// Of any vector unit, so that frameworks take results as they are; some copy others.
+// Suits any vector unit. Some frameworks copy arrays with a smaller alignment.
 constexpr size_t kAlignment = 64;
 
-// How many handles there are until numbers come again.
+// Handles get this many different numbers before a number repeats.
 constexpr int64_t kNumbers = (int64_t{1} << (63 - HandleTable::kIndexBits)) - 2;
 
 Status NoResult(int64_t handle, size_t index) {
@@ -25,11 +25,11 @@ Status NoResult(int64_t handle, size_t index) {
 
 }  // namespace
 
-GatheredTensor::~GatheredTensor() { std::free(data_); }
+ResultBuffer::~ResultBuffer() { std::free(data_); }
 
-GatheredTensor::GatheredTensor(GatheredTensor&& other) noexcept { *this = std::move(other); }
+ResultBuffer::ResultBuffer(ResultBuffer&& other) noexcept { *this = std::move(other); }
 
-GatheredTensor& GatheredTensor::operator=(GatheredTensor&& other) noexcept {
+ResultBuffer& ResultBuffer::operator=(ResultBuffer&& other) noexcept {
   std::swap(data_, other.data_);
   std::swap(on_device_, other.on_device_);
   std::swap(bytes_, other.bytes_);
@@ -37,7 +37,7 @@ GatheredTensor& GatheredTensor::operator=(GatheredTensor&& other) noexcept {
   return *this;
 }
 
-bool GatheredTensor::Allocate(size_t bytes, int64_t rows) {
+bool ResultBuffer::Allocate(size_t bytes, int64_t rows) {
   rows_ = rows;
   if (bytes == 0) return true;
   if (bytes > SIZE_MAX - kAlignment) return false;
@@ -46,7 +46,7 @@ bool GatheredTensor::Allocate(size_t bytes, int64_t rows) {
   return data_ != nullptr;
 }
 
-Status GatheredTensor::AllocateOn(const Device& device, size_t bytes, int64_t rows) {
+Status ResultBuffer::AllocateOn(const Device& device, size_t bytes, int64_t rows) {
   rows_ = rows;
   if (bytes == 0) return Status::Ok();
   HORORING_RETURN_IF_ERROR(device.Allocate(bytes, &on_device_));
@@ -54,14 +54,14 @@ Status GatheredTensor::AllocateOn(const Device& device, size_t bytes, int64_t ro
   return Status::Ok();
 }
 
-bool GatheredTensor::Hold(const std::vector<int64_t>& numbers) {
+bool ResultBuffer::Hold(const std::vector<int64_t>& numbers) {
   const size_t bytes = numbers.size() * sizeof(int64_t);
   if (!Allocate(bytes, static_cast<int64_t>(numbers.size()))) return false;
   if (bytes > 0) std::memcpy(data_, numbers.data(), bytes);
   return true;
 }
 
-void* GatheredTensor::Release() { return std::exchange(data_, nullptr); }
+void* ResultBuffer::Release() { return std::exchange(data_, nullptr); }
 
 int64_t HandleTable::New() {
   if (free_.empty()) {
@@ -104,7 +104,7 @@ int64_t HandleTable::CreateDone() {
   return handle;
 }
 
-// Whether somebody sleeps until then.
+// Returns whether a caller waits for this handle.
 bool HandleTable::Finish(Slot& slot) {
   const bool awaited = slot.awaited;
   if (awaited) ++completions_;
@@ -116,7 +116,7 @@ bool HandleTable::Finish(Slot& slot) {
   return awaited;
 }
 
-void HandleTable::Complete(int64_t handle, Status status, std::vector<GatheredTensor> results,
+void HandleTable::Complete(int64_t handle, Status status, std::vector<ResultBuffer> results,
                            std::shared_ptr<const DeviceEvent> done_event) {
   std::unique_ptr<Outcome> outcome;
   if (!status.ok() || !results.empty() || done_event != nullptr) {
@@ -145,20 +145,20 @@ void HandleTable::Complete(const std::vector<int64_t>& handles) {
   if (wake) completed_.notify_all();
 }
 
-HandleTable::Look HandleTable::Poll(int64_t handle) {
+HandleState HandleTable::Poll(int64_t handle) {
   std::lock_guard<std::mutex> lock(mutex_);
   Slot* const slot = Find(handle);
-  if (slot == nullptr || slot->released) return Look::kUnknown;
-  if (slot->done) return Look::kDone;
+  if (slot == nullptr || slot->released) return HandleState::kUnknown;
+  if (slot->done) return HandleState::kDone;
   slot->awaited = true;
-  return Look::kPending;
+  return HandleState::kPending;
 }
 
 template <typename Settled>
 bool HandleTable::Sleep(std::unique_lock<std::mutex>& lock, TimeNs timeout_ns,
                         const Settled& settled) {
   if (settled()) return true;
-  if (timeout_ns <= 0) return false;  // without a look at the clock
+  if (timeout_ns <= 0) return false;  // saves reading the clock
   if (timeout_ns != kForever) {
     return completed_.wait_for(lock, std::chrono::nanoseconds(timeout_ns), settled);
   }
@@ -172,22 +172,22 @@ int64_t HandleTable::NextCompletion(int64_t seen, TimeNs timeout_ns) {
   return completions_;
 }
 
-HandleTable::Look HandleTable::Wait(int64_t handle, TimeNs timeout_ns, Status* status) {
+HandleState HandleTable::Wait(int64_t handle, TimeNs timeout_ns, Status* status) {
   std::unique_lock<std::mutex> lock(mutex_);
-  Look look = Look::kPending;
+  HandleState state = HandleState::kPending;
   Sleep(lock, timeout_ns, [&] {
     Slot* const slot = Find(handle);
     if (slot == nullptr || slot->released) {
-      look = Look::kUnknown;
+      state = HandleState::kUnknown;
       return true;
     }
     slot->awaited = true;
     if (!slot->done) return false;
-    look = Look::kDone;
+    state = HandleState::kDone;
     *status = slot->outcome != nullptr ? slot->outcome->status : Status::Ok();
     return true;
   });
-  return look;
+  return state;
 }
 
 std::shared_ptr<const DeviceEvent> HandleTable::DoneEvent(int64_t handle) {
@@ -196,17 +196,16 @@ std::shared_ptr<const DeviceEvent> HandleTable::DoneEvent(int64_t handle) {
   return slot == nullptr || slot->outcome == nullptr ? nullptr : slot->outcome->done_event;
 }
 
-HandleTable::Look HandleTable::WaitMany(
-    const int64_t* handles, size_t count, TimeNs timeout_ns, bool* all_ok,
-    std::vector<std::shared_ptr<const DeviceEvent>>* done_events) {
-  // What lies on a device, and events: their end is a call of the driver, not for a time under the
-  // mutex.
+HandleState HandleTable::WaitMany(const int64_t* handles, size_t count, TimeNs timeout_ns,
+                                  bool* all_ok,
+                                  std::vector<std::shared_ptr<const DeviceEvent>>* done_events) {
+  // Device memory and events are destroyed after the mutex is released, since that calls the
+  // driver.
   std::vector<std::unique_ptr<Outcome>> ended;
   std::unique_lock<std::mutex> lock(mutex_);
   *all_ok = true;
   size_t left = count;
-  // The last one first: it is the last to be done, mostly, and then nothing wakes this thread
-  // before.
+  // Start with the last handle: mostly it completes last, so this thread is not woken earlier.
   const bool settled = Sleep(lock, timeout_ns, [&] {
     for (; left > 0; --left) {
       Slot* const slot = Find(handles[left - 1]);
@@ -225,14 +224,14 @@ HandleTable::Look HandleTable::WaitMany(
   });
   if (!settled) {
     *all_ok = false;
-    return Look::kPending;
+    return HandleState::kPending;
   }
   for (size_t i = 0; *all_ok && i < count; ++i) {
     Slot* const slot = Find(handles[i]);
-    if (slot == nullptr) continue;  // it is there twice, or has been waited for
+    if (slot == nullptr) continue;  // listed twice, or waited for before
     if (slot->outcome != nullptr) {
       std::shared_ptr<const DeviceEvent>& event = slot->outcome->done_event;
-      // Mostly those of one batch follow one another, and have one event.
+      // Handles of one batch share one event, and mostly follow one another.
       if (done_events != nullptr && event != nullptr &&
           (done_events->empty() || done_events->back() != event)) {
         done_events->push_back(std::move(event));
@@ -241,10 +240,10 @@ HandleTable::Look HandleTable::WaitMany(
     }
     Free(*slot);
   }
-  return Look::kDone;
+  return HandleState::kDone;
 }
 
-GatheredTensor* HandleTable::Result(int64_t handle, size_t index) {
+ResultBuffer* HandleTable::Result(int64_t handle, size_t index) {
   Slot* const slot = Find(handle);
   const bool there = slot != nullptr && slot->done && slot->outcome != nullptr &&
                      index < slot->outcome->results.size();
@@ -253,15 +252,15 @@ GatheredTensor* HandleTable::Result(int64_t handle, size_t index) {
 
 Status HandleTable::Rows(int64_t handle, size_t index, int64_t* rows) {
   std::lock_guard<std::mutex> lock(mutex_);
-  const GatheredTensor* result = Result(handle, index);
+  const ResultBuffer* result = Result(handle, index);
   if (result == nullptr) return NoResult(handle, index);
   *rows = result->rows();
   return Status::Ok();
 }
 
-Status HandleTable::Take(int64_t handle, size_t index, GatheredTensor* result) {
+Status HandleTable::Take(int64_t handle, size_t index, ResultBuffer* result) {
   std::lock_guard<std::mutex> lock(mutex_);
-  GatheredTensor* const there = Result(handle, index);
+  ResultBuffer* const there = Result(handle, index);
   if (there == nullptr) return NoResult(handle, index);
   *result = std::move(*there);
   return Status::Ok();
@@ -277,7 +276,7 @@ bool HandleTable::Release(int64_t handle) {
     Free(*slot);
   } else {
     slot->released = true;
-    if (slot->awaited) completed_.notify_all();  // whoever waits for it waits in vain
+    if (slot->awaited) completed_.notify_all();  // callers that wait for it must return
   }
   return true;
 }

@@ -16,17 +16,18 @@
 
 namespace hororing {
 
-// A result that the core allocated, because its size is known only after negotiation.
-class GatheredTensor {
+// A buffer that the engine owns. It holds a result whose size is known only after negotiation, or
+// the values of a joined rank.
+class ResultBuffer {
  public:
-  GatheredTensor() = default;
-  ~GatheredTensor();
-  GatheredTensor(GatheredTensor&& other) noexcept;
-  GatheredTensor& operator=(GatheredTensor&& other) noexcept;
+  ResultBuffer() = default;
+  ~ResultBuffer();
+  ResultBuffer(ResultBuffer&& other) noexcept;
+  ResultBuffer& operator=(ResultBuffer&& other) noexcept;
 
   // False when memory is short. `rows` is the first dimension of the result.
   bool Allocate(size_t bytes, int64_t rows);
-  // Memory of a device, in the order of its private stream.
+  // Allocates on a device, in the order of its private stream.
   Status AllocateOn(const Device& device, size_t bytes, int64_t rows);
   bool Hold(const std::vector<int64_t>& numbers);
   void* data() const { return on_device_ != nullptr ? on_device_->data() : data_; }
@@ -43,41 +44,42 @@ class GatheredTensor {
   int64_t rows_ = 0;
 };
 
+enum class HandleState { kUnknown, kPending, kDone };
+
 class HandleTable {
  public:
-  enum class Look { kUnknown, kPending, kDone };
-
-  // Of a handle's 63: those of its index, which is below the most requests in flight at a time.
+  // A handle has 63 bits. The low ones are the index of its slot, which bounds the number of
+  // requests in flight; the others are a number.
   static constexpr int kIndexBits = 28;
 
   int64_t Create();
   void Create(int64_t* handles, size_t count);
-  // One that is complete, with success and without results.
+  // Returns a handle that is already complete, with success and without results.
   int64_t CreateDone();
   // REQUIRES: `handle` is pending. Releases it if its owner has done so already. `done_event`: on a
   // device the results are there then; null: now.
-  void Complete(int64_t handle, Status status, std::vector<GatheredTensor> results,
+  void Complete(int64_t handle, Status status, std::vector<ResultBuffer> results,
                 std::shared_ptr<const DeviceEvent> done_event = nullptr);
-  // With success and without results. Whoever waits is woken once.
+  // Completes all of them with success and without results; wakes waiting callers once.
   void Complete(const std::vector<int64_t>& handles);
 
-  Look Poll(int64_t handle);
-  // Waits at most `timeout_ns` until more handles have been completed than `seen` that were pending
-  // when Poll or a wait looked at them; returns how many.
+  HandleState Poll(int64_t handle);
+  // Blocks until the completion counter exceeds `seen`, or until the timeout. The counter counts
+  // handles that a caller had polled or waited for before they completed. Returns the counter.
   int64_t NextCompletion(int64_t seen, TimeNs timeout_ns);
   // Waits at most `timeout_ns`; fills `status` when done.
-  Look Wait(int64_t handle, TimeNs timeout_ns, Status* status);
+  HandleState Wait(int64_t handle, TimeNs timeout_ns, Status* status);
   // Waits for all of them. When all have succeeded they are released, and `all_ok` is true;
   // `done_events` receives their events. An already released handle counts as successful, so an
   // interrupted wait can be repeated.
-  Look WaitMany(const int64_t* handles, size_t count, TimeNs timeout_ns, bool* all_ok,
-                std::vector<std::shared_ptr<const DeviceEvent>>* done_events = nullptr);
-  // Null where there is none, or no such handle.
+  HandleState WaitMany(const int64_t* handles, size_t count, TimeNs timeout_ns, bool* all_ok,
+                       std::vector<std::shared_ptr<const DeviceEvent>>* done_events = nullptr);
+  // Null if there is no event, or no such handle.
   std::shared_ptr<const DeviceEvent> DoneEvent(int64_t handle);
   // The first dimension of result `index` of a handle that is done; kInvalidArgument for anything
   // else. Take moves it out.
   Status Rows(int64_t handle, size_t index, int64_t* rows);
-  Status Take(int64_t handle, size_t index, GatheredTensor* result);
+  Status Take(int64_t handle, size_t index, ResultBuffer* result);
   // False when there is no such handle.
   bool Release(int64_t handle);
 
@@ -88,16 +90,17 @@ class HandleTable {
 
   struct Outcome {
     Status status;
-    std::vector<GatheredTensor> results;
+    std::vector<ResultBuffer> results;
     std::shared_ptr<const DeviceEvent> done_event;
   };
 
-  // Small: of a step's thousand, each is looked at when others have filled the cache since.
+  // Small: a step may have a thousand handles, and each is used when the others have filled the
+  // CPU's cache since.
   struct Slot {
     int64_t handle = 0;  // 0: free
     bool done = false;
     bool released = false;
-    bool awaited = false;              // somebody sleeps until it is done, or has polled for it
+    bool awaited = false;              // a caller has waited or polled for it
     std::unique_ptr<Outcome> outcome;  // null: success, and nothing else
   };
 
@@ -105,7 +108,7 @@ class HandleTable {
   int64_t New();
   Slot* Find(int64_t handle);
   void Free(Slot& slot);
-  GatheredTensor* Result(int64_t handle, size_t index);  // null: there is none
+  ResultBuffer* Result(int64_t handle, size_t index);  // null: there is none
   bool Finish(Slot& slot);
 
   std::mutex mutex_;

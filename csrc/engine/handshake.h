@@ -1,4 +1,4 @@
-// Handshake: what the ranks make sure of before the first request.
+// Handshake: what the ranks check and measure before the first request.
 #pragma once
 
 #include <string>
@@ -20,15 +20,16 @@ Status CompareFingerprints(Transport& transport, const std::string& fingerprint,
 // The result: whether that is known. Blocks until all ranks have called it.
 Status Agree(Transport& transport, const Status& mine, TimeNs deadline, Status* agreed);
 
-// What to add to rank r's clock to get rank 0's, on rank 0 (zeros elsewhere). Ranks of rank 0's
-// host share its clock; the others are asked a few times and the quickest answer counts: half
-// of the round trip is the error bound (Cristian, "Probabilistic clock synchronization", 1989).
+// Measures what to add to rank r's clock to get rank 0's; only on rank 0 (zeros elsewhere). Ranks
+// on rank 0's host share its clock. Rank 0 asks the others a few times and uses the quickest
+// answer: half of the round trip is the error bound (Cristian, "Probabilistic clock
+// synchronization", 1989).
 Status MeasureClocks(Transport& transport, const Topology& topology, TimeNs deadline,
                      std::vector<TimeNs>* offsets);
 
-// What a message between hosts takes, the same on all ranks: the first rank of every host sends to
-// that of the next one, at the same time, a few short messages and two longer ones. Nothing where
-// there is one host.
+// Measures the cost of a message between hosts; the result is the same on all ranks. The first
+// ranks of all hosts send, at the same time, a few short messages and two longer ones to the first
+// rank of the next host. Does nothing if there is one host.
 Status MeasureWire(Transport& transport, const Topology& topology, TimeNs deadline, WireCost* cost);
 
 }  // namespace hororing

@@ -15,8 +15,8 @@
 namespace hororing {
 namespace {
 
-// How long the last messages (the agreement to stop, the end of the timeline) may take; and what is
-// said of a failure where nothing must be waited for.
+// Time limits for the last messages (the agreement to stop, the end of the timeline). The short one
+// is for a revoked transport, which only announces its failure.
 constexpr TimeNs kFarewellTime = 2 * kSecond, kShortFarewellTime = kSecond / 5;
 
 Coordinator::Options CoordinatorOptions(const EngineConfig& config, const World& world) {
@@ -97,8 +97,8 @@ Status Loop::Run(std::unique_lock<std::mutex>& progress) {
   return *final_;
 }
 
-// Sleeps without the lock, and comes back with it when there is something to do and nobody who does
-// it: a caller rings if it leaves anything behind.
+// Sleeps without the lock. Returns, with the lock, when there is work and no caller runs the loop.
+// A caller that stops driving progress wakes this thread if it leaves work behind.
 void Loop::Park(std::unique_lock<std::mutex>& progress, uint32_t epoch) {
   const TimeNs until = parked_until_ns_ = NextDeadline();
   const bool gathers = mailbox_.poll_by.load() != kForever;  // then `until` is not later
@@ -111,14 +111,14 @@ void Loop::Park(std::unique_lock<std::mutex>& progress, uint32_t epoch) {
   for (;;) {
     eventcount_->SpinThenPark(epoch, until);
     if (NowNs() >= until) return progress.lock();
-    epoch = eventcount_->Epoch();  // before the attempt: what comes after it rings again
+    epoch = eventcount_->Epoch();  // read it before try_lock: later events change it again
     if (progress.try_lock()) return;
   }
 }
 
-Loop::Left Loop::ProgressUntil(const std::function<bool()>& done, TimeNs deadline) {
-  // Peers ring while the last batch is under way. Another look finds that this was all, mostly,
-  // and spares the engine's thread to be woken for it.
+Loop::Handoff Loop::ProgressUntil(const std::function<bool()>& done, TimeNs deadline) {
+  // Peers ring while the last batch runs. A few more steps usually find that nothing is left, which
+  // saves waking the engine's thread.
   constexpr int kLastLooks = 3;
   eventcount_->BeginCallerProgress();
   run_by_caller_ = true;
@@ -164,13 +164,13 @@ bool Loop::Step() {
 bool Loop::Decide() {
   const TimeNs now = NowNs();
   const StallInspector::Finding stall = coordinator_->InspectStalls(now);
-  if (!stall.warning.empty()) AskWhatIsDone(stall, now);
+  if (!stall.warning.empty()) AskForStatus(stall, now);
   if (asked_) Warn(now >= asked_->deadline || !stall.abort.ok());
-  // CheckPeers also finds out that this process was stopped itself. Housekeeping ends the job.
+  // CheckPeers also notices that this process itself was stopped. RunPeriodicChecks ends the job.
   const bool waits = !stall.missing.empty() && stall.abort.ok();
-  if (waits && transport_.CheckPeers().ok()) LookForSigns(stall.missing, now);
+  if (waits && transport_.CheckPeers().ok()) CheckLiveness(stall.missing, now);
   if (final_) return true;
-  std::vector<Agreement> agreed;  // several where rank 0 alone knows where batches end
+  std::vector<Agreement> agreed;  // several while tuning: only rank 0 knows where batches end
   while (std::optional<Agreement> agreement = coordinator_->Decide()) {
     Send(*agreement);
     agreed.push_back(std::move(*agreement));
@@ -182,8 +182,7 @@ bool Loop::Decide() {
   return !agreed.empty();
 }
 
-// Rank 0, where something is tuned: the tuner hears of the batches that were run, and its findings
-// go to the log.
+// Rank 0, while tuning: passes the batches that were run to the tuner, and its results to the log.
 void Loop::FollowTuner() {
   ReadyQueue& queue = coordinator_->queue();
   Tuner* const tuner = queue.tuner();
@@ -198,8 +197,8 @@ void Loop::FollowTuner() {
                            std::to_string(static_cast<double>(best.cycle_time_ns) / kMillisecond));
 }
 
-// Rank 0: turns the timeline on and off with the steps that it is about. By names, since a tensor
-// has no id before its second step.
+// Rank 0: turns the timeline on and off at the chosen steps. It recognises tensors by name, since a
+// tensor has no cache id before its second step.
 void Loop::FollowSteps(const TensorEntry& entry) {
   const EngineConfig& config = shared_.config;
   const Request& request = entry.request;
@@ -240,9 +239,9 @@ void Loop::RunPeriodicChecks(TimeNs now) {
   // The last words of a peer that broke off say more than the end of the launcher that they caused.
   const Status peers = transport_.CheckPeers();
   if (!peers.ok()) End(peers);
-  const Status devices = runner_.LookAtDevices();
+  const Status devices = runner_.CheckDevices();
   if (!devices.ok()) End(devices);
-  LookAtAnswers(now);
+  CheckForReply(now);
   ExitIfOrphaned();
 }
 
@@ -268,19 +267,18 @@ void Loop::End(Status why) {
   if (!final_) final_ = std::move(why);
 }
 
-// The last words: peers must learn that this rank takes no further part, and rank 0 wants the
-// events that are still on their way.
+// Tells the peers that this rank takes no further part. Rank 0 also collects the timeline events
+// that are still on their way.
 void Loop::DrainAndStop() {
   ExitIfOrphaned();  // a peer may have died of the same, and have been noticed first
   if (asked_) Warn(true);
-  // Otherwise what is under way on devices is broken off with the runner, when all handles are
-  // done.
+  // After a failure the destructor of the runner aborts GPU operations, when all handles are done.
   if (final_->code() == Code::kShutDown) runner_.Leave(After(NowNs(), kFarewellTime));
   if (final_->code() != Code::kShutDown) {
-    // An end that was agreed on reaches all ranks as such. In other words, and earlier, they would
-    // hear of it as of a rank that was lost.
+    // All ranks receive an end that was agreed on. An announcement would overtake it, and they
+    // would report a lost peer.
     if (!end_agreed_) transport_.AnnounceFailure(*final_);
-    // What this rank's own script has broken off, its traceback tells.
+    // If this rank's own script revoked the engine, its traceback gives the reason.
     if (topology_.size > 1 && !transport_.revoked()) {
       Log(LogLevel::kError, "the engine has failed: " + final_->message());
     }

@@ -1,10 +1,11 @@
 // Loop: what an engine does, from the first report to the last.
 //
 // Event-driven: it sleeps until a request is submitted, a control message arrives or a deadline
-// comes; there is no cycle. Runs on the engine's thread; where the transport permits it, a caller
-// that waits for a request runs it meanwhile, which saves two changes of threads (ADR 0012).
+// passes. There is no fixed cycle, unlike Horovod's background loop; `cycle_time` only bounds how
+// long requests are held for fusion. The loop runs on the engine's thread. If the transport permits
+// it, a caller that waits for a request runs it, which saves two thread switches (ADR 0012).
 //
-// Thread-safety: everything under Engine::progress_mutex_, whoever calls.
+// Thread-safety: every call REQUIRES Engine::progress_mutex_, on any thread.
 #pragma once
 
 #include <exception>
@@ -32,31 +33,31 @@ class Loop {
   Loop(Shared& shared, World& world, const BackendOptions& options,
        std::vector<std::unique_ptr<Backend>> backends, std::vector<TimeNs> clock_offsets);
 
-  // Until a rank shuts down (kShutDown) or something breaks; tells the peers, and returns why.
-  // `progress` is held, but while the thread sleeps.
+  // Runs until a rank shuts down (kShutDown) or something breaks; tells the peers, and returns the
+  // reason. `progress` is held except while the thread sleeps.
   Status Run(std::unique_lock<std::mutex>& progress);
   // All ranks have agreed on the end.
   bool end_agreed() const { return end_agreed_; }
 
-  // What a caller leaves to the engine's thread, which may be asleep.
-  struct Left {
-    uint32_t epoch;  // as it was before the caller's last look
-    bool wake;       // in any case: the end, or an earlier deadline than it sleeps to
+  // State that a caller hands back when it stops driving progress.
+  struct Handoff {
+    uint32_t epoch;  // the eventcount before its last poll
+    bool wake;       // wake the engine's thread unconditionally
   };
-  // Does the same, for a caller that waits, until done() or `deadline`. REQUIRES: drivable().
-  Left ProgressUntil(const std::function<bool()>& done, TimeNs deadline);
+  // Runs the loop for a caller that waits, until done() or `deadline`. REQUIRES: drivable().
+  Handoff ProgressUntil(const std::function<bool()>& done, TimeNs deadline);
   bool drivable() const { return eventcount_ != nullptr && !final_; }
 
  private:
   bool Step();
   void Park(std::unique_lock<std::mutex>& progress, uint32_t epoch);
-  // Each of the steps returns true when there was something to do, and sets final_ to end.
+  // Each step returns whether it did anything, and sets final_ to end the loop.
   bool Report();
   bool Receive();
   bool Forward();
   bool Decide();
   bool ServeCommand();
-  // messages.cc, with the first three steps
+  // loop_messages.cc, with the first three steps
   bool LetsMoreCome();
   void Tell(const struct Report& report, TimeNs now);
   bool IsOfWorld(const struct Report& report) const;
@@ -66,19 +67,19 @@ class Loop {
   void Post(int peer, std::string message);
   void Send(const Agreement& agreement);
   // silence.cc
-  void LookAtAnswers(TimeNs now);
-  void LookForSigns(const std::map<int, TimeNs>& awaited, TimeNs now);
-  void AskWhatIsDone(const StallInspector::Finding& stall, TimeNs now);
-  void HearDoing(int rank, const std::string& text);
+  void CheckForReply(TimeNs now);
+  void CheckLiveness(const std::map<int, TimeNs>& awaited, TimeNs now);
+  void AskForStatus(const StallInspector::Finding& stall, TimeNs now);
+  void OnStatusMessage(int rank, const std::string& text);
   void Warn(bool now);
   // apply.cc
   void Apply(const Agreement& agreement);
   void SetCycleTime(TimeNs cycle_time_ns);
   void Run(std::vector<Work>* work);
-  TensorEntry* Reported(uint64_t id);
+  TensorEntry* TakeInFlight(uint64_t id);
   std::optional<Work> Agreed(const Decision& decision, uint64_t id);
   TensorEntry* StandIn(const Request& request);
-  Status ToDevice(size_t bytes, GatheredTensor* memory);
+  Status ToDevice(size_t bytes, ResultBuffer* memory);
   void Settle(const Work& work);
   void AddSet(int32_t id, const Request& request);
   Status RemoveSet(int32_t id);
@@ -105,30 +106,30 @@ class Loop {
   const Topology& topology_;
   Timeline timeline_;
   BatchRunner runner_;
-  // Ranks that report to rank 0 and hear from it together, by the first of them; this rank's own.
+  // Groups of ranks that report to rank 0 together, and get its answers, through their first rank.
   const std::vector<std::vector<int>> agreement_groups_;
   const std::vector<int> neighbours_;
   std::optional<Coordinator> coordinator_;   // on rank 0
   std::optional<HostReports> host_reports_;  // on the first of the others
   std::ofstream tune_log_;                   // on rank 0
-  StepWatch steps_;                          // on rank 0, where the timeline is about some
-  int64_t step_ = 0;                         // the one under way, from 1
-  std::vector<TensorEntry*> submitted_;      // of Report; its memory is used again
+  StepWatch steps_;                          // on rank 0, if the timeline covers some steps only
+  int64_t step_ = 0;                         // the current step, from 1
+  std::vector<TensorEntry*> submitted_;      // scratch of Report; its memory is reused
   ReportPace pace_;
-  uint32_t poll_epoch_ = 0;  // as it was when the loop's thread promised to poll
+  uint32_t poll_epoch_ = 0;  // the eventcount when the loop's thread promised to poll
   bool run_by_caller_ = false;
-  // Of the agreement under way: what this rank contributes although it has joined.
+  // The neutral values that this rank, having joined, contributes to the current agreement.
   std::vector<std::unique_ptr<TensorEntry>> stand_ins_;
   uint64_t applied_ = 0;
   uint64_t sets_added_ = 0;  // equal on all ranks
-  bool left_ = false;        // this rank's leaving has been reported
-  // Of the last look at answers: what was applied by then, and since when nothing else has been,
-  // although something is in flight.
+  bool left_ = false;        // this rank has reported that it shuts down
+  // CheckForReply: the last agreement that it saw applied, and since when this rank has waited for
+  // another one.
   uint64_t answered_ = 0;
   TimeNs waits_since_ns_ = 0;
-  TimeNs next_blocked_ns_ = 0;    // when it may say again that a caller is blocked
+  TimeNs next_blocked_ns_ = 0;    // when to report again that a caller is blocked
   TimeNs warned_silence_ns_ = 0;  // how long a rank had been silent at the last warning
-  // On rank 0: a warning that waits for what the missing ranks say.
+  // On rank 0: a stall warning that waits for the status of the missing ranks.
   struct Asked {
     StallInspector::Finding stall;
     TimeNs deadline;

@@ -1,7 +1,7 @@
-// Mailbox: what callers tell the loop besides their requests (engine/tensor_table.h): that they
-// wait, a command, that it must end. And how they wake it.
+// Mailbox: how callers wake the loop, and what they tell it besides their requests
+// (engine/tensor_table.h): the count of waiting callers, timeline commands and the stop flag.
 //
-// Thread-safe. "Loop:" marks what only the loop calls.
+// Thread-safe. "Loop:" marks functions that only the loop calls.
 #pragma once
 
 #include <atomic>
@@ -26,34 +26,34 @@ class Mailbox {
     std::lock_guard<std::mutex> lock(mutex_);
     if (transport_ != nullptr) transport_->Wake();
   }
-  // If anything has happened since `epoch`. REQUIRES: callers may run the loop.
+  // Wakes the loop if anything has happened since `epoch`. REQUIRES: callers may run the loop.
   void WakeIfAny(uint32_t epoch) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (transport_ != nullptr && transport_->eventcount()->Epoch() != epoch) transport_->Wake();
   }
-  // Requests are in the table. The loop, where it has promised to poll, either takes them after it
-  // has withdrawn its promise, or we see that it has. Where somebody has rung since it looked last,
-  // it looks again.
-  void Submitted() {
+  // A caller has added requests to the table. The loop clears `poll_by` before it scans the table;
+  // a caller adds to the table before it reads `poll_by`. So either the loop sees the request, or
+  // the caller sees kForever and wakes it. `rung_`: the loop was woken, and has not scanned since.
+  void NotifySubmitted() {
     if (poll_by.load() == kForever && !rung_.load() && !rung_.exchange(true)) Wake();
   }
-  // Somebody waits for what is in the table: the loop, where it has promised to poll, does it now.
-  void ReportNow() {
+  // A caller waits for what is in the table: a loop that has promised to poll is woken now.
+  void RequestReport() {
     if (poll_by.load() != kForever) Wake();
   }
-  // The same for one that polls, and does not count as waiting.
-  void Polled() {
+  // The same for a caller that polls, and does not count as waiting.
+  void RequestReportForPoll() {
     polled_ = true;
-    ReportNow();
+    RequestReport();
   }
-  // Loop: it is about to look at the table.
-  void Looking() { rung_ = false; }
-  // Loop: the table is about to be emptied.
-  void Reporting() { polled_ = false; }
-  // Loop: whether what is submitted must be reported now.
+  // Loop: it is about to scan the table.
+  void BeginScan() { rung_ = false; }
+  // Loop: it is about to take everything from the table.
+  void ClearPollRequest() { polled_ = false; }
+  // Loop: whether submitted requests must be reported now.
   bool IsUrgent() const { return waiting.load() != 0 || polled_.load() || stopping_.load(); }
 
-  // All ranks are to end. The first reason counts.
+  // Asks all ranks to stop. The first reason counts.
   void Stop(const std::string& reason) {
     {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -71,10 +71,10 @@ class Mailbox {
   struct Command {
     std::optional<std::string> path;  // of a timeline to start; none: stop it, with its last events
     bool mark_cycles = false;
-    bool begun = false;  // the loop's
+    bool begun = false;  // only for the loop
     std::promise<Status> outcome = {};
   };
-  // In place of the one before, for which nobody waits any more.
+  // Replaces the command before it, whose caller has given up.
   std::future<Status> Post(Command command) {
     std::future<Status> outcome = command.outcome.get_future();
     {
@@ -86,7 +86,7 @@ class Mailbox {
     Wake();
     return outcome;
   }
-  // Loop: the command that is not answered yet; null: none.
+  // Loop: the command that is not answered yet, or null.
   std::shared_ptr<Command> command() const {
     if (!commanded_.load()) return nullptr;
     std::lock_guard<std::mutex> lock(mutex_);
@@ -97,19 +97,19 @@ class Mailbox {
     if (command_.get() != &command || !commanded_.exchange(false)) return;
     command_->outcome.set_value(status);
   }
-  // Nobody serves commands any more: answers them all with `why`.
+  // Called when the loop has ended: answers all commands with `why`.
   void Close(const Status& why) {
     std::lock_guard<std::mutex> lock(mutex_);
     closed_ = why;
     if (commanded_.exchange(false)) command_->outcome.set_value(why);
   }
-  // `why`; Ok before.
+  // The status given to Close; Ok before it.
   Status closed() const {
     std::lock_guard<std::mutex> lock(mutex_);
     return closed_;
   }
 
-  // Loop: over which it is woken. Null: it has ended.
+  // Loop: the transport over which it is woken. Null: the loop has ended.
   void Attach(Transport* transport) {
     std::lock_guard<std::mutex> lock(mutex_);
     transport_ = transport;
@@ -122,19 +122,19 @@ class Mailbox {
     if (!revoked_) revoked_ = why;
     RevokeIfAttached();
   }
-  // REQUIRES: the loop was abandoned outside of the transport. Over MPI peers hear of it by the end
-  // of this process, or at their deadline: to MPI no other thread may talk.
+  // REQUIRES: the loop was abandoned outside of the transport. No other thread may call MPI, so
+  // over MPI the peers notice when this process ends, or at their deadline.
   void TellPeers(const Status& why) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (transport_ != nullptr && transport_->eventcount() != nullptr)
       transport_->AnnounceFailure(why);
   }
 
-  // When the loop's thread looks at what is submitted, without being woken; kForever: it has not
-  // promised to. The loop withdraws its promise before it looks.
+  // The time by which the loop's thread has promised to scan the table without being woken;
+  // kForever: no promise. See NotifySubmitted.
   std::atomic<TimeNs> poll_by{kForever};
-  // Callers that are blocked: until their requests are complete, which are reported at once; and
-  // until any request is.
+  // The number of callers that are blocked until their own requests are complete (these are
+  // reported at once), and until any request is.
   std::atomic<int> waiting{0}, awaiting_any{0};
 
  private:
@@ -149,7 +149,7 @@ class Mailbox {
   std::string stop_reason_;           // GUARDED_BY(mutex_)
   std::shared_ptr<Command> command_;  // GUARDED_BY(mutex_)
   Status closed_;                     // GUARDED_BY(mutex_)
-  Transport* transport_ = nullptr;    // GUARDED_BY(mutex_), and so does not vanish meanwhile
+  Transport* transport_ = nullptr;    // GUARDED_BY(mutex_), which also keeps it alive
   std::optional<Status> revoked_;     // GUARDED_BY(mutex_)
 };
 

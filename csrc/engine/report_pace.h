@@ -1,10 +1,10 @@
-// ReportPace: when the loop reports what callers have submitted, while nobody waits for it.
+// ReportPace: when the loop reports what callers have submitted, while no caller waits for it.
 //
-// A message for each would cost a hundred times the request, and be of no use: what one rank says
-// counts when all others have said the same. So a rank lets requests come together before it
-// reports them, and says no more until it is answered: a batch costs it one report, whatever the
-// number of tensors (ADR 34). The first after a silence wait only a moment, in which it shows
-// whether they are a burst.
+// A message for each request would cost a hundred times the request, and be of no use: a request is
+// decided only when all ranks have reported it. So a rank collects requests before it reports them,
+// and then waits for an answer before it reports again: a batch costs it one report, whatever the
+// number of tensors (ADR 34). The first requests after a pause wait only a moment, which shows
+// whether they begin a burst.
 //
 // Pure: time is an argument.
 #pragma once
@@ -18,38 +18,38 @@ namespace hororing {
 
 class ReportPace {
  public:
-  // `cycle_time_ns`: from one report to the next.
+  // `cycle_time_ns`: the time from one report to the next.
   explicit ReportPace(TimeNs cycle_time_ns) : cycle_time_ns_(cycle_time_ns) {}
-  // From the next report on.
+  // Applies from the next report on.
   void set_cycle_time(TimeNs cycle_time_ns) { cycle_time_ns_ = cycle_time_ns; }
 
-  // When `count` requests, the first of which was submitted at `first`, are to be reported.
+  // Returns when to report `count` requests, the first of which was submitted at `first`.
   TimeNs Due(TimeNs first, size_t count, TimeNs now) const {
     if (unanswered()) return unanswered_until_ns_;
     const bool burst = count > 1 && now - first <= static_cast<TimeNs>(count) * kClosely;
     return std::max(next_ns_, After(first, burst ? cycle_time_ns_ : cycle_time_ns_ / kMoment));
   }
 
-  // What was there has been reported; not by a message, on rank 0.
-  void Reported(TimeNs now) { next_ns_ = After(now, cycle_time_ns_); }
-  // By a message.
-  void Told(TimeNs now) {
-    Reported(now);
+  // Rank 0 passed its report to the coordinator directly.
+  void OnLocalReport(TimeNs now) { next_ns_ = After(now, cycle_time_ns_); }
+  // This rank sent a report to its parent.
+  void OnReportSent(TimeNs now) {
+    OnLocalReport(now);
     unanswered_until_ns_ = After(now, kPatience * cycle_time_ns_);
   }
-  // An agreement has come.
-  void Answered() { unanswered_until_ns_ = 0; }
+  // An agreement has arrived.
+  void OnAnswer() { unanswered_until_ns_ = 0; }
   bool unanswered() const { return unanswered_until_ns_ != 0; }
 
-  // In terms of cycle_time_ns. Others may not have what this rank has reported, but wait for what
-  // it has not reported yet: silence must end without an answer.
+  // A rank without an answer reports again after so many cycle times: the other ranks may lack what
+  // it has reported, and wait for what it has not reported yet.
   static constexpr TimeNs kPatience = 8;
 
  private:
-  // Of cycle_time_ns, for the first requests.
+  // The first requests wait for this part of the cycle time.
   static constexpr TimeNs kMoment = 8;
-  // Between requests of a burst, on average: a framework's call for one takes a microsecond or
-  // three, and computes nothing worth the name before the next.
+  // The average time between requests of a burst: one call of a framework takes one to three
+  // microseconds, and it computes little before the next.
   static constexpr TimeNs kClosely = 8 * kMicrosecond;
 
   TimeNs cycle_time_ns_;

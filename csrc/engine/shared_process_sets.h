@@ -1,5 +1,5 @@
-// SharedProcessSets: the process sets of the job as this rank knows them. The loop changes them,
-// callers look.
+// SharedProcessSets: the process sets of the job as this rank knows them. The loop changes them;
+// callers read them.
 //
 // Thread-safe.
 #pragma once
@@ -18,7 +18,7 @@ namespace hororing {
 
 class SharedProcessSets {
  public:
-  // Before anything else.
+  // Call it before anything else.
   void Reset(int rank, int size) {
     std::lock_guard<std::mutex> lock(mutex_);
     rank_ = rank;

@@ -1,5 +1,5 @@
-// Loop: what it does when negotiation does not go on. The engine of a rank that computes answers
-// nevertheless; a rank that gives no sign of life is stopped, or behind a cut network.
+// Loop: what it does when negotiation makes no progress. The engine of a rank that computes still
+// answers; a rank that gives no sign of life is stopped, or its network is cut.
 #include <algorithm>
 #include <string>
 
@@ -11,15 +11,15 @@
 namespace hororing {
 namespace {
 
-// Answers come sooner, mostly.
+// Answers usually come sooner.
 constexpr TimeNs kMoment = kSecond / 2;
-// A rank that is asked what it is doing waits for its main thread, too.
+// A rank that is asked for its status also waits for its main thread.
 constexpr TimeNs kAnswer = 2 * kSecond;
 
 }  // namespace
 
-// With the housekeeping. That rank 0 itself waits for somebody, it knows and says.
-void Loop::LookAtAnswers(TimeNs now) {
+// Runs with the periodic checks. Rank 0 checks its own missing ranks in Decide().
+void Loop::CheckForReply(TimeNs now) {
   const bool waits = left_ || shared_.stats.submitted.load() != shared_.stats.completed.load();
   if (!waits || applied_ != answered_) {
     answered_ = applied_;
@@ -35,12 +35,12 @@ void Loop::LookAtAnswers(TimeNs now) {
     Tell(report, now);
   }
   if (coordinator_) return;
-  LookForSigns({{parent_rank(), waits_since_ns_}, {0, waits_since_ns_}}, now);
+  CheckLiveness({{parent_rank(), waits_since_ns_}, {0, waits_since_ns_}}, now);
 }
 
-// Of ranks that are waited for, and since when. It is part of the limit how long that is: nobody
-// was in the way before.
-void Loop::LookForSigns(const std::map<int, TimeNs>& awaited, TimeNs now) {
+// `awaited`: ranks that this rank waits for, and since when. Silence counts only from the time we
+// started to wait for the rank.
+void Loop::CheckLiveness(const std::map<int, TimeNs>& awaited, TimeNs now) {
   int rank = -1;
   TimeNs silence = 0;
   for (const auto& [each, since] : awaited) {
@@ -71,8 +71,8 @@ void Loop::LookForSigns(const std::map<int, TimeNs>& awaited, TimeNs now) {
   Log(LogLevel::kWarning, "stall: " + (waits.empty() ? "" : waits + " (NEGOTIATE): ") + text);
 }
 
-// The warning waits for the answers: all of it is one record of the log.
-void Loop::AskWhatIsDone(const StallInspector::Finding& stall, TimeNs now) {
+// The warning waits for the answers, so that everything is one record of the log.
+void Loop::AskForStatus(const StallInspector::Finding& stall, TimeNs now) {
   if (asked_) Warn(true);
   asked_ = {stall, After(now, kAnswer), {}};
   size_t asked = 0;
@@ -86,12 +86,12 @@ void Loop::AskWhatIsDone(const StallInspector::Finding& stall, TimeNs now) {
   }
 }
 
-void Loop::HearDoing(int rank, const std::string& text) {
+void Loop::OnStatusMessage(int rank, const std::string& text) {
   if (text.empty()) return Post(rank, EncodeDoing(WhatIsDoneHere(kMoment)));
   if (asked_) asked_->said[rank] = text;
 }
 
-// As soon as all that were asked have answered, or `now`.
+// Logs the warning once all ranks that were asked have answered, or at once if `now`.
 void Loop::Warn(bool now) {
   const StallInspector::Finding& stall = asked_->stall;
   const size_t asked = std::min(stall.expected.size(), StallInspector::kMostAsked);
@@ -100,7 +100,7 @@ void Loop::Warn(bool now) {
     return topology_.hosts[static_cast<size_t>(topology_.host_of[static_cast<size_t>(rank)])];
   };
   Log(LogLevel::kWarning,
-      "stall: " + stall.warning + StallInspector::WhatTheySay(stall.expected, asked_->said, host));
+      "stall: " + stall.warning + StallInspector::StatusText(stall.expected, asked_->said, host));
   asked_.reset();
 }
 

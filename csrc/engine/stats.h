@@ -1,4 +1,4 @@
-// Stats: counters of one engine. Written by the loop thread, and by callers that submit;
+// Stats: counters of one engine. Written by the thread that runs the loop, and by callers;
 // read by anyone; each counter is exact, the set is not a snapshot.
 #pragma once
 

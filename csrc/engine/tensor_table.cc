@@ -22,7 +22,7 @@ Status During(const TensorEntry& entry, const Status& status) {
 TensorTable::TensorTable(HandleTable* handles)
     : handles_(handles), first_id_(++tables << kIdBits) {}
 
-// What may be started by its id; null: nothing.
+// The entry that may be started by its cache id; null: none.
 TensorEntry* TensorTable::Inactive(uint64_t id) {
   const RequestRecord* const record = Known(id);
   const bool there = record != nullptr && record->entry != nullptr && !record->entry->active;
@@ -42,7 +42,7 @@ Status TensorTable::Submit(std::unique_ptr<TensorEntry>* entry, int64_t* handle,
   TensorEntry& given = **entry;
   given.stage = "SUBMIT";
   if (!closed_.ok()) return During(given, closed_);
-  // What takes part for this rank is a stand-in, and must not meet a request of the same name.
+  // A stand-in takes part for this rank. A request of the same name would collide with it.
   if (joining_) {
     return During(given, Status(Code::kInvalidArgument,
                                 "this rank has called join; no other call is possible, in any "

@@ -1,14 +1,17 @@
-// TensorTable: what this rank knows of requests, one record for each name of a process set: the
-// request between SUBMIT and COMPLETE, and what was agreed upon under that name before, with the id
-// by which later reports and agreements name it. Every rank applies the same definitions and
-// evictions in the same order, since they are part of agreements, and only the coordinator decides
-// what is evicted.
+// TensorTable: what this rank knows of requests. It has one record for each name of a process set:
+// the request between SUBMIT and COMPLETE, and the request that was last agreed upon under that
+// name, with its cache id, by which later reports and agreements refer to it. Every rank applies
+// the same definitions and evictions in the same order, since they are part of agreements. Only the
+// coordinator decides what is evicted.
 //
-// A request with an id is persistent, as MPI calls it: when it is complete it stays here, inactive,
-// and may be started again, by its id or by a submission of the same.
+// A request with a cache id is persistent, as in MPI: when it is complete it stays here, inactive,
+// and may be started again, by its id or by submitting the same request.
 //
-// Thread-safety: Submit, Start and StartNext from any thread; everything else from the loop thread.
-// Entries that are active belong to the loop thread until Remove or Deactivate.
+// Callers see another id (hr_request.id): the cache id plus a number that differs per table, so
+// that an id of an earlier engine is never valid.
+//
+// Thread-safety: Submit, Start and StartNext from any thread; everything else only for the holder
+// of Engine::progress_mutex_ ("the loop" below). It owns active entries until Remove or Deactivate.
 #pragma once
 
 #include <atomic>
@@ -43,94 +46,94 @@ struct TensorEntry {
   Request request;
   std::vector<TensorView> views;  // one per tensor of the request
   int64_t handle = 0;
-  TimeNs submitted_ns = 0;  // of the first that the loop takes with it
-  // On a device: when each view may be used; empty: now.
+  TimeNs submitted_ns = 0;  // when the first request that the loop takes with it was submitted
+  // On a device: the event after which each view may be used; empty: now.
   std::vector<std::shared_ptr<const DeviceEvent>> ready;
   bool active = false;  // in flight; GUARDED_BY the table's mutex
-  // Loop thread only.
-  uint64_t cache_id = 0;  // of `request`; 0: none, as far as is known
+  // Only for the loop.
+  uint64_t cache_id = 0;  // of `request`; 0: none is known
   TimeNs reported_ns = 0;
   const char* stage = "NEGOTIATE";  // for error texts: "during REDUCE"
   size_t unfinished = 0;            // tensors of this entry that still have to go through a batch
-  // As which the tensor of an allreduce is planned; none: nobody has asked yet.
+  // Cached fusion descriptor of a single-tensor allreduce. Empty until first planned.
   std::optional<FusionItem> planned_as;
-  std::vector<GatheredTensor> results;            // memory of the core: what is gathered, numbers
+  std::vector<ResultBuffer> results;              // gathered tensors, or numbers such as row counts
   std::shared_ptr<const DeviceEvent> done_event;  // on a device: of the batch of its last tensor
 
-  // Takes part for a rank that has joined: nobody submitted it, nobody waits for it.
+  // Takes part for a rank that has joined: no caller submitted it, or waits for it.
   bool stands_in() const { return handle == 0; }
 };
 
 // "allreduce 'layer1.weight' (REDUCE): text", with the code and rank of `status`.
 Status During(const TensorEntry& entry, const Status& status);
 
-// All that is known under one key.
+// Everything known under one key.
 struct RequestRecord {
-  std::unique_ptr<TensorEntry> entry;  // active; or inactive, of this id; GUARDED_BY the mutex
-  // What was agreed upon; id 0: nothing. Constant while there is an id.
+  std::unique_ptr<TensorEntry> entry;  // active; or inactive, with this id; GUARDED_BY the mutex
+  // The request that was agreed upon and its cache id. 0: none. Constant while there is an id.
   uint64_t id = 0;
   Request agreed;                   // as this rank submitted it
   std::vector<int64_t> rows;        // as in Decision::Details
-  TensorEntry* reported = nullptr;  // active, and reported by the id; loop thread
+  TensorEntry* reported = nullptr;  // active, and reported by the id; only for the loop
 };
 
 class TensorTable {
  public:
   explicit TensorTable(HandleTable* handles);
 
-  // Takes `*entry`; or only what is new of it, where the record has an inactive one that is the
-  // same. It has a `handle` then. `id`: for Start, where there is one already; else 0.
-  // kDuplicateName while a request of that name is active; kInvalidArgument while a join is;
-  // the status of Close after it.
+  // Takes `*entry`, or only its views and events if the record has an inactive entry for the same
+  // request. Sets `handle`, and `id`: the caller's id, for Start, or 0 if there is none yet.
+  // kDuplicateName while a request of that name is active; kInvalidArgument while a join is active;
+  // after Close, the status that it was given.
   Status Submit(std::unique_ptr<TensorEntry>* entry, int64_t* handle, uint64_t* id);
   // Starts persistent requests of one tensor in host memory, which is now, in place, at
   // `addresses`, up to the first that must be submitted: it is active, has no valid id, no memory,
   // or a weight and had none, or the reverse. Returns how many; each has a handle.
   size_t Start(const Restart* restarts, const uintptr_t* addresses, size_t count, int64_t* handles);
 
-  // Starts the persistent request that has the id after the last one, if `same` says that it is
-  // what the caller wants: steps repeat themselves.
+  // Starts the persistent request whose cache id follows that of the last one, if same(request):
+  // steps repeat themselves.
   bool StartNext(const std::function<bool(const Request&)>& same, const void* input, void* output,
                  std::optional<double> weight, int64_t* handle);
 
-  // What was added since the last TakeSubmitted.
+  // The requests added since the last TakeSubmitted.
   struct Submitted {
     size_t count = 0;
-    TimeNs first_ns = 0;  // where there is any: when the first was
+    TimeNs first_ns = 0;  // when the first of them was submitted
   };
   Submitted submitted();
   // Everything added since the last call, in order.
   void TakeSubmitted(std::vector<TensorEntry*>* submitted);
-  // Those that are active, by Key(process set, name).
+  // Active entries, by Key(process set, name). Null if there is none.
   TensorEntry* Find(const std::string& key);
   std::unique_ptr<TensorEntry> Remove(const std::string& key);
-  // These are complete, have no results, and a cache_id.
+  // REQUIRES: they are complete, have a cache id, and have no results.
   void Deactivate(const std::vector<TensorEntry*>& entries);
 
-  // Null: there is none.
+  // The record with this cache id. Null: there is none.
   RequestRecord* Known(uint64_t id) {
     RequestRecord** const found = known_.Find(id);
     return found == nullptr ? nullptr : *found;
   }
-  // Of exactly this request, which is active; 0: none.
+  // The cache id of exactly this request, which is active; 0: none.
   uint64_t IdOf(const Request& request);
-  // A name has at most one id: an older one is forgotten.
+  // Gives a request its cache id. A name has at most one: an older one is forgotten.
   void Define(uint64_t id, const Request& request, const std::vector<int64_t>& rows);
-  // An inactive request is forgotten with its id.
+  // Forgets a cache id, and its request if that is inactive.
   void Forget(uint64_t id);
 
-  // All requests of a process set, of which nothing is known any more.
+  // Forgets a process set. Returns its active requests.
   std::vector<std::unique_ptr<TensorEntry>> RemoveSet(int32_t process_set);
-  // What has reached the first of these stages that any has: "'a', 'b' and 7 more"; empty: none.
-  // From other threads REQUIRES: the loop has been abandoned.
+  // Names the active requests in the first of these stages that has any: "'a', 'b' and 7 more".
+  // Empty: none. On other threads REQUIRES: the loop has been abandoned.
   std::string Titles(std::initializer_list<std::string_view> stages);
   // Whether a join is in flight. Any thread.
   bool joining() const { return joining_.load(std::memory_order_relaxed); }
-  // Refuses every later request with `why`, and hands out all that are active.
+  // Refuses every later request with `why`. Returns all active entries.
   std::vector<std::unique_ptr<TensorEntry>> Close(const Status& why);
 
  private:
-  // Null: none is.
+  // Null: no entry is active.
   static TensorEntry* Active(const RequestRecord& record) {
     return record.entry != nullptr && record.entry->active ? record.entry.get() : nullptr;
   }
@@ -139,15 +142,15 @@ class TensorTable {
   void Activate(TensorEntry* entry);
 
   HandleTable* const handles_;
-  const uint64_t first_id_;  // what callers have as ids counts from here, as no other table's does
+  const uint64_t first_id_;  // added to cache ids for callers; differs from that of other tables
   std::mutex mutex_;
   std::unordered_map<std::string, RequestRecord> records_;  // by Key; GUARDED_BY(mutex_)
   std::vector<TensorEntry*> submitted_;                     // GUARDED_BY(mutex_)
-  std::string key_;                   // of what is looked for; GUARDED_BY(mutex_)
-  uint64_t next_id_ = 0;              // most likely of the next request; GUARDED_BY(mutex_)
+  std::string key_;                   // scratch for look-ups; GUARDED_BY(mutex_)
+  uint64_t next_id_ = 0;              // likely cache id of the next request; GUARDED_BY(mutex_)
   Status closed_;                     // GUARDED_BY(mutex_)
   std::atomic<bool> joining_{false};  // a join is active; written under mutex_
-  IdTable<RequestRecord*> known_;     // the loop thread changes it, under mutex_
+  IdTable<RequestRecord*> known_;     // the loop changes it, under mutex_
 };
 
 }  // namespace hororing

@@ -1,7 +1,7 @@
 // Timeline: brings the events of all ranks into rank 0's file. Every rank ships what it has
 // collected a few times a second over the control plane; rank 0 appends as it arrives.
 //
-// Loop thread only.
+// Thread-safety: only for the holder of Engine::progress_mutex_.
 #pragma once
 
 #include <string>
@@ -47,7 +47,7 @@ class Timeline {
   const std::vector<TimeNs> clock_offsets_;
   TraceSink& sink_;
   TraceWriter writer_;
-  std::vector<char> ended_;  // rank 0: whose last events have arrived
+  std::vector<char> ended_;  // rank 0, by rank: its last events have arrived
   TimeNs next_ship_ns_ = 0;
 };
 

@@ -1,5 +1,5 @@
-// Engine: what callers do while they wait. They run the loop where they may (ADR 12), and otherwise
-// sleep, look after it now and then, and see that its thread is awake.
+// Engine: what callers do while they wait. They run the loop if they may (ADR 12). Otherwise they
+// make sure that its thread is awake, sleep, and check now and then that it is not stuck.
 #include <algorithm>
 #include <chrono>
 #include <functional>
@@ -11,43 +11,42 @@
 namespace hororing {
 namespace {
 
-// How long a caller sleeps before it looks after the loop.
-TimeNs NextLook(TimeNs deadline) {
+// How long a caller sleeps before it checks the loop.
+TimeNs NextCheck(TimeNs deadline) {
   constexpr TimeNs kLookInterval = 500 * kMillisecond;
   return std::clamp<TimeNs>(deadline - NowNs(), 0, kLookInterval);
 }
 
 }  // namespace
 
-// For a caller that is blocked until done(). `look`, which looks whether it is, sleeps so long.
-template <typename Done, typename Look>
-HandleTable::Look Engine::WaitUntil(const Done& done, const Look& look, TimeNs timeout_ns) {
+// Blocks the caller until done(). `poll` returns the state after sleeping at most the given time.
+template <typename Done, typename PollFn>
+HandleState Engine::WaitUntil(const Done& done, const PollFn& poll, TimeNs timeout_ns) {
   ++shared_.mailbox.waiting;
   const TimeNs deadline = After(NowNs(), timeout_ns);
   ProgressUntil(std::ref(done), deadline);
-  HandleTable::Look seen = look(NextLook(deadline));
-  while (seen == HandleTable::Look::kPending) {
-    LookAtLoop();
+  HandleState seen = poll(NextCheck(deadline));
+  while (seen == HandleState::kPending) {
+    CheckLoop();
     if (NowNs() >= deadline) break;
-    seen = look(NextLook(deadline));
+    seen = poll(NextCheck(deadline));
   }
   --shared_.mailbox.waiting;
   return seen;
 }
 
-HandleTable::Look Engine::Wait(int64_t handle, TimeNs timeout_ns, Status* status) {
+HandleState Engine::Wait(int64_t handle, TimeNs timeout_ns, Status* status) {
   HandleTable& handles = *shared_.handles;
-  return WaitUntil([&] { return handles.Poll(handle) != HandleTable::Look::kPending; },
+  return WaitUntil([&] { return handles.Poll(handle) != HandleState::kPending; },
                    [&](TimeNs most) { return handles.Wait(handle, most, status); }, timeout_ns);
 }
 
-HandleTable::Look Engine::WaitMany(const int64_t* handles, size_t count, TimeNs timeout_ns,
-                                   bool* all_ok,
-                                   std::vector<std::shared_ptr<const DeviceEvent>>* done_events) {
+HandleState Engine::WaitMany(const int64_t* handles, size_t count, TimeNs timeout_ns, bool* all_ok,
+                             std::vector<std::shared_ptr<const DeviceEvent>>* done_events) {
   HandleTable& table = *shared_.handles;
   size_t left = count;
   const auto done = [&] {
-    while (left > 0 && table.Poll(handles[left - 1]) != HandleTable::Look::kPending) --left;
+    while (left > 0 && table.Poll(handles[left - 1]) != HandleState::kPending) --left;
     return left == 0;
   };
   return WaitUntil(
@@ -62,23 +61,23 @@ int64_t Engine::NextCompletion(int64_t seen, TimeNs timeout_ns) {
   return completions;
 }
 
-HandleTable::Look Engine::Poll(int64_t handle) {
-  const HandleTable::Look look = shared_.handles->Poll(handle);
-  if (look != HandleTable::Look::kPending) return look;
-  LookAtLoop();
-  if (shared_.tensors.submitted().count != 0) shared_.mailbox.Polled();
-  return look;
+HandleState Engine::Poll(int64_t handle) {
+  const HandleState state = shared_.handles->Poll(handle);
+  if (state != HandleState::kPending) return state;
+  CheckLoop();
+  if (shared_.tensors.submitted().count != 0) shared_.mailbox.RequestReportForPoll();
+  return state;
 }
 
-// Waits for the thread, at most so long, and looks after the loop meanwhile. False: in vain.
+// Waits for a result of the loop's thread, and checks the loop meanwhile. False: it did not come.
 template <typename T>
 bool Engine::Await(const std::future<T>& future, TimeNs timeout_ns) {
   const TimeNs deadline = After(NowNs(), timeout_ns);
   for (;;) {
-    const std::chrono::nanoseconds most(abandoned() ? 0 : NextLook(deadline));
+    const std::chrono::nanoseconds most(abandoned() ? 0 : NextCheck(deadline));
     if (future.wait_for(most) == std::future_status::ready) return true;
     if (abandoned() || NowNs() >= deadline) return false;
-    LookAtLoop();
+    CheckLoop();
   }
 }
 
@@ -99,22 +98,22 @@ Status Engine::RunCommand(Mailbox::Command command, TimeNs timeout_ns) {
   return Status(Code::kStalled, "timeline: the other ranks did not send their last events");
 }
 
-// Runs the loop, unless somebody else does or it is not for callers to run.
+// Runs the loop, unless another thread does or callers may not run it.
 void Engine::ProgressUntil(const std::function<bool()>& done, TimeNs deadline) {
   if (done()) return;
   Mailbox& mailbox = shared_.mailbox;
-  // A device may have come into use since Submit, which then woke nobody.
+  // A device may have come into use since Submit, which did not wake the loop then.
   if (!shared_.CallersMayProgress())
-    return shared_.transport_lets_callers ? mailbox.Wake() : mailbox.ReportNow();
+    return shared_.transport_lets_callers ? mailbox.Wake() : mailbox.RequestReport();
   std::unique_lock<std::mutex> progress(progress_mutex_, std::try_to_lock);
   if (progress.owns_lock() && loop_ != nullptr && loop_->drivable()) {
-    const Loop::Left left = loop_->ProgressUntil(done, deadline);
+    const Loop::Handoff handoff = loop_->ProgressUntil(done, deadline);
     progress.unlock();
-    // Only now: what happens before the lock is free wakes a thread that cannot take it.
-    left.wake ? mailbox.Wake() : mailbox.WakeIfAny(left.epoch);
+    // Not earlier: before the lock is free, the thread would wake up in vain.
+    handoff.wake ? mailbox.Wake() : mailbox.WakeIfAny(handoff.epoch);
   } else {
     if (progress.owns_lock()) progress.unlock();
-    mailbox.Wake();  // a request that was submitted without may have been overlooked
+    mailbox.Wake();  // the other thread may have missed a request that was submitted without Wake
   }
 }
 

@@ -1,5 +1,5 @@
-// What we use of NVIDIA's driver, libcuda.so.1, which is found at run time: nothing of CUDA is
-// needed to build, and a machine without a GPU never looks for it.
+// The functions that we use of NVIDIA's driver, libcuda.so.1, which is found at run time: the build
+// needs nothing of CUDA, and a machine without a GPU never looks for it.
 //
 // Names, numbers and signatures: cuda.h of CUDA 13.0; all of them are there since CUDA 11.2 and
 // the driver keeps them (symbols with a version suffix are never changed, only succeeded).
@@ -103,11 +103,11 @@ struct CudaApi {
   // kTransport: "cuMemAllocAsync: out of memory (CUDA_ERROR_OUT_OF_MEMORY, 2)"; kInvalidArgument
   // where the framework captures its stream into a graph, and that is why.
   Status Check(CuResult result, const char* call) const;
-  // Of an allocation.
+  // The same for an allocation.
   Status CheckMemory(CuResult result, const char* call, size_t bytes) const;
 };
 
-// What to do about a collective within the capture of a graph.
+// Tells the user what to do about a collective within the capture of a graph.
 std::string CapturedText();
 
 }  // namespace hororing

@@ -24,13 +24,13 @@ std::string Setting(GpuMode mode) {
 
 Status TookTooLong(const std::string& label) {
   return Status(Code::kTransport,
-                "the device did not come to an end with '" + label +
-                    "' in time (HORORING_TIMEOUT_S sets the limit); another rank may be stuck");
+                "GPU batch '" + label +
+                    "' timed out (HORORING_TIMEOUT_S sets the limit); another rank may be stuck");
 }
 
 }  // namespace
 
-// What every rank shows the others when they choose.
+// Each rank sends this to the others; together they choose NCCL or not.
 struct CudaBackend::Card {
   CuUuid device = {};
   int32_t nccl_version = 0;  // 0: none
@@ -168,24 +168,24 @@ std::string CudaBackend::Obstacle(const std::vector<Card>& cards) const {
   return "";
 }
 
-Status CudaBackend::Look() {
+Status CudaBackend::Poll() {
   while (!in_flight_.empty()) {
     bool done = false;
-    HORORING_RETURN_IF_ERROR(LookAt(in_flight_.front(), &done));
+    HORORING_RETURN_IF_ERROR(PollBatch(in_flight_.front(), &done));
     if (!done) break;
     in_flight_.pop_front();
   }
-  return nccl_ != nullptr ? nccl_->Look() : Status::Ok();
+  return nccl_ != nullptr ? nccl_->Poll() : Status::Ok();
 }
 
 // The time that a batch may take begins when its tensors are ready on this rank.
-Status CudaBackend::LookAt(InFlight& batch, bool* done) {
-  HORORING_RETURN_IF_ERROR(batch.done->Look(done));
+Status CudaBackend::PollBatch(InFlight& batch, bool* done) {
+  HORORING_RETURN_IF_ERROR(batch.done->Poll(done));
   if (*done) return Status::Ok();
   if (batch.deadline == 0) {
     for (const auto& event : batch.ready) {
       bool ready = false;
-      HORORING_RETURN_IF_ERROR(event->Look(&ready));
+      HORORING_RETURN_IF_ERROR(event->Poll(&ready));
       if (!ready) return Status::Ok();
     }
     batch.deadline = After(NowNs(), batch.timeout);
@@ -197,7 +197,7 @@ Status CudaBackend::LookAt(InFlight& batch, bool* done) {
 Status CudaBackend::Leave(TimeNs deadline) {
   while (!in_flight_.empty()) {
     bool done = false;
-    HORORING_RETURN_IF_ERROR(LookAt(in_flight_.front(), &done));
+    HORORING_RETURN_IF_ERROR(PollBatch(in_flight_.front(), &done));
     if (done) {
       in_flight_.pop_front();
       continue;

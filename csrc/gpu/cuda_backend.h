@@ -41,7 +41,7 @@ class CudaBackend final : public Backend {
   Status Run(const Batch& batch, TimeNs deadline, TraceSink& trace) override;
   size_t scratch_bytes() const override;
   std::shared_ptr<const DeviceEvent> done() const override { return done_; }
-  Status Look() override;
+  Status Poll() override;
   Status Leave(TimeNs deadline) override;
   void BreakOff() override;
   // Null: through host memory, or not chosen yet.
@@ -61,7 +61,7 @@ class CudaBackend final : public Backend {
   Status RunOnDevice(const Batch& batch, TimeNs timeout, TraceSink& trace);
   Status Compare(int nccl_version, TimeNs deadline, std::string* obstacle);
   std::string Obstacle(const std::vector<Card>& cards) const;
-  Status LookAt(InFlight& batch, bool* done);
+  Status PollBatch(InFlight& batch, bool* done);
 
   Transport& transport_;
   const Options options_;

@@ -8,7 +8,7 @@
 namespace hororing {
 namespace {
 
-// As kernels.cu.
+// Equal to those of kernels.cu.
 constexpr size_t kPackMost = 120;
 constexpr size_t kPackBlockBytes = 32 << 10;
 constexpr unsigned kPackThreads = 256;
@@ -31,13 +31,13 @@ CuAddress AddressOf(const void* memory) { return reinterpret_cast<CuAddress>(mem
 
 }  // namespace
 
-// What a destructor cannot do is lost with the context, and told by the next call.
+// Errors are ignored: the context is lost then, and the next call reports it.
 DeviceEvent::~DeviceEvent() {
   const Device::Current current(*device_);
   device_->api().event_destroy(event_);
 }
 
-Status DeviceEvent::Look(bool* reached) const {
+Status DeviceEvent::Poll(bool* reached) const {
   const Device::Current current(*device_);
   HORORING_RETURN_IF_ERROR(current.status());
   const CuResult result = device_->api().event_query(event_);
@@ -230,7 +230,7 @@ Status Device::EndMemory(CuAddress address, CuStream stream) const {
   HORORING_RETURN_IF_ERROR(
       api_->Check(api_->event_create(&ended.unused, kCuEventDisableTiming), "cuEventCreate"));
   const CuResult recorded = api_->event_record(ended.unused, stream);
-  if (recorded != kCuSuccess) {  // nobody knows when it may be freed
+  if (recorded != kCuSuccess) {  // it is unknown when it may be freed, so it never is
     api_->event_destroy(ended.unused);
     return api_->Check(recorded, "cuEventRecord");
   }

@@ -34,7 +34,7 @@ class DeviceEvent {
   DeviceEvent& operator=(const DeviceEvent&) = delete;
 
   // Whether the device has reached it.
-  Status Look(bool* reached) const;
+  Status Poll(bool* reached) const;
   // Later work in `stream` of that device waits until it has.
   Status StreamWait(CuStream stream) const;
   const Device& device() const { return *device_; }

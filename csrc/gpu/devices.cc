@@ -6,9 +6,9 @@
 
 namespace hororing {
 
-// Whoever waits here waits for a call that another thread is in. Where the loop's thread may be
-// abandoned it must not have the lock, which it would keep for ever: it has let go of it before the
-// watched wait ends, and tries again.
+// A thread waits here for another thread that is inside a call of the driver. The loop's thread may
+// be abandoned in this wait, and would then keep the lock for ever. So it releases the lock before
+// the watched wait ends, and tries again.
 std::unique_lock<std::mutex> Devices::LockOpening() {
   constexpr CallWatch::Name kOpening{"the first use of a device, in another thread,",
                                      "NVIDIA's driver"};

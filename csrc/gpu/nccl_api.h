@@ -1,4 +1,4 @@
-// What we use of NCCL, libnccl.so.2, which is found at run time.
+// The functions that we use of NCCL, libnccl.so.2, which is found at run time.
 //
 // Names, numbers and signatures: nccl.h of NCCL 2.32.3. The least version is 2.14, the first with
 // communicators that do not block; what came later is looked for and may be missing.

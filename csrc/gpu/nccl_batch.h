@@ -19,8 +19,7 @@ namespace hororing {
 // does not have.
 bool NcclCan(Collective kind, const ReduceSpec& spec, int ranks);
 
-// Whether the fusion buffer helps; the same on all ranks. REQUIRES: NcclCan, for
-// all entries.
+// Whether the fusion buffer helps; the same on all ranks. REQUIRES: NcclCan, for all entries.
 bool WantsFusionBuffer(const Batch& batch);
 
 // Puts `batch` into the device's private stream. REQUIRES: NcclCan, for all entries.

@@ -23,7 +23,7 @@ constexpr TimeNs kPeersInterval = 20 * kMillisecond;
 // Operations with a factor that a communicator has at a time.
 constexpr size_t kMostScaledSums = 64;
 
-// What rank 0 tells the others.
+// Rank 0 sends this to the others.
 struct Invitation {
   int32_t sent = 0;  // zero: rank 0 has no id to give
   NcclId id = {};
@@ -111,17 +111,17 @@ void NcclCommunicator::Abort() {
   if (comm_ != nullptr) api_->comm_abort(std::exchange(comm_, nullptr));
 }
 
-// What is in the stream behind NCCL's kernels still uses memory that is given back next.
+// Waits for work in the stream behind NCCL's kernels: it uses memory that is freed next.
 void NcclCommunicator::Rest() const {
   std::shared_ptr<DeviceEvent> idle;
   bool reached = !device_->Record(device_->stream(), &idle).ok();
   for (const TimeNs limit = After(NowNs(), kRest); !reached && NowNs() < limit;) {
-    if (!idle->Look(&reached).ok()) return;
+    if (!idle->Poll(&reached).ok()) return;
     transport_.Sleep(After(NowNs(), kLookInterval));
   }
 }
 
-// Until NCCL has done what it has begun.
+// Waits until NCCL has finished the call that it has begun.
 Status NcclCommunicator::Settle(NcclResult begun, const char* call, TimeNs deadline) {
   if (begun != kNcclSuccess && begun != kNcclInProgress) return api_->Check(begun, call, comm_);
   const TimeNs sleep = After(NowNs(), kBusy);
@@ -139,8 +139,8 @@ Status NcclCommunicator::Settle(NcclResult begun, const char* call, TimeNs deadl
     if (now >= deadline) {
       return Status(Code::kTransport,
                     std::string(call) + " of NCCL " + api_->version_text() +
-                        " did not come to an end in time (HORORING_TIMEOUT_S sets the limit); "
-                        "NCCL_DEBUG=INFO tells what it waits for");
+                        " timed out (HORORING_TIMEOUT_S sets the limit); NCCL_DEBUG=INFO shows "
+                        "what it waits for");
     }
     if (now >= sleep) transport_.Sleep(After(now, kLookInterval));
   }
@@ -158,7 +158,7 @@ Status NcclCommunicator::Group(const std::function<NcclResult()>& enqueue, TimeN
   return Settle(ended, "ncclGroupEnd", deadline);
 }
 
-Status NcclCommunicator::Look() const {
+Status NcclCommunicator::Poll() const {
   NcclResult state = kNcclSuccess;
   HORORING_RETURN_IF_ERROR(
       api_->Check(api_->comm_async_error(comm_, &state), "ncclCommGetAsyncError", comm_));

@@ -3,7 +3,7 @@
 // It is non-blocking: the state of an operation is polled until it is done, a peer is dead or a
 // deadline passes. After any error the communicator is aborted, which ends its kernels.
 //
-// Thread-safety: loop thread only.
+// Thread-safety: only for the thread that runs the loop.
 #pragma once
 
 #include <cstddef>
@@ -40,7 +40,7 @@ class NcclCommunicator {
   // are in the stream, so that events may follow.
   Status Group(const std::function<NcclResult()>& enqueue, TimeNs deadline);
   // kTransport if an operation in the stream has failed.
-  Status Look() const;
+  Status Poll() const;
   // All ranks call it when the stream is empty.
   Status Leave(TimeNs deadline);
 
@@ -84,7 +84,7 @@ class NcclCommunicator {
   size_t fusion_bytes_ = 0;
 };
 
-// What NCCL calls it. REQUIRES: NCCL has it.
+// NCCL's name of the type. REQUIRES: NcclHas(dtype).
 NcclType NcclTypeOf(DataType dtype);
 bool NcclHas(DataType dtype);
 

@@ -9,10 +9,10 @@
 namespace hororing {
 namespace {
 
-// Of one of the two buffers: enough to use a bus well, few enough to fill them often.
+// The size of each of the two buffers: large enough to use a bus well, small enough to overlap.
 constexpr size_t kPieceBytes = 4 << 20;
 
-// Between two looks at what is awaited, and at whether all peers are alive.
+// The intervals of polling an event, and of checking that all peers are alive.
 constexpr TimeNs kEventInterval = 50 * kMicrosecond;
 constexpr TimeNs kPeersInterval = 20 * kMillisecond;
 
@@ -185,7 +185,7 @@ Status StagedBatches::Reach(const DeviceEvent& event) {
   TimeNs look_at_peers = After(NowNs(), kPeersInterval);
   for (;;) {
     bool reached = false;
-    HORORING_RETURN_IF_ERROR(event.Look(&reached));
+    HORORING_RETURN_IF_ERROR(event.Poll(&reached));
     if (reached) return Status::Ok();
     const TimeNs now = NowNs();
     if (now >= look_at_peers) {

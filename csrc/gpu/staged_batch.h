@@ -8,7 +8,7 @@
 //   host            | reduce 0          | reduce 1          | reduce 2
 //
 // Unlike NCCL this blocks the loop, until the framework's kernels have produced the inputs and
-// while the host reduces. Thread-safety: loop thread only.
+// while the host reduces. Thread-safety: only for the thread that runs the loop.
 #pragma once
 
 #include <memory>

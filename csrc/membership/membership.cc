@@ -28,7 +28,7 @@ Membership::~Membership() {
   thread_.join();
 }
 
-Status Membership::Look(int64_t generation) const {
+Status Membership::Check(int64_t generation) const {
   std::lock_guard<std::mutex> lock(mutex_);
   return generation <= over_ ? why_ : Status::Ok();
 }

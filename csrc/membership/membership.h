@@ -1,7 +1,7 @@
 // Membership: how the store of an elastic job knows that this process lives, and how this process
-// hears at once that its generation is over. One connection, which Python has opened and proved to
-// be of the job, and one thread, since whoever computes must not count as dead: it needs neither
-// the interpreter nor the loop.
+// learns at once that its generation is over. It has one connection, which Python has opened and
+// authenticated, and one thread of its own, so that a process that computes does not count as dead:
+// the thread needs neither the interpreter nor the loop.
 //
 //   process -> store   one byte, every interval
 //   store -> process   frames of fixed size; what is true already comes again after the first byte
@@ -34,9 +34,9 @@ class Membership {
   Membership& operator=(const Membership&) = delete;
 
   // Ok while that generation is not over, as far as this process knows.
-  Status Look(int64_t generation) const;
-  // What has changed of the hosts and processes since that generation began: when (microseconds
-  // since the epoch), and what (1: some are to go, 2: some have come; 3: both).
+  Status Check(int64_t generation) const;
+  // The latest change of hosts and processes since that generation began: when (microseconds since
+  // the epoch), and what (1: some are to be removed, 2: some were added; 3: both).
   struct Updates {
     int64_t stamp = 0;
     int32_t what = 0;
@@ -44,7 +44,7 @@ class Membership {
   Updates UpdatesSince(int64_t generation) const;
 
  private:
-  // As FRAME of hororing/rendezvous/protocol.py; little-endian.
+  // The layout of FRAME in hororing/rendezvous/protocol.py; little-endian.
   struct Frame {
     uint32_t kind;
     int32_t rank;  // to blame

@@ -6,11 +6,11 @@
 namespace hororing {
 namespace {
 
-// Cache ids that follow one another, which those of a step mostly do, travel as the first of them
-// and how many they are. No more than this at a time: what malformed messages make us hold is
-// bounded by their length.
+// Consecutive cache ids, which those of a step mostly are, are encoded as the first id and their
+// number. The number is limited, so that a malformed message cannot make us allocate much more
+// memory than its own length.
 constexpr size_t kLongestRun = 1 << 16;
-// In place of the kind of a decision: a run of those of cached requests; no more decisions.
+// These bytes stand in place of a decision's kind: a run of cached requests; no more decisions.
 constexpr uint8_t kRunOfCached = 0x7e, kNoMore = 0x7f;
 
 class Writer {
@@ -76,7 +76,7 @@ class Reader {
     next_ += size;
     return value;
   }
-  // How many there are in a run; 0 where there is none, or it is malformed.
+  // The length of a run; 0 if there is none, or it is malformed.
   size_t Run() {
     const uint64_t count = Unsigned();
     if (count > kLongestRun) ok_ = false;
@@ -197,7 +197,7 @@ Request GetRequest(Reader& in) {
   request.name = in.Text();
   request.process_set = static_cast<int32_t>(in.Signed());
   request.kind = in.Choice(Collective::kRemoveProcessSet);
-  request.op = in.Choice(ReduceOp::kProduct);
+  request.op = in.Choice(static_cast<ReduceOp>(kReduceOpCount - 1));
   request.root = static_cast<int32_t>(in.Signed());
   request.prescale = in.Double();
   request.postscale = in.Double();

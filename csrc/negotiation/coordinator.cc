@@ -11,10 +11,10 @@
 namespace hororing {
 namespace {
 
-// In place of the sequence of an agreement: of one that is to come.
+// Stands for the sequence of an agreement that is still to be made.
 constexpr uint64_t kNotAnnounced = std::numeric_limits<uint64_t>::max();
 
-// As in Decision::Details, of requests that carry some.
+// Returns Decision::Details::rows for gathered tensors and splits; empty for other requests.
 std::vector<int64_t> RowsOf(const std::vector<const Request*>& requests) {
   std::vector<int64_t> rows;
   if (requests[0]->kind == Collective::kAllgather) {
@@ -45,7 +45,7 @@ void Coordinator::Receive(const int* ranks, size_t count, const Report& report, 
   for (size_t i = 0; i < count; ++i) {
     const size_t rank = static_cast<size_t>(ranks[i]);
     applied_[rank] = report.applied;
-    blocked_[rank].Hear(report.blocked, now);
+    blocked_[rank].OnReport(report.blocked, now);
   }
   answered_ = nullptr;
   if (!retired_.empty()) ForgetRetired();
@@ -60,7 +60,8 @@ void Coordinator::Receive(const int* ranks, size_t count, const Report& report, 
     const int rank = ranks[0];
     std::string text = "rank " + std::to_string(rank) + " has shut down";
     if (!report.reason.empty()) text += " (" + report.reason + ")";
-    text += "; every rank must make the same calls: see whether it had fewer batches, say";
+    text += ". All ranks must make the same calls: check whether rank " + std::to_string(rank) +
+            " had fewer batches.";
     Decision leave;
     leave.kind = Decision::Kind::kLeave;
     leave.set_details().status = Status(Code::kShutDown, text, rank);
@@ -84,7 +85,7 @@ void Coordinator::ReportCached(const int* ranks, size_t count, uint64_t id, doub
   Record* found = records_.Find(id);
   if (found == nullptr) return;
   Record& record = *found;
-  Pending& pending = PendingFor(record.request, *record.named, now);
+  Pending& pending = PendingFor(record.request, *record.tensor, now);
   if (pending.reported.count() == 0) {
     pending.id = id;
     pending.record = &record;
@@ -97,37 +98,38 @@ void Coordinator::ReportCached(const int* ranks, size_t count, uint64_t id, doub
     if (record.request.weight) pending.weights[member] = weight;
     pending.reported.Add(member);
   }
-  if (AllHere(pending)) Complete(*record.named);
+  if (IsComplete(pending)) Complete(*record.tensor);
 }
 
 void Coordinator::ReportFresh(int rank, const Request& request, TimeNs now) {
   const ProcessSet* set = sets_.Find(request.process_set);
   if (set == nullptr || set->IndexOf(rank) < 0) return;  // removed meanwhile, as above
   if (request.kind == Collective::kJoin) Join(rank);
-  Named& named = NamedBy(request);
-  Pending& pending = PendingFor(request, named, now);
+  TensorState& tensor = StateOf(request);
+  Pending& pending = PendingFor(request, tensor, now);
   Expand(pending);
   const size_t member = static_cast<size_t>(pending.set->IndexOf(rank));
   pending.requests[member] = request;
   if (request.weight) pending.weights[member] = *request.weight;
   pending.reported.Add(member);
-  if (AllHere(pending)) Complete(named);
+  if (IsComplete(pending)) Complete(tensor);
 }
 
-Coordinator::Named& Coordinator::NamedBy(const Request& request) {
+Coordinator::TensorState& Coordinator::StateOf(const Request& request) {
   const std::string key = Key(request);
-  std::unique_ptr<Named>& named = names_[key];
-  if (named == nullptr) {
-    named = std::make_unique<Named>();
-    named->key = key;
+  std::unique_ptr<TensorState>& tensor = tensors_[key];
+  if (tensor == nullptr) {
+    tensor = std::make_unique<TensorState>();
+    tensor->key = key;
   }
-  return *named;
+  return *tensor;
 }
 
-// What the reports of the name have said so far; another one is about to be counted.
-Coordinator::Pending& Coordinator::PendingFor(const Request& request, Named& named, TimeNs now) {
+// Returns the pending request of a tensor, to which the caller is about to add a report.
+Coordinator::Pending& Coordinator::PendingFor(const Request& request, TensorState& tensor,
+                                              TimeNs now) {
   if (waiting_ == 0) stall_check_ns_ = After(now, stall_inspector_.interval_ns());
-  Pending& pending = named.pending;
+  Pending& pending = tensor.pending;
   if (!pending.waits) {
     pending.waits = true;
     ++waiting_;
@@ -148,7 +150,7 @@ Coordinator::Pending& Coordinator::PendingFor(const Request& request, Named& nam
   return pending;
 }
 
-// From "all reports so far named one cached request" to one request per member.
+// Replaces "all reports so far had one cache id" by one request per member.
 void Coordinator::Expand(Pending& pending) {
   if (pending.requests.empty()) pending.requests.resize(pending.reported.size());
   if (pending.id == 0) return;
@@ -160,11 +162,11 @@ void Coordinator::Expand(Pending& pending) {
   pending.record = nullptr;
 }
 
-void Coordinator::Complete(Named& named) {
-  Pending& pending = named.pending;
+void Coordinator::Complete(TensorState& tensor) {
+  Pending& pending = tensor.pending;
   int64_t bytes = 0;
   Decision decision;
-  Status status = Agree(named, &decision, &bytes);
+  Status status = Agree(tensor, &decision, &bytes);
   const Request& request = pending.any();
   decision.process_set = request.process_set;
   if (status.ok() && (request.kind == Collective::kAddProcessSet ||
@@ -174,7 +176,7 @@ void Coordinator::Complete(Named& named) {
   const bool joins =
       std::any_of(pending.requests.begin(), pending.requests.end(),
                   [](const Request& each) { return each.kind == Collective::kJoin; });
-  if (joins) {  // of all ranks; or nobody's, where some rank did something else under its name
+  if (joins) {  // all ranks have joined, or the join fails for all: a rank used its name otherwise
     if (status.ok()) decision.set_details().rows = {last_joined_};
     std::fill(joined_.begin(), joined_.end(), 0);
     joined_count_ = 0;
@@ -185,13 +187,13 @@ void Coordinator::Complete(Named& named) {
     decision.set_details().name = request.name;
     decision.set_details().status = std::move(status);
   }
-  Forget(named);
+  ClearPending(tensor);
   queue_.Push(std::move(decision), bytes);
 }
 
-// What becomes of a request that all members have reported, or cannot report any more.
-Status Coordinator::Agree(Named& named, Decision* decision, int64_t* bytes) {
-  Pending& pending = named.pending;
+// Fills in the decision about a request that all members have reported, except for joined ones.
+Status Coordinator::Agree(TensorState& tensor, Decision* decision, int64_t* bytes) {
+  Pending& pending = tensor.pending;
   std::vector<int> joined;
   if (joined_count_ > 0) joined = JoinedAmong(pending);
   Status possible = joined.empty() ? Status() : CheckJoined(joined, pending.any());
@@ -213,7 +215,7 @@ Status Coordinator::Agree(Named& named, Decision* decision, int64_t* bytes) {
     details.name = requests[0]->name;
     details.rows = RowsOf(requests);
     *bytes = requests[0]->bytes();
-    decision->cache_id = Remember(named, *requests[0], details.rows);
+    decision->cache_id = Remember(tensor, *requests[0], details.rows);
     if (requests[0]->of_members_alone()) details.stand_in = *requests[0];
   } else {
     HORORING_RETURN_IF_ERROR(possible);
@@ -222,7 +224,7 @@ Status Coordinator::Agree(Named& named, Decision* decision, int64_t* bytes) {
     if (!record.retired) {
       decision->cache_id = pending.id;
       record.used = true;
-      return Status::Ok();  // joined members got a stand-in with the id
+      return Status::Ok();  // joined members know the request by its id
     }
     // The ranks have forgotten the id, or are about to.
     decision->set_details().name = record.request.name;
@@ -232,16 +234,16 @@ Status Coordinator::Agree(Named& named, Decision* decision, int64_t* bytes) {
   return Status::Ok();
 }
 
-// What it waited for has been decided. What its members say next of being blocked is about
-// something else; a rank that has its answer and computes does not report that.
-void Coordinator::Forget(Named& named) {
-  const ProcessSet* const set = named.pending.set;
+// The request is decided. Clear the blocked state of its members: a later blocked report refers to
+// another request.
+void Coordinator::ClearPending(TensorState& tensor) {
+  const ProcessSet* const set = tensor.pending.set;
   if (std::exchange(answered_, set) != set) {
     for (const int rank : set->ranks) blocked_[static_cast<size_t>(rank)] = {};
   }
   --waiting_;
-  named.pending.waits = false;
-  if (named.records == 0) names_.erase(names_.find(named.key));
+  tensor.pending.waits = false;
+  if (tensor.records == 0) tensors_.erase(tensors_.find(tensor.key));
 }
 
 std::optional<Agreement> Coordinator::Decide() {
@@ -250,7 +252,7 @@ std::optional<Agreement> Coordinator::Decide() {
   if (agreement.decisions.empty()) return std::nullopt;
   agreement.sequence = ++sequence_;
   removed_now_ = removed_;
-  // What is still in the queue may be about a set that is removed, or go by an id that is evicted.
+  // Decisions that are still queued may concern a removed set, or refer to an evicted id.
   if (queue_.empty()) {
     removed_.clear();
     agreement.evicted = std::exchange(evicted_, {});
@@ -284,19 +286,19 @@ StallInspector::Finding Coordinator::InspectStalls(TimeNs now) {
   return finding;
 }
 
-// In no order.
-std::vector<Coordinator::Named*> Coordinator::Waits() const {
-  std::vector<Named*> waits;
-  for (const auto& [key, named] : names_) {
-    if (named->pending.waits) waits.push_back(named.get());
+// In no particular order.
+std::vector<Coordinator::TensorState*> Coordinator::PendingTensors() const {
+  std::vector<TensorState*> pending;
+  for (const auto& [key, tensor] : tensors_) {
+    if (tensor->pending.waits) pending.push_back(tensor.get());
   }
-  return waits;
+  return pending;
 }
 
 std::vector<Waiting> Coordinator::AllWaiting(bool joins) {
   std::vector<Waiting> all;
-  for (const Named* named : Waits()) {
-    const Pending& pending = named->pending;
+  for (const TensorState* tensor : PendingTensors()) {
+    const Pending& pending = tensor->pending;
     const Request& request = pending.any();
     Waiting waiting;
     waiting.patient = request.kind == Collective::kJoin;
@@ -320,7 +322,7 @@ std::vector<Waiting> Coordinator::AllWaiting(bool joins) {
   return all;
 }
 
-// The request of one member of the record's process set.
+// Returns the request of one member of the record's process set.
 Request Coordinator::RequestOf(const Record& record, int member) const {
   Request request = record.request;
   if (record.rows.empty()) return request;
@@ -339,13 +341,13 @@ Request Coordinator::RequestOf(const Record& record, int member) const {
   return request;
 }
 
-// Gives `request` an id, in place of the one that its name may have had.
-uint64_t Coordinator::Remember(Named& named, const Request& request,
+// Gives `request` a cache id, which replaces the one that its name may have had.
+uint64_t Coordinator::Remember(TensorState& tensor, const Request& request,
                                const std::vector<int64_t>& rows) {
   if (options_.cache_capacity <= 0 || request.tensors.empty()) return 0;
-  if (named.id != 0) {
-    // All members have reported the name just now, so no report of the old id is on its way.
-    const Record& older = *records_.Find(named.id);
+  if (tensor.id != 0) {
+    // All members have just reported the name, so no report of the old id is on its way.
+    const Record& older = *records_.Find(tensor.id);
     by_age_.erase(older.age);
     Erase(older);
   } else if (static_cast<int>(by_age_.size()) >= options_.cache_capacity) {
@@ -353,13 +355,13 @@ uint64_t Coordinator::Remember(Named& named, const Request& request,
   }
   const uint64_t id = next_id_++;
   by_age_.push_front(id);
-  records_.Add(id, {id, &named, request.bytes(), false, false, by_age_.begin(), request, rows});
-  named.id = id;
-  ++named.records;
+  records_.Add(id, {id, &tensor, request.bytes(), false, false, by_age_.begin(), request, rows});
+  tensor.id = id;
+  ++tensor.records;
   return id;
 }
 
-// The oldest that was not agreed again since it was last looked at ("second chance").
+// Evicts the oldest record that was not used since the last check ("second chance").
 void Coordinator::Evict() {
   for (;;) {
     Record& oldest = *records_.Find(by_age_.back());
@@ -369,30 +371,30 @@ void Coordinator::Evict() {
   const uint64_t victim = by_age_.back();
   by_age_.pop_back();
   Record& evicted = *records_.Find(victim);
-  evicted.named->id = 0;
+  evicted.tensor->id = 0;
   evicted.retired = true;
   evicted_.push_back(victim);
   retired_[victim] = kNotAnnounced;
 }
 
 void Coordinator::Erase(const Record& record) {
-  Named& named = *record.named;
-  if (named.id == record.id) named.id = 0;
-  if (--named.records == 0 && !named.pending.waits) names_.erase(names_.find(named.key));
+  TensorState& tensor = *record.tensor;
+  if (tensor.id == record.id) tensor.id = 0;
+  if (--tensor.records == 0 && !tensor.pending.waits) tensors_.erase(tensors_.find(tensor.key));
   records_.Erase(record.id);
 }
 
-// Not with every report, so that a report does not cost what has been evicted.
+// Does its work only once in a while, so that its cost per report does not grow with the evictions.
 void Coordinator::ForgetRetired() {
   if (++reports_since_forgetting_ < retired_.size()) return;
   reports_since_forgetting_ = 0;
   for (auto retired = retired_.begin(); retired != retired_.end();) {
     const Record& record = *records_.Find(retired->first);
     const Request& request = record.request;
-    const Named& named = *record.named;
-    const bool in_use = named.pending.waits && named.pending.id == retired->first;
+    const TensorState& tensor = *record.tensor;
+    const bool in_use = tensor.pending.waits && tensor.pending.id == retired->first;
     const std::vector<int>& members = sets_.Find(request.process_set)->ranks;
-    // A rank that has joined reports nothing before it has applied all there is by then.
+    // A joined rank applies all agreements so far before it reports anything.
     const bool applied = std::all_of(members.begin(), members.end(), [&](int rank) {
       const size_t r = static_cast<size_t>(rank);
       return joined_[r] || applied_[r] >= retired->second;

@@ -76,13 +76,13 @@ class Coordinator {
 
  private:
   struct Record;
-  // A request that some members have reported, but not all.
+  // A request that some members have reported, but not all. `id` in this class is a cache id.
   struct Pending {
-    const ProcessSet* set = nullptr;  // whose ranks report; null: the name has not waited yet
-    ProcessSet asked;                 // `set` of a request of its members alone
-    uint64_t id = 0;           // the record that all reports so far named; 0: a report was in full
-    Record* record = nullptr;  // of `id`
-    bool waits = false;        // if not, the rest means nothing; its memory is reused
+    const ProcessSet* set = nullptr;  // its members report; null: the name was never pending
+    ProcessSet asked;                 // `set` if only the members of a new set report
+    uint64_t id = 0;                  // all reports so far had this id; 0: a report was in full
+    Record* record = nullptr;         // with `id`
+    bool waits = false;               // false: the rest is unset; its memory is reused
     MemberSet reported;
     TimeNs since_ns = 0;
     std::vector<double> weights;    // per member, 0 at first; empty: the average is not weighted
@@ -95,19 +95,19 @@ class Coordinator {
     }
   };
   // Everything known under one key.
-  struct Named {
+  struct TensorState {
     Pending pending;
-    uint64_t id = 0;  // of the live record; 0: there is none
+    uint64_t id = 0;  // the live record; 0: there is none
     int records = 0;  // live and retired
     std::string key;
   };
   // A request that was agreed upon before.
   struct Record {
     uint64_t id = 0;
-    Named* named = nullptr;
+    TensorState* tensor = nullptr;
     int64_t bytes = 0;  // of the request
     bool retired = false;
-    bool used = false;  // agreed upon again since its place in by_age_ was last checked
+    bool used = false;  // agreed upon again since Evict last checked it
     std::list<uint64_t>::iterator age;
     Request request;            // of one member; the others may differ in `rows`
     std::vector<int64_t> rows;  // as in Decision::Details
@@ -116,27 +116,27 @@ class Coordinator {
   void Receive(const int* ranks, size_t count, const Report& report, TimeNs now);
   void ReportCached(const int* ranks, size_t count, uint64_t id, double weight, TimeNs now);
   void ReportFresh(int rank, const Request& request, TimeNs now);
-  Named& NamedBy(const Request& request);
-  Pending& PendingFor(const Request& request, Named& named, TimeNs now);
-  void Forget(Named& named);
+  TensorState& StateOf(const Request& request);
+  Pending& PendingFor(const Request& request, TensorState& tensor, TimeNs now);
+  void ClearPending(TensorState& tensor);
   void Evict();
   void Erase(const Record& record);
   void Expand(Pending& pending);
-  void Complete(Named& named);
-  Status Agree(Named& named, Decision* decision, int64_t* bytes);
+  void Complete(TensorState& tensor);
+  Status Agree(TensorState& tensor, Decision* decision, int64_t* bytes);
   Status ChangeSets(const Request& request, std::vector<int64_t>* rows);
   void RemoveSet(int32_t id);
-  std::vector<Named*> Waits() const;
+  std::vector<TensorState*> PendingTensors() const;
   Request RequestOf(const Record& record, int member) const;
-  uint64_t Remember(Named& named, const Request& request, const std::vector<int64_t>& rows);
+  uint64_t Remember(TensorState& tensor, const Request& request, const std::vector<int64_t>& rows);
   void ForgetRetired();
 
   // Join (uneven data).
   void Join(int rank);
-  bool AllHere(const Pending& pending) const {
-    return pending.reported.all() || (joined_count_ > 0 && OthersHaveJoined(pending));
+  bool IsComplete(const Pending& pending) const {
+    return pending.reported.all() || (joined_count_ > 0 && MissingRanksJoined(pending));
   }
-  bool OthersHaveJoined(const Pending& pending) const;
+  bool MissingRanksJoined(const Pending& pending) const;
   std::vector<int> JoinedAmong(const Pending& pending) const;
   // Whether a request can be carried out if these members contribute nothing.
   static Status CheckJoined(const std::vector<int>& joined, const Request& request);
@@ -144,15 +144,16 @@ class Coordinator {
   const Options options_;
   StallInspector stall_inspector_;
   ProcessSets sets_;
-  std::unordered_map<std::string, std::unique_ptr<Named>> names_;  // by Key
-  size_t waiting_ = 0;                                             // of them
+  std::unordered_map<std::string, std::unique_ptr<TensorState>> tensors_;  // by Key
+  size_t waiting_ = 0;             // the number of them that are pending
   std::set<int32_t> removed_;      // sets that decisions in queue_ remove
   std::set<int32_t> removed_now_;  // sets that the latest agreement removes
   std::vector<char> joined_;       // per rank
   int joined_count_ = 0;
   int last_joined_ = -1;
-  std::vector<Blocked> blocked_;          // per rank
-  const ProcessSet* answered_ = nullptr;  // its members are not blocked, by the current report
+  std::vector<Blocked> blocked_;  // per rank
+  const ProcessSet* answered_ =
+      nullptr;  // the current report has cleared `blocked_` of its members
 
   uint64_t next_id_ = 1;
   IdTable<Record> records_;

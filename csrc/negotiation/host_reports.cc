@@ -9,7 +9,7 @@
 namespace hororing {
 namespace {
 
-// An id that ranks give up for its name while they report it is never reported by all of them.
+// Limits counts that never become complete: some ranks report an id, others the request in full.
 constexpr size_t kMostCounts = 1 << 16;
 
 }  // namespace
@@ -24,7 +24,8 @@ void HostReports::Receive(int rank, const Report& report, bool of_world, TimeNs 
   if (!held) {
     held.emplace();
     ++held_count_;
-    // The older one of those that are combined: no id may be forgotten that is named below.
+    // Keep the older number of combined reports: the coordinator must not forget ids in this
+    // report.
     held->applied = report.applied;
   }
   if (!report.weights.empty()) {

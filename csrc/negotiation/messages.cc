@@ -49,7 +49,7 @@ bool Decision::Extend(const Decision& next) {
 }
 
 std::string Request::Title() const {
-  if (kind >= Collective::kJoin) return Name(kind);  // names there mean nothing to the user
+  if (kind >= Collective::kJoin) return Name(kind);  // users do not see the names of these
   std::string title = std::string(Name(kind)) + " '" + name + "'";
   if (process_set != kWorldSet) title += " of process set " + std::to_string(process_set);
   return title;

@@ -13,6 +13,13 @@
 
 namespace hororing {
 
+// add_process_set: how the set is created.
+enum class SetScope : int32_t {
+  kPublic = 0,       // by a user; must not duplicate another set
+  kInternal = 1,     // by hororing itself; may duplicate a set
+  kMembersOnly = 2,  // the same, and only its members report it, under a name made of their ranks
+};
+
 // The process set of all ranks.
 constexpr int32_t kWorldSet = 0;
 
@@ -32,10 +39,9 @@ struct Request {
   int32_t process_set = kWorldSet;
   Collective kind = Collective::kAllreduce;
   ReduceOp op = ReduceOp::kSum;  // allreduce, reduce-scatter
-  int32_t root = 0;              // broadcast: a rank of the job; remove_process_set: the set;
-                                 // add_process_set: 1 when it is internal, 2 when
-                                 // moreover only its ranks report it
-  double prescale = 1.0;         // allreduce, reduce-scatter
+  // broadcast: a rank of the job; remove_process_set: the id of the set; add_process_set: scope()
+  int32_t root = 0;
+  double prescale = 1.0;  // allreduce, reduce-scatter
   double postscale = 1.0;
   std::optional<double> weight;  // allreduce, Average: weighted; ranks may differ in how much
   std::vector<Tensor> tensors;   // several: a group, all or nothing; none: barrier and the like
@@ -44,9 +50,11 @@ struct Request {
   std::vector<int32_t> ranks;  // add_process_set
 
   bool operator==(const Request& other) const;
-  int64_t bytes() const;  // of all tensors together
-  // The name then stands for the ranks.
-  bool of_members_alone() const { return kind == Collective::kAddProcessSet && root == 2; }
+  int64_t bytes() const;                                          // of all tensors together
+  SetScope scope() const { return static_cast<SetScope>(root); }  // REQUIRES: add_process_set
+  bool of_members_alone() const {
+    return kind == Collective::kAddProcessSet && scope() == SetScope::kMembersOnly;
+  }
   // All tensors of a request are on the host, or all on a device.
   bool on_device() const { return !tensors.empty() && tensors[0].on_device; }
   // "allreduce 'layer1.weight'", "allgather 'x' of process set 2"
@@ -67,8 +75,8 @@ struct Report {
   std::vector<Request> fresh;    // requests in full
   bool leaving = false;          // the rank is shutting down ...
   std::string reason;            // ... and why, if it said so
-  // No new request: a caller of this rank is blocked, and no answer has come for a while. Repeated
-  // as long as that is so.
+  // A caller of this rank is blocked and no answer has come for a while. Such a report has no
+  // requests, and is repeated as long as that is so.
   bool blocked = false;
 };
 
@@ -110,8 +118,8 @@ struct Decision {
   // Empty if none were set.
   const Details& details() const;
   Details& set_details();
-  // Makes this one of the requests of `next`, too, where both are kRuns of cached requests whose
-  // ids follow one another. False: they are not.
+  // If both are kRuns of cached requests with consecutive ids, adds the requests of `next` to this
+  // decision. Returns whether they are.
   bool Extend(const Decision& next);
 
   Kind kind = Kind::kRun;

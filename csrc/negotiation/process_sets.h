@@ -15,12 +15,12 @@ namespace hororing {
 
 struct ProcessSet {
   std::vector<int> ranks;  // of the job, ascending
-  bool internal = false;   // created by a layer: users may add the same ranks
+  bool internal = false;   // created by hororing itself: users may add the same ranks
 
   int size() const { return static_cast<int>(ranks.size()); }
   // The index of `rank` among them, or -1.
   int IndexOf(int rank) const {
-    // Mostly they are all that there are.
+    // Mostly the set has all ranks.
     if (rank >= 0 && rank < size() && ranks[static_cast<size_t>(rank)] == rank) return rank;
     return Search(rank);
   }
@@ -54,13 +54,13 @@ class MemberSet {
 
  private:
   size_t size_ = 0, count_ = 0;
-  uint64_t few_ = 0;        // one bit each, of sets of up to 64
-  std::vector<char> many_;  // of larger ones
+  uint64_t few_ = 0;        // sets of up to 64: one bit each
+  std::vector<char> many_;  // larger sets
 };
 
 class ProcessSets {
  public:
-  // With kWorldSet of ranks 0 .. size-1.
+  // Has kWorldSet, of ranks 0 .. size-1.
   explicit ProcessSets(int size);
 
   // kInvalidArgument with a reason if such a set cannot be added: ranks that the job does not have

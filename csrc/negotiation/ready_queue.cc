@@ -10,7 +10,8 @@ void ReadyQueue::Push(Decision decision, int64_t bytes) {
   ready_.push_back({std::move(decision), bytes});
 }
 
-// How many of ready_ go now, while thresholds are tried. REQUIRES: some do.
+// Returns how many of ready_ to send now, while thresholds are tried. REQUIRES: ready_ is not
+// empty.
 size_t ReadyQueue::CountToTake() const {
   const int64_t limit = tuner_->setting().fusion_bytes;
   if (limit >= most_bytes_) return ready_.size();

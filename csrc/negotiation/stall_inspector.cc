@@ -32,8 +32,8 @@ std::string Describe(const std::vector<const Waiting*>& stalled) {
   return text;
 }
 
-// Those of which all ranks are stuck. A rank that is kept waiting by one that may go on may itself
-// go on, some time.
+// Returns the requests all of whose ranks are stuck. A rank that waits for one that is not stuck is
+// not stuck either.
 std::vector<const Waiting*> Deadlocked(const std::vector<Waiting>& waiting,
                                        std::vector<char> stuck) {
   std::vector<const Waiting*> left;
@@ -119,9 +119,9 @@ StallInspector::Finding StallInspector::Inspect(const std::vector<Waiting>& wait
   return finding;
 }
 
-std::string StallInspector::WhatTheySay(const std::map<int, std::string>& expected,
-                                        const std::map<int, std::string>& said,
-                                        const std::function<std::string(int)>& host_of) {
+std::string StallInspector::StatusText(const std::map<int, std::string>& expected,
+                                       const std::map<int, std::string>& said,
+                                       const std::function<std::string(int)>& host_of) {
   std::string text;
   size_t left = expected.size();
   for (const auto& [rank, title] : expected) {

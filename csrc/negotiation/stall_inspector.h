@@ -23,16 +23,16 @@ struct Waiting {
   bool patient = false;  // a join, which may take any time
 };
 
-// Since when a rank has been saying, repeatedly, that one of its callers is blocked. Replaced by a
-// new one when a request of the rank is decided.
+// Since when a rank has reported, again and again, that one of its callers is blocked. Cleared when
+// a request of the rank is decided.
 class Blocked {
  public:
-  void Hear(bool blocked, TimeNs now) {
+  void OnReport(bool blocked, TimeNs now) {
     if (!blocked || now > heard_until_ns_) since_ns_ = now;
     last_ns_ = now;
     heard_until_ns_ = blocked ? After(now, 3 * kInterval) : 0;
   }
-  // For how long so far; 0 if it no longer says so.
+  // For how long so far; 0 if it no longer reports so.
   TimeNs Lasts(TimeNs now) const { return now <= heard_until_ns_ ? last_ns_ - since_ns_ : 0; }
   // Time between two such reports.
   static constexpr TimeNs kInterval = kSecond;
@@ -63,18 +63,18 @@ class StallInspector {
   // only such ranks wait for one another, that is a deadlock, which fails the job, too.
   Finding Inspect(const std::vector<Waiting>& waiting, std::vector<char> stuck, TimeNs now);
 
-  // The number of ranks that are asked what they are doing.
+  // The number of ranks that are asked for their status.
   static constexpr size_t kMostAsked = 4;
   // The part of a warning that quotes what each of the ranks in `expected` said it is doing, if it
   // answered.
-  static std::string WhatTheySay(const std::map<int, std::string>& expected,
-                                 const std::map<int, std::string>& said,
-                                 const std::function<std::string(int)>& host_of);
+  static std::string StatusText(const std::map<int, std::string>& expected,
+                                const std::map<int, std::string>& said,
+                                const std::function<std::string(int)>& host_of);
 
   TimeNs interval_ns() const;
 
  private:
-  // A title comes again in every step: the entry is about the request that has waited since then.
+  // A title repeats in every step; `since_ns` tells its requests apart.
   struct Known {
     TimeNs since_ns, next_warning_ns;
   };

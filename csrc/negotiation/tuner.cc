@@ -7,12 +7,12 @@
 namespace hororing {
 namespace {
 
-// Below this many bytes a smaller threshold is no other setting.
+// Thresholds below this many bytes are not tried.
 constexpr int64_t kLeastThreshold = 64 << 10;
 constexpr int64_t kStep = 8;  // between thresholds
 constexpr int kThresholds = 3;
 constexpr TimeNs kLongCycle = 5;        // times the initial cycle time
-constexpr size_t kDecidingSamples = 3;  // the least of which the median can do without one
+constexpr size_t kDecidingSamples = 3;  // so that the median ignores one outlier
 
 }  // namespace
 

@@ -61,7 +61,7 @@ class Tuner {
   int warmup_left_;
   int round_ = 1;
   size_t sample_ = 0;  // of the round
-  // Of the sample under way.
+  // The current sample.
   int steps_ = 0;
   int64_t bytes_ = 0;
   TimeNs busy_ns_ = 0;

@@ -15,7 +15,7 @@ std::string Counted(size_t count, const char* what) {
 std::string NumberText(double value) {
   char text[32];
   std::snprintf(text, sizeof text, "%.17g", value);
-  // The shortest form that reads back as the same value.
+  // The shortest text that reads back as the same value.
   for (int digits = 1; digits < 17; ++digits) {
     char shorter[32];
     std::snprintf(shorter, sizeof shorter, "%.*g", digits, value);

@@ -5,7 +5,7 @@
 namespace hororing {
 namespace {
 
-// What an array of NumPy says of itself:
+// NumPy's array interface:
 // https://numpy.org/doc/stable/reference/arrays.interface.html
 struct ArrayInterface {
   int two;  // always: whether it is one
@@ -101,10 +101,10 @@ int Plain::Describe(PyObject* tensor, hr_tensor* view, Shapes* shapes) const {
   if (!known) return 0;
   view->device = 0;
   if (exchange_ == nullptr) {
-    return PyUnicode_Check(describe_.get()) ? LookAtArray(tensor, view, shapes)
+    return PyUnicode_Check(describe_.get()) ? DescribeArray(tensor, view, shapes)
                                             : Ask(tensor, view, shapes);
   }
-  int plain = Look(tensor, view);
+  int plain = DescribeDlpack(tensor, view);
   if (plain == 1) {
     const int refused = Refused(tensor);
     plain = refused < 0 ? -1 : 1 - refused;
@@ -133,7 +133,7 @@ int Plain::Refused(PyObject* tensor) const {
   return 0;
 }
 
-int Plain::Look(PyObject* tensor, hr_tensor* view) const {
+int Plain::DescribeDlpack(PyObject* tensor, hr_tensor* view) const {
   dlpack::Tensor seen;
   if (exchange_->look(tensor, &seen) != 0) {  // a sparse one, say
     PyErr_Clear();
@@ -149,7 +149,7 @@ int Plain::Look(PyObject* tensor, hr_tensor* view) const {
   return 1;
 }
 
-int Plain::LookAtArray(PyObject* array, hr_tensor* view, Shapes* shapes) const {
+int Plain::DescribeArray(PyObject* array, hr_tensor* view, Shapes* shapes) const {
   const Reference capsule = Owned(PyObject_GetAttr(array, describe_.get()));
   const void* const found =
       capsule.get() == nullptr ? nullptr : PyCapsule_GetPointer(capsule.get(), nullptr);

@@ -50,15 +50,15 @@ class Plain {
   // attribute that has NumPy's array interface. False: an exception is set.
   bool Init(PyObject* types, PyObject* exchange, PyObject* refusals, PyObject* describe);
 
-  // 1: `view` is the tensor, in place, as long as nobody touches that; 0: it is not plain; -1: an
-  // exception is set.
+  // 1: `view` describes the tensor's memory, valid while the tensor is not resized; 0: it is not
+  // plain; -1: an exception is set.
   int Describe(PyObject* tensor, hr_tensor* view, Shapes* shapes) const;
   int DescribeAll(PyObject* tensors, std::vector<hr_tensor>* views, Shapes* shapes) const;
 
  private:
   int Refused(PyObject* tensor) const;
-  int Look(PyObject* tensor, hr_tensor* view) const;
-  int LookAtArray(PyObject* array, hr_tensor* view, Shapes* shapes) const;
+  int DescribeDlpack(PyObject* tensor, hr_tensor* view) const;
+  int DescribeArray(PyObject* array, hr_tensor* view, Shapes* shapes) const;
   int Ask(PyObject* tensor, hr_tensor* view, Shapes* shapes) const;
 
   std::vector<Reference> types_, refusals_;

@@ -21,7 +21,7 @@ namespace {
 struct Queue {
   PyObject_HEAD PyObject* queued;  // list of Gradient
   long long bytes_left;            // in the batch; at 0 it is sent
-  unsigned long thread;            // whose backward pass will tell when it ends; 0: none
+  unsigned long thread;            // the thread whose backward pass reports its end; 0: none
 };
 
 // The states of a gradient (hororing/prepared.py has them, too).

@@ -6,8 +6,8 @@
 
 namespace hororing {
 
-// Adds the types Arrivals, Gradient and Prepared, and the functions below, to the module. -1: an
-// exception is set.
+// Adds the types Queue and Gradient and the functions send_gradients and finish_gradients to the
+// module. Returns -1 with an exception set if that fails.
 int AddGradients(PyObject* module);
 
 }  // namespace hororing

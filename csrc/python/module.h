@@ -9,10 +9,11 @@
 
 namespace hororing {
 
-// Of an object of type PlainTensors; null for others.
+// The Plain of an object of type PlainTensors; null for other objects.
 const Plain* PlainOf(PyObject* object);
 
-// What Python calls in place of `function`: C++ may not throw into Python. Out of memory, mostly.
+// Python calls this in place of `function`, since C++ must not throw into Python. Mostly it catches
+// std::bad_alloc.
 template <auto function>
 struct Catching;
 template <typename... Given, PyObject* (*function)(Given...)>

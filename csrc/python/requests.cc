@@ -10,7 +10,7 @@ namespace {
 
 constexpr double kWaitSlice = 0.2;  // seconds between two looks at Python's signals
 
-// Forgets what has landed of that which nobody waits for.
+// Forgets abandoned requests that have landed.
 void Sweep(const Table& table) {
   if (PyDict_Size(table.abandoned.get()) == 0) return;
   PyObject* const swept = PyObject_CallFunctionObjArgs(table.sweep.get(), nullptr);
@@ -50,7 +50,7 @@ int ParseReduction(PyObject* op, PyObject* prescale, PyObject* postscale, hr_req
   if (!PyLong_CheckExact(op)) return 0;
   int overflow = 0;
   const long number = PyLong_AsLongAndOverflow(op, &overflow);
-  if (overflow != 0 || number < HR_AVERAGE || number > HR_PRODUCT || number == HR_ADASUM) return 0;
+  if (overflow != 0 || number < 0 || number >= HR_OP_COUNT || number == HR_ADASUM) return 0;
   request->op = static_cast<int32_t>(number);
   return 1;
 }

@@ -12,24 +12,23 @@
 namespace hororing {
 
 struct Table {
-  Reference pending;    // dict: by handle, what owns the memory and is the result, or a `general`
-  Reference general;    // the type of those that have to be finished in another way
+  Reference pending;    // dict: handle -> the result, which owns the memory, or a `general`
+  Reference general;    // the type of entries that have to be finished in another way
   Reference abandoned;  // dict; to be swept when something is in it
   Reference sweep;      // function without arguments
 };
 
-// What the core can take of the arguments of a reduction as they are. 1: it is in `request`; 0:
-// they need a closer look.
+// Fast parsing of a reduction's arguments. 1: they are in `request`; 0: Python has to check them.
 int ParseName(PyObject* name, hr_request* request);
 int ParseReduction(PyObject* op, PyObject* prescale, PyObject* postscale, hr_request* request);
 
-// A handle, and `keep` owns what the core borrows until it is finished; or the core's code,
-// negated; or `keep`, where the caller waits and it is finished already. Null: an exception is set,
-// and the owner lives for ever.
+// Returns a handle; `keep` then owns the memory that the core uses until the request is finished.
+// Or the core's code, negated; or `keep`, if the caller waits and the request is finished already.
+// Null: an exception is set, and `keep` is never freed.
 PyObject* Submit(const Table& table, const hr_request& request, PyObject* keep);
 
-// What was kept for a handle, once it is done. None: it is unknown, has failed or must be finished
-// in another way, and was not forgotten.
+// Waits for a handle, forgets it, and returns the `keep` of Submit. None: the handle is unknown,
+// has failed or must be finished in another way, and was not forgotten.
 PyObject* Finish(const Table& table, PyObject* handle);
 
 }  // namespace hororing

@@ -1,4 +1,4 @@
-// What the plug-in needs of TensorFlow's C interface, declared by ourselves.
+// The part of TensorFlow's C interface that the plug-in needs, declared by ourselves.
 //
 // No header of TensorFlow is included and no library linked: the functions are looked up in the
 // process that has TensorFlow loaded, so that one binary serves every version that has them (2.18

@@ -43,7 +43,7 @@ struct Failure {
   TfCode code;
   std::string text;
 };
-// What the core's last failure on this thread, `code`, is to TensorFlow.
+// Translates the core's last failure on this thread, `code`, for TensorFlow.
 Failure OfCore(int code);
 void Fail(TF_OpKernelContext* context, const Failure& failure);
 

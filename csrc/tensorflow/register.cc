@@ -1,4 +1,4 @@
-// What happens when TensorFlow loads the library.
+// Registers everything when TensorFlow loads the library.
 #include <string>
 
 #include "tensorflow/kernels.h"

@@ -155,7 +155,7 @@ class Execution {
     in_flight_.outputs.push_back(std::move(output));
   }
 
-  // Of the ranks as they are now, which may be others than when the graph was made.
+  // Uses the current ranks, which may differ from those when the graph was made.
   Tensor AllocateRows(int i, TfType type, std::vector<int64_t> shape, size_t bytes) {
     int32_t rank = 0, parts = 1;
     const auto process_set = static_cast<int32_t>(submit_.process_set);
@@ -170,8 +170,8 @@ class Execution {
                                      size * static_cast<size_t>(shape[0]), status_.get()));
   }
 
-  // Where nobody else needs the input any more, the result goes into its memory; TensorFlow finds
-  // out by counting references, ours among them. *input is null then.
+  // If the input is not needed any more, its memory becomes the result's; TensorFlow decides that
+  // by the number of references, ours included. *input is null then.
   Tensor TakeOverOrAllocate(int i, const std::vector<int64_t>& shape, Tensor* input) {
     const int candidate = kFirstTensor + i;
     int forwarded = -1;
@@ -238,7 +238,7 @@ void RegisterSubmit(TfStatus* status) {
   };
   static const char* const inputs[] = {"token: int64",  "request_name: uint8", "factors: double",
                                        "splits: int64", "tensors: T",          nullptr};
-  // `pending` is where results will be. Nobody looks at it: HororingWait hands them out.
+  // `pending` will hold the results. No other operation reads it: HororingWait returns them.
   static const char* const outputs[] = {"pending: P", "handle: int64", nullptr};
   Register(
       {"HororingSubmit", attributes, inputs, outputs, false, Create, Compute, Destroy, nullptr},

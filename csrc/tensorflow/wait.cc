@@ -159,7 +159,7 @@ void Watch() {
 void Compute(void*, TF_OpKernelContext* context) { Execution(context, nullptr).Run(); }
 
 void ComputeAsync(void*, TF_OpKernelContext* context, TF_AsyncOpKernelDoneCallback* callback) {
-  // As `kProofOfType` in api.cc says. It is gone when this function returns.
+  // kProofOfType in api.cc establishes the type. The callback is gone when this function returns.
   auto execution = std::make_unique<Execution>(
       context, std::move(*reinterpret_cast<std::function<void()>*>(callback)));
   // A step's only wait is mostly short, and handing it to another thread takes longer than that.

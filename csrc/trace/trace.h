@@ -33,7 +33,7 @@ const char* Name(Stage stage);  // "HOOK", ...
 // they are async spans.
 enum class Track : uint8_t {
   kCaller = 0,     // the thread that submits and waits: HOOK, VIEW, SUBMIT
-  kLoop = 1,       // who runs the loop: PLAN, <COLLECTIVE>, PACK, REDUCE, UNPACK, COMPLETE
+  kLoop = 1,       // the loop: PLAN, <COLLECTIVE>, PACK, REDUCE, UNPACK, COMPLETE
   kNegotiate = 2,  // async spans NEGOTIATE_<COLLECTIVE>
 };
 

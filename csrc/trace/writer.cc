@@ -115,7 +115,7 @@ std::string Arguments(const TraceEvent& event) {
 }  // namespace
 
 TraceWriter::~TraceWriter() {
-  if (fd_ >= 0) close(fd_);  // the file is complete already; nobody is left to tell of errors
+  if (fd_ >= 0) close(fd_);  // the file is complete already; errors cannot be reported here
 }
 
 Status TraceWriter::Open(const std::string& path, const std::vector<std::string>& hosts,

@@ -1,5 +1,5 @@
-// Bootstrap: how the ranks of a job tell one another the few texts that a transport needs to be
-// made, before there is one. By MPI, or by whoever calls init.
+// Bootstrap: how the ranks of a job exchange the few texts that are needed to create a transport.
+// It uses MPI, or the caller of init.
 #pragma once
 
 #include <condition_variable>
@@ -21,7 +21,7 @@ class Bootstrap {
   // Every rank's text, in rank order. Blocks until all have called it, or one is lost.
   virtual Status Share(const std::string& mine, TimeNs deadline,
                        std::vector<std::string>* texts) = 0;
-  // Not ok where ranks cannot reach one another any more.
+  // Not ok if ranks cannot reach one another any more.
   virtual Status CheckPeers() { return Status::Ok(); }
 };
 
@@ -38,8 +38,8 @@ class TransportBootstrap final : public Bootstrap {
   Transport& transport_;
 };
 
-// By another thread, which knows how to reach the other ranks: it looks for questions and answers
-// them. Ends with an error when it leaves.
+// Exchanges texts through another thread, which can reach the other ranks: that thread polls Asked
+// and calls Answer. Share fails when the thread stops doing so.
 class AskingBootstrap final : public Bootstrap {
  public:
   AskingBootstrap(int rank, int size) : rank_(rank), size_(size) {}

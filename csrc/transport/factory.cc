@@ -142,7 +142,7 @@ Status CompareWishes(const std::vector<std::string>& wishes) {
                                      "); set the same value on every rank");
 }
 
-// MPI tells nobody when a process ends, but on this host it can be seen. `mpi` may be null.
+// MPI does not report that a process has ended, but this host can. `mpi` may be null.
 Status WatchNeighbours(Bootstrap& bootstrap, const std::vector<std::string>& host_ids,
                        TimeNs deadline, Transport* mpi, std::vector<ProcessIdentity>* neighbours) {
   const ProcessIdentity self = ThisProcess();
@@ -179,7 +179,7 @@ Status MakeTcp(Bootstrap& bootstrap, const Topology& topology, const WorldOption
   HORORING_RETURN_IF_ERROR(FirstOf(errors));
   TcpOptions tcp;
   tcp.key = options.key;
-  if (tcp.key.empty()) {  // who can read this can read everything else
+  if (tcp.key.empty()) {  // a process that can read this can read everything else
     HORORING_RETURN_IF_ERROR(bootstrap.Share(RandomKey(), deadline, &keys));
     tcp.key = keys[0];
   }
@@ -210,7 +210,7 @@ Status ChooseMpi(Bootstrap& bootstrap, const WorldOptions& options, TimeNs deadl
 Status MakeWorld(Bootstrap& bootstrap, const WorldOptions& options, TimeNs deadline,
                  std::unique_ptr<Transport> over_mpi, World* world) {
   const std::string& wish = options.transport;
-  // What follows is decided from what all ranks know, so that they decide alike.
+  // The rest depends only on what all ranks know, so they decide alike.
   std::vector<std::string> host_ids, wishes;
   HORORING_RETURN_IF_ERROR(bootstrap.Share(HostId(), deadline, &host_ids));
   HORORING_RETURN_IF_ERROR(bootstrap.Share(wish, deadline, &wishes));

@@ -16,8 +16,8 @@ std::string NoProgress(const std::string& ranks, TimeNs age) {
 
 }  // namespace
 
-// Asks all peers at intervals that double, so that it is known who is silent when it is needed, at
-// little cost. Warnings are so far apart, too.
+// Asks all peers for signs of life, at intervals that double to keep the cost low, so that the
+// silent ones are known when needed. Warnings have the same intervals.
 void LongWait::Attend(Transport& transport, TimeNs now, const std::string& lagging) {
   const TimeNs age = now - since_ns_;
   const std::string culprits = Culprits(transport, age, lagging);
@@ -30,8 +30,8 @@ void LongWait::Attend(Transport& transport, TimeNs now, const std::string& laggi
   next_ns_ = since_ns_ + (warned ? 2 * age : std::min(2 * age, patience.warning_ns));
 }
 
-// Whom a rank waits for may itself wait for another one, as in a ring: those who give no sign of
-// life are to blame. Where there are none, those who are waited for.
+// A peer that this rank waits for may itself wait for another one, as in a ring. So silent peers
+// are to blame; if there are none, the peers that this rank waits for.
 std::string LongWait::Culprits(Transport& transport, TimeNs age, const std::string& lagging) const {
   std::string silent;
   for (int peer = 0; peer < transport.size(); ++peer) {

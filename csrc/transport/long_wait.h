@@ -1,7 +1,7 @@
-// LongWait: a wait for peers in the data plane that lasts. It finds out who of them gives no sign
-// of life, warns of them in time, and makes the error at the deadline.
+// LongWait: a long wait for peers in the data plane. It finds out which of them give no sign of
+// life, logs warnings, and creates the error at the deadline.
 //
-// Loop thread only.
+// Only for the thread that runs the loop.
 #pragma once
 
 #include <algorithm>
@@ -17,9 +17,10 @@ class LongWait {
  public:
   explicit LongWait(TimeNs begin_ns) : since_ns_(begin_ns), next_ns_(After(begin_ns, kFirstLook)) {}
 
-  // Something has moved since the last look, though not what is waited for.
+  // There was progress since the last Look, but the wait is not over.
   void Moved() { moved_ = true; }
-  // A few times a second, for little. lagging() lists the ranks that are waited for, "1, 3".
+  // Call it a few times a second; it is cheap. lagging() lists the ranks that the wait is for: "1,
+  // 3".
   template <typename Lagging>
   void Look(Transport& transport, TimeNs now, const Lagging& lagging) {
     if (now < next_ns_) return;
@@ -29,7 +30,7 @@ class LongWait {
       Attend(transport, now, lagging());
     }
   }
-  // The deadline has come: kTransport, and the rank that is to blame.
+  // Call it at the deadline. Returns kTransport with the rank to blame.
   Status GiveUp(Transport& transport, const std::string& lagging);
 
  private:

@@ -6,7 +6,7 @@
 // It is not linked to MPI: the MPI library that fits must have been loaded before it, with its
 // symbols visible (hororing/mpi.py).
 //
-// Only the loop thread calls MPI (Wake does not). If somebody else initialised MPI with less than
+// Only the loop's thread calls MPI (Wake does not). If the script initialised MPI with less than
 // MPI_THREAD_MULTIPLE, creation is refused: two threads inside a SERIALIZED Open MPI crash
 // (measured: a segmentation fault in its progress engine).
 //
@@ -26,7 +26,7 @@
 
 namespace hororing {
 
-// Which ranks take part.
+// The ranks that take part.
 struct MpiWorld {
   // A communicator as its Fortran handle (mpi4py: comm.py2f()), or kWorld.
   static constexpr int kWorld = -1;
@@ -47,15 +47,15 @@ struct MpiInfo {
 
 // The entry points of such a library, resolved with dlsym by transport/factory.cc.
 extern "C" {
-// Initialises MPI if nobody has (asking for MULTIPLE, content with SERIALIZED), else checks the
+// Initialises MPI if it is not initialised (asks for MULTIPLE, accepts SERIALIZED), else checks the
 // thread level. Waits for the other ranks until `deadline`, as far as MPI lets it: MPI_Init_thread
 // and, for `world.ranks`, MPI_Comm_create_group have no deadline.
 using HororingMpiOpen = void (*)(const MpiWorld* world, TimeNs spin_ns, TimeNs deadline,
                                  Transport** transport, Status* status);
 // Does not initialise MPI.
 using HororingMpiDescribe = void (*)(MpiInfo* info);
-// MPI_Finalize if and only if HororingMpiOpen had initialised MPI, nobody has finalised it since,
-// and no rank has failed (it would wait for that rank). Once per process, at its very end: MPI
+// Calls MPI_Finalize if HororingMpiOpen had initialised MPI, MPI was not finalised since, and no
+// rank has failed (it would wait for that rank). Once per process, at its very end: MPI
 // cannot be initialised again.
 using HororingMpiFinalize = void (*)();
 }

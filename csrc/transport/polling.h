@@ -54,7 +54,7 @@ class Spinner {
   bool shares_core_ = false;
 };
 
-// What ends a sleep early; rung by any thread of this process.
+// Ends a sleep early. Any thread of this process may ring it.
 class WakeBell {
  public:
   // Read it before looking for work: a ring in between makes SleepUnless return at once.
@@ -84,7 +84,7 @@ class WakeBell {
   std::atomic<uint32_t> sleeping_{0};
 };
 
-// One wait. Loop thread only.
+// One wait. Only for the thread that runs the loop.
 class Backoff {
  public:
   static constexpr TimeNs kYield = 200 * kMicrosecond;

@@ -7,7 +7,7 @@
 namespace hororing {
 namespace {
 
-// As in MpiTransport: nothing rings when a message has come over the wire.
+// Nothing rings when a message arrives over the wire; see MpiTransport.
 constexpr TimeNs kLongestIdleSleep = kMillisecond, kLongestDataSleep = 100 * kMicrosecond;
 
 }  // namespace

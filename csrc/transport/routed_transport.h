@@ -2,9 +2,8 @@
 // neighbours. Control messages between ranks of one host go through that memory, everything else
 // over the wire.
 //
-// MPI lets one thread do everything, so the loop's thread looks after both; it sleeps on the
-// doorbell of the shared memory, which neighbours and callers ring, and looks at the wire in
-// between.
+// With MPI one thread must do everything, so the loop's thread polls both. It sleeps on the
+// doorbell of the shared memory, which neighbours and callers ring, and polls the wire in between.
 #pragma once
 
 #include <deque>
@@ -58,8 +57,7 @@ class RoutedTransport final : public Transport {
   bool Close(TimeNs deadline) override { return wire_->Close(deadline); }
 
  private:
-  // What neighbours have not taken yet, since it was longer than the pipe to them, goes on. True
-  // when there is nothing left of it.
+  // Continues messages to neighbours that did not fit into the pipes. True when nothing is left.
   bool MoveLocal() { return !local_.HasUnsent() || local_.Flush(0); }
   bool Fetch();
 

@@ -1,4 +1,4 @@
-// ShmTransport's other half: who is alive, who has failed, and what a rank says of itself.
+// ShmTransport, second part: which ranks are alive, which have failed, and what a rank announces.
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
@@ -60,7 +60,7 @@ bool ShmTransport::PeerProcessIsGone(int peer) const {
   if (!segment_->process_shared() || !IsGone({state.pid.load(), state.start_time.load()})) {
     return false;
   }
-  // Looked at last: it may have left in peace and ended meanwhile.
+  // Read this last: the rank may have shut down, and its process ended, in the meantime.
   return state.attached.load() != kDetached;
 }
 
@@ -69,12 +69,13 @@ bool ShmTransport::PeerListensNoMore(int peer) const {
   return state.attached.load() == kDetached || state.failed.load() != 0 || PeerProcessIsGone(peer);
 }
 
-// Of several causes the first one counts: those who told of themselves, then the dead who told
-// nothing, then those who failed because of others, then those who left while they were needed.
+// If there are several causes, reports the first of these: a rank that announced its own failure; a
+// process that died without an announcement; a rank that announced the loss of another rank; a
+// needed rank that has shut down.
 Status ShmTransport::CheckPeers(const std::string& lagging) {
   const TimeNs now = NowNs();
   self_.alive_ns.store(now, std::memory_order_relaxed);
-  Looked(now);
+  NoteCheck(now);
   if (revoked()) return revocation();
   const auto told = [this](bool of_itself) {
     for (int peer = 0; peer < size_; ++peer) {

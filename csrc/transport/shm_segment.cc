@@ -16,7 +16,7 @@
 #include <random>
 #include <utility>
 
-#include "transport/rendezvous.h"
+#include "transport/one_shot_exchange.h"
 
 namespace hororing {
 namespace {
@@ -133,7 +133,8 @@ ShmSegment::Geometry ShmSegment::Geometry::For(int ranks) {
   geometry.data_pipe_bytes = Shrunk(256 << 10, kMinPipe, n * n, kDataBudget);
   geometry.control_pipe_bytes = Shrunk(64 << 10, kMinPipe, n * n, kControlBudget);
   geometry.slot_bytes = Shrunk(2 << 20, 64 << 10, n, kSlotBudget);
-  if (ranks <= Rendezvous::kMaxRanks) geometry.rendezvous_bytes = 2 * Rendezvous::kSlotBytes;
+  if (ranks <= OneShotExchange::kMaxRanks)
+    geometry.exchange_bytes = 2 * OneShotExchange::kSlotBytes;
   return geometry;
 }
 
@@ -155,10 +156,9 @@ ShmSegment::Layout::Layout(const Geometry& geometry) {
   control_data = pipes + RoundUpToPage(2 * n * n * sizeof(Pipe));
   data_data = control_data + n * n * geometry.control_pipe_bytes;
   slots = data_data + n * n * geometry.data_pipe_bytes;
-  rendezvous = slots + n * geometry.slot_bytes;
-  end = rendezvous + (geometry.rendezvous_bytes > 0
-                          ? RoundUpToPage(kCacheLine + n * geometry.rendezvous_bytes)
-                          : 0);
+  exchange = slots + n * geometry.slot_bytes;
+  end = exchange +
+        (geometry.exchange_bytes > 0 ? RoundUpToPage(kCacheLine + n * geometry.exchange_bytes) : 0);
 }
 
 size_t ShmSegment::Geometry::total_bytes() const { return Layout(*this).end; }
@@ -183,7 +183,7 @@ void ShmSegment::Construct() {
   for (size_t pipe = 0; pipe < 2 * n * n; ++pipe) {
     new (base_ + layout_.pipes + pipe * sizeof(Pipe)) Pipe;
   }
-  if (geometry_.rendezvous_bytes > 0) new (base_ + layout_.rendezvous) std::atomic<uint64_t>(0);
+  if (geometry_.exchange_bytes > 0) new (base_ + layout_.exchange) std::atomic<uint64_t>(0);
   Header* const header = new (base_) Header;
   header->total_bytes = layout_.end;
   header->magic = kMagic;
@@ -290,13 +290,13 @@ std::byte* ShmSegment::slot(int rank) {
   return base_ + layout_.slots + static_cast<size_t>(rank) * geometry_.slot_bytes;
 }
 
-std::atomic<uint64_t>& ShmSegment::rendezvous_word() {
-  return *reinterpret_cast<std::atomic<uint64_t>*>(base_ + layout_.rendezvous);
+std::atomic<uint64_t>& ShmSegment::exchange_word() {
+  return *reinterpret_cast<std::atomic<uint64_t>*>(base_ + layout_.exchange);
 }
 
-std::byte* ShmSegment::rendezvous_slots(int rank) {
-  return base_ + layout_.rendezvous + kCacheLine +
-         static_cast<size_t>(rank) * geometry_.rendezvous_bytes;
+std::byte* ShmSegment::exchange_slots(int rank) {
+  return base_ + layout_.exchange + kCacheLine +
+         static_cast<size_t>(rank) * geometry_.exchange_bytes;
 }
 
 }  // namespace hororing

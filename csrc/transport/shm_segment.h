@@ -3,7 +3,7 @@
 // above it cannot tell.
 //
 //   | header | RankState 0 .. N-1 | Pipe (src, dst) | their bytes | slots of rank 0 .. N-1 |
-//   | rendezvous, its slots 0 .. N-1 |
+//   | exchange, its slots 0 .. N-1 |
 //
 // The pipes of a pair are two: control and data; those of the pairs (r, r) stay unused.
 //
@@ -39,10 +39,11 @@ constexpr int kDirectSets = 16;  // the world and 15 more at a time; the rest go
 
 // One rank's place in the segment.
 struct alignas(kCacheLine) RankState {
-  // Bumped by anybody who changed something that this rank may sleep on; a futex word.
+  // A futex word: any rank or thread that changes what this rank may sleep on increments it.
   std::atomic<uint32_t> doorbell{0};
-  // Bits: who of this rank is in, or about to enter, futex_wait, and whether a caller runs its
-  // loop. Says whom to wake, and saves wakers the system call where there is nobody.
+  // Bits: which threads of this rank are in, or about to enter, futex_wait, and whether a caller
+  // runs its loop. They tell wakers which threads to wake, and save the system call if there are
+  // none.
   std::atomic<uint32_t> sleepers{0};
   // Set by a peer that has failed or left, before it rings: look at all peers now.
   std::atomic<uint32_t> alarm{0};
@@ -71,7 +72,7 @@ class ShmSegment {
     size_t control_pipe_bytes = 0;   // a power of two, per ordered pair
     size_t data_pipe_bytes = 0;      // a power of two, per ordered pair
     size_t slot_bytes = 0;           // per rank: the blocks of the direct allreduce
-    size_t rendezvous_bytes = 0;     // of each rank (transport/rendezvous.h)
+    size_t exchange_bytes = 0;       // of each rank (transport/one_shot_exchange.h)
     static Geometry For(int ranks);  // below 64 MiB in total for up to 64 ranks
     // For the ranks of one of several hosts, whose data goes by MPI. `most` ranks are on the
     // largest host: slots are equally large on all.
@@ -103,15 +104,15 @@ class ShmSegment {
   std::byte* control_pipe_data(int source, int destination);
   std::byte* data_pipe_data(int source, int destination);
   std::byte* slot(int rank);
-  // Of the one Rendezvous of these ranks; REQUIRES: geometry().rendezvous_bytes > 0.
-  std::atomic<uint64_t>& rendezvous_word();
-  std::byte* rendezvous_slots(int rank);
+  // Of the one OneShotExchange of these ranks; REQUIRES: geometry().exchange_bytes > 0.
+  std::atomic<uint64_t>& exchange_word();
+  std::byte* exchange_slots(int rank);
 
  private:
   // Offsets of the parts of the picture above.
   struct Layout {
     explicit Layout(const Geometry& geometry);
-    size_t states, pipes, control_data, data_data, slots, rendezvous, end;
+    size_t states, pipes, control_data, data_data, slots, exchange, end;
   };
 
   // Takes the mapping over.

@@ -63,9 +63,9 @@ ShmTransport::ShmTransport(std::shared_ptr<ShmSegment> segment, int rank, TimeNs
       size_(segment_->geometry().ranks),
       spin_ns_(spin_ns),
       self_(segment_->rank_state(rank)),
-      rendezvous_(segment_->geometry().rendezvous_bytes > 0 && spin_ns > 0
-                      ? std::make_shared<Rendezvous>(segment_, rank, spin_ns)
-                      : nullptr),
+      exchange_(segment_->geometry().exchange_bytes > 0 && spin_ns > 0
+                    ? std::make_shared<OneShotExchange>(segment_, rank, spin_ns)
+                    : nullptr),
       peers_(static_cast<size_t>(size_)) {
   AnnounceArrival();
 }

@@ -18,8 +18,8 @@
 
 #include "base/shared_writer.h"
 #include "transport/long_wait.h"
+#include "transport/one_shot_exchange.h"
 #include "transport/polling.h"
-#include "transport/rendezvous.h"
 #include "transport/shm_segment.h"
 #include "transport/transfers.h"
 #include "transport/transport.h"
@@ -46,7 +46,7 @@ class ShmTransport final : public Transport, private Eventcount {
   void Sleep(TimeNs deadline) override;
   void Wake() override;
   Eventcount* eventcount() override { return this; }
-  std::shared_ptr<Rendezvous> rendezvous() const override { return rendezvous_; }
+  std::shared_ptr<OneShotExchange> one_shot_exchange() const override { return exchange_; }
   Status CheckPeers() override { return CheckPeers(""); }
   TimeNs Silence(int peer) override;
   void AnnounceFailure(const Status& why) override;
@@ -144,7 +144,7 @@ class ShmTransport final : public Transport, private Eventcount {
   const int size_;
   const TimeNs spin_ns_;
   RankState& self_;
-  const std::shared_ptr<Rendezvous> rendezvous_;  // null: spin_ns is 0, or there are no slots
+  const std::shared_ptr<OneShotExchange> exchange_;  // null: spin_ns is 0, or there are no slots
   std::vector<Peer> peers_;
   std::deque<std::pair<int, std::string>> received_;  // complete control messages
   // The doorbell before the last Progress: while it stays, no pipe has changed.

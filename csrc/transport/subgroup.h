@@ -39,7 +39,7 @@ class Subgroup final : public Transport {
   void Sleep(TimeNs deadline) override { parent_.Sleep(deadline); }
   void Wake() override { parent_.Wake(); }
   void Revoke(const Status& why) override { parent_.Revoke(why); }
-  // Of the parent, in the order that they have here.
+  // The ranks in the parent, in the order of the ranks here.
   const std::vector<int>& ranks() const { return ranks_; }
   // The rank that one of the parent's has here.
   int RankOf(int parents) const;

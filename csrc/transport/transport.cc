@@ -12,8 +12,8 @@ void Transport::Revoke(const Status& why) {
   Wake();
 }
 
-TimeNs Transport::Looked(TimeNs now) {
-  // Nobody who runs needs so long for anything else.
+TimeNs Transport::NoteCheck(TimeNs now) {
+  // A process that runs never takes this long between two checks.
   constexpr TimeNs kStopped = 2 * kSecond;
   const TimeNs gap = now - std::exchange(looked_ns_, now);
   if (gap == now || gap <= kStopped) return 0;

@@ -2,12 +2,12 @@
 // what is negotiated.
 //
 // Thread-safety: one thread at a time, except Wake(), Revoke() and the constant rank()/size().
-// Where eventcount() is null that is the same thread from the beginning to the end.
+// If eventcount() is null, it must always be the same thread.
 //
 // Two planes over the same wires:
 //   data     sizes known on both sides; messages of one ordered pair of ranks match in the
 //            order in which they were posted.
-//   control  messages of any size, from anybody, at any time; posting never blocks.
+//   control  messages of any size, from any rank, at any time; posting never blocks.
 //
 // Invariants
 //   1. Every request is waited for exactly once, on error paths too; Wait returns only when
@@ -36,7 +36,7 @@
 
 namespace hororing {
 
-// What the loop thread sleeps on while a caller that waits for its own request may run the loop
+// The loop's thread sleeps on it while a caller that waits for its own request may run the loop
 // (docs/threading.md). A lock of the engine decides which of them runs it.
 class Eventcount {
  public:
@@ -44,17 +44,17 @@ class Eventcount {
 
   // Any thread. Changes whenever something may have happened: read it before looking for work.
   virtual uint32_t Epoch() const = 0;
-  // The loop thread, without that lock: sleeps until the epoch is no longer `seen`, but is not
-  // woken while a caller runs the loop; or until `deadline`. May return early.
+  // The loop's thread, without that lock: sleeps until the epoch differs from `seen`, or until
+  // `deadline`. It is not woken while a caller runs the loop. May return early.
   virtual void Park(uint32_t seen, TimeNs deadline) = 0;
-  // The same, and polls briefly before.
+  // The same, but polls briefly first.
   virtual void SpinThenPark(uint32_t seen, TimeNs deadline) = 0;
-  // While a caller runs the loop. Between them no event wakes the loop thread.
+  // Between these two calls a caller runs the loop, and no event wakes the loop's thread.
   virtual void BeginCallerProgress() = 0;
   virtual void EndCallerProgress() = 0;
 };
 
-class Rendezvous;
+class OneShotExchange;
 
 class Transport {
  public:
@@ -74,9 +74,9 @@ class Transport {
   virtual Request Send(int peer, const void* data, size_t bytes) = 0;
   virtual Request Receive(int peer, void* data, size_t bytes) = 0;
   virtual Status Wait(Request request, TimeNs deadline) = 0;
-  // Moves what is in flight, and never blocks: true when a Wait for the request, which is still
-  // due, would return at once. For those that wait for other things as well; they look for lost
-  // peers by themselves (CheckPeers).
+  // Makes progress, and never blocks. Returns whether Wait(request), which is still required, would
+  // return at once. For callers that wait for other things as well; they check for lost peers
+  // themselves (CheckPeers).
   virtual bool Done(Request request) = 0;
 
   // Control plane. Post takes the message over and delivers it in order per peer; it may be
@@ -93,32 +93,32 @@ class Transport {
   virtual void Sleep(TimeNs deadline) = 0;
   // Any thread. Ends the current or the next Sleep.
   virtual void Wake() = 0;
-  // Any thread. Every wait of this rank, under way or to come, ends at once: those of the data
-  // plane with `why`, which CheckPeers returns, too, and Sleep and Close. The first call counts. It
-  // tells nobody: last words can still be announced and flushed.
+  // Any thread. Ends every wait of this rank, now and later: waits of the data plane fail with
+  // `why`, which CheckPeers also returns; Sleep and Close return. The first call counts. It does
+  // not tell the peers: AnnounceFailure and Flush still work.
   virtual void Revoke(const Status& why);
   bool revoked() const { return revoked_.load(std::memory_order_acquire); }
-  // Null where one thread must do everything, as with MPI.
+  // Null if only the engine's thread may use this transport. Only shared memory (and inproc) has an
+  // eventcount; MPI, TCP and a routed transport have none.
   virtual Eventcount* eventcount() { return nullptr; }
-  // Of all ranks of this world; null where there is none.
-  virtual std::shared_ptr<Rendezvous> rendezvous() const { return nullptr; }
+  // The exchange of all ranks of this world; null if there is none.
+  virtual std::shared_ptr<OneShotExchange> one_shot_exchange() const { return nullptr; }
 
-  // The processes of all ranks, and which of them are on this host, where they are looked at: for
-  // transports that cannot see by themselves that one ends.
+  // Tells a transport that cannot see by itself that a process ends about the processes of all
+  // ranks, and which of them are on this host, where it can check them.
   virtual void WatchProcesses(std::vector<ProcessIdentity> /*of_ranks*/,
                               std::vector<bool> /*here*/) {}
   // Tells `calls`, which outlives this transport's use, of calls of libraries that could block.
   virtual void Watch(CallWatch* /*calls*/) {}
-  // Ok while every peer is alive. Cheap enough for a few calls a second; peers see by it that this
-  // process runs.
+  // Ok while every peer is alive. Cheap enough for a few calls a second. It also shows the peers
+  // that this process runs.
   virtual Status CheckPeers() = 0;
-  // For how long `peer` has given no sign of life; asks it for one, so that whoever wants to know
-  // calls this again and again. A rank gives signs while it waits for anything, and in CheckPeers:
-  // not where its process is stopped, nor through a network that is cut. 0 also for a rank that has
-  // failed or left.
+  // Returns for how long `peer` has given no sign of life, and asks it for one: call it repeatedly.
+  // A rank gives signs of life while it waits for anything, and in CheckPeers, but not while its
+  // process is stopped or its network is cut. 0 for a rank that has failed or left.
   virtual TimeNs Silence(int /*peer*/) { return 0; }
-  // Waits that last so long are told to `warn`, with the ranks that make no progress. `limit_ns` is
-  // that of every wait, as their deadlines say.
+  // Waits longer than `warning_ns` call `warn` with the ranks that make no progress. `limit_ns`:
+  // the time limit of every wait, which its deadline contains.
   struct Patience {
     TimeNs warning_ns = kForever;
     std::function<void(const std::string&)> warn;
@@ -126,7 +126,8 @@ class Transport {
   };
   virtual void SetPatience(Patience patience) { patience_ = std::move(patience); }
   const Patience& patience() const { return patience_; }
-  // When a wait until `deadline` gives up. A process that was stopped has its whole limit again.
+  // Returns when a wait until `deadline` gives up: a process that was stopped gets its whole limit
+  // again.
   virtual TimeNs Extended(TimeNs deadline) const {
     return stopped_until_ns_ == 0
                ? deadline
@@ -136,11 +137,11 @@ class Transport {
   // Announced(why) says. `why` blames the rank whose fault it is: this one, or the one that it has
   // lost.
   virtual void AnnounceFailure(const Status& why) = 0;
-  // Sends what Post has queued, until `deadline`; true when nothing is left.
+  // Sends everything that Post has queued, until `deadline`; true when nothing is left.
   virtual bool Flush(TimeNs deadline) = 0;
-  // The last call, where the world ends in peace: on every rank, so that no message of this world
-  // can be taken for one of the next. What is still arriving is dropped. Waits for the peers'
-  // calls until `deadline`; true when all have come, or are not needed. May be called again.
+  // The last call at a clean shutdown, on every rank, so that no message of this world can be taken
+  // for one of the next. Drops messages that still arrive. Waits for the peers' calls until
+  // `deadline`; true when all peers have called it, or need not. May be called again.
   virtual bool Close(TimeNs /*deadline*/) { return true; }
 
  protected:
@@ -148,7 +149,7 @@ class Transport {
   const Status& revocation() const { return revocation_; }
   // Called whenever this process checks its peers, a few times a second. Returns how long this
   // process was stopped since its last check, or 0.
-  TimeNs Looked(TimeNs now);
+  TimeNs NoteCheck(TimeNs now);
   TimeNs stopped_until() const { return stopped_until_ns_; }
 
  private:
@@ -159,10 +160,11 @@ class Transport {
   Status revocation_;  // constant once revoked_
 };
 
-// What peers are told of a failure. The text is "rank 1 failed: ..." where rank 1 tells of itself,
-// else that of `why`, since it names the rank that was lost; at most 200 bytes, and what was cut
-// ends in "...". The code is that of `why` where the engine has failed, so that an event is the
-// same error on all ranks; else kPeerLost. No rank to blame counts as the announcing one.
+// Returns the status that peers get when a rank announces `why`. The text is "rank 1 failed: ..."
+// if rank 1 announces its own failure. Otherwise it is that of `why`, which names the lost rank. It
+// has at most 200 bytes; a longer text is cut and ends in "...". The code is that of `why` if the
+// engine has failed, so that all ranks raise the same error; else kPeerLost. Without a rank to
+// blame, the announcing one is blamed.
 Status Announced(const Status& why, int announcing_rank);
 
 // Send and receive at the same time, with one peer each: the step of most collectives.

@@ -12,7 +12,7 @@ from hororing.rendezvous.protocol import ProtocolError
 
 
 class RetiredError(Exception):
-    """The job does without this process, which ends."""
+    """The job no longer needs this process, which must exit."""
 
 
 class ElasticMember(Member):
@@ -72,7 +72,7 @@ class ElasticMember(Member):
 
         Raises
         ------
-        RetiredError : the job does without this process.
+        RetiredError : the job no longer needs this process.
         RendezvousError : the job has ended, or the store is lost.
         """
         with self._lock:

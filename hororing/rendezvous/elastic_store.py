@@ -31,8 +31,8 @@ from hororing.rendezvous.server import Peer, Refusal, Server
 
 __all__ = ["Done", "ElasticStore", "Ended", "Event", "Joined", "Lost", "World"]
 
-# Why most are lost; of others the process may still be there.
-CONNECTION_ENDED = "its connection has ended without a word"
+# The usual reason for a lost member. With other reasons its process may still run.
+CONNECTION_ENDED = "its connection closed unexpectedly"
 
 
 # Checks for signs of life, in the time that a silent member has.

@@ -57,7 +57,7 @@ class Joined(Event):
 
 @dataclass(frozen=True)
 class Lost(Event):
-    """A process has gone without a word, or was declared dead. `rank`: -1 if it had none."""
+    """A process closed its connection unexpectedly, or was declared dead. `rank`: -1 if none."""
 
     uid: str
     host: str
@@ -200,7 +200,7 @@ class Generations:
         return events
 
     def lost(self, uid: str, why: str) -> list[Event]:
-        """Take out a process that has gone without a word, or must be taken for dead."""
+        """Remove a process that closed its connection unexpectedly, or counts as dead."""
         process = self._processes.pop(uid)
         events: list[Event] = [Lost(uid, process.host, process.pid, process.rank, why)]
         if process.rank >= 0 and not process.ready:

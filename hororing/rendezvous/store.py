@@ -80,7 +80,7 @@ class Store(Server):
 
     def _ended(self, peer: Peer) -> None:
         del self._peers[peer.hello.rank]
-        who = f"{peer.hello.who()} has ended without a word"
+        who = f"{peer.hello.who()} closed its connection unexpectedly"
         self._exchange.end(peer.hello.rank, peer, peer.done, who)
 
     def _answer(self, peer: Peer, message: dict[str, Any]) -> None:

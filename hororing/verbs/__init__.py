@@ -56,9 +56,10 @@ def join(device: int = -1) -> int:
 
     For ranks that have run out of data. Until it returns, this rank takes part in the allreduces of
     the others with neutral values: zeros for Sum, Average and Adasum (an Average still divides by
-    the number of all ranks), the neutral element for the rest. Meanwhile, collectives other than
-    allreduce and barrier fail with MismatchError on every rank, and so do Min, Max and Product with
-    a prescale_factor. Calls of other threads of this rank raise ValueError until it returns.
+    the number of all ranks), the neutral element for the rest. Meanwhile, on the ranks that have
+    not joined, collectives other than allreduce and barrier fail with MismatchError, and so do Min,
+    Max and Product with a prescale_factor. Calls of other threads of this rank raise ValueError
+    until it returns.
 
     `device` is the GPU whose memory holds those values, as in Horovod: the one that this process
     communicates on. It may be omitted if hororing has seen a tensor there before, and has no effect

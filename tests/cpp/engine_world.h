@@ -67,7 +67,7 @@ struct Player {
   Status Wait(int64_t handle, TimeNs slice = kPatience) {
     Status status;
     const TimeNs deadline = After(NowNs(), kPatience);
-    while (engine->Wait(handle, slice, &status) != HandleTable::Look::kDone) {
+    while (engine->Wait(handle, slice, &status) != HandleState::kDone) {
       if (NowNs() >= deadline) return Status(Code::kInternal, "the test waited for ever");
     }
     handles->Release(handle);
@@ -92,10 +92,10 @@ struct Player {
     const Status submitted = Submit(std::move(entry), /*blocking=*/true, &handle);
     if (!submitted.ok()) return submitted;
     Status status;
-    if (engine->Wait(handle, kPatience, &status) != HandleTable::Look::kDone) {
+    if (engine->Wait(handle, kPatience, &status) != HandleState::kDone) {
       return Status(Code::kInternal, "the test waited for ever");
     }
-    GatheredTensor result;
+    ResultBuffer result;
     if (status.ok() && handles->Take(handle, 0, &result).ok()) {
       *number = *static_cast<const int64_t*>(result.data());
     }

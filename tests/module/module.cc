@@ -61,8 +61,8 @@ PYBIND11_MODULE(_testing, module) {
   py::class_<ReportPace>(module, "ReportPace")
       .def(py::init<TimeNs>(), py::arg("cycle_time_ns"))
       .def("due", &ReportPace::Due, py::arg("first"), py::arg("count"), py::arg("now"))
-      .def("told", &ReportPace::Told, py::arg("now"))
-      .def("answered", &ReportPace::Answered);
+      .def("on_report_sent", &ReportPace::OnReportSent, py::arg("now"))
+      .def("on_answer", &ReportPace::OnAnswer);
 
   py::class_<Coordinator>(module, "Coordinator")
       .def(py::init([](int size, int cache_capacity) {

@@ -319,7 +319,7 @@ def uneven_batches() -> None:
 
 
 def reduce_until_it_fails() -> None:
-    """Small sums, which meet at the rendezvous or are negotiated, and large ones."""
+    """Small sums, by one-shot exchange or negotiated, and large ones."""
     begin()
     large = np.ones(1 << 20, np.float32)
     handles = []

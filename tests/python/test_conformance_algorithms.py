@@ -107,7 +107,7 @@ def play(case: str) -> None:
 
 def everything_was_taken() -> None:
     wished = set(os.environ["TEST_TAKEN"].split())
-    # Whether ranks meet is a matter of microseconds; that they do, test_rendezvous.py sees.
+    # Whether ranks meet is a matter of microseconds; that they do, test_one_shot_allreduce.py sees.
     assert _taken >= wished - {"at_once"}, f"only {_taken} of {wished}"
     assert _taken
     hvd.shutdown()

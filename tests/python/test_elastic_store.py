@@ -121,7 +121,7 @@ def test_frames_tell_of_the_past_once_a_member_beats_and_then_of_the_present():
         second.close()
         kind, blamed, generation, _, _, text = frame(first)
         assert (kind, blamed, generation) == (1, rank, 1)
-        assert b"ended without a word\0" in text
+        assert b"its connection closed unexpectedly\0" in text
 
 
 def test_who_beats_lives_and_who_stops_is_lost_and_fenced():

@@ -148,7 +148,7 @@ def test_of_the_pods_of_a_job_only_the_lost_one_starts_again(tmp_path: Path):  #
         job.end()
         codes = [each.returncode for each in job.processes]
         assert sorted(codes) == [-9, 0, 0, 0]
-        assert "its connection has ended without a word" in job.told("store")
+        assert "its connection closed unexpectedly" in job.told("store")
 
 
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="there is no mpirun")

@@ -352,13 +352,13 @@ def test_a_member_that_dies_is_named_to_all_who_wait_and_who_would(made: Callabl
             wait_until(lambda: bool(store._exchange._gathers) and len(store._exchange._gets) == 2)
             dying.send_signal(signal.SIGKILL)
             for each in waits:
-                wanted = rf"rank 2 \(host there, pid {dying.pid}\) has ended without a word"
+                wanted = rf"rank 2 \(host there, pid {dying.pid}\) closed its connection unexp"
                 with pytest.raises(RendezvousError, match=wanted) as caught:
                     each.result()
                 assert caught.value.rank == 2
     with pytest.raises(RendezvousError, match="rank 2"):
         second.share("x")
-    with pytest.raises(RendezvousError, match="has ended without a word") as refused:
+    with pytest.raises(RendezvousError, match="closed its connection unexpectedly") as refused:
         member(store, 2)
     assert refused.value.refused
     first.done()

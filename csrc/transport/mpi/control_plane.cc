@@ -17,8 +17,8 @@ constexpr size_t kControlWindow = 16;
 constexpr size_t kControlBytes = 64 << 20;
 // Between two looks whether the peers' processes are there.
 constexpr TimeNs kLookInterval = 100 * kMillisecond;
-// What a rank has told before it ended arrives so much later at most than the news of its end.
-constexpr TimeNs kLastWords = 100 * kMillisecond;
+// A dead rank's last messages may arrive this much later than we notice its death.
+constexpr TimeNs kFinalMessageTime = 100 * kMillisecond;
 constexpr int kControlTag = 2, kMoreTag = 3, kFailureTag = 4, kCloseTag = 5;
 constexpr int kAskTag = 6, kAnswerTag = 7;  // whether it is alive, and that it is
 
@@ -56,7 +56,7 @@ MpiTransport::~MpiTransport() {
 bool MpiTransport::Close(TimeNs deadline) {
   int finalized = 0;
   MPI_Finalized(&finalized);
-  // There will be no peace: waiting again helps nobody.
+  // After a failure there is no clean shutdown, so do not wait again.
   if (finalized != 0 || announced_ || !failure_.ok() || !broken_.ok()) return true;
   if (!Flush(deadline)) return false;
   for (int peer = 0; peer < size_ && !close_sent_; ++peer) {
@@ -115,7 +115,7 @@ void MpiTransport::WatchProcesses(std::vector<ProcessIdentity> of_ranks, std::ve
   here_ = std::move(here);
 }
 
-// In the same words whoever notices, and however.
+// The error for a dead peer. The text is the same on every rank, however the death was noticed.
 Status MpiTransport::Died(int peer) const {
   std::string who = "rank " + std::to_string(peer);
   if (static_cast<size_t>(peer) < processes_.size()) {
@@ -127,31 +127,31 @@ Status MpiTransport::Died(int peer) const {
 Status MpiTransport::CallError(const char* call, int error, int peer) {
   Status status = MpiError(call, error, peer);
   if (status.code() != Code::kPeerLost) return status;
-  HearLastWords(peer);
+  ReceiveFinalMessages(peer);
   if (!failure_.ok()) return failure_;
   return peer >= 0 ? Died(peer) : status;
 }
 
-// A rank that is gone may have ended because of another one, and have told so, or have left in
-// peace. `peer`: who is gone, or -1.
-void MpiTransport::HearLastWords(int peer) {
-  if (std::exchange(hearing_, true)) return;
-  const TimeNs end = After(NowNs(), kLastWords);
+// Receives the last messages of a rank that is gone: it may have announced another rank's failure,
+// or have shut down cleanly. `peer`: the rank, or -1 if it is not known.
+void MpiTransport::ReceiveFinalMessages(int peer) {
+  if (std::exchange(receiving_final_, true)) return;
+  const TimeNs end = After(NowNs(), kFinalMessageTime);
   while (failure_.ok() && !(peer >= 0 && PeerOf(peer).closed) && NowNs() < end) {
     if (!ProgressControl()) sched_yield();
   }
-  hearing_ = false;
+  receiving_final_ = false;
 }
 
 // Cheap between two looks, for loops that wait.
-bool MpiTransport::LookAtProcesses() {
+bool MpiTransport::CheckProcesses() {
   const TimeNs now = NowNs();
   if (now < next_look_ns_) return false;
-  Looked(now);
+  NoteCheck(now);
   next_look_ns_ = After(now, kLookInterval);
   for (int peer = 0; peer < static_cast<int>(processes_.size()); ++peer) {
     if (!failure_.ok() || PeerOf(peer).closed || !SeenGone(peer)) continue;
-    HearLastWords(peer);
+    ReceiveFinalMessages(peer);
     if (!PeerOf(peer).closed) NoteFailure(Died(peer));
   }
   return true;
@@ -160,16 +160,16 @@ bool MpiTransport::LookAtProcesses() {
 TimeNs MpiTransport::Silence(int peer) {
   Peer& state = PeerOf(peer);
   if (peer == rank_ || state.failed || state.closed) return 0;
-  if (close_sent_ && state.asked_ns == 0) return 0;  // that was the last word
+  if (close_sent_ && state.asked_ns == 0) return 0;  // no message may follow Close
   if (state.asked_ns != 0) return NowNs() - std::max(state.asked_ns, stopped_until());
   state.asked_ns = NowNs();
   StartControl(peer, "", 0, 0, kAskTag);
   return 0;
 }
 
-// For errors of calls that are about nobody in particular: who, of those that have not taken leave,
-// is gone from this host, or dead as far as MPI knows; -1 where that is not to be found out.
-int MpiTransport::WhoDied() {
+// For errors of calls that concern no particular peer: returns a rank that has not closed and whose
+// process on this host is gone, or that MPI reports as dead; -1 if there is none.
+int MpiTransport::FindDeadPeer() {
   for (int peer = 0; peer < static_cast<int>(processes_.size()); ++peer) {
     if (!PeerOf(peer).closed && SeenGone(peer)) return peer;
   }
@@ -186,7 +186,7 @@ int MpiTransport::WhoDied() {
 
 Status MpiTransport::CheckPeers() {
   ProgressControl();
-  LookAtProcesses();
+  CheckProcesses();
   return failure_.ok() ? data_error_ : failure_;
 }
 
@@ -265,7 +265,7 @@ bool MpiTransport::ProgressControl() {
     if (error != MPI_SUCCESS) {
       arrived = 0;
       AcknowledgeDead(control_);
-      NoteControlError("MPI_Improbe", error, WhoDied());
+      NoteControlError("MPI_Improbe", error, FindDeadPeer());
     }
     if (arrived != 0) Accept(&matched, status);
   } while (arrived != 0);
@@ -313,7 +313,7 @@ void MpiTransport::Deliver(int peer, Message message) {
     return;
   }
   if (message.tag == kAskTag) {
-    if (!close_sent_) StartControl(peer, "", 0, 0, kAnswerTag);  // else it was the last word
+    if (!close_sent_) StartControl(peer, "", 0, 0, kAnswerTag);  // no message may follow Close
     return;
   }
   if (message.tag == kAnswerTag) {
@@ -333,7 +333,8 @@ void MpiTransport::Deliver(int peer, Message message) {
 }
 
 void MpiTransport::NoteControlError(const char* call, int error, int peer) {
-  if (!hearing_) NoteFailure(CallError(call, error, peer));  // else the caller knows already
+  if (!receiving_final_)
+    NoteFailure(CallError(call, error, peer));  // else the caller knows already
 }
 
 void MpiTransport::NoteFailure(Status failure) {

@@ -52,14 +52,14 @@ Status MpiTransport::Wait(Request request, TimeNs deadline) {
     if (moved) wait.Moved();
     if (look % kDataLooks == 0) {
       ProgressControl();
-      if (LookAtProcesses()) wait.Look(*this, NowNs(), lagging);
+      if (CheckProcesses()) wait.Look(*this, NowNs(), lagging);
     }
     if (!failure_.ok()) {
       broken_ = failure_;
     } else if (!data_error_.ok()) {
       broken_ = data_error_;
     } else if (!backoff.Pause(bell_, seen, moved, Extended(deadline))) {
-      LookAtProcesses();  // tells whether this process was stopped
+      CheckProcesses();  // tells whether this process was stopped
       if (NowNs() >= Extended(deadline)) broken_ = wait.GiveUp(*this, lagging());
     }
   }

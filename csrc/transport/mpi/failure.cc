@@ -18,7 +18,7 @@ Status MpiError(const char* call, int error, int peer) {
   int bytes = 0;
   MPI_Error_string(error, text, &bytes);
   const std::string what = std::string(call) + ": " + std::string(text, static_cast<size_t>(bytes));
-  // What MPIs with fault tolerance (ULFM) say when a process has died.
+  // The text of MPIs with fault tolerance (ULFM) for a dead process.
   if (std::strstr(text, "PROC_FAILED") == nullptr) return Status(Code::kTransport, what, peer);
   const std::string who = peer < 0 ? "a rank" : "rank " + std::to_string(peer);
   return Status(Code::kPeerLost, who + " died (" + what + ")", peer);

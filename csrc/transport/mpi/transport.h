@@ -1,11 +1,10 @@
-// MpiTransport, as the files of this folder see it; everybody else sees transport/mpi_transport.h.
+// MpiTransport, for the files of this folder; all others include transport/mpi_transport.h.
 //
 //   data_plane.cc     Send, Receive, Wait: through staging buffers, on a communicator of its own
 //   control_plane.cc  Post, Poll, Sleep, announcements of failures, Close: on another one
 //   world.cc          starts MPI and makes the communicators; what the library exports
 //
-// Whoever waits in one plane also looks after the other: a peer may wait for what is under way
-// there.
+// A wait in one plane also makes progress in the other: a peer may wait for a transfer there.
 #pragma once
 
 #include <mpi.h>
@@ -28,7 +27,7 @@
 
 namespace hororing {
 
-// A rank that waits for data is woken by nobody, so it looks often.
+// Nothing wakes a rank that waits for data, so it polls often.
 constexpr TimeNs kLongestDataSleep = 100 * kMicrosecond, kLongestIdleSleep = kMillisecond;
 
 class MpiTransport final : public Transport {
@@ -79,8 +78,8 @@ class MpiTransport final : public Transport {
     std::deque<std::string> outbox;  // not yet given to MPI
     std::deque<Message> outgoing, arriving;
     std::string partial;  // the parts so far of a control message of several
-    bool failed = false;  // it has told so
-    bool closed = false;  // its Close was its last word
+    bool failed = false;  // it has announced a failure
+    bool closed = false;  // its Close has arrived; nothing follows
     TimeNs asked_ns = 0;  // since when it has not answered; 0: it has
   };
 
@@ -118,9 +117,9 @@ class MpiTransport final : public Transport {
   }
   Status Died(int peer) const;
   Status CallError(const char* call, int error, int peer);
-  void HearLastWords(int peer);
-  bool LookAtProcesses();  // false: it is not time for it
-  int WhoDied();
+  void ReceiveFinalMessages(int peer);
+  bool CheckProcesses();  // false: it is not time for it
+  int FindDeadPeer();
 
   MPI_Comm data_, control_;
   CallWatch* calls_ = nullptr;
@@ -136,7 +135,7 @@ class MpiTransport final : public Transport {
   WakeBell bell_;
   uint32_t last_sleep_bell_ = 0;  // as the last Sleep left it: a later Wake shows
   bool announced_ = false;
-  bool hearing_ = false;  // last words of ranks that are gone
+  bool receiving_final_ = false;  // last words of ranks that are gone
   bool close_sent_ = false;
   bool closed_ = false;         // every rank has taken all messages
   bool failure_shown_ = false;  // a Sleep has ended because of it

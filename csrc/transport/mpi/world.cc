@@ -57,8 +57,8 @@ Status EnsureInitialized() {
     return MpiError("init: MPI_Init_thread", error, -1);
   }
   initialized_here = true;
-  // Returned errors are for MPI_Init alone (hororing/launch.py). Others who use MPI in this process
-  // count on its default.
+  // Errors are returned only for MPI_Init (hororing/launch.py). Other users of MPI in this process
+  // expect its default.
   for (MPI_Comm each : {MPI_COMM_WORLD, MPI_COMM_SELF}) {
     MPI_Comm_set_errhandler(each, MPI_ERRORS_ARE_FATAL);
   }
@@ -171,7 +171,7 @@ Status Duplicate(MPI_Comm from, TimeNs spin_ns, TimeNs deadline, MPI_Comm* dupli
 
 Status Open(const MpiWorld& world, TimeNs spin_ns, TimeNs deadline, Transport** transport) {
   HORORING_RETURN_IF_ERROR(EnsureInitialized());
-  // Those on which MPI may raise what went wrong with a request of its own.
+  // MPI may raise errors of internal requests on these communicators.
   const ErrorsReturn of_world(MPI_COMM_WORLD), of_self(MPI_COMM_SELF);
   MPI_Comm selected, data, control;
   bool owned = false;

@@ -69,8 +69,9 @@ TimeNs TcpTransport::Silence(int peer) {
   return 0;
 }
 
-// Of many ranks not each can connect to each at once: a rank tells those whom it knows, and those
-// at distances that are powers of two, and who hears of a failure announces it, too.
+// In a large job not every rank can connect to every other one at once. A rank announces a failure
+// to its connected peers and to the ranks at distances that are powers of two. Each of them
+// announces it, too.
 bool TcpTransport::Tells(int peer) {
   const int distance = (peer - rank_ + size()) % size();
   return size() <= options_.eager_ranks || (distance & (distance - 1)) == 0 ||
@@ -146,10 +147,10 @@ bool TcpTransport::PushControl(int peer) {
                                     frame.size() - state.out_at);
     if (sent < 0) {
       const int error = errno;
-      // What it has told before is still to be read.
+      // Read the messages that it sent before.
       while (PullControl(peer)) continue;
       channel.sends->socket = Socket();
-      Ended(peer, error);
+      OnConnectionLost(peer, error);
     }
     if (sent <= 0) break;
     moved = true;
@@ -166,13 +167,13 @@ bool TcpTransport::PullControl(int peer) {
   Channel& channel = state.channels[kControl];
   bool moved = false;
   char bytes[64 << 10];
-  for (Link* link : {&channel.made, &channel.taken}) {
+  for (Link* link : {&channel.outgoing, &channel.incoming}) {
     while (link->ready()) {
       const ptrdiff_t got = ReceiveSome(link->socket.fd(), bytes, sizeof bytes);
       if (got < 0) {
         const int error = errno;
         link->socket = Socket();
-        Ended(peer, error);
+        OnConnectionLost(peer, error);
       }
       if (got <= 0) break;
       moved = true;
@@ -207,7 +208,7 @@ void TcpTransport::Deliver(int peer, Frame kind, std::string text) {
   } else if (kind == kClose) {
     state.closed = true;
   } else if (kind == kAsk) {
-    if (!closing_) Put(peer, kAnswer, "");  // else kClose was the last word
+    if (!closing_) Put(peer, kAnswer, "");  // no message may follow kClose
   } else {
     state.asked_ns = 0;
   }

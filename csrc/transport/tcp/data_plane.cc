@@ -1,5 +1,5 @@
 // The data plane of TcpTransport: bare streams. Sizes are known on both sides, so bytes go straight
-// from one caller's memory into the other's. Nothing is read before somebody receives: the window
+// from one caller's memory into the other's. Nothing is read before the caller receives: the window
 // of TCP holds the sender back.
 #include <algorithm>
 #include <cerrno>
@@ -12,7 +12,7 @@ namespace hororing {
 namespace {
 
 constexpr TimeNs kLongestSleep = 50 * kMillisecond;  // events end it
-// Who waits for so much sleeps at once: it takes longer than polling pays for.
+// A wait for this many bytes sleeps at once: it takes longer than polling pays for.
 constexpr size_t kMuch = 128 << 10;
 // Data wakes by portions, not by packets, or by all that is left; a little by every packet.
 constexpr size_t kPortion = 32 << 10, kLittle = 4 << 10;
@@ -112,7 +112,7 @@ bool TcpTransport::PushData(int peer) {
       if (sent < 0) {
         const int error = errno;
         channel.sends->socket = Socket();
-        Ended(peer, error);
+        OnConnectionLost(peer, error);
       }
       if (sent <= 0) break;
       job.data += sent;
@@ -133,7 +133,7 @@ bool TcpTransport::PullData(int peer) {
     Transfers::Job& job = state.receives.jobs.front();
     const size_t before = job.left;
     std::optional<int> ended;
-    for (Link* link : {&channel.made, &channel.taken}) {
+    for (Link* link : {&channel.outgoing, &channel.incoming}) {
       if (job.left == 0 || !link->ready()) continue;
       const size_t portion = job.left < kLittle ? 1 : std::min(job.left, kPortion);
       if (portion != std::exchange(link->portion, portion)) WakeFor(link->socket.fd(), portion);
@@ -146,8 +146,8 @@ bool TcpTransport::PullData(int peer) {
       job.data += got;
       job.left -= static_cast<size_t>(got);
     }
-    // Of two connections the other one may have brought what was due.
-    if (ended && job.left > 0) Ended(peer, *ended);
+    // With two connections, the missing bytes may have come over the other one.
+    if (ended && job.left > 0) OnConnectionLost(peer, *ended);
     if (job.left > 0 && job.left == before) break;
     moved = true;
     if (job.left > 0) continue;
@@ -156,8 +156,8 @@ bool TcpTransport::PullData(int peer) {
   return moved;
 }
 
-// After a failure the callers' memory is theirs again: nothing is under way but what the kernel
-// holds, which belongs to streams that nobody reads any more.
+// After a failure the callers may use their memory again: only the kernel still holds bytes, and
+// their streams are not read any more.
 void TcpTransport::Abandon() {
   for (Peer& peer : peers_) peer.Drop();
 }

@@ -1,13 +1,13 @@
-// Handshake: who is at the other end of a new connection? Both sides prove by HMAC-SHA256 that they
-// hold the job's key, without showing it, for nonces of both, so that nothing recorded can be
-// replayed. The data that follows is neither encrypted nor signed.
+// Handshake: authenticates both ends of a new connection. Both sides prove by HMAC-SHA256, over the
+// nonces of both, that they hold the job's key, without sending it; a recording cannot be replayed.
+// The data that follows is neither encrypted nor signed.
 //
 //   connecting                                   accepting
 //              <- "HRT1", nonce of 16 bytes
 //   nonce, hello, HMAC ->
 //              <- HMAC
 //
-// All of fixed length: whatever else comes is nobody of this job.
+// All messages have a fixed length; anything else is not from this job.
 #pragma once
 
 #include <cstdint>
@@ -20,10 +20,10 @@ namespace hororing {
 // 32 random bytes, as 64 hexadecimal digits.
 std::string RandomKey();
 
-// What a connection is for.
+// The purpose of a connection.
 struct Hello {
   int32_t rank = 0;  // of the connecting side
-  int32_t peer = 0;  // whom it wants
+  int32_t peer = 0;  // the rank that it wants to reach
   int32_t plane = 0;
 };
 

@@ -1,4 +1,4 @@
-// The connections of TcpTransport: made, accepted, proved, and lost.
+// The connections of TcpTransport: opened, accepted, authenticated, and lost.
 #include <poll.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
@@ -13,21 +13,21 @@
 namespace hororing {
 namespace {
 
-// Of those who have not shown whose they are: so many, and for so long each.
-constexpr size_t kStrangers = 64;
-constexpr TimeNs kStrangerTime = 3 * kSecond;
+// Limits for accepted connections that have not finished their handshake: how many, and how long.
+constexpr size_t kMaxPending = 64;
+constexpr TimeNs kPendingTime = 3 * kSecond;
 constexpr TimeNs kRetryInterval = 50 * kMillisecond;
-// What a rank has told before it ended arrives so much later at most than the end of its data.
-constexpr TimeNs kLastWords = 100 * kMillisecond;
-// What waits for data may be idle for hours.
+// A dead rank's last control messages may arrive this much later than the end of its data stream.
+constexpr TimeNs kFinalMessageTime = 100 * kMillisecond;
+// Keepalive of data connections, which may be idle for hours.
 constexpr int kDataIdleSeconds = 60, kDataIntervalSeconds = 10, kDataProbes = 6;
 // Between two looks at what has a time, not an event.
 constexpr TimeNs kLookInterval = 10 * kMillisecond;
 
 constexpr uint32_t kAllEvents = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET;
 
-// What an event is about. Those of peers: kOfPeer + 4 * peer + 2 * plane + whether it was taken.
-constexpr uint64_t kListener = 0, kBell = 1, kOfStranger = 2, kOfPeer = 4;
+// The source of an event. For peers: kOfPeer + 4 * peer + 2 * plane + (incoming ? 1 : 0).
+constexpr uint64_t kListener = 0, kBell = 1, kPending = 2, kOfPeer = 4;
 
 Status Failed(const char* what) {
   return Status(Code::kTransport, std::string(what) + ": " + std::strerror(errno));
@@ -47,8 +47,8 @@ Status TcpTransport::Make(int rank, std::vector<std::string> addresses, Socket l
   HORORING_RETURN_IF_ERROR(self.Watch(self.bell_.fd(), kBell, EPOLLIN));
   const bool eager = self.size() <= self.options_.eager_ranks;
   for (int peer = rank + 1; eager && peer < self.size(); ++peer) {
-    self.Reach(peer, kControl);
-    self.Reach(peer, kData);
+    self.StartConnect(peer, kControl);
+    self.StartConnect(peer, kData);
   }
   *made = std::move(transport);
   return Status::Ok();
@@ -79,12 +79,12 @@ bool TcpTransport::Events() {
   epoll_event events[64];
   const int count = epoll_wait(epoll_.fd(), events, 64, 0);
   const TimeNs now = NowNs();
-  const TimeNs stopped = Looked(now);
+  const TimeNs stopped = NoteCheck(now);
   for (const auto& [peer, plane] : connecting_) {
-    PeerOf(peer).channels[plane].made.give_up_ns += stopped;
+    PeerOf(peer).channels[plane].outgoing.give_up_ns += stopped;
   }
   if (revoked()) NoteFailure(revocation());
-  bool moved = false, strange = false;
+  bool moved = false, accept_events = false;
   for (int i = 0; i < count; ++i) {
     const uint64_t what = events[i].data.u64;
     if (what == kListener) {
@@ -92,71 +92,72 @@ bool TcpTransport::Events() {
     } else if (what == kBell) {
       uint64_t rung = 0;
       woken_ = read(bell_.fd(), &rung, sizeof rung) > 0 || woken_;
-    } else if (what == kOfStranger) {
-      strange = true;
+    } else if (what == kPending) {
+      accept_events = true;
     } else {
       const int peer = static_cast<int>((what - kOfPeer) / 4);
       const Plane plane = (what & 2) != 0 ? kControl : kData;
       Channel& channel = PeerOf(peer).channels[plane];
-      Link& link = (what & 1) != 0 ? channel.taken : channel.made;
+      Link& link = (what & 1) != 0 ? channel.incoming : channel.outgoing;
       if (link.handshake) AdvanceLink(peer, plane, &link);
       // The edge is gone with this look: MoveData has to try again.
       moved |= plane == kData || (PullControl(peer) | PushControl(peer));
     }
   }
   if (accepting_) AcceptAll();
-  for (auto each = strangers_.begin(); strange && each != strangers_.end();) Greet(each++);
-  if (!strangers_.empty() && now - strangers_.front().since_ns > kStrangerTime) {
-    strangers_.pop_front();
+  for (auto each = pending_.begin(); accept_events && each != pending_.end();)
+    AdvanceAccept(each++);
+  if (!pending_.empty() && now - pending_.front().since_ns > kPendingTime) {
+    pending_.pop_front();
   }
   if (!connecting_.empty()) Retry();
-  if (!ending_.empty()) LookAtEnded();
+  if (!losing_.empty()) CheckLostConnections();
   return moved;
 }
 
 void TcpTransport::AcceptAll() {
-  for (size_t i = 0; i < kStrangers; ++i) {
+  for (size_t i = 0; i < kMaxPending; ++i) {
     Socket socket = Accept(listener_.fd());
-    // Where file descriptors are used up, others are accepted later.
+    // If the process has no file descriptors left, it accepts the others later.
     accepting_ = socket || errno != EAGAIN;
     if (!socket) return;
-    if (!Watch(socket.fd(), kOfStranger, kAllEvents).ok()) continue;
-    if (strangers_.size() == kStrangers) strangers_.pop_front();
-    strangers_.push_back({std::move(socket), Handshake::Accepting(options_.key, rank_), NowNs()});
-    Greet(std::prev(strangers_.end()));
+    if (!Watch(socket.fd(), kPending, kAllEvents).ok()) continue;
+    if (pending_.size() == kMaxPending) pending_.pop_front();
+    pending_.push_back({std::move(socket), Handshake::Accepting(options_.key, rank_), NowNs()});
+    AdvanceAccept(std::prev(pending_.end()));
   }
 }
 
-void TcpTransport::Greet(std::list<Stranger>::iterator stranger) {
-  const Handshake::State state = stranger->handshake.Advance(stranger->socket.fd());
+void TcpTransport::AdvanceAccept(std::list<PendingConnection>::iterator pending) {
+  const Handshake::State state = pending->handshake.Advance(pending->socket.fd());
   if (state == Handshake::State::kUnderWay) return;
-  if (state == Handshake::State::kDone) Adopt(&*stranger);
-  strangers_.erase(stranger);
+  if (state == Handshake::State::kDone) AttachToPeer(&*pending);
+  pending_.erase(pending);
 }
 
-// A stranger turns out to be a peer.
-void TcpTransport::Adopt(Stranger* stranger) {
-  const Hello& hello = stranger->handshake.hello();
+// The handshake is done: the connection becomes that of a peer.
+void TcpTransport::AttachToPeer(PendingConnection* pending) {
+  const Hello& hello = pending->handshake.hello();
   if (hello.rank < 0 || hello.rank >= size() || hello.rank == rank_ || hello.plane < 0 ||
       hello.plane >= kPlanes) {
     return;
   }
   const Plane plane = static_cast<Plane>(hello.plane);
-  Link& link = PeerOf(hello.rank).channels[plane].taken;
-  link.socket = std::move(stranger->socket);
+  Link& link = PeerOf(hello.rank).channels[plane].incoming;
+  link.socket = std::move(pending->socket);
   Open(hello.rank, plane, &link);
 }
 
-// Makes sure that there is, or will be, a connection to send over.
+// Starts to connect if there is no connection to send over yet.
 void TcpTransport::Need(int peer, Plane plane) {
   Channel& channel = PeerOf(peer).channels[plane];
-  if (channel.sends != nullptr || channel.made.give_up_ns != 0) return;
-  if (size() > options_.eager_ranks) Reach(peer, plane);
+  if (channel.sends != nullptr || channel.outgoing.give_up_ns != 0) return;
+  if (size() > options_.eager_ranks) StartConnect(peer, plane);
 }
 
-// Begins to connect, until it works or has taken too long.
-void TcpTransport::Reach(int peer, Plane plane) {
-  Link& link = PeerOf(peer).channels[plane].made;
+// Starts to connect, and retries until it works or has taken too long.
+void TcpTransport::StartConnect(int peer, Plane plane) {
+  Link& link = PeerOf(peer).channels[plane].outgoing;
   link.give_up_ns = After(NowNs(), options_.connect_ns);
   link.retry_ns = NowNs();
   connecting_.emplace_back(peer, plane);
@@ -167,7 +168,7 @@ void TcpTransport::Retry() {
   const TimeNs now = NowNs();
   for (size_t i = 0; i < connecting_.size();) {
     const auto [peer, plane] = connecting_[i];
-    Link& link = PeerOf(peer).channels[plane].made;
+    Link& link = PeerOf(peer).channels[plane].outgoing;
     if (link.ready() || PeerOf(peer).lost) {
       connecting_[i] = connecting_.back();
       connecting_.pop_back();
@@ -205,11 +206,11 @@ void TcpTransport::AdvanceLink(int peer, Plane plane, Link* link) {
   link->socket = Socket();  // Retry makes another one
 }
 
-// A connection is there: what waits for it goes on.
+// A connection is ready: transfers that wait for it continue.
 void TcpTransport::Open(int peer, Plane plane, Link* link) {
   Channel& channel = PeerOf(peer).channels[plane];
   const uint64_t place = static_cast<uint64_t>(peer) * 4 + (plane == kControl ? 2 : 0) +
-                         (link == &channel.taken ? 1 : 0);
+                         (link == &channel.incoming ? 1 : 0);
   Status status = Watch(link->socket.fd(), kOfPeer + place, kAllEvents);
   if (status.ok()) status = SendAtOnce(link->socket.fd());
   if (status.ok() && plane == kData) status = SetCongestion(link->socket.fd(), options_.congestion);
@@ -229,43 +230,43 @@ void TcpTransport::Open(int peer, Plane plane, Link* link) {
   }
 }
 
-// A connection has ended, with an error of the system's or 0. The peer may have told why, or left
-// in peace: what it said is read first.
-void TcpTransport::Ended(int peer, int error) {
+// A connection was lost. `error`: errno, or 0 if the peer closed it. The peer may have announced a
+// failure or shut down cleanly, so CheckLostConnections reads its last messages before it decides.
+void TcpTransport::OnConnectionLost(int peer, int error) {
   Peer& state = PeerOf(peer);
-  if (state.lost || !state.ended.ok()) return;
+  if (state.lost || !state.loss.ok()) return;
   const std::string who = "rank " + std::to_string(peer);
   const bool died = error == 0 || error == ECONNRESET || error == EPIPE;
-  state.ended = died ? Status(Code::kPeerLost, who + " died", peer)
-                     : Status(Code::kPeerLost,
-                              who + " cannot be reached any more (" + std::strerror(error) +
-                                  "): its host is down, or the network is cut",
-                              peer);
-  state.ended_ns = NowNs();
-  ending_.push_back(peer);
+  state.loss = died ? Status(Code::kPeerLost, who + " died", peer)
+                    : Status(Code::kPeerLost,
+                             who + " cannot be reached any more (" + std::strerror(error) +
+                                 "): its host is down, or the network is cut",
+                             peer);
+  state.lost_ns = NowNs();
+  losing_.push_back(peer);
 }
 
-void TcpTransport::LookAtEnded() {
-  for (size_t i = 0; i < ending_.size();) {
-    Peer& state = PeerOf(ending_[i]);
-    const int peer = ending_[i];
+void TcpTransport::CheckLostConnections() {
+  for (size_t i = 0; i < losing_.size();) {
+    Peer& state = PeerOf(losing_[i]);
+    const int peer = losing_[i];
     while (PullControl(peer)) continue;
     const Channel& control = state.channels[kControl];
-    const bool deaf = !control.made.ready() && !control.taken.ready();
+    const bool deaf = !control.outgoing.ready() && !control.incoming.ready();
     const bool known = state.closed || closing_ || state.lost;
-    if (!known && !deaf && NowNs() - state.ended_ns < kLastWords) {
+    if (!known && !deaf && NowNs() - state.lost_ns < kFinalMessageTime) {
       ++i;
       continue;
     }
-    if (!known) NoteFailure(state.ended);
+    if (!known) NoteFailure(state.loss);
     state.lost = true;
-    ending_[i] = ending_.back();
-    ending_.pop_back();
+    losing_[i] = losing_.back();
+    losing_.pop_back();
   }
 }
 
 void TcpTransport::Block(TimeNs span_ns) {
-  if (!connecting_.empty() || !ending_.empty() || !strangers_.empty() || accepting_) {
+  if (!connecting_.empty() || !losing_.empty() || !pending_.empty() || accepting_) {
     span_ns = std::min(span_ns, kLookInterval);
   }
   pollfd epoll = {epoll_.fd(), POLLIN, 0};

@@ -1,4 +1,4 @@
-// Sockets of TCP: who owns them, and how they are made. None of them blocks.
+// Sockets of TCP: ownership and creation. None of them blocks.
 #pragma once
 
 #include <cstddef>
@@ -46,13 +46,13 @@ void WakeFor(int fd, size_t bytes);
 // Probes a connection that is idle, and breaks it after so many probes without an answer. Firewalls
 // forget connections on which nothing is ever sent.
 Status KeepAlive(int fd, int idle_s, int interval_s, int probes);
-// Breaks a connection whose other end is not heard of for so long; an idle one is probed ten times
-// meanwhile. Not for a connection whose receiver may leave bytes where they are for longer than
-// that: Linux counts such time, too.
+// Breaks a connection whose other end does not respond for so long; an idle one is probed ten times
+// meanwhile. Not for a connection whose receiver may leave bytes unread for longer than that: Linux
+// counts such time, too.
 Status BreakWhenSilent(int fd, TimeNs limit_ns);
 
-// As send and recv: bytes moved; 0: none can be now; -1: the connection has ended, with errno,
-// which is 0 when the peer has closed it.
+// Like send and recv: return the bytes moved; 0 if none can be moved now; -1 if the connection has
+// ended, with errno, which is 0 if the peer has closed it.
 ptrdiff_t SendSome(int fd, const void* data, size_t bytes);
 ptrdiff_t ReceiveSome(int fd, void* data, size_t bytes);
 

@@ -1,12 +1,13 @@
 // TcpTransport: a Transport over sockets of TCP, for hosts that no MPI connects. It needs to be
-// told where every rank listens, and a key that proves who belongs to the job (handshake.h).
+// told where every rank listens, and a key that the ranks of the job share (handshake.h).
 //
-//   links.cc          connections: made, accepted, proved, and lost
+//   links.cc          connections: opened, accepted, authenticated, and lost
 //   data_plane.cc     Send, Receive, Wait: bare streams, straight from and into the callers' memory
 //   control_plane.cc  Post, Poll, Sleep, announcements of failures, Close: frames
 //
-// A pair of ranks has one connection for each plane. Of a small job the lower rank makes both at
-// start; else whoever first needs one, and if both do so at once, each sends over its own.
+// A pair of ranks has one connection for each plane. In a small job the lower rank opens both at
+// start. Otherwise the rank that first needs one opens it; if both do so at once, each sends over
+// its own.
 //
 // A process that ends closes its connections. A cut network is noticed by the control plane, within
 // `silent_ns`: its connections are always read, while data may lie in a socket for as long as the
@@ -88,9 +89,9 @@ class TcpTransport final : public Transport {
   };
   // The connections of one plane with one peer. Sends go over one and the same.
   struct Channel {
-    Link made, taken;  // by this rank; by the peer
+    Link outgoing, incoming;  // connections made by this rank; by the peer
     Link* sends = nullptr;
-    bool begun() const { return made.give_up_ns != 0 || taken.socket; }
+    bool begun() const { return outgoing.give_up_ns != 0 || incoming.socket; }
   };
   struct Peer : PeerTransfers {
     Channel channels[kPlanes];
@@ -100,13 +101,13 @@ class TcpTransport final : public Transport {
     std::string inbox;               // frames, the last unfinished
     size_t in_at = 0;                // its bytes that are delivered; 0 outside PullControl
     bool lost = false;               // has failed, or ended
-    bool closed = false;             // its Close was its last word
+    bool closed = false;             // its Close has arrived; nothing follows
     TimeNs asked_ns = 0;
-    Status ended;  // why a connection has ended, until it is known to be a loss
-    TimeNs ended_ns = 0;
+    Status loss;  // a connection was lost; not known yet whether the peer is
+    TimeNs lost_ns = 0;
   };
-  // A connection that has not shown yet whose it is.
-  struct Stranger {
+  // An accepted connection whose handshake is not done.
+  struct PendingConnection {
     Socket socket;
     Handshake handshake;
     TimeNs since_ns;
@@ -119,15 +120,15 @@ class TcpTransport final : public Transport {
   Status Watch(int fd, uint64_t what, uint32_t events);
   bool Events();  // true if anything moved
   void AcceptAll();
-  void Greet(std::list<Stranger>::iterator stranger);
-  void Adopt(Stranger* stranger);
+  void AdvanceAccept(std::list<PendingConnection>::iterator pending);
+  void AttachToPeer(PendingConnection* pending);
   void Need(int peer, Plane plane);
-  void Reach(int peer, Plane plane);
+  void StartConnect(int peer, Plane plane);
   void Open(int peer, Plane plane, Link* link);
   void AdvanceLink(int peer, Plane plane, Link* link);
   void Retry();
-  void Ended(int peer, int error);
-  void LookAtEnded();
+  void OnConnectionLost(int peer, int error);
+  void CheckLostConnections();
   void Block(TimeNs span_ns);
 
   // data_plane.cc
@@ -150,10 +151,10 @@ class TcpTransport final : public Transport {
   const TcpOptions options_;
   Socket listener_, epoll_, bell_;
   std::vector<Peer> peers_;
-  std::list<Stranger> strangers_;
+  std::list<PendingConnection> pending_;
   std::vector<int> active_;                        // peers with transfers under way
   std::vector<std::pair<int, Plane>> connecting_;  // links of ours that are not ready
-  std::vector<int> ending_;  // peers of which it is not known yet why a connection has ended
+  std::vector<int> losing_;  // peers that lost a connection; not known yet whether they failed
   std::deque<std::pair<int, std::string>> inbox_;
   bool accepting_ = false;  // others may wait to be accepted
   bool woken_ = false;      // and no Sleep has ended because of it

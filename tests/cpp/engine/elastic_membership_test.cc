@@ -100,7 +100,7 @@ TEST(a_member_leaves_at_once_whatever_it_waits_for) {
 
 TEST(a_generation_that_is_over_is_told_once_and_remembered) {
   Told told;
-  CHECK(told.membership().Look(1).ok());
+  CHECK(told.membership().Check(1).ok());
   const std::string frame = Frame(1, 2, 7, 0, 0, "rank 2 is lost");
   told.Say(frame.substr(0, 11));
   CHECK(told.Beats());
@@ -110,9 +110,9 @@ TEST(a_generation_that_is_over_is_told_once_and_remembered) {
   CHECK(ends[0].why.code() == Code::kPeerLost);
   CHECK(ends[0].why.rank() == 2);
   CHECK(ends[0].why.message() == "rank 2 is lost");
-  CHECK(!told.membership().Look(6).ok());
-  CHECK(told.membership().Look(7).rank() == 2);
-  CHECK(told.membership().Look(8).ok());
+  CHECK(!told.membership().Check(6).ok());
+  CHECK(told.membership().Check(7).rank() == 2);
+  CHECK(told.membership().Check(8).ok());
   told.Say(frame + Frame(1, 0, 6, 0, 0, "late") + Frame(1, 1, 8, 0, 0, "next"));
   CHECK(told.Ends(2)[1].generation == 8);
 }

@@ -112,7 +112,7 @@ TEST(what_was_submitted_before_a_barrier_has_landed_after_it) {
       CHECK_OK(player.Submit("data", data, ReduceOp::kSum, &handle));
       CHECK_OK(player.Control(Collective::kBarrier, &none));
       CHECK_EQ(data.back(), 3.0f);
-      CHECK(player.handles->Poll(handle) == HandleTable::Look::kDone);
+      CHECK(player.handles->Poll(handle) == HandleState::kDone);
       CHECK_OK(player.Wait(handle));
       if (player.rank != 0) CHECK_OK(player.Submit("later", later, ReduceOp::kSum, &held_for));
       CHECK_OK(player.Wait(held_for));
@@ -128,9 +128,9 @@ TEST(gathered_tensors_may_differ_in_rows) {
       int64_t handle = 0;
       CHECK_OK(player.Gather("g", mine, &handle));
       Status status;
-      CHECK(player.handles->Wait(handle, kPatience, &status) == HandleTable::Look::kDone);
+      CHECK(player.handles->Wait(handle, kPatience, &status) == HandleState::kDone);
       CHECK_OK(status);
-      GatheredTensor result;
+      ResultBuffer result;
       CHECK_OK(player.handles->Take(handle, 0, &result));
       player.handles->Release(handle);
       CHECK_EQ(result.rows(), int64_t{3 * step});
@@ -161,13 +161,13 @@ TEST(a_group_of_different_types_keeps_their_sizes) {
         int64_t handle = 0;
         CHECK_OK(player.Submit(std::move(entry), true, &handle));
         Status status;
-        CHECK(player.engine->Wait(handle, kPatience, &status) == HandleTable::Look::kDone);
+        CHECK(player.engine->Wait(handle, kPatience, &status) == HandleState::kDone);
         CHECK_OK(status);
         if (kind == Collective::kBroadcast) {
           CHECK_EQ(int{small[4]}, 0);
           CHECK_EQ(large[6], 0.5);
         } else {
-          GatheredTensor first, second;
+          ResultBuffer first, second;
           CHECK_OK(player.handles->Take(handle, 0, &first));
           CHECK_OK(player.handles->Take(handle, 1, &second));
           CHECK_EQ(first.bytes(), static_cast<size_t>(5 * player.size));
@@ -298,7 +298,7 @@ TEST(a_waiter_for_a_handle_that_is_released_is_told) {
   std::thread waiter([&] {
     Status status;
     waits = true;
-    CHECK(table.Wait(handle, kPatience, &status) == HandleTable::Look::kUnknown);
+    CHECK(table.Wait(handle, kPatience, &status) == HandleState::kUnknown);
   });
   while (!waits) std::this_thread::yield();
   const TimeNs begin = NowNs();
@@ -313,14 +313,14 @@ TEST(one_thread_hears_of_whichever_handle_is_complete) {
   HandleTable table;
   const int64_t slow = table.Create(), quick = table.Create(), nobodys = table.Create();
   const int64_t none = table.NextCompletion(-1, kPatience);
-  CHECK(table.Poll(slow) == HandleTable::Look::kPending);
-  CHECK(table.Poll(quick) == HandleTable::Look::kPending);
+  CHECK(table.Poll(slow) == HandleState::kPending);
+  CHECK(table.Poll(quick) == HandleState::kPending);
   table.Complete(nobodys, Status::Ok(), {});
   CHECK(table.NextCompletion(none, 0) == none);
   std::thread engine([&] { table.Complete({quick}); });
   const int64_t one = table.NextCompletion(none, kPatience);
   CHECK(one == none + 1);
-  CHECK(table.Poll(quick) == HandleTable::Look::kDone);
+  CHECK(table.Poll(quick) == HandleState::kDone);
   CHECK(table.NextCompletion(one, 0) == one);
   engine.join();
   table.Complete(slow, Status(Code::kShutDown, "over"), {});
@@ -331,8 +331,8 @@ TEST(a_handle_that_is_done_is_released_at_once_and_only_then) {
   HandleTable table;
   const auto succeeds = [&](int64_t handle) {
     bool ok = false;
-    const HandleTable::Look look = table.WaitMany(&handle, 1, 0, &ok);
-    return look == HandleTable::Look::kDone && ok;
+    const HandleState state = table.WaitMany(&handle, 1, 0, &ok);
+    return state == HandleState::kDone && ok;
   };
   const int64_t pending = table.Create(), failed = table.Create();
   const int64_t done = table.Create(), left = table.Create();
@@ -342,13 +342,13 @@ TEST(a_handle_that_is_done_is_released_at_once_and_only_then) {
   for (const int64_t handle : {pending, failed}) CHECK(!succeeds(handle));
   for (const int64_t handle : {left, int64_t{0}, int64_t{-1}}) CHECK(succeeds(handle));
   CHECK(succeeds(done));
-  CHECK(table.Poll(done) == HandleTable::Look::kUnknown);
+  CHECK(table.Poll(done) == HandleState::kUnknown);
   // What has its place now is pending.
   const int64_t mask = (int64_t{1} << HandleTable::kIndexBits) - 1;
   const int64_t next = table.Create();
   CHECK(next != done);
   CHECK_EQ(next & mask, done & mask);
-  CHECK(table.Poll(next) == HandleTable::Look::kPending);
+  CHECK(table.Poll(next) == HandleState::kPending);
 }
 
 TEST(submitting_from_many_threads_is_safe) {
@@ -401,7 +401,7 @@ TEST(a_wait_that_was_announced_and_does_not_come_holds_nothing_up) {
     int64_t handle = 0;
     CHECK_OK(player.Submit("x", data, ReduceOp::kSum, &handle, /*blocking=*/true));
     Status status;
-    CHECK(player.handles->Wait(handle, kPatience, &status) == HandleTable::Look::kDone);
+    CHECK(player.handles->Wait(handle, kPatience, &status) == HandleState::kDone);
     CHECK_EQ(data[0], 2.0f);
     CHECK_OK(player.Allreduce("both have waited", data));
   });

@@ -15,8 +15,6 @@
 namespace hororing_test {
 namespace {
 
-using Look = HandleTable::Look;
-
 constexpr TimeNs kCycleTime = 8 * kMillisecond;
 
 TEST(the_first_requests_wait_a_moment_and_as_long_as_they_are_a_burst) {
@@ -31,7 +29,7 @@ TEST(the_first_requests_wait_a_moment_and_as_long_as_they_are_a_burst) {
 
 TEST(reports_are_a_while_apart) {
   ReportPace pace(kCycleTime);
-  pace.Reported(kSecond);
+  pace.OnLocalReport(kSecond);
   CHECK(!pace.unanswered());
   CHECK_EQ(pace.Due(kSecond + 1, 1, kSecond + 1), kSecond + kCycleTime);
   const TimeNs later = 2 * kSecond;
@@ -40,12 +38,12 @@ TEST(reports_are_a_while_apart) {
 
 TEST(who_has_reported_is_silent_until_it_is_answered) {
   ReportPace pace(kCycleTime);
-  pace.Told(kSecond);
+  pace.OnReportSent(kSecond);
   CHECK(pace.unanswered());
   const TimeNs end = kSecond + ReportPace::kPatience * kCycleTime;
   CHECK_EQ(pace.Due(kSecond + 1, 1, kSecond + 1), end);
   CHECK_EQ(pace.Due(kSecond + 1, 1000, kSecond + kCycleTime), end);
-  pace.Answered();
+  pace.OnAnswer();
   CHECK(!pace.unanswered());
   CHECK_EQ(pace.Due(kSecond + 1, 1, kSecond + 1), kSecond + kCycleTime);
 }
@@ -97,7 +95,7 @@ TEST(what_somebody_waits_or_polls_for_is_reported_at_once) {
     CHECK_OK(player.Submit("early", early, ReduceOp::kSum, &first));
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
     CHECK_EQ(player.engine->stats().control_messages_sent.load(), int64_t{0});
-    CHECK(player.engine->Poll(first) == Look::kPending);
+    CHECK(player.engine->Poll(first) == HandleState::kPending);
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
     CHECK_OK(player.Submit("late", late, ReduceOp::kSum, &second));
     CHECK_OK(player.Wait(second));
@@ -116,8 +114,9 @@ TEST(a_burst_that_nobody_waits_for_is_reduced) {
       }
       const TimeNs deadline = After(NowNs(), kPatience);
       for (const int64_t handle : handles) {
-        while (player.handles->Poll(handle) == Look::kPending && NowNs() < deadline) sched_yield();
-        CHECK(player.handles->Poll(handle) == Look::kDone);
+        while (player.handles->Poll(handle) == HandleState::kPending && NowNs() < deadline)
+          sched_yield();
+        CHECK(player.handles->Poll(handle) == HandleState::kDone);
         player.handles->Release(handle);
       }
     }

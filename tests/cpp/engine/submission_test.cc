@@ -18,8 +18,6 @@
 namespace hororing_test {
 namespace {
 
-using Look = HandleTable::Look;
-
 TEST(many_requests_are_submitted_and_awaited_together) {
   for (int size : {1, 2, 3}) {
     Play(size, {}, [](Player& player) {
@@ -33,13 +31,14 @@ TEST(many_requests_are_submitted_and_awaited_together) {
           CHECK_OK(player.Submit(name, data[i], ReduceOp::kSum, &handles[i]));
         }
         bool all_ok = false;
-        const Look look = player.engine->WaitMany(handles.data(), kCount, kPatience, &all_ok);
-        CHECK(look == Look::kDone);
+        const HandleState state =
+            player.engine->WaitMany(handles.data(), kCount, kPatience, &all_ok);
+        CHECK(state == HandleState::kDone);
         CHECK(all_ok);
         const auto sum = static_cast<float>(player.size * (player.size + 1) / 2);
         for (size_t i = 0; i < kCount; ++i) {
           for (float value : data[i]) CHECK_EQ(value, sum);
-          CHECK(player.handles->Poll(handles[i]) == Look::kUnknown);  // released
+          CHECK(player.handles->Poll(handles[i]) == HandleState::kUnknown);  // released
         }
       }
     });
@@ -73,8 +72,9 @@ TEST(persistent_requests_start_by_their_ids_up_to_one_that_must_be_submitted) {
       const auto wait = [&] {
         player.engine->Ring(false);
         bool all_ok = false;
-        const Look look = player.engine->WaitMany(handles.data(), kCount, kPatience, &all_ok);
-        CHECK(look == Look::kDone && all_ok);
+        const HandleState state =
+            player.engine->WaitMany(handles.data(), kCount, kPatience, &all_ok);
+        CHECK(state == HandleState::kDone && all_ok);
         const auto sum = static_cast<float>(player.size * (player.size + 1) / 2);
         for (const auto& each : data) CHECK(each == std::vector<float>(3, sum));
       };
@@ -215,14 +215,14 @@ TEST(the_loop_is_rung_once_until_it_looks) {
   mailbox.Attach(world[0].get());
   const auto rings = [&] {
     const uint32_t before = events.Epoch();
-    mailbox.Submitted();
+    mailbox.NotifySubmitted();
     return events.Epoch() != before;
   };
   CHECK(rings());
   CHECK(!rings());
-  mailbox.Looking();
+  mailbox.BeginScan();
   CHECK(rings());
-  mailbox.Looking();
+  mailbox.BeginScan();
   mailbox.poll_by = 1;  // it looks by itself
   CHECK(!rings());
   mailbox.poll_by = kForever;
@@ -240,7 +240,7 @@ TEST(a_table_starts_what_is_inactive_and_has_an_id_of_its_own) {
   const auto submit = [&](const char* name) {
     std::unique_ptr<TensorEntry> entry = Player::Entry(name, data, ReduceOp::kSum);
     CHECK_OK(table.Submit(&entry, &handle, &ids[name]));
-    CHECK(handles.Poll(handle) == Look::kPending);
+    CHECK(handles.Poll(handle) == HandleState::kPending);
   };
   const auto start = [&](TensorTable& of, const char* name) {
     const auto address = reinterpret_cast<uintptr_t>(data.data());
@@ -290,13 +290,13 @@ TEST(who_waits_for_many_hears_that_one_has_failed_and_may_ask_each) {
     bool all_ok = true;
     if (player.rank == 0) {
       CHECK_OK(player.Submit("late", late, ReduceOp::kSum, &handles[2]));
-      const Look look = player.engine->WaitMany(handles.data(), 3, kMillisecond, &all_ok);
-      CHECK(look == Look::kPending);
+      const HandleState state = player.engine->WaitMany(handles.data(), 3, kMillisecond, &all_ok);
+      CHECK(state == HandleState::kPending);
       CHECK(!all_ok);
     }
     CHECK_OK(player.Allreduce("rank 0 has waited", both));
     if (player.rank == 1) CHECK_OK(player.Submit("late", late, ReduceOp::kSum, &handles[2]));
-    CHECK(player.engine->WaitMany(handles.data(), 3, kPatience, &all_ok) == Look::kDone);
+    CHECK(player.engine->WaitMany(handles.data(), 3, kPatience, &all_ok) == HandleState::kDone);
     CHECK(!all_ok);
     CHECK_OK(player.Wait(handles[0]));
     CHECK(player.Wait(handles[1]).code() == Code::kMismatch);
@@ -310,14 +310,14 @@ TEST(a_waiter_for_many_of_which_one_is_released_is_told) {
   table.Create(handles.data(), handles.size());
   std::thread waiter([&] {
     bool all_ok = true;
-    CHECK(table.WaitMany(handles.data(), 2, kPatience, &all_ok) == Look::kDone);
+    CHECK(table.WaitMany(handles.data(), 2, kPatience, &all_ok) == HandleState::kDone);
     CHECK(!all_ok);
   });
   table.Complete(handles[0], Status::Ok(), {});
   CHECK(table.Release(handles[1]));
   waiter.join();
   table.Complete(handles[1], Status::Ok(), {});
-  CHECK(table.Poll(handles[0]) == Look::kDone);
+  CHECK(table.Poll(handles[0]) == HandleState::kDone);
 }
 
 // A submitter wakes the loop unless the loop has promised to poll (Mailbox::Submitted). Were
@@ -338,8 +338,9 @@ TEST(every_request_that_nobody_waits_for_wakes_a_loop_that_does_not_look_by_itse
       std::vector<int64_t> handles(kMost);
       const auto done = [&](int64_t handle) {
         const TimeNs deadline = After(NowNs(), kLost);
-        while (player.handles->Poll(handle) == Look::kPending && NowNs() < deadline) sched_yield();
-        const bool found = player.handles->Poll(handle) == Look::kDone;
+        while (player.handles->Poll(handle) == HandleState::kPending && NowNs() < deadline)
+          sched_yield();
+        const bool found = player.handles->Poll(handle) == HandleState::kDone;
         player.handles->Release(handle);
         return found;
       };

@@ -379,13 +379,13 @@ TEST(a_collective_that_hangs_is_noticed_and_the_abort_frees_the_stream) {
       CHECK_OK(rank.cuda->Run(batch, After(NowNs(), 30 * kMillisecond), rank.trace));
       Status status;
       const TimeNs limit = After(NowNs(), kLimit);
-      while ((status = rank.cuda->Look()).ok()) CHECK(NowNs() < limit);
+      while ((status = rank.cuda->Poll()).ok()) CHECK(NowNs() < limit);
       CHECK(status.code() == Code::kTransport);
       CHECK(Contains(status.message(), packed ? "'2 tensors'" : "'x'"));
       const std::shared_ptr<const DeviceEvent> done = rank.cuda->done();
       rank.cuda = nullptr;
       for (bool reached = false; !reached;) {
-        CHECK_OK(done->Look(&reached));
+        CHECK_OK(done->Poll(&reached));
         CHECK(NowNs() < limit);
       }
     });
@@ -401,7 +401,7 @@ TEST(looking_at_what_is_under_way_breaks_no_capture_of_the_framework) {
     CHECK_OK(rank.cuda->Run(OneFloat(&value), After(NowNs(), kLimit), rank.trace));
     CHECK_OK(Barrier(*rank.transport, After(NowNs(), kLimit)));
     fake_gpu_set("capturing", 1);
-    CHECK_OK(rank.cuda->Look());
+    CHECK_OK(rank.cuda->Poll());
     CHECK_OK(Barrier(*rank.transport, After(NowNs(), kLimit)));
     fake_gpu_set("capturing", 0);
     CHECK_OK(rank.cuda->Leave(After(NowNs(), kLimit)));
@@ -432,10 +432,10 @@ TEST(an_error_that_nccl_finds_later_is_told) {
   RunCuda(2, options, [](CudaRank& rank) {
     float value = 1;
     CHECK_OK(RunBatch(rank, OneFloat(&value), [] {}, [] {}));
-    CHECK_OK(rank.cuda->Look());
+    CHECK_OK(rank.cuda->Poll());
     CHECK_OK(Barrier(*rank.transport, After(NowNs(), kLimit)));
     fake_gpu_set("async_error_after", 0);
-    const Status status = rank.cuda->Look();
+    const Status status = rank.cuda->Poll();
     CHECK(status.code() == Code::kTransport);
     CHECK(Contains(status.message(), "remote process exited"));
   });

@@ -67,7 +67,7 @@ TEST(many_handles_are_waited_for_with_their_events) {
     bool all_ok = false;
     std::vector<std::shared_ptr<const DeviceEvent>> done_events;
     CHECK(player.engine->WaitMany(handles.data(), 5, kPatience, &all_ok, &done_events) ==
-          HandleTable::Look::kDone);
+          HandleState::kDone);
     CHECK(all_ok);
     CHECK(!done_events.empty());
     for (const auto& event : done_events) {
@@ -95,7 +95,7 @@ TEST(gathered_results_lie_on_the_device_and_move_to_memory_of_the_framework) {
       CHECK_EQ(number, int64_t{6});
       std::vector<float> all(6, -1.0f);
       if (taken) {
-        GatheredTensor result;
+        ResultBuffer result;
         CHECK_OK(player.handles->Take(handle, 0, &result));
         CHECK_OK(result.on_device()->MoveTo(all.data(), result.bytes(),
                                             reinterpret_cast<CuStream>(gpu.stream)));
@@ -127,7 +127,7 @@ TEST(gathered_results_without_memory_pools_are_given_back_also_where_there_is_no
         std::vector<float>& all =
             outputs.emplace_back(static_cast<size_t>(player.size) * rows.size(), -1.0f);
         if (step % 3 != 0) {  // else it is given back where nobody has looked at it
-          GatheredTensor result;
+          ResultBuffer result;
           CHECK_OK(player.handles->Take(handle, 0, &result));
           CHECK_OK(result.on_device()->MoveTo(all.data(), result.bytes(),
                                               reinterpret_cast<CuStream>(gpu.stream)));
@@ -243,7 +243,8 @@ TEST(a_process_set_that_is_stuck_on_the_device_fails_its_removal_and_nothing_els
         const Status status = player.RemoveSet(id, &removed);
         CHECK_EQ(status.ok(), !member);
         if (member) CHECK(status.code() == Code::kTransport);
-        for (const char* part : {"remove_process_set", "process set 1 could not", "'lost'"}) {
+        for (const char* part :
+             {"remove_process_set", "could not shut down process set 1", "'lost'"}) {
           if (member) CHECK(Contains(status.message(), part));
         }
         CHECK_OK(gpu.Allreduce("x", data, 1.0f));
@@ -332,7 +333,7 @@ TEST(a_result_that_is_waited_for_in_a_captured_stream_is_refused_with_a_way_out)
     int64_t handle = 0;
     CHECK_OK(gpu.Start("x", data, 1.0f, &handle));
     Status status;
-    CHECK(player.engine->Wait(handle, kPatience, &status) == HandleTable::Look::kDone);
+    CHECK(player.engine->Wait(handle, kPatience, &status) == HandleState::kDone);
     fake_gpu_set("capturing", 1);
     status = player.handles->DoneEvent(handle)->StreamWait(reinterpret_cast<CuStream>(gpu.stream));
     fake_gpu_set("capturing", 0);

@@ -295,8 +295,8 @@ TEST(leaving_fails_nothing_that_was_ready_before) {
   CHECK(agreement->decisions[0].kind == Decision::Kind::kRun);
   CHECK(agreement->decisions[1].kind == Decision::Kind::kLeave);
   CHECK_EQ(agreement->decisions[1].details().status.message(),
-           std::string("rank 1 has shut down (KeyError: 'x'); every rank must make the same calls: "
-                       "see whether it had fewer batches, say"));
+           std::string("rank 1 has shut down (KeyError: 'x'). All ranks must make the same calls: "
+                       "check whether rank 1 had fewer batches."));
   coordinator.Receive(0, Fresh({Allreduce("b")}), 1);
   CHECK(!coordinator.Decide().has_value());
 }
@@ -304,7 +304,7 @@ TEST(leaving_fails_nothing_that_was_ready_before) {
 TEST(a_warning_tells_what_missing_ranks_say) {
   std::map<int, std::string> expected;
   for (int rank = 0; rank < 6; ++rank) expected[rank] = "allreduce 'x'";
-  const std::string text = StallInspector::WhatTheySay(
+  const std::string text = StallInspector::StatusText(
       expected, {{0, "pid 1"}, {2, "pid 3"}}, [](int rank) { return rank == 0 ? "a" : "b"; });
   CHECK(Contains(text, "\nrank 0 on host a, which is to submit allreduce 'x' next, says: pid 1\n"));
   CHECK(

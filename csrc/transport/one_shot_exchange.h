@@ -1,6 +1,6 @@
-// Rendezvous: the ranks that map one segment come together without a word to anybody else. Each
-// brings a signature and a payload; when all are there with the same signature, each sees all
-// payloads.
+// OneShotExchange: one-shot exchange through shared memory for small allreduces; no coordinator.
+// Each rank of the segment brings a signature and a payload. If all ranks come at the same time
+// with the same signature, each sees all payloads.
 //
 // The rank that comes first waits for the others, for some microseconds. The whole state is one
 // word,
@@ -8,7 +8,7 @@
 //   | generation : 32 | left : 16 | present : 16 |
 //
 // which only changes as a whole, so that all ranks agree on whether they have met: the last one
-// that comes increments the generation, and nobody can leave after that.
+// that comes increments the generation, and no rank can leave after that.
 //
 //   left     the ranks that stopped waiting. A rank that comes after them does not wait at all.
 //
@@ -32,7 +32,7 @@
 
 namespace hororing {
 
-class Rendezvous {
+class OneShotExchange {
  public:
   static constexpr size_t kMaxSignature = 504;
   static constexpr size_t kMaxPayload = 16 << 10;
@@ -43,8 +43,8 @@ class Rendezvous {
   static constexpr size_t kSlotBytes = kSignatureAt + kMaxSignature + kMaxPayload;
   static_assert(kSlotBytes % kCacheLine == 0);
 
-  // `spin_ns`: nobody waits longer. REQUIRES: segment->geometry().rendezvous_bytes > 0.
-  Rendezvous(std::shared_ptr<ShmSegment> segment, int rank, TimeNs spin_ns);
+  // `spin_ns`: the longest wait. REQUIRES: segment->geometry().exchange_bytes > 0.
+  OneShotExchange(std::shared_ptr<ShmSegment> segment, int rank, TimeNs spin_ns);
 
   // True: all ranks have come with this signature; their payloads are there until this rank comes
   // again. False: they have not, and no rank believes that they have. REQUIRES: both sizes are
@@ -52,7 +52,7 @@ class Rendezvous {
   bool Try(const void* signature, size_t signature_bytes, const void* payload,
            size_t payload_bytes);
   int size() const { return size_; }
-  // Of the latest Try that was true; at an address that is a multiple of 8.
+  // The payload of the latest Try that returned true; aligned to 8 bytes.
   const std::byte* payload(int rank) const;
 
  private:

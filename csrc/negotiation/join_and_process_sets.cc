@@ -1,5 +1,4 @@
-// Coordinator, second part: who takes part. Process sets come and go, and ranks that have run out
-// of data join.
+// Coordinator: join and process sets.
 
 #include <algorithm>
 #include <iterator>
@@ -10,15 +9,16 @@
 
 namespace hororing {
 
-// Adds or removes a process set. `rows` as in Decision::Details.
+// Adds or removes a process set. `rows`: see Decision::Details.
 Status Coordinator::ChangeSets(const Request& request, std::vector<int64_t>* rows) {
   if (request.kind == Collective::kAddProcessSet) {
-    const Status possible = sets_.Check(request.ranks, request.root != 0);
+    const bool internal = request.scope() != SetScope::kPublic;
+    const Status possible = sets_.Check(request.ranks, internal);
     if (!possible.ok()) {
       return Status(possible.code(), request.Title() + " (NEGOTIATE): " + possible.message());
     }
     const int32_t id = sets_.NextId();
-    sets_.Add(id, request.ranks, request.root != 0);
+    sets_.Add(id, request.ranks, internal);
     *rows = {id};
     return Status::Ok();
   }
@@ -31,9 +31,9 @@ Status Coordinator::ChangeSets(const Request& request, std::vector<int64_t>* row
 
 void Coordinator::RemoveSet(int32_t id) {
   const ProcessSet* set = sets_.Find(id);
-  for (Named* named : Waits()) {
-    if (named->pending.set != set) continue;
-    const Request& request = named->pending.any();
+  for (TensorState* tensor : PendingTensors()) {
+    if (tensor->pending.set != set) continue;
+    const Request& request = tensor->pending.any();
     Decision fail;
     fail.kind = Decision::Kind::kFail;
     fail.process_set = id;
@@ -41,7 +41,7 @@ void Coordinator::RemoveSet(int32_t id) {
     fail.set_details().status =
         Status(Code::kMismatch, request.Title() + " (NEGOTIATE): the process set was " +
                                     "removed before all of its ranks had made this call");
-    Forget(*named);
+    ClearPending(*tensor);
     queue_.Push(std::move(fail));
   }
   const auto erased = [&](uint64_t each) {
@@ -61,28 +61,28 @@ void Coordinator::RemoveSet(int32_t id) {
   removed_.insert(id);
 }
 
-// From now on the rank contributes neutral elements to whatever the others reduce.
+// From now on the rank contributes neutral elements to the other ranks' reductions.
 void Coordinator::Join(int rank) {
   char& joined = joined_[static_cast<size_t>(rank)];
   if (joined) return;
   joined = 1;
   ++joined_count_;
   last_joined_ = rank;
-  std::vector<Named*> complete;
-  for (Named* named : Waits()) {
-    if (AllHere(named->pending)) complete.push_back(named);
+  std::vector<TensorState*> complete;
+  for (TensorState* tensor : PendingTensors()) {
+    if (IsComplete(tensor->pending)) complete.push_back(tensor);
   }
   std::sort(complete.begin(), complete.end(),
-            [](const Named* a, const Named* b) { return a->key < b->key; });
-  for (Named* named : complete) Complete(*named);
+            [](const TensorState* a, const TensorState* b) { return a->key < b->key; });
+  for (TensorState* tensor : complete) Complete(*tensor);
 }
 
-bool Coordinator::OthersHaveJoined(const Pending& pending) const {
+bool Coordinator::MissingRanksJoined(const Pending& pending) const {
   if (pending.any().kind == Collective::kJoin) return false;
   return pending.reported.count() + JoinedAmong(pending).size() == pending.reported.size();
 }
 
-// Members that have joined and have not reported: ranks of the job.
+// Returns the members, by their ranks in the job, that have joined and have not reported.
 std::vector<int> Coordinator::JoinedAmong(const Pending& pending) const {
   std::vector<int> joined;
   for (size_t member = 0; member < pending.reported.size(); ++member) {
@@ -105,17 +105,17 @@ Status Coordinator::CheckJoined(const std::vector<int>& joined, const Request& r
   if (scaled && (request.op == ReduceOp::kMin || request.op == ReduceOp::kMax ||
                  request.op == ReduceOp::kProduct)) {
     return Status(Code::kMismatch, title + "op=" + Name(request.op) +
-                                       " with a prescale_factor is " +
-                                       "not supported with join, since nothing neutral would " +
-                                       "remain so: " + who + "; scale the tensor before the call");
+                                       " with a prescale_factor is not supported with join: " +
+                                       who + ", and scaling would change the neutral element. " +
+                                       "Scale the tensor before the call");
   }
   return Status::Ok();
 }
 
 std::optional<Agreement> Coordinator::PartFor(const std::vector<int>& ranks,
                                               const Agreement& agreement) const {
-  // A set that is removed in this agreement concerns whoever may have been in it; its number may be
-  // that of another one by now.
+  // A set that this agreement removes concerns every rank that may have been in it. A new set may
+  // have its id by now.
   const auto concerns = [&](int32_t process_set) {
     const ProcessSet* set = sets_.Find(process_set);
     return set == nullptr || removed_now_.count(process_set) != 0 ||

@@ -1,6 +1,6 @@
-// The rendezvous: all ranks agree on whether they have met, whoever comes late, not at all or with
-// something else; and what the engine sums there has the bits of the usual way.
-#include "transport/rendezvous.h"
+// The exchange: all ranks agree on whether it has succeeded, even if one comes late, not at all or
+// with another request; and the engine's sums have the same bits as through the loop.
+#include "transport/one_shot_exchange.h"
 
 #include <algorithm>
 #include <array>
@@ -28,7 +28,7 @@ void SpinFor(TimeNs span) {
   for (const TimeNs until = NowNs() + span; NowNs() < until;) std::this_thread::yield();
 }
 
-// Runs body(rendezvous, rank) on every rank.
+// Runs body(exchange, rank) on every rank.
 template <typename Body>
 void Meet(int size, const Body& body, TimeNs spin = kSpin) {
   const auto segment = ShmSegment::OnHeap(ShmSegment::Geometry::For(size));
@@ -36,8 +36,8 @@ void Meet(int size, const Body& body, TimeNs spin = kSpin) {
   std::vector<std::thread> threads;
   for (int rank = 0; rank < size; ++rank) {
     threads.emplace_back([&, rank] {
-      Rendezvous rendezvous(segment, rank, spin);
-      body(rendezvous, rank);
+      OneShotExchange exchange(segment, rank, spin);
+      body(exchange, rank);
       watchdog.Enter(rank, "done");
     });
   }
@@ -60,7 +60,7 @@ std::vector<uint32_t> PayloadOf(int round, int rank) {
 int PlayRounds(int size, int rounds, double out, double mistaken, TimeNs latest) {
   std::vector<std::vector<char>> met(static_cast<size_t>(size));
   InStep step(size);
-  Meet(size, [&](Rendezvous& rendezvous, int rank) {
+  Meet(size, [&](OneShotExchange& exchange, int rank) {
     std::mt19937 random(Seed() + static_cast<unsigned>(rank));
     std::uniform_real_distribution<> chance;
     std::vector<char>& mine = met[static_cast<size_t>(rank)];
@@ -75,13 +75,13 @@ int PlayRounds(int size, int rounds, double out, double mistaken, TimeNs latest)
       const std::string signature =
           "round " + std::to_string(chance(random) < mistaken ? rounds + rank : round);
       const std::vector<uint32_t> payload = PayloadOf(round, rank);
-      if (!rendezvous.Try(signature.data(), signature.size(), payload.data(), payload.size() * 4)) {
+      if (!exchange.Try(signature.data(), signature.size(), payload.data(), payload.size() * 4)) {
         continue;
       }
       mine.back() = 1;
       for (int peer = 0; peer < size; ++peer) {
         const std::vector<uint32_t> theirs = PayloadOf(round, peer);
-        CHECK(std::memcmp(rendezvous.payload(peer), theirs.data(), theirs.size() * 4) == 0);
+        CHECK(std::memcmp(exchange.payload(peer), theirs.data(), theirs.size() * 4) == 0);
       }
     }
   });
@@ -97,23 +97,23 @@ int PlayRounds(int size, int rounds, double out, double mistaken, TimeNs latest)
 // ---------------------------------------------------------------------------------------------
 // The engine
 
-constexpr size_t kMost = Rendezvous::kMaxPayload;
+constexpr size_t kMost = OneShotExchange::kMaxPayload;
 
 // Whether it was made at once; its handle is complete then.
-bool AllreduceAtRendezvous(Player& player, const TensorEntry& tensor) {
+bool AllreduceOneShot(Player& player, const TensorEntry& tensor) {
   int64_t handle = 0;
-  if (!player.engine->AllreduceAtRendezvous(tensor, &handle)) return false;
-  CHECK(player.engine->Poll(handle) == HandleTable::Look::kDone);
+  if (!player.engine->AllreduceOneShot(tensor, &handle)) return false;
+  CHECK(player.engine->Poll(handle) == HandleState::kDone);
   CHECK_OK(player.Wait(handle));
-  CHECK(player.engine->Poll(handle) == HandleTable::Look::kUnknown);
+  CHECK(player.engine->Poll(handle) == HandleState::kUnknown);
   return true;
 }
 
 // At once where the ranks meet; else as it is otherwise done.
-Status Sum(Player& player, const std::string& name, std::vector<float>& data, bool* at_rendezvous,
+Status Sum(Player& player, const std::string& name, std::vector<float>& data, bool* one_shot,
            ReduceOp op = ReduceOp::kSum) {
-  *at_rendezvous = AllreduceAtRendezvous(player, *Player::Entry(name, data, op));
-  return *at_rendezvous ? Status::Ok() : player.Allreduce(name, data, op);
+  *one_shot = AllreduceOneShot(player, *Player::Entry(name, data, op));
+  return *one_shot ? Status::Ok() : player.Allreduce(name, data, op);
 }
 
 }  // namespace
@@ -139,11 +139,11 @@ TEST(who_comes_when_others_have_left_does_not_wait) {
   std::vector<TimeNs> late;
   std::atomic<int> turn{0};
   // Rank 1 comes when rank 0 has left.
-  Meet(2, [&](Rendezvous& rendezvous, int rank) {
+  Meet(2, [&](OneShotExchange& exchange, int rank) {
     for (int step = rank; step < 2 * kTimes; step += 2) {
       while (turn != step) std::this_thread::yield();
       const TimeNs begin = NowNs();
-      CHECK(!rendezvous.Try("late", 4, &rank, sizeof rank));
+      CHECK(!exchange.Try("late", 4, &rank, sizeof rank));
       if (rank == 1) late.push_back(NowNs() - begin);
       ++turn;
     }
@@ -153,13 +153,13 @@ TEST(who_comes_when_others_have_left_does_not_wait) {
 }
 
 TEST(whoever_waits_in_vain_again_and_again_stops_waiting) {
-  Meet(2, [](Rendezvous& rendezvous, int rank) {
+  Meet(2, [](OneShotExchange& exchange, int rank) {
     if (rank == 1) return;
     const std::string signature = "alone";
     int quick = 0;
     for (int i = 0; i < 1000; ++i) {
       const TimeNs before = NowNs();
-      CHECK(!rendezvous.Try(signature.data(), signature.size(), &rank, sizeof rank));
+      CHECK(!exchange.Try(signature.data(), signature.size(), &rank, sizeof rank));
       quick += NowNs() - before < 20 * kMicrosecond ? 1 : 0;
     }
     CHECK(quick > 500);
@@ -178,9 +178,9 @@ TEST(equal_bits_at_once_and_by_the_loop) {
         for (float& value : data) value = normal(values);
         std::vector<float> again = data;
         const ReduceOp op = i % 3 == 0 ? ReduceOp::kAverage : ReduceOp::kSum;
-        bool at_rendezvous = false;
-        CHECK_OK(Sum(player, "at once", data, &at_rendezvous, op));
-        met += at_rendezvous ? 1 : 0;
+        bool one_shot = false;
+        CHECK_OK(Sum(player, "at once", data, &one_shot, op));
+        met += one_shot ? 1 : 0;
         CHECK_OK(player.Allreduce("by the loop", again, op));
         CHECK(data == again);
       }
@@ -198,13 +198,13 @@ TEST(a_mismatch_has_the_words_of_the_coordinator) {
   Play(2, EngineConfig(), [](Player& player) {
     for (int i = 0; i < 50; ++i) {
       std::vector<float> data(static_cast<size_t>(4 + player.rank), 1.0f);
-      bool at_rendezvous = false;
-      const Status status = Sum(player, "unlike", data, &at_rendezvous);
-      CHECK(!at_rendezvous);
+      bool one_shot = false;
+      const Status status = Sum(player, "unlike", data, &one_shot);
+      CHECK(!one_shot);
       CHECK(status.code() == Code::kMismatch);
       CHECK(Contains(status.message(), "unlike"));
       std::vector<float> fine(3, 1.0f);
-      CHECK_OK(Sum(player, "alike", fine, &at_rendezvous));
+      CHECK_OK(Sum(player, "alike", fine, &one_shot));
       CHECK_EQ(fine[2], 2.0f);
     }
   });
@@ -231,7 +231,7 @@ TEST(requests_that_differ_in_anything_do_not_meet) {
       if (other && i % 7 == 5) request.name = other_name;
       request.tensors = {{tensor.views[0].dtype, tensor.views[0].shape}};
       step.Wait();
-      CHECK(!AllreduceAtRendezvous(player, tensor));
+      CHECK(!AllreduceOneShot(player, tensor));
       CHECK(data == std::vector<float>(16, 1.0f));
     }
   });
@@ -247,7 +247,7 @@ TEST(nothing_is_summed_at_once_beside_what_is_in_flight) {
     }
     for (int i = 0; i < 300; ++i) {
       step.Wait();
-      CHECK(!AllreduceAtRendezvous(player, *Player::Entry("under way", data, ReduceOp::kSum)));
+      CHECK(!AllreduceOneShot(player, *Player::Entry("under way", data, ReduceOp::kSum)));
     }
     CHECK(data[0] == 1.0f);
     if (player.rank == 1) {
@@ -262,7 +262,7 @@ TEST(what_is_unusual_goes_by_the_loop) {
   InStep step(2);
   Play(2, EngineConfig(), [&](Player& player) {
     std::vector<float> large(kMost / 4 + 1, 1.0f), empty, small(1, 1.0f);
-    const std::string longest(Rendezvous::kMaxSignature, 'n'), name = "unusual", unnamed;
+    const std::string longest(OneShotExchange::kMaxSignature, 'n'), name = "unusual", unnamed;
     std::array<std::unique_ptr<TensorEntry>, 6> unusual = {
         Player::Entry(name, small, ReduceOp::kSum, 3),
         Player::Entry(name, small, ReduceOp::kAdasum),
@@ -274,11 +274,11 @@ TEST(what_is_unusual_goes_by_the_loop) {
     for (int i = 0; i < 100; ++i) {
       for (const auto& entry : unusual) {
         step.Wait();
-        CHECK(!AllreduceAtRendezvous(player, *entry));
+        CHECK(!AllreduceOneShot(player, *entry));
       }
     }
-    bool at_rendezvous = false;
-    CHECK_OK(Sum(player, longest, small, &at_rendezvous));
+    bool one_shot = false;
+    CHECK_OK(Sum(player, longest, small, &one_shot));
     CHECK_EQ(small[0], 2.0f);
   });
 }
@@ -287,12 +287,12 @@ TEST(a_rank_that_never_comes_holds_nobody_up) {
   Play(3, EngineConfig(), [](Player& player) {
     for (int i = 0; i < 100; ++i) {
       std::vector<float> data(16, 1.0f);
-      bool at_rendezvous = false;
-      // Rank 2 does not come to the rendezvous.
-      const Status status = player.rank == 2 ? player.Allreduce("sum", data)
-                                             : Sum(player, "sum", data, &at_rendezvous);
+      bool one_shot = false;
+      // Rank 2 does not take part in the exchange.
+      const Status status =
+          player.rank == 2 ? player.Allreduce("sum", data) : Sum(player, "sum", data, &one_shot);
       CHECK_OK(status);
-      CHECK(!at_rendezvous);
+      CHECK(!one_shot);
       CHECK_EQ(data[15], 3.0f);
     }
   });

@@ -1,9 +1,9 @@
-// Engine: small sums at the rendezvous of the ranks of a host, without the coordinator (ADR 0033).
+// Engine: one-shot exchange through shared memory for small allreduces; no coordinator (ADR 0033).
 //
-// A report and an agreement establish that all ranks want the same and that it is their turn. The
-// rendezvous shows both: a rank's signature is all that there is to know of its request. Where the
-// signatures differ, every rank sees it and submits the request as usual, and the coordinator finds
-// the words for it.
+// A report and an agreement establish that all ranks make the same request, and now. The exchange
+// establishes both, because a rank's signature contains its whole request. If the signatures
+// differ, every rank sees it and submits the request as usual, and the coordinator reports the
+// error.
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -16,10 +16,10 @@
 namespace hororing {
 namespace {
 
-// Every rank reads the payloads of all: beyond this the slices of the usual way are quicker.
+// Every rank reads all payloads. Beyond this many bytes, reducing in slices is faster.
 constexpr size_t kMaxRead = 64 << 10;
 
-// A request, as bytes that are equal on two ranks where their requests are.
+// A request as bytes, which are equal on two ranks if and only if their requests are.
 class Signature {
  public:
   // False: it is too long, or none.
@@ -55,7 +55,7 @@ class Signature {
     size_ += bytes;
   }
 
-  std::array<char, Rendezvous::kMaxSignature> bytes_;
+  std::array<char, OneShotExchange::kMaxSignature> bytes_;
   size_t size_ = 0;
 };
 
@@ -63,44 +63,45 @@ class Signature {
 size_t FewElements(const TensorView& view) {
   size_t elements = 1;
   for (const int64_t dimension : view.shape) {
-    if (dimension <= 0 || dimension > static_cast<int64_t>(Rendezvous::kMaxPayload)) return 0;
+    if (dimension <= 0 || dimension > static_cast<int64_t>(OneShotExchange::kMaxPayload)) return 0;
     elements *= static_cast<size_t>(dimension);
-    if (elements > Rendezvous::kMaxPayload) return 0;
+    if (elements > OneShotExchange::kMaxPayload) return 0;
   }
   return elements;
 }
 
 }  // namespace
 
-bool Engine::AllreduceAtRendezvous(const TensorEntry& entry, int64_t* handle) {
+bool Engine::AllreduceOneShot(const TensorEntry& entry, int64_t* handle) {
   const Request& request = entry.request;
-  if (rendezvous_ == nullptr || request.kind != Collective::kAllreduce ||
+  if (exchange_ == nullptr || request.kind != Collective::kAllreduce ||
       request.tensors.size() != 1 || request.on_device() || request.process_set != kWorldSet ||
       request.op == ReduceOp::kAdasum || request.weight) {
     return false;
   }
-  const int size = rendezvous_->size();
+  const int size = exchange_->size();
   const TensorView& view = entry.views[0];
   const size_t elements = FewElements(view);
   const size_t bytes = elements * ElementSize(view.dtype);
-  if (bytes == 0 || bytes > Rendezvous::kMaxPayload || bytes * static_cast<size_t>(size) > kMaxRead)
+  if (bytes == 0 || bytes > OneShotExchange::kMaxPayload ||
+      bytes * static_cast<size_t>(size) > kMaxRead)
     return false;
   const ReduceSpec spec{view.dtype, request.op, request.prescale, request.postscale};
   Signature signature;
-  // Nothing in flight: no request of that name, no join, and nothing that a barrier would miss.
+  // Only if nothing is in flight: no request of that name, no join, and no barrier.
   if (!signature.Write(request) || shared_.trace.enabled() || shows_all_ ||
       shared_.mailbox.stopping() || state() != State::kRunning ||
       shared_.stats.submitted.load() != shared_.stats.completed.load()) {
     return false;
   }
-  const std::unique_lock<std::mutex> alone(rendezvous_mutex_, std::try_to_lock);
+  const std::unique_lock<std::mutex> alone(exchange_mutex_, std::try_to_lock);
   if (!alone.owns_lock() ||
-      !rendezvous_->Try(signature.data(), signature.size(), view.input, bytes)) {
+      !exchange_->Try(signature.data(), signature.size(), view.input, bytes)) {
     return false;
   }
-  std::array<const void*, Rendezvous::kMaxRanks> payloads;
+  std::array<const void*, OneShotExchange::kMaxRanks> payloads;
   for (int rank = 0; rank < size; ++rank) {
-    payloads[static_cast<size_t>(rank)] = rendezvous_->payload(rank);
+    payloads[static_cast<size_t>(rank)] = exchange_->payload(rank);
   }
   ReduceMany(spec, size, view.output, payloads.data(), size, elements);
   ++shared_.stats.submitted;
@@ -108,7 +109,7 @@ bool Engine::AllreduceAtRendezvous(const TensorEntry& entry, int64_t* handle) {
   ++shared_.stats.batches;
   ++shared_.stats.tensors;
   shared_.stats.bytes += static_cast<int64_t>(bytes);
-  if (size > 1) ++shared_.stats.allreduces[static_cast<size_t>(AlgorithmUsed::kRendezvous)];
+  if (size > 1) ++shared_.stats.allreduces[static_cast<size_t>(AlgorithmUsed::kOneShot)];
   Record(Event::kDone, CoarseNowNs(), request.kind, request.name);
   *handle = shared_.handles->CreateDone();
   return true;

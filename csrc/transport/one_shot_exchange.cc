@@ -1,4 +1,4 @@
-#include "transport/rendezvous.h"
+#include "transport/one_shot_exchange.h"
 
 #include <algorithm>
 #include <cstring>
@@ -9,15 +9,15 @@
 namespace hororing {
 namespace {
 
-// How long a rank waits for the others: as long as the same sum takes by messages, so that nobody
-// loses more by it than twice. It includes changes of threads, where ranks share cores.
+// How long a rank waits for the others: as long as the same sum takes by messages, so that a failed
+// attempt at most doubles the time. It allows for thread switches if ranks share cores.
 constexpr TimeNs kMaxWait = 40 * kMicrosecond;
 // Peers that are in step come within this many looks: less than it takes to read the clock often.
 constexpr int kFirstLooks = 64;
 // After so many failures in a row a rank that would be first comes to one in kSkip only.
 constexpr int kFailuresToSkip = 4, kSkip = 32;
 
-constexpr int kBits = Rendezvous::kMaxRanks;
+constexpr int kBits = OneShotExchange::kMaxRanks;
 constexpr uint64_t kMask = (uint64_t{1} << kBits) - 1;
 
 uint64_t Present(uint64_t word) { return word & kMask; }
@@ -30,17 +30,17 @@ uint64_t Word(uint32_t generation, uint64_t left, uint64_t present) {
 
 }  // namespace
 
-Rendezvous::Rendezvous(std::shared_ptr<ShmSegment> segment, int rank, TimeNs spin_ns)
+OneShotExchange::OneShotExchange(std::shared_ptr<ShmSegment> segment, int rank, TimeNs spin_ns)
     : segment_(std::move(segment)),
       rank_(rank),
       size_(segment_->geometry().ranks),
       me_(uint64_t{1} << rank),
       all_((uint64_t{1} << size_) - 1),
       limit_ns_(std::min(spin_ns, kMaxWait)),
-      word_(segment_->rendezvous_word()) {}
+      word_(segment_->exchange_word()) {}
 
-bool Rendezvous::Try(const void* signature, size_t signature_bytes, const void* payload,
-                     size_t payload_bytes) {
+bool OneShotExchange::Try(const void* signature, size_t signature_bytes, const void* payload,
+                          size_t payload_bytes) {
   uint64_t word = word_.load(std::memory_order_acquire);
   if (!IsLate(word) && Present(word) == 0 && failed_ >= kFailuresToSkip) {
     if (++skipped_ < kSkip) return false;
@@ -68,32 +68,33 @@ bool Rendezvous::Try(const void* signature, size_t signature_bytes, const void* 
 }
 
 // False: `word` is what it has become meanwhile. (It may fail without that.)
-bool Rendezvous::Change(uint64_t* word, uint64_t next) {
+bool OneShotExchange::Change(uint64_t* word, uint64_t next) {
   return word_.compare_exchange_weak(*word, next, std::memory_order_acq_rel);
 }
 
-// As this rank leaves, or comes late.
-uint64_t Rendezvous::WithoutMe(uint64_t word) const {
+// The word after this rank has left, or has come late.
+uint64_t OneShotExchange::WithoutMe(uint64_t word) const {
   uint64_t left = Left(word) | me_;
-  if (left == all_) left = 0;  // nobody is to come who would have to know
+  if (left == all_) left = 0;  // every rank knows by now
   return Word(Generation(word), left, Present(word) & ~me_);
 }
 
-// Whether others have been here and did not wait. Where this rank was among them, that was another
-// time.
-bool Rendezvous::IsLate(uint64_t word) const { return Left(word) != 0 && (Left(word) & me_) == 0; }
+// Whether other ranks have come and left already. If this rank is one of them, that was before.
+bool OneShotExchange::IsLate(uint64_t word) const {
+  return Left(word) != 0 && (Left(word) & me_) == 0;
+}
 
-const std::byte* Rendezvous::payload(int rank) const {
+const std::byte* OneShotExchange::payload(int rank) const {
   const std::byte* const slot = Slot(rank, met_);
   return slot + reinterpret_cast<const Sizes*>(slot)->payload_at();
 }
 
-std::byte* Rendezvous::Slot(int rank, uint32_t generation) const {
-  return segment_->rendezvous_slots(rank) + (generation & 1) * kSlotBytes;
+std::byte* OneShotExchange::Slot(int rank, uint32_t generation) const {
+  return segment_->exchange_slots(rank) + (generation & 1) * kSlotBytes;
 }
 
-void Rendezvous::Fill(uint32_t generation, const void* signature, Sizes sizes,
-                      const void* payload) {
+void OneShotExchange::Fill(uint32_t generation, const void* signature, Sizes sizes,
+                           const void* payload) {
   std::byte* const slot = Slot(rank_, generation);
   std::memcpy(slot, &sizes, sizeof sizes);
   std::memcpy(slot + kSignatureAt, signature, sizes.signature);
@@ -101,7 +102,7 @@ void Rendezvous::Fill(uint32_t generation, const void* signature, Sizes sizes,
 }
 
 // Whether the others come within the time limit.
-bool Rendezvous::OthersCome(uint32_t generation) {
+bool OneShotExchange::OthersCome(uint32_t generation) {
   const auto met = [&] { return Generation(word_.load(std::memory_order_acquire)) != generation; };
   for (int look = 0; look < kFirstLooks && !spinner_.shares_core(); ++look) {
     if (met()) return true;
@@ -116,7 +117,7 @@ bool Rendezvous::OthersCome(uint32_t generation) {
 }
 
 // False: too late, all have come.
-bool Rendezvous::Leave(uint32_t generation) {
+bool OneShotExchange::Leave(uint32_t generation) {
   uint64_t word = word_.load(std::memory_order_acquire);
   while (Generation(word) == generation) {
     if (!Change(&word, WithoutMe(word))) continue;
@@ -126,7 +127,7 @@ bool Rendezvous::Leave(uint32_t generation) {
   return false;
 }
 
-bool Rendezvous::Alike(uint32_t generation) const {
+bool OneShotExchange::Alike(uint32_t generation) const {
   const std::byte* const mine = Slot(rank_, generation);
   const size_t signature = reinterpret_cast<const Sizes*>(mine)->signature;
   for (int rank = 0; rank < size_; ++rank) {

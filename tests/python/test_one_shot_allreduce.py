@@ -1,4 +1,4 @@
-"""Small blocking sums, made at the rendezvous of a host's ranks: what users see, and when not."""
+"""Small blocking sums by one-shot exchange of a host's ranks: what users see, and when not."""
 
 from __future__ import annotations
 

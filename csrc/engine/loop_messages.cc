@@ -1,6 +1,6 @@
-// Loop: its messages. Ranks of rank 0's host report to it themselves; those of another host that
-// shares memory report to its first rank, which sends what they said on as one message
-// (negotiation/host_reports.h), and hands on what rank 0 answers.
+// Loop: its messages. Ranks on rank 0's host report to it directly. Ranks on another host that
+// shares memory report to its first rank, which forwards their reports as one message
+// (negotiation/host_reports.h) and passes on rank 0's answer.
 #include <algorithm>
 #include <string>
 #include <utility>
@@ -10,8 +10,8 @@
 #include "negotiation/codec.h"
 
 namespace hororing {
-// Those that hear from rank 0 together: its neighbours by themselves, where there is memory to
-// reach them; the ranks of another host through the first of them.
+// Groups of ranks that get one message from rank 0. The ranks of its own host are groups of one;
+// the ranks of another host with shared memory are one group, reached through its first rank.
 std::vector<std::vector<int>> Loop::AgreementGroups(const World& world) {
   std::vector<std::vector<int>> groups;
   for (const std::vector<int>& ranks : world.topology.ranks_on()) {
@@ -31,18 +31,18 @@ std::vector<int> Loop::Neighbours(int rank) const {
   return {rank};
 }
 
-// Whom this rank reports to, and hears from.
+// The rank that this rank reports to, and gets agreements from.
 int Loop::parent_rank() const {
   const int first = neighbours_[0];
   return first == topology_.rank ? 0 : first;
 }
 
-// Whether what callers have submitted since the last report is left alone for now. Then the loop's
-// thread promises to poll in time, and who submits meanwhile wakes nobody. A caller that runs the
-// loop reports everything, and leaves that promise as it is.
+// Whether the loop should hold what callers have submitted since the last report. If so, the loop's
+// thread promises to poll in time, and callers that submit meanwhile need not wake it. A caller
+// that runs the loop reports everything, and leaves that promise as it is.
 bool Loop::LetsMoreCome() {
-  if (!run_by_caller_) mailbox_.poll_by = kForever;  // before the look, which then misses nothing
-  mailbox_.Looking();
+  if (!run_by_caller_) mailbox_.poll_by = kForever;  // before the scan, so that it misses nothing
+  mailbox_.BeginScan();
   if (mailbox_.IsUrgent()) return false;
   const TensorTable::Submitted submitted = shared_.tensors.submitted();
   if (submitted.count == 0 && !pace_.unanswered()) return true;
@@ -51,15 +51,15 @@ bool Loop::LetsMoreCome() {
   if (now >= due) return submitted.count == 0;
   if (eventcount_ != nullptr) poll_epoch_ = eventcount_->Epoch();
   mailbox_.poll_by = due;
-  return !mailbox_.IsUrgent();  // who has begun to wait since may not have seen the promise
+  return !mailbox_.IsUrgent();  // a caller that began to wait may not have seen the promise
 }
 
-// SUBMIT -> NEGOTIATE: what callers have submitted since the last time.
+// SUBMIT -> NEGOTIATE: reports what callers have submitted since the last time.
 bool Loop::Report() {
   if (LetsMoreCome()) return false;
   struct Report report;
   report.applied = applied_;
-  mailbox_.Reporting();
+  mailbox_.ClearPollRequest();
   shared_.tensors.TakeSubmitted(&submitted_);
   const TimeNs now = NowNs();
   for (TensorEntry* entry : submitted_) {
@@ -95,9 +95,9 @@ bool Loop::Report() {
   if (report.cached.empty() && report.fresh.empty() && !report.leaving) return false;
   Tell(report, now);
   if (coordinator_) {
-    pace_.Reported(now);
+    pace_.OnLocalReport(now);
   } else {
-    pace_.Told(now);
+    pace_.OnReportSent(now);
   }
   return true;
 }
@@ -112,7 +112,7 @@ void Loop::Tell(const struct Report& report, TimeNs now) {
   }
 }
 
-// Whether every request of a report concerns all ranks. What this rank does not know does not.
+// Whether every request of a report concerns all ranks. False if this rank does not know an id.
 bool Loop::IsOfWorld(const struct Report& report) const {
   if (shared_.sets.only_world()) return true;
   return std::all_of(report.fresh.begin(), report.fresh.end(),
@@ -123,7 +123,7 @@ bool Loop::IsOfWorld(const struct Report& report) const {
          });
 }
 
-// What the ranks of this host have reported, to rank 0.
+// Sends what the ranks of this host have reported to rank 0.
 bool Loop::Forward() {
   std::optional<std::string> message = host_reports_->Take(NowNs());
   if (!message) return false;
@@ -169,16 +169,17 @@ bool Loop::Receive() {
     } else if (understood && kind == MessageKind::kAgreement && peer == parent_rank()) {
       Agreement agreement;
       understood = Decode(message, &agreement);
-      // Before it is carried out, which takes all of them; and so with what is not reported yet.
+      // Forward it before carrying it out, which needs all ranks. For the same reason, report
+      // first.
       for (size_t i = 1; host_reports_ && i < neighbours_.size(); ++i) {
         Post(neighbours_[i], message);
       }
       if (host_reports_) host_reports_->Decided(agreement);
-      pace_.Answered();
+      pace_.OnAnswer();
       Report();
       if (understood) Apply(agreement);
     } else if (understood && kind == MessageKind::kDoing) {
-      HearDoing(peer, message.substr(1));
+      OnStatusMessage(peer, message.substr(1));
     } else if (understood && kind == MessageKind::kTrace) {
       std::string events;
       bool last = false;
