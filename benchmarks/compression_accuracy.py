@@ -3,7 +3,7 @@
     hororun -np 4 python benchmarks/compression_accuracy.py --json compression_accuracy.json
     python benchmarks/compression_accuracy.py --show compression_accuracy.json     # table and plot
 
-Two tasks. Digits: a CNN of 120,000 parameters on scikit-learn's 1,797 handwritten digits, a fifth of
+Two tasks. Digits: a CNN of 120,000 parameters on scikit-learn's 1,797 digits, a fifth of
 which tests it. Text: the next character of the reference texts that come with Python
 (`pydoc_data.topics`), by a GRU of 280,000 parameters; a tenth tests it. All methods of a seed begin
 with the same weights and see the same batches; learning rates are those that serve `none`.

@@ -1,4 +1,4 @@
-"""Steps of PyTorch between hosts with slow links, by compression, against a step that sends nothing.
+"""Steps of PyTorch between hosts with slow links, by compression, against steps that send nothing.
 
     export OMPI_MCA_btl=self,sm,tcp OMPI_MCA_pml=ob1 OMPI_MCA_osc=^ucx
     tests/hosts.sh 1,1 -r 200mbit mpirun python benchmarks/compression_network.py --json FILE
@@ -14,6 +14,7 @@ take turns in the same processes, a series of steps each (turns.py).
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -40,7 +41,7 @@ def dense() -> tuple[nn.Module, tuple[int, ...]]:
 def conv() -> tuple[nn.Module, tuple[int, ...]]:
     sizes = [3, 32, 32, 64, 64]
     layers: list[nn.Module] = []
-    for before, after in zip(sizes, sizes[1:], strict=False):
+    for before, after in itertools.pairwise(sizes):
         layers += [nn.Conv2d(before, after, 3, padding=1), nn.ReLU()]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten()), (8, 3, 32, 32)
 

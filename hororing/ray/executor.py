@@ -77,7 +77,8 @@ class RayExecutor:
             if value != _ELASTIC[name]:
                 raise ValueError(
                     f"RayExecutor: {name}={value!r}: the number of ranks does not change: give "
-                    "num_workers; write checkpoints, and start again after a failure"
+                    "num_workers; for a job that goes on without a lost rank, start `python -m "
+                    "hororing store` and a task for each process (docs/elastic.md)"
                 )
         if (num_workers is None) == (num_hosts is None):
             raise ValueError(
