@@ -5,7 +5,9 @@ Push tier: 2 s in the session of torch.
 
 from __future__ import annotations
 
+import os
 import re
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,13 @@ def case(name: str, code: str) -> Callable[[], None]:
         import hororing.torch as hvd
 
         space: dict[str, Any] = {}
-        exec(compile(code, f"{PAGE.name}: {name}", "exec"), space)
+        before = Path.cwd()
+        with tempfile.TemporaryDirectory() as folder:
+            os.chdir(folder)  # for files
+            try:
+                exec(compile(code, f"{PAGE.name}: {name}", "exec"), space)
+            finally:
+                os.chdir(before)
         weights = [each.detach().numpy() for each in space["model"].parameters()]
         for rank, theirs in enumerate(hvd.allgather_object(weights)):
             for one, other in zip(weights, theirs, strict=True):
