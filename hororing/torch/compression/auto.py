@@ -1,12 +1,12 @@
 """Compression.auto: finds out in the first steps whether compression pays, where, and which.
 
-    uncompressed: 2 + 5 steps | each method: 2 + 5 steps | what was chosen: 2 + 5 steps | watched
+    uncompressed: 2 + 5 steps | each method: 2 + 5 + 1 | what was chosen: 2 + 5 + 1 | watched
 
 1. Without compression each rank measures how long a step takes, how long it waits for gradients
    after backward, and how long their reduction takes from the first hook on. If the rank that waits
    least, the last one to come, waits less than LEAST_WAIT of a step, nothing is compressed.
 2. Each method is tried on all parts (the buckets). Measured are the step, the work of each bucket,
-   and, in one step, the cosine between the exact sum of a bucket and the compressed one.
+   and, in the last step, the cosine between the exact sum of a bucket and the compressed one.
 3. For each part: gain = bytes saved * seconds per byte without compression - work. The method of
    the largest gain is chosen, or none. Methods whose cosine is less than `least_cosine` are out.
 4. The choice is measured like a method. Of all that was measured the shortest step is taken;
@@ -254,17 +254,17 @@ class ChoosingReducer(CompressingReducer):
     ) -> Generator[int | None, Any, tuple[float, dict[int, float], dict[int, float]]]:
         """Return the seconds of a step, and the seconds of work and the cosine of each part."""
         self._use(choices)
-        for step in range(SKIPPED):
-            if step == SKIPPED - 1:
-                self._sample()
+        for _ in range(SKIPPED):
             yield None
-        cosines = yield from self._cosines()
         before = {part: bucket.work_s for part, bucket in self.buckets.items()}
         steps = []
         for _ in range(MEASURED):
             yield None
             steps.append(self._last.whole)
         work_s = [(each.work_s - before[part]) / MEASURED for part, each in self.buckets.items()]
+        self._sample()  # at the end: sums with cold factors are the farthest from exact ones
+        yield None
+        cosines = yield from self._cosines()
         agreed = yield self._agree([statistics.median(steps), *work_s], arguments.Max, "try")
         whole, *work_s = agreed.tolist()
         return whole, dict(zip(self.buckets, work_s, strict=True)), cosines
