@@ -6,7 +6,9 @@ import argparse
 import importlib
 import os
 import platform
+import select
 import shutil
+import signal
 import sys
 from importlib import metadata
 
@@ -61,8 +63,11 @@ def info() -> int:
     works, result = _try_allreduce()
     lines += [
         ("kernels", ffi.string(lib.hr_kernels()).decode()),
-        ("transports built", "inproc, shm" + (", mpi" if mpi.is_built() else "")),
-        ("transports found", ", ".join(["inproc", *_shared_memory(missing), *_mpi(missing)])),
+        ("transports built", "inproc, shm, tcp" + (", mpi" if mpi.is_built() else "")),
+        (
+            "transports found",
+            ", ".join(["inproc", *_shared_memory(missing), "tcp", *_mpi(missing)]),
+        ),
         ("between hosts", _between_hosts()),
         ("backends built", "host, shm_direct, hierarchical, cuda"),
         ("backends found", "host, shm_direct, hierarchical" if _has_shared_memory() else "host"),
@@ -202,6 +207,20 @@ def _tensorflow() -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command and return the exit code."""
+    try:
+        code = _run(arguments)
+        print(end="", flush=True)
+    except BrokenPipeError:
+        output = select.poll()
+        output.register(1, 0)
+        if not output.poll(0):  # it has its reader: another pipe or connection broke
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python writes the rest when it ends
+        return 128 + signal.SIGPIPE
+    return code
+
+
+def _run(arguments: list[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="python -m hororing", description=__doc__)
     parser.add_argument("--version", action="version", version=hororing.__version__)
     commands = parser.add_subparsers(dest="command", required=True)

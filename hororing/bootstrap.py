@@ -274,18 +274,25 @@ def _check_torch(ranks: Mapping[str, int], env: Mapping[str, str]) -> None:
             raise ValueError(f"{_PREFIX}{name}={ranks[name]} contradicts {theirs}={text}")
 
 
+def _lacks(name: str, other: str) -> ValueError:
+    return ValueError(
+        f"{_PREFIX}{name} is set, but {_PREFIX}{other} is not: start with hororun -np N, set "
+        f"{_PREFIX}{other} in each process, or unset {_PREFIX}{name}"
+    )
+
+
 def _check_ranks(ranks: Mapping[str, int]) -> None:
     for rank, size in (("RANK", "SIZE"), ("LOCAL_RANK", "LOCAL_SIZE")):
         for name, other in ((rank, size), (size, rank)):
             if name in ranks and other not in ranks:
-                raise ValueError(f"{_PREFIX}{name} is set, but {_PREFIX}{other} is not")
+                raise _lacks(name, other)
         if rank in ranks and ranks[rank] >= ranks[size]:
             raise ValueError(
                 f"{_PREFIX}{rank}={ranks[rank]} contradicts {_PREFIX}{size}={ranks[size]}: ranks "
                 "count from 0"
             )
     if "LOCAL_SIZE" in ranks and "SIZE" not in ranks:
-        raise ValueError(f"{_PREFIX}LOCAL_SIZE is set, but {_PREFIX}SIZE is not")
+        raise _lacks("LOCAL_SIZE", "SIZE")
     for local, name in (("LOCAL_RANK", "RANK"), ("LOCAL_SIZE", "SIZE")):
         if local in ranks and ranks[local] > ranks[name]:
             raise ValueError(

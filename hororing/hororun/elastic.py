@@ -497,4 +497,4 @@ class ElasticJob:
     def epitaph(self, process: ElasticProcess) -> list[str]:
         """How it has ended, for people: lines."""
         how = f"{process.name(self._several)} {process.how()}"
-        return epitaph(how, self._output.tail(process.number))
+        return epitaph(how, process.code or 0, self._output.tail(process.number))

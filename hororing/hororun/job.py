@@ -163,7 +163,7 @@ class Job:
 
     def epitaph(self, rank: int, code: int) -> list[str]:
         """How a rank has ended, for people: lines."""
-        return epitaph(f"{self.name(rank)} {describe(code)}", self._output.tail(rank))
+        return epitaph(f"{self.name(rank)} {describe(code)}", code, self._output.tail(rank))
 
     def name(self, rank: int) -> str:
         """The rank, and its host where that is another one."""
@@ -178,11 +178,13 @@ def conclude_asked(asked: int, codes: Collection[int | None], output: Output) ->
     return 128 + asked
 
 
-def epitaph(how: str, tail: Sequence[bytes]) -> list[str]:
+def epitaph(how: str, code: int, tail: Sequence[bytes]) -> list[str]:
     """How a process has ended, and the last lines of its standard error: lines for people."""
     last = "; the last lines of its standard error:" if tail else ", and said nothing about it"
     lines = (line.decode("utf-8", "surrogateescape") for line in tail)
-    return [how + last, *(f"    {line}" for line in lines)]
+    hint = "a SIGKILL that nobody sent is usually the kernel's, out of memory: see `dmesg`"
+    killed = code == -signal.SIGKILL
+    return [how + last, *(f"    {line}" for line in lines), *([hint] if killed else [])]
 
 
 def describe(code: int) -> str:

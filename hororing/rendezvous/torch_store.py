@@ -124,6 +124,7 @@ class _Board:
                 f"({error}): set HORORING_RENDEZVOUS, or start with hororun"
             ) from None
         self._place = protocol.parse_address(address)
+        self._name = f"torch's store at {address} (MASTER_ADDR, MASTER_PORT)"
         self._makes_store = makes_store
         self._store: Any = None
 
@@ -134,7 +135,7 @@ class _Board:
             return (offers.parse(found), "") if found else (None, "rank 0 has not come")
         except (OSError, RuntimeError, ProtocolError) as error:
             self._store = None
-            return None, f"torch's store: {_first_line(error)}"
+            return None, f"{self._name}: {_first_line(error)}"
 
     def publish(self, offer: Offer) -> str | None:
         """Leave it there; else why that is not possible."""
@@ -184,6 +185,7 @@ class _Shared(_Board):
 
     def __init__(self, store: Any) -> None:
         self._given = self._store = store
+        self._name = "the store of torch.distributed"
 
     def _open(self) -> Any:
         self._store = self._given

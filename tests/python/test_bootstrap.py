@@ -71,8 +71,14 @@ def secret_fd() -> Iterator[int]:
 @pytest.mark.parametrize(
     ("environ", "wanted"),
     [
-        ({"HORORING_RANK": "1"}, "HORORING_RANK is set, but HORORING_SIZE is not"),
-        ({"HORORING_SIZE": "2"}, "HORORING_SIZE is set, but HORORING_RANK is not"),
+        (
+            {"HORORING_RANK": "1"},
+            "HORORING_RANK is set, but HORORING_SIZE is not: .* or unset HORORING_RANK",
+        ),
+        (
+            {"HORORING_SIZE": "2"},
+            "HORORING_RANK is not: start with hororun -np N, set HORORING_RANK",
+        ),
         ({"HORORING_LOCAL_RANK": "0"}, "HORORING_LOCAL_RANK is set, but HORORING_LOCAL_SIZE"),
         (
             {"HORORING_LOCAL_RANK": "0", "HORORING_LOCAL_SIZE": "1"},

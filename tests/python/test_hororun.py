@@ -277,7 +277,8 @@ def test_the_first_failure_is_shown_and_ends_the_job():
     assert last[1:] == [f"hororun:     line {n}" for n in range(10, 20)]
     done = run("-np", "2", *sh("[ $RANK = 0 ] && kill -9 $$; sleep 600"))
     assert done.returncode == 137
-    assert "rank 0 was killed by SIGKILL, and said nothing about it" in done.stderr
+    assert "rank 0 was killed by SIGKILL, and said nothing about it\n" in done.stderr
+    assert "out of memory: see `dmesg`" in done.stderr.splitlines()[-1]
 
 
 def test_who_ignores_the_request_to_end_is_ended_after_the_time_of_grace():

@@ -123,7 +123,7 @@ def test_info_tells_what_works():
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"^allreduce +works", done.stdout, flags=re.MULTILINE)
     assert hororing.__version__ in done.stdout
-    assert "transports built  inproc, shm" in done.stdout
+    assert "transports built  inproc, shm, tcp" in done.stdout
     if mpi.is_built():
         assert re.search(r"^MPI +(Open MPI|MPICH).*/libmpi\S*, ABI \w+$", done.stdout, re.M)
 

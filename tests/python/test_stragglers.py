@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import mpirun
@@ -86,6 +89,7 @@ def test_random_delays_are_random_and_predictions_are_the_replay_of_their_draws(
     path = write(tmp_path / "t", ["a", "a", "b", "b"], synchronous(delays))
     found = diagnose(read_timeline(path))
     assert (found.persistent, found.random) == ([], [0, 1, 2, 3])
+    assert "late by chance: ranks 0, 1, 2 and 3. Local" in str(found)
     draws = 0.1 + delays[1:]
     # Where more than half of the ranks are late at once, late is what is usual.
     told = delays[1:][np.count_nonzero(delays[1:], axis=1) <= 2]
@@ -188,12 +192,23 @@ def test_the_command_prints_a_report_or_says_what_is_wrong(tmp_path, capsys):
         ("[]", "does not name its ranks"),
         ('[{"name": "x"}, 3]', "is not a list of events"),
         (json.dumps(json.loads(path.read_text())[:4]), "0 steps of 2 ranks were recorded"),
+        (json.dumps(json.loads(path.read_text())[:1]), "0 steps of 1 rank were recorded"),
     ):
         path.write_text(content)
         assert main.main(["stragglers", str(path)]) == 1
         assert text in capsys.readouterr().err
     assert main.main(["stragglers", str(tmp_path / "none")]) == 1
-    assert "No such file" in capsys.readouterr().err
+    assert "did the job set HORORING_TIMELINE?" in capsys.readouterr().err
+
+
+def test_the_report_ends_quietly_where_nobody_reads_it(tmp_path):
+    path = write(tmp_path / "t.json", ["h"] * 2, synchronous(np.tile([0, 0.2], (9, 1))))
+    reads, writes = os.pipe()
+    os.close(reads)
+    command = [sys.executable, "-m", "hororing", "stragglers", str(path), "--json"]
+    done = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, check=False, timeout=60)
+    os.close(writes)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
 
 
 # ---------------------------------------------------------------------------------------------

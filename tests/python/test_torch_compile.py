@@ -7,7 +7,9 @@ where some ranks compile and others do not.
 from __future__ import annotations
 
 import copy
+import re
 import shutil
+import traceback
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -101,8 +103,10 @@ def case_a_graph_is_refused_where_it_must_be_whole() -> None:
 def case_errors_arrive_as_they_are() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(lambda x, op: hvd.allreduce(x * 2, op=op) + 1, backend="eager")
-    with pytest.raises(ValueError, match="no reduce operation 99"):
+    with pytest.raises(ValueError, match="no reduce operation 99") as caught:
         compiled(torch.ones(2), 99)
+    shown = "".join(traceback.format_exception(caught.value))
+    assert re.search(r"in call\n    return \w+(\(\))?\(\{arguments\}\)\n", shown), shown
     if hvd.size() > 1:
         with pytest.raises(hvd.MismatchError, match="shapes"):
             compiled(torch.ones(2 + hvd.rank()), hvd.Sum)

@@ -10,6 +10,7 @@ import copy
 import gc
 import io
 import logging
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -331,7 +332,9 @@ def auto_trained(seconds: dict[str, float], waiting: float, steps: int, loss=Non
             optimizer.step()
             used.append(kinds(optimizer))
             if loss is not None:
-                optimizer.note_loss(loss(step))
+                with warnings.catch_warnings():
+                    warnings.simplefilter("error")
+                    optimizer.note_loss(loss(step))
     finally:
         auto.ChoosingReducer._wait_for = real
     assert len(set(hvd.allgather_object(str(used)))) == 1
@@ -376,7 +379,11 @@ def case_auto_goes_back_when_losses_rise_or_sums_are_wrong():
     used, _ = auto_trained(fast, 0.5, 50, loss=lambda step: step if hvd.rank() == 0 else 0.0)
     assert used[30] == "int8"
     assert used[-1] == "none"
-    used, _ = auto_trained(fast, 0.5, 50, loss=lambda step: -step)
+
+    def falling(step):
+        return torch.tensor(-1.0 * step, requires_grad=True)
+
+    used, _ = auto_trained(fast, 0.5, 50, loss=falling)
     assert used[-1] == "int8"
     real, bucket._cosine = bucket._cosine, lambda exact, other: -1.0 if hvd.rank() == 1 else 1.0
     try:

@@ -26,6 +26,9 @@ def run(chosen: argparse.Namespace) -> int:
     tolerance_s = None if chosen.tolerance_ms is None else chosen.tolerance_ms * 1e-3
     try:
         diagnosis = diagnose(read_timeline(chosen.timeline), tolerance_s)
+    except FileNotFoundError as error:
+        print(f"{error}; did the job set HORORING_TIMELINE?", file=sys.stderr)
+        return 1
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1

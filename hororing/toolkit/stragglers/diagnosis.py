@@ -89,7 +89,7 @@ class Diagnosis:
             )
         if self.persistent:
             lines.append(
-                f"persistently late: rank {_text(self.persistent)}. Averaging less often cannot "
+                f"persistently late: {_text(self.persistent)}. Averaging less often cannot "
                 "help: everybody waits for them in the end. Look for another process, a slow data "
                 "loader or longer batches there; give them less data, or leave them out."
             )
@@ -97,13 +97,13 @@ class Diagnosis:
         share = sum(r.late_steps for r in chance) / max(1, sum(r.steps for r in chance))
         if self.random and share >= MANY_SHARE:
             lines.append(
-                f"late by chance: rank {_text(self.random)}, {share:.0%} of their steps. "
+                f"late by chance: {_text(self.random)}, in {share:.0%} of their steps. "
                 "Every group has a late rank in most steps, so averaging less often gains "
                 "little. Look for what they share: file system, data loading, network."
             )
         elif self.random:
             lines.append(
-                f"late by chance: rank {_text(self.random)}. Local or hierarchical SGD averages "
+                f"late by chance: {_text(self.random)}. Local or hierarchical SGD averages "
                 "less often, so that delays of different ranks overlap (docs/stragglers.md)."
             )
         if not lines:
@@ -112,7 +112,7 @@ class Diagnosis:
 
     def __str__(self) -> str:
         head = (
-            f"{self.steps} steps of {len(self.ranks)} ranks in {self.seconds:.3f} s; "
+            f"{_counted(self.steps, 'step')} of {len(self.ranks)} ranks in {self.seconds:.3f} s; "
             f"{self.lost_s:.3f} s ({self.lost_s / max(self.seconds, 1e-9):.0%}) lost to late ranks"
         )
         table = [
@@ -141,7 +141,12 @@ class Diagnosis:
 
 
 def _text(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks))
+    *most, last = map(str, ranks)
+    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("s" if number != 1 else "")
 
 
 def diagnose(recording: Recording, tolerance_s: float | None = None) -> Diagnosis:
@@ -167,8 +172,8 @@ def diagnose(recording: Recording, tolerance_s: float | None = None) -> Diagnosi
     own = _own_times(rows, ends)
     if not np.isfinite(own).any():
         raise ValueError(
-            f"{len(rows)} steps of {size} ranks were recorded; finding stragglers needs at "
-            "least two steps of two ranks"
+            f"{_counted(len(rows), 'step')} of {_counted(size, 'rank')} were recorded; finding "
+            "stragglers needs at least two steps of two ranks"
         )
     # Half of the ranks, rounded down, may be late: then this is a punctual rank.
     typical = _lower_median(own)

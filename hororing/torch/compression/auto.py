@@ -335,4 +335,6 @@ class Choosing(Compressed):
         tensor on a device.
         """
         if isinstance(self._reducer, ChoosingReducer):
+            if isinstance(loss, torch.Tensor):
+                loss = loss.detach()
             self._reducer.note_loss(float(loss))
