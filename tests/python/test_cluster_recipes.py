@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,16 +62,54 @@ def test_shellcheck_finds_nothing() -> None:
 
 @pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda each: each.name)
 def test_kubernetes_knows_every_field(manifest: Path) -> None:
-    """Kinds of operators are not in the schemas: their pods are checked, as pods."""
+    """Kinds of operators are not in the schemas: their pods and jobs are checked, as such."""
     validate = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate")
     yaml = pytest.importorskip("yaml")
     parts = list(yaml.safe_load_all(manifest.read_text("utf-8")))
-    pods = [
-        {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a"}, **replica["template"]}
-        for part in parts
-        for replica in part["spec"].get("mpiReplicaSpecs", {}).values()
-    ]
-    known = [part for part in parts if not part["apiVersion"].startswith("kubeflow.org")]
-    assert known + pods
-    for each in known + pods:
+    parts = [each for part in parts for each in known_parts(part)]
+    assert parts
+    for each in parts:
         validate.validate(each, validate.latest_version(), strict=True)
+
+
+def known_parts(part: dict[str, Any]) -> list[dict[str, Any]]:
+    """What the schemas know of `part`: all of it, or what an operator's kind is made of."""
+    spec, name = part["spec"], {"name": "a"}
+    kinds = {
+        "MPIJob": lambda: [
+            {"apiVersion": "v1", "kind": "Pod", "metadata": name, **replica["template"]}
+            for replica in spec["mpiReplicaSpecs"].values()
+        ],
+        "TrainingRuntime": lambda: [
+            {"apiVersion": "batch/v1", "kind": "Job", **job["template"]}
+            for job in spec["template"]["spec"]["replicatedJobs"]
+        ],
+        "TrainJob": lambda: [container_of(spec["trainer"])],
+    }
+    return kinds[part["kind"]]() if "kubeflow.org" in part["apiVersion"] else [part]
+
+
+def container_of(trainer: dict[str, Any]) -> dict[str, Any]:
+    """A pod with what a TrainJob sets in the container of its ranks."""
+    mine = {"numNodes", "numProcPerNode", "resourcesPerNode"}
+    container = {key: value for key, value in trainer.items() if key not in mine}
+    container |= {"name": "node", "resources": trainer["resourcesPerNode"]}
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a"}}
+    return {**pod, "spec": {"containers": [container]}}
+
+
+def test_a_train_job_finds_its_runtime_and_its_ranks() -> None:
+    """What Kubeflow Trainer wants of names, labels and variables, beyond the schemas."""
+    yaml = pytest.importorskip("yaml")
+    runtime, job = yaml.safe_load_all((RECIPES / "trainjob.yaml").read_text("utf-8"))
+    assert job["spec"]["runtimeRef"] == {
+        "name": runtime["metadata"]["name"],
+        "kind": runtime["kind"],
+    }
+    (node,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    labels = node["template"]["metadata"]["labels"]
+    assert labels == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    (container,) = node["template"]["spec"]["template"]["spec"]["containers"]
+    assert node["name"] == container["name"] == "node"
+    given = [each["name"] for each in container["env"] + job["spec"]["trainer"]["env"]]
+    assert not [name for name in given if name.startswith("PET_")]  # the operator sets these
