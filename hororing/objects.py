@@ -36,6 +36,11 @@ def broadcast_object(
     TypeError : the name is no str; `process_set` is no ProcessSet.
     ValueError : on the other ranks, when the root's object cannot be pickled; the root itself
         raises what pickle raised.
+
+    Examples
+    --------
+    >>> epoch = hvd.broadcast_object(epoch)
+    >>> config = hvd.broadcast_object({"lr": 0.1} if hvd.rank() == 0 else None)
     """
     members = check_member(process_set, "broadcast_object")
     root_rank = arguments.check_root(root_rank, "broadcast_object")
@@ -64,6 +69,11 @@ def allgather_object(
     TypeError : the name is no str; `process_set` is no ProcessSet.
     ValueError : on the other ranks, when some rank's object cannot be pickled; that rank raises
         what pickle raised.
+
+    Examples
+    --------
+    >>> hvd.allgather_object({"rank": hvd.rank()})  # on one rank
+    [{'rank': 0}]
     """
     members = check_member(process_set, "allgather_object")
     name = default_name("allgather_object", members) if name is None else name

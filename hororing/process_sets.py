@@ -26,6 +26,12 @@ class ProcessSet:
     process_set_id : None until the set is registered, by `init(process_sets=...)` or
         `add_process_set`, and after it was removed.
     mpi_comm : None; the sets of hororing need no communicator of MPI.
+
+    Examples
+    --------
+    >>> even = hvd.ProcessSet([0, 2])  # for init(process_sets=[even])
+    >>> even.ranks, even.included(), even.process_set_id  # on rank 0, not registered
+    ([0, 2], True, None)
     """
 
     mpi_comm = None
@@ -191,6 +197,14 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         already, and if ranks pass different sets. On this rank, if `process_set` is not a sequence
         of ranks, and without ``HORORING_DYNAMIC_PROCESS_SETS=1`` or
         ``init(process_sets="dynamic")``.
+
+    Examples
+    --------
+    >>> odd = hvd.add_process_set(range(1, hvd.size(), 2))
+    >>> if odd.included():
+    ...     total = hvd.allreduce(loss, name="loss", op=hvd.Sum, process_set=odd)
+    >>> hvd.remove_process_set(odd)
+    True
     """
     if not job.process_sets_are_dynamic():
         raise ValueError(

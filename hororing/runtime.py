@@ -74,6 +74,12 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     KeyboardInterrupt : within seconds. If MPI was starting, the process can then only end.
     SystemExit : 0, an elastic job no longer needs this process: its host was removed, or all is
         done.
+
+    Examples
+    --------
+    >>> hvd.init()
+    >>> f"rank {hvd.rank()} of {hvd.size()}"  # on one rank
+    'rank 0 of 1'
     """
     start(launch.detect(mpi=mpi.is_usable), comm, process_sets)
 
@@ -311,6 +317,10 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
     Only rank 0's call counts; on other ranks it does nothing. A timeline that is being written is
     finished first; if it is the same file, it continues. `mark_cycles` adds CYCLE_START events.
     The file holds the last HORORING_TIMELINE_BYTES. ValueError where it cannot be written.
+
+    >>> hvd.start_timeline("timeline.json")
+    >>> mean = hvd.allreduce(loss, name="loss")
+    >>> hvd.stop_timeline()
     """
     topology()
     path = _absolute(file_path)

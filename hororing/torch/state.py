@@ -31,6 +31,10 @@ def broadcast_parameters(
     ValueError : not one of these; a generator such as ``model.named_parameters()`` must be made
         a list. A name that occurs twice. On every rank: when ranks do not hold the same names.
     TypeError : a value is not a tensor; use `broadcast_object` for it.
+
+    Examples
+    --------
+    >>> hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     """
     send_parameters(params, broadcast_from(root_rank))
 
@@ -133,6 +137,10 @@ def broadcast_optimizer_state(
     TypeError : for anything that is not an optimizer.
     ValueError : for LBFGS, whose state is no set of tensors per parameter; on every rank, when
         the groups differ.
+
+    Examples
+    --------
+    >>> hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     """
     send_optimizer_state(optimizer, root_rank, model, broadcast_from(root_rank))
 

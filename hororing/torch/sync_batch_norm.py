@@ -76,6 +76,11 @@ class SyncBatchNorm(_BatchNorm):
     ------
     ValueError : from forward in training, on every rank of the group, when their batches have fewer
         than two values per channel; and on a rank that is not in `process_set`.
+
+    Examples
+    --------
+    >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 16, 3), hvd.SyncBatchNorm(16))
+    >>> features = model(torch.randn(4, 3, 8, 8))
     """
 
     def __init__(

@@ -31,7 +31,12 @@ class Verbs(Allreduce[T], Broadcast[T], Allgather[T], Alltoall[T], Reducescatter
 
 
 def poll(handle: int) -> bool:
-    """Whether `synchronize(handle)` would return at once. ValueError for an unknown handle."""
+    """Whether `synchronize(handle)` would return at once. ValueError for an unknown handle.
+
+    >>> handle = hvd.allreduce_async(loss, name="loss")
+    >>> if hvd.poll(handle):
+    ...     mean = hvd.synchronize(handle)
+    """
     return collectives.poll(handle)
 
 
@@ -39,6 +44,9 @@ def synchronize(handle: int) -> Any:
     """Wait for an asynchronous operation and return its result, or raise its error.
 
     A handle is good for one `synchronize`. ValueError for an unknown or used one.
+
+    >>> handle = hvd.allreduce_async(loss, name="loss")
+    >>> mean = hvd.synchronize(handle)
     """
     return collectives.wait(handle)
 
@@ -47,6 +55,10 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Block until every rank of the process set has called `barrier`.
 
     Everything that they had submitted to the set by then is complete when it returns.
+
+    >>> if hvd.local_rank() == 0:
+    ...     print("unpacking the data set")
+    >>> hvd.barrier()
     """
     control.barrier(check_member(process_set, "barrier"))
 
@@ -64,6 +76,10 @@ def join(device: int = -1) -> int:
     `device` is the GPU whose memory holds those values, as in Horovod: the one that this process
     communicates on. It may be omitted if hororing has seen a tensor there before, and has no effect
     without a GPU.
+
+    >>> for x, y in loader:  # not equally long on all ranks
+    ...     loss = hvd.allreduce((model(x) - y).square().mean(), name="loss")
+    >>> last = hvd.join()
     """
     if device != -1:
         context = f" (join: device={device}; leave it out where tensors are on the CPU)"

@@ -75,7 +75,10 @@ class Allreduce(Requests[T]):
         process_set: ProcessSet = global_process_set,
         weight: float | None = None,
     ) -> T:
-        """Do as `allreduce`, into `tensor` itself, and return it."""
+        """Do as `allreduce`, into `tensor` itself, and return it.
+
+        >>> hvd.allreduce_(weights, name="weights")
+        """
         answer = self.start_one(
             tensor, True, average, name, op, prescale_factor, postscale_factor, process_set, True,
             weight,
@@ -97,6 +100,9 @@ class Allreduce(Requests[T]):
         """Start an `allreduce`; `synchronize(handle)` returns its result.
 
         `tensor` must not be written to before that.
+
+        >>> handle = hvd.allreduce_async(loss, name="loss")
+        >>> mean = hvd.synchronize(handle)
         """
         handle: int = self.start_one(
             tensor, False, average, name, op, prescale_factor, postscale_factor, process_set,
@@ -225,6 +231,8 @@ class Allreduce(Requests[T]):
         """Do as `allreduce` for several tensors under one name, all or none of them.
 
         Data types and shapes may differ within the group. Returns a list.
+
+        >>> loss, scores = hvd.grouped_allreduce([loss, scores], name="metrics")
         """
         check_compression(compression)
         packed = [compression.compress(tensor) for tensor in tensors]

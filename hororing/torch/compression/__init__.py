@@ -20,6 +20,11 @@ class Compression:
     `none`, `fp16` and `bf16` are classes. The others keep errors, and are called for other options:
     `int8(block=256)`, `powersgd(rank=4)`, `topk(ratio=0.01)`, and `auto`, which chooses. All of
     these take ``scope="hosts"``.
+
+    >>> optimizer = hvd.DistributedOptimizer(
+    ...     optimizer, model.named_parameters(), compression=hvd.Compression.fp16
+    ... )
+    >>> half = hvd.allreduce(scores, name="scores", compression=hvd.Compression.fp16)
     """
 
     none = NoneCompressor
