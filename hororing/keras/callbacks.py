@@ -109,7 +109,10 @@ def _key(variable: Any) -> int:
 
 
 class MetricAverageCallback(fit_callbacks.MetricAverage, keras.callbacks.Callback):  # type: ignore[misc]
-    """Averages all metrics over the ranks: hororing.fit_callbacks.MetricAverage."""
+    """Averages all metrics over the ranks: hororing.fit_callbacks.MetricAverage.
+
+    >>> model.fit(x, y, callbacks=[hvd.callbacks.MetricAverageCallback()])
+    """
 
 
 class LearningRateScheduleCallback(

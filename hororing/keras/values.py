@@ -44,6 +44,8 @@ def allreduce(
 
     `value` is a number, an array or a tensor; the result is NumPy's. `average` is deprecated; the
     rest is as for hororing.numpy.allreduce. An average of integers is truncated: pass floats.
+
+    >>> loss = hvd.allreduce(0.5, name="loss")
     """
     op = arguments.choose_op(op, average)
     return _value(
@@ -55,7 +57,10 @@ def allreduce(
 
 
 def allgather(value: Any, name: str | None = None) -> Any:
-    """Concatenate the arrays of all ranks along the first dimension, in rank order."""
+    """Concatenate the arrays of all ranks along the first dimension, in rank order.
+
+    >>> of_all = hvd.allgather(y, name="labels")
+    """
     return _value(hvd.allgather(_array(value), name=name))
 
 
@@ -74,6 +79,8 @@ def broadcast_variables(variables: Iterable[Any], root_rank: int) -> None:
 
     The same variables on every rank, in the same order, such as ``model.weights`` or
     ``optimizer.variables``; build both before.
+
+    >>> hvd.broadcast_variables(model.weights, root_rank=0)
     """
     root_rank = arguments.check_root(root_rank, "broadcast_variables")
     variables = arguments.check_variables(variables, "broadcast_variables")

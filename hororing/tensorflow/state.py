@@ -34,6 +34,11 @@ def broadcast_variables(
         ``model.variables`` or ``optimizer.variables``; build both before.
     root_rank : counts among all ranks of the job, also within a process set.
     inplace : Horovod's; variables are assigned either way, and nothing is copied twice.
+
+    Examples
+    --------
+    >>> hvd.broadcast_variables(model.variables, root_rank=0)
+    >>> hvd.broadcast_variables(optimizer.variables, root_rank=0)
     """
     return _assigned("broadcast_variables", variables, root_rank, process_set)
 
@@ -154,6 +159,8 @@ def broadcast_object(
     """Return, on every rank, the object that rank `root_rank` passes.
 
     Any object that cloudpickle can carry. `session` is Horovod's: no session is needed.
+
+    >>> config = hvd.broadcast_object(config)
     """
     _refuse_functions("broadcast_object")
     return objects.broadcast_object(obj, root_rank, name, process_set)
@@ -178,6 +185,9 @@ def allgather_object(
     """Return a list of the objects of all ranks of the process set, in rank order.
 
     `session` is Horovod's: no session is needed.
+
+    >>> hvd.allgather_object({"rank": hvd.rank()})  # on one rank
+    [{'rank': 0}]
     """
     _refuse_functions("allgather_object")
     return objects.allgather_object(obj, name, process_set)

@@ -60,6 +60,11 @@ class SyncBatchNormalization(GroupedLayer, keras.layers.BatchNormalization):  # 
         another backend of Keras than TensorFlow. From calls in training: on every rank of the
         group, when their batches have no values at all (in a graph it is TensorFlow's
         InvalidArgumentError); and on a rank that is not in `process_set`.
+
+    Examples
+    --------
+    >>> layers = [keras.layers.Dense(4), hvd.SyncBatchNormalization(), keras.layers.Dense(2)]
+    >>> scores = keras.Sequential(layers)(x, training=True)
     """
 
     def __init__(

@@ -88,6 +88,11 @@ def allreduce(
         tensors times their weights, divided by the sum of the weights. What a rank with weight 0
         passes does not matter; where all weights are 0 the result is 0. All ranks pass a weight, or
         none does. A weight that is negative or not finite is a ValueError on every rank.
+
+    Examples
+    --------
+    >>> mean = hvd.allreduce(weights, name="weights")
+    >>> total = hvd.allreduce(tf.constant(3), op=hvd.Sum, name="correct")
     """
     check_devices(device_dense, device_sparse)
     chosen = arguments.choose_op(op, average)
@@ -229,6 +234,8 @@ def allgather(
     """Concatenate the tensors of all ranks along the first dimension, in rank order.
 
     First dimensions may differ between ranks and may be 0; the others must be equal.
+
+    >>> of_all = hvd.allgather(weights, name="weights")
     """
     (result,) = _gathered("allgather", [tensor], name, process_set)
     return result
@@ -266,6 +273,8 @@ def broadcast(
 
     `tensor` has the same shape and type on every rank. `root_rank` counts among all ranks of the
     job, also within a process set.
+
+    >>> first = hvd.broadcast(weights, root_rank=0, name="weights")
     """
     root_rank = arguments.check_root(root_rank, "broadcast")
     checked = checked_list([tensor], "broadcast")
@@ -330,6 +339,8 @@ def reducescatter(
 
     The first dimension is split over the ranks in order; where it does not divide evenly, the first
     ranks get one row more. `op` is Average or Sum; the rest as for `allreduce`.
+
+    >>> part = hvd.reducescatter(weights, op=hvd.Sum, name="weights")
     """
     check_devices(device_dense)
     factors = prescale_factor, postscale_factor
