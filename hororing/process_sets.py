@@ -221,6 +221,10 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     Returns whether a set was removed: False for the global set and for one that is not registered.
     Requests in flight in the set fail. Raises ValueError as `add_process_set` does, and TypeError
     for anything that is not a ProcessSet.
+
+    >>> odd = hvd.add_process_set(range(1, hvd.size(), 2))
+    >>> hvd.remove_process_set(odd)
+    True
     """
     _check_type(process_set, "remove_process_set")
     if not job.process_sets_are_dynamic():

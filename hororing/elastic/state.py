@@ -84,6 +84,11 @@ class State:
         Raises
         ------
         HostsUpdatedInterrupt : on all ranks, for `run`.
+
+        Examples
+        --------
+        >>> state.epoch += 1
+        >>> state.commit()
         """
         replayed = self._steps is not None and self._steps.mark(light=False)
         self.save()

@@ -139,7 +139,11 @@ def velocities(optimizer: Any) -> list[Any]:
 
 
 class LearningRateWarmupCallback(fit_callbacks.LearningRateWarmup, LearningRateScheduleCallback):
-    """Raises the learning rate: hororing.fit_callbacks.LearningRateWarmup."""
+    """Raises the learning rate: hororing.fit_callbacks.LearningRateWarmup.
+
+    >>> warmup = hvd.callbacks.LearningRateWarmupCallback(0.1 * hvd.size(), warmup_epochs=5)
+    >>> model.fit(x, y, callbacks=[warmup])
+    """
 
 
 class BestModelCheckpoint(fit_callbacks.BestModel, keras.callbacks.ModelCheckpoint):  # type: ignore[misc]
@@ -151,6 +155,11 @@ class BestModelCheckpoint(fit_callbacks.BestModel, keras.callbacks.ModelCheckpoi
     ----------
     monitor, verbose, mode, save_freq, save_weights_only : as for keras.callbacks.ModelCheckpoint.
     filepath : where to; may be assigned later, before training, to the attribute of this name.
+
+    Examples
+    --------
+    >>> best = hvd.callbacks.BestModelCheckpoint(monitor="loss", filepath="best.keras")
+    >>> model.fit(x, y, callbacks=[hvd.callbacks.MetricAverageCallback(), best])
     """
 
     def __init__(

@@ -135,6 +135,11 @@ def load_model(
     compression : as for `DistributedOptimizer`. For its other arguments use
         ``keras.models.load_model``, and ``DistributedOptimizer(model.optimizer, ...)`` after it.
     legacy_opts : must be False: Keras 3 has no legacy optimizers.
+
+    Examples
+    --------
+    >>> model.save("last.keras")
+    >>> model = hvd.load_model("last.keras")
     """
     if legacy_opts:
         raise ValueError(

@@ -177,6 +177,11 @@ def sparse_allreduce_async(
     Raises
     ------
     ValueError : on every rank, from the returned function, when the dense shapes differ.
+
+    Examples
+    --------
+    >>> finish = hvd.sparse_allreduce_async(torch.eye(3).to_sparse(), "embedding", hvd.Sum)
+    >>> total = finish()
     """
     handle, combine = start_sparse_allreduce(tensor, name, op, process_set)
     return lambda: combine(synchronize(handle))

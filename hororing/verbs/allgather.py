@@ -35,7 +35,11 @@ class Allgather(Requests[T]):
     def allgather_async(
         self, tensor: T, name: str | None = None, process_set: ProcessSet = global_process_set
     ) -> int:
-        """Start an `allgather`; `synchronize(handle)` returns its result."""
+        """Start an `allgather`; `synchronize(handle)` returns its result.
+
+        >>> handle = hvd.allgather_async(scores, name="scores")
+        >>> of_all = hvd.synchronize(handle)
+        """
         return self.gather_async("allgather", [tensor], name, first, process_set=process_set)
 
     def grouped_allgather(

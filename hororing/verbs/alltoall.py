@@ -49,7 +49,11 @@ class Alltoall(Requests[T]):
         name: str | None = None,
         process_set: ProcessSet = global_process_set,
     ) -> int:
-        """Start an `alltoall`; `synchronize(handle)` returns rows and received splits."""
+        """Start an `alltoall`; `synchronize(handle)` returns rows and received splits.
+
+        >>> handle = hvd.alltoall_async(scores, name="scores")
+        >>> rows, received_splits = hvd.synchronize(handle)
+        """
         return self.exchange_async(tensor, splits, name, process_set)
 
     def exchange_async(

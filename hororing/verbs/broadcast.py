@@ -40,7 +40,10 @@ class Broadcast(Requests[T]):
         name: str | None = None,
         process_set: ProcessSet = global_process_set,
     ) -> T:
-        """Do as `broadcast`, into `tensor` itself, and return it."""
+        """Do as `broadcast`, into `tensor` itself, and return it.
+
+        >>> hvd.broadcast_(weights, root_rank=0, name="weights")
+        """
         result: T = collectives.wait(
             self.start_broadcast(tensor, root_rank, name, process_set, in_place=True, blocking=True)
         )
