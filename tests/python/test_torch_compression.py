@@ -307,7 +307,8 @@ def case_it_begins_anew_with_a_new_engine():
 
 
 def kinds(optimizer: torch.optim.Optimizer) -> str:
-    return "+".join(sorted({b._method.name for b in optimizer._reducer.buckets.values()})) or "none"
+    buckets = optimizer._reducer.buckets if optimizer._reducer else {}  # one rank reduces nothing
+    return "+".join(sorted({bucket._method.name for bucket in buckets.values()})) or "none"
 
 
 def auto_trained(seconds: dict[str, float], waiting: float, steps: int, loss=None, **options):
