@@ -1,7 +1,7 @@
 // How the collectives divide their data, and how they keep track of messages in flight.
 //
 //   chunk     one rank's part of the data; sizes differ by at most one element where the cuts are
-//             ours (Chunks), and are any where the caller says them (BackToBack)
+//             ours (Chunk), and are any where the caller says them (BackToBack)
 //   segment   what travels as one message: while one is combined, the next ones arrive
 //
 // Every rank computes the same division from the sizes alone. Empty chunks have no segments: no
@@ -31,13 +31,6 @@ inline Span Chunk(size_t total, int count, int index) {
   const size_t parts = static_cast<size_t>(count), i = static_cast<size_t>(index);
   const size_t each = total / parts, larger = total % parts;
   return {i * each + std::min(i, larger), each + (i < larger ? 1 : 0)};
-}
-
-// All of them.
-inline std::vector<Span> Chunks(size_t total, int count) {
-  std::vector<Span> chunks;
-  for (int i = 0; i < count; ++i) chunks.push_back(Chunk(total, count, i));
-  return chunks;
 }
 
 // Spans of the given sizes, one after the other.
