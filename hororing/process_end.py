@@ -147,6 +147,24 @@ def reason_of(kind: type[BaseException], value: BaseException) -> bytes:
     return reason.encode("utf-8", "replace")
 
 
+def leave(error: BaseException | None = None) -> None:
+    """End the engine and the membership of a process that lives on. `error`: why it has failed."""
+    if error is None:
+        shutdown()
+    else:
+        _abort(type(error), error)
+    _leave_store()
+
+
+def _leave_store() -> None:
+    if _process.member is not None:
+        if _process.broken:
+            _process.member.close()
+        else:
+            _process.member.done()
+        _process.member = None
+
+
 def _at_exit(close_log: Callable[[], None]) -> None:
     if _process.pid != os.getpid():
         return
@@ -156,11 +174,7 @@ def _at_exit(close_log: Callable[[], None]) -> None:
         _process.broken = True  # so mpirun ends the job, with that code
     else:
         _shutdown("the script has ended")
-    if _process.member is not None:
-        if _process.broken:
-            _process.member.close()
-        else:
-            _process.member.done()
+    _leave_store()
     if not _process.broken:
         lib.hr_finalize()
     close_log()

@@ -98,16 +98,16 @@ def main() -> None:
         function, args, kwargs = pickle.loads(told.call)
         if isinstance(function, FunctionType):
             function.__code__ = _of_file(function.__code__, told.file)
-        body = _pickled(function(*args, **kwargs))
+        body = pickled(function(*args, **kwargs))
     except SystemExit:
         raise  # the launcher sees the code
     except BaseException as error:
         # Answer before other ranks learn of the error: their errors follow from this one.
-        _answer(answer, RAISED, pickle.dumps(_raised(error)))
+        append(answer, packed(RAISED, pickle.dumps(raised(error))))
         shown_there.append(error)
         _end_within(_END_S)
         raise
-    _answer(answer, RETURNED, body)
+    append(answer, packed(RETURNED, body))
     os.close(answer)
 
 
@@ -134,30 +134,32 @@ def read(answer: bytearray) -> tuple[bytes, Any] | None:
     return bytes(answer[:1]), pickle.loads(memoryview(answer)[HEAD_BYTES:])
 
 
-def _answer(descriptor: int, kind: bytes, body: bytes) -> None:
-    append(descriptor, kind + len(body).to_bytes(HEAD_BYTES - 1, "big"))
-    append(descriptor, body)
+def packed(kind: bytes, body: bytes) -> bytes:
+    """Make an answer."""
+    return kind + len(body).to_bytes(HEAD_BYTES - 1, "big") + body
 
 
-def _pickled(result: Any) -> bytes:
+def pickled(result: Any) -> bytes:
+    """Return the body of one that has RETURNED. TypeError where it cannot be pickled."""
     try:
         return bytes(cloudpickle.dumps(result))
     except Exception as error:
         raise TypeError(f"the result cannot be pickled: {_text(error)}") from error
 
 
-def _raised(error: BaseException) -> Raised:
+def raised(error: BaseException) -> Raised:
+    """Describe an exception of the function."""
     trace: TracebackType | None = error.__traceback__
     if trace is not None:
         trace = trace.tb_next  # without `main`
     try:
-        pickled = bytes(cloudpickle.dumps(error))
+        again = bytes(cloudpickle.dumps(error))
     except Exception:  # the text has to do
-        pickled = b""
+        again = b""
     return Raised(
         _text(error),
         "".join(traceback.format_exception(type(error), error, trace)),
-        pickled,
+        again,
         isinstance(error, (PeerLostError, ShutDownError)),
     )
 

@@ -10,6 +10,7 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from hororing.hororun.local import memory_file, start
 from hororing.hosts import Host, parse_hosts
@@ -17,6 +18,22 @@ from hororing.hosts import Host, parse_hosts
 EVERY_S = 1.0
 _LONGEST_S = 60.0
 _SHOWN_BYTES = 2000
+
+
+Found = Callable[[list[Host]], None]
+
+
+class Finder(Protocol):
+    """What tells an elastic job its hosts, time and again."""
+
+    def left_s(self) -> float:
+        """Time until `go_on` has something to do."""
+
+    def go_on(self) -> None:
+        """Look for hosts, when it is time."""
+
+    def close(self) -> None:
+        """Look no more."""
 
 
 class Discovery:
@@ -35,7 +52,7 @@ class Discovery:
         command: Sequence[str],
         slots: int | None,
         *,
-        found: Callable[[list[Host]], None],
+        found: Found,
         failed: Callable[[str], None],
     ) -> None:
         self._selector = selector

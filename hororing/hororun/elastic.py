@@ -21,12 +21,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from hororing.hororun import history
-from hororing.hororun.discovery import Discovery
+from hororing.hororun.discovery import Finder, Found
 from hororing.hororun.elastic_events import Events
 from hororing.hororun.elastic_flags import Elastic
-from hororing.hororun.elastic_processes import ElasticHost, ElasticProcess, failures
+from hororing.hororun.elastic_processes import ElasticHost, ElasticProcess, ProcessHost, failures
 from hororing.hororun.ending import Ending
-from hororing.hororun.hosts import LocalHost, RemoteHost
+from hororing.hororun.hosts import LocalHost
 from hororing.hororun.job import CannotStartError, conclude_asked, epitaph
 from hororing.hororun.local import RESULT, Program, step
 from hororing.hororun.output import Output
@@ -45,6 +45,7 @@ from hororing.rendezvous.elastic_store import (
 )
 
 _NOT_STARTED = 127
+_TOLD_S = 1.0
 _LONGEST_WAIT_S = 3600.0  # epoll takes no longer ones than some weeks
 _FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM)  # no fault of the process
 
@@ -61,6 +62,8 @@ class ElasticJob:
         what it is given with events. Also gets the hosts that are known.
     make_host : makes what stands here for the host of a name, and calls what it is given when the
         host cannot be reached any more. CannotStartError.
+    make_discovery : makes what calls the one or the other from time to time: with hosts, or with
+        why there are none. None: the hosts of `what` stay.
     grace_s : between the request to end and the end.
     start_timeout_s : how long an agent may take to answer.
     membership : a file that gets a line of JSON for each generation. None: there is none.
@@ -78,7 +81,8 @@ class ElasticJob:
         *,
         make_program: Callable[[int, Slot], Program],
         make_store: Callable[[Elastic, Sequence[Host], Callable[[Event], None]], ElasticStore],
-        make_host: Callable[[ElasticJob, str, Callable[[str], None]], LocalHost | RemoteHost],
+        make_host: Callable[[ElasticJob, str, Callable[[str], None]], ProcessHost],
+        make_discovery: Callable[[ElasticJob, Found, Callable[[str], None]], Finder] | None = None,
         grace_s: float,
         start_timeout_s: float,
         membership: Path | None = None,
@@ -86,6 +90,7 @@ class ElasticJob:
         self.selector = selectors.DefaultSelector()
         self._what, self._output, self._membership = what, output, membership
         self._make_program, self._make_store, self._make_host = make_program, make_store, make_host
+        self._make_discovery = make_discovery
         self._grace_s, self._start_timeout_s = grace_s, start_timeout_s
         self._ending = Ending(self.selector, self._send, grace_s)
         self._events = Events(self.selector)
@@ -109,7 +114,7 @@ class ElasticJob:
         self.why = ""  # it has failed
         self.answers: dict[int, bytearray] = defaultdict(bytearray)  # by number
         self._given_up = False  # a host does not answer any more
-        self._discovery: Discovery | None = None
+        self._discovery: Finder | None = None
 
     # -----------------------------------------------------------------------------------------
     # What hosts tell
@@ -127,6 +132,9 @@ class ElasticJob:
         if process.code is not None:
             return
         self._take_events()  # what it had said before
+        until = time.monotonic() + _TOLD_S
+        while code == 0 and process.is_member() and (left_s := until - time.monotonic()) > 0:
+            self._take_events(left_s)  # the store is about to tell how it has left
         process.code = code
         process.slot.busy = False
         for gone in process.gone:
@@ -134,8 +142,7 @@ class ElasticJob:
         process.host.of.bury(rank)
         if self._ending.begun or process.leaves:
             return
-        took_part = process.generation > 0
-        if code == 0 and ((took_part and process.status == 0) or not self._generation):
+        if code == 0 and ((process.generation and process.status == 0) or not self._generation):
             self._finish()
         else:
             self._failed(process)
@@ -194,13 +201,10 @@ class ElasticJob:
         self.selector.close()
 
     def _find_hosts(self) -> None:
-        if self._what.script is None:
+        if self._make_discovery is None:
             self._found(list(self._what.hosts))
-            return
-        self._discovery = Discovery(
-            self.selector, self._what.script, self._what.slots_per_host,
-            found=self._found, failed=self._not_found,
-        )  # fmt: skip
+        else:
+            self._discovery = self._make_discovery(self, self._found, self._not_found)
 
     def _is_over(self) -> bool:
         over = self._ending.begun or self._finished
@@ -357,8 +361,8 @@ class ElasticJob:
     # -----------------------------------------------------------------------------------------
     # What the store tells
 
-    def _take_events(self) -> None:
-        for event, gone in self._events.take():
+    def _take_events(self, wait_s: float = 0.0) -> None:
+        for event, gone in self._events.take(wait_s):
             if isinstance(event, World):
                 self._form(event)
             elif isinstance(event, Ended):
@@ -381,7 +385,7 @@ class ElasticJob:
             process.gone.append(gone)
             if process.code is None and event.why != CONNECTION_ENDED:
                 process.host.of.signal(signal.SIGKILL, process.number)
-            if process.code is not None or isinstance(process.host.of, RemoteHost):
+            if process.code is not None or not isinstance(process.host.of, LocalHost):
                 gone.set()
         else:
             process.status = event.status
@@ -404,16 +408,12 @@ class ElasticJob:
         self._output.ranks = ranks
         cause = "; ".join(self._causes) or "start"
         self._causes.clear()
-        self._record(world, cause)
-        if world.generation > 1:
-            self._output.say(f"generation {world.generation} has {len(ranks)} ranks: {cause}")
-        limit = self._what.reset_limit
-        if limit and world.generation - 1 > limit:
-            self._fail(f"more than {limit} resets (--reset-limit)")
-
-    def _record(self, world: World, cause: str) -> None:
         if self._membership is not None:
             history.record(self._membership, world, cause)
+        if world.generation > 1:
+            self._output.say(f"generation {world.generation} has {len(ranks)} ranks: {cause}")
+        if 0 < self._what.reset_limit < world.generation - 1:
+            self._fail(f"more than {self._what.reset_limit} resets (--reset-limit)")
 
     # -----------------------------------------------------------------------------------------
     # Whether it can go on

@@ -37,9 +37,10 @@ class Events:
         if isinstance(event, Lost) and event.why != CONNECTION_ENDED:
             gone.wait(_GONE_S)
 
-    def take(self) -> Iterator[tuple[Event, threading.Event]]:
-        """Yield the events that have come."""
+    def take(self, wait_s: float = 0.0) -> Iterator[tuple[Event, threading.Event]]:
+        """Yield the events that have come. Where there are none, wait so long for the first."""
         with contextlib.suppress(queue.Empty):
+            yield self._queue.get(block=wait_s > 0, timeout=wait_s or None)
             while True:
                 yield self._queue.get_nowait()
 

@@ -5,19 +5,39 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from hororing.hororun.hosts import LocalHost, RemoteHost
 from hororing.hororun.job import describe
+from hororing.hororun.local import Program
 from hororing.hororun.slots import Slot
 
 _NAMED = 8  # of those that have failed
+
+
+class ProcessHost(Protocol):
+    """What starts and ends processes on a host: see `hosts`."""
+
+    ready: bool  # `start` may be called
+    hostname: str  # as its processes call it
+
+    def start(self, programs: Sequence[Program]) -> None:
+        """Start some. CannotStartError."""
+
+    def signal(self, number: int, rank: int | None = None) -> None:
+        """Send it to one, or to all."""
+
+    def bury(self, rank: int) -> None:
+        """Forget one that has ended."""
+
+    def close(self) -> None:
+        """Leave nothing behind."""
 
 
 @dataclass(eq=False)
 class ElasticHost:
     """A host, and whether it is to be used."""
 
-    of: LocalHost | RemoteHost
+    of: ProcessHost
     ready_by: float  # the agent must have answered
     leaves: bool = False  # it was taken away
 
@@ -36,6 +56,7 @@ class ElasticProcess:
     status: int | None = None  # what it has said at its end
     code: int | None = None  # its exit code, or minus the signal
     leaves: bool = False  # as the job wants it: no failure
+    said: str = ""  # how it has ended, where the code does not tell
     lost_at: float | None = None  # when the store lost it
     gone: list[threading.Event] = field(default_factory=list)  # to be set at its end
 
@@ -46,8 +67,14 @@ class ElasticProcess:
             return where
         return f"rank {self.rank} of generation {self.generation} ({where})"
 
+    def is_member(self) -> bool:
+        """Whether the store has not told yet that it has left."""
+        return bool(self.uid) and self.status is None and self.lost_at is None
+
     def how(self) -> str:
         """Say how it has ended."""
+        if self.said:
+            return self.said
         if self.code == 0:
             return "has ended without finishing"
         assert self.code is not None

@@ -156,11 +156,7 @@ def run(
     )
     size = elastic.max_np if elastic else len(placed)
     output = Output(
-        {
-            name: _Stream(text)
-            for name, text in ((STDOUT, sys.stdout), (STDERR, sys.stderr))
-            if text
-        },
+        {name: Stream(text) for name, text in ((STDOUT, sys.stdout), (STDERR, sys.stderr)) if text},
         size,
         tag=size > 1 if tag_output is None else tag_output,
         directory=output_filename,
@@ -169,24 +165,25 @@ def run(
     try:
         if elastic is not None:
             job = start.run_elastic(what, elastic, output, None)
-            _pass_signal_on(job.asked)
+            pass_signal_on(job.asked)
             ended = EndedElastic(job)
             return results(ended, len(ended.results))
         output.open_files(size)
         fixed = start.run(what, output)
     except CannotStartError as error:
         raise RunError(f"run: {error}") from None
-    _pass_signal_on(fixed.asked)
+    pass_signal_on(fixed.asked)
     return results(fixed, size)
 
 
-class _Stream(io.RawIOBase):
+class Stream(io.RawIOBase):
     """A text stream of Python, which need not be a file, for bytes."""
 
     def __init__(self, text: TextIO) -> None:
         self._text = text
 
     def write(self, data: Any) -> int:
+        """Write all of it."""
         words = bytes(data).decode("utf-8", "replace")
         try:
             self._text.write(words)
@@ -287,7 +284,7 @@ def results(job: Ended, size: int) -> list[Any]:
     return [answers[rank][1] for rank in range(size)]
 
 
-def _pass_signal_on(asked: int | None) -> None:
+def pass_signal_on(asked: int | None) -> None:
     """Let the signal that ended the job do what it would have done without us."""
     if asked is None:
         return

@@ -16,6 +16,7 @@ from typing import IO
 from hororing import launch
 from hororing.hororun import plan
 from hororing.hororun.agent import free_port
+from hororing.hororun.discovery import Discovery, Found
 from hororing.hororun.elastic import ElasticJob
 from hororing.hororun.elastic_flags import Elastic
 from hororing.hororun.hosts import LocalHost, RemoteHost
@@ -167,9 +168,16 @@ def run_elastic(
         host.payload = what.payload
         return host
 
+    def make_discovery(job: ElasticJob, found: Found, failed: Callable[[str], None]) -> Discovery:
+        assert elastic.script is not None
+        return Discovery(
+            job.selector, elastic.script, elastic.slots_per_host, found=found, failed=failed
+        )
+
     ended = ElasticJob(
         elastic, output,
         make_program=make_program, make_store=make_store, make_host=make_host,
+        make_discovery=None if elastic.script is None else make_discovery,
         grace_s=what.grace_s, start_timeout_s=what.start_timeout_s, membership=membership,
     )  # fmt: skip
     try:

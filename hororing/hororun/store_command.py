@@ -1,6 +1,6 @@
 """``python -m hororing store``: the store of an elastic job whose processes hororun does not start.
 
-Kubernetes, Ray, mpirun or a shell start them, and start others in the place of those that fail.
+Kubernetes, mpirun or a shell start them, and start others in the place of those that fail.
 docs/elastic.md tells which variables they need.
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,17 +15,13 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hororing.errors import PeerLostError, RunError, ShutDownError
 from hororing.hororun import plan
-from hororing.ray import ranks
+from hororing.hororun.elastic_flags import Elastic
+from hororing.ray import elastic, ranks
 from hororing.ray.ranks import Where
 from hororing.rendezvous.store import Store
 
 # How long the other ranks may go on when one has failed, and how long they may take to shut down.
 _GRACE_S = 5.0
-# Arguments of Horovod's for jobs whose size changes, and their defaults.
-_ELASTIC = {
-    "min_workers": None, "max_workers": None, "reset_limit": None, "cooldown_range": None,
-    "elastic_timeout": 600, "override_discovery": True,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -52,7 +49,16 @@ class RayExecutor:
         of all ranks of its node, so that `hvd.local_rank()` is the number of its own.
     use_current_placement_group : if this process runs in a placement group, so do the actors; only
         with `num_workers`.
-    elastic : Horovod's other arguments, for jobs whose size changes, are errors.
+    min_workers, max_workers : with one of these the job is elastic (docs/elastic.md): `run` calls
+        what `hvd.elastic.run` has made, in new actors, and goes on without those that are lost
+        while there are `min_workers`; others take their place. It begins with at least
+        `num_workers` (`min_workers`) of them, and has as many as there is room for, at most
+        `max_workers`.
+    reset_limit : the most changes of members; None: no limit.
+    cooldown_range : shortest and longest time until another actor takes the place of one that has
+        failed, in seconds.
+    elastic_timeout : longest time with fewer than `min_workers`, in seconds.
+    override_discovery : no effect: room is looked for in the cluster.
 
     Raises
     ------
@@ -69,24 +75,28 @@ class RayExecutor:
         use_gpu: bool = False,
         gpus_per_worker: int | None = None,
         use_current_placement_group: bool = True,
-        **elastic: Any,
+        min_workers: int | None = None,
+        max_workers: int | None = None,
+        reset_limit: int | None = None,
+        cooldown_range: tuple[float, float] | None = None,
+        elastic_timeout: float = 600,
+        override_discovery: bool = True,
     ) -> None:
-        for name, value in elastic.items():
-            if name not in _ELASTIC:
-                raise TypeError(f"RayExecutor: there is no argument {name!r}")
-            if value != _ELASTIC[name]:
-                raise ValueError(
-                    f"RayExecutor: {name}={value!r}: the number of ranks does not change: give "
-                    "num_workers; for a job that goes on without a lost rank, start `python -m "
-                    "hororing store` and a task for each process (docs/elastic.md)"
-                )
-        if (num_workers is None) == (num_hosts is None):
+        is_elastic = min_workers is not None or max_workers is not None
+        if is_elastic and num_hosts is not None:
+            raise ValueError("RayExecutor: num_hosts does not go with min_workers, max_workers")
+        if not is_elastic and (reset_limit is not None or cooldown_range is not None):
+            raise ValueError("RayExecutor: reset_limit and cooldown_range need min_workers")
+        if not is_elastic and (num_workers is None) == (num_hosts is None):
             raise ValueError(
-                f"RayExecutor: num_workers={num_workers}, num_hosts={num_hosts}: give one of them"
+                f"RayExecutor: num_workers={num_workers}, num_hosts={num_hosts}: give one of them, "
+                "or min_workers"
             )
         for name, number in (
             ("num_workers", 1 if num_workers is None else num_workers),
             ("num_hosts", 1 if num_hosts is None else num_hosts),
+            ("min_workers", 1 if min_workers is None else min_workers),
+            ("max_workers", 1 if max_workers is None else max_workers),
             ("num_workers_per_host", num_workers_per_host),
             ("gpus_per_worker", 1 if gpus_per_worker is None else gpus_per_worker),
         ):
@@ -103,6 +113,12 @@ class RayExecutor:
             "GPU": (gpus_per_worker or 1) if use_gpu else 0,
         }
         self._in_current_group = use_current_placement_group
+        self._elastic: Elastic | None = None
+        if is_elastic:
+            self._elastic = elastic.chosen(
+                num_workers, min_workers, max_workers, reset_limit, cooldown_range, elastic_timeout
+            )
+        self._call: Callable[[Callable[[Any], Any]], list[Any]] | None = None  # of an elastic job
         self._group: Any = None  # a placement group of ours
         self._workers: list[Any] = []  # handles of actors, by rank
         self._places: list[Where] = []
@@ -147,6 +163,8 @@ class RayExecutor:
     ) -> None:
         """Start the actors. Blocks until all are there.
 
+        Those of an elastic job, `run` and `execute` start, and end.
+
         Parameters
         ----------
         executable_cls : each rank makes one, for `execute`.
@@ -159,17 +177,24 @@ class RayExecutor:
         RunError : no room in the cluster, or an actor does not start; none is left.
         ValueError : this process is connected by Ray Client.
         """
-        if self._workers:
+        if self._workers or self._call:
             raise RunError("start: the actors are there already: call shutdown() first")
         if ray.util.client.ray.is_connected():
             raise ValueError(
                 "start: this process is connected by Ray Client (ray://), so that actors do not "
                 "reach it: start it in the cluster, as by `ray job submit`"
             )
+        args, kwargs = tuple(executable_args or ()), dict(executable_kwargs or {})
+        if self._elastic is not None:
+            make = functools.partial(executable_cls, *args, **kwargs) if executable_cls else None
+            variables = ranks.variables(self._settings.interface, extra_env_vars)
+            self._call = functools.partial(
+                elastic.run, self._elastic, self._resources, variables, make
+            )
+            return
         try:
             self._start(extra_env_vars)
             if executable_cls is not None:
-                args, kwargs = tuple(executable_args or ()), dict(executable_kwargs or {})
                 self._all("start", "make", executable_cls, args, kwargs)
         except BaseException:
             self.shutdown()
@@ -184,18 +209,20 @@ class RayExecutor:
     ) -> list[Any]:
         """Call ``fn(*args, **kwargs)`` on all ranks, and return the results by rank.
 
-        Blocks until all have returned. `callbacks` are an error.
+        Blocks until all have returned; in an elastic job, all that are left. `callbacks` are an
+        error.
 
         Raises
         ------
         RunError : a rank has raised an exception, which is the cause, or its actor has died; `rank`
             tells which. The other ranks get 5 s to return as well. If all do and no actor has died,
             the executor goes on; otherwise all actors have been ended, and `start` may follow.
+            In an elastic job: it cannot go on; `rank` is the number of a process then.
         KeyboardInterrupt : all actors have been ended.
         """
         if callbacks:
-            raise ValueError("run: callbacks are for jobs whose size changes, which there are not")
-        return self._all("run", "execute", _call_of(fn, args, kwargs))
+            raise ValueError("run: there are no callbacks: let rank 0 write what is to be known")
+        return self.execute(_call_of(fn, args, kwargs))
 
     def run_remote(
         self,
@@ -211,7 +238,7 @@ class RayExecutor:
 
     def execute(self, fn: Callable[[Any], Any]) -> list[Any]:
         """Call `fn` on all ranks with the rank's `executable_cls` object; otherwise as `run`."""
-        return self._all("execute", "execute", fn)
+        return self._call(fn) if self._call else self._all("run", "execute", fn)
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
         """Like `execute`, on rank 0 alone. Returns its result."""
@@ -284,7 +311,7 @@ class RayExecutor:
                 ray.kill(worker)
             if self._group is not None:
                 ray.util.remove_placement_group(self._group)
-        self._workers, self._places, self._group = [], [], None
+        self._workers, self._places, self._group, self._call = [], [], None, None
         if self._store is not None:
             self._store.stop()
             self._store = None
@@ -293,6 +320,8 @@ class RayExecutor:
     # Calls
 
     def _check_started(self, doing: str) -> None:
+        if self._call:
+            raise RunError(f"{doing}: the ranks of an elastic job come and go: call run()")
         if not self._workers:
             raise RunError(f"{doing}: there are no actors: call start() first")
 

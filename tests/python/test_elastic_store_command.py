@@ -163,37 +163,6 @@ def test_a_job_of_mpirun_shrinks(tmp_path: Path):  # push tier, 3 s
         assert job.processes[0].returncode == 0
 
 
-@tiers.full
-def test_of_the_tasks_of_ray_only_the_lost_one_starts_again(tmp_path: Path):  # full tier, 15 s
-    ray = pytest.importorskip("ray")
-    with Outside(tmp_path, "-np", "3", "--min-np", "2", "--linger", "1") as job:
-        variables = {
-            "HORORING_ELASTIC": "1", "HORORING_RENDEZVOUS": job.place,
-            "HORORING_SECRET_KEY": SECRET, "PYTHONPATH": str(ROOT),
-        }  # fmt: skip
-
-        @ray.remote(num_cpus=1, max_retries=3, retry_exceptions=True)
-        def member(command: list[str], variables: dict[str, str], folder: str) -> int:
-            with open(f"{folder}/out.{os.getpid()}.{time.monotonic()}", "wb") as out:
-                environment = {**os.environ, **variables}
-                subprocess.run(command, check=True, env=environment, stdout=out)
-            return os.getpid()
-
-        ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False)
-        try:
-            command = [sys.executable, str(RANKS), str(job.stop_file)]
-            tasks = [member.remote(command, variables, str(tmp_path)) for _ in range(3)]
-            generation = job.wait(3)
-            before = job.pids()
-            os.kill(before[0], signal.SIGKILL)
-            job.wait(3, generation)
-            assert set(before[1:]) < set(job.pids())
-            job.end()
-            assert len(ray.get(tasks)) == 3
-        finally:
-            ray.shutdown()
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_store(number: signal.Signals, tmp_path: Path):  # push tier, 1 s
     with Outside(tmp_path, "-np", "1") as job:

@@ -1,14 +1,17 @@
-"""Ranks that are actors of Ray, in a real cluster here. Full tier, 90 s; without Ray skipped."""
+"""Ranks that are actors of Ray, in a real cluster here. Full tier, 105 s; without Ray skipped."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +179,7 @@ def test_horovods_name_is_the_same_and_elastic_jobs_have_a_way_out():
         "from horovod.ray import RayExecutor\n"
         "assert RayExecutor is hororing.ray.RayExecutor\n"
         "try: import horovod.ray.elastic\n"
-        "except ImportError as error: assert 'hororun --min-np' in str(error), error\n"
+        "except ImportError as error: assert 'min_workers' in str(error), error\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
@@ -190,7 +193,13 @@ def test_horovods_name_is_the_same_and_elastic_jobs_have_a_way_out():
         ({"num_workers": 2, "num_hosts": 1}, "num_workers=2, num_hosts=1: give one of them"),
         ({"num_workers": 0}, "num_workers=0 is no number from 1"),
         ({"num_workers": 2, "gpus_per_worker": 1}, "gpus_per_worker=1 needs use_gpu=True"),
-        ({"min_workers": 1}, "min_workers=1: the number of ranks does not change"),
+        ({"num_workers": 1, "reset_limit": 3}, "reset_limit and cooldown_range need min_workers"),
+        ({"num_hosts": 1, "min_workers": 1}, "num_hosts does not go with min_workers"),
+        (
+            {"min_workers": 3, "num_workers": 2},
+            "min_workers=3, num_workers=2, .*ascend",
+        ),
+        ({"min_workers": 1, "cooldown_range": (0, 1)}, r"cooldown_range=\(0, 1\) must ascend"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(arguments: dict[str, Any], text: str):
@@ -200,6 +209,102 @@ def test_arguments_that_do_not_fit_are_refused(arguments: dict[str, Any], text: 
         RayExecutor(**arguments)
     with pytest.raises(ValueError, match="ssh"):
         RayExecutor.create_settings(ssh_identity_file="key")
+
+
+class Folder:
+    """What the ranks of an elastic job tell the test, by files."""
+
+    def __init__(self, path: str, *, fails: bool = False) -> None:
+        self.path, self.fails = Path(path), fails
+
+    def train(self) -> tuple[int, int, float, list[Any]]:
+        import hororing.numpy as hvd
+        from hororing import elastic, membership
+
+        hvd.init()
+        state = elastic.ObjectState(hvd.broadcast_object, hvd.rank, step=0, total=0.0)
+
+        @elastic.run
+        def loop(state: Any) -> None:
+            stop = False
+            while not stop:
+                told = np.array([1.0, 0.0 if hvd.rank() else (self.path / "stop").exists()])
+                ranks, stop = hvd.allreduce(told, op=hvd.Sum)
+                if self.fails and state.step == 5:
+                    raise KeyError("of all")
+                state.total += ranks
+                state.step += 1
+                pids = [each.pid for each in membership.history()[-1].members]
+                if hvd.rank() == 0:
+                    (self.path / "new").write_text(f"{membership.generation()} {pids}")
+                    (self.path / "new").rename(self.path / "members")
+                state.commit()
+
+        loop(state)
+        sizes = [(world.step, len(world.members)) for world in membership.history()]
+        return os.getpid(), state.step, state.total, sizes
+
+
+@tiers.full
+@needs_ray
+def test_of_an_elastic_job_only_the_lost_actor_starts_again(ray: Any, tmp_path: Path):
+    from hororing.ray import RayExecutor
+
+    def members(size: int, after: int) -> tuple[int, list[int]]:
+        ends = time.monotonic() + 60
+        while time.monotonic() < ends:
+            told = (tmp_path / "members").read_text() if (tmp_path / "members").exists() else "0 []"
+            generation, pids = int(told.split()[0]), json.loads(told.partition(" ")[2])
+            if len(pids) == size and generation > after:
+                return generation, pids
+            time.sleep(0.05)
+        raise AssertionError(told)
+
+    executor = RayExecutor(RayExecutor.create_settings(nics="lo"), min_workers=1, max_workers=2)
+    executor.start(Folder, [str(tmp_path)])
+    with pytest.raises(RunError, match="the ranks of an elastic job come and go"):
+        executor.execute_single(Folder.train)
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(executor.execute, Folder.train)
+        try:
+            generation, (lost, stays) = members(2, 0)
+            os.kill(lost, signal.SIGKILL)  # rank 0
+            generation, found = members(2, generation)
+            assert found[0] == stays  # it has the state
+            os.kill(found[1], signal.SIGSTOP)
+            generation, again = members(2, generation)
+            assert again[0] == stays
+            assert len({lost, *found, *again}) == 4
+        finally:
+            (tmp_path / "stop").touch()
+        results = running.result(60)
+    pids, steps, totals, sizes = zip(*results, strict=True)
+    assert list(pids) == again
+    assert len(set(steps)) == len(set(totals)) == 1
+    first = [*(step for step, _ in sizes[0]), steps[0]]
+    counted = sum(n * (first[i + 1] - first[i]) for i, (_, n) in enumerate(sizes[0]))
+    assert totals[0] == counted, sizes
+    executor.shutdown()
+
+
+@tiers.full
+@needs_ray
+def test_an_elastic_job_that_cannot_go_on_tells_why(ray: Any, tmp_path: Path):
+    from hororing.ray import RayExecutor
+
+    few = RayExecutor(min_workers=3, elastic_timeout=1)
+    few.start()
+    with pytest.raises(RunError, match=r"at least 3 .*each actor needs {'CPU': 1.*'CPU': 2.0"):
+        few.run(total, [1.0], {"offset": 0})
+    fails = RayExecutor(min_workers=1, max_workers=2, reset_limit=3)
+    fails.start(Folder, [str(tmp_path)], {"fails": True})
+    with pytest.raises(RunError, match=r"raised KeyError: 'of all'") as raised:
+        fails.execute(Folder.train)
+    assert isinstance(raised.value.__cause__, KeyError)
+    two = RayExecutor(min_workers=2)
+    two.start()
+    answers = two.run(total, [1.0], {"offset": 1})
+    assert [each["sum"] for each in answers] == [[3.0] * 3] * 2
 
 
 def train(told: dict[str, Any]) -> None:

@@ -1,0 +1,244 @@
+"""Elastic jobs whose processes are actors of Ray: a lost one starts again, the others go on.
+
+hororun's `ElasticJob` runs such a job. To it the cluster is one host, on which Ray finds a place
+for each process.
+"""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import queue
+import secrets
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any
+
+import ray
+
+from hororing import config, process_end
+from hororing.errors import RunError
+from hororing.hororun import function
+from hororing.hororun.call import RAISED, RETURNED, packed, pickled, raised
+from hororing.hororun.discovery import Found
+from hororing.hororun.elastic import ElasticJob
+from hororing.hororun.elastic_call import EndedElastic
+from hororing.hororun.elastic_flags import Elastic
+from hororing.hororun.ending import OTHERS
+from hororing.hororun.local import RESULT, STDERR, Program
+from hororing.hororun.output import Output
+from hororing.hosts import Host
+from hororing.ray import ranks
+from hororing.rendezvous import protocol
+from hororing.rendezvous.elastic_store import ElasticStore
+
+_LOOK_S = 1.0  # between two looks for room in the cluster
+_GRACE_S = 5.0
+_DIED = 255  # nobody knows its exit code
+
+
+def chosen(
+    num_workers: int | None,
+    min_workers: int | None,
+    max_workers: int | None,
+    reset_limit: int | None,
+    cooldown_range: tuple[float, float] | None,
+    elastic_timeout: float,
+) -> Elastic:
+    """What `RayExecutor` was asked for. ValueError."""
+    np = num_workers or min_workers or 1
+    least, most = min_workers or np, max_workers or sys.maxsize
+    if not least <= np <= most:
+        raise ValueError(
+            f"RayExecutor: min_workers={least}, num_workers={np}, max_workers={most}: they must "
+            "ascend"
+        )
+    if cooldown_range is not None and not 0 < cooldown_range[0] <= cooldown_range[1]:
+        raise ValueError(f"RayExecutor: cooldown_range={cooldown_range} must ascend from above 0")
+    return Elastic(
+        np, least, most, cooldown=cooldown_range, reset_limit=reset_limit or 0,
+        elastic_timeout_s=elastic_timeout,
+    )  # fmt: skip
+
+
+def run(
+    elastic: Elastic,
+    resources: Mapping[str, float],
+    variables: Mapping[str, str],
+    make: Callable[[], Any] | None,
+    fn: Callable[[Any], Any],
+) -> list[Any]:
+    """Call `fn` on all ranks, which come and go, and return the results of those that finish.
+
+    Parameters
+    ----------
+    resources : of each actor, by Ray's names.
+    variables : for the ranks, beside those that say where they meet.
+    make : each rank calls it, for the argument of `fn`.
+    """
+    secret, name = protocol.new_secret(), secrets.token_hex(8)
+    settings = config.load(variables)
+    actors = _Actors(elastic, resources, secret, ray.put((make, fn)))
+    told = {**variables, "HORORING_ELASTIC": "1", "HORORING_JOB": name}
+
+    def make_store(at_first: Elastic, hosts: Sequence[Host], on_event: Any) -> ElasticStore:
+        store = ElasticStore(
+            job=name, secret=secret, host="", on_event=on_event,
+            np=at_first.np, min_np=at_first.min_np, max_np=at_first.max_np,
+            elastic_timeout_s=elastic.elastic_timeout_s, peer_timeout_s=settings["PEER_TIMEOUT_S"],
+        )  # fmt: skip
+        store.listen()
+        here = ray.util.get_node_ip_address()
+        told["HORORING_RENDEZVOUS"] = protocol.show_address(here, store.port)
+        return store
+
+    job = ElasticJob(
+        elastic, Output({STDERR: function.Stream(sys.stderr)}, 1, tag=False, elastic=True),
+        make_program=lambda number, slot: Program(
+            number, (), {**told, "HORORING_PROCESS": str(number)}, ""
+        ),
+        make_store=make_store, make_host=actors.of, make_discovery=actors.found_by,
+        grace_s=_GRACE_S, start_timeout_s=0.0,
+    )  # fmt: skip
+    job.run()
+    function.pass_signal_on(job.asked)
+    if job.why and not job.processes:
+        raise RunError(
+            f"run: {job.why}: each actor needs {dict(resources)}, and the cluster has "
+            f"{ray.cluster_resources()}, of which are free {ray.available_resources()}"
+        )
+    ended = EndedElastic(job)
+    return function.results(ended, len(ended.results))
+
+
+class _Actors:
+    """The actors of a job: a host to it, and what tells it how many fit into the cluster."""
+
+    def __init__(
+        self, elastic: Elastic, resources: Mapping[str, float], secret: bytes, call: Any
+    ) -> None:
+        self.name = self.hostname = "Ray"
+        self.ready = True
+        self._elastic, self._resources = elastic, resources
+        self._secret, self._call = secret, call
+        self._job: ElasticJob | None = None
+        self._found: Found = lambda hosts: None
+        self._room, self._next_look = 0, 0.0
+        self._handles: dict[int, Any] = {}  # by number of the process
+        self._ends: queue.SimpleQueue[tuple[int, Future[Any]]] = queue.SimpleQueue()
+        # Sockets, since Ray may still tell of ends when all is closed.
+        self._wakes, self._wake = socket.socketpair()
+
+    def of(self, job: ElasticJob, name: str, ended: Callable[[str], None]) -> _Actors:
+        """As `make_host` of `ElasticJob`."""
+        return self
+
+    def found_by(self, job: ElasticJob, found: Found, failed: Callable[[str], None]) -> _Actors:
+        """As `make_discovery` of `ElasticJob`."""
+        self._job, self._found = job, found
+        job.selector.register(self._wakes, selectors.EVENT_READ, self._take)
+        return self
+
+    # -- how many fit: see hororun.discovery -----------------------------------------------------
+
+    def left_s(self) -> float:
+        """Time until the next look."""
+        return max(self._next_look - time.monotonic(), 0.0)
+
+    def go_on(self) -> None:
+        """Look for room, now and then. An actor that was lost keeps its place."""
+        if self.left_s() > 0:
+            return
+        self._next_look = time.monotonic() + _LOOK_S
+        placed = self._job is None or all(
+            each.uid for each in self._job.processes if each.code is None
+        )
+        if placed:  # else Ray does not know yet what they take
+            free = ray.available_resources()
+            needs = [(name, need) for name, need in self._resources.items() if need]
+            fits = [int(free.get(name, 0) // need) for name, need in needs]
+            fit = min(fits, default=self._elastic.np)
+            self._room = max(self._room, min(len(self._handles) + fit, self._elastic.max_np))
+        if self._room:
+            self._found([Host(self.name, self._room)])
+
+    # -- a host: see hororun.hosts ---------------------------------------------------------------
+
+    def start(self, programs: Sequence[Program]) -> None:
+        """Ask Ray for actors, which begin at once."""
+        cpus, gpus = self._resources.get("CPU", 0), self._resources.get("GPU", 0)
+        for program in programs:
+            actor = ray.remote(_Process).options(num_cpus=cpus, num_gpus=gpus).remote()
+            self._handles[program.rank] = actor
+            answer = actor.train.remote(dict(program.environment), self._secret, self._call)
+            answer.future().add_done_callback(functools.partial(self._ended, program.rank))
+
+    def signal(self, number: int, rank: int | None = None) -> None:
+        """End them: Ray knows no other signal."""
+        for each in [*self._handles] if rank is None else [rank]:
+            if number not in OTHERS and each in self._handles:
+                ray.kill(self._handles[each])
+
+    def bury(self, rank: int) -> None:
+        """End an actor that has answered."""
+        self.signal(signal.SIGKILL, rank)
+        self._handles.pop(rank, None)
+
+    def close(self) -> None:
+        """End all."""
+        self.signal(signal.SIGKILL)
+        self._handles.clear()
+        if self._job is not None:
+            with suppress(KeyError, ValueError):
+                self._job.selector.unregister(self._wakes)
+        self._wakes.close()
+        self._wake.close()
+
+    def _ended(self, number: int, answer: Future[Any]) -> None:
+        """In a thread of Ray's."""
+        self._ends.put((number, answer))
+        with suppress(OSError):
+            self._wake.send(b"1")
+
+    def _take(self) -> None:
+        assert self._job is not None
+        self._wakes.recv(1)
+        number, answer = self._ends.get()
+        try:
+            code, body = answer.result()
+        except Exception as error:
+            code, body = _DIED, b""
+            why = str(error).strip().splitlines()[-1].partition(" Some common causes")[0]
+            self._job.processes[number].said = f"has died ({why})"
+        self._job.output(number, RESULT, body)
+        self._job.exited(number, code)
+
+
+class _Process:
+    """The actor of a process."""
+
+    def train(
+        self,
+        told: Mapping[str, str],
+        secret: bytes,
+        call: tuple[Callable[[], Any] | None, Callable[[Any], Any]],
+    ) -> tuple[int, bytes]:
+        """Call it as a process of the job. Returns an exit code, and as `call.read` reads it."""
+        ranks.become(told, secret)
+        try:
+            make, fn = call
+            code, answer = 0, packed(RETURNED, pickled(fn(make() if make else None)))
+            process_end.leave()
+        except SystemExit as error:  # of `init` where the job needs it no more, or the script's
+            code, answer = error.code if isinstance(error.code, int) else bool(error.code), b""
+            process_end.leave(error if code else None)
+        except BaseException as error:
+            code, answer = 1, packed(RAISED, pickle.dumps(raised(error)))
+            process_end.leave(error)
+        return int(code), answer
