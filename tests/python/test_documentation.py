@@ -7,6 +7,7 @@ import re
 import textwrap
 from pathlib import Path
 
+from hororing import errors
 from hororing._core import ffi
 
 ROOT = Path(__file__).parents[2]
@@ -86,6 +87,28 @@ def test_every_counter_is_explained() -> None:
     )
     explained = [name for row in rows for name in re.findall(r"\w+", row)]
     assert sorted(explained) == sorted([*dir(ffi.new("hr_stats *")), "compression", "groups"])
+
+
+def test_every_exception_is_in_the_table_with_words_of_its_text() -> None:
+    """Numbers, names in quotes and dots stand for what differs from text to text."""
+    page = (ROOT / "docs/troubleshooting.md").read_text("utf-8").partition("\n## Errors\n")[2]
+    table = re.match(r"\n(\|.*\n)+", page)
+    assert table
+    rows = dict(re.findall(r"^\| `(\w+)`.*? \| .*? \| (.*) \| ", table[0], re.MULTILINE))
+    of_module = vars(errors).items()
+    classes = {
+        name for name, each in of_module if getattr(each, "__module__", "") == errors.__name__
+    }
+    classes -= {"HorovodInternalError", "error_for", "raise_for"}
+    assert {*rows} - {"ValueError"} == classes
+    sources = [*ROOT.glob("csrc/**/*.cc"), *ROOT.glob("hororing/**/*.py")]
+    said = "".join(re.sub(r'"\s+f?"', "", each.read_text("utf-8")) for each in sources)
+    texts = [text for row in rows.values() for text in re.findall("`(.*?)`", row)]
+    assert len(texts) > 9
+    pieces = [
+        piece.strip() for text in texts for piece in re.split(r"'.*?'|\d+(?: s\b)?|\.\.\.", text)
+    ]
+    assert [piece for piece in pieces if piece not in said] == []
 
 
 def test_code_is_code_and_leaves_nothing_out() -> None:
