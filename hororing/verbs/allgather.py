@@ -48,7 +48,10 @@ class Allgather(Requests[T]):
         name: str | None = None,
         process_set: ProcessSet = global_process_set,
     ) -> tuple[T, ...]:
-        """Do as `allgather` for several tensors under one name, all or none of them."""
+        """Do as `allgather` for several tensors under one name, all or none of them.
+
+        >>> scores, weights = hvd.grouped_allgather([scores, weights], name="of all")
+        """
         result: tuple[T, ...] = collectives.wait(
             self.gather_async(
                 "grouped_allgather", tensors, name, process_set=process_set, blocking=True
@@ -62,7 +65,11 @@ class Allgather(Requests[T]):
         name: str | None = None,
         process_set: ProcessSet = global_process_set,
     ) -> int:
-        """Start a `grouped_allgather`: one handle for the group."""
+        """Start a `grouped_allgather`: one handle for the group.
+
+        >>> handle = hvd.grouped_allgather_async([scores, weights], name="of all")
+        >>> scores, weights = hvd.synchronize(handle)
+        """
         return self.gather_async("grouped_allgather", tensors, name, process_set=process_set)
 
     def gather_async(

@@ -121,7 +121,11 @@ class Allreduce(Requests[T]):
         process_set: ProcessSet = global_process_set,
         weight: float | None = None,
     ) -> int:
-        """Start an `allreduce_`; `tensor` must not be touched before `synchronize(handle)`."""
+        """Start an `allreduce_`; `tensor` must not be touched before `synchronize(handle)`.
+
+        >>> handle = hvd.allreduce_async_(weights, name="weights")
+        >>> weights = hvd.synchronize(handle)
+        """
         handle: int = self.start_one(
             tensor, True, average, name, op, prescale_factor, postscale_factor, process_set,
             weight=weight,
@@ -259,7 +263,10 @@ class Allreduce(Requests[T]):
         process_set: ProcessSet = global_process_set,
         weight: float | None = None,
     ) -> tuple[T, ...]:
-        """Do as `grouped_allreduce`, into the tensors themselves; returns a tuple of them."""
+        """Do as `grouped_allreduce`, into the tensors themselves; returns a tuple of them.
+
+        >>> loss, scores = hvd.grouped_allreduce_([loss, scores], name="metrics")
+        """
         answer = self._start_group(
             tensors, average, name, op, prescale_factor, postscale_factor, process_set, True,
             weight,
@@ -278,7 +285,11 @@ class Allreduce(Requests[T]):
         process_set: ProcessSet = global_process_set,
         weight: float | None = None,
     ) -> int:
-        """Start a `grouped_allreduce`: one handle for the group, one list from `synchronize`."""
+        """Start a `grouped_allreduce`: one handle for the group, one list from `synchronize`.
+
+        >>> handle = hvd.grouped_allreduce_async([loss, scores], name="metrics")
+        >>> loss, scores = hvd.synchronize(handle)
+        """
         chosen = arguments.choose_op(op, average)
         return self.reduce_async(
             "grouped_allreduce", tensors, False, name, chosen, prescale_factor, postscale_factor,
@@ -296,7 +307,11 @@ class Allreduce(Requests[T]):
         process_set: ProcessSet = global_process_set,
         weight: float | None = None,
     ) -> int:
-        """Start a `grouped_allreduce_`: one handle for the group, one tuple from `synchronize`."""
+        """Start a `grouped_allreduce_`: one handle for the group, one tuple from `synchronize`.
+
+        >>> handle = hvd.grouped_allreduce_async_([loss, scores], name="metrics")
+        >>> loss, scores = hvd.synchronize(handle)
+        """
         handle: int = self._start_group(
             tensors, average, name, op, prescale_factor, postscale_factor, process_set,
             weight=weight,

@@ -56,7 +56,11 @@ class Broadcast(Requests[T]):
         name: str | None = None,
         process_set: ProcessSet = global_process_set,
     ) -> int:
-        """Start a `broadcast`; `synchronize(handle)` returns its result."""
+        """Start a `broadcast`; `synchronize(handle)` returns its result.
+
+        >>> handle = hvd.broadcast_async(weights, root_rank=0, name="weights")
+        >>> weights = hvd.synchronize(handle)
+        """
         return self.start_broadcast(tensor, root_rank, name, process_set, in_place=False)
 
     def broadcast_async_(
@@ -66,7 +70,11 @@ class Broadcast(Requests[T]):
         name: str | None = None,
         process_set: ProcessSet = global_process_set,
     ) -> int:
-        """Start a `broadcast_`; `tensor` must not be touched before `synchronize(handle)`."""
+        """Start a `broadcast_`; `tensor` must not be touched before `synchronize(handle)`.
+
+        >>> handle = hvd.broadcast_async_(weights, root_rank=0, name="weights")
+        >>> weights = hvd.synchronize(handle)
+        """
         return self.start_broadcast(tensor, root_rank, name, process_set, in_place=True)
 
     def start_broadcast(

@@ -51,7 +51,11 @@ class Reducescatter(Requests[T]):
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
     ) -> int:
-        """Start a `reducescatter`; `synchronize(handle)` returns its result."""
+        """Start a `reducescatter`; `synchronize(handle)` returns its result.
+
+        >>> handle = hvd.reducescatter_async(scores, name="scores")
+        >>> part = hvd.synchronize(handle)
+        """
         return self.scatter_async(
             "reducescatter", [tensor], name, op, process_set,
             prescale_factor, postscale_factor, first,
@@ -67,7 +71,10 @@ class Reducescatter(Requests[T]):
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
     ) -> list[T]:
-        """Do as `reducescatter` for several tensors under one name, all or none of them."""
+        """Do as `reducescatter` for several tensors under one name, all or none of them.
+
+        >>> parts = hvd.grouped_reducescatter([scores, weights], name="parts", op=hvd.Sum)
+        """
         check_compression(compression)
         packed = [compression.compress(tensor) for tensor in tensors]
         handle = self.scatter_async(
@@ -89,7 +96,11 @@ class Reducescatter(Requests[T]):
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
     ) -> int:
-        """Start a `grouped_reducescatter`: one handle for the group."""
+        """Start a `grouped_reducescatter`: one handle for the group.
+
+        >>> handle = hvd.grouped_reducescatter_async([scores, weights], name="parts")
+        >>> parts = hvd.synchronize(handle)
+        """
         return self.scatter_async(
             "grouped_reducescatter", tensors, name, op, process_set,
             prescale_factor, postscale_factor,

@@ -107,7 +107,7 @@ def case_torch() -> None:
     import hororing.torch as hvd
 
     hvd.init(process_sets="dynamic")
-    assert run(modules(of_keras=False), torch_script) > 50
+    assert run(modules(of_keras=False), torch_script) > 150
 
 
 test_on_one_rank = session.on_ranks(globals(), 1, push=[1], session="torch")

@@ -48,6 +48,13 @@ def masked_batches(
     Raises
     ------
     ValueError : for a batch size below 1, negative samples, a rank that is not one of `size`.
+
+    Examples
+    --------
+    >>> for batch, counts in masked_batches(3, batch_size=2, rank=0, size=1):
+    ...     print(batch, counts)
+    [0 1] [ True  True]
+    [2 2] [ True False]
     """
     if rank is None or size is None:
         if rank is not size:
@@ -77,6 +84,11 @@ def masked_arrays(
     """Yield (batch of each array..., mask), as `masked_batches` says.
 
     Arrays: NumPy arrays, or anything that accepts an array of indices, of equal length.
+
+    >>> for batch, mask in masked_arrays([np.arange(3) * 10], batch_size=2):  # on one rank
+    ...     print(batch, mask)
+    [ 0 10] [ True  True]
+    [20 20] [ True False]
     """
     if len({len(array) for array in arrays}) != 1:
         raise ValueError(f"masked_arrays: lengths differ: {[len(array) for array in arrays]}")
@@ -86,7 +98,11 @@ def masked_arrays(
 
 @dataclass(frozen=True)
 class Total:
-    """A metric over all ranks: the sum of its values (an int if they were) and their number."""
+    """A metric over all ranks: the sum of its values (an int if they were) and their number.
+
+    >>> Total(3, 4).mean
+    0.75
+    """
 
     total: int | float
     count: int

@@ -33,6 +33,11 @@ def permutation(samples: int, *, seed: int, epoch: int) -> Indices:
     Raises
     ------
     ValueError : for a negative number.
+
+    Examples
+    --------
+    >>> sorted(permutation(5, seed=1, epoch=0).tolist())
+    [0, 1, 2, 3, 4]
     """
     for name, value in (("samples", samples), ("seed", seed), ("epoch", epoch)):
         _natural(name, value)
@@ -41,7 +46,11 @@ def permutation(samples: int, *, seed: int, epoch: int) -> Indices:
 
 
 def place(process_set: ProcessSet = global_process_set) -> tuple[int, int]:
-    """Return (rank, size) of this process in a process set."""
+    """Return (rank, size) of this process in a process set.
+
+    >>> place()  # on one rank
+    (0, 1)
+    """
     rank = hvd.rank()
     check_member(process_set, "shard")
     return process_set.ranks.index(rank), len(process_set.ranks)
@@ -70,6 +79,14 @@ class Shard:
     ------
     ValueError : for a wrong argument; from `iter` and `len` with "drop" if nothing would be left
         of an epoch that no rank has begun.
+
+    Examples
+    --------
+    >>> shard = Shard(10, rank=1, size=2, shuffle=False)
+    >>> shard.record_batch(0, batch_size=2)  # 1 and 3 are done
+    >>> list(shard)
+    [5, 7, 9]
+    >>> state = shard.state_dict()  # goes into the checkpoint
     """
 
     def __init__(

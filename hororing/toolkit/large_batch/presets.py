@@ -81,7 +81,11 @@ GRAPHCORE_POD16: Final = Preset(
 
 
 def nearest(batch: int) -> Preset:
-    """Return the MLPerf point whose batch is nearest to `batch`, by ratio."""
+    """Return the MLPerf point whose batch is nearest to `batch`, by ratio.
+
+    >>> preset = nearest(4096)
+    >>> rate = preset.schedule(1_281_167)
+    """
     if batch < 1:
         raise ValueError(f"batch={batch} must be positive")
     return min(MLPERF.values(), key=lambda each: max(each.batch / batch, batch / each.batch))

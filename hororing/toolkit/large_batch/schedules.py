@@ -24,6 +24,11 @@ def effective_batch(micro_batch: int, accumulation: int = 1, replicas: int = 1) 
     micro_batch : samples of one forward pass of one replica.
     accumulation : passes before an update: `backward_passes_per_step`.
     replicas : ranks that average gradients, usually ``hvd.size()``.
+
+    Examples
+    --------
+    >>> effective_batch(32, accumulation=2, replicas=4)
+    256
     """
     for name, value in (
         ("micro_batch", micro_batch), ("accumulation", accumulation), ("replicas", replicas),
@@ -37,6 +42,9 @@ def linear_scaled_rate(base_rate: float, batch: int, reference_batch: int = 256)
     """Return ``base_rate * batch / reference_batch``: the linear scaling rule.
 
     `base_rate` is what is right for `reference_batch` samples; 0.1 for 256 with ResNet-50.
+
+    >>> linear_scaled_rate(0.1, batch=1024)
+    0.4
     """
     if not batch >= 1 or not reference_batch >= 1:
         raise ValueError(f"batch={batch} and reference_batch={reference_batch} must be positive")
@@ -44,7 +52,11 @@ def linear_scaled_rate(base_rate: float, batch: int, reference_batch: int = 256)
 
 
 def steps_in(epochs: float, samples: int, batch: int) -> int:
-    """Return the updates in so many epochs of `samples`; incomplete batches are dropped."""
+    """Return the updates in so many epochs of `samples`; incomplete batches are dropped.
+
+    >>> steps_in(2, samples=1000, batch=256)
+    6
+    """
     if samples < batch:
         raise ValueError(f"an epoch of {samples} samples has no batch of {batch}")
     return round(epochs * (samples // batch))
@@ -56,6 +68,9 @@ def momentum_correction(rate: float, previous_rate: float) -> float:
     Only for a velocity that contains the rate, ``v = m v + rate g; w -= v`` (Keras' SGD); then it
     moves weights as ``u = m u + g; w -= rate u`` (torch's SGD) does, which needs no correction.
     1 where the previous rate was 0, for that velocity is 0 as well or older than the zero.
+
+    >>> momentum_correction(0.2, previous_rate=0.1)
+    2.0
     """
     return rate / previous_rate if previous_rate > 0 else 1.0
 
@@ -78,6 +93,12 @@ class WarmupPolynomial:
     power : 2 is usual with LARS, 1 is linear, 0 keeps the peak.
     form : where the clock c of the decay begins. "shift": at W, so the rate is continuous; "mask":
         at 0, and warm-up hides its first part, so the rate drops at W to where the decay has come.
+
+    Examples
+    --------
+    >>> rate = WarmupPolynomial(peak=0.4, total_steps=12, warmup_steps=2, power=1)
+    >>> [round(rate(step), 2) for step in (0, 1, 2, 7, 12)]
+    [0.0, 0.2, 0.4, 0.2, 0.0]
     """
 
     peak: float

@@ -61,6 +61,12 @@ def replay(
     Raises
     ------
     ValueError : groups do not divide the ranks, or do not nest; durations of another shape.
+
+    Examples
+    --------
+    >>> durations = [[1.0, 1.0], [1.0, 3.0], [3.0, 1.0]]  # a step of each rank takes longer
+    >>> replay(durations, {1: 2}), replay(durations, {3: 2})  # synchronous, and local SGD
+    (7.0, 5.0)
     """
     seconds = np.asarray(durations, np.float64)
     if seconds.ndim != 2:

@@ -30,6 +30,11 @@ def average_running_statistics(
     ------
     ValueError : for a negative weight, and on every rank when all are 0.
     MismatchError : when models differ.
+
+    Examples
+    --------
+    >>> model = torch.nn.Sequential(torch.nn.BatchNorm1d(3))
+    >>> average_running_statistics(model)
     """
     buffers = [
         buffer

@@ -17,7 +17,12 @@ Metric = Callable[[Any, Any], torch.Tensor]
 
 
 def correct(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return which samples have their largest output (dimension 1) at their target: booleans."""
+    """Return which samples have their largest output (dimension 1) at their target: booleans.
+
+    >>> from hororing.toolkit.torch.data import correct
+    >>> correct(torch.tensor([[0.1, 0.9], [0.8, 0.2]]), torch.tensor([1, 1])).tolist()
+    [True, False]
+    """
     return outputs.argmax(1) == targets
 
 
@@ -50,6 +55,12 @@ def evaluate(
     ------
     ValueError : as `Totals.reduced` says; and for a metric that is one number for a batch.
     RuntimeError : on the other ranks, when a model, a metric or the batches of one have failed.
+
+    Examples
+    --------
+    >>> error = lambda outputs, targets: (outputs - targets).square()
+    >>> totals = evaluate(model, masked_loader(dataset, 8), {"error": error})
+    >>> mean = totals["error"].mean
     """
     if device is None:
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -159,6 +170,10 @@ def masked_loader(
     dataset : with a length, whose items are tuples.
     rank, size : by default those of hororing.
     **options : of DataLoader, as num_workers, pin_memory, collate_fn.
+
+    Examples
+    --------
+    >>> inputs, targets, mask = next(iter(masked_loader(dataset, 10)))
     """
     batches: Any = _MaskedBatches(len(dataset), batch_size, rank, size)
     return DataLoader(_Masked(dataset), batch_sampler=batches, **options)

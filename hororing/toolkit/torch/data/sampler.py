@@ -23,6 +23,12 @@ class ShardSampler(Shard, Sampler[int]):
     dataset : what has the length of the data set, or that length.
     rank, size : as for `Shard`.
     **options : `seed`, `shuffle` and `remainder`, as for `Shard`.
+
+    Examples
+    --------
+    >>> sampler = ShardSampler(dataset, seed=1)
+    >>> loader = DataLoader(dataset, batch_size, sampler=sampler)
+    >>> sampler.set_epoch(epoch)
     """
 
     def __init__(

@@ -30,6 +30,14 @@ class GradScaler(torch.amp.GradScaler):
     device : of the scale: "cpu" or "cuda".
     init_scale, growth_factor, backoff_factor, growth_interval, enabled : as for torch's.
     process_set : the ranks that must decide alike: those whose weights are ever averaged.
+
+    Examples
+    --------
+    >>> scaler = GradScaler()
+    >>> optimizer.zero_grad()
+    >>> scaler.scale(model(torch.ones(4, 3)).square().mean()).backward()
+    >>> scaler.step(optimizer)
+    >>> scaler.update()
     """
 
     def __init__(

@@ -37,6 +37,11 @@ class LAMB(Float32Update):
     phi : None: phi(x) = x; or (low, high), such as (0, 10): x is clipped to that range.
     rounding : of 16-bit parameters; None keeps float32 master weights. See `with_float32_update`.
     max_norm : clip the norm of all gradients together, before anything else.
+
+    Examples
+    --------
+    >>> optimizer = LAMB(parameter_groups(model, weight_decay=0.01), lr=1e-3)
+    >>> optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
     """
 
     def __init__(

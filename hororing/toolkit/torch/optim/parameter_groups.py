@@ -42,6 +42,12 @@ def parameter_groups(
     -------
     At most four groups with ``params``, ``weight_decay`` and ``adapt``, none empty, in an order
     that depends on the model alone.
+
+    Examples
+    --------
+    >>> weights, biases = parameter_groups(model, weight_decay=1e-4)  # of a linear layer
+    >>> weights["weight_decay"], biases["weight_decay"]
+    (0.0001, 0.0)
     """
     owners = {
         id(param): module
@@ -105,6 +111,11 @@ def zero_last_gammas(model: nn.Module, names: Iterable[str]) -> None:
     model : a module with normalisation layers.
     names : regular expressions that match whole names of layers, as ``r"layer\d\.\d\.bn3"`` for
         torchvision's ResNet-50. ValueError if one matches none, or a layer without a weight.
+
+    Examples
+    --------
+    >>> block = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    >>> zero_last_gammas(block, ["1"])
     """
     if isinstance(names, str):
         raise TypeError(f"names={names!r} must be a list of expressions: [{names!r}]")

@@ -37,6 +37,11 @@ def round_into(
     seed : of the run, from 0 to 2**64 - 1; see `shared_seed` of hororing.toolkit.large_batch.
     tensor, step : numbers of the tensor and of the step, each with its own random numbers.
     stream : 0 if all ranks need the same result, `rank_stream()` if each has its own.
+
+    Examples
+    --------
+    >>> result = torch.empty(3, dtype=torch.bfloat16)
+    >>> round_into(result, torch.full((3,), 1.001), seed=1)  # 1 or 1.0078
     """
     _check_type(result.dtype)
     if source.dtype != torch.float32 or source.shape != result.shape:
@@ -123,6 +128,12 @@ class StochasticCast(nn.Module):
     dtype : torch.bfloat16 or torch.float16.
     seed : of the run; layers with equal seeds need different `tensor` numbers.
     tensor : a number that is unique to the layer.
+
+    Examples
+    --------
+    >>> layers = torch.nn.Sequential(torch.nn.Linear(3, 2), StochasticCast(seed=1))
+    >>> layers(torch.ones(4, 3)).dtype
+    torch.bfloat16
     """
 
     calls: torch.Tensor
