@@ -1,5 +1,4 @@
-// A block of three ranks of one host, each slot being one row (a, b, c: the inputs of ranks 0, 1,
-// 2):
+// A block of three ranks of one host; each row is a slot (a, b, c: the inputs of ranks 0, 1, 2):
 //
 //             slice 0   slice 1   slice 2
 //   slot 0   [       | PACK a1 | PACK a2 ]      after PACK: what the others need of rank r
@@ -10,18 +9,18 @@
 //   slot 1   [ b0    |  sum 1  |    b2   ]      where nobody needed its input; its own input
 //   slot 2   [ c0    |    c1   |  sum 2  ]      it has read from the tensor itself
 //
-// UNPACK copies the sums of the others' slices to the tensor; that of the own slice was written
-// there directly. Per rank and block of S bytes: (N-1)/N * S are written and read by PACK,
-// S are read and 2 S / N written by REDUCE, (N-1)/N * S are read and written by UNPACK.
+// UNPACK copies the sums of the others' slices to the tensor; the sum of this rank's slice was
+// written there directly. Per rank and block of S bytes: PACK reads and writes (N-1)/N * S, REDUCE
+// reads S and writes 2 S / N, UNPACK reads and writes (N-1)/N * S.
 //
-// Over several hosts, sums come into the slot from the exchange, and fewer ranks than a host has
-// may own slices. An owner's result then lies only in its slot, so it unpacks its own slice, too.
+// Over several hosts, the exchange writes the sums into the slot, and not every rank of a host owns
+// slices. An owner's result is then only in its slot, so it unpacks its own slice, too.
 //
-// REDUCE goes first because peers wait for it; UNPACK before PACK, because what it touches is in
-// the cache.
+// REDUCE goes first because peers wait for it; UNPACK precedes PACK because its data is in the
+// cache.
 //
-// In place (output == input) is safe: the output of a block is written by REDUCE, which has read
-// that very slice, and by UNPACK, when PACK of the block has copied those slices away.
+// In place (output == input) is safe. A block's output is written by REDUCE, which has read that
+// very slice, and by UNPACK, after PACK has copied the block's other slices.
 #include "backend/allreduce_pipeline.h"
 
 #include <algorithm>
@@ -37,16 +36,16 @@
 namespace hororing {
 namespace {
 
-// One host: up to here every rank reduces everything itself: one wait for the peers instead of two,
-// where a wait may be a change of threads. Not two ranks: they save little by it, reduce twice as
-// much, and leave at different times, so that the report on the next tensor of the one that is
-// ahead wakes the loop thread of the other, which was about to look.
+// One host: up to this size every rank reduces everything itself. That is one wait for the peers
+// instead of two, and a wait may be a thread switch. Not for two ranks: they save little, reduce
+// twice as much, and finish at different times, so that the next report of the faster rank wakes
+// the loop thread of the other, which was about to poll.
 constexpr size_t kSmallBatch = 32 << 10;
-constexpr int kLeastForSmall = 3;
+constexpr int kMinRanksForSmall = 3;
 
 class AllreducePipeline final : public HostPipeline {
  public:
-  // `exchange`: null on one host, and where this rank owns no slices.
+  // `exchange`: null on one host, or if this rank owns no slices.
   AllreducePipeline(SetSlots& set, const Batch& batch, const AllreducePlan& plan,
                     SliceExchange* exchange, TimeNs deadline, TraceSink& trace)
       : HostPipeline(set, batch, exchange != nullptr, plan.blocks, deadline, trace),
@@ -88,7 +87,7 @@ class AllreducePipeline final : public HostPipeline {
   }
 
   int LaggingOnWire() const override { return exchange_ != nullptr ? exchange_->Lagging() : -1; }
-  // Whether the oldest unfinished block waits for it.
+  // Whether the oldest unfinished block waits for `peer`.
   bool Lags(int peer) const override {
     if (consumed_ == packed_) return !BlockIsFree(peer, packed_);
     if (!PeersReached(size_, &DirectProgress::packed, consumed_ + 1)) {
@@ -97,7 +96,7 @@ class AllreducePipeline final : public HostPipeline {
     return peer < plan_.owners && !Reached(peer, &DirectProgress::reduced, consumed_ + 1);
   }
 
-  // Also of this rank itself: sums of the block that lay there come into its slot, too.
+  // Also depends on this rank itself: sums of the previous block come into its slot, too.
   bool CanPack() const {
     return packed_ < end_ && packed_ < consumed_ + depth_ && BlockIsFree(packed_);
   }
@@ -146,7 +145,7 @@ class AllreducePipeline final : public HostPipeline {
   }
 
   // Calls visit(place, at, bytes, sources) for pieces of tensors in `range`: as small as the
-  // first-level cache, where the result still is when it is used next.
+  // first-level cache, so that the result is still there for its next use.
   template <typename Visit>
   void ForEachSum(const Range& block, const Range& range, Visit visit) {
     plan_.ForEachPiece(range, [&](const Place& place, size_t at, size_t bytes) {
@@ -161,7 +160,7 @@ class AllreducePipeline final : public HostPipeline {
     });
   }
 
-  // Into this rank's output and, unless all reduce everything, into its slot for the others.
+  // Sums into this rank's output and, unless every rank reduces everything, into its slot.
   void SumToOutput(const Range& block, const Range& own) {
     std::byte* const block_at = BlockAt(rank_, summed_);
     ForEachSum(block, own, [&](const Place& place, size_t at, size_t bytes) {
@@ -172,10 +171,10 @@ class AllreducePipeline final : public HostPipeline {
     });
   }
 
-  // Not inline: the code of one host stays short, which is some percent of a sum of 4 bytes.
+  // Not inline: it keeps the code for one host short, which is a few percent of a sum of 4 bytes.
   [[gnu::noinline]] void SumForExchange(const Range& block, const Range& own) {
     std::byte* sums = exchange_->Partial();
-    size_t filled = own.begin;  // what tensors leave out is padding, which travels too
+    size_t filled = own.begin;  // gaps between tensors are padding, which is sent, too
     const auto pad = [&](size_t end) {
       const size_t partial = plan_.layout.PartialBytes(Span{filled, end - filled});
       std::memset(sums, 0, partial);
@@ -231,7 +230,7 @@ Status RunWithExchange(SetSlots& set, const Batch& batch, const AllreducePlan& p
   between.layout = &plan.layout;
   between.divisor = group.size();
   between.slices = plan.blocks;
-  between.most_bytes = plan.LargestSlice();
+  between.max_bytes = plan.LargestSlice();
   between.whole = plan.whole;
   between.depth = set.geometry.depth;
   SliceExchange exchange(set.wire, std::move(between), deadline);
@@ -249,15 +248,15 @@ AllreducePlan::AllreducePlan(const Batch& batch, const SetSlots& set, int slice_
   const size_t capacity = set.geometry.capacity;
   size_t wanted = SlotGeometry::kMaxLocalBlock;
   if (hosts == 1) {
-    small = owners >= kLeastForSmall && total <= std::min(kSmallBatch, capacity);
+    small = owners >= kMinRanksForSmall && total <= std::min(kSmallBatch, capacity);
     if (small) chunk_bytes = 0;
   } else {
-    // A block between hosts is so large that two owners exchange kHostMessage. Then the wire need
-    // not wait long for the first block to be packed, nor the ranks for the last one; and as few
-    // blocks are open at a time, all owners of a host keep one pace: TCP shares a wire unevenly,
-    // and whoever is last then has it for itself, and cannot fill it.
+    // Between hosts, a block is so large that two owners exchange kHostMessage. Then the wire waits
+    // briefly for the first block to be packed, and the ranks for the last one. Few blocks are open
+    // at a time, so all owners of a host keep the same pace. TCP shares a wire unevenly; otherwise
+    // the last owner would have the wire to itself and could not fill it.
     for (const Place& place : places) layout.Add(place.reduce, RoundUp(place.bytes, kEntryAlign));
-    whole = GoesWhole(layout.volume(), hosts, wire);
+    whole = ExchangesWholeSlices(layout.volume(), hosts, wire);
     const size_t messages = static_cast<size_t>(owners) * static_cast<size_t>(whole ? 1 : hosts);
     wanted = messages * kHostMessage * total / layout.volume().partial;
   }

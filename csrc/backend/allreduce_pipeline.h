@@ -1,7 +1,6 @@
-// The allreduce through shared memory, on one host and over several. The batch is one virtual
-// buffer (its tensors are contiguous, each padded to 64 bytes) that is processed in blocks small
-// enough to stay in the cache. Some ranks of each host own a slice of every block; on one host all
-// of them do:
+// The allreduce through shared memory, on one host or several. The batch is one virtual buffer (its
+// tensors are contiguous, each padded to 64 bytes), which is processed in blocks that fit into the
+// cache. Some ranks of each host own a slice of every block; on one host all of them do:
 //
 //   PACK      rank r copies the slices of others in block k into its slot      packed[r] = k + 1
 //   REDUCE    an owner sums its slice of all ranks of the host, in rank order
@@ -26,7 +25,7 @@
 
 namespace hororing {
 
-// How a batch is cut: the same on all ranks.
+// How a batch is cut; the same on all ranks.
 struct AllreducePlan : VirtualBuffer {
   // `slice_owners`: per host. `chunk_bytes`: of a block; 0: built in.
   AllreducePlan(const Batch& batch, const SetSlots& set, int slice_owners, const WireCost& wire,
@@ -45,10 +44,10 @@ struct AllreducePlan : VirtualBuffer {
   bool small = false;
   // Several hosts.
   Layout layout;
-  bool whole = true;  // each host sends all to all others
+  bool whole = true;  // each host sends whole slices to all others
 };
 
-// `scratch`: for what is on the wire.
+// `scratch`: for data on the wire.
 Status RunAllreduce(SetSlots& set, const Batch& batch, const AllreducePlan& plan, Scratch& scratch,
                     TimeNs deadline, TraceSink& trace);
 

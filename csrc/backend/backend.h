@@ -1,5 +1,5 @@
-// Backend: runs one agreed batch on one kind of memory. It knows nothing of the meaning of names,
-// of negotiation or of the engine, which adds tensor names to errors.
+// Backend: runs one agreed batch on one kind of memory. It does not know the meaning of names,
+// negotiation or the engine, which adds tensor names to errors.
 //
 // Thread-safety: only for the thread that runs the loop (the holder of Engine::progress_mutex_).
 // Every rank of the world runs the same batches in the same order. The choice of the backend
@@ -26,8 +26,8 @@ class TraceSink;
 struct BatchEntry {
   const void* input = nullptr;
   void* output = nullptr;  // allreduce, broadcast: as large as the input, may equal it
-  size_t elements = 0;     // of this rank's input
-  ReduceSpec reduce;       // if nothing is reduced, only `dtype` is meaningful
+  size_t elements = 0;     // in this rank's input
+  ReduceSpec reduce;       // without a reduction only `dtype` is meaningful
   std::string name;  // for the timeline, and for errors of a device; otherwise it may be empty
   // Allgather, alltoall: bytes received from each rank, in rank order; `output` holds their sum.
   std::vector<size_t> receive_bytes;
@@ -37,14 +37,14 @@ struct BatchEntry {
   // Reduce-scatter: elements of each rank's part of the input, in rank order; `output` holds this
   // rank's part of the result and does not overlap `input`.
   std::vector<size_t> parts;
-  // On a device: when `input` is complete and `output` may be written.
+  // On a device: the event after which `input` is complete and `output` may be written.
   std::shared_ptr<const DeviceEvent> ready;
 
   size_t bytes() const { return elements * ElementSize(reduce.dtype); }
 };
 
-// Invariant: all entries share collective, root (broadcast) and kind of memory. Those of
-// reduce-scatters and of Adasum share their reduce spec, too.
+// Invariant: all entries share collective, root (broadcast) and kind of memory. In reduce-scatters
+// and Adasum they also share their reduce spec.
 struct Batch {
   Collective kind = Collective::kAllreduce;
   int root = 0;
@@ -61,16 +61,16 @@ struct Batch {
 
 // The ranks of a transport that run batches together: the members of one process set.
 struct Members {
-  std::vector<int> ranks;   // ascending
-  int set = 0;              // 0: all ranks
-  uint64_t generation = 0;  // distinguishes this set from an earlier one with the same id
+  std::vector<int> ranks;    // ascending
+  int set = 0;               // 0: all ranks
+  uint64_t incarnation = 0;  // distinguishes this set from an earlier one with the same id
 
   static Members World(int size);
 };
 
-// The number of a set's first block, for backends that count blocks in shared memory. 2^40 more
-// numbers follow before those of the next generation.
-inline uint64_t FirstBlock(const Members& members) { return members.generation << 40; }
+// The number of a set's first block, for backends that count blocks in shared memory. An
+// incarnation has 2^40 numbers before those of the next one.
+inline uint64_t FirstBlock(const Members& members) { return members.incarnation << 40; }
 
 class Backend {
  public:
@@ -89,13 +89,13 @@ class Backend {
 
   // On a device: when the outputs of the last Run are complete.
   virtual std::shared_ptr<const DeviceEvent> done() const { return nullptr; }
-  // Returns the first error in the streams since the last call, if any. Called now and then.
+  // Returns the first error in the streams since the last call, if any. Called occasionally.
   virtual Status Poll() { return Status::Ok(); }
   // Called when all ranks shut down normally, before the transport does. Waits for the streams
   // until `deadline`. An error means that work in the streams is lost.
   virtual Status Leave(TimeNs /*deadline*/) { return Status::Ok(); }
-  // Called otherwise, or if Leave failed: aborts the work in the streams, without the other ranks.
-  // Nothing is run afterwards.
+  // Called in all other cases, or if Leave failed: aborts the work in the streams, without the
+  // other ranks. Nothing runs afterwards.
   virtual void BreakOff() {}
 };
 

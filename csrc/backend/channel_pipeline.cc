@@ -47,7 +47,7 @@ bool ChannelPipeline::Advance(Status* status) {
   *status = TakeArrivals(&moved);
   if (status->ok()) *status = sends_.TakeDone(&moved);
   if (!status->ok()) return true;
-  // First what goes over the wire.
+  // First the data that goes over the wire.
   if (CanBegin()) {
     Begin();
   } else if (CanUnpack()) {
@@ -64,7 +64,7 @@ Status ChannelPipeline::TakeArrivals(bool* moved) {
     HORORING_RETURN_IF_ERROR(receives_.TakeOldest(&arrived, &taken));
     if (!taken) break;
     *moved = true;
-    SendOn(arrived.tag, arrived.block);
+    Forward(arrived.tag, arrived.block);
   }
   const uint64_t all_here = receives_.FirstOpen(begun_);
   if (arrived_ == all_here) return Status::Ok();
@@ -92,7 +92,7 @@ std::byte* ChannelPipeline::Place(size_t channel, uint64_t number) const {
   return BlockAt(plan_.channels[channel].owner, number) + plan_.place[channel] * plan_.piece;
 }
 
-void ChannelPipeline::SendOn(size_t channel, uint64_t number) {
+void ChannelPipeline::Forward(size_t channel, uint64_t number) {
   const size_t bytes = PieceOf(plan_.channels[channel], number).bytes();
   if (bytes == 0) return;
   for (const int to : plan_.channels[channel].to) {
@@ -121,7 +121,7 @@ void ChannelPipeline::Begin() {
                 });
     packed += piece.bytes();
     local_.to_slot().Fence();
-    SendOn(i, number);
+    Forward(i, number);
   }
   span.End(packed);
 }

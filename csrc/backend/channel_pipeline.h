@@ -1,7 +1,7 @@
-// ChannelPipeline: all-gathers and broadcasts over several hosts. A channel
-// is data that starts on one rank and ends on all: the contribution of a rank to an all-gather, or
-// a part of a broadcast. It crosses once to every host, to one rank there, its owner. The other
-// ranks of the host copy it from the owner's slot.
+// ChannelPipeline: all-gathers and broadcasts over several hosts. A channel is data that starts on
+// one rank and ends on all: a rank's contribution to an all-gather, or a part of a broadcast. It is
+// sent once to every host, to one rank there, its owner. The other ranks of the host copy it from
+// the owner's slot.
 //
 //   all-gather, 2 hosts x 2 ranks, channels a b c d of ranks 0 1 2 3
 //
@@ -12,7 +12,7 @@
 //
 // The channels of an all-gather go directly to all hosts, because each host must send that much
 // anyway. A broadcast goes from host to host, along a chain or a tree as in
-// collective/broadcast.cc. It has as many channels as each host has ranks, if it is large enough.
+// collective/broadcast.cc. If it is large enough, it has as many channels as each host has ranks.
 //
 // Channels are cut into pieces; block n holds the n-th piece of every channel. A piece is received
 // into the slot and forwarded from there.
@@ -37,8 +37,8 @@ struct Channel {
   };
   std::vector<Extent> extents;  // in order, without gaps
   size_t bytes = 0;
-  int owner = 0;        // local rank on this host; where the channel starts, that rank
-  bool begins = false;  // on this rank
+  int owner = 0;        // local rank on this host; if the channel starts here, that rank
+  bool begins = false;  // starts on this rank
   int from = -1;        // the rank of the job that sends it to this rank; -1: none
   std::vector<int> to;  // ranks to which this rank forwards it
 
@@ -57,9 +57,9 @@ struct ChannelPlan {
   uint64_t blocks = 0;
 
   // `most`: the largest number of channels that a rank owns. REQUIRES: capacity / most >=
-  // kLeastBytes.
+  // kMinBytes.
   ChannelPlan(std::vector<Channel> all, const SetSlots& set, size_t most);
-  static constexpr size_t kLeastBytes = 4 << 10;
+  static constexpr size_t kMinBytes = 4 << 10;
 };
 
 class ChannelPipeline final : public HostPipeline {
@@ -78,7 +78,7 @@ class ChannelPipeline final : public HostPipeline {
   bool CanUnpack() const;
   void Begin();
   void Unpack();
-  void SendOn(size_t channel, uint64_t number);
+  void Forward(size_t channel, uint64_t number);
   std::byte* Place(size_t channel, uint64_t number) const;
   Range PieceOf(const Channel& channel, uint64_t number) const {
     return HostPipeline::PieceOf(channel.bytes, plan_.piece, number);

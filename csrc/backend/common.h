@@ -16,23 +16,23 @@ namespace hororing {
 constexpr size_t kEntryAlign = 64;  // a cache line, and a multiple of every element size
 
 // Bytes of a message between hosts. Open MPI sends that many over TCP at once. A longer message
-// waits for an answer of the receiver, behind everything that is queued.
+// waits for the receiver's answer, behind everything that is queued.
 constexpr size_t kHostMessage = 32 << 10;
 
 // Bytes of one piece of data that a pipeline passes from rank to rank. Between hosts a piece is a
-// message. Through memory, smaller pieces than kLeast would only add steps; larger parts are cut
-// into four pieces, so that the stages overlap.
+// message. In memory, pieces smaller than kMin would only add steps; larger parts are cut into four
+// pieces, so that the stages overlap.
 inline size_t PieceBytes(size_t longest, int hosts) {
   if (hosts > 1) return kHostMessage;
-  constexpr size_t kLeast = 64 << 10, kCuts = 4;
-  return std::max(kLeast, (longest + kCuts - 1) / kCuts);
+  constexpr size_t kMin = 64 << 10, kCuts = 4;
+  return std::max(kMin, (longest + kCuts - 1) / kCuts);
 }
 
 // "layer1.weight", or "17 tensors".
 std::string TraceLabel(const Batch& batch);
 
-// Records a span of a stage in the loop's row, from construction to End. Costs nothing while the
-// timeline is off.
+// Records a span of a stage in the loop's row of the timeline, from construction to End. Free while
+// the timeline is off.
 class StageSpan {
  public:
   StageSpan(TraceSink& trace, Stage stage, const Batch& batch)
@@ -50,10 +50,10 @@ class StageSpan {
   const TimeNs begin_ns_;
 };
 
-// An allreduce or a reduce-scatter of one rank: only the factors are applied.
+// An allreduce or a reduce-scatter of one rank: only applies the factors.
 void ReduceAlone(const Batch& batch, TraceSink& trace);
 
-// Check (base/reduce.h) of all entries.
+// Calls Check (base/reduce.h) for all entries.
 Status CheckSpecs(const Batch& batch);
 // The volume of this rank's inputs.
 Volume VolumeOf(const Batch& batch);

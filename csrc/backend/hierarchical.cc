@@ -29,7 +29,7 @@ Algorithm HierarchicalBackend::Choose(const Batch& batch) const {
   return Cheapest(VolumeOf(batch), shape_, options_.wire);
 }
 
-// Whether all batches over several hosts shall go by the flat algorithms.
+// Whether all batches over several hosts use the flat algorithms.
 bool HierarchicalBackend::Flat() const {
   return shape_.hosts > 1 &&
          (algorithm_ == Algorithm::kRing || algorithm_ == Algorithm::kRecursiveDoubling);
@@ -46,7 +46,7 @@ bool HierarchicalBackend::Supports(const Batch& batch) const {
     case Collective::kReducescatter:
       return !options_.reproducible && Fits(batch.kind) &&
              (algorithm_ != Algorithm::kAuto || shape_.hosts == 1 ||
-              ScattersByHost(batch.reduce(), shape_));
+              SumsWithinHosts(batch.reduce(), shape_));
     case Collective::kAllgather:
     case Collective::kBroadcast: return Fits(batch.kind);
     default: return false;

@@ -1,16 +1,16 @@
 // HierarchicalBackend: collectives over several hosts whose ranks share memory within their host,
-// for all ranks or those of a process set. Allreduces are in backend/allreduce_pipeline.h. The
-// number of their slice owners per host is the smallest number of ranks of any host ("three
-// phases": reduce-scatter in the host, allreduces of slices between hosts, all-gather in the host),
-// or one
-// ("leader"). All-gathers and broadcasts are in backend/channel_pipeline.h, reduce-scatters in
+// for all ranks or those of a process set. Allreduces are in backend/allreduce_pipeline.h. Every
+// host has as many slice owners as the smallest host has ranks ("three phases": reduce-scatter in
+// the host, allreduces of slices between hosts, all-gather in the host), or one ("leader").
+// All-gathers and broadcasts are in backend/channel_pipeline.h, reduce-scatters in
+// backend/scatter_pipeline.h.
 // backend/scatter_pipeline.h.
 //
-// Numerics: hosts are summed in their order, and the ranks of a host in rank order, as partial
-// results that are rounded once. All ranks get the same bits, whatever an element is fused with.
+// Numerics: hosts are summed in order, and the ranks of a host in rank order, as partial results
+// that are rounded once. All ranks get the same bits, whatever an element is fused with.
 //
-// Costs decide which batches it runs (collective/algorithm.h). The flat algorithms of HostBackend
-// run the rest.
+// Costs decide which batches it runs (collective/algorithm.h). HostBackend's flat algorithms run
+// the others.
 #pragma once
 
 #include <vector>
@@ -34,7 +34,7 @@ class HierarchicalBackend final : public Backend {
   const char* name() const override { return "hierarchical"; }
   bool Supports(const Batch& batch) const override;
   Status Run(const Batch& batch, TimeNs deadline, TraceSink& trace) override;
-  // This rank's slot, and the buffers for the wire.
+  // This rank's slot and the buffers for the wire.
   size_t scratch_bytes() const override;
   AlgorithmUsed algorithm_used() const override { return algorithm_used_; }
 
@@ -51,7 +51,7 @@ class HierarchicalBackend final : public Backend {
                      TimeNs deadline, TraceSink& trace);
   Status RunReducescatter(const Batch& batch, TimeNs deadline, TraceSink& trace);
   // The largest number of channels that a rank owns in an all-gather.
-  size_t MostChannels() const;
+  size_t MaxChannels() const;
 
   SetSlots set_;
   const HostShape shape_;
@@ -59,7 +59,7 @@ class HierarchicalBackend final : public Backend {
   const Algorithm algorithm_;  // requested for all batches
   Scratch scratch_;
   AlgorithmUsed algorithm_used_ = AlgorithmUsed::kNotCounted;
-  Status broken_;  // the first error: the ranks' counters no longer agree, every later Run fails
+  Status broken_;  // the first error: the ranks' counters differ, so every later Run fails
 };
 
 }  // namespace hororing

@@ -1,4 +1,4 @@
-// HierarchicalBackend's collectives but allreduce: who sends what to whom.
+// HierarchicalBackend's collectives except allreduce: who sends what to whom.
 #include <cstring>
 #include <string>
 #include <utility>
@@ -12,16 +12,16 @@
 namespace hororing {
 namespace {
 
-// Less than this per channel does not pay a message of its own.
-constexpr size_t kLeastLane = 64 << 10;
+// A channel with less than this is not worth its own message.
+constexpr size_t kMinChannelBytes = 64 << 10;
 
 Status DoesNotFit(const Batch& batch, const BatchEntry& entry) {
   return Status(Code::kInternal, std::string(Name(batch.kind)) + " of '" + entry.name +
                                      "': the agreed sizes do not fit this rank's tensor");
 }
 
-// Who sends to a rank, and to whom it sends, when `count` ranks pass on what rank 0 has; as in
-// collective/broadcast.cc. -1: nobody.
+// The rank that sends to a rank, and the ranks to which it sends, when `count` ranks forward the
+// data of rank 0 as in collective/broadcast.cc. -1: none.
 struct Neighbours {
   int from = -1;
   std::vector<int> to;
@@ -47,7 +47,7 @@ Neighbours InTree(int rank, int count) {
 
 }  // namespace
 
-size_t HierarchicalBackend::MostChannels() const {
+size_t HierarchicalBackend::MaxChannels() const {
   size_t most = 0;
   for (int host = 0; host < set_.group.hosts(); ++host) {
     std::vector<size_t> owned(set_.group.group_ranks_on[static_cast<size_t>(host)].size(), 1);
@@ -63,16 +63,16 @@ size_t HierarchicalBackend::MostChannels() const {
   return most;
 }
 
-// Where there are very many ranks, pieces would be too small to pay.
+// With very many ranks, pieces would be too small to be worthwhile.
 bool HierarchicalBackend::Fits(Collective kind) const {
   switch (kind) {
     case Collective::kAllgather:
-      return set_.geometry.capacity / MostChannels() >= ChannelPlan::kLeastBytes;
+      return set_.geometry.capacity / MaxChannels() >= ChannelPlan::kMinBytes;
     case Collective::kReducescatter:
       return set_.geometry.capacity / static_cast<size_t>(set_.group.size()) >=
-             ScatterPlan::kLeastBytes;
+             ScatterPlan::kMinBytes;
     default:
-      return set_.geometry.capacity / static_cast<size_t>(shape_.least) >= ChannelPlan::kLeastBytes;
+      return set_.geometry.capacity / static_cast<size_t>(shape_.least) >= ChannelPlan::kMinBytes;
   }
 }
 
@@ -110,13 +110,13 @@ Status HierarchicalBackend::RunAllgather(const Batch& batch, TimeNs deadline, Tr
     }
   }
   channels[own].begins = true;
-  // At each distance every host sends to another one.
+  // At each distance, every host sends to another one.
   for (int distance = 1; distance < set_.group.hosts(); ++distance) {
     const int host = (set_.group.host + distance) % set_.group.hosts();
     channels[own].to.push_back(
         set_.group.JobRank(host, set_.group.OwnerOn(host, set_.group.local, leader())));
   }
-  return RunChannels(batch, std::move(channels), MostChannels(), deadline, trace);
+  return RunChannels(batch, std::move(channels), MaxChannels(), deadline, trace);
 }
 
 Status HierarchicalBackend::RunBroadcast(const Batch& batch, TimeNs deadline, TraceSink& trace) {
@@ -131,7 +131,7 @@ Status HierarchicalBackend::RunBroadcast(const Batch& batch, TimeNs deadline, Tr
   }
   if (total == 0) return Status::Ok();
   const size_t owners = leader() ? 1 : static_cast<size_t>(shape_.least);
-  const size_t count = std::min(owners, (total + kLeastLane - 1) / kLeastLane);
+  const size_t count = std::min(owners, (total + kMinChannelBytes - 1) / kMinChannelBytes);
   std::vector<Channel> channels(count);
   size_t channel = 0, filled = 0;
   for (const BatchEntry& entry : batch.entries) {
@@ -150,7 +150,7 @@ Status HierarchicalBackend::RunBroadcast(const Batch& batch, TimeNs deadline, Tr
   const int position = (set_.group.host - first + hosts) % hosts;
   size_t rounds = 0;
   while ((size_t{1} << rounds) < static_cast<size_t>(hosts)) ++rounds;
-  const size_t segments = (total + kLeastLane - 1) / kLeastLane;
+  const size_t segments = (total + kMinChannelBytes - 1) / kMinChannelBytes;
   const bool chain = static_cast<size_t>(std::max(hosts - 2, 0)) + segments < rounds * segments;
   const Neighbours around = chain ? InChain(position, hosts) : InTree(position, hosts);
   const auto rank_at = [&](int there, size_t number) {

@@ -14,14 +14,14 @@
 namespace hororing {
 namespace {
 
-// The fusion buffer grows in these steps, so that a few batches of growing size do not each
-// pay for fresh pages. The slack takes the padding between tensors: a full batch of 64 MiB
-// needs no further step.
+// The fusion buffer grows in these steps, so that several batches of growing size do not each fault
+// in fresh pages. The slack takes the padding between tensors: a full batch of 64 MiB needs no
+// further step.
 constexpr size_t kGrowth = 4 << 20;
 constexpr size_t kSlack = 256 << 10;
 
-// The ranks of one host after those of another, so that a ring enters and leaves every host once;
-// null where they already lie so.
+// Orders the ranks host by host, so that a ring enters and leaves every host once; null if they are
+// already in that order.
 std::unique_ptr<Subgroup> HostByHost(Transport& transport,
                                      const std::vector<std::vector<int>>& ranks_on) {
   std::vector<int> order;
@@ -46,7 +46,7 @@ Algorithm HostBackend::Choose(const Batch& batch) const {
   switch (algorithm) {
     case Algorithm::kRing:
     case Algorithm::kRecursiveDoubling: return algorithm;
-    default: break;  // where three phases cannot be had
+    default: break;  // three phases are not possible
   }
   if (shape_.hosts == 1) return Algorithm::kAuto;
   return Cheapest(VolumeOf(batch), shape_, options_.wire);
@@ -73,7 +73,7 @@ Status HostBackend::Run(const Batch& batch, TimeNs deadline, TraceSink& trace) {
                 std::string(Name(batch.kind)) + " is nothing for a backend to run");
 }
 
-// A tensor that is reduced where its result belongs.
+// Moves a tensor to its output, where it is reduced.
 void HostBackend::MoveToOutput(const Batch& batch, const BatchEntry& entry, TraceSink& trace) {
   if (entry.output == entry.input) return;
   StageSpan span(trace, Stage::kPack, batch);
@@ -81,8 +81,8 @@ void HostBackend::MoveToOutput(const Batch& batch, const BatchEntry& entry, Trac
   span.End(batch.bytes());
 }
 
-// The size of messages; 0: it depends on the batch. On a slow wire a message is as large as TCP
-// sends at once: its overhead is small against the 100 us that it takes.
+// The message size; 0: it depends on the batch. On a slow wire, a message is as large as TCP sends
+// at once: its overhead is small against the 100 us that it takes.
 size_t HostBackend::MessageBytes() const {
   return shape_.hosts > 1 && kHostMessage * options_.wire.beta_s > 100e-6 ? kHostMessage : 0;
 }
@@ -116,7 +116,7 @@ Status HostBackend::RunAllreduce(const Batch& batch, TimeNs deadline, TraceSink&
       const size_t bytes = entry->bytes();
       const size_t room = RoundUp(bytes, kEntryAlign);
       CopyBytes(to, entry->input, bytes);
-      // The padding is reduced too: zeros are cheap, what lay there before may be not-a-number.
+      // The padding is reduced, too: zeros are cheap, and stale bytes may be NaNs.
       std::memset(to + bytes, 0, room - bytes);
       to += room;
     }
@@ -221,7 +221,7 @@ Status HostBackend::RunReducescatter(const Batch& batch, TimeNs deadline, TraceS
         batch.entries, size,
         [&](const BatchEntry& entry, size_t r) { return entry.parts[r] * element; }, packed);
     buffer.input = packed;
-    buffer.result = packed + BackToBack(parts)[rank].begin * element;
+    buffer.result = packed + ContiguousSpans(parts)[rank].begin * element;
     span.End(batch.bytes());
   }
   {

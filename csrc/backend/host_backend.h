@@ -1,7 +1,7 @@
 // HostBackend: runs any batch on host memory over any Transport. Several tensors of an allreduce
 // are packed into the fusion buffer, reduced there and unpacked; a single tensor is reduced in
-// place. The other collectives of several tensors share messages in the same way, broadcasts only
-// if the tensors are small.
+// place. The other collectives of several tensors share messages in the same way; broadcasts do so
+// only for small tensors.
 #pragma once
 
 #include <memory>
@@ -42,13 +42,13 @@ class HostBackend final : public Backend {
   size_t MessageBytes() const;
   GatherOptions gather_options() const;
   void MoveToOutput(const Batch& batch, const BatchEntry& entry, TraceSink& trace);
-  // The fusion buffer, at least `bytes` long.
+  // Returns the fusion buffer, at least `bytes` long.
   Status Fuse(size_t bytes, std::byte** buffer);
 
   Transport& transport_;
   const AllreduceOptions options_;
   const HostShape shape_;
-  const std::unique_ptr<Subgroup> by_host_;  // null if the order of the ranks is as good
+  const std::unique_ptr<Subgroup> by_host_;  // null if rank order is as good
   Scratch fusion_buffer_;
   Scratch receive_buffer_;
   AlgorithmUsed algorithm_used_ = AlgorithmUsed::kNotCounted;

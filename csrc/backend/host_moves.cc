@@ -12,8 +12,8 @@
 namespace hororing {
 namespace {
 
-// Tensors from this size on are broadcast from where they lie: copying them in and out would
-// cost more than a further tree.
+// Tensors of at least this size are broadcast without copies: copying them in and out would cost
+// more than another tree.
 constexpr size_t kBroadcastAlone = 256 << 10;
 
 void CopyIfMoved(void* to, const void* from, size_t bytes) {
@@ -26,7 +26,7 @@ size_t Sum(const std::vector<size_t>& sizes) {
 
 }  // namespace
 
-// Several tensors travel as one message per rank: its parts of all of them, back to back.
+// Several tensors share one message per rank, with the rank's parts of all of them, contiguous.
 Status HostBackend::RunAllgather(const Batch& batch, TimeNs deadline, TraceSink& trace) {
   const size_t size = static_cast<size_t>(transport_.size());
   const size_t rank = static_cast<size_t>(transport_.rank());
@@ -68,7 +68,7 @@ Status HostBackend::RunAllgather(const Batch& batch, TimeNs deadline, TraceSink&
   return Status::Ok();
 }
 
-// Several tensors travel as one message per pair of ranks.
+// Several tensors share one message per pair of ranks.
 Status HostBackend::RunAlltoall(const Batch& batch, TimeNs deadline, TraceSink& trace) {
   const size_t size = static_cast<size_t>(transport_.size());
   std::vector<size_t> send_bytes(size, 0), receive_bytes(size, 0);
@@ -106,13 +106,13 @@ Status HostBackend::RunAlltoall(const Batch& batch, TimeNs deadline, TraceSink& 
   return Status::Ok();
 }
 
-// Small tensors travel as one message.
+// Small tensors share one message.
 Status HostBackend::RunBroadcast(const Batch& batch, TimeNs deadline, TraceSink& trace) {
   const auto small_bytes = [](const BatchEntry& entry, size_t) {
     return entry.bytes() < kBroadcastAlone ? entry.bytes() : 0;
   };
   const bool is_root = transport_.rank() == batch.root;
-  size_t total = 0, count = 0;  // of the small ones
+  size_t total = 0, count = 0;  // of the small tensors
   for (const BatchEntry& entry : batch.entries) {
     if (is_root) CopyIfMoved(entry.output, entry.input, entry.bytes());
     total += small_bytes(entry, 0);

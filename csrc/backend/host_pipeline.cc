@@ -9,13 +9,13 @@
 namespace hororing {
 namespace {
 
-// Between two looks whether all ranks are alive.
-constexpr TimeNs kLookInterval = 2 * kMillisecond;
-// Of a rank whose last bytes may still be on the wire: looking moves them, too.
-constexpr TimeNs kWireLookInterval = 50 * kMicrosecond;
-// How long a rank with nothing on the wire sleeps; its peers on the host ring.
+// Time between two checks whether all ranks are alive.
+constexpr TimeNs kCheckInterval = 2 * kMillisecond;
+// The same for a rank whose last bytes may still be on the wire: a check moves them, too.
+constexpr TimeNs kWireCheckInterval = 50 * kMicrosecond;
+// How long a rank with nothing on the wire sleeps; its peers on the host ring its doorbell.
 constexpr TimeNs kLongestSleep = 5 * kMillisecond;
-// MPI rings for nobody.
+// MPI rings no doorbell.
 constexpr TimeNs kLongestWireSleep = 100 * kMicrosecond;
 
 }  // namespace
@@ -81,9 +81,9 @@ Status HostPipeline::Run() {
   ShmTransport::SlotReaders& readers = local_.slot_readers();
   const Members& members = group_.members;
   if (readers.slots.empty() || readers.set != members.set ||
-      readers.generation != members.generation) {
+      readers.incarnation != members.incarnation) {
     HORORING_RETURN_IF_ERROR(WaitForReaders());
-    readers = {group_.slots, {}, members.set, members.generation, 0};
+    readers = {group_.slots, {}, members.set, members.incarnation, 0};
     for (int peer = 0; peer < size_; ++peer) {
       readers.ranks.push_back(group_.JobRank(group_.host, peer));
     }
@@ -92,13 +92,13 @@ Status HostPipeline::Run() {
   Status status;
   const auto advance = [&] { return Advance(&status); };
   while (status.ok() && !Finished()) {
-    if (!advance()) HORORING_RETURN_IF_ERROR(Until(advance, [this] { return Lagging(); }));
+    if (!advance()) HORORING_RETURN_IF_ERROR(RunUntil(advance, [this] { return Lagging(); }));
   }
   return status;
 }
 
-// Until nobody reads this rank's slot for another set. What the readers have to do, they can do
-// without this one, which has done its part.
+// Blocks until nobody reads this rank's slot for another set. The readers need nothing more of this
+// rank, which has done its part.
 Status HostPipeline::WaitForReaders() {
   const ShmTransport::SlotReaders& readers = local_.slot_readers();
   const auto lagging = [&] {
@@ -110,22 +110,22 @@ Status HostPipeline::WaitForReaders() {
     }
     return ranks;
   };
-  return Until([&] { return lagging().empty(); }, lagging);
+  return RunUntil([&] { return lagging().empty(); }, lagging);
 }
 
-// ready() does what it can, and is false where that was nothing.
-template <typename Ready, typename Whom>
-Status HostPipeline::Until(Ready ready, Whom lagging) {
+// ready() does what it can, and returns false if that was nothing.
+template <typename Ready, typename Peers>
+Status HostPipeline::RunUntil(Ready ready, Peers lagging) {
   if (&wire_ == &local_) return local_.WaitUntil(ready, lagging, deadline_);
   Backoff backoff(0, on_wire_ ? kLongestWireSleep : kLongestSleep);
   LongWait wait(backoff.begin_ns());
-  if (next_look_ns_ == 0) next_look_ns_ = After(backoff.begin_ns(), kLookInterval);
+  if (next_check_ns_ == 0) next_check_ns_ = After(backoff.begin_ns(), kCheckInterval);
   for (;;) {
     const uint32_t epoch = local_.Epoch();
     if (ready()) return Status::Ok();
     const TimeNs now = NowNs();
-    if (now >= next_look_ns_) {
-      next_look_ns_ = After(now, on_wire_ ? kWireLookInterval : kLookInterval);
+    if (now >= next_check_ns_) {
+      next_check_ns_ = After(now, on_wire_ ? kWireCheckInterval : kCheckInterval);
       HORORING_RETURN_IF_ERROR(wire_.CheckPeers());
       wait.Look(wire_, now, lagging);
     }

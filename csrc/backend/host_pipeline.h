@@ -1,21 +1,21 @@
 // HostPipeline: the pipeline of all collectives through shared memory. The ranks of a host process
 // a batch in numbered blocks, in slots of their segment, while some of them may exchange data with
-// other hosts over the wire. No stage may block, because both sides must progress: the pipeline is
-// a loop that runs any stage that can proceed, and sleeps if none can.
+// other hosts. No stage may block, because both sides must make progress: the pipeline is a loop
+// that runs any stage that can proceed, and sleeps if none can.
 //
-// A rank does whichever stage can proceed, and waits only if none can, so a rank that is late (or
-// has lost its core) delays the others only when they have run out of blocks.
+// A late rank (or one that has lost its core) therefore delays the others only when they have run
+// out of blocks.
 //
 // Invariants
-//   1. A block of a slot is overwritten only when consumed[q] shows that every rank q has finished
-//      with the previous contents.
-//   2. Block numbers never restart: they increase over all batches of a set, and a later set with
-//      the same number starts above them.
+//   1. A block of a slot is overwritten only when consumed[q] shows for every rank q that it has
+//      read the previous contents.
+//   2. Block numbers never restart: they increase over all batches of a set, and continue in a
+//      later set with the same id.
 //   3. A rank's slot serves one set at a time: before a batch of another set writes to it, the rank
 //      waits for the readers of the latest one.
-//   4. All pipelines of a set divide slots alike (SlotGeometry) and leave `packed` and `consumed`
-//      of all ranks at the number of the next block, for every collective.
-//   5. Messages between two ranks within a batch have one order, whatever the order of arrival.
+//   4. All pipelines of a set divide slots alike (SlotGeometry). After every collective, `packed`
+//      and `consumed` of all ranks equal the number of the next block.
+//   5. Messages between two ranks within a batch have one order, independent of arrival.
 #pragma once
 
 #include <algorithm>
@@ -35,8 +35,8 @@
 
 namespace hororing {
 
-// How the members of a process set are distributed over hosts, from the view of one of them. Only
-// hosts with members count, in the order of their first member.
+// How the members of a process set are distributed over hosts, as seen by one of them. Only hosts
+// with members count, in the order of their first member.
 struct HostGroup {
   HostGroup(const Topology& topology, Members members);
 
@@ -63,25 +63,25 @@ struct HostGroup {
   int local = 0;  // its rank among the members of its host
 };
 
-// Reduced at a time: what is done with the result next finds it in the first-level cache.
+// Bytes reduced at a time: the next stage finds the result in the first-level cache.
 constexpr size_t kReducePiece = 16 << 10;
 
-// How a rank's slot is divided: block n of a set is at n % depth.
+// How a rank's slot is divided: block n of a set is at place n % depth.
 struct SlotGeometry {
   // Measured on one host with benchmarks/shm_direct.cc on 2 and 4 ranks: 128 KiB costs 10 to 30 %
-  // at 64 MiB (more waits), 1 MiB up to 50 % where the second-level cache has 1 MiB. Cutting
-  // smaller batches into more blocks than needed, for the stages to overlap, gains nothing.
+  // at 64 MiB (more waits), 1 MiB up to 50 % if the second-level cache has 1 MiB. Cutting smaller
+  // batches into more blocks, to overlap the stages, gains nothing.
   static constexpr size_t kMaxLocalBlock = 512 << 10;
 
   size_t depth;     // blocks
   size_t capacity;  // bytes of one
-  // At least two blocks, so that the stages of neighbouring ones overlap.
+  // At least two blocks, so that the stages of adjacent blocks overlap.
   static SlotGeometry OneHost(size_t slot_bytes);
   // While one block is packed and another unpacked, the others are on the wire.
   static SlotGeometry SeveralHosts(size_t slot_bytes);
 };
 
-// A process set's ranks, their slots on this host, and what connects them.
+// A process set's ranks, their slots on this host, and the transports that connect them.
 struct SetSlots {
   const HostGroup group;
   // All ranks of the job. On one host it is `local` itself.
@@ -107,17 +107,17 @@ class HostPipeline {
   using Counter = std::atomic<uint64_t> DirectProgress::*;
 
   virtual bool Finished() const = 0;
-  // Runs the stages that can proceed now. False if there is none; true, too, if one fails.
+  // Runs the stages that can proceed now. False if there are none; true if one fails.
   virtual bool Advance(Status* status) = 0;
-  // The rank of the job for which it waits on the wire; -1 if it does not wait.
+  // The rank of the job that it waits for on the wire; -1 if none.
   virtual int LaggingOnWire() const = 0;
-  // Whether this rank cannot proceed because of the local peer's counter.
+  // Whether the local peer's counter keeps this rank from proceeding.
   virtual bool Lags(int peer) const = 0;
 
   bool Reached(int peer, Counter counter, uint64_t value) const {
     return (Progress(peer).*counter).load(std::memory_order_acquire) >= value;
   }
-  // True if `counter` of the first `count` ranks of the host, except this one, has reached `value`.
+  // True if `counter` has reached `value` on the first `count` ranks of the host, except this one.
   bool PeersReached(int count, Counter counter, uint64_t value) const;
   void Publish(Counter counter, uint64_t value);
   // True if `peer`, or all ranks of the host, have read the previous contents at the place of block
@@ -130,7 +130,7 @@ class HostPipeline {
     return number < set_begin_ + depth_ ||
            PeersReached(size_, &DirectProgress::consumed, number + 1 - depth_);
   }
-  // What block `number` holds of `total` that is cut into pieces.
+  // The range of block `number` in `total`, which is cut into pieces.
   Range PieceOf(size_t total, size_t piece, uint64_t number) const {
     const size_t begin = static_cast<size_t>(number - first_) * piece;
     return {std::min(begin, total), std::min(begin + piece, total)};
@@ -149,7 +149,7 @@ class HostPipeline {
   const bool on_wire_;
   const TimeNs deadline_;
   const size_t depth_, capacity_;  // of the slots
-  const int rank_;  // among this host's members, as is everything called local or peer
+  const int rank_;  // among this host's members, like everything called local or peer
   const int size_;
   const uint64_t set_begin_;    // the set's first block
   const uint64_t first_, end_;  // blocks of this batch
@@ -158,12 +158,12 @@ class HostPipeline {
   DirectProgress& Progress(int peer) const {
     return segment_.rank_state(group_.slots[static_cast<size_t>(peer)]).direct[group_.members.set];
   }
-  template <typename Ready, typename Whom>
-  Status Until(Ready ready, Whom lagging);
+  template <typename Ready, typename Peers>
+  Status RunUntil(Ready ready, Peers lagging);
   Status WaitForReaders();
   std::string Lagging() const;
 
-  TimeNs next_look_ns_ = 0;
+  TimeNs next_check_ns_ = 0;
 };
 
 }  // namespace hororing

@@ -3,7 +3,7 @@
 //
 //   tensors x, y; 2 ranks       x0 y0 | x1 y1        digit: the rank whose part it is
 //
-// The bytes that one rank sends, receives or reduces are therefore contiguous.
+// So the bytes that one rank sends, receives or reduces are contiguous.
 #pragma once
 
 #include <vector>
@@ -13,8 +13,8 @@
 
 namespace hororing {
 
-// Calls visit(entry, begin, length) in that order for all parts that are not empty. part_of(entry,
-// r) is the length of rank r's part, and `begin` its offset in the tensor, both in bytes.
+// Calls visit(entry, begin, length) in that order for all non-empty parts. part_of(entry, r) is the
+// length of rank r's part, and `begin` its offset in the tensor, both in bytes.
 template <typename PartOf, typename Visit>
 void ForEachPart(const std::vector<BatchEntry>& entries, size_t ranks, PartOf part_of,
                  Visit visit) {

@@ -42,7 +42,7 @@ ScatterPlan::ScatterPlan(const SetSlots& set, const Batch& batch, bool leader)
     senders.push_back(group.JobRank(host, group.OwnerOn(host, group.local, leader)));
   }
   const size_t fits = set.geometry.capacity / parts.size() / kEntryAlign * kEntryAlign / element;
-  const size_t partial = PartialSize(batch.reduce());  // what travels
+  const size_t partial = PartialSize(batch.reduce());  // bytes that are sent
   const size_t wanted = PieceBytes(longest * partial, group.hosts()) / partial;
   piece = std::min({longest, RoundUp(wanted, kEntryAlign), fits});
   blocks = longest == 0 ? 0 : (longest + piece - 1) / piece;
@@ -74,7 +74,7 @@ bool ScatterPipeline::Advance(Status* status) {
   *status = receives_.TakeDone(&moved);
   if (status->ok()) *status = sends_.TakeDone(&moved);
   if (!status->ok()) return true;
-  // First what others wait for.
+  // First the sums that others wait for.
   if (CanSum()) {
     Sum();
   } else if (CanBegin()) {
@@ -87,7 +87,7 @@ bool ScatterPipeline::Advance(Status* status) {
   return true;
 }
 
-// Also where sums of the block that lay there are still needed, or on their way.
+// False, too, while sums of the previous block at that place are needed or in transit.
 bool ScatterPipeline::CanBegin() const {
   return begun_ < end_ && begun_ < combined_ + depth_ && begun_ < sends_.FirstOpen(end_) + depth_ &&
          BlockIsFree(begun_);

@@ -1,5 +1,5 @@
 // ScatterPipeline: reduce-scatter over several hosts. For each rank of another host, one rank of
-// this host sums the parts that its host has for it and sends the sum there. This is an all-gather
+// this host sums its host's parts for that rank and sends the sum there. This is an all-gather
 // (backend/channel_pipeline.h) in reverse.
 //
 //   2 hosts x 2 ranks, parts a b c d for ranks 0 1 2 3, digits: ranks that are summed
@@ -12,8 +12,8 @@
 //
 // Parts are cut into pieces; block n holds the n-th piece of every part.
 //
-// Numerics: as in backend/hierarchical.h. Hosts are summed in their order, and the ranks of a host
-// in rank order, as partial results that are rounded once. The bits are those of three phases,
+// Numerics: as in backend/hierarchical.h. Hosts are summed in order, and the ranks of a host in
+// rank order, as partial results that are rounded once. The bits are those of three phases,
 // whatever a tensor is fused with.
 //
 // Cost per host: (H-1)/H S sent as partial results, and the same amount received.
@@ -30,32 +30,32 @@ namespace hororing {
 
 // Equal on all ranks, except for the addresses.
 struct ScatterPlan {
-  // The parts of all tensors for one rank, contiguous. In elements.
+  // The parts of all tensors for one rank, contiguous. Units: elements.
   struct Part {
     struct Extent {
       size_t begin;  // in the part
       size_t size;
       const std::byte* input;
-      std::byte* output;  // null in others' parts
+      std::byte* output;  // null in other ranks' parts
     };
     std::vector<Extent> extents;
     size_t size = 0;
     int reducer = 0;    // local rank on this host
     int owner = 0;      // rank of the job
-    bool own = false;   // this rank's
-    size_t number = 0;  // index among those that the reducer sums
+    bool own = false;   // it is this rank's part
+    size_t number = 0;  // index among the parts that the reducer sums
   };
   std::vector<Part> parts;   // by group rank
   std::vector<int> senders;  // per other host, in order: the rank that sums this rank's part
-  size_t summed_here = 0;    // parts that this rank sums
+  size_t summed_here = 0;    // number of parts that this rank sums
   size_t element = 1;        // bytes
   size_t piece = 0;          // elements of a part in one block
   uint64_t blocks = 0;
 
   // `leader`: one rank of each host sums everything that leaves the host.
   ScatterPlan(const SetSlots& set, const Batch& batch, bool leader);
-  static constexpr size_t kLeastBytes = 4 << 10;  // REQUIRES of capacity / ranks
-  // For each block in flight: sums and received parts.
+  static constexpr size_t kMinBytes = 4 << 10;  // minimum of capacity / ranks
+  // The sums and received parts of each block in flight.
   size_t scratch_bytes(const ReduceSpec& spec) const;
 };
 

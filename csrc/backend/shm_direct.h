@@ -1,6 +1,5 @@
 // ShmDirectBackend: allreduces among ranks that map one segment (backend/allreduce_pipeline.h), for
-// all ranks of a job on one host or those of a process set. The same bits in every run, and no
-// wire.
+// all ranks of a one-host job or those of a process set. The same bits in every run; no wire.
 #pragma once
 
 #include "backend/backend.h"
@@ -12,8 +11,8 @@ namespace hororing {
 
 class ShmDirectBackend final : public Backend {
  public:
-  // REQUIRES: Fits(transport.segment().geometry()) and members.set < kDirectSets. At most one
-  // per set of a transport. `chunk_bytes`: of a block; 0: built in.
+  // REQUIRES: Fits(transport.segment().geometry()) and members.set < kDirectSets. At most one per
+  // set of a transport. `chunk_bytes`: the block size; 0: built in.
   ShmDirectBackend(ShmTransport& transport, const Members& members, size_t chunk_bytes = 0);
   // True when the slots can hold two blocks of at least a cache line.
   static bool Fits(const ShmSegment::Geometry& geometry);
@@ -30,7 +29,7 @@ class ShmDirectBackend final : public Backend {
   const size_t chunk_bytes_;
   Scratch scratch_;  // remains empty
   AlgorithmUsed algorithm_used_ = AlgorithmUsed::kNotCounted;
-  Status broken_;  // the first error: the ranks' counters no longer agree, every later Run fails
+  Status broken_;  // the first error: the ranks' counters differ, so every later Run fails
 };
 
 }  // namespace hororing

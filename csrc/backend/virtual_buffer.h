@@ -1,5 +1,5 @@
-// The virtual buffer of an allreduce through shared memory, in which a batch's tensors are
-// contiguous, each padded to a cache line, and the layout of tensors in it.
+// The virtual buffer of an allreduce through shared memory, which holds a batch's tensors
+// contiguously, each padded to a cache line, and the layout of its tensors.
 #pragma once
 
 #include <algorithm>
@@ -26,7 +26,7 @@ struct Range {
 };
 
 // Calls visit(item, at, length) for the parts of `items` in `range`, in order; `at` is an offset
-// like Item::begin. REQUIRES: items are in order, and the first one begins no later than the range.
+// like Item::begin. REQUIRES: items are in order, and the first begins no later than the range.
 template <typename Item, typename Visit>
 void ForEachPart(const std::vector<Item>& items, size_t Item::* length, const Range& range,
                  Visit visit) {

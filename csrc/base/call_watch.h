@@ -49,26 +49,26 @@ class CallWatch {
   // makes, of which only this one is watched.
   class Thread {
    public:
-    explicit Thread(CallWatch* watch) { of_thread_ = watch; }
-    ~Thread() { of_thread_ = nullptr; }
+    explicit Thread(CallWatch* watch) { current_ = watch; }
+    ~Thread() { current_ = nullptr; }
     Thread(const Thread&) = delete;
     Thread& operator=(const Thread&) = delete;
   };
-  static CallWatch* OfThread() { return of_thread_; }
+  static CallWatch* Current() { return current_; }
 
   // For how long checks have found the same call in progress; 0 without one. Between two checks at
   // most one second counts: if the whole process was stopped, no call is to blame.
-  TimeNs Lasts(TimeNs now) {
+  TimeNs Elapsed(TimeNs now) {
     std::lock_guard<std::mutex> lock(mutex_);
     const uint64_t state = state_.load();
     if (state != seen_ || state % 2 == 0) {
-      lasts_ns_ = 0;
+      elapsed_ns_ = 0;
     } else {
-      lasts_ns_ += std::min(now - looked_ns_, kSecond);
+      elapsed_ns_ += std::min(now - checked_ns_, kSecond);
     }
     seen_ = state;
-    looked_ns_ = now;
-    return lasts_ns_;
+    checked_ns_ = now;
+    return elapsed_ns_;
   }
 
   // From now on the thread never leaves the call that the last check found. Returns its name;
@@ -98,7 +98,7 @@ class CallWatch {
     for (;;) pause();
   }
 
-  inline static thread_local CallWatch* of_thread_ = nullptr;
+  inline static thread_local CallWatch* current_ = nullptr;
 
   // The number of entries and exits, odd while a call is in progress.
   std::atomic<uint64_t> state_{0};
@@ -106,9 +106,9 @@ class CallWatch {
   std::atomic<const char*> call_{nullptr}, library_{nullptr};
   std::atomic<bool> parked_{false};
   std::mutex mutex_;
-  uint64_t seen_ = 0;     // GUARDED_BY(mutex_)
-  TimeNs lasts_ns_ = 0;   // GUARDED_BY(mutex_)
-  TimeNs looked_ns_ = 0;  // GUARDED_BY(mutex_)
+  uint64_t seen_ = 0;      // GUARDED_BY(mutex_)
+  TimeNs elapsed_ns_ = 0;  // GUARDED_BY(mutex_)
+  TimeNs checked_ns_ = 0;  // GUARDED_BY(mutex_)
 };
 
 }  // namespace hororing

@@ -14,7 +14,7 @@ namespace {
 // at its beginning.
 constexpr uintptr_t kPage = 4096, kTooClose = 64;
 // Below, glibc takes vectors, those of AVX2 at least.
-constexpr size_t kLeast = 4096;
+constexpr size_t kMin = 4096;
 
 bool IsTooClose(const void* to, const void* from) {
   const uintptr_t further = reinterpret_cast<uintptr_t>(to) - reinterpret_cast<uintptr_t>(from);
@@ -41,7 +41,7 @@ void CopyLine(std::byte* to, const std::byte* from) {
 void CopyBytes(void* to, const void* from, size_t bytes) {
   auto* target = static_cast<std::byte*>(to);
   const auto* source = static_cast<const std::byte*>(from);
-  if (bytes >= kLeast && IsTooClose(to, from)) {
+  if (bytes >= kMin && IsTooClose(to, from)) {
     for (; bytes >= kLine; bytes -= kLine) {
       CopyLine(target, source);
       target += kLine;

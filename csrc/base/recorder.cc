@@ -14,7 +14,7 @@
 namespace hororing {
 namespace {
 
-constexpr size_t kEvents = 1024, kName = 53, kMostText = 3500;
+constexpr size_t kEvents = 1024, kName = 53, kMaxText = 3500;
 
 // hororing/recorder.py reads this layout.
 struct Entry {
@@ -69,12 +69,12 @@ std::string StackOfMainThread(File* from, TimeNs patience) {
     const timespec most{left / kSecond, left % kSecond};
     syscall(SYS_futex, &from->stacks, FUTEX_WAIT, before, &most, nullptr, 0);
   }
-  std::string text(kMostText, '\0');
+  std::string text(kMaxText, '\0');
   const ssize_t bytes = pread(file, text.data(), text.size(), sizeof(File));
   text.resize(static_cast<size_t>(std::max<ssize_t>(bytes, 0)));
   while (!text.empty() && text.back() == '\n') text.pop_back();
   if (text.empty()) return "its main thread runs no Python";
-  if (bytes == static_cast<ssize_t>(kMostText)) text.erase(text.rfind('\n') + 1).append("  ...");
+  if (bytes == static_cast<ssize_t>(kMaxText)) text.erase(text.rfind('\n') + 1).append("  ...");
   return "its main thread:\n" + text.substr(text.find('\n') + 1);  // without a title
 }
 
@@ -109,7 +109,7 @@ void Record(Event event, TimeNs now, Collective collective, std::string_view nam
   entry.time_ns.store(now, std::memory_order_release);
 }
 
-std::string WhatIsDoneHere(TimeNs patience) {
+std::string DescribeActivity(TimeNs patience) {
   const std::string pid = "pid " + std::to_string(getpid());
   File* const from = opened.load();
   if (from == nullptr) return pid;

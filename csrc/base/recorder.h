@@ -26,6 +26,6 @@ Status OpenRecorder(int file, int stack_signal);
 void Record(Event event, TimeNs now, Collective collective, std::string_view name);
 // "pid 12; the last event: done allreduce 'x', 3 s ago; its main thread:\n  File ...", of at most
 // 4 KiB. Waits for the main thread for at most that time.
-std::string WhatIsDoneHere(TimeNs patience);
+std::string DescribeActivity(TimeNs patience);
 
 }  // namespace hororing

@@ -49,7 +49,7 @@ const KernelSets& Available() {
 }
 
 // One per process: HORORING_KERNELS and tests change it, and every choice gives the same bits.
-std::atomic<const KernelTable*>& Chosen() {
+std::atomic<const KernelTable*>& ChosenTable() {
   static std::atomic<const KernelTable*> chosen{[] {
     for (const KernelTable* table : Available().tables) {
       if (table != nullptr) return table;
@@ -131,7 +131,7 @@ bool IsFloating(DataType dtype) {
   return IsShortFloat(dtype) || dtype == DataType::kFloat32 || dtype == DataType::kFloat64;
 }
 
-const KernelTable& KernelsNow() { return *Chosen().load(std::memory_order_relaxed); }
+const KernelTable& KernelsNow() { return *ChosenTable().load(std::memory_order_relaxed); }
 
 Status Check(const ReduceSpec& spec) {
   const std::string what = std::string(Name(spec.op)) + " of " + Name(spec.dtype);
@@ -303,7 +303,7 @@ void FillNeutral(const ReduceSpec& spec, void* data, size_t n) {
 bool SetKernels(const char* name) {
   for (const KernelTable* table : Available().tables) {
     if (table != nullptr && std::strcmp(table->name, name) == 0) {
-      Chosen().store(table, std::memory_order_relaxed);
+      ChosenTable().store(table, std::memory_order_relaxed);
       return true;
     }
   }

@@ -16,7 +16,7 @@ namespace {
 
 constexpr size_t kLine = 64;
 // The smallest copy that gains from it.
-constexpr size_t kLeast = 512;
+constexpr size_t kMin = 512;
 
 #if defined(__SSE2__)
 
@@ -67,7 +67,7 @@ double StorePolicy::Costs::Least() const {
   return *std::min_element(latest.begin(), latest.begin() + known);
 }
 
-void StorePolicy::Worked(size_t bytes, TimeNs took) {
+void StorePolicy::Record(size_t bytes, TimeNs took) {
   if (measures_) {
     sampled_bytes_ += bytes;
     sampled_ns_ += took;
@@ -76,7 +76,7 @@ void StorePolicy::Worked(size_t bytes, TimeNs took) {
     left_ -= bytes;
     return;
   }
-  if (measures_) Judge();
+  if (measures_) ChooseStores();
   // The first two show what either costs.
   measures_ = !measures_ || samples_ == 1;
   left_ = measures_ ? kSample : kInterval;
@@ -85,7 +85,7 @@ void StorePolicy::Worked(size_t bytes, TimeNs took) {
   streaming_ = prefers_streaming_ != trial;
 }
 
-void StorePolicy::Judge() {
+void StorePolicy::ChooseStores() {
   Costs& costs = streaming_ ? streamed_ : ordinary_;
   costs.Add(static_cast<double>(sampled_ns_) / static_cast<double>(sampled_bytes_));
   sampled_bytes_ = 0;
@@ -99,7 +99,7 @@ void StorePolicy::Judge() {
 void SharedWriter::Copy(void* to, const void* from, size_t bytes) {
   auto* target = static_cast<std::byte*>(to);
   const auto* source = static_cast<const std::byte*>(from);
-  if (bytes < kLeast) {
+  if (bytes < kMin) {
     std::memcpy(target, source, bytes);
     return;
   }
@@ -108,7 +108,7 @@ void SharedWriter::Copy(void* to, const void* from, size_t bytes) {
     const size_t part = std::min(bytes, StorePolicy::kSample);
     if (choice_.streaming()) {
       StreamingCopy(target, source, part);
-      unsettled_ = true;
+      needs_fence_ = true;
     } else {
       CopyBytes(target, source, part);
     }
@@ -121,15 +121,15 @@ void SharedWriter::Copy(void* to, const void* from, size_t bytes) {
 }
 
 void SharedWriter::Fence() {
-  if (unsettled_) StoreFence();
-  unsettled_ = false;
+  if (needs_fence_) StoreFence();
+  needs_fence_ = false;
   if (copied_ > 0) Account();
 }
 
 void SharedWriter::Account() {
   const TimeNs took = choice_.measures() ? clock_() - begin_ns_ : 0;
   begin_ns_ = -1;
-  choice_.Worked(std::exchange(copied_, 0), took);
+  choice_.Record(std::exchange(copied_, 0), took);
 }
 
 }  // namespace hororing

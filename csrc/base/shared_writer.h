@@ -29,10 +29,10 @@ class StorePolicy {
   static constexpr double kBegin = 2.5, kEnd = 1.8;
 
   bool streaming() const { return streaming_; }
-  // Whether Worked needs the duration.
+  // Whether Record needs the duration.
   bool measures() const { return measures_; }
   // This many bytes were copied, and the work that belongs to them is done.
-  void Worked(size_t bytes, TimeNs took);
+  void Record(size_t bytes, TimeNs took);
 
  private:
   // Duration of the latest samples, in nanoseconds per byte.
@@ -43,7 +43,7 @@ class StorePolicy {
     // Page faults and a lost core make samples slower; nothing makes them faster.
     double Least() const;
   };
-  void Judge();
+  void ChooseStores();
 
   bool streaming_ = false;  // of the next copy
   bool prefers_streaming_ = false;
@@ -77,7 +77,7 @@ class SharedWriter {
   StorePolicy choice_;
   size_t copied_ = 0;     // since the last Account
   TimeNs begin_ns_ = -1;  // of the sequence being timed; -1: none
-  bool unsettled_ = false;
+  bool needs_fence_ = false;
 };
 
 }  // namespace hororing

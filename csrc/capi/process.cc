@@ -159,7 +159,7 @@ WorldOptions WorldOptionsFrom(const hr_config& from) {
 // The time that an engine may take to stop once its waits have ended.
 constexpr TimeNs kAbortTime = 2 * kSecond;
 
-Status Late() {
+Status TimedOut() {
   return Status(Code::kStalled, "shutdown: the engine did not end in time; a peer may be frozen");
 }
 
@@ -188,7 +188,7 @@ int EndEngine(const char* reason, const std::function<bool(Engine&)>& end) {
   }
   const bool abandoned = engine->abandoned();
   new std::shared_ptr<Engine>(std::move(engine));
-  if (!abandoned) return Remember(Late());
+  if (!abandoned) return Remember(TimedOut());
   std::lock_guard<std::mutex> lock(process.mutex);
   process.abandoned = true;
   return Remember(Status(Code::kTransport,
@@ -293,9 +293,9 @@ HR_EXPORT int hr_shutdown(const char* reason, double timeout_s) {
   bool late = false;
   const int code = EndEngine(reason, [&](Engine& engine) {
     late = !engine.Shutdown(Text(reason), SecondsToNs(timeout_s));
-    return !late || engine.Abort(Late().message(), kAbortTime);
+    return !late || engine.Abort(TimedOut().message(), kAbortTime);
   });
-  return late && code == HR_OK ? Remember(Late()) : code;
+  return late && code == HR_OK ? Remember(TimedOut()) : code;
 }
 
 HR_EXPORT int hr_abort(const char* reason) {

@@ -2,32 +2,30 @@
 //
 //   a (1 - a.b / 2 a.a)  +  b (1 - a.b / 2 b.b)
 //
-// which is their sum where they are orthogonal, their average where they are equal, and the other
-// one where one is zero. N vectors are combined in a tree of pairs, so N is a power of two:
+// which is their sum if they are orthogonal, their average if they are equal, and the other one if
+// one is zero. N vectors are combined in a tree of pairs, so N is a power of two:
 //
 //   N = 4        ranks 0 1 2 3        ((0 1) (2 3))
 //
-// Vector halving, distance doubling. The vector is cut into N positions, all of which rank r holds
-// at first. At level k = 0 .. log2(N)-1 it and its partner r XOR 2^k, which holds the same
-// positions, swap halves: the one with bit k clear keeps the lower half of the positions, and both
-// have now, of the half that they keep, a (of the 2^k ranks with bit k clear) and b (of those with
-// bit k set):
+// Vector halving, distance doubling. The vector is cut into N positions; at first rank r holds all
+// of them. At level k = 0 .. log2(N)-1 a rank and its partner r XOR 2^k, which holds the same
+// positions, swap halves: the one with bit k clear keeps the lower half. Both then have, for their
+// half, a (from the 2^k ranks with bit k clear) and b (from those with bit k set):
 //
 //              rank 0        rank 1        rank 2        rank 3        positions
 //   begin      0 1 2 3       0 1 2 3       0 1 2 3       0 1 2 3
 //   level 0    0 1           2 3           0 1           2 3           of 01, 01, 23, 23 combined
 //   level 1    0             2             1             3             of 0123 combined
 //
-// The 2^(k+1) ranks with equal r >> (k+1) hold the whole of both vectors between them; each
-// computes a.a, a.b and b.b over what it holds, and recursive doubling within the group adds them
-// up: log2 of its size messages of 3 numbers per tensor. The order of two operands does not change
-// a sum's bits, so that all ranks of a group combine with the same coefficients. In the end rank r
-// holds one position (the bits of r reversed), finished; the way back, doubling what is held and
-// halving the distance, brings the positions to all.
+// The 2^(k+1) ranks with equal r >> (k+1) together hold both vectors. Each computes a.a, a.b and
+// b.b over its positions, and recursive doubling within the group adds them up: log2 of the group's
+// size messages of 3 numbers per tensor. A sum of two operands does not depend on their order, so
+// all ranks of a group combine with the same coefficients. In the end rank r holds one finished
+// position (the bits of r reversed). The way back doubles what a rank holds and halves the
+// distance, until all ranks have all positions.
 //
-// Several tensors are combined at once, each with its own coefficients. Every tensor is cut into
-// the N positions by itself (allreduce.h), so that its sums, and therefore its bits, do not depend
-// on what it travels with.
+// Several tensors are combined at once, each with its own coefficients. Every tensor is cut into N
+// positions by itself (allreduce.h), so its sums, and its bits, do not depend on the other tensors.
 //
 // 16-bit floats are widened to float32 before the first level and rounded once, after the last.
 // Coefficients are computed in float64, and so is every combination before it is rounded to the
@@ -57,7 +55,7 @@ struct Dots {
   double aa = 0, ab = 0, bb = 0;
 };
 
-// In a fixed order: lane i mod 4, then the lanes.
+// Sums in a fixed order: lane i mod 4, then the lanes.
 template <typename T>
 Dots DotsOf(const T* a, const T* b, size_t n) {
   constexpr size_t kLanes = 4;
@@ -77,7 +75,7 @@ Dots DotsOf(const T* a, const T* b, size_t n) {
           (bb[0] + bb[1]) + (bb[2] + bb[3])};
 }
 
-// A zero vector counts as it is: then ab is zero too, and the other vector passes unchanged.
+// A zero vector keeps its weight: ab is zero too, and the other vector passes unchanged.
 double Coefficient(double ab, double square) { return square == 0 ? 1 : 1 - ab / (2 * square); }
 
 template <typename T>
@@ -112,7 +110,7 @@ class Adasum {
     begins_.push_back(begin);
   }
 
-  // Leaves one position of data, own(), complete but for the postscale.
+  // Leaves one position, own(), in data, complete but for the postscale.
   Status Combine() {
     for (int distance = 1; distance < size_; distance *= 2) {
       HORORING_RETURN_IF_ERROR(Level(distance));
@@ -121,7 +119,7 @@ class Adasum {
   }
   Span own() const { return Of(first_, 1); }
 
-  // The way back: `result` has own() in place, in elements of `element` bytes.
+  // The way back: `result` has own() in place; elements have `element` bytes.
   Status Gather(std::byte* result, size_t element) {
     for (int distance = size_ / 2; distance > 0; distance /= 2) {
       const int theirs = (rank_ & distance) == 0 ? first_ + held_ : first_ - held_;
@@ -169,7 +167,7 @@ class Adasum {
     return Status::Ok();
   }
 
-  // Among the 2 * distance ranks that hold the vectors between them.
+  // Adds up dots_ among the 2 * distance ranks that hold the vectors together.
   Status SumDots(int distance) {
     const size_t bytes = dots_.size() * sizeof(Dots);
     for (int step = 1; step <= distance; step *= 2) {
@@ -185,7 +183,7 @@ class Adasum {
     sum->bb += more.bb;
   }
 
-  // visit(tensor, at, n) for the chunks that are held, `at` counted from the first of them.
+  // Calls visit(tensor, at, n) for the chunks held here; `at` counts from the first of them.
   template <typename Visit>
   void ForEachPiece(Visit visit) const {
     size_t at = 0;
@@ -204,7 +202,7 @@ class Adasum {
   T* const other_;
   const int size_, rank_;
   const TimeNs deadline_;
-  std::vector<size_t> begins_;            // of the positions, in elements, and the end
+  std::vector<size_t> begins_;            // of the positions, in elements, and their end
   int first_ = 0, held_;                  // the positions that this rank holds
   std::vector<Dots> dots_, others_dots_;  // per tensor
 };

@@ -91,7 +91,7 @@ void Volume::Add(const ReduceSpec& spec, size_t more) {
   wide = wide || NeedsWideAccumulator(spec);
 }
 
-bool GoesWhole(const Volume& volume, int hosts, const WireCost& wire) {
+bool ExchangesWholeSlices(const Volume& volume, int hosts, const WireCost& wire) {
   const double others = hosts - 1;
   const double bytes = static_cast<double>(volume.bytes);
   const double partial = static_cast<double>(volume.partial);
@@ -100,9 +100,9 @@ bool GoesWhole(const Volume& volume, int hosts, const WireCost& wire) {
   return (whole - there_and_back) * wire.beta_s <= wire.alpha_s;
 }
 
-// The largest host sends (H-1)/H of S bytes as partial results, or most (N - most)/N of them
+// The largest host sends (H-1)/H of S bytes as partial results, or `most` (N - most)/N of them
 // unreduced.
-bool ScattersByHost(const ReduceSpec& spec, const HostShape& shape) {
+bool SumsWithinHosts(const ReduceSpec& spec, const HostShape& shape) {
   if (!shape.shared) return false;
   const double hosts = shape.hosts, ranks = shape.ranks, most = shape.most;
   const double wider =
@@ -119,7 +119,7 @@ double Cost(Algorithm algorithm, const Volume& volume, const HostShape& shape,
   switch (algorithm) {
     case Algorithm::kRing: {
       const double steps = volume.wide ? ranks : 2 * (ranks - 1);
-      // In rank order every rank of a host sends to every rank of the others by itself.
+      // In rank order, every rank of a host sends to every rank of the other hosts.
       const double sent = volume.wide ? bytes * (most * (ranks - most) + ranks - 1) / ranks
                                       : 2 * bytes * (ranks - 1) / ranks;
       return steps * wire.alpha_s + sent * wire.beta_s + arithmetic;
@@ -132,9 +132,9 @@ double Cost(Algorithm algorithm, const Volume& volume, const HostShape& shape,
     case Algorithm::kThreePhase:
     case Algorithm::kLeader: {
       const bool leader = algorithm == Algorithm::kLeader;
-      const bool whole = GoesWhole(volume, shape.hosts, wire);
+      const bool whole = ExchangesWholeSlices(volume, shape.hosts, wire);
       const double sent = whole ? (hosts - 1) * partial : (hosts - 1) / hosts * (partial + bytes);
-      // A rank that reduces alone keeps the wire waiting for it.
+      // A rank that reduces alone keeps the wire waiting.
       return (whole ? 1 : 2) * wire.alpha_s + sent * wire.beta_s + 2 * kLocalAlpha +
              (leader ? most : 1) * arithmetic;
     }

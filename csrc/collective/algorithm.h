@@ -17,21 +17,21 @@ enum class Algorithm {
   kAuto,               // the cheapest
   kRing,               // around all ranks; rank order where it must round once
   kRecursiveDoubling,  // among all ranks
-  kThreePhase,         // in each host, between hosts by the ranks that every host has, in each host
-  kLeader,             // the same with one rank of each host between the hosts
+  kThreePhase,         // within hosts, between hosts by as many ranks as each has, within hosts
+  kLeader,             // the same, with one rank of each host between hosts
 };
 
-// The algorithm that ran an allreduce among several ranks, for statistics. (An Algorithm is what
-// was requested.)
+// The algorithm that ran an allreduce among several ranks, for statistics. (Algorithm is what the
+// user asked for.)
 enum class AlgorithmUsed {
-  kNotCounted,  // nothing to do, Adasum, or not on the host
+  kNotCounted,  // nothing to do, Adasum, or on a device
   kShmDirect,
   kThreePhase,
   kLeader,
   kRing,
   kRecursiveDoubling,
   kRankOrder,
-  kOneShot,  // the engine, without a backend (engine/one_shot_allreduce.cc)
+  kOneShot,  // the engine itself, without a backend (engine/one_shot_allreduce.cc)
 };
 constexpr size_t kAlgorithmsUsed = 8;
 
@@ -46,7 +46,7 @@ struct WireCost {
 
 // How allreduces are carried out, alike on all ranks of a job.
 struct AllreduceOptions {
-  // Bytes of the largest batch of each class but the last.
+  // The largest batch of each class but the last, in bytes.
   static constexpr std::array<size_t, 2> kClassEnds = {64 << 10, 4 << 20};
 
   // Over several hosts, by class of batches.
@@ -72,7 +72,7 @@ std::string Names(const AllreduceOptions& options);
 struct Volume {
   size_t bytes = 0;
   size_t partial = 0;  // as partial results
-  bool wide = false;   // whether anything of it needs a wide accumulator (base/reduce.h)
+  bool wide = false;   // whether any part needs a wide accumulator (base/reduce.h)
 
   void Add(const ReduceSpec& spec, size_t more);
 };
@@ -92,13 +92,13 @@ HostShape ShapeOf(const std::vector<std::vector<int>>& ranks_on);
 // Seconds, by the formulas of docs/algorithms.md.
 double Cost(Algorithm algorithm, const Volume& volume, const HostShape& shape,
             const WireCost& wire);
-// The cheapest of those that can run: the last two only with shared memory.
+// The cheapest algorithm that can run; the last two need shared memory.
 Algorithm Cheapest(const Volume& volume, const HostShape& shape, const WireCost& wire);
 
 // Whether hosts send whole slices to every other host, so that no results are returned.
-bool GoesWhole(const Volume& volume, int hosts, const WireCost& wire);
-// Whether a reduce-scatter sends less if hosts sum what leaves them, as partial results, than if
-// every rank sends to every other one.
-bool ScattersByHost(const ReduceSpec& spec, const HostShape& shape);
+bool ExchangesWholeSlices(const Volume& volume, int hosts, const WireCost& wire);
+// Whether a reduce-scatter sends less if each host first sums what leaves it, as partial results,
+// than if every rank sends to every other one.
+bool SumsWithinHosts(const ReduceSpec& spec, const HostShape& shape);
 
 }  // namespace hororing

@@ -10,14 +10,14 @@
 //   rank r sends    chunk r - s
 //   rank r receives chunk r - 1 - s, to its place
 //
-// A rank passes on in step s + 1 what it receives in step s, segment by segment. Chunks may differ
-// in size; empty ones take no message. Cost per rank: (N-1) messages' latency; every byte of the
-// others is received once, and all but one chunk is sent once.
+// In step s + 1 a rank forwards what it received in step s, segment by segment. Chunks may differ
+// in size; empty ones need no message. Cost per rank: the latency of N-1 messages; all other ranks'
+// bytes are received once, and all chunks but one are sent once.
 //
-// If every rank has its own wire, each may send its chunk directly to all others instead, by the
-// pairwise exchange of alltoall.cc: the same bytes on every wire and one latency. That exchange
-// bounds the bytes in flight per peer, whereas a ring's first step sends a whole chunk at once,
-// which fills the queues before the wires.
+// If every rank has its own wire, each rank may instead send its chunk directly to all others, by
+// the pairwise exchange of alltoall.cc: the same bytes on every wire, and one latency. That
+// exchange bounds the bytes in flight per peer, whereas a ring's first step sends a whole chunk at
+// once, which fills the queues before the wires.
 //
 // Source: the all-gather of R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective
 // communication operations in MPICH", Int. J. High Perform. Comput. Appl. 19 (2005) 49-66,
@@ -33,7 +33,7 @@
 namespace hororing {
 namespace {
 
-// Receives posted ahead: each has its place, so that it costs nothing but a request.
+// Receives posted in advance: each has its own place, so it costs only a request.
 constexpr size_t kAhead = 16;
 
 }  // namespace
@@ -70,10 +70,10 @@ Status GatherChunks(Transport& transport, std::byte* data, const std::vector<Spa
   post_receives(kAhead);
   for (RingSchedule own(chunks, segment, rank, 1); own.Next(&place);) send();
   int step = 0;
-  size_t sent_before_step = 0;  // what the successor needs to have received before `step`
+  size_t sent_before_step = 0;  // the successor must have received this much before `step`
   for (size_t taken = 1; to_take.Next(&place); ++taken) {
     if (place.step != step) {
-      // Bounds what is under way, as in ring_allreduce.cc.
+      // Bounds the bytes in flight, as in ring_allreduce.cc.
       HORORING_RETURN_IF_ERROR(sends.WaitFirst(sent_before_step));
       sent_before_step = sends.added();
       step = place.step;
@@ -94,7 +94,7 @@ Status AllgatherV(Transport& transport, const void* input,
     return Status(Code::kInternal, "allgather: sizes for " + std::to_string(bytes_per_rank.size()) +
                                        " ranks in a job of " + std::to_string(size));
   }
-  const std::vector<Span> chunks = BackToBack(bytes_per_rank);
+  const std::vector<Span> chunks = ContiguousSpans(bytes_per_rank);
   if (LargestSize(chunks) == 0) return Status::Ok();
   std::byte* data = static_cast<std::byte*>(result);
   if (chunks[rank].size > 0 && data + chunks[rank].begin != input) {

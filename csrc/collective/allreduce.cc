@@ -1,16 +1,16 @@
-// The choice among the allreduce algorithms: a pure function of (world size, layout, reproducible),
-// which are equal on all ranks.
+// Chooses an allreduce algorithm: a pure function of (world size, layout, reproducible), which are
+// equal on all ranks.
 //
-// The limit of recursive doubling: with alpha seconds per message and beta seconds per byte it
+// The limit of recursive doubling: with alpha seconds per message and beta seconds per byte, it
 // takes log2(N) (alpha + S beta), the others 2(N-1) (alpha + S/N beta). The times are equal at
 //
 //   S = alpha / beta * (2(N-1) - log2 N) / (log2 N - 2(N-1)/N)
 //
-// which is 8 alpha / beta for 4 ranks, 9 for 8, and grows from there (for 2 ranks only the
-// arithmetic speaks for the others: they combine half as much). alpha / beta is 8 to 25 KB for MPI
-// over shared memory and more over networks, so 64 KiB of partial results is on the safe side
-// everywhere. Several hosts measure alpha and beta at start (collective/algorithm.h), and the
-// caller says what came out.
+// which is 8 alpha / beta for 4 ranks, 9 for 8, and grows from there. (For 2 ranks, only the
+// arithmetic favours the others: they combine half as much.) alpha / beta is 8 to 25 KB for MPI
+// over shared memory, and more over networks, so 64 KiB of partial results is safe everywhere.
+// Several hosts measure alpha and beta at the start (collective/algorithm.h), and the caller passes
+// the result.
 
 #include "collective/allreduce.h"
 
@@ -24,7 +24,7 @@ constexpr size_t kRecursiveDoublingBytes = 64 << 10;
 Status Allreduce(Transport& transport, const ReduceBuffer& buffer, const FlatOptions& options,
                  Scratch& scratch, TimeNs deadline, AlgorithmUsed* used) {
   const GatherOptions& gather = options.gather;
-  // Recursive doubling's fixed tree is excluded, too: whether a tensor is in a small batch is not
+  // This excludes recursive doubling's fixed tree, too: whether a tensor is in a small batch is not
   // reproducible.
   if (options.reproducible) {
     *used = AlgorithmUsed::kRankOrder;
@@ -38,7 +38,7 @@ Status Allreduce(Transport& transport, const ReduceBuffer& buffer, const FlatOpt
     *used = AlgorithmUsed::kRecursiveDoubling;
     return RecursiveDoublingAllreduce(in_order, buffer, scratch, deadline);
   }
-  // All of it: with one message for all types, rank order costs the others little more than a ring.
+  // The whole buffer: rank order has one message for all types and costs little more than a ring.
   if (buffer.layout.volume().wide) {
     *used = AlgorithmUsed::kRankOrder;
     return RankOrderAllreduce(transport, buffer, scratch, deadline, gather);

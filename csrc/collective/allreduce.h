@@ -1,7 +1,7 @@
-// Collectives with arithmetic over a Transport: allreduce and reduce-scatter. Stateless: scratch
-// memory is handed in, and nothing is remembered between calls. All ranks call with equal
-// arguments except `scratch` and the addresses of their data; an allreduce ends with identical
-// bits on all ranks.
+// Collectives with arithmetic over a Transport: allreduce and reduce-scatter. Stateless: the caller
+// provides scratch memory, and nothing is remembered between calls. All ranks pass equal arguments,
+// except for `scratch` and the addresses of their data. An allreduce gives identical bits on all
+// ranks.
 //
 //   algorithm               messages          bytes sent per rank   rounding, order
 //   RingAllreduce           2(N-1)            2(N-1)/N * S          ring order, differs per chunk
@@ -29,8 +29,8 @@
 
 namespace hororing {
 
-// Memory that a backend keeps between calls. It grows when a larger block is reserved, and is not
-// returned before the engine stops (page faults of fresh temporaries cost MPI half of its time).
+// Memory that a backend keeps between calls. It grows as needed and is freed when the engine stops
+// (page faults of fresh temporaries cost MPI half of its time).
 class Scratch {
  public:
   Scratch() = default;
@@ -38,8 +38,8 @@ class Scratch {
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
 
-  // At least `bytes`, 64-byte aligned, contents undefined; null if there is no memory. Earlier
-  // pointers become invalid when it grows.
+  // Returns at least `bytes`, 64-byte aligned, with undefined contents; null if memory is short.
+  // Growing invalidates earlier pointers.
   void* Reserve(size_t bytes);
   size_t bytes() const { return bytes_; }
 
@@ -69,22 +69,22 @@ Status RecursiveDoublingAllreduce(Transport& transport, const ReduceBuffer& buff
                                   Scratch& scratch, TimeNs deadline);
 
 struct FlatOptions {
-  // Requires the same bits in every run, whatever is fused: rank order everywhere.
+  // Requires the same bits in every run, whatever a tensor is fused with: rank order everywhere.
   bool reproducible = false;
-  // kRing or kRecursiveDoubling; kAuto: from the layout and the world size alone.
+  // kRing or kRecursiveDoubling; kAuto: chosen from the layout and the world size alone.
   Algorithm algorithm = Algorithm::kAuto;
-  // For the order of the ranks; and for messages and gathering of those in rank order.
+  // For rank order; also for the messages and the all-gather of algorithms in rank order.
   GatherOptions gather;
-  // The size of messages of kRing; 0: that of `gather`. It changes no bits.
+  // The message size of kRing; 0: that of `gather`. It does not change the bits.
   size_t segment_bytes = 0;
 };
-// Chooses among them, and sets `used`.
+// Chooses one of the algorithms above, and sets `used`.
 Status Allreduce(Transport& transport, const ReduceBuffer& buffer, const FlatOptions& options,
                  Scratch& scratch, TimeNs deadline, AlgorithmUsed* used);
 
-// The operands of a reduce-scatter: `input`, and how many units of its layout every rank's part
-// has, in rank order. This rank's part of the result goes to `result`, which either does not
-// overlap `input` or is this rank's part of it.
+// The operands of a reduce-scatter: `input`, and the number of layout units in every rank's part,
+// in rank order. This rank's part of the result goes to `result`, which either does not overlap
+// `input` or is this rank's part of it.
 struct ScatterBuffer {
   ScatterBuffer() = default;
   ScatterBuffer(const void* from, std::vector<size_t> elements, void* to, const ReduceSpec& spec)
@@ -105,9 +105,9 @@ Status RankOrderReduceScatter(Transport& transport, const ScatterBuffer& buffer,
 
 // kInvalidArgument with a reason if an Adasum of `spec` among `size` ranks is not defined.
 Status CheckAdasum(const ReduceSpec& spec, int size);
-// Adaptive summation of several tensors, each with its own coefficients. tensors[t] elements belong
-// to tensor t. They are at `data` chunk by chunk: Chunk(tensors[t], N, 0) of every t, then
-// Chunk(tensors[t], N, 1) of every t, and so on. The same bits whatever a tensor is fused with.
+// Adaptive summation of several tensors, each with its own coefficients. Tensor t has tensors[t]
+// elements. `data` holds Chunk(tensors[t], N, 0) of every t, then Chunk(tensors[t], N, 1) of every
+// t, and so on. The bits do not depend on what a tensor is fused with.
 Status AdasumAllreduce(Transport& transport, const ReduceSpec& spec, void* data,
                        const std::vector<size_t>& tensors, Scratch& scratch, TimeNs deadline);
 

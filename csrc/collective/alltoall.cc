@@ -1,5 +1,5 @@
-// All-to-all by pairwise exchange: in step i = 1 .. N-1 rank r sends to r + i and receives from
-// r - i (modulo N), so that at each step every rank sends to a different one.
+// All-to-all by pairwise exchange: in step i = 1 .. N-1 rank r sends to r + i and receives from r -
+// i (modulo N), so at each step every rank sends to a different one.
 //
 //                rank 0          rank 1          rank 2
 //   input        a0 a1 a2        b0 b1 b2        c0 c1 c2        digit: the rank it is for
@@ -7,21 +7,20 @@
 //   step 1       a0 .  c0        a1 b1 .         .  b2 c2        from r - 1
 //   step 2       a0 b0 c0        a1 b1 c1        a2 b2 c2        from r - 2
 //
-// Parts may differ in size; empty ones take no message. Up to kAhead requests are under way, so
-// that a step with small parts does not wait for one with large ones.
+// Parts may differ in size; empty ones need no message. Up to kAhead requests are in flight, so a
+// step with small parts does not wait for one with large parts.
 //
-// Between hosts parts go in segments: round k = 0, 1, ... has the steps above with segment k of
-// every part, and RoundsUnderWay rounds are under way. Then all flows of a wire have one pace, and
-// none fills the queue before it; whole parts at once share wires unevenly, and the last ones have
-// theirs for themselves.
+// Between hosts, parts are cut into segments: round k = 0, 1, ... has the steps above with segment
+// k of every part, and RoundsUnderWay rounds are in flight. Then all flows on a wire have the same
+// pace, and none fills the queue. If whole parts were sent at once, they would share wires
+// unevenly, and the last ones would have a wire to themselves.
 //
-// Cost per rank: N-1 messages, or their segments, of which several overlap; every byte that is not
-// its own is sent once and received once, the least possible.
+// Cost per rank: N-1 messages, or their segments, of which several overlap. All bytes but this
+// rank's own part are sent once and received once, which is the minimum.
 //
-// No deadlock: a rank waits for the transfers of a step only when it has posted both of its own,
-// and for all before them first. Of all ranks that wait, consider one whose step (in the order of
-// rounds) is lowest: the peer that it waits for is at that step or a later one, so it has posted
-// its half.
+// No deadlock: a rank waits for the transfers of a step only after posting both of its own, and
+// only after waiting for all earlier steps. Of all waiting ranks, consider one whose step (in the
+// order of rounds) is lowest: its peer is at that step or a later one, so it has posted its half.
 //
 // Source: the long-message all-to-all of R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of
 // collective communication operations in MPICH", Int. J. High Perform. Comput. Appl. 19 (2005)
@@ -38,9 +37,9 @@
 namespace hororing {
 namespace {
 
-constexpr size_t kAhead = 8, kMostAhead = 64;  // requests
+constexpr size_t kAhead = 8, kMaxAhead = 64;  // requests
 
-// The next segment of `part` when `done` bytes of it are posted.
+// The next segment of `part` after `done` posted bytes.
 Span Segment(const Span& part, size_t done, size_t segment) {
   const size_t begin = std::min(part.size, done);
   return {part.begin + begin, std::min(segment, part.size - begin)};
@@ -56,7 +55,7 @@ Status ExchangeParts(Transport& transport, const std::byte* from, const std::vec
   const size_t segment = segment_bytes == 0 ? longest : segment_bytes;
   size_t ahead = kAhead;
   if (segment_bytes != 0) {
-    ahead = std::clamp(2 * (size - 1) * RoundsUnderWay(size - 1), kAhead, kMostAhead);
+    ahead = std::clamp(2 * (size - 1) * RoundsUnderWay(size - 1), kAhead, kMaxAhead);
   }
   Inflight inflight(transport, deadline);
   for (size_t done = 0; done < longest; done += segment) {
@@ -93,7 +92,8 @@ Status AlltoallV(Transport& transport, const void* input, const std::vector<size
   }
   const std::byte* from = static_cast<const std::byte*>(input);
   std::byte* to = static_cast<std::byte*>(result);
-  const std::vector<Span> sends = BackToBack(send_bytes), receives = BackToBack(receive_bytes);
+  const std::vector<Span> sends = ContiguousSpans(send_bytes),
+                          receives = ContiguousSpans(receive_bytes);
   if (sends[rank].size > 0) {
     CopyBytes(to + receives[rank].begin, from + sends[rank].begin, sends[rank].size);
   }

@@ -1,6 +1,6 @@
 // Dissemination barrier: in round k rank r sends to r + 2^k and receives from r - 2^k (modulo N).
-// After ceil(log2 N) rounds it knows, directly or not, that every rank has come. Messages have one
-// byte: over a byte stream, an empty message is complete before the peer has sent it.
+// After ceil(log2 N) rounds it knows, directly or not, that every rank has arrived. Messages have
+// one byte, because over a byte stream an empty message completes before the peer has sent it.
 //
 // Source: D. Hensgen, R. Finkel, U. Manber, "Two algorithms for barrier synchronization", Int.
 // J. Parallel Program. 17 (1988) 1-17, doi:10.1007/BF01379320.

@@ -6,16 +6,16 @@
 //   place 0 -> 2   4 -> 6
 //   place 0 -> 1   2 -> 3   4 -> 5   6 -> 7
 //
-// Tree: place p > 0 receives from p without its lowest set bit; with b the value of that bit
-// (for the root: the least power of two that is at least N), it then sends to p + b/2, p + b/4,
-// ..., p + 1, where those are below N. All have it after ceil(log2 N) messages of S bytes.
+// Tree: place p > 0 receives from p without its lowest set bit. With b the value of that bit (for
+// the root: the smallest power of two that is at least N), it then sends to p + b/2, p + b/4, ...,
+// p + 1, if those are below N. All have the data after ceil(log2 N) messages of S bytes.
 //
-// Chain: place p receives every segment from p - 1 and passes it on to p + 1 as it comes. The
-// last place has it after N - 2 + K messages of S / K bytes, for K segments.
+// Chain: place p receives every segment from p - 1 and forwards it to p + 1. The last place has all
+// data after N - 2 + K messages of S / K bytes, for K segments.
 //
-// The chain is chosen when it takes less time by that count (latency is hidden at these sizes):
-// N - 2 + K < ceil(log2 N) * K; and for two ranks, where both are the same, so that the message
-// stays bounded.
+// The chain is chosen if it takes less time by that count (latency is hidden at these sizes): N - 2
+// + K < ceil(log2 N) * K. It is also chosen for two ranks, where both take the same time, to bound
+// the message size.
 //
 // Source: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective communication
 // operations in MPICH", doi:10.1177/1094342005051521 (tree); J. Pjesivac-Grbovic et
@@ -32,7 +32,7 @@
 namespace hororing {
 namespace {
 
-// Receives posted ahead in the chain.
+// Receives posted in advance in the chain.
 constexpr size_t kAhead = 16;
 
 Status Tree(Transport& transport, int root, void* data, size_t bytes, TimeNs deadline) {

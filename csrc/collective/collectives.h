@@ -1,6 +1,5 @@
-// The collectives that move data without arithmetic, over a Transport. Stateless; all ranks
-// call with the sizes and roots that fit those of the others. `segment_bytes`: of a message, the
-// same on all ranks; 0: built in.
+// Collectives that move data without arithmetic, over a Transport. Stateless. All ranks pass
+// matching sizes and roots. `segment_bytes`: the message size, the same on all ranks; 0: built in.
 #pragma once
 
 #include <cstddef>
@@ -23,10 +22,10 @@ Status Broadcast(Transport& transport, int root, void* data, size_t bytes, TimeN
 
 // Options of an all-gather; the same on all ranks.
 struct GatherOptions {
-  // The same ranks in the order of the ring; null: rank order.
+  // The same ranks in ring order; null: rank order.
   Subgroup* ring = nullptr;
   size_t segment_bytes = 0;
-  // Sends from every rank to every other one instead of around a ring: if each host has one rank.
+  // Every rank sends to every other one, instead of around a ring: for hosts with one rank each.
   bool straight = false;
 };
 
@@ -36,8 +35,8 @@ Status AllgatherV(Transport& transport, const void* input,
                   const std::vector<size_t>& bytes_per_rank, void* result, TimeNs deadline,
                   const GatherOptions& options = {});
 
-// Rank r sends send_bytes[q] to rank q and receives receive_bytes[q] from it, in both memories
-// back to back in rank order. REQUIRES: send_bytes[q] of rank r is receive_bytes[r] of rank q;
+// Rank r sends send_bytes[q] to rank q and receives receive_bytes[q] from it; both buffers are
+// contiguous and in rank order. REQUIRES: send_bytes[q] of rank r is receive_bytes[r] of rank q;
 // `input` and `result` do not overlap.
 Status AlltoallV(Transport& transport, const void* input, const std::vector<size_t>& send_bytes,
                  void* result, const std::vector<size_t>& receive_bytes, TimeNs deadline,

@@ -1,12 +1,12 @@
-// Layout: what a buffer holds that an allreduce sums. A buffer is a list of runs: neighbouring
-// elements of one type that are reduced alike.
+// Layout: the types and operations in a buffer that an allreduce sums. A buffer is a list of runs:
+// neighbouring elements of one type that are reduced alike.
 //
 //   run 0: float32, Average         | run 1: bfloat16, Average  | run 2: int64, Sum
 //   begins at byte 0                | begins at a cache line    | begins at a cache line
 //
 // The algorithms cut buffers into parts and messages by bytes and know nothing of types. A message
-// may hold parts of several runs. Partial results (base/reduce.h) of the runs lie one after the
-// other, in the order of the buffer.
+// may hold parts of several runs. The partial results (base/reduce.h) of the runs are contiguous,
+// in the order of the buffer.
 //
 // Thread-safety: as a container of the standard library.
 #pragma once
@@ -26,21 +26,21 @@ class Layout {
   Layout() = default;
   Layout(const ReduceSpec& spec, size_t elements) { Add(spec, elements * ElementSize(spec.dtype)); }
 
-  // Appends `bytes`, padding included, to the last run or as a run of their own. REQUIRES: all that
-  // is before a new run has whole cache lines, and so has a new run unless it is the first.
+  // Appends `bytes`, padding included, to the last run or as a new run. REQUIRES: everything before
+  // a new run consists of whole cache lines, and so does a new run unless it is the first.
   void Add(const ReduceSpec& spec, size_t bytes);
 
   size_t bytes() const { return volume_.bytes; }
   const Volume& volume() const { return volume_; }
-  // How many times as many bytes an element has as a partial result, at most.
+  // The largest ratio of an element's size as a partial result to its own size.
   size_t widening() const;
-  // Bytes of the partial results of the first `bytes`.
+  // Bytes of the partial results of the first `bytes` bytes.
   size_t PartialBytes(size_t bytes) const;
   size_t PartialBytes(const Span& span) const {
     return PartialBytes(span.begin + span.size) - PartialBytes(span.begin);
   }
 
-  // The bytes between two places where the buffer may be cut: an element or, of several runs, a
+  // The buffer may be cut at multiples of this many bytes: an element or, with several runs, a
   // cache line.
   size_t unit() const;
   // Part `index` of `count` of a span. Sizes differ by at most one unit.
@@ -72,11 +72,11 @@ class Layout {
   Volume volume_;
 };
 
-// An allreduce of one rank: only the factors are applied. In place, or not.
+// An allreduce of one rank: only applies the factors. May be in place.
 void ReduceAlone(const Layout& layout, std::byte* result, const std::byte* source);
 
-// base/reduce.h's steps for the runs in `span`. All pointers are to the begin of the span, or of
-// its partial results.
+// The steps of base/reduce.h for the runs in `span`. All pointers are to the beginning of the span,
+// or of its partial results.
 void StartPartial(const Layout& layout, const Span& span, std::byte* partial,
                   const std::byte* source);
 void CombinePartials(const Layout& layout, const Span& span, std::byte* accumulator,

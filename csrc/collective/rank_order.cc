@@ -1,4 +1,4 @@
-// Allreduce whose every element is combined in rank order: the same bits whatever the element is
+// An allreduce that combines every element in rank order: the same bits whatever the element is
 // fused with, and one rounding for 16-bit floats.
 //
 // Reduce-scatter in place (reduce_scatter.cc), then all-gather around a ring (allgather.cc):

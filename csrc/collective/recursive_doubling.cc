@@ -1,23 +1,23 @@
-// Allreduce by recursive doubling: in round k every rank exchanges all it has so far with the
-// rank whose number differs in bit k, so that log2(N) rounds do. The quickest for small buffers.
+// Allreduce by recursive doubling: in round k every rank exchanges its result so far with the rank
+// whose number differs in bit k. log2(N) rounds suffice. The fastest one for small buffers.
 //
 //   N = 4      rank 0    rank 1    rank 2    rank 3
 //   round 0    01        01        23        23         partner = rank XOR 1
 //   round 1    0123      0123      0123      0123       partner = rank XOR 2
 //
-// Any N: let P be the greatest power of two that is at most N, and E = N - P. The first 2E ranks
-// form pairs (2i, 2i+1); the odd one hands its data to the even one, waits, and gets the result.
-// The even one of pair i plays number i in the rounds, rank r >= 2E plays r - E:
+// Any N: let P be the largest power of two that is at most N, and E = N - P. The first 2E ranks
+// form pairs (2i, 2i+1); the odd rank hands its data to the even one, waits, and receives the
+// result. In the rounds, the even rank of pair i has number i, and rank r >= 2E has number r - E:
 //
 //   number(r) = r / 2     for r < 2E, even       rank(i) = 2i       for i < E
 //             = r - E     for r >= 2E                    = i + E    for i >= E
 //
-// A number stands for neighbouring ranks, and the side with the lower numbers is always the
-// first operand: the result is one fixed tree over the ranks in their order, the same on all
-// ranks, bit by bit. 16-bit floats and integer averages travel as wide partial results
-// (base/reduce.h) and are rounded once, at the end.
+// A number stands for neighbouring ranks, and the side with the lower numbers is always the first
+// operand. So the result is one fixed tree over the ranks in order, bitwise the same on all ranks.
+// 16-bit floats and integer averages are sent as wide partial results (base/reduce.h) and rounded
+// once, at the end.
 //
-// Cost per rank: log2(P) messages (+ 2 if N is no power of two), S log2(P) bytes sent and
+// Cost per rank: log2(P) messages (+ 2 if N is not a power of two), S log2(P) bytes sent and
 // combined, where S counts partial results.
 //
 // Source: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective communication
@@ -70,7 +70,7 @@ Status RecursiveDoublingAllreduce(Transport& transport, const ReduceBuffer& buff
   StartPartial(layout, all, sum, buffer.data);
   if (paired && rank % 2 == 1) {
     HORORING_RETURN_IF_ERROR(SendTo(transport, rank - 1, sum, bytes, deadline));
-    // The finished result: the even rank has rounded it.
+    // The even rank has already rounded the result.
     return ReceiveFrom(transport, rank - 1, buffer.data, all.size, deadline);
   }
   if (paired) {

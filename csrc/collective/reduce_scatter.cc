@@ -1,6 +1,6 @@
-// Reduce-scatter whose every element is combined in rank order, in one go, with a wide
-// accumulator: the same bits whatever the element is fused with, and one rounding for 16-bit
-// floats. By pairwise exchange: part c of every rank's data goes straight to rank c.
+// A reduce-scatter that combines every element in rank order, in one pass, with a wide accumulator:
+// the same bits whatever the element is fused with, and one rounding for 16-bit floats. A pairwise
+// exchange sends part c of every rank's data straight to rank c.
 //
 //                rank 0          rank 1          rank 2
 //   begin        a0 b0 c0        a1 b1 c1        a2 b2 c2
@@ -9,16 +9,16 @@
 //
 // In round k = 0, 1, ... rank r sends segment k of part r + i (modulo N) to rank r + i, and
 // receives segment k of part r from rank r - i, for i = 1 .. N-1: at each i every rank sends to a
-// different one. There are as many rounds as the largest part has segments; a part that is
-// shorter takes no message in the last ones. K rounds are under way: one is combined while the next
-// ones arrive; the scratch is K (N-1) segments, bounded by kScratchBytes. K is 2, and more for few
-// ranks where segments are as long as a message between hosts.
+// different one. There are as many rounds as the largest part has segments; shorter parts send
+// nothing in the last ones. K rounds are in flight: one is combined while the next ones arrive. The
+// scratch holds K (N-1) segments, bounded by kScratchBytes. K is 2, or more for few ranks if
+// segments are as long as a message between hosts.
 //
-// Cost per rank: N-1 messages at once, of S bytes all but its own part are sent, and N-1 times
-// its own part is received, N times combined: (N-1)/N * S and S where the parts are equal.
+// Cost per rank: N-1 messages at once. A rank sends S bytes minus its own part, receives its own
+// part N-1 times and combines it N times: (N-1)/N * S and S if the parts are equal.
 //
-// No deadlock: a wait of round k needs of the others only that they have posted round k, which
-// they do before they wait for it.
+// No deadlock: a wait of round k requires only that the other ranks have posted round k, which they
+// do before they wait for it.
 //
 // Source: the pairwise-exchange reduce-scatter of R. Thakur, R. Rabenseifner, W. Gropp,
 // "Optimization of collective communication operations in MPICH", Int. J. High Perform. Comput.
@@ -38,11 +38,11 @@ namespace {
 
 constexpr size_t kRounds = 2;  // under way, of segments of the built-in length
 constexpr size_t kScratchBytes = 8 << 20;
-constexpr size_t kLeastSegmentBytes = 4 << 10;
+constexpr size_t kMinSegmentBytes = 4 << 10;
 
 size_t RoundBytes(size_t part_bytes, int size, size_t depth, size_t wanted) {
   const size_t share = kScratchBytes / depth / static_cast<size_t>(size - 1);
-  return std::max(kLeastSegmentBytes, std::min(SegmentBytes(part_bytes, wanted), share / 64 * 64));
+  return std::max(kMinSegmentBytes, std::min(SegmentBytes(part_bytes, wanted), share / 64 * 64));
 }
 
 class Exchange {
@@ -139,7 +139,7 @@ Status RankOrderReduceScatter(Transport& transport, const ScatterBuffer& buffer,
                               TimeNs deadline, size_t segment_bytes) {
   const int size = transport.size();
   const size_t unit = buffer.layout.unit();
-  const std::vector<Span> parts = Scaled(BackToBack(buffer.parts), unit);
+  const std::vector<Span> parts = Scaled(ContiguousSpans(buffer.parts), unit);
   if (parts.size() != static_cast<size_t>(size)) {
     return Status(Code::kInternal, "reduce-scatter: parts for " + std::to_string(parts.size()) +
                                        " ranks in a job of " + std::to_string(size));

@@ -22,18 +22,18 @@
 //   s = 2   a'             b'             c'
 //   s = 3   c'             a'             b'
 //
-// Chunk r is completed on rank r, so that all ranks hold the bits of the one that finished it.
-// Rank r passes on in step s + 1 what it receives in step s, segment by segment, also from the
-// reduce-scatter to the all-gather: no rank waits for a whole chunk, and the wire is never idle.
+// Chunk r is completed on rank r, so all ranks hold the bits of the rank that finished it. In step
+// s + 1 rank r forwards what it received in step s, segment by segment, also between the
+// reduce-scatter and the all-gather: no rank waits for a whole chunk, and the wire is never idle.
 //
-// Cost per rank: 2(N-1) messages' latency, 2(N-1)/N * S bytes sent and as many received, the
-// least possible, and (N-1)/N * S bytes combined.
+// Cost per rank: the latency of 2(N-1) messages, 2(N-1)/N * S bytes sent and received, the minimum,
+// and (N-1)/N * S bytes combined.
 //
-// No deadlock: a wait in step s needs of a neighbour only what it does in steps before s, or in
-// step s before that wait.
+// No deadlock: a wait in step s requires only what a neighbour does in steps before s, or in step s
+// before its own wait.
 //
-// A receive of step s > N-2 is posted only when this rank's sends of that chunk, those of step
-// s - N + 1, have been waited for: in step s - N + 2 or later.
+// A receive of step s > N-2 is posted only after waiting for this rank's sends of that chunk, those
+// of step s - N + 1: in step s - N + 2 or later.
 //
 // Source: P. Patarasuk, X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
 // workstations", J. Parallel Distrib. Comput. 69 (2009) 117-124, doi:10.1016/j.jpdc.2008.09.002.

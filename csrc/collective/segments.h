@@ -1,8 +1,8 @@
 // How the collectives divide their data, and how they keep track of messages in flight.
 //
-//   chunk     one rank's part of the data; sizes differ by at most one element where the cuts are
-//             ours (Chunk), and are any where the caller says them (BackToBack)
-//   segment   what travels as one message: while one is combined, the next ones arrive
+//   chunk     one rank's part of the data. Chunk makes chunks whose sizes differ by at most one
+//             element; ContiguousSpans takes the sizes from the caller.
+//   segment   the part that one message carries: while one is combined, the next ones arrive
 //
 // Every rank computes the same division from the sizes alone. Empty chunks have no segments: no
 // rank sends or expects a message for them.
@@ -20,7 +20,7 @@
 
 namespace hororing {
 
-// In whatever unit the caller counts: elements or bytes.
+// In any unit: elements or bytes.
 struct Span {
   size_t begin = 0;
   size_t size = 0;
@@ -34,7 +34,7 @@ inline Span Chunk(size_t total, int count, int index) {
 }
 
 // Spans of the given sizes, one after the other.
-inline std::vector<Span> BackToBack(const std::vector<size_t>& sizes) {
+inline std::vector<Span> ContiguousSpans(const std::vector<size_t>& sizes) {
   std::vector<Span> spans;
   size_t total = 0;
   for (const size_t size : sizes) {
@@ -44,7 +44,7 @@ inline std::vector<Span> BackToBack(const std::vector<size_t>& sizes) {
   return spans;
 }
 
-// The same spans in a unit of which `factor` make one: elements as bytes.
+// The same spans in a unit that is `factor` times smaller, such as bytes instead of elements.
 inline std::vector<Span> Scaled(std::vector<Span> spans, size_t factor) {
   for (Span& span : spans) span = {span.begin * factor, span.size * factor};
   return spans;
@@ -56,23 +56,23 @@ inline size_t LargestSize(const std::vector<Span>& spans) {
   return largest;
 }
 
-// Bytes of a segment for chunks of at most `chunk_bytes`. A segment goes on when it has arrived, so
-// that a step of a ring loses the time of one of kCuts segments, not of a chunk; below 32 KiB, a
+// Bytes of a segment for chunks of at most `chunk_bytes`. A rank forwards a segment as soon as it
+// has arrived, so a step of a ring delays by one of kCuts segments, not by a chunk. Below 32 KiB, a
 // message costs more than it hides. 256 KiB stay in the second-level cache between arrival and
-// combination; a chunk of more than 32 MiB gets larger ones, so that it has at most 128 of them up
-// to 256 MiB. `wanted` bytes where that is not 0.
+// combination. A chunk of more than 32 MiB gets larger segments, so that up to 256 MiB it has at
+// most 128 of them. `wanted`, if not 0, overrides all this.
 inline size_t SegmentBytes(size_t chunk_bytes, size_t wanted = 0) {
   if (wanted != 0) return wanted;
-  constexpr size_t kLeast = 32 << 10, kUsual = 256 << 10, kMost = 2 << 20;
+  constexpr size_t kMin = 32 << 10, kDefault = 256 << 10, kMax = 2 << 20;
   constexpr size_t kCuts = 8, kMessages = 128;
-  if (chunk_bytes < kCuts * kUsual) {
-    return std::max(kLeast, chunk_bytes / kCuts / kLeast * kLeast);
+  if (chunk_bytes < kCuts * kDefault) {
+    return std::max(kMin, chunk_bytes / kCuts / kMin * kMin);
   }
-  return std::clamp(chunk_bytes / kMessages / kUsual * kUsual, kUsual, kMost);
+  return std::clamp(chunk_bytes / kMessages / kDefault * kDefault, kDefault, kMax);
 }
 
-// Visits the segments of `steps` chunks, going down from chunk `first` (modulo their number):
-// the order in which a ring sends them, and its successor receives them.
+// Visits the segments of `steps` chunks, downwards from chunk `first` (modulo their number). A ring
+// sends them in this order, and the successor receives them in the same order.
 class RingSchedule {
  public:
   struct Place {
@@ -84,7 +84,7 @@ class RingSchedule {
   RingSchedule(const std::vector<Span>& chunks, size_t segment, int first, int steps)
       : chunks_(chunks), segment_(segment), first_(first), steps_(steps) {}
 
-  // False, and *place unchanged, at the end.
+  // Returns false at the end, and leaves *place unchanged.
   bool Next(Place* place) {
     const int count = static_cast<int>(chunks_.size());
     for (; step_ < steps_; ++step_, done_ = 0) {
@@ -108,11 +108,11 @@ class RingSchedule {
   size_t done_ = 0;  // of the chunk of step_
 };
 
-// Requests that are waited for in the order of their posting, each exactly once: those left over
-// when a function returns early, by the destructor.
+// Waits for requests in the order in which they were posted, each exactly once. The destructor
+// waits for those that are left when a function returns early.
 class Inflight {
  public:
-  // What the caller wants to know of a request later.
+  // What the caller needs to know of a request later.
   struct Transfer {
     Transport::Request request;
     int rank = -1;  // of the peer
@@ -140,7 +140,7 @@ class Inflight {
     transfers_.pop_front();
     return transport_.Wait(oldest, deadline_);
   }
-  // Of everything that was ever added, the first `count`. Goes on after an error, which it
+  // Waits for the first `count` of all transfers ever added. Continues after an error, which it
   // returns.
   Status WaitFirst(size_t count) {
     Status first;
@@ -152,14 +152,14 @@ class Inflight {
   }
   Status WaitAll() { return WaitFirst(added_); }
 
-  // These never block. Removes the oldest transfer if it is done, and sets *taken.
+  // Never blocks. Removes the oldest transfer if it is done, and sets *taken.
   Status TakeOldest(Transfer* transfer, bool* taken) {
     *taken = !empty() && transport_.Done(oldest().request);
     if (!*taken) return Status::Ok();
     *transfer = oldest();
     return WaitOldest();
   }
-  // Removes transfers that are done, up to the first that is not. Sets *moved if there was one.
+  // The same for all transfers up to the first that is not done. Sets *moved if it removed any.
   Status TakeDone(bool* moved) {
     while (!empty() && transport_.Done(oldest().request)) {
       *moved = true;
@@ -179,22 +179,22 @@ class Inflight {
   size_t added_ = 0;
 };
 
-// How many segments rank r exchanges with each of `others` at a time, where every rank sends to
-// every other one: few, because what waits before a wire delays all that comes behind it, also the
-// words of TCP's receivers; but so many that a wire between two ranks is not left idle either.
+// The number of segments in flight between rank r and each of `others`, if every rank sends to
+// every other one. Few, because data queued before a wire delays everything behind it, including
+// TCP's acknowledgements; but enough to keep the wire between two ranks busy.
 inline size_t RoundsUnderWay(size_t others) {
-  constexpr size_t kLeast = 2, kSegments = 8;
-  return std::max(kLeast, kSegments / std::max<size_t>(others, 1));
+  constexpr size_t kMin = 2, kSegments = 8;
+  return std::max(kMin, kSegments / std::max<size_t>(others, 1));
 }
 
-// The second half of several algorithms: chunk r of `data` is complete on rank r, and will be on
+// The second half of several algorithms: chunk r of `data` is complete on rank r, and is copied to
 // all ranks. Spans are in bytes; see allgather.cc. REQUIRES: no other transfer touches `data`.
 Status GatherChunks(Transport& transport, std::byte* data, const std::vector<Span>& chunks,
                     const GatherOptions& options, TimeNs deadline);
 
-// By pairwise exchange: sends[q] of `from` goes to rank q, receives[q] of `to` comes from it; what
-// is this rank's own stays where it is. Spans are in bytes; see alltoall.cc. `segment_bytes`: of a
-// message; 0: parts go whole.
+// Pairwise exchange: sends[q] of `from` goes to rank q, receives[q] of `to` comes from it. This
+// rank's own part is not copied. Spans are in bytes; see alltoall.cc. `segment_bytes`: the message
+// size; 0: parts are not cut.
 Status ExchangeParts(Transport& transport, const std::byte* from, const std::vector<Span>& sends,
                      std::byte* to, const std::vector<Span>& receives, TimeNs deadline,
                      size_t segment_bytes);

@@ -31,10 +31,10 @@ SliceExchange::SliceExchange(Transport& wire, Plan plan, TimeNs deadline)
     : wire_(wire),
       plan_(std::move(plan)),
       deadline_(deadline),
-      lead_(plan_.depth / 2),
-      partial_room_(RoundUp(plan_.most_bytes * layout().widening(), kAlign)),
+      max_ahead_(plan_.depth / 2),
+      partial_room_(RoundUp(plan_.max_bytes * layout().widening(), kAlign)),
       arrival_room_(plan_.whole ? partial_room_
-                                : RoundUp(layout().Part({0, plan_.most_bytes}, hosts(), 0).size *
+                                : RoundUp(layout().Part({0, plan_.max_bytes}, hosts(), 0).size *
                                               layout().widening(),
                                           kAlign)) {}
 
@@ -51,7 +51,8 @@ Status SliceExchange::Reserve(Scratch& scratch) {
 }
 
 bool SliceExchange::CanBegin() const {
-  return begun_ < plan_.slices && begun_ <= turned_ + lead_ && begun_ < completed_ + plan_.depth;
+  return begun_ < plan_.slices && begun_ <= returned_ + max_ahead_ &&
+         begun_ < completed_ + plan_.depth;
 }
 
 void SliceExchange::Send(Slice& slice, int host, const std::byte* data, size_t bytes) {
@@ -69,7 +70,7 @@ void SliceExchange::Begin(const Span& span, std::byte* result) {
   slice.result = result;
   ++begun_;
   const size_t arriving = layout().PartialBytes(PartOf(slice, plan_.host));
-  // At each distance everybody sends to somebody else.
+  // At each distance every host sends to another one.
   for (int i = 1; i < hosts() && arriving > 0; ++i) {
     const int from = (plan_.host + hosts() - i) % hosts();
     const size_t index = static_cast<size_t>(from < plan_.host ? from : from - 1);
@@ -83,7 +84,7 @@ void SliceExchange::Begin(const Span& span, std::byte* result) {
   }
 }
 
-// Into memory of an arrival: the own sums may still be on their way.
+// Combined in an arrival's memory, because this rank's own sums may still be in transit.
 void SliceExchange::Combine(Slice& slice) {
   const Span own = PartOf(slice, plan_.host);
   if (own.size == 0) return;
@@ -119,16 +120,16 @@ void SliceExchange::SendBack(Slice& slice) {
 }
 
 Status SliceExchange::Step(bool* moved) {
-  while (turned_ < begun_ && (begun_ > turned_ + lead_ || begun_ == plan_.slices)) {
-    Slice& slice = under_way_[static_cast<size_t>(turned_ - completed_)];
+  while (returned_ < begun_ && (begun_ > returned_ + max_ahead_ || begun_ == plan_.slices)) {
+    Slice& slice = under_way_[static_cast<size_t>(returned_ - completed_)];
     HORORING_RETURN_IF_ERROR(slice.there.TakeDone(moved));
     if (!slice.there.empty()) break;
     Combine(slice);
     SendBack(slice);
-    ++turned_;
+    ++returned_;
     *moved = true;
   }
-  while (completed_ < turned_) {
+  while (completed_ < returned_) {
     Slice& slice = under_way_.front();
     HORORING_RETURN_IF_ERROR(slice.back.TakeDone(moved));
     if (slice.back.empty()) HORORING_RETURN_IF_ERROR(slice.sends.TakeDone(moved));

@@ -1,9 +1,9 @@
-// SliceExchange: allreduces of slices among one rank of every host, several in flight at a time.
-// This is the part of an allreduce over several hosts that uses the wire. It never blocks.
+// SliceExchange: allreduces of slices among one rank of every host, with several in flight. It is
+// the part of an allreduce over several hosts that uses the wire, and never blocks.
 //
 // A rank contributes the sum of its host, as partial results (base/reduce.h). The result is
-// finished: divided, scaled and rounded once. Hosts are summed in their order, so the bits depend
-// neither on the division nor on time.
+// finished: divided, scaled and rounded once. Hosts are summed in order, so the bits depend neither
+// on how the data is cut nor on timing.
 //
 //                   host 0           host 1           host 2         chunks a b c of one slice
 //   begin           a0 b0 c0         a1 b1 c1         a2 b2 c2       sums of each host
@@ -11,13 +11,13 @@
 //   combine         a                b                c              in the order of the hosts
 //   and back        a  b  c          a  b  c          a  b  c        to all others
 //
-// Each host sends (H-1)/H of the slice as partial results and as much as finished elements, like a
-// ring (the minimum), but with 2 latencies instead of 2(H-1). If a slice is so small that a latency
-// costs more than its bytes, hosts send it whole to every other host, and nothing is returned.
+// Each host sends (H-1)/H of the slice as partial results and the same part as finished elements,
+// like a ring (the minimum), but with 2 latencies instead of 2(H-1). If a latency costs more than a
+// slice's bytes, hosts send the whole slice to every other host, and nothing is returned.
 //
-// Messages of two ranks match in the order in which they are posted, so that order must be the same
-// everywhere: slice t + lead is sent before slice t is returned, and before slice t + lead + 1 is
-// sent.
+// Messages between two ranks match in the order in which they are posted, so that order must be the
+// same everywhere: slice t + lead is sent before slice t is returned and before slice t + lead + 1
+// is sent.
 #pragma once
 
 #include <cstddef>
@@ -35,7 +35,7 @@
 namespace hororing {
 
 // The sum of a host, in the order of its sources: partials[i] = from[0][i] op from[1][i] ..., with
-// prescale. `widened` has room for n partial results. `ranks` as for ReduceMany.
+// prescale. `widened` has room for n partial results. `ranks` is as for ReduceMany.
 void SumPartials(const ReduceSpec& spec, std::byte* partials, const std::vector<const void*>& from,
                  size_t n, std::byte* widened, const int* ranks = nullptr);
 
@@ -46,31 +46,31 @@ class SliceExchange {
     int host = 0;                    // of this rank
     const Layout* layout = nullptr;  // of the buffer that the slices are parts of; borrowed
     int divisor = 1;                 // ranks of the job
-    bool whole = false;              // there whole, and not back
-    uint64_t slices = 0;             // that will begin
-    size_t most_bytes = 0;           // of a slice
-    uint64_t depth = 2;              // slices under way at most, at least 2
+    bool whole = false;              // send whole slices, and return nothing
+    uint64_t slices = 0;             // number of slices
+    size_t max_bytes = 0;            // size of the largest slice
+    uint64_t depth = 2;              // most slices under way, at least 2
   };
 
   SliceExchange(Transport& wire, Plan plan, TimeNs deadline);
-  // The destructor waits for what is still under way.
+  // The destructor waits for all transfers under way.
   SliceExchange(const SliceExchange&) = delete;
   SliceExchange& operator=(const SliceExchange&) = delete;
 
-  // First of all. kInternal where memory is short.
+  // Call it first. Returns kInternal if memory is short.
   Status Reserve(Scratch& scratch);
   bool CanBegin() const;
-  // REQUIRES: CanBegin(). Where the host's sum of the next slice goes, as partial results.
+  // REQUIRES: CanBegin(). The place for the host's sum of the next slice, as partial results.
   std::byte* Partial() { return partials_ + begun_ % plan_.depth * partial_room_; }
-  // The next slice, a span of the layout, which lies in Partial(); `result` is written until it is
-  // complete.
+  // Starts the next slice, a span of the layout whose sum is in Partial(). `result` is written
+  // until the slice is complete.
   void Begin(const Span& span, std::byte* result);
-  // Progresses as far as possible. Sets *moved if it did.
+  // Makes progress without blocking. Sets *moved if anything moved.
   Status Step(bool* moved);
-  // Slices that are complete: the first ones.
+  // The number of complete slices; they complete in order.
   uint64_t completed() const { return completed_; }
   bool idle() const { return begun_ == completed_; }
-  // A rank that it waits for; -1: none.
+  // A rank that this one waits for; -1: none.
   int Lagging() const;
 
  private:
@@ -87,7 +87,7 @@ class SliceExchange {
 
   int hosts() const { return static_cast<int>(plan_.ranks.size()); }
   const Layout& layout() const { return *plan_.layout; }
-  // What a host sums of a slice, and where that lies in the slice's partial results.
+  // The part of a slice that a host sums, and its place in the slice's partial results.
   Span PartOf(const Slice& slice, int host) const {
     return plan_.whole ? slice.span : layout().Part(slice.span, hosts(), host);
   }
@@ -101,14 +101,14 @@ class SliceExchange {
   Transport& wire_;
   const Plan plan_;
   const TimeNs deadline_;
-  const uint64_t lead_;
+  const uint64_t max_ahead_;
   const size_t partial_room_;  // bytes of the longest slice
-  const size_t arrival_room_;  // bytes of what comes from one host
+  const size_t arrival_room_;  // bytes that one host sends
   std::byte* partials_ = nullptr;
   std::byte* arrivals_ = nullptr;
   std::deque<Slice> under_way_;  // slices completed_ .. begun_
   uint64_t begun_ = 0;
-  uint64_t turned_ = 0;  // combined, and on the way back
+  uint64_t returned_ = 0;  // combined, and being returned
   uint64_t completed_ = 0;
 };
 

@@ -1,4 +1,4 @@
-// Engine: how waiting callers notice that the loop's thread will not come back.
+// Engine: how waiting callers notice that the loop's thread will not return.
 #include <algorithm>
 #include <string>
 
@@ -10,16 +10,16 @@ namespace {
 
 // A call that should return at once never takes this long, however busy the machine is.
 constexpr TimeNs kLongestCall = 30 * kSecond;
-// The limit for a call during which a neighbour died: if it has not returned by now, it never does.
+// The limit for a call during which a neighbour died: after that it never returns.
 constexpr TimeNs kLongestAfterDeath = 2 * kSecond;
 
 }  // namespace
 
 void Engine::CheckLoop() {
-  const TimeNs lasts = calls_.Lasts(NowNs());
+  const TimeNs lasts = calls_.Elapsed(NowNs());
   const TimeNs limit = std::min(shared_.config.timeout_ns, kLongestCall);
-  // Once everything has failed, callers wait only for the thread's end, and what NCCL aborts may
-  // take its time, although a neighbour is dead.
+  // Once all requests have failed, callers wait only for the thread's end, and NCCL may take its
+  // time to abort, even if a neighbour is dead.
   const bool ended = state() == State::kStopped || state() == State::kFailed;
   if (lasts < (ended ? limit : std::min(limit, kLongestAfterDeath))) return;
   int dead = 0;
@@ -29,7 +29,7 @@ void Engine::CheckLoop() {
   const CallWatch::Name name = calls_.Abandon();
   if (name.call == nullptr) return;
 
-  // From here on this thread acts as the loop's thread.
+  // From here on, this thread acts as the loop's thread.
   const std::string in_batch = shared_.tensors.Titles({"REDUCE", "PLAN"});
   const std::string whose =
       name.library != nullptr ? name.library : "the transport '" + transport_name_ + "'";

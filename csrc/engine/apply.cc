@@ -82,16 +82,16 @@ void Loop::Run(std::vector<Work>* work) {
   if (!status.ok()) End(status);
 }
 
-// Returns this rank's part of a decision. `id`: the cache id of the request, if it is cached.
-// Nothing if this rank does not take part.
+// Returns this rank's part of a decision, or nothing if it does not take part. `id`: the cache id
+// of the request, if it is cached.
 std::optional<Work> Loop::Agreed(const Decision& decision, uint64_t id) {
-  if (!shared_.sets.Holds(decision.process_set)) return std::nullopt;
+  if (!shared_.sets.Contains(decision.process_set)) return std::nullopt;
   Work work;
   const Decision::Details& details = decision.details();
   const bool cached = details.name.empty();
   work.entry =
       cached ? TakeInFlight(id) : shared_.tensors.Find(Key(decision.process_set, details.name));
-  const RequestRecord* const known = cached ? shared_.tensors.Known(id) : nullptr;
+  const RequestRecord* const known = cached ? shared_.tensors.FindRecord(id) : nullptr;
   if (work.entry == nullptr) {
     if (details.stand_in) {
       work.entry = StandIn(*details.stand_in);
@@ -106,7 +106,7 @@ std::optional<Work> Loop::Agreed(const Decision& decision, uint64_t id) {
   if (!details.weights.empty()) work.weights = &details.weights;
   work.rows = known != nullptr ? &known->rows : &details.rows;
   if (!cached) {
-    TakeInFlight(work.entry->cache_id);  // this id is replaced now
+    TakeInFlight(work.entry->cache_id);  // a new request replaces this id
     if (id != 0) shared_.tensors.Define(id, work.entry->request, details.rows);
     work.entry->cache_id = id;
   }
@@ -116,11 +116,11 @@ std::optional<Work> Loop::Agreed(const Decision& decision, uint64_t id) {
 
 // Returns the in-flight entry with this cache id and clears it. Null if there is none.
 TensorEntry* Loop::TakeInFlight(uint64_t id) {
-  RequestRecord* const known = shared_.tensors.Known(id);
+  RequestRecord* const known = shared_.tensors.FindRecord(id);
   return known == nullptr ? nullptr : std::exchange(known->reported, nullptr);
 }
 
-// This rank has joined. It contributes neutral values, which leave the others' values as they are.
+// This rank has joined. It contributes neutral values, which do not change the result.
 TensorEntry* Loop::StandIn(const Request& request) {
   auto entry = std::make_unique<TensorEntry>();
   entry->request = request;
@@ -164,7 +164,7 @@ Status Loop::ToDevice(size_t bytes, ResultBuffer* memory) {
   return Status::Ok();
 }
 
-// Completes a request without tensors. Mostly the agreement itself is all that it needs.
+// Completes a request without tensors. Usually the agreement is all that it needs.
 void Loop::Settle(const Work& work) {
   const Request& request = work.entry->request;
   if (request.kind == Collective::kAddProcessSet) {
@@ -175,7 +175,7 @@ void Loop::Settle(const Work& work) {
   }
   if (!work.rows->empty()) {
     work.entry->results.emplace_back();
-    if (!work.entry->results.back().Hold(*work.rows)) {
+    if (!work.entry->results.back().CopyNumbers(*work.rows)) {
       return End(Status(Code::kInternal, "no memory for the result of " + request.Title()));
     }
   }
@@ -205,20 +205,20 @@ Status Loop::RemoveSet(int32_t id) {
   return runner_.RemoveSet(id);
 }
 
-// The engine goes on.
+// The engine continues.
 void Loop::FailSettled(TensorEntry& entry, const Status& why) {
   Log(LogLevel::kError, why.message());
   if (entry.stands_in()) return;
   const std::unique_ptr<TensorEntry> owned = shared_.tensors.Remove(Key(entry.request));
   owned->stage = "COMPLETE";
   ++shared_.stats.completed;
-  shared_.handles->Complete(owned->handle, During(*owned, why), {});
+  shared_.handles->Complete(owned->handle, WithStage(*owned, why), {});
 }
 
 void Loop::Fail(const Decision& decision) {
   const std::string key = Key(decision.process_set, decision.details().name);
   const TensorEntry* failed = shared_.tensors.Find(key);
-  // RemoveSet fails requests of a removed set that are not reported yet.
+  // RemoveSet fails those requests of a removed set that are not reported yet.
   if (failed == nullptr || failed->reported_ns == 0) return;
   if (shared_.trace.enabled()) TraceNegotiation(*failed);
   Record(Event::kFailed, NowNs(), failed->request.kind, failed->request.name);
@@ -231,7 +231,7 @@ void Loop::Fail(const Decision& decision) {
 void Loop::FailRemoved(std::unique_ptr<TensorEntry> entry) {
   const Status removed(Code::kInvalidArgument, "the process set has been removed");
   ++shared_.stats.completed;
-  shared_.handles->Complete(entry->handle, During(*entry, removed), {});
+  shared_.handles->Complete(entry->handle, WithStage(*entry, removed), {});
 }
 
 void Loop::TraceNegotiation(const TensorEntry& entry) {

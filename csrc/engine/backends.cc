@@ -12,14 +12,14 @@
 namespace hororing {
 namespace {
 
-// Null where the ranks share no memory, or too little.
+// Null if the ranks do not share enough memory.
 ShmTransport* SharedBy(Transport& transport) {
   ShmTransport* shared = dynamic_cast<ShmTransport*>(&transport);
   const bool fits = shared != nullptr && ShmDirectBackend::Fits(shared->segment().geometry());
   return fits ? shared : nullptr;
 }
 
-// Behind all backends of the host, which it uses. It looks for no device before a batch comes.
+// After all host backends, which it uses. It looks for a device only when a batch needs one.
 void AddCuda(const BackendOptions& options, Transport& transport,
              std::vector<std::unique_ptr<Backend>>* backends) {
   std::vector<Backend*> host;
@@ -99,7 +99,7 @@ std::vector<std::unique_ptr<Backend>> MakeSetBackends(const BackendOptions& opti
   }
   const HostGroup group(world.topology, members);
   ShmTransport* const local = dynamic_cast<ShmTransport*>(world.local.get());
-  // If each host has one member, there is only the wire.
+  // If each host has one member, only the wire connects them.
   if (local != nullptr && counted && group.hosts() < group.size()) {
     backends.push_back(std::make_unique<HierarchicalBackend>(
         *world.transport, *local, world.topology, members, options.allreduce));

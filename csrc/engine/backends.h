@@ -26,8 +26,8 @@ Status CheckBackends(const BackendOptions& options, const World& world);
 // support every batch on the host and every batch on a device.
 Status MakeBackends(const BackendOptions& options, const World& world,
                     std::vector<std::unique_ptr<Backend>>* backends);
-// For batches of some ranks of `world`, which `subgroup` connects: the backends that the options
-// permit.
+// For batches of some ranks of `world`, which `subgroup` connects. Returns the backends that the
+// options permit.
 std::vector<std::unique_ptr<Backend>> MakeSetBackends(const BackendOptions& options,
                                                       const World& world, Transport& subgroup,
                                                       const Members& members);

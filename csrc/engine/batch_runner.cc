@@ -17,7 +17,7 @@ size_t RowBytes(const TensorView& view) {
   return bytes;
 }
 
-// `count` numbers of rows from `first` on, `stride` apart, in bytes.
+// The bytes of `count` row counts, `stride` apart, from `first` on.
 std::vector<size_t> InBytes(const std::vector<int64_t>& rows, size_t first, size_t stride,
                             size_t count, size_t row_bytes) {
   std::vector<size_t> bytes;
@@ -27,7 +27,7 @@ std::vector<size_t> InBytes(const std::vector<int64_t>& rows, size_t first, size
   return bytes;
 }
 
-// Fills in how many bytes of a tensor each rank sends or receives, as the agreement says.
+// Fills in the bytes of a tensor that each rank sends or receives, according to the agreement.
 void SetSizes(const TensorEntry& of, size_t index, const std::vector<int64_t>& rows,
               const Communicator& communicator, BatchEntry* entry) {
   const TensorView& view = of.views[index];
@@ -57,7 +57,7 @@ bool IsGathering(Collective kind) {
   return kind == Collective::kAllgather || kind == Collective::kAlltoall;
 }
 
-// Every rank must come to the same description.
+// Every rank must compute the same description.
 FusionItem Describe(const TensorEntry& entry, size_t index, const std::vector<int64_t>& rows,
                     size_t ranks) {
   const Request& request = entry.request;
@@ -85,7 +85,7 @@ FusionItem Describe(const TensorEntry& entry, size_t index, const std::vector<in
   return described;
 }
 
-// Of a weighted average; the two factors may as well be one.
+// For a weighted average. Both factors become one.
 void SetWeights(const Work& work, int rank, ReduceSpec* reduce) {
   if (work.weights == nullptr) return;
   reduce->postscale *= reduce->prescale;
@@ -168,17 +168,17 @@ Status BatchRunner::Run(const std::vector<Work>& work) {
     Communicator& communicator = communicators_.at(process_set);
     Fill(items, communicator);
     HORORING_RETURN_IF_ERROR(RunBatch(process_set, communicator));
-    // Entries may hold names, events and lists. Entries of an allreduce on the host hold none of
-    // these unless a timeline is written, so they are reused.
+    // Entries may hold names, events and lists. Entries of a host allreduce hold none of them
+    // unless a timeline is written, so they are reused.
     const bool bare = batch_.kind == Collective::kAllreduce && !batch_.on_device;
     if (!bare || shared_.trace.enabled()) batch_.entries.clear();
   }
-  // Last, so that everything that a rank submitted before the barrier is complete when it returns.
+  // At the end: when a barrier returns, everything that a rank submitted before it is complete.
   for (TensorEntry* barrier : barriers) Complete(barrier);
   return Status::Ok();
 }
 
-// The batch of these items, and their entries.
+// Fills the batch with these items, and their entries.
 void BatchRunner::Fill(const std::vector<size_t>& items, const Communicator& communicator) {
   const FusionKey& key = described_[items[0]].key;
   batch_.kind = key.kind;
@@ -207,8 +207,8 @@ void BatchRunner::Fill(const std::vector<size_t>& items, const Communicator& com
   }
 }
 
-// The memory of gathered results; its size is known only now. After an alltoall's tensor come the
-// rows received from each rank.
+// Allocates gathered results, whose size is known only now. An alltoall's tensor is followed by the
+// number of rows received from each rank.
 Status BatchRunner::Allocate(const Work& work) {
   TensorEntry* entry = work.entry;
   const Request& request = entry->request;
@@ -234,7 +234,7 @@ Status BatchRunner::Allocate(const Work& work) {
     }
     if (request.kind == Collective::kAlltoall) {
       entry->results.emplace_back();
-      allocated = allocated && entry->results.back().Hold(received);
+      allocated = allocated && entry->results.back().CopyNumbers(received);
     }
     if (!allocated) {
       return Status(Code::kInternal, "no memory for the result of '" + request.name + "', " +
@@ -261,7 +261,7 @@ Status BatchRunner::RunBatch(int32_t process_set, Communicator& communicator) {
         {UpperName(batch.kind), NamesOf(batch), Track::kLoop, false, begin, end, bytes});
   }
   if (records_ && batch.kind == Collective::kAllreduce && process_set == kWorldSet) {
-    ran_.push_back({bytes, end});
+    completed_.push_back({bytes, end});
   }
   ++shared_.stats.batches;
   shared_.stats.tensors += static_cast<int64_t>(batch.entries.size());
@@ -284,8 +284,8 @@ Status BatchRunner::RunBatch(int32_t process_set, Communicator& communicator) {
   return Status::Ok();
 }
 
-// Before the batch of entries_: finds which of them it completes. Now they are in the CPU's cache;
-// after the batch they are not.
+// Before the batch of entries_ runs: finds the entries that it completes, while they are in the
+// CPU's cache.
 void BatchRunner::Begin() {
   complete_.clear();
   persistent_.clear();
@@ -304,8 +304,8 @@ void BatchRunner::Begin() {
   }
 }
 
-// Completes the entries of a batch that was carried out. The caller may start a persistent entry
-// again at once, so nothing of it is read afterwards.
+// Completes the entries of a batch. The caller may start a persistent entry again at once, so it is
+// not read afterwards.
 void BatchRunner::Complete() {
   const TimeNs now = NowNs();
   for (const TensorEntry* entry : persistent_) {
@@ -329,7 +329,7 @@ void BatchRunner::Complete(TensorEntry* entry) {
 Status BatchRunner::RemoveSet(int32_t id) {
   const auto communicator = communicators_.find(id);
   if (communicator == communicators_.end()) return Status::Ok();
-  // Half of the limit: ranks that are not members wait for this one in the next batch meanwhile.
+  // Half of the limit: ranks that are not members may be waiting for this one in the next batch.
   const TimeNs deadline = After(NowNs(), shared_.config.timeout_ns / 2);
   Status left;
   for (const auto& backend : communicator->second.backends) {

@@ -56,12 +56,12 @@ class BatchRunner {
   void Leave(TimeNs deadline);
 
   // An allreduce batch of all ranks that was carried out.
-  struct Ran {
+  struct CompletedBatch {
     int64_t bytes;
     TimeNs end;
   };
   // Returns the batches since the last call; only on rank 0, and only if it tunes.
-  std::vector<Ran> TakeRan() { return std::exchange(ran_, {}); }
+  std::vector<CompletedBatch> TakeCompleted() { return std::exchange(completed_, {}); }
 
   // Runs `work` in as few batches as the fusion threshold allows and completes the entries as
   // their last tensors are done. An error leaves the world broken; what is not complete then
@@ -84,8 +84,8 @@ class BatchRunner {
   void Complete();
 
   Shared& shared_;
-  const bool records_;  // for TakeRan
-  std::vector<Ran> ran_;
+  const bool records_;  // for TakeCompleted
+  std::vector<CompletedBatch> completed_;
   std::map<int32_t, Communicator> communicators_;  // by process set
   // Scratch of Run; members so that their memory is reused.
   std::vector<Item> items_;

@@ -18,9 +18,9 @@
 namespace hororing {
 namespace {
 
-// How long ranks wait for one another when they all stop.
+// How long ranks wait for one another at shutdown.
 constexpr TimeNs kCloseTime = 5 * kSecond;
-// Extra time for steps of the start that have their own time limits, and better error texts.
+// Extra time for steps of the start that have their own time limits and better error texts.
 constexpr TimeNs kStartGrace = 2 * kSecond;
 
 // Whether a peer is silent: it may be stopped, and then it does not close its side.
@@ -31,10 +31,10 @@ bool IsSilent(Transport& transport) {
   return false;
 }
 
-// Waits for the others, as long as all are alive; after a stall, not for ranks that are silent.
+// Waits for the others as long as all are alive; after a stall, not for silent ranks.
 void CloseAll(World& world, bool stalled = false) {
   const TimeNs deadline = After(NowNs(), kCloseTime);
-  if (stalled) IsSilent(*world.transport);  // asks
+  if (stalled) IsSilent(*world.transport);  // this asks them
   for (Transport* transport : {world.transport.get(), world.bootstrap.get()}) {
     if (transport == nullptr) continue;
     while (!transport->Close(After(NowNs(), 50 * kMillisecond))) {
@@ -89,8 +89,8 @@ bool Engine::AwaitStart(TimeNs timeout_ns, Status* status) {
   const TimeNs left = std::max<TimeNs>(start_deadline_ - NowNs(), 0);
   const std::chrono::nanoseconds most(std::min({left, timeout_ns, kSecond}));
   if (started_.wait_for(most) != std::future_status::ready) {
-    // Inside MPI_Init, which nothing can end. Should it come out of there after Abort, the loop
-    // tells the others and ends; until then the thread needs its engine, which is therefore leaked.
+    // In MPI_Init, which nothing can end. If it returns after Abort, the loop tells the others and
+    // ends. Until then the thread needs its engine, which is therefore leaked.
     *status = Status(Code::kTransport,
                      "init: not all ranks of the job have called it in time (HORORING_TIMEOUT_S "
                      "sets the limit); every process that mpirun starts must call init");
@@ -105,8 +105,8 @@ bool Engine::AwaitStart(TimeNs timeout_ns, Status* status) {
   return true;
 }
 
-// The thread never lets an exception escape: out of memory becomes a failure of this rank, which
-// its peers hear of.
+// The thread lets no exception escape: out of memory becomes a failure of this rank, which its
+// peers are told.
 void Engine::ThreadMain(const WorldMaker& make_world) {
   pthread_setname_np(pthread_self(), "hororing");
   const CallWatch::Thread watched(&calls_);
@@ -129,7 +129,7 @@ void Engine::ThreadMain(const WorldMaker& make_world) {
   shared_.mailbox.Attach(nullptr);
 }
 
-// A world that all ranks have reached, and the loop over it.
+// Makes a world that all ranks have reached, and the loop over it.
 Status Engine::Prepare(const WorldMaker& make_world, World* world, std::optional<Loop>* loop) {
   HORORING_RETURN_IF_ERROR(PrepareWorld(make_world, world));
   const EngineConfig& config = shared_.config;
@@ -182,9 +182,9 @@ void Engine::Serve(World& world, Loop& loop) {
   if (peaceful) CloseAll(world, why.code() == Code::kStalled);
 }
 
-// Called when the start fails. Peers may already run; without an announcement they would take this
-// exit for a normal shutdown. If all ranks fail with the same error, wait for the others, so that
-// none reports a lost peer.
+// Called when the start fails. Peers may be running already; without an announcement they would
+// take this exit for a normal shutdown. If all ranks fail with the same error, they wait for one
+// another, so that none reports a lost peer.
 void Engine::AnnounceStartFailure(World& world, const Status& why) {
   if (world.transport == nullptr) return;
   if (all_fail_) return CloseAll(world);
@@ -198,9 +198,9 @@ Status Engine::PrepareWorld(const WorldMaker& make_world, World* world) {
   topology_ = world->topology;
   shared_.sets.Reset(topology_.rank, topology_.size);
   transport_name_ = world->transport->name();
-  shared_.transport_lets_callers = world->transport->eventcount() != nullptr;
+  shared_.transport_allows_callers = world->transport->eventcount() != nullptr;
   shared_.mailbox.Attach(world->transport.get());
-  // Tuning and counting steps need to see every request. Other backends compute other bits.
+  // Tuning and counting steps need every request. Other backends compute other bits.
   const bool direct = shared_.config.backend == "auto" || shared_.config.backend == "shm_direct";
   if (direct && !shared_.config.tune && shared_.config.timeline_to == 0)
     exchange_ = world->transport->one_shot_exchange();
@@ -222,10 +222,10 @@ void Engine::Finish(const Status& why) {
   for (const std::unique_ptr<TensorEntry>& entry : left) {
     ++shared_.stats.completed;
     Record(Event::kFailed, now, entry->request.kind, entry->request.name);
-    shared_.handles->Complete(entry->handle, During(*entry, why), {});
+    shared_.handles->Complete(entry->handle, WithStage(*entry, why), {});
   }
-  // Destroying an event calls the driver, which the loop's thread may have locked.
-  if (abandoned()) left_behind_ = std::move(left);
+  // Destroying an event calls the driver, and the loop's thread may hold its lock.
+  if (abandoned()) abandoned_entries_ = std::move(left);
 }
 
 Status Engine::MarkReady(int ordinal, const std::vector<CuStream>& streams, StreamEvents* events,
@@ -237,9 +237,9 @@ Status Engine::MarkReady(int ordinal, const std::vector<CuStream>& streams, Stre
     if (event == nullptr) status = device->Record(streams[i], &event);
     entry->ready.push_back(event);
   }
-  // The engine itself is not broken by an error of CUDA, and goes on.
+  // A CUDA error does not break the engine itself, which continues.
   entry->stage = "SUBMIT";
-  return status.ok() ? status : During(*entry, Status(Code::kInvalidArgument, status.message()));
+  return status.ok() ? status : WithStage(*entry, Status(Code::kInvalidArgument, status.message()));
 }
 
 Status Engine::Submit(std::unique_ptr<TensorEntry>* entry, int64_t* handle, uint64_t* id) {
@@ -255,7 +255,7 @@ Status Engine::Submit(std::unique_ptr<TensorEntry>* entry, int64_t* handle, uint
 
 size_t Engine::Start(const Restart* restarts, const uintptr_t* addresses, size_t count,
                      int64_t* handles) {
-  if (shared_.trace.enabled()) return 0;  // each has its span
+  if (shared_.trace.enabled()) return 0;  // each request has its span
   const size_t started = shared_.tensors.Start(restarts, addresses, count, handles);
   shared_.stats.submitted += static_cast<int64_t>(started);
   return started;
@@ -277,15 +277,15 @@ void Engine::Ring(bool blocking) {
 Status Engine::StartTimeline(const std::string& path, bool mark_cycles) {
   if (topology_.rank != 0) return shared_.mailbox.closed();
   HORORING_RETURN_IF_ERROR(StopTimeline(shared_.config.timeout_ns));
-  shows_all_ = true;
+  exchange_disabled_ = true;
   const Status started = RunCommand({path, mark_cycles}, shared_.config.timeout_ns);
-  if (!started.ok()) shows_all_ = false;
+  if (!started.ok()) exchange_disabled_ = false;
   return started;
 }
 
 Status Engine::StopTimeline(TimeNs timeout_ns) {
   if (topology_.rank != 0) return shared_.mailbox.closed();
-  shows_all_ = false;
+  exchange_disabled_ = false;
   return RunCommand({}, timeout_ns);
 }
 

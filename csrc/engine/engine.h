@@ -40,7 +40,7 @@ using StreamEvents = std::map<CuStream, std::shared_ptr<DeviceEvent>>;
 class Engine {
  public:
   enum class State { kStarting, kRunning, kStopped, kFailed };
-  // Called once, on the loop thread, so that one thread does all the communication.
+  // Called once, on the loop's thread, so that one thread does all communication.
   using WorldMaker = std::function<Status(World*)>;
 
   // Call Begin, then AwaitStart until it returns true, or Abort. On success all ranks run. On
@@ -54,20 +54,20 @@ class Engine {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  // `**entry` without handle and times; its request matches its views. `id`: for Start, or 0.
-  // `*entry` is null afterwards, or may be used again. Call Ring next.
+  // Submits `**entry`, whose handle and times are unset and whose request matches its views. `id`:
+  // for Start, or 0. Afterwards `*entry` is null or may be used again. Call Ring next.
   Status Submit(std::unique_ptr<TensorEntry>* entry, int64_t* handle, uint64_t* id);
-  // As those of TensorTable. Call Ring next.
+  // See TensorTable. Call Ring next.
   size_t Start(const Restart* restarts, const uintptr_t* addresses, size_t count, int64_t* handles);
   bool StartNext(const std::function<bool(const Request&)>& same, const void* input, void* output,
                  std::optional<double> weight, int64_t* handle);
-  // Wakes the loop for what was submitted. `blocking`: this thread calls Wait next, so nobody
-  // else needs to be woken where it may run the loop.
+  // Wakes the loop for submitted requests. `blocking`: this thread calls Wait next, so if it may
+  // run the loop, no other thread needs to be woken.
   void Ring(bool blocking);
   // Sums the tensor through the one-shot exchange of all ranks (transport/one_shot_exchange.h),
-  // without the loop, for a caller that would wait. True: it is done, with the same bits that the
-  // loop would have computed, and `handle` is complete. False: nothing has happened; submit it.
-  // That is so if the ranks do not come at the same time, or if this rank has a request in flight.
+  // without the loop, for a caller that would wait. True: `handle` is complete, with the bits that
+  // the loop would have computed. False: nothing has happened and the caller must submit it,
+  // because the ranks did not call at the same time, or this rank has a request in flight.
   bool AllreduceOneShot(const TensorEntry& entry, int64_t* handle);
   // See HandleTable. Polling for a request reports it immediately, just as waiting does.
   HandleState Poll(int64_t handle);
@@ -75,27 +75,27 @@ class Engine {
   HandleState WaitMany(const int64_t* handles, size_t count, TimeNs timeout_ns, bool* all_ok,
                        std::vector<std::shared_ptr<const DeviceEvent>>* done_events = nullptr);
 
-  // See HandleTable; for a caller that is blocked until then.
+  // See HandleTable; for a caller that blocks until then.
   int64_t NextCompletion(int64_t seen, TimeNs timeout_ns);
 
-  // For callers that wait in another way: if the loop's thread is in a call that does not return
-  // (base/call_watch.h), abandons the loop, so that everything pending fails.
+  // For callers that wait elsewhere: if the loop's thread is in a call that does not return
+  // (base/call_watch.h), abandons the loop, so that all pending requests fail.
   void CheckLoop();
   // Whether the loop was abandoned.
   bool abandoned() const { return calls_.abandoned(); }
 
-  // Asks all ranks to stop; see hr_shutdown. False when the loop did not end in time: the
-  // engine must then be leaked, not destroyed.
+  // Asks all ranks to stop; see hr_shutdown. False if the loop did not end in time: the engine must
+  // then be leaked, not destroyed.
   bool Shutdown(const std::string& reason, TimeNs timeout_ns);
-  // Ends every wait of the loop, which fails with `why`; rank -1 means this one. Does not block.
+  // Ends every wait of the loop with `why`; rank -1 means this one. Does not block.
   void Revoke(const Status& why) { shared_.mailbox.Revoke(why); }
   // Fails this rank and tells the peers, without their consent; see hr_abort. Ends every wait of
-  // the loop. As Shutdown.
+  // the loop. Returns like Shutdown.
   bool Abort(const std::string& reason, TimeNs timeout_ns);
 
-  // Records in `entry`, whose views are on device `ordinal`, when its inputs are ready: the work
-  // that is in streams[i] now computes view i. `events`: the events that one call has recorded,
-  // one per stream. kInvalidArgument if the device cannot be used.
+  // Records in `entry`, whose views are on device `ordinal`, when its inputs are ready: view i is
+  // computed by the work that is now in streams[i]. `events`: the events recorded by one call, one
+  // per stream. kInvalidArgument if the device cannot be used.
   Status MarkReady(int ordinal, const std::vector<CuStream>& streams, StreamEvents* events,
                    TensorEntry* entry);
 
@@ -104,7 +104,7 @@ class Engine {
   // The process sets that this rank is a member of, or knows of.
   const SharedProcessSets& sets() const { return shared_.sets; }
 
-  // Rank 0 starts and stops the timeline of all ranks; on others a check of the state.
+  // On rank 0, starts and stops the timeline of all ranks; on others, only checks the state.
   Status StartTimeline(const std::string& path, bool mark_cycles);
   Status StopTimeline(TimeNs timeout_ns);
 
@@ -136,18 +136,18 @@ class Engine {
   Topology topology_;
   std::string transport_name_;
   std::vector<ProcessIdentity> neighbours_;
-  bool all_fail_ = false;  // loop thread: every rank's start comes to the same end
+  bool all_fail_ = false;  // loop thread: the start fails alike on all ranks
 
   // Null: every request goes through the loop.
   std::shared_ptr<OneShotExchange> exchange_;
   std::mutex exchange_mutex_;  // held by the one caller that exchanges
-  // On rank 0, which disables the exchange for all ranks: the timeline must show everything.
-  std::atomic<bool> shows_all_{false};
+  // Set on rank 0, which disables the exchange for all ranks: the timeline must show every request.
+  std::atomic<bool> exchange_disabled_{false};
 
   const TimeNs start_deadline_;
   CallWatch calls_;  // of the loop's thread
-  // Entries of an abandoned loop that still refer to a device.
-  std::vector<std::unique_ptr<TensorEntry>> left_behind_;
+  // Entries of an abandoned loop that still use a device.
+  std::vector<std::unique_ptr<TensorEntry>> abandoned_entries_;
 
   std::mutex progress_mutex_;  // held by the thread that runs the loop; see Eventcount
   // GUARDED_BY(progress_mutex_); null before it begins and after it has ended.

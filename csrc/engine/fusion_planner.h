@@ -5,7 +5,7 @@
 //
 // Invariants
 //   1. Every item is in exactly one batch. Within a batch, items that are reduced alike are
-//      neighbours, in their order, and come where the first of them comes.
+//      adjacent, in order, at the place of the first.
 //   2. A batch has one (process set, collective, root, kind of memory). Its tensors may have
 //      different dtypes, ops and factors, except for reduce-scatters and Adasum.
 //   3. A batch has at most `fusion_bytes` bytes, padding included, unless it holds a single larger
@@ -45,8 +45,8 @@ struct FusionItem {
   int64_t bytes = 0;
 };
 
-// Each tensor starts on such a boundary of a fused buffer: a cache line, and a multiple of
-// every element size.
+// In a fused buffer each tensor starts at a multiple of this: a cache line, and a multiple of every
+// element size.
 constexpr int64_t kFusionAlignment = 64;
 
 // Batches as lists of indices into `items`. fusion_bytes == 0: every item alone.

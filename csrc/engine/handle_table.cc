@@ -15,7 +15,7 @@ namespace {
 // Suits any vector unit. Some frameworks copy arrays with a smaller alignment.
 constexpr size_t kAlignment = 64;
 
-// Handles get this many different numbers before a number repeats.
+// A slot's handles get this many different numbers before one repeats.
 constexpr int64_t kNumbers = (int64_t{1} << (63 - HandleTable::kIndexBits)) - 2;
 
 Status NoResult(int64_t handle, size_t index) {
@@ -54,7 +54,7 @@ Status ResultBuffer::AllocateOn(const Device& device, size_t bytes, int64_t rows
   return Status::Ok();
 }
 
-bool ResultBuffer::Hold(const std::vector<int64_t>& numbers) {
+bool ResultBuffer::CopyNumbers(const std::vector<int64_t>& numbers) {
   const size_t bytes = numbers.size() * sizeof(int64_t);
   if (!Allocate(bytes, static_cast<int64_t>(numbers.size()))) return false;
   if (bytes > 0) std::memcpy(data_, numbers.data(), bytes);
@@ -205,7 +205,7 @@ HandleState HandleTable::WaitMany(const int64_t* handles, size_t count, TimeNs t
   std::unique_lock<std::mutex> lock(mutex_);
   *all_ok = true;
   size_t left = count;
-  // Start with the last handle: mostly it completes last, so this thread is not woken earlier.
+  // Start with the last handle: it usually completes last, so this thread is not woken earlier.
   const bool settled = Sleep(lock, timeout_ns, [&] {
     for (; left > 0; --left) {
       Slot* const slot = Find(handles[left - 1]);
@@ -228,10 +228,10 @@ HandleState HandleTable::WaitMany(const int64_t* handles, size_t count, TimeNs t
   }
   for (size_t i = 0; *all_ok && i < count; ++i) {
     Slot* const slot = Find(handles[i]);
-    if (slot == nullptr) continue;  // listed twice, or waited for before
+    if (slot == nullptr) continue;  // listed twice, or already waited for
     if (slot->outcome != nullptr) {
       std::shared_ptr<const DeviceEvent>& event = slot->outcome->done_event;
-      // Handles of one batch share one event, and mostly follow one another.
+      // Handles of one batch share one event, and usually follow one another.
       if (done_events != nullptr && event != nullptr &&
           (done_events->empty() || done_events->back() != event)) {
         done_events->push_back(std::move(event));
@@ -267,7 +267,7 @@ Status HandleTable::Take(int64_t handle, size_t index, ResultBuffer* result) {
 }
 
 bool HandleTable::Release(int64_t handle) {
-  std::unique_ptr<Outcome> ended;  // not under the mutex, as above
+  std::unique_ptr<Outcome> ended;  // destroyed after the mutex is released, as above
   std::lock_guard<std::mutex> lock(mutex_);
   Slot* const slot = Find(handle);
   if (slot == nullptr || slot->released) return false;

@@ -1,7 +1,7 @@
-// HandleTable: the only completion concept. A handle is made when a request is submitted, is
-// completed exactly once by the engine's thread (stage COMPLETE), and lives until released.
+// HandleTable: the only completion concept. A submission creates a handle, the engine's thread
+// completes it exactly once (stage COMPLETE), and it lives until it is released.
 //
-// Thread-safe. Outlives the engine, so that handles that a shutdown failed can still be asked.
+// Thread-safe. Outlives the engine, so that handles that failed at shutdown can still be queried.
 #pragma once
 
 #include <condition_variable>
@@ -25,11 +25,11 @@ class ResultBuffer {
   ResultBuffer(ResultBuffer&& other) noexcept;
   ResultBuffer& operator=(ResultBuffer&& other) noexcept;
 
-  // False when memory is short. `rows` is the first dimension of the result.
+  // False if memory is short. `rows` is the first dimension of the result.
   bool Allocate(size_t bytes, int64_t rows);
   // Allocates on a device, in the order of its private stream.
   Status AllocateOn(const Device& device, size_t bytes, int64_t rows);
-  bool Hold(const std::vector<int64_t>& numbers);
+  bool CopyNumbers(const std::vector<int64_t>& numbers);
   void* data() const { return on_device_ != nullptr ? on_device_->data() : data_; }
   size_t bytes() const { return bytes_; }
   int64_t rows() const { return rows_; }
@@ -48,7 +48,7 @@ enum class HandleState { kUnknown, kPending, kDone };
 
 class HandleTable {
  public:
-  // A handle has 63 bits. The low ones are the index of its slot, which bounds the number of
+  // A handle has 63 bits. The low bits are the index of its slot, which bounds the number of
   // requests in flight; the others are a number.
   static constexpr int kIndexBits = 28;
 
@@ -56,11 +56,11 @@ class HandleTable {
   void Create(int64_t* handles, size_t count);
   // Returns a handle that is already complete, with success and without results.
   int64_t CreateDone();
-  // REQUIRES: `handle` is pending. Releases it if its owner has done so already. `done_event`: on a
-  // device the results are there then; null: now.
+  // REQUIRES: `handle` is pending. Releases it if its owner already has. `done_event`: when the
+  // results are on the device; null: now.
   void Complete(int64_t handle, Status status, std::vector<ResultBuffer> results,
                 std::shared_ptr<const DeviceEvent> done_event = nullptr);
-  // Completes all of them with success and without results; wakes waiting callers once.
+  // Completes all of them successfully and without results; wakes waiting callers once.
   void Complete(const std::vector<int64_t>& handles);
 
   HandleState Poll(int64_t handle);
@@ -84,7 +84,7 @@ class HandleTable {
   bool Release(int64_t handle);
 
  private:
-  // Sleeps until settled(), at most `timeout_ns`; whether it is.
+  // Sleeps until settled(), at most for `timeout_ns`. Returns whether it is.
   template <typename Settled>
   bool Sleep(std::unique_lock<std::mutex>& lock, TimeNs timeout_ns, const Settled& settled);
 
@@ -94,8 +94,8 @@ class HandleTable {
     std::shared_ptr<const DeviceEvent> done_event;
   };
 
-  // Small: a step may have a thousand handles, and each is used when the others have filled the
-  // CPU's cache since.
+  // Small, because a step may have a thousand handles, and by the time one is used again the others
+  // have displaced it from the CPU's cache.
   struct Slot {
     int64_t handle = 0;  // 0: free
     bool done = false;
@@ -108,12 +108,12 @@ class HandleTable {
   int64_t New();
   Slot* Find(int64_t handle);
   void Free(Slot& slot);
-  ResultBuffer* Result(int64_t handle, size_t index);  // null: there is none
+  ResultBuffer* Result(int64_t handle, size_t index);  // null if there is none
   bool Finish(Slot& slot);
 
   std::mutex mutex_;
   std::condition_variable completed_;
-  // A handle is the index of its slot and, above that, a number that its slot never had before.
+  // A handle combines the slot's index with a number that the slot has never had.
   std::vector<Slot> slots_;    // GUARDED_BY(mutex_)
   std::vector<int64_t> free_;  // indices; GUARDED_BY(mutex_)
   int64_t next_ = 0;           // GUARDED_BY(mutex_)

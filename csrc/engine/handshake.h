@@ -12,24 +12,23 @@
 
 namespace hororing {
 
-// Compares "knob=value" lines over all ranks; a difference is kMismatch on every rank, with a
-// text that names the knob and the ranks. Blocks until all ranks have called it.
+// Compares "knob=value" lines over all ranks. A difference is kMismatch on every rank, with a text
+// that names the knob and the ranks. Blocks until all ranks have called it.
 Status CompareFingerprints(Transport& transport, const std::string& fingerprint, TimeNs deadline);
 
-// *agreed: `mine` of the lowest rank that has an error, the same on all ranks; Ok where none has.
-// The result: whether that is known. Blocks until all ranks have called it.
+// Sets *agreed to `mine` of the lowest rank that has an error, the same on all ranks, or to Ok.
+// Returns whether that succeeded. Blocks until all ranks have called it.
 Status Agree(Transport& transport, const Status& mine, TimeNs deadline, Status* agreed);
 
-// Measures what to add to rank r's clock to get rank 0's; only on rank 0 (zeros elsewhere). Ranks
-// on rank 0's host share its clock. Rank 0 asks the others a few times and uses the quickest
-// answer: half of the round trip is the error bound (Cristian, "Probabilistic clock
-// synchronization", 1989).
+// Measures the offset from rank r's clock to rank 0's; only on rank 0 (zeros elsewhere). Ranks on
+// rank 0's host share its clock. Rank 0 asks the others a few times and uses the fastest answer;
+// half of the round trip bounds the error (Cristian, "Probabilistic clock synchronization", 1989).
 Status MeasureClocks(Transport& transport, const Topology& topology, TimeNs deadline,
                      std::vector<TimeNs>* offsets);
 
 // Measures the cost of a message between hosts; the result is the same on all ranks. The first
-// ranks of all hosts send, at the same time, a few short messages and two longer ones to the first
-// rank of the next host. Does nothing if there is one host.
+// ranks of all hosts simultaneously send a few short messages and two longer ones to the first rank
+// of the next host. Does nothing if there is one host.
 Status MeasureWire(Transport& transport, const Topology& topology, TimeNs deadline, WireCost* cost);
 
 }  // namespace hororing

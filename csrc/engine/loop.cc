@@ -17,7 +17,7 @@ namespace {
 
 // Time limits for the last messages (the agreement to stop, the end of the timeline). The short one
 // is for a revoked transport, which only announces its failure.
-constexpr TimeNs kFarewellTime = 2 * kSecond, kShortFarewellTime = kSecond / 5;
+constexpr TimeNs kFinalTimeout = 2 * kSecond, kRevokedTimeout = kSecond / 5;
 
 Coordinator::Options CoordinatorOptions(const EngineConfig& config, const World& world) {
   Coordinator::Options options;
@@ -58,11 +58,11 @@ Loop::Loop(Shared& shared, World& world, const BackendOptions& options,
   const auto warn = [&tensors = shared.tensors](const std::string& text) {
     Log(LogLevel::kWarning, "stall: " + tensors.Titles({"REDUCE", "PLAN"}) + " (REDUCE): " + text);
   };
-  transport_.SetPatience({shared.config.stall.warning_ns, warn, shared.config.timeout_ns});
+  transport_.SetWaitLimits({shared.config.stall.warning_ns, warn, shared.config.timeout_ns});
   shared_.stats.fusion_bytes = shared_.config.fusion_bytes;
   shared_.stats.cycle_time_ns = shared_.config.cycle_time_ns;
   if (topology_.rank == neighbours_[0] && neighbours_.size() > 1) {
-    host_reports_.emplace(neighbours_, ReportPace::kPatience * shared.config.cycle_time_ns);
+    host_reports_.emplace(neighbours_, ReportPace::kUnansweredCycles * shared.config.cycle_time_ns);
   }
   if (topology_.rank != 0) return;
   coordinator_.emplace(CoordinatorOptions(shared.config, world));
@@ -97,8 +97,8 @@ Status Loop::Run(std::unique_lock<std::mutex>& progress) {
   return *final_;
 }
 
-// Sleeps without the lock. Returns, with the lock, when there is work and no caller runs the loop.
-// A caller that stops driving progress wakes this thread if it leaves work behind.
+// Sleeps without the lock. Returns with the lock, when there is work and no caller runs the loop. A
+// caller that stops driving progress wakes this thread if it leaves work.
 void Loop::Park(std::unique_lock<std::mutex>& progress, uint32_t epoch) {
   const TimeNs until = parked_until_ns_ = NextDeadline();
   const bool gathers = mailbox_.poll_by.load() != kForever;  // then `until` is not later
@@ -117,20 +117,20 @@ void Loop::Park(std::unique_lock<std::mutex>& progress, uint32_t epoch) {
 }
 
 Loop::Handoff Loop::ProgressUntil(const std::function<bool()>& done, TimeNs deadline) {
-  // Peers ring while the last batch runs. A few more steps usually find that nothing is left, which
-  // saves waking the engine's thread.
-  constexpr int kLastLooks = 3;
+  // Peers ring while the last batch runs. After a few more steps there is usually nothing left, so
+  // the engine's thread need not be woken.
+  constexpr int kFinalSteps = 3;
   eventcount_->BeginCallerProgress();
   run_by_caller_ = true;
   uint32_t epoch = 0;
-  int last_looks = 0;
+  int final_steps = 0;
   try {
     for (;;) {
       epoch = eventcount_->Epoch();
       const bool busy = Step();
       if (final_ || !shared_.CallersMayProgress()) break;
       if (done()) {
-        if (++last_looks > kLastLooks || eventcount_->Epoch() == epoch) break;
+        if (++final_steps > kFinalSteps || eventcount_->Epoch() == epoch) break;
         continue;
       }
       if (busy) continue;
@@ -146,7 +146,7 @@ Loop::Handoff Loop::ProgressUntil(const std::function<bool()>& done, TimeNs dead
   return {epoch, final_ || !shared_.CallersMayProgress() || NextDeadline() < parked_until_ns_};
 }
 
-// One look at everything; true when there was something to do.
+// Polls everything once. Returns whether there was anything to do.
 bool Loop::Step() {
   if (transport_.revoked()) {
     End(transport_.CheckPeers());
@@ -166,7 +166,7 @@ bool Loop::Decide() {
   const StallInspector::Finding stall = coordinator_->InspectStalls(now);
   if (!stall.warning.empty()) AskForStatus(stall, now);
   if (asked_) Warn(now >= asked_->deadline || !stall.abort.ok());
-  // CheckPeers also notices that this process itself was stopped. RunPeriodicChecks ends the job.
+  // CheckPeers also notices that this process was stopped. RunPeriodicChecks ends the job.
   const bool waits = !stall.missing.empty() && stall.abort.ok();
   if (waits && transport_.CheckPeers().ok()) CheckLiveness(stall.missing, now);
   if (final_) return true;
@@ -182,11 +182,12 @@ bool Loop::Decide() {
   return !agreed.empty();
 }
 
-// Rank 0, while tuning: passes the batches that were run to the tuner, and its results to the log.
+// Rank 0, while tuning: passes completed batches to the tuner, and its results to the log.
 void Loop::FollowTuner() {
   ReadyQueue& queue = coordinator_->queue();
   Tuner* const tuner = queue.tuner();
-  for (const BatchRunner::Ran& ran : runner_.TakeRan()) queue.Ran(ran.bytes, ran.end);
+  for (const BatchRunner::CompletedBatch& ran : runner_.TakeCompleted())
+    queue.CompletedBatch(ran.bytes, ran.end);
   shared_.stats.fusion_bytes = tuner->setting().fusion_bytes;
   const std::vector<std::string> lines = tuner->TakeLog();
   for (const std::string& line : lines) tune_log_ << line << std::endl;
@@ -197,8 +198,8 @@ void Loop::FollowTuner() {
                            std::to_string(static_cast<double>(best.cycle_time_ns) / kMillisecond));
 }
 
-// Rank 0: turns the timeline on and off at the chosen steps. It recognises tensors by name, since a
-// tensor has no cache id before its second step.
+// Rank 0: turns the timeline on and off at the chosen steps. It recognises tensors by name, because
+// a tensor has no cache id before its second step.
 void Loop::FollowSteps(const TensorEntry& entry) {
   const EngineConfig& config = shared_.config;
   const Request& request = entry.request;
@@ -236,7 +237,7 @@ void Loop::RunPeriodicChecks(TimeNs now) {
   timeline_.Ship(now);
   if (now < next_checks_ns_) return;
   next_checks_ns_ = After(now, shared_.config.checks_ns);
-  // The last words of a peer that broke off say more than the end of the launcher that they caused.
+  // The error of a failed peer says more than the end of the launcher that it caused.
   const Status peers = transport_.CheckPeers();
   if (!peers.ok()) End(peers);
   const Status devices = runner_.CheckDevices();
@@ -268,15 +269,15 @@ void Loop::End(Status why) {
 }
 
 // Tells the peers that this rank takes no further part. Rank 0 also collects the timeline events
-// that are still on their way.
+// that are still in transit.
 void Loop::DrainAndStop() {
-  ExitIfOrphaned();  // a peer may have died of the same, and have been noticed first
+  ExitIfOrphaned();  // a peer may have died of the same cause, and been noticed first
   if (asked_) Warn(true);
-  // After a failure the destructor of the runner aborts GPU operations, when all handles are done.
-  if (final_->code() == Code::kShutDown) runner_.Leave(After(NowNs(), kFarewellTime));
+  // After a failure, the runner's destructor aborts GPU operations once all handles are done.
+  if (final_->code() == Code::kShutDown) runner_.Leave(After(NowNs(), kFinalTimeout));
   if (final_->code() != Code::kShutDown) {
-    // All ranks receive an end that was agreed on. An announcement would overtake it, and they
-    // would report a lost peer.
+    // All ranks receive an agreed end. An announcement would overtake it, and they would report a
+    // lost peer.
     if (!end_agreed_) transport_.AnnounceFailure(*final_);
     // If this rank's own script revoked the engine, its traceback gives the reason.
     if (topology_.size > 1 && !transport_.revoked()) {
@@ -289,7 +290,7 @@ void Loop::DrainAndStop() {
                                 std::to_string(step_));
   }
   timeline_.Switch(false, false);
-  const TimeNs deadline = After(NowNs(), transport_.revoked() ? kShortFarewellTime : kFarewellTime);
+  const TimeNs deadline = After(NowNs(), transport_.revoked() ? kRevokedTimeout : kFinalTimeout);
   transport_.Flush(deadline);
   if (!timeline_.closed() && final_->code() == Code::kShutDown) {
     int peer = 0;

@@ -33,10 +33,10 @@ class Loop {
   Loop(Shared& shared, World& world, const BackendOptions& options,
        std::vector<std::unique_ptr<Backend>> backends, std::vector<TimeNs> clock_offsets);
 
-  // Runs until a rank shuts down (kShutDown) or something breaks; tells the peers, and returns the
+  // Runs until a rank shuts down (kShutDown) or an error occurs; tells the peers, and returns the
   // reason. `progress` is held except while the thread sleeps.
   Status Run(std::unique_lock<std::mutex>& progress);
-  // All ranks have agreed on the end.
+  // Whether all ranks have agreed to stop.
   bool end_agreed() const { return end_agreed_; }
 
   // State that a caller hands back when it stops driving progress.
@@ -58,9 +58,9 @@ class Loop {
   bool Decide();
   bool ServeCommand();
   // loop_messages.cc, with the first three steps
-  bool LetsMoreCome();
-  void Tell(const struct Report& report, TimeNs now);
-  bool IsOfWorld(const struct Report& report) const;
+  bool ShouldHoldReport();
+  void SendReport(const struct Report& report, TimeNs now);
+  bool ConcernsAllRanks(const struct Report& report) const;
   static std::vector<std::vector<int>> AgreementGroups(const World& world);
   std::vector<int> Neighbours(int rank) const;
   int parent_rank() const;
@@ -106,7 +106,7 @@ class Loop {
   const Topology& topology_;
   Timeline timeline_;
   BatchRunner runner_;
-  // Groups of ranks that report to rank 0 together, and get its answers, through their first rank.
+  // Groups of ranks that share one report to rank 0 and one answer, through their first rank.
   const std::vector<std::vector<int>> agreement_groups_;
   const std::vector<int> neighbours_;
   std::optional<Coordinator> coordinator_;   // on rank 0
@@ -114,17 +114,17 @@ class Loop {
   std::ofstream tune_log_;                   // on rank 0
   StepWatch steps_;                          // on rank 0, if the timeline covers some steps only
   int64_t step_ = 0;                         // the current step, from 1
-  std::vector<TensorEntry*> submitted_;      // scratch of Report; its memory is reused
+  std::vector<TensorEntry*> submitted_;      // scratch of Report; reused
   ReportPace pace_;
   uint32_t poll_epoch_ = 0;  // the eventcount when the loop's thread promised to poll
   bool run_by_caller_ = false;
-  // The neutral values that this rank, having joined, contributes to the current agreement.
+  // Neutral values that this rank, after its join, contributes to the current agreement.
   std::vector<std::unique_ptr<TensorEntry>> stand_ins_;
   uint64_t applied_ = 0;
   uint64_t sets_added_ = 0;  // equal on all ranks
-  bool left_ = false;        // this rank has reported that it shuts down
+  bool left_ = false;        // this rank has reported its shutdown
   // CheckForReply: the last agreement that it saw applied, and since when this rank has waited for
-  // another one.
+  // the next.
   uint64_t answered_ = 0;
   TimeNs waits_since_ns_ = 0;
   TimeNs next_blocked_ns_ = 0;    // when to report again that a caller is blocked
@@ -133,7 +133,7 @@ class Loop {
   struct Asked {
     StallInspector::Finding stall;
     TimeNs deadline;
-    std::map<int, std::string> said;  // by rank
+    std::map<int, std::string> texts;  // by rank
   };
   std::optional<Asked> asked_;
   TimeNs next_checks_ns_ = 0;

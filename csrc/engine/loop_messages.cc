@@ -1,5 +1,5 @@
-// Loop: its messages. Ranks on rank 0's host report to it directly. Ranks on another host that
-// shares memory report to its first rank, which forwards their reports as one message
+// Loop: its messages. Ranks on rank 0's host report to it directly. Ranks of another host that
+// share memory report to its first rank, which forwards their reports as one message
 // (negotiation/host_reports.h) and passes on rank 0's answer.
 #include <algorithm>
 #include <string>
@@ -10,8 +10,8 @@
 #include "negotiation/codec.h"
 
 namespace hororing {
-// Groups of ranks that get one message from rank 0. The ranks of its own host are groups of one;
-// the ranks of another host with shared memory are one group, reached through its first rank.
+// Groups of ranks that get one message from rank 0. Each rank of its own host is a group; the ranks
+// of another host with shared memory form one group, reached through its first rank.
 std::vector<std::vector<int>> Loop::AgreementGroups(const World& world) {
   std::vector<std::vector<int>> groups;
   for (const std::vector<int>& ranks : world.topology.ranks_on()) {
@@ -37,10 +37,10 @@ int Loop::parent_rank() const {
   return first == topology_.rank ? 0 : first;
 }
 
-// Whether the loop should hold what callers have submitted since the last report. If so, the loop's
+// Whether the loop should hold the requests submitted since the last report. If so, the loop's
 // thread promises to poll in time, and callers that submit meanwhile need not wake it. A caller
-// that runs the loop reports everything, and leaves that promise as it is.
-bool Loop::LetsMoreCome() {
+// that runs the loop reports everything, and does not change that promise.
+bool Loop::ShouldHoldReport() {
   if (!run_by_caller_) mailbox_.poll_by = kForever;  // before the scan, so that it misses nothing
   mailbox_.BeginScan();
   if (mailbox_.IsUrgent()) return false;
@@ -51,19 +51,19 @@ bool Loop::LetsMoreCome() {
   if (now >= due) return submitted.count == 0;
   if (eventcount_ != nullptr) poll_epoch_ = eventcount_->Epoch();
   mailbox_.poll_by = due;
-  return !mailbox_.IsUrgent();  // a caller that began to wait may not have seen the promise
+  return !mailbox_.IsUrgent();  // a waiting caller may not have seen the promise
 }
 
-// SUBMIT -> NEGOTIATE: reports what callers have submitted since the last time.
+// SUBMIT -> NEGOTIATE: reports the requests submitted since the last report.
 bool Loop::Report() {
-  if (LetsMoreCome()) return false;
+  if (ShouldHoldReport()) return false;
   struct Report report;
   report.applied = applied_;
   mailbox_.ClearPollRequest();
   shared_.tensors.TakeSubmitted(&submitted_);
   const TimeNs now = NowNs();
   for (TensorEntry* entry : submitted_) {
-    if (!shared_.sets.Holds(entry->request.process_set)) {  // removed since it was submitted
+    if (!shared_.sets.Contains(entry->request.process_set)) {  // removed since it was submitted
       FailRemoved(shared_.tensors.Remove(Key(entry->request)));
       continue;
     }
@@ -76,7 +76,7 @@ bool Loop::Report() {
       if (shared_.config.timeline_to > 0) FollowSteps(*entry);
     }
     if (id != 0) {
-      shared_.tensors.Known(id)->reported = entry;
+      shared_.tensors.FindRecord(id)->reported = entry;
       if (const std::optional<double>& weight = entry->request.weight) {
         report.weights.resize(report.cached.size());
         report.weights.push_back(*weight);
@@ -93,7 +93,7 @@ bool Loop::Report() {
     report.reason = mailbox_.stop_reason();
   }
   if (report.cached.empty() && report.fresh.empty() && !report.leaving) return false;
-  Tell(report, now);
+  SendReport(report, now);
   if (coordinator_) {
     pace_.OnLocalReport(now);
   } else {
@@ -102,28 +102,28 @@ bool Loop::Report() {
   return true;
 }
 
-void Loop::Tell(const struct Report& report, TimeNs now) {
+void Loop::SendReport(const struct Report& report, TimeNs now) {
   if (coordinator_) {
     coordinator_->Receive(0, report, now);
   } else if (host_reports_) {
-    host_reports_->Receive(topology_.rank, report, IsOfWorld(report), now);
+    host_reports_->Receive(topology_.rank, report, ConcernsAllRanks(report), now);
   } else {
     Post(parent_rank(), Encode(report));
   }
 }
 
 // Whether every request of a report concerns all ranks. False if this rank does not know an id.
-bool Loop::IsOfWorld(const struct Report& report) const {
+bool Loop::ConcernsAllRanks(const struct Report& report) const {
   if (shared_.sets.only_world()) return true;
   return std::all_of(report.fresh.begin(), report.fresh.end(),
                      [](const Request& each) { return each.process_set == kWorldSet; }) &&
          std::all_of(report.cached.begin(), report.cached.end(), [this](uint64_t id) {
-           const RequestRecord* const known = shared_.tensors.Known(id);
+           const RequestRecord* const known = shared_.tensors.FindRecord(id);
            return known != nullptr && known->agreed.process_set == kWorldSet;
          });
 }
 
-// Sends what the ranks of this host have reported to rank 0.
+// Sends the reports of this host's ranks to rank 0.
 bool Loop::Forward() {
   std::optional<std::string> message = host_reports_->Take(NowNs());
   if (!message) return false;
@@ -156,7 +156,7 @@ bool Loop::Receive() {
       if (understood && coordinator_) {
         coordinator_->Receive(peer, report, NowNs());
       } else if (understood && on_host(peer, topology_.rank)) {
-        host_reports_->Receive(peer, report, IsOfWorld(report), NowNs());
+        host_reports_->Receive(peer, report, ConcernsAllRanks(report), NowNs());
       }
     } else if (understood && kind == MessageKind::kCombined && coordinator_) {
       std::vector<std::pair<std::vector<int>, struct Report>> combined;
@@ -178,7 +178,7 @@ bool Loop::Receive() {
       pace_.OnAnswer();
       Report();
       if (understood) Apply(agreement);
-    } else if (understood && kind == MessageKind::kDoing) {
+    } else if (understood && kind == MessageKind::kStatus) {
       OnStatusMessage(peer, message.substr(1));
     } else if (understood && kind == MessageKind::kTrace) {
       std::string events;

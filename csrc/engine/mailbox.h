@@ -1,5 +1,5 @@
-// Mailbox: how callers wake the loop, and what they tell it besides their requests
-// (engine/tensor_table.h): the count of waiting callers, timeline commands and the stop flag.
+// Mailbox: how callers wake the loop, and what they tell it apart from requests
+// (engine/tensor_table.h): the number of waiting callers, timeline commands and the stop flag.
 //
 // Thread-safe. "Loop:" marks functions that only the loop calls.
 #pragma once
@@ -21,7 +21,7 @@ namespace hororing {
 
 class Mailbox {
  public:
-  // Ends the loop's sleep, or the next one. Never blocks.
+  // Ends the loop's current or next sleep. Never blocks.
   void Wake() {
     std::lock_guard<std::mutex> lock(mutex_);
     if (transport_ != nullptr) transport_->Wake();
@@ -32,16 +32,16 @@ class Mailbox {
     if (transport_ != nullptr && transport_->eventcount()->Epoch() != epoch) transport_->Wake();
   }
   // A caller has added requests to the table. The loop clears `poll_by` before it scans the table;
-  // a caller adds to the table before it reads `poll_by`. So either the loop sees the request, or
-  // the caller sees kForever and wakes it. `rung_`: the loop was woken, and has not scanned since.
+  // a caller adds to the table before it reads `poll_by`. So the loop sees the request, or the
+  // caller sees kForever and wakes it. `rung_`: the loop was woken and has not scanned since.
   void NotifySubmitted() {
     if (poll_by.load() == kForever && !rung_.load() && !rung_.exchange(true)) Wake();
   }
-  // A caller waits for what is in the table: a loop that has promised to poll is woken now.
+  // A caller waits for a request in the table: wakes a loop that has promised to poll.
   void RequestReport() {
     if (poll_by.load() != kForever) Wake();
   }
-  // The same for a caller that polls, and does not count as waiting.
+  // The same for a caller that polls and does not count as waiting.
   void RequestReportForPoll() {
     polled_ = true;
     RequestReport();
@@ -53,7 +53,7 @@ class Mailbox {
   // Loop: whether submitted requests must be reported now.
   bool IsUrgent() const { return waiting.load() != 0 || polled_.load() || stopping_.load(); }
 
-  // Asks all ranks to stop. The first reason counts.
+  // Asks all ranks to stop. The first reason is kept.
   void Stop(const std::string& reason) {
     {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -69,12 +69,12 @@ class Mailbox {
   }
 
   struct Command {
-    std::optional<std::string> path;  // of a timeline to start; none: stop it, with its last events
+    std::optional<std::string> path;  // timeline to start; none: stop it
     bool mark_cycles = false;
     bool begun = false;  // only for the loop
     std::promise<Status> outcome = {};
   };
-  // Replaces the command before it, whose caller has given up.
+  // Replaces the previous command, whose caller has given up.
   std::future<Status> Post(Command command) {
     std::future<Status> outcome = command.outcome.get_future();
     {
@@ -86,7 +86,7 @@ class Mailbox {
     Wake();
     return outcome;
   }
-  // Loop: the command that is not answered yet, or null.
+  // Loop: the unanswered command, or null.
   std::shared_ptr<Command> command() const {
     if (!commanded_.load()) return nullptr;
     std::lock_guard<std::mutex> lock(mutex_);
@@ -97,7 +97,7 @@ class Mailbox {
     if (command_.get() != &command || !commanded_.exchange(false)) return;
     command_->outcome.set_value(status);
   }
-  // Called when the loop has ended: answers all commands with `why`.
+  // Called after the loop's end: answers all commands with `why`.
   void Close(const Status& why) {
     std::lock_guard<std::mutex> lock(mutex_);
     closed_ = why;
@@ -109,21 +109,20 @@ class Mailbox {
     return closed_;
   }
 
-  // Loop: the transport over which it is woken. Null: the loop has ended.
+  // Loop: the transport through which it is woken. Null: the loop has ended.
   void Attach(Transport* transport) {
     std::lock_guard<std::mutex> lock(mutex_);
     transport_ = transport;
     RevokeIfAttached();
   }
-  // Ends every wait of the loop, which fails with `why`; rank -1 means this one. The first call
-  // counts.
+  // Ends every wait of the loop with `why`; rank -1 means this one. The first call wins.
   void Revoke(const Status& why) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (!revoked_) revoked_ = why;
     RevokeIfAttached();
   }
   // REQUIRES: the loop was abandoned outside of the transport. No other thread may call MPI, so
-  // over MPI the peers notice when this process ends, or at their deadline.
+  // over MPI the peers notice only when this process ends, or at their deadline.
   void TellPeers(const Status& why) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (transport_ != nullptr && transport_->eventcount() != nullptr)
@@ -133,8 +132,8 @@ class Mailbox {
   // The time by which the loop's thread has promised to scan the table without being woken;
   // kForever: no promise. See NotifySubmitted.
   std::atomic<TimeNs> poll_by{kForever};
-  // The number of callers that are blocked until their own requests are complete (these are
-  // reported at once), and until any request is.
+  // The number of callers that are blocked until their own requests complete (these are reported at
+  // once), and until any request completes.
   std::atomic<int> waiting{0}, awaiting_any{0};
 
  private:

@@ -1,8 +1,8 @@
-// Engine: one-shot exchange through shared memory for small allreduces; no coordinator (ADR 0033).
+// Engine: small allreduces through shared memory, without the coordinator (ADR 0033).
 //
-// A report and an agreement establish that all ranks make the same request, and now. The exchange
-// establishes both, because a rank's signature contains its whole request. If the signatures
-// differ, every rank sees it and submits the request as usual, and the coordinator reports the
+// A report and an agreement ensure that all ranks make the same request at the same time. The
+// exchange ensures both, because a rank's signature contains its whole request. If the signatures
+// differ, every rank sees that and submits the request as usual, and the coordinator reports the
 // error.
 #include <algorithm>
 #include <array>
@@ -16,13 +16,13 @@
 namespace hororing {
 namespace {
 
-// Every rank reads all payloads. Beyond this many bytes, reducing in slices is faster.
+// Every rank reads all payloads. Above this size, reducing in slices is faster.
 constexpr size_t kMaxRead = 64 << 10;
 
 // A request as bytes, which are equal on two ranks if and only if their requests are.
 class Signature {
  public:
-  // False: it is too long, or none.
+  // False if the request has no signature, or one that is too long.
   bool Write(const Request& request) {
     const Request::Tensor& tensor = request.tensors[0];
     const size_t name = request.name.size();
@@ -59,7 +59,7 @@ class Signature {
   size_t size_ = 0;
 };
 
-// How many elements the tensor has; 0: none, or more than a payload holds.
+// The number of elements of the tensor; 0: none, or more than a payload holds.
 size_t FewElements(const TensorView& view) {
   size_t elements = 1;
   for (const int64_t dimension : view.shape) {
@@ -88,8 +88,8 @@ bool Engine::AllreduceOneShot(const TensorEntry& entry, int64_t* handle) {
     return false;
   const ReduceSpec spec{view.dtype, request.op, request.prescale, request.postscale};
   Signature signature;
-  // Only if nothing is in flight: no request of that name, no join, and no barrier.
-  if (!signature.Write(request) || shared_.trace.enabled() || shows_all_ ||
+  // Only if nothing else is in flight: no request of that name, no join, and no barrier.
+  if (!signature.Write(request) || shared_.trace.enabled() || exchange_disabled_ ||
       shared_.mailbox.stopping() || state() != State::kRunning ||
       shared_.stats.submitted.load() != shared_.stats.completed.load()) {
     return false;

@@ -1,10 +1,10 @@
-// ReportPace: when the loop reports what callers have submitted, while no caller waits for it.
+// ReportPace: when the loop reports submitted requests while no caller waits.
 //
-// A message for each request would cost a hundred times the request, and be of no use: a request is
+// A message per request would cost a hundred times the request, and be useless: a request is
 // decided only when all ranks have reported it. So a rank collects requests before it reports them,
-// and then waits for an answer before it reports again: a batch costs it one report, whatever the
-// number of tensors (ADR 34). The first requests after a pause wait only a moment, which shows
-// whether they begin a burst.
+// and then waits for an answer before it reports again. A batch costs it one report, whatever the
+// number of tensors (ADR 34). The first requests after a pause wait only briefly, to see whether
+// they begin a burst.
 //
 // Pure: time is an argument.
 #pragma once
@@ -26,8 +26,9 @@ class ReportPace {
   // Returns when to report `count` requests, the first of which was submitted at `first`.
   TimeNs Due(TimeNs first, size_t count, TimeNs now) const {
     if (unanswered()) return unanswered_until_ns_;
-    const bool burst = count > 1 && now - first <= static_cast<TimeNs>(count) * kClosely;
-    return std::max(next_ns_, After(first, burst ? cycle_time_ns_ : cycle_time_ns_ / kMoment));
+    const bool burst = count > 1 && now - first <= static_cast<TimeNs>(count) * kBurstGap;
+    return std::max(next_ns_,
+                    After(first, burst ? cycle_time_ns_ : cycle_time_ns_ / kFirstWaitDivisor));
   }
 
   // Rank 0 passed its report to the coordinator directly.
@@ -35,22 +36,22 @@ class ReportPace {
   // This rank sent a report to its parent.
   void OnReportSent(TimeNs now) {
     OnLocalReport(now);
-    unanswered_until_ns_ = After(now, kPatience * cycle_time_ns_);
+    unanswered_until_ns_ = After(now, kUnansweredCycles * cycle_time_ns_);
   }
   // An agreement has arrived.
   void OnAnswer() { unanswered_until_ns_ = 0; }
   bool unanswered() const { return unanswered_until_ns_ != 0; }
 
-  // A rank without an answer reports again after so many cycle times: the other ranks may lack what
-  // it has reported, and wait for what it has not reported yet.
-  static constexpr TimeNs kPatience = 8;
+  // A rank without an answer reports again after this many cycle times: the other ranks may need
+  // what it has not reported yet.
+  static constexpr TimeNs kUnansweredCycles = 8;
 
  private:
-  // The first requests wait for this part of the cycle time.
-  static constexpr TimeNs kMoment = 8;
-  // The average time between requests of a burst: one call of a framework takes one to three
-  // microseconds, and it computes little before the next.
-  static constexpr TimeNs kClosely = 8 * kMicrosecond;
+  // The first requests wait for the cycle time divided by this.
+  static constexpr TimeNs kFirstWaitDivisor = 8;
+  // The average time between requests of a burst: a call of a framework takes one to three
+  // microseconds, and it computes little before the next one.
+  static constexpr TimeNs kBurstGap = 8 * kMicrosecond;
 
   TimeNs cycle_time_ns_;
   TimeNs next_ns_ = 0;

@@ -24,7 +24,7 @@
 namespace hororing {
 
 struct EngineConfig {
-  // Rank-visible.
+  // Visible to other ranks.
   int64_t fusion_bytes = 64 << 20;
   TimeNs cycle_time_ns = kMillisecond;
   int cache_capacity = 8192;
@@ -33,17 +33,17 @@ struct EngineConfig {
   std::optional<Tuner::Options> tune;
   std::string tune_log;     // path, for rank 0; empty: none
   std::string fingerprint;  // see CompareFingerprints
-  // Local.
+  // Local to this rank.
   std::string backend = "auto";
-  GpuMode gpu = GpuMode::kAuto;  // rank-visible
+  GpuMode gpu = GpuMode::kAuto;  // visible to other ranks
   Devices::Options devices;      // except for `likely`
   StallInspector::Options stall;
   TimeNs timeout_ns = kForever;  // for every wait on a peer
-  // How often an idle rank checks that its peers and its parent are alive.
+  // How often an idle rank checks that its peers and its parent process are alive.
   TimeNs checks_ns = 250 * kMillisecond;
   int cpu = -1;               // core for the loop thread; -1: any
   bool watch_parent = false;  // end the process when its parent dies
-  std::string timeline;       // path; rank 0's counts
+  std::string timeline;       // path; rank 0's is used
   bool timeline_cycles = false;
   int64_t timeline_bytes = 0;  // limit for any timeline; 0: none
   // The first and last training step that `timeline` covers, counted from 1; 0: everything.
@@ -63,13 +63,13 @@ struct Shared {
   Stats stats;
   // Constant once the engine has started.
   std::shared_ptr<Devices> devices;
-  bool transport_lets_callers = false;  // the transport allows callers to run the loop
+  bool transport_allows_callers = false;  // the transport allows callers to run the loop
 
   // Whether callers may run the loop now. Not with a device: a call of NVIDIA's driver that does
-  // not return can only be abandoned if it is made by the loop's own thread. Not while this rank
-  // has joined either: the other ranks' tensors may be its first on a device.
+  // not return can be abandoned only on the loop's own thread. Not while this rank has joined: the
+  // other ranks' tensors may be its first on a device.
   bool CallersMayProgress() const {
-    return transport_lets_callers && !devices->in_use() && !tensors.joining();
+    return transport_allows_callers && !devices->in_use() && !tensors.joining();
   }
 };
 

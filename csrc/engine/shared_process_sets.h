@@ -37,14 +37,14 @@ class SharedProcessSets {
     std::lock_guard<std::mutex> lock(mutex_);
     return sets_->count() == 1;
   }
-  // Null when there is none.
+  // Null if there is none.
   std::shared_ptr<const ProcessSet> Find(int32_t id) const {
     if (id == kWorldSet) return world_;
     std::lock_guard<std::mutex> lock(mutex_);
     return sets_->Share(id);
   }
-  // Whether there is such a set and this rank is a member.
-  bool Holds(int32_t id) const {
+  // Whether the set exists and this rank is a member.
+  bool Contains(int32_t id) const {
     if (id == kWorldSet) return true;
     std::lock_guard<std::mutex> lock(mutex_);
     const ProcessSet* set = sets_->Find(id);

@@ -1,5 +1,5 @@
-// Loop: what it does when negotiation makes no progress. The engine of a rank that computes still
-// answers; a rank that gives no sign of life is stopped, or its network is cut.
+// Loop: how it handles a negotiation without progress. The engine of a computing rank still
+// answers; a rank without signs of life is stopped, or its network is cut.
 #include <algorithm>
 #include <string>
 
@@ -12,9 +12,9 @@ namespace hororing {
 namespace {
 
 // Answers usually come sooner.
-constexpr TimeNs kMoment = kSecond / 2;
+constexpr TimeNs kReplyGrace = kSecond / 2;
 // A rank that is asked for its status also waits for its main thread.
-constexpr TimeNs kAnswer = 2 * kSecond;
+constexpr TimeNs kStatusTimeout = 2 * kSecond;
 
 }  // namespace
 
@@ -25,26 +25,26 @@ void Loop::CheckForReply(TimeNs now) {
     answered_ = applied_;
     waits_since_ns_ = now;
   }
-  if (now - waits_since_ns_ < kMoment) return;
+  if (now - waits_since_ns_ < kReplyGrace) return;
   const bool says = shared_.config.stall.deadlock_ns != kForever && now >= next_blocked_ns_;
   if (says && mailbox_.waiting.load() + mailbox_.awaiting_any.load() > 0) {
     next_blocked_ns_ = After(now, Blocked::kInterval);
     struct Report report;
     report.applied = applied_;
     report.blocked = true;
-    Tell(report, now);
+    SendReport(report, now);
   }
   if (coordinator_) return;
   CheckLiveness({{parent_rank(), waits_since_ns_}, {0, waits_since_ns_}}, now);
 }
 
-// `awaited`: ranks that this rank waits for, and since when. Silence counts only from the time we
-// started to wait for the rank.
+// `awaited`: the ranks that this rank waits for, and since when. Silence counts only from the
+// beginning of the wait.
 void Loop::CheckLiveness(const std::map<int, TimeNs>& awaited, TimeNs now) {
   int rank = -1;
   TimeNs silence = 0;
   for (const auto& [each, since] : awaited) {
-    if (each == topology_.rank || now - since < kMoment) continue;
+    if (each == topology_.rank || now - since < kReplyGrace) continue;
     const TimeNs lasts = std::min(transport_.Silence(each), now - since);
     if (lasts <= silence) continue;
     silence = lasts;
@@ -71,36 +71,36 @@ void Loop::CheckLiveness(const std::map<int, TimeNs>& awaited, TimeNs now) {
   Log(LogLevel::kWarning, "stall: " + (waits.empty() ? "" : waits + " (NEGOTIATE): ") + text);
 }
 
-// The warning waits for the answers, so that everything is one record of the log.
+// The warning waits for the answers, so that it is a single log record.
 void Loop::AskForStatus(const StallInspector::Finding& stall, TimeNs now) {
   if (asked_) Warn(true);
-  asked_ = {stall, After(now, kAnswer), {}};
+  asked_ = {stall, After(now, kStatusTimeout), {}};
   size_t asked = 0;
   for (const auto& [rank, title] : stall.expected) {
-    if (asked++ == StallInspector::kMostAsked) break;
+    if (asked++ == StallInspector::kMaxAsked) break;
     if (rank == topology_.rank) {
-      asked_->said[rank] = WhatIsDoneHere(kMoment);
+      asked_->texts[rank] = DescribeActivity(kReplyGrace);
     } else {
-      Post(rank, EncodeDoing(""));
+      Post(rank, EncodeStatus(""));
     }
   }
 }
 
 void Loop::OnStatusMessage(int rank, const std::string& text) {
-  if (text.empty()) return Post(rank, EncodeDoing(WhatIsDoneHere(kMoment)));
-  if (asked_) asked_->said[rank] = text;
+  if (text.empty()) return Post(rank, EncodeStatus(DescribeActivity(kReplyGrace)));
+  if (asked_) asked_->texts[rank] = text;
 }
 
 // Logs the warning once all ranks that were asked have answered, or at once if `now`.
 void Loop::Warn(bool now) {
   const StallInspector::Finding& stall = asked_->stall;
-  const size_t asked = std::min(stall.expected.size(), StallInspector::kMostAsked);
-  if (!now && asked_->said.size() < asked) return;
+  const size_t asked = std::min(stall.expected.size(), StallInspector::kMaxAsked);
+  if (!now && asked_->texts.size() < asked) return;
   const auto host = [this](int rank) {
     return topology_.hosts[static_cast<size_t>(topology_.host_of[static_cast<size_t>(rank)])];
   };
   Log(LogLevel::kWarning,
-      "stall: " + stall.warning + StallInspector::StatusText(stall.expected, asked_->said, host));
+      "stall: " + stall.warning + StallInspector::StatusText(stall.expected, asked_->texts, host));
   asked_.reset();
 }
 

@@ -13,7 +13,7 @@ std::atomic<uint64_t> tables{0};
 
 }  // namespace
 
-Status During(const TensorEntry& entry, const Status& status) {
+Status WithStage(const TensorEntry& entry, const Status& status) {
   return Status(status.code(),
                 entry.request.Title() + " (" + entry.stage + "): " + status.message(),
                 status.rank());
@@ -22,9 +22,9 @@ Status During(const TensorEntry& entry, const Status& status) {
 TensorTable::TensorTable(HandleTable* handles)
     : handles_(handles), first_id_(++tables << kIdBits) {}
 
-// The entry that may be started by its cache id; null: none.
+// The entry that this cache id can start; null: none.
 TensorEntry* TensorTable::Inactive(uint64_t id) {
-  const RequestRecord* const record = Known(id);
+  const RequestRecord* const record = FindRecord(id);
   const bool there = record != nullptr && record->entry != nullptr && !record->entry->active;
   return there ? record->entry.get() : nullptr;
 }
@@ -41,22 +41,22 @@ Status TensorTable::Submit(std::unique_ptr<TensorEntry>* entry, int64_t* handle,
   std::lock_guard<std::mutex> lock(mutex_);
   TensorEntry& given = **entry;
   given.stage = "SUBMIT";
-  if (!closed_.ok()) return During(given, closed_);
+  if (!closed_.ok()) return WithStage(given, closed_);
   // A stand-in takes part for this rank. A request of the same name would collide with it.
   if (joining_) {
-    return During(given, Status(Code::kInvalidArgument,
-                                "this rank has called join; no other call is possible, in any "
-                                "thread, until join has returned"));
+    return WithStage(given, Status(Code::kInvalidArgument,
+                                   "this rank has called join; no other call is possible, in any "
+                                   "thread, until join has returned"));
   }
   SetKey(given.request.process_set, given.request.name.c_str(), &key_);
   RequestRecord& record = records_[key_];
   next_id_ = record.id + 1;
   if (const TensorEntry* other = Active(record)) {
-    return During(given,
-                  Status(Code::kDuplicateName,
-                         std::string("a request of that name (") + Name(other->request.kind) +
-                             ") is still in flight on this rank; wait for it, or use "
-                             "another name"));
+    return WithStage(given,
+                     Status(Code::kDuplicateName,
+                            std::string("a request of that name (") + Name(other->request.kind) +
+                                ") is still in flight on this rank; wait for it, or use "
+                                "another name"));
   }
   joining_ = given.request.kind == Collective::kJoin;
   if (record.entry != nullptr && record.entry->request == given.request) {
@@ -160,7 +160,7 @@ void TensorTable::Define(uint64_t id, const Request& request, const std::vector<
 }
 
 void TensorTable::Forget(uint64_t id) {
-  RequestRecord* const record = Known(id);
+  RequestRecord* const record = FindRecord(id);
   if (record == nullptr) return;
   std::lock_guard<std::mutex> lock(mutex_);
   known_.Erase(id);

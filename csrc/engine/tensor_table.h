@@ -1,14 +1,13 @@
-// TensorTable: what this rank knows of requests. It has one record for each name of a process set:
-// the request between SUBMIT and COMPLETE, and the request that was last agreed upon under that
-// name, with its cache id, by which later reports and agreements refer to it. Every rank applies
-// the same definitions and evictions in the same order, since they are part of agreements. Only the
-// coordinator decides what is evicted.
+// TensorTable: this rank's requests. It has one record for each name of a process set: the request
+// between SUBMIT and COMPLETE, and the last agreed request of that name with its cache id, by which
+// later reports and agreements refer to it. All ranks apply the same definitions and evictions in
+// the same order, because agreements contain them. Only the coordinator decides what is evicted.
 //
-// A request with a cache id is persistent, as in MPI: when it is complete it stays here, inactive,
-// and may be started again, by its id or by submitting the same request.
+// A request with a cache id is persistent, as in MPI: once complete, it stays here, inactive, and
+// may be started again, by its id or by submitting the same request.
 //
-// Callers see another id (hr_request.id): the cache id plus a number that differs per table, so
-// that an id of an earlier engine is never valid.
+// Callers see another id (hr_request.id): the cache id plus a number that differs between tables,
+// so that an id of an earlier engine is never valid.
 //
 // Thread-safety: Submit, Start and StartNext from any thread; everything else only for the holder
 // of Engine::progress_mutex_ ("the loop" below). It owns active entries until Remove or Deactivate.
@@ -36,7 +35,7 @@
 
 namespace hororing {
 
-// A persistent request of one tensor in host memory, which is to be started again.
+// A persistent request of one tensor in host memory that is to be started again.
 struct Restart {
   uint64_t id = 0;
   std::optional<double> weight;
@@ -46,7 +45,7 @@ struct TensorEntry {
   Request request;
   std::vector<TensorView> views;  // one per tensor of the request
   int64_t handle = 0;
-  TimeNs submitted_ns = 0;  // when the first request that the loop takes with it was submitted
+  TimeNs submitted_ns = 0;  // when the first request of the same report was submitted
   // On a device: the event after which each view may be used; empty: now.
   std::vector<std::shared_ptr<const DeviceEvent>> ready;
   bool active = false;  // in flight; GUARDED_BY the table's mutex
@@ -54,27 +53,27 @@ struct TensorEntry {
   uint64_t cache_id = 0;  // of `request`; 0: none is known
   TimeNs reported_ns = 0;
   const char* stage = "NEGOTIATE";  // for error texts: "during REDUCE"
-  size_t unfinished = 0;            // tensors of this entry that still have to go through a batch
+  size_t unfinished = 0;            // tensors of this entry that no batch has reduced yet
   // Cached fusion descriptor of a single-tensor allreduce. Empty until first planned.
   std::optional<FusionItem> planned_as;
   std::vector<ResultBuffer> results;              // gathered tensors, or numbers such as row counts
   std::shared_ptr<const DeviceEvent> done_event;  // on a device: of the batch of its last tensor
 
-  // Takes part for a rank that has joined: no caller submitted it, or waits for it.
+  // Takes part for a joined rank: no caller has submitted it or waits for it.
   bool stands_in() const { return handle == 0; }
 };
 
 // "allreduce 'layer1.weight' (REDUCE): text", with the code and rank of `status`.
-Status During(const TensorEntry& entry, const Status& status);
+Status WithStage(const TensorEntry& entry, const Status& status);
 
 // Everything known under one key.
 struct RequestRecord {
-  std::unique_ptr<TensorEntry> entry;  // active; or inactive, with this id; GUARDED_BY the mutex
-  // The request that was agreed upon and its cache id. 0: none. Constant while there is an id.
+  std::unique_ptr<TensorEntry> entry;  // active, or inactive with this id; GUARDED_BY the mutex
+  // The agreed request and its cache id (0: none). Constant while it has an id.
   uint64_t id = 0;
   Request agreed;                   // as this rank submitted it
   std::vector<int64_t> rows;        // as in Decision::Details
-  TensorEntry* reported = nullptr;  // active, and reported by the id; only for the loop
+  TensorEntry* reported = nullptr;  // active, and reported by its id; only for the loop
 };
 
 class TensorTable {
@@ -82,17 +81,17 @@ class TensorTable {
   explicit TensorTable(HandleTable* handles);
 
   // Takes `*entry`, or only its views and events if the record has an inactive entry for the same
-  // request. Sets `handle`, and `id`: the caller's id, for Start, or 0 if there is none yet.
+  // request. Sets `handle`, and `id`: the caller's id for Start, or 0 if there is none yet.
   // kDuplicateName while a request of that name is active; kInvalidArgument while a join is active;
-  // after Close, the status that it was given.
+  // after Close, its status.
   Status Submit(std::unique_ptr<TensorEntry>* entry, int64_t* handle, uint64_t* id);
-  // Starts persistent requests of one tensor in host memory, which is now, in place, at
-  // `addresses`, up to the first that must be submitted: it is active, has no valid id, no memory,
-  // or a weight and had none, or the reverse. Returns how many; each has a handle.
+  // Starts persistent requests of one tensor in host memory, which is now at `addresses`, in place.
+  // Stops at the first that must be submitted: it is active, has no valid id or no memory, or has
+  // gained or lost a weight. Returns the number started; each has a handle.
   size_t Start(const Restart* restarts, const uintptr_t* addresses, size_t count, int64_t* handles);
 
-  // Starts the persistent request whose cache id follows that of the last one, if same(request):
-  // steps repeat themselves.
+  // Starts the persistent request whose cache id follows that of the previous one, if
+  // same(request): steps repeat.
   bool StartNext(const std::function<bool(const Request&)>& same, const void* input, void* output,
                  std::optional<double> weight, int64_t* handle);
 
@@ -111,25 +110,25 @@ class TensorTable {
   void Deactivate(const std::vector<TensorEntry*>& entries);
 
   // The record with this cache id. Null: there is none.
-  RequestRecord* Known(uint64_t id) {
+  RequestRecord* FindRecord(uint64_t id) {
     RequestRecord** const found = known_.Find(id);
     return found == nullptr ? nullptr : *found;
   }
-  // The cache id of exactly this request, which is active; 0: none.
+  // The cache id of exactly this active request; 0: none.
   uint64_t IdOf(const Request& request);
-  // Gives a request its cache id. A name has at most one: an older one is forgotten.
+  // Gives a request its cache id. A name has at most one; an older one is forgotten.
   void Define(uint64_t id, const Request& request, const std::vector<int64_t>& rows);
-  // Forgets a cache id, and its request if that is inactive.
+  // Forgets a cache id, and its request if inactive.
   void Forget(uint64_t id);
 
   // Forgets a process set. Returns its active requests.
   std::vector<std::unique_ptr<TensorEntry>> RemoveSet(int32_t process_set);
-  // Names the active requests in the first of these stages that has any: "'a', 'b' and 7 more".
-  // Empty: none. On other threads REQUIRES: the loop has been abandoned.
+  // Names the active requests in the first of these stages that has any: "'a', 'b' and 7 more";
+  // empty if there are none. On other threads REQUIRES: the loop has been abandoned.
   std::string Titles(std::initializer_list<std::string_view> stages);
   // Whether a join is in flight. Any thread.
   bool joining() const { return joining_.load(std::memory_order_relaxed); }
-  // Refuses every later request with `why`. Returns all active entries.
+  // Rejects every later request with `why`. Returns all active entries.
   std::vector<std::unique_ptr<TensorEntry>> Close(const Status& why);
 
  private:
@@ -142,7 +141,7 @@ class TensorTable {
   void Activate(TensorEntry* entry);
 
   HandleTable* const handles_;
-  const uint64_t first_id_;  // added to cache ids for callers; differs from that of other tables
+  const uint64_t first_id_;  // added to cache ids for callers; unique per table
   std::mutex mutex_;
   std::unordered_map<std::string, RequestRecord> records_;  // by Key; GUARDED_BY(mutex_)
   std::vector<TensorEntry*> submitted_;                     // GUARDED_BY(mutex_)

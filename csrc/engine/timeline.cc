@@ -10,7 +10,7 @@ namespace hororing {
 namespace {
 
 constexpr TimeNs kShipInterval = 200 * kMillisecond;
-constexpr std::ptrdiff_t kEventsPerMessage = 2000;  // some 100 KB: far below what stalls a pipe
+constexpr std::ptrdiff_t kEventsPerMessage = 2000;  // about 100 KB: too little to stall a pipe
 
 }  // namespace
 
@@ -21,11 +21,11 @@ Timeline::Timeline(Transport& transport, const Topology& topology,
       clock_offsets_(std::move(clock_offsets)),
       sink_(sink) {}
 
-Status Timeline::Open(const std::string& path, int64_t most_bytes) {
+Status Timeline::Open(const std::string& path, int64_t max_bytes) {
   std::vector<std::string> hosts;
   for (int host : topology_.host_of) hosts.push_back(topology_.hosts[static_cast<size_t>(host)]);
   ended_.assign(hosts.size(), 0);
-  return writer_.Open(path, hosts, most_bytes);
+  return writer_.Open(path, hosts, max_bytes);
 }
 
 void Timeline::Switch(bool on, bool mark_cycles) {
@@ -98,7 +98,7 @@ void Timeline::ShipAll(bool last) {
 }
 
 void Timeline::Check(const Status& status) {
-  // A full disk must not stop the training; what has been written stays readable.
+  // A full disk must not stop the training; written events stay readable.
   if (!status.ok()) Log(LogLevel::kError, "timeline: " + status.message());
 }
 

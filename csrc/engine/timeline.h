@@ -1,5 +1,5 @@
-// Timeline: brings the events of all ranks into rank 0's file. Every rank ships what it has
-// collected a few times a second over the control plane; rank 0 appends as it arrives.
+// Timeline: collects the events of all ranks in rank 0's file. Every rank ships its events a few
+// times a second over the control plane; rank 0 appends them as they arrive.
 //
 // Thread-safety: only for the holder of Engine::progress_mutex_.
 #pragma once
@@ -21,20 +21,20 @@ class Timeline {
   Timeline(Transport& transport, const Topology& topology, std::vector<TimeNs> clock_offsets,
            TraceSink& sink);
 
-  // Rank 0, before the switch is agreed. `most_bytes`: as for TraceWriter.
-  Status Open(const std::string& path, int64_t most_bytes);
-  // The agreed switch. Off: ships the last events; rank 0 closes the file when the last events
-  // of all ranks are there.
+  // Rank 0, before the switch is agreed upon. `max_bytes` is as for TraceWriter.
+  Status Open(const std::string& path, int64_t max_bytes);
+  // The agreed switch. Off: ships the last events; rank 0 closes the file once it has the last
+  // events of all ranks.
   void Switch(bool on, bool mark_cycles);
   // Rank 0: events of `rank`.
   void Receive(int rank, const std::string& events, bool last);
-  // Ships if it is time.
+  // Ships if it is due.
   void Ship(TimeNs now);
-  // When Ship wants to be called next; kForever while there is nothing to ship.
+  // When Ship must be called next; kForever if there is nothing to ship.
   TimeNs NextDeadline() const;
   // Rank 0: false while a file is open.
   bool closed() const { return !writer_.is_open(); }
-  // Rank 0: closes without waiting for the missing ranks (they are gone, or too late).
+  // Rank 0: closes without waiting for missing ranks (they are dead, or too late).
   void CloseNow();
 
  private:

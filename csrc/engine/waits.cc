@@ -13,8 +13,8 @@ namespace {
 
 // How long a caller sleeps before it checks the loop.
 TimeNs NextCheck(TimeNs deadline) {
-  constexpr TimeNs kLookInterval = 500 * kMillisecond;
-  return std::clamp<TimeNs>(deadline - NowNs(), 0, kLookInterval);
+  constexpr TimeNs kCheckInterval = 500 * kMillisecond;
+  return std::clamp<TimeNs>(deadline - NowNs(), 0, kCheckInterval);
 }
 
 }  // namespace
@@ -69,7 +69,7 @@ HandleState Engine::Poll(int64_t handle) {
   return state;
 }
 
-// Waits for a result of the loop's thread, and checks the loop meanwhile. False: it did not come.
+// Waits for a result of the loop's thread, and checks the loop meanwhile. False: no result in time.
 template <typename T>
 bool Engine::Await(const std::future<T>& future, TimeNs timeout_ns) {
   const TimeNs deadline = After(NowNs(), timeout_ns);
@@ -104,12 +104,12 @@ void Engine::ProgressUntil(const std::function<bool()>& done, TimeNs deadline) {
   Mailbox& mailbox = shared_.mailbox;
   // A device may have come into use since Submit, which did not wake the loop then.
   if (!shared_.CallersMayProgress())
-    return shared_.transport_lets_callers ? mailbox.Wake() : mailbox.RequestReport();
+    return shared_.transport_allows_callers ? mailbox.Wake() : mailbox.RequestReport();
   std::unique_lock<std::mutex> progress(progress_mutex_, std::try_to_lock);
   if (progress.owns_lock() && loop_ != nullptr && loop_->drivable()) {
     const Loop::Handoff handoff = loop_->ProgressUntil(done, deadline);
     progress.unlock();
-    // Not earlier: before the lock is free, the thread would wake up in vain.
+    // Not earlier: until the lock is free, the thread would wake up in vain.
     handoff.wake ? mailbox.Wake() : mailbox.WakeIfAny(handoff.epoch);
   } else {
     if (progress.owns_lock()) progress.unlock();

@@ -17,7 +17,7 @@ Status CudaApi::Load(const std::string& paths, CudaApi* api) {
   if (status.ok()) status = api->Check(api->driver_get_version(&api->version), "version");
   if (status.ok()) status = api->Check(api->device_get_count(&api->devices), "cuDeviceGetCount");
   if (!status.ok()) return Status(Code::kInvalidArgument, where + ": " + status.message());
-  if (api->version < kLeastCudaVersion) {
+  if (api->version < kMinCudaVersion) {
     return Status(Code::kInvalidArgument, where + " is made for CUDA " +
                                               std::to_string(api->version / 1000) + "." +
                                               std::to_string(api->version % 1000 / 10) +

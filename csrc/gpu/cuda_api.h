@@ -39,7 +39,7 @@ constexpr unsigned kCuMemHostAllocPortable = 1;  // pinned for every context
 constexpr int kCuMemoryPoolsSupported = 115;     // an attribute of a device
 constexpr int kCuStreamCaptureStatusNone = 0;
 constexpr int kCuStreamCaptureModeRelaxed = 2;
-constexpr int kLeastCudaVersion = 11020;  // 11.2: memory that is allocated in the order of a stream
+constexpr int kMinCudaVersion = 11020;  // 11.2: memory that is allocated in the order of a stream
 
 // X(member, symbol, parameters)
 #define HORORING_CUDA_FUNCTIONS(X)                                                                 \

@@ -13,7 +13,7 @@
 namespace hororing {
 namespace {
 
-constexpr TimeNs kLookInterval = kMillisecond;
+constexpr TimeNs kCheckInterval = kMillisecond;
 
 // By GpuMode.
 const char* const kModes[] = {"auto", "nccl", "staged"};
@@ -22,7 +22,7 @@ std::string Setting(GpuMode mode) {
   return std::string("HORORING_GPU=") + kModes[static_cast<size_t>(mode)];
 }
 
-Status TookTooLong(const std::string& label) {
+Status TimedOut(const std::string& label) {
   return Status(Code::kTransport,
                 "GPU batch '" + label +
                     "' timed out (HORORING_TIMEOUT_S sets the limit); another rank may be stuck");
@@ -66,7 +66,7 @@ Status CudaBackend::Run(const Batch& batch, TimeNs deadline, TraceSink& trace) {
   }
   // All ranks come to the same.
   const auto by_nccl = [&](const BatchEntry& entry) {
-    return nccl_ != nullptr && NcclCan(batch.kind, entry.reduce, transport_.size());
+    return nccl_ != nullptr && NcclSupports(batch.kind, entry.reduce, transport_.size());
   };
   const auto without = std::find_if_not(batch.entries.begin(), batch.entries.end(), by_nccl);
   if (without == batch.entries.end()) {
@@ -191,7 +191,7 @@ Status CudaBackend::PollBatch(InFlight& batch, bool* done) {
     batch.deadline = After(NowNs(), batch.timeout);
   }
   if (NowNs() < batch.deadline) return Status::Ok();
-  return TookTooLong(batch.label);
+  return TimedOut(batch.label);
 }
 
 Status CudaBackend::Leave(TimeNs deadline) {
@@ -202,9 +202,9 @@ Status CudaBackend::Leave(TimeNs deadline) {
       in_flight_.pop_front();
       continue;
     }
-    if (NowNs() >= deadline) return TookTooLong(in_flight_.front().label);
+    if (NowNs() >= deadline) return TimedOut(in_flight_.front().label);
     HORORING_RETURN_IF_ERROR(transport_.CheckPeers());
-    transport_.Sleep(After(NowNs(), kLookInterval));
+    transport_.Sleep(After(NowNs(), kCheckInterval));
   }
   if (nccl_ == nullptr) return Status::Ok();
   const Status left = nccl_->Leave(deadline);

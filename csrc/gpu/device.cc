@@ -9,7 +9,7 @@ namespace hororing {
 namespace {
 
 // Equal to those of kernels.cu.
-constexpr size_t kPackMost = 120;
+constexpr size_t kMaxPackedCopies = 120;
 constexpr size_t kPackBlockBytes = 32 << 10;
 constexpr unsigned kPackThreads = 256;
 struct PackTable {
@@ -19,7 +19,7 @@ struct PackTable {
     void* to;
     uint64_t bytes;
     uint64_t first_block;
-  } copies[kPackMost];
+  } copies[kMaxPackedCopies];
 };
 static_assert(sizeof(PackTable) <= 4096 - 16, "a launch takes 4 KiB of arguments");
 
@@ -55,7 +55,7 @@ Status DeviceEvent::StreamWait(CuStream stream) const {
 DeviceMemory::~DeviceMemory() {
   if (address_ == 0) return;
   const Device::Current current(*device_);
-  static_cast<void>(device_->EndMemory(address_, device_->stream()));
+  static_cast<void>(device_->ReleaseMemory(address_, device_->stream()));
 }
 
 Status DeviceMemory::MoveTo(void* to, size_t bytes, CuStream stream) {
@@ -64,7 +64,7 @@ Status DeviceMemory::MoveTo(void* to, size_t bytes, CuStream stream) {
   const CudaApi& api = device_->api();
   HORORING_RETURN_IF_ERROR(
       api.Check(api.copy_on_device(AddressOf(to), address_, bytes, stream), "cuMemcpyDtoDAsync"));
-  return device_->EndMemory(std::exchange(address_, 0), stream);
+  return device_->ReleaseMemory(std::exchange(address_, 0), stream);
 }
 
 PinnedMemory::~PinnedMemory() {
@@ -138,7 +138,7 @@ Device::~Device() {
   {
     const Current current(*this);
     if (module_ != nullptr) api_->module_unload(module_);
-    for (const Ended& ended : ended_) {  // nothing is in the streams any more
+    for (const Released& ended : released_) {  // nothing is in the streams any more
       api_->mem_free(ended.memory);
       api_->event_destroy(ended.unused);
     }
@@ -194,10 +194,10 @@ Status Device::CopyOnDevice(const std::vector<DeviceCopy>& copies) const {
 }
 
 Status Device::CopyByKernel(const std::vector<DeviceCopy>& copies) const {
-  for (size_t begin = 0; begin < copies.size(); begin += kPackMost) {
+  for (size_t begin = 0; begin < copies.size(); begin += kMaxPackedCopies) {
     PackTable table;
     uint64_t blocks = 0;
-    for (size_t i = begin; i < std::min(begin + kPackMost, copies.size()); ++i) {
+    for (size_t i = begin; i < std::min(begin + kMaxPackedCopies, copies.size()); ++i) {
       table.copies[table.count++] = {copies[i].from, copies[i].to, copies[i].bytes, blocks};
       blocks += (copies[i].bytes + kPackBlockBytes - 1) / kPackBlockBytes;
     }
@@ -224,9 +224,9 @@ Status Device::Allocate(size_t bytes, std::shared_ptr<DeviceMemory>* memory) con
   return Status::Ok();
 }
 
-Status Device::EndMemory(CuAddress address, CuStream stream) const {
+Status Device::ReleaseMemory(CuAddress address, CuStream stream) const {
   if (has_pools_) return api_->Check(api_->mem_free_async(address, stream), "cuMemFreeAsync");
-  Ended ended{address, nullptr};
+  Released ended{address, nullptr};
   HORORING_RETURN_IF_ERROR(
       api_->Check(api_->event_create(&ended.unused, kCuEventDisableTiming), "cuEventCreate"));
   const CuResult recorded = api_->event_record(ended.unused, stream);
@@ -234,29 +234,29 @@ Status Device::EndMemory(CuAddress address, CuStream stream) const {
     api_->event_destroy(ended.unused);
     return api_->Check(recorded, "cuEventRecord");
   }
-  std::lock_guard<std::mutex> lock(ended_mutex_);
-  ended_.push_back(ended);
+  std::lock_guard<std::mutex> lock(released_mutex_);
+  released_.push_back(ended);
   return Status::Ok();
 }
 
 Status Device::AllocateWithoutPools(size_t bytes, CuAddress* address) const {
-  FreeEnded(/*wait=*/false);
+  FreeReleased(/*wait=*/false);
   CuResult result = api_->mem_alloc(address, bytes);
   if (result != kCuSuccess) {
-    FreeEnded(/*wait=*/true);
+    FreeReleased(/*wait=*/true);
     result = api_->mem_alloc(address, bytes);
   }
   return api_->CheckMemory(result, "cuMemAlloc", bytes);
 }
 
 // cuMemFree itself need not wait for the streams. No call is made under the mutex.
-void Device::FreeEnded(bool wait) const {
-  std::vector<Ended> looked_at, kept;
+void Device::FreeReleased(bool wait) const {
+  std::vector<Released> looked_at, kept;
   {
-    std::lock_guard<std::mutex> lock(ended_mutex_);
-    looked_at.swap(ended_);
+    std::lock_guard<std::mutex> lock(released_mutex_);
+    looked_at.swap(released_);
   }
-  for (const Ended& ended : looked_at) {
+  for (const Released& ended : looked_at) {
     const CuResult reached =
         wait ? api_->event_synchronize(ended.unused) : api_->event_query(ended.unused);
     if (reached != kCuSuccess) {
@@ -266,8 +266,8 @@ void Device::FreeEnded(bool wait) const {
     api_->mem_free(ended.memory);
     api_->event_destroy(ended.unused);
   }
-  std::lock_guard<std::mutex> lock(ended_mutex_);
-  ended_.insert(ended_.end(), kept.begin(), kept.end());
+  std::lock_guard<std::mutex> lock(released_mutex_);
+  released_.insert(released_.end(), kept.begin(), kept.end());
 }
 
 Status Device::AllocatePinned(size_t bytes, std::unique_ptr<PinnedMemory>* memory) const {

@@ -114,7 +114,7 @@ class Device : public std::enable_shared_from_this<Device> {
   Status CopyOnDevice(const std::vector<DeviceCopy>& copies) const;  // REQUIRES: none is empty
   Status Allocate(size_t bytes, std::shared_ptr<DeviceMemory>* memory) const;
   // Ends memory of Allocate when `stream` has come so far. REQUIRES: Current.
-  Status EndMemory(CuAddress address, CuStream stream) const;
+  Status ReleaseMemory(CuAddress address, CuStream stream) const;
 
   Status AllocatePinned(size_t bytes, std::unique_ptr<PinnedMemory>* memory) const;
   // Memory for long, until Free.
@@ -144,7 +144,7 @@ class Device : public std::enable_shared_from_this<Device> {
   Status Start();
   Status CopyByKernel(const std::vector<DeviceCopy>& copies) const;
   Status AllocateWithoutPools(size_t bytes, CuAddress* address) const;
-  void FreeEnded(bool wait) const;
+  void FreeReleased(bool wait) const;
 
   const std::shared_ptr<const CudaApi> api_;
   const int ordinal_;
@@ -155,12 +155,12 @@ class Device : public std::enable_shared_from_this<Device> {
   CuFunction copy_many_ = nullptr;  // null: one copy after the other
   bool has_pools_ = true;           // of memory; some virtual GPUs have none
   // Without pools: memory that some stream may still use, until it has come to the event.
-  struct Ended {
+  struct Released {
     CuAddress memory;
     CuEvent unused;
   };
-  mutable std::mutex ended_mutex_;
-  mutable std::vector<Ended> ended_;  // GUARDED_BY(ended_mutex_)
+  mutable std::mutex released_mutex_;
+  mutable std::vector<Released> released_;  // GUARDED_BY(released_mutex_)
   std::string name_;
   CuUuid uuid_ = {};
 };

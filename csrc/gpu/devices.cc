@@ -103,7 +103,7 @@ void Devices::AbortTogether(const std::function<void()>& end_communicators) {
     device = device_;
     nccl = nccl_;
   }
-  if (device == nullptr || nccl == nullptr || nccl->version < kLeastNcclVersionOfGroupedAborts) {
+  if (device == nullptr || nccl == nullptr || nccl->version < kMinNcclVersionOfGroupedAborts) {
     return end_communicators();
   }
   const Device::Current current(*device);

@@ -19,7 +19,7 @@ Status NcclApi::Load(const std::string& paths, NcclApi* api) {
     return Status(Code::kInvalidArgument, where + " lacks" + missing + "; NCCL 2.14 has them");
   }
   HORORING_RETURN_IF_ERROR(api->Check(api->get_version(&api->version), "ncclGetVersion"));
-  if (api->version < kLeastNcclVersion) {
+  if (api->version < kMinNcclVersion) {
     return Status(Code::kInvalidArgument,
                   where + " is " + api->version_text() + "; 2.14 is the least that is supported");
   }

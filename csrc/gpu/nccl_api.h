@@ -42,8 +42,8 @@ enum NcclType : int {
 enum NcclOp : int { kNcclSum = 0, kNcclProd = 1, kNcclMax = 2, kNcclMin = 3, kNcclAvg = 4 };
 constexpr int kNcclScalarHostImmediate = 1;
 constexpr unsigned kNcclConfigMagic = 0xcafebeef;
-constexpr int kLeastNcclVersion = 21400;
-constexpr int kLeastNcclVersionOfGroupedAborts = 22200;
+constexpr int kMinNcclVersion = 21400;
+constexpr int kMinNcclVersionOfGroupedAborts = 22200;
 
 // X(member, symbol, parameters)
 #define HORORING_NCCL_FUNCTIONS(X)                                                             \

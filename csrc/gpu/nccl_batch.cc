@@ -211,9 +211,9 @@ void Scatter(const BatchEntry& entry, DataType dtype, NcclOp op, Calls& calls) {
 
 }  // namespace
 
-bool NcclCan(Collective kind, const ReduceSpec& spec, int ranks) {
+bool NcclSupports(Collective kind, const ReduceSpec& spec, int ranks) {
   if (!IsReduction(kind)) return true;  // bytes
-  if (!NcclHas(spec.dtype) || spec.op == ReduceOp::kAdasum) return false;
+  if (!NcclSupportsType(spec.dtype) || spec.op == ReduceOp::kAdasum) return false;
   const bool floating = IsFloating(spec.dtype);
   if (spec.op == ReduceOp::kAverage && !floating) return false;
   if (spec.weights != nullptr) {  // the factors of 16 bits would be rounded; 0 times NaN is NaN

@@ -17,12 +17,12 @@ namespace hororing {
 // for 16-bit integers, averages of integers (NCCL's sums of them overflow), Adasum, factors of
 // integers, factors that NCCL would round to 16 bits, and factors of Min, Max and Product, which it
 // does not have.
-bool NcclCan(Collective kind, const ReduceSpec& spec, int ranks);
+bool NcclSupports(Collective kind, const ReduceSpec& spec, int ranks);
 
-// Whether the fusion buffer helps; the same on all ranks. REQUIRES: NcclCan, for all entries.
+// Whether the fusion buffer helps; the same on all ranks. REQUIRES: NcclSupports, for all entries.
 bool WantsFusionBuffer(const Batch& batch);
 
-// Puts `batch` into the device's private stream. REQUIRES: NcclCan, for all entries.
+// Puts `batch` into the device's private stream. REQUIRES: NcclSupports, for all entries.
 Status RunByNccl(const Batch& batch, NcclCommunicator& communicator, const Device& device,
                  int ranks, TimeNs deadline, TraceSink& trace);
 

@@ -12,16 +12,16 @@ namespace hororing {
 namespace {
 
 // Between two looks at something that does not call.
-constexpr TimeNs kLookInterval = 100 * kMicrosecond;
+constexpr TimeNs kCheckInterval = 100 * kMicrosecond;
 // How long to look without a pause: most groups take no longer to get into the stream.
 constexpr TimeNs kBusy = 30 * kMicrosecond;
 // For what lies in the stream behind kernels that were aborted.
-constexpr TimeNs kRest = 200 * kMillisecond;
+constexpr TimeNs kAbortSleep = 200 * kMillisecond;
 // Between two looks at whether all peers are alive.
 constexpr TimeNs kPeersInterval = 20 * kMillisecond;
 
 // Operations with a factor that a communicator has at a time.
-constexpr size_t kMostScaledSums = 64;
+constexpr size_t kMaxScaledSums = 64;
 
 // Rank 0 sends this to the others.
 struct Invitation {
@@ -47,7 +47,9 @@ struct Scalar {
 
 }  // namespace
 
-bool NcclHas(DataType dtype) { return dtype != DataType::kInt16 && dtype != DataType::kUint16; }
+bool NcclSupportsType(DataType dtype) {
+  return dtype != DataType::kInt16 && dtype != DataType::kUint16;
+}
 
 NcclType NcclTypeOf(DataType dtype) {
   switch (dtype) {
@@ -92,7 +94,7 @@ Status NcclCommunicator::Join(TimeNs deadline) {
     return Status(Code::kTransport,
                   "the first rank of the set cannot start NCCL; its log says why");
   }
-  NcclConfig config{sizeof(NcclConfig), kNcclConfigMagic, kLeastNcclVersion, /*blocking=*/0};
+  NcclConfig config{sizeof(NcclConfig), kNcclConfigMagic, kMinNcclVersion, /*blocking=*/0};
   const NcclResult begun =
       api_->comm_init(&comm_, transport_.size(), invitation.id, transport_.rank(), &config);
   return Settle(begun, "ncclCommInitRankConfig", deadline);
@@ -101,7 +103,7 @@ Status NcclCommunicator::Join(TimeNs deadline) {
 NcclCommunicator::~NcclCommunicator() {
   const Device::Current current(*device_);
   Abort();
-  if (aborted_ && fusion_ != nullptr) Rest();
+  if (aborted_ && fusion_ != nullptr) SleepAfterAbort();
   FreeFusion();
 }
 
@@ -112,12 +114,12 @@ void NcclCommunicator::Abort() {
 }
 
 // Waits for work in the stream behind NCCL's kernels: it uses memory that is freed next.
-void NcclCommunicator::Rest() const {
+void NcclCommunicator::SleepAfterAbort() const {
   std::shared_ptr<DeviceEvent> idle;
   bool reached = !device_->Record(device_->stream(), &idle).ok();
-  for (const TimeNs limit = After(NowNs(), kRest); !reached && NowNs() < limit;) {
+  for (const TimeNs limit = After(NowNs(), kAbortSleep); !reached && NowNs() < limit;) {
     if (!idle->Poll(&reached).ok()) return;
-    transport_.Sleep(After(NowNs(), kLookInterval));
+    transport_.Sleep(After(NowNs(), kCheckInterval));
   }
 }
 
@@ -142,7 +144,7 @@ Status NcclCommunicator::Settle(NcclResult begun, const char* call, TimeNs deadl
                         " timed out (HORORING_TIMEOUT_S sets the limit); NCCL_DEBUG=INFO shows "
                         "what it waits for");
     }
-    if (now >= sleep) transport_.Sleep(After(now, kLookInterval));
+    if (now >= sleep) transport_.Sleep(After(now, kCheckInterval));
   }
 }
 
@@ -192,7 +194,7 @@ Status NcclCommunicator::ScaledSum(DataType dtype, double factor, NcclOp* op) {
 
 // An operation may end as soon as the calls that use it have returned.
 Status NcclCommunicator::LimitScaledSums() {
-  if (scaled_sums_.size() < kMostScaledSums) return Status::Ok();
+  if (scaled_sums_.size() < kMaxScaledSums) return Status::Ok();
   for (const auto& [what, old] : scaled_sums_) {
     HORORING_RETURN_IF_ERROR(api_->Check(api_->op_destroy(old, comm_), "ncclRedOpDestroy", comm_));
   }

@@ -69,7 +69,7 @@ class NcclCommunicator {
   Status AllocateFusion(size_t bytes);
   Status Deregister();
   void FreeFusion();
-  void Rest() const;
+  void SleepAfterAbort() const;
 
   const std::shared_ptr<const NcclApi> api_;
   const std::shared_ptr<Device> device_;
@@ -84,8 +84,8 @@ class NcclCommunicator {
   size_t fusion_bytes_ = 0;
 };
 
-// NCCL's name of the type. REQUIRES: NcclHas(dtype).
+// NCCL's name of the type. REQUIRES: NcclSupportsType(dtype).
 NcclType NcclTypeOf(DataType dtype);
-bool NcclHas(DataType dtype);
+bool NcclSupportsType(DataType dtype);
 
 }  // namespace hororing

@@ -78,7 +78,7 @@ Status StagedBatches::RunAllreduce(const Batch& batch, const Device& device, Tim
       HORORING_RETURN_IF_ERROR(
           Fetch(batch, pieces[k + 1], device, buffers_[other], &fetched[other]));
     }
-    HORORING_RETURN_IF_ERROR(Reach(*fetched[side]));
+    HORORING_RETURN_IF_ERROR(Synchronize(*fetched[side]));
     Batch on_host;
     on_host.kind = batch.kind;
     std::byte* at = buffers_[side].data();
@@ -105,7 +105,7 @@ Status StagedBatches::RunAllreduce(const Batch& batch, const Device& device, Tim
 // Copies a piece to `buffer`; what was in there goes back to the device before, in the stream.
 Status StagedBatches::Fetch(const Batch& batch, const Piece& piece, const Device& device,
                             Buffer& buffer, std::shared_ptr<DeviceEvent>* fetched) {
-  HORORING_RETURN_IF_ERROR(Room(device, kPieceBytes, &buffer));
+  HORORING_RETURN_IF_ERROR(Reserve(device, kPieceBytes, &buffer));
   std::byte* to = buffer.data();
   for (const Slice& slice : piece) {
     const auto* from = static_cast<const std::byte*>(batch.entries[slice.entry].input);
@@ -129,7 +129,7 @@ Status StagedBatches::RunWhole(const Batch& batch, const Device& device, TimeNs 
     if (!in_place) total += RoundUp(extent.output, kEntryAlign);
   }
   Buffer& buffer = buffers_[0];
-  HORORING_RETURN_IF_ERROR(Room(device, total, &buffer));
+  HORORING_RETURN_IF_ERROR(Reserve(device, total, &buffer));
   Batch on_host = batch;
   on_host.on_device = false;
   std::byte* at = buffer.data();
@@ -149,7 +149,7 @@ Status StagedBatches::RunWhole(const Batch& batch, const Device& device, TimeNs 
   // Also where nothing was copied: the buffer may still be on its way to the device.
   std::shared_ptr<DeviceEvent> fetched;
   HORORING_RETURN_IF_ERROR(device.Record(device.stream(), &fetched));
-  HORORING_RETURN_IF_ERROR(Reach(*fetched));
+  HORORING_RETURN_IF_ERROR(Synchronize(*fetched));
   HORORING_RETURN_IF_ERROR(RunOnHost(on_host, timeout, trace));
   for (size_t i = 0; i < extents.size(); ++i) {
     if (extents[i].output == 0) continue;
@@ -166,12 +166,12 @@ Status StagedBatches::RunOnHost(const Batch& batch, TimeNs timeout, TraceSink& t
 }
 
 // At least `bytes`. What lies there is given up when the device is done with it.
-Status StagedBatches::Room(const Device& device, size_t bytes, Buffer* buffer) {
+Status StagedBatches::Reserve(const Device& device, size_t bytes, Buffer* buffer) {
   if (buffer->bytes >= bytes) return Status::Ok();
   if (buffer->memory != nullptr) {
     std::shared_ptr<DeviceEvent> idle;
     HORORING_RETURN_IF_ERROR(device.Record(device.stream(), &idle));
-    HORORING_RETURN_IF_ERROR(Reach(*idle));
+    HORORING_RETURN_IF_ERROR(Synchronize(*idle));
     buffer->memory = nullptr;
     buffer->bytes = 0;
   }
@@ -181,7 +181,7 @@ Status StagedBatches::Room(const Device& device, size_t bytes, Buffer* buffer) {
 }
 
 // However long the framework's kernels before it take: as long as all peers are alive.
-Status StagedBatches::Reach(const DeviceEvent& event) {
+Status StagedBatches::Synchronize(const DeviceEvent& event) {
   TimeNs look_at_peers = After(NowNs(), kPeersInterval);
   for (;;) {
     bool reached = false;

@@ -49,8 +49,8 @@ class StagedBatches {
   Status RunOnHost(const Batch& batch, TimeNs timeout, TraceSink& trace);
   Status Fetch(const Batch& batch, const Piece& piece, const Device& device, Buffer& buffer,
                std::shared_ptr<DeviceEvent>* fetched);
-  Status Room(const Device& device, size_t bytes, Buffer* buffer);
-  Status Reach(const DeviceEvent& event);
+  Status Reserve(const Device& device, size_t bytes, Buffer* buffer);
+  Status Synchronize(const DeviceEvent& event);
   static std::vector<Piece> Pieces(const Batch& batch);
 
   Transport& transport_;

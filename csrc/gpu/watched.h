@@ -17,7 +17,7 @@ class Watched<Result(Parameters...)> {
   // `name`, and whose it is, are literals.
   Watched(const char* name, const char* library) : name_{name, library} {}
   Result operator()(Parameters... arguments) const {
-    const CallWatch::Call call(CallWatch::OfThread(), name_);
+    const CallWatch::Call call(CallWatch::Current(), name_);
     return function_(arguments...);
   }
   explicit operator bool() const { return function_ != nullptr; }

@@ -6,11 +6,11 @@
 namespace hororing {
 namespace {
 
-// Consecutive cache ids, which those of a step mostly are, are encoded as the first id and their
-// number. The number is limited, so that a malformed message cannot make us allocate much more
-// memory than its own length.
+// Consecutive cache ids, as in most steps, are encoded as the first id and their number. The number
+// is limited, so that a malformed message cannot make us allocate much more memory than its own
+// length.
 constexpr size_t kLongestRun = 1 << 16;
-// These bytes stand in place of a decision's kind: a run of cached requests; no more decisions.
+// These bytes replace a decision's kind: a run of cached requests; no more decisions.
 constexpr uint8_t kRunOfCached = 0x7e, kNoMore = 0x7f;
 
 class Writer {
@@ -76,13 +76,13 @@ class Reader {
     next_ += size;
     return value;
   }
-  // The length of a run; 0 if there is none, or it is malformed.
+  // The length of a run; 0 if there is none or it is malformed.
   size_t Run() {
     const uint64_t count = Unsigned();
     if (count > kLongestRun) ok_ = false;
     return ok_ ? static_cast<size_t>(count) : 0;
   }
-  // A number of items that take at least one byte each, so it is bounded by what is left.
+  // A count of items that take at least one byte each, so the remaining bytes bound it.
   size_t Count() {
     const uint64_t count = Unsigned();
     if (count > static_cast<uint64_t>(end_ - next_)) {
@@ -128,7 +128,7 @@ void Get(Reader& in, std::vector<Integer>* integers) {
   for (Integer& integer : *integers) integer = static_cast<Integer>(in.Signed());
 }
 
-// The end of the run that begins at `begin`, where `follows(i)` says whether i continues i - 1.
+// The end of the run that begins at `begin`; `follows(i)` says whether i continues i - 1.
 template <typename Follows>
 size_t EndOfRun(size_t begin, size_t size, const Follows& follows) {
   size_t end = begin + 1;
@@ -155,7 +155,7 @@ void GetIds(Reader& in, std::vector<uint64_t>* ids) {
   }
 }
 
-// Weights, of which many follow one another that are the same.
+// Weights, as runs of equal values.
 void Put(Writer& out, const std::vector<double>& weights) {
   for (size_t i = 0; i < weights.size();) {
     const size_t end =
@@ -368,7 +368,7 @@ bool KindOf(const std::string& message, MessageKind* kind) {
   if (message.empty()) return false;
   const uint8_t byte = static_cast<uint8_t>(message[0]);
   if (byte < static_cast<uint8_t>(MessageKind::kReport) ||
-      byte > static_cast<uint8_t>(MessageKind::kDoing)) {
+      byte > static_cast<uint8_t>(MessageKind::kStatus)) {
     return false;
   }
   *kind = static_cast<MessageKind>(byte);

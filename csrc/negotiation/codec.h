@@ -1,6 +1,6 @@
-// Codec: the bytes of negotiation messages. Hand-written and versioned through
-// kProtocolVersion, which ranks compare at init (ADR 0008): integers are LEB128 (zigzag where
-// they may be negative), doubles eight bytes little-endian, strings length-prefixed.
+// Codec: the bytes of negotiation messages. Hand-written; its version is kProtocolVersion, which
+// ranks compare at init (ADR 0008). Integers are LEB128 (zigzag if they may be negative), doubles
+// eight bytes little-endian, strings length-prefixed.
 //
 // Decoding never trusts its input: a truncated or malformed message is an error, not a crash.
 #pragma once
@@ -23,20 +23,20 @@ enum class MessageKind : uint8_t {
   kAgreement = 2,
   kTrace = 3,
   kCombined = 4,
-  kDoing = 5,  // the rest is a text that says what a rank is doing; empty: the question
+  kStatus = 5,  // followed by a text that says what a rank is doing; empty: the question
 };
 
 std::string Encode(const Report& report);
 std::string Encode(const Agreement& agreement);
-// Reports that are already encoded, and the ranks that make each of them.
+// Encodes reports that are already encoded, with the ranks that make each of them.
 std::string EncodeCombined(const std::map<std::string, std::vector<int>>& reports);
-inline std::string EncodeDoing(const std::string& text) {
-  return static_cast<char>(MessageKind::kDoing) + text;
+inline std::string EncodeStatus(const std::string& text) {
+  return static_cast<char>(MessageKind::kStatus) + text;
 }
 // Trace events (already bytes); `last`: the sender will send no more.
 std::string EncodeTrace(const std::string& events, bool last);
 
-// False when `message` is not a well-formed message of the kind asked for.
+// False if `message` is not a well-formed message of the requested kind.
 bool KindOf(const std::string& message, MessageKind* kind);
 bool Decode(const std::string& message, Report* report);
 bool Decode(const std::string& message, Agreement* agreement);

@@ -11,7 +11,7 @@
 namespace hororing {
 namespace {
 
-// Stands for the sequence of an agreement that is still to be made.
+// Stands for the sequence of an agreement that is yet to be made.
 constexpr uint64_t kNotAnnounced = std::numeric_limits<uint64_t>::max();
 
 // Returns Decision::Details::rows for gathered tensors and splits; empty for other requests.
@@ -79,7 +79,7 @@ void Coordinator::SwitchTimeline(bool on, bool mark_cycles) {
   queue_.Push(std::move(decision));
 }
 
-// A record that is not there belongs to a process set that was removed: its requests have failed.
+// A missing record belongs to a removed process set, whose requests have failed.
 void Coordinator::ReportCached(const int* ranks, size_t count, uint64_t id, double weight,
                                TimeNs now) {
   Record* found = records_.Find(id);
@@ -191,7 +191,7 @@ void Coordinator::Complete(TensorState& tensor) {
   queue_.Push(std::move(decision), bytes);
 }
 
-// Fills in the decision about a request that all members have reported, except for joined ones.
+// Fills in the decision on a request that all members have reported, except for joined ones.
 Status Coordinator::Agree(TensorState& tensor, Decision* decision, int64_t* bytes) {
   Pending& pending = tensor.pending;
   std::vector<int> joined;
@@ -272,7 +272,7 @@ StallInspector::Finding Coordinator::InspectStalls(TimeNs now) {
   stall_check_ns_ = After(now, stall_inspector_.interval_ns());
   std::vector<char> stuck = joined_;
   for (size_t rank = 0; queue_.empty() && rank < stuck.size(); ++rank) {
-    if (blocked_[rank].Lasts(now) >= options_.stall.deadlock_ns) stuck[rank] = 1;
+    if (blocked_[rank].Elapsed(now) >= options_.stall.deadlock_ns) stuck[rank] = 1;
   }
   StallInspector::Finding finding =
       stall_inspector_.Inspect(AllWaiting(/*joins=*/true), std::move(stuck), now);
@@ -301,8 +301,8 @@ std::vector<Waiting> Coordinator::AllWaiting(bool joins) {
     const Pending& pending = tensor->pending;
     const Request& request = pending.any();
     Waiting waiting;
-    waiting.patient = request.kind == Collective::kJoin;
-    if (waiting.patient && !joins) continue;
+    waiting.never_stalls = request.kind == Collective::kJoin;
+    if (waiting.never_stalls && !joins) continue;
     waiting.name = request.name;
     waiting.title = request.Title();
     waiting.since_ns = pending.since_ns;
@@ -341,12 +341,12 @@ Request Coordinator::RequestOf(const Record& record, int member) const {
   return request;
 }
 
-// Gives `request` a cache id, which replaces the one that its name may have had.
+// Gives `request` a cache id, which replaces its name's previous one.
 uint64_t Coordinator::Remember(TensorState& tensor, const Request& request,
                                const std::vector<int64_t>& rows) {
   if (options_.cache_capacity <= 0 || request.tensors.empty()) return 0;
   if (tensor.id != 0) {
-    // All members have just reported the name, so no report of the old id is on its way.
+    // All members have just reported the name, so no report of the old id is in transit.
     const Record& older = *records_.Find(tensor.id);
     by_age_.erase(older.age);
     Erase(older);

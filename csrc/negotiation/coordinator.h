@@ -1,4 +1,4 @@
-// Coordinator: takes the reports of all ranks and makes agreements. Lives on rank 0.
+// Coordinator: takes the reports of all ranks and makes agreements. On rank 0.
 //
 // A sans-IO state machine: no threads, no transport, no clock. Its decisions depend only on the
 // calls and their order.
@@ -10,12 +10,11 @@
 //   3. A cache id is never reused. The request of an evicted id is remembered until no report can
 //      mention it any more (every member of its set has applied the eviction, or has joined).
 //   4. After a kLeave or kAbort nothing more is decided.
-//   5. The decisions of all process sets have one order, and every rank carries out those that
-//      concern it in that order. Overlapping sets therefore cannot wait for one another in a cycle
-//      (ADR 0013).
+//   5. All process sets share one order of decisions, and every rank carries out those that concern
+//      it in that order. So overlapping sets cannot wait for one another in a cycle (ADR 0013).
 //
 // Cost: O(1) per reported tensor and rank. Nothing is proportional to tensors that no rank reports,
-// except for requests that a join completes. A report by id needs no name and no memory: some ten
+// except for requests that a join completes. A report by id needs no name and no memory: about ten
 // nanoseconds.
 // See docs/architecture.md, stage NEGOTIATE.
 #pragma once
@@ -50,16 +49,16 @@ class Coordinator {
   explicit Coordinator(const Options& options);
 
   void Receive(int rank, const Report& report, TimeNs now) { Receive(&rank, 1, report, now); }
-  // The same report of several ranks, at a lower cost than one by one.
+  // The same report from several ranks; cheaper than one by one.
   void Receive(const std::vector<int>& ranks, const Report& report, TimeNs now) {
     Receive(ranks.data(), ranks.size(), report, now);
   }
   // Queues a switch of the timeline, in order with all other decisions.
   void SwitchTimeline(bool on, bool mark_cycles);
 
-  // Returns what has been decided, if anything. While the tuner works it may keep a part back.
+  // Returns the decisions so far, if any. While the tuner works, some may be held back.
   std::optional<Agreement> Decide();
-  // The part of the latest agreement that concerns any of `ranks`. If nothing does, it need not be
+  // The part of the latest agreement that concerns any of `ranks`. If there is none, it need not be
   // sent to them.
   std::optional<Agreement> PartFor(const std::vector<int>& ranks, const Agreement& agreement) const;
   // Whether every agreement concerns every rank.
@@ -68,21 +67,21 @@ class Coordinator {
   // When Decide or InspectStalls has something to do without a new report; kForever: never.
   TimeNs NextDeadline() const;
 
-  // Checks for stalls, if it is time to. A stall that lasts longer than the shutdown time becomes a
+  // Checks for stalls, if it is due. A stall that lasts longer than the shutdown time becomes a
   // kAbort in the next agreement.
   StallInspector::Finding InspectStalls(TimeNs now);
-  // All requests that wait for some rank, those that have waited longest first.
+  // All requests that wait for some rank, the oldest first.
   std::vector<Waiting> AllWaiting(bool joins = false);
 
  private:
   struct Record;
   // A request that some members have reported, but not all. `id` in this class is a cache id.
   struct Pending {
-    const ProcessSet* set = nullptr;  // its members report; null: the name was never pending
+    const ProcessSet* set = nullptr;  // its members report; null: the name has never been pending
     ProcessSet asked;                 // `set` if only the members of a new set report
-    uint64_t id = 0;                  // all reports so far had this id; 0: a report was in full
+    uint64_t id = 0;                  // all reports so far had this id; 0: one was in full
     Record* record = nullptr;         // with `id`
-    bool waits = false;               // false: the rest is unset; its memory is reused
+    bool waits = false;               // false: the other members are unset; memory is reused
     MemberSet reported;
     TimeNs since_ns = 0;
     std::vector<double> weights;    // per member, 0 at first; empty: the average is not weighted
@@ -94,14 +93,14 @@ class Coordinator {
       return requests[member];
     }
   };
-  // Everything known under one key.
+  // The state of one key.
   struct TensorState {
     Pending pending;
     uint64_t id = 0;  // the live record; 0: there is none
     int records = 0;  // live and retired
     std::string key;
   };
-  // A request that was agreed upon before.
+  // A request that was agreed upon.
   struct Record {
     uint64_t id = 0;
     TensorState* tensor = nullptr;
@@ -157,7 +156,7 @@ class Coordinator {
 
   uint64_t next_id_ = 1;
   IdTable<Record> records_;
-  std::list<uint64_t> by_age_;            // live ids, the youngest first
+  std::list<uint64_t> by_age_;            // live ids, the newest first
   std::vector<uint64_t> evicted_;         // to announce once no decision names them
   std::map<uint64_t, uint64_t> retired_;  // id -> sequence of the announcing agreement
   size_t reports_since_forgetting_ = 0;

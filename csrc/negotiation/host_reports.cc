@@ -9,8 +9,8 @@
 namespace hororing {
 namespace {
 
-// Limits counts that never become complete: some ranks report an id, others the request in full.
-constexpr size_t kMostCounts = 1 << 16;
+// Limits counts that never complete: some ranks report an id, others the request in full.
+constexpr size_t kMaxCounts = 1 << 16;
 
 }  // namespace
 
@@ -24,8 +24,7 @@ void HostReports::Receive(int rank, const Report& report, bool of_world, TimeNs 
   if (!held) {
     held.emplace();
     ++held_count_;
-    // Keep the older number of combined reports: the coordinator must not forget ids in this
-    // report.
+    // Keep the smaller sequence: the coordinator must not forget ids in this report.
     held->applied = report.applied;
   }
   if (!report.weights.empty()) {
@@ -74,7 +73,7 @@ std::optional<std::string> HostReports::Take(TimeNs now) {
   }
   held_count_ = 0;
   goes_ = false;
-  if (cached_.size() > kMostCounts) cached_.clear();
+  if (cached_.size() > kMaxCounts) cached_.clear();
   return EncodeCombined(alike);
 }
 

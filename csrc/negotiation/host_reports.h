@@ -1,5 +1,5 @@
-// HostReports: combines the reports of a host's ranks into one message to the coordinator. Lives on
-// the first rank of every host except rank 0's.
+// HostReports: combines the reports of a host's ranks into one message to the coordinator. On the
+// first rank of every host except rank 0's.
 //
 // A request of all ranks is decided when all have reported it, so a report may wait until the other
 // ranks of the host report the same. It must arrive eventually, so that stalls are noticed. Held
@@ -31,16 +31,16 @@ namespace hororing {
 
 class HostReports {
  public:
-  // `ranks`: of this host.
+  // `ranks`: those of this host.
   HostReports(std::vector<int> ranks, TimeNs cycle_time_ns);
   void set_cycle_time(TimeNs cycle_time_ns) { cycle_time_ns_ = cycle_time_ns; }
 
-  // `of_world`: every request in it concerns all ranks. REQUIRES: `rank` is one of this host.
+  // `of_world`: every request in it concerns all ranks. REQUIRES: `rank` is on this host.
   void Receive(int rank, const Report& report, bool of_world, TimeNs now);
-  // No rank reports a decided request again. REQUIRES: called for every agreement that reaches this
-  // host, in order with the reports.
+  // Ranks do not report a decided request again. REQUIRES: called for every agreement that reaches
+  // this host, in order with the reports.
   void Decided(const Agreement& agreement);
-  // Returns the message, if it is time to send one.
+  // Returns the message, if one is due.
   std::optional<std::string> Take(TimeNs now);
   // When Take has something to do without a new report; kForever: never.
   TimeNs NextDeadline() const;
@@ -55,7 +55,7 @@ class HostReports {
   size_t held_count_ = 0;                    // how many are held
   TimeNs since_ns_ = 0;                      // when the first of them came
   bool goes_ = false;                        // send at once
-  // The number of ranks that have reported a request, while it is not all of them.
+  // The number of ranks that have reported a request, until all have.
   std::unordered_map<uint64_t, size_t> cached_;
   std::unordered_map<std::string, size_t> fresh_;
   std::string join_;  // by its key; empty: no rank of this host has joined

@@ -1,7 +1,7 @@
 // IdTable: values by ids that count upwards and are never reused.
 //
 // The values are in pages of consecutive ids, because ids that were agreed upon in one step are
-// looked up in the same order in the next. A page is freed with its last value.
+// looked up in the same order in the next one. A page is freed with its last value.
 //
 // Thread-safety: that of a standard container; Find alone may run in several threads.
 #pragma once
@@ -21,7 +21,7 @@ class IdTable {
  public:
   // Null if there is none. Valid until Erase.
   T* Find(uint64_t id) const {
-    const uint64_t at = id / kPage - first_;  // wraps for what is before the first
+    const uint64_t at = id / kPage - first_;  // wraps around for ids before the first page
     if (at >= pages_.size() || pages_[at] == nullptr) return nullptr;
     std::optional<T>& value = pages_[at]->values[id % kPage];
     return value ? &*value : nullptr;

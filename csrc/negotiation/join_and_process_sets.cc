@@ -61,7 +61,7 @@ void Coordinator::RemoveSet(int32_t id) {
   removed_.insert(id);
 }
 
-// From now on the rank contributes neutral elements to the other ranks' reductions.
+// From now on, the rank contributes neutral elements to the other ranks' reductions.
 void Coordinator::Join(int rank) {
   char& joined = joined_[static_cast<size_t>(rank)];
   if (joined) return;

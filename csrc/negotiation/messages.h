@@ -1,4 +1,4 @@
-// The messages of the negotiation, as plain values. codec.h has their bytes.
+// The messages of the negotiation as plain values. codec.h defines their bytes.
 #pragma once
 
 #include <cstdint>
@@ -17,14 +17,14 @@ namespace hororing {
 enum class SetScope : int32_t {
   kPublic = 0,       // by a user; must not duplicate another set
   kInternal = 1,     // by hororing itself; may duplicate a set
-  kMembersOnly = 2,  // the same, and only its members report it, under a name made of their ranks
+  kMembersOnly = 2,  // internal; only its members report it, under a name made of their ranks
 };
 
 // The process set of all ranks.
 constexpr int32_t kWorldSet = 0;
 
-// What one rank asks for under one name. The members of the process set must agree on everything
-// except the first dimensions of tensors to be gathered, the splits of an alltoall and the weight.
+// A rank's request under one name. The members of the process set must agree on everything except
+// the first dimensions of gathered tensors, the splits of an alltoall and the weight.
 struct Request {
   struct Tensor {
     DataType dtype = DataType::kFloat32;
@@ -43,8 +43,8 @@ struct Request {
   int32_t root = 0;
   double prescale = 1.0;  // allreduce, reduce-scatter
   double postscale = 1.0;
-  std::optional<double> weight;  // allreduce, Average: weighted; ranks may differ in how much
-  std::vector<Tensor> tensors;   // several: a group, all or nothing; none: barrier and the like
+  std::optional<double> weight;  // of a weighted Average; ranks may have different weights
+  std::vector<Tensor> tensors;   // several: a group, all or nothing; none: a barrier, for example
   // Alltoall: rows for each member of the set, in rank order; their sum is the first dimension.
   std::vector<int64_t> splits;
   std::vector<int32_t> ranks;  // add_process_set
@@ -74,14 +74,14 @@ struct Report {
   std::vector<double> weights;   // of `cached`, up to the last that has a weight
   std::vector<Request> fresh;    // requests in full
   bool leaving = false;          // the rank is shutting down ...
-  std::string reason;            // ... and why, if it said so
-  // A caller of this rank is blocked and no answer has come for a while. Such a report has no
-  // requests, and is repeated as long as that is so.
+  std::string reason;            // ... and its reason, if it gave one
+  // A caller of this rank is blocked, and no answer has come for a while. Such a report has no
+  // requests, and is repeated as long as this is the case.
   bool blocked = false;
 };
 
 // One item of an agreement. Every rank carries out the decisions of all agreements in the same
-// order. That order keeps the data plane free of deadlock.
+// order, which keeps the data plane free of deadlock.
 struct Decision {
   enum class Kind : uint8_t {
     kRun = 0,       // carry out the request: `cache_id` if it is cached, else `name`
@@ -91,7 +91,7 @@ struct Decision {
     kTimeline = 4,  // switch the timeline
     kTune = 5,      // from now on, collect requests for this long before reporting them
   };
-  // Not needed by a kRun of cached requests without weights, which most decisions are.
+  // Not needed by a kRun of cached requests without weights, which is the usual decision.
   struct Details {
     std::string name;  // kRun of an uncached request, kFail
     Status status;     // kFail, kLeave, kAbort
@@ -99,8 +99,8 @@ struct Decision {
     // [sender * members + receiver]; join: the last rank to join; add_process_set: the set.
     std::vector<int64_t> rows;
     std::vector<double> weights;  // kRun of a weighted average, as in ReduceSpec; else empty
-    // kRun of an allreduce or of a new set: the request, for members that have joined, or ranks
-    // that are not asked, and therefore have none.
+    // kRun of an allreduce or of a new set: the request, for members that have joined and ranks
+    // that do not report it, which therefore do not have it.
     std::optional<Request> stand_in;
     bool timeline_on = false;  // kTimeline
     bool timeline_cycles = false;
@@ -113,13 +113,13 @@ struct Decision {
   Decision(const Decision& other) { *this = other; }
   Decision& operator=(const Decision& other);
 
-  // Of cached requests, which most are: it is their ids, process set and weights.
+  // Whether it is about cached requests, as usual: it then has their ids, process set and weights.
   bool of_cached() const { return kind == Kind::kRun && details().name.empty(); }
   // Empty if none were set.
   const Details& details() const;
   Details& set_details();
   // If both are kRuns of cached requests with consecutive ids, adds the requests of `next` to this
-  // decision. Returns whether they are.
+  // decision and returns true.
   bool Extend(const Decision& next);
 
   Kind kind = Kind::kRun;

@@ -20,7 +20,7 @@ struct ProcessSet {
   int size() const { return static_cast<int>(ranks.size()); }
   // The index of `rank` among them, or -1.
   int IndexOf(int rank) const {
-    // Mostly the set has all ranks.
+    // Usually the set has all ranks.
     if (rank >= 0 && rank < size() && ranks[static_cast<size_t>(rank)] == rank) return rank;
     return Search(rank);
   }
@@ -63,8 +63,8 @@ class ProcessSets {
   // Has kWorldSet, of ranks 0 .. size-1.
   explicit ProcessSets(int size);
 
-  // kInvalidArgument with a reason if such a set cannot be added: ranks that the job does not have
-  // or that occur twice, or, unless it is internal, a set that exists already.
+  // kInvalidArgument with a reason if the set cannot be added: a rank is not in the job or occurs
+  // twice, or the set already exists and is not internal.
   Status Check(const std::vector<int32_t>& ranks, bool internal) const;
   // The lowest free id.
   int32_t NextId() const;
@@ -73,7 +73,7 @@ class ProcessSets {
   void Remove(int32_t id) { sets_.erase(id); }
   // Null if there is none; valid until Remove.
   const ProcessSet* Find(int32_t id) const;
-  // The same, for callers that need it longer.
+  // The same, for callers that need it for longer.
   std::shared_ptr<const ProcessSet> Share(int32_t id) const;
   size_t count() const { return sets_.size(); }
 

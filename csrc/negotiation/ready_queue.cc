@@ -14,7 +14,7 @@ void ReadyQueue::Push(Decision decision, int64_t bytes) {
 // empty.
 size_t ReadyQueue::CountToTake() const {
   const int64_t limit = tuner_->setting().fusion_bytes;
-  if (limit >= most_bytes_) return ready_.size();
+  if (limit >= max_bytes_) return ready_.size();
   size_t count = 1;
   for (int64_t bytes = ready_[0].bytes; count < ready_.size(); ++count) {
     bytes += ready_[count].bytes;

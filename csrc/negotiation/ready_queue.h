@@ -23,7 +23,7 @@ class ReadyQueue {
   // Without options nothing is tuned.
   explicit ReadyQueue(const std::optional<Tuner::Options>& tune) {
     if (!tune) return;
-    most_bytes_ = tune->initial.fusion_bytes;
+    max_bytes_ = tune->initial.fusion_bytes;
     tuner_.emplace(*tune);
   }
 
@@ -34,7 +34,7 @@ class ReadyQueue {
   bool empty() const { return ready_.empty(); }
 
   // The tuner learns from the allreduces among all ranks that this rank submits and carries out. It
-  // pushes what other ranks must know about the next setting, ahead of the step that tries it.
+  // queues the next setting for the other ranks, ahead of the step that tries it.
   void Submitted(const Request& request, uint64_t id, TimeNs when);  // id 0: it is not cached
   void Ran(int64_t bytes, TimeNs end) { watch_.Ran(bytes, end); }
   Tuner* tuner() { return tuner_ ? &*tuner_ : nullptr; }  // null: nothing is tuned
@@ -47,7 +47,7 @@ class ReadyQueue {
   size_t CountToTake() const;
 
   std::vector<Item> ready_;
-  int64_t most_bytes_ = 0;  // of a batch, known to all ranks
+  int64_t max_bytes_ = 0;  // of a batch, known to all ranks
   std::optional<Tuner> tuner_;
   StepWatch watch_;
 };

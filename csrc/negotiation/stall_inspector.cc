@@ -32,8 +32,8 @@ std::string Describe(const std::vector<const Waiting*>& stalled) {
   return text;
 }
 
-// Returns the requests all of whose ranks are stuck. A rank that waits for one that is not stuck is
-// not stuck either.
+// Returns the requests all of whose ranks are stuck. A rank that waits for a rank that is not stuck
+// is not stuck either.
 std::vector<const Waiting*> Deadlocked(const std::vector<Waiting>& waiting,
                                        std::vector<char> stuck) {
   std::vector<const Waiting*> left;
@@ -41,7 +41,7 @@ std::vector<const Waiting*> Deadlocked(const std::vector<Waiting>& waiting,
     changed = false;
     left.clear();
     for (const Waiting& request : waiting) {
-      if (request.patient) continue;
+      if (request.never_stalls) continue;
       std::vector<int> ranks = request.submitted;
       ranks.insert(ranks.end(), request.missing.begin(), request.missing.end());
       const auto is_stuck = [&](int rank) { return stuck[static_cast<size_t>(rank)] != 0; };
@@ -71,7 +71,7 @@ StallInspector::Finding StallInspector::Inspect(const std::vector<Waiting>& wait
       TimeNs& since = finding.missing.try_emplace(rank, request.since_ns).first->second;
       since = std::min(since, request.since_ns);
     }
-    if (request.patient) continue;
+    if (request.never_stalls) continue;
     const auto known = known_.find(request.title);
     TimeNs next = known != known_.end() && known->second.since_ns == request.since_ns
                       ? known->second.next_warning_ns
@@ -110,7 +110,7 @@ StallInspector::Finding StallInspector::Inspect(const std::vector<Waiting>& wait
     }
     for (const Waiting& request : waiting) {
       for (const int rank : request.missing) {
-        if (!request.patient && missing.count(rank) != 0) {
+        if (!request.never_stalls && missing.count(rank) != 0) {
           finding.expected.try_emplace(rank, request.title);
         }
       }
@@ -126,7 +126,7 @@ std::string StallInspector::StatusText(const std::map<int, std::string>& expecte
   size_t left = expected.size();
   for (const auto& [rank, title] : expected) {
     const auto found = said.find(rank);
-    if (expected.size() - left == kMostAsked) break;
+    if (expected.size() - left == kMaxAsked) break;
     --left;
     text += "\nrank " + std::to_string(rank) + " on host " + host_of(rank) +
             ", which is to submit " + title + " next, ";

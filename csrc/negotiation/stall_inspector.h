@@ -1,5 +1,5 @@
-// StallInspector: finds requests that some ranks have made and others have not made for too long.
-// Pure: time is an argument, texts are the result.
+// StallInspector: finds requests that some ranks have made and others have been missing for too
+// long. Pure: takes the time as an argument and returns texts.
 #pragma once
 
 #include <functional>
@@ -20,25 +20,25 @@ struct Waiting {
   TimeNs since_ns = 0;         // first report
   std::vector<int> submitted;  // ranks, ascending
   std::vector<int> missing;
-  bool patient = false;  // a join, which may take any time
+  bool never_stalls = false;  // a join, which may take any time
 };
 
-// Since when a rank has reported, again and again, that one of its callers is blocked. Cleared when
-// a request of the rank is decided.
+// Since when a rank has kept reporting that one of its callers is blocked. Cleared when a request
+// of the rank is decided.
 class Blocked {
  public:
   void OnReport(bool blocked, TimeNs now) {
-    if (!blocked || now > heard_until_ns_) since_ns_ = now;
+    if (!blocked || now > expires_ns_) since_ns_ = now;
     last_ns_ = now;
-    heard_until_ns_ = blocked ? After(now, 3 * kInterval) : 0;
+    expires_ns_ = blocked ? After(now, 3 * kInterval) : 0;
   }
-  // For how long so far; 0 if it no longer reports so.
-  TimeNs Lasts(TimeNs now) const { return now <= heard_until_ns_ ? last_ns_ - since_ns_ : 0; }
+  // How long the rank has been blocked; 0 if it no longer reports so.
+  TimeNs Elapsed(TimeNs now) const { return now <= expires_ns_ ? last_ns_ - since_ns_ : 0; }
   // Time between two such reports.
   static constexpr TimeNs kInterval = kSecond;
 
  private:
-  TimeNs since_ns_ = 0, last_ns_ = 0, heard_until_ns_ = 0;
+  TimeNs since_ns_ = 0, last_ns_ = 0, expires_ns_ = 0;
 };
 
 class StallInspector {
@@ -46,7 +46,7 @@ class StallInspector {
   struct Options {
     TimeNs warning_ns = kForever;
     TimeNs shutdown_ns = kForever;
-    TimeNs deadlock_ns = kForever;  // for Blocked::Lasts
+    TimeNs deadlock_ns = kForever;  // for Blocked::Elapsed
   };
   explicit StallInspector(const Options& options) : options_(options) {}
 
@@ -58,15 +58,15 @@ class StallInspector {
     std::map<int, std::string> expected;
   };
   // Call every interval_ns() while anything waits. Warns about each request after the warning time,
-  // then at intervals that double, so that a long validation phase does not flood the log.
-  // `stuck`, per rank: it has joined, or its callers have been blocked for the deadlock time. If
-  // only such ranks wait for one another, that is a deadlock, which fails the job, too.
+  // then at doubling intervals, so that a long validation phase does not flood the log. `stuck`,
+  // per rank: it has joined, or its callers have been blocked for the deadlock time. If only such
+  // ranks wait for one another, that is a deadlock, which fails the job, too.
   Finding Inspect(const std::vector<Waiting>& waiting, std::vector<char> stuck, TimeNs now);
 
-  // The number of ranks that are asked for their status.
-  static constexpr size_t kMostAsked = 4;
-  // The part of a warning that quotes what each of the ranks in `expected` said it is doing, if it
-  // answered.
+  // The largest number of ranks that are asked for their status.
+  static constexpr size_t kMaxAsked = 4;
+  // The part of a warning that quotes the ranks in `expected` that have answered what they are
+  // doing.
   static std::string StatusText(const std::map<int, std::string>& expected,
                                 const std::map<int, std::string>& said,
                                 const std::function<std::string(int)>& host_of);
@@ -74,7 +74,7 @@ class StallInspector {
   TimeNs interval_ns() const;
 
  private:
-  // A title repeats in every step; `since_ns` tells its requests apart.
+  // A title occurs in every step; `since_ns` tells its requests apart.
   struct Known {
     TimeNs since_ns, next_warning_ns;
   };

@@ -1,6 +1,6 @@
 // StepWatch: recognises the steps of a training loop in the allreduces that a rank submits.
 //
-// A step ends when a tensor is submitted that it has already had. The script need not mark steps.
+// A step ends when one of its tensors is submitted again. The script need not mark steps.
 //
 // Pure: time is an argument. See docs/scheduling.md.
 #pragma once
@@ -28,8 +28,8 @@ class StepWatch {
   void Ran(int64_t bytes, TimeNs end);
 
  private:
-  std::optional<Step> step_;              // under way
-  std::unordered_set<uint64_t> tensors_;  // of it
+  std::optional<Step> step_;              // the current step
+  std::unordered_set<uint64_t> tensors_;  // of the current step
 };
 
 }  // namespace hororing

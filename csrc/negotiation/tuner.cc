@@ -7,8 +7,8 @@
 namespace hororing {
 namespace {
 
-// Thresholds below this many bytes are not tried.
-constexpr int64_t kLeastThreshold = 64 << 10;
+// Smaller thresholds are not tried.
+constexpr int64_t kMinThreshold = 64 << 10;
 constexpr int64_t kStep = 8;  // between thresholds
 constexpr int kThresholds = 3;
 constexpr TimeNs kLongCycle = 5;        // times the initial cycle time
@@ -25,7 +25,7 @@ Tuner::Tuner(const Options& options) : options_(options), warmup_left_(options.w
   }
   int64_t fusion_bytes = options.initial.fusion_bytes;
   for (int i = 0; i < kThresholds; ++i, fusion_bytes /= kStep) {
-    if (i > 0 && (!options.tune_fusion || fusion_bytes < kLeastThreshold)) break;
+    if (i > 0 && (!options.tune_fusion || fusion_bytes < kMinThreshold)) break;
     for (const TimeNs cycle_time_ns : cycle_times)
       candidates_.push_back({{fusion_bytes, cycle_time_ns}});
   }

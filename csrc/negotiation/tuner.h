@@ -1,9 +1,9 @@
-// Tuner: finds the fusion threshold and the cycle time with which a job's steps communicate the
-// fastest, by successive halving (K. Jamieson, A. Talwalkar, "Non-stochastic best arm
-// identification and hyperparameter optimization", AISTATS 2016, arXiv:1502.07943): every candidate
-// is tried for a short time, the better half twice as long, and so on until one is left. The last
-// two have at least three samples each, so that no single sample decides. Within a round the
-// candidates are measured round-robin, so that a slow phase of the machine affects all of them.
+// Tuner: finds the fusion threshold and the cycle time that make a job's communication fastest, by
+// successive halving (K. Jamieson, A. Talwalkar, "Non-stochastic best arm identification and
+// hyperparameter optimization", AISTATS 2016, arXiv:1502.07943). It tries every candidate for a
+// short time, the better half for twice as long, and so on until one is left. The last two have at
+// least three samples each, so that no single sample decides. Within a round, candidates are
+// measured round-robin, so that a slow phase of the machine affects all of them.
 //
 // Score: bytes reduced per second of busy step time, which lasts from the first tensor of a step to
 // the end of its last batch; the median over a candidate's samples.
@@ -31,17 +31,17 @@ class Tuner {
     Setting initial;          // also the largest threshold that is tried
     bool tune_fusion = true;  // false: as in `initial`
     bool tune_cycle_time = true;
-    int warmup_samples = 3;  // with the initial setting; they do not count
+    int warmup_samples = 3;  // with the initial setting; not scored
     int steps_per_sample = 10;
   };
   explicit Tuner(const Options& options);
 
-  // A step has ended; `setting` says what the next one uses.
+  // A step has ended; `setting` is that of the next one.
   void Learn(const Step& step);
 
   const Setting& setting() const { return candidates_[sample_ % candidates_.size()].setting; }
   bool done() const { return candidates_.size() == 1; }
-  // Lines of the log (CSV) since the last call, the header first.
+  // Lines of the log (CSV) since the last call, starting with the header.
   std::vector<std::string> TakeLog();
 
  private:

@@ -25,15 +25,15 @@ std::string NumberText(double value) {
   return text;
 }
 
-// One thing that ranks must agree on: its plural for the text, how to show a rank's value
-// (equal texts mean equal values), and what to do about a difference.
+// One thing that ranks must agree on: its plural for the text, how to show a rank's value (equal
+// texts mean equal values), and what to do about a difference.
 struct Check {
   std::string what;
   std::function<std::string(const Request&)> value;
   std::string remedy;
 };
 
-// First dimensions, and splits.
+// Collectives whose first dimensions, or splits, may differ between ranks.
 bool MayDifferInRows(Collective kind) {
   return kind == Collective::kAllgather || kind == Collective::kAlltoall;
 }
@@ -54,7 +54,7 @@ std::vector<Check> ChecksOfTensor(const Request& first, size_t index) {
                       [index](const Request& r) {
                         const std::vector<int64_t>& shape = r.tensors[index].shape;
                         std::string text = ShapeText(shape);
-                        // Only what follows the first dimension counts.
+                        // Only the dimensions after the first count.
                         return shape.empty()
                                    ? text
                                    : "[*" + (shape.size() > 1 ? ", " : std::string()) +
@@ -122,7 +122,7 @@ Status Compare(const std::vector<const Request*>& requests, const std::vector<in
                                      " differ: " + values + ". " + check.remedy);
 }
 
-// Cheap exact comparison, so that the texts above are made only when something is wrong.
+// A cheap exact comparison, so that the texts above are made only for a difference.
 bool Compatible(const Request& a, const Request& b) {
   if (!MayDifferInRows(a.kind)) return a == b;
   if (a.kind != b.kind || a.tensors.size() != b.tensors.size()) return false;

@@ -17,16 +17,16 @@ namespace hororing {
 // `requests[i]` is that of rank `ranks[i]`; all have the same name and process set.
 Status Validate(const std::vector<const Request*>& requests, const std::vector<int>& ranks);
 
-// What each contribution to a weighted average counts, and the sum, as in ReduceSpec: `weights` are
-// what members gave for their requests, here relative to the largest, so that no sum is infinite.
-// kInvalidArgument where one is negative or not finite.
+// Sets the weight of each contribution to a weighted average and their sum, as in ReduceSpec.
+// `weights` are what the members gave; the results are relative to the largest, so that no sum is
+// infinite. kInvalidArgument if one is negative or not finite.
 Status Weigh(const Request& request, const std::vector<int>& members, std::vector<double>* weights);
 
 // "rank 2", "ranks 0,1,3", "ranks 0-2,5".
 std::string RanksText(const std::vector<int>& ranks);
 
-// "ranks 0,1: float32 [4]; rank 2: float64 [4]" with the groups in order of their first rank;
-// `value(i)` is that of rank `ranks[i]`.
+// "ranks 0,1: float32 [4]; rank 2: float64 [4]" with the groups in order of their first rank.
+// `value(i)` is the value of rank `ranks[i]`.
 std::string GroupedByRank(const std::vector<int>& ranks,
                           const std::function<std::string(size_t i)>& value);
 

@@ -161,7 +161,7 @@ const char* const kSendText =
     "Submit queued `gradients`, in one call where they are plain; handles go to `in_flight`.";
 
 PyObject* SendGradients(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  const Plain* const plain = count == 4 ? PlainOf(arguments[0]) : nullptr;
+  const Plain* const plain = count == 4 ? AsPlain(arguments[0]) : nullptr;
   if (plain == nullptr || !PyList_Check(arguments[1]) || !PyList_Check(arguments[2]) ||
       !PyList_Check(arguments[3])) {
     PyErr_SetString(PyExc_TypeError, "send_gradients takes PlainTensors and three lists");

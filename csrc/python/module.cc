@@ -150,7 +150,7 @@ int Execute(PyObject* module) {
 
 }  // namespace
 
-const Plain* PlainOf(PyObject* object) {
+const Plain* AsPlain(PyObject* object) {
   const bool is_one = Py_TYPE(object) == plain_tensors_type;
   return is_one ? reinterpret_cast<PlainTensors*>(object)->plain : nullptr;
 }

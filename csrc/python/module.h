@@ -10,7 +10,7 @@
 namespace hororing {
 
 // The Plain of an object of type PlainTensors; null for other objects.
-const Plain* PlainOf(PyObject* object);
+const Plain* AsPlain(PyObject* object);
 
 // Python calls this in place of `function`, since C++ must not throw into Python. Mostly it catches
 // std::bad_alloc.

@@ -66,7 +66,7 @@ void Register(const Operation& operation, TfStatus* status) {
   api.RegisterKernelBuilder(operation.name, kernel, status->get());
 }
 
-Failure OfCore(int code) {
+Failure CoreFailure(int code) {
   return {CodeFor(code), std::string(ExceptionName(code)) + ": " + hr_last_error() + " [hororing " +
                              std::to_string(code) + " " + std::to_string(hr_last_error_rank()) +
                              "]"};

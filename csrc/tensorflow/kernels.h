@@ -44,7 +44,7 @@ struct Failure {
   std::string text;
 };
 // Translates the core's last failure on this thread, `code`, for TensorFlow.
-Failure OfCore(int code);
+Failure CoreFailure(int code);
 void Fail(TF_OpKernelContext* context, const Failure& failure);
 
 }  // namespace hororing::tensorflow

@@ -109,7 +109,7 @@ class Execution {
     }
     if (!status_.ok()) return api.OpKernelContext_Failure(context_, status_.get());
     const int64_t submitted = HandOver(factors, splits);
-    if (submitted <= 0) return Fail(context_, OfCore(static_cast<int>(-submitted)));
+    if (submitted <= 0) return Fail(context_, CoreFailure(static_cast<int>(-submitted)));
     *static_cast<int64_t*>(api.TensorData(handle.get())) = submitted;
     Keep(submitted, std::move(in_flight_));
   }

@@ -51,7 +51,7 @@ class Execution {
     // All of them, also when one fails: none may be in flight in the next step.
     for (const int64_t handle : handles_) {
       const int code = Finish(handle, [&](const InFlight& request) { HandOut(handle, request); });
-      if (code != HR_OK && !failure_) failure_ = OfCore(code);
+      if (code != HR_OK && !failure_) failure_ = CoreFailure(code);
     }
     if (failure_) {
       Fail(context_, *failure_);
@@ -105,7 +105,7 @@ class Execution {
 
   void Take(int64_t handle, int32_t index, hr_result* result) {
     const int code = hr_take_result(handle, index, result);
-    if (code != HR_OK && !failure_) failure_ = OfCore(code);
+    if (code != HR_OK && !failure_) failure_ = CoreFailure(code);
   }
 
   // The memory of the next output; null when TensorFlow has none.
@@ -139,7 +139,7 @@ Waiting& waiting() {
 }
 
 void Watch() {
-  constexpr double kLookInterval = 0.5;  // seconds, after which hr_poll looks after the engine
+  constexpr double kCheckInterval = 0.5;  // seconds, after which hr_poll looks after the engine
   pthread_setname_np(pthread_self(), "hororing-tf");
   for (int64_t seen = -1;;) {
     std::vector<std::unique_ptr<Execution>> complete, rest;
@@ -152,7 +152,7 @@ void Watch() {
       waiting().executions = std::move(rest);
     }
     for (const auto& each : complete) each->Run();
-    seen = hr_next_completion(complete.empty() ? seen : -1, kLookInterval);
+    seen = hr_next_completion(complete.empty() ? seen : -1, kCheckInterval);
   }
 }
 

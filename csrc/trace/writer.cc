@@ -17,8 +17,8 @@ namespace {
 constexpr char kTail[] = "\n]\n";
 constexpr int64_t kTailBytes = sizeof(kTail) - 1;
 constexpr size_t kPage = 4096;  // or a multiple of it
-constexpr int64_t kLeastRing = 64 << 10;
-constexpr int64_t kLeastReserve = 64 << 10, kMostReserve = 1 << 20;
+constexpr int64_t kMinRing = 64 << 10;
+constexpr int64_t kMinReserve = 64 << 10, kMaxReserve = 1 << 20;
 constexpr int kTidsPerRank = 16;
 constexpr size_t kRowMemory = 64;  // spans of a row that a later one is compared with
 
@@ -119,7 +119,7 @@ TraceWriter::~TraceWriter() {
 }
 
 Status TraceWriter::Open(const std::string& path, const std::vector<std::string>& hosts,
-                         int64_t most_bytes) {
+                         int64_t max_bytes) {
   HORORING_RETURN_IF_ERROR(Close());
   struct stat found = {};
   const bool trusted =
@@ -159,11 +159,11 @@ Status TraceWriter::Open(const std::string& path, const std::vector<std::string>
   text = text.empty() ? "[" : "[" + text.substr(1);
   wrapped_ = false;
   ring_begin_ = ring_end_ = 0;
-  if (most_bytes > 0) {
+  if (max_bytes > 0) {
     text.resize((text.size() + kPage - 1) / kPage * kPage, ' ');
     ring_begin_ = static_cast<int64_t>(text.size());
     ring_end_ =
-        std::max(ring_begin_ + kLeastRing, most_bytes - most_bytes % static_cast<int64_t>(kPage));
+        std::max(ring_begin_ + kMinRing, max_bytes - max_bytes % static_cast<int64_t>(kPage));
   }
   const Status status = WriteAt(text + kTail, 0);
   tail_ = end_ = static_cast<int64_t>(text.size());
@@ -271,7 +271,7 @@ Status TraceWriter::Write(const std::string& records) {
 Status TraceWriter::Flush(std::string* block) {
   const int64_t needed = tail_ + static_cast<int64_t>(block->size());
   if (needed > end_) {
-    const int64_t end = needed + std::clamp(needed / 4, kLeastReserve, kMostReserve);
+    const int64_t end = needed + std::clamp(needed / 4, kMinReserve, kMaxReserve);
     HORORING_RETURN_IF_ERROR(MoveEnd(ring_end_ > 0 ? std::min(end, ring_end_) : end));
   }
   if (wrapped_) block->append((kPage - static_cast<size_t>(needed) % kPage) % kPage, ' ');

@@ -43,11 +43,11 @@ class TraceWriter {
 
   // Creates or truncates `path` and writes the metadata (process and thread names, sort
   // order, wall-clock time of timestamp 0). `hosts[r]` is the host name of rank r. A file that
-  // was open before is closed. Beyond `most_bytes` (0: no limit; otherwise at least 64 KiB for
+  // was open before is closed. Beyond `max_bytes` (0: no limit; otherwise at least 64 KiB for
   // records) the oldest records are lost, and so are records longer than a page. A symbolic link of
   // another user is not followed.
   Status Open(const std::string& path, const std::vector<std::string>& hosts,
-              int64_t most_bytes = 0);
+              int64_t max_bytes = 0);
   bool is_open() const { return fd_ >= 0; }
   // Whether later records have overwritten some.
   bool wrapped() const { return wrapped_; }

@@ -18,14 +18,14 @@ class Bootstrap {
   virtual ~Bootstrap() = default;
   virtual int rank() const = 0;
   virtual int size() const = 0;
-  // Every rank's text, in rank order. Blocks until all have called it, or one is lost.
+  // Returns every rank's text, in rank order. Blocks until all have called it, or one is lost.
   virtual Status Share(const std::string& mine, TimeNs deadline,
                        std::vector<std::string>* texts) = 0;
-  // Not ok if ranks cannot reach one another any more.
+  // Not ok if ranks can no longer reach one another.
   virtual Status CheckPeers() { return Status::Ok(); }
 };
 
-// Over a transport that exists, through rank 0. Texts are cut to 1,023 bytes.
+// Over an existing transport, through rank 0. Texts are cut to 1,023 bytes.
 class TransportBootstrap final : public Bootstrap {
  public:
   explicit TransportBootstrap(Transport* transport) : transport_(*transport) {}
@@ -38,7 +38,7 @@ class TransportBootstrap final : public Bootstrap {
   Transport& transport_;
 };
 
-// Exchanges texts through another thread, which can reach the other ranks: that thread polls Asked
+// Exchanges texts through another thread, which can reach the other ranks. That thread polls Asked
 // and calls Answer. Share fails when the thread stops doing so.
 class AskingBootstrap final : public Bootstrap {
  public:
@@ -47,7 +47,7 @@ class AskingBootstrap final : public Bootstrap {
   int size() const override { return size_; }
   Status Share(const std::string& mine, TimeNs deadline, std::vector<std::string>* texts) override;
 
-  // The other thread: true where this rank's text is to be shared.
+  // For the other thread. Returns true if this rank's text is to be shared.
   bool Asked(std::string* mine);
   void Answer(Status status, std::vector<std::string> texts);
 
@@ -57,7 +57,7 @@ class AskingBootstrap final : public Bootstrap {
   std::condition_variable answered_;
   bool asked_ = false;  // GUARDED_BY(mutex_), as all below
   std::string mine_;
-  Status answer_;                   // of the answer; once not ok it is for ever
+  Status answer_;                   // of the answer; the first error stays
   std::vector<std::string> texts_;  // the answer
 };
 

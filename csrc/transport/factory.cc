@@ -21,7 +21,7 @@
 namespace hororing {
 namespace {
 
-// A layer for MPI, once it has been loaded. It stays: MPI cannot be unloaded.
+// A loaded layer for MPI. It stays loaded, because MPI cannot be unloaded.
 struct MpiLibrary {
   HororingMpiOpen open = nullptr;
   HororingMpiDescribe describe = nullptr;
@@ -54,9 +54,9 @@ Status LoadMpi(const std::string& path, MpiLibrary* library) {
   return Status::Ok();
 }
 
-// Ranks with equal ids can map the same shared memory and see one another's processes: same name,
-// same boot of the same kernel, same /dev/shm and same process ids (containers on one machine may
-// have different ones). The part before the first '|' is the host's name.
+// Ranks with equal ids can map the same shared memory and see one another's processes: the ids
+// contain the host's name, the boot id of the kernel, /dev/shm and the namespace of process ids
+// (containers on one machine may differ). The part before the first '|' is the host's name.
 std::string HostId() {
   char host[128] = {}, boot[64] = {}, pids[64] = {};
   gethostname(host, sizeof host - 1);
@@ -66,13 +66,13 @@ std::string HostId() {
   }
   struct stat shm = {};
   const bool has_shm = stat("/dev/shm", &shm) == 0;
-  // Without /proc all ranks that lack it count as equal here.
+  // Without /proc, all ranks that lack it count as equal.
   if (readlink("/proc/self/ns/pid", pids, sizeof pids - 1) < 0) pids[0] = '\0';
   return std::string(host) + "|" + boot + "|" + pids + "|" +
          (has_shm ? std::to_string(shm.st_dev) + ":" + std::to_string(shm.st_ino) : "none");
 }
 
-// The first of the ranks' errors; ok where all are empty.
+// The first of the ranks' errors; ok if all are empty.
 Status FirstOf(const std::vector<std::string>& errors) {
   for (size_t rank = 0; rank < errors.size(); ++rank) {
     if (errors[rank].empty()) continue;
@@ -82,8 +82,8 @@ Status FirstOf(const std::vector<std::string>& errors) {
   return Status::Ok();
 }
 
-// The transport among the ranks of a host, over a segment that its first one creates and all map,
-// or the same error on every rank of the job.
+// Makes the transport among the ranks of a host, over a segment that its first rank creates and all
+// map. On failure every rank of the job gets the same error.
 Status ShareMemory(Bootstrap& bootstrap, const Topology& topology, const WorldOptions& options,
                    TimeNs deadline, std::unique_ptr<Transport>* transport) {
   size_t most = 0;
@@ -107,7 +107,7 @@ Status ShareMemory(Bootstrap& bootstrap, const Topology& topology, const WorldOp
   if (bootstrap.rank() != first && !created.empty()) {
     mine = ShmSegment::Attach(created, geometry, &segment);
   }
-  // Before the ranks meet again: from then on each can see whether the others live.
+  // Before the next exchange of texts: after it, each rank can check whether the others are alive.
   std::unique_ptr<Transport> shared;
   if (segment != nullptr) {
     shared = std::make_unique<ShmTransport>(segment, topology.local_rank, options.spin_ns);
@@ -129,20 +129,20 @@ Status UnknownTransport(const std::string& transport) {
                 "HORORING_TRANSPORT=" + transport + " is unknown; choose auto, shm, tcp or mpi");
 }
 
-// Every rank must want the same transport, or they would wait for one another on different ones.
-Status CompareWishes(const std::vector<std::string>& wishes) {
+// All ranks must ask for the same transport, or they would wait for one another forever.
+Status CheckSameOptions(const std::vector<std::string>& options_texts) {
   std::string listed;
   bool differ = false;
-  for (size_t rank = 0; rank < wishes.size(); ++rank) {
-    differ = differ || wishes[rank] != wishes[0];
-    listed += (rank == 0 ? "rank " : "; rank ") + std::to_string(rank) + ": " + wishes[rank];
+  for (size_t rank = 0; rank < options_texts.size(); ++rank) {
+    differ = differ || options_texts[rank] != options_texts[0];
+    listed += (rank == 0 ? "rank " : "; rank ") + std::to_string(rank) + ": " + options_texts[rank];
   }
-  if (!differ) return IsKnown(wishes[0]) ? Status::Ok() : UnknownTransport(wishes[0]);
+  if (!differ) return IsKnown(options_texts[0]) ? Status::Ok() : UnknownTransport(options_texts[0]);
   return Status(Code::kMismatch, "HORORING_TRANSPORT differs between the ranks (" + listed +
                                      "); set the same value on every rank");
 }
 
-// MPI does not report that a process has ended, but this host can. `mpi` may be null.
+// MPI does not report the end of a process, but this host can see it. `mpi` may be null.
 Status WatchNeighbours(Bootstrap& bootstrap, const std::vector<std::string>& host_ids,
                        TimeNs deadline, Transport* mpi, std::vector<ProcessIdentity>* neighbours) {
   const ProcessIdentity self = ThisProcess();
@@ -162,7 +162,7 @@ Status WatchNeighbours(Bootstrap& bootstrap, const std::vector<std::string>& hos
   return Status::Ok();
 }
 
-// Over TCP to all ranks, or the same error on every one of them.
+// Connects all ranks over TCP; every rank gets the same error.
 Status MakeTcp(Bootstrap& bootstrap, const Topology& topology, const WorldOptions& options,
                TimeNs deadline, std::unique_ptr<Transport>* transport) {
   const std::string host = topology.hosts.size() == 1 ? "127.0.0.1" : options.address;
@@ -189,8 +189,8 @@ Status MakeTcp(Bootstrap& bootstrap, const Topology& topology, const WorldOption
                             transport);
 }
 
-// Whether MPI connects the hosts: if the user wants it, or if all of them have a network that MPI
-// uses better than TCP does.
+// Whether MPI connects the hosts: if the user wants it, or if all hosts have a network on which MPI
+// is faster than TCP.
 Status ChooseMpi(Bootstrap& bootstrap, const WorldOptions& options, TimeNs deadline, bool* chosen,
                  std::string* why) {
   *why = "HORORING_TRANSPORT says so";
@@ -206,15 +206,15 @@ Status ChooseMpi(Bootstrap& bootstrap, const WorldOptions& options, TimeNs deadl
   return Status::Ok();
 }
 
-// Among ranks that find one another by `bootstrap`; `over_mpi` is null where that is not MPI.
+// For ranks that find one another through `bootstrap`; `over_mpi` is null unless that is MPI.
 Status MakeWorld(Bootstrap& bootstrap, const WorldOptions& options, TimeNs deadline,
                  std::unique_ptr<Transport> over_mpi, World* world) {
   const std::string& wish = options.transport;
-  // The rest depends only on what all ranks know, so they decide alike.
-  std::vector<std::string> host_ids, wishes;
+  // The rest depends only on data that all ranks have, so they decide alike.
+  std::vector<std::string> host_ids, options_texts;
   HORORING_RETURN_IF_ERROR(bootstrap.Share(HostId(), deadline, &host_ids));
-  HORORING_RETURN_IF_ERROR(bootstrap.Share(wish, deadline, &wishes));
-  HORORING_RETURN_IF_ERROR(CompareWishes(wishes));
+  HORORING_RETURN_IF_ERROR(bootstrap.Share(wish, deadline, &options_texts));
+  HORORING_RETURN_IF_ERROR(CheckSameOptions(options_texts));
   HORORING_RETURN_IF_ERROR(
       WatchNeighbours(bootstrap, host_ids, deadline, over_mpi.get(), &world->neighbours));
   const Topology topology = world->topology = MakeTopology(bootstrap.rank(), host_ids);

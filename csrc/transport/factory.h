@@ -12,7 +12,7 @@
 
 namespace hororing {
 
-// Where the ranks live. Hosts are numbered in the order of their lowest rank.
+// How the ranks are placed. Hosts are numbered in the order of their lowest rank.
 struct Topology {
   int rank = 0, size = 1;
   int local_rank = 0, local_size = 1;  // among the ranks of this host
@@ -28,49 +28,49 @@ struct Topology {
 Topology MakeTopology(int rank, const std::vector<std::string>& host_ids);
 
 struct World {
-  // MPI, when it only served to find the other ranks. Destroyed after the transport.
+  // MPI, if it only served to find the other ranks. Destroyed after the transport.
   std::unique_ptr<Transport> bootstrap;
   std::unique_ptr<Transport> transport;  // what the engine talks over
-  // Several hosts: shared memory of the ranks of this one, by local rank, for its slots and for
-  // control messages (RoutedTransport). Null where some host has none, or none has two ranks.
+  // With several hosts: this host's shared memory, by local rank, for slots and control messages
+  // (RoutedTransport). Null if some host has none, or if no host has two ranks.
   std::unique_ptr<Transport> local;
   Topology topology;
-  // Per rank, of those on this host but this one itself.
+  // The other ranks of this host.
   std::vector<ProcessIdentity> neighbours;
-  std::string note;  // why not the transport that one would expect; empty: nothing to say
-  std::string why;   // MPI, or not, where there was a choice; else empty
+  std::string note;  // why the transport is not the expected one; empty: it is
+  std::string why;   // why MPI was chosen or not; empty if there was no choice
 };
 
 struct WorldOptions {
   bool launched = false;  // there may be other ranks
   std::string transport;  // "auto", "shm", "tcp" or "mpi"
-  // By which the ranks find one another; null: by MPI. Borrowed.
+  // How the ranks find one another; null: through MPI. Borrowed.
   Bootstrap* bootstrap = nullptr;
-  std::string address;           // of this host, as other hosts reach it; "": not known
-  std::string key;               // of the job, secret: for TCP; "": one that `bootstrap` shares
-  std::string fabric;            // a network of this host that is faster with MPI; "": none
-  std::string congestion;        // control of TCP, by its name; "": the kernel's default
+  std::string address;           // of this host, as other hosts reach it; "": unknown
+  std::string key;               // the job's secret, for TCP; "": `bootstrap` shares one
+  std::string fabric;            // a network of this host on which MPI is faster; "": none
+  std::string congestion;        // TCP's congestion control; "": the kernel's default
   std::string mpi_library_path;  // the layer for the MPI that is loaded
   MpiWorld mpi;
   TimeNs spin_ns = 0;
   TimeNs timeout_ns = kForever;  // for the exchange at start
 };
 
-// auto: one rank -> inproc; all ranks on one host -> shared memory; several hosts -> TCP, or MPI
-// where that has started the job and all hosts have a fabric for it, and shared memory on each of
-// them for what does not leave it. Where shared memory fails, MPI or TCP with a note. "tcp" and
-// "mpi": the same with that one between hosts, and on one host without shared memory. "shm" over
-// several hosts is an error that names the hosts. The ranks decide alike, and fail with the same
-// text, as long as the bootstrap connects them.
+// "auto" chooses inproc for one rank, shared memory if all ranks are on one host, and TCP between
+// several hosts. It chooses MPI between hosts if MPI has started the job and all hosts have a
+// fabric for it. Within each of several hosts, messages go through shared memory. If shared memory
+// fails, MPI or TCP replaces it, with a note. "tcp" and "mpi" choose the transport between hosts,
+// and exclude shared memory on one host. "shm" over several hosts is an error that names the hosts.
+// All ranks decide alike, and fail with the same text, as long as the bootstrap connects them.
 Status MakeWorld(const WorldOptions& options, World* world);
 
-// Several hosts: control messages between neighbours go through `world.local` from now on.
+// Several hosts: from now on, control messages between neighbours go through `world.local`.
 void RouteControl(const WorldOptions& options, World* world);
 
 // N ranks inside this process, for tests: element r belongs to the thread that plays rank r.
 std::vector<std::unique_ptr<Transport>> MakeInprocWorld(int size, TimeNs spin_ns);
 
-// Ends what MakeWorld may have begun with MPI; see HororingMpiFinalize.
+// Ends MPI if MakeWorld has started it; see HororingMpiFinalize.
 void FinalizeMpi();
 Status DescribeMpi(const std::string& mpi_library_path, MpiInfo* info);
 

@@ -18,24 +18,25 @@ std::string NoProgress(const std::string& ranks, TimeNs age) {
 
 // Asks all peers for signs of life, at intervals that double to keep the cost low, so that the
 // silent ones are known when needed. Warnings have the same intervals.
-void LongWait::Attend(Transport& transport, TimeNs now, const std::string& lagging) {
+void LongWait::HandleDelay(Transport& transport, TimeNs now, const std::string& lagging) {
   const TimeNs age = now - since_ns_;
-  const std::string culprits = Culprits(transport, age, lagging);
-  const Transport::Patience& patience = transport.patience();
-  if (age >= std::max(patience.warning_ns, 2 * warned_ns_)) {
-    patience.warn(NoProgress(culprits, age));
+  const std::string culprits = LatePeers(transport, age, lagging);
+  const Transport::WaitLimits& wait_limits = transport.wait_limits();
+  if (age >= std::max(wait_limits.warning_ns, 2 * warned_ns_)) {
+    wait_limits.warn(NoProgress(culprits, age));
     warned_ns_ = age;
   }
-  const bool warned = age >= patience.warning_ns;
-  next_ns_ = since_ns_ + (warned ? 2 * age : std::min(2 * age, patience.warning_ns));
+  const bool warned = age >= wait_limits.warning_ns;
+  next_ns_ = since_ns_ + (warned ? 2 * age : std::min(2 * age, wait_limits.warning_ns));
 }
 
 // A peer that this rank waits for may itself wait for another one, as in a ring. So silent peers
 // are to blame; if there are none, the peers that this rank waits for.
-std::string LongWait::Culprits(Transport& transport, TimeNs age, const std::string& lagging) const {
+std::string LongWait::LatePeers(Transport& transport, TimeNs age,
+                                const std::string& lagging) const {
   std::string silent;
   for (int peer = 0; peer < transport.size(); ++peer) {
-    if (peer == transport.rank() || transport.Silence(peer) < std::max(age / 4, 2 * kFirstLook)) {
+    if (peer == transport.rank() || transport.Silence(peer) < std::max(age / 4, 2 * kFirstCheck)) {
       continue;
     }
     silent += (silent.empty() ? "" : ", ") + std::to_string(peer);
@@ -45,7 +46,7 @@ std::string LongWait::Culprits(Transport& transport, TimeNs age, const std::stri
 
 Status LongWait::GiveUp(Transport& transport, const std::string& lagging) {
   const TimeNs age = NowNs() - since_ns_;
-  const std::string culprits = Culprits(transport, age, lagging);
+  const std::string culprits = LatePeers(transport, age, lagging);
   const int first = culprits.empty() ? -1 : std::atoi(culprits.c_str());
   return Status(Code::kTransport, NoProgress(culprits, age), first);
 }

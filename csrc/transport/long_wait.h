@@ -15,34 +15,35 @@ namespace hororing {
 
 class LongWait {
  public:
-  explicit LongWait(TimeNs begin_ns) : since_ns_(begin_ns), next_ns_(After(begin_ns, kFirstLook)) {}
+  explicit LongWait(TimeNs begin_ns)
+      : since_ns_(begin_ns), next_ns_(After(begin_ns, kFirstCheck)) {}
 
-  // There was progress since the last Look, but the wait is not over.
-  void Moved() { moved_ = true; }
+  // There was progress since the last Check, but the wait is not over.
+  void NoteProgress() { progressed_ = true; }
   // Call it a few times a second; it is cheap. lagging() lists the ranks that the wait is for: "1,
   // 3".
   template <typename Lagging>
-  void Look(Transport& transport, TimeNs now, const Lagging& lagging) {
+  void Check(Transport& transport, TimeNs now, const Lagging& lagging) {
     if (now < next_ns_) return;
-    if (moved_) {
+    if (progressed_) {
       *this = LongWait(now);
     } else {
-      Attend(transport, now, lagging());
+      HandleDelay(transport, now, lagging());
     }
   }
   // Call it at the deadline. Returns kTransport with the rank to blame.
   Status GiveUp(Transport& transport, const std::string& lagging);
 
  private:
-  static constexpr TimeNs kFirstLook = 250 * kMillisecond;
+  static constexpr TimeNs kFirstCheck = 250 * kMillisecond;
 
-  void Attend(Transport& transport, TimeNs now, const std::string& lagging);
-  std::string Culprits(Transport& transport, TimeNs age, const std::string& lagging) const;
+  void HandleDelay(Transport& transport, TimeNs now, const std::string& lagging);
+  std::string LatePeers(Transport& transport, TimeNs age, const std::string& lagging) const;
 
   TimeNs since_ns_;  // without progress
-  TimeNs next_ns_;   // when Attend has something to do
+  TimeNs next_ns_;   // when HandleDelay has something to do
   TimeNs warned_ns_ = 0;
-  bool moved_ = false;
+  bool progressed_ = false;
 };
 
 }  // namespace hororing

@@ -1,19 +1,19 @@
-// MpiTransport: a Transport over an MPI communicator of its own (a duplicate of what it was
-// given). Only the folder transport/mpi includes <mpi.h>; it is a library of its own, one for each
-// ABI of MPI (libhororing_mpi_openmpi and others), that the core loads only when a job has more
-// than one rank: a job of one rank neither needs nor initialises MPI.
+// MpiTransport: a Transport over its own MPI communicator, a duplicate of the given one. Only the
+// folder transport/mpi includes <mpi.h>. It is built as a separate library for each ABI of MPI
+// (libhororing_mpi_openmpi and others). The core loads one only if a job has more than one rank, so
+// a job of one rank neither needs nor initialises MPI.
 //
-// It is not linked to MPI: the MPI library that fits must have been loaded before it, with its
-// symbols visible (hororing/mpi.py).
+// The library is not linked to MPI: a matching MPI library must be loaded before it, with visible
+// symbols (hororing/mpi.py).
 //
 // Only the loop's thread calls MPI (Wake does not). If the script initialised MPI with less than
 // MPI_THREAD_MULTIPLE, creation is refused: two threads inside a SERIALIZED Open MPI crash
 // (measured: a segmentation fault in its progress engine).
 //
-// A peer's death is noticed on its own host, whose ranks tell the others; elsewhere where MPI
-// reports it (fault tolerance, "ULFM") or kills the job, which is what mpirun does otherwise. A
-// failure that a peer announces is noticed at once, and a peer that is silent while data is due, at
-// the deadline. SIGPIPE must be ignored, as Python does: MPI writes to sockets of dead peers.
+// The ranks of a dead peer's host notice its death and tell the others. On other hosts MPI must
+// report it (fault tolerance, "ULFM"), or kill the job, as mpirun does by default. A failure that a
+// peer announces is noticed at once; a peer that is silent while data is due, at the deadline.
+// Ignore SIGPIPE, as Python does: MPI writes to the sockets of dead peers.
 #pragma once
 
 #include <memory>
@@ -31,10 +31,10 @@ struct MpiWorld {
   // A communicator as its Fortran handle (mpi4py: comm.py2f()), or kWorld.
   static constexpr int kWorld = -1;
   int communicator = kWorld;
-  // If not empty: the sub-job of these ranks of that communicator, in this order. A rank that
-  // is not listed gets kInvalidArgument.
+  // If not empty: the sub-job of these ranks of that communicator, in this order. Other ranks get
+  // kInvalidArgument.
   std::vector<int> ranks;
-  int launched = 1;  // the fewest processes that there are in kWorld, by what the launcher tells
+  int launched = 1;  // the minimum number of processes in kWorld, according to the launcher
 };
 
 struct MpiInfo {
@@ -45,18 +45,18 @@ struct MpiInfo {
   bool initialized = false;
 };
 
-// The entry points of such a library, resolved with dlsym by transport/factory.cc.
+// The entry points of that library, which transport/factory.cc resolves with dlsym.
 extern "C" {
-// Initialises MPI if it is not initialised (asks for MULTIPLE, accepts SERIALIZED), else checks the
-// thread level. Waits for the other ranks until `deadline`, as far as MPI lets it: MPI_Init_thread
-// and, for `world.ranks`, MPI_Comm_create_group have no deadline.
+// Initialises MPI if necessary (asks for MULTIPLE, accepts SERIALIZED), else checks the thread
+// level. Waits for the other ranks until `deadline`, as far as MPI permits: MPI_Init_thread and,
+// for `world.ranks`, MPI_Comm_create_group have no deadline.
 using HororingMpiOpen = void (*)(const MpiWorld* world, TimeNs spin_ns, TimeNs deadline,
                                  Transport** transport, Status* status);
 // Does not initialise MPI.
 using HororingMpiDescribe = void (*)(MpiInfo* info);
-// Calls MPI_Finalize if HororingMpiOpen had initialised MPI, MPI was not finalised since, and no
-// rank has failed (it would wait for that rank). Once per process, at its very end: MPI
-// cannot be initialised again.
+// Calls MPI_Finalize if HororingMpiOpen initialised MPI, nobody has finalised it since, and no rank
+// has failed (MPI would wait for that rank). Once per process, at its very end: MPI cannot be
+// initialised again.
 using HororingMpiFinalize = void (*)();
 }
 

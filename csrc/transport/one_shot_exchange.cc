@@ -12,9 +12,9 @@ namespace {
 // How long a rank waits for the others: as long as the same sum takes by messages, so that a failed
 // attempt at most doubles the time. It allows for thread switches if ranks share cores.
 constexpr TimeNs kMaxWait = 40 * kMicrosecond;
-// Peers that are in step come within this many looks: less than it takes to read the clock often.
-constexpr int kFirstLooks = 64;
-// After so many failures in a row a rank that would be first comes to one in kSkip only.
+// Peers in step arrive within this many polls, before reading the clock would pay.
+constexpr int kFirstPolls = 64;
+// After this many failures in a row, a rank that would be the first tries only once in kSkip times.
 constexpr int kFailuresToSkip = 4, kSkip = 32;
 
 constexpr int kBits = OneShotExchange::kMaxRanks;
@@ -34,8 +34,8 @@ OneShotExchange::OneShotExchange(std::shared_ptr<ShmSegment> segment, int rank, 
     : segment_(std::move(segment)),
       rank_(rank),
       size_(segment_->geometry().ranks),
-      me_(uint64_t{1} << rank),
-      all_((uint64_t{1} << size_) - 1),
+      own_bit_(uint64_t{1} << rank),
+      all_bits_((uint64_t{1} << size_) - 1),
       limit_ns_(std::min(spin_ns, kMaxWait)),
       word_(segment_->exchange_word()) {}
 
@@ -46,7 +46,7 @@ bool OneShotExchange::Try(const void* signature, size_t signature_bytes, const v
     if (++skipped_ < kSkip) return false;
     skipped_ = 0;
   }
-  // It cannot change while this rank is not there.
+  // The generation cannot change before this rank has arrived.
   const uint32_t generation = Generation(word);
   bool filled = false;
   while (!IsLate(word)) {
@@ -55,37 +55,38 @@ bool OneShotExchange::Try(const void* signature, size_t signature_bytes, const v
            {static_cast<uint32_t>(signature_bytes), static_cast<uint32_t>(payload_bytes)}, payload);
       filled = true;
     }
-    const uint64_t present = Present(word) | me_;
-    const bool last = present == all_;
-    if (!Change(&word, last ? Word(generation + 1, 0, 0) : Word(generation, 0, present))) continue;
-    if (!last && !OthersCome(generation)) return false;
-    met_ = generation;
+    const uint64_t present = Present(word) | own_bit_;
+    const bool last = present == all_bits_;
+    if (!TryReplace(&word, last ? Word(generation + 1, 0, 0) : Word(generation, 0, present)))
+      continue;
+    if (!last && !AwaitOthers(generation)) return false;
+    completed_ = generation;
     failed_ = 0;
-    return Alike(generation);
+    return SignaturesMatch(generation);
   }
-  while (IsLate(word) && !Change(&word, WithoutMe(word))) continue;
+  while (IsLate(word) && !TryReplace(&word, WithoutThisRank(word))) continue;
   return false;
 }
 
-// False: `word` is what it has become meanwhile. (It may fail without that.)
-bool OneShotExchange::Change(uint64_t* word, uint64_t next) {
+// If false, `word` is the current value. (May fail spuriously.)
+bool OneShotExchange::TryReplace(uint64_t* word, uint64_t next) {
   return word_.compare_exchange_weak(*word, next, std::memory_order_acq_rel);
 }
 
-// The word after this rank has left, or has come late.
-uint64_t OneShotExchange::WithoutMe(uint64_t word) const {
-  uint64_t left = Left(word) | me_;
-  if (left == all_) left = 0;  // every rank knows by now
-  return Word(Generation(word), left, Present(word) & ~me_);
+// The word after this rank has left or has arrived late.
+uint64_t OneShotExchange::WithoutThisRank(uint64_t word) const {
+  uint64_t left = Left(word) | own_bit_;
+  if (left == all_bits_) left = 0;  // every rank knows by now
+  return Word(Generation(word), left, Present(word) & ~own_bit_);
 }
 
-// Whether other ranks have come and left already. If this rank is one of them, that was before.
+// Whether other ranks have arrived and left. If this rank is among them, that was another attempt.
 bool OneShotExchange::IsLate(uint64_t word) const {
-  return Left(word) != 0 && (Left(word) & me_) == 0;
+  return Left(word) != 0 && (Left(word) & own_bit_) == 0;
 }
 
 const std::byte* OneShotExchange::payload(int rank) const {
-  const std::byte* const slot = Slot(rank, met_);
+  const std::byte* const slot = Slot(rank, completed_);
   return slot + reinterpret_cast<const Sizes*>(slot)->payload_at();
 }
 
@@ -101,10 +102,10 @@ void OneShotExchange::Fill(uint32_t generation, const void* signature, Sizes siz
   CopyBytes(slot + sizes.payload_at(), payload, sizes.payload);
 }
 
-// Whether the others come within the time limit.
-bool OneShotExchange::OthersCome(uint32_t generation) {
+// Whether the other ranks arrive within the time limit.
+bool OneShotExchange::AwaitOthers(uint32_t generation) {
   const auto met = [&] { return Generation(word_.load(std::memory_order_acquire)) != generation; };
-  for (int look = 0; look < kFirstLooks && !spinner_.shares_core(); ++look) {
+  for (int look = 0; look < kFirstPolls && !spinner_.core_is_shared(); ++look) {
     if (met()) return true;
     CpuRelax();
   }
@@ -116,18 +117,18 @@ bool OneShotExchange::OthersCome(uint32_t generation) {
   return !Leave(generation);
 }
 
-// False: too late, all have come.
+// False if it is too late because all ranks have arrived.
 bool OneShotExchange::Leave(uint32_t generation) {
   uint64_t word = word_.load(std::memory_order_acquire);
   while (Generation(word) == generation) {
-    if (!Change(&word, WithoutMe(word))) continue;
+    if (!TryReplace(&word, WithoutThisRank(word))) continue;
     ++failed_;
     return true;
   }
   return false;
 }
 
-bool OneShotExchange::Alike(uint32_t generation) const {
+bool OneShotExchange::SignaturesMatch(uint32_t generation) const {
   const std::byte* const mine = Slot(rank_, generation);
   const size_t signature = reinterpret_cast<const Sizes*>(mine)->signature;
   for (int rank = 0; rank < size_; ++rank) {

@@ -1,6 +1,6 @@
-// Polling: what a rank that waits does between two looks. It polls for a moment, then offers its
-// core to others between two looks, then sleeps: until something rings, or, where nothing may ring,
-// as with MPI, longer and longer.
+// Polling: what a waiting rank does between two polls. It spins briefly, then yields its core
+// between polls, then sleeps until a bell rings. If nothing may ring it, as with MPI, it sleeps for
+// longer and longer times.
 #pragma once
 
 #include <linux/futex.h>
@@ -18,8 +18,8 @@
 
 namespace hororing {
 
-// How long a wait polls without offering its core to others: about a change of threads.
-constexpr TimeNs kKeepCore = 3 * kMicrosecond;
+// How long a wait spins before it yields its core: about the time of a thread switch.
+constexpr TimeNs kSpinBeforeYield = 3 * kMicrosecond;
 
 inline void CpuRelax() {
 #if defined(__x86_64__)
@@ -29,35 +29,35 @@ inline void CpuRelax() {
 #endif
 }
 
-// A moment between two looks. Where the last offer of the core was taken, which shows by how long
-// it took, the core is offered at once, in later waits, too: the peer may be waiting for this very
+// Pauses between two polls. If another thread used the core after the last yield, which the
+// duration of the yield shows, later waits yield at once, too: the peer may be waiting for this
 // core.
 class Spinner {
  public:
-  // `relax`: pauses of the processor, for looks at memory that a peer is about to write.
+  // `relax`: the number of CPU pauses between polls of memory that a peer is about to write.
   explicit Spinner(int relax) : relax_(relax) {}
 
   void Pause(TimeNs now, TimeNs waited) {
-    if (!shares_core_ && waited < kKeepCore) {
+    if (!core_is_shared_ && waited < kSpinBeforeYield) {
       for (int i = 0; i < relax_; ++i) CpuRelax();
     } else {
       sched_yield();
-      shares_core_ = NowNs() - now > kOfferRefused;
+      core_is_shared_ = NowNs() - now > kYieldTook;
     }
   }
-  bool shares_core() const { return shares_core_; }
+  bool core_is_shared() const { return core_is_shared_; }
 
  private:
-  static constexpr TimeNs kOfferRefused = kMicrosecond;
+  static constexpr TimeNs kYieldTook = kMicrosecond;
 
   const int relax_;
-  bool shares_core_ = false;
+  bool core_is_shared_ = false;
 };
 
 // Ends a sleep early. Any thread of this process may ring it.
 class WakeBell {
  public:
-  // Read it before looking for work: a ring in between makes SleepUnless return at once.
+  // Read it before polling for work: a ring in between makes SleepUnless return at once.
   uint32_t count() const { return count_.load(); }
 
   void Ring() {
@@ -68,7 +68,7 @@ class WakeBell {
     syscall(SYS_futex, &count_, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
   }
 
-  // Sleeps for `span_ns`, or until a ring; not at all when it has rung since `seen`.
+  // Sleeps for `span_ns`, or until a ring; returns at once if it has rung since `seen`.
   void SleepUnless(uint32_t seen, TimeNs span_ns) {
     sleeping_.store(1);
     if (count_.load() == seen) {
@@ -89,15 +89,15 @@ class Backoff {
  public:
   static constexpr TimeNs kYield = 200 * kMicrosecond;
 
-  // `longest_sleep_ns` is the delay that a message may suffer, and what an idle rank costs: a
-  // look takes a few microseconds. `yield_ns`: before it sleeps, beyond `spin_ns`.
-  // `shortest_sleep_ns`: longer where every event that it waits for ends the sleep.
+  // `longest_sleep_ns` bounds the delay of a message; an idle rank polls that often, and a poll
+  // takes a few microseconds. `yield_ns`: how long it yields after `spin_ns` before it sleeps.
+  // `shortest_sleep_ns`: may be longer if every event ends the sleep.
   Backoff(TimeNs spin_ns, TimeNs longest_sleep_ns, TimeNs yield_ns = kYield,
           TimeNs shortest_sleep_ns = kShortestSleep)
-      : poll_until_ns_(std::max(spin_ns + yield_ns, kKeepCore)),
+      : poll_until_ns_(std::max(spin_ns + yield_ns, kSpinBeforeYield)),
         shortest_sleep_ns_(shortest_sleep_ns),
         longest_sleep_ns_(longest_sleep_ns) {}
-  // Where every event rings: sleeps after `spin_ns`, but looks every `interval_ns`.
+  // For waits in which every event rings: sleeps after `spin_ns`, but polls every `interval_ns`.
   Backoff(TimeNs spin_ns, TimeNs interval_ns, Spinner* spinner)
       : spinner_(spinner),
         poll_until_ns_(spin_ns),
@@ -110,8 +110,8 @@ class Backoff {
   // Since when nothing has moved.
   TimeNs quiet_since_ns() const { return quiet_since_ns_; }
 
-  // To be called after a look that found nothing (`moved` false), or something but not what the
-  // wait is for. False once the deadline has passed. `Bell` is WakeBell, or sleeps as it does.
+  // Call it after a poll that found nothing (`moved` false), or something other than the awaited
+  // event. False once the deadline has passed. `Bell` is WakeBell, or sleeps as it does.
   template <typename Bell>
   bool Pause(Bell& bell, uint32_t seen, bool moved, TimeNs deadline) {
     now_ns_ = NowNs();

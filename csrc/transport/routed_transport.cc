@@ -24,7 +24,7 @@ RoutedTransport::RoutedTransport(std::unique_ptr<Transport> wire, ShmTransport& 
   }
 }
 
-// A neighbour may wait for the rest of a message before it takes part in what is waited for.
+// A neighbour may need the rest of a message before it can take part in the awaited transfer.
 Status RoutedTransport::Wait(Request request, TimeNs deadline) {
   Backoff backoff(spin_ns_, kLongestDataSleep);
   while (!MoveLocal() && !wire_->Done(request) && wire_->CheckPeers().ok()) {
@@ -47,7 +47,7 @@ void RoutedTransport::Post(int peer, std::string message) {
   }
 }
 
-// Takes over what has arrived; true when there is something.
+// Takes what has arrived; true if there is anything.
 bool RoutedTransport::Fetch() {
   int peer = 0;
   std::string message;

@@ -51,13 +51,15 @@ class RoutedTransport final : public Transport {
   Status CheckPeers() override;
   TimeNs Silence(int peer) override { return wire_->Silence(peer); }
   TimeNs Extended(TimeNs deadline) const override { return wire_->Extended(deadline); }
-  void SetPatience(Patience patience) override { wire_->SetPatience(std::move(patience)); }
+  void SetWaitLimits(WaitLimits wait_limits) override {
+    wire_->SetWaitLimits(std::move(wait_limits));
+  }
   void AnnounceFailure(const Status& why) override { wire_->AnnounceFailure(why); }
   bool Flush(TimeNs deadline) override;
   bool Close(TimeNs deadline) override { return wire_->Close(deadline); }
 
  private:
-  // Continues messages to neighbours that did not fit into the pipes. True when nothing is left.
+  // Continues sending messages that did not fit into the neighbours' pipes. True when all are sent.
   bool MoveLocal() { return !local_.HasUnsent() || local_.Flush(0); }
   bool Fetch();
 
@@ -67,7 +69,7 @@ class RoutedTransport final : public Transport {
   std::vector<int> local_rank_of_;  // per rank: its local rank, or -1 on another host
   const TimeNs spin_ns_;
   std::deque<std::pair<int, std::string>> inbox_;
-  uint32_t last_sleep_epoch_ = 0;  // as the last Sleep left it: a later Wake shows
+  uint32_t last_sleep_epoch_ = 0;  // after the last Sleep: shows a later Wake
 };
 
 }  // namespace hororing

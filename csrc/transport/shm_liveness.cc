@@ -64,7 +64,7 @@ bool ShmTransport::PeerProcessIsGone(int peer) const {
   return state.attached.load() != kDetached;
 }
 
-bool ShmTransport::PeerListensNoMore(int peer) const {
+bool ShmTransport::PeerHasStopped(int peer) const {
   const RankState& state = segment_->rank_state(peer);
   return state.attached.load() == kDetached || state.failed.load() != 0 || PeerProcessIsGone(peer);
 }
@@ -90,7 +90,7 @@ Status ShmTransport::CheckPeers(const std::string& lagging) {
   for (int peer = 0; peer < size_; ++peer) {
     const RankState& state = segment_->rank_state(peer);
     if (peer == rank_ || !PeerProcessIsGone(peer)) continue;
-    // It may have told and ended since we looked.
+    // It may have announced its failure and ended since the first check.
     HORORING_RETURN_IF_ERROR(told(true));
     if (state.failed.load() != 0) continue;
     return Status(

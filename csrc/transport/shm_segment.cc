@@ -39,7 +39,7 @@ size_t RoundUpToPage(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage;
 // Of the pipes.
 constexpr size_t kMinPipe = 4 << 10, kControlBudget = 8 << 20;
 
-// `bytes`, halved until `count` times as much fits into the budget, or it would be too little.
+// Halves `bytes` until `count` times as many fit into the budget, but not below `least`.
 size_t Shrunk(size_t bytes, size_t least, size_t count, size_t budget) {
   while (bytes > least && bytes * count > budget) bytes /= 2;
   return bytes;
@@ -56,7 +56,7 @@ std::string UniqueName() {
   return text;
 }
 
-// Removes what creators have left behind that were killed before Unlink: nobody holds their lock.
+// Removes files whose creators were killed before Unlink: nobody holds their locks.
 void Sweep() {
   DIR* const directory = opendir("/dev/shm");
   while (const dirent* entry = directory != nullptr ? readdir(directory) : nullptr) {
@@ -70,8 +70,7 @@ void Sweep() {
   if (directory != nullptr) closedir(directory);
 }
 
-// A new file, locked; -1 and errno where that fails: EAGAIN where somebody else's Sweep was
-// quicker.
+// A new, locked file. On failure -1, with errno: EAGAIN if another process's Sweep removed it.
 int CreateLocked(const std::string& name) {
   const int fd = shm_open(name.c_str(), O_RDWR | O_CREAT | O_EXCL, 0600);
   struct stat file = {};
@@ -85,7 +84,7 @@ int CreateLocked(const std::string& name) {
 
 std::string ErrorText(int error) {
   char text[128] = {};
-  return strerror_r(error, text, sizeof text);  // GNU's: returns the text, wherever it lies
+  return strerror_r(error, text, sizeof text);  // GNU's version: returns the text, wherever it is
 }
 
 // Whole KiB or MiB, rounded up.
@@ -114,7 +113,7 @@ Status Failed(const std::string& what, const std::string& name, int error) {
                                       ErrorText(error) + "; HORORING_TRANSPORT=mpi does without");
 }
 
-// Maps the whole segment; null when that fails, with errno.
+// Maps the whole segment; null, with errno, on failure.
 void* Map(int fd, size_t bytes) {
   void* const base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
                           fd < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED, fd, 0);
@@ -124,8 +123,8 @@ void* Map(int fd, size_t bytes) {
 }  // namespace
 
 ShmSegment::Geometry ShmSegment::Geometry::For(int ranks) {
-  // Pipes exist per ordered pair, so they shrink as the ranks grow in number. The three budgets
-  // keep the segment of up to 64 ranks below the 64 MiB that a container's /dev/shm has.
+  // Every ordered pair has pipes, so they shrink as the number of ranks grows. The three budgets
+  // keep the segment of up to 64 ranks below the 64 MiB of a container's /dev/shm.
   constexpr size_t kDataBudget = 16 << 20, kSlotBudget = 16 << 20;
   const size_t n = static_cast<size_t>(ranks);
   Geometry geometry;
@@ -174,7 +173,7 @@ ShmSegment::~ShmSegment() {
   munmap(base_, layout_.end);
 }
 
-// The memory is zero already; constructing the atomics makes that official.
+// The memory is zero already; constructing the atomics makes it formally correct.
 void ShmSegment::Construct() {
   const size_t n = static_cast<size_t>(geometry_.ranks);
   for (size_t rank = 0; rank < n; ++rank) {
@@ -208,7 +207,7 @@ Status ShmSegment::Create(const Geometry& geometry, std::shared_ptr<ShmSegment>*
   }
   if (fd < 0) return Failed("create", name, errno);
   int error = ftruncate(fd, static_cast<off_t>(bytes)) == 0 ? 0 : errno;
-  // EINTR: a signal to the process may hit this thread, and nothing is reserved then.
+  // EINTR: a signal to the process may interrupt this thread, and then nothing is reserved.
   if (error == 0) {
     do {
       error = posix_fallocate(fd, 0, static_cast<off_t>(bytes));

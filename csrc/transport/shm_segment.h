@@ -5,13 +5,13 @@
 //   | header | RankState 0 .. N-1 | Pipe (src, dst) | their bytes | slots of rank 0 .. N-1 |
 //   | exchange, its slots 0 .. N-1 |
 //
-// The pipes of a pair are two: control and data; those of the pairs (r, r) stay unused.
+// Each pair has two pipes, control and data; those of the pairs (r, r) are unused.
 //
-// A name in /dev/shm exists only between Create and Unlink, which the factory calls as soon as
-// all ranks have attached: afterwards nothing can be left behind, not even by SIGKILL. Until then
-// the creator holds a lock on the file, so that the next Create on this host can remove what has
-// no owner. The pages are reserved at creation (posix_fallocate), so that a full /dev/shm is an
-// error at init and not a SIGBUS in the middle of training.
+// A name in /dev/shm exists only between Create and Unlink, which the factory calls as soon as all
+// ranks have attached. After that nothing can be left behind, not even by SIGKILL. Until then the
+// creator holds a lock on the file, so that the next Create on this host can remove ownerless
+// files. The pages are reserved at creation (posix_fallocate), so a full /dev/shm is an error at
+// init, not a SIGBUS in the middle of training.
 //
 // Thread-safety: the struct is shared between processes; every field says who writes it.
 #pragma once
@@ -35,7 +35,7 @@ struct DirectProgress {
   alignas(kCacheLine) std::atomic<uint64_t> reduced{0};   // its slice of the block is reduced
   alignas(kCacheLine) std::atomic<uint64_t> consumed{0};  // it has read all slices of the block
 };
-constexpr int kDirectSets = 16;  // the world and 15 more at a time; the rest goes by pipes
+constexpr int kDirectSets = 16;  // the world and 15 more at a time; other sets use pipes
 
 // One rank's place in the segment.
 struct alignas(kCacheLine) RankState {
@@ -45,7 +45,7 @@ struct alignas(kCacheLine) RankState {
   // runs its loop. They tell wakers which threads to wake, and save the system call if there are
   // none.
   std::atomic<uint32_t> sleepers{0};
-  // Set by a peer that has failed or left, before it rings: look at all peers now.
+  // Set by a peer that has failed or left, before it rings: check all peers now.
   std::atomic<uint32_t> alarm{0};
   // The rest of the line is written by this rank only.
   std::atomic<int32_t> pid{0};
@@ -74,8 +74,8 @@ class ShmSegment {
     size_t slot_bytes = 0;           // per rank: the blocks of the direct allreduce
     size_t exchange_bytes = 0;       // of each rank (transport/one_shot_exchange.h)
     static Geometry For(int ranks);  // below 64 MiB in total for up to 64 ranks
-    // For the ranks of one of several hosts, whose data goes by MPI. `most` ranks are on the
-    // largest host: slots are equally large on all.
+    // For the ranks of one of several hosts, whose data goes over MPI or TCP. `most` is the number
+    // of ranks on the largest host: slots have the same size on all hosts.
     static Geometry OfHost(int ranks, int most);
     size_t total_bytes() const;
   };
@@ -90,8 +90,8 @@ class ShmSegment {
   ShmSegment(const ShmSegment&) = delete;
   ShmSegment& operator=(const ShmSegment&) = delete;
 
-  // By the creator: removes the name; the memory lives until the last rank unmaps it. The
-  // destructor does it at the latest. Nothing on other ranks, or the second time.
+  // For the creator: removes the name; the memory lives until the last rank unmaps it. The
+  // destructor calls it at the latest. Does nothing on other ranks, or when called again.
   void Unlink();
 
   const std::string& name() const { return name_; }
@@ -104,18 +104,18 @@ class ShmSegment {
   std::byte* control_pipe_data(int source, int destination);
   std::byte* data_pipe_data(int source, int destination);
   std::byte* slot(int rank);
-  // Of the one OneShotExchange of these ranks; REQUIRES: geometry().exchange_bytes > 0.
+  // Of the one OneShotExchange of these ranks. REQUIRES: geometry().exchange_bytes > 0.
   std::atomic<uint64_t>& exchange_word();
   std::byte* exchange_slots(int rank);
 
  private:
-  // Offsets of the parts of the picture above.
+  // Offsets of the parts in the picture above.
   struct Layout {
     explicit Layout(const Geometry& geometry);
     size_t states, pipes, control_data, data_data, slots, exchange, end;
   };
 
-  // Takes the mapping over.
+  // Takes ownership of the mapping.
   ShmSegment(const Geometry& geometry, void* base, std::string name);
   void Construct();
   size_t Pair(int source, int destination) const;

@@ -15,15 +15,15 @@
 namespace hororing {
 namespace {
 
-// How often a rank that sleeps, whose caller looks too, looks whether its peers are alive.
-constexpr TimeNs kIdleLookInterval = 500 * kMillisecond;
+// How often a sleeping rank, whose caller checks too, checks whether its peers are alive.
+constexpr TimeNs kIdleCheckInterval = 500 * kMillisecond;
 
-// RankState::sleepers. kWorker: the thread that runs the loop; kParked: the loop thread while it
-// does not. They are also the bits of the futex by which each is woken.
+// RankState::sleepers. kWorker: the thread that runs the loop; kParked: the loop thread while a
+// caller runs it. They are also the futex bits by which each is woken.
 constexpr uint32_t kWorker = 1, kParked = 2, kCallerProgress = 4;
 
-// Both: as much as there is room, or data, for. The counters never wrap; an offset is the
-// counter modulo the capacity, a power of two.
+// Both move as many bytes as possible. The counters never wrap; an offset is the counter modulo the
+// capacity, a power of two.
 size_t Write(Pipe& pipe, std::byte* ring, size_t capacity, const std::byte* data, size_t bytes,
              SharedWriter& writer) {
   const uint64_t written = pipe.written.load(std::memory_order_relaxed);
@@ -52,7 +52,7 @@ size_t Read(Pipe& pipe, const std::byte* ring, size_t capacity, std::byte* data,
   return bytes;
 }
 
-// A transfer rings after so much at the latest, for both sides to copy at the same time.
+// A transfer rings at least this often, so that both sides copy at the same time.
 size_t Grain(size_t capacity) { return std::max<size_t>(capacity / 4, 1); }
 
 }  // namespace
@@ -121,8 +121,8 @@ bool ShmTransport::Poll(int* peer, std::string* message) {
 }
 
 void ShmTransport::Sleep(TimeNs deadline) {
-  Backoff backoff(spin_ns_, kIdleLookInterval, &spinner_);
-  TimeNs look_ns = After(backoff.begin_ns(), kIdleLookInterval);
+  Backoff backoff(spin_ns_, kIdleCheckInterval, &spinner_);
+  TimeNs check_ns = After(backoff.begin_ns(), kIdleCheckInterval);
   for (;;) {
     const uint32_t epoch = Epoch();
     const bool moved = Progress();
@@ -131,7 +131,7 @@ void ShmTransport::Sleep(TimeNs deadline) {
       return;
     }
     if (!backoff.Pause(*this, epoch, moved, deadline)) return;
-    if (LookIsDue(backoff.now_ns(), kIdleLookInterval, &look_ns) && !CheckPeers().ok()) return;
+    if (CheckIsDue(backoff.now_ns(), kIdleCheckInterval, &check_ns) && !CheckPeers().ok()) return;
   }
 }
 
@@ -156,11 +156,11 @@ void ShmTransport::RingWorkers(const std::vector<int>& ranks) {
   }
 }
 
-// Whether to look at the peers: at intervals, and at once where one of them has sounded the alarm.
-bool ShmTransport::LookIsDue(TimeNs now, TimeNs interval, TimeNs* look_ns) {
+// Whether to check the peers: at intervals, and at once if one of them has sounded the alarm.
+bool ShmTransport::CheckIsDue(TimeNs now, TimeNs interval, TimeNs* check_ns) {
   const bool alarm = self_.alarm.load() != 0 && self_.alarm.exchange(0) != 0;
-  if (!alarm && now < *look_ns) return false;
-  *look_ns = After(now, interval);
+  if (!alarm && now < *check_ns) return false;
+  *check_ns = After(now, interval);
   return true;
 }
 
@@ -171,7 +171,7 @@ void ShmTransport::SleepUnless(uint32_t seen, TimeNs span_ns) {
 void ShmTransport::SleepOnDoorbell(uint32_t epoch, TimeNs deadline, uint32_t sleeper) {
   self_.sleepers.fetch_or(sleeper);
   if (self_.doorbell.load() == epoch) {
-    // The kernel's time here is absolute, by the clock that NowNs() reads.
+    // The kernel's timeout is absolute here, by the clock that NowNs() reads.
     const timespec until{static_cast<time_t>(deadline / kSecond),
                          static_cast<long>(deadline % kSecond)};
     const int scope = segment_->process_shared() ? 0 : FUTEX_PRIVATE_FLAG;
@@ -180,7 +180,7 @@ void ShmTransport::SleepOnDoorbell(uint32_t epoch, TimeNs deadline, uint32_t sle
   self_.sleepers.fetch_and(~sleeper);
 }
 
-// Reads shared atomics only: somebody else may be using the transport meanwhile.
+// Reads shared atomics only: another thread may be using the transport.
 void ShmTransport::SpinThenPark(uint32_t seen, TimeNs deadline) {
   const TimeNs begin = NowNs(), spin_until = std::min(deadline, After(begin, spin_ns_));
   Spinner spinner(16);
@@ -201,19 +201,19 @@ void ShmTransport::BeginCallerProgress() { self_.sleepers.fetch_or(kCallerProgre
 void ShmTransport::EndCallerProgress() { self_.sleepers.fetch_and(~kCallerProgress); }
 
 bool ShmTransport::Flush(TimeNs deadline) {
-  Backoff backoff(spin_ns_, kLookInterval, &spinner_);
-  TimeNs look_ns = After(backoff.begin_ns(), kLookInterval);
+  Backoff backoff(spin_ns_, kCheckInterval, &spinner_);
+  TimeNs check_ns = After(backoff.begin_ns(), kCheckInterval);
   bool delivered = true;
   for (;;) {
     const uint32_t epoch = Epoch();
     const bool moved = Progress();
     if (!HasUnsent()) return delivered;
     if (!backoff.Pause(*this, epoch, moved, revoked() ? 0 : deadline)) return false;
-    if (!LookIsDue(backoff.now_ns(), kLookInterval, &look_ns)) continue;
-    // Peers that nothing reaches any more must not keep the others from their messages.
+    if (!CheckIsDue(backoff.now_ns(), kCheckInterval, &check_ns)) continue;
+    // Peers that cannot be reached must not keep the others from their messages.
     for (int peer = 0; peer < size_; ++peer) {
       Peer& state = peers_[static_cast<size_t>(peer)];
-      if (state.outbox.empty() || !PeerListensNoMore(peer)) continue;
+      if (state.outbox.empty() || !PeerHasStopped(peer)) continue;
       state.outbox.clear();
       delivered = false;
     }

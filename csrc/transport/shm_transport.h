@@ -2,11 +2,11 @@
 // doorbell per rank. Serves processes of one host ("shm") and threads of one process
 // ("inproc"), so that the sanitizers see the code that users run.
 //
-// A world must attach all its ranks before one of them waits for another: a rank that has not
-// attached cannot be seen to die. Ends of processes are noticed within 50 ms of waiting.
+// All ranks of a world must attach before any of them waits for another one, because a rank's death
+// is visible only after it has attached. A waiting rank notices the end of a process within 50 ms.
 //
-// While it waits, it moves whatever else is in flight (outgoing data, queued control
-// messages), so that two ranks that wait for one another's bytes always make progress.
+// While a rank waits, it also moves everything else in flight (outgoing data, queued control
+// messages), so two ranks that wait for each other's bytes always make progress.
 #pragma once
 
 #include <cstddef>
@@ -51,40 +51,39 @@ class ShmTransport final : public Transport, private Eventcount {
   TimeNs Silence(int peer) override;
   void AnnounceFailure(const Status& why) override;
   bool Flush(TimeNs deadline) override;
-  // Whether the pipe to some peer had no room yet for all that was posted.
+  // Whether a pipe was too full for everything that was posted.
   bool HasUnsent() const;
 
   // For backend/shm_direct, which shares the segment and this rank's doorbell.
   ShmSegment& segment() { return *segment_; }
-  // Rings the doorbell of the other ranks of a batch; a system call only for those that sleep. A
-  // loop thread that is parked has no batch under way, and is left alone.
+  // Rings the doorbells of the other ranks of a batch, with a system call only for those that
+  // sleep. A parked loop thread has no batch under way and is not woken.
   void RingWorkers(const std::vector<int>& ranks);
-  // For a worker that waits for other things as well, as the `Bell` of Backoff
-  // (transport/polling.h).
+  // For a worker that also waits for other things: the `Bell` of Backoff (transport/polling.h).
   uint32_t Epoch() const override { return self_.doorbell.load(); }
   void SleepUnless(uint32_t seen, TimeNs span_ns);
-  // Who may still read this rank's slot: the ranks of the latest batch through slots, until all
-  // have consumed its blocks before `end`.
+  // Ranks that may still read this rank's slot: those of the latest batch through slots, until all
+  // of them have consumed its blocks before `end`.
   struct SlotReaders {
     std::vector<int> slots;  // empty: nobody
-    std::vector<int> ranks;  // of the job, whose slots those are
+    std::vector<int> ranks;  // of the job; they own those slots
     int set = 0;             // as in RankState::direct
-    uint64_t generation = 0;
+    uint64_t incarnation = 0;
     uint64_t end = 0;
   };
   SlotReaders& slot_readers() { return slot_readers_; }
   // Copies into this rank's slot.
   SharedWriter& to_slot() { return to_slot_; }
 
-  // Blocks until ready() is true: progress, spin, then sleep on the doorbell; ends early when
-  // a peer has died or failed, when one that is lagging has shut down, or at the deadline
-  // (kTransport). lagging() lists the ranks that it waits for as text, "1, 3". `ready` reads only
-  // shared atomics whose writers ring this rank's doorbell.
+  // Blocks until ready() is true: makes progress, spins, then sleeps on the doorbell. Ends early if
+  // a peer has died or failed, if a lagging rank has shut down, or at the deadline (kTransport).
+  // lagging() lists the awaited ranks as text, "1, 3". `ready` reads only shared atomics whose
+  // writers ring this rank's doorbell.
   template <typename Ready, typename Lagging>
   Status WaitUntil(Ready ready, Lagging lagging, TimeNs deadline) {
-    Backoff backoff(spin_ns_, kLookInterval, &spinner_);
+    Backoff backoff(spin_ns_, kCheckInterval, &spinner_);
     LongWait wait(backoff.begin_ns());
-    TimeNs look_ns = After(backoff.begin_ns(), kLookInterval);
+    TimeNs check_ns = After(backoff.begin_ns(), kCheckInterval);
     for (;;) {
       const uint32_t epoch = Epoch();
       if (ready()) return Status::Ok();
@@ -92,30 +91,30 @@ class ShmTransport final : public Transport, private Eventcount {
       if (!backoff.Pause(*this, epoch, moved, revoked() ? 0 : Extended(deadline))) {
         const Status peers = CheckPeers(lagging());
         if (!peers.ok()) return peers;
-        if (NowNs() < Extended(deadline)) continue;  // it was stopped itself
+        if (NowNs() < Extended(deadline)) continue;  // this process was stopped
         return wait.GiveUp(*this, lagging());
       }
-      if (!LookIsDue(backoff.now_ns(), kLookInterval, &look_ns)) continue;
+      if (!CheckIsDue(backoff.now_ns(), kCheckInterval, &check_ns)) continue;
       const Status peers = CheckPeers(lagging());
-      wait.Look(*this, backoff.now_ns(), lagging);
+      wait.Check(*this, backoff.now_ns(), lagging);
       if (peers.ok()) continue;
-      // What a peer wrote before it went counts.
+      // What a peer wrote before it ended still counts.
       Progress();
       return ready() ? Status::Ok() : peers;
     }
   }
 
  private:
-  // How often a rank that waits looks whether its peers are alive.
-  static constexpr TimeNs kLookInterval = 50 * kMillisecond;
-  // What this rank has under way with one peer.
+  // How often a waiting rank checks whether its peers are alive.
+  static constexpr TimeNs kCheckInterval = 50 * kMillisecond;
+  // Transfers and messages in flight with one peer.
   struct Peer : PeerTransfers {
     std::deque<std::string> outbox;  // framed messages
-    size_t outbox_offset = 0;        // of the first message: bytes that are already sent
-    // Of the message that is arriving: its frame, then its body.
+    size_t outbox_offset = 0;        // bytes of the first message that are already sent
+    // The message that is arriving: its frame, then its body.
     uint64_t inbox_bytes = 0;
     std::string inbox;
-    size_t inbox_offset = 0;  // bytes that are here, of frame and body
+    size_t inbox_offset = 0;  // bytes received, of frame and body
   };
   // The frame of a control message: the size of its body, uint64.
   static constexpr size_t kFrameBytes = sizeof(uint64_t);
@@ -130,11 +129,11 @@ class ShmTransport final : public Transport, private Eventcount {
   bool Pull(int peer);
   bool PushControl(int peer);
   bool PullControl(int peer);
-  bool LookIsDue(TimeNs now, TimeNs interval, TimeNs* look_ns);
+  bool CheckIsDue(TimeNs now, TimeNs interval, TimeNs* check_ns);
   void SleepOnDoorbell(uint32_t epoch, TimeNs deadline, uint32_t sleeper);
   Status CheckPeers(const std::string& lagging);
   bool PeerProcessIsGone(int peer) const;
-  bool PeerListensNoMore(int peer) const;
+  bool PeerHasStopped(int peer) const;
   void AnnounceArrival();
   void AnnounceLeave();
   void SoundAlarm();
@@ -147,13 +146,13 @@ class ShmTransport final : public Transport, private Eventcount {
   const std::shared_ptr<OneShotExchange> exchange_;  // null: spin_ns is 0, or there are no slots
   std::vector<Peer> peers_;
   std::deque<std::pair<int, std::string>> received_;  // complete control messages
-  // The doorbell before the last Progress: while it stays, no pipe has changed.
+  // The doorbell before the last Progress. If it is unchanged, no pipe has changed.
   uint32_t progress_epoch_ = 0;
   Spinner spinner_{16};
-  uint32_t last_sleep_epoch_ = 0;  // doorbell as the last Sleep left it: a later Wake shows
+  uint32_t last_sleep_epoch_ = 0;  // the doorbell after the last Sleep: shows a later Wake
   Status broken_;                  // first data-plane error
   SlotReaders slot_readers_;
-  SharedWriter to_slot_, to_pipes_;  // who has read them last differs, so each learns
+  SharedWriter to_slot_, to_pipes_;  // they have different readers, so each learns
 };
 
 }  // namespace hororing

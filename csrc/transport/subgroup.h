@@ -1,8 +1,8 @@
-// Subgroup: some ranks of a transport as a transport of their own, over the same wires.
+// Subgroup: some ranks of a transport as a separate transport over the same wires.
 //
-// Sound because of how it is used (ADR 0013): all ranks carry out the batches of all process sets
-// in one order, so that messages of any two ranks match in the order of their posting, whatever
-// subgroups they are posted for. Only the data plane exists: negotiation has one control plane.
+// Correct because of how it is used (ADR 0013): all ranks carry out the batches of all process sets
+// in one order, so the messages of any two ranks match in the order in which they are posted, for
+// whichever subgroup. It has only a data plane; negotiation has one control plane for all.
 #pragma once
 
 #include <string>
@@ -15,8 +15,8 @@ namespace hororing {
 
 class Subgroup final : public Transport {
  public:
-  // `ranks` of `parent`, in the order that they shall have here, the parent's own among them. The
-  // parent is borrowed.
+  // `ranks` of `parent`, in the order that they have here; this rank is among them. The parent is
+  // borrowed.
   Subgroup(Transport& parent, std::vector<int> ranks);
 
   int rank() const override { return rank_; }
@@ -41,7 +41,7 @@ class Subgroup final : public Transport {
   void Revoke(const Status& why) override { parent_.Revoke(why); }
   // The ranks in the parent, in the order of the ranks here.
   const std::vector<int>& ranks() const { return ranks_; }
-  // The rank that one of the parent's has here.
+  // The rank here of one of the parent's ranks.
   int RankOf(int parents) const;
   TimeNs Silence(int peer) override { return parent_.Silence(Parents(peer)); }
   Status CheckPeers() override { return parent_.CheckPeers(); }

@@ -1,5 +1,5 @@
-// What a transport keeps of the data transfers with a peer. Those of one direction complete in the
-// order in which they were posted, so a request is the number of its transfer.
+// A transport's record of the data transfers with a peer. Transfers in one direction complete in
+// the order in which they were posted, so a request is the number of its transfer.
 //
 // Thread-safety: the transport's.
 #pragma once
@@ -13,7 +13,7 @@
 namespace hororing {
 
 struct Transfers {
-  // One that the caller waits for, as far as it is not under way.
+  // A transfer that a caller waits for: the part that is not under way.
   struct Job {
     std::byte* data;
     size_t left;
@@ -38,7 +38,7 @@ struct PeerTransfers {
   Transport::Request PostReceive(int peer, void* data, size_t bytes, bool broken) {
     return Post(receives, peer, 1, data, bytes, broken);
   }
-  // After a failure: the callers' memory is theirs again.
+  // After a failure: callers may use their memory again.
   void Drop() {
     sends.jobs.clear();
     receives.jobs.clear();

@@ -13,9 +13,9 @@ void Transport::Revoke(const Status& why) {
 }
 
 TimeNs Transport::NoteCheck(TimeNs now) {
-  // A process that runs never takes this long between two checks.
+  // A running process never takes this long between two checks.
   constexpr TimeNs kStopped = 2 * kSecond;
-  const TimeNs gap = now - std::exchange(looked_ns_, now);
+  const TimeNs gap = now - std::exchange(checked_ns_, now);
   if (gap == now || gap <= kStopped) return 0;
   stopped_until_ns_ = now;
   return gap;

@@ -1,5 +1,5 @@
-// Transport: moves bytes between the ranks of one world. Knows neither element types nor
-// what is negotiated.
+// Transport: moves bytes between the ranks of one world. Knows neither element types nor the
+// meaning of messages.
 //
 // Thread-safety: one thread at a time, except Wake(), Revoke() and the constant rank()/size().
 // If eventcount() is null, it must always be the same thread.
@@ -79,17 +79,17 @@ class Transport {
   // themselves (CheckPeers).
   virtual bool Done(Request request) = 0;
 
-  // Control plane. Post takes the message over and delivers it in order per peer; it may be
-  // sent later, while waiting or sleeping. Poll returns one received message, if there is one.
+  // Control plane. Post takes ownership of the message and delivers messages to a peer in order,
+  // perhaps later, while waiting or sleeping. Poll returns one received message, if there is one.
   virtual void Post(int peer, std::string message) = 0;
   virtual bool Poll(int* peer, std::string* message) = 0;
 
-  // Moves what is in flight in both planes, and never blocks: true when anything moved, as far as
-  // the transport can tell.
+  // Moves data in flight in both planes, and never blocks. True if anything moved, as far as the
+  // transport can tell.
   virtual bool Move() { return false; }
-  // Returns when a control message may be there, after a Wake() (also one that came before
-  // the call, since the last Sleep), or at `deadline`. Spins briefly, then sleeps without
-  // burning CPU. May return early.
+  // Returns when a control message may have arrived, after a Wake() since the last Sleep (also one
+  // before this call), or at `deadline`. Spins briefly, then sleeps without using CPU time. May
+  // return early.
   virtual void Sleep(TimeNs deadline) = 0;
   // Any thread. Ends the current or the next Sleep.
   virtual void Wake() = 0;
@@ -104,14 +104,14 @@ class Transport {
   // The exchange of all ranks of this world; null if there is none.
   virtual std::shared_ptr<OneShotExchange> one_shot_exchange() const { return nullptr; }
 
-  // Tells a transport that cannot see by itself that a process ends about the processes of all
-  // ranks, and which of them are on this host, where it can check them.
+  // For a transport that cannot detect the end of a process: the processes of all ranks, and which
+  // of them are on this host and can be checked.
   virtual void WatchProcesses(std::vector<ProcessIdentity> /*of_ranks*/,
                               std::vector<bool> /*here*/) {}
-  // Tells `calls`, which outlives this transport's use, of calls of libraries that could block.
+  // Reports calls of libraries that could block to `calls`, which outlives this transport's use.
   virtual void Watch(CallWatch* /*calls*/) {}
   // Ok while every peer is alive. Cheap enough for a few calls a second. It also shows the peers
-  // that this process runs.
+  // that this process is running.
   virtual Status CheckPeers() = 0;
   // Returns for how long `peer` has given no sign of life, and asks it for one: call it repeatedly.
   // A rank gives signs of life while it waits for anything, and in CheckPeers, but not while its
@@ -119,29 +119,28 @@ class Transport {
   virtual TimeNs Silence(int /*peer*/) { return 0; }
   // Waits longer than `warning_ns` call `warn` with the ranks that make no progress. `limit_ns`:
   // the time limit of every wait, which its deadline contains.
-  struct Patience {
+  struct WaitLimits {
     TimeNs warning_ns = kForever;
     std::function<void(const std::string&)> warn;
     TimeNs limit_ns = 0;
   };
-  virtual void SetPatience(Patience patience) { patience_ = std::move(patience); }
-  const Patience& patience() const { return patience_; }
-  // Returns when a wait until `deadline` gives up: a process that was stopped gets its whole limit
+  virtual void SetWaitLimits(WaitLimits wait_limits) { wait_limits_ = std::move(wait_limits); }
+  const WaitLimits& wait_limits() const { return wait_limits_; }
+  // Returns when a wait until `deadline` gives up. A process that was stopped gets its full limit
   // again.
   virtual TimeNs Extended(TimeNs deadline) const {
     return stopped_until_ns_ == 0
                ? deadline
-               : std::max(deadline, After(stopped_until_ns_, patience_.limit_ns));
+               : std::max(deadline, After(stopped_until_ns_, wait_limits_.limit_ns));
   }
-  // Tells the peers that this rank will take no further part: their waits end with what
-  // Announced(why) says. `why` blames the rank whose fault it is: this one, or the one that it has
-  // lost.
+  // Tells the peers that this rank takes no further part; their waits end with Announced(why).
+  // `why` blames the rank at fault: this one, or the one that it has lost.
   virtual void AnnounceFailure(const Status& why) = 0;
-  // Sends everything that Post has queued, until `deadline`; true when nothing is left.
+  // Sends everything that Post has queued, until `deadline`. True if all is sent.
   virtual bool Flush(TimeNs deadline) = 0;
-  // The last call at a clean shutdown, on every rank, so that no message of this world can be taken
-  // for one of the next. Drops messages that still arrive. Waits for the peers' calls until
-  // `deadline`; true when all peers have called it, or need not. May be called again.
+  // The last call of a clean shutdown, on every rank, so that no message of this world can be
+  // mistaken for one of the next. Drops messages that still arrive. Waits for the peers' calls
+  // until `deadline`; true if all peers have called it or need not. May be called again.
   virtual bool Close(TimeNs /*deadline*/) { return true; }
 
  protected:
@@ -153,8 +152,8 @@ class Transport {
   TimeNs stopped_until() const { return stopped_until_ns_; }
 
  private:
-  Patience patience_;
-  TimeNs looked_ns_ = 0, stopped_until_ns_ = 0;
+  WaitLimits wait_limits_;
+  TimeNs checked_ns_ = 0, stopped_until_ns_ = 0;
   std::once_flag revoking_;
   std::atomic<bool> revoked_{false};
   Status revocation_;  // constant once revoked_

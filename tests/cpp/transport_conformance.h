@@ -314,7 +314,7 @@ inline void EndByRevoke(Rank& rank, const EndlessWait& endless, const std::funct
 inline void GoOnAfterAStop(Rank& rank) {
   constexpr TimeNs kLimit = kSecond;
   rank.Enter("stopped");
-  rank.transport.SetPatience({kForever, nullptr, kLimit});
+  rank.transport.SetWaitLimits({kForever, nullptr, kLimit});
   Barrier(rank);
   char byte = 'x';
   if (rank.rank() == 1) {

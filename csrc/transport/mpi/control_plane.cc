@@ -1,7 +1,7 @@
 // The control plane of MpiTransport: messages, announcements of failures, and the end.
 //
-// Control messages travel on a communicator of their own and are received whenever a rank waits
-// for anything; so are the announcements of failures.
+// Control messages have a communicator of their own. A rank receives them, and announcements of
+// failures, while it waits for anything.
 #include <algorithm>
 #include <cstdlib>
 
@@ -13,14 +13,14 @@ namespace {
 
 // Control messages that MPI holds for one peer; the others queue here.
 constexpr size_t kControlWindow = 16;
-// Longer control messages travel in several: MPI counts in ints.
+// Longer control messages are sent in parts, because MPI counts in ints.
 constexpr size_t kControlBytes = 64 << 20;
-// Between two looks whether the peers' processes are there.
-constexpr TimeNs kLookInterval = 100 * kMillisecond;
-// A dead rank's last messages may arrive this much later than we notice its death.
+// Time between two checks of the peers' processes.
+constexpr TimeNs kCheckInterval = 100 * kMillisecond;
+// A dead rank's last messages may arrive this much later than its death is noticed.
 constexpr TimeNs kFinalMessageTime = 100 * kMillisecond;
 constexpr int kControlTag = 2, kMoreTag = 3, kFailureTag = 4, kCloseTag = 5;
-constexpr int kAskTag = 6, kAnswerTag = 7;  // whether it is alive, and that it is
+constexpr int kAskTag = 6, kAnswerTag = 7;  // "are you alive?" and "yes"
 
 }  // namespace
 
@@ -43,16 +43,16 @@ MpiTransport::~MpiTransport() {
            peer.receiving.empty();
   });
   if (!idle) {
-    // Moved with their elements in place: MPI holds pointers to them.
-    Bury(std::make_shared<std::vector<Peer>>(std::move(peers_)));
+    // Moved with their elements in place, because MPI holds pointers to them.
+    LeakUntilExit(std::make_shared<std::vector<Peer>>(std::move(peers_)));
   } else if (finalized == 0 && closed_) {
     MPI_Comm_free(&data_);
     MPI_Comm_free(&control_);
   }
 }
 
-// A communicator that is freed may come back as another one, with what is under way in it: so
-// every rank first takes all that every other has sent.
+// A freed communicator's id may be reused while messages are in flight on it. So every rank first
+// receives everything that the others have sent.
 bool MpiTransport::Close(TimeNs deadline) {
   int finalized = 0;
   MPI_Finalized(&finalized);
@@ -98,7 +98,7 @@ void MpiTransport::Sleep(TimeNs deadline) {
   Backoff backoff(spin_ns_, kLongestIdleSleep);
   for (;;) {
     const uint32_t seen = bell_.count();
-    // Data too: a peer may wait for pieces that this rank has staged.
+    // Data, too: a peer may wait for pieces that this rank has staged.
     const bool moved = ProgressControl() | ProgressData();
     if (!inbox_.empty() || seen != last_sleep_bell_ || revoked() ||
         (!failure_.ok() && !failure_shown_)) {
@@ -115,7 +115,7 @@ void MpiTransport::WatchProcesses(std::vector<ProcessIdentity> of_ranks, std::ve
   here_ = std::move(here);
 }
 
-// The error for a dead peer. The text is the same on every rank, however the death was noticed.
+// The error for a dead peer. The text is the same on every rank, however it noticed the death.
 Status MpiTransport::Died(int peer) const {
   std::string who = "rank " + std::to_string(peer);
   if (static_cast<size_t>(peer) < processes_.size()) {
@@ -132,8 +132,8 @@ Status MpiTransport::CallError(const char* call, int error, int peer) {
   return peer >= 0 ? Died(peer) : status;
 }
 
-// Receives the last messages of a rank that is gone: it may have announced another rank's failure,
-// or have shut down cleanly. `peer`: the rank, or -1 if it is not known.
+// Receives the last messages of a dead rank: it may have announced another rank's failure, or have
+// shut down cleanly. `peer`: the rank, or -1 if it is unknown.
 void MpiTransport::ReceiveFinalMessages(int peer) {
   if (std::exchange(receiving_final_, true)) return;
   const TimeNs end = After(NowNs(), kFinalMessageTime);
@@ -143,12 +143,12 @@ void MpiTransport::ReceiveFinalMessages(int peer) {
   receiving_final_ = false;
 }
 
-// Cheap between two looks, for loops that wait.
+// Cheap while it is not due, for loops that wait.
 bool MpiTransport::CheckProcesses() {
   const TimeNs now = NowNs();
-  if (now < next_look_ns_) return false;
+  if (now < next_check_ns_) return false;
   NoteCheck(now);
-  next_look_ns_ = After(now, kLookInterval);
+  next_check_ns_ = After(now, kCheckInterval);
   for (int peer = 0; peer < static_cast<int>(processes_.size()); ++peer) {
     if (!failure_.ok() || PeerOf(peer).closed || !SeenGone(peer)) continue;
     ReceiveFinalMessages(peer);
@@ -167,8 +167,8 @@ TimeNs MpiTransport::Silence(int peer) {
   return 0;
 }
 
-// For errors of calls that concern no particular peer: returns a rank that has not closed and whose
-// process on this host is gone, or that MPI reports as dead; -1 if there is none.
+// For errors of calls that concern no particular peer. Returns a rank that has not closed and whose
+// process on this host has ended, or that MPI reports as dead; -1 if there is none.
 int MpiTransport::FindDeadPeer() {
   for (int peer = 0; peer < static_cast<int>(processes_.size()); ++peer) {
     if (!PeerOf(peer).closed && SeenGone(peer)) return peer;
@@ -190,7 +190,7 @@ Status MpiTransport::CheckPeers() {
   return failure_.ok() ? data_error_ : failure_;
 }
 
-// Ahead of what is queued: a peer that takes nothing must not keep others from knowing.
+// Ahead of queued messages: a peer that does not receive must not keep others from knowing.
 void MpiTransport::AnnounceFailure(const Status& why) {
   if (std::exchange(announced_, true)) return;
   broken_here = true;
@@ -220,7 +220,7 @@ bool MpiTransport::Flush(TimeNs deadline) {
 
 void MpiTransport::StartControl(int peer, const std::string& text, size_t at, size_t bytes,
                                 int tag) {
-  // In place before it is sent: MPI holds a pointer to the text.
+  // Queued before it is sent, because MPI holds a pointer to the text.
   std::deque<Message>& outgoing = PeerOf(peer).outgoing;
   outgoing.push_back({text.substr(at, bytes), MPI_REQUEST_NULL, tag});
   Message& message = outgoing.back();
@@ -334,7 +334,7 @@ void MpiTransport::Deliver(int peer, Message message) {
 
 void MpiTransport::NoteControlError(const char* call, int error, int peer) {
   if (!receiving_final_)
-    NoteFailure(CallError(call, error, peer));  // else the caller knows already
+    NoteFailure(CallError(call, error, peer));  // otherwise the caller knows it already
 }
 
 void MpiTransport::NoteFailure(Status failure) {

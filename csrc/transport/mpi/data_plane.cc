@@ -1,10 +1,10 @@
 // The data plane of MpiTransport.
 //
-// Data travels in pieces of kPieceBytes through staging buffers of our own, because MPI offers no
-// way to take a started transfer back: a send cannot be cancelled, nor a receive whose first
-// bytes have arrived. After a failure the staging buffers are given up (kept for ever), and the
-// callers' memory is free. It costs one copy on each side, which overlaps with the transfer of
-// the pieces before. Both sides cut a message alike, so pieces need no headers.
+// Data travels in pieces of kPieceBytes through our own staging buffers, because MPI cannot take
+// back a started transfer: a send cannot be cancelled, nor a receive whose first bytes have
+// arrived. After a failure the staging buffers are leaked, and callers may use their memory again.
+// This costs one copy on each side, which overlaps with the transfer of the previous pieces. Both
+// sides cut a message alike, so pieces need no headers.
 //
 //   caller's memory -> staging -> MPI_Isend ~~~> MPI_Irecv -> staging -> caller's memory
 #include <algorithm>
@@ -17,13 +17,13 @@ namespace hororing {
 namespace {
 
 constexpr size_t kPieceBytes = 256 << 10;
-// Pieces under way with one peer; with fewer when so many are under way with all together, but
-// never less than one, or ranks could wait for one another. So many, because over TCP each of them
-// waits for the receiver's word first: two times through whatever queues there are between the two.
+// Pieces in flight with one peer. The limit is lower while many are in flight with all peers
+// together, but at least one, or ranks could wait for one another. It is this high because over TCP
+// each piece first waits for the receiver's answer, twice through all queues between them.
 constexpr size_t kWindow = 16, kSharedWindow = 64;
 constexpr int kDataTag = 1;
-// Looks at the data between two looks at the control messages, while waiting for data.
-constexpr unsigned kDataLooks = 8;
+// Polls for data between two polls for control messages, while waiting for data.
+constexpr unsigned kPollsPerCheck = 8;
 
 }  // namespace
 
@@ -49,17 +49,17 @@ Status MpiTransport::Wait(Request request, TimeNs deadline) {
     if (posted.done()) return Status::Ok();
     const bool moved = ProgressData();
     if (posted.done() && data_error_.ok()) return Status::Ok();
-    if (moved) wait.Moved();
-    if (look % kDataLooks == 0) {
+    if (moved) wait.NoteProgress();
+    if (look % kPollsPerCheck == 0) {
       ProgressControl();
-      if (CheckProcesses()) wait.Look(*this, NowNs(), lagging);
+      if (CheckProcesses()) wait.Check(*this, NowNs(), lagging);
     }
     if (!failure_.ok()) {
       broken_ = failure_;
     } else if (!data_error_.ok()) {
       broken_ = data_error_;
     } else if (!backoff.Pause(bell_, seen, moved, Extended(deadline))) {
-      CheckProcesses();  // tells whether this process was stopped
+      CheckProcesses();  // notices whether this process was stopped
       if (NowNs() >= Extended(deadline)) broken_ = wait.GiveUp(*this, lagging());
     }
   }
@@ -155,7 +155,7 @@ bool MpiTransport::ProgressData() {
       GiveBack(std::move(buffer));
       moved = true;
     }
-    // Also when nothing has moved here: another peer may have made room.
+    // Even if nothing has moved here: another peer may have made room.
     StartSends(peer);
     StartReceives(peer);
   }
@@ -166,7 +166,7 @@ void MpiTransport::NoteDataError(const char* call, int error, int peer) {
   if (error != MPI_SUCCESS && data_error_.ok()) data_error_ = CallError(call, error, peer);
 }
 
-// After a failure: the callers' memory is theirs again, the staging buffers are MPI's.
+// After a failure: callers may use their memory again, and MPI keeps the staging buffers.
 void MpiTransport::Abandon() {
   broken_here = true;
   for (Peer& peer : peers_) {
@@ -176,8 +176,8 @@ void MpiTransport::Abandon() {
       if (piece.request == MPI_REQUEST_NULL) continue;
       Call("MPI_Cancel", [&] { return MPI_Cancel(&piece.request); });
     }
-    Bury(std::make_shared<std::deque<Piece>>(std::exchange(peer.sending, {})));
-    Bury(std::make_shared<std::deque<Piece>>(std::exchange(peer.receiving, {})));
+    LeakUntilExit(std::make_shared<std::deque<Piece>>(std::exchange(peer.sending, {})));
+    LeakUntilExit(std::make_shared<std::deque<Piece>>(std::exchange(peer.receiving, {})));
   }
 }
 

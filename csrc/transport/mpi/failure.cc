@@ -24,7 +24,7 @@ Status MpiError(const char* call, int error, int peer) {
   return Status(Code::kPeerLost, who + " died (" + what + ")", peer);
 }
 
-// By a call of Open MPI's fault tolerance (ULFM), which other MPIs lack.
+// Uses a function of Open MPI's fault tolerance (ULFM), which other MPIs lack.
 std::vector<int> KnownDead(MPI_Comm communicator) {
   using GetFailed = int (*)(MPI_Comm, MPI_Group*);
   const auto get_failed = reinterpret_cast<GetFailed>(dlsym(RTLD_DEFAULT, "MPIX_Comm_get_failed"));
@@ -51,7 +51,7 @@ void AcknowledgeDead(MPI_Comm communicator) {
   if (acknowledge != nullptr) acknowledge(communicator);
 }
 
-void Bury(std::shared_ptr<void> memory) {
+void LeakUntilExit(std::shared_ptr<void> memory) {
   static auto* const graveyard = new std::vector<std::shared_ptr<void>>;
   graveyard->push_back(std::move(memory));
 }

@@ -12,20 +12,20 @@
 
 namespace hororing {
 
-// Some transport of this process has lost a peer: MPI_Finalize could wait for ever.
+// A transport of this process has lost a peer: MPI_Finalize could wait forever.
 extern std::atomic<bool> broken_here;
 
 // `peer`: the rank that the call concerned, or -1.
 Status MpiError(const char* call, int error, int peer);
 
-// The ranks of `communicator` that MPI knows to have died, in no order; none where it keeps no such
-// list.
+// The ranks of `communicator` that MPI knows to be dead, in no particular order; none if MPI keeps
+// no such list.
 std::vector<int> KnownDead(MPI_Comm communicator);
 
-// Before this call MPI reports the dead ranks of `communicator` instead of messages from any rank.
+// Until this call, MPI reports the dead ranks of `communicator` instead of messages from any rank.
 void AcknowledgeDead(MPI_Comm communicator);
 
-// Memory that MPI may still use, after a failure: until the process ends.
-void Bury(std::shared_ptr<void> memory);
+// Keeps memory that MPI may still use after a failure, until the process ends.
+void LeakUntilExit(std::shared_ptr<void> memory);
 
 }  // namespace hororing

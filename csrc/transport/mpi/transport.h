@@ -1,4 +1,4 @@
-// MpiTransport, for the files of this folder; all others include transport/mpi_transport.h.
+// MpiTransport, for the files of this folder. All others include transport/mpi_transport.h.
 //
 //   data_plane.cc     Send, Receive, Wait: through staging buffers, on a communicator of its own
 //   control_plane.cc  Post, Poll, Sleep, announcements of failures, Close: on another one
@@ -32,7 +32,7 @@ constexpr TimeNs kLongestDataSleep = 100 * kMicrosecond, kLongestIdleSleep = kMi
 
 class MpiTransport final : public Transport {
  public:
-  // Takes the communicators over.
+  // Takes ownership of the communicators.
   MpiTransport(MPI_Comm data, MPI_Comm control, TimeNs spin_ns);
   ~MpiTransport() override;
 
@@ -63,7 +63,7 @@ class MpiTransport final : public Transport {
   struct Piece {
     Buffer buffer;
     MPI_Request request;
-    std::byte* into;  // receives: where the bytes belong
+    std::byte* into;  // receives: the destination of the bytes
     size_t bytes;
     bool last;  // of its job
   };
@@ -72,22 +72,22 @@ class MpiTransport final : public Transport {
     MPI_Request request;
     int tag;
   };
-  // A job is as much of a transfer as is not staged (sends) or started (receives).
+  // A job is the part of a transfer that is not yet staged (sends) or started (receives).
   struct Peer : PeerTransfers {
     std::deque<Piece> sending, receiving;
     std::deque<std::string> outbox;  // not yet given to MPI
     std::deque<Message> outgoing, arriving;
-    std::string partial;  // the parts so far of a control message of several
+    std::string partial;  // received parts of a control message that has several
     bool failed = false;  // it has announced a failure
     bool closed = false;  // its Close has arrived; nothing follows
-    TimeNs asked_ns = 0;  // since when it has not answered; 0: it has
+    TimeNs asked_ns = 0;  // when it was asked and did not answer yet; 0: it has answered
   };
 
-  // A call of MPI that should return at once; its error code.
-  template <typename OfMpi>
-  int Call(const char* name, const OfMpi& of_mpi) {
+  // Calls an MPI function that should return at once. Returns its error code.
+  template <typename MpiCall>
+  int Call(const char* name, const MpiCall& mpi_call) {
     const CallWatch::Call call(calls_, {name});
-    return of_mpi();
+    return mpi_call();
   }
   Peer& PeerOf(int peer) { return peers_[static_cast<size_t>(peer)]; }
 
@@ -118,7 +118,7 @@ class MpiTransport final : public Transport {
   Status Died(int peer) const;
   Status CallError(const char* call, int error, int peer);
   void ReceiveFinalMessages(int peer);
-  bool CheckProcesses();  // false: it is not time for it
+  bool CheckProcesses();  // false: it is too early
   int FindDeadPeer();
 
   MPI_Comm data_, control_;
@@ -131,17 +131,17 @@ class MpiTransport final : public Transport {
   std::deque<std::pair<int, std::string>> inbox_;
   std::vector<ProcessIdentity> processes_;  // per rank
   std::vector<bool> here_;                  // per rank: its process can be seen
-  TimeNs next_look_ns_ = 0;
+  TimeNs next_check_ns_ = 0;
   WakeBell bell_;
-  uint32_t last_sleep_bell_ = 0;  // as the last Sleep left it: a later Wake shows
+  uint32_t last_sleep_bell_ = 0;  // after the last Sleep: shows a later Wake
   bool announced_ = false;
-  bool receiving_final_ = false;  // last words of ranks that are gone
+  bool receiving_final_ = false;  // receiving the last messages of dead ranks
   bool close_sent_ = false;
   bool closed_ = false;         // every rank has taken all messages
   bool failure_shown_ = false;  // a Sleep has ended because of it
-  Status failure_;              // the first that a peer announced, or that control calls met
-  Status data_error_;           // the first that data calls met
-  Status broken_;               // what every Wait returns from now on
+  Status failure_;              // the first that a peer announced or a control call returned
+  Status data_error_;           // the first that a data call returned
+  Status broken_;               // what every later Wait returns
 };
 
 }  // namespace hororing

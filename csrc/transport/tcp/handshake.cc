@@ -15,7 +15,7 @@ constexpr size_t kNonce = 16, kProof = 32;
 
 std::string Random(size_t bytes) {
   std::string random(bytes, '\0');
-  // So few come at once, after the kernel has gathered entropy.
+  // So few bytes arrive at once, after the kernel has gathered entropy.
   while (getrandom(random.data(), bytes, 0) != static_cast<ssize_t>(bytes)) continue;
   return random;
 }

@@ -20,7 +20,7 @@ namespace hororing {
 // 32 random bytes, as 64 hexadecimal digits.
 std::string RandomKey();
 
-// The purpose of a connection.
+// What a connection is for.
 struct Hello {
   int32_t rank = 0;  // of the connecting side
   int32_t peer = 0;  // the rank that it wants to reach
@@ -48,7 +48,7 @@ class Handshake {
   Hello hello_;
   std::string own_, other_;  // nonces
   std::string in_, out_;
-  size_t wanted_;  // bytes of the message that is due; 0: none is
+  size_t wanted_;  // bytes of the awaited message; 0: none
 };
 
 }  // namespace hororing

@@ -1,4 +1,4 @@
-// The connections of TcpTransport: opened, accepted, authenticated, and lost.
+// The connections of TcpTransport: how they are opened, accepted, authenticated and lost.
 #include <poll.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
@@ -13,7 +13,7 @@
 namespace hororing {
 namespace {
 
-// Limits for accepted connections that have not finished their handshake: how many, and how long.
+// Limits for accepted connections whose handshake is not complete: their number and their age.
 constexpr size_t kMaxPending = 64;
 constexpr TimeNs kPendingTime = 3 * kSecond;
 constexpr TimeNs kRetryInterval = 50 * kMillisecond;
@@ -21,8 +21,8 @@ constexpr TimeNs kRetryInterval = 50 * kMillisecond;
 constexpr TimeNs kFinalMessageTime = 100 * kMillisecond;
 // Keepalive of data connections, which may be idle for hours.
 constexpr int kDataIdleSeconds = 60, kDataIntervalSeconds = 10, kDataProbes = 6;
-// Between two looks at what has a time, not an event.
-constexpr TimeNs kLookInterval = 10 * kMillisecond;
+// Time between two checks of deadlines, which raise no event.
+constexpr TimeNs kCheckInterval = 10 * kMillisecond;
 
 constexpr uint32_t kAllEvents = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET;
 
@@ -100,7 +100,7 @@ bool TcpTransport::Events() {
       Channel& channel = PeerOf(peer).channels[plane];
       Link& link = (what & 1) != 0 ? channel.incoming : channel.outgoing;
       if (link.handshake) AdvanceLink(peer, plane, &link);
-      // The edge is gone with this look: MoveData has to try again.
+      // This poll has consumed the edge: MoveData has to try again.
       moved |= plane == kData || (PullControl(peer) | PushControl(peer));
     }
   }
@@ -118,7 +118,7 @@ bool TcpTransport::Events() {
 void TcpTransport::AcceptAll() {
   for (size_t i = 0; i < kMaxPending; ++i) {
     Socket socket = Accept(listener_.fd());
-    // If the process has no file descriptors left, it accepts the others later.
+    // If the process has no free file descriptors, it accepts the others later.
     accepting_ = socket || errno != EAGAIN;
     if (!socket) return;
     if (!Watch(socket.fd(), kPending, kAllEvents).ok()) continue;
@@ -135,7 +135,7 @@ void TcpTransport::AdvanceAccept(std::list<PendingConnection>::iterator pending)
   pending_.erase(pending);
 }
 
-// The handshake is done: the connection becomes that of a peer.
+// The handshake is complete: the connection becomes that of a peer.
 void TcpTransport::AttachToPeer(PendingConnection* pending) {
   const Hello& hello = pending->handshake.hello();
   if (hello.rank < 0 || hello.rank >= size() || hello.rank == rank_ || hello.plane < 0 ||
@@ -148,14 +148,14 @@ void TcpTransport::AttachToPeer(PendingConnection* pending) {
   Open(hello.rank, plane, &link);
 }
 
-// Starts to connect if there is no connection to send over yet.
-void TcpTransport::Need(int peer, Plane plane) {
+// Starts to connect unless there is a connection to send over.
+void TcpTransport::EnsureConnection(int peer, Plane plane) {
   Channel& channel = PeerOf(peer).channels[plane];
   if (channel.sends != nullptr || channel.outgoing.give_up_ns != 0) return;
   if (size() > options_.eager_ranks) StartConnect(peer, plane);
 }
 
-// Starts to connect, and retries until it works or has taken too long.
+// Starts to connect, and retries until it succeeds or has taken too long.
 void TcpTransport::StartConnect(int peer, Plane plane) {
   Link& link = PeerOf(peer).channels[plane].outgoing;
   link.give_up_ns = After(NowNs(), options_.connect_ns);
@@ -203,7 +203,7 @@ void TcpTransport::AdvanceLink(int peer, Plane plane, Link* link) {
   if (state == Handshake::State::kUnderWay) return;
   link->handshake.reset();
   if (state == Handshake::State::kDone) return Open(peer, plane, link);
-  link->socket = Socket();  // Retry makes another one
+  link->socket = Socket();  // Retry makes a new one
 }
 
 // A connection is ready: transfers that wait for it continue.
@@ -267,7 +267,7 @@ void TcpTransport::CheckLostConnections() {
 
 void TcpTransport::Block(TimeNs span_ns) {
   if (!connecting_.empty() || !losing_.empty() || !pending_.empty() || accepting_) {
-    span_ns = std::min(span_ns, kLookInterval);
+    span_ns = std::min(span_ns, kCheckInterval);
   }
   pollfd epoll = {epoll_.fd(), POLLIN, 0};
   const timespec span{static_cast<time_t>(span_ns / kSecond), static_cast<long>(span_ns % kSecond)};

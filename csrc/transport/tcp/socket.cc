@@ -21,8 +21,8 @@ namespace {
 
 constexpr int kFlags = SOCK_NONBLOCK | SOCK_CLOEXEC;
 
-// The file descriptors of all Sockets, a bit each, for children that fork without exec: a
-// connection ends when the last process that holds it does. Higher ones than these are not known.
+// The file descriptors of all Sockets, one bit each, for children that fork without exec: a
+// connection ends when its last process closes it. Higher descriptors are not tracked.
 constexpr size_t kKnown = 1 << 16;
 std::atomic<uint64_t> held[kKnown / 64];
 
@@ -70,7 +70,7 @@ Status Set(int fd, int level, int option, int value, const char* name) {
   return Refused(name, std::strerror(errno));
 }
 
-// Where it has connected to: how much of its error is left.
+// The result of send or recv as SendSome and ReceiveSome return it.
 ptrdiff_t Moved(ptrdiff_t bytes) {
   if (bytes > 0) return bytes;
   if (bytes == 0) {
@@ -157,7 +157,7 @@ Status BreakWhenSilent(int fd, TimeNs limit_ns) {
   const int ms = static_cast<int>(std::min<TimeNs>(limit_ns / kMillisecond, 1 << 30));
   const int probes = 10, seconds = std::max(1, ms / 1000 / probes);
   HORORING_RETURN_IF_ERROR(KeepAlive(fd, seconds, seconds, probes));
-  // Counts for data on its way, too. Linux then ignores the number of probes.
+  // Also bounds unacknowledged data. Linux then ignores the number of probes.
   return Set(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, ms, "TCP_USER_TIMEOUT");
 }
 

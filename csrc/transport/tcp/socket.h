@@ -1,4 +1,4 @@
-// Sockets of TCP: ownership and creation. None of them blocks.
+// TCP sockets: ownership and creation. No function blocks.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,7 @@
 
 namespace hororing {
 
-// A forked child has none of its parent's: they are closed in it.
+// A forked child closes its parent's sockets.
 class Socket {
  public:
   Socket() = default;
@@ -28,27 +28,27 @@ class Socket {
   int fd_ = -1;
 };
 
-// Listens at `host`, a name or number of this machine, on a free port; `address` is where others
+// Listens at `host`, a name or address of this machine, on a free port. `address` is where others
 // reach it: "10.0.0.1:4711", "[fe80::1]:4711".
 Status Listen(const std::string& host, Socket* listener, std::string* address);
-// Begins to connect. `socket` stays as it is where that fails at once.
+// Begins to connect. Leaves `socket` unchanged if that fails at once.
 Status Connect(const std::string& address, Socket* socket);
-// The next one that has connected to `listener`; empty where there is none, with errno.
+// Returns the next connection to `listener`; empty, with errno, if there is none.
 Socket Accept(int listener);
 
-// Small messages leave at once.
+// Sends small messages at once.
 Status SendAtOnce(int fd);
-// `algorithm`: one of the kernel's for congestion control, "" for its default. What a listener has,
-// those have that it accepts.
+// `algorithm`: the kernel's congestion control, "" for its default. Accepted connections inherit
+// that of the listener.
 Status SetCongestion(int fd, const std::string& algorithm);
-// Events tell that there is something to read when that is so many bytes, or the end.
+// Read events come only when this many bytes, or the end of the stream, have arrived.
 void WakeFor(int fd, size_t bytes);
-// Probes a connection that is idle, and breaks it after so many probes without an answer. Firewalls
+// Probes an idle connection, and breaks it after this many probes without an answer. Firewalls
 // forget connections on which nothing is ever sent.
 Status KeepAlive(int fd, int idle_s, int interval_s, int probes);
-// Breaks a connection whose other end does not respond for so long; an idle one is probed ten times
-// meanwhile. Not for a connection whose receiver may leave bytes unread for longer than that: Linux
-// counts such time, too.
+// Breaks a connection whose other end does not respond for this long; an idle one is probed ten
+// times in that time. Not for a connection whose receiver may leave bytes unread for longer,
+// because Linux counts that time, too.
 Status BreakWhenSilent(int fd, TimeNs limit_ns);
 
 // Like send and recv: return the bytes moved; 0 if none can be moved now; -1 if the connection has

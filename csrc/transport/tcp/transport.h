@@ -1,5 +1,5 @@
-// TcpTransport: a Transport over sockets of TCP, for hosts that no MPI connects. It needs to be
-// told where every rank listens, and a key that the ranks of the job share (handshake.h).
+// TcpTransport: a Transport over TCP sockets, for hosts that MPI does not connect. It needs the
+// address at which every rank listens, and a key that the ranks of the job share (handshake.h).
 //
 //   links.cc          connections: opened, accepted, authenticated, and lost
 //   data_plane.cc     Send, Receive, Wait: bare streams, straight from and into the callers' memory
@@ -9,12 +9,12 @@
 // start. Otherwise the rank that first needs one opens it; if both do so at once, each sends over
 // its own.
 //
-// A process that ends closes its connections. A cut network is noticed by the control plane, within
-// `silent_ns`: its connections are always read, while data may lie in a socket for as long as the
-// receiver computes, which the kernel cannot tell from a cut.
+// A process that ends closes its connections. The control plane notices a cut network within
+// `silent_ns`, because its connections are always read. Data may stay in a socket for as long as
+// the receiver computes, which the kernel cannot tell from a cut network.
 //
-// Everything is polled through one epoll instance, edge-triggered: what an event tells of is tried
-// until it blocks, or was tried already.
+// Everything is polled through one epoll instance, edge-triggered: after an event, the operation is
+// tried until it would block.
 #pragma once
 
 #include <atomic>
@@ -41,9 +41,9 @@ struct TcpOptions {
   std::string key;         // of the job; 32 bytes
   std::string congestion;  // the kernel's algorithm; "": its default
   TimeNs spin_ns = 0;
-  TimeNs silent_ns = 20 * kSecond;   // a network that is cut for so long loses the peer
-  TimeNs connect_ns = 30 * kSecond;  // longest that making a connection may take
-  int eager_ranks = 64;              // up to so many: all connections are made at start
+  TimeNs silent_ns = 20 * kSecond;   // a network cut for this long loses the peer
+  TimeNs connect_ns = 30 * kSecond;  // the longest time that making a connection may take
+  int eager_ranks = 64;              // up to this size, all connections are made at start
 };
 
 class TcpTransport final : public Transport {
@@ -73,7 +73,7 @@ class TcpTransport final : public Transport {
   bool Flush(TimeNs deadline) override;
   bool Close(TimeNs deadline) override;
 
-  // For Backoff: sleeps until something may have come, whatever it is.
+  // For Backoff: sleeps until any event may have arrived.
   void SleepUnless(uint32_t seen, TimeNs span_ns);
 
  private:
@@ -82,12 +82,12 @@ class TcpTransport final : public Transport {
   struct Link {
     Socket socket;
     std::optional<Handshake> handshake;  // under way
-    size_t portion = 1;                  // so much data makes an event
-    TimeNs retry_ns = 0;                 // when to connect again; 0: no need to
+    size_t portion = 1;                  // this many bytes make a read event
+    TimeNs retry_ns = 0;                 // when to connect again; 0: no need
     TimeNs give_up_ns = 0;
     bool ready() const { return socket && !handshake; }
   };
-  // The connections of one plane with one peer. Sends go over one and the same.
+  // The connections of one plane with one peer. All sends use the same one.
   struct Channel {
     Link outgoing, incoming;  // connections made by this rank; by the peer
     Link* sends = nullptr;
@@ -95,15 +95,15 @@ class TcpTransport final : public Transport {
   };
   struct Peer : PeerTransfers {
     Channel channels[kPlanes];
-    bool active = false;             // among active_
+    bool active = false;             // is in active_
     std::deque<std::string> outbox;  // frames
-    size_t out_at = 0;               // bytes of the first that are sent
-    std::string inbox;               // frames, the last unfinished
-    size_t in_at = 0;                // its bytes that are delivered; 0 outside PullControl
+    size_t out_at = 0;               // bytes of the first frame that are sent
+    std::string inbox;               // frames; the last may be incomplete
+    size_t in_at = 0;                // bytes of it that are delivered; 0 outside PullControl
     bool lost = false;               // has failed, or ended
     bool closed = false;             // its Close has arrived; nothing follows
     TimeNs asked_ns = 0;
-    Status loss;  // a connection was lost; not known yet whether the peer is
+    Status loss;  // a connection was lost; the peer may be alive
     TimeNs lost_ns = 0;
   };
   // An accepted connection whose handshake is not done.
@@ -122,7 +122,7 @@ class TcpTransport final : public Transport {
   void AcceptAll();
   void AdvanceAccept(std::list<PendingConnection>::iterator pending);
   void AttachToPeer(PendingConnection* pending);
-  void Need(int peer, Plane plane);
+  void EnsureConnection(int peer, Plane plane);
   void StartConnect(int peer, Plane plane);
   void Open(int peer, Plane plane, Link* link);
   void AdvanceLink(int peer, Plane plane, Link* link);
@@ -139,7 +139,7 @@ class TcpTransport final : public Transport {
   void Abandon();
 
   // control_plane.cc
-  bool Tells(int peer);
+  bool AnnouncesTo(int peer);
   void Put(int peer, Frame kind, const std::string& text, bool first = false);
   bool PushControl(int peer);
   bool PullControl(int peer);
@@ -153,15 +153,15 @@ class TcpTransport final : public Transport {
   std::vector<Peer> peers_;
   std::list<PendingConnection> pending_;
   std::vector<int> active_;                        // peers with transfers under way
-  std::vector<std::pair<int, Plane>> connecting_;  // links of ours that are not ready
-  std::vector<int> losing_;  // peers that lost a connection; not known yet whether they failed
+  std::vector<std::pair<int, Plane>> connecting_;  // outgoing links that are not ready
+  std::vector<int> losing_;                        // peers that lost a connection and may be alive
   std::deque<std::pair<int, std::string>> inbox_;
-  bool accepting_ = false;  // others may wait to be accepted
-  bool woken_ = false;      // and no Sleep has ended because of it
+  bool accepting_ = false;  // other connections may wait to be accepted
+  bool woken_ = false;      // since the last Sleep
   bool announced_ = false, closing_ = false, failure_shown_ = false;
-  Status failure_;          // the first that a peer announced, or that was noticed
-  Status broken_;           // what every Wait returns from now on
-  TimeNs last_gap_ns_ = 0;  // in which a wait for data saw none
+  Status failure_;          // the first that a peer announced or this rank noticed
+  Status broken_;           // what every later Wait returns
+  TimeNs last_gap_ns_ = 0;  // the latest gap between data in a wait for it
 };
 
 }  // namespace hororing

@@ -326,9 +326,9 @@ TEST(the_cheapest_algorithm_follows_the_costs) {
   CHECK(Cheapest(FloatsOf(16 << 20), shape, gigabit) == Algorithm::kRing);
   CHECK(Cheapest(FloatsOf(1), shape, gigabit) == Algorithm::kRecursiveDoubling);
   // Two hosts that exchange all: no more bytes than there and back, and half of the latency.
-  CHECK(GoesWhole(FloatsOf(1 << 20), 2, gigabit));
-  CHECK(!GoesWhole(FloatsOf(1 << 20), 4, gigabit));
-  CHECK(GoesWhole(FloatsOf(100), 4, gigabit));
+  CHECK(ExchangesWholeSlices(FloatsOf(1 << 20), 2, gigabit));
+  CHECK(!ExchangesWholeSlices(FloatsOf(1 << 20), 4, gigabit));
+  CHECK(ExchangesWholeSlices(FloatsOf(100), 4, gigabit));
 }
 
 TEST(algorithms_are_given_for_all_sizes_or_by_size) {

@@ -160,16 +160,16 @@ TEST(a_neighbours_death_is_told_although_the_loop_is_stuck) {
 
 TEST(calls_are_as_old_as_looks_have_seen) {
   CallWatch calls;
-  CHECK_EQ(calls.Lasts(0), 0);
+  CHECK_EQ(calls.Elapsed(0), 0);
   CHECK(calls.Abandon().call == nullptr);
   for (int i = 0; i < 2; ++i) {
     const CallWatch::Call call(&calls, {"A"});
-    CHECK_EQ(calls.Lasts(10), 0);
-    CHECK_EQ(calls.Lasts(30), 20);
+    CHECK_EQ(calls.Elapsed(10), 0);
+    CHECK_EQ(calls.Elapsed(30), 20);
     // Nobody looked for long: the process was stopped.
-    CHECK_EQ(calls.Lasts(100 * kSecond), 20 + kSecond);
+    CHECK_EQ(calls.Elapsed(100 * kSecond), 20 + kSecond);
   }
   CHECK(calls.Abandon().call == nullptr);  // it has returned
-  CHECK_EQ(calls.Lasts(200 * kSecond), 0);
+  CHECK_EQ(calls.Elapsed(200 * kSecond), 0);
   CHECK(!calls.abandoned());
 }

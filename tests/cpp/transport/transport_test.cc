@@ -318,7 +318,7 @@ TEST(a_wait_that_lasts_blames_who_gives_no_sign_of_life) {
   std::atomic<int> done{0};
   RunWorld(3, [&](Rank& rank) {
     std::vector<std::string> warnings;
-    rank.transport.SetPatience(
+    rank.transport.SetWaitLimits(
         {600 * kMillisecond, [&](const std::string& text) { warnings.push_back(text); }});
     Barrier(rank);
     while (rank.rank() == 2 && done.load() < 2) std::this_thread::yield();
