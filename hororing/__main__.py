@@ -94,7 +94,7 @@ def _try_allreduce() -> tuple[bool, str]:
 
         import hororing.numpy as hvd
 
-        launch.be_alone()
+        launch.run_alone()
         runtime.start(Launch())
         total = hvd.allreduce(np.arange(5, dtype=np.float32), op=hvd.Sum, name="info")
         hvd.shutdown()

@@ -47,7 +47,7 @@ _JOB = re.compile(r"[A-Za-z0-9._-]{1,100}")
 
 
 @dataclass(frozen=True)
-class Told:
+class JobSettings:
     """What the environment says about the job, checked."""
 
     rank: int
@@ -129,7 +129,7 @@ def of_store() -> tuple[bytes, str, bool]:
     return _secret(env), _job(env, ""), _insecure(env)
 
 
-def _by_file(told: Told, timeout_s: float) -> Member:
+def _by_file(told: JobSettings, timeout_s: float) -> Member:
     directory = told.place.rendezvous.removeprefix(FILE)
     if told.rank != 0:
         return files.join(
@@ -150,7 +150,7 @@ def _by_file(told: Told, timeout_s: float) -> Member:
         ) from None
 
 
-def _by_torch(told: Told, timeout_s: float) -> Member:
+def _by_torch(told: JobSettings, timeout_s: float) -> Member:
     return torch_store.meet(
         told.place.rendezvous.removeprefix(TORCH), job=told.place.job, rank=told.rank,
         size=told.size, timeout_s=timeout_s, secret=told.secret, one_host=told.place.one_host,
@@ -158,7 +158,7 @@ def _by_torch(told: Told, timeout_s: float) -> Member:
     )  # fmt: skip
 
 
-def _by_address(told: Told, timeout_s: float) -> Member:
+def _by_address(told: JobSettings, timeout_s: float) -> Member:
     rendezvous = told.place.rendezvous
     store, without = (None, "") if told.rank or told.launcher_has_store else _store(told)
     address = rendezvous if store is None else _own_address(store)
@@ -194,13 +194,13 @@ def name_of(member: Member) -> str:
     return f"{member.job}:{member.address.rpartition(':')[2]}"  # the store's port
 
 
-def read(started_by: Launch, environ: Mapping[str, str] | None = None) -> Told | None:
+def read(started_by: Launch, environ: Mapping[str, str] | None = None) -> JobSettings | None:
     """Read and check the variables; None: none of them tells of a store or of ranks."""
     everything = launch.environment() if environ is None else environ
     launch.check(started_by, everything)
     env = _variables(everything)
     ranks = {name: _number(name, env[name]) for name in _RANKS if name in env}
-    if not ranks and "RENDEZVOUS" not in env and not starts.tells(started_by):
+    if not ranks and "RENDEZVOUS" not in env and not starts.applies_to(started_by):
         return None
     ranks = _with_launchers(ranks, started_by)
     if "SECRET_FD" not in env or "TORCHELASTIC_RUN_ID" in everything:
@@ -220,7 +220,7 @@ def read(started_by: Launch, environ: Mapping[str, str] | None = None) -> Told |
             f"{_PREFIX}SIZE={ranks['SIZE']} tells of other ranks, but {_PREFIX}RENDEZVOUS does not "
             "tell where to find them: set it to host:port or to file:///directory"
         )
-    return Told(
+    return JobSettings(
         ranks["RANK"],
         ranks["SIZE"],
         replace(place, job=_job(env, place.job)),
@@ -274,7 +274,7 @@ def _check_torch(ranks: Mapping[str, int], env: Mapping[str, str]) -> None:
             raise ValueError(f"{_PREFIX}{name}={ranks[name]} contradicts {theirs}={text}")
 
 
-def _lacks(name: str, other: str) -> ValueError:
+def _missing_variable(name: str, other: str) -> ValueError:
     return ValueError(
         f"{_PREFIX}{name} is set, but {_PREFIX}{other} is not: start with hororun -np N, set "
         f"{_PREFIX}{other} in each process, or unset {_PREFIX}{name}"
@@ -285,14 +285,14 @@ def _check_ranks(ranks: Mapping[str, int]) -> None:
     for rank, size in (("RANK", "SIZE"), ("LOCAL_RANK", "LOCAL_SIZE")):
         for name, other in ((rank, size), (size, rank)):
             if name in ranks and other not in ranks:
-                raise _lacks(name, other)
+                raise _missing_variable(name, other)
         if rank in ranks and ranks[rank] >= ranks[size]:
             raise ValueError(
                 f"{_PREFIX}{rank}={ranks[rank]} contradicts {_PREFIX}{size}={ranks[size]}: ranks "
                 "count from 0"
             )
     if "LOCAL_SIZE" in ranks and "SIZE" not in ranks:
-        raise _lacks("LOCAL_SIZE", "SIZE")
+        raise _missing_variable("LOCAL_SIZE", "SIZE")
     for local, name in (("LOCAL_RANK", "RANK"), ("LOCAL_SIZE", "SIZE")):
         if local in ranks and ranks[local] > ranks[name]:
             raise ValueError(
@@ -380,7 +380,7 @@ def _switch(env: Mapping[str, str], name: str) -> bool:
 # The store of rank 0
 
 
-def _store(told: Told) -> tuple[Store | None, str]:
+def _store(told: JobSettings) -> tuple[Store | None, str]:
     """Start the store if its address is on this host; else return why it was not started."""
     place = told.place.rendezvous.partition(",")[0]
     host, port = protocol.parse_address(place)

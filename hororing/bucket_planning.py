@@ -30,7 +30,7 @@ import numpy.typing as npt
 Numbers = npt.NDArray[Any]
 
 # Buckets must finish a step's reductions earlier by this part of the time without buckets.
-LEAST_GAIN: Final = 0.01
+MIN_GAIN: Final = 0.01
 
 
 class Cost(NamedTuple):
@@ -107,7 +107,7 @@ def propose(ready_s: Numbers, sizes: Numbers, cost: Cost) -> Proposal:
     ends = plan_buckets(ready_s, sizes, cost)
     before_s = finish_unplanned(ready_s, sizes, cost)
     after_s = finish_planned(ready_s, sizes, ends, cost)
-    if before_s - after_s <= LEAST_GAIN * before_s:
+    if before_s - after_s <= MIN_GAIN * before_s:
         return Proposal(buckets, before_s, before_s)
     for number, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
         buckets[order[begin:end]] = number

@@ -22,7 +22,7 @@ from hororing._core import ffi, lib
 from hororing._tensors import PlainTensors
 from hororing.arguments import Sum
 from hororing.failures import fail
-from hororing.names import WORLD_SET, DefaultName, encode_name, take_back
+from hororing.names import WORLD_SET, DefaultName, encode_name, uncount
 
 # Data types by the name that NumPy, torch and TensorFlow share.
 DTYPES: Final[dict[str, int]] = {
@@ -131,9 +131,9 @@ def submit(
         request.stream = stream
         c_streams = ffi.NULL if streams is None else ffi.new("uintptr_t[]", list(streams))
         request.streams = c_streams
-        handle = _hand_over(request, keep, finish)
+        handle = _submit_request(request, keep, finish)
     except BaseException:
-        take_back(name)
+        uncount(name)
         raise
     del owners, c_streams, c_weight
     if isinstance(name, DefaultName):
@@ -208,7 +208,7 @@ def plain_tensors(
     )  # fmt: skip
 
 
-def _hand_over(request: Any, keep: object, finish: Callable[[int], Any]) -> int:
+def _submit_request(request: Any, keep: object, finish: Callable[[int], Any]) -> int:
     token = next(submit_count)
     submitting[token] = keep
     handle = int(lib.hr_submit(request))
@@ -241,7 +241,7 @@ def wait(handle: int) -> Any:
     code = block_until_complete(handle)
     unknown = code != lib.HR_OK and lib.hr_poll(handle) < 0
     if unknown or _pending.pop(handle, None) is None:
-        raise _taken(handle)
+        raise _already_synchronized(handle)
     try:
         if code != lib.HR_OK:
             fail(code)
@@ -250,7 +250,7 @@ def wait(handle: int) -> Any:
         lib.hr_release(handle)
 
 
-def settled(answer: Any) -> Any:
+def result_of(answer: Any) -> Any:
     """Return the result of a call that waits, of which `PlainTensors.allreduce` says `answer`."""
     if type(answer) is int:
         return wait(answer)
@@ -281,7 +281,7 @@ def _find(handle: int) -> Any:
         ) from None
 
 
-def _taken(handle: int) -> ValueError:
+def _already_synchronized(handle: int) -> ValueError:
     return ValueError(f"handle {handle} was synchronized by another thread meanwhile")
 
 

@@ -251,7 +251,7 @@ def _incomplete(what: str) -> ValueError:
     )
 
 
-def be_alone() -> None:
+def run_alone() -> None:
     """Make this process a job of one rank, whatever has started it."""
     os.environ["HORORING_ALONE"] = "1"
 

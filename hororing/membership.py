@@ -136,7 +136,7 @@ def _next(settings: Mapping[str, Any], failed: bool) -> tuple[ElasticMember, Wor
     return member, member.next_world(_own.step, _own.marks, failed=False)
 
 
-def is_hopeless() -> bool:
+def keeps_failing() -> bool:
     """Whether the last generations, which have failed to start, all had the same members."""
     last = [[each.uid for each in world.members] for world in _own.worlds[-_TRIES:]]
     return len(last) == _TRIES and all(each == last[0] for each in last)
@@ -150,7 +150,7 @@ __all__ = [
     "generation",
     "history",
     "is_elastic",
-    "is_hopeless",
+    "keeps_failing",
     "set_progress",
     "updates",
 ]

@@ -40,7 +40,7 @@ def default_name(verb: str, process_set: int = WORLD_SET) -> DefaultName:
     """The next name of an unnamed `verb`: equal on ranks that make equally many such calls.
 
     Each process set counts by itself, since only its members call. Calls that this rank alone
-    finds wrong do not count: see `take_back`.
+    finds wrong do not count: see `uncount`.
     """
     with _lock:
         number = counts.get((verb, process_set), 0) + 1
@@ -61,7 +61,7 @@ def extended(name: str, suffix: str) -> str:
     return _counted(longer, name.counter, name.number) if isinstance(name, DefaultName) else longer
 
 
-def take_back(name: str) -> None:
+def uncount(name: str) -> None:
     """Uncount a default name of a call that has failed before other ranks could hear of it."""
     if isinstance(name, DefaultName) and not name.submitted:
         with _lock:

@@ -117,7 +117,7 @@ def _broadcast(
             name,
             [view],
             keep=buffer,
-            finish=_nothing,
+            finish=_return_none,
             process_set=members,
             root=root_rank,
             blocking=True,
@@ -140,5 +140,5 @@ def _allgather(buffer: Any, dtype: str, count: int, name: str, members: int) -> 
     )
 
 
-def _nothing(_: int) -> None:
+def _return_none(_: int) -> None:
     return None

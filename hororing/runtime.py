@@ -156,7 +156,7 @@ def _start_elastic(
         try:
             return _run(settings, started_by, True, process_sets, _WORLD, None, None)
         except (errors.PeerLostError, errors.TransportError):
-            if membership.is_hopeless():
+            if membership.keeps_failing():
                 raise
 
 

@@ -44,10 +44,10 @@ def place(started_by: Launch, env: Mapping[str, str]) -> Place | None:
 
     ValueError names the variable that is missing or wrong.
     """
-    return _PLACES[started_by.launcher](started_by, env) if tells(started_by) else None
+    return _PLACES[started_by.launcher](started_by, env) if applies_to(started_by) else None
 
 
-def tells(started_by: Launch) -> bool:
+def applies_to(started_by: Launch) -> bool:
     """Whether `place` knows this launcher, and there are other ranks."""
     return started_by.launched and started_by.launcher in _PLACES
 

@@ -111,7 +111,7 @@ FAULTS = [
           "late = [entry for entry in self.follow() if entry[1].state != SENT]", "late = []",
           OPTIMIZER),
     Fault("gradients go one backward pass too early", "hororing/torch/gradient.py",
-          "return self.proven and reducer.is_last", "return self.proven",
+          "return self.fires_once and reducer.is_last", "return self.fires_once",
           OPTIMIZER),
     Fault("a group is sent in the order of arrival", "hororing/torch/submission.py",
           "order = sorted(self._waiting)", "order = list(self._waiting)", OPTIMIZER),

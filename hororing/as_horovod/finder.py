@@ -17,13 +17,13 @@ from types import ModuleType
 from typing import Any
 
 import hororing
-from hororing.as_horovod.names import MODULES, WAYS_OUT, way_out
+from hororing.as_horovod.names import MODULES, WAYS_OUT, remedy
 
 _HOROVODS_NAME = {ours: name for name, ours in MODULES.items()}
 
 
-def _not_here(name: str) -> str:
-    return f"{name} is not part of hororing {hororing.__version__}: {way_out(name)}"
+def _missing_text(name: str) -> str:
+    return f"{name} is not part of hororing {hororing.__version__}: {remedy(name)}"
 
 
 class _Loader(Loader):
@@ -40,12 +40,12 @@ class _Loader(Loader):
         name = module.__spec__.name
         ours = importlib.import_module(self.ours)
         if "__getattr__" not in vars(ours):
-            ours.__getattr__ = _others_of(name)  # type: ignore[method-assign]
+            ours.__getattr__ = _lazy_submodules(name)  # type: ignore[method-assign]
         # The import system takes what it finds here for the module.
         sys.modules[name] = ours
 
 
-def _others_of(module: str) -> Callable[[str], Any]:
+def _lazy_submodules(module: str) -> Callable[[str], Any]:
     """`__getattr__` of a module: its modules are there without importing them, as in Horovod."""
 
     def get(attribute: str) -> Any:
@@ -54,7 +54,7 @@ def _others_of(module: str) -> Callable[[str], Any]:
             return importlib.import_module(name)
         if attribute.startswith("__"):  # Python looks for them
             raise AttributeError(f"module {module!r} has no attribute {attribute!r}")
-        raise AttributeError(_not_here(name))
+        raise AttributeError(_missing_text(name))
 
     return get
 
@@ -71,7 +71,7 @@ class _Finder(MetaPathFinder):
         ours = self.our_spec(fullname)
         if ours is None:
             # Not a ModuleNotFoundError, which `from package import module` replaces by its own.
-            raise ImportError(_not_here(fullname), name=fullname)
+            raise ImportError(_missing_text(fullname), name=fullname)
         is_package = ours.submodule_search_locations is not None
         return ModuleSpec(fullname, _Loader(ours.name), origin=ours.origin, is_package=is_package)
 
@@ -82,7 +82,7 @@ class _Finder(MetaPathFinder):
             return
         name = f"{_HOROVODS_NAME[parent]}.{child}"
         if (name in MODULES or name in WAYS_OUT) and self.our_spec(name) is None:
-            raise ImportError(_not_here(name), name=name)
+            raise ImportError(_missing_text(name), name=name)
 
     def our_spec(self, name: str) -> ModuleSpec | None:
         """Look for our module by the other finders; None where there is none."""
@@ -100,7 +100,7 @@ class _Finder(MetaPathFinder):
 _finder = _Finder()
 
 
-class InstallOnArrival:
+class InstallWhenUnpickled:
     """Installs the finder in the process in which it is unpickled."""
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
@@ -126,10 +126,10 @@ def install() -> None:
             "script with python -m hororing.as_horovod"
         )
     sys.meta_path.insert(0, _finder)
-    _reach_workers()
+    _install_in_workers()
 
 
-def _reach_workers() -> None:
+def _install_in_workers() -> None:
     """Workers that multiprocessing spawns import the script again, and horovod with it.
 
     They unpickle their preparation data before that.
@@ -137,6 +137,6 @@ def _reach_workers() -> None:
     prepare = spawn.get_preparation_data
 
     def get_preparation_data(name: str) -> dict[str, Any]:
-        return {**prepare(name), "hororing.as_horovod": InstallOnArrival()}
+        return {**prepare(name), "hororing.as_horovod": InstallWhenUnpickled()}
 
     spawn.get_preparation_data = get_preparation_data

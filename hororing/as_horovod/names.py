@@ -74,7 +74,7 @@ WAYS_OUT = {
 }
 
 
-def way_out(name: str) -> str:
+def remedy(name: str) -> str:
     """Tell what to do about a name that does not exist here."""
     while name:
         if name in WAYS_OUT:

@@ -5,7 +5,7 @@ frames (`hororing.rendezvous.protocol`):
 
     agent    -> launcher  ready: a free port; error; rank + stream + data; rank + code
     launcher -> agent     payload: a part of what ranks read; start: secret, directory, environment,
-                          ranks; signal, perhaps to one rank; bury: a rank that has ended; close
+                          ranks; signal, perhaps to one rank; reap: a rank that has ended; close
 
 When standard input ends, so has the launcher or the connection: the agent ends all ranks.
 """
@@ -47,7 +47,7 @@ class _Agent:
         # A connection that breaks may also be told by a signal.
         for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: sys.exit(128))
-        self._selector.register(0, selectors.EVENT_READ, self._hear)
+        self._selector.register(0, selectors.EVENT_READ, self._receive)
         try:
             while self._going:
                 step(self._selector)
@@ -68,15 +68,15 @@ class _Agent:
         except BrokenPipeError:
             self._going = False
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         data = os.read(0, _READ_BYTES)
         if not data:
             self._going = False
         for message in self._frames.feed(data):
             if "signal" in message:
                 self._ranks.signal(message["signal"], message.get("rank"))
-            elif "bury" in message:
-                self._ranks.bury(message["bury"])
+            elif "reap" in message:
+                self._ranks.reap(message["reap"])
             elif "close" in message:
                 self._going = False
             elif "payload" in message:

@@ -319,7 +319,7 @@ def _output(
 
 def _node(place: Place) -> str:
     """The NUMA node that a rank will be bound to, as far as this host can tell."""
-    if not start.is_here(place.host):
+    if not start.is_local(place.host):
         return "?"
     allowed = frozenset(os.sched_getaffinity(0))
     node = numa.choose(place.local_rank, numa.read_nodes(), allowed).node

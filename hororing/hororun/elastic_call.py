@@ -59,7 +59,7 @@ class EndedElastic:
         """As `Job.name`."""
         return self._job.processes[rank].name(False) if self._job.why else f"rank {rank}"
 
-    def epitaph(self, rank: int, code: int) -> list[str]:
-        """As `Job.epitaph`."""
-        lines = self._job.epitaph(self._job.processes[rank])
+    def end_report(self, rank: int, code: int) -> list[str]:
+        """As `Job.end_report`."""
+        lines = self._job.end_report(self._job.processes[rank])
         return [f"the job has failed: {self._job.why}", *lines]

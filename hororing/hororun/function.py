@@ -15,7 +15,7 @@ from typing import Any, NoReturn, Protocol, TextIO
 from hororing import config, launch
 from hororing.errors import RunError
 from hororing.hororun import elastic_call, plan, start
-from hororing.hororun.call import PROGRAM, RAISED, Raised, describe, read
+from hororing.hororun.call import PROGRAM, RAISED, RankException, describe, read
 from hororing.hororun.elastic_call import EndedElastic
 from hororing.hororun.job import CannotStartError
 from hororing.hororun.local import STDERR, STDOUT
@@ -252,8 +252,8 @@ class Ended(Protocol):
     def name(self, rank: int) -> str:
         """As `Job.name`."""
 
-    def epitaph(self, rank: int, code: int) -> list[str]:
-        """As `Job.epitaph`."""
+    def end_report(self, rank: int, code: int) -> list[str]:
+        """As `Job.end_report`."""
 
 
 def results(job: Ended, size: int) -> list[Any]:
@@ -277,7 +277,7 @@ def results(job: Ended, size: int) -> list[Any]:
         _raise_again(job, rank, raised)
     if job.failed is not None:
         rank, code = job.failed
-        raise RunError("run: " + "\n".join(job.epitaph(rank, code)), rank, code)
+        raise RunError("run: " + "\n".join(job.end_report(rank, code)), rank, code)
     for rank in range(size):
         if rank not in answers:
             raise RunError(f"run: {job.name(rank)} has ended without a result", rank, 0)
@@ -294,7 +294,7 @@ def pass_signal_on(asked: int | None) -> None:
     raise RunError(f"run: ended by {signal.Signals(asked).name}")
 
 
-def _raise_again(job: Ended, rank: int, raised: Mapping[int, Raised]) -> NoReturn:
+def _raise_again(job: Ended, rank: int, raised: Mapping[int, RankException]) -> NoReturn:
     about = raised[rank]
     lines = [f"run: {job.name(rank)} raised {about.what}", "", about.trace.rstrip()]
     lines += [

@@ -68,9 +68,9 @@ class LocalHost:
         """As `job.Host.signal`."""
         self._ranks.signal(number, rank)
 
-    def bury(self, rank: int) -> None:
-        """As `local.LocalRanks.bury`."""
-        self._ranks.bury(rank)
+    def reap(self, rank: int) -> None:
+        """As `local.LocalRanks.reap`."""
+        self._ranks.reap(rank)
 
     def close(self) -> None:
         """As `job.Host.close`."""
@@ -112,7 +112,7 @@ class RemoteHost:
         self._sink = sink
         self._secret = secret
         self._say = say
-        self._on_end = on_end or self._say_end
+        self._on_end = on_end or self._report_end
         self._running = set(ranks)
         self._greeting: bytes | None = b""
         self._unsent = bytearray()
@@ -130,7 +130,7 @@ class RemoteHost:
         pipes = self._popen.stdin, self._popen.stdout, self._popen.stderr
         assert None not in pipes
         self._in, self._out, self._err = (pipe for pipe in pipes if pipe is not None)
-        for stream, call in ((self._out, self._hear), (self._err, self._hear_rsh)):
+        for stream, call in ((self._out, self._hear), (self._err, self._read_rsh)):
             os.set_blocking(stream.fileno(), False)
             selector.register(stream, selectors.EVENT_READ, call)
         os.set_blocking(self._in.fileno(), False)
@@ -166,9 +166,9 @@ class RemoteHost:
         if self.ready:
             self._send({"signal": number, "rank": rank})
 
-    def bury(self, rank: int) -> None:
-        """As `local.LocalRanks.bury`."""
-        self._send({"bury": rank})
+    def reap(self, rank: int) -> None:
+        """As `local.LocalRanks.reap`."""
+        self._send({"reap": rank})
 
     def close(self) -> None:
         """As `job.Host.close`. Waits until the agent has ended its ranks, for some seconds."""
@@ -214,7 +214,7 @@ class RemoteHost:
         with contextlib.suppress(KeyError):
             self._selector.unregister(self._in)
 
-    def _hear_rsh(self) -> None:
+    def _read_rsh(self) -> None:
         """What ssh or the agent say themselves."""
         text = os.read(self._err.fileno(), _READ_BYTES)
         if not text:
@@ -231,14 +231,14 @@ class RemoteHost:
         """Read what has come; False: nothing comes any more."""
         data = os.read(self._out.fileno(), _READ_BYTES)
         try:
-            for message in self._frames.feed(self._greet(data)):
+            for message in self._frames.feed(self._skip_greeting(data)):
                 self._about(message)
         except (ProtocolError, ValueError) as error:
             self._error = f"its agent says what is not understood: {error}"
             return False
         return bool(data)
 
-    def _greet(self, data: bytes) -> bytes:
+    def _skip_greeting(self, data: bytes) -> bytes:
         """Leave out what login scripts print before the agent's first word."""
         if self._greeting is None:
             return data
@@ -277,7 +277,7 @@ class RemoteHost:
             self._sink.exited(rank, _LOST)
         self._running.clear()
 
-    def _say_end(self, text: str) -> None:
+    def _report_end(self, text: str) -> None:
         if not self.ready:
             raise CannotStartError(text)
         if self._running:

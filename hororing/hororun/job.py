@@ -157,13 +157,13 @@ class Job:
         if self.failed is None:
             return 0
         rank, code = self.failed
-        for line in self.epitaph(rank, code):
+        for line in self.end_report(rank, code):
             self._output.say(line)
         return code if code > 0 else 128 - code
 
-    def epitaph(self, rank: int, code: int) -> list[str]:
+    def end_report(self, rank: int, code: int) -> list[str]:
         """How a rank has ended, for people: lines."""
-        return epitaph(f"{self.name(rank)} {describe(code)}", code, self._output.tail(rank))
+        return end_report(f"{self.name(rank)} {describe(code)}", code, self._output.tail(rank))
 
     def name(self, rank: int) -> str:
         """The rank, and its host where that is another one."""
@@ -178,7 +178,7 @@ def conclude_asked(asked: int, codes: Collection[int | None], output: Output) ->
     return 128 + asked
 
 
-def epitaph(how: str, code: int, tail: Sequence[bytes]) -> list[str]:
+def end_report(how: str, code: int, tail: Sequence[bytes]) -> list[str]:
     """How a process has ended, and the last lines of its standard error: lines for people."""
     last = "; the last lines of its standard error:" if tail else ", and said nothing about it"
     lines = (line.decode("utf-8", "surrogateescape") for line in tail)

@@ -129,7 +129,7 @@ class LocalRanks:
         assert popen.stderr is not None
         process = _Process(program, popen, os.pidfd_open(popen.pid))
         self._processes.append(process)
-        self._tell_guard(guard, popen.pid)
+        self._send_to_guard(guard, popen.pid)
         process.streams = {STDOUT: popen.stdout, STDERR: popen.stderr}
         if result is not None:
             process.streams[RESULT] = result
@@ -144,7 +144,7 @@ class LocalRanks:
             if process.running and rank in (None, process.program.rank):
                 _kill(process, number)
 
-    def bury(self, rank: int) -> None:
+    def reap(self, rank: int) -> None:
         """End what a rank that has ended leaves behind, and forget it: another may take its place.
 
         For jobs that go on after a rank's end, which would collect the dead.
@@ -155,8 +155,8 @@ class LocalRanks:
         for process in dead:
             if self._guard is not None:
                 with contextlib.suppress(OSError):  # it was killed
-                    self._tell_guard(self._guard, -process.popen.pid)
-            self._bury(process)
+                    self._send_to_guard(self._guard, -process.popen.pid)
+            self._reap(process)
             self._processes.remove(process)
 
     def close(self) -> None:
@@ -164,7 +164,7 @@ class LocalRanks:
         for process in self._processes:
             _kill(process, signal.SIGKILL)
         for process in self._processes:
-            self._bury(process)
+            self._reap(process)
         self._processes.clear()
         if self._guard is not None and self._guard.stdin is not None:
             self._guard.kill()
@@ -172,7 +172,7 @@ class LocalRanks:
             self._guard.stdin.close()
             self._guard = None
 
-    def _bury(self, process: _Process) -> None:
+    def _reap(self, process: _Process) -> None:
         process.popen.wait()
         for name in list(process.streams):
             self._drain(process, name)
@@ -181,7 +181,7 @@ class LocalRanks:
             self._selector.unregister(process.pidfd)
         os.close(process.pidfd)
 
-    def _tell_guard(self, guard: subprocess.Popen[bytes], number: int) -> None:
+    def _send_to_guard(self, guard: subprocess.Popen[bytes], number: int) -> None:
         assert guard.stdin is not None
         guard.stdin.write(b"%d\n" % number)
         guard.stdin.flush()

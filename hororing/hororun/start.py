@@ -70,7 +70,7 @@ def run(what: Start, output: Output) -> Job:
     """
     size = len(what.placed)
     names = dict.fromkeys(place.host for place in what.placed)
-    others = [name for name in names if not is_here(name)]
+    others = [name for name in names if not is_local(name)]
     store, secret = new_store(size, bool(others))
     job = Job(size, output, grace_s=what.grace_s)
     job.host_of = {place.rank: place.host for place in what.placed} if others else {}
@@ -127,7 +127,7 @@ def run_elastic(
     def make_store(
         at_first: Elastic, hosts: Sequence[Host], on_event: Callable[[Event], None]
     ) -> ElasticStore:
-        others = [host.name for host in hosts if not is_here(host.name)]
+        others = [host.name for host in hosts if not is_local(host.name)]
         several = bool(others) or at_first.script is not None
         store = ElasticStore(
             job=job, secret=secret, host="" if several else "127.0.0.1", on_event=on_event,
@@ -142,7 +142,7 @@ def run_elastic(
         return store
 
     def make_program(number: int, slot: Slot) -> Program:
-        here = is_here(slot.host)
+        here = is_local(slot.host)
         variables = {
             **(inherited if here else {}),
             **common,
@@ -159,7 +159,7 @@ def run_elastic(
     def make_host(
         job: ElasticJob, name: str, ended: Callable[[str], None]
     ) -> LocalHost | RemoteHost:
-        if is_here(name):
+        if is_local(name):
             return LocalHost(job.selector, job, secret)
         host = RemoteHost(
             job.selector, job, secret,
@@ -215,7 +215,7 @@ def _assign(
             stdin=stdin.get(place.rank), answers=payload is not None,
         )
         for place in what.placed
-        if is_here(place.host)
+        if is_local(place.host)
     ]  # fmt: skip
     for host in remote:
         host.payload = what.payload
@@ -248,7 +248,7 @@ def named_hosts(hosts: str | None, hostfile: str | None) -> list[Host]:
     if not hosts and not hostfile:
         return []
     found = parse_hosts(hosts) if hosts else read_hostfile(str(hostfile))
-    here = [host.name for host in found if is_here(host.name)]
+    here = [host.name for host in found if is_local(host.name)]
     if len(here) > 1:  # their ranks would not know that they are neighbours
         raise ValueError(f"{here[0]} and {here[1]} are both this host: give it once")
     return found
@@ -265,7 +265,7 @@ def ssh(port: int | None, identity_file: str | None) -> list[str]:
     return words
 
 
-def is_here(host: str) -> bool:
+def is_local(host: str) -> bool:
     """Whether a name is of this host; either may have no domain."""
     own = socket.gethostname()
     if host in _HERE or host == own:

@@ -96,7 +96,7 @@ class _Job:
         """None: the job goes on; "": it has finished; else why it has failed."""
         if isinstance(event, Joined):
             self._members[event.uid] = False
-            self._causes += [f"{_who(event)} has come"] if self._generation else []
+            self._causes += [f"{_describe(event)} has come"] if self._generation else []
         elif isinstance(event, World):
             return self._form(event)
         elif isinstance(event, Ended):
@@ -108,8 +108,8 @@ class _Job:
     def _left(self, event: Lost | Done, took_part: bool) -> str | None:
         left = any(self._members.values())
         if isinstance(event, Lost):
-            self._causes.append(f"lost {_who(event)}")
-            self.say(f"{_who(event)} is lost: {event.why}")
+            self._causes.append(f"lost {_describe(event)}")
+            self.say(f"{_describe(event)} is lost: {event.why}")
             if took_part and self._finished:
                 return "a process has failed after another one had finished"
             return (
@@ -157,7 +157,7 @@ def _made(arguments: argparse.Namespace) -> tuple[ElasticStore, _Job]:
     return store, job
 
 
-def _who(event: Joined | Lost) -> str:
+def _describe(event: Joined | Lost) -> str:
     return f"process {event.pid} on host {event.host}"
 
 

@@ -81,7 +81,7 @@ class ElasticMember(Member):
                 {"do": "ready", "ask": self._asked, "generation": self.generation, "step": step,
                  "marks": marks, "failed": failed}
             )  # fmt: skip
-            answer = self._hear(self._asked)
+            answer = self._receive_reply(self._asked)
             if "error" in answer:
                 raise RendezvousError(str(answer["error"]))
             if "retired" in answer:
@@ -108,7 +108,7 @@ class ElasticMember(Member):
         except OSError as error:
             raise self._failed(error) from None
 
-    def _hear(self, asked: int) -> dict[str, Any]:
+    def _receive_reply(self, asked: int) -> dict[str, Any]:
         """The answer to this request. Those to what was given up before are left out."""
         assert self._stream is not None
         while True:

@@ -83,10 +83,10 @@ class ElasticStore(Server):
         self._exchange = Exchange(0, 0, self._ranks)
         # By uid: the connections by which members tell that they live, and when they did so last.
         self._beats: dict[str, Peer] = {}
-        self._heard: dict[str, float] = {}
+        self._last_beat: dict[str, float] = {}
         self._beating: set[str] = set()  # members that have, and so read frames
-        self._looked = 0.0
-        self._looking: asyncio.TimerHandle | None = None
+        self._checked_at = 0.0
+        self._check_timer: asyncio.TimerHandle | None = None
         self._over, self._updated = b"", b""  # the last frames of these kinds
         self._stamp, self._updates = 0, 0
         self._limit: asyncio.TimerHandle | None = None
@@ -133,22 +133,22 @@ class ElasticStore(Server):
         hello = peer.hello
         if hello.beats:
             if hello.uid not in self._peers or hello.uid in self._beats:
-                raise Refusal(f"{hello.who()} is no member")
+                raise Refusal(f"{hello.title()} is no member")
             self._beats[hello.uid] = peer
             peer.send(protocol.encode({"welcome": True}))
             return
         if not hello.uid:
             raise Refusal(
-                f"{hello.who()} is of a job of {hello.size} ranks, and this one is elastic"
+                f"{hello.title()} is of a job of {hello.size} ranks, and this one is elastic"
             )
         if self._machine.ended:
             raise Refusal(self._machine.ended)
         if hello.uid in self._peers:
-            raise Refusal(f"{hello.who()} has a uid that is in use")
+            raise Refusal(f"{hello.title()} has a uid that is in use")
         self._peers[hello.uid] = peer
         # An interpreter on a busy machine may need a while for its second connection.
         first = asyncio.get_running_loop().time() + _FIRST_BEAT * self._peer_timeout_s
-        self._heard[hello.uid] = first
+        self._last_beat[hello.uid] = first
         peer.send(protocol.encode({"welcome": True}))
         self._carry_out(self._machine.join(hello.uid, hello.host, hello.pid))
 
@@ -160,7 +160,7 @@ class ElasticStore(Server):
             if uid not in self._beating:
                 self._beating.add(uid)
                 peer.send(self._over + self._updated)
-            self._heard[uid] = asyncio.get_running_loop().time()
+            self._last_beat[uid] = asyncio.get_running_loop().time()
         return None
 
     def _answer(self, peer: Peer, message: dict[str, Any]) -> None:
@@ -197,12 +197,12 @@ class ElasticStore(Server):
         if member is None or (member is not peer and member.done is not None):
             return  # it was declared lost before, or is about to be done
         if peer.done is None:
-            self._lose(uid, CONNECTION_ENDED)
+            self._lose_member(uid, CONNECTION_ENDED)
             return
         self._forget(uid)
         self._carry_out(self._machine.done(uid, peer.done))
 
-    def _lose(self, uid: str, why: str) -> None:
+    def _lose_member(self, uid: str, why: str) -> None:
         self._carry_out(self._machine.lost(uid, why))
 
     def _forget(self, uid: str) -> None:
@@ -216,7 +216,7 @@ class ElasticStore(Server):
     def _remove(self, uid: str) -> list[Peer]:
         """Forget its connections, which are returned."""
         self._asks.pop(uid, None)
-        self._heard.pop(uid, None)
+        self._last_beat.pop(uid, None)
         self._beating.discard(uid)
         return [each.pop(uid) for each in (self._peers, self._beats) if uid in each]
 
@@ -280,7 +280,7 @@ class ElasticStore(Server):
             connection.writer.transport.abort()
         for rank in [each for each, there in self._ranks.items() if there is peer]:
             del self._ranks[rank]
-            self._exchange.end(rank, peer, None, f"{peer.hello.who()} is lost: {event.why}")
+            self._exchange.end(rank, peer, None, f"{peer.hello.title()} is lost: {event.why}")
 
     def _reply(self, uid: str, what: dict[str, Any]) -> None:
         ask = self._asks.pop(uid, None)
@@ -293,28 +293,30 @@ class ElasticStore(Server):
     async def open(self) -> None:
         """Let members in from now on, and watch that they live."""
         await super().open()
-        self._looked = asyncio.get_running_loop().time()
-        self._look()
+        self._checked_at = asyncio.get_running_loop().time()
+        self._check_members()
 
     async def close(self) -> None:
         """End every connection, and listen no more."""
-        for timer in (self._looking, self._limit):
+        for timer in (self._check_timer, self._limit):
             if timer is not None:
                 timer.cancel()
         await super().close()
 
-    def _look(self) -> None:
+    def _check_members(self) -> None:
         loop = asyncio.get_running_loop()
         now, pause_s = loop.time(), self._peer_timeout_s / _LOOKS
-        if now - self._looked > 2 * pause_s:
+        if now - self._checked_at > 2 * pause_s:
             # This process was stopped, or had no time, so it has received no sign of life.
-            self._heard = {uid: max(at, now) for uid, at in self._heard.items()}
-        self._looked = now
-        for uid in [each for each, at in self._heard.items() if now - at > self._peer_timeout_s]:
-            if uid in self._heard:
-                silent_s = now - self._heard[uid]
-                self._lose(uid, f"it has given no sign of life for {silent_s:.1f} s")
-        self._looking = loop.call_later(pause_s, self._look)
+            self._last_beat = {uid: max(at, now) for uid, at in self._last_beat.items()}
+        self._checked_at = now
+        for uid in [
+            each for each, at in self._last_beat.items() if now - at > self._peer_timeout_s
+        ]:
+            if uid in self._last_beat:
+                silent_s = now - self._last_beat[uid]
+                self._lose_member(uid, f"it has given no sign of life for {silent_s:.1f} s")
+        self._check_timer = loop.call_later(pause_s, self._check_members)
 
     def _watch_limit(self) -> None:
         lacks = bool(self._machine.lacks()) and self._elastic_timeout_s > 0

@@ -165,7 +165,7 @@ class Exchange:
         if away:
             parts.append(f"{_ranks(away)} never connected or ended")
         if here:
-            named = ", ".join(self._peers[rank].hello.who() for rank in here[:8])
+            named = ", ".join(self._peers[rank].hello.title() for rank in here[:8])
             parts.append(f"{_ranks(here)} connected, but did not get here: {named}")
         return "; ".join(parts)
 

@@ -36,7 +36,7 @@ class Member:
     step: int  # what it had reached when the generation formed
     marks: int  # how often it has noted, since then, what it keeps beside the parameters
 
-    def who(self) -> str:
+    def title(self) -> str:
         """Name it for people."""
         return f"process {self.pid} on host {self.host}"
 
@@ -195,7 +195,7 @@ class Generations:
         comes = process.rank < 0 and not process.ready
         process.ready, process.step, process.marks = True, step, marks
         events += self._form()
-        if process.ready and comes and self._is_room_for(process):
+        if process.ready and comes and self._has_room_for(process):
             events += self._update(ADDED)
         return events
 
@@ -283,7 +283,7 @@ class Generations:
     def _is_wanted(self, process: _Process) -> bool:
         return not self._is_retired(process) and not (self._finished and process.newcomer)
 
-    def _is_room_for(self, process: _Process) -> bool:
+    def _has_room_for(self, process: _Process) -> bool:
         members = len(self.world.members) if self.world is not None else 0
         return members < self.max_np and self._is_wanted(process)
 

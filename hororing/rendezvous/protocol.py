@@ -132,7 +132,7 @@ class Hello:
         """The first frame of a connection."""
         return {"hororing": VERSION, **asdict(self)}
 
-    def who(self) -> str:
+    def title(self) -> str:
         """The member in error texts."""
         if self.uid:
             return f"the process {self.pid} on host {self.host}"

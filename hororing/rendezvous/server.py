@@ -241,7 +241,7 @@ class Server:
     ) -> None:
         peer = None
         try:
-            peer = await asyncio.wait_for(self._let_in(reader, writer, place), _FIRST_S)
+            peer = await asyncio.wait_for(self._admit(reader, writer, place), _FIRST_S)
             await self._serve_member(peer)
         except Refusal as refusal:
             with contextlib.suppress(ValueError):
@@ -255,7 +255,7 @@ class Server:
                 self._ended(peer)
             writer.close()
 
-    async def _let_in(
+    async def _admit(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, place: _Place
     ) -> Peer:
         hello = protocol.parse_hello(await read(reader, protocol.FIRST_BYTES))

@@ -60,14 +60,14 @@ class Store(Server):
         hello = peer.hello
         if hello.size != self.size:
             raise Refusal(
-                f"{hello.who()} is of a job of {hello.size} ranks, and this one has {self.size}"
+                f"{hello.title()} is of a job of {hello.size} ranks, and this one has {self.size}"
             )
         there = self._peers.get(hello.rank)
         if there is not None:
-            raise Refusal(f"{hello.who()} claims the rank of {there.hello.who()}")
+            raise Refusal(f"{hello.title()} claims the rank of {there.hello.title()}")
         if hello.rank in self.lost:
             raise Refusal(
-                f"{hello.who()} comes late: {self.lost[hello.rank]}", again=self._one_start
+                f"{hello.title()} comes late: {self.lost[hello.rank]}", again=self._one_start
             )
         if self._one_start and hello.rank in self.statuses:
             raise Refusal(f"rank {hello.rank} of this job has ended", again=True)
@@ -80,7 +80,7 @@ class Store(Server):
 
     def _ended(self, peer: Peer) -> None:
         del self._peers[peer.hello.rank]
-        who = f"{peer.hello.who()} closed its connection unexpectedly"
+        who = f"{peer.hello.title()} closed its connection unexpectedly"
         self._exchange.end(peer.hello.rank, peer, peer.done, who)
 
     def _answer(self, peer: Peer, message: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ from hororing.rendezvous import protocol
 from hororing.rendezvous.store import Store
 from hororing.spark.task import Outcome, Told, run_rank
 
-_LOOK_S = 0.5
+_CHECK_S = 0.5
 _PRINTED = "what ranks print is in the logs of Spark's executors"
 _MPI = "there is no MPI between these ranks"
 
@@ -124,7 +124,7 @@ class _Ended:
     def name(self, rank: int) -> str:
         return f"rank {rank} on host {self._outcomes[rank].host}"
 
-    def epitaph(self, rank: int, code: int) -> list[str]:
+    def end_report(self, rank: int, code: int) -> list[str]:
         lines = self._outcomes[rank].last_lines
         last = "; the last lines of its standard error:" if lines else ""
         return [f"{self.name(rank)} {describe_code(code)}{last}", *lines]
@@ -177,7 +177,7 @@ def _watch(
     tracker = context.statusTracker()
     until = time.monotonic() + start_timeout_s
     begun = False
-    while not done.wait(_LOOK_S):
+    while not done.wait(_CHECK_S):
         jobs = [tracker.getJobInfo(number) for number in tracker.getJobIdsForGroup(group)]
         stages = [tracker.getStageInfo(number) for job in jobs if job for number in job.stageIds]
         begun |= any(stage and stage.numActiveTasks for stage in stages)

@@ -22,7 +22,7 @@ from tensorflow.python.ops.gradients_util import PossibleTapeGradientTypes
 from hororing import arguments, runtime
 from hororing.arguments import Average, Sum
 from hororing.collectives import ALLGATHER, ALLREDUCE, ALLTOALL, BROADCAST, REDUCESCATTER
-from hororing.names import take_back
+from hororing.names import uncount
 from hororing.process_sets import ProcessSet, rank_and_size
 from hororing.tensorflow.requests import Request, carry_out
 from hororing.tensorflow.tensors import PARTS, as_parts, from_parts
@@ -69,7 +69,7 @@ def _recorded(
     """Return `forward(tensors)`, differentiable where the tensors are numbers with gradients."""
     smooth = [index for index, tensor in enumerate(tensors) if _is_smooth(tensor)]
     try:
-        if not smooth or not _may_be_asked(tensors):
+        if not smooth or not _may_need_gradients(tensors):
             return forward(tensors)
 
         @tf.custom_gradient  # type: ignore[untyped-decorator]
@@ -91,11 +91,11 @@ def _recorded(
 
         return tuple(recorded(*(tensors[index] for index in smooth)))
     except BaseException:
-        take_back(call.name)
+        uncount(call.name)
         raise
 
 
-def _may_be_asked(tensors: Sequence[tf.Tensor]) -> bool:
+def _may_need_gradients(tensors: Sequence[tf.Tensor]) -> bool:
     """Whether a tape may want gradients. If none is active, an eager call takes half the time."""
     return not tf.executing_eagerly() or bool(PossibleTapeGradientTypes(tensors))
 

@@ -50,7 +50,7 @@ _BOTH: Final[dict[type[Exception], Any]] = {
 }
 
 
-def both(error: Exception) -> Exception:
+def as_both(error: Exception) -> Exception:
     """Return `error`, or one of the same text that is TensorFlow's as well as ours."""
     kind = _BOTH.get(type(error))
     return error if kind is None else kind(str(error)).with_traceback(error.__traceback__)

@@ -37,7 +37,7 @@ def request_name(verb: str, name: str | None, process_set: ProcessSet) -> str:
     return in_graph(verb, members)
 
 
-def alone_in_graph(name: str, process_set: ProcessSet) -> str:
+def unique_in_graph(name: str, process_set: ProcessSet) -> str:
     """`name`, with a number if the graph that is being built has a request of this name before.
 
     A persistent tape makes the same gradients twice, say. They may be in flight together.

@@ -24,8 +24,8 @@ from hororing.arguments import Sum
 from hororing.collectives import ALLGATHER, ALLREDUCE, ALLTOALL, BROADCAST, REDUCESCATTER
 from hororing.names import DefaultName, encode_name
 from hororing.process_sets import ProcessSet, check_member, global_process_set, rank_and_size
-from hororing.tensorflow.errors import both
-from hororing.tensorflow.names import alone_in_graph
+from hororing.tensorflow.errors import as_both
+from hororing.tensorflow.names import unique_in_graph
 from hororing.tensorflow.plugin import operations
 from hororing.verbs.reducescatter import rows_of
 
@@ -79,7 +79,7 @@ def carry_out(requests: Sequence[Request]) -> list[list[tf.Tensor]]:
     if not eager:
         _refuse_xla(requests[0].name)
         requests = [
-            each._replace(name=alone_in_graph(each.name, each.process_set)) for each in requests
+            each._replace(name=unique_in_graph(each.name, each.process_set)) for each in requests
         ]
     flat = _as_ours(lambda: _eagerly(requests)) if eager else _in_graph(requests)
     return _regrouped(requests, iter(flat))
@@ -217,7 +217,7 @@ def _as_ours(call: Callable[[], T]) -> T:
         ours = as_ours(error)
         if ours is None:
             raise
-    raise both(ours)
+    raise as_both(ours)
 
 
 def _refuse_xla(name: str) -> None:

@@ -38,7 +38,7 @@ class CountedSteps:
         owes = self._counts[0] > 0
         if tf.executing_eagerly():
             if owes:
-                self._leave_out()
+                self._skip_owed()
             else:
                 self._add(_BEGUN)
                 apply()
@@ -57,9 +57,9 @@ class CountedSteps:
             with tf.control_dependencies(graph.get_operations()[before:]):
                 self._add(_TAKEN)
 
-        tf.cond(owes, self._leave_out, step)
+        tf.cond(owes, self._skip_owed, step)
 
-    def _leave_out(self) -> None:
+    def _skip_owed(self) -> None:
         self._add([left - owed for left, owed in zip(_LEFT_OUT, _OWED, strict=True)])
 
     def _add(self, counts: Sequence[int]) -> Any:
@@ -77,7 +77,7 @@ class CountedSteps:
     @property
     def agrees(self) -> bool:
         """Whether the gradients are those of all ranks, as far as anybody knows."""
-        return not self._by_tape or tape.has_reduced_for_all()
+        return not self._by_tape or tape.reduced_over_all_ranks()
 
     def begin(self, owed: int) -> None:
         """Count from 0, and leave out the first `owed` steps."""

@@ -24,12 +24,12 @@ from hororing.tensorflow.tensors import check_devices, checked_weight
 class _Seen:
     """What tapes of this process have done."""
 
-    by_all = False
+    over_all_ranks = False
 
 
-def has_reduced_for_all() -> bool:
+def reduced_over_all_ranks() -> bool:
     """Whether a tape has reduced all its gradients over all ranks."""
-    return _Seen.by_all
+    return _Seen.over_all_ranks
 
 
 class _DistributedTape(tf.GradientTape):  # type: ignore[misc]
@@ -69,7 +69,7 @@ class _DistributedTape(tf.GradientTape):  # type: ignore[misc]
             weight=self._weight,
         )
         if self._options.process_set is global_process_set and not self._local:
-            _Seen.by_all = True
+            _Seen.over_all_ranks = True
         return tf.nest.pack_sequence_as(sources, reduced)
 
     def register_local_source(self, source: Any) -> None:

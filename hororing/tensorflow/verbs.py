@@ -33,7 +33,7 @@ from hororing.tensorflow.topology import at_run_time, size_op
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _as_it_is(function: F) -> F:
+def _without_autograph(function: F) -> F:
     """Spare AutoGraph the search for Python conditionals on tensors: there are none here."""
     return tf.autograph.experimental.do_not_convert(function)  # type: ignore[no-any-return]
 
@@ -52,7 +52,7 @@ def _compressed(
     ]
 
 
-@_as_it_is
+@_without_autograph
 def allreduce(
     tensor: Any,
     average: bool | None = None,
@@ -180,7 +180,7 @@ def _grouped_allreduce(
     return _compressed(compression, checked, partial(autograd.allreduce, call))
 
 
-@_as_it_is
+@_without_autograph
 def grouped_allreduce(
     tensors: Iterable[Any],
     average: bool | None = None,
@@ -224,7 +224,7 @@ def grouped_allreduce(
     return results
 
 
-@_as_it_is
+@_without_autograph
 def allgather(
     tensor: Any,
     name: str | None = None,
@@ -241,7 +241,7 @@ def allgather(
     return result
 
 
-@_as_it_is
+@_without_autograph
 def grouped_allgather(
     tensors: Iterable[Any],
     name: str | None = None,
@@ -261,7 +261,7 @@ def _gathered(
     return autograd.allgather(call, checked)
 
 
-@_as_it_is
+@_without_autograph
 def broadcast(
     tensor: Any,
     root_rank: int,
@@ -283,7 +283,7 @@ def broadcast(
     return result
 
 
-@_as_it_is
+@_without_autograph
 def alltoall(
     tensor: Any,
     splits: Any = None,
@@ -323,7 +323,7 @@ def _checked_splits(splits: Any) -> tf.Tensor:
         raise ValueError(f"alltoall: splits {numbers} are out of range") from None
 
 
-@_as_it_is
+@_without_autograph
 def reducescatter(
     tensor: Any,
     device_dense: str = "",
@@ -348,7 +348,7 @@ def reducescatter(
     return result
 
 
-@_as_it_is
+@_without_autograph
 def grouped_reducescatter(
     tensors: Iterable[Any],
     device_dense: str = "",
@@ -385,7 +385,7 @@ def _scattered(
     return _compressed(compression, checked, partial(autograd.reducescatter, call))
 
 
-@_as_it_is
+@_without_autograph
 def join() -> tf.Tensor:
     """Block until every rank has called `join`; return the last one to do so, as int32.
 

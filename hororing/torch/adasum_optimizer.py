@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import torch
 
 from hororing import timeline
-from hororing.torch.gradient import ASK, SENT, Gradient, one_pass_too_many
+from hororing.torch.gradient import ASK, SENT, Gradient, unexpected_pass
 from hororing.torch.gradient_optimizer import Distributed
 from hororing.torch.reducer import Reducer, collect
 
@@ -39,7 +39,7 @@ class _Delta(Gradient):
         """Take note of a backward pass."""
         passes = self.reducer.passes
         if self.seen >= passes:
-            raise one_pass_too_many(self.name, passes, "belong to a step that was not taken")
+            raise unexpected_pass(self.name, passes, "belong to a step that was not taken")
         self.seen += 1
         self.state = SENT if self.seen == passes else ASK
 

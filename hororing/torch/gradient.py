@@ -37,7 +37,7 @@ from hororing.prepared import PersistentAllreduce, State, start_many
 from hororing.process_sets import ProcessSet
 from hororing.torch.adapter import DTYPES
 from hororing.torch.ops import start_sparse_allreduce, synchronize
-from hororing.torch.submission import BATCH_BYTES, LEAST_WEIGHT, Group
+from hororing.torch.submission import BATCH_BYTES, MIN_WEIGHT, Group
 from hororing.torch.uncompiled import uncompiled
 from hororing.torch.verbs import verbs
 
@@ -54,8 +54,18 @@ class Gradient(PersistentAllreduce):
     """The gradient of one parameter. Its hook, `on_gradient`, is in csrc/python/gradients.cc."""
 
     __slots__ = (
-        "dtype", "finish_general", "group", "hook", "name", "position", "pre_hook",
-        "proven", "seen", "shape", "sparse_dims", "torch_device",
+        "dtype",
+        "finish_general",
+        "fires_once",
+        "group",
+        "hook",
+        "name",
+        "position",
+        "pre_hook",
+        "seen",
+        "shape",
+        "sparse_dims",
+        "torch_device",
     )  # fmt: skip
 
     reducer: Reducer
@@ -65,8 +75,8 @@ class Gradient(PersistentAllreduce):
         super().__init__(verbs.adapter.device(param))
         self.name = name
         self.reducer = reducer
-        self.seen = 0  # how often it has come; in one pass, while it is not proven
-        self.proven = False  # it came once in a pass
+        self.seen = 0  # how often it has come; in one pass, while it is not fires_once
+        self.fires_once = False  # it came once in a pass
         self.weight = BATCH_BYTES  # what it takes of the queue's bytes_left: sent at once
         self.sparse_dims = 0  # of the latest gradient that was sparse
         self.hook: RemovableHandle | None = None
@@ -83,7 +93,7 @@ class Gradient(PersistentAllreduce):
                 name, DTYPES[param.dtype], param.shape, options.op, *options.factors,
                 reducer.members,
             )  # fmt: skip
-            self.weight = max(param.nbytes, LEAST_WEIGHT)
+            self.weight = max(param.nbytes, MIN_WEIGHT)
             self.simple = self.device == HOST
             self.weigh(reducer.weighing.cell if reducer.weighing.weight is not None else None)
 
@@ -95,7 +105,7 @@ class Gradient(PersistentAllreduce):
         """Be reduced by itself again. REQUIRES: nothing is in flight."""
         self.group = None
         if self.address:
-            self.weight = max(self.shape.numel() * self.dtype.itemsize, LEAST_WEIGHT)
+            self.weight = max(self.shape.numel() * self.dtype.itemsize, MIN_WEIGHT)
             self.simple = self.device == HOST
 
     def unhook(self) -> None:
@@ -148,18 +158,18 @@ class Gradient(PersistentAllreduce):
         if reducer.thread != get_ident():
             reducer.note_task(self.name)
         if self.state >= QUEUED:
-            self._came_twice()
+            self._note_repeat()
             return False
         self.seen += 1
-        return self.proven and reducer.is_last
+        return self.fires_once and reducer.is_last
 
-    def _came_twice(self) -> None:
+    def _note_repeat(self) -> None:
         """Go at the end of passes from now on: it has come a second time in this one."""
-        if self.proven:
-            self.doubt()
+        if self.fires_once:
+            self.reclassify()
         self.seen = 2
         if self.state == SENT:
-            self.reducer.came_again(self)
+            self.reducer.gradient_repeated(self)
             raise AssertionError(
                 f"gradient of '{self.name}' came again in the same backward pass while it was "
                 "being reduced: several reentrant checkpoints use this parameter, which did not "
@@ -167,15 +177,15 @@ class Gradient(PersistentAllreduce):
                 "again: the optimizer knows it now. Or pass use_reentrant=False to the checkpoints"
             )
 
-    def doubt(self) -> None:
+    def reclassify(self) -> None:
         """Go at the end of passes, until one has shown how often it comes."""
-        self.proven, self.seen = False, 0
-        self.reducer.unproven.append(self)
+        self.fires_once, self.seen = False, 0
+        self.reducer.unclassified.append(self)
 
-    def prove(self) -> bool:
+    def classify(self) -> bool:
         """At the end of a pass: whether the gradient may go when it comes, from now on."""
-        self.proven = self.seen == 1
-        return self.proven
+        self.fires_once = self.seen == 1
+        return self.fires_once
 
     def take(self) -> torch.Tensor | None:
         """Return the gradient that was queued."""
@@ -359,7 +369,7 @@ class Gradient(PersistentAllreduce):
 
     def reset(self) -> None:
         """Be ready for the next step. REQUIRES: nothing is in flight."""
-        self.state = READY if self.proven and self.reducer.passes == 1 else ASK
+        self.state = READY if self.fires_once and self.reducer.passes == 1 else ASK
         self.handle = 0
         self.finish_general = None
 
@@ -371,7 +381,7 @@ class Gradient(PersistentAllreduce):
         self.reset()
 
 
-def spoilt(name: str) -> AssertionError:
+def changed_in_flight(name: str) -> AssertionError:
     """The error where a gradient was touched that was in flight."""
     return AssertionError(
         f"gradient of '{name}' was changed while it was being reduced, so ranks have "
@@ -405,7 +415,7 @@ def send_together(queued: list[Gradient], pending: list[int], failures: list[Exc
         del plain[: count + 1]
 
 
-def another_set(process_set: ProcessSet) -> ValueError:
+def process_set_changed(process_set: ProcessSet) -> ValueError:
     """The error where an optimizer was made for the set as it was before."""
     return ValueError(
         f"DistributedOptimizer: its process set was removed and registered again, now as "
@@ -413,7 +423,7 @@ def another_set(process_set: ProcessSet) -> ValueError:
     )
 
 
-def one_pass_too_many(name: str, passes: int, why: str) -> AssertionError:
+def unexpected_pass(name: str, passes: int, why: str) -> AssertionError:
     """The error where a backward pass comes that was not expected before a step."""
     return AssertionError(
         f"gradient of '{name}' was computed more than backward_passes_per_step ({passes}) times "

@@ -19,7 +19,7 @@ from hororing import arguments
 from hororing.elastic.steps import Steps
 from hororing.process_sets import global_process_set
 from hororing.reduction import Reduction, checked_passes
-from hororing.torch.gradient import another_set, describe_in_flight
+from hororing.torch.gradient import describe_in_flight, process_set_changed
 from hororing.torch.reducer import Reducer
 from hororing.torch.verbs import verbs
 from hororing.torch.weighing import checked_weight
@@ -183,7 +183,7 @@ class Distributed(torch.optim.Optimizer):
         if self._reducer is None:
             process_set = self._settings.options.process_set
             if self._generation != process_set.generation:  # this rank may be a member now
-                raise another_set(process_set)
+                raise process_set_changed(process_set)
         elif not self._reducer.synchronized:
             self._synchronized_by_user = False
             self._reducer.synchronize()

@@ -18,7 +18,7 @@ import torch
 from hororing import arguments
 from hororing import verbs as neutral
 from hororing.compression import Compressor, check_compression
-from hororing.names import default_name, take_back
+from hororing.names import default_name, uncount
 from hororing.process_sets import ProcessSet, check_member, global_process_set, rank_and_size
 from hororing.torch import autograd
 from hororing.torch.autograd import Request
@@ -80,7 +80,7 @@ def _request(
     try:
         yield Request(verb, name, process_set, op, (prescale, postscale), weight)
     except BaseException:
-        take_back(name)
+        uncount(name)
         raise
 
 

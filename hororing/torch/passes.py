@@ -74,7 +74,7 @@ class Passes(Queue):
     def pass_failed(self) -> None:
         """Take note that a pass has raised."""
 
-    def start_again(self) -> None:
+    def reset_passes(self) -> None:
         """Forget all passes."""
         self.tasks.clear()
         self.thread = self.ended = 0
@@ -101,12 +101,12 @@ class Passes(Queue):
         outer = torch._C._current_autograd_node()
         self._nested = outer is not None
         if outer is not None:
-            self._ask_outer_task(outer)
+            self._watch_outer_task(outer)
         else:
             self.ended += 1
             self.pass_ended()
 
-    def _ask_outer_task(self, node: Any) -> None:
+    def _watch_outer_task(self, node: Any) -> None:
         """Be called at the end of the task that carries out `node`, which calls backward()."""
         handles: list[Any] = []
 

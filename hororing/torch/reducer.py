@@ -38,14 +38,14 @@ from hororing.torch.gradient import (
     READY,
     SENT,
     Gradient,
-    another_set,
+    changed_in_flight,
     describe_in_flight,
-    one_pass_too_many,
+    process_set_changed,
     send_together,
-    spoilt,
+    unexpected_pass,
 )
 from hororing.torch.passes import Passes, Phase, queue_callback
-from hororing.torch.submission import BATCH_BYTES, LEAST_WEIGHT, Group
+from hororing.torch.submission import BATCH_BYTES, MIN_WEIGHT, Group
 from hororing.torch.uncompiled import leave_uncompiled, uncompiled
 from hororing.torch.verbs import adapter
 from hororing.torch.weighing import Weighing
@@ -53,13 +53,13 @@ from hororing.torch.weighing import Weighing
 Entry = tuple[torch.Tensor, Gradient]
 
 # Which reducers have a parameter, by id(parameter). They hold it, so an id is never mistaken.
-_wanted_by: dict[int, set[Reducer]] = {}
+_reducers_of: dict[int, set[Reducer]] = {}
 _numbers = itertools.count()
 
 
 def _begin_anew() -> None:
     """Forget what the last engine has not reduced: its handles mean nothing to this one."""
-    for reducer in set[Reducer]().union(*_wanted_by.values()):
+    for reducer in set[Reducer]().union(*_reducers_of.values()):
         reducer.abandon()
 
 
@@ -114,10 +114,10 @@ class Reducer(Passes):
         self.members = check_member(options.process_set, "DistributedOptimizer")
         self.phase = Phase.IDLE
         self.tracing = False
-        self.unproven: list[Gradient] = []  # those that wait for the end of a pass
+        self.unclassified: list[Gradient] = []  # those that wait for the end of a pass
         self.pending: list[int] = []  # handles of started requests that nobody has waited for
         self.queued = []
-        self.batch_bytes = self.bytes_left = LEAST_WEIGHT  # of the batch
+        self.batch_bytes = self.bytes_left = MIN_WEIGHT  # of the batch
         self._lock = threading.Lock()
         self._on_device = False  # whether a parameter lies there
         self._generation = options.process_set.generation
@@ -173,10 +173,10 @@ class Reducer(Passes):
                 if entry is None:
                     name, _ = self._names.get(id(param), (f"{self._prefix}.{number}.{index}", None))
                     entry = (param, self.gradient_type(name, param, self))
-                    self.unproven.append(entry[1])
+                    self.unclassified.append(entry[1])
                     self._on_device |= entry[1].device != collectives.HOST
                     self._gradients[id(param)] = entry
-                    _wanted_by.setdefault(id(param), set()).add(self)
+                    _reducers_of.setdefault(id(param), set()).add(self)
                     new.append(id(param))
                 entries.append(entry)
         left_out = self._left_out
@@ -184,7 +184,7 @@ class Reducer(Passes):
             gradient.hook is None and param.requires_grad and id(param) not in left_out
             for param, gradient in entries
         ):
-            for reducer in {self, *(other for key in new for other in _wanted_by[key])}:
+            for reducer in {self, *(other for key in new for other in _reducers_of[key])}:
                 reducer.arrange()
         self._entries = [entry for entry in entries if id(entry[0]) not in self._left_out]
         if all(gradient.hook is not None for _, gradient in self._entries):
@@ -196,7 +196,7 @@ class Reducer(Passes):
         self._reduces_in_step, self._left_out = False, set()
         newer: dict[Reducer, int] = {}
         for key in self._gradients:
-            rivals = _wanted_by[key]
+            rivals = _reducers_of[key]
             for other in rivals if len(rivals) > 1 else ():
                 if (other.options.op, other.members) != (self.options.op, self.members):
                     self._reduces_in_step = True
@@ -226,11 +226,11 @@ class Reducer(Passes):
         others: set[Reducer] = set()
         for key, (_, gradient) in self._gradients.items():
             gradient.unhook()
-            rivals = _wanted_by[key]
+            rivals = _reducers_of[key]
             rivals.discard(self)
             others |= rivals
             if not rivals:
-                del _wanted_by[key]
+                del _reducers_of[key]
         self._gradients, self._names, self._entries, self._followed = {}, {}, [], []
         for other in others:
             other.arrange()
@@ -243,21 +243,21 @@ class Reducer(Passes):
             self._forget_failed_pass()
         if self.ended >= self.passes:
             op = arguments.op_name(self.options.op)
-            raise one_pass_too_many(
+            raise unexpected_pass(
                 name, self.passes, f"would be reduced again, which op={op} does not allow"
             )
         self._check_set()
         self.weighing.begin_pass(self)
         self.phase = Phase.FILLING
         self.tracing = timeline.enabled()
-        self.batch_bytes = self.bytes_left = LEAST_WEIGHT
+        self.batch_bytes = self.bytes_left = MIN_WEIGHT
 
     def _check_set(self) -> None:
         """Raise unless the process set is the one that it was: numbers of sets are used again."""
         process_set = self.options.process_set
         members = check_member(process_set, "DistributedOptimizer")
         if (members, process_set.generation) != (self.members, self._generation):
-            raise another_set(process_set)
+            raise process_set_changed(process_set)
 
     def _forget_failed_pass(self) -> None:
         self._reset_unsent()
@@ -299,12 +299,12 @@ class Reducer(Passes):
         if failures:
             raise failures[0]
 
-    def came_again(self, gradient: Gradient) -> None:
-        """Learn anew how often gradients come; `gradient` is spoilt."""
-        self._failures.append(spoilt(gradient.name))
+    def gradient_repeated(self, gradient: Gradient) -> None:
+        """Learn anew how often gradients come; `gradient` is changed_in_flight."""
+        self._failures.append(changed_in_flight(gradient.name))
         for _, other in self._gradients.values():
-            if other.proven:
-                other.doubt()
+            if other.fires_once:
+                other.reclassify()
 
     def pass_failed(self) -> None:
         """Note the versions of the gradients in flight, which nobody may touch now."""
@@ -320,7 +320,7 @@ class Reducer(Passes):
 
     def pass_ended(self) -> None:
         """Reduce, if it was the last one of a step."""
-        self.unproven = [gradient for gradient in self.unproven if not gradient.prove()]
+        self.unclassified = [gradient for gradient in self.unclassified if not gradient.classify()]
         self.weighing.pass_ended(self._entries)
         if self.ended >= self.passes and (self.tasks or self.ended > self.passes):
             raise AssertionError(
@@ -376,7 +376,7 @@ class Reducer(Passes):
         sent = [entry for entry in entries if entry[1].state == SENT]
         for gradient, grad, version in self._versions:
             if grad._version != version:
-                self._failures.append(spoilt(gradient.name))
+                self._failures.append(changed_in_flight(gradient.name))
         self._versions = []
         with torch.no_grad():
             self._wait_for(sent)
@@ -385,14 +385,14 @@ class Reducer(Passes):
             for _, gradient in entries:
                 if gradient.state != SENT:
                     gradient.reset()
-        for gradient in self.unproven:
+        for gradient in self.unclassified:
             gradient.state = ASK
         # Before all is forgotten, by an interrupt perhaps.
         self.phase = Phase.IDLE if self._failures else Phase.REDUCED
         failures, self._failures = self._failures, []
         self._reductions += 1
         self._drop_queue()
-        self.start_again()
+        self.reset_passes()
         if failures:
             raise failures[0]
         if self.options.op != Average:  # which alone may be reduced again
@@ -466,7 +466,7 @@ class Reducer(Passes):
         if self.phase is Phase.REDUCED:
             self.phase = Phase.IDLE
         self.ended = 0
-        self.weighing.start_again()
+        self.weighing.reset_passes()
         for other in self._newer:
             self._newer[other] = other._reductions
         if passes is None and self.phase is Phase.IDLE:
@@ -474,10 +474,10 @@ class Reducer(Passes):
         self.passes = passes or self.passes
         self._reset_unsent()
 
-    def start_again(self) -> None:
+    def reset_passes(self) -> None:
         """Forget all passes."""
-        super().start_again()
-        self.weighing.start_again()
+        super().reset_passes()
+        self.weighing.reset_passes()
 
     def abandon(self) -> None:
         """Forget everything in flight."""
@@ -486,7 +486,7 @@ class Reducer(Passes):
             gradient.abandon()
         self.pending.clear()
         self._drop_queue()
-        self.start_again()
+        self.reset_passes()
         self.phase = Phase.IDLE
         self._failures, self._versions = [], []
 

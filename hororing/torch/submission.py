@@ -16,7 +16,7 @@ from hororing.torch.verbs import verbs
 # backward pass is one gradient, so that the engine has something to do; each is twice as large as
 # the one before until they are full.
 BATCH_BYTES: Final = 256 << 10
-LEAST_WEIGHT: Final = 1 << 10
+MIN_WEIGHT: Final = 1 << 10
 
 
 class Group:

@@ -87,7 +87,7 @@ class Weighing:
             before = partial(gradient.before_gradient, weakref.ref(param))
             gradient.pre_hook = param.register_hook(before)  # type: ignore[no-untyped-call]
 
-    def start_again(self) -> None:
+    def reset_passes(self) -> None:
         """Forget all passes."""
         self._begun, self._ended, self._shares = False, 0.0, None
 
@@ -171,7 +171,7 @@ class Weighing:
     def abandon(self) -> None:
         """Forget what is in flight, and all passes."""
         self._abandon_total()
-        self.start_again()
+        self.reset_passes()
 
     def _abandon_total(self) -> None:
         if self._request.handle:

@@ -9,7 +9,7 @@ from hororing import arguments, collectives
 from hororing.adapter import T
 from hororing.compression import Compressor, NoneCompressor, check_compression
 from hororing.failures import fail
-from hororing.names import DefaultName, default_name, take_back
+from hororing.names import DefaultName, default_name, uncount
 from hororing.process_sets import ProcessSet, check_member, global_process_set
 from hororing.verbs.requests import Requests, first
 
@@ -61,7 +61,7 @@ class Allreduce(Requests[T]):
             tensor, False, average, name, op, prescale_factor, postscale_factor, process_set, True,
             weight,
         )  # fmt: skip
-        result: T = collectives.settled(answer)
+        result: T = collectives.result_of(answer)
         return result if compression is NoneCompressor else compression.decompress(result, context)
 
     def allreduce_(
@@ -83,7 +83,7 @@ class Allreduce(Requests[T]):
             tensor, True, average, name, op, prescale_factor, postscale_factor, process_set, True,
             weight,
         )  # fmt: skip
-        result: T = answer if answer is tensor else collectives.settled(answer)
+        result: T = answer if answer is tensor else collectives.result_of(answer)
         return result
 
     def allreduce_async(
@@ -147,7 +147,7 @@ class Allreduce(Requests[T]):
     ) -> Any:
         """Do as `reduce_async` with one tensor, quickly where it is a plain one.
 
-        With `blocking` what it returns is for `collectives.settled`.
+        With `blocking` what it returns is for `collectives.result_of`.
         """
         if average is not None:
             op = arguments.choose_op(op, average)
@@ -164,7 +164,7 @@ class Allreduce(Requests[T]):
                 if type(answer) is int and answer < 0:
                     fail(answer)
             except BaseException:
-                take_back(given)
+                uncount(given)
                 raise
             if answer is not None:
                 if in_place:
@@ -172,7 +172,7 @@ class Allreduce(Requests[T]):
                 if name is None:
                     given.submitted = True
                 return answer
-            take_back(given)
+            uncount(given)
         return self.reduce_async(
             "allreduce", [tensor], in_place, name, arguments.choose_op(op, None), prescale,
             postscale, first, process_set=process_set, blocking=blocking,
@@ -206,14 +206,14 @@ class Allreduce(Requests[T]):
             if type(answer) is int and answer < 0:
                 fail(answer)
         except BaseException:
-            take_back(given)
+            uncount(given)
             raise
         if answer is not None:
             self.adapter.mark_written(tensors)
             if isinstance(given, DefaultName):
                 given.submitted = True
             return answer
-        take_back(given)
+        uncount(given)
         return self.reduce_async(
             "grouped_allreduce", tensors, True, name, arguments.choose_op(op, None), prescale,
             postscale, tuple, process_set=process_set, blocking=blocking,
@@ -271,7 +271,7 @@ class Allreduce(Requests[T]):
             tensors, average, name, op, prescale_factor, postscale_factor, process_set, True,
             weight,
         )  # fmt: skip
-        result: tuple[T, ...] = collectives.settled(answer)
+        result: tuple[T, ...] = collectives.result_of(answer)
         return result
 
     def grouped_allreduce_async(

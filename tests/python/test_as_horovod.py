@@ -238,14 +238,14 @@ def refusals() -> list[tuple[str, str]]:
 def test_what_does_not_exist_is_named_with_the_way_out(
     number: int, refusals: list[tuple[str, str]]
 ):
-    statement, name, way_out = REFUSED[number]
+    statement, name, remedy = REFUSED[number]
     if exists(MODULES.get(name, "hororing.nonsense")):
         pytest.skip(f"{name} exists by now")
     kind, text = refusals[number]
     is_attribute = ";" in statement and not statement.startswith("from")
     assert kind == ("AttributeError" if is_attribute else "ImportError")
     assert text.startswith(f"{name} is not part of hororing {hororing.__version__}: ")
-    assert way_out in text
+    assert remedy in text
 
 
 def test_hasattr_and_find_spec_answer_for_what_does_not_exist():

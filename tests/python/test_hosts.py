@@ -306,7 +306,7 @@ def test_algorithms_that_cannot_be_are_refused_on_every_rank(tmp_path: Path) -> 
         "try:\n    hvd.init()\nexcept Exception as error:\n"
         "    print(type(error).__name__, error)\n"
     )
-    for hosts, way_out, environment in (
+    for hosts, remedy, environment in (
         ("2,2 -s 12m", "use auto or ring", {"HORORING_ALGORITHM": "three_phase"}),
         ("1,2", "use auto or ring", {"HORORING_ALGORITHM": "leader", "HORORING_BACKEND": "host"}),
         ("1,1", "leave out one", {"HORORING_ALGORITHM": "ring", "HORORING_REPRODUCIBLE": "1"}),
@@ -317,7 +317,7 @@ def test_algorithms_that_cannot_be_are_refused_on_every_rank(tmp_path: Path) -> 
             told = [line for line in text.splitlines() if line.startswith("ValueError")]
             assert len(told) == 1, job.report()
             assert f"HORORING_ALGORITHM={environment['HORORING_ALGORITHM']}" in told[0]
-            assert way_out in told[0]
+            assert remedy in told[0]
 
 
 @needs_hosts

@@ -148,7 +148,7 @@ def test_whoever_is_killed_whenever_leaves_nothing(kills: int):
 
 
 # ---------------------------------------------------------------------------------------------
-# Told to end
+# JobSettings to end
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])

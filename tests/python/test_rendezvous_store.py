@@ -406,7 +406,7 @@ def test_a_store_ends_while_members_come(
 ):
     # In Python 3.11 wait_for forgets that it was cancelled if its result comes at the same time.
     store = made(1)
-    let_in = store._let_in
+    let_in = store._admit
 
     async def and_the_store_ends(*how: Any) -> Any:
         peer = await let_in(*how)
@@ -414,7 +414,7 @@ def test_a_store_ends_while_members_come(
         time.sleep(0.3)  # of the loop: its next step is to cancel what this returns to
         return peer
 
-    monkeypatch.setattr(store, "_let_in", and_the_store_ends)
+    monkeypatch.setattr(store, "_admit", and_the_store_ends)
     came = []
     with contextlib.suppress(RendezvousError):
         came.append(member(store, 0, timeout_s=5))

@@ -47,7 +47,7 @@ POD = {"JOB_COMPLETION_INDEX": "1", "HORORING_SIZE": "4", "HORORING_SECRET_KEY":
 RANKS = {"HORORING_RANK": "1", "HORORING_SIZE": "2", "HORORING_RENDEZVOUS": "localhost:29400"}
 
 
-def read(environ: Mapping[str, str]) -> bootstrap.Told | None:
+def read(environ: Mapping[str, str]) -> bootstrap.JobSettings | None:
     return bootstrap.read(detect(environ), environ)
 
 

@@ -42,7 +42,7 @@ class Board:
 
     # -- messages from any source
 
-    def want(self, change: int) -> None:
+    def add_receivers(self, change: int) -> None:
         """One receiver from any source more (1) or less (-1) on this rank."""
         with self._lock:
             before, self._receivers = self._receivers, self._receivers + change
@@ -51,7 +51,7 @@ class Board:
                     f"{self._prefix()}wants{self._place}", "yes" if self._receivers else ""
                 )
 
-    def is_wanted(self, target: int) -> bool:
+    def has_receivers(self, target: int) -> bool:
         """Whether a rank of the group wants to know which ranks send to it."""
         key = f"{self._prefix()}wants{target}"
         return bool(self._store.check([key])) and bool(self._store.get(key))
@@ -153,7 +153,7 @@ class _Announcer:
                 try:
                     done = message.complete()
                     if not done and (board, target) not in wanted:
-                        wanted[board, target] = board.is_wanted(target)
+                        wanted[board, target] = board.has_receivers(target)
                     if not done and wanted[board, target]:
                         board.announce(target, tag, number)
                         done = True

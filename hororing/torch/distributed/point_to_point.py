@@ -56,7 +56,7 @@ class PointToPoint(Group):
         tensor, flat, finish = self._target("recv", tensors)
         self._check_alive("recv")
         board = self._board
-        board.want(1)
+        board.add_receivers(1)
 
         def find() -> Route | None:
             source = board.take(
@@ -64,7 +64,7 @@ class PointToPoint(Group):
             )
             return None if source is None else self._route(source, self._place, tag)
 
-        return self._message("recv", tensor, flat, find, finish, lambda: board.want(-1))
+        return self._message("recv", tensor, flat, find, finish, lambda: board.add_receivers(-1))
 
     def _target(
         self, verb: str, tensors: Tensors

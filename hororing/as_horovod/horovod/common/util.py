@@ -31,7 +31,7 @@ def _adapter_exists(framework: str) -> bool:
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
     """Whether hororing's adapter for "torch", "tensorflow" or "keras" works here."""
-    return _said(_adapter_exists(ext_base_name), f"adapter for {ext_base_name}", verbose)
+    return _report(_adapter_exists(ext_base_name), f"adapter for {ext_base_name}", verbose)
 
 
 def check_extension(ext_name: str, *build: object) -> None:
@@ -50,37 +50,37 @@ def check_extension(ext_name: str, *build: object) -> None:
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
     """Whether a framework's tensors can be reduced in GPU memory."""
     available = _adapter_exists(ext_base_name) and (built.cuda_built() or built.rocm_built())
-    return _said(available, f"GPU support for {ext_base_name}", verbose)
+    return _report(available, f"GPU support for {ext_base_name}", verbose)
 
 
 def mpi_built(verbose: bool = False) -> bool:
     """Whether hororing was built with MPI."""
-    return _said(built.mpi_built(), "MPI", verbose)
+    return _report(built.mpi_built(), "MPI", verbose)
 
 
 def gloo_built(verbose: bool = False) -> bool:
     """Whether hororing was built with Gloo."""
-    return _said(built.gloo_built(), "Gloo", verbose)
+    return _report(built.gloo_built(), "Gloo", verbose)
 
 
 def nccl_built(verbose: bool = False) -> int:
     """Version of NCCL as a number, 0 without it."""
     version = built.nccl_built()
-    _said(bool(version), "NCCL", verbose)
+    _report(bool(version), "NCCL", verbose)
     return version
 
 
 def ddl_built(verbose: bool = False) -> bool:
     """Whether hororing was built with DDL."""
-    return _said(built.ddl_built(), "DDL", verbose)
+    return _report(built.ddl_built(), "DDL", verbose)
 
 
 def ccl_built(verbose: bool = False) -> bool:
     """Whether hororing was built with oneCCL."""
-    return _said(built.ccl_built(), "oneCCL", verbose)
+    return _report(built.ccl_built(), "oneCCL", verbose)
 
 
-def _said(there: bool, what: str, verbose: bool) -> bool:
+def _report(there: bool, what: str, verbose: bool) -> bool:
     if verbose:
         print(f"{what}: {'yes' if there else 'no'}")
     return there

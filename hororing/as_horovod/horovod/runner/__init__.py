@@ -19,10 +19,10 @@ class _Function:
         return self._func(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _arrive, (finder.InstallOnArrival(), self._func)
+        return _unpickle, (finder.InstallWhenUnpickled(), self._func)
 
 
-def _arrive(_: None, func: Callable[..., Any]) -> Callable[..., Any]:
+def _unpickle(_: None, func: Callable[..., Any]) -> Callable[..., Any]:
     return func
 
 
